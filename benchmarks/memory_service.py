@@ -23,7 +23,7 @@ from typing import Any
 
 from benchmarks.machine import facts
 from tests.support.memory_nodes import memory_nodes
-from tests.support.memory_servers import theirs
+from tests.support.memory_servers import aws_server
 
 RANK, STEPS = 0, 3
 
@@ -78,7 +78,7 @@ def measure(mib: int, rounds: int) -> dict[str, Any]:
     seconds: dict[str, dict[str, list[dict[str, float]]]] = {
         way: {"theirs": [], "ours": []} for way in ("client", "wire")
     }
-    with theirs() as their_address, memory_nodes("n1", memory_service_auth="off", budget="2GiB") as nodes:
+    with aws_server() as their_address, memory_nodes("n1", memory_service_auth="off", budget="2GiB") as nodes:
         addresses = {"theirs": their_address, "ours": nodes["n1"].address}
         clients = {name: client_of(address, "bench") for name, address in addresses.items()}
         for turn in range(rounds + STEPS):  # until every step has been kept once nothing is as it will be

@@ -26,9 +26,9 @@ from benchmarks.preempted.story import Gap, Step, by_size, gaps_of, repeated, st
 from benchmarks.preempted.trainer import BATCH, DEVICE_S, MICROBATCH, SAMPLES, SEED, TOKENS
 from elastic.samples import SampleOrder, SampleSchedule
 from elastic.samples.sample_audit import verify_sample_logs
-from tests.support.agents import end_agent
-from tests.support.elastic_runs import Job
-from tests.support.local_nodes import until
+from tests.support.agents import stop_agent
+from tests.support.elastic_runs import ElasticRun
+from tests.support.local_nodes import wait_until
 
 NODES, NOTICE_S = 4, 10.0
 TRAINER = Path(__file__).with_name("trainer.py")
@@ -46,7 +46,7 @@ _HELD_S, _QUIET_S = 14.0, 14.0
 class Cluster:
     """Nodes of one machine that a job has, and that are taken from it."""
 
-    def __init__(self, job: Job) -> None:
+    def __init__(self, job: ElasticRun) -> None:
         self.job = job
         self.events: list[dict[str, Any]] = []
         self.there = {f"n{number}" for number in range(NODES)}
@@ -82,9 +82,9 @@ class Cluster:
 
 
 @contextlib.contextmanager
-def jobs(folder: Path, name: str) -> Iterator[Job]:
+def jobs(folder: Path, name: str) -> Iterator[ElasticRun]:
     (folder / name).mkdir()
-    job = Job(folder / name, name)
+    job = ElasticRun(folder / name, name)
     job.environ |= {"OMP_NUM_THREADS": "1", "TIEREDCKPT_AGENT_BUDGET": "256MiB"}
     (job.folder / "records").mkdir()
     try:
@@ -95,27 +95,27 @@ def jobs(folder: Path, name: str) -> Iterator[Job]:
                 one.kill()
                 one.wait()
         for place in {path.parent for path in job.folder.rglob("agent.lock")}:
-            end_agent(place)
+            stop_agent(place)
         job.close()
 
 
-def start(job: Job, nodes: int, total: int, device_s: float) -> Any:
+def start(job: ElasticRun, nodes: int, total: int, device_s: float) -> Any:
     size = ("--simulate-nodes", str(nodes), "--nnodes", f"1:{nodes}", "--grow-after", "1", "--shrink-after", "0")
     words = ("--job", job.name, "--log-dir", str(job.folder / "logs"), "-v", *size)
     return job.start("run", *words, str(TRAINER), str(job.folder / "records"), str(total), str(device_s))
 
 
-def lines_of(job: Job) -> list[dict[str, Any]]:
+def lines_of(job: ElasticRun) -> list[dict[str, Any]]:
     found = []
     for path in sorted((job.folder / "records").glob("*.steps.jsonl")):
         found += [json.loads(line) for line in path.read_text().splitlines(keepends=True) if line.endswith("\n")]
     return found
 
 
-def disturbed(job: Job, minutes: float, seed: int) -> list[dict[str, Any]]:
+def disturbed(job: ElasticRun, minutes: float, seed: int) -> list[dict[str, Any]]:
     """Run the job and take its nodes, until it is stopped; what was done to it."""
     running, chance = start(job, NODES, 0, DEVICE_S), random.Random(seed)
-    until(lambda: any(one["size"] == NODES for one in lines_of(job) if one["what"] == "step"), "all nodes train")
+    wait_until(lambda: any(one["size"] == NODES for one in lines_of(job) if one["what"] == "step"), "all nodes train")
     cluster = Cluster(job)
     ends = time.monotonic() + 60 * minutes
     at = 0
@@ -135,7 +135,7 @@ def disturbed(job: Job, minutes: float, seed: int) -> list[dict[str, Any]]:
     return cluster.events
 
 
-def undisturbed(job: Job, steps: int) -> list[Step]:
+def undisturbed(job: ElasticRun, steps: int) -> list[Step]:
     """The same steps by one rank, without waiting for a device."""
     running = start(job, 1, steps, 0.0)
     if running.wait(600):

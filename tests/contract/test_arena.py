@@ -11,7 +11,7 @@ import pytest
 from peerstore.errors import ArenaFullError, ShardDamagedError
 from peerstore.sizes_and_durations import show_size
 from peerstore.store.arena import Arena, FileMapping, MemfdArena, TmpfsArena, closing_fd
-from tests.support.stores import flip, store_directory
+from tests.support.stores import flip_byte, store_directory
 
 
 @pytest.fixture
@@ -27,13 +27,13 @@ def arena(request, directory):
     one.purge()
 
 
-def write(path, data, start=0):
+def write_at(path, data, start=0):
     with Path(path).open("r+b") as file:
         file.seek(start)
         file.write(data)
 
 
-def read(path):
+def read_file(path):
     return Path(path).read_bytes()
 
 
@@ -62,16 +62,16 @@ def test_a_slot_is_opened_for_reading_or_for_writing_too(arena):
         assert os.pread(fd, 5, 0) == b"hello"
         with pytest.raises(OSError, match="Bad file descriptor"):
             os.pwrite(fd, b"other", 0)
-    assert read(arena.path("slot.a"))[:5] == b"hello"
+    assert read_file(arena.path("slot.a"))[:5] == b"hello"
 
 
 def test_open_slot_stays_readable_after_removal(arena):
     arena.create("slot.a", 8192)
-    write(arena.path("slot.a"), b"kept")
+    write_at(arena.path("slot.a"), b"kept")
     with closing_fd(arena.open("slot.a")) as fd:
         arena.remove("slot.a")
         arena.create("slot.b", 8192)
-        write(arena.path("slot.b"), b"next")
+        write_at(arena.path("slot.b"), b"next")
         assert os.pread(fd, 4, 0) == b"kept"
         assert os.fstat(fd).st_size == 8192
     assert arena.removed_in_use() == {}
@@ -88,10 +88,10 @@ def test_impossible_size_creates_no_slot(arena):
 
 def test_name_of_an_existing_slot_is_refused(arena):
     arena.create("slot.a", 10)
-    write(arena.path("slot.a"), b"kept")
+    write_at(arena.path("slot.a"), b"kept")
     with pytest.raises(FileExistsError):
         arena.create("slot.a", 20)
-    assert read(arena.path("slot.a"))[:4] == b"kept"
+    assert read_file(arena.path("slot.a"))[:4] == b"kept"
 
 
 def test_missing_slot_raises(arena):
@@ -203,7 +203,7 @@ def test_purging_leaves_nothing(arena):
 def test_flipped_byte_in_a_metadata_file_is_damage(directory, at):
     arena = TmpfsArena(directory)
     arena.put_metadata("job.job", b"x" * 500)
-    flip(directory / "notes" / "job.job", at)
+    flip_byte(directory / "notes" / "job.job", at)
     with pytest.raises(ShardDamagedError, match=r"job\.job is damaged"):
         arena.get_metadata("job.job")
 
@@ -217,7 +217,7 @@ def test_short_metadata_file_is_damage(directory, size):
         arena.get_metadata("job.job")
 
 
-def strangers(place):
+def write_foreign_files(place):
     """Everything that could lie in a directory without being ours."""
     (place / "a folder").mkdir()
     (place / "slot.folder").mkdir()
@@ -231,7 +231,7 @@ def strangers(place):
 
 def test_foreign_files_are_neither_listed_nor_changed(directory):
     arena = TmpfsArena(directory)
-    left = strangers(directory / "slots"), strangers(directory / "notes")
+    left = write_foreign_files(directory / "slots"), write_foreign_files(directory / "notes")
     arena.create("slot.a", 10)
     arena.put_metadata("job.a", b"x")
     again = TmpfsArena(directory)
@@ -245,7 +245,7 @@ def test_foreign_files_are_neither_listed_nor_changed(directory):
 @pytest.mark.parametrize("name", ["slot.folder", "slot.link", "slot.broken", "job.fifo"])
 def test_reading_a_non_file_is_damage_and_does_not_block(directory, name):
     arena = TmpfsArena(directory)
-    strangers(directory / "notes")
+    write_foreign_files(directory / "notes")
     with pytest.raises(ShardDamagedError):
         arena.get_metadata(name)
 

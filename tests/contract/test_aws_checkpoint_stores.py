@@ -10,16 +10,16 @@ import torch
 
 from integration.sagemaker.checkpoint_config import DefaultS3PathStrategy, RayS3PathStrategy
 from integration.sagemaker.checkpoint_stores import MemoryServiceStore, S3CheckpointStore
-from tests.support.aws_checkpoints import FakePlace, pickled, write
-from tests.support.memory_service import memory_service
+from tests.support.aws_checkpoints import FakeCheckpointStore, encode_checkpoint, pickle_metadata
+from tests.support.memory_service import fake_memory_service
 from tieredckpt.errors import CheckpointDamagedError, CheckpointNotFoundError, TierUnavailableError, UsageError
 from tieredckpt.settings import DurableSettings
 
 NAMESPACE = "job-1"
-STATE = write([[("w", (0,), torch.ones(3))], [("v", (0,), torch.zeros(5))]], objects={"step": 4})
+STATE = encode_checkpoint([[("w", (0,), torch.ones(3))], [("v", (0,), torch.zeros(5))]], objects={"step": 4})
 
 
-class InBucket:
+class BucketCase:
     """A folder, as a bucket would have it."""
 
     def __init__(self, root, layout):
@@ -41,10 +41,10 @@ class InBucket:
             self.path(0, step, "metadata.metadata").write_bytes(metadata)
 
     def break_down(self, place):
-        place._store = Down()
+        place._store = UnreachableStore()
 
 
-class Down:
+class UnreachableStore:
     """A store that does not answer."""
 
     def list(self, prefix):
@@ -54,7 +54,7 @@ class Down:
         pass
 
 
-class InMemory:
+class MemoryServiceCase:
     def __init__(self, service):
         self.service = service
         service.namespaces[NAMESPACE] = (3, 100)
@@ -71,9 +71,9 @@ class InMemory:
         self.service.broken = True
 
 
-class InFake:
+class FakeStoreCase:
     def __init__(self):
-        self.place = FakePlace()
+        self.place = FakeCheckpointStore()
 
     def open(self):
         return self.place
@@ -88,128 +88,128 @@ class InFake:
 
 
 @pytest.fixture(params=["default", "ray", "memory", "fake"])
-def kept(request, tmp_path):
+def case(request, tmp_path):
     if request.param == "memory":
-        with memory_service() as service:
-            yield InMemory(service)
+        with fake_memory_service() as service:
+            yield MemoryServiceCase(service)
     elif request.param == "fake":
-        yield InFake()
+        yield FakeStoreCase()
     else:
         layout = DefaultS3PathStrategy if request.param == "default" else RayS3PathStrategy
-        yield InBucket(tmp_path / "bucket", layout("s3://b"))
+        yield BucketCase(tmp_path / "bucket", layout("s3://b"))
 
 
 @pytest.fixture
-def opened(kept):
-    with contextlib.closing(kept.open()) as place:
+def store(case):
+    with contextlib.closing(case.open()) as place:
         yield place
 
 
-def test_stored_step_is_readable(kept, opened):
+def test_stored_step_is_readable(case, store):
     blobs, metadata = STATE
-    kept.put(4, blobs, pickled(metadata))
-    kept.put(0, blobs, pickled(metadata))
-    assert list(opened.steps()) == [4, 0]
-    written = opened.contents(4)
+    case.put(4, blobs, pickle_metadata(metadata))
+    case.put(0, blobs, pickle_metadata(metadata))
+    assert list(store.steps()) == [4, 0]
+    written = store.contents(4)
     assert set(written.tensors) == {"w", "v"}
     assert set(written.objects) == {"step"}
     for rank, data in enumerate(blobs):
-        assert opened.blob_size(4, rank) == len(data)
-        with contextlib.closing(opened.open_blob(4, rank)) as blob:
+        assert store.blob_size(4, rank) == len(data)
+        with contextlib.closing(store.open_blob(4, rank)) as blob:
             assert blob.size_bytes == len(data)
             found = blob.read([(0, 10), (7, 9), (5, len(data)), (3, 3)])
         assert [bytes(part) for part in found] == [data[:10], data[7:9], data[5:], b""]
 
 
-def test_empty_store_has_no_steps(opened):
+def test_empty_store_has_no_steps(store):
     with contextlib.suppress(CheckpointNotFoundError):
-        assert list(opened.steps()) == []
+        assert list(store.steps()) == []
     with pytest.raises(CheckpointNotFoundError):
-        opened.contents(4)
+        store.contents(4)
 
 
-def test_step_without_metadata_is_listed_without_a_description(kept, opened):
+def test_step_without_metadata_is_listed_without_a_description(case, store):
     blobs, metadata = STATE
-    kept.put(8, blobs, pickled(metadata))
-    kept.put(4, blobs, None)
-    assert list(opened.steps()) == [8, 4]
+    case.put(8, blobs, pickle_metadata(metadata))
+    case.put(4, blobs, None)
+    assert list(store.steps()) == [8, 4]
     with pytest.raises(CheckpointNotFoundError):
-        opened.contents(4)
+        store.contents(4)
 
 
-def test_lost_rank_is_absent(kept, opened):
+def test_lost_rank_is_absent(case, store):
     blobs, metadata = STATE
-    kept.put(4, blobs[:1], pickled(metadata))
-    if isinstance(kept, InMemory):  # metadata is the rank behind the last
-        kept.service.replace(NAMESPACE, 2, 4, pickled(metadata))
-        kept.service.lose(NAMESPACE, 1, 4)
-    assert opened.blob_size(4, 0) == len(blobs[0])
+    case.put(4, blobs[:1], pickle_metadata(metadata))
+    if isinstance(case, MemoryServiceCase):  # metadata is the rank behind the last
+        case.service.replace(NAMESPACE, 2, 4, pickle_metadata(metadata))
+        case.service.lose(NAMESPACE, 1, 4)
+    assert store.blob_size(4, 0) == len(blobs[0])
     with pytest.raises(CheckpointNotFoundError):
-        opened.blob_size(4, 1)
+        store.blob_size(4, 1)
 
 
-def test_unreachable_store_is_not_an_empty_one(kept, opened):
+def test_unreachable_store_is_not_an_empty_one(case, store):
     blobs, metadata = STATE
-    kept.put(4, blobs, pickled(metadata))
-    kept.break_down(opened)
+    case.put(4, blobs, pickle_metadata(metadata))
+    case.break_down(store)
     with pytest.raises(TierUnavailableError):
-        opened.steps()
+        store.steps()
 
 
-def test_invalid_metadata_is_damage(kept, opened):
+def test_invalid_metadata_is_damage(case, store):
     blobs, _ = STATE
-    kept.put(4, blobs, b"\x80\x04N.")
+    case.put(4, blobs, b"\x80\x04N.")
     with pytest.raises(CheckpointDamagedError):
-        opened.contents(4)
+        store.contents(4)
 
 
 # -- of the memory service alone ------------------------------------------------------------------------------
 
 
 @pytest.fixture
-def in_memory():
-    with memory_service() as service:
-        kept = InMemory(service)
+def memory_service_case():
+    with fake_memory_service() as service:
+        kept = MemoryServiceCase(service)
         blobs, metadata = STATE
-        kept.put(4, blobs, pickled(metadata))
+        kept.put(4, blobs, pickle_metadata(metadata))
         yield kept
 
 
-def test_blob_that_differs_from_its_checksum_is_damage(in_memory):
-    service = in_memory.service
+def test_blob_that_differs_from_its_checksum_is_damage(memory_service_case):
+    service = memory_service_case.service
     data = service.blob(NAMESPACE, 0, 4)
     service.replace(NAMESPACE, 0, 4, data[:-1] + b"?", resealed=False)
     with pytest.raises(CheckpointDamagedError, match="checksum"):
-        in_memory.open().open_blob(4, 0)
+        memory_service_case.open().open_blob(4, 0)
 
 
 @pytest.mark.parametrize(
     "meta",
     ["", "{}", "null", "no json", '{"checksum": 5, "algorithm": "xxh3_128"}', '{"checksum": "", "algorithm": "md5"}'],
 )
-def test_blob_without_a_checksum_is_damage(in_memory, meta):
-    service = in_memory.service
+def test_blob_without_a_checksum_is_damage(memory_service_case, meta):
+    service = memory_service_case.service
     service.shards[NAMESPACE][0][4] = (service.blob(NAMESPACE, 0, 4), meta)
     with pytest.raises(CheckpointDamagedError):
-        in_memory.open().open_blob(4, 0)
+        memory_service_case.open().open_blob(4, 0)
 
 
 @pytest.mark.parametrize("guess", [None, 1, 2, 3, 7])
 @pytest.mark.parametrize("said", [2, 3, 9])
-def test_metadata_is_found_for_any_configured_world_size(in_memory, guess, said):
+def test_metadata_is_found_for_any_configured_world_size(memory_service_case, guess, said):
     """Its key is one more than the last rank that saved, and neither reader nor namespace need to know that."""
-    in_memory.service.namespaces[NAMESPACE] = (said, 3)
-    assert MemoryServiceStore(in_memory.service.url, NAMESPACE, world_size=guess).contents(4).tensors
+    memory_service_case.service.namespaces[NAMESPACE] = (said, 3)
+    assert MemoryServiceStore(memory_service_case.service.url, NAMESPACE, world_size=guess).contents(4).tensors
 
 
-def test_metadata_is_found_behind_a_lost_shard(in_memory):
-    in_memory.service.namespaces[NAMESPACE] = (9, 3)
-    in_memory.service.lose(NAMESPACE, 1, 4)
-    assert in_memory.open().contents(4).tensors
+def test_metadata_is_found_behind_a_lost_shard(memory_service_case):
+    memory_service_case.service.namespaces[NAMESPACE] = (9, 3)
+    memory_service_case.service.lose(NAMESPACE, 1, 4)
+    assert memory_service_case.open().contents(4).tensors
 
 
 def test_missing_service_is_unavailable():
-    with memory_service() as service:
+    with fake_memory_service() as service:
         url = service.url
     with pytest.raises(TierUnavailableError, match="cannot be asked"):
         MemoryServiceStore(url, NAMESPACE).steps()

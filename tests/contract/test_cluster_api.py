@@ -15,7 +15,7 @@ from integration.hyperpod.cluster.tiered_storage_config import (
     read_tiered_storage_config,
     region_of_arn,
 )
-from tests.support.sagemaker_api import ARN, SageMaker, serving
+from tests.support.sagemaker_api import ARN, FakeSageMaker, serve
 from tieredckpt import cli
 from tieredckpt.cli.exit_codes import CommandError, ExitCode
 
@@ -49,7 +49,7 @@ def cluster(capsys):
     from tieredckpt.cli import main
 
     def run(sagemaker, command, *words, name="ml"):
-        with serving(sagemaker) as url:
+        with serve(sagemaker) as url:
             code = main(["cluster", command, "--cluster", name, "--endpoint-url", url, *map(str, words)])
         return (code, *capsys.readouterr())
 
@@ -70,7 +70,7 @@ def plugin(monkeypatch):
 
 
 def test_enabling_sends_the_required_request(cluster):
-    aws = SageMaker()
+    aws = FakeSageMaker()
     code, out, err = cluster(aws, "enable", "--percent", 30, "--json")
     assert (code, err) == (0, "")
     said = json.loads(out)
@@ -83,14 +83,14 @@ def test_enabling_sends_the_required_request(cluster):
 
 
 def test_the_endpoint_refuses_the_flag_alone():
-    aws = SageMaker()
+    aws = FakeSageMaker()
     status, code, _ = aws.answer("UpdateCluster", {"ClusterName": "ml", "TieredStorageConfig": ON})
     assert (status, code) == (400, "ValidationException")
     assert aws.answer("UpdateCluster", {"ClusterName": "-", "NodeRecovery": "Never"})[1] == "ValidationException"
 
 
 def test_a_dry_run_sends_nothing(cluster):
-    aws = SageMaker(NodeRecovery="None")
+    aws = FakeSageMaker(NodeRecovery="None")
     code, out, _ = cluster(aws, "enable", "--percent", 40, "--dry-run")
     assert code == 0
     assert json.loads(out)["UpdateCluster"]["NodeRecovery"] == "None"
@@ -98,17 +98,17 @@ def test_a_dry_run_sends_nothing(cluster):
 
 
 def test_unchanged_configuration_sends_no_update(cluster):
-    aws = SageMaker(TieredStorageConfig=ON)
+    aws = FakeSageMaker(TieredStorageConfig=ON)
     code, out, _ = cluster(aws, "enable")
     assert code == 0
     assert "has it already" in out
-    code, out, _ = cluster(SageMaker(), "disable", "--json")
+    code, out, _ = cluster(FakeSageMaker(), "disable", "--json")
     assert json.loads(out)["changed"] is False
     assert [operation for operation, _ in aws.requests] == ["DescribeCluster"]
 
 
 def test_disabling_keeps_the_node_recovery(cluster):
-    aws = SageMaker(TieredStorageConfig=ON, NodeRecovery="None")
+    aws = FakeSageMaker(TieredStorageConfig=ON, NodeRecovery="None")
     code, out, _ = cluster(aws, "disable")
     assert code == 0
     assert "durable tier directly" in out
@@ -120,11 +120,11 @@ def test_disabling_keeps_the_node_recovery(cluster):
 
 
 def test_show_output_is_readable_by_agents(cluster, tmp_path):
-    code, out, _ = cluster(SageMaker(TieredStorageConfig=ON), "show", "--json", name=ARN)
+    code, out, _ = cluster(FakeSageMaker(TieredStorageConfig=ON), "show", "--json", name=ARN)
     assert code == 0
     (tmp_path / "cluster.json").write_text(out)
     assert read_tiered_storage_config(tmp_path / "cluster.json") == TieredStorageConfig(TieredStorageMode.ENABLE, 30)
-    _, out, _ = cluster(SageMaker(), "show")
+    _, out, _ = cluster(FakeSageMaker(), "show")
     assert "off: nothing is kept" in out
 
 
@@ -143,7 +143,7 @@ def test_show_output_is_readable_by_agents(cluster, tmp_path):
     ],
 )
 def test_refusals_map_to_exit_codes(cluster, refusal, code, words):
-    aws = SageMaker()
+    aws = FakeSageMaker()
     aws.refusal = refusal
     found, out, err = cluster(aws, "show")
     assert (found, out) == (code, "")
@@ -152,24 +152,24 @@ def test_refusals_map_to_exit_codes(cluster, refusal, code, words):
 
 
 def test_missing_cluster_and_invalid_name_are_reported(cluster):
-    code, _, err = cluster(SageMaker(), "enable", "--percent", 30, name="other")
+    code, _, err = cluster(FakeSageMaker(), "enable", "--percent", 30, name="other")
     assert code == ExitCode.NOT_FOUND
     assert "there is no cluster other" in err
-    code, _, err = cluster(SageMaker(), "show", name="_")
+    code, _, err = cluster(FakeSageMaker(), "show", name="_")
     assert code == ExitCode.USAGE
 
 
 def test_without_credentials_or_region(cluster, monkeypatch):
     monkeypatch.delenv("AWS_ACCESS_KEY_ID")
     monkeypatch.delenv("AWS_SECRET_ACCESS_KEY")
-    code, _, err = cluster(SageMaker(), "show")
+    code, _, err = cluster(FakeSageMaker(), "show")
     assert code == ExitCode.REFUSED
     assert "credentials" in err
     assert "aws sso login" in err
-    code, _, err = cluster(SageMaker(), "show", "--profile", "absent")
+    code, _, err = cluster(FakeSageMaker(), "show", "--profile", "absent")
     assert code == ExitCode.REFUSED
     monkeypatch.delenv("AWS_DEFAULT_REGION")
-    code, _, err = cluster(SageMaker(), "show")
+    code, _, err = cluster(FakeSageMaker(), "show")
     assert code == ExitCode.USAGE
     assert "--region" in err
     assert region_of_arn(ARN) == "us-west-2"
@@ -188,15 +188,15 @@ def test_unreachable_api_is_unavailable(capsys, monkeypatch):
 def test_invalid_options_are_usage_errors(cluster, capsys, tmp_path):
     from tieredckpt.cli import main
 
-    assert cluster(SageMaker(), "enable")[0] == ExitCode.USAGE
-    assert cluster(SageMaker(), "enable", "--percent", 0)[0] == ExitCode.USAGE
-    assert cluster(SageMaker(NodeRecovery=None), "enable", "--percent", 30)[0] == ExitCode.USAGE
+    assert cluster(FakeSageMaker(), "enable")[0] == ExitCode.USAGE
+    assert cluster(FakeSageMaker(), "enable", "--percent", 0)[0] == ExitCode.USAGE
+    assert cluster(FakeSageMaker(NodeRecovery=None), "enable", "--percent", 30)[0] == ExitCode.USAGE
     assert main(["cluster", "show"]) == ExitCode.USAGE
     assert main(["cluster", "show", "--file", str(tmp_path / "absent")]) == ExitCode.USAGE
-    assert "AWS's guide asks for 20" in cluster(SageMaker(), "enable", "--percent", 10)[2]
+    assert "AWS's guide asks for 20" in cluster(FakeSageMaker(), "enable", "--percent", 10)[2]
 
 
-class Clock:
+class FakeClock:
     def __init__(self):
         self.now = 0.0
 
@@ -209,10 +209,10 @@ class Clock:
 
 @pytest.mark.parametrize("keeps", [True, False], ids=["kept", "rolled back"])
 def test_wait_ends_when_the_update_is_applied(keeps):
-    aws, clock = SageMaker(), Clock()
+    aws, clock = FakeSageMaker(), FakeClock()
     aws.keeps = keeps
     wanted = TieredStorageConfig(TieredStorageMode.ENABLE, 30)
-    with serving(aws) as url:
+    with serve(aws) as url:
         clusters = HyperPodClusterApi(endpoint_url=url)
         clusters.update("ml", {"ClusterName": "ml", "TieredStorageConfig": ON, "NodeRecovery": "Automatic"})
         aws.updating = ["Updating", "Updating", "SystemUpdating"]
@@ -226,8 +226,8 @@ def test_wait_ends_when_the_update_is_applied(keeps):
 
 
 def test_waiting_ends_when_time_is_up():
-    aws, clock = SageMaker(ClusterStatus="Updating"), Clock()
-    with serving(aws) as url, pytest.raises(CommandError, match="still Updating after 60 s") as late:
+    aws, clock = FakeSageMaker(ClusterStatus="Updating"), FakeClock()
+    with serve(aws) as url, pytest.raises(CommandError, match="still Updating after 60 s") as late:
         HyperPodClusterApi(endpoint_url=url).wait(
             "ml", TieredStorageConfig(TieredStorageMode.ENABLE, 30), timeout_s=60, sleep=clock.sleep, clock=clock
         )

@@ -22,25 +22,25 @@ from elastic.errors import (
 from elastic.world.world_state import SealedStep
 from tests.support.control_planes import (
     PATIENCE_S,
-    Job,
-    all_ready,
-    at_once,
+    ControlPlaneJob,
     memory_job,
-    results,
     rootless_job,
+    start_all,
     supervised_job,
-    wants,
+    wait_all_assigned,
+    wait_results,
+    wanted_notice,
 )
-from tests.support.fake_hyperpod_job import agent_job
+from tests.support.fake_hyperpod_job import hyperpod_agent_job
 from tests.support.launched_jobs import launched_job, process_level_job
-from tests.support.local_nodes import until
+from tests.support.local_nodes import wait_until
 
-Start = Callable[..., Job]
-PLANES: dict[str, Callable[..., AbstractContextManager[Job]]] = {
+Start = Callable[..., ControlPlaneJob]
+PLANES: dict[str, Callable[..., AbstractContextManager[ControlPlaneJob]]] = {
     "memory": memory_job,
     "supervisor": supervised_job,
     "rootless": rootless_job,
-    "hyperpod in process": agent_job,
+    "hyperpod in process": hyperpod_agent_job,
     "hyperpod processes": process_level_job,
     "torchrun": launched_job,
 }
@@ -55,17 +55,17 @@ def start(request: pytest.FixtureRequest) -> Iterator[Start]:
         yield lambda *args, **options: stack.enter_context(PLANES[request.param](*args, **options))
 
 
-def next_world(job: Job, seats: list[Any], *, size: int | None = None) -> list[Any]:
+def next_world(job: ControlPlaneJob, seats: list[Any], *, size: int | None = None) -> list[Any]:
     """The places of these processes after a fault, or of new ones where the launcher has to start all of them."""
     if not job.starts_anew:
-        return all_ready(seats)
+        return wait_all_assigned(seats)
     for seat in seats:
         with pytest.raises(JobFailedError, match="whoever started it has to start the next one"):
             seat.wait_for_assignment(timeout_s=PATIENCE_S)
-    return all_ready(job.again(size or len(seats)))
+    return wait_all_assigned(job.again(size or len(seats)))
 
 
-def assert_left_over(job: Job, seat: Any, coming: Future[Any]) -> None:
+def assert_not_needed(job: ControlPlaneJob, seat: Any, coming: Future[Any]) -> None:
     """Who has no place in the next world, and is not needed as a spare any more."""
     if job.ends_leftovers:
         assert not coming.done()
@@ -79,12 +79,12 @@ def assert_all_dismissed(coming: list[Future[Any]]) -> None:
     assert {type(one.exception(PATIENCE_S)) for one in coming} == {Dismissed}
 
 
-def coming_back(seats: list[Any]) -> list[Future[Any]]:
-    return at_once(*(lambda s=seat: s.wait_for_assignment(timeout_s=PATIENCE_S) for seat in seats))
+def rejoin_all(seats: list[Any]) -> list[Future[Any]]:
+    return start_all(*(lambda s=seat: s.wait_for_assignment(timeout_s=PATIENCE_S) for seat in seats))
 
 
 def test_a_world_is_the_same_for_all_its_ranks(start):
-    places = all_ready(start(3).planes)
+    places = wait_all_assigned(start(3).planes)
     assert {place.epoch for place in places} == {places[0].epoch}
     assert {place.store for place in places} == {places[0].store}
     assert {place.stores for place in places} == {places[0].stores}
@@ -96,8 +96,8 @@ def test_a_world_is_the_same_for_all_its_ranks(start):
 
 def test_ranks_know_the_store_of_every_node():
     with rootless_job(3, spares=1) as job:
-        ready = at_once(*(lambda s=seat: s.wait_for_assignment(timeout_s=PATIENCE_S) for seat in job.planes))
-        until(lambda: sum(one.done() for one in ready) == 3)
+        ready = start_all(*(lambda s=seat: s.wait_for_assignment(timeout_s=PATIENCE_S) for seat in job.planes))
+        wait_until(lambda: sum(one.done() for one in ready) == 3)
         places = [one.result() for one in ready if one.done()]
         assert {len(place.stores) for place in places} == {3}
         assert {place.store for place in places} == {places[0].stores[0]}
@@ -110,7 +110,7 @@ def test_ranks_know_the_store_of_every_node():
 
 def test_healthy_world_has_no_notice(start):
     job = start(2)
-    all_ready(job.planes)
+    wait_all_assigned(job.planes)
     assert [seat.notice() for seat in job.planes] == [None, None]
 
 
@@ -118,34 +118,34 @@ def test_wait_for_a_world_times_out(start):
     job = start(2)
     with pytest.raises(ControlDeadlineError):
         job.planes[0].wait_for_assignment(timeout_s=0.01)
-    assert [place.world_size for place in all_ready(job.planes)] == [2, 2]
+    assert [place.world_size for place in wait_all_assigned(job.planes)] == [2, 2]
 
 
 def test_resize_pauses_all_ranks_at_the_greatest_step(start):
     job = start(3)
-    before = all_ready(job.planes)
+    before = wait_all_assigned(job.planes)
     job.resize(2)
-    until(lambda: all(wants(seat) is job.resize_is for seat in job.planes))
+    wait_until(lambda: all(wanted_notice(seat) is job.resize_is for seat in job.planes))
     assert {seat.notice().epoch for seat in job.planes} == {before[0].epoch}
-    targets = results(
-        at_once(*(lambda s=seat, n=n: s.agree_on_step(n) for seat, n in zip(job.planes, (16, 8, 0), strict=True)))
+    targets = wait_results(
+        start_all(*(lambda s=seat, n=n: s.agree_on_step(n) for seat, n in zip(job.planes, (16, 8, 0), strict=True)))
     )
     assert targets == [16, 16, 16]
-    results(at_once(*(lambda s=seat: s.report_sealed(16, timeout_s=PATIENCE_S) for seat in job.planes)))
-    after = coming_back(job.planes)
+    wait_results(start_all(*(lambda s=seat: s.report_sealed(16, timeout_s=PATIENCE_S) for seat in job.planes)))
+    after = rejoin_all(job.planes)
     if job.starts_anew:
         assert_all_dismissed(after)
-        after = coming_back(job.again(2, fault=False))
-    until(lambda: sum(one.done() for one in after) == 2)
+        after = rejoin_all(job.again(2, fault=False))
+    wait_until(lambda: sum(one.done() for one in after) == 2)
     inside = [(seat, one.result()) for seat, one in zip(job.planes, after, strict=True) if one.done()]
     assert {place.world_size for _, place in inside} == {2}
     assert sorted(place.rank for _, place in inside) == [0, 1]
     assert {place.epoch for _, place in inside} == {inside[0][1].epoch}
     assert inside[0][1].epoch > before[0].epoch or job.starts_anew
-    results(at_once(*(seat.report_finished for seat, _ in inside)))
+    wait_results(start_all(*(seat.report_finished for seat, _ in inside)))
     for seat, one in zip(job.planes, after, strict=True):
         if seat not in dict(inside):  # it was kept in case it was needed
-            assert_left_over(job, seat, one)
+            assert_not_needed(job, seat, one)
 
 
 SEALED = SealedStep("job", 15, 1_764_000_000_000)
@@ -154,18 +154,20 @@ SEALED = SealedStep("job", 15, 1_764_000_000_000)
 def resized_world(start, checkpoints):
     """The assignments of the two ranks that are left of three, having sealed these."""
     job = start(3)
-    all_ready(job.planes)
+    wait_all_assigned(job.planes)
     job.resize(2)
-    until(lambda: all(wants(seat) is job.resize_is for seat in job.planes))
-    results(at_once(*(lambda s=seat: s.agree_on_step(16) for seat in job.planes)))
+    wait_until(lambda: all(wanted_notice(seat) is job.resize_is for seat in job.planes))
+    wait_results(start_all(*(lambda s=seat: s.agree_on_step(16) for seat in job.planes)))
     pairs = list(zip(job.planes, checkpoints, strict=True))
-    results(
-        at_once(*(lambda s=seat, c=one: s.report_sealed(16, checkpoint=c, timeout_s=PATIENCE_S) for seat, one in pairs))
+    wait_results(
+        start_all(
+            *(lambda s=seat, c=one: s.report_sealed(16, checkpoint=c, timeout_s=PATIENCE_S) for seat, one in pairs)
+        )
     )
-    after = coming_back(job.planes)
-    until(lambda: sum(one.done() for one in after) == 2)
+    after = rejoin_all(job.planes)
+    wait_until(lambda: sum(one.done() for one in after) == 2)
     inside = [(seat, one.result()) for seat, one in zip(job.planes, after, strict=True) if one.done()]
-    results(at_once(*(seat.report_finished for seat, _ in inside)))
+    wait_results(start_all(*(seat.report_finished for seat, _ in inside)))
     for one in after:
         assert one.done() or isinstance(one.exception(PATIENCE_S), Dismissed)
     return [place for _, place in inside]
@@ -190,79 +192,79 @@ def test_resize_names_the_step_of_the_next_world(kind, checkpoints, expected):
 
 def test_a_world_after_a_fault_restores_the_newest_step(start):
     job = start(2)
-    all_ready(job.planes)
+    wait_all_assigned(job.planes)
     job.planes[0].report_fault("its loss is not finite")
     assert [place.resume_from for place in next_world(job, job.planes)] == [None, None]
 
 
 def test_notice_ends_with_its_epoch(start):
     job = start(2)
-    all_ready(job.planes)
+    wait_all_assigned(job.planes)
     job.resize(1)
-    until(lambda: all(wants(seat) is job.resize_is for seat in job.planes))
+    wait_until(lambda: all(wanted_notice(seat) is job.resize_is for seat in job.planes))
     _seal_all(job.planes, 4)
-    after = coming_back(job.planes)
+    after = rejoin_all(job.planes)
     if job.starts_anew:
         assert_all_dismissed(after)
-        after = coming_back(job.again(1, fault=False))
-    inside = until(lambda: next((seat for seat, one in zip(job.planes, after, strict=True) if one.done()), None))
+        after = rejoin_all(job.again(1, fault=False))
+    inside = wait_until(lambda: next((seat for seat, one in zip(job.planes, after, strict=True) if one.done()), None))
     assert inside.notice() is None
     inside.report_finished()
     for seat, one in zip(job.planes, after, strict=True):
         if seat is not inside:
-            assert_left_over(job, seat, one)
+            assert_not_needed(job, seat, one)
 
 
 def test_joined_rank_is_in_the_next_world(start):
     job = start(1, grow_s=0.0)
-    before = all_ready(job.planes)
+    before = wait_all_assigned(job.planes)
     if job.starts_anew:
         job.resize(2)
-        until(lambda: wants(job.planes[0]) is job.resize_is)
+        wait_until(lambda: wanted_notice(job.planes[0]) is job.resize_is)
         _seal_all(job.planes, 7)
-        assert_all_dismissed(coming_back(job.planes))
-        places = all_ready(job.again(2, fault=False))
+        assert_all_dismissed(rejoin_all(job.planes))
+        places = wait_all_assigned(job.again(2, fault=False))
         assert [(place.world_size, place.rank, place.epoch >= before[0].epoch) for place in places] == [
             (2, 0, True),
             (2, 1, True),
         ]
         return
     newcomer = job.add_rank()
-    coming = at_once(lambda: newcomer.wait_for_assignment(timeout_s=PATIENCE_S))
+    coming = start_all(lambda: newcomer.wait_for_assignment(timeout_s=PATIENCE_S))
     job.resize(2)
-    until(lambda: wants(job.planes[0]) is NoticeKind.RESIZE)
+    wait_until(lambda: wanted_notice(job.planes[0]) is NoticeKind.RESIZE)
     _seal_all(job.planes[:1], 7)
-    places = [*all_ready(job.planes[:1]), *results(coming)]
+    places = [*wait_all_assigned(job.planes[:1]), *wait_results(coming)]
     assert [place.world_size for place in places] == [2, 2]
     assert [place.rank for place in places] == [0, 1]
 
 
 def test_later_notice_replaces_an_earlier_one_and_keeps_pauses(start):
     job = start(3)
-    all_ready(job.planes)
+    wait_all_assigned(job.planes)
     job.resize(2)
-    until(lambda: all(wants(seat) is job.resize_is for seat in job.planes))
-    waiting = at_once(*(lambda s=seat: s.agree_on_step(5) for seat in job.planes[:2]))
+    wait_until(lambda: all(wanted_notice(seat) is job.resize_is for seat in job.planes))
+    waiting = start_all(*(lambda s=seat: s.agree_on_step(5) for seat in job.planes[:2]))
     job.stop()
-    until(lambda: wants(job.planes[2]) is NoticeKind.STOP and "stopped" in job.planes[2].notice().reason)
-    assert results([*waiting, *at_once(lambda: job.planes[2].agree_on_step(6))]) == [6, 6, 6]
+    wait_until(lambda: wanted_notice(job.planes[2]) is NoticeKind.STOP and "stopped" in job.planes[2].notice().reason)
+    assert wait_results([*waiting, *start_all(lambda: job.planes[2].agree_on_step(6))]) == [6, 6, 6]
 
 
 def test_lost_rank_ends_the_wait_of_others(start):
     job = start(3)
-    all_ready(job.planes)
+    wait_all_assigned(job.planes)
     job.resize(2)
-    until(lambda: all(wants(seat) is job.resize_is for seat in job.planes))
-    waiting = at_once(*(lambda s=seat: s.agree_on_step(5) for seat in job.planes[:2]))
+    wait_until(lambda: all(wanted_notice(seat) is job.resize_is for seat in job.planes))
+    waiting = start_all(*(lambda s=seat: s.agree_on_step(5) for seat in job.planes[:2]))
     job.lose_rank(job.planes[2])
     for one in waiting:
         with pytest.raises(StaleEpochError):
             one.result(PATIENCE_S)
     if job.starts_anew:
-        places = all_ready(job.again(2))
+        places = wait_all_assigned(job.again(2))
     else:
-        until(lambda: all(wants(seat) is NoticeKind.RESTART for seat in job.planes[:2]))
-        places = all_ready(job.planes[:2])
+        wait_until(lambda: all(wanted_notice(seat) is NoticeKind.RESTART for seat in job.planes[:2]))
+        places = wait_all_assigned(job.planes[:2])
     assert [place.world_size for place in places] == [2, 2]
 
 
@@ -272,10 +274,10 @@ def test_fault_is_reported_to_all_ranks_and_runs_aborts(start):
     for number, seat in enumerate(job.planes):
         heard[number] = threading.Event()
         seat.on_broken(lambda notice, number=number: heard[number].set() if notice.kind is NoticeKind.RESTART else None)
-    before = all_ready(job.planes)
+    before = wait_all_assigned(job.planes)
     job.planes[0].report_fault("its loss is not finite")
     assert all(event.wait(PATIENCE_S) for event in heard.values())
-    until(lambda: all(wants(seat) is NoticeKind.RESTART for seat in job.planes))
+    wait_until(lambda: all(wanted_notice(seat) is NoticeKind.RESTART for seat in job.planes))
     with pytest.raises(StaleEpochError):
         job.planes[1].agree_on_step(3)
     after = next_world(job, job.planes)
@@ -286,16 +288,16 @@ def test_fault_is_reported_to_all_ranks_and_runs_aborts(start):
 
 def test_several_faults_of_an_epoch_count_once(start):
     job = start(2)
-    all_ready(job.planes)
-    results(at_once(*(lambda s=seat: s.report_fault("the other one is gone") for seat in job.planes)))
+    wait_all_assigned(job.planes)
+    wait_results(start_all(*(lambda s=seat: s.report_fault("the other one is gone") for seat in job.planes)))
     assert {place.restarts for place in next_world(job, job.planes)} == {1}
 
 
 def test_fault_in_a_broken_epoch_changes_nothing(start):
     job = start(2)
-    all_ready(job.planes)
+    wait_all_assigned(job.planes)
     job.planes[0].report_fault("the other one is gone")
-    until(lambda: all(wants(seat) is NoticeKind.RESTART for seat in job.planes))
+    wait_until(lambda: all(wanted_notice(seat) is NoticeKind.RESTART for seat in job.planes))
     reasons = [seat.notice().reason for seat in job.planes]
     for seat in job.planes:
         seat.report_fault("the other one is gone, too")
@@ -305,36 +307,38 @@ def test_fault_in_a_broken_epoch_changes_nothing(start):
 
 def test_late_subscriber_of_a_broken_epoch_is_notified(start):
     job = start(2)
-    all_ready(job.planes)
+    wait_all_assigned(job.planes)
     job.planes[0].report_fault("lost")
-    until(lambda: wants(job.planes[1]) is NoticeKind.RESTART)
+    wait_until(lambda: wanted_notice(job.planes[1]) is NoticeKind.RESTART)
     heard: list[ControlNotice] = []
     job.planes[1].on_broken(heard.append)
-    until(lambda: heard)
+    wait_until(lambda: heard)
 
 
 def test_a_closed_rank_is_a_lost_rank(start):
     job = start(2, spares=1)
     if job.starts_anew:  # and has no spares: it sees that a process has ended, ends the others and starts all
-        places = all_ready(job.planes)
+        places = wait_all_assigned(job.planes)
         job.lose_rank(job.planes[1])
         with pytest.raises((JobFailedError, StaleEpochError)):
             job.planes[0].wait_for_assignment(timeout_s=PATIENCE_S)
-        assert [place.rank for place in all_ready(job.again(2))] == [place.rank for place in places]
+        assert [place.rank for place in wait_all_assigned(job.again(2))] == [place.rank for place in places]
         return
-    places = results(at_once(*(lambda s=seat: s.wait_for_assignment(timeout_s=PATIENCE_S) for seat in job.planes[:2])))
+    places = wait_results(
+        start_all(*(lambda s=seat: s.wait_for_assignment(timeout_s=PATIENCE_S) for seat in job.planes[:2]))
+    )
     job.planes[1].close()
-    until(lambda: wants(job.planes[0]) is NoticeKind.RESTART)
-    after = all_ready([job.planes[0], job.planes[2]])
+    wait_until(lambda: wanted_notice(job.planes[0]) is NoticeKind.RESTART)
+    after = wait_all_assigned([job.planes[0], job.planes[2]])
     assert {place.world_size for place in after} == {2}
     assert after[0].rank == places[0].rank
 
 
 def test_rank_that_ignores_a_resize_is_lost(start):
     job = start(2, grace_s=0.3)
-    all_ready(job.planes)
+    wait_all_assigned(job.planes)
     job.resize(1)
-    until(lambda: wants(job.planes[0]) is not None)
+    wait_until(lambda: wanted_notice(job.planes[0]) is not None)
     good = job.planes[0]
     if job.starts_anew or job.ends_leftovers:  # by the platform alone
         with pytest.raises(ControlDeadlineError):
@@ -342,7 +346,7 @@ def test_rank_that_ignores_a_resize_is_lost(start):
         job.lose_rank(job.planes[1])
         with pytest.raises(StaleEpochError):
             good.agree_on_step(2, timeout_s=PATIENCE_S)
-        (place,) = all_ready(job.again(1) if job.starts_anew else [good])
+        (place,) = wait_all_assigned(job.again(1) if job.starts_anew else [good])
         assert place.world_size == 1
         return
     with pytest.raises(StaleEpochError):
@@ -360,32 +364,32 @@ def test_rank_that_ignores_a_resize_is_lost(start):
 
 def test_rank_may_request_a_change(start):
     job = start(2)
-    all_ready(job.planes)
+    wait_all_assigned(job.planes)
     job.planes[1].request_change(NoticeKind.RESIZE, "half is enough", nodes=1)
-    until(lambda: all(wants(seat) is job.resize_is for seat in job.planes))
+    wait_until(lambda: all(wanted_notice(seat) is job.resize_is for seat in job.planes))
     assert "half is enough" in job.planes[0].notice().reason
 
 
 def test_preempted_rank_is_not_in_the_next_world(start):
     job = start(2)
-    all_ready(job.planes)
+    wait_all_assigned(job.planes)
     job.planes[0].request_change(NoticeKind.RESIZE, "preempted", deadline_s=60.0)
-    until(lambda: all(wants(seat) is job.resize_is for seat in job.planes))
+    wait_until(lambda: all(wanted_notice(seat) is job.resize_is for seat in job.planes))
     assert 0 < job.planes[1].notice().deadline_s <= 60.0
     _seal_all(job.planes, 4)
     if job.starts_anew:
         job.resize(1)
-        assert_all_dismissed(coming_back(job.planes))
-        (place,) = all_ready(job.again(1, fault=False))
+        assert_all_dismissed(rejoin_all(job.planes))
+        (place,) = wait_all_assigned(job.again(1, fault=False))
         assert place.world_size == 1
         return
     if job.ends_leftovers:  # with its pod, which the operator does not count any more
-        (goes,) = coming_back(job.planes[:1])
+        (goes,) = rejoin_all(job.planes[:1])
         job.lose_rank(job.planes[0])
         assert isinstance(goes.exception(PATIENCE_S), (ControlPlaneUnavailableError, StaleEpochError))
         assert job.planes[1].wait_for_assignment(timeout_s=PATIENCE_S).world_size == 1
         return
-    stays, goes = at_once(
+    stays, goes = start_all(
         *(lambda s=seat: s.wait_for_assignment(timeout_s=PATIENCE_S) for seat in reversed(job.planes))
     )
     assert stays.result(PATIENCE_S).world_size == 1
@@ -395,28 +399,28 @@ def test_preempted_rank_is_not_in_the_next_world(start):
 
 def test_after_a_stop_there_is_no_next_world(start):
     job = start(2)
-    all_ready(job.planes)
+    wait_all_assigned(job.planes)
     for seat in job.planes:
         seat.report_progress(RankProgress(3))
     job.stop()
-    until(lambda: all(wants(seat) is NoticeKind.STOP for seat in job.planes))
+    wait_until(lambda: all(wanted_notice(seat) is NoticeKind.STOP for seat in job.planes))
     _seal_all(job.planes, 4)
-    for one in at_once(*(lambda s=seat: s.wait_for_assignment(timeout_s=PATIENCE_S) for seat in job.planes)):
+    for one in start_all(*(lambda s=seat: s.wait_for_assignment(timeout_s=PATIENCE_S) for seat in job.planes)):
         with pytest.raises(Dismissed):
             one.result(PATIENCE_S)
 
 
 def test_a_spare_is_dismissed_when_all_have_finished(start):
     job = start(1, spares=1)
-    all_ready(job.planes[:1])
+    wait_all_assigned(job.planes[:1])
     if job.starts_anew:
         assert len(job.planes) == 1  # there are none
         job.planes[0].report_finished()
-        assert_all_dismissed(coming_back(job.planes))
+        assert_all_dismissed(rejoin_all(job.planes))
         return
-    (coming,) = coming_back(job.planes[1:])
+    (coming,) = rejoin_all(job.planes[1:])
     job.planes[0].report_finished()
-    assert_left_over(job, job.planes[1], coming)
+    assert_not_needed(job, job.planes[1], coming)
 
 
 def test_calls_outside_a_world_are_refused(start):
@@ -429,12 +433,12 @@ def test_calls_outside_a_world_are_refused(start):
 
 def test_second_close_has_no_effect(start):
     job = start(1)
-    all_ready(job.planes)
+    wait_all_assigned(job.planes)
     job.planes[0].report_finished()
     job.planes[0].close()
     job.planes[0].close()
 
 
 def _seal_all(seats, step):
-    assert set(results(at_once(*(lambda s=seat: s.agree_on_step(step) for seat in seats)))) == {step}
-    results(at_once(*(lambda s=seat: s.report_sealed(step, timeout_s=PATIENCE_S) for seat in seats)))
+    assert set(wait_results(start_all(*(lambda s=seat: s.agree_on_step(step) for seat in seats)))) == {step}
+    wait_results(start_all(*(lambda s=seat: s.report_sealed(step, timeout_s=PATIENCE_S) for seat in seats)))

@@ -35,7 +35,7 @@ from tests.support.example_counts import examples
 ADDRESSES = ["10.0.0.3", "10.0.0.1", "10.0.0.2"]
 
 
-def plain(addresses=ADDRESSES) -> list[PeerNode]:
+def expected_nodes(addresses=ADDRESSES) -> list[PeerNode]:
     return [PeerNode(NodeId(one), f"{one}:7070") for one in sorted(addresses)]
 
 
@@ -51,7 +51,7 @@ class Source:
     def open(self): ...
 
 
-class Static(Source):
+class StaticList(Source):
     def tell(self, addresses):
         self.text = ",".join(f"{one}={one}:7070" for one in addresses)
 
@@ -59,7 +59,7 @@ class Static(Source):
         return parse_discovery(f"static:{self.text}")
 
 
-class File(Source):
+class RosterFile(Source):
     def tell(self, addresses):
         self.version += 1
         listed = [{"id": one, "address": f"{one}:7070"} for one in addresses]
@@ -72,7 +72,7 @@ class File(Source):
         return parse_discovery(f"file:{self.path}")
 
 
-class HyperPod(File):
+class HyperPodFile(RosterFile):
     def tell(self, addresses):
         self.version += 1
         stamp = f"2026-01-31T12:00:{self.version:02}Z"
@@ -100,7 +100,7 @@ class Dns(Source):
         return HeadlessServiceDns("agents.svc", 7070, resolve=self.resolve, clock=lambda: 1e9)
 
 
-SOURCES = {"static": Static, "file": File, "hyperpod": HyperPod, "dns": Dns}
+SOURCES = {"static": StaticList, "file": RosterFile, "hyperpod": HyperPodFile, "dns": Dns}
 
 
 @pytest.fixture(params=SOURCES)
@@ -108,8 +108,8 @@ def source(request, tmp_path):
     return SOURCES[request.param](tmp_path)
 
 
-def changing(source) -> None:
-    if isinstance(source, Static):
+def skip_if_static(source) -> None:
+    if isinstance(source, StaticList):
         pytest.skip("a static list never changes and cannot fail")
 
 
@@ -118,7 +118,7 @@ def changing(source) -> None:
 
 def test_all_nodes_are_named_in_the_order_of_their_ids(source):
     source.tell(ADDRESSES)
-    assert list(source.open().member_list().nodes) == plain()
+    assert list(source.open().member_list().nodes) == expected_nodes()
 
 
 def test_nodes_with_the_same_source_have_the_same_member_list(source):
@@ -133,18 +133,18 @@ def test_unchanged_member_list_keeps_its_version(source):
 
 
 def test_change_is_detected_with_a_higher_version(source):
-    changing(source)
+    skip_if_static(source)
     source.tell(ADDRESSES)
     discovery = source.open()
     before = discovery.member_list()
     source.tell(ADDRESSES[1:])
     after = discovery.member_list()
-    assert list(after.nodes) == plain(ADDRESSES[1:])
+    assert list(after.nodes) == expected_nodes(ADDRESSES[1:])
     assert after.version > before.version
 
 
 def test_unreachable_source_is_unknown_and_may_recover(source):
-    changing(source)
+    skip_if_static(source)
     source.tell(ADDRESSES)
     discovery = source.open()
     discovery.member_list()
@@ -153,7 +153,7 @@ def test_unreachable_source_is_unknown_and_may_recover(source):
         with pytest.raises(UnavailableError):
             discovery.member_list()
     source.tell(ADDRESSES[:2])
-    assert list(discovery.member_list().nodes) == plain(ADDRESSES[:2])
+    assert list(discovery.member_list().nodes) == expected_nodes(ADDRESSES[:2])
 
 
 # -- lists ------------------------------------------------------------------------------------------------------------
@@ -266,21 +266,21 @@ def test_partial_member_list_file_is_unknown(tmp_path, half):
 # -- HyperPod ---------------------------------------------------------------------------------------------------------
 
 
-def hyperpod(path, ips, stamp="7"):
+def pod_resource_config(path, ips, stamp="7"):
     path.write_text(json.dumps({"ips": ips, "current_pod_ip": None, "ips_timestamp": stamp}))
     return PodResourceConfig(path, port=9)
 
 
 def test_missing_rank_addresses_make_the_member_list_unknown(tmp_path):
-    discovery = hyperpod(tmp_path / "f", ["10.0.0.1", None, "10.0.0.3", None])
+    discovery = pod_resource_config(tmp_path / "f", ["10.0.0.1", None, "10.0.0.3", None])
     with pytest.raises(UnavailableError, match=r"of rank 1, 3 yet \(4 ranks\)"):
         discovery.member_list()
     with pytest.raises(UnavailableError, match="of any rank"):
-        hyperpod(tmp_path / "f", []).member_list()
+        pod_resource_config(tmp_path / "f", []).member_list()
 
 
 def test_pods_of_a_node_are_a_single_node(tmp_path):
-    roster = hyperpod(tmp_path / "f", ["10.0.0.2", "10.0.0.2", "fd00::2"]).member_list()
+    roster = pod_resource_config(tmp_path / "f", ["10.0.0.2", "10.0.0.2", "fd00::2"]).member_list()
     assert [one.address for one in roster.nodes] == ["10.0.0.2:9", "[fd00::2]:9"]
     assert roster.nodes[1].id == "fd00-0000-0000-0000-0000-0000-0000-0002"
 
@@ -298,7 +298,7 @@ def test_pods_of_a_node_are_a_single_node(tmp_path):
     ],
 )
 def test_operator_timestamp_is_the_version(tmp_path, stamp, version):
-    assert hyperpod(tmp_path / "f", ["10.0.0.1"], stamp).member_list().version == version
+    assert pod_resource_config(tmp_path / "f", ["10.0.0.1"], stamp).member_list().version == version
 
 
 @pytest.mark.parametrize(
@@ -314,7 +314,7 @@ def test_operator_timestamp_is_the_version(tmp_path, stamp, version):
 )
 def test_unexpected_operator_file_is_refused(tmp_path, ips, stamp):
     with pytest.raises(RequestError, match=str(tmp_path)):
-        hyperpod(tmp_path / "f", ips, stamp).member_list()
+        pod_resource_config(tmp_path / "f", ips, stamp).member_list()
 
 
 def test_endless_file_is_not_read_completely(tmp_path):
@@ -346,7 +346,7 @@ def test_any_file_is_a_member_list_unknown_or_refused(told):
 
 def test_reader_sees_one_complete_version_during_replacement(tmp_path):
     path = tmp_path / "f"
-    discovery = hyperpod(path, ["10.0.0.1"], "1")
+    discovery = pod_resource_config(path, ["10.0.0.1"], "1")
 
     def replace() -> None:
         for version in range(2, 200):
@@ -375,10 +375,10 @@ def test_dns_change_never_lowers_the_version():
 
 
 def test_missing_addresses_or_names_make_the_member_list_unknown():
-    def absent(name, port):
+    def resolve_unknown_name(name, port):
         raise socket.gaierror(socket.EAI_NONAME, "Name or service not known")
 
-    for resolve in (absent, lambda *_: []):
+    for resolve in (resolve_unknown_name, lambda *_: []):
         with pytest.raises(UnavailableError, match="agents"):
             HeadlessServiceDns("agents", resolve=resolve).member_list()
 

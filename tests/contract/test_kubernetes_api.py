@@ -14,11 +14,11 @@ from integration.kubernetes.api_client import ApiServerClient, connected, jobs_i
 from integration.kubernetes.errors import ResourceConflictError, ResourceNotFoundError
 from integration.kubernetes.informer import Informer
 from integration.kubernetes.pods import ReplicaSlot, build_pod
-from tests.support.kube_api import ImaginedApi, client_of
+from tests.support.kube_api import FakeApiServer, official_client
 from tests.support.kube_jobs import JOBS, ROOT
 from tests.support.kube_objects import job_object
-from tests.support.kube_server import control_plane, why_not
-from tests.support.local_nodes import until
+from tests.support.kube_server import control_plane, missing_reason
+from tests.support.local_nodes import wait_until
 
 pytest.importorskip("kubernetes.client")
 
@@ -27,11 +27,11 @@ pytest.importorskip("kubernetes.client")
 def server(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[ApiServerClient]:
     with contextlib.ExitStack() as stack:
         if request.param == "imagined":
-            api = stack.enter_context(ImaginedApi().started())
+            api = stack.enter_context(FakeApiServer().started())
             api.forget_the_past()
-            yield ApiServerClient(stack.enter_context(client_of(api.url)))
+            yield ApiServerClient(stack.enter_context(official_client(api.url)))
             return
-        if reason := why_not():
+        if reason := missing_reason():
             pytest.skip(reason)
         folder = tmp_path_factory.mktemp("kube")
         kube = stack.enter_context(control_plane(folder))
@@ -39,7 +39,7 @@ def server(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
         for document in yaml.safe_load_all(definition):
             kube.apply(document)
         kube.until_served(JOBS)
-        until(lambda: kube.find("/api/v1/namespaces/default/serviceaccounts/default"))  # pods are refused before
+        wait_until(lambda: kube.find("/api/v1/namespaces/default/serviceaccounts/default"))  # pods are refused before
         yield connected(kube.kubeconfig(folder / "admin"))
 
 
@@ -54,7 +54,7 @@ def job(server: ApiServerClient, request: pytest.FixtureRequest) -> Iterator[dic
         server.delete_job(made)
 
 
-class Heard:
+class CountingFollower:
     """A follower that counts."""
 
     is_followed = False
@@ -68,15 +68,15 @@ class Heard:
     def is_not_there(self) -> None: ...
 
 
-def pod(job: dict[str, Any], index: int = 0) -> dict[str, Any]:
+def build_test_pod(job: dict[str, Any], index: int = 0) -> dict[str, Any]:
     return build_pod(job, ReplicaSlot("workers", index), nodes=2)
 
 
-def names(items: list[dict[str, Any]]) -> list[str]:
+def names_of(items: list[dict[str, Any]]) -> list[str]:
     return [one["metadata"]["name"] for one in items]
 
 
-def until_events(
+def wait_events(
     server: ApiServerClient, what: Any, since: str, count: int, kinds: Sequence[str] = ("ADDED", "DELETED")
 ) -> list[tuple[str, str]]:
     """The first ``count`` of these kinds: a scheduler writes to pods, too."""
@@ -103,12 +103,12 @@ def test_a_status_is_written_once(server: ApiServerClient, job: dict[str, Any]) 
 
 
 def test_pod_is_created_once_and_deleted_by_uid(server: ApiServerClient, job: dict[str, Any]) -> None:
-    made = server.create_pod(pod(job))
+    made = server.create_pod(build_test_pod(job))
     assert made["metadata"]["uid"]
     with pytest.raises(ResourceConflictError):
-        server.create_pod(pod(job))
+        server.create_pod(build_test_pod(job))
     server.delete_pod({"metadata": {**made["metadata"], "uid": "another"}})
-    assert names(server.list_pods("default", job["metadata"]["name"])) == names([made])
+    assert names_of(server.list_pods("default", job["metadata"]["name"])) == names_of([made])
     server.delete_pod(made, grace_s=0)
     assert server.list_pods("default", job["metadata"]["name"]) == []
     server.delete_pod(made)
@@ -116,19 +116,19 @@ def test_pod_is_created_once_and_deleted_by_uid(server: ApiServerClient, job: di
 
 def test_watch_continues_after_a_list(server: ApiServerClient, job: dict[str, Any]) -> None:
     before, revision = server.list_all(pods_in("default"))
-    made = server.create_pod(pod(job))
-    second = server.create_pod(pod(job, 1))
+    made = server.create_pod(build_test_pod(job))
+    second = server.create_pod(build_test_pod(job, 1))
     server.delete_pod(made, grace_s=0)
-    first, other = names([made, second])
+    first, other = names_of([made, second])
     what = pods_of("default", job["metadata"]["name"])
-    assert until_events(server, what, revision, 3) == [("ADDED", first), ("ADDED", other), ("DELETED", first)]
+    assert wait_events(server, what, revision, 3) == [("ADDED", first), ("ADDED", other), ("DELETED", first)]
     after, later = server.list_all(what)
-    assert names(after) == [other]
+    assert names_of(after) == [other]
     assert int(later) > int(revision) >= max([0, *(int(one["metadata"]["resourceVersion"]) for one in before)])
 
 
 def test_deleted_pod_has_a_newer_version(server: ApiServerClient, job: dict[str, Any]) -> None:
-    made = server.create_pod(pod(job))
+    made = server.create_pod(build_test_pod(job))
     server.delete_pod(made, grace_s=0)
     with server.watch(pods_in(""), made["metadata"]["resourceVersion"], 30) as events:
         gone = next(one for one in events if one["type"] == "DELETED")
@@ -138,14 +138,14 @@ def test_deleted_pod_has_a_newer_version(server: ApiServerClient, job: dict[str,
 
 def test_watch_reports_job_changes(server: ApiServerClient, job: dict[str, Any]) -> None:
     server.update_status(job, {"restartCount": 1})
-    found = until_events(server, jobs_in(""), job["metadata"]["resourceVersion"], 1, ["MODIFIED"])
+    found = wait_events(server, jobs_in(""), job["metadata"]["resourceVersion"], 1, ["MODIFIED"])
     assert found == [("MODIFIED", job["metadata"]["name"])]
 
 
 def test_watch_from_an_expired_version_lists_again(server: ApiServerClient, request: pytest.FixtureRequest) -> None:
     if "imagined" not in request.node.name:
         pytest.skip("a real server forgets after minutes, and many changes")
-    heard = Heard()
+    heard = CountingFollower()
     informer = Informer(server, pods_in(""), heard, wait=lambda _: None)
     informer.step()
     informer._since = "1"

@@ -16,37 +16,37 @@ from elastic.testing import MemoryLeadership
 from tests.support import leadership_contract as contract
 
 
-class Place:
+class RecordCase:
     def __init__(self, open_one: Callable[[], LeaderRecordStore], delete: Callable[[], None]) -> None:
         self.open, self.delete = open_one, delete
 
 
 @pytest.fixture(params=["memory", "file"])
-def place(request: pytest.FixtureRequest, tmp_path: Path) -> Place:
+def record_case(request: pytest.FixtureRequest, tmp_path: Path) -> RecordCase:
     if request.param == "memory":
         memory = MemoryLeadership()
-        return Place(lambda: memory, lambda: setattr(memory, "record", None))
+        return RecordCase(lambda: memory, lambda: setattr(memory, "record", None))
     path = tmp_path / "who leads"
-    return Place(lambda: open_leader_record(f"file://{tmp_path}/who%20leads?lease=2.5"), path.unlink)
+    return RecordCase(lambda: open_leader_record(f"file://{tmp_path}/who%20leads?lease=2.5"), path.unlink)
 
 
-def test_record_keeps_its_content(place: Place) -> None:
-    contract.keeps_what_is_written(place.open())
+def test_record_keeps_its_content(record_case: RecordCase) -> None:
+    contract.check_read_after_write(record_case.open())
 
 
-def test_record_is_changed_only_by_its_latest_reader(place: Place) -> None:
-    contract.is_changed_only_by_who_has_read_it(place.open())
+def test_record_is_changed_only_by_its_latest_reader(record_case: RecordCase) -> None:
+    contract.check_conditional_write(record_case.open())
 
 
-def test_deleted_record_is_not_overwritten(place: Place) -> None:
-    contract.one_that_was_deleted_is_not_written_over(place.open(), place.delete)
+def test_deleted_record_is_not_overwritten(record_case: RecordCase) -> None:
+    contract.check_deleted_record_stays_deleted(record_case.open(), record_case.delete)
 
 
-def test_only_one_of_many_writers_succeeds(place: Place) -> None:
-    contract.one_of_many_writes_at_a_time([place.open() for _ in range(4)])
+def test_only_one_of_many_writers_succeeds(record_case: RecordCase) -> None:
+    contract.check_concurrent_writes([record_case.open() for _ in range(4)])
 
 
-def count(url: str, times: int) -> None:
+def count_updates(url: str, times: int) -> None:
     """In a process of its own."""
     place = open_leader_record(url)
     done = 0
@@ -61,7 +61,7 @@ def test_file_is_changed_by_one_process_at_a_time(tmp_path: Path) -> None:
     place = open_leader_record(url)
     place.write(LeaderRecord("", 0), None)
     context = multiprocessing.get_context("fork" if threading.active_count() == 1 else "spawn")
-    processes = [context.Process(target=count, args=(url, 50)) for _ in range(3)]
+    processes = [context.Process(target=count_updates, args=(url, 50)) for _ in range(3)]
     for one in processes:
         one.start()
     for one in processes:

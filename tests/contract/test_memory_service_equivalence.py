@@ -14,7 +14,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from tests.support.example_counts import examples
-from tests.support.memory_servers import Answer, ask_on, ours, theirs
+from tests.support.memory_servers import HttpResponse, aws_server, our_server, request_on
 
 NAMES = ["a", "job-1"]
 RANKS = [0, 1, 2, 16]
@@ -35,7 +35,7 @@ DIFFERENCES = {
 
 
 @dataclass(frozen=True)
-class Sent:
+class SentRequest:
     method: str
     path: str
     body: bytes | None = None
@@ -49,84 +49,88 @@ shards = st.builds(
 )
 metas = st.none() | st.text(st.characters(min_codepoint=0x21, max_codepoint=0x7E), min_size=1, max_size=60)
 requests = st.one_of(
-    st.builds(Sent, st.sampled_from(["GET", "DELETE", "PUT"]), st.builds("/v1/cp/namespaces/{}".format, names)),
+    st.builds(SentRequest, st.sampled_from(["GET", "DELETE", "PUT"]), st.builds("/v1/cp/namespaces/{}".format, names)),
     st.builds(
-        Sent,
+        SentRequest,
         st.just("POST"),
         st.builds("/v1/cp/namespaces/{}?num_ranks={}&steps_retained=50".format, names, st.sampled_from("123x")),
     ),
-    st.builds(Sent, st.just("POST"), st.just("/v1/cp/namespaces/a?steps_retained=4")),
-    st.builds(Sent, st.just("POST"), shards, st.binary(max_size=40), metas),
-    st.builds(Sent, st.just("POST"), shards, st.binary(max_size=40), metas),
-    st.builds(Sent, st.just("POST"), shards, st.binary(max_size=40), metas),
-    st.builds(Sent, st.sampled_from(["GET", "GET", "DELETE", "PATCH"]), shards),
-    st.builds(Sent, st.just("GET"), st.builds("/v1/cp/checkpoints/{}/latest?limit={}".format, names, numbers)),
-    st.builds(Sent, st.just("GET"), st.builds("/v1/cp/checkpoints/{}/latest".format, names)),
-    st.builds(Sent, st.sampled_from(["POST", "POST", "GET"]), st.just("/v1/cp/cluster/reset")),
+    st.builds(SentRequest, st.just("POST"), st.just("/v1/cp/namespaces/a?steps_retained=4")),
+    st.builds(SentRequest, st.just("POST"), shards, st.binary(max_size=40), metas),
+    st.builds(SentRequest, st.just("POST"), shards, st.binary(max_size=40), metas),
+    st.builds(SentRequest, st.just("POST"), shards, st.binary(max_size=40), metas),
+    st.builds(SentRequest, st.sampled_from(["GET", "GET", "DELETE", "PATCH"]), shards),
+    st.builds(SentRequest, st.just("GET"), st.builds("/v1/cp/checkpoints/{}/latest?limit={}".format, names, numbers)),
+    st.builds(SentRequest, st.just("GET"), st.builds("/v1/cp/checkpoints/{}/latest".format, names)),
+    st.builds(SentRequest, st.sampled_from(["POST", "POST", "GET"]), st.just("/v1/cp/cluster/reset")),
 )
 streams = st.lists(requests, max_size=30).map(
     lambda stream: [
-        *(Sent("POST", f"/v1/cp/namespaces/{name}?num_ranks=2&steps_retained=50") for name in NAMES),
+        *(SentRequest("POST", f"/v1/cp/namespaces/{name}?num_ranks=2&steps_retained=50") for name in NAMES),
         *stream,
     ]
 )
 
 
 @pytest.fixture(scope="module")
-def both() -> Iterator[tuple[http.client.HTTPConnection, http.client.HTTPConnection]]:
-    with theirs() as one, ours() as other:
+def both_connections() -> Iterator[tuple[http.client.HTTPConnection, http.client.HTTPConnection]]:
+    with aws_server() as one, our_server() as other:
         connections = http.client.HTTPConnection(one, timeout=60), http.client.HTTPConnection(other, timeout=60)
         with contextlib.closing(connections[0]), contextlib.closing(connections[1]):
             for connection in connections:
-                assert send(connection, Sent("GET", "/health")).status == 200  # from here on it is kept
+                assert send(connection, SentRequest("GET", "/health")).status == 200  # from here on it is kept
             yield connections
 
 
-def send(connection: http.client.HTTPConnection, sent: Sent) -> Answer:
+def send(connection: http.client.HTTPConnection, sent: SentRequest) -> HttpResponse:
     headers = {} if sent.meta is None else {"Shard-Meta": sent.meta}
-    answer = ask_on(connection, sent.method, sent.path, sent.body, headers)
+    answer = request_on(connection, sent.method, sent.path, sent.body, headers)
     if answer.headers.get("content-type") != "application/json":
         return answer
-    return Answer(answer.status, {"content-type": "application/json"}, json.dumps(answer.json).encode())
+    return HttpResponse(answer.status, {"content-type": "application/json"}, json.dumps(answer.json).encode())
 
 
-def whole(connection: http.client.HTTPConnection, name: str, listed: list[int]) -> list[int]:
+def complete_steps(connection: http.client.HTTPConnection, name: str, listed: list[int]) -> list[int]:
     """Which of these steps their server has all ranks of."""
-    ranks = send(connection, Sent("GET", f"/v1/cp/namespaces/{name}")).json["num_ranks"]
+    ranks = send(connection, SentRequest("GET", f"/v1/cp/namespaces/{name}")).json["num_ranks"]
     shards = {step: [f"/v1/cp/checkpoints/{name}/{rank}/{step}" for rank in range(ranks)] for step in listed}
-    return [step for step in listed if all(send(connection, Sent("GET", one)).status == 200 for one in shards[step])]
+    return [
+        step for step in listed if all(send(connection, SentRequest("GET", one)).status == 200 for one in shards[step])
+    ]
 
 
-def expected(connection: http.client.HTTPConnection, sent: Sent, answer: Answer) -> Answer:
+def expected_response(connection: http.client.HTTPConnection, sent: SentRequest, answer: HttpResponse) -> HttpResponse:
     """Their answer, as ours is to be where they differ."""
     path, _, query = sent.path.partition("?")
     if not path.endswith("/latest") or answer.status != 200:
         return answer
     name = path.split("/")[-2]
-    listed = send(connection, Sent("GET", f"{path}?limit=1000")).json
+    listed = send(connection, SentRequest("GET", f"{path}?limit=1000")).json
     limit = int(query.partition("=")[2] or 5)
-    return Answer(200, answer.headers, json.dumps(whole(connection, name, listed)[:limit]).encode())
+    return HttpResponse(200, answer.headers, json.dumps(complete_steps(connection, name, listed)[:limit]).encode())
 
 
 @settings(max_examples=examples(60), suppress_health_check=[HealthCheck.function_scoped_fixture], derandomize=True)
 @given(stream=streams)
-def test_both_servers_answer_the_same(both: tuple[Any, Any], stream: list[Sent]) -> None:
-    for connection in both:
-        send(connection, Sent("POST", "/v1/cp/cluster/reset"))
+def test_both_servers_answer_the_same(both_connections: tuple[Any, Any], stream: list[SentRequest]) -> None:
+    for connection in both_connections:
+        send(connection, SentRequest("POST", "/v1/cp/cluster/reset"))
     for sent in stream:
-        answer = expected(both[0], sent, send(both[0], sent))
-        assert send(both[1], sent) == answer, sent
+        answer = expected_response(both_connections[0], sent, send(both_connections[0], sent))
+        assert send(both_connections[1], sent) == answer, sent
 
 
 @pytest.mark.nightly
 @settings(max_examples=2000, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(stream=streams)
-def test_both_servers_answer_the_same_over_many_requests(both: tuple[Any, Any], stream: list[Sent]) -> None:
-    for connection in both:
-        send(connection, Sent("POST", "/v1/cp/cluster/reset"))
+def test_both_servers_answer_the_same_over_many_requests(
+    both_connections: tuple[Any, Any], stream: list[SentRequest]
+) -> None:
+    for connection in both_connections:
+        send(connection, SentRequest("POST", "/v1/cp/cluster/reset"))
     for sent in stream:
-        answer = expected(both[0], sent, send(both[0], sent))
-        assert send(both[1], sent) == answer, sent
+        answer = expected_response(both_connections[0], sent, send(both_connections[0], sent))
+        assert send(both_connections[1], sent) == answer, sent
 
 
 @settings(max_examples=20, suppress_health_check=[HealthCheck.function_scoped_fixture], derandomize=True)
@@ -137,21 +141,23 @@ def test_both_servers_answer_the_same_over_many_requests(both: tuple[Any, Any], 
     order=st.randoms(use_true_random=False),
 )
 def test_both_servers_list_and_retain_the_same_complete_saves(
-    both: tuple[Any, Any], retained: int, ranks: int, gaps: list[int], order: Any
+    both_connections: tuple[Any, Any], retained: int, ranks: int, gaps: list[int], order: Any
 ) -> None:
     """Ranks of a step in any order, the plan of all of them last, as the library saves: nothing differs at all."""
     paths = ["/v1/cp/checkpoints/a/latest?limit=3", "/v1/cp/checkpoints/a/latest"]
-    for connection in both:
-        send(connection, Sent("POST", "/v1/cp/cluster/reset"))
-        send(connection, Sent("POST", f"/v1/cp/namespaces/a?num_ranks={ranks + 1}&steps_retained={retained}"))
+    for connection in both_connections:
+        send(connection, SentRequest("POST", "/v1/cp/cluster/reset"))
+        send(connection, SentRequest("POST", f"/v1/cp/namespaces/a?num_ranks={ranks + 1}&steps_retained={retained}"))
     steps = [sum(gaps[: at + 1]) for at in range(len(gaps))]
     for step in steps:
         for rank in [*order.sample(range(ranks), ranks), ranks]:
-            sent = Sent("POST", f"/v1/cp/checkpoints/a/{rank}/{step}", b"%d" % step)
-            assert send(both[0], sent) == send(both[1], sent)
+            sent = SentRequest("POST", f"/v1/cp/checkpoints/a/{rank}/{step}", b"%d" % step)
+            assert send(both_connections[0], sent) == send(both_connections[1], sent)
         shards = [f"/v1/cp/checkpoints/a/{rank}/{at}" for rank in range(ranks + 1) for at in steps]
         for path in [*paths, *shards]:
-            assert send(both[0], Sent("GET", path)) == send(both[1], Sent("GET", path)), path
+            assert send(both_connections[0], SentRequest("GET", path)) == send(
+                both_connections[1], SentRequest("GET", path)
+            ), path
 
 
 WHERE_THEY_DIFFER = [
@@ -169,43 +175,50 @@ WHERE_THEY_DIFFER = [
 
 @pytest.mark.parametrize(("difference", "method", "path", "status", "our_status"), WHERE_THEY_DIFFER)
 def test_known_differences_between_the_servers(
-    both: tuple[Any, Any], difference: str, method: str, path: str, status: int, our_status: int
+    both_connections: tuple[Any, Any], difference: str, method: str, path: str, status: int, our_status: int
 ) -> None:
     assert difference in DIFFERENCES
-    for connection in both:
-        send(connection, Sent("POST", "/v1/cp/cluster/reset"))
-        send(connection, Sent("POST", "/v1/cp/namespaces/a?num_ranks=1"))
-    found = [send(connection, Sent(method, path, b"x")).status for connection in both]
+    for connection in both_connections:
+        send(connection, SentRequest("POST", "/v1/cp/cluster/reset"))
+        send(connection, SentRequest("POST", "/v1/cp/namespaces/a?num_ranks=1"))
+    found = [send(connection, SentRequest(method, path, b"x")).status for connection in both_connections]
     assert found == [status, our_status]
 
 
-def test_failed_saves_evict_the_last_good_step_only_on_the_aws_server(both: tuple[Any, Any]) -> None:
+def test_failed_saves_evict_the_last_good_step_only_on_the_aws_server(both_connections: tuple[Any, Any]) -> None:
     """Four saves in which one rank is gone: the shards of the good step go one by one, its plan stays and is taken."""
-    for connection in both:
-        send(connection, Sent("POST", "/v1/cp/cluster/reset"))
-        send(connection, Sent("POST", "/v1/cp/namespaces/a?num_ranks=3&steps_retained=3"))
+    for connection in both_connections:
+        send(connection, SentRequest("POST", "/v1/cp/cluster/reset"))
+        send(connection, SentRequest("POST", "/v1/cp/namespaces/a?num_ranks=3&steps_retained=3"))
         for rank in range(3):
-            send(connection, Sent("POST", f"/v1/cp/checkpoints/a/{rank}/100", b"good"))
+            send(connection, SentRequest("POST", f"/v1/cp/checkpoints/a/{rank}/100", b"good"))
         for step in (110, 120, 130, 140):
-            send(connection, Sent("POST", f"/v1/cp/checkpoints/a/0/{step}", b"of a save that failed"))
+            send(connection, SentRequest("POST", f"/v1/cp/checkpoints/a/0/{step}", b"of a save that failed"))
     found = [
-        [send(connection, Sent("GET", f"/v1/cp/checkpoints/a/{rank}/100")).status for rank in range(3)]
-        for connection in both
+        [send(connection, SentRequest("GET", f"/v1/cp/checkpoints/a/{rank}/100")).status for rank in range(3)]
+        for connection in both_connections
     ]
     assert found == [[404, 200, 200], [200, 200, 200]]
-    listed = [send(connection, Sent("GET", "/v1/cp/checkpoints/a/latest?limit=3")).json for connection in both]
+    listed = [
+        send(connection, SentRequest("GET", "/v1/cp/checkpoints/a/latest?limit=3")).json
+        for connection in both_connections
+    ]
     assert listed == [[140, 130, 120], [100]]
     kept = [
-        at for at in (110, 120, 130, 140) if send(both[1], Sent("GET", f"/v1/cp/checkpoints/a/0/{at}")).status == 200
+        at
+        for at in (110, 120, 130, 140)
+        if send(both_connections[1], SentRequest("GET", f"/v1/cp/checkpoints/a/0/{at}")).status == 200
     ]
     assert kept == [130, 140]
 
 
-def test_rewind_to_an_older_step_keeps_later_puts(both: tuple[Any, Any]) -> None:
-    for connection in both:
-        send(connection, Sent("POST", "/v1/cp/cluster/reset"))
-        send(connection, Sent("POST", "/v1/cp/namespaces/a?num_ranks=1&steps_retained=3"))
+def test_rewind_to_an_older_step_keeps_later_puts(both_connections: tuple[Any, Any]) -> None:
+    for connection in both_connections:
+        send(connection, SentRequest("POST", "/v1/cp/cluster/reset"))
+        send(connection, SentRequest("POST", "/v1/cp/namespaces/a?num_ranks=1&steps_retained=3"))
         for step in (10, 20, 30, 5):
-            send(connection, Sent("POST", f"/v1/cp/checkpoints/a/0/{step}", b"x"))
-    statuses = [send(connection, Sent("GET", "/v1/cp/checkpoints/a/0/5")).status for connection in both]
+            send(connection, SentRequest("POST", f"/v1/cp/checkpoints/a/0/{step}", b"x"))
+    statuses = [
+        send(connection, SentRequest("GET", "/v1/cp/checkpoints/a/0/5")).status for connection in both_connections
+    ]
     assert statuses == [404, 200]

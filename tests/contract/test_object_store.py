@@ -37,15 +37,15 @@ class Kind(NamedTuple):
     resumable_upload: bool
 
 
-def by_url(url: str, settings: DurableSettings) -> Opener:
+def opener_for_url(url: str, settings: DurableSettings) -> Opener:
     return lambda bandwidth: open_store(url, settings, bandwidth=bandwidth)
 
 
-def file(request: pytest.FixtureRequest, place: Path) -> Opener:
-    return by_url(f"file://{place}/new/place", DurableSettings(part_size="5MiB"))
+def file_opener(request: pytest.FixtureRequest, place: Path) -> Opener:
+    return opener_for_url(f"file://{place}/new/place", DurableSettings(part_size="5MiB"))
 
 
-def memory(request: pytest.FixtureRequest, place: Path) -> Opener:
+def memory_opener(request: pytest.FixtureRequest, place: Path) -> Opener:
     """Two stores on ``memory://`` share nothing, so the second is the first at another speed."""
     first = open_store("memory://", DurableSettings(part_size="5MiB"))
     return lambda bandwidth: RetryingStore(
@@ -53,18 +53,18 @@ def memory(request: pytest.FixtureRequest, place: Path) -> Opener:
     )
 
 
-def plain(request: pytest.FixtureRequest, place: Path) -> Opener:
+def plain_file_system_opener(request: pytest.FixtureRequest, place: Path) -> Opener:
     fsspec.register_implementation("plainfs", PlainFileSystem, clobber=True)
-    return by_url(f"plainfs://{place}/root", DurableSettings(part_size="5MiB"))
+    return opener_for_url(f"plainfs://{place}/root", DurableSettings(part_size="5MiB"))
 
 
-def s3fs(request: pytest.FixtureRequest, place: Path) -> Opener:
+def s3fs_opener(request: pytest.FixtureRequest, place: Path) -> Opener:
     server: S3Server = request.getfixturevalue("moto")
     options = {"endpoint_url": server.endpoint, "key": ACCESS_KEY, "secret": SECRET_KEY}
-    return by_url(f"s3a://{BUCKET}/{secrets.token_hex(4)}", DurableSettings(part_size="5MiB", options=options))
+    return opener_for_url(f"s3a://{BUCKET}/{secrets.token_hex(4)}", DurableSettings(part_size="5MiB", options=options))
 
 
-def obstore(request: pytest.FixtureRequest, place: Path) -> Opener:
+def obstore_opener(request: pytest.FixtureRequest, place: Path) -> Opener:
     """The backend of gs:// and az://, on the server there is."""
     server: S3Server = request.getfixturevalue("moto")
     root = secrets.token_hex(4)
@@ -77,22 +77,22 @@ def obstore(request: pytest.FixtureRequest, place: Path) -> Opener:
     )
 
 
-def s3(server_name: str) -> Callable[[pytest.FixtureRequest, Path], Opener]:
+def s3_opener(server_name: str) -> Callable[[pytest.FixtureRequest, Path], Opener]:
     def opener(request: pytest.FixtureRequest, place: Path) -> Opener:
         server: S3Server = request.getfixturevalue(server_name)
-        return by_url(f"s3://{BUCKET}/{secrets.token_hex(4)}", server.settings())
+        return opener_for_url(f"s3://{BUCKET}/{secrets.token_hex(4)}", server.settings())
 
     return opener
 
 
 KINDS = {
-    "file": Kind(file, conditional_put=True, resumable_upload=False),
-    "memory": Kind(memory, conditional_put=True, resumable_upload=False),
-    "fsspec-local": Kind(plain, conditional_put=False, resumable_upload=False),
-    "fsspec-s3fs": Kind(s3fs, conditional_put=False, resumable_upload=False),
-    "obstore-moto": Kind(obstore, conditional_put=True, resumable_upload=False),
-    "s3-moto": Kind(s3("moto"), conditional_put=True, resumable_upload=True),
-    "s3-rclone": Kind(s3("rclone"), conditional_put=False, resumable_upload=True),
+    "file": Kind(file_opener, conditional_put=True, resumable_upload=False),
+    "memory": Kind(memory_opener, conditional_put=True, resumable_upload=False),
+    "fsspec-local": Kind(plain_file_system_opener, conditional_put=False, resumable_upload=False),
+    "fsspec-s3fs": Kind(s3fs_opener, conditional_put=False, resumable_upload=False),
+    "obstore-moto": Kind(obstore_opener, conditional_put=True, resumable_upload=False),
+    "s3-moto": Kind(s3_opener("moto"), conditional_put=True, resumable_upload=True),
+    "s3-rclone": Kind(s3_opener("rclone"), conditional_put=False, resumable_upload=True),
 }
 
 

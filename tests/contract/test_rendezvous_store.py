@@ -13,8 +13,8 @@ import torch.distributed as dist
 
 from elastic.rendezvous.rootless_tcpstore import RootlessStore
 from elastic.workers.process_groups import close_store_connections
-from tests.support.control_planes import at_once, results
-from tests.support.store_servers import StoreServer, server_processes
+from tests.support.control_planes import start_all, wait_results
+from tests.support.store_servers import RendezvousServer, server_processes
 from tests.support.zygote import Zygote
 
 _SOON = timedelta(seconds=0.3)
@@ -23,13 +23,13 @@ Connect = Callable[[], Any]
 
 
 @pytest.fixture(scope="module")
-def servers(zygote: Zygote) -> Iterator[list[StoreServer]]:
+def servers(zygote: Zygote) -> Iterator[list[RendezvousServer]]:
     with server_processes(zygote, 3) as running:
         yield running
 
 
 @pytest.fixture(params=["tcp", "hash", "rootless", "rootless of one"])
-def bare(request: pytest.FixtureRequest, servers: list[StoreServer]) -> Iterator[Connect]:
+def connect_unprefixed(request: pytest.FixtureRequest, servers: list[RendezvousServer]) -> Iterator[Connect]:
     """Gives clients of the same store, as different ranks would have them."""
     made: list[RootlessStore] = []
     alone = dist.HashStore()
@@ -54,16 +54,16 @@ def bare(request: pytest.FixtureRequest, servers: list[StoreServer]) -> Iterator
 
 
 @pytest.fixture
-def connect(bare: Connect) -> Connect:
+def connect(connect_unprefixed: Connect) -> Connect:
     """The same, with keys of this test's own: as torch uses stores, through a prefix in C++."""
     prefix = uuid.uuid4().hex
-    return lambda: dist.PrefixStore(prefix, bare())
+    return lambda: dist.PrefixStore(prefix, connect_unprefixed())
 
 
 @pytest.fixture
-def store(bare: Connect) -> Iterator[Any]:
+def store(connect_unprefixed: Connect) -> Iterator[Any]:
     """A client, through a prefix in C++; what is below it lives as long as the test."""
-    below = bare()
+    below = connect_unprefixed()
     yield dist.PrefixStore(uuid.uuid4().hex, below)
     del below
 
@@ -90,7 +90,7 @@ def test_a_sum_is_the_same_for_all(connect):
     def count(one: Any) -> list[int]:
         return [one.add("sum", 1) for _ in range(50)]
 
-    said = results(at_once(*(lambda one=one: count(one) for one in stores)))
+    said = wait_results(start_all(*(lambda one=one: count(one) for one in stores)))
     assert sorted(number for numbers in said for number in numbers) == list(range(1, 201))  # each once: linearisable
     assert all(numbers == sorted(numbers) for numbers in said)
     assert (stores[0].add("sum", 0), stores[1].get("sum")) == (200, b"200")
@@ -99,8 +99,8 @@ def test_a_sum_is_the_same_for_all(connect):
 
 def test_only_one_compare_set_succeeds(connect):
     stores = [connect() for _ in range(4)]
-    said = results(
-        at_once(*(lambda one=one, n=n: one.compare_set("chosen", "", f"rank {n}") for n, one in enumerate(stores)))
+    said = wait_results(
+        start_all(*(lambda one=one, n=n: one.compare_set("chosen", "", f"rank {n}") for n, one in enumerate(stores)))
     )
     assert len(set(said)) == 1
     assert {one.get("chosen") for one in stores} == set(said)
@@ -136,11 +136,11 @@ def test_keys_are_counted_once(connect):
 
 def test_a_wait_ends_when_the_last_key_is_there(connect):
     one, other = connect(), connect()
-    waiting = at_once(lambda: one.wait(["first", "second"], _LONG), lambda: connect().get("second"))
+    waiting = start_all(lambda: one.wait(["first", "second"], _LONG), lambda: connect().get("second"))
     other.set("first", "1")
     assert not any(future.done() for future in waiting)
     other.set("second", "2")
-    assert results(waiting) == [None, b"2"]
+    assert wait_results(waiting) == [None, b"2"]
 
 
 def test_wait_for_a_missing_key_times_out(connect):
@@ -163,12 +163,12 @@ def test_many_keys_at_once(store):
         assert store.multi_get(["x", "new"]) == [b"13", b"4"]
 
 
-def test_queues(bare, request):
+def test_queues(connect_unprefixed, request):
     """Not through a prefix: torch does not pass them on to what is written in Python."""
-    one, other, name = bare(), bare(), uuid.uuid4().hex
-    popped = at_once(lambda: bare().queue_pop(name))
+    one, other, name = connect_unprefixed(), connect_unprefixed(), uuid.uuid4().hex
+    popped = start_all(lambda: connect_unprefixed().queue_pop(name))
     one.queue_push(name, "1")
-    assert results(popped) == [b"1"]
+    assert wait_results(popped) == [b"1"]
     one.queue_push(name, "2")
     one.queue_push(name, "3")
     assert other.queue_len(name) == 2
@@ -180,15 +180,15 @@ def test_barrier_releases_all_ranks(connect):
     passed: list[int] = []
     lock = threading.Lock()
 
-    def come(number: int) -> int:
+    def enter_barrier(number: int) -> int:
         connect().barrier("all", 3, _LONG)
         with lock:
             passed.append(number)
         return number
 
-    first = at_once(lambda: come(0), lambda: come(1))
+    first = start_all(lambda: enter_barrier(0), lambda: enter_barrier(1))
     assert passed == []
-    assert results([*first, *at_once(lambda: come(2))]) == [0, 1, 2]
+    assert wait_results([*first, *start_all(lambda: enter_barrier(2))]) == [0, 1, 2]
 
 
 def test_prefix_stores_can_be_nested(connect):

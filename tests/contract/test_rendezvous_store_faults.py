@@ -24,9 +24,9 @@ from elastic.rendezvous.rootless_tcpstore import (
 )
 from elastic.rendezvous.store_servers import key_holders
 from elastic.workers.process_groups import ProcessGroups, close_store_connections
-from tests.support.control_planes import at_once, results
-from tests.support.local_nodes import until
-from tests.support.store_servers import StoreServer, server_processes
+from tests.support.control_planes import start_all, wait_results
+from tests.support.local_nodes import wait_until
+from tests.support.store_servers import RendezvousServer, server_processes
 from tests.support.zygote import Zygote
 
 pytestmark = pytest.mark.slow
@@ -37,13 +37,13 @@ _COUNT = 3
 
 
 @pytest.fixture
-def servers(zygote: Zygote) -> Iterator[list[StoreServer]]:
+def servers(zygote: Zygote) -> Iterator[list[RendezvousServer]]:
     with server_processes(zygote, _COUNT) as running:
         yield running
 
 
 @pytest.fixture
-def connect(servers: list[StoreServer]) -> Iterator[Callable[..., RootlessStore]]:
+def connect(servers: list[RendezvousServer]) -> Iterator[Callable[..., RootlessStore]]:
     made: list[RootlessStore] = []
 
     def new(patience: StoreTimeouts | None = None) -> RootlessStore:
@@ -59,7 +59,7 @@ def connect(servers: list[StoreServer]) -> Iterator[Callable[..., RootlessStore]
         store.close()
 
 
-def key_at(first: int, second: int | None = None) -> str:
+def key_held_by(first: int, second: int | None = None) -> str:
     """One that these members hold, in this order."""
     for number in range(1000):
         held = key_holders(f"key {number}", _COUNT)
@@ -68,7 +68,7 @@ def key_at(first: int, second: int | None = None) -> str:
     raise AssertionError("there is no such key")
 
 
-def counted(store: RootlessStore, number: int = 60) -> list[str]:
+def set_keys(store: RootlessStore, number: int = 60) -> list[str]:
     names = [f"key {one}" for one in range(number)]
     for name in names:
         store.set(name, name.upper())
@@ -76,7 +76,7 @@ def counted(store: RootlessStore, number: int = 60) -> list[str]:
 
 
 def test_no_key_is_lost_with_a_member(servers, connect):
-    names = counted(connect())
+    names = set_keys(connect())
     one, fresh = connect(), connect()
     assert [one.get(name) for name in names[:30]] == [name.upper().encode() for name in names[:30]]
     servers[1].kill()
@@ -90,17 +90,17 @@ def test_no_key_is_lost_with_a_member(servers, connect):
 
 
 def test_wait_skips_a_member_that_dies(servers, connect):
-    key = key_at(2, 0)
+    key = key_held_by(2, 0)
     waiters = [connect() for _ in range(3)]
     assert not any(one.check([key]) for one in waiters)  # all are connected by now
-    waiting = at_once(*(lambda one=one: one.get(key) for one in waiters))
+    waiting = start_all(*(lambda one=one: one.get(key) for one in waiters))
     servers[2].kill()
     connect().set(key, "late")
-    assert results(waiting) == [b"late"] * 3
+    assert wait_results(waiting) == [b"late"] * 3
 
 
 def test_counters_survive_a_member_death(servers, connect):
-    key = key_at(0, 1)
+    key = key_held_by(0, 1)
     stores = [connect() for _ in range(3)]
     said = [store.add(key, 1) for _ in range(5) for store in stores]
     assert said == list(range(1, 16))
@@ -113,7 +113,7 @@ def test_counters_survive_a_member_death(servers, connect):
 
 
 def test_sums_during_a_member_death_include_every_reply(servers, connect):
-    key, go_on = key_at(1, 2), threading.Event()
+    key, go_on = key_held_by(1, 2), threading.Event()
     stores = [connect() for _ in range(3)]
 
     def count(store: RootlessStore) -> list[int]:
@@ -122,11 +122,11 @@ def test_sums_during_a_member_death_include_every_reply(servers, connect):
             said.append(store.add(key, 1))
         return said
 
-    counting = at_once(*(lambda one=one: count(one) for one in stores))
-    until(lambda: connect().add(key, 0) > 100)
+    counting = start_all(*(lambda one=one: count(one) for one in stores))
+    wait_until(lambda: connect().add(key, 0) > 100)
     servers[1].kill()
     go_on.set()
-    said = results(counting)
+    said = wait_results(counting)
     total = connect().add(key, 0)
     answered = sum(map(len, said))
     assert total == answered  # every add that was answered is in the sum, once
@@ -135,7 +135,7 @@ def test_sums_during_a_member_death_include_every_reply(servers, connect):
 
 
 def test_key_with_two_lost_holders_is_an_error_at_once(servers, connect):
-    store, lost, kept = connect(), key_at(0, 1), key_at(2, 0)
+    store, lost, kept = connect(), key_held_by(0, 1), key_held_by(2, 0)
     store.set(lost, "1")
     store.set(kept, "2")
     servers[0].kill()
@@ -153,7 +153,7 @@ def test_key_with_two_lost_holders_is_an_error_at_once(servers, connect):
 
 
 def test_a_stopped_member_is_read_around(servers, connect):
-    key, other, store = key_at(1, 2), key_at(0, 1), connect(_HASTY)
+    key, other, store = key_held_by(1, 2), key_held_by(0, 1), connect(_HASTY)
     store.set(key, "1")
     store.set(other, "2")
     assert store.get(key) == b"1"
@@ -165,7 +165,7 @@ def test_a_stopped_member_is_read_around(servers, connect):
 @pytest.mark.nightly
 def test_a_member_that_was_stopped_before_is_read_around(servers, connect):
     """A client of torch's takes its time to find out; it is not waited for a second time."""
-    key, other = key_at(1, 2), key_at(0, 1)
+    key, other = key_held_by(1, 2), key_held_by(0, 1)
     connect().multi_set([key, other], ["1", "2"])
     assert connect().multi_get([key, other]) == [b"1", b"2"]
     servers[1].stop()
@@ -177,7 +177,7 @@ def test_a_member_that_was_stopped_before_is_read_around(servers, connect):
 
 def test_a_stopped_member_still_decides_about_its_sums(servers, connect):
     """Whether it is gone is not known: if somebody else decided, there would be two."""
-    key, store = key_at(1, 2), connect(_HASTY)
+    key, store = key_held_by(1, 2), connect(_HASTY)
     assert store.add(key, 1) == 1
     servers[1].stop()
     with pytest.raises(dist.DistNetworkError, match="decides"):
@@ -188,8 +188,10 @@ def test_a_stopped_member_still_decides_about_its_sums(servers, connect):
 
 def test_waits_end_when_the_world_is_cut(connect):
     store = connect()
-    waiting = at_once(lambda: store.get("never"), lambda: store.wait([key_at(2)], _LONG), lambda: store.queue_pop("q"))
-    until(lambda: sum(holder.connected for holder in store._holders) >= 2)
+    waiting = start_all(
+        lambda: store.get("never"), lambda: store.wait([key_held_by(2)], _LONG), lambda: store.queue_pop("q")
+    )
+    wait_until(lambda: sum(holder.connected for holder in store._holders) >= 2)
     store.abort()
     for future in waiting:
         with pytest.raises(dist.DistNetworkError):
@@ -202,8 +204,8 @@ def test_waits_end_when_the_world_is_cut(connect):
 
 def test_abort_of_one_rank_does_not_affect_others(connect, servers, zygote):
     """In one process they share the addresses; so the other one is a process."""
-    store, key = connect(), key_at(0)
-    running = zygote.start(_waits, [server.address for server in servers], key)
+    store, key = connect(), key_held_by(0)
+    running = zygote.start(_wait_for_key, [server.address for server in servers], key)
     running.wait_line("waiting")
     store.set("x", "1")
     store.abort()
@@ -211,7 +213,7 @@ def test_abort_of_one_rank_does_not_affect_others(connect, servers, zygote):
     assert running.wait().result == b"there"
 
 
-def _waits(say: Callable[[str], object], addresses: list[str], key: str) -> bytes:
+def _wait_for_key(say: Callable[[str], object], addresses: list[str], key: str) -> bytes:
     store = RootlessStore(addresses, close_connections=close_store_connections, timeout=_LONG)
     say("waiting")
     value = store.get(key)
@@ -222,7 +224,7 @@ def _waits(say: Callable[[str], object], addresses: list[str], key: str) -> byte
 def test_closed_store_leaves_no_threads_or_connections(connect):
     before = {thread.ident for thread in threading.enumerate()}
     store = connect()
-    counted(store)
+    set_keys(store)
     store.close()
     store.close()
     assert {thread.ident for thread in threading.enumerate()} <= before
@@ -232,7 +234,7 @@ def test_closed_store_leaves_no_threads_or_connections(connect):
 
 def test_idle_connection_closed_by_others_is_reopened(servers, connect):
     """Whoever ends a world of this process ends what leads to an address; another store may have connections there."""
-    key, store = key_at(1, 2), connect()
+    key, store = key_held_by(1, 2), connect()
     for count in range(1, 6):
         assert store.add(key, 1) == count
         close_store_connections(store._holders[1]._addresses)
@@ -242,16 +244,16 @@ def test_idle_connection_closed_by_others_is_reopened(servers, connect):
 def test_connection_closed_during_setup_is_reopened(servers, connect, monkeypatch):
     made, connected = [], StoreServerClient._connected
 
-    def and_cut_at_once(self):
+    def connect_and_close(self):
         client = connected(self)
         if not made:
             assert close_store_connections(self._addresses)
         made.append(client)
         return client
 
-    monkeypatch.setattr(StoreServerClient, "_connected", and_cut_at_once)
-    assert connect().add(key_at(0), 1) == 1
-    assert connect().add(key_at(0), 0) == 1
+    monkeypatch.setattr(StoreServerClient, "_connected", connect_and_close)
+    assert connect().add(key_held_by(0), 1) == 1
+    assert connect().add(key_held_by(0), 0) == 1
 
 
 def test_reply_received_with_the_end_of_its_connection_counts(servers, connect):
@@ -259,18 +261,18 @@ def test_reply_received_with_the_end_of_its_connection_counts(servers, connect):
     short = StoreTimeouts(wait_slice_s=0.2, response_timeout_s=2.0)
     (holder,) = [one for one in connect(short)._holders if one.port == servers[0].port]
 
-    def late(client):
+    def add_and_wait_closed(client):
         said = client.add("sum", 1)
-        until(lambda: cut(client))
+        wait_until(lambda: is_closed(client))
         return said
 
-    def cut(client):
+    def is_closed(client):
         try:
             return client.check(["sum"]) is None
         except dist.DistNetworkError:
             return True
 
-    assert holder.call(late, again=False) == 1
+    assert holder.call(add_and_wait_closed, again=False) == 1
     assert holder.call(lambda client: client.add("sum", 1), again=False) == 2
 
 
@@ -283,7 +285,7 @@ def test_ranks_meet_although_a_member_dies(servers, zygote, tmp_path, when):
     gate, addresses, size = tmp_path / "gate", [server.address for server in servers], 3
     if when == "before":
         servers[1].kill()
-    ranks = [zygote.start(_meets, addresses, rank, size, when, str(gate)) for rank in range(size)]
+    ranks = [zygote.start(_initialize_and_synchronize, addresses, rank, size, when, str(gate)) for rank in range(size)]
     if when == "during":
         ranks[0].wait_line("the others wait")
         servers[1].kill()
@@ -300,11 +302,13 @@ def test_ranks_meet_although_a_member_is_stopped(servers, zygote, tmp_path):
     gate, addresses, size = tmp_path / "gate", [server.address for server in servers], 3
     gate.touch()
     servers[2].stop()
-    ranks = [zygote.start(_meets, addresses, rank, size, "stopped", str(gate)) for rank in range(size)]
+    ranks = [
+        zygote.start(_initialize_and_synchronize, addresses, rank, size, "stopped", str(gate)) for rank in range(size)
+    ]
     assert [rank.wait().result for rank in ranks] == [([9.0] * 4, [0, 1, 2])] * size
 
 
-def _meets(
+def _initialize_and_synchronize(
     say: Callable[[str], object], addresses: list[str], rank: int, size: int, when: str, gate: str
 ) -> tuple[list[float], list[Any]]:
     import torch
@@ -319,14 +323,14 @@ def _meets(
     groups = ProcessGroups(place, backend="gloo", timeout=_LONG)
     if when == "during" and rank == 0:
         looked = RootlessStore(addresses, close_connections=close_store_connections, timeout=_LONG)
-        until(lambda: len(looked.list_keys()) >= size - 1)
+        wait_until(lambda: len(looked.list_keys()) >= size - 1)
         looked.close()
         say("the others wait")
-        until(Path(gate).exists)
+        wait_until(Path(gate).exists)
     groups.initialize()
     say("met")
     if when == "after":
-        until(Path(gate).exists)
+        wait_until(Path(gate).exists)
     found = torch.full((4,), float(rank))
     dist.all_reduce(found)
     dist.all_reduce(found, group=dist.new_group(list(range(size))))
@@ -395,12 +399,12 @@ def test_ended_cleanup_closes_no_later_connections(servers):
     """It may hang in a server that is stopped for long; the next world has connections to the same addresses."""
     after, ended = [], threading.Event()
 
-    def cut(addresses):
+    def close_and_record(addresses):
         after.append(ended.is_set())
         return close_store_connections(addresses)
 
     servers[0].stop()
-    sweep = OldKeyCleanup(servers[0].address, 5, close_connections=cut)
+    sweep = OldKeyCleanup(servers[0].address, 5, close_connections=close_and_record)
     assert not sweep.join(0.05)
     sweep.stop()
     ended.set()
@@ -433,10 +437,10 @@ if sys.argv[2] == "True":
 """
 
 
-def _keys_of(server: StoreServer) -> list[str]:
+def _keys_of(server: RendezvousServer) -> list[str]:
     client = dist.TCPStore(server.host, server.port, is_master=False, wait_for_workers=False, timeout=_LONG)
     return client.list_keys()
 
 
-def _all_keys(servers: list[StoreServer]) -> set[str]:
+def _all_keys(servers: list[RendezvousServer]) -> set[str]:
     return {key for server in servers for key in _keys_of(server)}

@@ -6,8 +6,8 @@ import pytest
 
 from peerstore.settings import ReplicationSettings
 from peerstore.shard_records import CHUNK_BYTES, VersionId
-from tests.support.local_store_nodes import JOB, PATIENT, street, until
-from tests.support.stores import MIB, content, fill, flip, key, save
+from tests.support.local_store_nodes import JOB, PATIENT, store_nodes, wait_until
+from tests.support.stores import MIB, flip_byte, save_shard, shard_content, shard_key, write_slot
 
 NAMES = ("n0", "n16", "n24", "n8")
 SETTINGS = {
@@ -25,7 +25,7 @@ def mode(request):
 @pytest.fixture
 def nodes(mode):
     """Four nodes in four racks."""
-    with street(SETTINGS[mode], *NAMES) as made:
+    with store_nodes(SETTINGS[mode], *NAMES) as made:
         yield made
 
 
@@ -33,20 +33,20 @@ def save_everywhere(nodes, version, *, sizes=SIZES, epoch=1, name="a"):
     """One part per living node."""
     records = []
     for part, (node, size) in enumerate(zip(nodes.living, sizes, strict=False)):
-        of = key(version, part, epoch=epoch, name=name)
-        records.append(save(node.store, of, size, parts=len(nodes.living), meta=f"meta {part}".encode()))
+        of = shard_key(version, part, epoch=epoch, name=name)
+        records.append(save_shard(node.store, of, size, parts=len(nodes.living), meta=f"meta {part}".encode()))
     return records
 
 
-def check(nodes, records):
+def assert_readable(nodes, records):
     for record in records:
-        assert nodes.read(record) == content(record.key, record.size_bytes)
+        assert nodes.read(record) == shard_content(record.key, record.size_bytes)
 
 
 def test_saved_version_is_replicated_on_every_node(nodes):
     records = save_everywhere(nodes, 1)
-    until(lambda: nodes.replicated(1))
-    until(nodes.quiet)
+    wait_until(lambda: nodes.replicated(1))
+    wait_until(nodes.quiet)
     for node, record in zip(nodes.living, records, strict=True):
         assert [one.missing + one.unplaceable for one in node.team.replicator.statuses() if one.is_owner] == [0]
         assert node.team.replicator.redundancy(record.key, "rack") == (2, 2)
@@ -56,28 +56,28 @@ def test_saved_version_is_replicated_on_every_node(nodes):
 @pytest.mark.parametrize("lost", NAMES)
 def test_any_single_node_may_be_lost(nodes, lost):
     records = save_everywhere(nodes, 1)
-    until(lambda: nodes.replicated(1))
+    wait_until(lambda: nodes.replicated(1))
     nodes.lose(lost)
-    until(lambda: all(nodes.holders(record.key) for record in records))
-    check(nodes, records)
+    wait_until(lambda: all(nodes.holders(record.key) for record in records))
+    assert_readable(nodes, records)
 
 
 def test_remaining_nodes_replicate_again_and_survive_the_next_loss(nodes):
     records = save_everywhere(nodes, 1)
-    until(lambda: nodes.replicated(1))
+    wait_until(lambda: nodes.replicated(1))
     for lost in ("n8", "n0"):
         nodes.lose(lost)
-        until(lambda: all(nodes.holders(record.key) for record in records))
-        until(nodes.quiet)
+        wait_until(lambda: all(nodes.holders(record.key) for record in records))
+        wait_until(nodes.quiet)
         assert not any(
             one.unplaceable for node in nodes.living for one in node.team.replicator.statuses() if one.is_owner
         )
-    check(nodes, records)
+    assert_readable(nodes, records)
 
 
 def test_lost_shard_gets_exactly_one_new_owner(nodes):
     records = save_everywhere(nodes, 1)
-    until(lambda: nodes.replicated(1))
+    wait_until(lambda: nodes.replicated(1))
     lost = records[NAMES.index("n8")].key
 
     def owners():
@@ -85,21 +85,21 @@ def test_lost_shard_gets_exactly_one_new_owner(nodes):
         return [name for name, fact in facts if fact.key == lost and not fact.holders]
 
     nodes.lose("n8")
-    until(lambda: len(owners()) == 1)
+    wait_until(lambda: len(owners()) == 1)
 
 
 def test_similar_versions_are_replicated_in_order_and_old_ones_removed(nodes):
-    data = bytearray(content(key(), 4 * MIB))
+    data = bytearray(shard_content(shard_key(), 4 * MIB))
     for version in range(1, 6):
         data[version * 1000] ^= 0xFF
         records = []
         for part, node in enumerate(nodes.living):
-            lease = node.store.lease(key(version, part), len(data), len(nodes.living), wait_s=30)
-            fill(lease, bytes(data))
+            lease = node.store.lease(shard_key(version, part), len(data), len(nodes.living), wait_s=30)
+            write_slot(lease, bytes(data))
             records.append(node.store.seal(lease.id, len(data)))
-        until(lambda version=version: nodes.replicated(version))
+        wait_until(lambda version=version: nodes.replicated(version))
     nodes.lose("n24")
-    until(lambda: all(nodes.holders(record.key) for record in records))
+    wait_until(lambda: all(nodes.holders(record.key) for record in records))
     assert [nodes.read(record) for record in records] == [bytes(data)] * 4
     assert all({of.version for of in node.shards()} <= {4, 5} for node in nodes.living)
 
@@ -107,29 +107,29 @@ def test_similar_versions_are_replicated_in_order_and_old_ones_removed(nodes):
 def test_version_in_doubt_at_a_new_incarnation_is_replicated(nodes):
     """The settled version of a past incarnation is what the new one goes on from."""
     records = save_everywhere(nodes, 1)
-    until(lambda: nodes.replicated(1))
-    until(nodes.quiet)
+    wait_until(lambda: nodes.replicated(1))
+    wait_until(nodes.quiet)
     nodes.lose("n16")
     nodes.begin("b", 7)
-    until(lambda: all(nodes.holders(record.key) for record in records))
-    until(nodes.quiet)
+    wait_until(lambda: all(nodes.holders(record.key) for record in records))
+    wait_until(nodes.quiet)
     assert not any(one.unplaceable for node in nodes.living for one in node.team.replicator.statuses() if one.is_owner)
     nodes.lose("n24")
-    until(lambda: all(nodes.holders(record.key) for record in records))
-    check(nodes, records)
+    wait_until(lambda: all(nodes.holders(record.key) for record in records))
+    assert_readable(nodes, records)
 
 
 def test_full_node_blocks_no_other(mode):
     room = {"mirror": 14 * MIB, "parity": 11 * MIB}[mode]  # not for what is kept for others of two versions
-    with street(SETTINGS[mode], *NAMES, budgets={"n16": str(room)}) as nodes:
+    with store_nodes(SETTINGS[mode], *NAMES, budgets={"n16": str(room)}) as nodes:
         for version in range(1, 5):
             here = list(enumerate(nodes.living))
-            leases = [node.store.lease(key(version, part), 4 * MIB, 4, wait_s=30) for part, node in here]
+            leases = [node.store.lease(shard_key(version, part), 4 * MIB, 4, wait_s=30) for part, node in here]
             for (_, node), lease in zip(here, leases, strict=True):
-                fill(lease, content(lease.key, 4 * MIB))
+                write_slot(lease, shard_content(lease.key, 4 * MIB))
                 node.store.seal(lease.id, 4 * MIB)
-            until(lambda version=version: nodes.replicated(version))
-        until(nodes.quiet)
+            wait_until(lambda version=version: nodes.replicated(version))
+        wait_until(nodes.quiet)
         short = {node.name: one for node in nodes.living for one in node.team.replicator.statuses() if one.unplaceable}
         assert bool(short) is (mode == "parity")  # another node stands in for a mirror; a group stays as it is
         assert all("n16" in nodes[name].team.replicator.last_errors(one.key) for name, one in short.items())
@@ -138,50 +138,50 @@ def test_full_node_blocks_no_other(mode):
 
 @pytest.mark.parametrize("empty", ["n0", "n16"])
 def test_empty_node_that_rejoins_at_once_gets_its_data_back(mode, empty):
-    with street(SETTINGS[mode], *NAMES, membership=PATIENT) as nodes:
+    with store_nodes(SETTINGS[mode], *NAMES, membership=PATIENT) as nodes:
         records = save_everywhere(nodes, 1)
-        until(lambda: nodes.replicated(1))
-        until(nodes.quiet)
+        wait_until(lambda: nodes.replicated(1))
+        wait_until(nodes.quiet)
         nodes[empty].lose()
         nodes[empty].start()
         nodes.meet()
-        until(lambda: all(nodes.holders(record.key) for record in records))
-        until(nodes.quiet)
-        until(lambda: beside(nodes[empty]))
+        wait_until(lambda: all(nodes.holders(record.key) for record in records))
+        wait_until(nodes.quiet)
+        wait_until(lambda: protected_keys(nodes[empty]))
         assert [one.missing + one.unplaceable for node in nodes.living for one in node.team.replicator.statuses()] == [
             0
         ] * (8 if mode == "mirror" else 4)
-        check(nodes, records)
+        assert_readable(nodes, records)
 
 
 @pytest.mark.parametrize("lost", ["n0", "n8"])
 def test_restarted_agent_continues_with_its_shards(nodes, lost):
     records = save_everywhere(nodes, 1)
-    until(lambda: nodes.replicated(1))
+    wait_until(lambda: nodes.replicated(1))
     nodes["n16"].stop()
     nodes["n16"].start()
-    until(lambda: nodes["n16"].store.status().verifying == 0)
-    until(nodes.quiet)
+    wait_until(lambda: nodes["n16"].store.status().verifying == 0)
+    wait_until(nodes.quiet)
     nodes.lose(lost)
-    until(lambda: all(nodes.holders(record.key) for record in records))
-    until(nodes.quiet)
-    check(nodes, records)
+    wait_until(lambda: all(nodes.holders(record.key) for record in records))
+    wait_until(nodes.quiet)
+    assert_readable(nodes, records)
 
 
 def test_damaged_shard_is_found_and_restored(nodes):
     records = save_everywhere(nodes, 1)
-    until(lambda: nodes.replicated(1))
-    until(nodes.quiet)
+    wait_until(lambda: nodes.replicated(1))
+    wait_until(nodes.quiet)
     store, record = nodes["n16"].store, records[1]
-    flip(store.hold(record.key, "test") and store.shard_path(record.key), CHUNK_BYTES + 3)
+    flip_byte(store.hold(record.key, "test") and store.shard_path(record.key), CHUNK_BYTES + 3)
     store.release_hold(record.key, "test")
     assert store.verify(record.key) == (1,)
-    until(lambda: record.key in nodes["n16"].shards())
-    check(nodes, records)
+    wait_until(lambda: record.key in nodes["n16"].shards())
+    assert_readable(nodes, records)
     assert nodes["n16"].team.repaired == 1
 
 
-def beside(node):
+def protected_keys(node):
     """What a node keeps for others: the keys of copies or parities."""
     copies = [fact.key for fact in node.store.replicas.list_shards(JOB) if fact.holders]
     return copies + [record.key for record in node.store.replicas.list_parities(JOB)]
@@ -189,18 +189,18 @@ def beside(node):
 
 def test_damaged_replica_is_repaired(nodes):
     records = save_everywhere(nodes, 1, sizes=(4 * MIB,) * 4)
-    until(lambda: nodes.replicated(1))
-    until(nodes.quiet)
+    wait_until(lambda: nodes.replicated(1))
+    wait_until(nodes.quiet)
     store = nodes["n24"].store
-    (kept,) = beside(nodes["n24"])
-    flip(store.shard_path(kept), 5)
+    (kept,) = protected_keys(nodes["n24"])
+    flip_byte(store.shard_path(kept), 5)
     assert store.verify(kept) == (0,)
     assert [damage.what for damage in store.status().damage_reports] == [str(kept)]
-    until(lambda: beside(nodes["n24"]) == [kept])
-    until(nodes.quiet)
+    wait_until(lambda: protected_keys(nodes["n24"]) == [kept])
+    wait_until(nodes.quiet)
     nodes.lose("n0")
-    until(lambda: all(nodes.holders(record.key) for record in records))
-    check(nodes, records)
+    wait_until(lambda: all(nodes.holders(record.key) for record in records))
+    assert_readable(nodes, records)
 
 
 def test_bytes_changed_in_transit_are_detected(nodes):
@@ -209,8 +209,10 @@ def test_bytes_changed_in_transit_are_detected(nodes):
             for payload in range(3):
                 nodes.network.flip_bit(name, other, payload=payload, byte=0)
     records = save_everywhere(nodes, 1)
-    until(lambda: nodes.replicated(1), within_s=120)  # who sent something damaged twice is not asked again for a while
-    until(nodes.quiet)
+    wait_until(
+        lambda: nodes.replicated(1), within_s=120
+    )  # who sent something damaged twice is not asked again for a while
+    wait_until(nodes.quiet)
     for name in NAMES:
         for other in NAMES:
             nodes.network.heal(name, other)
@@ -218,33 +220,38 @@ def test_bytes_changed_in_transit_are_detected(nodes):
         for record in node.store.shard_records(JOB, VersionId(1, 1, 0, "a")):
             assert node.store.verify(record.key) == ()
     nodes.lose("n8")
-    until(lambda: all(nodes.holders(record.key) for record in records))
-    check(nodes, records)
+    wait_until(lambda: all(nodes.holders(record.key) for record in records))
+    assert_readable(nodes, records)
 
 
 def test_memory_use_matches_the_documented_amount(nodes, mode):
     save_everywhere(nodes, 1, sizes=(6 * MIB,) * 4)
-    until(lambda: nodes.replicated(1))
-    until(nodes.quiet)
+    wait_until(lambda: nodes.replicated(1))
+    wait_until(nodes.quiet)
     assert nodes.sealed_bytes() == 4 * 6 * MIB * {"mirror": 2, "parity": 1 + 1 / 3}[mode]
 
 
 def test_late_parts_are_protected_too(nodes):
     """Two parts on one node, none on another: nobody knows beforehand how many there are."""
-    first = [save(nodes[name].store, key(1, part), 2 * MIB, parts=4) for part, name in enumerate(("n0", "n8"))]
-    until(nodes.quiet)
-    late = [save(nodes["n0"].store, key(1, 3), 3 * MIB, parts=4), save(nodes["n24"].store, key(1, 2), MIB, parts=4)]
-    until(lambda: nodes.replicated(1))
-    until(nodes.quiet)
+    first = [
+        save_shard(nodes[name].store, shard_key(1, part), 2 * MIB, parts=4) for part, name in enumerate(("n0", "n8"))
+    ]
+    wait_until(nodes.quiet)
+    late = [
+        save_shard(nodes["n0"].store, shard_key(1, 3), 3 * MIB, parts=4),
+        save_shard(nodes["n24"].store, shard_key(1, 2), MIB, parts=4),
+    ]
+    wait_until(lambda: nodes.replicated(1))
+    wait_until(nodes.quiet)
     nodes.lose("n0")
-    until(lambda: all(nodes.holders(record.key) for record in first + late))
-    check(nodes, first + late)
+    wait_until(lambda: all(nodes.holders(record.key) for record in first + late))
+    assert_readable(nodes, first + late)
 
 
 def test_parity_is_hidden_from_part_counts(nodes):
     records = save_everywhere(nodes, 1, sizes=(4 * MIB,) * 4)
-    until(lambda: nodes.replicated(1))
-    until(nodes.quiet)
+    wait_until(lambda: nodes.replicated(1))
+    wait_until(nodes.quiet)
     group = VersionId(1, 1, 0, "a")
     keys = {record.key for record in records}
     for node in nodes.living:

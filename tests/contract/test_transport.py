@@ -16,10 +16,10 @@ import pytest
 
 from peerstore.errors import PeerUnreachableError, ProtocolError, RequestError, ShardDamagedError
 from peerstore.transport.base import MAX_MESSAGE_HEADER_BYTES, MAX_PAYLOAD_BYTES, FileSlice
-from tests.support.channel_pairs import PATIENCE_S, wire, without_nixl
+from tests.support.channel_pairs import PATIENCE_S, channel_pair, nixl_missing_reason
 
 MIB = 1 << 20
-KINDS = ["memory", "severable", "tcp", "tls", *([] if without_nixl() else ["nixl"])]
+KINDS = ["memory", "severable", "tcp", "tls", *([] if nixl_missing_reason() else ["nixl"])]
 MORE_THAN_BUFFERS = 64 * MIB
 
 
@@ -35,7 +35,7 @@ def link(fd):
 
 
 @pytest.fixture(autouse=True)
-def no_socket_is_left():
+def no_leaked_sockets():
     before = open_files()
     yield
     assert set(open_files()) <= set(before)
@@ -47,24 +47,24 @@ def kind(request):
 
 
 @pytest.fixture
-def line(kind, tmp_path):
-    with wire(kind, tmp_path) as made:
+def channel_ends(kind, tmp_path):
+    with channel_pair(kind, tmp_path) as made:
         yield made
 
 
 @pytest.fixture
-def hasty(kind, tmp_path):
+def short_timeout_ends(kind, tmp_path):
     """Nobody waits long in the middle of a message."""
-    with wire(kind, tmp_path, timeout_s=0.2) as made:
+    with channel_pair(kind, tmp_path, timeout_s=0.2) as made:
         yield made
 
 
-def noise(size, seed=1):
+def pseudo_random_bytes(size, seed=1):
     block = hashlib.shake_128(str(seed).encode()).digest(min(size, MIB))
     return (block * (size // MIB + 1))[:size]
 
 
-def take(channel):
+def receive_bytes(channel):
     """The next message, as bytes."""
     incoming = channel.receive(idle_s=PATIENCE_S)
     payload = bytearray(incoming.payload_bytes)
@@ -72,7 +72,7 @@ def take(channel):
     return incoming.header, bytes(payload)
 
 
-@pytest.mark.skipif(bool(without_nixl()), reason=without_nixl())
+@pytest.mark.skipif(bool(nixl_missing_reason()), reason=nixl_missing_reason())
 def test_nixl_is_covered():
     """One line that says why where it is not, instead of one for each promise."""
     assert "nixl" in KINDS
@@ -83,42 +83,42 @@ def test_nixl_is_covered():
 
 @pytest.mark.parametrize("size", [0, 1, 17, 256 << 10, 5 * MIB + 3])
 @pytest.mark.parametrize("header", [b"", b"h", b"\0" * 70_000], ids=["none", "short", "long"])
-def test_message_arrives_as_sent(line, header, size):
-    near, far = line.meet()
-    data = noise(size)
-    sent = line.aside(near.send, header, [memoryview(data)])
-    assert take(far) == (header, data)
+def test_message_arrives_as_sent(channel_ends, header, size):
+    near, far = channel_ends.meet()
+    data = pseudo_random_bytes(size)
+    sent = channel_ends.aside(near.send, header, [memoryview(data)])
+    assert receive_bytes(far) == (header, data)
     sent.result(PATIENCE_S)
 
 
-def test_a_hundred_mebibytes_arrive_as_they_were_sent(line):
-    near, far = line.meet()
-    data = noise(100 * MIB + 17)
-    sent = line.aside(near.send, b"large", [memoryview(data)])
-    header, payload = take(far)
+def test_a_hundred_mebibytes_arrive_as_they_were_sent(channel_ends):
+    near, far = channel_ends.meet()
+    data = pseudo_random_bytes(100 * MIB + 17)
+    sent = channel_ends.aside(near.send, b"large", [memoryview(data)])
+    header, payload = receive_bytes(far)
     assert header == b"large"
     assert payload == data
     sent.result(PATIENCE_S)
 
 
-def test_answer_travels_back(line):
-    near, far = line.meet()
+def test_answer_travels_back(channel_ends):
+    near, far = channel_ends.meet()
     near.send(b"question")
-    assert take(far) == (b"question", b"")
+    assert receive_bytes(far) == (b"question", b"")
     far.send(b"answer", [memoryview(b"yes")])
-    assert take(near) == (b"answer", b"yes")
+    assert receive_bytes(near) == (b"answer", b"yes")
 
 
-def test_views_may_be_many_and_of_any_size_on_both_sides(line):
-    near, far = line.meet()
-    data = noise(3 * MIB)
+def test_views_may_be_many_and_of_any_size_on_both_sides(channel_ends):
+    near, far = channel_ends.meet()
+    data = pseudo_random_bytes(3 * MIB)
     sizes = [0, 1, 3, 700, 0, 65_537] * 60 + [1] * 2500
     out, at = [], 0
     for size in sizes:
         out.append(memoryview(data)[at : at + size])
         at += size
     out.append(memoryview(data)[at:])
-    sent = line.aside(near.send, b"", out)
+    sent = channel_ends.aside(near.send, b"", out)
     assert far.receive(idle_s=PATIENCE_S).payload_bytes == len(data)
     target = bytearray(len(data))
     cuts = [0, 5, 5, 6, *range(100, 300_000, 97), len(data)]
@@ -128,27 +128,27 @@ def test_views_may_be_many_and_of_any_size_on_both_sides(line):
 
 
 @pytest.mark.parametrize("size", [1000, 5 * MIB + 17])
-def test_payload_is_readable_while_it_arrives(line, size):
-    near, far = line.meet()
-    data = noise(size)
-    sent = line.aside(near.send, b"", [memoryview(data)])
+def test_payload_is_readable_while_it_arrives(channel_ends, size):
+    near, far = channel_ends.meet()
+    data = pseudo_random_bytes(size)
+    sent = channel_ends.aside(near.send, b"", [memoryview(data)])
     assert far.receive(idle_s=PATIENCE_S).payload_bytes == size
     target = bytearray(size)
     there = [0]
 
-    def look(count):
+    def check_arrived(count):
         assert target[there[-1] : count] == data[there[-1] : count]
         there.append(count)
 
-    far.receive_into([memoryview(target)[:700], memoryview(target)[700:]], look)
+    far.receive_into([memoryview(target)[:700], memoryview(target)[700:]], check_arrived)
     assert there[-1] == size
     assert there == sorted(set(there))
     assert len(there) > 3 or size < MIB
     sent.result(PATIENCE_S)
 
 
-def test_views_of_other_types_are_sent_as_bytes(line):
-    near, far = line.meet()
+def test_views_of_other_types_are_sent_as_bytes(channel_ends):
+    near, far = channel_ends.meet()
     numbers = array.array("d", range(1000))
     near.send(b"", [memoryview(numbers)])
     target = array.array("d", bytes(8000))
@@ -157,17 +157,17 @@ def test_views_of_other_types_are_sent_as_bytes(line):
     assert target == numbers
 
 
-def test_noncontiguous_view_is_refused_and_the_channel_stays_open(line):
-    near, far = line.meet()
+def test_noncontiguous_view_is_refused_and_the_channel_stays_open(channel_ends):
+    near, far = channel_ends.meet()
     with pytest.raises(RequestError, match="with gaps"):
         near.send(b"", [memoryview(bytes(10))[::2]])
     near.send(b"next")
-    assert take(far) == (b"next", b"")
+    assert receive_bytes(far) == (b"next", b"")
 
 
-def test_slices_of_files_arrive_among_views(line):
-    near, far = line.meet()
-    data = noise(9 * MIB)
+def test_slices_of_files_arrive_among_views(channel_ends):
+    near, far = channel_ends.meet()
+    data = pseudo_random_bytes(9 * MIB)
     with tempfile.TemporaryFile() as one, tempfile.TemporaryFile(dir="/dev/shm") as other:
         one.write(data)
         other.write(data)
@@ -181,60 +181,62 @@ def test_slices_of_files_arrive_among_views(line):
             memoryview(b"last"),
             FileSlice(one.fileno(), 9 * MIB - 3, 3),
         ]
-        sent = line.aside(near.send, b"files", payload)
-        assert take(far) == (b"files", b"first" + data[MIB + 1 : 3 * MIB + 1] + data + b"last" + data[-3:])
+        sent = channel_ends.aside(near.send, b"files", payload)
+        assert receive_bytes(far) == (b"files", b"first" + data[MIB + 1 : 3 * MIB + 1] + data + b"last" + data[-3:])
         sent.result(PATIENCE_S)
 
 
-def test_messages_keep_their_order(line):
-    near, far = line.meet()
-    sent = line.aside(lambda: [near.send(b"%d" % n, [memoryview(noise(n * 700, n))]) for n in range(200)])
+def test_messages_keep_their_order(channel_ends):
+    near, far = channel_ends.meet()
+    sent = channel_ends.aside(
+        lambda: [near.send(b"%d" % n, [memoryview(pseudo_random_bytes(n * 700, n))]) for n in range(200)]
+    )
     for n in range(200):
-        assert take(far) == (b"%d" % n, noise(n * 700, n))
+        assert receive_bytes(far) == (b"%d" % n, pseudo_random_bytes(n * 700, n))
     sent.result(PATIENCE_S)
 
 
-def test_both_sides_send_large_messages_at_the_same_time(line):
-    near, far = line.meet()
+def test_both_sides_send_large_messages_at_the_same_time(channel_ends):
+    near, far = channel_ends.meet()
 
     def send_all(channel, side):
         for n in range(6):
-            channel.send(b"%s%d" % (side, n), [memoryview(noise(6 * MIB + n, side))])
+            channel.send(b"%s%d" % (side, n), [memoryview(pseudo_random_bytes(6 * MIB + n, side))])
 
     def receive_all(channel, side):
         for n in range(6):
-            header, payload = take(channel)
+            header, payload = receive_bytes(channel)
             assert header == b"%s%d" % (side, n)
-            assert payload == noise(6 * MIB + n, side)
+            assert payload == pseudo_random_bytes(6 * MIB + n, side)
 
     work = [
-        line.aside(send_all, near, b"n"),
-        line.aside(send_all, far, b"f"),
-        line.aside(receive_all, near, b"f"),
-        line.aside(receive_all, far, b"n"),
+        channel_ends.aside(send_all, near, b"n"),
+        channel_ends.aside(send_all, far, b"f"),
+        channel_ends.aside(receive_all, near, b"f"),
+        channel_ends.aside(receive_all, far, b"n"),
     ]
     for one in work:
         one.result(60)
 
 
-def test_sent_views_may_be_changed(line):
-    near, far = line.meet()
+def test_sent_views_may_be_changed(channel_ends):
+    near, far = channel_ends.meet()
     scratch = bytearray(100_000)
     for n in range(20):
         scratch[:] = bytes([n]) * len(scratch)
-        sent = line.aside(near.send, b"", [memoryview(scratch)])
+        sent = channel_ends.aside(near.send, b"", [memoryview(scratch)])
         if n % 2:  # sent completely before it is read, where buffers allow that
             sent.result(PATIENCE_S)
             scratch[:] = b"\xff" * len(scratch)
-        assert take(far)[1] == bytes([n]) * len(scratch)
+        assert receive_bytes(far)[1] == bytes([n]) * len(scratch)
         sent.result(PATIENCE_S)
 
 
-def test_views_are_released(line):
-    near, far = line.meet()
-    source, target = bytearray(noise(MIB)), bytearray(MIB)
+def test_views_are_released(channel_ends):
+    near, far = channel_ends.meet()
+    source, target = bytearray(pseudo_random_bytes(MIB)), bytearray(MIB)
     with memoryview(source) as out, memoryview(target) as into:
-        sent = line.aside(near.send, b"", [out])
+        sent = channel_ends.aside(near.send, b"", [out])
         far.receive(idle_s=PATIENCE_S)
         far.receive_into([into])
         sent.result(PATIENCE_S)
@@ -242,8 +244,8 @@ def test_views_are_released(line):
     target.append(1)
 
 
-def test_views_are_released_after_an_error(line):
-    near, far = line.meet()
+def test_views_are_released_after_an_error(channel_ends):
+    near, far = channel_ends.meet()
     near.send(b"", [memoryview(bytes(80))])
     far.receive(idle_s=PATIENCE_S)
     target = array.array("d", bytes(88))
@@ -256,11 +258,11 @@ def test_views_are_released_after_an_error(line):
 # -- limits -----------------------------------------------------------------------------------------------------------
 
 
-def test_a_header_above_the_limit_ends_the_channel(line):
-    near, far = line.meet()
+def test_a_header_above_the_limit_ends_the_channel(channel_ends):
+    near, far = channel_ends.meet()
     far.max_header_bytes = 1000
     near.send(b"x" * 1000)
-    assert take(far) == (b"x" * 1000, b"")
+    assert receive_bytes(far) == (b"x" * 1000, b"")
     near.send(b"x" * 1001)
     with pytest.raises(ProtocolError, match="header of 1001 bytes, the limit is 1000"):
         far.receive(idle_s=PATIENCE_S)
@@ -270,11 +272,11 @@ def test_a_header_above_the_limit_ends_the_channel(line):
         far.send(b"")
 
 
-def test_a_payload_above_the_limit_ends_the_channel(line):
-    near, far = line.meet()
+def test_a_payload_above_the_limit_ends_the_channel(channel_ends):
+    near, far = channel_ends.meet()
     far.max_payload_bytes = 10
     near.send(b"", [memoryview(bytes(10))])
-    assert take(far) == (b"", bytes(10))
+    assert receive_bytes(far) == (b"", bytes(10))
     near.send(b"", [memoryview(bytes(5)), memoryview(bytes(6))])
     with pytest.raises(ProtocolError, match="payload of 11 bytes, the limit is 10"):
         far.receive(idle_s=PATIENCE_S)
@@ -282,45 +284,45 @@ def test_a_payload_above_the_limit_ends_the_channel(line):
         far.receive(idle_s=PATIENCE_S)
 
 
-def test_oversized_message_is_not_sent(line):
-    near, far = line.meet()
+def test_oversized_message_is_not_sent(channel_ends):
+    near, far = channel_ends.meet()
     piece = memoryview(bytes(MIB))
     with pytest.raises(ProtocolError, match="above the limit"):
         near.send(b"", [piece] * (MAX_PAYLOAD_BYTES // MIB + 1))
     with pytest.raises(ProtocolError, match="above the limit"):
         near.send(bytes(MAX_MESSAGE_HEADER_BYTES + 1))
     near.send(b"next")
-    assert take(far) == (b"next", b"")
+    assert receive_bytes(far) == (b"next", b"")
 
 
 # -- wrong calls ------------------------------------------------------------------------------------------------------
 
 
-def test_payload_must_be_read_before_the_next_message(line):
-    near, far = line.meet()
+def test_payload_must_be_read_before_the_next_message(channel_ends):
+    near, far = channel_ends.meet()
     near.send(b"one", [memoryview(b"payload")])
     near.send(b"two")
     far.receive(idle_s=PATIENCE_S)
     with pytest.raises(RequestError, match="7 bytes"):
         far.receive(idle_s=PATIENCE_S)
     far.discard()
-    assert take(far) == (b"two", b"")
+    assert receive_bytes(far) == (b"two", b"")
 
 
-def test_unread_payload_is_skipped(line):
-    near, far = line.meet()
-    sent = line.aside(near.send, b"one", [memoryview(noise(20 * MIB))])
+def test_unread_payload_is_skipped(channel_ends):
+    near, far = channel_ends.meet()
+    sent = channel_ends.aside(near.send, b"one", [memoryview(pseudo_random_bytes(20 * MIB))])
     far.receive(idle_s=PATIENCE_S)
     far.discard()
     far.discard()
     sent.result(PATIENCE_S)
     near.send(b"two")
-    assert take(far) == (b"two", b"")
+    assert receive_bytes(far) == (b"two", b"")
 
 
 @pytest.mark.parametrize("size", [0, 6, 8])
-def test_views_have_to_be_as_large_as_the_payload(line, size):
-    near, far = line.meet()
+def test_views_have_to_be_as_large_as_the_payload(channel_ends, size):
+    near, far = channel_ends.meet()
     near.send(b"", [memoryview(b"payload")])
     far.receive(idle_s=PATIENCE_S)
     target = bytearray(size)
@@ -332,22 +334,22 @@ def test_views_have_to_be_as_large_as_the_payload(line, size):
     assert room == b"payload"
 
 
-def test_read_only_target_is_refused(line):
-    near, far = line.meet()
+def test_read_only_target_is_refused(channel_ends):
+    near, far = channel_ends.meet()
     near.send(b"", [memoryview(b"payload")])
     far.receive(idle_s=PATIENCE_S)
     with pytest.raises(RequestError, match="read-only"):
         far.receive_into([memoryview(bytearray(3)), memoryview(bytes(4))])
     far.discard()
     near.send(b"next")
-    assert take(far) == (b"next", b"")
+    assert receive_bytes(far) == (b"next", b"")
 
 
 # -- files that are not what they were --------------------------------------------------------------------------------
 
 
-def test_short_file_is_detected_before_sending(line):
-    near, far = line.meet()
+def test_short_file_is_detected_before_sending(channel_ends):
+    near, far = channel_ends.meet()
     with tempfile.TemporaryFile() as file:
         file.write(bytes(100))
         file.flush()
@@ -357,14 +359,14 @@ def test_short_file_is_detected_before_sending(line):
             with pytest.raises(RequestError, match="no file has"):
                 near.send(b"", [FileSlice(file.fileno(), start, size)])
     near.send(b"next")
-    assert take(far) == (b"next", b"")
+    assert receive_bytes(far) == (b"next", b"")
 
 
-def test_file_truncated_during_a_send_closes_both_ends(line):
-    near, far = line.meet()
+def test_file_truncated_during_a_send_closes_both_ends(channel_ends):
+    near, far = channel_ends.meet()
     with tempfile.TemporaryFile() as file:
         file.truncate(MORE_THAN_BUFFERS)
-        sent = line.aside(near.send, b"cut", [FileSlice(file.fileno(), 0, MORE_THAN_BUFFERS)])
+        sent = channel_ends.aside(near.send, b"cut", [FileSlice(file.fileno(), 0, MORE_THAN_BUFFERS)])
         assert far.receive(idle_s=PATIENCE_S).payload_bytes == MORE_THAN_BUFFERS
         file.truncate(1000)
         with pytest.raises(PeerUnreachableError, match="before the end of a payload"):
@@ -378,18 +380,18 @@ def test_file_truncated_during_a_send_closes_both_ends(line):
 # -- peers that go or say nothing -------------------------------------------------------------------------------------
 
 
-def test_a_peer_that_closes_between_messages_is_no_error(line):
-    near, far = line.meet()
+def test_a_peer_that_closes_between_messages_is_no_error(channel_ends):
+    near, far = channel_ends.meet()
     near.send(b"bye", [memoryview(b"now")])
     near.close()
-    assert take(far) == (b"bye", b"now")
+    assert receive_bytes(far) == (b"bye", b"now")
     assert far.receive(idle_s=PATIENCE_S) is None
     assert far.receive(idle_s=PATIENCE_S) is None
 
 
-def test_peer_that_closes_in_mid_payload_is_unreachable(line):
-    near, far = line.meet()
-    sent = line.aside(near.send, b"", [memoryview(bytes(MORE_THAN_BUFFERS))])
+def test_peer_that_closes_in_mid_payload_is_unreachable(channel_ends):
+    near, far = channel_ends.meet()
+    sent = channel_ends.aside(near.send, b"", [memoryview(bytes(MORE_THAN_BUFFERS))])
     assert far.receive(idle_s=PATIENCE_S).payload_bytes == MORE_THAN_BUFFERS
     near.close()
     with pytest.raises(PeerUnreachableError, match=r"before the end of a payload|reset"):
@@ -398,28 +400,28 @@ def test_peer_that_closes_in_mid_payload_is_unreachable(line):
         sent.result(PATIENCE_S)
 
 
-def send_without_end(channel):
+def send_forever(channel):
     while True:
         channel.send(b"", [memoryview(bytes(MIB))])
 
 
-def test_sending_to_a_closed_peer_fails_eventually(line):
-    near, far = line.meet()
+def test_sending_to_a_closed_peer_fails_eventually(channel_ends):
+    near, far = channel_ends.meet()
     far.close()
     with pytest.raises(PeerUnreachableError):
-        send_without_end(near)
+        send_forever(near)
 
 
-def test_silent_peer_times_out(line):
-    near, _ = line.meet()
+def test_silent_peer_times_out(channel_ends):
+    near, _ = channel_ends.meet()
     with pytest.raises(PeerUnreachableError, match="silent"):
         near.receive(idle_s=0.05)
     with pytest.raises(PeerUnreachableError, match="over"):
         near.receive()
 
 
-def test_peer_that_does_not_read_times_out(hasty):
-    near, _ = hasty.meet()
+def test_peer_that_does_not_read_times_out(short_timeout_ends):
+    near, _ = short_timeout_ends.meet()
     with pytest.raises(PeerUnreachableError, match=r"silent|timed out"):
         near.send(b"", [memoryview(bytes(MORE_THAN_BUFFERS))])
 
@@ -427,33 +429,33 @@ def test_peer_that_does_not_read_times_out(hasty):
 # -- closing ----------------------------------------------------------------------------------------------------------
 
 
-def test_close_wakes_a_receiver(line):
-    near, _ = line.meet()
-    waiting = line.aside(near.receive)
+def test_close_wakes_a_receiver(channel_ends):
+    near, _ = channel_ends.meet()
+    waiting = channel_ends.aside(near.receive)
     near.close()
     with pytest.raises(PeerUnreachableError, match="closed on this side"):
         waiting.result(PATIENCE_S)
 
 
-def test_close_wakes_a_sender_and_a_reader(line):
-    near, far = line.meet()
-    sent = line.aside(near.send, b"", [memoryview(bytes(MORE_THAN_BUFFERS))])
+def test_close_wakes_a_sender_and_a_reader(channel_ends):
+    near, far = channel_ends.meet()
+    sent = channel_ends.aside(near.send, b"", [memoryview(bytes(MORE_THAN_BUFFERS))])
     incoming = far.receive(idle_s=PATIENCE_S)
     near.close()
     with pytest.raises(PeerUnreachableError, match="closed on this side"):
         sent.result(PATIENCE_S)
     target = bytearray(incoming.payload_bytes)
     with memoryview(target) as view:
-        filled = line.aside(far.receive_into, [view])
+        filled = channel_ends.aside(far.receive_into, [view])
         far.close()
         with pytest.raises(PeerUnreachableError):
             filled.result(PATIENCE_S)
     target.append(1)  # nobody has a view of it any more
 
 
-def test_second_close_has_no_effect_and_ends_the_channel(line):
-    near, _ = line.meet()
-    closing = [line.aside(near.close) for _ in range(4)]
+def test_second_close_has_no_effect_and_ends_the_channel(channel_ends):
+    near, _ = channel_ends.meet()
+    closing = [channel_ends.aside(near.close) for _ in range(4)]
     for one in closing:
         one.result(PATIENCE_S)
     near.close()
@@ -472,43 +474,43 @@ def echo(channel):
         channel.send(incoming.header, [memoryview(payload)])
 
 
-def still_serves(line, listener):
+def assert_still_serves(line, listener):
     channel = line.connect(listener)
     channel.send(b"hello", [memoryview(b"there")])
-    assert take(channel) == (b"hello", b"there")
+    assert receive_bytes(channel) == (b"hello", b"there")
     channel.close()
 
 
-def test_fifty_channels_at_once_do_not_mix(line):
-    def known(channel):
+def test_fifty_channels_at_once_do_not_mix(channel_ends):
+    def authenticate_and_echo(channel):
         channel.mark_authenticated()  # of strangers from one address a listener ends the oldest
         echo(channel)
 
-    listener, entering = line.listen(known), threading.Lock()
+    listener, entering = channel_ends.listen(authenticate_and_echo), threading.Lock()
     together = threading.Barrier(50, timeout=PATIENCE_S)
     wrong = []
 
-    def talk(number):
+    def exchange_messages(number):
         with entering:
-            channel = line.here.connect(listener.address, timeout_s=PATIENCE_S)
+            channel = channel_ends.here.connect(listener.address, timeout_s=PATIENCE_S)
             channel.send(b"in")
-            take(channel)
+            receive_bytes(channel)
         try:
             together.wait()
             for turn in range(4):
-                channel.send(b"%d" % number, [memoryview(noise(20_000 + number, (number, turn)))])
-                if take(channel) != (b"%d" % number, noise(20_000 + number, (number, turn))):
+                channel.send(b"%d" % number, [memoryview(pseudo_random_bytes(20_000 + number, (number, turn)))])
+                if receive_bytes(channel) != (b"%d" % number, pseudo_random_bytes(20_000 + number, (number, turn))):
                     wrong.append(number)
         finally:
             channel.close()
 
-    def noted(number):
+    def record_errors(number):
         try:
-            talk(number)
+            exchange_messages(number)
         except Exception as error:
             wrong.append((number, error))
 
-    threads = [threading.Thread(target=noted, args=(number,)) for number in range(50)]
+    threads = [threading.Thread(target=record_errors, args=(number,)) for number in range(50)]
     for thread in threads:
         thread.start()
     for thread in threads:
@@ -516,26 +518,26 @@ def test_fifty_channels_at_once_do_not_mix(line):
     assert wrong == []
 
 
-def test_failed_connection_does_not_affect_others(line):
+def test_failed_connection_does_not_affect_others(channel_ends):
     def serve(channel):
-        if take(channel)[0] == b"trouble":
+        if receive_bytes(channel)[0] == b"trouble":
             raise ZeroDivisionError
         channel.send(b"hello", [memoryview(b"there")])
 
-    listener = line.listen(serve)
+    listener = channel_ends.listen(serve)
     for _ in range(3):
-        channel = line.connect(listener)
+        channel = channel_ends.connect(listener)
         channel.send(b"trouble")
         assert channel.receive(idle_s=PATIENCE_S) is None
-    still_serves(line, listener)
+    assert_still_serves(channel_ends, listener)
 
 
-def test_a_channel_is_closed_when_its_work_is_done(line):
-    channel = line.connect(line.listen(lambda channel: None))
+def test_a_channel_is_closed_when_its_work_is_done(channel_ends):
+    channel = channel_ends.connect(channel_ends.listen(lambda channel: None))
     assert channel.receive(idle_s=PATIENCE_S) is None
 
 
-def test_closing_a_listener_ends_its_channels_and_waits_for_their_threads(line):
+def test_closing_a_listener_ends_its_channels_and_waits_for_their_threads(channel_ends):
     before = set(threading.enumerate())
     ended = []
 
@@ -546,21 +548,21 @@ def test_closing_a_listener_ends_its_channels_and_waits_for_their_threads(line):
         finally:
             ended.append(channel)
 
-    listener = line.listen(serve)
-    channels = [line.connect(listener) for _ in range(5)]
+    listener = channel_ends.listen(serve)
+    channels = [channel_ends.connect(listener) for _ in range(5)]
     for channel in channels:
-        assert take(channel) == (b"welcome", b"")
+        assert receive_bytes(channel) == (b"welcome", b"")
     listener.close()
     assert len(ended) == 5
     assert {one for one in set(threading.enumerate()) - before if one.name.startswith("peerstore")} == set()
     for channel in channels:
         assert channel.receive(idle_s=PATIENCE_S) is None
     with pytest.raises(PeerUnreachableError):
-        line.here.connect(listener.address, timeout_s=1)
+        channel_ends.here.connect(listener.address, timeout_s=1)
     listener.close()
 
 
-def test_listener_can_be_closed_from_its_handler(line):
+def test_listener_can_be_closed_from_its_handler(channel_ends):
     closed = threading.Event()
 
     def serve(channel):
@@ -568,36 +570,36 @@ def test_listener_can_be_closed_from_its_handler(line):
         listener.close()
         closed.set()
 
-    listener = line.listen(serve)
-    line.connect(listener).send(b"enough")
+    listener = channel_ends.listen(serve)
+    channel_ends.connect(listener).send(b"enough")
     assert closed.wait(PATIENCE_S)
 
 
-def test_an_address_can_be_listened_on_again(line):
-    first = line.listen(echo)
-    still_serves(line, first)
+def test_an_address_can_be_listened_on_again(channel_ends):
+    first = channel_ends.listen(echo)
+    assert_still_serves(channel_ends, first)
     first.close()
-    again = line.there.listen(first.address, echo)
+    again = channel_ends.there.listen(first.address, echo)
     try:
-        still_serves(line, again)
+        assert_still_serves(channel_ends, again)
     finally:
         again.close()
 
 
-def test_closed_listener_is_unreachable(line):
-    listener = line.listen(echo)
+def test_closed_listener_is_unreachable(channel_ends):
+    listener = channel_ends.listen(echo)
     listener.close()
     with pytest.raises(PeerUnreachableError, match="cannot be reached"):
-        line.here.connect(listener.address, timeout_s=5)
+        channel_ends.here.connect(listener.address, timeout_s=5)
 
 
-def test_an_address_has_a_port(line):
+def test_an_address_has_a_port(channel_ends):
     with pytest.raises(RequestError, match="address"):
-        line.there.listen("nowhere", echo)
+        channel_ends.there.listen("nowhere", echo)
 
 
-def test_channels_name_their_peer(line):
-    near, far = line.meet()
+def test_channels_name_their_peer(channel_ends):
+    near, far = channel_ends.meet()
     assert near.peer
     assert far.peer
     assert Path(near.peer).name == near.peer

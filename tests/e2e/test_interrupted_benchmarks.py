@@ -13,7 +13,7 @@ import pytest
 from benchmarks import recovery, warden
 from benchmarks.parameters import Scene
 from benchmarks.sandbox import sandbox
-from tests.support.local_nodes import until
+from tests.support.local_nodes import wait_until
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(600)]
 
@@ -89,7 +89,7 @@ def test_an_interrupted_benchmark_leaves_nothing(tmp_path):
         return [folder for folder in mine if list(folder.glob("elastic-0/diary/*.jsonl"))]
 
     with one:
-        mine = until(is_going, "ranks are started", 300.0)
+        mine = wait_until(is_going, "ranks are started", 300.0)
         assert any(b"benchmarks.resize_trainer" in command for _, command in processes_about(tmp_path))
         one.terminate()
         assert one.wait(120) == 128 + signal.SIGTERM

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from tests.support.fault_proxy import FaultProxy
-from tests.support.faults import Answer, LoseAnswer
+from tests.support.faults import DropResponse, ReplyWithStatus
 from tests.support.journals import DictJournal
 from tests.support.ports import free_port
 from tests.support.s3 import ACCESS_KEY, BUCKET, REGION, SECRET_KEY, S3Server
@@ -142,11 +142,11 @@ def test_create_with_a_lost_response_is_recognized(moto: S3Server, url: str, ope
     with FaultProxy(moto.port) as proxy:
         store = open_durable(url, moto.settings(endpoint=proxy.endpoint))
         assert store.capabilities().conditional_put
-        proxy.on("PUT", "/mine$").fail(LoseAnswer())
+        proxy.on("PUT", "/mine$").fail(DropResponse())
         store.put("mine", b"mine", create_only=True)
         assert len(proxy.seen("PUT", "/mine$")) == 2
         store.put("theirs", b"theirs")
-        proxy.on("PUT", "/theirs$").fail(Answer(500))
+        proxy.on("PUT", "/theirs$").fail(ReplyWithStatus(500))
         with pytest.raises(ObjectExistsError):
             store.put("theirs", b"mine", create_only=True)
         assert store.get("theirs") == b"theirs"

@@ -6,7 +6,7 @@ import pytest
 
 from tests.support.fault_contract import FaultContract
 from tests.support.s3 import S3Server
-from tests.support.upload_contract import ShortUploadContract, UploadContract, open_scene, scene, store  # noqa: F401
+from tests.support.upload_contract import ShortUploadContract, UploadContract, open_upload_store, store, upload_case  # noqa: F401
 
 pytestmark = pytest.mark.e2e
 

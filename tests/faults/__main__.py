@@ -19,9 +19,9 @@ import msgspec
 
 from tests.faults.figures import Record, summary
 from tests.faults.job import unmount_leftovers
-from tests.faults.judge import Known
-from tests.faults.schedule import plan_of
-from tests.faults.seed import PREFIX, Outcome, run_seed, stop_on_sigterm, undisturbed
+from tests.faults.judge import ReferenceStep
+from tests.faults.schedule import make_plan
+from tests.faults.seed import PREFIX, SeedOutcome, reference_steps, run_seed, stop_on_sigterm
 from tests.support import forked_starts, namespaces
 from tests.support.fault_proxy import FaultProxy
 from tests.support.s3 import rclone_server
@@ -37,24 +37,24 @@ class Driver:
         self._record = Record(options.out / "faults.jsonl")
         self._known = self._undisturbed(options.out / f"undisturbed-{options.steps}.json")
 
-    def many(self) -> list[Outcome]:
+    def many(self) -> list[SeedOutcome]:
         options = self._options
         done = {one.seed: one for one in self._record.read() if one.hosts is options.hosts}
-        began, mine = time.monotonic(), list[Outcome]()
+        began, mine = time.monotonic(), list[SeedOutcome]()
         for seed in itertools.count(options.first):
             if sum(len(one.took) for one in mine) >= options.faults:
                 break
             if seed not in done:
                 if options.minutes and time.monotonic() - began > options.minutes * 60:
                     break
-                done[seed] = self.one(seed, print if options.verbose else _silent)
+                done[seed] = self.one(seed, print if options.verbose else _print_nothing)
                 self._record.add(done[seed])
             mine.append(done[seed])
         return mine
 
-    def one(self, seed: int, tell: Callable[[str], None]) -> Outcome:
+    def one(self, seed: int, tell: Callable[[str], None]) -> SeedOutcome:
         options = self._options
-        plan = plan_of(seed, hosts=options.hosts, full=os.getuid() == 0, faults=options.per_seed)
+        plan = make_plan(seed, hosts=options.hosts, full=os.getuid() == 0, faults=options.per_seed)
         tell(f"seed {seed}: {plan.shape}")
         proxy = self._store() if plan.shape.durable == "s3" else None
         outcome = run_seed(plan, self._known, proxy=proxy, patience_s=options.patience, tell=tell, hosts=options.hosts)
@@ -75,18 +75,18 @@ class Driver:
             self._proxy = self._stack.enter_context(FaultProxy(server.port))
         return self._proxy
 
-    def _undisturbed(self, path: Path) -> list[Known]:
+    def _undisturbed(self, path: Path) -> list[ReferenceStep]:
         if not path.exists():
-            known = undisturbed(self._options.steps, self._options.patience)
+            known = reference_steps(self._options.steps, self._options.patience)
             new = path.with_suffix(".new")
             new.write_bytes(msgspec.json.encode(known))
             new.replace(path)
-        return msgspec.json.decode(path.read_bytes(), type=list[Known])
+        return msgspec.json.decode(path.read_bytes(), type=list[ReferenceStep])
 
 
 def main(words: list[str] | None = None) -> int:
     options = _options(words)
-    if options.hosts and (reason := namespaces.why_not()):
+    if options.hosts and (reason := namespaces.missing_reason()):
         sys.exit(f"there can be no hosts here: {reason}")
     if options.forked_starts:  # before there is a thread
         forked_starts.prepare()
@@ -119,7 +119,7 @@ def _options(words: list[str] | None) -> argparse.Namespace:
     return parser.parse_args(words)
 
 
-def _silent(_words: str) -> None:
+def _print_nothing(_words: str) -> None:
     pass
 
 

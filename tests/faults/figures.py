@@ -9,19 +9,19 @@ from pathlib import Path
 
 import msgspec
 
-from tests.faults.seed import Outcome, Took
+from tests.faults.seed import FaultTiming, SeedOutcome
 
 
 class FaultLine(msgspec.Struct, frozen=True, tag="fault"):
     seed: int
     hosts: bool
-    took: Took
+    took: FaultTiming
 
 
 class SeedLine(msgspec.Struct, frozen=True, tag="seed"):
     """A seed is done once it has this line."""
 
-    outcome: Outcome
+    outcome: SeedOutcome
 
 
 class Record:
@@ -31,18 +31,18 @@ class Record:
         self._path = path
         path.parent.mkdir(parents=True, exist_ok=True)
 
-    def add(self, outcome: Outcome) -> None:
+    def add(self, outcome: SeedOutcome) -> None:
         lines = [FaultLine(outcome.seed, outcome.hosts, one) for one in outcome.took]
         done = SeedLine(msgspec.structs.replace(outcome, took=()))
         text = b"".join(msgspec.json.encode(one) + b"\n" for one in (*lines, done))
         with self._path.open("ab") as file:
             file.write(text)
 
-    def read(self) -> list[Outcome]:
+    def read(self) -> list[SeedOutcome]:
         """Seeds that were seen to their end, with their faults."""
         if not self._path.exists():
             return []
-        took: dict[tuple[int, bool], list[Took]] = defaultdict(list)
+        took: dict[tuple[int, bool], list[FaultTiming]] = defaultdict(list)
         found = []
         for line in self._path.read_bytes().splitlines(keepends=True):
             if not line.endswith(b"\n"):
@@ -61,12 +61,12 @@ def quantile(values: Sequence[float], share: float) -> float:
     return sorted(values)[max(0, math.ceil(len(values) * share) - 1)]
 
 
-def row(name: str, values: Sequence[float]) -> str:
+def quantile_row(name: str, values: Sequence[float]) -> str:
     p50, p90, p99 = (quantile(values, share) for share in (0.5, 0.9, 0.99))
     return f"{name:24} {len(values):6} {p50:8.1f} {p90:8.1f} {p99:8.1f} {max(values):8.1f}"
 
 
-def summary(outcomes: Sequence[Outcome]) -> str:
+def summary(outcomes: Sequence[SeedOutcome]) -> str:
     took = [one for outcome in outcomes for one in outcome.took]
     by_kind, by_stage = defaultdict(list), defaultdict(list)
     for one in took:
@@ -79,19 +79,22 @@ def summary(outcomes: Sequence[Outcome]) -> str:
     lines = [
         (
             f"figure: {len(took)} faults in {len(outcomes)} seeds, {missed} more that met nobody, {wrong} seeds with "
-            f"violations; the machine's load {_span([one.load for one in outcomes])}"
+            f"violations; the machine's load {_range_text([one.load for one in outcomes])}"
         ),
         head.format("seconds to a new step"),
-        *(row(name, values) for name, values in sorted(by_kind.items())),
+        *(quantile_row(name, values) for name, values in sorted(by_kind.items())),
     ]
     if every := [seconds for values in by_kind.values() for seconds in values]:
-        lines.append(f"figure: {row('all, to a new step', every)}")
-    lines += [head.format("of which, by stage"), *(row(name, values) for name, values in sorted(by_stage.items()))]
+        lines.append(f"figure: {quantile_row('all, to a new step', every)}")
+    lines += [
+        head.format("of which, by stage"),
+        *(quantile_row(name, values) for name, values in sorted(by_stage.items())),
+    ]
     for one in outcomes:
         lines += [f"VIOLATION, seed {one.seed}: {found.rule}: {found.words}" for found in one.violations]
     return "\n".join(lines)
 
 
-def _span(values: Iterable[float]) -> str:
+def _range_text(values: Iterable[float]) -> str:
     known = sorted(values)
     return f"{known[0]:.1f} to {known[-1]:.1f}" if known else "not known"

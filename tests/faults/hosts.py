@@ -15,8 +15,8 @@ from elastic.control.coordinator_client import call_coordinator
 from elastic.errors import ElasticError
 from peerstore.transport.authentication import generate_secret, read_secret
 from tests.faults.job import TRAINER, FaultJob, mount, resume_line, unmount
-from tests.faults.judge import Run
-from tests.faults.schedule import Plan
+from tests.faults.judge import CommandRun
+from tests.faults.schedule import FaultPlan
 from tests.faults.training import JOB
 from tests.support import namespaces
 from tests.support.hosts import network
@@ -30,7 +30,7 @@ _ENDED = (0, 6, 7, 8)
 class HostJob(FaultJob):
     """``elastic run --coordinator`` on every host, and ``elastic coordinator`` on one that is nothing else."""
 
-    def __init__(self, folder: Path, plan: Plan, **_: object) -> None:
+    def __init__(self, folder: Path, plan: FaultPlan, **_: object) -> None:
         super().__init__(folder, plan)
         self._undo = ExitStack()
         self.net = self._undo.enter_context(network())
@@ -97,7 +97,7 @@ class HostJob(FaultJob):
                 [sys.executable, "-m", "elastic", *words], cwd=self.folder, env=environ, stdout=output, stderr=output
             )
 
-    def reap(self) -> Run | None:
+    def reap(self) -> CommandRun | None:
         """Once the coordinator has ended for good, and every host's command with it."""
         for name, one in list(self._nodes.items()):
             if one.poll() is not None and self._over is not None:
@@ -110,7 +110,7 @@ class HostJob(FaultJob):
         if self._over is None or self._nodes:
             return None
         output = (self.folder / f"output-{HEAD}").read_text(errors="replace")
-        run = Run(self._over, resume_line(output), self._began, time.time())
+        run = CommandRun(self._over, resume_line(output), self._began, time.time())
         self._over = None
         self.runs.append(run)
         return run
@@ -134,7 +134,7 @@ class HostJob(FaultJob):
             return call_coordinator(f"{self._head.address}:{PORT}", question, job=JOB, secret=secret, timeout_s=5.0)
 
         with suppress(ElasticError, OSError):
-            return namespaces.inside(self._head.namespace, asked)
+            return namespaces.run_inside(self._head.namespace, asked)
         return None
 
     def close(self) -> None:

@@ -23,11 +23,11 @@ from elastic.control.run_directory import RunDirectory, run_secret
 from elastic.errors import ElasticError
 from elastic.reshard.state_checksum import ChecksumPart, RankChecksum, combine_checksums
 from peerstore.daemon_process import process_start_time
-from tests.faults.judge import Run, Safe, Step, World
-from tests.faults.schedule import Plan
+from tests.faults.judge import CommandRun, RankStep, RankWorld, SafeStep
+from tests.faults.schedule import FaultPlan
 from tests.faults.training import JOB
 from tests.support.elastic_runs import ROOT
-from tests.support.elastic_runs import Job as Commands
+from tests.support.elastic_runs import ElasticRun as Commands
 from tests.support.s3 import ACCESS_KEY, REGION, SECRET_KEY
 
 TRAINER = ROOT / "tests/faults/training.py"
@@ -45,7 +45,7 @@ max_num_repeat_offenders_to_avoid: 0
 """
 
 
-class Process(NamedTuple):
+class JobProcess(NamedTuple):
     """One of a job, as it was when it was looked for."""
 
     pid: int
@@ -86,7 +86,7 @@ _ROLES = (
 )
 
 
-def processes(mark: str) -> list[Process]:
+def processes(mark: str) -> list[JobProcess]:
     """All that have ``mark`` in their environment, and what they are."""
     wanted, found = f"{MARK}={mark}\0".encode(), []
     for path in Path("/proc").glob("[0-9]*"):
@@ -104,15 +104,15 @@ def processes(mark: str) -> list[Process]:
         if role == "supervisor" and (task := _TASK_NODE.search(command)):
             node = task[1]
         if (started := process_start_time(pid)) >= 0:
-            found.append(Process(pid, started, role, node, command))
+            found.append(JobProcess(pid, started, role, node, command))
     return found
 
 
-class Hung(Exception):
+class HungError(Exception):
     """What was waited for did not happen in all the time there was."""
 
 
-class Ended(Exception):
+class EndedError(Exception):
     """The job is over before it was to be."""
 
 
@@ -126,7 +126,9 @@ def resume_line(output: str) -> str:
 class FaultJob:
     """One job, its folder, and every start of its command."""
 
-    def __init__(self, folder: Path, plan: Plan, *, durable: str = "", endpoint: str = "", own_memory: bool = False):
+    def __init__(
+        self, folder: Path, plan: FaultPlan, *, durable: str = "", endpoint: str = "", own_memory: bool = False
+    ):
         self.folder, self.plan, self.shape = folder, plan, plan.shape
         self.mark = str(folder)
         self.diary = folder / "diary"
@@ -156,13 +158,13 @@ class FaultJob:
             self.commands.environ["PYTHONUTF8"] = "1"  # so that no process is a fork, which reads no sitecustomize
         self.durable = bool(durable)
         self.own_memory = own_memory
-        self.runs: list[Run] = []
+        self.runs: list[CommandRun] = []
         self._began = 0.0
         self.launcher: subprocess.Popen[bytes] | None = None
         self._read: dict[Path, int] = {}
-        self.worlds: list[World] = []
-        self.steps: list[Step] = []
-        self.safe: list[Safe] = []
+        self.worlds: list[RankWorld] = []
+        self.steps: list[RankStep] = []
+        self.safe: list[SafeStep] = []
         self.newest = -1
         self.last_world: tuple[int, int] = (-1, -1)
         self._limit = (0, "")
@@ -246,13 +248,13 @@ class FaultJob:
             shutil.rmtree(path, ignore_errors=True)
             path.unlink(missing_ok=True)
 
-    def reap(self) -> Run | None:
+    def reap(self) -> CommandRun | None:
         """How the command ended, once it has."""
         if self.launcher is None or self.launcher.poll() is None:
             return None
         output = self.folder / f"output-{self.commands.started.index(self.launcher)}"
         words = resume_line(output.read_text(errors="replace"))
-        run = Run(self.launcher.returncode, words, self._began, time.time())
+        run = CommandRun(self.launcher.returncode, words, self._began, time.time())
         self.runs.append(run)
         self.launcher = None
         return run
@@ -292,28 +294,28 @@ class FaultJob:
     def _heard(self, line: dict[str, Any]) -> None:
         what = line.pop("what")
         if what == "world":
-            self.worlds.append(msgspec.convert(line, World))
+            self.worlds.append(msgspec.convert(line, RankWorld))
             self.last_world = max(self.last_world, (line["run"], line["epoch"]))
         elif what == "step":
-            self.steps.append(msgspec.convert(line, Step))
+            self.steps.append(msgspec.convert(line, RankStep))
             self.newest = max(self.newest, line["step"])
         elif what == "safe":
-            self.safe.append(msgspec.convert(line, Safe))
+            self.safe.append(msgspec.convert(line, SafeStep))
 
     def in_world(self) -> set[int]:
         """Processes that are ranks of the newest world, or were."""
         return {one.pid for one in self.worlds if (one.run, one.epoch) == self.last_world}
 
-    def processes(self, role: str = "", node: str = "") -> list[Process]:
+    def processes(self, role: str = "", node: str = "") -> list[JobProcess]:
         return [
             one for one in processes(self.mark) if (not role or one.role == role) and (not node or one.node == node)
         ]
 
     def sums(self) -> dict[tuple[int, int, int], int | str]:
-        by_step: dict[tuple[int, int, int], dict[int, Step]] = {}
+        by_step: dict[tuple[int, int, int], dict[int, RankStep]] = {}
         for one in self.steps:
             by_step.setdefault((one.run, one.epoch, one.step), {})[one.rank] = one
-        return {key: _sum(list(ranks.values())) for key, ranks in by_step.items() if _is_complete(ranks)}
+        return {key: _state_sum(list(ranks.values())) for key, ranks in by_step.items() if _is_complete(ranks)}
 
     # -- the end ------------------------------------------------------------------------------------------------------
 
@@ -364,7 +366,7 @@ class FaultJob:
             one.signal(signal.SIGUSR2)
 
 
-def until(ready: Callable[[], Any], what: str, within_s: float, tick: Callable[[], None]) -> Any:
+def wait_until(ready: Callable[[], Any], what: str, within_s: float, tick: Callable[[], None]) -> Any:
     """``tick`` is called all the while."""
     deadline = time.monotonic() + within_s
     while True:
@@ -372,15 +374,15 @@ def until(ready: Callable[[], Any], what: str, within_s: float, tick: Callable[[
         if found := ready():
             return found
         if time.monotonic() > deadline:
-            raise Hung(f"it did not come to {what} in {within_s:.0f} s")
+            raise HungError(f"it did not come to {what} in {within_s:.0f} s")
         time.sleep(0.03)
 
 
-def _is_complete(ranks: dict[int, Step]) -> bool:
+def _is_complete(ranks: dict[int, RankStep]) -> bool:
     return sorted(ranks) == list(range(next(iter(ranks.values())).size))
 
 
-def _sum(ranks: list[Step]) -> int | str:
+def _state_sum(ranks: list[RankStep]) -> int | str:
     whole = combine_checksums(RankChecksum(msgspec.convert(one.share, dict[str, ChecksumPart])) for one in ranks)
     return f"replicas differ in {whole.diverged_names}" if whole.diverged_names else whole.value
 

@@ -10,7 +10,7 @@ from typing import Any
 
 import msgspec
 
-from tests.faults.schedule import Kind
+from tests.faults.schedule import FaultKind
 
 WHOLE = re.compile(r"resumes (?:it )?from:? step (\d+)")
 FINISHED, STOPPED, JOB_FAILED = 0, 7, 8
@@ -19,7 +19,7 @@ AWAY_S = 60.0
 """So long after it can be had again a node's memory may still be out of reach: others have to notice it first."""
 
 
-class World(msgspec.Struct, frozen=True):
+class RankWorld(msgspec.Struct, frozen=True):
     """What one rank said as it began to train in a world."""
 
     run: int
@@ -32,7 +32,7 @@ class World(msgspec.Struct, frozen=True):
     first: int
 
 
-class Step(msgspec.Struct, frozen=True):
+class RankStep(msgspec.Struct, frozen=True):
     """What one rank said of one step."""
 
     run: int
@@ -50,7 +50,7 @@ class Step(msgspec.Struct, frozen=True):
     """Its part of the state's checksum."""
 
 
-class Safe(msgspec.Struct, frozen=True):
+class SafeStep(msgspec.Struct, frozen=True):
     """One rank was told that its part of a step is kept so often; 0 copies: that the step is in the durable tier."""
 
     run: int
@@ -62,11 +62,11 @@ class Safe(msgspec.Struct, frozen=True):
     copies: int
 
 
-class Fault(msgspec.Struct, frozen=True):
+class AppliedFault(msgspec.Struct, frozen=True):
     """What was done to the job. Times are seconds since 1970."""
 
     number: int
-    kind: Kind
+    kind: FaultKind
     at: float
     until: float
     """When what was stopped, cut or away could work again; ``at`` for what happens once."""
@@ -77,7 +77,7 @@ class Fault(msgspec.Struct, frozen=True):
     """The newest one that had been done."""
 
 
-class Run(msgspec.Struct, frozen=True):
+class CommandRun(msgspec.Struct, frozen=True):
     """One start of the command."""
 
     status: int | None
@@ -88,11 +88,11 @@ class Run(msgspec.Struct, frozen=True):
 
 
 class Evidence(msgspec.Struct, frozen=True):
-    worlds: Sequence[World]
-    steps: Sequence[Step]
-    safe: Sequence[Safe]
-    faults: Sequence[Fault]
-    runs: Sequence[Run]
+    worlds: Sequence[RankWorld]
+    steps: Sequence[RankStep]
+    safe: Sequence[SafeStep]
+    faults: Sequence[AppliedFault]
+    runs: Sequence[CommandRun]
     sums: Mapping[tuple[int, int, int], int | str]
     """The checksum of the state after a step of which all ranks have spoken, by (run, epoch, step); words where their
     shares do not make one."""
@@ -106,7 +106,7 @@ class Evidence(msgspec.Struct, frozen=True):
     """What it had not come to in all the time it was given."""
 
 
-class Known(msgspec.Struct, frozen=True):
+class ReferenceStep(msgspec.Struct, frozen=True):
     """A step of the run that nothing happened to."""
 
     loss: str
@@ -121,9 +121,17 @@ class Violation(msgspec.Struct, frozen=True):
     words: str
 
 
-def judge(evidence: Evidence, known: Sequence[Known], epoch_of_data: int) -> list[Violation]:
+def judge(evidence: Evidence, known: Sequence[ReferenceStep], epoch_of_data: int) -> list[Violation]:
     """All that does not hold. ``epoch_of_data``: so many samples there are."""
-    rules = (hangs, endings, leftovers, worlds_hold, bits, samples, acknowledged)
+    rules = (
+        hangs,
+        endings,
+        leftovers,
+        worlds_hold,
+        bits,
+        samples,
+        acknowledged,
+    )
     return [
         Violation(rule.__name__.replace("_", " "), words)
         for rule in rules
@@ -134,12 +142,12 @@ def judge(evidence: Evidence, known: Sequence[Known], epoch_of_data: int) -> lis
 # -- how it ended ------------------------------------------------------------------------------------------------------
 
 
-def hangs(evidence: Evidence, _known: Sequence[Known], _samples: int) -> Iterator[str]:
+def hangs(evidence: Evidence, _known: Sequence[ReferenceStep], _samples: int) -> Iterator[str]:
     if evidence.hung:
         yield evidence.hung
 
 
-def endings(evidence: Evidence, _known: Sequence[Known], _samples: int) -> Iterator[str]:
+def endings(evidence: Evidence, _known: Sequence[ReferenceStep], _samples: int) -> Iterator[str]:
     """Success, or words from which the next start can be told."""
     for number, run in enumerate(evidence.runs):
         if run.status is None:
@@ -147,12 +155,12 @@ def endings(evidence: Evidence, _known: Sequence[Known], _samples: int) -> Itera
         if run.status not in (FINISHED, STOPPED, JOB_FAILED):
             yield f"start {number} ended with status {run.status}: {run.words}"
         elif run.status != FINISHED:
-            yield from _resumed(evidence, number, run)
+            yield from _find_wrong_resume(evidence, number, run)
     if evidence.runs and evidence.runs[-1].status not in (FINISHED, None):
         yield f"it was not started again after {evidence.runs[-1].words}"
 
 
-def _resumed(evidence: Evidence, number: int, run: Run) -> Iterator[str]:
+def _find_wrong_resume(evidence: Evidence, number: int, run: CommandRun) -> Iterator[str]:
     kept = [step for step, _, at in _safe_steps(evidence) if at < run.ended]
     found = WHOLE.search(run.words)
     if found is None:
@@ -160,23 +168,27 @@ def _resumed(evidence: Evidence, number: int, run: Run) -> Iterator[str]:
             yield f"start {number} names no step to go on from, step {max(kept)} was safe: {run.words}"
         return
     firsts = {
-        one.first for one in evidence.worlds if one.run == number + 1 and one.epoch == _first(evidence, number + 1)
+        one.first
+        for one in evidence.worlds
+        if one.run == number + 1 and one.epoch == _first_epoch(evidence, number + 1)
     }
     named = int(found[1])
     disturbed = [
         fault
         for fault in evidence.faults
-        if any(since < run.ended + AWAY_S and until > run.ended - AWAY_S for _, since, until in gone((fault,)))
+        if any(
+            since < run.ended + AWAY_S and until > run.ended - AWAY_S for _, since, until in memory_outages((fault,))
+        )
     ]
     if firsts and firsts != {named + 1} and not disturbed:
         yield f"start {number} ended with {found[0]}, and the next one went on at {sorted(firsts)}"
 
 
-def _first(evidence: Evidence, run: int) -> int:
+def _first_epoch(evidence: Evidence, run: int) -> int:
     return min((one.epoch for one in evidence.worlds if one.run == run), default=-1)
 
 
-def leftovers(evidence: Evidence, _known: Sequence[Known], _samples: int) -> Iterator[str]:
+def leftovers(evidence: Evidence, _known: Sequence[ReferenceStep], _samples: int) -> Iterator[str]:
     """Processes, and memory whose newest step is in the durable tier; a newer one that is nowhere else has to stay."""
     yield from (f"left behind: {one}" for one in evidence.left)
     if evidence.kept and any(one.copies == 0 and one.step == evidence.final - 1 for one in evidence.safe):
@@ -186,9 +198,9 @@ def leftovers(evidence: Evidence, _known: Sequence[Known], _samples: int) -> Ite
 # -- what was learned --------------------------------------------------------------------------------------------------
 
 
-def worlds_hold(evidence: Evidence, _known: Sequence[Known], _samples: int) -> Iterator[str]:
+def worlds_hold(evidence: Evidence, _known: Sequence[ReferenceStep], _samples: int) -> Iterator[str]:
     """All ranks of a world begin with one step, each is one process, and none of them leaves a step out."""
-    places: dict[tuple[int, int, int], World] = {}
+    places: dict[tuple[int, int, int], RankWorld] = {}
     for world in evidence.worlds:
         place = world.run, world.epoch, world.rank
         if places.setdefault(place, world).pid != world.pid:
@@ -209,11 +221,11 @@ def worlds_hold(evidence: Evidence, _known: Sequence[Known], _samples: int) -> I
             yield f"world {key} went on at step {first}, and nobody had come beyond {reached}"
         for place in sorted(one for one in done if one[:2] == key):
             if done[place] != [*range(first, first + len(done[place]))]:
-                yield f"rank {place[2]} of world {key} began at {first} and did {_brief(done[place])}"
+                yield f"rank {place[2]} of world {key} began at {first} and did {_summarize_steps(done[place])}"
             reached = max(reached, *done[place])
 
 
-def bits(evidence: Evidence, known: Sequence[Known], _samples: int) -> Iterator[str]:
+def bits(evidence: Evidence, known: Sequence[ReferenceStep], _samples: int) -> Iterator[str]:
     """Whatever any rank said of a step is what the undisturbed run says of it."""
     for step in evidence.steps:
         if step.step >= len(known):
@@ -229,7 +241,7 @@ def bits(evidence: Evidence, known: Sequence[Known], _samples: int) -> Iterator[
             yield f"the state after step {number} (world {run, epoch}) is not the undisturbed run's: {found}"
 
 
-def samples(evidence: Evidence, known: Sequence[Known], epoch_of_data: int) -> Iterator[str]:
+def samples(evidence: Evidence, known: Sequence[ReferenceStep], epoch_of_data: int) -> Iterator[str]:
     """Every sample once in each epoch of the data, and none left out of the steps that count."""
     last: dict[int, tuple[int, int]] = {}
     said = defaultdict(list)
@@ -263,7 +275,7 @@ def _was_last(evidence: Evidence, world: tuple[int, int], number: int) -> bool:
 # -- what was safe -----------------------------------------------------------------------------------------------------
 
 
-def acknowledged(evidence: Evidence, _known: Sequence[Known], _samples: int) -> Iterator[str]:
+def acknowledged(evidence: Evidence, _known: Sequence[ReferenceStep], _samples: int) -> Iterator[str]:
     """No world goes on from before a step that was said to be safe, unless faults took every copy of it."""
     begun: dict[tuple[int, int], tuple[float, int]] = {}
     for world in evidence.worlds:
@@ -308,21 +320,21 @@ def _safe_in_worlds(evidence: Evidence) -> list[tuple[int, int, float, tuple[int
 def _all_taken(evidence: Evidence, copies: int, since: float, until: float) -> bool:
     if copies == 0:
         return any(
-            fault.kind in (Kind.DURABLE_DEAD, Kind.DURABLE_ERRORS, Kind.DURABLE_SLOW)
+            fault.kind in (FaultKind.DURABLE_DEAD, FaultKind.DURABLE_ERRORS, FaultKind.DURABLE_SLOW)
             and fault.at < until
             and fault.until + AWAY_S > until
             for fault in evidence.faults
         )
-    nodes = {node for node, first, last in gone(evidence.faults) if first <= until and last >= since}
+    nodes = {node for node, first, last in memory_outages(evidence.faults) if first <= until and last >= since}
     return len(nodes) >= copies
 
 
-_TAKES = (Kind.NODE_LOST, Kind.MEMORY_FLIPPED, Kind.MEMORY_TRUNCATED)
-_HIDES = (Kind.AGENT_STOPPED, Kind.NODE_PAUSED, Kind.CUT, Kind.CUT_ONE_WAY, Kind.UNPLUGGED)
-_LEAVES_ALONE = (Kind.SUPERVISOR_KILLED, Kind.SUPERVISOR_STOPPED)
+_TAKES = (FaultKind.NODE_LOST, FaultKind.MEMORY_FLIPPED, FaultKind.MEMORY_TRUNCATED)
+_HIDES = (FaultKind.AGENT_STOPPED, FaultKind.NODE_PAUSED, FaultKind.CUT, FaultKind.CUT_ONE_WAY, FaultKind.UNPLUGGED)
+_LEAVES_ALONE = (FaultKind.SUPERVISOR_KILLED, FaultKind.SUPERVISOR_STOPPED)
 
 
-def gone(faults: Sequence[Fault]) -> list[tuple[str, float, float]]:
+def memory_outages(faults: Sequence[AppliedFault]) -> list[tuple[str, float, float]]:
     """Which node's memory could not be had, or not be used, between when and when.
 
     A killed agent is started again over the memory that it had, where a supervisor or a rank is there that does it.
@@ -333,7 +345,7 @@ def gone(faults: Sequence[Fault]) -> list[tuple[str, float, float]]:
             found.append((fault.node, fault.at, max(fault.at, fault.until)))
         elif fault.kind in _HIDES:
             found.extend((node, fault.at, fault.until + AWAY_S) for node in fault.node.split(",") if node)
-        elif fault.kind is Kind.AGENT_KILLED:
+        elif fault.kind is FaultKind.AGENT_KILLED:
             for other in faults:
                 alone = other.kind in _LEAVES_ALONE and other.node == fault.node
                 if alone and other.at <= fault.until + AWAY_S and fault.at <= other.until + AWAY_S:
@@ -341,6 +353,6 @@ def gone(faults: Sequence[Fault]) -> list[tuple[str, float, float]]:
     return found
 
 
-def _brief(steps: Sequence[int]) -> str:
+def _summarize_steps(steps: Sequence[int]) -> str:
     jumps = [f"{one} then {other}" for one, other in itertools.pairwise(steps) if other != one + 1]
     return f"{steps[0]} to {steps[-1]} with {', '.join(jumps) or 'no jump'}"

@@ -11,7 +11,7 @@ import msgspec
 NEVER = math.inf
 
 
-class Kind(enum.Enum):
+class FaultKind(enum.Enum):
     """What happens. Values are what is printed."""
 
     RANK_KILLED = "rank killed"
@@ -45,18 +45,23 @@ class Kind(enum.Enum):
     UNPLUGGED = "unplugged"
 
 
-_ON_HOSTS = (Kind.CUT, Kind.CUT_ONE_WAY, Kind.UNPLUGGED)
-_OF_DURABLE = (Kind.DURABLE_SLOW, Kind.DURABLE_DEAD, Kind.DURABLE_ERRORS)
-_NOT_ON_HOSTS = (Kind.CLOCK_SET, Kind.JOB_STOPPED, *_OF_DURABLE)
+_ON_HOSTS = (FaultKind.CUT, FaultKind.CUT_ONE_WAY, FaultKind.UNPLUGGED)
+_OF_DURABLE = (FaultKind.DURABLE_SLOW, FaultKind.DURABLE_DEAD, FaultKind.DURABLE_ERRORS)
+_NOT_ON_HOSTS = (FaultKind.CLOCK_SET, FaultKind.JOB_STOPPED, *_OF_DURABLE)
 """Clocks, stores and stops are what one machine shows as well."""
-_FOR_EVER = {Kind.RANK_STOPPED: 0.5, Kind.SPARE_STOPPED: 0.5, Kind.AGENT_STOPPED: 0.3, Kind.SUPERVISOR_STOPPED: 0.3}
+_FOR_EVER = {
+    FaultKind.RANK_STOPPED: 0.5,
+    FaultKind.SPARE_STOPPED: 0.5,
+    FaultKind.AGENT_STOPPED: 0.3,
+    FaultKind.SUPERVISOR_STOPPED: 0.3,
+}
 """How often what is stopped is never let go on. Nobody takes over from a coordinator or a store that only stands still:
 those go on after a while."""
 _PAUSES_S = (5.0, 10.0, 20.0, 30.0)
 _CALM_STEPS = 40
 
 
-class Shape(msgspec.Struct, frozen=True):
+class JobShape(msgspec.Struct, frozen=True):
     """The job."""
 
     nodes: int
@@ -76,10 +81,10 @@ class Shape(msgspec.Struct, frozen=True):
         return tuple(f"n{number}" for number in range(self.nodes + self.spare_nodes))
 
 
-class Planned(msgspec.Struct, frozen=True):
+class PlannedFault(msgspec.Struct, frozen=True):
     """A fault to come. ``pick`` chooses among those it can happen to at that moment: from 0 to 1."""
 
-    kind: Kind
+    kind: FaultKind
     after_steps: int
     """That the job has done since it recovered from the one before; -1: within 50 ms of that."""
     pick: float
@@ -87,30 +92,30 @@ class Planned(msgspec.Struct, frozen=True):
     lasts_s: float = 0.0
 
 
-class Plan(msgspec.Struct, frozen=True):
+class FaultPlan(msgspec.Struct, frozen=True):
     seed: int
-    shape: Shape
-    faults: tuple[Planned, ...]
+    shape: JobShape
+    faults: tuple[PlannedFault, ...]
     clocks: bool = False
     """Whether every node has a clock of its own that may be set."""
 
 
-def plan_of(seed: int, *, hosts: bool = False, full: bool = True, faults: int = 6) -> Plan:
+def make_plan(seed: int, *, hosts: bool = False, full: bool = True, faults: int = 6) -> FaultPlan:
     """The same one for the same arguments. ``full``: nodes have memory of their own that may be filled up."""
     chance = random.Random(f"{seed} {hosts}")
-    shape = _shape(chance, hosts=hosts)
-    kinds = [kind for kind in Kind if _is_possible(kind, shape, hosts=hosts, full=full)]
+    shape = _random_shape(chance, hosts=hosts)
+    kinds = [kind for kind in FaultKind if _is_possible(kind, shape, hosts=hosts, full=full)]
     swarm = chance.sample(kinds, chance.randint(2, max(2, len(kinds) // 2)))  # few kinds often, and together
-    planned = [_planned(chance, chance.choice(swarm)) for _ in range(faults)]
+    planned = [_random_faults(chance, chance.choice(swarm)) for _ in range(faults)]
     planned[0] = msgspec.structs.replace(planned[0], after_steps=max(1, planned[0].after_steps))
-    return Plan(seed, shape, tuple(planned), clocks=Kind.CLOCK_SET in swarm)
+    return FaultPlan(seed, shape, tuple(planned), clocks=FaultKind.CLOCK_SET in swarm)
 
 
-def _shape(chance: random.Random, *, hosts: bool) -> Shape:
+def _random_shape(chance: random.Random, *, hosts: bool) -> JobShape:
     nodes, nproc = chance.choice([(1, 1), (2, 1), (2, 1), (3, 1), (2, 2), (3, 2), (5, 1), (7, 1)])
     if hosts:
         nodes, nproc = chance.choice([(2, 1), (3, 1), (2, 2)])
-    return Shape(
+    return JobShape(
         nodes,
         chance.choice([0, 1]),
         nproc,
@@ -122,21 +127,21 @@ def _shape(chance: random.Random, *, hosts: bool) -> Shape:
     )
 
 
-def _is_possible(kind: Kind, shape: Shape, *, hosts: bool, full: bool) -> bool:
+def _is_possible(kind: FaultKind, shape: JobShape, *, hosts: bool, full: bool) -> bool:
     if kind in _OF_DURABLE and shape.durable != "s3":
         return False
-    if kind in (Kind.SPARE_KILLED, Kind.SPARE_STOPPED) and not shape.spares:
+    if kind in (FaultKind.SPARE_KILLED, FaultKind.SPARE_STOPPED) and not shape.spares:
         return False
-    if kind is Kind.MEMORY_FULL and not full:
+    if kind is FaultKind.MEMORY_FULL and not full:
         return False
     return kind not in (_NOT_ON_HOSTS if hosts else _ON_HOSTS)
 
 
-def _planned(chance: random.Random, kind: Kind) -> Planned:
+def _random_faults(chance: random.Random, kind: FaultKind) -> PlannedFault:
     after = -1 if chance.random() < 0.25 else chance.randint(0, _CALM_STEPS)
     lasts_s = chance.choice([0.2, 1.0, 3.0, 8.0, 15.0])
     if chance.random() < _FOR_EVER.get(kind, 0.0):
         lasts_s = NEVER
-    if kind is Kind.NODE_PAUSED:
+    if kind is FaultKind.NODE_PAUSED:
         lasts_s = chance.choice(_PAUSES_S)
-    return Planned(kind, after, chance.random(), chance.random(), lasts_s)
+    return PlannedFault(kind, after, chance.random(), chance.random(), lasts_s)

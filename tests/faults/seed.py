@@ -14,14 +14,14 @@ import msgspec
 
 from elastic.samples import SampleOrder
 from tests.faults.hosts import HostJob
-from tests.faults.job import AHEAD_STEPS, Ended, FaultJob, Hung, until
-from tests.faults.judge import Evidence, Fault, Known, Run, Violation, judge
-from tests.faults.schedule import Kind, Plan, Planned, Shape
-from tests.faults.strike import Struck, strike
+from tests.faults.job import AHEAD_STEPS, EndedError, FaultJob, HungError, wait_until
+from tests.faults.judge import AppliedFault, CommandRun, Evidence, ReferenceStep, Violation, judge
+from tests.faults.schedule import FaultKind, FaultPlan, JobShape, PlannedFault
+from tests.faults.strike import ActiveFault, apply_fault
 from tests.faults.training import BATCH
 from tests.support.fault_proxy import FaultProxy
 from tests.support.golden_training import SAMPLES, SEED
-from tests.support.leaks import own_name
+from tests.support.leaks import process_prefix
 from tests.support.s3 import BUCKET
 from tieredckpt.errors import EventLogNotFoundError
 from tieredckpt.event_log.log_reader import read_event_log
@@ -38,10 +38,10 @@ _TOGETHER_S = 0.05
 _LEFT_S = 60.0
 
 
-class Took(msgspec.Struct, frozen=True):
+class FaultTiming(msgspec.Struct, frozen=True):
     """One fault, and how the job came out of it."""
 
-    fault: Fault
+    fault: AppliedFault
     seconds: float | None
     """Until the first step that nobody had done before it; ``None`` where none came any more, or the job was stopped.
     """
@@ -49,10 +49,10 @@ class Took(msgspec.Struct, frozen=True):
     """What those seconds were spent on, as the ledger has it; with a clock that was set there is none."""
 
 
-class Outcome(msgspec.Struct, frozen=True):
+class SeedOutcome(msgspec.Struct, frozen=True):
     seed: int
-    shape: Shape
-    took: tuple[Took, ...]
+    shape: JobShape
+    took: tuple[FaultTiming, ...]
     missed: int
     """Faults for which nobody was there when they were due."""
     violations: tuple[Violation, ...]
@@ -67,15 +67,15 @@ class Outcome(msgspec.Struct, frozen=True):
 Tell = Callable[[str], None]
 
 
-def undisturbed(steps: int, within_s: float) -> list[Known]:
+def reference_steps(steps: int, within_s: float) -> list[ReferenceStep]:
     """What one rank alone learns in so many steps."""
-    shape = Shape(1, 0, 1, 0, "ddp", 20)
-    folder = Path(tempfile.mkdtemp(prefix=own_name("faults")))
-    job = FaultJob(folder, Plan(-1, shape, ()))
+    shape = JobShape(1, 0, 1, 0, "ddp", 20)
+    folder = Path(tempfile.mkdtemp(prefix=process_prefix("faults")))
+    job = FaultJob(folder, FaultPlan(-1, shape, ()))
     try:
         job.let(steps, end=True)
         job.start()
-        run = until(job.reap, "its end", within_s, job.look)
+        run = wait_until(job.reap, "its end", within_s, job.look)
         job.look()
         sums = job.sums()
         if run.status != 0 or len(job.steps) != steps or not all(isinstance(one, int) for one in sums.values()):
@@ -85,19 +85,23 @@ def undisturbed(steps: int, within_s: float) -> list[Known]:
         for one in sorted(job.steps, key=lambda one: one.step):
             if one.samples != order[one.step * BATCH : (one.step + 1) * BATCH]:
                 raise RuntimeError(f"the undisturbed run did not take its samples in order; see {folder}")
-            known.append(Known(one.loss, one.norm, one.rate, int(sums[one.run, one.epoch, one.step]), one.samples))
+            known.append(
+                ReferenceStep(one.loss, one.norm, one.rate, int(sums[one.run, one.epoch, one.step]), one.samples)
+            )
     finally:
         job.close()
     job.remove()
     return known
 
 
-class Disturbed:
+class FaultRun:
     """A job while faults happen to it."""
 
-    def __init__(self, job: FaultJob, known: Sequence[Known], proxy: FaultProxy | None, patience_s: float, tell: Tell):
+    def __init__(
+        self, job: FaultJob, known: Sequence[ReferenceStep], proxy: FaultProxy | None, patience_s: float, tell: Tell
+    ):
         self.job, self.known, self.proxy, self.patience_s, self.tell = job, known, proxy, patience_s, tell
-        self.struck: list[tuple[Struck, int, int]] = []
+        self.struck: list[tuple[ActiveFault, int, int]] = []
         self.missed = 0
         self.final = 0
 
@@ -119,13 +123,13 @@ class Disturbed:
                 struck.end()
             self._recovered(_BORNE_STEPS)
             self._finish()
-        except Hung as hung:
+        except HungError as hung:
             self.job.stacks()
             return f"{hung}; it had come to step {self.job.newest}"
         return ""
 
-    def _strike(self, planned: Planned) -> None:
-        struck = strike(self.job, planned, self.proxy)
+    def _strike(self, planned: PlannedFault) -> None:
+        struck = apply_fault(self.job, planned, self.proxy)
         if struck is None:
             self.missed += 1
             return
@@ -144,7 +148,7 @@ class Disturbed:
         self._until(lambda: not self.job.is_running, f"its end at step {self.final}", ending=True)
 
     def _until(self, ready: Callable[[], object], what: str, *, ending: bool = False) -> None:
-        until(ready, what, self.patience_s, lambda: self._tick(ending=ending))
+        wait_until(ready, what, self.patience_s, lambda: self._tick(ending=ending))
 
     def _tick(self, *, ending: bool) -> None:
         job = self.job
@@ -161,37 +165,43 @@ class Disturbed:
         if run.status in (7, 8) and len(job.runs) < _MOST_STARTS:
             job.start()
         elif not (ending and run.status == 0):
-            raise Ended
+            raise EndedError
 
 
 def run_seed(
-    plan: Plan, known: Sequence[Known], *, proxy: FaultProxy | None, patience_s: float, tell: Tell, hosts: bool = False
-) -> Outcome:
+    plan: FaultPlan,
+    known: Sequence[ReferenceStep],
+    *,
+    proxy: FaultProxy | None,
+    patience_s: float,
+    tell: Tell,
+    hosts: bool = False,
+) -> SeedOutcome:
     began = time.time()
-    folder = Path(tempfile.mkdtemp(prefix=own_name("faults")))
+    folder = Path(tempfile.mkdtemp(prefix=process_prefix("faults")))
     durable = {"": "", "directory": str(folder / "durable"), "s3": f"s3://{BUCKET}/{folder.name}"}[plan.shape.durable]
     if hosts:
         job: FaultJob = HostJob(folder, plan)
     else:
         endpoint = proxy.endpoint if proxy is not None else ""
         job = FaultJob(folder, plan, durable=durable, endpoint=endpoint, own_memory=os.getuid() == 0)
-    one = Disturbed(job, known, proxy, patience_s, tell)
+    one = FaultRun(job, known, proxy, patience_s, tell)
     hung, left, keep = "", [], True
     try:
-        with contextlib.suppress(Ended):
+        with contextlib.suppress(EndedError):
             hung = one.go()
         succeeded = not hung and bool(job.runs) and job.runs[-1].status == 0
         left = job.left_behind(_LEFT_S) if succeeded else []
         job.look()
         faults = tuple(struck.fault(n, run, step) for n, (struck, run, step) in enumerate(one.struck))
-        runs = job.runs or [Run(None, "", began, time.time())]
+        runs = job.runs or [CommandRun(None, "", began, time.time())]
         evidence = Evidence(
             job.worlds, job.steps, job.safe, faults, runs, job.sums(), one.final if succeeded else 0, left,
             job.kept() if succeeded else [], hung,
         )  # fmt: skip
         violations = tuple(judge(evidence, known, SAMPLES))
         timeline = () if plan.clocks else _timeline(job.folder / "ledger")
-        took = tuple(_took(job, fault, timeline) for fault in faults)
+        took = tuple(_fault_timing(job, fault, timeline) for fault in faults)
         keep = bool(violations)
     finally:
         if keep:
@@ -202,7 +212,7 @@ def run_seed(
         if not keep:
             job.remove()
     load = os.getloadavg()[0]
-    return Outcome(
+    return SeedOutcome(
         plan.seed,
         plan.shape,
         took,
@@ -215,13 +225,13 @@ def run_seed(
     )
 
 
-def _took(job: FaultJob, fault: Fault, timeline: Sequence[TimeInterval]) -> Took:
-    if fault.kind is Kind.JOB_STOPPED:
-        return Took(fault, None)
+def _fault_timing(job: FaultJob, fault: AppliedFault, timeline: Sequence[TimeInterval]) -> FaultTiming:
+    if fault.kind is FaultKind.JOB_STOPPED:
+        return FaultTiming(fault, None)
     new = min((one.at for one in job.steps if one.step > fault.step and one.at > fault.at), default=None)
     if new is None:
-        return Took(fault, None)
-    return Took(fault, new - fault.at, _stages(timeline, fault.at, new) if timeline else {})
+        return FaultTiming(fault, None)
+    return FaultTiming(fault, new - fault.at, _stages(timeline, fault.at, new) if timeline else {})
 
 
 def _timeline(ledger: Path) -> Sequence[TimeInterval]:

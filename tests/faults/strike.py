@@ -16,38 +16,38 @@ from elastic.fault_injection.fault_spec import InjectionKind as Injected
 from peerstore.store.arena import TmpfsArena
 from peerstore.store.slots import SEAL_METADATA
 from tests.faults.hosts import HEAD, HostJob
-from tests.faults.job import FaultJob, Process
-from tests.faults.judge import Fault
-from tests.faults.schedule import Kind, Planned
+from tests.faults.job import FaultJob, JobProcess
+from tests.faults.judge import AppliedFault
+from tests.faults.schedule import FaultKind, PlannedFault
 from tests.support.fault_proxy import FaultProxy
-from tests.support.faults import Answer, Hang
+from tests.support.faults import Hang, ReplyWithStatus
 from tests.support.http_exchange import Exchange
 
 Undo = Callable[[], object]
 _LONG = 1_000_000
 _CLOCK_JUMPS_S = (-3600, -30, -2, 2, 30, 3600)
 _SIGNALS = {
-    Kind.RANK_KILLED: signal.SIGKILL,
-    Kind.RANK_STOPPED: signal.SIGSTOP,
-    Kind.RANK_SEGFAULT: signal.SIGSEGV,
-    Kind.SPARE_KILLED: signal.SIGKILL,
-    Kind.SPARE_STOPPED: signal.SIGSTOP,
-    Kind.SUPERVISOR_KILLED: signal.SIGKILL,
-    Kind.SUPERVISOR_STOPPED: signal.SIGSTOP,
-    Kind.COORDINATOR_KILLED: signal.SIGKILL,
-    Kind.COORDINATOR_STOPPED: signal.SIGSTOP,
-    Kind.AGENT_KILLED: signal.SIGKILL,
-    Kind.AGENT_STOPPED: signal.SIGSTOP,
-    Kind.STORE_KILLED: signal.SIGKILL,
-    Kind.STORE_STOPPED: signal.SIGSTOP,
+    FaultKind.RANK_KILLED: signal.SIGKILL,
+    FaultKind.RANK_STOPPED: signal.SIGSTOP,
+    FaultKind.RANK_SEGFAULT: signal.SIGSEGV,
+    FaultKind.SPARE_KILLED: signal.SIGKILL,
+    FaultKind.SPARE_STOPPED: signal.SIGSTOP,
+    FaultKind.SUPERVISOR_KILLED: signal.SIGKILL,
+    FaultKind.SUPERVISOR_STOPPED: signal.SIGSTOP,
+    FaultKind.COORDINATOR_KILLED: signal.SIGKILL,
+    FaultKind.COORDINATOR_STOPPED: signal.SIGSTOP,
+    FaultKind.AGENT_KILLED: signal.SIGKILL,
+    FaultKind.AGENT_STOPPED: signal.SIGSTOP,
+    FaultKind.STORE_KILLED: signal.SIGKILL,
+    FaultKind.STORE_STOPPED: signal.SIGSTOP,
 }
 _ROLES = ("supervisor", "coordinator", "agent", "store")
 
 
-class Struck:
+class ActiveFault:
     """What happened, and what brings it to an end: at once where that is due, or when the job is to end."""
 
-    def __init__(self, planned: Planned, node: str, words: str, undo: Undo | None = None) -> None:
+    def __init__(self, planned: PlannedFault, node: str, words: str, undo: Undo | None = None) -> None:
         self.kind, self.node, self.words, self.undo = planned.kind, node, words, undo
         self.at = time.time()
         self.due = self.at + planned.lasts_s if undo is not None else self.at
@@ -58,67 +58,67 @@ class Struck:
             self.undo()
             self.ended = time.time()
 
-    def fault(self, number: int, run: int, step: int) -> Fault:
-        return Fault(number, self.kind, self.at, min(self.ended, time.time()), self.node, self.words, run, step)
+    def fault(self, number: int, run: int, step: int) -> AppliedFault:
+        return AppliedFault(number, self.kind, self.at, min(self.ended, time.time()), self.node, self.words, run, step)
 
 
-def strike(job: FaultJob, planned: Planned, proxy: FaultProxy | None) -> Struck | None:
+def apply_fault(job: FaultJob, planned: PlannedFault, proxy: FaultProxy | None) -> ActiveFault | None:
     """Have it happen; ``None`` where nobody is there to whom it could."""
     kind = planned.kind
     if kind in _SIGNALS:
         return _signal(job, planned)
-    if kind is Kind.RANK_OUT_OF_MEMORY:
+    if kind is FaultKind.RANK_OUT_OF_MEMORY:
         return _out_of_memory(job, planned)
-    if kind is Kind.NODE_LOST:
-        return _lose(job, planned)
-    if kind is Kind.NODE_PAUSED:
+    if kind is FaultKind.NODE_LOST:
+        return _lose_node(job, planned)
+    if kind is FaultKind.NODE_PAUSED:
         return _pause(job, planned)
-    if kind is Kind.COORDINATOR_KILLED_TWICE:
+    if kind is FaultKind.COORDINATOR_KILLED_TWICE:
         return _kill_coordinators(job, planned)
-    if kind in (Kind.MEMORY_FLIPPED, Kind.MEMORY_TRUNCATED):
-        return _damage(job, planned)
-    if kind is Kind.MEMORY_FULL:
-        return _fill(job, planned)
-    if kind is Kind.CLOCK_SET:
+    if kind in (FaultKind.MEMORY_FLIPPED, FaultKind.MEMORY_TRUNCATED):
+        return _damage_memory(job, planned)
+    if kind is FaultKind.MEMORY_FULL:
+        return _fill_memory(job, planned)
+    if kind is FaultKind.CLOCK_SET:
         return _set_clock(job, planned)
-    if kind is Kind.RESIZED:
+    if kind is FaultKind.RESIZED:
         return _resize(job, planned)
-    if kind is Kind.JOB_STOPPED:
+    if kind is FaultKind.JOB_STOPPED:
         return _stop(job, planned)
     if proxy is not None and kind in _STORE:
-        return _disturb(proxy, planned)
-    return _in_the_network(job, planned)
+        return _disturb_store(proxy, planned)
+    return _apply_network_fault(job, planned)
 
 
-def chosen(many: Sequence[Process], pick: float) -> Process | None:
+def choose(many: Sequence[JobProcess], pick: float) -> JobProcess | None:
     ordered = sorted(many)
     return ordered[int(pick * len(ordered))] if ordered else None
 
 
-def _signal(job: FaultJob, planned: Planned) -> Struck | None:
+def _signal(job: FaultJob, planned: PlannedFault) -> ActiveFault | None:
     kind, number = planned.kind, _SIGNALS[planned.kind]
     role = next((role for role in _ROLES if kind.value.startswith(role)), "rank")
     there = job.processes(role)
     if role == "rank":
         inside = job.in_world()
         there = [one for one in there if (one.pid in inside) is not kind.value.startswith("spare")]
-    target = chosen(there, planned.pick)
+    target = choose(there, planned.pick)
     if target is None or not target.signal(number):
         return None
     undo: Undo | None = None
     if number == signal.SIGSTOP:
-        undo = _going_on(target, planned)
+        undo = _needs_no_end(target, planned)
     elif role == "supervisor":
-        undo = _coming_back(job, target.node)
-    return Struck(planned, target.node, f"{role} {target.pid} of {target.node or 'the job'}", undo)
+        undo = _return_later(job, target.node)
+    return ActiveFault(planned, target.node, f"{role} {target.pid} of {target.node or 'the job'}", undo)
 
 
-def _going_on(target: Process, planned: Planned) -> Undo:
+def _needs_no_end(target: JobProcess, planned: PlannedFault) -> Undo:
     """What is never let go on is ended when the job is to end, as somebody would do it who looks after machines."""
     return lambda: target.signal(signal.SIGCONT if math.isfinite(planned.lasts_s) else signal.SIGKILL)
 
 
-def _coming_back(job: FaultJob, node: str) -> Undo:
+def _return_later(job: FaultJob, node: str) -> Undo:
     def back() -> None:
         if job.is_running and not job.processes("supervisor", node):
             job.join(node)
@@ -126,56 +126,56 @@ def _coming_back(job: FaultJob, node: str) -> Undo:
     return back
 
 
-def _out_of_memory(job: FaultJob, planned: Planned) -> Struck | None:
+def _out_of_memory(job: FaultJob, planned: PlannedFault) -> ActiveFault | None:
     newest = [one for one in job.worlds if (one.run, one.epoch) == job.last_world]
     if not newest:
         return None
     rank = int(planned.pick * newest[0].size)
     if job.ask(InjectRequest(with_unique_name(FaultInjection(kind=Injected.OOM, rank=rank)))) is None:
         return None
-    return Struck(planned, next((one.node for one in newest if one.rank == rank), ""), f"rank {rank}")
+    return ActiveFault(planned, next((one.node for one in newest if one.rank == rank), ""), f"rank {rank}")
 
 
-def _lose(job: FaultJob, planned: Planned) -> Struck | None:
+def _lose_node(job: FaultJob, planned: PlannedFault) -> ActiveFault | None:
     """Another machine comes in its place."""
     if len(job.shape.names) == 1:
         return None
-    target = chosen(job.processes("supervisor"), planned.pick)
+    target = choose(job.processes("supervisor"), planned.pick)
     if target is None:
         return None
     count = job.lose(target.node)
-    return Struck(planned, target.node, f"{target.node} with {count} processes", _coming_back(job, target.node))
+    return ActiveFault(planned, target.node, f"{target.node} with {count} processes", _return_later(job, target.node))
 
 
-def _pause(job: FaultJob, planned: Planned) -> Struck | None:
+def _pause(job: FaultJob, planned: PlannedFault) -> ActiveFault | None:
     """Every process of a node stands still, and its memory stays as it is."""
-    target = chosen(job.processes("supervisor"), planned.pick)
+    target = choose(job.processes("supervisor"), planned.pick)
     if target is None:
         return None
     paused = [one for one in job.processes(node=target.node) if one.signal(signal.SIGSTOP)]
     words = f"{target.node} with {len(paused)} processes"
-    return Struck(planned, target.node, words, lambda: [one.signal(signal.SIGCONT) for one in paused])
+    return ActiveFault(planned, target.node, words, lambda: [one.signal(signal.SIGCONT) for one in paused])
 
 
-def _kill_coordinators(job: FaultJob, planned: Planned) -> Struck | None:
+def _kill_coordinators(job: FaultJob, planned: PlannedFault) -> ActiveFault | None:
     """The coordinator, and the one that takes its place within two seconds."""
-    first = chosen(job.processes("coordinator"), planned.pick)
+    first = choose(job.processes("coordinator"), planned.pick)
     if first is None or not first.signal(signal.SIGKILL):
         return None
     deadline = time.monotonic() + 2.0
     while time.monotonic() < deadline:
         others = [one for one in job.processes("coordinator") if one.pid != first.pid]
         if others and others[0].signal(signal.SIGKILL):
-            return Struck(planned, first.node, f"coordinators {first.pid} and {others[0].pid}")
+            return ActiveFault(planned, first.node, f"coordinators {first.pid} and {others[0].pid}")
         time.sleep(0.01)
-    return Struck(planned, first.node, f"coordinator {first.pid}: no other one came within 2 s")
+    return ActiveFault(planned, first.node, f"coordinator {first.pid}: no other one came within 2 s")
 
 
-def _damage(job: FaultJob, planned: Planned) -> Struck | None:
+def _damage_memory(job: FaultJob, planned: PlannedFault) -> ActiveFault | None:
     """In half of what is sealed. The agent stands still meanwhile: what is being written gets its checksum later, and
     nobody could tell its damage from what was meant.
     """
-    agent = chosen(job.processes("agent"), planned.pick)
+    agent = choose(job.processes("agent"), planned.pick)
     if agent is None:
         return None
     place = job.arena(agent.node)
@@ -190,14 +190,14 @@ def _damage(job: FaultJob, planned: Planned) -> Struck | None:
         sealed = [name for name in sealed if (place / "slots" / name).is_file()]
         some = [name for number, name in enumerate(sealed) if (number + int(planned.other * 2)) % 2 == 0]
         for name in some:
-            _spoil(place / "slots" / name, planned)
+            _corrupt_file(place / "slots" / name, planned)
     finally:
         for one in stopped:
             one.signal(signal.SIGCONT)
-    return Struck(planned, agent.node, f"{len(some)} of {len(sealed)} slots of {agent.node}") if some else None
+    return ActiveFault(planned, agent.node, f"{len(some)} of {len(sealed)} slots of {agent.node}") if some else None
 
 
-def _wait_stopped(one: Process) -> None:
+def _wait_stopped(one: JobProcess) -> None:
     deadline = time.monotonic() + 20
     while time.monotonic() < deadline:
         try:
@@ -209,10 +209,10 @@ def _wait_stopped(one: Process) -> None:
         time.sleep(0.005)
 
 
-def _spoil(path: Path, planned: Planned) -> None:
+def _corrupt_file(path: Path, planned: PlannedFault) -> None:
     size = path.stat().st_size
     at = int(planned.other * size)
-    if planned.kind is Kind.MEMORY_TRUNCATED:
+    if planned.kind is FaultKind.MEMORY_TRUNCATED:
         os.truncate(path, at)
         return
     with path.open("r+b", buffering=0) as file:
@@ -223,7 +223,7 @@ def _spoil(path: Path, planned: Planned) -> None:
             file.write(bytes([byte[0] ^ 1]))
 
 
-def _fill(job: FaultJob, planned: Planned) -> Struck | None:
+def _fill_memory(job: FaultJob, planned: PlannedFault) -> ActiveFault | None:
     names = [name for name in job.shape.names if job.memory(name).is_mount()]
     if len(job.shape.names) == 1 or not names:
         return None
@@ -235,10 +235,10 @@ def _fill(job: FaultJob, planned: Planned) -> Struck | None:
                 file.write(bytes(1 << 20))
     except OSError:  # it is full
         pass
-    return Struck(planned, node, f"the memory of {node} is full", lambda: junk.unlink(missing_ok=True))
+    return ActiveFault(planned, node, f"the memory of {node} is full", lambda: junk.unlink(missing_ok=True))
 
 
-def _set_clock(job: FaultJob, planned: Planned) -> Struck:
+def _set_clock(job: FaultJob, planned: PlannedFault) -> ActiveFault:
     seconds = _CLOCK_JUMPS_S[int(planned.pick * len(_CLOCK_JUMPS_S))]
 
     def put(ahead: int) -> None:
@@ -247,35 +247,35 @@ def _set_clock(job: FaultJob, planned: Planned) -> Struck:
         new.replace(job.clock)
 
     put(seconds)
-    return Struck(planned, "", f"the machine's clock by {seconds} s", lambda: put(0))
+    return ActiveFault(planned, "", f"the machine's clock by {seconds} s", lambda: put(0))
 
 
-def _resize(job: FaultJob, planned: Planned) -> Struck | None:
+def _resize(job: FaultJob, planned: PlannedFault) -> ActiveFault | None:
     nodes = 1 + int(planned.pick * job.shape.nodes)
     if job.ask(ResizeRequest(nodes, "a random resize")) is None:
         return None
-    return Struck(planned, "", f"to {nodes} nodes")
+    return ActiveFault(planned, "", f"to {nodes} nodes")
 
 
-def _stop(job: FaultJob, planned: Planned) -> Struck | None:
-    return Struck(planned, "", "SIGTERM to the command") if job.stop() else None
+def _stop(job: FaultJob, planned: PlannedFault) -> ActiveFault | None:
+    return ActiveFault(planned, "", "SIGTERM to the command") if job.stop() else None
 
 
-def _in_the_network(job: FaultJob, planned: Planned) -> Struck | None:
+def _apply_network_fault(job: FaultJob, planned: PlannedFault) -> ActiveFault | None:
     """Between two hosts, or at one; the head, where the coordinator is, is a host too."""
     if not isinstance(job, HostJob):
         raise TypeError(f"{planned.kind} is for hosts")
     hosts = sorted(job.net.hosts.values(), key=lambda host: host.name)
     one = hosts[int(planned.pick * len(hosts))]
-    if planned.kind is Kind.UNPLUGGED:
+    if planned.kind is FaultKind.UNPLUGGED:
         one.unplug()
-        return Struck(planned, _out_of_reach(one.name), f"{one.name} is off the network", one.plug)
+        return ActiveFault(planned, _out_of_reach(one.name), f"{one.name} is off the network", one.plug)
     others = [host for host in hosts if host is not one]
     other = others[int(planned.other * len(others))]
-    one_way = planned.kind is Kind.CUT_ONE_WAY
+    one_way = planned.kind is FaultKind.CUT_ONE_WAY
     job.net.cut(one, other, one_way=one_way)
     words = f"nothing from {one.name} arrives at {other.name}" if one_way else f"{one.name} and {other.name}"
-    return Struck(planned, _out_of_reach(one.name, other.name), words, lambda: job.net.heal(one, other))
+    return ActiveFault(planned, _out_of_reach(one.name, other.name), words, lambda: job.net.heal(one, other))
 
 
 def _out_of_reach(*names: str) -> str:
@@ -283,15 +283,19 @@ def _out_of_reach(*names: str) -> str:
     return "" if HEAD in names else ",".join(names)
 
 
-def _slowly(exchange: Exchange) -> None:
+def _slow_network(exchange: Exchange) -> None:
     time.sleep(1.0)
     exchange.pass_on()
 
 
-_STORE = {Kind.DURABLE_SLOW: _slowly, Kind.DURABLE_DEAD: Hang(), Kind.DURABLE_ERRORS: Answer(503, "SlowDown")}
+_STORE = {
+    FaultKind.DURABLE_SLOW: _slow_network,
+    FaultKind.DURABLE_DEAD: Hang(),
+    FaultKind.DURABLE_ERRORS: ReplyWithStatus(503, "SlowDown"),
+}
 
 
-def _disturb(proxy: FaultProxy, planned: Planned) -> Struck:
+def _disturb_store(proxy: FaultProxy, planned: PlannedFault) -> ActiveFault:
     for method in ("GET", "PUT", "POST", "HEAD", "DELETE"):
         proxy.on(method, times=_LONG).fail(_STORE[planned.kind])
-    return Struck(planned, "", "every request", proxy.clear)
+    return ActiveFault(planned, "", "every request", proxy.clear)

@@ -11,9 +11,9 @@ import pytest
 from tests.faults.__main__ import main
 from tests.faults.figures import Record, SeedLine, summary
 from tests.faults.job import CLOCK
-from tests.faults.judge import Fault, Violation
-from tests.faults.schedule import Kind, Shape
-from tests.faults.seed import Outcome, Took
+from tests.faults.judge import AppliedFault, Violation
+from tests.faults.schedule import FaultKind, JobShape
+from tests.faults.seed import FaultTiming, SeedOutcome
 
 SEED = "27272"
 """A rank killed just after sealed memory was damaged, with a durable tier."""
@@ -49,15 +49,15 @@ def test_shifted_clock_applies_to_every_interpreter(tmp_path):
     assert float(done.stdout) == pytest.approx(-3600, abs=1)
 
 
-SHAPE = Shape(2, 0, 1, 0, "ddp", 1)
+SHAPE = JobShape(2, 0, 1, 0, "ddp", 1)
 
 
 def outcome(seed, *seconds, **changed):
     took = tuple(
-        Took(Fault(number, Kind.RANK_KILLED, 1.0, 1.0, "n0"), one, {"groups": 0.5})
+        FaultTiming(AppliedFault(number, FaultKind.RANK_KILLED, 1.0, 1.0, "n0"), one, {"groups": 0.5})
         for number, one in enumerate(seconds)
     )
-    return msgspec.structs.replace(Outcome(seed, SHAPE, took, 0, (), 9.0, 1.5), **changed)
+    return msgspec.structs.replace(SeedOutcome(seed, SHAPE, took, 0, (), 9.0, 1.5), **changed)
 
 
 def test_record_is_resumed(tmp_path):

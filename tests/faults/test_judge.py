@@ -10,13 +10,26 @@ import pytest
 from elastic.control.control_messages import ExitReason
 from elastic.launcher import JobEnd, end_message
 from tests.faults.job import resume_line
-from tests.faults.judge import WHOLE, Evidence, Fault, Known, Run, Safe, Step, World, gone, judge
-from tests.faults.schedule import Kind
+from tests.faults.judge import (
+    WHOLE,
+    AppliedFault,
+    CommandRun,
+    Evidence,
+    RankStep,
+    RankWorld,
+    ReferenceStep,
+    SafeStep,
+    judge,
+    memory_outages,
+)
+from tests.faults.schedule import FaultKind
 
 BATCH, DATA = 4, 10
 NODES = ("n0", "n1")
 KNOWN = [
-    Known(f"loss-{step}", f"norm-{step}", f"rate-{step}", 100 + step, [(step * BATCH + i) % DATA for i in range(BATCH)])
+    ReferenceStep(
+        f"loss-{step}", f"norm-{step}", f"rate-{step}", 100 + step, [(step * BATCH + i) % DATA for i in range(BATCH)]
+    )
     for step in range(12)
 ]
 
@@ -24,7 +37,7 @@ KNOWN = [
 def steps(world, first, stop, *, at=100.0, size=2, **changed):
     """What all ranks of a world say of these steps, a second each."""
     return [
-        Step(
+        RankStep(
             *world,
             rank,
             size,
@@ -50,11 +63,11 @@ def part_of(step, rank, size):
 
 
 def world(key, first, *, at=100.0, size=2):
-    return [World(*key, rank, size, at, 10 * key[1] + rank, NODES[rank % 2], first) for rank in range(size)]
+    return [RankWorld(*key, rank, size, at, 10 * key[1] + rank, NODES[rank % 2], first) for rank in range(size)]
 
 
 def safe(key, step, copies=2, *, at, size=2):
-    return [Safe(*key, rank, size, at, step, copies) for rank in range(size)]
+    return [SafeStep(*key, rank, size, at, step, copies) for rank in range(size)]
 
 
 def sums(*many):
@@ -68,8 +81,8 @@ def good(**changed):
         worlds=[*world((0, 0), 0), *world((0, 1), 6, at=112.0)],
         steps=done,
         safe=safe((0, 0), 5, at=106.0),
-        faults=[Fault(0, Kind.RANK_KILLED, 107.0, 107.0, "n1", step=5)],
-        runs=[Run(0, "", 90.0, 130.0)],
+        faults=[AppliedFault(0, FaultKind.RANK_KILLED, 107.0, 107.0, "n1", step=5)],
+        runs=[CommandRun(0, "", 90.0, 130.0)],
         sums=sums(*done),
         final=12,
     )
@@ -134,21 +147,21 @@ def test_resuming_before_a_safe_step_is_a_violation():
 @pytest.mark.parametrize(
     ("kind", "nodes", "blamed"),
     [
-        (Kind.NODE_LOST, ("n0",), True),
-        (Kind.NODE_LOST, ("n0", "n0"), True),
-        (Kind.NODE_LOST, NODES, False),
-        (Kind.MEMORY_FLIPPED, NODES, False),
-        (Kind.AGENT_KILLED, NODES, True),
-        (Kind.AGENT_STOPPED, NODES, False),
-        (Kind.RANK_KILLED, NODES, True),
-        (Kind.SUPERVISOR_KILLED, NODES, True),
+        (FaultKind.NODE_LOST, ("n0",), True),
+        (FaultKind.NODE_LOST, ("n0", "n0"), True),
+        (FaultKind.NODE_LOST, NODES, False),
+        (FaultKind.MEMORY_FLIPPED, NODES, False),
+        (FaultKind.AGENT_KILLED, NODES, True),
+        (FaultKind.AGENT_STOPPED, NODES, False),
+        (FaultKind.RANK_KILLED, NODES, True),
+        (FaultKind.SUPERVISOR_KILLED, NODES, True),
     ],
 )
 def test_only_faults_that_took_every_copy_excuse_an_older_step(kind, nodes, blamed):
     back = good(
         worlds=[*world((0, 0), 0), *world((0, 1), 4, at=112.0)],
         steps=[*steps((0, 0), 0, 6), *steps((0, 1), 4, 12, at=110.0)],
-        faults=[Fault(n, kind, 107.0 + n, 107.5 + n, node, step=5) for n, node in enumerate(nodes)],
+        faults=[AppliedFault(n, kind, 107.0 + n, 107.5 + n, node, step=5) for n, node in enumerate(nodes)],
     )
     assert rules(back) == ({"acknowledged"} if blamed else set())
 
@@ -159,7 +172,7 @@ def test_losses_before_or_after_excuse_nothing():
         steps=[*steps((0, 0), 0, 6), *steps((0, 1), 4, 12, at=110.0)],
     )
     for at in (101.0, 113.0):
-        faults = [Fault(n, Kind.NODE_LOST, at, at, node) for n, node in enumerate(NODES)]
+        faults = [AppliedFault(n, FaultKind.NODE_LOST, at, at, node) for n, node in enumerate(NODES)]
         assert rules(msgspec.structs.replace(back, faults=faults)) == {"acknowledged"}
 
 
@@ -168,26 +181,26 @@ def test_durable_step_survives_the_loss_of_every_node():
         worlds=[*world((0, 0), 0), *world((0, 1), 4, at=112.0)],
         steps=[*steps((0, 0), 0, 6), *steps((0, 1), 4, 12, at=110.0)],
         safe=safe((0, 0), 5, copies=0, at=106.0)[:1],
-        faults=[Fault(n, Kind.NODE_LOST, 107.0, 107.0, node) for n, node in enumerate(NODES)],
+        faults=[AppliedFault(n, FaultKind.NODE_LOST, 107.0, 107.0, node) for n, node in enumerate(NODES)],
     )
     assert rules(back) == {"acknowledged"}
-    away = msgspec.structs.replace(back, faults=[Fault(0, Kind.DURABLE_DEAD, 108.0, 120.0)])
+    away = msgspec.structs.replace(back, faults=[AppliedFault(0, FaultKind.DURABLE_DEAD, 108.0, 120.0)])
     assert rules(away) == set()
 
 
 def test_agent_killed_with_its_supervisor_is_gone():
-    killed = Fault(0, Kind.AGENT_KILLED, 107.0, 107.0, "n0")
-    assert gone([killed]) == []
-    assert gone([killed, Fault(1, Kind.SUPERVISOR_KILLED, 107.5, 109.0, "n1")]) == []
-    ((node, since, until),) = gone([killed, Fault(1, Kind.SUPERVISOR_KILLED, 107.5, 109.0, "n0")])
+    killed = AppliedFault(0, FaultKind.AGENT_KILLED, 107.0, 107.0, "n0")
+    assert memory_outages([killed]) == []
+    assert memory_outages([killed, AppliedFault(1, FaultKind.SUPERVISOR_KILLED, 107.5, 109.0, "n1")]) == []
+    ((node, since, until),) = memory_outages([killed, AppliedFault(1, FaultKind.SUPERVISOR_KILLED, 107.5, 109.0, "n0")])
     assert (node, since) == ("n0", 107.0)
     assert until > 109.0
 
 
 def test_partitioned_hosts_are_both_unreachable():
-    cut = Fault(0, Kind.CUT, 107.0, 109.0, "n0,n1")
-    assert {node for node, _, _ in gone([cut])} == {"n0", "n1"}
-    assert gone([msgspec.structs.replace(cut, node="")]) == [], "from the coordinator's host"
+    cut = AppliedFault(0, FaultKind.CUT, 107.0, 109.0, "n0,n1")
+    assert {node for node, _, _ in memory_outages([cut])} == {"n0", "n1"}
+    assert memory_outages([msgspec.structs.replace(cut, node="")]) == [], "from the coordinator's host"
 
 
 def test_ranks_that_do_not_resume_together_are_found():
@@ -203,7 +216,7 @@ def test_ranks_that_do_not_resume_together_are_found():
 
 def test_run_must_end_with_success_or_a_true_message():
     last = "failed: a fault\nresumes from: {}\ncommand: elastic run"
-    runs = [Run(8, last.format("step 5"), 90.0, 111.0), Run(0, "", 111.5, 130.0)]
+    runs = [CommandRun(8, last.format("step 5"), 90.0, 111.0), CommandRun(0, "", 111.5, 130.0)]
     again = good(
         runs=runs,
         worlds=[*world((0, 0), 0), *world((1, 0), 6, at=112.0)],
@@ -216,7 +229,7 @@ def test_run_must_end_with_success_or_a_true_message():
             again, runs=[msgspec.structs.replace(runs[0], words=last.format(words)), runs[1]]
         )
         assert rules(wrong) == ({"endings"} if found else set())
-    assert rules(good(runs=[Run(1, "a traceback", 90.0, 130.0)])) == {"endings"}
+    assert rules(good(runs=[CommandRun(1, "a traceback", 90.0, 130.0)])) == {"endings"}
     assert rules(msgspec.structs.replace(again, runs=runs[:1])) >= {"endings"}
 
 
@@ -229,7 +242,7 @@ def test_hangs_and_leftovers_are_found():
 
 
 def test_excused_time_is_finite():
-    assert gone([Fault(0, Kind.AGENT_STOPPED, 1.0, 2.0, "n0")])[0][2] < math.inf
+    assert memory_outages([AppliedFault(0, FaultKind.AGENT_STOPPED, 1.0, 2.0, "n0")])[0][2] < math.inf
 
 
 @pytest.mark.parametrize("over", [ExitReason.JOB_FAILED, ExitReason.STOPPED])

@@ -24,7 +24,16 @@ import torch
 from elastic import BatchPlan, ElasticDataLoader, ExactGradients, RankShare, World, recoverable, seeded
 from elastic.workers.train_loop import RecoveryPolicy
 from peerstore.errors import PeerStoreError
-from tests.support.golden_training import SEED, Diary, Numbers, bare_model, refuse, share_of, warmed, wrapped
+from tests.support.golden_training import (
+    SEED,
+    NumberDataset,
+    RankLog,
+    bare_model,
+    checksum_share,
+    learning_rate_factor,
+    refuse_step,
+    wrap_model,
+)
 from tieredckpt import Checkpointer
 from tieredckpt.checkpointer.save_handle import SaveHandle
 from tieredckpt.errors import TieredCheckpointError
@@ -35,7 +44,7 @@ ASKED_EVERY, COPIED_S, LAST_S, SETTLE_S = 5, 2.0, 60.0, 5.0
 JOB = "faults"
 
 
-class Limit:
+class StepLimit:
     """How far the driver lets the job go."""
 
     def __init__(self, folder: Path) -> None:
@@ -46,10 +55,10 @@ class Limit:
         return int(step), bool(end)
 
 
-class Safe:
+class SafeStepReporter:
     """Asks for every few steps whether they are safe, and writes down which are."""
 
-    def __init__(self, diary: Diary, place: dict[str, int], durable_every: int) -> None:
+    def __init__(self, diary: RankLog, place: dict[str, int], durable_every: int) -> None:
         self._diary, self._place, self._durable_every = diary, place, durable_every
         self._uploading: list[SaveHandle] = []
 
@@ -78,29 +87,29 @@ class Safe:
         write(self._diary, "safe", step=step, copies=copies, **self._place)
 
 
-def write(diary: Diary, what: str, **values: Any) -> None:
+def write(diary: RankLog, what: str, **values: Any) -> None:
     """With the kernel's time: Python's may have been set on purpose."""
     diary.write(what, **{"at": time.clock_gettime(time.CLOCK_REALTIME), **values})
 
 
 def main(folder: Path, how: str, every: int, durable_every: int, pace_s: float) -> None:
-    diary, limit = Diary(folder), Limit(folder)
+    diary, limit = RankLog(folder), StepLimit(folder)
     run = int(os.environ.get("FAULTS_RUN", "0"))
 
     @recoverable(policy=RecoveryPolicy(peer_loss_wait_s=SETTLE_S))
     def train(world: World) -> None:
         bare = bare_model()
-        model = wrapped(bare, how, world)
+        model = wrap_model(bare, how, world)
         optimizer = torch.optim.AdamW(bare.parameters(), lr=3e-3)
-        schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, warmed)
+        schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, learning_rate_factor)
         plan = BatchPlan(BATCH, world.size, microbatch=MICROBATCH)
-        sums = ExactGradients(model, tree=True, on_nonfinite=refuse)
+        sums = ExactGradients(model, tree=True, on_nonfinite=refuse_step)
         place = {"run": run, "epoch": world.epoch, "rank": world.rank, "size": world.size}
-        loader = ElasticDataLoader(Numbers(), RankShare(plan, world.rank), seed=SEED)
+        loader = ElasticDataLoader(NumberDataset(), RankShare(plan, world.rank), seed=SEED)
         state = {"model": bare, "optim": optimizer, "data": loader, "rate": schedule}
         durable = {"durable": os.environ["FAULTS_DURABLE"], "durable_every": durable_every} if durable_every else {}
         with ExitStack() as ending, Checkpointer(f"tiered://{JOB}", every=every, **durable) as ckpt, loader:
-            safe = Safe(diary, place, durable_every)
+            safe = SafeStepReporter(diary, place, durable_every)
             first = ckpt.restore(state) + 1
             write(diary, "world", first=first, node=os.environ["ELASTIC_NODE"], reason=world.reason, **place)
             for step in world.steps(first, checkpoint=(ckpt, state)):
@@ -121,7 +130,7 @@ def main(folder: Path, how: str, every: int, durable_every: int, pace_s: float) 
                 # Before it is saved: what is safe may have to speak for itself when its rank ends there.
                 bits = {"loss": result.loss.hex(), "norm": (result.norm or 0.0).hex()}
                 bits["rate"] = schedule.get_last_lr()[0].hex()
-                share = share_of(bare, optimizer)
+                share = checksum_share(bare, optimizer)
                 write(diary, "step", step=step, samples=work.indices().tolist(), share=share, **bits, **place)
                 safe.saved(ckpt.save(state, step), step)
                 time.sleep(pace_s)

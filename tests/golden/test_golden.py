@@ -10,7 +10,7 @@ import zstandard
 from safetensors.torch import load as load_safetensors
 
 from tests.golden.write import HERE, JOB, STORED, state_of, write
-from tests.support.bits import assert_same, raw, zeroed
+from tests.support.bits import assert_same_bits, tensor_bytes, zeros_like_state
 from tieredckpt import Checkpointer
 from tieredckpt.agent.durable_catalog import manifest_from_shard_files
 from tieredckpt.format.manifest import FORMAT_VERSION, decode_manifest, decode_shard_file, encode_manifest
@@ -54,9 +54,9 @@ def test_newest_golden_format_is_the_current_one():
 def test_golden_checkpoint_restores_bit_for_bit(golden, step):
     expected = state_of(step)
     with memory_node(), Checkpointer(JOB, durable=f"file://{golden}", on_sigterm="ignore") as ckpt:
-        found = zeroed(expected)
+        found = zeros_like_state(expected)
         assert ckpt.restore(found, step) == step
-        assert_same(expected, found)
+        assert_same_bits(expected, found)
         assert set(ckpt.last_restore.bytes_by_tier) == {"durable"}
         infos = {info.step: (info.tiers, info.is_complete, info.quarantined) for info in ckpt.steps()}
         assert infos == dict.fromkeys(STORED, (("durable",), True, ""))
@@ -67,8 +67,8 @@ def test_golden_slices_restore(golden, start):
     with memory_node(), Checkpointer(JOB, durable=f"file://{golden}", on_sigterm="ignore") as ckpt:
         rows = {"model": {"rows": torch.zeros(7, 5), "wide": torch.zeros(64, dtype=torch.int16)}}
         assert ckpt.restore(rows, strict=False) == 8
-        assert raw(rows["model"]["rows"][start:]) == raw(state_of(8)["model"]["rows"][start:])
-        assert raw(rows["model"]["wide"]) == raw(state_of(8)["model"]["wide"])
+        assert tensor_bytes(rows["model"]["rows"][start:]) == tensor_bytes(state_of(8)["model"]["rows"][start:])
+        assert tensor_bytes(rows["model"]["wide"]) == tensor_bytes(state_of(8)["model"]["wide"])
 
 
 def test_golden_shards_are_safetensors_files(golden):
@@ -78,7 +78,7 @@ def test_golden_shards_are_safetensors_files(golden):
         "model.rows@4,0",
     ]
     rows = torch.cat([part[f"model.rows@{offset},0"] for part, offset in zip(parts, (0, 4), strict=True)])
-    assert raw(rows) == raw(state_of(7)["model"]["rows"])
+    assert tensor_bytes(rows) == tensor_bytes(state_of(7)["model"]["rows"])
 
 
 def test_golden_manifests_match_their_indexes(golden):

@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from tests.gpu.report import Check, Figure
-from tests.support.elastic_runs import ROOT, Job, kill
+from tests.support.elastic_runs import ROOT, ElasticRun, kill
 
 TRAINER = ROOT / "tests/gpu/golden_trainer.py"
 RANKS, TOTAL, FAULT_STEP = 2, 10, 5
@@ -106,7 +106,7 @@ def run_case(case: Case, kind: str, out: Path, limit_s: float) -> Ran:
     """Run one case in a job of its own, and end all its processes."""
     began = time.monotonic()
     folder = Path(tempfile.mkdtemp(prefix="golden-"))  # a short path: sockets are in it
-    job, why = Job(folder), ""
+    job, why = ElasticRun(folder), ""
     events = folder / "events"
     events.mkdir()
     job.environ |= {

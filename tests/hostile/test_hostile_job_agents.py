@@ -13,7 +13,7 @@ from collections.abc import Iterator
 import pytest
 
 from integration.hyperpod.operator.elastic_agent_client import AgentReply, ElasticAgentClient
-from tests.support.local_nodes import until
+from tests.support.local_nodes import wait_until
 
 MIB = 1 << 20
 HEAD = b"HTTP/1.1 200 OK\r\n"
@@ -23,7 +23,7 @@ LONG_S = 20.0
 
 
 @contextlib.contextmanager
-def agent(*, first: bytes = b"", again: bytes = b"", every_s: float = 0.02) -> Iterator[str]:
+def hostile_agent(*, first: bytes = b"", again: bytes = b"", every_s: float = 0.02) -> Iterator[str]:
     """Answers with ``first``, and then with ``again`` for ever; silent without both."""
     stop = threading.Event()
 
@@ -56,11 +56,11 @@ def agent(*, first: bytes = b"", again: bytes = b"", every_s: float = 0.02) -> I
         thread.join(LONG_S)
 
 
-def answer(body: bytes) -> bytes:
+def http_response(body: bytes) -> bytes:
     return HEAD + b"Content-Length: %d\r\n\r\n" % len(body) + body
 
 
-GOOD = answer(b'{"status": "running"}')
+GOOD = http_response(b'{"status": "running"}')
 
 SLOW = {
     "dripped status line": {"again": b"H"},
@@ -76,7 +76,7 @@ SLOW = {
 
 @pytest.mark.parametrize("how", SLOW.values(), ids=SLOW)
 def test_call_ends_at_its_deadline_for_any_answer(how):
-    with agent(**how) as address, ElasticAgentClient(timeout_s=LIMIT_S) as client:
+    with hostile_agent(**how) as address, ElasticAgentClient(timeout_s=LIMIT_S) as client:
         before = time.monotonic()
         heard = client.poll_all({"a": address})["a"]
         assert time.monotonic() - before < LONG_S / 2
@@ -95,7 +95,7 @@ def test_call_ends_at_its_deadline_for_any_answer(how):
     ids=["a long body", "a body without length", "interim answers", "chunk extensions"],
 )
 def test_no_answer_is_read_further_than_a_mebibyte(how):
-    with agent(**how) as address, ElasticAgentClient(timeout_s=LONG_S) as client:
+    with hostile_agent(**how) as address, ElasticAgentClient(timeout_s=LONG_S) as client:
         heard = client.poll_all({"a": address})["a"]
     assert heard.status is None
     assert f"more than {MIB} bytes" in heard.error
@@ -110,7 +110,7 @@ def test_parsed_answer_is_bounded_by_its_size():
         data,
     )
     assert len(body) < MIB
-    with agent(first=answer(body)) as address, ElasticAgentClient(timeout_s=LONG_S) as client:
+    with hostile_agent(first=http_response(body)) as address, ElasticAgentClient(timeout_s=LONG_S) as client:
         client.poll_all({"a": address})
         tracemalloc.start()
         try:
@@ -137,16 +137,16 @@ def test_parsed_answer_is_bounded_by_its_size():
     ids=["many prefixes", "a long text", "a large number", "a long number", "a large rank"],
 )
 def test_answer_fields_of_the_job_status_are_bounded(said):
-    first = answer(json.dumps({"status": "running", **said}).encode())
-    with agent(first=first) as address, ElasticAgentClient(timeout_s=LONG_S) as client:
+    first = http_response(json.dumps({"status": "running", **said}).encode())
+    with hostile_agent(first=first) as address, ElasticAgentClient(timeout_s=LONG_S) as client:
         heard = client.poll_all({"a": address})["a"]
     assert heard.status is None
     assert "is no agent" in heard.error
 
 
 def test_silent_agents_of_one_job_leave_threads_for_the_next():
-    with agent(first=GOOD) as good, ElasticAgentClient(timeout_s=LONG_S) as client:
-        with agent() as silent:
+    with hostile_agent(first=GOOD) as good, ElasticAgentClient(timeout_s=LONG_S) as client:
+        with hostile_agent() as silent:
             addresses = {str(number): silent for number in range(64)}
             many = threading.Thread(target=client.poll_all, args=(addresses,))
             many.start()
@@ -166,7 +166,7 @@ def test_silent_agents_of_many_jobs_leave_the_next_job_alone():
             while True:
                 silent.append(nobody.accept()[0])
 
-    with socket.create_server(("127.0.0.1", 0), backlog=1024) as nobody, agent(first=GOOD) as good:
+    with socket.create_server(("127.0.0.1", 0), backlog=1024) as nobody, hostile_agent(first=GOOD) as good:
         accepting = threading.Thread(target=accept)
         accepting.start()
         addresses = {str(number): f"127.0.0.1:{nobody.getsockname()[1]}" for number in range(32)}
@@ -174,12 +174,12 @@ def test_silent_agents_of_many_jobs_leave_the_next_job_alone():
             jobs = [threading.Thread(target=client.poll_all, args=(addresses,)) for _ in range(12)]
             for job in jobs:
                 job.start()
-            until(lambda: len(silent) >= 256, "they are all asked")
+            wait_until(lambda: len(silent) >= 256, "they are all asked")
             heard: dict[str, AgentReply] = {}
             other = threading.Thread(target=lambda: heard.update(client.poll_all({"a": good})))
             other.start()
             try:
-                until(lambda: heard, "the other job is heard while they are waited for", LONG_S)
+                wait_until(lambda: heard, "the other job is heard while they are waited for", LONG_S)
             finally:
                 nobody.shutdown(socket.SHUT_RDWR)
                 accepting.join()
@@ -193,7 +193,7 @@ def test_silent_agents_of_many_jobs_leave_the_next_job_alone():
 
 def test_answers_of_one_job_are_bounded_in_total(monkeypatch):
     monkeypatch.setattr("integration.hyperpod.operator.elastic_agent_client._JOB_BYTES", 10 * len(GOOD))
-    with agent(first=GOOD) as address, ElasticAgentClient(timeout_s=LONG_S) as client:
+    with hostile_agent(first=GOOD) as address, ElasticAgentClient(timeout_s=LONG_S) as client:
         heard = client.poll_all({str(number): address for number in range(100)})
     refused = [one for one in heard.values() if "together" in one.error]
     assert 0 < len(refused) < 100

@@ -20,7 +20,7 @@ from tests.support.stores import StoreAgent, store_directory
 MANY, SIGNALS, WITHIN_S = 8, 2000, 30.0
 
 
-def burst(processes) -> None:
+def send_signal_burst(processes) -> None:
     """Signals for all of them, at distances from a microsecond up, so that some come while one is being handled."""
     for at in range(SIGNALS):
         for process in processes:
@@ -33,7 +33,7 @@ def burst(processes) -> None:
             return
 
 
-def statuses(processes) -> list[int]:
+def exit_statuses(processes) -> list[int]:
     """Of all of them; one that does not end is killed, and told by that."""
     until = time.monotonic() + WITHIN_S
     for process in processes:
@@ -53,8 +53,8 @@ def test_agents_end():
             cleanup.callback(agents[-1].process.kill)
         assert all(agent.wait_ready() for agent in agents)
         processes = [agent.process for agent in agents]
-        burst(processes)
-        assert statuses(processes) == [0] * MANY
+        send_signal_burst(processes)
+        assert exit_statuses(processes) == [0] * MANY
 
 
 def test_coordinators_end(tmp_path):
@@ -78,8 +78,8 @@ def test_coordinators_end(tmp_path):
         while not all((tmp_path / f"address-{number}").exists() for number in range(MANY)):
             assert time.monotonic() < until
             time.sleep(0.01)
-        burst(processes)
-        assert statuses(processes) == [7] * MANY
+        send_signal_burst(processes)
+        assert exit_statuses(processes) == [7] * MANY
 
 
 IN_A_PROCESS = {
@@ -126,5 +126,5 @@ def test_interrupting_handlers_do_not_deadlock(who):
             cleanup.callback(process.kill)
         for process in processes:
             assert process.stdout.read(1) == b"."
-        burst(processes)
-        assert statuses(processes) == [0] * MANY
+        send_signal_burst(processes)
+        assert exit_statuses(processes) == [0] * MANY

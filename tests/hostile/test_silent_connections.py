@@ -26,7 +26,7 @@ from peerstore.store.node_store import NodeStore
 from peerstore.transport.authentication import authenticate_client, authenticate_to_server
 from peerstore.transport.tcp import ConnectionAdmission, TcpTransport
 from tests.support.control_planes import SECRET
-from tests.support.local_nodes import until
+from tests.support.local_nodes import wait_until
 from tests.support.memory_servers import our_service
 from tests.support.tls import node_files
 from tieredckpt.agent import agent_http as metrics
@@ -37,7 +37,7 @@ MANY = 130
 TOKEN = b"a token that is long enough"
 
 
-class Served(NamedTuple):
+class ServedListener(NamedTuple):
     """A listener, what somebody who belongs there does, and bytes that a stranger could begin with."""
 
     address: str
@@ -46,7 +46,7 @@ class Served(NamedTuple):
 
 
 @contextlib.contextmanager
-def peers(tls=None, **limits) -> Iterator[Served]:
+def peer_listener(tls=None, **limits) -> Iterator[ServedListener]:
     transport = TcpTransport(timeout_s=30, tls=tls, **limits)
 
     def serve(channel):
@@ -56,7 +56,7 @@ def peers(tls=None, **limits) -> Iterator[Served]:
 
     listener = transport.listen("127.0.0.1:0", serve)
 
-    def use() -> bool:
+    def exchange_message() -> bool:
         with contextlib.closing(transport.connect(listener.address)) as channel:
             authenticate_to_server(channel, job="job", me=NodeId("n1"), secret=SECRET)
             channel.send(b"are you there")
@@ -64,17 +64,17 @@ def peers(tls=None, **limits) -> Iterator[Served]:
             return answer is not None and answer.header == b"yes"
 
     with contextlib.closing(listener):
-        yield Served(listener.address, use, b"\x16\x03\x01" if tls else b"tPS")
+        yield ServedListener(listener.address, exchange_message, b"\x16\x03\x01" if tls else b"tPS")
 
 
 @contextlib.contextmanager
-def coordinator(**limits) -> Iterator[Served]:
+def coordinator_listener(**limits) -> Iterator[ServedListener]:
     one = Coordinator(
         CoordinatorSettings("job", ScalingPolicy(max_replicas=2), 1, store="nowhere:1"), SECRET, farewell_s=1.0
     )
     thread = threading.Thread(target=one.run)
     thread.start()
-    yield Served(
+    yield ServedListener(
         one.address,
         lambda: call_coordinator(one.address, StatusRequest(), job="job", secret=SECRET).job == "job",
         b"tPS",
@@ -84,32 +84,32 @@ def coordinator(**limits) -> Iterator[Served]:
 
 
 @contextlib.contextmanager
-def status(**limits) -> Iterator[Served]:
+def status_listener(**limits) -> Iterator[ServedListener]:
     limits = {"within_s": limits["proof_s"]} if limits else {}
     with (
         contextlib.closing(NodeStore(MemfdArena(), StoreSettings(budget="8MiB"))) as store,
         contextlib.closing(NodeAgentService(store)) as node,
         metrics.serve_metrics(node, "127.0.0.1:0", **limits) as address,
     ):
-        yield Served(address, lambda: get(address, "/status") == 200, b"GET /status HTTP/1.1\r\nA: ")
+        yield ServedListener(address, lambda: get_status(address, "/status") == 200, b"GET /status HTTP/1.1\r\nA: ")
 
 
 @contextlib.contextmanager
-def memory(token=b"", **limits) -> Iterator[Served]:
+def memory_service_listener(token=b"", **limits) -> Iterator[ServedListener]:
     limits = {"within_s": limits["proof_s"]} if limits else {}
     with (
         our_service("8MiB") as (service, _),
         serve_shards(service, "127.0.0.1", 0, TokenCheck(token), None, **limits) as address,
     ):
         shown = {"Authorization": f"Bearer {token.decode()}"} if token else {}
-        yield Served(
+        yield ServedListener(
             address,
-            lambda: get(address, "/v1/cp/namespaces/a", shown) == 404,
+            lambda: get_status(address, "/v1/cp/namespaces/a", shown) == 404,
             b"GET /v1/cp/namespaces/a HTTP/1.1\r\nA: ",
         )
 
 
-def get(address: str, path: str, headers: dict[str, str] | None = None) -> int:
+def get_status(address: str, path: str, headers: dict[str, str] | None = None) -> int:
     with contextlib.closing(http.client.HTTPConnection(address, timeout=30)) as connection:
         connection.request("GET", path, headers=headers or {})
         answer = connection.getresponse()
@@ -118,12 +118,12 @@ def get(address: str, path: str, headers: dict[str, str] | None = None) -> int:
 
 
 LISTENERS = {
-    "peers": peers,
-    "peers over TLS": peers,
-    "coordinator": coordinator,
-    "status": status,
-    "memory service": memory,
-    "memory service with a token": lambda **limits: memory(TOKEN, **limits),
+    "peers": peer_listener,
+    "peers over TLS": peer_listener,
+    "coordinator": coordinator_listener,
+    "status": status_listener,
+    "memory service": memory_service_listener,
+    "memory service with a token": lambda **limits: memory_service_listener(TOKEN, **limits),
 }
 
 
@@ -137,7 +137,7 @@ def listener(request, tmp_path):
 
 
 @pytest.fixture
-def knock():
+def stranger_connection():
     """Connections of a stranger, from another address of this machine than those who belong here, or from the same."""
     with contextlib.ExitStack() as stack:
 
@@ -160,13 +160,13 @@ def is_open(sock: socket.socket) -> bool:
 
 
 @pytest.mark.parametrize("source", ["127.0.0.2", "127.0.0.1"], ids=["from elsewhere", "from the same address"])
-def test_silent_connections_are_limited_and_block_no_client(listener, knock, source):
+def test_silent_connections_are_limited_and_block_no_client(listener, stranger_connection, source):
     with listener() as served:
         assert served.use()
         before = threading.active_count()
-        silent = [knock(served.address, source) for _ in range(MANY)]
+        silent = [stranger_connection(served.address, source) for _ in range(MANY)]
         assert served.use()
-        until(lambda: sum(map(is_open, silent)) <= STRANGERS, "the oldest give way")
+        wait_until(lambda: sum(map(is_open, silent)) <= STRANGERS, "the oldest give way")
         assert threading.active_count() - before <= STRANGERS + 4
         for sock in silent[-8:]:
             with contextlib.suppress(OSError):
@@ -174,57 +174,60 @@ def test_silent_connections_are_limited_and_block_no_client(listener, knock, sou
         assert served.use()
 
 
-def test_slow_handshake_times_out(listener, knock, request):
+def test_slow_handshake_times_out(listener, stranger_connection, request):
     if request.node.callspec.params["listener"] == "coordinator":
         pytest.skip("it has the listener of the peers, and nothing of its own to set")
     with listener(proof_s=0.5) as served:
-        sock = knock(served.address, "127.0.0.2")
+        sock = stranger_connection(served.address, "127.0.0.2")
         stop = threading.Event()
 
-        def drip():
+        def send_slowly():
             with contextlib.suppress(OSError):
                 for byte in served.begin + b"x" * 10_000:
                     sock.sendall(bytes([byte]))
                     if stop.wait(0.02):
                         return
 
-        dripping = threading.Thread(target=drip)
+        dripping = threading.Thread(target=send_slowly)
         dripping.start()
         try:
-            until(lambda: not is_open(sock), "the connection is ended")
+            wait_until(lambda: not is_open(sock), "the connection is ended")
         finally:
             stop.set()
             dripping.join()
         assert served.use()
 
 
-def test_authenticated_peer_stays_connected_despite_unauthenticated_ones(knock):
-    with peers(proof_s=0.5) as served:
+def test_authenticated_peer_stays_connected_despite_unauthenticated_ones(stranger_connection):
+    with peer_listener(proof_s=0.5) as served:
         transport = TcpTransport(timeout_s=30)
         with contextlib.closing(transport.connect(served.address)) as channel:
             authenticate_to_server(channel, job="job", me=NodeId("n1"), secret=SECRET)
-            silent = [knock(served.address, "127.0.0.1") for _ in range(MANY)]
-            until(lambda: not any(map(is_open, silent)), "all strangers are ended")
+            silent = [stranger_connection(served.address, "127.0.0.1") for _ in range(MANY)]
+            wait_until(lambda: not any(map(is_open, silent)), "all strangers are ended")
             channel.send(b"are you there")
             assert channel.receive(within_s=30).header == b"yes"
 
 
-def test_client_with_the_token_stays_connected(knock):
-    with memory(TOKEN, proof_s=0.5) as served, contextlib.closing(http.client.HTTPConnection(served.address)) as kept:
+def test_client_with_the_token_stays_connected(stranger_connection):
+    with (
+        memory_service_listener(TOKEN, proof_s=0.5) as served,
+        contextlib.closing(http.client.HTTPConnection(served.address)) as kept,
+    ):
         for _ in range(2):
             kept.request("GET", "/v1/cp/namespaces/a", headers={"Authorization": f"Bearer {TOKEN.decode()}"})
             answer = kept.getresponse()
             answer.read()
             assert answer.status == 404
-            silent = [knock(served.address, "127.0.0.1") for _ in range(100)]
-            until(lambda silent=silent: not any(map(is_open, silent)), "all strangers are ended")
+            silent = [stranger_connection(served.address, "127.0.0.1") for _ in range(100)]
+            wait_until(lambda silent=silent: not any(map(is_open, silent)), "all strangers are ended")
 
 
-def test_log_does_not_grow_with_unauthenticated_connections(listener, knock, caplog):
+def test_log_does_not_grow_with_unauthenticated_connections(listener, stranger_connection, caplog):
     caplog.set_level(logging.INFO)
     with listener() as served:
         for _ in range(MANY):
-            sock = knock(served.address, "127.0.0.2")
+            sock = stranger_connection(served.address, "127.0.0.2")
             with contextlib.suppress(OSError):  # it may have been refused by now
                 sock.sendall(b"\0" * 64)
                 sock.shutdown(socket.SHUT_WR)
@@ -235,7 +238,7 @@ def test_log_does_not_grow_with_unauthenticated_connections(listener, knock, cap
 # -- the rule alone ---------------------------------------------------------------------------------------------------
 
 
-class Door:
+class AdmissionGate:
     """An admission with a clock that is turned by hand, and pairs of sockets for connections."""
 
     def __init__(self, stack: contextlib.ExitStack, **options: int) -> None:
@@ -252,13 +255,13 @@ class Door:
 
 
 @pytest.fixture
-def door():
+def admission_gate():
     with contextlib.ExitStack() as stack:
-        yield lambda **options: Door(stack, **options)
+        yield lambda **options: AdmissionGate(stack, **options)
 
 
-def test_oldest_connection_of_an_address_is_dropped_first(door):
-    one = door(strangers=10, of_one=3)
+def test_oldest_connection_of_an_address_is_dropped_first(admission_gate):
+    one = admission_gate(strangers=10, of_one=3)
     other = one.enter("b")
     crowd = [one.enter("a") for _ in range(3)]
     one.now = 2.0
@@ -267,8 +270,8 @@ def test_oldest_connection_of_an_address_is_dropped_first(door):
     assert is_open(other[1])
 
 
-def test_address_with_most_connections_loses_one_when_full(door):
-    one = door(strangers=10, of_one=3)
+def test_address_with_most_connections_loses_one_when_full(admission_gate):
+    one = admission_gate(strangers=10, of_one=3)
     single = one.enter("b")
     crowd = [one.enter("a") for _ in range(9)]
     newcomer = one.enter("c")
@@ -277,8 +280,8 @@ def test_address_with_most_connections_loses_one_when_full(door):
     assert is_open(newcomer[1])
 
 
-def test_new_connection_gets_a_minimum_time(door):
-    one = door(strangers=2, of_one=1)
+def test_new_connection_gets_a_minimum_time(admission_gate):
+    one = admission_gate(strangers=2, of_one=1)
     first, second = one.enter("a"), one.enter("a")
     entered = []
     waiting = threading.Thread(target=lambda: entered.append(one.enter("a")))
@@ -290,8 +293,8 @@ def test_new_connection_gets_a_minimum_time(door):
     assert len(one.rule) == 2
 
 
-def test_unauthenticated_connection_expires_and_an_authenticated_one_stays(door):
-    one = door(within_s=5)
+def test_unauthenticated_connection_expires_and_an_authenticated_one_stays(admission_gate):
+    one = admission_gate(within_s=5)
     slow, fast = one.enter("a"), one.enter("a")
     fast[0].mark_authenticated()
     one.now = 4.9
@@ -301,16 +304,16 @@ def test_unauthenticated_connection_expires_and_an_authenticated_one_stays(door)
     assert (is_open(slow[1]), len(one.rule)) == (False, 0)
 
 
-def test_unauthenticated_connections_get_a_share_of_the_open_file_limit(door):
-    one = door(limit=lambda: 80, of_one=1)
+def test_unauthenticated_connections_get_a_share_of_the_open_file_limit(admission_gate):
+    one = admission_gate(limit=lambda: 80, of_one=1)
     for number in range(30):
         one.now = 2.0 * number
         one.enter(str(number))
     assert len(one.rule) == 10
 
 
-def test_dropped_connections_are_logged_once_a_minute(door, caplog):
-    one = door(within_s=1)
+def test_dropped_connections_are_logged_once_a_minute(admission_gate, caplog):
+    one = admission_gate(within_s=1)
     for number in range(100):
         one.now = number * 1.0
         one.rule.sweep()

@@ -22,7 +22,7 @@ _FAILED = 1
 
 
 @contextmanager
-def copied() -> Iterator[Path]:
+def copy_repository() -> Iterator[Path]:
     with tempfile.TemporaryDirectory(prefix="tieredckpt-mutants-") as folder:
         for name in (*PACKAGES, "tests"):
             shutil.copytree(ROOT / name, Path(folder) / name, ignore=shutil.ignore_patterns("__pycache__"))
@@ -30,7 +30,7 @@ def copied() -> Iterator[Path]:
         yield Path(folder)
 
 
-def tried(root: Path, tests: Sequence[str]) -> tuple[int, str]:
+def try_mutant(root: Path, tests: Sequence[str]) -> tuple[int, str]:
     """pytest's status, and its last words."""
     command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", "-m", "not nightly", *tests]
     environ = {**os.environ, "PYTHONPATH": str(root), "PYTHONDONTWRITEBYTECODE": "1"}
@@ -43,11 +43,11 @@ def tried(root: Path, tests: Sequence[str]) -> tuple[int, str]:
     return done.returncode, "\n".join(done.stdout.splitlines()[-5:])
 
 
-def survives(mutant: Mutant) -> str:
+def is_surviving(mutant: Mutant) -> str:
     """Why nobody has noticed; empty where its test failed."""
-    with copied() as root:
+    with copy_repository() as root:
         mutant.applied(root)
-        status, said = tried(root, [mutant.test])
+        status, said = try_mutant(root, [mutant.test])
     return "" if status == _FAILED else f"pytest ended with {status}: {said}"
 
 
@@ -55,14 +55,14 @@ def main(words: Sequence[str]) -> int:
     wanted = [one for one in MUTANTS if not words or any(word in one.name for word in words)]
     if not wanted:
         sys.exit(f"no mutant has one of {words} in its name")
-    with copied() as root:
-        status, said = tried(root, sorted({one.test for one in wanted}))
+    with copy_repository() as root:
+        status, said = try_mutant(root, sorted({one.test for one in wanted}))
     if status:
         print(f"without any mutant the tests do not pass: {said}")
         return 1
     survivors = 0
     for one in wanted:
-        why = survives(one)
+        why = is_surviving(one)
         print(f"{'SURVIVES' if why else 'caught  '}  {one.name}" + (f"\n{why}" if why else ""), flush=True)
         survivors += bool(why)
     print(f"{len(wanted) - survivors} of {len(wanted)} mutants are caught")

@@ -57,7 +57,7 @@ def random_faults(python: str) -> list[Task]:
     first = dt.datetime.now(dt.timezone.utc).date().toordinal() % 10_000 * 1_000
     command = (python, "-m", "tests.faults", "--first", str(first), "--out", str(PLACE / f"faults-{first}"))
     found = [Task("faults: 1,000 at random", (*command, "--faults", "1000"), 12 * 3600.0)]
-    if not namespaces.why_not():
+    if not namespaces.missing_reason():
         found.append(Task("faults: 300 at random on hosts", (*command, "--faults", "300", "--hosts"), 6 * 3600.0))
     return found
 

@@ -11,9 +11,9 @@ import logging
 import sys
 import time
 
-from tests.simulation.breaking import BROKEN, broken_rule
+from tests.simulation.breaking import BROKEN, break_rule
 from tests.simulation.holdings import Violation
-from tests.simulation.schedule import Schedule, broken, run, schedule_of, shrunk
+from tests.simulation.schedule import Schedule, find_violation, run, schedule_of, shrink_finding
 
 _SCHEDULES_A_SWEEP = 50
 
@@ -27,19 +27,19 @@ def main() -> int:
     parser.add_argument("--break", dest="rule", choices=sorted(BROKEN), metavar="RULE", help="see breaking.py")
     options = parser.parse_args()
     logging.disable(logging.CRITICAL)
-    with broken_rule(options.rule):
+    with break_rule(options.rule):
         if options.seed is None:
-            return _many(*options.seeds, rule=options.rule, keep_going=options.keep_going)
-        return _one(_schedule(options.seed, options.rule), shrink=options.shrink)
+            return _run_many(*options.seeds, rule=options.rule, keep_going=options.keep_going)
+        return _run_one(_schedule(options.seed, options.rule), shrink=options.shrink)
 
 
 def _schedule(seed: int, rule: str | None) -> Schedule:
     return schedule_of(seed) if rule is None else BROKEN[rule].schedule_of(seed)
 
 
-def _one(schedule: Schedule, *, shrink: bool) -> int:
-    if shrink and (finding := broken(schedule)) is not None:
-        schedule = shrunk(finding).schedule
+def _run_one(schedule: Schedule, *, shrink: bool) -> int:
+    if shrink and (finding := find_violation(schedule)) is not None:
+        schedule = shrink_finding(finding).schedule
     print(f"{schedule.shape}")
     for event in schedule.events:
         print(f"  {event}")
@@ -51,20 +51,20 @@ def _one(schedule: Schedule, *, shrink: bool) -> int:
     return 0
 
 
-def _many(first: int, stop: int, *, rule: str | None, keep_going: bool) -> int:
+def _run_many(first: int, stop: int, *, rule: str | None, keep_going: bool) -> int:
     began, failed = time.perf_counter(), 0
     gc.freeze()
     gc.disable()  # a schedule leaves a world full of cycles: they are cheaper to find many at a time
     for seed in range(first, stop):
         if seed % _SCHEDULES_A_SWEEP == 0:
             gc.collect()
-        finding = broken(_schedule(seed, rule))
+        finding = find_violation(_schedule(seed, rule))
         if finding is not None:
             failed += 1
             print(f"seed {seed}: {finding.violation}", flush=True)
             if not keep_going:
                 again = f"python -m tests.simulation --seed {seed} --shrink" + (f" --break '{rule}'" if rule else "")
-                told = f"{shrunk(finding)}\nreplay: {again}"
+                told = f"{shrink_finding(finding)}\nreplay: {again}"
                 print(told, flush=True)
                 print(told, file=sys.stderr, flush=True)
                 return 1

@@ -33,11 +33,11 @@ from peerstore.store.shards import ShardRemoval
 from peerstore.store.slot_eviction import SlotLimits
 from peerstore.store.slots import SlotTable
 from tests.simulation.memory import BURST, SLOTS, SimulatedSealing, damaged_chunks
-from tests.simulation.parity import SimulatedSharing
-from tests.simulation.transfers import Incoming, Outgoing
+from tests.simulation.parity import SimulatedParityReplicator
+from tests.simulation.transfers import IncomingTransfers, OutgoingTransfer
 
 if TYPE_CHECKING:
-    from tests.simulation.world import Machine, World
+    from tests.simulation.world import Machine, SimulatedWorld
 
 JOB = "job"
 TRAINER, COPIER = ProcessIdentity(0, 0), ProcessIdentity(-1, 0)
@@ -45,17 +45,17 @@ CALL_S = 1.0
 DISCOVER_S = 10.0
 
 
-class Later:
+class PendingReply:
     """An answer that is not known yet."""
 
     def __init__(self, begin: Callable[[Callable[[Any], None]], None]) -> None:
         self.then = begin
 
 
-class Agent:
+class SimulatedAgent:
     """What :mod:`peerstore.peers` and :class:`peerstore.store.node_store.NodeStore` are the threads and sockets of."""
 
-    def __init__(self, world: World, machine: Machine) -> None:
+    def __init__(self, world: SimulatedWorld, machine: Machine) -> None:
         self.world, self.machine, self.name = world, machine, machine.name
         self.shelf = SlotTable(machine.arena, SlotLimits(machine.budget_bytes, SLOTS, BURST), self.clock)  # type: ignore[arg-type]
         self.jobs = JobTable(self.shelf, ttl_s=float("inf"))
@@ -72,9 +72,9 @@ class Agent:
         self.members = SwimMembership(machine.node, int((1e9 + self.clock()) * 1e6), world.membership, seed=world.seed)
         self.newcomers = PendingMembers(world.membership)
         self.accounts = ReplicationState(machine.node.id, ReplicationPolicy(world.copies, ("zone", "rack")))
-        self.sharing = SimulatedSharing(self) if world.shape.parity else None
+        self.sharing = SimulatedParityReplicator(self) if world.shape.parity else None
         """In the place of the accounts, where parities are kept."""
-        self.incoming, self.outgoing = Incoming(self), Outgoing(self)
+        self.incoming, self.outgoing = IncomingTransfers(self), OutgoingTransfer(self)
         self.copies.set_replication_guard(JOB, guarded=world.redundant, permit=self.permit)
         self._partitions: tuple[MemberList | None, NodePartitions] = (None, NodePartitions(()))
         self._looking = False
@@ -90,7 +90,7 @@ class Agent:
             "report_parts": lambda _, note: self.settling(note),
             "commit_decision": lambda _, found: self._decided(found),
             "node_inventory": lambda *_: self.look(),
-            "partition_inventory": lambda *_: Later(self._near),
+            "partition_inventory": lambda *_: PendingReply(self._near),
             "read_ranges": lambda _, key: self.read(key),
             "verify_chunks": lambda _, key: self.verify(key),
             **self.incoming.handlers,
@@ -398,7 +398,7 @@ class Agent:
         silent: dict[str, str] = {}
         waiting, lives = 1 + len(beyond), self._lives(name for members in beyond for name in members)
 
-        def seen(found: Mapping[str, NodeInventory], unknown: Mapping[str, str]) -> None:
+        def inventories_received(found: Mapping[str, NodeInventory], unknown: Mapping[str, str]) -> None:
             nonlocal waiting
             nodes.update(found)
             silent.update(unknown)
@@ -406,7 +406,9 @@ class Agent:
             if not waiting:
                 done(nodes, silent)
 
-        def looked(members: tuple[str, ...], answer: tuple[Mapping[str, NodeInventory], Mapping[str, str]]) -> None:
+        def partition_received(
+            members: tuple[str, ...], answer: tuple[Mapping[str, NodeInventory], Mapping[str, str]]
+        ) -> None:
             """By a delegate. Whom it did not reach this node asks itself, unless that is taken for dead here too."""
             told = {node: answer[0][node] for node in members if node in answer[0]}
             for one in told.values():
@@ -416,21 +418,21 @@ class Agent:
             dead = {node: answer[1].get(node, "") for node in left if node not in self.living}
             left = [node for node in left if node not in dead]
             if left:
-                self._look_at(left, lambda more, unknown: seen(told | more, dead | unknown))
+                self._look_at(left, lambda more, unknown: inventories_received(told | more, dead | unknown))
             else:
-                seen(told, dead)
+                inventories_received(told, dead)
 
         def ask_next(errand: DelegateCandidates) -> None:
             delegate = errand.next_delegate()
             if delegate is None:
-                self._look_at(errand.members, seen)
+                self._look_at(errand.members, inventories_received)
             else:
-                heard = partial(looked, errand.members)
+                heard = partial(partition_received, errand.members)
                 self.call(delegate, "partition_inventory", None, heard, lambda _: ask_next(errand), DELEGATE_TIMEOUT_S)
 
         for members in beyond:
             ask_next(DelegateCandidates(members, gone=lambda node: node not in self.living))
-        self._look_at(sorted({self.name, *partitions.partition_of(self.name)}), seen)
+        self._look_at(sorted({self.name, *partitions.partition_of(self.name)}), inventories_received)
 
     def _cut(self) -> NodePartitions:
         member_list = self.members.member_list
@@ -448,14 +450,14 @@ class Agent:
             return
         self._looking, asking, self._ask_near = True, self._ask_near, []
 
-        def seen(found: Mapping[str, NodeInventory], silent: Mapping[str, str]) -> None:
+        def inventories_received(found: Mapping[str, NodeInventory], silent: Mapping[str, str]) -> None:
             self._looking = False
             for one in asking:
                 one((found, silent))
             if self._ask_near:
                 self._near(self._ask_near.pop())
 
-        self._look_at(sorted({self.name, *self._cut().partition_of(self.name)}), seen)
+        self._look_at(sorted({self.name, *self._cut().partition_of(self.name)}), inventories_received)
 
     def _look_at(self, names: Sequence[str], done: Callable[[dict[str, NodeInventory], dict[str, str]], None]) -> None:
         """What these hold, as they say themselves."""
@@ -464,7 +466,7 @@ class Agent:
         waiting, living, lives = set(names), self.living, self._lives(names)
         began = self.world.now
 
-        def got(node: str, found: NodeInventory | PeerStoreError) -> None:
+        def inventory_received(node: str, found: NodeInventory | PeerStoreError) -> None:
             if isinstance(found, NodeInventory):
                 if found.verifying and self.world.now - began < NODE_INVENTORY_TIMEOUT_S:
                     self.later(0.2, partial(ask, node))
@@ -482,10 +484,17 @@ class Agent:
 
         def ask(node: str) -> None:
             if node == self.name:
-                got(node, self.look())
+                inventory_received(node, self.look())
             else:
                 within_s = NODE_INVENTORY_TIMEOUT_S if node in living else DEAD_NODE_TIMEOUT_S
-                self.call(node, "node_inventory", None, partial(got, node), partial(got, node), within_s)
+                self.call(
+                    node,
+                    "node_inventory",
+                    None,
+                    partial(inventory_received, node),
+                    partial(inventory_received, node),
+                    within_s,
+                )
 
         for node in names:
             ask(node)
@@ -508,7 +517,7 @@ class Agent:
     def mend(self, record: ShardRecord, wait_s: float = 1.0) -> None:
         """Fetch a shard that was dropped from a node that has it."""
 
-        def seen(nodes: dict[str, NodeInventory], _silent: dict[str, str]) -> None:
+        def inventories_received(nodes: dict[str, NodeInventory], _silent: dict[str, str]) -> None:
             said = {
                 node: fact.holders
                 for node, looked in nodes.items()
@@ -517,7 +526,7 @@ class Agent:
             }
             self._fetch(record, said, sorted(said), wait_s)
 
-        self.sight(seen)
+        self.sight(inventories_received)
 
     def _put_off(self, record: ShardRecord, error: PeerStoreError, wait_s: float) -> None:
         self.world.say(f"{self.name} could not mend {self.world.short(record.key)}: {str(error)[:100]}")
@@ -532,14 +541,20 @@ class Agent:
             self._put_off(record, PeerUnreachableError("nobody who is reached has it"), wait_s)
             return
 
-        def got(found: tuple[ShardRecord, bytes]) -> None:
+        def shard_received(found: tuple[ShardRecord, bytes]) -> None:
             if damaged_chunks(found[1], record):
                 self.call(sources[0], "verify_chunks", record.key)
                 self._fetch(record, said, sources[1:], wait_s)
             else:
                 self._put(record, found[1], original_holders(self.name, said), wait_s)
 
-        self.call(sources[0], "read_ranges", record.key, got, lambda _: self._fetch(record, said, sources[1:], wait_s))
+        self.call(
+            sources[0],
+            "read_ranges",
+            record.key,
+            shard_received,
+            lambda _: self._fetch(record, said, sources[1:], wait_s),
+        )
 
     def _rebuild(self, record: ShardRecord, holders: tuple[str, ...], wait_s: float) -> None:
         try:

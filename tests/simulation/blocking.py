@@ -11,7 +11,7 @@ class _Ended(BaseException):
     """The schedule is over."""
 
 
-class Turns:
+class SimulatedThreads:
     """The threads of one world."""
 
     def __init__(self) -> None:
@@ -62,7 +62,7 @@ class Turns:
 class _Thread:
     """Works while the events wait for it."""
 
-    def __init__(self, turns: Turns) -> None:
+    def __init__(self, turns: SimulatedThreads) -> None:
         self._turns = turns
         self.work: Callable[[], None] | None = None
         self.error: BaseException | None = None

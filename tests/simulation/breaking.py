@@ -32,16 +32,16 @@ from peerstore.store import slot_eviction
 from peerstore.store.job_table import JobTable
 from tests.simulation import agent, memory, restoring, transfers
 from tests.simulation.schedule import Schedule, schedule_of
-from tests.simulation.world import Shape
+from tests.simulation.world import ClusterShape
 from tieredckpt import resolve_step
 
-_FEW_RANKS = Shape(nodes=4, copies=3, parts=2)
+_FEW_RANKS = ClusterShape(nodes=4, copies=3, parts=2)
 """Either half of the machines may have a whole version: the job may go on in one, and the other not know of it."""
-_PARITY = Shape(nodes=4, copies=1, parts=4, parity=3)
+_PARITY = ClusterShape(nodes=4, copies=1, parts=4, parity=3)
 
 
 @dataclass(frozen=True)
-class Broken:
+class BrokenRule:
     """What is put in the place of one decision, and which invariant is to notice."""
 
     where: Any
@@ -51,7 +51,7 @@ class Broken:
     """Part of what the violation says."""
     kinds: tuple[str, ...] = ()
     """What happens in the schedules that look for it, in this order; empty: anything."""
-    shape: Shape | None = None
+    shape: ClusterShape | None = None
 
     def schedule_of(self, seed: int) -> Schedule:
         return schedule_of(seed, self.kinds, self.shape)
@@ -66,69 +66,71 @@ _add, _check_fence, _complete, _plan = (
 _torn, _leave_out = PartsTally.newly_aborted, JobVersions.abort_part
 
 
-def _what_one_tells_is_all(tally: PartsTally, note: PartsReport) -> None:
+def _one_report_completes(tally: PartsTally, note: PartsReport) -> None:
     _add(tally, msgspec.structs.replace(note, total_parts=len(note.replicated_parts)))
 
 
-def _all_may_write(jobs: JobTable, key: ShardKey) -> None:
+def _ignore_fence(jobs: JobTable, key: ShardKey) -> None:
     with contextlib.suppress(FencedError):
         _check_fence(jobs, key)
 
 
-def _settle_alone(reports: CommitReports, *, quorum: bool, **known: Any) -> CommitDecision:
+def _decide_without_quorum(reports: CommitReports, *, quorum: bool, **known: Any) -> CommitDecision:
     return _complete(reports, quorum=True, **known)
 
 
-def _left_out_is_there(tally: PartsTally, note: PartsReport) -> None:
+def _count_aborted_as_sealed(tally: PartsTally, note: PartsReport) -> None:
     _add(tally, msgspec.structs.replace(note, sealed_parts=(*note.sealed_parts, *note.aborted_parts), aborted_parts=()))
 
 
-def _believe_the_writer(versions: JobVersions, group: VersionId, part: int, _here: Any) -> bool:
+def _trust_the_writer(versions: JobVersions, group: VersionId, part: int, _here: Any) -> bool:
     return _leave_out(versions, group, part, ())
 
 
-def _tear_alone(jobs: JobTable, job: str, groups: Any) -> list[VersionId]:
+def _abort_alone(jobs: JobTable, job: str, groups: Any) -> list[VersionId]:
     jobs.get_or_create(job).mark_aborted(groups)
     return []
 
 
-def _what_is_on_its_way_is_torn(tally: PartsTally) -> tuple[VersionId, ...]:
+def _abort_incomplete(tally: PartsTally) -> tuple[VersionId, ...]:
     tally._torn |= {group: False for group, said in tally._said.items() if not said.whole}
     return _torn(tally)
 
 
-def _what_is_whole_is_torn(tally: PartsTally) -> tuple[VersionId, ...]:
+def _abort_complete(tally: PartsTally) -> tuple[VersionId, ...]:
     tally._torn |= {group: False for group, said in tally._said.items() if said.whole}
     return _torn(tally)
 
 
-def _no_new_partner(held: HeldShard, *, partners: Any, **known: Any) -> tuple[str, ...]:
+def _keep_old_partners(held: HeldShard, *, partners: Any, **known: Any) -> tuple[str, ...]:
     return _plan(held, partners=partners if len(held.holders) < 2 else (), **known)
 
 
-def _as_if_without_racks(nodes: Any, copies: int, levels: tuple[str, ...]) -> ReplicaPlacement:
+def _ignore_racks(nodes: Any, copies: int, levels: tuple[str, ...]) -> ReplicaPlacement:
     return place_replicas([msgspec.structs.replace(node, labels=()) for node in nodes], copies=copies, levels=levels)
 
 
 BROKEN = {
-    "evict below whole": Broken(
+    "evict below whole": BrokenRule(
         JobTable,
         "rollback_targets",
         lambda _, whole, mending=None: newest_committed(whole),
         "the last copy of a part of what",
     ),
-    "keep all of the past": Broken(slot_eviction, "abandoned_slots", lambda *_, **__: [], "cannot go on"),
-    "count what was not compared": Broken(transfers, "arrived_whole", lambda *_: True, "that has bytes nobody wrote"),
-    "load what was not compared": Broken(restoring, "damaged_chunks", lambda *_: (), "was loaded with bytes"),
-    "let the past write": Broken(
+    "keep all of the past": BrokenRule(slot_eviction, "abandoned_slots", lambda *_, **__: [], "cannot go on"),
+    "count what was not compared": BrokenRule(
+        transfers, "arrived_whole", lambda *_: True, "that has bytes nobody wrote"
+    ),
+    "load what was not compared": BrokenRule(restoring, "damaged_chunks", lambda *_: (), "was loaded with bytes"),
+    "let the past write": BrokenRule(
         JobTable,
         "check_fence",
-        _all_may_write,
+        _ignore_fence,
         "although the job belongs to",
         ("save", "restart", *["wait"] * 2, *["save"] * 3, *["wait"] * 2, *["save"] * 3),
-        Shape(nodes=5, copies=3, parts=2),
+        ClusterShape(nodes=5, copies=3, parts=2),
     ),
-    "begin without a quorum": Broken(
+    "begin without a quorum": BrokenRule(
         SwimMembership,
         "_why_no_quorum",
         lambda _: "",
@@ -136,39 +138,39 @@ BROKEN = {
         ("save", "wait", "part", *["wait"] * 2, *["restart all"] * 2, "wait", *["save"] * 3, "wait"),
         _FEW_RANKS,
     ),
-    "settle without a quorum": Broken(
+    "settle without a quorum": BrokenRule(
         CommitReports,
         "decide",
-        _settle_alone,
+        _decide_without_quorum,
         "both halves of a partition settle",
         ("save", "wait", "part", *["wait"] * 2, "restart all", "wait", *["save"] * 3, "wait", *["save"] * 2, "wait"),
-        Shape(nodes=3, copies=2, parts=1),
+        ClusterShape(nodes=3, copies=2, parts=1),
     ),
-    "settle with what one tells": Broken(PartsTally, "add", _what_one_tells_is_all, "is settled, but part"),
-    "count what was left out": Broken(PartsTally, "add", _left_out_is_there, "is whole without"),
-    "tear what is on its way": Broken(
-        PartsTally, "newly_aborted", _what_is_on_its_way_is_torn, "and nobody left a part out"
+    "settle with what one tells": BrokenRule(PartsTally, "add", _one_report_completes, "is settled, but part"),
+    "count what was left out": BrokenRule(PartsTally, "add", _count_aborted_as_sealed, "is whole without"),
+    "tear what is on its way": BrokenRule(PartsTally, "newly_aborted", _abort_incomplete, "and nobody left a part out"),
+    "tear what is whole": BrokenRule(PartsTally, "newly_aborted", _abort_complete, "two answers"),
+    "believe who did not hear": BrokenRule(
+        JobVersions, "abort_part", _trust_the_writer, "for left out, and was sealed"
     ),
-    "tear what is whole": Broken(PartsTally, "newly_aborted", _what_is_whole_is_torn, "two answers"),
-    "believe who did not hear": Broken(JobVersions, "abort_part", _believe_the_writer, "for left out, and was sealed"),
-    "keep what is torn": Broken(JobTable, "mark_aborted", _tear_alone, "what is torn still takes room"),
-    "ignore racks": Broken(memory, "_placed", _as_if_without_racks, "in one rack"),
-    "seek no new partner": Broken(
+    "keep what is torn": BrokenRule(JobTable, "mark_aborted", _abort_alone, "what is torn still takes room"),
+    "ignore racks": BrokenRule(memory, "_placed", _ignore_racks, "in one rack"),
+    "seek no new partner": BrokenRule(
         replication_policy,
         "target_holders",
-        _no_new_partner,
+        _keep_old_partners,
         "took the last copy",
         ("save", "wait", "crash", *["wait"] * 4, "crash"),
     ),
-    "mend never": Broken(
+    "mend never": BrokenRule(
         agent,
         "should_retry_repair",
         lambda *_: False,
         "its copies again",
         ("save", "wait", "part", *["corrupt"] * 2, "heal"),
     ),
-    "believe who started again": Broken(SwimMembership, "generation_of", lambda *_: 1, "its copies again"),
-    "believe parity's members who started again": Broken(
+    "believe who started again": BrokenRule(SwimMembership, "generation_of", lambda *_: 1, "its copies again"),
+    "believe parity's members who started again": BrokenRule(
         ParityReplicator,
         "_holding",
         lambda sharing, key: list(sharing._holders.get(key, ())),
@@ -176,7 +178,7 @@ BROKEN = {
         ("save", "wait", "crash and return"),
         _PARITY,
     ),
-    "count on two parts of one node": Broken(
+    "count on two parts of one node": BrokenRule(
         ParityStore,
         "_useful",
         lambda _, kept: list(kept),
@@ -184,17 +186,17 @@ BROKEN = {
         ("save", "wait", "crash and return"),
         _PARITY,
     ),
-    "ask for ever": Broken(ReplicationState, "task_done", lambda *_: None, "and no end"),
-    "choose what is torn": Broken(resolve_step.Candidate, "is_complete", True, "never was whole"),
-    "choose alone": Broken(
+    "ask for ever": BrokenRule(ReplicationState, "task_done", lambda *_: None, "and no end"),
+    "choose what is torn": BrokenRule(resolve_step.Candidate, "is_complete", True, "never was whole"),
+    "choose alone": BrokenRule(
         restoring,
         "elect_step",
         lambda votes: max(votes[0], default=None),
         "do not load the same step",
         ("save", "wait", "save", "noise", *["restart all", "wait", "wait"] * 3),
     ),
-    "choose the oldest": Broken(resolve_step, "_order", lambda group: (-group.version,), "could be reached"),
-    "choose what was left": Broken(
+    "choose the oldest": BrokenRule(resolve_step, "_order", lambda group: (-group.version,), "could be reached"),
+    "choose what was left": BrokenRule(
         resolve_step.IncarnationBranches,
         "supersede",
         lambda *_: False,
@@ -202,14 +204,14 @@ BROKEN = {
         ("save", "wait", "part", *["save"] * 2, "wait", "restart all", "wait", *["save"] * 2, "heal", "restart all"),
         _FEW_RANKS,
     ),
-    "take silence for absence": Broken(
+    "take silence for absence": BrokenRule(
         resolve_step.Resolution, "unreachable", property(lambda _: (), lambda *_: None), "starts from nothing"
     ),
 }
 
 
 @contextlib.contextmanager
-def broken_rule(name: str | None) -> Iterator[None]:
+def break_rule(name: str | None) -> Iterator[None]:
     """While the block runs, this rule does not hold; ``None`` breaks none."""
     if name is None:
         yield

@@ -12,17 +12,17 @@ import msgspec
 from peerstore.parity.stripes import StoredParity, parse_stored_parity
 from peerstore.shard_records import ShardKey, VersionId
 from peerstore.store.slots import SealMetadata
-from tests.simulation.memory import content
+from tests.simulation.memory import shard_content
 
 if TYPE_CHECKING:
-    from tests.simulation.world import Machine, World
+    from tests.simulation.world import Machine, SimulatedWorld
 
 
 class Violation(AssertionError):
     """Something happened that must never happen."""
 
 
-def mixed(kept: StoredParity) -> bytes:
+def expected_parity(kept: StoredParity) -> bytes:
     """What a parity of what the trainers have is to be."""
     stripe = kept.parity.stripe
     parity = stripe.parity(kept.parity.keeper)
@@ -30,7 +30,7 @@ def mixed(kept: StoredParity) -> bytes:
     for segment in parity.segments:
         shard = stripe.shard(segment.member)
         assert shard is not None
-        for at, byte in enumerate(content(shard.key)[segment.start : segment.stop]):
+        for at, byte in enumerate(shard_content(shard.key)[segment.start : segment.stop]):
             whole[at] ^= byte
     return bytes(whole)
 
@@ -38,7 +38,7 @@ def mixed(kept: StoredParity) -> bytes:
 class Holdings:
     """Who holds what, as the arenas say, and what faults took."""
 
-    def __init__(self, world: World) -> None:
+    def __init__(self, world: SimulatedWorld) -> None:
         self._world = world
         self._held: dict[ShardKey, dict[str, str]] = {}
         """The slots of undamaged copies, by machine."""
@@ -69,7 +69,9 @@ class Holdings:
             self._sealed_once.setdefault(key.version_id, set()).add(key.part)
         if (machine, slot) in self._hidden:
             return  # the note says more about it now; it is as bad as before
-        if data[: record.size_bytes] != (mixed(self._parities[machine, slot]) if key.kind else content(key)):
+        if data[: record.size_bytes] != (
+            expected_parity(self._parities[machine, slot]) if key.kind else shard_content(key)
+        ):
             raise Violation(f"{machine} counts a copy of {self._world.short(key)} that has bytes nobody wrote")
         if key.kind:
             return
@@ -134,14 +136,14 @@ class Holdings:
                     if shard.key.part == part:
                         rows[kept.members, kept.parity.stripe.number, member][machine].append(kept)
 
-        def useful(kept: StoredParity, member: str) -> bool:
+        def has_other_members(kept: StoredParity, member: str) -> bool:
             others = [shard.key for other, shard in kept.shards.items() if other != member]
             return all(self.holders(group, key.part) & among for key in others)
 
         for (_, _, member), keepers in rows.items():
             one = next(iter(keepers.values()))[0].parity.stripe
             needed = {segment.keeper for segment in one.segments(member) if segment.size_bytes}  # type: ignore[arg-type]
-            if all(any(useful(kept, member) for kept in keepers.get(keeper, ())) for keeper in needed):
+            if all(any(has_other_members(kept, member) for kept in keepers.get(keeper, ())) for keeper in needed):
                 return True
         return False
 

@@ -16,10 +16,10 @@ from tests.simulation.holdings import Holdings, Violation
 from tests.simulation.memory import BURST, SHARD_BYTES, SLOTS
 
 if TYPE_CHECKING:
-    from tests.simulation.agent import Agent
-    from tests.simulation.restoring import Restore
+    from tests.simulation.agent import SimulatedAgent
+    from tests.simulation.restoring import SimulatedRestore
     from tests.simulation.trainers import Trainers
-    from tests.simulation.world import Machine, World
+    from tests.simulation.world import Machine, SimulatedWorld
 
 CALM_S = 12.0
 """After this long without trouble, what was lost has been noticed and copied again."""
@@ -28,7 +28,7 @@ NOTICED_S = 8.0
 
 
 @dataclass
-class _WentBack:
+class _Rollback:
     """The job went on from ``base`` as incarnation ``epoch``, which left what is newer and older than that."""
 
     base: VersionId
@@ -40,10 +40,10 @@ class _WentBack:
         return group > self.base and group.epoch < self.epoch
 
 
-class Truth(Holdings):
+class Invariants(Holdings):
     """What is there, and what the job was promised."""
 
-    def __init__(self, world: World) -> None:
+    def __init__(self, world: SimulatedWorld) -> None:
         super().__init__(world)
         self._bases: dict[VersionId, int | None] = {}
         self._saved_in_calm: set[VersionId] = set()
@@ -52,7 +52,7 @@ class Truth(Holdings):
         self._accepted: dict[tuple[int, str], dict[str, float]] = {}
         self._declared: list[tuple[float, str, VersionId]] = []
         """Who said of which version that it is settled, and when."""
-        self._went_back: list[_WentBack] = []
+        self._went_back: list[_Rollback] = []
         self._unsaid: set[tuple[int, VersionId]] = set()
         """Incarnations that may say what they went on from only once they are let write."""
         self.floor: VersionId | None = None
@@ -192,7 +192,7 @@ class Truth(Holdings):
                     f"{machine} gave up {self._world.short(key)}, the last copy of a part of what the job goes back to"
                 )
 
-    def chosen(self, restore: Restore) -> None:
+    def chosen(self, restore: SimulatedRestore) -> None:
         """The ranks know what they are about to load."""
         groups = set(restore.choices.values())
         if len(groups) > 1 or len(restore.choices) < len(restore.nodes):
@@ -216,7 +216,7 @@ class Truth(Holdings):
             raise Violation(f"{self._world.short(key)} is taken for left out, and was sealed")
         self._left_out.add(key.version_id)
 
-    def decided(self, agent: Agent, found: CommitDecision) -> None:
+    def decided(self, agent: SimulatedAgent, found: CommitDecision) -> None:
         """The one that counts has come to an answer."""
         for group in found.aborted:
             self._answered(agent, group, "torn")
@@ -232,7 +232,7 @@ class Truth(Holdings):
         if found.replicated is not None:
             self.declared(agent, found.replicated)
 
-    def _answered(self, agent: Agent, group: VersionId, answer: str) -> None:
+    def _answered(self, agent: SimulatedAgent, group: VersionId, answer: str) -> None:
         if self._answers.setdefault(group, answer) != answer:
             raise Violation(f"two answers: {agent.name} says that {self._world.short(group)} is {answer} after all")
 
@@ -244,7 +244,7 @@ class Truth(Holdings):
         held = {group for group in known for part in range(self.parts_of(group)) if self.holders(group, part) & living}
         return "; ".join(f"{self._world.short(group)}: {self.describe(group)}" for group in sorted(held))
 
-    def declared(self, agent: Agent, group: VersionId) -> None:
+    def declared(self, agent: SimulatedAgent, group: VersionId) -> None:
         """The commit leader says that all parts of a version have their copies."""
         self.replicated.append(group)
         world = self._world
@@ -329,7 +329,7 @@ class Truth(Holdings):
     def _set_floor(self, group: VersionId) -> None:
         self.floor, self._floor_at, self._floor_lost = group, self._world.now, False
 
-    def started_afresh(self, restore: Restore) -> None:
+    def started_afresh(self, restore: SimulatedRestore) -> None:
         """Everybody answered that there is nothing."""
         there = self._known(self.living(), restore.began)
         if there:
@@ -338,13 +338,13 @@ class Truth(Holdings):
                 f"there: {self.describe(max(there))}"
             )
 
-    def restored(self, restore: Restore, group: VersionId) -> None:
+    def restored(self, restore: SimulatedRestore, group: VersionId) -> None:
         """All ranks have loaded ``group``."""
         reach = restore.answered() & self.living()
         there = [one for one in self._known(reach, restore.began) if self._all_along(one, reach, restore.photo)]
         best = self._best(there)
         world = self._world
-        if best is not None and best not in restore.refused and _order(group) < _order(best):
+        if best is not None and best not in restore.refused and _version_order(group) < _version_order(best):
             raise Violation(
                 f"the job goes back to {world.short(group)} although {world.short(best)} could be reached: "
                 f"{self.describe(best)}"
@@ -360,7 +360,7 @@ class Truth(Holdings):
 
     def _goes_on_from(self, group: VersionId, epoch: int, nodes: Iterable[str]) -> None:
         self._went_back = [earlier for earlier in self._went_back if earlier.base > group]
-        self._went_back.append(_WentBack(group, epoch, set(nodes)))
+        self._went_back.append(_Rollback(group, epoch, set(nodes)))
         self._set_floor(group)
         self._floor_lost = not self.whole(group)
 
@@ -389,7 +389,7 @@ class Truth(Holdings):
     def _best(self, groups: list[VersionId]) -> VersionId | None:
         """The newest of those that no later incarnation has left behind. Told anew, not by calling the resolver."""
         kept = [group for group in groups if not any(self._leaves(later, group) for later in groups)]
-        return max(kept, key=_order, default=None)
+        return max(kept, key=_version_order, default=None)
 
     def _leaves(self, later: VersionId, earlier: VersionId) -> bool:
         base = self._bases.get(later)
@@ -431,5 +431,5 @@ class Truth(Holdings):
                 )
 
 
-def _order(group: VersionId) -> tuple[int, int, int, str]:
+def _version_order(group: VersionId) -> tuple[int, int, int, str]:
     return group.version, group.epoch, group.attempt, group.incarnation

@@ -28,11 +28,11 @@ from peerstore.membership.swim import GossipMessage, MembershipSettings, MemberS
 from peerstore.peers.peer_inventory import JobInventory
 from peerstore.peers.peer_messages import NodeInventory
 from peerstore.shard_records import ShardKey, VersionId
-from tests.simulation.agent import JOB, Agent
-from tests.simulation.memory import content, damaged_chunks, predictable
-from tests.simulation.restoring import Restore
+from tests.simulation.agent import JOB, SimulatedAgent
+from tests.simulation.memory import damaged_chunks, seeded_randomness, shard_content
+from tests.simulation.restoring import SimulatedRestore
 from tests.simulation.trainers import Trainers
-from tests.simulation.world import Shape, World
+from tests.simulation.world import ClusterShape, SimulatedWorld
 from tieredckpt.agent.peer_tier import PeerTier, memory_step_statuses, peer_facts
 from tieredckpt.agent.step_locator import StepLayoutCache, StepLocator
 from tieredckpt.format.manifest import ShardMeta, encode_meta
@@ -48,7 +48,7 @@ _LONGEST_S = 120.0
 """Of simulated time, for anything to happen."""
 
 
-class WentWrong(AssertionError):
+class TimeoutViolation(AssertionError):
     """Of what always happens here; what must never happen is looked for by the invariants."""
 
 
@@ -73,7 +73,7 @@ class Phase:
 
 
 @dataclass
-class Planned:
+class RestorePlanCost:
     """What it takes one node to find what its ranks read."""
 
     pieces: int = 0
@@ -81,7 +81,7 @@ class Planned:
     seconds: float = 0.0
 
 
-class LargeWorld(World):
+class LargeWorld(SimulatedWorld):
     """Counts what is sent."""
 
     most_events = sys.maxsize
@@ -93,15 +93,17 @@ class LargeWorld(World):
         self.layouts: dict[str, bytes] = {}
         self.sent: Counter[str] = Counter()
         self.got: Counter[str] = Counter()
-        super().__init__(1, Shape(nodes, -(-nodes // RACK), 2, parts, 12 * parts), membership=MembershipSettings())
+        super().__init__(
+            1, ClusterShape(nodes, -(-nodes // RACK), 2, parts, 12 * parts), membership=MembershipSettings()
+        )
 
-    def call(self, source: Agent, target: str, op: str, *rest: Any) -> None:
+    def call(self, source: SimulatedAgent, target: str, op: str, *rest: Any) -> None:
         self.sent[op] += 1
         self.got[target] += 1
         super().call(source, target, op, *rest)
 
     @property
-    def agents(self) -> list[Agent]:
+    def agents(self) -> list[SimulatedAgent]:
         return [machine.agent for machine in self.machines.values() if machine.agent is not None]
 
     def meet(self) -> None:
@@ -120,8 +122,8 @@ class LargeWorld(World):
     def meta(self, part: int, parts: int, base: int | None) -> bytes:
         """What a rank says of its shard; its layout is kept as its node would."""
         box, shape = self.rows_of(part, parts), (self.rows, COLUMNS)
-        entries = [TensorEntry(name, "float32", shape, box, 4, sharded=True) for name in names()]
-        layout = build_layout(entries, (), {name: tuple(name.split(".")) for name in names()})
+        entries = [TensorEntry(name, "float32", shape, box, 4, sharded=True) for name in tensor_names()]
+        layout = build_layout(entries, (), {name: tuple(name.split(".")) for name in tensor_names()})
         self.layouts[layout.digest] = encode_layout(layout)
         return encode_meta(ShardMeta(layout.digest, (), base=-1 if base is None else base))
 
@@ -130,7 +132,7 @@ class LargeWorld(World):
         self.got.clear()
         began, then = time.process_time(), self.now
         if not self.run(_LONGEST_S, done):
-            raise WentWrong(f"{what}: not within {_LONGEST_S:.0f} s")
+            raise TimeoutViolation(f"{what}: not within {_LONGEST_S:.0f} s")
         most = max(self.got.values(), default=0)
         return Phase(what, time.process_time() - began, self.now - then, Counter(self.sent), most)
 
@@ -142,15 +144,15 @@ class LargeTrainers(Trainers):
         return self.world.meta(key.part, len(self.places), self.base)
 
 
-class LargeRestore(Restore):
+class LargeRestore(SimulatedRestore):
     """Some of the nodes come to a step, the others to the same: what they see is what those see."""
 
     world: LargeWorld
     job = LargeTrainers
 
-    def __init__(self, world: World, places: tuple[str, ...]) -> None:
+    def __init__(self, world: SimulatedWorld, places: tuple[str, ...]) -> None:
         super().__init__(world, places)
-        self.planned: list[Planned] = []
+        self.planned: list[RestorePlanCost] = []
         self.read = 0
         """Shards that ranks of these nodes took pieces of, all of them looked at."""
 
@@ -165,7 +167,7 @@ class LargeRestore(Restore):
         votes = [self._vote_of(name) for name in deciding]
         chosen = elect_step([vote for vote in votes for _ in range(ranks)])
         if chosen is None:
-            raise WentWrong("the nodes do not come to one step")
+            raise TimeoutViolation("the nodes do not come to one step")
         self.choices = dict.fromkeys(self.nodes, chosen)
         self.world.truth.chosen(self)
         for name in deciding:
@@ -178,17 +180,17 @@ class LargeRestore(Restore):
         found = resolve_step([view.candidate for view in views], unreachable=["peer"] if silent else ())
         return [candidate.version_id for candidate in (found.chosen, *found.alternatives) if candidate is not None]
 
-    def _plan(self, agent: Agent, group: VersionId) -> None:
+    def _plan(self, agent: SimulatedAgent, group: VersionId) -> None:
         """All that the ranks of one node read, as its agent finds it, and where that is."""
         began = time.process_time()
         nodes, silent = self._sights[agent.name]
-        facts, sources = others_seen(agent, nodes, silent).holders_of_parts(JOB, group)
+        facts, sources = peer_tier(agent, nodes, silent).holders_of_parts(JOB, group)
         here = {
             fact.key.part: agent.shelf.find_shard(fact.key)[1]
             for fact in nodes[agent.name].shards
             if fact.key.version_id == group
         }
-        took, used = Planned(), set[str]()
+        took, used = RestorePlanCost(), set[str]()
 
         def layouts(digests: Collection[str]) -> Mapping[str, bytes]:
             used.update(digests)
@@ -208,10 +210,10 @@ class LargeRestore(Restore):
         parts = set[int]()
         for rank in (rank for rank, place in enumerate(self.places) if place == agent.name):
             box = self.world.rows_of(rank, len(self.places))
-            found = step.pieces(rank, [(name, *box) for name in names()], ()).pieces
+            found = step.pieces(rank, [(name, *box) for name in tensor_names()], ()).pieces
             rows = sum((one.sizes if one.box is None else one.box[1])[0] for one in found)
             if rows != TENSORS * box.sizes[0]:
-                raise WentWrong(f"rank {rank} finds {rows} rows of {TENSORS * box.sizes[0]}")
+                raise TimeoutViolation(f"rank {rank} finds {rows} rows of {TENSORS * box.sizes[0]}")
             took.pieces += len(found)
             parts |= {one.part for one in found}
         took.layouts, took.seconds = len(used), time.process_time() - began
@@ -219,7 +221,11 @@ class LargeRestore(Restore):
         for part in parts - here.keys():
             key = self._key(group, part)
             agent.call(
-                sources[part][0].node, "read_ranges", key, lambda found, key=key: self._looked_at(key, found), _refused
+                sources[part][0].node,
+                "read_ranges",
+                key,
+                lambda found, key=key: self._looked_at(key, found),
+                _raise_read_error,
             )
 
     def _known_epoch(self, _name: str) -> int:
@@ -227,16 +233,16 @@ class LargeRestore(Restore):
 
     def _looked_at(self, key: ShardKey, found: tuple[Any, bytes]) -> None:
         record, data = found
-        if damaged_chunks(data, record) or data != content(key):
-            raise WentWrong(f"{self.world.short(key)} is read with bytes that nobody wrote")
+        if damaged_chunks(data, record) or data != shard_content(key):
+            raise TimeoutViolation(f"{self.world.short(key)} is read with bytes that nobody wrote")
         self.read += 1
 
 
-def _refused(error: PeerStoreError) -> None:
-    raise WentWrong(f"a shard that was seen is not read: {error}")
+def _raise_read_error(error: PeerStoreError) -> None:
+    raise TimeoutViolation(f"a shard that was seen is not read: {error}")
 
 
-def others_seen(agent: Agent, nodes: Mapping[str, NodeInventory], silent: Mapping[str, str]) -> PeerTier:
+def peer_tier(agent: SimulatedAgent, nodes: Mapping[str, NodeInventory], silent: Mapping[str, str]) -> PeerTier:
     """The part of the agent that says where shards are, over what was seen."""
     team = SimpleNamespace(
         this_node=agent.machine.node,
@@ -246,55 +252,61 @@ def others_seen(agent: Agent, nodes: Mapping[str, NodeInventory], silent: Mappin
     return PeerTier(SimpleNamespace(job_peers=lambda _: team))  # type: ignore[arg-type]
 
 
-def names() -> list[str]:
+def tensor_names() -> list[str]:
     return [f"model.layers.{number // 4}.projection{number % 4}.weight" for number in range(TENSORS)]
 
 
 @dataclass
-class Story:
+class LargeJobResult:
     """A save, its commit, a lost node, and a restore into a smaller world."""
 
     phases: list[Phase] = field(default_factory=list)
-    planned: list[Planned] = field(default_factory=list)
+    planned: list[RestorePlanCost] = field(default_factory=list)
     read: int = 0
     counted: Counter[str] = field(default_factory=Counter)
     seconds: float = 0.0
     memory_mib: int = 0
 
 
-def tell(nodes: int, ranks: int, fewer: int, say: Callable[[str], None] = lambda _: None) -> Story:
+def run_large_job(nodes: int, ranks: int, fewer: int, say: Callable[[str], None] = lambda _: None) -> LargeJobResult:
     """``nodes`` of ``ranks`` each; ``fewer`` of them go on."""
-    story, began = Story(), time.process_time()
+    story, began = LargeJobResult(), time.process_time()
 
-    def phase(what: str, done: Callable[[], bool]) -> None:
+    def run_phase(what: str, done: Callable[[], bool]) -> None:
         story.phases.append(world.until(what, done))
         say(str(story.phases[-1]))
 
-    with predictable(random.Random(f"{nodes} {ranks}")):
+    with seeded_randomness(random.Random(f"{nodes} {ranks}")):
         world = LargeWorld(nodes, ranks, fewer)
         world.meet()
         world.run(2.0)
         everybody = sorted(world.machines)
         job: Trainers = LargeTrainers(world, tuple(n for n in everybody for _ in range(ranks)), 1, "a", None)
         world.begin(job)
-        phase(f"{nodes * ranks:,} ranks save, all know it to be settled", _settled(world, job.save()))
+        run_phase(
+            f"{nodes * ranks:,} ranks save, all know it to be settled", _is_replicated_everywhere(world, job.save())
+        )
         lost = everybody[0]
         world.crash(world.machines[lost])
-        phase(
+        run_phase(
             "the node that counts is lost, and all know it", lambda: not any(lost in one.living for one in world.agents)
         )
         floor = world.truth.floor
         assert floor is not None
         parts = range(world.truth.parts_of(floor))
-        phase("its shards have two copies again", lambda: all(len(world.truth.holders(floor, p)) > 1 for p in parts))
+        run_phase(
+            "its shards have two copies again", lambda: all(len(world.truth.holders(floor, p)) > 1 for p in parts)
+        )
         restore = LargeRestore(world, tuple(n for n in everybody[1 : fewer + 1] for _ in range(ranks)))
         world.restores.append(restore)
         restore.begin()
-        phase(f"{fewer * ranks:,} ranks look around and choose", lambda: bool(restore.outcome))
+        run_phase(f"{fewer * ranks:,} ranks look around and choose", lambda: bool(restore.outcome))
         if restore.outcome != "done":
-            raise WentWrong(restore.outcome)
+            raise TimeoutViolation(restore.outcome)
         job = world.jobs[-1]
-        phase(f"{fewer * ranks:,} ranks save, all know it to be settled", _settled(world, job.save()))
+        run_phase(
+            f"{fewer * ranks:,} ranks save, all know it to be settled", _is_replicated_everywhere(world, job.save())
+        )
         world.truth.check()
         story.planned, story.read = restore.planned, restore.read
     story.seconds = time.process_time() - began
@@ -309,13 +321,13 @@ def tell(nodes: int, ranks: int, fewer: int, say: Callable[[str], None] = lambda
     return story
 
 
-def _settled(world: LargeWorld, group: VersionId | None) -> Callable[[], bool]:
-    def replicated() -> bool:
+def _is_replicated_everywhere(world: LargeWorld, group: VersionId | None) -> Callable[[], bool]:
+    def is_replicated() -> bool:
         return group in world.truth.replicated and all(
             one.copies.newest_replicated(JOB) == group for one in world.agents
         )
 
-    return replicated
+    return is_replicated
 
 
 def main() -> int:
@@ -327,7 +339,9 @@ def main() -> int:
     logging.disable(logging.CRITICAL)
     gc.freeze()
     gc.disable()
-    tell(options.nodes, options.ranks, options.fewer or options.nodes * 4 // 5, lambda text: print(text, flush=True))
+    run_large_job(
+        options.nodes, options.ranks, options.fewer or options.nodes * 4 // 5, lambda text: print(text, flush=True)
+    )
     return 0
 
 

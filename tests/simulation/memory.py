@@ -102,7 +102,7 @@ class SimulatedSealing(ShardSealer):
 
 
 @functools.lru_cache(maxsize=10_000)
-def content(key: ShardKey) -> bytes:
+def shard_content(key: ShardKey) -> bytes:
     """What a trainer has in its memory for this shard."""
     return b"".join(xxhash.xxh3_64_digest(f"{key} {number}".encode()) for number in range(CHUNKS))
 
@@ -113,22 +113,24 @@ def damaged_chunks(data: bytes | bytearray, record: ShardRecord) -> tuple[int, .
 
 
 @functools.lru_cache(maxsize=10_000)
-def _placed(nodes: tuple[PeerNode, ...], copies: int, levels: tuple[str, ...]) -> ReplicaPlacement:
+def _cached_placement(nodes: tuple[PeerNode, ...], copies: int, levels: tuple[str, ...]) -> ReplicaPlacement:
     return place_replicas(nodes, copies=copies, levels=levels)
 
 
 @functools.lru_cache(maxsize=10_000)
-def _grouped(nodes: tuple[PeerNode, ...], size: int, levels: tuple[str, ...]) -> tuple[tuple[NodeId, ...], ...]:
+def _cached_groups(nodes: tuple[PeerNode, ...], size: int, levels: tuple[str, ...]) -> tuple[tuple[NodeId, ...], ...]:
     return parity_groups(nodes, size, levels=levels)
 
 
 @functools.lru_cache(maxsize=10_000)
-def _standing_in(me: NodeId, nodes: tuple[PeerNode, ...], partners: tuple[str, ...], levels: tuple[str, ...]) -> Any:
+def _cached_substitutes(
+    me: NodeId, nodes: tuple[PeerNode, ...], partners: tuple[str, ...], levels: tuple[str, ...]
+) -> Any:
     return substitute_partners(me, nodes, partners, levels)
 
 
 @contextlib.contextmanager
-def predictable(rng: random.Random) -> Iterator[None]:
+def seeded_randomness(rng: random.Random) -> Iterator[None]:
     """While the block runs, the store's random names follow from the seed.
 
     What is pure and asked by every node of every schedule, placement, is worked out once for each set of nodes.
@@ -140,20 +142,20 @@ def predictable(rng: random.Random) -> Iterator[None]:
     )
     instead: list[tuple[Any, str, Any]] = [(module, "secrets", fake) for module in (slots, leases, crash_recovery)]
     instead += [
-        (stripes, "_written", parity.write),
+        (stripes, "_written", parity.write_parity),
         (stripes, "time", SimpleNamespace(time_ns=lambda: 0)),
         (parity_store, "ShardSources", parity.SimulatedRanges),
         (
             parity_replicator,
             "parity_groups",
-            lambda nodes, size, *, levels: _grouped(tuple(nodes), size, tuple(levels)),
+            lambda nodes, size, *, levels: _cached_groups(tuple(nodes), size, tuple(levels)),
         ),
         (
             replication_policy,
             "place_replicas",
-            lambda nodes, *, copies, levels: _placed(tuple(nodes), copies, tuple(levels)),
+            lambda nodes, *, copies, levels: _cached_placement(tuple(nodes), copies, tuple(levels)),
         ),
-        (replication_policy, "substitute_partners", lambda me, *given: _standing_in(me, *map(tuple, given))),
+        (replication_policy, "substitute_partners", lambda me, *given: _cached_substitutes(me, *map(tuple, given))),
     ]
     before = [(module, name, getattr(module, name)) for module, name, _ in instead]
     for module, name, double in instead:

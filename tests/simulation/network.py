@@ -33,7 +33,7 @@ class Events:
         return work
 
 
-class Network:
+class SimulatedNetwork:
     """Which messages arrive, and when."""
 
     def __init__(self, events: Events, rng: random.Random) -> None:

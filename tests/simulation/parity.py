@@ -18,13 +18,13 @@ from peerstore.shard_records import Lease, ShardKey, ShardRecord
 from tests.simulation.memory import damaged_chunks
 
 if TYPE_CHECKING:
-    from tests.simulation.agent import Agent
+    from tests.simulation.agent import SimulatedAgent
 
 
 class SimulatedStore:
     """What :class:`peerstore.store.node_store.NodeStore` is for whoever keeps parities."""
 
-    def __init__(self, agent: Agent) -> None:
+    def __init__(self, agent: SimulatedAgent) -> None:
         from tests.simulation.agent import COPIER
 
         self.agent, self.replicas, self._owner = agent, agent.copies, COPIER
@@ -74,7 +74,7 @@ class SimulatedStore:
 class SimulatedMembership:
     """What :class:`peerstore.peers.heartbeat_loop.HeartbeatLoop` knows, and whom it calls."""
 
-    def __init__(self, agent: Agent) -> None:
+    def __init__(self, agent: SimulatedAgent) -> None:
         self._agent = agent
         self.this_node = agent.machine.node
 
@@ -100,16 +100,16 @@ class SimulatedMembership:
 class SimulatedPeer:
     """Another node's agent, whose answers are waited for."""
 
-    def __init__(self, agent: Agent, node: str) -> None:
+    def __init__(self, agent: SimulatedAgent, node: str) -> None:
         self._agent, self._node = agent, node
 
     def call(self, op: str, body: Any, _result: object, *, timeout_s: float = 5.0) -> Any:
         def begin(answered: Callable[[Any], None]) -> None:
             self._agent.call(
-                self._node, op, body, lambda found: answered((found, None)), partial(no, answered), timeout_s
+                self._node, op, body, lambda found: answered((found, None)), partial(reply_error, answered), timeout_s
             )
 
-        def no(answered: Callable[[Any], None], error: PeerStoreError) -> None:
+        def reply_error(answered: Callable[[Any], None], error: PeerStoreError) -> None:
             answered((None, error))
 
         found, error = self._agent.world.turns.wait(begin)
@@ -168,10 +168,10 @@ class SimulatedRanges:
         pass
 
 
-class SimulatedSettlement:
+class SimulatedReporter:
     """The commit leader is told by messages that nobody waits for, as with copies."""
 
-    def __init__(self, agent: Agent, sharing: ParityReplicator) -> None:
+    def __init__(self, agent: SimulatedAgent, sharing: ParityReplicator) -> None:
         self._agent, self._reports = agent, sharing._reports
 
     def report(self, teller: str, notes: Iterable[PartsReport]) -> bool:
@@ -179,10 +179,10 @@ class SimulatedSettlement:
         return True
 
 
-class SimulatedSharing(ParityReplicator):
+class SimulatedParityReplicator(ParityReplicator):
     """One agent's parities. What its thread would do is done whenever the agent is woken."""
 
-    def __init__(self, agent: Agent) -> None:
+    def __init__(self, agent: SimulatedAgent) -> None:
         world = agent.world
         store: Any = SimulatedStore(agent)
         tending: Any = SimulatedMembership(agent)
@@ -193,12 +193,12 @@ class SimulatedSharing(ParityReplicator):
             ReplicationPolicy(1, ("zone", "rack"), parity_group_size=world.shape.parity),
             pace=RateLimiter(0),
             blobs_of=lambda _: (),
-            fetch_blob=_no_blob,
+            fetch_blob=_raise_no_blob,
             sight=self._looked,
             clock=lambda: world.now,
         )
         self._agent = agent
-        settlement: Any = SimulatedSettlement(agent, self)
+        settlement: Any = SimulatedReporter(agent, self)
         self.commit_tracker = settlement
         self._steps = False
         self.handlers: dict[str, Callable[[str, Any], Any]] = {
@@ -249,9 +249,9 @@ class SimulatedSharing(ParityReplicator):
         ]
 
 
-def write(store: SimulatedStore, *args: Any, **options: Any) -> bytes:
+def write_parity(store: SimulatedStore, *args: Any, **options: Any) -> bytes:
     return store.write(*args, **options)
 
 
-def _no_blob(name: str, _nodes: tuple[str, ...]) -> bytes:
+def _raise_no_blob(name: str, _nodes: tuple[str, ...]) -> bytes:
     raise ShardNotFoundError(f"there is no {name} here")

@@ -14,13 +14,13 @@ from peerstore.errors import PeerStoreError
 from peerstore.parity.stripes import pending_recovery
 from peerstore.peers.peer_messages import NodeInventory
 from peerstore.shard_records import ShardInfo, ShardKey, ShardRecord, VersionId
-from tests.simulation.agent import JOB, Agent
-from tests.simulation.memory import content, damaged_chunks
+from tests.simulation.agent import JOB, SimulatedAgent
+from tests.simulation.memory import damaged_chunks, shard_content
 from tests.simulation.trainers import Trainers
 from tieredckpt.resolve_step import Candidate, Resolution, Tier, elect_step, resolve_step
 
 if TYPE_CHECKING:
-    from tests.simulation.world import World
+    from tests.simulation.world import SimulatedWorld
 
 _MOST_TRIES = 4
 _PATIENCE_S = 15.0
@@ -49,15 +49,15 @@ def candidates_of(here: NodeInventory, others: dict[str, NodeInventory]) -> list
     ]
 
 
-class Restore:
+class SimulatedRestore:
     """One attempt to start the job on ``places``."""
 
     job = Trainers
 
-    def __init__(self, world: World, places: tuple[str, ...]) -> None:
+    def __init__(self, world: SimulatedWorld, places: tuple[str, ...]) -> None:
         self.world, self.places = world, places
         self.nodes = sorted(set(places))
-        self.agents: dict[str, Agent] = {}
+        self.agents: dict[str, SimulatedAgent] = {}
         self.began = world.now
         self.outcome = ""
         self.photo: dict[ShardKey, set[str]] = {}
@@ -164,7 +164,7 @@ class Restore:
             return
         holder, rest = holders[0], holders[1:]
 
-        def got(found: tuple[ShardRecord, bytes]) -> None:
+        def shard_received(found: tuple[ShardRecord, bytes]) -> None:
             record, data = found
             if damaged_chunks(data, record):
                 self.world.say(f"part {part} at {holder} is damaged")
@@ -174,16 +174,16 @@ class Restore:
                     agent.call(holder, "verify_chunks", key)
                 self._read(group, part, rest)
                 return
-            self.world.truth.loaded(key, data, content(key))
+            self.world.truth.loaded(key, data, shard_content(key))
             self._done(group, part, ok=True)
 
         if holder == agent.name:
             try:
-                got(agent.read(key))
+                shard_received(agent.read(key))
             except PeerStoreError:
                 self._read(group, part, rest)
         else:
-            agent.call(holder, "read_ranges", key, got, lambda _: self._read(group, part, rest))
+            agent.call(holder, "read_ranges", key, shard_received, lambda _: self._read(group, part, rest))
 
     def _done(self, group: VersionId, part: int, *, ok: bool) -> None:
         self._loaded[part] = ok

@@ -50,7 +50,7 @@ T = TypeVar("T")
 
 
 @dataclass(frozen=True)
-class Looks:
+class InventoryQueries:
     """Questions, each of which has an answer."""
 
     one_survey: int
@@ -65,7 +65,7 @@ class Looks:
     """How many of a node's answers are about itself, and how many about its partition."""
 
 
-def hosts(count: int) -> list[PeerNode]:
+def make_nodes(count: int) -> list[PeerNode]:
     return [
         PeerNode(
             NodeId(f"ip-10-{number // 65536}-{number // 256 % 256}-{number % 256}"),
@@ -79,7 +79,7 @@ def hosts(count: int) -> list[PeerNode]:
 # -- placement --------------------------------------------------------------------------------------------------------
 
 
-def moved(before: ReplicaPlacement, after: ReplicaPlacement) -> int:
+def moved_copies(before: ReplicaPlacement, after: ReplicaPlacement) -> int:
     """Copies that are made anew, of nodes that were there before and are there after."""
     both = before.partners.keys() & after.partners.keys()
     return sum(len(set(after.partners[node]) - set(before.partners[node])) for node in both)
@@ -88,7 +88,7 @@ def moved(before: ReplicaPlacement, after: ReplicaPlacement) -> int:
 # -- membership -------------------------------------------------------------------------------------------------------
 
 
-def pings_of_one(nodes: list[PeerNode]) -> tuple[int, int, float]:
+def ping_cost(nodes: list[PeerNode]) -> tuple[int, int, float]:
     """What one node of a job where all are well sends in a period, how large a ping is, and how long deciding takes."""
     members = SwimMembership(nodes[0], 1)
     members.set_member_list(0.0, member_list(1, nodes))
@@ -99,14 +99,14 @@ def pings_of_one(nodes: list[PeerNode]) -> tuple[int, int, float]:
     for node in nodes:
         members.ping_acked(0.1, node.id)
     pings, seconds = timed(lambda: members.tick(1.0))
-    size = max(len(_sent("ping", PingMessage(ping.gossip))) for ping in pings)
+    size = max(len(_encode_request("ping", PingMessage(ping.gossip))) for ping in pings)
     return len(pings), size, seconds
 
 
 # -- saving -----------------------------------------------------------------------------------------------------------
 
 
-def settled_by(names: list[str]) -> tuple[int, int, float]:
+def commit_cost(names: list[str]) -> tuple[int, int, float]:
     """Reports that reach the commit leader for one version, whom it tells, and how long it counts.
 
     Every node says that its part is sealed, and later that it has its copies.
@@ -127,14 +127,14 @@ def settled_by(names: list[str]) -> tuple[int, int, float]:
                 own[name].mark_reported(to, note)
             notes += told
 
-    def count() -> CommitDecision:
+    def decide() -> CommitDecision:
         found = CommitDecision()
         for note in notes:
             reports.add(note)
             found |= reports.decide(living=living, life=lambda _: 1, replicated=None, quorum=True)
         return found
 
-    found, seconds = timed(count)
+    found, seconds = timed(decide)
     assert (found.committed, found.replicated) == (group, group)
     return sum(note.node != teller for note in notes), len(broadcast_targets(living, teller)), seconds
 
@@ -160,14 +160,14 @@ def periods_until_known(names: list[str]) -> int:
 # -- looking ----------------------------------------------------------------------------------------------------------
 
 
-def looks(names: list[str], partitions: NodePartitions) -> Looks:
+def count_queries(names: list[str], partitions: NodePartitions) -> InventoryQueries:
     """Everybody is well."""
     got: Counter[str] = Counter()
     sent: Counter[str] = Counter()
     for_all: Counter[str] = Counter()
     peers: dict[str, set[str]] = {name: set() for name in names}
 
-    def ask(one: str, other: str, times: int = 1) -> None:
+    def count_query(one: str, other: str, times: int = 1) -> None:
         got[other] += times
         sent[one] += times
         peers[one].add(other)
@@ -176,17 +176,19 @@ def looks(names: list[str], partitions: NodePartitions) -> Looks:
     for me in names:
         for other in partitions.partition_of(me):
             if other != me:
-                ask(me, other, ROUNDS)
+                count_query(me, other, ROUNDS)
         for members in partitions.other_partitions(me):
             delegate = DelegateCandidates(members, gone=lambda _: False).next_delegate()
             assert delegate is not None
-            ask(me, delegate)
+            count_query(me, delegate)
             for_all[delegate] += 1
     first = names[0]
     beyond = partitions.other_partitions(first)
     alone = len(partitions.partition_of(first)) - 1 + sum(len(members) for members in beyond)
     answered = {name: (got[name] - for_all[name], for_all[name]) for name in names}
-    return Looks(alone, sent.total(), max(got.values()), max(sent.values()), max(map(len, peers.values())), answered)
+    return InventoryQueries(
+        alone, sent.total(), max(got.values()), max(sent.values()), max(map(len, peers.values())), answered
+    )
 
 
 # -- inventories ------------------------------------------------------------------------------------------------------
@@ -216,34 +218,36 @@ def _key(version: int, part: int) -> ShardKey:
     return ShardKey(JOB, version, 7, "0" * 12, 0, part)
 
 
-def _sent(op: str, body: object) -> bytes:
+def _encode_request(op: str, body: object) -> bytes:
     return message_codec.encode_message(PeerRequest(op, message_codec.encode_raw_message(body)))
 
 
-def _answered(body: object) -> bytes:
+def _encode_response(body: object) -> bytes:
     return message_codec.encode_message(PeerResponse("", message_codec.encode_raw_message(body)))
 
 
-def answers_for(me: str, partitions: NodePartitions, said: dict[str, NodeInventory]) -> list[bytes]:
+def responses_for(me: str, partitions: NodePartitions, said: dict[str, NodeInventory]) -> list[bytes]:
     """What one node is sent in a survey: by its own partition's nodes and by the delegates of the others."""
-    near = [_answered(said[node]) for node in partitions.partition_of(me) if node != me]
+    near = [_encode_response(said[node]) for node in partitions.partition_of(me) if node != me]
     far = [
-        _answered(PartitionInventory({node: message_codec.encode_raw_message(said[node]) for node in members}, {}))
+        _encode_response(
+            PartitionInventory({node: message_codec.encode_raw_message(said[node]) for node in members}, {})
+        )
         for members in partitions.other_partitions(me)
     ]
     return near + far
 
 
-def most_sent(seen: Looks, partitions: NodePartitions, said: dict[str, NodeInventory]) -> int:
+def largest_response_bytes(seen: InventoryQueries, partitions: NodePartitions, said: dict[str, NodeInventory]) -> int:
     """Bytes of the answers that one node gives when all survey at one time."""
-    own = {name: len(_answered(looked)) for name, looked in said.items()}
+    own = {name: len(_encode_response(looked)) for name, looked in said.items()}
     return max(
         about_it * own[name] + about_all * sum(own[member] for member in partitions.partition_of(name))
         for name, (about_it, about_all) in seen.answered.items()
     )
 
 
-def taken_in(answers: Iterable[bytes], near: int) -> dict[int, NodeInventory]:
+def decode_all(answers: Iterable[bytes], near: int) -> dict[int, NodeInventory]:
     """All that was said, decoded."""
     found: dict[int, NodeInventory] = {}
     for number, data in enumerate(answers):
@@ -267,20 +271,21 @@ def timed(work: Callable[[], T]) -> tuple[T, float]:
 
 def measure(count: int) -> dict[str, str]:
     """The rows of the table for one size."""
-    nodes = hosts(count)
+    nodes = make_nodes(count)
     placement, placed_s = timed(lambda: place_replicas(nodes))
     joined = place_replicas([*nodes, PeerNode(NodeId("one-more"), "", (("rack", "rack-0"), ("zone", "zone-0")))])
     left = place_replicas([node for node in nodes if node is not nodes[count // 2]])
     names = sorted(node.id for node in nodes)
-    pings, ping_bytes, tick_s = pings_of_one(nodes)
-    reports, told, count_s = settled_by(list(names))
+    pings, ping_bytes, tick_s = ping_cost(nodes)
+    reports, told, count_s = commit_cost(list(names))
     partitions, cut_s = timed(lambda: NodePartitions(names))
-    seen = looks(list(names), partitions)
+    seen = count_queries(list(names), partitions)
     said = inventory(list(names), placement)
     me = names[0]
-    answers = answers_for(me, partitions, said)
+    answers = responses_for(me, partitions, said)
     near = len(partitions.partition_of(me)) - 1
-    taken, taken_s = timed(lambda: taken_in(answers, near))
+    taken, taken_s = timed(lambda: decode_all(answers, near))
+    largest_b = largest_response_bytes(seen, partitions, said)
     others = {str(number): looked for number, looked in taken.items()}
     views, views_s = timed(lambda: memory_step_statuses(said[me].shards, peer_facts(others, me), lambda _: False))
     found, resolve_s = timed(lambda: resolve_step([view.candidate for view in views], unreachable=()))
@@ -289,13 +294,15 @@ def measure(count: int) -> dict[str, str]:
     assert Tier.PEER in found.chosen.tiers
     sources = {name for name, looked in said.items() if name != me and looked.shards}
     question = len(
-        _sent("partition_inventory", GetPartitionInventory(max(partitions.other_partitions(me), key=len, default=())))
+        _encode_request(
+            "partition_inventory", GetPartitionInventory(max(partitions.other_partitions(me), key=len, default=()))
+        )
     )
     received = sum(map(len, answers))
     return {
         "placement, seconds": f"{placed_s:.2f}",
-        "a node joins: copies made anew, of all": f"{moved(placement, joined)} of {count}",
-        "a node leaves: copies made anew, beside its own": f"{moved(placement, left)} of {count}",
+        "a node joins: copies made anew, of all": f"{moved_copies(placement, joined)} of {count}",
+        "a node leaves: copies made anew, beside its own": f"{moved_copies(placement, left)} of {count}",
         "membership: pings a node sends, and gets, per second": str(pings),
         "membership: bytes of a ping": f"{ping_bytes:,}",
         "membership: one period's decisions, ms": f"{tick_s * 1e3:.1f}",
@@ -304,7 +311,7 @@ def measure(count: int) -> dict[str, str]:
         "... periods of pings until all know": str(periods_until_known(list(names))),
         "a save: seconds the commit leader counts": f"{count_s:.2f}",
         "partitions, and the largest": f"{len(partitions.other_partitions(me)) + 1}, "
-        f"{max(map(len, _all(partitions, me)))}",
+        f"{max(map(len, _all_partitions(partitions, me)))}",
         "cutting them, ms": f"{cut_s * 1e3:.1f}",
         "one node surveys: questions": f"{seen.one_survey:,}",
         "all survey at once: questions": f"{seen.restart:,}",
@@ -313,10 +320,10 @@ def measure(count: int) -> dict[str, str]:
         "... most that one node asks": f"{seen.most_from_one:,}",
         "... most nodes one has a connection with": f"{seen.peers:,}",
         "all restore into another world: questions for layouts": f"{count * len(sources):,}",
-        "inventory of one node, bytes": f"{len(_answered(said[me])):,}",
+        "inventory of one node, bytes": f"{len(_encode_response(said[me])):,}",
         "a question to a delegate, bytes": f"{question:,}",
         "its answer, bytes": f"{max(map(len, answers)):,}",
-        "all survey at once: most that one node sends, MB": f"{most_sent(seen, partitions, said) / 1e6:.1f}",
+        "all survey at once: most that one node sends, MB": f"{largest_b / 1e6:.1f}",
         "all that one survey brings, MB": f"{received / 1e6:.1f}",
         "decoding that, seconds": f"{taken_s:.2f}",
         "merging it to steps, seconds": f"{views_s:.2f}",
@@ -324,7 +331,7 @@ def measure(count: int) -> dict[str, str]:
     }
 
 
-def _all(partitions: NodePartitions, me: str) -> list[tuple[str, ...]]:
+def _all_partitions(partitions: NodePartitions, me: str) -> list[tuple[str, ...]]:
     return [partitions.partition_of(me), *partitions.other_partitions(me)]
 
 

@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from functools import partial
 
 from tests.simulation.holdings import Violation
-from tests.simulation.memory import predictable
-from tests.simulation.world import Machine, Shape, World
+from tests.simulation.memory import seeded_randomness
+from tests.simulation.world import ClusterShape, Machine, SimulatedWorld
 
 _GAPS_S = (0.0, 0.01, 0.05, 0.3, 0.3, 1.0, 2.0, 4.0)
 _MOST_NODES = 7
@@ -32,7 +32,7 @@ class Event:
 @dataclass(frozen=True)
 class Schedule:
     seed: int
-    shape: Shape
+    shape: ClusterShape
     events: tuple[Event, ...]
 
 
@@ -48,7 +48,7 @@ class Finding:
         return f"seed {self.schedule.seed}, {self.schedule.shape}: {self.violation}\n{events}"
 
 
-def schedule_of(seed: int, kinds: Sequence[str] = (), shape: Shape | None = None) -> Schedule:
+def schedule_of(seed: int, kinds: Sequence[str] = (), shape: ClusterShape | None = None) -> Schedule:
     """What happens to the cluster of this seed: anything, or these kinds of events in this order, to whom and when as
     the seed says."""
     rng = random.Random(seed)
@@ -66,13 +66,15 @@ def schedule_of(seed: int, kinds: Sequence[str] = (), shape: Shape | None = None
     ]
     kept = random.Random(f"parity {seed}")
     parity = kept.choice((1, 2, 3)) if kept.random() < PARITIES else 0
-    return Schedule(seed, shape or Shape(nodes, racks, 1 if parity else copies, parts, budget, parity), tuple(events))
+    return Schedule(
+        seed, shape or ClusterShape(nodes, racks, 1 if parity else copies, parts, budget, parity), tuple(events)
+    )
 
 
-def run(schedule: Schedule, say: Callable[[str], None] | None = None) -> World:
+def run(schedule: Schedule, say: Callable[[str], None] | None = None) -> SimulatedWorld:
     """Play it, and then see whether the cluster comes to rest as it should. Raises :class:`Violation`."""
-    with predictable(random.Random(f"names {schedule.seed}")):
-        world = World(schedule.seed, schedule.shape, say=say)
+    with seeded_randomness(random.Random(f"names {schedule.seed}")):
+        world = SimulatedWorld(schedule.seed, schedule.shape, say=say)
         try:
             world.restart(list(world.machines))
             for event in schedule.events:
@@ -80,13 +82,13 @@ def run(schedule: Schedule, say: Callable[[str], None] | None = None) -> World:
                 if world.machines:
                     KINDS[event.kind][1](world, event)
                 world.truth.check()
-            finish(world)
+            check_recovery(world)
         finally:
             world.turns.stream_ended()
     return world
 
 
-def broken(schedule: Schedule) -> Finding | None:
+def find_violation(schedule: Schedule) -> Finding | None:
     try:
         run(schedule)
     except Violation as violation:
@@ -96,14 +98,14 @@ def broken(schedule: Schedule) -> Finding | None:
     return None
 
 
-def shrunk(finding: Finding, budget: int = 200) -> Finding:
+def shrink_finding(finding: Finding, budget: int = 200) -> Finding:
     """The same kind of failure with as few events as dropping one after the other leaves."""
     tried, number = 0, 0
     while number < len(finding.schedule.events) and tried < budget:
         events = finding.schedule.events
         fewer = Schedule(finding.schedule.seed, finding.schedule.shape, events[:number] + events[number + 1 :])
         tried += 1
-        found = broken(fewer)
+        found = find_violation(fewer)
         if found is None:
             number += 1
         else:
@@ -114,7 +116,7 @@ def shrunk(finding: Finding, budget: int = 200) -> Finding:
 # -- the end ----------------------------------------------------------------------------------------------------------
 
 
-def finish(world: World) -> None:
+def check_recovery(world: SimulatedWorld) -> None:
     """Faults stop: copies are made again, and the job can go on."""
     world.say("faults stop")
     world.heal()
@@ -137,10 +139,10 @@ def finish(world: World) -> None:
     if not world.run(30.0, lambda: not world.truth.torn_but_there()):
         raise Violation(f"what is torn still takes room: {world.truth.torn_but_there()}")
     if roomy:
-        _goes_on(world)
+        _check_resume(world)
 
 
-def _goes_on(world: World) -> None:
+def _check_resume(world: SimulatedWorld) -> None:
     living = sorted(world.truth.living())
     if 2 * len(set(living) - set(world.member_list.standby)) <= world.member_list.voters:
         return
@@ -158,7 +160,7 @@ def _goes_on(world: World) -> None:
             group = job.save()
             if group is None:
                 break
-            done = partial(_settled, world, group, before)
+            done = partial(_is_replicated, world, group, before)
             world.run(25.0, done)
             if done():
                 return
@@ -168,11 +170,11 @@ def _goes_on(world: World) -> None:
     raise Violation(f"the job cannot go on: {world.restores[-1].outcome}; {[str(job) for job in world.jobs]}")
 
 
-def _settled(world: World, group: object, before: int) -> bool:
+def _is_replicated(world: SimulatedWorld, group: object, before: int) -> bool:
     return group in world.truth.replicated[before:]
 
 
-def _lost_for_good(world: World) -> bool:
+def _lost_for_good(world: SimulatedWorld) -> bool:
     """Nothing is whole any more on machines that are there: an error, and rightly so."""
     return not world.truth.groups(world.truth.living())
 
@@ -180,46 +182,46 @@ def _lost_for_good(world: World) -> bool:
 # -- what happens -----------------------------------------------------------------------------------------------------
 
 
-def _machine(world: World, event: Event, *, up: bool = True) -> Machine | None:
+def _machine_of(world: SimulatedWorld, event: Event, *, up: bool = True) -> Machine | None:
     machines = [machine for machine in world.machines.values() if machine.up is up]
     return machines[event.one % len(machines)] if machines else None
 
 
-def _save(world: World, event: Event) -> None:
+def _save(world: SimulatedWorld, event: Event) -> None:
     jobs = [job for job in world.jobs if job.running]
     if jobs:
         jobs[event.one % len(jobs)].save()
 
 
-def _leave_out(world: World, event: Event) -> None:
+def _leave_out(world: SimulatedWorld, event: Event) -> None:
     """A save of which one rank has no part, or does not hear that it has one."""
     jobs = [job for job in world.jobs if job.running]
     if jobs:
         jobs[event.one % len(jobs)].save(without=event.other % world.shape.parts, unheard=event.one % 3 == 0)
 
 
-def _crash(world: World, event: Event) -> None:
-    machine = _machine(world, event)
+def _crash(world: SimulatedWorld, event: Event) -> None:
+    machine = _machine_of(world, event)
     if machine is not None:
         world.crash(machine)
 
 
-def _crash_soon(world: World, event: Event) -> None:
+def _crash_soon(world: SimulatedWorld, event: Event) -> None:
     """A save, and a machine that goes while its copies are on their way."""
     _save(world, event)
     world.run(event.other % 400 / 1000)
     _crash(world, event)
 
 
-def _return(world: World, event: Event) -> None:
-    machine = _machine(world, event, up=False)
+def _return_machine(world: SimulatedWorld, event: Event) -> None:
+    machine = _machine_of(world, event, up=False)
     if machine is not None:
         world.say(f"{machine.name} comes back with nothing")
         world.boot(machine)
 
 
-def _crash_and_return(world: World, event: Event) -> None:
-    machine = _machine(world, event)
+def _crash_and_return(world: SimulatedWorld, event: Event) -> None:
+    machine = _machine_of(world, event)
     if machine is not None:
         world.crash(machine)
         world.run(event.other % 1500 / 1000)
@@ -228,15 +230,15 @@ def _crash_and_return(world: World, event: Event) -> None:
             world.boot(machine)
 
 
-def _two(world: World, event: Event) -> None:
+def _crash_two(world: SimulatedWorld, event: Event) -> None:
     for number in (event.one, event.other):
-        machine = _machine(world, Event(0, "", number))
+        machine = _machine_of(world, Event(0, "", number))
         if machine is not None and len([m for m in world.machines.values() if m.up]) > 1:
             world.crash(machine)
 
 
-def _rack(world: World, event: Event) -> None:
-    first = _machine(world, event)
+def _crash_rack(world: SimulatedWorld, event: Event) -> None:
+    first = _machine_of(world, event)
     if first is None or not world.shape.racks:
         return
     for machine in list(world.machines.values()):
@@ -244,33 +246,33 @@ def _rack(world: World, event: Event) -> None:
             world.crash(machine)
 
 
-def _leader(world: World, event: Event) -> None:
+def _crash_leader(world: SimulatedWorld, event: Event) -> None:
     """The node that keeps the tally, and is often the coordinator's too."""
     up = [machine for machine in world.machines.values() if machine.up]
     if up:
         world.crash(min(up, key=lambda machine: machine.name))
 
 
-def _agent(world: World, event: Event) -> None:
+def _restart_agent(world: SimulatedWorld, event: Event) -> None:
     """The agent ends, and another one finds the arena as it was."""
-    machine = _machine(world, event)
+    machine = _machine_of(world, event)
     if machine is None or machine.agent is None:
         return
     world.say(f"the agent of {machine.name} ends")
     world.truth.trouble()
     machine.agent = None
     away = (0.05, 0.5, 2.0, 12.0)[event.other % 4]
-    world.events.after(away, partial(_agent_again, world, machine, machine.lives))
+    world.events.after(away, partial(_start_agent, world, machine, machine.lives))
 
 
-def _agent_again(world: World, machine: Machine, life: int) -> None:
+def _start_agent(world: SimulatedWorld, machine: Machine, life: int) -> None:
     if machine.up and machine.agent is None and machine.lives == life:
         world.say(f"the agent of {machine.name} starts again")
         world.truth.trouble()
         world.boot(machine)
 
 
-def _part(world: World, event: Event) -> None:
+def _partition_network(world: SimulatedWorld, event: Event) -> None:
     names = sorted(world.machines)
     order = sorted(names, key=lambda name: hash_of(name, event.other))
     size = 1 + event.one % max(1, len(names) - 1)
@@ -281,12 +283,12 @@ def _part(world: World, event: Event) -> None:
     world.network.part(side, others, both=both)
 
 
-def _heal(world: World, event: Event) -> None:
+def _heal(world: SimulatedWorld, event: Event) -> None:
     world.say("the network is whole again")
     world.heal()
 
 
-def _noise(world: World, event: Event) -> None:
+def _lose_messages(world: SimulatedWorld, event: Event) -> None:
     world.say("the network loses and doubles messages")
     world.truth.trouble()
     world.network.loss = (event.one % 30) / 100
@@ -294,16 +296,16 @@ def _noise(world: World, event: Event) -> None:
     world.wire_damage = 0.05 if event.other % 3 == 0 else 0.0
 
 
-def _slow(world: World, event: Event) -> None:
-    machine = _machine(world, event)
+def _slow_machine(world: SimulatedWorld, event: Event) -> None:
+    machine = _machine_of(world, event)
     if machine is not None:
         world.say(f"{machine.name} is slow")
         world.truth.trouble()
         world.network.slow.add(machine.name)
 
 
-def _clock(world: World, event: Event) -> None:
-    machine = _machine(world, event)
+def _move_clock(world: SimulatedWorld, event: Event) -> None:
+    machine = _machine_of(world, event)
     if machine is not None:
         leap = (-3600.0, -20.0, -2.0, 2.0, 20.0, 3600.0)[event.other % 6]
         world.say(f"the clock of {machine.name} leaps by {leap:g} s")
@@ -311,8 +313,8 @@ def _clock(world: World, event: Event) -> None:
         machine.clock_off_s += leap
 
 
-def _corrupt(world: World, event: Event) -> None:
-    machine = _machine(world, event)
+def _corrupt(world: SimulatedWorld, event: Event) -> None:
+    machine = _machine_of(world, event)
     if (
         machine is not None
         and world.truth.corrupt(machine, event.other)
@@ -322,8 +324,8 @@ def _corrupt(world: World, event: Event) -> None:
         machine.agent.verify_all()
 
 
-def _full(world: World, event: Event) -> None:
-    machine = _machine(world, event)
+def _fill_machine(world: SimulatedWorld, event: Event) -> None:
+    machine = _machine_of(world, event)
     if machine is not None:
         world.say(f"{machine.name} is full")
         world.truth.trouble()
@@ -333,12 +335,12 @@ def _full(world: World, event: Event) -> None:
             world.limit(machine, max(2, world.shape.parts))
 
 
-def _join(world: World, event: Event) -> None:
+def _join(world: SimulatedWorld, event: Event) -> None:
     if len(world.machines) < _MOST_NODES:
         world.join()
 
 
-def _replace(world: World, event: Event) -> None:
+def _replace(world: SimulatedWorld, event: Event) -> None:
     """A machine that is gone leaves the member list, and another one takes its place."""
     gone = [machine for machine in world.machines.values() if not machine.up]
     if gone:
@@ -352,7 +354,7 @@ def _replace(world: World, event: Event) -> None:
             world.join()
 
 
-def _stand_by(world: World, event: Event) -> None:
+def _stand_by(world: SimulatedWorld, event: Event) -> None:
     """A machine loses its vote, or gets it back. One at a time: two quorums of successive lists overlap."""
     agents = [machine.agent for machine in world.machines.values() if machine.agent is not None]
     if world.network.sides or any(agent.members.member_list != world.member_list for agent in agents):
@@ -365,7 +367,7 @@ def _stand_by(world: World, event: Event) -> None:
         world.publish(world.member_list.nodes, standby)
 
 
-def _restart(world: World, event: Event) -> None:
+def _restart(world: SimulatedWorld, event: Event) -> None:
     """On all that are there, or on some of them."""
     up = sorted(machine.name for machine in world.machines.values() if machine.agent is not None)
     up.sort(key=lambda name: hash_of(name, event.other))
@@ -378,13 +380,13 @@ def _restart(world: World, event: Event) -> None:
         world.restart(sorted(up))
 
 
-def _restart_all(world: World, event: Event) -> None:
+def _restart_all(world: SimulatedWorld, event: Event) -> None:
     sides = world.network.sides
     up = [machine.name for machine in world.machines.values() if machine.agent is not None]
     world.restart(sorted(name for name in up if not sides or name in sides[event.one % 2]))
 
 
-def _wait(world: World, event: Event) -> None:
+def _wait(world: SimulatedWorld, event: Event) -> None:
     world.run(float(3 + event.one % 7))
 
 
@@ -392,24 +394,24 @@ def hash_of(name: str, number: int) -> int:
     return random.Random(f"{name} {number}").getrandbits(32)
 
 
-KINDS: dict[str, tuple[int, Callable[[World, Event], None]]] = {
+KINDS: dict[str, tuple[int, Callable[[SimulatedWorld, Event], None]]] = {
     "save": (30, _save),
     "leave out": (8, _leave_out),
     "crash": (6, _crash),
     "save and crash": (4, _crash_soon),
-    "return": (6, _return),
+    "return": (6, _return_machine),
     "crash and return": (3, _crash_and_return),
-    "two crash": (2, _two),
-    "rack": (1, _rack),
-    "scribe": (2, _leader),
-    "agent": (6, _agent),
-    "part": (6, _part),
+    "two crash": (2, _crash_two),
+    "rack": (1, _crash_rack),
+    "scribe": (2, _crash_leader),
+    "agent": (6, _restart_agent),
+    "part": (6, _partition_network),
     "heal": (6, _heal),
-    "noise": (3, _noise),
-    "slow": (2, _slow),
-    "clock": (3, _clock),
+    "noise": (3, _lose_messages),
+    "slow": (2, _slow_machine),
+    "clock": (3, _move_clock),
     "corrupt": (5, _corrupt),
-    "full": (2, _full),
+    "full": (2, _fill_machine),
     "join": (2, _join),
     "replace": (2, _replace),
     "stand by": (4, _stand_by),

@@ -64,21 +64,21 @@ class Figures:
     def __str__(self) -> str:
         return (
             f"{self.nodes} nodes x {self.nproc} ranks (simulated supervisors): "
-            f"lost node decided p50 {at(self.broken_s, 0.5):.3f} s, p99 {at(self.broken_s, 0.99):.3f} s; "
-            f"next world p50 {at(self.formed_s, 0.5):.3f} s, p99 {at(self.formed_s, 0.99):.3f} s; "
+            f"lost node decided p50 {quantile(self.broken_s, 0.5):.3f} s, p99 {quantile(self.broken_s, 0.99):.3f} s; "
+            f"next world p50 {quantile(self.formed_s, 0.5):.3f} s, p99 {quantile(self.formed_s, 0.99):.3f} s; "
             f"all met in {self.join_s:.1f} s; coordinator: {self.steady_cores:.2f} cores at rest, "
             f"{self.busy_cores:.2f} over the losses, {self.peak_bytes / 2**20:.0f} MiB, "
             f"{self.hung_up} connections given up"
         )
 
 
-def at(values: list[float], share: float) -> float:
+def quantile(values: list[float], share: float) -> float:
     """The value that so much of all values do not exceed."""
     ordered = sorted(values)
     return ordered[min(len(ordered) - 1, int(share * len(ordered)))]
 
 
-class Simulated:
+class SimulatedSupervisor:
     """One node: what its supervisor says, and has heard."""
 
     def __init__(self, number: int, nproc: int) -> None:
@@ -132,12 +132,12 @@ class Simulated:
         return before.world is not self.says.world or before.broken_reason != self.says.broken_reason
 
 
-class Crowd:
+class SupervisorCrowd:
     """All nodes of a job, in one loop over their sockets. Who is hung up on comes again, as a supervisor does."""
 
     def __init__(self, address: str, count: int, nproc: int) -> None:
         self._address = address
-        self.nodes = [Simulated(number, nproc) for number in range(count)]
+        self.nodes = [SimulatedSupervisor(number, nproc) for number in range(count)]
         self.hung_up = 0
         self._selector = selectors.DefaultSelector()
         self._beats: list[tuple[float, int]] = []
@@ -174,12 +174,12 @@ class Crowd:
                 self._say(node)
                 heapq.heappush(self._beats, (time.monotonic() + HEARTBEAT_S, number))
 
-    def _hang_up(self, node: Simulated) -> None:
+    def _hang_up(self, node: SimulatedSupervisor) -> None:
         self.hung_up += 1
         self.lose(node)
         self._pool.submit(self._connect, self.nodes.index(node))
 
-    def lose(self, node: Simulated) -> None:
+    def lose(self, node: SimulatedSupervisor) -> None:
         assert node.sock is not None
         self._selector.unregister(node.sock)
         node.sock.close()
@@ -194,7 +194,7 @@ class Crowd:
                 node.sock.close()
         self._selector.close()
 
-    def turn(self, until: float) -> list[Simulated]:
+    def turn(self, until: float) -> list[SimulatedSupervisor]:
         """Hear and say what there is; the nodes that heard something new."""
         self._take_in()
         now = time.monotonic()
@@ -208,9 +208,9 @@ class Crowd:
         wait_s = max(0.0, min(until, self._beats[0][0] if self._beats else until) - now)
         return list(self._ready(wait_s))
 
-    def _ready(self, wait_s: float) -> Iterator[Simulated]:
+    def _ready(self, wait_s: float) -> Iterator[SimulatedSupervisor]:
         for key, events in self._selector.select(wait_s):
-            node: Simulated = key.data
+            node: SimulatedSupervisor = key.data
             if node.sock is None:
                 continue
             if events & selectors.EVENT_WRITE:
@@ -219,7 +219,7 @@ class Crowd:
                 self._say(node)
                 yield node
 
-    def _read(self, node: Simulated) -> bool:
+    def _read(self, node: SimulatedSupervisor) -> bool:
         assert node.sock is not None
         data = b""
         with contextlib.suppress(OSError):
@@ -238,11 +238,11 @@ class Crowd:
             news |= node.hear(body)
         return news
 
-    def _say(self, node: Simulated) -> None:
+    def _say(self, node: SimulatedSupervisor) -> None:
         node.unsent += node.report()
         self._flush(node)
 
-    def _flush(self, node: Simulated) -> None:
+    def _flush(self, node: SimulatedSupervisor) -> None:
         assert node.sock is not None
         with contextlib.suppress(OSError):
             node.unsent = node.unsent[node.sock.send(node.unsent) :]
@@ -305,26 +305,32 @@ def measure(nodes: int, *, nproc: int = 8, losses: int = 5, rest_s: float = 10.0
     figures = Figures(nodes, nproc)
     with (
         coordinator(nodes, nproc) as (address, pid),
-        contextlib.closing(Crowd(address, nodes + losses, nproc)) as crowd,
+        contextlib.closing(SupervisorCrowd(address, nodes + losses, nproc)) as crowd,
     ):
         began = time.monotonic()
-        _until(crowd, lambda: sum(node.is_inside for node in crowd.nodes) == nodes, patience_s)
+        _run_until(crowd, lambda: sum(node.is_inside for node in crowd.nodes) == nodes, patience_s)
         figures.join_s = time.monotonic() - began
-        _rest(crowd, 2.0)
+        _run_for(crowd, 2.0)
         used, since = cpu_s(pid), time.monotonic()
-        _rest(crowd, rest_s)
+        _run_for(crowd, rest_s)
         figures.steady_cores = (cpu_s(pid) - used) / (time.monotonic() - since)
         used, since = cpu_s(pid), time.monotonic()
         for number in range(losses):
             inside = [node for node in crowd.nodes if node.sock is not None and node.is_inside]
-            _lose(crowd, inside[(number * 7919) % len(inside)], inside, figures, patience_s)
-            _rest(crowd, 1.0)
+            _lose_node(crowd, inside[(number * 7919) % len(inside)], inside, figures, patience_s)
+            _run_for(crowd, 1.0)
         figures.busy_cores = (cpu_s(pid) - used) / (time.monotonic() - since)
         figures.peak_bytes, figures.hung_up = peak_bytes(pid), crowd.hung_up
     return figures
 
 
-def _lose(crowd: Crowd, lost: Simulated, inside: list[Simulated], figures: Figures, patience_s: float) -> None:
+def _lose_node(
+    crowd: SupervisorCrowd,
+    lost: SimulatedSupervisor,
+    inside: list[SimulatedSupervisor],
+    figures: Figures,
+    patience_s: float,
+) -> None:
     epoch, began = lost.epoch, time.monotonic()
     unbroken = {node.name for node in inside if node is not lost}
     unformed = set(unbroken)
@@ -342,7 +348,7 @@ def _lose(crowd: Crowd, lost: Simulated, inside: list[Simulated], figures: Figur
                 figures.formed_s.append(took_s)
 
 
-def _until(crowd: Crowd, happened, patience_s: float) -> None:  # type: ignore[no-untyped-def]
+def _run_until(crowd: SupervisorCrowd, happened, patience_s: float) -> None:  # type: ignore[no-untyped-def]
     until = time.monotonic() + patience_s
     while not happened():
         if time.monotonic() > until:
@@ -353,7 +359,7 @@ def _until(crowd: Crowd, happened, patience_s: float) -> None:  # type: ignore[n
             pass
 
 
-def _rest(crowd: Crowd, seconds: float) -> None:
+def _run_for(crowd: SupervisorCrowd, seconds: float) -> None:
     until = time.monotonic() + seconds
     while time.monotonic() < until:
         for _ in crowd.turn(until):

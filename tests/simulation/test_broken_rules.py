@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.simulation.breaking import BROKEN, broken_rule
-from tests.simulation.schedule import Finding, broken
+from tests.simulation.breaking import BROKEN, break_rule
+from tests.simulation.schedule import Finding, find_violation
 
 ENOUGH = 200
 """Schedules within which each broken rule shows."""
@@ -33,12 +33,12 @@ SHOWN = {
 """Schedules that showed a rule when it was last looked for: each is tried before all others."""
 
 
-def found(name: str) -> Finding:
+def find_violation_of(name: str) -> Finding:
     """A schedule in which the broken rule shows as it is to."""
     rule = BROKEN[name]
-    with broken_rule(name):
+    with break_rule(name):
         for seed in itertools.chain([SHOWN.get(name, 0)], range(ENOUGH)):
-            finding = broken(rule.schedule_of(seed))
+            finding = find_violation(rule.schedule_of(seed))
             if finding is not None and rule.noticed in str(finding.violation):
                 return finding
     pytest.fail(f"{ENOUGH} schedules, and nothing says {rule.noticed!r}")
@@ -47,12 +47,12 @@ def found(name: str) -> Finding:
 @pytest.fixture(scope="module")
 def findings():
     """Each is looked for once."""
-    return functools.cache(found)
+    return functools.cache(find_violation_of)
 
 
 @pytest.mark.parametrize("name", BROKEN)
 def test_broken_rule_is_detected_and_a_correct_one_passes(name, findings):
-    assert broken(findings(name).schedule) is None
+    assert find_violation(findings(name).schedule) is None
 
 
 def test_every_invariant_detects_a_broken_rule(findings):

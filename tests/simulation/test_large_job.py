@@ -5,11 +5,11 @@ import math
 import pytest
 
 from peerstore.commit_protocol import BROADCAST_FANOUT
-from tests.simulation.large import DECIDING, TENSORS, tell
+from tests.simulation.large import DECIDING, TENSORS, run_large_job
 
 
-def holds(nodes, ranks, fewer):
-    story = tell(nodes, ranks, fewer, print)
+def assert_costs_bounded(nodes, ranks, fewer):
+    story = run_large_job(nodes, ranks, fewer, print)
     saved, lost, copied, chosen, smaller = story.phases
     for save, count in ((saved, nodes), (smaller, nodes - 1)):
         assert save.sent["report_parts"] <= 3 * ranks * count, "a word for each part sealed, and each copied"
@@ -35,10 +35,10 @@ def holds(nodes, ranks, fewer):
 
 
 def test_hundreds_of_ranks_lose_a_node_and_resume_with_fewer():
-    holds(72, 3, 56)
+    assert_costs_bounded(72, 3, 56)
 
 
 @pytest.mark.nightly
 @pytest.mark.timeout(3600)
 def test_ten_thousand_ranks_lose_a_node_and_resume_with_fewer():
-    holds(1250, 8, 1000)
+    assert_costs_bounded(1250, 8, 1000)

@@ -13,16 +13,16 @@ from peerstore.replication.replica_placement import place_replicas
 from peerstore.transport.base import MAX_MESSAGE_HEADER_BYTES
 from tests.simulation.scale import (
     ROUNDS,
-    answers_for,
-    hosts,
+    commit_cost,
+    count_queries,
+    decode_all,
     inventory,
-    looks,
+    make_nodes,
     measure,
-    moved,
+    moved_copies,
     periods_until_known,
-    pings_of_one,
-    settled_by,
-    taken_in,
+    ping_cost,
+    responses_for,
 )
 
 MOST_NODES = 10_000
@@ -34,9 +34,9 @@ def names_of(nodes):
 
 @pytest.mark.parametrize("count", [64, 100, 300, 1000])
 def test_restart_messages_per_node_grow_with_the_square_root(count):
-    names = names_of(hosts(count))
+    names = names_of(make_nodes(count))
     partitions = NodePartitions(names)
-    seen = looks(names, partitions)
+    seen = count_queries(names, partitions)
     expected = sum(
         ROUNDS * (len(partitions.partition_of(me)) - 1) + len(partitions.other_partitions(me)) for me in names
     )
@@ -48,28 +48,28 @@ def test_restart_messages_per_node_grow_with_the_square_root(count):
 
 
 def test_job_below_the_limit_queries_every_node():
-    names = names_of(hosts(63))
-    seen = looks(names, NodePartitions(names))
+    names = names_of(make_nodes(63))
+    seen = count_queries(names, NodePartitions(names))
     assert seen.one_survey == 62
     assert seen.restart == ROUNDS * 63 * 62
 
 
 def test_inventory_replies_contain_all_shards():
-    nodes = hosts(300)
+    nodes = make_nodes(300)
     names = names_of(nodes)
     partitions, said = NodePartitions(names), inventory(names, place_replicas(nodes))
     me = names[17]
-    taken = taken_in(answers_for(me, partitions, said), len(partitions.partition_of(me)) - 1)
+    taken = decode_all(responses_for(me, partitions, said), len(partitions.partition_of(me)) - 1)
     assert sorted(repr(looked) for looked in taken.values()) == sorted(repr(said[name]) for name in names if name != me)
 
 
 def test_replies_of_the_largest_job_stay_below_the_limits():
     """A hundred times as much in each fits, too: that is as many parts and parities on a node."""
-    names = names_of(hosts(MOST_NODES))
+    names = names_of(make_nodes(MOST_NODES))
     partitions = NodePartitions(names)
     largest = max(len(partitions.partition_of(me)) for me in names)
     assert largest <= MAX_NODES_PER_REQUEST
-    few = hosts(100)
+    few = make_nodes(100)
     one = max(
         len(message_codec.encode_message(looked)) for looked in inventory(names_of(few), place_replicas(few)).values()
     )
@@ -78,8 +78,8 @@ def test_replies_of_the_largest_job_stay_below_the_limits():
 
 @pytest.mark.parametrize(("count", "every"), [(2, 1), (100, 1), (1 + BROADCAST_FANOUT, 1), (300, 3)])
 def test_save_costs_one_report_per_node_and_a_bounded_broadcast(count, every):
-    names = names_of(hosts(count))
-    reports, told, _ = settled_by(names)
+    names = names_of(make_nodes(count))
+    reports, told, _ = commit_cost(names)
     assert reports == 2 * (count - 1)
     assert told == math.ceil((count - 1) / every)
     assert told <= BROADCAST_FANOUT
@@ -88,16 +88,16 @@ def test_save_costs_one_report_per_node_and_a_bounded_broadcast(count, every):
 
 @pytest.mark.parametrize("count", [10, 100, 1000])
 def test_pings_do_not_grow_with_the_job(count):
-    pings, size, _ = pings_of_one(hosts(count))
+    pings, size, _ = ping_cost(make_nodes(count))
     assert pings == 4
     assert size < 8 << 10
 
 
 def test_membership_change_moves_few_copies():
-    nodes = hosts(320)
+    nodes = make_nodes(320)
     before = place_replicas(nodes)
-    assert moved(before, place_replicas(nodes[1:])) <= 32
-    assert moved(before, before) == 0
+    assert moved_copies(before, place_replicas(nodes[1:])) <= 32
+    assert moved_copies(before, before) == 0
 
 
 def test_the_table_has_a_number_for_everything():

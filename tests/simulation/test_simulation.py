@@ -18,15 +18,15 @@ IN_A_TEST_RUN = 200
 AT_ONCE = 2
 
 
-def start(*arguments: str) -> subprocess.Popen[str]:
+def start_simulation(*arguments: str) -> subprocess.Popen[str]:
     command = [sys.executable, "-m", "tests.simulation", *arguments]
     return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
 
 
-def hold(first: int, count: int) -> None:
+def assert_invariants(first: int, count: int) -> None:
     """All of these schedules keep the invariants; they are shared by a few processes."""
     cuts = [first + count * number // AT_ONCE for number in range(AT_ONCE + 1)]
-    runs = [start("--seeds", str(begin), str(stop)) for begin, stop in itertools.pairwise(cuts)]
+    runs = [start_simulation("--seeds", str(begin), str(stop)) for begin, stop in itertools.pairwise(cuts)]
     said = [run.communicate() for run in runs]
     for _, errors in said:
         sys.stderr.write(errors)
@@ -40,14 +40,14 @@ def test_a_seed_is_a_schedule():
 
 
 def test_failure_prints_its_seed_schedule_and_replay_command():
-    out, errors = start("--seeds", "0", "50", "--break", "choose the oldest").communicate()
+    out, errors = start_simulation("--seeds", "0", "50", "--break", "choose the oldest").communicate()
     seed = out.split(":", 1)[0].removeprefix("seed ")
     again = f"replay: python -m tests.simulation --seed {seed} --shrink --break 'choose the oldest'"
     for told in (out, errors):
         assert f"seed {seed}, Shape(" in told
         assert " s restart" in told
         assert told.rstrip().endswith(again)
-    replay = start("--seed", seed, "--shrink", "--break", "choose the oldest")
+    replay = start_simulation("--seed", seed, "--shrink", "--break", "choose the oldest")
     told, _ = replay.communicate()
     assert replay.returncode == 1
     assert "VIOLATION: the job goes back to" in told
@@ -55,4 +55,4 @@ def test_failure_prints_its_seed_schedule_and_replay_command():
 
 @pytest.mark.timeout(1800)
 def test_random_schedules_keep_the_invariants():
-    hold(0, IN_A_TEST_RUN)
+    assert_invariants(0, IN_A_TEST_RUN)

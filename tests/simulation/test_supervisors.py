@@ -8,7 +8,7 @@ from peerstore.daemon_process import raise_open_file_limit
 from tests.simulation.supervisors import Figures, measure
 
 
-def _whole(figures: Figures, losses: int) -> None:
+def _assert_complete(figures: Figures, losses: int) -> None:
     """Every survivor of every loss heard of it, and of the next world."""
     heard = losses * (figures.nodes - 1)
     assert (len(figures.broken_s), len(figures.formed_s), figures.hung_up) == (heard, heard, 0)
@@ -17,7 +17,7 @@ def _whole(figures: Figures, losses: int) -> None:
 def test_lost_nodes_are_replaced_in_succession():
     figures = measure(60, losses=2, rest_s=0.5)
     print(f"figure: {figures}")
-    _whole(figures, 2)
+    _assert_complete(figures, 2)
 
 
 @pytest.mark.nightly
@@ -26,5 +26,5 @@ def test_a_large_job(nodes):
     raise_open_file_limit()
     figures = measure(nodes, losses=5, rest_s=20.0)
     print(f"figure: {figures}")
-    _whole(figures, 5)
+    _assert_complete(figures, 5)
     assert figures.peak_bytes < 1 << 30

@@ -8,10 +8,10 @@ from typing import TYPE_CHECKING
 from peerstore.errors import ArenaBusyError, FencedError, NoQuorumError, PeerStoreError
 from peerstore.shard_records import Lease, ShardKey, VersionId
 from tests.simulation.agent import JOB, TRAINER
-from tests.simulation.memory import SHARD_BYTES, content
+from tests.simulation.memory import SHARD_BYTES, shard_content
 
 if TYPE_CHECKING:
-    from tests.simulation.world import World
+    from tests.simulation.world import SimulatedWorld
 
 _TRIES = 4
 _WAIT_S = 0.8
@@ -20,7 +20,9 @@ _WAIT_S = 0.8
 class Trainers:
     """Rank ``part`` runs on ``places[part]``."""
 
-    def __init__(self, world: World, places: tuple[str, ...], epoch: int, name: str, origin: VersionId | None) -> None:
+    def __init__(
+        self, world: SimulatedWorld, places: tuple[str, ...], epoch: int, name: str, origin: VersionId | None
+    ) -> None:
         self.world, self.places = world, places
         self.epoch, self.name, self.origin = epoch, name, origin
         self.base = None if origin is None else origin.version
@@ -101,7 +103,7 @@ class Trainers:
                 self._leave_out(key)
         else:
             self.world.truth.accepted(self, agent.name)
-            agent.machine.arena.bytes[lease.slot][:] = content(key)
+            agent.machine.arena.bytes[lease.slot][:] = shard_content(key)
             self._soon(0.1, key.part, partial(self._seal, lease, _TRIES))
 
     def _seal(self, lease: Lease, tries: int) -> None:

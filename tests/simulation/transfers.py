@@ -18,7 +18,7 @@ from peerstore.store.slots import ArenaSlot
 from tests.simulation.memory import CHUNK_BYTES
 
 if TYPE_CHECKING:
-    from tests.simulation.agent import Agent
+    from tests.simulation.agent import SimulatedAgent
 
 _IDLE_S = 3.0
 _names = itertools.count()
@@ -34,14 +34,14 @@ class _Transfer:
     done: list[bool] = field(default_factory=list)
 
 
-def arrived_whole(record: ShardRecord, number: int, data: bytes) -> bool:
+def is_chunk_intact(record: ShardRecord, number: int, data: bytes) -> bool:
     return checksums.chunk_checksum(data).to_bytes(8, "little") == record.checksums[8 * number : 8 * number + 8]
 
 
-class Incoming:
+class IncomingTransfers:
     """Copies that other nodes send to this one."""
 
-    def __init__(self, agent: Agent) -> None:
+    def __init__(self, agent: SimulatedAgent) -> None:
         self._agent = agent
         self._transfers: dict[str, _Transfer] = {}
         self.handlers: dict[str, Callable[[str, Any], Any]] = {
@@ -81,7 +81,7 @@ class Incoming:
         if slot is None:  # the lease was taken back
             return
         slot[number * CHUNK_BYTES : (number + 1) * CHUNK_BYTES] = data
-        transfer.done[number] = arrived_whole(transfer.record, number, data)
+        transfer.done[number] = is_chunk_intact(transfer.record, number, data)
 
     def _commit(self, sender: str, name: str) -> tuple[int, ...]:
         """The chunks that are missing or damaged; when there are none, the copy is sealed."""
@@ -114,10 +114,10 @@ class Incoming:
                 self._abort(transfer.sender, name)
 
 
-class Outgoing:
+class OutgoingTransfer:
     """The copy this node sends right now."""
 
-    def __init__(self, agent: Agent) -> None:
+    def __init__(self, agent: SimulatedAgent) -> None:
         self._agent = agent
         self._duty: ReplicationTask | None = None
         self._slot: ArenaSlot | None = None

@@ -15,13 +15,13 @@ from peerstore.membership.topology import NodeId, PeerNode, member_list
 from peerstore.peers.peer_messages import NodeInventory
 from peerstore.shard_records import ShardKey, VersionId
 from peerstore.store.slot_eviction import SlotLimits
-from tests.simulation.agent import Agent, Later
-from tests.simulation.blocking import Turns
+from tests.simulation.agent import PendingReply, SimulatedAgent
+from tests.simulation.blocking import SimulatedThreads
 from tests.simulation.holdings import Violation
-from tests.simulation.invariants import NOTICED_S, Truth
+from tests.simulation.invariants import NOTICED_S, Invariants
 from tests.simulation.memory import BURST, SHARD_BYTES, SLOTS, DictArena
-from tests.simulation.network import Events, Network
-from tests.simulation.restoring import Restore
+from tests.simulation.network import Events, SimulatedNetwork
+from tests.simulation.restoring import SimulatedRestore
 from tests.simulation.trainers import Trainers
 
 MEMBERSHIP = MembershipSettings(
@@ -32,7 +32,7 @@ _KEYS_KEPT = 4096
 
 
 @dataclass(frozen=True)
-class Shape:
+class ClusterShape:
     """What does not change during one schedule."""
 
     nodes: int = 4
@@ -58,19 +58,19 @@ class Machine:
     node: PeerNode
     budget_bytes: int
     arena: DictArena = field(default_factory=DictArena)
-    agent: Agent | None = None
+    agent: SimulatedAgent | None = None
     up: bool = False
     clock_off_s: float = 0.0
     lives: int = 0
 
 
-class World:
+class SimulatedWorld:
     most_events = 40_000
 
     def __init__(
         self,
         seed: int,
-        shape: Shape,
+        shape: ClusterShape,
         *,
         say: Callable[[str], None] | None = None,
         membership: MembershipSettings = MEMBERSHIP,
@@ -81,15 +81,15 @@ class World:
         self.membership = membership
         self.random = random.Random(f"world {seed}")
         self.events = Events()
-        self.network = Network(self.events, self.random)
-        self.turns = Turns()
+        self.network = SimulatedNetwork(self.events, self.random)
+        self.turns = SimulatedThreads()
         self.machines: dict[str, Machine] = {}
         self.wire_damage = 0.0
         self.window_s = NOTICED_S
         self._say = say
-        self.truth = Truth(self)
+        self.truth = Invariants(self)
         self.jobs: list[Trainers] = []
-        self.restores: list[Restore] = []
+        self.restores: list[SimulatedRestore] = []
         self._added = itertools.count()
         self._keys: dict[int, tuple[NodeInventory, frozenset[ShardKey]]] = {}
         for _ in range(shape.nodes):
@@ -147,7 +147,7 @@ class World:
         machine.up, machine.lives = True, machine.lives + 1
         self.truth.trouble()
         self.truth.watch(machine)
-        machine.agent = Agent(self, machine)
+        machine.agent = SimulatedAgent(self, machine)
         machine.agent.start()
 
     def crash(self, machine: Machine) -> None:
@@ -195,7 +195,7 @@ class World:
 
     def call(
         self,
-        source: Agent,
+        source: SimulatedAgent,
         target: str,
         op: str,
         body: Any,
@@ -206,44 +206,44 @@ class World:
         """A question and its answer, each of which may be lost, late or doubled."""
         network, asked, machine = self.network, self.now, self.machines.get(target)
 
-        def lost(_: object = None) -> None:
+        def request_lost(_: object = None) -> None:
             left = max(0.0, asked + timeout_s - self.now)
             source.later(left, partial(failed, PeerUnreachableError(f"{target} does not answer")))
 
-        def arrive(*, first: bool) -> None:
+        def request_arrives(*, first: bool) -> None:
             agent = machine.agent if machine is not None else None
             if agent is None:
                 if first and machine is not None and machine.up:
                     source.later(REFUSED_S, partial(failed, PeerUnreachableError(f"{target} refuses")))
                 elif first:
-                    lost()
+                    request_lost()
                 return
             try:
                 answer = agent.answer(source.name, op, body)
             except PeerStoreError as error:
-                back(partial(failed, error), first=first)
+                send_reply(partial(failed, error), first=first)
                 return
-            if isinstance(answer, Later):
-                answer.then(lambda known: back(partial(done, known), first=first))
+            if isinstance(answer, PendingReply):
+                answer.then(lambda known: send_reply(partial(done, known), first=first))
             else:
-                back(partial(done, answer), first=first)
+                send_reply(partial(done, answer), first=first)
 
-        def back(work: Callable[[], None], *, first: bool) -> None:
+        def send_reply(work: Callable[[], None], *, first: bool) -> None:
             delay = network.delay_s(target, source.name)
             if not first:
                 return
             if delay is None or self.now + delay - asked > timeout_s:
-                lost()
+                request_lost()
             else:
                 source.later(delay, work)
 
         delay = network.delay_s(source.name, target)
         if delay is None:
-            lost()
+            request_lost()
             return
-        self.events.after(delay, partial(arrive, first=True))
+        self.events.after(delay, partial(request_arrives, first=True))
         if network.twice() and op != "offer_replica":  # an offer opens a conversation, of which a connection has one
-            self.events.after(2 * delay + self.random.random(), partial(arrive, first=False))
+            self.events.after(2 * delay + self.random.random(), partial(request_arrives, first=False))
 
     def on_the_wire(self, chunk: bytes) -> bytes:
         if self.wire_damage and self.random.random() < self.wire_damage:
@@ -260,7 +260,7 @@ class World:
                 del self._keys[next(iter(self._keys))]
         return keys
 
-    def agent_at(self, name: str) -> Agent | None:
+    def agent_at(self, name: str) -> SimulatedAgent | None:
         """The agent of a machine, unless it is away, or the machine itself is gone for good."""
         machine = self.machines.get(name)
         return machine.agent if machine is not None else None
@@ -270,7 +270,7 @@ class World:
     def reachable(self, names: Sequence[str]) -> bool:
         return all(self.network.open(one, other) for one in names for other in names)
 
-    def restart(self, names: Sequence[str]) -> Restore | None:
+    def restart(self, names: Sequence[str]) -> SimulatedRestore | None:
         """The job begins again on these machines, from what can be reached."""
         names = [name for name in names if self.machines[name].agent is not None]
         if not names or not self.reachable(names):
@@ -280,7 +280,7 @@ class World:
         for earlier in self.restores:
             earlier.give_up(names)
         places = tuple(names[part % len(names)] for part in range(self.shape.parts))
-        restore = Restore(self, places)
+        restore = SimulatedRestore(self, places)
         self.restores.append(restore)
         restore.begin()
         return restore

@@ -17,11 +17,11 @@ from peerstore.peers.range_reader import RangeReader, ReadRequest, ReadResult, R
 from peerstore.settings import AgentPaths, JobPeersConfig, ReplicationSettings
 from peerstore.shard_records import ShardKey, ShardRecord
 from peerstore.transport.tcp import TcpTransport
-from tests.support.agents import end_agent
-from tests.support.clusters import Host
-from tests.support.leaks import own_name
-from tests.support.local_nodes import SECRET, until
-from tests.support.stores import MIB, client_of, content, key, load, save
+from tests.support.agents import stop_agent
+from tests.support.clusters import AgentNode
+from tests.support.leaks import process_prefix
+from tests.support.local_nodes import SECRET, wait_until
+from tests.support.stores import MIB, load_shard, open_client, save_shard, shard_content, shard_key
 
 SIZE = 3 * MIB + 17
 
@@ -30,13 +30,13 @@ SIZE = 3 * MIB + 17
 class AgentJob:
     """Nodes, each with an agent of its own, and a job whose nodes they are."""
 
-    hosts: dict[str, Host]
+    hosts: dict[str, AgentNode]
     settings: ReplicationSettings = field(default_factory=ReplicationSettings)
     job: str = field(default_factory=lambda: f"job-{uuid.uuid4().hex[:8]}")
     nodes: dict[str, PeerNode] = field(default_factory=dict)
     rosters: int = 0
 
-    def __getitem__(self, name: str) -> Host:
+    def __getitem__(self, name: str) -> AgentNode:
         return self.hosts[name]
 
     # -- nodes --------------------------------------------------------------------------------------------------------
@@ -55,14 +55,14 @@ class AgentJob:
         roster = member_list(self.rosters, [self.nodes[name] for name in self.hosts])
         plan = JobPeersConfig(SECRET, self.settings, member_list=roster)
 
-        def join(host: Host) -> None:
+        def join(host: AgentNode) -> None:
             with host.agent(self.job) as agent:
                 agent.join_peers(self.job, plan)
 
         with ThreadPoolExecutor(len(self.hosts)) as pool:  # the first one waits for others to come
             list(pool.map(join, self.hosts.values()))
         for name in self.hosts:
-            until(lambda name=name: self.sees(name) == set(self.hosts), f"{name} sees all others")
+            wait_until(lambda name=name: self.sees(name) == set(self.hosts), f"{name} sees all others")
 
     def sees(self, name: str) -> set[str]:
         """Who takes part, as this node sees it."""
@@ -77,15 +77,15 @@ class AgentJob:
     # -- shards -------------------------------------------------------------------------------------------------------
 
     def keys(self, version: int, parts: int = 3) -> list[ShardKey]:
-        return [key(version, part, job=self.job) for part in range(parts)]
+        return [shard_key(version, part, job=self.job) for part in range(parts)]
 
     def save(self, version: int, *names: str, parts: int = 3, size_bytes: int = SIZE) -> list[ShardKey]:
         """One part of a version on each node; an agent that dies meanwhile is no reason to fail."""
         keys = self.keys(version, parts)
         for of, name in zip(keys, names or sorted(self.hosts), strict=True):
             place = AgentPaths(self.hosts[name].directory)
-            with contextlib.suppress(PeerStoreError), client_of(place.socket, job=self.job, retry_s=0.0) as store:
-                save(store, of, size_bytes, parts=parts)
+            with contextlib.suppress(PeerStoreError), open_client(place.socket, job=self.job, retry_s=0.0) as store:
+                save_shard(store, of, size_bytes, parts=parts)
         return keys
 
     def replicated(self, name: str) -> int:
@@ -96,7 +96,7 @@ class AgentJob:
     def settle(self, version: int, *names: str) -> None:
         """Until these nodes (all) know that a version has all its copies."""
         for name in names or self.hosts:
-            until(lambda name=name: self.replicated(name) >= version, f"version {version} is settled on {name}")
+            wait_until(lambda name=name: self.replicated(name) >= version, f"version {version} is settled on {name}")
 
     def holders(self, of: ShardKey) -> tuple[str, ...]:
         """The nodes that say they hold it, after they have looked at what a killed agent left there."""
@@ -117,10 +117,10 @@ class AgentJob:
     def expect(self, keys: Sequence[ShardKey], *, copies: int = 2, size_bytes: int = SIZE) -> None:
         """Every shard has so many copies by now, all of them bit for bit what was written."""
         for of in keys:
-            until(lambda of=of: len(self.holders(of)) >= copies, f"{of} has {copies} copies")
+            wait_until(lambda of=of: len(self.holders(of)) >= copies, f"{of} has {copies} copies")
             for name in self.holders(of):
                 with self.hosts[name].agent() as agent:
-                    assert load(agent.store, of) == content(of, size_bytes), f"{of} on {name}"
+                    assert load_shard(agent.store, of) == shard_content(of, size_bytes), f"{of} on {name}"
 
     # -- as a trainer on another node ---------------------------------------------------------------------------------
 
@@ -170,8 +170,8 @@ def agent_job(
     crash_at: Mapping[str, str] | None = None,
 ) -> Iterator[AgentJob]:
     """Agents that know each other."""
-    places = {name: Path("/dev/shm") / (own_name("tieredckpt") + uuid.uuid4().hex[:8]) for name in names}
-    made = AgentJob({name: Host(name, places[name], budget="256MiB", quick=quick) for name in names}, settings)
+    places = {name: Path("/dev/shm") / (process_prefix("tieredckpt") + uuid.uuid4().hex[:8]) for name in names}
+    made = AgentJob({name: AgentNode(name, places[name], budget="256MiB", quick=quick) for name in names}, settings)
     everybody = list(made.hosts.values())
     try:
         made.start(crash_at or {})
@@ -180,5 +180,5 @@ def agent_job(
     finally:
         for host in everybody:
             host.thaw()
-            end_agent(host.directory)
+            stop_agent(host.directory)
             host.lose()

@@ -8,7 +8,7 @@ import urllib.error
 from pathlib import Path
 
 
-class OnSocket(http.client.HTTPConnection):
+class UnixSocketConnection(http.client.HTTPConnection):
     """To where the agent of a directory says that it serves."""
 
     def __init__(self, directory: Path) -> None:
@@ -23,8 +23,8 @@ class OnSocket(http.client.HTTPConnection):
         self.sock.connect(self.path)
 
 
-def asked(directory: Path, path: str) -> str:
-    connection = OnSocket(directory)
+def get_text(directory: Path, path: str) -> str:
+    connection = UnixSocketConnection(directory)
     try:
         connection.request("GET", path)
         answer = connection.getresponse()

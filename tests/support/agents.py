@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 from peerstore.daemon_process import process_start_time
-from tests.support.leaks import own_name
+from tests.support.leaks import process_prefix
 from tests.support.zygote import has_ended
 from tieredckpt.session.session import close_sessions, open_session
 from tieredckpt.settings import Settings, load_settings, settings_from_mapping
@@ -30,7 +30,7 @@ def agent_pid(directory: Path) -> int | None:
     return pid if process_start_time(pid) >= 0 else None
 
 
-def wait_gone(pid: int, timeout_s: float = 200.0) -> None:
+def wait_process_ended(pid: int, timeout_s: float = 200.0) -> None:
     """Until the process is gone or only waits for init to notice, and has let go of its files."""
     assert has_ended(pid, timeout_s), f"process {pid} did not end"
 
@@ -44,22 +44,22 @@ def stop_process(pid: int, timeout_s: float = 200.0) -> None:
         time.sleep(0.01)
 
 
-def end_agent(directory: Path, number: int = signal.SIGTERM) -> None:
+def stop_agent(directory: Path, number: int = signal.SIGTERM) -> None:
     pid = agent_pid(directory)
     if pid is not None:
         with contextlib.suppress(ProcessLookupError):
             os.kill(pid, number)
-        wait_gone(pid)
+        wait_process_ended(pid)
 
 
 @contextlib.contextmanager
 def agent_directory() -> Iterator[Path]:
-    directory = Path("/dev/shm") / (own_name("tieredckpt") + uuid.uuid4().hex[:8])
+    directory = Path("/dev/shm") / (process_prefix("tieredckpt") + uuid.uuid4().hex[:8])
     try:
         yield directory
     finally:
         close_sessions()
-        end_agent(directory)
+        stop_agent(directory)
         shutil.rmtree(directory, ignore_errors=True)
 
 
@@ -72,7 +72,7 @@ def agent_dir(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
         yield directory
 
 
-def agent_of_module(*jobs: str) -> Any:
+def module_agent(*jobs: str) -> Any:
     """A fixture: one agent for all tests of a module, each of which has a job of its own, started for ``jobs``."""
 
     @pytest.fixture(scope="module", autouse=True)

@@ -26,13 +26,13 @@ Piece = tuple[str, tuple[int, ...], torch.Tensor]
 """A name, where in the whole tensor, and what is there."""
 
 
-def archive_of(value: Any) -> bytes:
+def torch_archive(value: Any) -> bytes:
     out = io.BytesIO()
     torch.save(value, out)
     return out.getvalue()
 
 
-def write(
+def encode_checkpoint(
     ranks: Sequence[Sequence[Piece]],
     shapes: Mapping[str, tuple[int, ...]] | None = None,
     objects: Mapping[str, Any] | None = None,
@@ -44,7 +44,7 @@ def write(
     for rank, pieces in enumerate(ranks):
         blob = b""
         for name, offsets, tensor in pieces:
-            data = archive_of(tensor)
+            data = torch_archive(tensor)
             full = (shapes or {}).get(name, tuple(tensor.shape))
             entry = described.setdefault(
                 name, TensorStorageMetadata(TensorProperties(dtype=tensor.dtype), torch.Size(full), [])
@@ -54,7 +54,7 @@ def write(
             blob += data
         if rank == 0:
             for name, value in (objects or {}).items():
-                data = archive_of(value)
+                data = torch_archive(value)
                 described[name] = BytesStorageMetadata()
                 stored[MetadataIndex(name)] = BlobRange(0, len(blob), len(data))
                 blob += data
@@ -63,7 +63,7 @@ def write(
     return blobs, Metadata(described, planner_data=paths, storage_data=stored, storage_meta=StorageMeta())
 
 
-def pickled(metadata: Metadata) -> bytes:
+def pickle_metadata(metadata: Metadata) -> bytes:
     out = io.BytesIO()
     _Pickler(out, 4).dump(metadata)
     return out.getvalue()
@@ -82,7 +82,7 @@ class FakeBlob:
         self.closed = True
 
 
-class FakePlace:
+class FakeCheckpointStore:
     """A place in memory. ``trouble`` is what a step's metadata raises, instead of being there."""
 
     def __init__(self, name: str = "here") -> None:
@@ -95,7 +95,7 @@ class FakePlace:
     def put(self, step: int, blobs: Sequence[bytes], metadata: Metadata | bytes) -> None:
         for rank, blob in enumerate(blobs):
             self.blobs[step, rank] = blob
-        self.metadata[step] = metadata if isinstance(metadata, bytes) else pickled(metadata)
+        self.metadata[step] = metadata if isinstance(metadata, bytes) else pickle_metadata(metadata)
 
     def steps(self) -> Sequence[int]:
         if self.down is not None:

@@ -9,7 +9,7 @@ from typing import Any
 _ORIGINALS: dict[str, Any] = {}
 
 
-def point_at(memory_url: str, s3_endpoint: str = "") -> None:
+def use_servers(memory_url: str, s3_endpoint: str = "") -> None:
     """The library has no option for either; what it was pointed at before is forgotten."""
     import amzn_sagemaker_checkpointing.storage.clients.inmemory.inmemory_client as memory
     import amzn_sagemaker_checkpointing.storage.clients.s3.s3_client as s3
@@ -31,7 +31,7 @@ def point_at(memory_url: str, s3_endpoint: str = "") -> None:
     storage_base._TieredStorageBase._setup_logger = staticmethod(lambda *_: logging.getLogger("aws"))
 
 
-def names() -> tuple[Any, Any, Any]:
+def library_classes() -> tuple[Any, Any, Any]:
     """The library's config, writer and reader."""
     from amzn_sagemaker_checkpointing.checkpointing.filesystem.filesystem import (
         SageMakerTieredStorageReader,

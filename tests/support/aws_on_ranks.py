@@ -14,7 +14,7 @@ from torch.distributed.checkpoint import async_save, load, save
 
 
 @contextmanager
-def library_at(url: str) -> Iterator[Any]:
+def aws_library_at(url: str) -> Iterator[Any]:
     """Its config, writer and reader, as long as the block runs. It has no setting for the address, and logs to /var."""
     from amzn_sagemaker_checkpointing.checkpointing import filesystem
     from amzn_sagemaker_checkpointing.checkpointing.filesystem import storage_base
@@ -53,7 +53,7 @@ def state_of(step: int, world: int) -> dict[str, Any]:
 def save_steps(urls: list[str], namespace: str, steps: list[int]) -> None:
     """Each rank saves its own tensor, and what all have; every other step in the background."""
     rank, world = dist.get_rank(), dist.get_world_size()
-    with library_at(urls[rank]) as (Config, Writer, _):
+    with aws_library_at(urls[rank]) as (Config, Writer, _):
         for step in steps:
             state = state_of(step, world)
             state["ranks"] = {f"w{rank}": state["ranks"][f"w{rank}"]}
@@ -69,7 +69,7 @@ def save_steps(urls: list[str], namespace: str, steps: list[int]) -> None:
 def load_newest(urls: list[str], namespace: str, step: int | None = None) -> tuple[int, bool]:
     """The step that this rank found, and whether it got what was saved then, of all ranks, bit for bit."""
     rank, world = dist.get_rank(), dist.get_world_size()
-    with library_at(urls[rank]) as (Config, _, Reader):
+    with aws_library_at(urls[rank]) as (Config, _, Reader):
         state = state_of(10**6, world)
         reader = Reader(Config(namespace=namespace, world_size=world), step=step)
         try:

@@ -19,7 +19,7 @@ def batch_of(index: int) -> dict[str, object]:
     return {"index": index, "data": index.to_bytes(8, "little") * 1000}
 
 
-class Logged:
+class LoggedPrepare:
     """Prepares, and leaves a line for each batch: its index and who did it."""
 
     def __init__(self, log: Path) -> None:
@@ -31,12 +31,12 @@ class Logged:
         return batch_of(index)
 
 
-def logged(log: Path) -> Counter[int]:
+def prepare_counts(log: Path) -> Counter[int]:
     """How many times each batch was prepared."""
     return Counter(int(line.split()[0]) for line in log.read_text().splitlines()) if log.exists() else Counter()
 
 
-def preparers(log: Path) -> set[int]:
+def preparer_pids(log: Path) -> set[int]:
     return {int(line.split()[1]) for line in log.read_text().splitlines()}
 
 
@@ -44,43 +44,43 @@ def open_cache(directory: Path, *, max_bytes: int = 1 << 30) -> BatchCache:
     return BatchCache("job", fingerprint=FINGERPRINT, directory=directory, max_bytes=max_bytes, required=True)
 
 
-def names(directory: Path) -> list[str]:
+def file_names(directory: Path) -> list[str]:
     return sorted(path.name for path in directory.iterdir())
 
 
-def fragile(index: int) -> int:
+def prepare_or_raise(index: int) -> int:
     if index == 3:
         raise ZeroDivisionError("three")
     return index
 
 
-def suicidal(index: int) -> int:
+def prepare_or_exit(index: int) -> int:
     if index == 3:
         os._exit(9)
     return index
 
 
-class StrangeError(Exception):
+class UnpicklableError(Exception):
     """Cannot be read back from a pickle."""
 
     def __init__(self, one: str, other: str) -> None:
         super().__init__(f"{one} {other}")
 
 
-def strange(index: int) -> None:
-    raise StrangeError("quite", "strange")
+def raise_unpicklable(index: int) -> None:
+    raise UnpicklableError("quite", "strange")
 
 
-def read(say: Callable[[str], None], directory: Path, log: Path, end: int, max_bytes: int = 1 << 30) -> None:
+def read_batches(say: Callable[[str], None], directory: Path, log: Path, end: int, max_bytes: int = 1 << 30) -> None:
     """All batches up to ``end``, one after the other."""
     with open_cache(directory, max_bytes=max_bytes) as cache:
         for index in range(end):
-            assert cache.get(index, Logged(log)) == batch_of(index)
+            assert cache.get(index, LoggedPrepare(log)) == batch_of(index)
 
 
 def hang_in_prepare(say: Callable[[str], None], directory: Path, log: Path) -> None:
     def prepare(index: int) -> None:
-        Logged(log)(index)
+        LoggedPrepare(log)(index)
         say("preparing")
         signal.pause()
 
@@ -88,7 +88,7 @@ def hang_in_prepare(say: Callable[[str], None], directory: Path, log: Path) -> N
         cache.get(0, prepare)
 
 
-def tensors_of(index: int) -> dict[str, Any]:
+def make_tensors(index: int) -> dict[str, Any]:
     import torch
 
     return {"ids": torch.arange(10) + index, "pid": os.getpid()}
@@ -98,7 +98,7 @@ def read_tensors(say: Callable[[str], None], directory: Path, end: int, max_byte
     """Prepared by a worker, with less room than is needed."""
     with BatchCache("job", fingerprint=FINGERPRINT, directory=directory, max_bytes=max_bytes) as cache:
         cache.mark_committed(0)
-        with PrefetchIterator(cache, range(end), tensors_of, workers=1, start_method="fork") as batches:
+        with PrefetchIterator(cache, range(end), make_tensors, workers=1, start_method="fork") as batches:
             found = list(batches)
         assert os.getpid() not in {batch["pid"] for batch in found}
         assert cache.counts.prepared == 0
@@ -124,7 +124,9 @@ def read_ahead(
     """The same, six ahead; the processes that this one has at the end."""
     with (
         open_cache(directory) as cache,
-        PrefetchIterator(cache, range(end), Logged(log), ahead=6, workers=workers, start_method="fork") as batches,
+        PrefetchIterator(
+            cache, range(end), LoggedPrepare(log), ahead=6, workers=workers, start_method="fork"
+        ) as batches,
     ):
         for index, batch in enumerate(batches):
             assert batch == batch_of(index)

@@ -10,7 +10,7 @@ import torch
 from torch.distributed.tensor import DTensor
 
 
-def raw(tensor: torch.Tensor) -> bytes:
+def tensor_bytes(tensor: torch.Tensor) -> bytes:
     tensor = tensor.detach()
     if isinstance(tensor, DTensor):
         tensor = tensor.to_local()
@@ -26,28 +26,28 @@ def raw(tensor: torch.Tensor) -> bytes:
     )
 
 
-def assert_same(a: Any, b: Any, where: str = "state") -> None:
+def assert_same_bits(a: Any, b: Any, where: str = "state") -> None:
     """Fail with the path of the first difference."""
     if isinstance(a, torch.Tensor):
         assert isinstance(b, torch.Tensor), where
         assert (a.shape, a.dtype, a.layout) == (b.shape, b.dtype, b.layout), where
-        assert raw(a) == raw(b), f"{where} differs"
+        assert tensor_bytes(a) == tensor_bytes(b), f"{where} differs"
     elif isinstance(a, Mapping):
         assert isinstance(b, Mapping), where
         assert list(a) == list(b), f"{where}: keys {list(a)} and {list(b)}"
         for key in a:
-            assert_same(a[key], b[key], f"{where}.{key}")
+            assert_same_bits(a[key], b[key], f"{where}.{key}")
     elif isinstance(a, list | tuple):
         assert type(a) is type(b), where
         assert len(a) == len(b), where
         for index, (x, y) in enumerate(zip(a, b, strict=True)):
-            assert_same(x, y, f"{where}[{index}]")
+            assert_same_bits(x, y, f"{where}[{index}]")
     else:
         assert type(a) is type(b), f"{where}: {a!r} and {b!r}"
         assert pickle.dumps(a) == pickle.dumps(b) or a == b, f"{where}: {a!r} and {b!r}"
 
 
-def zeroed(value: Any) -> Any:
+def zeros_like_state(value: Any) -> Any:
     """A state of the same form with nothing of the values in it."""
     if isinstance(value, DTensor):
         return torch.zeros_like(value)
@@ -58,7 +58,7 @@ def zeroed(value: Any) -> Any:
         blank.untyped_storage().fill_(0)
         return blank
     if isinstance(value, Mapping):
-        return {key: zeroed(inner) for key, inner in value.items()}
+        return {key: zeros_like_state(inner) for key, inner in value.items()}
     if isinstance(value, list):
-        return [zeroed(inner) for inner in value]
+        return [zeros_like_state(inner) for inner in value]
     return None

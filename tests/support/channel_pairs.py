@@ -21,7 +21,7 @@ from tests.support.tls import node_files
 PATIENCE_S = 200.0
 
 
-class Wire:
+class ChannelPair:
     """One transport with a node at each end of it."""
 
     def __init__(self, here: Transport, there: Transport, address: str) -> None:
@@ -60,42 +60,42 @@ class Wire:
         self._stack.close()
 
 
-def without_nixl() -> str:
+def nixl_missing_reason() -> str:
     """Why NIXL cannot be tested here."""
     found = any(importlib.util.find_spec(name) for name in ("nixl_cu12", "nixl_cu13"))
     return "" if found else "NIXL is not installed: pip install nixl-cu12"
 
 
 @contextlib.contextmanager
-def nixl_wire(timeout_s: float) -> Iterator[Wire]:
+def nixl_channel_pair(timeout_s: float) -> Iterator[ChannelPair]:
     """Two nodes with buffers of their own, few and small enough to run out of."""
-    if reason := without_nixl():
+    if reason := nixl_missing_reason():
         pytest.skip(reason)
     here, there = (
         NixlTransport(timeout_s=timeout_s, buffer_bytes=1 << 20, buffers=buffers, least_bytes=64 << 10)
         for buffers in (6, 8)
     )
     try:
-        yield Wire(here, there, "127.0.0.1:0")
+        yield ChannelPair(here, there, "127.0.0.1:0")
     finally:
         here.close()
         there.close()
 
 
 @contextlib.contextmanager
-def wire(kind: str, directory: Path, *, timeout_s: float = PATIENCE_S) -> Iterator[Wire]:
+def channel_pair(kind: str, directory: Path, *, timeout_s: float = PATIENCE_S) -> Iterator[ChannelPair]:
     """One of a kind of the contract suite, both ends of which wait ``timeout_s`` in the middle of a message."""
     if kind in ("memory", "severable"):
         network = MemoryNetwork()
         ends: list[Transport] = [network.transport(name, timeout_s=timeout_s) for name in ("n1", "n2")]
-        made = Wire(*(map(PartitionableTransport, ends) if kind == "severable" else ends), "n2:0")
+        made = ChannelPair(*(map(PartitionableTransport, ends) if kind == "severable" else ends), "n2:0")
     elif kind == "nixl":
-        with nixl_wire(timeout_s) as made, contextlib.closing(made):
+        with nixl_channel_pair(timeout_s) as made, contextlib.closing(made):
             yield made
         return
     else:
         tls = node_files(directory / "tls") if kind == "tls" else None
         transport = TcpTransport(tls=tls, timeout_s=timeout_s)
-        made = Wire(transport, transport, "127.0.0.1:0")
+        made = ChannelPair(transport, transport, "127.0.0.1:0")
     with contextlib.closing(made):
         yield made

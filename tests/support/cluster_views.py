@@ -16,11 +16,11 @@ from tieredckpt.resolve_step import Tier
 SIZE = 1 << 20
 
 
-def group(step: int, epoch: int = 1) -> VersionId:
+def version_id(step: int, epoch: int = 1) -> VersionId:
     return VersionId(epoch, step, 0, "a")
 
 
-def fact(
+def shard_info(
     job: str, which: VersionId, part: int, parts: int, *, base: int | None = None, layout: str = "", copy: bool = False
 ) -> ShardInfo:
     key = ShardKey(job, which.version, which.epoch, which.incarnation, which.attempt, part)
@@ -29,7 +29,7 @@ def fact(
     return ShardInfo(key, parts, SIZE, meta, which.version * 10**9, marked_committed=False, holders=holders)
 
 
-def node(
+def cluster_node(
     name: str,
     labels: str = "",
     holds: Mapping[int | VersionId, Sequence[int]] | None = None,
@@ -43,14 +43,14 @@ def node(
     """``holds={7: [0, 1]}``: parts 0 and 1 of step 7; a negative part, ``~1``, is a copy of part 1."""
     facts = []
     for step, held in (holds or {}).items():
-        which = step if isinstance(step, VersionId) else group(step)
+        which = step if isinstance(step, VersionId) else version_id(step)
         base = (bases or {}).get(which.epoch)
-        facts += [fact("job", which, p if p >= 0 else ~p, parts, base=base, copy=p < 0) for p in held]
+        facts += [shard_info("job", which, p if p >= 0 else ~p, parts, base=base, copy=p < 0) for p in held]
     peer = PeerNode(NodeId(name), f"{name}:7070", parse_labels(labels))
     return ClusterNode(peer, state, tuple(facts), epoch=1, unreachable=unreachable, **more)
 
 
-def view(*nodes: ClusterNode, **changes: Any) -> ClusterStatus:
+def cluster_status(*nodes: ClusterNode, **changes: Any) -> ClusterStatus:
     given = {
         "member_list_version": 1,
         "sees": f"sees {len(nodes)} of {len(nodes)} nodes",
@@ -60,7 +60,7 @@ def view(*nodes: ClusterNode, **changes: Any) -> ClusterStatus:
     return ClusterStatus("job", nodes[0].node.id, nodes, **{**given, **changes})
 
 
-def survey(
+def step_inventory(
     *steps: int | VersionId | StepStatus,
     durable: Sequence[int] = (),
     unreachable: Mapping[Tier, str] | None = None,
@@ -69,7 +69,7 @@ def survey(
     """What the durable tier has beside: ``durable`` steps, and whatever is given in full."""
     views = {one.version_id: one for one in steps if isinstance(one, StepStatus)}
     for step in durable:
-        which = group(step)
+        which = version_id(step)
         views[which] = (
             msgspec.structs.replace(views[which], durable=True)
             if which in views

@@ -20,8 +20,8 @@ from peerstore.server.agent_launcher import connect_or_launch_agent
 from peerstore.server.store_client import connect_to_agent
 from peerstore.settings import AgentPaths
 from tests.support import crashes
-from tests.support.agents import agent_pid, end_agent, stop_process
-from tests.support.leaks import own_name
+from tests.support.agents import agent_pid, stop_agent, stop_process
+from tests.support.leaks import process_prefix
 from tests.support.ranks import RankPool
 from tieredckpt.agent.agent_client import NodeAgentClient, agent_command
 from tieredckpt.session.session import close_sessions
@@ -33,7 +33,7 @@ _PATIENCE_S = 200.0
 
 
 @dataclass
-class Host:
+class AgentNode:
     """One node: where its agent lives, and what it fails together with."""
 
     name: str
@@ -69,7 +69,7 @@ class Host:
         """Start its agent now; it may be one that a test has killed."""
         module = _QUICK if self.quick else "tieredckpt.agent"
         command = [part if part != "tieredckpt.agent" else module for part in agent_command(self.settings)]
-        environ = {**os.environ, "PYTHONPATH": str(_ROOT), **crashes.crash_at(crash_at)}
+        environ = {**os.environ, "PYTHONPATH": str(_ROOT), **crashes.crash_environ(crash_at)}
         died = (AgentUnreachableError,) if crash_at else ()
         with contextlib.suppress(*died):
             connect_or_launch_agent(AgentPaths(self.directory), command, environ=environ, timeout_s=_PATIENCE_S).close()
@@ -98,12 +98,12 @@ class Host:
 
     def lose(self) -> None:
         """The machine is gone: its agent, and everything in its memory."""
-        end_agent(self.directory, signal.SIGKILL)
+        stop_agent(self.directory, signal.SIGKILL)
         shutil.rmtree(self.directory, ignore_errors=True)
 
     def kill_agent(self) -> None:
         """Only the agent is gone; what it kept lies in memory."""
-        end_agent(self.directory, signal.SIGKILL)
+        stop_agent(self.directory, signal.SIGKILL)
         self.wait_dead()
 
     def freeze(self) -> None:
@@ -121,15 +121,15 @@ class Cluster:
     """Nodes, and a job whose ranks run on them."""
 
     ranks: RankPool
-    hosts: dict[str, Host] = field(default_factory=dict)
+    hosts: dict[str, AgentNode] = field(default_factory=dict)
     job: str = field(default_factory=lambda: f"job-{uuid.uuid4().hex[:8]}")
 
-    def add(self, name: str, labels: str = "", *, budget: str = "1GiB", transport: str = "tcp") -> Host:
-        directory = Path("/dev/shm") / (own_name("tieredckpt") + uuid.uuid4().hex[:8])
-        host = self.hosts[name] = Host(name, directory, labels, budget, transport)
+    def add(self, name: str, labels: str = "", *, budget: str = "1GiB", transport: str = "tcp") -> AgentNode:
+        directory = Path("/dev/shm") / (process_prefix("tieredckpt") + uuid.uuid4().hex[:8])
+        host = self.hosts[name] = AgentNode(name, directory, labels, budget, transport)
         return host
 
-    def __getitem__(self, name: str) -> Host:
+    def __getitem__(self, name: str) -> AgentNode:
         return self.hosts[name]
 
     def run(
@@ -144,7 +144,7 @@ class Cluster:
         for host in self.hosts.values():
             host.thaw()
         for host in self.hosts.values():
-            end_agent(host.directory)
+            stop_agent(host.directory)
             shutil.rmtree(host.directory, ignore_errors=True)
 
 
@@ -161,7 +161,7 @@ def _on_node(
 
 
 @contextlib.contextmanager
-def cluster_of(ranks: RankPool, *names: str, labels: Callable[[str], str] = lambda _name: "") -> Iterator[Cluster]:
+def make_cluster(ranks: RankPool, *names: str, labels: Callable[[str], str] = lambda _name: "") -> Iterator[Cluster]:
     cluster = Cluster(ranks)
     try:
         for name in names:
@@ -174,5 +174,5 @@ def cluster_of(ranks: RankPool, *names: str, labels: Callable[[str], str] = lamb
 @pytest.fixture
 def cluster(ranks: RankPool) -> Iterator[Cluster]:
     """Three nodes in three racks."""
-    with cluster_of(ranks, "n1", "n2", "n3", labels=lambda name: f"rack=r{name[1:]}") as made:
+    with make_cluster(ranks, "n1", "n2", "n3", labels=lambda name: f"rack=r{name[1:]}") as made:
         yield made

@@ -27,7 +27,7 @@ PATIENCE_S = 60.0
 SECRET = b"a secret of the tests, long enough"
 
 
-class Job(Protocol):
+class ControlPlaneJob(Protocol):
     """What happens to the job from outside. ``seats`` are processes that have not called ``ready`` yet."""
 
     planes: list[Any]
@@ -67,7 +67,7 @@ class MemoryJob:
 
 
 @contextlib.contextmanager
-def memory_job(size: int, spares: int = 0, *, grace_s: float = 60.0, grow_s: float = 60.0) -> Iterator[Job]:
+def memory_job(size: int, spares: int = 0, *, grace_s: float = 60.0, grow_s: float = 60.0) -> Iterator[ControlPlaneJob]:
     """``grow_s`` is how long nodes are collected before there is a greater world; here they need not be."""
     job = MemoryJob(size, spares, grace_s)
     try:
@@ -77,7 +77,7 @@ def memory_job(size: int, spares: int = 0, *, grace_s: float = 60.0, grow_s: flo
             seat.close()
 
 
-class Seated(SupervisorClient):
+class ThreadRank(SupervisorClient):
     """A rank of a test: its process is a thread, and its supervisor a thread too."""
 
     def __init__(self, process: ThreadProcess, supervisor: Supervisor) -> None:
@@ -93,7 +93,7 @@ class ThreadProcess:
         self._ended = ended
         self._status: int | None = None
         self._lock = threading.Lock()
-        self.plane: Seated | None = None
+        self.plane: ThreadRank | None = None
 
     @property
     def is_running(self) -> bool:
@@ -171,7 +171,7 @@ class SupervisedJob:
         supervisor = Supervisor(settings, SECRET, spawn=spawn)
         self._run(supervisor.run, lambda: supervisor.kill("the test is over"))
         process = came.get(timeout=PATIENCE_S)
-        process.plane = Seated(process, supervisor)
+        process.plane = ThreadRank(process, supervisor)
         return process.plane
 
     def _ask(self, question: Any) -> Any:
@@ -194,17 +194,17 @@ class SupervisedJob:
 @contextlib.contextmanager
 def supervised_job(
     size: int, spares: int = 0, *, grace_s: float = 60.0, grow_s: float = 60.0, store: str = "nowhere:1"
-) -> Iterator[Job]:
+) -> Iterator[ControlPlaneJob]:
     with contextlib.ExitStack() as stack:
         yield SupervisedJob(size, spares, stack, grace_s=grace_s, grow_s=grow_s, store=store)
 
 
-def rootless_job(size: int, spares: int = 0, **options: float) -> contextlib.AbstractContextManager[Job]:
+def rootless_job(size: int, spares: int = 0, **options: float) -> contextlib.AbstractContextManager[ControlPlaneJob]:
     """The same, with a store on every node."""
     return supervised_job(size, spares, store=ROOTLESS, **options)  # type: ignore[arg-type]
 
 
-def at_once(*calls: Callable[[], Any]) -> list[Future[Any]]:
+def start_all(*calls: Callable[[], Any]) -> list[Future[Any]]:
     """All calls, each on a thread of its own; their futures."""
     return [_start(call) for call in calls]
 
@@ -222,14 +222,16 @@ def _start(call: Callable[[], Any]) -> Future[Any]:
     return future
 
 
-def results(futures: list[Future[Any]]) -> list[Any]:
+def wait_results(futures: list[Future[Any]]) -> list[Any]:
     return [future.result(PATIENCE_S) for future in futures]
 
 
-def all_ready(seats: list[Any]) -> list[Any]:
-    return results(at_once(*(lambda seat=seat: seat.wait_for_assignment(timeout_s=PATIENCE_S) for seat in seats)))
+def wait_all_assigned(seats: list[Any]) -> list[Any]:
+    return wait_results(
+        start_all(*(lambda seat=seat: seat.wait_for_assignment(timeout_s=PATIENCE_S) for seat in seats))
+    )
 
 
-def wants(seat: Any) -> NoticeKind | None:
+def wanted_notice(seat: Any) -> NoticeKind | None:
     notice = seat.notice()
     return None if notice is None else notice.kind

@@ -21,10 +21,10 @@ STORE_TURNS = 3
 """How long a store takes to start."""
 
 
-class Rank:
+class SimulatedRank:
     """What a rank's client and its loop do, without either."""
 
-    def __init__(self, table: Table, node: str, token: str) -> None:
+    def __init__(self, table: ControlSimulation, node: str, token: str) -> None:
         self.table, self.node, self.token = table, node, token
         self.token = token
         self.stand, self.epoch, self.step = RankPhase.READY, -1, 0
@@ -64,11 +64,11 @@ class Rank:
                 self.table.stopped(self)
 
 
-class Node:
-    def __init__(self, table: Table, name: str, nproc: int, spares: int) -> None:
+class SimulatedNode:
+    def __init__(self, table: ControlSimulation, name: str, nproc: int, spares: int) -> None:
         self.table, self.name = table, name
         self.seats = NodeState(name, nproc, table.new_token, table.new_life, spares)
-        self.ranks: dict[str, Rank] = {}
+        self.ranks: dict[str, SimulatedRank] = {}
         self.linked = True
         self.kept = 0
         self.injected: list[PartitionNode | InjectFault] = []
@@ -78,7 +78,7 @@ class Node:
     def act(self) -> None:
         for effect in self.seats.take_effects():
             if isinstance(effect, StartProcess):
-                self.ranks[effect.token] = Rank(self.table, self.name, effect.token)
+                self.ranks[effect.token] = SimulatedRank(self.table, self.name, effect.token)
             elif isinstance(effect, EndProcess):
                 self.ranks.pop(effect.token, None)
             else:
@@ -108,7 +108,7 @@ class Node:
             self.table.desk.reconcile(self.table.now)
 
 
-class Table:
+class ControlSimulation:
     def __init__(
         self, nodes: int, *, nproc: int = 2, spares: int = 0, most: int = 6, hang: HangTimeouts | None = None
     ) -> None:
@@ -133,7 +133,7 @@ class Table:
         self.targets: dict[int, int] = {}
         self.desks = 0
         self.desk = self._desk(fresh=True)
-        self.nodes: dict[str, Node] = {}
+        self.nodes: dict[str, SimulatedNode] = {}
         for _ in range(nodes):
             self.add()
 
@@ -153,7 +153,7 @@ class Table:
 
     def add(self) -> None:
         name = f"n{next(self._names)}"
-        self.nodes[name] = Node(self, name, self.nproc, self.spares)
+        self.nodes[name] = SimulatedNode(self, name, self.nproc, self.spares)
 
     def restart_coordinator(self) -> None:
         self.desk = self._desk(fresh=False)
@@ -229,7 +229,7 @@ class Table:
             if node.linked and not self.desk.is_rejoining and node.name in self.desk.nodes:
                 self._order(node)
 
-    def _exchange(self, node: Node) -> None:
+    def _exchange(self, node: SimulatedNode) -> None:
         node.turn()
         if node.linked and node.name in self.nodes:
             node.report()
@@ -237,7 +237,7 @@ class Table:
                 self._order(node)
             node.turn()
 
-    def _order(self, node: Node) -> None:
+    def _order(self, node: SimulatedNode) -> None:
         self.desk.nodes_to_notify()
         orders = node_desired(self.desk, node.name, self.now)
         if orders.superseded and node.seats.exit is None:
@@ -246,32 +246,32 @@ class Table:
             node.seats.apply_desired(orders, self.now)
         node.act()
 
-    def _pick(self, number: int) -> Node:
+    def _pick(self, number: int) -> SimulatedNode:
         names = sorted(self.nodes)
         return self.nodes[names[number % len(names)]]
 
     # -- what ranks do ------------------------------------------------------------------------------------------------
 
-    def ends(self, rank: Rank, reason: str) -> None:
+    def ends(self, rank: SimulatedRank, reason: str) -> None:
         node = self.nodes.get(rank.node)
         if node is not None and node.ranks.pop(rank.token, None) is not None:
             node.seats.process_exited(rank.token, reason)
             node.act()
 
-    def left(self, node: Node) -> None:
+    def left(self, node: SimulatedNode) -> None:
         if self.nodes.pop(node.name, None) is not None:
             if node.linked:
                 node.report()
             self.desk.connection_lost(node.name, node.seats.generation, self.now)
 
-    def entered(self, rank: Rank, place: RankAssignment) -> None:
+    def entered(self, rank: SimulatedRank, place: RankAssignment) -> None:
         self.assignments.append(place)
         before = self.places.setdefault((place.epoch, place.rank), rank.token)
         assert before == rank.token, f"rank {place.rank} of epoch {place.epoch} was given twice"
         assert self.sizes.setdefault(place.epoch, place.world_size) == place.world_size
         assert 0 <= place.rank < place.world_size
 
-    def stopped(self, rank: Rank) -> None:
+    def stopped(self, rank: SimulatedRank) -> None:
         target = self.targets.setdefault(rank.epoch, rank.step)
         assert target == rank.step, f"epoch {rank.epoch} stopped at {target} and at {rank.step}"
         assert rank.paused is not None

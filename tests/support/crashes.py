@@ -1,4 +1,4 @@
-"""Processes that are killed at a point of their work: who is started with :func:`crash_at` arms it in itself.
+"""Processes that are killed at a point of their work: who is started with :func:`crash_environ` arms it in itself.
 
 By :mod:`sitecustomize`, which is in a folder of tests and on nobody else's path; forks arm themselves.
 """
@@ -14,7 +14,7 @@ _ARMED = Path(__file__).parent / "armed"
 _ROOT = Path(__file__).parents[2]
 
 
-def crash_at(points: str) -> dict[str, str]:
+def crash_environ(points: str) -> dict[str, str]:
     """The environment of a process that is killed there: ``seal.asked:3,drain.began`` is when it seals the third time,
     or drains.
     """
@@ -24,7 +24,7 @@ def crash_at(points: str) -> dict[str, str]:
     return {"PEERSTORE_CRASH_AT": points, "PYTHONPATH": os.pathsep.join(path)}
 
 
-def arm() -> None:
+def arm_crash_points() -> None:
     """In this process, what its environment says."""
     armed = str(_ARMED) in os.environ.get("PYTHONPATH", "").split(os.pathsep)
     named = os.environ.get("PEERSTORE_CRASH_AT", "") if armed else ""

@@ -20,14 +20,14 @@ from elastic.control.coordinator_client import call_coordinator
 from elastic.control.run_directory import RunDirectory, run_secret
 from elastic.errors import ControlPlaneUnavailableError
 from peerstore.daemon_process import process_start_time
-from tests.support.agents import end_agent
-from tests.support.local_nodes import until
+from tests.support.agents import stop_agent
+from tests.support.local_nodes import wait_until
 
 ROOT = Path(__file__).parents[2]
 RANK = ROOT / "tests/e2e/control/rank.py"
 
 
-class Job:
+class ElasticRun:
     """A folder with a job's files, and every command that was started in it."""
 
     def __init__(self, folder: Path, name: str = "job") -> None:
@@ -110,7 +110,7 @@ class Job:
             return members if len(members) == size else []
 
         try:
-            return sorted(until(newest, f"a world of {size} ranks"), key=lambda one: one["rank"])
+            return sorted(wait_until(newest, f"a world of {size} ranks"), key=lambda one: one["rank"])
         except AssertionError as error:
             raise AssertionError(f"{error}\n{self.output()}") from None
 
@@ -156,7 +156,7 @@ class Job:
     def lose_memory(self, node: str) -> None:
         """What ``node`` keeps in memory is gone, and nobody there can be asked: the machine is away."""
         agent = self.folder / "run" / self.name / node / "agent"
-        end_agent(agent, signal.SIGKILL)
+        stop_agent(agent, signal.SIGKILL)
         shutil.rmtree(agent, ignore_errors=True)
 
     def lose_node(self, node: str) -> None:
@@ -184,8 +184,8 @@ class Job:
 
 
 @contextlib.contextmanager
-def elastic_job() -> Iterator[Job]:
-    with tempfile.TemporaryDirectory() as folder, contextlib.closing(Job(Path(folder))) as job:
+def elastic_job() -> Iterator[ElasticRun]:
+    with tempfile.TemporaryDirectory() as folder, contextlib.closing(ElasticRun(Path(folder))) as job:
         yield job
 
 

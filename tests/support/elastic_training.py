@@ -13,7 +13,7 @@ BATCH = 12
 """Samples of a step, for all ranks together: shared evenly by 1, 2, 3 and 4."""
 
 
-def build() -> torch.nn.Module:
+def build_model() -> torch.nn.Module:
     torch.manual_seed(0)
     return torch.nn.Sequential(torch.nn.Linear(16, 64), torch.nn.GELU(), torch.nn.Linear(64, 8))
 
@@ -26,9 +26,9 @@ def optimizer_of(model: torch.nn.Module) -> torch.optim.AdamW:
     return torch.optim.AdamW(model.parameters(), lr=1e-2)
 
 
-def undisturbed(steps: int, ranks: int) -> list[float]:
+def expected_losses(steps: int, ranks: int) -> list[float]:
     """The loss of every step, summed in so many pieces as ``ranks`` ranks sum it."""
-    model = build()
+    model = build_model()
     optimizer = optimizer_of(model)
     losses = []
     for step in range(steps):
@@ -44,10 +44,10 @@ def undisturbed(steps: int, ranks: int) -> list[float]:
 def train(say: Callable[[str], None], address: str, job: str, total: int, limit: str) -> str:
     """Takes part until the job ends; says every world, restore and committed step."""
     from elastic.workers.train_loop import run
-    from tests.support.socket_control_plane import BridgedPlane
+    from tests.support.socket_control_plane import SocketControlPlane
 
     return str(
-        run(lambda world: _train(say, world, job, total, Path(limit)), plane=BridgedPlane(address)).outcome.value
+        run(lambda world: _train(say, world, job, total, Path(limit)), plane=SocketControlPlane(address)).outcome.value
     )
 
 
@@ -58,7 +58,7 @@ def _train(say: Callable[[str], None], world: Any, job: str, total: int, limit: 
     from tieredckpt import Checkpointer
 
     say(f"world {world.epoch} {world.size} {world.rank}")
-    model = build()
+    model = build_model()
     fully_shard(model, mesh=world.mesh())
     optimizer = optimizer_of(model)
     state = {"model": model, "optim": optimizer}

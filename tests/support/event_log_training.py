@@ -18,7 +18,7 @@ import elastic
 from tieredckpt import Checkpointer
 
 
-def say(what: str, **more: object) -> None:
+def report(what: str, **more: object) -> None:
     os.write(1, f"{json.dumps({'what': what, 'pid': os.getpid(), **more})}\n".encode())
 
 
@@ -28,9 +28,9 @@ def main(folder: Path, total: int) -> None:
         state = {"sum": torch.zeros(8)}
         with Checkpointer("tiered://told") as ckpt:
             first = ckpt.restore(state) + 1
-            say("in", epoch=world.epoch, rank=world.rank, size=world.size, first=first)
+            report("in", epoch=world.epoch, rank=world.rank, size=world.size, first=first)
             for step in world.steps(first, total, checkpoint=(ckpt, state)):
-                say("step", epoch=world.epoch, rank=world.rank, step=step)
+                report("step", epoch=world.epoch, rank=world.rank, step=step)
                 while step >= int((folder / "limit").read_text()):
                     time.sleep(0.01)
                 one = torch.full((8,), float(step))

@@ -22,7 +22,7 @@ from tieredckpt.event_log.event_types import (
 START = 1_700_000_000
 
 
-class Told:
+class EventLogBuilder:
     """What was told so far; every method adds to it."""
 
     def __init__(self) -> None:
@@ -32,41 +32,45 @@ class Told:
     def us(at: float) -> int:
         return round((START + at) * 1_000_000)
 
-    def add(self, *events: LogEvent) -> Told:
+    def add(self, *events: LogEvent) -> EventLogBuilder:
         self.events += events
         return self
 
-    def began(self, at: float, **more: Any) -> Told:
+    def began(self, at: float, **more: Any) -> EventLogBuilder:
         return self.add(ProcessBegan(START + at, **{"job": "job", "who": "coordinator", **more}))
 
-    def ended(self, at: float, **more: Any) -> Told:
+    def ended(self, at: float, **more: Any) -> EventLogBuilder:
         return self.add(ProcessEnded(START + at, **{"who": "coordinator", "how": "finished", **more}))
 
-    def world(self, at: float, *, epoch: int = 0, ranks: int = 1, how: str = "start", **more: Any) -> Told:
+    def world(self, at: float, *, epoch: int = 0, ranks: int = 1, how: str = "start", **more: Any) -> EventLogBuilder:
         return self.add(WorldFormed(START + at, epoch, ranks, how=how, **more))
 
-    def steps(self, first: int, count: int, *, at: float, each: float = 1.0, epoch: int = 0, **more: Any) -> Told:
+    def steps(
+        self, first: int, count: int, *, at: float, each: float = 1.0, epoch: int = 0, **more: Any
+    ) -> EventLogBuilder:
         return self.add(*(StepEvent(epoch, 0, first + n, START + at + n * each, each, **more) for n in range(count)))
 
-    def stage(self, name: str, at: float, took: float, *, epoch: int = 0, rank: int = 0, **more: Any) -> Told:
+    def stage(
+        self, name: str, at: float, took: float, *, epoch: int = 0, rank: int = 0, **more: Any
+    ) -> EventLogBuilder:
         return self.add(StageEvent(epoch, rank, name, START + at, took, **more))
 
-    def fault(self, at: float, *, epoch: int = 0, since: float | None = None, **more: Any) -> Told:
+    def fault(self, at: float, *, epoch: int = 0, since: float | None = None, **more: Any) -> EventLogBuilder:
         since = None if since is None else START + since
         return self.add(FaultEvent(START + at, epoch, since=since, **{"kind": "process", "reason": "SIGKILL", **more}))
 
-    def injected(self, at: float, kind: str, **more: Any) -> Told:
+    def injected(self, at: float, kind: str, **more: Any) -> EventLogBuilder:
         return self.add(FaultInjected(START + at, kind, **more))
 
-    def notice(self, at: float, *, epoch: int = 0, **more: Any) -> Told:
+    def notice(self, at: float, *, epoch: int = 0, **more: Any) -> EventLogBuilder:
         return self.add(StopRequested(START + at, epoch, **more))
 
-    def save(self, step: int, *, at: float, took: float, epoch: int = 0) -> Told:
+    def save(self, step: int, *, at: float, took: float, epoch: int = 0) -> EventLogBuilder:
         return self.add(SaveEvent(0, step, "staged", START + at, took, epoch))
 
-    def restored(self, step: int, *, at: float, took: float = 0.0, epoch: int = 0, **more: Any) -> Told:
+    def restored(self, step: int, *, at: float, took: float = 0.0, epoch: int = 0, **more: Any) -> EventLogBuilder:
         mode = "snapshot" if step >= 0 else "nothing"
         return self.add(RestoreEvent(0, step, mode, START + at, took, epoch=epoch, **more))
 
-    def protection(self, step: int, *, at: float, since: float | None = None, left_out: int = 0) -> Told:
+    def protection(self, step: int, *, at: float, since: float | None = None, left_out: int = 0) -> EventLogBuilder:
         return self.add(Protection(START + at, step, None if since is None else START + since, left_out))

@@ -17,7 +17,7 @@ UNKNOWN = (errno.EMFILE, errno.ENFILE, errno.EIO, errno.ENOMEM, errno.EINTR, err
 
 
 @contextlib.contextmanager
-def failing(call: str, code: int, *, below: str) -> Iterator[list[int]]:
+def failing_os_call(call: str, code: int, *, below: str) -> Iterator[list[int]]:
     """While the block runs, ``os``'s ``call`` fails for files below a path; the answer grows with every failure."""
     real, failed = getattr(os, call), []
 

@@ -34,11 +34,11 @@ from integration.kubernetes.errors import (
 )
 
 
-class Killed(BaseException):
+class ControllerKilled(BaseException):
     """The controller is no more."""
 
 
-class ImaginedKubernetes:
+class FakeKubernetes:
     """Both seams of a pass: the API server and the agents."""
 
     def __init__(self, job: Mapping[str, Any], *, nodes: int = 4) -> None:
@@ -135,7 +135,7 @@ class ImaginedKubernetes:
         def write() -> None:
             if self._job is None or self._job["metadata"]["resourceVersion"] != job["metadata"]["resourceVersion"]:
                 raise ResourceConflictError("the object has been modified")
-            self._job["status"] = merged(self._job.get("status", {}), status)
+            self._job["status"] = merge_patch(self._job.get("status", {}), status)
             self._touch()
 
         self.write(write)
@@ -221,10 +221,10 @@ class ImaginedKubernetes:
         self.reach()
         cut, self.writes = self.cut_at == self.writes, self.writes + 1
         if cut and not self.cut_after:
-            raise Killed
+            raise ControllerKilled
         what()
         if cut:
-            raise Killed
+            raise ControllerKilled
 
     def reach(self) -> None:
         if self.unreachable:
@@ -256,7 +256,7 @@ class _Agent:
             self.state = AgentState.STOPPING
 
 
-class ImaginedAgents:
+class FakeAgents:
     """An agent for every pod that has an address, from when it is first asked."""
 
     def __init__(self) -> None:
@@ -279,7 +279,7 @@ class ImaginedAgents:
         return {}
 
 
-def merged(there: Any, patch: Any) -> Any:
+def merge_patch(there: Any, patch: Any) -> Any:
     if not isinstance(patch, Mapping):
         return copy.deepcopy(patch)
     found = dict(there) if isinstance(there, Mapping) else {}
@@ -287,5 +287,5 @@ def merged(there: Any, patch: Any) -> Any:
         if value is None:
             found.pop(name, None)
         else:
-            found[name] = merged(found.get(name), value)
+            found[name] = merge_patch(found.get(name), value)
     return found

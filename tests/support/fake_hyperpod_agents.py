@@ -56,7 +56,7 @@ IN_PROCESS: dict[AgentState, set[AgentState]] = {
 
 
 @dataclass
-class Agent:
+class FakeHyperPodAgent:
     name: str
     in_process: bool = False
     state: AgentState = INIT
@@ -153,14 +153,14 @@ class Agent:
         )  # fmt: skip
 
 
-class Cluster:
+class FakeHyperPodCluster:
     """A job's agents, an operator, and time."""
 
     def __init__(self, spec: JobSpec, *, in_process: bool = False, can_replace: bool = True) -> None:
         self.spec, self.in_process, self.can_replace = spec, in_process, can_replace
         self.now_s = 1_800_000_000.0
         self.state = JobState()
-        self.agents: dict[str, Agent] = {}
+        self.agents: dict[str, FakeHyperPodAgent] = {}
         self.capacity: int | None = None
         self.room: int | None = None
         """So many pods there can be at all."""
@@ -226,16 +226,16 @@ class Cluster:
         while sum(not one.gone and not one.leaving for one in self.agents.values()) < want:
             name = f"p{self._born}"
             self._born += 1
-            self.agents[name] = Agent(name, self.in_process)
+            self.agents[name] = FakeHyperPodAgent(name, self.in_process)
 
     # -- what is -----------------------------------------------------------------------------------------------------
 
     @property
-    def alive(self) -> list[Agent]:
+    def alive(self) -> list[FakeHyperPodAgent]:
         return [one for one in self.agents.values() if not one.gone]
 
     @property
-    def members(self) -> list[Agent]:
+    def members(self) -> list[FakeHyperPodAgent]:
         return [self.agents[name] for name in self.state.members]
 
     def runs(self, size: int) -> bool:

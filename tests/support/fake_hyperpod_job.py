@@ -16,19 +16,19 @@ from integration.hyperpod.elastic_agent.in_process_mode import InProcessControlP
 from integration.hyperpod.elastic_agent.ipc import AgentConnection, AgentMessage
 from integration.hyperpod.elastic_agent.worker_client import AgentWorker
 from tests.support import hyperpod_socket
-from tests.support.hyperpod_socket import Listener
+from tests.support.hyperpod_socket import AgentListener
 from tests.support.ports import free_port
 
 
 @dataclass
-class Node:
+class FakeNode:
     plane: InProcessControlPlane
-    line: hyperpod_socket.Worker
+    line: hyperpod_socket.WorkerConnection
     at_barrier: bool = False
     heard: list[AgentMessage] = field(default_factory=list)
 
 
-class DoubleJob:
+class FakeHyperPodJob:
     """An operator that wants so many nodes, and starts the job anew whenever an agent is at fault."""
 
     starts_anew, ends_leftovers, resize_is = False, True, NoticeKind.RESIZE
@@ -40,15 +40,15 @@ class DoubleJob:
         self._lock = threading.RLock()
         self._runs = False
         self._counted = 0
-        self.nodes: list[Node] = []
-        self.listener: Listener = stack.enter_context(hyperpod_socket.listening())
+        self.nodes: list[FakeNode] = []
+        self.listener: AgentListener = stack.enter_context(hyperpod_socket.agent_listener())
         self.planes = [self._node() for _ in range(size + spares)]
 
     def _node(self) -> InProcessControlPlane:
         environ = {"LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}
         connection = AgentConnection(self.listener.path, 0)
         plane = InProcessControlPlane(AgentWorker(connection), environ=environ)
-        node = Node(plane, self.listener.accept())
+        node = FakeNode(plane, self.listener.accept())
         self.nodes.append(node)
         thread = threading.Thread(target=self._listen, args=(node,), daemon=True)
         thread.start()
@@ -94,7 +94,7 @@ class DoubleJob:
     def _any_inside(self) -> InProcessControlPlane:
         return next(node.plane for node in self.nodes if node.plane._inside)
 
-    def _listen(self, node: Node) -> None:
+    def _listen(self, node: FakeNode) -> None:
         with contextlib.suppress(OSError):
             while (message := node.line.hear()) is not None:
                 with self._lock:
@@ -119,14 +119,14 @@ class DoubleJob:
         port = free_port()
         for rank, node in enumerate(chosen):
             node.at_barrier = False
-            self._say(node, ipc.MSG_JOB_START, worker_envs=envs(rank, len(chosen), port, self._counted))
+            self._say(node, ipc.MSG_JOB_START, worker_envs=worker_environ(rank, len(chosen), port, self._counted))
 
-    def _say(self, node: Node, kind: str, **fields: object) -> None:
+    def _say(self, node: FakeNode, kind: str, **fields: object) -> None:
         with contextlib.suppress(OSError):
             node.line.say(kind, **fields)
 
 
-def envs(rank: int, size: int, port: int, count: int, *, spare: bool = False) -> dict[str, str]:
+def worker_environ(rank: int, size: int, port: int, count: int, *, spare: bool = False) -> dict[str, str]:
     """What an agent tells a worker that is the only one of its node."""
     numbers = {
         "RANK": rank,
@@ -143,6 +143,8 @@ def envs(rank: int, size: int, port: int, count: int, *, spare: bool = False) ->
 
 
 @contextlib.contextmanager
-def agent_job(size: int, spares: int = 0, *, grace_s: float = 60.0, grow_s: float = 60.0) -> Iterator[DoubleJob]:
+def hyperpod_agent_job(
+    size: int, spares: int = 0, *, grace_s: float = 60.0, grow_s: float = 60.0
+) -> Iterator[FakeHyperPodJob]:
     with contextlib.ExitStack() as stack:
-        yield DoubleJob(size, spares, stack, grace_s)
+        yield FakeHyperPodJob(size, spares, stack, grace_s)

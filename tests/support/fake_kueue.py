@@ -12,13 +12,13 @@ from typing import Any
 
 from integration.kubernetes.errors import ApiServerRefusedError, ResourceConflictError, ResourceNotFoundError
 from integration.kubernetes.kueue_admission import PriorityClass
-from tests.support.fake_cluster import ImaginedKubernetes, merged
+from tests.support.fake_cluster import FakeKubernetes, merge_patch
 
 
-class ImaginedKueue:
+class FakeKueue:
     """One queue with room for ``quota`` pods."""
 
-    def __init__(self, kube: ImaginedKubernetes, *, quota: int = 0, version: str = "v1beta2") -> None:
+    def __init__(self, kube: FakeKubernetes, *, quota: int = 0, version: str = "v1beta2") -> None:
         self.version = version
         self.quota = quota
         self.is_installed = True
@@ -65,7 +65,7 @@ class ImaginedKueue:
                 raise ResourceNotFoundError("it is gone")
             if there["metadata"]["resourceVersion"] != workload["metadata"]["resourceVersion"]:
                 raise ResourceConflictError("the object has been modified")
-            there["status"] = merged(there.get("status", {}), status)
+            there["status"] = merge_patch(there.get("status", {}), status)
             self._touch(there)
 
         self._kube.write(write)

@@ -16,7 +16,7 @@ from typing import Any
 BATCH, MICROBATCH, BROKEN = 8, 2, 2
 
 
-def job_of(folder: Path, name: str, family: str, steps: int) -> Any:
+def finetune_job(folder: Path, name: str, family: str, steps: int) -> Any:
     """``still`` begins with the model that ``quiet`` has made, and learns nothing."""
     from integration.finetune.finetune_job import FinetuneJob
 
@@ -42,7 +42,7 @@ def job_of(folder: Path, name: str, family: str, steps: int) -> Any:
     )
 
 
-class Breaking:
+class BreakingWorld:
     """A world of which rank 1 breaks in one step, where it has not yet."""
 
     def __init__(self, world: Any, marker: Path, *, kill: bool) -> None:
@@ -61,40 +61,40 @@ class Breaking:
             yield step
 
 
-def train_all(folder: Path, name: str, steps: int, families: Sequence[str], *, breaks: bool = False) -> str:
+def train_families(folder: Path, name: str, steps: int, families: Sequence[str], *, breaks: bool = False) -> str:
     from elastic.workers.train_loop import run
     from integration.finetune.inputs import open_job_inputs
     from integration.finetune.training import train_finetune
 
-    jobs = {family: job_of(folder, name, family, steps) for family in families}
+    jobs = {family: finetune_job(folder, name, family, steps) for family in families}
     brought = {family: open_job_inputs(job) for family, job in jobs.items()}
 
-    def all_of_them(world: Any) -> None:
+    def train_each_family(world: Any) -> None:
         for family, job in jobs.items():
             job.folder.mkdir(parents=True, exist_ok=True)
             marker = job.folder / "broken"
             train_finetune(
-                Breaking(world, marker, kill=family == families[0]) if breaks else world, job, brought[family]
+                BreakingWorld(world, marker, kill=family == families[0]) if breaks else world, job, brought[family]
             )
 
-    return str(run(all_of_them))
+    return str(run(train_each_family))
 
 
-def alone(say: Any, folder: str, steps: int, families: Sequence[str]) -> dict[str, Any]:
+def train_alone(say: Any, folder: str, steps: int, families: Sequence[str]) -> dict[str, Any]:
     """In a world of one: the same from the beginning, and what two ranks began, to its end. What is left of both."""
     place = Path(folder)
-    train_all(place, "quiet", steps, families)
-    train_all(place, "moved", steps, families)
-    train_all(place, "still", 1, families)
-    return {family: checked(place, family) for family in families}
+    train_families(place, "quiet", steps, families)
+    train_families(place, "moved", steps, families)
+    train_families(place, "still", 1, families)
+    return {family: check_models(place, family) for family in families}
 
 
-def checked(folder: Path, family: str) -> dict[str, Any]:
+def check_models(folder: Path, family: str) -> dict[str, Any]:
     """All models as ``from_pretrained`` reads them, the same bits; and the first loss, computed by other means."""
     import torch
     from transformers import AutoModelForCausalLM
 
-    jobs = [job_of(folder, name, family, 0) for name in ("quiet", "moved", "still")]
+    jobs = [finetune_job(folder, name, family, 0) for name in ("quiet", "moved", "still")]
     models = [AutoModelForCausalLM.from_pretrained(job.model_folder) for job in jobs]
     one, *others = (model.state_dict() for model in models)
     same = [other.keys() == one.keys() and all(torch.equal(one[name], other[name]) for name in one) for other in others]
@@ -110,7 +110,7 @@ def first_loss(folder: Path, family: str) -> float:
     from elastic.samples import SampleOrder
     from integration.finetune.inputs import open_job_inputs
 
-    job = job_of(folder, "quiet", family, 0)
+    job = finetune_job(folder, "quiet", family, 0)
     brought = open_job_inputs(job)
     torch.manual_seed(job.seed)
     model = AutoModelForCausalLM.from_config(brought.config, dtype=torch.float32)
@@ -130,4 +130,4 @@ if __name__ == "__main__":
 
     torch.set_num_threads(1)
     folder, name, steps, breaks, *families = sys.argv[1:]
-    print(train_all(Path(folder), name, int(steps), families, breaks=breaks == "breaks"))
+    print(train_families(Path(folder), name, int(steps), families, breaks=breaks == "breaks"))

@@ -9,46 +9,46 @@ from pathlib import Path
 import pytest
 
 from tests.support.faults import (
-    Answer,
     CutResponse,
-    EarlyAnswer,
+    DropResponse,
     FlipRequestBit,
     FlipResponseBit,
     Hang,
-    LoseAnswer,
+    ReplyBeforeBody,
+    ReplyWithStatus,
     ResetRequest,
-    Trickle,
+    TrickleResponse,
 )
 from tests.support.http_exchange import Exchange
-from tests.support.upload_contract import ALL, MIB, Scene, part
+from tests.support.upload_contract import ALL, MIB, UploadCase, part_rule
 from tieredckpt.durable.retrying_store import RetryingStore
 from tieredckpt.errors import DurableRefusedError, StoreBusyError, TierUnavailableError
 
 PASSING = {
-    "internal error": Answer(500, "InternalError"),
-    "bad gateway": Answer(502),
-    "slow down": Answer(503, "SlowDown", retry_after=0.1),
-    "too many requests": Answer(429, retry_after=0.1),
-    "request timeout": Answer(400, "RequestTimeout"),
-    "conflict": Answer(409, "OperationAborted"),
+    "internal error": ReplyWithStatus(500, "InternalError"),
+    "bad gateway": ReplyWithStatus(502),
+    "slow down": ReplyWithStatus(503, "SlowDown", retry_after=0.1),
+    "too many requests": ReplyWithStatus(429, retry_after=0.1),
+    "request timeout": ReplyWithStatus(400, "RequestTimeout"),
+    "conflict": ReplyWithStatus(409, "OperationAborted"),
     "silence": Hang(),
     "reset before the answer": ResetRequest(0),
 }
 PASSING_FOR_PARTS = {
     **PASSING,
     "reset in the middle": ResetRequest(2 * MIB),
-    "slow down before the end": EarlyAnswer(503, "SlowDown"),
-    "damaged on the way": Answer(400, "BadDigest"),
-    "answer lost": LoseAnswer(),
-    "answer without an ETag": Answer(200),
+    "slow down before the end": ReplyBeforeBody(503, "SlowDown"),
+    "damaged on the way": ReplyWithStatus(400, "BadDigest"),
+    "answer lost": DropResponse(),
+    "answer without an ETag": ReplyWithStatus(200),
 }
 REFUSED = {
-    "access denied": (Answer(403, "AccessDenied"), "AccessDenied"),
-    "expired token": (Answer(400, "ExpiredToken"), "log in again"),
-    "wrong region": (Answer(301, "PermanentRedirect"), "region"),
-    "wrong clock": (Answer(403, "RequestTimeTooSkewed"), "clock"),
-    "no bucket": (Answer(404, "NoSuchBucket"), "Create the bucket"),
-    "quota": (Answer(507), "Make room"),
+    "access denied": (ReplyWithStatus(403, "AccessDenied"), "AccessDenied"),
+    "expired token": (ReplyWithStatus(400, "ExpiredToken"), "log in again"),
+    "wrong region": (ReplyWithStatus(301, "PermanentRedirect"), "region"),
+    "wrong clock": (ReplyWithStatus(403, "RequestTimeTooSkewed"), "clock"),
+    "no bucket": (ReplyWithStatus(404, "NoSuchBucket"), "Create the bucket"),
+    "quota": (ReplyWithStatus(507), "Make room"),
 }
 DATA = random.Random(3).randbytes(300_000)
 
@@ -57,12 +57,12 @@ _IN_A_PUSH = {"slow down", "reset before the answer"}
 """Of the faults that all calls have in common: each of them is part of a push where a part fails."""
 
 
-def by_name(faults: dict[str, object]) -> pytest.MarkDecorator:
+def each_fault(faults: dict[str, object]) -> pytest.MarkDecorator:
     """All of the faults in a push."""
     return pytest.mark.parametrize("fault", faults.values(), ids=faults.keys())
 
 
-def few_by_name(faults: dict[str, object]) -> pytest.MarkDecorator:
+def common_faults(faults: dict[str, object]) -> pytest.MarkDecorator:
     """In a push those that only this call has, and two of the common ones; in a night all of them."""
     of_the_night = PASSING.keys() - _IN_A_PUSH
     marks = {name: pytest.mark.nightly if name in of_the_night else () for name in faults}
@@ -75,59 +75,59 @@ class FaultContract:
         """Takes a second of silence for an answer."""
         return open_scene(timeout_s=1.0)
 
-    @by_name(PASSING_FOR_PARTS)
-    def test_only_the_failed_part_is_sent_again(self, scene: Scene, hasty: RetryingStore, fault: object):
-        part(scene.proxy, 2).fail(fault)
+    @each_fault(PASSING_FOR_PARTS)
+    def test_only_the_failed_part_is_sent_again(self, scene: UploadCase, hasty: RetryingStore, fault: object):
+        part_rule(scene.proxy, 2).fail(fault)
         told: list[int] = []
         scene.upload(hasty, progress=told.append)
         assert scene.stored() == scene.data
         assert scene.proxy.parts_sent() == sorted([*ALL, 2])
         assert sum(told) == len(scene.data)
 
-    @few_by_name(PASSING_FOR_PARTS)
-    def test_a_small_upload_is_sent_again(self, scene: Scene, hasty: RetryingStore, fault: object):
+    @common_faults(PASSING_FOR_PARTS)
+    def test_a_small_upload_is_sent_again(self, scene: UploadCase, hasty: RetryingStore, fault: object):
         scene.proxy.on("PUT", scene.name).fail(fault)
         hasty.upload(scene.name, scene.source, 3 * MIB, journal=scene.journal)
         assert scene.stored() == scene.data[: 3 * MIB]
         assert len(scene.proxy.seen("PUT", scene.name)) == 2
 
-    @few_by_name(PASSING)
-    def test_upload_begins_despite_a_fault(self, scene: Scene, hasty: RetryingStore, fault: object):
+    @common_faults(PASSING)
+    def test_upload_begins_despite_a_fault(self, scene: UploadCase, hasty: RetryingStore, fault: object):
         scene.proxy.on("POST", query="^uploads").fail(fault)
         scene.upload(hasty)
         assert scene.stored() == scene.data
         assert scene.proxy.parts_sent() == ALL
 
-    @few_by_name({**PASSING, "answer lost": LoseAnswer()})
-    def test_upload_completes_despite_a_fault(self, scene: Scene, hasty: RetryingStore, fault: object):
+    @common_faults({**PASSING, "answer lost": DropResponse()})
+    def test_upload_completes_despite_a_fault(self, scene: UploadCase, hasty: RetryingStore, fault: object):
         scene.proxy.on("POST", query="uploadId=").fail(fault)
         scene.upload(hasty)
         assert scene.stored() == scene.data
         assert scene.proxy.parts_sent() == ALL
         assert scene.unfinished() == []
 
-    def test_upload_with_a_lost_create_response_is_aborted_later(self, scene: Scene, hasty: RetryingStore):
-        scene.proxy.on("POST", query="^uploads").fail(LoseAnswer())
+    def test_upload_with_a_lost_create_response_is_aborted_later(self, scene: UploadCase, hasty: RetryingStore):
+        scene.proxy.on("POST", query="^uploads").fail(DropResponse())
         scene.upload(hasty)
         assert scene.stored() == scene.data
         assert hasty.abort_stale_uploads("", older_than_s=0) == 1
 
-    def test_every_part_fails_once(self, scene: Scene, hasty: RetryingStore):
-        faults = (Answer(500), Hang(), ResetRequest(MIB), Answer(503, "SlowDown"), LoseAnswer())
+    def test_every_part_fails_once(self, scene: UploadCase, hasty: RetryingStore):
+        faults = (ReplyWithStatus(500), Hang(), ResetRequest(MIB), ReplyWithStatus(503, "SlowDown"), DropResponse())
         for number, fault in zip(ALL, faults, strict=True):
-            part(scene.proxy, number).fail(fault)
+            part_rule(scene.proxy, number).fail(fault)
         scene.upload(hasty)
         assert scene.stored() == scene.data
         assert scene.proxy.parts_sent() == sorted([*ALL, *ALL])
 
-    @few_by_name({**PASSING, "answer lost": LoseAnswer()})
-    def test_a_put_is_repeated(self, scene: Scene, hasty: RetryingStore, fault: object):
+    @common_faults({**PASSING, "answer lost": DropResponse()})
+    def test_a_put_is_repeated(self, scene: UploadCase, hasty: RetryingStore, fault: object):
         scene.proxy.on("PUT", "small").fail(fault)
         hasty.put("small", DATA)
         assert hasty.get("small") == DATA
         assert len(scene.proxy.seen("PUT", "small")) == 2
 
-    @few_by_name(
+    @common_faults(
         {
             **PASSING,
             "cut answer": CutResponse(1000),
@@ -135,7 +135,7 @@ class FaultContract:
             "reset in the middle": CutResponse(1000, reset=True),
         }
     )
-    def test_a_read_is_repeated(self, scene: Scene, hasty: RetryingStore, fault: object):
+    def test_a_read_is_repeated(self, scene: UploadCase, hasty: RetryingStore, fault: object):
         hasty.put("small", DATA)
         scene.proxy.on("GET", "small").fail(fault)
         assert hasty.get("small") == DATA
@@ -143,8 +143,8 @@ class FaultContract:
         (got,) = hasty.get_ranges("small", [(5, 200_005)])
         assert bytes(got) == DATA[5:200_005]
 
-    @few_by_name(PASSING)
-    def test_list_and_delete_are_repeated(self, scene: Scene, hasty: RetryingStore, fault: object):
+    @common_faults(PASSING)
+    def test_list_and_delete_are_repeated(self, scene: UploadCase, hasty: RetryingStore, fault: object):
         hasty.put("a/1", b"1")
         scene.proxy.on("GET", query="list-type=2").fail(fault)
         assert [info.name for info in hasty.list("a/")] == ["a/1"]
@@ -152,13 +152,13 @@ class FaultContract:
         hasty.delete(["a/1"])
         assert list(hasty.list("a/")) == []
 
-    def test_slow_response_is_awaited(self, scene: Scene, hasty: RetryingStore):
+    def test_slow_response_is_awaited(self, scene: UploadCase, hasty: RetryingStore):
         hasty.put("small", DATA)
-        scene.proxy.on("GET", "small").fail(Trickle())
+        scene.proxy.on("GET", "small").fail(TrickleResponse())
         assert hasty.get("small") == DATA
         assert len(scene.proxy.seen("GET", "small")) == 1
 
-    def test_bit_flipped_in_a_response_reaches_the_caller(self, scene: Scene, hasty: RetryingStore):
+    def test_bit_flipped_in_a_response_reaches_the_caller(self, scene: UploadCase, hasty: RetryingStore):
         hasty.put("small", DATA)
         scene.proxy.on("GET", "small").fail(FlipResponseBit(1000))
         got = hasty.get("small")
@@ -166,10 +166,10 @@ class FaultContract:
         assert [i for i in range(len(DATA)) if got[i] != DATA[i]] == [1000]
 
     def test_bit_flipped_in_a_part_is_refused_and_sent_again(
-        self, scene: Scene, open_scene: Callable[..., RetryingStore]
+        self, scene: UploadCase, open_scene: Callable[..., RetryingStore]
     ):
         store = open_scene(options={"checksum": "md5"})
-        part(scene.proxy, 4).fail(FlipRequestBit(MIB))
+        part_rule(scene.proxy, 4).fail(FlipRequestBit(MIB))
         scene.upload(store)
         assert scene.stored() == scene.data
         assert scene.proxy.parts_sent() == sorted([*ALL, 4])
@@ -179,14 +179,14 @@ class FaultContract:
     @pytest.mark.parametrize(
         ("fault", "error"),
         [
-            (Answer(500, "InternalError"), TierUnavailableError),
-            (Answer(503, "SlowDown"), StoreBusyError),
+            (ReplyWithStatus(500, "InternalError"), TierUnavailableError),
+            (ReplyWithStatus(503, "SlowDown"), StoreBusyError),
             (ResetRequest(0), TierUnavailableError),
         ],
         ids=["internal error", "slow down", "reset"],
     )
     def test_unreachable_store_is_unavailable(
-        self, scene: Scene, open_scene: Callable[..., RetryingStore], fault: object, error: type[Exception]
+        self, scene: UploadCase, open_scene: Callable[..., RetryingStore], fault: object, error: type[Exception]
     ):
         store = open_scene(retry_s=0.5)
         for method in ("GET", "PUT", "POST"):
@@ -201,15 +201,15 @@ class FaultContract:
                 call()
 
     def test_repeatedly_failing_part_ends_the_upload_and_keeps_the_rest(
-        self, scene: Scene, open_scene: Callable[..., RetryingStore]
+        self, scene: UploadCase, open_scene: Callable[..., RetryingStore]
     ):
-        part(scene.proxy, 5).hold()  # takes part in nothing: the upload must end without it
+        part_rule(scene.proxy, 5).hold()  # takes part in nothing: the upload must end without it
 
         def once_the_others_are_there(exchange: Exchange) -> None:
             scene.proxy.wait_for(
                 lambda proxy: {1, 2, 3} <= {each.part for each in proxy.seen("PUT") if each.status == 200}
             )
-            Answer(500, "InternalError")(exchange)
+            ReplyWithStatus(500, "InternalError")(exchange)
 
         rule = scene.proxy.on("PUT", query="partNumber=4(&|$)", times=1000).fail(once_the_others_are_there)
         with pytest.raises(TierUnavailableError, match="part 4"):
@@ -222,7 +222,7 @@ class FaultContract:
         assert scene.proxy.parts_sent() == [4, 5]
 
     @pytest.mark.parametrize(("fault", "advice"), REFUSED.values(), ids=REFUSED.keys())
-    def test_refusal_is_final_and_has_advice(self, scene: Scene, store: RetryingStore, fault: object, advice: str):
+    def test_refusal_is_final_and_has_advice(self, scene: UploadCase, store: RetryingStore, fault: object, advice: str):
         for method, call in (
             ("GET", lambda: store.get("x")),
             ("PUT", lambda: store.put("x", b"")),
@@ -237,8 +237,8 @@ class FaultContract:
             assert scene.url in str(caught.value)
             assert len(scene.proxy.seen(method)) == 1
 
-    def test_refused_part_ends_the_upload_at_once(self, scene: Scene, open_scene: Callable[..., RetryingStore]):
-        part(scene.proxy, 3).fail(Answer(403, "AccessDenied"))
+    def test_refused_part_ends_the_upload_at_once(self, scene: UploadCase, open_scene: Callable[..., RetryingStore]):
+        part_rule(scene.proxy, 3).fail(ReplyWithStatus(403, "AccessDenied"))
         with pytest.raises(DurableRefusedError, match="part 3"):
             scene.upload(open_scene(concurrency=1))
         assert scene.proxy.parts_sent() == [1, 2, 3]
@@ -247,7 +247,7 @@ class FaultContract:
         assert scene.proxy.parts_sent() == [3, 4, 5]
         assert scene.stored() == scene.data
 
-    def test_missing_bucket_is_named(self, scene: Scene, open_scene: Callable[..., RetryingStore], tmp_path: Path):
+    def test_missing_bucket_is_named(self, scene: UploadCase, open_scene: Callable[..., RetryingStore], tmp_path: Path):
         scene.bucket = "no-such-bucket"
         store = open_scene()
         for call in (
@@ -263,7 +263,7 @@ class FaultContract:
                 call()
 
     def test_wrong_credentials(
-        self, scene: Scene, open_scene: Callable[..., RetryingStore], monkeypatch: pytest.MonkeyPatch
+        self, scene: UploadCase, open_scene: Callable[..., RetryingStore], monkeypatch: pytest.MonkeyPatch
     ):
         if not scene.server.checks_credentials:
             pytest.skip(f"{scene.server.name} takes any credentials")
@@ -282,7 +282,7 @@ class FaultContract:
 
     def test_replaced_credentials_are_used(
         self,
-        scene: Scene,
+        scene: UploadCase,
         open_scene: Callable[..., RetryingStore],
         credentials_file: Callable[[str], None],
     ):

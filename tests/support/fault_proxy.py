@@ -22,7 +22,7 @@ from dataclasses import dataclass
 from typing_extensions import Self
 
 from tests.support.faults import Hold
-from tests.support.http_exchange import Exchange, Hangup, Reader, Seen, pump
+from tests.support.http_exchange import Exchange, Hangup, MessageReader, SeenRequest, relay
 
 Fault = Callable[["Exchange"], None]
 
@@ -45,7 +45,7 @@ class Rule:
         self.fault = held = Hold(done=done)
         return held
 
-    def wants(self, seen: Seen) -> bool:
+    def wants(self, seen: SeenRequest) -> bool:
         if seen.method != self.method or not re.search(self.path, seen.path) or not re.search(self.query, seen.query):
             return False
         self.met += 1
@@ -61,7 +61,7 @@ class FaultProxy:
         self.endpoint = f"{'https' if tls else 'http'}://127.0.0.1:{self.port}"
         self._lock = threading.Condition()
         self._rules: list[Rule] = []
-        self._seen: list[Seen] = []
+        self._seen: list[SeenRequest] = []
         self._sockets: set[socket.socket] = set()
         self._threads: list[threading.Thread] = []
         self._acceptor = threading.Thread(target=self._accept, name="fault-proxy")
@@ -101,7 +101,7 @@ class FaultProxy:
                 if isinstance(rule.fault, Hold):
                     rule.fault.drop()
 
-    def seen(self, method: str = "", path: str = "", *, query: str = "") -> list[Seen]:
+    def seen(self, method: str = "", path: str = "", *, query: str = "") -> list[SeenRequest]:
         with self._lock:
             return [
                 each
@@ -148,7 +148,7 @@ class FaultProxy:
                 pass
 
     def _exchanges(self, client: socket.socket, server: socket.socket) -> None:
-        from_client, from_server = Reader(client), Reader(server)
+        from_client, from_server = MessageReader(client), MessageReader(server)
         while True:
             head = from_client.head()
             if head is None:
@@ -159,7 +159,7 @@ class FaultProxy:
                 due = [rule.fault for rule in self._rules if rule.wants(exchange.seen)]
             if exchange.seen.method == "CONNECT":
                 client.sendall(b"HTTP/1.1 200 Connected\r\n\r\n")
-                pump(client, server)
+                relay(client, server)
                 return
             try:
                 (due[0] if due else Exchange.pass_on)(exchange)

@@ -11,7 +11,7 @@ from tests.support.http_exchange import WAIT_S, Exchange, Hangup
 
 
 @dataclass(frozen=True)
-class Answer:
+class ReplyWithStatus:
     """Read the request, and answer it without asking the server."""
 
     status: int
@@ -28,7 +28,7 @@ class Answer:
 
 
 @dataclass(frozen=True)
-class EarlyAnswer:
+class ReplyBeforeBody:
     """Answer and close before the body was read."""
 
     status: int
@@ -68,7 +68,7 @@ class ResetRequest:
 
 
 @dataclass(frozen=True)
-class LoseAnswer:
+class DropResponse:
     """Let the server do it, and reset the connection instead of saying so."""
 
     def __call__(self, exchange: Exchange) -> None:
@@ -132,7 +132,7 @@ class FlipRequestBit:
 
 
 @dataclass(frozen=True)
-class Trickle:
+class TrickleResponse:
     """Pass the answer on in small blocks, one at a time."""
 
     block_bytes: int = 4096

@@ -16,16 +16,16 @@ import torch.distributed as dist
 
 from elastic.workers.process_groups import ProcessGroups
 from elastic.workers.train_loop import RecoveryPolicy, run
-from tests.support.launched import build
-from tests.support.training_rank import say
+from tests.support.launched import build_state
+from tests.support.training_rank import report
 from tieredckpt import Checkpointer
 
 FAULTS = [(int(rank), how) for rank, how in (word.split(":") for word in sys.argv[2:])]
 
 
-def fail(epoch: int, rank: int, stage: str) -> None:
+def fail_at_stage(epoch: int, rank: int, stage: str) -> None:
     if epoch < len(FAULTS) and FAULTS[epoch] == (rank, stage):
-        say("fails", epoch=epoch, rank=rank, stage=stage)
+        report("fails", epoch=epoch, rank=rank, stage=stage)
         how = stage.partition("-")[0]
         if how == "stop":
             os.kill(os.getpid(), signal.SIGSTOP)
@@ -41,31 +41,31 @@ def fail(epoch: int, rank: int, stage: str) -> None:
             pass
 
 
-def enter(groups: ProcessGroups) -> None:
+def fail_then_enter(groups: ProcessGroups) -> None:
     place = groups._assignment
-    fail(place.epoch, place.rank, "kill-groups")
+    fail_at_stage(place.epoch, place.rank, "kill-groups")
     entering(groups)
 
 
-entering, ProcessGroups.initialize = ProcessGroups.initialize, enter  # type: ignore[method-assign]
+entering, ProcessGroups.initialize = ProcessGroups.initialize, fail_then_enter  # type: ignore[method-assign]
 
 
 def train(world: Any) -> None:
-    model, optimizer, state = build()
+    model, optimizer, state = build_state()
     last = len(FAULTS)
     with Checkpointer("tiered://faulty") as ckpt:
         for stage in ("stop-restore", "kill-restore", "hold-restore"):
-            fail(world.epoch, world.rank, stage)
+            fail_at_stage(world.epoch, world.rank, stage)
         first = ckpt.restore(state) + 1
-        say("in", epoch=world.epoch, rank=world.rank, size=world.size, restored=first - 1, restarts=world.restarts)
-        fail(world.epoch, world.rank, "raise-first")
+        report("in", epoch=world.epoch, rank=world.rank, size=world.size, restored=first - 1, restarts=world.restarts)
+        fail_at_stage(world.epoch, world.rank, "raise-first")
         for step in world.steps(first, checkpoint=(ckpt, state)):
             loss = model(torch.full((2, 16), float(step % 8))).square().mean()
             optimizer.zero_grad()
             loss.backward()
             if step == first + 2:
                 for stage in ("crash-step", "kill-step", "loop-step", "hold-step", "stop-step", "raise-step"):
-                    fail(world.epoch, world.rank, stage)
+                    fail_at_stage(world.epoch, world.rank, stage)
                 if world.epoch >= last and world.rank == 1:
                     loss = loss * float("nan")
             world.check_finite(loss)
@@ -73,10 +73,10 @@ def train(world: Any) -> None:
             dist.all_reduce(loss.detach())
             ckpt.save(state, step)
             ckpt.wait()
-            say("step", epoch=world.epoch, rank=world.rank, step=step)
+            report("step", epoch=world.epoch, rank=world.rank, step=step)
 
 
 if __name__ == "__main__":
     torch.set_num_threads(1)
     # The same step is one further in each attempt: any step counts.
-    say("ended", how=run(train, policy=RecoveryPolicy(nonfinite_attempts=1)).outcome.value)
+    report("ended", how=run(train, policy=RecoveryPolicy(nonfinite_attempts=1)).outcome.value)

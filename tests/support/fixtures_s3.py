@@ -70,10 +70,10 @@ def open_durable() -> Iterator[Callable[[str, DurableSettings], RetryingStore]]:
     """``open_store``, and every store closed when the test ends."""
     opened: list[RetryingStore] = []
 
-    def open_it(url: str, settings: DurableSettings) -> RetryingStore:
+    def open_and_record(url: str, settings: DurableSettings) -> RetryingStore:
         opened.append(open_store(url, settings))
         return opened[-1]
 
-    yield open_it
+    yield open_and_record
     for store in opened:
         store.close()

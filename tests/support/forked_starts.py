@@ -85,7 +85,7 @@ _libc.syscall.argtypes = [ctypes.c_long] * 6
 _libc.prctl.argtypes = [ctypes.c_int, ctypes.c_ulong, ctypes.c_char_p, ctypes.c_ulong, ctypes.c_ulong]
 
 
-class Start(NamedTuple):
+class ProcessStart(NamedTuple):
     """What a process is started with."""
 
     argv: list[str]
@@ -120,7 +120,7 @@ class Program(NamedTuple):
 # -- what can be forked ------------------------------------------------------------------------------------------------
 
 
-def program_of(argv: Sequence[str]) -> Program | None:
+def parse_program(argv: Sequence[str]) -> Program | None:
     """``None``: it is started as ever."""
     if not argv or argv[0] != sys.executable:
         return None
@@ -148,7 +148,7 @@ def _read_at_start(environ: Mapping[str, str]) -> dict[str, str]:
     return {k: v for k, v in environ.items() if k.startswith(_READ_AT_START) and k not in _READ_HERE}
 
 
-def _surroundings() -> tuple[int, ...]:
+def _namespaces_and_ids() -> tuple[int, ...]:
     """What a fork of the template has from it, and would have from whoever starts it."""
     spaces = (Path(f"/proc/thread-self/ns/{kind}").stat().st_ino for kind in ("net", "mnt", "pid", "user"))
     return (*spaces, os.geteuid(), os.getegid())
@@ -157,7 +157,7 @@ def _surroundings() -> tuple[int, ...]:
 # -- those who start ---------------------------------------------------------------------------------------------------
 
 
-class _Here:
+class _TemplateState:
     """What this process and those it has forked know of templates."""
 
     template: socket.socket | None = None
@@ -173,7 +173,7 @@ class _Here:
     """Everything is started as ever."""
 
 
-_here = _Here()
+_here = _TemplateState()
 _asking = threading.Lock()
 _execute_child = subprocess.Popen._execute_child  # type: ignore[attr-defined]
 _arguments = inspect.signature(_execute_child)
@@ -190,7 +190,7 @@ def _start(process: Any, given: Mapping[str, Any]) -> bool:
     if isinstance(given["args"], (str, bytes)) or not given["close_fds"] or not (_here.template or _here.agents):
         return False
     argv = [os.fsdecode(word) for word in given["args"]]
-    program = program_of(argv)
+    program = parse_program(argv)
     unusual = (
         given["preexec_fn"], given["shell"], given.get("gid"), given.get("gids"), given.get("uid"),
         given.get("umask", -1) >= 0, given.get("process_group", -1) >= 0, not given["restore_signals"],
@@ -202,7 +202,7 @@ def _start(process: Any, given: Mapping[str, Any]) -> bool:
         os.fsdecode(k): os.fsdecode(v) for k, v in (os.environ if given["env"] is None else given["env"]).items()
     }
     folder = str(Path.cwd() / os.fsdecode(given["cwd"] or ""))
-    if not _alike(environ) or not Path(folder).is_dir():
+    if not _matches_template(environ) or not Path(folder).is_dir():
         return False
     if argv[1:2] != ["-I"] and environ.get("OMP_NUM_THREADS", "1") != "1":
         return False
@@ -213,12 +213,12 @@ def _start(process: Any, given: Mapping[str, Any]) -> bool:
     detached = "--detach" in argv
     if not detached and (_here.template is None or _here.owner != os.getpid()):
         return False
-    start = Start(
+    start = ProcessStart(
         argv, environ, folder, [0, 1, 2, *kept], bool(given["start_new_session"]), 0 if detached else os.getpid(),
         [resource.getrlimit(which) for which in _LIMITS], os.getpriority(os.PRIO_PROCESS, 0),
     )  # fmt: skip
     try:
-        pid = _detached(process, start, [*std, *kept]) if detached else _child(start, [*std, *kept])
+        pid = _fork_detached_child(process, start, [*std, *kept]) if detached else _fork_child(start, [*std, *kept])
     except OSError:
         return False
     process.pid, process._child_created = pid, True
@@ -228,29 +228,29 @@ def _start(process: Any, given: Mapping[str, Any]) -> bool:
     return True
 
 
-def _alike(environ: Mapping[str, str]) -> bool:
+def _matches_template(environ: Mapping[str, str]) -> bool:
     """Whether a fork of the template is the same as a process that is started here."""
-    return _read_at_start(environ) == _here.read_at_start and _surroundings() == _here.like
+    return _read_at_start(environ) == _here.read_at_start and _namespaces_and_ids() == _here.like
 
 
-def _child(start: Start, files: Sequence[int]) -> int:
+def _fork_child(start: ProcessStart, files: Sequence[int]) -> int:
     template = _here.template
     assert template is not None
     with _asking:
         _send(template, start, files)
-        (pid,) = _LENGTH.unpack(_exactly(template, _LENGTH.size))
+        (pid,) = _LENGTH.unpack(_receive_exactly(template, _LENGTH.size))
     if not pid:
         raise OSError("it was not forked")
     return pid
 
 
-def _detached(process: Any, start: Start, files: Sequence[int]) -> int:
+def _fork_detached_child(process: Any, start: ProcessStart, files: Sequence[int]) -> int:
     """It is not our child: the template waits for it, and says how it ended."""
     end = socket.socket(socket.AF_UNIX)
     try:
         end.connect(f"\0{_here.agents}")
         _send(end, start, files)
-        (pid,) = _LENGTH.unpack(_exactly(end, _LENGTH.size))
+        (pid,) = _LENGTH.unpack(_receive_exactly(end, _LENGTH.size))
     except BaseException:
         end.close()
         raise
@@ -260,7 +260,7 @@ def _detached(process: Any, start: Start, files: Sequence[int]) -> int:
         if flags & os.WNOHANG and not select.select([end], [], [], 0)[0]:
             return 0, 0
         with end:
-            return pid, _LENGTH.unpack(_exactly(end, _LENGTH.size))[0]
+            return pid, _LENGTH.unpack(_receive_exactly(end, _LENGTH.size))[0]
 
     def poll(_deadstate: int | None = None, **_: Any) -> int | None:
         if (one := this()) is not None and one.returncode is None:
@@ -273,22 +273,22 @@ def _detached(process: Any, start: Start, files: Sequence[int]) -> int:
     return pid
 
 
-def _send(end: socket.socket, start: Start, files: Sequence[int]) -> None:
+def _send(end: socket.socket, start: ProcessStart, files: Sequence[int]) -> None:
     body = pickle.dumps(tuple(start))
     socket.send_fds(end, [_LENGTH.pack(len(body))], list(files))
     end.sendall(body)
 
 
-def _receive(end: socket.socket) -> tuple[Start, list[int]]:
+def _receive(end: socket.socket) -> tuple[ProcessStart, list[int]]:
     """:class:`EOFError` when the other side is gone."""
     head, files, *_ = socket.recv_fds(end, _LENGTH.size, 64)
     if not head:
         raise EOFError
-    (size,) = _LENGTH.unpack(head + _exactly(end, _LENGTH.size - len(head)))
-    return Start(*pickle.loads(_exactly(end, size))), files
+    (size,) = _LENGTH.unpack(head + _receive_exactly(end, _LENGTH.size - len(head)))
+    return ProcessStart(*pickle.loads(_receive_exactly(end, size))), files
 
 
-def _exactly(end: socket.socket, size: int) -> bytes:
+def _receive_exactly(end: socket.socket, size: int) -> bytes:
     found = b""
     while len(found) < size:
         part = end.recv(size - len(found))
@@ -305,12 +305,12 @@ _exits: list[tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any]]] = []
 _register = atexit.register
 
 
-def _note(function: Callable[..., Any], /, *args: Any, **more: Any) -> Callable[..., Any]:
+def _record_exit_function(function: Callable[..., Any], /, *args: Any, **more: Any) -> Callable[..., Any]:
     _exits.append((function, args, more))
     return _register(function, *args, **more)
 
 
-def _is_pytests(function: Callable[..., Any]) -> bool:
+def _is_test_function(function: Callable[..., Any]) -> bool:
     return str(getattr(function, "__module__", "")).partition(".")[0] in {"_pytest", "pytest", "tests", "hypothesis"}
 
 
@@ -334,9 +334,13 @@ def _warm() -> None:
 
 def install(*closed: Any) -> None:
     """In a worker without threads: what it starts from here on comes from a template, for which ``closed`` is not."""
-    if platform.machine() != "x86_64" or not _here.path or not _shown(_arguments_of_this(), dict(os.environ)):
+    if (
+        platform.machine() != "x86_64"
+        or not _here.path
+        or not _set_proc_cmdline(_arguments_of_this(), dict(os.environ))
+    ):
         return
-    _here.read_at_start, _here.like = _read_at_start(os.environ), _surroundings()
+    _here.read_at_start, _here.like = _read_at_start(os.environ), _namespaces_and_ids()
     _here.agents = f"forked-starts-{secrets.token_hex(8)}"
     listener = socket.socket(socket.AF_UNIX)
     listener.bind(f"\0{_here.agents}")
@@ -346,7 +350,7 @@ def install(*closed: Any) -> None:
     listener.close()
 
 
-def held() -> list[socket.socket]:
+def template_sockets() -> list[socket.socket]:
     """What a process that a worker forks shall close."""
     return [_here.template] if _here.template is not None else []
 
@@ -368,8 +372,10 @@ def _fork_template(listener: socket.socket | None = None, *closed: Any) -> None:
         ours.close()
         _here.template = None
         kept = [end.detach() for end in (theirs, listener) if end is not None]
-        _only([os.open(os.devnull, os.O_RDWR)] * 3 + kept, [0, 1, 2, *range(3, 3 + len(kept))], inheritable=False)
-        _shown(["template"], {})
+        _keep_only_files(
+            [os.open(os.devnull, os.O_RDWR)] * 3 + kept, [0, 1, 2, *range(3, 3 + len(kept))], inheritable=False
+        )
+        _set_proc_cmdline(["template"], {})
         _forget_pytest()
         gc.collect()
         gc.freeze()
@@ -392,9 +398,9 @@ def _serve(end: socket.socket, listener: socket.socket | None) -> None:
         for key, _ in selector.select():
             if key.fileobj is end:
                 start, files = _receive(end)
-                pid = _sibling()
+                pid = _fork_sibling()
                 if pid == 0:
-                    _become(start, files)
+                    _become_program(start, files)
                 end.sendall(_LENGTH.pack(max(pid, 0)))
                 _close(files)
             elif key.fileobj is listener:
@@ -413,7 +419,7 @@ def _fork_detached(selector: selectors.BaseSelector, asker: socket.socket) -> No
     start, files = _receive(asker)
     pid = os.fork()
     if pid == 0:
-        _become(start, files)
+        _become_program(start, files)
     selector.register(os.pidfd_open(pid), selectors.EVENT_READ, (pid, asker))
     asker.sendall(_LENGTH.pack(pid))
     _close(files)
@@ -424,7 +430,7 @@ def _close(files: Sequence[int]) -> None:
         os.close(fd)
 
 
-def _sibling() -> int:
+def _fork_sibling() -> int:
     """Fork a process whose parent is this one's; 0 in it. There is one thread, which is what makes it possible."""
     ours = _libc.pthread_self() + _TID_AT
     known = ctypes.c_int.from_address(ours).value == os.getpid()
@@ -443,7 +449,7 @@ def _forget_pytest() -> None:
     faulthandler.disable()
     atexit._clear()
     for function, args, more in _exits:
-        if not _is_pytests(function):
+        if not _is_test_function(function):
             _register(function, *args, **more)
     weakref.finalize._registry.clear()  # type: ignore[attr-defined]
     atexit.unregister(weakref.finalize._exitfunc)  # type: ignore[attr-defined]
@@ -473,15 +479,15 @@ class _ExecutedError(BaseException):
         self.program, self.argv = program, argv
 
 
-def _become(start: Start, files: Sequence[int]) -> NoReturn:
+def _become_program(start: ProcessStart, files: Sequence[int]) -> NoReturn:
     status = 1
     try:
-        _only(files, start.files, inheritable=True)
+        _keep_only_files(files, start.files, inheritable=True)
         if start.session:
             os.setsid()
         os.environ.clear()
         os.environ.update(start.environ)
-        crashes.arm()
+        crashes.arm_crash_points()
         os.chdir(start.folder)
         for which, limits in zip(_LIMITS, start.limits, strict=True):
             if resource.getrlimit(which) != limits:
@@ -492,7 +498,7 @@ def _become(start: Start, files: Sequence[int]) -> NoReturn:
         if (numpy := sys.modules.get("numpy")) is not None:
             numpy.random.seed()
         argv: Sequence[str] = start.argv
-        program = program_of(argv)
+        program = parse_program(argv)
         assert program is not None
         os.execv, os.execve = _execv, _execve  # type: ignore[assignment]
         for number in signal.valid_signals():
@@ -502,8 +508,8 @@ def _become(start: Start, files: Sequence[int]) -> NoReturn:
         for number in (signal.SIGPIPE, signal.SIGXFSZ):
             signal.signal(number, signal.SIG_IGN)
         while True:
-            _shown(list(argv), dict(os.environ))
-            _streams("-u" in argv[1:4])
+            _set_proc_cmdline(list(argv), dict(os.environ))
+            _reopen_streams("-u" in argv[1:4])
             _fresh_main(program)
             _here.template = None
             if program.starts_others:
@@ -526,13 +532,13 @@ def _execv(path: str, argv: Sequence[str]) -> None:
 
 def _execve(path: str, argv: Sequence[str], environ: Mapping[str, str] | None) -> None:
     words = [os.fsdecode(word) for word in argv]
-    program = program_of(words)
+    program = parse_program(words)
     new = dict(os.environ if environ is None else environ)
     if (
         program is None
         or os.fsdecode(path) != sys.executable
         or new.get("OMP_NUM_THREADS", "1") != "1"
-        or not _alike(new)
+        or not _matches_template(new)
     ):
         _exec(path, argv, new)
         return
@@ -545,7 +551,7 @@ def _execve(path: str, argv: Sequence[str], environ: Mapping[str, str] | None) -
 _exec = os.execve
 
 
-def _only(files: Sequence[int], numbers: Sequence[int], *, inheritable: bool) -> None:
+def _keep_only_files(files: Sequence[int], numbers: Sequence[int], *, inheritable: bool) -> None:
     """Have these files by these numbers, and no other."""
     high = [fcntl.fcntl(fd, fcntl.F_DUPFD_CLOEXEC, _HIGH) for fd in files]
     for name in os.listdir("/proc/self/fd"):  # noqa: PTH208 - names do
@@ -560,7 +566,7 @@ def _only(files: Sequence[int], numbers: Sequence[int], *, inheritable: bool) ->
 _kept: list[Any] = []
 
 
-def _shown(argv: Sequence[str], environ: Mapping[str, str]) -> bool:
+def _set_proc_cmdline(argv: Sequence[str], environ: Mapping[str, str]) -> bool:
     """Have ``/proc`` say that this process was started so."""
     areas = []
     for words in (argv, [f"{name}={value}" for name, value in environ.items()]):
@@ -576,7 +582,7 @@ def _shown(argv: Sequence[str], environ: Mapping[str, str]) -> bool:
     return done == 0
 
 
-def _streams(unbuffered: bool) -> None:
+def _reopen_streams(unbuffered: bool) -> None:
     unbuffered = unbuffered or bool(os.environ.get("PYTHONUNBUFFERED"))
     given = io.BufferedReader(io.FileIO(0, closefd=False))
     sys.stdin = sys.__stdin__ = io.TextIOWrapper(given, encoding="utf-8", errors="surrogateescape")  # type: ignore[misc]
@@ -659,7 +665,7 @@ def _end(status: int) -> NoReturn:
 
 # -- pytest ------------------------------------------------------------------------------------------------------------
 
-atexit.register = _note  # before what is imported registers anything
+atexit.register = _record_exit_function  # before what is imported registers anything
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

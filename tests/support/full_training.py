@@ -23,7 +23,7 @@ from tieredckpt import Checkpointer
 SEED, SAMPLES, BATCH, MICROBATCH, WIDTH = 7, 101, 16, 2, 24
 
 
-class Numbers:
+class NumberDataset:
     """A dataset: each sample depends on its index alone."""
 
     def __len__(self) -> int:
@@ -35,7 +35,7 @@ class Numbers:
         return x, torch.stack([x.sum(), x.square().mean()])
 
 
-def model_of(world: World) -> torch.nn.Module:
+def build_model(world: World) -> torch.nn.Module:
     torch.manual_seed(SEED)
     first, last = torch.nn.Linear(WIDTH, 50), torch.nn.Linear(50, 2)
     model = torch.nn.Sequential(first, torch.nn.LayerNorm(50), torch.nn.GELU(), torch.nn.Dropout(0.1), last)
@@ -45,7 +45,7 @@ def model_of(world: World) -> torch.nn.Module:
     return fully_shard(model, mesh=mesh)
 
 
-class Diary:
+class RankLog:
     """This rank's lines."""
 
     def __init__(self, folder: Path) -> None:
@@ -57,17 +57,17 @@ class Diary:
 
 
 def main(folder: str, total: int, how: str) -> None:
-    diary = Diary(Path(folder))
+    diary = RankLog(Path(folder))
     limit = Path(folder) / "limit"
 
     @recoverable
     def train(world: World) -> None:
-        model = model_of(world)
+        model = build_model(world)
         optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
         plan = BatchPlan(BATCH, world.size, microbatch=MICROBATCH)
         sums = ExactGradients(model, tree=how == "tree")
         place = {"epoch": world.epoch, "rank": world.rank, "size": world.size}
-        loader = ElasticDataLoader(Numbers(), RankShare(plan, world.rank), seed=SEED)
+        loader = ElasticDataLoader(NumberDataset(), RankShare(plan, world.rank), seed=SEED)
         state = {"model": model, "optim": optimizer, "data": loader}
         with Checkpointer("tiered://whole", every=1) as ckpt, loader:
             first = ckpt.restore(state) + 1

@@ -21,8 +21,8 @@ from elastic.fault_injection.fault_actions import InjectionRecord
 from elastic.fault_injection.fault_spec import INJECT_VARIABLE, NAN_PHASES
 from elastic.reshard.state_checksum import ChecksumPart, RankChecksum, combine_checksums
 from elastic.samples import SampleOrder
-from tests.support.elastic_runs import ROOT, Job, kill
-from tests.support.golden_training import BATCH, SAMPLES, SEED, Size
+from tests.support.elastic_runs import ROOT, ElasticRun, kill
+from tests.support.golden_training import BATCH, SAMPLES, SEED, ProcessSize
 from tests.support.injections import injected_faults
 
 HANG_KINDS = frozenset({InjectionKind.SIGSTOP, InjectionKind.HOLD_GIL, InjectionKind.HANG})
@@ -50,7 +50,7 @@ abort_timeout_s: 15
 """
 
 
-class Golden(Job):
+class GoldenRun(ElasticRun):
     """One run."""
 
     def __init__(self, folder: Path, name: str, how: str, faults: FaultPlan, *, backend: str = "gloo") -> None:
@@ -141,7 +141,7 @@ class Golden(Job):
             unwritten = {*range(ranks[0]["size"])} - {one["rank"] for one in ranks}
             assert {pids[last, rank] for rank in unwritten} <= {*lost}, step
             samples = [index for one in ranks for index in one["samples"]]
-            known = {"samples": samples, "sum": sum_of(ranks, step), "unwritten": bool(unwritten)}
+            known = {"samples": samples, "sum": state_sum(ranks, step), "unwritten": bool(unwritten)}
             found.append({**ranks[0], **known})
         return found
 
@@ -164,14 +164,14 @@ class Golden(Job):
 BITS = ("loss", "norm", "rate")
 
 
-def sum_of(ranks: Sequence[dict[str, Any]], step: int) -> int:
+def state_sum(ranks: Sequence[dict[str, Any]], step: int) -> int:
     """Of all parameters and moments, of which replicas have the same."""
     whole = combine_checksums(RankChecksum(msgspec.convert(one["share"], dict[str, ChecksumPart])) for one in ranks)
     assert whole.diverged_names == (), step
     return whole.value
 
 
-def assert_same_bits(disturbed: Sequence[dict[str, Any]], quiet: Sequence[dict[str, Any]]) -> None:
+def assert_same_training(disturbed: Sequence[dict[str, Any]], quiet: Sequence[dict[str, Any]]) -> None:
     """Loss, norm, learning rate, parameters and moments after every step, and the samples it was learned from."""
     assert len(disturbed) <= len(quiet)
     order = [int(index) for index in SampleOrder(SAMPLES, SEED, "full").indices(0, len(disturbed) * BATCH)]
@@ -183,7 +183,7 @@ def assert_same_bits(disturbed: Sequence[dict[str, Any]], quiet: Sequence[dict[s
         assert one["samples"] == expected, step
 
 
-def assert_worlds_hold(job: Golden) -> None:
+def assert_worlds_consistent(job: GoldenRun) -> None:
     """Each rank of a world is one process, which is in no older world later, and does one step after the other."""
     places, lives = {}, defaultdict(list)
     for one in job.lines("world"):
@@ -199,12 +199,12 @@ def assert_worlds_hold(job: Golden) -> None:
         assert done == [*range(begun[place], begun[place] + len(done))], place
 
 
-def assert_all_happened_once(job: Golden) -> None:
+def assert_all_injected_once(job: GoldenRun) -> None:
     done = [one.injection.name for one in injected_faults(job.record)]
     assert sorted(done) == sorted(one.name for one in job.faults.injections), job.story()
 
 
-def chained(
+def chain_faults(
     pairs: Iterable[tuple[InjectionKind, InjectionPhase]], ranks: int, *, first: int = 4, gap: int = GAP
 ) -> FaultPlan:
     """One run through all of them: those between steps in the recovery from one that was in a step."""
@@ -237,23 +237,23 @@ def all_pairs() -> list[tuple[InjectionKind, InjectionPhase]]:
 
 
 @pytest.fixture
-def golden(tmp_path):
-    made: list[Golden] = []
+def golden_run(tmp_path):
+    made: list[GoldenRun] = []
 
-    def begin(how: str, faults: FaultPlan, *, backend: str = "gloo") -> Golden:
+    def make_run(how: str, faults: FaultPlan, *, backend: str = "gloo") -> GoldenRun:
         folder = tmp_path / f"{how}-{len(made)}"
         folder.mkdir()
-        made.append(Golden(folder, how, how, faults, backend=backend))
+        made.append(GoldenRun(folder, how, how, faults, backend=backend))
         return made[-1]
 
-    yield begin
+    yield make_run
     for one in made:
         one.close()
 
 
-def quiet_run(folder: Path, total: int) -> list[dict[str, Any]]:
+def reference_run(folder: Path, total: int) -> list[dict[str, Any]]:
     """What one rank alone learns, with the fixed tree: the same as any world does."""
-    one = Golden(folder, "quiet", "fsdp", FaultPlan())
+    one = GoldenRun(folder, "quiet", "fsdp", FaultPlan())
     try:
         one.see_through(one.begin(1, 0, total=total), 120)
         return one.committed()
@@ -261,6 +261,6 @@ def quiet_run(folder: Path, total: int) -> list[dict[str, Any]]:
         one.close()
 
 
-def size_of(pid: int) -> dict[str, int]:
-    """What a process has: see :class:`tests.support.golden_training.Size`."""
-    return Size.of(pid)
+def process_size(pid: int) -> dict[str, int]:
+    """What a process has: see :class:`tests.support.golden_training.ProcessSize`."""
+    return ProcessSize.of(pid)

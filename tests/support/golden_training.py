@@ -29,7 +29,7 @@ from elastic import BatchPlan, ElasticDataLoader, ExactGradients, RankShare, Wor
 from elastic.reshard.state_checksum import OBJECT_DTYPE, state_checksum
 from elastic.workers.train_loop import RecoveryPolicy
 from tests.support import nccl_like
-from tests.support.late_stream import ahead
+from tests.support.late_stream import run_ahead
 from tieredckpt import Checkpointer
 from tieredckpt.tensors.state_dict import flatten_state
 
@@ -40,7 +40,7 @@ DEVICE = "device"
 SEED, SAMPLES, BATCH, MICROBATCH, WIDTH = 7, 101, 8, 2, 16
 
 
-class Numbers:
+class NumberDataset:
     """A dataset: each sample depends on its index alone."""
 
     def __len__(self) -> int:
@@ -58,7 +58,7 @@ def bare_model() -> torch.nn.Module:
     return torch.nn.Sequential(first, torch.nn.LayerNorm(24), torch.nn.GELU(), torch.nn.Dropout(0.1), last)
 
 
-def wrapped(model: torch.nn.Module, how: str, world: World) -> torch.nn.Module:
+def wrap_model(model: torch.nn.Module, how: str, world: World) -> torch.nn.Module:
     if how == "plain":
         return model
     if how == "ddp":
@@ -69,11 +69,11 @@ def wrapped(model: torch.nn.Module, how: str, world: World) -> torch.nn.Module:
     return fully_shard(model, mesh=mesh)
 
 
-def warmed(step: int) -> float:
+def learning_rate_factor(step: int) -> float:
     return min(1.0, (step + 1) / 5) * (0.6 + 0.4 * math.cos(step / 50))
 
 
-class Diary:
+class RankLog:
     """This rank's lines."""
 
     def __init__(self, folder: Path) -> None:
@@ -84,7 +84,7 @@ class Diary:
         self._file.write(json.dumps(line) + "\n")
 
 
-class Size:
+class ProcessSize:
     """What a process has: descriptors, threads, resident memory."""
 
     @staticmethod
@@ -97,11 +97,11 @@ class Size:
         }
 
 
-def refuse(total: Any) -> None:
+def refuse_step(total: Any) -> None:
     raise ArithmeticError(f"the loss is {total.loss}, the norm {total.norm}: this step does not count")
 
 
-def share_of(bare: torch.nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+def checksum_share(bare: torch.nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
     """This rank's part of the checksum of what it trains."""
     share = state_checksum({"model": bare, "optim": optimizer})
     return msgspec.to_builtins({name: part for name, part in share.parts.items() if part.dtype != OBJECT_DTYPE})
@@ -118,7 +118,7 @@ def plain_step(model: torch.nn.Module, mine: list[Any], step: int, place: torch.
 
 
 def main(folder: str, total: int, how: str, settle_s: float, every: int, backend: str | None) -> None:
-    diary = Diary(Path(folder))
+    diary = RankLog(Path(folder))
     is_on_device = backend == DEVICE
     if is_on_device:
         backend = None
@@ -131,16 +131,16 @@ def main(folder: str, total: int, how: str, settle_s: float, every: int, backend
 
     @recoverable(policy=RecoveryPolicy(peer_loss_wait_s=settle_s, backend=backend))
     def train(world: World) -> None:
-        carried = Size.of("self")  # over from other worlds; what this one has comes later
+        carried = ProcessSize.of("self")  # over from other worlds; what this one has comes later
         place = world.device if is_on_device else torch.device("cpu")
         bare = bare_model().to(place)
-        model = wrapped(bare, how, world)
+        model = wrap_model(bare, how, world)
         optimizer = torch.optim.AdamW(bare.parameters(), lr=3e-3, fused=how == "plain")
-        schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, warmed)
+        schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, learning_rate_factor)
         plan = BatchPlan(BATCH, world.size, microbatch=MICROBATCH)
-        sums = None if how == "plain" else ExactGradients(model, tree=True, on_nonfinite=refuse)
+        sums = None if how == "plain" else ExactGradients(model, tree=True, on_nonfinite=refuse_step)
         named = {"epoch": world.epoch, "rank": world.rank, "size": world.size}
-        loader = ElasticDataLoader(Numbers(), RankShare(plan, world.rank), seed=SEED)
+        loader = ElasticDataLoader(NumberDataset(), RankShare(plan, world.rank), seed=SEED)
         state = {"model": bare, "optim": optimizer, "data": loader, "rate": schedule}
         with Checkpointer("tiered://golden", every=every, on_busy="wait") as ckpt, loader, ExitStack() as stack:
             # It waits: a fault may be in any save.
@@ -149,7 +149,7 @@ def main(folder: str, total: int, how: str, settle_s: float, every: int, backend
             tiers = found.bytes_by_tier if found else {}
             diary.write("world", first=first, tiers=tiers, reason=world.reason, **named, **carried)
             own = [*bare.parameters(), *flatten_state({"": optimizer.state_dict()["state"]}).values()]
-            stream = stack.enter_context(ahead(own)) if is_ahead else None
+            stream = stack.enter_context(run_ahead(own)) if is_ahead else None
             for step in world.steps(first, total, checkpoint=(ckpt, state)):
                 work = next(iter(loader))
                 mine = [batch.data for batch in work]
@@ -170,7 +170,7 @@ def main(folder: str, total: int, how: str, settle_s: float, every: int, backend
                 bits |= {"step": step, "rate": schedule.get_last_lr()[0].hex(), "samples": work.indices().tolist()}
 
                 def write(bits: dict[str, Any] = bits) -> None:
-                    diary.write("step", share=share_of(bare, optimizer), **bits, **named)
+                    diary.write("step", share=checksum_share(bare, optimizer), **bits, **named)
 
                 write() if stream is None else stream.enqueue(write)
                 ckpt.save(state, step)

@@ -20,15 +20,15 @@ from peerstore.membership.topology import MemberList, NodeId, PeerNode, member_l
 SETTINGS = MembershipSettings()
 
 
-def node(name: str, **labels: str) -> PeerNode:
+def peer_node(name: str, **labels: str) -> PeerNode:
     return PeerNode(NodeId(name), f"{name}.local:7070", tuple(sorted(labels.items())), 1 << 30)
 
 
-def nodes(count: int) -> tuple[PeerNode, ...]:
-    return tuple(node(f"n{number:04d}", rack=f"r{number // 4}") for number in range(count))
+def peer_nodes(count: int) -> tuple[PeerNode, ...]:
+    return tuple(peer_node(f"n{number:04d}", rack=f"r{number // 4}") for number in range(count))
 
 
-class Network:
+class GossipNetwork:
     def __init__(
         self,
         members: Iterable[PeerNode],

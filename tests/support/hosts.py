@@ -30,7 +30,7 @@ import pytest
 
 from tests.support import namespaces
 from tests.support.host_agent import HostAgent
-from tests.support.packet_filter import Wires, burst_bytes
+from tests.support.packet_filter import LinkFaults, burst_bytes
 from tests.support.slow_path import SlowPath
 
 _SUBNET = "10.77.0"
@@ -84,7 +84,7 @@ class Host:
 
     def socket(self, kind: socket.SocketKind = socket.SOCK_STREAM) -> socket.socket:
         """A socket of this host for any thread of the test."""
-        return namespaces.inside(self.namespace, lambda: socket.socket(socket.AF_INET, kind))
+        return namespaces.run_inside(self.namespace, lambda: socket.socket(socket.AF_INET, kind))
 
     def connect(self, peer: Host | str, port: int, *, timeout_s: float = 10.0) -> socket.socket:
         sock = self.socket()
@@ -107,10 +107,10 @@ class Host:
 
     def unplug(self) -> None:
         """The interface goes down: ENETUNREACH here, silence for the others."""
-        namespaces.batch(self.namespace, ["link set eth0 down"])
+        namespaces.run_ip_batch(self.namespace, ["link set eth0 down"])
 
     def plug(self) -> None:
-        namespaces.batch(self.namespace, ["link set eth0 up"])
+        namespaces.run_ip_batch(self.namespace, ["link set eth0 up"])
 
     def refuse(self, peer: Host) -> None:
         """Whatever arrives from ``peer`` over TCP is answered with a reset, also on connections that exist."""
@@ -120,12 +120,12 @@ class Host:
     def throttle(self, rate: str) -> None:
         """``100mbit``, ``2.5gbit``: so much each way, as tc has it."""
         for place, device in self._ends():
-            namespaces.shape(place, device, f"rate {rate} burst {burst_bytes(rate)} latency 50ms")
+            namespaces.limit_rate(place, device, f"rate {rate} burst {burst_bytes(rate)} latency 50ms")
 
     def unthrottle(self) -> None:
         for place, device in self._ends():
-            if "tbf" in namespaces.tool("tc", "-n", place, "qdisc", "show", "dev", device):
-                namespaces.tool("tc", "-n", place, "qdisc", "del", "dev", device, "root")
+            if "tbf" in namespaces.run_tool("tc", "-n", place, "qdisc", "show", "dev", device):
+                namespaces.run_tool("tc", "-n", place, "qdisc", "del", "dev", device, "root")
 
     def lossy(self, share: float) -> None:
         """Lose this share of what goes to and from here, at random; 0 ends it. A lost packet may be 64 KiB (GSO)."""
@@ -135,7 +135,7 @@ class Host:
     # -- inside ---------------------------------------------------------------------------------------------------
 
     def _command(self, command: Sequence[object]) -> list[str]:
-        return [*namespaces.entering(self.namespace), *(str(word) for word in command)]
+        return [*namespaces.nsenter_command(self.namespace), *(str(word) for word in command)]
 
     def _ends(self) -> tuple[tuple[str, str], tuple[str, str]]:
         """Both ends of the cable: what leaves here, and what leaves the bridge to come here."""
@@ -162,7 +162,7 @@ class Network:
     def __init__(self, prefix: str, undo: contextlib.ExitStack) -> None:
         self.prefix = prefix
         self.hosts: dict[str, Host] = {}
-        self.wires = Wires()
+        self.wires = LinkFaults()
         self.directory = Path("/dev/shm") / prefix
         self.hub = f"{prefix}-bridge"
         self._undo = undo
@@ -172,7 +172,7 @@ class Network:
         self.directory.mkdir(mode=0o700)
         undo.callback(namespaces.remove, self.hub)
         namespaces.create(self.hub)
-        namespaces.batch(self.hub, ["link add br0 type bridge", "link set br0 up"])
+        namespaces.run_ip_batch(self.hub, ["link add br0 type bridge", "link set br0 up"])
 
     def host(self, name: str) -> Host:
         if not _NAME.fullmatch(name) or name in (*self.hosts, "bridge"):
@@ -180,14 +180,14 @@ class Network:
         host = Host(self, name, next(self._numbers))
         self._undo.callback(host.close)
         namespaces.create(host.namespace)
-        namespaces.batch(
+        namespaces.run_ip_batch(
             self.hub,
             [
                 f"link add {host.port} type veth peer name eth0 netns {host.namespace}",
                 f"link set {host.port} master br0 up",
             ],
         )
-        namespaces.batch(
+        namespaces.run_ip_batch(
             host.namespace,
             [
                 "link set lo up",
@@ -223,7 +223,7 @@ class Network:
 
     def heal_all(self) -> None:
         """As if nothing had ever happened to this network."""
-        self.wires = Wires()
+        self.wires = LinkFaults()
         self.apply_rules(*self.hosts.values())
         self.heal_paths()
         for host in self.hosts.values():
@@ -247,9 +247,9 @@ class Network:
             building.enter_context(path)
             match = f"OUTPUT -d {server.address} -p tcp -m mark ! --mark {_PAST_PROXIES:#x} -j REDIRECT --to-ports"
             rule = [*match.split(), str(path.port)]
-            in_table = [*namespaces.entering(client.namespace), "iptables", "-t", "nat"]
-            namespaces.tool(*in_table, "-A", *rule)
-            building.callback(namespaces.tool, *in_table, "-D", *rule)
+            in_table = [*namespaces.nsenter_command(client.namespace), "iptables", "-t", "nat"]
+            namespaces.run_tool(*in_table, "-A", *rule)
+            building.callback(namespaces.run_tool, *in_table, "-D", *rule)
             self._paths[client.name, server.name] = building.pop_all()
         return path
 
@@ -259,7 +259,7 @@ class Network:
         addresses = {host.name: host.address for host in self.hosts.values()}
         for host in hosts:
             rules = self.wires.rules(host.name, addresses)
-            namespaces.tool(*namespaces.entering(host.namespace), "iptables-restore", text=rules)
+            namespaces.run_tool(*namespaces.nsenter_command(host.namespace), "iptables-restore", text=rules)
 
     def heal_paths(self, *between: Host) -> None:
         """End the slow paths among these hosts, or all."""
@@ -272,7 +272,7 @@ class Network:
 @contextlib.contextmanager
 def network() -> Iterator[Network]:
     """A network without hosts yet. Everything on it ends with the block, however that ends."""
-    if reason := namespaces.why_not():
+    if reason := namespaces.missing_reason():
         pytest.skip(reason)
     namespaces.remove_leftovers()
     with contextlib.ExitStack() as undo:

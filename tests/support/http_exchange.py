@@ -19,7 +19,7 @@ class Hangup(Exception):
 
 
 @dataclass
-class Seen:
+class SeenRequest:
     """One request, as far as it came."""
 
     method: str
@@ -37,18 +37,18 @@ class Seen:
 
 
 @dataclass
-class Head:
+class MessageHead:
     raw: bytes
     first: str
     headers: dict[str, str] = field(default_factory=dict)
 
 
-class Reader:
+class MessageReader:
     def __init__(self, sock: socket.socket) -> None:
         self._sock = sock
         self._rest = b""
 
-    def head(self) -> Head | None:
+    def head(self) -> MessageHead | None:
         while b"\r\n\r\n" not in self._rest:
             block = self._sock.recv(_BLOCK)
             if not block:
@@ -57,9 +57,9 @@ class Reader:
         raw, _, self._rest = self._rest.partition(b"\r\n\r\n")
         first, *lines = raw.decode("latin-1").split("\r\n")
         headers = {name.strip().lower(): value.strip() for name, _, value in (line.partition(":") for line in lines)}
-        return Head(raw + b"\r\n\r\n", first, headers)
+        return MessageHead(raw + b"\r\n\r\n", first, headers)
 
-    def body(self, head: Head) -> Iterator[bytes]:
+    def body(self, head: MessageHead) -> Iterator[bytes]:
         """As it is on the wire, chunk headers included."""
         if head.headers.get("transfer-encoding", "").lower() == "chunked":
             yield from self._chunks()
@@ -93,17 +93,22 @@ class Exchange:
     """One request and its answer, under a fault's hands."""
 
     def __init__(
-        self, client: socket.socket, server: socket.socket, from_client: Reader, from_server: Reader, head: Head
+        self,
+        client: socket.socket,
+        server: socket.socket,
+        from_client: MessageReader,
+        from_server: MessageReader,
+        head: MessageHead,
     ) -> None:
         self.client = client
         self._server = server
         self._from_client = from_client
         self._from_server = from_server
         self._head = head
-        self._answer: Head | None = None
+        self._answer: MessageHead | None = None
         method, target, _ = head.first.split(" ", 2)
         parts = urlsplit(target if method != "CONNECT" else f"//{target}")
-        self.seen = Seen(method, unquote(parts.path), parts.query, head.headers)
+        self.seen = SeenRequest(method, unquote(parts.path), parts.query, head.headers)
 
     @property
     def last(self) -> bool:
@@ -161,7 +166,7 @@ class Exchange:
                 pass
 
 
-def pump(one: socket.socket, other: socket.socket) -> None:
+def relay(one: socket.socket, other: socket.socket) -> None:
     """Bytes both ways until one side ends."""
     while True:
         for sock in select.select([one, other], [], [])[0]:

@@ -22,7 +22,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from tests.support.local_nodes import until
+from tests.support.local_nodes import wait_until
 from tests.support.ports import free_port, free_ports
 
 ROOT = Path(__file__).parents[2]
@@ -32,7 +32,7 @@ _MARK = "TEST_POD"
 _DIRECT = urllib.request.build_opener(urllib.request.ProxyHandler({}))
 
 
-class Pod:
+class AgentPod:
     """One agent and its ranks."""
 
     def __init__(
@@ -103,11 +103,11 @@ class Pod:
 
     def ranks(self) -> list[int]:
         """Pids of all processes of this pod but the agent."""
-        return [pid for pid in _marked(self.folder) if pid != self.process.pid]
+        return [pid for pid in _processes_of(self.folder) if pid != self.process.pid]
 
     def kill(self) -> None:
         """The node is gone: the agent and everything below it, without a word."""
-        while doomed := _marked(self.folder):
+        while doomed := _processes_of(self.folder):
             for pid in doomed:
                 with contextlib.suppress(ProcessLookupError):
                     os.kill(pid, signal.SIGKILL)
@@ -125,7 +125,7 @@ class Pod:
 
 
 @contextlib.contextmanager
-def agents(
+def running_agents(
     count: int,
     script: Sequence[str | Path] | str | Path,
     *,
@@ -137,7 +137,7 @@ def agents(
     environ: Mapping[str, str] | None = None,
     ready: bool = True,
     launcher: str = "integration.hyperpod.hyperpodrun",
-) -> Iterator[list[Pod]]:
+) -> Iterator[list[AgentPod]]:
     """So many agents for ``script`` (with its arguments); in process-level mode, or with ``--inprocess-restart``.
 
     ``ready``: not before all of them say READY. In in-process mode that is when their ranks are at the barrier.
@@ -146,11 +146,11 @@ def agents(
     mode = ["--inprocess-restart"] if inprocess else []
     if inprocess_timeout_s is not None:
         mode.append(f"--inprocess-timeout={inprocess_timeout_s}")
-    pods: list[Pod] = []
+    pods: list[AgentPod] = []
     try:
         for number, port in enumerate(free_ports(count)):
             pods.append(
-                Pod(
+                AgentPod(
                     number,
                     port,
                     words,
@@ -163,14 +163,16 @@ def agents(
                 )
             )
         if ready:
-            wait(pods, "ready")
+            wait_for_states(pods, "ready")
         yield pods
     finally:
         for pod in pods:
             pod.close()
 
 
-def wait(pods: Sequence[Pod], *states: str, any_of: bool = False, timeout_s: float = _PATIENCE_S) -> list[str]:
+def wait_for_states(
+    pods: Sequence[AgentPod], *states: str, any_of: bool = False, timeout_s: float = _PATIENCE_S
+) -> list[str]:
     """Until all of them (``any_of``: one of them) are in one of these states; what each is in then."""
 
     def there() -> list[str]:
@@ -182,14 +184,14 @@ def wait(pods: Sequence[Pod], *states: str, any_of: bool = False, timeout_s: flo
         return found if good else []
 
     try:
-        return until(there, f"agents are {' or '.join(states)}", timeout_s)
+        return wait_until(there, f"agents are {' or '.join(states)}", timeout_s)
     except AssertionError as late:
         states_now = [pod.status() for pod in pods]
         raise AssertionError(f"{late}; they say {states_now}\n{pods[-1].said()[-2000:]}") from None
 
 
-def start(
-    pods: Sequence[Pod],
+def start_pods(
+    pods: Sequence[AgentPod],
     *,
     fault_count: int = 0,
     progress: Mapping[str, Any] | None = None,
@@ -213,14 +215,14 @@ def start(
     return port
 
 
-def stop(pods: Sequence[Pod], **how: Any) -> None:
+def stop_pods(pods: Sequence[AgentPod], **how: Any) -> None:
     """``/stop`` to all of them, then READY."""
     for pod in pods:
         pod.stop(**how)
-    wait(pods, "ready", "completed") if how.get("graceful") else wait(pods, "ready")
+    wait_for_states(pods, "ready", "completed") if how.get("graceful") else wait_for_states(pods, "ready")
 
 
-def _marked(folder: Path) -> list[int]:
+def _processes_of(folder: Path) -> list[int]:
     """Every process that was started for this pod, whoever its parent is by now."""
     mark = f"{_MARK}={folder}".encode()
     found = []

@@ -21,14 +21,14 @@ from typing import Any, NamedTuple
 TOTAL = 24
 
 
-def trains(say: Callable[[str], None], folder: str) -> str:
+def run_training(say: Callable[[str], None], folder: str) -> str:
     """Returns how it ended."""
     import elastic
 
-    return str(elastic.run(lambda world: _train(say, world, Path(folder)), plane=_plane()).outcome.value)
+    return str(elastic.run(lambda world: _train(say, world, Path(folder)), plane=_control_plane()).outcome.value)
 
 
-def _plane() -> Any:
+def _control_plane() -> Any:
     """By default the one that a rank finds by itself."""
     from integration.hyperpod.elastic_agent import worker_client
 
@@ -50,23 +50,23 @@ def _train(say: Callable[[str], None], world: Any, folder: Path) -> None:
     import torch.distributed as dist
     from torch.distributed.fsdp import fully_shard
 
-    from tests.support.elastic_training import batch_of, build, optimizer_of
+    from tests.support.elastic_training import batch_of, build_model, optimizer_of
     from tests.support.recovery_training import digest
     from tieredckpt import Checkpointer
 
     say(f"world {world.restarts}")
-    model = build()
+    model = build_model()
     fully_shard(model, mesh=world.mesh())
     optimizer = optimizer_of(model)
     state = {"model": model, "optim": optimizer}
     with Checkpointer("tiered://hyperpod", every=1) as ckpt:
         for step in world.steps(ckpt.restore(state) + 1, TOTAL, checkpoint=(ckpt, state)):
-            _gate(folder, step)
+            _wait_for_limit(folder, step)
             loss = model(batch_of(step).chunk(world.size)[world.rank]).square().mean()
             optimizer.zero_grad()
             loss.backward()
-            _break(folder, world.rank, step)
-            world.check_finite(loss * _factor(folder, world.rank, step))
+            _break_if_asked(folder, world.rank, step)
+            world.check_finite(loss * _loss_factor(folder, world.rank, step))
             optimizer.step()
             whole = loss.detach().clone()
             dist.all_reduce(whole)
@@ -74,15 +74,20 @@ def _train(say: Callable[[str], None], world: Any, folder: Path) -> None:
             say(f"step {world.rank} {step} {whole.item().hex()} {digest(model, optimizer)}")
 
 
-def _gate(folder: Path, step: int) -> None:
+def _wait_for_limit(folder: Path, step: int) -> None:
     while step >= int((folder / "limit").read_text() or 0):
         time.sleep(0.005)
 
 
-def _break(folder: Path, rank: int, step: int) -> None:
+def _break_if_asked(folder: Path, rank: int, step: int) -> None:
     for kind, deed in (
-        ("raise", _raise), ("kill", _kill), ("tear", _tear), ("hang", _hang), ("stop", _stop), ("native", _native),
-    ):  # fmt: skip
+        ("raise", _raise),
+        ("kill", _kill),
+        ("tear", _send_partial_frame),
+        ("hang", _hang),
+        ("stop", _stop),
+        ("native", _block_in_native_code),
+    ):
         path = folder / f"break-{kind}"
         with suppress(FileNotFoundError):
             if path.read_text() == f"{rank} {step}":
@@ -90,7 +95,7 @@ def _break(folder: Path, rank: int, step: int) -> None:
                 deed()
 
 
-def _factor(folder: Path, rank: int, step: int) -> float:
+def _loss_factor(folder: Path, rank: int, step: int) -> float:
     """What the loss of one step is multiplied with, at every attempt."""
     path = folder / "break-nan"
     return float("nan") if path.exists() and path.read_text() == f"{rank} {step}" else 1.0
@@ -104,7 +109,7 @@ def _kill() -> None:
     os.kill(os.getpid(), signal.SIGKILL)
 
 
-def _tear() -> None:
+def _send_partial_frame() -> None:
     """Killed while it speaks to its agent: the length and the beginning of a frame are on their way."""
     from integration.hyperpod.elastic_agent.ipc import shared_agent_connection
 
@@ -122,7 +127,7 @@ def _stop() -> None:
     os.kill(os.getpid(), signal.SIGSTOP)
 
 
-def _native() -> None:
+def _block_in_native_code() -> None:
     """In native code that keeps the interpreter's lock: no other thread of Python runs."""
     ctypes.PyDLL(None).pause()
 
@@ -158,7 +163,7 @@ def processes(folder: Path) -> list[Process]:
     return found
 
 
-def done(lines: list[list[str]]) -> dict[tuple[int, int], str]:
+def step_results(lines: list[list[str]]) -> dict[tuple[int, int], str]:
     """Loss and what rank had after it, by rank and step; one that was done twice was done in the same way."""
     found: dict[tuple[int, int], str] = {}
     for words in lines:
@@ -182,7 +187,7 @@ def main() -> None:
         assert int(os.environ["RANK"]) % 2 == 1
     pod = Path(os.environ.get("TEST_POD", "none")).name
     with (Path(folder) / f"said-{pod}-{os.getpid()}").open("a", buffering=1) as file:
-        file.write(f"ended {trains(lambda text: print(text, file=file), folder)}\n")
+        file.write(f"ended {run_training(lambda text: print(text, file=file), folder)}\n")
 
 
 if __name__ == "__main__":

@@ -21,17 +21,17 @@ ACT, LIMIT = "act", "limit"
 JOB = "tiered://golden"
 
 
-def told(folder: Path, name: str) -> str:
+def read_instruction(folder: Path, name: str) -> str:
     """What the test says; it replaces the file whole."""
     return (folder / name).read_text()
 
 
-def wait_for(folder: Path, step: int) -> None:
-    while int(told(folder, LIMIT)) <= step:
+def wait_for_step(folder: Path, step: int) -> None:
+    while int(read_instruction(folder, LIMIT)) <= step:
         time.sleep(0.01)
 
 
-def node_of_this_pod(folder: Path) -> None:
+def use_pod_directory(folder: Path) -> None:
     """Every pod is a node of its own, with a node agent that outlives its ranks."""
     pod = Path.cwd().name
     os.environ["TIEREDCKPT_AGENT_DIRECTORY"] = f"{os.environ['TEST_MEMORY']}{pod}"
@@ -40,16 +40,16 @@ def node_of_this_pod(folder: Path) -> None:
 
 def main() -> None:
     folder = Path(sys.argv[1])
-    node_of_this_pod(folder)
-    act = told(folder, ACT)
+    use_pod_directory(folder)
+    act = read_instruction(folder, ACT)
     logging.basicConfig(level=logging.INFO)
     if act == "ours":
-        ours(folder, int(sys.argv[2]))
+        run_elastic(folder, int(sys.argv[2]))
     else:
-        asking(folder, act)
+        run_agent_example(folder, act)
 
 
-def ours(folder: Path, total: int) -> None:
+def run_elastic(folder: Path, total: int) -> None:
     import torch
 
     from elastic import BatchPlan, ElasticDataLoader, ExactGradients, RankShare, World, recoverable, seeded
@@ -59,25 +59,25 @@ def ours(folder: Path, total: int) -> None:
     from tieredckpt import Checkpointer
 
     torch.set_num_threads(1)
-    diary = golden.Diary(folder / "diary")
+    diary = golden.RankLog(folder / "diary")
     signal.signal(signal.SIGUSR1, lambda *_: diary.write("handler", rank=int(os.environ["RANK"])))
 
     @recoverable(policy=RecoveryPolicy(peer_loss_wait_s=5.0))
     def train(world: World) -> None:
         bare = golden.bare_model()
-        model = golden.wrapped(bare, "fsdp", world)
+        model = golden.wrap_model(bare, "fsdp", world)
         optimizer = torch.optim.AdamW(bare.parameters(), lr=3e-3)
         plan = BatchPlan(golden.BATCH, world.size, microbatch=golden.MICROBATCH)
-        sums = ExactGradients(model, tree=True, on_nonfinite=golden.refuse)
+        sums = ExactGradients(model, tree=True, on_nonfinite=golden.refuse_step)
         place: dict[str, Any] = {"rank": world.rank, "size": world.size, "restarts": world.restarts}
-        loader = ElasticDataLoader(golden.Numbers(), RankShare(plan, world.rank), seed=golden.SEED)
+        loader = ElasticDataLoader(golden.NumberDataset(), RankShare(plan, world.rank), seed=golden.SEED)
         state = {"model": bare, "optim": optimizer, "data": loader}
         with Checkpointer(JOB, on_busy="wait") as ckpt, loader:
             first = ckpt.restore(state) + 1
             tiers = ckpt.last_restore.bytes_by_tier if ckpt.last_restore else {}
             diary.write("world", first=first, tiers=sorted(tiers), **place)
             for step in world.steps(first, total, checkpoint=(ckpt, state)):
-                wait_for(folder, step)
+                wait_for_step(folder, step)
                 work = next(iter(loader))
                 mine = [batch.data for batch in work]
                 for turn in sums.step(plan):
@@ -94,7 +94,7 @@ def ours(folder: Path, total: int) -> None:
     print(train(), flush=True)
 
 
-class Squares:
+class SquaresDataset:
     def __len__(self) -> int:
         return 1 << 20
 
@@ -102,7 +102,7 @@ class Squares:
         return index * index
 
 
-def asking(folder: Path, act: str) -> None:
+def run_agent_example(folder: Path, act: str) -> None:
     """The loop of the agent package's own example, with what scripts start beside it."""
     import torch
     import torch.distributed as dist
@@ -114,7 +114,9 @@ def asking(folder: Path, act: str) -> None:
         from integration.hyperpod.elastic_events import elastic_event_detected
     dist.init_process_group("gloo")
     beside = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
-    loader = iter(torch.utils.data.DataLoader(Squares(), batch_size=1, num_workers=1, multiprocessing_context="fork"))
+    loader = iter(
+        torch.utils.data.DataLoader(SquaresDataset(), batch_size=1, num_workers=1, multiprocessing_context="fork")
+    )
     step = 0
     begun = folder / f"{act}-begun-{dist.get_rank()}"
     while not elastic_event_detected():

@@ -11,7 +11,7 @@ from pathlib import Path
 from integration.hyperpod.elastic_agent.ipc import AgentMessage, FrameDecoder, encode_agent_frame
 
 
-class Worker:
+class WorkerConnection:
     """One process's connection, as the agent has it."""
 
     def __init__(self, sock: socket.socket) -> None:
@@ -38,15 +38,15 @@ class Worker:
         self.sock.close()
 
 
-class Listener:
+class AgentListener:
     def __init__(self, path: Path) -> None:
         self.path = path
         self._sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         self._sock.bind(str(path))
         self._sock.listen()
 
-    def accept(self) -> Worker:
-        return Worker(self._sock.accept()[0])
+    def accept(self) -> WorkerConnection:
+        return WorkerConnection(self._sock.accept()[0])
 
     def close(self) -> None:
         with contextlib.suppress(OSError):
@@ -55,9 +55,9 @@ class Listener:
 
 
 @contextlib.contextmanager
-def listening() -> Iterator[Listener]:
+def agent_listener() -> Iterator[AgentListener]:
     with tempfile.TemporaryDirectory() as folder:
-        listener = Listener(Path(folder) / "agent.sock")
+        listener = AgentListener(Path(folder) / "agent.sock")
         try:
             yield listener
         finally:

@@ -13,8 +13,8 @@ from typing import Any, cast
 import torch
 
 from peerstore.store.node_store import NodeStore
-from tests.support.agents import end_agent
-from tests.support.bits import assert_same, zeroed
+from tests.support.agents import stop_agent
+from tests.support.bits import assert_same_bits, zeros_like_state
 from tests.support.s3 import BUCKET, S3Server
 from tieredckpt import Checkpointer
 from tieredckpt.agent.agent_api import NodeAgentAPI
@@ -35,7 +35,7 @@ def state_at(step: int, size: int = 1 << 18) -> dict[str, Any]:
 
 
 @contextlib.contextmanager
-def agent_of(store: NodeStore) -> Iterator[NodeAgentService]:
+def in_process_agent(store: NodeStore) -> Iterator[NodeAgentService]:
     """While the block runs, sessions of this process use an agent with this store; both are closed at its end."""
     with contextlib.ExitStack() as stack:
         stack.enter_context(contextlib.closing(store))
@@ -44,7 +44,7 @@ def agent_of(store: NodeStore) -> Iterator[NodeAgentService]:
         yield node
 
 
-class Job:
+class CheckpointJob:
     """One job on this node, with a durable tier."""
 
     def __init__(self, agent_dir: Path, durable: DurableSettings, name: str = "") -> None:
@@ -67,32 +67,32 @@ class Job:
     def expect(self, step: int, *, tiers: set[str], size: int = 1 << 18, named: int | None = None) -> None:
         """A restore finds ``step``, bit for bit, out of these tiers."""
         with self.checkpointer() as ckpt:
-            found = zeroed(state_at(max(step, 0), size))
+            found = zeros_like_state(state_at(max(step, 0), size))
             assert ckpt.restore(found, named) == step
             assert ckpt.last_restore is not None
             assert set(ckpt.last_restore.bytes_by_tier) == tiers
-            assert_same(state_at(step, size), found)
+            assert_same_bits(state_at(step, size), found)
 
     def lose_memory(self) -> None:
         """The node is gone, and everything in its memory with it."""
         close_sessions()
-        end_agent(self.agent_dir, signal.SIGKILL)
+        stop_agent(self.agent_dir, signal.SIGKILL)
         shutil.rmtree(self.agent_dir, ignore_errors=True)
 
     def kill_agent(self) -> None:
-        end_agent(self.agent_dir, signal.SIGKILL)
+        stop_agent(self.agent_dir, signal.SIGKILL)
 
 
 def bucket_url(prefix: str = "") -> str:
     return f"s3://{BUCKET}/{prefix or uuid.uuid4().hex[:8]}"
 
 
-def on_server(server: S3Server, **changes: Any) -> DurableSettings:
+def durable_settings(server: S3Server, **changes: Any) -> DurableSettings:
     """A durable tier below a fresh prefix of the server's bucket."""
     return server.settings(url=bucket_url(), **changes)
 
 
-def objects(server: S3Server, settings: DurableSettings) -> dict[str, int]:
+def list_objects(server: S3Server, settings: DurableSettings) -> dict[str, int]:
     """What the bucket has below the URL: names (relative to it) and sizes."""
     prefix = settings.url.removeprefix(f"s3://{BUCKET}/") + "/"
     found = {}

@@ -18,7 +18,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 from urllib.parse import parse_qsl, urlsplit
 
-from tests.support.fake_cluster import merged
+from tests.support.fake_cluster import merge_patch
 
 _LOOK_S = 0.05
 _PATH = re.compile(
@@ -27,7 +27,7 @@ _PATH = re.compile(
 )
 
 
-class ImaginedApi:
+class FakeApiServer:
     """One server; ``url`` is where."""
 
     def __init__(self) -> None:
@@ -65,7 +65,7 @@ class ImaginedApi:
         self.url = f"http://127.0.0.1:{self._server.server_port}"
 
     @contextlib.contextmanager
-    def started(self) -> Iterator[ImaginedApi]:
+    def started(self) -> Iterator[FakeApiServer]:
         thread = threading.Thread(target=self._server.serve_forever, kwargs={"poll_interval": 0.01})
         thread.start()
         try:
@@ -205,10 +205,10 @@ class ImaginedApi:
                 return 409, {"message": f"{field} is {there['metadata'][field]}, not {wanted[field]}"}
         if method == "PATCH":
             part = {"status": body.get("status")} if path["status"] else body
-            changed = merged(there, part)
+            changed = merge_patch(there, part)
             return 200, there if changed == there else self._put(kind, namespace, changed)
         if kind == "pods" and there["spec"].get("nodeName") and body.get("gracePeriodSeconds") != 0:
-            leaving = merged(there, {"metadata": {"deletionTimestamp": "2026-01-01T00:00:00Z"}})
+            leaving = merge_patch(there, {"metadata": {"deletionTimestamp": "2026-01-01T00:00:00Z"}})
             return 200, self._put(kind, namespace, leaving)
         self._remove(kind, namespace, name)
         return 200, there
@@ -236,7 +236,7 @@ class ImaginedApi:
                 with self._changed:
                     while self._cut == cut and not self._ended and (held() or self._version == since):
                         self._changed.wait(_LOOK_S)
-                        if _has_gone(handler):
+                        if _has_disconnected(handler):
                             return
                         if time.monotonic() > end:
                             break
@@ -274,7 +274,7 @@ class ImaginedApi:
     def _remove(self, kind: str, namespace: str, name: str) -> None:
         one = self._objects.pop((kind, namespace, name))
         self._version += 1
-        self._tell("DELETED", kind, merged(one, {"metadata": {"resourceVersion": str(self._version)}}))
+        self._tell("DELETED", kind, merge_patch(one, {"metadata": {"resourceVersion": str(self._version)}}))
 
     def _tell(self, word: str, kind: str, one: dict[str, Any]) -> None:
         self._events.append((self._version, word, kind, copy.deepcopy(one)))
@@ -289,7 +289,7 @@ def _matches(one: Mapping[str, Any], namespace: str | None, query: Mapping[str, 
     return not name or (labels.get(name) == value if equals else name in labels)
 
 
-def _has_gone(handler: Any) -> bool:
+def _has_disconnected(handler: Any) -> bool:
     """Whoever watches says nothing any more; what can be read of him is his end."""
     return bool(select.select([handler.connection], [], [], 0)[0])
 
@@ -310,10 +310,10 @@ def _reply(handler: Any, code: int, said: Mapping[str, Any]) -> None:
     handler.wfile.write(data)
 
 
-class Kubelets:
+class FakeKubelets:
     """Binds what is not bound, and takes away what is to go, each time it is asked."""
 
-    def __init__(self, api: ImaginedApi) -> None:
+    def __init__(self, api: FakeApiServer) -> None:
         self._api = api
         self._bound = 0
 
@@ -328,7 +328,7 @@ class Kubelets:
                 self._api.put("pods", pod)
 
 
-def client_of(url: str) -> Any:
+def official_client(url: str) -> Any:
     """The official client, for :class:`integration.kubernetes.api_client.ApiServerClient`."""
     from kubernetes import client
 

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from tests.support.kube_server import Kube
+from tests.support.kube_server import KubeClient
 from tests.support.process_kubelet import ProcessKubelet
 
 ROOT = Path(__file__).parents[2]
@@ -77,7 +77,7 @@ class RunningJob:
     """More of them, for the agent."""
 
     def __init__(
-        self, kube: Kube, kubelet: ProcessKubelet, controller: ControllerProcess, folder: Path, name: str
+        self, kube: KubeClient, kubelet: ProcessKubelet, controller: ControllerProcess, folder: Path, name: str
     ) -> None:
         self.kube, self.kubelet, self.controller = kube, kubelet, controller
         self.folder = folder
@@ -191,7 +191,7 @@ class RunningJob:
         return "\n".join([status, *said, self.controller.log()[-4000:]])
 
 
-def described(document: dict[str, Any], changes: Sequence[tuple[str, Any]]) -> dict[str, Any]:
+def with_changes(document: dict[str, Any], changes: Sequence[tuple[str, Any]]) -> dict[str, Any]:
     """The same document with other values at paths like ``spec.replicaSpecs.0.name``; ``...`` takes one away."""
     made = json.loads(json.dumps(document))
     for path, value in changes:

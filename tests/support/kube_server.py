@@ -19,9 +19,9 @@ from typing import Any
 import urllib3
 import yaml
 
-from tests.support.local_nodes import until
+from tests.support.local_nodes import wait_until
 from tests.support.ports import free_port
-from tests.support.s3 import running
+from tests.support.s3 import server_process
 
 BUILD = Path(__file__).parents[1] / "system" / "kubernetes" / "build.sh"
 PROGRAMS = ("etcd", "kube-apiserver", "kube-controller-manager", "kube-scheduler")
@@ -30,18 +30,22 @@ _START_S = 120.0
 _CONTROLLERS = "garbagecollector,namespace,serviceaccount,serviceaccount-token,podgc"
 
 
-def servers() -> Path:
+def server_folder() -> Path:
     """Where they are, or would be."""
     said = subprocess.run([BUILD, "--where"], capture_output=True, text=True, check=True, timeout=30)
     return Path(said.stdout.strip())
 
 
-def why_not() -> str:
+def missing_reason() -> str:
     """Why there is no control plane to be had here; empty where there is one."""
-    return "" if (servers() / "complete").exists() else "no kube-apiserver: run tests/system/kubernetes/build.sh once"
+    return (
+        ""
+        if (server_folder() / "complete").exists()
+        else "no kube-apiserver: run tests/system/kubernetes/build.sh once"
+    )
 
 
-class Refused(Exception):
+class ApiRefusedError(Exception):
     """What the API server did not do."""
 
     def __init__(self, status: int, said: str) -> None:
@@ -50,7 +54,7 @@ class Refused(Exception):
 
 
 @dataclass
-class Kube:
+class KubeClient:
     """One user's way to a control plane."""
 
     url: str
@@ -76,7 +80,7 @@ class Kube:
             timeout=timeout_s,
         )
         if reply.status >= 300:
-            raise Refused(reply.status, reply.data.decode(errors="replace")[:2000])
+            raise ApiRefusedError(reply.status, reply.data.decode(errors="replace")[:2000])
         return reply.json()
 
     def get(self, path: str) -> Any:
@@ -86,7 +90,7 @@ class Kube:
         """What is there, or ``None``."""
         try:
             return self.ask("GET", path)
-        except Refused as refused:
+        except ApiRefusedError as refused:
             if refused.status == 404:
                 return None
             raise
@@ -114,13 +118,13 @@ class Kube:
 
     def until_served(self, path: str) -> None:
         """A kind is served a moment after its definition has come."""
-        until(lambda: self.find(path), f"{path} is served", _START_S)
+        wait_until(lambda: self.find(path), f"{path} is served", _START_S)
 
-    def as_service_account(self, namespace: str, name: str) -> Kube:
+    def as_service_account(self, namespace: str, name: str) -> KubeClient:
         """The same cluster, with no more rights than that account has."""
         asked = {"apiVersion": "authentication.k8s.io/v1", "kind": "TokenRequest", "spec": {"audiences": []}}
         path = f"/api/v1/namespaces/{namespace}/serviceaccounts/{name}/token"
-        return Kube(self.url, self.authority, self.create(path, asked)["status"]["token"], self.folder)
+        return KubeClient(self.url, self.authority, self.create(path, asked)["status"]["token"], self.folder)
 
     def kubeconfig(self, path: Path, *, url: str | None = None) -> Path:
         cluster = {"server": url or self.url, "certificate-authority": str(self.authority)}
@@ -156,9 +160,9 @@ def collection(document: Mapping[str, Any]) -> str:
 
 
 @contextlib.contextmanager
-def control_plane(folder: Path, *options: str) -> Iterator[Kube]:
+def control_plane(folder: Path, *options: str) -> Iterator[KubeClient]:
     """From when it answers until the block ends; about 400 MB of memory. ``options``: more, for the API server."""
-    programs = servers() / "bin"
+    programs = server_folder() / "bin"
     keys = folder / "pki"
     keys.mkdir(parents=True)
     key = keys / "sa.key"
@@ -171,7 +175,7 @@ def control_plane(folder: Path, *options: str) -> Iterator[Kube]:
     env = {**os.environ, "GOMAXPROCS": "2"}
     with contextlib.ExitStack() as stack:
         stack.enter_context(
-            running(
+            server_process(
                 [
                     str(programs / "etcd"), f"--data-dir={folder / 'etcd'}", "--unsafe-no-fsync", "--log-level=error",
                     f"--listen-client-urls={etcd}", f"--advertise-client-urls={etcd}",
@@ -183,7 +187,7 @@ def control_plane(folder: Path, *options: str) -> Iterator[Kube]:
             )
         )  # fmt: skip
         stack.enter_context(
-            running(
+            server_process(
                 [
                     str(programs / "kube-apiserver"), f"--etcd-servers={etcd}", "--bind-address=127.0.0.1",
                     "--advertise-address=127.0.0.1", f"--secure-port={secure}", "--insecure-port=0",
@@ -195,14 +199,14 @@ def control_plane(folder: Path, *options: str) -> Iterator[Kube]:
                 folder / "apiserver.log", None, env=env,
             )
         )  # fmt: skip
-        kube = Kube(f"https://127.0.0.1:{secure}", keys / "apiserver.crt", _ADMIN, folder)
+        kube = KubeClient(f"https://127.0.0.1:{secure}", keys / "apiserver.crt", _ADMIN, folder)
         stack.callback(kube.close)
         _until_ready(kube)
-        until(lambda: kube.find("/api/v1/namespaces/default"), "the default namespace is there", _START_S)
+        wait_until(lambda: kube.find("/api/v1/namespaces/default"), "the default namespace is there", _START_S)
         config = f"--kubeconfig={kube.kubeconfig(folder / 'kubeconfig')}"
         quiet: Sequence[str] = ("--bind-address=127.0.0.1", "--port=0", "--leader-elect=false", config)
         stack.enter_context(
-            running(
+            server_process(
                 [
                     str(programs / "kube-controller-manager"), *quiet, f"--secure-port={manager}",
                     f"--service-account-private-key-file={key}", f"--controllers={_CONTROLLERS}",
@@ -212,7 +216,7 @@ def control_plane(folder: Path, *options: str) -> Iterator[Kube]:
             )
         )  # fmt: skip
         stack.enter_context(
-            running(
+            server_process(
                 [
                     str(programs / "kube-scheduler"), *quiet, f"--secure-port={scheduler}",
                     f"--cert-dir={keys / 'scheduler'}",
@@ -223,7 +227,7 @@ def control_plane(folder: Path, *options: str) -> Iterator[Kube]:
         yield kube
 
 
-def add_node(kube: Kube, name: str, *, labels: Mapping[str, str] | None = None) -> None:
+def add_node(kube: KubeClient, name: str, *, labels: Mapping[str, str] | None = None) -> None:
     """A machine that is there and ready, with room for pods."""
     labels = {"kubernetes.io/hostname": name, **(labels or {})}
     kube.create("/api/v1/nodes", {"apiVersion": "v1", "kind": "Node", "metadata": {"name": name, "labels": labels}})
@@ -238,18 +242,18 @@ def add_node(kube: Kube, name: str, *, labels: Mapping[str, str] | None = None) 
     kube.patch(f"/api/v1/nodes/{name}", {"spec": {"taints": None}})
 
 
-def _until_ready(kube: Kube) -> None:
+def _until_ready(kube: KubeClient) -> None:
     deadline = time.monotonic() + _START_S
     while True:
         with contextlib.suppress(urllib3.exceptions.HTTPError, OSError, ValueError):
-            if kube.authority.exists() and _healthy(kube):
+            if kube.authority.exists() and _is_ready(kube):
                 return
         if time.monotonic() > deadline:
             raise RuntimeError(f"the API server is not ready after {_START_S:.0f} s, see {kube.folder}")
         time.sleep(0.1)
 
 
-def _healthy(kube: Kube) -> bool:
+def _is_ready(kube: KubeClient) -> bool:
     reply = kube._pool.request(
         "GET", f"{kube.url}/readyz", headers={"Authorization": f"Bearer {kube.token}"}, timeout=5
     )

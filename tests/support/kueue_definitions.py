@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from tests.support.kube_server import Kube
+from tests.support.kube_server import KubeClient
 
 _NAME = {
     "type": "string",
@@ -136,7 +136,7 @@ _KINDS = {
 }
 
 
-def install(kube: Kube, version: str = "v1beta2", *, group: str = "kueue.x-k8s.io") -> None:
+def install(kube: KubeClient, version: str = "v1beta2", *, group: str = "kueue.x-k8s.io") -> None:
     """One version, since a server without Kueue's own converter would drop what only one of two has."""
     for kind, (plural, scope, schema) in _KINDS.items():
         served = {

@@ -68,14 +68,14 @@ class _Work:
     chunks: Iterator[None]
     reads: Sequence[Span] = ()
     writes: Sequence[Span] = ()
-    after: LateEvent | None = None
+    after: AsyncEvent | None = None
 
     def touches(self, span: Span) -> bool:
         return any(span.meets(one) for one in (*self.reads, *self.writes))
 
 
-class LateEvent:
-    def __init__(self, stream: LateStream, number: int, name: int) -> None:
+class AsyncEvent:
+    def __init__(self, stream: AsyncStream, number: int, name: int) -> None:
         self.stream, self.number, self.name = stream, number, name
 
     @property
@@ -99,26 +99,26 @@ class LateEvent:
             device.sanitizer._handle_event_synchronization(self.name)
 
 
-class LateStream:
-    def __init__(self, device: LateDevice, place: torch.device, name: int) -> None:
+class AsyncStream:
+    def __init__(self, device: AsyncDevice, place: torch.device, name: int) -> None:
         self.device, self.place, self.name = device, place, name
         self.work: deque[_Work] = deque()
         self.given = self.done = 0
         device.sanitizer._handle_stream_creation(name)
 
-    def record_event(self) -> LateEvent:
+    def record_event(self) -> AsyncEvent:
         with self.device.lock:
-            event = LateEvent(self, self.given, self.device.next_name())
+            event = AsyncEvent(self, self.given, self.device.next_name())
             self.device.sanitizer._handle_event_creation(event.name)
             self.device.sanitizer._handle_event_record(event.name, self.name)
             return event
 
-    def wait_event(self, event: LateEvent) -> None:
+    def wait_event(self, event: AsyncEvent) -> None:
         with self.device.lock:
             self.device.sanitizer._handle_event_wait(event.name, self.name)
             self.give(_Work(iter(()), after=event))
 
-    def wait_stream(self, stream: LateStream) -> None:
+    def wait_stream(self, stream: AsyncStream) -> None:
         self.wait_event(stream.record_event())
 
     def synchronize(self) -> None:
@@ -149,7 +149,7 @@ class _Block:
     """
 
 
-class LateDevice:
+class AsyncDevice:
     """``count`` devices; ``seed`` decides in which order what is late is done."""
 
     type = "privateuseone"
@@ -168,7 +168,7 @@ class LateDevice:
         self._chunk_bytes = chunk_bytes
         self._names = 0
         self._mine = threading.local()
-        self._streams: list[LateStream] = []
+        self._streams: list[AsyncStream] = []
         self._blocks: dict[int, _Block] = {}
         self._freed: list[_Block] = []
         self._registered: dict[int, _Registration] = {}
@@ -195,16 +195,16 @@ class LateDevice:
         block = self._block_of(tensor)
         return None if block is None else self._places[block.index]
 
-    def current_stream(self, place: torch.device) -> LateStream:
+    def current_stream(self, place: torch.device) -> AsyncStream:
         return getattr(self._mine, "streams", {}).get(place.index) or self._default[place.index]
 
-    def new_stream(self, place: torch.device) -> LateStream:
+    def new_stream(self, place: torch.device) -> AsyncStream:
         with self.lock:
-            stream = LateStream(self, place, self.next_name())
+            stream = AsyncStream(self, place, self.next_name())
             self._streams.append(stream)
             return stream
 
-    def copy(self, copies: Sequence[DeviceCopy], stream: LateStream) -> None:
+    def copy(self, copies: Sequence[DeviceCopy], stream: AsyncStream) -> None:
         with self.lock:
             for target, source in copies:
                 if target.numel():
@@ -303,7 +303,7 @@ class LateDevice:
         kernel: Callable[..., Any],
         writes: Sequence[torch.Tensor],
         reads: Sequence[torch.Tensor] = (),
-        stream: LateStream | None = None,
+        stream: AsyncStream | None = None,
     ) -> None:
         """Call ``kernel`` with ``writes`` and ``reads`` when its turn has come."""
         with self.lock:
@@ -320,7 +320,7 @@ class LateDevice:
             stream.give(_Work(run(), [_span(one) for one in reads], [_span(one) for one in writes]))
 
     @contextlib.contextmanager
-    def on(self, stream: LateStream) -> Iterator[None]:
+    def on(self, stream: AsyncStream) -> Iterator[None]:
         """The calling thread computes on ``stream``."""
         before = self.current_stream(stream.place)
         self._mine.streams = {**getattr(self._mine, "streams", {}), stream.place.index: stream}
@@ -329,7 +329,7 @@ class LateDevice:
         finally:
             self._mine.streams = {**self._mine.streams, stream.place.index: before}
 
-    def record_stream(self, tensor: torch.Tensor, stream: LateStream) -> None:
+    def record_stream(self, tensor: torch.Tensor, stream: AsyncStream) -> None:
         self._must_be_here(tensor).users.add(stream.name)
 
     def reads(self, tensors: Sequence[torch.Tensor]) -> None:
@@ -354,7 +354,7 @@ class LateDevice:
         self._names += 1
         return self._names
 
-    def advance(self, event: LateEvent) -> None:
+    def advance(self, event: AsyncEvent) -> None:
         """One chunk: of what ``event`` waits for, or now and then of another stream."""
         needed = [event.stream]
         while (after := needed[-1].work[0].after) is not None and not after.is_done:
@@ -364,14 +364,14 @@ class LateDevice:
         ready = [one for one in self._streams if one.work and (one.work[0].after is None or one.work[0].after.is_done)]
         self._one_chunk(self._random.choice(ready) if self._random.random() < 0.3 else needed[-1])
 
-    def _one_chunk(self, stream: LateStream) -> None:
+    def _one_chunk(self, stream: AsyncStream) -> None:
         try:
             next(stream.work[0].chunks)
         except StopIteration:
             stream.work.popleft()
             stream.done += 1
 
-    def _copy(self, target: torch.Tensor, source: torch.Tensor, stream: LateStream) -> None:
+    def _copy(self, target: torch.Tensor, source: torch.Tensor, stream: AsyncStream) -> None:
         inside = [self._must_be(tensor, stream) for tensor in (target, source)]
         if any(inside) and target.shape != source.shape:
             raise ValueError(f"{tuple(source.shape)} into {tuple(target.shape)}")
@@ -395,7 +395,7 @@ class LateDevice:
         for known in self._registered.values():
             if any(known.span.meets(span) for span in spans):
                 self._look_at(known)
-        if not all(_is_there(span) for span in spans):
+        if not all(_is_mapped(span) for span in spans):
             self._violated("a device copies memory that is gone")
             return
         straight = to.dtype == of.dtype and to.is_contiguous() and of.is_contiguous()
@@ -408,7 +408,7 @@ class LateDevice:
             ctypes.memmove(to.data_ptr() + at, of.data_ptr() + at, min(self._chunk_bytes, to.nbytes - at))
             yield
 
-    def _must_be(self, tensor: torch.Tensor, stream: LateStream) -> bool:
+    def _must_be(self, tensor: torch.Tensor, stream: AsyncStream) -> bool:
         """Whether it is on the stream's device, and not in this process's own memory."""
         place = self.device_of(tensor)
         if place is not None and place != stream.place:
@@ -450,11 +450,11 @@ class LateDevice:
 
     def _look_at(self, known: _Registration) -> None:
         """Whether the pages behind a registration are those that were there."""
-        if not _is_there(known.watched):
+        if not _is_mapped(known.watched):
             self._violated("memory is gone that is registered: its file was cut")
             return
         here = bytes(memory_at_address(known.watched.start, known.watched.stop - known.watched.start))
-        if _teed(known.pipe[0], len(here)) != here:
+        if _peek_pipe(known.pipe[0], len(here)) != here:
             self._violated("registered memory has other pages: its file was cut, and has grown again")
 
     def _violated(self, what: str) -> None:
@@ -462,7 +462,7 @@ class LateDevice:
             self.violations.append(what)
 
     def _told(
-        self, stream: LateStream | None, reads: Sequence[torch.Tensor], writes: Sequence[torch.Tensor], what: str
+        self, stream: AsyncStream | None, reads: Sequence[torch.Tensor], writes: Sequence[torch.Tensor], what: str
     ) -> None:
         """To the sanitizer. What the process has done so far is done when a stream begins."""
         name = _HOST if stream is None else stream.name
@@ -499,7 +499,7 @@ def _poison(tensor: torch.Tensor) -> None:
         ctypes.memset(tensor.data_ptr(), POISON, tensor.nbytes)
 
 
-def _is_there(span: Span) -> bool:
+def _is_mapped(span: Span) -> bool:
     """Whether there is memory: to touch what is behind the end of a file would end the process."""
     size = span.stop - span.start
     here = _scratch(size)
@@ -515,7 +515,7 @@ def _scratch(size: int) -> Any:
     return ctypes.create_string_buffer(max(1, size))
 
 
-def _teed(out: int, size: int) -> bytes:
+def _peek_pipe(out: int, size: int) -> bytes:
     """What is in a pipe, which keeps it."""
     copy, into = os.pipe()
     try:

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 
 import torch
 
-from tests.support.late_device import LateDevice, LateStream
+from tests.support.late_device import AsyncDevice, AsyncStream
 from tieredckpt.tensors.device import record_device_work, use_device_backend
 from tieredckpt.tensors.slot_copy import Copier, MappedSlot, SlotWrite
 
@@ -25,7 +25,7 @@ class WrongBytesError(AssertionError):
 class Trainer:
     """Tensors on devices, and what they hold by now; computed on the calling thread's streams."""
 
-    def __init__(self, device: LateDevice, seed: int) -> None:
+    def __init__(self, device: AsyncDevice, seed: int) -> None:
         self.random = random.Random(seed)
         self.device = device
         made = torch.Generator().manual_seed(seed)
@@ -59,7 +59,7 @@ class Trainer:
 
 
 @contextlib.contextmanager
-def slot(pieces_bytes: int, generation: int = 0) -> Iterator[MappedSlot]:
+def mapped_slot(pieces_bytes: int, generation: int = 0) -> Iterator[MappedSlot]:
     size = _HEADER + pieces_bytes + 4096
     fd = os.memfd_create("slot")
     os.ftruncate(fd, size)
@@ -70,7 +70,7 @@ def slot(pieces_bytes: int, generation: int = 0) -> Iterator[MappedSlot]:
         memory.close()
 
 
-def laid(state: list[torch.Tensor]) -> tuple[list[SlotWrite], int]:
+def lay_out(state: list[torch.Tensor]) -> tuple[list[SlotWrite], int]:
     pieces, at = [], _HEADER
     for tensor in state:
         pieces.append(SlotWrite(tensor, at))
@@ -78,9 +78,11 @@ def laid(state: list[torch.Tensor]) -> tuple[list[SlotWrite], int]:
     return pieces, at - _HEADER
 
 
-def stage(device: LateDevice, memory: MappedSlot, trainer: Trainer, copier: Copier, then: bool = True) -> None:
+def stage_and_check(
+    device: AsyncDevice, memory: MappedSlot, trainer: Trainer, copier: Copier, then: bool = True
+) -> None:
     """Stage, train on at once, and look at what is in the slot only afterwards, as the seal does."""
-    pieces, _ = laid(trainer.state)
+    pieces, _ = lay_out(trainer.state)
     expected = [one.clone() for one in trainer.expected]
     views = [memory.tensor(piece.start, piece.tensor.dtype, piece.tensor.shape) for piece in pieces]
     device.writes([one for one in views if one.numel()])
@@ -94,25 +96,25 @@ def stage(device: LateDevice, memory: MappedSlot, trainer: Trainer, copier: Copi
             raise WrongBytesError(f"tensor {number} of {tuple(wanted.shape)}")
 
 
-def run(seed: int) -> LateDevice:
+def run_seed(seed: int) -> AsyncDevice:
     """One trainer's life: streams of its own, saves into two slots by turns, slots of other sizes, no registration."""
-    with use_device_backend(LateDevice(seed, chunk_bytes=1024)) as device, contextlib.closing(Copier(2)) as copier:
+    with use_device_backend(AsyncDevice(seed, chunk_bytes=1024)) as device, contextlib.closing(Copier(2)) as copier:
         choose = random.Random(seed)
         device.refuses = "out of locked memory" if choose.random() < 0.1 else ""
-        mine: list[LateStream] = [device.new_stream(torch.device(device.type, index)) for index in range(2)]
+        mine: list[AsyncStream] = [device.new_stream(torch.device(device.type, index)) for index in range(2)]
         with contextlib.ExitStack() as stack:
             if choose.random() < 0.5:  # it does not compute on the default streams
                 for stream in mine:
                     stream.wait_stream(device.current_stream(stream.place))
                     stack.enter_context(device.on(stream))
             trainer = Trainer(device, seed)
-            size = laid(trainer.state)[1]
-            slots = [stack.enter_context(slot(size + 100 * choose.randrange(50))) for _ in range(2)]
+            size = lay_out(trainer.state)[1]
+            slots = [stack.enter_context(mapped_slot(size + 100 * choose.randrange(50))) for _ in range(2)]
             for turn in range(choose.randrange(1, 5)):
                 for _ in range(choose.randrange(3)):
                     trainer.step()
                 work = record_device_work(trainer.state)
-                stage(device, slots[turn % 2], trainer, copier)
+                stage_and_check(device, slots[turn % 2], trainer, copier)
                 work.wait()
                 assert work.has_completed()
                 if choose.random() < 0.3:

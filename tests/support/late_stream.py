@@ -1,7 +1,7 @@
 """The thread that trains runs ahead of what it asks torch for, as with a GPU, but on the CPU.
 
-While :func:`ahead` lasts the tensors that it was told of, and all that comes of them, are on a device: what the calling
-thread asks torch to do with them is given to one stream, which does it in order in a thread of its own. The call
+Inside :func:`run_ahead` its tensors, and every tensor computed from them, are on a device: an operation that the
+calling thread starts on them is put on one stream, which runs it in order in a thread of its own. The call
 returns at once, with tensors whose elements come later. What needs an answer (``item``, ``equal``) waits for the
 stream, and so does what draws random numbers. What reads memory without asking torch (``tolist``, ``memcpy``) finds
 what happens to be there. Collectives of :mod:`tests.support.nccl_like` are done in the stream as well: their ``wait``
@@ -27,7 +27,7 @@ from tieredckpt.tensors.device import CpuBackend, DeviceCopy, use_device_backend
 _ANSWERS = ("_local_scalar_dense", "equal", "is_nonzero", "nonzero", "allclose", "item")
 
 
-class LateEvent:
+class CpuEvent:
     def __init__(self) -> None:
         self.done = threading.Event()
 
@@ -38,7 +38,7 @@ class LateEvent:
         self.done.wait()
 
 
-class LateStream:
+class CpuStream:
     def __init__(self) -> None:
         self._given: queue.SimpleQueue[Callable[[], object] | None] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._run, name="late-stream", daemon=True)
@@ -53,15 +53,15 @@ class LateStream:
     def enqueue(self, work: Callable[[], object]) -> None:
         self._given.put(work)
 
-    def record_event(self) -> LateEvent:
-        event = LateEvent()
+    def record_event(self) -> CpuEvent:
+        event = CpuEvent()
         self.enqueue(event.done.set)
         return event
 
-    def wait_event(self, event: LateEvent) -> None:
+    def wait_event(self, event: CpuEvent) -> None:
         self.enqueue(event.synchronize)
 
-    def wait_stream(self, stream: LateStream) -> None:
+    def wait_stream(self, stream: CpuStream) -> None:
         if stream is not self:
             self.wait_event(stream.record_event())
 
@@ -73,10 +73,10 @@ class LateStream:
         self._thread.join()
 
 
-class LateCpu(CpuBackend):
+class AsyncCpu(CpuBackend):
     """The CPU as a device with one stream."""
 
-    def __init__(self, stream: LateStream) -> None:
+    def __init__(self, stream: CpuStream) -> None:
         self.stream = stream
         self._storages: dict[int, StorageWeakRef] = {}
 
@@ -108,7 +108,7 @@ class LateCpu(CpuBackend):
 
 
 class _Enqueued(TorchDispatchMode):
-    def __init__(self, device: LateCpu) -> None:
+    def __init__(self, device: AsyncCpu) -> None:
         super().__init__()
         self._device = device
         self._stream = device.stream
@@ -120,7 +120,9 @@ class _Enqueued(TorchDispatchMode):
             return func(*args, **kwargs)
         late = None
         if func.overloadpacket.__name__ not in _ANSWERS and torch.Tag.nondeterministic_seeded not in func.tags:
-            late = _changed(func, args, kwargs) if func._schema.is_mutable else _new(func, args, kwargs)
+            late = (
+                _in_place_operation(func, args, kwargs) if func._schema.is_mutable else _new_tensors(func, args, kwargs)
+            )
         if late is None:
             self._stream.synchronize()
             found = func(*args, **kwargs)
@@ -133,7 +135,7 @@ class _Enqueued(TorchDispatchMode):
         return found
 
 
-def _changed(func: Any, args: Any, kwargs: Any) -> tuple[Callable[[], object], Any] | None:
+def _in_place_operation(func: Any, args: Any, kwargs: Any) -> tuple[Callable[[], object], Any] | None:
     """An operation that changes its arguments: what it answers is known."""
     returns = func._schema.returns
     if not returns:
@@ -146,7 +148,7 @@ def _changed(func: Any, args: Any, kwargs: Any) -> tuple[Callable[[], object], A
     return lambda: func(*args, **kwargs), found[0] if len(found) == 1 else tuple(found)
 
 
-def _new(func: Any, args: Any, kwargs: Any) -> tuple[Callable[[], object], Any] | None:
+def _new_tensors(func: Any, args: Any, kwargs: Any) -> tuple[Callable[[], object], Any] | None:
     """An operation that makes tensors: their shapes are known."""
     try:
         shapes = func(*_meta(args), **_meta(kwargs))
@@ -172,10 +174,10 @@ def _meta(values: Any) -> Any:
 
 
 @contextlib.contextmanager
-def ahead(tensors: Iterable[torch.Tensor]) -> Iterator[LateStream]:
+def run_ahead(tensors: Iterable[torch.Tensor]) -> Iterator[CpuStream]:
     """In the block ``tensors`` are on a device, and the calling thread does not wait for it; at its end all is done."""
-    stream = LateStream()
-    device = LateCpu(stream)
+    stream = CpuStream()
+    device = AsyncCpu(stream)
     for one in tensors:
         device.put(one)
     nccl_like.stream = stream

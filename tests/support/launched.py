@@ -12,12 +12,14 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from tests.support.zygote import Running, Zygote
+from tests.support.zygote import RunningProcess, Zygote
 
 Say = Callable[[str], None]
 
 
-def start_ranks(zygote: Zygote, ranks: int, port: int, function: Callable[..., Any], *args: Any) -> list[Running]:
+def start_ranks(
+    zygote: Zygote, ranks: int, port: int, function: Callable[..., Any], *args: Any
+) -> list[RunningProcess]:
     """One node with so many ranks, which meet at a store that the launcher keeps at ``port``."""
     return [
         zygote.start(
@@ -65,7 +67,7 @@ def run_torchrun(say: Say, path: str, options: Sequence[str], *args: str) -> Non
     main(["--standalone", *options, path, *args])
 
 
-def build() -> tuple[Any, Any, dict[str, Any]]:
+def build_state() -> tuple[Any, Any, dict[str, Any]]:
     import torch
     from torch.distributed.fsdp import fully_shard
 
@@ -90,7 +92,7 @@ def one_step(model: Any, optimizer: Any, step: int, folder: str) -> None:
             time.sleep(0.005)
 
 
-def asking(say: Say, folder: str) -> None:
+def train_polling(say: Say, folder: str) -> None:
     """A loop that asks once a step, saves when it is told to, and ends."""
     import torch.distributed as dist
 
@@ -98,7 +100,7 @@ def asking(say: Say, folder: str) -> None:
     from tieredckpt import Checkpointer
 
     dist.init_process_group("gloo")
-    model, optimizer, state = build()
+    model, optimizer, state = build_state()
     with Checkpointer("tiered://asking", on_sigterm="ignore") as ckpt:
         step = ckpt.restore(state)
         say(f"restored {step}")
@@ -111,13 +113,13 @@ def asking(say: Say, folder: str) -> None:
     dist.destroy_process_group()
 
 
-def looping(folder: str) -> None:
+def train_in_loop(folder: str) -> None:
     """A loop for :func:`elastic.run`; says how it ended in files, because who started it keeps what it prints."""
     from elastic.workers.train_loop import run
     from tieredckpt import Checkpointer
 
     def train(world: Any) -> None:
-        model, optimizer, state = build()
+        model, optimizer, state = build_state()
         with Checkpointer("tiered://looping") as ckpt:
             for step in world.steps(ckpt.restore(state) + 1, checkpoint=(ckpt, state)):
                 one_step(model, optimizer, step, folder)
@@ -126,17 +128,17 @@ def looping(folder: str) -> None:
     (Path(folder) / f"{ended.outcome.value}-{ended.steps}-{os.getpid()}").touch()
 
 
-def restoring(say: Say, job: str) -> None:
+def restore_state(say: Say, job: str) -> None:
     import torch.distributed as dist
 
     from tieredckpt import Checkpointer
 
     dist.init_process_group("gloo")
-    _, _, state = build()
+    _, _, state = build_state()
     with Checkpointer(job) as ckpt:
         say(f"restored {ckpt.restore(state)} {','.join(ckpt.last_restore.bytes_by_tier)}")
     dist.destroy_process_group()
 
 
 if __name__ == "__main__":
-    looping(sys.argv[1])
+    train_in_loop(sys.argv[1])

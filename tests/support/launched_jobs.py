@@ -19,7 +19,7 @@ from elastic.workers.store_control_plane import StoreControlPlane
 from integration.hyperpod.elastic_agent.environment import launched_worker
 from integration.hyperpod.elastic_agent.process_mode import ProcessControlPlane
 from integration.hyperpod.elastic_agent.stop_signal import GroupSignalListener
-from tests.support.control_planes import PATIENCE_S, at_once, results
+from tests.support.control_planes import PATIENCE_S, start_all, wait_results
 from tests.support.ports import free_port
 
 
@@ -53,7 +53,7 @@ class LaunchedJob:
         return self.planes
 
     def close(self) -> None:
-        results(at_once(*(seat.close for seat in self.planes)))
+        wait_results(start_all(*(seat.close for seat in self.planes)))
 
     # -- Job ----------------------------------------------------------------------------------------------------------
 
@@ -71,7 +71,7 @@ class LaunchedJob:
         self.close()
 
 
-class Asked(GroupSignalListener):
+class FakeSignalListener(GroupSignalListener):
     """An agent's signal, without a process group that gets it."""
 
     def send(self) -> None:
@@ -84,7 +84,7 @@ class ProcessLevelJob(LaunchedJob):
     resize_is = NoticeKind.RESIZE
 
     def _start(self, size: int) -> None:
-        self._port, self._asked = free_port(), [Asked() for _ in range(size)]
+        self._port, self._asked = free_port(), [FakeSignalListener() for _ in range(size)]
         super()._start(size)
 
     def _plane(self, rank: int, size: int) -> StoreControlPlane:

@@ -12,7 +12,7 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.nn.parallel import DistributedDataParallel
 
-from tests.support.models import Net, state_of
+from tests.support.models import Net, get_state
 
 _TP = {"up": ColwiseParallel, "down": RowwiseParallel}
 SEED = 11
@@ -41,7 +41,7 @@ def variants(most: int) -> list[Variant]:
     return found
 
 
-def build(variant: Variant, *, blank: bool) -> tuple[nn.Module, torch.optim.Optimizer]:
+def build_variant(variant: Variant, *, blank: bool) -> tuple[nn.Module, torch.optim.Optimizer]:
     """The model with its values, or (``blank``) with others."""
     torch.manual_seed(SEED + blank)
     model: nn.Module = Net()
@@ -82,7 +82,7 @@ def _fill(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
         buffer.fill_(5)
 
 
-def known() -> dict[str, Any]:
+def expected_state() -> dict[str, Any]:
     """The whole state, worked out without any sharding."""
     torch.manual_seed(SEED)
     model = Net()
@@ -95,10 +95,10 @@ def known() -> dict[str, Any]:
             "exp_avg_sq": torch.zeros_like(parameter),
         }
     _fill(model, optimizer)
-    return state_of(model, optimizer)
+    return get_state(model, optimizer)
 
 
-def poison(state: Any) -> None:
+def fill_with_poison(state: Any) -> None:
     """Make sure that nothing of what is to be loaded is there already."""
     if isinstance(state, torch.Tensor):
         local = state.to_local() if isinstance(state, DTensor) else state
@@ -106,4 +106,4 @@ def poison(state: Any) -> None:
             local.fill_(-3)
     elif isinstance(state, dict):
         for value in state.values():
-            poison(value)
+            fill_with_poison(value)

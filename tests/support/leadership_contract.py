@@ -14,7 +14,7 @@ replace = msgspec.structs.replace
 FULL = LeaderRecord("n0-7a", 1_790_000_000_123, "[fd00::7]:7400", 41, 2.5, "stopped", 'it was "asked" to\nstop', "")
 
 
-def keeps_what_is_written(place: LeaderRecordStore) -> None:
+def check_read_after_write(place: LeaderRecordStore) -> None:
     assert place.read() is None
     written = place.write(FULL, None)
     assert written is not None
@@ -27,7 +27,7 @@ def keeps_what_is_written(place: LeaderRecordStore) -> None:
     assert place.read() == released
 
 
-def is_changed_only_by_who_has_read_it(place: LeaderRecordStore) -> None:
+def check_conditional_write(place: LeaderRecordStore) -> None:
     first = place.write(LeaderRecord(UNKNOWN_HOLDER, 1), None)
     assert place.write(LeaderRecord("b", 2), None) is None
     second = place.write(LeaderRecord("a", 2), first)
@@ -36,7 +36,7 @@ def is_changed_only_by_who_has_read_it(place: LeaderRecordStore) -> None:
     assert place.write(replace(second, epoch=4), second).epoch == 4
 
 
-def one_that_was_deleted_is_not_written_over(place: LeaderRecordStore, delete: Callable[[], None]) -> None:
+def check_deleted_record_stays_deleted(place: LeaderRecordStore, delete: Callable[[], None]) -> None:
     """Also where another one is there by now that says the same."""
     first = place.write(LeaderRecord("a", 2), None)
     delete()
@@ -48,7 +48,7 @@ def one_that_was_deleted_is_not_written_over(place: LeaderRecordStore, delete: C
     assert place.read() == again
 
 
-def one_of_many_writes_at_a_time(places: list[LeaderRecordStore]) -> None:
+def check_concurrent_writes(places: list[LeaderRecordStore]) -> None:
     """Each round all of them read, and then all try to write over what they have read."""
     record = places[0].write(LeaderRecord(UNKNOWN_HOLDER, 1), None)
     for number in range(5):

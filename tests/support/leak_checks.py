@@ -21,18 +21,18 @@ def pytest_fixture_setup(fixturedef: Any) -> Iterator[Any]:
     global _lasting  # noqa: PLW0603 - hooks share nothing else
     if fixturedef.scope == "function":
         return (yield)
-    before = leaks.footprint()
+    before = leaks.current_footprint()
     try:
         return (yield)
     finally:
-        _lasting = leaks.both(_lasting, leaks.added(before, leaks.footprint()))
+        _lasting = leaks.union(_lasting, leaks.added(before, leaks.current_footprint()))
 
 
 @pytest.fixture(autouse=True)
-def nothing_is_left() -> Iterator[None]:
+def no_leaks() -> Iterator[None]:
     """Every test ends with no extra thread, child process, agent or arena."""
     global _there
-    before = _there or leaks.footprint()
+    before = _there or leaks.current_footprint()
     yield
-    _there, left = leaks.wait_clean(before, _lasting)
+    _there, left = leaks.wait_for_cleanup(before, _lasting)
     assert not left, f"left behind: {'; '.join(left)}"

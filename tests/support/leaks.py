@@ -17,7 +17,7 @@ _LASTING_CHILDREN = (b"multiprocessing",)
 """Rank pools are kept warm between tests and grow in any of them; their own fixtures end them."""
 
 
-def own_name(kind: str) -> str:
+def process_prefix(kind: str) -> str:
     """The beginning of names on shared memory that belong to this test process: others may be running beside it."""
     return f"{kind}-test-{os.getpid()}-"
 
@@ -48,11 +48,11 @@ class Footprint(NamedTuple):
 NOTHING = Footprint(frozenset(), frozenset(), frozenset())
 
 
-def footprint() -> Footprint:
+def current_footprint() -> Footprint:
     return Footprint(frozenset(threading.enumerate()), frozenset(_children()), frozenset(_places()))
 
 
-def both(one: Footprint, other: Footprint) -> Footprint:
+def union(one: Footprint, other: Footprint) -> Footprint:
     return Footprint(one.threads | other.threads, one.children | other.children, one.places | other.places)
 
 
@@ -60,10 +60,10 @@ def added(before: Footprint, after: Footprint) -> Footprint:
     return Footprint(after.threads - before.threads, after.children - before.children, after.places - before.places)
 
 
-def wait_clean(before: Footprint, lasting: Footprint) -> tuple[Footprint, list[str]]:
+def wait_for_cleanup(before: Footprint, lasting: Footprint) -> tuple[Footprint, list[str]]:
     """What there is, and what of it is left although it was given some time to go."""
     deadline = time.monotonic() + _PATIENCE_S
-    while left := (there := footprint()).beyond(before, lasting):
+    while left := (there := current_footprint()).beyond(before, lasting):
         if time.monotonic() > deadline:
             break
         time.sleep(0.01)

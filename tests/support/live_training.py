@@ -12,14 +12,14 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from tests.support.resizable_training import digest, whole
+from tests.support.resizable_training import digest, full_tensor
 
 EVERY = 5
 Death = tuple[int, str, set[int]]
 JOB = "tiered://live"
 
 
-class Cursor:
+class DataCursor:
     """Where in its data the training is."""
 
     def __init__(self) -> None:
@@ -52,7 +52,7 @@ class Training:
         }
         self.optimizer = made[optimizer](model.parameters())
         self.rates = torch.optim.lr_scheduler.LambdaLR(self.optimizer, lambda step: 0.97**step)
-        self.cursor = Cursor()
+        self.cursor = DataCursor()
         self.state = {"model": model, "optim": self.optimizer, "rates": self.rates, "data": self.cursor}
 
     def _sharded(self, model: nn.Module, kind: str, size: int) -> None:
@@ -87,10 +87,10 @@ class Training:
         """Of all parameters, buffers and moments."""
         tensors = [*self.model.state_dict().values()]
         tensors += [one for state in self.optimizer.state.values() for one in state.values()]
-        return digest([whole(one) if isinstance(one, DTensor) else one.detach() for one in tensors])
+        return digest([full_tensor(one) if isinstance(one, DTensor) else one.detach() for one in tensors])
 
 
-def undisturbed(_say: Callable[[str], None], kind: str, optimizer: str, total: int) -> list[str]:
+def reference_steps(_say: Callable[[str], None], kind: str, optimizer: str, total: int) -> list[str]:
     training = Training(kind, optimizer, dist.get_world_size(), dist.get_rank())
     return [f"{training.step(step, lambda _place: None)} {training.bits()}" for step in range(total)]
 
@@ -101,11 +101,13 @@ def train(say: Callable[[str], None], address: str, kind: str, optimizer: str, t
     ``STEP PLACE 1,2`` has ranks 1 and 2 die.
     """
     from elastic.workers.train_loop import run
-    from tests.support.socket_control_plane import BridgedPlane
+    from tests.support.socket_control_plane import SocketControlPlane
 
     deaths = [_death(*one.split()) for one in at.split(";")]
     return str(
-        run(lambda world: _train(say, world, kind, optimizer, total, deaths), plane=BridgedPlane(address)).outcome.value
+        run(
+            lambda world: _train(say, world, kind, optimizer, total, deaths), plane=SocketControlPlane(address)
+        ).outcome.value
     )
 
 

@@ -30,7 +30,7 @@ from peerstore.store.arena import TmpfsArena
 from peerstore.store.node_store import NodeStore
 from peerstore.testing import MemoryNetwork
 from peerstore.transport.base import Transport
-from tests.support.stores import MIB, content, load, save, store_directory
+from tests.support.stores import MIB, load_shard, save_shard, shard_content, store_directory
 from tieredckpt.agent.peer_tier import SHARED_BLOBS
 
 JOB = "job"
@@ -40,7 +40,7 @@ PATIENCE_S = 200.0
 """Others may be using this machine, too. Nothing here waits longer than it has to."""
 
 
-def until(ready: Callable[[], Any], what: str = "", timeout_s: float = PATIENCE_S) -> Any:
+def wait_until(ready: Callable[[], Any], what: str = "", timeout_s: float = PATIENCE_S) -> Any:
     """Wait for something that happens on other threads or in other processes; what ``ready`` said in the end."""
     deadline = time.monotonic() + timeout_s
     while not (found := ready()):
@@ -49,7 +49,7 @@ def until(ready: Callable[[], Any], what: str = "", timeout_s: float = PATIENCE_
     return found
 
 
-class Neighbour:
+class LocalNode:
     """One node: its store, and what it has to do with the others."""
 
     def __init__(
@@ -120,7 +120,7 @@ class Neighbour:
     # -- shards -------------------------------------------------------------------------------------------------------
 
     def write(self, of: ShardKey, size_bytes: int = MIB, *, parts: int = 1) -> ShardRecord:
-        return save(self.store, of, size_bytes, parts=parts)
+        return save_shard(self.store, of, size_bytes, parts=parts)
 
     def facts(self) -> dict[ShardKey, ShardInfo]:
         return {fact.key: fact for fact in self.store.replicas.list_shards(JOB)}
@@ -129,7 +129,7 @@ class Neighbour:
         return of in self.facts()
 
     def is_good(self, of: ShardKey) -> bool:
-        return load(self.store, of) == content(of, self.facts()[of].size_bytes)
+        return load_shard(self.store, of) == shard_content(of, self.facts()[of].size_bytes)
 
     def path(self, of: ShardKey) -> str:
         return self.store.shard_path(of)
@@ -152,7 +152,7 @@ class Neighbour:
         return bytes(data), pulled
 
 
-class Neighbours:
+class LocalNodes:
     """A job's nodes. What was opened is closed in the end."""
 
     def __init__(
@@ -166,19 +166,19 @@ class Neighbours:
         self.network = MemoryNetwork(capacity_bytes=capacity_bytes)
         self.settings = ReplicationSettings(copies=copies, partition_min_nodes=split_from)
         self.secret = secret
-        self.nodes: dict[str, Neighbour] = {}
+        self.nodes: dict[str, LocalNode] = {}
         self._rosters = 0
         self._cleanup = contextlib.ExitStack()
 
-    def __getitem__(self, name: str) -> Neighbour:
+    def __getitem__(self, name: str) -> LocalNode:
         return self.nodes[name]
 
-    def __iter__(self) -> Iterator[Neighbour]:
+    def __iter__(self) -> Iterator[LocalNode]:
         return iter(self.nodes.values())
 
-    def add(self, name: str, labels: str = "", **options: Any) -> Neighbour:
+    def add(self, name: str, labels: str = "", **options: Any) -> LocalNode:
         directory = self._cleanup.enter_context(store_directory())
-        node = Neighbour(name, self.network.transport(name), labels=labels, directory=directory, **options)
+        node = LocalNode(name, self.network.transport(name), labels=labels, directory=directory, **options)
         self._cleanup.callback(node.close)
         self.nodes[name] = node
         return node
@@ -196,16 +196,18 @@ class Neighbours:
             node.join(plan)
         names = [node.name for node in here]
         for node in here:
-            until(lambda node=node: node.sees(*names) and node.team.membership.has_quorum, f"{node.name} sees {names}")
+            wait_until(
+                lambda node=node: node.sees(*names) and node.team.membership.has_quorum, f"{node.name} sees {names}"
+            )
 
-    def lose(self, name: str) -> Neighbour:
+    def lose(self, name: str) -> LocalNode:
         """The node is gone with everything in its memory."""
         node = self.nodes.pop(name)
         self.network.kill_node(name)
         node.close()
         return node
 
-    def restart(self, name: str, *, empty: bool = False) -> Neighbour:
+    def restart(self, name: str, *, empty: bool = False) -> LocalNode:
         """Its agent ends and another one begins with what it left, or nothing; the others may not notice."""
         node = self.nodes[name]
         self.network.kill_node(name)
@@ -218,7 +220,7 @@ class Neighbours:
     def settle(self, version: int, *names: str) -> None:
         """Until these nodes (all) know that a version has its copies."""
         for node in [self.nodes[name] for name in names] or list(self):
-            until(lambda node=node: node.replicated >= version, f"version {version} is settled on {node.name}")
+            wait_until(lambda node=node: node.replicated >= version, f"version {version} is settled on {node.name}")
 
     def holders(self, of: ShardKey) -> set[str]:
         return {node.name for node in self if node.holds(of)}
@@ -228,14 +230,14 @@ class Neighbours:
 
 
 @contextlib.contextmanager
-def neighbours(
+def local_nodes(
     *names: str,
     labels: Callable[[str], str] = lambda _name: "",
     membership: MembershipSettings = QUICK,
     **options: Any,
-) -> Iterator[Neighbours]:
+) -> Iterator[LocalNodes]:
     """Nodes that know each other."""
-    with contextlib.closing(Neighbours(**options)) as made:
+    with contextlib.closing(LocalNodes(**options)) as made:
         for name in names:
             made.add(name, labels(name), membership=membership)
         if names:

@@ -22,8 +22,8 @@ from peerstore.shard_records import ShardKey, ShardRecord
 from peerstore.store.arena import TmpfsArena
 from peerstore.store.node_store import NodeStore
 from peerstore.testing import MemoryNetwork
-from tests.support.leaks import own_name
-from tests.support.stores import load
+from tests.support.leaks import process_prefix
+from tests.support.stores import load_shard
 from tieredckpt.agent.peer_tier import SHARED_BLOBS
 
 JOB = "job"
@@ -34,7 +34,7 @@ SECRET = b"0123456789abcdef0123456789abcdef"
 
 
 @dataclass
-class Neighbour:
+class StoreNode:
     """One node."""
 
     name: str
@@ -42,7 +42,9 @@ class Neighbour:
     budget: str = "64MiB"
     labels: str = ""
     membership: MembershipSettings = QUICK
-    directory: Path = field(default_factory=lambda: Path("/dev/shm") / (own_name("peerstore") + uuid.uuid4().hex[:8]))
+    directory: Path = field(
+        default_factory=lambda: Path("/dev/shm") / (process_prefix("peerstore") + uuid.uuid4().hex[:8])
+    )
     up: bool = False
 
     def start(self) -> None:
@@ -79,7 +81,7 @@ class Neighbour:
         return {fact.key for fact in self.store.list_shards(JOB)}
 
 
-class Street:
+class StoreNodes:
     """A job's nodes."""
 
     def __init__(
@@ -93,7 +95,7 @@ class Street:
         self.settings = settings
         self.network = MemoryNetwork()
         self.all = {
-            name: Neighbour(name, self.network, budgets.get(name, "64MiB"), labels(name), membership)
+            name: StoreNode(name, self.network, budgets.get(name, "64MiB"), labels(name), membership)
             for name in sorted(names)
         }
         for node in self.all.values():
@@ -111,26 +113,26 @@ class Street:
     def begin(self, incarnation: str, epoch: int) -> None:
         """An incarnation of the job owns it from here on, as soon as its nodes see enough of each other."""
 
-        def begun(node: Neighbour) -> bool:
+        def begun(node: StoreNode) -> bool:
             try:
                 return node.store.claim(JOB, incarnation, at_least=epoch - 1) == epoch
             except NoQuorumError:
                 return False
 
         for node in self.living:
-            until(lambda node=node: begun(node))  # type: ignore[misc]
+            wait_until(lambda node=node: begun(node))  # type: ignore[misc]
 
-    def __getitem__(self, name: str) -> Neighbour:
+    def __getitem__(self, name: str) -> StoreNode:
         return self.all[name]
 
     @property
-    def living(self) -> list[Neighbour]:
+    def living(self) -> list[StoreNode]:
         return [node for node in self.all.values() if node.up]
 
     def lose(self, name: str) -> None:
         """A node is gone, and the others have noticed."""
         self.all[name].lose()
-        until(lambda: all(name not in node.team.membership.alive for node in self.living))
+        wait_until(lambda: all(name not in node.team.membership.alive for node in self.living))
 
     def replicated(self, version: int) -> bool:
         """Everybody has heard that this version is kept as it is to be."""
@@ -148,7 +150,7 @@ class Street:
         for node in self.living:
             sources = node.team.shard_sources(fresh=True).get(record.key, ())
             if node.name in sources:
-                return load(node.store, record.key)
+                return load_shard(node.store, record.key)
             if sources:
                 data = bytearray(record.size_bytes)
                 wish = ReadRequest(record, [ReadTarget(0, len(data), memoryview(data))], sources)
@@ -168,7 +170,7 @@ class Street:
             node.lose()
 
 
-def until(ready: Callable[[], bool], within_s: float = 30.0) -> None:
+def wait_until(ready: Callable[[], bool], within_s: float = 30.0) -> None:
     deadline = time.monotonic() + within_s
     pause = threading.Event()
     while not ready():
@@ -177,14 +179,14 @@ def until(ready: Callable[[], bool], within_s: float = 30.0) -> None:
 
 
 @contextlib.contextmanager
-def street(
+def store_nodes(
     settings: ReplicationSettings,
     *names: str,
     labels: Callable[[str], str] = lambda name: f"rack=r-{name}",
     budgets: dict[str, str] | None = None,
     membership: MembershipSettings = QUICK,
-) -> Iterator[Street]:
-    made = Street(settings, *names, labels=labels, budgets=budgets or {}, membership=membership)
+) -> Iterator[StoreNodes]:
+    made = StoreNodes(settings, *names, labels=labels, budgets=budgets or {}, membership=membership)
     try:
         yield made
     finally:

@@ -18,9 +18,9 @@ from peerstore.server.agent_launcher import connect_or_launch_agent
 from peerstore.server.store_client import Client, connect_to_agent
 from peerstore.settings import AgentPaths
 from peerstore.shard_records import ShardInfo
-from tests.support.agents import end_agent
-from tests.support.leaks import own_name
-from tests.support.local_nodes import until
+from tests.support.agents import stop_agent
+from tests.support.leaks import process_prefix
+from tests.support.local_nodes import wait_until
 from tests.support.ports import free_ports
 from tieredckpt.agent.agent_client import agent_command
 from tieredckpt.memory_service_options import MEMORY_SERVICE_JOB
@@ -52,7 +52,7 @@ class MemoryNode:
 
     @property
     def address(self) -> str:
-        until((self.directory / "memory-service").exists, f"{self.name} serves")
+        wait_until((self.directory / "memory-service").exists, f"{self.name} serves")
         return (self.directory / "memory-service").read_text()
 
     @property
@@ -72,7 +72,7 @@ class MemoryNode:
 
     def kill_agent(self) -> None:
         """Only the agent is gone; what it kept lies in memory."""
-        end_agent(self.directory, signal.SIGKILL)
+        stop_agent(self.directory, signal.SIGKILL)
 
     def lose(self) -> None:
         """The machine is gone, with its memory."""
@@ -83,7 +83,7 @@ class MemoryNode:
 @contextlib.contextmanager
 def memory_nodes(*names: str, **agent: str) -> Iterator[dict[str, MemoryNode]]:
     """Their agents, started. One node is alone; several are told of each other."""
-    base = Path("/dev/shm") / (own_name("tieredckpt") + uuid.uuid4().hex[:8])
+    base = Path("/dev/shm") / (process_prefix("tieredckpt") + uuid.uuid4().hex[:8])
     base.mkdir(mode=0o700)
     secret = base / "secret"
     secret.touch(mode=0o600)
@@ -101,5 +101,5 @@ def memory_nodes(*names: str, **agent: str) -> Iterator[dict[str, MemoryNode]]:
         yield nodes
     finally:
         for node in nodes.values():
-            end_agent(node.directory)
+            stop_agent(node.directory)
         shutil.rmtree(base, ignore_errors=True)

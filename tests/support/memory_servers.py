@@ -35,7 +35,7 @@ _COMPARED = ("content-type", "content-length", "shard-meta")
 
 
 @dataclass(frozen=True)
-class Answer:
+class HttpResponse:
     """What a client can see of an answer."""
 
     status: int
@@ -47,29 +47,29 @@ class Answer:
         return json.loads(self.body)
 
 
-def ask(
+def request(
     address: str, method: str, path: str, body: bytes | None = None, headers: dict[str, str] | None = None
-) -> Answer:
+) -> HttpResponse:
     """One request on a connection of its own."""
     with contextlib.closing(http.client.HTTPConnection(address, timeout=60)) as connection:
-        return ask_on(connection, method, path, body, headers)
+        return request_on(connection, method, path, body, headers)
 
 
-def ask_on(
+def request_on(
     connection: http.client.HTTPConnection,
     method: str,
     path: str,
     body: bytes | None = None,
     headers: dict[str, str] | None = None,
-) -> Answer:
+) -> HttpResponse:
     connection.request(method, path, body, headers or {})
     answer = connection.getresponse()
     data = answer.read()
     found = {name.lower(): value for name, value in answer.getheaders()}
-    return Answer(answer.status, {name: found[name] for name in _COMPARED if name in found}, data)
+    return HttpResponse(answer.status, {name: found[name] for name in _COMPARED if name in found}, data)
 
 
-def their_file(name: str) -> str:
+def aws_source_file(name: str) -> str:
     """A file of their source distribution; the test is skipped where the index cannot be reached."""
     with tarfile.open(_source()) as archive:
         member = archive.extractfile(f"{PACKAGE}/{name}")
@@ -110,17 +110,17 @@ uvicorn.Server(config).run(sockets=[socket.socket(fileno=int(sys.argv[2]))])
 
 
 @contextlib.contextmanager
-def theirs() -> Iterator[str]:
+def aws_server() -> Iterator[str]:
     """Their server, of which every block has one of its own."""
     with tempfile.TemporaryDirectory() as folder, socket.socket() as listener:
-        (Path(folder) / "membrain_server.py").write_text(their_file("tests/local_tests/membrain_server.py"))
+        (Path(folder) / "membrain_server.py").write_text(aws_source_file("tests/local_tests/membrain_server.py"))
         listener.bind(("127.0.0.1", 0))
         listener.listen(128)
         number = listener.fileno()
         process = subprocess.Popen([sys.executable, "-c", _SERVE, folder, str(number)], pass_fds=[number])
         try:
             address = f"127.0.0.1:{listener.getsockname()[1]}"
-            assert ask(address, "GET", "/health").status == 200  # it answers once it is there
+            assert request(address, "GET", "/health").status == 200  # it answers once it is there
             yield address
         finally:
             process.kill()
@@ -137,7 +137,7 @@ def our_service(budget: str = "256MiB") -> Iterator[tuple[MemoryService, NodeSto
 
 
 @contextlib.contextmanager
-def ours(budget: str = "256MiB", access: TokenCheck | None = None) -> Iterator[str]:
+def our_server(budget: str = "256MiB", access: TokenCheck | None = None) -> Iterator[str]:
     """Our service on one node, without its process."""
     with (
         our_service(budget) as (service, _),

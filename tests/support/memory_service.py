@@ -15,7 +15,7 @@ _LATEST = re.compile(r"/v1/cp/checkpoints/([^/]+)/latest")
 _SHARD = re.compile(r"/v1/cp/checkpoints/([^/]+)/([0-9]+)/([0-9]+)")
 
 
-class MemoryService:
+class FakeMemoryService:
     """Namespaces of shards by rank and step; each rank keeps the newest few steps of its own, whole or not."""
 
     def __init__(self) -> None:
@@ -87,7 +87,7 @@ class MemoryService:
 
 class _Handler(http.server.BaseHTTPRequestHandler):
     protocol_version = "HTTP/1.1"
-    service: MemoryService
+    service: FakeMemoryService
 
     def do_GET(self) -> None:
         length = int(self.headers.get("Content-Length") or 0)
@@ -122,8 +122,8 @@ def shard_meta(data: bytes) -> str:
 
 
 @contextlib.contextmanager
-def memory_service() -> Iterator[MemoryService]:
-    service = MemoryService()
+def fake_memory_service() -> Iterator[FakeMemoryService]:
+    service = FakeMemoryService()
     handler = type("Handler", (_Handler,), {"service": service})
     server = _Server(("127.0.0.1", 0), handler)
     server.daemon_threads = False

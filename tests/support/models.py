@@ -31,7 +31,7 @@ class Net(nn.Module):
         return self.odd(self.norm(self.down(torch.relu(self.up(x)))))
 
 
-def build(kind: str, world: int, *, seed: int) -> tuple[nn.Module, torch.optim.Optimizer]:
+def build_model(kind: str, world: int, *, seed: int) -> tuple[nn.Module, torch.optim.Optimizer]:
     """A trained-a-little model: the same values for the same seed, whatever its distribution."""
     torch.manual_seed(seed)
     model: nn.Module = Net()
@@ -56,7 +56,7 @@ def build(kind: str, world: int, *, seed: int) -> tuple[nn.Module, torch.optim.O
     return model, optimizer
 
 
-def train(model: nn.Module, optimizer: torch.optim.Optimizer, steps: int) -> None:
+def train_steps(model: nn.Module, optimizer: torch.optim.Optimizer, steps: int) -> None:
     for step in range(steps):
         generator = torch.Generator().manual_seed(step)
         model(torch.randn(4, WIDTH, generator=generator)).pow(2).mean().backward()
@@ -64,23 +64,23 @@ def train(model: nn.Module, optimizer: torch.optim.Optimizer, steps: int) -> Non
         optimizer.zero_grad()
 
 
-def state_of(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+def get_state(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
     weights, moments = get_state_dict(model, optimizer)
     return {"model": weights, "optim": moments}
 
 
-def put_back(model: nn.Module, optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> None:
+def set_state(model: nn.Module, optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> None:
     set_state_dict(model, optimizer, model_state_dict=state["model"], optim_state_dict=state["optim"])
 
 
-def full(state: Any) -> Any:
+def full_state(state: Any) -> Any:
     """The whole state on every rank: what two distributions of the same values agree on."""
     if isinstance(state, DTensor):
         return state.full_tensor().detach().clone()
     if isinstance(state, torch.Tensor):
         return state.detach().clone()
     if isinstance(state, dict):
-        return {key: full(value) for key, value in state.items()}
+        return {key: full_state(value) for key, value in state.items()}
     if isinstance(state, list):
-        return [full(value) for value in state]
+        return [full_state(value) for value in state]
     return state

@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import TypeVar
 
 from peerstore.daemon_process import process_start_time
-from tests.support.leaks import own_name
+from tests.support.leaks import process_prefix
 
 PROGRAMS = ("ip", "tc", "iptables", "iptables-restore", "nsenter")
 PLACES = (Path("/run/netns"), Path("/dev/shm"))
@@ -33,11 +33,11 @@ T = TypeVar("T")
 
 
 def new_prefix() -> str:
-    return f"{own_name('hosts')}{os.urandom(2).hex()}"
+    return f"{process_prefix('hosts')}{os.urandom(2).hex()}"
 
 
 @functools.cache
-def why_not() -> str:
+def missing_reason() -> str:
     """Why there can be no hosts here, or ""."""
     if os.getuid() != 0:
         return "only root can make network namespaces"
@@ -46,12 +46,12 @@ def why_not() -> str:
     name = f"{new_prefix()}-probe"
     try:
         create(name)
-        batch(name, ["link add eth0 type veth peer name eth1", "link add br0 type bridge"])
-        shape(name, "eth0", "rate 1gbit burst 4mb latency 50ms")
-        in_it = [*entering(name), "iptables-restore"]
-        tool(*in_it, text="*filter\n-A INPUT -p tcp -j REJECT --reject-with tcp-reset\nCOMMIT\n")
-        tool(*in_it, text="*filter\n-A INPUT -m statistic --mode random --probability 0.5 -j DROP\nCOMMIT\n")
-        tool(*in_it, text="*nat\n-A OUTPUT -p tcp -m mark ! --mark 1 -j REDIRECT --to-ports 1\nCOMMIT\n")
+        run_ip_batch(name, ["link add eth0 type veth peer name eth1", "link add br0 type bridge"])
+        limit_rate(name, "eth0", "rate 1gbit burst 4mb latency 50ms")
+        in_it = [*nsenter_command(name), "iptables-restore"]
+        run_tool(*in_it, text="*filter\n-A INPUT -p tcp -j REJECT --reject-with tcp-reset\nCOMMIT\n")
+        run_tool(*in_it, text="*filter\n-A INPUT -m statistic --mode random --probability 0.5 -j DROP\nCOMMIT\n")
+        run_tool(*in_it, text="*nat\n-A OUTPUT -p tcp -m mark ! --mark 1 -j REDIRECT --to-ports 1\nCOMMIT\n")
     except RuntimeError as error:
         return f"network namespaces do not work here: {error}"
     finally:
@@ -59,12 +59,12 @@ def why_not() -> str:
     return ""
 
 
-def path_of(name: str) -> Path:
+def namespace_path(name: str) -> Path:
     return Path("/run/netns") / name
 
 
 def create(name: str) -> None:
-    tool("ip", "netns", "add", name)
+    run_tool("ip", "netns", "add", name)
 
 
 def remove(name: str) -> None:
@@ -75,9 +75,9 @@ def remove(name: str) -> None:
             raise RuntimeError(f"processes {pids} in {name} did not end")
         for pid in pids:
             _kill(pid, name)
-    if path_of(name).exists():
+    if namespace_path(name).exists():
         done = subprocess.run(["ip", "netns", "del", name], capture_output=True, text=True)
-        if path_of(name).exists():  # unless another test run was faster
+        if namespace_path(name).exists():  # unless another test run was faster
             raise RuntimeError(f"{name} cannot be removed: {done.stderr.strip()}")
 
 
@@ -95,26 +95,26 @@ def remove_leftovers() -> None:
 
 def processes_in(name: str) -> list[int]:
     """Everybody else who lives there."""
-    wanted = _identity(path_of(name))
+    wanted = _identity(namespace_path(name))
     if wanted is None:
         return []
     pids = (int(entry.name) for entry in os.scandir("/proc") if entry.name.isdigit())
     return [pid for pid in pids if pid != os.getpid() and _identity(Path(f"/proc/{pid}/ns/net")) == wanted]
 
 
-def entering(name: str) -> list[str]:
+def nsenter_command(name: str) -> list[str]:
     """What a command line begins with to run inside; the process stays the one that was started."""
-    return ["nsenter", f"--net={path_of(name)}", "--"]
+    return ["nsenter", f"--net={namespace_path(name)}", "--"]
 
 
 def enter(name: str) -> None:
     """Move this thread, and only this one; sockets it makes stay inside whoever uses them later."""
-    with path_of(name).open("rb") as file:
+    with namespace_path(name).open("rb") as file:
         _move_to(file.fileno(), name)
 
 
 @contextlib.contextmanager
-def visiting(name: str) -> Iterator[None]:
+def inside_namespace(name: str) -> Iterator[None]:
     """While the block runs this thread is inside, and threads that it starts stay there."""
     with Path("/proc/thread-self/ns/net").open("rb") as home:
         enter(name)
@@ -124,7 +124,7 @@ def visiting(name: str) -> Iterator[None]:
             _move_to(home.fileno(), "where it was")
 
 
-def inside(name: str, function: Callable[[], T]) -> T:
+def run_inside(name: str, function: Callable[[], T]) -> T:
     """``function`` called inside, on a thread that ends with it."""
     results: list[T] = []
     errors: list[BaseException] = []
@@ -144,7 +144,7 @@ def inside(name: str, function: Callable[[], T]) -> T:
     return results[0]
 
 
-def tool(*words: str, text: str | None = None) -> str:
+def run_tool(*words: str, text: str | None = None) -> str:
     """A system tool's output; what it complains about is raised."""
     done = subprocess.run(words, input=text, capture_output=True, text=True, timeout=60)
     if done.returncode:
@@ -152,14 +152,14 @@ def tool(*words: str, text: str | None = None) -> str:
     return done.stdout
 
 
-def batch(name: str, lines: Sequence[str]) -> None:
+def run_ip_batch(name: str, lines: Sequence[str]) -> None:
     """Several commands of ``ip`` inside ``name`` at once."""
-    tool("ip", "-n", name, "-batch", "-", text="\n".join(lines) + "\n")
+    run_tool("ip", "-n", name, "-batch", "-", text="\n".join(lines) + "\n")
 
 
-def shape(name: str, device: str, bucket: str) -> None:
+def limit_rate(name: str, device: str, bucket: str) -> None:
     """Let what leaves through ``device`` pass a token bucket."""
-    tool("tc", "-n", name, "qdisc", "replace", "dev", device, "root", "tbf", *bucket.split())
+    run_tool("tc", "-n", name, "qdisc", "replace", "dev", device, "root", "tbf", *bucket.split())
 
 
 def _move_to(fd: int, name: str) -> None:
@@ -183,7 +183,7 @@ def _kill(pid: int, name: str) -> None:
         return
     try:
         # The number may have gone to somebody else since it was read; from here on it cannot.
-        if _identity(Path(f"/proc/{pid}/ns/net")) == _identity(path_of(name)):
+        if _identity(Path(f"/proc/{pid}/ns/net")) == _identity(namespace_path(name)):
             signal.pidfd_send_signal(fd, signal.SIGKILL)
             select.select([fd], [], [], _PATIENCE_S)
     except ProcessLookupError:

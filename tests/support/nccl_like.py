@@ -60,10 +60,10 @@ stream: Any = None
 
 def register() -> None:
     if NAME.upper() not in dist.Backend._plugins:
-        dist.Backend.register_backend(NAME, _made, devices=["cpu"])
+        dist.Backend.register_backend(NAME, _create, devices=["cpu"])
 
 
-def _made(store: dist.Store, rank: int, size: int, timeout: timedelta) -> NcclLike:
+def _create(store: dist.Store, rank: int, size: int, timeout: timedelta) -> NcclLike:
     return NcclLike(store, rank, size, timeout)
 
 
@@ -103,7 +103,7 @@ class _Work(dist.Work):
         self.wait()
 
 
-class _Given(NamedTuple):
+class _Call(NamedTuple):
     work: _Work
     own: list[torch.Tensor]
     """Where its outputs come before they are whole."""
@@ -146,7 +146,7 @@ class NcclLike(dist.ProcessGroup):
         super().__init__(rank, size)
         self._store, self._rank, self._size, self._timeout = store, rank, size, timeout
         self._inner: Any = None
-        self._given: queue.SimpleQueue[_Given | None] = queue.SimpleQueue()
+        self._given: queue.SimpleQueue[_Call | None] = queue.SimpleQueue()
         self._pending: list[_Work] = []
         self._aborted = threading.Event()
         self._garbage = torch.Generator().manual_seed(1000 + rank)
@@ -201,7 +201,7 @@ class NcclLike(dist.ProcessGroup):
                 self._end()
                 return
         log.error("one of %d communicators is aborted without the others: that never ends", len(others) + 1)
-        _forever()
+        _block_forever()
 
     def _end(self) -> None:
         self._aborted.set()
@@ -253,7 +253,7 @@ class NcclLike(dist.ProcessGroup):
             while _is_nonblocking() and not self._aborted.wait(_LOOK_S):
                 pass
         if not _is_nonblocking():
-            _forever()
+            _block_forever()
         raise dist.DistBackendError("NCCL communicator was aborted while it was made")
 
     def _communicate(self) -> None:
@@ -298,7 +298,7 @@ class NcclLike(dist.ProcessGroup):
             self._pending.append(work)
             with torch.no_grad():
                 own = [one.detach().clone(memory_format=torch.contiguous_format) for one in work.outputs]
-            self._given.put(_Given(work, own, call))
+            self._given.put(_Call(work, own, call))
 
     # -- collectives --------------------------------------------------------------------------------------------------
 
@@ -324,28 +324,30 @@ class NcclLike(dist.ProcessGroup):
         return self._collective(tensors, lambda inner, own: inner.reduce(own, opts))
 
     def allgather(self, outputs: list[list[torch.Tensor]], inputs: list[torch.Tensor], opts: Any = None) -> _Work:
-        return self._collective(outputs[0], lambda inner, own: inner.allgather([own], _now(inputs)))
+        return self._collective(outputs[0], lambda inner, own: inner.allgather([own], _contiguous(inputs)))
 
     def all_gather_single(self, output: torch.Tensor, given: torch.Tensor, opts: Any = None) -> _Work:
-        return self._collective([output], lambda inner, own: inner._allgather_base(own[0], *_now([given])))
+        return self._collective([output], lambda inner, own: inner._allgather_base(own[0], *_contiguous([given])))
 
     def all_gather_single_coalesced(
         self, outputs: list[torch.Tensor], inputs: list[torch.Tensor], opts: Any = None
     ) -> _Work:
         def call(inner: Any, own: list[torch.Tensor]) -> None:
-            for one, given in zip(own, _now(inputs), strict=True):
+            for one, given in zip(own, _contiguous(inputs), strict=True):
                 inner._allgather_base(one, given).wait()
 
         return self._collective(outputs, call)
 
     def reduce_scatter(self, outputs: list[torch.Tensor], inputs: list[list[torch.Tensor]], opts: Any = None) -> _Work:
         options = opts or dist.ReduceScatterOptions()
-        return self._collective(outputs, lambda inner, own: inner.reduce_scatter(own, [_now(inputs[0])], options))
+        return self._collective(
+            outputs, lambda inner, own: inner.reduce_scatter(own, [_contiguous(inputs[0])], options)
+        )
 
     def reduce_scatter_single(self, output: torch.Tensor, given: torch.Tensor, opts: Any = None) -> _Work:
         options = opts or dist.ReduceScatterOptions()
         return self._collective(
-            [output], lambda inner, own: inner._reduce_scatter_base(own[0], *_now([given]), options)
+            [output], lambda inner, own: inner._reduce_scatter_base(own[0], *_contiguous([given]), options)
         )
 
     def reduce_scatter_single_coalesced(
@@ -354,7 +356,7 @@ class NcclLike(dist.ProcessGroup):
         options = opts or dist.ReduceScatterOptions()
 
         def call(inner: Any, own: list[torch.Tensor]) -> None:
-            for one, given in zip(own, _now(inputs), strict=True):
+            for one, given in zip(own, _contiguous(inputs), strict=True):
                 inner._reduce_scatter_base(one, given, options).wait()
 
         return self._collective(outputs, call)
@@ -368,14 +370,14 @@ class NcclLike(dist.ProcessGroup):
         opts: Any = None,
     ) -> _Work:
         return self._collective(
-            [output], lambda inner, own: inner.alltoall_base(own[0], *_now([given]), output_sizes, input_sizes)
+            [output], lambda inner, own: inner.alltoall_base(own[0], *_contiguous([given]), output_sizes, input_sizes)
         )
 
     def barrier(self, opts: Any = None) -> _Work:
         return self.allreduce([torch.zeros(1)])
 
     def send(self, tensors: list[torch.Tensor], to: int, tag: int) -> _Work:
-        return self._collective([], lambda inner, _own: inner.send(_now(tensors), to, tag))
+        return self._collective([], lambda inner, _own: inner.send(_contiguous(tensors), to, tag))
 
     def recv(self, tensors: list[torch.Tensor], source: int, tag: int) -> _Work:
         return self._collective(tensors, lambda inner, own: inner.recv(own, source, tag))
@@ -415,7 +417,7 @@ def _handle(lost: weakref.ref[NcclLike]) -> None:
         os.kill(os.getpid(), signal.SIGABRT)
 
 
-def _now(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+def _contiguous(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
     return [one.detach().contiguous() for one in tensors]
 
 
@@ -423,13 +425,13 @@ def _is_nonblocking() -> bool:
     return os.environ.get(_NONBLOCKING, "0") == "1"
 
 
-def _forever() -> None:
+def _block_forever() -> None:
     deadlocked.set()
     _released.wait()
 
 
 @contextlib.contextmanager
-def forgotten() -> Iterator[None]:
+def cleaned_up() -> Iterator[None]:
     """For tests in one process: what waits for ever ends with the block, and so do communicators."""
     global _released  # noqa: PLW0603 - who waits has the old one
     try:

@@ -35,9 +35,9 @@ from integration.hyperpod.operator.sim_pods import LocalPods
 from tests.support import hyperpod_inprocess
 from tests.support.agents import agent_directory, agent_pid
 from tests.support.hyperpod_agents import ROOT
-from tests.support.hyperpod_inprocess import TOTAL, Process, done, processes, trains
+from tests.support.hyperpod_inprocess import TOTAL, Process, processes, run_training, step_results
 from tests.support.launched import start_ranks
-from tests.support.local_nodes import until
+from tests.support.local_nodes import wait_until
 from tests.support.zygote import Zygote
 
 RANKS = 4
@@ -46,7 +46,7 @@ Steps = dict[tuple[int, int], str]
 
 
 @functools.cache
-def undisturbed(zygote: Zygote) -> Steps:
+def reference_steps(zygote: Zygote) -> Steps:
     """What every rank has after every step where nothing happens."""
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     with (
@@ -57,14 +57,14 @@ def undisturbed(zygote: Zygote) -> Steps:
         (Path(folder) / "limit").write_text(str(TOTAL))
         patch.setenv("TIEREDCKPT_AGENT_DIRECTORY", str(directory))
         patch.setenv("TIEREDCKPT_AGENT_BUDGET", "1GiB")
-        ended = [one.wait() for one in start_ranks(zygote, RANKS, store.port, trains, folder)]
+        ended = [one.wait() for one in start_ranks(zygote, RANKS, store.port, run_training, folder)]
     assert [one.result for one in ended] == ["finished"] * RANKS
-    found = done([line.split() for one in ended for line in one.lines])
+    found = step_results([line.split() for one in ended for line in one.lines])
     assert len(found) == RANKS * TOTAL
     return found
 
 
-class Operated:
+class OperatedJob:
     """Two pods of two ranks each, what is done to them, and what their operator makes of it."""
 
     def __init__(
@@ -98,7 +98,7 @@ class Operated:
 
     def until(self, there: Any, what: str) -> Any:
         try:
-            return until(there, what, PATIENCE_S)
+            return wait_until(there, what, PATIENCE_S)
         except AssertionError as late:
             raise AssertionError(f"{late}\n{self.report()}") from None
 
@@ -180,14 +180,14 @@ class PatientPods(LocalPods):
 
 
 @contextlib.contextmanager
-def operated(
+def operated_job(
     folder: Path,
     *,
     spares: int = 0,
     limits: Mapping[str, Any] | None = None,
     environ: Mapping[str, str] | None = None,
     options: Sequence[str] = ("--inprocess-restart",),
-) -> Iterator[Operated]:
+) -> Iterator[OperatedJob]:
     """``limits``: the job's ``restartPolicy``; there are as many nodes as pods, and each may have another pod."""
     (folder / "limit").write_text("0")
     with contextlib.ExitStack() as stack:
@@ -213,7 +213,7 @@ def operated(
         thread.start()
         stack.callback(thread.join)
         stack.callback(stop.set)
-        yield Operated(folder, operating, place, events)
+        yield OperatedJob(folder, operating, place, events)
 
 
 def _resource(
@@ -240,7 +240,7 @@ def _node_agent(folder: Path) -> Iterator[Path]:
         environ = {**os.environ, "PYTHONPATH": str(ROOT)}
         process = subprocess.Popen([*command, "--linger-s", "600"], env=environ, stdout=out, stderr=out)
         try:
-            until(lambda: agent_pid(directory) == process.pid, "the node's agent is there")
+            wait_until(lambda: agent_pid(directory) == process.pid, "the node's agent is there")
             yield directory
         finally:
             process.terminate()

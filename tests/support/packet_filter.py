@@ -14,7 +14,7 @@ _BURSTS_PER_S = 32
 
 
 @dataclass
-class Wires:
+class LinkFaults:
     """Pairs are (sender, receiver), by name."""
 
     cut: set[tuple[str, str]] = field(default_factory=set)

@@ -15,7 +15,7 @@ def shard_record(part, data, *, chunk_bytes=4, version=3, meta=b"its owner's not
     return ShardRecord(key, 1 << 10, len(data), chunk_bytes, sums, meta, 1)
 
 
-class Kept:
+class ParityStripe:
     """One stripe: what each node has of its own, and what it keeps for the others."""
 
     def __init__(self, shards, *, chunk_bytes=4):
@@ -53,17 +53,17 @@ def _reads(data):
     return lambda start, stop: bytes(data[start:stop])
 
 
-def nodes(count):
+def node_names(count):
     """Names whose order is not the order of their numbers."""
     return [f"n{8 * number}" for number in range(count)]
 
 
 @st.composite
-def kept(draw, least=2, most=6, missing=True):
-    names = draw(st.permutations(nodes(draw(st.integers(least, most)))))
+def parity_stripes(draw, least=2, most=6, missing=True):
+    names = draw(st.permutations(node_names(draw(st.integers(least, most)))))
     chunk_bytes = draw(st.sampled_from([1, 4, 7]))
     some = st.binary(max_size=60) | st.none() if missing else st.binary(max_size=60)
     shards = {name: draw(some) for name in names}
     if all(data is None for data in shards.values()):
         shards[names[0]] = draw(st.binary(max_size=60))
-    return Kept(shards, chunk_bytes=chunk_bytes)
+    return ParityStripe(shards, chunk_bytes=chunk_bytes)

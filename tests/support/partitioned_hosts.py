@@ -33,7 +33,7 @@ from tests.support import namespaces
 from tests.support.host_agent import HostAgent
 from tests.support.hosts import Host, Network
 from tests.support.ranks import RankPool
-from tests.support.stores import content, key, load, save
+from tests.support.stores import load_shard, save_shard, shard_content, shard_key
 from tieredckpt.agent.agent_api import ClusterStatus, ShardReplication
 from tieredckpt.agent.agent_client import NodeAgentClient
 from tieredckpt.agent.peer_config import configured_peer_plan
@@ -46,7 +46,7 @@ _PATIENCE_S = 200.0
 _PAUSE_S = 0.05
 
 
-def until(ready: Callable[[], Any], what: str, *, explain: Callable[[], str] = lambda: "") -> Any:
+def wait_until(ready: Callable[[], Any], what: str, *, explain: Callable[[], str] = lambda: "") -> Any:
     """Wait for something that happens in other processes; what ``ready`` said in the end."""
     deadline = time.monotonic() + _PATIENCE_S
     while not (found := ready()):
@@ -55,10 +55,10 @@ def until(ready: Callable[[], Any], what: str, *, explain: Callable[[], str] = l
     return found
 
 
-class Seat:
+class PartitionedNode:
     """One of the job's nodes, as a trainer on it sees it."""
 
-    def __init__(self, job: SeparatedJob, host: Host) -> None:
+    def __init__(self, job: PartitionedJob, host: Host) -> None:
         self.name = host.name
         self.host = host
         self.part = len(job.seats)
@@ -135,7 +135,7 @@ class Seat:
     # -- shards -------------------------------------------------------------------------------------------------------
 
     def write(self, of: ShardKey, size_bytes: int, *, parts: int) -> ShardRecord:
-        return save(self.store, of, size_bytes, parts=parts)
+        return save_shard(self.store, of, size_bytes, parts=parts)
 
     def keys(self) -> set[ShardKey]:
         return {fact.key for fact in self.store.list_shards(JOB)}
@@ -148,12 +148,12 @@ class Seat:
 
     def is_good(self, of: ShardKey) -> bool:
         """Bit for bit what was written, and what was sealed."""
-        data = load(self.store, of)
-        return data == content(of, len(data)) and self.store.verify(of) == ()
+        data = load_shard(self.store, of)
+        return data == shard_content(of, len(data)) and self.store.verify(of) == ()
 
     def read(self, of: ShardKey, *sources: str, streams: int = 2) -> tuple[bytes, ReadResult]:
         """A whole shard from other nodes' agents, over this host's network, as a loading rank gets it."""
-        return namespaces.inside(self.host.namespace, lambda: self._read(of, sources, streams))
+        return namespaces.run_inside(self.host.namespace, lambda: self._read(of, sources, streams))
 
     def _read(self, of: ShardKey, sources: tuple[str, ...], streams: int) -> tuple[bytes, ReadResult]:
         passport = self.node.peer_credentials(JOB)
@@ -174,26 +174,26 @@ class Seat:
             return bytes(data), pulled
 
 
-class SeparatedJob:
+class PartitionedJob:
     """All nodes of one job. Shards are written under incarnations by number: 1 is called "a", 2 is called "b"."""
 
     def __init__(self, net: Network, *, copies: int = 2) -> None:
         self.net = net
         self.copies = copies
-        self.seats: dict[str, Seat] = {}
+        self.seats: dict[str, PartitionedNode] = {}
         path = net.directory / "secret"
         fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
         with os.fdopen(fd, "wb") as file:
             file.write(generate_secret())
         self.secret = f"file:{path}"
 
-    def __getitem__(self, name: str) -> Seat:
+    def __getitem__(self, name: str) -> PartitionedNode:
         return self.seats[name]
 
-    def __iter__(self) -> Iterator[Seat]:
+    def __iter__(self) -> Iterator[PartitionedNode]:
         return iter(self.seats.values())
 
-    def some(self, *names: str) -> list[Seat]:
+    def some(self, *names: str) -> list[PartitionedNode]:
         """These, or all."""
         return [self.seats[name] for name in names] or list(self)
 
@@ -201,16 +201,16 @@ class SeparatedJob:
     def discovery(self) -> str:
         return "static:" + ",".join(seat.listed for seat in self)
 
-    def add(self, host: Host) -> Seat:
-        seat = self.seats[host.name] = Seat(self, host)
+    def add(self, host: Host) -> PartitionedNode:
+        seat = self.seats[host.name] = PartitionedNode(self, host)
         return seat
 
     def meet(self) -> None:
         with ThreadPoolExecutor(len(self.seats)) as pool:  # each waits for the others
-            list(pool.map(Seat.join, self))
+            list(pool.map(PartitionedNode.join, self))
         everybody = {seat.name for seat in self}
         for seat in self:
-            until(
+            wait_until(
                 lambda seat=seat: {view.node.id for view in seat.view.nodes if view.state == "alive"} == everybody,
                 f"{seat.name} sees all nodes",
             )
@@ -223,14 +223,14 @@ class SeparatedJob:
 
     def key(self, version: int, name: str, *, epoch: int = 1) -> ShardKey:
         """What this node writes for a version."""
-        return key(version, self[name].part, job=JOB, epoch=epoch, name=_incarnation(epoch))
+        return shard_key(version, self[name].part, job=JOB, epoch=epoch, name=_incarnation(epoch))
 
     def write(self, version: int, *names: str, size_bytes: int, epoch: int = 1) -> list[ShardKey]:
         """Every node (of these) writes its part."""
         writers = self.some(*names)
         found = []
         for part, seat in enumerate(writers):
-            of = key(version, part, job=JOB, epoch=epoch, name=_incarnation(epoch))
+            of = shard_key(version, part, job=JOB, epoch=epoch, name=_incarnation(epoch))
             seat.write(of, size_bytes, parts=len(writers))
             found.append(of)
         return found
@@ -238,7 +238,7 @@ class SeparatedJob:
     def settle(self, version: int, *names: str) -> None:
         """Until these nodes (all) know that a version has its copies."""
         for seat in self.some(*names):
-            until(
+            wait_until(
                 lambda seat=seat: seat.replicated >= version,
                 f"version {version} is settled on {seat.name}",
                 explain=lambda seat=seat: f"({seat.replicated} is, and it {seat.view.sees})",
@@ -273,7 +273,7 @@ def _on_host(places: Sequence[tuple[str, dict[str, str]]], function: Callable[..
 
     namespace, environ = places[dist.get_rank()]
     os.environ.update(environ, LOCAL_WORLD_SIZE="1", LOCAL_RANK="0")
-    return function(partial(namespaces.visiting, namespace), *args)
+    return function(partial(namespaces.inside_namespace, namespace), *args)
 
 
 def _incarnation(epoch: int) -> str:
@@ -281,11 +281,11 @@ def _incarnation(epoch: int) -> str:
 
 
 @contextlib.contextmanager
-def separated(
+def partitioned_job(
     net: Network, *names: str, copies: int = 2, wire: Callable[[Network], None] = lambda _net: None
-) -> Iterator[SeparatedJob]:
+) -> Iterator[PartitionedJob]:
     """Nodes that know each other; ``wire`` is done to the network before they do, so it holds for all connections."""
-    with contextlib.closing(SeparatedJob(net, copies=copies)) as job:
+    with contextlib.closing(PartitionedJob(net, copies=copies)) as job:
         for name in names:
             job.add(net.host(name))
         wire(net)

@@ -31,7 +31,7 @@ def free_ports(count: int) -> list[int]:
     return list(itertools.islice(free, count))
 
 
-class _Own:
+class _PortRange:
     """The numbers of this process, each as late again as can be."""
 
     def __init__(self) -> None:
@@ -47,7 +47,7 @@ class _Own:
         return itertools.islice(self._numbers, _EACH)
 
 
-_own = _Own()
+_own = _PortRange()
 
 
 def _first_given_away() -> int:

@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from tests.support.kube_server import Kube, Refused
+from tests.support.kube_server import ApiRefusedError, KubeClient
 
 _BEAT_S = 0.2
 _MARK = "PROCESS_KUBELET_POD"
@@ -55,7 +55,9 @@ class Container:
 class ProcessKubelet:
     """All nodes' kubelets in one."""
 
-    def __init__(self, kube: Kube, folder: Path, *, environ: Mapping[str, str], namespace: str = "default") -> None:
+    def __init__(
+        self, kube: KubeClient, folder: Path, *, environ: Mapping[str, str], namespace: str = "default"
+    ) -> None:
         self._kube = kube
         self._folder = folder
         self._environ = dict(environ)
@@ -141,8 +143,8 @@ class ProcessKubelet:
         environ = {**self._environ, "POD_FOLDER": str(folder), _MARK: uid}
         for variable in spec.get("env", []):
             value = _value(variable, pod, address)
-            environ[variable["name"]] = _expanded(value, environ)
-        command = [_expanded(word, environ) for word in [*spec.get("command", []), *spec.get("args", [])]]
+            environ[variable["name"]] = _expand(value, environ)
+        command = [_expand(word, environ) for word in [*spec.get("command", []), *spec.get("args", [])]]
         container = Container(uid, name, node, address, folder, None, started=_now())
         try:
             with (folder / "log").open("wb") as out:
@@ -194,13 +196,13 @@ class ProcessKubelet:
         if container is not None:
             _kill(container)
         body = {"gracePeriodSeconds": 0, "preconditions": {"uid": meta["uid"]}}
-        with contextlib.suppress(Refused):
+        with contextlib.suppress(ApiRefusedError):
             self._kube.ask("DELETE", f"{self._pods}/{meta['name']}", body)
 
     def _patch(self, path: str, uid: str, body: dict[str, Any]) -> None:
         try:
             self._kube.patch(path, {**body, "metadata": {"uid": uid}})
-        except Refused as refused:
+        except ApiRefusedError as refused:
             if refused.status in (404, 409):
                 raise _Gone from None  # another pod has its name by now
             raise
@@ -227,13 +229,13 @@ def _value(variable: Mapping[str, Any], pod: Mapping[str, Any], address: str) ->
     return known[path]
 
 
-def _expanded(text: str, environ: Mapping[str, str]) -> str:
+def _expand(text: str, environ: Mapping[str, str]) -> str:
     return _REFERENCE.sub(lambda found: environ.get(found[1], found[0]), text)
 
 
 def _kill(container: Container) -> None:
     """With everything it has started, whoever the parent of that is by now."""
-    while doomed := _marked(container.uid):
+    while doomed := _processes_of(container.uid):
         for pid in doomed:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
@@ -243,7 +245,7 @@ def _kill(container: Container) -> None:
         container.process.wait()
 
 
-def _marked(uid: str) -> list[int]:
+def _processes_of(uid: str) -> list[int]:
     mark = f"{_MARK}={uid}".encode()
     found = []
     for path in Path("/proc").glob("[0-9]*/environ"):

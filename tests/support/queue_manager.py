@@ -8,7 +8,7 @@ import time
 from collections.abc import Iterator
 from typing import Any
 
-from tests.support.kube_server import Kube, Refused
+from tests.support.kube_server import ApiRefusedError, KubeClient
 
 WORKLOADS = "/apis/kueue.x-k8s.io/v1beta2/namespaces/default/workloads"
 _PODS = "/api/v1/namespaces/default/pods?labelSelector=HPWorkload"
@@ -18,7 +18,7 @@ _BEAT_S = 0.2
 class QueueManager:
     """Whoever came first is admitted first; when there is less quota, who came last is evicted first."""
 
-    def __init__(self, kube: Kube, queue: str, *, flavor: str) -> None:
+    def __init__(self, kube: KubeClient, queue: str, *, flavor: str) -> None:
         self._kube, self._queue, self._flavor = kube, queue, flavor
         self.quota = 0
         self.overdrawn: list[str] = []
@@ -44,7 +44,7 @@ class QueueManager:
         return sorted(found, key=lambda one: int(one["metadata"]["name"].split("-")[-2]))
 
     def used(self) -> int:
-        return sum(_size(one) for one in self.workloads() if _holds(one))
+        return sum(_pod_count(one) for one in self.workloads() if _is_admitted(one))
 
     def _run(self) -> None:
         try:
@@ -56,29 +56,29 @@ class QueueManager:
     def _beat(self) -> None:
         self._look_after_pods()
         there = self.workloads()
-        used = sum(_size(one) for one in there if _holds(one))
-        leaving = sum(_size(one) for one in there if _holds(one) and says(one, "Evicted"))
+        used = sum(_pod_count(one) for one in there if _is_admitted(one))
+        leaving = sum(_pod_count(one) for one in there if _is_admitted(one) and has_condition(one, "Evicted"))
         for one in reversed(there):
-            if used - leaving > self.quota and _holds(one) and not says(one, "Evicted"):
-                leaving += _size(one)
+            if used - leaving > self.quota and _is_admitted(one) and not has_condition(one, "Evicted"):
+                leaving += _pod_count(one)
                 self._say(one, "Preempted", "another one is more important", Evicted=True, Preempted=True)
         for one in there:
-            waits = not (_holds(one) or says(one, "Finished")) and one["spec"].get("active", True)
-            if waits and used + _size(one) <= self.quota:
-                used += _size(one)
+            waits = not (_is_admitted(one) or has_condition(one, "Finished")) and one["spec"].get("active", True)
+            if waits and used + _pod_count(one) <= self.quota:
+                used += _pod_count(one)
                 self._admit(one)
             elif waits and "status" not in one:
                 self._say(one, "Pending", "insufficient unused quota", QuotaReserved=False)
 
     def _look_after_pods(self) -> None:
-        held = {one["metadata"]["name"]: _size(one) for one in self.workloads() if _holds(one)}
+        held = {one["metadata"]["name"]: _pod_count(one) for one in self.workloads() if _is_admitted(one)}
         for name, uids in self._uids().items():
             if len(uids) > held.get(name, 0) and self._is_still_so(name, uids):
                 self.overdrawn.append(f"{name}: {len(uids)} pods, quota for {held.get(name, 0)}")
 
     def _is_still_so(self, name: str, uids: set[str]) -> bool:
         """What was listed first may have been admitted by the time that the other was; after the second it is not."""
-        held = sum(_size(one) for one in self.workloads() if _holds(one) and one["metadata"]["name"] == name)
+        held = sum(_pod_count(one) for one in self.workloads() if _is_admitted(one) and one["metadata"]["name"] == name)
         return len(uids) > held and self._uids().get(name, set()) >= uids
 
     def _uids(self) -> dict[str, set[str]]:
@@ -113,19 +113,19 @@ class QueueManager:
         body = {"metadata": {"resourceVersion": meta["resourceVersion"]}, "status": status}
         try:
             self._kube.patch(f"{WORKLOADS}/{meta['name']}/status", body)
-        except Refused as refused:
+        except ApiRefusedError as refused:
             if refused.status not in (404, 409):  # the controller was first: the next beat reads what it wrote
                 raise
 
 
-def says(workload: dict[str, Any], kind: str) -> bool:
+def has_condition(workload: dict[str, Any], kind: str) -> bool:
     found = workload.get("status", {}).get("conditions", [])
     return any(one["type"] == kind and one["status"] == "True" for one in found)
 
 
-def _holds(workload: dict[str, Any]) -> bool:
-    return says(workload, "QuotaReserved") and not says(workload, "Finished")
+def _is_admitted(workload: dict[str, Any]) -> bool:
+    return has_condition(workload, "QuotaReserved") and not has_condition(workload, "Finished")
 
 
-def _size(workload: dict[str, Any]) -> int:
+def _pod_count(workload: dict[str, Any]) -> int:
     return sum(one["count"] for one in workload["spec"]["podSets"])

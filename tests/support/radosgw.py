@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from tests.support.ports import free_port
-from tests.support.s3 import ACCESS_KEY, BUCKET, SECRET_KEY, S3Server, running
+from tests.support.s3 import ACCESS_KEY, BUCKET, SECRET_KEY, S3Server, server_process
 
 PROGRAMS = ("ceph", "ceph-authtool", "ceph-mon", "ceph-osd", "monmaptool", "radosgw", "radosgw-admin")
 
@@ -75,11 +75,13 @@ def radosgw_server(directory: Path) -> Iterator[S3Server]:
     cluster = _Cluster(directory, {**os.environ, "CEPH_CONF": str(configuration)})
     with contextlib.ExitStack() as daemons:
         cluster.make_monitor(mon_v2, mon_v1)
-        daemons.enter_context(running(["ceph-mon", "-f", "-i", "a"], directory / "mon.out", mon_v2, env=cluster.env))
+        daemons.enter_context(
+            server_process(["ceph-mon", "-f", "-i", "a"], directory / "mon.out", mon_v2, env=cluster.env)
+        )
         identity = cluster.make_store()
         daemons.enter_context(cluster.store(identity))
         daemons.enter_context(
-            running(["radosgw", "-f", "-n", "client.admin"], directory / "rgw.out", port, env=cluster.env)
+            server_process(["radosgw", "-f", "-n", "client.admin"], directory / "rgw.out", port, env=cluster.env)
         )
         cluster.make_user()
         server = S3Server("radosgw", f"http://127.0.0.1:{port}", port, checks_credentials=True, keeps_conditions=True)
@@ -118,7 +120,7 @@ class _Cluster:
 
     @contextlib.contextmanager
     def store(self, identity: str) -> Iterator[None]:
-        with running(["ceph-osd", "-f", "-i", identity], self._directory / "osd.out", None, env=self.env):
+        with server_process(["ceph-osd", "-f", "-i", identity], self._directory / "osd.out", None, env=self.env):
             self._until("the store", lambda: "1 up" in self._run("ceph", "osd", "stat"))
             yield
 

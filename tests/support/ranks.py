@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from tests.support.zygote import Running, Zygote, has_ended
+from tests.support.zygote import RunningProcess, Zygote, has_ended
 
 _TIMEOUT_S = 200.0
 _OURS = ("TIEREDCKPT_", "AWS_")
@@ -60,7 +60,7 @@ class RankPool:
 
     def __init__(self, zygote: Zygote | None = None) -> None:
         self._zygote, self._owned = zygote, None if zygote is not None else Zygote()
-        self._workers: list[tuple[Running, Connection]] = []
+        self._workers: list[tuple[RunningProcess, Connection]] = []
 
     def run(
         self, world: int, function: Callable[..., Any], *args: Any, environ: dict[str, str] | None = None
@@ -98,7 +98,7 @@ class RankPool:
         while len(self._workers) < count:
             self._workers.append(self._another())
 
-    def _another(self) -> tuple[Running, Connection]:
+    def _another(self) -> tuple[RunningProcess, Connection]:
         zygote = self._zygote or self._owned
         with Listener() as listener:
             process = zygote.start(_worker, listener.address)
@@ -115,7 +115,7 @@ class RankPool:
             self._owned.close()
 
 
-def _end(process: Running, patience_s: float = 0.0) -> int:
+def _end(process: RunningProcess, patience_s: float = 0.0) -> int:
     """Its status; it is killed where it does not end by itself."""
     has_ended(process.pid, patience_s)
     process.kill_if_alive()

@@ -9,7 +9,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from tests.support.elastic_training import batch_of, build, optimizer_of
+from tests.support.elastic_training import batch_of, build_model, optimizer_of
 
 
 class _Allocator(ctypes.Structure):
@@ -39,35 +39,37 @@ def allocated_kib() -> int:
     return int(found.uordblks + found.hblkhd) >> 10
 
 
-def footprint() -> str:
+def process_footprint() -> str:
     """Return threads, descriptors, allocated KiB and resident pages of this process."""
     pages = int(Path("/proc/self/statm").read_text().split()[1])
     here = Path("/proc/self")
     return f"{len(list((here / 'task').iterdir()))} {len(list((here / 'fd').iterdir()))} {allocated_kib()} {pages}"
 
 
-def recovers(say: Callable[[str], None], address: str, job: str, faults: int) -> str:
+def train_with_faults(say: Callable[[str], None], address: str, job: str, faults: int) -> str:
     """Takes part in ``faults`` worlds of which one rank breaks each in its second step, and in one that ends well."""
     from elastic.workers.train_loop import run
-    from tests.support.socket_control_plane import BridgedPlane
+    from tests.support.socket_control_plane import SocketControlPlane
 
-    return str(run(lambda world: _recovers(say, world, job, faults), plane=BridgedPlane(address)).outcome.value)
+    return str(
+        run(lambda world: _train_with_faults(say, world, job, faults), plane=SocketControlPlane(address)).outcome.value
+    )
 
 
-def _recovers(say: Callable[[str], None], world: Any, job: str, faults: int) -> None:
+def _train_with_faults(say: Callable[[str], None], world: Any, job: str, faults: int) -> None:
     import torch.distributed as dist
     from torch.distributed.fsdp import fully_shard
 
     from elastic.samples.rng import RNGState
     from tieredckpt import Checkpointer
 
-    model = build()
+    model = build_model()
     fully_shard(model, mesh=world.mesh())
     optimizer = optimizer_of(model)
     state = {"model": model, "optim": optimizer, "random": RNGState()}
     with Checkpointer(job, every=1) as ckpt:
         first = ckpt.restore(state) + 1
-        say(f"world {world.epoch} {first} {footprint()} {time.monotonic()}")
+        say(f"world {world.epoch} {first} {process_footprint()} {time.monotonic()}")
         for step in world.steps(first, faults + 2, checkpoint=(ckpt, state)):
             part = batch_of(step).chunk(world.size)[world.rank]
             loss = model(part).square().mean()
@@ -80,16 +82,24 @@ def _recovers(say: Callable[[str], None], world: Any, job: str, faults: int) -> 
             ckpt.save(state, step)
 
 
-def tears(say: Callable[[str], None], address: str, job: str, total: int, torn: tuple[int, ...]) -> str:
+def train_with_torn_optimizers(
+    say: Callable[[str], None], address: str, job: str, total: int, torn: tuple[int, ...]
+) -> str:
     """Trains with everything that has a state. In step 3 of the first world the optimizers of the ranks ``torn`` get
     only as far as their first parameter."""
     from elastic.workers.train_loop import run
-    from tests.support.socket_control_plane import BridgedPlane
+    from tests.support.socket_control_plane import SocketControlPlane
 
-    return str(run(lambda world: _tears(say, world, job, total, torn), plane=BridgedPlane(address)).outcome.value)
+    return str(
+        run(
+            lambda world: _train_with_torn_optimizers(say, world, job, total, torn), plane=SocketControlPlane(address)
+        ).outcome.value
+    )
 
 
-def _tears(say: Callable[[str], None], world: Any, job: str, total: int, torn: tuple[int, ...]) -> None:
+def _train_with_torn_optimizers(
+    say: Callable[[str], None], world: Any, job: str, total: int, torn: tuple[int, ...]
+) -> None:
     import torch
     import torch.distributed as dist
     from torch.distributed.fsdp import fully_shard
@@ -97,7 +107,7 @@ def _tears(say: Callable[[str], None], world: Any, job: str, total: int, torn: t
     from elastic.samples.rng import RNGState
     from tieredckpt import Checkpointer
 
-    model = build()
+    model = build_model()
     fully_shard(model, mesh=world.mesh())
     optimizer = optimizer_of(model)
     rate = torch.optim.lr_scheduler.OneCycleLR(optimizer, 0.1, total_steps=total + 1)
@@ -108,7 +118,7 @@ def _tears(say: Callable[[str], None], world: Any, job: str, total: int, torn: t
         first = ckpt.restore(state) + 1
         say(f"world {world.epoch} {first}")
         for step in world.steps(first, total, checkpoint=(ckpt, state)):
-            part = batch_of(step).chunk(world.size)[world.rank] + drawn()
+            part = batch_of(step).chunk(world.size)[world.rank] + draw_numbers()
             optimizer.zero_grad()
             scaler.scale(model(part).square().mean()).backward()
             if world.epoch == 0 and step == 3 and torn:
@@ -135,7 +145,7 @@ def seed_all(rank: int) -> None:
     torch.manual_seed(rank)
 
 
-def drawn() -> float:
+def draw_numbers() -> float:
     """A number of every generator; of pairs that numpy and Python draw, one half."""
     import random
 
@@ -153,7 +163,7 @@ def digest(model: Any, optimizer: Any) -> str:
     return hashlib.sha256(b"".join(value.detach().numpy().tobytes() for value in values)).hexdigest()
 
 
-def draws(say: Callable[[str], None], job: str, save: bool, before: int) -> list[float]:
+def train_with_rng(say: Callable[[str], None], job: str, save: bool, before: int) -> list[float]:
     """In a world of some size: what a rank draws after it has saved, or restored, its generators."""
     import torch
     import torch.distributed as dist
@@ -164,7 +174,7 @@ def draws(say: Callable[[str], None], job: str, save: bool, before: int) -> list
     state = {"weight": torch.zeros(8), "random": RNGState()}
     seed_all(dist.get_rank())
     for _ in range(before):
-        drawn()
+        draw_numbers()
     with Checkpointer(job, every=1) as ckpt:
         if save:
             ckpt.save(state, 0)
@@ -172,4 +182,4 @@ def draws(say: Callable[[str], None], job: str, save: bool, before: int) -> list
         else:
             assert ckpt.restore(state) == 0
             assert list(state["random"].state_dict()) == [f"rank{dist.get_rank()}"]  # the own name again
-        return [drawn() for _ in range(3)]
+        return [draw_numbers() for _ in range(3)]

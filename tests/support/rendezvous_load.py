@@ -18,7 +18,7 @@ _NCCL_RANKS_PER_ROOT = 128
 
 
 @dataclass(frozen=True)
-class Load:
+class StoreLoad:
     """Of one meeting of ``ranks`` ranks."""
 
     ranks: int
@@ -49,14 +49,14 @@ def nccl_keys(ranks: int, epoch: int = 0, per_root: int = _NCCL_RANKS_PER_ROOT) 
     return [f"elastic/{epoch}/default_pg/0//cuda//UniqueNCCLID:0:{root}" for root in range(-(-ranks // per_root))]
 
 
-def one_store(ranks: int, keys: Iterable[str]) -> Load:
+def load_of_one_store(ranks: int, keys: Iterable[str]) -> StoreLoad:
     """The same with all keys in one place."""
     count = len(list(keys))
     requests = count + _READ * count * ranks
-    return Load(ranks, 1, count, requests, requests, ranks, 1)
+    return StoreLoad(ranks, 1, count, requests, requests, ranks, 1)
 
 
-def spread(
+def spread_load(
     ranks: int,
     nodes: int,
     keys: Iterable[str],
@@ -64,7 +64,7 @@ def spread(
     epoch: int = 0,
     most: int = MAX_STORE_NODES,
     copies: int = KEY_COPIES,
-) -> Load:
+) -> StoreLoad:
     """``ranks`` ranks on ``nodes`` nodes; every key is written once and read by all ranks."""
     members = len(store_nodes(epoch, range(nodes), most))
     reads, writes, count = Counter[int](), Counter[int](), 0
@@ -76,4 +76,4 @@ def spread(
         count += 1
     served = [reads[member] + writes[member] for member in range(members)]
     asked = len(reads)
-    return Load(ranks, members, count, max(served), sum(served) / members, ranks, min(members, asked + copies))
+    return StoreLoad(ranks, members, count, max(served), sum(served) / members, ranks, min(members, asked + copies))

@@ -23,7 +23,7 @@ WORDS = 19
 IGNORED = -100
 
 
-class Seen(NamedTuple):
+class StepResult(NamedTuple):
     """What a step was, to the last bit."""
 
     loss: str
@@ -32,7 +32,7 @@ class Seen(NamedTuple):
     optimizer: str
 
 
-class State(NamedTuple):
+class TrainingState(NamedTuple):
     """Everything there is, whole."""
 
     parameters: list[torch.Tensor]
@@ -92,7 +92,7 @@ class Worlds:
         return DeviceMesh.from_group(mine, "cpu", mesh=ranks, mesh_dim_names=("replicas", "shards"))
 
 
-def wrap(model: nn.Module, kind: str, worlds: Worlds, size: int) -> nn.Module:
+def wrap_model(model: nn.Module, kind: str, worlds: Worlds, size: int) -> nn.Module:
     if kind == "ddp":
         return DistributedDataParallel(model, process_group=worlds.groups[size], find_unused_parameters=True)
     if kind in ("fsdp", "hsdp"):
@@ -106,13 +106,13 @@ def wrap(model: nn.Module, kind: str, worlds: Worlds, size: int) -> nn.Module:
 class Training:
     """One attempt: a world, the model wrapped for it, and what was handed over."""
 
-    def __init__(self, kind: str, worlds: Worlds, size: int, state: State | None, **how: Any) -> None:
+    def __init__(self, kind: str, worlds: Worlds, size: int, state: TrainingState | None, **how: Any) -> None:
         model = Model()
         if state is not None:
             with torch.no_grad():
                 for one, value in zip(model.parameters(), state.parameters, strict=True):
                     one.copy_(value)
-        self.model = wrap(model, kind, worlds, size)
+        self.model = wrap_model(model, kind, worlds, size)
         self.sums = ExactGradients(self.model, group=worlds.groups[size], **how)
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=0.02, weight_decay=0.1)
         if state is not None:
@@ -121,9 +121,9 @@ class Training:
     def _load(self, states: list[dict[str, torch.Tensor]]) -> None:
         for one, values in zip(self.model.parameters(), states, strict=True):
             if values:
-                self.optimizer.state[one] = {name: _as(one, value) for name, value in values.items()}
+                self.optimizer.state[one] = {name: _like_parameter(one, value) for name, value in values.items()}
 
-    def step(self, step: int, share: MicrobatchShare) -> Seen:
+    def step(self, step: int, share: MicrobatchShare) -> StepResult:
         for microbatch in self.sums.step(share):
             loss, tokens = loss_sum(self.model, step, microbatch.id)
             microbatch.backward(loss, weight=tokens)
@@ -131,29 +131,29 @@ class Training:
         self.optimizer.step()
         state = self.state()
         assert total.norm is not None
-        return Seen(total.loss.hex(), total.norm.hex(), digest(state.parameters), digest(state.optimizer))
+        return StepResult(total.loss.hex(), total.norm.hex(), digest(state.parameters), digest(state.optimizer))
 
-    def state(self) -> State:
+    def state(self) -> TrainingState:
         parameters = list(self.model.parameters())
         kept = [self.optimizer.state.get(one, {}) for one in parameters]
         tensors = [one.detach() for one in parameters] + [value for one in kept for value in one.values()]
-        found = iter(all_whole(tensors))
-        return State([next(found) for _ in parameters], [{name: next(found) for name in one} for one in kept])
+        found = iter(full_tensors(tensors))
+        return TrainingState([next(found) for _ in parameters], [{name: next(found) for name in one} for one in kept])
 
 
-def _as(parameter: nn.Parameter, value: torch.Tensor) -> torch.Tensor:
+def _like_parameter(parameter: nn.Parameter, value: torch.Tensor) -> torch.Tensor:
     data = parameter.data
     if not isinstance(data, DTensor) or value.shape != data.shape:
         return value.clone()
     return distribute_tensor(value, data.device_mesh, data.placements, src_data_rank=None)
 
 
-def whole(tensor: torch.Tensor) -> torch.Tensor:
+def full_tensor(tensor: torch.Tensor) -> torch.Tensor:
     tensor = tensor.detach()
     return (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).clone()
 
 
-def all_whole(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+def full_tensors(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
     """The same for many, with one collective: rows of each rank, one tensor after the other."""
     cut = [one for one in tensors if isinstance(one, DTensor)]
     if not cut:
@@ -186,7 +186,7 @@ def digest(tensors: Sequence[Any]) -> str:
     return found.hexdigest()
 
 
-def train(kind: str, sizes: Sequence[int], worlds: Worlds, *, deal: str = "even", **how: Any) -> list[Seen]:
+def train(kind: str, sizes: Sequence[int], worlds: Worlds, *, deal: str = "even", **how: Any) -> list[StepResult]:
     """A step at each of these sizes. Everybody is handed the newest state; who has no place waits."""
     rank, seen, state = dist.get_rank(), [], None
     training: Training | None = None

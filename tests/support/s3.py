@@ -77,7 +77,7 @@ def _loader() -> Any:
 def moto_server(directory: Path) -> Iterator[S3Server]:
     port = free_port()
     command = [sys.executable, "-W", "ignore", "-m", "moto.server", "-H", "127.0.0.1", "-p", str(port)]
-    with running(command, directory / "moto.log", port):
+    with server_process(command, directory / "moto.log", port):
         yield _with_bucket(S3Server("moto", f"http://127.0.0.1:{port}", port, False, True, knows_aborted=False))
 
 
@@ -90,7 +90,7 @@ def rclone_server(directory: Path) -> Iterator[S3Server]:
         *(str(rclone_binary()), "serve", "s3", "--addr", f"127.0.0.1:{port}"),
         *("--auth-key", f"{ACCESS_KEY},{SECRET_KEY}", "--config", "/dev/null", str(files)),
     ]
-    with running(command, directory / "rclone.log", port):
+    with server_process(command, directory / "rclone.log", port):
         yield _with_bucket(S3Server("rclone", f"http://127.0.0.1:{port}", port, True, False))
 
 
@@ -107,7 +107,7 @@ def rclone_binary() -> Path:
 
 
 @contextlib.contextmanager
-def running(
+def server_process(
     command: Sequence[str], log: Path, port: int | None, *, env: Mapping[str, str] | None = None
 ) -> Iterator[int]:
     """A server process in a group of its own, from when its port (if it has one) answers until the block ends."""
@@ -117,7 +117,7 @@ def running(
         )
     try:
         deadline = time.monotonic() + _START_S
-        while port is not None and not answers(port):
+        while port is not None and not is_listening(port):
             if process.poll() is not None or time.monotonic() > deadline:
                 raise RuntimeError(f"{command[0]} does not answer on port {port}: {log.read_text()[-2000:]}")
             with contextlib.suppress(subprocess.TimeoutExpired):
@@ -129,7 +129,7 @@ def running(
         process.wait()
 
 
-def answers(port: int) -> bool:
+def is_listening(port: int) -> bool:
     try:
         socket.create_connection(("127.0.0.1", port), timeout=1).close()
     except OSError:

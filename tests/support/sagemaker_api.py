@@ -18,14 +18,14 @@ _KINDS = {"string": str, "integer": int, "boolean": bool, "structure": dict, "li
 
 
 @functools.cache
-def model():
+def service_model():
     from botocore.loaders import Loader
     from botocore.model import ServiceModel
 
     return ServiceModel(Loader().load_service_model("sagemaker", "service-2"))
 
 
-def problems(value, shape, at=""):
+def schema_errors(value, shape, at=""):
     """Everything that AWS's model says against a request or an answer."""
     if not isinstance(value, _KINDS.get(shape.type_name, object)):
         return [f"{at}: {type(value).__name__} is no {shape.type_name}"]
@@ -33,11 +33,13 @@ def problems(value, shape, at=""):
         lacking = [f"{at}.{name}: is required" for name in shape.required_members if name not in value]
         unknown = [f"{at}.{name}: is not known" for name in value if name not in shape.members]
         inner = [
-            problems(value[name], member, f"{at}.{name}") for name, member in shape.members.items() if name in value
+            schema_errors(value[name], member, f"{at}.{name}")
+            for name, member in shape.members.items()
+            if name in value
         ]
         return [*lacking, *unknown, *(one for found in inner for one in found)]
     if shape.type_name == "list":
-        return [one for n, item in enumerate(value) for one in problems(item, shape.member, f"{at}[{n}]")]
+        return [one for n, item in enumerate(value) for one in schema_errors(item, shape.member, f"{at}[{n}]")]
     told = shape.metadata
     size = value if shape.type_name == "integer" else len(value) if isinstance(value, str) else None
     wrong = [
@@ -48,7 +50,7 @@ def problems(value, shape, at=""):
     return [f"{at}: {value!r}: {why}" for why in wrong if why]
 
 
-class SageMaker:
+class FakeSageMaker:
     """One cluster, and what was asked of it."""
 
     def __init__(self, **described):
@@ -73,7 +75,7 @@ class SageMaker:
         self.requests.append((operation, request))
         if self.refusal is not None:
             return self.refusal
-        wrong = problems(request, model().operation_model(operation).input_shape)
+        wrong = schema_errors(request, service_model().operation_model(operation).input_shape)
         if wrong:
             return 400, "ValidationException", "; ".join(wrong)
         if request["ClusterName"] not in (self.cluster["ClusterName"], ARN):
@@ -89,7 +91,7 @@ class SageMaker:
             self._before = None
             self.cluster["ClusterStatus"] = "InService"
         answer = {name: value for name, value in self.cluster.items() if value is not None}
-        assert problems(answer, model().operation_model("DescribeCluster").output_shape) == []
+        assert schema_errors(answer, service_model().operation_model("DescribeCluster").output_shape) == []
         return 200, answer, ""
 
     def UpdateCluster(self, request):
@@ -103,7 +105,7 @@ class SageMaker:
 
 
 @contextmanager
-def serving(sagemaker):
+def serve(sagemaker):
     """Its URL."""
 
     class Handler(BaseHTTPRequestHandler):

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 _LOOK_S = 0.1
 
 
-class CutLine:
+class SeverableProxy:
     def __init__(self, port: int) -> None:
         self._target = ("127.0.0.1", port)
         self._listener = socket.create_server(("127.0.0.1", 0))
@@ -26,7 +26,7 @@ class CutLine:
         self._threads = [threading.Thread(target=self._accept, name="cut-line")]
 
     @contextlib.contextmanager
-    def started(self) -> Iterator[CutLine]:
+    def started(self) -> Iterator[SeverableProxy]:
         self._threads[0].start()
         try:
             yield self

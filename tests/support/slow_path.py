@@ -41,7 +41,7 @@ class Fault:
     happened: threading.Event = field(default_factory=threading.Event)
 
 
-class Way:
+class Direction:
     """One direction, over all connections together. Everything may be changed while bytes pass."""
 
     def __init__(self, latency_s: float, bytes_per_s: float) -> None:
@@ -129,9 +129,9 @@ class SlowPath:
         mark: int = 0,
     ) -> None:
         self.port = 0
-        self.forth = Way(latency_s, bytes_per_s)
+        self.forth = Direction(latency_s, bytes_per_s)
         """From clients to the server."""
-        self.back = Way(latency_s, bytes_per_s)
+        self.back = Direction(latency_s, bytes_per_s)
         self._target = target
         self._enter = enter
         self._mark = mark
@@ -203,26 +203,26 @@ class SlowPath:
             with contextlib.suppress(OSError):
                 if self._mark:
                     server.setsockopt(socket.SOL_SOCKET, socket.SO_MARK, self._mark)
-                await asyncio.get_running_loop().sock_connect(server, self._target or _wanted(client))
-                await _all_or_none(_carry(self.forth, client, server), _carry(self.back, server, client))
+                await asyncio.get_running_loop().sock_connect(server, self._target or _original_target(client))
+                await _run_all(_carry(self.forth, client, server), _carry(self.back, server, client))
                 for sock in (client, server):  # both sides had their say, so this is no reset
                     sock.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 0, 0))
 
 
-def _wanted(client: socket.socket) -> Address:
+def _original_target(client: socket.socket) -> Address:
     """The address a client connected to before it was sent here."""
     raw = client.getsockopt(socket.SOL_IP, _SO_ORIGINAL_DST, 16)
     _, port, host = struct.unpack_from("!HH4s", raw)
     return socket.inet_ntoa(host), port
 
 
-async def _carry(way: Way, source: socket.socket, sink: socket.socket) -> None:
+async def _carry(way: Direction, source: socket.socket, sink: socket.socket) -> None:
     """Bytes one way until their end, each block when it has had its time on the line."""
     line: asyncio.Queue[tuple[float, bytes]] = asyncio.Queue(_BLOCKS_UNDER_WAY)
-    await _all_or_none(_take(way, source, line), _deliver(way, line, sink))
+    await _run_all(_take(way, source, line), _deliver(way, line, sink))
 
 
-async def _take(way: Way, source: socket.socket, line: asyncio.Queue[tuple[float, bytes]]) -> None:
+async def _take(way: Direction, source: socket.socket, line: asyncio.Queue[tuple[float, bytes]]) -> None:
     loop = asyncio.get_running_loop()
     block = b"first"
     while block:
@@ -230,13 +230,13 @@ async def _take(way: Way, source: socket.socket, line: asyncio.Queue[tuple[float
         block = await loop.sock_recv(source, _BLOCK)
         leaves = way.leaves_at(loop.time(), len(block))
         await line.put((leaves + way.latency_s, block))
-        await _until(leaves)
+        await _sleep_until(leaves)
 
 
-async def _deliver(way: Way, line: asyncio.Queue[tuple[float, bytes]], sink: socket.socket) -> None:
+async def _deliver(way: Direction, line: asyncio.Queue[tuple[float, bytes]], sink: socket.socket) -> None:
     while True:
         due, block = await line.get()
-        await _until(due)
+        await _sleep_until(due)
         await way.flows()
         if not block:
             sink.shutdown(socket.SHUT_WR)
@@ -247,13 +247,13 @@ async def _deliver(way: Way, line: asyncio.Queue[tuple[float, bytes]], sink: soc
             raise LineBrokeError
 
 
-async def _until(due: float) -> None:
+async def _sleep_until(due: float) -> None:
     left = due - asyncio.get_running_loop().time()
     if left > 0:
         await asyncio.sleep(left)
 
 
-async def _all_or_none(*works: asyncio.Future[None]) -> None:
+async def _run_all(*works: asyncio.Future[None]) -> None:
     """Until all have ended; when one fails the others are cancelled, and it is raised."""
     tasks = [asyncio.ensure_future(work) for work in works]
     try:

@@ -20,7 +20,7 @@ from elastic.testing import InMemoryControlPlane, InMemoryCoordinator
 _LOOK_S = 0.01
 
 
-class BridgedPlane:
+class SocketControlPlane:
     """A rank's end: ``ControlPlane`` over a socket. What is wanted is pushed, so that ``notice`` reads memory."""
 
     def __init__(self, address: str) -> None:
@@ -96,7 +96,7 @@ class BridgedPlane:
             self._pipe.close()
 
 
-class Bridge:
+class SocketBridge:
     """The double's end. A seat whose socket closes is a lost rank."""
 
     def __init__(self, plane: InMemoryCoordinator, folder: str) -> None:
@@ -166,9 +166,9 @@ class Bridge:
 
 
 @contextlib.contextmanager
-def bridged(size: int, store: str) -> Iterator[Bridge]:
+def socket_bridge(size: int, store: str) -> Iterator[SocketBridge]:
     with tempfile.TemporaryDirectory() as folder:
-        bridge = Bridge(InMemoryCoordinator(size, store=store), folder)
+        bridge = SocketBridge(InMemoryCoordinator(size, store=store), folder)
         try:
             yield bridge
         finally:

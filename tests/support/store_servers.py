@@ -10,7 +10,7 @@ from tests.support.agents import stop_process
 from tests.support.zygote import Zygote
 
 
-class StoreServer:
+class RendezvousServer:
     """One, that can be killed and stopped."""
 
     def __init__(self, zygote: Zygote) -> None:
@@ -18,7 +18,7 @@ class StoreServer:
         self.host, self.port = "127.0.0.1", 0
         self._alive = True
 
-    def begun(self) -> StoreServer:
+    def begun(self) -> RendezvousServer:
         self._running.wait_lines(1)
         self.port = int(self._running.lines()[0])
         return self
@@ -41,8 +41,8 @@ class StoreServer:
 
 
 @contextlib.contextmanager
-def server_processes(zygote: Zygote, count: int) -> Iterator[list[StoreServer]]:
-    servers = [StoreServer(zygote) for _ in range(count)]
+def server_processes(zygote: Zygote, count: int) -> Iterator[list[RendezvousServer]]:
+    servers = [RendezvousServer(zygote) for _ in range(count)]
     try:
         yield [server.begun() for server in servers]
     finally:

@@ -24,22 +24,24 @@ from peerstore.shard_records import Lease, Pin, ShardKey, ShardRecord
 from peerstore.store.arena import FileMapping
 from peerstore.store.node_store import NodeStore
 from tests.support import crashes
-from tests.support.leaks import own_name
+from tests.support.leaks import process_prefix
 
 MIB = 1 << 20
 
 
-def key(version: int = 0, part: int = 0, *, job: str = "job", epoch: int = 1, name: str = "a", attempt: int = 0) -> Any:
+def shard_key(
+    version: int = 0, part: int = 0, *, job: str = "job", epoch: int = 1, name: str = "a", attempt: int = 0
+) -> Any:
     return ShardKey(job, version, epoch, name, attempt, part)
 
 
-def content(of: ShardKey, size_bytes: int) -> bytes:
+def shard_content(of: ShardKey, size_bytes: int) -> bytes:
     """Bytes that no other key has."""
     seed = repr(of).encode()
     return (seed * (size_bytes // len(seed) + 1))[:size_bytes]
 
 
-def fill(lease: Lease, data: bytes, start: int = 0) -> None:
+def write_slot(lease: Lease, data: bytes, start: int = 0) -> None:
     """Write into a leased slot the way a trainer does: through a mapping."""
     if not data:
         return
@@ -70,13 +72,13 @@ def pinned_file(pin: Pin) -> Path:
     return Path(f"/proc/self/fd/{pin.fd}")
 
 
-def save(store: Store, of: ShardKey, size_bytes: int = MIB, *, parts: int = 1, meta: bytes = b"") -> ShardRecord:
+def save_shard(store: Store, of: ShardKey, size_bytes: int = MIB, *, parts: int = 1, meta: bytes = b"") -> ShardRecord:
     lease = store.lease(of, size_bytes, parts)
-    fill(lease, content(of, size_bytes))
+    write_slot(lease, shard_content(of, size_bytes))
     return store.seal(lease.id, size_bytes, meta)
 
 
-def load(store: Store, of: ShardKey) -> bytes:
+def load_shard(store: Store, of: ShardKey) -> bytes:
     pin = store.pin(of)
     try:
         with FileMapping(pin.fd, pin.record.size_bytes) as mapping, mapping.view as view:
@@ -86,7 +88,7 @@ def load(store: Store, of: ShardKey) -> bytes:
         store.unpin(pin.id)
 
 
-def flip(path: str | Path, at: int) -> None:
+def flip_byte(path: str | Path, at: int) -> None:
     """Change one byte of a file."""
     with Path(path).open("r+b") as file:
         file.seek(at)
@@ -96,7 +98,7 @@ def flip(path: str | Path, at: int) -> None:
 
 
 @contextlib.contextmanager
-def served(store: NodeStore, folder: Path) -> Iterator[Path]:
+def serve_store(store: NodeStore, folder: Path) -> Iterator[Path]:
     """The socket of a server in this process."""
     path = folder / f"{secrets.token_hex(4)}.sock"
     server = StoreServer(store, path, version="test")
@@ -108,7 +110,7 @@ def served(store: NodeStore, folder: Path) -> Iterator[Path]:
 
 
 @contextlib.contextmanager
-def client_of(path: Path, **options: Any) -> Iterator[Client]:
+def open_client(path: Path, **options: Any) -> Iterator[Client]:
     with contextlib.closing(Client(lambda: connect_to_agent(path), **{"retry_s": 5.0, **options})) as client:
         yield client
 
@@ -116,7 +118,7 @@ def client_of(path: Path, **options: Any) -> Iterator[Client]:
 @contextlib.contextmanager
 def store_directory() -> Iterator[Path]:
     """A directory on tmpfs for one store; gone when the block ends."""
-    directory = Path("/dev/shm") / (own_name("peerstore") + uuid.uuid4().hex[:8])
+    directory = Path("/dev/shm") / (process_prefix("peerstore") + uuid.uuid4().hex[:8])
     try:
         yield directory
     finally:
@@ -128,7 +130,7 @@ class StoreAgent:
 
     def __init__(self, directory: Path, *options: str, crash_at: str = "", **popen: Any) -> None:
         self.place = AgentPaths(directory)
-        environ = {**os.environ, **crashes.crash_at(crash_at)}
+        environ = {**os.environ, **crashes.crash_environ(crash_at)}
         command = [sys.executable, "-m", "peerstore.cli", "serve", "--dir", str(directory), *options]
         self.process = subprocess.Popen(command, env=environ, **{"stderr": subprocess.DEVNULL, **popen})
 
@@ -146,7 +148,7 @@ class StoreAgent:
         return False
 
     def client(self, **options: Any) -> contextlib.AbstractContextManager[Client]:
-        return client_of(self.place.socket, **options)
+        return open_client(self.place.socket, **options)
 
     def end(self) -> int:
         """SIGTERM, and the exit status."""

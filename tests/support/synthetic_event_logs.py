@@ -37,7 +37,7 @@ _STAGES = (
 )
 
 
-class Imagined:
+class SyntheticJob:
     """``events`` of a job of ``steps`` steps of ``step_s``, with so many faults and resizes spread over them."""
 
     def __init__(

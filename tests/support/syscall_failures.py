@@ -52,7 +52,7 @@ class Call(NamedTuple):
         return f"{self.what} #{self.turn} in {' < '.join(self.stack[:4])}"
 
 
-class EveryCall:
+class CallRecorder:
     """Notes the calls of ``packages`` in ``made``, and lets ``failing`` fail with ``code``; ``failed`` says whether."""
 
     def __init__(self, *packages: str, failing: Call | None = None, code: int = 0) -> None:
@@ -72,7 +72,7 @@ class EveryCall:
         return failing is not None and failing.what.startswith("socket.recv") and "client.py" in str(failing.stack)
 
     @contextlib.contextmanager
-    def watched(self) -> Iterator[EveryCall]:
+    def watched(self) -> Iterator[CallRecorder]:
         with contextlib.ExitStack() as stack:
             for owner, name, replacement in self._replacements():
                 stack.enter_context(mock.patch.object(owner, name, replacement))
@@ -94,7 +94,7 @@ class EveryCall:
         for library in self._libraries():
             for name, found in list(vars(library).items()):
                 if isinstance(found, ctypes._CFuncPtr):  # type: ignore[attr-defined]
-                    yield library, name, self._wrapped(name, found, _refused)
+                    yield library, name, self._wrapped(name, found, _return_error)
 
     def _libraries(self) -> list[ctypes.CDLL]:
         ours = [one for one in sys.modules.values() if str(getattr(one, "__file__", "")).startswith(self._packages)]
@@ -156,6 +156,6 @@ def _no_thread(code: int) -> None:
     raise RuntimeError("can't start new thread")
 
 
-def _refused(code: int) -> int:
+def _return_error(code: int) -> int:
     ctypes.set_errno(code)
     return -1

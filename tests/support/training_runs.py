@@ -10,14 +10,14 @@ from pathlib import Path
 import pytest
 
 from elastic.samples import SampleOrder
-from tests.support.elastic_runs import ROOT, Job
+from tests.support.elastic_runs import ROOT, ElasticRun
 from tests.support.full_training import BATCH, SAMPLES, SEED
-from tests.support.local_nodes import until
+from tests.support.local_nodes import wait_until
 
 TRAINER = ROOT / "tests/support/full_training.py"
 
 
-class Story(Job):
+class TrainingRun(ElasticRun):
     """One run of the trainer, told how far it may go."""
 
     def __init__(self, folder: Path, name: str, how: str, total: int) -> None:
@@ -48,7 +48,7 @@ class Story(Job):
         """Ask for another world, and wait until the ranks are told: they stop after the step they are in."""
         before = self.output().count(" at a common step within ")
         self.ask("resize", "--nodes", nodes)
-        until(lambda: self.output().count(" at a common step within ") > before, "the ranks are to stop")
+        wait_until(lambda: self.output().count(" at a common step within ") > before, "the ranks are to stop")
 
     def gathered(self, nodes: int) -> None:
         """Wait until the ranks of so many nodes are in a world, or about to be: fewer could do many steps alone."""
@@ -60,11 +60,11 @@ class Story(Job):
             inside = [node for node in status.nodes if node.node_rank is not None]
             return status.pause is not None or len(inside) == min(nodes, status.max_nodes or nodes)
 
-        until(there, f"{nodes} nodes are here")
+        wait_until(there, f"{nodes} nodes are here")
 
     def asked_to_stop(self) -> None:
         """Wait until the ranks know that there is to be another world."""
-        until(lambda: (status := self.status()) is not None and status.pause is not None, "a pause")
+        wait_until(lambda: (status := self.status()) is not None and status.pause is not None, "a pause")
 
     def lines(self, what: str):
         found = []
@@ -82,7 +82,7 @@ class Story(Job):
             return done if {one["size"] for one in done} == {size} and len(done) == size else []
 
         try:
-            return sorted(until(there, f"{size} ranks do step {step}"), key=lambda one: one["rank"])
+            return sorted(wait_until(there, f"{size} ranks do step {step}"), key=lambda one: one["rank"])
         except AssertionError as error:
             logs = "\n".join(path.read_text()[-3000:] for path in (self.folder / "logs").glob("*/*.log"))
             raise AssertionError(f"{error}\n{self.output()[-6000:]}\n{logs}") from None
@@ -92,7 +92,7 @@ class Story(Job):
         assert code == 0, self.output()[-6000:]
 
 
-def committed(job: Story):
+def committed_steps(job: TrainingRun):
     """What each step came to in the world that did it last: the others went back to before it."""
     worlds = defaultdict(list)
     for one in job.lines("step"):
@@ -113,7 +113,7 @@ def assert_each_sample_once(steps) -> None:
     assert taken == [int(index) for index in SampleOrder(SAMPLES, SEED, "full").indices(0, len(steps) * BATCH)]
 
 
-def assert_same_bits(moved, undisturbed) -> None:
+def assert_same_results(moved, undisturbed) -> None:
     """Of loss, norm of the gradients, model and optimizer, after every step of ``moved``."""
     assert len(moved) <= len(undisturbed)
     for one, other in zip(moved, undisturbed, strict=False):
@@ -121,30 +121,30 @@ def assert_same_bits(moved, undisturbed) -> None:
 
 
 @pytest.fixture
-def story():
+def training_run():
     """In a folder with a short path: there are sockets in it."""
     made = []
 
     with tempfile.TemporaryDirectory(prefix="story-") as folder:
 
-        def begin(name: str, how: str, total: int) -> Story:
+        def make_run(name: str, how: str, total: int) -> TrainingRun:
             (Path(folder) / name).mkdir()
-            made.append(Story(Path(folder) / name, name, how, total))
+            made.append(TrainingRun(Path(folder) / name, name, how, total))
             return made[-1]
 
-        yield begin
+        yield make_run
         for one in made:
             one.close()
 
 
 @pytest.fixture(scope="session")
-def undisturbed(tmp_path_factory):
+def reference_steps(tmp_path_factory):
     """What one rank alone learns with the fixed tree, in more steps than any story has."""
     folder = tmp_path_factory.mktemp("quiet")
-    one = Story(folder, "quiet", "tree", 24)
+    one = TrainingRun(folder, "quiet", "tree", 24)
     one.environ["TIEREDCKPT_AGENT_DIRECTORY"] = str(folder / "agent")  # of a job with one node: not the user's own
     try:
         one.finished(one.begin(1))
-        return committed(one)
+        return committed_steps(one)
     finally:
         one.close()

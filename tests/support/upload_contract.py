@@ -34,7 +34,7 @@ WAIT_S = 60
 
 
 @dataclass
-class Scene:
+class UploadCase:
     """A file to upload through a proxy, under a prefix of its own."""
 
     server: S3Server
@@ -112,186 +112,194 @@ def random_data() -> bytes:
 
 
 @pytest.fixture
-def scene(server: S3Server, tmp_path: Path) -> Iterator[Scene]:
+def upload_case(server: S3Server, tmp_path: Path) -> Iterator[UploadCase]:
     data = random_data()
     source = tmp_path / "slot"
     source.write_bytes(data + b"what an older and longer shard left in the slot")
     journal = tmp_path / "journal"
     with FaultProxy(server.port) as proxy:
-        yield Scene(server, proxy, secrets.token_hex(4), source, data, FileJournal(journal), journal)
+        yield UploadCase(server, proxy, secrets.token_hex(4), source, data, FileJournal(journal), journal)
 
 
 @pytest.fixture
-def open_scene(scene: Scene) -> Iterator[Callable[..., RetryingStore]]:
+def open_upload_store(upload_case: UploadCase) -> Iterator[Callable[..., RetryingStore]]:
     opened: list[RetryingStore] = []
 
-    def open_it(**changes: object) -> RetryingStore:
-        opened.append(open_store(scene.url, scene.settings(**changes)))
+    def open_and_record(**changes: object) -> RetryingStore:
+        opened.append(open_store(upload_case.url, upload_case.settings(**changes)))
         return opened[-1]
 
-    yield open_it
+    yield open_and_record
     for store in opened:
         store.close()
 
 
 @pytest.fixture
-def store(open_scene: Callable[..., RetryingStore]) -> RetryingStore:
-    return open_scene()
+def store(open_upload_store: Callable[..., RetryingStore]) -> RetryingStore:
+    return open_upload_store()
 
 
-def part(proxy: FaultProxy, number: int) -> Rule:
+def part_rule(proxy: FaultProxy, number: int) -> Rule:
     return proxy.on("PUT", query=f"partNumber={number}(&|$)")
 
 
-def others_are_answered(proxy: FaultProxy) -> bool:
+def other_parts_done(proxy: FaultProxy) -> bool:
     return sum(each.status == 200 for each in proxy.seen("PUT", query="partNumber=")) == len(ALL) - 1
 
 
 class ShortUploadContract:
     """What every server is asked in each push."""
 
-    def test_no_part_is_sent_twice(self, scene: Scene, store: RetryingStore):
+    def test_no_part_is_sent_twice(self, upload_case: UploadCase, store: RetryingStore):
         told: list[int] = []
-        scene.upload(store, progress=told.append)
-        assert scene.stored() == scene.data
-        assert scene.proxy.parts_sent() == ALL
+        upload_case.upload(store, progress=told.append)
+        assert upload_case.stored() == upload_case.data
+        assert upload_case.proxy.parts_sent() == ALL
         assert sorted(told) == [3 * MIB, 5 * MIB, 5 * MIB, 5 * MIB, 5 * MIB]
-        assert scene.unfinished() == []
+        assert upload_case.unfinished() == []
 
-    def test_killed_upload_sends_only_the_missing_middle_part(self, scene: Scene, store: RetryingStore):
-        scene.kill_at(part(scene.proxy, 2).hold(), also=others_are_answered, concurrency=5)
-        scene.upload(store)
-        assert scene.stored() == scene.data
-        assert scene.proxy.parts_sent() == [2]
+    def test_killed_upload_sends_only_the_missing_middle_part(self, upload_case: UploadCase, store: RetryingStore):
+        upload_case.kill_at(part_rule(upload_case.proxy, 2).hold(), also=other_parts_done, concurrency=5)
+        upload_case.upload(store)
+        assert upload_case.stored() == upload_case.data
+        assert upload_case.proxy.parts_sent() == [2]
 
-    def test_upload_aborted_by_the_store_between_runs_starts_again(self, scene: Scene, store: RetryingStore):
-        scene.kill_at(part(scene.proxy, 4).hold(), concurrency=1)
-        scene.abort()
-        scene.upload(store)
-        assert scene.stored() == scene.data
-        assert scene.proxy.parts_sent() == ALL
+    def test_upload_aborted_by_the_store_between_runs_starts_again(self, upload_case: UploadCase, store: RetryingStore):
+        upload_case.kill_at(part_rule(upload_case.proxy, 4).hold(), concurrency=1)
+        upload_case.abort()
+        upload_case.upload(store)
+        assert upload_case.stored() == upload_case.data
+        assert upload_case.proxy.parts_sent() == ALL
 
 
 class UploadContract(ShortUploadContract):
     @pytest.mark.parametrize("number", [1, 3, *(pytest.param(one, marks=pytest.mark.nightly) for one in (2, 4, 5))])
-    def test_killed_upload_resumes_at_the_next_part(self, scene: Scene, store: RetryingStore, number: int):
-        scene.kill_at(part(scene.proxy, number).hold(), concurrency=1)
+    def test_killed_upload_resumes_at_the_next_part(self, upload_case: UploadCase, store: RetryingStore, number: int):
+        upload_case.kill_at(part_rule(upload_case.proxy, number).hold(), concurrency=1)
         told: list[int] = []
-        scene.upload(store, progress=told.append)
-        assert scene.stored() == scene.data
-        assert scene.proxy.parts_sent() == ALL[number - 1 :]
+        upload_case.upload(store, progress=told.append)
+        assert upload_case.stored() == upload_case.data
+        assert upload_case.proxy.parts_sent() == ALL[number - 1 :]
         assert sum(told) == SIZE - (number - 1) * 5 * MIB
-        assert scene.journal.get(scene.name) is None
-        assert scene.unfinished() == []
+        assert upload_case.journal.get(upload_case.name) is None
+        assert upload_case.unfinished() == []
 
-    def test_upload_killed_before_its_creation_begins_again(self, scene: Scene, store: RetryingStore):
-        scene.kill_at(scene.proxy.on("POST", query="^uploads").hold())
-        scene.upload(store)
-        assert scene.stored() == scene.data
-        assert scene.proxy.parts_sent() == ALL
-        assert scene.unfinished() == []
+    def test_upload_killed_before_its_creation_begins_again(self, upload_case: UploadCase, store: RetryingStore):
+        upload_case.kill_at(upload_case.proxy.on("POST", query="^uploads").hold())
+        upload_case.upload(store)
+        assert upload_case.stored() == upload_case.data
+        assert upload_case.proxy.parts_sent() == ALL
+        assert upload_case.unfinished() == []
 
-    def test_upload_killed_before_its_completion_only_completes(self, scene: Scene, store: RetryingStore):
-        scene.kill_at(scene.proxy.on("POST", query="uploadId=").hold())
-        scene.upload(store)
-        assert scene.stored() == scene.data
-        assert scene.proxy.parts_sent() == []
+    def test_upload_killed_before_its_completion_only_completes(self, upload_case: UploadCase, store: RetryingStore):
+        upload_case.kill_at(upload_case.proxy.on("POST", query="uploadId=").hold())
+        upload_case.upload(store)
+        assert upload_case.stored() == upload_case.data
+        assert upload_case.proxy.parts_sent() == []
 
-    def test_upload_killed_after_its_completion_finds_its_object(self, scene: Scene, store: RetryingStore):
-        scene.kill_at(scene.proxy.on("POST", query="uploadId=").hold(done=True))
-        scene.upload(store)
-        assert scene.stored() == scene.data
-        assert scene.proxy.parts_sent() == []
-        assert scene.proxy.seen("POST", query="^uploads") == []
-        assert scene.journal.get(scene.name) is None
+    def test_upload_killed_after_its_completion_finds_its_object(self, upload_case: UploadCase, store: RetryingStore):
+        upload_case.kill_at(upload_case.proxy.on("POST", query="uploadId=").hold(done=True))
+        upload_case.upload(store)
+        assert upload_case.stored() == upload_case.data
+        assert upload_case.proxy.parts_sent() == []
+        assert upload_case.proxy.seen("POST", query="^uploads") == []
+        assert upload_case.journal.get(upload_case.name) is None
 
-    def test_twice_killed_upload_completes(self, scene: Scene, store: RetryingStore):
-        scene.kill_at(part(scene.proxy, 2).hold(), concurrency=1)
-        scene.kill_at(part(scene.proxy, 4).hold(), concurrency=1)
-        scene.upload(store)
-        assert scene.stored() == scene.data
-        assert scene.proxy.parts_sent() == [4, 5]
+    def test_twice_killed_upload_completes(self, upload_case: UploadCase, store: RetryingStore):
+        upload_case.kill_at(part_rule(upload_case.proxy, 2).hold(), concurrency=1)
+        upload_case.kill_at(part_rule(upload_case.proxy, 4).hold(), concurrency=1)
+        upload_case.upload(store)
+        assert upload_case.stored() == upload_case.data
+        assert upload_case.proxy.parts_sent() == [4, 5]
 
-    def test_new_part_size_applies_to_new_uploads(self, scene: Scene, open_scene: Callable[..., RetryingStore]):
-        scene.kill_at(part(scene.proxy, 3).hold(), concurrency=1)
-        scene.upload(open_scene(part_size="6MiB"))
-        assert scene.stored() == scene.data
-        assert scene.proxy.parts_sent() == [3, 4, 5]
+    def test_new_part_size_applies_to_new_uploads(
+        self, upload_case: UploadCase, open_upload_store: Callable[..., RetryingStore]
+    ):
+        upload_case.kill_at(part_rule(upload_case.proxy, 3).hold(), concurrency=1)
+        upload_case.upload(open_upload_store(part_size="6MiB"))
+        assert upload_case.stored() == upload_case.data
+        assert upload_case.proxy.parts_sent() == [3, 4, 5]
 
-    def test_parts_of_another_content_are_not_used(self, scene: Scene, store: RetryingStore):
-        scene.kill_at(part(scene.proxy, 4).hold(), concurrency=1)
-        scene.upload(store, identity="digest-2")
-        assert scene.proxy.parts_sent() == ALL
-        assert scene.stored() == scene.data
-        assert scene.unfinished() == []
+    def test_parts_of_another_content_are_not_used(self, upload_case: UploadCase, store: RetryingStore):
+        upload_case.kill_at(part_rule(upload_case.proxy, 4).hold(), concurrency=1)
+        upload_case.upload(store, identity="digest-2")
+        assert upload_case.proxy.parts_sent() == ALL
+        assert upload_case.stored() == upload_case.data
+        assert upload_case.unfinished() == []
 
-    def test_invalid_journal_is_ignored(self, scene: Scene, store: RetryingStore):
-        scene.journal.put(scene.name, b'{"upload_id": "of another release"}')
-        scene.upload(store)
-        assert scene.stored() == scene.data
-        assert scene.journal.get(scene.name) is None
+    def test_invalid_journal_is_ignored(self, upload_case: UploadCase, store: RetryingStore):
+        upload_case.journal.put(upload_case.name, b'{"upload_id": "of another release"}')
+        upload_case.upload(store)
+        assert upload_case.stored() == upload_case.data
+        assert upload_case.journal.get(upload_case.name) is None
 
     def test_upload_aborted_by_the_store_while_sending_starts_again(
-        self, scene: Scene, open_scene: Callable[..., RetryingStore]
+        self, upload_case: UploadCase, open_upload_store: Callable[..., RetryingStore]
     ):
-        if not scene.server.knows_aborted:
-            pytest.skip(f"{scene.server.name} answers with an internal error")
-        held = part(scene.proxy, 3).hold()
+        if not upload_case.server.knows_aborted:
+            pytest.skip(f"{upload_case.server.name} answers with an internal error")
+        held = part_rule(upload_case.proxy, 3).hold()
         with ThreadPoolExecutor(1) as pool:
-            uploading = pool.submit(scene.upload, open_scene(concurrency=1))
+            uploading = pool.submit(upload_case.upload, open_upload_store(concurrency=1))
             assert held.reached.wait(WAIT_S)
-            scene.abort()
+            upload_case.abort()
             held.release()
             uploading.result(WAIT_S)
-        assert scene.stored() == scene.data
-        assert scene.proxy.parts_sent() == sorted([*ALL, 1, 2, 3])
-        assert scene.unfinished() == []
+        assert upload_case.stored() == upload_case.data
+        assert upload_case.proxy.parts_sent() == sorted([*ALL, 1, 2, 3])
+        assert upload_case.unfinished() == []
 
-    def test_repeatedly_aborted_upload_fails_after_three_tries(self, scene: Scene, store: RetryingStore):
-        if not scene.server.knows_aborted:
-            pytest.skip(f"{scene.server.name} answers with an internal error")
+    def test_repeatedly_aborted_upload_fails_after_three_tries(self, upload_case: UploadCase, store: RetryingStore):
+        if not upload_case.server.knows_aborted:
+            pytest.skip(f"{upload_case.server.name} answers with an internal error")
 
         def abort(exchange: object) -> None:
-            scene.abort()
+            upload_case.abort()
             exchange.pass_on()
 
-        scene.proxy.on("PUT", query="partNumber=1(&|$)", times=99).fail(abort)
+        upload_case.proxy.on("PUT", query="partNumber=1(&|$)", times=99).fail(abort)
         with pytest.raises(TierUnavailableError, match=r"NoSuch(Upload|Key)|404"):
-            scene.upload(store)
-        assert len(scene.proxy.seen("POST", query="^uploads")) == 3
+            upload_case.upload(store)
+        assert len(upload_case.proxy.seen("POST", query="^uploads")) == 3
 
-    def test_upload_to_a_silent_store_can_be_cancelled(self, scene: Scene, open_scene: Callable[..., RetryingStore]):
-        held = part(scene.proxy, 3).hold()
+    def test_upload_to_a_silent_store_can_be_cancelled(
+        self, upload_case: UploadCase, open_upload_store: Callable[..., RetryingStore]
+    ):
+        held = part_rule(upload_case.proxy, 3).hold()
         cancel = threading.Event()
         with ThreadPoolExecutor(1) as pool:
-            uploading = pool.submit(scene.upload, open_scene(concurrency=1, timeout_s=WAIT_S), cancel=cancel)
+            uploading = pool.submit(
+                upload_case.upload, open_upload_store(concurrency=1, timeout_s=WAIT_S), cancel=cancel
+            )
             assert held.reached.wait(WAIT_S)
             cancel.set()
             with pytest.raises(UploadCancelledError):
                 uploading.result(WAIT_S / 2)
-        scene.proxy.clear()
+        upload_case.proxy.clear()
         held.drop()
-        scene.upload(open_scene())
-        assert scene.stored() == scene.data
-        assert scene.proxy.parts_sent() == [3, 4, 5]
+        upload_case.upload(open_upload_store())
+        assert upload_case.stored() == upload_case.data
+        assert upload_case.proxy.parts_sent() == [3, 4, 5]
 
-    def test_abandoned_uploads_are_discarded(self, scene: Scene, open_scene: Callable[..., RetryingStore]):
-        store = open_scene(concurrency=1)
-        for scene.name in ("a/kept", "a/dropped", "b/other"):
-            held = part(scene.proxy, 2).hold()
+    def test_abandoned_uploads_are_discarded(
+        self, upload_case: UploadCase, open_upload_store: Callable[..., RetryingStore]
+    ):
+        store = open_upload_store(concurrency=1)
+        for upload_case.name in ("a/kept", "a/dropped", "b/other"):
+            held = part_rule(upload_case.proxy, 2).hold()
             cancel = threading.Event()
             with ThreadPoolExecutor(1) as pool:
-                uploading = pool.submit(scene.upload, store, cancel=cancel)
+                uploading = pool.submit(upload_case.upload, store, cancel=cancel)
                 assert held.reached.wait(WAIT_S)
                 cancel.set()
                 with pytest.raises(UploadCancelledError):
                     uploading.result(WAIT_S)
-            scene.proxy.clear()
+            upload_case.proxy.clear()
             held.drop()
         assert store.abort_stale_uploads("a/", older_than_s=0, keep=["a/kept"]) == 1
-        assert sorted(scene.unfinished()) == [f"{scene.root}/a/kept", f"{scene.root}/b/other"]
+        assert sorted(upload_case.unfinished()) == [f"{upload_case.root}/a/kept", f"{upload_case.root}/b/other"]
         assert store.abort_stale_uploads("", older_than_s=0) == 2
-        assert scene.unfinished() == []
-        scene.upload(store)
-        assert scene.stored() == scene.data
-        assert scene.proxy.parts_sent() == ALL
+        assert upload_case.unfinished() == []
+        upload_case.upload(store)
+        assert upload_case.stored() == upload_case.data
+        assert upload_case.proxy.parts_sent() == ALL

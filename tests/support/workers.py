@@ -4,9 +4,9 @@ A worker has all that collecting has imported, torch among it: to start an inter
 more than many tests. Tests stay together where fixtures live as long as their file. Every other test goes to whoever is
 free.
 
-As many run at once as keep the cores busy (:class:`Pace`): tests that wait leave room for others, tests that compute do
-not. Those that wait for what has to happen within a time (:data:`TIMED`) run one of each kind at a time beside others,
-and a few at a time when there are no others left: alone they leave half the machine idle.
+As many tests run at once as keep the cores busy (:class:`Concurrency`): tests that wait leave room for others, tests
+that compute do not. Tests that wait for something within a time limit (:data:`TIMED`) run one of each kind at a time
+beside other tests, and a few at a time when no others are left: alone they leave half the machine idle.
 
 ``--retry-failed 5`` retries up to five failed tests at the end, each in a worker of its own that runs alone
 (:mod:`tests.support.flaky`).
@@ -83,7 +83,7 @@ def timed_kind(file: str) -> str:
     return next((kind for start, kind in TIMED.items() if file.startswith(start)), "")
 
 
-def units_of(tests: Sequence[tuple[str, bool]], seconds: Mapping[str, float]) -> list[Unit]:
+def make_units(tests: Sequence[tuple[str, bool]], seconds: Mapping[str, float]) -> list[Unit]:
     """``tests``: the file of each, and whether it stays with its file. The units of the longest files come first.
 
     ``seconds`` is how long the tests of a file took the last time.
@@ -103,7 +103,7 @@ def units_of(tests: Sequence[tuple[str, bool]], seconds: Mapping[str, float]) ->
 
 
 @dataclass
-class Pace:
+class Concurrency:
     """How many units run at once, from how busy the cores were over the last second."""
 
     least: int
@@ -171,11 +171,11 @@ def _send(end: socket.socket, message: Any) -> None:
 
 def _receive(end: socket.socket) -> Any:
     """:class:`EOFError` when the other side is gone."""
-    (size,) = _LENGTH.unpack(_exactly(end, _LENGTH.size))
-    return pickle.loads(_exactly(end, size))
+    (size,) = _LENGTH.unpack(_receive_exactly(end, _LENGTH.size))
+    return pickle.loads(_receive_exactly(end, size))
 
 
-def _exactly(end: socket.socket, size: int) -> bytes:
+def _receive_exactly(end: socket.socket, size: int) -> bytes:
     found = bytearray()
     while len(found) < size:
         try:
@@ -191,7 +191,7 @@ def _exactly(end: socket.socket, size: int) -> bytes:
 # -- a worker ----------------------------------------------------------------------------------------------------------
 
 
-class _AllOfTheSession:
+class _SessionItem:
     """Stands for a next test of which nothing is known: only what the session has made stays."""
 
     def __init__(self, session: pytest.Session) -> None:
@@ -213,7 +213,7 @@ class _Reporting:
         )
 
 
-def _work(session: pytest.Session, end: socket.socket, number: int) -> None:
+def _run_worker(session: pytest.Session, end: socket.socket, number: int) -> None:
     config = session.config
     signal.signal(signal.SIGINT, signal.default_int_handler)
     for name in ("terminalreporter", "junitxml", "lfplugin", "nfplugin", "stepwiseplugin", "workers-durations"):
@@ -228,12 +228,12 @@ def _work(session: pytest.Session, end: socket.socket, number: int) -> None:
     config.pluginmanager.register(_Reporting(config, end))
     forked_starts.install(end)
     if "torch" in sys.modules:  # else no test that was collected has a use for it
-        zygote.prepare(end, *forked_starts.held())
+        zygote.prepare(end, *forked_starts.template_sockets())
     last: Any = None
     while (tests := _receive(end)) is not None:
         for index, position in enumerate(tests):
             last = session.items[position]
-            following = session.items[tests[index + 1]] if index + 1 < len(tests) else _AllOfTheSession(session)
+            following = session.items[tests[index + 1]] if index + 1 < len(tests) else _SessionItem(session)
             _send(end, ("begins", position))
             config.hook.pytest_runtest_protocol(item=last, nextitem=following)
         _send(end, ("done", None))
@@ -274,9 +274,9 @@ class _Session:
         self._selector = selectors.DefaultSelector()
         cache = getattr(self._config, "cache", None)
         seconds = {} if cache is None else cache.get(_SECONDS, {})
-        self._queue = Queue(units_of([_described(item) for item in session.items], seconds))
+        self._queue = Queue(make_units([_file_and_grouping(item) for item in session.items], seconds))
         least = min(count, (os.cpu_count() or 1) + 1)
-        self._pace = Pace(least, count, least)
+        self._pace = Concurrency(least, count, least)
         self._looked_at, self._idle_s = time.monotonic(), _idle_s()
         self._failures = RetryFailed(self._config, self._config.option.retry_failed)
         self._config.pluginmanager.register(self._failures)
@@ -344,7 +344,7 @@ class _Session:
                 self._selector.close()
                 for worker in self._workers:
                     worker.end.close()
-                _work(self._session, theirs, self._number)
+                _run_worker(self._session, theirs, self._number)
                 status = 0
             except (EOFError, KeyboardInterrupt):  # the session is gone, or ends before its tests do
                 signal.signal(signal.SIGINT, signal.SIG_IGN)
@@ -430,7 +430,7 @@ def _idle_s() -> float:
     return (int(times[4]) + int(times[5])) / os.sysconf("SC_CLK_TCK")
 
 
-def _described(item: pytest.Item) -> tuple[str, bool]:
+def _file_and_grouping(item: pytest.Item) -> tuple[str, bool]:
     info = getattr(item, "_fixtureinfo", None)
     found = info.name2fixturedefs.values() if info is not None else ()
     together = any(fixture.scope in _KEPT_TOGETHER for each in found for fixture in each)

@@ -31,7 +31,7 @@ _OURS = ("TIEREDCKPT_", "AWS_")
 """Environment that tests set for their processes."""
 
 
-class Ended(NamedTuple):
+class ProcessResult(NamedTuple):
     """How a process ended: its status (negative for a signal), and what it returned or printed."""
 
     status: int
@@ -75,7 +75,7 @@ def _fork(function: Callable[..., Any], args: Sequence[Any], environ: dict[str, 
         for name in [name for name in os.environ if name.startswith(_OURS)]:
             del os.environ[name]  # this process may have been started with what an earlier test had set
         os.environ.update(environ)
-        crashes.arm()
+        crashes.arm_crash_points()
         with (Path(folder) / "result").open("wb") as file:
             file.write(pickle.dumps(_run(function, args, folder, world)))
         status = 0
@@ -116,7 +116,7 @@ def has_ended(pid: int, within_s: float) -> bool:
         os.close(end)
 
 
-class Running:
+class RunningProcess:
     """A forked process and what it left."""
 
     def __init__(self, pid: int, folder: tempfile.TemporaryDirectory[str]) -> None:
@@ -153,7 +153,7 @@ class Running:
     def has_ended(self) -> bool:
         return self._status() is not None
 
-    def wait(self, timeout_s: float = _TIMEOUT_S) -> Ended:
+    def wait(self, timeout_s: float = _TIMEOUT_S) -> ProcessResult:
         if not has_ended(self.pid, timeout_s):
             os.kill(self.pid, signal.SIGKILL)
             has_ended(self.pid, timeout_s)
@@ -168,7 +168,7 @@ class Running:
         self._folder.cleanup()
         if status > 0:
             raise AssertionError(error)
-        return Ended(status, value, lines)
+        return ProcessResult(status, value, lines)
 
     def _read(self, name: str) -> str:
         path = Path(self._folder.name) / name
@@ -248,18 +248,18 @@ class Zygote:
 
     def start(
         self, function: Callable[..., Any], *args: Any, environ: dict[str, str] | None = None, world: Any = None
-    ) -> Running:
+    ) -> RunningProcess:
         folder = tempfile.TemporaryDirectory()
         inherited = {k: v for k, v in os.environ.items() if k.startswith(_OURS)} | (environ or {})
         self._pipe.send((function, args, inherited, folder.name, world))
-        return Running(self._pipe.recv(), folder)
+        return RunningProcess(self._pipe.recv(), folder)
 
-    def run(self, function: Callable[..., Any], *args: Any, environ: dict[str, str] | None = None) -> Ended:
+    def run(self, function: Callable[..., Any], *args: Any, environ: dict[str, str] | None = None) -> ProcessResult:
         return self.start(function, *args, environ=environ).wait()
 
     def start_world(
         self, size: int, function: Callable[..., Any], *args: Any, environ: dict[int, dict[str, str]] | None = None
-    ) -> list[Running]:
+    ) -> list[RunningProcess]:
         """``size`` gloo ranks; ``environ`` by rank."""
         store = str(Path(tempfile.gettempdir()) / f"store-{uuid.uuid4().hex}")
         return [

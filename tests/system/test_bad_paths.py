@@ -9,8 +9,8 @@ import math
 
 import pytest
 
-from tests.support.partitioned_hosts import JOB, separated, until
-from tests.support.stores import MIB, content, key
+from tests.support.partitioned_hosts import JOB, partitioned_job, wait_until
+from tests.support.stores import MIB, shard_content, shard_key
 from tests.system.test_hosts import retransmitted
 from tieredckpt.checkpointer.save_handle import describe_replication
 
@@ -23,7 +23,7 @@ PATIENCE_S = 90
 def two_nodes(net):
     """What n1 sends to n2 goes through ``forth`` of the path."""
     paths = []
-    with separated(net, "n1", "n2", wire=lambda net: paths.append(net.slow_path(*net.hosts.values()))) as job:
+    with partitioned_job(net, "n1", "n2", wire=lambda net: paths.append(net.slow_path(*net.hosts.values()))) as job:
         job.begin("n1")
         yield job, paths[0]
 
@@ -37,7 +37,7 @@ def three_nodes(net, **shape):
         for one, other in itertools.permutations(net.hosts.values(), 2):
             paths[one.name, other.name] = net.slow_path(one, other, **shape)
 
-    with separated(net, "n1", "n2", "n3", wire=wire) as job:
+    with partitioned_job(net, "n1", "n2", "n3", wire=wire) as job:
         job.begin("n1")
         yield job, paths
 
@@ -45,11 +45,11 @@ def three_nodes(net, **shape):
 class TestSlow:
     def test_throttled_path_delays_copies_and_no_save(self, net):
         """Version 2 waits behind version 1, which takes seconds at 100 Mbit/s: on the way is no matter of luck."""
-        with separated(net, "n1", "n2") as job:
+        with partitioned_job(net, "n1", "n2") as job:
             job.begin("n1")
             n1, size = job["n1"], 32 * MIB
             n1.host.throttle("100mbit")
-            keys = [key(version, job=JOB) for version in (1, 2)]
+            keys = [shard_key(version, job=JOB) for version in (1, 2)]
             for of in keys:
                 n1.write(of, size, parts=1)
             assert describe_replication(n1.durability(keys[1])) == "1 copy, 1 on the way"
@@ -60,7 +60,7 @@ class TestSlow:
             job.assert_kept(keys[1:])
 
     def test_lossy_path_delays_copies_without_damage(self, net):
-        with separated(net, "n1", "n2") as job:
+        with partitioned_job(net, "n1", "n2") as job:
             job.begin("n1")
             job["n1"].host.lossy(0.05)
             keys = [of for version in (1, 2) for of in job.write(version, size_bytes=SIZE)]
@@ -70,7 +70,7 @@ class TestSlow:
             for reader, source in ("n2", "n1"), ("n1", "n2"):
                 data, pulled = job[reader].read(keys[2], source)
                 assert not pulled.failed
-                assert data == content(keys[2], SIZE)
+                assert data == shard_content(keys[2], SIZE)
 
     def test_distant_nodes_replicate_and_read(self, net):
         with three_nodes(net, latency_s=0.05) as (job, _):
@@ -81,7 +81,7 @@ class TestSlow:
                 of = next(of for of in keys if not reader.holds(of))
                 data, pulled = reader.read(of, *sorted(job.holders(of)))
                 assert not pulled.failed
-                assert data == content(of, SIZE)
+                assert data == shard_content(of, SIZE)
 
 
 class TestCorrupt:
@@ -98,7 +98,7 @@ class TestCorrupt:
 
     def test_bit_flipped_during_a_read_is_requested_again(self, net):
         """There is no other copy, and this one is good: it is not given up for what the way did."""
-        with separated(net, "n1", "n2") as job:
+        with partitioned_job(net, "n1", "n2") as job:
             job.begin("n1")
             (of,) = job.write(1, "n1", size_bytes=SIZE)
             job.settle(1)
@@ -107,7 +107,7 @@ class TestCorrupt:
             data, pulled = job["n2"].read(of, "n1")
             assert flipped.is_set()
             assert not pulled.failed
-            assert data == content(of, SIZE)
+            assert data == shard_content(of, SIZE)
             assert "was damaged" not in job["n1"].agent.log_text()
             assert not job["n1"].store.status().damage_reports
 
@@ -123,12 +123,14 @@ class TestBroken:
             assert all(reset.wait(PATIENCE_S) for reset in resets)
             job.settle(1)
             job.assert_kept([of])
-            leases = until(lambda: job["n2"].store.status().arena.leases == 0, "slots of broken pushes are free again")
+            leases = wait_until(
+                lambda: job["n2"].store.status().arena.leases == 0, "slots of broken pushes are free again"
+            )
             assert leases
 
     @pytest.mark.parametrize("streams", [1, 2])
     def test_read_resumes_after_a_connection_reset(self, net, streams):
-        with separated(net, "n1", "n2") as job:
+        with partitioned_job(net, "n1", "n2") as job:
             job.begin("n1")
             (of,) = job.write(1, "n1", size_bytes=SIZE)
             job.settle(1)
@@ -137,10 +139,10 @@ class TestBroken:
             data, pulled = job["n2"].read(of, "n1", streams=streams)
             assert reset.is_set()
             assert not pulled.failed
-            assert data == content(of, SIZE)
+            assert data == shard_content(of, SIZE)
 
 
-def stalls_in_the_middle(path, seat, of, *others):
+def stall_during_copy(path, seat, of, *others):
     """A copy of a new shard is on its way when nothing passes any more, neither on its path nor on the others.
 
     The shard is larger than all that proxies and kernels hold for a path.
@@ -148,7 +150,7 @@ def stalls_in_the_middle(path, seat, of, *others):
     path.forth.bytes_per_s = 10e6
     before = path.forth.passed_bytes
     seat.write(of, 64 * MIB, parts=1)
-    until(lambda: path.forth.passed_bytes > before + 4 * MIB, "the copy is on its way")
+    wait_until(lambda: path.forth.passed_bytes > before + 4 * MIB, "the copy is on its way")
     for stalled in (path, *others):
         stalled.forth.stall()
         stalled.back.stall()
@@ -168,12 +170,12 @@ class TestStalled:
             n1 = job["n1"]
             partner = n1.partner
             path, of, later = paths["n1", partner], job.key(1, "n1"), job.key(2, "n1")
-            stalls_in_the_middle(path, n1, of)
+            stall_during_copy(path, n1, of)
             n1.write(later, MIB, parts=1)
             assert n1.is_good(later)
             assert n1.durability(later).missing_copies == 1
             assert n1.view.sending
-            until(lambda: n1.durability(of).problem, "the push is given up")
+            wait_until(lambda: n1.durability(of).problem, "the push is given up")
             assert not job[partner].holds(of)
             assert n1.durability(of).copies == 1
             resume(path)
@@ -187,7 +189,7 @@ class TestStalled:
             (other,) = {"n2", "n3"} - {silent}
             path, of = paths["n1", silent], job.key(1, "n1")
             its = [path for ends, path in paths.items() if silent in ends]
-            stalls_in_the_middle(path, n1, of, *its)
+            stall_during_copy(path, n1, of, *its)
             job.settle(1, "n1", other)
             assert job.holders(of) == {"n1", other}
             resume(*its)

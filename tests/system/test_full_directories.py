@@ -14,8 +14,8 @@ import pytest
 from elastic.fault_injection import FaultPlan
 from tests.faults.job import mount, unmount
 from tests.support.elastic_runs import kill
-from tests.support.golden_runs import Golden, assert_same_bits, assert_worlds_hold, quiet_run
-from tests.support.local_nodes import until
+from tests.support.golden_runs import GoldenRun, assert_same_training, assert_worlds_consistent, reference_run
+from tests.support.local_nodes import wait_until
 
 pytestmark = [pytest.mark.system, pytest.mark.skipif(os.getuid() != 0, reason="needs root, to mount")]
 STEPS = 100
@@ -23,14 +23,14 @@ PLACES = {"all nodes": ".", "one node": "n0"}
 
 
 @pytest.fixture(scope="module")
-def undisturbed(tmp_path_factory):
-    return quiet_run(tmp_path_factory.mktemp("quiet"), STEPS)
+def reference_steps(tmp_path_factory):
+    return reference_run(tmp_path_factory.mktemp("quiet"), STEPS)
 
 
 @pytest.fixture
 def job(tmp_path):
     with contextlib.ExitStack() as undo:
-        made = Golden(tmp_path, "job", "ddp", FaultPlan())
+        made = GoldenRun(tmp_path, "job", "ddp", FaultPlan())
         for place in PLACES.values():
             mount(directory(made, place))
             undo.callback(unmount, directory(made, place))
@@ -59,12 +59,12 @@ def steps_of(job):
 
 @pytest.mark.parametrize("whom", ["rank", "agent", "coordinator"])
 @pytest.mark.parametrize("place", PLACES.values(), ids=PLACES)
-def test_full_directories_do_not_change_the_result(job, undisturbed, place, whom):
+def test_full_directories_do_not_change_the_result(job, reference_steps, place, whom):
     run = job.begin(2, 0, total=STEPS)
-    until(lambda: steps_of(job) >= 6, "it trains")
+    wait_until(lambda: steps_of(job) >= 6, "it trains")
     ranks, agents = job.lines("world"), job.pids("tieredckpt.agent", "/n0/agent")
     fill(directory(job, place))
     kill({"rank": ranks[-1]["pid"], "agent": agents[0], "coordinator": job.coordinator()}[whom])
     job.see_through(run, 200)
-    assert_worlds_hold(job)
-    assert_same_bits(job.committed(), undisturbed)
+    assert_worlds_consistent(job)
+    assert_same_training(job.committed(), reference_steps)

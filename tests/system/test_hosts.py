@@ -54,18 +54,18 @@ def mailbox(host):
     return sock
 
 
-def pour(sock, content):
-    def work():
+def send_in_background(sock, content):
+    def send_all():
         with contextlib.suppress(ConnectionError):
             sock.sendall(content)
             sock.shutdown(socket.SHUT_WR)
 
-    thread = threading.Thread(target=work)
+    thread = threading.Thread(target=send_all)
     thread.start()
     return thread
 
 
-def rest(sock):
+def receive_all(sock):
     return b"".join(iter(lambda: sock.recv(1 << 16), b""))
 
 
@@ -74,7 +74,7 @@ def interfaces():
 
 
 @pytest.fixture
-def pair(net):
+def host_pair(net):
     return net.host("n1"), net.host("n2")
 
 
@@ -99,8 +99,8 @@ class TestHosts:
             with pytest.raises(OSError):
                 sock.connect(listener.getsockname())
 
-    def test_host_process_is_a_child_in_the_hosts_namespace(self, pair):
-        n1, n2 = pair
+    def test_host_process_is_a_child_in_the_hosts_namespace(self, host_pair):
+        n1, n2 = host_pair
         process = n1.start(["sh", "-c", "echo $$; exec sleep 600"], stdout=subprocess.PIPE)
         assert int(process.stdout.readline()) == process.pid
         assert process.pid in namespaces.processes_in(n1.namespace)
@@ -108,13 +108,13 @@ class TestHosts:
         process.send_signal(signal.SIGTERM)
         assert process.wait(10) == -signal.SIGTERM
 
-    def test_failed_command_raises_its_stderr(self, pair):
+    def test_failed_command_raises_its_stderr(self, host_pair):
         with pytest.raises(RuntimeError, match="on n1 ended with 3: no such luck"):
-            pair[0].run(["sh", "-c", "echo no such luck >&2; exit 3"])
-        assert pair[0].run(["sh", "-c", "echo still; exit 3"], check=False) == "still\n"
+            host_pair[0].run(["sh", "-c", "echo no such luck >&2; exit 3"])
+        assert host_pair[0].run(["sh", "-c", "echo still; exit 3"], check=False) == "still\n"
 
     @pytest.mark.parametrize("name", ["", "N1", "a/b", "bridge", "n1", "x" * 33])
-    def test_invalid_host_name_is_refused(self, pair, net, name):
+    def test_invalid_host_name_is_refused(self, host_pair, net, name):
         with pytest.raises(ValueError, match="each name once"):
             net.host(name)
 
@@ -157,10 +157,10 @@ class TestNothingIsLeft:
         with network():
             assert process_start_time(int(pid)) < 0
             assert not [path for place in namespaces.PLACES for path in place.glob(f"{prefix}*")]
-            assert namespaces.path_of(net.hub).exists(), "the living keep theirs"
+            assert namespaces.namespace_path(net.hub).exists(), "the living keep theirs"
 
     def test_missing_support_for_namespaces_has_a_reason(self, monkeypatch):
-        why_not = namespaces.why_not.__wrapped__
+        why_not = namespaces.missing_reason.__wrapped__
         monkeypatch.setenv("PATH", "/nowhere")
         monkeypatch.setattr(os, "getuid", lambda: 0)
         assert why_not() == "not installed: ip, tc, iptables, iptables-restore, nsenter"
@@ -169,8 +169,8 @@ class TestNothingIsLeft:
 
 
 class TestCuts:
-    def test_cut_blocks_both_directions_until_healed(self, pair, net):
-        n1, n2 = pair
+    def test_cut_blocks_both_directions_until_healed(self, host_pair, net):
+        n1, n2 = host_pair
         n3 = net.host("n3")
         net.cut(n1, n2)
         assert_hangs(n1, n2)
@@ -180,19 +180,19 @@ class TestCuts:
         net.heal(n1, n2)
         assert_connects(n1, n2)
 
-    def test_connection_survives_a_cut(self, pair, net):
-        with connection(*pair) as (near, far):
-            net.cut(*pair)
+    def test_connection_survives_a_cut(self, host_pair, net):
+        with connection(*host_pair) as (near, far):
+            net.cut(*host_pair)
             near.sendall(b"late")
             far.settimeout(HANGS_S)
             with pytest.raises(TimeoutError):
                 far.recv(4)
-            net.heal(*pair)
+            net.heal(*host_pair)
             far.settimeout(20)
             assert far.recv(4) == b"late"
 
-    def test_one_way_cut_blocks_a_single_direction(self, pair, net):
-        n1, n2 = pair
+    def test_one_way_cut_blocks_a_single_direction(self, host_pair, net):
+        n1, n2 = host_pair
         with mailbox(n1) as at_n1, mailbox(n2) as at_n2:
             net.cut(n1, n2, one_way=True)
             at_n2.sendto(b"arrives", at_n1.getsockname())
@@ -217,8 +217,8 @@ class TestCuts:
 
 
 class TestHostFaults:
-    def test_unplugged_host_has_no_network_until_plugged(self, pair):
-        n1, n2 = pair
+    def test_unplugged_host_has_no_network_until_plugged(self, host_pair):
+        n1, n2 = host_pair
         with connection(n2, n1) as (near, far):
             n1.unplug()
             with pytest.raises(OSError, match="Network is unreachable"):
@@ -230,8 +230,8 @@ class TestHostFaults:
             assert far.recv(4) == b"late"
         assert_connects(n1, n2)
 
-    def test_refused_peer_gets_connection_refused(self, pair, net):
-        n1, n2 = pair
+    def test_refused_peer_gets_connection_refused(self, host_pair, net):
+        n1, n2 = host_pair
         with connection(n2, n1) as (near, _), n1.listen() as listener:
             n1.refuse(n2)
             with pytest.raises(ConnectionRefusedError):
@@ -244,29 +244,29 @@ class TestHostFaults:
         assert_connects(n2, n1)
 
     @pytest.mark.parametrize("direction", ["from", "to"])
-    def test_throttled_host_is_slow_in_both_directions(self, pair, direction):
+    def test_throttled_host_is_slow_in_both_directions(self, host_pair, direction):
         """A lower bound of physics: 16 MiB less a burst at 100 Mbit/s are 1.3 s."""
-        n1, n2 = pair if direction == "from" else pair[::-1]
-        pair[0].throttle("100mbit")
+        n1, n2 = host_pair if direction == "from" else host_pair[::-1]
+        host_pair[0].throttle("100mbit")
         assert seconds_to_move(n1, n2, 16 * MIB) > 1.2
-        pair[0].unthrottle()
-        assert "tbf" not in pair[0].run(["tc", "qdisc", "show"])
+        host_pair[0].unthrottle()
+        assert "tbf" not in host_pair[0].run(["tc", "qdisc", "show"])
 
     @pytest.mark.parametrize("direction", ["from", "to"])
-    def test_lost_packets_are_sent_again(self, pair, direction):
-        n1, n2 = pair if direction == "from" else pair[::-1]
+    def test_lost_packets_are_sent_again(self, host_pair, direction):
+        n1, n2 = host_pair if direction == "from" else host_pair[::-1]
         content = os.urandom(8 * MIB)
-        pair[0].lossy(0.1)
+        host_pair[0].lossy(0.1)
         with connection(n1, n2) as (near, far):
-            sender = pour(near, content)
-            assert rest(far) == content
+            sender = send_in_background(near, content)
+            assert receive_all(far) == content
             sender.join()
         assert retransmitted(n1) > 0
-        pair[0].lossy(0)
-        assert not pair[1].run(["iptables", "-S", "INPUT"]).count("statistic")
+        host_pair[0].lossy(0)
+        assert not host_pair[1].run(["iptables", "-S", "INPUT"]).count("statistic")
 
-    def test_packet_loss_applies_in_both_directions(self, pair):
-        n1, n2 = pair
+    def test_packet_loss_applies_in_both_directions(self, host_pair):
+        n1, n2 = host_pair
         with mailbox(n1) as at_n1, mailbox(n2) as at_n2:
             for lossy, other in (at_n1, at_n2), (at_n2, at_n1):
                 n1.lossy(1.0)
@@ -275,8 +275,8 @@ class TestHostFaults:
                 lossy.sendto(b"after it", other.getsockname())
                 assert other.recv(100) == b"after it"
 
-    def test_heal_all_removes_every_fault(self, pair, net):
-        n1, n2 = pair
+    def test_heal_all_removes_every_fault(self, host_pair, net):
+        n1, n2 = host_pair
         net.cut(n1, n2)
         n1.refuse(n2)
         n1.lossy(1.0)
@@ -289,17 +289,17 @@ class TestHostFaults:
         assert "tbf" not in n2.run(["tc", "qdisc", "show"])
 
     @pytest.mark.parametrize("rate", ["fast", "100", "100mbps"])
-    def test_invalid_rate_is_refused(self, pair, rate):
+    def test_invalid_rate_is_refused(self, host_pair, rate):
         with pytest.raises(ValueError, match="100mbit"):
-            pair[0].throttle(rate)
+            host_pair[0].throttle(rate)
 
 
 def seconds_to_move(client, server, size):
     """From the first byte that arrives to the last."""
     with connection(client, server) as (near, far):
-        sender = pour(near, bytes(size))
+        sender = send_in_background(near, bytes(size))
         began = time.monotonic()
-        assert len(rest(far)) == size
+        assert len(receive_all(far)) == size
         sender.join()
         return time.monotonic() - began
 
@@ -310,8 +310,8 @@ def retransmitted(host):
 
 
 class TestSlowPaths:
-    def test_delayed_connection_keeps_the_addresses_of_its_ends(self, pair, net):
-        n1, n2 = pair
+    def test_delayed_connection_keeps_the_addresses_of_its_ends(self, host_pair, net):
+        n1, n2 = host_pair
         net.delay(n1, n2, 0.1)
         for client, server in (n1, n2), (n2, n1):
             with connection(client, server) as (near, far):
@@ -323,8 +323,8 @@ class TestSlowPaths:
                 assert near.recv(4) == b"ping"
                 assert time.monotonic() - began >= 0.2
 
-    def test_slow_path_carries_only_connections_between_its_hosts(self, pair, net):
-        n1, n2 = pair
+    def test_slow_path_carries_only_connections_between_its_hosts(self, host_pair, net):
+        n1, n2 = host_pair
         path = net.slow_path(n1, n2, latency_s=600)
         assert_connects(n2, n1)
         assert_connects(n1, net.host("n3"))
@@ -334,9 +334,9 @@ class TestSlowPaths:
         net.heal(n1, n2)
         assert_connects(n1, n2)
 
-    def test_slow_path_flips_a_bit_and_resets(self, pair, net):
-        path = net.slow_path(*pair)
-        with connection(*pair) as (near, far):
+    def test_slow_path_flips_a_bit_and_resets(self, host_pair, net):
+        path = net.slow_path(*host_pair)
+        with connection(*host_pair) as (near, far):
             path.forth.flip_bit(at_byte=5)
             near.sendall(bytes(10))
             assert far.recv(10, socket.MSG_WAITALL) == bytes(5) + b"\1" + bytes(4)
@@ -345,12 +345,12 @@ class TestSlowPaths:
             with pytest.raises(ConnectionResetError):
                 near.recv(1)
 
-    def test_cut_applies_to_a_slow_path(self, pair, net):
-        net.slow_path(*pair)
-        with connection(*pair) as (near, far):
+    def test_cut_applies_to_a_slow_path(self, host_pair, net):
+        net.slow_path(*host_pair)
+        with connection(*host_pair) as (near, far):
             near.sendall(b"1")
             assert far.recv(1) == b"1"
-            net.cut(*pair)
+            net.cut(*host_pair)
             near.sendall(b"2")
             far.settimeout(HANGS_S)
             with pytest.raises(TimeoutError):

@@ -21,7 +21,7 @@ pytestmark = [
 ]
 
 
-def confined(container, pod):
+def confined_command(container, pod):
     """A command that runs as the container's user with no capability but its own, and can get no other."""
     may = {**pod["securityContext"], **container["securityContext"]}
     user, group = str(may["runAsUser"]), str(may["runAsGroup"])
@@ -36,7 +36,7 @@ def test_agent_serves_from_a_directory_that_root_created(agent_dir, tmp_path):
     agent_dir.mkdir(mode=0o755)  # as the kubelet does
     for _ in range(2):  # and again, when the pod is started anew
         command = [word.replace("/dev/shm/tieredckpt", str(agent_dir)) for word in init["command"]]
-        subprocess.run([*confined(init, pod), *command], check=True, timeout=60)
+        subprocess.run([*confined_command(init, pod), *command], check=True, timeout=60)
         found = agent_dir.stat()
         assert (found.st_uid, found.st_gid, stat.S_IMODE(found.st_mode)) == (10001, 10001, 0o700)
 
@@ -46,7 +46,7 @@ def test_agent_serves_from_a_directory_that_root_created(agent_dir, tmp_path):
     (tmp_path / "labels").write_text('topology.kubernetes.io/zone="a"\n')
     config = config_map(tmp_path / "cluster", Mode="Enable", InstanceMemoryAllocationPercentage=2)
     env = plugged(tmp_path / "site", {"PATH": os.environ["PATH"], "PYTHONDONTWRITEBYTECODE": "1"})
-    user = confined(agent, pod)
+    user = confined_command(agent, pod)
     assert agent["securityContext"]["readOnlyRootFilesystem"] is True
     alone = ["unshare", "--mount", "--propagation=private"]
     packages = tmp_path / "packages"  # those of this environment, which may be where nobody else gets in

@@ -8,15 +8,15 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
-from tests.support.bits import assert_same, zeroed
-from tests.support.partitioned_hosts import JOB, separated, until
+from tests.support.bits import assert_same_bits, zeros_like_state
+from tests.support.partitioned_hosts import JOB, partitioned_job, wait_until
 from tieredckpt import Checkpointer
 from tieredckpt.errors import PeersLostError
 
 pytestmark = pytest.mark.system
 
 
-def sharded(step):
+def sharded_state(step):
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
     generator = torch.Generator().manual_seed(step)
     full = {
@@ -27,20 +27,20 @@ def sharded(step):
     return {**cut, "same": torch.arange(100) * step, "step": step}
 
 
-def restored(ckpt, inside, expected):
+def assert_restored(ckpt, inside, expected):
     """Restores, and says from which tiers; then the state is what was saved."""
-    wanted = sharded(expected)
-    state = zeroed(wanted)
+    wanted = sharded_state(expected)
+    state = zeros_like_state(wanted)
     with inside():
         assert ckpt.restore(state) == expected
-    assert_same(wanted, state)
+    assert_same_bits(wanted, state)
     return set(ckpt.last_restore.bytes_by_tier)
 
 
 def save(inside, steps):
-    states = {step: sharded(step) for step in steps}
+    states = {step: sharded_state(step) for step in steps}
     with Checkpointer(JOB, on_sigterm="ignore") as ckpt:
-        assert ckpt.restore(zeroed(sharded(0))) == -1
+        assert ckpt.restore(zeros_like_state(sharded_state(0))) == -1
         with inside():
             for step, state in states.items():
                 saved = ckpt.save(state, step)
@@ -50,35 +50,35 @@ def save(inside, steps):
 
 def restore(inside, expected):
     with Checkpointer(JOB, on_sigterm="ignore") as ckpt:
-        return restored(ckpt, inside, expected)
+        return assert_restored(ckpt, inside, expected)
 
 
-def restore_without_a_way(_inside, step):
+def restore_unreachable(_inside, step):
     """The agent reaches the other nodes, and the rank does not: what it cannot reach is unknown, not damaged."""
     with Checkpointer(JOB, on_sigterm="ignore") as ckpt:
         with pytest.raises(PeersLostError, match="cannot be read from other nodes"):
-            ckpt.restore(zeroed(sharded(step)))
+            ckpt.restore(zeros_like_state(sharded_state(step)))
         return [info.quarantined for info in ckpt.steps() if info.step == step]
 
 
-def go_on(inside, expected, step):
-    state = sharded(step)
+def save_after_restore(inside, expected, step):
+    state = sharded_state(step)
     with Checkpointer(JOB, on_sigterm="ignore") as ckpt:
-        tiers = restored(ckpt, inside, expected)
+        tiers = assert_restored(ckpt, inside, expected)
         with inside():
             ckpt.save(state, step).wait(copies=2, domains=2, timeout_s=60)
         return tiers
 
 
 def test_unplugged_host_loses_no_step_and_gets_copies_on_return(net, ranks):
-    with separated(net, "n1", "n2", "n3") as job:
+    with partitioned_job(net, "n1", "n2", "n3") as job:
         assert job.run(ranks, ["n1", "n2", "n3"], save, [5, 6, 7]) == ["2 copies in 2 racks"] * 3
         job.settle(7)
         job["n2"].host.unplug()
         assert set().union(*job.run(ranks, ["n1", "n3"], restore, 7)) <= {"peer", "memory"}
         for name in ("n1", "n3"):
-            until(lambda seat=job[name]: seat.parts_of(7) == {0, 1, 2}, f"{name} holds all of step 7")
-        assert job.run(ranks, ["n1", "n3"], go_on, 7, 8) == [{"memory"}] * 2
+            wait_until(lambda seat=job[name]: seat.parts_of(7) == {0, 1, 2}, f"{name} holds all of step 7")
+        assert job.run(ranks, ["n1", "n3"], save_after_restore, 7, 8) == [{"memory"}] * 2
         job.settle(8, "n1", "n3")
         assert job["n2"].replicated == 7
         net.heal_all()
@@ -92,8 +92,8 @@ def test_ranks_on_distant_hosts_save_and_restore(net, ranks):
         for one, other in itertools.permutations(net.hosts.values(), 2):
             net.slow_path(one, other, latency_s=0.05)
 
-    with separated(net, "n1", "n2", "n3", wire=far_apart) as job:
+    with partitioned_job(net, "n1", "n2", "n3", wire=far_apart) as job:
         assert job.run(ranks, ["n1", "n2", "n3"], save, [1, 2]) == ["2 copies in 2 racks"] * 3
         job.settle(2)
         assert job.run(ranks, ["n1"], restore, 2) == [{"memory", "peer"}]
-        assert job.run(ranks, ["n1"], restore_without_a_way, 2) == [[""]]
+        assert job.run(ranks, ["n1"], restore_unreachable, 2) == [[""]]

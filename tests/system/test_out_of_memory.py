@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from tests.support.elastic_runs import elastic_job
-from tests.support.local_nodes import until
+from tests.support.local_nodes import wait_until
 
 pytestmark = pytest.mark.system
 
@@ -32,7 +32,7 @@ def group():
             if (made / limit).exists():
                 (made / limit).write_text(str(LIMIT))
                 yield made / "cgroup.procs"
-                until(lambda made=made: not (made / "cgroup.procs").read_text(), "all of them have ended")
+                wait_until(lambda made=made: not (made / "cgroup.procs").read_text(), "all of them have ended")
                 return
         finally:
             made.rmdir()

@@ -10,7 +10,7 @@ import sys
 import pytest
 
 from tests.support.elastic_runs import ROOT
-from tests.support.local_nodes import until
+from tests.support.local_nodes import wait_until
 from tests.support.machines import on_machine, write_names
 
 pytestmark = pytest.mark.system
@@ -37,7 +37,7 @@ def test_named_coordinator_and_its_store_are_reachable(net, tmp_path):
         return [one for one in map(json.loads, lines) if one["what"] == "in"]
 
     runs = [start("n1", "--coordinator-here"), start("n2")]
-    until(lambda: len(worlds()) == 2, "both are in a world")
+    wait_until(lambda: len(worlds()) == 2, "both are in a world")
     stores = {one["store"] for one in worlds()}
     (tmp_path / "finish").touch()
     assert [run.wait(60) for run in runs] == [0, 0]

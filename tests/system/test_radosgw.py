@@ -11,7 +11,7 @@ from tests.support.fault_contract import FaultContract
 from tests.support.object_store_contract import ObjectStoreContract, Opener
 from tests.support.radosgw import missing_programs, radosgw_server
 from tests.support.s3 import BUCKET, S3Server
-from tests.support.upload_contract import UploadContract, open_scene, scene, store  # noqa: F401
+from tests.support.upload_contract import UploadContract, open_upload_store, store, upload_case  # noqa: F401
 from tieredckpt.durable.object_store import StoreCapabilities
 from tieredckpt.durable.retrying_store import RetryingStore, open_store
 

@@ -3,7 +3,7 @@
 import pytest
 
 from peerstore.errors import ArenaBusyError, FencedError, LeaseLostError, NoQuorumError
-from tests.support.partitioned_hosts import separated, until
+from tests.support.partitioned_hosts import partitioned_job, wait_until
 from tests.support.stores import MIB
 
 pytestmark = pytest.mark.system
@@ -13,7 +13,7 @@ SIZE = 2 * MIB + 12345
 @pytest.fixture
 def job(net):
     """Three nodes in three racks; version 1 is settled."""
-    with separated(net, "n1", "n2", "n3") as made:
+    with partitioned_job(net, "n1", "n2", "n3") as made:
         made.begin("n1")
         made.write(1, size_bytes=SIZE)
         made.settle(1)
@@ -26,10 +26,10 @@ class TestPartition:
         here = n3.keys()
         under_way = n3.store.lease(job.key(2, "n3"), SIZE, 3)
         net.partition([n1.host, n2.host], [n3.host])
-        until(lambda: not n3.view.quorum, "n3 notices that it is alone")
+        wait_until(lambda: not n3.view.quorum, "n3 notices that it is alone")
         with pytest.raises(NoQuorumError, match=r"n1 \((suspected|dead) .*n2 \((suspected|dead) "):
             n3.store.claim("separated", "c")
-        until(lambda: n1.standing("n3") == "dead", "n3 is given up")
+        wait_until(lambda: n1.standing("n3") == "dead", "n3 is given up")
 
         job.begin("n1", epoch=2)
         new = job.write(2, "n1", "n2", size_bytes=SIZE, epoch=2)
@@ -46,13 +46,13 @@ class TestPartition:
         assert not job.holders(job.key(3, "n3"), "n1", "n2")
 
         net.heal_all()
-        until(lambda: n3.store.epoch("separated") == 2, "n3 hears of the new incarnation")
+        wait_until(lambda: n3.store.epoch("separated") == 2, "n3 hears of the new incarnation")
         with pytest.raises(FencedError, match=r"epoch 2 \(b\)"):
             n3.write(job.key(5, "n3"), SIZE, parts=3)
         with pytest.raises(LeaseLostError):
             n3.store.seal(under_way.id, SIZE)
         job.settle(2)
-        until(lambda: n1.standing("n3") == "alive" and n3.view.quorum, "they are together again")
+        wait_until(lambda: n1.standing("n3") == "alive" and n3.view.quorum, "they are together again")
         newest = job.write(3, size_bytes=SIZE, epoch=2)
         job.settle(3)
         job.assert_kept(newest)
@@ -76,4 +76,4 @@ class TestOneLink:
         keys = job.write(3, size_bytes=SIZE)
         job.settle(3)
         job.assert_kept(keys)
-        until(lambda: all(seat.standing(name) == "alive" for seat in job for name in job.seats), "all are alive")
+        wait_until(lambda: all(seat.standing(name) == "alive" for seat in job for name in job.seats), "all are alive")

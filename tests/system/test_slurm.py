@@ -15,9 +15,9 @@ import pytest
 from elastic.schedulers.slurm import parse_host_list
 from tests.support.elastic_runs import ROOT
 from tests.support.slurm import slurm_cluster
-from tests.support.training_runs import Story, story, undisturbed
+from tests.support.training_runs import TrainingRun, reference_steps, training_run
 
-__all__ = ["story", "undisturbed"]
+__all__ = ["reference_steps", "training_run"]
 
 pytestmark = [
     pytest.mark.system,
@@ -34,7 +34,7 @@ def slurm(tmp_path_factory):
         yield cluster
 
 
-class Training(Story):
+class SlurmTraining(TrainingRun):
     """The trainer of :mod:`tests.support.full_training`, submitted as the example says."""
 
     def __init__(self, slurm, name: str, *, durable: bool = True) -> None:
@@ -92,8 +92,8 @@ class Training(Story):
 def training(slurm):
     made = []
 
-    def make(name: str, **options: bool) -> Training:
-        made.append(Training(slurm, name, **options))
+    def make(name: str, **options: bool) -> SlurmTraining:
+        made.append(SlurmTraining(slurm, name, **options))
         return made[-1]
 
     yield make
@@ -150,11 +150,11 @@ def test_array_tasks_on_the_same_machines_stay_separate(slurm):
         assert slurm.until_state(f"{job}_{task}", "COMPLETED", "FAILED")["JobState"] == "COMPLETED", slurm.tell()
 
 
-def test_three_machine_job_matches_a_single_rank(slurm, training, undisturbed):
+def test_three_machine_job_matches_a_single_rank(slurm, training, reference_steps):
     job = training("three", durable=False)
     job.submit()
     job.ended_well()
-    job.assert_same_bits(undisturbed)
+    job.assert_same_bits(reference_steps)
     assert {one["size"] for one in job.lines("step")} == {3}
     assert job.starts() == [0]
     assert list(Path(slurm.environ["HOME"], ".elastic").iterdir()) == []
@@ -162,7 +162,7 @@ def test_three_machine_job_matches_a_single_rank(slurm, training, undisturbed):
         assert [one for one in slurm.processes(name) if "elastic" in one or "tieredckpt" in one] == []
 
 
-def test_preempted_job_is_requeued_and_resumes_at_its_sealed_step(slurm, training, undisturbed):
+def test_preempted_job_is_requeued_and_resumes_at_its_sealed_step(slurm, training, reference_steps):
     job = training("noticed")
     job.allow(5)
     job.submit()
@@ -176,10 +176,10 @@ def test_preempted_job_is_requeued_and_resumes_at_its_sealed_step(slurm, trainin
     assert len({(one["step"], one["rank"]) for one in job.lines("step")}) == len(job.lines("step")) == 3 * TOTAL
     assert len(job.starts()) == 2
     assert job.starts()[1] >= 5
-    job.assert_same_bits(undisturbed)
+    job.assert_same_bits(reference_steps)
 
 
-def test_requeued_job_seals_within_kill_wait(slurm, training, undisturbed):
+def test_requeued_job_seals_within_kill_wait(slurm, training, reference_steps):
     """As a preemption with PreemptMode=REQUEUE does: SIGTERM, KillWait, and back into the queue."""
     job = training("preempted")
     job.allow(5)
@@ -191,10 +191,10 @@ def test_requeued_job_seals_within_kill_wait(slurm, training, undisturbed):
     job.ended_well()
     assert len({(one["step"], one["rank"]) for one in job.lines("step")}) == len(job.lines("step")) == 3 * TOTAL
     assert len(job.starts()) == 2
-    job.assert_same_bits(undisturbed)
+    job.assert_same_bits(reference_steps)
 
 
-def test_job_continues_without_a_lost_machine(slurm, training, undisturbed):
+def test_job_continues_without_a_lost_machine(slurm, training, reference_steps):
     job = training("smaller", durable=False)
     job.allow(5)
     job.submit()
@@ -204,10 +204,10 @@ def test_job_continues_without_a_lost_machine(slurm, training, undisturbed):
     job.does(TOTAL - 1, size=2)
     job.ended_well()
     assert slurm.shown(job.job)["Restarts"] == "0"
-    job.assert_same_bits(undisturbed)
+    job.assert_same_bits(reference_steps)
 
 
-def test_job_is_requeued_without_its_lost_first_machine(slurm, training, undisturbed):
+def test_job_is_requeued_without_its_lost_first_machine(slurm, training, reference_steps):
     job = training("headless")
     job.allow(5)
     job.submit()
@@ -220,4 +220,4 @@ def test_job_is_requeued_without_its_lost_first_machine(slurm, training, undistu
     assert shown["Restarts"] == "1"
     assert first not in parse_host_list(shown["NodeList"])
     assert job.starts()[1] >= 4
-    job.assert_same_bits(undisturbed)
+    job.assert_same_bits(reference_steps)

@@ -22,7 +22,7 @@ from peerstore.server.store_client import Client, connect_to_agent
 from peerstore.server.store_server import serve_store
 from peerstore.settings import AgentPaths, StoreSettings
 from peerstore.shard_records import ShardKey
-from tests.support.leaks import own_name
+from tests.support.leaks import process_prefix
 from tieredckpt.cli.tier_client import open_tier_client
 from tieredckpt.settings import settings_from_mapping
 
@@ -62,59 +62,61 @@ def status_of(user, work):
 
 
 @pytest.fixture
-def trap():
+def planted_directory():
     """Where a victim's agent would be, and the attacker's is."""
-    place = AgentPaths(Path("/dev/shm") / (own_name("tieredckpt") + uuid.uuid4().hex[:8]))
+    place = AgentPaths(Path("/dev/shm") / (process_prefix("tieredckpt") + uuid.uuid4().hex[:8]))
 
-    def everybody(connection):
+    def accept_any_peer(connection):
         return process_identity(peerstore.server.store_server.peer_credentials(connection)[0])
 
-    def lie_in_wait():
-        peerstore.server.store_server._peer = everybody
+    def serve_attacker():
+        peerstore.server.store_server._peer = accept_any_peer
         place.directory.mkdir(mode=0o700)
         serve_store(place, StoreSettings(budget="64MiB"), version="trap")
 
-    with process_of(ATTACKER, lie_in_wait) as attacker:
+    with process_of(ATTACKER, serve_attacker) as attacker:
         deadline = time.monotonic() + 60
         while not place.socket.exists():
             assert time.monotonic() < deadline
             time.sleep(0.01)
 
-        def open_the_door():
+        def open_permissions():
             place.socket.chmod(0o777)
             place.directory.chmod(0o755)
 
-        assert status_of(ATTACKER, open_the_door) == 0
+        assert status_of(ATTACKER, open_permissions) == 0
         yield place
         os.kill(attacker, signal.SIGTERM)
         os.waitpid(attacker, 0)
     shutil.rmtree(place.directory, ignore_errors=True)
 
 
-def test_planted_directory_works_for_its_owner(trap):
+def test_planted_directory_works_for_its_owner(planted_directory):
     """The attacker himself can use it, so that it is refused for whose it is and not for being broken."""
 
     def use():
-        with contextlib.closing(Client(lambda: connect_to_agent(trap.socket), job="job", retry_s=0)) as client:
+        with contextlib.closing(
+            Client(lambda: connect_to_agent(planted_directory.socket), job="job", retry_s=0)
+        ) as client:
             client.claim("job", "a")
             client.lease(ShardKey("job", 1, 1, "a", 0, 0), 1 << 20, 1)
 
     assert status_of(ATTACKER, use) == 0
 
 
-def test_trainer_refuses_a_planted_directory(trap):
+def test_trainer_refuses_a_planted_directory(planted_directory):
     def train():
         with pytest.raises(PeerRefusedError, match="that nobody else can write to"):
-            connect_or_launch_agent(trap, ["/bin/false"])
+            connect_or_launch_agent(planted_directory, ["/bin/false"])
 
     assert status_of(VICTIM, train) == 0
 
 
-def test_link_to_the_victims_own_directory_is_refused(trap):
-    beside = trap.directory.with_name(trap.directory.name + "-link")
+def test_link_to_the_victims_own_directory_is_refused(planted_directory):
+    beside = planted_directory.directory.with_name(planted_directory.directory.name + "-link")
 
     def plant():
-        beside.symlink_to(trap.directory)
+        beside.symlink_to(planted_directory.directory)
 
     def train():
         with pytest.raises(PeerRefusedError, match="a link is none"):
@@ -127,9 +129,11 @@ def test_link_to_the_victims_own_directory_is_refused(trap):
         beside.unlink()
 
 
-def test_command_refuses_a_named_planted_directory(trap):
+def test_command_refuses_a_named_planted_directory(planted_directory):
     def look():
-        with open_tier_client(settings_from_mapping({"agent": {"directory": str(trap.directory)}})) as sight:
+        with open_tier_client(
+            settings_from_mapping({"agent": {"directory": str(planted_directory.directory)}})
+        ) as sight:
             assert sight.agent is None
             assert "that nobody else can write to" in sight.agent_error
 

@@ -9,8 +9,8 @@ import argparse
 import sys
 import time
 
-from tests.worlds.schedules import broken, run, schedule_of, shrunk
-from tests.worlds.spoiling import SPOILT, spoilt_rule
+from tests.worlds.schedules import find_violation, run, schedule_of, shrink_finding
+from tests.worlds.spoiling import SPOILT, break_rule
 from tests.worlds.supervising import Violation
 
 
@@ -20,17 +20,17 @@ def main() -> int:
     parser.add_argument("--seeds", type=int, nargs=2, metavar=("FIRST", "STOP"), default=(0, 1000))
     parser.add_argument("--break", dest="rule", choices=sorted(SPOILT), metavar="RULE", help="see spoiling.py")
     options = parser.parse_args()
-    with spoilt_rule(options.rule):
+    with break_rule(options.rule):
         if options.seed is not None:
-            return _one(options.seed)
-        return _many(*options.seeds)
+            return _run_one(options.seed)
+        return _run_many(*options.seeds)
 
 
-def _one(seed: int) -> int:
+def _run_one(seed: int) -> int:
     schedule = schedule_of(seed)
-    finding = broken(schedule)
+    finding = find_violation(schedule)
     if finding is not None:
-        schedule = shrunk(finding).schedule
+        schedule = shrink_finding(finding).schedule
     try:
         run(schedule, print)
     except Violation as violation:
@@ -39,12 +39,12 @@ def _one(seed: int) -> int:
     return 0
 
 
-def _many(first: int, stop: int) -> int:
+def _run_many(first: int, stop: int) -> int:
     began = time.perf_counter()
     for seed in range(first, stop):
-        finding = broken(schedule_of(seed))
+        finding = find_violation(schedule_of(seed))
         if finding is not None:
-            print(f"{shrunk(finding)}\nreplay: python -m tests.worlds --seed {seed}")
+            print(f"{shrink_finding(finding)}\nreplay: python -m tests.worlds --seed {seed}")
             return 1
     print(f"{stop - first} schedules, {(stop - first) / (time.perf_counter() - began):.0f} schedules/s")
     return 0

@@ -27,7 +27,7 @@ from elastic.world.world_state import (
     WorldPhase,
 )
 from tests.worlds.judging import Judge
-from tests.worlds.supervising import Seat, State, Supervisor, Violation
+from tests.worlds.supervising import RankState, SimulatedRank, SimulatedSupervisor, Violation
 
 _DELAYS_S = (0.0, 0.0, 0.01, 0.01, 0.05, 0.2, 1.0, 3.0)
 _AGAIN_S = (0.0, 0.5, 5.0, 60.0)
@@ -35,7 +35,7 @@ _MOST_MACHINES = 9
 _MOST_EVENTS = 800
 
 
-class Cluster:
+class SimulatedCluster:
     def __init__(
         self,
         seed: int,
@@ -52,7 +52,7 @@ class Cluster:
         self.now_s = 0.0
         self._queue: list[tuple[float, int, Callable[[], None]]] = []
         self._number = itertools.count()
-        self.machines: dict[str, Supervisor] = {}
+        self.machines: dict[str, SimulatedSupervisor] = {}
         self.cursed: set[str] = set()
         self.standing: dict[int, set[tuple[str, int]]] = {}
         self.formed: dict[int, FormWorld] = {}
@@ -161,7 +161,7 @@ class Cluster:
             machine.orders_until_s = at_s
             self.at(at_s, partial(self._arrive, machine, action, self.coordinator))
 
-    def _addressed(self, action: WorldAction) -> list[Supervisor]:
+    def _addressed(self, action: WorldAction) -> list[SimulatedSupervisor]:
         if isinstance(action, FormWorld):
             return [self.machines[node] for node in action.nodes if node in self.machines]
         if isinstance(action, (BreakWorld, PauseWorld)):
@@ -169,7 +169,7 @@ class Cluster:
         machine = self.machines.get(getattr(action, "node", ""))
         return [machine] if machine is not None and machine.life == action.generation else []
 
-    def _arrive(self, machine: Supervisor, action: WorldAction, coordinator: int) -> None:
+    def _arrive(self, machine: SimulatedSupervisor, action: WorldAction, coordinator: int) -> None:
         if machine.up and self.machines.get(machine.node) is machine and coordinator == self.coordinator:
             machine.obey(action)
 
@@ -183,35 +183,35 @@ class Cluster:
         before = self.machines.get(node)
         if before is None or not before.up:
             self.judge.happened(fault=before is not None)
-            self.machines[node] = Supervisor(self, node, 1 if before is None else before.life + 1)
+            self.machines[node] = SimulatedSupervisor(self, node, 1 if before is None else before.life + 1)
 
-    def kill(self, machine: Supervisor, *, noticed: bool = True) -> None:
+    def kill(self, machine: SimulatedSupervisor, *, noticed: bool = True) -> None:
         machine.die()
         if noticed:
             self.judge.happened()
             self.after(self.rng.choice((0.5, 2.0, 10.0)), lambda: self.post(self._lost(machine)))
 
     @staticmethod
-    def _lost(machine: Supervisor) -> NodeLost:
+    def _lost(machine: SimulatedSupervisor) -> NodeLost:
         return NodeLost(machine.node, machine.life, "no heartbeat")
 
-    def mistake(self, machine: Supervisor) -> None:
+    def mistake(self, machine: SimulatedSupervisor) -> None:
         """Taken for dead, and alive: it learns of that some time, and begins a new life."""
         self.judge.happened()
         self.post(self._lost(machine))
         self.after(self.rng.choice((4.0, 20.0)), lambda: self._begin_again(machine))
 
-    def _begin_again(self, machine: Supervisor) -> None:
+    def _begin_again(self, machine: SimulatedSupervisor) -> None:
         if machine.up and self.machines[machine.node] is machine:
             machine.die()
             self.boot(machine.node)
 
-    def hang(self, machine: Supervisor, seat: Seat) -> None:
-        seat.state = State.HUNG
+    def hang(self, machine: SimulatedSupervisor, seat: SimulatedRank) -> None:
+        seat.state = RankState.HUNG
         self.judge.happened()
         self._notice(machine, seat)
 
-    def _notice(self, machine: Supervisor, seat: Seat) -> None:
+    def _notice(self, machine: SimulatedSupervisor, seat: SimulatedRank) -> None:
         who = (machine.node, seat.number) if self.rng.random() < 0.6 else ("", -1)
         hang = HangDetected(machine.epoch, "no step for 10 s", *who)
         self.after(10.0, lambda: self.post(hang))
@@ -224,12 +224,12 @@ class Cluster:
         for node in nodes:
             self.after(seconds + 0.001, lambda machine=self.machines[node]: self._taken(machine, deadline_s))
 
-    def _taken(self, machine: Supervisor, deadline_s: float) -> None:
+    def _taken(self, machine: SimulatedSupervisor, deadline_s: float) -> None:
         self.judge.taken(machine.node, machine.life, deadline_s, self.world)
         if machine.up and self.machines[machine.node] is machine:
             self.kill(machine)
 
-    def released(self, machine: Supervisor) -> None:
+    def released(self, machine: SimulatedSupervisor) -> None:
         if not self.calm and self.rng.random() < 0.3:
             self.after(30.0, lambda: self.boot(machine.node))
 
@@ -246,7 +246,7 @@ class Cluster:
         self._heed(actions, lambda: self.judge.rebuilt(self.world, actions, self.now_s))
         for machine in self.machines.values():
             for seat in machine.seats if machine.up else ():
-                if seat.state is State.HUNG:  # nobody gets on, as another coordinator will see, too
+                if seat.state is RankState.HUNG:  # nobody gets on, as another coordinator will see, too
                     self._notice(machine, seat)
 
     def all_finish(self) -> None:
@@ -258,7 +258,7 @@ class Cluster:
 
     # -- steps that all agree on --------------------------------------------------------------------------------------
 
-    def stand(self, machine: Supervisor, seat: Seat) -> None:
+    def stand(self, machine: SimulatedSupervisor, seat: SimulatedRank) -> None:
         epoch = machine.epoch
         standing = self.standing.setdefault(epoch, set())
         standing.add((machine.node, seat.number))
@@ -266,7 +266,7 @@ class Cluster:
             for node in self.formed[epoch].nodes:
                 self.after(self.leaving_s(), lambda one=self.machines[node]: self._seal(one, epoch))
 
-    def _seal(self, machine: Supervisor, epoch: int) -> None:
+    def _seal(self, machine: SimulatedSupervisor, epoch: int) -> None:
         if machine.up and machine.epoch == epoch:
             machine.seal(stop=epoch in self.stops)
 
@@ -287,6 +287,6 @@ class Cluster:
             raise Violation(f"nothing is left to happen, and the job is {world.phase.value}: {world.reason}")
         for node in world.ranked_nodes:
             states = [seat.state for seat in self.machines[node].seats]
-            if states != [State.TRAINING] * self.nproc or self.machines[node].epoch != world.epoch:
+            if states != [RankState.TRAINING] * self.nproc or self.machines[node].epoch != world.epoch:
                 raise Violation(f"{node} is in epoch {world.epoch}, its ranks are {[state.value for state in states]}")
         self.judge.at_rest(world, self.now_s)

@@ -11,14 +11,14 @@ from dataclasses import dataclass
 
 from elastic.world.scaling_policy import ScalingPolicy
 from elastic.world.world_state import JobStopRequested, ResizeRequested
-from tests.worlds.cluster import Cluster
-from tests.worlds.supervising import State, Supervisor, Violation
+from tests.worlds.cluster import SimulatedCluster
+from tests.worlds.supervising import RankState, SimulatedSupervisor, Violation
 
 _GAPS_S = (0.0, 0.0, 0.02, 0.5, 0.5, 2.0, 5.0, 5.0, 20.0, 60.0, 200.0)
 
 
 @dataclass(frozen=True)
-class Happening:
+class ScheduledEvent:
     gap_s: float
     """Time that passes before it."""
     kind: str
@@ -36,7 +36,7 @@ class Schedule:
     nodes: int
     nproc: int
     spares: int
-    happenings: tuple[Happening, ...]
+    happenings: tuple[ScheduledEvent, ...]
 
 
 @dataclass
@@ -85,16 +85,16 @@ def schedule_of(seed: int, kinds: Sequence[str] = ()) -> Schedule:
     nodes = max(1, policy.max_replicas + rng.choice((-2, -1, 0, 0, 1, 2)))
     weights = [weight for weight, _ in KINDS.values()]
     drawn = kinds or rng.choices(list(KINDS), weights, k=rng.randint(3, 12))
-    happenings = [Happening(30.0, "wait")] if rng.random() < 0.8 else []
+    happenings = [ScheduledEvent(30.0, "wait")] if rng.random() < 0.8 else []
     happenings += [
-        Happening(rng.choice(_GAPS_S), kind, rng.randrange(1 << 16), rng.randrange(1 << 16)) for kind in drawn
+        ScheduledEvent(rng.choice(_GAPS_S), kind, rng.randrange(1 << 16), rng.randrange(1 << 16)) for kind in drawn
     ]
     return Schedule(seed, policy, nodes, rng.choice((1, 2, 2)), rng.choice((0, 0, 1)), tuple(happenings))
 
 
-def run(schedule: Schedule, say: Callable[[str], None] | None = None) -> Cluster:
+def run(schedule: Schedule, say: Callable[[str], None] | None = None) -> SimulatedCluster:
     """Play it, and see whether the cluster comes to rest as it should. Raises :class:`Violation`."""
-    cluster = Cluster(
+    cluster = SimulatedCluster(
         schedule.seed, schedule.policy, nodes=schedule.nodes, nproc=schedule.nproc, spares=schedule.spares, say=say
     )
     for happening in schedule.happenings:
@@ -105,7 +105,7 @@ def run(schedule: Schedule, say: Callable[[str], None] | None = None) -> Cluster
     return cluster
 
 
-def broken(schedule: Schedule) -> Finding | None:
+def find_violation(schedule: Schedule) -> Finding | None:
     try:
         run(schedule)
     except Violation as violation:
@@ -115,14 +115,14 @@ def broken(schedule: Schedule) -> Finding | None:
     return None
 
 
-def shrunk(finding: Finding) -> Finding:
+def shrink_finding(finding: Finding) -> Finding:
     """The same kind of failure with as few happenings as dropping one after the other leaves."""
     number = 0
     while number < len(finding.schedule.happenings):
         schedule = finding.schedule
         kept = schedule.happenings[:number] + schedule.happenings[number + 1 :]
         fewer = Schedule(schedule.seed, schedule.policy, schedule.nodes, schedule.nproc, schedule.spares, kept)
-        found = broken(fewer)
+        found = find_violation(fewer)
         if found is None:
             number += 1
         else:
@@ -133,56 +133,56 @@ def shrunk(finding: Finding) -> Finding:
 # -- what can happen --------------------------------------------------------------------------------------------------
 
 
-def _one(cluster: Cluster, happening: Happening, *, up: bool = True) -> Supervisor | None:
+def _node_of(cluster: SimulatedCluster, happening: ScheduledEvent, *, up: bool = True) -> SimulatedSupervisor | None:
     machines = [machine for machine in cluster.machines.values() if machine.up is up]
     return machines[happening.one % len(machines)] if machines else None
 
 
-def _kill_node(cluster: Cluster, happening: Happening) -> None:
-    machine = _one(cluster, happening)
+def _kill_node(cluster: SimulatedCluster, happening: ScheduledEvent) -> None:
+    machine = _node_of(cluster, happening)
     if machine is not None:
         cluster.kill(machine)
         if happening.other % 2:
             cluster.after(1.0 + happening.other % 40, lambda: cluster.boot(machine.node))
 
 
-def _kill_rank(cluster: Cluster, happening: Happening) -> None:
-    machine = _one(cluster, happening)
+def _kill_rank(cluster: SimulatedCluster, happening: ScheduledEvent) -> None:
+    machine = _node_of(cluster, happening)
     if machine is not None:
         cluster.judge.happened()
         machine.lose_rank(machine.seats[happening.other % cluster.nproc])
 
 
-def _hang(cluster: Cluster, happening: Happening) -> None:
-    machine = _one(cluster, happening)
+def _hang(cluster: SimulatedCluster, happening: ScheduledEvent) -> None:
+    machine = _node_of(cluster, happening)
     if machine is not None:
         seat = machine.seats[happening.other % cluster.nproc]
-        if seat.state is State.TRAINING:
+        if seat.state is RankState.TRAINING:
             cluster.hang(machine, seat)
 
 
-def _fault(cluster: Cluster, happening: Happening) -> None:
-    machine = _one(cluster, happening)
+def _fault(cluster: SimulatedCluster, happening: ScheduledEvent) -> None:
+    machine = _node_of(cluster, happening)
     if machine is not None:
         cluster.judge.happened()
         machine.report_fault(machine.seats[happening.other % cluster.nproc])
 
 
-def _final(cluster: Cluster, happening: Happening) -> None:
+def _final_fault(cluster: SimulatedCluster, happening: ScheduledEvent) -> None:
     """A rank whose loss is never finite."""
-    machine = _one(cluster, happening)
+    machine = _node_of(cluster, happening)
     if machine is not None:
         cluster.judge.happened()
         machine.report_fault(machine.seats[happening.other % cluster.nproc], final=True)
 
 
-def _mistake(cluster: Cluster, happening: Happening) -> None:
-    machine = _one(cluster, happening)
+def _wrong_loss(cluster: SimulatedCluster, happening: ScheduledEvent) -> None:
+    machine = _node_of(cluster, happening)
     if machine is not None:
         cluster.mistake(machine)
 
 
-def _take(cluster: Cluster, happening: Happening) -> None:
+def _preempt(cluster: SimulatedCluster, happening: ScheduledEvent) -> None:
     machines = [machine.node for machine in cluster.machines.values() if machine.up]
     if machines:
         first = happening.one % len(machines)
@@ -190,61 +190,61 @@ def _take(cluster: Cluster, happening: Happening) -> None:
         cluster.take(tuple(machines[first : first + count]), (0.5, 5.0, 40.0, 150.0)[happening.other // 2 % 4])
 
 
-def _join(cluster: Cluster, happening: Happening) -> None:
+def _join(cluster: SimulatedCluster, happening: ScheduledEvent) -> None:
     if len(cluster.machines) < 9:
         cluster.boot()
 
 
-def _return(cluster: Cluster, happening: Happening) -> None:
-    machine = _one(cluster, happening, up=False)
+def _return(cluster: SimulatedCluster, happening: ScheduledEvent) -> None:
+    machine = _node_of(cluster, happening, up=False)
     if machine is not None:
         cluster.boot(machine.node)
 
 
-def _resize(cluster: Cluster, happening: Happening) -> None:
+def _resize(cluster: SimulatedCluster, happening: ScheduledEvent) -> None:
     cluster.judge.happened(fault=False)
     cluster.post(ResizeRequested((None, 1, 2, 3, 4)[happening.one % 5]))
 
 
-def _stop(cluster: Cluster, happening: Happening) -> None:
+def _stop(cluster: SimulatedCluster, happening: ScheduledEvent) -> None:
     cluster.post(JobStopRequested("a person", cluster.now_s + 20.0 if happening.one % 2 else None))
 
 
-def _forget(cluster: Cluster, happening: Happening) -> None:
+def _restart_coordinator(cluster: SimulatedCluster, happening: ScheduledEvent) -> None:
     cluster.begin_again()
 
 
-def _curse(cluster: Cluster, happening: Happening) -> None:
+def _break_node(cluster: SimulatedCluster, happening: ScheduledEvent) -> None:
     """From now on, no process that this machine starts gets anywhere."""
-    machine = _one(cluster, happening)
+    machine = _node_of(cluster, happening)
     if machine is not None and not cluster.cursed:
         cluster.cursed.add(machine.node)
         cluster.judge.happened()
         machine.lose_rank(machine.seats[0])
 
 
-def _finish(cluster: Cluster, happening: Happening) -> None:
+def _finish(cluster: SimulatedCluster, happening: ScheduledEvent) -> None:
     cluster.all_finish()
 
 
-def _wait(cluster: Cluster, happening: Happening) -> None:
+def _wait(cluster: SimulatedCluster, happening: ScheduledEvent) -> None:
     pass
 
 
-KINDS: dict[str, tuple[int, Callable[[Cluster, Happening], None]]] = {
+KINDS: dict[str, tuple[int, Callable[[SimulatedCluster, ScheduledEvent], None]]] = {
     "kill node": (5, _kill_node),
     "kill rank": (5, _kill_rank),
     "hang": (3, _hang),
     "fault": (3, _fault),
-    "final": (0.3, _final),
-    "mistake": (2, _mistake),
-    "take": (4, _take),
+    "final": (0.3, _final_fault),
+    "mistake": (2, _wrong_loss),
+    "take": (4, _preempt),
     "join": (3, _join),
     "return": (3, _return),
     "resize": (1, _resize),
     "stop": (0.2, _stop),
-    "forget": (1, _forget),
-    "curse": (0.5, _curse),
+    "forget": (1, _restart_coordinator),
+    "curse": (0.5, _break_node),
     "finish": (0.3, _finish),
     "wait": (2, _wait),
 }

@@ -24,14 +24,14 @@ from elastic.world.world_state import (
 )
 
 if TYPE_CHECKING:
-    from tests.worlds.cluster import Cluster
+    from tests.worlds.cluster import SimulatedCluster
 
 
 class Violation(Exception):
     """Something happened that must not, whatever was done to the cluster."""
 
 
-class State(enum.Enum):
+class RankState(enum.Enum):
     WARMING = "warming"
     READY = "ready"
     TRAINING = "training"
@@ -41,23 +41,23 @@ class State(enum.Enum):
     DONE = "done"
 
 
-INSIDE = (State.TRAINING, State.SEALED, State.HUNG, State.DONE)
+INSIDE = (RankState.TRAINING, RankState.SEALED, RankState.HUNG, RankState.DONE)
 
 
 @dataclass(eq=False)
-class Seat:
+class SimulatedRank:
     number: int
-    state: State = State.WARMING
+    state: RankState = RankState.WARMING
     process: int = 0
     """Which process sits there: what was to happen to an earlier one does not happen."""
 
 
-class Supervisor:
-    def __init__(self, cluster: Cluster, node: str, life: int) -> None:
+class SimulatedSupervisor:
+    def __init__(self, cluster: SimulatedCluster, node: str, life: int) -> None:
         self.cluster, self.node, self.life = cluster, node, life
         self.up = True
         self.births, self.spares = cluster.nproc, cluster.spares
-        self.seats = [Seat(number) for number in range(cluster.nproc)]
+        self.seats = [SimulatedRank(number) for number in range(cluster.nproc)]
         self.epoch = -1
         self.places: tuple[str, ...] = ()
         self.restarts = 0
@@ -68,30 +68,30 @@ class Supervisor:
 
     # -- what is done to it -------------------------------------------------------------------------------------------
 
-    def lose_rank(self, seat: Seat, reason: str = "exit 1") -> None:
-        if seat.state is not State.DEAD:
-            seat.state = State.DEAD
+    def lose_rank(self, seat: SimulatedRank, reason: str = "exit 1") -> None:
+        if seat.state is not RankState.DEAD:
+            seat.state = RankState.DEAD
             seat.process += 1
             self.cluster.post(RankLost(self.node, self.life, self.births, seat.number, reason))
 
-    def report_fault(self, seat: Seat, *, final: bool = False) -> None:
+    def report_fault(self, seat: SimulatedRank, *, final: bool = False) -> None:
         why = "a loss that is not finite"
         self.cluster.post(RankFault(self.node, self.life, self.epoch, seat.number, why, final))
 
     def finish(self) -> None:
-        if all(seat.state is State.TRAINING for seat in self.seats):
+        if all(seat.state is RankState.TRAINING for seat in self.seats):
             for seat in self.seats:
-                seat.state = State.DONE
+                seat.state = RankState.DONE
             self.cluster.post(NodeFinished(self.node, self.life, self.epoch))
 
     def die(self) -> None:
         self.up = False
         for seat in self.seats:
-            seat.state, seat.process = State.DEAD, seat.process + 1
+            seat.state, seat.process = RankState.DEAD, seat.process + 1
 
     def report(self) -> RejoinReport:
-        lost = tuple(seat.number for seat in self.seats if seat.state is State.DEAD)
-        ready = all(seat.state is State.READY for seat in self.seats)
+        lost = tuple(seat.number for seat in self.seats if seat.state is RankState.DEAD)
+        ready = all(seat.state is RankState.READY for seat in self.seats)
         return RejoinReport(
             self.node,
             self.life,
@@ -103,7 +103,7 @@ class Supervisor:
             self.restarts,
             ready,
             lost,
-            all(seat.state is State.DONE for seat in self.seats),
+            all(seat.state is RankState.DONE for seat in self.seats),
         )
 
     # -- what it is told ----------------------------------------------------------------------------------------------
@@ -115,7 +115,7 @@ class Supervisor:
             self._leave()
         elif isinstance(action, PauseWorld) and action.epoch == self.epoch:
             for seat in self.seats:
-                if seat.state is State.TRAINING:
+                if seat.state is RankState.TRAINING:
                     self._later(seat, self.cluster.step_s(), self._stand)
         elif isinstance(action, RespawnRanks):
             for number in action.local_ranks:
@@ -125,7 +125,7 @@ class Supervisor:
             self._respawn(self.seats[action.local_rank], warm=True)
         elif isinstance(action, RespawnStragglers):
             for seat in self.seats:
-                if seat.state is not State.READY:
+                if seat.state is not RankState.READY:
                     self._respawn(seat)
             self._say_ready()
         elif isinstance(action, ReleaseNode):
@@ -139,61 +139,61 @@ class Supervisor:
                 raise Violation(
                     f"rank {seat.number} of {self.node} is told of epoch {form.epoch} and is in another one"
                 )
-            if seat.state is State.READY:
-                seat.state = State.TRAINING
+            if seat.state is RankState.READY:
+                seat.state = RankState.TRAINING
             else:
-                seat.state, seat.process = State.DEAD, seat.process + 1
+                seat.state, seat.process = RankState.DEAD, seat.process + 1
                 self.cluster.post(RankLost(self.node, self.life, self.births, seat.number, "was not there"))
 
     def _leave(self) -> None:
         for seat in self.seats:
-            if seat.state in (State.TRAINING, State.SEALED):
+            if seat.state in (RankState.TRAINING, RankState.SEALED):
                 self._later(seat, self.cluster.leaving_s(), self._be_ready)
-            elif seat.state is State.DONE:
+            elif seat.state is RankState.DONE:
                 self.lose_rank(seat, "finished, but the others have not")
         self._say_ready()
 
-    def _stand(self, seat: Seat) -> None:
-        if seat.state is State.TRAINING:
+    def _stand(self, seat: SimulatedRank) -> None:
+        if seat.state is RankState.TRAINING:
             self.cluster.stand(self, seat)
 
     def seal(self, *, stop: bool) -> None:
         """All ranks of the epoch stand at one step."""
         for seat in self.seats:
-            if seat.state is not State.TRAINING:
+            if seat.state is not RankState.TRAINING:
                 return
         for seat in self.seats:
-            seat.state = State.SEALED
+            seat.state = RankState.SEALED
             if not stop:
                 self._later(seat, self.cluster.leaving_s(), self._be_ready)
         self.cluster.post(NodeSealed(self.node, self.life, self.epoch))
 
     # -- processes ----------------------------------------------------------------------------------------------------
 
-    def _respawn(self, seat: Seat, *, warm: bool = False) -> None:
+    def _respawn(self, seat: SimulatedRank, *, warm: bool = False) -> None:
         self.births += 1
         self._warm(seat, self.cluster.leaving_s() if warm else None)
 
-    def _warm(self, seat: Seat, delay_s: float | None = None) -> None:
-        seat.state, seat.process = State.WARMING, seat.process + 1
+    def _warm(self, seat: SimulatedRank, delay_s: float | None = None) -> None:
+        seat.state, seat.process = RankState.WARMING, seat.process + 1
         delay_s = self.cluster.warming_s() if delay_s is None else delay_s
         cursed = self.node in self.cluster.cursed
         self._later(seat, delay_s, self._fail if cursed else self._be_ready)
 
-    def _fail(self, seat: Seat) -> None:
+    def _fail(self, seat: SimulatedRank) -> None:
         self.cluster.judge.happened()
         self.lose_rank(seat)
 
-    def _be_ready(self, seat: Seat) -> None:
-        if seat.state is not State.HUNG:
-            seat.state = State.READY
+    def _be_ready(self, seat: SimulatedRank) -> None:
+        if seat.state is not RankState.HUNG:
+            seat.state = RankState.READY
             self._say_ready()
 
     def _say_ready(self) -> None:
-        if all(seat.state is State.READY for seat in self.seats):
+        if all(seat.state is RankState.READY for seat in self.seats):
             self.cluster.post(NodeReady(self.node, self.life, self.births, self.epoch, self.spares))
 
-    def _later(self, seat: Seat, delay_s: float, what) -> None:
+    def _later(self, seat: SimulatedRank, delay_s: float, what) -> None:
         process, epoch = seat.process, self.epoch
 
         def then() -> None:

@@ -7,17 +7,17 @@ from collections import Counter
 import pytest
 
 from elastic.world.world_state import WorldPhase
-from tests.worlds.schedules import KINDS, broken, run, schedule_of, shrunk
+from tests.worlds.schedules import KINDS, find_violation, run, schedule_of, shrink_finding
 
 IN_A_TEST_RUN = 2_000
 """``make nightly`` runs a hundred times as many, and these among them."""
 
 
-def hold(first: int, count: int) -> None:
+def assert_invariants(first: int, count: int) -> None:
     for seed in range(first, first + count):
-        finding = broken(schedule_of(seed))
+        finding = find_violation(schedule_of(seed))
         if finding is not None:
-            pytest.fail(f"{shrunk(finding)}\nreplay: python -m tests.worlds --seed {seed}")
+            pytest.fail(f"{shrink_finding(finding)}\nreplay: python -m tests.worlds --seed {seed}")
 
 
 def test_seed_determines_the_schedule_and_its_run():
@@ -39,4 +39,4 @@ def test_schedules_cover_every_event_and_every_end():
 
 @pytest.mark.timeout(1800)
 def test_random_schedules_keep_the_invariants():
-    hold(0, IN_A_TEST_RUN)
+    assert_invariants(0, IN_A_TEST_RUN)

@@ -4,19 +4,19 @@ from __future__ import annotations
 
 import pytest
 
-from tests.worlds.schedules import Finding, broken, schedule_of
-from tests.worlds.spoiling import SPOILT, spoilt_rule
+from tests.worlds.schedules import Finding, find_violation, schedule_of
+from tests.worlds.spoiling import SPOILT, break_rule
 
 ENOUGH = 100
 """Schedules within which each broken rule shows."""
 
 
-def found(name: str) -> Finding:
+def find_violation_of(name: str) -> Finding:
     """The first schedule in which the broken rule shows as it is to."""
     rule = SPOILT[name]
-    with spoilt_rule(name):
+    with break_rule(name):
         for seed in range(ENOUGH):
-            finding = broken(schedule_of(seed, rule.kinds))
+            finding = find_violation(schedule_of(seed, rule.kinds))
             if finding is not None and rule.noticed in str(finding.violation):
                 return finding
     pytest.fail(f"{ENOUGH} schedules, and nothing says {rule.noticed!r}")
@@ -24,4 +24,4 @@ def found(name: str) -> Finding:
 
 @pytest.mark.parametrize("name", SPOILT)
 def test_broken_rule_is_detected_and_a_correct_one_passes(name):
-    assert broken(found(name).schedule) is None
+    assert find_violation(find_violation_of(name).schedule) is None

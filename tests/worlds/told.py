@@ -11,7 +11,7 @@ from elastic.world.world_state import NodeJoined, NodeReady, NodeSealed, Tick, W
 A = TypeVar("A")
 
 
-class Told:
+class ReconcilerDriver:
     def __init__(
         self, policy: ScalingPolicy, nodes: str = "", *, nproc: int = 2, spares: int = 0, requested_step=None
     ) -> None:

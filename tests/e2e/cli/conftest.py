@@ -5,15 +5,15 @@ from dataclasses import dataclass
 
 import pytest
 
-from tests.support.bits import zeroed
-from tests.support.jobs import Job, state_at
+from tests.support.bits import zeros_like_state
+from tests.support.jobs import CheckpointJob, state_at
 from tieredckpt.cli import main
 from tieredckpt.session.session import close_sessions
 from tieredckpt.settings import DurableSettings
 
 
 @dataclass(frozen=True)
-class Said:
+class CommandOutput:
     code: int
     out: str
     err: str
@@ -30,7 +30,7 @@ def cli(capsys):
     def run(*arguments):
         capsys.readouterr()
         code = main([str(argument) for argument in arguments])
-        return Said(code, *capsys.readouterr())
+        return CommandOutput(code, *capsys.readouterr())
 
     return run
 
@@ -43,13 +43,13 @@ def durable(tmp_path):
 @pytest.fixture
 def job(agent_dir, durable):
     """Steps 1 to 3, all of them durable; the last two in memory too."""
-    job = Job(agent_dir, durable, "llama")
+    job = CheckpointJob(agent_dir, durable, "llama")
     job.save(1, 2, 3)
     return job
 
 
 @pytest.fixture
-def flip():
+def flip_byte_of():
     """Change one bit of a file."""
 
     def change(path, at=5000):
@@ -86,16 +86,16 @@ def slot_of(agent_dir):
 
 
 @pytest.fixture
-def branched(agent_dir, durable):
+def branched_job(agent_dir, durable):
     """A first run saved steps 1 to 4, and a second one continued from step 2 and saved step 3.
 
     Steps 3 and 4 of the first run were left behind.
     """
-    job = Job(agent_dir, durable, "branched")
+    job = CheckpointJob(agent_dir, durable, "branched")
     job.save(1, 2, 3, 4, keep_last=9)
     close_sessions()
     with job.checkpointer(keep_last=9) as ckpt:
-        assert ckpt.restore(zeroed(state_at(2)), 2) == 2
+        assert ckpt.restore(zeros_like_state(state_at(2)), 2) == 2
         ckpt.save(state_at(3), 3).wait()
         assert ckpt.wait("durable", timeout_s=60)
     close_sessions()

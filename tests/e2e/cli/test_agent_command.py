@@ -8,13 +8,13 @@ from tieredckpt.session.session import close_sessions
 pytestmark = [pytest.mark.filterwarnings("ignore:torch.distributed is disabled"), pytest.mark.e2e]
 
 
-def of(cli, directory):
+def agent_row(cli, directory):
     (row,) = [one for one in cli("agent", "ls", "--json").json["agents"] if one["directory"] == str(directory)]
     return row
 
 
 def test_agents_of_the_machine_are_listed(cli, job, agent_dir):
-    row = of(cli, agent_dir)
+    row = agent_row(cli, agent_dir)
     assert row["process"] == agent_pid(agent_dir)
     assert row["jobs"] == ["llama"]
     assert row["budget_bytes"] == 2 << 30
@@ -52,7 +52,7 @@ def test_restarted_agent_has_new_options_and_the_old_checkpoints(cli, job, agent
     said = cli("agent", "restart", "--json", "--budget", "3GiB")
     assert said.code == 0, said.err
     assert said.json == {"directory": str(agent_dir), "process": agent_pid(agent_dir), "before": before}
-    row = of(cli, agent_dir)
+    row = agent_row(cli, agent_dir)
     assert row["process"] != before
     assert row["budget_bytes"] == 3 << 30
     job.expect(3, tiers={"memory"})

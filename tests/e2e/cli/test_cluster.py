@@ -14,9 +14,9 @@ import termios
 import pytest
 
 from tests.e2e.peers.test_node_lost import restore, sharded
-from tests.support.clusters import cluster_of
-from tests.support.jobs import Job
-from tests.support.local_nodes import until
+from tests.support.clusters import make_cluster
+from tests.support.jobs import CheckpointJob
+from tests.support.local_nodes import wait_until
 from tieredckpt import Checkpointer
 
 pytestmark = [pytest.mark.filterwarnings("ignore:torch.distributed is disabled"), pytest.mark.e2e]
@@ -24,7 +24,7 @@ pytestmark = [pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 NODES = ["n1", "n2", "n3"]
 
 
-def save_well(job, steps):
+def save_replicated(job, steps):
     with Checkpointer(job, on_sigterm="ignore") as ckpt:
         for step in steps:
             ckpt.save(sharded(step), step).wait(copies=2, domains=2, timeout_s=60)
@@ -33,27 +33,27 @@ def save_well(job, steps):
 @contextlib.contextmanager
 def three_nodes(ranks):
     """Steps 5 to 7 in the memory of three nodes in three racks, two copies of each part."""
-    with cluster_of(ranks, *NODES, labels=lambda name: f"rack=r{name[1:]}") as made:
-        made.run(NODES, save_well, [5, 6, 7])
+    with make_cluster(ranks, *NODES, labels=lambda name: f"rack=r{name[1:]}") as made:
+        made.run(NODES, save_replicated, [5, 6, 7])
         yield made
 
 
 @pytest.fixture(scope="module")
-def well(ranks):
+def healthy_cluster(ranks):
     """Three nodes to look at."""
     with three_nodes(ranks) as made:
         yield made
 
 
 @pytest.fixture
-def doomed(ranks):
+def expendable_cluster(ranks):
     """Three nodes of which some will be lost."""
     with three_nodes(ranks) as made:
         yield made
 
 
 @pytest.fixture
-def on(cli):
+def run_on(cli):
     """Run a command on the first of a cluster's nodes, or on another one."""
 
     def run(cluster, command, *arguments, node="n1"):
@@ -65,10 +65,10 @@ def on(cli):
 # -- status -----------------------------------------------------------------------------------------------------------
 
 
-def test_every_node_and_step_is_shown(well, on):
-    said = on(well, "status", "--cluster", "--json")
+def test_every_node_and_step_is_shown(healthy_cluster, run_on):
+    said = run_on(healthy_cluster, "status", "--cluster", "--json")
     assert said.code == 0
-    assert (said.json["job"], said.json["seen_from"], said.json["quorum"]) == (well.job, "n1", True)
+    assert (said.json["job"], said.json["seen_from"], said.json["quorum"]) == (healthy_cluster.job, "n1", True)
     nodes = {one["node"]: one for one in said.json["nodes"]}
     assert list(nodes) == NODES
     assert [one["state"] for one in nodes.values()] == ["alive"] * 3
@@ -81,18 +81,21 @@ def test_every_node_and_step_is_shown(well, on):
     assert said.json["complete"]
 
 
-def test_every_node_reports_the_same_steps(well, on):
-    seen = [on(well, "status", well.job, "--cluster", "--json", node=name).json["steps"] for name in NODES]
+def test_every_node_reports_the_same_steps(healthy_cluster, run_on):
+    seen = [
+        run_on(healthy_cluster, "status", healthy_cluster.job, "--cluster", "--json", node=name).json["steps"]
+        for name in NODES
+    ]
     assert seen[0] == seen[1] == seen[2]
 
 
-def test_cluster_tables_show_the_status(well, on):
-    def shown():
-        return on(well, "status", "--cluster").out.splitlines()
+def test_cluster_tables_show_the_status(healthy_cluster, run_on):
+    def status_lines():
+        return run_on(healthy_cluster, "status", "--cluster").out.splitlines()
 
-    until(lambda: "protected up to step 7" in shown(), "the first node has heard that step 7 is settled")
-    lines = shown()
-    assert lines[0].startswith(f"{well.job}  2 copies wanted")
+    wait_until(lambda: "protected up to step 7" in status_lines(), "the first node has heard that step 7 is settled")
+    lines = status_lines()
+    assert lines[0].startswith(f"{healthy_cluster.job}  2 copies wanted")
     assert lines[1] == "n1 sees 3 of 3 nodes: n1, n2, n3"
     assert lines[2:4] == ["protected up to step 7", ""]
     assert lines[4].split()[:7] == ["NODE", "STATE", "RACK", "STEPS", "PARTS", "OWN", "COPIES"]
@@ -101,38 +104,38 @@ def test_cluster_tables_show_the_status(well, on):
     assert "3 of 3  2 copies in 2 racks" in seven
 
 
-def test_lost_node_differs_from_an_empty_one(doomed, on):
-    doomed["n3"].lose()
-    said = on(doomed, "status", "--cluster", "--json")
+def test_lost_node_differs_from_an_empty_one(expendable_cluster, run_on):
+    expendable_cluster["n3"].lose()
+    said = run_on(expendable_cluster, "status", "--cluster", "--json")
     assert said.code == 5
     gone = said.json["nodes"][2]
     assert gone["node"] == "n3"
     assert gone["holds"] is None
     assert gone["unreachable"]
     assert not said.json["complete"]
-    shown = on(doomed, "status", "--cluster").out
+    shown = run_on(expendable_cluster, "status", "--cluster").out
     (row,) = [line.split() for line in shown.splitlines() if line.startswith("n3 ") and "could" not in line]
     assert row[-4:] == ["?"] * 4
     assert "n3 could not be asked, what it holds is not known: " in shown
 
 
-def test_status_shows_this_node_in_a_few_lines(well, on):
-    said = on(well, "status", "--json")
+def test_status_shows_this_node_in_a_few_lines(healthy_cluster, run_on):
+    said = run_on(healthy_cluster, "status", "--json")
     assert said.code == 0
     (row,) = said.json["jobs"]
-    assert (row["job"], row["newest_complete"], row["unreachable"]) == (well.job, 7, {})
+    assert (row["job"], row["newest_complete"], row["unreachable"]) == (healthy_cluster.job, 7, {})
     assert said.json["arena"]["sealed_bytes"] > 0
-    lines = on(well, "status").out.splitlines()
+    lines = run_on(healthy_cluster, "status").out.splitlines()
     assert lines[0].split()[0] == "agent"
     assert lines[1].startswith("memory  ")
-    assert lines[4].split()[:5] == [well.job, str(row["epoch"]), "0", str(row["steps_in_memory"]), "7"]
+    assert lines[4].split()[:5] == [healthy_cluster.job, str(row["epoch"]), "0", str(row["steps_in_memory"]), "7"]
 
 
 # -- whatif -----------------------------------------------------------------------------------------------------------
 
 
-def test_whatif_prediction_matches_the_restore(doomed, on):
-    said = on(doomed, "whatif", "--lose", "node:n2", "--json")
+def test_whatif_prediction_matches_the_restore(expendable_cluster, run_on):
+    said = run_on(expendable_cluster, "whatif", "--lose", "node:n2", "--json")
     assert said.code == 0
     foretold = said.json
     assert (foretold["fate"], foretold["step"], foretold["gone"]) == ("resumes", 7, [])
@@ -141,44 +144,44 @@ def test_whatif_prediction_matches_the_restore(doomed, on):
     nodes = {part: set(one["nodes"]) for one in foretold["reads"] for part in one["parts"]}
     assert set(nodes) == {0, 1, 2}
     assert all(one and "n2" not in one for one in nodes.values())
-    doomed["n2"].lose()
-    doomed.add("n4", "rack=r4")
-    for _tiers, used in doomed.run(["n1", "n4", "n3"], restore, foretold["step"]):
+    expendable_cluster["n2"].lose()
+    expendable_cluster.add("n4", "rack=r4")
+    for _tiers, used in expendable_cluster.run(["n1", "n4", "n3"], restore, foretold["step"]):
         assert set(used) <= {"n1", "n3", "n4"}
 
 
-def test_whatif_loses_a_rack_and_a_node_together(well, on):
-    said = on(well, "whatif", well.job, "--lose", "node:n1", "--lose", "rack:r3", "--json")
+def test_whatif_loses_a_rack_and_a_node_together(healthy_cluster, run_on):
+    said = run_on(healthy_cluster, "whatif", healthy_cluster.job, "--lose", "node:n1", "--lose", "rack:r3", "--json")
     assert said.code == 3
     assert (said.json["fate"], said.json["step"], said.json["nodes_lost"]) == ("nothing", None, ["n1", "n3"])
     assert said.json["step_now"] == 7
     assert said.json["gone"][0]["step"] == 7
     assert not said.json["quorum"]["enough"]
-    shown = on(well, "whatif", well.job, "--lose", "node:n1", "--lose", "rack:r3").out
+    shown = run_on(healthy_cluster, "whatif", healthy_cluster.job, "--lose", "node:n1", "--lose", "rack:r3").out
     assert "without node:n1 and rack:r3 (n1 and n3)" in shown
     assert "no whole step would be left" in shown
     assert "no quorum" in shown
 
 
-def test_unreachable_node_is_neither_present_nor_lost(doomed, on):
-    doomed["n3"].lose()
-    said = on(doomed, "whatif", "--lose", "node:n1", "--lose", "node:n2", "--json")
+def test_unreachable_node_is_neither_present_nor_lost(expendable_cluster, run_on):
+    expendable_cluster["n3"].lose()
+    said = run_on(expendable_cluster, "whatif", "--lose", "node:n1", "--lose", "node:n2", "--json")
     assert said.code == 5
     assert said.json["fate"] == "unknown"
     assert list(said.json["unknown"]) == ["n3"]
     assert 7 in said.json["perhaps"]
-    said = on(doomed, "whatif", "--lose", "node:n1", "--lose", "node:n2", "--lose", "node:n3", "--json")
+    said = run_on(expendable_cluster, "whatif", "--lose", "node:n1", "--lose", "node:n2", "--lose", "node:n3", "--json")
     assert said.code == 3
     assert (said.json["fate"], said.json["unknown"]) == ("nothing", {})
 
 
-def test_whatif_lists_losses_with_the_worst_first(well, on):
-    said = on(well, "whatif", "--each", "--json")
+def test_whatif_lists_losses_with_the_worst_first(healthy_cluster, run_on):
+    said = run_on(healthy_cluster, "whatif", "--each", "--json")
     assert said.code == 0
     names = [one["lost"] for one in said.json["losses"]]
     assert sorted(names) == sorted([[f"node:{name}"] for name in NODES] + [[f"rack:r{n}"] for n in (1, 2, 3)])
     assert {one["step"] for one in said.json["losses"]} == {7}
-    lines = on(well, "whatif", "--each").out.splitlines()
+    lines = run_on(healthy_cluster, "whatif", "--each").out.splitlines()
     assert lines[2].split()[:2] == ["IF", "LOST"]
     assert len(lines) == 3 + 6
 
@@ -193,8 +196,8 @@ def test_whatif_lists_losses_with_the_worst_first(well, on):
         (["--each", "--lose", "node:n1"], "say what is lost"),
     ],
 )
-def test_wrong_names(well, on, arguments, said):
-    answer = on(well, "whatif", *arguments)
+def test_wrong_names(healthy_cluster, run_on, arguments, said):
+    answer = run_on(healthy_cluster, "whatif", *arguments)
     assert answer.code == 2
     assert said in answer.err
 
@@ -227,7 +230,7 @@ def test_quarantined_and_durable_steps_are_reported(cli, job):
 
 
 def test_command_requires_a_name_with_several_jobs(cli, job, agent_dir, durable):
-    Job(agent_dir, durable, "other").save(9)
+    CheckpointJob(agent_dir, durable, "other").save(9)
     said = cli("status", "--cluster")
     assert said.code == 2
     assert "several jobs, name one: llama, other" in said.err
@@ -248,23 +251,23 @@ def test_cluster_is_unknown_without_an_agent(cli, agent_dir, command):
 # -- top --------------------------------------------------------------------------------------------------------------
 
 
-def test_top_prints_a_single_frame_without_a_terminal(well, on):
-    said = on(well, "top", "--json", "--once")
+def test_top_prints_a_single_frame_without_a_terminal(healthy_cluster, run_on):
+    said = run_on(healthy_cluster, "top", "--json", "--once")
     assert said.code == 0
-    assert (said.json["job"], said.json["steps"][-1]["step"]) == (well.job, 7)
+    assert (said.json["job"], said.json["steps"][-1]["step"]) == (healthy_cluster.job, 7)
     assert said.json["parts_lacking_copies"] == 0
     assert said.json["bytes_per_s"] is None
-    shown = on(well, "top").out
+    shown = run_on(healthy_cluster, "top").out
     assert "n1 sees 3 of 3 nodes" in shown
     assert "no copies lacking" in shown
 
 
-def started(*arguments, **more):
+def start_top(*arguments, **more):
     return subprocess.Popen([sys.executable, "-m", "tieredckpt", "top", *map(str, arguments)], **more)
 
 
 def test_top_streams_json_objects_until_interrupted(job, agent_dir):
-    process = started("--json", stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    process = start_top("--json", stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
     frames = [json.loads(process.stdout.readline()) for _ in range(3)]
     process.send_signal(signal.SIGINT)
     _, errors = process.communicate(timeout=30)
@@ -277,7 +280,7 @@ def test_top_streams_json_objects_until_interrupted(job, agent_dir):
 def test_top_restores_the_terminal(job, agent_dir):
     ours, theirs = pty.openpty()
     fcntl.ioctl(theirs, termios.TIOCSWINSZ, struct.pack("HHHH", 30, 90, 0, 0))
-    process = started(stdout=theirs, stderr=theirs, stdin=theirs, env={**os.environ, "TERM": "xterm"})
+    process = start_top(stdout=theirs, stderr=theirs, stdin=theirs, env={**os.environ, "TERM": "xterm"})
     os.close(theirs)
     shown = b""
     while b"nothing to upload" not in shown:

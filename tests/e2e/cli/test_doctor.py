@@ -4,7 +4,7 @@ import shutil
 
 import pytest
 
-from tests.support.jobs import Job, bucket_url, on_server
+from tests.support.jobs import CheckpointJob, bucket_url, durable_settings
 from tieredckpt.settings import DurableSettings
 from tieredckpt.tensors.device import accelerator
 
@@ -15,7 +15,7 @@ def verdicts(said):
     return {one["what"]: one["verdict"] for one in said.json["findings"]}
 
 
-def text(said, what):
+def finding_text(said, what):
     return next(one["text"] for one in said.json["findings"] if one["what"] == what)
 
 
@@ -42,7 +42,9 @@ def test_environment_that_prevents_nccl_recovery_is_named_with_its_reason(cli, a
     said = cli("doctor", "--json")
     assert said.code == 0, "who has no recovery within the process does not need it"
     assert verdicts(said)["NCCL environment"] == "note"
-    assert text(said, "NCCL environment").startswith("TORCH_NCCL_ASYNC_ERROR_HANDLING=3: NCCL's watchdog would end")
+    assert finding_text(said, "NCCL environment").startswith(
+        "TORCH_NCCL_ASYNC_ERROR_HANDLING=3: NCCL's watchdog would end"
+    )
 
 
 @pytest.mark.skipif(accelerator().device_count() > 0, reason="there is an accelerator")
@@ -50,14 +52,14 @@ def test_gpu_checks_fail_without_an_accelerator(cli, agent_dir):
     said = cli("doctor", "--gpu", "--json")
     assert said.code == 1
     assert (verdicts(said)["device"], verdicts(said)["device checks"]) == ("bad", "note")
-    assert "reports no accelerator" in text(said, "device")
+    assert "reports no accelerator" in finding_text(said, "device")
 
 
 def test_doctor_passes_with_an_agent_and_a_directory(cli, job, tmp_path):
     said = cli("doctor", "--json")
     assert said.code == 0
     assert verdicts(said)["agent"] == "good"
-    assert str(job.agent_dir) in text(said, "agent")
+    assert str(job.agent_dir) in finding_text(said, "agent")
     assert verdicts(said)["durable tier"] == "good", "known from the agent"
     assert verdicts(said)["conditional put"] == "good"
     assert not list((tmp_path / "durable").glob(".doctor*"))
@@ -70,19 +72,19 @@ def server(request):
 
 
 def test_a_bucket(cli, agent_dir, server):
-    job = Job(agent_dir, on_server(server))
+    job = CheckpointJob(agent_dir, durable_settings(server))
     job.save(1)
     said = cli("doctor", "--bandwidth", "--size", "6MiB", "--json")
     assert said.code == 0, said.out
     found = verdicts(said)
     assert found["credentials"] == "good"
-    assert text(said, "credentials") == "AKTI...ST from env, region us-east-1"
+    assert finding_text(said, "credentials") == "AKTI...ST from env, region us-east-1"
     assert found["durable tier"] == "good"
     assert found["conditional put"] == ("good" if server.keeps_conditions else "note")
     assert found["clock"] == "good"
     assert found["checksums"] in ("good", "note")
     assert found["bandwidth"] == "good"
-    assert "6.0 MiB in" in text(said, "bandwidth")
+    assert "6.0 MiB in" in finding_text(said, "bandwidth")
     with server.client() as client:
         prefix = job.settings.durable.url.split("/", 3)[3]
         keys = [one["Key"] for one in client.list_objects_v2(Bucket="checkpoints", Prefix=prefix)["Contents"]]
@@ -134,7 +136,7 @@ def test_a_killed_agents_slots_are_mentioned(cli, job):
     close_sessions()
     job.kill_agent()
     said = cli("doctor", "--json")
-    assert "slots of the last one are there" in text(said, "agent")
+    assert "slots of the last one are there" in finding_text(said, "agent")
 
 
 def test_wrong_settings(cli, agent_dir, monkeypatch):
@@ -147,7 +149,7 @@ def test_wrong_settings(cli, agent_dir, monkeypatch):
 
 def test_doctor_reports_a_failed_upload(cli, agent_dir, tmp_path):
     store = tmp_path / "store"
-    job = Job(agent_dir, DurableSettings(url=f"file://{store}", retry_s=0.0))
+    job = CheckpointJob(agent_dir, DurableSettings(url=f"file://{store}", retry_s=0.0))
     with job.checkpointer() as ckpt:
         ckpt.save({"x": 1}, 1).wait("durable")
         shutil.rmtree(store)
@@ -173,6 +175,8 @@ def test_doctor_accepts_the_region_variables_of_other_sdks(cli, agent_dir, rclon
     monkeypatch.setenv("AWS_REGION", "eu-north-1")
     monkeypatch.setenv("TIEREDCKPT_DURABLE_OPTIONS", f"endpoint={rclone.endpoint}")
     said = cli("doctor", "--durable", "s3://checkpoints/region", "--json")
-    assert "region eu-north-1" in text(said, "credentials")
+    assert "region eu-north-1" in finding_text(said, "credentials")
     monkeypatch.setenv("AWS_DEFAULT_REGION", "eu-south-2")
-    assert "region eu-south-2" in text(cli("doctor", "--durable", "s3://checkpoints/region", "--json"), "credentials")
+    assert "region eu-south-2" in finding_text(
+        cli("doctor", "--durable", "s3://checkpoints/region", "--json"), "credentials"
+    )

@@ -11,8 +11,8 @@ import torch.distributed.checkpoint as dcp
 from safetensors import safe_open
 from safetensors.torch import load_file
 
-from tests.support.bits import assert_same, raw, zeroed
-from tests.support.jobs import Job, state_at
+from tests.support.bits import assert_same_bits, tensor_bytes, zeros_like_state
+from tests.support.jobs import CheckpointJob, state_at
 from tieredckpt import Checkpointer
 
 pytestmark = [
@@ -22,11 +22,11 @@ pytestmark = [
 ]
 
 
-class Anything:
+class UnknownClass:
     """A class that unpickling safely does not know."""
 
     def __eq__(self, other):
-        return isinstance(other, Anything)
+        return isinstance(other, UnknownClass)
 
     __hash__ = None
 
@@ -56,21 +56,21 @@ def model_state():
     }
 
 
-def save(job, state, step=1):
+def save_state(job, state, step=1):
     with job.checkpointer() as ckpt:
         assert ckpt.save(state, step).ok
         ckpt.wait()
 
 
 @pytest.fixture
-def saved(agent_dir, durable, monkeypatch):
+def saved_job(agent_dir, durable, monkeypatch):
     monkeypatch.setenv("TIEREDCKPT_MEMORY_NONFINITE", "save")  # any bits are exported
-    job = Job(agent_dir, durable, "m")
-    save(job, model_state())
+    job = CheckpointJob(agent_dir, durable, "m")
+    save_state(job, model_state())
     return job
 
 
-def test_safetensors_export_contains_the_tensors(cli, saved, tmp_path):
+def test_safetensors_export_contains_the_tensors(cli, saved_job, tmp_path):
     path = tmp_path / "out" / "model.safetensors"
     said = cli("export", "m", path, "--prefix", "model.", "--json")
     assert said.code == 0
@@ -79,7 +79,7 @@ def test_safetensors_export_contains_the_tensors(cli, saved, tmp_path):
     assert sorted(found) == sorted(expected)
     for name, tensor in expected.items():
         assert (found[name].dtype, found[name].shape) == (tensor.dtype, tensor.shape), name
-        assert raw(found[name]) == raw(tensor), name
+        assert tensor_bytes(found[name]) == tensor_bytes(tensor), name
     assert said.json["tensors"] == len(expected)
     assert said.json["left_out"] == []
     with safe_open(path, "pt") as opened:
@@ -87,13 +87,13 @@ def test_safetensors_export_contains_the_tensors(cli, saved, tmp_path):
     assert [entry.name for entry in path.parent.iterdir()] == ["model.safetensors"]
 
 
-def test_objects_left_out_of_the_export_are_named(cli, saved, tmp_path):
+def test_objects_left_out_of_the_export_are_named(cli, saved_job, tmp_path):
     said = cli("export", "m", tmp_path / "all.safetensors")
     assert said.code == 0
     assert "left out, because safetensors holds tensors only: optim.lr" in said.out
 
 
-def test_a_hugging_face_folder(cli, saved, tmp_path):
+def test_a_hugging_face_folder(cli, saved_job, tmp_path):
     folder = tmp_path / "hf"
     said = cli("export", "m/step-1", folder, "--format", "hf", "--prefix", "model.", "--max-shard-size", "2KB")
     assert said.code == 0
@@ -106,44 +106,44 @@ def test_a_hugging_face_folder(cli, saved, tmp_path):
     assert files == [f"model-{n:05d}-of-{len(files):05d}.safetensors" for n in range(1, len(files) + 1)]
     for name, file in index["weight_map"].items():
         with safe_open(folder / file, "pt") as opened:
-            assert raw(opened.get_tensor(name)) == raw(expected[name])
+            assert tensor_bytes(opened.get_tensor(name)) == tensor_bytes(expected[name])
     for file in files:
         found = load_file(folder / file)
         assert len(found) == 1 or sum(tensor.nbytes for tensor in found.values()) <= 2000
 
 
-def test_small_model_is_a_single_file_for_from_pretrained(cli, saved, tmp_path):
+def test_small_model_is_a_single_file_for_from_pretrained(cli, saved_job, tmp_path):
     assert cli("export", "m", tmp_path / "hf", "--format", "hf", "--prefix", "model.").code == 0
     assert [entry.name for entry in (tmp_path / "hf").iterdir()] == ["model.safetensors"]
 
 
-def test_torch_export_preserves_the_state(cli, saved, tmp_path):
+def test_torch_export_preserves_the_state(cli, saved_job, tmp_path):
     path = tmp_path / "state.pt"
     assert cli("export", "m", path, "--format", "torch").code == 0
     expected, found = model_state(), torch.load(path, weights_only=True)
     assert sorted(found) == sorted(expected)
     for section, value in expected.items():
         if isinstance(value, dict):
-            assert_same(dict(sorted(value.items())), dict(sorted(found[section].items())))
+            assert_same_bits(dict(sorted(value.items())), dict(sorted(found[section].items())))
         else:
             assert found[section] == value
     mapped = torch.load(path, weights_only=True, mmap=True)
-    assert raw(mapped["model"]["embed"]) == raw(expected["model"]["embed"])
+    assert tensor_bytes(mapped["model"]["embed"]) == tensor_bytes(expected["model"]["embed"])
 
 
-def test_a_dcp_folder_loads_with_dcp(cli, saved, tmp_path):
+def test_a_dcp_folder_loads_with_dcp(cli, saved_job, tmp_path):
     assert cli("export", "m", tmp_path / "dcp", "--format", "dcp").code == 0
     expected = model_state()
-    found = zeroed(expected)
+    found = zeros_like_state(expected)
     dcp.load(found, checkpoint_id=tmp_path / "dcp", no_dist=True)
-    assert_same(expected, found)
+    assert_same_bits(expected, found)
 
 
 @pytest.mark.filterwarnings("ignore:Sparse")
 def test_dcp_export_refuses_sparse_tensors(cli, agent_dir, durable, tmp_path):
     dense = torch.eye(4)
     state = {"coo": dense.to_sparse(), "csr": dense.to_sparse_csr(), "w": torch.ones(3)}
-    save(Job(agent_dir, durable, "sparse"), state)
+    save_state(CheckpointJob(agent_dir, durable, "sparse"), state)
     said = cli("export", "sparse", tmp_path / "dcp", "--format", "dcp")
     assert said.code == 2
     assert "Cannot export 'coo', 'csr' in DCP format" in said.err
@@ -157,7 +157,7 @@ def test_dcp_export_refuses_sparse_tensors(cli, agent_dir, durable, tmp_path):
 @pytest.mark.parametrize("kind", ["safetensors", "hf", "torch", "dcp"])
 def test_export_writes_hostile_names_only_inside_the_destination(cli, agent_dir, durable, tmp_path, kind):
     names = ["../up", "/tieredckpt-absolute", "a/../../b", "line\nbreak"]
-    save(Job(agent_dir, durable, "hostile"), {name: torch.ones(3) for name in names})
+    save_state(CheckpointJob(agent_dir, durable, "hostile"), {name: torch.ones(3) for name in names})
     place = tmp_path / "deep" / "place"
     said = cli("export", "hostile", place / "out", "--format", kind, "--max-shard-size", "12B")
     assert said.code == 0, said.err
@@ -169,13 +169,13 @@ def test_export_writes_hostile_names_only_inside_the_destination(cli, agent_dir,
 
 def test_inspect_escapes_control_characters_in_names(cli, agent_dir, durable):
     state = {"line\nbreak": torch.ones(3), "car\rriage\ttab\x1b[2J": torch.ones(3), "object\nname": 1}
-    save(Job(agent_dir, durable, "hostile"), state)
+    save_state(CheckpointJob(agent_dir, durable, "hostile"), state)
     said = cli("inspect", "hostile", "--pieces")
     for shown in ("line\\x0abreak", "car\\x0driage\\x09tab\\x1b[2J", "object\\x0aname"):
         assert shown in said.out
 
 
-def test_only_selected_names(cli, saved, tmp_path):
+def test_only_selected_names(cli, saved_job, tmp_path):
     path = tmp_path / "some.safetensors"
     assert cli("export", "m", path, "--select", "model.fp8*", "--select", "*.embed", "--exclude", "*_5").code == 0
     assert sorted(load_file(path)) == ["model.embed", "model.fp8"]
@@ -188,7 +188,7 @@ def test_types_that_safetensors_lacks_are_all_named(cli, agent_dir, durable, tmp
         "f": torch.ones(2).to(torch.float8_e4m3fnuz),
         "w": torch.ones(3),
     }
-    save(Job(agent_dir, durable, "odd"), state)
+    save_state(CheckpointJob(agent_dir, durable, "odd"), state)
     said = cli("export", "odd", tmp_path / "x.safetensors")
     assert said.code == 2
     assert "c (complex64), f (float8_e4m3fnuz)" in said.err
@@ -196,17 +196,17 @@ def test_types_that_safetensors_lacks_are_all_named(cli, agent_dir, durable, tmp
     assert list(tmp_path.glob("*x.safetensors*")) == []
     assert cli("export", "odd", tmp_path / "x.safetensors", "--exclude", "[cf]").code == 0
     assert cli("export", "odd", tmp_path / "x.pt", "--format", "torch").code == 0
-    assert_same(state, torch.load(tmp_path / "x.pt", weights_only=True))
+    assert_same_bits(state, torch.load(tmp_path / "x.pt", weights_only=True))
 
 
 def test_objects_are_unpickled_only_with_allow_pickle(cli, agent_dir, durable, tmp_path):
-    save(Job(agent_dir, durable, "o"), {"w": torch.ones(3), "thing": Anything()})
+    save_state(CheckpointJob(agent_dir, durable, "o"), {"w": torch.ones(3), "thing": UnknownClass()})
     said = cli("export", "o", tmp_path / "x.pt", "--format", "torch")
     assert said.code == 2
     assert "thing can only be read by running" in said.err
     assert not (tmp_path / "x.pt").exists()
     assert cli("export", "o", tmp_path / "x.pt", "--format", "torch", "--allow-pickle").code == 0
-    assert torch.load(tmp_path / "x.pt", weights_only=False)["thing"] == Anything()
+    assert torch.load(tmp_path / "x.pt", weights_only=False)["thing"] == UnknownClass()
     assert cli("export", "o", tmp_path / "dcp", "--format", "dcp").code == 0, "its bytes are not looked into"
 
 
@@ -241,7 +241,7 @@ def save_sharded(name, url):
 
 @pytest.mark.parametrize("memory", ["kept", "lost"])
 def test_export_assembles_sharded_tensors(cli, agent_dir, durable, ranks, tmp_path, memory):
-    job = Job(agent_dir, durable)
+    job = CheckpointJob(agent_dir, durable)
     ranks.run(2, save_sharded, job.name, durable.url)
     if memory == "lost":
         job.lose_memory()
@@ -251,23 +251,23 @@ def test_export_assembles_sharded_tensors(cli, agent_dir, durable, ranks, tmp_pa
     found, expected = load_file(tmp_path / "x.safetensors"), full_state()
     assert sorted(found) == sorted(expected)
     for name, value in expected.items():
-        assert raw(found[name]) == raw(value), name
+        assert tensor_bytes(found[name]) == tensor_bytes(value), name
     assert cli("export", job.name, tmp_path / "dcp", "--format", "dcp", "--durable", durable.url).code == 0
-    loaded = zeroed(expected)
+    loaded = zeros_like_state(expected)
     dcp.load(loaded, checkpoint_id=tmp_path / "dcp", no_dist=True)
-    assert_same(expected, loaded)
+    assert_same_bits(expected, loaded)
 
 
-def test_export_reads_the_durable_copy_of_a_damaged_shard(cli, job, slot_of, flip, tmp_path):
-    flip(slot_of(3))
+def test_export_reads_the_durable_copy_of_a_damaged_shard(cli, job, slot_of, flip_byte_of, tmp_path):
+    flip_byte_of(slot_of(3))
     said = cli("export", "llama/step-3", tmp_path / "x.safetensors", "--json")
     assert said.code == 0
     assert "durable" in said.json["read_bytes"]
-    assert raw(load_file(tmp_path / "x.safetensors")["w"]) == raw(state_at(3)["w"])
+    assert tensor_bytes(load_file(tmp_path / "x.safetensors")["w"]) == tensor_bytes(state_at(3)["w"])
 
 
-def test_export_of_damaged_copies_leaves_no_files(cli, job, shard_of, flip, tmp_path):
-    flip(shard_of(1))
+def test_export_of_damaged_copies_leaves_no_files(cli, job, shard_of, flip_byte_of, tmp_path):
+    flip_byte_of(shard_of(1))
     said = cli("export", "llama/step-1", tmp_path / "x.safetensors")
     assert said.code == 4
     assert "not what was saved" in said.err
@@ -316,7 +316,7 @@ def export_and_measure(say, name, url, place, kind):
 
 @pytest.mark.parametrize("kind", ["safetensors", "torch", "hf", "dcp"])
 def test_export_peak_memory_is_about_a_single_tensor(agent_dir, durable, tmp_path, zygote, kind):
-    job = Job(agent_dir, durable)
+    job = CheckpointJob(agent_dir, durable)
     with job.checkpointer() as ckpt:
         ckpt.save({f"t{n}": torch.full((4 << 20,), float(n)) for n in range(12)}, 1).wait("durable")
     job.lose_memory()  # mapped shards would be counted

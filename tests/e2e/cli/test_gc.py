@@ -11,8 +11,8 @@ from peerstore.settings import StoreSettings
 from peerstore.store.arena import TmpfsArena
 from peerstore.store.node_store import NodeStore
 from peerstore.store.slots import METADATA_FORMAT
-from tests.support.jobs import Job, on_server
-from tests.support.local_nodes import until
+from tests.support.jobs import CheckpointJob, durable_settings
+from tests.support.local_nodes import wait_until
 from tests.support.s3 import BUCKET
 from tests.unit.tieredckpt.agent.test_agent_service import seal
 from tieredckpt.agent import drain
@@ -24,60 +24,60 @@ pytestmark = [pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 
 
 @pytest.fixture
-def six(agent_dir, durable):
-    job = Job(agent_dir, durable, "llama")
+def job_of_six_steps(agent_dir, durable):
+    job = CheckpointJob(agent_dir, durable, "llama")
     job.save(*range(1, 7))
     return job
 
 
-def left(cli, job):
+def durable_steps(cli, job):
     said = cli("ls", job.name, "--durable", job.settings.durable.url, "--json")
     return [line["step"] for line in said.json["steps"] if "durable" in line["tiers"]]
 
 
-def test_a_dry_run_deletes_nothing(cli, six):
+def test_a_dry_run_deletes_nothing(cli, job_of_six_steps):
     said = cli("gc", "llama", "--keep-last", "2", "--dry-run", "--json")
     assert said.code == 0
     assert [one["step"] for one in said.json["deleted"]] == [1, 2, 3, 4]
     assert said.json["kept"] == [5, 6]
-    assert left(cli, six) == [1, 2, 3, 4, 5, 6]
+    assert durable_steps(cli, job_of_six_steps) == [1, 2, 3, 4, 5, 6]
     assert "4 steps would be deleted" in cli("gc", "llama", "--keep-last", "2", "-n").out
 
 
-def test_gc_deletes_steps_with_all_their_objects(cli, six, tmp_path):
+def test_gc_deletes_steps_with_all_their_objects(cli, job_of_six_steps, tmp_path):
     said = cli("gc", "llama", "--keep-last", "1", "--keep-every", "3", "--json")
     assert said.code == 0
     assert [one["step"] for one in said.json["deleted"]] == [1, 2, 4, 5]
     assert said.json["deleted_bytes"] == sum(one["size_bytes"] for one in said.json["deleted"]) > 4 << 20
-    assert left(cli, six) == [3, 6]
+    assert durable_steps(cli, job_of_six_steps) == [3, 6]
     assert {int(path.name) for path in (tmp_path / "durable" / "llama" / "steps").iterdir()} == {3, 6}
-    six.lose_memory()
-    six.expect(6, tiers={"durable"})
+    job_of_six_steps.lose_memory()
+    job_of_six_steps.expect(6, tiers={"durable"})
 
 
 def test_gc_without_arguments_applies_the_jobs_policy(cli, agent_dir, tmp_path, durable):
-    job = Job(agent_dir, durable, "llama")
+    job = CheckpointJob(agent_dir, durable, "llama")
     job.save(1, 2, 3)
     assert cli("gc", "llama", "--json").json["deleted"] == []
     close_sessions()
     policy = DurableSettings(url=durable.url, keep_last=1)
-    with Job(agent_dir, policy, "llama").checkpointer() as ckpt:
+    with CheckpointJob(agent_dir, policy, "llama").checkpointer() as ckpt:
         ckpt.session.agent.configure("llama", policy)
     said = cli("gc", "llama", "--json")
     assert [one["step"] for one in said.json["deleted"]] == [1, 2]
     assert said.json["kept"] == [3]
 
 
-def test_newest_good_step_stays_when_newer_ones_are_quarantined(cli, six):
+def test_newest_good_step_stays_when_newer_ones_are_quarantined(cli, job_of_six_steps):
     for step in (5, 6):
         cli("quarantine", f"llama/step-{step}")
     said = cli("gc", "llama", "--keep-last", "1", "--json")
     assert [one["step"] for one in said.json["deleted"]] == [1, 2, 3]
-    assert left(cli, six) == [4, 5, 6]
+    assert durable_steps(cli, job_of_six_steps) == [4, 5, 6]
 
 
 def test_a_bucket(cli, agent_dir, moto, monkeypatch):
-    job = Job(agent_dir, on_server(moto))
+    job = CheckpointJob(agent_dir, durable_settings(moto))
     job.save(1, 2)
     close_sessions()
     prefix = job.settings.durable.url.removeprefix(f"s3://{BUCKET}/")
@@ -104,13 +104,13 @@ def test_a_bucket(cli, agent_dir, moto, monkeypatch):
         ([], 2),
     ],
 )
-def test_wrong_calls(cli, six, arguments, code):
+def test_wrong_calls(cli, job_of_six_steps, arguments, code):
     assert cli("gc", *arguments).code == code
-    assert left(cli, six) == [1, 2, 3, 4, 5, 6]
+    assert durable_steps(cli, job_of_six_steps) == [1, 2, 3, 4, 5, 6]
 
 
 def test_memory_slots_of_a_newer_agent_are_kept_until_dropped(cli, agent_dir):
-    job = Job(agent_dir, DurableSettings(), "llama")
+    job = CheckpointJob(agent_dir, DurableSettings(), "llama")
     job.save(1, 2, durable=False)
     job.kill_agent()
     place = max((agent_dir / "notes").glob("seal.*"), key=lambda path: path.stat().st_mtime_ns)
@@ -130,9 +130,9 @@ def test_memory_slots_of_a_newer_agent_are_kept_until_dropped(cli, agent_dir):
 
 
 @pytest.fixture
-def gone(six, tmp_path):
+def job_without_manifests(job_of_six_steps, tmp_path):
     """Steps 2 and 4 have lost their manifests, and step 4 a shard, too; nothing of the job is in memory."""
-    six.lose_memory()
+    job_of_six_steps.lose_memory()
     root = tmp_path / "durable" / "llama"
     for step in (2, 4):
         (manifest,) = (root / "manifests").glob(f"{step:012d}.*.manifest")
@@ -143,82 +143,87 @@ def gone(six, tmp_path):
 
 
 @pytest.fixture
-def from_the_store(durable):
+def store_options(durable):
     """No agent says where the job is durable."""
     return "--durable", durable.url
 
 
-def age(folder, hours):
+def make_older(folder, hours):
     for path in folder.rglob("*"):
         if path.is_file():
             os.utime(path, (time.time() - hours * 3600,) * 2)
 
 
-def there(folder):
+def stored_steps(folder):
     return {int(path.name) for path in folder.iterdir()}
 
 
-def lost(said):
+def steps_without_manifest(said):
     return {one["step"]: (one["deleted"], one["reason"]) for one in said.json["without_manifest"]}
 
 
-def test_gc_deletes_old_shards_of_incomplete_steps(cli, six, gone, from_the_store):
-    age(gone / f"{4:012d}", 23)
-    found = lost(cli("gc", "llama", *from_the_store, "--json"))
+def test_gc_deletes_old_shards_of_incomplete_steps(cli, job_of_six_steps, job_without_manifests, store_options):
+    make_older(job_without_manifests / f"{4:012d}", 23)
+    found = steps_without_manifest(cli("gc", "llama", *store_options, "--json"))
     assert found[4] == (False, "some of it was written 23 h ago")
-    age(gone / f"{4:012d}", 25)
-    (index,) = (gone / f"{4:012d}").rglob("*.index")
+    make_older(job_without_manifests / f"{4:012d}", 25)
+    (index,) = (job_without_manifests / f"{4:012d}").rglob("*.index")
     os.utime(index)  # a part of it was written just now: somebody is at it
-    assert not lost(cli("gc", "llama", *from_the_store, "--json"))[4][0]
-    age(gone / f"{4:012d}", 25)
-    said = cli("gc", "llama", *from_the_store, "--dry-run", "--json")
-    assert lost(said)[4] == (True, "0 of 1 parts, and no manifest")
-    assert there(gone) == {1, 2, 3, 4, 5, 6}
-    assert "step 4" in cli("gc", "llama", *from_the_store, "-n").out
-    assert "would be deleted (0 of 1 parts, and no manifest)" in cli("gc", "llama", *from_the_store, "-n").out
-    assert cli("gc", "llama", *from_the_store, "--json").code == 0
-    assert there(gone) == {1, 2, 3, 5, 6}
-    assert left(cli, six) == [1, 3, 5, 6]
-    six.expect(6, tiers={"durable"})
+    assert not steps_without_manifest(cli("gc", "llama", *store_options, "--json"))[4][0]
+    make_older(job_without_manifests / f"{4:012d}", 25)
+    said = cli("gc", "llama", *store_options, "--dry-run", "--json")
+    assert steps_without_manifest(said)[4] == (True, "0 of 1 parts, and no manifest")
+    assert stored_steps(job_without_manifests) == {1, 2, 3, 4, 5, 6}
+    assert "step 4" in cli("gc", "llama", *store_options, "-n").out
+    assert "would be deleted (0 of 1 parts, and no manifest)" in cli("gc", "llama", *store_options, "-n").out
+    assert cli("gc", "llama", *store_options, "--json").code == 0
+    assert stored_steps(job_without_manifests) == {1, 2, 3, 5, 6}
+    assert durable_steps(cli, job_of_six_steps) == [1, 3, 5, 6]
+    job_of_six_steps.expect(6, tiers={"durable"})
 
 
-def test_complete_step_without_a_manifest_is_left_for_rebuild_within_retention(cli, six, gone, from_the_store):
-    age(gone, 48)
-    said = cli("gc", "llama", *from_the_store, "--json")
-    assert lost(said)[2] == (
+def test_complete_step_without_a_manifest_is_left_for_rebuild_within_retention(
+    cli, job_of_six_steps, job_without_manifests, store_options
+):
+    make_older(job_without_manifests, 48)
+    said = cli("gc", "llama", *store_options, "--json")
+    assert steps_without_manifest(said)[2] == (
         False,
         "1 of 1 parts, and no manifest: `tieredckpt rebuild llama/step-2` makes it a step",
     )
-    assert cli("rebuild", "llama/step-2", *from_the_store).code == 0
-    assert left(cli, six) == [1, 2, 3, 5, 6]
-    (manifest,) = gone.parent.joinpath("manifests").glob(f"{2:012d}.*.manifest")
+    assert cli("rebuild", "llama/step-2", *store_options).code == 0
+    assert durable_steps(cli, job_of_six_steps) == [1, 2, 3, 5, 6]
+    (manifest,) = job_without_manifests.parent.joinpath("manifests").glob(f"{2:012d}.*.manifest")
     manifest.unlink()
-    said = cli("gc", "llama", *from_the_store, "--keep-last", "2", "--keep-every", "2", "--json")
-    assert not lost(said)[2][0]
-    said = cli("gc", "llama", *from_the_store, "--keep-last", "2", "--json")
-    assert lost(said)[2] == (True, "1 of 1 parts, and no manifest")
-    assert there(gone) == {5, 6}
+    said = cli("gc", "llama", *store_options, "--keep-last", "2", "--keep-every", "2", "--json")
+    assert not steps_without_manifest(said)[2][0]
+    said = cli("gc", "llama", *store_options, "--keep-last", "2", "--json")
+    assert steps_without_manifest(said)[2] == (True, "1 of 1 parts, and no manifest")
+    assert stored_steps(job_without_manifests) == {5, 6}
 
 
 def test_step_still_in_memory_is_not_collected(cli, agent_dir, durable, tmp_path):
-    job = Job(agent_dir, durable, "llama")
+    job = CheckpointJob(agent_dir, durable, "llama")
     job.save(1)
     root = tmp_path / "durable" / "llama"
     (manifest,) = (root / "manifests").iterdir()
     manifest.unlink()
     (shard,) = root.rglob("*.safetensors")
     shard.unlink()
-    age(root, 100)
-    assert lost(cli("gc", "llama", "--json"))[1] == (False, "a node has it in memory, and may still make it durable")
+    make_older(root, 100)
+    assert steps_without_manifest(cli("gc", "llama", "--json"))[1] == (
+        False,
+        "a node has it in memory, and may still make it durable",
+    )
     job.lose_memory()
-    assert lost(cli("gc", "llama", "--durable", durable.url, "--json"))[1][0]
+    assert steps_without_manifest(cli("gc", "llama", "--durable", durable.url, "--json"))[1][0]
     assert not any(path.is_file() for path in root.rglob("*"))
 
 
 def test_gc_finds_shards_with_hashed_keys_when_configured(
-    cli, agent_dir, durable, from_the_store, tmp_path, monkeypatch
+    cli, agent_dir, durable, store_options, tmp_path, monkeypatch
 ):
-    job = Job(agent_dir, DurableSettings(url=durable.url, hashed_keys=True), "llama")
+    job = CheckpointJob(agent_dir, DurableSettings(url=durable.url, hashed_keys=True), "llama")
     job.save(1, 2)
     job.lose_memory()
     root = tmp_path / "durable"
@@ -227,21 +232,28 @@ def test_gc_finds_shards_with_hashed_keys_when_configured(
     manifest.unlink()
     (index,) = (root / "llama" / "steps" / f"{1:012d}").rglob("*.index")
     index.unlink()  # the agent was killed before it wrote that
-    age(root, 48)
-    assert lost(cli("gc", "llama", *from_the_store, "--json")) == {}, "nobody says that they are spread"
+    make_older(root, 48)
+    assert steps_without_manifest(cli("gc", "llama", *store_options, "--json")) == {}, (
+        "nobody says that they are spread"
+    )
     monkeypatch.setenv("TIEREDCKPT_DURABLE_HASHED_KEYS", "1")
-    assert lost(cli("gc", "llama", *from_the_store, "--json"))[1] == (True, "0 of its parts, and no manifest")
+    assert steps_without_manifest(cli("gc", "llama", *store_options, "--json"))[1] == (
+        True,
+        "0 of its parts, and no manifest",
+    )
     assert (shards[1].exists(), shards[2].exists()) == (False, True)
 
 
-def test_index_naming_another_steps_shard_does_not_delete_it(cli, six, gone, from_the_store):
-    (other,) = (gone / f"{5:012d}").rglob("*.index")
-    (index,) = (gone / f"{4:012d}").rglob("*.index")
+def test_index_naming_another_steps_shard_does_not_delete_it(
+    cli, job_of_six_steps, job_without_manifests, store_options
+):
+    (other,) = (job_without_manifests / f"{5:012d}").rglob("*.index")
+    (index,) = (job_without_manifests / f"{4:012d}").rglob("*.index")
     index.write_bytes(other.read_bytes())
-    age(gone, 48)
-    assert lost(cli("gc", "llama", *from_the_store, "--json"))[4][0]
-    assert left(cli, six) == [1, 3, 5, 6]
-    six.expect(5, tiers={"durable"}, named=5)
+    make_older(job_without_manifests, 48)
+    assert steps_without_manifest(cli("gc", "llama", *store_options, "--json"))[4][0]
+    assert durable_steps(cli, job_of_six_steps) == [1, 3, 5, 6]
+    job_of_six_steps.expect(5, tiers={"durable"}, named=5)
 
 
 def test_object_deleted_during_an_upload_is_uploaded_again(cli, agent_dir, tmp_path, monkeypatch):
@@ -258,10 +270,10 @@ def test_object_deleted_during_an_upload_is_uploaded_again(cli, agent_dir, tmp_p
             store.claim("job", "incarnation")
             service.configure("job", durable)
         seal(stores[0], 3, 0, 2)
-        until(lambda: "other parts" in services[0].drain_status("job")[0].error)
+        wait_until(lambda: "other parts" in services[0].drain_status("job")[0].error)
         root = tmp_path / "durable" / "job"
         said = cli("gc", "job", "--abandoned-after", "0", "--durable", durable.url, "--json")
-        assert lost(said)[3][0]
+        assert steps_without_manifest(said)[3][0]
         assert not list(root.rglob("*.safetensors")) or services[0].drain_status("job")[0].state != "done"
         seal(stores[1], 3, 1, 2)
         for service in services:
@@ -271,7 +283,7 @@ def test_object_deleted_during_an_upload_is_uploaded_again(cli, agent_dir, tmp_p
 
 @pytest.mark.parametrize("command", [("gc", "llama"), ("rebuild", "llama/step-1")])
 def test_job_without_durable_tier_is_a_usage_error(cli, agent_dir, command):
-    Job(agent_dir, DurableSettings(), "llama").save(1, durable=False)
+    CheckpointJob(agent_dir, DurableSettings(), "llama").save(1, durable=False)
     said = cli(*command)
     assert said.code == 2
     assert "job 'llama' has no durable tier that this node's agent knows of" in said.err

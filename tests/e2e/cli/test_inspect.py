@@ -4,7 +4,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from tests.support.jobs import Job
+from tests.support.jobs import CheckpointJob
 from tieredckpt import Checkpointer
 
 pytestmark = [pytest.mark.filterwarnings("ignore:torch.distributed is disabled"), pytest.mark.e2e]
@@ -57,7 +57,7 @@ def save_sharded(name, url):
 
 
 def test_sharding_is_shown(cli, agent_dir, durable, ranks):
-    job = Job(agent_dir, durable)
+    job = CheckpointJob(agent_dir, durable)
     ranks.run(2, save_sharded, job.name, durable.url)
     said = cli("inspect", job.name, "--json")
     tensors = {one["name"]: one for one in said.json["tensors"]}

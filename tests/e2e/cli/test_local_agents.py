@@ -3,7 +3,7 @@
 import pytest
 
 from tests.support.agents import agent_directory
-from tests.support.jobs import Job
+from tests.support.jobs import CheckpointJob
 from tieredckpt.session.session import close_sessions
 from tieredckpt.settings import DurableSettings, Settings
 
@@ -14,22 +14,22 @@ ONE, OTHER = "found-one", "found-other"
 
 
 @pytest.fixture
-def simulated(monkeypatch):
+def two_simulated_jobs(monkeypatch):
     """Two jobs, each with an agent of its own, and none in the usual place."""
     with agent_directory() as one, agent_directory() as other:
         for directory, name, steps in ((one, ONE, (1, 2)), (other, OTHER, (7,))):
             monkeypatch.setenv("TIEREDCKPT_AGENT_DIRECTORY", str(directory / "n1" / "agent"))
             monkeypatch.setenv("TIEREDCKPT_AGENT_BUDGET", "256MiB")
-            job = Job(directory / "n1" / "agent", DurableSettings(), name)
+            job = CheckpointJob(directory / "n1" / "agent", DurableSettings(), name)
             job.save(*steps, durable=False)
             close_sessions()
         monkeypatch.delenv("TIEREDCKPT_AGENT_DIRECTORY")
         yield one, other
         for directory in (one, other):
-            Job(directory / "n1" / "agent", DurableSettings()).kill_agent()
+            CheckpointJob(directory / "n1" / "agent", DurableSettings()).kill_agent()
 
 
-def test_agent_of_a_job_is_found_in_any_run_directory(cli, simulated):
+def test_agent_of_a_job_is_found_in_any_run_directory(cli, two_simulated_jobs):
     assert [one["step"] for one in cli("ls", ONE, "--json").json["steps"]] == [1, 2]
     assert [one["step"] for one in cli("ls", OTHER, "--json").json["steps"]] == [7]
     assert cli("status", OTHER, "--json").code == 0
@@ -41,12 +41,12 @@ def test_agent_of_a_job_is_found_in_any_run_directory(cli, simulated):
     assert cli("ls", "--json").json["jobs"], "without a job: those of an agent that has some"
 
 
-def test_status_names_the_other_directory_that_it_shows(cli, simulated):
+def test_status_names_the_other_directory_that_it_shows(cli, two_simulated_jobs):
     said = cli("status")
     assert f"no agent with a job answers in {Settings().agent_directory}, the usual place; using the one in" in said.err
     assert said.err.strip().splitlines()[-1].split()[-1] in said.out
 
 
-def test_named_agent_is_the_only_one_queried(cli, simulated):
-    one, _ = simulated
+def test_named_agent_is_the_only_one_queried(cli, two_simulated_jobs):
+    one, _ = two_simulated_jobs
     assert cli("ls", OTHER, "--agent-dir", one / "n1" / "agent").code == 3

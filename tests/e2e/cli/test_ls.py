@@ -2,7 +2,7 @@
 
 import pytest
 
-from tests.support.jobs import Job, bucket_url, on_server
+from tests.support.jobs import CheckpointJob, bucket_url, durable_settings
 from tieredckpt.session.session import close_sessions
 
 pytestmark = [pytest.mark.filterwarnings("ignore:torch.distributed is disabled"), pytest.mark.e2e]
@@ -66,7 +66,7 @@ def test_a_wrong_name_is_a_usage_error(cli, agent_dir, name):
 
 
 def test_a_refused_store_is_named(cli, agent_dir, rclone, monkeypatch):
-    job = Job(agent_dir, on_server(rclone))
+    job = CheckpointJob(agent_dir, durable_settings(rclone))
     job.save(1)
     close_sessions()
     monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "wrong")
@@ -83,7 +83,7 @@ def server(request):
 
 
 def test_a_bucket_without_agent(cli, agent_dir, server, monkeypatch):
-    job = Job(agent_dir, on_server(server))
+    job = CheckpointJob(agent_dir, durable_settings(server))
     job.save(7)
     job.lose_memory()
     monkeypatch.setenv("AWS_ENDPOINT_URL", server.endpoint)
@@ -93,7 +93,7 @@ def test_a_bucket_without_agent(cli, agent_dir, server, monkeypatch):
 
 
 def test_all_jobs_of_the_node(cli, job, agent_dir, durable):
-    Job(agent_dir, durable, "other").save(9)
+    CheckpointJob(agent_dir, durable, "other").save(9)
     said = cli("ls", "--json")
     assert said.code == 0
     jobs = {row["job"]: row for row in said.json["jobs"]}
@@ -104,10 +104,10 @@ def test_all_jobs_of_the_node(cli, job, agent_dir, durable):
     assert "llama" in cli("ls").out
 
 
-def test_a_damaged_manifest_is_shown(cli, job, tmp_path, flip):
+def test_a_damaged_manifest_is_shown(cli, job, tmp_path, flip_byte_of):
     job.lose_memory()
     (manifest,) = (tmp_path / "durable" / "llama" / "manifests").glob("000000000003*")
-    flip(manifest, at=20)
+    flip_byte_of(manifest, at=20)
     lines = {
         line["step"]: line for line in cli("ls", "llama", "--durable", job.settings.durable.url, "--json").json["steps"]
     }
@@ -117,7 +117,7 @@ def test_a_damaged_manifest_is_shown(cli, job, tmp_path, flip):
 
 
 def test_two_attempts_at_a_step_are_distinguished(cli, agent_dir, durable):
-    job = Job(agent_dir, durable, "twice")
+    job = CheckpointJob(agent_dir, durable, "twice")
     job.save(1)
     close_sessions()
     job.save(1)

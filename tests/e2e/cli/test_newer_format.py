@@ -7,14 +7,14 @@ import zstandard
 
 from peerstore.store.arena import TmpfsArena
 from peerstore.store.slots import METADATA_FORMAT
-from tests.support.jobs import Job
+from tests.support.jobs import CheckpointJob
 from tieredckpt.session.session import close_sessions
 
 pytestmark = [pytest.mark.filterwarnings("ignore:torch.distributed is disabled"), pytest.mark.e2e]
 
 
 def test_commands_show_steps_of_a_newer_format_in_memory(cli, agent_dir, durable):
-    job = Job(agent_dir, durable, "llama")
+    job = CheckpointJob(agent_dir, durable, "llama")
     job.save(1, 2, durable=False)
     close_sessions()
     job.kill_agent()
@@ -39,7 +39,7 @@ def test_commands_show_steps_of_a_newer_format_in_memory(cli, agent_dir, durable
 
 
 def test_commands_show_durable_steps_of_a_newer_format(cli, agent_dir, durable, tmp_path):
-    job = Job(agent_dir, durable, "llama")
+    job = CheckpointJob(agent_dir, durable, "llama")
     job.save(1)
     job.lose_memory()
     (path,) = (tmp_path / "durable" / "llama" / "manifests").iterdir()

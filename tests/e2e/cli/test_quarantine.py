@@ -2,14 +2,14 @@
 
 import pytest
 
-from tests.support.jobs import Job
+from tests.support.jobs import CheckpointJob
 from tieredckpt.session.session import close_sessions
 from tieredckpt.settings import DurableSettings
 
 pytestmark = [pytest.mark.filterwarnings("ignore:torch.distributed is disabled"), pytest.mark.e2e]
 
 
-def why(cli, job, step, *more):
+def quarantine_reason(cli, job, step, *more):
     lines = cli("ls", job, "--json", *more).json["steps"]
     return next(line["quarantined"] for line in lines if line["step"] == step)
 
@@ -18,7 +18,7 @@ def test_quarantined_step_is_not_chosen_until_lifted(cli, job):
     said = cli("quarantine", "llama/step-3", "--reason", "loss was NaN", "--json")
     assert said.code == 0
     assert said.json["marked"] == ["memory", "durable"]
-    assert why(cli, "llama", 3) == "loss was NaN"
+    assert quarantine_reason(cli, "llama", 3) == "loss was NaN"
     assert "loss was NaN" in cli("ls", "llama").out
     job.expect(2, tiers={"memory"})
     close_sessions()
@@ -34,15 +34,15 @@ def test_quarantine_without_an_agent_marks_the_store(cli, job):
     url = job.settings.durable.url
     said = cli("quarantine", "llama/step-3", "--durable", url, "--json")
     assert said.json["marked"] == ["durable"]
-    assert why(cli, "llama", 3, "--durable", url) == "by hand"
+    assert quarantine_reason(cli, "llama", 3, "--durable", url) == "by hand"
     job.expect(2, tiers={"durable"})
     close_sessions()
     assert cli("quarantine", "llama/step-3", "--lift", "--durable", url).code == 0
-    assert why(cli, "llama", 3) is None
+    assert quarantine_reason(cli, "llama", 3) is None
 
 
 def test_quarantine_marks_a_step_only_in_memory(cli, agent_dir):
-    job = Job(agent_dir, DurableSettings(), "near")
+    job = CheckpointJob(agent_dir, DurableSettings(), "near")
     job.save(1, 2, durable=False)
     assert cli("quarantine", "near/step-2", "--json").json["marked"] == ["memory"]
     job.expect(1, tiers={"memory"})
@@ -85,19 +85,19 @@ def test_a_lost_manifest_is_rebuilt_from_the_shards(cli, job, manifest_of):
     job.expect(3, tiers={"durable"})
 
 
-def test_a_damaged_manifest_is_replaced(cli, job, manifest_of, flip):
+def test_a_damaged_manifest_is_replaced(cli, job, manifest_of, flip_byte_of):
     job.lose_memory()
     url = job.settings.durable.url
-    flip(manifest_of(3), at=20)
+    flip_byte_of(manifest_of(3), at=20)
     assert cli("verify", "llama/step-3", "--durable", url).code == 4
     assert cli("rebuild", "llama/step-3", "--durable", url).code == 0
     assert cli("verify", "llama/step-3", "--durable", url).code == 0
     job.expect(3, tiers={"durable"})
 
 
-def test_damaged_shards_get_no_manifest(cli, job, manifest_of, shard_of, flip):
+def test_damaged_shards_get_no_manifest(cli, job, manifest_of, shard_of, flip_byte_of):
     manifest_of(2).unlink()
-    flip(shard_of(2))
+    flip_byte_of(shard_of(2))
     said = cli("rebuild", "llama/step-2")
     assert said.code == 4
     assert "1 chunk of" in said.err

@@ -9,8 +9,8 @@ import sys
 
 import pytest
 
-from tests.support.agents import agent_pid, end_agent
-from tests.support.jobs import Job
+from tests.support.agents import agent_pid, stop_agent
+from tests.support.jobs import CheckpointJob
 from tieredckpt.cli import main
 from tieredckpt.cli.exit_codes import ExitCode
 
@@ -40,7 +40,7 @@ COMMANDS = [
 ]
 
 
-def run(*arguments, **more):
+def run_command(*arguments, **more):
     command = [sys.executable, "-m", "tieredckpt", *map(str, arguments)]
     return subprocess.run(command, capture_output=True, text=True, timeout=60, **more)
 
@@ -74,17 +74,17 @@ def test_help_and_ls_need_no_torch(agent_dir):
 
 
 def test_exit_codes_of_a_real_process(job):
-    assert run("ls", "llama").returncode == 0
-    missing = run("ls", "nothing")
+    assert run_command("ls", "llama").returncode == 0
+    missing = run_command("ls", "nothing")
     assert missing.returncode == 3
     assert missing.stdout == ""
     assert missing.stderr.startswith("tieredckpt: there is no tiered://nothing")
-    wrong = run("ls", "--wrong")
+    wrong = run_command("ls", "--wrong")
     assert wrong.returncode == 2
     assert "No such option" in wrong.stderr
-    assert run("nonsense").returncode == 2
-    assert run().returncode == 2
-    assert run("--version").stdout.startswith("tieredckpt, version ")
+    assert run_command("nonsense").returncode == 2
+    assert run_command().returncode == 2
+    assert run_command("--version").stdout.startswith("tieredckpt, version ")
 
 
 def test_errors_are_a_single_message_and_debug_adds_a_traceback(cli, agent_dir):
@@ -123,17 +123,17 @@ def test_agent_command_runs_the_agent(agent_dir):
         if "serves" in line:
             break
     assert agent_pid(agent_dir) == process.pid
-    seen = run("ls", "--json")
+    seen = run_command("ls", "--json")
     assert json.loads(seen.stdout) == {"jobs": [], "agent": True}
-    assert run("ls").stdout == "no jobs\n"
+    assert run_command("ls").stdout == "no jobs\n"
     process.send_signal(signal.SIGTERM)
     assert process.wait(20) == 0
     process.stderr.close()
-    assert run("agent", "--dir").returncode == 2
+    assert run_command("agent", "--dir").returncode == 2
 
 
 def test_progress_is_shown_on_a_terminal_only(job):
-    def seen(*arguments):
+    def terminal_output(*arguments):
         ours, theirs = pty.openpty()
         process = subprocess.Popen(
             [sys.executable, "-m", "tieredckpt", *arguments], stdout=subprocess.PIPE, stderr=theirs, text=True
@@ -154,14 +154,14 @@ def test_progress_is_shown_on_a_terminal_only(job):
         assert process.wait() == 0
         return out, shown.decode()
 
-    out, shown = seen("verify", "llama", "--json")
+    out, shown = terminal_output("verify", "llama", "--json")
     assert json.loads(out)["good"]
     assert "verifying llama" in shown
-    assert run("verify", "llama").stderr == ""
+    assert run_command("verify", "llama").stderr == ""
 
 
 def test_command_reads_the_settings_of_training(cli, agent_dir, durable, tmp_path, monkeypatch):
-    job = Job(agent_dir, durable, "llama")
+    job = CheckpointJob(agent_dir, durable, "llama")
     job.save(1)
     job.lose_memory()
     config = tmp_path / "cluster.yaml"
@@ -177,7 +177,7 @@ def test_an_agent_of_another_user_or_a_dead_socket(cli, agent_dir):
     with socket.socket(socket.AF_UNIX) as dead:
         dead.bind(str(agent_dir / "agent.sock"))
     assert cli("ls").code == ExitCode.UNAVAILABLE
-    end_agent(agent_dir)
+    stop_agent(agent_dir)
 
 
 def test_interrupted(monkeypatch, capsys):

@@ -15,8 +15,8 @@ from elastic.fault_injection.fault_actions import kill_agent
 from elastic.supervisor.memory_tier import MemoryTierProcess
 from peerstore.daemon_process import process_start_time
 from peerstore.settings import AgentPaths
-from tests.support.agents import agent_directory, agent_pid, end_agent, wait_gone
-from tests.support.local_nodes import until
+from tests.support.agents import agent_directory, agent_pid, stop_agent, wait_process_ended
+from tests.support.local_nodes import wait_until
 
 pytestmark = pytest.mark.e2e
 
@@ -45,10 +45,10 @@ def test_agent_runs_as_long_as_its_supervisor():
         for _ in range(2):  # others that began later come to their end
             with started() as (other, gone):
                 other.close()
-                wait_gone(gone)
+                wait_process_ended(gone)
             assert process_start_time(pid) >= 0
         agent.close()
-        wait_gone(pid)
+        wait_process_ended(pid)
 
 
 def test_existing_agent_survives_a_second_supervisor():
@@ -58,11 +58,11 @@ def test_existing_agent_survives_a_second_supervisor():
         first.close()
         with started() as (other, gone):
             other.close()
-            wait_gone(gone)
+            wait_process_ended(gone)
         assert process_start_time(pid) >= 0
         assert second.kept_directory is None
         second.shut_down()  # it is not the second one's to end: it leaves because nobody needs it
-        wait_gone(pid)
+        wait_process_ended(pid)
 
 
 @pytest.mark.parametrize("end", [signal.SIGKILL, signal.SIGSTOP], ids=["it dies", "it hangs"])
@@ -70,8 +70,8 @@ def test_unused_agent_is_replaced(end):
     with started() as (agent, pid):
         os.kill(pid, end)
         directory = agent.kept_directory
-        until(lambda: agent_pid(directory) not in (None, pid), "there is another one")
-        wait_gone(pid)
+        wait_until(lambda: agent_pid(directory) not in (None, pid), "there is another one")
+        wait_process_ended(pid)
         agent.shut_down()
 
 
@@ -79,8 +79,8 @@ def test_stopped_agent_is_not_restarted(caplog):
     with started() as (agent, _):
         directory = agent.kept_directory
         with caplog.at_level(logging.DEBUG, "peerstore.server.agent_launcher"):
-            end_agent(directory)
-            until(lambda: len(caplog.records) > 1 or agent_pid(directory), "it is missed, and looked for again")
+            stop_agent(directory)
+            wait_until(lambda: len(caplog.records) > 1 or agent_pid(directory), "it is missed, and looked for again")
         assert agent_pid(directory) is None
 
 
@@ -118,7 +118,7 @@ def test_agent_that_outlived_its_supervisor_ends_with_its_job(own):
             second.start()
         second.shut_down()
         if own:
-            wait_gone(pid)
+            wait_process_ended(pid)
         else:  # other jobs may use it
             assert process_start_time(pid) >= 0
 
@@ -130,7 +130,7 @@ def test_process_with_the_agents_reused_pid_is_not_killed():
             directory = agent.kept_directory
             agent.close()
             os.kill(pid, signal.SIGKILL)
-            wait_gone(pid)
+            wait_process_ended(pid)
             AgentPaths(directory).lock.write_text(str(innocent.pid))
             agent.shut_down()
             kill_agent({"TIEREDCKPT_AGENT_DIRECTORY": str(directory)})

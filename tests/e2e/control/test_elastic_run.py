@@ -8,8 +8,8 @@ import signal
 import pytest
 
 from peerstore.daemon_process import process_start_time
-from tests.support.elastic_runs import Job, elastic_job, kill
-from tests.support.local_nodes import until
+from tests.support.elastic_runs import ElasticRun, elastic_job, kill
+from tests.support.local_nodes import wait_until
 
 pytestmark = pytest.mark.e2e
 
@@ -24,7 +24,7 @@ def pids(world):
     return [one["pid"] for one in world]
 
 
-def test_ranks_finish_although_one_is_killed(job: Job) -> None:
+def test_ranks_finish_although_one_is_killed(job: ElasticRun) -> None:
     run = job.run("--simulate-nodes", "2", "--nnodes", "2", "--nproc", "2")
     world = job.world(4)
     assert [(one["local"], one["restarts"]) for one in world] == [(0, 0), (1, 0), (0, 0), (1, 0)]
@@ -41,7 +41,7 @@ def test_ranks_finish_although_one_is_killed(job: Job) -> None:
     assert "[n1/0] {" in job.output()
 
 
-def test_a_job_shrinks_and_grows_with_the_same_processes(job: Job) -> None:
+def test_a_job_shrinks_and_grows_with_the_same_processes(job: ElasticRun) -> None:
     run = job.run("--simulate-nodes", "3", "--nnodes", "1:3", "--grow-after", "0.3")
     before = job.world(3)
     assert job.ask("resize", "--nodes", "2")["max_nodes"] == 2
@@ -57,7 +57,7 @@ def test_a_job_shrinks_and_grows_with_the_same_processes(job: Job) -> None:
     assert job.ended(run) == 0
 
 
-def test_a_node_joins_a_job_that_runs(job: Job) -> None:
+def test_a_node_joins_a_job_that_runs(job: ElasticRun) -> None:
     run = job.run("--simulate-nodes", "1", "--nnodes", "1:2", "--grow-after", "0.2", "--shrink-after", "0")
     first = job.world(1)
     other = job.start("join", "--node", "late", "--no-agent")
@@ -71,11 +71,11 @@ def test_a_node_joins_a_job_that_runs(job: Job) -> None:
     assert job.ended(run) == 0
 
 
-def test_spare_replaces_a_killed_rank(job: Job) -> None:
+def test_spare_replaces_a_killed_rank(job: ElasticRun) -> None:
     run = job.run("--simulate-nodes", "2", "--nnodes", "2", "--nproc", "2", "--spares", "1")
     before = job.world(4)
-    until(lambda: len(job.said("warm")) == 6)
-    until(lambda: [node.spares for node in job.status().nodes] == [1, 1])
+    wait_until(lambda: len(job.said("warm")) == 6)
+    wait_until(lambda: [node.spares for node in job.status().nodes] == [1, 1])
     warm = {one["pid"] for one in job.said("warm")}
     kill(before[1]["pid"])
     after = job.world(4, after=before[0]["epoch"])
@@ -90,34 +90,34 @@ def test_spare_replaces_a_killed_rank(job: Job) -> None:
     assert job.ended(run) == 0
 
 
-def test_killed_supervisor_ends_its_ranks_and_may_rejoin(job: Job) -> None:
+def test_killed_supervisor_ends_its_ranks_and_may_rejoin(job: ElasticRun) -> None:
     run = job.run("--simulate-nodes", "2", "--nnodes", "1:2", "--shrink-after", "0")
     before = job.world(2)
     lost = next(one for one in before if one["node"] == "n1")
     kill(job.supervisor("n1"))
     alone = job.world(1, after=before[0]["epoch"])
     assert alone[0]["node"] == "n0"
-    until(lambda: process_start_time(lost["pid"]) < 0)
+    wait_until(lambda: process_start_time(lost["pid"]) < 0)
     again = job.start("join", "--node", "n1", "--no-agent")
-    until(lambda: len(job.status().nodes) == 2)
+    wait_until(lambda: len(job.status().nodes) == 2)
     job.finish()
     assert [job.ended(run), job.ended(again)] == [0, 0]
 
 
-def test_job_survives_coordinator_kills_during_a_resize(job: Job) -> None:
+def test_job_survives_coordinator_kills_during_a_resize(job: ElasticRun) -> None:
     run = job.run("--simulate-nodes", "3", "--nnodes", "1:3")
     before = job.world(3)
     first = job.coordinator()
     kill(first)
-    until(lambda: job.is_("running"))
+    wait_until(lambda: job.is_("running"))
     assert job.coordinator() != first
     assert (job.status().epoch, job.status().restarts) == (before[0]["epoch"], 0)
     assert job.said("notice") == []
     holding = job.make("ignore-n1")
     job.ask("resize", "--nodes", "2")
-    until(lambda: len(job.said("notice", want="resize")) == 2)
+    wait_until(lambda: len(job.said("notice", want="resize")) == 2)
     kill(job.coordinator())
-    until(lambda: job.is_("pausing"))
+    wait_until(lambda: job.is_("pausing"))
     holding.unlink()
     after = job.world(2, after=before[0]["epoch"])
     assert set(pids(after)) < set(pids(before))
@@ -128,7 +128,7 @@ def test_job_survives_coordinator_kills_during_a_resize(job: Job) -> None:
     assert job.ended(run) == 0
 
 
-def test_coordinator_restarts_without_the_secret_file(job: Job) -> None:
+def test_coordinator_restarts_without_the_secret_file(job: ElasticRun) -> None:
     run = job.run("--simulate-nodes", "2", "--nnodes", "2", "--shrink-after", "60")
     before = job.world(2)
     secret = job.folder / "run/job/secret"
@@ -142,12 +142,12 @@ def test_coordinator_restarts_without_the_secret_file(job: Job) -> None:
     assert job.ended(run) == 0
 
 
-def test_a_resize_during_a_resize(job: Job) -> None:
+def test_a_resize_during_a_resize(job: ElasticRun) -> None:
     run = job.run("--simulate-nodes", "3", "--nnodes", "1:3")
     before = job.world(3)
     holding = job.make("ignore-n1")
     job.ask("resize", "--nodes", "2")
-    until(lambda: len(job.said("notice")) == 2)
+    wait_until(lambda: len(job.said("notice")) == 2)
     job.ask("resize", "--nodes", "1")
     holding.unlink()
     after = job.world(1, after=before[0]["epoch"])
@@ -157,12 +157,12 @@ def test_a_resize_during_a_resize(job: Job) -> None:
     assert job.ended(run) == 0
 
 
-def test_a_rank_is_killed_during_a_resize(job: Job) -> None:
+def test_a_rank_is_killed_during_a_resize(job: ElasticRun) -> None:
     run = job.run("--simulate-nodes", "3", "--nnodes", "1:3")
     before = job.world(3)
     job.make("ignore-n1")
     job.ask("resize", "--nodes", "2")
-    until(lambda: len(job.said("notice", want="resize")) == 2)
+    wait_until(lambda: len(job.said("notice", want="resize")) == 2)
     kill(next(one["pid"] for one in before if one["node"] == "n1"))
     (job.folder / "ignore-n1").unlink()
     after = job.world(2, after=before[0]["epoch"])
@@ -172,20 +172,20 @@ def test_a_rank_is_killed_during_a_resize(job: Job) -> None:
     assert job.ended(run) == 0
 
 
-def test_drained_node_that_does_not_leave_is_killed(job: Job) -> None:
+def test_drained_node_that_does_not_leave_is_killed(job: ElasticRun) -> None:
     run = job.run("--simulate-nodes", "2", "--nnodes", "1:2", "--shrink-after", "0")
     before = job.world(2)
     job.make("ignore-n1")
     job.ask("drain", "n1", "--deadline", "0.5")
     after = job.world(1, after=before[0]["epoch"])
     assert after[0]["node"] == "n0"
-    until(lambda: process_start_time(next(one["pid"] for one in before if one["node"] == "n1")) < 0)
-    until(lambda: not job.pids('"node":"n1"'))
+    wait_until(lambda: process_start_time(next(one["pid"] for one in before if one["node"] == "n1")) < 0)
+    wait_until(lambda: not job.pids('"node":"n1"'))
     job.finish()
     assert job.ended(run) == 0
 
 
-def test_job_fails_after_too_many_faults(job: Job) -> None:
+def test_job_fails_after_too_many_faults(job: ElasticRun) -> None:
     run = job.run("--simulate-nodes", "2", "--nnodes", "2", "--max-restarts", "1")
     before = job.world(2)
     job.make("fault-n0")
@@ -198,7 +198,7 @@ def test_job_fails_after_too_many_faults(job: Job) -> None:
     assert after[0]["restarts"] == 1
 
 
-def test_sigterm_seals_and_stops_the_job(job: Job) -> None:
+def test_sigterm_seals_and_stops_the_job(job: ElasticRun) -> None:
     run = job.run("--simulate-nodes", "2", "--nnodes", "2")
     job.world(2)
     run.send_signal(signal.SIGTERM)
@@ -208,33 +208,33 @@ def test_sigterm_seals_and_stops_the_job(job: Job) -> None:
     assert "the same command resumes it" in job.output()
 
 
-def test_the_second_interrupt_ends_everything_at_once(job: Job) -> None:
+def test_the_second_interrupt_ends_everything_at_once(job: ElasticRun) -> None:
     run = job.run("--simulate-nodes", "2", "--nnodes", "2")
     job.world(2)
     job.make("ignore-n0")
     run.send_signal(signal.SIGINT)
-    until(lambda: job.said("notice", want="stop"))
+    wait_until(lambda: job.said("notice", want="stop"))
     run.send_signal(signal.SIGINT)
     assert job.ended(run) == 130
-    until(lambda: not job.pids())
+    wait_until(lambda: not job.pids())
 
 
-def test_nothing_outlives_a_killed_launcher(job: Job) -> None:
+def test_nothing_outlives_a_killed_launcher(job: ElasticRun) -> None:
     run = job.run("--simulate-nodes", "2", "--nnodes", "2", "--spares", "1")
     job.world(2)
     kill(run.pid)
     run.wait()
-    until(lambda: not job.pids())
+    wait_until(lambda: not job.pids())
 
 
-def test_preempted_machine_of_several_leaves_the_job(job: Job) -> None:
+def test_preempted_machine_of_several_leaves_the_job(job: ElasticRun) -> None:
     secret = job.folder / "secret"
     secret.write_text("a secret that three machines know")
     secret.chmod(0o600)
     known = ("--secret", f"file:{secret}")
     leader = job.start("coordinator", "--listen", "127.0.0.1:0", "--job", "job", "--nnodes", "1:2", *known, "-v",
                        "--store", "nowhere:1", "--grow-after", "1")  # fmt: skip
-    address = until(lambda: re.search(r"listens on (\S+)", job.output()))[1]
+    address = wait_until(lambda: re.search(r"listens on (\S+)", job.output()))[1]
     one, two = (job.run("--coordinator", address, "--node", f"m{number}", *known) for number in (1, 2))
     before = job.world(2)
     two.send_signal(signal.SIGTERM)
@@ -251,10 +251,10 @@ def test_preempted_machine_of_several_leaves_the_job(job: Job) -> None:
     assert [job.ended(one), job.ended(leader)] == [0, 0]
 
 
-def test_spare_node_replaces_a_lost_node(job: Job) -> None:
+def test_spare_node_replaces_a_lost_node(job: ElasticRun) -> None:
     run = job.run("--simulate-nodes", "3", "--nnodes", "2", "--shrink-after", "60")
     before = job.world(2)
-    until(lambda: sorted(node.state for node in job.status().nodes) == ["standby", "training", "training"])
+    wait_until(lambda: sorted(node.state for node in job.status().nodes) == ["standby", "training", "training"])
     (spare,) = (node.node for node in job.status().nodes if node.state == "standby")
     kill(job.supervisor(before[0]["node"]))
     after = job.world(2, after=before[0]["epoch"])

@@ -9,8 +9,8 @@ from collections import defaultdict
 
 import pytest
 
-from tests.support.elastic_runs import Job, elastic_job, kill
-from tests.support.local_nodes import until
+from tests.support.elastic_runs import ElasticRun, elastic_job, kill
+from tests.support.local_nodes import wait_until
 
 pytestmark = pytest.mark.e2e
 
@@ -23,7 +23,7 @@ EVENTS = 6
 class History:
     """One job, and what a seed does to it. Node n0 stays: the launcher ends with the last of its own nodes."""
 
-    def __init__(self, job: Job, seed: int) -> None:
+    def __init__(self, job: ElasticRun, seed: int) -> None:
         self.job = job
         self.random = random.Random(seed)
         self.alive = {"n0", "n1", "n2"}
@@ -43,7 +43,7 @@ class History:
         kinds += [self.come_back] if len(self.alive) < 3 else []
         self.random.choice(kinds)()
         if self.random.random() < 0.5:  # else the next thing happens in the middle of this one
-            until(lambda: self.job.is_("running"), "the job runs again")
+            wait_until(lambda: self.job.is_("running"), "the job runs again")
 
     def some_node(self) -> str:
         return self.random.choice(sorted(self.alive - {"n0"}))
@@ -82,8 +82,8 @@ class History:
         node = self.some_node()
         self.told.append(f"{node} is preempted")
         self.alive.discard(node)
-        until(lambda: "error" not in self.job.ask("drain", node, "--deadline", "20"), f"{node} is preempted")
-        until(lambda: not self.job.pids('"type":"node"', f'"node":"{node}"'), f"{node} has left")
+        wait_until(lambda: "error" not in self.job.ask("drain", node, "--deadline", "20"), f"{node} is preempted")
+        wait_until(lambda: not self.job.pids('"type":"node"', f'"node":"{node}"'), f"{node} has left")
 
     def come_back(self) -> None:
         node = self.random.choice(sorted({"n1", "n2"} - self.alive))
@@ -91,7 +91,7 @@ class History:
         self.alive.add(node)
         began = time.monotonic()
         self.job.start("join", "--node", node, "--no-agent")
-        until(lambda: self.job.pids('"type":"node"', f'"node":"{node}"'), f"{node} is being started")
+        wait_until(lambda: self.job.pids('"type":"node"', f'"node":"{node}"'), f"{node} is being started")
 
         def heard() -> bool:
             """Before that, to lose the node or to ask it back is about the process that was here earlier, or nobody."""
@@ -101,10 +101,12 @@ class History:
                 one.node == node and one.state != "disconnected" and one.last_heartbeat_s < ago_s for one in nodes
             )
 
-        until(heard, f"{node} is heard of")
+        wait_until(heard, f"{node} is heard of")
 
     def end(self) -> None:
-        until(lambda: "error" not in self.job.ask("resize", "--nodes", "max"), "the coordinator is asked for all nodes")
+        wait_until(
+            lambda: "error" not in self.job.ask("resize", "--nodes", "max"), "the coordinator is asked for all nodes"
+        )
         for path in self.job.folder.glob("fault-*"):  # of a node that was in no world since
             path.unlink(missing_ok=True)
 
@@ -114,12 +116,12 @@ class History:
                 return False
             return {node.node for node in status.nodes if node.node_rank is not None} == self.alive
 
-        until(all_in, f"{sorted(self.alive)} train together")
+        wait_until(all_in, f"{sorted(self.alive)} train together")
         self.job.finish()
         assert self.job.ended(self.run) == 0
 
 
-def check(job: Job) -> None:
+def check(job: ElasticRun) -> None:
     """Of every world each rank once, of a size that is allowed; a process is never in an earlier world than before."""
     worlds, lives, targets = defaultdict(list), defaultdict(list), defaultdict(set)
     for one in job.said("in"):

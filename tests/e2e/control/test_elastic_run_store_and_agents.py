@@ -8,9 +8,9 @@ from datetime import timedelta
 import pytest
 
 from peerstore.daemon_process import process_start_time
-from tests.support.agents import agent_pid, end_agent, wait_gone
-from tests.support.elastic_runs import Job, elastic_job, kill
-from tests.support.local_nodes import until
+from tests.support.agents import agent_pid, stop_agent, wait_process_ended
+from tests.support.elastic_runs import ElasticRun, elastic_job, kill
+from tests.support.local_nodes import wait_until
 
 pytestmark = pytest.mark.e2e
 
@@ -21,7 +21,7 @@ def job():
         yield one
 
 
-def test_store_outlives_ranks_and_the_coordinator(job: Job) -> None:
+def test_store_outlives_ranks_and_the_coordinator(job: ElasticRun) -> None:
     from torch.distributed import TCPStore
 
     run = job.run("--simulate-nodes", "2", "--nnodes", "1:2", "--shrink-after", "0", "--store", "")
@@ -31,7 +31,7 @@ def test_store_outlives_ranks_and_the_coordinator(job: Job) -> None:
     store = TCPStore(host, int(port), is_master=False, timeout=timedelta(seconds=30))
     store.set("said", "before")
     kill(job.coordinator())
-    until(lambda: job.is_("running"))
+    wait_until(lambda: job.is_("running"))
     assert store.get("said") == b"before"
     kill(one["pid"])
     again = job.world(2, after=one["epoch"])
@@ -39,10 +39,10 @@ def test_store_outlives_ranks_and_the_coordinator(job: Job) -> None:
     assert store.get("said") == b"before"
     job.finish()
     assert job.ended(run) == 0
-    until(lambda: not job.pids())
+    wait_until(lambda: not job.pids())
 
 
-def broken_agent(job: Job, node: str) -> None:
+def broken_agent(job: ElasticRun, node: str) -> None:
     """Prepare a directory in which the node's agent cannot start."""
     place = job.folder / "run" / "job" / node / "agent"
     for folder in (*reversed(place.parents[:3]), place):
@@ -50,17 +50,17 @@ def broken_agent(job: Job, node: str) -> None:
     (place / "slots").touch()
 
 
-def test_node_whose_agent_cannot_start_leaves_the_job(job: Job) -> None:
+def test_node_whose_agent_cannot_start_leaves_the_job(job: ElasticRun) -> None:
     broken_agent(job, "n1")
     run = job.run("--simulate-nodes", "2", "--nnodes", "1:2", "--shrink-after", "0", "--agent")
-    until(lambda: "node n1 leaves the job: its node agent did not start in 3 attempts" in job.output())
-    until(lambda: job.is_("running"))
+    wait_until(lambda: "node n1 leaves the job: its node agent did not start in 3 attempts" in job.output())
+    wait_until(lambda: job.is_("running"))
     job.world(1)
     job.finish()
     assert job.ended(run) == 0
 
 
-def test_job_ends_with_the_reason_where_no_node_has_an_agent(job: Job) -> None:
+def test_job_ends_with_the_reason_where_no_node_has_an_agent(job: ElasticRun) -> None:
     broken_agent(job, "n0")
     run = job.run("--shrink-after", "0", "--agent")
     assert job.ended(run) in (7, 8)  # by the time at which the node leaves: in a world, or before the first one
@@ -69,23 +69,23 @@ def test_job_ends_with_the_reason_where_no_node_has_an_agent(job: Job) -> None:
     assert "its node agent did not start in 3 attempts: FileExistsError" in end
 
 
-def test_agents_of_simulated_nodes_end_with_success_and_stay_for_a_resume(job: Job) -> None:
+def test_agents_of_simulated_nodes_end_with_success_and_stay_for_a_resume(job: ElasticRun) -> None:
     job.environ["TIEREDCKPT_AGENT_BUDGET"] = "16MiB"
     run = job.run("--simulate-nodes", "2", "--nnodes", "2", "--agent")
     before = job.world(2)
     places = [job.folder / "run" / "job" / node / "agent" for node in ("n0", "n1")]
-    pids = until(lambda: (found := [agent_pid(place) for place in places]) and None not in found and found)
+    pids = wait_until(lambda: (found := [agent_pid(place) for place in places]) and None not in found and found)
     kill(before[0]["pid"])  # agents do not notice what happens to ranks
     job.world(2, after=before[0]["epoch"])
     run.send_signal(signal.SIGTERM)
     assert job.ended(run) == 7
     assert all(process_start_time(pid) >= 0 for pid in pids)
     assert "stay in memory" in job.output()
-    end_agent(places[0])
+    stop_agent(places[0])
     again = job.run("--simulate-nodes", "2", "--nnodes", "2", "--agent")
-    until(lambda: len({one["pid"] for one in job.said("in", epoch=0)}) == 4)
-    own = until(lambda: (pid := agent_pid(places[0])) != pids[0] and pid)
+    wait_until(lambda: len({one["pid"] for one in job.said("in", epoch=0)}) == 4)
+    own = wait_until(lambda: (pid := agent_pid(places[0])) != pids[0] and pid)
     job.finish()
     assert job.ended(again) == 0
-    wait_gone(own)
-    wait_gone(pids[1])  # found, not started, by the second run: it is the job's all the same
+    wait_process_ended(own)
+    wait_process_ended(pids[1])  # found, not started, by the second run: it is the job's all the same

@@ -8,7 +8,7 @@ import stat
 import pytest
 
 from tests.support.elastic_runs import elastic_job, kill
-from tests.support.local_nodes import until
+from tests.support.local_nodes import wait_until
 from tests.support.ports import free_port
 
 pytestmark = pytest.mark.e2e
@@ -65,4 +65,4 @@ def test_secret_is_private_and_removed_with_the_job(job):
     assert stat.S_IMODE(secret.parent.stat().st_mode) == 0o700
     job.finish()
     assert [job.ended(run) for run in runs] == [0, 0]
-    until(lambda: not [*secret.parent.iterdir()], "nothing is left of the secret")
+    wait_until(lambda: not [*secret.parent.iterdir()], "nothing is left of the secret")

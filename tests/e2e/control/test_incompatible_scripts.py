@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from peerstore.daemon_process import process_start_time
-from tests.support.elastic_runs import Job, elastic_job
-from tests.support.local_nodes import until
+from tests.support.elastic_runs import ElasticRun, elastic_job
+from tests.support.local_nodes import wait_until
 
 pytestmark = pytest.mark.e2e
 
@@ -28,7 +28,7 @@ def job():
         yield one
 
 
-def test_batch_too_small_for_the_ranks_fails_the_job_with_a_reason(job: Job) -> None:
+def test_batch_too_small_for_the_ranks_fails_the_job_with_a_reason(job: ElasticRun) -> None:
     script = job.folder / "train.py"
     script.write_text(TOO_SMALL_A_BATCH)
     quick = ("--no-agent", "--store", "nowhere:1", "--job", "job", "--log-dir", str(job.folder / "logs"))
@@ -55,7 +55,7 @@ train()
 
 
 @pytest.mark.parametrize("how", ["retry", "raise"])
-def test_error_before_the_first_step_ends_the_job_when_it_repeats(job: Job, how: str) -> None:
+def test_error_before_the_first_step_ends_the_job_when_it_repeats(job: ElasticRun, how: str) -> None:
     script = job.folder / "train.py"
     script.write_text(FAILS_AT_ONCE.format(how=how))
     quick = ("--no-agent", "--store", "nowhere:1", "--job", "job", "--log-dir", str(job.folder / "logs"))
@@ -69,7 +69,7 @@ def test_error_before_the_first_step_ends_the_job_when_it_repeats(job: Job, how:
 
 
 @pytest.mark.parametrize("ending", ["", "import nowhere_to_be_found"])
-def test_script_that_never_joins_runs_once_per_rank(job: Job, ending: str) -> None:
+def test_script_that_never_joins_runs_once_per_rank(job: ElasticRun, ending: str) -> None:
     script = job.folder / "p.py"
     script.write_text(f"open({str(job.folder / 'runs')!r}, 'a').write('run\\n')\n{ending}\n")
     quick = ("--no-agent", "--store", "nowhere:1", "--log-dir", str(job.folder / "logs"))
@@ -85,13 +85,13 @@ def test_script_that_never_joins_runs_once_per_rank(job: Job, ending: str) -> No
         assert said.endswith("To run an unmodified script use torchrun")
 
 
-def test_rank_that_ignores_a_resize_is_killed_and_the_job_continues(job: Job) -> None:
+def test_rank_that_ignores_a_resize_is_killed_and_the_job_continues(job: ElasticRun) -> None:
     run = job.run("--simulate-nodes", "3", "--nnodes", "1:3", "--shrink-after", "0", "--pause-timeout", "0.5")
     before = job.world(3)
     job.make("ignore-n1")
     job.ask("resize", "--nodes", "2")
     ignorant = next(one["pid"] for one in before if one["node"] == "n1")
-    until(lambda: process_start_time(ignorant) < 0)
+    wait_until(lambda: process_start_time(ignorant) < 0)
     after = job.world(2, after=before[0]["epoch"])
     assert after[0]["epoch"] > before[0]["epoch"]
     assert ignorant not in {one["pid"] for one in after}

@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 from elastic.control.leader_election import LeaderRecord, open_leader_record
-from tests.support.elastic_runs import Job, elastic_job, kill
-from tests.support.local_nodes import until
+from tests.support.elastic_runs import ElasticRun, elastic_job, kill
+from tests.support.local_nodes import wait_until
 
 pytestmark = pytest.mark.e2e
 
@@ -26,7 +26,7 @@ def job():
 class Machines:
     """Several launchers that know of each other only what is noted in a file."""
 
-    def __init__(self, job: Job, url: str, *options: str) -> None:
+    def __init__(self, job: ElasticRun, url: str, *options: str) -> None:
         self.job, self.url = job, url
         secret = job.folder / "secret"
         secret.write_text("a secret that three machines know")
@@ -50,7 +50,7 @@ class Machines:
             return name if name in self.runs and name != but else ""
 
         try:
-            return until(leads, "somebody leads")
+            return wait_until(leads, "somebody leads")
         except AssertionError as error:
             raise AssertionError(f"{error}: {self.record()}\n{self.job.output()}") from None
 
@@ -65,13 +65,13 @@ class Machines:
         run.wait(60)
 
 
-def machines(job: Job, *options: str) -> Machines:
+def machines(job: ElasticRun, *options: str) -> Machines:
     folder: Path = job.folder / "shared"
     folder.mkdir(mode=0o700)
     return Machines(job, f"file://{folder}/leader?lease={LEASE_S}", *options)
 
 
-def test_another_machine_takes_over_from_a_lost_leader(job: Job) -> None:
+def test_another_machine_takes_over_from_a_lost_leader(job: ElasticRun) -> None:
     all_of_them = machines(job, "--nnodes", "1:3", "--grow-after", "0.3", "--shrink-after", "0")
     all_of_them.start("m1", "m2", "m3")
     before = job.world(3)
@@ -90,21 +90,21 @@ def test_another_machine_takes_over_from_a_lost_leader(job: Job) -> None:
     assert (record.holder, record.over) == ("", "finished")
 
 
-def test_killed_coordinator_is_replaced_within_the_same_world(job: Job) -> None:
+def test_killed_coordinator_is_replaced_within_the_same_world(job: ElasticRun) -> None:
     all_of_them = machines(job, "--nnodes", "2")
     all_of_them.start("m1", "m2")
     before = job.world(2)
     leader, record = all_of_them.leader(), all_of_them.record()
     kill(job.coordinator_of(leader))
-    until(lambda: all_of_them.record().term > record.term)
-    until(lambda: job.is_("running"))
+    wait_until(lambda: all_of_them.record().term > record.term)
+    wait_until(lambda: job.is_("running"))
     assert (job.status().epoch, job.status().restarts) == (before[0]["epoch"], 0)
     assert job.said("notice") == []
     job.finish()
     assert [job.ended(run) for run in all_of_them.runs.values()] == [0, 0]
 
 
-def test_suspended_leader_steps_down_for_its_successor(job: Job) -> None:
+def test_suspended_leader_steps_down_for_its_successor(job: ElasticRun) -> None:
     all_of_them = machines(job, "--nnodes", "2")
     all_of_them.start("m1", "m2")
     before = job.world(2)
@@ -112,10 +112,10 @@ def test_suspended_leader_steps_down_for_its_successor(job: Job) -> None:
     stopped = job.coordinator_of(leader)
     kill(stopped, signal.SIGSTOP)
     other = all_of_them.leader(but=leader)
-    until(lambda: job.is_("running"))
+    wait_until(lambda: job.is_("running"))
     assert all_of_them.record().term > record.term
     kill(stopped, signal.SIGCONT)
-    until(lambda: stopped not in job.pids('"type":"coordinator"'))
+    wait_until(lambda: stopped not in job.pids('"type":"coordinator"'))
     assert all_of_them.leader() == other
     assert (job.status().epoch, job.status().restarts) == (before[0]["epoch"], 0)
     assert job.said("notice") == []
@@ -123,7 +123,7 @@ def test_suspended_leader_steps_down_for_its_successor(job: Job) -> None:
     assert [job.ended(run) for run in all_of_them.runs.values()] == [0, 0]
 
 
-def test_preempted_leader_hands_over(job: Job) -> None:
+def test_preempted_leader_hands_over(job: ElasticRun) -> None:
     all_of_them = machines(job, "--nnodes", "1:2", "--grow-after", "0.3", "--shrink-after", "0")
     all_of_them.start("m1", "m2")
     before = job.world(2)
@@ -138,24 +138,24 @@ def test_preempted_leader_hands_over(job: Job) -> None:
 
 
 @pytest.mark.nightly
-def test_deleted_leader_record_is_recreated_and_the_world_continues(job: Job) -> None:
+def test_deleted_leader_record_is_recreated_and_the_world_continues(job: ElasticRun) -> None:
     all_of_them = machines(job, "--nnodes", "2")
     all_of_them.start("m1", "m2")
     before = job.world(2)
     all_of_them.leader()
     record = all_of_them.record()
     (job.folder / "shared" / "leader").unlink()
-    until(lambda: all_of_them.record() is not None)
+    wait_until(lambda: all_of_them.record() is not None)
     all_of_them.leader()  # the same one, unless a candidate was quicker
     assert all_of_them.record().term >= record.term
-    until(lambda: job.is_("running"))
+    wait_until(lambda: job.is_("running"))
     assert (job.status().epoch, job.status().restarts) == (before[0]["epoch"], 0)
     assert job.said("notice") == []
     job.finish()
     assert [job.ended(run) for run in all_of_them.runs.values()] == [0, 0]
 
 
-def test_stopped_job_resumes_with_the_same_command_and_a_finished_one_does_not_rerun(job: Job) -> None:
+def test_stopped_job_resumes_with_the_same_command_and_a_finished_one_does_not_rerun(job: ElasticRun) -> None:
     all_of_them = machines(job, "--nnodes", "2")
     all_of_them.start("m1", "m2")
     before = job.world(2)
@@ -174,7 +174,7 @@ def test_stopped_job_resumes_with_the_same_command_and_a_finished_one_does_not_r
 
 
 @pytest.mark.nightly
-def test_a_standby_coordinator_leads_when_the_leader_is_lost(job: Job) -> None:
+def test_a_standby_coordinator_leads_when_the_leader_is_lost(job: ElasticRun) -> None:
     all_of_them = machines(job, "--nnodes", "1:2", "--grow-after", "0.3", "--shrink-after", "0")
     all_of_them.start("m1", "m2")
     before = job.world(2)
@@ -192,16 +192,16 @@ def test_a_standby_coordinator_leads_when_the_leader_is_lost(job: Job) -> None:
 
 
 @pytest.mark.nightly
-def test_world_continues_while_the_leader_record_is_unreachable(job: Job) -> None:
+def test_world_continues_while_the_leader_record_is_unreachable(job: ElasticRun) -> None:
     all_of_them = machines(job, "--nnodes", "2")
     all_of_them.start("m1", "m2")
     before = job.world(2)
     shared, away = job.folder / "shared", job.folder / "away"
     shared.rename(away)
-    until(lambda: job.output().count("the coordinator has said nothing for") == 2, "both have been without a word")
+    wait_until(lambda: job.output().count("the coordinator has said nothing for") == 2, "both have been without a word")
     assert job.status() is None
     away.rename(shared)
-    until(lambda: job.is_("running"))
+    wait_until(lambda: job.is_("running"))
     assert (job.status().epoch, job.status().restarts) == (before[0]["epoch"], 0)
     assert job.said("notice") == []
     job.finish()

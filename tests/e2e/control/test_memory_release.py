@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from elastic.supervisor.memory_tier import MemoryTierProcess
-from tests.support.agents import agent_directory, agent_pid, wait_gone
-from tests.support.local_nodes import until
+from tests.support.agents import agent_directory, agent_pid, wait_process_ended
+from tests.support.local_nodes import wait_until
 from tieredckpt import Checkpointer
 from tieredckpt.agent.agent_client import NodeAgentClient
 from tieredckpt.session.session import close_sessions
@@ -56,7 +56,7 @@ def finish(agent, directory):
     """The job has succeeded; what is in memory then."""
     pid = agent_pid(directory)
     agent.shut_down()
-    wait_gone(pid)
+    wait_process_ended(pid)
     return slots(directory)
 
 
@@ -141,4 +141,4 @@ def test_restarted_job_keeps_its_memory(tmp_path):
             assert pid is not None, "somebody needs the agent"
             assert ckpt.save(state_of(5), 5).wait().name == "SEALED"
         close_sessions()
-        until(lambda: slots(directory), "it is still there")
+        wait_until(lambda: slots(directory), "it is still there")

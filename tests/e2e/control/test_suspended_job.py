@@ -7,8 +7,8 @@ import time
 
 import pytest
 
-from tests.support.elastic_runs import Job, elastic_job, kill
-from tests.support.local_nodes import until
+from tests.support.elastic_runs import ElasticRun, elastic_job, kill
+from tests.support.local_nodes import wait_until
 
 pytestmark = pytest.mark.e2e
 
@@ -22,7 +22,7 @@ def job():
         yield one
 
 
-def suspend(job: Job, seconds: float) -> None:
+def suspend(job: ElasticRun, seconds: float) -> None:
     """Nobody of the job runs for so long."""
     stopped = job.pids()
     for pid in stopped:
@@ -34,12 +34,12 @@ def suspend(job: Job, seconds: float) -> None:
         kill(pid, signal.SIGCONT)
 
 
-def test_suspended_job_resumes_in_the_same_world_without_faults(job: Job) -> None:
+def test_suspended_job_resumes_in_the_same_world_without_faults(job: ElasticRun) -> None:
     run = job.run("--simulate-nodes", "2", "--nnodes", "2", "--nproc", "2", "--hang-timeout", "6")
     before = job.world(4)
-    steps = {node.node: node.step for node in until(lambda: _status_with_steps(job)).nodes}
+    steps = {node.node: node.step for node in wait_until(lambda: _status_with_steps(job)).nodes}
     suspend(job, _SUSPENDED_S)
-    status = until(lambda: _further(job, steps), "steps after it was suspended")
+    status = wait_until(lambda: _further(job, steps), "steps after it was suspended")
     assert (status.epoch, status.restarts, status.phase.value) == (before[0]["epoch"], 0, "running")
     assert job.said("notice") == []
     assert job.said("stale") == []
@@ -48,7 +48,7 @@ def test_suspended_job_resumes_in_the_same_world_without_faults(job: Job) -> Non
     assert {one["pid"] for one in job.said("finished")} == {one["pid"] for one in before}
 
 
-def test_single_suspended_node_is_lost(job: Job) -> None:
+def test_single_suspended_node_is_lost(job: ElasticRun) -> None:
     run = job.run("--simulate-nodes", "2", "--nnodes", "1:2", "--shrink-after", "0", "--grow-after", "600")
     before = job.world(2)
     stopped = [job.supervisor("n1"), next(one["pid"] for one in before if one["node"] == "n1")]
@@ -57,16 +57,16 @@ def test_single_suspended_node_is_lost(job: Job) -> None:
     job.world(1, after=before[0]["epoch"])
     for pid in stopped:
         kill(pid, signal.SIGCONT)
-    until(lambda: len(job.status().nodes) == 2)
+    wait_until(lambda: len(job.status().nodes) == 2)
     job.finish()
     assert job.ended(run) == 0
 
 
-def _status_with_steps(job: Job):
+def _status_with_steps(job: ElasticRun):
     status = job.status()
     return status if status is not None and all(node.step > 0 for node in status.nodes) else None
 
 
-def _further(job: Job, steps: dict[str, int]):
+def _further(job: ElasticRun, steps: dict[str, int]):
     status = job.status()
     return status if status is not None and all(node.step > steps[node.node] + 50 for node in status.nodes) else None

@@ -5,10 +5,10 @@ import signal
 
 import pytest
 
-from tests.support.agent_numbers import asked
-from tests.support.agents import agent_pid, end_agent
-from tests.support.crashes import crash_at
-from tests.support.jobs import Job, objects, on_server, state_at
+from tests.support.agent_numbers import get_text
+from tests.support.agents import agent_pid, stop_agent
+from tests.support.crashes import crash_environ
+from tests.support.jobs import CheckpointJob, durable_settings, list_objects, state_at
 from tieredckpt.session.session import open_session
 from tieredckpt.settings import DurableSettings, load_settings
 
@@ -23,12 +23,12 @@ def start_agent(say):
     open_session("nobody", load_settings()).agent.list_steps("nobody")
 
 
-def behind(proxy, server, **changes):
-    settings = on_server(server, **changes)
+def settings_through(proxy, server, **changes):
+    settings = durable_settings(server, **changes)
     return DurableSettings(**{**vars(settings), "options": {**settings.options, "endpoint": proxy.endpoint}})
 
 
-def killed_at(point, in_a_push):
+def kill_points(point, in_a_push):
     """The first and the second time that a drain comes to the point; the other one is for the night."""
     return [
         pytest.param(point, count, marks=() if count == in_a_push else pytest.mark.nightly, id=f"{point}-{count}")
@@ -39,18 +39,18 @@ def killed_at(point, in_a_push):
 @pytest.mark.parametrize(
     ("point", "count"),
     [
-        *killed_at("drain.began", 1),
-        *killed_at("drain.uploaded", 2),
-        *killed_at("drain.indexed", 1),
-        *killed_at("drain.noted", 2),
-        *killed_at("drain.complete", 1),
-        *killed_at("drain.committed", 2),
+        *kill_points("drain.began", 1),
+        *kill_points("drain.uploaded", 2),
+        *kill_points("drain.indexed", 1),
+        *kill_points("drain.noted", 2),
+        *kill_points("drain.complete", 1),
+        *kill_points("drain.committed", 2),
     ],
 )
 def test_agent_killed_during_a_drain_resumes_it(agent_dir, rclone, rclone_proxy, zygote, point, count):
-    zygote.run(start_agent, environ=crash_at(f"{point}:{count}"))
+    zygote.run(start_agent, environ=crash_environ(f"{point}:{count}"))
     doomed = agent_pid(agent_dir)
-    job = Job(agent_dir, behind(rclone_proxy, rclone, on_busy="wait"))
+    job = CheckpointJob(agent_dir, settings_through(rclone_proxy, rclone, on_busy="wait"))
     job.save(0, 1, size=SMALL)
     assert agent_pid(agent_dir) not in (None, doomed), "the agent was not killed"
     sent = rclone_proxy.parts_sent()
@@ -63,11 +63,11 @@ def test_agent_killed_during_a_drain_resumes_it(agent_dir, rclone, rclone_proxy,
 def test_agent_killed_between_two_parts_resumes_the_upload(agent_dir, rclone, rclone_proxy):
     """Parts the store has confirmed are not sent again; the upload that was begun is the one that is finished."""
     held = rclone_proxy.on("PUT", query="partNumber=4").hold()
-    job = Job(agent_dir, behind(rclone_proxy, rclone, concurrency=1))
+    job = CheckpointJob(agent_dir, settings_through(rclone_proxy, rclone, concurrency=1))
     with job.checkpointer() as ckpt:
         ckpt.save(state_at(0, SIZE), 0).wait()
         rclone_proxy.wait_for(lambda proxy: 4 in proxy.parts_sent())
-        end_agent(agent_dir, signal.SIGKILL)
+        stop_agent(agent_dir, signal.SIGKILL)
         held.drop()
         assert ckpt.wait("durable", timeout_s=60)
     sent = rclone_proxy.parts_sent()
@@ -80,12 +80,12 @@ def test_agent_killed_between_two_parts_resumes_the_upload(agent_dir, rclone, rc
 
 def test_next_agent_continues_the_drain_of_a_stopped_one(agent_dir, rclone, rclone_proxy):
     held = rclone_proxy.on("PUT", query="partNumber=4").hold()
-    job = Job(agent_dir, behind(rclone_proxy, rclone, concurrency=1))
+    job = CheckpointJob(agent_dir, settings_through(rclone_proxy, rclone, concurrency=1))
     with job.checkpointer() as ckpt:
         ckpt.save(state_at(0, SIZE), 0).wait()
         rclone_proxy.wait_for(lambda proxy: 4 in proxy.parts_sent())
         held.drop()
-        end_agent(agent_dir)
+        stop_agent(agent_dir)
         assert ckpt.wait("durable", timeout_s=60)
     assert set(rclone_proxy.parts_sent()) == {1, 2, 3, 4, 5}
     job.lose_memory()
@@ -94,10 +94,10 @@ def test_next_agent_continues_the_drain_of_a_stopped_one(agent_dir, rclone, rclo
 
 def test_bucket_contains_only_the_steps(agent_dir, rclone, rclone_proxy, zygote):
     """However often the agent was killed, the bucket holds two objects a shard and one manifest a step."""
-    zygote.run(start_agent, environ=crash_at("drain.indexed:1"))
-    settings = behind(rclone_proxy, rclone, on_busy="wait")
-    job = Job(agent_dir, settings)
+    zygote.run(start_agent, environ=crash_environ("drain.indexed:1"))
+    settings = settings_through(rclone_proxy, rclone, on_busy="wait")
+    job = CheckpointJob(agent_dir, settings)
     job.save(0, 1, 2)
-    kinds = sorted(name.rpartition(".")[2] for name in objects(rclone, settings))
+    kinds = sorted(name.rpartition(".")[2] for name in list_objects(rclone, settings))
     assert kinds == ["index"] * 3 + ["manifest"] * 3 + ["safetensors"] * 3
-    assert json.loads(asked(agent_dir, "/status"))["drain"]["totals"]["errors"] == 0
+    assert json.loads(get_text(agent_dir, "/status"))["drain"]["totals"]["errors"] == 0

@@ -7,31 +7,31 @@ import signal
 import pytest
 
 from peerstore.failpoints import FAILPOINTS
-from tests.e2e.crash.test_trainer_killed import losses, train
-from tests.support.agents import agent_directory, agent_pid, end_agent
-from tests.support.crashes import crash_at
+from tests.e2e.crash.test_trainer_killed import losses_by_step, train
+from tests.support.agents import agent_directory, agent_pid, stop_agent
+from tests.support.crashes import crash_environ
 
 STEPS = 40
 
 
 def test_a_few_random_kills(agent_dir, zygote):
-    survive(agent_dir, zygote, seed=1, kills=8)
+    assert_survives(agent_dir, zygote, seed=1, kills=8)
 
 
 @pytest.mark.nightly
 @pytest.mark.timeout(3600)
 @pytest.mark.parametrize("seed", range(2, 22))
 def test_many_random_kills(agent_dir, zygote, seed):
-    survive(agent_dir, zygote, seed=seed, kills=30)
+    assert_survives(agent_dir, zygote, seed=seed, kills=30)
 
 
-def survive(agent_dir, zygote, *, seed, kills):
+def assert_survives(agent_dir, zygote, *, seed, kills):
     """However it is killed, the job ends with the losses and the weights of a run that nobody killed."""
-    reference = undisturbed(zygote)
+    reference = reference_run(zygote)
     rng, lines = random.Random(seed), []
     for _ in range(kills):
         points = [point for point in FAILPOINTS if point.startswith(("stage.", "seal.", "load."))]
-        crash = crash_at(f"{rng.choice(points)}:{rng.randint(1, 6)}") if rng.random() < 0.5 else {}
+        crash = crash_environ(f"{rng.choice(points)}:{rng.randint(1, 6)}") if rng.random() < 0.5 else {}
         running = zygote.start(train, STEPS, environ=crash)
         if not crash:
             running.wait_lines(rng.randint(1, 12))
@@ -47,11 +47,11 @@ def survive(agent_dir, zygote, *, seed, kills):
     ended = zygote.run(train, STEPS)
     lines += ended.lines
     assert ended.result == reference.result
-    assert losses(lines).items() <= losses(reference.lines).items()
-    end_agent(agent_dir)
+    assert losses_by_step(lines).items() <= losses_by_step(reference.lines).items()
+    stop_agent(agent_dir)
 
 
-def undisturbed(zygote):
+def reference_run(zygote):
     with agent_directory() as directory:
         return zygote.run(
             train, STEPS, environ={"TIEREDCKPT_AGENT_DIRECTORY": str(directory), "TIEREDCKPT_AGENT_BUDGET": "1GiB"}

@@ -14,9 +14,9 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 
-from tests.support.agents import agent_pid, end_agent
-from tests.support.bits import assert_same, zeroed
-from tests.support.models import build, full, put_back, state_of, train
+from tests.support.agents import agent_pid, stop_agent
+from tests.support.bits import assert_same_bits, zeros_like_state
+from tests.support.models import build_model, full_state, get_state, set_state, train_steps
 from tieredckpt import CheckpointDamagedError, Checkpointer, CheckpointNotFoundError, NullCheckpointer, TieredWriter
 from tieredckpt.checkpointer.save_handle import SaveState
 from tieredckpt.errors import MismatchError, SettingsError, StoreBusyError, UsageError
@@ -64,9 +64,9 @@ def test_restore_returns_minus_one_only_without_a_checkpoint(agent_dir):
     with Checkpointer(JOB) as ckpt:
         assert ckpt.restore(state_at(0)) == -1
         ckpt.save(state_at(0), 0).wait()
-        state = zeroed(state_at(0))
+        state = zeros_like_state(state_at(0))
         assert ckpt.restore(state) == 0
-        assert_same(state_at(0), state)
+        assert_same_bits(state_at(0), state)
 
 
 def test_loop_resumes_at_its_step(agent_dir):
@@ -76,7 +76,7 @@ def test_loop_resumes_at_its_step(agent_dir):
             step = ckpt.restore(state) + 1
             assert step == begin
             if begin:
-                assert_same(state_at(begin - 1), state)
+                assert_same_bits(state_at(begin - 1), state)
             for current in range(step, step + 4):
                 saved = ckpt.save(state_at(current), current)
                 assert saved.ok
@@ -93,7 +93,7 @@ def test_saved_state_is_the_state_at_the_call(agent_dir):
             state["w"].fill_(-1)
             state["step"] = -1
             saved.wait()
-            found = zeroed(state)
+            found = zeros_like_state(state)
             Checkpointer(JOB, on_sigterm="ignore").restore(found)
             assert (float(found["w"][0]), found["step"]) == (step, step)
 
@@ -112,13 +112,13 @@ def test_state_with_a_changed_structure_is_planned_again(agent_dir):
         ckpt.save(state_at(1), 1)
         grown = state_at(2) | {"new": torch.ones(7), "w": torch.ones(10)}
         ckpt.save(grown, 2).wait()
-        found = zeroed(grown)
+        found = zeros_like_state(grown)
         assert ckpt.restore(found) == 2
-        assert_same(grown, found)
+        assert_same_bits(grown, found)
         ckpt.save(state_at(3), 3).wait()
-        found = zeroed(state_at(3))
+        found = zeros_like_state(state_at(3))
         assert ckpt.restore(found) == 3
-        assert_same(state_at(3), found)
+        assert_same_bits(state_at(3), found)
 
 
 def test_save_follows_its_interval(agent_dir, tmp_path):
@@ -135,9 +135,9 @@ def test_damaged_step_is_reported_and_the_older_one_restored(agent_dir):
         for step in range(3):
             ckpt.save(state_at(step), step).wait()
         damage_newest(agent_dir)
-        found = zeroed(state_at(0))
+        found = zeros_like_state(state_at(0))
         assert ckpt.restore(found) == 1
-        assert_same(state_at(1), found)
+        assert_same_bits(state_at(1), found)
         assert "part 0 in memory: damaged" in " ".join(ckpt.last_restore.refused)
         assert "step 2" in " ".join(ckpt.last_restore.refused)
         status = ckpt.session.agent.store.status()
@@ -162,7 +162,7 @@ def test_damage_of_every_step_is_an_error(agent_dir):
         damage_newest(agent_dir, -1)
         damage_newest(agent_dir, -2)
         with pytest.raises(CheckpointDamagedError):
-            ckpt.restore(zeroed(state_at(0)))
+            ckpt.restore(zeros_like_state(state_at(0)))
 
 
 def test_damage_is_remembered_until_a_newer_step_is_complete(agent_dir):
@@ -170,13 +170,13 @@ def test_damage_is_remembered_until_a_newer_step_is_complete(agent_dir):
     with Checkpointer(JOB) as ckpt:
         ckpt.save(state_at(0), 0).wait()
         damage_newest(agent_dir)
-        end_agent(agent_dir, signal.SIGKILL)
+        stop_agent(agent_dir, signal.SIGKILL)
         for _ in range(2):
             with pytest.raises(CheckpointDamagedError, match=r"step 0 .*damaged"):
-                ckpt.restore(zeroed(state_at(0)))
-            end_agent(agent_dir, signal.SIGKILL)
+                ckpt.restore(zeros_like_state(state_at(0)))
+            stop_agent(agent_dir, signal.SIGKILL)
         ckpt.save(state_at(1), 1).wait()
-        found = zeroed(state_at(0))
+        found = zeros_like_state(state_at(0))
         assert ckpt.restore(found) == 1
         assert [info.step for info in ckpt.steps()] == [1]
 
@@ -185,9 +185,9 @@ def test_restore_loads_a_named_step(agent_dir):
     with Checkpointer(JOB) as ckpt:
         for step in range(2):
             ckpt.save(state_at(step), step).wait()
-        found = zeroed(state_at(0))
+        found = zeros_like_state(state_at(0))
         assert ckpt.restore(found, step=0) == 0
-        assert_same(state_at(0), found)
+        assert_same_bits(state_at(0), found)
         with pytest.raises(CheckpointNotFoundError):
             ckpt.restore(found, step=17)
 
@@ -211,12 +211,12 @@ def test_steps_saved_after_a_rewind_replace_later_ones(agent_dir):
 
     close_sessions()
     with Checkpointer(JOB) as ckpt:
-        assert ckpt.restore(zeroed(state_at(0)), step=0) == 0
+        assert ckpt.restore(zeros_like_state(state_at(0)), step=0) == 0
         other = state_at(0) | {"w": torch.full((1000,), 77.0)}
         ckpt.save(other, 0, force=True).wait()
     close_sessions()
     with Checkpointer(JOB) as ckpt:
-        found = zeroed(other)
+        found = zeros_like_state(other)
         assert ckpt.restore(found) == 0
         assert float(found["w"][0]) == 77
 
@@ -232,7 +232,7 @@ def test_reading_a_checkpoint_leaves_it_unchanged(agent_dir, tmp_path):
     for _ in range(12):
         close_sessions()
         with Checkpointer(JOB, durable=f"file://{tmp_path}") as ckpt:
-            assert ckpt.restore(zeroed(state_at(0))) == 1
+            assert ckpt.restore(zeros_like_state(state_at(0))) == 1
             assert not any(info.quarantined for info in ckpt.steps())
     assert sorted(path.relative_to(tmp_path) for path in tmp_path.rglob("*")) == before
 
@@ -241,10 +241,10 @@ def test_the_agent_is_killed_between_saves(agent_dir):
     with Checkpointer(JOB) as ckpt:
         for step in range(4):
             assert ckpt.save(state_at(step), step).wait() is SaveState.SEALED
-            end_agent(agent_dir, signal.SIGKILL)
-        found = zeroed(state_at(0))
+            stop_agent(agent_dir, signal.SIGKILL)
+        found = zeros_like_state(state_at(0))
         assert ckpt.restore(found) == 3
-        assert_same(state_at(3), found)
+        assert_same_bits(state_at(3), found)
 
 
 def test_busy_node_skips_the_save_and_training_continues(agent_dir):
@@ -304,9 +304,9 @@ def test_memory_node_needs_no_agent_or_files(agent_dir):
         with Checkpointer(JOB) as ckpt:
             for step in range(3):
                 ckpt.save(state_at(step), step).wait()
-            found = zeroed(state_at(0))
+            found = zeros_like_state(state_at(0))
             assert ckpt.restore(found) == 2
-            assert_same(state_at(2), found)
+            assert_same_bits(state_at(2), found)
         assert node.store.status().jobs[0].newest_committed == 2
     assert not agent_dir.exists()
 
@@ -340,31 +340,31 @@ def loop(kind, steps, every_restart=2):
     """Train with restarts in between; the state at the end."""
     done = -1
     while done < steps - 1:
-        model, optimizer = build(kind, dist.get_world_size(), seed=5)
+        model, optimizer = build_model(kind, dist.get_world_size(), seed=5)
         with Checkpointer(JOB) as ckpt:
-            state = state_of(model, optimizer)
+            state = get_state(model, optimizer)
             begin = ckpt.restore(state) + 1
             assert begin == done + 1
             if begin:
-                put_back(model, optimizer, state)
+                set_state(model, optimizer, state)
             for step in range(begin, min(steps, begin + every_restart)):
-                train(model, optimizer, 1)
-                ckpt.save(state_of(model, optimizer), step)
+                train_steps(model, optimizer, 1)
+                ckpt.save(get_state(model, optimizer), step)
                 done = step
             ckpt.wait()
             dist.barrier()
         from tieredckpt.session.session import close_sessions
 
         close_sessions()
-    return full(state_of(model, optimizer))
+    return full_state(get_state(model, optimizer))
 
 
 def undisturbed(kind, steps):
-    model, optimizer = build(kind, dist.get_world_size(), seed=5)
-    state_of(model, optimizer)  # makes the optimizer's state, as the loop does before it restores
+    model, optimizer = build_model(kind, dist.get_world_size(), seed=5)
+    get_state(model, optimizer)  # makes the optimizer's state, as the loop does before it restores
     for _ in range(steps):
-        train(model, optimizer, 1)
-    return full(state_of(model, optimizer))
+        train_steps(model, optimizer, 1)
+    return full_state(get_state(model, optimizer))
 
 
 @pytest.mark.parametrize("kind", ["ddp", "fsdp"])
@@ -372,17 +372,17 @@ def test_loop_with_restarts_matches_an_undisturbed_one(agent_dir, ranks, kind):
     expected = ranks.run(2, undisturbed, kind, 6)
     found = ranks.run(2, loop, kind, 6)
     for a, b in zip(expected, found, strict=True):
-        assert_same(a, b)
+        assert_same_bits(a, b)
 
 
 def restore_only(kind):
-    model, optimizer = build(kind, dist.get_world_size(), seed=9)
-    train(model, optimizer, 1)
+    model, optimizer = build_model(kind, dist.get_world_size(), seed=9)
+    train_steps(model, optimizer, 1)
     with Checkpointer(JOB) as ckpt:
-        state = state_of(model, optimizer)
+        state = get_state(model, optimizer)
         step = ckpt.restore(state)
-        put_back(model, optimizer, state)
-    return step, full(state_of(model, optimizer))
+        set_state(model, optimizer, state)
+    return step, full_state(get_state(model, optimizer))
 
 
 def test_all_ranks_restore_the_same_step_at_another_world_size(agent_dir, ranks):
@@ -390,7 +390,7 @@ def test_all_ranks_restore_the_same_step_at_another_world_size(agent_dir, ranks)
     for world in (1, 2, 3):
         for step, found in ranks.run(world, restore_only, "fsdp"):
             assert step == 3
-            assert_same(expected[0], found)
+            assert_same_bits(expected[0], found)
 
 
 def damaged_on_one_rank(agent_dir):
@@ -440,7 +440,7 @@ def test_sigterm_makes_the_next_step_the_last_and_durable(agent_dir, tmp_path):
     )
     assert done.returncode == -signal.SIGTERM, done.stderr
     assert "never" not in done.stdout
-    end_agent(agent_dir)
+    stop_agent(agent_dir)
     import shutil
 
     shutil.rmtree(agent_dir)
@@ -475,7 +475,7 @@ def test_previous_signal_handler_is_called_and_restored(agent_dir):
             assert not seen
             ckpt.save(state_at(0), 0)
             assert seen == ["mine"]
-            found = zeroed(state_at(0))
+            found = zeros_like_state(state_at(0))
             assert ckpt.restore(found) == 0
         assert signal.getsignal(signal.SIGTERM) is not before
     finally:
@@ -486,9 +486,9 @@ def test_writers_and_checkpointers_share_a_job(agent_dir):
     state = state_at(3)
     dcp.save(copy.deepcopy(state), storage_writer=TieredWriter(JOB, 3), no_dist=True)
     with Checkpointer(JOB) as ckpt:
-        found = zeroed(state)
+        found = zeros_like_state(state)
         assert ckpt.restore(found) == 3
-        assert_same(state, found)
+        assert_same_bits(state, found)
     assert agent_pid(agent_dir)
 
 
@@ -546,7 +546,7 @@ def test_closed_checkpointer_starts_no_agent(agent_dir):
     saved = ckpt.save(state_at(0), 0)
     saved.wait()
     ckpt.close()
-    end_agent(agent_dir)
+    stop_agent(agent_dir)
     for call in (ckpt.steps, lambda: ckpt.seal(state_at(0), 0), lambda: ckpt.drop(0)):
         with pytest.raises(UsageError, match="closed"):
             call()

@@ -15,8 +15,8 @@ from torch._subclasses import FakeTensorMode
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.testing._internal.two_tensor import TwoTensor
 
-from tests.support.agents import agent_of_module
-from tests.support.bits import assert_same, zeroed
+from tests.support.agents import module_agent
+from tests.support.bits import assert_same_bits, zeros_like_state
 from tieredckpt import TieredReader, TieredWriter
 from tieredckpt.errors import UsageError
 
@@ -27,7 +27,7 @@ pytestmark = [
 ]
 
 
-node = agent_of_module("alike")
+node = module_agent("alike")
 
 
 class Bare(torch.Tensor):
@@ -143,8 +143,8 @@ def test_saved_tensor_round_trips(storage, kind):
     target = {"t": SAVED[kind](), "beside": torch.zeros(5)}
     dcp_load(target, storage)
     assert type(target["t"]) is type(state["t"])
-    assert_same(inside(state["t"]), inside(target["t"]))
-    assert_same(state["beside"], target["beside"])
+    assert_same_bits(inside(state["t"]), inside(target["t"]))
+    assert_same_bits(state["beside"], target["beside"])
 
 
 def made_in_inference():
@@ -171,7 +171,7 @@ def test_targets_of_any_kind_receive_the_values(storage, kind):
     with torch.inference_mode(blank.is_inference()):
         dcp_load({"t": blank}, storage)
     for found in inside(blank) if isinstance(blank, TwoTensor) else [inside(blank)]:
-        assert_same(saved, found.resolve_neg())
+        assert_same_bits(saved, found.resolve_neg())
 
 
 @pytest.mark.parametrize("kind", ["parameter", "buffer"])
@@ -231,9 +231,9 @@ def test_tensors_without_memory_are_refused_by_name(ours, kind, how):
     assert isinstance(error, UsageError), repr(error)
     assert "inner.name" in str(error)
     if how == "second save":
-        target = zeroed(good)
+        target = zeros_like_state(good)
         dcp_load(target, ours)
-        assert_same(good, target)
+        assert_same_bits(good, target)
 
 
 def test_quantized_view_stores_only_its_elements(ours):
@@ -266,7 +266,7 @@ def test_async_save_accepts_the_same_states_as_save(ours, kind):
         future.result()
         target = {"w": torch.zeros(3)}
         dcp_load(target, ours, step=2 * step + 1)
-        assert_same(expected, target["w"])
+        assert_same_bits(expected, target["w"])
     metadata = ours.reader().read_metadata().state_dict_metadata
     assert tuple(metadata["t"].size) == tuple(state["t"].shape)
 

@@ -11,8 +11,8 @@ from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
-from tests.support.bits import assert_same, zeroed
-from tests.support.models import build, full, put_back, state_of, train
+from tests.support.bits import assert_same_bits, zeros_like_state
+from tests.support.models import build_model, full_state, get_state, set_state, train_steps
 from tests.support.oldest_torch import replicas_on_gloo, without_collectives, without_first_rank
 from tieredckpt import TieredReader, TieredWriter
 
@@ -20,21 +20,21 @@ JOB = "tiered://distributed"
 
 
 def save_trained(kind, steps, **how):
-    model, optimizer = build(kind, dist.get_world_size(), seed=1)
-    train(model, optimizer, steps)
-    state = state_of(model, optimizer)
+    model, optimizer = build_model(kind, dist.get_world_size(), seed=1)
+    train_steps(model, optimizer, steps)
+    state = get_state(model, optimizer)
     dcp.save(state, storage_writer=TieredWriter(JOB, steps), **how)
-    return full(state)
+    return full_state(state)
 
 
 def load_into_fresh(kind, **how):
-    model, optimizer = build(kind, dist.get_world_size(), seed=2)
-    train(model, optimizer, 1)
-    state = state_of(model, optimizer)
+    model, optimizer = build_model(kind, dist.get_world_size(), seed=2)
+    train_steps(model, optimizer, 1)
+    state = get_state(model, optimizer)
     reader = TieredReader(JOB)
     dcp.load(state, storage_reader=reader, **how)
-    put_back(model, optimizer, state)
-    return full(state_of(model, optimizer)), reader.report.bytes_by_tier
+    set_state(model, optimizer, state)
+    return full_state(get_state(model, optimizer)), reader.report.bytes_by_tier
 
 
 @pytest.mark.parametrize("kind", ["ddp", "fsdp", pytest.param("hsdp", marks=replicas_on_gloo), "tp", "2d"])
@@ -42,7 +42,7 @@ def test_round_trip(agent_dir, ranks, kind):
     saved = ranks.run(4, save_trained, kind, 3)
     loaded = ranks.run(4, load_into_fresh, kind)
     for before, (after, tiers) in zip(saved, loaded, strict=True):
-        assert_same(before, after)
+        assert_same_bits(before, after)
         assert set(tiers) == {"memory"}
 
 
@@ -66,7 +66,7 @@ def test_resharding(agent_dir, ranks, kind, before, other, after):
     saved = ranks.run(before, save_trained, kind, 2)
     loaded = ranks.run(after, load_into_fresh, other)
     for found, _ in loaded:
-        assert_same(saved[0], found)
+        assert_same_bits(saved[0], found)
 
 
 def save_rows(placements):
@@ -104,15 +104,15 @@ def test_resharding_reads_exactly_the_needed_bytes(agent_dir, ranks, before, aft
 
 
 def save_many(kind, how):
-    model, optimizer = build(kind, dist.get_world_size(), seed=1)
+    model, optimizer = build_model(kind, dist.get_world_size(), seed=1)
     states = []
     for step in range(4):
-        train(model, optimizer, 1)
-        state = state_of(model, optimizer)
+        train_steps(model, optimizer, 1)
+        state = get_state(model, optimizer)
         planner = DefaultSavePlanner(enable_plan_caching=True) if how == "cached" else None
         options = {"use_collectives": False} if how == "no collectives" else {}
         dcp.save(state, storage_writer=TieredWriter(JOB, step), planner=planner, **options)
-        states.append(full(state))
+        states.append(full_state(state))
     return states[-1]
 
 
@@ -121,18 +121,18 @@ def save_many(kind, how):
 def test_saves_with_cached_plans_or_without_collectives_round_trip(agent_dir, ranks, kind, how):
     saved = ranks.run(2, save_many, kind, how)
     for found, _ in ranks.run(2, load_into_fresh, kind):
-        assert_same(saved[0], found)
+        assert_same_bits(saved[0], found)
     for found, _ in ranks.run(3, load_into_fresh, "fsdp"):
-        assert_same(saved[0], found)
+        assert_same_bits(saved[0], found)
 
 
 def save_async(kind, way):
-    model, optimizer = build(kind, dist.get_world_size(), seed=1)
+    model, optimizer = build_model(kind, dist.get_world_size(), seed=1)
     writer = TieredWriter(JOB, 0)
     for step in range(3):
-        train(model, optimizer, 1)
-        state = state_of(model, optimizer)
-        before = full(state)
+        train_steps(model, optimizer, 1)
+        state = get_state(model, optimizer)
+        before = full_state(state)
         future = dcp.async_save(
             state,
             checkpoint_id=f"{JOB}/step-{step}",
@@ -143,7 +143,7 @@ def save_async(kind, way):
             for parameter in model.parameters():
                 parameter.mul_(-3)  # training goes on while the save runs
         future.result()
-        put_back(model, optimizer, _distributed_like(state, before))
+        set_state(model, optimizer, _distributed_like(state, before))
     writer.close()
     return before
 
@@ -168,7 +168,7 @@ def _distributed_like(state, values):
 def test_async_save(agent_dir, ranks, kind, way):
     saved = ranks.run(2, save_async, kind, way)
     for found, _ in ranks.run(2, load_into_fresh, kind):
-        assert_same(saved[0], found)
+        assert_same_bits(saved[0], found)
     assert not list((agent_dir / "notes").glob("lease.*"))
 
 
@@ -177,9 +177,9 @@ def save_in_subgroup():
     if dist.get_rank() in (1, 3):
         state = {"w": torch.arange(6.0) + 1, f"own{dist.get_rank()}": torch.full((3,), float(dist.get_rank()))}
         dcp.save(state, storage_writer=TieredWriter(JOB, 1), process_group=group)
-        target = zeroed(copy.deepcopy(state))
+        target = zeros_like_state(copy.deepcopy(state))
         dcp.load(target, storage_reader=TieredReader(JOB), process_group=group)
-        assert_same(state, target)
+        assert_same_bits(state, target)
     dist.barrier()
 
 

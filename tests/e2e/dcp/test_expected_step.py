@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from tests.support.local_nodes import until
+from tests.support.local_nodes import wait_until
 from tieredckpt import Checkpointer
 from tieredckpt.checkpointer.progress_hook import ExpectedStep, newest_complete_step, use_progress_hook
 from tieredckpt.errors import CheckpointNotFoundError
@@ -49,7 +49,7 @@ def test_expected_step_decides_only_when_it_insists(agent_dir):
     with use_progress_hook(ledger), Checkpointer(TARGET) as ckpt:
         for step in (1, 2):
             ckpt.save(state(float(step)), step).wait()
-    until(lambda: len(ledger.sealed_steps) == 2)
+    wait_until(lambda: len(ledger.sealed_steps) == 2)
     assert ledger.sealed_steps == [("overseen", 1, 1), ("overseen", 2, 2)]
     assert restored(ExpectedStep(1, "the operator has 1")) == (2, 2.0)
     assert restored(ExpectedStep(8, "the operator has 8")) == (2, 2.0)

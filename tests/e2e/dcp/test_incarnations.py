@@ -12,8 +12,8 @@ from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType
 
 import tieredckpt
-from tests.support.bits import assert_same, zeroed
-from tests.support.local_nodes import until
+from tests.support.bits import assert_same_bits, zeros_like_state
+from tests.support.local_nodes import wait_until
 from tests.support.oldest_torch import without_collectives, without_first_rank
 from tieredckpt import TieredReader, TieredWriter
 from tieredckpt.session.session import open_session
@@ -61,11 +61,11 @@ def save(step, value, job=JOB, *, cached=False, extra=0, **how):
 def load(step=None, job=JOB, extra=0, **how):
     """Which step was loaded, and the value in all of it."""
     reader = TieredReader(job, step)
-    target = zeroed(state_of(1, extra))
+    target = zeros_like_state(state_of(1, extra))
     how.pop("use_collectives", None)
     dcp.load(target, storage_reader=reader, **how)
     value = target["w"][0].item()
-    assert_same(state_of(int(value) if value == int(value) else value, extra), normal(target))
+    assert_same_bits(state_of(int(value) if value == int(value) else value, extra), normal(target))
     return reader.restored_step, value
 
 
@@ -184,7 +184,7 @@ class WritesLast(TieredWriter):
 
     def _under(self, session, staged, key):
         assert staged is not None
-        until(lambda: session.agent.store.epoch("incarnations") == key.epoch, "the other rank's write")
+        wait_until(lambda: session.agent.store.epoch("incarnations") == key.epoch, "the other rank's write")
         return super()._under(session, staged, key)
 
 
@@ -269,7 +269,7 @@ def save_url_in_background(say):
         try:
             for step in (1, 2):
                 save_in_background(step, step, checkpoint_id=f"{JOB}/step-{step}")
-            target = zeroed(state_of(1))
+            target = zeros_like_state(state_of(1))
             dcp.load(target, checkpoint_id=JOB)
         finally:
             end_background_process()
@@ -289,10 +289,10 @@ def test_a_url_saved_by_the_background_process_is_found(agent_dir, zygote, world
 def test_url_without_a_step_does_not_change_reader_or_writer(agent_dir):
     for step in (0, 4):
         dcp.save(state_of(step), checkpoint_id=JOB, storage_writer=TieredWriter(JOB, step=step), no_dist=True)
-    target = zeroed(state_of(1))
+    target = zeros_like_state(state_of(1))
     reader = TieredReader(JOB, step=0)
     dcp.load(target, checkpoint_id=JOB, storage_reader=reader, no_dist=True)
     assert reader.restored_step == 0
-    assert_same(state_of(0), normal(target))
+    assert_same_bits(state_of(0), normal(target))
     dcp.load(target, checkpoint_id=f"{JOB}/step-4", storage_reader=reader, no_dist=True)
     assert reader.restored_step == 4

@@ -10,7 +10,7 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
-from tests.support.bits import assert_same
+from tests.support.bits import assert_same_bits
 from tieredckpt import Checkpointer
 from tieredckpt.errors import MismatchError
 
@@ -51,8 +51,8 @@ def test_empty_stateful_receives_its_saved_state(agent_dir):
     fresh, weights = Tracker(), torch.zeros(4)
     with Checkpointer(JOB) as ckpt:
         assert ckpt.restore({"w": weights, "tracker": fresh}) == 1
-    assert_same(torch.ones(4), weights)
-    assert_same(tracker.state_dict(), fresh.state_dict())
+    assert_same_bits(torch.ones(4), weights)
+    assert_same_bits(tracker.state_dict(), fresh.state_dict())
 
 
 def test_failed_restore_does_not_change_a_statefuls_own_dicts(agent_dir):
@@ -69,7 +69,7 @@ def test_saved_entry_without_a_target_is_named(agent_dir):
     with Checkpointer(JOB) as ckpt:
         with pytest.raises(MismatchError, match=r"best\.loss.*best\.step.*strict=False"):
             ckpt.restore(state)
-        assert_same(torch.zeros(4), state["w"])  # nothing is read before all of it has a place
+        assert_same_bits(torch.zeros(4), state["w"])  # nothing is read before all of it has a place
 
 
 def test_moments_of_an_optimizer_missing_in_the_state_are_not_dropped(agent_dir):
@@ -87,7 +87,7 @@ def test_non_strict_restore_skips_and_logs_missing_entries(agent_dir, caplog):
     state = {"w": torch.zeros(4), "new": 3}
     with Checkpointer(JOB) as ckpt, caplog.at_level(logging.WARNING):
         assert ckpt.restore(state, strict=False) == 1
-    assert_same({"w": torch.ones(4), "new": 3}, state)
+    assert_same_bits({"w": torch.ones(4), "new": 3}, state)
     assert "best.loss" in caplog.text
     assert "new" in caplog.text
 

@@ -6,8 +6,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from tests.support.faults import Answer
-from tests.support.jobs import Job, on_server
+from tests.support.faults import ReplyWithStatus
+from tests.support.jobs import CheckpointJob, durable_settings
 from tieredckpt import Checkpointer, TierUnavailableError
 from tieredckpt.settings import DurableSettings, settings_from_mapping
 
@@ -24,9 +24,9 @@ def agent():
 
 
 def test_temporarily_unreadable_entry_is_unknown_and_no_mismatch(agent_dir, rclone, rclone_proxy, ranks):
-    settings = on_server(rclone, retry_s=0.3, timeout_s=1.0)
+    settings = durable_settings(rclone, retry_s=0.3, timeout_s=1.0)
     settings = DurableSettings(**{**vars(settings), "options": {**settings.options, "endpoint": rclone_proxy.endpoint}})
-    job = Job(agent_dir, settings)
+    job = CheckpointJob(agent_dir, settings)
     ranks.run(2, save_own, job.name, vars(settings))
     job.kill_agent()  # the next one has not read the manifest
     with job.checkpointer() as ckpt:
@@ -35,7 +35,7 @@ def test_temporarily_unreadable_entry_is_unknown_and_no_mismatch(agent_dir, rclo
             if fact.key.part == 1:
                 store.report_damage(fact.key, "lost by a test")
         away = rclone_proxy.on("GET", r"\.manifest", times=10**6)
-        away.fail(Answer(503, "SlowDown"))
+        away.fail(ReplyWithStatus(503, "SlowDown"))
         state = {"own0": torch.zeros(1000), "own1": torch.zeros(1000)}
         with pytest.raises(TierUnavailableError):
             ckpt.restore(state)

@@ -6,10 +6,10 @@ import signal
 import pytest
 import torch
 
-from tests.support.agents import end_agent
-from tests.support.bits import assert_same, zeroed
-from tests.support.jobs import Job
-from tests.support.local_nodes import until
+from tests.support.agents import stop_agent
+from tests.support.bits import assert_same_bits, zeros_like_state
+from tests.support.jobs import CheckpointJob
+from tests.support.local_nodes import wait_until
 from tieredckpt import Checkpointer, CheckpointNotFoundError
 from tieredckpt.checkpointer.save_handle import SaveState
 from tieredckpt.errors import UsageError
@@ -30,9 +30,9 @@ def in_memory(ckpt):
 
 
 def expect(ckpt, step):
-    found = zeroed(state_at(step))
+    found = zeros_like_state(state_at(step))
     assert ckpt.restore(found, step) == step
-    assert_same(state_at(step), found)
+    assert_same_bits(state_at(step), found)
 
 
 def test_repeated_save_of_a_step_evicts_no_other(agent_dir):
@@ -63,7 +63,7 @@ def test_pinned_step_stays_while_newer_ones_expire(agent_dir, monkeypatch):
         assert steps[:2] == [4, 61]
         assert len(steps) >= 4, "kept ones are not counted"
     close_sessions()
-    end_agent(agent_dir, signal.SIGKILL)
+    stop_agent(agent_dir, signal.SIGKILL)
     with Checkpointer(JOB, every=5) as ckpt:
         for step in range(100, 130, 5):
             ckpt.save(state_at(step), step).wait()
@@ -97,7 +97,7 @@ def test_dropped_step_is_gone_from_every_tier(agent_dir, tmp_path):
             ckpt.restore(state_at(2), 2)
         assert not list((tmp_path / "store").rglob("*000000000002*"))
         assert ckpt.drop(3)
-        found = zeroed(state_at(1))
+        found = zeros_like_state(state_at(1))
         assert ckpt.restore(found) == 1
         assert ckpt.drop(1)
         assert ckpt.restore(found) == -1, "on purpose"
@@ -130,7 +130,7 @@ def test_required_durable_step_is_not_skipped_for_another(agent_dir, tmp_path):
 
 def test_required_steps_are_not_displaced_by_newer_ones(agent_dir, tmp_path):
     """Every step is due; the store takes one at a time: those in between are left out, but not the one asked for."""
-    job = Job(agent_dir, DurableSettings(url=f"file://{tmp_path}/store", bandwidth="2MiB"), "many")
+    job = CheckpointJob(agent_dir, DurableSettings(url=f"file://{tmp_path}/store", bandwidth="2MiB"), "many")
     size = 1 << 18
     with job.checkpointer(on_busy="wait") as ckpt:
         handles = []
@@ -153,9 +153,11 @@ def test_durable_retention_skips_pinned_steps(agent_dir, tmp_path):
     with Checkpointer(JOB, durable=url, keep_last=2) as ckpt:
         for step in range(1, 7):
             ckpt.save(state_at(step), step, keep=step in (2, 5)).wait("durable")
-        until(lambda: stored(tmp_path / "store") == [2, 4, 5, 6], "what is not kept is deleted once the last is there")
+        wait_until(
+            lambda: stored(tmp_path / "store") == [2, 4, 5, 6], "what is not kept is deleted once the last is there"
+        )
     close_sessions()
-    end_agent(agent_dir, signal.SIGKILL)
+    stop_agent(agent_dir, signal.SIGKILL)
     assert stored(tmp_path / "store") == [2, 4, 5, 6]
 
 

@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from peerstore.server.store_client import Client, connect_to_agent
-from tests.support.agents import end_agent
-from tests.support.bits import assert_same, zeroed
+from tests.support.agents import stop_agent
+from tests.support.bits import assert_same_bits, zeros_like_state
 from tieredckpt import Checkpointer, TieredReader
 from tieredckpt.cli import main
 from tieredckpt.errors import CheckpointLostError
@@ -54,7 +54,7 @@ def test_restore_reports_when_and_why_memory_expired(forgetful, capsys):
     with Checkpointer(JOB) as ckpt, pytest.raises(CheckpointLostError, match=said):
         ckpt.restore(state_at(0))
     close_sessions()
-    end_agent(forgetful, signal.SIGKILL)
+    stop_agent(forgetful, signal.SIGKILL)
     with Checkpointer(JOB) as ckpt:  # another agent knows it too
         with pytest.raises(CheckpointLostError, match=said):
             ckpt.restore(state_at(0))
@@ -67,9 +67,9 @@ def test_restore_reports_when_and_why_memory_expired(forgetful, capsys):
     with Checkpointer(JOB) as ckpt:  # on purpose
         assert ckpt.restore(state_at(0), on_lost="start_fresh") == -1
         ckpt.save(state_at(1), 1).wait()
-        found = zeroed(state_at(1))
+        found = zeros_like_state(state_at(1))
         assert ckpt.restore(found) == 1
-        assert_same(state_at(1), found)
+        assert_same_bits(state_at(1), found)
 
 
 def test_restore_of_an_older_durable_step_reports_the_expired_ones(forgetful, tmp_path, caplog):

@@ -19,7 +19,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
 from peerstore.shard_records import ShardKey
-from tests.support.bits import raw
+from tests.support.bits import tensor_bytes
 from tests.support.example_counts import examples
 from tieredckpt import TieredReader, TieredWriter
 from tieredckpt.format.manifest import StateTable, TableTensor
@@ -186,7 +186,7 @@ def test_any_sharding_loads_into_any_other(tensors, owner, world):
             dcp.load(target, storage_reader=reader, planner=BoxPlanner(boxes), no_dist=True)
             needed = sum(part.nbytes for part in target.values())
             for name, box in boxes.items():
-                assert raw(target[name]) == raw(part_of(values[name], box)), (name, box)
+                assert tensor_bytes(target[name]) == tensor_bytes(part_of(values[name], box)), (name, box)
             # less: pieces of a column go through a mapping
             assert session.copier.read_bytes <= needed == sum(reader.report.bytes_by_tier.values())
 
@@ -202,7 +202,7 @@ def test_slices_match_those_of_torch(shape, data):
     pieces = list(torch.chunk(tensor, count, dim=axis))
     for index, box in enumerate(shards(shape, (count,), (axis,))):
         expected = pieces[index] if index < len(pieces) else tensor.narrow(axis, 0, 0)
-        assert raw(part_of(tensor, box)) == raw(expected.contiguous())
+        assert tensor_bytes(part_of(tensor, box)) == tensor_bytes(expected.contiguous())
 
 
 # -- between real ranks -------------------------------------------------------------------------------------------
@@ -238,7 +238,7 @@ def load_on_ranks(kind):
     dcp.load(state, storage_reader=reader)
     for name, tensor in state.items():
         assert isinstance(tensor, DTensor)
-        assert raw(tensor) == raw(expected[name]), name
+        assert tensor_bytes(tensor) == tensor_bytes(expected[name]), name
     needed = sum(tensor.to_local().nbytes for tensor in state.values())
     return sum(reader.report.bytes_by_tier.values()), needed
 

@@ -20,9 +20,9 @@ from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 from torch.testing._internal.two_tensor import TwoTensor
 
 from peerstore.shard_records import CHUNK_BYTES
-from tests.support.bits import assert_same, zeroed
-from tests.support.jobs import Job, state_at
-from tests.support.models import build, full, put_back, state_of, train
+from tests.support.bits import assert_same_bits, zeros_like_state
+from tests.support.jobs import CheckpointJob, state_at
+from tests.support.models import build_model, full_state, get_state, set_state, train_steps
 from tests.support.oldest_torch import replicas_on_gloo
 from tests.support.stores import pinned_file
 from tieredckpt import Checkpointer, TieredReader
@@ -96,7 +96,7 @@ def test_restore_reports_how_much_was_compared(agent_dir, caplog):
     (line,) = [r.getMessage() for r in caplog.records if "restored step 1" in r.getMessage()]
     assert f"{proof.objects} objects of the live state are what was saved" in line
     assert "of the restore)" in line
-    assert_same(state["model"].state_dict(), fresh["model"].state_dict())
+    assert_same_bits(state["model"].state_dict(), fresh["model"].state_dict())
 
 
 FORMS = {
@@ -116,9 +116,9 @@ def test_tensors_of_all_sizes_and_layouts_are_verified(agent_dir, size):
     state = {f"{name}{n}": form(torch.randn(n + 1, size)) for name, form in forms.items() for n in range(2)}
     state |= {"none": torch.zeros(0, 3), "one": torch.tensor(3.0)}
     saved(state)
-    found = zeroed(state)
+    found = zeros_like_state(state)
     proof = restored(found)
-    assert_same(state, found)
+    assert_same_bits(state, found)
     assert proof.size_bytes == sum(one.numel() * one.itemsize for one in state.values())
     assert not proof.not_compared
 
@@ -142,11 +142,11 @@ def test_optimizer_state_converted_to_another_dtype_is_verified(agent_dir):
 
 @pytest.mark.parametrize("lost", [False, True])
 def test_durable_restore_is_compared_with_the_saved_checksums(agent_dir, tmp_path, lost):
-    job = Job(agent_dir, DurableSettings(url=f"file://{tmp_path}/durable"))
+    job = CheckpointJob(agent_dir, DurableSettings(url=f"file://{tmp_path}/durable"))
     job.save(0)
     if lost:
         job.lose_memory()
-    state = zeroed(state_at(0))
+    state = zeros_like_state(state_at(0))
     with job.checkpointer() as ckpt:
         assert ckpt.restore(state) == 0
         assert (ckpt.last_restore.proof.size_bytes, ckpt.last_restore.proof.objects) == ((1 << 20) + 56 + 66, 1)
@@ -205,10 +205,10 @@ def test_a_bit_that_flips_in_memory_between_the_agents_look_and_the_read(agent_d
     monkeypatch.setattr("tieredckpt.dcp.tiered_reader.failpoint", reach)
     if way == "restore":
         with pytest.raises(RestoreProofError, match=r"\bw \(or another entry beside it: their shard .* damaged"):
-            restored(zeroed(state))
+            restored(zeros_like_state(state))
     else:
         with pytest.raises(CheckpointException) as failed:
-            dcp.load(zeroed(state), storage_reader=TieredReader(JOB), no_dist=True)
+            dcp.load(zeros_like_state(state), storage_reader=TieredReader(JOB), no_dist=True)
         assert any(isinstance(error, RestoreProofError) for error, _ in failed.value.failures.values())
 
 
@@ -225,10 +225,10 @@ def test_bit_flipped_on_the_way_to_its_target_is_detected(agent_dir, monkeypatch
     monkeypatch.setattr(Copier, "copy_from_file", reading)
     if way == "restore":
         with pytest.raises(RestoreProofError, match=r": b\. Do not"):  # the first of the shard
-            restored(zeroed(state))
+            restored(zeros_like_state(state))
     else:
         with pytest.raises(CheckpointException):
-            dcp.load(zeroed(state), storage_reader=TieredReader(JOB), no_dist=True)
+            dcp.load(zeros_like_state(state), storage_reader=TieredReader(JOB), no_dist=True)
 
 
 @pytest.mark.parametrize("way", ["restore", "dcp.load"])
@@ -267,7 +267,9 @@ def test_moment_left_at_zero_is_detected(agent_dir, name):
     saved({"optim": Told(state["optim"].state_dict())})
 
     def without():
-        blank = zeroed(state["optim"].state_dict()) | {"param_groups": state["optim"].state_dict()["param_groups"]}
+        blank = zeros_like_state(state["optim"].state_dict()) | {
+            "param_groups": state["optim"].state_dict()["param_groups"]
+        }
 
         def takes(own, new):
             kept = own["state"][2][name]
@@ -285,7 +287,9 @@ def test_dropped_moments_are_detected(agent_dir):
     """What was asked for, read, and then not taken."""
     state = trained(1)
     saved({"optim": Told(state["optim"].state_dict())})
-    blank = zeroed(state["optim"].state_dict()) | {"param_groups": state["optim"].state_dict()["param_groups"]}
+    blank = zeros_like_state(state["optim"].state_dict()) | {
+        "param_groups": state["optim"].state_dict()["param_groups"]
+    }
     dropping = Told(blank, lambda own, new: own.update(state={}, param_groups=new["param_groups"]))
     with pytest.raises(RestoreProofError, match=r"18 entries.*optim\.state\.0\.step \(is not in the live state"):
         restored({"optim": dropping})
@@ -447,11 +451,11 @@ class Opaque:
 
 
 def save_sharded(kind, steps):
-    model, optimizer = build(kind, dist.get_world_size(), seed=1)
-    train(model, optimizer, steps)
+    model, optimizer = build_model(kind, dist.get_world_size(), seed=1)
+    train_steps(model, optimizer, steps)
     with Checkpointer(JOB, on_sigterm="ignore") as ckpt:
         ckpt.save(App(model, optimizer).whole(), steps).wait()
-    return full(state_of(model, optimizer))
+    return full_state(get_state(model, optimizer))
 
 
 class App:
@@ -464,10 +468,10 @@ class App:
         return {"app": self}
 
     def state_dict(self):
-        return state_of(self.model, self.optimizer)
+        return get_state(self.model, self.optimizer)
 
     def load_state_dict(self, state):
-        put_back(self.model, self.optimizer, state)
+        set_state(self.model, self.optimizer, state)
         if self.breaks is not None:
             self.breaks(self.model, self.optimizer)
 
@@ -484,8 +488,8 @@ def swap_moments(_, optimizer):
 
 
 def load_sharded(kind, breaks=None):
-    model, optimizer = build(kind, dist.get_world_size(), seed=2)
-    train(model, optimizer, 1)
+    model, optimizer = build_model(kind, dist.get_world_size(), seed=2)
+    train_steps(model, optimizer, 1)
     app = App(model, optimizer, breaks)
     with Checkpointer(JOB, on_sigterm="ignore") as ckpt:
         try:
@@ -493,7 +497,7 @@ def load_sharded(kind, breaks=None):
         except RestoreProofError as error:
             return str(error)
         proof = ckpt.last_restore.proof
-        return full(state_of(model, optimizer)), proof.size_bytes, proof.not_compared
+        return full_state(get_state(model, optimizer)), proof.size_bytes, proof.not_compared
 
 
 @pytest.mark.parametrize(
@@ -510,7 +514,7 @@ def load_sharded(kind, breaks=None):
 def test_proof_is_the_same_in_another_sharding(agent_dir, ranks, kind, before, other, after):
     expected = ranks.run(before, save_sharded, kind, 2)[0]
     for found, size, left_out in ranks.run(after, load_sharded, other):
-        assert_same(expected, found)
+        assert_same_bits(expected, found)
         assert size > 0
         assert not left_out
     for problem in ranks.run(after, load_sharded, other, zero_a_moment):

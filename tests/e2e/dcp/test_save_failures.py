@@ -15,9 +15,9 @@ import torch.distributed.checkpoint as dcp
 
 from peerstore.errors import AgentUnreachableError, ArenaFullError, RequestError
 from peerstore.store.node_store import NodeStore
-from tests.support.agents import agent_pid, end_agent, stop_process
-from tests.support.bits import assert_same, zeroed
-from tests.support.jobs import Job, state_at
+from tests.support.agents import agent_pid, stop_agent, stop_process
+from tests.support.bits import assert_same_bits, zeros_like_state
+from tests.support.jobs import CheckpointJob, state_at
 from tests.support.oldest_torch import without_collectives
 from tieredckpt import (
     CheckpointDamagedError,
@@ -74,7 +74,7 @@ def test_recovered_agent_is_used_again(agent_dir):
         with use_agent_factory(nobody):
             assert not ckpt.save(small(0), 0).ok
         assert ckpt.save(small(1), 1).wait() is SaveState.SEALED
-        assert ckpt.restore(zeroed(small(0))) == 1
+        assert ckpt.restore(zeros_like_state(small(0))) == 1
 
 
 def test_invalid_directory_is_an_unavailable_tier(tmp_path):
@@ -212,7 +212,7 @@ def test_save_policy_can_wait_for_a_slot(agent_dir):
             store.unpin(pin.id)
         thread.join()
         assert done[0].wait() is SaveState.SEALED
-        assert ckpt.restore(zeroed(small(0))) == 4
+        assert ckpt.restore(zeros_like_state(small(0))) == 4
 
 
 def test_wait_for_a_slot_times_out(agent_dir, monkeypatch):
@@ -231,7 +231,7 @@ def test_wait_for_a_slot_times_out(agent_dir, monkeypatch):
 
 def test_refusing_durable_tier_is_reported_by_the_wait(agent_dir, directory):
     path = Path(directory.url.removeprefix("file://"))
-    with Job(agent_dir, DurableSettings(url=directory.url, retry_s=0.2)).checkpointer() as ckpt:
+    with CheckpointJob(agent_dir, DurableSettings(url=directory.url, retry_s=0.2)).checkpointer() as ckpt:
         assert ckpt.save(state_at(0), 0).wait("durable") is SaveState.DURABLE
         shutil.rmtree(path)
         path.write_text("not a directory")
@@ -240,11 +240,11 @@ def test_refusing_durable_tier_is_reported_by_the_wait(agent_dir, directory):
         with pytest.raises((SaveFailedError, TierUnavailableError)):
             saved.wait("durable", timeout_s=3)
         assert not ckpt.wait("durable", timeout_s=0.1)
-        assert ckpt.restore(zeroed(state_at(1))) == 1
+        assert ckpt.restore(zeros_like_state(state_at(1))) == 1
 
 
 def test_wait_times_out_when_the_agent_is_silent(agent_dir, directory):
-    with Job(agent_dir, directory).checkpointer() as ckpt:
+    with CheckpointJob(agent_dir, directory).checkpointer() as ckpt:
         saved = ckpt.save(state_at(0), 0)
         assert saved.wait("durable", timeout_s=60) is SaveState.DURABLE
         later = ckpt.save(state_at(1), 1)
@@ -260,7 +260,7 @@ def test_wait_times_out_when_the_agent_is_silent(agent_dir, directory):
 
 def test_seal_times_out_when_the_agent_is_silent(agent_dir):
     """Before the hung agent could be replaced: that takes longer than was asked for."""
-    with Job(agent_dir, DurableSettings()).checkpointer() as ckpt:
+    with CheckpointJob(agent_dir, DurableSettings()).checkpointer() as ckpt:
         assert ckpt.save(state_at(0), 0).wait(timeout_s=60) is SaveState.SEALED
         pid = agent_pid(agent_dir)
         stop_process(pid)
@@ -281,14 +281,14 @@ def test_restore_of_damaged_steps_raises_with_the_cause(agent_dir):
         state = small(7)
         with pytest.raises((CheckpointDamagedError, CheckpointNotFoundError)):
             ckpt.restore(state, step=0)
-        assert_same(small(7), state)
+        assert_same_bits(small(7), state)
 
 
 def test_null_checkpointer_matches_the_real_interface():
     with NullCheckpointer() as ckpt:
         state = small(3)
         assert ckpt.restore(state) == ckpt.restore(state, step=2) == -1
-        assert_same(small(3), state)
+        assert_same_bits(small(3), state)
         saved = ckpt.save(state, 0, force=True)
         assert (saved.state, saved.wait(), saved.wait("durable")) == (SaveState.NOT_DUE,) * 3
         assert ckpt.last_restore is None
@@ -364,7 +364,7 @@ def run(arguments, then):
 
 def lose_memory(agent_dir):
     close_sessions()
-    end_agent(agent_dir)
+    stop_agent(agent_dir)
     shutil.rmtree(agent_dir)
 
 
@@ -458,7 +458,7 @@ def test_closed_session_starts_no_agent(agent_dir):
         ckpt.save(small(0), 0).wait()
         session = ckpt.session
     close_sessions()
-    end_agent(agent_dir)
+    stop_agent(agent_dir)
     with pytest.raises(RequestError, match="closed"):
         session.agent.list_steps("loop")
     assert agent_pid(agent_dir) is None

@@ -17,10 +17,10 @@ from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_di
 
 import tieredckpt
 from peerstore.settings import AgentPaths
-from tests.support.bits import assert_same, raw, zeroed
+from tests.support.bits import assert_same_bits, tensor_bytes, zeros_like_state
 from tests.support.example_counts import examples
-from tests.support.stores import client_of
-from tests.support.stores import load as stored
+from tests.support.stores import load_shard as stored
+from tests.support.stores import open_client
 from tieredckpt import TieredReader, TieredWriter
 from tieredckpt.errors import CheckpointNotFoundError, MismatchError, MissingStepError, SaveFailedError, UsageError
 from tieredckpt.testing import memory_node
@@ -83,9 +83,9 @@ def load(target, step=None, **kwargs):
 
 def round_trip(state):
     save(state)
-    target = zeroed(copy.deepcopy(state))
+    target = zeros_like_state(copy.deepcopy(state))
     load(target)
-    assert_same(state, target)
+    assert_same_bits(state, target)
 
 
 def failure(info):
@@ -147,18 +147,18 @@ def test_a_view_is_saved_at_its_own_size(agent_dir):
     writer = TieredWriter(JOB, 1)
     dcp.save(state, storage_writer=writer, no_dist=True)
     assert writer.record.size_bytes < 10_000
-    target = zeroed(state)
+    target = zeros_like_state(state)
     load(target)
-    assert_same(state, target)
+    assert_same_bits(state, target)
 
 
 def test_tied_weights_keep_their_names_and_values(agent_dir):
     shared = torch.randn(5)
     state = {"embed.weight": shared, "head.weight": shared}
     save(state)
-    target = zeroed(state)
+    target = zeros_like_state(state)
     load(target)
-    assert_same(state, target)
+    assert_same_bits(state, target)
 
 
 def test_sparse_tensors_are_saved_unsplit(agent_dir):
@@ -197,8 +197,8 @@ def test_model_and_optimizer_through_get_state_dict(agent_dir):
     target = {"model": target_weights, "optim": target_moments}
     load(target)
     set_state_dict(again, other, model_state_dict=target["model"], optim_state_dict=target["optim"])
-    assert_same(dict(get_state_dict(model, optimizer)[0]), dict(get_state_dict(again, other)[0]))
-    assert_same(optimizer.state_dict(), other.state_dict())
+    assert_same_bits(dict(get_state_dict(model, optimizer)[0]), dict(get_state_dict(again, other)[0]))
+    assert_same_bits(optimizer.state_dict(), other.state_dict())
 
 
 class Counter:
@@ -281,12 +281,12 @@ def test_checkpoint_id_may_contain_the_step(agent_dir):
     writer, reader = TieredWriter(JOB), TieredReader(JOB)
     state = {"a": torch.randn(3)}
     dcp.save(state, checkpoint_id=f"{JOB}/step-12", storage_writer=writer, no_dist=True)
-    target = zeroed(state)
+    target = zeros_like_state(state)
     dcp.load(target, checkpoint_id=f"{JOB}/step-12", storage_reader=reader, no_dist=True)
-    assert_same(state, target)
-    target = zeroed(state)
+    assert_same_bits(state, target)
+    target = zeros_like_state(state)
     dcp.load(target, checkpoint_id=Path(f"{JOB}/step-12"), storage_reader=TieredReader("another"), no_dist=True)
-    assert_same(state, target)
+    assert_same_bits(state, target)
 
 
 def test_save_without_a_step_is_refused_with_advice(agent_dir):
@@ -323,9 +323,9 @@ def test_plan_caching(agent_dir):
     for step in range(4):
         state = {"a": torch.full((5,), float(step)), "n": step}
         save(state, step, planner=DefaultSavePlanner(enable_plan_caching=True))
-        target = zeroed(state)
+        target = zeros_like_state(state)
         assert load(target).restored_step == step
-        assert_same(state, target)
+        assert_same_bits(state, target)
     for cache in (
         "_cached_save_plan",
         "_cached_final_save_plan",
@@ -347,7 +347,7 @@ def test_a_planner_that_makes_new_tensors(agent_dir):
     save(state, planner=Halving())
     target = {name: torch.zeros(1 << 16, dtype=torch.bfloat16) for name in state}
     load(target)
-    assert_same({name: tensor.to(torch.bfloat16) for name, tensor in state.items()}, target)
+    assert_same_bits({name: tensor.to(torch.bfloat16) for name, tensor in state.items()}, target)
 
 
 class Forgetful(DefaultSavePlanner):
@@ -361,7 +361,7 @@ def test_planner_may_drop_storage_data_from_its_plans(agent_dir):
     save({"a": torch.ones(1)}, planner=Forgetful())
     target = {"a": torch.zeros(1)}
     load(target)
-    assert_same({"a": torch.ones(1)}, target)
+    assert_same_bits({"a": torch.ones(1)}, target)
 
 
 def test_tensor_without_values_is_named(agent_dir):
@@ -381,7 +381,7 @@ def test_unflattened_states(agent_dir):
     dcp.load(
         target, storage_reader=TieredReader(JOB), planner=DefaultLoadPlanner(flatten_state_dict=False), no_dist=True
     )
-    assert_same(state["a"], target["a"])
+    assert_same_bits(state["a"], target["a"])
 
 
 def test_a_state_can_be_rebuilt_without_a_template(agent_dir):
@@ -390,8 +390,8 @@ def test_a_state_can_be_rebuilt_without_a_template(agent_dir):
     state = {"m": {"w.x": torch.randn(3), "l": [torch.randn(1), torch.randn(2)]}, "n": 3}
     save(state)
     rebuilt = _load_state_dict_from_keys({"m", "n"}, storage_reader=TieredReader(JOB))  # torch 2.7: none without keys
-    assert_same(state["m"]["w.x"], rebuilt["m"]["w.x"])
-    assert_same(state["m"]["l"], rebuilt["m"]["l"])
+    assert_same_bits(state["m"]["w.x"], rebuilt["m"]["w.x"])
+    assert_same_bits(state["m"]["l"], rebuilt["m"]["l"])
     assert rebuilt["n"] == 3
 
 
@@ -400,13 +400,13 @@ def test_the_sealed_bytes_in_memory_open_with_safetensors(agent_dir, tmp_path):
     state = {"w": torch.randn(3, 4), "b": random_bits(torch.bfloat16, 5), "lr": 0.1}
     save(state)
     shard = tmp_path / "shard.safetensors"
-    with client_of(AgentPaths(agent_dir).socket) as store:
+    with open_client(AgentPaths(agent_dir).socket) as store:
         (fact,) = store.list_shards()
         shard.write_bytes(stored(store, fact.key))
     with safe_open(shard, "pt") as file:
         assert set(file.keys()) == {"w", "b", "lr"}
-        assert raw(file.get_tensor("w")) == raw(state["w"])
-        assert raw(file.get_tensor("b")) == raw(state["b"])
+        assert tensor_bytes(file.get_tensor("w")) == tensor_bytes(state["w"])
+        assert tensor_bytes(file.get_tensor("b")) == tensor_bytes(state["b"])
 
 
 def test_a_state_larger_than_the_budget_is_refused_and_the_last_step_kept(agent_dir, monkeypatch):
@@ -431,9 +431,9 @@ def test_async_save_in_a_thread(agent_dir, times):
         future = dcp.async_save(state, checkpoint_id=f"{JOB}/step-{step}", storage_writer=writer)
         state["w"].fill_(-1)  # training goes on at once
         future.result()
-        target = zeroed(before)
+        target = zeros_like_state(before)
         assert load(target).restored_step == step
-        assert_same(before, target)
+        assert_same_bits(before, target)
         state["w"].copy_(before["w"])
     writer.close()
     assert not list((agent_dir / "notes").glob("lease.*"))
@@ -475,4 +475,4 @@ def test_environment_is_not_read_by_importing(agent_dir):
 def test_empty_containers_keep_their_list_position(agent_dir):
     state = {"layers": [{}, {}, {}, {}, {"w": torch.ones(3)}]}
     dcp.save(state, storage_writer=TieredWriter("empty", 1), no_dist=True)
-    assert_same(state["layers"][4], tieredckpt.load("empty")["layers"][4])
+    assert_same_bits(state["layers"][4], tieredckpt.load("empty")["layers"][4])

@@ -11,7 +11,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
 from torch.distributed.checkpoint.planner import LoadPlan
 
-from tests.support.agents import end_agent
+from tests.support.agents import stop_agent
 from tieredckpt import Checkpointer, TieredReader, TieredWriter
 from tieredckpt.dcp.plain_checkpoints import plain_writer
 from tieredckpt.settings import DurableSettings, load_settings, override_settings
@@ -66,7 +66,7 @@ def places(tmp_path, agent_dir):
         assert ckpt.wait("durable", timeout_s=60)
     yield nodes, url
     for node in nodes:
-        end_agent(Path(node))
+        stop_agent(Path(node))
 
 
 def load(nodes, url, planner, **how):

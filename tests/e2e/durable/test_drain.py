@@ -8,11 +8,11 @@ import pytest
 import torch
 from safetensors.torch import load as load_safetensors
 
-from tests.support.agent_numbers import asked
-from tests.support.agents import end_agent
-from tests.support.bits import assert_same, raw, zeroed
-from tests.support.faults import Answer, FlipResponseBit, Hang
-from tests.support.jobs import Job, objects, on_server, state_at
+from tests.support.agent_numbers import get_text
+from tests.support.agents import stop_agent
+from tests.support.bits import assert_same_bits, tensor_bytes, zeros_like_state
+from tests.support.faults import FlipResponseBit, Hang, ReplyWithStatus
+from tests.support.jobs import CheckpointJob, durable_settings, list_objects, state_at
 from tests.support.s3 import BUCKET
 from tieredckpt import CheckpointDamagedError, Checkpointer, CheckpointNotFoundError, TierUnavailableError, save
 from tieredckpt.checkpointer.save_handle import SaveState
@@ -35,11 +35,11 @@ def durable(request):
     """A durable tier of each kind."""
     if request.param == "directory":
         return request.getfixturevalue("directory")
-    return on_server(request.getfixturevalue(request.param))
+    return durable_settings(request.getfixturevalue(request.param))
 
 
 def test_a_lost_node_restores_from_the_durable_tier(agent_dir, durable):
-    job = Job(agent_dir, durable)
+    job = CheckpointJob(agent_dir, durable)
     job.save(0, 1, 2)
     job.expect(2, tiers={"memory"})
     job.lose_memory()
@@ -47,7 +47,7 @@ def test_a_lost_node_restores_from_the_durable_tier(agent_dir, durable):
 
 
 def test_newest_step_wins_in_any_tier(agent_dir, directory):
-    job = Job(agent_dir, directory)
+    job = CheckpointJob(agent_dir, directory)
     job.save(0, 1)
     job.save(2, durable_every=100, durable=False)
     job.expect(2, tiers={"memory"})
@@ -61,16 +61,16 @@ def test_newest_step_wins_in_any_tier(agent_dir, directory):
 
 def test_restore_sends_few_store_requests(agent_dir, rclone, rclone_proxy):
     """One manifest, two listings whatever the number of steps and shards, and only the bytes that are needed."""
-    settings = on_server(rclone, on_busy="wait")
+    settings = durable_settings(rclone, on_busy="wait")
     behind = DurableSettings(**{**vars(settings), "options": {**settings.options, "endpoint": rclone_proxy.endpoint}})
-    job = Job(agent_dir, behind)
+    job = CheckpointJob(agent_dir, behind)
     job.save(*range(6))
     job.lose_memory()
     rclone_proxy.clear()
     with job.checkpointer() as ckpt:
         wanted = {"nested": {"half": torch.zeros(33, dtype=torch.bfloat16)}}
         assert ckpt.restore(wanted, strict=False) == 5
-        assert_same(state_at(5)["nested"]["half"], wanted["nested"]["half"])
+        assert_same_bits(state_at(5)["nested"]["half"], wanted["nested"]["half"])
     asked = rclone_proxy.seen()
     assert len([one for one in asked if "list-type" in one.query]) == 2
     assert len([one for one in asked if one.path.endswith(".manifest")]) == 1
@@ -83,14 +83,14 @@ def test_restore_sends_few_store_requests(agent_dir, rclone, rclone_proxy):
 
 def test_run_after_a_lost_node_has_the_newest_incarnation(agent_dir, directory):
     """An agent that starts from nothing must not count incarnations from nothing."""
-    job = Job(agent_dir, directory)
+    job = CheckpointJob(agent_dir, directory)
     job.save(0, 1)
     close_sessions()
     job.expect(1, tiers={"memory"})
     job.save(2)  # the second incarnation says that it began from step 1
     job.lose_memory()
     with job.checkpointer() as ckpt:
-        assert ckpt.restore(zeroed(state_at(0))) == 2
+        assert ckpt.restore(zeros_like_state(state_at(0))) == 2
         ckpt.save(state_at(3), 3).wait("durable")
     job.lose_memory()
     job.expect(3, tiers={"durable"})
@@ -101,22 +101,22 @@ def test_run_after_a_lost_node_has_the_newest_incarnation(agent_dir, directory):
 
 
 def test_run_started_without_the_store_has_the_newest_incarnation(agent_dir, rclone, rclone_proxy):
-    settings = on_server(rclone, retry_s=0.5, timeout_s=1.0)
+    settings = durable_settings(rclone, retry_s=0.5, timeout_s=1.0)
     behind = DurableSettings(**{**vars(settings), "options": {**settings.options, "endpoint": rclone_proxy.endpoint}})
-    job = Job(agent_dir, behind)
+    job = CheckpointJob(agent_dir, behind)
     job.save(0, 1)
     close_sessions()
     job.expect(1, tiers={"memory"})
     job.save(2)
     job.lose_memory()
-    rclone_proxy.on("GET", times=10**6).fail(Answer(503, "SlowDown"))
+    rclone_proxy.on("GET", times=10**6).fail(ReplyWithStatus(503, "SlowDown"))
     job.save(3, durable=False)
     rclone_proxy.clear()
     job.expect(3, tiers={"memory"})
 
 
 def test_only_the_steps_of_the_policy_are_drained(agent_dir, directory, tmp_path):
-    job = Job(agent_dir, directory)
+    job = CheckpointJob(agent_dir, directory)
     with job.checkpointer(every=1, durable_every=3) as ckpt:
         for step in range(7):
             ckpt.save(state_at(step), step).wait()
@@ -126,18 +126,18 @@ def test_only_the_steps_of_the_policy_are_drained(agent_dir, directory, tmp_path
 
 
 def test_a_shard_in_the_bucket_is_a_safetensors_file(agent_dir, rclone):
-    settings = on_server(rclone)
-    job = Job(agent_dir, settings)
+    settings = durable_settings(rclone)
+    job = CheckpointJob(agent_dir, settings)
     job.save(5)
-    (name,) = [n for n in objects(rclone, settings) if n.endswith(".safetensors")]
+    (name,) = [n for n in list_objects(rclone, settings) if n.endswith(".safetensors")]
     with rclone.client() as client:
         data = client.get_object(Bucket=BUCKET, Key=f"{settings.url.rpartition('/')[2]}/{name}")["Body"].read()
     found = load_safetensors(data)
-    assert raw(found["w"]) == raw(state_at(5)["w"])
+    assert tensor_bytes(found["w"]) == tensor_bytes(state_at(5)["w"])
 
 
 def test_drain_continues_after_the_trainer_ends(agent_dir, directory, zygote):
-    job = Job(agent_dir, directory)
+    job = CheckpointJob(agent_dir, directory)
     zygote.run(save_and_leave, job.name, directory.url)
     with job.checkpointer() as ckpt:
         assert ckpt.wait("durable", timeout_s=30)
@@ -151,7 +151,7 @@ def save_and_leave(say, name, url):
 
 
 def test_first_durable_step_can_be_awaited(agent_dir, directory):
-    job = Job(agent_dir, directory)
+    job = CheckpointJob(agent_dir, directory)
     with job.checkpointer() as ckpt:
         saved = ckpt.save(state_at(0), 0)
         assert saved.wait("durable", timeout_s=30) is SaveState.DURABLE
@@ -159,7 +159,7 @@ def test_first_durable_step_can_be_awaited(agent_dir, directory):
 
 def test_step_spread_over_tiers_is_restored(agent_dir, directory, ranks):
     """Part 1 is lost from memory: it comes from the durable tier, part 0 from memory, of one and the same step."""
-    job = Job(agent_dir, directory)
+    job = CheckpointJob(agent_dir, directory)
     ranks.run(2, save_own, job.name, directory.url)
     with job.checkpointer() as ckpt:
         store = ckpt.session.agent.store
@@ -186,7 +186,7 @@ def load_all(name, url):
 
 
 def test_part_lost_in_every_tier_selects_the_older_step(agent_dir, directory, tmp_path, ranks):
-    job = Job(agent_dir, directory)
+    job = CheckpointJob(agent_dir, directory)
     ranks.run(2, save_own, job.name, directory.url)
     job.lose_memory()
     (victim,) = (tmp_path / "durable" / job.name / "steps").rglob("000001.safetensors")
@@ -196,7 +196,7 @@ def test_part_lost_in_every_tier_selects_the_older_step(agent_dir, directory, tm
 
 
 def test_replicated_tensors_are_stored_once(agent_dir, directory, tmp_path, ranks):
-    job = Job(agent_dir, directory)
+    job = CheckpointJob(agent_dir, directory)
     ranks.run(3, save_replicated, job.name, directory.url)
     stored = sum(path.stat().st_size for path in (tmp_path / "durable").rglob("*.safetensors"))
     assert stored < 2 * 400_000 * 1.2  # two steps, whatever the number of ranks
@@ -213,18 +213,20 @@ def save_replicated(name, url):
 
 
 def through(proxy, server, **changes):
-    return on_server(server, **({"retry_s": 20.0, "timeout_s": 2.0} | changes)), proxy.endpoint
+    return durable_settings(server, **({"retry_s": 20.0, "timeout_s": 2.0} | changes)), proxy.endpoint
 
 
 @pytest.mark.parametrize(
-    "fault", [Answer(500, "InternalError"), Answer(503, "SlowDown"), Hang()], ids=["500", "503", "hang"]
+    "fault",
+    [ReplyWithStatus(500, "InternalError"), ReplyWithStatus(503, "SlowDown"), Hang()],
+    ids=["500", "503", "hang"],
 )
 def test_drain_completes_after_the_store_recovers(agent_dir, rclone, rclone_proxy, fault):
     settings, endpoint = through(rclone_proxy, rclone)
     settings = DurableSettings(**{**vars(settings), "options": {**settings.options, "endpoint": endpoint}})
     rclone_proxy.on("PUT", r"\.safetensors").fail(fault)
     rclone_proxy.on("PUT", r"\.manifest").fail(fault)
-    job = Job(agent_dir, settings)
+    job = CheckpointJob(agent_dir, settings)
     job.save(0)
     job.lose_memory()
     rclone_proxy.on("GET", r"\.safetensors").fail(fault)
@@ -234,9 +236,9 @@ def test_drain_completes_after_the_store_recovers(agent_dir, rclone, rclone_prox
 def test_unreachable_store_is_unknown_and_not_empty(agent_dir, rclone, rclone_proxy):
     settings, endpoint = through(rclone_proxy, rclone, retry_s=0.5, timeout_s=1.0)
     settings = DurableSettings(**{**vars(settings), "options": {**settings.options, "endpoint": endpoint}})
-    rclone_proxy.on("GET", times=10**6).fail(Answer(503, "SlowDown"))
+    rclone_proxy.on("GET", times=10**6).fail(ReplyWithStatus(503, "SlowDown"))
     with (
-        Job(agent_dir, settings).checkpointer() as ckpt,
+        CheckpointJob(agent_dir, settings).checkpointer() as ckpt,
         pytest.raises(TierUnavailableError, match="not known whether"),
     ):
         ckpt.restore(state_at(0))
@@ -245,16 +247,16 @@ def test_unreachable_store_is_unknown_and_not_empty(agent_dir, rclone, rclone_pr
 def test_memory_restores_while_the_store_is_unreachable(agent_dir, rclone, rclone_proxy):
     settings, endpoint = through(rclone_proxy, rclone, retry_s=0.5, timeout_s=1.0)
     settings = DurableSettings(**{**vars(settings), "options": {**settings.options, "endpoint": endpoint}})
-    rclone_proxy.on("PUT", times=10**6).fail(Answer(503, "SlowDown"))
-    rclone_proxy.on("GET", times=10**6).fail(Answer(503, "SlowDown"))
-    job = Job(agent_dir, settings)
+    rclone_proxy.on("PUT", times=10**6).fail(ReplyWithStatus(503, "SlowDown"))
+    rclone_proxy.on("GET", times=10**6).fail(ReplyWithStatus(503, "SlowDown"))
+    job = CheckpointJob(agent_dir, settings)
     job.save(0, 1, 2, 3, durable=False)
     job.expect(3, tiers={"memory"})
 
 
 def test_refused_credentials_fail_the_drain_not_the_training(agent_dir, rclone, monkeypatch):
     monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "wrong")
-    job = Job(agent_dir, on_server(rclone))
+    job = CheckpointJob(agent_dir, durable_settings(rclone))
     with job.checkpointer() as ckpt:
         for step in range(5):
             assert ckpt.save(state_at(step), step).wait() is SaveState.SEALED
@@ -262,14 +264,14 @@ def test_refused_credentials_fail_the_drain_not_the_training(agent_dir, rclone, 
         failed = [view for view in ckpt.session.agent.drain_status(job.name) if view.state == "failed"]
         assert failed
         assert "403" in failed[-1].error or "credentials" in failed[-1].error.lower()
-        assert ckpt.restore(zeroed(state_at(0))) == 4
+        assert ckpt.restore(zeros_like_state(state_at(0))) == 4
 
 
 def test_a_slow_store_skips_steps_and_keeps_the_newest(agent_dir, rclone, rclone_proxy):
     settings, endpoint = through(rclone_proxy, rclone)
     settings = DurableSettings(**{**vars(settings), "options": {**settings.options, "endpoint": endpoint}})
     held = rclone_proxy.on("PUT", r"000000000000/.*\.safetensors").hold()
-    job = Job(agent_dir, settings)
+    job = CheckpointJob(agent_dir, settings)
     with job.checkpointer() as ckpt:
         ckpt.save(state_at(0), 0).wait()
         rclone_proxy.wait_for(lambda proxy: proxy.seen("PUT", r"\.safetensors"))
@@ -289,7 +291,7 @@ def away(proxy, server, on_busy):
     """A store that answers nobody until the proxy is cleared."""
     settings, endpoint = through(proxy, server, retry_s=1.0, timeout_s=1.0, on_busy=on_busy)
     for method in ("GET", "PUT"):
-        proxy.on(method, times=10**6).fail(Answer(503, "SlowDown"))
+        proxy.on(method, times=10**6).fail(ReplyWithStatus(503, "SlowDown"))
     return DurableSettings(**{**vars(settings), "options": {**settings.options, "endpoint": endpoint}})
 
 
@@ -297,11 +299,11 @@ def away(proxy, server, on_busy):
 def test_memory_saves_continue_while_the_store_is_unreachable_and_durable_steps_are_due(
     agent_dir, rclone, rclone_proxy, on_busy
 ):
-    job = Job(agent_dir, away(rclone_proxy, rclone, on_busy))
+    job = CheckpointJob(agent_dir, away(rclone_proxy, rclone, on_busy))
     with job.checkpointer(durable_every=5) as ckpt:
         saved = [ckpt.save(state_at(step), step).wait() for step in range(1, 18)]
         assert saved == [SaveState.SEALED] * len(saved)
-        assert ckpt.restore(zeroed(state_at(0))) == 17
+        assert ckpt.restore(zeros_like_state(state_at(0))) == 17
         gave_way = [view for view in ckpt.session.agent.drain_status(job.name) if view.state == "skipped"]
         assert gave_way
         why = ("it gave way to saves in memory", *["a newer one is ready"] * (on_busy == "skip"))
@@ -316,13 +318,13 @@ def test_memory_saves_continue_while_the_store_is_unreachable_and_durable_steps_
 def test_memory_saves_continue_while_the_store_is_unreachable_and_durable_steps_required(
     agent_dir, rclone, rclone_proxy, on_busy
 ):
-    job = Job(agent_dir, away(rclone_proxy, rclone, on_busy))
+    job = CheckpointJob(agent_dir, away(rclone_proxy, rclone, on_busy))
     with job.checkpointer(durable_every=100) as ckpt:
         asked = [ckpt.save(state_at(step), step, durable=True) for step in (1, 2)]
         assert [saved.wait() for saved in asked] == [SaveState.SEALED] * 2
         saved = [ckpt.save(state_at(step), step).wait() for step in range(3, 12)]
         assert saved == [SaveState.SEALED] * len(saved)
-        assert ckpt.restore(zeroed(state_at(0))) == 11
+        assert ckpt.restore(zeros_like_state(state_at(0))) == 11
         states = {view.version_id.version: view.state for view in ckpt.session.agent.drain_status(job.name)}
         (given_up,) = [step for step, state in states.items() if state == "failed"]
         with pytest.raises(SaveFailedError, match=f"step {given_up} did not become durable: it gave way"):
@@ -335,7 +337,7 @@ def test_memory_saves_continue_while_the_store_is_unreachable_and_durable_steps_
 
 def test_waiting_policy_makes_every_durable_step_durable(agent_dir, directory, tmp_path):
     settings = DurableSettings(**{**vars(directory), "on_busy": "wait"})
-    job = Job(agent_dir, settings)
+    job = CheckpointJob(agent_dir, settings)
     with job.checkpointer() as ckpt:
         for step in range(6):
             ckpt.save(state_at(step), step)
@@ -359,7 +361,7 @@ def shard_of(tmp_path, job, step):
 
 
 def test_bit_flipped_in_the_store_selects_the_older_step_and_quarantines(agent_dir, directory, tmp_path):
-    job = Job(agent_dir, directory)
+    job = CheckpointJob(agent_dir, directory)
     job.save(0, 1)
     job.lose_memory()
     corrupt(shard_of(tmp_path, job, 1))
@@ -371,7 +373,7 @@ def test_bit_flipped_in_the_store_selects_the_older_step_and_quarantines(agent_d
 
 @pytest.mark.parametrize("harm", ["short", "gone"])
 def test_short_or_missing_shard_selects_the_older_step(agent_dir, directory, tmp_path, harm):
-    job = Job(agent_dir, directory)
+    job = CheckpointJob(agent_dir, directory)
     job.save(0, 1)
     job.lose_memory()
     path = shard_of(tmp_path, job, 1)
@@ -383,7 +385,7 @@ def test_short_or_missing_shard_selects_the_older_step(agent_dir, directory, tmp
 
 
 def test_damaged_manifest_selects_the_older_step(agent_dir, directory, tmp_path):
-    job = Job(agent_dir, directory)
+    job = CheckpointJob(agent_dir, directory)
     job.save(0, 1)
     job.lose_memory()
     (newest,) = (tmp_path / "durable" / job.name / "manifests").glob("000000000001*")
@@ -396,7 +398,7 @@ def test_manifest_of_a_newer_format_is_refused(agent_dir, directory, tmp_path):
     import xxhash
     import zstandard
 
-    job = Job(agent_dir, directory)
+    job = CheckpointJob(agent_dir, directory)
     job.save(0)
     job.lose_memory()
     (path,) = (tmp_path / "durable" / job.name / "manifests").iterdir()
@@ -413,7 +415,7 @@ def test_manifest_of_a_newer_format_is_refused(agent_dir, directory, tmp_path):
 def test_bytes_changed_in_transit_are_read_again(agent_dir, rclone, rclone_proxy):
     settings, endpoint = through(rclone_proxy, rclone)
     settings = DurableSettings(**{**vars(settings), "options": {**settings.options, "endpoint": endpoint}})
-    job = Job(agent_dir, settings)
+    job = CheckpointJob(agent_dir, settings)
     job.save(0)
     job.lose_memory()
     rclone_proxy.on("GET", r"\.safetensors").fail(FlipResponseBit(5000))
@@ -421,7 +423,7 @@ def test_bytes_changed_in_transit_are_read_again(agent_dir, rclone, rclone_proxy
 
 
 def test_damage_in_memory_is_healed_from_the_durable_copy_of_the_same_step(agent_dir, directory):
-    job = Job(agent_dir, directory)
+    job = CheckpointJob(agent_dir, directory)
     job.save(0, 1)
     (slot,) = [
         agent_dir / "slots" / note.name.removeprefix("seal.")
@@ -436,12 +438,12 @@ def test_damage_in_memory_is_healed_from_the_durable_copy_of_the_same_step(agent
 
 
 def test_retention_keeps_the_newest_and_every_nth_step(agent_dir, directory, tmp_path):
-    job = Job(agent_dir, DurableSettings(**{**vars(directory), "keep_last": 2, "keep_every": 4}))
+    job = CheckpointJob(agent_dir, DurableSettings(**{**vars(directory), "keep_last": 2, "keep_every": 4}))
     with job.checkpointer() as ckpt:
         for step in range(10):
             ckpt.save(state_at(step), step).wait("durable")
         ckpt.wait("durable")
-    end_agent(agent_dir)  # in order: what it is deleting is deleted
+    stop_agent(agent_dir)  # in order: what it is deleting is deleted
     left = sorted(int(p.name.split(".")[0]) for p in (tmp_path / "durable" / job.name / "manifests").iterdir())
     assert left == [0, 4, 8, 9]
     steps = sorted(
@@ -454,27 +456,27 @@ def test_retention_keeps_the_newest_and_every_nth_step(agent_dir, directory, tmp
 
 
 def test_compressed_objects_with_hashed_keys_round_trip(agent_dir, rclone):
-    settings = on_server(rclone, compress="zstd", hashed_keys=True)
-    job = Job(agent_dir, settings)
+    settings = durable_settings(rclone, compress="zstd", hashed_keys=True)
+    job = CheckpointJob(agent_dir, settings)
     with job.checkpointer() as ckpt:
         state = {"zeros": torch.zeros(1 << 20), "noise": torch.randn(1000), "ints": torch.arange(1 << 18)}
         ckpt.save(state, 1).wait("durable")
-    stored = objects(rclone, settings)
+    stored = list_objects(rclone, settings)
     (name,) = [n for n in stored if n.endswith(".safetensors.zst")]
     assert len(name.split("/")[0]) == 4
     assert stored[name] < (1 << 20)
     job.lose_memory()
     with job.checkpointer() as ckpt:
-        found = zeroed(state)
+        found = zeros_like_state(state)
         assert ckpt.restore(found) == 1
-        assert_same(state, found)
+        assert_same_bits(state, found)
         partly = {"ints": torch.zeros(1 << 18, dtype=torch.int64)}
         assert ckpt.restore(partly, strict=False) == 1
-        assert_same(state["ints"], partly["ints"])
+        assert_same_bits(state["ints"], partly["ints"])
 
 
 def test_incompressible_shards_are_not_compressed(agent_dir, directory, tmp_path):
-    job = Job(agent_dir, DurableSettings(**{**vars(directory), "compress": "zstd"}))
+    job = CheckpointJob(agent_dir, DurableSettings(**{**vars(directory), "compress": "zstd"}))
     with job.checkpointer() as ckpt:
         noise = torch.randint(0, 255, (1 << 20,), dtype=torch.uint8)
         ckpt.save({"noise": noise}, 1).wait("durable")
@@ -497,12 +499,12 @@ def test_switched_off_the_same_script_writes_plain_checkpoints(agent_dir, direct
             assert ckpt.save(state_at(step), step).ok
         assert [info.step for info in ckpt.steps()] == [0, 1, 2]
     dcp.save(state_at(3), storage_writer=TieredWriter("tiered://plain", 3), no_dist=True)
-    found = zeroed(state_at(0))
+    found = zeros_like_state(state_at(0))
     dcp.load(found, storage_reader=TieredReader("tiered://plain"), no_dist=True)
-    assert_same(state_at(3), found)
-    found = zeroed(state_at(0))
+    assert_same_bits(state_at(3), found)
+    found = zeros_like_state(state_at(0))
     dcp.load(found, checkpoint_id=str(tmp_path / "durable/plain/step-2"), no_dist=True)
-    assert_same(state_at(2), found)
+    assert_same_bits(state_at(2), found)
     assert not agent_dir.exists()
 
 
@@ -513,9 +515,9 @@ def test_reenabled_checkpointer_loses_no_step(agent_dir, directory, monkeypatch)
         ckpt.save(state_at(7), 7)
     monkeypatch.setenv("TIEREDCKPT_ENABLED", "1")
     with Checkpointer("tiered://plain") as ckpt:
-        found = zeroed(state_at(0))
+        found = zeros_like_state(state_at(0))
         assert ckpt.restore(found) == 7
-        assert_same(state_at(7), found)
+        assert_same_bits(state_at(7), found)
         ckpt.save(state_at(8), 8).wait("durable")
         assert ckpt.restore(found) == 8
 
@@ -524,28 +526,28 @@ def test_reenabled_checkpointer_loses_no_step(agent_dir, directory, monkeypatch)
 
 
 def test_metrics_and_status_match_the_events(agent_dir, directory):
-    job = Job(agent_dir, directory)
+    job = CheckpointJob(agent_dir, directory)
     job.save(0, 1)
-    status = json.loads(asked(agent_dir, "/status"))
+    status = json.loads(get_text(agent_dir, "/status"))
     assert status["store"]["jobs"][0]["newest_committed"] == 1
     assert status["drain"]["totals"]["steps"] == 2
-    text = asked(agent_dir, "/metrics")
+    text = get_text(agent_dir, "/metrics")
     assert f'tieredckpt_newest_complete_step{{job="{job.name}"}} 1.0' in text
     assert "tieredckpt_drained_steps_total 2.0" in text
     assert "tieredckpt_arena_budget_bytes" in text
     with pytest.raises(urllib.error.HTTPError, match="404"):
-        asked(agent_dir, "/etc/passwd")
+        get_text(agent_dir, "/etc/passwd")
 
 
 def test_restarted_agent_finishes_pending_uploads(agent_dir, rclone, rclone_proxy):
     settings, endpoint = through(rclone_proxy, rclone)
     settings = DurableSettings(**{**vars(settings), "options": {**settings.options, "endpoint": endpoint}})
     held = rclone_proxy.on("PUT", r"\.safetensors").hold()
-    job = Job(agent_dir, settings)
+    job = CheckpointJob(agent_dir, settings)
     with job.checkpointer() as ckpt:
         ckpt.save(state_at(0), 0).wait()
         rclone_proxy.wait_for(lambda proxy: proxy.seen("PUT", r"\.safetensors"))
-        end_agent(agent_dir, signal.SIGKILL)
+        stop_agent(agent_dir, signal.SIGKILL)
         held.drop()
         assert ckpt.wait("durable", timeout_s=40)
     close_sessions()
@@ -556,28 +558,28 @@ def test_restarted_agent_finishes_pending_uploads(agent_dir, rclone, rclone_prox
 def test_rewind_within_a_process_abandons_later_steps(agent_dir, directory):
     """A loop that reloads an older step after a loss spike: what it saved after that step is not its past any more."""
     settings = DurableSettings(**{**vars(directory), "on_busy": "wait"})
-    job = Job(agent_dir, settings)
+    job = CheckpointJob(agent_dir, settings)
     with job.checkpointer() as ckpt:
         for step in range(5):
             ckpt.save(state_at(step), step)
         assert ckpt.wait("durable")
-        assert ckpt.restore(zeroed(state_at(0)), 2) == 2
+        assert ckpt.restore(zeros_like_state(state_at(0)), 2) == 2
         ckpt.save(state_at(33), 3).wait("durable")
     close_sessions()
     for lose in (lambda: None, job.lose_memory):
         lose()
         with job.checkpointer() as ckpt:
-            found = zeroed(state_at(0))
+            found = zeros_like_state(state_at(0))
             assert ckpt.restore(found) == 3
-            assert_same(state_at(33), found)
+            assert_same_bits(state_at(33), found)
 
 
 def test_agent_stops_promptly_while_the_store_is_unreachable(agent_dir, rclone, rclone_proxy):
-    settings = on_server(rclone, retry_s=300.0, timeout_s=1.0)
+    settings = durable_settings(rclone, retry_s=300.0, timeout_s=1.0)
     behind = DurableSettings(**{**vars(settings), "options": {**settings.options, "endpoint": rclone_proxy.endpoint}})
-    rclone_proxy.on("GET", times=10**6).fail(Answer(503, "SlowDown"))
-    rclone_proxy.on("PUT", times=10**6).fail(Answer(503, "SlowDown"))
-    with Job(agent_dir, behind).checkpointer() as ckpt:
+    rclone_proxy.on("GET", times=10**6).fail(ReplyWithStatus(503, "SlowDown"))
+    rclone_proxy.on("PUT", times=10**6).fail(ReplyWithStatus(503, "SlowDown"))
+    with CheckpointJob(agent_dir, behind).checkpointer() as ckpt:
         known = SaveDecision(
             ckpt.session.job, 0, Incarnation(1, "known"), 1, attempt=0, base=None, newest_complete=None
         )
@@ -585,13 +587,13 @@ def test_agent_stops_promptly_while_the_store_is_unreachable(agent_dir, rclone, 
         ckpt.save(state_at(0), 0).wait()
         rclone_proxy.wait_for(lambda proxy: len(proxy.seen()) > 2)
         close_sessions()
-        end_agent(agent_dir)  # waits 20 s, and would not be enough for what is left of 60
+        stop_agent(agent_dir)  # waits 20 s, and would not be enough for what is left of 60
 
 
 @pytest.mark.parametrize("wanting", [0, 1])
 def test_step_becomes_durable_if_one_rank_requires_it(agent_dir, directory, ranks, wanting):
     """A preempted rank's last step: the others may not have heard the signal yet when they saved the same step."""
-    job = Job(agent_dir, directory)
+    job = CheckpointJob(agent_dir, directory)
     ranks.run(2, save_as, job.name, directory.url, wanting)
     with job.checkpointer() as ckpt:
         assert ckpt.wait("durable", timeout_s=30)

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from tests.support.agents import agent_pid
-from tests.support.jobs import Job
+from tests.support.jobs import CheckpointJob
 from tieredckpt.cli import main
 from tieredckpt.settings import DurableSettings
 
@@ -22,7 +22,7 @@ JOB, SMALL = "tiered://long", 16
 def job(agent_dir, tmp_path, monkeypatch):
     durable = DurableSettings(url=f"file://{tmp_path}/durable")
     monkeypatch.setenv("TIEREDCKPT_DURABLE_URL", durable.url)
-    return Job(agent_dir, durable, "long")
+    return CheckpointJob(agent_dir, durable, "long")
 
 
 @pytest.mark.nightly

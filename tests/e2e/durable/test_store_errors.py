@@ -6,8 +6,8 @@ import time
 
 import pytest
 
-from tests.support.faults import Answer
-from tests.support.jobs import Job, bucket_url, on_server, state_at
+from tests.support.faults import ReplyWithStatus
+from tests.support.jobs import CheckpointJob, bucket_url, durable_settings, state_at
 from tests.support.ports import free_port
 from tests.support.s3 import REGION
 from tieredckpt.cli import main
@@ -42,8 +42,8 @@ def no_credentials(rclone, monkeypatch):
 
 @pytest.fixture
 def wrong_region(rclone, rclone_proxy):
-    rclone_proxy.on("GET", times=10**6).fail(Answer(301, "PermanentRedirect"))
-    rclone_proxy.on("PUT", times=10**6).fail(Answer(301, "PermanentRedirect"))
+    rclone_proxy.on("GET", times=10**6).fail(ReplyWithStatus(301, "PermanentRedirect"))
+    rclone_proxy.on("PUT", times=10**6).fail(ReplyWithStatus(301, "PermanentRedirect"))
     return at(rclone_proxy.endpoint), "(301|PermanentRedirect).*another region: set `region`"
 
 
@@ -87,7 +87,7 @@ def broken(request):
 @pytest.mark.timeout(60)
 def test_failed_restore_names_the_store_the_cause_and_advice(agent_dir, broken):
     settings, cause = broken
-    with Job(agent_dir, settings).checkpointer() as ckpt, pytest.raises(TierUnavailableError) as raised:
+    with CheckpointJob(agent_dir, settings).checkpointer() as ckpt, pytest.raises(TierUnavailableError) as raised:
         ckpt.restore(state_at(0))
     said = str(raised.value)
     assert settings.url in said
@@ -99,7 +99,7 @@ def test_failed_restore_names_the_store_the_cause_and_advice(agent_dir, broken):
 @pytest.mark.timeout(90)
 def test_job_that_starts_from_memory_reports_the_store_error(agent_dir, broken, caplog):
     settings, cause = broken
-    job = Job(agent_dir, settings)
+    job = CheckpointJob(agent_dir, settings)
     job.save(1, durable=False)
     job.expect(1, tiers={"memory"})
     said = next(one for one in caplog.messages if "the durable tier could not be asked" in one)
@@ -111,7 +111,7 @@ def test_job_that_starts_from_memory_reports_the_store_error(agent_dir, broken, 
 @pytest.mark.timeout(60)
 def test_restore_and_wait_end_at_their_deadline_and_name_the_silent_store(agent_dir, black_hole, caplog):
     settings, _ = black_hole
-    with Job(agent_dir, settings).checkpointer() as ckpt:
+    with CheckpointJob(agent_dir, settings).checkpointer() as ckpt:
         ckpt.session.agent.store.status()  # the agent runs
         began = time.monotonic()
         with pytest.raises(TierUnavailableError) as raised:
@@ -140,5 +140,5 @@ def test_doctor_reports_the_store_error(agent_dir, broken, monkeypatch, capsys):
 
 
 def test_absent_step_is_distinguished_from_store_errors(agent_dir, rclone):
-    with Job(agent_dir, on_server(rclone)).checkpointer() as ckpt:
+    with CheckpointJob(agent_dir, durable_settings(rclone)).checkpointer() as ckpt:
         assert ckpt.restore(state_at(0)) == -1

@@ -2,9 +2,9 @@
 
 import pytest
 
-from tests.support.bits import assert_same, zeroed
-from tests.support.jobs import Job, state_at
-from tests.support.local_nodes import until
+from tests.support.bits import assert_same_bits, zeros_like_state
+from tests.support.jobs import CheckpointJob, state_at
+from tests.support.local_nodes import wait_until
 from tieredckpt import CheckpointDamagedError
 from tieredckpt.agent.durable_catalog import DurableCatalog, delete_step
 from tieredckpt.durable.retrying_store import open_store
@@ -16,7 +16,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 
 @pytest.fixture
 def job(agent_dir, tmp_path):
-    job = Job(agent_dir, DurableSettings(url=f"file://{tmp_path}/durable"))
+    job = CheckpointJob(agent_dir, DurableSettings(url=f"file://{tmp_path}/durable"))
     job.save(1, 2)
     job.lose_memory()
     return job
@@ -46,9 +46,9 @@ def test_a_step_that_retention_deletes_under_a_slow_reader_is_not_damaged(job, m
 
     before_reading(monkeypatch, delete)
     with job.checkpointer() as ckpt:
-        found = zeroed(state_at(0))
+        found = zeros_like_state(state_at(0))
         assert ckpt.restore(found) == 1, "the rest was looked at again"
-        assert_same(state_at(1), found)
+        assert_same_bits(state_at(1), found)
         assert [info.quarantined for info in ckpt.steps()] == [""]
     assert not marks()
 
@@ -60,7 +60,7 @@ def test_object_lost_under_its_manifest_is_damage(job, marks, monkeypatch, tmp_p
 
     before_reading(monkeypatch, lose)
     with job.checkpointer() as ckpt:
-        assert ckpt.restore(zeroed(state_at(0))) == 1
+        assert ckpt.restore(zeros_like_state(state_at(0))) == 1
         assert [bool(info.quarantined) for info in ckpt.steps()] == [False, True]
     assert not marks(), "who only reads has written something durable"
 
@@ -73,10 +73,10 @@ def test_damage_is_marked_in_the_store_by_the_next_durable_save(job, marks, tmp_
     job.expect(1, tiers={"durable"})
     assert not marks()
     job.save(3)
-    until(marks, "a mark")  # a step is durable before the older ones are looked at
+    wait_until(marks, "a mark")  # a step is durable before the older ones are looked at
     assert [mark.name[:12] for mark in marks()] == [f"{2:012d}"]
     job.lose_memory()
     with job.checkpointer() as ckpt:
         assert [info.quarantined for info in ckpt.steps()] == ["", "marked in the durable tier", ""]
         with pytest.raises(CheckpointDamagedError):
-            ckpt.restore(zeroed(state_at(0)), 2)
+            ckpt.restore(zeros_like_state(state_at(0)), 2)

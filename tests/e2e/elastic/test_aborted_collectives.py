@@ -9,19 +9,19 @@ import pytest
 from elastic.fault_injection import FaultPlan, InjectionPhase
 from tests.support import nccl_like
 from tests.support.golden_runs import (
-    Golden,
-    assert_all_happened_once,
-    assert_same_bits,
-    assert_worlds_hold,
-    golden,
-    sum_of,
+    GoldenRun,
+    assert_all_injected_once,
+    assert_same_training,
+    assert_worlds_consistent,
+    golden_run,
+    state_sum,
 )
 from tests.support.golden_training import AHEAD, DEVICE
 from tieredckpt.tensors.device import accelerator
 
 pytestmark = pytest.mark.e2e
 
-__all__ = ["golden"]
+__all__ = ["golden_run"]
 
 KILLED_AT = 6
 """Not a step that follows one that was saved."""
@@ -37,7 +37,7 @@ def undisturbed(tmp_path_factory):
 
     def learned(backend: str = "gloo") -> list[dict[str, Any]]:
         if backend not in found:
-            one = Golden(tmp_path_factory.mktemp("quiet"), "plain", "plain", FaultPlan(), backend=backend)
+            one = GoldenRun(tmp_path_factory.mktemp("quiet"), "plain", "plain", FaultPlan(), backend=backend)
             try:
                 one.see_through(one.begin(spare_nodes=0, total=12), 120)
                 found[backend] = one.committed()
@@ -49,16 +49,16 @@ def undisturbed(tmp_path_factory):
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_rank_killed_inside_an_all_reduce_does_not_change_the_result(golden, undisturbed, backend) -> None:
+def test_rank_killed_inside_an_all_reduce_does_not_change_the_result(golden_run, undisturbed, backend) -> None:
     expected = undisturbed(DEVICE if backend == DEVICE else "gloo")
     faults = FaultPlan().at(step=KILLED_AT, phase=InjectionPhase.ALLREDUCE, rank=1).sigkill()
-    job = golden("plain", faults, backend=backend)
+    job = golden_run("plain", faults, backend=backend)
     job.see_through(job.begin(total=12), 120)
-    assert_all_happened_once(job)
-    assert_worlds_hold(job)
+    assert_all_injected_once(job)
+    assert_worlds_consistent(job)
     ended = [one for one in job.lines("step") if one["step"] == job.total - 1]
-    assert sum_of(ended, job.total - 1) == expected[-1]["sum"], "it learned something else than without a fault"
-    assert_same_bits(job.committed(), expected)
+    assert state_sum(ended, job.total - 1) == expected[-1]["sum"], "it learned something else than without a fault"
+    assert_same_training(job.committed(), expected)
     assert len({one["pid"] for one in job.lines("world")}) == 3, "the survivor is the same process"
     begun = {one["first"] for one in job.lines("world") if one["epoch"] == 1}
     if backend == DEVICE:  # the host runs ahead: what it had only asked for is not believed
@@ -67,11 +67,11 @@ def test_rank_killed_inside_an_all_reduce_does_not_change_the_result(golden, und
         assert begun == {KILLED_AT}
 
 
-def test_work_queued_at_a_ranks_death_is_not_reported_as_completed(golden, undisturbed) -> None:
+def test_work_queued_at_a_ranks_death_is_not_reported_as_completed(golden_run, undisturbed) -> None:
     """The host is steps ahead of the collective that hangs: it has stepped, and noted that, before it hears of it."""
     faults = FaultPlan().at(step=KILLED_AT, phase=InjectionPhase.ALLREDUCE, rank=1).sigkill()
-    job = golden("plain", faults, backend=AHEAD)
+    job = golden_run("plain", faults, backend=AHEAD)
     job.see_through(job.begin(total=12), 120)
-    assert_all_happened_once(job)
-    assert_same_bits(job.committed(), undisturbed())
+    assert_all_injected_once(job)
+    assert_same_training(job.committed(), undisturbed())
     assert all(one["first"] <= KILLED_AT for one in job.lines("world"))

@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 import torch.distributed as dist
 
-from tests.support.clusters import cluster_of
-from tests.support.recovery_training import draws, tears
-from tests.support.socket_control_plane import bridged
+from tests.support.clusters import make_cluster
+from tests.support.recovery_training import train_with_rng, train_with_torn_optimizers
+from tests.support.socket_control_plane import socket_bridge
 
 pytestmark = pytest.mark.e2e
 
@@ -18,10 +18,10 @@ RANKS = 3
 def trained(zygote, ranks, torn):
     """The last that every rank said of every step, and the first step of each world."""
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    with cluster_of(ranks, "n1") as cluster, bridged(RANKS, f"127.0.0.1:{store.port}") as bridge:
+    with make_cluster(ranks, "n1") as cluster, socket_bridge(RANKS, f"127.0.0.1:{store.port}") as bridge:
         environ = {**cluster["n1"].environ, "OMP_NUM_THREADS": "1"}
         running = [
-            zygote.start(tears, bridge.address_of(seat), cluster.job, TOTAL, torn, environ=environ)
+            zygote.start(train_with_torn_optimizers, bridge.address_of(seat), cluster.job, TOTAL, torn, environ=environ)
             for seat in bridge.plane.planes
         ]
         try:
@@ -47,12 +47,12 @@ def test_torn_optimizer_step_rolls_all_ranks_back(zygote, ranks):
 
 
 def test_rng_continues_at_any_rank_count(zygote, ranks):
-    with cluster_of(ranks, "n1") as cluster:
+    with make_cluster(ranks, "n1") as cluster:
         environ = cluster["n1"].environ
 
         def world(size, save, before):
             running = zygote.start_world(
-                size, draws, cluster.job, save, before, environ=dict.fromkeys(range(size), environ)
+                size, train_with_rng, cluster.job, save, before, environ=dict.fromkeys(range(size), environ)
             )
             return [one.wait().result for one in running]
 

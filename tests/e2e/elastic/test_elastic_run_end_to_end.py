@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from tests.support.elastic_runs import kill
-from tests.support.local_nodes import until
-from tests.support.training_runs import assert_each_sample_once, assert_same_bits, committed
+from tests.support.local_nodes import wait_until
+from tests.support.training_runs import assert_each_sample_once, assert_same_results, committed_steps
 
 pytestmark = pytest.mark.e2e
 
@@ -17,7 +17,7 @@ def test_resizes_and_a_killed_rank_do_not_change_the_result(story, undisturbed) 
     job = story("moved", "tree", TOTAL)
     job.allow(0)
     run = job.begin(4)
-    until(lambda: job.ask("resize", "--nodes", "2").get("max_nodes") == 2, "the job has a coordinator")
+    wait_until(lambda: job.ask("resize", "--nodes", "2").get("max_nodes") == 2, "the job has a coordinator")
     job.gathered(4)
     job.allow(4)
     job.in_world(2, 3)
@@ -36,9 +36,9 @@ def test_resizes_and_a_killed_rank_do_not_change_the_result(story, undisturbed) 
     job.change("max")
     job.allow(TOTAL)
     job.finished(run)
-    moved = committed(job)
+    moved = committed_steps(job)
     assert {one["size"] for one in moved} == {1, 2, 3, 4}
-    assert_same_bits(moved, undisturbed)
+    assert_same_results(moved, undisturbed)
     assert_each_sample_once(moved)
     tiers = {tier for one in job.lines("world") for tier, count in one["tiers"].items() if count}
     assert tiers <= {"memory", "peer"}

@@ -7,9 +7,9 @@ import time
 
 import pytest
 
-from tests.support.agents import end_agent
+from tests.support.agents import stop_agent
 from tests.support.elastic_runs import ROOT, elastic_job, kill
-from tests.support.local_nodes import until
+from tests.support.local_nodes import wait_until
 from tieredckpt.event_log import EventLogWriter, read_event_log
 from tieredckpt.event_log.event_types import (
     FaultInjected,
@@ -41,9 +41,9 @@ def run():
             for one in job.started:
                 one.send_signal(signal.SIGKILL)
                 one.wait()
-            until(lambda: not job.pids("ledger_training"))
+            wait_until(lambda: not job.pids("ledger_training"))
             for place in {path.parent for path in job.folder.rglob("agent.lock")}:
-                end_agent(place)
+                stop_agent(place)
 
 
 def trained(job):
@@ -53,8 +53,8 @@ def trained(job):
         "run", "--nproc", "2", "--job", "told", "--log-dir", str(job.folder / "logs"), "--node", "n0",
         str(SCRIPT), str(job.folder), str(TOTAL),
     )  # fmt: skip
-    at = until(lambda: job.said("step", step=KILLED_AT, rank=1), "rank 1 is in the step", 120)
-    until(lambda: job.said("step", step=KILLED_AT, rank=0), "rank 0 is in the step")
+    at = wait_until(lambda: job.said("step", step=KILLED_AT, rank=1), "rank 1 is in the step", 120)
+    wait_until(lambda: job.said("step", step=KILLED_AT, rank=0), "rank 0 is in the step")
     killed_at = time.time()
     told = EventLogWriter(job.folder / "logs" / "event-log", name="injector")
     told.write(FaultInjected(killed_at, "sigkill", epoch=0, node="n0", local_rank=1))

@@ -18,17 +18,17 @@ from elastic.fault_injection import FaultPlan, InjectionKind
 from tests.support.golden_runs import (
     GAP,
     NON_FATAL_KINDS,
-    assert_all_happened_once,
-    assert_same_bits,
-    assert_worlds_hold,
-    golden,
-    quiet_run,
-    size_of,
+    assert_all_injected_once,
+    assert_same_training,
+    assert_worlds_consistent,
+    golden_run,
+    process_size,
+    reference_run,
 )
 
 pytestmark = [pytest.mark.e2e, pytest.mark.nightly]
 
-__all__ = ["golden"]
+__all__ = ["golden_run"]
 
 COUNT = int(os.environ.get("FAULTS", "300"))
 CHOSEN = int(os.environ.get("SEED", "1"))
@@ -51,9 +51,9 @@ MORE_THREADS, MORE_DESCRIPTORS, MORE_BYTES = 4, 12, 64 << 20
 
 
 @pytest.mark.timeout(COUNT * 60 + 600)
-def test_job_survives_hundreds_of_random_faults(golden, tmp_path) -> None:
+def test_job_survives_hundreds_of_random_faults(golden_run, tmp_path) -> None:
     faults = FaultPlan(CHOSEN).random(COUNT, ranks=2, first=4, gap=GAP, kinds=KINDS)
-    job = golden("fsdp", faults)
+    job = golden_run("fsdp", faults)
     sizes: dict[int, list[dict[str, int]]] = {}
     run = job.begin()
     deadline = time.monotonic() + COUNT * 60
@@ -62,16 +62,16 @@ def test_job_survives_hundreds_of_random_faults(golden, tmp_path) -> None:
         job.bring_back()
         for pid in job.lasting():
             try:
-                sizes.setdefault(pid, []).append({**size_of(pid), "faults": len(job.record.done())})
+                sizes.setdefault(pid, []).append({**process_size(pid), "faults": len(job.record.done())})
             except OSError:  # it has just ended
                 continue
         time.sleep(0.5)
     took = recoveries(job)
     write_down(tmp_path, job, took, sizes)
     assert run.returncode == 0, job.story()
-    assert_all_happened_once(job)
-    assert_worlds_hold(job)
-    assert_same_bits(job.committed(), quiet_run(tmp_path / "quiet", job.total))
+    assert_all_injected_once(job)
+    assert_worlds_consistent(job)
+    assert_same_training(job.committed(), reference_run(tmp_path / "quiet", job.total))
     assert "the job failed" not in job.output()
     for pid, seen in sizes.items():
         assert_constant(f"process {pid}", [one for one in seen[STARTING:] if one["faults"] >= 5])

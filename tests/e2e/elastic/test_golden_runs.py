@@ -9,17 +9,17 @@ from tests.support import nccl_like
 from tests.support.golden_runs import (
     NPROC,
     all_pairs,
-    assert_all_happened_once,
-    assert_same_bits,
-    assert_worlds_hold,
-    chained,
-    golden,
-    quiet_run,
+    assert_all_injected_once,
+    assert_same_training,
+    assert_worlds_consistent,
+    chain_faults,
+    golden_run,
+    reference_run,
 )
 
 pytestmark = pytest.mark.e2e
 
-__all__ = ["golden"]
+__all__ = ["golden_run"]
 
 CHAINS = {
     "ddp": """
@@ -55,35 +55,35 @@ def pairs_of(text: str) -> list[tuple[InjectionKind, InjectionPhase]]:
 
 @pytest.fixture(scope="module")
 def undisturbed(tmp_path_factory):
-    return quiet_run(tmp_path_factory.mktemp("quiet"), STEPS)
+    return reference_run(tmp_path_factory.mktemp("quiet"), STEPS)
 
 
 def go_through(golden, undisturbed, how, pairs: list[tuple[InjectionKind, InjectionPhase]], within_s: float) -> None:
-    job = golden(how[0], chained(pairs, 2 * NPROC[how[0]]), backend=how[1])
+    job = golden(how[0], chain_faults(pairs, 2 * NPROC[how[0]]), backend=how[1])
     job.see_through(job.begin(), within_s)
-    assert_all_happened_once(job)
-    assert_worlds_hold(job)
+    assert_all_injected_once(job)
+    assert_worlds_consistent(job)
     assert all(one["first"] > 0 for one in job.lines("world") if one["epoch"] > 0), "what was safe was not found"
-    assert_same_bits(job.committed(), undisturbed)
+    assert_same_training(job.committed(), undisturbed)
 
 
 @pytest.mark.parametrize("how", IN_A_PUSH, ids="-".join)
-def test_few_faults_do_not_change_the_result(golden, undisturbed, how) -> None:
-    go_through(golden, undisturbed, how, pairs_of(SHORT[how[0]]), 240)
+def test_few_faults_do_not_change_the_result(golden_run, undisturbed, how) -> None:
+    go_through(golden_run, undisturbed, how, pairs_of(SHORT[how[0]]), 240)
 
 
 @pytest.mark.nightly
 @pytest.mark.timeout(400)
 @pytest.mark.parametrize("how", [how for how in ALL if how not in IN_A_PUSH], ids="-".join)
-def test_few_faults_do_not_change_the_result_of_other_families(golden, undisturbed, how) -> None:
-    go_through(golden, undisturbed, how, pairs_of(SHORT[how[0]]), 360)
+def test_few_faults_do_not_change_the_result_of_other_families(golden_run, undisturbed, how) -> None:
+    go_through(golden_run, undisturbed, how, pairs_of(SHORT[how[0]]), 360)
 
 
 @pytest.mark.nightly
 @pytest.mark.timeout(400)
 @pytest.mark.parametrize("how", ALL, ids="-".join)
-def test_chain_of_faults_does_not_change_the_result(golden, undisturbed, how) -> None:
-    go_through(golden, undisturbed, how, pairs_of(CHAINS[how[0]]), 360)
+def test_chain_of_faults_does_not_change_the_result(golden_run, undisturbed, how) -> None:
+    go_through(golden_run, undisturbed, how, pairs_of(CHAINS[how[0]]), 360)
 
 
 def test_fault_chains_cover_every_phase_and_pair() -> None:
@@ -98,5 +98,5 @@ def test_fault_chains_cover_every_phase_and_pair() -> None:
 @pytest.mark.timeout(1200)
 @pytest.mark.parametrize("number", range(IN_A_NIGHT))
 @pytest.mark.parametrize("how", ALL, ids="-".join)
-def test_every_fault_in_every_phase_does_not_change_the_result(golden, undisturbed, how, number: int) -> None:
-    go_through(golden, undisturbed, how, all_pairs()[number::IN_A_NIGHT], 1100)
+def test_every_fault_in_every_phase_does_not_change_the_result(golden_run, undisturbed, how, number: int) -> None:
+    go_through(golden_run, undisturbed, how, all_pairs()[number::IN_A_NIGHT], 1100)

@@ -7,9 +7,9 @@ from pathlib import Path
 import pytest
 
 from tests.support import hyperpod_inprocess
-from tests.support.hyperpod_inprocess import TOTAL, done, processes
+from tests.support.hyperpod_inprocess import TOTAL, processes, step_results
 from tests.support.launched import run_torchrun
-from tests.support.operated_jobs import RANKS, undisturbed
+from tests.support.operated_jobs import RANKS, reference_steps
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(600)]
 
@@ -34,4 +34,4 @@ def test_job_with_a_hung_rank_resumes_by_itself(agent_dir: Path, tmp_path: Path,
     lines = [line for one in found for line in one.lines]
     assert lines.count(["ended", "finished"]) == RANKS
     assert max(one.newest[0] for one in found) > 0  # all of them were started again
-    assert done(lines) == undisturbed(zygote)
+    assert step_results(lines) == reference_steps(zygote)

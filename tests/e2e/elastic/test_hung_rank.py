@@ -9,8 +9,8 @@ import pytest
 import torch.distributed as dist
 
 from elastic.workers.train_loop import RecoveryPolicy, run
-from tests.support.local_nodes import until
-from tests.support.socket_control_plane import BridgedPlane, bridged
+from tests.support.local_nodes import wait_until
+from tests.support.socket_control_plane import SocketControlPlane, socket_bridge
 
 pytestmark = pytest.mark.e2e
 
@@ -33,13 +33,15 @@ def train(say, address, how):
             dist.distributed_c10d._get_default_store().get("what nobody sets")
 
     # Nothing here ends by its own time limit before the test is long over.
-    return run(work, plane=BridgedPlane(address), policy=RecoveryPolicy(timeout=timedelta(minutes=30))).outcome.value
+    return run(
+        work, plane=SocketControlPlane(address), policy=RecoveryPolicy(timeout=timedelta(minutes=30))
+    ).outcome.value
 
 
 @pytest.mark.parametrize("how", ["collective", "other group", "store"])
 def test_rank_waiting_for_a_hung_one_is_woken(zygote, how):
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    with bridged(2, f"127.0.0.1:{store.port}") as bridge:
+    with socket_bridge(2, f"127.0.0.1:{store.port}") as bridge:
         plane = bridge.plane
         ranks = {seat: zygote.start(train, bridge.address_of(seat), how) for seat in plane.planes}
         try:
@@ -56,4 +58,4 @@ def test_rank_waiting_for_a_hung_one_is_woken(zygote, how):
             for one in ranks.values():
                 one.kill_if_alive()
                 one.wait()
-    assert until(lambda: not waits.is_alive)
+    assert wait_until(lambda: not waits.is_alive)

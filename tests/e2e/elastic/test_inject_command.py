@@ -5,25 +5,25 @@ from __future__ import annotations
 import pytest
 
 from elastic.fault_injection import FaultPlan, InjectionPhase
-from tests.support.golden_runs import golden  # noqa: F401 - a fixture
+from tests.support.golden_runs import golden_run  # noqa: F401 - a fixture
 from tests.support.injections import injected_faults
-from tests.support.local_nodes import until
+from tests.support.local_nodes import wait_until
 
 pytestmark = pytest.mark.e2e
 TOTAL = 1_000_000
 """More steps than a job can do here before the test stops it."""
 
 
-def test_running_job_is_injected_at_the_requested_place_and_time(golden) -> None:  # noqa: F811
-    job = golden("fsdp", FaultPlan())
+def test_running_job_is_injected_at_the_requested_place_and_time(golden_run) -> None:  # noqa: F811
+    job = golden_run("fsdp", FaultPlan())
     run = job.begin(settle_s=30, total=TOTAL)
 
     def happened(name: str):
-        return until(
+        return wait_until(
             lambda: next((one for one in injected_faults(job.record) if one.injection.name == name), None), name
         )
 
-    until(lambda: job.lines("step"), "the first step")
+    wait_until(lambda: job.lines("step"), "the first step")
     refused = [
         job.ask("inject", "--at", *words.split())
         for words in (
@@ -41,15 +41,17 @@ def test_running_job_is_injected_at_the_requested_place_and_time(golden) -> None
     assert "error" not in job.ask("inject", "--at", "rank=1", "name=kill", "--kind", "sigkill")
     killed = happened("kill")
     assert (killed.rank, killed.phase) == (1, None)
-    until(lambda: any(one["epoch"] == 1 for one in job.lines("step")), "a world after it")
+    wait_until(lambda: any(one["epoch"] == 1 for one in job.lines("step")), "a world after it")
     assert "error" not in job.ask("inject", "--at", "step=1 rank=0 phase=backward name=raise", "--kind", "exception")
     raised = happened("raise")
     assert (raised.rank, raised.phase) == (0, InjectionPhase.BACKWARD)
-    until(lambda: any(one["epoch"] == 2 for one in job.lines("step")), "a world after that")
+    wait_until(lambda: any(one["epoch"] == 2 for one in job.lines("step")), "a world after that")
     assert "error" not in job.ask("inject", "--at", "rank=0 seconds=3.5 name=cut", "--kind", "partition")
     cut = happened("cut")
-    until(lambda: any(one["epoch"] > 2 and one["size"] == 2 for one in job.lines("step")), "a world without the node")
-    until(lambda: state_of(job, cut.node) in ("standby", "training"), "the node is back")
+    wait_until(
+        lambda: any(one["epoch"] > 2 and one["size"] == 2 for one in job.lines("step")), "a world without the node"
+    )
+    wait_until(lambda: state_of(job, cut.node) in ("standby", "training"), "the node is back")
     job.ask("stop")
     assert job.ended(run) == 7
 

@@ -6,8 +6,8 @@ from collections import defaultdict
 
 import pytest
 
-from tests.support.local_nodes import until
-from tests.support.training_runs import assert_each_sample_once, assert_same_bits, committed
+from tests.support.local_nodes import wait_until
+from tests.support.training_runs import assert_each_sample_once, assert_same_results, committed_steps
 
 pytestmark = pytest.mark.e2e
 
@@ -38,7 +38,7 @@ def test_lost_joined_and_preempted_nodes_do_not_change_the_result(story, undistu
     job.ask("drain", "n2", "--deadline", "10")
     job.asked_to_stop()
     job.allow(TOTAL)
-    until(lambda: not job.pids('"node":"n2"'), "n2 is given back")
+    wait_until(lambda: not job.pids('"node":"n2"'), "n2 is given back")
     job.lose_memory("n2")  # the machine is switched off
     assert "dismissed after" in job.printed("n2")  # of its own accord: at the deadline it would have been ended
 
@@ -46,9 +46,9 @@ def test_lost_joined_and_preempted_nodes_do_not_change_the_result(story, undistu
     assert job.ended(again) == 0
     assert sizes_after(job, three[0]["epoch"]) == [2, 3, 2]
     assert done_again(job) in ([], [3])
-    moved = committed(job)
+    moved = committed_steps(job)
     assert moved[-1]["size"] == 2
-    assert_same_bits(moved, undisturbed)
+    assert_same_results(moved, undisturbed)
     assert_each_sample_once(moved)
     tiers = {tier for one in job.lines("world") for tier, count in one["tiers"].items() if count}
     assert tiers == {"memory", "peer"}
@@ -72,9 +72,9 @@ def test_node_outside_the_world_keeps_the_steps_of_a_lost_one(story, undisturbed
     job.allow(TOTAL)
     job.finished(run)
     assert done_again(job) in ([], [9])
-    moved = committed(job)
+    moved = committed_steps(job)
     assert moved[-1]["pid"] != alone["pid"]
-    assert_same_bits(moved, undisturbed)
+    assert_same_results(moved, undisturbed)
     assert_each_sample_once(moved)
 
 

@@ -7,9 +7,9 @@ import subprocess
 
 import pytest
 
-from tests.support.agents import end_agent
+from tests.support.agents import stop_agent
 from tests.support.elastic_runs import ROOT, elastic_job
-from tests.support.local_nodes import until
+from tests.support.local_nodes import wait_until
 
 pytestmark = pytest.mark.e2e
 
@@ -36,9 +36,9 @@ def outcome(*faults, options=()):
             for one in job.started:
                 one.send_signal(signal.SIGKILL)
                 one.wait()
-            until(lambda: not job.pids("faulty_rank"))
+            wait_until(lambda: not job.pids("faulty_rank"))
             for place in {path.parent for path in job.folder.rglob("agent.lock")}:
-                end_agent(place)
+                stop_agent(place)
 
 
 def assert_only_the_faulty_were_replaced(said, faults):

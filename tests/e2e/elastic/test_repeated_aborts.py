@@ -18,7 +18,7 @@ import torch.distributed as dist
 from elastic.control.control_plane import RankAssignment
 from elastic.workers.process_groups import ProcessGroups, default_backend
 from tests.support import nccl_like
-from tests.support.golden_training import Size
+from tests.support.golden_training import ProcessSize
 from tests.support.zygote import Zygote
 from tieredckpt.tensors.device import accelerator
 
@@ -59,7 +59,7 @@ class Aborted:
             self._hang(groups, epoch)
             groups.destroy(broken=True)
             self._meet(f"left/{epoch}")
-            self.sizes[epoch] = {**Size.of("self"), "device": self._device_bytes()}
+            self.sizes[epoch] = {**ProcessSize.of("self"), "device": self._device_bytes()}
             self._meet(f"measured/{epoch}")  # the ranks share a device, whose memory is that of both
 
     def _meet(self, where: str) -> None:

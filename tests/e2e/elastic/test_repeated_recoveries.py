@@ -7,9 +7,9 @@ import statistics
 import pytest
 import torch.distributed as dist
 
-from tests.support.clusters import cluster_of
-from tests.support.recovery_training import recovers
-from tests.support.socket_control_plane import bridged
+from tests.support.clusters import make_cluster
+from tests.support.recovery_training import train_with_faults
+from tests.support.socket_control_plane import socket_bridge
 
 pytestmark = pytest.mark.e2e
 
@@ -30,10 +30,10 @@ def worlds_of(lines):
 
 def recover(zygote, ranks, faults, size=2):
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    with cluster_of(ranks, "n1") as cluster, bridged(size, f"127.0.0.1:{store.port}") as bridge:
+    with make_cluster(ranks, "n1") as cluster, socket_bridge(size, f"127.0.0.1:{store.port}") as bridge:
         environ = {**cluster["n1"].environ, "OMP_NUM_THREADS": "1", **SHORT_HISTORY}
         running = [
-            zygote.start(recovers, bridge.address_of(seat), cluster.job, faults, environ=environ)
+            zygote.start(train_with_faults, bridge.address_of(seat), cluster.job, faults, environ=environ)
             for seat in bridge.plane.planes
         ]
         try:

@@ -16,10 +16,10 @@ from elastic.cli import main
 from elastic.reshard import targets as folder_module
 from elastic.reshard.sources import PlainSource
 from elastic.reshard.state_checksum import state_checksum
-from tests.support.bits import assert_same, raw, zeroed
+from tests.support.bits import assert_same_bits, tensor_bytes, zeros_like_state
 from tests.support.jobs import bucket_url
-from tests.support.layouts import Variant, build
-from tests.support.models import state_of
+from tests.support.layouts import Variant, build_variant
+from tests.support.models import get_state
 from tieredckpt import TieredReader, TieredWriter
 from tieredckpt.dcp.plain_checkpoints import plain_writer
 from tieredckpt.format.slice_boxes import full_box
@@ -92,17 +92,17 @@ def plain(tmp_path):
 
 
 def loads_from_folder(path):
-    found = zeroed(state())
+    found = zeros_like_state(state())
     dcp.load(found, storage_reader=FileSystemReader(path), no_dist=True)
-    assert_same(state(), found)
+    assert_same_bits(state(), found)
 
 
 def loads_from_store(job, url):
-    found = zeroed(state())
+    found = zeros_like_state(state())
     reader = TieredReader(f"tiered://{job}", durable=url)
     with memory_node():
         dcp.load(found, storage_reader=reader, no_dist=True)
-    assert_same(state(), found)
+    assert_same_bits(state(), found)
     return reader.restored_step
 
 
@@ -210,14 +210,14 @@ def test_an_object_store(run, plain, monkeypatch, rclone, tmp_path):
 
 
 def save_sharded(variant):
-    dcp.save(state_of(*build(variant, blank=False)), storage_writer=TieredWriter("tiered://sharded", 3))
+    dcp.save(get_state(*build_variant(variant, blank=False)), storage_writer=TieredWriter("tiered://sharded", 3))
 
 
 def load_sharded(variant, path):
-    found = state_of(*build(variant, blank=True))
+    found = get_state(*build_variant(variant, blank=True))
     dcp.load(found, storage_reader=FileSystemReader(path))
-    expected = state_of(*build(variant, blank=False))
-    assert_same(expected, found)
+    expected = get_state(*build_variant(variant, blank=False))
+    assert_same_bits(expected, found)
     return state_checksum(found).all_reduced().tensors_only
 
 
@@ -498,4 +498,4 @@ def test_reshard_keeps_the_bits_of_every_dtype(run, plain, tmp_path):
     source = PlainSource("", FileSystemReader(tmp_path / "out"))
     for name, tensor in state()["model"].items():
         form = source.tensors[f"model.{name}"]
-        assert raw(source.read(f"model.{name}", full_box(form.shape))) == raw(tensor)
+        assert tensor_bytes(source.read(f"model.{name}", full_box(form.shape))) == tensor_bytes(tensor)

@@ -16,9 +16,9 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor.parallel import RowwiseParallel, parallelize_module
 
 from elastic.reshard.state_checksum import state_checksum
-from tests.support.bits import assert_same
-from tests.support.layouts import Variant, build, known, poison, variants
-from tests.support.models import put_back, state_of
+from tests.support.bits import assert_same_bits
+from tests.support.layouts import Variant, build_variant, expected_state, fill_with_poison, variants
+from tests.support.models import get_state, set_state
 from tieredckpt import Checkpointer, TieredReader, TieredWriter
 
 pytestmark = pytest.mark.e2e
@@ -33,7 +33,7 @@ def save_all(chosen):
     """Each of these variants, which all have this world's size; the checksum of each, as every rank has it."""
     found = {}
     for variant in chosen:
-        state = state_of(*build(variant, blank=False))
+        state = get_state(*build_variant(variant, blank=False))
         dcp.save(state, storage_writer=TieredWriter(f"tiered://{variant}", 1))
         found[str(variant)] = state_checksum(state).all_reduced()
     return found
@@ -41,18 +41,18 @@ def save_all(chosen):
 
 def load_all(variant, sources):
     """Everything that was saved, one after the other into the same model."""
-    expected = state_of(*build(variant, blank=False))
-    model, optimizer = build(variant, blank=True)
+    expected = get_state(*build_variant(variant, blank=False))
+    model, optimizer = build_variant(variant, blank=True)
     found = {}
     for source in sources:
-        state = state_of(model, optimizer)
-        poison(state)
+        state = get_state(model, optimizer)
+        fill_with_poison(state)
         reader = TieredReader(f"tiered://{source}")
         dcp.load(state, storage_reader=reader)
-        put_back(model, optimizer, state)
-        loaded = state_of(model, optimizer)
+        set_state(model, optimizer, state)
+        loaded = get_state(model, optimizer)
         found[str(source)] = state_checksum(loaded).all_reduced()
-        assert_same(expected, loaded, f"{source} -> {variant}")
+        assert_same_bits(expected, loaded, f"{source} -> {variant}")
         assert set(reader.report.bytes_by_tier) <= {"memory"}
     return found
 
@@ -65,7 +65,7 @@ def every_pair(ranks, sources, targets):
     (reference, *others) = saved.values()
     for other in others:  # whatever the layout, it is the same state
         other.assert_equal(reference)
-    expected = state_checksum(known()).all_reduced()
+    expected = state_checksum(expected_state()).all_reduced()
     reference.assert_equal(expected)
     pairs = 0
     for target in targets:
@@ -99,14 +99,14 @@ def test_every_layout_reshards_into_every_other(agent_dir, ranks):
 
 
 def save_damaged(variant):
-    model, optimizer = build(variant, blank=False)
-    before = state_checksum(state_of(model, optimizer)).all_reduced()
+    model, optimizer = build_variant(variant, blank=False)
+    before = state_checksum(get_state(model, optimizer)).all_reduced()
     with torch.no_grad():
         victim = next(iter(model.parameters()))
         local = victim.to_local() if hasattr(victim, "to_local") else victim
         if torch.distributed.get_rank() == 1:
             local.view(-1).view(torch.int32)[0] ^= 1
-    return before, state_checksum(state_of(model, optimizer)).all_reduced()
+    return before, state_checksum(get_state(model, optimizer)).all_reduced()
 
 
 @pytest.mark.parametrize(
@@ -155,7 +155,7 @@ def save_and_load_empty(how):
             for step in range(3):
                 assert ckpt.save(state, step).ok
             assert ckpt.restore(found) == 2
-    assert_same(state, found)
+    assert_same_bits(state, found)
     return state_checksum(found).all_reduced()
 
 

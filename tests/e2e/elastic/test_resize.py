@@ -9,10 +9,10 @@ from pathlib import Path
 import pytest
 import torch.distributed as dist
 
-from tests.support.clusters import cluster_of
-from tests.support.elastic_training import train, undisturbed
-from tests.support.local_nodes import until
-from tests.support.socket_control_plane import bridged
+from tests.support.clusters import make_cluster
+from tests.support.elastic_training import expected_losses, train
+from tests.support.local_nodes import wait_until
+from tests.support.socket_control_plane import socket_bridge
 
 # Every run has test_elastic_run_end_to_end.py, which does the same on another control plane.
 pytestmark = [pytest.mark.e2e, pytest.mark.nightly]
@@ -66,7 +66,7 @@ class Driven:
     def resize(self, size, reason):
         """Another world, once all ranks are inside a step; each has said which one before it may end."""
         self.plane.resize(size, reason)
-        until(lambda: all(seat.paused_step is not None for seat in self.plane.members if seat.is_alive))
+        wait_until(lambda: all(seat.paused_step is not None for seat in self.plane.members if seat.is_alive))
 
     def wait_step(self, step):
         """Until every rank of the world has completed ``step``."""
@@ -84,13 +84,13 @@ class Driven:
             ]
             return happened()
 
-        until(alive_or_happened)
+        wait_until(alive_or_happened)
 
 
 def test_job_survives_resizes_and_a_fault(zygote, ranks, store, tmp_path):
     with (
-        cluster_of(ranks, *NODES, labels=lambda name: f"rack=r{name[1:]}") as cluster,
-        bridged(2, f"127.0.0.1:{store.port}") as bridge,
+        make_cluster(ranks, *NODES, labels=lambda name: f"rack=r{name[1:]}") as cluster,
+        socket_bridge(2, f"127.0.0.1:{store.port}") as bridge,
         Driven(zygote, cluster, bridge, tmp_path) as job,
     ):
         plane = bridge.plane
@@ -164,7 +164,7 @@ def steps_of(said):
 
 def assert_as_if_undisturbed(said):
     """Every rank saw the losses of a run that nothing happened to, as far as float sums in other orders agree."""
-    runs = [undisturbed(TOTAL, ranks) for ranks in (1, 2, 3, 4)]
+    runs = [expected_losses(TOTAL, ranks) for ranks in (1, 2, 3, 4)]
     noise = max(max(losses) - min(losses) for losses in zip(*runs, strict=True))
     assert noise < 1e-6
     seen = [(int(step), float(loss)) for kind, _, step, *rest in said if kind == "step" for loss in rest]

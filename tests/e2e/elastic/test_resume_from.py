@@ -9,7 +9,7 @@ import sys
 import pytest
 
 from elastic.cli.common import ElasticExit
-from tests.support.agents import end_agent
+from tests.support.agents import stop_agent
 
 pytestmark = pytest.mark.e2e
 
@@ -54,7 +54,7 @@ def elastic_run(tmp_path, agent_dir):
         return done, told.read_text().split("\n")[:-1] if told.exists() else []
 
     yield run
-    end_agent(agent_dir)
+    stop_agent(agent_dir)
 
 
 def test_first_world_restores_the_requested_step_or_the_job_ends(elastic_run):

@@ -8,7 +8,7 @@ import pytest
 import torch.distributed as dist
 
 from elastic.workers.train_loop import RecoveryPolicy, run
-from tests.support.socket_control_plane import BridgedPlane, bridged
+from tests.support.socket_control_plane import SocketControlPlane, socket_bridge
 
 pytestmark = pytest.mark.e2e
 
@@ -30,13 +30,13 @@ def train(say, address, stays):
             say(f"step {world.epoch} {step} {used}")
 
     policy = RecoveryPolicy(nonfinite="skip", nonfinite_attempts=2, nonfinite_max_skips=1)
-    return run(work, plane=BridgedPlane(address), policy=policy).outcome.value
+    return run(work, plane=SocketControlPlane(address), policy=policy).outcome.value
 
 
 @pytest.mark.parametrize("replaced", [False, True])
 def test_all_ranks_skip_the_same_nonfinite_step(zygote, replaced):
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    with bridged(2, f"127.0.0.1:{store.port}") as bridge:
+    with socket_bridge(2, f"127.0.0.1:{store.port}") as bridge:
         plane = bridge.plane
         last = plane.add_rank() if replaced else None
         running = {}

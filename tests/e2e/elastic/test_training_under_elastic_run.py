@@ -6,9 +6,9 @@ import signal
 
 import pytest
 
-from tests.support.agents import end_agent
+from tests.support.agents import stop_agent
 from tests.support.elastic_runs import ROOT, elastic_job
-from tests.support.local_nodes import until
+from tests.support.local_nodes import wait_until
 
 pytestmark = [pytest.mark.e2e, pytest.mark.nightly]  # test_elastic_run_end_to_end.py shrinks and grows in every run
 
@@ -24,9 +24,9 @@ def test_job_continues_with_fewer_and_more_nodes(tmp_path):
             for one in job.started:
                 one.send_signal(signal.SIGKILL)
                 one.wait()
-            until(lambda: not job.pids("training_rank"))
+            wait_until(lambda: not job.pids("training_rank"))
             for place in {path.parent for path in job.folder.rglob("agent.lock")}:
-                end_agent(place)
+                stop_agent(place)
     assert trained
 
 
@@ -36,7 +36,7 @@ def train(job):
     running = job.start("run", *options, *logs, str(SCRIPT), str(job.folder))
 
     both = job.world(2)
-    until(lambda: job.said("step", epoch=both[0]["epoch"], rank=1, step=both[0]["restored"] + 2))
+    wait_until(lambda: job.said("step", epoch=both[0]["epoch"], rank=1, step=both[0]["restored"] + 2))
     assert job.ask("resize", "--nodes", "1")["max_nodes"] == 1
     (alone,) = job.world(1, after=both[0]["epoch"])
     assert alone["pid"] in [one["pid"] for one in both]

@@ -10,8 +10,8 @@ import pytest
 import torch.distributed as dist
 
 from tests.support import launched
-from tests.support.launched import asking, restoring, run_script, run_torchrun, start_ranks
-from tests.support.local_nodes import until
+from tests.support.launched import restore_state, run_script, run_torchrun, start_ranks, train_polling
+from tests.support.local_nodes import wait_until
 
 pytestmark = pytest.mark.e2e
 
@@ -27,7 +27,7 @@ def port():
 
 def pids(folder, count):
     """Of the ranks that are inside step 2."""
-    return until(lambda: len(found := [int(path.name[4:]) for path in folder.glob("pid-*")]) == count and found)
+    return wait_until(lambda: len(found := [int(path.name[4:]) for path in folder.glob("pid-*")]) == count and found)
 
 
 def test_torchrun_succeeds_when_one_rank_is_signaled(agent_dir, tmp_path, zygote, port):
@@ -40,12 +40,12 @@ def test_torchrun_succeeds_when_one_rank_is_signaled(agent_dir, tmp_path, zygote
     assert len(ends) == 1
     assert len(list(tmp_path.glob("stopped-*"))) == 2
     steps = int(ends.pop().removeprefix("stopped-"))
-    for one in start_ranks(zygote, 3, port, restoring, "looping"):
+    for one in start_ranks(zygote, 3, port, restore_state, "looping"):
         assert one.wait().lines == [f"restored {steps - 1} memory"]
 
 
 def test_polling_loops_stop_at_the_same_step_and_the_next_start_resumes(agent_dir, tmp_path, zygote, port):
-    ranks = start_ranks(zygote, 2, port, asking, str(tmp_path))
+    ranks = start_ranks(zygote, 2, port, train_polling, str(tmp_path))
     pids(tmp_path, 2)
     ranks[1].kill(signal.SIGTERM)
     (tmp_path / "go").touch()
@@ -54,7 +54,7 @@ def test_polling_loops_stop_at_the_same_step_and_the_next_start_resumes(agent_di
     restored, left = first
     assert restored == "restored -1"
     again = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    for one in start_ranks(zygote, 1, again.port, restoring, "asking"):
+    for one in start_ranks(zygote, 1, again.port, restore_state, "asking"):
         assert one.wait().lines == [f"{left.replace('left', 'restored')} memory"]
 
 

@@ -12,7 +12,7 @@ import pytest
 
 from integration.finetune.finetune_job import read_step_log
 from tests.support import tiny_models
-from tests.support.elastic_runs import Job
+from tests.support.elastic_runs import ElasticRun
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(600)]
 pytest.importorskip("transformers")
@@ -26,7 +26,7 @@ def place():
         tiny_models.config_file(Path(folder), "llama")
         tiny_models.tokenizer_folder(Path(folder))
         tiny_models.data_file(Path(folder))
-        job = Job(Path(folder), "tuned")
+        job = ElasticRun(Path(folder), "tuned")
         job.environ |= {
             "OMP_NUM_THREADS": "1",
             "HF_HUB_OFFLINE": "1",

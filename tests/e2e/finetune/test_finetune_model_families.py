@@ -10,9 +10,9 @@ import pytest
 
 from integration.finetune.finetune_job import read_step_log
 from tests.support import tiny_models
-from tests.support.agents import end_agent
-from tests.support.elastic_runs import ROOT, Job
-from tests.support.families_training import alone, job_of
+from tests.support.agents import stop_agent
+from tests.support.elastic_runs import ROOT, ElasticRun
+from tests.support.families_training import finetune_job, train_alone
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(600)]
 pytest.importorskip("transformers")
@@ -31,7 +31,7 @@ def place():
             tiny_models.config_file(Path(folder), family)
         tiny_models.tokenizer_folder(Path(folder))
         tiny_models.data_file(Path(folder))
-        job = Job(Path(folder), "families")
+        job = ElasticRun(Path(folder), "families")
         job.environ |= {
             "OMP_NUM_THREADS": "1",
             "HF_HUB_OFFLINE": "1",
@@ -42,13 +42,13 @@ def place():
             "TIEREDCKPT_AGENT_JOB_TTL_S": "60",
         }
         yield job
-        end_agent(job.folder / "agent")
+        stop_agent(job.folder / "agent")
         job.close()
 
 
 def losses(place, name, family):
     """As hex, of each step what came last; and in how many ranks that was."""
-    found, _ = read_step_log(job_of(place.folder, name, family, 0).progress_file)
+    found, _ = read_step_log(finetune_job(place.folder, name, family, 0).progress_file)
     steps = {one["step"]: one for one in found if "step" in one}
     return {step: one["loss"].hex() for step, one in steps.items()}, [one["ranks"] for _, one in sorted(steps.items())]
 
@@ -64,7 +64,7 @@ def test_every_model_family_trains_the_same_despite_faults(place, zygote, famili
     for family in families:
         assert (place.folder / "moved" / family / "broken").exists()
     environ = {name: value for name, value in place.environ.items() if name.startswith(("TIEREDCKPT_", "ELASTIC_"))}
-    running = zygote.start(alone, str(place.folder), TOTAL, families, environ=environ | {"HF_HUB_OFFLINE": "1"})
+    running = zygote.start(train_alone, str(place.folder), TOTAL, families, environ=environ | {"HF_HUB_OFFLINE": "1"})
     left = running.wait(300).result
     for family, found in left.items():
         moved, ranks = losses(place, "moved", family)
@@ -73,7 +73,7 @@ def test_every_model_family_trains_the_same_despite_faults(place, zygote, famili
         assert moved == quiet, family
         assert len(set(quiet.values())) == TOTAL
         assert found["same"] == [True, True], family
-        written = job_of(place.folder, "moved", family, 0).model_folder / "tokenizer.json"
+        written = finetune_job(place.folder, "moved", family, 0).model_folder / "tokenizer.json"
         assert json.loads(written.read_bytes()) == json.loads((place.folder / "tokenizer/tokenizer.json").read_bytes())
         assert found["type"].lower().startswith(family.replace("_", "").replace("v3", "")), family
         assert float.fromhex(quiet[0]) == pytest.approx(found["first"], rel=1e-5)

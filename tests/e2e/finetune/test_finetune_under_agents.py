@@ -7,7 +7,7 @@ import pytest
 from integration.finetune.finetune_job import read_step_log
 from tests.support import tiny_models
 from tests.support.agents import agent_directory
-from tests.support.hyperpod_agents import agents, start, wait
+from tests.support.hyperpod_agents import running_agents, start_pods, wait_for_states
 
 pytestmark = [pytest.mark.e2e, pytest.mark.nightly, pytest.mark.timeout(900)]
 pytest.importorskip("transformers")
@@ -29,10 +29,10 @@ def trained(folder, inprocess):
         }
         script = ["-m", "integration.finetune.worker", *words, *wanted]
         pods_folder = folder / f"pods-{inprocess}"
-        with agents(1, script, folder=pods_folder, nproc=2, inprocess=inprocess, environ=environ) as pods:
-            start(pods)
+        with running_agents(1, script, folder=pods_folder, nproc=2, inprocess=inprocess, environ=environ) as pods:
+            start_pods(pods)
             try:
-                wait(pods, "completed", timeout_s=300)
+                wait_for_states(pods, "completed", timeout_s=300)
             except AssertionError as late:
                 raise AssertionError(f"{late}\n{pods[0].printed()[-4000:]}") from None
     assert (output / "model" / "model.safetensors").is_file()

@@ -14,7 +14,7 @@ import torch.distributed as dist
 
 from elastic.errors import PolicyError
 from elastic.gradients import ExactGradients, MicrobatchShare
-from tests.support.resizable_training import MICROBATCHES, Model, Worlds, loss_sum, whole, wrap
+from tests.support.resizable_training import MICROBATCHES, Model, Worlds, full_tensor, loss_sum, wrap_model
 from tests.support.zygote import Zygote
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(120)]
@@ -64,7 +64,7 @@ def one_way(
 ) -> weakref.ref[torch.nn.Module]:
     """The model that it was done with, which nobody needs any more."""
     kind, how = WAYS[name]
-    model = wrap(Model(dtype), kind, worlds, RANKS)
+    model = wrap_model(Model(dtype), kind, worlds, RANKS)
     sums = ExactGradients(model, group=worlds.groups[RANKS], **how)
     for again in range(2 if dtype is torch.float64 else 1):  # the second starts from what the first left
         for microbatch in sums.step(share):
@@ -110,9 +110,9 @@ def distance(found: list[torch.Tensor | None], expected: list[torch.Tensor | Non
     """Where nothing is expected zeros will do: FSDP2 reduces them."""
     most = max(one.abs().max().item() for one in expected if one is not None)
     differences = [
-        (0.0 if mine is None else whole(mine).abs().max().item())
+        (0.0 if mine is None else full_tensor(mine).abs().max().item())
         if theirs is None
-        else (whole(mine).double() - theirs).abs().max().item()
+        else (full_tensor(mine).double() - theirs).abs().max().item()
         for mine, theirs in zip(found, expected, strict=True)
     ]
     return torch.tensor(differences, dtype=torch.float64).max().item() / most  # which does not hide a NaN
@@ -130,12 +130,12 @@ def refusals(worlds: Worlds, share: MicrobatchShare) -> float:
         microbatch.backward(loss_sum(plain._model, 0, microbatch.id)[0], weight=1)
     with pytest.raises(PolicyError, match=r"microbatches \[3\] not exactly once"):
         plain.finish()
-    model = wrap(Model(torch.bfloat16), "fsdp", worlds, RANKS)
+    model = wrap_model(Model(torch.bfloat16), "fsdp", worlds, RANKS)
     sums = ExactGradients(model, tree=True, group=group)
     microbatch = next(sums.step(share))
     with pytest.raises(PolicyError, match=r"reduce_dtype=torch\.float32"):
         microbatch.backward(loss_sum(model, 0, microbatch.id)[0], weight=1)
-    twice = wrap(Twice(), "fsdp", worlds, RANKS)
+    twice = wrap_model(Twice(), "fsdp", worlds, RANKS)
     sums = ExactGradients(twice, tree=True, group=group)
     microbatch = next(sums.step(share))
     with pytest.raises(PolicyError, match="run twice in one forward"):

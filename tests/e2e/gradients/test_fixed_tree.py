@@ -7,7 +7,7 @@ from typing import NamedTuple
 import pytest
 
 from elastic.gradients import reduction
-from tests.support.resizable_training import Seen, Worlds, train
+from tests.support.resizable_training import StepResult, Worlds, train
 from tests.support.zygote import Zygote
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(240)]
@@ -26,8 +26,8 @@ ALL = Extent((1, 2, 3, 4, 6, 8), (4, 6), (8, 3, 1, 6))
 
 
 class Found(NamedTuple):
-    by_size: dict[int, list[Seen]]
-    resized: list[Seen]
+    by_size: dict[int, list[StepResult]]
+    resized: list[StepResult]
 
 
 @pytest.fixture(

@@ -13,7 +13,7 @@ import pytest
 
 from tests.support.aws_on_ranks import load_newest, save_steps
 from tests.support.memory_nodes import memory_nodes
-from tests.support.memory_servers import ask, ours, their_file, theirs
+from tests.support.memory_servers import aws_server, aws_source_file, our_server, request
 from tests.support.ranks import RankPool
 
 pytest.importorskip("amzn_sagemaker_checkpointing")
@@ -70,36 +70,36 @@ def test_every_node_serves_every_shard_and_retains_the_same_number(ranks: RankPo
         assert ranks.run(2, load_newest, [n2.url, n1.url], "job-1") == [(40, True)] * 2
         n1.await_shards(6)  # of four steps three are kept: a shard of each, and a plan
         n2.await_shards(3)
-        assert ask(n2.address, "DELETE", "/v1/cp/namespaces/job-1").status == 200
-        assert ask(n1.address, "GET", "/v1/cp/namespaces/job-1").status == 404
+        assert request(n2.address, "DELETE", "/v1/cp/namespaces/job-1").status == 200
+        assert request(n1.address, "GET", "/v1/cp/namespaces/job-1").status == 404
         n1.await_shards(0)
 
 
 def test_lost_shard_makes_all_ranks_load_an_older_complete_step(ranks: RankPool) -> None:
-    with ours() as address:
+    with our_server() as address:
         urls = [f"http://{address}"] * 2
         ranks.run(2, save_steps, urls, "job-1", [10, 20, 30])
-        assert ask(address, "DELETE", "/v1/cp/checkpoints/job-1/1/30").status == 200
+        assert request(address, "DELETE", "/v1/cp/checkpoints/job-1/1/30").status == 200
         assert ranks.run(2, load_newest, urls, "job-1") == [(20, True)] * 2
 
 
 def test_lost_shard_fails_the_load_on_the_aws_server(ranks: RankPool) -> None:
-    with theirs() as address:
+    with aws_server() as address:
         urls = [f"http://{address}"] * 2
         ranks.run(2, save_steps, urls, "job-1", [10, 20, 30])
         assert ranks.run(2, load_newest, urls, "job-1") == [(30, True)] * 2
-        assert ask(address, "DELETE", "/v1/cp/checkpoints/job-1/1/30").status == 200
+        assert request(address, "DELETE", "/v1/cp/checkpoints/job-1/1/30").status == 200
         with pytest.raises(AssertionError, match=r"CheckpointException|get_s3_uri"):
             ranks.run(2, load_newest, urls, "job-1")
 
 
 def test_job_rejoins_its_namespace_with_fewer_ranks(ranks: RankPool) -> None:
     """The namespace says five ranks; the plan of two is what says that nothing is missing."""
-    with ours() as address:
+    with our_server() as address:
         urls = [f"http://{address}"] * 2
-        assert ask(address, "POST", "/v1/cp/namespaces/job-1?num_ranks=5").status == 200
+        assert request(address, "POST", "/v1/cp/namespaces/job-1?num_ranks=5").status == 200
         ranks.run(2, save_steps, urls, "job-1", [10, 20])
-        assert ask(address, "GET", "/v1/cp/checkpoints/job-1/latest").json == [20, 10]
+        assert request(address, "GET", "/v1/cp/checkpoints/job-1/latest").json == [20, 10]
         assert ranks.run(2, load_newest, urls, "job-1") == [(20, True)] * 2
 
 
@@ -110,11 +110,11 @@ def test_aws_live_client_script_passes_with_a_token(capsys: pytest.CaptureFixtur
         token = (n1.directory / "memory-service.token").read_text()
         assert (n1.directory / "memory-service.token").stat().st_mode & 0o777 == 0o600
         for shown in ({}, {"Authorization": "Bearer no"}, {"Authorization": f"Basic {token}"}):
-            assert ask(n1.address, "POST", "/v1/cp/cluster/reset", headers=shown).status == 401
+            assert request(n1.address, "POST", "/v1/cp/cluster/reset", headers=shown).status == 401
         basic = base64.b64encode(f"any:{token}".encode()).decode()
         for good in (f"Bearer {token}", f"Basic {basic}"):
-            assert ask(n1.address, "POST", "/v1/cp/cluster/reset", headers={"Authorization": good}).status == 200
-        script = their_file("src/scripts/test_inmemory_client.py")
+            assert request(n1.address, "POST", "/v1/cp/cluster/reset", headers={"Authorization": good}).status == 200
+        script = aws_source_file("src/scripts/test_inmemory_client.py")
         assert "http://localhost:9201" in script
         exec(script.replace("http://localhost:9201", f"http://any:{token}@{n1.address}"), {"__name__": "script"})
         assert "All tests passed!" in capsys.readouterr().out
@@ -132,7 +132,7 @@ def test_aws_two_rank_test_passes_unchanged(tmp_path: Path) -> None:
     for folder in (package.parent, package):
         (folder / "__init__.py").touch()
     name = "test_distributed_checkpoint.py"
-    (package / name).write_text(their_file(f"tests/local_tests/{name}"))
+    (package / name).write_text(aws_source_file(f"tests/local_tests/{name}"))
     (package / "common.py").write_text(_BESIDE_THEIR_FILE)
     with memory_nodes("n1") as nodes:
         n1 = nodes["n1"]
@@ -149,5 +149,5 @@ def test_aws_two_rank_test_passes_unchanged(tmp_path: Path) -> None:
         assert "2 passed" in done.stdout, done.stdout[-6000:] + done.stderr[-2000:]
         header = {"Authorization": f"Bearer {token}"}
         for namespace, steps in (("test-single-checkpoint", [42]), ("test-multi-step", [30, 20, 10])):
-            found = ask(n1.address, "GET", f"/v1/cp/checkpoints/{namespace}/latest?limit=9", headers=header)
+            found = request(n1.address, "GET", f"/v1/cp/checkpoints/{namespace}/latest?limit=9", headers=header)
             assert found.json == steps

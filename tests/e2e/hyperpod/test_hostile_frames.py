@@ -19,8 +19,8 @@ from integration.hyperpod.elastic_agent.ipc import AgentConnection as RankConnec
 from integration.hyperpod.elastic_agent.ipc import FrameDecoder, encode_agent_frame
 from integration.hyperpod.elastic_agent.worker_client import AgentWorker
 from integration.hyperpod.operator.sim_loop import SimOverrides
-from tests.support.hyperpod_inprocess import TOTAL, done
-from tests.support.operated_jobs import operated, undisturbed
+from tests.support.hyperpod_inprocess import TOTAL, step_results
+from tests.support.operated_jobs import operated_job, reference_steps
 from tests.support.zygote import Zygote, has_ended
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(900)]
@@ -29,49 +29,51 @@ pytest.importorskip("hyperpod_elastic_agent")
 WAITS_S = 60.0
 
 
-def framed(body: bytes) -> bytes:
+def frame(body: bytes) -> bytes:
     return struct.pack(">I", len(body)) + body
 
 
-def said(kind: str, **fields: object) -> bytes:
+def encode_message(kind: str, **fields: object) -> bytes:
     return encode_agent_frame({"type": kind, "client_id": "nobody", "local_rank": 0, **fields})
 
 
 HARMLESS = {
-    "no JSON": framed(b"{"),
-    "nothing": framed(b""),
-    "no type": framed(b"{}"),
-    "a type nobody knows": said("something new"),
-    "no rank": framed(b'{"type": "job_fault", "client_id": "x"}'),
+    "no JSON": frame(b"{"),
+    "nothing": frame(b""),
+    "no type": frame(b"{}"),
+    "a type nobody knows": encode_message("something new"),
+    "no rank": frame(b'{"type": "job_fault", "client_id": "x"}'),
     "a length of 1 GiB": struct.pack(">I", 1 << 30) + b"{",
     "half a length": b"\x00\x00",
-    "half a frame": said("job_fault", rank=0, reason="torn")[:-7],
-    "a whole frame and half of one": said("something new") + said("job_fault")[:9],
+    "half a frame": encode_message("job_fault", rank=0, reason="torn")[:-7],
+    "a whole frame and half of one": encode_message("something new") + encode_message("job_fault")[:9],
 }
 """The agent goes on with everybody else, also while such a connection stays open."""
 
 DEAFENING = {
-    "no UTF-8": framed(b"\xff\xfe\x00\x00"),
-    "a list": framed(b"[]"),
-    "null": framed(b"null"),
-    "a number": framed(b"7"),
-    "a fault of no rank": said("job_fault", rank=None),
-    "past the barrier, of a rank that is none": said("past_rcb_barrier", local_rank=99),
-    "a checkpoint before its prefix": said("ckpt_info_update", step=1, path="p", checkpoint_type="model_checkpoint"),
+    "no UTF-8": frame(b"\xff\xfe\x00\x00"),
+    "a list": frame(b"[]"),
+    "null": frame(b"null"),
+    "a number": frame(b"7"),
+    "a fault of no rank": encode_message("job_fault", rank=None),
+    "past the barrier, of a rank that is none": encode_message("past_rcb_barrier", local_rank=99),
+    "a checkpoint before its prefix": encode_message(
+        "ckpt_info_update", step=1, path="p", checkpoint_type="model_checkpoint"
+    ),
 }
 """Its only thread that listens ends: nobody is heard any more, and nobody is told."""
 
 
-def send(path: Path, frame: bytes) -> socket.socket:
+def send_frame(path: Path, frame: bytes) -> socket.socket:
     sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     sock.connect(str(path))
     sock.sendall(frame)
     return sock
 
 
-def hears(path: Path) -> bool:
+def is_answering(path: Path) -> bool:
     """Whether the agent answers what it answers at once."""
-    with send(path, said("init") + said("ckpt_info_get")) as sock:
+    with send_frame(path, encode_message("init") + encode_message("ckpt_info_get")) as sock:
         sock.settimeout(WAITS_S)
         frames = FrameDecoder()
         while data := sock.recv(1 << 16):
@@ -104,7 +106,7 @@ def _serve(_say: Callable[[str], object], folder: str, address: str) -> None:
 
 
 @pytest.fixture
-def listening(zygote: Zygote, tmp_path: Path) -> Iterator[tuple[Path, Connection]]:
+def agent_socket(zygote: Zygote, tmp_path: Path) -> Iterator[tuple[Path, Connection]]:
     with Listener() as listener:
         process = zygote.start(_serve, str(tmp_path), listener.address)
         ours = listener.accept()
@@ -120,25 +122,25 @@ def listening(zygote: Zygote, tmp_path: Path) -> Iterator[tuple[Path, Connection
         ours.close()
 
 
-def test_agent_survives_harmless_frames(listening: tuple[Path, Connection]) -> None:
-    path, pipe = listening
-    kept = [send(path, frame) for frame in HARMLESS.values()]
-    assert hears(path)
+def test_agent_survives_harmless_frames(agent_socket: tuple[Path, Connection]) -> None:
+    path, pipe = agent_socket
+    kept = [send_frame(path, frame) for frame in HARMLESS.values()]
+    assert is_answering(path)
     for sock in kept:
         sock.close()
-    assert hears(path)
+    assert is_answering(path)
     assert not pipe.poll()
 
 
 @pytest.mark.parametrize("frame", DEAFENING.values(), ids=DEAFENING)
 def test_agent_stops_answering_after_hostile_frames_and_the_rank_times_out(
-    frame: bytes, listening: tuple[Path, Connection], monkeypatch: pytest.MonkeyPatch
+    frame: bytes, agent_socket: tuple[Path, Connection], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(worker_module, "AGENT_SILENCE_LIMIT_S", 0.3)
     monkeypatch.setattr(worker_module, "_POLL_S", 0.05)
-    path, pipe = listening
-    assert hears(path)
-    with send(path, frame):
+    path, pipe = agent_socket
+    assert is_answering(path)
+    with send_frame(path, frame):
         assert pipe.poll(WAITS_S)
         assert pipe.recv() == "deaf"
         worker = AgentWorker(RankConnection(path, 0))
@@ -156,7 +158,7 @@ def socket_of(agent: int) -> Path:
 @pytest.mark.nightly
 def test_job_survives_invalid_frames_and_an_unresponsive_agent(tmp_path: Path, zygote) -> None:
     """A spare takes a place in the end, and hears of both places that it has by ``/update``."""
-    with operated(tmp_path, spares=1, environ={"STORY_DEAF_S": "3"}) as job:
+    with operated_job(tmp_path, spares=1, environ={"STORY_DEAF_S": "3"}) as job:
         job.let(2)
         first = job.until_done(1, 1)
         pods = job.state.members
@@ -167,7 +169,7 @@ def test_job_survives_invalid_frames_and_an_unresponsive_agent(tmp_path: Path, z
 
         # Strangers speak to both agents, and stay connected.
         sockets = [socket_of(job.agent(pod)) for pod in pods]
-        strangers = [send(path, frame) for path in sockets for frame in HARMLESS.values()]
+        strangers = [send_frame(path, frame) for path in sockets for frame in HARMLESS.values()]
         job.let(3)
         assert {one.pid for one in job.until_done(1, 2)} == {one.pid for one in first}
 
@@ -179,7 +181,7 @@ def test_job_survives_invalid_frames_and_an_unresponsive_agent(tmp_path: Path, z
             stranger.close()
 
         # An agent is made deaf. Its ranks train, until there is something to say; then they end with an error.
-        with send(sockets[0], DEAFENING["no UTF-8"]):
+        with send_frame(sockets[0], DEAFENING["no UTF-8"]):
             job.let(5)
             assert {one.pid for one in job.until_done(2, 4)} == {one.pid for one in second}
             job.breaks("raise", rank=1, step=5)
@@ -197,4 +199,4 @@ def test_job_survives_invalid_frames_and_an_unresponsive_agent(tmp_path: Path, z
         job.until(lambda: job.state.phase.is_final, "the job has ended")
         lines = job.said()
     assert job.state.phase.value == "Succeeded", job.events
-    assert done(lines) == undisturbed(zygote)
+    assert step_results(lines) == reference_steps(zygote)

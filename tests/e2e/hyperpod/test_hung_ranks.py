@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 from integration.hyperpod.operator import JobPhase
-from tests.support.hyperpod_inprocess import TOTAL, done
-from tests.support.operated_jobs import RANKS, operated, undisturbed
+from tests.support.hyperpod_inprocess import TOTAL, step_results
+from tests.support.operated_jobs import RANKS, operated_job, reference_steps
 from tests.support.zygote import Zygote
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(900)]
@@ -34,7 +34,7 @@ def test_operated_job_with_a_hung_rank_resumes_by_itself(
 ) -> None:
     """Rank 0 judges the others, and keeps the store at which all meet."""
     (tmp_path / f"break-{kind}").write_text(f"{rank} 5")
-    with operated(tmp_path, environ={"ELASTIC_HANG_TIMEOUT": "8"}, options=options) as job:
+    with operated_job(tmp_path, environ={"ELASTIC_HANG_TIMEOUT": "8"}, options=options) as job:
         job.let(TOTAL)
         job.until(lambda: job.state.phase.is_final, "the job has ended")
         assert job.state.phase is JobPhase.SUCCEEDED, job.report()
@@ -42,4 +42,4 @@ def test_operated_job_with_a_hung_rank_resumes_by_itself(
         assert said.count(["ended", "finished"]) == RANKS
         assert not (tmp_path / f"break-{kind}").exists()
         assert job.restarts(), job.report()
-    assert done(said) == undisturbed(zygote)
+    assert step_results(said) == reference_steps(zygote)

@@ -12,23 +12,23 @@ from typing import Any
 import pytest
 
 from tests.support import hyperpod_inprocess
-from tests.support.hyperpod_agents import Pod, agents, start, stop, wait
-from tests.support.hyperpod_inprocess import TOTAL, Process, done, processes
-from tests.support.local_nodes import until
-from tests.support.operated_jobs import undisturbed
+from tests.support.hyperpod_agents import AgentPod, running_agents, start_pods, stop_pods, wait_for_states
+from tests.support.hyperpod_inprocess import TOTAL, Process, processes, step_results
+from tests.support.local_nodes import wait_until
+from tests.support.operated_jobs import reference_steps
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(900)]
 PATIENCE_S = 240.0
 RANKS = 4
 
 
-class Story:
+class InProcessJob:
     """A job of two pods with two ranks each, the spare ones beside it, and what its operator does."""
 
-    def __init__(self, pods: list[Pod], folder: Path) -> None:
+    def __init__(self, pods: list[AgentPod], folder: Path) -> None:
         self.pods, self.spares, self.folder = pods[:2], pods[2:], folder
         self.count = 0
-        start(self.pods)
+        start_pods(self.pods)
 
     def let(self, limit: int) -> None:
         path = self.folder / "limit.new"
@@ -47,19 +47,19 @@ class Story:
             return at if len(at) == RANKS else []
 
         try:
-            return until(there, f"step {step} of start {self.count}", PATIENCE_S)
+            return wait_until(there, f"step {step} of start {self.count}", PATIENCE_S)
         except AssertionError as late:
             raise AssertionError(f"{late}\n" + "\n".join(pod.printed()[-3000:] for pod in self.pods)) from None
 
     def fault(self) -> dict[str, Any]:
         """What the agent says that was the first to be at fault."""
-        wait(self.pods, "faulted", any_of=True, timeout_s=PATIENCE_S)
+        wait_for_states(self.pods, "faulted", any_of=True, timeout_s=PATIENCE_S)
         return next(found for pod in self.pods if (found := pod.status())["status"] == "faulted")
 
     def again(self) -> None:
-        stop(self.pods, mode="in_process_restart")
+        stop_pods(self.pods, mode="in_process_restart")
         self.count += 1
-        start(self.pods, fault_count=self.count)
+        start_pods(self.pods, fault_count=self.count)
 
     def until_stopped(self, step: int) -> dict[str, Any]:
         """Steps are done one after the other until the ranks have stopped; what the agent of one of them says."""
@@ -72,7 +72,7 @@ class Story:
 
         while not stops():
             self.let(step + 1)
-            until(lambda: stops() or done_by_all(), f"step {step} is done, or left", PATIENCE_S)
+            wait_until(lambda: stops() or done_by_all(), f"step {step} is done, or left", PATIENCE_S)
             step += 1
         return self.fault()
 
@@ -85,13 +85,13 @@ class Story:
         for pod in others:
             pod.stop(mode="in_process_restart")
         self.pods[number] = self.spares.pop()
-        wait(self.pods, "ready", timeout_s=PATIENCE_S)
+        wait_for_states(self.pods, "ready", timeout_s=PATIENCE_S)
         self.count += 1
-        start(self.pods, fault_count=self.count)
+        start_pods(self.pods, fault_count=self.count)
 
 
 @contextlib.contextmanager
-def story(folder: Path, agent_dir: Path, *, spares: int = 0, **options: Any) -> Iterator[Story]:
+def in_process_job(folder: Path, agent_dir: Path, *, spares: int = 0, **options: Any) -> Iterator[InProcessJob]:
     environ = {
         "STORY": str(folder),
         "TIEREDCKPT_AGENT_DIRECTORY": str(agent_dir),
@@ -101,97 +101,97 @@ def story(folder: Path, agent_dir: Path, *, spares: int = 0, **options: Any) -> 
     (folder / "limit").write_text("0")
     script = hyperpod_inprocess.__file__
     options = {"folder": folder / "pods", "nproc": 2, "inprocess": True, "environ": environ, **options}
-    with agents(2 + spares, script, **options, launcher="tests.support.patient_agent") as pods:
-        yield Story(pods, folder)
+    with running_agents(2 + spares, script, **options, launcher="tests.support.patient_agent") as pods:
+        yield InProcessJob(pods, folder)
 
 
-def pids(found: list[Process], pod: str = "") -> set[int]:
+def pids_of(found: list[Process], pod: str = "") -> set[int]:
     return {one.pid for one in found if pod in ("", one.pod)}
 
 
-def raises(job: Story, step: int, first: list[Process]) -> None:
+def raise_in_rank(job: InProcessJob, step: int, first: list[Process]) -> None:
     """A rank raises: all processes go on."""
     job.breaks("raise", rank=1, step=step)
     assert "ZeroDivisionError" in job.fault()["message"]
     job.again()
-    assert pids(job.until_done(step)) == pids(first)
+    assert pids_of(job.until_done(step)) == pids_of(first)
 
 
-def killed(job: Story, step: int, first: list[Process]) -> list[Process]:
+def kill_in_rank(job: InProcessJob, step: int, first: list[Process]) -> list[Process]:
     """A rank is killed: those of the other pod go on."""
     job.breaks("kill", rank=2, step=step)
     assert job.fault()["reason"] == "WorkerCrash"
     job.again()
     second = job.until_done(step)
-    assert pids(second, "pod0") == pids(first, "pod0")
-    assert not pids(second, "pod1") & pids(first)
+    assert pids_of(second, "pod0") == pids_of(first, "pod0")
+    assert not pids_of(second, "pod1") & pids_of(first)
     return second
 
 
-def completed(job: Story) -> list[list[str]]:
+def run_to_completion(job: InProcessJob) -> list[list[str]]:
     """What all ranks have said, once the job has ended."""
     job.let(TOTAL)
-    wait(job.pods, "completed", timeout_s=PATIENCE_S)
+    wait_for_states(job.pods, "completed", timeout_s=PATIENCE_S)
     return [line for one in processes(job.folder) for line in one.lines]
 
 
 def test_ranks_that_raise_or_are_killed_are_survived_by_the_other_processes(agent_dir, tmp_path, zygote):
     """Every other kind of fault is for the night."""
-    with story(tmp_path, agent_dir) as job:
+    with in_process_job(tmp_path, agent_dir) as job:
         job.let(2)
         first = job.until_done(1)
-        raises(job, 2, first)
-        killed(job, 3, first)
-        said = completed(job)
+        raise_in_rank(job, 2, first)
+        kill_in_rank(job, 3, first)
+        said = run_to_completion(job)
     assert said.count(["ended", "finished"]) == RANKS
-    assert done(said) == undisturbed(zygote)
+    assert step_results(said) == reference_steps(zygote)
 
 
 @pytest.mark.nightly
 def test_faults_of_all_kinds_under_real_agents(agent_dir, tmp_path, zygote):
-    with story(tmp_path, agent_dir, spares=1, inprocess_timeout_s=5) as job:
+    with in_process_job(tmp_path, agent_dir, spares=1, inprocess_timeout_s=5) as job:
         job.let(2)
         first = job.until_done(1)
 
         # A rank raises, twice: the operator is told of whom that was.
-        raises(job, 2, first)
+        raise_in_rank(job, 2, first)
         job.breaks("raise", rank=1, step=3)
         assert job.fault()["rank_labels"] == {"elastic-repeat-offender": "2"}
         job.again()
-        assert pids(job.until_done(3)) == pids(first)
+        assert pids_of(job.until_done(3)) == pids_of(first)
 
         # A rank is asked for a change: all stop at one step, and nobody does one again.
-        os.kill(max(pids(first)), signal.SIGUSR1)
+        os.kill(max(pids_of(first)), signal.SIGUSR1)
         asked = job.until_stopped(4)
         assert (asked["reason"], asked["restartMode"]) == ("ElasticWorld", "in_process_restart")
         job.again()
         at = 1 + max(one.steps[-1] for one in job.until_done(-1))
         job.let(at + 1)
         calm = job.until_done(at)
-        assert pids(calm) == pids(first)
+        assert pids_of(calm) == pids_of(first)
         assert all(one.steps[-(at - 3) :] == list(range(4, at + 1)) for one in calm)
 
-        second = killed(job, at + 1, first)
+        second = kill_in_rank(job, at + 1, first)
 
         # A rank hangs and no abort wakes it: its agent does not wait for ever, and starts the pod's processes anew.
         job.breaks("hang", rank=1, step=at + 2)
-        until(lambda: not (tmp_path / "break-hang").exists(), "it hangs", PATIENCE_S)
+        wait_until(lambda: not (tmp_path / "break-hang").exists(), "it hangs", PATIENCE_S)
         hangs = job.pods[0].folder / "hangs"
         hangs.touch()
         job.again()
         hangs.unlink()
         third = job.until_done(at + 2)
-        assert not pids(third, "pod0") & pids(second)
-        assert pids(third, "pod1") == pids(second, "pod1")
+        assert not pids_of(third, "pod0") & pids_of(second)
+        assert pids_of(third, "pod1") == pids_of(second, "pod1")
 
         # A pod is lost, and with it the store at which all meet: the spare takes its place, warm.
         waiting = job.spares[0].ranks()
         job.lose(0, step=at + 3)
         fourth = job.until_done(at + 3)
-        assert pids(fourth, "pod1") == pids(second, "pod1")
-        assert pids(fourth, "pod2") <= set(waiting)
-        assert not pids(fourth, "pod0")
+        assert pids_of(fourth, "pod1") == pids_of(second, "pod1")
+        assert pids_of(fourth, "pod2") <= set(waiting)
+        assert not pids_of(fourth, "pod0")
 
-        said = completed(job)
+        said = run_to_completion(job)
     assert said.count(["ended", "finished"]) == RANKS
-    assert done(said) == undisturbed(zygote)
+    assert step_results(said) == reference_steps(zygote)

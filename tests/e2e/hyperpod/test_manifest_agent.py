@@ -11,7 +11,7 @@ import pytest
 
 from peerstore.settings import parse_budget
 from tests.support.agents import agent_pid
-from tests.support.local_nodes import until
+from tests.support.local_nodes import wait_until
 from tests.support.manifest_agent import agent_command, config_map, plugged
 
 pytestmark = pytest.mark.e2e
@@ -41,14 +41,14 @@ def node(agent_dir, tmp_path, monkeypatch):
         yield start
 
 
-def until_it_serves(process):
+def wait_serving(process):
     for line in process.stderr:
         if " serves " in line:
             return
     pytest.fail("the agent ended without having served")
 
 
-def asked(agent_dir, path):
+def get_http(agent_dir, path):
     address = (agent_dir / "http").read_text()
     with urllib.request.urlopen(f"http://{address}{path}", timeout=60) as answer:
         return answer.status, answer.read()
@@ -56,10 +56,10 @@ def asked(agent_dir, path):
 
 def test_manifest_agent_sizes_its_arena_and_answers_probes(node, agent_dir):
     process = node(Mode="Enable", InstanceMemoryAllocationPercentage=3)
-    until_it_serves(process)
+    wait_serving(process)
     assert agent_pid(agent_dir) == process.pid
-    assert asked(agent_dir, "/health")[0] == 200
-    said = json.loads(asked(agent_dir, "/status")[1])
+    assert get_http(agent_dir, "/health")[0] == 200
+    said = json.loads(get_http(agent_dir, "/status")[1])
     assert said["store"]["arena"]["budget_bytes"] == parse_budget("3%")
     process.send_signal(signal.SIGTERM)
     assert process.wait(60) == 0
@@ -67,13 +67,13 @@ def test_manifest_agent_sizes_its_arena_and_answers_probes(node, agent_dir):
 
 def test_command_line_overrides_the_cluster_config(node, agent_dir):
     process = node("--budget=64MiB", Mode="Enable", InstanceMemoryAllocationPercentage=3)
-    until_it_serves(process)
-    assert json.loads(asked(agent_dir, "/status")[1])["store"]["arena"]["budget_bytes"] == 64 << 20
+    wait_serving(process)
+    assert json.loads(get_http(agent_dir, "/status")[1])["store"]["arena"]["budget_bytes"] == 64 << 20
     process.send_signal(signal.SIGTERM)
     assert process.wait(60) == 0
 
 
-def set_to(folder, **flag):
+def update_config_map(folder, **flag):
     """As Kubernetes puts a changed ConfigMap in place: one file after the other, each whole."""
     for name, value in flag.items():
         (folder / f".{name}").write_text(f"{value}\n")
@@ -82,22 +82,24 @@ def set_to(folder, **flag):
 
 def test_running_agent_follows_the_configuration_flag(node, agent_dir, tmp_path):
     process = node("--cluster-every-s=0.1", Mode="Enable", InstanceMemoryAllocationPercentage=3)
-    until_it_serves(process)
+    wait_serving(process)
 
-    def said(name):
-        return json.loads(asked(agent_dir, "/status")[1])[name]
+    def status_value(name):
+        return json.loads(get_http(agent_dir, "/status")[1])[name]
 
-    set_to(tmp_path / "cluster", InstanceMemoryAllocationPercentage=2)
-    until(lambda: said("store")["arena"]["budget_bytes"] == parse_budget("2%"), "the new share is the arena's")
-    set_to(tmp_path / "cluster", InstanceMemoryAllocationPercentage="lots")
-    until(lambda: said("cluster")["problem"], "what cannot be read is said")
-    assert said("store")["arena"]["budget_bytes"] == parse_budget("2%")
-    set_to(tmp_path / "cluster", Mode="Disable", InstanceMemoryAllocationPercentage=2)
-    until(lambda: said("cluster")["needs_restart"] == ["enabled"], "what needs a restart is said")
-    assert said("cluster")["problem"] is None
-    set_to(tmp_path / "cluster", Mode="Enable", InstanceMemoryAllocationPercentage=4)
-    until(lambda: said("cluster")["needs_restart"] == [], "it is as at the start again")
-    until(lambda: said("store")["arena"]["budget_bytes"] == parse_budget("4%"), "with another share")
+    update_config_map(tmp_path / "cluster", InstanceMemoryAllocationPercentage=2)
+    wait_until(
+        lambda: status_value("store")["arena"]["budget_bytes"] == parse_budget("2%"), "the new share is the arena's"
+    )
+    update_config_map(tmp_path / "cluster", InstanceMemoryAllocationPercentage="lots")
+    wait_until(lambda: status_value("cluster")["problem"], "what cannot be read is said")
+    assert status_value("store")["arena"]["budget_bytes"] == parse_budget("2%")
+    update_config_map(tmp_path / "cluster", Mode="Disable", InstanceMemoryAllocationPercentage=2)
+    wait_until(lambda: status_value("cluster")["needs_restart"] == ["enabled"], "what needs a restart is said")
+    assert status_value("cluster")["problem"] is None
+    update_config_map(tmp_path / "cluster", Mode="Enable", InstanceMemoryAllocationPercentage=4)
+    wait_until(lambda: status_value("cluster")["needs_restart"] == [], "it is as at the start again")
+    wait_until(lambda: status_value("store")["arena"]["budget_bytes"] == parse_budget("4%"), "with another share")
     assert agent_pid(agent_dir) == process.pid
     process.send_signal(signal.SIGTERM)
     assert process.wait(60) == 0

@@ -17,8 +17,8 @@ import yaml
 from integration.hyperpod.operator import AgentRestartMode, JobPhase
 from integration.hyperpod.operator.sim_loop import SIM_DIRECTORY_ENV, SimDirectory, StoredSimulation
 from integration.hyperpod.operator.sim_pods import kill_pod_processes
-from tests.support.hyperpod_agents import ROOT, agents, wait
-from tests.support.local_nodes import until
+from tests.support.hyperpod_agents import ROOT, running_agents, wait_for_states
+from tests.support.local_nodes import wait_until
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(600)]
 pytest.importorskip("hyperpod_elastic_agent")
@@ -77,7 +77,7 @@ class Operator:
         return self.process.wait(_PATIENCE_S)
 
     def kept(self) -> StoredSimulation:
-        return until(self.place.load, "something is kept", _PATIENCE_S)
+        return wait_until(self.place.load, "something is kept", _PATIENCE_S)
 
     def runs(self, size: int, *, after: int = 0) -> StoredSimulation:
         """Until a world after ``after`` runs with so many agents, and all its ranks have met."""
@@ -90,7 +90,7 @@ class Operator:
             return kept if good and len(state.members) == size and self.met(state.epoch - 1, size) else None
 
         try:
-            return until(there, f"a world of {size} agents after {after}", _PATIENCE_S)
+            return wait_until(there, f"a world of {size} agents after {after}", _PATIENCE_S)
         except AssertionError as error:
             raise AssertionError(f"{error}\n{self.log()}\n{self.place.load()}") from None
 
@@ -168,13 +168,13 @@ def test_example_job_runs_to_its_end(operator):
 
 def test_operator_adopts_external_agents_and_abandons_a_bad_node(tmp_path):
     operator = Operator(tmp_path, nproc=1)
-    with agents(2, [RANK, str(tmp_path)], folder=tmp_path / "pods") as pods:
+    with running_agents(2, [RANK, str(tmp_path)], folder=tmp_path / "pods") as pods:
         try:
             operator.run("--agents=" + ",".join(pod.address for pod in pods))
             first = operator.runs(2).state
             assert set(first.members) == {pod.address for pod in pods}
             operator.say("fault", first.members[1])
-            until(lambda: operator.kept().state.restarts == 1, "the node's fault is seen", _PATIENCE_S)
+            wait_until(lambda: operator.kept().state.restarts == 1, "the node's fault is seen", _PATIENCE_S)
             assert operator.kept().state.last_fault is None
             operator.say("fault", first.members[1], "--healthy")
             second = operator.runs(2, after=first.epoch).state
@@ -183,7 +183,7 @@ def test_operator_adopts_external_agents_and_abandons_a_bad_node(tmp_path):
             assert operator.wait() == 0, operator.log()
             for pod in pods:
                 assert pod.process.wait(200) == 0
-            wait(pods, "down")
+            wait_for_states(pods, "down")
         finally:
             operator.close()
 
@@ -191,7 +191,7 @@ def test_operator_adopts_external_agents_and_abandons_a_bad_node(tmp_path):
 def test_in_process_ranks_are_assigned_and_restarted(tmp_path):
     """In-process agents: ranks by /update while they wait for them, and the same processes after a fault."""
     operator = Operator(tmp_path, nproc=1)
-    with agents(2, [IN_PROCESS, str(tmp_path)], folder=tmp_path / "pods", inprocess=True, ready=False) as pods:
+    with running_agents(2, [IN_PROCESS, str(tmp_path)], folder=tmp_path / "pods", inprocess=True, ready=False) as pods:
         try:
             operator.run("--agents=" + ",".join(pod.address for pod in pods))
             first = operator.runs(2).state

@@ -17,11 +17,11 @@ import pytest
 
 from peerstore.membership.discovery import parse_discovery
 from tests.support import hyperpod_processes
-from tests.support.agents import end_agent
-from tests.support.hyperpod_agents import ROOT, Pod, agents, start, wait
+from tests.support.agents import stop_agent
+from tests.support.hyperpod_agents import ROOT, AgentPod, running_agents, start_pods, wait_for_states
 from tests.support.hyperpod_processes import ACT, JOB, LIMIT
-from tests.support.leaks import own_name
-from tests.support.local_nodes import until
+from tests.support.leaks import process_prefix
+from tests.support.local_nodes import wait_until
 
 pytestmark = pytest.mark.e2e
 
@@ -29,10 +29,10 @@ TOTAL = 24
 FAR = 1_000
 
 
-class Job:
+class ProcessLevelRun:
     """The folder that the ranks and the test share, and the pods."""
 
-    def __init__(self, folder: Path, pods: list[Pod]) -> None:
+    def __init__(self, folder: Path, pods: list[AgentPod]) -> None:
         self.folder, self.pods = folder, pods
 
     def say(self, name: str, what: object) -> None:
@@ -60,7 +60,7 @@ class Job:
                 assert status["status"] != "faulted", f"{status}\n{pod.printed()[-4000:]}"
             return found if len(found) == ranks else []
 
-        return until(there, f"{ranks} ranks have done step {step}", 120)
+        return wait_until(there, f"{ranks} ranks have done step {step}", 120)
 
     def progress(self) -> list[int]:
         """What each agent has been told of."""
@@ -72,17 +72,17 @@ class Job:
         step = max(self.progress())
         return {JOB: {"progressData": f"{JOB}/step-{step}", "progressCount": step}}
 
-    def graceful(self, pod: Pod, handlers: int) -> None:
+    def graceful(self, pod: AgentPod, handlers: int) -> None:
         """The agent is asked, and its ranks have heard."""
         pod.stop(graceful=True, timeout_s=100)
-        until(lambda: len(self.lines("handler")) == handlers, "the ranks have heard the signal", 60)
+        wait_until(lambda: len(self.lines("handler")) == handlers, "the ranks have heard the signal", 60)
 
 
 @pytest.fixture(scope="module")
-def job(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Job]:
+def job(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ProcessLevelRun]:
     folder = tmp_path_factory.mktemp("hyperpod")
     (folder / "diary").mkdir()
-    memory = Path("/dev/shm") / (own_name("tieredckpt") + uuid.uuid4().hex[:8])
+    memory = Path("/dev/shm") / (process_prefix("tieredckpt") + uuid.uuid4().hex[:8])
     environ = {
         "TEST_MEMORY": str(memory),
         "HYPERPOD_SIGNAL_COORDINATION": "distributed",
@@ -92,112 +92,116 @@ def job(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Job]:
     }
     script = [hyperpod_processes.__file__, str(folder), str(TOTAL)]
     try:
-        with agents(2, script, folder=folder, nproc=2, environ=environ) as pods:
-            yield Job(folder, pods)
+        with running_agents(2, script, folder=folder, nproc=2, environ=environ) as pods:
+            yield ProcessLevelRun(folder, pods)
     finally:
         for number in range(2):
-            end_agent(Path(f"{memory}pod{number}"), signal.SIGKILL)
+            stop_agent(Path(f"{memory}pod{number}"), signal.SIGKILL)
             shutil.rmtree(f"{memory}pod{number}", ignore_errors=True)
 
 
 @pytest.fixture(scope="module")
-def story(job: Job) -> dict[str, Any]:
+def resized_job(job: ProcessLevelRun) -> dict[str, Any]:
     """A rank is killed, the job becomes smaller and larger again, and ends; what was seen on the way."""
     seen: dict[str, Any] = {}
     job.say(ACT, "ours")
     job.say(LIMIT, 6)
-    start(job.pods, version="2026-01-31T12:00:00Z", rankIps=[{"rank": n, "ip": f"10.0.0.{n + 1}"} for n in range(2)])
+    start_pods(
+        job.pods, version="2026-01-31T12:00:00Z", rankIps=[{"rank": n, "ip": f"10.0.0.{n + 1}"} for n in range(2)]
+    )
     doomed = job.reach(5, 4, 0, 4)
     seen["rosters"] = [
         parse_discovery(f"hyperpod:{pod.folder}/config/pod_resourceconfig.json").member_list() for pod in job.pods
     ]
-    seen["first progress"] = until(lambda: min(found := job.progress()) >= 4 and found, "progress is reported")
+    seen["first progress"] = wait_until(lambda: min(found := job.progress()) >= 4 and found, "progress is reported")
     os.kill(next(one["pid"] for one in doomed if one["rank"] == 3), signal.SIGKILL)
-    wait(job.pods, "faulted", any_of=True)
+    wait_for_states(job.pods, "faulted", any_of=True)
     seen["fault"] = job.pods[1].status()
     given = {JOB: {"progressData": f"{JOB}/step-4", "progressCount": 4}}  # older than what there is
     for pod in job.pods:
         pod.stop()
-    wait(job.pods, "ready")
+    wait_for_states(job.pods, "ready")
 
     job.say(LIMIT, 12)
-    start(job.pods, fault_count=1, progress=given)
+    start_pods(job.pods, fault_count=1, progress=given)
     job.reach(11, 4, 1, 4)
     job.graceful(job.pods[0], 2)
     job.say(LIMIT, FAR)
-    wait(job.pods[:1], "ready")  # its ranks have ended with status 0, after all have sealed and left the world
+    wait_for_states(
+        job.pods[:1], "ready"
+    )  # its ranks have ended with status 0, after all have sealed and left the world
     seen["not asked"] = job.pods[1].status()["status"], len(job.pods[1].ranks())
     job.pods[1].stop(graceful=True, timeout_s=100)
-    wait(job.pods[1:], "ready")
+    wait_for_states(job.pods[1:], "ready")
     seen["progress of a stop"] = job.progress()
     seen["printed"] = job.pods[0].printed()  # the next start with as many faults begins the files anew
 
     job.say(LIMIT, 18)
-    start(job.pods[:1], fault_count=1, progress=job.given())
+    start_pods(job.pods[:1], fault_count=1, progress=job.given())
     job.reach(17, 2, 1, 2)
     job.graceful(job.pods[0], 6)
     job.say(LIMIT, FAR)
-    wait(job.pods[:1], "ready")
-    start(job.pods, fault_count=1, progress=job.given())
-    wait(job.pods, "completed")
+    wait_for_states(job.pods[:1], "ready")
+    start_pods(job.pods, fault_count=1, progress=job.given())
+    wait_for_states(job.pods, "completed")
     seen["last progress"] = job.progress()
     for pod in job.pods:
         pod.stop()
-    wait(job.pods, "ready")
+    wait_for_states(job.pods, "ready")
     return seen
 
 
-def test_killed_rank_loses_no_sealed_step(job, story):
-    assert story["fault"]["status"] == "faulted"
+def test_killed_rank_loses_no_sealed_step(job, resized_job):
+    assert resized_job["fault"]["status"] == "faulted"
     worlds = [one for one in job.lines("world") if (one["restarts"], one["size"]) == (1, 4)][:4]
     assert {one["first"] for one in worlds} == {6}
     assert {tier for one in worlds for tier in one["tiers"]} <= {"memory", "peer"}
 
 
-def test_progress_is_reported_and_the_returned_step_respected(job, story):
-    assert all(step in (4, 5) for step in story["first progress"])
-    assert len(set(story["progress of a stop"])) == 1
-    assert story["progress of a stop"][0] >= 12
-    assert story["last progress"] == [TOTAL - 1, TOTAL - 1]
+def test_progress_is_reported_and_the_returned_step_respected(job, resized_job):
+    assert all(step in (4, 5) for step in resized_job["first progress"])
+    assert len(set(resized_job["progress of a stop"])) == 1
+    assert resized_job["progress of a stop"][0] >= 12
+    assert resized_job["last progress"] == [TOTAL - 1, TOTAL - 1]
     said = "the agent was told to go on from step 4 (tiered://golden/step-4); step 5 is newer and whole"
-    assert said in story["printed"]
+    assert said in resized_job["printed"]
 
 
-def test_rank_that_stops_before_its_agents_request_is_not_completed(story):
-    state, ranks = story["not asked"]
+def test_rank_that_stops_before_its_agents_request_is_not_completed(resized_job):
+    state, ranks = resized_job["not asked"]
     assert state == "running"
     assert ranks >= 2
 
 
-def test_member_list_file_lists_all_nodes(story):
-    first, second = story["rosters"]
+def test_member_list_file_lists_all_nodes(resized_job):
+    first, second = resized_job["rosters"]
     assert first == second
     assert [node.address for node in first.nodes] == ["10.0.0.1:7070", "10.0.0.2:7070"]
     assert first.version == 1769860800000  # milliseconds
 
 
-def test_job_resized_down_and_up_resumes_at_the_common_step(job, story):
+def test_job_resized_down_and_up_resumes_at_the_common_step(job, resized_job):
     worlds = [(one["size"], one["first"]) for one in job.lines("world")]
-    stopped = story["progress of a stop"][0] + 1
+    stopped = resized_job["progress of a stop"][0] + 1
     assert worlds.count((2, stopped)) == 2
     larger = [first for size, first in worlds if size == 4 and first > stopped]
     assert len(larger) == 4
     assert len(set(larger)) == 1
 
 
-def test_every_step_is_that_of_an_undisturbed_run(job, story, tmp_path):
-    alone = Job(tmp_path, [])
+def test_every_step_is_that_of_an_undisturbed_run(job, resized_job, tmp_path):
+    alone = ProcessLevelRun(tmp_path, [])
     (tmp_path / "diary").mkdir()
     alone.say(ACT, "ours")
     alone.say(LIMIT, FAR)
-    memory = Path("/dev/shm") / (own_name("tieredckpt") + uuid.uuid4().hex[:8])
+    memory = Path("/dev/shm") / (process_prefix("tieredckpt") + uuid.uuid4().hex[:8])
     environ = {**os.environ, "PYTHONPATH": str(ROOT), "TEST_MEMORY": str(memory), "TIEREDCKPT_AGENT_LINGER_S": "1"}
     command = [sys.executable, hyperpod_processes.__file__, str(tmp_path), str(TOTAL)]
     agent = Path(f"{memory}{tmp_path.name}")
     try:
         subprocess.run(command, cwd=tmp_path, env={**environ, "OMP_NUM_THREADS": "1"}, check=True, timeout=120)
     finally:
-        end_agent(agent, signal.SIGKILL)
+        stop_agent(agent, signal.SIGKILL)
         shutil.rmtree(agent, ignore_errors=True)
     undisturbed = {one["step"]: (one["loss"], one["sum"]) for one in alone.lines("step")}
     assert sorted(undisturbed) == list(range(TOTAL))
@@ -211,53 +215,53 @@ def test_every_step_is_that_of_an_undisturbed_run(job, story, tmp_path):
 # -- loops that ask ---------------------------------------------------------------------------------------------------
 
 
-def stopped(job: Job, act: str, signalled: Callable[[list[int]], bool]) -> list[dict[str, Any]]:
+def stop_one_gracefully(job: ProcessLevelRun, act: str, signalled: Callable[[list[int]], bool]) -> list[dict[str, Any]]:
     """One agent is asked to stop gracefully, and is ready: how the ranks of both ended, as they say themselves.
 
     ``signalled`` is asked about the children of the asked agent's ranks: ranks wait for that before they end.
     """
     job.say(ACT, act)
-    start(job.pods)
-    until(lambda: len(list(job.folder.glob(f"{act}-begun-?"))) == 4, "all ranks are in their loop", 120)
+    start_pods(job.pods)
+    wait_until(lambda: len(list(job.folder.glob(f"{act}-begun-?"))) == 4, "all ranks are in their loop", 120)
     children = [int((job.folder / f"{act}-begun-{rank}").read_text()) for rank in (0, 1)]
     job.pods[0].stop(graceful=True, timeout_s=100)
-    until(lambda: signalled(children), "both ranks of the agent have been signalled", 60)
+    wait_until(lambda: signalled(children), "both ranks of the agent have been signalled", 60)
     job.say(f"{act}-end", "")
-    wait(job.pods[:1], "ready")
-    return until(lambda: len(found := endings(job, act)) == 4 and found, "all ranks have stopped", 60)
+    wait_for_states(job.pods[:1], "ready")
+    return wait_until(lambda: len(found := rank_endings(job, act)) == 4 and found, "all ranks have stopped", 60)
 
 
-def endings(job: Job, act: str) -> list[dict[str, Any]]:
+def rank_endings(job: ProcessLevelRun, act: str) -> list[dict[str, Any]]:
     return [json.loads(path.read_text()) for path in sorted(job.folder.glob(f"{act}-ended-?"))]
 
 
-def dead(pid: int) -> bool:
+def is_dead(pid: int) -> bool:
     """Ended, whether or not its parent has asked how."""
     stat = Path(f"/proc/{pid}/stat")
     return not stat.exists() or stat.read_text().rpartition(")")[2].split()[0] == "Z"
 
 
-def heard(job: Job, act: str) -> list[str]:
+def signalled_ranks(job: ProcessLevelRun, act: str) -> list[str]:
     """The ranks whose own handler was called."""
     return sorted(path.name[-1] for path in job.folder.glob(f"{act}-heard-?"))
 
 
 def test_polling_loops_stop_at_the_same_step_and_keep_their_children(job):
-    ended = stopped(job, "asking", lambda _children: heard(job, "asking") == ["0", "1"])
+    ended = stop_one_gracefully(job, "asking", lambda _children: signalled_ranks(job, "asking") == ["0", "1"])
     assert len({one["step"] for one in ended}) == 1
     assert [one["loader"] for one in ended] == [True] * 4
     assert [one["beside"] for one in ended] == [0] * 4
-    assert heard(job, "asking") == ["0", "1"]
+    assert signalled_ranks(job, "asking") == ["0", "1"]
     assert job.pods[1].status()["status"] == "running"
     job.pods[1].stop(graceful=True, timeout_s=100)
-    wait(job.pods, "ready")
-    assert heard(job, "asking") == ["0", "1", "2", "3"]  # its ranks were all there to be asked
+    wait_for_states(job.pods, "ready")
+    assert signalled_ranks(job, "asking") == ["0", "1", "2", "3"]  # its ranks were all there to be asked
 
 
 def test_shipped_wrapper_reports_an_unrequested_stop_as_completed(job):
-    ended = stopped(job, "shipped", lambda children: all(map(dead, children)))
-    wait(job.pods[1:], "completed")
+    ended = stop_one_gracefully(job, "shipped", lambda children: all(map(is_dead, children)))
+    wait_for_states(job.pods[1:], "completed")
     job.pods[1].stop(graceful=True, timeout_s=100)
-    wait(job.pods, "ready")
+    wait_for_states(job.pods, "ready")
     assert [one["beside"] for one in ended][:2] == [-signal.SIGUSR1] * 2
-    assert heard(job, "shipped") == []
+    assert signalled_ranks(job, "shipped") == []

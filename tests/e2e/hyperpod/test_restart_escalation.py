@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 from integration.hyperpod.operator import JobPhase
-from tests.support.hyperpod_inprocess import Process, done
-from tests.support.operated_jobs import Operated, operated, undisturbed
+from tests.support.hyperpod_inprocess import Process, step_results
+from tests.support.operated_jobs import OperatedJob, operated_job, reference_steps
 from tests.support.zygote import Zygote
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(900)]
@@ -21,36 +21,36 @@ IN_PROCESS, PROCESS, JOB = "in_process_restart", "process_level_restart", "job_l
 def test_exhausted_restart_budgets_escalate_until_the_job_fails(tmp_path: Path, zygote: Zygote) -> None:
     """One start may be gone through in a process, and two restarts of the job with pods that stay; none with others."""
     limits = {"numRestartBeforeFullJobRestart": 2, "maxFullJobRestarts": 0}
-    with operated(tmp_path, limits=limits, environ={"STORY_BUDGET": "1"}) as job:
-        to_new_processes(job)
+    with operated_job(tmp_path, limits=limits, environ={"STORY_BUDGET": "1"}) as job:
+        restart_in_new_processes(job)
         job.breaks("raise", rank=3, step=4)
-        gives_up(job)
+        wait_given_up(job)
         assert job.restarts() == [IN_PROCESS, PROCESS]
         said = job.said()
     assert_given_up(job, 0)
-    assert done(said) == {key: value for key, value in undisturbed(zygote).items() if key[1] < 4}
+    assert step_results(said) == {key: value for key, value in reference_steps(zygote).items() if key[1] < 4}
 
 
 @pytest.mark.nightly
 def test_new_pods_resume_the_job_and_may_be_requested_by_a_rank(tmp_path: Path, zygote: Zygote) -> None:
     """And the whole job may be started anew once."""
     limits = {"numRestartBeforeFullJobRestart": 2, "maxFullJobRestarts": 1}
-    with operated(tmp_path, limits=limits, environ={"STORY_BUDGET": "1"}) as job:
-        pods = {one.pod for one in to_new_processes(job)}
+    with operated_job(tmp_path, limits=limits, environ={"STORY_BUDGET": "1"}) as job:
+        pods = {one.pod for one in restart_in_new_processes(job)}
         job.breaks("raise", rank=3, step=4)  # the processes would go on; the operator has had enough of these pods
         fourth = job.until_done(4, 4)
         assert not {one.pod for one in fourth} & pods
         assert all(one.steps == [4] for one in fourth)
         job.breaks("nan", rank=1, step=5)  # at every attempt: the second asks for a restart of the job
-        gives_up(job)
+        wait_given_up(job)
         assert job.restarts() == [IN_PROCESS, PROCESS, JOB, IN_PROCESS]
         said = job.said()
     assert_given_up(job, 1)
     assert "the loss of step 5 is not finite (nan), in 2 attempts" in job.state.fault.message
-    assert done(said) == {key: value for key, value in undisturbed(zygote).items() if key[1] < 5}
+    assert step_results(said) == {key: value for key, value in reference_steps(zygote).items() if key[1] < 5}
 
 
-def to_new_processes(job: Operated) -> list[Process]:
+def restart_in_new_processes(job: OperatedJob) -> list[Process]:
     """A fault that the processes live through, and one after which they ask for others in their pods."""
     job.let(2)
     first = job.until_done(1, 1)
@@ -66,12 +66,12 @@ def to_new_processes(job: Operated) -> list[Process]:
     return third
 
 
-def gives_up(job: Operated) -> None:
+def wait_given_up(job: OperatedJob) -> None:
     job.until(lambda: job.state.phase.is_final, "the job has ended")
     job.until(lambda: all(job.heard(pod, "/shutdown") for pod in job.state.members), "all agents are told to end")
 
 
-def assert_given_up(job: Operated, full: int) -> None:
+def assert_given_up(job: OperatedJob, full: int) -> None:
     assert job.state.phase is JobPhase.FAILED
     failed = next(one for one in job.state.conditions if one.type == "Failed")
     assert failed.reason == "RestartLimitExceeded"

@@ -8,11 +8,11 @@ import signal
 import pytest
 import torch.distributed as dist
 
-from tests.support.clusters import cluster_of
-from tests.support.crashes import crash_at
-from tests.support.live_training import train, undisturbed
-from tests.support.local_nodes import until
-from tests.support.socket_control_plane import bridged
+from tests.support.clusters import make_cluster
+from tests.support.crashes import crash_environ
+from tests.support.live_training import reference_steps, train
+from tests.support.local_nodes import wait_until
+from tests.support.socket_control_plane import socket_bridge
 
 pytestmark = pytest.mark.e2e
 
@@ -27,7 +27,7 @@ def store():
 @contextlib.contextmanager
 def started(zygote, store, size, kind, optimizer, at, environs):
     """The ranks of a job, and those that wait to take the place of one that is lost."""
-    with bridged(size, f"127.0.0.1:{store.port}") as bridge:
+    with socket_bridge(size, f"127.0.0.1:{store.port}") as bridge:
         plane = bridge.plane
         seats = [*plane.planes, *(plane.add_rank() for _ in environs[size:])]
         args = (kind, optimizer, TOTAL, at)
@@ -88,21 +88,21 @@ def worlds(ends, epoch):
 def test_replacement_rank_hydrates_from_survivors(zygote, agent_dir, store, size, kind, optimizer, at, expected):
     ends = trained(zygote, store, size, kind, optimizer, at)
     assert worlds(ends, 1) == expected.split()
-    assert_same_bits(ends, zygote.run_world(size, undisturbed, kind, optimizer, TOTAL)[0])
+    assert_same_bits(ends, zygote.run_world(size, reference_steps, kind, optimizer, TOTAL)[0])
 
 
 def test_second_death_during_hydration_is_survived(zygote, agent_dir, store):
     """What survivors have stays with them until a world has it."""
-    environs = [{}, {}, crash_at("live.chosen")]
+    environs = [{}, {}, crash_environ("live.chosen")]
     with started(zygote, store, 2, "ddp", "adamw", "8 forward", environs) as (plane, running, start):
-        until(lambda: sum(one.has_ended for one in running) == 2, "a rank has died, and the one in its place")
+        wait_until(lambda: sum(one.has_ended for one in running) == 2, "a rank has died, and the one in its place")
         start(plane.add_rank())
         ends = [one.wait() for one in running]
         assert plane.succeeded
     assert sorted(end.status for end in ends) == [-signal.SIGKILL, -signal.SIGKILL, 0, 0]
     assert not [line for end in ends for line in end.lines if line.startswith("world 1 ")]
     assert worlds(ends, 2) == ["7", "live", "0", "live"]
-    assert_same_bits(ends, zygote.run_world(2, undisturbed, "ddp", "adamw", TOTAL)[0])
+    assert_same_bits(ends, zygote.run_world(2, reference_steps, "ddp", "adamw", TOTAL)[0])
 
 
 def test_ranks_hydrate_after_successive_faults(zygote, agent_dir, store):
@@ -110,7 +110,7 @@ def test_ranks_hydrate_after_successive_faults(zygote, agent_dir, store):
     ends = trained(zygote, store, 2, "ddp", "sgd", "3 forward;7 optimizer", [{}] * 4)
     assert worlds(ends, 1) == ["2", "live", "0", "live"]
     assert worlds(ends, 2) == ["7", "live", "0", "live"]
-    assert_same_bits(ends, zygote.run_world(2, undisturbed, "ddp", "sgd", TOTAL)[0])
+    assert_same_bits(ends, zygote.run_world(2, reference_steps, "ddp", "sgd", TOTAL)[0])
 
 
 @pytest.mark.parametrize(
@@ -121,9 +121,9 @@ def test_ranks_hydrate_after_successive_faults(zygote, agent_dir, store):
     ],
 )
 def test_last_replica_continues_after_two_of_three_nodes_are_lost(zygote, ranks, store, at, crash, step):
-    with cluster_of(ranks, "n1", "n2", "n3") as cluster:
+    with make_cluster(ranks, "n1", "n2", "n3") as cluster:
         environs = [{**cluster[name].environ, "TIEREDCKPT_AGENT_EMBEDDED": "1"} for name in ("n1", "n2", "n3")]
-        environs[1:] = [{**environ, **crash_at(crash)} for environ in environs[1:]]
+        environs[1:] = [{**environ, **crash_environ(crash)} for environ in environs[1:]]
         with started(zygote, store, 3, "ddp", "fused", at or "99 never", environs) as (plane, running, _):
             for lost in running[1:]:
                 assert lost.wait().status == -signal.SIGKILL
@@ -136,7 +136,7 @@ def test_last_replica_continues_after_two_of_three_nodes_are_lost(zygote, ranks,
 
 
 def test_fewer_ranks_on_separate_nodes_continue(zygote, ranks, store):
-    with cluster_of(ranks, "n1", "n2", "n3") as cluster:
+    with make_cluster(ranks, "n1", "n2", "n3") as cluster:
         environs = [{**cluster[name].environ, "TIEREDCKPT_AGENT_EMBEDDED": "1"} for name in ("n1", "n2", "n3")]
         with started(zygote, store, 3, "ddp", "fused", "8 forward", environs) as (plane, running, _):
             lost = running[1].wait()

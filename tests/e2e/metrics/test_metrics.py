@@ -13,11 +13,11 @@ import pytest
 import torch
 from prometheus_client.parser import text_string_to_metric_families
 
-from tests.support.agent_numbers import OnSocket, asked
-from tests.support.agents import agent_pid, end_agent
-from tests.support.bits import zeroed
-from tests.support.jobs import Job, state_at
-from tests.support.local_nodes import until
+from tests.support.agent_numbers import UnixSocketConnection, get_text
+from tests.support.agents import agent_pid, stop_agent
+from tests.support.bits import zeros_like_state
+from tests.support.jobs import CheckpointJob, state_at
+from tests.support.local_nodes import wait_until
 from tieredckpt import Checkpointer
 from tieredckpt.checkpointer.save_handle import SaveState
 from tieredckpt.cli import main
@@ -36,10 +36,10 @@ class Agent:
         self.directory = directory
 
     def get(self, path):
-        return asked(self.directory, path)
+        return get_text(self.directory, path)
 
     def connect(self):
-        connection = OnSocket(self.directory)
+        connection = UnixSocketConnection(self.directory)
         connection.connect()
         return connection.sock
 
@@ -71,7 +71,7 @@ def durable(tmp_path):
 
 
 def test_metrics_match_the_events(agent_dir, agent, durable, tmp_path):
-    job = Job(agent_dir, durable)
+    job = CheckpointJob(agent_dir, durable)
     with job.checkpointer() as ckpt:
         records = []
         for step in range(5):
@@ -79,7 +79,7 @@ def test_metrics_match_the_events(agent_dir, agent, durable, tmp_path):
             saved.wait()
             records.append(saved._sealing.result())
             assert ckpt.wait("durable")
-        assert ckpt.restore(zeroed(state_at(0))) == 4
+        assert ckpt.restore(zeros_like_state(state_at(0))) == 4
         loaded = ckpt.last_restore.bytes_by_tier["memory"]
     found = agent.metrics()
     trainer = {key[2]: value for key, value in found.items() if key[:2] == ("trainer_total", job.name)}
@@ -106,7 +106,7 @@ def test_metrics_match_the_events(agent_dir, agent, durable, tmp_path):
 
 
 def test_arena_metrics_match_the_files(agent_dir, agent, durable):
-    job = Job(agent_dir, durable)
+    job = CheckpointJob(agent_dir, durable)
     job.save(0, 1, 2)
     found = agent.metrics()
     slots = [path.stat() for path in (agent_dir / "slots").iterdir()]
@@ -118,7 +118,7 @@ def test_arena_metrics_match_the_files(agent_dir, agent, durable):
 
 
 def test_status_matches_the_metrics(agent_dir, agent, durable):
-    job = Job(agent_dir, durable)
+    job = CheckpointJob(agent_dir, durable)
     job.save(0, 1)
     found, status = agent.metrics(), agent.status()
     assert status["store"]["arena"]["allocated_bytes"] == found["arena_allocated_bytes"]
@@ -164,7 +164,7 @@ def test_skipped_and_failed_saves_are_counted(agent_dir, agent, monkeypatch):
 
 def test_a_store_that_refuses_is_counted(agent_dir, agent, tmp_path):
     folder = tmp_path / "durable"
-    job = Job(agent_dir, DurableSettings(url=f"file://{folder}", retry_s=0.1))
+    job = CheckpointJob(agent_dir, DurableSettings(url=f"file://{folder}", retry_s=0.1))
     with job.checkpointer() as ckpt:
         ckpt.save(state_at(0), 0).wait("durable")
         before = agent.metrics()
@@ -182,7 +182,7 @@ def test_a_store_that_refuses_is_counted(agent_dir, agent, tmp_path):
 
 
 def test_restarted_agent_reports_recovered_shards(agent_dir, agent, durable):
-    job = Job(agent_dir, durable)
+    job = CheckpointJob(agent_dir, durable)
     job.save(0, 1)
     job.kill_agent()
     job.expect(1, tiers={"memory"})
@@ -241,7 +241,7 @@ def test_hanging_clients_do_not_block_others(agent_dir, agent):
             sock = open_sockets.enter_context(agent.connect())
             sock.sendall(b"GET /metrics HT")
         assert "arena_slots" in agent.get("/metrics")
-    end_agent(agent_dir)  # in order, although they still hang
+    stop_agent(agent_dir)  # in order, although they still hang
 
 
 def test_http_endpoint_can_be_disabled_or_moved(agent_dir, agent, monkeypatch):
@@ -276,7 +276,7 @@ def test_protected_step_is_the_same_in_metrics_and_status(agent_dir, agent, tmp_
         while ckpt.save(state_at(9), 9).ok and len(pins) < 9:  # until every slot is being read
             ckpt.wait()
             pins += [store.pin(fact.key).id for fact in store.list_shards("kept")]
-        until(lambda: agent.status()["protected"]["kept"]["missed_saves"] == 1, "the skipped save is counted")
+        wait_until(lambda: agent.status()["protected"]["kept"]["missed_saves"] == 1, "the skipped save is counted")
         found = ckpt.session.agent.cluster_status("kept").protected
         assert found.unprotected_since is not None
         assert agent.metrics()["unprotected_seconds", "kept"] > 0
@@ -284,7 +284,7 @@ def test_protected_step_is_the_same_in_metrics_and_status(agent_dir, agent, tmp_
         for pin in pins:
             store.unpin(pin)
         ckpt.save(state_at(10), 10).wait("durable")
-        until(lambda: agent.status()["protected"]["kept"]["unprotected_since"] is None, "it is protected again")
+        wait_until(lambda: agent.status()["protected"]["kept"]["unprotected_since"] is None, "it is protected again")
         assert agent.metrics()["protected_step", "kept"] == 10
 
 
@@ -305,7 +305,7 @@ def test_event_log_and_goodput_match_the_protection_of_the_agent(agent_dir, agen
         while ckpt.save(state_at(9), 9).ok and len(pins) < 9:  # until every slot is being read
             ckpt.wait()
             pins += [store.pin(fact.key).id for fact in store.list_shards("kept")]
-        until(lambda: agent.status()["protected"]["kept"]["missed_saves"] == 1, "the skipped save is counted")
+        wait_until(lambda: agent.status()["protected"]["kept"]["missed_saves"] == 1, "the skipped save is counted")
         told = agent.status()["protected"]["kept"]
         for pin in pins:
             store.unpin(pin)
@@ -344,7 +344,7 @@ def test_numbers_are_on_a_socket_of_this_user_unless_an_address_is_configured(ag
     assert stat.S_IMODE(place.stat().st_mode) & 0o077 == 0
     assert listening(agent_pid(agent_dir)) == []
     close_sessions()
-    end_agent(agent_dir)
+    stop_agent(agent_dir)
     assert not place.exists()
     monkeypatch.setenv("TIEREDCKPT_AGENT_HTTP", "127.0.0.1:0")
     with Checkpointer("tiered://loop", on_sigterm="ignore") as ckpt:

@@ -6,8 +6,8 @@ import pytest
 
 from peerstore.settings import ReplicationSettings
 from tests.support.agent_jobs import SIZE, agent_job
-from tests.support.local_nodes import until
-from tests.support.stores import content
+from tests.support.local_nodes import wait_until
+from tests.support.stores import shard_content
 
 pytestmark = pytest.mark.e2e
 
@@ -24,7 +24,7 @@ def test_data_lost_by_a_restarted_agent_is_rebuilt_from_parity():
         job["n2"].start()
         job.meet()
         for of in keys:
-            until(lambda of=of: job.holders(of), f"{of} is there again", timeout_s=60)
+            wait_until(lambda of=of: job.holders(of), f"{of} is there again", timeout_s=60)
             data, pulled = job.read(of, job.holders(of))
-            assert data == content(of, SIZE)
+            assert data == shard_content(of, SIZE)
             assert pulled.failed == {}

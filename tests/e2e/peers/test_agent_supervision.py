@@ -13,10 +13,10 @@ import torch.distributed as dist
 
 from peerstore.server.store_client import connect_to_agent
 from tests.e2e.peers.test_node_lost import restore, sharded
-from tests.support.agents import agent_pid, end_agent
-from tests.support.bits import zeroed
-from tests.support.clusters import cluster_of
-from tests.support.local_nodes import until
+from tests.support.agents import agent_pid, stop_agent
+from tests.support.bits import zeros_like_state
+from tests.support.clusters import make_cluster
+from tests.support.local_nodes import wait_until
 from tieredckpt import Checkpointer, TieredReader
 
 pytestmark = pytest.mark.e2e
@@ -24,46 +24,48 @@ pytestmark = pytest.mark.e2e
 WATCH = "peerstore-watch"
 
 
-def mine():
+def agent_directory():
     return Path(os.environ["TIEREDCKPT_AGENT_DIRECTORY"])
 
 
-def watches():
+def watch_threads():
     return [thread for thread in threading.enumerate() if thread.name == WATCH]
 
 
-def holds(agent, job, node, step):
+def holds_parts(agent, job, node, step):
     """Whether a node is there, and has parts of a step, as another node sees it."""
     seen = {one.node.id: one for one in agent.cluster_status(job).nodes}
     return seen[node].state == "alive" and step in {fact.key.version for fact in seen[node].shards}
 
 
-def end_the_others_agent(job, end):
+def end_other_agent(job, end):
     """The second rank's agent ends, and no process of its node calls it; the first one's sees what it keeps."""
     with Checkpointer(job, on_sigterm="ignore") as ckpt:
-        ckpt.restore(zeroed(sharded(0)))
+        ckpt.restore(zeros_like_state(sharded(0)))
         ckpt.save(sharded(5), 5).wait(copies=2, timeout_s=60)
-        node, known, pid = ckpt.session.agent, ckpt.session.job, agent_pid(mine())
+        node, known, pid = ckpt.session.agent, ckpt.session.job, agent_pid(agent_directory())
         if dist.get_rank() == 1:
             os.kill(pid, end)
-            until(lambda: agent_pid(mine()) not in (None, pid), "there is another one, and nobody called it")
+            wait_until(
+                lambda: agent_pid(agent_directory()) not in (None, pid), "there is another one, and nobody called it"
+            )
         dist.barrier()
         if dist.get_rank() == 0:
-            until(lambda: holds(node, known, "n2", 5), "its copies count again")
+            wait_until(lambda: holds_parts(node, known, "n2", 5), "its copies count again")
         dist.barrier()
         ckpt.save(sharded(6), 6).wait(copies=2, timeout_s=60)
-        assert len(watches()) == 1
-    assert watches() == [], "nothing of it is left once the checkpointer is closed"
+        assert len(watch_threads()) == 1
+    assert watch_threads() == [], "nothing of it is left once the checkpointer is closed"
 
 
 @pytest.mark.parametrize("end", [signal.SIGKILL, signal.SIGSTOP], ids=["it dies", "it hangs"])
 def test_dead_unused_agent_is_replaced_during_training(ranks, end):
-    with cluster_of(ranks, "n1", "n2", labels=lambda name: f"rack=r{name[1:]}") as cluster:
-        cluster.run(["n1", "n2"], end_the_others_agent, end)
+    with make_cluster(ranks, "n1", "n2", labels=lambda name: f"rack=r{name[1:]}") as cluster:
+        cluster.run(["n1", "n2"], end_other_agent, end)
         cluster.run(["n1", "n2"], restore, 6)
 
 
-class Noticed(logging.Handler):
+class LogRecorder(logging.Handler):
     def __init__(self):
         super().__init__()
         self.said = []
@@ -72,73 +74,73 @@ class Noticed(logging.Handler):
         self.said.append(record.getMessage())
 
 
-def end_it_on_purpose(job):
-    noticed, watch = Noticed(), logging.getLogger("peerstore.server.agent_launcher")
+def end_own_agent(job):
+    noticed, watch = LogRecorder(), logging.getLogger("peerstore.server.agent_launcher")
     watch.addHandler(noticed)
     watch.setLevel(logging.DEBUG)
     with Checkpointer(job, on_sigterm="ignore") as ckpt:
-        ckpt.restore(zeroed(sharded(0)))
+        ckpt.restore(zeros_like_state(sharded(0)))
         ckpt.save(sharded(5), 5).wait(timeout_s=60)
         for preparing in ckpt._preparing:  # which needs one, too
             preparing.join()
         ckpt.session.add_metrics(saves=0)
-        end_agent(mine(), signal.SIGTERM)
+        stop_agent(agent_directory(), signal.SIGTERM)
         ckpt.session.add_metrics(saves=1)  # by a thread that was a moment slower
-        until(lambda: len(noticed.said) > 1 or agent_pid(mine()), "it is missed, and looked for again")
-        assert agent_pid(mine()) is None
-        assert not (mine() / "agent.sock").exists()
+        wait_until(lambda: len(noticed.said) > 1 or agent_pid(agent_directory()), "it is missed, and looked for again")
+        assert agent_pid(agent_directory()) is None
+        assert not (agent_directory() / "agent.sock").exists()
         ckpt.save(sharded(6), 6).wait(timeout_s=60)  # who needs one has it started
-        pid = agent_pid(mine())
+        pid = agent_pid(agent_directory())
         os.kill(pid, signal.SIGKILL)
-        until(lambda: agent_pid(mine()) not in (None, pid), "and that one is looked after")
+        wait_until(lambda: agent_pid(agent_directory()) not in (None, pid), "and that one is looked after")
 
 
 def test_stopped_agent_is_not_restarted_until_needed(ranks):
-    with cluster_of(ranks, "n1") as cluster:
-        cluster.run(["n1"], end_it_on_purpose)
+    with make_cluster(ranks, "n1") as cluster:
+        cluster.run(["n1"], end_own_agent)
         cluster.run(["n1"], restore, 6)
 
 
-def leave_it_to_the_other(job):
+def leave_watch_to_other(job):
     ckpt = Checkpointer(job, on_sigterm="ignore")
-    ckpt.restore(zeroed(sharded(0)))
+    ckpt.restore(zeros_like_state(sharded(0)))
     ckpt.save(sharded(5), 5).wait(timeout_s=60)
-    assert len(watches()) == 1
-    pid = agent_pid(mine())
+    assert len(watch_threads()) == 1
+    pid = agent_pid(agent_directory())
     for leaving in (0, 1):
         if dist.get_rank() == leaving:
             ckpt.close()
-            assert watches() == []
+            assert watch_threads() == []
         dist.barrier()
         if leaving == 0 and dist.get_rank() == 1:
             os.kill(pid, signal.SIGKILL)
-            until(lambda: agent_pid(mine()) not in (None, pid), "the rank that is left has taken over")
+            wait_until(lambda: agent_pid(agent_directory()) not in (None, pid), "the rank that is left has taken over")
         dist.barrier()
 
 
 def test_single_process_of_a_node_watches_the_agent_and_the_next_takes_over(ranks):
-    with cluster_of(ranks, "n1") as cluster:
-        cluster.run(["n1", "n1"], leave_it_to_the_other)
+    with make_cluster(ranks, "n1") as cluster:
+        cluster.run(["n1", "n1"], leave_watch_to_other)
 
 
-def save_with_an_agent_of_somebody_elses(job):
+def save_with_foreign_agent(job):
     with Checkpointer(job, on_sigterm="ignore") as ckpt:
-        ckpt.restore(zeroed(sharded(0)))
+        ckpt.restore(zeros_like_state(sharded(0)))
         ckpt.save(sharded(5), 5).wait(timeout_s=60)
-        return len(watches())
+        return len(watch_threads())
 
 
 def only_read(job):
     TieredReader(job).read_metadata()
     with Checkpointer(job, on_sigterm="ignore") as ckpt:
-        assert ckpt.restore(zeroed(sharded(5))) == 5
-        return len(watches())
+        assert ckpt.restore(zeros_like_state(sharded(5))) == 5
+        return len(watch_threads())
 
 
 def test_externally_managed_agents_are_not_watched_and_readers_watch_none(ranks):
-    with cluster_of(ranks, "n1") as cluster:
+    with make_cluster(ranks, "n1") as cluster:
         cluster["n1"].start()
         environ = {"TIEREDCKPT_AGENT_EMBEDDED": "0"}
-        assert cluster.run(["n1"], save_with_an_agent_of_somebody_elses, environ=environ) == [0]
+        assert cluster.run(["n1"], save_with_foreign_agent, environ=environ) == [0]
         assert cluster.run(["n1"], only_read) == [0]
         connect_to_agent(cluster["n1"].directory / "agent.sock").close()

@@ -9,8 +9,8 @@ from peerstore.failpoints import FAILPOINTS
 from peerstore.membership.topology import PeerNode, validate_node_id
 from peerstore.replication.replica_placement import place_replicas
 from tests.support.agent_jobs import SIZE, agent_job
-from tests.support.local_nodes import until
-from tests.support.stores import MIB, content, flip
+from tests.support.local_nodes import wait_until
+from tests.support.stores import MIB, flip_byte, shard_content
 
 pytestmark = pytest.mark.e2e
 
@@ -52,7 +52,7 @@ def start_to_die(job, name, point, count=1):
 def die_while_saving(job, point):
     """n1 passes every point: it sends, it receives, and it is the one that counts."""
     start_to_die(job, "n1", point, SAVING[point])
-    until(lambda: job.sees("n2") == job.sees("n3") == set(NAMES), "all see each other")
+    wait_until(lambda: job.sees("n2") == job.sees("n3") == set(NAMES), "all see each other")
     job.save(2)
     job["n1"].wait_dead()
 
@@ -67,7 +67,7 @@ def expect_newest(job, names):
         version = newest()
         return version if all(len(job.holders(of)) >= 2 for of in job.keys(version)) else 0
 
-    version = until(protected, "what is settled has its copies")
+    version = wait_until(protected, "what is settled has its copies")
     try:
         expect_all(job, job.keys(version))
     except (AssertionError, PeerStoreError, StopIteration):
@@ -80,7 +80,7 @@ def expect_all(job, keys):
     job.expect(keys)
     for of in keys:
         data, pulled = job.read(of, job.holders(of))
-        assert data == content(of, SIZE)
+        assert data == shard_content(of, SIZE)
         assert pulled.failed == {}
 
 
@@ -102,7 +102,7 @@ def test_agent_restarted_with_its_arena_keeps_its_shards(job, point):
 def test_job_survives_a_permanently_lost_agent(job, point):
     die_while_saving(job, point)
     job.lose("n1")
-    until(lambda: job.sees("n2") == {"n2", "n3"}, "its death is known")
+    wait_until(lambda: job.sees("n2") == {"n2", "n3"}, "its death is known")
     expect_newest(job, ("n2", "n3"))
 
 
@@ -112,7 +112,7 @@ def test_all_agents_restart_within_a_world_and_reconnect(job):
     for name in NAMES:
         job[name].start()
     for name in NAMES:
-        until(lambda name=name: job.sees(name) == {*NAMES}, f"{name} sees all others")
+        wait_until(lambda name=name: job.sees(name) == {*NAMES}, f"{name} sees all others")
     job.save(2)
     job.settle(2)
     job.expect(job.keys(2))
@@ -137,8 +137,8 @@ def test_agent_killed_while_repairing_a_copy(job):
     mine = job.keys(1)[0]
     (other,) = set(job.holders(mine)) - {"n1"}
     start_to_die(job, other, "peer.repairing")
-    until(lambda: other in job.holders(mine), "its copy is adopted")
-    flip(job.slot(other, mine), SIZE // 2)
+    wait_until(lambda: other in job.holders(mine), "its copy is adopted")
+    flip_byte(job.slot(other, mine), SIZE // 2)
     with job[other].agent() as agent:
         assert agent.store.verify(mine) != ()
     job[other].wait_dead()
@@ -152,7 +152,7 @@ def test_reader_continues_from_the_other_copy_when_an_agent_is_killed(job):
     job.settle(2)
     (other,) = set(job.holders(large)) - {"n1"}
     start_to_die(job, other, "peer.reading", 4)
-    until(lambda: other in job.holders(large), "its copy is adopted")
+    wait_until(lambda: other in job.holders(large), "its copy is adopted")
     with job.reading(large, [other, "n1"]) as read:
         job["n1"].freeze()  # until the other one is dead, nothing comes from here
         with ThreadPoolExecutor(1) as aside:
@@ -160,7 +160,7 @@ def test_reader_continues_from_the_other_copy_when_an_agent_is_killed(job):
             job[other].wait_dead()
             job["n1"].thaw()
             data, pulled = reading.result(120)
-    assert data == content(large, LARGE)
+    assert data == shard_content(large, LARGE)
     assert pulled.failed == {}
     assert set(pulled.bytes_from) == {other, "n1"}
     assert sum(pulled.bytes_from.values()) == LARGE

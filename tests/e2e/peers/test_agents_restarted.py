@@ -18,9 +18,9 @@ import torch.distributed as dist
 from peerstore import deadlines
 from peerstore.errors import PeerStoreError
 from tests.e2e.peers.test_node_lost import restore, sharded
-from tests.support.agents import agent_pid, end_agent, stop_process
-from tests.support.bits import zeroed
-from tests.support.clusters import cluster_of
+from tests.support.agents import agent_pid, stop_agent, stop_process
+from tests.support.bits import zeros_like_state
+from tests.support.clusters import make_cluster
 from tieredckpt import Checkpointer
 from tieredckpt.checkpointer.save_handle import SaveState
 from tieredckpt.errors import TieredCheckpointError
@@ -30,11 +30,11 @@ pytestmark = pytest.mark.e2e
 
 def save_from_other_ports(job):
     with Checkpointer(job, on_sigterm="ignore") as ckpt:
-        ckpt.restore(zeroed(sharded(0)))
+        ckpt.restore(zeros_like_state(sharded(0)))
         ckpt.save(sharded(5), 5).wait(copies=2, timeout_s=60)
         address = ckpt.session.agent.this_node().address
         dist.barrier()
-        end_agent(Path(os.environ["TIEREDCKPT_AGENT_DIRECTORY"]), signal.SIGKILL)
+        stop_agent(Path(os.environ["TIEREDCKPT_AGENT_DIRECTORY"]), signal.SIGKILL)
         with socket.create_server(("127.0.0.1", int(address.rpartition(":")[2]))):
             dist.barrier()
             saved = ckpt.save(sharded(6), 6)
@@ -44,14 +44,14 @@ def save_from_other_ports(job):
 
 
 def test_agents_with_new_ports_are_connected_by_their_ranks(ranks):
-    with cluster_of(ranks, "n1", "n2", labels=lambda name: f"rack=r{name[1:]}") as cluster:
+    with make_cluster(ranks, "n1", "n2", labels=lambda name: f"rack=r{name[1:]}") as cluster:
         assert cluster.run(["n1", "n2"], save_from_other_ports) == ["2 copies in 2 racks"] * 2
         cluster.run(["n1", "n2"], restore, 6)
 
 
 def save_while_the_agent_hangs(job):
     with Checkpointer(job, on_sigterm="ignore") as ckpt:
-        ckpt.restore(zeroed(sharded(0)))
+        ckpt.restore(zeros_like_state(sharded(0)))
         ckpt.save(sharded(5), 5).wait(timeout_s=60)
         pid = agent_pid(Path(os.environ["TIEREDCKPT_AGENT_DIRECTORY"]))
         stop_process(pid)
@@ -61,7 +61,7 @@ def save_while_the_agent_hangs(job):
 
 
 def test_an_agent_that_hangs_is_replaced_and_costs_a_save_at_most(ranks):
-    with cluster_of(ranks, "n1") as cluster:
+    with make_cluster(ranks, "n1") as cluster:
         assert cluster.run(["n1"], save_while_the_agent_hangs) == [(SaveState.SEALED, True)]
         cluster.run(["n1"], restore, 7)
 
@@ -71,7 +71,7 @@ def wait_for_a_stopped_agent(job, url):
     from tieredckpt.session.session import open_session
 
     with Checkpointer(job, durable=url, durable_every=5, on_sigterm="ignore") as ckpt:
-        ckpt.restore(zeroed(sharded(0)))
+        ckpt.restore(zeros_like_state(sharded(0)))
         durable = ckpt.save(sharded(5), 5)
         durable.wait("durable", timeout_s=60)
         saved = ckpt.save(sharded(6), 6)
@@ -92,7 +92,7 @@ def wait_for_a_stopped_agent(job, url):
                 "all durable": lambda: ckpt.wait("durable", timeout_s=2.0),
                 "wait_durable": lambda: node.wait_durable(job, None, 2.0),
                 "durability": lambda: node.replication_status(key, copies=2, timeout_s=2.0),
-                "restore": lambda: ckpt.restore(zeroed(sharded(5)), timeout_s=2.0),
+                "restore": lambda: ckpt.restore(zeros_like_state(sharded(5)), timeout_s=2.0),
             }
             asked = {
                 "status": node.store.status,
@@ -127,7 +127,7 @@ def came_of(wait, within_s=None):
     "embedded", [pytest.param("0", id="not its own"), pytest.param("1", marks=pytest.mark.nightly, id="its own")]
 )
 def test_every_wait_on_a_stopped_agent_times_out_with_a_reason(ranks, tmp_path, embedded):
-    with cluster_of(ranks, "n1", "n2", labels=lambda name: f"rack=r{name[1:]}") as cluster:
+    with make_cluster(ranks, "n1", "n2", labels=lambda name: f"rack=r{name[1:]}") as cluster:
         for name in ("n1", "n2"):
             cluster[name].start()
         environ = {"TIEREDCKPT_AGENT_EMBEDDED": embedded}

@@ -10,10 +10,10 @@ from peerstore.peers.peer_client import PeerClient
 from peerstore.replication.replica_placement import place_replicas
 from peerstore.transport.tcp import TcpTransport
 from tests.support.agent_jobs import agent_job
-from tests.support.agent_numbers import asked
-from tests.support.local_nodes import until
-from tests.support.severable_line import CutLine
-from tests.support.stores import MIB, content
+from tests.support.agent_numbers import get_text
+from tests.support.local_nodes import wait_until
+from tests.support.severable_line import SeverableProxy
+from tests.support.stores import MIB, shard_content
 
 pytestmark = pytest.mark.e2e
 
@@ -21,7 +21,7 @@ NAMES = ("n1", "n2", "n3")
 
 
 def metric(host, name):
-    lines = asked(host.directory, "/metrics").splitlines()
+    lines = get_text(host.directory, "/metrics").splitlines()
     return [float(line.rpartition(" ")[2]) for line in lines if line.startswith(f"tieredckpt_{name}")]
 
 
@@ -38,13 +38,13 @@ def test_frozen_partner_is_reported_missing_replaced_and_readmitted(names):
             assert (at_once.copies, at_once.missing_copies, at_once.is_replicated) == (1, 1, False)
             assert metric(job["n1"], "shards_under_replicated") == [1.0]
             others = len(names) - 2
-            now = until(
+            now = wait_until(
                 lambda: (found := agent.replication_status(mine)).copies > others and not found.missing_copies and found
             )
             assert now.copies == 1 + others
             assert metric(job["n1"], "shards_unplaceable") == [1.0 - others]
         job[partner].thaw()
-        until(lambda: job.sees("n1") == set(names), "it is back")
+        wait_until(lambda: job.sees("n1") == set(names), "it is back")
         (newer,) = job.save(2, "n1", parts=1)
         job.settle(2)
         job.expect([newer])
@@ -59,7 +59,7 @@ def test_trickling_source_costs_only_its_share(size):
         (large,) = job.save(1, "n1", parts=1, size_bytes=size)
         job.settle(1)
         with job["n2"].agent() as agent:
-            line = CutLine(int(agent.this_node().address.rpartition(":")[2]))
+            line = SeverableProxy(int(agent.this_node().address.rpartition(":")[2]))
         reads = undo.enter_context(ThreadPoolExecutor(1))
         undo.enter_context(line.started())
         line.trickle(after_bytes=size // 8)
@@ -67,6 +67,6 @@ def test_trickling_source_costs_only_its_share(size):
             read.peers["n2"].close()
             read.peers["n2"] = PeerClient(TcpTransport(), f"127.0.0.1:{line.port}", read.peers["n1"]._credentials)
             data, pulled = reads.submit(read).result(240)  # at its pace it would take days
-        assert data == content(large, size)
+        assert data == shard_content(large, size)
         assert pulled.failed == {}
         assert pulled.bytes_from["n1"] > 0.75 * size

@@ -8,7 +8,7 @@ import pytest
 
 from tests.e2e.peers.test_export_from_peers import ONCE, spoil
 from tests.e2e.peers.test_node_lost import save
-from tests.support.local_nodes import until
+from tests.support.local_nodes import wait_until
 from tieredckpt.cli import main
 from tieredckpt.cli.exit_codes import ExitCode
 from tieredckpt.session.session import close_sessions
@@ -61,7 +61,7 @@ def test_silent_node_is_neither_lost_nor_incomplete(halves, said, capsys):
     assert "was whole once" not in error
 
     halves["n2"].thaw()
-    until(lambda: said("ls", job)[0] == 0, "it answers again")
+    wait_until(lambda: said("ls", job)[0] == 0, "it answers again")
     assert [step["state"] for step in said("ls", job)[1]["steps"]] == ["whole"]
 
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from tests.support.clusters import cluster_of
+from tests.support.clusters import make_cluster
 from tieredckpt import Checkpointer
 from tieredckpt.checkpointer.save_handle import SaveState
 from tieredckpt.errors import StoreBusyError
@@ -61,7 +61,7 @@ def saves(job, left_out):
 @pytest.mark.parametrize("way", WAYS)
 def test_older_steps_are_evicted_once_a_step_is_complete_on_all_nodes(ranks, way):
     """No node has all parts, and none has room for more than three steps: each save needs a step that is whole."""
-    with cluster_of(ranks, "n1", "n2") as cluster:
+    with make_cluster(ranks, "n1", "n2") as cluster:
         for ends, here, whole, found in cluster.run(["n1", "n2"], saves, {}, environ=WAYS[way]):
             assert ends == [SaveState.SEALED.name] * STEPS
             assert max(Counter(part for part, _ in here).values()) <= 4
@@ -72,7 +72,7 @@ def test_older_steps_are_evicted_once_a_step_is_complete_on_all_nodes(ranks, way
 @pytest.mark.parametrize("way", WAYS)
 def test_ranks_on_several_nodes_that_skip_different_steps_have_slots(ranks, way):
     left_out = {0: (3, 5, 7), 1: (4, 6, 8)}
-    with cluster_of(ranks, "n1", "n2") as cluster:
+    with make_cluster(ranks, "n1", "n2") as cluster:
         for ends, here, whole, found in cluster.run(["n1", "n2"], saves, left_out, environ=WAYS[way]):
             assert ends[-3:] == [SaveState.SEALED.name] * 3
             assert not {version for _, version in here} & set(range(3, 9))

@@ -8,7 +8,7 @@ import sys
 import torch
 import torch.distributed as dist
 
-from tests.support.local_nodes import until
+from tests.support.local_nodes import wait_until
 from tieredckpt import Checkpointer
 
 _EVALUATION = """
@@ -35,7 +35,9 @@ def evaluated_while_training(job, read):
             if step == 2 and dist.get_rank() == 0:
                 subprocess.run([sys.executable, "-W", "ignore", "-c", _EVALUATION, job, str(read)], check=True)
             dist.barrier()
-        until(lambda: ckpt.session.agent.cluster_status(job).protected.step == 5, "the last step has its copies", 30)
+        wait_until(
+            lambda: ckpt.session.agent.cluster_status(job).protected.step == 5, "the last step has its copies", 30
+        )
         dist.barrier()
         return ckpt.restore(state_of(0))
 

@@ -12,7 +12,7 @@ from safetensors.torch import load_file
 
 from elastic.cli import main as elastic
 from tests.e2e.peers.test_node_lost import full, save
-from tests.support.stores import flip
+from tests.support.stores import flip_byte
 from tieredckpt.cli import main
 from tieredckpt.cli.exit_codes import ExitCode
 from tieredckpt.dcp.plain_checkpoints import folder_reader
@@ -92,6 +92,6 @@ def spoil(host, job):
     with host.agent(job) as agent:
         for fact in agent.store.list_shards(job):
             pin = agent.store.pin(fact.key)
-            flip(f"/proc/self/fd/{pin.fd}", pin.record.size_bytes // 2)
+            flip_byte(f"/proc/self/fd/{pin.fd}", pin.record.size_bytes // 2)
             agent.store.unpin(pin.id)
             pin.close()

@@ -5,10 +5,10 @@ from __future__ import annotations
 import pytest
 
 from tests.e2e.peers.test_node_lost import restore, save
-from tests.support.channel_pairs import without_nixl
+from tests.support.channel_pairs import nixl_missing_reason
 from tests.support.clusters import Cluster
 
-pytestmark = pytest.mark.skipif(bool(without_nixl()), reason=without_nixl())
+pytestmark = pytest.mark.skipif(bool(nixl_missing_reason()), reason=nixl_missing_reason())
 
 
 def test_lost_node_is_restored_over_nixl(ranks):

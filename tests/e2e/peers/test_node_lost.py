@@ -7,8 +7,8 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard
 
-from tests.support.bits import assert_same, zeroed
-from tests.support.local_nodes import until
+from tests.support.bits import assert_same_bits, zeros_like_state
+from tests.support.local_nodes import wait_until
 from tieredckpt import Checkpointer
 from tieredckpt.errors import CheckpointLostError
 
@@ -40,7 +40,7 @@ def distribute(tensor, mesh):
 
 def save(job, steps, copies=2):
     with Checkpointer(job, on_sigterm="ignore") as ckpt:
-        ckpt.restore(zeroed(sharded(0)))
+        ckpt.restore(zeros_like_state(sharded(0)))
         for step in steps:
             saved = ckpt.save(sharded(step), step)
             saved.wait(copies=copies, domains=copies, timeout_s=60)
@@ -49,10 +49,10 @@ def save(job, steps, copies=2):
 
 def restore(job, expected):
     with Checkpointer(job, on_sigterm="ignore") as ckpt:
-        state = zeroed(sharded(expected))
+        state = zeros_like_state(sharded(expected))
         found = ckpt.restore(state)
         assert found == expected
-        assert_same(sharded(expected), state)
+        assert_same_bits(sharded(expected), state)
         return ckpt.last_restore.bytes_by_tier, ckpt.last_restore.bytes_by_node
 
 
@@ -72,7 +72,7 @@ def test_lost_node_is_restored_from_peer_memory(cluster):
 
 def refused(job):
     with Checkpointer(job, on_sigterm="ignore") as ckpt:
-        state = zeroed(sharded(0))
+        state = zeros_like_state(sharded(0))
         try:
             return ckpt.restore(state)
         except CheckpointLostError as error:
@@ -85,7 +85,7 @@ def test_steps_lost_with_too_many_nodes_are_reported(cluster):
     for name in ("n1", "n2"):
         cluster[name].lose()
     with cluster["n3"].agent(cluster.job) as agent:
-        until(lambda: [one.state for one in agent.cluster_status(cluster.job).nodes] == ["dead", "dead", "alive"])
+        wait_until(lambda: [one.state for one in agent.cluster_status(cluster.job).nodes] == ["dead", "dead", "alive"])
     for name in ("n4", "n5"):
         cluster.add(name, f"rack=r{name[1:]}")
     for said in cluster.run(["n4", "n5", "n3"], refused):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from tests.e2e.peers.test_node_lost import restore, save
-from tests.support.clusters import cluster_of
+from tests.support.clusters import make_cluster
 from tieredckpt.agent.agent_client import NodeAgentClient
 
 PARITY = {"TIEREDCKPT_PEER_MODE": "parity", "TIEREDCKPT_PEER_PARITY_GROUP_SIZE": "3", "TIEREDCKPT_PEER_LEVELS": "rack"}
@@ -15,7 +15,7 @@ NAMES = ("n1", "n2", "n3", "n4")
 @pytest.fixture
 def four(ranks):
     """Four nodes in four racks."""
-    with cluster_of(ranks, *NAMES, labels=lambda name: f"rack=r{name[1:]}") as made:
+    with make_cluster(ranks, *NAMES, labels=lambda name: f"rack=r{name[1:]}") as made:
         yield made
 
 

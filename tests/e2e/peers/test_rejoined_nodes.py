@@ -5,14 +5,14 @@ from __future__ import annotations
 import pytest
 
 from tests.e2e.peers.test_node_lost import restore, save
-from tests.support.clusters import cluster_of
+from tests.support.clusters import make_cluster
 
 pytestmark = pytest.mark.e2e
 
 
 def test_every_step_is_complete_after_the_loss_of_a_rack(ranks):
     names = ["n1", "n2", "n3", "n4"]
-    with cluster_of(ranks, *names, labels=lambda name: "rack=r1" if name in ("n1", "n2") else "rack=r2") as cluster:
+    with make_cluster(ranks, *names, labels=lambda name: "rack=r1" if name in ("n1", "n2") else "rack=r2") as cluster:
         assert cluster.run(names, save, [5, 6]) == ["2 copies in 2 racks"] * 4
         for name in ("n1", "n2"):  # also the one that counts copies, and the one that the ranks met at
             cluster[name].lose()

@@ -7,7 +7,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
-from tests.support.bits import assert_same, zeroed
+from tests.support.bits import assert_same_bits, zeros_like_state
 from tieredckpt import Checkpointer
 
 
@@ -21,12 +21,14 @@ def save_and_go_on(job):
     found = []
     with Checkpointer(job, on_sigterm="ignore") as ckpt:
         for step in (1, 2, 3):
-            found.append(ckpt.restore(zeroed(state_of(0))))  # looks at all nodes, a moment before there is news
+            found.append(
+                ckpt.restore(zeros_like_state(state_of(0)))
+            )  # looks at all nodes, a moment before there is news
             ckpt.save(state_of(step), step).wait()
             dist.barrier()
-            state = zeroed(state_of(0))
+            state = zeros_like_state(state_of(0))
             found.append(ckpt.restore(state))
-            assert_same(state_of(step), state)
+            assert_same_bits(state_of(step), state)
     return found
 
 

@@ -4,10 +4,10 @@ import pytest
 import torch
 
 from tests.e2e.peers.test_node_lost import full, restore, save, sharded
-from tests.support.bits import assert_same, zeroed
-from tests.support.clusters import cluster_of
-from tests.support.jobs import on_server
-from tests.support.stores import flip, pinned_file
+from tests.support.bits import assert_same_bits, zeros_like_state
+from tests.support.clusters import make_cluster
+from tests.support.jobs import durable_settings
+from tests.support.stores import flip_byte, pinned_file
 from tieredckpt import Checkpointer
 
 NAMES = ["n1", "n2", "n3"]
@@ -36,7 +36,7 @@ def test_a_rank_on_a_new_node_reads_its_ranges_from_the_others(cluster, where):
 def test_job_continues_after_two_of_four_nodes_are_lost(ranks):
     names = ["n1", "n2", "n3", "n4"]
     environ = {"TIEREDCKPT_PEER_COPIES": "3"}
-    with cluster_of(ranks, *names) as cluster:
+    with make_cluster(ranks, *names) as cluster:
         said = cluster.run(names, save, [5, 6], 3, environ=environ)
         assert said == ["3 copies in 3 nodes"] * 4
         cluster["n1"].lose()  # the one that counts
@@ -49,7 +49,7 @@ def test_job_continues_after_two_of_four_nodes_are_lost(ranks):
 
 def save_durably(job, step):
     with Checkpointer(job, on_sigterm="ignore") as ckpt:
-        ckpt.restore(zeroed(sharded(0)))
+        ckpt.restore(zeros_like_state(sharded(0)))
         saved = ckpt.save(sharded(step), step)
         saved.wait(copies=2, timeout_s=60)
         saved.wait("durable", timeout_s=60)
@@ -60,14 +60,14 @@ def restore_alone(job, step):
     """All of it in one process, without any sharding."""
     with Checkpointer(job, on_sigterm="ignore") as ckpt:
         expected = {**full(step), "same": torch.arange(100) * step, "step": step}
-        state = zeroed(expected)
+        state = zeros_like_state(expected)
         assert ckpt.restore(state) == step
-        assert_same(expected, state)
+        assert_same_bits(expected, state)
         return ckpt.last_restore.bytes_by_tier, ckpt.last_restore.bytes_by_node
 
 
 def test_step_is_restored_from_memory_a_peer_and_storage(cluster, rclone):
-    durable = on_server(rclone)
+    durable = durable_settings(rclone)
     options = ",".join(f"{name}={value}" for name, value in durable.options.items())
     environ = {"TIEREDCKPT_DURABLE_URL": durable.url, "TIEREDCKPT_DURABLE_OPTIONS": options}
     said = cluster.run(NAMES, save_durably, 5, environ=environ)
@@ -79,7 +79,7 @@ def test_step_is_restored_from_memory_a_peer_and_storage(cluster, rclone):
             if copy in {fact.key for fact in agent.store.list_shards(cluster.job)}:
                 pin = agent.store.pin(copy)
                 for at in range(0, pin.record.size_bytes, 4096):
-                    flip(pinned_file(pin), at)
+                    flip_byte(pinned_file(pin), at)
                 agent.store.unpin(pin.id)
     ((tiers, nodes),) = cluster.run(["n1"], restore_alone, 5, environ=environ)
     assert tiers.keys() == {"memory", "peer", "durable"}

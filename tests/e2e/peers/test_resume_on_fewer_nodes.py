@@ -11,8 +11,8 @@ import pytest
 
 from elastic.supervisor.memory_tier import MemoryTierProcess
 from tests.e2e.peers.test_node_lost import restore, save
-from tests.support.clusters import cluster_of
-from tests.support.local_nodes import until
+from tests.support.clusters import make_cluster
+from tests.support.local_nodes import wait_until
 
 pytestmark = pytest.mark.e2e
 
@@ -20,7 +20,7 @@ NAMES = ["n1", "n2", "n3", "n4"]
 
 
 def test_job_resumes_after_half_of_the_nodes_leave(ranks):
-    with cluster_of(ranks, *NAMES, labels=lambda name: f"rack=r{name[1:]}") as cluster:
+    with make_cluster(ranks, *NAMES, labels=lambda name: f"rack=r{name[1:]}") as cluster:
         assert cluster.run(NAMES, save, [5, 6]) == ["2 copies in 2 racks"] * 4
         stay = ["n4", "n1"]  # n2 and n3 keep each other's copies
         for tiers, _ in cluster.run(stay, restore, 6):
@@ -33,12 +33,12 @@ def test_job_resumes_after_half_of_the_nodes_leave(ranks):
 
 
 def test_steps_of_a_single_rank_survive_its_node(ranks):
-    with cluster_of(ranks, "n1", "n2", labels=lambda name: f"rack=r{name[1:]}") as cluster:
+    with make_cluster(ranks, "n1", "n2", labels=lambda name: f"rack=r{name[1:]}") as cluster:
         cluster.run(["n1", "n2"], save, [5, 6])
         assert cluster.run(["n1"], save, [7, 8]) == ["2 copies in 2 racks"]
-        until(lambda: newest_replicated(cluster, "n2") == 8, "n2 knows that it holds the newest step")
+        wait_until(lambda: newest_replicated(cluster, "n2") == 8, "n2 knows that it holds the newest step")
         cluster["n1"].lose()
-        until(lambda: standing(cluster, "n2", "n1") == "dead", "its death is known")
+        wait_until(lambda: standing(cluster, "n2", "n1") == "dead", "its death is known")
         ((tiers, _),) = cluster.run(["n2"], restore, 8)
         assert set(tiers) == {"memory"}
         assert cluster.run(["n2"], save, [9], 1) == ["1 copy"]
@@ -47,26 +47,26 @@ def test_steps_of_a_single_rank_survive_its_node(ranks):
 @pytest.mark.parametrize("left", ["n1", "n2"])
 def test_only_remaining_node_saves_in_any_name_order(ranks, left):
     (lost,) = {"n1", "n2"} - {left}
-    with cluster_of(ranks, "n1", "n2", labels=lambda name: f"rack=r{name[1:]}") as cluster:
+    with make_cluster(ranks, "n1", "n2", labels=lambda name: f"rack=r{name[1:]}") as cluster:
         assert cluster.run(["n1", "n2"], save, [5, 6]) == ["2 copies in 2 racks"] * 2
         cluster[lost].lose()
-        until(lambda: standing(cluster, left, lost) == "dead", "its death is known")
+        wait_until(lambda: standing(cluster, left, lost) == "dead", "its death is known")
         cluster.run([left], restore, 6)
         assert cluster.run([left], save, [7, 8], 1) == ["1 copy"]
         cluster.run([left], restore, 8)
 
 
 def test_restore_waits_for_the_node_that_continued_the_job(ranks):
-    with cluster_of(ranks, "n1", "n2", labels=lambda name: f"rack=r{name[1:]}") as cluster:
+    with make_cluster(ranks, "n1", "n2", labels=lambda name: f"rack=r{name[1:]}") as cluster:
         alone = {"TIEREDCKPT_PEER_COPIES": "1"}
         cluster.run(["n1", "n2"], save, [5, 6], 1, environ=alone)
         cluster.run(["n1"], save, [7, 8], 1, environ=alone)
-        until(lambda: roster(cluster, "n2") == roster(cluster, "n1"), "n2 has heard of it")
+        wait_until(lambda: roster(cluster, "n2") == roster(cluster, "n1"), "n2 has heard of it")
         cluster["n1"].freeze()
-        until(lambda: standing(cluster, "n2", "n1") == "dead", "it is missed")
+        wait_until(lambda: standing(cluster, "n2", "n1") == "dead", "it is missed")
         with ThreadPoolExecutor(1) as aside:
             restored = aside.submit(cluster.run, ["n2"], restore, 8, environ=alone)
-            until(lambda: at_work(cluster, "n2") or restored.done(), "a rank has begun there")
+            wait_until(lambda: at_work(cluster, "n2") or restored.done(), "a rank has begun there")
             cluster["n1"].thaw()
             ((tiers, _),) = restored.result()
         assert "peer" in tiers
@@ -107,7 +107,7 @@ def supervised(cluster, *names):
 
 
 def test_agents_of_both_leaving_nodes_die_before_they_are_read(ranks):
-    with cluster_of(ranks, "n1", "n2", "n3", labels=lambda name: f"rack=r{name[1:]}") as cluster:
+    with make_cluster(ranks, "n1", "n2", "n3", labels=lambda name: f"rack=r{name[1:]}") as cluster:
         assert cluster.run(["n1", "n2", "n3"], save, [5, 6]) == ["2 copies in 2 racks"] * 3
         with supervised(cluster, "n2", "n3"):
             for name in ("n2", "n3"):

@@ -12,9 +12,9 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.api import CheckpointException
 
 from tests.e2e.peers.test_node_lost import restore, save, sharded
-from tests.support.bits import zeroed
-from tests.support.clusters import cluster_of
-from tests.support.local_nodes import until
+from tests.support.bits import zeros_like_state
+from tests.support.clusters import make_cluster
+from tests.support.local_nodes import wait_until
 from tieredckpt import Checkpointer, TieredReader
 from tieredckpt.cli import main
 from tieredckpt.dcp.rank_group import unwrap_load_error
@@ -33,7 +33,7 @@ def killed_in_its_first_save(job, step):
 
     Session.lease_slot = dies if dist.get_rank() == 1 else stage
     ckpt = Checkpointer(job, on_sigterm="ignore")
-    assert ckpt.restore(zeroed(sharded(0))) == -1
+    assert ckpt.restore(zeros_like_state(sharded(0))) == -1
     assert ckpt.last_restore is None
     ckpt.save(sharded(step), step).wait(timeout_s=60)
     os.kill(os.getpid(), signal.SIGKILL)
@@ -46,7 +46,7 @@ def sealed_on(host, job):
 
 def begin(job, step=None):
     """What a restore answers, what it says about it, and what those say who name a step."""
-    state = zeroed(sharded(0))
+    state = zeros_like_state(sharded(0))
     with Checkpointer(job, on_sigterm="ignore") as ckpt:
         found = ckpt.restore(state)
         report = ckpt.last_restore
@@ -66,13 +66,13 @@ def begin(job, step=None):
 
 
 def test_job_killed_in_its_first_save_restarts_and_reports_it(ranks, capsys):
-    with cluster_of(ranks, "n1", "n2") as cluster:
+    with make_cluster(ranks, "n1", "n2") as cluster:
         where = ["n1", "n2"]
         for found, report, _, other in cluster.run(where, begin):
             assert (found, report, other) == (-1, None, "CheckpointNotFoundError")
         with pytest.raises(AssertionError, match="died"):
             cluster.run(where, killed_in_its_first_save, 3)
-        until(lambda: sealed_on(cluster["n1"], cluster.job) == [3])
+        wait_until(lambda: sealed_on(cluster["n1"], cluster.job) == [3])
         for name in where:  # and what they know of it survives them
             cluster[name].kill_agent()
             cluster[name].start()
@@ -103,7 +103,7 @@ def leaves_out(job, step):
     Session.lease_slot = busy if dist.get_rank() == 1 else stage
     try:
         with Checkpointer(job, on_busy="wait", on_sigterm="ignore") as ckpt:
-            assert ckpt.restore(zeroed(sharded(0))) == -1
+            assert ckpt.restore(zeros_like_state(sharded(0))) == -1
             ckpt.save(sharded(step), step)
             ckpt.wait()
     finally:
@@ -111,10 +111,10 @@ def leaves_out(job, step):
 
 
 def test_incomplete_step_dropped_everywhere_is_reported(ranks):
-    with cluster_of(ranks, "n1", "n2") as cluster:
+    with make_cluster(ranks, "n1", "n2") as cluster:
         where = ["n1", "n2"]
         cluster.run(where, leaves_out, 3)
-        until(lambda: [sealed_on(cluster[name], cluster.job) for name in where] == [[], []])
+        wait_until(lambda: [sealed_on(cluster[name], cluster.job) for name in where] == [[], []])
         for found, report, named, other in cluster.run(where, begin, 3):
             step, mode, refused = report
             assert (found, step, mode, other) == (-1, -1, "torn", "CheckpointTornError")
@@ -124,7 +124,7 @@ def test_incomplete_step_dropped_everywhere_is_reported(ranks):
 
 def lost(job):
     with Checkpointer(job, on_sigterm="ignore") as ckpt:
-        state = zeroed(sharded(0))
+        state = zeros_like_state(sharded(0))
         with pytest.raises(CheckpointLostError) as error:
             ckpt.restore(state)
         assert ckpt.restore(state, on_lost="start_fresh") == -1
@@ -134,12 +134,12 @@ def lost(job):
 
 def test_once_complete_step_is_lost_even_for_later_agents(ranks, capsys):
     """One node is lost; the agents of the others died since, and a node comes that knows nothing."""
-    with cluster_of(ranks, "n1", "n2", "n3") as cluster:
+    with make_cluster(ranks, "n1", "n2", "n3") as cluster:
         alone = {"TIEREDCKPT_PEER_COPIES": "1"}
         cluster.run(["n1", "n2", "n3"], save, [5, 6], 1, environ=alone)
         for name in ("n2", "n3"):
             with cluster[name].agent(cluster.job) as agent:  # not what it hears from n1 when it is asked
-                until(
+                wait_until(
                     lambda: [one.newest_committed for one in agent.store.status().jobs if one.job == cluster.job] == [6]
                 )
         cluster["n1"].lose()
@@ -147,7 +147,9 @@ def test_once_complete_step_is_lost_even_for_later_agents(ranks, capsys):
             cluster[name].kill_agent()
             cluster[name].start()
         with cluster["n3"].agent(cluster.job) as agent:
-            until(lambda: [one.state for one in agent.cluster_status(cluster.job).nodes] == ["dead", "alive", "alive"])
+            wait_until(
+                lambda: [one.state for one in agent.cluster_status(cluster.job).nodes] == ["dead", "alive", "alive"]
+            )
         cluster.add("n4")
         for said, (step, mode, refused) in cluster.run(["n4", "n2", "n3"], lost, environ=alone):
             assert "step 6" in said

@@ -8,7 +8,17 @@ import pytest
 from peerstore.errors import AgentUnreachableError, PeerStoreError, ShardNotFoundError
 from peerstore.failpoints import FAILPOINTS
 from peerstore.shard_records import VersionId
-from tests.support.stores import MIB, content, fill, flip, key, load, pinned_file, store_agent, store_directory
+from tests.support.stores import (
+    MIB,
+    flip_byte,
+    load_shard,
+    pinned_file,
+    shard_content,
+    shard_key,
+    store_agent,
+    store_directory,
+    write_slot,
+)
 
 pytestmark = pytest.mark.e2e
 
@@ -50,16 +60,16 @@ def work(client, versions, sealed):
     client.put_blob("job", "settings", b"kept")
     for version in versions:
         for part in PARTS:
-            of = key(version, part)
+            of = shard_key(version, part)
             lease = client.lease(of, 1000 if version % 2 else 9 * MIB // 4, 2)  # what is much smaller fits no slot
             lease = client.grow(lease.id, 2 * size_of(of))
-            fill(lease, content(of, size_of(of)))
+            write_slot(lease, shard_content(of, size_of(of)))
             client.seal(lease.id, size_of(of), b"meta")
             sealed.append(of)
-        client.mark_committed("job", key(version).version_id)
+        client.mark_committed("job", shard_key(version).version_id)
     sealed[:] = [of for of in sealed if of.version != versions[-1]]
-    client.delete_versions("job", [key(versions[-1]).version_id])
-    lease = client.lease(key(versions[-1], 0, attempt=1), 58 * MIB, 2)  # another writer's free slot makes room
+    client.delete_versions("job", [shard_key(versions[-1]).version_id])
+    lease = client.lease(shard_key(versions[-1], 0, attempt=1), 58 * MIB, 2)  # another writer's free slot makes room
     client.release(lease.id)
 
 
@@ -67,9 +77,9 @@ def check(client, sealed):
     """Everything acknowledged that was not superseded is here, whole versions above all, and nothing is half here."""
     here = [fact.key for fact in client.list_shards("job")]
     for of in here:
-        assert load(client, of) == content(of, size_of(of))
+        assert load_shard(client, of) == shard_content(of, size_of(of))
         assert client.verify(of) == ()
-    whole = [v for v in {of.version for of in sealed} if all(key(v, part) in sealed for part in PARTS)]
+    whole = [v for v in {of.version for of in sealed} if all(shard_key(v, part) in sealed for part in PARTS)]
     if whole:
         newest = max(whole)
         assert {of for of in sealed if of.version >= newest} <= set(here)
@@ -81,9 +91,9 @@ def go_on(client):
     epoch = client.claim("job", "b")
     for version in range(90, 93):
         for part in PARTS:
-            of = key(version, part, epoch=epoch, name="b")
+            of = shard_key(version, part, epoch=epoch, name="b")
             lease = client.lease(of, 2 * MIB, 2, wait_s=5)
-            fill(lease, content(of, size_of(of)))
+            write_slot(lease, shard_content(of, size_of(of)))
             client.seal(lease.id, size_of(of))
     assert max(client.list_shards("job"), key=lambda fact: fact.key).key.version == 92
     assert client.status().jobs[0].newest_committed == 92
@@ -114,11 +124,11 @@ def test_crash_variable_alone_kills_no_agent(directory, monkeypatch):
 @pytest.mark.parametrize("count", [1, 2])
 @pytest.mark.parametrize("point", STARTING)
 def test_agent_killed_during_adoption(directory, point, count):
-    saved = [key(version, part) for version in (3, 4) for part in PARTS]
+    saved = [shard_key(version, part) for version in (3, 4) for part in PARTS]
     with store_agent(directory, *BUDGET) as agent, agent.client(retry_s=20) as client:
         for of in saved:
             lease = client.lease(of, size_of(of), 2)
-            fill(lease, content(of, size_of(of)))
+            write_slot(lease, shard_content(of, size_of(of)))
             client.seal(lease.id, size_of(of))
         agent.kill()
     with store_agent(directory, *BUDGET, crash_at=f"{point}:{count}") as agent:
@@ -132,30 +142,30 @@ def test_agent_killed_during_adoption(directory, point, count):
 def test_flipped_byte_is_reported_and_the_version_is_not_committed(directory):
     """The newest version is damaged: the older one is kept, also when somebody had called the newest one whole."""
     with store_agent(directory, *BUDGET) as agent, agent.client(retry_s=20) as client:
-        for of in [key(1), key(2)]:
+        for of in [shard_key(1), shard_key(2)]:
             lease = client.lease(of, MIB, 1)
-            fill(lease, content(of, MIB))
+            write_slot(lease, shard_content(of, MIB))
             client.seal(lease.id, MIB)
             client.mark_committed("job", of.version_id)
-        pin = client.pin(key(2))  # whose file is open for as long as somebody has it
+        pin = client.pin(shard_key(2))  # whose file is open for as long as somebody has it
         slot = pinned_file(pin).readlink()
         agent.kill()
-    flip(slot, MIB // 2)
+    flip_byte(slot, MIB // 2)
     with store_agent(directory, *BUDGET) as agent, agent.client(retry_s=20) as client:
-        assert [fact.key for fact in client.list_shards("job")] == [key(1)]
+        assert [fact.key for fact in client.list_shards("job")] == [shard_key(1)]
         with pytest.raises(ShardNotFoundError):
-            client.pin(key(2))
+            client.pin(shard_key(2))
         (damage,) = client.status().damage_reports
         assert (damage.job, damage.what) == ("job", "job/2 part 0 (epoch 1 a)")
         assert "chunks differ after a restart" in damage.reason
-        client.mark_committed("job", key(2).version_id)  # somebody who has not heard of it yet
+        client.mark_committed("job", shard_key(2).version_id)  # somebody who has not heard of it yet
         assert client.status().jobs[0].newest_committed == 1
         for version in (3, 4):  # not whole: a second part never comes
-            lease = client.lease(key(version), MIB, 2)
+            lease = client.lease(shard_key(version), MIB, 2)
             client.seal(lease.id, 10)
         with pytest.raises(PeerStoreError):
-            client.lease(key(5), MIB, 2)
-        assert load(client, key(1)) == content(key(1), MIB)
+            client.lease(shard_key(5), MIB, 2)
+        assert load_shard(client, shard_key(1)) == shard_content(shard_key(1), MIB)
 
 
 @pytest.mark.parametrize(
@@ -169,12 +179,12 @@ def test_flipped_byte_is_reported_and_the_version_is_not_committed(directory):
 )
 def test_files_missing_at_adoption_are_absent(directory, harm, left, damages):
     with store_agent(directory, *BUDGET) as agent, agent.client(retry_s=20) as client:
-        for of in [key(1), key(2)]:
+        for of in [shard_key(1), shard_key(2)]:
             lease = client.lease(of, MIB, 1)
-            fill(lease, content(of, MIB))
+            write_slot(lease, shard_content(of, MIB))
             client.seal(lease.id, MIB)
             client.mark_committed("job", of.version_id)
-        pin = client.pin(key(2))  # whose file is open for as long as somebody has it
+        pin = client.pin(shard_key(2))  # whose file is open for as long as somebody has it
         slot = pinned_file(pin).readlink()
         agent.kill()
     note = directory / "notes" / f"seal.{slot.name}"
@@ -184,35 +194,35 @@ def test_files_missing_at_adoption_are_absent(directory, harm, left, damages):
         case "remove the slot":
             slot.unlink()
         case "damage the note":
-            flip(note, 40)
+            flip_byte(note, 40)
         case "remove the note":
             note.unlink()
     with store_agent(directory, *BUDGET) as agent, agent.client(retry_s=20) as client:
         assert [fact.key.version for fact in client.list_shards("job")] == left
         assert len(client.status().damage_reports) == damages
         assert client.status().jobs[0].newest_committed == 1
-        assert load(client, key(1)) == content(key(1), MIB)
+        assert load_shard(client, shard_key(1)) == shard_content(shard_key(1), MIB)
 
 
 def test_writer_continues_its_lease_after_an_agent_restart(directory):
     with store_agent(directory, *BUDGET) as agent, agent.client(retry_s=20) as client:
-        lease = client.lease(key(1), MIB, 1)
-        fill(lease, content(key(1), MIB)[:1000])
+        lease = client.lease(shard_key(1), MIB, 1)
+        write_slot(lease, shard_content(shard_key(1), MIB)[:1000])
         agent.kill()
     with store_agent(directory, *BUDGET) as agent, agent.client(retry_s=20) as client:
-        fill(lease, content(key(1), MIB)[1000:], 1000)
+        write_slot(lease, shard_content(shard_key(1), MIB)[1000:], 1000)
         client.seal(lease.id, MIB)
-        assert load(client, key(1)) == content(key(1), MIB)
+        assert load_shard(client, shard_key(1)) == shard_content(shard_key(1), MIB)
 
 
 def test_a_past_incarnation_stays_fenced_after_a_restart(directory):
     with store_agent(directory, *BUDGET) as agent, agent.client(retry_s=20) as client:
-        lease = client.lease(key(1), MIB, 1)
+        lease = client.lease(shard_key(1), MIB, 1)
         assert client.claim("job", "newer") == 2
         agent.kill()
     with store_agent(directory, *BUDGET) as agent, agent.client(retry_s=20) as client:
         assert client.epoch("job") == 2
-        for attempt in (lambda: client.seal(lease.id, 10), lambda: client.lease(key(2), MIB, 1)):
+        for attempt in (lambda: client.seal(lease.id, 10), lambda: client.lease(shard_key(2), MIB, 1)):
             with pytest.raises(PeerStoreError, match=r"past incarnation|not known"):
                 attempt()
         assert client.status().arena.leases == 0
@@ -221,10 +231,10 @@ def test_a_past_incarnation_stays_fenced_after_a_restart(directory):
 def test_deleted_version_does_not_return(directory):
     group = VersionId(1, 1, 0, "a")
     with store_agent(directory, *BUDGET) as agent, agent.client(retry_s=20) as client:
-        lease = client.lease(key(1), MIB, 1)
+        lease = client.lease(shard_key(1), MIB, 1)
         client.seal(lease.id, MIB)
         client.mark_committed("job", group)
-        client.pin(key(1))
+        client.pin(shard_key(1))
         assert client.delete_versions("job", [group]) == 1
         agent.kill()
     with store_agent(directory, *BUDGET) as agent, agent.client(retry_s=20) as client:

@@ -20,9 +20,19 @@ from peerstore.server.agent_launcher import connect_or_launch_agent
 from peerstore.server.store_client import Client
 from peerstore.settings import AgentPaths
 from peerstore.store.arena import FileMapping, closing_fd, prefault_address
-from tests.support.agents import agent_pid, end_agent, wait_gone
-from tests.support.local_nodes import until
-from tests.support.stores import MIB, client_of, content, fill, key, load, save, store_agent, store_directory
+from tests.support.agents import agent_pid, stop_agent, wait_process_ended
+from tests.support.local_nodes import wait_until
+from tests.support.stores import (
+    MIB,
+    load_shard,
+    open_client,
+    save_shard,
+    shard_content,
+    shard_key,
+    store_agent,
+    store_directory,
+    write_slot,
+)
 
 pytestmark = pytest.mark.e2e
 
@@ -33,7 +43,7 @@ ROOT = Path(__file__).resolve().parents[3]
 def directory():
     with store_directory() as place:
         yield place
-        end_agent(place)
+        stop_agent(place)
 
 
 @pytest.fixture
@@ -93,16 +103,16 @@ def test_eight_concurrent_starters_share_an_agent_that_outlives_them(directory, 
     pid = agent_pid(directory)
     assert pid not in {None, *(one.pid for one in starters)}
     log = directory / "agent.log"
-    until(lambda: " serves " in log.read_text(), "the agent has said so: it answers a moment before")
-    with client_of(directory / "agent.sock", job="job") as client:
+    wait_until(lambda: " serves " in log.read_text(), "the agent has said so: it answers a moment before")
+    with open_client(directory / "agent.sock", job="job") as client:
         for one in starters:
             say(one)
             assert one.wait(20) == 0
         while client.status().jobs[0].clients > 1:
             pass  # the agent notices one after the other
-        save(client, key())
-        assert load(client, key()) == content(key(), MIB)
-    wait_gone(pid)  # nobody is connected, the job's time is over
+        save_shard(client, shard_key())
+        assert load_shard(client, shard_key()) == shard_content(shard_key(), MIB)
+    wait_process_ended(pid)  # nobody is connected, the job's time is over
     assert log.read_text().count(" serves ") == 1
     assert sorted(path.name for path in directory.iterdir()) == ["agent.lock", "agent.log", "launch.lock", "notes"]
     assert [path.name for path in (directory / "notes").iterdir()] == ["expired.job"]
@@ -167,7 +177,7 @@ def test_second_agent_in_a_directory_is_refused(directory):
         assert second.returncode == EXIT_FAILED
         assert second.stderr.startswith(f"peerstore: another agent already serves {directory}")
         with agent.client() as client:
-            save(client, key())
+            save_shard(client, shard_key())
 
 
 def test_agent_replaces_its_deleted_socket(directory):
@@ -175,11 +185,11 @@ def test_agent_replaces_its_deleted_socket(directory):
     with store_agent(directory, "--budget", "64MiB") as agent:
         assert agent.wait_ready()
         with agent.client() as client:
-            save(client, key())
+            save_shard(client, shard_key())
         place.socket.unlink()
         launch = partial(connect_or_launch_agent, place, serve_command(directory, "--detach"))
         with contextlib.closing(Client(launch, job="job")) as client:
-            assert load(client, key()) == content(key(), MIB)
+            assert load_shard(client, shard_key()) == shard_content(shard_key(), MIB)
         assert agent_pid(directory) == agent.process.pid
         assert stat.S_IMODE(place.socket.stat().st_mode) == 0o600
         assert agent.end() == EXIT_OK
@@ -190,7 +200,7 @@ def test_agent_restores_its_deleted_lock_file(directory):
     with store_agent(directory, "--budget", "64MiB") as agent:
         assert agent.wait_ready()
         agent.place.lock.unlink()
-        until(lambda: agent_pid(directory) == agent.process.pid, "the lock file names the agent again")
+        wait_until(lambda: agent_pid(directory) == agent.process.pid, "the lock file names the agent again")
         assert stat.S_IMODE(agent.place.lock.stat().st_mode) == 0o600
         second = subprocess.run(serve_command(directory), capture_output=True, text=True, env=here())
         assert second.stderr.startswith(f"peerstore: another agent already serves {directory}")
@@ -200,7 +210,7 @@ def test_agent_exits_when_its_directory_is_deleted(directory):
     with store_agent(directory, "--budget", "64MiB") as agent:
         assert agent.wait_ready()
         with agent.client() as client:
-            save(client, key())
+            save_shard(client, shard_key())
         shutil.rmtree(directory)
         assert agent.process.wait(60) == EXIT_OK
     assert not directory.exists()
@@ -214,12 +224,12 @@ def test_agent_exits_when_another_agent_serves_its_directory(directory):
         with store_agent(directory, "--budget", "64MiB") as second:
             assert second.wait_ready()
             with second.client() as client:
-                save(client, key())
+                save_shard(client, shard_key())
             os.kill(first.process.pid, signal.SIGCONT)
             assert first.process.wait(60) == EXIT_OK
             assert agent_pid(directory) == second.process.pid
             with second.client() as client:
-                assert load(client, key()) == content(key(), MIB)
+                assert load_shard(client, shard_key()) == shard_content(shard_key(), MIB)
 
 
 def test_the_agent_imports_nothing_heavy(directory):
@@ -238,14 +248,14 @@ def test_the_agent_imports_nothing_heavy(directory):
 
 def test_sigterm_ends_waiting_requests_and_keeps_sealed_shards(directory):
     with store_agent(directory, "--budget", "64MiB") as agent, agent.client(retry_s=20) as client:
-        save(client, key(1))
-        client.lease(key(job="other"), 60 * MIB, 1)
+        save_shard(client, shard_key(1))
+        client.lease(shard_key(job="other"), 60 * MIB, 1)
         answers = []
 
         def wait_long():
             with agent.client(retry_s=0) as waiting:
                 try:
-                    waiting.lease(key(2), 50 * MIB, 1, wait_s=250)
+                    waiting.lease(shard_key(2), 50 * MIB, 1, wait_s=250)
                 except UnavailableError as error:
                     answers.append(error)
 
@@ -257,7 +267,7 @@ def test_sigterm_ends_waiting_requests_and_keeps_sealed_shards(directory):
         waiting.join(20)
         assert len(answers) == 1
     with store_agent(directory, "--budget", "64MiB") as agent, agent.client(retry_s=20) as client:
-        assert load(client, key(1)) == content(key(1), MIB)
+        assert load_shard(client, shard_key(1)) == shard_content(shard_key(1), MIB)
 
 
 def status_of(directory, *options):
@@ -272,8 +282,8 @@ def status_of(directory, *options):
 def test_status_for_people_and_for_programs(directory):
     with store_agent(directory, "--budget", "64MiB") as agent, agent.client(retry_s=20, job="job") as client:
         for version in (1, 2):
-            save(client, key(version))
-        client.report_damage(key(2), "a test says so")
+            save_shard(client, shard_key(version))
+        client.report_damage(shard_key(2), "a test says so")
         said = status_of(directory)
         assert said.returncode == EXIT_OK
         assert said.stderr == ""
@@ -390,21 +400,21 @@ class TestSmallTmpfs:
 
     def test_slot_larger_than_the_file_system_is_refused_with_advice(self, small_tmpfs):
         with store_agent(small_tmpfs / "a", "--budget", "1GiB") as agent, agent.client(retry_s=20) as client:
-            lease = client.lease(key(1), 6 * MIB, 1)
-            fill(lease, content(key(1), 6 * MIB))
+            lease = client.lease(shard_key(1), 6 * MIB, 1)
+            write_slot(lease, shard_content(shard_key(1), 6 * MIB))
             for attempt in (
-                lambda: client.lease(key(1, job="other"), 12 * MIB, 1),
+                lambda: client.lease(shard_key(1, job="other"), 12 * MIB, 1),
                 lambda: client.grow(lease.id, 20 * MIB),
             ):
                 with pytest.raises(ArenaFullError, match=r"does not fit into .* Enlarge it"):
                     attempt()
             client.seal(lease.id, 6 * MIB)
-            assert load(client, key(1)) == content(key(1), 6 * MIB)
+            assert load_shard(client, shard_key(1)) == shard_content(shard_key(1), 6 * MIB)
             assert agent.end() == EXIT_OK
 
     def test_missing_memory_is_detected_when_prefaulting(self, small_tmpfs):
         with store_agent(small_tmpfs / "a", "--budget", "1GiB") as agent, agent.client(retry_s=20) as client:
-            lease = client.lease(key(1), 10 * MIB, 1)
+            lease = client.lease(shard_key(1), 10 * MIB, 1)
             (small_tmpfs / "somebody else").write_bytes(bytes(10 * MIB))
             refused = pytest.raises(ArenaFullError, match=r"no memory for 10\.0 MiB of the arena")
             with closing_fd(client.open_slot(lease.slot)) as fd:
@@ -413,22 +423,22 @@ class TestSmallTmpfs:
                 prefault_address(mapping.address, 10 * MIB)
             client.release(lease.id)
             (small_tmpfs / "somebody else").unlink()
-            save(client, key(2), 10 * MIB)
-            assert load(client, key(2)) == content(key(2), 10 * MIB)
+            save_shard(client, shard_key(2), 10 * MIB)
+            assert load_shard(client, shard_key(2)) == shard_content(shard_key(2), 10 * MIB)
 
     def test_hashing_a_slot_with_holes_does_not_kill_the_agent(self, small_tmpfs):
         with store_agent(small_tmpfs / "a", "--budget", "1GiB") as agent, agent.client(retry_s=20) as client:
-            lease = client.lease(key(1), 10 * MIB, 1)
+            lease = client.lease(shard_key(1), 10 * MIB, 1)
             blocks = fill_up(small_tmpfs)
             with pytest.raises(ArenaFullError):
                 client.seal(lease.id, 10 * MIB, b"m" * MIB)
             blocks.unlink()
             client.seal(lease.id, 10 * MIB)
-            assert load(client, key(1)) == bytes(10 * MIB)
+            assert load_shard(client, shard_key(1)) == bytes(10 * MIB)
 
     def test_reserved_slots_stop_where_the_memory_ends(self, small_tmpfs):
         with store_agent(small_tmpfs / "a", "--budget", "1GiB") as agent, agent.client(retry_s=20) as client:
             assert len(client.reserve("job", 0, 10 * MIB)) == 1
             with pytest.raises((ArenaFullError, ArenaBusyError)):
-                client.lease(key(1, job="other"), 10 * MIB, 1)
-            save(client, key(1), 10 * MIB)
+                client.lease(shard_key(1, job="other"), 10 * MIB, 1)
+            save_shard(client, shard_key(1), 10 * MIB)

@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 from peerstore.errors import AgentBusyError
-from tests.support.local_nodes import until
-from tests.support.stores import MIB, content, key, load, save, store_agent, store_directory
+from tests.support.local_nodes import wait_until
+from tests.support.stores import MIB, load_shard, save_shard, shard_content, shard_key, store_agent, store_directory
 
 HARD = 200
 
@@ -36,20 +36,20 @@ def test_agent_raises_its_open_file_limit(agent):
 
 def test_new_work_is_refused_and_started_work_finishes(agent):
     with agent.client() as client, contextlib.ExitStack() as crowd:
-        save(client, key(1))
-        begun = client.lease(key(2), MIB, 1)
+        save_shard(client, shard_key(1))
+        begun = client.lease(shard_key(2), MIB, 1)
         while files_of(agent) < HARD - 30:
             crowd.enter_context(agent.client()).epoch("job")  # answered: the agent has taken this connection
         with pytest.raises(AgentBusyError, match="Ask again"):
-            client.lease(key(3), MIB, 1)
+            client.lease(shard_key(3), MIB, 1)
         with pytest.raises(AgentBusyError):
-            client.pin(key(1))
+            client.pin(shard_key(1))
         client.seal(begun.id, MIB)
-        assert client.verify(key(1)) == ()
+        assert client.verify(shard_key(1)) == ()
         crowd.close()
-        until(lambda: files_of(agent) < HARD // 2, "the crowd to be gone")
-        assert load(client, key(1)) == content(key(1), MIB)
-        save(client, key(3))
+        wait_until(lambda: files_of(agent) < HARD // 2, "the crowd to be gone")
+        assert load_shard(client, shard_key(1)) == shard_content(shard_key(1), MIB)
+        save_shard(client, shard_key(3))
         status = client.status()
         assert (status.counters["rejected_busy"], status.counters["files_limit"]) == (2, HARD)
         assert status.damage_reports == ()
@@ -63,9 +63,9 @@ def test_repeated_restarts_keep_files_and_threads_constant():
             with store_agent(directory, "--budget", "64MiB") as agent:
                 assert agent.wait_ready()
                 with agent.client() as client:
-                    save(client, key(version))
-                    client.mark_committed("job", key(version).version_id)
-                    assert load(client, key(version)) == content(key(version), MIB)
+                    save_shard(client, shard_key(version))
+                    client.mark_committed("job", shard_key(version).version_id)
+                    assert load_shard(client, shard_key(version)) == shard_content(shard_key(version), MIB)
                     seen.append((files_of(agent), len(list(Path(f"/proc/{agent.process.pid}/task").iterdir()))))
                 agent.kill()
     assert max(files for files, _ in seen[1:]) <= seen[0][0] + 1

@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 from peerstore.errors import PeerStoreError
-from tests.support.local_nodes import until
-from tests.support.stores import MIB, content, key, load, save, store_agent, store_directory
+from tests.support.local_nodes import wait_until
+from tests.support.stores import MIB, load_shard, save_shard, shard_content, shard_key, store_agent, store_directory
 
 BUDGET = ("--budget", "64MiB")
 SIZE = 4 * MIB
@@ -19,14 +19,14 @@ from peerstore.server.store_client import Client, connect_to_agent
 from peerstore.store.arena import FileMapping
 from peerstore.settings import AgentPaths
 from pathlib import Path
-from tests.support.stores import content, key
+from tests.support.stores import shard_content, shard_key
 
-of = key(int(sys.argv[2]))
+of = shard_key(int(sys.argv[2]))
 client = Client(lambda: connect_to_agent(AgentPaths(Path(sys.argv[1])).socket), job="reader")
 pin = client.pin(of)
 if "cut off" in sys.argv:
     client.close()
-expected = content(of, pin.record.size_bytes)
+expected = shard_content(of, pin.record.size_bytes)
 half = len(expected) // 2
 with FileMapping(pin.fd, len(expected)) as mapping, mapping.view as view:
     assert bytes(view[:half]) == expected[:half]
@@ -66,13 +66,13 @@ def test_restarted_agent_never_overwrites_data_of_an_active_reader(directory, si
     with store_agent(directory, *BUDGET) as agent:
         with agent.client(retry_s=20) as client:
             for version in (1, 2):
-                save(client, key(version), SIZE)
+                save_shard(client, shard_key(version), SIZE)
         readers = [Reader(directory, version) for version in (1, 2)]
         agent.kill()
     with store_agent(directory, *BUDGET) as agent, agent.client(retry_s=20) as client:
         for version in range(3, 9):
-            save(client, key(version), size)
-            assert load(client, key(version)) == content(key(version), size)
+            save_shard(client, shard_key(version), size)
+            assert load_shard(client, shard_key(version)) == shard_content(shard_key(version), size)
         assert [reader.finish() for reader in readers] == ["right lost"] * 2
         assert client.status().arena.allocated_bytes <= 64 * MIB
 
@@ -81,18 +81,18 @@ def test_memory_of_a_reader_counts_until_it_ends(directory):
     """A slot was given up under a reader: what it takes is not promised to anybody else."""
     with store_agent(directory, "--budget", "12MiB") as agent:
         with agent.client(retry_s=20) as client:
-            save(client, key(1), SIZE)
+            save_shard(client, shard_key(1), SIZE)
         reader = Reader(directory, 1)
         agent.kill()
     with store_agent(directory, "--budget", "12MiB") as agent, agent.client(retry_s=20) as client:
-        client.delete_versions("job", [key(1).version_id])
+        client.delete_versions("job", [shard_key(1).version_id])
         assert client.list_shards("job") == []
         assert client.status().arena.allocated_bytes == SIZE
         with pytest.raises(PeerStoreError):
-            client.lease(key(2), 3 * SIZE, 1)
+            client.lease(shard_key(2), 3 * SIZE, 1)
         assert reader.finish() == "right lost"
         assert client.status().arena.allocated_bytes == 0
-        client.lease(key(2), 3 * SIZE, 1)
+        client.lease(shard_key(2), 3 * SIZE, 1)
 
 
 def test_live_reader_with_a_lost_pin_keeps_its_data(directory):
@@ -101,10 +101,10 @@ def test_live_reader_with_a_lost_pin_keeps_its_data(directory):
         store_agent(directory, *BUDGET, "--lease-grace-s", "0.1") as agent,
         agent.client(retry_s=20) as client,
     ):
-        save(client, key(1), SIZE)
+        save_shard(client, shard_key(1), SIZE)
         reader = Reader(directory, 1, "cut off")
-        until(lambda: client.status().arena.pins == 0, "the pin is taken back")
+        wait_until(lambda: client.status().arena.pins == 0, "the pin is taken back")
         for version in range(2, 6):
-            save(client, key(version), SIZE)
-        assert key(1) not in {fact.key for fact in client.list_shards("job")}
+            save_shard(client, shard_key(version), SIZE)
+        assert shard_key(1) not in {fact.key for fact in client.list_shards("job")}
         assert reader.finish() == "right lost"

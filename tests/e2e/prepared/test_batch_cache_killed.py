@@ -9,19 +9,19 @@ import pytest
 
 from peerstore.daemon_process import process_start_time
 from tests.support.batch_reader import (
-    Logged,
+    LoggedPrepare,
     batch_of,
+    file_names,
     hang_in_prepare,
-    logged,
-    names,
     open_cache,
-    preparers,
-    read,
+    prepare_counts,
+    preparer_pids,
     read_ahead,
+    read_batches,
     read_tensors,
     work_beside_another_child,
 )
-from tests.support.crashes import crash_at
+from tests.support.crashes import crash_environ
 
 pytestmark = pytest.mark.e2e
 
@@ -50,7 +50,7 @@ def log(tmp_path):
 
 
 def crash(point, times):
-    return crash_at(f"{point}:{times}")
+    return crash_environ(f"{point}:{times}")
 
 
 def gone(pids, timeout_s=60):
@@ -65,27 +65,30 @@ def test_cache_survives_a_kill_at_any_point(zygote, directory, log, point):
     """The third time each point is reached; where room is made, that is for the third batch beyond the bound."""
     making_room = point == "prepared.gave-up"
     limit = _FIVE_BATCHES if making_room else 1 << 30
-    ended = zygote.run(read, directory, log, _BATCHES, limit, environ=crash(point, 3))
+    ended = zygote.run(read_batches, directory, log, _BATCHES, limit, environ=crash(point, 3))
     assert ended.status == -signal.SIGKILL
-    before = logged(log)
+    before = prepare_counts(log)
     assert set(before.values()) == {1}
     with open_cache(directory) as cache:
         there = cache.cached_indices()
-        assert names(cache.directory) == [*(f"{index:020d}.batch" for index in there), "tally"]  # and nothing half-made
+        assert file_names(cache.directory) == [
+            *(f"{index:020d}.batch" for index in there),
+            "tally",
+        ]  # and nothing half-made
         for index in there:
             assert cache.lookup(index).batch == batch_of(index)
         assert cache.counts.damaged == 0
         if not making_room:
             assert there == ([0, 1, 2] if point == "prepared.published" else [0, 1])
-    assert zygote.run(read, directory, log, _BATCHES).status == 0
-    again = {index for index, times in logged(log).items() if times > 1}
+    assert zygote.run(read_batches, directory, log, _BATCHES).status == 0
+    again = {index for index, times in prepare_counts(log).items() if times > 1}
     assert again == set(before) - set(there)
     with open_cache(directory) as cache:
         assert cache.cached_indices() == list(range(_BATCHES))
 
 
 def test_size_bound_holds_after_a_kill_during_eviction(zygote, directory, log):
-    ended = zygote.run(read, directory, log, _BATCHES, _FIVE_BATCHES, environ=crash("prepared.gave-up", 2))
+    ended = zygote.run(read_batches, directory, log, _BATCHES, _FIVE_BATCHES, environ=crash("prepared.gave-up", 2))
     assert ended.status == -signal.SIGKILL
     with open_cache(directory, max_bytes=_FIVE_BATCHES) as cache:
         for index in range(50, 70):
@@ -94,9 +97,9 @@ def test_size_bound_holds_after_a_kill_during_eviction(zygote, directory, log):
 
 
 def test_only_one_of_several_processes_prepares_each_batch(zygote, directory, log):
-    running = [zygote.start(read, directory, log, 100) for _ in range(4)]
+    running = [zygote.start(read_batches, directory, log, 100) for _ in range(4)]
     assert [one.wait().status for one in running] == [0] * 4
-    assert logged(log) == dict.fromkeys(range(100), 1)
+    assert prepare_counts(log) == dict.fromkeys(range(100), 1)
 
 
 def test_waiter_prepares_when_the_preparing_process_dies(zygote, directory, log):
@@ -108,7 +111,7 @@ def test_waiter_prepares_when_the_preparing_process_dies(zygote, directory, log)
             return False
 
         with open_cache(directory) as cache:
-            found.append(cache.get(0, Logged(log), should_stop=stop))
+            found.append(cache.get(0, LoggedPrepare(log), should_stop=stop))
 
     running = zygote.start(hang_in_prepare, directory, log)
     running.wait_line("preparing")
@@ -120,7 +123,7 @@ def test_waiter_prepares_when_the_preparing_process_dies(zygote, directory, log)
     running.wait()
     thread.join()
     assert found == [batch_of(0)]
-    assert logged(log) == {0: 2}
+    assert prepare_counts(log) == {0: 2}
 
 
 @pytest.mark.parametrize("workers", [0, 2])
@@ -129,13 +132,13 @@ def test_restarted_trainer_finds_all_prepared_batches(zygote, directory, log, wo
     running.wait_line("read")
     running.kill()
     running.wait()
-    gone(preparers(log))  # workers end with their trainer, after the batch they are at
+    gone(preparer_pids(log))  # workers end with their trainer, after the batch they are at
     with open_cache(directory) as cache:
         there = cache.cached_indices()
     assert set(range(5)) <= set(there) <= set(range(11))  # what was read, and up to six ahead
-    before = logged(log)
+    before = prepare_counts(log)
     zygote.run(read_ahead, directory, log, _BATCHES, workers)
-    more = logged(log) - before
+    more = prepare_counts(log) - before
     assert set(more) == set(range(_BATCHES)) - set(there)
     assert set(more.values()) == {1}
 
@@ -155,7 +158,7 @@ def test_forked_worker_ends_with_its_trainer(zygote, directory):
 
 
 def test_cached_stream_is_mapped_after_a_kill_without_worker_processes(zygote, directory, log):
-    zygote.run(read, directory, log, _BATCHES)
+    zygote.run(read_batches, directory, log, _BATCHES)
     before = log.read_text()
     assert zygote.run(read_ahead, directory, log, _BATCHES, 2).result == []
     assert log.read_text() == before

@@ -28,7 +28,7 @@ from integration.sagemaker import (
 )
 from tests.support import aws_library
 from tests.support.agents import agent_directory
-from tests.support.memory_servers import theirs
+from tests.support.memory_servers import aws_server
 from tests.support.memory_service import shard_meta
 from tests.support.ports import free_port
 from tieredckpt.errors import CheckpointDamagedError, TierUnavailableError
@@ -89,8 +89,8 @@ def save(make, steps, *, planner=None, **how):
 
 def aws(url, endpoint="", **more):
     """AWS's library, pointed at a server: its writer for a step, and its reader."""
-    aws_library.point_at(url, endpoint)
-    config, writer, reader = aws_library.names()
+    aws_library.use_servers(url, endpoint)
+    config, writer, reader = aws_library.library_classes()
     of = config(**{"namespace": JOB, "world_size": dist.get_world_size(), **more})
     return (lambda step: writer(of, step=step)), (lambda step=None: reader(of, step))
 
@@ -167,7 +167,7 @@ def agent_dir(agent):
 
 @pytest.fixture(scope="module")
 def running():
-    with theirs() as address:
+    with aws_server() as address:
         yield Server(address)
 
 
@@ -429,7 +429,7 @@ def test_metadata_from_the_network_runs_no_code(on, server, agent_dir, tmp_path)
 def accepts(namespace):
     from amzn_sagemaker_checkpointing.checkpointing.filesystem.checkpoint_helpers import CheckpointHelpers
 
-    config = aws_library.names()[0](namespace=namespace, world_size=1)
+    config = aws_library.library_classes()[0](namespace=namespace, world_size=1)
     return CheckpointHelpers.validated_checkpoint_config(config) is config
 
 

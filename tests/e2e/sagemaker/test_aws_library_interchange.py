@@ -20,10 +20,10 @@ from integration.sagemaker import (
 from integration.sagemaker.convert import main as convert
 from integration.sagemaker.memory_service.http_frontend import TokenCheck
 from tests.support import aws_library
-from tests.support.bits import assert_same, zeroed
-from tests.support.memory_servers import ours
-from tests.support.memory_service import memory_service
-from tests.support.models import build, full, state_of, train
+from tests.support.bits import assert_same_bits, zeros_like_state
+from tests.support.memory_servers import our_server
+from tests.support.memory_service import fake_memory_service
+from tests.support.models import build_model, full_state, get_state, train_steps
 from tieredckpt import TieredReader
 from tieredckpt.errors import TierUnavailableError, UsageError
 
@@ -37,7 +37,7 @@ pytestmark = [
 
 @pytest.fixture
 def service():
-    with memory_service() as running:
+    with fake_memory_service() as running:
         yield running
 
 
@@ -55,16 +55,16 @@ def s3(moto, monkeypatch, tmp_path):
 
 def trained(kind, steps):
     """A state, with a view, a number and some text beside the model."""
-    model, optimizer = build(kind, dist.get_world_size(), seed=1)
-    train(model, optimizer, steps)
+    model, optimizer = build_model(kind, dist.get_world_size(), seed=1)
+    train_steps(model, optimizer, steps)
     base = torch.arange(1000.0)
-    return {**state_of(model, optimizer), "epoch": steps, "name": "run", "view": base[10:20]}
+    return {**get_state(model, optimizer), "epoch": steps, "name": "run", "view": base[10:20]}
 
 
 def by_aws(kind, steps, url, endpoint, s3_base, layout, how="save"):
     """Saved with AWS's library; what every rank has then."""
-    aws_library.point_at(url, endpoint)
-    config, writer, _ = aws_library.names()
+    aws_library.use_servers(url, endpoint)
+    config, writer, _ = aws_library.library_classes()
     state = trained(kind, steps)
     of = config(namespace="job", world_size=dist.get_world_size(), save_to_s3=bool(s3_base), **_s3(s3_base, layout))
     made = writer(of, step=steps)
@@ -72,7 +72,7 @@ def by_aws(kind, steps, url, endpoint, s3_base, layout, how="save"):
         dcp.async_save(state, storage_writer=made).result()
     else:
         dcp.save(state, storage_writer=made)
-    return full(state)
+    return full_state(state)
 
 
 def _s3(base, layout):
@@ -87,11 +87,11 @@ def _s3(base, layout):
 
 def by_ours(kind, url, s3_base):
     """Loaded with the class of AWS's name that is ours; what every rank has then."""
-    state = zeroed(trained(kind, 1))
+    state = zeros_like_state(trained(kind, 1))
     of = SageMakerCheckpointConfig("job", dist.get_world_size(), s3_tier_base_path=s3_base, memory_url=url)
     reader = SageMakerTieredStorageReader(of)
     dcp.load(state, storage_reader=reader)
-    return reader.step, full(state)
+    return reader.step, full_state(state)
 
 
 @pytest.mark.parametrize(
@@ -104,7 +104,7 @@ def test_aws_checkpoint_is_read_by_any_world(agent_dir, ranks, service, moto, s3
     saved = ranks.run(before, by_aws, kind, 2, service.url, moto.endpoint, base, where, how)[0]
     for step, found in ranks.run(after, by_ours, kind, url, base):
         assert step == 2
-        assert_same(saved, found)
+        assert_same_bits(saved, found)
 
 
 # -- one process: the rest of the ways ------------------------------------------------------------------------
@@ -114,8 +114,8 @@ STATE = {"w": torch.arange(24.0).view(4, 6), "b": torch.linspace(-1, 1, 3).bfloa
 
 
 def save_by_aws(steps, url, endpoint, base, layout, more):
-    aws_library.point_at(url, endpoint)
-    config, writer, _ = aws_library.names()
+    aws_library.use_servers(url, endpoint)
+    config, writer, _ = aws_library.library_classes()
     of = config(namespace="job", world_size=1, save_to_s3=bool(base), **_s3(base, layout))
     for step in steps:
         dcp.save({**shifted(step), **more}, storage_writer=writer(of, step=step))
@@ -137,7 +137,7 @@ def shifted(step):
 
 def load(**more):
     how = {name: more.pop(name) for name in ("step", "trust_objects", "on_dtype_mismatch") if name in more}
-    found = zeroed(more.pop("state", STATE))
+    found = zeros_like_state(more.pop("state", STATE))
     reader = SageMakerTieredStorageReader(SageMakerCheckpointConfig("job", 1, **more), **how)
     dcp.load(found, storage_reader=reader, no_dist=True)
     return reader.step, found
@@ -147,14 +147,14 @@ def test_job_resumes_where_aws_library_stopped(agent_dir, service, aws_saves):
     aws_saves(5)
     step, found = load(memory_url=service.url)
     assert step == 5
-    assert_same(found, shifted(5))
+    assert_same_bits(found, shifted(5))
     config = SageMakerCheckpointConfig("job", 1)
     dcp.save(shifted(6), storage_writer=SageMakerTieredStorageWriter(config, step=6), no_dist=True)
     step, found = load(memory_url=service.url)
     assert step == 6
-    assert_same(found, shifted(6))
+    assert_same_bits(found, shifted(6))
     step, found = load(memory_url=service.url, step=5)
-    assert_same(found, shifted(5))
+    assert_same_bits(found, shifted(5))
 
 
 def test_our_step_is_loaded_when_the_other_store_is_unreachable(agent_dir, service):
@@ -197,9 +197,9 @@ def test_objects_that_could_run_anything_are_refused(agent_dir, service, aws_sav
 
 
 def read_by_aws(url, endpoint, base, layout):
-    aws_library.point_at(url, endpoint)
-    config, _, reader = aws_library.names()
-    found = zeroed(STATE)
+    aws_library.use_servers(url, endpoint)
+    config, _, reader = aws_library.library_classes()
+    found = zeros_like_state(STATE)
     made = reader(config(namespace="back", world_size=1, **_s3(base, layout)))
     dcp.load(found, storage_reader=made)
     return made.step, found
@@ -217,15 +217,15 @@ def test_step_written_in_aws_format_is_read_by_aws_library(ranks, service, moto,
     base = "" if where == "memory" else s3
     ((step, found),) = ranks.run(1, read_by_aws, service.url, moto.endpoint, base, where)
     assert step == 4
-    assert_same(found, shifted(4))
+    assert_same_bits(found, shifted(4))
 
 
 def test_our_memory_service_and_its_token(agent_dir):
     """Written to it in AWS's format, read out of it again, by who shows the token."""
-    with ours(access=TokenCheck(b"token-of-a-test")) as address:
+    with our_server(access=TokenCheck(b"token-of-a-test")) as address:
         config = SageMakerCheckpointConfig("job", 1, memory_url=f"http://{address}", memory_token="token-of-a-test")
         dcp.save(shifted(3), storage_writer=SageMakerFormatWriter(config, step=3), no_dist=True)
-        assert_same(load(memory_url=f"http://any:token-of-a-test@{address}"), (3, shifted(3)))
+        assert_same_bits(load(memory_url=f"http://any:token-of-a-test@{address}"), (3, shifted(3)))
         with pytest.raises(CheckpointException) as failed:
             load(memory_url=f"http://any:wrong@{address}")
     errors = [error for error, _ in failed.value.failures.values()]
@@ -244,7 +244,7 @@ def test_damage_inside_s3_falls_back_to_an_older_step(agent_dir, ranks, aws_save
         client.put_object(Bucket=bucket, Key=key, Body=data[:at] + b"?" + data[at + 1 :])
     step, found = load(s3_tier_base_path=s3)
     assert step == 1
-    assert_same(found, shifted(1))
+    assert_same_bits(found, shifted(1))
     with pytest.raises(CheckpointException, match="not what was saved"):
         load(s3_tier_base_path=s3, step=2)
 
@@ -261,15 +261,15 @@ def test_convert(agent_dir, service, aws_saves, s3, tmp_path, capsys):
         assert convert([source, f"{target}/moved-{number}", "--json"]) == 0
         said = json.loads(capsys.readouterr().out)
         assert (said["step"], said["verified"], said["passed_over"]) == (step, True, [])
-        found = zeroed(STATE)
+        found = zeros_like_state(STATE)
         with pytest.MonkeyPatch.context() as patch:
             patch.delenv("TIEREDCKPT_DURABLE_OPTIONS")
             dcp.load(found, storage_reader=TieredReader(f"moved-{number}", durable=target), no_dist=True)
-        assert_same(found, shifted(step))
+        assert_same_bits(found, shifted(step))
     assert convert([f"{s3}/job", str(tmp_path / "plain")]) == 0
-    found = zeroed(STATE)
+    found = zeros_like_state(STATE)
     dcp.load(found, checkpoint_id=tmp_path / "plain", no_dist=True)
-    assert_same(found, shifted(2))
+    assert_same_bits(found, shifted(2))
 
 
 def test_convert_reports_skipped_steps_and_missing_checkpoints(service, aws_saves, tmp_path, capsys):

@@ -19,9 +19,9 @@ from integration.sagemaker import (
     SageMakerTieredStorageWriter,
 )
 from peerstore.errors import AgentUnreachableError
-from tests.support.bits import assert_same, zeroed
+from tests.support.bits import assert_same_bits, zeros_like_state
 from tests.support.jobs import state_at
-from tests.support.models import build, full, put_back, state_of, train
+from tests.support.models import build_model, full_state, get_state, set_state, train_steps
 from tieredckpt.errors import CheckpointDamagedError, CheckpointNotFoundError, TierUnavailableError
 from tieredckpt.session.session import use_agent_factory
 
@@ -142,17 +142,17 @@ def test_saved_step_is_loaded(agent_dir):
     for step in (0, 3):
         save(state_at(step), step, of=config(world_size=8))  # a number that nothing depends on
     for asked, step in ((None, 3), (0, 0)):
-        found = zeroed(state_at(step))
+        found = zeros_like_state(state_at(step))
         reader = load(found, of=config(world_size=2), step=asked)
-        assert_same(state_at(step), found)
+        assert_same_bits(state_at(step), found)
         assert reader.step == step
 
 
 def test_any_checkpoint_id_is_accepted(agent_dir):
     save(state_at(4), 4, checkpoint_id="s3://other/step_9")
-    found = zeroed(state_at(4))
+    found = zeros_like_state(state_at(4))
     dcp.load(found, checkpoint_id="/somewhere", storage_reader=SageMakerTieredStorageReader(config()), no_dist=True)
-    assert_same(state_at(4), found)
+    assert_same_bits(state_at(4), found)
 
 
 def test_nothing_saved_is_absent(agent_dir):
@@ -232,12 +232,12 @@ def test_save_to_s3_applies_to_each_save(agent_dir, bucket, moto):
 
 
 def save_trained(kind, steps, how):
-    model, optimizer = build(kind, dist.get_world_size(), seed=1)
-    train(model, optimizer, steps)
-    state = {**state_of(model, optimizer), "epoch": steps}
+    model, optimizer = build_model(kind, dist.get_world_size(), seed=1)
+    train_steps(model, optimizer, steps)
+    state = {**get_state(model, optimizer), "epoch": steps}
     writer = SageMakerTieredStorageWriter(config(world_size=dist.get_world_size()), step=steps)
     if how == "async":
-        before = copy.deepcopy(full(state))
+        before = copy.deepcopy(full_state(state))
         future = dcp.async_save(state, storage_writer=writer)
         with torch.no_grad():  # may not be seen
             for parameter in model.parameters():
@@ -246,18 +246,18 @@ def save_trained(kind, steps, how):
         return before
     dcp.save(state, storage_writer=writer, use_collectives=how != "alone")
     assert writer.error is None
-    return full(state)
+    return full_state(state)
 
 
 def load_trained(kind):
     logging.getLogger("tieredckpt").setLevel(logging.ERROR)
-    model, optimizer = build(kind, dist.get_world_size(), seed=2)
-    train(model, optimizer, 1)
-    state = {**state_of(model, optimizer), "epoch": -1}
+    model, optimizer = build_model(kind, dist.get_world_size(), seed=2)
+    train_steps(model, optimizer, 1)
+    state = {**get_state(model, optimizer), "epoch": -1}
     reader = SageMakerTieredStorageReader(config(world_size=7))
     dcp.load(state, storage_reader=reader)
-    put_back(model, optimizer, state)
-    return reader.step, full({**state_of(model, optimizer), "epoch": state["epoch"]})
+    set_state(model, optimizer, state)
+    return reader.step, full_state({**get_state(model, optimizer), "epoch": state["epoch"]})
 
 
 @pytest.mark.parametrize(
@@ -268,7 +268,7 @@ def test_ranks_save_and_other_worlds_load(agent_dir, ranks, kind, before, after,
     saved = ranks.run(before, save_trained, kind, 3, how)[0]
     for step, found in ranks.run(after, load_trained, kind):
         assert step == 3
-        assert_same(saved, found)
+        assert_same_bits(saved, found)
 
 
 def test_errors_pickle_and_keep_their_class():

@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.support.agents import end_agent
-from tests.support.bits import assert_same, zeroed
-from tests.support.jobs import Job, state_at
+from tests.support.agents import stop_agent
+from tests.support.bits import assert_same_bits, zeros_like_state
+from tests.support.jobs import CheckpointJob, state_at
 from tieredckpt import Checkpointer, SaveFailedError
 from tieredckpt.checkpointer.checkpointer import SaveState
 from tieredckpt.errors import SettingsError
@@ -39,7 +39,7 @@ def mounted(tmp_path):
     yield mount
     close_sessions()
     for place in places:
-        end_agent(place / "agent")
+        stop_agent(place / "agent")
         subprocess.run(["umount", str(place)], check=True)
 
 
@@ -67,7 +67,7 @@ def test_budget_above_the_tmpfs_size_is_reported(agent_dir, mounted, monkeypatch
         assert isinstance(large.error, SaveFailedError)
         assert "Enlarge it" in str(large.error)
         assert str(place) in str(large.error)
-        assert ckpt.restore(zeroed(state_at(0))) == 0
+        assert ckpt.restore(zeros_like_state(state_at(0))) == 0
 
 
 def test_job_survives_a_tmpfs_filled_by_others(agent_dir, mounted, monkeypatch):
@@ -80,10 +80,10 @@ def test_job_survives_a_tmpfs_filled_by_others(agent_dir, mounted, monkeypatch):
             saved = ckpt.save(state_at(step), step)
             assert saved.ok or "Enlarge it" in str(saved.error)
             ckpt.wait()
-        newest = ckpt.restore(zeroed(state_at(0)))
-        found = zeroed(state_at(0))
+        newest = ckpt.restore(zeros_like_state(state_at(0)))
+        found = zeros_like_state(state_at(0))
         assert ckpt.restore(found) == newest
-        assert_same(state_at(newest), found)
+        assert_same_bits(state_at(newest), found)
         other.unlink()
         assert ckpt.save(state_at(9), 9).wait() is SaveState.SEALED
 
@@ -91,7 +91,7 @@ def test_job_survives_a_tmpfs_filled_by_others(agent_dir, mounted, monkeypatch):
 def test_full_disk_keeps_durable_steps_and_recovers(agent_dir, mounted):
     disk = mounted("8m")
     durable = DurableSettings(url=f"file://{disk}/durable", retry_s=0.2)
-    job = Job(agent_dir, durable)
+    job = CheckpointJob(agent_dir, durable)
     job.save(0)
     other = fill(disk / "other")
     with job.checkpointer() as ckpt:
@@ -100,7 +100,7 @@ def test_full_disk_keeps_durable_steps_and_recovers(agent_dir, mounted):
         assert not ckpt.wait("durable", timeout_s=1)
         problem = " ".join(view.error for view in ckpt.session.agent.drain_status(job.name))
         assert "No space left" in problem
-        assert ckpt.restore(zeroed(state_at(0))) == 3
+        assert ckpt.restore(zeros_like_state(state_at(0))) == 3
         other.unlink()
         ckpt.session.agent.configure(job.name, durable)  # somebody tells the agent that it may work now
         assert ckpt.save(state_at(4), 4).wait("durable", timeout_s=60) is SaveState.DURABLE

@@ -18,9 +18,9 @@ from torch.distributed.checkpoint.state_dict_saver import _save_state_dict
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
-from tests.support.bits import assert_same, raw, zeroed
-from tests.support.faults import Answer
-from tests.support.jobs import Job, on_server, state_at
+from tests.support.bits import assert_same_bits, tensor_bytes, zeros_like_state
+from tests.support.faults import ReplyWithStatus
+from tests.support.jobs import CheckpointJob, durable_settings, state_at
 from tests.support.s3 import BUCKET
 from tests.support.stores import pinned_file
 from tieredckpt import (
@@ -73,7 +73,7 @@ def load_sharded(name, url):
 @pytest.mark.parametrize("tier", ["memory", "durable"])
 @pytest.mark.parametrize(("before", "after"), [(2, 3), (3, 1), (1, 2)])
 def test_1_another_world_size_finds_the_step_in_every_tier(agent_dir, durable, ranks, before, after, tier):
-    job = Job(agent_dir, durable)
+    job = CheckpointJob(agent_dir, durable)
     url = durable.url if tier == "durable" else None
     ranks.run(before, save_sharded, job.name, url, 2)
     if tier == "durable":
@@ -88,7 +88,7 @@ def test_1_another_world_size_finds_the_step_in_every_tier(agent_dir, durable, r
 
 @pytest.mark.parametrize("keep", [0, 100, 4096, 5000])
 def test_2_a_short_shard_is_an_error_not_a_success(agent_dir, durable, keep):
-    job = Job(agent_dir, durable)
+    job = CheckpointJob(agent_dir, durable)
     job.save(0)
     job.lose_memory()
     (path,) = stored(durable, job.name, "*.safetensors")
@@ -105,9 +105,9 @@ def test_2_a_slot_cut_short_is_not_read_as_zeros(agent_dir):
         pin = ckpt.session.agent.store.pin(newest.key)
         ckpt.session.agent.store.unpin(pin.id)
         os.truncate(pinned_file(pin), 5000)
-        found = zeroed(state_at(0))
+        found = zeros_like_state(state_at(0))
         assert ckpt.restore(found) == 0
-        assert_same(state_at(0), found)
+        assert_same_bits(state_at(0), found)
 
 
 # -- 3: every rank picks its own latest; errors become an empty list; one lost shard ends everything ---------------
@@ -134,10 +134,10 @@ def test_3_all_ranks_load_the_same_older_step_after_a_lost_shard(agent_dir, rank
 
 
 def test_3_unreachable_tier_is_not_an_empty_one(agent_dir, rclone, rclone_proxy):
-    settings = on_server(rclone, retry_s=0.3, timeout_s=1.0)
+    settings = durable_settings(rclone, retry_s=0.3, timeout_s=1.0)
     settings = DurableSettings(**{**vars(settings), "options": {**settings.options, "endpoint": rclone_proxy.endpoint}})
-    rclone_proxy.on("GET", times=10**6).fail(Answer(503, "SlowDown"))
-    with Job(agent_dir, settings).checkpointer() as ckpt:
+    rclone_proxy.on("GET", times=10**6).fail(ReplyWithStatus(503, "SlowDown"))
+    with CheckpointJob(agent_dir, settings).checkpointer() as ckpt:
         with pytest.raises(TierUnavailableError):
             ckpt.restore(state_at(0))
         with pytest.raises(TierUnavailableError):
@@ -148,7 +148,7 @@ def test_3_unreachable_tier_is_not_an_empty_one(agent_dir, rclone, rclone_proxy)
 
 
 def test_4_a_view_is_saved_at_its_own_size(agent_dir, durable):
-    job = Job(agent_dir, durable)
+    job = CheckpointJob(agent_dir, durable)
     base = torch.randn(1 << 20)
     with job.checkpointer() as ckpt:
         ckpt.save({"row": base[:10], "every other": base[::2][:10]}, 0).wait("durable")
@@ -157,24 +157,24 @@ def test_4_a_view_is_saved_at_its_own_size(agent_dir, durable):
 
 
 def test_4_a_store_that_hangs_does_not_delay_a_save(agent_dir, rclone, rclone_proxy):
-    settings = on_server(rclone, retry_s=30.0, timeout_s=5.0)
+    settings = durable_settings(rclone, retry_s=30.0, timeout_s=5.0)
     settings = DurableSettings(**{**vars(settings), "options": {**settings.options, "endpoint": rclone_proxy.endpoint}})
     held = rclone_proxy.on("PUT", r"\.safetensors").hold()
-    job = Job(agent_dir, settings)
+    job = CheckpointJob(agent_dir, settings)
     with job.checkpointer() as ckpt:
         ckpt.save(state_at(0), 0).wait()
         rclone_proxy.wait_for(lambda proxy: proxy.seen("PUT", r"\.safetensors"))
         # the upload stands still, and four more steps are saved and can be restored
         for step in range(1, 5):
             assert ckpt.save(state_at(step), step).wait() is SaveState.SEALED
-        assert ckpt.restore(zeroed(state_at(0))) == 4
+        assert ckpt.restore(zeros_like_state(state_at(0))) == 4
         held.release()
         assert ckpt.wait("durable", timeout_s=60)
 
 
 def test_4_metadata_is_data(agent_dir, durable):
     """A pickle where a manifest should be is damage, and is not run."""
-    job = Job(agent_dir, durable)
+    job = CheckpointJob(agent_dir, durable)
     job.save(0, 1)
     job.lose_memory()
     marker = Path(durable.url.removeprefix("file://"), "ran")
@@ -204,7 +204,7 @@ def test_4_a_name_cannot_lead_elsewhere(agent_dir, name):
 
 
 def test_5_step_0_is_a_step(agent_dir, durable):
-    job = Job(agent_dir, durable)
+    job = CheckpointJob(agent_dir, durable)
     job.save(0)
     job.expect(0, tiers={"memory"})
     job.expect(0, tiers={"memory"}, named=0)
@@ -236,14 +236,14 @@ def test_5_any_rank_may_coordinate(agent_dir, ranks, coordinator):
 @pytest.mark.parametrize("dtype", ["float8_e4m3fn", "float8_e5m2", "float8_e4m3fnuz", "float8_e8m0fnu"])
 def test_7_fp8_round_trips_bit_for_bit_through_every_tier(agent_dir, durable, dtype):
     every_byte = torch.arange(256, dtype=torch.int64).to(torch.uint8).view(getattr(torch, dtype))
-    job = Job(agent_dir, durable)
+    job = CheckpointJob(agent_dir, durable)
     for lost in (False, True):
         with job.checkpointer() as ckpt:
             if not lost:
                 ckpt.save({"t": every_byte}, 0).wait("durable")
             found = {"t": torch.zeros(256, dtype=torch.uint8).view(every_byte.dtype)}
             assert ckpt.restore(found) == 0
-            assert raw(found["t"]) == bytes(range(256))
+            assert tensor_bytes(found["t"]) == bytes(range(256))
         job.lose_memory()
 
 
@@ -275,7 +275,7 @@ def test_7_ranks_need_not_hold_or_load_the_same(agent_dir, ranks):
 
 
 def test_8_upload_has_the_size_of_the_data_and_not_of_the_slot(agent_dir, durable):
-    job = Job(agent_dir, durable)
+    job = CheckpointJob(agent_dir, durable)
     with job.checkpointer() as ckpt:
         ckpt.save({"w": torch.ones(1 << 20)}, 0).wait("durable")
         ckpt.save({"w": torch.ones(10)}, 1).wait("durable")  # into a slot that may hold far more
@@ -301,7 +301,7 @@ def save_one_part(name, url):
 
 
 def test_8_step_with_one_of_two_parts_is_incomplete(agent_dir, durable, ranks):
-    job = Job(agent_dir, durable)
+    job = CheckpointJob(agent_dir, durable)
     infos, restored = ranks.run(2, save_one_part, job.name, durable.url)[0]
     assert infos == {0: True, 1: False}
     assert restored == 0
@@ -312,7 +312,7 @@ def test_8_step_with_one_of_two_parts_is_incomplete(agent_dir, durable, ranks):
 
 
 def test_9_newer_step_wins_in_any_tier(agent_dir, durable):
-    job = Job(agent_dir, durable)
+    job = CheckpointJob(agent_dir, durable)
     job.save(0, 1, 2)
     job.lose_memory()
     save(f"tiered://{job.name}", state_at(1), 1)  # an older step in memory than in the durable tier
@@ -332,7 +332,7 @@ def test_pain_6_memory_is_bounded_and_known_beforehand(agent_dir, monkeypatch):
             assert sum(path.stat().st_size for path in (agent_dir / "slots").iterdir()) <= 8 << 20
         too_much = ckpt.save({"w": torch.zeros(4 << 20)}, 20)
         assert "budget" in str(too_much.error)
-        assert ckpt.restore(zeroed(state_at(0))) == 19
+        assert ckpt.restore(zeros_like_state(state_at(0))) == 19
 
 
 def test_pain_7_a_failed_save_does_not_end_training_and_keeps_the_last_step(agent_dir, monkeypatch):
@@ -341,14 +341,14 @@ def test_pain_7_a_failed_save_does_not_end_training_and_keeps_the_last_step(agen
         ckpt.save(state_at(0), 0).wait()
         for step in range(1, 4):
             assert not ckpt.save({"w": torch.zeros(4 << 20)}, step).ok
-        assert ckpt.restore(zeroed(state_at(0))) == 0
+        assert ckpt.restore(zeros_like_state(state_at(0))) == 0
         assert ckpt.save(state_at(4), 4).wait() is SaveState.SEALED
 
 
 def test_pain_8_restore_from_s3_is_one_manifest_and_ranged_reads(agent_dir, rclone, rclone_proxy):
-    settings = on_server(rclone)
+    settings = durable_settings(rclone)
     settings = DurableSettings(**{**vars(settings), "options": {**settings.options, "endpoint": rclone_proxy.endpoint}})
-    job = Job(agent_dir, settings)
+    job = CheckpointJob(agent_dir, settings)
     job.save(*range(6))
     job.lose_memory()
     before = len(rclone_proxy.seen("GET", ""))
@@ -395,7 +395,7 @@ def test_pain_10_a_preemption_notice_becomes_a_durable_step(agent_dir, durable):
         [sys.executable, "-W", "ignore", "-c", script], capture_output=True, timeout=60, cwd=Path(__file__).parents[3]
     )
     assert done.returncode == -signal.SIGTERM, done.stderr
-    job = Job(agent_dir, durable, "loop")
+    job = CheckpointJob(agent_dir, durable, "loop")
     job.lose_memory()
     with job.checkpointer() as ckpt:
         found = {"w": torch.zeros(1000)}
@@ -404,7 +404,7 @@ def test_pain_10_a_preemption_notice_becomes_a_durable_step(agent_dir, durable):
 
 
 def test_absence_is_reported_only_when_every_tier_answered(agent_dir, durable):
-    with Job(agent_dir, durable).checkpointer() as ckpt:
+    with CheckpointJob(agent_dir, durable).checkpointer() as ckpt:
         assert ckpt.restore(state_at(3)) == -1
         with pytest.raises(CheckpointNotFoundError):
             ckpt.restore(state_at(3), step=3)

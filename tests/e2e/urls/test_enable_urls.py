@@ -9,9 +9,9 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
 
 import tieredckpt
-from tests.support.bits import assert_same, zeroed
+from tests.support.bits import assert_same_bits, zeros_like_state
 from tests.support.jobs import state_at
-from tests.support.models import build, full, put_back, state_of, train
+from tests.support.models import build_model, full_state, get_state, set_state, train_steps
 from tieredckpt import CheckpointNotFoundError, TieredReader, TieredWriter
 from tieredckpt.errors import MissingStepError, UsageError
 from tieredckpt.session.session import open_session
@@ -34,9 +34,9 @@ def test_save_and_load_by_url(agent_dir, urls):
     for step in (5, 6):
         dcp.save(state_at(step), checkpoint_id=f"tiered://job/step-{step}", no_dist=True)
     for url, step in (("tiered://job", 6), ("tiered://job/step-5", 5)):
-        found = zeroed(state_at(step))
+        found = zeros_like_state(state_at(step))
         dcp.load(found, checkpoint_id=url, no_dist=True)
-        assert_same(state_at(step), found)
+        assert_same_bits(state_at(step), found)
 
 
 def test_our_own_writer_and_reader_are_used(agent_dir, urls):
@@ -60,7 +60,7 @@ def test_async_save(agent_dir, urls):
         dcp.load(found, checkpoint_id="tiered://job")
     finally:
         dist.destroy_process_group()
-    assert_same({"w": torch.arange(1000.0) + 2}, found)
+    assert_same_bits({"w": torch.arange(1000.0) + 2}, found)
 
 
 def test_the_durable_tier_comes_from_the_call_or_the_settings(agent_dir, tmp_path):
@@ -74,9 +74,9 @@ def test_the_durable_tier_comes_from_the_call_or_the_settings(agent_dir, tmp_pat
 def test_other_urls_keep_their_handlers(agent_dir, urls, tmp_path):
     dcp.save(state_at(1), checkpoint_id=tmp_path / "plain", no_dist=True)
     assert (tmp_path / "plain" / ".metadata").exists()
-    found = zeroed(state_at(1))
+    found = zeros_like_state(state_at(1))
     dcp.load(found, checkpoint_id=str(tmp_path / "plain"), no_dist=True)
-    assert_same(state_at(1), found)
+    assert_same_bits(state_at(1), found)
     assert type(_storage_utils._storage_setup(None, "memory://x/y")).__name__ == "FsspecWriter"
     assert not agent_dir.exists()
 
@@ -122,16 +122,16 @@ def test_url_mistakes_are_reported(agent_dir, urls):
 def save_and_load_fsdp():
     world = dist.get_world_size()
     with tieredckpt.enable_urls():
-        model, optimizer = build("fsdp", world, seed=1)
-        train(model, optimizer, 2)
-        state = state_of(model, optimizer)
+        model, optimizer = build_model("fsdp", world, seed=1)
+        train_steps(model, optimizer, 2)
+        state = get_state(model, optimizer)
         dcp.save(state, checkpoint_id="tiered://fsdp/step-2")
-        expected = full(state)
-        other, optimizer = build("fsdp", world, seed=2)
-        state = state_of(other, optimizer)
+        expected = full_state(state)
+        other, optimizer = build_model("fsdp", world, seed=2)
+        state = get_state(other, optimizer)
         dcp.load(state, checkpoint_id="tiered://fsdp")
-        put_back(other, optimizer, state)
-        assert_same(expected, full(state_of(other, optimizer)))
+        set_state(other, optimizer, state)
+        assert_same_bits(expected, full_state(get_state(other, optimizer)))
     return _storage_utils.FileSystemWriter is FileSystemWriter
 
 

@@ -7,15 +7,15 @@ import fsspec
 import fsspec.tests.abstract as abstract
 import pytest
 
-from tests.support.agents import agent_directory, agent_of_module
-from tests.support.jobs import Job
+from tests.support.agents import agent_directory, module_agent
+from tests.support.jobs import CheckpointJob
 from tieredckpt.session.session import close_sessions
 from tieredckpt.settings import DurableSettings
 
 pytestmark = [pytest.mark.e2e]
 
 
-node = agent_of_module("contract", ".contract")
+node = module_agent("contract", ".contract")
 
 
 class _Fixtures(abstract.AbstractFixtures):
@@ -95,7 +95,7 @@ def test_other_files_are_in_the_durable_tier_too(agent_dir, tmp_path, monkeypatc
     fs = fsspec.filesystem("tiered")
     fs.pipe("tiered://kept/step-3/state.json", b"{}")
     assert fs.exists("tiered://kept/step-3/state.json")
-    Job(agent_dir, durable, "kept").lose_memory()
+    CheckpointJob(agent_dir, durable, "kept").lose_memory()
     close_sessions()
     assert fs.cat("tiered://kept/step-3/state.json") == b"{}"
     assert fs.find("tiered://kept") == ["kept/step-3/state.json"]

@@ -15,8 +15,8 @@ from torch.testing._internal.two_tensor import TwoTensor
 
 import elastic
 import tieredckpt
-from tests.support.bits import assert_same
-from tests.support.local_nodes import until
+from tests.support.bits import assert_same_bits
+from tests.support.local_nodes import wait_until
 from tieredckpt import CheckpointNotFoundError, TieredReader
 from tieredckpt.errors import MismatchError, MissingStepError, UsageError
 from tieredckpt.session.session import open_session
@@ -67,13 +67,13 @@ def test_saved_step_is_loaded_in_a_fresh_process(agent_dir, target):
         check=False,
     )
     assert (run.returncode, run.stdout) == (0, f"{step} torch.bfloat16 {12.0 * step}\n"), run.stderr
-    assert_same(in_order(state_at(step)), in_order(tieredckpt.load("copied", step=step + 1)))
+    assert_same_bits(in_order(state_at(step)), in_order(tieredckpt.load("copied", step=step + 1)))
 
 
 def test_objects_nesting_and_kinds_are_as_saved(agent_dir):
     tieredckpt.save("tiered://whole/step-5", state_at(5))
-    assert_same(in_order(state_at(5)), in_order(tieredckpt.load("whole")))
-    assert_same(in_order(state_at(5)), in_order(tieredckpt.load("whole", step=5, device="cpu")))
+    assert_same_bits(in_order(state_at(5)), in_order(tieredckpt.load("whole")))
+    assert_same_bits(in_order(state_at(5)), in_order(tieredckpt.load("whole", step=5, device="cpu")))
 
 
 @pytest.mark.filterwarnings("ignore:Sparse")
@@ -168,5 +168,5 @@ def test_killed_reader_does_not_count_as_a_crashed_load(agent_dir):
     look = "import os, signal, tieredckpt; tieredckpt.load('looked-at'); os.kill(os.getpid(), signal.SIGKILL)"
     assert subprocess.run([sys.executable, "-W", "ignore", "-c", look], check=False).returncode == -signal.SIGKILL
     node = open_session("looked-at", load_settings()).agent
-    until(lambda: node.store.status().jobs[0].clients == 1, "the agent sees that it has ended")
+    wait_until(lambda: node.store.status().jobs[0].clients == 1, "the agent sees that it has ended")
     assert [view.crashed_loads for view in node.list_steps("looked-at").views] == [0]

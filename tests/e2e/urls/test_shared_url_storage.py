@@ -15,8 +15,8 @@ from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType
 
 import tieredckpt
 from peerstore.daemon_process import current_process
-from tests.support.agents import agent_of_module
-from tests.support.bits import assert_same, zeroed
+from tests.support.agents import module_agent
+from tests.support.bits import assert_same_bits, zeros_like_state
 from tieredckpt import TieredReader, TieredWriter
 from tieredckpt.errors import UsageError
 from tieredckpt.session.session import close_sessions, open_session
@@ -33,7 +33,7 @@ pytestmark = [
 WAYS = ["url", "files", "objects", "whole"]
 
 
-node = agent_of_module("one")
+node = module_agent("one")
 
 
 def state_at(step):
@@ -70,7 +70,7 @@ def save(way, job, step, value=None):
 
 def load(way, job, step, value=None):
     expected, url = state_at(step if value is None else value), f"tiered://{job}/step-{step}"
-    found = zeroed(expected)
+    found = zeros_like_state(expected)
     if way == "url":
         with tieredckpt.enable_urls():
             dcp.load(found, checkpoint_id=url, no_dist=True)
@@ -82,7 +82,7 @@ def load(way, job, step, value=None):
         found = tieredckpt.load(url)
         found["model"] = {name: found["model"][name] for name in expected["model"]}
         found = {name: found[name] for name in expected}
-    assert_same(expected, found)
+    assert_same_bits(expected, found)
 
 
 @pytest.mark.parametrize("loaded", WAYS)
@@ -94,9 +94,9 @@ def test_step_saved_one_way_is_listed_and_loaded_by_the_others(saved, loaded):
     assert fs.ls(f"tiered://{job}", detail=False) == [f"{job}/step-9", f"{job}/step-10"]
     for step in (9, 10):
         load(loaded, job, step)
-    target = zeroed(state_at(10))
+    target = zeros_like_state(state_at(10))
     dcp.load(target, storage_reader=TieredReader(job), no_dist=True)
-    assert_same(state_at(10), target)
+    assert_same_bits(state_at(10), target)
 
 
 @pytest.mark.parametrize("way", WAYS)
@@ -152,9 +152,9 @@ def test_files_beside_steps_are_evicted_with_their_steps(first):
 
 def newest(job):
     reader = TieredReader(job)
-    found = zeroed(state_at(10))
+    found = zeros_like_state(state_at(10))
     dcp.load(found, storage_reader=reader, no_dist=True)
-    assert_same(state_at(reader.restored_step), found)
+    assert_same_bits(state_at(reader.restored_step), found)
     return reader.restored_step
 
 
@@ -181,16 +181,16 @@ def test_reading_a_file_of_a_step_is_not_a_rollback(tmp_path):
     assert fs.cat("tiered://looked-at/step-10/__0_0.distcp")
     save("files", "looked-at", 15)
     assert newest("looked-at") == 20
-    found = zeroed(state_at(10))
+    found = zeros_like_state(state_at(10))
     dcp.load(found, checkpoint_id=tmp_path / "step-10", no_dist=True)
-    assert_same(state_at(10), found)
+    assert_same_bits(state_at(10), found)
 
 
 def go_back_with_a_process(job):
     kind = AsyncCheckpointerType.PROCESS
     for step in (10, 20, 11, 12):
         if step == 11:
-            dcp.load(zeroed(state_at(10)), checkpoint_id=f"tiered://{job}/step-10")
+            dcp.load(zeros_like_state(state_at(10)), checkpoint_id=f"tiered://{job}/step-10")
         url = f"tiered://{job}/step-{step}"
         dcp.async_save(state_at(step), checkpoint_id=url, async_checkpointer_type=kind).result()
     end_dcps_process()
@@ -203,7 +203,7 @@ def test_rollback_applies_to_dcps_background_process(ranks):
 
 
 def load_then_start_who_trains(say):
-    dcp.load(zeroed(state_at(10)), checkpoint_id="tiered://parent/step-10", no_dist=True)
+    dcp.load(zeros_like_state(state_at(10)), checkpoint_id="tiered://parent/step-10", no_dist=True)
     trains = multiprocessing.get_context("fork").Process(target=load_newest_and_save)
     trains.start()
     trains.join()
@@ -211,7 +211,7 @@ def load_then_start_who_trains(say):
 
 
 def load_newest_and_save():
-    dcp.load(zeroed(state_at(20)), checkpoint_id="tiered://parent/step-20", no_dist=True)
+    dcp.load(zeros_like_state(state_at(20)), checkpoint_id="tiered://parent/step-20", no_dist=True)
     save("files", "parent", 21)
 
 
@@ -251,10 +251,10 @@ def save_by_process(steps):
             kind = AsyncCheckpointerType.PROCESS if step % 2 else AsyncCheckpointerType.THREAD
             url = f"tiered://process/step-{step}"
             dcp.async_save(state_at(step), checkpoint_id=url, async_checkpointer_type=kind).result()
-        found = zeroed(state_at(steps[-1]))
+        found = zeros_like_state(state_at(steps[-1]))
         dcp.load(found, checkpoint_id="tiered://process")
     end_dcps_process()
-    assert_same(state_at(steps[-1]), found)
+    assert_same_bits(state_at(steps[-1]), found)
     return fsspec.filesystem("tiered").ls("tiered://process", detail=False)
 
 

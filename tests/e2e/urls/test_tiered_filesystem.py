@@ -12,10 +12,10 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint import _storage_utils
 from torch.distributed.checkpoint.api import CheckpointException
 
-from tests.support.agents import agent_directory, end_agent
-from tests.support.bits import assert_same, zeroed
-from tests.support.jobs import Job, state_at
-from tests.support.models import build, full, put_back, state_of, train
+from tests.support.agents import agent_directory, stop_agent
+from tests.support.bits import assert_same_bits, zeros_like_state
+from tests.support.jobs import CheckpointJob, state_at
+from tests.support.models import build_model, full_state, get_state, set_state, train_steps
 from tieredckpt.errors import SaveFailedError, UsageError
 from tieredckpt.fsspec_view import tiered_filesystem
 from tieredckpt.fsspec_view.file_space import StepFileSpace, parse_tiered_path
@@ -36,9 +36,9 @@ def save(step, value=None, job="job"):
 
 def load(step, value=None, job="job"):
     expected = state_at(step if value is None else value)
-    found = zeroed(expected)
+    found = zeros_like_state(expected)
     dcp.load(found, checkpoint_id=f"tiered://{job}/step-{step}", no_dist=True)
-    assert_same(expected, found)
+    assert_same_bits(expected, found)
 
 
 @pytest.fixture
@@ -76,9 +76,9 @@ def test_many_steps_do_not_fill_the_arena(agent_dir):
 def test_a_file_larger_than_its_first_slot(agent_dir):
     state = {"big": torch.arange(12 << 20, dtype=torch.int32), "small": torch.ones(3)}
     dcp.save(state, checkpoint_id="tiered://job/step-0", no_dist=True)
-    found = zeroed(state)
+    found = zeros_like_state(state)
     dcp.load(found, checkpoint_id="tiered://job/step-0", no_dist=True)
-    assert_same(state, found)
+    assert_same_bits(state, found)
 
 
 def test_rewritten_step_has_the_new_content(agent_dir, durable):
@@ -87,12 +87,12 @@ def test_rewritten_step_has_the_new_content(agent_dir, durable):
     save(1, 20)
     load(1, 20)
     wait_durable()
-    Job(agent_dir, durable, "job").lose_memory()
+    CheckpointJob(agent_dir, durable, "job").lose_memory()
     load(1, 20)
     save(1, 30)
     load(1, 30)
     wait_durable()
-    Job(agent_dir, durable, "job").lose_memory()
+    CheckpointJob(agent_dir, durable, "job").lose_memory()
     load(1, 30)
 
 
@@ -100,10 +100,10 @@ def test_step_survives_the_agent_and_the_node(agent_dir, durable):
     save(1)
     save(2)
     wait_durable()
-    end_agent(agent_dir, signal.SIGKILL)
+    stop_agent(agent_dir, signal.SIGKILL)
     load(2)
     close_sessions()
-    Job(agent_dir, durable, "job").lose_memory()
+    CheckpointJob(agent_dir, durable, "job").lose_memory()
     load(2)
     load(1)
 
@@ -111,7 +111,7 @@ def test_step_survives_the_agent_and_the_node(agent_dir, durable):
 def test_damage_is_found_and_never_loaded(agent_dir, durable, tmp_path):
     save(1)
     wait_durable()
-    Job(agent_dir, durable, "job").lose_memory()
+    CheckpointJob(agent_dir, durable, "job").lose_memory()
     for path in (tmp_path / "durable" / "job" / "steps").rglob("*.safetensors"):
         data = bytearray(path.read_bytes())
         data[4200] ^= 1
@@ -221,17 +221,17 @@ def test_metadata_that_names_files_which_are_not_here_completes_nothing(agent_di
 
 def save_and_load_two_ranks(url):
     world = dist.get_world_size()
-    model, optimizer = build("fsdp", world, seed=1)
-    train(model, optimizer, 2)
-    state = state_of(model, optimizer)
+    model, optimizer = build_model("fsdp", world, seed=1)
+    train_steps(model, optimizer, 2)
+    state = get_state(model, optimizer)
     for step in (1, 2, 2):
         dcp.save(state, checkpoint_id=f"tiered://fsdp/step-{step}")
-    expected = full(state)
-    other, optimizer = build("fsdp", world, seed=2)
-    state = state_of(other, optimizer)
+    expected = full_state(state)
+    other, optimizer = build_model("fsdp", world, seed=2)
+    state = get_state(other, optimizer)
     dcp.load(state, checkpoint_id="tiered://fsdp/step-2")
-    put_back(other, optimizer, state)
-    assert_same(expected, full(state_of(other, optimizer)))
+    set_state(other, optimizer, state)
+    assert_same_bits(expected, full_state(get_state(other, optimizer)))
     return fsspec.filesystem("tiered").ls("tiered://fsdp/step-2", detail=False)
 
 
@@ -243,8 +243,8 @@ def test_two_ranks(agent_dir, ranks, durable):
 
 
 def load_one_rank():
-    model, optimizer = build("plain", 1, seed=3)
-    state = state_of(model, optimizer)
+    model, optimizer = build_model("plain", 1, seed=3)
+    state = get_state(model, optimizer)
     dcp.load(state, checkpoint_id="tiered://fsdp/step-2")
     return True
 
@@ -254,11 +254,11 @@ def test_async_save(agent_dir):
     try:
         for step in range(3):
             dcp.async_save(state_at(step), checkpoint_id=f"tiered://job/step-{step}").result()
-        found = zeroed(state_at(2))
+        found = zeros_like_state(state_at(2))
         dcp.load(found, checkpoint_id="tiered://job/step-2")
     finally:
         dist.destroy_process_group()
-    assert_same(state_at(2), found)
+    assert_same_bits(state_at(2), found)
 
 
 def test_steps_are_a_file_system(agent_dir, durable):

@@ -36,8 +36,8 @@ from peerstore.errors import PeerRefusedError, PeerStoreError
 from peerstore.membership.topology import NodeId
 from peerstore.message_codec import decode_message
 from peerstore.transport.framing import FRAME_MAGIC, FRAME_PREFIX, FRAME_VERSION
-from tests.support.control_planes import PATIENCE_S, SECRET, all_ready, supervised_job, wants
-from tests.support.local_nodes import until
+from tests.support.control_planes import PATIENCE_S, SECRET, supervised_job, wait_all_assigned, wanted_notice
+from tests.support.local_nodes import wait_until
 
 encode = msgspec.msgpack.Encoder().encode
 
@@ -53,11 +53,11 @@ def coordinator():
     thread.join()
 
 
-def lives(coordinator) -> bool:
+def is_serving(coordinator) -> bool:
     return call_coordinator(coordinator.address, StatusRequest(), job="job", secret=SECRET).job == "job"
 
 
-def dial(coordinator) -> socket.socket:
+def connect_raw(coordinator) -> socket.socket:
     host, _, port = coordinator.address.rpartition(":")
     return socket.create_connection((host, int(port)), timeout=10)
 
@@ -76,13 +76,13 @@ GARBAGE = {
 
 @pytest.mark.parametrize("bytes_sent", GARBAGE.values(), ids=GARBAGE)
 def test_garbage_does_not_stop_the_coordinator(coordinator, bytes_sent):
-    with dial(coordinator) as sock:
+    with connect_raw(coordinator) as sock:
         sock.sendall(bytes_sent)
         with contextlib.suppress(OSError):  # it may have hung up by now
             sock.shutdown(socket.SHUT_WR)
             while sock.recv(1 << 16):
                 pass
-    assert lives(coordinator)
+    assert is_serving(coordinator)
 
 
 SAID = {
@@ -102,7 +102,7 @@ def test_malformed_messages_of_an_authenticated_node_are_rejected(coordinator, s
     with contextlib.suppress(PeerStoreError):
         assert channel.receive(within_s=10) is None
     channel.close()
-    assert lives(coordinator)
+    assert is_serving(coordinator)
     assert coordinator.reconciler.nodes == {}
 
 
@@ -112,26 +112,26 @@ def test_another_secret_and_another_job(coordinator):
             call_coordinator(coordinator.address, StatusRequest(), job=job, secret=secret)
         with pytest.raises(PeerRefusedError):
             connect_to_coordinator(coordinator.address, job=job, me=NodeId("n1"), secret=secret)
-    assert lives(coordinator)
+    assert is_serving(coordinator)
 
 
 def test_older_of_two_supervisors_of_a_node_is_dismissed(coordinator):
-    def say(life):
+    def send_status(life):
         channel = connect_to_coordinator(coordinator.address, job="job", me=NodeId("n1"), secret=SECRET)
         channel.send(encode(NodeStatus(1, "n1", life, 1, spawn_count=1)))
         end = NodeCodec()
         return channel, end, end.decode(channel.receive(within_s=10).header)
 
-    first, end, heard = say(5)
+    first, end, heard = send_status(5)
     assert heard.exit is None
-    second, _, heard = say(6)
+    second, _, heard = send_status(6)
     assert heard.exit is None
     assert end.decode(first.receive(within_s=10).header).exit is ExitReason.REFUSED
-    third, _, heard = say(4)
+    third, _, heard = send_status(4)
     assert (heard.exit, "newer supervisor" in heard.reason) == (ExitReason.REFUSED, True)
     for channel in (first, second, third):
         channel.close()
-    assert lives(coordinator)
+    assert is_serving(coordinator)
 
 
 CHANGED = {
@@ -152,7 +152,7 @@ def test_garbage_after_a_report_ends_only_its_connection(coordinator, changed):
         while channel.receive(within_s=10) is not None:
             pass
     channel.close()
-    assert lives(coordinator)
+    assert is_serving(coordinator)
     assert coordinator.reconciler.nodes.keys() <= {"n1"}
 
 
@@ -162,11 +162,11 @@ def test_changes_without_a_base_report_are_refused(coordinator):
     with contextlib.suppress(PeerStoreError):
         assert channel.receive(within_s=10) is None
     channel.close()
-    assert lives(coordinator)
+    assert is_serving(coordinator)
 
 
 def test_supervisor_with_a_slow_clock_receives_the_minimum_generation(coordinator):
-    def say(channel, life):
+    def send_status(channel, life):
         channel.send(encode(NodeStatus(1, "n1", life, 1, spawn_count=1)))
         return decode_message(channel.receive(within_s=10).header, NodeDesired)
 
@@ -174,18 +174,18 @@ def test_supervisor_with_a_slow_clock_receives_the_minimum_generation(coordinato
         return connect_to_coordinator(coordinator.address, job="job", me=NodeId("n1"), secret=SECRET)
 
     first = connect()
-    assert say(first, 3_600_000).exit is None
+    assert send_status(first, 3_600_000).exit is None
     first.close()
-    until(lambda: not coordinator.reconciler.nodes.get("n1") or not coordinator.reconciler.nodes["n1"].connected)
+    wait_until(lambda: not coordinator.reconciler.nodes.get("n1") or not coordinator.reconciler.nodes["n1"].connected)
     second = connect()
-    heard = say(second, 5)
+    heard = send_status(second, 5)
     assert (heard.exit, heard.superseded, heard.min_generation) == (None, True, 3_600_000)
     third = connect()
-    heard = say(third, heard.min_generation + 1)
+    heard = send_status(third, heard.min_generation + 1)
     assert (heard.exit, heard.superseded, heard.generation) == (None, False, 3_600_001)
     second.close()
     third.close()
-    assert lives(coordinator)
+    assert is_serving(coordinator)
 
 
 def test_supervisor_starts_above_the_required_generation(tmp_path):
@@ -215,7 +215,7 @@ def test_oversized_number_closes_its_own_connection(coordinator, formed):
     with contextlib.suppress(PeerStoreError):
         assert channel.receive(within_s=10) is None
     channel.close()
-    assert lives(coordinator)
+    assert is_serving(coordinator)
     assert coordinator.reconciler.nodes == {}
 
 
@@ -227,7 +227,7 @@ def test_impossible_world_is_refused(coordinator):
     heard = decode_message(channel.receive(within_s=10).header, NodeDesired)
     assert (heard.exit, "speaks of world" in heard.reason) == (ExitReason.REFUSED, True)
     channel.close()
-    assert lives(coordinator)
+    assert is_serving(coordinator)
     assert coordinator.reconciler.world.epoch < 10
 
 
@@ -241,10 +241,10 @@ def test_coordinator_that_cannot_record_a_world_waits_and_continues(tmp_path):
     channel = connect_to_coordinator(one.address, job="job", me=NodeId("n1"), secret=SECRET)
     try:
         channel.send(encode(NodeStatus(1, "n1", 1, 1, spawn_count=1, ready=True)))
-        until(lambda: one._silent)
-        assert lives(one)
+        wait_until(lambda: one._silent)
+        assert is_serving(one)
         note.parent.mkdir()
-        until(note.exists)
+        wait_until(note.exists)
         assert decode_message(channel.receive(within_s=10).header, NodeDesired).world is not None
     finally:
         channel.close()
@@ -261,7 +261,7 @@ def job():
         yield one
 
 
-def door(job) -> socket.socket:
+def connect_to_rank_socket(job) -> socket.socket:
     sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     sock.settimeout(10)
     sock.connect(str(job.planes[0].supervisor.settings.directory / "rank.sock"))
@@ -282,15 +282,15 @@ def test_the_socket_is_this_users_alone(job):
     ],
 )
 def test_process_with_an_unknown_token_or_protocol_is_refused(job, greeting):
-    with door(job) as sock:
+    with connect_to_rank_socket(job) as sock:
         message_codec.send_frame(sock, greeting)
         assert message_codec.receive_frame(sock, RankDesired).exit is ExitReason.REFUSED
-    assert all_ready(job.planes)[0].world_size == 1
+    assert wait_all_assigned(job.planes)[0].world_size == 1
 
 
 def test_second_process_of_a_rank_is_refused(job):
     seat = job.planes[0]
-    all_ready(job.planes)
+    wait_all_assigned(job.planes)
     supervisor = seat.supervisor
     (token,) = supervisor.state.processes
     other = SupervisorClient(SupervisorEndpoint(supervisor.settings.directory / "rank.sock", token))
@@ -300,7 +300,7 @@ def test_second_process_of_a_rank_is_refused(job):
     assert seat.notice() is None
     job.resize(1)
     job.stop()
-    until(lambda: wants(seat) is NoticeKind.STOP)
+    wait_until(lambda: wanted_notice(seat) is NoticeKind.STOP)
 
 
 @pytest.mark.parametrize(
@@ -314,26 +314,26 @@ def test_second_process_of_a_rank_is_refused(job):
     ],
 )
 def test_garbage_does_not_stop_the_supervisor(job, sent):
-    with door(job) as sock:
+    with connect_to_rank_socket(job) as sock:
         sock.sendall(sent)
         with contextlib.suppress(OSError):  # it may have hung up by now
             sock.shutdown(socket.SHUT_WR)
             while sock.recv(1 << 16):
                 pass
-    assert all_ready(job.planes)[0].world_size == 1
+    assert wait_all_assigned(job.planes)[0].world_size == 1
 
 
 def test_reports_about_a_past_world_are_ignored(job):
     seat = job.planes[0]
-    (before,) = all_ready(job.planes)
+    (before,) = wait_all_assigned(job.planes)
     seat.report_fault("a fault")
-    until(lambda: wants(seat) is NoticeKind.RESTART)
-    (after,) = all_ready(job.planes)
+    wait_until(lambda: wanted_notice(seat) is NoticeKind.RESTART)
+    (after,) = wait_all_assigned(job.planes)
     with seat._changed:  # as one that has not heard of it would
         seat._say(epoch=before.epoch, paused=99, sealed=99, phase=RankPhase.IN_WORLD)
         number = seat._sent
-    until(lambda: seat._hears.acknowledged >= number)
+    wait_until(lambda: seat._hears.acknowledged >= number)
     nodes = job.coordinator.reconciler.nodes
-    until(lambda: nodes["n0"].status is not None and nodes["n0"].status.world.epoch == after.epoch)
+    wait_until(lambda: nodes["n0"].status is not None and nodes["n0"].status.world.epoch == after.epoch)
     assert (nodes["n0"].status.paused, nodes["n0"].status.sealed) == (None, None)
     assert seat.notice() is None

@@ -22,7 +22,7 @@ from elastic.control.child_processes import python_module_command, with_import_p
 from elastic.control.run_directory import LocalRun, RunDirectory, derive_peer_secret, list_runs
 from elastic.errors import ControlPlaneUnavailableError
 from tests.support.elastic_runs import ROOT, elastic_job
-from tests.support.local_nodes import until
+from tests.support.local_nodes import wait_until
 from tieredckpt.agent.peer_config import peer_secret
 from tieredckpt.settings import load_settings
 
@@ -58,7 +58,7 @@ def job():
         yield one
 
 
-def listens(folder: Path) -> dict[str, str]:
+def listening_addresses(folder: Path) -> dict[str, str]:
     """Where the processes of a job listen, each with its command."""
     found = {}
     for process in Path("/proc").glob("[0-9]*"):
@@ -71,11 +71,11 @@ def listens(folder: Path) -> dict[str, str]:
                     fields = line.split()
                     if fields[3] == "0A" and f"socket:[{fields[9]}]" in sockets:
                         command = (process / "cmdline").read_bytes().replace(b"\0", b" ").decode()
-                        found[address(fields[1])] = command[:200]
+                        found[decode_address(fields[1])] = command[:200]
     return found
 
 
-def address(raw: str) -> str:
+def decode_address(raw: str) -> str:
     digits, _, port = raw.partition(":")
     words = [bytes.fromhex(digits[start : start + 8])[::-1] for start in range(0, len(digits), 8)]
     return f"{ipaddress.ip_address(b''.join(words))} {int(port, 16)}"
@@ -88,8 +88,8 @@ def test_single_machine_job_listens_only_on_loopback(job, store):
     script.write_text(TRAINING)
     run = job.start("run", "--no-agent", "--simulate-nodes", "2", "--nnodes", "2", "--store", store, "--log-dir",
                     str(job.folder / "logs"), str(script), str(job.folder))  # fmt: skip
-    until(lambda: (job.folder / "in-0").exists() and (job.folder / "in-1").exists(), timeout_s=60)
-    found = listens(job.folder)
+    wait_until(lambda: (job.folder / "in-0").exists() and (job.folder / "in-1").exists(), timeout_s=60)
+    found = listening_addresses(job.folder)
     job.finish()
     assert job.ended(run) == 0, job.output()
     assert len(found) >= 4  # the coordinator, the store, and the ranks' groups
@@ -118,7 +118,7 @@ def test_working_directory_is_not_imported_from(job, tmp_path):
             [sys.executable, str(command), *words], cwd=job.folder, env=job.environ, stdout=out, stderr=out
         )
     job.started.append(run)
-    until(lambda: (job.folder / "in-0").exists() or run.poll() is not None or told.exists(), timeout_s=60)
+    wait_until(lambda: (job.folder / "in-0").exists() or run.poll() is not None or told.exists(), timeout_s=60)
     job.finish()
     assert not told.exists(), told.read_text()
     assert job.ended(run) == 0, (tmp_path / "output").read_text()
@@ -165,53 +165,53 @@ def test_secret_on_the_command_line_is_refused_and_not_printed(words, tmp_path, 
 
 
 @pytest.fixture
-def place(tmp_path):
+def run_directory(tmp_path):
     one = RunDirectory(tmp_path / "run", "job")
     one.prepare()
     one.write(LocalRun("job", "127.0.0.1:1", str(one.write_secret(None)), 1, 0, ("true",), "/", "/", 1.0))
     return one
 
 
-def test_run_directory_is_trusted_only_when_private(place):
-    assert place.read().job == "job"
-    for folder in (place.root, place.directory):
+def test_run_directory_is_trusted_only_when_private(run_directory):
+    assert run_directory.read().job == "job"
+    for folder in (run_directory.root, run_directory.directory):
         folder.chmod(0o777)
         with pytest.raises(ControlPlaneUnavailableError, match="that nobody else can write to"):
-            place.read()
+            run_directory.read()
         folder.chmod(0o700)
-    assert [run.job for run in list_runs(place.root)] == ["job"]
-    place.root.chmod(0o777)
+    assert [run.job for run in list_runs(run_directory.root)] == ["job"]
+    run_directory.root.chmod(0o777)
     with pytest.raises(ControlPlaneUnavailableError, match=r"ELASTIC_RUN_DIRECTORY"):
-        list_runs(place.root)
+        list_runs(run_directory.root)
 
 
-def test_run_directory_of_another_user_is_not_trusted(place):
+def test_run_directory_of_another_user_is_not_trusted(run_directory):
     if os.getuid() != 0:
         pytest.skip("only root can make what belongs to another user")
-    os.chown(place.root, 54321, 54321)
+    os.chown(run_directory.root, 54321, 54321)
     with pytest.raises(ControlPlaneUnavailableError, match="belongs to user 54321"):
-        place.read()
+        run_directory.read()
 
 
 @pytest.mark.parametrize("kind", ["fifo", "link", "socket", "folder"])
-def test_non_file_does_not_block_reading(place, kind, tmp_path):
+def test_non_file_does_not_block_reading(run_directory, kind, tmp_path):
     elsewhere = tmp_path / "elsewhere.json"
-    elsewhere.write_bytes(msgspec.json.encode(place.read()))
-    place.file.unlink()
+    elsewhere.write_bytes(msgspec.json.encode(run_directory.read()))
+    run_directory.file.unlink()
     if kind == "fifo":
-        os.mkfifo(place.file)
+        os.mkfifo(run_directory.file)
     elif kind == "link":
-        place.file.symlink_to(elsewhere)
+        run_directory.file.symlink_to(elsewhere)
     elif kind == "folder":
-        place.file.mkdir()
+        run_directory.file.mkdir()
     else:
         with socket.socket(socket.AF_UNIX) as one:
-            one.bind(str(place.file))
+            one.bind(str(run_directory.file))
     found = []
 
     def read():
         with pytest.raises(ControlPlaneUnavailableError, match="cannot be read"):
-            place.read()
+            run_directory.read()
         found.append(True)
 
     reading = threading.Thread(target=read, daemon=True)
@@ -225,17 +225,17 @@ def test_non_file_does_not_block_reading(place, kind, tmp_path):
 
 @pytest.mark.parametrize("address", ["10.0.0.7", "127.0.0.1"])
 @pytest.mark.parametrize("configured", ["", "a secret of the agents' own"])
-def test_agents_prove_a_secret_derived_from_the_jobs(place, monkeypatch, configured, address):
+def test_agents_prove_a_secret_derived_from_the_jobs(run_directory, monkeypatch, configured, address):
     """Otherwise the ranks would exchange a secret through the store where they meet."""
     monkeypatch.setattr(run, "node_address", lambda *_: address)
     if configured:
         monkeypatch.setenv("TIEREDCKPT_PEER_SECRET", configured)
     options = {"simulate_nodes": None, "coordinator": "10.0.0.1:7", "coordinator_here": False, "agent": True}
-    task = run._node_task(place, place.read(), "n1", {**options, "node": "", "verbose": 0})
+    task = run._node_task(run_directory, run_directory.read(), "n1", {**options, "node": "", "verbose": 0})
     settings = load_settings({**os.environ, **task.environ})
-    derived = derive_peer_secret(place.secret_file.read_bytes(), "job")
+    derived = derive_peer_secret(run_directory.secret_file.read_bytes(), "job")
     assert peer_secret(settings.peer) == (configured.encode() or derived)
     if not configured:
         path = Path(settings.peer.secret.removeprefix("file:"))
         assert stat.S_IMODE(path.stat().st_mode) == 0o600
-        assert place.secret_file.read_text() not in path.read_text()
+        assert run_directory.secret_file.read_text() not in path.read_text()

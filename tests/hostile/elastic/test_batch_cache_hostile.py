@@ -11,25 +11,25 @@ import torch
 
 from elastic.batch_cache import BatchCache
 from elastic.batch_cache.cache_directory import batch_file_name, partial_file_name
-from tests.hostile.elastic.make import FILES, FINGERPRINT, INDEX, batch, cases
-from tests.support.batch_reader import names
-from tests.support.bits import assert_same
+from tests.hostile.elastic.make import FILES, FINGERPRINT, INDEX, changed_batch, hostile_batches
+from tests.support.batch_reader import file_names
+from tests.support.bits import assert_same_bits
 
 HOSTILE = sorted(FILES.iterdir())
 """In loops, not as so many tests: each would be looked over for what it leaves behind."""
 
 
-def prepared(index):
+def prepare_batch(index):
     return {"ids": torch.full((100,), index)}
 
 
-class Asked:
+class CountingPrepare:
     def __init__(self):
         self.indices = []
 
     def __call__(self, index):
         self.indices.append(index)
-        return prepared(index)
+        return prepare_batch(index)
 
 
 @pytest.fixture
@@ -39,7 +39,7 @@ def cache(tmp_path):
 
 
 @pytest.fixture
-def little_memory():
+def limited_memory():
     """Whoever allocates or maps what a file claims (2 GiB or more), fails."""
     used = int(re.search(r"VmSize:\s+(\d+) kB", Path("/proc/self/status").read_text())[1]) << 10
     before = resource.getrlimit(resource.RLIMIT_AS)
@@ -49,40 +49,40 @@ def little_memory():
 
 
 def test_stored_cases_match_the_generator_script():
-    assert {path.stem: path.read_bytes() for path in HOSTILE} == cases()
+    assert {path.stem: path.read_bytes() for path in HOSTILE} == hostile_batches()
 
 
 def test_base_case_is_a_valid_batch(cache):
-    (cache.directory / batch_file_name(INDEX)).write_bytes(batch())
+    (cache.directory / batch_file_name(INDEX)).write_bytes(changed_batch())
     found = cache.lookup(INDEX).batch
     assert found["a"].tolist() == [int.from_bytes(range(at, at + 8), "little") for at in range(0, 48, 8)]
     assert found["b"].tolist() == [[0, 1, 2, 3], [4, 5, 6, 7]]
 
 
-def test_a_hostile_batch_is_prepared_again(cache, little_memory):
+def test_a_hostile_batch_is_prepared_again(cache, limited_memory):
     for number, file in enumerate(HOSTILE, start=1):
-        asked = Asked()
+        asked = CountingPrepare()
         (cache.directory / batch_file_name(INDEX)).write_bytes(file.read_bytes())
-        assert_same(prepared(INDEX), cache.get(INDEX, asked))
-        assert_same(prepared(INDEX), cache.get(INDEX, asked))
+        assert_same_bits(prepare_batch(INDEX), cache.get(INDEX, asked))
+        assert_same_bits(prepare_batch(INDEX), cache.get(INDEX, asked))
         assert asked.indices == [INDEX], file.stem
         assert cache.counts.damaged == number, file.stem
-        assert names(cache.directory) == [batch_file_name(INDEX), "tally"], file.stem
+        assert file_names(cache.directory) == [batch_file_name(INDEX), "tally"], file.stem
 
 
 def test_partial_file_is_never_read(cache):
     for file in HOSTILE:
-        asked = Asked()
+        asked = CountingPrepare()
         (cache.directory / partial_file_name(INDEX)).write_bytes(file.read_bytes())
-        assert_same(prepared(INDEX), cache.get(INDEX, asked))
+        assert_same_bits(prepare_batch(INDEX), cache.get(INDEX, asked))
         assert asked.indices == [INDEX], file.stem
-        assert names(cache.directory) == [batch_file_name(INDEX), "tally"], file.stem
+        assert file_names(cache.directory) == [batch_file_name(INDEX), "tally"], file.stem
         cache.clear()
 
 
 def test_invalid_usage_file_is_recounted(cache):
     for file in HOSTILE:
-        asked = Asked()
+        asked = CountingPrepare()
         (cache.directory / "tally").write_bytes(file.read_bytes())
         for index in range(12):
             cache.get(index, asked)
@@ -94,24 +94,24 @@ def test_invalid_usage_file_is_recounted(cache):
 # -- things that are no files -------------------------------------------------------------------------------------
 
 
-def link(path, victim):
+def make_link(path, victim):
     path.symlink_to(victim)
 
 
-def dangling(path, victim):
+def make_dangling_link(path, victim):
     path.symlink_to(path.parent / "nowhere")
 
 
-def fifo(path, victim):
+def make_fifo(path, victim):
     os.mkfifo(path)
 
 
-def folder(path, victim):
+def make_folder(path, victim):
     path.mkdir()
     (path / "mine").write_bytes(b"mine")
 
 
-def door(path, victim):
+def make_socket(path, victim):
     with socket.socket(socket.AF_UNIX) as one:
         here = Path.cwd()
         os.chdir(path.parent)  # the whole path is longer than an address may be
@@ -121,7 +121,7 @@ def door(path, victim):
             os.chdir(here)
 
 
-STRANGE = [link, dangling, fifo, folder, door]
+STRANGE = [make_link, make_dangling_link, make_fifo, make_folder, make_socket]
 
 
 @pytest.mark.timeout(20)
@@ -135,11 +135,11 @@ def test_non_file_is_not_followed_and_does_not_block(cache, tmp_path, plant, nam
         os.link(victim, cache.directory / name)
     else:
         plant(cache.directory / name, victim)
-    asked = Asked()
-    assert_same(prepared(INDEX), cache.get(INDEX, asked))
-    assert_same(prepared(INDEX), cache.get(INDEX, asked))
+    asked = CountingPrepare()
+    assert_same_bits(prepare_batch(INDEX), cache.get(INDEX, asked))
+    assert_same_bits(prepare_batch(INDEX), cache.get(INDEX, asked))
     assert victim.read_bytes() == b"precious" * 100
-    if plant is folder:  # not ours to remove
+    if plant is make_folder:  # not ours to remove
         assert (cache.directory / name / "mine").read_bytes() == b"mine"
     else:
         assert asked.indices == [INDEX]
@@ -150,13 +150,13 @@ def test_foreign_files_are_neither_counted_nor_removed(cache):
     strangers = ["readme.txt", "7.batch", "0000000000000000000x.batch", ".00000000000000000007.batch", "f-xyz"]
     for name in strangers:
         (cache.directory / name).write_bytes(bytes(20_000))
-    cache.get(1, prepared)
+    cache.get(1, prepare_batch)
     cache.clear()
     root, place = cache.directory.parents[2], cache.directory
     cache.close()
     with BatchCache("job", fingerprint="another", directory=root) as other:
         assert other.cached_indices() == []
-    assert names(place) == sorted(strangers)
+    assert file_names(place) == sorted(strangers)
 
 
 def test_stream_with_foreign_directories_is_swept_around_them(cache, tmp_path):
@@ -172,9 +172,9 @@ def test_stream_with_foreign_directories_is_swept_around_them(cache, tmp_path):
 def test_file_that_grows_after_mapping_has_no_effect(cache):
     """Whoever may write here may change a mapped page; nobody who follows the protocol does, so they are not copied."""
     batch_file = cache.directory / batch_file_name(INDEX)
-    found = cache.get(INDEX, prepared)
+    found = cache.get(INDEX, prepare_batch)
     with batch_file.open("ab") as file:
         file.write(b"more")
-    assert_same(prepared(INDEX), found)
+    assert_same_bits(prepare_batch(INDEX), found)
     assert not cache.lookup(INDEX).is_cached
     assert not batch_file.exists()

@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 
 from peerstore.membership.topology import NodeId, PeerNode, member_list
-from tests.support.clusters import cluster_of
+from tests.support.clusters import make_cluster
 from tieredckpt import Checkpointer
 from tieredckpt.errors import SettingsError, TieredCheckpointError
 from tieredckpt.session.agent_discovery import _agreed, _invite, _NodeHello
@@ -17,7 +17,7 @@ from tieredckpt.settings import PeerSettings
 SECRET, OTHER = "a secret of the job's nodes", "another secret of other nodes"
 
 
-class Listener:
+class RecordingStore:
     """A store that somebody else sees everything of."""
 
     def __init__(self, store):
@@ -32,9 +32,9 @@ class Listener:
         return getattr(self._store, name)
 
 
-def meet(job, secrets):
+def exchange_secrets(job, secrets):
     """What was said while two nodes met and kept copies for each other, what is left of it, and how many copies."""
-    store = Listener(dist.distributed_c10d._get_default_store())
+    store = RecordingStore(dist.distributed_c10d._get_default_store())
     with pytest.MonkeyPatch.context() as patch:  # this process takes part in other tests after this one
         patch.setattr(dist.distributed_c10d, "_get_default_store", lambda: store)
         patch.setenv("TIEREDCKPT_PEER_SECRET", secrets[dist.get_rank()])
@@ -49,8 +49,8 @@ def meet(job, secrets):
 
 @pytest.mark.e2e
 def test_configured_secret_is_not_sent(ranks):
-    with cluster_of(ranks, "n1", "n2") as cluster:
-        found = cluster.run(["n1", "n2"], meet, [SECRET, SECRET])
+    with make_cluster(ranks, "n1", "n2") as cluster:
+        found = cluster.run(["n1", "n2"], exchange_secrets, [SECRET, SECRET])
     assert [copies for _, _, copies in found] == [2, 2]
     heard = [str(value) for said, *_ in found for _, value in said]
     assert any("nonce" in value for value in heard)  # they did meet there
@@ -61,12 +61,12 @@ def test_configured_secret_is_not_sent(ranks):
 @pytest.mark.e2e
 @pytest.mark.parametrize("secrets", [[SECRET, OTHER], [SECRET, ""], ["", SECRET]])
 def test_nodes_with_different_secrets_report_it(ranks, secrets):
-    with cluster_of(ranks, "n1", "n2") as cluster:
-        found = cluster.run(["n1", "n2"], meet_and_tell, secrets)
+    with make_cluster(ranks, "n1", "n2") as cluster:
+        found = cluster.run(["n1", "n2"], save_and_report, secrets)
     assert all("peer.secret" in text for text in found)
 
 
-def meet_and_tell(job, secrets):
+def save_and_report(job, secrets):
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("TIEREDCKPT_PEER_SECRET", secrets[dist.get_rank()])
         with Checkpointer(f"tiered://{job}") as ckpt:
@@ -79,29 +79,29 @@ def meet_and_tell(job, secrets):
 
 @pytest.mark.e2e
 def test_shared_secret_does_not_stay_in_the_store(ranks):
-    with cluster_of(ranks, "n1", "n2") as cluster:
-        found = cluster.run(["n1", "n2"], meet, ["", ""])
+    with make_cluster(ranks, "n1", "n2") as cluster:
+        found = cluster.run(["n1", "n2"], exchange_secrets, ["", ""])
     assert [(left, copies) for _, left, copies in found] == [([], 2), ([], 2)]
 
 
-def node(name):
+def peer_node(name):
     return PeerNode(NodeId(name), f"10.0.0.{name[1:]}:7070")
 
 
-def told(peer, *names):
-    return _invite([_NodeHello(node(name), None) for name in names], None, peer, "job", restoring=False)
+def invite_members(peer, *names):
+    return _invite([_NodeHello(peer_node(name), None) for name in names], None, peer, "job", restoring=False)
 
 
 def test_tampered_member_list_is_refused():
     peer = PeerSettings(secret=SECRET)
-    invitation = told(peer, "n1", "n2")
+    invitation = invite_members(peer, "n1", "n2")
     assert invitation.secret == b""
     assert _agreed(invitation, peer, "job") == SECRET.encode()
-    changed = member_list(invitation.member_list.version, [node("n1"), node("n9")])
+    changed = member_list(invitation.member_list.version, [peer_node("n1"), peer_node("n9")])
     for wrong in (
         msgspec.structs.replace(invitation, member_list=changed),
         msgspec.structs.replace(invitation, proof=b"", secret=b"a secret that is known to somebody"),
-        msgspec.structs.replace(told(PeerSettings(secret=OTHER), "n1", "n2")),
+        msgspec.structs.replace(invite_members(PeerSettings(secret=OTHER), "n1", "n2")),
     ):
         with pytest.raises(SettingsError, match=r"peer\.secret: this node's is not the first rank's"):
             _agreed(wrong, peer, "job")
@@ -111,12 +111,12 @@ def test_tampered_member_list_is_refused():
 
 def test_node_without_the_secret_of_the_others_is_refused():
     with pytest.raises(SettingsError, match=r"peer\.secret: the first rank's node has one, and this node has none"):
-        _agreed(told(PeerSettings(secret=SECRET), "n1", "n2"), PeerSettings(), "job")
+        _agreed(invite_members(PeerSettings(secret=SECRET), "n1", "n2"), PeerSettings(), "job")
 
 
 def test_missing_secret_warns_once(caplog, monkeypatch):
     monkeypatch.setattr(dist, "get_rank", lambda: 0)
     peer = PeerSettings()
     for _ in range(2):
-        assert _agreed(told(peer, "n1", "n2"), peer, "a job of its own")
+        assert _agreed(invite_members(peer, "n1", "n2"), peer, "a job of its own")
     assert caplog.text.count("whoever reaches that store while they meet can read and replace") == 1

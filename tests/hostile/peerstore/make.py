@@ -19,74 +19,74 @@ CLOSED = "closed"
 KEY = {"job": "victim", "version": 1, "epoch": 1, "incarnation": "a", "attempt": 0, "part": 0}
 
 
-class Case(NamedTuple):
+class FrameCase(NamedTuple):
     """What is sent, and what must come back: the error's class, or :data:`CLOSED`."""
 
     data: bytes
     answer: str
 
 
-def frame(value: Any, *, announced: int | None = None) -> bytes:
+def encode_frame(value: Any, *, announced: int | None = None) -> bytes:
     body = value if isinstance(value, bytes) else msgspec.msgpack.encode(value)
     return struct.pack(">I", len(body) if announced is None else announced) + body
 
 
-def request(op: str, body: Any) -> bytes:
-    return frame([op, body])
+def encode_request(op: str, body: Any) -> bytes:
+    return encode_frame([op, body])
 
 
-def nested(depth: int) -> bytes:
+def nested_array(depth: int) -> bytes:
     return b"\x91" * depth + b"\xc0"
 
 
-def cases() -> dict[str, Case]:
-    return {**dict(_greetings()), **dict(_frames()), **dict(_bodies())}
+def hostile_frames() -> dict[str, FrameCase]:
+    return {**dict(_greeting_cases()), **dict(_frame_cases()), **dict(_body_cases())}
 
 
-def _greetings() -> Iterator[tuple[str, Case]]:
+def _greeting_cases() -> Iterator[tuple[str, FrameCase]]:
     refused = "refused"
-    yield "greeting-empty-frame", Case(frame(b""), refused)
-    yield "greeting-http", Case(b"GET /metrics HTTP/1.1\r\nHost: localhost\r\n\r\n", refused)
-    yield "greeting-random", Case(bytes(range(0, 256, 7)), refused)
-    yield "greeting-4-gib", Case(frame(b"x", announced=0xFFFFFFFF), refused)
-    yield "greeting-above-its-limit", Case(frame(b"x" * 5000), refused)
-    yield "greeting-of-the-future", Case(frame({"protocol": 99, "job": ""}), refused)
-    yield "greeting-of-the-first-release", Case(frame({"protocol": 1, "job": ""}), refused)
-    yield "greeting-of-the-far-future", Case(frame({"protocol": 1 << 63, "job": ""}), refused)
-    yield "greeting-protocol-as-text", Case(frame({"protocol": "1", "job": ""}), refused)
-    yield "greeting-without-protocol", Case(frame({"job": ""}), refused)
-    yield "greeting-job-with-slash", Case(frame({"protocol": 3, "job": "../../etc"}), refused)
-    yield "greeting-job-with-nul", Case(frame({"protocol": 3, "job": "a\0b"}), refused)
-    yield "greeting-job-endless", Case(frame({"protocol": 3, "job": "x" * 4000}), refused)
-    yield "greeting-nested", Case(frame(nested(4000)), refused)
-    yield "greeting-cut-length", Case(b"\0\0", CLOSED)
-    yield "greeting-cut-body", Case(frame({"protocol": 3, "job": ""})[:-3], CLOSED)
+    yield "greeting-empty-frame", FrameCase(encode_frame(b""), refused)
+    yield "greeting-http", FrameCase(b"GET /metrics HTTP/1.1\r\nHost: localhost\r\n\r\n", refused)
+    yield "greeting-random", FrameCase(bytes(range(0, 256, 7)), refused)
+    yield "greeting-4-gib", FrameCase(encode_frame(b"x", announced=0xFFFFFFFF), refused)
+    yield "greeting-above-its-limit", FrameCase(encode_frame(b"x" * 5000), refused)
+    yield "greeting-of-the-future", FrameCase(encode_frame({"protocol": 99, "job": ""}), refused)
+    yield "greeting-of-the-first-release", FrameCase(encode_frame({"protocol": 1, "job": ""}), refused)
+    yield "greeting-of-the-far-future", FrameCase(encode_frame({"protocol": 1 << 63, "job": ""}), refused)
+    yield "greeting-protocol-as-text", FrameCase(encode_frame({"protocol": "1", "job": ""}), refused)
+    yield "greeting-without-protocol", FrameCase(encode_frame({"job": ""}), refused)
+    yield "greeting-job-with-slash", FrameCase(encode_frame({"protocol": 3, "job": "../../etc"}), refused)
+    yield "greeting-job-with-nul", FrameCase(encode_frame({"protocol": 3, "job": "a\0b"}), refused)
+    yield "greeting-job-endless", FrameCase(encode_frame({"protocol": 3, "job": "x" * 4000}), refused)
+    yield "greeting-nested", FrameCase(encode_frame(nested_array(4000)), refused)
+    yield "greeting-cut-length", FrameCase(b"\0\0", CLOSED)
+    yield "greeting-cut-body", FrameCase(encode_frame({"protocol": 3, "job": ""})[:-3], CLOSED)
 
 
-def _frames() -> Iterator[tuple[str, Case]]:
-    yield "request-4-gib", Case(frame(b"x", announced=0xFFFFFFFF), "ProtocolError")
-    yield "request-one-byte-too-long", Case(frame(b"x", announced=(64 << 20) + 1), "ProtocolError")
-    yield "request-largest-announced", Case(frame(b"x", announced=64 << 20), CLOSED)
-    yield "request-cut", Case(request("status", {})[:-1], CLOSED)
-    yield "request-empty", Case(frame(b""), "ProtocolError")
-    yield "request-garbage", Case(frame(b"\xc1" * 100), "ProtocolError")
-    yield "request-nil", Case(frame(None), "ProtocolError")
-    yield "request-map", Case(frame({"op": "status", "body": {}}), "ProtocolError")
-    yield "request-without-body", Case(frame(["status"]), "ProtocolError")
-    yield "request-three-fields", Case(frame(["status", {}, "more"]), "ProtocolError")
-    yield "request-op-number", Case(frame([7, {}]), "ProtocolError")
-    yield "request-array-of-4g", Case(frame(b"\xdd\xff\xff\xff\xff"), "ProtocolError")
-    yield "request-text-of-4g", Case(frame(b"\x92\xdb\xff\xff\xff\xff"), "ProtocolError")
-    yield "request-body-of-4g", Case(frame(b"\x92\xa6status\xc6\xff\xff\xff\xff"), "ProtocolError")
-    yield "request-nested", Case(frame(b"\x92\xa6status" + nested(100_000)), "ProtocolError")
-    yield "request-trailing", Case(frame(msgspec.msgpack.encode(["status", {}]) + b"\0"), "ProtocolError")
-    yield "request-op-unknown", Case(request("no such thing", {}), "RequestError")
-    yield "request-op-empty", Case(request("", {}), "RequestError")
-    yield "request-op-private", Case(request("__class__", {}), "RequestError")
-    yield "request-op-long", Case(request("x" * 100_000, {}), "RequestError")
+def _frame_cases() -> Iterator[tuple[str, FrameCase]]:
+    yield "request-4-gib", FrameCase(encode_frame(b"x", announced=0xFFFFFFFF), "ProtocolError")
+    yield "request-one-byte-too-long", FrameCase(encode_frame(b"x", announced=(64 << 20) + 1), "ProtocolError")
+    yield "request-largest-announced", FrameCase(encode_frame(b"x", announced=64 << 20), CLOSED)
+    yield "request-cut", FrameCase(encode_request("status", {})[:-1], CLOSED)
+    yield "request-empty", FrameCase(encode_frame(b""), "ProtocolError")
+    yield "request-garbage", FrameCase(encode_frame(b"\xc1" * 100), "ProtocolError")
+    yield "request-nil", FrameCase(encode_frame(None), "ProtocolError")
+    yield "request-map", FrameCase(encode_frame({"op": "status", "body": {}}), "ProtocolError")
+    yield "request-without-body", FrameCase(encode_frame(["status"]), "ProtocolError")
+    yield "request-three-fields", FrameCase(encode_frame(["status", {}, "more"]), "ProtocolError")
+    yield "request-op-number", FrameCase(encode_frame([7, {}]), "ProtocolError")
+    yield "request-array-of-4g", FrameCase(encode_frame(b"\xdd\xff\xff\xff\xff"), "ProtocolError")
+    yield "request-text-of-4g", FrameCase(encode_frame(b"\x92\xdb\xff\xff\xff\xff"), "ProtocolError")
+    yield "request-body-of-4g", FrameCase(encode_frame(b"\x92\xa6status\xc6\xff\xff\xff\xff"), "ProtocolError")
+    yield "request-nested", FrameCase(encode_frame(b"\x92\xa6status" + nested_array(100_000)), "ProtocolError")
+    yield "request-trailing", FrameCase(encode_frame(msgspec.msgpack.encode(["status", {}]) + b"\0"), "ProtocolError")
+    yield "request-op-unknown", FrameCase(encode_request("no such thing", {}), "RequestError")
+    yield "request-op-empty", FrameCase(encode_request("", {}), "RequestError")
+    yield "request-op-private", FrameCase(encode_request("__class__", {}), "RequestError")
+    yield "request-op-long", FrameCase(encode_request("x" * 100_000, {}), "RequestError")
 
 
-def _bodies() -> Iterator[tuple[str, Case]]:
+def _body_cases() -> Iterator[tuple[str, FrameCase]]:
     lease = {"key": KEY, "size_bytes": 10, "parts": 1}
 
     def key(**changes: Any) -> dict[str, Any]:
@@ -112,8 +112,11 @@ def _bodies() -> Iterator[tuple[str, Case]]:
         "blob-data-text": ("put_blob", {"job": "victim", "name": "a", "data": [1]}),
     }
     for name, (op, body) in wrong.items():
-        yield f"request-{name}", Case(request(op, body), "ProtocolError")
-    yield "request-body-nested", Case(frame(b"\x92\xablist_shards\x81\xa3job" + nested(500)), "ProtocolError")
+        yield f"request-{name}", FrameCase(encode_request(op, body), "ProtocolError")
+    yield (
+        "request-body-nested",
+        FrameCase(encode_frame(b"\x92\xablist_shards\x81\xa3job" + nested_array(500)), "ProtocolError"),
+    )
     refused = {
         "lease-size-huge": ("lease", {**key(version=2), "size_bytes": (1 << 64) - 1}, "ArenaFullError"),
         "lease-size-negative": ("lease", {**lease, "size_bytes": -1}, "RequestError"),
@@ -143,14 +146,14 @@ def _bodies() -> Iterator[tuple[str, Case]]:
         "left-out-of-no-job": ("abort_part", {"job": "", "version_id": [1, 1, 0, "a"], "part": 0}, "InvalidNameError"),
     }
     for name, (op, body, error) in refused.items():
-        yield f"request-{name}", Case(request(op, body), error)
+        yield f"request-{name}", FrameCase(encode_request(op, body), error)
 
 
 def main() -> None:
     FILES.mkdir(exist_ok=True)
     for old in FILES.iterdir():
         old.unlink()
-    for name, case in cases().items():
+    for name, case in hostile_frames().items():
         (FILES / f"{name}.frame").write_bytes(case.data)
 
 

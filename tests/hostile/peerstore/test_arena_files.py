@@ -15,22 +15,22 @@ from peerstore.shard_records import Lease, ShardRecord
 from peerstore.store.arena import TmpfsArena
 from peerstore.store.node_store import NodeStore
 from peerstore.store.slots import LeaseMetadata, SealMetadata
-from tests.support.stores import MIB, content, key, load, save, store_directory
+from tests.support.stores import MIB, load_shard, save_shard, shard_content, shard_key, store_directory
 
-GOOD, VICTIM = key(1), key(2)
+GOOD, VICTIM = shard_key(1), shard_key(2)
 SLOT = "slot.job.0.00000000000000ff"
 
 
-def record(**changes):
+def shard_record(**changes):
     sums = {"checksums": b"\0" * 8, "size_bytes": 10, "chunk_bytes": MIB}
     return ShardRecord(**{"key": VICTIM, "parts": 1, "meta": b"", "sealed_ns": 0, **sums, **changes})
 
 
-def sealed(**changes):
-    return msgspec.msgpack.encode(SealMetadata("lease", record(**changes)))
+def seal_metadata(**changes):
+    return msgspec.msgpack.encode(SealMetadata("lease", shard_record(**changes)))
 
 
-def leased(**changes):
+def lease_metadata(**changes):
     fields = {"id": "x", "key": VICTIM, "parts": 1, "size_bytes": 10, "slot": "slot.job.0.of-another"}
     lease = Lease(**{**fields, "generation": 1, "prefaulted_bytes": 0, **changes})
     as_before = {**msgspec.to_builtins(lease), "path": "/etc/passwd"}  # what the first release noted
@@ -47,19 +47,19 @@ STRANGE = {
     "lease garbage": ("lease", b"\xc1"),
 }
 NOTES = {
-    "bytes that do not match": ("seal", sealed()),
-    "no chunk size": ("seal", sealed(chunk_bytes=0)),
-    "negative chunk size": ("seal", sealed(chunk_bytes=-1)),
-    "endless chunk size": ("seal", sealed(chunk_bytes=1 << 62)),
-    "too few checksums": ("seal", sealed(checksums=b"")),
-    "too many checksums": ("seal", sealed(checksums=bytes(800))),
-    "negative size": ("seal", sealed(size_bytes=-10)),
-    "endless size": ("seal", sealed(size_bytes=1 << 60, checksums=b"")),
-    "job that is a path": ("seal", sealed(key=key(1, job="../../x"))),
-    "part outside": ("seal", sealed(key=key(1, part=5))),
-    "lease of a path": ("lease", leased(key=key(1, job="a/b"))),
-    "lease of too much": ("lease", leased(size_bytes=1 << 50)),
-    "lease of less than nothing": ("lease", leased(size_bytes=-1)),
+    "bytes that do not match": ("seal", seal_metadata()),
+    "no chunk size": ("seal", seal_metadata(chunk_bytes=0)),
+    "negative chunk size": ("seal", seal_metadata(chunk_bytes=-1)),
+    "endless chunk size": ("seal", seal_metadata(chunk_bytes=1 << 62)),
+    "too few checksums": ("seal", seal_metadata(checksums=b"")),
+    "too many checksums": ("seal", seal_metadata(checksums=bytes(800))),
+    "negative size": ("seal", seal_metadata(size_bytes=-10)),
+    "endless size": ("seal", seal_metadata(size_bytes=1 << 60, checksums=b"")),
+    "job that is a path": ("seal", seal_metadata(key=shard_key(1, job="../../x"))),
+    "part outside": ("seal", seal_metadata(key=shard_key(1, part=5))),
+    "lease of a path": ("lease", lease_metadata(key=shard_key(1, job="a/b"))),
+    "lease of too much": ("lease", lease_metadata(size_bytes=1 << 50)),
+    "lease of less than nothing": ("lease", lease_metadata(size_bytes=-1)),
 }
 
 
@@ -67,19 +67,19 @@ NOTES = {
 def directory():
     with store_directory() as place:
         with contextlib.closing(NodeStore(TmpfsArena(place), StoreSettings(budget="64MiB"))) as store:
-            save(store, GOOD)
+            save_shard(store, GOOD)
             store.mark_committed("job", GOOD.version_id)
         yield place
 
 
 @contextlib.contextmanager
-def opened(directory):
+def open_and_check(directory):
     with contextlib.closing(NodeStore(TmpfsArena(directory), StoreSettings(budget="64MiB"))) as store:
-        assert load(store, GOOD) == content(GOOD, MIB)
+        assert load_shard(store, GOOD) == shard_content(GOOD, MIB)
         assert [fact.key for fact in store.list_shards()] == [GOOD]
         yield store
-        save(store, key(7))
-        assert load(store, key(7)) == content(key(7), MIB)
+        save_shard(store, shard_key(7))
+        assert load_shard(store, shard_key(7)) == shard_content(shard_key(7), MIB)
 
 
 @pytest.mark.parametrize("name", NOTES)
@@ -88,7 +88,7 @@ def test_intact_but_wrong_metadata_is_damage(directory, name):
     arena = TmpfsArena(directory)
     arena.create(SLOT, 4096)
     arena.put_metadata(f"{kind}.{SLOT}", data)
-    with opened(directory) as store:
+    with open_and_check(directory) as store:
         assert len(store.status().damage_reports) == 1
         assert store.status().jobs[0].newest_committed == 1
         with pytest.raises(ShardNotFoundError):
@@ -102,7 +102,7 @@ def test_metadata_of_another_version_is_kept(directory, name):
     arena = TmpfsArena(directory)
     arena.create(SLOT, 4096)
     arena.put_metadata(f"{kind}.{SLOT}", data)
-    with opened(directory) as store:
+    with open_and_check(directory) as store:
         assert [(one.name, one.size_bytes) for one in store.status().unrecognized] == [(SLOT, 4096)]
         assert store.status().damage_reports == ()
         assert (directory / "notes" / f"{kind}.{SLOT}").exists()
@@ -113,31 +113,31 @@ def test_lease_metadata_does_not_choose_its_file(directory):
     """What is sealed is the slot, whatever path a note claims."""
     arena = TmpfsArena(directory)
     arena.create(SLOT, 10)
-    arena.put_metadata(f"lease.{SLOT}", leased())
-    with opened(directory) as store:
+    arena.put_metadata(f"lease.{SLOT}", lease_metadata())
+    with open_and_check(directory) as store:
         assert store.lease(VICTIM, 10, 1).slot == SLOT
         with (directory / "slots" / SLOT).open("r+b") as file:  # other tests have slots of this name, too
-            file.write(content(VICTIM, 10))
+            file.write(shard_content(VICTIM, 10))
         store.seal(store.lease(VICTIM, 10, 1).id, 10)
-        assert load(store, VICTIM) == content(VICTIM, 10)
+        assert load_shard(store, VICTIM) == shard_content(VICTIM, 10)
 
 
 def test_files_of_the_first_release_are_adopted(directory):
     """Its slots were as long as what was sealed in them, to the byte; their files are read, and not written again."""
     arena, size = TmpfsArena(directory), MIB + 4711
     arena.create(SLOT, size)
-    Path(arena.path(SLOT)).write_bytes(content(VICTIM, size))
-    sums = b"".join(chunk_checksum(content(VICTIM, size)[at : at + MIB]).to_bytes(8, "little") for at in (0, MIB))
-    arena.put_metadata(f"seal.{SLOT}", sealed(size_bytes=size, checksums=sums))
+    Path(arena.path(SLOT)).write_bytes(shard_content(VICTIM, size))
+    sums = b"".join(chunk_checksum(shard_content(VICTIM, size)[at : at + MIB]).to_bytes(8, "little") for at in (0, MIB))
+    arena.put_metadata(f"seal.{SLOT}", seal_metadata(size_bytes=size, checksums=sums))
     with contextlib.closing(NodeStore(TmpfsArena(directory), StoreSettings(budget="64MiB"))) as store:
-        assert load(store, VICTIM) == content(VICTIM, size)
+        assert load_shard(store, VICTIM) == shard_content(VICTIM, size)
         pin = store.pin(VICTIM)
         store.unpin(pin.id)
         for version in range(3, 8):
-            assert store.lease(key(version), size, 1).slot != SLOT
-            save(store, key(version), size)
+            assert store.lease(shard_key(version), size, 1).slot != SLOT
+            save_shard(store, shard_key(version), size)
         assert max(fact.key.version for fact in store.list_shards("job")) == 7
-        assert os.pread(pin.fd, size, 0) == content(VICTIM, size)
+        assert os.pread(pin.fd, size, 0) == shard_content(VICTIM, size)
 
 
 @pytest.mark.parametrize(
@@ -148,25 +148,25 @@ def test_files_of_the_first_release_are_adopted(directory):
         ("job.job2", b""),
         ("job.job2", b"\xdd\xff\xff\xff\xff"),
         ("seal.slot.nowhere", b"\xc1"),
-        ("lease.slot.nowhere", sealed()),
+        ("lease.slot.nowhere", seal_metadata()),
         ("blob.job/strange", b"\xff"),
         ("unheard-of", b""),
     ],
 )
 def test_metadata_without_a_slot_is_ignored(directory, name, data):
     TmpfsArena(directory).put_metadata(name, data)
-    with opened(directory):
+    with open_and_check(directory):
         pass
 
 
 def test_damaged_job_record_keeps_older_writers_fenced(directory):
     """The claim is lost; the sealed shards still say which incarnation was there last."""
     with contextlib.closing(NodeStore(TmpfsArena(directory), StoreSettings(budget="64MiB"))) as store:
-        save(store, key(5, epoch=9, name="ninth"))
+        save_shard(store, shard_key(5, epoch=9, name="ninth"))
     (directory / "notes" / "job.job").write_bytes(b"damaged")
     with contextlib.closing(NodeStore(TmpfsArena(directory), StoreSettings(budget="64MiB"))) as store:
         assert store.epoch("job") == 9
-        assert load(store, GOOD) == content(GOOD, MIB)
+        assert load_shard(store, GOOD) == shard_content(GOOD, MIB)
 
 
 def test_non_files_are_left_alone(directory):
@@ -175,7 +175,7 @@ def test_non_files_are_left_alone(directory):
         (directory / place / "slot.link").symlink_to("/etc/passwd")
         os.mkfifo(directory / place / "job.fifo")
         (directory / place / "slot file").write_bytes(b"a stranger's")
-    with opened(directory) as store:
+    with open_and_check(directory) as store:
         assert store.status().damage_reports == ()
     for place in ("slots", "notes", "folders", "fresh"):
         assert (directory / place / "slot.link").is_symlink()
@@ -186,7 +186,7 @@ def test_non_files_are_left_alone(directory):
 def test_slots_without_metadata_are_removed_and_foreign_files_stay(directory):
     (directory / "slots" / "slot.job.0.0000000000000001").write_bytes(b"x" * 100)
     (directory / "slots" / "readme.txt").write_bytes(b"a stranger's")
-    with opened(directory) as store:
+    with open_and_check(directory) as store:
         assert store.status().arena.slots == 1
     assert not (directory / "slots" / "slot.job.0.0000000000000001").exists()
     assert (directory / "slots" / "readme.txt").exists()

@@ -21,7 +21,7 @@ SOMEBODY = 54321
 
 
 @pytest.fixture
-def place(tmp_path):
+def foreign_agent(tmp_path):
     """A directory with a socket that somebody listens on and that must not be connected to."""
     folder = tmp_path / "agent"
     folder.mkdir(mode=0o700)
@@ -32,50 +32,50 @@ def place(tmp_path):
         yield AgentPaths(folder), listener
 
 
-def writable_by_all(folder, _):
+def make_world_writable(folder, _):
     folder.chmod(0o777)
 
 
-def writable_by_the_group(folder, _):
+def make_group_writable(folder, _):
     folder.chmod(0o770)
 
 
-def link(folder, _):
+def make_linked(folder, _):
     real = folder.with_name("real")
     folder.rename(real)
     folder.symlink_to(real)
 
 
-def somebody_elses(folder, monkeypatch):
+def make_foreign_owned(folder, monkeypatch):
     if os.getuid() == 0:
         os.chown(folder, SOMEBODY, SOMEBODY)
     else:
         monkeypatch.setattr(os, "getuid", lambda: SOMEBODY)
 
 
-UNSAFE = [writable_by_all, writable_by_the_group, link, somebody_elses]
+UNSAFE = [make_world_writable, make_group_writable, make_linked, make_foreign_owned]
 
 
-def a_client(place):
+def connect_client(place):
     connect_to_agent(place.socket).close()
 
 
-def a_trainer(place):
+def connect_or_launch(place):
     connect_or_launch_agent(place, ["/bin/false"]).close()
 
 
-def a_trainer_that_starts_no_agent(place):
+def connect_trainer(place):
     NodeAgentClient(
         settings_from_mapping({"agent": {"directory": str(place.directory), "embedded": False}}), "job"
     ).close()
 
 
-@pytest.mark.parametrize("who", [a_client, a_trainer, a_trainer_that_starts_no_agent], ids=lambda one: one.__name__)
+@pytest.mark.parametrize("who", [connect_client, connect_or_launch, connect_trainer], ids=lambda one: one.__name__)
 @pytest.mark.parametrize("unsafe", UNSAFE, ids=lambda one: one.__name__)
-def test_directory_writable_by_others_is_refused_before_connecting(place, unsafe, who, monkeypatch):
-    if os.getuid() == 0 and unsafe is somebody_elses and who is a_trainer_that_starts_no_agent:
+def test_directory_writable_by_others_is_refused_before_connecting(foreign_agent, unsafe, who, monkeypatch):
+    if os.getuid() == 0 and unsafe is make_foreign_owned and who is connect_trainer:
         pytest.skip("root may use the agent of the user that a configured directory belongs to")
-    at, listener = place
+    at, listener = foreign_agent
     unsafe(at.directory, monkeypatch)
     with pytest.raises(PeerRefusedError, match=r"must be a directory of user .* that nobody else can write to"):
         who(at)
@@ -84,8 +84,8 @@ def test_directory_writable_by_others_is_refused_before_connecting(place, unsafe
 
 
 @pytest.mark.parametrize("unsafe", UNSAFE[:3], ids=lambda one: one.__name__)
-def test_commands_report_an_unsafe_directory(place, unsafe, monkeypatch):
-    at, listener = place
+def test_commands_report_an_unsafe_directory(foreign_agent, unsafe, monkeypatch):
+    at, listener = foreign_agent
     unsafe(at.directory, monkeypatch)
     settings = settings_from_mapping({"agent": {"directory": str(at.directory)}})
     with open_tier_client(settings) as sight:
@@ -96,9 +96,9 @@ def test_commands_report_an_unsafe_directory(place, unsafe, monkeypatch):
 
 
 @pytest.mark.parametrize("uid", [SOMEBODY, 0])
-def test_owner_of_the_socket_is_checked_with_the_kernel(place, monkeypatch, uid):
+def test_owner_of_the_socket_is_checked_with_the_kernel(foreign_agent, monkeypatch, uid):
     """As when the directory is exchanged between the look and the connection."""
-    at, _ = place
+    at, _ = foreign_agent
     real = os.getuid()
     monkeypatch.setattr("peerstore.server.store_client.peer_credentials", lambda _: (os.getpid(), uid))
     if uid in (real, 0):

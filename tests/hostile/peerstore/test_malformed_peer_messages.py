@@ -23,14 +23,14 @@ from peerstore.transport.authentication import (
 )
 from peerstore.transport.framing import FRAME_MAGIC, FRAME_PREFIX, FRAME_VERSION
 from peerstore.transport.tcp import TcpTransport
-from tests.hostile.peerstore.make_peers import CLOSED, FILES, HELLO, REFUSED, SECRET, cases, message
+from tests.hostile.peerstore.make_peers import CLOSED, FILES, HELLO, REFUSED, SECRET, encode_message, hostile_messages
 
 HOSTILE = sorted(FILES.iterdir())
 PATIENCE_S = 200.0
 MIB = 1 << 20
 
 
-class Agent:
+class PeerListener:
     """Admits peers of the job ``victim`` and answers each message with the size of its payload."""
 
     def __init__(self):
@@ -70,37 +70,39 @@ class Agent:
 
 @pytest.fixture(scope="module")
 def agent():
-    one = Agent()
+    one = PeerListener()
     yield one
     one.listener.close()
 
 
 @pytest.fixture
-def knock(agent):
+def raw_connection(agent):
     """Connections to the agent: of nobody, of one that was challenged, or of one that has proven who it is."""
     with contextlib.ExitStack() as stack:
 
-        def connection(stage="stranger"):
+        def connect(stage="stranger"):
             sock = stack.enter_context(agent.knock())
             if stage != "stranger":
-                sock.sendall(message(HELLO))
-                challenge = read(sock, Challenge)
+                sock.sendall(encode_message(HELLO))
+                challenge = read_message(sock, Challenge)
             if stage == "member":
-                sock.sendall(message(Proof(hmac_proof(SECRET, "client", msgspec.convert(HELLO, Hello), challenge))))
-                assert read(sock, Welcome) == Welcome()
+                sock.sendall(
+                    encode_message(Proof(hmac_proof(SECRET, "client", msgspec.convert(HELLO, Hello), challenge)))
+                )
+                assert read_message(sock, Welcome) == Welcome()
             return sock
 
-        yield connection
+        yield connect
     agent.calm_down()
 
 
-def read(sock, kind):
-    magic, version, header, payload = FRAME_PREFIX.unpack(exactly(sock, FRAME_PREFIX.size))
+def read_message(sock, kind):
+    magic, version, header, payload = FRAME_PREFIX.unpack(receive_exactly(sock, FRAME_PREFIX.size))
     assert (magic, version, payload) == (FRAME_MAGIC, FRAME_VERSION, 0)
-    return msgspec.msgpack.decode(exactly(sock, header), type=kind)
+    return msgspec.msgpack.decode(receive_exactly(sock, header), type=kind)
 
 
-def exactly(sock, size):
+def receive_exactly(sock, size):
     data = b""
     while len(data) < size:
         piece = sock.recv(size - len(data))
@@ -109,7 +111,7 @@ def exactly(sock, size):
     return data
 
 
-def ends(sock):
+def is_closed(sock):
     """Whether the other side has closed; a reset is as good: it did not read all of it."""
     with contextlib.suppress(ConnectionResetError):
         while sock.recv(1 << 16):
@@ -118,23 +120,25 @@ def ends(sock):
 
 
 def test_stored_cases_match_the_generator_script():
-    assert {path.stem: path.read_bytes() for path in HOSTILE} == {name: case.data for name, case in cases().items()}
+    assert {path.stem: path.read_bytes() for path in HOSTILE} == {
+        name: case.data for name, case in hostile_messages().items()
+    }
 
 
 @pytest.mark.parametrize("file", HOSTILE, ids=lambda path: path.stem)
-def test_hostile_bytes_end_only_their_connection_and_leak_nothing(agent, knock, file):
-    expected = cases()[file.stem]
-    sock = knock(file.stem.partition("-")[0])
+def test_hostile_bytes_end_only_their_connection_and_leak_nothing(agent, raw_connection, file):
+    expected = hostile_messages()[file.stem]
+    sock = raw_connection(file.stem.partition("-")[0])
     tracemalloc.start()
     try:
         sock.sendall(file.read_bytes())
         with contextlib.suppress(OSError):  # it may be closed already
             sock.shutdown(socket.SHUT_WR)
         if expected.answer == REFUSED:
-            assert read(sock, Challenge if file.stem.startswith("stranger") else Welcome).refused
+            assert read_message(sock, Challenge if file.stem.startswith("stranger") else Welcome).refused
         else:
             assert expected.answer == CLOSED
-        assert ends(sock)
+        assert is_closed(sock)
         error = agent.ended.get(timeout=PATIENCE_S)
         assert tracemalloc.get_traced_memory()[1] < 4 * MIB
     finally:
@@ -145,66 +149,68 @@ def test_hostile_bytes_end_only_their_connection_and_leak_nothing(agent, knock, 
     assert agent.ended.empty()
 
 
-def test_recorded_handshake_is_refused(agent, knock):
-    sock = knock("challenged")
-    first = knock()
-    first.sendall(message(HELLO))
-    said = message(Proof(hmac_proof(SECRET, "client", msgspec.convert(HELLO, Hello), read(first, Challenge))))
+def test_recorded_handshake_is_refused(agent, raw_connection):
+    sock = raw_connection("challenged")
+    first = raw_connection()
+    first.sendall(encode_message(HELLO))
+    said = encode_message(
+        Proof(hmac_proof(SECRET, "client", msgspec.convert(HELLO, Hello), read_message(first, Challenge)))
+    )
     first.sendall(said)
-    assert read(first, Welcome) == Welcome()
+    assert read_message(first, Welcome) == Welcome()
     sock.sendall(said)
-    assert read(sock, Welcome).refused
-    assert ends(sock)
+    assert read_message(sock, Welcome).refused
+    assert is_closed(sock)
     assert isinstance(agent.ended.get(timeout=PATIENCE_S), PeerRefusedError)
     agent.still_serves()
 
 
-def test_reflected_proof_is_refused(agent, knock):
-    sock = knock()
-    sock.sendall(message(HELLO))
-    sock.sendall(message(Proof(read(sock, Challenge).proof)))
-    assert read(sock, Welcome).refused
-    assert ends(sock)
+def test_reflected_proof_is_refused(agent, raw_connection):
+    sock = raw_connection()
+    sock.sendall(encode_message(HELLO))
+    sock.sendall(encode_message(Proof(read_message(sock, Challenge).proof)))
+    assert read_message(sock, Welcome).refused
+    assert is_closed(sock)
     assert isinstance(agent.ended.get(timeout=PATIENCE_S), PeerRefusedError)
 
 
-def test_challenge_relayed_from_another_connection_is_refused(agent, knock):
+def test_challenge_relayed_from_another_connection_is_refused(agent, raw_connection):
     """The agent is made to prove itself on one connection, to answer its challenge on another."""
-    one, other = knock(), knock()
-    one.sendall(message(HELLO))
-    challenge = read(one, Challenge)
-    other.sendall(message({**HELLO, "nonce": challenge.nonce}))
-    one.sendall(message(Proof(read(other, Challenge).proof)))
-    assert read(one, Welcome).refused
+    one, other = raw_connection(), raw_connection()
+    one.sendall(encode_message(HELLO))
+    challenge = read_message(one, Challenge)
+    other.sendall(encode_message({**HELLO, "nonce": challenge.nonce}))
+    one.sendall(encode_message(Proof(read_message(other, Challenge).proof)))
+    assert read_message(one, Welcome).refused
     assert isinstance(agent.ended.get(timeout=PATIENCE_S), PeerRefusedError)
 
 
-def test_unknown_job_and_wrong_secret_get_the_same_reply(knock):
+def test_unknown_job_and_wrong_secret_get_the_same_reply(raw_connection):
     answers = []
     for job in ("victim", "nobody"):
-        sock = knock()
-        sock.sendall(message({**HELLO, "job": job}))
-        challenge = read(sock, Challenge)
-        sock.sendall(message(Proof(bytes(32))))
-        welcome = read(sock, Welcome)
-        assert ends(sock)
+        sock = raw_connection()
+        sock.sendall(encode_message({**HELLO, "job": job}))
+        challenge = read_message(sock, Challenge)
+        sock.sendall(encode_message(Proof(bytes(32))))
+        welcome = read_message(sock, Welcome)
+        assert is_closed(sock)
         shape = msgspec.structs.replace(challenge, nonce=bytes(len(challenge.nonce)), proof=bytes(len(challenge.proof)))
         answers.append((shape, welcome))
     assert answers[0] == answers[1]
 
 
-def test_handshake_sent_byte_by_byte_times_out(agent, knock, monkeypatch):
+def test_handshake_sent_byte_by_byte_times_out(agent, raw_connection, monkeypatch):
     monkeypatch.setattr(authentication, "HANDSHAKE_TIMEOUT_S", 0.3)
-    sock = knock()
+    sock = raw_connection()
     stop = threading.Event()
 
-    def drip():
+    def send_slowly():
         with contextlib.suppress(OSError):
-            sock.sendall(message(b"", announced=4000))
+            sock.sendall(encode_message(b"", announced=4000))
             while not stop.wait(0.02):
                 sock.sendall(b"x")
 
-    thread = threading.Thread(target=drip)
+    thread = threading.Thread(target=send_slowly)
     thread.start()
     assert isinstance(agent.ended.get(timeout=PATIENCE_S), PeerUnreachableError)
     stop.set()
@@ -212,34 +218,34 @@ def test_handshake_sent_byte_by_byte_times_out(agent, knock, monkeypatch):
     agent.still_serves()
 
 
-def test_many_silent_peers_block_no_other_peer(agent, knock, monkeypatch):
+def test_many_silent_peers_block_no_other_peer(agent, raw_connection, monkeypatch):
     monkeypatch.setattr(authentication, "HANDSHAKE_TIMEOUT_S", 1.0)
     agent.calm_down()
-    crowd = [knock() for _ in range(200)]
+    crowd = [raw_connection() for _ in range(200)]
     for number, sock in enumerate(crowd):
-        sock.sendall((b"", FRAME_MAGIC, message(b"", announced=4000))[number % 3])
+        sock.sendall((b"", FRAME_MAGIC, encode_message(b"", announced=4000))[number % 3])
     for _ in crowd:
         agent.met.get(timeout=PATIENCE_S)
     monkeypatch.undo()
     agent.still_serves()
     for sock in crowd:
-        assert ends(sock)
+        assert is_closed(sock)
     for _ in crowd:
         assert isinstance(agent.ended.get(timeout=PATIENCE_S), PeerUnreachableError)
 
 
-def test_a_member_that_never_reads_does_not_stop_the_others(agent, knock):
-    deaf = knock("member")
+def test_a_member_that_never_reads_does_not_stop_the_others(agent, raw_connection):
+    deaf = raw_connection("member")
     deaf.settimeout(0.2)
     with contextlib.suppress(TimeoutError):
         while True:
-            deaf.sendall(message(b"x") * 1000)
+            deaf.sendall(encode_message(b"x") * 1000)
     agent.still_serves()
 
 
 def test_concurrent_misbehaving_peers_do_not_stop_the_agent(agent):
     """Threads throw every file at the agent in their own order; a proper peer works all the time."""
-    threads = [threading.Thread(target=throw_all, args=(agent, step)) for step in (1, 3, 7)]
+    threads = [threading.Thread(target=send_all_hostile, args=(agent, step)) for step in (1, 3, 7)]
     for thread in threads:
         thread.start()
     while any(thread.is_alive() for thread in threads):
@@ -250,7 +256,7 @@ def test_concurrent_misbehaving_peers_do_not_stop_the_agent(agent):
     agent.calm_down()
 
 
-def throw_all(agent, step):
+def send_all_hostile(agent, step):
     for number in range(len(HOSTILE)):
         with agent.knock() as sock, contextlib.suppress(ConnectionError):
             sock.sendall(HOSTILE[number * step % len(HOSTILE)].read_bytes())

@@ -28,7 +28,7 @@ KEY = ShardKey(JOB, STEP, 1, "abc", 0, 0)
 Tree = dict[str, Any]
 
 
-def good() -> Tree:
+def good_manifest() -> Tree:
     """A manifest as plain values, of one shard with two tensors and an object."""
     tensors = [
         TensorEntry("a", "float32", (64,), Box((0,), (64,)), 4),
@@ -56,7 +56,7 @@ def good() -> Tree:
     return msgspec.to_builtins(manifest, builtin_types=(bytes,))
 
 
-def sealed(inner: bytes, *, level: int = 3) -> bytes:
+def manifest_file(inner: bytes, *, level: int = 3) -> bytes:
     packed = zstandard.ZstdCompressor(level=level).compress(inner)
     return b"TCKP" + packed + xxhash.xxh3_64_digest(packed)
 
@@ -65,26 +65,26 @@ def envelope(body: Any, *, form: Any = 1, kind: Any = "manifest", **more: Any) -
     return msgspec.msgpack.encode({"format": form, "kind": kind, "body": body, **more})
 
 
-def changed(change: Callable[[Tree], None]) -> bytes:
+def changed_manifest(change: Callable[[Tree], None]) -> bytes:
     """The good manifest with one thing done to it, and every digest right again."""
-    tree = copy.deepcopy(good())
+    tree = copy.deepcopy(good_manifest())
     change(tree)
-    return sealed(envelope(tree))
+    return manifest_file(envelope(tree))
 
 
-def shard(**changes: Any) -> Callable[[Tree], None]:
+def change_shard(**changes: Any) -> Callable[[Tree], None]:
     return lambda tree: tree["shards"][0].update(changes)
 
 
-def key(**changes: Any) -> Callable[[Tree], None]:
+def change_key(**changes: Any) -> Callable[[Tree], None]:
     return lambda tree: tree["shards"][0]["key"].update(changes)
 
 
-def meta(**changes: Any) -> Callable[[Tree], None]:
+def change_meta(**changes: Any) -> Callable[[Tree], None]:
     return lambda tree: tree["shards"][0]["meta"].update(changes)
 
 
-def layout(change: Callable[[Tree], None]) -> Callable[[Tree], None]:
+def change_layout(change: Callable[[Tree], None]) -> Callable[[Tree], None]:
     """The same with the layout, under its new digest."""
 
     def apply(tree: Tree) -> None:
@@ -99,15 +99,15 @@ def layout(change: Callable[[Tree], None]) -> Callable[[Tree], None]:
     return apply
 
 
-def columns(**changes: Any) -> Callable[[Tree], None]:
-    return layout(lambda inner: inner.update(changes))
+def change_columns(**changes: Any) -> Callable[[Tree], None]:
+    return change_layout(lambda inner: inner.update(changes))
 
 
-def numbers(*values: int) -> Callable[[Tree], None]:
-    return columns(numbers=b"".join(value.to_bytes(8, "little", signed=True) for value in values))
+def change_numbers(*values: int) -> Callable[[Tree], None]:
+    return change_columns(numbers=b"".join(value.to_bytes(8, "little", signed=True) for value in values))
 
 
-def twice(tree: Tree) -> None:
+def duplicate_shards(tree: Tree) -> None:
     tree["shards"] = tree["shards"] * 2
 
 
@@ -115,13 +115,13 @@ NEST = b"\x91" * 100_000 + b"\xc0"
 """An array in an array in an array."""
 
 
-def raw_nested() -> bytes:
+def nested_manifest() -> bytes:
     fields = envelope(None)[1:]
-    return sealed(b"\x84" + fields + msgspec.msgpack.encode("more") + NEST)
+    return manifest_file(b"\x84" + fields + msgspec.msgpack.encode("more") + NEST)
 
 
-def flipped(at: float) -> bytes:
-    data = bytearray(sealed(envelope(good())))
+def flipped_manifest(at: float) -> bytes:
+    data = bytearray(manifest_file(envelope(good_manifest())))
     data[int(at * (len(data) - 1))] ^= 0x10
     return bytes(data)
 
@@ -132,15 +132,15 @@ def claimed_size(size: int) -> bytes:
     return b"TCKP" + frame + xxhash.xxh3_64_digest(frame)
 
 
-def unsized() -> bytes:
+def unsized_frame() -> bytes:
     """A frame that does not say what it unpacks to."""
     packer = zstandard.ZstdCompressor(write_content_size=False)
     packed = packer.compress(b"\0" * (64 << 20))
     return b"TCKP" + packed + xxhash.xxh3_64_digest(packed)
 
 
-def cases() -> dict[str, Callable[[], bytes]]:
-    whole = sealed(envelope(good()))
+def hostile_manifests() -> dict[str, Callable[[], bytes]]:
+    whole = manifest_file(envelope(good_manifest()))
     cuts = {
         "empty": 0,
         "magic": 4,
@@ -153,77 +153,89 @@ def cases() -> dict[str, Callable[[], bytes]]:
     far = 1 << 62
     return {
         **{f"cut-{name}": lambda size=size: whole[:size] for name, size in cuts.items()},
-        **{f"flip-{name}": lambda at=at: flipped(at) for name, at in regions.items()},
+        **{f"flip-{name}": lambda at=at: flipped_manifest(at) for name, at in regions.items()},
         "longer": lambda: whole + b"\0",
         "two-in-one": lambda: whole + whole,
         "other-magic": lambda: b"PK\x03\x04" + whole[4:],
         "pickle": lambda: b"\x80\x04\x8c\x05posix\x8c\x06system\x93\x8c\x04true\x85R.",
         "bomb-claimed": lambda: claimed_size(1 << 40),
         "bomb-2-gib": lambda: claimed_size(1 << 31),
-        "bomb-unsized": unsized,
-        "bomb-real": lambda: sealed(b"\0" * (128 << 20), level=19),
-        "nested": raw_nested,
-        "nested-body": lambda: sealed(b"\x83" + envelope(None)[1:-1] + NEST),
-        "future": lambda: sealed(envelope(good(), form=2)),
-        "far-future": lambda: sealed(envelope({"everything": "else"}, form=1 << 40)),
-        "format-text": lambda: sealed(envelope(good(), form="1")),
-        "format-huge": lambda: sealed(envelope(good(), form=1.5)),
-        "other-kind": lambda: sealed(envelope(good(), kind="index")),
-        "no-map": lambda: sealed(msgspec.msgpack.encode([1, 2, 3])),
-        "array-of-4g": lambda: sealed(b"\x83" + envelope(None)[1:-1] + b"\xdd\xff\xff\xff\xff"),
-        "map-of-4g": lambda: sealed(b"\xdf\xff\xff\xff\xff"),
-        "text-of-4g": lambda: sealed(b"\x81\xdb\xff\xff\xff\xff"),
-        "name-not-utf8": lambda: sealed(envelope(good()).replace(b"\xa6victim", b"\xa6vi\xff\xfe\xfdm")),
-        "no-shards": lambda: changed(lambda tree: tree.update(shards=[])),
-        "same-part-twice": lambda: changed(twice),
-        "parts-missing": lambda: changed(lambda t: (t.update(parts=2, tables={}), shard(parts=2)(t))),
-        "parts-negative": lambda: changed(lambda t: (t.update(parts=-1), shard(parts=-1)(t))),
-        "parts-huge": lambda: changed(lambda t: (t.update(parts=far, tables={}), shard(parts=far)(t))),
-        "part-beyond": lambda: changed(key(part=7)),
-        "part-negative": lambda: changed(key(part=-1)),
-        "other-job": lambda: changed(key(job="other")),
-        "other-step": lambda: changed(key(version=3)),
-        "step-negative": lambda: changed(lambda t: (t.update(step=-1), key(version=-1)(t))),
-        "step-beyond-64-bits": lambda: changed(lambda t: t.update(step=(1 << 64) - 1)),
-        "size-negative": lambda: changed(shard(size_bytes=-1)),
-        "size-huge": lambda: changed(shard(size_bytes=far)),
-        "size-off-by-one": lambda: changed(shard(size_bytes=good()["shards"][0]["size_bytes"] + 1)),
-        "chunks-zero": lambda: changed(shard(chunk_bytes=0)),
-        "chunks-huge": lambda: changed(shard(chunk_bytes=far, size_bytes=far)),
-        "checksums-short": lambda: changed(shard(checksums=b"\0" * 7)),
-        "checksums-many": lambda: changed(shard(checksums=b"\0" * 16)),
-        "frames-negative": lambda: changed(shard(encoding="zstd", frames=[-(1 << 40)])),
-        "encoding-unknown": lambda: changed(shard(encoding="pickle")),
-        "object-outside": lambda: changed(shard(object="../../outside.safetensors")),
-        "object-absolute": lambda: changed(shard(object="/etc/passwd")),
-        "object-of-another": lambda: changed(
-            shard(object=object_keys.shard_object_key(ShardKey("o", 1, 1, "a", 0, 0), spread=False, compressed=False))
+        "bomb-unsized": unsized_frame,
+        "bomb-real": lambda: manifest_file(b"\0" * (128 << 20), level=19),
+        "nested": nested_manifest,
+        "nested-body": lambda: manifest_file(b"\x83" + envelope(None)[1:-1] + NEST),
+        "future": lambda: manifest_file(envelope(good_manifest(), form=2)),
+        "far-future": lambda: manifest_file(envelope({"everything": "else"}, form=1 << 40)),
+        "format-text": lambda: manifest_file(envelope(good_manifest(), form="1")),
+        "format-huge": lambda: manifest_file(envelope(good_manifest(), form=1.5)),
+        "other-kind": lambda: manifest_file(envelope(good_manifest(), kind="index")),
+        "no-map": lambda: manifest_file(msgspec.msgpack.encode([1, 2, 3])),
+        "array-of-4g": lambda: manifest_file(b"\x83" + envelope(None)[1:-1] + b"\xdd\xff\xff\xff\xff"),
+        "map-of-4g": lambda: manifest_file(b"\xdf\xff\xff\xff\xff"),
+        "text-of-4g": lambda: manifest_file(b"\x81\xdb\xff\xff\xff\xff"),
+        "name-not-utf8": lambda: manifest_file(
+            envelope(good_manifest()).replace(b"\xa6victim", b"\xa6vi\xff\xfe\xfdm")
         ),
-        "items-too-few": lambda: changed(meta(item_sizes=[])),
-        "items-too-many": lambda: changed(meta(item_sizes=[10, 10])),
-        "item-negative": lambda: changed(meta(item_sizes=[-10])),
-        "item-huge": lambda: changed(meta(item_sizes=[far])),
-        "layout-absent": lambda: changed(lambda tree: tree.update(layouts={})),
-        "layout-of-another": lambda: changed(
+        "no-shards": lambda: changed_manifest(lambda tree: tree.update(shards=[])),
+        "same-part-twice": lambda: changed_manifest(duplicate_shards),
+        "parts-missing": lambda: changed_manifest(lambda t: (t.update(parts=2, tables={}), change_shard(parts=2)(t))),
+        "parts-negative": lambda: changed_manifest(lambda t: (t.update(parts=-1), change_shard(parts=-1)(t))),
+        "parts-huge": lambda: changed_manifest(lambda t: (t.update(parts=far, tables={}), change_shard(parts=far)(t))),
+        "part-beyond": lambda: changed_manifest(change_key(part=7)),
+        "part-negative": lambda: changed_manifest(change_key(part=-1)),
+        "other-job": lambda: changed_manifest(change_key(job="other")),
+        "other-step": lambda: changed_manifest(change_key(version=3)),
+        "step-negative": lambda: changed_manifest(lambda t: (t.update(step=-1), change_key(version=-1)(t))),
+        "step-beyond-64-bits": lambda: changed_manifest(lambda t: t.update(step=(1 << 64) - 1)),
+        "size-negative": lambda: changed_manifest(change_shard(size_bytes=-1)),
+        "size-huge": lambda: changed_manifest(change_shard(size_bytes=far)),
+        "size-off-by-one": lambda: changed_manifest(
+            change_shard(size_bytes=good_manifest()["shards"][0]["size_bytes"] + 1)
+        ),
+        "chunks-zero": lambda: changed_manifest(change_shard(chunk_bytes=0)),
+        "chunks-huge": lambda: changed_manifest(change_shard(chunk_bytes=far, size_bytes=far)),
+        "checksums-short": lambda: changed_manifest(change_shard(checksums=b"\0" * 7)),
+        "checksums-many": lambda: changed_manifest(change_shard(checksums=b"\0" * 16)),
+        "frames-negative": lambda: changed_manifest(change_shard(encoding="zstd", frames=[-(1 << 40)])),
+        "encoding-unknown": lambda: changed_manifest(change_shard(encoding="pickle")),
+        "object-outside": lambda: changed_manifest(change_shard(object="../../outside.safetensors")),
+        "object-absolute": lambda: changed_manifest(change_shard(object="/etc/passwd")),
+        "object-of-another": lambda: changed_manifest(
+            change_shard(
+                object=object_keys.shard_object_key(ShardKey("o", 1, 1, "a", 0, 0), spread=False, compressed=False)
+            )
+        ),
+        "items-too-few": lambda: changed_manifest(change_meta(item_sizes=[])),
+        "items-too-many": lambda: changed_manifest(change_meta(item_sizes=[10, 10])),
+        "item-negative": lambda: changed_manifest(change_meta(item_sizes=[-10])),
+        "item-huge": lambda: changed_manifest(change_meta(item_sizes=[far])),
+        "layout-absent": lambda: changed_manifest(lambda tree: tree.update(layouts={})),
+        "layout-of-another": lambda: changed_manifest(
             lambda t: t.update(layouts=dict.fromkeys(t["layouts"], encode_layout(build_layout([], [], None))))
         ),
-        "layout-no-msgpack": lambda: changed(lambda t: t.update(layouts=dict.fromkeys(t["layouts"], b"\xc1"))),
-        "layout-nested": lambda: changed(layout(lambda inner: inner.update(more=[[[[[[]]]]]], dtype_of=b"\xff\xff"))),
-        "dtype-unknown-number": lambda: changed(columns(dtype_of=b"\x09\x09")),
-        "dtype-too-wide": lambda: changed(columns(itemsizes=bytes([8, 8]))),
-        "dtype-too-narrow": lambda: changed(columns(itemsizes=bytes([1, 8]))),
-        "dtype-unknown": lambda: changed(columns(dtypes=["float33", "int64"])),
-        "columns-short": lambda: changed(columns(ranks=b"\x01")),
-        "rank-huge": lambda: changed(columns(ranks=b"\xff\xff")),
-        "overlap": lambda: changed(numbers(0, 64, 0, 64, 128, 4, 8, 0, 0, 4, 8)),
-        "hole": lambda: changed(numbers(0, 64, 0, 64, 512, 4, 8, 0, 0, 4, 8)),
-        "start-negative": lambda: changed(numbers(-256, 64, 0, 64, 0, 4, 8, 0, 0, 4, 8)),
-        "box-outside": lambda: changed(numbers(0, 64, 1, 64, 256, 4, 8, 0, 0, 4, 8)),
-        "box-negative": lambda: changed(numbers(0, 64, -1, 64, 256, 4, 8, 0, 0, 4, 8)),
-        "size-of-box-negative": lambda: changed(numbers(0, 64, 0, -64, -256, 4, 8, 0, 0, 4, 8)),
-        "shape-huge": lambda: changed(numbers(0, far, 0, far, far, 4, 8, 0, 0, 4, 8)),
-        "item-kind-unknown": lambda: changed(columns(items=[{"fqn": "o", "kind": "pickle", "tensor": None}])),
-        "archive-of-nothing": lambda: changed(columns(items=[{"fqn": "o", "kind": "archive", "tensor": None}])),
+        "layout-no-msgpack": lambda: changed_manifest(lambda t: t.update(layouts=dict.fromkeys(t["layouts"], b"\xc1"))),
+        "layout-nested": lambda: changed_manifest(
+            change_layout(lambda inner: inner.update(more=[[[[[[]]]]]], dtype_of=b"\xff\xff"))
+        ),
+        "dtype-unknown-number": lambda: changed_manifest(change_columns(dtype_of=b"\x09\x09")),
+        "dtype-too-wide": lambda: changed_manifest(change_columns(itemsizes=bytes([8, 8]))),
+        "dtype-too-narrow": lambda: changed_manifest(change_columns(itemsizes=bytes([1, 8]))),
+        "dtype-unknown": lambda: changed_manifest(change_columns(dtypes=["float33", "int64"])),
+        "columns-short": lambda: changed_manifest(change_columns(ranks=b"\x01")),
+        "rank-huge": lambda: changed_manifest(change_columns(ranks=b"\xff\xff")),
+        "overlap": lambda: changed_manifest(change_numbers(0, 64, 0, 64, 128, 4, 8, 0, 0, 4, 8)),
+        "hole": lambda: changed_manifest(change_numbers(0, 64, 0, 64, 512, 4, 8, 0, 0, 4, 8)),
+        "start-negative": lambda: changed_manifest(change_numbers(-256, 64, 0, 64, 0, 4, 8, 0, 0, 4, 8)),
+        "box-outside": lambda: changed_manifest(change_numbers(0, 64, 1, 64, 256, 4, 8, 0, 0, 4, 8)),
+        "box-negative": lambda: changed_manifest(change_numbers(0, 64, -1, 64, 256, 4, 8, 0, 0, 4, 8)),
+        "size-of-box-negative": lambda: changed_manifest(change_numbers(0, 64, 0, -64, -256, 4, 8, 0, 0, 4, 8)),
+        "shape-huge": lambda: changed_manifest(change_numbers(0, far, 0, far, far, 4, 8, 0, 0, 4, 8)),
+        "item-kind-unknown": lambda: changed_manifest(
+            change_columns(items=[{"fqn": "o", "kind": "pickle", "tensor": None}])
+        ),
+        "archive-of-nothing": lambda: changed_manifest(
+            change_columns(items=[{"fqn": "o", "kind": "archive", "tensor": None}])
+        ),
     }
 
 
@@ -231,7 +243,7 @@ def main() -> None:
     FILES.mkdir(exist_ok=True)
     for old in FILES.iterdir():
         old.unlink()
-    for name, make in cases().items():
+    for name, make in hostile_manifests().items():
         (FILES / f"{name}.manifest").write_bytes(make())
 
 

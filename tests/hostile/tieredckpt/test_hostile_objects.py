@@ -21,7 +21,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.api import CheckpointException
 
-from tests.support.bits import zeroed
+from tests.support.bits import zeros_like_state
 from tieredckpt import Checkpointer, TieredReader, TieredWriter
 from tieredckpt.dcp.rank_group import unwrap_save_error
 from tieredckpt.errors import CheckpointDamagedError, UntrustedObjectError
@@ -31,7 +31,7 @@ from tieredckpt.tensors.state_dict import archive_object
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 
 
-class Evil:
+class TouchesFileOnLoad:
     """Makes a file when it is unpickled."""
 
     def __init__(self, path):
@@ -41,7 +41,7 @@ class Evil:
         return os.mkdir, (self.path,)
 
 
-def loads(state, reader):
+def load_error(state, reader):
     with pytest.raises(CheckpointException) as info:
         dcp.load(state, storage_reader=reader, no_dist=True)
     return unwrap_save_error(info.value)
@@ -53,7 +53,7 @@ def loads(state, reader):
 def test_an_object_of_a_planted_step_does_not_run(agent_dir, tmp_path, monkeypatch):
     monkeypatch.setenv("TIEREDCKPT_DURABLE_URL", f"file://{tmp_path}/bucket")
     ran = tmp_path / "ran"
-    state = {"model": {"weight": torch.ones(3)}, "extra": {"seen": Evil(ran)}}
+    state = {"model": {"weight": torch.ones(3)}, "extra": {"seen": TouchesFileOnLoad(ran)}}
     with Checkpointer("tiered://job") as ckpt:
         ckpt.save(state, 1).wait("durable")
     with Checkpointer("tiered://job") as ckpt:
@@ -63,19 +63,19 @@ def test_an_object_of_a_planted_step_does_not_run(agent_dir, tmp_path, monkeypat
         found = {"model": {"weight": torch.zeros(3)}}
         assert ckpt.restore(found, strict=False) == 1  # what is data can be had without it
         assert found["model"]["weight"].eq(1).all()
-    error = loads({"extra": {"seen": 0}}, TieredReader("tiered://job"))
+    error = load_error({"extra": {"seen": 0}}, TieredReader("tiered://job"))
     assert isinstance(error, UntrustedObjectError)
     assert not ran.exists()
 
 
 def test_untrusted_object_runs_when_the_store_is_trusted(agent_dir, tmp_path):
     ran = tmp_path / "ran"
-    dcp.save({"extra": Evil(ran)}, storage_writer=TieredWriter("tiered://job", 1), no_dist=True)
+    dcp.save({"extra": TouchesFileOnLoad(ran)}, storage_writer=TieredWriter("tiered://job", 1), no_dist=True)
     dcp.load({"extra": 0}, storage_reader=TieredReader("tiered://job", trust_objects=True), no_dist=True)
     assert ran.exists()
 
 
-class Own:
+class OwnClass:
     def __init__(self, value):
         self.value = value
 
@@ -86,12 +86,12 @@ class Own:
 
 
 def test_class_registered_with_torch_is_loaded(agent_dir):
-    dcp.save({"own": Own(7)}, storage_writer=TieredWriter("tiered://job", 1), no_dist=True)
-    assert isinstance(loads({"own": 0}, TieredReader("tiered://job")), UntrustedObjectError)
-    with torch.serialization.safe_globals([Own]):
+    dcp.save({"own": OwnClass(7)}, storage_writer=TieredWriter("tiered://job", 1), no_dist=True)
+    assert isinstance(load_error({"own": 0}, TieredReader("tiered://job")), UntrustedObjectError)
+    with torch.serialization.safe_globals([OwnClass]):
         target = {"own": 0}
         dcp.load(target, storage_reader=TieredReader("tiered://job"), no_dist=True)
-    assert target == {"own": Own(7)}
+    assert target == {"own": OwnClass(7)}
 
 
 @pytest.mark.parametrize("way", ["checkpointer", "writer"])
@@ -100,7 +100,7 @@ def test_save_warns_once_about_objects_a_restore_refuses(agent_dir, caplog, way)
     caplog.set_level(logging.WARNING)
     with Checkpointer("tiered://job") as ckpt:
         for step in (1, 2, 3):
-            state = {name: Own(step), "plain": {"a": step}}
+            state = {name: OwnClass(step), "plain": {"a": step}}
             if way == "checkpointer":
                 assert ckpt.save(state, step).ok
             else:
@@ -136,7 +136,7 @@ def test_common_training_state_objects_are_loaded(name):
     assert type(found) is type(value)
 
 
-def zipped(pickled: bytes) -> bytes:
+def torch_archive(pickled: bytes) -> bytes:
     """An archive as ``torch.save`` makes them, with another pickle in it."""
     out = io.BytesIO()
     with zipfile.ZipFile(io.BytesIO(archive_object(0))) as old, zipfile.ZipFile(out, "w") as new:
@@ -160,17 +160,17 @@ def test_every_way_to_name_a_function_is_refused(tmp_path, attack, legacy):
     ran = str(tmp_path / "ran").encode()
     pickled = ATTACKS[attack].replace(b"%s", len(ran).to_bytes(4, "little") + ran)
     with pytest.raises((UntrustedObjectError, CheckpointDamagedError)):
-        check_safe_object("x", pickled if legacy else zipped(pickled))
+        check_safe_object("x", pickled if legacy else torch_archive(pickled))
     assert not (tmp_path / "ran").exists()
 
 
 def test_legacy_pickle_file_is_refused(tmp_path):
     data = io.BytesIO()
-    torch.save(Evil(tmp_path / "ran"), data, _use_new_zipfile_serialization=False)
+    torch.save(TouchesFileOnLoad(tmp_path / "ran"), data, _use_new_zipfile_serialization=False)
     with pytest.raises(UntrustedObjectError):
         check_safe_object("x", data.getvalue())
     with pytest.raises((UntrustedObjectError, CheckpointDamagedError)):
-        check_safe_object("x", pickle.dumps(Evil(tmp_path / "ran")))
+        check_safe_object("x", pickle.dumps(TouchesFileOnLoad(tmp_path / "ran")))
     assert not (tmp_path / "ran").exists()
 
 
@@ -189,7 +189,7 @@ def bucket(tmp_path, monkeypatch):
     return tmp_path / "bucket"
 
 
-def planted(bucket, tmp_path, evil):
+def plant_step(bucket, tmp_path, evil):
     """A newer step than any the job has, which the job never wrote."""
     folder = bucket / "job" / "step-900"
     dcp.save({"weight": torch.ones(3), "seen": evil}, checkpoint_id=str(folder), no_dist=True)
@@ -198,22 +198,22 @@ def planted(bucket, tmp_path, evil):
 
 @pytest.mark.parametrize("enabled", ["0", "1"])
 def test_metadata_of_a_planted_plain_step_does_not_run(agent_dir, bucket, tmp_path, monkeypatch, enabled):
-    folder = planted(bucket, tmp_path, 1)
-    (folder / ".metadata").write_bytes(pickle.dumps(Evil(tmp_path / "ran")))
+    folder = plant_step(bucket, tmp_path, 1)
+    (folder / ".metadata").write_bytes(pickle.dumps(TouchesFileOnLoad(tmp_path / "ran")))
     monkeypatch.setenv("TIEREDCKPT_ENABLED", enabled)
     with (
         Checkpointer("tiered://job") as ckpt,
         pytest.raises(CheckpointDamagedError, match=r"no metadata of DCP.*mkdir"),
     ):
         ckpt.restore({"weight": torch.zeros(3)})
-    error = loads({"weight": torch.zeros(3)}, TieredReader("tiered://job"))
+    error = load_error({"weight": torch.zeros(3)}, TieredReader("tiered://job"))
     assert isinstance(error, CheckpointDamagedError)
     assert not (tmp_path / "ran").exists()
 
 
 @pytest.mark.parametrize("enabled", ["0", "1"])
 def test_objects_of_a_plain_checkpoint_run_no_code(agent_dir, bucket, tmp_path, monkeypatch, enabled):
-    planted(bucket, tmp_path, Evil(tmp_path / "ran"))
+    plant_step(bucket, tmp_path, TouchesFileOnLoad(tmp_path / "ran"))
     monkeypatch.setenv("TIEREDCKPT_ENABLED", enabled)
     with Checkpointer("tiered://job") as ckpt:
         with pytest.raises(UntrustedObjectError, match=r"^seen is an object that would run code"):
@@ -255,7 +255,7 @@ def test_metadata_written_by_dcp_is_read_the_same(tmp_path):
     dcp.save(state, checkpoint_id=str(tmp_path / "one"), no_dist=True)
     data = (tmp_path / "one" / ".metadata").read_bytes()
     assert load_dcp_metadata(io.BytesIO(data)) == pickle.loads(data)
-    found = zeroed(state)
+    found = zeros_like_state(state)
     from tieredckpt.dcp.plain_checkpoints import folder_reader
 
     dcp.load(found, storage_reader=folder_reader(tmp_path / "one"), no_dist=True)

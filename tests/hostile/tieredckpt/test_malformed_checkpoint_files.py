@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from peerstore.shard_records import VersionId
-from tests.hostile.tieredckpt.make import FILES, JOB, STEP, cases
-from tests.support.bits import assert_same, zeroed
+from tests.hostile.tieredckpt.make import FILES, JOB, STEP, hostile_manifests
+from tests.support.bits import assert_same_bits, zeros_like_state
 from tieredckpt import CheckpointDamagedError, Checkpointer
 from tieredckpt.agent.agent_api import StepDescription
 from tieredckpt.errors import FormatVersionError
@@ -30,7 +30,7 @@ hostile = pytest.mark.parametrize("file", HOSTILE, ids=lambda path: path.stem)
 
 
 @pytest.fixture
-def little_memory():
+def limited_memory():
     """Whoever allocates what a file claims (2 GiB), fails; every thread reserves 128 MiB for its heap, so not less."""
     used = int(re.search(r"VmSize:\s+(\d+) kB", Path("/proc/self/status").read_text())[1]) << 10
     before = resource.getrlimit(resource.RLIMIT_AS)
@@ -53,49 +53,49 @@ def good_step(tmp_path_factory):
 
 
 def test_stored_files_match_the_generator_script():
-    assert {path.stem for path in HOSTILE} == set(cases())
+    assert {path.stem for path in HOSTILE} == set(hostile_manifests())
     assert sum(path.stat().st_size for path in HOSTILE) < 100_000
 
 
-def opened(data):
+def open_manifest(data):
     return StepIndex(StepDescription(decode_manifest(data), {}))
 
 
 @hostile
-def test_malformed_manifest_is_refused(file, little_memory):
+def test_malformed_manifest_is_refused(file, limited_memory):
     if file.name in BUILD_DEPENDENT:
-        opened(file.read_bytes())
+        open_manifest(file.read_bytes())
         return
     with pytest.raises(FormatVersionError if file.name in FUTURE else CheckpointDamagedError):
-        opened(file.read_bytes())
+        open_manifest(file.read_bytes())
 
 
 @hostile
-def test_malformed_manifest_is_refused_as_an_index(file, little_memory):
+def test_malformed_manifest_is_refused_as_an_index(file, limited_memory):
     with pytest.raises((CheckpointDamagedError, FormatVersionError)):
         decode_shard_file(file.read_bytes())
 
 
 @hostile
-def test_malformed_step_falls_back_to_the_older_one(file, good_step, tmp_path, little_memory):
+def test_malformed_step_falls_back_to_the_older_one(file, good_step, tmp_path, limited_memory):
     """Only a newer format ends the load: an older step may not be what the user of a newer release wants."""
     root = Path(shutil.copytree(good_step, tmp_path / "durable"))
     (root / object_keys.manifest_key(JOB, GROUP, None)).write_bytes(file.read_bytes())
     kept = {path.relative_to(root) for path in root.rglob("*") if path.is_file()}
-    state = zeroed(state_at(0))
+    state = zeros_like_state(state_at(0))
     with memory_node(), Checkpointer(JOB, durable=f"file://{root}", on_sigterm="ignore") as ckpt:
         if file.name in FUTURE:
             with pytest.raises(FormatVersionError, match="upgrade tieredckpt"):
                 ckpt.restore(state)
-            assert_same(zeroed(state_at(0)), state)
+            assert_same_bits(zeros_like_state(state_at(0)), state)
         else:
             assert ckpt.restore(state) == 1
-            assert_same(state_at(1), state)
+            assert_same_bits(state_at(1), state)
     assert kept <= {path.relative_to(root) for path in root.rglob("*") if path.is_file()}
 
 
 @hostile
-def test_single_malformed_manifest_is_an_error_and_no_fresh_start(file, tmp_path, little_memory):
+def test_single_malformed_manifest_is_an_error_and_no_fresh_start(file, tmp_path, limited_memory):
     root = tmp_path / "durable"
     path = root / object_keys.manifest_key(JOB, GROUP, None)
     path.parent.mkdir(parents=True)
@@ -104,9 +104,9 @@ def test_single_malformed_manifest_is_an_error_and_no_fresh_start(file, tmp_path
     with memory_node(), Checkpointer(JOB, durable=f"file://{root}", on_sigterm="ignore") as ckpt:
         with pytest.raises((CheckpointDamagedError, FormatVersionError)):
             ckpt.restore(state)
-        assert_same(state_at(9), state)
+        assert_same_bits(state_at(9), state)
         assert ckpt.save(state, 10).wait("durable").value == "durable"  # and training goes on
-        assert ckpt.restore(zeroed(state)) == 10
+        assert ckpt.restore(zeros_like_state(state)) == 10
 
 
 # -- names of objects that lead elsewhere -------------------------------------------------------------------------
@@ -132,9 +132,9 @@ def test_foreign_files_among_manifests_are_left_alone(name, good_step, tmp_path)
     stranger = root / JOB / "manifests" / name
     stranger.write_bytes(b"mine")
     with memory_node(), Checkpointer(JOB, durable=f"file://{root}", keep_last=1, on_sigterm="ignore") as ckpt:
-        state = zeroed(state_at(0))
+        state = zeros_like_state(state_at(0))
         assert ckpt.restore(state) == 1
-        assert_same(state_at(1), state)
+        assert_same_bits(state_at(1), state)
         for step in (2, 3):
             ckpt.save(state_at(step), step).wait("durable")
     assert stranger.read_bytes() == b"mine"
@@ -143,7 +143,7 @@ def test_foreign_files_among_manifests_are_left_alone(name, good_step, tmp_path)
 # -- shards -------------------------------------------------------------------------------------------------------
 
 
-def shards(root, pattern="*.safetensors"):
+def shard_files(root, pattern="*.safetensors"):
     return sorted((root / JOB / "steps").rglob(pattern))
 
 
@@ -154,13 +154,13 @@ HARM = {
     "a byte long": lambda data: data + b"\0",
     "zeros": lambda data: b"\0" * len(data),
     "in the length": lambda data: bytes([data[0] ^ 1]) + data[1:],
-    "in the first tensor": lambda data: flip(data, 4096),
-    "in the last tensor": lambda data: flip(data, 4096 + 64 * 4 + 4 * 8 * 8 - 1),
-    "in the object": lambda data: flip(data, len(data) - 1),
+    "in the first tensor": lambda data: flip_byte(data, 4096),
+    "in the last tensor": lambda data: flip_byte(data, 4096 + 64 * 4 + 4 * 8 * 8 - 1),
+    "in the object": lambda data: flip_byte(data, len(data) - 1),
 }
 
 
-def flip(data, at):
+def flip_byte(data, at):
     changed = bytearray(data)
     changed[at] ^= 0x80
     return bytes(changed)
@@ -172,26 +172,26 @@ def test_a_damaged_shard_is_never_loaded(harm, good_step, tmp_path):
     root = Path(shutil.copytree(good_step, tmp_path / "durable"))
     with memory_node(), Checkpointer(JOB, durable=f"file://{root}", on_sigterm="ignore") as ckpt:
         ckpt.save(state_at(2), 2).wait("durable")
-    old, new = shards(root)
+    old, new = shard_files(root)
     new.write_bytes(HARM[harm](new.read_bytes()))
     unread = harm == "a byte long"
     with memory_node(), Checkpointer(JOB, durable=f"file://{root}", on_sigterm="ignore") as ckpt:
-        state = zeroed(state_at(0))
+        state = zeros_like_state(state_at(0))
         assert ckpt.restore(state) == (2 if unread else 1)
-        assert_same(state_at(2 if unread else 1), state)
+        assert_same_bits(state_at(2 if unread else 1), state)
         assert bool(ckpt.steps()[1].quarantined) is not unread
     old.write_bytes(HARM["zeros"](old.read_bytes()))
     if not unread:
         with memory_node(), Checkpointer(JOB, durable=f"file://{root}", on_sigterm="ignore") as ckpt:
             for _ in range(2):  # nor is it forgotten that there was something
                 with pytest.raises(CheckpointDamagedError):
-                    ckpt.restore(zeroed(state_at(0)))
+                    ckpt.restore(zeros_like_state(state_at(0)))
 
 
 def test_false_safetensors_header_is_detected(good_step, tmp_path):
     """The layout says where tensors are; the header is for other tools. It is covered by the checksums all the same."""
     root = Path(shutil.copytree(good_step, tmp_path / "durable"))
-    (path,) = shards(root)
+    (path,) = shard_files(root)
     data = path.read_bytes()
     lie = data.replace(b'"shape":[64],"data_offsets":[0,256]', b'"shape":[64],"data_offsets":[9,265]')
     assert lie != data
@@ -202,4 +202,4 @@ def test_false_safetensors_header_is_detected(good_step, tmp_path):
         Checkpointer(JOB, durable=f"file://{root}", on_sigterm="ignore") as ckpt,
         pytest.raises(CheckpointDamagedError),
     ):
-        ckpt.restore(zeroed(state_at(0)))
+        ckpt.restore(zeros_like_state(state_at(0)))

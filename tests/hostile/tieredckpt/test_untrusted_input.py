@@ -22,7 +22,7 @@ from integration.sagemaker.memory_service.http_frontend import TokenCheck, serve
 from peerstore.errors import RequestError
 from peerstore.shard_records import MAX_EPOCH_LEAD
 from peerstore.transport.authentication import TlsFiles
-from tests.support.memory_servers import ask, our_service, ours
+from tests.support.memory_servers import our_server, our_service, request
 from tests.support.tls import node_files
 from tieredckpt.agent.agent_api import ConfigureRequest
 from tieredckpt.agent.agent_http import is_public_hostname
@@ -107,7 +107,7 @@ def test_lists_as_long_as_their_entries_are_valid():
 # -- a checkpoint that is copied to here ------------------------------------------------------------------------------
 
 
-class Runs:
+class RunsOnUnpickle:
     def __init__(self, file):
         self.file = file
 
@@ -118,7 +118,7 @@ class Runs:
 def test_copying_a_malicious_checkpoint_runs_no_code(agent_dir, tmp_path):
     source, ran = tmp_path / "step-1", tmp_path / "ran"
     source.mkdir()
-    (source / ".metadata").write_bytes(pickle.dumps(Runs(ran)))
+    (source / ".metadata").write_bytes(pickle.dumps(RunsOnUnpickle(ran)))
     with pytest.raises(UsageError, match="not what DCP writes"):
         fsspec.filesystem("tiered").put(f"{source}/.metadata", "tiered://job/step-1/.metadata")
     assert not ran.exists()
@@ -206,9 +206,9 @@ DELETE = "/v1/cp/namespaces/a"
 
 
 @pytest.fixture
-def address():
-    with ours("8MiB") as one:
-        assert ask(one, "POST", f"{DELETE}?num_ranks=1").status == 200
+def service_address():
+    with our_server("8MiB") as one:
+        assert request(one, "POST", f"{DELETE}?num_ranks=1").status == 200
         yield one
 
 
@@ -225,9 +225,9 @@ def address():
     ],
 )
 @pytest.mark.parametrize(("method", "path"), [("DELETE", DELETE), ("POST", "/v1/cp/cluster/reset"), ("GET", DELETE)])
-def test_web_page_requests_are_refused(address, headers, method, path):
-    assert ask(address, method, path, headers=headers).status in (403, 421)
-    assert ask(address, "GET", DELETE).status == 200
+def test_web_page_requests_are_refused(service_address, headers, method, path):
+    assert request(service_address, method, path, headers=headers).status in (403, 421)
+    assert request(service_address, "GET", DELETE).status == 200
 
 
 @pytest.mark.parametrize(
@@ -235,17 +235,17 @@ def test_web_page_requests_are_refused(address, headers, method, path):
     ["127.0.0.1", "127.0.0.1:80", "[::1]:80", "localhost", "localhost:1", "node7", "node7:7070", socket.gethostname(),
      "memory.training.svc", "node7.cluster.local:80", "ip-10-0-0-1.ec2.internal", "10.1.2.3", "node7."],
 )  # fmt: skip
-def test_names_of_this_machine_are_served(address, host):
+def test_names_of_this_machine_are_served(service_address, host):
     assert not is_public_hostname(host)
-    assert ask(address, "GET", DELETE, headers={"Host": host}).status == 200
+    assert request(service_address, "GET", DELETE, headers={"Host": host}).status == 200
 
 
 def test_any_host_name_is_served_with_a_token():
     """A page does not have the token, whatever name it uses."""
-    with ours("8MiB", TokenCheck(b"a token that is long enough")) as address:
+    with our_server("8MiB", TokenCheck(b"a token that is long enough")) as address:
         shown = {"Host": "memory.example.com", "Authorization": "Bearer a token that is long enough"}
-        assert ask(address, "GET", DELETE, headers=shown).status == 404
-        assert ask(address, "GET", DELETE, headers={"Host": "memory.example.com"}).status == 401
+        assert request(address, "GET", DELETE, headers=shown).status == 404
+        assert request(address, "GET", DELETE, headers={"Host": "memory.example.com"}).status == 401
 
 
 def test_status_and_metrics_are_not_for_web_pages_either(store):
@@ -253,9 +253,9 @@ def test_status_and_metrics_are_not_for_web_pages_either(store):
 
     with contextlib.closing(NodeAgentService(store)) as node, serve_metrics(node, "127.0.0.1:0") as address:
         for path in ("/status", "/metrics"):
-            assert ask(address, "GET", path).status == 200
-            assert ask(address, "GET", path, headers={"Host": "rebound.evil.example"}).status == 421
-            assert ask(address, "GET", path, headers={"Origin": "http://evil.example"}).status == 403
+            assert request(address, "GET", path).status == 200
+            assert request(address, "GET", path, headers={"Host": "rebound.evil.example"}).status == 421
+            assert request(address, "GET", path, headers={"Origin": "http://evil.example"}).status == 403
 
 
 @pytest.mark.parametrize(
@@ -269,8 +269,8 @@ def test_status_and_metrics_are_not_for_web_pages_either(store):
         b"GET /v1/cp/namespaces/a HTTP/1.1\r\nHost: a\r\nX: a\0b\r\n\r\n",
     ],
 )
-def test_ambiguous_request_lines_are_refused(address, wire):
-    host, _, port = address.rpartition(":")
+def test_ambiguous_request_lines_are_refused(service_address, wire):
+    host, _, port = service_address.rpartition(":")
     with socket.create_connection((host, int(port)), timeout=30) as sock:
         sock.sendall(wire)
         sock.shutdown(socket.SHUT_WR)

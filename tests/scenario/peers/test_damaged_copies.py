@@ -8,35 +8,35 @@ import pytest
 from peerstore.errors import UnavailableError
 from peerstore.peers.range_reader import RangeReader, ReadRequest, ReadTarget
 from peerstore.shard_records import CHUNK_BYTES
-from tests.support.local_nodes import neighbours, until
-from tests.support.stores import MIB, content, flip, key
+from tests.support.local_nodes import local_nodes, wait_until
+from tests.support.stores import MIB, flip_byte, shard_content, shard_key
 
 SIZE = 6 * MIB + 1234
-V1 = key(1)
+V1 = shard_key(1)
 
 
 @pytest.fixture
 def nodes():
     """Three nodes; what n1 wrote has copies on all of them."""
-    with neighbours("n1", "n2", "n3", copies=3) as made:
+    with local_nodes("n1", "n2", "n3", copies=3) as made:
         made["n1"].write(V1, SIZE)
         made.settle(1)
         assert made.holders(V1) == {"n1", "n2", "n3"}
         yield made
 
 
-def is_mended(node, count=1):
-    until(lambda: node.team.repaired >= count, f"{node.name} has mended its copy")
+def wait_repaired(node, count=1):
+    wait_until(lambda: node.team.repaired >= count, f"{node.name} has mended its copy")
     assert node.is_good(V1)
     assert node.store.verify(V1) == ()
 
 
 def test_flipped_byte_of_a_copy_is_refused_dropped_reported_and_repaired(nodes):
-    flip(nodes["n2"].path(V1), 3 * MIB)
+    flip_byte(nodes["n2"].path(V1), 3 * MIB)
     _, alone = nodes["n1"].read(V1, sources=["n2"])
     assert alone.failed.keys() == {V1}
     assert {node for node, _, _ in alone.rejected_replicas} == {"n2"}
-    is_mended(nodes["n2"])
+    wait_repaired(nodes["n2"])
     assert any("changed after it was sealed" in reason for reason in nodes["n2"].damage_reports())
     assert nodes["n3"].damage_reports() == nodes["n1"].damage_reports() == []
     # It is the copy it was before: the node that wrote the shard still answers for it.
@@ -45,17 +45,17 @@ def test_flipped_byte_of_a_copy_is_refused_dropped_reported_and_repaired(nodes):
 
 
 def test_flipped_byte_of_the_original_is_repaired_from_a_copy(nodes):
-    flip(nodes["n1"].path(V1), 5 * MIB)
+    flip_byte(nodes["n1"].path(V1), 5 * MIB)
     _, alone = nodes["n3"].read(V1, sources=["n1"])
     assert {node for node, _, _ in alone.rejected_replicas} == {"n1"}
-    is_mended(nodes["n1"])
+    wait_repaired(nodes["n1"])
     assert nodes["n1"].facts()[V1].holders == ()
     assert nodes["n1"].team.replicator.statuses()[0].is_owner
 
 
 def test_holder_verifies_the_chunk_of_a_slice_before_sending(nodes):
     """The reader of a slice cannot compare it with the seal itself."""
-    flip(nodes["n2"].path(V1), CHUNK_BYTES + 10)
+    flip_byte(nodes["n2"].path(V1), CHUNK_BYTES + 10)
     team = nodes["n1"].team
     (record,) = team.fetch_records("n3", V1.version_id)
     start = CHUNK_BYTES + 500
@@ -66,33 +66,33 @@ def test_holder_verifies_the_chunk_of_a_slice_before_sending(nodes):
     assert data == bytes(100)
     both = RangeReader(team.membership.client_for).read([ReadRequest(record, [target], ["n2", "n3"])])
     assert both.failed == {}
-    assert data == content(V1, SIZE)[start : start + 100]
-    is_mended(nodes["n2"])
+    assert data == shard_content(V1, SIZE)[start : start + 100]
+    wait_repaired(nodes["n2"])
 
 
 def test_reader_continues_with_the_next_copy(nodes):
     """Every piece of one copy is bad: whichever of them is asked of it, the other copy has it."""
     for at in range(0, SIZE, MIB):
-        flip(nodes["n2"].path(V1), at)
+        flip_byte(nodes["n2"].path(V1), at)
     data, pulled = nodes["n1"].read(V1, sources=["n2", "n3"], streams=1)
-    assert data == content(V1, SIZE)
+    assert data == shard_content(V1, SIZE)
     assert pulled.failed == {}
     assert dict(pulled.bytes_from) == {"n3": SIZE}
 
 
 def test_data_damaged_in_every_copy_is_never_used(nodes):
     for node in nodes:
-        flip(node.path(V1), 2 * MIB)
+        flip_byte(node.path(V1), 2 * MIB)
     _, pulled = nodes["n1"].read(V1, sources=["n2", "n3"])
     assert pulled.failed.keys() == {V1}
     assert "differs from what was sealed" in str(pulled.failed[V1])
-    until(lambda: not nodes["n2"].holds(V1) and not nodes["n3"].holds(V1), "the damaged copies are dropped")
+    wait_until(lambda: not nodes["n2"].holds(V1) and not nodes["n3"].holds(V1), "the damaged copies are dropped")
 
 
 def test_bit_flipped_in_transit_is_read_again_and_the_copy_stays(nodes):
     nodes.network.flip_bit("n2", "n1", payload=0, byte=77)
     data, pulled = nodes["n1"].read(V1, sources=["n2"], streams=1)
-    assert data == content(V1, SIZE)
+    assert data == shard_content(V1, SIZE)
     assert pulled.failed == {}
     assert pulled.rejected_replicas == []
     assert nodes["n2"].is_good(V1)
@@ -121,14 +121,14 @@ def test_pooled_connection_closed_by_the_peer_is_reopened(nodes):
     data = bytearray(SIZE)
     pulled = RangeReader(lambda _: peer).read([ReadRequest(record, [ReadTarget(0, SIZE, memoryview(data))], ["n2"])])
     assert pulled.failed == {}
-    assert data == content(V1, SIZE)
+    assert data == shard_content(V1, SIZE)
 
 
 def test_a_damaged_copy_does_not_end_the_reading_of_others_from_that_node(nodes):
     """Its holder sees the damage itself, before a slice of it leaves, and has dropped it by the time it is told."""
-    other = key(1, 1)
+    other = shard_key(1, 1)
     nodes["n2"].write(other, SIZE, parts=2)
-    flip(nodes["n2"].path(V1), 5)
+    flip_byte(nodes["n2"].path(V1), 5)
     team = nodes["n3"].team
     records = {record.key: record for record in team.fetch_records("n2", V1.version_id)}
     slice_of, data = bytearray(100), bytearray(SIZE)
@@ -138,31 +138,33 @@ def test_a_damaged_copy_does_not_end_the_reading_of_others_from_that_node(nodes)
     ]
     pulled = RangeReader(team.membership.client_for, streams=1).read(wishes)
     assert pulled.failed.keys() == {V1}
-    assert data == content(other, SIZE)
+    assert data == shard_content(other, SIZE)
 
 
 def test_bit_flipped_during_replication_is_sent_again(nodes):
     for payload in (0, 3):
         nodes.network.flip_bit("n1", "n2", payload=payload, byte=5)
-    nodes["n1"].write(key(2), SIZE)
+    nodes["n1"].write(shard_key(2), SIZE)
     nodes.settle(2)
     assert nodes["n2"].node_peers.server.replica_receiver.damaged_chunks == 2
-    assert all(node.holds(key(2)) for node in nodes)
-    assert nodes["n2"].store.verify(key(2)) == ()
+    assert all(node.holds(shard_key(2)) for node in nodes)
+    assert nodes["n2"].store.verify(shard_key(2)) == ()
 
 
 def test_path_that_damages_everything_makes_no_copy_and_is_reported(nodes):
     for payload in range(1000):
         nodes.network.flip_bit("n1", "n2", payload=payload, byte=5)
-    nodes["n1"].write(key(2), SIZE)
-    trouble = until(lambda: nodes["n1"].team.replicator.last_errors(key(2)), "a copy was refused")
+    nodes["n1"].write(shard_key(2), SIZE)
+    trouble = wait_until(lambda: nodes["n1"].team.replicator.last_errors(shard_key(2)), "a copy was refused")
     assert "arrived damaged twice" in trouble
-    until(lambda: nodes.holders(key(2)) == {"n1", "n3"}, "the other partner has its copy")
-    until(lambda: nodes["n1"].team.replicator.statuses()[-1].unplaceable == 1, "one copy less than there should be")
-    assert not nodes["n2"].holds(key(2))
+    wait_until(lambda: nodes.holders(shard_key(2)) == {"n1", "n3"}, "the other partner has its copy")
+    wait_until(
+        lambda: nodes["n1"].team.replicator.statuses()[-1].unplaceable == 1, "one copy less than there should be"
+    )
+    assert not nodes["n2"].holds(shard_key(2))
 
 
-def lie(node):
+def falsify_checksums(node):
     """From now on the node describes its copy with other checksums."""
     with node.store._table.lock:
         slot, record = node.store._table.find_shard(V1)
@@ -173,51 +175,51 @@ def lie(node):
 @pytest.mark.parametrize("liar", ["n2", "n3"])
 def test_false_record_of_one_of_two_holders_is_outvoted_by_the_data(liar):
     """With one voice against another, the bytes decide."""
-    with neighbours("n1", "n2", "n3", "n4", copies=2) as nodes:
+    with local_nodes("n1", "n2", "n3", "n4", copies=2) as nodes:
         writer = next(node for node in nodes if liar in node.team.replicator.partners)
-        of = key(1)
+        of = shard_key(1)
         writer.write(of, SIZE)
         nodes.settle(1)
         assert nodes.holders(of) == {writer.name, liar}
-        lie(nodes[liar])
+        falsify_checksums(nodes[liar])
         reader = next(node for node in nodes if node.name not in (writer.name, liar))
         data, pulled = reader.read(of)
         assert pulled.failed == {}
-        assert data == content(of, SIZE)
+        assert data == shard_content(of, SIZE)
         # The liar's bytes are good, only its record is not: once that is replaced it may serve them, too.
         assert set(pulled.bytes_from) <= {writer.name, liar}
-        until(nodes[liar].damage_reports, "the wrong record is dropped")
-        until(lambda: nodes[liar].holds(of) and nodes[liar].store.verify(of) == (), "a good copy is there again")
+        wait_until(nodes[liar].damage_reports, "the wrong record is dropped")
+        wait_until(lambda: nodes[liar].holds(of) and nodes[liar].store.verify(of) == (), "a good copy is there again")
         assert nodes[liar].is_good(of)
 
 
 def test_writer_with_a_false_record_is_repaired_from_its_copies(nodes):
-    lie(nodes["n1"])
+    falsify_checksums(nodes["n1"])
     data, pulled = nodes["n3"].read(V1)
-    assert data == content(V1, SIZE)
+    assert data == shard_content(V1, SIZE)
     assert set(pulled.bytes_from) == {"n2"}
-    is_mended(nodes["n1"])
+    wait_repaired(nodes["n1"])
     assert nodes["n1"].facts()[V1].holders == ()
 
 
 def test_damage_of_one_shard_does_not_affect_another(nodes):
-    nodes["n2"].write(key(1, 1), MIB, parts=2)
-    until(lambda: nodes.holders(key(1, 1)) == {"n1", "n2", "n3"})
+    nodes["n2"].write(shard_key(1, 1), MIB, parts=2)
+    wait_until(lambda: nodes.holders(shard_key(1, 1)) == {"n1", "n2", "n3"})
     for node in nodes:
-        flip(node.path(V1), 0)
-    data, pulled = nodes["n3"].read(key(1, 1), sources=["n1", "n2"])
+        flip_byte(node.path(V1), 0)
+    data, pulled = nodes["n3"].read(shard_key(1, 1), sources=["n1", "n2"])
     assert pulled.failed == {}
-    assert data == content(key(1, 1), MIB)
+    assert data == shard_content(shard_key(1, 1), MIB)
 
 
 def test_copy_with_a_false_record_is_found_when_offered_again():
-    with neighbours("n1", "n2", copies=2) as nodes:
+    with local_nodes("n1", "n2", copies=2) as nodes:
         nodes["n1"].write(V1, SIZE)
         nodes.settle(1)
-        lie(nodes["n2"])
+        falsify_checksums(nodes["n2"])
         nodes.restart("n1")  # and asks who has its copies
-        until(nodes["n2"].damage_reports, "n2 has looked at its copy")
-        until(lambda: nodes["n2"].holds(V1), "it was fetched, or sent again")
+        wait_until(nodes["n2"].damage_reports, "n2 has looked at its copy")
+        wait_until(lambda: nodes["n2"].holds(V1), "it was fetched, or sent again")
         assert nodes["n2"].is_good(V1)
         assert nodes["n2"].store.verify(V1) == ()
         assert nodes["n2"].facts()[V1].holders == ("n1", "n2")
@@ -225,18 +227,18 @@ def test_copy_with_a_false_record_is_found_when_offered_again():
 
 
 def test_copy_is_repaired_when_a_holder_becomes_reachable():
-    with neighbours("n1", "n2", copies=2) as nodes:
+    with local_nodes("n1", "n2", copies=2) as nodes:
         nodes["n1"].write(V1, SIZE)
         nodes.settle(1)
         asked = threading.Event()
 
-        def unknown():
+        def raise_unavailable():
             asked.set()
             raise UnavailableError("ask again")
 
-        nodes["n1"].team.local_inventory = unknown
-        flip(nodes["n2"].path(V1), 0)
+        nodes["n1"].team.local_inventory = raise_unavailable
+        flip_byte(nodes["n2"].path(V1), 0)
         assert nodes["n2"].store.verify(V1) == (0,)
         assert asked.wait(60)
         del nodes["n1"].team.local_inventory
-        is_mended(nodes["n2"])
+        wait_repaired(nodes["n2"])

@@ -8,82 +8,82 @@ import pytest
 from peerstore.peers.range_reader import RangeReader, ReadRequest, ReadTarget
 from peerstore.server.peer_server import _PeerSession
 from peerstore.shard_records import CHUNK_BYTES
-from tests.support.local_nodes import neighbours, until
-from tests.support.stores import MIB, content, fill, flip, key, load
+from tests.support.local_nodes import local_nodes, wait_until
+from tests.support.stores import MIB, flip_byte, load_shard, shard_content, shard_key, write_slot
 
 CHUNKS = 6
 SIZE = CHUNKS * CHUNK_BYTES
 
 
-def write(node, of, changed):
+def write_version(node, of, changed):
     """A version of which only these chunks differ from the one before; what was written."""
-    data = bytearray(content(key(0), SIZE))
+    data = bytearray(shard_content(shard_key(0), SIZE))
     for chunk in changed:
-        data[chunk * CHUNK_BYTES : (chunk + 1) * CHUNK_BYTES] = content(of, CHUNK_BYTES)
+        data[chunk * CHUNK_BYTES : (chunk + 1) * CHUNK_BYTES] = shard_content(of, CHUNK_BYTES)
     lease = node.store.lease(of, SIZE, 1, wait_s=60)
-    fill(lease, bytes(data))
+    write_slot(lease, bytes(data))
     node.store.seal(lease.id, SIZE)
     return bytes(data)
 
 
 def test_chunks_that_did_not_change_are_not_sent_again():
-    with neighbours("n1", "n2", copies=2) as nodes:
+    with local_nodes("n1", "n2", copies=2) as nodes:
         n1, totals = nodes["n1"], nodes["n1"].team.replicator.totals
-        write(n1, key(1), ())
+        write_version(n1, shard_key(1), ())
         nodes.settle(1)
         assert (totals.sent_bytes, totals.skipped_bytes) == (SIZE, 0)
-        data = write(n1, key(2), (1, 4))
+        data = write_version(n1, shard_key(2), (1, 4))
         nodes.settle(2)
         assert (totals.sent_bytes, totals.skipped_bytes) == (SIZE + 2 * CHUNK_BYTES, SIZE - 2 * CHUNK_BYTES)
-        assert load(nodes["n2"].store, key(2)) == data
-        assert nodes["n2"].store.verify(key(2)) == ()
-        write(n1, key(3), (1, 4))  # of another version: none of the two is as before
+        assert load_shard(nodes["n2"].store, shard_key(2)) == data
+        assert nodes["n2"].store.verify(shard_key(2)) == ()
+        write_version(n1, shard_key(3), (1, 4))  # of another version: none of the two is as before
         nodes.settle(3)
         assert totals.sent_bytes == SIZE + 4 * CHUNK_BYTES
 
 
 def test_damage_of_an_older_version_is_not_copied_into_the_next():
-    with neighbours("n1", "n2", copies=2) as nodes:
+    with local_nodes("n1", "n2", copies=2) as nodes:
         n1, n2, totals = nodes["n1"], nodes["n2"], nodes["n1"].team.replicator.totals
-        write(n1, key(1), ())
+        write_version(n1, shard_key(1), ())
         nodes.settle(1)
-        flip(n2.path(key(1)), 3 * CHUNK_BYTES + 5)
-        data = write(n1, key(2), (0,))
+        flip_byte(n2.path(shard_key(1)), 3 * CHUNK_BYTES + 5)
+        data = write_version(n1, shard_key(2), (0,))
         nodes.settle(2)
-        assert load(n2.store, key(2)) == data
-        assert n2.store.verify(key(2)) == ()
+        assert load_shard(n2.store, shard_key(2)) == data
+        assert n2.store.verify(shard_key(2)) == ()
         assert totals.sent_bytes == SIZE + 2 * CHUNK_BYTES  # what changed, and what was damaged there
 
 
 def test_reader_switches_to_the_other_source_when_one_dies():
-    with neighbours("n1", "n2", "n3", copies=2) as nodes:
-        nodes["n1"].write(key(1), 32 * MIB + 5)
+    with local_nodes("n1", "n2", "n3", copies=2) as nodes:
+        nodes["n1"].write(shard_key(1), 32 * MIB + 5)
         nodes.settle(1)
-        (other,) = nodes.holders(key(1)) - {"n1"}
+        (other,) = nodes.holders(shard_key(1)) - {"n1"}
         reader = next(node for node in nodes if node.name not in ("n1", other))
         nodes.network.stall("n1", reader.name)  # until the other one is gone, nothing comes from here
-        record = nodes[other].store.shard_records("job", key(1).version_id)[0]
+        record = nodes[other].store.shard_records("job", shard_key(1).version_id)[0]
         data = bytearray(record.size_bytes)
         wish = ReadRequest(record, [ReadTarget(0, len(data), memoryview(data))], [other, "n1"])
         with ThreadPoolExecutor(1) as aside:
             nodes.network.drop_after(other, reader.name, 6 * MIB)
             pulling = aside.submit(RangeReader(reader.team.membership.client_for, streams=1).read, [wish])
-            until(lambda: nodes.network._way(other, reader.name).drop_after is None, "it broke in the middle")
+            wait_until(lambda: nodes.network._way(other, reader.name).drop_after is None, "it broke in the middle")
             nodes.lose(other)
             nodes.network.heal("n1", reader.name)
             pulled = pulling.result(120)
         assert pulled.failed == {}
-        assert data == content(key(1), 32 * MIB + 5)
+        assert data == shard_content(shard_key(1), 32 * MIB + 5)
         assert pulled.bytes_from["n1"] + pulled.bytes_from[other] == len(data)
         assert pulled.bytes_from["n1"] > pulled.bytes_from[other] > 0
 
 
 @pytest.mark.parametrize("count", [1, 7, 1000])
 def test_reader_receives_only_its_ranges(count):
-    with neighbours("n1", "n2", copies=2) as nodes:
-        nodes["n1"].write(key(1), SIZE)
+    with local_nodes("n1", "n2", copies=2) as nodes:
+        nodes["n1"].write(shard_key(1), SIZE)
         nodes.settle(1)
-        (record,) = nodes["n1"].store.shard_records("job", key(1).version_id)
+        (record,) = nodes["n1"].store.shard_records("job", shard_key(1).version_id)
         step = SIZE // count
         targets = [(at * step, at * step + min(step, 1000)) for at in range(count)]
         buffers = [bytearray(stop - start) for start, stop in targets]
@@ -98,7 +98,7 @@ def test_reader_receives_only_its_ranges(count):
         before = nodes["n1"].node_peers.server.range_server.sent_bytes
         pulled = RangeReader(nodes["n2"].team.membership.client_for).read([wish])
         assert pulled.failed == {}
-        whole = content(key(1), SIZE)
+        whole = shard_content(shard_key(1), SIZE)
         assert [bytes(buffer) for buffer in buffers] == [whole[start:stop] for start, stop in targets]
         sent = nodes["n1"].node_peers.server.range_server.sent_bytes - before
         assert sent == pulled.bytes_from["n1"] == sum(stop - start for start, stop in targets)
@@ -106,11 +106,11 @@ def test_reader_receives_only_its_ranges(count):
 
 def test_connection_drops_finished_transfers():
     """One is kept for as long as the job runs: what it remembered of every copy would only grow."""
-    with neighbours("n1", "n2", copies=2) as nodes:
+    with local_nodes("n1", "n2", copies=2) as nodes:
         for version in range(5):
-            nodes["n1"].write(key(version), MIB)
+            nodes["n1"].write(shard_key(version), MIB)
             nodes.settle(version)
         teams = {id(nodes[name].team) for name in ("n1", "n2")}
         talks = [one for one in gc.get_objects() if type(one) is _PeerSession and id(one._job_peers) in teams]
         assert talks
-        until(lambda: not any(one._offered for one in talks), "every copy that was begun is forgotten")
+        wait_until(lambda: not any(one._offered for one in talks), "every copy that was begun is forgotten")

@@ -9,28 +9,28 @@ import pytest
 from peerstore.errors import ArenaBusyError, FencedError, NoQuorumError
 from peerstore.membership.swim import MembershipSettings
 from peerstore.membership.topology import member_list
-from tests.support.local_nodes import JOB, neighbours, until
-from tests.support.stores import MIB, content, fill, key
+from tests.support.local_nodes import JOB, local_nodes, wait_until
+from tests.support.stores import MIB, shard_content, shard_key, write_slot
 
 SIZE = 3 * MIB + 17
 
 
-def racks(name):
+def rack_of(name):
     return {"n1": "rack=r1", "n2": "rack=r1", "n3": "rack=r2", "n4": "rack=r2"}[name]
 
 
-def save(nodes, version, **options):
+def save_version(nodes, version, **options):
     """Every node writes its part of a version."""
     parts = sorted(node.name for node in nodes)
     for part, name in enumerate(parts):
-        nodes[name].write(key(version, part, **options), SIZE, parts=len(parts))
-    return [key(version, part, **options) for part in range(len(parts))]
+        nodes[name].write(shard_key(version, part, **options), SIZE, parts=len(parts))
+    return [shard_key(version, part, **options) for part in range(len(parts))]
 
 
-def expect(nodes, keys, *, copies):
+def assert_copies(nodes, keys, *, copies):
     """Every shard has so many good copies, and any node can read all of it."""
     for of in keys:
-        until(lambda of=of: len(nodes.holders(of)) >= copies, f"{of} has {copies} copies")
+        wait_until(lambda of=of: len(nodes.holders(of)) >= copies, f"{of} has {copies} copies")
         for name in nodes.holders(of):
             assert nodes[name].is_good(of)
     for node in nodes:
@@ -38,134 +38,134 @@ def expect(nodes, keys, *, copies):
             if not node.holds(of):
                 data, pulled = node.read(of)
                 assert pulled.failed == {}
-                assert data == content(of, SIZE)
+                assert data == shard_content(of, SIZE)
 
 
 def test_two_of_four_nodes_are_lost_at_once():
-    with neighbours("n1", "n2", "n3", "n4", copies=3) as nodes:
-        keys = save(nodes, 1)
+    with local_nodes("n1", "n2", "n3", "n4", copies=3) as nodes:
+        keys = save_version(nodes, 1)
         nodes.settle(1)
         nodes.network.kill_node("n2")
         nodes.lose("n2")
         nodes.lose("n3")
         for node in nodes:
-            until(lambda node=node: node.sees("n1", "n4"), "the two that are left know it")
-        expect(nodes, keys, copies=2)
-        until(lambda: not any(node.team.replicator.has_pending for node in nodes), "nothing is left to do")
+            wait_until(lambda node=node: node.sees("n1", "n4"), "the two that are left know it")
+        assert_copies(nodes, keys, copies=2)
+        wait_until(lambda: not any(node.team.replicator.has_pending for node in nodes), "nothing is left to do")
         assert all(one.unplaceable == 1 for node in nodes for one in node.team.replicator.statuses() if one.is_owner)
 
 
 @pytest.mark.parametrize("rack", [("n1", "n2"), ("n3", "n4")])
 def test_a_rack_is_lost(rack):
     """Two copies of everything, never both in one rack."""
-    with neighbours("n1", "n2", "n3", "n4", copies=2, labels=racks) as nodes:
-        keys = save(nodes, 1)
+    with local_nodes("n1", "n2", "n3", "n4", copies=2, labels=rack_of) as nodes:
+        keys = save_version(nodes, 1)
         nodes.settle(1)
         for of in keys:
-            assert len({racks(name) for name in nodes.holders(of)}) == 2
+            assert len({rack_of(name) for name in nodes.holders(of)}) == 2
         for name in rack:
             nodes.lose(name)
-        expect(nodes, keys, copies=2)
+        assert_copies(nodes, keys, copies=2)
 
 
 @pytest.mark.parametrize("when", ["settled", "being counted"])
 def test_the_node_that_counts_copies_is_lost(when):
-    with neighbours("n1", "n2", "n3", copies=2) as nodes:
-        keys = save(nodes, 1)
+    with local_nodes("n1", "n2", "n3", copies=2) as nodes:
+        keys = save_version(nodes, 1)
         if when == "settled":
             nodes.settle(1)
         nodes["n1"].team.replicator.wait_until(lambda: nodes["n1"].team.replicator.totals.copies > 0, 60)
         nodes.lose("n1")
         for node in nodes:
-            until(lambda node=node: node.sees("n2", "n3"))
+            wait_until(lambda node=node: node.sees("n2", "n3"))
         there = [of for of in keys if nodes.holders(of)]
         assert there == keys
-        expect(nodes, keys, copies=2)
+        assert_copies(nodes, keys, copies=2)
         nodes.settle(1)
-        nodes["n2"].write(key(2, 0), SIZE)  # its other parts never come: all of it has its copies all the same
+        nodes["n2"].write(shard_key(2, 0), SIZE)  # its other parts never come: all of it has its copies all the same
         nodes.settle(2)
 
 
 def test_node_that_rejoins_empty_before_its_death_is_detected_gets_copies():
-    with neighbours("n1", "n2", copies=2) as nodes:
-        of = key(1)
+    with local_nodes("n1", "n2", copies=2) as nodes:
+        of = shard_key(1)
         nodes["n1"].write(of, SIZE)
         nodes.settle(1)
         assert nodes.holders(of) == {"n1", "n2"}
         nodes.restart("n2", empty=True)
         nodes["n2"].join(nodes.plan())
-        until(lambda: nodes["n2"].holds(of), "n2 has a copy again")
-        expect(nodes, [of], copies=2)
+        wait_until(lambda: nodes["n2"].holds(of), "n2 has a copy again")
+        assert_copies(nodes, [of], copies=2)
 
 
 def test_agent_restarted_with_its_arena_rejoins_without_retransfers():
-    with neighbours("n1", "n2", copies=2) as nodes:
-        mine, other = key(1, 0), key(1, 1)
+    with local_nodes("n1", "n2", copies=2) as nodes:
+        mine, other = shard_key(1, 0), shard_key(1, 1)
         nodes["n1"].write(mine, SIZE, parts=2)
         nodes["n2"].write(other, SIZE, parts=2)
         nodes.settle(1)
         sent = nodes["n1"].team.replicator.totals.sent_bytes
         nodes.restart("n2")
-        until(lambda: nodes["n2"].facts().keys() == {mine, other}, "both shards are adopted")
-        assert nodes["n2"].sees("n1", "n2") or until(lambda: nodes["n2"].sees("n1", "n2"))
+        wait_until(lambda: nodes["n2"].facts().keys() == {mine, other}, "both shards are adopted")
+        assert nodes["n2"].sees("n1", "n2") or wait_until(lambda: nodes["n2"].sees("n1", "n2"))
         assert nodes["n2"].facts()[mine].holders == ("n1", "n2")
         assert nodes["n2"].facts()[other].holders == ()
-        until(lambda: "n1" in {node.id for node in nodes["n2"].team.replicator.holders(other)}, "n1's copy counts")
-        until(lambda: "n2" in {node.id for node in nodes["n1"].team.replicator.holders(mine)}, "n2's copy counts")
-        until(lambda: not any(node.team.replicator.has_pending for node in nodes))
+        wait_until(lambda: "n1" in {node.id for node in nodes["n2"].team.replicator.holders(other)}, "n1's copy counts")
+        wait_until(lambda: "n2" in {node.id for node in nodes["n1"].team.replicator.holders(mine)}, "n2's copy counts")
+        wait_until(lambda: not any(node.team.replicator.has_pending for node in nodes))
         assert nodes["n2"].team.replicator.totals.sent_bytes == 0
         assert nodes["n1"].team.replicator.totals.sent_bytes == sent
         assert nodes["n2"].replicated == 1
 
 
 def test_node_that_rejoins_after_a_newer_incarnation_is_fenced():
-    with neighbours("n1", "n2", "n3", copies=2) as nodes:
-        save(nodes, 1)
+    with local_nodes("n1", "n2", "n3", copies=2) as nodes:
+        save_version(nodes, 1)
         nodes.settle(1)
-        n3, past = nodes["n3"], key(9, 2)
+        n3, past = nodes["n3"], shard_key(9, 2)
         for other in ("n1", "n2"):
             nodes.network.cut("n3", other)
         n3.write(past, SIZE, parts=3)  # a version that the others never finish
         nodes.network.kill_node("n3")
         n3.close()
-        until(lambda: nodes["n1"].sees("n1", "n2"))
+        wait_until(lambda: nodes["n1"].sees("n1", "n2"))
         epoch = nodes["n1"].store.claim(JOB, "b")
         assert epoch == past.epoch + 1
-        newer = [key(2, part, epoch=epoch, name="b") for part in range(2)]
+        newer = [shard_key(2, part, epoch=epoch, name="b") for part in range(2)]
         for node, of in zip(("n1", "n2"), newer, strict=True):
             nodes[node].write(of, SIZE, parts=2)
         nodes.settle(2, "n1", "n2")
         for other in ("n1", "n2"):
             nodes.network.heal("n3", other)
         n3.open()
-        until(
+        wait_until(
             lambda: n3.store.replicas.current_incarnation(JOB) == (epoch, "b"), "n3 has heard of the newer incarnation"
         )
         with pytest.raises(FencedError, match="past incarnation"):
-            n3.store.lease(key(10, 2), SIZE, 3)
+            n3.store.lease(shard_key(10, 2), SIZE, 3)
         nodes.settle(2, "n3")
-        until(lambda: not n3.team.replicator.has_pending)
-        until(lambda: nodes.holders(past) == {"n3"}, "n3 has verified what it kept")
-        assert not nodes.holders(key(2, 2))
-        expect(nodes, newer, copies=2)
+        wait_until(lambda: not n3.team.replicator.has_pending)
+        wait_until(lambda: nodes.holders(past) == {"n3"}, "n3 has verified what it kept")
+        assert not nodes.holders(shard_key(2, 2))
+        assert_copies(nodes, newer, copies=2)
 
 
 @pytest.mark.parametrize("both", [True, False])
 def test_only_the_side_with_a_quorum_begins_a_new_incarnation(both):
-    with neighbours("n1", "n2", "n3", "n4", copies=2, labels=racks) as nodes:
-        keys = save(nodes, 1)
+    with local_nodes("n1", "n2", "n3", "n4", copies=2, labels=rack_of) as nodes:
+        keys = save_version(nodes, 1)
         nodes.settle(1)
         for near in ("n1", "n2"):
             for far in ("n3", "n4"):
                 nodes.network.cut(near, far, both=both)
-        until(lambda: not nodes["n3"].team.membership.has_quorum and not nodes["n4"].team.membership.has_quorum)
-        until(lambda: nodes["n1"].sees("n1", "n2") and nodes["n2"].sees("n1", "n2"))
+        wait_until(lambda: not nodes["n3"].team.membership.has_quorum and not nodes["n4"].team.membership.has_quorum)
+        wait_until(lambda: nodes["n1"].sees("n1", "n2") and nodes["n2"].sees("n1", "n2"))
         for name in ("n3", "n4"):
             with pytest.raises(NoQuorumError, match="no quorum"):
                 nodes[name].store.claim(JOB, "wrong")
-        until(lambda: nodes["n1"].team.membership.has_quorum)
+        wait_until(lambda: nodes["n1"].team.membership.has_quorum)
         epoch = nodes["n1"].store.claim(JOB, "b")
-        newer = [key(2, part, epoch=epoch, name="b") for part in range(2)]
+        newer = [shard_key(2, part, epoch=epoch, name="b") for part in range(2)]
         for node, of in zip(("n1", "n2"), newer, strict=True):
             nodes[node].write(of, SIZE, parts=2)
         nodes.settle(2, "n1", "n2")
@@ -173,104 +173,104 @@ def test_only_the_side_with_a_quorum_begins_a_new_incarnation(both):
         for version in (2, 3, 4, 5):
             for part, name in ((2, "n3"), (3, "n4")):
                 with contextlib.suppress(ArenaBusyError):
-                    nodes[name].write(key(version, part), SIZE, parts=4)
+                    nodes[name].write(shard_key(version, part), SIZE, parts=4)
         assert nodes["n3"].replicated == nodes["n4"].replicated == 1
         assert {of for of in keys if nodes["n3"].holds(of) or nodes["n4"].holds(of)} == set(keys)
         for near in ("n1", "n2"):
             for far in ("n3", "n4"):
                 nodes.network.heal(near, far)
         for name in ("n3", "n4"):
-            until(
+            wait_until(
                 lambda name=name: nodes[name].store.replicas.current_incarnation(JOB) == (epoch, "b"),
                 f"{name} is fenced",
             )
             with pytest.raises(FencedError):
-                nodes[name].store.lease(key(6, 3), SIZE, 4)
+                nodes[name].store.lease(shard_key(6, 3), SIZE, 4)
         nodes.settle(2)
-        expect(nodes, newer, copies=2)
+        assert_copies(nodes, newer, copies=2)
 
 
 def test_minority_of_a_partition_evicts_nothing_even_with_all_parts():
     """A job on one node, which is cut off: it could settle what it writes all by itself."""
-    with neighbours("n1", "n2", "n3", copies=2) as nodes:
+    with local_nodes("n1", "n2", "n3", copies=2) as nodes:
         n1 = nodes["n1"]
-        n1.write(key(1), SIZE)
+        n1.write(shard_key(1), SIZE)
         nodes.settle(1)
         for other in ("n2", "n3"):
             nodes.network.cut("n1", other)
-        until(lambda: not n1.team.membership.has_quorum and n1.sees("n1"), "n1 knows that it is alone")
-        until(lambda: nodes["n2"].sees("n2", "n3") and nodes["n3"].sees("n2", "n3"))
+        wait_until(lambda: not n1.team.membership.has_quorum and n1.sees("n1"), "n1 knows that it is alone")
+        wait_until(lambda: nodes["n2"].sees("n2", "n3") and nodes["n3"].sees("n2", "n3"))
         epoch = nodes["n2"].store.claim(JOB, "b")
         for version in (2, 3):
-            nodes["n2"].write(key(version, epoch=epoch, name="b"), SIZE)
+            nodes["n2"].write(shard_key(version, epoch=epoch, name="b"), SIZE)
             nodes.settle(version, "n2", "n3")
         for version in (2, 3):  # it has two slots, and one more
-            n1.write(key(version), SIZE)
-        until(lambda: not n1.team.replicator.has_pending)
+            n1.write(shard_key(version), SIZE)
+        wait_until(lambda: not n1.team.replicator.has_pending)
         with pytest.raises(ArenaBusyError, match="not complete yet"):
-            n1.store.lease(key(4), SIZE, 1)
+            n1.store.lease(shard_key(4), SIZE, 1)
         assert n1.replicated == 1
-        assert n1.is_good(key(1))
+        assert n1.is_good(shard_key(1))
         for other in ("n2", "n3"):
             nodes.network.heal("n1", other)
-        until(lambda: n1.store.replicas.current_incarnation(JOB) == (epoch, "b"), "n1 is fenced")
+        wait_until(lambda: n1.store.replicas.current_incarnation(JOB) == (epoch, "b"), "n1 is fenced")
         nodes.settle(3)
-        expect(nodes, [key(3, epoch=epoch, name="b")], copies=2)
+        assert_copies(nodes, [shard_key(3, epoch=epoch, name="b")], copies=2)
 
 
 def test_node_left_alone_continues_with_one_copy_and_reports_it():
-    with neighbours("n1", "n2", copies=2) as nodes:
-        nodes["n1"].write(key(1), SIZE)
+    with local_nodes("n1", "n2", copies=2) as nodes:
+        nodes["n1"].write(shard_key(1), SIZE)
         nodes.settle(1)
         nodes.lose("n2")
         n1 = nodes["n1"]
-        until(lambda: n1.sees("n1"))
+        wait_until(lambda: n1.sees("n1"))
         for version in range(2, 8):
-            lease_within(n1, key(version))
+            lease_within(n1, shard_key(version))
             nodes.settle(version)
-        (newest,) = [one for one in n1.team.replicator.statuses() if one.key == key(7)]
+        (newest,) = [one for one in n1.team.replicator.statuses() if one.key == shard_key(7)]
         assert (newest.copies, newest.missing, newest.unplaceable) == (1, 0, 1)
-        assert n1.is_good(key(7))
+        assert n1.is_good(shard_key(7))
 
 
 def lease_within(node, of):
     """Written as soon as a slot comes free."""
     lease = node.store.lease(of, SIZE, 1, wait_s=60)
-    fill(lease, content(of, SIZE))
+    write_slot(lease, shard_content(of, SIZE))
     node.store.seal(lease.id, SIZE)
 
 
 def test_replicated_version_is_kept_while_newer_copies_are_pending():
     """The partner has no slot for a while: the writer may fill its own, and then has to wait."""
-    with neighbours("n1", "n2", copies=2) as nodes:
+    with local_nodes("n1", "n2", copies=2) as nodes:
         n1, receiving = nodes["n1"], nodes["n2"].node_peers.server.replica_receiver
-        n1.write(key(1), SIZE)
+        n1.write(shard_key(1), SIZE)
         nodes.settle(1)
-        offer, receiving.handle_offer = receiving.handle_offer, busy
+        offer, receiving.handle_offer = receiving.handle_offer, raise_busy
         for version in (2, 3):  # two slots for a writer, and one more
-            n1.write(key(version), SIZE)
+            n1.write(shard_key(version), SIZE)
         with pytest.raises(ArenaBusyError, match="with its copies"):
-            n1.write(key(4), SIZE)
-        assert n1.is_good(key(1))
+            n1.write(shard_key(4), SIZE)
+        assert n1.is_good(shard_key(1))
         assert n1.replicated == 1
-        assert nodes["n2"].holds(key(1))
-        until(lambda: "every slot is in use" in n1.team.replicator.last_errors(key(2)), "it says why")
+        assert nodes["n2"].holds(shard_key(1))
+        wait_until(lambda: "every slot is in use" in n1.team.replicator.last_errors(shard_key(2)), "it says why")
         receiving.handle_offer = offer
-        lease_within(n1, key(4))
+        lease_within(n1, shard_key(4))
         nodes.settle(4)
-        expect(nodes, [key(4)], copies=2)
+        assert_copies(nodes, [shard_key(4)], copies=2)
 
 
 @pytest.mark.parametrize("end", ["n1", "n2", "n3"])
 def test_bad_path_delays_no_version(end):
     """The third node reaches both ends, so both live: it takes the copies, and tells the scribe what it cannot hear."""
-    with neighbours("n1", "n2", "n3", copies=2) as nodes:
+    with local_nodes("n1", "n2", "n3", copies=2) as nodes:
         (partner,) = nodes[end].team.replicator.partners
         nodes.network.cut(end, partner)
         for near, far in (end, partner), (partner, end):  # where TCP would give up connections after half a minute
             for line in list(nodes[near].team.membership.client_for(far)._idle):
                 line.close()
-        keys = [key(1, part) for part in range(3)]
+        keys = [shard_key(1, part) for part in range(3)]
         for node, of in zip(nodes, keys, strict=True):
             node.write(of, SIZE, parts=3)
         nodes.settle(1)
@@ -282,22 +282,22 @@ def test_bad_path_delays_no_version(end):
             assert node.team.membership.state_of(partner) != "dead"
 
 
-def busy(*_):
+def raise_busy(*_):
     raise ArenaBusyError("every slot is in use")
 
 
 def test_restarted_agent_does_not_treat_unmet_nodes_as_dead():
     """Neither are their shards its own, nor is anything settled because nobody else is there."""
     patient = MembershipSettings(heartbeat_s=0.1, ping_timeout_s=100.0)
-    with neighbours("n1", "n2", copies=2, membership=patient) as nodes:
-        mine, other = key(1, 0), key(1, 1)
+    with local_nodes("n1", "n2", copies=2, membership=patient) as nodes:
+        mine, other = shard_key(1, 0), shard_key(1, 1)
         nodes["n1"].write(mine, SIZE, parts=2)
         nodes["n2"].write(other, SIZE, parts=2)
         nodes.settle(1)
         nodes.network.cut("n1", "n2")
-        nodes["n1"].write(key(2), SIZE)
+        nodes["n1"].write(shard_key(2), SIZE)
         n1 = nodes.restart("n1")
-        until(lambda: n1.facts().keys() == {mine, other, key(2)}, "its shards are adopted")
+        wait_until(lambda: n1.facts().keys() == {mine, other, shard_key(2)}, "its shards are adopted")
         n1.team._changed()  # as whenever a node comes or goes
         n1.team.replicator._report_to_leader()
         assert n1.team.taken_over == 0
@@ -305,29 +305,29 @@ def test_restarted_agent_does_not_treat_unmet_nodes_as_dead():
         assert n1.replicated == 1
         nodes.network.heal("n1", "n2")
         nodes.settle(2)
-        assert nodes.holders(key(2)) == {"n1", "n2"}
+        assert nodes.holders(shard_key(2)) == {"n1", "n2"}
         assert n1.team.taken_over == 0
 
 
 def test_isolated_node_catches_up_after_healing():
-    with neighbours("n1", "n2", "n3") as nodes:
-        save(nodes, 1)
+    with local_nodes("n1", "n2", "n3") as nodes:
+        save_version(nodes, 1)
         nodes.settle(1)
         nodes["n1"].node_peers.partition(3600.0)
-        until(lambda: not nodes["n1"].team.membership.has_quorum, "n1 is alone")
-        until(lambda: nodes["n2"].sees("n2", "n3"), "n2 does without n1")
-        keys = save(nodes, 2)
-        until(lambda: nodes["n3"].holds(keys[1]), "those that see each other go on")
+        wait_until(lambda: not nodes["n1"].team.membership.has_quorum, "n1 is alone")
+        wait_until(lambda: nodes["n2"].sees("n2", "n3"), "n2 does without n1")
+        keys = save_version(nodes, 2)
+        wait_until(lambda: nodes["n3"].holds(keys[1]), "those that see each other go on")
         assert [node.replicated for node in nodes] == [1, 1, 1]
         nodes["n1"].node_peers.partition(0.0)
         nodes.settle(2)
-        expect(nodes, keys, copies=2)
+        assert_copies(nodes, keys, copies=2)
 
 
 def test_reconnected_nodes_commit_without_waiting_for_the_next_period():
     """A period here is longer than any test: what is settled is settled by nodes that have met at once."""
     slow = MembershipSettings(heartbeat_s=3600.0)
-    with neighbours("n1", "n2", membership=slow) as nodes:
+    with local_nodes("n1", "n2", membership=slow) as nodes:
         without = nodes.plan()
         alone = msgspec.structs.replace(
             without, member_list=member_list(without.member_list.version, [nodes["n1"].node])
@@ -336,24 +336,24 @@ def test_reconnected_nodes_commit_without_waiting_for_the_next_period():
             node.join(alone)
         assert nodes["n1"].sees("n1")
         nodes.meet()
-        nodes["n1"].write(key(1, 0), parts=2)
-        nodes["n2"].write(key(1, 1), parts=2)
+        nodes["n1"].write(shard_key(1, 0), parts=2)
+        nodes["n2"].write(shard_key(1, 1), parts=2)
         nodes.settle(1)
 
 
 def test_node_pinged_during_a_member_list_change_joins():
     """Its answer to the ping before was of a roster that did not have it any more; the next period is an hour away."""
     slow = MembershipSettings(heartbeat_s=3600.0)
-    with neighbours("n1", "n2", membership=slow) as nodes:
+    with local_nodes("n1", "n2", membership=slow) as nodes:
         tending = nodes["n1"].team.membership
         came, has_come, go_on = tending._ping_acked, threading.Event(), threading.Event()
 
-        def and_then_hangs(node, answer):
+        def signal_and_wait(node, answer):
             came(node, answer)
             has_come.set()
             assert go_on.wait(60)
 
-        tending._ping_acked = and_then_hangs
+        tending._ping_acked = signal_and_wait
         try:
             tending.run_period()
             assert has_come.wait(60)
@@ -364,6 +364,6 @@ def test_node_pinged_during_a_member_list_change_joins():
         finally:
             tending._ping_acked = came
             go_on.set()
-        nodes["n1"].write(key(1, 0), parts=2)
-        nodes["n2"].write(key(1, 1), parts=2)
+        nodes["n1"].write(shard_key(1, 0), parts=2)
+        nodes["n2"].write(shard_key(1, 1), parts=2)
         nodes.settle(1)

@@ -16,8 +16,8 @@ from peerstore.peers.peer_messages import (
     PartitionInventory,
 )
 from peerstore.shard_records import ShardKey
-from tests.support.local_nodes import JOB, neighbours, until
-from tests.support.stores import key
+from tests.support.local_nodes import JOB, local_nodes, wait_until
+from tests.support.stores import shard_key
 
 NAMES = tuple(f"n{number:02d}" for number in range(12))
 SPLIT_FROM = 8
@@ -29,9 +29,9 @@ DISTRICTS = NodePartitions(NAMES, split_from=SPLIT_FROM)
 
 @pytest.fixture
 def nodes(monkeypatch):
-    with neighbours(*NAMES, copies=2, split_from=SPLIT_FROM, membership=STEADY) as nodes:
+    with local_nodes(*NAMES, copies=2, split_from=SPLIT_FROM, membership=STEADY) as nodes:
         for part, node in enumerate(nodes):
-            node.write(key(1, part), SIZE, parts=len(NAMES))
+            node.write(shard_key(1, part), SIZE, parts=len(NAMES))
         nodes.settle(1)
         nodes.monkeypatch = monkeypatch
         yield nodes
@@ -45,14 +45,14 @@ FAR = max(DISTRICTS.other_partitions(ASKER), key=len)
 """Another district, the asker's lookout first."""
 
 
-def answers_with(nodes, name, answer):
+def replace_partition_reply(nodes, name, answer):
     """From now on ``name`` answers who asks it to look with ``answer(asked, honest answer)``."""
     looking = nodes[name].team.inventory_service
     honest = looking.serve_partition
     nodes.monkeypatch.setattr(looking, "serve_partition", lambda asked: answer(asked, honest))
 
 
-def counted(nodes, name):
+def count_inventories(nodes, name):
     """How often ``name`` is looked at by others from now on."""
     team, looks = nodes[name].team, []
     honest = team.local_inventory
@@ -65,7 +65,7 @@ def counted(nodes, name):
     return looks
 
 
-def sees_everything(nodes, asker=ASKER):
+def assert_complete_inventory(nodes, asker=ASKER):
     sight = nodes[asker].team.inventory(fresh=True)
     assert sight.unreachable == {}
     assert set(sight.nodes) == set(NAMES)
@@ -83,14 +83,14 @@ def test_job_has_several_partitions():
 
 def test_inventory_includes_everything_nodes_report(nodes):
     for asker in NAMES:
-        sees_everything(nodes, asker)
+        assert_complete_inventory(nodes, asker)
 
 
 def test_inventory_queries_one_node_of_each_other_partition(nodes):
     asked = []
     for name in NAMES:
-        answers_with(nodes, name, lambda names, honest, name=name: asked.append(name) or honest(names))
-    sees_everything(nodes)
+        replace_partition_reply(nodes, name, lambda names, honest, name=name: asked.append(name) or honest(names))
+    assert_complete_inventory(nodes)
     assert sorted(asked) == sorted(members[0] for members in DISTRICTS.other_partitions(ASKER))
 
 
@@ -137,18 +137,18 @@ def test_shards_sealed_before_the_query_are_seen(nodes):
 
 def test_concurrent_queries_share_a_few_inventories(nodes):
     delegate, member = FAR[0], FAR[1]
-    looks = counted(nodes, member)
+    looks = count_inventories(nodes, member)
     inside, go_on = threading.Semaphore(0), threading.Event()
     honest = nodes[member].team.local_inventory
 
-    def wait_and_look():
+    def wait_and_query():
         inside.release()
         assert go_on.wait(60)
         return honest()
 
-    nodes.monkeypatch.setattr(nodes[member].team, "local_inventory", wait_and_look)
+    nodes.monkeypatch.setattr(nodes[member].team, "local_inventory", wait_and_query)
     arrived, found = [], []
-    answers_with(nodes, delegate, lambda asked, honest: arrived.append(1) or honest(asked))
+    replace_partition_reply(nodes, delegate, lambda asked, honest: arrived.append(1) or honest(asked))
     peer = nodes[ASKER].team.membership.client_for(delegate)
 
     def ask():
@@ -158,7 +158,7 @@ def test_concurrent_queries_share_a_few_inventories(nodes):
     for thread in asking:
         thread.start()
     assert inside.acquire(timeout=60)
-    until(lambda: len(arrived) == len(asking), "all have asked while the first look goes on")
+    wait_until(lambda: len(arrived) == len(asking), "all have asked while the first look goes on")
     go_on.set()
     for thread in asking:
         thread.join(60)
@@ -180,7 +180,7 @@ def test_delegate_that_dies_during_its_inventory_is_replaced(nodes):
                 nodes.network.cut(delegate, name)
         return honest(asked)
 
-    answers_with(nodes, delegate, die)
+    replace_partition_reply(nodes, delegate, die)
     sight = nodes[ASKER].team.inventory(fresh=True)
     assert set(sight.nodes) == set(NAMES) - {delegate}
     assert set(sight.unreachable) == {delegate}
@@ -190,7 +190,7 @@ def test_delegate_that_dies_during_its_inventory_is_replaced(nodes):
 def test_silent_delegate_is_not_awaited(nodes):
     """It is still seen itself: by the next lookout."""
     nodes.network.stall(FAR[0], ASKER)
-    sees_everything(nodes)
+    assert_complete_inventory(nodes)
 
 
 def test_every_node_is_queried_when_no_delegate_answers(nodes):
@@ -201,8 +201,8 @@ def test_every_node_is_queried_when_no_delegate_answers(nodes):
         raise UnavailableError("not now")
 
     for name in FAR:
-        answers_with(nodes, name, refuse)
-    sees_everything(nodes)
+        replace_partition_reply(nodes, name, refuse)
+    assert_complete_inventory(nodes)
     assert len(asked) == min(MAX_DELEGATES, len(FAR))
 
 
@@ -212,7 +212,7 @@ def test_nodes_unreachable_from_a_delegate_are_queried_directly(nodes):
         for member in FAR:
             if delegate < member:
                 nodes.network.cut(delegate, member)
-    sees_everything(nodes)
+    assert_complete_inventory(nodes)
 
 
 def test_unreachable_node_is_named(nodes):
@@ -239,8 +239,8 @@ def test_unrequested_nodes_in_a_reply_are_ignored(nodes):
             answer.nodes | dict.fromkeys(["stranger", *others], NOTHING), {"nobody": "made up", **answer.unreachable}
         )
 
-    answers_with(nodes, FAR[0], lie)
-    sees_everything(nodes)
+    replace_partition_reply(nodes, FAR[0], lie)
+    assert_complete_inventory(nodes)
 
 
 @pytest.mark.parametrize(
@@ -254,14 +254,14 @@ def test_unrequested_nodes_in_a_reply_are_ignored(nodes):
     ids=["nothing", "all silent", "no such thing", "nil"],
 )
 def test_nodes_without_a_usable_reply_are_queried_directly(nodes, answer):
-    answers_with(nodes, FAR[0], answer)
-    sees_everything(nodes)
+    replace_partition_reply(nodes, FAR[0], answer)
+    assert_complete_inventory(nodes)
 
 
 # -- what a lookout is asked ------------------------------------------------------------------------------------------
 
 
-def ask(nodes, names, delegate=FAR[0]):
+def query_partition(nodes, names, delegate=FAR[0]):
     return (
         nodes[ASKER]
         .team.membership.client_for(delegate)
@@ -271,8 +271,8 @@ def ask(nodes, names, delegate=FAR[0]):
 
 def test_nodes_of_other_partitions_are_not_queried(nodes):
     others = [name for name in NAMES if name not in FAR]
-    looks = [counted(nodes, name) for name in NAMES]
-    answer = ask(nodes, [*others, "stranger", "", "../n01"])
+    looks = [count_inventories(nodes, name) for name in NAMES]
+    answer = query_partition(nodes, [*others, "stranger", "", "../n01"])
     assert answer.nodes == {}
     assert set(answer.unreachable) == {*others, "stranger", "", "../n01"}
     assert set(answer.unreachable.values()) == {f"{FAR[0]} does not look at it: it is in another partition"}
@@ -280,18 +280,18 @@ def test_nodes_of_other_partitions_are_not_queried(nodes):
 
 
 def test_only_requested_nodes_of_the_partition_are_queried(nodes):
-    answer = ask(nodes, [FAR[1], "stranger", FAR[1], ASKER])
+    answer = query_partition(nodes, [FAR[1], "stranger", FAR[1], ASKER])
     assert set(answer.nodes) == {FAR[1]}
     assert set(answer.unreachable) == {"stranger", ASKER}
 
 
 def test_too_many_names_are_refused(nodes):
-    assert set(ask(nodes, [f"x{number}" for number in range(MAX_NODES_PER_REQUEST)]).unreachable) != set()
+    assert set(query_partition(nodes, [f"x{number}" for number in range(MAX_NODES_PER_REQUEST)]).unreachable) != set()
     with pytest.raises(ProtocolError):
-        ask(nodes, [f"x{number}" for number in range(MAX_NODES_PER_REQUEST + 1)])
+        query_partition(nodes, [f"x{number}" for number in range(MAX_NODES_PER_REQUEST + 1)])
     with pytest.raises(ProtocolError):
-        ask(nodes, ["x" * 129])
-    sees_everything(nodes)
+        query_partition(nodes, ["x" * 129])
+    assert_complete_inventory(nodes)
 
 
 def test_oversized_reply_is_left_to_the_caller(nodes):
@@ -300,13 +300,13 @@ def test_oversized_reply_is_left_to_the_caller(nodes):
     nodes.monkeypatch.setattr("peerstore.peers.peer_inventory.MAX_PARTITION_REPLY_BYTES", room)
     honest = nodes[big].team.local_inventory
 
-    def look():
+    def oversized_inventory():
         looked = honest()
         return msgspec.structs.replace(looked, incarnation="x" * (room + 1))
 
-    nodes.monkeypatch.setattr(nodes[big].team, "local_inventory", look)
-    answer = ask(nodes, FAR)
+    nodes.monkeypatch.setattr(nodes[big].team, "local_inventory", oversized_inventory)
+    answer = query_partition(nodes, FAR)
     assert set(answer.nodes) == set(FAR) - {big}
     assert "does not fit" in answer.unreachable[big]
-    sight = sees_everything(nodes)
+    sight = assert_complete_inventory(nodes)
     assert len(sight.nodes[big].incarnation) > room

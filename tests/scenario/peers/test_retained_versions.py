@@ -2,58 +2,58 @@
 
 from concurrent.futures import ThreadPoolExecutor
 
-from tests.support.local_nodes import neighbours, until
-from tests.support.stores import MIB, key
+from tests.support.local_nodes import local_nodes, wait_until
+from tests.support.stores import MIB, shard_key
 
-V1 = key(1)
+V1 = shard_key(1)
 ALL = ("n1", "n2", "n3")
 
 
-def kept_on(nodes):
+def nodes_retaining(nodes):
     return {name for name in ALL if V1.version_id in nodes[name].store.retained("job")}
 
 
-def write(nodes, versions):
+def write_everywhere(nodes, versions):
     for version in versions:
-        nodes["n1"].write(key(version), MIB)
+        nodes["n1"].write(shard_key(version), MIB)
         nodes.settle(version)
 
 
 def test_retained_version_is_kept_everywhere_until_released():
-    with neighbours(*ALL, copies=3) as nodes:
-        write(nodes, [1])
+    with local_nodes(*ALL, copies=3) as nodes:
+        write_everywhere(nodes, [1])
         nodes["n2"].store.retain("job", V1.version_id)
-        until(lambda: kept_on(nodes) == {*ALL}, "all have heard that it is kept")
-        write(nodes, range(2, 7))
+        wait_until(lambda: nodes_retaining(nodes) == {*ALL}, "all have heard that it is kept")
+        write_everywhere(nodes, range(2, 7))
         assert nodes.holders(V1) == {*ALL}
         nodes["n3"].store.retain("job", V1.version_id, kept=False)
-        until(lambda: not kept_on(nodes), "all have heard that it is not kept any more")
-        write(nodes, range(7, 10))
+        wait_until(lambda: not nodes_retaining(nodes), "all have heard that it is not kept any more")
+        write_everywhere(nodes, range(7, 10))
         assert nodes.holders(V1) == set()
 
 
 def test_deleted_version_is_gone_everywhere_and_stays_gone():
-    with neighbours(*ALL, copies=3) as nodes:
-        write(nodes, [1, 2])
-        group = key(2).version_id
+    with local_nodes(*ALL, copies=3) as nodes:
+        write_everywhere(nodes, [1, 2])
+        group = shard_key(2).version_id
         assert nodes["n3"].team.broadcast_delete([group]) == {}
         nodes["n3"].store.delete_versions("job", [group])
-        assert nodes.holders(key(2)) == set()
-        write(nodes, [3])  # pings were exchanged since
-        assert {nodes[name].team.newest_replicated for name in ALL} == {key(3).version_id}
-        assert nodes.holders(V1) | nodes.holders(key(3)) == {*ALL}
+        assert nodes.holders(shard_key(2)) == set()
+        write_everywhere(nodes, [3])  # pings were exchanged since
+        assert {nodes[name].team.newest_replicated for name in ALL} == {shard_key(3).version_id}
+        assert nodes.holders(V1) | nodes.holders(shard_key(3)) == {*ALL}
 
 
 def test_answering_nodes_delete_a_version_while_others_are_silent():
     names = [f"n{number}" for number in range(1, 10)]
     silent, last = names[1:7], names[8]
-    with neighbours(*names, copies=2) as nodes, ThreadPoolExecutor(1) as dropping:
-        nodes[last].write(key(1), MIB)
+    with local_nodes(*names, copies=2) as nodes, ThreadPoolExecutor(1) as dropping:
+        nodes[last].write(shard_key(1), MIB)
         nodes.settle(1)
         for one in silent:
             for other in names:
                 if other != one:
                     nodes.network.stall(one, other)
-        told = dropping.submit(nodes["n1"].team.broadcast_delete, [key(1).version_id])
-        until(lambda: not nodes[last].holds(key(1)), "it has given it up", timeout_s=20)
+        told = dropping.submit(nodes["n1"].team.broadcast_delete, [shard_key(1).version_id])
+        wait_until(lambda: not nodes[last].holds(shard_key(1)), "it has given it up", timeout_s=20)
         assert set(told.result()) == set(silent), "who has nothing of it is told as well"

@@ -6,8 +6,8 @@ import time
 from peerstore.membership.swim import MembershipSettings
 from peerstore.peers.peer_messages import OfferReply
 from peerstore.replication.replica_placement import place_replicas
-from tests.support.local_nodes import neighbours, until
-from tests.support.stores import MIB, key
+from tests.support.local_nodes import local_nodes, wait_until
+from tests.support.stores import MIB, shard_key
 
 SIZE = 3 * MIB + 17
 
@@ -17,109 +17,109 @@ def partner_of(nodes, name):
     return str(found)
 
 
-def third(nodes, *names):
+def third_node(nodes, *names):
     (found,) = {node.name for node in nodes} - set(names)
     return found
 
 
 def test_silent_partner_is_replaced_once_it_is_dead():
     """It goes silent after it has accepted the connection: the copy that waits for its answer is not waited for."""
-    with neighbours("n1", "n2", "n3", copies=2) as nodes:
+    with local_nodes("n1", "n2", "n3", copies=2) as nodes:
         n1, silent = nodes["n1"], partner_of(nodes, "n1")
-        n1.write(key(0), SIZE)
+        n1.write(shard_key(0), SIZE)
         nodes.settle(0)
         for other in nodes:
             if other.name != silent:
                 nodes.network.stall(silent, other.name)
-        n1.write(key(1), SIZE)
-        stand_in = third(nodes, "n1", silent)
-        until(lambda: nodes[stand_in].holds(key(1)), "another node has the copy")
+        n1.write(shard_key(1), SIZE)
+        stand_in = third_node(nodes, "n1", silent)
+        wait_until(lambda: nodes[stand_in].holds(shard_key(1)), "another node has the copy")
         nodes.settle(1, "n1", stand_in)
-        n1.write(key(2), SIZE)
+        n1.write(shard_key(2), SIZE)
         nodes.settle(2, "n1", stand_in)
         for other in nodes:
             if other.name != silent:
                 nodes.network.heal(silent, other.name)
-        until(lambda: all(node.sees("n1", "n2", "n3") for node in nodes), "it is back")
-        n1.write(key(3), SIZE)
+        wait_until(lambda: all(node.sees("n1", "n2", "n3") for node in nodes), "it is back")
+        n1.write(shard_key(3), SIZE)
         nodes.settle(3)
-        assert len(nodes.holders(key(3))) >= 2
+        assert len(nodes.holders(shard_key(3))) >= 2
 
 
 def test_a_slow_partner_delays_copies_and_nothing_else():
-    with neighbours("n1", "n2", copies=2) as nodes:
+    with local_nodes("n1", "n2", copies=2) as nodes:
         n1 = nodes["n1"]
         nodes.network.delay("n1", "n2", 0.05)
-        n1.write(key(1), SIZE)
-        n1.write(key(2), SIZE)
-        (waiting,) = [one for one in n1.team.replicator.statuses() if one.key == key(2)]
+        n1.write(shard_key(1), SIZE)
+        n1.write(shard_key(2), SIZE)
+        (waiting,) = [one for one in n1.team.replicator.statuses() if one.key == shard_key(2)]
         assert (waiting.copies, waiting.missing) in ((1, 1), (2, 0))
         nodes.settle(2)
-        assert nodes["n2"].is_good(key(2))
+        assert nodes["n2"].is_good(shard_key(2))
 
 
 def test_copy_rate_limit_blocks_no_other_work():
     """While one copy creeps along, this node answers, takes copies and is read from."""
-    with neighbours("n1", "n2", copies=2) as nodes:
+    with local_nodes("n1", "n2", copies=2) as nodes:
         n1, n2 = nodes["n1"], nodes["n2"]
         begun, go_on = threading.Event(), threading.Event()
 
-        def creep(_size):
+        def copy_slowly(_size):
             begun.set()
             go_on.wait(60)
 
-        n1.team.rate_limiter.acquire = creep
-        n1.write(key(1, 0), SIZE, parts=2)
+        n1.team.rate_limiter.acquire = copy_slowly
+        n1.write(shard_key(1, 0), SIZE, parts=2)
         assert begun.wait(60)
-        n2.write(key(1, 1), SIZE, parts=2)
-        until(lambda: n1.holds(key(1, 1)), "it takes a copy")
-        assert n2.read(key(1, 1), sources=["n1"])[1].failed == {}
+        n2.write(shard_key(1, 1), SIZE, parts=2)
+        wait_until(lambda: n1.holds(shard_key(1, 1)), "it takes a copy")
+        assert n2.read(shard_key(1, 1), sources=["n1"])[1].failed == {}
         assert n1.replicated == -1
         go_on.set()
         nodes.settle(1)
 
 
 def test_full_partner_is_replaced_by_a_node_with_space():
-    with neighbours(copies=2) as nodes:
+    with local_nodes(copies=2) as nodes:
         names = ("n1", "n2", "n3")
         full = "n2"
         for name in names:
             nodes.add(name, budget="2MiB" if name == full else "256MiB")
         nodes.meet()
         writer = next(name for name in names if name != full and partner_of(nodes, name) == full)
-        roomy = third(nodes, writer, full)
-        nodes[writer].write(key(1), SIZE)
-        until(lambda: nodes[roomy].holds(key(1)), "the node with room has it")
+        roomy = third_node(nodes, writer, full)
+        nodes[writer].write(shard_key(1), SIZE)
+        wait_until(lambda: nodes[roomy].holds(shard_key(1)), "the node with room has it")
         nodes.settle(1)
-        assert nodes.holders(key(1)) == {writer, roomy}
-        assert nodes[roomy].facts()[key(1)].holders == (writer, roomy)
+        assert nodes.holders(shard_key(1)) == {writer, roomy}
+        assert nodes[roomy].facts()[shard_key(1)].holders == (writer, roomy)
 
 
 def test_writer_continues_with_one_copy_and_a_reason_when_all_are_full():
-    with neighbours(copies=2) as nodes:
+    with local_nodes(copies=2) as nodes:
         nodes.add("n1")
         nodes.add("n2", budget="2MiB")
         nodes.meet()
         n1 = nodes["n1"]
         for version in range(1, 6):
-            n1.write(key(version), SIZE)
+            n1.write(shard_key(version), SIZE)
             nodes.settle(version)
-            (standing,) = [one for one in n1.team.replicator.statuses() if one.key == key(version)]
+            (standing,) = [one for one in n1.team.replicator.statuses() if one.key == shard_key(version)]
             assert (standing.copies, standing.missing, standing.unplaceable) == (1, 0, 1)
-            assert "does not fit: the memory budget is 2.0 MiB" in n1.team.replicator.last_errors(key(version))
-        assert n1.is_good(key(5))
-        assert nodes.holders(key(5)) == {"n1"}
+            assert "does not fit: the memory budget is 2.0 MiB" in n1.team.replicator.last_errors(shard_key(version))
+        assert n1.is_good(shard_key(5))
+        assert nodes.holders(shard_key(5)) == {"n1"}
 
 
 def test_partner_requesting_nonexistent_chunks_blocks_no_other_copy():
-    with neighbours("n1", "n2", "n3", copies=3) as nodes:
+    with local_nodes("n1", "n2", "n3", copies=3) as nodes:
         n1, liar = nodes["n1"], nodes["n2"].node_peers.server.replica_receiver
         liar.handle_offer = lambda *_: OfferReply("0123456789abcdef", ((0, 1 << 60),))
-        n1.write(key(1), SIZE)
-        until(lambda: nodes["n3"].holds(key(1)), "the honest one has its copy")
+        n1.write(shard_key(1), SIZE)
+        wait_until(lambda: nodes["n3"].holds(shard_key(1)), "the honest one has its copy")
         assert n1.replicated == -1
         assert n1.team.replicator.totals.errors >= 1
-        assert n1.is_good(key(1))
+        assert n1.is_good(shard_key(1))
 
 
 def test_black_hole_nodes_cause_no_suspicion_and_no_quorum_loss():
@@ -127,38 +127,38 @@ def test_black_hole_nodes_cause_no_suspicion_and_no_quorum_loss():
     names = [f"n{number}" for number in range(1, 8)]
     # All of them are in one process: one ping or another is late on a busy machine, and six in a row are not.
     patient = MembershipSettings(heartbeat_s=0.1, suspect_after=6, dead_after_s=0.5)
-    with neighbours(*names, membership=patient) as nodes:
+    with local_nodes(*names, membership=patient) as nodes:
         first, *others = nodes
 
         def standings():
             return {(node.name, other): node.team.membership.state_of(other) for node in nodes for other in names}
 
-        until(lambda: {*standings().values()} == {"alive"}, "all have met")
+        wait_until(lambda: {*standings().values()} == {"alive"}, "all have met")
         for silent in others[:3]:
             nodes.network.stall(first.name, silent.name)
             nodes.network.stall(silent.name, first.name)
         seen = []
 
-        def looked_often():
+        def pinged_often():
             seen.append(standings())
             seen.append(
                 {(node.name, ""): "alive" if node.team.membership.has_quorum else "no quorum" for node in nodes}
             )
             return len(seen) > 1600
 
-        until(looked_often)
+        wait_until(pinged_often)
         assert {(who, standing) for one in seen for who, standing in one.items() if standing != "alive"} == set()
 
 
 def test_node_cut_off_during_a_call_closes_quickly():
     """Also while it takes the others for alive."""
-    with neighbours("n1", "n2", membership=MembershipSettings(heartbeat_s=0.1, dead_after_s=600.0)) as nodes:
+    with local_nodes("n1", "n2", membership=MembershipSettings(heartbeat_s=0.1, dead_after_s=600.0)) as nodes:
         n1 = nodes["n1"]
-        n1.write(key(0))
+        n1.write(shard_key(0))
         nodes.settle(0)
         nodes.network.stall("n2", "n1")  # on a connection that is there: the answer to an offer may take long
-        n1.write(key(1))
-        until(lambda: n1.team.replicator.in_flight, "it has offered a copy")
+        n1.write(shard_key(1))
+        wait_until(lambda: n1.team.replicator.in_flight, "it has offered a copy")
         nodes.network.cut("n1", "n2")
         began = time.monotonic()
         n1.close()

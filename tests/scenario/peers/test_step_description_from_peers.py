@@ -7,8 +7,8 @@ import pytest
 import xxhash
 
 from peerstore.errors import PeerUnreachableError
-from tests.support.local_nodes import JOB, neighbours, until
-from tests.support.stores import flip, key, save
+from tests.support.local_nodes import JOB, local_nodes, wait_until
+from tests.support.stores import flip_byte, save_shard, shard_key
 from tieredckpt.agent.agent_api import LAYOUT_BLOB_PREFIX, TABLE_BLOB_PREFIX
 from tieredckpt.agent.agent_service import NodeAgentService
 from tieredckpt.agent.peer_tier import PeerTier
@@ -17,7 +17,7 @@ from tieredckpt.format.manifest import ShardMeta, encode_meta, pack_blob, unpack
 
 NAMES = ("n1", "n2", "n3", "n4", "n5")
 WRITERS = NAMES[1:]
-GROUP = key(1).version_id
+GROUP = shard_key(1).version_id
 
 
 TEXT_OF_TABLE = b"table"
@@ -36,13 +36,13 @@ TABLE_OF_ALL = xxhash.xxh3_128_hexdigest(TEXT_OF_TABLE)
 
 @pytest.fixture
 def nodes():
-    with neighbours(*NAMES, copies=1) as nodes:
+    with local_nodes(*NAMES, copies=1) as nodes:
         for part, name in enumerate(WRITERS):
             store = nodes[name].store
             store.put_blob(JOB, LAYOUT_BLOB_PREFIX + layout(part), pack_blob(text(part)))
             store.put_blob(JOB, TABLE_BLOB_PREFIX + TABLE_OF_ALL, pack_blob(TEXT_OF_TABLE))
             meta = encode_meta(ShardMeta(layout(part), (), table=TABLE_OF_ALL))
-            save(store, key(1, part), 4096, parts=len(WRITERS), meta=meta)
+            save_shard(store, shard_key(1, part), 4096, parts=len(WRITERS), meta=meta)
         yield nodes
 
 
@@ -121,7 +121,7 @@ def test_damaged_local_blob_is_fetched_from_another_node(nodes, what):
     node = nodes["n1"]
     node.store.put_blob(JOB, name, pack_blob(good))
     (file,) = (path for path in node.directory.rglob(f"*{name}*") if path.is_file())
-    flip(file, file.stat().st_size - 1)
+    flip_byte(file, file.stat().st_size - 1)
     with contextlib.closing(NodeAgentService(node.store, node_peers=node.node_peers)) as service:
         found = service.step_layouts(JOB, GROUP, [layout(0)], [TABLE_OF_ALL])
     said = found.layouts[layout(0)] if what == "layout" else found.tables[TABLE_OF_ALL]
@@ -154,7 +154,9 @@ def test_records_are_fetched_once_from_each_node_without_silent_ones(nodes, aske
         part: [name] for part, name in enumerate(WRITERS)
     }
     found = others.records(JOB, GROUP, sources)
-    assert {part: record.key for part, record in found.items()} == {part: key(1, part) for part in range(len(WRITERS))}
+    assert {part: record.key for part, record in found.items()} == {
+        part: shard_key(1, part) for part in range(len(WRITERS))
+    }
     assert +asked == Counter({("shard_records", name): 1 for name in WRITERS})
     team, honest = nodes["n1"].team, nodes["n1"].team.fetch_records
 
@@ -173,4 +175,4 @@ def test_single_node_commits_a_step_and_is_replaced_when_lost(nodes):
     assert {one.committer_of(JOB, GROUP) for one in others} == {WRITERS[0]}
     nodes.network.kill_node(WRITERS[0])
     rest = [one for one in others if one.node_peers.node_id != WRITERS[0]]
-    until(lambda: {one.committer_of(JOB, GROUP) for one in rest} == {WRITERS[1]})
+    wait_until(lambda: {one.committer_of(JOB, GROUP) for one in rest} == {WRITERS[1]})

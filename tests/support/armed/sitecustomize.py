@@ -2,4 +2,4 @@
 
 from tests.support import crashes
 
-crashes.arm()
+crashes.arm_crash_points()

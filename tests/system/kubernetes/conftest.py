@@ -9,7 +9,7 @@ import pytest
 import yaml
 
 from tests.support.kube_jobs import ROOT, ControllerProcess, RunningJob
-from tests.support.kube_server import Kube, add_node, control_plane, why_not
+from tests.support.kube_server import KubeClient, add_node, control_plane, missing_reason
 from tests.support.process_kubelet import ProcessKubelet
 
 PATIENT = "--silent=120"
@@ -17,16 +17,16 @@ _OURS = ROOT / "integration" / "kubernetes" / "manifests"
 
 
 @pytest.fixture(scope="session")
-def bare_kube(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Kube]:
+def bare_kube(tmp_path_factory: pytest.TempPathFactory) -> Iterator[KubeClient]:
     """A control plane with nothing in it."""
-    if reason := why_not():
+    if reason := missing_reason():
         pytest.skip(reason)
     with control_plane(tmp_path_factory.mktemp("kube")) as kube:
         yield kube
 
 
 @pytest.fixture(scope="session")
-def kube(bare_kube: Kube) -> Kube:
+def kube(bare_kube: KubeClient) -> KubeClient:
     """With the resource's definition, and the rights of the controller; no Deployment, tests start it themselves."""
     for name in ("namespace.yaml", "crd.yaml", "rbac.yaml"):
         for document in yaml.safe_load_all((_OURS / name).read_text()):
@@ -38,7 +38,7 @@ def kube(bare_kube: Kube) -> Kube:
 
 
 @pytest.fixture
-def controllers_config(kube: Kube, tmp_path: Path) -> Path:
+def controller_kubeconfig(kube: KubeClient, tmp_path: Path) -> Path:
     """As the controller's own service account: what its rights do not allow fails here, too."""
     account = kube.as_service_account("tieredckpt-system", "hyperpod-controller")
     try:
@@ -48,7 +48,7 @@ def controllers_config(kube: Kube, tmp_path: Path) -> Path:
 
 
 @pytest.fixture(scope="session")
-def nodes(kube: Kube) -> list[str]:
+def nodes(kube: KubeClient) -> list[str]:
     names = [f"node-{number}" for number in range(4)]
     for name in names:
         add_node(kube, name)
@@ -56,7 +56,7 @@ def nodes(kube: Kube) -> list[str]:
 
 
 @pytest.fixture
-def kubelet(kube: Kube, nodes: list[str], tmp_path: Path) -> Iterator[ProcessKubelet]:
+def kubelet(kube: KubeClient, nodes: list[str], tmp_path: Path) -> Iterator[ProcessKubelet]:
     quiet = {"OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1", "PATH": str(Path(sys.executable).parent), "HOME": "/root"}
     paths = {"PYTHONPATH": str(ROOT), "no_proxy": "*"}
     with ProcessKubelet(kube, tmp_path / "pods", environ={**quiet, **paths}).started() as kubelet:
@@ -64,16 +64,20 @@ def kubelet(kube: Kube, nodes: list[str], tmp_path: Path) -> Iterator[ProcessKub
 
 
 @pytest.fixture
-def controller(request: pytest.FixtureRequest, controllers_config: Path, tmp_path: Path) -> Iterator[ControllerProcess]:
+def controller(
+    request: pytest.FixtureRequest, controller_kubeconfig: Path, tmp_path: Path
+) -> Iterator[ControllerProcess]:
     first = 20000 + os.getpid() % 250 * 40  # below those that connections to anywhere take for themselves
     ports = f"--master-ports={first}-{first + 39}"
     silent = getattr(request, "param", PATIENT)
-    with ControllerProcess(tmp_path, controllers_config, ports, silent).started() as controller:
+    with ControllerProcess(tmp_path, controller_kubeconfig, ports, silent).started() as controller:
         yield controller
 
 
 @pytest.fixture
-def job(kube: Kube, kubelet: ProcessKubelet, controller: ControllerProcess, tmp_path: Path) -> Iterator[RunningJob]:
+def job(
+    kube: KubeClient, kubelet: ProcessKubelet, controller: ControllerProcess, tmp_path: Path
+) -> Iterator[RunningJob]:
     job = RunningJob(kube, kubelet, controller, tmp_path / "job", "llama")
     yield job
     kube.delete(job.path)

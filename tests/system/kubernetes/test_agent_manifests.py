@@ -11,7 +11,7 @@ import yaml
 
 from integration.hyperpod.cluster.node_health import NODE_HEALTH_LABEL, NodeHealth, connect_node_labels, is_worse_health
 from tests.support.kube_jobs import ROOT
-from tests.support.kube_server import Kube, Refused, add_node
+from tests.support.kube_server import ApiRefusedError, KubeClient, add_node
 from tieredckpt.cli.exit_codes import CommandError, ExitCode
 
 pytestmark = pytest.mark.system
@@ -30,13 +30,13 @@ def built(folder: str) -> list[dict]:
 
 
 @pytest.mark.parametrize("folder", FOLDERS)
-def test_agent_manifests_pass_server_validation(kube: Kube, folder: str) -> None:
+def test_agent_manifests_pass_server_validation(kube: KubeClient, folder: str) -> None:
     kube.apply({"apiVersion": "v1", "kind": "Namespace", "metadata": {"name": "tieredckpt-agents"}})
     for document in built(folder):
         kube.apply(document, dry_run=True)
 
 
-def test_pods_of_other_job_kinds_pass_server_validation(kube: Kube) -> None:
+def test_pods_of_other_job_kinds_pass_server_validation(kube: KubeClient) -> None:
     """Their own definitions are not here; what they make is a pod, which is."""
     (jobset,) = yaml.safe_load_all((FOLDER / "examples" / "jobset.yaml").read_text())
     (pytorch,) = yaml.safe_load_all((FOLDER / "examples" / "pytorchjob.yaml").read_text())
@@ -53,7 +53,9 @@ def test_pods_of_other_job_kinds_pass_server_validation(kube: Kube) -> None:
         kube.create("/api/v1/namespaces/default/pods", pod, dry_run=True)
 
 
-def test_service_account_may_only_label_nodes(kube: Kube, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_service_account_may_only_label_nodes(
+    kube: KubeClient, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     kube.apply({"apiVersion": "v1", "kind": "Namespace", "metadata": {"name": "tieredckpt-agents"}})
     for document in built("node-health"):
         kube.apply(document)
@@ -76,7 +78,7 @@ def test_service_account_may_only_label_nodes(kube: Kube, tmp_path: Path, monkey
             labels.get("gpu-2")
         assert absent.value.code is ExitCode.NOT_FOUND
         for path in ("/api/v1/nodes", "/api/v1/pods", "/api/v1/secrets"):
-            with pytest.raises(Refused) as refused:
+            with pytest.raises(ApiRefusedError) as refused:
                 account.get(path)
             assert refused.value.status == 403
     finally:
@@ -85,7 +87,7 @@ def test_service_account_may_only_label_nodes(kube: Kube, tmp_path: Path, monkey
 
 
 def test_account_without_rights_gets_an_error_that_names_them(
-    kube: Kube, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    kube: KubeClient, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     account = kube.as_service_account("default", "default")
     try:

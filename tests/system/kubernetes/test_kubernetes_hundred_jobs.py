@@ -16,7 +16,7 @@ import yaml
 from integration.kubernetes.api_client import connected
 from tests.support.kube_jobs import JOBS, PODS, ROOT, ControllerProcess
 from tests.support.kube_objects import job_object
-from tests.support.kube_server import Kube, add_node, control_plane, why_not
+from tests.support.kube_server import KubeClient, add_node, control_plane, missing_reason
 from tests.support.many_agents import ManyAgents
 
 pytestmark = [pytest.mark.system, pytest.mark.nightly, pytest.mark.timeout(1800)]
@@ -53,8 +53,8 @@ class Requests:
 
 
 @pytest.fixture
-def audited(tmp_path: Path) -> Iterator[tuple[Kube, Requests]]:
-    if reason := why_not():
+def audited(tmp_path: Path) -> Iterator[tuple[KubeClient, Requests]]:
+    if reason := missing_reason():
         pytest.skip(reason)
     policy, log = tmp_path / "policy.yaml", tmp_path / "audit.log"
     policy.write_text(yaml.safe_dump(_POLICY))
@@ -72,7 +72,7 @@ def audited(tmp_path: Path) -> Iterator[tuple[Kube, Requests]]:
 
 
 def test_hundred_jobs_send_few_requests_at_rest_and_after_pod_losses(
-    audited: tuple[Kube, Requests], tmp_path: Path
+    audited: tuple[KubeClient, Requests], tmp_path: Path
 ) -> None:
     kube, requests = audited
     for number in range(10):

@@ -11,7 +11,7 @@ from integration.hyperpod.operator import AgentRestartMode
 from integration.kubernetes.resource_status import load_job_state
 from tests.support import kube_recoverable
 from tests.support.kube_jobs import RunningJob
-from tests.support.kube_server import Kube
+from tests.support.kube_server import KubeClient
 
 pytestmark = [pytest.mark.system, pytest.mark.timeout(900)]
 
@@ -23,7 +23,7 @@ ELASTIC = {
 QUICK = "--silent=25"
 
 
-def test_job_completes_despite_faults_resizes_and_controller_restarts(job: RunningJob, kube: Kube) -> None:
+def test_job_completes_despite_faults_resizes_and_controller_restarts(job: RunningJob, kube: KubeClient) -> None:
     job.create(elasticPolicy=ELASTIC, replicas=2)
     job.until_world(2, restarts=0)
     owner = kube.get(job.path)["metadata"]
@@ -82,7 +82,7 @@ def test_job_completes_despite_faults_resizes_and_controller_restarts(job: Runni
 
 
 @pytest.mark.parametrize("controller", [QUICK], indirect=True)
-def test_job_shrinks_after_a_machine_loss_and_grows_later(job: RunningJob, kube: Kube, nodes: list[str]) -> None:
+def test_job_shrinks_after_a_machine_loss_and_grows_later(job: RunningJob, kube: KubeClient, nodes: list[str]) -> None:
     """Nobody answers for its pod, and nobody ends it. The job becomes smaller, and larger again."""
     job.create(elasticPolicy={**ELASTIC, "maxReplicas": 2, "faultyScaleDownTimeoutInSeconds": 3})
     job.until_world(2, restarts=0)
@@ -102,7 +102,7 @@ def test_job_shrinks_after_a_machine_loss_and_grows_later(job: RunningJob, kube:
         job.kubelet.find(lost)
 
 
-def test_suspended_job_has_no_pods_and_resumes_at_its_step(job: RunningJob, kube: Kube) -> None:
+def test_suspended_job_has_no_pods_and_resumes_at_its_step(job: RunningJob, kube: KubeClient) -> None:
     job.create()
     job.until_world(2, restarts=0)
     kube.patch(job.path, {"spec": {"runPolicy": {"suspend": True}}})
@@ -117,7 +117,7 @@ def test_suspended_job_has_no_pods_and_resumes_at_its_step(job: RunningJob, kube
     job.until(job.pods, "pods of its own")
 
 
-def test_in_process_ranks_recover_without_new_pods_or_processes(job: RunningJob, kube: Kube) -> None:
+def test_in_process_ranks_recover_without_new_pods_or_processes(job: RunningJob, kube: KubeClient) -> None:
     """In-process agents: after a fault of a rank neither a pod nor a process is another one."""
     job.script, job.options = Path(kube_recoverable.__file__), ("--inprocess-restart", "--inprocess-timeout=120")
     job.create()
@@ -164,6 +164,6 @@ def _lives(job: RunningJob) -> set[tuple[str, int]]:
     return found
 
 
-def _cordon(kube: Kube, nodes: list[str], *, on: bool = True) -> None:
+def _cordon(kube: KubeClient, nodes: list[str], *, on: bool = True) -> None:
     for node in nodes:
         kube.patch(f"/api/v1/nodes/{node}", {"spec": {"unschedulable": on or None, "taints": None}})

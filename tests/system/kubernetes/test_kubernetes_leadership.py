@@ -20,14 +20,14 @@ from tests.support.golden_runs import (
     POLICY,
     SETTLE_S,
     TRAINER,
-    Golden,
-    assert_same_bits,
-    assert_worlds_hold,
-    quiet_run,
+    GoldenRun,
+    assert_same_training,
+    assert_worlds_consistent,
+    reference_run,
 )
 from tests.support.kube_jobs import ROOT
-from tests.support.kube_server import Kube, Refused
-from tests.support.local_nodes import until
+from tests.support.kube_server import ApiRefusedError, KubeClient
+from tests.support.local_nodes import wait_until
 
 pytestmark = pytest.mark.system
 
@@ -38,7 +38,7 @@ _STEPS = 60
 
 
 @pytest.fixture(scope="module")
-def account(bare_kube: Kube) -> Iterator[Kube]:
+def account(bare_kube: KubeClient) -> Iterator[KubeClient]:
     for document in yaml.safe_load_all(_MANIFEST.read_text()):
         document["metadata"]["namespace"] = "default"
         for subject in document.get("subjects", ()):
@@ -52,7 +52,7 @@ def account(bare_kube: Kube) -> Iterator[Kube]:
 
 
 @pytest.fixture
-def config(account: Kube, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def config(account: KubeClient, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     path = account.kubeconfig(tmp_path / "kubeconfig")
     _use(path, monkeypatch)
     return path
@@ -65,7 +65,7 @@ def _use(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture
-def lease(bare_kube: Kube, config: Path, request: pytest.FixtureRequest) -> Iterator[str]:
+def lease(bare_kube: KubeClient, config: Path, request: pytest.FixtureRequest) -> Iterator[str]:
     name = f"job-{abs(hash(request.node.name)) % 10**8}"
     yield name
     if bare_kube.find(f"{_LEASES}/{name}") is not None:
@@ -76,39 +76,39 @@ def place(lease: str) -> LeaderRecordStore:
     return open_leader_record(f"kubernetes://default/{lease}?lease={_LEASE_S}")
 
 
-def test_record_keeps_its_content(lease: str, bare_kube: Kube) -> None:
-    contract.keeps_what_is_written(place(lease))
+def test_record_keeps_its_content(lease: str, bare_kube: KubeClient) -> None:
+    contract.check_read_after_write(place(lease))
     said = bare_kube.get(f"{_LEASES}/{lease}")
     assert (said["spec"]["holderIdentity"], said["spec"]["leaseDurationSeconds"]) == ("", 2)
     assert said["metadata"]["annotations"]["elastic.tieredckpt/term"] == str(contract.FULL.term)
 
 
 def test_record_is_changed_only_by_its_latest_reader(lease: str) -> None:
-    contract.is_changed_only_by_who_has_read_it(place(lease))
+    contract.check_conditional_write(place(lease))
 
 
-def test_deleted_record_is_not_overwritten(lease: str, bare_kube: Kube) -> None:
-    contract.one_that_was_deleted_is_not_written_over(place(lease), lambda: bare_kube.delete(f"{_LEASES}/{lease}"))
+def test_deleted_record_is_not_overwritten(lease: str, bare_kube: KubeClient) -> None:
+    contract.check_deleted_record_stays_deleted(place(lease), lambda: bare_kube.delete(f"{_LEASES}/{lease}"))
 
 
 def test_only_one_of_many_writers_succeeds(lease: str) -> None:
-    contract.one_of_many_writes_at_a_time([place(lease) for _ in range(4)])
+    contract.check_concurrent_writes([place(lease) for _ in range(4)])
 
 
-def test_leadership_account_may_only_use_its_lease(account: Kube, lease: str) -> None:
-    contract.is_changed_only_by_who_has_read_it(place(lease))
+def test_leadership_account_may_only_use_its_lease(account: KubeClient, lease: str) -> None:
+    contract.check_conditional_write(place(lease))
     for method, path in (
         ("GET", _LEASES),
         ("DELETE", f"{_LEASES}/{lease}"),
         ("GET", "/api/v1/namespaces/default/pods"),
     ):
-        with pytest.raises(Refused) as refused:
+        with pytest.raises(ApiRefusedError) as refused:
             account.ask(method, path)
         assert refused.value.status == 403
 
 
-def test_missing_lease_rights_are_named(bare_kube: Kube, lease: str, tmp_path: Path, monkeypatch) -> None:
-    until(lambda: bare_kube.find("/api/v1/namespaces/default/serviceaccounts/default"))
+def test_missing_lease_rights_are_named(bare_kube: KubeClient, lease: str, tmp_path: Path, monkeypatch) -> None:
+    wait_until(lambda: bare_kube.find("/api/v1/namespaces/default/serviceaccounts/default"))
     other = bare_kube.as_service_account("default", "default")
     _use(other.kubeconfig(tmp_path / "other"), monkeypatch)
     other.close()
@@ -126,32 +126,32 @@ def test_unreachable_api_server_is_unavailable_not_refused(config: Path, lease: 
 
 
 def test_job_result_is_unchanged_by_the_loss_of_the_leaders_machine(lease: str, config: Path, tmp_path: Path) -> None:
-    quiet = quiet_run(tmp_path / "quiet", _STEPS)
+    quiet = reference_run(tmp_path / "quiet", _STEPS)
     folder = tmp_path / "k"
     folder.mkdir()
-    job = Golden(folder, "job", "ddp", FaultPlan())
+    job = GoldenRun(folder, "job", "ddp", FaultPlan())
     try:
         runs = {name: _machine(job, lease, config, name) for name in ("m1", "m2", "m3")}
-        until(lambda: [one for one in job.lines("step") if one["size"] == 3 and one["step"] >= 6], "steps", 120)
+        wait_until(lambda: [one for one in job.lines("step") if one["size"] == 3 and one["step"] >= 6], "steps", 120)
         record = place(lease).read()
         leader = record.holder.rpartition("-")[0]
         lost = _lose(job, runs.pop(leader), leader)
-        until(lambda: place(lease).read().term > record.term, "another one leads", 120)
+        wait_until(lambda: place(lease).read().term > record.term, "another one leads", 120)
         for run in runs.values():
             assert run.wait(200) == 0, job.story()
         after = place(lease).read()
         assert (after.holder, after.over) == ("", "finished")
         assert after.epoch > record.epoch
-        assert_worlds_hold(job)
+        assert_worlds_consistent(job)
         assert all(one["first"] > 0 for one in job.lines("world") if one["epoch"] > record.epoch)
         committed = job.committed(lost)
         assert {one["size"] for one in committed[-3:]} == {2}
-        assert_same_bits(committed, quiet)
+        assert_same_training(committed, quiet)
     finally:
         job.close()
 
 
-def _machine(job: Golden, lease: str, config: Path, name: str):
+def _machine(job: GoldenRun, lease: str, config: Path, name: str):
     """A launcher with an agent of its own, which knows of the others only what is in the Lease."""
     secret, policy = job.folder / "secret", job.folder / "policy.yaml"
     if not secret.exists():
@@ -173,7 +173,7 @@ def _machine(job: Golden, lease: str, config: Path, name: str):
     )
 
 
-def _lose(job: Golden, run, name: str) -> set[int]:
+def _lose(job: GoldenRun, run, name: str) -> set[int]:
     """End a machine at once: launcher, supervisor, coordinator, ranks, agent and its memory. Return the pids."""
     gone = {
         run.pid,

@@ -10,7 +10,7 @@ import pytest
 import yaml
 
 from tests.support.kube_jobs import ROOT
-from tests.support.kube_server import Kube, Refused
+from tests.support.kube_server import ApiRefusedError, KubeClient
 
 pytestmark = pytest.mark.system
 
@@ -31,7 +31,7 @@ OURS = [(name, one) for name, one in ALL if not one["apiVersion"].startswith(_FO
 
 
 @pytest.mark.parametrize("document", [one for _, one in OURS], ids=[name for name, _ in OURS])
-def test_manifest_passes_server_validation(kube: Kube, document: dict[str, Any]) -> None:
+def test_manifest_passes_server_validation(kube: KubeClient, document: dict[str, Any]) -> None:
     """A dry run in a namespace that exists: admission and validation are those of the real thing."""
     _in_our_namespace(document)
     kept = kube.apply(document, dry_run=True)
@@ -43,14 +43,14 @@ def test_checked_manifests_include_those_of_the_controller() -> None:
     assert kinds >= {"CustomResourceDefinition", "ClusterRole", "ClusterRoleBinding", "Deployment", "NetworkPolicy"}
 
 
-def test_controller_account_is_refused_unneeded_requests(kube: Kube) -> None:
+def test_controller_account_is_refused_unneeded_requests(kube: KubeClient) -> None:
     account = kube.as_service_account("tieredckpt-system", "hyperpod-controller")
     try:
         for path in (
             "/api/v1/secrets", "/api/v1/configmaps", "/apis/apps/v1/deployments", "/api/v1/namespaces",
             "/apis/apiextensions.k8s.io/v1/customresourcedefinitions",
         ):  # fmt: skip
-            with pytest.raises(Refused) as refused:
+            with pytest.raises(ApiRefusedError) as refused:
                 account.get(path)
             assert refused.value.status == 403
         assert account.list("/api/v1/pods") == []

@@ -14,17 +14,17 @@ import pytest
 
 from tests.support.kube_jobs import JOBS, PODS, ControllerProcess
 from tests.support.kube_objects import job_object
-from tests.support.kube_server import Kube
-from tests.support.local_nodes import until
+from tests.support.kube_server import KubeClient
+from tests.support.local_nodes import wait_until
 from tests.support.ports import free_port
-from tests.support.severable_line import CutLine
+from tests.support.severable_line import SeverableProxy
 
 pytestmark = [pytest.mark.system, pytest.mark.timeout(600)]
 
 PATIENCE_S = 240.0
 
 
-def _create(kube: Kube, name: str) -> None:
+def _create(kube: KubeClient, name: str) -> None:
     """Nobody runs its pods: there is no node that they could be on."""
     job = job_object(name)
     job["metadata"] = {"name": name, "namespace": "default"}
@@ -37,7 +37,7 @@ def _create(kube: Kube, name: str) -> None:
     kube.create(JOBS, job)
 
 
-def _pods(kube: Kube, job: str) -> list[Any]:
+def _pods(kube: KubeClient, job: str) -> list[Any]:
     return kube.list(f"{PODS}?labelSelector=HPJob={job}")
 
 
@@ -52,19 +52,19 @@ def _is_well(health: str) -> Callable[[], bool]:
     return asked
 
 
-def test_controller_catches_up_after_an_api_outage(kube: Kube, tmp_path: Path) -> None:
+def test_controller_catches_up_after_an_api_outage(kube: KubeClient, tmp_path: Path) -> None:
     port = urllib.parse.urlsplit(kube.url).port
     assert port
     account = kube.as_service_account("tieredckpt-system", "hyperpod-controller")
     health = f"127.0.0.1:{free_port()}"
-    with CutLine(port).started() as line:
+    with SeverableProxy(port).started() as line:
         config = account.kubeconfig(tmp_path / "kubeconfig", url=f"https://127.0.0.1:{line.port}")
         account.close()
         with ControllerProcess(tmp_path, config, f"--health={health}").started() as controller:
-            until(_is_well(f"http://{health}/healthz"), "the probe is answered", PATIENCE_S)
+            wait_until(_is_well(f"http://{health}/healthz"), "the probe is answered", PATIENCE_S)
             for name in ("before", "going"):
                 _create(kube, name)
-            until(lambda: len(_pods(kube, "before")) == len(_pods(kube, "going")) == 2, "pods", PATIENCE_S)
+            wait_until(lambda: len(_pods(kube, "before")) == len(_pods(kube, "going")) == 2, "pods", PATIENCE_S)
 
             line.cut()
             _create(kube, "meanwhile")
@@ -76,15 +76,15 @@ def test_controller_catches_up_after_an_api_outage(kube: Kube, tmp_path: Path) -
             assert len(_pods(kube, "before")) == 1
 
             line.mend()
-            until(lambda: len(_pods(kube, "meanwhile")) == 2, "a job it was not told of", PATIENCE_S)
-            until(lambda: len(_pods(kube, "before")) == 2, "a pod it did not see go", PATIENCE_S)
-            until(lambda: not _pods(kube, "going"), "what was deleted stays so", PATIENCE_S)
+            wait_until(lambda: len(_pods(kube, "meanwhile")) == 2, "a job it was not told of", PATIENCE_S)
+            wait_until(lambda: len(_pods(kube, "before")) == 2, "a pod it did not see go", PATIENCE_S)
+            wait_until(lambda: not _pods(kube, "going"), "what was deleted stays so", PATIENCE_S)
             assert victim["uid"] not in {pod["metadata"]["uid"] for pod in _pods(kube, "before")}
             assert _is_well(f"http://{health}/healthz")()
             meta = kube.get(f"{JOBS}/before")["metadata"]
             assert not {"finalizers", "annotations"} & set(meta), "it can be deleted while no controller runs"
     for name in ("before", "meanwhile"):
         kube.delete(f"{JOBS}/{name}")
-        until(lambda name=name: not _pods(kube, name), "pods go with their job", PATIENCE_S)
+        wait_until(lambda name=name: not _pods(kube, name), "pods go with their job", PATIENCE_S)
     for row in controller.log().splitlines():
         assert {"message", "severity", "timestamp"} <= set(json.loads(row)), row

@@ -11,9 +11,9 @@ from integration.hyperpod.operator import parse_job_resource
 from integration.kubernetes.kueue_admission import PriorityClass, build_workload, workload_steps
 from tests.support.kube_jobs import ControllerProcess, RunningJob
 from tests.support.kube_objects import job_object
-from tests.support.kube_server import Kube, Refused
+from tests.support.kube_server import ApiRefusedError, KubeClient
 from tests.support.kueue_definitions import install
-from tests.support.queue_manager import WORKLOADS, QueueManager, says
+from tests.support.queue_manager import WORKLOADS, QueueManager, has_condition
 
 pytestmark = [pytest.mark.system, pytest.mark.timeout(900)]
 
@@ -37,7 +37,7 @@ CLASS = {
 
 
 @pytest.fixture(scope="module")
-def kueue(kube: Kube) -> Kube:
+def kueue(kube: KubeClient) -> KubeClient:
     install(kube)
     kube.create("/apis/kueue.x-k8s.io/v1beta2/resourceflavors", FLAVOR)
     kube.create("/apis/kueue.x-k8s.io/v1beta2/workloadpriorityclasses", CLASS)
@@ -45,7 +45,7 @@ def kueue(kube: Kube) -> Kube:
 
 
 @pytest.fixture
-def manager(kueue: Kube, nodes: list[str]) -> Iterator[QueueManager]:
+def manager(kueue: KubeClient, nodes: list[str]) -> Iterator[QueueManager]:
     for node in nodes[1:]:
         kueue.patch(f"/api/v1/nodes/{node}", {"metadata": {"labels": {"pool": "reserved"}}})
     with QueueManager(kueue, "team-a", flavor="reserved").started() as manager:
@@ -76,31 +76,31 @@ def test_queued_job_waits_runs_resizes_and_releases_its_quota(
     job.until_world(2, restarts=0)
     for pod in job.pods():
         assert not [label for label in pod["metadata"]["labels"] if label.startswith("kueue.x-k8s.io/")]
-    job.until(lambda: all(says(one, "PodsReady") for one in manager.workloads()), "Kueue hears that they run")
+    job.until(lambda: all(has_condition(one, "PodsReady") for one in manager.workloads()), "Kueue hears that they run")
 
     # Evicted while there is no controller: the next one shrinks the job, and only then gives the quota back.
     controller.kill()
     manager.quota = 1
-    job.until(lambda: says(manager.workloads()[1], "Evicted"), "the second step is evicted")
+    job.until(lambda: has_condition(manager.workloads()[1], "Evicted"), "the second step is evicted")
     controller.start()
     job.until_world(1, restarts=0)
     stops = [note for note in job.notes("stops") if note["restart"] == job.worlds()[-2][0]["restart"]]
     assert len(stops) == 2, "both ranks were asked to stop and did so themselves"
     assert len({note["step"] for note in stops}) == 1
-    job.until(lambda: not says(manager.workloads()[1], "QuotaReserved"), "its quota is given back")
+    job.until(lambda: not has_condition(manager.workloads()[1], "QuotaReserved"), "its quota is given back")
     assert manager.workloads()[1]["status"].get("admission") is None
     assert {pod["metadata"]["labels"]["HPWorkload"] for pod in job.pods()} == {first["metadata"]["name"]}
 
     job.say("finish")
     job.until(lambda: job.holds("Succeeded"), "the job is done")
-    job.until(lambda: all(says(one, "Finished") for one in manager.workloads()), "what it held is free")
+    job.until(lambda: all(has_condition(one, "Finished") for one in manager.workloads()), "what it held is free")
     assert manager.used() == 0
     assert manager.overdrawn == []
 
 
 @pytest.mark.parametrize("version", ["v1beta1", "v1beta2"])
 @pytest.mark.parametrize("of_kueue", [True, False])
-def test_workloads_pass_validation_of_either_kueue_version(kube: Kube, version: str, of_kueue: bool) -> None:
+def test_workloads_pass_validation_of_either_kueue_version(kube: KubeClient, version: str, of_kueue: bool) -> None:
     group = f"{version}.example"
     install(kube, version, group=group)
     job = job_object(elasticPolicy={"minReplicas": 1, "maxReplicas": 2})
@@ -113,7 +113,7 @@ def test_workloads_pass_validation_of_either_kueue_version(kube: Kube, version: 
         assert made["spec"][key] == value, "nothing of it was dropped or changed"
 
 
-def test_controller_account_may_write_only_needed_workload_fields(kueue: Kube) -> None:
+def test_controller_account_may_write_only_needed_workload_fields(kueue: KubeClient) -> None:
     account = kueue.as_service_account("tieredckpt-system", "hyperpod-controller")
     try:
         for method, path in (
@@ -123,7 +123,7 @@ def test_controller_account_may_write_only_needed_workload_fields(kueue: Kube) -
             ("PATCH", "/apis/kueue.x-k8s.io/v1beta2/resourceflavors/reserved"),
             ("GET", "/apis/kueue.x-k8s.io/v1beta2/workloadpriorityclasses"),
         ):
-            with pytest.raises(Refused) as refused:
+            with pytest.raises(ApiRefusedError) as refused:
                 account.ask(method, path, {}, kind="application/merge-patch+json")
             assert refused.value.status == 403, (method, path)
         assert account.get("/apis/kueue.x-k8s.io/v1beta2/resourceflavors/reserved")["spec"] == FLAVOR["spec"]

@@ -10,9 +10,9 @@ import pytest
 import yaml
 
 from integration.hyperpod.operator import parse_job_resource
-from tests.support.kube_jobs import JOBS, described
+from tests.support.kube_jobs import JOBS, with_changes
 from tests.support.kube_objects import job_object
-from tests.support.kube_server import Kube, Refused
+from tests.support.kube_server import ApiRefusedError, KubeClient
 
 pytestmark = pytest.mark.system
 
@@ -20,7 +20,7 @@ pytestmark = pytest.mark.system
 def _job(*changes: tuple[str, Any]) -> dict[str, Any]:
     job = job_object()
     job["metadata"] = {"name": "schema", "namespace": "default"}
-    return described(job, changes)
+    return with_changes(job, changes)
 
 
 _RULE = {"name": "JobStart", "logPattern": ".*step=.*", "expectedStartCutOffInSeconds": 60, "faultOnMatch": True}
@@ -79,21 +79,21 @@ BAD = {
 
 
 @pytest.mark.parametrize("case", GOOD)
-def test_valid_job_passes_the_schema(kube: Kube, case: str) -> None:
+def test_valid_job_passes_the_schema(kube: KubeClient, case: str) -> None:
     made = kube.create(JOBS, _job(*GOOD[case]), dry_run=True)
     assert made["spec"]["nprocPerNode"] == "2"
     parse_job_resource(made)
 
 
 @pytest.mark.parametrize("case", BAD)
-def test_invalid_job_is_refused_by_the_schema(kube: Kube, case: str) -> None:
+def test_invalid_job_is_refused_by_the_schema(kube: KubeClient, case: str) -> None:
     changes, word = BAD[case]
-    with pytest.raises(Refused, match=word) as refused:
+    with pytest.raises(ApiRefusedError, match=word) as refused:
         kube.create(JOBS, _job(*changes), dry_run=True)
     assert refused.value.status == 422
 
 
-def test_schema_keeps_every_field_of_the_aws_client(kube: Kube) -> None:
+def test_schema_keeps_every_field_of_the_aws_client(kube: KubeClient) -> None:
     models = pytest.importorskip("sagemaker.hyperpod.training.config.hyperpod_pytorch_job_unified_config")
     job = _job(*GOOD["both ways to say sizes, as recipes do"])
     job["spec"]["runPolicy"] = {"restartPolicy": {"evalPeriodSeconds": 60}, "suspend": False}
@@ -105,7 +105,7 @@ def test_schema_keeps_every_field_of_the_aws_client(kube: Kube) -> None:
     assert made["spec"] == json.loads(json.dumps(sent["spec"])), "nothing of it was pruned or changed"
 
 
-def test_status_changes_only_through_the_status_subresource(kube: Kube) -> None:
+def test_status_changes_only_through_the_status_subresource(kube: KubeClient) -> None:
     kube.create(JOBS, _job(("metadata.name", "doors"), ("spec.runPolicy", {"suspend": True})))
     path = f"{JOBS}/doors"
     try:
@@ -122,14 +122,14 @@ def test_status_changes_only_through_the_status_subresource(kube: Kube) -> None:
         kube.delete(path)
 
 
-def test_second_status_writer_is_refused(kube: Kube) -> None:
+def test_second_status_writer_is_refused(kube: KubeClient) -> None:
     kube.create(JOBS, _job(("metadata.name", "second"), ("spec.runPolicy", {"suspend": True})))
     path = f"{JOBS}/second"
     try:
         version = kube.get(path)["metadata"]["resourceVersion"]
         late = {"metadata": {"resourceVersion": version}, "status": {"restartCount": 1}}
         kube.patch(f"{path}/status", late)
-        with pytest.raises(Refused) as refused:
+        with pytest.raises(ApiRefusedError) as refused:
             kube.patch(f"{path}/status", {**late, "status": {"restartCount": 2}})
         assert refused.value.status == 409
     finally:

@@ -5,7 +5,7 @@ import pytest
 from peerstore.errors import PeerUnreachableError
 from peerstore.testing import MemoryNetwork, StepClock
 from peerstore.transport.framing import FRAME_PREFIX
-from tests.support.channel_pairs import PATIENCE_S, Wire
+from tests.support.channel_pairs import PATIENCE_S, ChannelPair
 
 KIB = 1 << 10
 
@@ -22,7 +22,7 @@ def network(clock):
 
 @pytest.fixture
 def line(network):
-    made = Wire(network.transport("n1"), network.transport("n2"), "n2:7070")
+    made = ChannelPair(network.transport("n1"), network.transport("n2"), "n2:7070")
     yield made
     made.close()
 

@@ -15,7 +15,7 @@ from tests.gpu.__main__ import SECTIONS, TOTAL_S, Planned, added, chosen_from, k
 from tests.gpu.findings import FILE, read, record
 from tests.gpu.install import REQUIREMENTS, packages_of, pip_arguments, refusal
 from tests.gpu.report import Check, Fact, Figure, Report, Section, merged, page, shown, slug
-from tests.support.leaks import own_name
+from tests.support.leaks import process_prefix
 from tests.support.zygote import has_ended
 
 ROOT = Path(__file__).parents[3]
@@ -26,7 +26,7 @@ pytestmark = pytest.mark.slow
 
 def section_of(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, text: str) -> str:
     """Write a module with ``run`` and return its name."""
-    name = own_name("gpusection").replace("-", "_") + tmp_path.name.replace("-", "_")
+    name = process_prefix("gpusection").replace("-", "_") + tmp_path.name.replace("-", "_")
     (tmp_path / f"{name}.py").write_text(textwrap.dedent(text))
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
     return name

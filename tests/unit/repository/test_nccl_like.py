@@ -24,7 +24,7 @@ def errors_are_left_to_us(monkeypatch):
     monkeypatch.setenv(_HANDLING, "0")
     monkeypatch.setenv("TORCH_NCCL_ENABLE_MONITORING", "0")
     monkeypatch.setenv(_DUMP, "0")
-    with nccl_like.forgotten():
+    with nccl_like.cleaned_up():
         yield
 
 
@@ -124,7 +124,7 @@ def test_destructor_joins_the_sleeping_watchdog(asleep):
     drop._thread.join(0.2)
     assert watchdog.is_running
     assert not drop.is_over
-    with nccl_like.forgotten():
+    with nccl_like.cleaned_up():
         pass
     assert drop.join() is None
     assert not watchdog.is_running
@@ -134,7 +134,7 @@ def test_collective_waits_for_the_sleeping_watchdog(asleep):
     start = Call(lambda: asleep[0].allreduce([torch.ones(1)]))
     start._thread.join(0.2)
     assert not start.is_over
-    with nccl_like.forgotten():
+    with nccl_like.cleaned_up():
         pass
     assert start.join() is None
 
@@ -174,7 +174,7 @@ def test_aborting_only_one_of_two_communicators_deadlocks(two_groups):
     call = Call(two_groups[0].abort)
     assert nccl_like.deadlocked.wait(_PATIENCE_S)
     assert not call.is_over
-    with nccl_like.forgotten():
+    with nccl_like.cleaned_up():
         pass
     assert call.join() is None
 
@@ -215,7 +215,7 @@ def test_leaving_a_broken_world_does_not_wait_for_a_sleeping_watchdog(monkeypatc
         assert watchdog.is_running
     finally:
         abort_groups([peer])
-        with nccl_like.forgotten():
+        with nccl_like.cleaned_up():
             pass
     watchdog.join()
 

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from tests.nightly.record import FlakyTest
 from tests.support.flaky import RECORD
 from tests.support.revision import revision
-from tests.support.workers import TIMED, Pace, Queue, Unit, units_of
+from tests.support.workers import TIMED, Concurrency, Queue, Unit, make_units
 
 pytestmark = pytest.mark.slow
 
@@ -24,7 +24,7 @@ TESTS = st.lists(st.tuples(FILES, st.booleans()), max_size=30)
 
 @given(TESTS, st.dictionaries(FILES, st.floats(0, 100)))
 def test_tests_are_split_into_units_with_dependent_tests_together(tests, seconds):
-    units = units_of(tests, seconds)
+    units = make_units(tests, seconds)
     assert sorted(position for unit in units for position in unit.tests) == [*range(len(tests))]
     for unit in units:
         (file,) = {tests[position][0] for position in unit.tests}
@@ -36,13 +36,13 @@ def test_tests_are_split_into_units_with_dependent_tests_together(tests, seconds
 
 def test_the_longest_begin_first():
     tests = [("tests/unit/quick.py", True), ("tests/unit/slow.py", True), ("tests/e2e/unknown.py", True)]
-    first, *_, last = units_of(tests, {"tests/unit/quick.py": 1.0, "tests/unit/slow.py": 100.0})
+    first, *_, last = make_units(tests, {"tests/unit/quick.py": 1.0, "tests/unit/slow.py": 100.0})
     assert (first.tests, last.tests) == ((1,), (0,))
 
 
 @given(TESTS, st.integers(1, 5), st.randoms(use_true_random=False))
 def test_all_units_run_and_timed_kinds_run_alone(tests, at_once, random):
-    units = units_of(tests, {})
+    units = make_units(tests, {})
     queue, running, ran, others = Queue(units), [], [], sum(not unit.timed for unit in units)
     while queue or running:
         while len(running) < at_once and (unit := queue.next()) is not None:
@@ -68,7 +68,7 @@ def test_timed_units_run_together_when_only_they_remain():
 
 
 def test_waiting_tests_raise_the_concurrency_and_computing_tests_do_not():
-    pace = Pace(least=3, most=6, now=3)
+    pace = Concurrency(least=3, most=6, now=3)
     for _ in range(5):
         pace.hear(0.2, running=pace.now)
     assert pace.now == 6

@@ -21,8 +21,8 @@ from elastic.batch_cache import cache as keeping_module
 from elastic.batch_cache.cache_directory import remove_unused_fingerprint
 from elastic.errors import PolicyError
 from peerstore.errors import InvalidNameError
-from tests.support.batch_reader import names
-from tests.support.bits import assert_same
+from tests.support.batch_reader import file_names
+from tests.support.bits import assert_same_bits
 
 
 class Prepare:
@@ -67,13 +67,13 @@ def batch_bytes(cache, prepare):
 def test_a_batch_is_prepared_once_and_mapped_from_then_on(opened):
     cache, prepare = opened(), Prepare()
     for _ in range(3):
-        assert_same(Prepare()(5), cache.get(5, prepare))
+        assert_same_bits(Prepare()(5), cache.get(5, prepare))
     assert prepare.asked == [5]
-    assert_same(Prepare()(5), opened().get(5, prepare))
+    assert_same_bits(Prepare()(5), opened().get(5, prepare))
     assert prepare.asked == [5]
     assert (cache.counts.prepared, cache.counts.stored, cache.counts.hits) == (1, 1, 3)
     assert cache.cached_indices() == [5]
-    assert names(cache.directory) == ["00000000000000000005.batch", "tally"]
+    assert file_names(cache.directory) == ["00000000000000000005.batch", "tally"]
 
 
 def test_tensors_are_the_files_own_pages_and_may_be_changed(opened):
@@ -82,7 +82,7 @@ def test_tensors_are_the_files_own_pages_and_may_be_changed(opened):
     assert "00000000000000000005.batch" in mapping_of(first["ids"].data_ptr())
     first["ids"].mul_(0).add_(7)
     assert first["ids"].unique().tolist() == [7]
-    assert_same(Prepare(numel=1 << 16)(5), cache.get(5, prepare))
+    assert_same_bits(Prepare(numel=1 << 16)(5), cache.get(5, prepare))
     assert prepare.asked == [5]
 
 
@@ -99,7 +99,7 @@ def test_a_mapped_batch_outlives_its_file_and_its_cache(opened):
     batch = cache.get(5, prepare)
     cache.clear()
     cache.close()
-    assert_same(Prepare()(5), batch)
+    assert_same_bits(Prepare()(5), batch)
 
 
 def test_error_of_prepare_is_raised_and_leaves_no_file(opened):
@@ -110,15 +110,15 @@ def test_error_of_prepare_is_raised_and_leaves_no_file(opened):
 
     with pytest.raises(ZeroDivisionError):
         cache.get(3, broken)
-    assert names(cache.directory) == ["tally"]
-    assert_same(Prepare()(3), cache.get(3, Prepare()))
+    assert file_names(cache.directory) == ["tally"]
+    assert_same_bits(Prepare()(3), cache.get(3, Prepare()))
 
 
 def test_a_batch_that_cannot_be_kept_is_an_error_even_when_the_cache_is_not_required(opened):
     cache = opened()
     with pytest.raises(UnsupportedBatchError, match=r"batch 3\['ids'\]"):
         cache.get(3, lambda _: {"ids": {1, 2}})
-    assert names(cache.directory) == ["tally"]
+    assert file_names(cache.directory) == ["tally"]
 
 
 @pytest.mark.parametrize("index", [-1, 1 << 62, 1.0, True, "3", None])
@@ -175,7 +175,7 @@ def test_a_job_that_has_ended_is_forgotten(opened, tmp_path):
     opened.close()
     (root / "job" / "mine").mkdir(mode=0o700)
     assert remove_job_batches("job", directory=root) == []
-    assert names(root) == ["job2"]
+    assert file_names(root) == ["job2"]
     assert opened(job="job2").cached_indices() == [0]
     with pytest.raises(InvalidNameError):
         remove_job_batches("..", directory=root)
@@ -242,7 +242,7 @@ def test_opening_recounts_the_used_bytes(opened):
     cache = opened(max_bytes=2 * size)
     cache.get(0, prepare)
     cache.get(1, prepare)
-    for name in names(cache.directory):
+    for name in file_names(cache.directory):
         if name != "tally":
             (cache.directory / name).unlink()
     again = opened(max_bytes=2 * size)
@@ -256,11 +256,11 @@ def test_full_cache_warns_once_and_still_returns_the_batch(opened, caplog):
     cache, prepare = opened(max_bytes=100), Prepare()
     with caplog.at_level(logging.WARNING):
         for index in (0, 1):
-            assert_same(Prepare()(index), cache.get(index, prepare))
+            assert_same_bits(Prepare()(index), cache.get(index, prepare))
     (said,) = caplog.messages
     assert "no room in 100 B" in said
     assert "--shm-size" in said
-    assert names(cache.directory) == ["tally"]
+    assert file_names(cache.directory) == ["tally"]
     assert prepare.asked == [0, 1]
 
 
@@ -268,7 +268,7 @@ def test_full_required_cache_raises(opened):
     cache = opened(max_bytes=100, required=True)
     with pytest.raises(CacheFullError, match="max_bytes"):
         cache.get(0, Prepare())
-    assert names(cache.directory) == ["tally"]
+    assert file_names(cache.directory) == ["tally"]
 
 
 def full_from(monkeypatch, calls):
@@ -289,7 +289,7 @@ def test_a_full_file_system_leaves_nothing_half_written(opened, monkeypatch, cap
     cache, prepare = opened(), Prepare()
     with monkeypatch.context() as patch:
         full_from(patch, calls)
-        assert_same(Prepare()(0), cache.get(0, prepare))
+        assert_same_bits(Prepare()(0), cache.get(0, prepare))
     assert "No space left" in caplog.text
     assert cache.cached_indices() == []
     cache.get(0, prepare)
@@ -300,10 +300,10 @@ def test_a_full_file_system_leaves_nothing_half_written(opened, monkeypatch, cap
 def test_a_directory_that_was_removed_does_not_end_training(opened, caplog):
     cache, prepare = opened(), Prepare()
     cache.clear()
-    for name in names(cache.directory):
+    for name in file_names(cache.directory):
         (cache.directory / name).unlink()
     cache.directory.rmdir()
-    assert_same(Prepare()(0), cache.get(0, prepare))
+    assert_same_bits(Prepare()(0), cache.get(0, prepare))
     assert "going on without" in caplog.text
 
 
@@ -330,7 +330,7 @@ def test_only_one_of_many_threads_prepares_a_batch(opened):
     assert prepare.asked == [3]
     assert len(found) == 6
     for batch in found:
-        assert_same(Prepare()(3), batch)
+        assert_same_bits(Prepare()(3), batch)
     assert not list(caches[0].directory.glob("*.partial"))
 
 
@@ -352,7 +352,7 @@ def test_waiter_prepares_and_stores_when_the_preparer_fails(opened):
     with pytest.raises(ZeroDivisionError):
         failing.get(3, broken)
     thread.join()
-    assert_same(Prepare()(3), found[0])
+    assert_same_bits(Prepare()(3), found[0])
     assert other.cached_indices() == [3]
     assert (prepare.asked, other.counts.stored) == ([3], 1)
 
@@ -376,7 +376,7 @@ def test_opening_during_a_sweep_recreates_the_directory(opened, monkeypatch):
     os.close(stream)
     cache.get(0, Prepare())
     assert swept == [None, True]
-    assert names(first.directory) == ["00000000000000000000.batch", "tally"]
+    assert file_names(first.directory) == ["00000000000000000000.batch", "tally"]
 
 
 def test_lock_is_released_despite_a_forked_descriptor(tmp_path):
@@ -393,7 +393,7 @@ def test_waiter_prepares_its_own_batch_after_the_timeout(opened):
     slow, hasty, prepare = opened(), opened(wait_s=0), Prepare()
 
     def prepare_and_ask(index):
-        assert_same(Prepare()(index), hasty.get(index, prepare))
+        assert_same_bits(Prepare()(index), hasty.get(index, prepare))
         return prepare(index)
 
     slow.get(3, prepare_and_ask)
@@ -434,7 +434,7 @@ def test_a_link_instead_of_a_directory_is_refused(opened, tmp_path, below):
     place.symlink_to(elsewhere)
     with pytest.raises(CacheDirectoryError):
         opened()
-    assert names(elsewhere) == []
+    assert file_names(elsewhere) == []
 
 
 def test_closed_cache_raises(opened):
@@ -449,5 +449,5 @@ def test_pickled_cache_reopens(opened):
     cache, prepare = opened(), Prepare()
     cache.get(4, prepare)
     with pickle.loads(pickle.dumps(cache)) as other:
-        assert_same(Prepare()(4), other.get(4, prepare))
+        assert_same_bits(Prepare()(4), other.get(4, prepare))
     assert prepare.asked == [4]

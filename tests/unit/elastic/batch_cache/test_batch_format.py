@@ -26,7 +26,7 @@ from elastic.batch_cache.batch_format import (
     read_head,
 )
 from elastic.errors import BatchDamagedError, UnsupportedBatchError
-from tests.support.bits import assert_same
+from tests.support.bits import assert_same_bits
 from tests.support.example_counts import examples
 
 FINGERPRINT = "0" * 32
@@ -99,7 +99,7 @@ def test_tensors_of_every_shape_round_trip():
     assert not found["of a graph"].requires_grad
     assert all(tensor.is_contiguous() for tensor in found["last one is empty"])
     batch["of a graph"] = batch["of a graph"].detach()
-    assert_same(batch, found)
+    assert_same_bits(batch, found)
 
 
 def test_tensors_lie_where_vector_instructions_want_them():

@@ -10,8 +10,8 @@ import torch
 from elastic.batch_cache import BatchCache, PrefetchIterator, PrepareError
 from elastic.batch_cache.prefetch import PrepareWorker, PrepareWorkerLostError
 from elastic.errors import PolicyError
-from tests.support.batch_reader import fragile, strange, suicidal
-from tests.support.bits import assert_same
+from tests.support.batch_reader import prepare_or_exit, prepare_or_raise, raise_unpicklable
+from tests.support.bits import assert_same_bits
 
 
 class Gate:
@@ -62,7 +62,7 @@ def test_batches_come_in_their_order(cache, ahead):
 def test_a_batch_may_be_anything(cache):
     values = [None, [], 0, "", torch.zeros(3)]
     with PrefetchIterator(cache, range(5), values.__getitem__) as batches:
-        assert_same(dict(enumerate(values)), dict(enumerate(batches)))
+        assert_same_bits(dict(enumerate(values)), dict(enumerate(batches)))
     assert cache.counts.prepared == 5
 
 
@@ -101,7 +101,7 @@ def test_close_waits_for_the_batch_in_preparation(cache):
 
 @pytest.mark.parametrize("workers", [0, 1])
 def test_an_error_comes_when_its_batch_would_have_come(cache, workers):
-    with PrefetchIterator(cache, range(9), fragile, workers=workers) as batches:
+    with PrefetchIterator(cache, range(9), prepare_or_raise, workers=workers) as batches:
         assert [next(batches) for _ in range(3)] == [0, 1, 2]
         for _ in range(2):  # and from then on
             with pytest.raises(PrepareError, match="batch 3 could not be prepared: ZeroDivisionError: three") as raised:
@@ -115,7 +115,7 @@ def test_error_in_the_index_iterator_becomes_a_prepare_error(cache):
         yield 0
         raise KeyError("order")
 
-    with PrefetchIterator(cache, indices(), fragile) as batches:
+    with PrefetchIterator(cache, indices(), prepare_or_raise) as batches:
         assert next(batches) == 0
         with pytest.raises(PrepareError, match="the next index is not known") as raised:
             next(batches)
@@ -132,7 +132,7 @@ def worker(cache, prepare):
 
 
 def test_a_worker_that_dies_is_an_error(cache):
-    with worker(cache, suicidal) as one:
+    with worker(cache, prepare_or_exit) as one:
         assert [one.prepare(index, 0).is_cached for index in range(3)] == [True] * 3
         assert one.is_up()
         with pytest.raises(PrepareWorkerLostError, match="ended with status 9"):
@@ -144,14 +144,14 @@ def test_a_worker_that_dies_is_an_error(cache):
 
 
 def test_unpicklable_error_is_reported_as_text(cache):
-    with worker(cache, strange) as one:
+    with worker(cache, raise_unpicklable) as one:
         with pytest.raises(RuntimeError, match="StrangeError: quite strange") as raised:
             one.prepare(0, 0)
         assert "Traceback" in str(raised.value.__cause__)
 
 
 def test_worker_killed_before_startup_raises(cache):
-    with worker(cache, suicidal) as one:
+    with worker(cache, prepare_or_exit) as one:
         one.kill()
         with pytest.raises(PrepareWorkerLostError, match="signal 9"):
             one.prepare(0, 0)
@@ -170,4 +170,4 @@ def test_small_cache_prepares_prefetched_batches_once(tmp_path):
 @pytest.mark.parametrize("wrong", [{"ahead": 0}, {"workers": -1}])
 def test_invalid_prefetch_options_are_refused(cache, wrong):
     with pytest.raises(PolicyError, match="at least one batch ahead"):
-        PrefetchIterator(cache, range(3), fragile, **wrong)
+        PrefetchIterator(cache, range(3), prepare_or_raise, **wrong)

@@ -17,7 +17,7 @@ from elastic.errors import PolicyError
 from elastic.settings import hang_limits, hang_limits_in
 from elastic.workers.process_groups import ProcessGroups
 from elastic.world.world_state import HangDetected, RankLost
-from tests.support.control_simulation import Table
+from tests.support.control_simulation import ControlSimulation
 from tests.support.example_counts import examples
 
 WORLD = WorldSpec(7, ("n0", "n1"), 0, "")
@@ -136,7 +136,7 @@ def test_the_longest_that_a_rank_may_wait_is_known_when_a_world_is_formed():
     assert HangTimeouts().longest_s(StepTimes()) == 3600.0
     assert HangTimeouts().longest_s(StepTimes(longest_step_s=500.0, longest_first_step_s=90.0)) == 5000.0
     assert hang_limits("9", "off").longest_s(StepTimes()) is None
-    table = Table(2, hang=HangTimeouts(step_s=7.0, first_s=50.0))
+    table = ControlSimulation(2, hang=HangTimeouts(step_s=7.0, first_s=50.0))
     table.settle(15)
     assert {place.hang_s for place in table.assignments} == {50.0}
 

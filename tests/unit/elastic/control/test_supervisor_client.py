@@ -21,7 +21,7 @@ from elastic.control.control_plane import ControlNotice, Dismissed, NoticeKind, 
 from elastic.control.supervisor_client import SupervisorClient
 from elastic.errors import ControlDeadlineError, JobFailedError, StaleEpochError
 from peerstore import message_codec
-from tests.support.control_planes import PATIENCE_S, at_once
+from tests.support.control_planes import PATIENCE_S, start_all
 
 PLACE = RankAssignment(
     epoch=0, rank=0, world_size=1, local_rank=0, local_world_size=1, node_rank=0, node_count=1, store="nowhere:1"
@@ -90,7 +90,7 @@ def test_stopped_supervisor_blocks_no_rank(tmp_path):
             with pytest.raises(ControlDeadlineError):
                 plane.wait_for_assignment(timeout_s=0.1)
 
-        (spoken,) = at_once(speak)
+        (spoken,) = start_all(speak)
         spoken.result(PATIENCE_S)
         line, _ = door.accept()  # it goes on
         with line:

@@ -17,7 +17,7 @@ from elastic.supervisor.node_state import NodeState
 from elastic.testing import MemoryLeadership
 from elastic.world.scaling_policy import ScalingPolicy
 from peerstore.membership.topology import NodeId
-from tests.support.local_nodes import until
+from tests.support.local_nodes import wait_until
 
 SECRET = b"a secret of the tests, long enough"
 replace = msgspec.structs.replace
@@ -75,12 +75,12 @@ def test_leader_of_a_job_that_obeyed_a_higher_term_steps_down(of_its_own_term) -
     leadership = MemoryLeadership()
     leadership.write(LeaderRecord("", 8, epoch=3), None)
     with leading(leadership, "b") as (coordinator, ends):
-        until(lambda: coordinator.reconciler.term)
+        wait_until(lambda: coordinator.reconciler.term)
         term = coordinator.reconciler.term if of_its_own_term else 70
         says = NodeStatus(1, "n0", 1, 1, spawn_count=1, ready=True, term=term, leader="another one")
         channel = connect_to_coordinator(coordinator.address, job="job", me=NodeId("n0"), secret=SECRET)
         channel.send(NodeCodec().encode(says))
-        ((over, why),) = until(lambda: ends)
+        ((over, why),) = wait_until(lambda: ends)
         channel.close()
     assert over is ExitReason.DISMISSED
     assert "another one has led" in why
@@ -88,7 +88,7 @@ def test_leader_of_a_job_that_obeyed_a_higher_term_steps_down(of_its_own_term) -
     record = leadership.read()
     assert (record.holder, record.term, record.epoch) == ("", term, 3)
     with leading(leadership, "c") as (coordinator, _):
-        until(lambda: coordinator.reconciler.term)
+        wait_until(lambda: coordinator.reconciler.term)
         assert (coordinator.reconciler.term, coordinator.reconciler.min_epoch) == (term + 1, 3)
     assert leadership.read().holder == ""  # given up at its end
 
@@ -107,17 +107,17 @@ def test_world_is_announced_only_after_its_number_is_recorded() -> None:
     leadership = Slow()
     leadership.write(LeaderRecord("", 1), None)
     with leading(leadership, "b") as (coordinator, _):
-        until(lambda: coordinator.reconciler.term)
+        wait_until(lambda: coordinator.reconciler.term)
         channel = connect_to_coordinator(coordinator.address, job="job", me=NodeId("n0"), secret=SECRET)
         end = NodeCodec()
         says = NodeStatus(1, "n0", 1, 1, spawn_count=1, ready=True, store="n0:1")
         channel.send(end.encode(says))
-        until(lambda: "n0" in coordinator.reconciler.nodes)
+        wait_until(lambda: "n0" in coordinator.reconciler.nodes)
         desk, world = coordinator.reconciler, replace(coordinator.reconciler.world, epoch=5)
         coordinator._post(
             lambda: desk.__dict__.update(is_rejoining=False, world=world)
         )  # at once: else world -1 is told
-        until(lambda: coordinator._elector._election.epoch == 5)
+        wait_until(lambda: coordinator._elector._election.epoch == 5)
         assert leadership.read().epoch == -1
         channel.send(end.encode(replace(says, number=2)))
         leadership.may.set()

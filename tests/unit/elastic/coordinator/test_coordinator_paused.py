@@ -18,7 +18,7 @@ from elastic.world.scaling_policy import ScalingPolicy
 from elastic.world.world_state import WorldPhase
 from peerstore.membership.topology import NodeId
 from peerstore.transport.base import MessageChannel
-from tests.support.local_nodes import until
+from tests.support.local_nodes import wait_until
 from tests.unit.elastic.control.test_running_clock import Hand
 
 SECRET = b"a secret of the tests, long enough"
@@ -42,7 +42,7 @@ class Node:
         """And wait until the coordinator has heard it."""
         self.says = replace(self.says, number=self.says.number + 1, **changes)
         self.channel.send(self._end.encode(self.says))
-        until(self._is_heard)
+        wait_until(self._is_heard)
 
     def _is_heard(self) -> bool:
         self._coordinator._turn()

@@ -6,7 +6,7 @@ import pytest
 
 from elastic.control.control_messages import ExitReason
 from elastic.coordinator.job_status import WorldEventRecorder
-from tests.support.control_simulation import Table
+from tests.support.control_simulation import ControlSimulation
 from tests.unit.elastic.workers.test_rank_timeline import Written
 from tieredckpt.event_log.event_types import FaultEvent, ProcessBegan, ProcessEnded, StopRequested, WorldFormed
 
@@ -14,7 +14,7 @@ from tieredckpt.event_log.event_types import FaultEvent, ProcessBegan, ProcessEn
 @pytest.fixture
 def table():
     """Three nodes in their first world, and what was written of them."""
-    return told(Table(3))
+    return told(ControlSimulation(3))
 
 
 def told(table):

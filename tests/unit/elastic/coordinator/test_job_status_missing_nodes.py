@@ -8,12 +8,12 @@ import pytest
 
 from elastic.coordinator.job_status import missing_nodes
 from elastic.world.scaling_policy import ScalingPolicy
-from tests.support.control_simulation import Table
+from tests.support.control_simulation import ControlSimulation
 
 
 @pytest.mark.parametrize(("least", "start"), [(3, "The job starts with 3."), (1, "It starts without them in 60 s.")])
 def test_missing_nodes_are_counted_with_the_command_that_starts_them(least, start):
-    table = Table(1, most=3)
+    table = ControlSimulation(1, most=3)
     policy = ScalingPolicy(min_replicas=least, max_replicas=3)
     table.desk.settings = replace(table.desk.settings, policy=policy, local_nodes=1, join_command="elastic join j")
     assert missing_nodes(table.desk) == ""
@@ -28,7 +28,7 @@ def test_missing_nodes_are_counted_with_the_command_that_starts_them(least, star
 
 
 def test_nodes_that_this_machine_starts_are_not_missing():
-    table = Table(2, most=3)
+    table = ControlSimulation(2, most=3)
     table.desk.settings = replace(table.desk.settings, local_nodes=3)
     table.deliver(0)
     assert missing_nodes(table.desk) == ""

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from elastic.control.control_messages import DrainRequest, ResizeRequest, SupervisorExited
 from elastic.coordinator.desired_state import node_desired, why_refused
 from elastic.supervisor.node_state import node_status
-from tests.support.control_simulation import Node, Table
+from tests.support.control_simulation import ControlSimulation, SimulatedNode
 
 HAPPENINGS = (
     "add", "restart_coordinator", "lose_node", "lose_rank", "cut", "heal", "ignore", "ask_back", "resize", "fault",
@@ -31,7 +31,7 @@ def _no_log():
     logger.setLevel(before)
 
 
-def play(table: Table, script: list[tuple[str, int]]) -> None:
+def play(table: ControlSimulation, script: list[tuple[str, int]]) -> None:
     for name, number in script:
         if name in ("add", "restart_coordinator", "heal", "deliver_together"):
             if name != "add" or len(table.nodes) < 6:
@@ -47,7 +47,7 @@ def play(table: Table, script: list[tuple[str, int]]) -> None:
 @settings(max_examples=25)
 @given(steps, st.integers(1, 4), st.integers(0, 1))
 def test_random_events_end_with_all_ranks_in_one_world(script, nodes, spares):
-    table = Table(nodes, spares=spares)
+    table = ControlSimulation(nodes, spares=spares)
     table.settle(15)
     play(table, script)
 
@@ -56,13 +56,13 @@ def test_random_events_end_with_all_ranks_in_one_world(script, nodes, spares):
 @settings(max_examples=4000)
 @given(steps, st.integers(1, 4), st.integers(0, 1))
 def test_long_random_events_end_with_all_ranks_in_one_world(script, nodes, spares):
-    table = Table(nodes, spares=spares)
+    table = ControlSimulation(nodes, spares=spares)
     table.settle(15)
     play(table, script)
 
 
 def test_a_coordinator_that_starts_again_changes_nothing():
-    table = Table(3)
+    table = ControlSimulation(3)
     table.settle(15)
     worlds = dict(table.places)
     table.restart_coordinator()
@@ -90,7 +90,7 @@ def alone(table):
 
 def test_new_coordinator_keeps_a_world_that_is_smaller_than_the_one_before():
     """Nodes outside it still name the older world that they were in; they answer first."""
-    table = Table(3)
+    table = ControlSimulation(3)
     inside = alone(table)
     world, places = table.desk.world, dict(table.places)
     table.restart_coordinator()
@@ -102,7 +102,7 @@ def test_new_coordinator_keeps_a_world_that_is_smaller_than_the_one_before():
 
 def test_new_coordinator_waits_for_the_newest_world_that_only_others_were_in(caplog):
     """Two nodes outside the world answer at once; the node that has the newest steps is silent for a while."""
-    table = Table(3)
+    table = ControlSimulation(3)
     inside = alone(table)
     world, places = table.desk.world, dict(table.places)
     table.cut(inside)
@@ -117,7 +117,7 @@ def test_new_coordinator_waits_for_the_newest_world_that_only_others_were_in(cap
 
 
 def test_new_coordinator_waits_no_longer_than_lost_state_timeout(caplog):
-    table = Table(3)
+    table = ControlSimulation(3)
     inside = alone(table)
     epoch = table.desk.world.epoch
     table.cut(inside)
@@ -130,7 +130,7 @@ def test_new_coordinator_waits_no_longer_than_lost_state_timeout(caplog):
 
 
 def test_request_outlives_the_coordinator():
-    table = Table(3)
+    table = ControlSimulation(3)
     table.settle(15)
     table.resize(2)
     table.deliver(0)
@@ -142,7 +142,7 @@ def test_request_outlives_the_coordinator():
 
 
 def test_partitioned_node_rejoins_with_its_processes():
-    table = Table(2)
+    table = ControlSimulation(2)
     table.settle(15)
     ranks = {token for node in table.nodes.values() for token in node.ranks}
     table.cut(1)
@@ -156,7 +156,7 @@ def test_partitioned_node_rejoins_with_its_processes():
 
 
 def test_every_lost_rank_is_replaced_by_a_warm_spare():
-    table = Table(1, nproc=2, spares=1)
+    table = ControlSimulation(1, nproc=2, spares=1)
     table.settle(15)
     for _ in range(3):
         (spare,) = table.nodes["n0"].seats.spares()
@@ -168,7 +168,7 @@ def test_every_lost_rank_is_replaced_by_a_warm_spare():
 
 def test_used_spare_is_replaced_after_the_ranks_resume():
     """Starting and importing takes the cores that the ranks need to come back."""
-    table = Table(1, nproc=2, spares=1)
+    table = ControlSimulation(1, nproc=2, spares=1)
     table.settle(15)
     seats, before = table.nodes["n0"].seats, table.desk.world.epoch
     table.lose_rank(0)
@@ -184,7 +184,7 @@ def test_used_spare_is_replaced_after_the_ranks_resume():
 
 
 def test_used_spare_is_replaced_by_a_deadline_without_progress():
-    table = Table(1, nproc=2, spares=1)
+    table = ControlSimulation(1, nproc=2, spares=1)
     table.settle(15)
     seats = table.nodes["n0"].seats
     table.lose_rank(0)
@@ -198,7 +198,7 @@ def test_used_spare_is_replaced_by_a_deadline_without_progress():
 
 
 def test_an_older_supervisor_of_a_node_is_refused():
-    table = Table(1)
+    table = ControlSimulation(1)
     table.settle(5)
     old = node_status(table.nodes["n0"].seats, table.now)
     table.nodes["n0"].seats.generation = table.new_life()
@@ -207,7 +207,7 @@ def test_an_older_supervisor_of_a_node_is_refused():
 
 
 def test_a_report_that_comes_again_changes_nothing():
-    table = Table(2)
+    table = ControlSimulation(2)
     table.settle(15)
     world = table.desk.world
     again = node_status(table.nodes["n0"].seats, table.now)
@@ -218,7 +218,7 @@ def test_a_report_that_comes_again_changes_nothing():
 
 
 def test_impossible_request_is_refused_with_a_reason():
-    table = Table(2)
+    table = ControlSimulation(2)
     table.policy = msgspec.structs.replace(table.policy, min_replicas=2)
     table.desk = table._desk(fresh=True)
     table.settle(15)
@@ -228,7 +228,7 @@ def test_impossible_request_is_refused_with_a_reason():
 
 
 def test_node_learns_its_world_ended_even_if_the_next_world_excludes_it():
-    table = Table(2)
+    table = ControlSimulation(2)
     table.settle(60)
     table.resize(1)
     table.settle(60)
@@ -247,14 +247,16 @@ def test_node_learns_its_world_ended_even_if_the_next_world_excludes_it():
 
 @pytest.mark.parametrize("away", [0, 8])
 def test_node_restarted_during_a_drain_is_still_drained(away):
-    table = Table(2)
+    table = ControlSimulation(2)
     table.settle(60)
     table.desk.handle_request(DrainRequest(("n1",), 20.0, "its machine goes"), table.now)
     if away:
         table.lose_node(sorted(table.nodes).index("n1"))
         table.settle(away)
         assert table.desk.world_spec.ranked_nodes == ("n0",)
-    table.nodes["n1"] = Node(table, "n1", table.nproc, table.spares)  # what ran there was killed, and heard nothing
+    table.nodes["n1"] = SimulatedNode(
+        table, "n1", table.nproc, table.spares
+    )  # what ran there was killed, and heard nothing
     table.settle(15)
     assert table.desk.world_spec.ranked_nodes == ("n0",)
     assert "n1" not in table.nodes
@@ -262,7 +264,7 @@ def test_node_restarted_during_a_drain_is_still_drained(away):
 
 def lost_supervisor(told_before):
     """Node n1's connection ends, and who started its supervisor says that it has ended."""
-    table = Table(2)
+    table = ControlSimulation(2)
     table.settle(60)
     desk, life = table.desk, table.nodes["n1"].seats.generation
     if told_before:
@@ -287,7 +289,7 @@ def test_exited_supervisor_breaks_the_world_at_once(told_before):
 
 def test_exit_of_an_older_supervisor_does_not_break_the_world():
     table = lost_supervisor(told_before=True)
-    table.nodes["n1"] = Node(table, "n1", table.nproc, table.spares)
+    table.nodes["n1"] = SimulatedNode(table, "n1", table.nproc, table.spares)
     table.settle(60)
     assert set(table.desk.world_spec.ranked_nodes) == {"n0", "n1"}
     table.desk.connection_lost("n1", table.nodes["n1"].seats.generation, table.now)
@@ -296,7 +298,7 @@ def test_exit_of_an_older_supervisor_does_not_break_the_world():
 
 
 def test_exit_of_an_unknown_node_is_ignored():
-    table = Table(1)
+    table = ControlSimulation(1)
     table.settle(15)
     table.desk.handle_request(SupervisorExited("n9"), table.now)
     table.desk.tick(table.now)
@@ -304,31 +306,31 @@ def test_exit_of_an_unknown_node_is_ignored():
 
 
 def test_drained_node_may_rejoin():
-    table = Table(2)
+    table = ControlSimulation(2)
     table.settle(60)
     table.desk.handle_request(DrainRequest(("n1",), 20.0, "its machine goes"), table.now)
     table.settle(5)
     assert "n1" not in table.nodes
-    table.nodes["n1"] = Node(table, "n1", table.nproc, table.spares)
+    table.nodes["n1"] = SimulatedNode(table, "n1", table.nproc, table.spares)
     table.settle(60)
     assert set(table.desk.world_spec.ranked_nodes) == {"n0", "n1"}
 
 
 def test_drained_node_may_rejoin_after_its_clock_went_back():
-    table = Table(2)
+    table = ControlSimulation(2)
     table.settle(60)
     table.desk.handle_request(DrainRequest(("n1",), 20.0, "its machine goes"), table.now)
     table.settle(5)
     assert "n1" not in table.nodes
     table._lives = itertools.chain([0], table._lives)  # an hour ago, by the clock that it has now
-    table.nodes["n1"] = Node(table, "n1", table.nproc, table.spares)
+    table.nodes["n1"] = SimulatedNode(table, "n1", table.nproc, table.spares)
     table.settle(60)
     assert set(table.desk.world_spec.ranked_nodes) == {"n0", "n1"}
     assert table.nodes["n1"].seats.exit is None
 
 
 def test_dismissed_node_stays_dismissed_despite_new_reports():
-    table = Table(2)
+    table = ControlSimulation(2)
     table.settle(60)
     table.desk.handle_request(DrainRequest(("n1",), 20.0, "its machine goes"), table.now)
     node = table.nodes["n1"]

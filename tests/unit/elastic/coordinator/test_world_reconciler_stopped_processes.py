@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 
-from tests.support.control_simulation import Rank, Table
+from tests.support.control_simulation import ControlSimulation, SimulatedRank
 
 
-def rank_of(table: Table, node: str, *, spare: bool = False) -> Rank:
+def rank_of(table: ControlSimulation, node: str, *, spare: bool = False) -> SimulatedRank:
     """The first one of this node, or its spare."""
     found = table.nodes[node]
     processes = [one for one in found.seats.processes.values() if (one.local_rank is None) == spare]
@@ -15,7 +15,7 @@ def rank_of(table: Table, node: str, *, spare: bool = False) -> Rank:
 
 
 def test_stopped_spare_is_not_promoted():
-    table = Table(1, spares=1)
+    table = ControlSimulation(1, spares=1)
     table.settle(15)
     stopped = rank_of(table, "n0", spare=True)
     stopped.is_stopped = True
@@ -29,7 +29,7 @@ def test_stopped_spare_is_not_promoted():
 
 
 def test_resumed_spare_counts_again():
-    table = Table(1, spares=1)
+    table = ControlSimulation(1, spares=1)
     table.settle(15)
     spare = rank_of(table, "n0", spare=True)
     spare.is_stopped = True
@@ -43,7 +43,7 @@ def test_resumed_spare_counts_again():
 @pytest.mark.parametrize("spares", [0, 1])
 def test_stopped_rank_of_a_broken_world_is_not_awaited(spares):
     """Others have half a minute here to leave what they are in: they say so every second meanwhile."""
-    table = Table(2, spares=spares)
+    table = ControlSimulation(2, spares=spares)
     table.settle(15)
     stopped = rank_of(table, "n0")
     stopped.is_stopped = True
@@ -54,7 +54,7 @@ def test_stopped_rank_of_a_broken_world_is_not_awaited(spares):
 
 
 def test_stopped_rank_of_a_healthy_world_is_left_to_the_hang_detector():
-    table = Table(2)
+    table = ControlSimulation(2)
     table.settle(15)
     stopped = rank_of(table, "n0")
     stopped.is_stopped = True

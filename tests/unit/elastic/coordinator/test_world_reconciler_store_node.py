@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from tests.support.control_simulation import HEARTBEAT_S, Table
+from tests.support.control_simulation import HEARTBEAT_S, ControlSimulation
 
 
 def test_running_store_is_used_instead_of_a_new_one():
-    table = Table(3)
+    table = ControlSimulation(3)
     table.settle(15)
     assert table.desk.store_node == "n0"
     table.cut(0)
@@ -22,7 +22,7 @@ def test_running_store_is_used_instead_of_a_new_one():
     assert [node.seats.run_store for node in table.nodes.values()].count(True) == 1
 
 
-def turn(table: Table) -> None:
+def turn(table: ControlSimulation) -> None:
     for node in list(table.nodes.values()):
         table._exchange(node)
     table.wait(HEARTBEAT_S)

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from elastic.fault_injection import fault_actions
-from tests.support.local_nodes import until
+from tests.support.local_nodes import wait_until
 
 ROOT = Path(__file__).parents[4]
 
@@ -56,7 +56,7 @@ def test_exhausted_memory_is_bounded_and_ends_with_sigkill():
 def test_process_holding_the_gil_handles_no_signal():
     one = start("hold_gil()")
     try:
-        until(lambda: has(one.pid, "SigBlk", signal.SIGTERM), "it keeps the lock")
+        wait_until(lambda: has(one.pid, "SigBlk", signal.SIGTERM), "it keeps the lock")
         os.kill(one.pid, signal.SIGTERM)
         assert has(one.pid, "ShdPnd", signal.SIGTERM)
     finally:

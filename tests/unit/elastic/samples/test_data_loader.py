@@ -13,7 +13,7 @@ from torch.utils.data import Dataset, IterableDataset
 from elastic.errors import CursorError, DataWorkersLostError, PolicyError, StepOrderError
 from elastic.samples import DataPosition, ElasticDataLoader, SampleAudit, SampleLog
 from elastic.samples.sample_audit import verify_sample_logs
-from tests.support.batch_shares import even
+from tests.support.batch_shares import even_share
 from tests.support.example_counts import examples
 
 pytestmark = [
@@ -65,7 +65,7 @@ class Job:
         self.ledger = SampleAudit()
 
     def shares(self, world):
-        return [even(self.batch, self.microbatch, rank, world) for rank in range(world)]
+        return [even_share(self.batch, self.microbatch, rank, world) for rank in range(world)]
 
     def start(self, world, state=None):
         """New processes."""
@@ -253,16 +253,16 @@ def test_every_sample_once_with_workers_for_long(history, num_workers):
 
 
 def test_the_loader_ends_with_its_epochs_and_leaves_nothing_running():
-    whole = loader(even(6, 2), epoch_end="short", epochs=2, num_workers=2)
+    whole = loader(even_share(6, 2), epoch_end="short", epochs=2, num_workers=2)
     sizes = [len(read(step)) for step in whole]
     assert sizes == [6, 6, 6, 5] * 2
     assert list(whole) == []
-    whole.set_share(even(6, 2), DataPosition(4, 23))
+    whole.set_share(even_share(6, 2), DataPosition(4, 23))
     assert [len(read(step)) for step in whole] == [6, 6, 6, 5]
 
 
 def test_a_batch_over_the_end_of_an_epoch_is_of_both():
-    with loader(even(15, 15), epochs=1) as whole:
+    with loader(even_share(15, 15), epochs=1) as whole:
         steps = [(step.number, step.epoch, step.epochs().tolist(), read(step)) for step in whole]
     assert [epochs for _, _, epochs, _ in steps] == [[0] * 15, [0] * 8 + [1] * 7]
     assert sorted(
@@ -272,7 +272,7 @@ def test_a_batch_over_the_end_of_an_epoch_is_of_both():
 
 @workers
 def test_rank_without_samples_still_steps(num_workers):
-    with loader(even(4, 2, rank=2, world=3), num_workers=num_workers) as idle:
+    with loader(even_share(4, 2, rank=2, world=3), num_workers=num_workers) as idle:
         for number in range(5):
             step = next(idle)
             assert (step.number, len(step), list(step), step.samples, step.indices().tolist()) == (number, 0, [], 4, [])
@@ -280,7 +280,7 @@ def test_rank_without_samples_still_steps(num_workers):
 
 
 def test_a_step_has_to_be_committed_before_the_next():
-    with loader(even(4, 2)) as steps:
+    with loader(even_share(4, 2)) as steps:
         step = next(steps)
         assert steps.state_dict()["cursor"] == 0
         first = list(step)
@@ -295,7 +295,7 @@ def test_a_step_has_to_be_committed_before_the_next():
 
 
 def test_samples_that_were_not_read_cannot_be_committed():
-    with loader(even(4, 2)) as steps:
+    with loader(even_share(4, 2)) as steps:
         step = next(steps)
         next(iter(step))
         with pytest.raises(StepOrderError, match="1 of 2 microbatches of step 0 were not read"):
@@ -305,7 +305,7 @@ def test_samples_that_were_not_read_cannot_be_committed():
 
 
 def test_a_step_that_an_error_left_open_comes_again():
-    with loader(even(4, 2), num_workers=2) as steps:
+    with loader(even_share(4, 2), num_workers=2) as steps:
         for step in steps:
             if step.number == 2:
                 break
@@ -323,15 +323,15 @@ def pids(elastic):
 
 
 def test_resize_keeps_workers_and_discards_their_prefetched_samples():
-    with loader(even(8, 2, 0, 2), num_workers=2, prefetch_factor=3) as steps:
+    with loader(even_share(8, 2, 0, 2), num_workers=2, prefetch_factor=3) as steps:
         read(next(steps))
         before = pids(steps)
-        steps.set_share(even(8, 2, 2, 4))
+        steps.set_share(even_share(8, 2, 2, 4))
         step = next(steps)
         indices = step.indices().tolist()
         assert [sample[0] for sample in read(step)] == indices
         assert len(indices) == 2
-        steps.set_share(even(8, 2, 2, 4), at=DataPosition(0, 0))
+        steps.set_share(even_share(8, 2, 2, 4), at=DataPosition(0, 0))
         step = next(steps)
         assert (step.number, step.indices().tolist()) == (0, steps.schedule.order.indices(4, 2).tolist())
         read(step)
@@ -345,12 +345,12 @@ def test_a_plan_that_cannot_be_changes_nothing():
         def slices(self, samples):
             return [(4, 8)]
 
-    with loader(even(8, 2)) as steps:
+    with loader(even_share(8, 2)) as steps:
         read(next(steps))
         with pytest.raises(PolicyError):
             steps.set_share(Wrong())
         with pytest.raises(PolicyError, match="nowhere"):
-            steps.set_share(even(8, 2), at=DataPosition(-1, 0))
+            steps.set_share(even_share(8, 2), at=DataPosition(-1, 0))
         assert next(steps).indices().tolist() == steps.schedule.order.indices(8, 8).tolist()
 
 
@@ -370,10 +370,10 @@ class Fatal(Numbers):
 def test_dead_workers_are_reported_and_replaced(tmp_path):
     flag = tmp_path / "flag"
     flag.touch()
-    with loader(even(6, 2)) as whole:
+    with loader(even_share(6, 2)) as whole:
         expected = [read(next(whole)) for _ in range(3)]
     victim = expected[1][3][0]
-    with loader(even(6, 2), Fatal(flag, victim), num_workers=2, prefetch_factor=1) as steps:
+    with loader(even_share(6, 2), Fatal(flag, victim), num_workers=2, prefetch_factor=1) as steps:
         assert read(next(steps)) == expected[0]
         with pytest.raises(DataWorkersLostError, match="iterate again"):
             read(next(steps))
@@ -396,7 +396,7 @@ class Broken(Numbers):
 @workers
 def test_dataset_error_is_raised_at_its_step(num_workers):
     order = [sample for step in undisturbed(Job(6, 2), 3) for sample, *_ in step]
-    with loader(even(6, 2), Broken(order[8]), num_workers=num_workers) as steps:
+    with loader(even_share(6, 2), Broken(order[8]), num_workers=num_workers) as steps:
         assert len(read(next(steps))) == 6
         step = next(steps)
         assert next(iter(step)).number == 0
@@ -410,15 +410,15 @@ def test_dataset_error_is_raised_at_its_step(num_workers):
 @workers
 def test_error_in_a_discarded_sample_is_ignored(num_workers):
     order = [sample for step in undisturbed(Job(6, 2), 2) for sample, *_ in step]
-    with loader(even(6, 2), Broken(order[8]), num_workers=num_workers) as steps:
+    with loader(even_share(6, 2), Broken(order[8]), num_workers=num_workers) as steps:
         read(next(steps))
-        steps.set_share(even(6, 2, 0, 3))
+        steps.set_share(even_share(6, 2, 0, 3))
         assert len(read(next(steps))) == 2
 
 
 @workers
 def test_random_numbers_of_a_sample_are_its_own_in_every_epoch(num_workers):
-    with loader(even(23, 4), num_workers=num_workers) as steps:
+    with loader(even_share(23, 4), num_workers=num_workers) as steps:
         epochs = [{index: drawn for index, *drawn in read(next(steps))} for _ in range(2)]
     assert epochs == [{index: drawn for index, *drawn in step} for step in undisturbed(Job(23, 7), 2)]
     assert all(epochs[0][index] != epochs[1][index] for index in range(23))
@@ -431,13 +431,13 @@ def test_the_random_numbers_of_the_training_are_left_alone(num_workers):
     expected = torch.rand(3).tolist(), random.random()
     torch.manual_seed(1)
     random.seed(1)
-    with loader(even(6, 2), num_workers=num_workers) as steps:
+    with loader(even_share(6, 2), num_workers=num_workers) as steps:
         read(next(steps))
         assert (torch.rand(3).tolist(), random.random()) == expected
 
 
 def test_samples_need_not_be_seeded():
-    with loader(even(6, 6), seed_samples=False) as steps:
+    with loader(even_share(6, 6), seed_samples=False) as steps:
         torch.manual_seed(1)
         expected = torch.randint(1 << 30, (6,)).tolist()
         torch.manual_seed(1)
@@ -469,7 +469,7 @@ class Tables(Dataset):
 
 
 def test_samples_may_be_had_by_get():
-    with loader(even(9, 9), Pages(), collate_fn=list) as steps:
+    with loader(even_share(9, 9), Pages(), collate_fn=list) as steps:
         (batch,) = next(steps)
     assert sorted(row["page"] for row in batch.data) == list(range(9))
     assert batch.data == [{"page": index} for index in batch.indices]
@@ -480,7 +480,7 @@ def test_samples_may_be_had_many_at_a_time(num_workers):
     def rows(world):
         found = []
         for rank in range(world):
-            with loader(even(9, 3, rank, world), Tables(), collate_fn=list, num_workers=num_workers) as steps:
+            with loader(even_share(9, 3, rank, world), Tables(), collate_fn=list, num_workers=num_workers) as steps:
                 found += [row for batch in next(steps) for row in batch.data]
         return found
 
@@ -504,26 +504,26 @@ class Unsized(Dataset):
 )
 def test_data_without_numbers_or_length_is_refused(dataset, words):
     with pytest.raises(PolicyError, match=words):
-        loader(even(4, 2), dataset)
+        loader(even_share(4, 2), dataset)
     with pytest.raises(PolicyError, match="1 to"):
-        loader(even(4, 2), [])
+        loader(even_share(4, 2), [])
 
 
 def test_a_checkpoint_of_other_data_is_refused():
-    state = loader(even(4, 2)).state_dict()
+    state = loader(even_share(4, 2)).state_dict()
     with pytest.raises(CursorError, match="samples was 23 and is 24"):
-        loader(even(4, 2), Numbers(24)).load_state_dict(state)
-    loader(even(4, 2), Numbers(24), allow_changes=["samples"]).load_state_dict(state)
+        loader(even_share(4, 2), Numbers(24)).load_state_dict(state)
+    loader(even_share(4, 2), Numbers(24), allow_changes=["samples"]).load_state_dict(state)
 
 
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled:UserWarning")
 def test_loader_state_is_saved_by_dcp(tmp_path):
-    with loader(even(6, 2)) as steps:
+    with loader(even_share(6, 2)) as steps:
         read(next(steps))
         dcp.save({"samples": steps}, checkpoint_id=tmp_path, no_dist=True)
         expected = read(next(steps))
     for rank in range(2):
-        with loader(even(6, 2, rank, 2)) as again:
+        with loader(even_share(6, 2, rank, 2)) as again:
             dcp.load({"samples": again}, checkpoint_id=tmp_path, no_dist=True)
             assert again.position == (1, 6)
             found = read(next(again))
@@ -533,7 +533,7 @@ def test_loader_state_is_saved_by_dcp(tmp_path):
 
 
 def test_closed_is_closed():
-    steps = loader(even(4, 2), num_workers=1)
+    steps = loader(even_share(4, 2), num_workers=1)
     step = next(steps)
     list(step)
     steps.close()
@@ -546,8 +546,8 @@ def test_closed_is_closed():
 
 
 def test_unused_loader_starts_no_workers():
-    steps = loader(even(4, 2), num_workers=2)
-    steps.set_share(even(4, 1))
+    steps = loader(even_share(4, 2), num_workers=2)
+    steps.set_share(even_share(4, 1))
     assert steps._lines._running is None
 
 
@@ -557,7 +557,7 @@ def test_journals_of_two_worlds(tmp_path):
     for world, ranks, place, steps in [(1, 3, DataPosition(0, 0), 5), (2, 2, DataPosition(4, 24), 4)]:
         for rank in range(ranks):
             files.append(tmp_path / f"{world}-{rank}")
-            share = even(6, 2, rank, ranks)
+            share = even_share(6, 2, rank, ranks)
             with SampleLog(files[-1]) as journal, loader(share) as mine:
                 mine.set_share(share, place)
                 for step, _ in zip(mine, range(steps), strict=False):
@@ -568,12 +568,12 @@ def test_journals_of_two_worlds(tmp_path):
 
 def test_pinned_memory_is_passed_on():
     if torch.accelerator.is_available():
-        with loader(even(4, 2), pin_memory=True, num_workers=1) as steps:
+        with loader(even_share(4, 2), pin_memory=True, num_workers=1) as steps:
             assert all(batch.data.is_pinned() for batch in next(steps))
     else:
         with (
             pytest.warns(UserWarning, match="no accelerator"),
-            loader(even(4, 2), pin_memory=True) as steps,
+            loader(even_share(4, 2), pin_memory=True) as steps,
         ):
             assert len(read(next(steps))) == 4
 
@@ -584,7 +584,9 @@ def test_without_shared_memory_the_process_reads_its_samples_itself(monkeypatch,
 
     def read(num_workers):
         options = {"prefetch_factor": 2, "timeout_s": 5, "multiprocessing_context": "fork"} if num_workers else {}
-        with ElasticDataLoader(Numbers(), even(4, 2), seed=3, epochs=1, num_workers=num_workers, **options) as loader:
+        with ElasticDataLoader(
+            Numbers(), even_share(4, 2), seed=3, epochs=1, num_workers=num_workers, **options
+        ) as loader:
             found = []
             for step in loader:
                 found += [[part.tolist() for part in batch.data] for batch in step]

@@ -13,7 +13,7 @@ from elastic.samples.sample_schedule import (
     SampleSchedule,
     validated_slices,
 )
-from tests.support.batch_shares import even
+from tests.support.batch_shares import even_share
 
 
 @st.composite
@@ -169,7 +169,7 @@ def test_the_shares_of_a_plan_cover_any_batch_once(batch, microbatch, world, dat
     slices = [piece for rank in range(world) for piece in validated_slices(RankShare(plan, rank), samples)]
     assert [number for first, size in slices for number in range(first, first + size)] == list(range(samples))
     if microbatch:
-        assert slices == list(validated_slices(even(batch, microbatch), samples))
+        assert slices == list(validated_slices(even_share(batch, microbatch), samples))
 
 
 def test_a_plan_that_keeps_all_ranks_busy_still_has_short_batches():
@@ -199,4 +199,4 @@ def test_shares_that_cannot_be_are_refused(shares):
 @pytest.mark.parametrize("rank", [-1, 2])
 def test_rank_outside_the_plan_is_refused(rank):
     with pytest.raises(PolicyError, match="world_size is 2"):
-        even(8, 2, rank, 2)
+        even_share(8, 2, rank, 2)

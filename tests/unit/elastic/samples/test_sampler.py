@@ -9,7 +9,7 @@ from torch.utils.data import DataLoader
 from elastic.errors import CursorError, PolicyError, StepOrderError
 from elastic.samples import DataPosition, ElasticDataLoader, ElasticSampler, SampleOrder
 from elastic.samples.sampler import StatefulMicrobatchSampler
-from tests.support.batch_shares import even
+from tests.support.batch_shares import even_share
 
 pytestmark = [
     pytest.mark.slow,
@@ -21,7 +21,7 @@ DATA = list(range(23))
 
 
 def sampler(world=1, rank=0, batch=6, microbatch=2, **options):
-    return ElasticSampler(DATA, even(batch, microbatch, rank, world), **{"seed": 5, **options})
+    return ElasticSampler(DATA, even_share(batch, microbatch, rank, world), **{"seed": 5, **options})
 
 
 def expected(epochs=1):
@@ -55,7 +55,7 @@ def test_all_ranks_together_have_every_sample_once():
 
 @given(st.integers(1, 30), st.integers(1, 12), st.integers(1, 5), st.integers(0, 9), st.sampled_from(["wrap", "short"]))
 def test_sampler_lengths_are_known_in_advance(samples, batch, microbatch, step, epoch_end):
-    mine = ElasticSampler(samples, even(batch, microbatch), seed=1, epoch_end=epoch_end)
+    mine = ElasticSampler(samples, even_share(batch, microbatch), seed=1, epoch_end=epoch_end)
     mine.set_share(mine.share, mine.schedule.position_after_steps(step))
     batches = list(mine.batches())
     assert (len(mine), len(mine.batches())) == (sum(map(len, batches)), len(batches))
@@ -73,7 +73,7 @@ def test_iteration_starts_at_the_committed_position():
     again.load_state_dict(mine.state_dict())
     assert again.position == (1, 6)
     assert list(itertools.islice(again.batches(), 2)) == first[3:]
-    again.set_share(even(6, 2, 1, 3), at=DataPosition(0, 0))
+    again.set_share(even_share(6, 2, 1, 3), at=DataPosition(0, 0))
     assert next(iter(again.batches())) == first[1]
 
 
@@ -108,7 +108,7 @@ def test_a_cursor_of_other_samples_is_refused():
 
 
 def test_sampler_and_loader_have_the_same_order():
-    shares = even(6, 2, 1, 2)
+    shares = even_share(6, 2, 1, 2)
     with ElasticDataLoader(DATA, shares, seed=5) as loader:
         step = next(loader)
         assert [list(batch.indices) for batch in step] == list(itertools.islice(sampler(2, 1).batches(), len(step)))
@@ -204,7 +204,7 @@ class Stream:
 
 def all_rows(dataset):
     found = []
-    with ElasticDataLoader(dataset, even(4, 4), seed=1, epochs=1, epoch_end="short") as loader:
+    with ElasticDataLoader(dataset, even_share(4, 4), seed=1, epochs=1, epoch_end="short") as loader:
         for step in loader:
             for batch in step:
                 assert batch.data["text"] == [f"row {index}" for index in batch.indices]
@@ -216,7 +216,7 @@ def all_rows(dataset):
 def test_rows_of_hugging_face_by_their_interface():
     assert sorted(all_rows(Rows(10))) == list(range(10))
     with pytest.raises(PolicyError, match="Stream can only be read from its beginning"):
-        ElasticDataLoader(Stream(), even(4, 4), seed=1)
+        ElasticDataLoader(Stream(), even_share(4, 4), seed=1)
 
 
 def test_rows_of_hugging_face(monkeypatch):
@@ -227,4 +227,4 @@ def test_rows_of_hugging_face(monkeypatch):
     table = datasets.Dataset.from_dict(columns)
     assert all_rows(table.with_format("torch")) == all_rows(Rows(10))
     with pytest.raises(PolicyError, match="only be read from its beginning"):
-        ElasticDataLoader(table.to_iterable_dataset(), even(4, 4), seed=1)
+        ElasticDataLoader(table.to_iterable_dataset(), even_share(4, 4), seed=1)

@@ -8,7 +8,7 @@ from elastic.control.control_messages import ExitReason
 from elastic.supervisor import memory_tier
 from elastic.supervisor.memory_tier import MemoryTierProcess
 from peerstore.errors import AgentUnreachableError
-from tests.support.control_simulation import Table
+from tests.support.control_simulation import ControlSimulation
 
 WHY = "its node agent did not start in 3 attempts: no room"
 
@@ -53,7 +53,7 @@ def test_supervisor_that_ends_stops_the_attempts(attempts, tmp_path):
 
 
 def test_job_continues_without_the_node_that_left():
-    table = Table(2, nproc=1)
+    table = ControlSimulation(2, nproc=1)
     node = table.nodes["n1"]
     node.seats.leave(WHY)
     table.settle(40)
@@ -63,7 +63,7 @@ def test_job_continues_without_the_node_that_left():
 
 
 def test_running_job_continues_without_the_node_that_left():
-    table = Table(2, nproc=1)
+    table = ControlSimulation(2, nproc=1)
     table.settle(20)
     worlds = table.desk.world.epoch
     table.nodes["n1"].seats.leave(WHY)
@@ -74,7 +74,7 @@ def test_running_job_continues_without_the_node_that_left():
 
 
 def test_job_that_cannot_continue_ends_with_the_reason():
-    table = Table(1, nproc=1)
+    table = ControlSimulation(1, nproc=1)
     table.nodes["n0"].seats.leave(WHY)
     table.settle(40)
     assert table.desk.exit is ExitReason.JOB_FAILED

@@ -9,10 +9,10 @@ import pytest
 
 from elastic.control.control_messages import ExitReason
 from elastic.supervisor.supervisor import describe_unjoined_exit
-from tests.support.control_simulation import Table
+from tests.support.control_simulation import ControlSimulation
 
 
-def exits(table: Table, name: str, status: int) -> None:
+def exits(table: ControlSimulation, name: str, status: int) -> None:
     """The first process of a node ends before it has connected."""
     node = table.nodes[name]
     token = next(iter(node.ranks))
@@ -24,7 +24,7 @@ def exits(table: Table, name: str, status: int) -> None:
 
 @pytest.mark.parametrize("status", [0, 1])
 def test_script_that_never_joins_ends_the_job_after_one_run(status):
-    table = Table(2, nproc=2, spares=1)
+    table = ControlSimulation(2, nproc=2, spares=1)
     started = sum(len(node.ranks) for node in table.nodes.values())
     exits(table, "n0", status)
     nodes = list(table.nodes.values())
@@ -35,7 +35,7 @@ def test_script_that_never_joins_ends_the_job_after_one_run(status):
 
 
 def test_spare_that_never_joins_is_not_started_again():
-    table = Table(1, nproc=1, spares=1)
+    table = ControlSimulation(1, nproc=1, spares=1)
     node = table.nodes["n0"]
     spare = node.seats.spares()[0].token
     node.seats.process_exited(spare, "status 0", never_joined=node.seats.never_joins(spare, 0))
@@ -43,7 +43,7 @@ def test_spare_that_never_joins_is_not_started_again():
 
 
 def test_process_killed_by_a_signal_is_replaced():
-    table = Table(1, nproc=1)
+    table = ControlSimulation(1, nproc=1)
     exits(table, "n0", -9)
     table.settle(20)
     table.check_whole()
@@ -51,7 +51,7 @@ def test_process_killed_by_a_signal_is_replaced():
 
 
 def test_process_that_connected_is_replaced():
-    table = Table(1, nproc=1)
+    table = ControlSimulation(1, nproc=1)
     node = table.nodes["n0"]
     node.seats.process_connected(next(iter(node.ranks)))
     exits(table, "n0", 1)

@@ -11,12 +11,12 @@ from elastic.coordinator.desired_state import why_refused
 from elastic.fault_injection import FaultInjection, InjectionKind, InjectionPhase
 from elastic.supervisor import node_state
 from elastic.supervisor.node_state import InjectFault, PartitionNode
-from tests.support.control_simulation import Table
+from tests.support.control_simulation import ControlSimulation
 
 
 @pytest.fixture
 def table():
-    made = Table(3, nproc=2)
+    made = ControlSimulation(3, nproc=2)
     made.settle(15)
     return made
 
@@ -92,6 +92,6 @@ def test_partition_is_injected_once(table):
 def test_mistaken_injection_is_refused(table, injection, why):
     assert why_refused(table.desk, Asked(injection)) == why
     assert (
-        why_refused(Table(1).desk, Asked(FaultInjection(kind=InjectionKind.OOM, rank=0)))
+        why_refused(ControlSimulation(1).desk, Asked(FaultInjection(kind=InjectionKind.OOM, rank=0)))
         == "rank=0: the job has no ranks yet"
     )

@@ -7,11 +7,11 @@ import msgspec
 from elastic.control.control_messages import WorldRecord
 from elastic.coordinator.desired_state import node_desired
 from elastic.supervisor.node_state import node_status
-from tests.support.control_simulation import Table
+from tests.support.control_simulation import ControlSimulation
 
 
 def test_newest_world_is_kept_although_a_coordinator_names_an_older_one():
-    table = Table(3)
+    table = ControlSimulation(3)
     table.settle(15)
     table.resize(1)
     table.settle(30)

@@ -12,8 +12,8 @@ from elastic.testing import InMemoryCoordinator
 from elastic.workers import launch_environment
 from elastic.workers.event_detector import EventDetector, close_detectors, elastic_event_detected
 from elastic.workers.store_control_plane import StoreControlPlane
-from tests.support.control_planes import PATIENCE_S, at_once, results
-from tests.support.local_nodes import until
+from tests.support.control_planes import PATIENCE_S, start_all, wait_results
+from tests.support.local_nodes import wait_until
 
 
 @pytest.fixture
@@ -36,7 +36,7 @@ def test_a_signal_is_an_event_and_its_handler_is_called_too(alone, number):
         assert signal.getsignal(number).__name__ == "<lambda>"  # nothing happens on import
         assert not any(elastic_event_detected(number) for _ in range(100))
         signal.raise_signal(number)
-        assert until(lambda: elastic_event_detected(number))
+        assert wait_until(lambda: elastic_event_detected(number))
         assert elastic_event_detected()
         assert heard == [number]
         assert isinstance(alone[0], StoreControlPlane)
@@ -48,7 +48,7 @@ def test_a_signal_is_an_event_and_its_handler_is_called_too(alone, number):
 
 def test_all_ranks_detect_the_event_at_the_same_step():
     plane = InMemoryCoordinator(3)
-    detectors = results(at_once(*(lambda s=seat: EventDetector(s) for seat in plane.planes)))
+    detectors = wait_results(start_all(*(lambda s=seat: EventDetector(s) for seat in plane.planes)))
     meeting = threading.Barrier(3)
 
     def train(number):
@@ -60,7 +60,7 @@ def test_all_ranks_detect_the_event_at_the_same_step():
             steps += 1
         return steps
 
-    steps = results(at_once(*(lambda n=n: train(n) for n in range(3))))
+    steps = wait_results(start_all(*(lambda n=n: train(n) for n in range(3))))
     assert len(set(steps)) == 1
     assert steps[0] > 16
     for detector in detectors:
@@ -71,9 +71,9 @@ def test_all_ranks_detect_the_event_at_the_same_step():
 
 def test_broken_world_is_detected_without_waiting():
     plane = InMemoryCoordinator(2)
-    detectors = results(at_once(*(lambda s=seat: EventDetector(s) for seat in plane.planes)))
+    detectors = wait_results(start_all(*(lambda s=seat: EventDetector(s) for seat in plane.planes)))
     assert not detectors[0].is_detected()
     plane.lose_rank(plane.planes[1])
-    assert until(detectors[0].is_detected)
+    assert wait_until(detectors[0].is_detected)
     for detector in detectors:
         detector.close()

@@ -9,7 +9,7 @@ import pytest
 from elastic.control.control_plane import ControlNotice, NoticeKind
 from elastic.workers.leave_deadline import LeaveDeadline
 from tests.support.control_planes import PATIENCE_S
-from tests.support.control_simulation import Table
+from tests.support.control_simulation import ControlSimulation
 
 
 class Plane:
@@ -79,7 +79,7 @@ def test_second_notice_of_an_epoch_starts_no_second_deadline(plane, deadline):
 
 
 def test_ranks_receive_the_time_left_to_leave_a_broken_world():
-    table = Table(2)
+    table = ControlSimulation(2)
     table.settle(15)
     given = []
     for node in table.nodes.values():

@@ -15,8 +15,8 @@ import torch.distributed as dist
 from elastic.control.control_plane import RankAssignment
 from elastic.workers import process_groups
 from elastic.workers.process_groups import ProcessGroups, parse_store_address
-from tests.support.control_planes import at_once
-from tests.support.local_nodes import until
+from tests.support.control_planes import start_all
+from tests.support.local_nodes import wait_until
 
 
 @pytest.fixture
@@ -62,11 +62,11 @@ def test_unreachable_name_service_does_not_delay_leaving_a_broken_world(store, s
     """Names are looked up on the way in: a thread that aborts holds a lock that leaving needs."""
     place = RankAssignment(1, 0, 2, 0, 1, 0, 2, store, stores=(store,) if spread else ())
     groups = ProcessGroups(place, backend="gloo", timeout=timedelta(seconds=120))
-    (entering,) = at_once(groups.initialize)
-    until(lambda: is_connected(store))
+    (entering,) = start_all(groups.initialize)
+    wait_until(lambda: is_connected(store))
     asked = asked_on_the_way_in_only(threading.current_thread(), socket.getaddrinfo)
     monkeypatch.setattr(socket, "getaddrinfo", asked)
-    until(lambda: groups.close_connections() or entering.done())  # one that is just connecting connects anew
+    wait_until(lambda: groups.close_connections() or entering.done())  # one that is just connecting connects anew
     monkeypatch.undo()
     with pytest.raises(RuntimeError):
         entering.result()

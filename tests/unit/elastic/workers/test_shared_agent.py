@@ -7,7 +7,7 @@ import torch
 
 from elastic.settings import SHARED_AGENT_VARIABLE
 from elastic.workers.shared_agent import SharedAgentSteps, expect_steps_of_shared_agent
-from tests.support.agents import end_agent
+from tests.support.agents import stop_agent
 from tieredckpt import Checkpointer
 from tieredckpt.errors import CheckpointNotFoundError
 from tieredckpt.session.session import close_sessions
@@ -30,7 +30,7 @@ def test_restore_refuses_to_begin_anew_and_names_the_step(agent_dir, monkeypatch
             assert ckpt.restore({"w": torch.zeros(3)}) == -1
     finally:
         close_sessions()
-        end_agent(own)
+        stop_agent(own)
 
 
 def test_absent_shared_agent_expects_nothing(tmp_path):

@@ -12,7 +12,7 @@ from elastic.control.control_plane import ControlNotice, NoticeKind
 from elastic.errors import ControlPlaneUnavailableError
 from elastic.testing import InMemoryCoordinator
 from elastic.workers.step_barrier import BoundaryDecision, StepBarrier
-from tests.support.control_planes import PATIENCE_S, all_ready, at_once, results
+from tests.support.control_planes import PATIENCE_S, start_all, wait_all_assigned, wait_results
 
 
 class Lockstep:
@@ -20,7 +20,7 @@ class Lockstep:
 
     def __init__(self, size, steps):
         self.plane = InMemoryCoordinator(size)
-        places = all_ready(self.plane.planes)
+        places = wait_all_assigned(self.plane.planes)
         self.gates = [StepBarrier(seat, place.epoch) for seat, place in zip(self.plane.planes, places, strict=True)]
         self.meeting = threading.Barrier(size)
         self.steps = steps
@@ -47,7 +47,7 @@ class Lockstep:
 
         beside = threading.Thread(target=look)
         beside.start()
-        found = results(at_once(*(lambda n=n: self.train(n, act) for n in range(len(self.gates)))))
+        found = wait_results(start_all(*(lambda n=n: self.train(n, act) for n in range(len(self.gates)))))
         ended.set()
         beside.join()
         for gate in self.gates:
@@ -101,7 +101,7 @@ def test_rank_inside_a_step_reports_at_once():
 @pytest.fixture
 def two():
     plane = InMemoryCoordinator(2)
-    places = all_ready(plane.planes)
+    places = wait_all_assigned(plane.planes)
     gates = [StepBarrier(seat, place.epoch, retry_s=0.01) for seat, place in zip(plane.planes, places, strict=True)]
     yield plane, gates
     for seat in plane.planes:
@@ -114,7 +114,7 @@ def test_loading_rank_pauses_at_its_loaded_step(two):
     plane, gates = two
     plane.resize(2)
     gates[1].poll()
-    assert results(at_once(*(lambda g=gate: g.pass_boundary(7) for gate in gates))) == [
+    assert wait_results(start_all(*(lambda g=gate: g.pass_boundary(7) for gate in gates))) == [
         BoundaryDecision.PAUSE,
         BoundaryDecision.PAUSE,
     ]
@@ -128,9 +128,9 @@ def test_no_notice_is_no_stop(two):
 def test_a_loss_while_others_pause_ends_their_wait(two):
     plane, gates = two
     plane.resize(2)
-    waiting = at_once(lambda: gates[0].pass_boundary(3))
+    waiting = start_all(lambda: gates[0].pass_boundary(3))
     plane.lose_rank(plane.planes[1])
-    assert results(waiting) == [BoundaryDecision.ABORT]
+    assert wait_results(waiting) == [BoundaryDecision.ABORT]
     assert "rank 1 was lost" in gates[0].broken_reason
 
 
@@ -164,7 +164,7 @@ def test_unavailable_control_plane_is_retried(two):
     plane.planes[0].agree_on_step = away
     plane.resize(2)
     gates[1].poll()
-    assert results(at_once(*(lambda g=gate: g.pass_boundary(4) for gate in gates))) == [
+    assert wait_results(start_all(*(lambda g=gate: g.pass_boundary(4) for gate in gates))) == [
         BoundaryDecision.PAUSE,
         BoundaryDecision.PAUSE,
     ]
@@ -173,8 +173,8 @@ def test_unavailable_control_plane_is_retried(two):
 def test_urgent_stop_keeps_its_target_step(two):
     plane, gates = two
     plane.resize(1)
-    first = at_once(lambda: gates[0].pass_boundary(4))
+    first = start_all(lambda: gates[0].pass_boundary(4))
     plane.stop("now all of it")
     assert gates[1].pass_boundary(3) is BoundaryDecision.CONTINUE
     assert gates[1].pass_boundary(4) is BoundaryDecision.PAUSE
-    assert results(first) == [BoundaryDecision.PAUSE]
+    assert wait_results(first) == [BoundaryDecision.PAUSE]

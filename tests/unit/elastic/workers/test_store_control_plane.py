@@ -26,8 +26,8 @@ from elastic.rendezvous.rootless_tcpstore import RootlessStore, StoreTimeouts
 from elastic.workers.launch_environment import connect_store, detect_control_plane, single_process_control_plane
 from elastic.workers.process_groups import close_store_connections
 from elastic.workers.store_control_plane import StoreControlPlane, pauses_s
-from tests.support.control_planes import PATIENCE_S, all_ready, at_once, results, wants
-from tests.support.local_nodes import until
+from tests.support.control_planes import PATIENCE_S, start_all, wait_all_assigned, wait_results, wanted_notice
+from tests.support.local_nodes import wait_until
 from tests.support.store_servers import server_processes
 
 
@@ -49,14 +49,14 @@ def start(server):
                 RankAssignment(0, rank, size, 0, 1, rank, size, f"127.0.0.1:{server.port}") for rank in range(size)
             ]
             made = [StoreControlPlane(connect, place) for place in places]
-            stack.callback(lambda: results(at_once(*(plane.close for plane in made))))
+            stack.callback(lambda: wait_results(start_all(*(plane.close for plane in made))))
             return made
 
         yield planes
 
 
 def test_a_world_is_the_same_for_all_its_ranks(start):
-    places = all_ready(start(3))
+    places = wait_all_assigned(start(3))
     assert {(place.epoch, place.world_size, place.store) for place in places} == {(0, 3, places[0].store)}
     assert [place.rank for place in places] == [0, 1, 2]
 
@@ -78,16 +78,16 @@ def test_ranks_receive_the_hang_timeout(server):
 
 def test_new_attempt_ignores_the_state_of_the_previous_one(start):
     first = start(3)
-    all_ready(first)
+    wait_all_assigned(first)
     first[0].request_change(NoticeKind.RESIZE, "other numbers")
-    assert results(at_once(*(lambda p=plane: p.agree_on_step(8) for plane in first))) == [8, 8, 8]
+    assert wait_results(start_all(*(lambda p=plane: p.agree_on_step(8) for plane in first))) == [8, 8, 8]
     second = start(2)  # what the first ones said is all still in the store
-    late = at_once(lambda: second[1].wait_for_assignment(timeout_s=PATIENCE_S))
-    places = [second[0].wait_for_assignment(timeout_s=PATIENCE_S), *results(late)]
+    late = start_all(lambda: second[1].wait_for_assignment(timeout_s=PATIENCE_S))
+    places = [second[0].wait_for_assignment(timeout_s=PATIENCE_S), *wait_results(late)]
     assert [(place.epoch, place.world_size) for place in places] == [(1, 2), (1, 2)]
     assert [plane.notice() for plane in second] == [None, None]
     second[1].request_change(NoticeKind.RESIZE, "once more")
-    assert results(at_once(*(lambda p=plane: p.agree_on_step(16) for plane in second))) == [16, 16]
+    assert wait_results(start_all(*(lambda p=plane: p.agree_on_step(16) for plane in second))) == [16, 16]
 
 
 def test_waiting_for_a_missing_rank_times_out(start):
@@ -98,13 +98,13 @@ def test_waiting_for_a_missing_rank_times_out(start):
 
 def test_one_request_stops_all_ranks_at_the_greatest_step(start):
     planes = start(3)
-    all_ready(planes)
+    wait_all_assigned(planes)
     assert [plane.notice() for plane in planes] == [None] * 3
     planes[1].request_change(NoticeKind.RESIZE, "preempted", deadline_s=60.0)
-    until(lambda: all(wants(plane) is NoticeKind.STOP for plane in planes))
+    wait_until(lambda: all(wanted_notice(plane) is NoticeKind.STOP for plane in planes))
     assert all(0 < plane.notice().deadline_s <= 60 for plane in planes)
-    said = results(
-        at_once(*(lambda p=plane, n=n: p.agree_on_step(n) for plane, n in zip(planes, (16, 8, 0), strict=True)))
+    said = wait_results(
+        start_all(*(lambda p=plane, n=n: p.agree_on_step(n) for plane, n in zip(planes, (16, 8, 0), strict=True)))
     )
     assert said == [16, 16, 16]
     assert planes[0].agree_on_step(17) == 16  # once is what counts
@@ -117,18 +117,18 @@ def test_one_request_stops_all_ranks_at_the_greatest_step(start):
 
 def test_a_fault_ends_the_wait_of_others_and_there_is_no_second_world(start):
     planes = start(3)
-    all_ready(planes)
+    wait_all_assigned(planes)
     heard = [threading.Event() for _ in planes]
     for plane, event in zip(planes, heard, strict=True):
         plane.on_broken(lambda _notice, event=event: event.set())
     planes[0].request_change(NoticeKind.STOP, "enough")
-    waiting = at_once(*(lambda p=plane: p.agree_on_step(5) for plane in planes[:2]))
+    waiting = start_all(*(lambda p=plane: p.agree_on_step(5) for plane in planes[:2]))
     planes[2].report_fault("its loss is not finite")
     for one in waiting:
         with pytest.raises(StaleEpochError):
             one.result(PATIENCE_S)
     assert all(event.wait(PATIENCE_S) for event in heard)
-    assert {wants(plane) for plane in planes} == {NoticeKind.RESTART}
+    assert {wanted_notice(plane) for plane in planes} == {NoticeKind.RESTART}
     with pytest.raises(JobFailedError, match="rank 2: its loss is not finite"):
         planes[0].wait_for_assignment()
     late = threading.Event()
@@ -140,14 +140,14 @@ def test_a_fault_ends_the_wait_of_others_and_there_is_no_second_world(start):
 
 def test_a_pause_ends_in_time(start):
     planes = start(2)
-    all_ready(planes)
+    wait_all_assigned(planes)
     with pytest.raises(ControlDeadlineError):
         planes[0].agree_on_step(1, timeout_s=0.01)
 
 
 def test_finished_rank_is_not_awaited(start):
     planes = start(2)
-    all_ready(planes)
+    wait_all_assigned(planes)
     for plane in planes:
         plane.report_finished()
         with pytest.raises(Dismissed):
@@ -166,11 +166,11 @@ def test_calls_before_the_assignment_are_refused(start):
 def test_deadline_is_independent_of_clock_differences(start, monkeypatch):
     """And on one that is set meanwhile: it is asked for and read on clocks an hour apart."""
     (plane,) = start(1)
-    all_ready([plane])
+    wait_all_assigned([plane])
     real = time.time
     plane.request_change(NoticeKind.STOP, "soon", deadline_s=50.0)
     monkeypatch.setattr(time, "time", lambda: real() - 3600)
-    until(plane.notice)
+    wait_until(plane.notice)
     assert 0 < plane.notice().deadline_s <= 50
     monkeypatch.setattr(time, "time", lambda: real() + 3600)
     assert 0 < plane.notice().deadline_s <= 50
@@ -180,9 +180,9 @@ def test_earlier_of_two_deadlines_holds(start):
     plane = start(1)[0]
     plane.wait_for_assignment()
     plane.request_change(NoticeKind.STOP, "soon", deadline_s=50.0)
-    until(plane.notice)
+    wait_until(plane.notice)
     plane.request_change(NoticeKind.STOP, "later", deadline_s=5000.0)
-    until(lambda: plane.notice().reason == "later")
+    wait_until(lambda: plane.notice().reason == "later")
     assert plane.notice().deadline_s <= 50
 
 
@@ -221,8 +221,8 @@ def test_an_epoch_is_newer_than_all_that_any_of_its_ranks_has_been_in(server):
     def world(*least):
         places = [RankAssignment(floor, rank, len(least), 0, 1, rank, 1, "n:1") for rank, floor in enumerate(least)]
         made = [StoreControlPlane(connect, place, last=False) for place in places]
-        epochs = {place.epoch for place in all_ready(made)}
-        results(at_once(*(plane.close for plane in made)))
+        epochs = {place.epoch for place in wait_all_assigned(made)}
+        wait_results(start_all(*(plane.close for plane in made)))
         return epochs
 
     assert world(0, 5, 0) == {5}
@@ -232,7 +232,7 @@ def test_an_epoch_is_newer_than_all_that_any_of_its_ranks_has_been_in(server):
 
 def test_wait_ends_when_the_world_is_marked_broken(start):
     first, _ = start(2)
-    waiting = at_once(lambda: first.wait_for_assignment(timeout_s=PATIENCE_S))
+    waiting = start_all(lambda: first.wait_for_assignment(timeout_s=PATIENCE_S))
     first.mark_broken("the other one is lost")
     with pytest.raises(StaleEpochError, match="the other one is lost"):
         waiting[0].result(PATIENCE_S)
@@ -245,9 +245,9 @@ def test_another_size_is_no_stop_where_the_processes_stay(server):
     plane = StoreControlPlane(connect, RankAssignment(0, 0, 1, 0, 1, 0, 1, "n:1"), last=False)
     plane.wait_for_assignment()
     plane.request_change(NoticeKind.RESIZE, "other numbers")
-    until(lambda: wants(plane) is NoticeKind.RESIZE)
+    wait_until(lambda: wanted_notice(plane) is NoticeKind.RESIZE)
     plane.mark_broken("the launcher says so")
-    assert (wants(plane), plane.notice().reason) == (NoticeKind.RESTART, "the launcher says so")
+    assert (wanted_notice(plane), plane.notice().reason) == (NoticeKind.RESTART, "the launcher says so")
     plane.close()
 
 
@@ -267,7 +267,7 @@ def stoppable(zygote):
                 return connect_store(server.host, server.port, timeouts=PATIENCE)
 
             made = [StoreControlPlane(connect, place, limits=HangTimeouts(), beat_s=beat_s) for place in places]
-            stack.callback(lambda: results(at_once(*(plane.close for plane in made))))
+            stack.callback(lambda: wait_results(start_all(*(plane.close for plane in made))))
             return made
 
         yield server, planes
@@ -288,10 +288,10 @@ def test_no_call_waits_for_a_stopped_store(stoppable, call):
     (plane,) = start(1, beat_s=3600.0)  # nobody else sees that it does not answer
     plane.wait_for_assignment()
     server.stop()
-    (told,) = at_once(lambda: call(plane))
+    (told,) = start_all(lambda: call(plane))
     with pytest.raises(ControlPlaneUnavailableError, match="does not answer"):
         told.result(PATIENCE_S)
-    (closed,) = at_once(plane.close)
+    (closed,) = start_all(plane.close)
     closed.result(PATIENCE_S)
 
 
@@ -300,8 +300,8 @@ def test_no_call_waits_for_a_stopped_store(stoppable, call):
 def test_no_rank_waits_for_others_at_a_stopped_store(stoppable, rank):
     server, start = stoppable
     plane = start(2)[rank]
-    (coming,) = at_once(plane.wait_for_assignment)
-    until(lambda: plane._store.check(["elastic/plane/epochs"]) or rank == 1)
+    (coming,) = start_all(plane.wait_for_assignment)
+    wait_until(lambda: plane._store.check(["elastic/plane/epochs"]) or rank == 1)
     server.stop()
     with pytest.raises(ControlPlaneUnavailableError, match="does not answer"):
         coming.result(PATIENCE_S)
@@ -314,15 +314,15 @@ def test_no_rank_waits_for_others_at_a_stopped_store(stoppable, rank):
 def test_waiting_rank_reports_a_stopped_store(stoppable, wait):
     server, start = stoppable
     planes = start(2)
-    all_ready(planes)
-    (waiting,) = at_once(lambda: wait(planes[0]))
+    wait_all_assigned(planes)
+    (waiting,) = start_all(lambda: wait(planes[0]))
     came = ["elastic/plane/0/paused", "elastic/plane/0/came/the end"]
-    until(lambda: any(planes[1]._store.check([name]) for name in came))
+    wait_until(lambda: any(planes[1]._store.check([name]) for name in came))
     server.stop()
     with pytest.raises(StaleEpochError, match="the store that the ranks met at is gone"):
         waiting.result(PATIENCE_S)
-    until(lambda: all(wants(plane) is NoticeKind.RESTART for plane in planes))
-    results(at_once(*(plane.close for plane in planes)))
+    wait_until(lambda: all(wanted_notice(plane) is NoticeKind.RESTART for plane in planes))
+    wait_results(start_all(*(plane.close for plane in planes)))
 
 
 # -- who hangs, and what it costs to know -----------------------------------------------------------------------------
@@ -356,16 +356,16 @@ def test_store_requests_of_a_rank_are_independent_of_the_world_size(server, size
         StoreControlPlane(lambda: Counted(server.port), place, limits=HangTimeouts(), beat_s=3600.0, last=False)
         for place in places
     ]
-    all_ready(made)
-    until(lambda: all(plane._store.asked["wait"] == 1 and plane._heartbeats._beats == 1 for plane in made))
-    until(lambda: made[0]._store.asked["multi_get"] == 2)  # of the meeting, and of the judge
+    wait_all_assigned(made)
+    wait_until(lambda: all(plane._store.asked["wait"] == 1 and plane._heartbeats._beats == 1 for plane in made))
+    wait_until(lambda: made[0]._store.asked["multi_get"] == 2)  # of the meeting, and of the judge
     before = [plane._store.asked.copy() for plane in made]
     made[1].request_change(NoticeKind.RESIZE, "other numbers")
-    until(lambda: all(plane._store.asked["wait"] == 2 for plane in made))
+    wait_until(lambda: all(plane._store.asked["wait"] == 2 for plane in made))
     after = [dict(plane._store.asked - earlier) for plane, earlier in zip(made, before, strict=True)]
     heard = {"wait": 1, "get": 1}
     assert after == [heard, heard | {"compare_set": 1, "multi_set": 1}, *[heard] * (size - 2)]
-    results(at_once(*(plane.close for plane in made)))
+    wait_results(start_all(*(plane.close for plane in made)))
 
 
 def test_polling_pauses_grow_up_to_a_second():
@@ -377,10 +377,10 @@ def test_polling_pauses_grow_up_to_a_second():
 
 def test_event_of_a_rank_that_ended_before_waking_others_is_received(start):
     first, second = start(2)
-    all_ready([first, second])
+    wait_all_assigned([first, second])
     told = msgspec.json.encode({"want": "restart", "reason": "rank 0: it is about to end", "by": "0.1"})
     first._store.compare_set(first._name("event/0"), "", told.decode())
-    until(lambda: {wants(first), wants(second)} == {NoticeKind.RESTART})
+    wait_until(lambda: {wanted_notice(first), wanted_notice(second)} == {NoticeKind.RESTART})
 
 
 def test_malformed_event_breaks_the_world(start):
@@ -388,7 +388,7 @@ def test_malformed_event_breaks_the_world(start):
     plane.wait_for_assignment()
     plane._store.set(plane._name("event/0"), "no event")
     plane._store.set(plane._name("wake/0/0"), "1")
-    until(lambda: wants(plane) is NoticeKind.RESTART)
+    wait_until(lambda: wanted_notice(plane) is NoticeKind.RESTART)
 
 
 def _hangs(say, port, leaves):
@@ -397,7 +397,7 @@ def _hangs(say, port, leaves):
     place = RankAssignment(0, 0, 1, 0, 1, 0, 1, "n:1")
     plane = StoreControlPlane(lambda: connect_store("127.0.0.1", port), place, limits=limits, beat_s=0.05, leave_s=0.3)
     plane.wait_for_assignment()
-    until(plane.notice)
+    wait_until(plane.notice)
     say(plane.notice().reason)
     if leaves:
         plane.report_progress(RankProgress(-1, idle=True))
@@ -409,7 +409,7 @@ def _hangs(say, port, leaves):
 
 def test_process_that_does_not_leave_a_hanging_world_fails(server, zygote):
     running = zygote.start(_hangs, server.port, False)
-    until(lambda: running.has_ended)
+    wait_until(lambda: running.has_ended)
     assert "no rank has got on for" in running.lines()[0]
     with pytest.raises(AssertionError):  # it ended with an error
         running.wait()

@@ -19,7 +19,7 @@ from elastic.workers import step_barrier
 from elastic.workers.step_barrier import StepBarrier
 from elastic.workers.train_loop import RecoveryPolicy, RunOutcome, RunResult, current_world, recoverable, run
 from elastic.workers.world_handle import resolve_mesh_shape
-from tests.support.control_planes import PATIENCE_S, at_once, results
+from tests.support.control_planes import PATIENCE_S, start_all, wait_results
 from tieredckpt import Checkpointer, NullCheckpointer, SaveFailedError
 from tieredckpt.checkpointer.preemption import PreemptionHandler, sigterm_handled_elsewhere
 from tieredckpt.session.session import close_sessions
@@ -36,7 +36,7 @@ def quick(monkeypatch):
 
 
 def job(plane, train, policy=QUIET):
-    return at_once(*(lambda s=seat: run(train, plane=s, policy=policy) for seat in plane.planes))
+    return start_all(*(lambda s=seat: run(train, plane=s, policy=policy) for seat in plane.planes))
 
 
 def steps_to(total):
@@ -49,7 +49,7 @@ def steps_to(total):
 
 
 def test_all_finish():
-    ends = results(job(InMemoryCoordinator(3), steps_to(5)))
+    ends = wait_results(job(InMemoryCoordinator(3), steps_to(5)))
     assert [(end.outcome, end.value, end.steps, end.worlds) for end in ends] == [(RunOutcome.FINISHED, 4, 5, 1)] * 3
 
 
@@ -69,7 +69,7 @@ def test_resize_resumes_at_the_agreed_step():
                 meeting.wait(PATIENCE_S)
 
     meeting = threading.Barrier(2)
-    ends = results(job(plane, train))
+    ends = wait_results(job(plane, train))
     assert sorted(end.outcome.value for end in ends) == ["dismissed", "finished"]
     assert len(set(sealed)) == 1
     target = sealed[0]
@@ -101,7 +101,7 @@ def resized_once(save_between_worlds):
 
     with memory_node():
         policy = RecoveryPolicy(backend="none", peer_loss_wait_s=0.0, health_check=between_worlds)
-        (ended,) = results(job(plane, train, policy))
+        (ended,) = wait_results(job(plane, train, policy))
     return ended, restored, plane.planes[0].faults
 
 
@@ -153,7 +153,7 @@ def test_stopped_job_is_sealed_and_names_the_next_step():
             if step == 5 and world.rank == 0:
                 plane.stop("the night is over")
 
-    ends = results(job(plane, train))
+    ends = wait_results(job(plane, train))
     assert {end.outcome for end in ends} == {RunOutcome.STOPPED}
     assert len({end.steps for end in ends}) == 1
     assert set(seen) == {ends[0].steps - 1}
@@ -171,7 +171,7 @@ def test_an_exception_is_a_fault_and_all_begin_again():
                 assert world._gate.wait_broken(PATIENCE_S)
         return world.restarts
 
-    ends = results(job(plane, train))
+    ends = wait_results(job(plane, train))
     assert [(end.outcome, end.value) for end in ends] == [(RunOutcome.FINISHED, 1)] * 2
     (fault,) = (fault for seat in plane.planes for fault in seat.faults)
     assert re.fullmatch(r"ZeroDivisionError: a step too far \(test_train_loop.py:\d+ in train\)", fault)
@@ -223,7 +223,7 @@ def test_error_after_another_rank_was_lost_is_no_fault(error):
     ends = job(plane, train, PATIENT)
     assert left.wait(PATIENCE_S)
     plane.restart("another rank was lost")
-    assert {end.outcome for end in results(ends)} == {RunOutcome.FINISHED, RunOutcome.DISMISSED}
+    assert {end.outcome for end in wait_results(ends)} == {RunOutcome.FINISHED, RunOutcome.DISMISSED}
     assert [seat.faults for seat in plane.planes] == [[], []]
 
 
@@ -234,7 +234,7 @@ def test_error_without_a_lost_rank_is_a_fault():
         if world.restarts == 0:
             raise RuntimeError("[gloo] Timed out waiting 1ms for recv operation to complete")
 
-    assert results(job(plane, train))[0].outcome is RunOutcome.FINISHED
+    assert wait_results(job(plane, train))[0].outcome is RunOutcome.FINISHED
     assert len(plane.planes[0].faults) == 1
 
 
@@ -253,7 +253,7 @@ def test_a_loss_while_others_seal_is_handled():
             if world.epoch == 0 and step == 1:
                 plane.resize(1)
 
-    assert sorted(end.outcome.value for end in results(job(plane, train))) == ["dismissed", "finished"]
+    assert sorted(end.outcome.value for end in wait_results(job(plane, train))) == ["dismissed", "finished"]
     assert plane.restarts == 1
 
 
@@ -269,7 +269,7 @@ def test_a_step_that_could_not_be_sealed_is_not_called_sealed():
                 plane.resize(1)
         return world.epoch
 
-    assert results(job(plane, train))[0].value == 1
+    assert wait_results(job(plane, train))[0].value == 1
     assert plane.restarts == 1
 
 
@@ -285,7 +285,7 @@ def test_errors_while_leaving_a_world_are_not_faults():
             raise ZeroDivisionError("in a with block's exit") from None
         return world.epoch
 
-    assert results(job(plane, train))[0].value == 1
+    assert wait_results(job(plane, train))[0].value == 1
     assert plane.planes[0].faults == []
     assert plane.restarts == 0
 
@@ -307,7 +307,7 @@ def test_rank_loss_at_the_last_step_is_handled_before_the_end():
         plane.size = 1
         return train(world)
 
-    ends = results(job(plane, lonely))
+    ends = wait_results(job(plane, lonely))
     assert sorted((end.outcome.value, end.value) for end in ends) == [("dismissed", None), ("finished", 1)]
 
 
@@ -325,7 +325,7 @@ def test_loop_that_counts_its_own_steps_polls_each_step():
             done += 1
         return done
 
-    assert [end.outcome for end in results(job(plane, train))] == [RunOutcome.FINISHED] * 2
+    assert [end.outcome for end in wait_results(job(plane, train))] == [RunOutcome.FINISHED] * 2
     assert {seat.epoch for seat in plane.planes} == {1}
 
 
@@ -450,7 +450,7 @@ def test_imported_objects_are_frozen_for_the_garbage_collector():
         return gc.get_freeze_count()
 
     gc.unfreeze()
-    (end,) = results(job(InMemoryCoordinator(1), train))
+    (end,) = wait_results(job(InMemoryCoordinator(1), train))
     assert end.value > 1000
     assert gc.get_freeze_count() == 0
 

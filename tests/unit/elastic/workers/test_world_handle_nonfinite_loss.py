@@ -12,7 +12,7 @@ from elastic.errors import JobFailedError, NonFiniteLossError, PolicyError
 from elastic.testing import InMemoryCoordinator
 from elastic.workers.train_loop import RecoveryPolicy, RunOutcome, run
 from elastic.workers.world_handle import NonFiniteGuard
-from tests.support.control_planes import PATIENCE_S, at_once, results
+from tests.support.control_planes import PATIENCE_S, start_all, wait_results
 
 NAN = float("nan")
 
@@ -70,10 +70,10 @@ def test_always_nonfinite_loss_fails_the_job_and_a_transient_one_costs_a_step():
                 world.check_finite(NAN if bad else 1.0)
 
     policy = RecoveryPolicy(backend="none", peer_loss_wait_s=0.0)
-    ends = at_once(*(lambda s=seat: run(train, plane=s, policy=policy) for seat in plane.planes))
+    ends = start_all(*(lambda s=seat: run(train, plane=s, policy=policy) for seat in plane.planes))
     for end in ends:
         with pytest.raises(JobFailedError, match="step 9 is not finite"):
-            results([end])
+            wait_results([end])
     assert plane.restarts == 3
     assert [len(seat.faults) for seat in plane.planes] == [0, 3]
 

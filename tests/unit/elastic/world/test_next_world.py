@@ -37,7 +37,7 @@ from elastic.world.world_state import (
     WorldPhase,
 )
 from elastic.world.world_transition import keep_node_ranks
-from tests.worlds.told import Told
+from tests.worlds.told import ReconcilerDriver
 
 FOUR = ScalingPolicy(
     min_replicas=2,
@@ -61,13 +61,13 @@ def rank_lost(node: str, local_rank: int = 0, births: int = 2) -> RankLost:
 
 
 def test_world_forms_when_all_desired_nodes_are_ready():
-    job = Told(FOUR, "abcd")
+    job = ReconcilerDriver(FOUR, "abcd")
     assert job.did(FormWorld) == FormWorld(0, ("a", "b", "c", "d"), 2, FormationKind.START, 0, "")
     assert (job.world.phase, job.world.world_size, job.world.next_tick_s) == (WorldPhase.RUNNING, 8, None)
 
 
 def test_job_starts_smaller_after_the_scaling_timeout_but_not_below_the_minimum():
-    job = Told(FOUR, "a")
+    job = ReconcilerDriver(FOUR, "a")
     assert (job.world.phase, job.world.next_tick_s) == (WorldPhase.FORMING, None)
     job.tell(NodeJoined("b", 1, 2), at_s=5)
     job.tell(NodeReady("b", 1, 2), at_s=7)
@@ -78,23 +78,23 @@ def test_job_starts_smaller_after_the_scaling_timeout_but_not_below_the_minimum(
 
 def test_world_forms_at_once_with_the_requested_replicas():
     policy = ScalingPolicy(min_replicas=2, max_replicas=4, replicas=3)
-    assert Told(policy, "abc").did(FormWorld).nodes == ("a", "b", "c")
+    assert ReconcilerDriver(policy, "abc").did(FormWorld).nodes == ("a", "b", "c")
 
 
 def test_job_fails_when_too_few_nodes_join_before_the_startup_timeout():
-    job = Told(ScalingPolicy(min_replicas=2, max_replicas=2, startup_timeout_s=60), "a")
+    job = ReconcilerDriver(ScalingPolicy(min_replicas=2, max_replicas=2, startup_timeout_s=60), "a")
     job.tick()
     assert "within 60 s, 1 of the 2 nodes needed were ready" in job.did(FailJob).reason
 
 
 def test_a_node_with_another_number_of_ranks_is_sent_away():
-    job = Told(FOUR, "ab")
+    job = ReconcilerDriver(FOUR, "ab")
     assert job.tell(NodeJoined("c", 1, 8)) == (ReleaseNode("c", 1, "it runs 8 ranks, all others run 2", force=True),)
     assert "c" not in job.world.members
 
 
 def test_ranks_paused_by_a_dead_coordinator_resume():
-    job = Told(FOUR, "ab")
+    job = ReconcilerDriver(FOUR, "ab")
     job.tick()
     job.sealed("a")
     assert "last coordinator" in job.did(BreakWorld).reason
@@ -106,7 +106,7 @@ def test_ranks_paused_by_a_dead_coordinator_resume():
 
 
 def test_warm_spare_of_the_node_replaces_a_lost_rank():
-    job = Told(FOUR, "abcd", spares=1)
+    job = ReconcilerDriver(FOUR, "abcd", spares=1)
     assert job.tell(rank_lost("b")) == (
         BreakWorld(0, "rank 0 of b was lost: exit 1", FOUR.abort_limit_s),
         PromoteSpare("b", 1, 0),
@@ -120,7 +120,7 @@ def test_warm_spare_of_the_node_replaces_a_lost_rank():
 
 
 def test_standby_node_replaces_a_lost_node_and_no_other_node_moves():
-    job = Told(FOUR, "abcd")
+    job = ReconcilerDriver(FOUR, "abcd")
     job.joins("e")
     assert job.tell(lost("b")) == (BreakWorld(0, "b was lost: no heartbeat", FOUR.abort_limit_s),)
     job.ready("a", "c", "d")
@@ -128,7 +128,7 @@ def test_standby_node_replaces_a_lost_node_and_no_other_node_moves():
 
 
 def test_standby_node_is_preferred_to_a_new_process():
-    job = Told(FOUR, "abcd")
+    job = ReconcilerDriver(FOUR, "abcd")
     job.joins("e")
     assert job.tell(rank_lost("b", 1))[1:] == (RespawnRanks("b", 1, (1,)),)
     job.ready("a", "c", "d")
@@ -142,7 +142,7 @@ TWO = ScalingPolicy(max_replicas=2, scaling_timeout_s=5, restart_timeout_s=100, 
 
 def test_node_that_knows_the_memory_tier_is_awaited():
     """Those that stand by were in no world: they would find nothing, and begin anew."""
-    job = Told(TWO, "ab")
+    job = ReconcilerDriver(TWO, "ab")
     job.joins("c")
     job.tell(rank_lost("a"))
     job.tell(lost("b"))
@@ -153,7 +153,7 @@ def test_node_that_knows_the_memory_tier_is_awaited():
 
 
 def test_node_that_shared_a_world_with_it_is_awaited():
-    job = Told(TWO, "ab")
+    job = ReconcilerDriver(TWO, "ab")
     job.joins("c")
     job.tell(rank_lost("a"))
     job.ready("b")
@@ -167,7 +167,7 @@ def test_node_that_shared_a_world_with_it_is_awaited():
 
 
 def test_node_without_a_world_shared_with_the_newest_is_not_awaited():
-    job = Told(TWO, "ab")
+    job = ReconcilerDriver(TWO, "ab")
     job.joins("c")
     job.tell(lost("a"))
     job.ready("b")
@@ -189,7 +189,7 @@ def test_node_without_a_world_shared_with_the_newest_is_not_awaited():
 
 
 def test_awaited_node_that_is_not_ready_gets_no_place():
-    job = Told(TWO, "ab")
+    job = ReconcilerDriver(TWO, "ab")
     job.joins("c")
     job.joins("d")
     job.tell(rank_lost("a"))
@@ -202,7 +202,7 @@ def test_awaited_node_that_is_not_ready_gets_no_place():
 
 
 def test_world_forms_without_the_awaited_node_after_the_timeout():
-    job = Told(TWO, "ab")
+    job = ReconcilerDriver(TWO, "ab")
     job.joins("c")
     job.tell(rank_lost("a"))
     job.tell(lost("b"))
@@ -215,7 +215,7 @@ def test_world_forms_without_the_awaited_node_after_the_timeout():
 
 
 def test_only_node_of_a_job_is_not_replaced_by_a_standby():
-    job = Told(ScalingPolicy(max_replicas=1), "a")
+    job = ReconcilerDriver(ScalingPolicy(max_replicas=1), "a")
     job.joins("b")
     job.tell(rank_lost("a"))
     assert job.world.phase is not WorldPhase.RUNNING
@@ -224,7 +224,7 @@ def test_only_node_of_a_job_is_not_replaced_by_a_standby():
 
 
 def test_healthy_ranks_are_awaited_although_standbys_exist():
-    job = Told(FOUR, "abcd")
+    job = ReconcilerDriver(FOUR, "abcd")
     job.joins("e")
     job.tell(RankFault("b", 1, 0, 1, "a loss that is not finite"))
     job.ready("a", "b", "c")
@@ -234,7 +234,7 @@ def test_healthy_ranks_are_awaited_although_standbys_exist():
 
 
 def test_lost_rank_without_spares_is_respawned_beyond_the_scale_down_timeout():
-    job = Told(FOUR, "abcd")
+    job = ReconcilerDriver(FOUR, "abcd")
     assert job.tell(rank_lost("b"))[1:] == (RespawnRanks("b", 1, (0,)),)
     job.ready("a", "c", "d")
     job.tell(Tick(), at_s=50)
@@ -244,7 +244,7 @@ def test_lost_rank_without_spares_is_respawned_beyond_the_scale_down_timeout():
 
 
 def test_replacement_node_is_requested_and_awaited():
-    job = Told(FOUR, "abcd")
+    job = ReconcilerDriver(FOUR, "abcd")
     assert job.tell(lost("b"), at_s=100)[1:] == (RequestNodes(1, "b was lost: no heartbeat"),)
     job.ready("a", "c", "d")
     assert (job.world.phase, job.world.next_tick_s) == (WorldPhase.WAITING, 130)
@@ -253,7 +253,7 @@ def test_replacement_node_is_requested_and_awaited():
 
 
 def test_world_shrinks_after_the_scale_down_timeout():
-    job = Told(FOUR, "abcd")
+    job = ReconcilerDriver(FOUR, "abcd")
     job.tell(lost("b"), at_s=100)
     job.ready("a", "c", "d")
     job.tick()
@@ -265,7 +265,7 @@ def test_world_shrinks_after_the_scale_down_timeout():
 
 
 def test_world_shrinks_only_to_an_allowed_size_with_the_rest_on_standby():
-    job = Told(ScalingPolicy(min_replicas=2, max_replicas=4, replica_discrete_values=(2, 4)), "abcd")
+    job = ReconcilerDriver(ScalingPolicy(min_replicas=2, max_replicas=4, replica_discrete_values=(2, 4)), "abcd")
     job.tell(lost("b"))
     job.ready("a", "c", "d")
     job.tick()
@@ -273,7 +273,7 @@ def test_world_shrinks_only_to_an_allowed_size_with_the_rest_on_standby():
 
 
 def test_job_stops_below_the_minimum_with_its_reason():
-    job = Told(FOUR, "ab")
+    job = ReconcilerDriver(FOUR, "ab")
     job.tick()
     job.tell(lost("b"))
     job.ready("a")
@@ -284,7 +284,7 @@ def test_job_stops_below_the_minimum_with_its_reason():
 
 
 def test_job_does_not_stop_while_a_node_is_warming_up():
-    job = Told(FOUR, "ab")
+    job = ReconcilerDriver(FOUR, "ab")
     job.tick()
     job.tell(lost("b"))
     job.ready("a")
@@ -299,7 +299,7 @@ def test_job_does_not_stop_while_a_node_is_warming_up():
 
 
 def test_several_faults_in_one_transition_form_a_single_world():
-    job = Told(FOUR, "abcd")
+    job = ReconcilerDriver(FOUR, "abcd")
     job.tell(rank_lost("b"))
     for event in (
         rank_lost("b", 1),
@@ -313,7 +313,7 @@ def test_several_faults_in_one_transition_form_a_single_world():
 
 
 def test_simultaneous_events_form_one_world():
-    job = Told(FOUR, "abcd")
+    job = ReconcilerDriver(FOUR, "abcd")
     job.tell(EventBatch((lost("a"), rank_lost("b"), lost("c"))))
     assert job.did(BreakWorld).epoch == 0
     assert job.did(RespawnRanks).node == "b"
@@ -339,7 +339,7 @@ def test_simultaneous_events_form_one_world():
     ids=lambda event: type(event).__name__,
 )
 def test_events_of_an_older_world_change_nothing(event):
-    job = Told(FOUR, "abcd")
+    job = ReconcilerDriver(FOUR, "abcd")
     job.tell(rank_lost("b"))
     job.ready("a", "b", "c", "d")
     assert job.world.epoch == 1
@@ -348,7 +348,7 @@ def test_events_of_an_older_world_change_nothing(event):
 
 
 def test_a_node_is_not_ready_before_its_lost_process_has_been_replaced():
-    job = Told(FOUR, "abcd")
+    job = ReconcilerDriver(FOUR, "abcd")
     job.tell(rank_lost("b"))
     job.ready("a", "c", "d")
     job.ready("b", births=2)
@@ -358,7 +358,7 @@ def test_a_node_is_not_ready_before_its_lost_process_has_been_replaced():
 
 
 def test_lost_generation_cannot_rejoin_and_the_next_one_can():
-    job = Told(FOUR, "abcd")
+    job = ReconcilerDriver(FOUR, "abcd")
     job.tell(lost("b"))
     job.tell(NodeJoined("b", 1, 2))
     assert "b" not in job.world.members
@@ -367,7 +367,7 @@ def test_lost_generation_cannot_rejoin_and_the_next_one_can():
 
 
 def test_a_supervisor_that_began_again_has_lost_its_ranks():
-    job = Told(FOUR, "abcd")
+    job = ReconcilerDriver(FOUR, "abcd")
     job.tell(NodeJoined("b", 2, 2))
     assert job.did(BreakWorld).reason == "b was lost: its supervisor began again"
     job.ready("a", "c", "d", "b")
@@ -375,13 +375,13 @@ def test_a_supervisor_that_began_again_has_lost_its_ranks():
 
 
 def test_ranks_that_leave_unprompted_break_the_world():
-    job = Told(FOUR, "abcd")
+    job = ReconcilerDriver(FOUR, "abcd")
     job.ready("c")
     assert "without being asked" in job.did(BreakWorld).reason
 
 
 def test_a_process_that_was_replaced_unasked_breaks_the_world():
-    job = Told(FOUR, "abcd")
+    job = ReconcilerDriver(FOUR, "abcd")
     job.tell(RankFault("a", 1, 0, 0, "x"))
     job.ready("a", "b", "c", "d")
     job.tell(NodeReady("c", 1, 3, 0))
@@ -392,7 +392,7 @@ def test_a_process_that_was_replaced_unasked_breaks_the_world():
 
 
 def test_hanging_process_is_replaced():
-    job = Told(FOUR, "abcd")
+    job = ReconcilerDriver(FOUR, "abcd")
     assert job.tell(HangDetected(0, "no step for 300 s", "c", 1)) == (
         BreakWorld(0, "rank 1 of c hangs: no step for 300 s", FOUR.leave_hang_s),
         RespawnRanks("c", 1, (1,)),
@@ -401,7 +401,7 @@ def test_hanging_process_is_replaced():
 
 
 def test_ranks_missing_after_an_unattributed_hang_are_respawned_and_then_dropped():
-    job = Told(FOUR, "abcd")
+    job = ReconcilerDriver(FOUR, "abcd")
     job.tell(HangDetected(0, "no step for 300 s"), at_s=10)
     job.ready("a", "b", "d")
     job.tell(Tick(), at_s=13)
@@ -416,7 +416,7 @@ def test_ranks_missing_after_an_unattributed_hang_are_respawned_and_then_dropped
 
 
 def test_leave_timeout_replaces_a_rank_after_a_fault():
-    job = Told(FOUR, "abcd")
+    job = ReconcilerDriver(FOUR, "abcd")
     job.tell(RankFault("a", 1, 0, 0, "x"), at_s=10)
     job.ready("a", "b", "d")
     assert job.tell(Tick(), at_s=19) == ()
@@ -424,7 +424,7 @@ def test_leave_timeout_replaces_a_rank_after_a_fault():
 
 
 def test_standby_node_with_repeatedly_failing_processes_is_released():
-    job = Told(FOUR, "abcd")
+    job = ReconcilerDriver(FOUR, "abcd")
     job.tell(NodeJoined("e", 1, 2))
     for births in (2, 3):
         assert job.tell(rank_lost("e", births=births)) == (RespawnRanks("e", 1, (0,)),)
@@ -436,7 +436,7 @@ def test_standby_node_with_repeatedly_failing_processes_is_released():
 
 
 def test_world_grows_after_the_scaling_timeout():
-    job = Told(FOUR, "ab")
+    job = ReconcilerDriver(FOUR, "ab")
     job.tick()
     began_s = job.now_s
     for number, node in enumerate("cde"):
@@ -455,7 +455,7 @@ def test_world_does_not_grow_during_the_snooze_after_a_fault():
     policy = ScalingPolicy(
         min_replicas=1, max_replicas=2, scaling_timeout_s=5, faulty_scale_down_timeout_s=10, scale_up_snooze_s=300
     )
-    job = Told(policy, "ab")
+    job = ReconcilerDriver(policy, "ab")
     job.tell(lost("b"), at_s=100)
     job.ready("a")
     job.tick()
@@ -468,7 +468,7 @@ def test_world_does_not_grow_during_the_snooze_after_a_fault():
 
 
 def test_ranks_that_miss_the_pause_are_killed_and_the_change_continues():
-    job = Told(FOUR, "abc")
+    job = ReconcilerDriver(FOUR, "abc")
     job.tick()
     job.joins("d")
     job.tick()
@@ -482,7 +482,7 @@ def test_ranks_that_miss_the_pause_are_killed_and_the_change_continues():
 
 
 def test_a_change_that_failed_is_tried_again_later_each_time():
-    job = Told(FOUR, "abc")
+    job = ReconcilerDriver(FOUR, "abc")
     job.tick()
     waits_s = []
     for _ in range(3):
@@ -499,7 +499,7 @@ def test_a_change_that_failed_is_tried_again_later_each_time():
 
 
 def test_a_fault_ends_a_pause():
-    job = Told(FOUR, "abc")
+    job = ReconcilerDriver(FOUR, "abc")
     job.tick()
     job.joins("d")
     job.tick()
@@ -515,7 +515,7 @@ def test_a_fault_ends_a_pause():
 
 @pytest.mark.parametrize(("deadline_s", "until_s"), [(1000.0, 60.0), (20.0, 20.0)])
 def test_preempted_node_is_released_after_all_sealed(deadline_s, until_s):
-    job = Told(FOUR, "abcd")
+    job = ReconcilerDriver(FOUR, "abcd")
     job.tell(NodesPreempted(("b",), deadline_s))
     assert job.did(PauseWorld) == PauseWorld(0, "b preempted", until_s)
     job.sealed("a", "b")
@@ -525,7 +525,7 @@ def test_preempted_node_is_released_after_all_sealed(deadline_s, until_s):
 
 
 def test_preempted_node_is_replaced_by_a_standby():
-    job = Told(FOUR, "abcd")
+    job = ReconcilerDriver(FOUR, "abcd")
     job.joins("e")
     job.tell(NodesPreempted(("b",), 100.0))
     job.sealed("b")
@@ -534,7 +534,7 @@ def test_preempted_node_is_replaced_by_a_standby():
 
 
 def test_preempted_node_that_misses_its_deadline_is_released_by_force():
-    job = Told(FOUR, "abcd")
+    job = ReconcilerDriver(FOUR, "abcd")
     job.tell(NodesPreempted(("b",), 20.0))
     job.sealed("a", "c", "d")
     job.ready("a", "c", "d")
@@ -545,7 +545,7 @@ def test_preempted_node_that_misses_its_deadline_is_released_by_force():
 
 
 def test_a_deadline_nearer_than_the_first_shortens_the_pause():
-    job = Told(FOUR, "abcd")
+    job = ReconcilerDriver(FOUR, "abcd")
     job.tell(NodesPreempted(("b",), 50.0))
     job.tell(NodesPreempted(("c",), 30.0))
     assert job.did(PauseWorld).deadline_s == 30
@@ -554,13 +554,13 @@ def test_a_deadline_nearer_than_the_first_shortens_the_pause():
 
 
 def test_preempted_standby_is_released_at_once():
-    job = Told(FOUR, "abcd")
+    job = ReconcilerDriver(FOUR, "abcd")
     job.joins("e")
     assert job.tell(NodesPreempted(("e",), 100.0)) == (ReleaseNode("e", 1, "preempted"),)
 
 
 def test_preemption_below_the_minimum_requests_nodes_and_seals_before_the_deadline():
-    job = Told(FOUR, "ab")
+    job = ReconcilerDriver(FOUR, "ab")
     job.tick()
     job.tell(NodesPreempted(("b",), 500.0), at_s=20)
     assert job.actions == (RequestNodes(1, "b preempted, too few are left"),)
@@ -572,7 +572,7 @@ def test_preemption_below_the_minimum_requests_nodes_and_seals_before_the_deadli
 
 
 def test_preempted_job_continues_when_a_replacement_joins_in_time():
-    job = Told(FOUR, "ab")
+    job = ReconcilerDriver(FOUR, "ab")
     job.tick()
     job.tell(NodesPreempted(("b",), 500.0))
     job.joins("c")
@@ -583,7 +583,7 @@ def test_preempted_job_continues_when_a_replacement_joins_in_time():
 
 
 def test_a_person_may_want_fewer_and_more_again():
-    job = Told(FOUR, "abcd")
+    job = ReconcilerDriver(FOUR, "abcd")
     job.tell(ResizeRequested(3))
     assert job.did(PauseWorld).reason == "at most 3 nodes are wanted"
     job.ready("a", "b", "c", "d")
@@ -595,7 +595,7 @@ def test_a_person_may_want_fewer_and_more_again():
 
 
 def test_with_no_time_for_a_graceful_shutdown_the_world_just_ends():
-    job = Told(ScalingPolicy(min_replicas=1, max_replicas=2, graceful_shutdown_timeout_s=0), "ab")
+    job = ReconcilerDriver(ScalingPolicy(min_replicas=1, max_replicas=2, graceful_shutdown_timeout_s=0), "ab")
     job.tell(NodesPreempted(("b",), 100.0))
     assert job.did(BreakWorld).reason == "b preempted"
     job.ready("a")
@@ -606,7 +606,7 @@ def test_with_no_time_for_a_graceful_shutdown_the_world_just_ends():
 
 
 def test_stop_request_seals_all_ranks_first():
-    job = Told(FOUR, "abcd")
+    job = ReconcilerDriver(FOUR, "abcd")
     job.tell(JobStopRequested("maintenance", 25.0))
     assert job.did(PauseWorld) == PauseWorld(0, "maintenance", 25.0, stop=True)
     job.sealed("a", "b", "c")
@@ -615,14 +615,14 @@ def test_stop_request_seals_all_ranks_first():
 
 
 def test_stop_request_with_a_lost_rank_stops_and_reports_unsaved_state():
-    job = Told(FOUR, "abcd")
+    job = ReconcilerDriver(FOUR, "abcd")
     job.tell(JobStopRequested("maintenance"))
     job.tell(rank_lost("b"))
     assert job.did(StopJob).reason == "maintenance; not all was saved: rank 0 of b was lost: exit 1"
 
 
 def test_rank_that_ends_after_sealing_for_a_stop_is_not_lost():
-    job = Told(FOUR, "abcd")
+    job = ReconcilerDriver(FOUR, "abcd")
     job.tell(JobStopRequested("maintenance"))
     job.sealed("b")
     assert job.tell(rank_lost("b")) == ()
@@ -632,20 +632,20 @@ def test_rank_that_ends_after_sealing_for_a_stop_is_not_lost():
 
 
 def test_stop_request_without_a_world_stops_at_once():
-    job = Told(FOUR, "abcd")
+    job = ReconcilerDriver(FOUR, "abcd")
     job.tell(lost("a"))
     assert job.tell(JobStopRequested("maintenance")) == (StopJob("maintenance"),)
 
 
 def test_pause_becomes_a_stop():
-    job = Told(FOUR, "abcd")
+    job = ReconcilerDriver(FOUR, "abcd")
     job.tell(NodesPreempted(("b",), 50.0))
     job.tell(JobStopRequested("maintenance"))
     assert job.did(PauseWorld) == PauseWorld(0, "maintenance", 50.0, stop=True)
 
 
 def test_job_finishes_when_all_nodes_report_it_and_later_exits_are_ignored():
-    job = Told(FOUR, "abcd")
+    job = ReconcilerDriver(FOUR, "abcd")
     for node in "abc":
         job.tell(NodeFinished(node, 1, 0))
     assert job.tell(rank_lost("a")) == ()
@@ -655,7 +655,7 @@ def test_job_finishes_when_all_nodes_report_it_and_later_exits_are_ignored():
 
 
 def test_job_that_finishes_at_the_pause_step_is_finished():
-    job = Told(FOUR, "abcd")
+    job = ReconcilerDriver(FOUR, "abcd")
     job.tell(NodesPreempted(("b",), 100.0))
     assert job.did(PauseWorld)
     for node in "abc":
@@ -669,7 +669,7 @@ def test_job_that_finishes_at_the_pause_step_is_finished():
 
 def test_restart_limit_escalates_to_full_restarts_and_then_fails_the_job():
     policy = ScalingPolicy(num_restart_before_full_job_restart=1, max_full_job_restarts=1)
-    job = Told(policy, "a")
+    job = ReconcilerDriver(policy, "a")
     seen = []
     while not job.world.phase.is_over:
         job.tell(RankFault("a", 1, job.world.epoch, 0, "a loss that is not finite"))
@@ -684,7 +684,9 @@ def test_restart_limit_escalates_to_full_restarts_and_then_fails_the_job():
 
 
 def test_old_faults_do_not_count():
-    job = Told(ScalingPolicy(num_restart_before_full_job_restart=1, max_full_job_restarts=0, eval_period_s=100), "a")
+    job = ReconcilerDriver(
+        ScalingPolicy(num_restart_before_full_job_restart=1, max_full_job_restarts=0, eval_period_s=100), "a"
+    )
     for at_s in (100, 250, 400):
         job.tell(RankFault("a", 1, job.world.epoch, 0, "x"), at_s=at_s)
         job.ready("a")
@@ -692,7 +694,7 @@ def test_old_faults_do_not_count():
 
 
 def test_total_restarts_of_a_job_are_limited():
-    job = Told(ScalingPolicy(job_max_retry_count=1), "a")
+    job = ReconcilerDriver(ScalingPolicy(job_max_retry_count=1), "a")
     job.tell(RankFault("a", 1, 0, 0, "x"))
     job.ready("a")
     job.tell(RankFault("a", 1, 1, 0, "y"))
@@ -701,12 +703,14 @@ def test_total_restarts_of_a_job_are_limited():
     )
 
 
-def start_fault(job: Told, reason: str, *, node: str = "a", started: bool = True) -> tuple[WorldAction, ...]:
+def start_fault(
+    job: ReconcilerDriver, reason: str, *, node: str = "a", started: bool = True
+) -> tuple[WorldAction, ...]:
     return job.tell(RankFault(node, 1, job.world.epoch, 0, reason, before_first_step=started))
 
 
 def test_same_fault_before_the_first_step_twice_in_a_row_fails_the_job():
-    job = Told(TWO, "ab")
+    job = ReconcilerDriver(TWO, "ab")
     start_fault(job, "ValueError: bad (train.py:3 in train)")
     start_fault(job, "ValueError: bad (train.py:3 in train)", node="b")  # of the same world
     assert job.world.phase is WorldPhase.FORMING
@@ -721,7 +725,7 @@ def test_same_fault_before_the_first_step_twice_in_a_row_fails_the_job():
 
 @pytest.mark.parametrize("between", ["another fault", "a step", "a lost rank"])
 def test_same_fault_before_the_first_step_is_retried_after_something_else(between):
-    job = Told(TWO, "ab")
+    job = ReconcilerDriver(TWO, "ab")
     start_fault(job, "x")
     job.ready("a", "b")
     if between == "another fault":
@@ -736,7 +740,7 @@ def test_same_fault_before_the_first_step_is_retried_after_something_else(betwee
 
 
 def test_process_that_exits_without_joining_fails_the_job_before_the_first_world():
-    job = Told(ScalingPolicy())
+    job = ReconcilerDriver(ScalingPolicy())
     job.tell(NodeJoined("a", 1, 2))
     job.tell(RankLost("a", 1, 2, 0, "p.py exited", never_joined=True))
     assert job.actions == (FailJob("p.py exited", "not retried", never_joined=True),)
@@ -744,7 +748,7 @@ def test_process_that_exits_without_joining_fails_the_job_before_the_first_world
 
 
 def test_process_that_exits_without_joining_is_replaced_after_the_first_world():
-    job = Told(ScalingPolicy(), "a")
+    job = ReconcilerDriver(ScalingPolicy(), "a")
     job.tell(rank_lost("a"))
     job.tell(RankLost("a", 1, 3, 0, "p.py exited", never_joined=True))
     assert job.did(RespawnRanks).local_ranks == (0,)
@@ -752,7 +756,7 @@ def test_process_that_exits_without_joining_is_replaced_after_the_first_world():
 
 def test_script_that_fails_before_it_is_ready_is_not_restarted_forever():
     policy = ScalingPolicy(num_restart_before_full_job_restart=1, max_full_job_restarts=1, eval_period_s=1)
-    job = Told(policy)
+    job = ReconcilerDriver(policy)
     job.tell(NodeJoined("a", 1, 2))
     births = 2
     while not job.world.phase.is_over:
@@ -763,7 +767,7 @@ def test_script_that_fails_before_it_is_ready_is_not_restarted_forever():
 
 
 def test_a_repeated_offender_has_no_rank_while_another_can_be_had():
-    job = Told(ScalingPolicy(min_replicas=2, max_replicas=2, scaling_timeout_s=5), "ab")
+    job = ReconcilerDriver(ScalingPolicy(min_replicas=2, max_replicas=2, scaling_timeout_s=5), "ab")
     for epoch in (0, 1):
         job.tell(RankFault("a", 1, epoch, 0, "ECC error"))
         job.ready("a", "b")
@@ -800,7 +804,9 @@ def test_staying_nodes_keep_their_rank_and_new_nodes_fill_the_first_free(places,
 
 
 def test_repeat_offender_is_not_readmitted_before_its_faults_expire():
-    job = Told(ScalingPolicy(max_replicas=2, scaling_timeout_s=5, eval_period_s=100, repeat_offender_faults=1), "a")
+    job = ReconcilerDriver(
+        ScalingPolicy(max_replicas=2, scaling_timeout_s=5, eval_period_s=100, repeat_offender_faults=1), "a"
+    )
     job.tick()
     job.tell(RankFault("a", 1, 0, 0, "ECC error"))
     job.ready("a")
@@ -817,7 +823,7 @@ def test_repeat_offender_is_not_readmitted_before_its_faults_expire():
 
 @pytest.mark.parametrize("changing", [False, True])
 def test_stop_request_past_its_deadline_stops_at_once(changing):
-    job = Told(FOUR, "abcd")
+    job = ReconcilerDriver(FOUR, "abcd")
     if changing:
         job.tell(NodesPreempted(("b",), 500.0))
     job.tell(JobStopRequested("maintenance", -5.0), at_s=10)
@@ -826,7 +832,7 @@ def test_stop_request_past_its_deadline_stops_at_once(changing):
 
 
 def test_final_fault_fails_the_job_without_blaming_the_node():
-    job = Told(FOUR, "abcd")
+    job = ReconcilerDriver(FOUR, "abcd")
     actions = job.tell(RankFault("c", 1, 0, 1, "the loss of step 7 is not finite, for the 3rd time", final=True))
     assert [type(one) for one in actions] == [BreakWorld, FailJob]
     assert actions[1] == FailJob(
@@ -837,13 +843,13 @@ def test_final_fault_fails_the_job_without_blaming_the_node():
     assert job.tell(RankFault("c", 1, 0, 1, "again", final=True)) == ()
 
 
-def formed(job: Told) -> list[RequestedStep | None]:
+def formed(job: ReconcilerDriver) -> list[RequestedStep | None]:
     return [action.requested_step for action in job.actions if isinstance(action, FormWorld)]
 
 
 def test_only_the_first_world_restores_the_requested_step():
     wanted = RequestedStep(7, 17)
-    job = Told(FOUR, "abcd", requested_step=wanted)
+    job = ReconcilerDriver(FOUR, "abcd", requested_step=wanted)
     assert formed(job) == [wanted]
     job.tell(RankFault("a", 1, 0, 0, "x"))
     job.ready(*"abcd")
@@ -852,7 +858,7 @@ def test_only_the_first_world_restores_the_requested_step():
 
 def test_requested_step_stays_while_no_step_was_completed():
     wanted = RequestedStep(7)
-    job = Told(FOUR, "abcd", requested_step=wanted)
+    job = ReconcilerDriver(FOUR, "abcd", requested_step=wanted)
     job.tell(RankFault("a", 1, 0, 0, "the store did not answer", before_first_step=True))
     job.tell(RankFault("b", 1, 0, 0, "its peer was lost"))
     job.ready(*"abcd")

@@ -22,7 +22,7 @@ from elastic.world.world_state import (
     ResizeRequested,
     Tick,
 )
-from tests.worlds.told import Told
+from tests.worlds.told import ReconcilerDriver
 
 POLICY = ScalingPolicy(
     min_replicas=2,
@@ -34,40 +34,40 @@ POLICY = ScalingPolicy(
 )
 
 
-def _first() -> Told:
-    return Told(POLICY, "b")
+def _first() -> ReconcilerDriver:
+    return ReconcilerDriver(POLICY, "b")
 
 
-def _running() -> Told:
-    return Told(POLICY, "abc")
+def _running() -> ReconcilerDriver:
+    return ReconcilerDriver(POLICY, "abc")
 
 
-def _broken() -> Told:
+def _broken() -> ReconcilerDriver:
     job = _running()
     job.tell(RankFault("a", 1, 0, 0, "x"))
     return job
 
 
-def _waiting() -> Told:
+def _waiting() -> ReconcilerDriver:
     job = _running()
     job.tell(NodeLost("a", 1, "x"))
     job.ready("b", "c")
     return job
 
 
-def _changing() -> Told:
+def _changing() -> ReconcilerDriver:
     job = _running()
     job.tell(NodesPreempted(("c",), 1000.0))
     return job
 
 
-def _stopping() -> Told:
+def _stopping() -> ReconcilerDriver:
     job = _running()
     job.tell(JobStopRequested("x"))
     return job
 
 
-def _over() -> Told:
+def _over() -> ReconcilerDriver:
     job = _stopping()
     job.sealed("a", "b", "c")
     return job

@@ -20,10 +20,10 @@ from integration.kubernetes.labels import NODE_HEALTH_STATUS_LABEL
 from integration.kubernetes.pods import ReplicaSlot, build_pod
 from integration.kubernetes.reconciler import JobReconciler
 from integration.kubernetes.resource_status import load_job_state
-from tests.support.fake_cluster import ImaginedAgents
-from tests.support.kube_api import ImaginedApi, Kubelets, client_of
+from tests.support.fake_cluster import FakeAgents
+from tests.support.kube_api import FakeApiServer, FakeKubelets, official_client
 from tests.support.kube_objects import job_object
-from tests.support.local_nodes import until
+from tests.support.local_nodes import wait_until
 
 pytest.importorskip("kubernetes.client")
 
@@ -33,10 +33,10 @@ _PATIENCE_S = 60.0
 class Running:
     """A controller, its watches, and agents that do as they are told."""
 
-    def __init__(self, api: ImaginedApi, cluster: ApiServerClient, *, every_s: float = 0.02) -> None:
+    def __init__(self, api: FakeApiServer, cluster: ApiServerClient, *, every_s: float = 0.02) -> None:
         self.api = api
-        self.agents = ImaginedAgents()
-        self.kubelets = Kubelets(api)
+        self.agents = FakeAgents()
+        self.kubelets = FakeKubelets(api)
         self.controller = JobController(retry_s=0.05)
         self.nodes = NodeHealthCache(self.controller.enqueue_all)
         self.cluster = CachedApiClient(cluster, [""], self.controller.enqueue)
@@ -87,7 +87,7 @@ class Running:
             self.kubelets.beat()
             return holds()
 
-        until(there, what, _PATIENCE_S)
+        wait_until(there, what, _PATIENCE_S)
 
     def more_passes(self, count: int) -> None:
         after = self.passes + count
@@ -99,14 +99,14 @@ class Running:
 
 
 @pytest.fixture
-def api() -> Iterator[ImaginedApi]:
-    with ImaginedApi().started() as api:
+def api() -> Iterator[FakeApiServer]:
+    with FakeApiServer().started() as api:
         yield api
 
 
 @pytest.fixture
-def running(api: ImaginedApi) -> Iterator[Running]:
-    with client_of(api.url) as client, Running(api, ApiServerClient(client)).started() as running:
+def running(api: FakeApiServer) -> Iterator[Running]:
+    with official_client(api.url) as client, Running(api, ApiServerClient(client)).started() as running:
         yield running
 
 
@@ -195,12 +195,12 @@ def test_writes_that_fail_are_made_up_for(running: Running, code: int, after: bo
     assert running.state("llama").restarts == 0
 
 
-def test_newer_job_status_is_used_only_with_its_pods(api: ImaginedApi) -> None:
+def test_newer_job_status_is_used_only_with_its_pods(api: FakeApiServer) -> None:
     """Another controller has given a rank to a pod that this one's watch has not said anything of yet."""
     job = job_object("llama")
     job["metadata"] = {"name": "llama", "namespace": "default"}
     first = api.put("hyperpodpytorchjobs", job)
-    with client_of(api.url) as client:
+    with official_client(api.url) as client:
         cluster = CachedApiClient(ApiServerClient(client), [""], lambda *_: None)
         jobs, pods = cluster.informers()
         jobs.step()
@@ -224,11 +224,11 @@ def test_newer_job_status_is_used_only_with_its_pods(api: ImaginedApi) -> None:
         assert [method for method, _ in api.asked] == ["PATCH", "GET"], "asked for once"
 
 
-def test_stale_status_update_rereads_first(api: ImaginedApi) -> None:
+def test_stale_status_update_rereads_first(api: FakeApiServer) -> None:
     job = job_object("llama")
     job["metadata"] = {"name": "llama", "namespace": "default"}
     first = api.put("hyperpodpytorchjobs", job)
-    with client_of(api.url) as client:
+    with official_client(api.url) as client:
         cluster = CachedApiClient(ApiServerClient(client), [""], lambda *_: None)
         for informer in cluster.informers():
             informer.step()
@@ -295,9 +295,9 @@ def test_unhealthy_node_is_left(running: Running) -> None:
     assert running.state("llama").last_fault.reason == "NodeFault"
 
 
-def test_silent_agents_of_one_job_delay_no_other_job(api: ImaginedApi) -> None:
+def test_silent_agents_of_one_job_delay_no_other_job(api: FakeApiServer) -> None:
     """100 jobs. One's agents say nothing until all others have lost a pod, and run again."""
-    with client_of(api.url) as client:
+    with official_client(api.url) as client:
         story = Running(api, ApiServerClient(client), every_s=0.5)
         answer = threading.Event()
         ask = story.agents.poll_all

@@ -16,7 +16,7 @@ from integration.kubernetes.errors import ApiServerUnreachableError, ResourceCon
 from integration.kubernetes.reconciler import JobReconciler
 from integration.kubernetes.resource_status import load_job_state
 from tests.support.example_counts import examples
-from tests.support.fake_cluster import ImaginedKubernetes, Killed
+from tests.support.fake_cluster import ControllerKilled, FakeKubernetes
 from tests.support.kube_objects import TEMPLATE, job_object
 
 ELASTIC = {
@@ -30,14 +30,14 @@ class Story:
     """A cluster, and a controller that has no memory: each pass is another one's."""
 
     def __init__(self, nodes: int = 4, **spec: Any) -> None:
-        self.kube = ImaginedKubernetes(job_object(**spec), nodes=nodes)
+        self.kube = FakeKubernetes(job_object(**spec), nodes=nodes)
         self.killed = 0
 
     def one_pass(self) -> None:
         passing = JobReconciler(self.kube, self.kube, health=self.kube.health, clock=lambda: self.kube.now_s)
         try:
             passing.reconcile("default", "llama")
-        except Killed:
+        except ControllerKilled:
             self.killed += 1
             self.kube.cut_at = None
         except (ResourceConflictError, ApiServerUnreachableError):

@@ -17,8 +17,8 @@ from integration.kubernetes.errors import ApiServerError
 from integration.kubernetes.reconciler import JobReconciler
 from integration.kubernetes.resource_status import load_job_state
 from tests.support.example_counts import examples
-from tests.support.fake_cluster import ImaginedAgents
-from tests.support.kube_api import ImaginedApi, Kubelets, client_of
+from tests.support.fake_cluster import FakeAgents
+from tests.support.kube_api import FakeApiServer, FakeKubelets, official_client
 from tests.support.kube_objects import job_object
 
 pytest.importorskip("kubernetes.client")
@@ -54,9 +54,9 @@ class LateController:
 
 
 class Story:
-    def __init__(self, api: ImaginedApi, client: Any) -> None:
+    def __init__(self, api: FakeApiServer, client: Any) -> None:
         self.api, self.client = api, client
-        self.agents, self.kubelets = ImaginedAgents(), Kubelets(api)
+        self.agents, self.kubelets = FakeAgents(), FakeKubelets(api)
         self.now_s = 1_000_000.0
         job = job_object("llama")
         job["metadata"] = {"name": "llama", "namespace": "default"}
@@ -91,8 +91,8 @@ class Story:
 
 
 @pytest.fixture(scope="module")
-def client_and_api() -> Iterator[tuple[ImaginedApi, Any]]:
-    with ImaginedApi().started() as api, client_of(api.url) as client:
+def client_and_api() -> Iterator[tuple[FakeApiServer, Any]]:
+    with FakeApiServer().started() as api, official_client(api.url) as client:
         yield api, client
 
 

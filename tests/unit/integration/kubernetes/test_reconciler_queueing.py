@@ -13,8 +13,8 @@ from integration.hyperpod.operator import AgentState, JobPhase
 from integration.kubernetes.errors import ApiServerUnreachableError, ResourceConflictError, ResourceNotFoundError
 from integration.kubernetes.reconciler import JobReconciler
 from integration.kubernetes.resource_status import load_job_state
-from tests.support.fake_cluster import ImaginedKubernetes, Killed
-from tests.support.fake_kueue import ImaginedKueue
+from tests.support.fake_cluster import ControllerKilled, FakeKubernetes
+from tests.support.fake_kueue import FakeKueue
 from tests.support.kube_objects import TEMPLATE, job_object
 
 POLICY = {
@@ -30,15 +30,15 @@ class Waiting:
     def __init__(self, *, quota: int = 0, labels: dict[str, str] | None = None, nodes: int = 5, **spec: Any) -> None:
         job = job_object(**{"replicaSpecs": [WORKERS], "elasticPolicy": POLICY, **spec})
         job["metadata"]["labels"] = QUEUE if labels is None else labels
-        self.kube = ImaginedKubernetes(job, nodes=nodes)
-        self.kueue = ImaginedKueue(self.kube, quota=quota)
+        self.kube = FakeKubernetes(job, nodes=nodes)
+        self.kueue = FakeKueue(self.kube, quota=quota)
         self.schedules = True
 
     def one_pass(self) -> None:
         passing = JobReconciler(self.kube, self.kube, health=self.kube.health, clock=lambda: self.kube.now_s)
         try:
             passing.reconcile("default", "llama")
-        except Killed:
+        except ControllerKilled:
             self.kube.cut_at = None
         except (ResourceConflictError, ApiServerUnreachableError, ResourceNotFoundError):
             pass

@@ -19,14 +19,14 @@ from torch.distributed.checkpoint.metadata import (
 
 from integration.sagemaker.aws_format import BlobRange, parse_metadata
 from integration.sagemaker.format_writer import _Pickler
-from tests.support.aws_checkpoints import pickled, write
+from tests.support.aws_checkpoints import encode_checkpoint, pickle_metadata
 from tieredckpt.errors import CheckpointDamagedError
 from tieredckpt.format.slice_boxes import Box
 
 
 def two_ranks():
     rows = torch.arange(12.0).view(4, 3)
-    return write(
+    return encode_checkpoint(
         [[("w", (0, 0), rows[:2].clone()), ("s", (), torch.tensor(7))], [("w", (2, 0), rows[2:].clone())]],
         {"w": (4, 3)},
         {"step": 12},
@@ -35,7 +35,7 @@ def two_ranks():
 
 def test_metadata_locates_tensors_and_objects():
     blobs, metadata = two_ranks()
-    found = parse_metadata(pickled(metadata), "m")
+    found = parse_metadata(pickle_metadata(metadata), "m")
     assert found.tensors["w"].shape == (4, 3)
     assert found.tensors["w"].dtype == "float32"
     assert [chunk.box for chunk in found.tensors["w"].chunks] == [Box((0, 0), (2, 3)), Box((2, 0), (2, 3))]
@@ -55,7 +55,7 @@ def test_pickle_of_the_aws_class_is_parsed(protocol):
         index: info._SageMakerStorageInfo(rank=at.rank, offset=at.start, length=at.length)
         for index, at in metadata.storage_data.items()
     }
-    assert parse_metadata(pickle.dumps(theirs, protocol), "m") == parse_metadata(pickled(metadata), "m")
+    assert parse_metadata(pickle.dumps(theirs, protocol), "m") == parse_metadata(pickle_metadata(metadata), "m")
 
 
 def by_early_311(metadata, protocol, *, asks=getattr, whose=_MEM_FORMAT_ENCODING):
@@ -75,7 +75,7 @@ def test_pickle_of_early_python_3_11_is_parsed(protocol):
     _, metadata = two_ranks()
     data = by_early_311(metadata, protocol)
     assert (b"__builtin__" if protocol == 2 else b"builtins") in data
-    assert parse_metadata(data, "m") == parse_metadata(pickled(metadata), "m")
+    assert parse_metadata(data, "m") == parse_metadata(pickle_metadata(metadata), "m")
 
 
 @pytest.mark.parametrize("protocol", [2, 4])
@@ -89,7 +89,7 @@ def test_getattr_is_allowed_only_on_enumerations(protocol, changed):
 def test_written_metadata_uses_the_aws_class():
     info = pytest.importorskip("amzn_sagemaker_checkpointing.checkpointing.filesystem.storage_info")
     _, metadata = two_ranks()
-    found = pickle.loads(pickled(metadata))
+    found = pickle.loads(pickle_metadata(metadata))
     assert isinstance(found, Metadata)
     assert all(type(one) is info._SageMakerStorageInfo for one in found.storage_data.values())
     assert found.state_dict_metadata == metadata.state_dict_metadata
@@ -102,14 +102,14 @@ def test_written_metadata_uses_the_aws_class():
     "dtype", [torch.bfloat16, torch.float8_e4m3fn, torch.uint16, torch.complex64, torch.bool, torch.int64]
 )
 def test_every_element_type(dtype):
-    _, metadata = write([[("w", (0,), torch.zeros(3).to(dtype))]])
-    assert parse_metadata(pickled(metadata), "m").tensors["w"].dtype == str(dtype).removeprefix("torch.")
+    _, metadata = encode_checkpoint([[("w", (0,), torch.zeros(3).to(dtype))]])
+    assert parse_metadata(pickle_metadata(metadata), "m").tensors["w"].dtype == str(dtype).removeprefix("torch.")
 
 
 def test_unknown_planner_data_is_ignored():
     _, metadata = two_ranks()
     metadata.planner_data = {"w": ["a", 1.5]}
-    assert parse_metadata(pickled(metadata), "m").paths is None
+    assert parse_metadata(pickle_metadata(metadata), "m").paths is None
 
 
 def _tensor(sizes=(4,), chunks=(((0,), (4,)),), **properties):
@@ -162,7 +162,7 @@ BAD = {
 @pytest.mark.parametrize("what", BAD)
 def test_inconsistent_metadata_is_damage(what):
     with pytest.raises(CheckpointDamagedError):
-        parse_metadata(pickled(BAD[what]), "m")
+        parse_metadata(pickle_metadata(BAD[what]), "m")
 
 
 def test_a_shape_in_itself_is_not_walked_forever():
@@ -172,4 +172,4 @@ def test_a_shape_in_itself_is_not_walked_forever():
     described = {f"w{number}": many for number in range(600)}
     stored = {MetadataIndex(name, (0,)): BlobRange(0, 0, 500) for name in described}
     with pytest.raises(CheckpointDamagedError, match="too many"):
-        parse_metadata(pickled(Metadata(described, storage_data=stored)), "m")
+        parse_metadata(pickle_metadata(Metadata(described, storage_data=stored)), "m")

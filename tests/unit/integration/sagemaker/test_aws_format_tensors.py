@@ -11,8 +11,8 @@ import pytest
 import torch
 
 from integration.sagemaker.aws_format import read_archived_tensor
-from tests.support.aws_checkpoints import archive_of
-from tests.support.bits import assert_same
+from tests.support.aws_checkpoints import torch_archive
+from tests.support.bits import assert_same_bits
 from tieredckpt.errors import CheckpointDamagedError
 
 TENSORS = {
@@ -45,29 +45,29 @@ def read(data, tensor):
 @pytest.mark.parametrize("name", TENSORS)
 def test_the_same_bits(name):
     tensor = TENSORS[name]
-    found = read(archive_of(tensor), tensor)
-    assert_same(found, tensor.detach().resolve_conj().resolve_neg())
+    found = read(torch_archive(tensor), tensor)
+    assert_same_bits(found, tensor.detach().resolve_conj().resolve_neg())
 
 
 def test_without_checksums():
     before = torch.serialization.get_crc32_options()
     torch.serialization.set_crc32_options(False)
     try:
-        data = archive_of(TENSORS["float32"])
+        data = torch_archive(TENSORS["float32"])
     finally:
         torch.serialization.set_crc32_options(before)
-    assert_same(read(data, TENSORS["float32"]), TENSORS["float32"])
+    assert_same_bits(read(data, TENSORS["float32"]), TENSORS["float32"])
 
 
 @pytest.mark.parametrize(("sizes", "dtype"), [((4, 3), torch.float32), ((3, 4), torch.int32), ((12,), torch.float32)])
 def test_tensor_of_another_shape_or_dtype_is_damage(sizes, dtype):
     with pytest.raises(CheckpointDamagedError, match="should be"):
-        read_archived_tensor(memoryview(archive_of(torch.zeros(3, 4))), sizes, dtype, "w")
+        read_archived_tensor(memoryview(torch_archive(torch.zeros(3, 4))), sizes, dtype, "w")
 
 
 def test_every_cut_and_every_flipped_byte_of_the_data():
     tensor = torch.arange(8.0)
-    data = archive_of(tensor)
+    data = torch_archive(tensor)
     for end in range(0, len(data), 7):
         with pytest.raises(CheckpointDamagedError):
             read(data[:end], tensor)
@@ -81,7 +81,7 @@ def rezipped(change=None, *, compression=zipfile.ZIP_STORED, more=()):
     """The archive of four ones, with ``data.pkl`` changed, or compressed, or with more members."""
     out = io.BytesIO()
     with (
-        zipfile.ZipFile(io.BytesIO(archive_of(torch.ones(4)))) as old,
+        zipfile.ZipFile(io.BytesIO(torch_archive(torch.ones(4)))) as old,
         zipfile.ZipFile(out, "w", compression) as new,
     ):
         for member in old.infolist():
@@ -118,9 +118,9 @@ HOSTILE = {
     "no pickle": rezipped(lambda _: b""),
     "compressed": rezipped(compression=zipfile.ZIP_DEFLATED),
     "many members": rezipped(more=[f"archive/{number}" for number in range(100)]),
-    "another object": archive_of({"w": torch.ones(4)}),
-    "a sparse tensor": archive_of(torch.eye(2).to_sparse()),
-    "a parameter": archive_of(torch.nn.Parameter(torch.ones(4))),
+    "another object": torch_archive({"w": torch.ones(4)}),
+    "a sparse tensor": torch_archive(torch.eye(2).to_sparse()),
+    "a parameter": torch_archive(torch.nn.Parameter(torch.ones(4))),
     "no zip": pickle.dumps(Runs()),
     "nothing": b"",
     "torch's old form": b"\x80\x02\x8a\nl\xfc\x9cF\xf9 j\xa8P\x19.\x80\x02M\xe9\x03.",
@@ -130,7 +130,7 @@ HOSTILE = {
 def test_unexpected_size_is_refused_before_allocation():
     """One element with strides of zero says that it is a gibibyte, and marks have every element written."""
     one = torch.zeros(1).as_strided((1 << 28,), (0,))
-    data = archive_of(torch._neg_view(one))
+    data = torch_archive(torch._neg_view(one))
     assert len(data) < 2000
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     with pytest.raises(CheckpointDamagedError, match="should be"):
@@ -146,7 +146,7 @@ def test_archives_that_lie(what):
 
 def test_a_view_beyond_its_storage():
     """``torch.load`` refuses this one as well; a stride of zero over few bytes it takes."""
-    data = archive_of(torch.ones(4))
+    data = torch_archive(torch.ones(4))
     assert data.count(b"K\x00K\x04\x85") == 1  # offset 0, size (4,)
     lying = _without_checksum(data, b"K\x00K\x04\x85", b"K\x01K\x04\x85")
     with pytest.raises(CheckpointDamagedError, match="reaches to element"):

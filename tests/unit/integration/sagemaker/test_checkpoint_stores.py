@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from integration.sagemaker.checkpoint_stores import complete_checkpoints, newest_checkpoint
-from tests.support.aws_checkpoints import FakePlace, write
+from tests.support.aws_checkpoints import FakeCheckpointStore, encode_checkpoint
 from tieredckpt.errors import CheckpointDamagedError, CheckpointNotFoundError, TierUnavailableError
 
 RANKS = 3
@@ -15,7 +15,7 @@ RANKS = 3
 def put(place, step):
     """A step that each of three ranks has a row of."""
     rows = [[("w", (rank, 0), torch.full((1, 2), float(step)))] for rank in range(RANKS)]
-    place.put(step, *write(rows, {"w": (RANKS, 2)}))
+    place.put(step, *encode_checkpoint(rows, {"w": (RANKS, 2)}))
 
 
 SPOILS = ["no metadata", "a shard is lost", "a shard is short", "a shard is long", "a shard is empty", "bad metadata"]
@@ -35,7 +35,7 @@ def spoil(place, step, how, rank=1):
 
 @pytest.mark.parametrize("how", SPOILS)
 def test_incomplete_step_falls_back_to_an_older_one(how):
-    place = FakePlace()
+    place = FakeCheckpointStore()
     put(place, 10)
     put(place, 20)
     spoil(place, 20, how)
@@ -46,7 +46,7 @@ def test_incomplete_step_falls_back_to_an_older_one(how):
 
 @pytest.mark.parametrize("how", SPOILS)
 def test_no_complete_step_is_damage(how):
-    place = FakePlace()
+    place = FakeCheckpointStore()
     put(place, 10)
     spoil(place, 10, how)
     with pytest.raises(CheckpointDamagedError, match="step 10"):
@@ -55,7 +55,7 @@ def test_no_complete_step_is_damage(how):
 
 @given(st.dictionaries(st.integers(0, 40), st.sampled_from([None, *SPOILS]), max_size=5), st.integers(0, RANKS - 1))
 def test_newest_complete_step_is_chosen(steps, rank):
-    place = FakePlace()
+    place = FakeCheckpointStore()
     for step, how in steps.items():
         put(place, step)
         if how is not None:
@@ -69,13 +69,13 @@ def test_newest_complete_step_is_chosen(steps, rank):
 
 
 def test_step_zero_is_a_step():
-    place = FakePlace()
+    place = FakeCheckpointStore()
     put(place, 0)
     assert newest_checkpoint([place]).step == 0
 
 
 def test_nothing_is_absent_and_no_answer_is_unknown():
-    empty, down = FakePlace("memory"), FakePlace("bucket")
+    empty, down = FakeCheckpointStore("memory"), FakeCheckpointStore("bucket")
     with pytest.raises(CheckpointNotFoundError):
         newest_checkpoint([empty])
     down.down = TierUnavailableError("no route")
@@ -84,14 +84,14 @@ def test_nothing_is_absent_and_no_answer_is_unknown():
 
 
 def test_unreachable_store_does_not_hide_the_other():
-    full, down = FakePlace("memory"), FakePlace("bucket")
+    full, down = FakeCheckpointStore("memory"), FakeCheckpointStore("bucket")
     down.down = TierUnavailableError("no route")
     put(full, 5)
     assert newest_checkpoint([down, full]).step == 5
 
 
 def test_unreachable_step_is_not_reported_as_damaged():
-    place = FakePlace()
+    place = FakeCheckpointStore()
     put(place, 5)
     place.trouble[5] = TierUnavailableError("no route")
     with pytest.raises(TierUnavailableError):
@@ -99,7 +99,7 @@ def test_unreachable_step_is_not_reported_as_damaged():
 
 
 def test_shard_lost_in_memory_is_read_from_the_bucket():
-    memory, bucket = FakePlace("memory"), FakePlace("bucket")
+    memory, bucket = FakeCheckpointStore("memory"), FakeCheckpointStore("bucket")
     put(memory, 5)
     put(bucket, 5)
     spoil(memory, 5, "a shard is lost")
@@ -107,7 +107,7 @@ def test_shard_lost_in_memory_is_read_from_the_bucket():
 
 
 def test_requested_step_is_the_only_choice():
-    place = FakePlace()
+    place = FakeCheckpointStore()
     put(place, 10)
     put(place, 20)
     assert newest_checkpoint([place], 10).step == 10
@@ -119,7 +119,7 @@ def test_requested_step_is_the_only_choice():
 
 
 def test_rank_without_data_is_not_missing():
-    place = FakePlace()
-    place.put(3, *write([[("w", (0,), torch.ones(2))], []]))
+    place = FakeCheckpointStore()
+    place.put(3, *encode_checkpoint([[("w", (0,), torch.ones(2))], []]))
     del place.blobs[3, 1]
     assert newest_checkpoint([place]).step == 3

@@ -17,9 +17,9 @@ from peerstore.membership.swim import (
     SwimMembership,
 )
 from peerstore.membership.topology import MemberList, NodeId, PeerNode, member_list
-from tests.support.gossip_network import node, nodes
+from tests.support.gossip_network import peer_node, peer_nodes
 
-N1, N2, N3, N4, N5 = (node(f"n{number}") for number in range(1, 6))
+N1, N2, N3, N4, N5 = (peer_node(f"n{number}") for number in range(1, 6))
 FIVE = member_list(1, [N1, N2, N3, N4, N5])
 ALIVE, SUSPECT, DEAD = MemberState.ALIVE, MemberState.SUSPECT, MemberState.DEAD
 
@@ -63,13 +63,13 @@ def test_new_roster_pings_unseen_nodes():
     assert not {ping.node.id for ping in member.tick(0.5)} & met
     for name in met:
         member.ping_acked(0.6, name)
-        member.receive_gossip(0.6, name, says(lives(node(name))))
+        member.receive_gossip(0.6, name, says(lives(peer_node(name))))
     assert member.has_quorum
     assert member.ping_new_members(0.7) == ()
 
 
 def test_large_job_pings_only_its_ring_successors_at_start():
-    many = nodes(1000)
+    many = peer_nodes(1000)
     member = SwimMembership(many[0], 1, MembershipSettings(ring_neighbours=4), seed=1)
     member.set_member_list(0.0, member_list(1, many))
     assert len(member.ping_new_members(0.0)) == 5
@@ -253,7 +253,7 @@ def test_a_refuted_rumour_that_comes_late_changes_nothing(standing):
 
 
 def test_ping_carries_gossip_about_its_target_first():
-    everybody = nodes(200)
+    everybody = peer_nodes(200)
     member = view(everybody[0], member_list(1, everybody), sees=everybody)
     accused = everybody[150]
     member.receive_gossip(0.0, N2.id, says(MemberUpdate(accused, 1, DEAD)))
@@ -301,7 +301,7 @@ def test_bad_path_is_not_suspected_repeatedly():
 
 @pytest.mark.parametrize("count", [1, 2, 3, 5, 60, 1000])
 def test_a_nodes_pings_do_not_grow_with_the_job(count):
-    everybody = nodes(count)
+    everybody = peer_nodes(count)
     member = view(everybody[0], member_list(1, everybody), sees=everybody)
     pinged = set()
     for second in range(50):
@@ -317,7 +317,7 @@ def test_a_nodes_pings_do_not_grow_with_the_job(count):
 
 
 def test_node_pings_at_most_seven_suspects():
-    everybody = nodes(100)
+    everybody = peer_nodes(100)
     member = view(everybody[0], member_list(1, everybody), sees=everybody)
     member.receive_gossip(0.0, N2.id, says(*(MemberUpdate(one, 1, SUSPECT) for one in everybody[1:90])))
     assert len(member.tick(0.0)) == 7
@@ -351,7 +351,7 @@ def test_a_dead_node_is_pinged_now_and_then_so_that_partitions_heal():
     ],
 )
 def test_quorum(me, roster, sees, quorum):
-    member = view(node(me), member_list(1, map(node, roster)), sees=map(node, sees))
+    member = view(peer_node(me), member_list(1, map(peer_node, roster)), sees=map(peer_node, sees))
     assert member.has_quorum is quorum
     assert member.explain_quorum()
 
@@ -368,8 +368,8 @@ def test_quorum(me, roster, sees, quorum):
     ],
 )
 def test_standby_nodes_have_no_vote(me, roster, standby, sees, quorum):
-    listed = member_list(1, map(node, roster), map(NodeId, standby))
-    member = view(node(me), listed, sees=map(node, sees))
+    listed = member_list(1, map(peer_node, roster), map(NodeId, standby))
+    member = view(peer_node(me), listed, sees=map(peer_node, sees))
     assert member.has_quorum is quorum
 
 
@@ -394,7 +394,7 @@ def test_standby_nodes_are_explained():
 
 
 def test_lost_standby_nodes_cost_no_quorum():
-    everybody = nodes(9)
+    everybody = peer_nodes(9)
     member = view(everybody[0], member_list(1, everybody, [one.id for one in everybody[1:]]), sees=everybody)
     for second in range(30):
         periods(member, 1, start=float(second))
@@ -437,13 +437,13 @@ def test_quorum_is_explained():
     assert member.explain_quorum() == (
         "sees 2 of 5 nodes: n1, n3; not n2 (never seen), n4 (dead for 1 s), n5 (never seen); that is no quorum"
     )
-    many = nodes(100)
+    many = peer_nodes(100)
     assert len(view(many[0], member_list(1, many), sees=many[:50]).explain_quorum()) < 400
 
 
 def test_node_cut_off_from_a_thousand_loses_quorum_within_seconds():
     """It cannot ask them all in that time; a few at random are enough to know that its beliefs are old."""
-    everybody = nodes(1000)
+    everybody = peer_nodes(1000)
     member = view(everybody[0], member_list(1, everybody), sees=everybody)
     now = periods(member, 20, start=0.0, answers={one.id for one in everybody})
     assert member.has_quorum

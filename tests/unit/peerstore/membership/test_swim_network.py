@@ -15,7 +15,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from peerstore.membership.swim import MemberState
 from peerstore.membership.topology import member_list
 from tests.support.example_counts import examples
-from tests.support.gossip_network import Network, node, nodes
+from tests.support.gossip_network import GossipNetwork, peer_node, peer_nodes
 
 pytestmark = pytest.mark.slow
 
@@ -27,10 +27,10 @@ QUIET_S = 60.0
 
 
 def names(count: int) -> list[str]:
-    return [one.id for one in nodes(count)]
+    return [one.id for one in peer_nodes(count)]
 
 
-def dead_in(net: Network, name: str) -> int:
+def dead_in(net: GossipNetwork, name: str) -> int:
     return sum(member.state_of(name) is DEAD for member in net.up.values())
 
 
@@ -39,7 +39,7 @@ def dead_in(net: Network, name: str) -> int:
 
 @pytest.mark.parametrize("count", [1, 2, 3, 5, 17, pytest.param(60, marks=pytest.mark.nightly)])
 def test_simultaneously_started_nodes_converge(count):
-    net = Network(nodes(count), seed=count)
+    net = GossipNetwork(peer_nodes(count), seed=count)
     assert net.until(net.agreed, within_s=20) < 10
     assert net.with_quorum() == set(names(count))
     assert len({member.alive for member in net.up.values()}) == 1
@@ -48,7 +48,7 @@ def test_simultaneously_started_nodes_converge(count):
 @pytest.mark.parametrize("count", [2, 3, 7, 40])
 @pytest.mark.parametrize("weather", [{}, LOSSY], ids=["fair", "lossy"])
 def test_a_dead_node_is_dead_for_all(count, weather):
-    net = Network(nodes(count), seed=count, **weather)
+    net = GossipNetwork(peer_nodes(count), seed=count, **weather)
     net.until(net.agreed, within_s=60)
     net.kill("n0001")
     net.until(lambda: dead_in(net, "n0001") == count - 1, within_s=30)
@@ -57,7 +57,7 @@ def test_a_dead_node_is_dead_for_all(count, weather):
 
 
 def test_lossy_network_declares_no_node_dead():
-    net = Network(nodes(30), 11, **LOSSY)
+    net = GossipNetwork(peer_nodes(30), 11, **LOSSY)
     net.run(20)
 
     def watch():
@@ -71,7 +71,7 @@ def test_lossy_network_declares_no_node_dead():
 
 @pytest.mark.parametrize("one_way", [False, True], ids=["both ways", "one way"])
 def test_broken_path_between_two_nodes_suspects_neither(one_way):
-    net = Network(nodes(30), 3)
+    net = GossipNetwork(peer_nodes(30), 3)
     net.until(net.agreed, within_s=30)
     a = net.up["n0000"]
     b = next(ping.node.id for ping in a.tick(net.now))  # the one it watches
@@ -85,7 +85,7 @@ def test_broken_path_between_two_nodes_suspects_neither(one_way):
 
 @pytest.mark.parametrize("count", [5, 8, 30])
 def test_nodes_unreachable_from_a_single_node_are_not_suspected_and_keep_quorum(count):
-    net = Network(nodes(count), 7)
+    net = GossipNetwork(peer_nodes(count), 7)
     net.until(net.agreed, within_s=30)
     one = "n0000"
     lost = {ping.node.id for ping in net.up[one].tick(net.now)}
@@ -102,7 +102,7 @@ def test_nodes_unreachable_from_a_single_node_are_not_suspected_and_keep_quorum(
 
 @pytest.mark.parametrize(("hears", "speaks"), [(False, True), (True, False), (False, False)])
 def test_node_that_cannot_send_or_receive_is_dead_to_others_and_has_no_quorum(hears, speaks):
-    net = Network(nodes(9), 5)
+    net = GossipNetwork(peer_nodes(9), 5)
     net.until(net.agreed, within_s=30)
     deaf = "n0004"
     net.cut = lambda a, b: (a == deaf and not speaks) or (b == deaf and not hears)
@@ -114,9 +114,9 @@ def test_node_that_cannot_send_or_receive_is_dead_to_others_and_has_no_quorum(he
 
 
 def test_a_node_that_restarts_at_once_is_never_dead_and_is_known_by_its_new_address():
-    net = Network(nodes(12), 8)
+    net = GossipNetwork(peer_nodes(12), 8)
     net.until(net.agreed, within_s=30)
-    again = node("n0003", rack="elsewhere")
+    again = peer_node("n0003", rack="elsewhere")
     net.start(again, net.roster)
     for _ in range(20):
         net.run(1)
@@ -125,7 +125,7 @@ def test_a_node_that_restarts_at_once_is_never_dead_and_is_known_by_its_new_addr
 
 
 def test_resumed_machine_declares_no_node_dead():
-    net = Network(nodes(9), 4)
+    net = GossipNetwork(peer_nodes(9), 4)
     net.until(net.agreed, within_s=30)
     sleeper = net.up["n0005"]
     net.suspend("n0005", 600)
@@ -140,7 +140,7 @@ def test_resumed_machine_declares_no_node_dead():
 
 @pytest.mark.parametrize("leap_s", [3600.0, -3600.0])
 def test_clock_jump_of_one_node_does_not_affect_others(leap_s):
-    net = Network(nodes(9), 6)
+    net = GossipNetwork(peer_nodes(9), 6)
     net.until(net.agreed, within_s=30)
     net.clock["n0002"] += leap_s
     for _ in range(30):
@@ -156,7 +156,7 @@ def test_clock_jump_of_one_node_does_not_affect_others(leap_s):
 @settings(deadline=None, max_examples=examples(60), suppress_health_check=[HealthCheck.too_slow])
 def test_two_sides_of_a_partition_never_both_have_a_quorum(count, data, seed, lossy):
     side = data.draw(st.lists(st.integers(0, 2), min_size=count, max_size=count))
-    net = Network(nodes(count), seed, **(LOSSY if lossy else {}))
+    net = GossipNetwork(peer_nodes(count), seed, **(LOSSY if lossy else {}))
     net.run(20)
     sides = [{name for name, one in zip(names(count), side, strict=True) if one == number} for number in range(3)]
     net.split(*sides)
@@ -179,7 +179,7 @@ def test_two_sides_of_a_partition_never_both_have_a_quorum(count, data, seed, lo
 
 @pytest.mark.parametrize("minority", [1, 29, 30, *(pytest.param(n, marks=pytest.mark.nightly) for n in (4, 12, 20))])
 def test_minority_loses_quorum_and_the_majority_continues(minority):
-    net = Network(nodes(60), seed=minority)
+    net = GossipNetwork(peer_nodes(60), seed=minority)
     net.until(net.agreed, within_s=30)
     small = set(net.random.sample(names(60)[1:], minority))
     large = set(names(60)) - small
@@ -197,7 +197,7 @@ def test_minority_loses_quorum_and_the_majority_continues(minority):
 
 
 def test_fence_reaches_all_nodes_after_a_partition():
-    net = Network(nodes(30), 2, **LOSSY)
+    net = GossipNetwork(peer_nodes(30), 2, **LOSSY)
     net.until(net.agreed, within_s=60)
     small = set(names(30)[20:])
     net.split(small, set(names(30)) - small)
@@ -211,9 +211,9 @@ def test_fence_reaches_all_nodes_after_a_partition():
 
 
 def test_new_member_list_spreads_from_a_single_node():
-    net = Network(nodes(20), 9)
+    net = GossipNetwork(peer_nodes(20), 9)
     net.until(net.agreed, within_s=30)
-    newcomer = node("newcomer")
+    newcomer = peer_node("newcomer")
     net.roster = member_list(2, [*net.roster.nodes[5:], newcomer])
     net.start(newcomer, net.roster)
     net.until(net.agreed, within_s=30)
@@ -223,9 +223,9 @@ def test_new_member_list_spreads_from_a_single_node():
 
 
 def test_node_without_a_member_list_gets_it_from_a_ping():
-    net = Network(nodes(5), 9)
+    net = GossipNetwork(peer_nodes(5), 9)
     net.kill("n0002")
-    assert net.start(nodes(5)[2]).member_list is None
+    assert net.start(peer_nodes(5)[2]).member_list is None
     net.until(net.agreed, within_s=30)
 
 
@@ -234,7 +234,7 @@ def test_node_without_a_member_list_gets_it_from_a_ping():
 
 def measure(count: int, periods: int) -> tuple[float, float]:
     """Messages a node sends in a period: the mean, and the busiest node's."""
-    net = Network(nodes(count), 1)
+    net = GossipNetwork(peer_nodes(count), 1)
     net.run(6)
     net.messages.clear()
     net.run(periods)
@@ -260,7 +260,7 @@ def test_messages_of_each_of_a_thousand_nodes_are_as_many_as_of_ten():
 @pytest.mark.nightly
 @pytest.mark.timeout(1800)
 def test_four_hundred_nodes_notice_deaths_and_partitions_and_agree_again():
-    net = Network(nodes(400), 1)
+    net = GossipNetwork(peer_nodes(400), 1)
     net.until(net.agreed, within_s=40)
     net.kill("n0200")
     net.until(lambda: dead_in(net, "n0200") == 399, within_s=40)
@@ -282,7 +282,7 @@ class Lives(RuleBasedStateMachine):
     @initialize(data=st.data(), seed=st.integers(0, 1 << 30), lossy=st.booleans())
     def begin(self, data, seed, lossy):
         count = data.draw(st.integers(1, self.largest))
-        self.net = Network(nodes(count), seed, **(LOSSY if lossy else {}))
+        self.net = GossipNetwork(peer_nodes(count), seed, **(LOSSY if lossy else {}))
         self.random = random.Random(seed)
         self.fences, self.epoch, self.sides, self.since = {}, 0, None, 0.0
         note(f"seed {seed}")

@@ -15,13 +15,13 @@ from peerstore.parity.parity_codec import (
     split_segments,
 )
 from peerstore.shard_records import CHUNK_BYTES
-from tests.support.parities import Kept, kept, nodes, shard_record
+from tests.support.parities import ParityStripe, node_names, parity_stripes, shard_record
 
 untimed = settings(deadline=None)  # a busy machine is no failure
 
 
 @untimed
-@given(kept())
+@given(parity_stripes())
 def test_each_chunk_is_kept_once_and_elsewhere(group):
     stripe = group.stripe
     for member in stripe.members:
@@ -40,7 +40,7 @@ def test_each_chunk_is_kept_once_and_elsewhere(group):
 
 
 def test_the_picture_in_the_docstring_is_the_plan():
-    group = Kept({name: bytes(12) for name in ("n0", "n1", "n2", "n3")})
+    group = ParityStripe({name: bytes(12) for name in ("n0", "n1", "n2", "n3")})
     mixed = {
         keeper: {
             f"{'abcd'[group.stripe.index_of(s.member)]}{s.chunks.start}" for s in group.stripe.parity(keeper).segments
@@ -56,7 +56,7 @@ def test_the_picture_in_the_docstring_is_the_plan():
 
 
 @untimed
-@given(kept())
+@given(parity_stripes())
 def test_a_member_splits_its_shard_without_knowing_the_others(group):
     stripe = group.stripe
     for member, shard in zip(stripe.members, stripe.shards, strict=True):
@@ -67,7 +67,7 @@ def test_a_member_splits_its_shard_without_knowing_the_others(group):
 
 
 @untimed
-@given(kept())
+@given(parity_stripes())
 def test_no_parity_is_longer_than_a_share_of_the_longest_shard(group):
     stripe = group.stripe
     for keeper in stripe.members:
@@ -77,7 +77,7 @@ def test_no_parity_is_longer_than_a_share_of_the_longest_shard(group):
 
 
 def test_two_nodes_keep_copies():
-    group = Kept({"b": b"the shard of b", "a": b"of a"})
+    group = ParityStripe({"b": b"the shard of b", "a": b"of a"})
     assert group.parities == {"a": b"the shard of b", "b": b"of a"}
 
 
@@ -89,14 +89,14 @@ def wire(record):
 
 
 def test_parity_record_round_trips():
-    record = Kept({name: bytes(50) for name in nodes(4)}).records["n8"]
+    record = ParityStripe({name: bytes(50) for name in node_names(4)}).records["n8"]
     assert decode_message(msgspec.msgpack.encode(record), ParityRecord) == record
     assert str(record) == "parity 0 of job/3 on n8"
 
 
 def change(path, value):
     """A record of a group of three in which ``path`` is ``value``."""
-    record = wire(Kept({name: bytes(50) for name in ("a", "b", "c")}).records["b"])
+    record = wire(ParityStripe({name: bytes(50) for name in ("a", "b", "c")}).records["b"])
     inner = record
     for step in path[:-1]:
         inner = inner[step]
@@ -170,14 +170,14 @@ def test_garbage_is_no_record(data):
 
 @pytest.mark.parametrize("count", [0, 1, MAX_PARITY_MEMBERS + 1])
 def test_a_group_has_two_to_many_nodes(count):
-    shards = {name: [shard_record(number, b"some")] for number, name in enumerate(nodes(count))}
+    shards = {name: [shard_record(number, b"some")] for number, name in enumerate(node_names(count))}
     members = tuple(sorted(shards))
     with pytest.raises(RequestError, match=f"2 to {MAX_PARITY_MEMBERS} nodes"):
         Stripe(0, members, tuple(shards[member][0] for member in members))
 
 
 def test_node_outside_the_group_is_refused():
-    stripe = Kept({"a": b"x", "b": b"y"}).stripe
+    stripe = ParityStripe({"a": b"x", "b": b"y"}).stripe
     with pytest.raises(RequestError, match="node z"):
         stripe.segments("z")
     with pytest.raises(RequestError, match="node z"):

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from peerstore.errors import PeerUnreachableError, RequestError, ShardDamagedError, ShardNotFoundError
 from peerstore.parity.parity_codec import decode_shard, encode_parity, xor_into
-from tests.support.parities import Kept, kept, nodes
+from tests.support.parities import ParityStripe, node_names, parity_stripes
 
 untimed = settings(deadline=None)  # a busy machine is no failure
 
@@ -34,7 +34,7 @@ def whole(chunks):
 
 
 @untimed
-@given(kept())
+@given(parity_stripes())
 def test_lost_shard_and_parity_are_rebuilt(group):
     for lost in group.stripe.members:
         if lost in group.shards:
@@ -44,7 +44,7 @@ def test_lost_shard_and_parity_are_rebuilt(group):
 
 
 def test_own_parity_of_the_lost_node_is_ignored():
-    group = Kept({name: bytes(range(40)) for name in nodes(3)})
+    group = ParityStripe({name: bytes(range(40)) for name in node_names(3)})
     own = msgspec.structs.replace(group.records["n0"], stripe=group.stripe)
     found = decode_shard(
         "n0", [own, *group.parity_records({"n0"})], group.shard_readers(), group.parity_readers({"n0"})
@@ -53,7 +53,7 @@ def test_own_parity_of_the_lost_node_is_ignored():
 
 
 @untimed
-@given(kept(), st.data())
+@given(parity_stripes(), st.data())
 def test_shard_is_rebuilt_exactly_when_its_inputs_remain(group, data):
     lost = data.draw(st.sets(st.sampled_from(group.stripe.members), min_size=1))
     for member in lost & group.shards.keys():
@@ -67,7 +67,7 @@ def test_shard_is_rebuilt_exactly_when_its_inputs_remain(group, data):
 
 
 @untimed
-@given(kept(missing=False), st.data())
+@given(parity_stripes(missing=False), st.data())
 def test_chunk_range_reads_only_its_inputs(group, data):
     lost = data.draw(st.sampled_from(group.stripe.members))
     count = len(group.stripe.shard(lost).checksums) // 8
@@ -94,7 +94,7 @@ def test_chunk_range_reads_only_its_inputs(group, data):
 
 @pytest.mark.parametrize("chunks", [range(-1, 2), range(3, 6), range(0, 4, 2), range(9, 9)])
 def test_chunks_that_are_not_there_are_refused(chunks):
-    group = Kept({name: bytes(20) for name in nodes(3)})
+    group = ParityStripe({name: bytes(20) for name in node_names(3)})
     with pytest.raises(RequestError, match="has 5 chunks"):
         rebuilt(group, "n0", chunks=chunks)
 
@@ -103,7 +103,7 @@ def test_chunks_that_are_not_there_are_refused(chunks):
 
 
 @untimed
-@given(kept(), st.data())
+@given(parity_stripes(), st.data())
 def test_a_flipped_bit_anywhere_never_gives_wrong_bytes(group, data):
     lost = data.draw(st.sampled_from(sorted(group.shards)))
     right = group.shards[lost]
@@ -122,7 +122,7 @@ def test_a_flipped_bit_anywhere_never_gives_wrong_bytes(group, data):
 @given(st.integers(2, 6), st.integers(1, 3), st.data())
 def test_a_flipped_bit_in_an_input_is_found_and_named(count, chunks, data):
     size = 4 * chunks * (count - 1)  # no padding: every byte of every input but the lost one's own segments counts
-    group = Kept({name: data.draw(st.binary(min_size=size, max_size=size)) for name in nodes(count)})
+    group = ParityStripe({name: data.draw(st.binary(min_size=size, max_size=size)) for name in node_names(count)})
     lost, bad = data.draw(st.permutations(group.stripe.members))[:2]
     if count > 2 and data.draw(st.booleans()):
         held, name = group.shards[bad], f"{group.stripe.shard(bad).key} on {bad}"
@@ -144,7 +144,7 @@ def flip(data, held):
 @untimed
 @given(st.integers(2, 5), st.data())
 def test_no_parity_is_made_of_damaged_bytes(count, data):
-    group = Kept({name: bytes(40) for name in nodes(count)})
+    group = ParityStripe({name: bytes(40) for name in node_names(count)})
     bad = data.draw(st.sampled_from(group.stripe.members))
     at = data.draw(st.integers(0, 39))
     group.shards[bad][at] ^= 1
@@ -155,8 +155,8 @@ def test_no_parity_is_made_of_damaged_bytes(count, data):
 
 
 def test_mismatched_intact_inputs_are_reported():
-    group = Kept({name: bytes([ord(name[-1])]) * 40 for name in nodes(3)})
-    others = Kept({name: bytes([7]) * 40 for name in nodes(3)})
+    group = ParityStripe({name: bytes([ord(name[-1])]) * 40 for name in node_names(3)})
+    others = ParityStripe({name: bytes([7]) * 40 for name in node_names(3)})
     mixed = [
         msgspec.structs.replace(record, checksums=others.records[record.keeper].checksums)
         for record in group.parity_records({"n0"})
@@ -167,14 +167,14 @@ def test_mismatched_intact_inputs_are_reported():
 
 @pytest.mark.parametrize("which", ["shards", "parities"])
 def test_short_read_is_damage(which):
-    group = Kept({name: bytes(40) for name in nodes(3)})
+    group = ParityStripe({name: bytes(40) for name in node_names(3)})
     del getattr(group, which)["n8"][-1:]
     with pytest.raises(ShardDamagedError, match=r"on n8: bytes .* were asked for, 3 bytes came"):
         rebuilt(group, "n0")
 
 
 def test_unreachable_reader_raises_its_own_error():
-    group = Kept({name: bytes(40) for name in nodes(3)})
+    group = ParityStripe({name: bytes(40) for name in node_names(3)})
 
     def unreachable(start, stop):
         raise PeerUnreachableError("n8 does not answer")
@@ -191,7 +191,7 @@ def test_unreachable_reader_raises_its_own_error():
 
 
 def test_missing_shards_are_reported_before_reading():
-    group = Kept({name: bytes(40) for name in nodes(3)})
+    group = ParityStripe({name: bytes(40) for name in node_names(3)})
     read = []
     shards = {node: lambda start, stop: read.append(start) for node in ("n8", "n16")}
     parities = dict(shards)
@@ -210,8 +210,8 @@ def test_missing_shards_are_reported_before_reading():
 
 
 def test_a_parity_made_without_the_lost_shard_is_not_used():
-    group = Kept({name: bytes(40) for name in nodes(3)})
-    early = Kept({"n0": None, "n8": bytes(40), "n16": bytes(40)})
+    group = ParityStripe({name: bytes(40) for name in node_names(3)})
+    early = ParityStripe({"n0": None, "n8": bytes(40), "n16": bytes(40)})
     with pytest.raises(ShardNotFoundError, match="parity on node n8"):
         list(
             decode_shard(
@@ -221,9 +221,9 @@ def test_a_parity_made_without_the_lost_shard_is_not_used():
 
 
 def test_parities_of_different_stripes_are_refused():
-    group = Kept({name: bytes(40) for name in nodes(3)})
-    other = Kept(dict.fromkeys(nodes(3), b"x" * 40))
-    larger = Kept({name: bytes(40) for name in nodes(4)})
+    group = ParityStripe({name: bytes(40) for name in node_names(3)})
+    other = ParityStripe(dict.fromkeys(node_names(3), b"x" * 40))
+    larger = ParityStripe({name: bytes(40) for name in node_names(4)})
     second = msgspec.structs.replace(group.stripe, number=1)
     renumbered = msgspec.structs.replace(group.records["n16"], stripe=second)
     for strange in (other.records["n16"], larger.records["n16"], renumbered):
@@ -255,7 +255,7 @@ def test_numpy_is_imported_only_for_parity():
 
 def test_memory_is_bounded_by_a_chunk_per_member():
     chunk, members = 1 << 16, 4
-    group = Kept({name: bytes(90 * chunk) for name in nodes(members)}, chunk_bytes=chunk)
+    group = ParityStripe({name: bytes(90 * chunk) for name in node_names(members)}, chunk_bytes=chunk)
     lost = "n0"
     readers = group.shard_readers({lost}), group.parity_readers({lost})
     tracemalloc.start()

@@ -7,7 +7,7 @@ import pytest
 from peerstore import deadlines
 from peerstore.errors import UnavailableError
 from peerstore.peers.single_flight import SingleFlight
-from tests.support.local_nodes import until
+from tests.support.local_nodes import wait_until
 
 
 class Work:
@@ -40,7 +40,7 @@ def test_concurrent_callers_share_the_next_run():
     others = [threading.Thread(target=ask, args=(number,)) for number in range(20)]
     for other in others:
         other.start()
-    until(lambda: turns.waiting == 21, "all have asked")
+    wait_until(lambda: turns.waiting == 21, "all have asked")
     work.go_on.release(1)
     while first.is_alive():
         first.join(60)
@@ -98,7 +98,7 @@ def test_an_answer_is_as_new_as_the_question():
     threads = [threading.Thread(target=say_and_look, args=(name,)) for name in range(8)]
     for thread in threads:
         thread.start()
-    until(lambda: not any(thread.is_alive() for thread in threads), "all have looked")
+    wait_until(lambda: not any(thread.is_alive() for thread in threads), "all have looked")
     assert failures == []
 
 
@@ -112,7 +112,7 @@ def test_caller_that_times_out_does_not_cancel_the_shared_run():
     later = []
     patient = threading.Thread(target=lambda: later.append(turns.run()))
     patient.start()
-    until(lambda: turns.waiting == 1, "the first two have gone")
+    wait_until(lambda: turns.waiting == 1, "the first two have gone")
     work.go_on.release(2)
     patient.join(60)
     assert later == [2]

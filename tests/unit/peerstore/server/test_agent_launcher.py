@@ -16,7 +16,7 @@ from peerstore.server.store_server import StoreServer
 from peerstore.settings import StoreSettings
 from peerstore.store.arena import MemfdArena
 from peerstore.store.node_store import NodeStore
-from tests.support.local_nodes import until
+from tests.support.local_nodes import wait_until
 
 pytestmark = pytest.mark.slow
 
@@ -34,7 +34,7 @@ def test_silent_agent_does_not_block_closing_the_watchdog():
     with contextlib.ExitStack() as cleanup:
         watch = AgentWatchdog(lambda: greeted(ends), lambda: False)
         cleanup.callback(lambda: [end.close() for end in ends])
-        until(lambda: ends)
+        wait_until(lambda: ends)
         assert message_codec.receive_frame(ends[0], AgentHello).protocol == AGENT_PROTOCOL_VERSION
         assert message_codec.receive_frame(ends[0], AgentRequest).op == "epoch"
         began = time.monotonic()
@@ -52,7 +52,7 @@ def test_close_does_not_wait_for_a_running_launch_and_no_other_follows():
         return greeted(ends)
 
     watch = AgentWatchdog(connect, lambda: False)
-    until(lambda: ends)
+    wait_until(lambda: ends)
     ends[0].close()  # the agent has died
     assert starting.wait(60)
     began = time.monotonic()

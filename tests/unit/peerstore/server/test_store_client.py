@@ -13,7 +13,7 @@ from peerstore.errors import AgentUnreachableError, ProtocolError, RequestError
 from peerstore.message_codec import AGENT_PROTOCOL_VERSION, AgentHello, AgentRequest, AgentResponse
 from peerstore.server.store_api import JobRequest, StoreStatusRequest
 from peerstore.server.store_client import Client, connect_to_agent
-from tests.support.local_nodes import until
+from tests.support.local_nodes import wait_until
 
 
 class ScriptedAgent:
@@ -172,7 +172,7 @@ def test_retried_call_has_the_remaining_time(agent):
         caller.start()
         first = agent.request()
         agent.ends[0].close()
-        until(lambda: len(agent.ends) == 2, "it tries again")
+        wait_until(lambda: len(agent.ends) == 2, "it tries again")
         second = agent.request(1)
         agent.answer(7, 1)
         caller.join(30)

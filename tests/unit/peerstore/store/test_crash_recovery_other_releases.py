@@ -11,10 +11,10 @@ from peerstore.settings import StoreSettings
 from peerstore.store import slots
 from peerstore.store.arena import TmpfsArena, _framed
 from peerstore.store.node_store import NodeStore
-from tests.support.failing_calls import failing
-from tests.support.stores import MIB, content, key, load, save, store_directory
+from tests.support.failing_calls import failing_os_call
+from tests.support.stores import MIB, load_shard, save_shard, shard_content, shard_key, store_directory
 
-OLD, NEW = key(1), key(2)
+OLD, NEW = shard_key(1), shard_key(2)
 
 
 @pytest.fixture
@@ -47,11 +47,11 @@ def newer_release(monkeypatch):
 def rolled_back(directory, monkeypatch):
     """A step of this version's, one of the next version's, and then this version again."""
     with opened(directory) as store:
-        save(store, OLD)
+        save_shard(store, OLD)
         store.mark_committed("job", OLD.version_id)
     with newer_release(monkeypatch), opened(directory) as store:
-        assert load(store, OLD) == content(OLD, MIB), "an upgrade finds everything"
-        save(store, NEW, meta=b"of the next version")
+        assert load_shard(store, OLD) == shard_content(OLD, MIB), "an upgrade finds everything"
+        save_shard(store, NEW, meta=b"of the next version")
         store.mark_committed("job", NEW.version_id)
     return directory
 
@@ -59,23 +59,23 @@ def rolled_back(directory, monkeypatch):
 def test_shards_of_a_newer_release_are_kept_and_the_older_step_restores(rolled_back, monkeypatch):
     with opened(rolled_back) as store:
         assert [fact.key for fact in store.list_shards()] == [OLD]
-        assert load(store, OLD) == content(OLD, MIB)
+        assert load_shard(store, OLD) == shard_content(OLD, MIB)
         status = store.status()
         (claim, slot) = sorted(status.unrecognized, key=lambda one: one.size_bytes)
         assert (claim.name, slot.size_bytes) == ("job.job", MIB)
         assert f"format {slots.METADATA_FORMAT + 1}" in slot.reason
         assert status.arena.unrecognized_bytes == MIB
         assert status.damage_reports == ()
-        save(store, key(3))
+        save_shard(store, shard_key(3))
     with newer_release(monkeypatch), opened(rolled_back) as store:
         assert sorted(fact.key.version for fact in store.list_shards()) == [1, 2, 3]
-        assert load(store, NEW) == content(NEW, MIB)
+        assert load_shard(store, NEW) == shard_content(NEW, MIB)
         assert store.status().unrecognized == ()
 
 
 def test_notes_of_an_older_format_are_kept_and_named(directory):
     with opened(directory) as store:
-        save(store, OLD)
+        save_shard(store, OLD)
     (place,) = (directory / "notes").glob("seal.*")
     arena = TmpfsArena(directory)
     note = msgspec.msgpack.decode(arena.get_metadata(place.name))
@@ -93,20 +93,20 @@ def test_writers_of_the_past_stay_refused(directory, monkeypatch):
     with opened(directory) as store:
         assert store.epoch("job") == 9
         with pytest.raises(FencedError):
-            store.lease(key(5, epoch=8, name="eighth"), MIB, 1)
+            store.lease(shard_key(5, epoch=8, name="eighth"), MIB, 1)
 
 
 def test_shards_set_aside_use_budget_and_can_be_dropped(rolled_back):
     with opened(rolled_back, "2MiB") as store:
         assert [fact.key for fact in store.list_shards()] == [OLD]
         with pytest.raises(ArenaFullError, match=r"1\.0 MiB more is in slots that another version"):
-            save(store, key(3))
+            save_shard(store, shard_key(3))
         name = next(one.name for one in store.status().unrecognized if one.size_bytes)
         assert store.drop_unrecognized(["slot.other"]) == 0
         assert store.drop_unrecognized([name]) == MIB
         assert store.status().arena.unrecognized_bytes == 0
         assert not [path for path in rolled_back.rglob("*") if path.name.endswith(name)]
-        save(store, key(3))
+        save_shard(store, shard_key(3))
 
 
 UNKNOWN = {
@@ -120,9 +120,9 @@ UNKNOWN = {
 @pytest.mark.parametrize("kind", ["seal", "lease"])
 def test_intact_unknown_metadata_is_kept(directory, kind, harm):
     with opened(directory) as store:
-        save(store, OLD)
+        save_shard(store, OLD)
         if kind == "seal":
-            save(store, NEW)
+            save_shard(store, NEW)
         else:
             store.lease(NEW, MIB, 1)
     place = max((directory / "notes").glob(f"{kind}.*"), key=lambda path: path.stat().st_mtime_ns)
@@ -139,21 +139,21 @@ def test_intact_unknown_metadata_is_kept(directory, kind, harm):
 
 def test_unreadable_metadata_differs_from_invalid_metadata(directory):
     with opened(directory) as store:
-        save(store, OLD)
+        save_shard(store, OLD)
     (place,) = (directory / "notes").glob("seal.*")
-    with failing("open", errno.EIO, below=str(place)), opened(directory) as store:
+    with failing_os_call("open", errno.EIO, below=str(place)), opened(directory) as store:
         assert store.list_shards() == []
         assert [one.size_bytes for one in store.status().unrecognized] == [MIB]
     with opened(directory) as store:
-        assert load(store, OLD) == content(OLD, MIB)
+        assert load_shard(store, OLD) == shard_content(OLD, MIB)
 
 
 @pytest.mark.parametrize("which", ["seal.*", "job.*"])
 def test_agent_short_of_descriptors_does_not_start_without_its_shards(directory, which):
     with opened(directory) as store:
-        save(store, OLD)
+        save_shard(store, OLD)
     (place,) = (directory / "notes").glob(which)
-    with failing("open", errno.EMFILE, below=str(place)), pytest.raises(UnavailableError):
+    with failing_os_call("open", errno.EMFILE, below=str(place)), pytest.raises(UnavailableError):
         NodeStore(TmpfsArena(directory), StoreSettings(budget="64MiB"))
     with opened(directory) as store:
-        assert load(store, OLD) == content(OLD, MIB)
+        assert load_shard(store, OLD) == shard_content(OLD, MIB)

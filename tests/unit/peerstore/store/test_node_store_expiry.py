@@ -12,8 +12,8 @@ from peerstore.settings import StoreSettings
 from peerstore.store.arena import MemfdArena
 from peerstore.store.node_store import NodeStore, StoreListener
 from peerstore.store.slots import EXPIRED_JOB_METADATA
-from tests.support.failing_calls import UNKNOWN, failing
-from tests.support.stores import MIB, content, key, load, save
+from tests.support.failing_calls import UNKNOWN, failing_os_call
+from tests.support.stores import MIB, load_shard, save_shard, shard_content, shard_key
 
 GRACE, TTL = 30.0, 600.0
 DEAD = ProcessIdentity(current_process().pid, -7)
@@ -42,16 +42,16 @@ def store(clock):
 
 
 def test_a_dead_writers_slot_is_free_at_once(store):
-    lease = store.lease(key(), MIB, 1, owner=DEAD)
+    lease = store.lease(shard_key(), MIB, 1, owner=DEAD)
     store.sweep()
     with pytest.raises(LeaseLostError):
         store.seal(lease.id, 10)
-    assert store.lease(key(1), MIB, 1).slot == lease.slot
+    assert store.lease(shard_key(1), MIB, 1).slot == lease.slot
 
 
 def test_a_silent_writer_keeps_its_lease_for_a_while(store, clock):
     store.client_connected(current_process(), "job")
-    lease = store.lease(key(), MIB, 1)
+    lease = store.lease(shard_key(), MIB, 1)
     clock.now += 10 * GRACE
     store.sweep()
     store.client_disconnected(current_process(), "job")
@@ -72,18 +72,18 @@ def test_a_silent_writer_keeps_its_lease_for_a_while(store, clock):
 @pytest.mark.parametrize("code", UNKNOWN, ids=errno.errorcode.get)
 def test_process_that_cannot_be_inspected_counts_as_alive(store, code):
     """An agent without a descriptor left cannot look into ``/proc``: its writers write on, and its readers read on."""
-    save(store, key())
-    lease, pin = store.lease(key(1), MIB, 1), store.pin(key())
-    with failing("open", code, below="/proc") as failed:
+    save_shard(store, shard_key())
+    lease, pin = store.lease(shard_key(1), MIB, 1), store.pin(shard_key())
+    with failing_os_call("open", code, below="/proc") as failed:
         store.sweep()
     assert failed
     assert store.unpin(pin.id)
-    assert store.seal(lease.id, 10).key == key(1)
+    assert store.seal(lease.id, 10).key == shard_key(1)
 
 
 def test_a_reader_that_went_away_holds_nothing(store, clock):
-    save(store, key())
-    gone, here = store.pin(key(), owner=DEAD), store.pin(key())
+    save_shard(store, shard_key())
+    gone, here = store.pin(shard_key(), owner=DEAD), store.pin(shard_key())
     store.sweep()
     assert store.status().arena.pins == 1
     assert not store.unpin(gone.id)
@@ -92,7 +92,7 @@ def test_a_reader_that_went_away_holds_nothing(store, clock):
 
 def test_a_job_is_kept_for_its_time_after_its_last_process_left(store, clock):
     store.client_connected(current_process(), "job")
-    save(store, key())
+    save_shard(store, shard_key())
     store.put_blob("job", "layout", b"x")
     clock.now += 10 * TTL
     store.sweep()
@@ -100,7 +100,7 @@ def test_a_job_is_kept_for_its_time_after_its_last_process_left(store, clock):
     clock.now += TTL
     store.sweep()
     assert store.status().jobs[0].expires_in_s == 0
-    assert load(store, key()) == content(key(), MIB)
+    assert load_shard(store, shard_key()) == shard_content(shard_key(), MIB)
     assert store.idle_s() == 0, "an agent with shards is needed"
     clock.now += 1
     store.sweep()
@@ -111,12 +111,12 @@ def test_a_job_is_kept_for_its_time_after_its_last_process_left(store, clock):
 
 
 def test_job_with_a_reader_or_an_upload_is_kept(store, clock):
-    save(store, key())
-    store.hold(key(), "drain")
+    save_shard(store, shard_key())
+    store.hold(shard_key(), "drain")
     clock.now += TTL + 1
     store.sweep()
-    assert load(store, key()) == content(key(), MIB)
-    store.release_hold(key(), "drain")
+    assert load_shard(store, shard_key()) == shard_content(shard_key(), MIB)
+    store.release_hold(shard_key(), "drain")
     store.sweep()
     assert store.list_shards() == []
 
@@ -141,14 +141,14 @@ def test_expired_job_stays_recorded_with_time_and_cause(clock):
     with contextlib.closing(NodeStore(arena, settings, clock=clock)) as store:
         before = time.time_ns()
         for version in (1, 2):
-            save(store, key(version))
-        save(store, key(3, part=0), parts=2)  # never whole
-        save(store, key(1, job="torn"), parts=2)
+            save_shard(store, shard_key(version))
+        save_shard(store, shard_key(3, part=0), parts=2)  # never whole
+        save_shard(store, shard_key(1, job="torn"), parts=2)
         assert store.expired_job("job") is None
         clock.now += TTL + 1
         store.sweep()
         found = store.expired_job("job")
-        assert (found.job, found.newest_committed) == ("job", key(2).version_id)
+        assert (found.job, found.newest_committed) == ("job", shard_key(2).version_id)
         assert before <= found.at_ns <= time.time_ns()
         assert "no process had used it for 0.2 hours" in found.reason
         assert store.expired_job("torn") is None, "of which nothing was ever whole"
@@ -167,7 +167,7 @@ def test_expired_job_stays_recorded_with_time_and_cause(clock):
 def test_number_of_remembered_expired_jobs_is_limited(store, clock, monkeypatch):
     monkeypatch.setattr("peerstore.store.job_table._FORGOTTEN_REMEMBERED", 3)
     for number in range(5):
-        save(store, key(job=f"job{number}"), 100)
+        save_shard(store, shard_key(job=f"job{number}"), 100)
         clock.now += TTL + 1
         store.sweep()
     assert [bool(store.expired_job(f"job{number}")) for number in range(5)] == [False, False, True, True, True]
@@ -191,19 +191,19 @@ def test_oldest_unused_jobs_are_evicted_for_space(patient, clock):
     listener.on_job_expired = told.append
     patient.subscribe(listener)
     for number in range(3):
-        save(patient, key(job=f"old{number}"), 16 * MIB)
+        save_shard(patient, shard_key(job=f"old{number}"), 16 * MIB)
         clock.now += 1
     clock.now += 2 * 3600
-    save(patient, key(1), 16 * MIB)
+    save_shard(patient, shard_key(1), 16 * MIB)
     assert patient.list_shards("old0"), "there is room"
-    save(patient, key(2), 16 * MIB)
+    save_shard(patient, shard_key(2), 16 * MIB)
     patient.sweep()
     assert [bool(patient.list_shards(f"old{number}")) for number in range(3)] == [False, True, True]
     assert told == ["old0"]
     said = patient.expired_job("old0")
-    assert said.newest_committed == key().version_id
+    assert said.newest_committed == shard_key().version_id
     assert said.reason == "nobody had used it for 2.0 hours, and job job needed the room"
-    held = patient.lease(key(3), 16 * MIB, 1)  # its own older version goes first
+    held = patient.lease(shard_key(3), 16 * MIB, 1)  # its own older version goes first
     assert patient.list_shards("old1")
     patient.grow(held.id, 20 * MIB)  # beside the slot it has: that takes both
     assert [bool(patient.list_shards(f"old{number}")) for number in range(3)] == [False, False, False]
@@ -211,25 +211,25 @@ def test_oldest_unused_jobs_are_evicted_for_space(patient, clock):
 
 def test_recent_or_used_job_is_not_evicted(patient, clock):
     patient.client_connected(current_process(), "running")
-    save(patient, key(job="running"), 20 * MIB)
-    save(patient, key(job="read"), 20 * MIB)
-    pin = patient.pin(key(job="read"))
+    save_shard(patient, shard_key(job="running"), 20 * MIB)
+    save_shard(patient, shard_key(job="read"), 20 * MIB)
+    pin = patient.pin(shard_key(job="read"))
     clock.now += 2 * 3600
-    save(patient, key(job="interrupted"), 20 * MIB)
+    save_shard(patient, shard_key(job="interrupted"), 20 * MIB)
     clock.now += 3599
     with pytest.raises(ArenaFullError):
-        patient.lease(key(), 20 * MIB, 1)
+        patient.lease(shard_key(), 20 * MIB, 1)
     assert {fact.key.job for fact in patient.list_shards()} == {"running", "read", "interrupted"}
     clock.now += 2
-    save(patient, key(), 20 * MIB)
+    save_shard(patient, shard_key(), 20 * MIB)
     assert {fact.key.job for fact in patient.list_shards()} == {"running", "read", "job"}
     pin.close()
 
 
 def test_no_job_is_evicted_when_that_would_not_suffice(patient, clock):
-    save(patient, key(job="old"), 16 * MIB)
+    save_shard(patient, shard_key(job="old"), 16 * MIB)
     clock.now += 2 * 3600
     with pytest.raises(ArenaFullError):
-        patient.lease(key(), 65 * MIB, 1)
+        patient.lease(shard_key(), 65 * MIB, 1)
     assert patient.list_shards("old")
     assert patient.expired_job("old") is None

@@ -10,8 +10,8 @@ from peerstore.errors import ArenaFullError
 from peerstore.settings import StoreSettings
 from peerstore.store.arena import TmpfsArena
 from peerstore.store.node_store import NodeStore, StoreListener
-from tests.support.leaks import own_name
-from tests.support.stores import flip, key, save
+from tests.support.leaks import process_prefix
+from tests.support.stores import flip_byte, save_shard, shard_key
 
 
 class Diary(StoreListener):
@@ -29,7 +29,7 @@ class Diary(StoreListener):
 @pytest.fixture
 def place():
     """A directory that a store is opened in, again and again."""
-    directory = Path("/dev/shm") / (own_name("peerstore") + uuid.uuid4().hex[:8])
+    directory = Path("/dev/shm") / (process_prefix("peerstore") + uuid.uuid4().hex[:8])
     stores = []
 
     def open_it():
@@ -48,35 +48,35 @@ def place():
 def test_listener_receives_damage_found_by_verification(place):
     store, diary = place(), Diary()
     store.subscribe(diary)
-    save(store, key(3))
-    flip(store.shard_path(key(3)), 17)
-    assert store.verify(key(3)) == (0,)
+    save_shard(store, shard_key(3))
+    flip_byte(store.shard_path(shard_key(3)), 17)
+    assert store.verify(shard_key(3)) == (0,)
     reason = "1 of its chunks changed after it was sealed, first: 0"
-    assert diary.lines == [("sealed", key(3)), ("damaged", key(3), reason)]
+    assert diary.lines == [("sealed", shard_key(3)), ("damaged", shard_key(3), reason)]
 
 
 def test_late_listener_receives_damage_found_after_a_restart(place):
     store = place()
-    save(store, key(3, part=0), parts=3)
-    save(store, key(3, part=8), parts=9)
-    save(store, key(3, part=1), parts=3)
-    flip(store.shard_path(key(3, part=8)), 17)
-    os.truncate(store.shard_path(key(3, part=1)), 100)
+    save_shard(store, shard_key(3, part=0), parts=3)
+    save_shard(store, shard_key(3, part=8), parts=9)
+    save_shard(store, shard_key(3, part=1), parts=3)
+    flip_byte(store.shard_path(shard_key(3, part=8)), 17)
+    os.truncate(store.shard_path(shard_key(3, part=1)), 100)
     store = place()
     assert [fact.key.part for fact in store.list_shards()] == [0]
     diary = Diary()
     store.subscribe(diary)
     assert sorted(diary.lines) == [
-        ("damaged", key(3, part=1), "100 bytes of 1048576 are left"),
-        ("damaged", key(3, part=8), "1 chunks differ after a restart, first: 0"),
-        ("sealed", key(3, part=0)),
+        ("damaged", shard_key(3, part=1), "100 bytes of 1048576 are left"),
+        ("damaged", shard_key(3, part=8), "1 chunks differ after a restart, first: 0"),
+        ("sealed", shard_key(3, part=0)),
     ]
 
 
 def test_damage_report_of_an_absent_shard_is_ignored(place):
     store, diary = place(), Diary()
     store.subscribe(diary)
-    store.report_damage(key(1), "so they say")
+    store.report_damage(shard_key(1), "so they say")
     assert diary.lines == []
     assert store.status().damage_reports == ()
 
@@ -94,12 +94,16 @@ class NoRoom(StoreListener):
 
 def test_failing_listener_does_not_block_the_others(place):
     diary, store = Diary(), place()
-    save(store, key(0))
+    save_shard(store, shard_key(0))
     store.subscribe(NoRoom())
     store.subscribe(diary)
-    save(store, key(1))
-    flip(store.shard_path(key(1)), 5)
-    assert store.verify(key(1)) == (0,)
-    store.mark_committed("job", key(0).version_id)
-    assert [line[:2] for line in diary.lines] == [("sealed", key(0)), ("sealed", key(1)), ("damaged", key(1))]
+    save_shard(store, shard_key(1))
+    flip_byte(store.shard_path(shard_key(1)), 5)
+    assert store.verify(shard_key(1)) == (0,)
+    store.mark_committed("job", shard_key(0).version_id)
+    assert [line[:2] for line in diary.lines] == [
+        ("sealed", shard_key(0)),
+        ("sealed", shard_key(1)),
+        ("damaged", shard_key(1)),
+    ]
     assert store.status().counters["listener_errors"] == 4

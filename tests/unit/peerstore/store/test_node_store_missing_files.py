@@ -10,7 +10,7 @@ from peerstore.errors import PeerStoreError, ShardDamagedError, ShardNotFoundErr
 from peerstore.settings import StoreSettings
 from peerstore.store.arena import TmpfsArena
 from peerstore.store.node_store import NodeStore
-from tests.support.stores import MIB, content, fill, key, load, save, store_directory
+from tests.support.stores import MIB, load_shard, save_shard, shard_content, shard_key, store_directory, write_slot
 
 
 @pytest.fixture
@@ -36,32 +36,32 @@ def harm(request):
 
 def go_on(store, versions):
     for version in versions:
-        save(store, key(version))
-        assert load(store, key(version)) == content(key(version), MIB)
+        save_shard(store, shard_key(version))
+        assert load_shard(store, shard_key(version)) == shard_content(shard_key(version), MIB)
 
 
 def test_missing_file_of_a_superseded_version(store, directory, harm):
     go_on(store, (1, 2))
-    harm(store.shard_path(key(1)))
+    harm(store.shard_path(shard_key(1)))
     go_on(store, range(3, 8))
     assert len(list((directory / "slots").iterdir())) == store.status().arena.slots == 2
 
 
 def test_missing_file_of_the_newest_version(store, harm):
     go_on(store, (1, 2))
-    harm(store.shard_path(key(2)))
+    harm(store.shard_path(shard_key(2)))
     with pytest.raises(ShardDamagedError):
-        store.pin(key(2))
+        store.pin(shard_key(2))
     with pytest.raises(ShardNotFoundError):
-        store.pin(key(2))
-    assert [fact.key for fact in store.list_shards("job")] == [key(1)], "offered to nobody"
+        store.pin(shard_key(2))
+    assert [fact.key for fact in store.list_shards("job")] == [shard_key(1)], "offered to nobody"
     assert any("job/2" in damage.what for damage in store.status().damage_reports)
-    assert load(store, key(1)) == content(key(1), MIB)
+    assert load_shard(store, shard_key(1)) == shard_content(shard_key(1), MIB)
     go_on(store, range(3, 8))
 
 
 def test_missing_file_of_a_free_slot(store, directory, harm):
-    lease = store.lease(key(1), MIB, 1)
+    lease = store.lease(shard_key(1), MIB, 1)
     store.release(lease.id)
     harm(directory / "slots" / lease.slot)
     go_on(store, range(1, 4))
@@ -69,7 +69,7 @@ def test_missing_file_of_a_free_slot(store, directory, harm):
 
 def test_missing_file_of_a_leased_slot(store, directory, harm):
     """The save that was being written is lost, and says so."""
-    lease = store.lease(key(1), MIB, 1)
+    lease = store.lease(shard_key(1), MIB, 1)
     harm(directory / "slots" / lease.slot)
     with pytest.raises(PeerStoreError):
         store.seal(lease.id, MIB)
@@ -79,9 +79,9 @@ def test_missing_file_of_a_leased_slot(store, directory, harm):
 
 
 def test_missing_file_of_a_repeated_lease(store, directory, harm):
-    lease = store.lease(key(1), MIB, 1)
+    lease = store.lease(shard_key(1), MIB, 1)
     harm(directory / "slots" / lease.slot)
-    again = store.lease(key(1), MIB, 1)
-    fill(again, content(key(1), MIB))
+    again = store.lease(shard_key(1), MIB, 1)
+    write_slot(again, shard_content(shard_key(1), MIB))
     store.seal(again.id, MIB)
-    assert load(store, key(1)) == content(key(1), MIB)
+    assert load_shard(store, shard_key(1)) == shard_content(shard_key(1), MIB)

@@ -14,11 +14,22 @@ from peerstore.peers.shard_server import RangeServer
 from peerstore.settings import StoreSettings
 from peerstore.store.arena import TmpfsArena
 from peerstore.store.node_store import NodeStore
-from tests.support.failing_calls import UNKNOWN, failing
-from tests.support.local_nodes import until
-from tests.support.stores import MIB, client_of, content, fill, flip, key, load, save, served, store_directory
+from tests.support.failing_calls import UNKNOWN, failing_os_call
+from tests.support.local_nodes import wait_until
+from tests.support.stores import (
+    MIB,
+    flip_byte,
+    load_shard,
+    open_client,
+    save_shard,
+    serve_store,
+    shard_content,
+    shard_key,
+    store_directory,
+    write_slot,
+)
 
-KEY = key(1)
+KEY = shard_key(1)
 
 
 @pytest.fixture
@@ -36,14 +47,14 @@ def opened(directory):
 @pytest.fixture
 def store(directory):
     with opened(directory) as store:
-        save(store, KEY, 5 * MIB // 2)
+        save_shard(store, KEY, 5 * MIB // 2)
         store.mark_committed("job", KEY.version_id)
         yield store
 
 
 def is_whole(store):
     assert store.verify(KEY) == ()
-    assert load(store, KEY) == content(KEY, 5 * MIB // 2)
+    assert load_shard(store, KEY) == shard_content(KEY, 5 * MIB // 2)
     assert store.status().damage_reports == ()
     assert store.status().jobs[0].newest_committed == 1
 
@@ -51,7 +62,7 @@ def is_whole(store):
 @pytest.mark.parametrize("call", ["open", "preadv"])
 @pytest.mark.parametrize("code", UNKNOWN, ids=errno.errorcode.get)
 def test_unreadable_shard_is_kept(store, directory, call, code):
-    with failing(call, code, below=str(directory / "slots")) as failed:
+    with failing_os_call(call, code, below=str(directory / "slots")) as failed:
         with pytest.raises(ShardUnreadableError, match=os.strerror(code)):
             store.verify(KEY)
         assert failed
@@ -71,9 +82,9 @@ def test_a_machine_without_memory_for_a_buffer_loses_nothing(store, monkeypatch)
 
 
 def test_unreadable_shard_error_crosses_the_socket(store, directory, tmp_path):
-    with served(store, tmp_path) as path, client_of(path) as client:
+    with serve_store(store, tmp_path) as path, open_client(path) as client:
         with (
-            failing("open", errno.EMFILE, below=str(directory / "slots")),
+            failing_os_call("open", errno.EMFILE, below=str(directory / "slots")),
             pytest.raises(ShardUnreadableError, match="Too many open files"),
         ):
             client.verify(KEY)
@@ -83,7 +94,7 @@ def test_unreadable_shard_error_crosses_the_socket(store, directory, tmp_path):
 @pytest.mark.parametrize(
     ("harm", "bad"),
     [
-        (lambda path: flip(path, MIB + 5), (1,)),
+        (lambda path: flip_byte(path, MIB + 5), (1,)),
         (lambda path: os.truncate(path, MIB + 5), (1, 2)),
         (lambda path: os.truncate(path, 0), (0, 1, 2)),
         (os.unlink, (0, 1, 2)),
@@ -116,7 +127,7 @@ def test_file_of_another_size_with_all_needed_bytes_is_intact(store, size_bytes)
 
 @pytest.mark.parametrize("code", UNKNOWN, ids=errno.errorcode.get)
 def test_shard_that_a_reader_cannot_open_is_kept(store, directory, code):
-    with failing("open", code, below=str(directory / "slots")), pytest.raises(ShardUnreadableError):
+    with failing_os_call("open", code, below=str(directory / "slots")), pytest.raises(ShardUnreadableError):
         store.pin(KEY)
     is_whole(store)
     assert store.status().counters["unreadable_reads"] == 1
@@ -124,12 +135,12 @@ def test_shard_that_a_reader_cannot_open_is_kept(store, directory, code):
 
 @pytest.mark.parametrize("call", ["open", "preadv"])
 def test_a_seal_that_cannot_read_is_tried_again(store, directory, call):
-    lease = store.lease(key(2), MIB, 1)
-    fill(lease, content(key(2), MIB))
-    with failing(call, errno.EMFILE, below=str(directory / "slots")), pytest.raises(UnavailableError):
+    lease = store.lease(shard_key(2), MIB, 1)
+    write_slot(lease, shard_content(shard_key(2), MIB))
+    with failing_os_call(call, errno.EMFILE, below=str(directory / "slots")), pytest.raises(UnavailableError):
         store.seal(lease.id, MIB)
     store.seal(lease.id, MIB)
-    assert load(store, key(2)) == content(key(2), MIB)
+    assert load_shard(store, shard_key(2)) == shard_content(shard_key(2), MIB)
 
 
 # -- after a restart ----------------------------------------------------------------------------------------------
@@ -142,12 +153,12 @@ def adopting(store):
 @pytest.mark.parametrize("call", ["open", "preadv"])
 def test_recovered_shard_waits_until_it_is_readable(directory, call):
     with opened(directory) as store:
-        save(store, KEY, 5 * MIB // 2)
+        save_shard(store, KEY, 5 * MIB // 2)
         store.mark_committed("job", KEY.version_id)
     with contextlib.ExitStack() as stack:
-        with failing(call, errno.EMFILE, below=str(directory / "slots" / "slot.job")) as failed:
+        with failing_os_call(call, errno.EMFILE, below=str(directory / "slots" / "slot.job")) as failed:
             store = stack.enter_context(opened(directory))
-            until(lambda: len(failed) > 2, "a second try")
+            wait_until(lambda: len(failed) > 2, "a second try")
             assert adopting(store) == 1
         assert [fact.key for fact in store.list_shards()] == [KEY]
         is_whole(store)
@@ -163,22 +174,22 @@ class Clock:
 def test_permanently_unreadable_shard_blocks_no_recovery(directory):
     """A page of memory that the machine has lost, say: the others are served, and newer versions take its room."""
     with opened(directory) as store:
-        save(store, KEY, MIB)
-        save(store, key(1, part=1), MIB, parts=2)
+        save_shard(store, KEY, MIB)
+        save_shard(store, shard_key(1, part=1), MIB, parts=2)
         path = store.shard_path(KEY)
     clock = Clock()
     small = StoreSettings(budget="3MiB")
     with (
-        failing("preadv", errno.EIO, below=path) as failed,
+        failing_os_call("preadv", errno.EIO, below=path) as failed,
         contextlib.closing(NodeStore(TmpfsArena(directory), small, clock=clock)) as store,
     ):
-        until(lambda: failed, "a first try")
+        wait_until(lambda: failed, "a first try")
         clock.now = 60.0
-        assert [fact.key for fact in store.list_shards()] == [key(1, part=1)]
+        assert [fact.key for fact in store.list_shards()] == [shard_key(1, part=1)]
         assert Path(path).exists(), "it was not given up"
         for version in (2, 3, 4):
-            save(store, key(version), MIB)
-            store.mark_committed("job", key(version).version_id)
+            save_shard(store, shard_key(version), MIB)
+            store.mark_committed("job", shard_key(version).version_id)
         assert store.status().damage_reports == ()
 
 
@@ -201,7 +212,7 @@ def lent(store, *ranges):
 @pytest.mark.parametrize("code", UNKNOWN, ids=errno.errorcode.get)
 @pytest.mark.parametrize("call", ["open", "preadv"])
 def test_unreadable_shard_is_reported_to_other_nodes_as_unreadable(store, directory, call, code):
-    with failing(call, code, below=str(directory / "slots")):
+    with failing_os_call(call, code, below=str(directory / "slots")):
         with pytest.raises(ShardUnreadableError):
             lent(store, (10, 20))
         with pytest.raises(ShardUnreadableError):

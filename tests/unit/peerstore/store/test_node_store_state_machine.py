@@ -20,8 +20,8 @@ from peerstore.settings import StoreSettings
 from peerstore.store.arena import TmpfsArena
 from peerstore.store.node_store import NodeStore
 from tests.support.example_counts import examples
-from tests.support.leaks import own_name
-from tests.support.stores import content, fill, flip, key, load
+from tests.support.leaks import process_prefix
+from tests.support.stores import flip_byte, load_shard, shard_content, shard_key, write_slot
 
 KIB = 1 << 10
 BUDGET = 512 * KIB
@@ -31,7 +31,7 @@ PARTS = 2
 class StoreLife(RuleBasedStateMachine):
     def __init__(self):
         super().__init__()
-        self.directory = Path("/dev/shm") / (own_name("peerstore") + uuid.uuid4().hex[:8])
+        self.directory = Path("/dev/shm") / (process_prefix("peerstore") + uuid.uuid4().hex[:8])
         self.store = None
         self.patch = pytest.MonkeyPatch()
         numbers = itertools.count(1 << 40)  # slots' names, so that a life can be lived again step by step
@@ -57,7 +57,7 @@ class StoreLife(RuleBasedStateMachine):
     @rule(version=st.integers(0, 5), part=st.integers(0, PARTS - 1), size=st.integers(0, 200 * KIB))
     def lease(self, version, part, size):
         self.attempt += 1
-        of = key(version, part, epoch=self.epoch, name=self.name, attempt=self.attempt // 2)
+        of = shard_key(version, part, epoch=self.epoch, name=self.name, attempt=self.attempt // 2)
         if of in self.sealed or any(lease.key == of for lease in self.leases.values()) or of.version_id in self.lost:
             return
         if any(group == of.version_id for group, _ in self.marked):
@@ -87,7 +87,7 @@ class StoreLife(RuleBasedStateMachine):
     def seal(self, data):
         lease = self.leases.pop(data.draw(st.sampled_from(list(self.leases))))
         size = data.draw(st.integers(0, lease.size_bytes))
-        fill(lease, content(lease.key, size))
+        write_slot(lease, shard_content(lease.key, size))
         record = self.store.seal(lease.id, size)
         assert self.store.seal(lease.id, size) == record
         self.sealed[lease.key] = size
@@ -148,7 +148,7 @@ class StoreLife(RuleBasedStateMachine):
     @rule(data=st.data())
     def flip_a_byte(self, data):
         of = data.draw(st.sampled_from(sorted(k for k, size in self.sealed.items() if size)))
-        flip(self.store.shard_path(of), data.draw(st.integers(0, self.sealed[of] - 1)))
+        flip_byte(self.store.shard_path(of), data.draw(st.integers(0, self.sealed[of] - 1)))
         if data.draw(st.booleans()):
             assert self.store.verify(of) == (0,)
         else:
@@ -203,7 +203,7 @@ class StoreLife(RuleBasedStateMachine):
         if self.store is not None:
             assert self.here() == set(self.sealed)
             for of, size in self.sealed.items():
-                assert load(self.store, of) == content(of, size)
+                assert load_shard(self.store, of) == shard_content(of, size)
 
     @invariant()
     def the_budget_holds(self):
@@ -228,7 +228,7 @@ class StoreLife(RuleBasedStateMachine):
     def what_is_gone_is_absent(self):
         if self.store is not None:
             try:
-                self.store.pin(key(99))
+                self.store.pin(shard_key(99))
             except ShardNotFoundError:
                 return
             raise AssertionError
@@ -241,7 +241,7 @@ class StoreLife(RuleBasedStateMachine):
 
 
 def key_of(group, part):
-    return key(group.version, part, epoch=group.epoch, name=group.incarnation, attempt=group.attempt)
+    return shard_key(group.version, part, epoch=group.epoch, name=group.incarnation, attempt=group.attempt)
 
 
 StoreLife.TestCase.settings = settings(

@@ -18,16 +18,16 @@ from peerstore.server.store_server import StoreServer
 from peerstore.settings import StoreSettings
 from peerstore.store.arena import TmpfsArena
 from peerstore.store.node_store import NodeStore, StoreListener
-from tests.support.local_nodes import until
-from tests.support.stores import MIB, content, key, store_directory
-from tests.support.syscall_failures import CODES, EveryCall
+from tests.support.local_nodes import wait_until
+from tests.support.stores import MIB, shard_content, shard_key, store_directory
+from tests.support.syscall_failures import CODES, CallRecorder
 
 pytestmark = pytest.mark.slow
 
 SIZE = MIB + 5
 BUDGET = "12MiB"
 BLOB = b"layout" * 1000
-COPIED = key(1, part=1, job="other")
+COPIED = shard_key(1, part=1, job="other")
 """Brought from another node: its bytes are those of the first version here."""
 
 
@@ -84,7 +84,7 @@ class Agent:
         return self.filled(lease, of)
 
     def filled(self, lease, of):
-        written(self.asked(lambda: self.client.open_slot(lease.slot)), content(of, SIZE)[: lease.size_bytes])
+        written(self.asked(lambda: self.client.open_slot(lease.slot)), shard_content(of, SIZE)[: lease.size_bytes])
         return lease
 
     def sealed(self, lease, of, size=SIZE):
@@ -108,7 +108,7 @@ class Agent:
         assert set(keys) <= here, set(keys) - here
         for of in keys:
             assert self.asked(lambda of=of: self.client.verify(of)) == ()
-            assert self.load(of) == content(key(1) if of == COPIED else of, SIZE)
+            assert self.load(of) == shard_content(shard_key(1) if of == COPIED else of, SIZE)
         status = self.asked(self.client.status)
         assert status.damage_reports == ()
         assert status.unrecognized == ()
@@ -135,7 +135,7 @@ def agent(directory, calls, said):
 
 def story(directory, calls):
     """Everything that happens to a shard, an agent that ends in the middle of it twice, and a job that is forgotten."""
-    one, two, three, four, five = (key(version) for version in range(1, 6))
+    one, two, three, four, five = (shard_key(version) for version in range(1, 6))
     said = []
     directory.mkdir(mode=0o700)
     with calls.watched():
@@ -146,7 +146,7 @@ def story(directory, calls):
             first.asked(lambda: first.client.retain("job", one.version_id))
             first.asked(lambda: first.client.put_blob("job", "layout.x", BLOB))
             first.has(one)
-            lease = first.leased(key(2, attempt=1), MIB)
+            lease = first.leased(shard_key(2, attempt=1), MIB)
             lease = first.asked(lambda: first.client.grow(lease.id, SIZE))
             lease = first.asked(lambda: first.client.relabel(lease.id, two))
             first.sealed(first.filled(lease, two), two)
@@ -189,7 +189,7 @@ def take_copy(agent, record):
     """As another node has it brought."""
     copy = record.__class__(COPIED, 2, record.size_bytes, record.chunk_bytes, record.checksums, b"", 1)
     lease = agent.asked(lambda: agent.store.begin_replica(copy, whole=True))
-    written(agent.asked(lambda: agent.store.open_slot(lease.slot)), content(record.key, SIZE))
+    written(agent.asked(lambda: agent.store.open_slot(lease.slot)), shard_content(record.key, SIZE))
     agent.asked(lambda: agent.store.seal_replica(lease.id, copy, ("n1", "n2")))
 
 
@@ -202,13 +202,13 @@ def lend(agent, record):
             loan.fill()
             return bytes(loan.payload[0])
 
-    assert agent.asked(lent) == content(record.key, SIZE)[10:20]
+    assert agent.asked(lent) == shard_content(record.key, SIZE)[10:20]
 
 
 def played(directory, calls):
     before = descriptors()
     story(directory, calls)
-    until(lambda: descriptors() <= before, "everything that was opened is closed")
+    wait_until(lambda: descriptors() <= before, "everything that was opened is closed")
 
 
 def descriptors():
@@ -223,7 +223,7 @@ def descriptors():
 @pytest.fixture(scope="module")
 def made():
     with store_directory() as directory:
-        watching = EveryCall("peerstore")
+        watching = CallRecorder("peerstore")
         played(directory, watching)
     return watching.made
 
@@ -232,7 +232,7 @@ def each_fails(calls, code):
     wrong, unmet = [], 0
     for call in calls:
         with store_directory() as directory:
-            failing = EveryCall("peerstore", failing=call, code=code)
+            failing = CallRecorder("peerstore", failing=call, code=code)
             try:
                 played(directory, failing)
             except Exception as error:

@@ -19,7 +19,7 @@ from peerstore.transport.authentication import (
 )
 from peerstore.transport.base import MAX_MESSAGE_HEADER_BYTES, MAX_PAYLOAD_BYTES
 from peerstore.transport.framing import FRAME_PREFIX
-from tests.support.channel_pairs import PATIENCE_S, Wire, wire
+from tests.support.channel_pairs import PATIENCE_S, ChannelPair, channel_pair
 
 SECRET = b"the secret of the job"
 OTHER = b"the secret of another"
@@ -39,7 +39,7 @@ def clock():
 @pytest.fixture
 def line(clock):
     network = MemoryNetwork(clock=clock)
-    made = Wire(network.transport("n1"), network.transport("n2"), "n2:0")
+    made = ChannelPair(network.transport("n1"), network.transport("n2"), "n2:0")
     yield made
     made.close()
 
@@ -58,7 +58,7 @@ def greeted(channel, **more):
 
 @pytest.mark.parametrize("kind", ["memory", "tcp", "tls"])
 def test_both_sides_learn_the_peer_identity(kind, tmp_path):
-    with wire(kind, tmp_path) as line:
+    with channel_pair(kind, tmp_path) as line:
         near, far = line.meet()
         server = line.aside(admitted, far)
         assert greeted(near, expect="n2") == PeerIdentity("job", "n2", 2, "0.2")
@@ -314,7 +314,7 @@ def test_silence_between_its_messages_counts_too(line, clock):
 
 def test_handshake_with_a_peer_that_does_not_read_times_out(clock):
     network = MemoryNetwork(clock=clock, capacity_bytes=64)
-    with contextlib.closing(Wire(network.transport("n1"), network.transport("n2"), "n2:0")) as line:
+    with contextlib.closing(ChannelPair(network.transport("n1"), network.transport("n2"), "n2:0")) as line:
         near, far = line.meet()
         server = line.aside(admitted, far, clock=clock.now)
         line.aside(near.send, encode(HELLO)).result(PATIENCE_S)

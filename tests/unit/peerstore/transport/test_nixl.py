@@ -12,10 +12,10 @@ from peerstore.testing import MemoryNetwork
 from peerstore.transport import nixl
 from peerstore.transport.authentication import authenticate_client, authenticate_to_server
 from peerstore.transport.nixl import NixlTransport, PayloadOffer, PayloadPiece, RegisteredMemory
-from tests.support.channel_pairs import PATIENCE_S, Wire, nixl_wire, without_nixl
+from tests.support.channel_pairs import PATIENCE_S, ChannelPair, nixl_channel_pair, nixl_missing_reason
 
-if without_nixl():
-    pytest.skip(without_nixl(), allow_module_level=True)
+if nixl_missing_reason():
+    pytest.skip(nixl_missing_reason(), allow_module_level=True)
 
 MIB = 1 << 20
 SECRET = b"the secret of the job"
@@ -29,7 +29,7 @@ def test_missing_backend_is_refused_with_alternatives():
 
 @pytest.fixture
 def line():
-    with nixl_wire(PATIENCE_S) as made, contextlib.closing(made):
+    with nixl_channel_pair(PATIENCE_S) as made, contextlib.closing(made):
         yield made
 
 
@@ -138,7 +138,7 @@ def envelope(kind, body=b"", header_bytes=0):
 def raw(memory):
     """A carrier's end in a test's hands, and the channel at the other."""
     network = MemoryNetwork()
-    line = Wire(network.transport("n1"), NixlTransport.__new__(NixlTransport), "n2:0")
+    line = ChannelPair(network.transport("n1"), NixlTransport.__new__(NixlTransport), "n2:0")
     line.there._carrier, line.there._registered, line.there._least_bytes = network.transport("n2"), memory, 1000
     line.there._lock = threading.Lock()
     yield line.meet()

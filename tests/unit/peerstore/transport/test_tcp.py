@@ -14,7 +14,7 @@ from peerstore.transport.base import FileSlice
 from peerstore.transport.framing import FRAME_MAGIC, FRAME_PREFIX
 from peerstore.transport.tcp import TcpTransport
 from peerstore.transport.tls import TlsStream
-from tests.support.channel_pairs import PATIENCE_S, Wire
+from tests.support.channel_pairs import PATIENCE_S, ChannelPair
 from tests.support.tls import Authority, node_files
 
 
@@ -33,7 +33,7 @@ def raw(opened):
     """A socket's end, and the channel that listens to it."""
 
     def connect(timeout_s=PATIENCE_S):
-        line = opened(Wire(TcpTransport(timeout_s=timeout_s), TcpTransport(timeout_s=timeout_s), "127.0.0.1:0"))
+        line = opened(ChannelPair(TcpTransport(timeout_s=timeout_s), TcpTransport(timeout_s=timeout_s), "127.0.0.1:0"))
         arrived, done = queue.Queue(), threading.Event()
         listener = line.listen(lambda channel: (arrived.put(channel), done.wait()))
         host, _, port = listener.address.rpartition(":")

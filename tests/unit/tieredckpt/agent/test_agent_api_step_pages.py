@@ -2,12 +2,12 @@
 
 import pytest
 
-from tests.support.stores import key
+from tests.support.stores import shard_key
 from tieredckpt.agent.agent_api import LayoutsPage, ShardLocation, ShardLocations, StepSummary, describe_step
 from tieredckpt.errors import CheckpointNotFoundError
 from tieredckpt.format.manifest import ShardIndex, ShardMeta
 
-GROUP = key(1).version_id
+GROUP = shard_key(1).version_id
 
 
 class Forgets:
@@ -20,7 +20,7 @@ class Forgets:
         return StepSummary((0,), 1, "test", ("layout",), ())
 
     def step_parts(self, job, group, parts, *, item_sizes=False):
-        index = ShardIndex(key(1), 1, 0, 1, b"", ShardMeta("layout", ()))
+        index = ShardIndex(shard_key(1), 1, 0, 1, b"", ShardMeta("layout", ()))
         return ShardLocations([ShardLocation(index, 0, ("memory",), ())] if self._parts else [], [])
 
     def step_layouts(self, job, group, layouts, tables):

@@ -11,7 +11,7 @@ from peerstore.shard_records import ShardKey
 from peerstore.store.arena import TmpfsArena
 from peerstore.store.node_store import NodeStore
 from peerstore.store.shards import ShardReader
-from tests.support.local_nodes import until
+from tests.support.local_nodes import wait_until
 from tieredckpt.agent import drain
 from tieredckpt.agent.agent_api import LAYOUT_BLOB_PREFIX
 from tieredckpt.agent.agent_service import NodeAgentService
@@ -87,7 +87,7 @@ def test_incomplete_step_is_skipped_when_a_newer_one_is_durable(arena, tmp_path)
         service.configure("job", DurableSettings(url=f"file://{tmp_path}/durable"))
         seal(store, 3, 0, 2)
         assert service.wait_durable("job", None, 0.0).state in ("waiting", "running")
-        until(lambda: "other parts" in service.drain_status("job")[0].error)
+        wait_until(lambda: "other parts" in service.drain_status("job")[0].error)
         seal(store, 6, 0, 2)
         seal(store, 6, 1, 2)
         assert service.wait_durable("job", None, 20.0).state == "done"

@@ -10,7 +10,7 @@ from peerstore.settings import StoreSettings
 from peerstore.shard_records import ShardKey, VersionId
 from peerstore.store.arena import MemfdArena
 from peerstore.store.node_store import NodeStore
-from tests.support.local_nodes import JOB, neighbours, until
+from tests.support.local_nodes import JOB, local_nodes, wait_until
 from tieredckpt.agent.agent_api import LAYOUT_BLOB_PREFIX
 from tieredckpt.agent.agent_service import NodeAgentService
 from tieredckpt.agent.durable_catalog import DurableCatalog
@@ -112,7 +112,7 @@ def test_oldest_required_step_is_dropped_when_no_other_can_be(node, road):
     road.away = True
     for step in (1, 2):
         seal(node.store, step, durable=True, required=True)
-    until(lambda: all("is away" in state_of(node, step).error for step in (1, 2)))
+    wait_until(lambda: all("is away" in state_of(node, step).error for step in (1, 2)))
     for step in range(3, 9):
         seal(node.store, step)
     assert [state_of(node, step).state for step in (1, 2)] == ["failed", "waiting"]
@@ -124,7 +124,7 @@ def test_optional_step_is_dropped_first(node, road):
     road.away = True
     seal(node.store, 1, durable=True, required=True)
     seal(node.store, 2, durable=True)
-    until(lambda: all("is away" in state_of(node, step).error for step in (1, 2)))
+    wait_until(lambda: all("is away" in state_of(node, step).error for step in (1, 2)))
     for step in range(3, 9):
         seal(node.store, step)
     assert [state_of(node, step).state for step in (1, 2)] == ["waiting", "skipped"]
@@ -134,7 +134,7 @@ def test_dropped_step_is_reported_to_waiters(node, road):
     road.away = True
     for step in (1, 2):
         seal(node.store, step, durable=True, required=True)
-    until(lambda: all("is away" in state_of(node, step).error for step in (1, 2)))
+    wait_until(lambda: all("is away" in state_of(node, step).error for step in (1, 2)))
     told = []
     waiting = threading.Thread(target=lambda: told.append(node.wait_durable(JOB, group_of(1), LONG_S)))
     waiting.start()
@@ -168,7 +168,7 @@ def test_late_parts_do_not_revive_a_dropped_step(node, road):
     road.away = True
     seal(node.store, 1, 0, 2, durable=True, required=True)
     seal(node.store, 2, 0, 2, durable=True, required=True)
-    until(lambda: all("is away" in state_of(node, step).error for step in (1, 2)))
+    wait_until(lambda: all("is away" in state_of(node, step).error for step in (1, 2)))
     assert node.drain.free_a_slot(JOB, last=True)
     seal(node.store, 1, 1, 2, durable=True, required=True)
     assert state_of(node, 1).state == "failed"
@@ -204,7 +204,7 @@ def test_a_running_upload_that_does_not_end_refuses_no_save(node, road):
 def two(tmp_path):
     """Two nodes with a durable tier: their stores' services, and the way that each of them has to it."""
     with contextlib.ExitStack() as cleanup:
-        both = cleanup.enter_context(neighbours("n1", "n2", copies=1))
+        both = cleanup.enter_context(local_nodes("n1", "n2", copies=1))
         roads, services = [Road(), Road()], []
         for one, road in zip(both, roads, strict=True):
             service = NodeAgentService(one.store, open_durable=road.open, node_peers=one.node_peers)
@@ -219,8 +219,8 @@ def test_drop_on_one_node_is_reported_to_others_at_once(two):
     roads[1].away = True
     for number, service in enumerate((first, second)):
         seal(service.store, 1, number, 2, durable=True, required=True)
-    until(lambda: "other parts" in state_of(first, 1).error)
-    until(lambda: "is away" in state_of(second, 1).error)
+    wait_until(lambda: "other parts" in state_of(first, 1).error)
+    wait_until(lambda: "is away" in state_of(second, 1).error)
     told = []
     waiting = threading.Thread(target=lambda: told.append(first.wait_durable(JOB, group_of(1), LONG_S)))
     waiting.start()
@@ -237,7 +237,7 @@ def test_upload_of_a_step_dropped_elsewhere_is_canceled(two):
     for number, service in enumerate((first, second)):
         seal(service.store, 1, number, 2, durable=True, required=True)
     assert roads[0].waits.wait(LONG_S)
-    until(lambda: "is away" in state_of(second, 1).error)
+    wait_until(lambda: "is away" in state_of(second, 1).error)
     assert second.drain.free_a_slot(JOB, last=True)
     assert first.wait_durable(JOB, group_of(1), LONG_S / 4).state == "failed"
     assert roads[0].cancelled == 1
@@ -247,9 +247,9 @@ def test_part_sealed_after_its_step_was_dropped_elsewhere_is_not_uploaded(two):
     (first, second), roads = two
     roads[1].away = True
     seal(second.store, 1, 1, 2, durable=True, required=True)
-    until(lambda: "is away" in state_of(second, 1).error)
+    wait_until(lambda: "is away" in state_of(second, 1).error)
     assert second.drain.free_a_slot(JOB, last=True)
-    until(lambda: state_of(first, 1) is not None, "it has been told")
+    wait_until(lambda: state_of(first, 1) is not None, "it has been told")
     seal(first.store, 1, 0, 2, durable=True, required=True)
     assert first.wait_durable(JOB, group_of(1), LONG_S / 4).state == "failed"
     assert not roads[0].waits.is_set()
@@ -287,7 +287,7 @@ def test_upload_of_a_deleted_step_is_canceled(node, road, tmp_path):
 def test_step_deleted_on_another_node_does_not_return(tmp_path):
     """Each of two nodes has a part; one of them uploads its own while the other one drops the step."""
     with contextlib.ExitStack() as cleanup:
-        both = cleanup.enter_context(neighbours("n1", "n2", copies=1))
+        both = cleanup.enter_context(local_nodes("n1", "n2", copies=1))
         roads = {one.name: Road() for one in both}
         services = {}
         for number, one in enumerate(both):
@@ -297,12 +297,12 @@ def test_step_deleted_on_another_node_does_not_return(tmp_path):
             service.configure(JOB, durable_in(tmp_path))
             roads["n2"].may_go.clear()
             seal(one.store, 1, number, 2, durable=True)
-        until(lambda: "other parts" in state_of(services["n1"], 1).error)
+        wait_until(lambda: "other parts" in state_of(services["n1"], 1).error)
         assert roads["n2"].waits.wait(LONG_S)
         services["n1"].drop_steps(JOB, [group_of(1)])
         roads["n2"].may_go.set()
         assert services["n2"].wait_durable(JOB, None, LONG_S).state == "skipped"
-        until(lambda: stored(tmp_path) == [], "nothing of it stays")
+        wait_until(lambda: stored(tmp_path) == [], "nothing of it stays")
         assert services["n2"].list_steps(JOB, fresh=True).views == ()
 
 
@@ -320,7 +320,7 @@ def test_step_deleted_during_its_commit_is_removed(node, road, tmp_path, monkeyp
     node.store.delete_versions(JOB, [group_of(1)])  # as another node's drop does
     may_end.set()
     assert node.wait_durable(JOB, group_of(1), LONG_S).state == "skipped"
-    until(lambda: stored(tmp_path) == [], "it is taken back")
+    wait_until(lambda: stored(tmp_path) == [], "it is taken back")
 
 
 # -- other settings -----------------------------------------------------------------------------------------------
@@ -335,7 +335,7 @@ def test_upload_continues_in_its_store_while_settings_change(node, road, tmp_pat
     assert road.cancelled == 0
     road.may_go.set()
     assert node.wait_durable(JOB, group_of(1), LONG_S).state == "done"
-    until(lambda: len(road.closed) == 1, "nobody uses it any more")
+    wait_until(lambda: len(road.closed) == 1, "nobody uses it any more")
 
 
 def test_an_upload_begins_again_where_the_job_becomes_durable_now(node, road, tmp_path):
@@ -344,7 +344,7 @@ def test_an_upload_begins_again_where_the_job_becomes_durable_now(node, road, tm
         seal(node.store, 1, part, 2, durable=True)
     assert road.waits.wait(LONG_S)
     node.configure(JOB, durable_in(tmp_path / "new"))
-    until(lambda: road.cancelled)
+    wait_until(lambda: road.cancelled)
     road.may_go.set()
     assert node.wait_durable(JOB, group_of(1), LONG_S).state == "done"
     assert [name for name in stored(tmp_path) if name.endswith(".manifest")] == []
@@ -353,7 +353,7 @@ def test_an_upload_begins_again_where_the_job_becomes_durable_now(node, road, tm
 
 def test_upload_to_another_store_does_not_count(node, road, tmp_path):
     seal(node.store, 1, 0, 2, durable=True)
-    until(lambda: "other parts" in state_of(node, 1).error)
+    wait_until(lambda: "other parts" in state_of(node, 1).error)
     node.configure(JOB, durable_in(tmp_path / "new"))
     seal(node.store, 1, 1, 2, durable=True)
     assert node.wait_durable(JOB, group_of(1), LONG_S).state == "done"

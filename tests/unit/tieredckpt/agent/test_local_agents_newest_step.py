@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from peerstore.errors import AgentUnreachableError, UnavailableError
-from tests.support.agents import end_agent
+from tests.support.agents import stop_agent
 from tieredckpt import Checkpointer
 from tieredckpt.agent import local_agents
 from tieredckpt.agent.agent_client import NodeAgentClient
@@ -32,7 +32,7 @@ def places(agent_dir, monkeypatch):
     yield found
     close_sessions()
     for place in found:
-        end_agent(place)
+        stop_agent(place)
 
 
 def saves(monkeypatch, place, job, *steps):
@@ -60,7 +60,7 @@ def test_restore_finds_the_newest_step_in_another_agent(places, monkeypatch):
 def test_own_agent_that_has_ended_is_started_for_what_it_left(places, monkeypatch):
     saves(monkeypatch, places[0], "local", 5)
     saves(monkeypatch, places[1], "local", 4)
-    end_agent(places[0])
+    stop_agent(places[0])
     assert settings_of_newest_agent("local", load_settings()).agent.directory == ""
 
 

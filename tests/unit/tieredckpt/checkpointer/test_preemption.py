@@ -6,7 +6,7 @@ import threading
 
 import pytest
 
-from tests.support.local_nodes import until
+from tests.support.local_nodes import wait_until
 from tieredckpt.checkpointer.preemption import PreemptionHandler
 
 
@@ -25,7 +25,7 @@ def test_signal_may_interrupt_a_starting_thread(heard):
     with threading._active_limbo_lock:
         signal.raise_signal(signal.SIGTERM)
     assert told.requested
-    until(lambda: heard, "the time for one more save is over")
+    wait_until(lambda: heard, "the time for one more save is over")
     assert len(flushed) == 1
     told.close()
 

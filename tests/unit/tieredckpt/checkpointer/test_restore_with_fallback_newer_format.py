@@ -10,8 +10,8 @@ from peerstore.store.arena import TmpfsArena
 from peerstore.store.node_store import NodeStore
 from peerstore.store.slots import METADATA_FORMAT
 from tests.support.agents import agent_directory
-from tests.support.bits import zeroed
-from tests.support.jobs import agent_of, state_at
+from tests.support.bits import zeros_like_state
+from tests.support.jobs import in_process_agent, state_at
 from tieredckpt import Checkpointer
 from tieredckpt.errors import FormatVersionError
 
@@ -27,7 +27,7 @@ def directory():
 @contextlib.contextmanager
 def opened(directory):
     store = NodeStore(TmpfsArena(directory), StoreSettings(budget="1GiB"))
-    with agent_of(store), Checkpointer("tiered://job", on_sigterm="ignore") as ckpt:
+    with in_process_agent(store), Checkpointer("tiered://job", on_sigterm="ignore") as ckpt:
         yield ckpt
 
 
@@ -57,22 +57,22 @@ def test_restore_names_steps_of_a_newer_format(directory, kinds):
     with opened(directory) as ckpt:
         for on_lost in ("raise", "start_fresh"):
             with pytest.raises(FormatVersionError, match=MESSAGE):
-                ckpt.restore(zeroed(state_at(0)), on_lost=on_lost)
+                ckpt.restore(zeros_like_state(state_at(0)), on_lost=on_lost)
 
 
 def test_restore_of_an_older_step_reports_newer_ones_of_a_newer_format(directory):
     save(directory, 1, 2)
     write_newer_format(directory, 2)
     with opened(directory) as ckpt:
-        assert ckpt.restore(zeroed(state_at(0))) == 1
+        assert ckpt.restore(zeros_like_state(state_at(0))) == 1
         assert f"format {METADATA_FORMAT + 1}" in ckpt.last_restore.refused[0]
         with pytest.raises(FormatVersionError, match=MESSAGE):
-            ckpt.restore(zeroed(state_at(0)), 2)
+            ckpt.restore(zeros_like_state(state_at(0)), 2)
 
 
 def test_restore_ignores_steps_of_a_newer_format_that_the_job_has_passed(directory):
     save(directory, 1, 2)
     write_newer_format(directory, 1, kinds=("seal",))
     with opened(directory) as ckpt:
-        assert ckpt.restore(zeroed(state_at(0))) == 2
+        assert ckpt.restore(zeros_like_state(state_at(0))) == 2
         assert ckpt.last_restore.refused == ()

@@ -6,7 +6,7 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 
-from tests.support.bits import assert_same, zeroed
+from tests.support.bits import assert_same_bits, zeros_like_state
 from tests.support.jobs import state_at
 from tieredckpt import CheckpointDamagedError, Checkpointer, TieredReader
 from tieredckpt.dcp import plain_checkpoints
@@ -67,9 +67,9 @@ MANIFEST, SHARDS = "manifests/{}*.manifest", "steps/{}/**/*.safetensors"
 
 def restored(step, named=None):
     with memory_node(), Checkpointer("tiered://job", on_sigterm="ignore") as ckpt:
-        found = zeroed(state_at(max(step, 0)))
+        found = zeros_like_state(state_at(max(step, 0)))
         assert ckpt.restore(found, named) == step
-        assert_same(state_at(step), found)
+        assert_same_bits(state_at(step), found)
         return ckpt.last_restore
 
 
@@ -130,7 +130,7 @@ def test_restore_of_a_named_step_does_not_fall_back(bucket, reads):
         Checkpointer("tiered://job", on_sigterm="ignore") as ckpt,
         pytest.raises(CheckpointDamagedError, match="step-9"),
     ):
-        ckpt.restore(zeroed(state_at(5)), 9)
+        ckpt.restore(zeros_like_state(state_at(5)), 9)
     assert reads == [9]
 
 
@@ -138,9 +138,9 @@ def test_reader_falls_back_past_damaged_plain_metadata(bucket, reads):
     save_ours(5)
     damage_metadata(bucket, 7, 9)
     with memory_node():
-        found = zeroed(state_at(5))
+        found = zeros_like_state(state_at(5))
         dcp.load(found, storage_reader=TieredReader("tiered://job"), no_dist=True)
-    assert_same(state_at(5), found)
+    assert_same_bits(state_at(5), found)
     assert reads == [9, 7]
 
 
@@ -149,7 +149,7 @@ def test_restore_while_switched_off_falls_back_to_older_plain_steps(bucket, read
     damage_metadata(bucket, 7, 9)
     monkeypatch.setenv("TIEREDCKPT_ENABLED", "0")
     with Checkpointer("tiered://job", on_sigterm="ignore") as ckpt:
-        found = zeroed(state_at(4))
+        found = zeros_like_state(state_at(4))
         assert ckpt.restore(found) == 4
-    assert_same(state_at(4), found)
+    assert_same_bits(state_at(4), found)
     assert reads == [9, 7, 4]

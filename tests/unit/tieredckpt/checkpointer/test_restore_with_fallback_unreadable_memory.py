@@ -8,9 +8,9 @@ from peerstore.settings import StoreSettings
 from peerstore.store.arena import TmpfsArena
 from peerstore.store.node_store import NodeStore
 from tests.support.agents import agent_directory
-from tests.support.bits import assert_same, zeroed
-from tests.support.failing_calls import failing
-from tests.support.jobs import agent_of, state_at
+from tests.support.bits import assert_same_bits, zeros_like_state
+from tests.support.failing_calls import failing_os_call
+from tests.support.jobs import in_process_agent, state_at
 from tieredckpt import Checkpointer, TierUnavailableError
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
@@ -22,7 +22,7 @@ JOB = "tiered://unreadable"
 def slots():
     with agent_directory() as directory:
         store = NodeStore(TmpfsArena(directory), StoreSettings(budget="1GiB"))
-        with agent_of(store):
+        with in_process_agent(store):
             yield str(directory / "slots")
 
 
@@ -36,14 +36,14 @@ def saved(durable, *steps):
 @pytest.mark.parametrize("code", [errno.EMFILE, errno.EIO])
 def test_durable_copy_is_read_and_the_unreadable_memory_copy_kept(slots, tmp_path, code):
     with saved(f"file://{tmp_path}", 1, 2) as ckpt:
-        far, near = zeroed(state_at(0)), zeroed(state_at(0))
-        with failing("preadv", code, below=slots):
+        far, near = zeros_like_state(state_at(0)), zeros_like_state(state_at(0))
+        with failing_os_call("preadv", code, below=slots):
             assert ckpt.restore(far) == 2
         assert set(ckpt.last_restore.bytes_by_tier) == {"durable"}
         assert ckpt.restore(near) == 2
         assert set(ckpt.last_restore.bytes_by_tier) == {"memory"}
-        assert_same(state_at(2), far)
-        assert_same(state_at(2), near)
+        assert_same_bits(state_at(2), far)
+        assert_same_bits(state_at(2), near)
         assert [(info.step, info.is_complete, info.quarantined) for info in ckpt.steps()] == [
             (1, True, ""),
             (2, True, ""),
@@ -52,11 +52,14 @@ def test_durable_copy_is_read_and_the_unreadable_memory_copy_kept(slots, tmp_pat
 
 def test_unreadable_only_copy_raises_instead_of_using_an_older_step(slots):
     with saved(None, 1, 2) as ckpt:
-        with failing("preadv", errno.EMFILE, below=slots), pytest.raises(TierUnavailableError, match="load again"):
-            ckpt.restore(zeroed(state_at(0)))
-        found = zeroed(state_at(0))
+        with (
+            failing_os_call("preadv", errno.EMFILE, below=slots),
+            pytest.raises(TierUnavailableError, match="load again"),
+        ):
+            ckpt.restore(zeros_like_state(state_at(0)))
+        found = zeros_like_state(state_at(0))
         assert ckpt.restore(found) == 2
-        assert_same(state_at(2), found)
+        assert_same_bits(state_at(2), found)
         assert [info.is_complete for info in ckpt.steps()] == [True, True]
 
 
@@ -72,6 +75,6 @@ def test_step_dropped_during_verification_is_not_reported_as_damaged(slots, capl
             return verify(store, key, chunks)
 
         monkeypatch.setattr(NodeStore, "verify", given_up_first)
-        assert ckpt.restore(zeroed(state_at(0))) == 1
+        assert ckpt.restore(zeros_like_state(state_at(0))) == 1
     assert "given up while it was looked for" in caplog.text
     assert "damaged" not in caplog.text

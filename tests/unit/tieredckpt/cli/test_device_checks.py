@@ -7,7 +7,7 @@ import threading
 import pytest
 import torch
 
-from tests.support.late_device import LateDevice
+from tests.support.late_device import AsyncDevice
 from tieredckpt.cli import device_checks
 from tieredckpt.cli.device_checks import check_devices
 from tieredckpt.cli.findings import CheckStatus, about_nccl
@@ -31,7 +31,7 @@ def bad_ones(found):
 
 
 def test_every_device_is_checked_and_left_unchanged():
-    device = LateDevice(seed=3, count=2)
+    device = AsyncDevice(seed=3, count=2)
     found = tried(device)
     assert [one.subject for one in found] == ["device", *["registered memory", "copies", "health"] * 2]
     assert bad_ones(found) == []
@@ -50,7 +50,7 @@ def test_skipped_checks_are_named_without_a_device():
 
 
 def test_memory_that_cannot_be_registered_is_a_finding_and_the_rest_is_tried():
-    device = LateDevice(count=1)
+    device = AsyncDevice(count=1)
     device.refuses = "error 2"
     (one,) = bad_ones(tried(device))
     assert one.subject == "registered memory"
@@ -60,7 +60,7 @@ def test_memory_that_cannot_be_registered_is_a_finding_and_the_rest_is_tried():
 
 
 def test_other_bytes_than_were_given_are_a_finding(monkeypatch):
-    device = LateDevice(count=1)
+    device = AsyncDevice(count=1)
     copy = device.copy
 
     def flips(copies, stream):
@@ -78,7 +78,7 @@ def test_other_bytes_than_were_given_are_a_finding(monkeypatch):
 
 @pytest.mark.parametrize("where", ["copy", "register_host_memory", "synchronize"])
 def test_a_device_that_raises_is_a_finding_and_keeps_no_memory(monkeypatch, where):
-    device = LateDevice(count=1)
+    device = AsyncDevice(count=1)
     given = getattr(device, where)
     calls = []
 
@@ -97,9 +97,9 @@ def test_a_device_that_raises_is_a_finding_and_keeps_no_memory(monkeypatch, wher
 
 def test_incomplete_event_fails_the_check_and_keeps_the_memory(monkeypatch):
     """What a device may still write to is neither unregistered nor given back."""
-    device = LateDevice(count=1)
+    device = AsyncDevice(count=1)
     for_ever = threading.Event()
-    monkeypatch.setattr("tests.support.late_device.LateEvent.query", lambda _self: False)
+    monkeypatch.setattr("tests.support.late_device.AsyncEvent.query", lambda _self: False)
     monkeypatch.setattr(device, "synchronize", lambda _place: for_ever.wait())
     monkeypatch.setattr(device_checks, "_left", [])
     found = tried(device, limit_s=0.4)
@@ -110,7 +110,7 @@ def test_incomplete_event_fails_the_check_and_keeps_the_memory(monkeypatch):
 
 @pytest.mark.parametrize("where", ["copy", "register_host_memory", "synchronize"])
 def test_hanging_device_is_a_finding(monkeypatch, where):
-    device = LateDevice(count=1)
+    device = AsyncDevice(count=1)
     for_ever = threading.Event()
     monkeypatch.setattr(device, where, lambda *_: for_ever.wait() and "")
     monkeypatch.setattr(device_checks, "_left", [])

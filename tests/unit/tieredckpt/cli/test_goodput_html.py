@@ -3,7 +3,7 @@
 import msgspec
 import pytest
 
-from tests.support.synthetic_event_logs import Imagined
+from tests.support.synthetic_event_logs import SyntheticJob
 from tieredckpt.cli import main
 from tieredckpt.goodput import analyse
 from tieredckpt.goodput.html_report import html_report
@@ -11,7 +11,7 @@ from tieredckpt.goodput.html_report import html_report
 
 @pytest.fixture
 def told():
-    return Imagined(steps=12, faults=1, resizes=0)
+    return SyntheticJob(steps=12, faults=1, resizes=0)
 
 
 @pytest.fixture

@@ -8,7 +8,7 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from tests.support.synthetic_event_logs import Imagined
+from tests.support.synthetic_event_logs import SyntheticJob
 from tieredckpt.cli import main
 from tieredckpt.goodput import analyse
 
@@ -74,7 +74,7 @@ def written(folder, events):
 
 
 def test_recovery_time_is_read_from_an_event_log(run, answer, tmp_path):
-    told = Imagined(faults=5, resizes=0)
+    told = SyntheticJob(faults=5, resizes=0)
     ledger = written(tmp_path / "ledger", told.events)
     past = analyse(told.events)
     said = answer("--mtbf", "3h/job", "--event-log", ledger)
@@ -88,7 +88,7 @@ def test_recovery_time_is_read_from_an_event_log(run, answer, tmp_path):
 
 
 def test_event_log_without_recoveries_is_refused(run, tmp_path):
-    quiet = written(tmp_path / "quiet", Imagined(faults=0, resizes=0).events)
+    quiet = written(tmp_path / "quiet", SyntheticJob(faults=0, resizes=0).events)
     code, _, err = run("--mtbf", "3h/job", "--event-log", quiet)
     assert (code, "--event-log" in err, "--recovery" in err) == (2, True, True)
     assert run("--mtbf", "3h/job", "--event-log", tmp_path / "nowhere")[0] == 3

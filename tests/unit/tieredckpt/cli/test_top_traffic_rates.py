@@ -2,12 +2,14 @@
 
 import pytest
 
-from tests.support.cluster_views import group
+from tests.support.cluster_views import version_id
 from tieredckpt.cli.top import TrafficCounters, TrafficRates, traffic_rates
 
 
 def moment(at, sealed=0, sent=0, received=0, **drained):
-    return TrafficCounters(at, sealed, sent, received, {group(int(step[1:])): done for step, done in drained.items()})
+    return TrafficCounters(
+        at, sealed, sent, received, {version_id(int(step[1:])): done for step, done in drained.items()}
+    )
 
 
 def test_single_sample_has_no_rate():

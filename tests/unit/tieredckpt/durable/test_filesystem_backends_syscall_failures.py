@@ -10,9 +10,9 @@ from pathlib import Path
 import pytest
 
 from peerstore.shard_records import VersionId
-from tests.support.local_nodes import until
-from tests.support.stores import MIB, content, key
-from tests.support.syscall_failures import CODES, EveryCall
+from tests.support.local_nodes import wait_until
+from tests.support.stores import MIB, shard_content, shard_key
+from tests.support.syscall_failures import CODES, CallRecorder
 from tests.unit.peerstore.store.test_node_store_syscall_failures import descriptors
 from tieredckpt.agent.durable_catalog import DurableCatalog, delete_step
 from tieredckpt.durable.object_store import ObjectExistsError
@@ -24,7 +24,7 @@ from tieredckpt.settings import DurableSettings
 pytestmark = pytest.mark.slow
 
 JOB, ONE, TWO = "job", VersionId(1, 1, 0, "a"), VersionId(1, 2, 0, "a")
-DATA = content(key(1), MIB + 5)
+DATA = shard_content(shard_key(1), MIB + 5)
 
 
 class Journal(dict):
@@ -98,14 +98,14 @@ def played(calls):
     folder = Path(tempfile.mkdtemp(prefix="tieredckpt-test-"))
     try:
         story(folder, calls)
-        until(lambda: descriptors() <= before, "everything that was opened is closed")
+        wait_until(lambda: descriptors() <= before, "everything that was opened is closed")
     finally:
         shutil.rmtree(folder, ignore_errors=True)
 
 
 @pytest.fixture(scope="module")
 def made():
-    watching = EveryCall("tieredckpt")
+    watching = CallRecorder("tieredckpt")
     played(watching)
     return watching.made
 
@@ -113,7 +113,7 @@ def made():
 def each_fails(calls, code):
     wrong, unmet = [], 0
     for call in calls:
-        failing = EveryCall("tieredckpt", failing=call, code=code)
+        failing = CallRecorder("tieredckpt", failing=call, code=code)
         try:
             played(failing)
         except Exception as error:

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from elastic.reshard.state_checksum import name_seed, weighted_sum
-from tests.support.late_device import LateDevice
+from tests.support.late_device import AsyncDevice
 from tieredckpt.checkpointer.hydrate_from_survivors import hydrate_from_survivors
 from tieredckpt.live.boundary_recorder import BoundaryRecorder
 from tieredckpt.live.survivor_state import SurvivorState, track_step_boundaries
@@ -24,7 +24,7 @@ if hasattr(torch.xpu, "XPUGraph"):  # from torch 2.11 on
 class Trained:
     """A whole step that is captured once, with the optimizer's in it, and replayed from then on."""
 
-    def __init__(self, device: LateDevice) -> None:
+    def __init__(self, device: AsyncDevice) -> None:
         self.device = device
         self.model = torch.nn.Linear(3, 2)
         self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.1)
@@ -48,7 +48,7 @@ class Trained:
 
 @pytest.fixture
 def trained():
-    with use_device_backend(LateDevice()) as device, track_step_boundaries() as held:
+    with use_device_backend(AsyncDevice()) as device, track_step_boundaries() as held:
         one = Trained(device)
         one.held = held
         held.enter_world(0)

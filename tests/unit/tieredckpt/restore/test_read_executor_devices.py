@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 
-from tests.support.late_device import LateDevice, LateEvent, LateStream
+from tests.support.late_device import AsyncDevice, AsyncEvent, AsyncStream
 from tieredckpt import Checkpointer, TieredReader, TierUnavailableError
 from tieredckpt.errors import RestoreProofError
 from tieredckpt.format.slice_boxes import Box, split_box
@@ -57,16 +57,16 @@ def saved(request, tmp_path):
         yield functools.partial(Checkpointer, JOB, durable=durable, on_sigterm="ignore"), request.param
 
 
-def on(device: LateDevice, state: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+def on(device: AsyncDevice, state: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     return {
         name: tensor if name == "host" else device.put(tensor, number % device.device_count())
         for number, (name, tensor) in enumerate(state.items())
     }
 
 
-def restored(open_checkpointer, seed: int = 0, **how) -> tuple[LateDevice, dict[str, torch.Tensor], str]:
+def restored(open_checkpointer, seed: int = 0, **how) -> tuple[AsyncDevice, dict[str, torch.Tensor], str]:
     """The devices, what they have after a restore under which they still compute, and the tier it came from."""
-    with use_device_backend(LateDevice(seed, chunk_bytes=512)) as device:
+    with use_device_backend(AsyncDevice(seed, chunk_bytes=512)) as device:
         for name, value in how.items():
             setattr(device, name, value)
         state = on(device, {name: torch.zeros_like(tensor) for name, tensor in content(7).items()})
@@ -105,7 +105,7 @@ def test_restore_without_registered_buffers_warns_once(saved, caplog):
 
 @pytest.mark.parametrize("saved", ["memory"], indirect=True)
 def test_other_dtypes_are_converted_during_a_restore(saved):
-    with use_device_backend(LateDevice()) as device:
+    with use_device_backend(AsyncDevice()) as device:
         state = {"large": device.put(torch.zeros(70, 90, dtype=torch.float64))}
         dcp.load(state, storage_reader=TieredReader(JOB, on_dtype_mismatch="cast"), no_dist=True)
         assert torch.equal(device.get(state["large"]), content(7)["large"].double())
@@ -138,7 +138,7 @@ def is_wrong(open_checkpointer) -> bool:
 
 @pytest.mark.parametrize("saved", ["memory"], indirect=True)
 def test_mutant_without_the_wait_on_the_compute_stream(saved, monkeypatch):
-    monkeypatch.setattr(LateStream, "wait_stream", lambda self, other: None)
+    monkeypatch.setattr(AsyncStream, "wait_stream", lambda self, other: None)
     assert is_wrong(saved[0])
 
 
@@ -151,13 +151,13 @@ def test_mutant_without_the_final_synchronize(saved, monkeypatch):
 
 @pytest.mark.parametrize("saved", ["memory"], indirect=True)
 def test_mutant_that_fills_a_buffer_before_its_event(saved, monkeypatch):
-    monkeypatch.setattr(LateEvent, "synchronize", lambda self: None)
-    monkeypatch.setattr(LateStream, "synchronize", lambda self: self.device.synchronize(self.place))
-    monkeypatch.setattr(LateDevice, "synchronize", drain)
+    monkeypatch.setattr(AsyncEvent, "synchronize", lambda self: None)
+    monkeypatch.setattr(AsyncStream, "synchronize", lambda self: self.device.synchronize(self.place))
+    monkeypatch.setattr(AsyncDevice, "synchronize", drain)
     assert is_wrong(saved[0])
 
 
-def drain(device: LateDevice, place: torch.device) -> None:
+def drain(device: AsyncDevice, place: torch.device) -> None:
     for stream in [one for one in device._streams if one.place == place]:
         event = stream.record_event()
         while not event.is_done:
@@ -177,7 +177,7 @@ def test_mutant_that_unregisters_buffers_of_a_load_that_has_failed(saved, monkey
 
     def fails() -> list[str]:
         calls.clear()
-        with use_device_backend(LateDevice(1, chunk_bytes=512)) as device:
+        with use_device_backend(AsyncDevice(1, chunk_bytes=512)) as device:
             with saved[0]() as ckpt, pytest.raises(TierUnavailableError, match="went away"):
                 ckpt.restore(on(device, {name: torch.zeros_like(one) for name, one in content(7).items()}))
             assert device.registered == set()
@@ -185,5 +185,5 @@ def test_mutant_that_unregisters_buffers_of_a_load_that_has_failed(saved, monkey
 
     monkeypatch.setattr(Copier, "copy_from_file", read)
     assert fails() == []
-    monkeypatch.setattr(LateStream, "synchronize", lambda self: None)
+    monkeypatch.setattr(AsyncStream, "synchronize", lambda self: None)
     assert fails() == ["memory was unregistered while a device copies it"]

@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from tests.support import late_staging
-from tests.support.late_device import LateDevice, LateStream
-from tests.support.late_staging import Trainer, WrongBytesError, laid, slot, stage
+from tests.support.late_device import AsyncDevice, AsyncStream
+from tests.support.late_staging import Trainer, WrongBytesError, lay_out, mapped_slot, stage_and_check
 from tieredckpt.tensors.device import use_device_backend
 from tieredckpt.tensors.slot_copy import Copier, MappedSlot, SlotWrite
 
@@ -24,7 +24,7 @@ def faults(seeds) -> list[str]:
     found = []
     for seed in seeds:
         try:
-            device = late_staging.run(seed)
+            device = late_staging.run_seed(seed)
         except WrongBytesError as error:
             found.append(f"wrong bytes: {error}")
         else:
@@ -45,30 +45,30 @@ def test_thousand_seeds_have_no_race():
 
 
 def test_mutant_without_the_wait_on_the_compute_stream(monkeypatch):
-    monkeypatch.setattr(LateStream, "wait_stream", lambda self, other: None)
+    monkeypatch.setattr(AsyncStream, "wait_stream", lambda self, other: None)
     found = faults(SEEDS)
     assert any("wrong bytes" in one for one in found)
     assert any("Access by stream" in one for one in found)  # the sanitizer's own finding
 
 
 def test_mutant_without_the_final_synchronize(monkeypatch):
-    monkeypatch.setattr(LateStream, "synchronize", lambda self: None)
+    monkeypatch.setattr(AsyncStream, "synchronize", lambda self: None)
     found = faults(SEEDS)
     assert any("wrong bytes" in one for one in found)
 
 
 def test_mutant_that_reuses_a_slot_before_its_event(monkeypatch):
     """The next save of the same slot begins while the devices still fill it for the one before."""
-    waited = LateStream.synchronize
-    with use_device_backend(LateDevice()) as device, contextlib.closing(Copier(1)) as copier:
+    waited = AsyncStream.synchronize
+    with use_device_backend(AsyncDevice()) as device, contextlib.closing(Copier(1)) as copier:
         trainer = Trainer(device, seed=3)
         assert any(trainer.where)
-        with slot(laid(trainer.state)[1]) as memory:
-            monkeypatch.setattr(LateStream, "synchronize", lambda self: None)
-            memory.copy_in(laid(trainer.state)[0], copier)
-            monkeypatch.setattr(LateStream, "synchronize", waited)
+        with mapped_slot(lay_out(trainer.state)[1]) as memory:
+            monkeypatch.setattr(AsyncStream, "synchronize", lambda self: None)
+            memory.copy_in(lay_out(trainer.state)[0], copier)
+            monkeypatch.setattr(AsyncStream, "synchronize", waited)
             trainer.step()
-            stage(device, memory, trainer, copier)
+            stage_and_check(device, memory, trainer, copier)
             device.close()
     assert "memory is changed that a device is not done with" in device.violations
 
@@ -81,10 +81,10 @@ def test_mutant_that_unregisters_under_a_copy(monkeypatch):
 
 def closed_under_a_copy() -> list[str]:
     """Its agent gives a slot up, and another thread lets go of it, while a save fills it."""
-    with use_device_backend(LateDevice(seed=5)) as device, contextlib.closing(Copier(1)) as copier:
+    with use_device_backend(AsyncDevice(seed=5)) as device, contextlib.closing(Copier(1)) as copier:
         source = device.put(torch.randn(20_000))
         with contextlib.ExitStack() as left:
-            memory = left.enter_context(slot(source.nbytes))
+            memory = left.enter_context(mapped_slot(source.nbytes))
             started, closed = threading.Event(), threading.Event()
             given = device.copy
 
@@ -108,9 +108,9 @@ def closed_under_a_copy() -> list[str]:
 
 @pytest.mark.parametrize("grows_again", [False, True])
 def test_mutant_that_cuts_a_registered_file(grows_again):
-    with use_device_backend(LateDevice()) as device, contextlib.closing(Copier(1)) as copier:
+    with use_device_backend(AsyncDevice()) as device, contextlib.closing(Copier(1)) as copier:
         source = device.put(torch.randn(20_000))
-        with slot(source.nbytes) as memory:
+        with mapped_slot(source.nbytes) as memory:
             memory.copy_in([SlotWrite(source, 512)], copier)
             size = os.fstat(memory._fd).st_size
             os.ftruncate(memory._fd, 0)
@@ -125,10 +125,10 @@ def test_mutant_that_cuts_a_registered_file(grows_again):
 
 
 def test_failed_registration_warns_once_and_is_remembered(caplog):
-    with use_device_backend(LateDevice()) as device, contextlib.closing(Copier(1)) as copier:
+    with use_device_backend(AsyncDevice()) as device, contextlib.closing(Copier(1)) as copier:
         device.refuses = "out of locked memory"
         source = device.put(torch.randn(5000))
-        with slot(source.nbytes) as memory:
+        with mapped_slot(source.nbytes) as memory:
             for _ in range(3):
                 device.launch(lambda it: it.add_(1), [source])
                 memory.copy_in([SlotWrite(source, 512)], copier)
@@ -139,9 +139,9 @@ def test_failed_registration_warns_once_and_is_remembered(caplog):
 
 def test_copy_thread_registers_for_the_device_of_the_source():
     """A new thread's current device is the first one, where this rank would then hold memory for nothing."""
-    with use_device_backend(LateDevice()) as device, contextlib.closing(Copier(1)) as copier:
+    with use_device_backend(AsyncDevice()) as device, contextlib.closing(Copier(1)) as copier:
         source = device.put(torch.randn(100), index=1)
-        with slot(source.nbytes) as memory:
+        with mapped_slot(source.nbytes) as memory:
             saves = threading.Thread(target=memory.copy_in, args=([SlotWrite(source, 512)], copier))
             saves.start()
             saves.join()
@@ -150,6 +150,10 @@ def test_copy_thread_registers_for_the_device_of_the_source():
 
 
 def test_state_on_the_cpu_registers_nothing():
-    with use_device_backend(LateDevice()) as device, contextlib.closing(Copier(1)) as copier, slot(4096) as memory:
+    with (
+        use_device_backend(AsyncDevice()) as device,
+        contextlib.closing(Copier(1)) as copier,
+        mapped_slot(4096) as memory,
+    ):
         memory.copy_in([SlotWrite(torch.randn(100), 512), SlotWrite(torch.randn(9, 5).t(), 1024)], copier)
         assert not device.registered

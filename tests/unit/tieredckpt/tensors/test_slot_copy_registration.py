@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from peerstore.shard_records import ShardKey
-from tests.support.late_device import LateDevice
+from tests.support.late_device import AsyncDevice
 from tests.support.stores import pinned_file
 from tieredckpt import Settings
 from tieredckpt.format.shard_layout import TensorEntry, build_layout
@@ -37,7 +37,7 @@ def saved(session, device, step, elements):
 
 def test_device_sees_the_sealed_slot_for_any_save_size(session):
     """Large, small, large again, as after a resize and back: what a device was shown at first is what is sealed."""
-    device = LateDevice()
+    device = AsyncDevice()
     for step, elements in enumerate([200_000, 200_000, 50_000, 50_000, 200_000, 200_000, 50_000]):
         staged, record, tensor = saved(session, device, step, elements)
         header = staged.layout.header_bytes
@@ -50,7 +50,7 @@ def test_device_sees_the_sealed_slot_for_any_save_size(session):
 
 
 def test_only_released_slots_are_unregistered(session):
-    device = LateDevice()
+    device = AsyncDevice()
     memories = [saved(session, device, step, 50_000)[0].memory for step in range(4)]
     assert device.registered == {memory.address for memory in memories}
     session.close()
@@ -59,7 +59,7 @@ def test_only_released_slots_are_unregistered(session):
 
 
 def test_refused_registration_warns_once_and_is_not_retried(session, caplog):
-    device = LateDevice()
+    device = AsyncDevice()
     device.refuses = "out of locked memory"
     memories = {saved(session, device, step, 50_000)[0].memory for step in range(6)}
     assert len(memories) < 6

@@ -3,7 +3,7 @@
 import pytest
 
 from peerstore.shard_records import VersionId
-from tests.support.cluster_views import group, node, survey, view
+from tests.support.cluster_views import cluster_node, cluster_status, step_inventory, version_id
 from tieredckpt.agent.agent_api import StepStatus
 from tieredckpt.errors import UsageError
 from tieredckpt.resolve_step import StepVerdict, Tier
@@ -22,7 +22,7 @@ NOT_COVERED = lambda _group, _parts: False  # noqa: E731
 
 def foresee(seen, said=None, covers=NOT_COVERED, **more):
     """``foresee(view)("node:n1", "rack:r2")``: the outcome of losing both at once."""
-    foresight = LossAnalysis(seen, said or survey(), covers, **more)
+    foresight = LossAnalysis(seen, said or step_inventory(), covers, **more)
     known = cluster_failure_domains(seen)
 
     def lose(*names):
@@ -32,11 +32,11 @@ def foresee(seen, said=None, covers=NOT_COVERED, **more):
     return lose
 
 
-PAIRS = view(
-    node("n0", "rack=r0", {6: [0, ~1], 7: [0, ~1]}, parts=4),
-    node("n8", "rack=r1", {6: [1, ~0], 7: [1, ~0]}, parts=4),
-    node("n16", "rack=r0", {6: [2, ~3], 7: [2, ~3]}, parts=4),
-    node("n24", "rack=r1", {6: [3, ~2], 7: [3]}, parts=4),
+PAIRS = cluster_status(
+    cluster_node("n0", "rack=r0", {6: [0, ~1], 7: [0, ~1]}, parts=4),
+    cluster_node("n8", "rack=r1", {6: [1, ~0], 7: [1, ~0]}, parts=4),
+    cluster_node("n16", "rack=r0", {6: [2, ~3], 7: [2, ~3]}, parts=4),
+    cluster_node("n24", "rack=r1", {6: [3, ~2], 7: [3]}, parts=4),
 )
 """Two mirror pairs over two racks; the last copy of step 7 (part 2 on n24) is still on its way."""
 
@@ -78,7 +78,7 @@ def test_the_training_between_two_saves_is_lost():
 
 
 def test_the_durable_tier_is_fallen_back_to():
-    outcome, reads = foresee(PAIRS, survey(durable=[3, 5]))("node:n0", "node:n8")
+    outcome, reads = foresee(PAIRS, step_inventory(durable=[3, 5]))("node:n0", "node:n8")
     assert outcome.step == 5
     assert reads == (ReadSource((), ()),)
     assert (outcome.from_memory, outcome.from_durable) == (False, True)
@@ -86,7 +86,7 @@ def test_the_durable_tier_is_fallen_back_to():
 
 
 def test_a_durable_step_is_read_from_both():
-    outcome, reads = foresee(PAIRS, survey(durable=[7]))("node:n0", "node:n8")
+    outcome, reads = foresee(PAIRS, step_inventory(durable=[7]))("node:n0", "node:n8")
     assert outcome.step == 7
     assert reads == (ReadSource((0, 1), ()), ReadSource((2,), ("n16",)), ReadSource((3,), ("n16", "n24")))
     assert (outcome.from_memory, outcome.from_durable) == (True, True)
@@ -94,7 +94,7 @@ def test_a_durable_step_is_read_from_both():
 
 
 def test_newer_plain_checkpoint_is_used():
-    lose = foresee(PAIRS, survey(durable=[4], plain=(2, 6)))
+    lose = foresee(PAIRS, step_inventory(durable=[4], plain=(2, 6)))
     outcome, reads = lose("node:n0", "node:n8")
     assert (outcome.step, outcome.plain_step) == (6, 6)
     assert reads == (ReadSource((), ()),)
@@ -103,22 +103,22 @@ def test_newer_plain_checkpoint_is_used():
 
 
 def test_quarantined_steps_are_not_resumed_from():
-    bad = StepStatus(group(6), 4, {}, quarantined="loss is NaN")
-    outcome, _ = foresee(PAIRS, survey(bad, durable=[5]))("node:n16")
+    bad = StepStatus(version_id(6), 4, {}, quarantined="loss is NaN")
+    outcome, _ = foresee(PAIRS, step_inventory(bad, durable=[5]))("node:n16")
     assert outcome.step == 5
-    assert outcome.resolution.verdicts[group(6)] is StepVerdict.QUARANTINED
+    assert outcome.resolution.verdicts[version_id(6)] is StepVerdict.QUARANTINED
 
 
 def test_a_step_that_restarts_die_on_is_used_only_when_there_is_no_other():
-    worn = StepStatus(group(7), 4, {}, crashed_loads=5)
-    lose = foresee(PAIRS, survey(worn), worn_after=5)
+    worn = StepStatus(version_id(7), 4, {}, crashed_loads=5)
+    lose = foresee(PAIRS, step_inventory(worn), worn_after=5)
     assert lose("node:n0")[0].step == 6
-    only = view(node("n0", "", {7: [0]}, parts=1), node("n1", "", {7: [~0]}, parts=1))
-    assert foresee(only, survey(worn), worn_after=5)("node:n0")[0].step == 7
+    only = cluster_status(cluster_node("n0", "", {7: [0]}, parts=1), cluster_node("n1", "", {7: [~0]}, parts=1))
+    assert foresee(only, step_inventory(worn), worn_after=5)("node:n0")[0].step == 7
 
 
 def test_replicas_of_the_lost_parts_may_cover_the_state():
-    seen = view(node("n0", "", {7: [0]}), node("n1", "", {7: [1]}))
+    seen = cluster_status(cluster_node("n0", "", {7: [0]}), cluster_node("n1", "", {7: [1]}))
     asked = []
 
     def covers(which, parts):
@@ -128,16 +128,16 @@ def test_replicas_of_the_lost_parts_may_cover_the_state():
     lose = foresee(seen, covers=covers)
     outcome, reads = lose("node:n0")
     assert outcome.step == 7
-    assert asked == [(group(7), [1])], "asked only about what is not all there"
+    assert asked == [(version_id(7), [1])], "asked only about what is not all there"
     assert reads == (ReadSource((1,), ("n1",)),)
     assert lose("node:n0", "node:n1")[0].outlook is ResumeOutlook.NOTHING
 
 
 def test_abandoned_step_is_not_chosen():
     left, later = VersionId(1, 9, 0, "a"), VersionId(2, 8, 0, "b")
-    seen = view(
-        node("n0", "", {left: [0], later: [0]}, parts=1, bases={1: -1, 2: 7}),
-        node("n1", "", {left: [~0], later: [~0]}, parts=1, bases={1: -1, 2: 7}),
+    seen = cluster_status(
+        cluster_node("n0", "", {left: [0], later: [0]}, parts=1, bases={1: -1, 2: 7}),
+        cluster_node("n1", "", {left: [~0], later: [~0]}, parts=1, bases={1: -1, 2: 7}),
     )
     outcome, _ = foresee(seen)("node:n0")
     assert outcome.resolution.chosen.version_id == later
@@ -146,9 +146,9 @@ def test_abandoned_step_is_not_chosen():
 
 # -- what is not known ------------------------------------------------------------------------------------------------
 
-QUIET = view(
-    node("n0", "rack=r0", {6: [0, 1], 7: [0]}),
-    node("n1", "rack=r1", state="suspect", unreachable="no answer within 10 s"),
+QUIET = cluster_status(
+    cluster_node("n0", "rack=r0", {6: [0, 1], 7: [0]}),
+    cluster_node("n1", "rack=r1", state="suspect", unreachable="no answer within 10 s"),
 )
 """Nobody knows what n1 holds."""
 
@@ -158,7 +158,7 @@ def test_a_silent_node_counts_neither_as_holding_nor_as_not_holding():
     assert outcome.outlook is ResumeOutlook.UNKNOWN
     assert outcome.step is None
     assert outcome.unknown == {"n1": "no answer within 10 s"}
-    assert outcome.uncertain_steps == (group(6), group(7))
+    assert outcome.uncertain_steps == (version_id(6), version_id(7))
     assert Tier.PEER in outcome.resolution.unreachable
 
 
@@ -171,22 +171,22 @@ def test_lost_unreachable_node_leaves_no_uncertainty():
 
 
 def test_newer_step_may_be_complete_with_an_unreachable_node():
-    seen = view(*QUIET.nodes, node("n2", "rack=r2"))
+    seen = cluster_status(*QUIET.nodes, cluster_node("n2", "rack=r2"))
     outcome, _ = foresee(seen)("node:n2")
     assert (outcome.step, outcome.outlook) == (6, ResumeOutlook.RESUMES)
-    assert outcome.uncertain_steps == (group(7),)
+    assert outcome.uncertain_steps == (version_id(7),)
     assert foresee(seen)("node:n2", "node:n1")[0].uncertain_steps == ()
 
 
 def test_a_node_that_still_verifies_may_hold_more():
-    seen = view(node("n0", "", {7: [0, 1]}), node("n1", "", {}, verifying=2))
+    seen = cluster_status(cluster_node("n0", "", {7: [0, 1]}), cluster_node("n1", "", {}, verifying=2))
     outcome, _ = foresee(seen)("node:n0")
     assert outcome.outlook is ResumeOutlook.UNKNOWN
     assert "2 shards" in outcome.unknown["n1"]
 
 
 def test_unreachable_store_differs_from_an_empty_one():
-    away = survey(unreachable={Tier.DURABLE: "503"})
+    away = step_inventory(unreachable={Tier.DURABLE: "503"})
     outcome, _ = foresee(PAIRS, away)("rack:r0", "rack:r1")
     assert outcome.outlook is ResumeOutlook.UNKNOWN
     assert outcome.unknown == {"durable tier": "503"}
@@ -210,11 +210,16 @@ def test_quorum(lost, quorum):
 
 
 def test_suspected_node_does_not_count_for_quorum():
-    assert foresee(view(*QUIET.nodes, node("n2")))("node:n2")[0].quorum == QuorumAfterLoss(False, 1, 3)
+    assert foresee(cluster_status(*QUIET.nodes, cluster_node("n2")))("node:n2")[0].quorum == QuorumAfterLoss(
+        False, 1, 3
+    )
 
 
 def test_single_node_job_has_no_quorum():
-    assert foresee(view(node("n0", "", {7: [0]}, parts=1), member_list_version=0))("node:n0")[0].quorum is None
+    assert (
+        foresee(cluster_status(cluster_node("n0", "", {7: [0]}, parts=1), member_list_version=0))("node:n0")[0].quorum
+        is None
+    )
 
 
 def test_quorum_consequences_are_explained():
@@ -226,7 +231,11 @@ def test_quorum_consequences_are_explained():
 
 
 def test_domains_are_nested():
-    seen = view(node("n0", "rack=r1,zone=a"), node("n1", "rack=r1,zone=b"), node("n2", "rack=r2,zone=b,power=x"))
+    seen = cluster_status(
+        cluster_node("n0", "rack=r1,zone=a"),
+        cluster_node("n1", "rack=r1,zone=b"),
+        cluster_node("n2", "rack=r2,zone=b,power=x"),
+    )
     assert [str(one) for one in cluster_failure_domains(seen)] == [
         *("node:n0", "node:n1", "node:n2"),
         *("rack:a/r1", "rack:b/r1", "rack:r2"),
@@ -255,7 +264,7 @@ def test_unknown_name_error_lists_the_known_ones(name, said):
 
 
 def test_the_worst_comes_first():
-    lose = foresee(PAIRS, survey(durable=[]))
+    lose = foresee(PAIRS, step_inventory(durable=[]))
     outcomes = [lose(*names)[0] for names in (["node:n0"], ["node:n16"], ["node:n0", "node:n8"], ["rack:r1"])]
     assert [[str(one) for one in outcome.lost] for outcome in worst_first(outcomes)] == [
         ["node:n0", "node:n8"],

@@ -4,7 +4,7 @@ import msgspec
 import pytest
 
 from peerstore.shard_records import VersionId
-from tests.support.cluster_views import SIZE, group, node, survey, view
+from tests.support.cluster_views import SIZE, cluster_node, cluster_status, step_inventory, version_id
 from tieredckpt.agent.agent_api import DrainStatus, StepStatus
 from tieredckpt.format.manifest import UNKNOWN_PART_COUNT
 from tieredckpt.resolve_step import Tier
@@ -21,15 +21,15 @@ from tieredckpt.whatif.redundancy import (
 
 
 def only(seen, said=None, drains=()):
-    (one,) = redundancy_by_step(seen, said or survey(), drains)
+    (one,) = redundancy_by_step(seen, said or step_inventory(), drains)
     return one
 
 
 def test_copies_and_domains_are_those_of_the_weakest_part():
-    seen = view(
-        node("n0", "rack=r0", {7: [0, ~8, ~16]}, parts=17),
-        node("n8", "rack=r1", {7: [8, ~0]}, parts=17),
-        node("n16", "rack=r0", {7: [16, ~0]}, parts=17),
+    seen = cluster_status(
+        cluster_node("n0", "rack=r0", {7: [0, ~8, ~16]}, parts=17),
+        cluster_node("n8", "rack=r1", {7: [8, ~0]}, parts=17),
+        cluster_node("n16", "rack=r0", {7: [16, ~0]}, parts=17),
     )
     one = only(seen)
     assert (one.copies, one.domains, one.level) == (2, 1, "rack")
@@ -50,15 +50,17 @@ def test_copies_and_domains_are_those_of_the_weakest_part():
     ],
 )
 def test_domains_are_those_of_the_innermost_level(labels, words):
-    seen = view(node("n0", labels[0], {7: [0]}, parts=1), node("n1", labels[1], {7: [~0]}, parts=1))
+    seen = cluster_status(
+        cluster_node("n0", labels[0], {7: [0]}, parts=1), cluster_node("n1", labels[1], {7: [~0]}, parts=1)
+    )
     assert only(seen).describe() == words
 
 
 def test_where_copies_are_missing_is_named_the_worst_first():
-    seen = view(
-        node("n0", "", {7: [0, 1, ~2]}, parts=6),
-        node("n1", "", {7: [2, 3]}, parts=6),
-        node("n2", "", {7: [5]}, parts=6),
+    seen = cluster_status(
+        cluster_node("n0", "", {7: [0, 1, ~2]}, parts=6),
+        cluster_node("n1", "", {7: [2, 3]}, parts=6),
+        cluster_node("n2", "", {7: [5]}, parts=6),
     )
     assert only(seen).under_replicated == (
         UnderReplicatedParts((4,), ()),
@@ -67,24 +69,26 @@ def test_where_copies_are_missing_is_named_the_worst_first():
         UnderReplicatedParts((5,), ("n2",)),
     )
     assert only(seen).state == "torn"
-    one_node = view(node("n0", "", {7: [0]}, parts=1), member_list_version=0)
+    one_node = cluster_status(cluster_node("n0", "", {7: [0]}, parts=1), member_list_version=0)
     assert only(one_node).under_replicated == (), "a job on one node lacks nothing"
 
 
 def test_steps_older_than_the_replicated_one_need_no_copies():
-    seen = view(
-        node("n0", "", {6: [0], 7: [0], 8: [0]}, parts=1, newest_replicated=group(7)),
-        node("n1", "", {7: [~0]}, parts=1, newest_replicated=group(6)),
+    seen = cluster_status(
+        cluster_node("n0", "", {6: [0], 7: [0], 8: [0]}, parts=1, newest_replicated=version_id(7)),
+        cluster_node("n1", "", {7: [~0]}, parts=1, newest_replicated=version_id(6)),
     )
-    six, seven, eight = redundancy_by_step(seen, survey())
+    six, seven, eight = redundancy_by_step(seen, step_inventory())
     assert [one.is_replicated for one in (six, seven, eight)] == [True, True, False]
     assert [one.under_replicated for one in (six, seven, eight)] == [(), (), (UnderReplicatedParts((0,), ("n0",)),)]
-    assert newest_replicated(seen) == group(7)
+    assert newest_replicated(seen) == version_id(7)
 
 
 def test_a_silent_node_adds_nothing_and_is_named():
-    seen = view(node("n0", "", {7: [0]}), node("n1", unreachable="timed out"), node("n2", verifying=3))
-    assert held_steps(seen)[group(7)].nodes == {0: ("n0",)}
+    seen = cluster_status(
+        cluster_node("n0", "", {7: [0]}), cluster_node("n1", unreachable="timed out"), cluster_node("n2", verifying=3)
+    )
+    assert held_steps(seen)[version_id(7)].nodes == {0: ("n0",)}
     assert set(unknown_nodes(seen)) == {"n1", "n2"}
     assert unknown_nodes(seen)["n1"] == "timed out"
     assert only(seen).describe(or_more=True) == "1+ copies in 1+ nodes"
@@ -93,15 +97,15 @@ def test_a_silent_node_adds_nothing_and_is_named():
 @pytest.mark.parametrize(
     ("said", "state", "durable"),
     [
-        (StepStatus(group(7), 2, {}), "torn", False),
-        (StepStatus(group(7), 2, {}, covered=True), "whole", False),
-        (StepStatus(group(7), 0, {}, durable=True), "whole", True),
-        (StepStatus(group(7), 2, {}, durable=True, quarantined="NaN"), "quarantined", True),
-        (StepStatus(group(7), 2, {}, damaged={1: "bit flip"}), "damaged", False),
+        (StepStatus(version_id(7), 2, {}), "torn", False),
+        (StepStatus(version_id(7), 2, {}, covered=True), "whole", False),
+        (StepStatus(version_id(7), 0, {}, durable=True), "whole", True),
+        (StepStatus(version_id(7), 2, {}, durable=True, quarantined="NaN"), "quarantined", True),
+        (StepStatus(version_id(7), 2, {}, damaged={1: "bit flip"}), "damaged", False),
     ],
 )
 def test_states(said, state, durable):
-    one = only(view(node("n0", "", {7: [0]})), survey(said))
+    one = only(cluster_status(cluster_node("n0", "", {7: [0]})), step_inventory(said))
     assert (one.state, one.durable) == (state, durable)
     assert bool(one.under_replicated) == (not said.covered) or one.under_replicated == (
         UnderReplicatedParts((0,), ("n0",)),
@@ -110,57 +114,63 @@ def test_states(said, state, durable):
 
 def test_a_step_with_an_open_number_of_parts():
     one = only(
-        view(node("n0", "", {7: [0, 5]}, parts=UNKNOWN_PART_COUNT)),
-        survey(StepStatus(group(7), UNKNOWN_PART_COUNT, {}, covered=True)),
+        cluster_status(cluster_node("n0", "", {7: [0, 5]}, parts=UNKNOWN_PART_COUNT)),
+        step_inventory(StepStatus(version_id(7), UNKNOWN_PART_COUNT, {}, covered=True)),
     )
     assert (one.parts, one.parts_in_memory, one.state) == (2, 2, "whole")
 
 
 def test_steps_that_are_only_durable_are_there_too():
-    three, seven = redundancy_by_step(view(node("n0", "", {7: [0, 1]})), survey(durable=[3]))
+    three, seven = redundancy_by_step(cluster_status(cluster_node("n0", "", {7: [0, 1]})), step_inventory(durable=[3]))
     assert (three.version_id.version, three.parts_in_memory, three.describe(), three.state) == (3, 0, "none", "whole")
     assert seven.parts_in_memory == 2
 
 
 def test_attempts_at_a_step_are_separate():
     again = VersionId(2, 7, 0, "b")
-    assert [one.version_id for one in redundancy_by_step(view(node("n0", "", {again: [0], 7: [0, 1]})), survey())] == [
-        group(7),
+    assert [
+        one.version_id
+        for one in redundancy_by_step(cluster_status(cluster_node("n0", "", {again: [0], 7: [0, 1]})), step_inventory())
+    ] == [
+        version_id(7),
         again,
     ]
 
 
 def test_own_and_copied_bytes_are_separate():
-    held = node_share(node("n0", "", {6: [0, ~1], 7: [0]}))
+    held = node_share(cluster_node("n0", "", {6: [0, ~1], 7: [0]}))
     assert (held.steps, held.parts, held.own_bytes, held.copied_bytes) == (2, 3, 2 * SIZE, SIZE)
 
 
 def test_durable_step_is_not_pending():
     drains = [
-        DrainStatus(group(step), state) for step, state in ((5, "done"), (6, "waiting"), (7, "failed"), (8, "skipped"))
+        DrainStatus(version_id(step), state)
+        for step, state in ((5, "done"), (6, "waiting"), (7, "failed"), (8, "skipped"))
     ]
-    assert [one.version_id.version for one in pending_drains(drains, survey())] == [6, 7]
-    assert [one.version_id.version for one in pending_drains(drains, survey(durable=[6]))] == [7]
+    assert [one.version_id.version for one in pending_drains(drains, step_inventory())] == [6, 7]
+    assert [one.version_id.version for one in pending_drains(drains, step_inventory(durable=[6]))] == [7]
 
 
 def test_loadable_steps_are_complete_and_not_quarantined():
-    whole = StepStatus(group(6), 1, {0: (Tier.PEER,)})
-    bad = msgspec.structs.replace(whole, version_id=group(9), quarantined="NaN")
-    assert loadable_steps(survey(whole, bad, StepStatus(group(8), 2, {0: (Tier.MEMORY,)}), durable=[3])) == [3, 6]
+    whole = StepStatus(version_id(6), 1, {0: (Tier.PEER,)})
+    bad = msgspec.structs.replace(whole, version_id=version_id(9), quarantined="NaN")
+    assert loadable_steps(
+        step_inventory(whole, bad, StepStatus(version_id(8), 2, {0: (Tier.MEMORY,)}), durable=[3])
+    ) == [3, 6]
 
 
 @pytest.mark.parametrize(
     ("more", "state"),
     [
         ({}, "superseded"),
-        ({"torn": (group(6),)}, "torn"),
-        ({"once_whole": group(6)}, "superseded"),
+        ({"torn": (version_id(6),)}, "torn"),
+        ({"once_whole": version_id(6)}, "superseded"),
         ({"unreachable": {Tier.DURABLE: "timed out"}}, "unknown"),
     ],
 )
 def test_steps_older_than_a_complete_one_are_superseded(more, state):
-    seen = view(node("n0", "", {6: [0], 7: [0, 1], 8: [1]}))
-    said = survey(StepStatus(group(6), 2, {}), StepStatus(group(7), 2, {}, covered=True), **more)
+    seen = cluster_status(cluster_node("n0", "", {6: [0], 7: [0, 1], 8: [1]}))
+    said = step_inventory(StepStatus(version_id(6), 2, {}), StepStatus(version_id(7), 2, {}, covered=True), **more)
     six, seven, eight = redundancy_by_step(seen, said)
     assert (six.state, seven.state) == (state, "whole")
     assert eight.state == ("unknown" if state == "unknown" else "torn"), "no newer step is complete"
@@ -168,7 +178,7 @@ def test_steps_older_than_a_complete_one_are_superseded(more, state):
 
 
 def test_steps_that_are_pinned_or_to_be_uploaded_are_not_superseded():
-    seen = view(node("n0", "", {5: [0], 6: [0], 7: [0, 1]}))
-    said = survey(StepStatus(group(5), 2, {}, kept=True), StepStatus(group(7), 2, {}, covered=True))
-    five, six, _ = redundancy_by_step(seen, said, [DrainStatus(group(6), "failed", error="no part 1")])
+    seen = cluster_status(cluster_node("n0", "", {5: [0], 6: [0], 7: [0, 1]}))
+    said = step_inventory(StepStatus(version_id(5), 2, {}, kept=True), StepStatus(version_id(7), 2, {}, covered=True))
+    five, six, _ = redundancy_by_step(seen, said, [DrainStatus(version_id(6), "failed", error="no part 1")])
     assert (five.state, six.state) == ("torn", "torn")

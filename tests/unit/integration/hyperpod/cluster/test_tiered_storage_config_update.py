@@ -16,7 +16,7 @@ from integration.hyperpod.cluster.tiered_storage_config import (
     update_progress,
     update_request,
 )
-from tests.support.sagemaker_api import ARN, model, problems
+from tests.support.sagemaker_api import ARN, schema_errors, service_model
 from tieredckpt.cli.exit_codes import CommandError, ExitCode
 
 ON = TieredStorageConfig(TieredStorageMode.ENABLE, 30)
@@ -32,9 +32,9 @@ def test_every_request_matches_the_aws_model(name, percent, recovery):
     found = cluster(name=name, recovery=recovery)
     wanted = TIERED_STORAGE_DISABLED if percent is None else enabled_config(found, percent)
     request = update_request(found, wanted)
-    shape = model().operation_model("UpdateCluster").input_shape
+    shape = service_model().operation_model("UpdateCluster").input_shape
     assert not ParamValidator().validate(request, shape).has_errors()
-    assert problems(request, shape) == []
+    assert schema_errors(request, shape) == []
     assert request["NodeRecovery"] == recovery
     assert "InstanceGroups" not in request
 
@@ -83,7 +83,7 @@ def test_how_far_an_update_is(status, flag, began, stands):
 
 
 def test_every_aws_cluster_status_is_mapped():
-    known = model().shape_for("ClusterStatus").enum
+    known = service_model().shape_for("ClusterStatus").enum
     assert {update_progress(cluster(ON, status), ON, began=True) for status in known} == set(UpdateProgress) - {
         UpdateProgress.NOT_STARTED
     }

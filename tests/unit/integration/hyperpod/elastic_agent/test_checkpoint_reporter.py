@@ -16,7 +16,7 @@ from integration.hyperpod.elastic_agent.environment import ResumeFrom
 from peerstore.errors import UnavailableError
 from peerstore.shard_records import VersionId
 from tests.support.example_counts import examples
-from tests.support.local_nodes import until
+from tests.support.local_nodes import wait_until
 from tieredckpt.agent.agent_api import StepInventory, StepStatus
 from tieredckpt.checkpointer.progress_hook import (
     ExpectedStep,
@@ -108,7 +108,7 @@ def test_a_step_that_all_ranks_have_sealed_is_reported_once_with_its_address(mad
     session = Session(sealed=7, committed=7)
     for _ in range(3):
         mine.on_sealed(session)
-    until(lambda: agent.steps)
+    wait_until(lambda: agent.steps)
     mine.flush()
     assert agent.heard == [
         ("ckpt_init", {"prefix": "tiered://job", "checkpoint_types": {"model_checkpoint": 1}}),
@@ -121,9 +121,9 @@ def test_single_node_queries_its_agent_for_the_complete_step(made):
     mine = made(agent, alone=lambda: True)
     session = Session("job", whole(3), whole(5), torn(6), sealed=6)
     mine.on_sealed(session)
-    until(lambda: agent.steps == [5])
+    wait_until(lambda: agent.steps == [5])
     session.views = (*session.views, whole(6, epoch=2))
-    until(lambda: agent.steps == [5, 6])  # it looks again by itself, as long as its own last step is not whole
+    wait_until(lambda: agent.steps == [5, 6])  # it looks again by itself, as long as its own last step is not whole
 
 
 def test_unconfirmed_step_is_not_reported(made):
@@ -161,9 +161,9 @@ def test_older_step_after_a_rewind_is_reported(made):
     agent = Agent()
     mine = made(agent)
     mine.on_sealed(Session(sealed=7, committed=7))
-    until(lambda: agent.steps == [7])
+    wait_until(lambda: agent.steps == [7])
     mine.on_sealed(Session(sealed=5, committed=5))
-    until(lambda: agent.steps == [7, 5])
+    wait_until(lambda: agent.steps == [7, 5])
 
 
 # -- what was told ----------------------------------------------------------------------------------------------------
@@ -272,7 +272,7 @@ def test_closed_reporter_sends_nothing():
     agent = Agent()
     mine = CheckpointReporter(agent.connect)  # type: ignore[arg-type]
     mine.on_sealed(Session(sealed=7, committed=7))
-    until(lambda: agent.steps)
+    wait_until(lambda: agent.steps)
     mine.close()
     mine.on_sealed(Session(sealed=8, committed=8))
     assert agent.steps == [7]

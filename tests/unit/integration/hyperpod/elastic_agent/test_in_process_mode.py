@@ -14,17 +14,17 @@ from elastic.world.scaling_policy import ScalingPolicy
 from integration.hyperpod.elastic_agent import in_process_mode, ipc
 from integration.hyperpod.elastic_agent.in_process_mode import InProcessControlPlane, RendezvousStore
 from integration.hyperpod.elastic_agent.worker_client import AgentWorker
-from tests.support.control_planes import PATIENCE_S, all_ready, at_once, results, wants
-from tests.support.fake_hyperpod_job import agent_job, envs
-from tests.support.hyperpod_socket import listening
-from tests.support.local_nodes import until
+from tests.support.control_planes import PATIENCE_S, start_all, wait_all_assigned, wait_results, wanted_notice
+from tests.support.fake_hyperpod_job import hyperpod_agent_job, worker_environ
+from tests.support.hyperpod_socket import agent_listener
+from tests.support.local_nodes import wait_until
 from tests.support.ports import free_port
 
 
 @pytest.fixture
 def start():
     with contextlib.ExitStack() as stack:
-        yield lambda *args: stack.enter_context(agent_job(*args))
+        yield lambda *args: stack.enter_context(hyperpod_agent_job(*args))
 
 
 @pytest.fixture
@@ -32,7 +32,7 @@ def alone():
     """One rank, and a test that is its agent."""
     from integration.hyperpod.elastic_agent.ipc import AgentConnection
 
-    with listening() as listener:
+    with agent_listener() as listener:
         connection = AgentConnection(listener.path, 0)
         environ = {"LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}
         policy = ScalingPolicy(num_restart_before_full_job_restart=1, repeat_offender_faults=2)
@@ -52,9 +52,9 @@ def port():
 
 def begin(plane, agent, port, count=0, **more):
     """Through the barrier, into a world of one."""
-    coming = at_once(lambda: plane.wait_for_assignment(timeout_s=PATIENCE_S))
-    assert until(lambda: agent.hear()["type"] == ipc.MSG_AT_BARRIER)
-    agent.say(ipc.MSG_JOB_START, worker_envs=envs(0, 1, port, count, **more))
+    coming = start_all(lambda: plane.wait_for_assignment(timeout_s=PATIENCE_S))
+    assert wait_until(lambda: agent.hear()["type"] == ipc.MSG_AT_BARRIER)
+    agent.say(ipc.MSG_JOB_START, worker_envs=worker_environ(0, 1, port, count, **more))
     assert agent.hear()["type"] == ipc.MSG_PAST_BARRIER
     return coming
 
@@ -65,9 +65,9 @@ def said(job, kind):
 
 def test_a_fault_names_its_rank_and_its_reason_to_the_agent(start):
     job = start(2)
-    all_ready(job.planes)
+    wait_all_assigned(job.planes)
     job.planes[1].report_fault("ValueError: no such sample")
-    until(lambda: said(job, ipc.MSG_JOB_FAULT))
+    wait_until(lambda: said(job, ipc.MSG_JOB_FAULT))
     first = said(job, ipc.MSG_JOB_FAULT)[0]
     assert (first["rank"], first["restart_mode"]) == (1, "in_process_restart")
     assert (first["reason"], first["message"]) == ("WorkerFault", "ValueError: no such sample")
@@ -75,22 +75,22 @@ def test_a_fault_names_its_rank_and_its_reason_to_the_agent(start):
 
 def test_resize_pauses_at_a_common_step_and_requests_a_restart(start):
     job = start(2)
-    before = all_ready(job.planes)
+    before = wait_all_assigned(job.planes)
     job.planes[0].request_change(NoticeKind.RESIZE, "half is enough", nodes=1)
-    until(lambda: all(wants(seat) is NoticeKind.RESIZE for seat in job.planes))
-    assert results(
-        at_once(*(lambda s=seat, n=n: s.agree_on_step(n) for seat, n in zip(job.planes, (3, 4), strict=True)))
+    wait_until(lambda: all(wanted_notice(seat) is NoticeKind.RESIZE for seat in job.planes))
+    assert wait_results(
+        start_all(*(lambda s=seat, n=n: s.agree_on_step(n) for seat, n in zip(job.planes, (3, 4), strict=True)))
     ) == [
         4,
         4,
     ]
     job.planes[0].report_sealed(4)
-    coming = at_once(lambda: job.planes[0].wait_for_assignment(timeout_s=PATIENCE_S))
+    coming = start_all(lambda: job.planes[0].wait_for_assignment(timeout_s=PATIENCE_S))
     with pytest.raises(TimeoutError):  # the other one is on its way to the common step, and is not to be stopped there
         coming[0].result(0.3)
     assert said(job, ipc.MSG_JOB_FAULT) == []
     job.planes[1].report_sealed(4)
-    after = results([*coming, *at_once(lambda: job.planes[1].wait_for_assignment(timeout_s=PATIENCE_S))])
+    after = wait_results([*coming, *start_all(lambda: job.planes[1].wait_for_assignment(timeout_s=PATIENCE_S))])
     assert after[0].epoch == before[0].epoch + 1
     assert {message["reason"] for message in said(job, ipc.MSG_JOB_FAULT)} == {"ElasticWorld"}
     assert "half is enough" in said(job, ipc.MSG_JOB_FAULT)[0]["message"]
@@ -98,30 +98,30 @@ def test_resize_pauses_at_a_common_step_and_requests_a_restart(start):
 
 def test_rank_that_could_not_seal_is_not_awaited(start):
     job = start(2)
-    all_ready(job.planes)
+    wait_all_assigned(job.planes)
     job.planes[0].request_change(NoticeKind.RESIZE, "preempted")
-    until(lambda: all(wants(seat) is NoticeKind.RESIZE for seat in job.planes))
-    results(at_once(*(lambda s=seat: s.agree_on_step(4) for seat in job.planes)))
+    wait_until(lambda: all(wanted_notice(seat) is NoticeKind.RESIZE for seat in job.planes))
+    wait_results(start_all(*(lambda s=seat: s.agree_on_step(4) for seat in job.planes)))
     job.planes[0].report_sealed(4)
-    assert {place.restarts for place in all_ready(job.planes)} == {1}
+    assert {place.restarts for place in wait_all_assigned(job.planes)} == {1}
 
 
 def test_finished_ranks_wait_for_each_other(start):
     job = start(2)
-    all_ready(job.planes)
-    first = at_once(job.planes[0].report_finished)[0]
+    wait_all_assigned(job.planes)
+    first = start_all(job.planes[0].report_finished)[0]
     with pytest.raises(TimeoutError):
         first.result(0.3)
     job.planes[1].report_finished()
     first.result(PATIENCE_S)
     for seat in job.planes:
-        at_once(seat.close)
+        start_all(seat.close)
 
 
 def test_finished_rank_learns_of_a_rank_lost_on_its_last_steps(start):
     job = start(2)
-    all_ready(job.planes)
-    first = at_once(job.planes[1].report_finished)[0]
+    wait_all_assigned(job.planes)
+    first = start_all(job.planes[1].report_finished)[0]
     job.lose_rank(job.planes[0])
     with pytest.raises((StaleEpochError, ControlPlaneUnavailableError)):
         first.result(PATIENCE_S)
@@ -139,9 +139,11 @@ def test_ranks_are_in_the_environment_and_nodes_are_counted_by_ranks(alone, port
 def test_a_start_that_names_the_number_of_ranks_as_the_number_of_groups(alone, port):
     plane, agent, environ = alone
     environ["LOCAL_WORLD_SIZE"] = "2"
-    coming = at_once(lambda: plane.wait_for_assignment(timeout_s=0.5))
+    coming = start_all(lambda: plane.wait_for_assignment(timeout_s=0.5))
     agent.hear()
-    agent.say(ipc.MSG_JOB_START, worker_envs={**envs(0, 4, port, 0), "GROUP_RANK": "0", "GROUP_WORLD_SIZE": "4"})
+    agent.say(
+        ipc.MSG_JOB_START, worker_envs={**worker_environ(0, 4, port, 0), "GROUP_RANK": "0", "GROUP_WORLD_SIZE": "4"}
+    )
     with pytest.raises(ControlDeadlineError):  # three others are not there
         coming[0].result(PATIENCE_S)
     assert plane._inner is not None
@@ -153,7 +155,7 @@ def test_a_count_that_was_given_before_makes_a_newer_epoch_all_the_same(alone, p
     (coming,) = begin(plane, agent, port, count=3)
     assert coming.result(PATIENCE_S).epoch == 3
     agent.say(ipc.MSG_JOB_FAULT, restart_count=3)
-    until(lambda: wants(plane) is NoticeKind.RESTART)
+    wait_until(lambda: wanted_notice(plane) is NoticeKind.RESTART)
     (coming,) = begin(plane, agent, port, count=3)
     assert coming.result(PATIENCE_S).epoch == 4
 
@@ -163,21 +165,21 @@ def test_spare_waits_until_it_is_started(alone, port):
     (coming,) = begin(plane, agent, port, spare=True)
     assert agent.hear()["type"] == ipc.MSG_AT_BARRIER
     assert not coming.done()
-    agent.say(ipc.MSG_JOB_START, worker_envs=envs(0, 1, port, 1))
+    agent.say(ipc.MSG_JOB_START, worker_envs=worker_environ(0, 1, port, 1))
     assert coming.result(PATIENCE_S).restarts == 1
 
 
 def test_withdrawn_start_is_awaited_again(alone, port):
     plane, agent, _ = alone
-    coming = at_once(lambda: plane.wait_for_assignment(timeout_s=PATIENCE_S))
+    coming = start_all(lambda: plane.wait_for_assignment(timeout_s=PATIENCE_S))
     agent.hear()
     agent.say(
-        ipc.MSG_JOB_START, worker_envs=envs(1, 2, port, 0)
+        ipc.MSG_JOB_START, worker_envs=worker_environ(1, 2, port, 0)
     )  # the first rank, which is to keep the store, never comes
     assert agent.hear()["type"] == ipc.MSG_PAST_BARRIER
     agent.say(ipc.MSG_JOB_FAULT, restart_count=0)
     assert agent.hear()["type"] == ipc.MSG_AT_BARRIER
-    agent.say(ipc.MSG_JOB_START, worker_envs=envs(0, 1, port, 1))
+    agent.say(ipc.MSG_JOB_START, worker_envs=worker_environ(0, 1, port, 1))
     assert coming[0].result(PATIENCE_S).epoch == 1
 
 
@@ -211,7 +213,7 @@ def test_lost_agent_ends_the_world_and_the_rank(alone, port):
     plane.on_broken(lambda _notice: told.set())
     agent.close()
     assert told.wait(PATIENCE_S)
-    assert wants(plane) is NoticeKind.RESTART
+    assert wanted_notice(plane) is NoticeKind.RESTART
     with pytest.raises(ControlPlaneUnavailableError):
         plane.wait_for_assignment(timeout_s=PATIENCE_S)
 
@@ -240,5 +242,5 @@ def test_port_without_a_store_requests_another_start(alone, port, monkeypatch):
         assert "is taken" in told["message"]
         agent.say(ipc.MSG_JOB_FAULT, restart_count=0)
         assert agent.hear()["type"] == ipc.MSG_AT_BARRIER
-        agent.say(ipc.MSG_JOB_START, worker_envs=envs(0, 1, port, 1))
+        agent.say(ipc.MSG_JOB_START, worker_envs=worker_environ(0, 1, port, 1))
         assert coming.result(PATIENCE_S).restarts == 1

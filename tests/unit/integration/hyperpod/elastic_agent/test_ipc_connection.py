@@ -19,14 +19,14 @@ from integration.hyperpod.elastic_agent.ipc import (
     encode_agent_frame,
     shared_agent_connection,
 )
-from tests.support.hyperpod_socket import listening
+from tests.support.hyperpod_socket import agent_listener
 
 PATIENCE_S = 60.0
 
 
 @pytest.fixture
 def both():
-    with listening() as listener:
+    with agent_listener() as listener:
         connection = AgentConnection(listener.path, 8)
         worker = listener.accept()
         yield connection, worker
@@ -227,7 +227,7 @@ def test_a_forked_child_does_not_hold_the_connection_open(both):
 
 def test_process_shares_one_connection(monkeypatch):
     monkeypatch.setattr(connection_module, "_shared", [])
-    with listening() as listener:
+    with agent_listener() as listener:
         environ = {AGENT_SOCKET_ENV: str(listener.path)}
         one = shared_agent_connection(environ)
         assert shared_agent_connection(environ) is one

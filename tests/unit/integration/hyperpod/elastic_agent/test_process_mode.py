@@ -18,8 +18,8 @@ from integration.hyperpod.elastic_agent import process_mode as module
 from integration.hyperpod.elastic_agent.environment import launched_worker
 from integration.hyperpod.elastic_agent.process_mode import ProcessControlPlane
 from integration.hyperpod.elastic_agent.stop_signal import GroupSignalListener
-from tests.support.control_planes import PATIENCE_S, all_ready, at_once, results
-from tests.support.local_nodes import until
+from tests.support.control_planes import PATIENCE_S, start_all, wait_all_assigned, wait_results
+from tests.support.local_nodes import wait_until
 from tests.support.ports import free_port
 from tests.support.store_servers import server_processes
 
@@ -62,15 +62,15 @@ def start():
         def nodes(size: int, patience_s: float = PATIENCE_S) -> list[Node]:
             port = free_port()
             made = [Node(rank, size, port, patience_s) for rank in range(size)]
-            stack.callback(lambda: results(at_once(*(node.plane.close for node in made))))
-            all_ready([node.plane for node in made])
+            stack.callback(lambda: wait_results(start_all(*(node.plane.close for node in made))))
+            wait_all_assigned([node.plane for node in made])
             return made
 
         yield nodes
 
 
 def sealed(nodes: list[Node], step: int = 8) -> None:
-    results(at_once(*(lambda n=node: n.plane.agree_on_step(step) for node in nodes)))
+    wait_results(start_all(*(lambda n=node: n.plane.agree_on_step(step) for node in nodes)))
     for node in nodes:
         node.plane.report_sealed(step)
 
@@ -83,11 +83,13 @@ def leaves(node: Node) -> None:
 def test_request_of_one_agent_is_handled_once_by_all_ranks(start):
     nodes = start(3)
     nodes[1].asked.send()
-    until(lambda: all(node.plane.notice() is not None for node in nodes))
+    wait_until(lambda: all(node.plane.notice() is not None for node in nodes))
     assert {node.plane.notice().kind for node in nodes} == {NoticeKind.RESIZE}  # in memory: the next start is at once
     nodes[1].plane.request_change(NoticeKind.RESIZE, "the same, by the script's handler")
     nodes[2].asked.send()
-    steps = results(at_once(*(lambda p=node.plane, at=at: p.agree_on_step(at) for at, node in enumerate(nodes, 5))))
+    steps = wait_results(
+        start_all(*(lambda p=node.plane, at=at: p.agree_on_step(at) for at, node in enumerate(nodes, 5)))
+    )
     assert steps == [7, 7, 7]
 
 
@@ -95,7 +97,7 @@ def test_rank_exits_only_after_the_request_of_its_own_agent(start):
     nodes = start(2)
     nodes[0].asked.send()
     sealed(nodes)
-    first, second = at_once(lambda: leaves(nodes[0]), lambda: leaves(nodes[1]))
+    first, second = start_all(lambda: leaves(nodes[0]), lambda: leaves(nodes[1]))
     first.result(PATIENCE_S)
     nodes[0].plane.close()  # the store, with the process that kept it
     assert not second.done()
@@ -108,7 +110,7 @@ def test_rank_without_a_stop_signal_fails(start):
     nodes = start(2, patience_s=0.0)
     nodes[0].asked.send()
     sealed(nodes)
-    done = at_once(lambda: leaves(nodes[0]), lambda: nodes[1].plane.wait_for_assignment(timeout_s=PATIENCE_S))
+    done = start_all(lambda: leaves(nodes[0]), lambda: nodes[1].plane.wait_for_assignment(timeout_s=PATIENCE_S))
     done[0].result(PATIENCE_S)
     with pytest.raises(JobFailedError, match="was not asked to stop: ending with an error"):
         done[1].result(PATIENCE_S)
@@ -119,7 +121,7 @@ def test_preempted_pod_exits_without_an_agent_request(start):
     nodes[1].plane.request_change(NoticeKind.RESIZE, "SIGTERM: this process is to go", deadline_s=20.0)
     sealed(nodes)
     nodes[0].asked.send()
-    results(at_once(lambda: leaves(nodes[0]), lambda: leaves(nodes[1])))
+    wait_results(start_all(lambda: leaves(nodes[0]), lambda: leaves(nodes[1])))
 
 
 def test_agent_request_before_the_rendezvous_is_handled(start, monkeypatch):
@@ -127,7 +129,7 @@ def test_agent_request_before_the_rendezvous_is_handled(start, monkeypatch):
     asked.send()
     monkeypatch.setattr(Node, "__init__", _with(asked, Node.__init__))
     nodes = start(2)
-    until(lambda: all(node.plane.notice() is not None for node in nodes))
+    wait_until(lambda: all(node.plane.notice() is not None for node in nodes))
 
 
 def _with(asked, init):
@@ -144,7 +146,7 @@ def test_the_store_outlives_the_first_ranks_work_until_all_have_finished(start):
     for node in nodes:
         node.plane.report_progress(RankProgress(9))
     nodes[0].plane.report_finished()
-    closing = at_once(nodes[0].plane.close)[0]
+    closing = start_all(nodes[0].plane.close)[0]
     assert not closing.done()
     nodes[1].plane.report_finished()  # over the store that the first one keeps
     nodes[1].plane.close()
@@ -164,7 +166,7 @@ def test_request_after_the_last_step_does_not_wait_for_finished_ranks(start):
 def test_fault_ends_all_processes_with_an_error(start):
     nodes = start(2)
     nodes[1].plane.report_fault("out of luck")
-    until(lambda: all(node.plane.notice() is not None for node in nodes))
+    wait_until(lambda: all(node.plane.notice() is not None for node in nodes))
     for node in nodes:
         with pytest.raises(JobFailedError, match="whoever started it has to start the next one"):
             node.plane.wait_for_assignment(timeout_s=PATIENCE_S)
@@ -174,7 +176,7 @@ def test_fault_ends_all_processes_with_an_error(start):
 def test_rank_that_could_not_seal_fails_without_blocking_others(start):
     nodes = start(2)
     nodes[0].asked.send()
-    results(at_once(*(lambda n=node: n.plane.agree_on_step(8) for node in nodes)))
+    wait_results(start_all(*(lambda n=node: n.plane.agree_on_step(8) for node in nodes)))
     nodes[0].plane.report_sealed(8)
     with pytest.raises(JobFailedError, match="whoever started it has to start the next one"):
         nodes[1].plane.wait_for_assignment(timeout_s=PATIENCE_S)
@@ -204,15 +206,15 @@ def test_stopped_store_process_delays_no_exit(zygote, monkeypatch):
         place = RankAssignment(0, 0, 2, 0, 1, 0, 2, server.address)
         first = StoreControlPlane(lambda: connect_store(server.host, server.port, timeouts=patience), place, last=False)
         second = Node(1, 2, server.port, PATIENCE_S)
-        all_ready([first, second.plane])
+        wait_all_assigned([first, second.plane])
         second.asked.send()
-        results(at_once(lambda: first.agree_on_step(8), lambda: second.plane.agree_on_step(8)))
+        wait_results(start_all(lambda: first.agree_on_step(8), lambda: second.plane.agree_on_step(8)))
         for plane in (first, second.plane):
             plane.report_sealed(8)
         server.stop()
-        (leaving,) = at_once(lambda: leaves(second))
+        (leaving,) = start_all(lambda: leaves(second))
         leaving.result(PATIENCE_S)
-        results(at_once(second.plane.close, first.close))
+        wait_results(start_all(second.plane.close, first.close))
         assert second.account.flushed == 1
 
 

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from integration.hyperpod.elastic_agent.stop_signal import GroupSignalListener
-from tests.support.local_nodes import until
+from tests.support.local_nodes import wait_until
 
 ROOT = Path(__file__).parents[5]
 
@@ -118,7 +118,7 @@ def test_signal_is_received_while_the_main_thread_is_blocked(asked):
     asked.listen().add_callback(lambda: calls.append(1))
     os.kill(os.getpid(), signal.SIGUSR1)
     assert asked.received.wait(60)  # threads of other libraries may be given it, and do not wake this one
-    until(lambda: calls)
+    wait_until(lambda: calls)
     late = []
     asked.add_callback(lambda: late.append(1))
     assert late == [1]
@@ -159,7 +159,7 @@ def test_removed_callback_is_not_called_and_a_failing_one_stops_no_other(asked):
     asked.add_callback(lambda: calls.append("called"))
     asked.remove_callback(forgotten)
     os.kill(os.getpid(), signal.SIGUSR1)
-    until(lambda: calls)
+    wait_until(lambda: calls)
     assert calls == ["called"]
 
 

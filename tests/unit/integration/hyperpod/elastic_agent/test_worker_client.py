@@ -29,9 +29,9 @@ from integration.hyperpod.elastic_agent.worker_client import (
     repeat_offender_labels,
     wait_rank,
 )
-from tests.support.control_planes import at_once
-from tests.support.hyperpod_socket import listening
-from tests.support.local_nodes import until
+from tests.support.control_planes import start_all
+from tests.support.hyperpod_socket import agent_listener
+from tests.support.local_nodes import wait_until
 
 PATIENCE_S = 60.0
 
@@ -42,7 +42,7 @@ def envs(count=0, rank=8):
 
 @pytest.fixture
 def both():
-    with listening() as listener:
+    with agent_listener() as listener:
         worker = AgentWorker(AgentConnection(listener.path, 0))
         agent = listener.accept()
         assert agent.hear()["type"] == ipc.MSG_INIT
@@ -74,7 +74,7 @@ def test_a_start_that_a_fault_overtook_is_not_begun(both):
         worker.wait_at_barrier(timeout_s=0.01)
     start(agent)
     agent.say(ipc.MSG_JOB_FAULT, restart_count=0)
-    until(lambda: worker.fault_count == 1)
+    wait_until(lambda: worker.fault_count == 1)
     found = []
     waiting = threading.Thread(target=lambda: found.append(worker.wait_at_barrier(timeout_s=PATIENCE_S)))
     waiting.start()
@@ -89,16 +89,16 @@ def test_start_repeated_to_another_channel_is_begun_once(both):
     """Else who was at fault in it begins it again, says so, and the agent forgets the fault."""
     worker, agent = both
     other = worker._connection.open_channel(ipc.CHECKPOINT_MESSAGES)
-    begun = at_once(lambda: worker.wait_at_barrier(timeout_s=PATIENCE_S))
+    begun = start_all(lambda: worker.wait_at_barrier(timeout_s=PATIENCE_S))
     assert [agent.hear()["type"] for _ in range(2)] == [ipc.MSG_INIT, ipc.MSG_AT_BARRIER]
     start(agent, count=1)
     assert begun[0].result(PATIENCE_S)[0].restart_count == 1
     assert agent.hear()["type"] == ipc.MSG_PAST_BARRIER
     agent.say(ipc.MSG_JOB_START, client_id=other.client, worker_envs=envs(1), aggregate_worker_data={"rank_ips": []})
     agent.say(ipc.MSG_RANK_INFO, worker_envs=envs(2))
-    until(lambda: worker.wait_for_rank_info().restart_count == 2)
+    wait_until(lambda: worker.wait_for_rank_info().restart_count == 2)
     worker.report_fault(8, RequestedRestart.PROCESS, "WorkerFault")
-    again = at_once(lambda: worker.wait_at_barrier(timeout_s=PATIENCE_S))
+    again = start_all(lambda: worker.wait_at_barrier(timeout_s=PATIENCE_S))
     assert [agent.hear()["type"] for _ in range(2)] == [ipc.MSG_JOB_FAULT, ipc.MSG_AT_BARRIER]
     assert not again[0].done()
     agent.say(ipc.MSG_JOB_FAULT, restart_count=1)
@@ -109,7 +109,7 @@ def test_start_repeated_to_another_channel_is_begun_once(both):
 @settings(max_examples=25)
 @given(st.lists(st.sampled_from(["start", "fault", "info"]), max_size=8))
 def test_newest_start_without_a_later_fault_is_begun(said):
-    with listening() as listener:
+    with agent_listener() as listener:
         worker = AgentWorker(AgentConnection(listener.path, 0))
         agent = listener.accept()
         for number, kind in enumerate([*said, "start"]):
@@ -117,7 +117,7 @@ def test_newest_start_without_a_later_fault_is_begun(said):
                 agent.say(ipc.MSG_JOB_FAULT, restart_count=number)
             else:
                 agent.say(ipc.MSG_JOB_START if kind == "start" else ipc.MSG_RANK_INFO, worker_envs=envs(number))
-        until(lambda: worker._known is not None and worker._known.restart_count == len(said))
+        wait_until(lambda: worker._known is not None and worker._known.restart_count == len(said))
         begun, faults = worker.wait_at_barrier(timeout_s=PATIENCE_S)
         assert (begun.restart_count, faults) == (len(said), said.count("fault"))
         worker.close()
@@ -135,7 +135,7 @@ def test_unexpected_messages_are_ignored(both):
     start(agent, count=1)
     agent.say(ipc.MSG_PAST_BARRIER)
     agent.say(ipc.MSG_AT_BARRIER, client_id=asking.client)
-    until(lambda: worker._known is not None and worker._known.restart_count == 1)
+    wait_until(lambda: worker._known is not None and worker._known.restart_count == 1)
     begun, faults = worker.wait_at_barrier(timeout_s=PATIENCE_S)
     assert (begun.restart_count, faults) == (1, 1)
     assert asking.receive(ipc.MSG_INVALID, timeout_s=PATIENCE_S)["client_id"] == asking.client
@@ -144,7 +144,7 @@ def test_unexpected_messages_are_ignored(both):
 def test_agent_lost_within_a_frame_is_reported(both):
     worker, agent = both
     whole = encode_agent_frame({"type": ipc.MSG_JOB_START, "worker_envs": envs(3)})
-    waiting = at_once(lambda: worker.wait_at_barrier(timeout_s=PATIENCE_S))
+    waiting = start_all(lambda: worker.wait_at_barrier(timeout_s=PATIENCE_S))
     assert agent.hear()["type"] == ipc.MSG_AT_BARRIER
     agent.sock.sendall(whole[:-5])
     agent.close()
@@ -158,7 +158,7 @@ def test_every_fault_is_delivered_once(both):
     worker.add_fault_callback(told.append)
     for number in range(5):
         agent.say(ipc.MSG_JOB_FAULT, restart_count=number)
-    until(lambda: len(told) == 5)
+    wait_until(lambda: len(told) == 5)
     assert [reason[-2] for reason in told] == ["0", "1", "2", "3", "4"]
 
 
@@ -171,7 +171,7 @@ def test_waiting_worker_fails_when_the_agent_is_gone(both):
     with pytest.raises(ControlPlaneUnavailableError):
         worker.wait_at_barrier(timeout_s=PATIENCE_S)
     going.join()
-    until(lambda: told)
+    wait_until(lambda: told)
     assert "lost" in told[0]
 
 
@@ -212,7 +212,7 @@ def test_labels_are_passed_on(both):
 def environ(monkeypatch):
     monkeypatch.setattr(worker_module, "_workers", [])
     monkeypatch.setattr(connection_module, "_shared", [])
-    with listening() as listener:
+    with agent_listener() as listener:
         environ = {AGENT_SOCKET_ENV: str(listener.path), "LOCAL_RANK": "0", "RANK": "-2", "MASTER_ADDR": ""}
         yield environ, listener
         for worker in worker_module._workers:

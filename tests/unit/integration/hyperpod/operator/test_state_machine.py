@@ -20,7 +20,7 @@ from integration.hyperpod.operator import (
     resource_status,
 )
 from integration.hyperpod.operator.observed_pods import ObservedJob
-from tests.support.fake_hyperpod_agents import COMPLETED, FAULTED, INIT, READY, STOPPING, Cluster
+from tests.support.fake_hyperpod_agents import COMPLETED, FAULTED, INIT, READY, STOPPING, FakeHyperPodCluster
 
 ELASTIC = {"minReplicas": 1, "maxReplicas": 4, "gracefulShutdownTimeoutInSeconds": 30, "scalingTimeoutInSeconds": 10}
 
@@ -41,8 +41,8 @@ def job(
     )
 
 
-def running(spec: JobSpec, size: int, **how: Any) -> Cluster:
-    cluster = Cluster(spec, **how)
+def running(spec: JobSpec, size: int, **how: Any) -> FakeHyperPodCluster:
+    cluster = FakeHyperPodCluster(spec, **how)
     cluster.until(lambda: cluster.runs(size))
     return cluster
 
@@ -51,7 +51,7 @@ def running(spec: JobSpec, size: int, **how: Any) -> Cluster:
 
 
 def test_all_are_ready_before_any_is_started():
-    cluster = Cluster(job(3))
+    cluster = FakeHyperPodCluster(job(3))
     cluster.room = 2
     cluster.turns(20)
     assert not any(one.starts for one in cluster.alive), "two of three wait for the third"
@@ -235,7 +235,7 @@ def test_in_process_spares_know_their_rank_and_wait():
 
 
 def test_late_spare_is_registered():
-    cluster = Cluster(job(2, spares=1), in_process=True)
+    cluster = FakeHyperPodCluster(job(2, spares=1), in_process=True)
     cluster.room = 2
     cluster.until(lambda: cluster.runs(2))
     assert cluster.state.spares == ()
@@ -284,7 +284,7 @@ def test_agent_that_never_becomes_ready_is_replaced_by_a_spare():
 
 
 def test_spare_that_ignores_its_rank_update_is_started():
-    cluster = Cluster(job(1), in_process=True)
+    cluster = FakeHyperPodCluster(job(1), in_process=True)
     cluster.turn()
     (one,) = cluster.alive
     one.obey = lambda action: None if isinstance(action, UpdateAgent) else type(one).obey(one, action)
@@ -421,7 +421,7 @@ def test_agent_that_does_not_stop_is_stopped_harder_and_then_replaced():
 
 
 def test_scaling_down_and_up_is_graceful_and_tolerates_those_that_completed():
-    cluster = Cluster(job(2, most=2, elastic={**ELASTIC, "maxReplicas": 2}))
+    cluster = FakeHyperPodCluster(job(2, most=2, elastic={**ELASTIC, "maxReplicas": 2}))
     cluster.until(lambda: cluster.runs(2))
     cluster.capacity = 1
     decision = cluster.turn()
@@ -441,7 +441,7 @@ def test_scaling_down_and_up_is_graceful_and_tolerates_those_that_completed():
 
 def test_sizes_are_those_of_the_policy():
     elastic = {**ELASTIC, "minReplicas": 2, "replicaIncrementStep": 2}
-    cluster = Cluster(job(2, most=4, elastic=elastic))
+    cluster = FakeHyperPodCluster(job(2, most=4, elastic=elastic))
     cluster.room = 3
     cluster.until(lambda: cluster.runs(2))
     cluster.turns(30)
@@ -452,7 +452,7 @@ def test_sizes_are_those_of_the_policy():
 
 def test_fault_waits_for_a_replacement_and_then_shrinks():
     elastic = {**ELASTIC, "maxReplicas": 2, "faultyScaleDownTimeoutInSeconds": 20}
-    cluster = Cluster(job(2, most=2, elastic=elastic))
+    cluster = FakeHyperPodCluster(job(2, most=2, elastic=elastic))
     cluster.until(lambda: cluster.runs(2))
     cluster.room = 1
     cluster.members[0].gone = True
@@ -466,7 +466,7 @@ def test_fault_waits_for_a_replacement_and_then_shrinks():
 def test_restart_delays_the_next_scale_up():
     restart = {"evalPeriodSeconds": 3600, "scaleUpSnoozeTimeInSeconds": 100}
     elastic = {**ELASTIC, "maxReplicas": 2, "faultyScaleDownTimeoutInSeconds": 1}
-    cluster = Cluster(job(2, most=2, elastic=elastic, restart=restart))
+    cluster = FakeHyperPodCluster(job(2, most=2, elastic=elastic, restart=restart))
     cluster.until(lambda: cluster.runs(2))
     cluster.room = 1
     cluster.members[0].gone = True
@@ -477,7 +477,7 @@ def test_restart_delays_the_next_scale_up():
 
 
 def test_preempted_pod_is_stopped_gracefully():
-    cluster = Cluster(job(2, most=2, elastic={**ELASTIC, "maxReplicas": 2}))
+    cluster = FakeHyperPodCluster(job(2, most=2, elastic={**ELASTIC, "maxReplicas": 2}))
     cluster.until(lambda: cluster.runs(2))
     cluster.room = 1
     leaving = cluster.members[0]
@@ -489,7 +489,7 @@ def test_preempted_pod_is_stopped_gracefully():
 
 
 def test_less_than_the_least_waits():
-    cluster = Cluster(job(2, most=2, elastic={**ELASTIC, "minReplicas": 2, "maxReplicas": 2}))
+    cluster = FakeHyperPodCluster(job(2, most=2, elastic={**ELASTIC, "minReplicas": 2, "maxReplicas": 2}))
     cluster.until(lambda: cluster.runs(2))
     cluster.capacity = 1
     cluster.until(lambda: cluster.state.phase is JobPhase.FORMING)
@@ -525,7 +525,7 @@ def test_stuck_agent_does_not_delay_the_end_of_a_job():
 
 
 def test_time_in_a_queue_is_no_time_to_start_in():
-    cluster = Cluster(job(2, startupDeadlineSeconds=30))
+    cluster = FakeHyperPodCluster(job(2, startupDeadlineSeconds=30))
     cluster.capacity, cluster.room = 0, 1
     cluster.turns(60)
     assert cluster.state.phase is JobPhase.FORMING, "it waits in its queue"
@@ -555,7 +555,7 @@ def test_deadlines_of_a_job_that_runs(run, reason):
 
 
 def test_the_deadline_of_a_job_that_does_not_begin():
-    cluster = Cluster(job(2, startupDeadlineSeconds=30))
+    cluster = FakeHyperPodCluster(job(2, startupDeadlineSeconds=30))
     cluster.room = 1
     cluster.until(lambda: cluster.decision is not None and cluster.decision.finished)
     assert cluster.events == ["StartupDeadlineExceeded"]
@@ -614,7 +614,7 @@ def test_status_matches_the_aws_model():
 
 
 def test_decisions_fit_into_json():
-    cluster = Cluster(job(2, spares=1), in_process=True)
+    cluster = FakeHyperPodCluster(job(2, spares=1), in_process=True)
     kinds = set()
     for _ in range(12):
         decision = cluster.turn()

@@ -23,7 +23,14 @@ from integration.hyperpod.operator import (
     parse_job_resource,
 )
 from tests.support.example_counts import examples
-from tests.support.fake_hyperpod_agents import COMPLETED, FAULTED, READY, RUNNING, Agent, Cluster
+from tests.support.fake_hyperpod_agents import (
+    COMPLETED,
+    FAULTED,
+    READY,
+    RUNNING,
+    FakeHyperPodAgent,
+    FakeHyperPodCluster,
+)
 
 _WHICH = st.integers(0, 7)
 
@@ -55,7 +62,7 @@ class Jobs(RuleBasedStateMachine):
         job = parse_job_resource(
             {"kind": "HyperPodPyTorchJob", "spec": spec}, agent_timeout_s=4.0, stop_timeout_s=6.0, start_timeout_s=10.0
         )
-        self.cluster = Cluster(job, in_process=in_process, can_replace=can_replace)
+        self.cluster = FakeHyperPodCluster(job, in_process=in_process, can_replace=can_replace)
         self.worlds: dict[str, Any] = {}
         self.late = False
         self.it_runs()
@@ -142,7 +149,7 @@ class Jobs(RuleBasedStateMachine):
         if not alive:
             self.cluster.turn()
             alive = self.cluster.alive
-        return alive[which % len(alive)] if alive else Agent("nobody")
+        return alive[which % len(alive)] if alive else FakeHyperPodAgent("nobody")
 
     # -- what must hold -------------------------------------------------------------------------------------------
 

@@ -15,7 +15,7 @@ from integration.sagemaker.memory_service.http_frontend import serve_memory_serv
 from peerstore.settings import StoreSettings
 from peerstore.store.arena import MemfdArena
 from peerstore.store.node_store import NodeStore
-from tests.support.memory_servers import ask_on
+from tests.support.memory_servers import request_on
 from tests.support.tls import Authority
 from tieredckpt.errors import UsageError
 from tieredckpt.memory_service_options import MemoryServiceOptions
@@ -43,10 +43,10 @@ def talk(address: str, context: ssl.SSLContext) -> None:
     """Put a shard of several records and pieces, get all of it and some of it."""
     body = bytes(range(251)) * 40_000
     with contextlib.closing(http.client.HTTPSConnection(address, timeout=60, context=context)) as connection:
-        assert ask_on(connection, "POST", "/v1/cp/namespaces/a?num_ranks=1").status == 200
-        assert ask_on(connection, "POST", "/v1/cp/checkpoints/a/0/1", body).status == 200
-        assert ask_on(connection, "GET", "/v1/cp/checkpoints/a/0/1").body == body
-        part = ask_on(connection, "GET", "/v1/cp/checkpoints/a/0/1", headers={"Range": "bytes=9000000-9500000"})
+        assert request_on(connection, "POST", "/v1/cp/namespaces/a?num_ranks=1").status == 200
+        assert request_on(connection, "POST", "/v1/cp/checkpoints/a/0/1", body).status == 200
+        assert request_on(connection, "GET", "/v1/cp/checkpoints/a/0/1").body == body
+        part = request_on(connection, "GET", "/v1/cp/checkpoints/a/0/1", headers={"Range": "bytes=9000000-9500000"})
         assert part.body == body[9_000_000:9_500_001]
 
 
@@ -60,7 +60,7 @@ def test_over_tls(store: NodeStore, certificates: tuple[Authority, Path], tmp_pa
             contextlib.closing(http.client.HTTPConnection(address, timeout=60)) as plain,
             pytest.raises((http.client.HTTPException, ConnectionError)),
         ):
-            ask_on(plain, "GET", "/health")
+            request_on(plain, "GET", "/health")
 
 
 def test_clients_show_certificates(store: NodeStore, certificates: tuple[Authority, Path], tmp_path: Path) -> None:
@@ -74,7 +74,7 @@ def test_clients_show_certificates(store: NodeStore, certificates: tuple[Authori
             contextlib.closing(http.client.HTTPSConnection(address, timeout=60, context=context)) as stranger,
             pytest.raises((ssl.SSLError, ConnectionError, http.client.HTTPException)),
         ):
-            ask_on(stranger, "GET", "/health")
+            request_on(stranger, "GET", "/health")
         context.load_cert_chain(*authority.issue("client"))
         talk(address, context)
 

@@ -6,8 +6,8 @@ import xml.etree.ElementTree as ET
 
 import pytest
 
-from tests.support.event_logs import START, Told
-from tests.support.synthetic_event_logs import Imagined
+from tests.support.event_logs import START, EventLogBuilder
+from tests.support.synthetic_event_logs import SyntheticJob
 from tieredckpt.event_log.event_types import SaveEvent
 from tieredckpt.goodput import TimeCategory, analyse
 from tieredckpt.goodput.html_report import html_report
@@ -18,13 +18,21 @@ EVIL = "</title></svg><script>alert('x')</script>\"'><img src=http://x onerror=y
 
 JOBS = {
     "nothing": [],
-    "began": Told().began(0).events,
-    "seconds": Imagined(steps=12, step_s=0.8, faults=1, resizes=0).events,
-    "minutes": Imagined().events,
-    "no fault, no loss": Imagined(steps=30, faults=0, resizes=0, losses=False).events,
-    "days": Imagined(steps=600, step_s=1400.0, faults=70, resizes=3, ranks=512, slow=20, seed=1).events,
-    "two runs": Told().began(0).world(1).steps(0, 3, at=2).began(50).world(51).steps(2, 3, at=52).ended(56).events,
-    "job failed": Told()
+    "began": EventLogBuilder().began(0).events,
+    "seconds": SyntheticJob(steps=12, step_s=0.8, faults=1, resizes=0).events,
+    "minutes": SyntheticJob().events,
+    "no fault, no loss": SyntheticJob(steps=30, faults=0, resizes=0, losses=False).events,
+    "days": SyntheticJob(steps=600, step_s=1400.0, faults=70, resizes=3, ranks=512, slow=20, seed=1).events,
+    "two runs": EventLogBuilder()
+    .began(0)
+    .world(1)
+    .steps(0, 3, at=2)
+    .began(50)
+    .world(51)
+    .steps(2, 3, at=52)
+    .ended(56)
+    .events,
+    "job failed": EventLogBuilder()
     .began(0)
     .world(1)
     .steps(0, 3, at=2)
@@ -130,7 +138,7 @@ def test_report_stays_small():
 
 
 def test_event_log_text_is_escaped():
-    said = Told().began(0, job=EVIL).world(1, reason=EVIL, nodes=(EVIL,)).steps(0, 4, at=2, loss=1.0)
+    said = EventLogBuilder().began(0, job=EVIL).world(1, reason=EVIL, nodes=(EVIL,)).steps(0, 4, at=2, loss=1.0)
     said.stage(EVIL, 6.5, 0.5, epoch=1).injected(6.1, EVIL, node=EVIL, words=EVIL)
     said.fault(6.3, node=EVIL, kind=EVIL, reason=EVIL).world(6.4, epoch=1, how=EVIL, reason=EVIL, nodes=(EVIL,))
     said.restored(3, at=6.6, epoch=1, bytes_by_tier={EVIL: 5}).steps(4, 2, at=8, epoch=1)
@@ -189,7 +197,7 @@ def test_runs_are_listed_where_there_were_several():
 
 
 def test_nonfinite_losses_and_injections_are_shown():
-    told = Told().began(0).world(1).steps(0, 4, at=2, loss=1.5)
+    told = EventLogBuilder().began(0).world(1).steps(0, 4, at=2, loss=1.5)
     told.steps(4, 2, at=6, not_finite="nan").steps(6, 3, at=8, loss=1.25).injected(6.5, "nan", step=4, node="n1")
     told.injected(10.5, "sigkill", node="n0").fault(10.6, node="n0").ended(12)
     analysis = analyse(told.events)
@@ -200,12 +208,12 @@ def test_nonfinite_losses_and_injections_are_shown():
     assert source.count('class="curve"') >= 4  # which have a gap
     assert "1 injection that broke no world" in source
     assert "injected: nan" in source
-    only = html_report(analyse(Told().began(0).world(1).steps(0, 2, at=2, not_finite="inf").ended(5).events))
+    only = html_report(analyse(EventLogBuilder().began(0).world(1).steps(0, 2, at=2, not_finite="inf").ended(5).events))
     assert "2 steps had a loss that is not finite (inf; steps 0 to 1)" in only
 
 
 def test_saves_block_the_training_as_long_as_they_do_on_the_time_line():
-    told = Told().began(0).world(0, ranks=4).steps(0, 10, at=0)
+    told = EventLogBuilder().began(0).world(0, ranks=4).steps(0, 10, at=0)
     for rank in range(4):
         told.add(*(SaveEvent(rank, step, "staged", START + step + 0.5, 0.25, 0) for step in range(10)))
     analysis = analyse(told.ended(10).events)
@@ -217,14 +225,23 @@ def test_saves_block_the_training_as_long_as_they_do_on_the_time_line():
 
 
 def test_when_the_job_was_unprotected_is_on_the_page():
-    told = Told().began(0).world(0).steps(0, 20, at=0).protection(2, at=3).protection(2, at=6, since=4, left_out=2)
+    told = (
+        EventLogBuilder()
+        .began(0)
+        .world(0)
+        .steps(0, 20, at=0)
+        .protection(2, at=3)
+        .protection(2, at=6, since=4, left_out=2)
+    )
     told.protection(8, at=9).protection(9, at=10).protection(9, at=15, since=14, left_out=1).ended(20)
     source = html_report(analyse(told.events))
     assert tile(source, "protected up to") == 9
     assert "unprotected since 2023-11-14 22:13:34 UTC" in source.split('id="timeline"')[0]
     assert source.split('id="timeline"')[1].split("</section>")[0].count('class="unprotected"') == 2
     assert "newer than step 2" in source
-    kept = html_report(analyse(Told().began(0).world(0).steps(0, 20, at=0).protection(19, at=20).ended(21).events))
+    kept = html_report(
+        analyse(EventLogBuilder().began(0).world(0).steps(0, 20, at=0).protection(19, at=20).ended(21).events)
+    )
     assert tile(kept, "protected up to") == 19
     assert 'class="unprotected"' not in kept
     assert "<dt>protected up to</dt>" not in html_report(analyse(JOBS["seconds"]))
