@@ -175,7 +175,8 @@ class WorldSpec(msgspec.Struct, frozen=True):
     resume_from: SealedStep | None = None
     """What its ranks restore, and nothing else: the world before it ended in order and sealed this."""
     requested_step: RequestedStep | None = None
-    """What its ranks restore, and nothing else: the command line of the run requests it."""
+    """What its ranks restore, and nothing else: the command line of the run requests it, and no world of the run has
+    sealed a step yet."""
 
 
 class WorldRecord(msgspec.Struct, frozen=True):
@@ -183,6 +184,8 @@ class WorldRecord(msgspec.Struct, frozen=True):
 
     epoch: NonNegativeInt
     nodes: tuple[str, ...]
+    requested_step: RequestedStep | None = None
+    """As in :class:`WorldSpec`."""
 
 
 class NodeStatus(

@@ -84,6 +84,8 @@ class RankProgress(msgspec.Struct, frozen=True):
     """Newest step known to be sealed by this rank, or -1."""
     idle: bool = False
     """It is in no step, and not about to begin one: how long that takes says nothing."""
+    has_sealed: bool = False
+    """Whether this rank has sealed a step in this world."""
 
 
 class ControlPlane(Protocol):

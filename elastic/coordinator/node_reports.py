@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import NamedTuple
 
 from elastic.control.control_messages import NodeStatus, RankRequest, WorldSpec
@@ -20,6 +20,7 @@ from elastic.world.world_state import (
     RankLost,
     RejoinReport,
     ResizeRequested,
+    SealedStep,
     WorldEvent,
 )
 
@@ -72,6 +73,26 @@ def rejoin_report(status: NodeStatus) -> RejoinReport:
     )
 
 
+def named_step(newest: WorldSpec, reports: Iterable[NodeStatus]) -> SealedStep | None:
+    """Return what the next world restores where nodes of the newest one are missing; ``None``: the newest step.
+
+    That is the step that all who are there have sealed before they left it, or the one that it was to restore itself
+    and from which no rank has gone on yet.
+    """
+    inside = [one for one in reports if one.node in newest.ranked_nodes and _epoch(one.world) == newest.epoch]
+    sealed = {one.checkpoint if one.sealed is not None else None for one in inside}
+    if len(sealed) == 1 and None not in sealed:
+        return sealed.pop()
+    return None if any(_has_gone_on(one) for one in inside) else newest.resume_from
+
+
+def _has_gone_on(status: NodeStatus) -> bool:
+    """Whether ranks of a node may have sealed a step in their world."""
+    stepped = any(rank is not None and rank.step >= 0 for rank in status.rank_progress)
+    left = status.broken_reason is not None or status.pause is not None or status.sealed is not None
+    return stepped or left or bool(status.exited_ranks)
+
+
 def _epoch(formed: WorldSpec | None) -> int:
     return -1 if formed is None else formed.epoch
 
@@ -87,6 +108,8 @@ class _Said(NamedTuple):
     """The least of its ranks; ``None`` where it says nothing of any."""
     paused: int | None
     finished: bool
+    has_sealed: bool
+    """Each of its ranks has sealed a step in this world."""
 
 
 class WorldProgress:
@@ -114,6 +137,11 @@ class WorldProgress:
         return -1 if not self.is_complete or self._least is None else self._least
 
     @property
+    def has_sealed_step(self) -> bool:
+        """Whether every rank has sealed a step in this world."""
+        return self.is_complete and all(one.has_sealed for one in self._said.values())
+
+    @property
     def pause_target(self) -> int | None:
         """The greatest step that any rank said, once all have said one that have not finished."""
         if not self.is_complete or self._undecided or not self._standing:
@@ -128,7 +156,8 @@ class WorldProgress:
         if status.world is None or status.world.epoch != self.epoch:
             return
         sealed = min((-1 if one is None else one.sealed for one in status.rank_progress), default=None)
-        self._said[status.node] = said = _Said(sealed, status.paused, status.finished)
+        has_sealed = bool(status.rank_progress) and all(one and one.has_sealed for one in status.rank_progress)
+        self._said[status.node] = said = _Said(sealed, status.paused, status.finished, has_sealed)
         self._count(said, 1)
         if sealed is not None:
             self._sealed[sealed] += 1

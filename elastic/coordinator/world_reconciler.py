@@ -289,15 +289,30 @@ class WorldReconciler:
     # -- what follows -------------------------------------------------------------------------------------------------
 
     def _take(self, events: list[world_state.WorldEvent], now: float) -> None:
-        events = [*self._late(now), *events]
+        events = [*self._first_sealed(), *self._late(now), *events]
         if not events or self.exit is not None:
             return
         event = events[0] if len(events) == 1 else world_state.EventBatch(tuple(events))
         before = self.world
         self.world, actions = next_world(before, event, self.settings.policy, now)
+        if before.requested_step is not None and self.world.requested_step is None:
+            self._forget_requested_step()
         self._do(actions, now)
         if self._witness is not None:
             self._witness(self, before, event, actions, now)
+
+    def _first_sealed(self) -> list[world_state.WorldEvent]:
+        """The first step that a world of this run has sealed, while the requested one is still to be restored."""
+        if self.world.requested_step is None or self.progress is None or not self.progress.has_sealed_step:
+            return []
+        return [world_state.StepSealed(self.progress.epoch)]
+
+    def _forget_requested_step(self) -> None:
+        """Have all nodes forget it too, for a coordinator that starts again."""
+        if self.world_spec is not None and self.world_spec.requested_step is not None:
+            self.world_spec = replace(self.world_spec, requested_step=None)
+            self._record_world()
+            self._due.update(self.nodes)
 
     def _do(self, actions: Sequence[world_state.WorldAction], now: float) -> None:
         for action in actions:
@@ -352,7 +367,8 @@ class WorldReconciler:
 
     def _record_world(self) -> None:
         if self.world_spec is not None:
-            self.world_record = WorldRecord(self.world_spec.epoch, self.world_spec.ranked_nodes)
+            spec = self.world_spec
+            self.world_record = WorldRecord(spec.epoch, spec.ranked_nodes, spec.requested_step)
 
     def _count_reports(self) -> None:
         """Of a world that is new here, from what was heard so far."""
@@ -563,7 +579,10 @@ class WorldReconciler:
             self.is_rejoining = False
             if record is not None:
                 self.min_epoch = max(self.min_epoch, record.epoch)
-            self._resume(says, newest, now)
+            requested = self.settings.requested_step
+            if (known := record or newest) is not None:
+                requested = known.requested_step
+            self._resume(says, newest, requested, now)
 
     def _warn_state_lost(self, record: WorldRecord, left_s: float) -> None:
         """Nobody who is here was in the newest world: say what is waited for, and in the end what is left behind."""
@@ -582,7 +601,9 @@ class WorldReconciler:
                 *(record.epoch, names, left_s),
             )
 
-    def _resume(self, status: list[NodeStatus], newest: WorldSpec | None, now: float) -> None:
+    def _resume(
+        self, status: list[NodeStatus], newest: WorldSpec | None, requested: RequestedStep | None, now: float
+    ) -> None:
         policy = self.settings.policy
         reports = [node_reports.rejoin_report(one) for one in status]
         self.world_spec = newest
@@ -593,7 +614,8 @@ class WorldReconciler:
             policy,
             nproc=self.settings.nproc,
             now_s=now,
-            requested_step=self.settings.requested_step if self.world_record is None else None,
+            requested_step=requested,
+            resume_from=None if newest is None else node_reports.named_step(newest, status),
         )
         self.hang_detector = HangDetector(now, self.step_times)
         self._do(actions, now)

@@ -29,7 +29,7 @@ from elastic.control.control_messages import (
     WorldRecord,
     WorldSpec,
 )
-from elastic.control.control_plane import ControlNotice, NoticeKind, RankAssignment
+from elastic.control.control_plane import ControlNotice, NoticeKind, RankAssignment, RankProgress
 from elastic.fault_injection.fault_spec import SUPERVISOR_KINDS, FaultInjection
 from elastic.world.world_state import SealedStep
 
@@ -292,7 +292,7 @@ class NodeState:
         self.size_request = orders.size_request or self.size_request
         self.run_store = orders.run_store
         told, known = orders.newest_world, self.newest_world
-        if told is not None and (known is None or told.epoch > known.epoch):
+        if told is not None and (known is None or told.epoch >= known.epoch):
             self.newest_world = told
         if orders.drain_within_s is not None and self.drain_deadline is None:
             self.drain(now + orders.drain_within_s, orders.reason)
@@ -637,7 +637,9 @@ def comparable_node_status(status: NodeStatus) -> NodeStatus:
     return replace(
         status,
         number=0,
-        rank_progress=(),
+        rank_progress=tuple(
+            RankProgress(-1, has_sealed=one is not None and one.has_sealed) for one in status.rank_progress
+        ),
         silent_s=(),
         drain_within_s=None if status.drain_within_s is None else 0.0,
         pause=None if status.pause is None else replace(status.pause, within_s=0.0),

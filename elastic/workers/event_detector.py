@@ -12,7 +12,7 @@ import signal
 import threading
 from contextlib import ExitStack
 
-from elastic.control.control_plane import ControlPlane, NoticeKind, RankProgress
+from elastic.control.control_plane import ControlPlane, NoticeKind
 from elastic.errors import ElasticError
 from elastic.settings import has_hang_limit
 from elastic.workers.step_barrier import (
@@ -24,7 +24,7 @@ from elastic.workers.step_barrier import (
     forward_signals,
 )
 from elastic.workers.train_loop import current_world
-from elastic.workers.world_handle import newest_step_sealed_here
+from elastic.workers.world_handle import rank_progress
 
 log = logging.getLogger(__name__)
 
@@ -62,18 +62,14 @@ class EventDetector:
         if self._detected:
             return True
         # It cannot say that it evaluates: how long a step may take is asked of it only where somebody has said so.
-        self._plane.report_progress(
-            RankProgress(self._calls or -1, newest_step_sealed_here(), idle=not self._is_late_told)
-        )
+        self._plane.report_progress(rank_progress(self._calls or -1, idle=not self._is_late_told))
         way = self._gate.pass_boundary(self._calls)
         if way is BoundaryDecision.CONTINUE:
             self._calls += 1
             return False
         if way is BoundaryDecision.ABORT:  # no common step any more: what the others get is their own matter
             log.warning("the world is broken: %s", self._gate.broken_reason)
-            self._plane.report_progress(
-                RankProgress(self._calls or -1, newest_step_sealed_here(), idle=True)
-            )  # out of it, and may save
+            self._plane.report_progress(rank_progress(self._calls or -1, idle=True))  # out of it, and may save
         self._detected = True
         return True
 

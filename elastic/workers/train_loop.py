@@ -288,6 +288,8 @@ class _Rank(Generic[T]):
                 self._losses.synchronize(place.restarts)
                 self._worlds += 1
                 self._hydrating.restore_into(world, silent=groups.aborts_silently)
+                if place.requested_step is not None and world.hydration is not None and world.hydration.mode == "live":
+                    _waive_required_step()
                 self._record.survivors_asked(world.hydration is not None)
                 self._deadline.at("the train function")
                 value = self._train(world)
@@ -379,6 +381,13 @@ def _resume_from(place: RankAssignment) -> Iterator[None]:
     source = f"the ranks sealed step {sealed.step} before this world"
     with require_step(sealed.job, sealed.step, sealed.epoch, source):
         yield
+
+
+def _waive_required_step() -> None:
+    """Have this world restore the newest step: the survivors' step, which continues from the requested one."""
+    from tieredckpt.checkpointer.progress_hook import waive_required_step
+
+    waive_required_step()
 
 
 @contextmanager

@@ -195,7 +195,7 @@ class World:
             self._say()
 
     def _say(self, *, free: bool = False) -> None:
-        self._plane.report_progress(RankProgress(self._done, newest_step_sealed_here(), free))
+        self._plane.report_progress(rank_progress(self._done, idle=free))
 
     @contextmanager
     def pause_watchdog(self) -> Iterator[None]:
@@ -323,6 +323,14 @@ def newest_step_sealed_here() -> int:
     """The newest step that this process has sealed, in any job; -1 for none."""
     key = _newest_sealed_key()
     return -1 if key is None else key.version
+
+
+def rank_progress(steps: int, *, idle: bool) -> RankProgress:
+    """Return the progress of this process, which has completed ``steps`` in its world; -1 for none."""
+    session: Any = sys.modules.get("tieredckpt.session.session")
+    saves_elsewhere = session is None or not session.has_sessions()  # which is not seen here
+    has_sealed = steps >= 0 if saves_elsewhere else sealed_here() is not None
+    return RankProgress(steps, newest_step_sealed_here(), idle, has_sealed)
 
 
 def sealed_here() -> SealedStep | None:

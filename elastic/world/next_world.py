@@ -39,6 +39,8 @@ from elastic.world.world_state import (
     RequestNodes,
     ResizeRequested,
     RespawnStragglers,
+    SealedStep,
+    StepSealed,
     Tick,
     WorldAction,
     WorldEvent,
@@ -53,7 +55,7 @@ __all__ = ["initial_world", "next_world", "rebuild_world"]
 def initial_world(
     policy: ScalingPolicy, *, nproc: int, now_s: float, requested_step: RequestedStep | None = None
 ) -> WorldState:
-    """A job nobody has joined yet. Its first world restores ``requested_step``."""
+    """A job nobody has joined yet. Its worlds restore ``requested_step`` until one of them has sealed a step."""
     return WorldState(nproc=nproc, formed_s=now_s, target_nodes=policy.initial_nodes, requested_step=requested_step)
 
 
@@ -157,6 +159,11 @@ def _sealed(turn: WorldTransition, event: NodeSealed) -> None:
         turn.break_world(f"{event.node} stopped for a change that the last coordinator wanted", counted=False)
 
 
+def _step_sealed(turn: WorldTransition, event: StepSealed) -> None:
+    if event.epoch == turn.world.epoch:
+        turn.update(requested_step=None)
+
+
 def _finished(turn: WorldTransition, event: NodeFinished) -> None:
     member = turn.member_of_generation(event.node, event.generation)
     if member is not None and member.has_ranks and event.epoch == turn.world.epoch and turn.world.phase.is_running:
@@ -229,10 +236,7 @@ def _rank_fault(turn: WorldTransition, event: RankFault) -> None:
     what = f"rank {event.local_rank} of {event.node} reported a fault: {event.reason}"
     breaks = turn.world.phase.is_running
     again = breaks and event.before_first_step and event.reason == turn.world.start_fault
-    requested = turn.world.requested_step if event.before_first_step else None
     turn.break_world(what, "" if event.final or again else event.node)
-    if breaks:
-        turn.update(requested_step=requested)
     if turn.world.phase.is_over:
         return
     if event.final:
@@ -294,6 +298,7 @@ _HANDLERS: dict[type, Callable[[WorldTransition, Any], None]] = {
     NodeJoined: _joined,
     NodeReady: _ready,
     NodeSealed: _sealed,
+    StepSealed: _step_sealed,
     NodeFinished: _finished,
     NodeLost: _lost,
     NodeLeft: _lost,
@@ -477,8 +482,8 @@ def _paused(turn: WorldTransition) -> None:
         turn.stop_job(turn.world.reason)
         return
     turn.update(phase=WorldPhase.FORMING, pause_deadline_s=None, finished_nodes=frozenset(), failed_pauses=0)
-    turn.update(requested_step=None)
-    turn.update(resume_from=turn.world.sealed_step if turn.world.sealed_nodes == turn.world.size else None)
+    if turn.world.sealed_nodes == turn.world.size and turn.world.sealed_step is not None:
+        turn.update(resume_from=turn.world.sealed_step, requested_step=None)
     turn.update(replacement_deadline_s=turn.now_s + turn.policy.faulty_scale_down_timeout_s)
 
 
@@ -621,12 +626,14 @@ def rebuild_world(
     nproc: int,
     now_s: float,
     requested_step: RequestedStep | None = None,
+    resume_from: SealedStep | None = None,
 ) -> tuple[WorldState, tuple[WorldAction, ...]]:
     """Who has not reported by now counts as lost; who reports later joins. What was underway is begun again.
 
     A world that all its nodes report to be in goes on as if nothing had happened. An epoch that nobody who lives has
     heard of is given again: nobody is in it. Offences and the limits of restarts within a period begin anew.
-    ``requested_step`` counts only if there was no world yet.
+    ``requested_step`` and ``resume_from`` are what the next world restores, as the reports say; the latter only where
+    the newest world is broken because nodes of it have not reported.
     """
     latest: dict[str, RejoinReport] = {}
     for report in sorted(reports, key=lambda report: (report.generation, report.epoch, report.spawn_count)):
@@ -635,11 +642,13 @@ def rebuild_world(
         (report for report in latest.values() if report.local_ranks == nproc), key=lambda report: report.node
     )
     turn = WorldTransition(_as_reported(known, nproc, now_s, policy), policy, now_s)
-    if turn.world.epoch < 0:
-        turn.update(requested_step=requested_step)
+    turn.update(requested_step=requested_step)
     missing = sorted(set(turn.world.ranked_nodes) - {member.node for member in turn.members_with_ranks})
     if missing:
         turn.break_world(f"the new coordinator found nobody of {', '.join(missing)} in the world")
+        turn.update(resume_from=resume_from)
+        if resume_from is not None:
+            turn.update(requested_step=None)
     for epoch in sorted({report.epoch for report in known if not report.ready} - {-1, turn.world.epoch}):
         turn.emit(BreakWorld(epoch, "it was left behind", policy.abort_limit_s))
     for report in known:

@@ -185,7 +185,7 @@ class WorldState(
     resume_from: SealedStep | None = None
     """What the next world restores: this one has ended in order."""
     requested_step: RequestedStep | None = None
-    """What the first world restores; kept while it breaks by reported faults before its first step."""
+    """What the next world restores, until a world of this run has sealed a step."""
     growth_possible_since_s: float | None = None
     """Since when there could be a greater, or a better, world."""
     shrunk_s: float | None = None
@@ -260,6 +260,12 @@ class NodeSealed(_Event, frozen=True):
     step: int = -1
     checkpoint: SealedStep | None = None
     """Where it is, where all ranks of the node have named the same."""
+
+
+class StepSealed(_Event, frozen=True):
+    """All ranks of a world have sealed a step in it: a restore finds that step, or a newer one."""
+
+    epoch: int
 
 
 class NodeFinished(_Event, frozen=True):
@@ -369,6 +375,7 @@ WorldEvent: TypeAlias = (
     NodeJoined
     | NodeReady
     | NodeSealed
+    | StepSealed
     | NodeFinished
     | NodeLost
     | NodeLeft

@@ -135,7 +135,6 @@ class WorldTransition:
             sealed_nodes=0,
             sealed_step=None,
             resume_from=None,
-            requested_step=None,
             replacement_deadline_s=self.now_s + self.policy.faulty_scale_down_timeout_s,
         )
         for member in self.members_with_ranks:

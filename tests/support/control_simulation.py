@@ -15,6 +15,7 @@ from elastic.coordinator.world_reconciler import CoordinatorSettings, WorldRecon
 from elastic.supervisor import node_state
 from elastic.supervisor.node_state import EndProcess, InjectFault, NodeState, PartitionNode, StartProcess
 from elastic.world.scaling_policy import ScalingPolicy
+from elastic.world.world_state import RequestedStep, SealedStep
 
 HEARTBEAT_S = 1.0
 STORE_TURNS = 3
@@ -28,6 +29,8 @@ class SimulatedRank:
         self.table, self.node, self.token = table, node, token
         self.token = token
         self.stand, self.epoch, self.step = RankPhase.READY, -1, 0
+        self.entered_at = 0
+        self.has_sealed = False
         self.paused: int | None = None
         self.sealed: int | None = None
         self.ignores = False
@@ -37,8 +40,11 @@ class SimulatedRank:
 
     def says(self) -> RankStatus:
         self.number += 1
+        checkpoint = None if self.sealed is None else SealedStep("job", self.sealed, self.epoch + 1)
+        stepped = self.stand is RankPhase.IN_WORLD and self.step > self.entered_at
+        progress = RankProgress(self.step if stepped else -1, has_sealed=self.has_sealed)
         return RankStatus(
-            self.number, self.stand, self.epoch, self.paused, self.sealed, progress=RankProgress(self.step)
+            self.number, self.stand, self.epoch, self.paused, self.sealed, checkpoint=checkpoint, progress=progress
         )
 
     def hears(self, hears: RankDesired) -> None:
@@ -48,6 +54,7 @@ class SimulatedRank:
         elif self.stand is RankPhase.READY:
             if place is not None and place.epoch > self.epoch:
                 self.epoch, self.paused, self.sealed = place.epoch, None, None
+                self.entered_at, self.has_sealed = self.step, False
                 if notice is None or notice.kind is not NoticeKind.RESTART:
                     self.stand = RankPhase.IN_WORLD
                     self.table.entered(self, place)
@@ -110,9 +117,17 @@ class SimulatedNode:
 
 class ControlSimulation:
     def __init__(
-        self, nodes: int, *, nproc: int = 2, spares: int = 0, most: int = 6, hang: HangTimeouts | None = None
+        self,
+        nodes: int,
+        *,
+        nproc: int = 2,
+        spares: int = 0,
+        most: int = 6,
+        hang: HangTimeouts | None = None,
+        requested_step: RequestedStep | None = None,
     ) -> None:
         self.now = 1000.0
+        self.requested_step = requested_step
         self.hang = hang or HangTimeouts()
         self.assignments: list[RankAssignment] = []
         self.policy = ScalingPolicy(
@@ -145,9 +160,20 @@ class ControlSimulation:
 
     def _desk(self, *, fresh: bool) -> WorldReconciler:
         self.desks += 1
-        settings = CoordinatorSettings("job", self.policy, self.nproc, rejoin_timeout_s=3.0, hang=self.hang)
+        settings = CoordinatorSettings(
+            *("job", self.policy, self.nproc),
+            rejoin_timeout_s=3.0,
+            hang=self.hang,
+            requested_step=self.requested_step,
+        )
         floor = -1 if fresh else max(self.desk.min_epoch, self.desk.world.epoch)
         return WorldReconciler(settings, incarnation=f"c{self.desks}", now=self.now, fresh=fresh, min_epoch=floor)
+
+    def seal(self) -> None:
+        """Every rank of the newest world has sealed a step in it."""
+        for node in self.nodes.values():
+            for rank in node.ranks.values():
+                rank.has_sealed = rank.stand is RankPhase.IN_WORLD and rank.epoch == self.desk.world.epoch
 
     # -- what happens -------------------------------------------------------------------------------------------------
 

@@ -97,6 +97,12 @@ def session_if_open(job: str, settings: Settings) -> Session | None:
         return _sessions.get((os.getpid(), job, str(settings.agent_directory)))
 
 
+def has_sessions() -> bool:
+    """Return whether this process has a session of any job."""
+    with _sessions_lock:
+        return any(name[0] == os.getpid() for name in _sessions)
+
+
 def close_sessions() -> None:
     """Let go of every agent, and say goodbye to it. What was sealed stays with them."""
     with _sessions_lock:

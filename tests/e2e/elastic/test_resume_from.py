@@ -14,7 +14,7 @@ from tests.support.agents import stop_agent
 pytestmark = pytest.mark.e2e
 
 SCRIPT = """
-import sys, torch, elastic
+import os, signal, sys, torch, elastic
 from tieredckpt import Checkpointer
 
 @elastic.recoverable
@@ -24,6 +24,8 @@ def train(world):
         first = ckpt.restore(state)
         with open(sys.argv[2], "a") as file:
             file.write(f"{first} {int(state['w'][0])}\\n")
+        if world.epoch == 0 and first == 1 and os.environ.get("DIES"):
+            os.kill(os.getpid(), signal.SIGKILL)
         for step in world.steps(first + 1, int(sys.argv[1])):
             state["w"] += 1
             state["step"] = step
@@ -47,10 +49,10 @@ def elastic_run(tmp_path, agent_dir):
         "ELASTIC_RUN_DIRECTORY": str(tmp_path / "run"),
     }
 
-    def run(total, *options):
+    def run(total, *options, **more):
         told.unlink(missing_ok=True)
         command = [sys.executable, "-m", "elastic", "run", *options, str(script), str(total), str(told)]
-        done = subprocess.run(command, env=environ, cwd=tmp_path, capture_output=True, text=True, check=False)
+        done = subprocess.run(command, env=environ | more, cwd=tmp_path, capture_output=True, text=True, check=False)
         return done, told.read_text().split("\n")[:-1] if told.exists() else []
 
     yield run
@@ -73,5 +75,14 @@ def test_first_world_restores_the_requested_step_or_the_job_ends(elastic_run):
     assert "not retried" in done.stderr
     command = next(line for line in done.stderr.splitlines() if line.startswith("command: "))
     assert "--resume-from" not in command
+    done, restored = elastic_run(6)
+    assert (done.returncode, restored) == (0, ["4 5"]), done.stderr
+
+
+def test_requested_step_is_restored_again_where_the_first_world_lost_a_rank_before_it_sealed_a_step(elastic_run):
+    done, restored = elastic_run(4)
+    assert (done.returncode, restored) == (0, ["-1 0"]), done.stderr
+    done, restored = elastic_run(5, "--resume-from", "1", DIES="1")
+    assert (done.returncode, restored) == (0, ["1 2", "1 2"]), done.stderr
     done, restored = elastic_run(6)
     assert (done.returncode, restored) == (0, ["4 5"]), done.stderr

@@ -37,7 +37,7 @@ def test_progress_before_the_first_step_is_no_step(seat, world):
         pass
     assert seat.last_progress == RankProgress(-1)
     next(steps)
-    assert seat.last_progress == RankProgress(101)
+    assert seat.last_progress == RankProgress(101, has_sealed=True)
 
 
 def test_a_loop_that_counts_for_itself_gets_on_with_each_step(seat, world):
@@ -45,11 +45,11 @@ def test_a_loop_that_counts_for_itself_gets_on_with_each_step(seat, world):
     assert not world.event_detected()
     assert seat.last_progress is None or seat.last_progress.step == -1
     assert not world.event_detected()
-    assert seat.last_progress == RankProgress(1)
+    assert seat.last_progress == RankProgress(1, has_sealed=True)
     with world.pause_watchdog():
-        assert seat.last_progress == RankProgress(1, idle=True)
+        assert seat.last_progress == RankProgress(1, idle=True, has_sealed=True)
     assert not world.event_detected()
-    assert seat.last_progress == RankProgress(2)
+    assert seat.last_progress == RankProgress(2, has_sealed=True)
 
 
 def test_world_left_before_its_first_step_reports_no_step(seat, world):
@@ -65,5 +65,5 @@ def test_external_loop_is_idle_without_a_hang_timeout(seat, monkeypatch, set_to,
     assert not detector.is_detected()
     assert seat.last_progress == RankProgress(-1, idle=free)
     assert not detector.is_detected()
-    assert seat.last_progress == RankProgress(1, idle=free)
+    assert seat.last_progress == RankProgress(1, idle=free, has_sealed=True)
     detector.close()

@@ -20,6 +20,7 @@ from elastic.world.world_state import (
     NodeLost,
     NodeMember,
     NodeReady,
+    NodeSealed,
     NodesPreempted,
     PauseWorld,
     PromoteSpare,
@@ -31,6 +32,8 @@ from elastic.world.world_state import (
     ResizeRequested,
     RespawnRanks,
     RespawnStragglers,
+    SealedStep,
+    StepSealed,
     StopJob,
     Tick,
     WorldAction,
@@ -847,24 +850,53 @@ def formed(job: ReconcilerDriver) -> list[RequestedStep | None]:
     return [action.requested_step for action in job.actions if isinstance(action, FormWorld)]
 
 
-def test_only_the_first_world_restores_the_requested_step():
-    wanted = RequestedStep(7, 17)
-    job = ReconcilerDriver(FOUR, "abcd", requested_step=wanted)
-    assert formed(job) == [wanted]
-    job.tell(RankFault("a", 1, 0, 0, "x"))
-    job.ready(*"abcd")
+WANTED = RequestedStep(7, 17)
+LOST_WORLDS = {
+    "a fault after the first step": RankFault("a", 1, 0, 0, "x"),
+    "a fault before the first step": RankFault("a", 1, 0, 0, "the store did not answer", before_first_step=True),
+    "a lost node": lost("a"),
+    "a lost process": rank_lost("a"),
+    "a hang": HangDetected(0, "x", "a", 1),
+    "a supervisor that started again": NodeJoined("a", 2, 2),
+}
+
+
+@pytest.mark.parametrize("event", LOST_WORLDS.values(), ids=LOST_WORLDS)
+def test_requested_step_is_restored_again_until_a_step_is_sealed(event):
+    job = Told(FOUR, "abcd", requested_step=WANTED)
+    assert formed(job) == [WANTED]
+    job.tell(event)
+    job.ready(*job.world.members)
+    while job.world.phase is not WorldPhase.RUNNING:
+        job.tick()
+    assert (job.world.epoch, formed(job)) == (1, [WANTED])
+    job.tell(StepSealed(1))
+    job.tell(RankFault("b", 1, 1, 0, "y"))
+    job.ready(*job.world.members)
     assert formed(job) == [None]
 
 
-def test_requested_step_stays_while_no_step_was_completed():
-    wanted = RequestedStep(7)
-    job = ReconcilerDriver(FOUR, "abcd", requested_step=wanted)
-    job.tell(RankFault("a", 1, 0, 0, "the store did not answer", before_first_step=True))
-    job.tell(RankFault("b", 1, 0, 0, "its peer was lost"))
+def test_step_sealed_in_an_older_world_does_not_replace_the_requested_one():
+    job = Told(FOUR, "abcd", requested_step=WANTED)
+    job.tell(RankFault("a", 1, 0, 0, "x"))
     job.ready(*"abcd")
-    assert formed(job) == [wanted]
-    job.tell(lost("a"))
-    job.tell(Tick(), at_s=1000.0)
-    job.ready(*"bcd")
-    job.tell(Tick(), at_s=2000.0)
-    assert job.world.requested_step is None
+    job.tell(StepSealed(0))
+    assert job.world.requested_step == WANTED
+
+
+def test_pause_without_a_sealed_step_keeps_the_requested_one():
+    job = Told(FOUR, "abcd", requested_step=WANTED)
+    job.tell(ResizeRequested(2))
+    job.ready(*"abcd")
+    assert (job.world.epoch, formed(job)) == (1, [WANTED])
+
+
+def test_pause_with_a_sealed_step_replaces_the_requested_one():
+    job = Told(FOUR, "abcd", requested_step=WANTED)
+    job.tell(ResizeRequested(2))
+    sealed = SealedStep("job", 9, 18)
+    for node in "abcd":
+        job.tell(NodeSealed(node, 1, 0, 9, sealed))
+    job.ready(*"abcd")
+    (form,) = (action for action in job.actions if isinstance(action, FormWorld))
+    assert (form.resume_from, form.requested_step) == (sealed, None)

@@ -20,6 +20,7 @@ from elastic.world.world_state import (
     RankFault,
     RankLost,
     ResizeRequested,
+    StepSealed,
     Tick,
 )
 from tests.worlds.told import ReconcilerDriver
@@ -87,6 +88,7 @@ EVENTS = {
     "node joined, other life": NodeJoined("b", 2, 2),
     "node ready": NodeReady("b", 1, 2, 0),
     "node sealed": NodeSealed("b", 1, 0),
+    "step sealed": StepSealed(0),
     "node finished": NodeFinished("b", 1, 0),
     "node lost": NodeLost("b", 1, "x"),
     "node left": NodeLeft("b", 1),
@@ -109,6 +111,14 @@ def outcome(phase: str, event: world_state.WorldEvent) -> str:
 
 
 TABLE = {
+    "step sealed": (
+        "forming",
+        "running",
+        "forming",
+        "waiting",
+        "pausing",
+        "pausing",
+    ),
     "node joined": (
         "forming",
         "running",

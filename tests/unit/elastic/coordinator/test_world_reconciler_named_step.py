@@ -1,0 +1,124 @@
+"""The step that the next world restores is named by the worlds before it, also where the coordinator starts again."""
+
+from __future__ import annotations
+
+import pytest
+
+from elastic.control.control_messages import RankPhase
+from elastic.world.world_state import RequestedStep, SealedStep
+from tests.support.control_simulation import Table
+
+WANTED = RequestedStep(7, 17)
+
+
+def first_world() -> Table:
+    table = Table(3, requested_step=WANTED)
+    table.settle(15)
+    assert table.desk.world_spec.requested_step == WANTED
+    return table
+
+
+def restored(table: Table) -> set[tuple[SealedStep | None, RequestedStep | None]]:
+    """What the ranks of the newest world were to restore when they entered it."""
+    newest = table.desk.world.epoch
+    return {(one.resume_from, one.requested_step) for one in table.assignments if one.epoch == newest}
+
+
+@pytest.mark.parametrize("restarted", [False, True], ids=["the same coordinator", "another coordinator"])
+@pytest.mark.parametrize("loss", ["lose_rank", "lose_node", "fault"])
+def test_first_world_that_is_lost_before_it_sealed_a_step_is_begun_again(loss, restarted):
+    table = first_world()
+    getattr(table, loss)(1)
+    if restarted:
+        table.restart_coordinator()
+    table.settle(40)
+    assert table.desk.world.epoch > 0
+    assert restored(table) == {(None, WANTED)}
+
+
+@pytest.mark.parametrize("restarted", [False, True], ids=["the same coordinator", "another coordinator"])
+@pytest.mark.parametrize("loss", ["lose_rank", "lose_node", "fault"])
+def test_world_after_the_first_sealed_step_restores_the_newest_one(loss, restarted):
+    table = first_world()
+    table.seal()
+    table.settle(3)
+    getattr(table, loss)(1)
+    if restarted:
+        table.restart_coordinator()
+    table.settle(40)
+    assert table.desk.world.epoch > 0
+    assert restored(table) == {(None, None)}
+
+
+def test_ranks_that_sealed_a_step_in_an_older_world_do_not_count():
+    table = first_world()
+    for node in ("n0", "n1"):
+        for rank in table.nodes[node].ranks.values():
+            rank.has_sealed = True
+    table.lose_node(2)
+    table.settle(40)
+    table.lose_rank(0)
+    table.settle(40)
+    assert restored(table) == {(None, WANTED)}
+
+
+def test_nodes_outside_the_world_remember_the_requested_step():
+    table = first_world()
+    table.resize(1)
+    table.settle(30)
+    (inside,) = table.desk.world.ranked_nodes
+    assert table.desk.world_spec.resume_from is not None
+    assert {node.seats.newest_world.requested_step for node in table.nodes.values() if node.name != inside} == {None}
+
+
+def paused(table: Table) -> SealedStep:
+    """All ranks have stopped for a resize and sealed; what they sealed. No new world has begun."""
+    table.resize(2)
+    while any(rank.stand is RankPhase.IN_WORLD for node in table.nodes.values() for rank in node.ranks.values()):
+        for node in list(table.nodes.values()):
+            node.turn()
+            if table.desk.pause_target is None:
+                node.report()
+            table._order(node)
+    (step,) = set(table.targets.values())
+    return SealedStep("job", step, table.desk.world.epoch + 1)
+
+
+@pytest.mark.parametrize("missing", [None, 2], ids=["all nodes there", "a node is missing"])
+def test_coordinator_that_starts_again_between_two_worlds_names_the_sealed_step(missing):
+    table = Table(3)
+    table.settle(15)
+    sealed = paused(table)
+    table.restart_coordinator()
+    if missing is not None:
+        table.lose_node(missing)
+    table.settle(40)
+    assert table.desk.world.epoch == 1
+    assert restored(table) == {(sealed, None)}
+
+
+def test_world_that_few_of_its_nodes_heard_of_is_begun_again_with_the_step_it_was_to_restore():
+    table = Table(3)
+    table.settle(15)
+    sealed = paused(table)
+    while table.desk.world.epoch == 0:
+        for node in list(table.nodes.values()):
+            node.turn()
+            node.report()
+    table._order(table.nodes[table.desk.world.ranked_nodes[0]])
+    table.restart_coordinator()
+    table.settle(40)
+    assert table.desk.world.epoch == 2
+    assert restored(table) == {(sealed, None)}
+
+
+def test_world_that_ran_is_not_begun_again_with_the_step_it_restored():
+    table = Table(3)
+    table.settle(15)
+    paused(table)
+    table.settle(30)
+    assert table.desk.world_spec.resume_from is not None
+    table.lose_node(0)
+    table.restart_coordinator()
+    table.settle(40)
+    assert restored(table) == {(None, None)}
