@@ -23,8 +23,8 @@ from elastic.control.run_directory import RunDirectory, run_secret
 from elastic.errors import ElasticError
 from elastic.reshard.state_checksum import ChecksumPart, RankChecksum, combine_checksums
 from peerstore.daemon_process import process_start_time
-from tests.faults.judge import CommandRun, RankStep, RankWorld, SafeStep
-from tests.faults.schedule import FaultPlan
+from tests.faults.judge import Run, Safe, Sealed, Step, World, names_older_step
+from tests.faults.schedule import Plan
 from tests.faults.training import JOB
 from tests.support.elastic_runs import ROOT
 from tests.support.elastic_runs import ElasticRun as Commands
@@ -162,9 +162,10 @@ class FaultJob:
         self._began = 0.0
         self.launcher: subprocess.Popen[bytes] | None = None
         self._read: dict[Path, int] = {}
-        self.worlds: list[RankWorld] = []
-        self.steps: list[RankStep] = []
-        self.safe: list[SafeStep] = []
+        self.worlds: list[World] = []
+        self.steps: list[Step] = []
+        self.safe: list[Safe] = []
+        self.sealed: list[Sealed] = []
         self.newest = -1
         self.last_world: tuple[int, int] = (-1, -1)
         self._limit = (0, "")
@@ -300,7 +301,15 @@ class FaultJob:
             self.steps.append(msgspec.convert(line, RankStep))
             self.newest = max(self.newest, line["step"])
         elif what == "safe":
-            self.safe.append(msgspec.convert(line, SafeStep))
+            self.safe.append(msgspec.convert(line, Safe))
+        elif what == "sealed":
+            self.sealed.append(msgspec.convert(line, Sealed))
+
+    def lines(self) -> list[str]:
+        """What its processes have said of steps that are done again."""
+        paths = [*self.folder.glob("output-*"), *(one for one in (self.folder / "logs").rglob("*") if one.is_file())]
+        said = (line for path in paths for line in path.read_text(errors="replace").splitlines())
+        return [line for line in said if names_older_step(line)]
 
     def in_world(self) -> set[int]:
         """Processes that are ranks of the newest world, or were."""

@@ -62,7 +62,21 @@ class SafeStep(msgspec.Struct, frozen=True):
     copies: int
 
 
-class AppliedFault(msgspec.Struct, frozen=True):
+class Sealed(msgspec.Struct, frozen=True):
+    """One rank has sealed its part of a step, for this incarnation."""
+
+    run: int
+    epoch: int
+    rank: int
+    size: int
+    at: float
+    step: int
+    number: int
+    """The epoch of the incarnation."""
+    name: str
+
+
+class Fault(msgspec.Struct, frozen=True):
     """What was done to the job. Times are seconds since 1970."""
 
     number: int
@@ -96,6 +110,9 @@ class Evidence(msgspec.Struct, frozen=True):
     sums: Mapping[tuple[int, int, int], int | str]
     """The checksum of the state after a step of which all ranks have spoken, by (run, epoch, step); words where their
     shares do not make one."""
+    sealed: Sequence[Sealed] = ()
+    lines: Sequence[str] = ()
+    """The lines of the outputs and logs that name a step to continue from."""
     final: int = 0
     """So many steps were to be done."""
     left: Sequence[str] = ()
@@ -123,15 +140,7 @@ class Violation(msgspec.Struct, frozen=True):
 
 def judge(evidence: Evidence, known: Sequence[ReferenceStep], epoch_of_data: int) -> list[Violation]:
     """All that does not hold. ``epoch_of_data``: so many samples there are."""
-    rules = (
-        hangs,
-        endings,
-        leftovers,
-        worlds_hold,
-        bits,
-        samples,
-        acknowledged,
-    )
+    rules = (hangs, endings, leftovers, worlds_hold, bits, samples, acknowledged, incarnations, redone, graceful_stops)
     return [
         Violation(rule.__name__.replace("_", " "), words)
         for rule in rules
@@ -173,18 +182,20 @@ def _find_wrong_resume(evidence: Evidence, number: int, run: CommandRun) -> Iter
         if one.run == number + 1 and one.epoch == _first_epoch(evidence, number + 1)
     }
     named = int(found[1])
-    disturbed = [
-        fault
-        for fault in evidence.faults
-        if any(
-            since < run.ended + AWAY_S and until > run.ended - AWAY_S for _, since, until in memory_outages((fault,))
-        )
-    ]
-    if firsts and firsts != {named + 1} and not disturbed:
+    if firsts and firsts != {named + 1} and not _is_disturbed(evidence, run):
         yield f"start {number} ended with {found[0]}, and the next one went on at {sorted(firsts)}"
 
 
-def _first_epoch(evidence: Evidence, run: int) -> int:
+def _is_disturbed(evidence: Evidence, run: Run) -> bool:
+    """Return whether memory was out of reach at about the time when a start ended."""
+    return any(
+        since < run.ended + AWAY_S and until > run.ended - AWAY_S
+        for fault in evidence.faults
+        for _, since, until in gone((fault,))
+    )
+
+
+def _first(evidence: Evidence, run: int) -> int:
     return min((one.epoch for one in evidence.worlds if one.run == run), default=-1)
 
 
@@ -329,9 +340,93 @@ def _all_taken(evidence: Evidence, copies: int, since: float, until: float) -> b
     return len(nodes) >= copies
 
 
-_TAKES = (FaultKind.NODE_LOST, FaultKind.MEMORY_FLIPPED, FaultKind.MEMORY_TRUNCATED)
-_HIDES = (FaultKind.AGENT_STOPPED, FaultKind.NODE_PAUSED, FaultKind.CUT, FaultKind.CUT_ONE_WAY, FaultKind.UNPLUGGED)
-_LEAVES_ALONE = (FaultKind.SUPERVISOR_KILLED, FaultKind.SUPERVISOR_STOPPED)
+# -- one history -------------------------------------------------------------------------------------------------------
+
+
+def incarnations(evidence: Evidence, _known: Sequence[Known], _samples: int) -> Iterator[str]:
+    """No two incarnations share a number, and the incarnations of a later world have greater ones."""
+    names: dict[int, str] = {}
+    worlds: dict[tuple[int, int], set[int]] = defaultdict(set)
+    for one in evidence.sealed:
+        if names.setdefault(one.number, one.name) != one.name:
+            yield f"incarnations {names[one.number]} and {one.name} share number {one.number}"
+        worlds[one.run, one.epoch].add(one.number)
+    for (before, older), (after, newer) in itertools.pairwise(sorted(worlds.items())):
+        if min(newer) <= max(older):
+            yield f"world {after} writes for number {min(newer)}, and world {before} for {max(older)}"
+
+
+def redone(evidence: Evidence, _known: Sequence[Known], _samples: int) -> Iterator[str]:
+    """No step that all ranks of a world sealed is done again without a line that says so."""
+    sealed, newest = _sealed_in_worlds(evidence), -1
+    for key in sorted({(one.run, one.epoch) for one in evidence.worlds}):
+        first = min(one.first for one in evidence.worlds if (one.run, one.epoch) == key)
+        if first <= newest:
+            if not _is_announced(evidence, key, first, newest):
+                yield f"world {key} does step {first} again, step {newest} was sealed, and no line says so"
+            newest = first - 1
+        newest = max(newest, sealed.get(key, -1))
+
+
+def graceful_stops(evidence: Evidence, _known: Sequence[Known], _samples: int) -> Iterator[str]:
+    """The start after a graceful stop continues behind everything that the stopped one sealed."""
+    sealed = _sealed_in_worlds(evidence)
+    for number, run in enumerate(evidence.runs):
+        if run.status != STOPPED or _INCOMPLETE in run.words or _is_disturbed(evidence, run):
+            continue
+        last = max((one.epoch for one in evidence.worlds if one.run == number), default=-1)
+        newest = sealed.get((number, last), -1)
+        later = [
+            one.first for one in evidence.worlds if (one.run, one.epoch) == (number + 1, _first(evidence, number + 1))
+        ]
+        if later and min(later) <= newest:
+            yield f"start {number} sealed step {newest} and stopped, and the next one went on at {min(later)}"
+
+
+_INCOMPLETE = "not all was saved"
+_ANNOUNCED = (
+    re.compile(r"resumed from step (-?\d+) .*; (\d+) steps are done again"),
+    re.compile(r"going on from step (\d+), (\d+) steps are done again"),
+    re.compile(
+        r"step (\d+) was restored, which leaves complete newer steps behind: .* The job does (\d+) steps? again"
+    ),
+)
+FROM_NOTHING = "begins from nothing"
+
+
+def names_older_step(line: str) -> bool:
+    """Return whether a line says that steps are done again."""
+    return FROM_NOTHING in line or any(pattern.search(line) for pattern in _ANNOUNCED)
+
+
+def _is_announced(evidence: Evidence, world: tuple[int, int], first: int, newest: int) -> bool:
+    run, epoch = world
+    if run and epoch == _first(evidence, run):
+        found = WHOLE.search(evidence.runs[run - 1].words)
+        if found is not None and int(found[1]) == first - 1:
+            return True
+    if first == 0 and any(FROM_NOTHING in line for line in evidence.lines):
+        return True
+    found_in = (pattern.search(line) for line in evidence.lines for pattern in _ANNOUNCED)
+    said = ((int(one[1]), int(one[2])) for one in found_in if one is not None)
+    return any(restored == first - 1 and restored + again >= newest for restored, again in said)
+
+
+def _sealed_in_worlds(evidence: Evidence) -> dict[tuple[int, int], int]:
+    """The newest step that all ranks of each world have sealed."""
+    newest: dict[tuple[int, int], dict[int, int]] = defaultdict(dict)
+    sizes = {(one.run, one.epoch): one.size for one in evidence.sealed}
+    for one in evidence.sealed:
+        ranks = newest[one.run, one.epoch]
+        ranks[one.rank] = max(one.step, ranks.get(one.rank, -1))
+    return {key: min(ranks.values()) for key, ranks in newest.items() if len(ranks) == sizes[key]}
+
+
+# -- what faults take --------------------------------------------------------------------------------------------------
+
+_TAKES = (Kind.NODE_LOST, Kind.MEMORY_FLIPPED, Kind.MEMORY_TRUNCATED)
+_HIDES = (Kind.AGENT_STOPPED, Kind.NODE_PAUSED, Kind.CUT, Kind.CUT_ONE_WAY, Kind.UNPLUGGED)
+_LEAVES_ALONE = (Kind.SUPERVISOR_KILLED, Kind.SUPERVISOR_STOPPED)
 
 
 def memory_outages(faults: Sequence[AppliedFault]) -> list[tuple[str, float, float]]:

@@ -196,8 +196,8 @@ def run_seed(
         faults = tuple(struck.fault(n, run, step) for n, (struck, run, step) in enumerate(one.struck))
         runs = job.runs or [CommandRun(None, "", began, time.time())]
         evidence = Evidence(
-            job.worlds, job.steps, job.safe, faults, runs, job.sums(), one.final if succeeded else 0, left,
-            job.kept() if succeeded else [], hung,
+            job.worlds, job.steps, job.safe, faults, runs, job.sums(), job.sealed, job.lines(),
+            one.final if succeeded else 0, left, job.kept() if succeeded else [], hung,
         )  # fmt: skip
         violations = tuple(judge(evidence, known, SAMPLES))
         timeline = () if plan.clocks else _timeline(job.folder / "ledger")

@@ -10,19 +10,8 @@ import pytest
 from elastic.control.control_messages import ExitReason
 from elastic.launcher import JobEnd, end_message
 from tests.faults.job import resume_line
-from tests.faults.judge import (
-    WHOLE,
-    AppliedFault,
-    CommandRun,
-    Evidence,
-    RankStep,
-    RankWorld,
-    ReferenceStep,
-    SafeStep,
-    judge,
-    memory_outages,
-)
-from tests.faults.schedule import FaultKind
+from tests.faults.judge import WHOLE, Evidence, Fault, Known, Run, Safe, Sealed, Step, World, gone, judge
+from tests.faults.schedule import Kind
 
 BATCH, DATA = 4, 10
 NODES = ("n0", "n1")
@@ -70,6 +59,10 @@ def safe(key, step, copies=2, *, at, size=2):
     return [SafeStep(*key, rank, size, at, step, copies) for rank in range(size)]
 
 
+def sealed(key, step, number, *, at, size=2, name=""):
+    return [Sealed(*key, rank, size, at, step, number, name or f"name-{number}") for rank in range(size)]
+
+
 def sums(*many):
     return {(one.run, one.epoch, one.step): KNOWN[one.step].sum for one in many}
 
@@ -81,8 +74,10 @@ def good(**changed):
         worlds=[*world((0, 0), 0), *world((0, 1), 6, at=112.0)],
         steps=done,
         safe=safe((0, 0), 5, at=106.0),
-        faults=[AppliedFault(0, FaultKind.RANK_KILLED, 107.0, 107.0, "n1", step=5)],
-        runs=[CommandRun(0, "", 90.0, 130.0)],
+        sealed=[*sealed((0, 0), 5, 1000, at=106.0), *sealed((0, 1), 11, 1100, at=121.0)],
+        lines=[AGAIN],
+        faults=[Fault(0, Kind.RANK_KILLED, 107.0, 107.0, "n1", step=5)],
+        runs=[Run(0, "", 90.0, 130.0)],
         sums=sums(*done),
         final=12,
     )
@@ -201,6 +196,80 @@ def test_partitioned_hosts_are_both_unreachable():
     cut = AppliedFault(0, FaultKind.CUT, 107.0, 109.0, "n0,n1")
     assert {node for node, _, _ in memory_outages([cut])} == {"n0", "n1"}
     assert memory_outages([msgspec.structs.replace(cut, node="")]) == [], "from the coordinator's host"
+
+
+def test_two_incarnations_of_one_number_are_found():
+    shared = [*good().sealed, *sealed((0, 1), 11, 1100, at=121.0, name="another")]
+    assert rules(good(sealed=shared)) == {"incarnations"}
+
+
+@pytest.mark.parametrize("number", [999, 1000])
+def test_later_world_with_a_number_that_is_not_greater_is_found(number):
+    later = sealed((0, 1), 11, number, at=121.0)
+    assert "incarnations" in rules(good(sealed=[*sealed((0, 0), 5, 1000, at=106.0), *later]))
+
+
+AGAIN = "faults: resumed from step 3 (checkpoint: 4 KiB from memory); 2 steps are done again"
+BEHIND = (
+    "faults: step 3 was restored, which leaves complete newer steps behind: step 5 of epoch 1000 (step 5: the durable "
+    "tier). The job does 2 steps again. To keep step 5: tieredckpt pin faults 5@1000"
+)
+
+
+@pytest.mark.parametrize(
+    ("lines", "found"),
+    [
+        ([], True),
+        ([AGAIN], False),
+        ([BEHIND], False),
+        (["faults: 2 more, which is not there; going on from step 3, 2 steps are done again"], False),
+        ([AGAIN.replace("step 3", "step 2")], True),
+        ([AGAIN.replace("; 2", "; 1")], True),
+        (["faults begins from nothing, and nothing that was whole is lost"], True),
+    ],
+    ids=["no line", "after a fault", "branch", "expected step", "another step", "too few steps", "from nothing"],
+)
+def test_sealed_step_that_is_done_again_without_its_line_is_found(lines, found):
+    back = good(
+        worlds=[*world((0, 0), 0), *world((0, 1), 4, at=112.0)],
+        steps=[*steps((0, 0), 0, 6), *steps((0, 1), 4, 12, at=110.0)],
+        safe=[],
+        lines=lines,
+    )
+    assert rules(back) == ({"redone"} if found else set())
+    not_all = good(worlds=back.worlds, steps=back.steps, safe=[], lines=lines, sealed=back.sealed[1:])
+    assert rules(not_all) == set(), "one rank had not sealed it"
+
+
+def test_sealed_step_is_named_once_for_all_later_worlds():
+    third = [*world((0, 0), 0), *world((0, 1), 4, at=112.0), *world((0, 2), 4, at=116.0)]
+    done = [*steps((0, 0), 0, 6), *steps((0, 2), 4, 12, at=114.0)]
+    found = good(worlds=third, steps=done, safe=[], lines=[AGAIN], sealed=good().sealed[:2], sums={})
+    assert rules(found) == set()
+
+
+@pytest.mark.parametrize(
+    ("words", "first", "expected"),
+    [
+        ("stopped by a person (resumes from step 5)", 6, set()),
+        ("stopped by a person (resumes from step 3)", 4, {"graceful stops"}),
+        ("stopped; not all was saved: a rank was lost (resumes from step 3)", 4, set()),
+    ],
+    ids=["all kept", "one lost", "not graceful"],
+)
+def test_graceful_stop_that_loses_a_sealed_step_is_found(words, first, expected):
+    stopped = good(
+        runs=[Run(7, words, 90.0, 108.0), Run(0, "", 109.0, 130.0)],
+        worlds=[*world((0, 0), 0), *world((1, 0), first, at=112.0)],
+        steps=[*steps((0, 0), 0, 6), *steps((1, 0), first, 12, at=110.0)],
+        safe=[],
+        faults=[],
+        sealed=sealed((0, 0), 5, 1000, at=106.0),
+        sums={},
+    )
+    assert rules(stopped) == expected
+    lost = [Fault(0, Kind.NODE_LOST, 107.0, 107.0, "n0")]
+    assert "graceful stops" not in rules(msgspec.structs.replace(stopped, faults=lost))
 
 
 def test_ranks_that_do_not_resume_together_are_found():

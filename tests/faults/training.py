@@ -37,6 +37,7 @@ from tests.support.golden_training import (
 from tieredckpt import Checkpointer
 from tieredckpt.checkpointer.save_handle import SaveHandle
 from tieredckpt.errors import TieredCheckpointError
+from tieredckpt.session.session import newest_sealed_key
 
 BATCH, MICROBATCH = 16, 2
 """Eight microbatches: a world of seven ranks has one that computes two."""
@@ -61,8 +62,10 @@ class SafeStepReporter:
     def __init__(self, diary: RankLog, place: dict[str, int], durable_every: int) -> None:
         self._diary, self._place, self._durable_every = diary, place, durable_every
         self._uploading: list[SaveHandle] = []
+        self._sealed = (-1, -1)
 
     def saved(self, saved: SaveHandle, step: int) -> None:
+        self.sealed()
         if step % ASKED_EVERY == 0 and saved.ok:
             copies = 2 if self._place["size"] > int(os.environ["LOCAL_WORLD_SIZE"]) else 1
             with contextlib.suppress(TieredCheckpointError, PeerStoreError):
@@ -75,6 +78,13 @@ class SafeStepReporter:
                 if one.wait("durable", timeout_s=0.0).name == "DURABLE":
                     self._say(one.step, 0)
                     self._uploading.remove(one)
+
+    def sealed(self) -> None:
+        """Write down the newest step that this process has sealed, and for which incarnation."""
+        key = newest_sealed_key(current=True)
+        if key is not None and (key.epoch, key.version) != self._sealed:
+            self._sealed = key.epoch, key.version
+            write(self._diary, "sealed", step=key.version, number=key.epoch, name=key.incarnation, **self._place)
 
     def last(self, saved: SaveHandle) -> None:
         """Nobody needs memory for it any more."""
@@ -109,7 +119,8 @@ def main(folder: Path, how: str, every: int, durable_every: int, pace_s: float) 
         state = {"model": bare, "optim": optimizer, "data": loader, "rate": schedule}
         durable = {"durable": os.environ["FAULTS_DURABLE"], "durable_every": durable_every} if durable_every else {}
         with ExitStack() as ending, Checkpointer(f"tiered://{JOB}", every=every, **durable) as ckpt, loader:
-            safe = SafeStepReporter(diary, place, durable_every)
+            safe = Safe(diary, place, durable_every)
+            ending.callback(safe.sealed)
             first = ckpt.restore(state) + 1
             write(diary, "world", first=first, node=os.environ["ELASTIC_NODE"], reason=world.reason, **place)
             for step in world.steps(first, checkpoint=(ckpt, state)):
