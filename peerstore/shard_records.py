@@ -5,6 +5,7 @@ from __future__ import annotations
 import enum
 import os
 import re
+import time
 import weakref
 from typing import Annotated, NamedTuple, NewType
 
@@ -25,6 +26,24 @@ MAX_EPOCH_LEAD = 1 << 44
 Epochs carry the time in milliseconds, so this is 557 years. An epoch near the largest number would be the last one, and
 nobody could save any more.
 """
+
+EPOCHS_PER_WORLD = 1 << 10
+"""Epochs that a coordinator reserves for one world: each restore in it may begin another incarnation."""
+
+
+def clock_ms() -> int:
+    """Return the time in the unit of epochs."""
+    return time.time_ns() // 1_000_000
+
+
+def next_epoch(known: int, at_least: int, *, reserved: int = 1) -> int:
+    """Return the epoch of a new incarnation: ``reserved`` above ``known``, the newest one, and not below ``at_least``.
+
+    ``at_least`` is the time, or what a coordinator allocated at some time. So a later incarnation has the greater epoch
+    also where the earlier ones were forgotten.
+    """
+    return max(known + reserved, at_least)
+
 
 _JOB = re.compile(r"[A-Za-z0-9._-]{1,128}")
 _BLOB = re.compile(r"[A-Za-z0-9][A-Za-z0-9._@-]{0,239}")

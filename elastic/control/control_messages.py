@@ -177,6 +177,8 @@ class WorldSpec(msgspec.Struct, frozen=True):
     requested_step: RequestedStep | None = None
     """What its ranks restore, and nothing else: the command line of the run requests it, and no world of the run has
     sealed a step yet."""
+    incarnation_epoch: NonNegativeInt = 0
+    """The least epoch of incarnations that begin in this world, above those of all worlds before it."""
 
 
 class WorldRecord(msgspec.Struct, frozen=True):
@@ -185,6 +187,8 @@ class WorldRecord(msgspec.Struct, frozen=True):
     epoch: NonNegativeInt
     nodes: tuple[str, ...]
     requested_step: RequestedStep | None = None
+    """As in :class:`WorldSpec`."""
+    incarnation_epoch: NonNegativeInt = 0
     """As in :class:`WorldSpec`."""
 
 

@@ -73,6 +73,8 @@ class RankAssignment(msgspec.Struct, frozen=True):
     """What this world restores, and nothing else: the world before it ended in order and sealed this."""
     requested_step: RequestedStep | None = None
     """What this world restores, and nothing else: the command line of the run requests it."""
+    incarnation_epoch: int = 0
+    """The least epoch of incarnations that begin in this world; 0: its ranks agree on one alone."""
 
 
 class RankProgress(msgspec.Struct, frozen=True):

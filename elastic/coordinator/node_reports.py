@@ -73,6 +73,16 @@ def rejoin_report(status: NodeStatus) -> RejoinReport:
     )
 
 
+def newest_known_epoch(status: NodeStatus) -> int:
+    """Return the greatest epoch of an incarnation that a node knows of; 0 for none."""
+    known = (
+        0 if status.world is None else status.world.incarnation_epoch,
+        0 if status.newest_world is None else status.newest_world.incarnation_epoch,
+        0 if status.checkpoint is None else status.checkpoint.epoch,
+    )
+    return max(known)
+
+
 def named_step(newest: WorldSpec, reports: Iterable[NodeStatus]) -> SealedStep | None:
     """Return what the next world restores where nodes of the newest one are missing; ``None``: the newest step.
 

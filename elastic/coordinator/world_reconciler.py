@@ -40,7 +40,7 @@ from elastic.world.action_text import describe_action
 from elastic.world.next_world import initial_world, next_world, rebuild_world
 from elastic.world.scaling_policy import ScalingPolicy
 from elastic.world.world_state import RequestedStep, WorldPhase, WorldState
-from peerstore.shard_records import MAX_EPOCH_LEAD
+from peerstore.shard_records import EPOCHS_PER_WORLD, MAX_EPOCH_LEAD, clock_ms, next_epoch
 
 log = logging.getLogger(__name__)
 replace = msgspec.structs.replace
@@ -101,8 +101,12 @@ class WorldReconciler:
         fresh: bool,
         min_epoch: int = -1,
         observer: DecisionObserver | None = None,
+        epoch_clock: Callable[[], int] = clock_ms,
     ) -> None:
         self.settings = settings
+        self._epoch_clock = epoch_clock
+        self.newest_epoch = 0
+        """The greatest epoch of an incarnation that this coordinator has allocated, or heard of."""
         self._witness = observer
         self.incarnation = incarnation
         self.world: WorldState = initial_world(
@@ -158,6 +162,7 @@ class WorldReconciler:
         seen = self.nodes.get(status.node)
         if seen is not None and seen.status.generation > status.generation:
             return f"a newer supervisor runs as node {status.node}"
+        self._learn_epoch(node_reports.newest_known_epoch(status))
         if status.node in self._undecided_of:
             self.reconcile(now)
         before = seen.status if seen is not None and seen.status.generation == status.generation else None
@@ -347,7 +352,12 @@ class WorldReconciler:
         if actions:
             self._due.update(self.nodes)
 
+    def _learn_epoch(self, epoch: int) -> None:
+        if epoch <= max(self.newest_epoch, self._epoch_clock()) + MAX_EPOCH_LEAD:
+            self.newest_epoch = max(self.newest_epoch, epoch)
+
     def _form(self, form: world_state.FormWorld, now: float) -> None:
+        self.newest_epoch = next_epoch(self.newest_epoch, self._epoch_clock(), reserved=EPOCHS_PER_WORLD)
         self.hang_detector = HangDetector(now, self.step_times)
         hang_s = self.settings.hang.longest_s(self.step_times)
         spec = WorldSpec(
@@ -358,6 +368,7 @@ class WorldReconciler:
             hang_s=hang_s,
             resume_from=form.resume_from,
             requested_step=form.requested_step,
+            incarnation_epoch=self.newest_epoch,
         )
         self.world_spec = self._met(spec)
         self._record_world()
@@ -368,7 +379,7 @@ class WorldReconciler:
     def _record_world(self) -> None:
         if self.world_spec is not None:
             spec = self.world_spec
-            self.world_record = WorldRecord(spec.epoch, spec.ranked_nodes, spec.requested_step)
+            self.world_record = WorldRecord(spec.epoch, spec.ranked_nodes, spec.requested_step, spec.incarnation_epoch)
 
     def _count_reports(self) -> None:
         """Of a world that is new here, from what was heard so far."""

@@ -37,7 +37,7 @@ from elastic.reshard.offline import (
 )
 from elastic.reshard.sources import PlainSource, TieredSource
 from peerstore.checksums import file_checksums
-from peerstore.shard_records import CHUNK_BYTES, ShardKey, VersionId
+from peerstore.shard_records import CHUNK_BYTES, ShardKey, VersionId, clock_ms, next_epoch
 from tieredckpt.agent.agent_api import StepDescription
 from tieredckpt.agent.durable_catalog import DurableCatalog, delete_step, manifest_from_shard_files
 from tieredckpt.cli.export import source_of
@@ -87,7 +87,7 @@ class DurableTarget:
             raise UsageError(f"{self.name} is a plain DCP checkpoint: choose another job's name")
         if self._old and not force:
             raise UsageError(f"{self.name} exists; --force replaces it")
-        epoch = 1 + max((group.epoch for group in listing.manifests), default=0)
+        epoch = next_epoch(max((group.epoch for group in listing.manifests), default=0), clock_ms())
         self._sent: list[str] = []
         """Objects that are there, or on their way."""
         self._group = VersionId(epoch, step, 0, f"reshard-{secrets.token_hex(6)}")

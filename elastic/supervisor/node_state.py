@@ -508,6 +508,7 @@ def _for_rank(state: NodeState, token: str, now: float) -> RankDesired:
         hang_s=formed.hang_s,
         resume_from=formed.resume_from,
         requested_step=formed.requested_step,
+        incarnation_epoch=formed.incarnation_epoch,
     )
     return RankDesired(
         heard,

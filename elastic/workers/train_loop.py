@@ -281,7 +281,7 @@ class _Rank(Generic[T]):
         well = False
         watch.watch_barrier(gate)
         try:
-            with _environment(place), _current(world), use_fence(fence), _resume_from(place):
+            with _environment(place), _current(world), use_fence(fence), _resume_from(place), _world_epoch(place):
                 self._faults.enter_world(world)
                 groups.initialize()
                 self._record.groups_ready()
@@ -380,6 +380,15 @@ def _resume_from(place: RankAssignment) -> Iterator[None]:
         return
     source = f"the ranks sealed step {sealed.step} before this world"
     with require_step(sealed.job, sealed.step, sealed.epoch, source):
+        yield
+
+
+@contextmanager
+def _world_epoch(place: RankAssignment) -> Iterator[None]:
+    """Incarnations that begin in this world have the epochs that the coordinator allocated for it."""
+    from tieredckpt.session.incarnation import use_world_epoch
+
+    with use_world_epoch(place.incarnation_epoch):
         yield
 
 

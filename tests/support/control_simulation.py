@@ -128,6 +128,7 @@ class ControlSimulation:
     ) -> None:
         self.now = 1000.0
         self.requested_step = requested_step
+        self.clock_offset_s = 0.0
         self.hang = hang or HangTimeouts()
         self.assignments: list[RankAssignment] = []
         self.policy = ScalingPolicy(
@@ -158,7 +159,12 @@ class ControlSimulation:
     def new_token(self) -> str:
         return f"t{next(self._tokens)}"
 
-    def _desk(self, *, fresh: bool) -> WorldReconciler:
+    @property
+    def clock_ms(self) -> int:
+        """The time on the wall of the coordinator's machine."""
+        return int((self.now + self.clock_offset_s) * 1000)
+
+    def _desk(self, *, fresh: bool, remembers: bool = True) -> WorldReconciler:
         self.desks += 1
         settings = CoordinatorSettings(
             *("job", self.policy, self.nproc),
@@ -166,8 +172,15 @@ class ControlSimulation:
             hang=self.hang,
             requested_step=self.requested_step,
         )
-        floor = -1 if fresh else max(self.desk.min_epoch, self.desk.world.epoch)
-        return WorldReconciler(settings, incarnation=f"c{self.desks}", now=self.now, fresh=fresh, min_epoch=floor)
+        floor = -1 if fresh or not remembers else max(self.desk.min_epoch, self.desk.world.epoch)
+        return WorldReconciler(
+            settings,
+            incarnation=f"c{self.desks}",
+            now=self.now,
+            fresh=fresh,
+            min_epoch=floor,
+            epoch_clock=lambda: self.clock_ms,
+        )
 
     def seal(self) -> None:
         """Every rank of the newest world has sealed a step in it."""
@@ -181,8 +194,9 @@ class ControlSimulation:
         name = f"n{next(self._names)}"
         self.nodes[name] = SimulatedNode(self, name, self.nproc, self.spares)
 
-    def restart_coordinator(self) -> None:
-        self.desk = self._desk(fresh=False)
+    def restart_coordinator(self, *, remembers: bool = True) -> None:
+        """``remembers``: the epoch file of the one before is there."""
+        self.desk = self._desk(fresh=False, remembers=remembers)
 
     def lose_node(self, number: int) -> None:
         if self.nodes:

@@ -27,6 +27,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.utils import _DistWrapper
 
 from peerstore.message_codec import from_json
+from peerstore.shard_records import clock_ms
 from tieredckpt.errors import (
     CheckpointDamagedError,
     CheckpointDeletedError,
@@ -36,7 +37,7 @@ from tieredckpt.errors import (
     TieredCheckpointError,
     TierUnavailableError,
 )
-from tieredckpt.session.incarnation import SaveDecision, SaveProposal, clock_ms, decide_save
+from tieredckpt.session.incarnation import SaveDecision, SaveProposal, decide_save
 
 _PLAN_TIMEOUT = timedelta(minutes=10)
 

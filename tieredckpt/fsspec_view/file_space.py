@@ -31,7 +31,7 @@ from peerstore.daemon_process import process_identity
 from peerstore.errors import ShardNotFoundError
 from peerstore.message_codec import from_msgpack
 from peerstore.server.store_api import Store
-from peerstore.shard_records import ShardKey, VersionId
+from peerstore.shard_records import ShardKey, VersionId, clock_ms
 from peerstore.sizes_and_durations import show_size
 from tieredckpt.dcp.tiered_writer import TieredWriter
 from tieredckpt.durable.object_store import ObjectNotFoundError, ObjectStore
@@ -47,7 +47,6 @@ from tieredckpt.fsspec_view.step_files import (
     translated_store_errors,
 )
 from tieredckpt.location import Location, parse_location
-from tieredckpt.session.incarnation import clock_ms
 from tieredckpt.session.session import Session, open_session
 from tieredckpt.settings import Settings, load_settings, override_settings
 

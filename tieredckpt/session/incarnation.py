@@ -17,8 +17,9 @@ left, and a writer elsewhere all lead to a new incarnation that every rank hears
 one save: it is kept in no plan, because DCP keeps plans by the class of their planner, for whatever job and for good.
 
 The epoch of a new incarnation is a hybrid logical clock: greater than every epoch that the ranks know of, and not below
-the time in milliseconds. So a later incarnation has the greater epoch also where everybody who knew the earlier ones
-has lost its memory, and two that begin without knowing of each other do not share one.
+the one that the coordinator allocated for their world (:func:`use_world_epoch`). Without a coordinator it is not below
+the time in milliseconds. So a later incarnation has the greater epoch also where all processes that knew the earlier
+ones have lost their memory, and two that begin without knowing of each other do not share one.
 
 A state is saved for the incarnation in which it was captured (:class:`CapturePoint`). When a step was loaded since, it
 is of a past that the job has left: it may still be written for its own incarnation, and never for the next one.
@@ -32,9 +33,9 @@ from __future__ import annotations
 import ctypes
 import secrets
 import threading
-import time
 import zlib
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -42,7 +43,7 @@ import msgspec
 import torch
 
 from peerstore.message_codec import from_json
-from peerstore.shard_records import ShardKey, VersionId
+from peerstore.shard_records import ShardKey, VersionId, next_epoch
 from tieredckpt.errors import SaveFailedError, UsageError
 
 _TRIES_KEPT = 64
@@ -68,6 +69,8 @@ class CapturePoint(msgspec.Struct, frozen=True):
     """The step that was loaded last; -1 for none; ``None`` when nobody said."""
     newest_sealed: int
     """The newest step sealed for ``current``; -1 for none."""
+    world_epoch: int = 0
+    """What the coordinator allocated for the incarnations of this world; 0 where there is none."""
 
 
 class SaveProposal(msgspec.Struct, frozen=True):
@@ -106,13 +109,24 @@ class SaveDecision(msgspec.Struct, frozen=True):
         return ShardKey(self.job, self.step, self.incarnation.epoch, self.incarnation.name, self.attempt, part)
 
 
-def clock_ms() -> int:
-    """The time, in the unit of epochs."""
-    return time.time_ns() // 1_000_000
+_world_epochs: list[int] = []
+
+
+@contextmanager
+def use_world_epoch(epoch: int) -> Iterator[None]:
+    """Begin incarnations in the block with the epoch that the coordinator allocated for their world; 0: none did."""
+    _world_epochs.append(epoch)
+    try:
+        yield
+    finally:
+        _world_epochs.remove(epoch)
 
 
 def decide_save(proposals: Sequence[SaveProposal], name: str, at_ms: int) -> SaveDecision:
-    """Return what the ranks of a save write for. A new incarnation has this name, and an epoch not below ``at_ms``."""
+    """Return what the ranks of a save write for.
+
+    A new incarnation has this name. Its epoch is not below the one of the ranks' world, or ``at_ms`` where it has none.
+    """
     first, parts = proposals[0], len(proposals)
     for rank, one in enumerate(proposals):
         if one.problem:
@@ -133,7 +147,8 @@ def decide_save(proposals: Sequence[SaveProposal], name: str, at_ms: int) -> Sav
                 f"world (rank {gone[0]}), and another incarnation writes now: this state is of a past that the job has "
                 "left, and is not saved. Wait for a save before loading another step"
             )
-        current, base = Incarnation(max(known + 1, at_ms), name), _base(points)
+        at_least = max(point.world_epoch for point in points) or at_ms
+        current, base = Incarnation(next_epoch(known, at_least), name), _base(points)
     else:
         base = points[0].base
     return SaveDecision(
@@ -253,7 +268,8 @@ class IncarnationTracker:
         with self._lock:
             self._hear()
             life = self._life
-            return CapturePoint(life.name, life.current, life.parts, life.base, life.reached)
+            world_epoch = _world_epochs[-1] if _world_epochs else 0
+            return CapturePoint(life.name, life.current, life.parts, life.base, life.reached, world_epoch)
 
     def propose(
         self,

@@ -15,7 +15,7 @@ def test_newest_world_is_kept_although_a_coordinator_names_an_older_one():
     table.settle(15)
     table.resize(1)
     table.settle(30)
-    newest = WorldRecord(table.desk.world.epoch, table.desk.world.ranked_nodes)
+    newest = table.desk.world_record
     outside = next(node for node in table.nodes.values() if node.name not in newest.nodes)
     assert node_status(outside.seats, table.now).newest_world == newest
     older = WorldRecord(newest.epoch - 1, (outside.name,))

@@ -15,7 +15,14 @@ from peerstore.shard_records import VersionId
 from tieredckpt import Checkpointer
 from tieredckpt.errors import SaveFailedError, UsageError
 from tieredckpt.format.manifest import decode_meta
-from tieredckpt.session.incarnation import CapturePoint, Incarnation, IncarnationTracker, SaveProposal, decide_save
+from tieredckpt.session.incarnation import (
+    CapturePoint,
+    Incarnation,
+    IncarnationTracker,
+    SaveProposal,
+    decide_save,
+    use_world_epoch,
+)
 from tieredckpt.testing import memory_node
 
 JOB = "job"
@@ -71,6 +78,16 @@ def test_a_clock_that_went_back_makes_no_lower_number():
         8,
         9,
     ]
+
+
+def test_epoch_of_the_world_replaces_the_clock():
+    tracker = IncarnationTracker(JOB)
+    with use_world_epoch(500):
+        point = tracker.capture()
+    for known, at, expected in ((7, 0, 500), (7, 900, 500), (600, 900, 601)):
+        made = tracker.propose(9, point, known, None)
+        assert decide_save([made, made], "new", at).incarnation.epoch == expected
+    assert tracker.capture().world_epoch == 0
 
 
 def test_new_incarnation_starts_at_the_rewind_of_a_rank():

@@ -1,0 +1,183 @@
+"""The coordinator allocates the epochs of incarnations, and a later world has the greater one."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
+
+from elastic.control.control_messages import RankPhase
+from elastic.world.world_state import SealedStep
+from peerstore.shard_records import EPOCHS_PER_WORLD, ShardKey
+from tests.support.control_simulation import Rank, Table
+from tests.support.example_counts import examples
+from tieredckpt.session.incarnation import IncarnationTracker, decide_save, use_world_epoch
+
+
+def world_epochs(table: Table) -> list[int]:
+    """What was allocated for each world, in the order of worlds."""
+    found = {place.epoch: place.incarnation_epoch for place in table.assignments}
+    return [found[epoch] for epoch in sorted(found)]
+
+
+def test_each_world_has_epochs_above_those_of_the_world_before():
+    table = Table(3)
+    table.clock_offset_s = -table.now  # a clock that stands at the beginning of time
+    for loss in (table.lose_rank, table.lose_rank, table.resize):
+        table.settle(20)
+        loss(1)
+    table.settle(20)
+    epochs = world_epochs(table)
+    assert len(epochs) == 4
+    assert all(later >= before + EPOCHS_PER_WORLD for before, later in itertools.pairwise(epochs))
+
+
+@pytest.mark.parametrize("remembers", [True, False])
+def test_coordinator_with_a_clock_that_is_behind_learns_the_epochs_from_the_nodes(remembers):
+    table = Table(3)
+    table.settle(15)
+    table.clock_offset_s = -500.0
+    table.restart_coordinator(remembers=remembers)
+    table.lose_rank(0)
+    table.settle(40)
+    before, later = world_epochs(table)
+    assert later == before + EPOCHS_PER_WORLD
+
+
+def test_nodes_outside_the_world_know_its_epochs():
+    table = Table(3)
+    table.settle(15)
+    table.resize(1)
+    table.settle(30)
+    (inside,) = table.desk.world.ranked_nodes
+    newest = table.desk.world_spec.incarnation_epoch
+    table.clock_offset_s = -900.0
+    table.restart_coordinator(remembers=False)
+    table.lose_node(int(inside.removeprefix("n")))
+    table.settle(120)
+    assert table.desk.world_spec.incarnation_epoch > newest
+
+
+class History(RuleBasedStateMachine):
+    """Worlds that begin, pause, break and lose nodes, with saves of their ranks, under coordinators that forget."""
+
+    @initialize(nodes=st.integers(1, 4))
+    def begin(self, nodes):
+        self.table = Table(nodes)
+        self.table.settle(15)
+        self.trackers: dict[Rank, IncarnationTracker] = {}
+        self.entered: dict[Rank, int] = {}
+        self.known: dict[str, int] = {}
+        self.incarnations: list[tuple[int, int, str]] = []
+        """The world, number and name of each, in the order of their first saves."""
+        self.newest_sealed: SealedStep | None = None
+        self.judged = 0
+        self.names = itertools.count()
+
+    @rule(number=st.integers(0, 11))
+    def lose_rank(self, number):
+        self.table.lose_rank(number)
+
+    @rule(number=st.integers(0, 11))
+    def lose_node(self, number):
+        if len(self.table.nodes) > 1:
+            self.table.lose_node(number)
+
+    @rule(number=st.integers(0, 11))
+    def cut(self, number):
+        self.table.cut(number)
+
+    @rule(number=st.integers(0, 11))
+    def drain(self, number):
+        self.table.ask_back(number)
+
+    @rule()
+    def heal(self):
+        self.table.heal()
+
+    @rule()
+    def add(self):
+        if len(self.table.nodes) < 6:
+            self.table.add()
+
+    @rule(nodes=st.integers(1, 6))
+    def resize(self, nodes):
+        self.table.resize(nodes)
+
+    @rule(remembers=st.booleans())
+    def restart_coordinator(self, remembers):
+        self.table.restart_coordinator(remembers=remembers)
+
+    @rule(turns=st.integers(1, 12))
+    def exchange(self, turns):
+        for _ in range(turns):
+            self.table.deliver_together()
+            self.table.wait(1.0)
+
+    @rule(number=st.integers(0, 11))
+    def deliver(self, number):
+        self.table.deliver(number)
+
+    @rule(rewinds=st.booleans(), turns=st.integers(6, 20))
+    def save_later(self, rewinds, turns):
+        self.exchange(turns)
+        self.save(rewinds)
+
+    @rule(nodes=st.integers(1, 3), turns=st.integers(6, 9), remembers=st.booleans())
+    def restart_coordinator_during_a_resize(self, nodes, turns, remembers):
+        self.table.resize(nodes)
+        self.exchange(turns)
+        self.table.restart_coordinator(remembers=remembers)
+        self.exchange(8)
+
+    @rule(rewinds=st.booleans())
+    def save(self, rewinds):
+        """All ranks of one world save together, as :func:`decide_save` decides; ``rewinds``: after another restore."""
+        inside = [
+            one for node in self.table.nodes.values() for one in node.ranks.values() if one.stand is RankPhase.IN_WORLD
+        ]
+        world = max((one.epoch for one in inside), default=-1)
+        ranks = [one for one in inside if one.epoch == world]
+        if world < 0 or len(ranks) < self.table.sizes[world]:
+            return
+        places = [place for place in self.table.assignments if place.epoch == world]
+        step, proposals = max(one.step for one in ranks), []
+        for one in ranks:
+            tracker = self.trackers.setdefault(one, IncarnationTracker("job"))
+            if self.entered.get(one) != world:
+                self.entered[one] = world
+                tracker.leave_world()
+            if rewinds:
+                tracker.rewind_to(step - 1)
+            with use_world_epoch(places[0].incarnation_epoch):
+                proposals.append(tracker.propose(step, tracker.capture(), self.known.get(one.node, 0), None))
+        decision = decide_save(proposals, f"i{next(self.names)}", self.table.clock_ms)
+        number, name = decision.incarnation
+        for part, one in enumerate(ranks):
+            self.trackers[one].adopt(decision, proposals[part].point)
+            self.trackers[one].record_sealed(ShardKey("job", step, number, name, decision.attempt, part))
+            self.known[one.node] = max(number, self.known.get(one.node, 0))
+        if (world, number, name) not in self.incarnations:
+            self.incarnations.append((world, number, name))
+
+    @invariant()
+    def incarnations_are_one_sequence(self):
+        numbers = [number for _, number, _ in self.incarnations]
+        assert len(set(numbers)) == len(numbers), f"two incarnations share a number: {self.incarnations}"
+        assert numbers == sorted(numbers), f"a later incarnation has the smaller number: {self.incarnations}"
+
+    @invariant()
+    def a_named_step_is_the_one_sealed_last(self):
+        """What a world restores by name is what the last world that sealed a step at its end has sealed."""
+        new, self.judged = self.table.assignments[self.judged :], len(self.table.assignments)
+        for place in new:
+            sealed = [epoch for epoch in self.table.targets if epoch < place.epoch]
+            if place.resume_from is not None:
+                assert place.resume_from == SealedStep("job", self.table.targets[max(sealed)], max(sealed) + 1)
+
+
+TestHistory = History.TestCase
+TestHistory.settings = settings(max_examples=examples(250), stateful_step_count=25, deadline=None)
