@@ -35,6 +35,7 @@ log = logging.getLogger(__name__)
 _CLOSE = 0.8
 """Similarity (:func:`difflib.get_close_matches`) from which a name is taken for a misspelled one."""
 OnBusy = Literal["wait", "skip"]
+OnUnreachable = Literal["raise", "continue"]
 TCP, NIXL = TRANSPORTS = ("tcp", "nixl")
 """How bytes go between nodes: :attr:`AgentSettings.transport`."""
 CLUSTER_CONFIG_ENV = "TIEREDCKPT_CLUSTER"
@@ -186,6 +187,8 @@ class DurableSettings:
     """Parts in flight."""
     bandwidth: str = ""
     """Upload limit per node and second ("500MiB"); empty: none."""
+    on_unreachable: OnUnreachable = "raise"
+    """If the store does not answer at the first save of a run that restored no step: raise, or continue in memory."""
     retry_s: float = 300.0
     """How long one operation is retried while the store is slow, throttles or is away."""
     timeout_s: float = 60.0

@@ -245,6 +245,10 @@ class ObjectStoreContract:
         with ThreadPoolExecutor(8) as pool:
             assert all(pool.map(roundtrip, range(24)))
 
+    def test_write_check_leaves_no_object(self, store: RetryingStore):
+        store.check_writes()
+        assert list(store.list("")) == []
+
     def test_capabilities_are_probed_once_and_leave_no_object(self, store: RetryingStore):
         found = store.capabilities()
         assert store.capabilities() is found

@@ -381,8 +381,9 @@ class NodeAgentAPI(Protocol):
     def configure(self, job: str, durable: DurableSettings, *, check: DurableCheck = "none") -> None:
         """Set where and how this job's steps become durable; the agent remembers it across restarts.
 
-        With ``check``, a wrong URL (:class:`UsageError`) or a directory that cannot be created or, for ``"write"``,
-        written (:class:`DurableRefusedError`) raises and is not remembered.
+        With ``check``, a wrong URL (:class:`UsageError`) and a directory that cannot be created raise and are not
+        remembered. With ``"write"``, so does a store that takes no object (:class:`DurableRefusedError`) or does not
+        answer (:class:`TierUnavailableError`).
         """
 
     def list_steps(self, job: str, *, fresh: bool = False, patience_s: float = 0.0) -> StepInventory:

@@ -10,7 +10,7 @@ import math
 import threading
 import time
 from collections import Counter, defaultdict
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 
 import msgspec
@@ -54,6 +54,7 @@ from tieredckpt.agent.agent_api import (
 from tieredckpt.agent.cluster_settings import ClusterSettingsWatcher
 from tieredckpt.agent.drain import Drain
 from tieredckpt.agent.durable_catalog import CatalogListing, DurableCatalog, delete_step
+from tieredckpt.agent.durable_check import StoreOpener, check_durable
 from tieredckpt.agent.job_health import CrashedLoads, describe_protection, protection_status
 from tieredckpt.agent.peer_tier import (
     FactsByGroup,
@@ -65,7 +66,7 @@ from tieredckpt.agent.peer_tier import (
 )
 from tieredckpt.agent.retention import revived_steps
 from tieredckpt.agent.step_locator import STEP_PAGE_BYTES, StepLayoutCache, StepLocator
-from tieredckpt.durable.object_store import ObjectNotFoundError, ObjectStore
+from tieredckpt.durable.object_store import ObjectNotFoundError
 from tieredckpt.durable.retrying_store import open_store
 from tieredckpt.errors import (
     CheckpointDamagedError,
@@ -97,8 +98,6 @@ log = logging.getLogger(__name__)
 
 _KEPT_MAPS = 4
 _SAY_S = 60.0
-
-StoreOpener = Callable[[str, DurableSettings], ObjectStore]
 
 
 class _DamageNote(msgspec.Struct, frozen=True):
@@ -163,7 +162,7 @@ class NodeAgentService(StoreListener):
     def configure(self, job: str, durable: DurableSettings, *, check: DurableCheck = "none") -> None:
         """Remember where this job's steps become durable. A changed URL takes effect with the next step."""
         if check != "none":
-            self._check_durable(job, durable, writes=check == "write")
+            check_durable(self._open, job, durable, writes=check == "write")
         data = msgspec.msgpack.encode(durable)
         if (
             self._blob(job, DURABLE_SETTINGS_BLOB) != data
@@ -175,17 +174,6 @@ class NodeAgentService(StoreListener):
         if (before.url, before.options) != (durable.url, durable.options):
             self.drain.destination_changed(job)
         self.drain.retry_now()
-
-    def _check_durable(self, job: str, durable: DurableSettings, *, writes: bool) -> None:
-        """Raise where no step of ``job`` can become durable. A store that is only away may come back."""
-        with contextlib.closing(self._open(durable.url, durable)) as store, contextlib.suppress(TierUnavailableError):
-            try:
-                store.check_root(writes=writes)
-            except DurableRefusedError as error:
-                raise DurableRefusedError(
-                    f"No step of job {job!r} can become durable in durable.url {durable.url}: {error}. Name a "
-                    "directory that this node's agent can write, or s3://bucket/prefix"
-                ) from error
 
     def list_steps(self, job: str, *, fresh: bool = False, patience_s: float = 0.0) -> StepInventory:
         if job == MEMORY_SERVICE_JOB:  # shards of somebody else's, which are nobody's steps

@@ -215,8 +215,9 @@ class Checkpointer:
         the step is saved also when it is not due, and waits up to ``memory.wait_s`` for a slot. All ranks say the same.
 
         The first save raises :class:`UsageError` where the job has a newer step of an earlier run and nothing was
-        restored, and :class:`DurableRefusedError` where the durable tier is a directory that cannot be written. A later
-        save of an older step fails.
+        restored, :class:`DurableRefusedError` where the durable tier takes no object, and
+        :class:`TierUnavailableError` where it does not answer and nothing was restored
+        (``durable.on_unreachable="continue"``: a warning). A later save of an older step fails.
 
         After SIGTERM all ranks agree on a step, this one or the next, as the last: it is saved by all of them, made
         durable within the grace period, and the signal is delivered to whoever got it.
@@ -276,12 +277,12 @@ class Checkpointer:
             return
 
         def check() -> None:
-            away = (TierUnavailableError, PeerStoreError)  # the save itself reports those
-            with contextlib.suppress(*away):
-                self.session.check_durable()
-            with contextlib.suppress(*away):
+            with contextlib.suppress(TierUnavailableError, PeerStoreError):  # the save itself reports those
                 self.session.newest_known_epoch()
                 self.session.check_step_order(step)
+            if session_if_open(self._location.job, self.settings) is not None:
+                with contextlib.suppress(PeerStoreError):
+                    self.session.check_durable()
 
         self._all_do(check)
         self._may_save = True

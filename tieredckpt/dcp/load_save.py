@@ -63,15 +63,17 @@ def save(
     step: int | None = None,
     *,
     durable: str | None = None,
+    start_over: bool = False,
     settings: Settings | None = None,
 ) -> None:
     """Save ``state`` as ``step`` of ``target``, which is a job's name, ``tiered://JOB`` or ``tiered://JOB/step-N``.
 
     Returns when it is sealed in this node's memory. Where ``torch.distributed`` is initialised all ranks call it, each
     with its part, as with ``dcp.save``. Raises :class:`~tieredckpt.errors.MissingStepError` when nothing says which
-    step this is, and the other errors of a save.
+    step this is, :class:`~tieredckpt.errors.UsageError` when the job has a newer step, and the other errors of a save.
+    ``start_over``: unless this process has loaded or saved a step, the job's earlier steps stay behind.
     """
-    writer = TieredWriter(target, step, durable=durable, settings=settings)
+    writer = TieredWriter(target, step, durable=durable, start_over=start_over, settings=settings)
     try:
         with _quiet():
             dcp.save(state, storage_writer=writer, no_dist=not dist.is_initialized())

@@ -84,6 +84,7 @@ class SlotStager:
     """The staging half of :class:`~tieredckpt.dcp.tiered_writer.TieredWriter`."""
 
     settings: Settings
+    _starts_over = False
     _synchronize_after_execute = False
 
     def __init__(self) -> None:
@@ -133,7 +134,12 @@ class SlotStager:
     def capture_point(self) -> None:
         """The state that is saved next has just been staged, by this writer or by another stager."""
         if self.settings.enabled:
+            self._leave_earlier_steps()
             self._point = self.session.incarnation.capture()
+
+    def _leave_earlier_steps(self) -> None:
+        if self._starts_over:
+            self.session.start_over()
 
     def close(self) -> None:
         """Give back what was staged and never written."""
@@ -146,6 +152,7 @@ class SlotStager:
         kept["_holding"] = False
         if self.settings.enabled:
             self.session.report_continued()  # who saves there has loaded nothing
+            self._leave_earlier_steps()
             kept["_handed_over"] = self.session.incarnation.hand_over()
         self._end_staging()
         return kept
@@ -271,6 +278,9 @@ class TieredWriter(SlotStager, StorageWriter):
     ``target`` is ``tiered://JOB``, ``tiered://JOB/step-N`` or a job's name. A save returns when the shard is sealed:
     from then on it survives this process; the node agent makes it durable behind its back.
 
+    A step behind one that the job has is a :class:`~tieredckpt.errors.UsageError`: a load without a step would pass
+    over it. ``start_over``: unless this process has loaded or saved a step, the job's earlier steps stay behind.
+
     ``finite``: a state with NaN in it, or with infinities that were not there at this process's first save, is a
     :class:`~tieredckpt.errors.NonFiniteStateError`.
     """
@@ -282,10 +292,12 @@ class TieredWriter(SlotStager, StorageWriter):
         *,
         durable: str | None = None,
         finite: bool = False,
+        start_over: bool = False,
         settings: Settings | None = None,
     ) -> None:
         super().__init__()
         self._finite = finite
+        self._starts_over = start_over
         settings = settings or load_settings()
         self.settings = settings if durable is None else override_settings(settings, durable={"url": durable})
         self._location = _to_save(location_at_step(parse_location(target), step))
@@ -437,10 +449,12 @@ class TieredWriter(SlotStager, StorageWriter):
             if self._handed_over is not None:
                 owner.take_over(self._handed_over)
                 self._handed_over = None
+            self._leave_earlier_steps()
             self._saved_at = self._point or owner.capture()
             proposal = self.session.propose(step, self._saved_at)
             if self._rank == 0:
-                self.session.warn_step_order(step)
+                self.session.check_step_order(step)
+            self.session.check_durable()
             return proposal
         except (TieredCheckpointError, PeerStoreError) as error:
             if self._collectives:

@@ -41,22 +41,14 @@ class DirectoryBackend:
     def refresh_credentials(self) -> bool:
         return False
 
-    def check_root(self, *, writes: bool) -> None:
-        """A check for writing makes the directory, which stays: other ranks may write into it by now."""
+    def check_root(self) -> None:
         there = next(path for path in (self._root, *self._root.parents) if path.exists())
         if not there.is_dir():
             raise NotADirectoryError(errno.ENOTDIR, os.strerror(errno.ENOTDIR), str(there))
-        name = f".probe.{secrets.token_hex(8)}.staged"
-        if writes:
-            probe = self._root / name
-            try:
-                _create(probe).close()
-            finally:
-                with contextlib.suppress(OSError):  # the first error is the one to tell
-                    probe.unlink(missing_ok=True)
-        elif there != self._root:
-            (there / name).mkdir()
-            (there / name).rmdir()
+        if there != self._root:
+            probe = there / f".probe.{secrets.token_hex(8)}.staged"
+            probe.mkdir()
+            probe.rmdir()
 
     def put(self, name: str, data: bytes, *, create_only: bool) -> None:
         with self._staged(name, create_only=create_only) as file:
@@ -235,7 +227,7 @@ class FsspecBackend:
     def refresh_credentials(self) -> bool:
         return False
 
-    def check_root(self, *, writes: bool) -> None:
+    def check_root(self) -> None:
         pass
 
     def put(self, name: str, data: bytes, *, create_only: bool) -> None:

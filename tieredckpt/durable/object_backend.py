@@ -87,8 +87,8 @@ class ObjectBackend(Protocol):
     def refresh_credentials(self) -> bool:
         """Look for other credentials after a refusal; whether there are any."""
 
-    def check_root(self, *, writes: bool) -> None:
-        """Raise where a directory cannot be created, or (``writes``) takes no file. Other stores are not asked."""
+    def check_root(self) -> None:
+        """Raise if a directory cannot be created. Other stores are not asked."""
 
     def put(self, name: str, data: bytes, *, create_only: bool) -> None:
         """All or nothing. Where the store cannot enforce ``create_only``, it is ignored."""

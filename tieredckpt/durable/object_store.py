@@ -118,8 +118,11 @@ class ObjectStore(Protocol):
     def capabilities(self) -> StoreCapabilities:
         """Probed once, by trying."""
 
-    def check_root(self, *, writes: bool) -> None:
-        """Raise where a directory cannot be created, or (``writes``) takes no file. Other stores are not asked."""
+    def check_root(self) -> None:
+        """Raise if a directory cannot be created. Other stores are not asked."""
+
+    def check_writes(self) -> None:
+        """Write, read and delete one small object, or raise. A store that refuses only the deletion passes."""
 
     def interrupt(self) -> None:
         """Whoever waits for a store that is away waits no longer: :class:`UploadCancelledError`. For good."""

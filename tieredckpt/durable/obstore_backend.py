@@ -67,7 +67,7 @@ class ObstoreClient:
     def __init__(self, store: ObstoreStore) -> None:
         self._store = store
 
-    def check_root(self, *, writes: bool) -> None:
+    def check_root(self) -> None:
         pass
 
     def put(self, name: str, data: bytes, *, create_only: bool) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import math
 import secrets
 import threading
@@ -48,6 +49,8 @@ if TYPE_CHECKING:
     from tieredckpt.settings import DurableSettings
 
 T = TypeVar("T")
+_log = logging.getLogger(__name__)
+_PROBE_PREFIX = ".probe-"
 
 
 class RetryingStore:
@@ -164,9 +167,19 @@ class RetryingStore:
                 self._capabilities = StoreCapabilities(self._probe_conditional_put(), self._backend.resumes_uploads)
             return self._capabilities
 
-    def check_root(self, *, writes: bool) -> None:
-        what = f"writing to {self.url}" if writes else f"creating {self.url}"
-        replace(self._retry, retry_s=0.0).run(what, partial(self._backend.check_root, writes=writes))
+    def check_root(self) -> None:
+        replace(self._retry, retry_s=0.0).run(f"creating {self.url}", self._backend.check_root)
+
+    def check_writes(self) -> None:
+        self.check_root()
+        name = f"{_PROBE_PREFIX}{secrets.token_hex(8)}"
+        data = name.encode()
+        self.put(name, data)
+        try:
+            if self._run("reading", name, partial(self._backend.get, name)) != data:
+                raise DurableRefusedError(f"{self._what('reading', name)}: the store returned other bytes than it took")
+        finally:
+            self._delete_probe(name)
 
     def interrupt(self) -> None:
         self._stop.set()
@@ -209,7 +222,7 @@ class RetryingStore:
                 raise
 
     def _probe_conditional_put(self) -> bool:
-        name = f".probe-{secrets.token_hex(8)}"
+        name = f"{_PROBE_PREFIX}{secrets.token_hex(8)}"
         put = partial(self._backend.put, name, b"probe", create_only=True)
         self._run("probing", name, partial(self._backend.put, name, b"probe", create_only=False))
         try:
@@ -217,8 +230,14 @@ class RetryingStore:
         except ObjectExistsError:
             return True
         finally:
-            self._run("deleting", name, partial(self._backend.delete, [name]))
+            self._delete_probe(name)
         return False
+
+    def _delete_probe(self, name: str) -> None:
+        try:
+            self.delete([name])
+        except DurableRefusedError as error:  # saving needs no permission to delete
+            _log.info("%s stays: %s", name, error)
 
     def _fetch(self, name: str, fetch: RangeRequest, retry: RetryPolicy) -> Buffer:
         what = self._what(f"reading [{fetch.start}, {fetch.stop}) of", name)

@@ -56,7 +56,7 @@ class S3Backend:
     def refresh_credentials(self) -> bool:
         return self._account.refresh_credentials()
 
-    def check_root(self, *, writes: bool) -> None:
+    def check_root(self) -> None:
         pass
 
     def put(self, name: str, data: bytes, *, create_only: bool) -> None:

@@ -50,7 +50,7 @@ from tieredckpt.resolve_step import resolve_step
 from tieredckpt.session.incarnation import CapturePoint, IncarnationTracker, SaveDecision, SaveProposal
 from tieredckpt.session.peer_reader import PeerReader
 from tieredckpt.session.save_plan import PlannedSave
-from tieredckpt.settings import Settings, copy_thread_count, local_world_size
+from tieredckpt.settings import Settings, copy_thread_count, is_local_rank_zero, local_world_size
 from tieredckpt.tensors.finite_check import FiniteChecker
 from tieredckpt.tensors.slot_copy import Copier, MappedSlot
 from tieredckpt.tensors.state_dict import Fingerprint
@@ -173,7 +173,6 @@ class Session:
         self.incarnation = IncarnationTracker(job)
         self._found: StepInventory | None = None
         """The job's steps as they were listed before the first save."""
-        self._order_warned = False
         self._finite = FiniteChecker()
         self.sealed_key: ShardKey | None = None
         """What this process sealed last."""
@@ -241,11 +240,22 @@ class Session:
                     raise
 
     def check_durable(self) -> None:
-        """Raise :class:`DurableRefusedError` before the first save to a directory that takes no file."""
-        url = self.settings.durable.url
-        if url != self._checked_durable:
-            self._configure(check="write")
-            self._checked_durable = url
+        """Raise before the first save if nothing can become durable; one process of a node checks.
+
+        :class:`DurableRefusedError` if the store takes no object, and :class:`TierUnavailableError` if it does not
+        answer. A run that restored a step continues with a warning while the store is away.
+        """
+        durable = self.settings.durable
+        if durable.url == self._checked_durable:
+            return
+        try:
+            self._configure(check="write" if is_local_rank_zero() else "open")
+        except TierUnavailableError as error:
+            newest = self.incarnation.newest_step
+            if durable.on_unreachable == "raise" and (newest is None or newest < 0):
+                raise
+            log.warning("%s continues in memory: %s", self.job, error)
+        self._checked_durable = durable.url
 
     @property
     def sealed_step(self) -> int:
@@ -326,21 +336,14 @@ class Session:
         if newest is None and (found := _newest_loadable(self._found)) > step:
             raise UsageError(
                 f"Step {step} of job {self.job!r} is behind step {found} of an earlier run, and nothing was restored. "
-                "Call restore() before the first save to continue that run, or use another job name"
+                "Restore before the first save to continue that run (Checkpointer.restore, or dcp.load with a "
+                "TieredReader), or use another job name"
             )
 
-    def warn_step_order(self, step: int) -> None:
-        """Warn once per process if a load without a step would take a newer step than ``step``."""
-        newest = self.incarnation.newest_step
-        if newest is None:
-            newest = _newest_loadable(self._found)
-        if newest > step and not self._order_warned:
-            self._order_warned = True
-            log.warning(
-                "Step %d of job %r is behind step %d: a restore or a load without a step takes step %d. Number the "
-                "steps upwards, load the step to continue from first, or use another job name",
-                *(step, self.job, newest, newest),
-            )
+    def start_over(self) -> None:
+        """Leave the job's earlier steps behind, unless this process has restored or saved one."""
+        if self.incarnation.newest_step is None:
+            self.rewind_to(-1)
 
     def report_part_aborted(self, key: ShardKey) -> None:
         """This rank will never seal this part: its agent hears it, which has all nodes give the version up."""

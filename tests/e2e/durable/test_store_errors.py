@@ -99,9 +99,8 @@ def test_failed_restore_names_the_store_the_cause_and_advice(agent_dir, broken):
 @pytest.mark.timeout(90)
 def test_job_that_starts_from_memory_reports_the_store_error(agent_dir, broken, caplog):
     settings, cause = broken
-    job = CheckpointJob(agent_dir, settings)
-    job.save(1, durable=False)
-    job.expect(1, tiers={"memory"})
+    Job(agent_dir, DurableSettings(), "from-memory").save(1, durable=False)
+    Job(agent_dir, settings, "from-memory").expect(1, tiers={"memory"})
     said = next(one for one in caplog.messages if "the durable tier could not be asked" in one)
     assert settings.url in said
     assert re.search(cause, said), said

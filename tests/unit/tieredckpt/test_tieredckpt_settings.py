@@ -73,6 +73,7 @@ def test_every_key_can_be_set_by_environment(section, key):
         "memory_service_auth": ("open", "open"),
         "nonfinite": ("save", "save"),
         "on_busy": ("wait", "wait"),
+        "on_unreachable": ("continue", "continue"),
         "url": ("/data", "/data"),
         "compress": ("zstd", "zstd"),
         "hashed_keys": ("on", True),

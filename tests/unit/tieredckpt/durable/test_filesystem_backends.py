@@ -12,7 +12,6 @@ from pathlib import Path
 import pytest
 
 from tests.support.journals import DictJournal
-from tieredckpt.durable.filesystem_backends import DirectoryBackend
 from tieredckpt.durable.object_store import ObjectNotFoundError
 from tieredckpt.durable.retrying_store import RetryingStore, open_store
 from tieredckpt.errors import DurableRefusedError
@@ -111,38 +110,40 @@ def test_no_permission_is_a_refusal(store: RetryingStore, root: Path):
 
 
 def test_root_check_makes_the_directory_only_for_writing(store: RetryingStore, root: Path):
-    store.check_root(writes=False)
+    store.check_root()
     assert list(root.parent.iterdir()) == []
-    store.check_root(writes=True)
+    store.check_writes()
     assert list(root.iterdir()) == []
-    store.check_root(writes=True)
+    store.check_writes()
 
 
-def test_root_checks_of_several_ranks_do_not_disturb_each_other(root: Path):
-    stores = [DirectoryBackend(root / "a" / "b") for _ in range(8)]
+def test_write_checks_of_several_ranks_do_not_disturb_each_other(root: Path):
+    stores = [open_store(str(root / "a" / "b"), DurableSettings()) for _ in range(8)]
     with ThreadPoolExecutor(len(stores)) as ranks:
         for _ in range(50):
-            list(ranks.map(lambda store: store.check_root(writes=True), stores))
+            list(ranks.map(RetryingStore.check_writes, stores))
             shutil.rmtree(root / "a")
+    for store in stores:
+        store.close()
 
 
-@pytest.mark.parametrize("writes", [False, True])
-def test_root_check_refuses_a_directory_that_cannot_be_created(writes: bool):
+@pytest.mark.parametrize("check", [RetryingStore.check_root, RetryingStore.check_writes])
+def test_checks_refuse_a_directory_that_cannot_be_created(check):
     store = open_store("/proc/x/y", DurableSettings())
     with pytest.raises(DurableRefusedError, match="/proc/x"):
-        store.check_root(writes=writes)
+        check(store)
     store.close()
 
 
-def test_root_check_refuses_a_directory_that_takes_no_file():
+def test_write_check_refuses_a_directory_that_takes_no_file():
     store = open_store("/proc", DurableSettings())
-    store.check_root(writes=False)
-    with pytest.raises(DurableRefusedError, match="writing to file:///proc"):
-        store.check_root(writes=True)
+    store.check_root()
+    with pytest.raises(DurableRefusedError, match=r"writing file:///proc/\.probe-"):
+        store.check_writes()
     store.close()
 
 
 def test_root_check_refuses_a_file(store: RetryingStore, root: Path):
     root.write_bytes(b"")
     with pytest.raises(DurableRefusedError, match="Not a directory"):
-        store.check_root(writes=False)
+        store.check_root()

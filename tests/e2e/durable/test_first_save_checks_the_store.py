@@ -1,0 +1,126 @@
+"""The first save of a run checks the durable tier: refused, absent, unreachable and in order are different."""
+
+import logging
+
+import pytest
+import torch
+
+import tieredckpt
+from tests.support.faults import Answer
+from tests.support.jobs import Job, bucket_url, objects, on_server, state_at
+from tests.support.ports import free_port
+from tests.support.s3 import REGION
+from tieredckpt.errors import DurableRefusedError, TierUnavailableError
+from tieredckpt.settings import DurableSettings
+
+pytestmark = [pytest.mark.filterwarnings("ignore:torch.distributed is disabled"), pytest.mark.e2e]
+
+ALWAYS = 10**6
+
+
+def first_save(agent_dir, settings, **arguments):
+    with Job(agent_dir, settings).checkpointer(**arguments) as ckpt:
+        return ckpt.save(state_at(0), 0).wait()
+
+
+def unreachable(**changes):
+    endpoint = f"http://127.0.0.1:{free_port()}"
+    return DurableSettings(url=bucket_url(), options={"endpoint": endpoint, "region": REGION}, **changes), endpoint
+
+
+def test_store_in_order_is_checked_once_and_keeps_no_probe(agent_dir, rclone, rclone_proxy):
+    settings = on_server(rclone)
+    behind = DurableSettings(**{**vars(settings), "options": {**settings.options, "endpoint": rclone_proxy.endpoint}})
+    with Job(agent_dir, behind).checkpointer() as ckpt:
+        for step in range(3):
+            ckpt.save(state_at(step), step).wait()
+        assert ckpt.wait("durable", timeout_s=60)
+    probes = [(one.method, one.path) for one in rclone_proxy.seen() if ".probe-" in one.path]
+    (read,) = [path for method, path in probes if method == "GET"]
+    assert [method for method, path in probes if path == read][:2] == ["PUT", "GET"]
+    assert [name for name in objects(rclone, settings) if ".probe-" in name] == []
+
+
+def test_absent_bucket_is_refused(agent_dir, moto):
+    settings = moto.settings(url="s3://no-such-bucket/prefix")
+    with pytest.raises(DurableRefusedError, match=r"durable\.url s3://no-such-bucket/prefix.*NoSuchBucket.*Create the"):
+        first_save(agent_dir, settings)
+
+
+def test_wrong_secret_is_refused(agent_dir, rclone, monkeypatch):
+    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "wrong")
+    with pytest.raises(DurableRefusedError, match=r"403 SignatureDoesNotMatch.*Check the credentials"):
+        first_save(agent_dir, on_server(rclone))
+
+
+def test_absent_credentials_are_refused(agent_dir, rclone, monkeypatch):
+    monkeypatch.delenv("AWS_ACCESS_KEY_ID")
+    monkeypatch.delenv("AWS_SECRET_ACCESS_KEY")
+    with pytest.raises(DurableRefusedError, match="Unable to locate credentials"):
+        first_save(agent_dir, on_server(rclone))
+
+
+@pytest.mark.parametrize("method", ["PUT", "GET"])
+def test_forbidden_request_is_refused(agent_dir, rclone, rclone_proxy, method):
+    rclone_proxy.on(method, path=r"\.probe-", times=ALWAYS).fail(Answer(403, "AccessDenied"))
+    settings = rclone.settings(url=bucket_url(), endpoint=rclone_proxy.endpoint)
+    with pytest.raises(DurableRefusedError, match=r"403 AccessDenied.*Allow s3:GetObject, PutObject"):
+        first_save(agent_dir, settings)
+
+
+def test_role_that_may_not_delete_passes(agent_dir, rclone, rclone_proxy):
+    rclone_proxy.on("POST", query="delete", times=ALWAYS).fail(Answer(403, "AccessDenied"))
+    rclone_proxy.on("DELETE", times=ALWAYS).fail(Answer(403, "AccessDenied"))
+    settings = rclone.settings(url=bucket_url(), endpoint=rclone_proxy.endpoint)
+    with Job(agent_dir, settings).checkpointer() as ckpt:
+        ckpt.save(state_at(0), 0).wait()
+        assert ckpt.wait("durable", timeout_s=60)
+
+
+def test_store_that_is_busy_passes(agent_dir, rclone, rclone_proxy):
+    rclone_proxy.on("PUT", path=r"\.probe-").fail(Answer(503, "SlowDown"))
+    settings = rclone.settings(url=bucket_url(), endpoint=rclone_proxy.endpoint)
+    with Job(agent_dir, settings).checkpointer() as ckpt:
+        ckpt.save(state_at(0), 0).wait()
+        assert ckpt.wait("durable", timeout_s=60)
+
+
+def test_store_that_fails_once_passes(agent_dir, rclone, rclone_proxy):
+    rclone_proxy.on("PUT", path=r"\.probe-").fail(Answer(500, "InternalError"))
+    settings = rclone.settings(url=bucket_url(), endpoint=rclone_proxy.endpoint)
+    with Job(agent_dir, settings).checkpointer() as ckpt:
+        ckpt.save(state_at(0), 0).wait()
+        assert ckpt.wait("durable", timeout_s=60)
+
+
+def test_unreachable_endpoint_is_named(agent_dir):
+    settings, endpoint = unreachable()
+    with pytest.raises(TierUnavailableError) as raised:
+        first_save(agent_dir, settings)
+    said = str(raised.value)
+    assert f"does not answer ({settings.url} at {endpoint})" in said
+    assert "durable.on_unreachable=continue" in said
+
+
+def test_unreachable_endpoint_is_a_warning_on_request(agent_dir, caplog):
+    settings, endpoint = unreachable(on_unreachable="continue")
+    with caplog.at_level(logging.WARNING):
+        first_save(agent_dir, settings)
+    (said,) = [text for text in caplog.messages if "continues in memory" in text]
+    assert endpoint in said
+
+
+def test_run_that_restored_a_step_continues_without_the_store(agent_dir, caplog):
+    settings, endpoint = unreachable()
+    Job(agent_dir, DurableSettings(), "resumed").save(1, durable=False)
+    with caplog.at_level(logging.WARNING), Job(agent_dir, settings, "resumed").checkpointer() as ckpt:
+        assert ckpt.restore(state_at(0)) == 1
+        ckpt.save(state_at(2), 2).wait()
+    (said,) = [text for text in caplog.messages if "continues in memory" in text]
+    assert endpoint in said
+
+
+def test_save_in_one_call_checks_the_store(agent_dir, moto):
+    settings = tieredckpt.Settings(durable=moto.settings(url="s3://no-such-bucket/prefix"))
+    with pytest.raises(DurableRefusedError, match="NoSuchBucket"):
+        tieredckpt.save("tiered://one-call", {"w": torch.ones(3)}, 0, settings=settings)
