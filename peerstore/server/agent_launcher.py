@@ -31,6 +31,8 @@ _END_S = 10.0
 _SOCKET_S = 10.0
 """Seconds in which a running agent makes a new socket in place of a deleted one, or ends."""
 _RETRY_S = 0.02
+_STILL_S = 1.0
+_GREETS_S = 10.0
 
 
 def connect_or_launch_agent(
@@ -84,6 +86,33 @@ def raise_if_agent_hangs(place: AgentPaths, *, within_s: float = _PROBE_S) -> bo
                 f"replace it: have it go on (kill -CONT {pid}), or end it and start another one"
             )
     return False
+
+
+def silence_of_agent(place: AgentPaths, *, still_s: float = _STILL_S, within_s: float = _GREETS_S) -> str:
+    """Return why the agent of ``place`` does not answer, or "" if it greets.
+
+    An agent that did not run at all for ``still_s`` counts as silent; a busy one has ``within_s``.
+    :class:`AgentUnreachableError` if none listens.
+    """
+    began = time.monotonic()
+    with connect_to_agent(place.socket, timeout_s=still_s, named=place.explicit) as sock:
+        pid = peer_credentials(sock)[0]
+        sock.settimeout(still_s)
+        try:
+            message_codec.send_frame(sock, AgentHello(AGENT_PROTOCOL_VERSION, ""))
+            while not select.select([sock], [], [], 0)[0]:
+                before = _cpu_ticks_at_rest(pid)
+                if select.select([sock], [], [], still_s)[0]:
+                    break
+                waited_s = time.monotonic() - began
+                if 0 <= before == _cpu_ticks_at_rest(pid) or waited_s > within_s:
+                    return (
+                        f"the agent in {place.directory} (process {pid}) does not answer: no greeting within "
+                        f"{waited_s:.1f} s. It hangs or was stopped (kill -CONT {pid})"
+                    )
+        except OSError as error:  # it has exited
+            raise AgentUnreachableError(f"no agent answers on {place.socket}: {error}") from error
+    return ""
 
 
 def signal_agent(place: AgentPaths, number: int) -> bool:
@@ -166,6 +195,14 @@ def _stands_still(pid: int) -> int:
             return -1
         computed += int(fields[11]) + int(fields[12])
     return computed
+
+
+def _cpu_ticks_at_rest(pid: int) -> int:
+    """Return the same for an agent that may start and end threads meanwhile, which counts as running."""
+    try:
+        return _stands_still(pid)
+    except (OSError, ValueError):
+        return -1
 
 
 def _holds(place: AgentPaths, pid: int) -> bool:

@@ -11,6 +11,7 @@ import sys
 from collections.abc import Iterator
 from importlib import metadata
 from pathlib import Path
+from typing import NoReturn
 
 from peerstore.cli import add_serve_arguments, start_agent_process, store_settings_from_args
 from peerstore.errors import PeerStoreError
@@ -170,7 +171,9 @@ def add_agent_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--labels", default="", help="failure domains of this node, e.g. rack=r1,zone=a, or file:PATH with them"
     )
-    parser.add_argument("--transport", default="tcp", help="tcp, nixl or nixl:BACKEND (default %(default)s)")
+    parser.add_argument(
+        "--transport", default="tcp", help="transport between nodes: tcp, nixl or nixl:BACKEND (default %(default)s)"
+    )
     add_memory_service(parser)
     parser.add_argument(
         "--nice",
@@ -178,10 +181,6 @@ def add_agent_arguments(parser: argparse.ArgumentParser) -> None:
         default=5,
         help="niceness of the agent process, so that training has priority (default %(default)s)",
     )
-
-
-def _parsed(parser: argparse.ArgumentParser, argv: list[str] | None) -> argparse.Namespace | None:
-    """The arguments, with what the platform says where they say nothing; None: it wants no agent."""
     parser.add_argument("--cluster-config", default=cluster_config_source(), metavar="SOURCE", help=_CLUSTER_HELP)
     parser.add_argument(
         "--cluster-every-s",
@@ -189,6 +188,10 @@ def _parsed(parser: argparse.ArgumentParser, argv: list[str] | None) -> argparse
         metavar="S",
         help=f"seconds between two reads of --cluster-config (default {FILE_S:g} for a file, else {ASKED_S:g})",
     )
+
+
+def _parsed(parser: argparse.ArgumentParser, argv: list[str] | None) -> argparse.Namespace | None:
+    """The arguments, with what the platform says where they say nothing; None: it wants no agent."""
     args = parser.parse_args(argv)
     if not args.cluster_config:
         return args
@@ -220,13 +223,26 @@ def _given(parser: argparse.ArgumentParser, argv: list[str] | None) -> frozenset
     return frozenset(name for name, option in _options().items() if getattr(bare, option) is not unsaid)
 
 
-def main(argv: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(
+class _Parser(argparse.ArgumentParser):
+    """Reports a wrong option in one line."""
+
+    def error(self, message: str) -> NoReturn:
+        self.exit(2, f"{self.prog}: {message}. `{self.prog} --help` lists the options\n")
+
+
+def agent_parser() -> argparse.ArgumentParser:
+    """Return the parser of an agent's command line."""
+    parser = _Parser(
         prog="tieredckpt agent",
         description="Run this node's agent: memory tier, drain, metrics.",
-        epilog="Other commands: tieredckpt agent ls, stop and restart; each has --help.",
+        epilog="Other commands: `tieredckpt agent ls`, `stop` and `restart`; each has --help.",
     )
     add_agent_arguments(parser)
+    return parser
+
+
+def main(argv: list[str] | None = None) -> int:
+    parser = agent_parser()
     try:
         args = _parsed(parser, argv)
         if args is None:

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import contextlib
 import logging
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import msgspec
 
 from peerstore.errors import AgentUnreachableError, PeerStoreError
-from peerstore.server.agent_launcher import connect_or_launch_agent
+from peerstore.server.agent_launcher import connect_or_launch_agent, silence_of_agent
 from peerstore.server.store_client import Client, connect_to_agent
 from peerstore.settings import AgentPaths
 from peerstore.shard_records import VersionId
@@ -26,10 +27,15 @@ log = logging.getLogger(__name__)
 def find_agent_directory(settings: Settings, job: str | None) -> Path:
     """Return the directory of an agent of this machine that has ``job``, or any job for ``None``.
 
-    The agent of the settings comes first, and its directory is the answer if no agent has the job.
+    The agent of the settings comes first, and its directory is the answer if no agent has the job or it is silent.
     """
     own = settings.agent_place.directory
-    return next((place for place in (own, *_other_directories(own)) if _agent_has_job(AgentPaths(place), job)), own)
+    if _is_silent(AgentPaths(own)) or _agent_has_job(AgentPaths(own), job):
+        return own
+    others = _other_directories(own)
+    with ThreadPoolExecutor(max(1, len(others))) as lookers:
+        found = list(lookers.map(lambda place: _agent_has_job(AgentPaths(place), job), others))
+    return next((place for place, has in zip(others, found, strict=True) if has), own)
 
 
 def settings_of_newest_agent(job: str, settings: Settings) -> Settings:
@@ -170,8 +176,18 @@ def _jobs_of(place: AgentPaths) -> list[str]:
     return [one.job for one in jobs if (one.versions or one.clients) and one.job != MEMORY_SERVICE_JOB]
 
 
-def _agent_has_job(place: AgentPaths, job: str | None) -> bool:
+def _is_silent(place: AgentPaths) -> bool:
     try:
+        return bool(silence_of_agent(place))
+    except (PeerStoreError, OSError):
+        return False
+
+
+def _agent_has_job(place: AgentPaths, job: str | None) -> bool:
+    """Whether an agent has ``job``; an agent that does not answer has none."""
+    try:
+        if silence_of_agent(place):
+            return False
         known = _jobs_of(place)
     except (PeerStoreError, OSError):  # of another user, gone meanwhile, or of another release
         return False

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import argparse
 import contextlib
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -12,7 +14,7 @@ from rich.console import Console
 
 from peerstore.daemon_process import peer_credentials
 from peerstore.errors import PeerStoreError
-from peerstore.server.agent_launcher import connect_or_launch_agent, stop_agent
+from peerstore.server.agent_launcher import connect_or_launch_agent, silence_of_agent, stop_agent
 from peerstore.server.store_client import Client, connect_to_agent
 from peerstore.settings import AgentPaths
 from peerstore.shard_records import StoreStatus
@@ -21,6 +23,7 @@ from tieredckpt.agent.local_agents import agent_directories
 from tieredckpt.cli.command_output import CommandOutput, literal, text_table
 from tieredckpt.cli.common_options import output_options, pass_output, with_exit_code_help
 from tieredckpt.cli.exit_codes import CommandError, ExitCode
+from tieredckpt.cli.help_format import with_help_format
 from tieredckpt.errors import UsageError
 from tieredckpt.memory_service_options import MEMORY_SERVICE_JOB
 from tieredckpt.settings import load_settings, override_settings
@@ -44,12 +47,37 @@ def agent_group() -> None:
 @click.argument("options", nargs=-1, type=click.UNPROCESSED)
 def start_agent_command(options: tuple[str, ...]) -> int:
     """Run this node's agent: memory tier, drain, metrics."""
-    from tieredckpt.agent.__main__ import main
+    from tieredckpt.agent.__main__ import agent_parser, main
 
+    if not {"-h", "--help"}.isdisjoint(options):
+        click.echo(_agent_help(agent_parser()))
+        return ExitCode.OK
     try:
         return main(list(options))
-    except SystemExit as done:  # argparse: --help, or a wrong option
+    except SystemExit as done:  # argparse: a wrong option
         return done.code if isinstance(done.code, int) else ExitCode.USAGE
+
+
+def _agent_help(parser: argparse.ArgumentParser) -> str:
+    """Return the help of an agent's options in the layout of all commands."""
+    options: list[click.Parameter] = []
+    for action in parser._actions:  # argparse has no public list of them
+        if isinstance(action, argparse._HelpAction):
+            continue
+        text = (action.help or "") % {"default": action.default}
+        kind = click.Choice(list(action.choices)) if action.choices else action.type
+        options.append(
+            click.Option(
+                list(action.option_strings),
+                type=click.Path() if kind is Path else kind,
+                is_flag=action.nargs == 0,
+                required=action.required,
+                metavar=action.metavar if isinstance(action.metavar, str) else None,
+                help=f"{text[:1].upper()}{text[1:]}.",
+            )
+        )
+    command = with_help_format(click.Command("agent", params=options, help=parser.description, epilog=parser.epilog))
+    return command.get_help(command.context_class(command, info_name=parser.prog, help_option_names=["-h", "--help"]))
 
 
 # -- agents of this machine ---------------------------------------------------------------------------------------
@@ -87,14 +115,17 @@ class RunningAgent:
 
 def _running_agent(directory: Path) -> RunningAgent:
     place = AgentPaths(directory, explicit=True)
+    process = 0
     try:
         with contextlib.closing(connect_to_agent(place.socket, named=True)) as sock:
             process = peer_credentials(sock)[0]
+        if silence := silence_of_agent(place):
+            return RunningAgent(directory, process, problem=silence)
         connect = lambda: connect_to_agent(place.socket, named=True)  # noqa: E731 - a client wants a connector
         with contextlib.closing(Client(connect, retry_s=0.0)) as client:
             return RunningAgent(directory, process, client.status())
     except (PeerStoreError, OSError) as error:
-        return RunningAgent(directory, problem=str(error))
+        return RunningAgent(directory, process, problem=str(error))
 
 
 _directory_option = click.option(
@@ -107,6 +138,12 @@ _directory_option = click.option(
 
 def _require_running(directory: Path | None, *, force: bool) -> RunningAgent:
     found = _running_agent(load_settings().agent_directory if directory is None else directory.resolve())
+    if found.status is None and found.process:
+        raise CommandError(
+            found.problem,
+            code=ExitCode.UNAVAILABLE,
+            advice=f"`kill -9 {found.process}` ends it; its checkpoints stay in memory for the next agent",
+        )
     if found.status is None:
         raise CommandError(
             f"no agent runs in {found.directory}: {found.problem}",
@@ -129,8 +166,10 @@ def _require_running(directory: Path | None, *, force: bool) -> RunningAgent:
 def list_agents_command(screen: CommandOutput) -> ExitCode:
     """List the agents of this machine: directory, process, jobs and memory."""
     own = load_settings().agent_directory
-    found = [_running_agent(one) for one in sorted(agent_directories() | ({own} if own.exists() else set()))]
-    found = [one for one in found if one.status is not None or one.directory != own]
+    places = sorted(agent_directories() | ({own} if own.exists() else set()))
+    with ThreadPoolExecutor(max(1, len(places))) as lookers:
+        found = list(lookers.map(_running_agent, places))
+    found = [one for one in found if one.process or one.directory != own]
     screen.result({"agents": [one.as_json() for one in found]}, lambda out: _show_agents(out, found))
     return ExitCode.OK
 
@@ -142,7 +181,9 @@ def _show_agents(out: Console, agents: list[RunningAgent]) -> None:
     rows = []
     for one in agents:
         if one.status is None:
-            rows.append([literal(str(one.directory)), "?", "?", f"[yellow]{literal(one.problem)}[/]"])
+            rows.append(
+                [literal(str(one.directory)), str(one.process or "?"), "?", f"[yellow]{literal(one.problem)}[/]"]
+            )
             continue
         arena = one.status.arena
         memory = f"{show_size(arena.allocated_bytes)} of {show_size(arena.budget_bytes)}"

@@ -9,7 +9,7 @@ from dataclasses import replace
 import msgspec
 
 from peerstore.errors import AgentUnreachableError, PeerStoreError
-from peerstore.server.store_client import connect_to_agent
+from peerstore.server.agent_launcher import silence_of_agent
 from peerstore.settings import StoreSettings
 from peerstore.shard_records import VersionId
 from peerstore.store.arena import MemfdArena
@@ -224,11 +224,9 @@ def open_tier_client(settings: Settings, *, memory: bool = True) -> Iterator[Tie
     with contextlib.ExitStack() as cleanup:
         agent, why = None, ""
         try:
-            if memory:
-                connect_to_agent(place.socket, named=place.explicit).close()
+            why = silence_of_agent(place) if memory else "memory is not asked"
+            if not why:
                 agent = NodeAgentClient(override_settings(settings, agent={"embedded": False}), "")
-            else:
-                why = "memory is not asked"
         except AgentUnreachableError:
             why = f"no agent answers in {place.directory}"
         except PeerStoreError as error:

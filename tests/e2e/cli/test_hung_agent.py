@@ -1,0 +1,54 @@
+"""Commands name an agent that was stopped, and do not wait for it."""
+
+import os
+import signal
+
+import pytest
+
+from tests.support.agents import agent_pid, stop_process
+from tests.support.jobs import Job
+from tieredckpt.session.session import close_sessions
+from tieredckpt.settings import DurableSettings
+
+pytestmark = [pytest.mark.filterwarnings("ignore:torch.distributed is disabled"), pytest.mark.e2e]
+
+
+@pytest.fixture
+def hung(agent_dir):
+    """The process of an agent that has a step and was stopped."""
+    Job(agent_dir, DurableSettings(), "hung").save(1, durable=False)
+    close_sessions()
+    pid = agent_pid(agent_dir)
+    stop_process(pid)
+    yield pid
+    os.kill(pid, signal.SIGCONT)
+
+
+def silent(directory, pid):
+    return f"the agent in {directory} (process {pid}) does not answer"
+
+
+@pytest.mark.parametrize("words", [("status",), ("status", "hung"), ("ls",), ("ls", "hung"), ("top", "--once")])
+def test_command_names_the_hung_agent(cli, agent_dir, hung, words):
+    said = cli(*words)
+    assert said.code == 5
+    assert silent(agent_dir, hung) in said.err.replace("\n", " ")
+
+
+def test_hung_agent_in_the_usual_place_is_not_passed_over(cli, agent_dir, hung, monkeypatch):
+    monkeypatch.setattr("tieredckpt.settings.Settings.agent_directory", property(lambda _: agent_dir))
+    monkeypatch.delenv("TIEREDCKPT_AGENT_DIRECTORY")
+    assert silent(agent_dir, hung) in cli("status").err.replace("\n", " ")
+
+
+def test_hung_agent_is_listed(cli, agent_dir, hung):
+    (row,) = [one for one in cli("agent", "ls", "--json").json["agents"] if one["directory"] == str(agent_dir)]
+    assert row["process"] == hung
+    assert silent(agent_dir, hung) in row["problem"]
+
+
+def test_hung_agent_is_not_reported_as_absent(cli, agent_dir, hung):
+    said = cli("agent", "stop")
+    assert said.code == 5
+    assert silent(agent_dir, hung) in said.err.replace("\n", " ")
+    assert f"kill -9 {hung}" in said.err.replace("\n", " ")
