@@ -15,6 +15,7 @@ from rich.markup import escape
 from elastic import errors
 from peerstore.errors import PeerRefusedError, PeerStoreError, RequestError
 from tieredckpt.cli.command_output import CommandOutput
+from tieredckpt.errors import SettingsError
 
 
 class ElasticExit(enum.IntEnum):
@@ -35,7 +36,7 @@ ELASTIC_EXIT_HELP = """\b
 Exit codes:
   0  done; `run`: all ranks have finished, or this node was removed
   1  failed; the message says why
-  2  the command line or the policy is wrong, or SCRIPT never called elastic.run
+  2  the command line, the policy or a setting is wrong, or SCRIPT never called elastic.run
   3  no such job runs on this machine
   5  the coordinator did not answer: the state of the job is unknown
   6  the coordinator refused (another secret, the same node twice, too few nodes)
@@ -44,6 +45,7 @@ Exit codes:
 
 _ORDER: tuple[tuple[type[Exception], ElasticExit], ...] = (
     (errors.PolicyError, ElasticExit.USAGE),
+    (SettingsError, ElasticExit.USAGE),
     (errors.ControlPlaneRefusedError, ElasticExit.REFUSED),
     (PeerRefusedError, ElasticExit.REFUSED),
     (RequestError, ElasticExit.USAGE),

@@ -59,7 +59,7 @@ from peerstore.network_addresses import (
 from tieredckpt.errors import UsageError
 from tieredckpt.event_log import EVENT_LOG_ENV
 from tieredckpt.location import parse_step
-from tieredckpt.settings import load_yaml, run_directory
+from tieredckpt.settings import load_settings, load_yaml, run_directory
 
 log = logging.getLogger(__name__)
 
@@ -272,6 +272,7 @@ def run_command(screen: ElasticScreen, /, script: str, args: tuple[str, ...], **
     Under Slurm, `srun --ntasks-per-node=1 elastic run SCRIPT` needs none of these options. Pods with Kubeflow's PET_*
     variables need only the secret. Options override both. Slurm's signals stop the job, SIGUSR1 included.
     """
+    _check_agent_settings(options)
     if options["coordinator_here"] and is_leader_url(options["coordinator"]):
         raise PolicyError("--coordinator-here needs --coordinator HOST:PORT, where the other machines find it")
     if options["requeue"] and options["resume_from"]:
@@ -326,6 +327,12 @@ def run_command(screen: ElasticScreen, /, script: str, args: tuple[str, ...], **
         return _launch(screen, place, record, nodes, leader, notices=scheduled.notices, requeue=again)
 
 
+def _check_agent_settings(options: dict[str, Any]) -> None:
+    """Raise :class:`SettingsError` before anything starts: no node would have an agent."""
+    if options["agent"]:
+        load_settings()
+
+
 def _place(options: dict[str, Any]) -> NodeLaunch:
     """What this is in its job, by its options and by the scheduler that started it."""
     wanted = RunOptions(
@@ -354,6 +361,7 @@ def join_command(screen: ElasticScreen, /, job: str | None, node: str, **options
     """Add a node on this machine to a job that was started on it."""
     from elastic.cli.job_control import find_run
 
+    _check_agent_settings(options)
     place, record = find_run(job)
     name = str(validate_node_id(node)) if node else _free_name(place)
     os.chdir(record.working_directory)

@@ -24,7 +24,7 @@ from peerstore.shard_records import JobStatus, VersionId
 from tieredckpt.agent.agent_api import IsolateRequest, StepInventory
 from tieredckpt.agent.agent_client import NodeAgentClient, agent_command, agent_watchdogs
 from tieredckpt.agent.local_agents import newest_version
-from tieredckpt.errors import TieredCheckpointError
+from tieredckpt.errors import SettingsError, TieredCheckpointError
 from tieredckpt.memory_service_options import MEMORY_SERVICE_JOB
 from tieredckpt.resolve_step import Tier
 from tieredckpt.settings import Settings, load_settings, override_settings
@@ -62,7 +62,10 @@ class MemoryTierProcess:
         """Of the agent that is looked after."""
 
     def start(self, on_failure: Callable[[str], None] | None = None) -> None:
-        """Start the agent of this node; ``on_failure`` receives the reason if several attempts fail."""
+        """Start the agent of this node, now and whenever it has died.
+
+        ``on_failure`` receives the reason if its settings are wrong or several attempts in a row fail.
+        """
         try:
             settings = load_settings(self._environ)
             if not (settings.enabled and settings.agent.embedded):
@@ -78,17 +81,25 @@ class MemoryTierProcess:
             if self._job is not None and self._job in place.directory.parents:
                 self._mine = place
                 self._began_ns = 0  # all it has is of this job, also what was sealed under an earlier supervisor
-            if not self._launched(launch, on_failure):
-                return
-            agent_watchdogs.acquire(place, launch, partial(replace_hung_agent, place))
-            self._place = place
+
+            def begin() -> None:
+                launch().close()
+                relaunch = self._relaunching(launch, on_failure)
+                agent_watchdogs.acquire(place, relaunch, partial(replace_hung_agent, place))
+
+            if self._started(begin, on_failure):
+                self._place = place
+        except SettingsError as error:
+            log.error("the node agent was not started: %s", error)
+            if on_failure is not None:
+                on_failure(f"its settings are wrong: {last_line(str(error))}")
         except (TieredCheckpointError, PeerStoreError, OSError) as error:
             log.warning("the node agent was not started: %s", error)
 
-    def _launched(self, launch: Callable[[], socket.socket], on_failure: Callable[[str], None] | None) -> bool:
+    def _started(self, begin: Callable[[], None], on_failure: Callable[[str], None] | None) -> bool:
         for attempt in range(1, _ATTEMPTS + 1):
             try:
-                launch().close()
+                begin()
             except (PeerStoreError, OSError) as error:
                 log.warning("the node agent did not start (attempt %d of %d): %s", attempt, _ATTEMPTS, error)
                 reason = last_line(str(error))
@@ -99,6 +110,32 @@ class MemoryTierProcess:
         if on_failure is not None and not self._stop.is_set():
             on_failure(f"its node agent did not start in {_ATTEMPTS} attempts: {reason}")
         return False
+
+    def _relaunching(
+        self, launch: Callable[[], socket.socket], on_failure: Callable[[str], None] | None
+    ) -> Callable[[], socket.socket]:
+        """Return ``launch``, which reports the last of several failures in a row to ``on_failure``."""
+        failures = 0
+
+        def relaunch() -> socket.socket:
+            nonlocal failures
+            try:
+                sock = launch()
+            except (PeerStoreError, OSError) as error:
+                failures += 1
+                if failures <= _ATTEMPTS:
+                    log.warning(
+                        "the node agent has died and did not restart (%d of %d): %s", failures, _ATTEMPTS, error
+                    )
+                if failures == _ATTEMPTS and on_failure is not None and not self._stop.is_set():
+                    on_failure(
+                        f"its node agent died and did not restart in {_ATTEMPTS} attempts: {last_line(str(error))}"
+                    )
+                raise
+            failures = 0
+            return sock
+
+        return relaunch
 
     def partition(self, seconds: float) -> None:
         """Have it reach no other node's agent for so long. One that other jobs use as well is left alone."""

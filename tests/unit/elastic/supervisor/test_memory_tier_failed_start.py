@@ -1,5 +1,6 @@
 """Nodes whose agent cannot start leave the job."""
 
+import contextlib
 import threading
 
 import pytest
@@ -41,7 +42,7 @@ def test_agent_that_cannot_start_is_tried_three_times(attempts, tmp_path):
 
 @pytest.mark.parametrize("name", ["TIEREDCKPT_ENABLED", "TIEREDCKPT_AGENT_EMBEDDED"])
 def test_node_without_an_agent_of_its_own_stays(attempts, tmp_path, name):
-    assert started(tmp_path, **{name: "false"}) == []
+    assert started(tmp_path, TIEREDCKPT_DURABLE_URL=f"file://{tmp_path}/durable", **{name: "false"}) == []
     assert attempts == []
 
 
@@ -79,3 +80,44 @@ def test_job_that_cannot_continue_ends_with_the_reason():
     table.settle(40)
     assert table.desk.exit is ExitReason.JOB_FAILED
     assert f"n0 left: {WHY}" in table.desk.reason
+
+
+def test_wrong_setting_is_a_reason_to_leave(attempts, tmp_path):
+    (why,) = started(tmp_path, TIEREDCKPT_AGENT_SLOTS_PER_RANK="many")
+    assert why.startswith("its settings are wrong: ")
+    assert "agent.slots_per_rank" in why or "TIEREDCKPT_AGENT_SLOTS_PER_RANK" in why
+    assert attempts == []
+
+
+def restarts(outcomes, failures, stop=None):
+    """Restart an agent once for each outcome: whether it starts."""
+    remaining = iter(outcomes)
+
+    def launch():
+        if not next(remaining):
+            raise AgentUnreachableError("the agent ended at once: Traceback\nno room\n")
+
+    relaunch = MemoryTierProcess({}, stop=stop)._relaunching(launch, failures.append)
+    for starts in outcomes:
+        with contextlib.nullcontext() if starts else pytest.raises(AgentUnreachableError):
+            relaunch()
+
+
+def test_agent_that_cannot_restart_is_reported_once(caplog):
+    failures = []
+    restarts([False] * 5, failures)
+    assert failures == ["its node agent died and did not restart in 3 attempts: no room"]
+    assert len(caplog.records) == 3
+
+
+def test_agent_that_restarts_in_time_is_not_reported():
+    failures = []
+    restarts([False, False, True] * 3, failures)
+    assert failures == []
+
+
+def test_supervisor_that_ends_reports_no_failed_restart():
+    failures, stop = [], threading.Event()
+    stop.set()
+    restarts([False] * 4, failures, stop)
+    assert failures == []
