@@ -97,7 +97,10 @@ def settings_for_config(config: SageMakerCheckpointConfig, settings: Settings | 
     if not url:
         return settings
     # Which steps become durable is said save by save; one that was asked for is not left out because S3 is slow.
-    return override_settings(settings, durable={"url": url, "every": settings.memory.every, "on_busy": "wait"})
+    # As in AWS's library, S3 fails no save.
+    return override_settings(
+        settings, durable={"url": url, "every": settings.memory.every, "on_busy": "wait", "on_unreachable": "continue"}
+    )
 
 
 def step_from_path(step: int, path: object) -> int:

@@ -179,7 +179,8 @@ def test_reading_a_file_of_a_step_is_not_a_rollback(tmp_path):
         save("files", "looked-at", step)
     fs.get("tiered://looked-at/step-10", f"{tmp_path}/step-10", recursive=True)
     assert fs.cat("tiered://looked-at/step-10/__0_0.distcp")
-    save("files", "looked-at", 15)
+    with pytest.raises(CheckpointException, match="Step 15 of job 'looked-at' is behind step 20"):
+        save("files", "looked-at", 15)
     assert newest("looked-at") == 20
     found = zeros_like_state(state_at(10))
     dcp.load(found, checkpoint_id=tmp_path / "step-10", no_dist=True)
