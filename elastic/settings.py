@@ -13,6 +13,7 @@ from elastic.control.hang_detector import HangTimeouts
 from elastic.errors import ControlPlaneUnavailableError, PolicyError
 from elastic.schedulers import slurm, torchelastic
 from elastic.schedulers.allocation import SchedulerAllocation, merge_allocations
+from elastic.world.scaling_policy import ScalingPolicy
 from peerstore.transport.authentication import read_secret
 from tieredckpt.event_log import EVENT_LOG_ENV
 from tieredckpt.settings import AgentSettings, load_settings
@@ -24,6 +25,7 @@ ROOTLESS_VARIABLE = "ELASTIC_ROOTLESS"
 SECRET_VARIABLE = "ELASTIC_SECRET"  # noqa: S105 - the name of a variable
 HANG = "ELASTIC_HANG_TIMEOUT"
 FIRST_STEP = "ELASTIC_FIRST_STEP_TIMEOUT"
+ABORT = "ELASTIC_ABORT_TIMEOUT"
 SHARED_AGENT_VARIABLE = "ELASTIC_SHARED_AGENT"
 GLOO_INTERFACE_VARIABLE = "GLOO_SOCKET_IFNAME"
 
@@ -134,6 +136,18 @@ def hang_limits_in(environ: Mapping[str, str] = os.environ) -> HangTimeouts:
     """Return the limits of a process without our command line: under ``torchrun`` or another platform's agent."""
     step, first = environ.get(HANG, "") or "auto", environ.get(FIRST_STEP, "") or "auto"
     return hang_limits(step, first, (f"${HANG}", f"${FIRST_STEP}"))
+
+
+def abort_timeout_in(environ: Mapping[str, str] = os.environ) -> float:
+    """Return the seconds that a process without our command line gets to leave a broken world."""
+    said = environ.get(ABORT, "")
+    try:
+        seconds = float(said) if said else ScalingPolicy().abort_timeout_s
+    except ValueError:
+        seconds = 0.0
+    if not math.isfinite(seconds) or seconds < 1:
+        raise PolicyError(f"${ABORT} {said!r}: write a number of seconds, at least 1")
+    return seconds
 
 
 def has_hang_limit(environ: Mapping[str, str] = os.environ) -> bool:

@@ -152,6 +152,14 @@ def _elasticity(command: Any) -> Any:
                 metavar="S",
                 help="Seconds that ranks get to reach a common step and save it. [default: 600]",
             ),
+            click.option(
+                "--abort-timeout",
+                type=float,
+                envvar=settings.ABORT,
+                metavar="S",
+                help="Seconds that a process gets to leave the world after a fault; then it logs its stacks and is "
+                "replaced. After a hang at most 4. [default: 10] [$ELASTIC_ABORT_TIMEOUT]",
+            ),
             click.option("--max-restarts", type=int, metavar="N", help="Stop the job after N restarts."),
             click.option(
                 "--hang-timeout",
@@ -189,6 +197,7 @@ def _policy(options: dict[str, Any]) -> Any:
         scaling_timeout_s=options["grow_after"],
         faulty_scale_down_timeout_s=options["shrink_after"],
         graceful_shutdown_timeout_s=options["pause_timeout"],
+        abort_timeout_s=options["abort_timeout"],
         job_max_retry_count=options["max_restarts"],
     )
 

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
 import signal
 import subprocess
 import sys
+import sysconfig
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -14,6 +16,10 @@ from typing import IO
 
 from elastic.control import parent_death
 
+STACKS_SIGNAL = signal.SIGRTMIN + 12
+"""Signal on which a rank writes the stacks of all its threads and ends, also while native code holds the GIL."""
+LEAVE_STATUS = 1
+"""Exit status of a rank that did not leave a broken world in time. Its log has the stacks of its threads."""
 _LINE_BYTES = 64 << 10
 _LAST_WORDS_S = 5.0
 _LEASH = Path(parent_death.__file__)
@@ -80,10 +86,17 @@ class ChildProcess:
 
     def signal(self, number: int) -> None:
         """To the process and all that it has started."""
+        self._send(os.killpg, number)
+
+    def end_with_stacks(self) -> None:
+        """Have the process write the stacks of its threads and end. A stopped one does not: kill it as well."""
+        self._send(os.kill, STACKS_SIGNAL)
+
+    def _send(self, send: Callable[[int, int], None], number: int) -> None:
         with self._reaping:
             if self._process.returncode is None:
                 with contextlib.suppress(ProcessLookupError, PermissionError):
-                    os.killpg(self.pid, number)
+                    send(self.pid, number)
 
     def join(self, timeout_s: float | None = None) -> bool:
         self._waiter.join(timeout_s)
@@ -133,10 +146,35 @@ def describe_exit(status: int) -> str:
     """A process's end in words."""
     if status >= 0:
         return f"it ended with status {status}"
+    if status == -STACKS_SIGNAL:
+        return "it was killed after it had written the stacks of its threads"
     try:
         return f"it was killed by signal {-status} ({signal.Signals(-status).name})"
     except ValueError:
         return f"it was killed by signal {-status}"
+
+
+_BLOCK = re.compile(r"^(?:Current thread|Thread) 0x[0-9a-f]+.*:$")
+_FRAME = re.compile(r'^  File "(.*)", line (\d+) in (.*)$')
+_LIBRARIES = tuple(
+    {str(Path(__file__).parents[1]), *(sysconfig.get_path(name) for name in ("stdlib", "purelib", "platlib"))}
+)
+
+
+def stack_location(text: str) -> str:
+    """Return "FILE:LINE in FUNCTION" of the main thread in the last dump of ``faulthandler`` in ``text``, or "".
+
+    It is the innermost frame outside of libraries, if there is one.
+    """
+    frames: list[re.Match[str]] = []
+    for line in text.splitlines():
+        found = _FRAME.match(line)
+        if _BLOCK.match(line):  # the main thread is the last one of a dump
+            frames = []
+        elif found is not None:
+            frames.append(found)
+    own = [frame for frame in frames if not frame[1].startswith((*_LIBRARIES, "<"))] or frames
+    return f"{Path(own[0][1]).name}:{own[0][2]} in {own[0][3]}" if own else ""
 
 
 def last_line(text: str) -> str:

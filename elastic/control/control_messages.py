@@ -28,7 +28,7 @@ from typing import Any, TypeAlias
 
 import msgspec
 
-from elastic.control.control_plane import ControlNotice, NoticeKind, RankAssignment, RankProgress
+from elastic.control.control_plane import ControlNotice, LeaveStage, NoticeKind, RankAssignment, RankProgress
 from elastic.fault_injection.fault_spec import FaultInjection
 from elastic.world.world_state import RequestedStep, SealedStep, WorldPhase
 from peerstore.errors import ProtocolError
@@ -92,6 +92,8 @@ class RankStatus(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """The rank had completed no step in this world when the fault happened."""
     progress: RankProgress | None = None
     requests: tuple[RankRequest, ...] = ()
+    leave_stage: LeaveStage | None = None
+    """Stage of leaving, if the process knows that its world is broken."""
 
 
 class ExitReason(enum.Enum):

@@ -33,6 +33,19 @@ class NoticeKind(enum.Enum):
     """The world is broken (a rank was lost): leave the step at once, and come back. Nothing is agreed on."""
 
 
+class LeaveStage(enum.Enum):
+    """Stage in which a process is while it leaves a broken world, in this order."""
+
+    ENTER = "entering the world"
+    TRAIN = "the train function"
+    SURVIVOR = "setting the survivor's state aside"
+    CLEANUP = "the callbacks of world.add_cleanup"
+    BARRIER = "closing the step barrier"
+    GROUPS = "destroying the process groups"
+    RESET = "freeing the memory of the world"
+    HEALTH = "the health check"
+
+
 class ControlNotice(msgspec.Struct, frozen=True):
     """What is wanted of the ranks of an epoch. A later notice of the same epoch replaces an earlier one."""
 

@@ -24,7 +24,14 @@ from elastic.control.control_messages import (
     RankStatus,
     SupervisorEndpoint,
 )
-from elastic.control.control_plane import ControlNotice, Dismissed, NoticeKind, RankAssignment, RankProgress
+from elastic.control.control_plane import (
+    ControlNotice,
+    Dismissed,
+    LeaveStage,
+    NoticeKind,
+    RankAssignment,
+    RankProgress,
+)
 from elastic.control.running_clock import RunningClock
 from elastic.errors import (
     ControlDeadlineError,
@@ -182,6 +189,12 @@ class SupervisorClient:
             given = self._hears.injections
         if given:
             call(given)
+
+    def report_leave_stage(self, stage: LeaveStage | None) -> None:
+        """Report the stage of leaving a broken world; ``None``: the world is left."""
+        with self._changed:
+            if self._says.leave_stage is not stage:
+                self._say(leave_stage=stage)
 
     def request_partition(self, seconds: float) -> None:
         """An injected fault: have this node's lines cut for so long."""

@@ -40,6 +40,9 @@ _SPARE_WAIT_S = 30.0
 _MUTE_S = 10.0
 """A process that has said nothing for so long is stopped, or something in it keeps the interpreter's lock: it says
 something every second from a thread of its own."""
+EXIT_S = 1.0
+"""Seconds that a process that is to be ended has for the stacks of its threads. Then it is killed, and counts as lost.
+"""
 _INJECTIONS = 100
 """So many are told to ranks, the newest ones."""
 
@@ -58,6 +61,8 @@ class EndProcess(NamedTuple):
     token: str
     why: str = ""
     """The reason to log; empty for none."""
+    stacks: bool = False
+    """Whether it is to write the stacks of its threads first."""
 
 
 class PartitionNode(NamedTuple):
@@ -94,6 +99,10 @@ class RankProcess:
     """Why it is no more."""
     ended_at: float | None = None
     """When, by the clock on the wall, where that is known."""
+    end_reason: str = ""
+    """Why the supervisor ends it; "" if it does not."""
+    end_by: float | None = None
+    """When it counts as lost, if it has not ended before."""
     requested: int = 0
     first_step: tuple[int, int] | None = None
     """The newest world it stepped in, and the least number of steps it said there."""
@@ -134,6 +143,19 @@ class RankProcess:
         elif step > self.first_step[1]:
             self.stepped_epoch = status.epoch
 
+    @property
+    def is_inside(self) -> bool:
+        """Whether it is in a world, or on its way out of one."""
+        if self.exit_description is not None or self.assigned_epoch < 0:
+            return False
+        return self.status_in(self.assigned_epoch) is not None and not self.is_ready
+
+    def end_description(self, reason: str, location: str) -> str:
+        """Why it was ended, with its stage of leaving and the location of its main thread."""
+        stage = None if self.status is None else self.status.leave_stage
+        known = "no stage reported" if stage is None else f"stage: {stage.value}"
+        return f"{self.end_reason} ({known}{'; ' if location else ''}{location}): {reason}"
+
     def may_exit(self, *, broken: bool, stopping: bool) -> bool:
         """Whether it has nothing more to do, so that it may end."""
         says = self.status
@@ -166,6 +188,8 @@ class NodeState:
     broken_reason: str | None = None
     leave_world_by: float | None = None
     """When the ranks must have left the broken world."""
+    leave_world_s: float = 0.0
+    """Seconds that they had for it."""
     pause: PauseOrder | None = None
     pause_until: float | None = None
     pause_target: int | None = None
@@ -213,17 +237,27 @@ class NodeState:
         is_unknown = process is not None and not process.connected and process.exit_description is None
         return is_unknown and exit_status >= 0 and self.exit is None
 
-    def process_exited(self, token: str, reason: str, at: float | None = None, *, never_joined: bool = False) -> None:
-        """Record the end of a process, wanted or not."""
+    def process_exited(
+        self, token: str, reason: str, at: float | None = None, *, never_joined: bool = False, location: str = ""
+    ) -> str:
+        """Record the end of a process, wanted or not. ``location``: where its main thread was.
+
+        Return why it is no more, or ``reason`` if that is known by now.
+        """
         process = self.processes.get(token)
         if process is None or process.exit_description is not None:
-            return
+            return reason
+        if location and not process.end_reason:  # its own deadline has ended it
+            process.end_reason = self._late(process)
+        if process.end_reason:
+            reason = process.end_description(reason, location)
         was_warm = process.is_ready
         process.exit_description, process.ended_at, process.never_joined = reason, at, never_joined
         if process.local_rank is None:
             del self.processes[token]
             self.wasted_spares += _SPARE_TRIES if never_joined else not was_warm
             self._refill()
+        return reason
 
     def connection_closed(self, token: str, at: float | None = None) -> None:
         """A rank closed its connection, and its process may still be there."""
@@ -332,7 +366,7 @@ class NodeState:
             return
         if orders.broken_reason is not None and formed is not None and formed.epoch == self.world.epoch:
             if self.broken_reason is None and orders.broken_s is not None:
-                self.leave_world_by = now + orders.broken_s
+                self.leave_world_by, self.leave_world_s = now + orders.broken_s, orders.broken_s
             self.broken_reason = orders.broken_reason
             for process in self.rank_processes():
                 process.formed_epoch = process.assigned_epoch  # who still waited for the store was never in it
@@ -359,7 +393,7 @@ class NodeState:
                         why = (
                             f"local rank {process.local_rank} is not ready in time: its process is killed and replaced"
                         )
-                        self.effects.append(EndProcess(process.token, why))
+                        self.effects.append(EndProcess(process.token, why, stacks=True))
                         process.exit_description = why
                     self._fill_local_rank(process.local_rank)
         for local_rank in command.local_ranks:
@@ -411,7 +445,7 @@ class NodeState:
 
     def _fill_local_rank(self, local_rank: int, warm_spares: Sequence[RankProcess] = ()) -> None:
         for process in [one for one in self.rank_processes() if one.local_rank == local_rank]:
-            self._drop(process.token)
+            self._drop(process.token, stacks=self.broken_reason is not None and process.is_inside)
         self.spawn_count += 1
         if warm_spares:
             warm_spares[0].local_rank = local_rank
@@ -424,9 +458,11 @@ class NodeState:
         self.processes[token] = RankProcess(token, self.attempts, local_rank)
         self.effects.append(StartProcess(token, self.attempts, local_rank))
 
-    def _drop(self, token: str) -> None:
-        if self.processes.pop(token).exit_description is None:
-            self.effects.append(EndProcess(token))
+    def _drop(self, token: str, *, stacks: bool = False) -> None:
+        process = self.processes.pop(token)
+        if process.exit_description is None:
+            why = f"{self._named(process)} is replaced: {self.broken_reason}" if stacks else ""
+            self.effects.append(EndProcess(token, why, stacks=stacks))
 
     def _refill(self) -> None:
         for _ in range(self._lacking_spares()):
@@ -438,19 +474,53 @@ class NodeState:
 
     def tick(self, now: float) -> None:
         """Time has passed."""
-        self._end_mute(now)
+        self._end_late(now)
         self.refill_spares(now)
 
-    def _end_mute(self, now: float) -> None:
-        """Who has not left a broken world yet has time for that as long as its process runs."""
+    def _end_late(self, now: float) -> None:
+        """End processes that have not left the broken world in time, or that are silent in it."""
         if self.broken_reason is None or self.exit is not None:
             return
+        is_over = self.leave_world_by is not None and now >= self.leave_world_by
         for process in self.rank_processes():
-            if process.is_mute(now):
-                self.effects.append(EndProcess(process.token))
-                self.process_exited(
-                    process.token, f"it was in a broken world, and said nothing for {process.silent_s(now):.0f} s"
-                )
+            if process.exit_description is not None:
+                continue
+            if process.end_by is not None:
+                if now >= process.end_by:
+                    self.process_exited(process.token, "it did not end by itself and was killed")
+                continue
+            if is_over and process.is_inside:
+                process.end_reason = self._late(process)
+            elif process.is_mute(now):
+                silent_s = process.silent_s(now)
+                process.end_reason = f"it was in a broken world, and said nothing for {silent_s:.0f} s"
+            if process.end_reason:
+                process.end_by = now + EXIT_S
+                self.effects.append(EndProcess(process.token, process.end_reason, stacks=True))
+
+    def _late(self, process: RankProcess) -> str:
+        epoch, limit_s = process.assigned_epoch, self.leave_world_s
+        return f"{self._named(process)} did not leave epoch {epoch} within {limit_s:.0f} s"
+
+    def is_leaving(self, token: str) -> bool:
+        """Return whether the process has a broken world to leave, and knows of it."""
+        process = self.processes.get(token)
+        if process is None or process.status is None or self.broken_reason is None:
+            return False
+        return process.is_inside and process.status.leave_stage is not None
+
+    def _named(self, process: RankProcess) -> str:
+        return f"rank {self.rank_of(process.local_rank or 0)}"
+
+    def next_due(self) -> float | None:
+        """When :meth:`tick` has something to do next, as far as that is known."""
+        if self.broken_reason is None or self.exit is not None:
+            return None
+        alive = [one for one in self.rank_processes() if one.exit_description is None]
+        times = [one.end_by for one in alive]
+        if any(one.is_inside and not one.end_reason for one in alive):
+            times.append(self.leave_world_by)
+        return min((when for when in times if when is not None), default=None)
 
     def refill_spares(self, now: float) -> None:
         """A spare that was used is replaced once the ranks have gone on: until then they want the cores that starting

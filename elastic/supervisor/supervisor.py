@@ -24,7 +24,15 @@ from functools import partial
 from pathlib import Path
 from typing import IO, Any
 
-from elastic.control.child_processes import ChildProcess, ProcessLog, describe_exit, last_line
+from elastic.control.child_processes import (
+    LEAVE_STATUS,
+    STACKS_SIGNAL,
+    ChildProcess,
+    ProcessLog,
+    describe_exit,
+    last_line,
+    stack_location,
+)
 from elastic.control.control_messages import (
     MAX_RANK_MESSAGE_BYTES,
     RANK_PROTOCOL,
@@ -72,6 +80,7 @@ _REASON_S = 0.2
 """How long the kernel may take to say how a process ended whose connection has closed."""
 
 _TAIL_BYTES = 4096
+_STACKS_BYTES = 256 << 10
 _JOB_ENDS = (ExitReason.FINISHED, ExitReason.STOPPED, ExitReason.JOB_FAILED, ExitReason.NEVER_JOINED)
 
 SpawnProcess = Callable[..., Any]
@@ -243,7 +252,8 @@ class Supervisor:
     def _patience_s(self) -> float:
         now = self._clock()
         nearest = [self._beat + self.settings.heartbeat_s, *(when for when, _ in self._timers)]
-        nearest += [when for when in (self.state.drain_deadline, self.state.refill_by) if when is not None]
+        state = self.state
+        nearest += [when for when in (state.drain_deadline, state.refill_by, state.next_due()) if when is not None]
         if self._fading_since is not None:
             nearest.append(self._fading_since + self.settings.exit_timeout_s)
         return max(0.005, min(nearest) - now)
@@ -298,14 +308,25 @@ class Supervisor:
             if isinstance(effect, StartProcess):
                 self._start(effect)
             elif isinstance(effect, EndProcess) and effect.token in self._running:
-                if effect.why:
-                    log.warning("node %s: %s", self.settings.node, effect.why)
-                self._running[effect.token].signal(signal.SIGKILL)
+                self._end(effect)
             elif isinstance(effect, PartitionNode):
                 self._link.disconnect_for(effect.seconds)
                 threading.Thread(target=self._cutting, args=(effect.seconds,), name="elastic-cut", daemon=True).start()
             elif isinstance(effect, InjectFault):
                 self._inject(effect.injection)
+
+    def _end(self, end: EndProcess) -> None:
+        if end.why:
+            log.warning("node %s: %s; its process is ended", self.settings.node, end.why)
+        if end.stacks:
+            self._running[end.token].end_with_stacks()
+            self._timers.append((self._clock() + node_state.EXIT_S, partial(self._kill, end.token)))
+        else:
+            self._kill(end.token)
+
+    def _kill(self, token: str) -> None:
+        if token in self._running:
+            self._running[token].signal(signal.SIGKILL)
 
     def _inject(self, injection: FaultInjection) -> None:
         settings = self.settings
@@ -386,7 +407,13 @@ class Supervisor:
             self.state.process_exited(token, why, at, never_joined=True)
             return
         memory = self._kills.new_kills() if status == -signal.SIGKILL else ""
-        self.state.process_exited(token, f"{describe_exit(status)}{', ' if memory else ''}{memory} (see {path})", at)
+        why = f"{describe_exit(status)}{', ' if memory else ''}{memory} (see {path})"
+        has_stacks = status == -STACKS_SIGNAL or (status == LEAVE_STATUS and self.state.is_leaving(token))
+        location = stack_location(end_of_file(path, _STACKS_BYTES)) if has_stacks else ""
+        known = self.state.process_exited(token, why, at, location=location)
+        if location:
+            said = f"its main thread was in {location}: {why}" if known == why else known
+            log.warning("node %s: %s", self.settings.node, said)
 
     def _where(self) -> str:
         """Where the coordinator is; on the link's thread."""
@@ -662,10 +689,14 @@ def script_name(command: Sequence[str]) -> str:
 
 def last_printed_line(printed: Path) -> str:
     """Return the last line of a log file that is not blank, or "" if there is none."""
+    return last_line(end_of_file(printed, _TAIL_BYTES))
+
+
+def end_of_file(path: Path, size: int) -> str:
+    """Return the last ``size`` bytes of a file as text, or "" if it cannot be read."""
     try:
-        with printed.open("rb") as file:
-            file.seek(max(0, printed.stat().st_size - _TAIL_BYTES))
-            text = file.read().decode(errors="replace")
+        with path.open("rb") as file:
+            file.seek(max(0, path.stat().st_size - size))
+            return file.read().decode(errors="replace")
     except OSError:
         return ""
-    return last_line(text)

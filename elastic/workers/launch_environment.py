@@ -15,7 +15,7 @@ from elastic.control.hang_detector import HangTimeouts
 from elastic.control.supervisor_client import SupervisorClient
 from elastic.errors import PolicyError
 from elastic.rendezvous.rootless_tcpstore import RootlessStore, StoreTimeouts
-from elastic.settings import hang_limits_in, is_supervised, supervisor_endpoint
+from elastic.settings import abort_timeout_in, hang_limits_in, is_supervised, supervisor_endpoint
 from elastic.workers.process_groups import close_store_connections
 from elastic.workers.store_control_plane import StoreControlPlane
 
@@ -52,7 +52,7 @@ def launcher_control_plane(environ: Mapping[str, str]) -> StoreControlPlane:
         if place.rank == 0 and environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
         else []
     )
-    return _kept(host, port, place, made, hang_limits_in(environ))
+    return _kept(host, port, place, made, limits=hang_limits_in(environ), leave_s=abort_timeout_in(environ))
 
 
 def assignment_from_environ(environ: Mapping[str, str], *, epoch: int = 0) -> RankAssignment:
@@ -89,14 +89,20 @@ def single_process_control_plane() -> StoreControlPlane:
 
 
 def _kept(
-    host: str, port: int, place: RankAssignment, servers: list[dist.TCPStore], limits: HangTimeouts | None = None
+    host: str,
+    port: int,
+    place: RankAssignment,
+    servers: list[dist.TCPStore],
+    *,
+    limits: HangTimeouts | None = None,
+    leave_s: float | None = None,
 ) -> StoreControlPlane:
     """The plane holds on to the servers that were made for it."""
 
     def connect(_servers: list[dist.TCPStore] = servers) -> RootlessStore:
         return connect_store(host, port)
 
-    return StoreControlPlane(connect, place, limits=limits)
+    return StoreControlPlane(connect, place, limits=limits, leave_s=leave_s)
 
 
 def start_store_server(host: str, port: int) -> dist.TCPStore:

@@ -48,6 +48,7 @@ from elastic.workers.peer_hang_detector import (
     PeerHangDetector,
     RankHeartbeats,
 )
+from elastic.world.scaling_policy import ScalingPolicy
 from elastic.world.world_state import SealedStep
 from peerstore.message_codec import from_json
 
@@ -55,8 +56,7 @@ log = logging.getLogger(__name__)
 
 _PREFIX = "elastic/plane"
 _LONG = timedelta(days=1)
-LEAVE_S = 10.0
-"""So long a rank may take to leave a world in which somebody hangs: it may be the one."""
+LEAVE_S = ScalingPolicy().abort_timeout_s
 
 
 class _Event(msgspec.Struct, frozen=True):
@@ -90,8 +90,9 @@ class StoreControlPlane:
     ) -> None:
         """``place``: with the least epoch this can be. ``last``: no process here has a place in another world.
 
-        ``limits``: how long no rank may get on; ``None``: nobody looks. ``leave_s``: a process that for so long has not
-        left a world in which somebody hangs ends with an error; ``None``: whoever started it sees to that.
+        ``limits``: how long no rank may get on; ``None``: nobody looks. ``leave_s``: seconds that a process may take to
+        leave a broken world, which notices carry as their deadline; ``None``: no limit. After a hang the plane itself
+        ends a process that takes longer, also one whose loop is not in ``elastic.run``.
         """
         self._connect = connect  # and what it holds on to: a server that lives as long as this plane
         self._store = connect()
@@ -376,8 +377,11 @@ class StoreControlPlane:
             elif event.target is not None:
                 self._target = event.target
             elif self._event is None or self._event.want is not NoticeKind.RESTART:
-                until = None if event.within_s is None else since_boot() + event.within_s
-                self._until = min((one for one in (self._until, until) if one is not None), default=None)
+                broken = event.want is NoticeKind.RESTART
+                within_s = self._leave_s if broken else event.within_s
+                until = None if within_s is None else since_boot() + within_s
+                earlier = None if broken else self._until
+                self._until = min((one for one in (earlier, until) if one is not None), default=None)
                 self._event = event
             self._changed.notify_all()
             notice = self.notice()

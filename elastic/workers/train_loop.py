@@ -18,7 +18,14 @@ from typing import Any, Generic, Literal, TypeVar, overload
 import torch.distributed as dist
 from torch.distributed.checkpoint.api import CheckpointException
 
-from elastic.control.control_plane import ControlNotice, ControlPlane, Dismissed, NoticeKind, RankAssignment
+from elastic.control.control_plane import (
+    ControlNotice,
+    ControlPlane,
+    Dismissed,
+    LeaveStage,
+    NoticeKind,
+    RankAssignment,
+)
 from elastic.errors import ElasticError, JobFailedError, NonFiniteLossError, UnhealthyProcessError, WorldChanged
 from elastic.workers.in_process_restart import (
     DeviceHealthCheck,
@@ -29,7 +36,7 @@ from elastic.workers.in_process_restart import (
     reset_process_state,
 )
 from elastic.workers.injected_faults import RankFaults, rank_faults
-from elastic.workers.leave_deadline import LeaveDeadline
+from elastic.workers.leave_deadline import LeaveDeadline, stacks_on_signal
 from elastic.workers.process_groups import ProcessGroups, UserProcessGroups, parse_store_address, process_groups_for
 from elastic.workers.rank_timeline import RankTimeline, open_rank_timeline
 from elastic.workers.shared_agent import expect_steps_of_shared_agent
@@ -171,6 +178,7 @@ def run(
             expect_steps_of_shared_agent(),
             open_rank_timeline() as record,
             rank_faults(plane) as faults,
+            stacks_on_signal(),
         ):
             if warmup is not None:
                 warmup()
@@ -252,7 +260,8 @@ class _Rank(Generic[T]):
             ours = {"groups": groups.abort_groups, "connections": groups.close_connections}
             for step in self._policy.abort_steps:
                 try:
-                    (ours[step] if isinstance(step, str) else step)()
+                    with self._deadline.aborting(str(step)):
+                        (ours[step] if isinstance(step, str) else step)()
                 except Exception as error:  # what comes after it is done all the same
                     log.error("%s failed when the world was aborted", step, exc_info=error)
 
@@ -263,7 +272,7 @@ class _Rank(Generic[T]):
 
     def _examine(self) -> None:
         """A process that is not fit for another world ends: it is better to start a new one than to find out later."""
-        self._deadline.at("the health check")
+        self._deadline.at(LeaveStage.HEALTH)
         try:
             self._policy.health_check()
         except UnhealthyProcessError:
@@ -291,7 +300,7 @@ class _Rank(Generic[T]):
                 if place.requested_step is not None and world.hydration is not None and world.hydration.mode == "live":
                     _waive_required_step()
                 self._record.survivors_asked(world.hydration is not None)
-                self._deadline.at("the train function")
+                self._deadline.at(LeaveStage.TRAIN)
                 value = self._train(world)
             well = True
             self._returned(world, value)
@@ -307,17 +316,17 @@ class _Rank(Generic[T]):
             self._faults.leave_world()
             self._steps = max(self._steps, world.completed)
             at = self._deadline.at
-            at("setting the survivor's state aside")
+            at(LeaveStage.SURVIVOR)
             with use_fence(fence):
                 self._hydrating.keep_state(sealed=bool(self._finished) or world.is_sealed)
-            at("the callbacks of world.on_leave")
+            at(LeaveStage.CLEANUP)
             world.run_cleanups()
             watch.watch_barrier(None)
-            at("closing the gate")
+            at(LeaveStage.BARRIER)
             gate.close()
-            at("destroying the process groups")
+            at(LeaveStage.GROUPS)
             groups.destroy(broken=not well)
-            at("freeing the memory of the world")
+            at(LeaveStage.RESET)
             reset_process_state()
         return world
 

@@ -32,6 +32,9 @@ from elastic.world.world_state import (
 
 replace = msgspec.structs.replace
 
+REPORT_S = 2.0
+"""Seconds that supervisors get to end the processes of a broken world and to report them, after their deadline."""
+
 
 class WorldTransition:
     """What every step of a decision can do."""
@@ -138,7 +141,7 @@ class WorldTransition:
             replacement_deadline_s=self.now_s + self.policy.faulty_scale_down_timeout_s,
         )
         for member in self.members_with_ranks:
-            due_s = None if member.ready else self.now_s + leave_s
+            due_s = None if member.ready else self.now_s + leave_s + REPORT_S
             self.update_member(member, ready_deadline_s=due_s, sealed=False)
         if counted:
             self.count_restart(reason, node, births)

@@ -11,6 +11,7 @@ from concurrent.futures import Future
 from pathlib import Path
 from typing import Any, Protocol
 
+from elastic.control.child_processes import STACKS_SIGNAL
 from elastic.control.control_messages import ResizeRequest, StopJobRequest
 from elastic.control.control_plane import ControlPlane, NoticeKind
 from elastic.control.coordinator_client import call_coordinator
@@ -107,6 +108,9 @@ class ThreadProcess:
         if self.plane is not None:
             self.plane.close()
         self._ended(-number)
+
+    def end_with_stacks(self) -> None:
+        self.signal(STACKS_SIGNAL)
 
     def join(self, timeout_s: float | None = None) -> bool:
         return not self.is_running

@@ -24,7 +24,7 @@ from elastic.errors import (
     JobFailedError,
     StaleEpochError,
 )
-from elastic.settings import hang_limits_in
+from elastic.settings import abort_timeout_in, hang_limits_in
 from elastic.workers.launch_environment import assignment_from_environ, connect_store, start_store_server
 from elastic.workers.process_groups import parse_store_address
 from elastic.workers.store_control_plane import StoreControlPlane, pauses_s
@@ -238,6 +238,7 @@ class InProcessControlPlane:
             until=until,
             limits=self._limits,
             pace=self._pace,
+            leave_s=abort_timeout_in(self._environ),
         )
         inner.on_broken(self._broken)
         with self._changed:
@@ -348,6 +349,7 @@ def meet(
     until: float | None,
     limits: HangTimeouts,
     pace: StepTimes,
+    leave_s: float,
 ) -> StoreControlPlane:
     """What the ranks of one start say to each other. Who cannot be reached yet is waited for.
 
@@ -376,7 +378,7 @@ def meet(
             prefix=f"hyperpod/{count}/",
             limits=limits,
             pace=pace,
-            leave_s=None,  # the agent ends who does not come to the barrier
+            leave_s=leave_s,
         )
     except RuntimeError as error:
         raise ControlPlaneUnavailableError(f"the store at {place.store} does not answer: {error}") from error

@@ -23,7 +23,7 @@ import torch.distributed as dist
 from elastic.control.control_plane import Dismissed, NoticeKind, RankAssignment, RankProgress
 from elastic.control.hang_detector import HangTimeouts
 from elastic.errors import ControlPlaneUnavailableError, ElasticError, JobFailedError
-from elastic.settings import hang_limits_in
+from elastic.settings import abort_timeout_in, hang_limits_in
 from elastic.workers.launch_environment import connect_store
 from elastic.workers.store_control_plane import StoreControlPlane
 from integration.hyperpod.elastic_agent.checkpoint_reporter import CheckpointReporter, agent_checkpoint_reporter
@@ -52,7 +52,13 @@ class ProcessControlPlane(StoreControlPlane):
         host, port = worker.master_address
         self._keeper = _server(host, port) if worker.assignment.rank == 0 else None
         # The agent starts the next world at once, with what the nodes have in memory: nothing has to become durable.
-        super().__init__(lambda: connect_store(host, port), worker.assignment, last=False, limits=limits)
+        super().__init__(
+            lambda: connect_store(host, port),
+            worker.assignment,
+            last=False,
+            limits=limits,
+            leave_s=abort_timeout_in(),
+        )
         self._asked = asked
         self._patience_s = patience_s
         self._account = account

@@ -14,7 +14,7 @@ from elastic.control.control_messages import NodeStatus, WorldSpec
 from elastic.control.control_plane import RankAssignment, RankProgress
 from elastic.control.hang_detector import HangDetector, HangTimeouts, StepTimes
 from elastic.errors import PolicyError
-from elastic.settings import hang_limits, hang_limits_in
+from elastic.settings import abort_timeout_in, hang_limits, hang_limits_in
 from elastic.workers.process_groups import ProcessGroups
 from elastic.world.world_state import HangDetected, RankLost
 from tests.support.control_simulation import ControlSimulation
@@ -211,3 +211,11 @@ def test_where_there_is_no_command_line_of_ours_limits_are_in_the_environment():
     assert hang_limits_in(said) == HangTimeouts(90.0, 0.0)
     with pytest.raises(PolicyError, match=r"\$ELASTIC_FIRST_STEP_TIMEOUT 'soon'"):
         hang_limits_in({"ELASTIC_FIRST_STEP_TIMEOUT": "soon"})
+
+
+def test_abort_timeout_of_the_environment():
+    assert abort_timeout_in({}) == 10.0
+    assert abort_timeout_in({"ELASTIC_ABORT_TIMEOUT": "60"}) == 60.0
+    for wrong in ("soon", "0", "inf"):
+        with pytest.raises(PolicyError, match=r"\$ELASTIC_ABORT_TIMEOUT"):
+            abort_timeout_in({"ELASTIC_ABORT_TIMEOUT": wrong})

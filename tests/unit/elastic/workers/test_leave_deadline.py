@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import ctypes
 import threading
 
 import pytest
 
-from elastic.control.control_plane import ControlNotice, NoticeKind
+from elastic.control.control_plane import ControlNotice, LeaveStage, NoticeKind
 from elastic.workers.leave_deadline import LeaveDeadline
 from tests.support.control_planes import PATIENCE_S
-from tests.support.control_simulation import ControlSimulation
+from tests.support.control_simulation import Table
+from tests.support.local_nodes import until
 
 
 class Plane:
@@ -29,7 +31,7 @@ def ended():
 
 @pytest.fixture
 def deadline(plane, ended):
-    one = LeaveDeadline(plane, ended.set)
+    one = LeaveDeadline(plane, ended.set, native_timer=False)
     yield one
     one.left()
 
@@ -44,13 +46,55 @@ def threads() -> list[threading.Thread]:
 
 def test_late_process_ends_and_logs_its_stage(plane, deadline, ended, caplog, capfd):
     deadline.enter(4)
-    deadline.at("the train function")
+    deadline.at(LeaveStage.TRAIN)
     plane.tell(broken(4, 0.01))
     assert ended.wait(PATIENCE_S)
     for one in threads():
         one.join(PATIENCE_S)
     assert "epoch 4 is broken (rank 1 was lost)" in caplog.text
     assert ": the train function. The process exits" in caplog.text
+
+
+def test_abort_step_that_does_not_return_is_logged(plane, deadline, ended, caplog):
+    deadline.enter(4)
+    with deadline.aborting("groups"):
+        plane.tell(broken(4, 0.01))
+        assert ended.wait(PATIENCE_S)
+        for one in threads():
+            one.join(PATIENCE_S)
+    assert "entering the world (the abort step 'groups' has not returned)" in caplog.text
+
+
+def _holds_the_lock(say):
+    """Native code takes the interpreter's lock after the notice and keeps it."""
+    plane = Plane()
+    deadline = LeaveDeadline(plane)
+    deadline.enter(4)
+    plane.tell(broken(4, 1.0))
+    say("holds")
+    ctypes.PyDLL(None).pause()
+
+
+def test_native_code_that_keeps_the_interpreter_lock_is_ended_by_a_timer(zygote):
+    running = zygote.start(_holds_the_lock)
+    until(lambda: running.has_ended)
+    assert running.lines() == ["holds"]
+    with pytest.raises(AssertionError):  # it ended with an error
+        running.wait()
+
+
+def _leaves_in_time(say):
+    plane = Plane()
+    deadline = LeaveDeadline(plane)
+    deadline.enter(4)
+    plane.tell(broken(4, 0.5))
+    deadline.left()
+    threading.Event().wait(1.5)
+    return "alive"
+
+
+def test_timer_is_cancelled_when_the_world_is_left(zygote):
+    assert zygote.start(_leaves_in_time).wait().result == "alive"
 
 
 def test_process_that_leaves_in_time_is_not_ended(plane, deadline, ended):

@@ -90,6 +90,25 @@ def test_new_attempt_ignores_the_state_of_the_previous_one(start):
     assert wait_results(start_all(*(lambda p=plane: p.agree_on_step(16) for plane in second))) == [16, 16]
 
 
+def test_broken_world_has_a_deadline_of_its_own(server):
+    """A longer or shorter one of an earlier request does not count."""
+    place = RankAssignment(0, 0, 1, 0, 1, 0, 1, f"127.0.0.1:{server.port}")
+    for number, (leave_s, request_s) in enumerate([(50.0, 0.5), (50.0, 900.0), (None, 900.0)]):
+        plane = StoreControlPlane(
+            lambda: connect_store("127.0.0.1", server.port), place, leave_s=leave_s, prefix=f"leave-{number}/"
+        )
+        try:
+            plane.wait_for_assignment(timeout_s=PATIENCE_S)
+            plane.request_change(NoticeKind.RESIZE, "preempted", deadline_s=request_s)
+            until(plane.notice)
+            plane.report_fault("a fault")
+            until(lambda plane=plane: wants(plane) is NoticeKind.RESTART)
+            found = plane.notice().deadline_s
+            assert found is None if leave_s is None else 1.0 < found <= leave_s
+        finally:
+            plane.close()
+
+
 def test_waiting_for_a_missing_rank_times_out(start):
     first, _ = start(2)
     with pytest.raises(ControlDeadlineError):

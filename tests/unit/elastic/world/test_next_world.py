@@ -407,11 +407,11 @@ def test_ranks_missing_after_an_unattributed_hang_are_respawned_and_then_dropped
     job = ReconcilerDriver(FOUR, "abcd")
     job.tell(HangDetected(0, "no step for 300 s"), at_s=10)
     job.ready("a", "b", "d")
-    job.tell(Tick(), at_s=13)
+    job.tell(Tick(), at_s=15)
     assert job.actions == ()
-    job.tell(Tick(), at_s=14)
+    job.tell(Tick(), at_s=16)
     assert job.actions == (RespawnStragglers("c", 1),)
-    job.tell(Tick(), at_s=114)
+    job.tell(Tick(), at_s=116)
     why = "its ranks did not come, nor others in their place within 100 s"
     assert job.did(ReleaseNode) == ReleaseNode("c", 1, why, force=True)
     job.tell(Tick(), at_s=200)
@@ -422,8 +422,8 @@ def test_leave_timeout_replaces_a_rank_after_a_fault():
     job = ReconcilerDriver(FOUR, "abcd")
     job.tell(RankFault("a", 1, 0, 0, "x"), at_s=10)
     job.ready("a", "b", "d")
-    assert job.tell(Tick(), at_s=19) == ()
-    assert job.tell(Tick(), at_s=20) == (RespawnStragglers("c", 1),)
+    assert job.tell(Tick(), at_s=21) == ()
+    assert job.tell(Tick(), at_s=22) == (RespawnStragglers("c", 1),)
 
 
 def test_standby_node_with_repeatedly_failing_processes_is_released():

@@ -16,6 +16,7 @@ from elastic.world.world_state import (
     RespawnRanks,
     WorldPhase,
 )
+from elastic.world.world_transition import REPORT_S
 
 POLICY = ScalingPolicy(min_replicas=1, max_replicas=4, faulty_scale_down_timeout_s=30)
 ABC = ("a", "b", "c")
@@ -52,7 +53,11 @@ def test_single_report_with_the_members_is_enough():
 def test_node_without_a_report_is_lost():
     world, actions = from_reports(report("a"), report("c"))
     assert actions[0] == BreakWorld(5, "the new coordinator found nobody of b in the world", POLICY.abort_limit_s)
-    assert (world.phase, world.restarts, world.next_tick_s) == (WorldPhase.FORMING, 4, 1000 + POLICY.abort_limit_s)
+    assert (world.phase, world.restarts, world.next_tick_s) == (
+        WorldPhase.FORMING,
+        4,
+        1000 + POLICY.abort_limit_s + REPORT_S,
+    )
 
 
 def test_node_without_the_newest_world_is_in_no_world():
