@@ -493,7 +493,8 @@ class NodeState:
                 process.end_reason = self._late(process)
             elif process.is_mute(now):
                 silent_s = process.silent_s(now)
-                process.end_reason = f"it was in a broken world, and said nothing for {silent_s:.0f} s"
+                named, epoch = self._named(process), process.assigned_epoch
+                process.end_reason = f"{named} has not left broken epoch {epoch} and sent nothing for {silent_s:.0f} s"
             if process.end_reason:
                 process.end_by = now + EXIT_S
                 self.effects.append(EndProcess(process.token, process.end_reason, stacks=True))

@@ -89,3 +89,11 @@ def test_rank_that_is_still_in_the_world_is_replaced_by_a_spare(table):
     assert late.token not in node.ranks
     assert spare.local_rank == 1
     assert spare.assigned_epoch > late.assigned_epoch
+
+
+def test_silent_process_in_a_broken_world_is_named(table):
+    node, late = broken(table)
+    node.seats.leave_world_by += 60.0
+    node.seats.tick(table.now + 11.0)
+    named = f"rank 3 has not left broken epoch {late.assigned_epoch} and sent nothing for"
+    assert any(named in one.why and one.stacks for one in node.seats.take_effects())
