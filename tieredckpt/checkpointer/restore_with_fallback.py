@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import itertools
 import logging
 import time
@@ -14,7 +15,6 @@ import torch
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint._nested_dict import set_element  # the inverse of DCP's own flattening
 from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 from torch.distributed.checkpoint.stateful import Stateful
 
@@ -41,7 +41,9 @@ from tieredckpt.errors import (
 )
 from tieredckpt.gc_pause import gc_paused
 from tieredckpt.live.survivor_state import Hydration, current_survivor_state, names_digest
-from tieredckpt.restore.live_state import RestoredState
+from tieredckpt.restore.filled_tensors import takes_over_in_place
+from tieredckpt.restore.live_state import RestoredState, top_level_name
+from tieredckpt.restore.load_planner import RestorePlanner
 from tieredckpt.restore.proof import RestoreProof
 from tieredckpt.settings import Settings, override_settings
 from tieredckpt.tensors.optimizer_placeholders import init_optimizer_state
@@ -104,8 +106,16 @@ class CheckpointRestorer:
                 return -1, self._begins(nothing)
             _make_moments(state, reader)
             _tell_saved(state, reader)
+            in_place = {name for name, value in state.items() if takes_over_in_place(value)}
+            reader.in_place = functools.partial(_belongs_to, in_place, state)
+            reader.verifies_while_reading = strict
             filled = _with_room(state, reader)
-            planner = DefaultLoadPlanner(allow_partial_load=not strict)
+            filled |= {
+                name: _OrdinaryModule(value, reader)
+                for name, value in state.items()
+                if name in in_place and isinstance(value, torch.nn.Module)
+            }
+            planner = RestorePlanner(allow_partial_load=not strict)
             try:
                 with contextlib.closing(reader):
                     self._together.call_dcp(dcp.load, filled, storage_reader=reader, planner=planner)
@@ -126,7 +136,11 @@ class CheckpointRestorer:
                     raise error from failure
                 continue
             state.update(
-                {name: value for name, value in filled.items() if not isinstance(value, _StatefulWithPlaceholders)}
+                {
+                    name: value
+                    for name, value in filled.items()
+                    if not isinstance(value, _StatefulWithPlaceholders | _OrdinaryModule)
+                }
             )
             self._prove(state, reader, exclude_from_proof, began)
             self._hydrated(reader.report, given)
@@ -388,6 +402,27 @@ class _StatefulWithPlaceholders:
 
     def load_state_dict(self, state: StateDict) -> None:
         self._own.load_state_dict(state)
+
+
+def _belongs_to(names: Collection[str], state: StateDict, fqn: str) -> bool:
+    return top_level_name(state, fqn) in names
+
+
+class _OrdinaryModule:
+    """A module whose ``load_state_dict`` copies each tensor that was filled onto itself."""
+
+    def __init__(self, module: torch.nn.Module, reader: TieredReader) -> None:
+        self._module = module
+        self._reader = reader
+
+    def state_dict(self) -> StateDict:
+        state: StateDict = self._module.state_dict()
+        return state
+
+    def load_state_dict(self, state: StateDict) -> None:
+        evidence = self._reader.evidence
+        with evidence.filled.ignore_self_copies() if evidence is not None else contextlib.nullcontext():
+            self._module.load_state_dict(state)
 
 
 def _copied(value: Any) -> Any:

@@ -16,7 +16,7 @@ import secrets
 import time
 from array import array
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -71,7 +71,7 @@ from tieredckpt.resolve_step import (
 from tieredckpt.restore.proof import LoadEvidence, RestoreProof, RestoreProver, load_planner_is_transparent
 from tieredckpt.restore.read_executor import ReadExecutor, read_item_box
 from tieredckpt.restore.step_index import RankReadPlan
-from tieredckpt.restore.verified_reads import PinnedShards, ShardCheck
+from tieredckpt.restore.verified_reads import PinnedShards, ReadMismatchError, ShardCheck
 from tieredckpt.session.session import Session, open_session
 from tieredckpt.settings import Settings, load_settings, override_settings
 from tieredckpt.tensors.state_dict import dtype_from_name
@@ -199,6 +199,11 @@ class TieredReader(StorageReader):
         """Whether :meth:`describe_choice` found less than there was, and nodes that may have it do not answer now."""
         self.defers_proof = False
         """Whoever loads compares the live state himself, with :attr:`evidence`; else the targets are compared."""
+        self.verifies_while_reading = False
+        """Compare shards with their checksums while they are copied, and not before the vote: where they are damaged,
+        the targets hold some of it when the load takes another copy, or fails."""
+        self.in_place: Callable[[str], bool] = lambda _: True
+        """Whether only torch's own code takes an entry over after the load: its target may be its live tensor."""
         self.evidence: LoadEvidence | None = None
         """What the last load brought can be told by."""
         self.error: TieredCheckpointError | None = None
@@ -497,13 +502,18 @@ class TieredReader(StorageReader):
             group = candidate.version_id
             if offered:
                 offered.append(group)  # only needed when another rank cannot load the first
-            elif self._verified(group, needs, objects):
+            elif self._verified(group, needs, objects, by_agent=not self.verifies_while_reading):
                 offered.append(group)
         failpoint("load.voted")
         return LoadVote(tuple(offered), tuple(self._refused), tuple(self._reluctant))
 
-    def _verified(self, group: VersionId, needs: Sequence[tuple[str, Box]], objects: Sequence[str]) -> bool:
-        """Whether everything this rank needs of ``group`` is there, and good where it is near."""
+    def _verified(
+        self, group: VersionId, needs: Sequence[tuple[str, Box]], objects: Sequence[str], *, by_agent: bool
+    ) -> bool:
+        """Whether everything this rank needs of ``group`` is there, and good where it is near.
+
+        Without ``by_agent`` the tensors of shards that are read whole are left to the copy.
+        """
         for _ in range(len(Tier) + 1):
             step = self._described(group)
             if step is None:
@@ -518,21 +528,42 @@ class TieredReader(StorageReader):
                 self._pinned = PinnedShards(self.session.agent.store, group)
             pinned = self._pinned
             near = {part: wanted for part, wanted in ranges.items() if step.tier(part) is Tier.MEMORY}
+            if not by_agent:
+                archives = step.archive_ranges(objects)
+                near |= {part: archives.get(part, []) for part in step.whole_parts}
             found = {part: pinned.verify(step.shards[part], wanted) for part, wanted in near.items()}
             bad = {part: what for part, what in found.items() if what is not ShardCheck.GOOD}
             if not bad:
                 self._ready = group
                 return True
-            # The agent has dropped what was damaged: describe the step again, another tier may have it.
-            for part, what in bad.items():
-                level = logging.ERROR if what is ShardCheck.DAMAGED else logging.WARNING
-                log.log(level, "%s in memory: %s; looking for another copy", step.shards[part].key, what.value)
-            self._unreadable[group] |= {part for part, what in bad.items() if what is ShardCheck.UNREADABLE}
-            part, what = next(iter(bad.items()))
-            self._refused.append(f"step {group.version}: part {part} in memory: {what.value}")
-            self._let_go()
-            del self._steps[group]
+            self._look_elsewhere(step, bad)
         return False
+
+    def _look_elsewhere(self, step: RankReadPlan, bad: Mapping[int, ShardCheck]) -> None:
+        """Have the step described again: the agent has dropped what was damaged, and another tier may have it."""
+        group = step.version_id
+        for part, what in bad.items():
+            level = logging.ERROR if what is ShardCheck.DAMAGED else logging.WARNING
+            log.log(level, "%s in memory: %s; looking for another copy", step.shards[part].key, what.value)
+        self._unreadable[group] |= {part for part, what in bad.items() if what is ShardCheck.UNREADABLE}
+        part, what = next(iter(bad.items()))
+        self._refused.append(f"step {group.version}: part {part} in memory: {what.value}")
+        self._let_go()
+        del self._steps[group]
+
+    def _reject(self, step: RankReadPlan, pinned: PinnedShards, found: ReadMismatchError) -> None:
+        """Have the agent look at bytes that differed here: they differ in the slot, or only on their way."""
+        shard = step.shards[found.part]
+        check = pinned.verify(shard, found.ranges, again=True)
+        if check is not ShardCheck.GOOD:
+            self._look_elsewhere(step, {found.part: check})
+            return
+        log.error(
+            "%s: %d chunks differed from their checksums when they were read, and are good in memory: the step is read "
+            "again. Two entries that overlap in memory do this every time; else memory of this node is failing",
+            *(shard.key, len(found.ranges)),
+        )
+        self._let_go()
 
     def _refuse(self, group: VersionId, error: Exception) -> None:
         log.error("step %d of %s cannot be used: %s", group.version, self._location.job, error)
@@ -565,8 +596,10 @@ class TieredReader(StorageReader):
         planned = self._steps[group].pieces if group in self._steps else {}
         if any(need not in planned for need in needs):  # the planner changed the plan after the vote
             self._let_go()
-        for last in (False, True):
-            if self._ready != group and not self._verified(group, needs, objects):
+        in_one_pass, interrupted = True, False
+        while True:
+            by_agent = not (in_one_pass and self.verifies_while_reading)
+            if self._ready != group and not self._verified(group, needs, objects, by_agent=by_agent):
                 raise CheckpointDamagedError(
                     f"step {group.version} of {self._location.job}: {'; '.join(self._refused)}"
                 )
@@ -574,18 +607,32 @@ class TieredReader(StorageReader):
             assert pinned is not None  # noqa: S101 - _verified made it
             cast = self._cast or self._location.cast
             proven = self.settings.memory.proof and (self.defers_proof or load_planner_is_transparent(planner))
-            self.evidence = LoadEvidence(step, session.copier) if proven else None
-            work = ReadExecutor(session, step, pinned, planner, cast=cast, trust=self._trust, evidence=self.evidence)
+            self.evidence = LoadEvidence(step, session.copier, self.in_place) if proven else None
+            work = ReadExecutor(
+                session,
+                step,
+                pinned,
+                planner,
+                cast=cast,
+                trust=self._trust,
+                evidence=self.evidence,
+                verifies=in_one_pass and (proven or self.verifies_while_reading),
+            )
             try:
                 with session.track_load(group, self._rank):
                     work.run(plan.items)
                     proof = None if self.defers_proof else self._prove(planner, pinned)
+            except ReadMismatchError as mismatch:
+                self._reject(step, pinned, mismatch)
+                in_one_pass = False  # from here on the agent compares everything first
+                continue
             except (CheckpointDamagedError, ObjectNotFoundError) as error:
                 raise self._unusable(group, error) from error
             if self._let_go():
                 break
-            if last:
+            if interrupted:
                 raise TierUnavailableError(f"the node agent went away twice while step {group.version} was read")
+            interrupted = True
         seconds = time.perf_counter() - began
         if self.resumes_job:
             session.report_restored(group, decision.ranks)

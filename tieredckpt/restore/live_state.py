@@ -25,6 +25,16 @@ from tieredckpt.tensors.state_dict import archive_object, flatten_state, resolve
 log = logging.getLogger(__name__)
 
 
+def top_level_name(state: Mapping[str, Any], fqn: str) -> str:
+    """The name in the state itself, which may have dots."""
+    end = fqn.find(".")
+    while end >= 0:
+        if fqn[:end] in state:
+            return fqn[:end]
+        end = fqn.find(".", end + 1)
+    return fqn
+
+
 class RestoredState:
     """A state after a restore, asked again what it is made of."""
 
@@ -77,13 +87,7 @@ class RestoredState:
         return ""
 
     def _top_of(self, fqn: str) -> str:
-        """The name in the state itself, which may have dots."""
-        end = fqn.find(".")
-        while end >= 0:
-            if fqn[:end] in self._state:
-                return fqn[:end]
-            end = fqn.find(".", end + 1)
-        return fqn
+        return top_level_name(self._state, fqn)
 
     def _asked(self, names: Sequence[str], mute: dict[str, str]) -> dict[str, Any]:
         """In an order that is the same on every rank."""

@@ -28,8 +28,8 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from tieredckpt.errors import TieredCheckpointError
 from tieredckpt.format.manifest import ShardIndex
 from tieredckpt.format.slice_boxes import Box, ByteRun, byte_runs, full_box
-from tieredckpt.resolve_step import Tier
-from tieredckpt.restore.step_index import ByteRange, RankReadPlan, TensorPiece, chunk_ranges
+from tieredckpt.restore.filled_tensors import FilledTensors
+from tieredckpt.restore.step_index import ByteRange, RankReadPlan, TensorPiece
 from tieredckpt.restore.verified_reads import PinnedShards, ShardCheck
 from tieredckpt.tensors.slot_copy import Copier, memory_at_address
 from tieredckpt.tensors.state_dict import has_ordinary_dispatch, is_contiguous_in_memory
@@ -76,26 +76,32 @@ class LoadedItem:
 class LoadEvidence:
     """What a load has brought to one rank."""
 
-    def __init__(self, step: RankReadPlan, copier: Copier) -> None:
+    def __init__(self, step: RankReadPlan, copier: Copier, in_place: Callable[[str], bool] = lambda _: True) -> None:
+        """``in_place`` says of an entry whether only torch's own code runs between the load and the proof."""
         self.step = step
+        self._in_place = in_place
         self.copier = copier
         self.brought: list[LoadedItem] = []
         self.objects: dict[str, bytes | None] = {}
         """``None``: too large to be kept."""
         self.moves: defaultdict[int, list[SealedRun]] = defaultdict(list)
         """What can be told by the seal, for each shard."""
-        self._by_seal = _mostly_whole(step)
+        self.filled = FilledTensors()
 
     def start_item(self, item: ReadItem, box: Box, target: torch.Tensor) -> LoadedItem:
         brought = LoadedItem(item.storage_index.fqn, item, box, target.dtype, len(self.brought))
         self.brought.append(brought)
+        self.filled.add_target(brought.number, target)
         return brought
+
+    def add_verified(self, brought: LoadedItem, target: torch.Tensor) -> None:
+        """Remember that all bytes of ``target`` are compared with the seal while they are copied."""
+        if self._in_place(brought.fqn):
+            self.filled.add_verified(brought.number, target)
 
     def add_sealed(self, brought: LoadedItem, piece: TensorPiece, base: int, found: Sequence[ByteRun]) -> bool:
         """Whether what these runs bring can be told by the seal of their shard: it is remembered then."""
-        if piece.part not in self._by_seal:
-            return False
-        if len(found) > 1 and (len(found) - 1) * _RUN_BYTES > sum(run.size_bytes for run in found):
+        if not fits_seal(self.step, piece, found):
             return False
         brought.sealed.append(piece)
         moves, index = self.moves[piece.part], brought.number
@@ -113,24 +119,11 @@ class LoadEvidence:
         self.objects[fqn] = data if len(data) <= _LARGEST_OBJECT else None
 
 
-def _mostly_whole(step: RankReadPlan) -> set[int]:
-    """Shards in this node's memory of whose chunks this rank reads about half or more."""
-    ranges: defaultdict[int, list[ByteRange]] = defaultdict(list)
-    wanted: defaultdict[int, int] = defaultdict(int)
-    for pieces in step.pieces.values():
-        for piece in pieces:
-            if piece.item < 0 and step.tier(piece.part) is Tier.MEMORY:
-                span = step.tensor_range(piece)
-                ranges[piece.part].append(span)
-                alone = piece.box == piece.entry.box
-                wanted[piece.part] += span.stop - span.start if alone else piece.box.volume * piece.entry.itemsize
-    found = set()
-    for part, some in ranges.items():
-        size = step.shards[part].chunk_bytes
-        touched = sum(stop - first for first, stop in chunk_ranges(some, size)) * size
-        if touched <= 2 * wanted[part] + 4 * size:
-            found.add(part)
-    return found
+def fits_seal(step: RankReadPlan, piece: TensorPiece, found: Sequence[ByteRun]) -> bool:
+    """Whether these runs are compared with the chunk checksums of their shard without reading much else."""
+    if piece.part not in step.whole_parts:
+        return False
+    return len(found) < 2 or (len(found) - 1) * _RUN_BYTES <= sum(run.size_bytes for run in found)
 
 
 @dataclass
@@ -202,6 +195,7 @@ class RestoreProver:
     def run(self, skip: Mapping[str, str]) -> RestoreProof:
         """Everything but what ``skip`` says, by name, why it is not compared."""
         proof = self._proof
+        self._evidence.filled.drop_shared()
         copied: list[tuple[LoadedItem, torch.Tensor]] = []
         for brought in self._evidence.brought:
             if skip and brought.fqn in skip:
@@ -215,6 +209,8 @@ class RestoreProver:
                 self._converted(brought, live)
                 continue
             self._seen.append((brought, live))
+            if self._evidence.filled.is_unchanged(brought.number, live):
+                continue
             if brought.copied:
                 copied.append((brought, live))
             if brought.sealed:
@@ -299,7 +295,7 @@ class RestoreProver:
         if fd < 0:
             return ShardCheck.EVICTED
         try:
-            return self._pinned.verify(shard, spans)
+            return self._pinned.verify(shard, spans, again=True)
         except TieredCheckpointError as error:
             log.warning("%s", error)
             return ShardCheck.UNREADABLE

@@ -21,9 +21,10 @@ from peerstore.peers.range_reader import ReadTarget
 from tieredckpt.errors import CheckpointDamagedError, MismatchError, TierUnavailableError
 from tieredckpt.format.slice_boxes import Box, ByteRun, byte_runs, relative_box, split_box
 from tieredckpt.resolve_step import Tier
-from tieredckpt.restore.proof import LoadedItem, LoadEvidence
+from tieredckpt.restore.proof import LoadedItem, LoadEvidence, fits_seal
 from tieredckpt.restore.step_index import ByteRange, RankReadPlan, TensorPiece
-from tieredckpt.restore.verified_reads import PinnedShards, read_durable_shard
+from tieredckpt.restore.verified_copy import copy_verified
+from tieredckpt.restore.verified_reads import PinnedShards, ReadMismatchError, ShardCheck, read_durable_shard
 from tieredckpt.session.session import Session
 from tieredckpt.tensors.device import DeviceCopy, accelerator
 from tieredckpt.tensors.safe_objects import check_safe_object
@@ -90,7 +91,9 @@ class ReadExecutor:
         cast: bool,
         trust: bool,
         evidence: LoadEvidence | None = None,
+        verifies: bool = False,
     ) -> None:
+        """``verifies``: compare the shards that are read whole while they are copied; the agent has not done it."""
         self._session = session
         self._cast = cast
         self._trust = trust
@@ -104,6 +107,11 @@ class ReadExecutor:
         """Where targets begin that are filled together."""
         self._near: dict[int, list[MemoryCopy]] = defaultdict(list)
         """For shards in memory: which bytes (by their place in the shard) go to which address."""
+        self._verifies = verifies
+        self._whole: dict[int, list[MemoryCopy]] = defaultdict(list)
+        """The same, for bytes that are compared with the seal while they are copied."""
+        self._unverified: dict[int, list[ByteRange]] = defaultdict(list)
+        """What the agent has to compare before it is copied."""
         self._far: dict[int, list[tuple[ByteRange, int]]] = defaultdict(list)
         """For shards on other nodes and in the durable tier: which bytes go to which address."""
         self._after: list[tuple[torch.Tensor, torch.Tensor]] = []
@@ -132,9 +140,9 @@ class ReadExecutor:
             target = self._planner.resolve_tensor(item)
             if target.layout is torch.strided:  # a sparse one would get its new elements in the detached copy alone
                 target = target.detach()
-            self._plan_tensor(item, target)
+            whole = self._plan_tensor(item, target)
             self._done.append((item, target))
-            size += target.numel() * target.element_size()
+            size += 0 if whole else target.numel() * target.element_size()
             if size >= _WINDOW_BYTES:
                 self._flush()
                 size = 0
@@ -150,6 +158,8 @@ class ReadExecutor:
         self._planner.load_bytes(item, io.BytesIO(data))
 
     def _flush(self) -> None:
+        self._verify_pending()
+        self._copy_whole()
         self._bring(self._near, self._far)
         if self._on_devices:
             self._fill_devices()
@@ -164,6 +174,24 @@ class ReadExecutor:
         self._after, self._done, self._on_devices = [], [], []
         self._near.clear()
         self._far.clear()
+
+    def _verify_pending(self) -> None:
+        """Have the agent compare bytes of shards in this node's memory, once."""
+        for part, ranges in self._unverified.items():
+            if self._pinned.verify(self._step.shards[part], ranges) is not ShardCheck.GOOD:
+                raise ReadMismatchError(part, ranges)
+        self._unverified.clear()
+
+    def _copy_whole(self) -> None:
+        """Copy what is compared with the seal on its way."""
+        for part, moves in self._whole.items():
+            shard = self._step.shards[part]
+            bad = copy_verified(self._session.copier, self._pinned.file(part), shard, moves)
+            if bad:
+                size = shard.chunk_bytes
+                ranges = [ByteRange(at * size, min((at + 1) * size, shard.size_bytes)) for at in bad]
+                raise ReadMismatchError(part, ranges)
+        self._whole.clear()
 
     def _bring(self, near: Mapping[int, list[MemoryCopy]], far: Mapping[int, _Wanted]) -> None:
         """Bytes of shards to addresses of this process, from wherever they are."""
@@ -206,7 +234,8 @@ class ReadExecutor:
         self._bring(batch.near, batch.far)
         buffers.submit(batch.copies)
 
-    def _plan_tensor(self, item: ReadItem, target: torch.Tensor) -> None:
+    def _plan_tensor(self, item: ReadItem, target: torch.Tensor) -> bool:
+        """Whether all of it is compared with the seal while it is copied, in place."""
         fqn, wanted = item.storage_index.fqn, read_item_box(item)
         if tuple(target.shape) != wanted.sizes:
             raise MismatchError(f"{fqn}: {wanted.sizes} elements are to be read into a tensor of {tuple(target.shape)}")
@@ -225,9 +254,13 @@ class ReadExecutor:
                     self._flush()
                 self._begun.add(target.data_ptr())
             brought = self._evidence.start_item(item, wanted, target)
+        whole = True
         for piece in self._step.pieces[fqn, wanted]:
             self._check_dtype(fqn, piece.entry.dtype, target)
-            self._plan_piece(piece, target, wanted, brought, place=place, bytewise=bytewise)
+            whole &= self._plan_piece(piece, target, wanted, brought, place=place, bytewise=bytewise)
+        if whole and brought is not None and self._evidence is not None:
+            self._evidence.add_verified(brought, target)
+        return whole
 
     def _plan_piece(
         self,
@@ -238,7 +271,8 @@ class ReadExecutor:
         *,
         place: torch.device | None,
         bytewise: bool,
-    ) -> None:
+    ) -> bool:
+        """Whether it is compared with the seal while it is copied, in place."""
         step, entry = self._step, piece.entry
         near = step.tier(piece.part) is Tier.MEMORY
         if piece.item >= 0:
@@ -248,24 +282,28 @@ class ReadExecutor:
             else:
                 _put(target, relative_box(piece.box, wanted), saved, entry.fqn)
                 self._note(brought, piece, target, wanted)
-            return
+            return False
         if near:
             self.bytes_by_tier[Tier.MEMORY.value] += piece.box.volume * entry.itemsize
         base = step.start(piece)
         alike = dtype_name(target.dtype) == entry.dtype
         if place is not None:
+            if near:
+                self._verify_first(piece)
             if piece.box.volume:
                 self._on_devices.append(_DeviceRead(piece, base, target, wanted, place))
             found = list(byte_runs(piece.box, entry.box, wanted, entry.itemsize)) if alike and near else []
             if not found or not self._is_sealed(brought, piece, base, found):
                 self._note(brought, piece, target, wanted)
-            return
+            return False
         simple = bytewise and alike
         if near and not simple:
+            self._verify_first(piece)
+            self._verify_pending()
             source = self._near_tensor(piece.part, base, entry.dtype, entry.box.sizes)
             _narrow(target, relative_box(piece.box, wanted)).copy_(_narrow(source, relative_box(piece.box, entry.box)))
             self._note(brought, piece, target, wanted)
-            return
+            return False
         frame, whole = wanted, target
         if not simple:
             buffer = torch.empty(piece.box.sizes, dtype=dtype_from_name(entry.dtype))
@@ -276,13 +314,23 @@ class ReadExecutor:
         if not near or not self._is_sealed(brought, piece, base, found):
             self._note(brought, piece, whole, wanted)
         if near:
-            self._near[piece.part].extend(
+            in_one_pass = self._verifies and fits_seal(step, piece, found)
+            if not in_one_pass:
+                self._verify_first(piece)
+            moves = self._whole if in_one_pass else self._near
+            moves[piece.part].extend(
                 MemoryCopy(address + run.target, base + run.source, run.size_bytes) for run in found
             )
-            return
+            return in_one_pass
         for run in found:
             at = base + run.source
             self._far[piece.part].append((ByteRange(at, at + run.size_bytes), address + run.target))
+        return False
+
+    def _verify_first(self, piece: TensorPiece) -> None:
+        """Have the agent compare what was left to this process and cannot be compared while it is copied."""
+        if self._verifies and piece.part in self._step.whole_parts and piece.box.volume:
+            self._unverified[piece.part].append(self._step.tensor_range(piece))
 
     def _is_sealed(self, brought: LoadedItem | None, piece: TensorPiece, base: int, found: Sequence[ByteRun]) -> bool:
         """Whether what was brought can be told by the seal of its shard."""

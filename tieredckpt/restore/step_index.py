@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -176,12 +177,15 @@ class RankReadPlan:
         self._headers: dict[int, int] = {}
         self._objects: dict[str, ItemLocation] = {}
         self._items: dict[tuple[int, int], ItemLocation] = {}
+        self.whole_parts: frozenset[int] = frozenset()
+        """Shards in this node's memory of whose chunks this rank reads about half or more."""
 
     def plan(self, rank: int, needs: Sequence[tuple[str, Box]], objects: Sequence[str]) -> dict[int, list[ByteRange]]:
         """Find out where all of this is; the bytes of each shard that will be read."""
         for _ in range(_LOST_AGAIN):
             self._find(rank, needs, objects)
             if self._describe():
+                self.whole_parts = self._mostly_whole()
                 return self._ranges(needs, objects)
         raise PeersLostError(
             f"step {self.version_id.version} of {self._job}: the nodes that hold it go away one by one"
@@ -251,6 +255,36 @@ class RankReadPlan:
             part, span = self.object(fqn)
             ranges.setdefault(part, []).append(span)
         return ranges
+
+    def archive_ranges(self, objects: Sequence[str]) -> dict[int, list[ByteRange]]:
+        """The bytes of each shard that are read as archives: objects, and tensors that are kept as such."""
+        ranges: dict[int, list[ByteRange]] = {}
+        for pieces in self.pieces.values():
+            for piece in pieces:
+                if piece.item >= 0:
+                    ranges.setdefault(piece.part, []).append(self.archive_range(piece))
+        for fqn in objects:
+            part, span = self.object(fqn)
+            ranges.setdefault(part, []).append(span)
+        return ranges
+
+    def _mostly_whole(self) -> frozenset[int]:
+        ranges: defaultdict[int, list[ByteRange]] = defaultdict(list)
+        wanted: defaultdict[int, int] = defaultdict(int)
+        for pieces in self.pieces.values():
+            for piece in pieces:
+                if piece.item < 0 and self.tier(piece.part) is Tier.MEMORY:
+                    span = self.tensor_range(piece)
+                    ranges[piece.part].append(span)
+                    alone = piece.box == piece.entry.box
+                    wanted[piece.part] += span.stop - span.start if alone else piece.box.volume * piece.entry.itemsize
+        found = set()
+        for part, some in ranges.items():
+            size = self.shards[part].chunk_bytes
+            touched = sum(stop - first for first, stop in chunk_ranges(some, size)) * size
+            if touched <= 2 * wanted[part] + 4 * size:
+                found.add(part)
+        return frozenset(found)
 
     def tier(self, part: int) -> Tier:
         """Where a shard is read from."""

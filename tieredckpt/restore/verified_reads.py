@@ -42,6 +42,15 @@ class ShardCheck(enum.Enum):
     UNREADABLE = "kept, but cannot be read for now"
 
 
+class ReadMismatchError(Exception):
+    """Bytes of a shard in this node's memory that differ from its checksums, as this process has read them."""
+
+    def __init__(self, part: int, ranges: Sequence[ByteRange]) -> None:
+        super().__init__(f"part {part}: {len(ranges)} ranges of bytes are not what was sealed")
+        self.part = part
+        self.ranges = ranges
+
+
 class PinnedShards:
     """Shards of one step in this node's memory, kept in place while they are read."""
 
@@ -52,8 +61,8 @@ class PinnedShards:
         self._maps: dict[int, FileMapping] = {}
         self._checked: dict[int, set[tuple[int, int]]] = {}
 
-    def verify(self, shard: ShardIndex, ranges: Sequence[ByteRange]) -> ShardCheck:
-        """Pin the shard and have its bytes in ``ranges`` compared with their checksums."""
+    def verify(self, shard: ShardIndex, ranges: Sequence[ByteRange], *, again: bool = False) -> ShardCheck:
+        """Pin the shard and have its bytes in ``ranges`` compared with their checksums, once or ``again``."""
         part = shard.key.part
         wanted = chunk_ranges(ranges, shard.chunk_bytes)
         try:
@@ -61,7 +70,7 @@ class PinnedShards:
                 self._pins[part] = self._store.pin(shard.key)
             done = self._checked.setdefault(part, set())
             for chunks in wanted:
-                if chunks not in done:
+                if again or not any(first <= chunks[0] and chunks[1] <= stop for first, stop in done):
                     if self._store.verify(shard.key, chunks):
                         return ShardCheck.DAMAGED
                     done.add(chunks)

@@ -70,6 +70,16 @@ def memory_at_address(address: int, size_bytes: int) -> memoryview:
     return _everywhere[address - 1 : address - 1 + size_bytes]
 
 
+def read_into(fd: int, target: int, offset: int, size_bytes: int) -> None:
+    """Read bytes of a file to an address. ``OSError`` when they cannot be read, or the file ends before."""
+    while size_bytes:
+        count = _pread(fd, target, size_bytes, offset)
+        if count <= 0:
+            code = ctypes.get_errno() if count < 0 else 0
+            raise OSError(code, os.strerror(code) if code else f"the file ends {size_bytes} bytes early")
+        target, offset, size_bytes = target + count, offset + count, size_bytes - count
+
+
 class Copier:
     """A few threads that move memory."""
 
@@ -114,17 +124,7 @@ class Copier:
 
     def copy_from_file(self, fd: int, moves: Sequence[MemoryCopy]) -> None:
         """Do all moves out of a file: their sources are offsets in it. Raises when the file is too short."""
-
-        def one(move: MemoryCopy) -> None:
-            target, offset, left = move
-            while left:
-                count = _pread(fd, target, left, offset)
-                if count <= 0:
-                    code = ctypes.get_errno() if count < 0 else 0
-                    raise OSError(code, os.strerror(code) if code else f"the file ends {left} bytes early")
-                target, offset, left = target + count, offset + count, left - count
-
-        self._share(moves, one, "load.half")
+        self._share(moves, lambda move: read_into(fd, *move), "load.half")
 
     def _share(self, moves: Sequence[MemoryCopy], do: Callable[[MemoryCopy], None], halfway: str) -> None:
         def batch(moves: list[MemoryCopy]) -> None:

@@ -1,6 +1,7 @@
 """After a restore the live state is compared with what was saved: every way to go on with something else is found."""
 
 import copy
+import itertools
 import logging
 import random
 import threading
@@ -26,9 +27,10 @@ from tests.support.models import build_model, full_state, get_state, set_state, 
 from tests.support.oldest_torch import replicas_on_gloo
 from tests.support.stores import pinned_file
 from tieredckpt import Checkpointer, TieredReader
-from tieredckpt.errors import RestoreProofError
+from tieredckpt.errors import CheckpointDamagedError, RestoreProofError
+from tieredckpt.restore.verified_reads import PinnedShards
 from tieredckpt.settings import DurableSettings
-from tieredckpt.tensors.slot_copy import Copier, memory_at_address
+from tieredckpt.tensors.slot_copy import Copier, memory_at_address, read_into
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 
@@ -183,37 +185,73 @@ def test_a_bit_that_flips_in_the_live_state_after_everything_was_verified(agent_
         restored(damaged())
 
 
-@pytest.mark.parametrize("way", ["restore", "dcp.load"])
-def test_a_bit_that_flips_in_memory_between_the_agents_look_and_the_read(agent_dir, monkeypatch, way):
-    """In the slot itself, or while it is copied: the bytes that are read are not those that were verified."""
+def flip_in_slot(at):
+    """A bit of byte ``at`` of the job's only shard, in this node's memory."""
+    with Checkpointer(JOB, on_sigterm="ignore") as ckpt:
+        store = ckpt.session.agent.store
+        (fact,) = store.list_shards("proof")
+        pin = store.pin(fact.key)
+        with open(pinned_file(pin), "r+b") as file:  # noqa: PTH123
+            file.seek(at)
+            byte = file.read(1)
+            file.seek(-1, 1)
+            file.write(bytes([byte[0] ^ 4]))
+        store.unpin(pin.id)
+
+
+@pytest.mark.parametrize(("way", "proof"), [("restore", True), ("restore", False), ("dcp.load", True)])
+def test_shard_damaged_after_the_vote_is_detected_and_dropped(agent_dir, monkeypatch, way, proof):
     state = {"w": torch.randn(2 * CHUNK_BYTES), "b": torch.randn(5)}
     saved(state)
 
     def reach(point):
         if point == "load.voted":
-            with Checkpointer(JOB, on_sigterm="ignore") as ckpt:
-                store = ckpt.session.agent.store
-                (fact,) = store.list_shards("proof")
-                pin = store.pin(fact.key)
-                with open(pinned_file(pin), "r+b") as file:  # noqa: PTH123
-                    file.seek(4096 + 3 * CHUNK_BYTES)
-                    byte = file.read(1)
-                    file.seek(-1, 1)
-                    file.write(bytes([byte[0] ^ 4]))
-                store.unpin(pin.id)
+            flip_in_slot(4096 + 3 * CHUNK_BYTES)
 
     monkeypatch.setattr("tieredckpt.dcp.tiered_reader.failpoint", reach)
     if way == "restore":
-        with pytest.raises(RestoreProofError, match=r"\bw \(or another entry beside it: their shard .* damaged"):
-            restored(zeros_like_state(state))
+        with pytest.raises(CheckpointDamagedError, match="in memory: damaged"):
+            restored(zeroed(state), proof=proof)
     else:
-        with pytest.raises(CheckpointException) as failed:
-            dcp.load(zeros_like_state(state), storage_reader=TieredReader(JOB), no_dist=True)
-        assert any(isinstance(error, RestoreProofError) for error, _ in failed.value.failures.values())
+        with pytest.raises(CheckpointException, match="in memory: damaged"):
+            dcp.load(zeroed(state), storage_reader=TieredReader(JOB), no_dist=True)
+    with Checkpointer(JOB, on_sigterm="ignore") as ckpt:
+        assert not ckpt.session.agent.store.list_shards("proof")
+
+
+def test_shard_damaged_before_a_restore_is_replaced_by_its_durable_copy(agent_dir, tmp_path):
+    job = Job(agent_dir, DurableSettings(url=f"file://{tmp_path}/durable"), "proof")
+    job.save(0)
+    flip_in_slot(1 << 19)
+    state = zeroed(state_at(0))
+    with job.checkpointer() as ckpt:
+        assert ckpt.restore(state) == 0
+        assert ckpt.last_restore.bytes_by_tier["durable"] >= 1 << 20
+    assert_same(state, state_at(0))
 
 
 @pytest.mark.parametrize("way", ["restore", "dcp.load"])
-def test_bit_flipped_on_the_way_to_its_target_is_detected(agent_dir, monkeypatch, way):
+def test_bit_flipped_on_the_way_to_its_target_is_read_again(agent_dir, monkeypatch, caplog, way):
+    state = {"w": torch.randn(2 * CHUNK_BYTES), "b": torch.randn(5)}
+    saved(state)
+
+    def reading(fd, address, offset, size_bytes):
+        read_into(fd, address, offset, size_bytes)
+        memory_at_address(address, 1)[0] ^= 1
+
+    monkeypatch.setattr("tieredckpt.restore.verified_copy.read_into", reading)
+    found = zeroed(state)
+    if way == "restore":
+        assert restored(found).size_bytes == sum(one.nbytes for one in state.values())
+    else:
+        dcp.load(found, storage_reader=TieredReader(JOB), no_dist=True)
+    assert_same(state, found)
+    assert "differed from their checksums when they were read" in caplog.text
+
+
+@pytest.mark.parametrize("strict", [True, False])
+def test_bit_flipped_behind_the_agents_comparison_is_detected(agent_dir, monkeypatch, strict):
+    """Where the bytes are not compared while they are copied: the live state is read again."""
     state = {"w": torch.randn(2 * CHUNK_BYTES), "b": torch.randn(5)}
     saved(state)
     read = Copier.copy_from_file
@@ -223,12 +261,97 @@ def test_bit_flipped_on_the_way_to_its_target_is_detected(agent_dir, monkeypatch
         memory_at_address(moves[0].target, 1)[0] ^= 1
 
     monkeypatch.setattr(Copier, "copy_from_file", reading)
-    if way == "restore":
-        with pytest.raises(RestoreProofError, match=r": b\. Do not"):  # the first of the shard
-            restored(zeros_like_state(state))
-    else:
-        with pytest.raises(CheckpointException):
-            dcp.load(zeros_like_state(state), storage_reader=TieredReader(JOB), no_dist=True)
+    monkeypatch.setattr("tieredckpt.restore.read_executor.copy_verified", lambda *_: [0])
+    with pytest.raises(RestoreProofError, match=r": b\. Do not"):  # the first of the shard
+        restored(zeroed(state), strict=strict)
+
+
+def test_restore_reads_and_hashes_every_byte_once(agent_dir, monkeypatch):
+    state = trained(1)
+    saved(state)
+    read, compared, hashed_again = [], [], []
+    verify = PinnedShards.verify
+
+    def reading(fd, address, offset, size_bytes):
+        read.append((offset, size_bytes))
+        read_into(fd, address, offset, size_bytes)
+
+    def verifying(pinned, shard, ranges, **how):
+        compared.extend(ranges)
+        return verify(pinned, shard, ranges, **how)
+
+    monkeypatch.setattr("tieredckpt.restore.verified_copy.read_into", reading)
+    monkeypatch.setattr("tieredckpt.tensors.slot_copy.read_into", reading)
+    monkeypatch.setattr(PinnedShards, "verify", verifying)
+    monkeypatch.setattr("tieredckpt.restore.proof._chunk_windows", lambda *_: hashed_again.append(1) or iter(()))
+    fresh = trained(2, steps=0)
+    proof = restored(fresh)
+    assert_same(full_state(state), full_state(fresh))
+    assert proof.size_bytes == sum(one.nbytes for one in tensors_of(state))
+    assert not hashed_again
+    ends = itertools.accumulate((size for _, size in sorted(read)), initial=0)
+    assert [start for start, _ in sorted(read)] == [*ends][:-1]
+    assert sum(stop - start for start, stop in compared) < sum(size for _, size in read) // 2
+
+
+def full_state(state):
+    return {"model": state["model"].state_dict(), "optim": state["optim"].state_dict()}
+
+
+def tensors_of(state):
+    moments = [one for moments in state["optim"].state.values() for one in moments.values()]
+    return [*state["model"].state_dict().values(), *moments]
+
+
+def write_with_numpy(tensor):
+    tensor.detach().view(-1).numpy()[3] = 77.0
+
+
+@pytest.mark.parametrize("through", ["numpy", "data"])
+def test_write_of_a_load_hook_past_the_version_counter_is_detected(agent_dir, through):
+    saved({"model": nn.Linear(50, 60)})
+    model = nn.Linear(50, 60)
+
+    def write(module, _):
+        if through == "numpy":
+            write_with_numpy(module.weight)
+        else:
+            module.weight.data.view(-1)[3] = 77.0
+
+    model.register_load_state_dict_post_hook(write)
+    with pytest.raises(RestoreProofError, match=r"1 entry is not what was saved: model\.weight\. Do not"):
+        restored({"model": model})
+
+
+def test_write_of_a_stateful_past_the_version_counter_is_detected(agent_dir):
+    saved({"app": Told({"m": torch.randn(1000)})})
+
+    def takes(own, new):
+        own.update(new)
+        write_with_numpy(own["m"])
+
+    with pytest.raises(RestoreProofError, match=r"1 entry is not what was saved: app\.m\. Do not"):
+        restored({"app": Told({"m": torch.zeros(1000)}, takes)})
+
+
+def test_write_of_a_stateful_into_another_entry_is_detected(agent_dir):
+    saved({"model": nn.Linear(50, 60), "zz": Told({"a": 1})})
+    model = nn.Linear(50, 60)
+
+    def takes(own, new):
+        own.update(new)
+        with torch.no_grad():
+            model.weight[3] += 1
+
+    with pytest.raises(RestoreProofError, match=r"1 entry is not what was saved: model\.weight\. Do not"):
+        restored({"model": model, "zz": Told({"a": 0}, takes)})
+
+
+def test_overlapping_targets_are_refused(agent_dir):
+    saved({"a": torch.full((CHUNK_BYTES,), 1.0), "b": torch.full((CHUNK_BYTES,), 2.0)})
+    base = torch.zeros(CHUNK_BYTES + 1000)
+    with pytest.raises(RestoreProofError, match=r"entr.* not what was saved"):
+        restored({"a": base[:CHUNK_BYTES], "b": base[1000:]})
 
 
 @pytest.mark.parametrize("way", ["restore", "dcp.load"])

@@ -1,0 +1,121 @@
+"""Tensors that were hashed while a load filled them, and whether anything has written to them since.
+
+Such a tensor need not be read again after the load when all of this holds: the load wrote all of its bytes through its
+own memory and compared them with the seal there; no other target shares that memory; only torch's own code took the
+state over; the live tensor has the same address, shape, strides and type; and its version counter is the same.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch.distributed.checkpoint.stateful import Stateful
+from torch.optim import Optimizer
+
+from tieredckpt.tensors.state_dict import has_ordinary_dispatch, is_contiguous_in_memory
+
+_LOADING = (
+    "load_state_dict",
+    "state_dict",
+    "_load_from_state_dict",
+    "_save_to_state_dict",
+    "get_extra_state",
+    "set_extra_state",
+)
+_MODULE_HOOKS = (
+    "_state_dict_hooks",
+    "_state_dict_pre_hooks",
+    "_load_state_dict_pre_hooks",
+    "_load_state_dict_post_hooks",
+)
+_OPTIMIZER_HOOKS = (
+    "_optimizer_state_dict_pre_hooks",
+    "_optimizer_state_dict_post_hooks",
+    "_optimizer_load_state_dict_pre_hooks",
+    "_optimizer_load_state_dict_post_hooks",
+)
+
+
+class FilledTensors:
+    """The targets of one load, by the numbers of their read items."""
+
+    def __init__(self) -> None:
+        self._spans: list[tuple[int, int, int]] = []
+        """Where each target in this process's memory begins and ends, and its number."""
+        self._verified: dict[int, tuple[torch.Tensor, int]] = {}
+        """Targets that were compared with the seal while they were filled, and their versions before that."""
+
+    def add_target(self, number: int, target: torch.Tensor) -> None:
+        """Remember the memory of a target, whichever way it is filled."""
+        if target.layout is torch.strided and target.is_cpu and target.numel() and has_ordinary_dispatch(target):
+            self._spans.append((target.data_ptr(), target.data_ptr() + _extent_bytes(target), number))
+
+    def add_verified(self, number: int, target: torch.Tensor) -> None:
+        """Remember that a target is compared with the seal while it is filled."""
+        if not target.is_inference():
+            self._verified[number] = target, target._version
+
+    def drop_shared(self) -> None:
+        """Forget the targets that share memory with another one: what was filled first is overwritten."""
+        end, last = 0, -1
+        for start, stop, number in sorted(self._spans):
+            if start < end:
+                self._verified.pop(number, None)
+                self._verified.pop(last, None)
+            if stop > end:
+                end, last = stop, number
+        self._spans.clear()
+
+    @contextmanager
+    def ignore_self_copies(self) -> Iterator[None]:
+        """While the block runs, versions may change: a module copies every tensor onto itself."""
+        unchanged = [number for number, (target, version) in self._verified.items() if target._version == version]
+        yield
+        for number in unchanged:
+            target, _ = self._verified[number]
+            self._verified[number] = target, target._version
+
+    def is_unchanged(self, number: int, live: torch.Tensor) -> bool:
+        """Whether ``live`` is the target and holds what was compared with the seal."""
+        target, version = self._verified.get(number, (None, -1))
+        return (
+            target is not None
+            and has_ordinary_dispatch(live)
+            and is_contiguous_in_memory(live)
+            and (live.data_ptr(), live.shape, live.dtype) == (target.data_ptr(), target.shape, target.dtype)
+            and not live.is_inference()
+            and live._version == target._version == version
+        )
+
+
+def takes_over_in_place(value: object) -> bool:
+    """Whether only torch's own code, without hooks, takes a state over into ``value``."""
+    if isinstance(value, torch.nn.Module):
+        return all(map(_is_ordinary_module, value.modules()))
+    if isinstance(value, Optimizer):
+        kind: Any = type(value)
+        return kind.__module__.startswith("torch.optim.") and not any(getattr(value, name) for name in _OPTIMIZER_HOOKS)
+    return isinstance(value, torch.Tensor) or not isinstance(value, Stateful)
+
+
+def _is_ordinary_module(module: torch.nn.Module) -> bool:
+    own = vars(module)
+    return (
+        _has_torch_loading(type(module))
+        and not any(own[name] for name in _MODULE_HOOKS)
+        and not any(name in own for name in _LOADING)
+    )
+
+
+def _has_torch_loading(kind: Any) -> bool:
+    return all(str(getattr(kind, name).__module__).startswith("torch.nn.") for name in _LOADING)
+
+
+def _extent_bytes(tensor: torch.Tensor) -> int:
+    if tensor.is_contiguous():
+        return tensor.nbytes
+    last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    return (last + 1) * tensor.itemsize

@@ -1,0 +1,102 @@
+"""Copies out of a sealed shard that are compared with its checksums in the same pass.
+
+A thread reads some bytes of a chunk into their targets and hashes the targets while they are in its cache, then the
+next bytes. So every byte is read once, and what is compared is what the targets hold.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import struct
+from collections.abc import Iterator, Sequence
+
+import xxhash
+
+from tieredckpt.format.manifest import ShardIndex
+from tieredckpt.tensors.slot_copy import Copier, MemoryCopy, memory_at_address, read_into
+
+_STRIDE_BYTES = 128 << 10
+"""Read and hashed at a time: fits into a core's own cache, and is worth the two calls."""
+
+
+class _ChunkCopy:
+    """One chunk of a shard and the targets of its bytes. What has no target is read to be hashed."""
+
+    __slots__ = ("number", "segments")
+
+    def __init__(self, number: int) -> None:
+        self.number = number
+        self.segments: list[MemoryCopy] = []
+
+    def run(self, fd: int, shard: ShardIndex) -> int:
+        """Do the copies; return the checksum of the chunk."""
+        at = self.number * shard.chunk_bytes
+        stop = min(at + shard.chunk_bytes, shard.size_bytes)
+        state = xxhash.xxh3_64()
+        for target, source, size in self.segments:
+            _hash_gap(fd, at, source, state)
+            for done in range(0, size, _STRIDE_BYTES):
+                count = min(size - done, _STRIDE_BYTES)
+                read_into(fd, target + done, source + done, count)
+                state.update(memory_at_address(target + done, count))
+            at = source + size
+        _hash_gap(fd, at, stop, state)
+        return state.intdigest()
+
+
+def copy_verified(copier: Copier, fd: int, shard: ShardIndex, moves: Sequence[MemoryCopy]) -> list[int]:
+    """Do all moves out of a shard's file; return the numbers of the chunks that differ from the seal or are unreadable.
+
+    The sources of ``moves`` are offsets in the file. The targets of a chunk that is returned hold bytes that must not
+    be used.
+    """
+    seal = struct.unpack(f"<{len(shard.checksums) // 8}Q", shard.checksums)
+    bad: set[int] = set()
+
+    def one(chunk: _ChunkCopy) -> None:
+        try:
+            same = chunk.run(fd, shard) == seal[chunk.number]
+        except OSError:
+            same = False
+        if not same:
+            bad.add(chunk.number)
+
+    for chunks in _layers(moves, shard.chunk_bytes):
+        copier.run_parallel(chunks, one, len(chunks) * shard.chunk_bytes, halfway="load.half")
+    return sorted(bad)
+
+
+def _layers(moves: Sequence[MemoryCopy], chunk_bytes: int) -> Iterator[list[_ChunkCopy]]:
+    """The copies by chunks. Bytes that have several targets are in as many chunks of that number."""
+    left = sorted(moves, key=lambda move: move.source)
+    while left:
+        later: list[MemoryCopy] = []
+        chunks: list[_ChunkCopy] = []
+        end, chunk = 0, _ChunkCopy(-1)
+        for move in left:
+            if move.source < end:
+                later.append(move)
+                continue
+            at, end = move.source, move.source + move.size_bytes
+            while at < end:
+                number = at // chunk_bytes
+                if number != chunk.number:
+                    chunk = _ChunkCopy(number)
+                    chunks.append(chunk)
+                stop = min(end, (number + 1) * chunk_bytes)
+                chunk.segments.append(MemoryCopy(move.target + at - move.source, at, stop - at))
+                at = stop
+        yield chunks
+        left = later
+
+
+def _hash_gap(fd: int, start: int, stop: int, state: xxhash.xxh3_64) -> None:
+    if start >= stop:
+        return
+    buffer = (ctypes.c_char * min(stop - start, _STRIDE_BYTES))()
+    view = memoryview(buffer)
+    while start < stop:
+        count = min(stop - start, len(buffer))
+        read_into(fd, ctypes.addressof(buffer), start, count)
+        state.update(view[:count])
+        start += count
