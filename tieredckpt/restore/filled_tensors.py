@@ -7,8 +7,6 @@ state over; the live tensor has the same address, shape, strides and type; and i
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -68,15 +66,6 @@ class FilledTensors:
             if stop > end:
                 end, last = stop, number
         self._spans.clear()
-
-    @contextmanager
-    def ignore_self_copies(self) -> Iterator[None]:
-        """While the block runs, versions may change: a module copies every tensor onto itself."""
-        unchanged = [number for number, (target, version) in self._verified.items() if target._version == version]
-        yield
-        for number in unchanged:
-            target, _ = self._verified[number]
-            self._verified[number] = target, target._version
 
     def is_unchanged(self, number: int, live: torch.Tensor) -> bool:
         """Whether ``live`` is the target and holds what was compared with the seal."""

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import io
 import logging
+import operator
 import warnings
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
@@ -443,7 +444,7 @@ def read_item_box(item: ReadItem) -> Box:
     """What a read item wants, in global coordinates: independent of how the step it was planned against is cut."""
     index: MetadataIndex = item.storage_index
     start = index.offset if index.offset is not None else (0,) * len(item.lengths)
-    return Box(tuple(a + b for a, b in zip(start, item.storage_offsets, strict=True)), tuple(item.lengths))
+    return Box(tuple(map(operator.add, start, item.storage_offsets)), tuple(item.lengths))
 
 
 def _narrow(tensor: torch.Tensor, box: Box) -> torch.Tensor:

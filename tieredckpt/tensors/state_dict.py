@@ -45,6 +45,8 @@ def is_plain_tensor(tensor: torch.Tensor) -> bool:
 
 def _is_wrapper(tensor: torch.Tensor) -> bool:
     """Whether it is a subclass that keeps its elements somewhere else, be it one that says where or not."""
+    if type(tensor) in (torch.Tensor, torch.nn.Parameter):
+        return False
     says: bool = is_traceable_wrapper_subclass(tensor)
     if says or tensor.is_meta or isinstance(tensor, FakeTensor):
         return says

@@ -706,3 +706,18 @@ def restore_where_one_rank_has_it_off():
 
 def test_rank_with_the_proof_disabled_blocks_no_other(agent_dir, ranks):
     assert ranks.run(2, restore_where_one_rank_has_it_off) == [(None, ["still together"] * 2)] * 2
+
+
+def test_sparse_buffer_of_a_module_is_restored(agent_dir):
+    """Its new elements are in the state dict alone, until the module takes them."""
+
+    def module(seed):
+        torch.manual_seed(seed)
+        made = nn.Linear(3, 4)
+        made.register_buffer("mask", torch.randn(5, 5).relu().to_sparse())
+        return made
+
+    saved({"model": module(1)})
+    found = module(2)
+    assert not restored({"model": found}).not_compared
+    assert_same(module(1).state_dict(), found.state_dict())

@@ -73,18 +73,6 @@ def test_neighbors_in_one_storage_are_not_shared():
     assert kept.is_unchanged(1, base[50:])
 
 
-def test_self_copies_of_a_module_are_ignored_and_earlier_writes_are_not():
-    model = nn.Linear(3, 4)
-    state = model.state_dict()
-    kept = filled(state["weight"], state["bias"])
-    with torch.no_grad():
-        model.bias.mul_(2)
-    with kept.ignore_self_copies():
-        model.load_state_dict(state)
-    assert kept.is_unchanged(0, model.weight)
-    assert not kept.is_unchanged(1, model.bias)
-
-
 def test_inference_tensors_are_read_again():
     with torch.inference_mode():
         target = torch.ones(5)
