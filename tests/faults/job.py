@@ -23,8 +23,8 @@ from elastic.control.run_directory import RunDirectory, run_secret
 from elastic.errors import ElasticError
 from elastic.reshard.state_checksum import ChecksumPart, RankChecksum, combine_checksums
 from peerstore.daemon_process import process_start_time
-from tests.faults.judge import Run, Safe, Sealed, Step, World, names_older_step
-from tests.faults.schedule import Plan
+from tests.faults.judge import CommandRun, RankStep, RankWorld, SafeStep, Sealed, names_older_step
+from tests.faults.schedule import FaultPlan
 from tests.faults.training import JOB
 from tests.support.elastic_runs import ROOT
 from tests.support.elastic_runs import ElasticRun as Commands
@@ -162,9 +162,9 @@ class FaultJob:
         self._began = 0.0
         self.launcher: subprocess.Popen[bytes] | None = None
         self._read: dict[Path, int] = {}
-        self.worlds: list[World] = []
-        self.steps: list[Step] = []
-        self.safe: list[Safe] = []
+        self.worlds: list[RankWorld] = []
+        self.steps: list[RankStep] = []
+        self.safe: list[SafeStep] = []
         self.sealed: list[Sealed] = []
         self.newest = -1
         self.last_world: tuple[int, int] = (-1, -1)
@@ -301,7 +301,7 @@ class FaultJob:
             self.steps.append(msgspec.convert(line, RankStep))
             self.newest = max(self.newest, line["step"])
         elif what == "safe":
-            self.safe.append(msgspec.convert(line, Safe))
+            self.safe.append(msgspec.convert(line, SafeStep))
         elif what == "sealed":
             self.sealed.append(msgspec.convert(line, Sealed))
 

@@ -76,7 +76,7 @@ class Sealed(msgspec.Struct, frozen=True):
     name: str
 
 
-class Fault(msgspec.Struct, frozen=True):
+class AppliedFault(msgspec.Struct, frozen=True):
     """What was done to the job. Times are seconds since 1970."""
 
     number: int
@@ -186,16 +186,16 @@ def _find_wrong_resume(evidence: Evidence, number: int, run: CommandRun) -> Iter
         yield f"start {number} ended with {found[0]}, and the next one went on at {sorted(firsts)}"
 
 
-def _is_disturbed(evidence: Evidence, run: Run) -> bool:
+def _is_disturbed(evidence: Evidence, run: CommandRun) -> bool:
     """Return whether memory was out of reach at about the time when a start ended."""
     return any(
         since < run.ended + AWAY_S and until > run.ended - AWAY_S
         for fault in evidence.faults
-        for _, since, until in gone((fault,))
+        for _, since, until in memory_outages((fault,))
     )
 
 
-def _first(evidence: Evidence, run: int) -> int:
+def _first_epoch(evidence: Evidence, run: int) -> int:
     return min((one.epoch for one in evidence.worlds if one.run == run), default=-1)
 
 
@@ -343,7 +343,7 @@ def _all_taken(evidence: Evidence, copies: int, since: float, until: float) -> b
 # -- one history -------------------------------------------------------------------------------------------------------
 
 
-def incarnations(evidence: Evidence, _known: Sequence[Known], _samples: int) -> Iterator[str]:
+def incarnations(evidence: Evidence, _known: Sequence[ReferenceStep], _samples: int) -> Iterator[str]:
     """No two incarnations share a number, and the incarnations of a later world have greater ones."""
     names: dict[int, str] = {}
     worlds: dict[tuple[int, int], set[int]] = defaultdict(set)
@@ -356,7 +356,7 @@ def incarnations(evidence: Evidence, _known: Sequence[Known], _samples: int) -> 
             yield f"world {after} writes for number {min(newer)}, and world {before} for {max(older)}"
 
 
-def redone(evidence: Evidence, _known: Sequence[Known], _samples: int) -> Iterator[str]:
+def redone(evidence: Evidence, _known: Sequence[ReferenceStep], _samples: int) -> Iterator[str]:
     """No step that all ranks of a world sealed is done again without a line that says so."""
     sealed, newest = _sealed_in_worlds(evidence), -1
     for key in sorted({(one.run, one.epoch) for one in evidence.worlds}):
@@ -368,7 +368,7 @@ def redone(evidence: Evidence, _known: Sequence[Known], _samples: int) -> Iterat
         newest = max(newest, sealed.get(key, -1))
 
 
-def graceful_stops(evidence: Evidence, _known: Sequence[Known], _samples: int) -> Iterator[str]:
+def graceful_stops(evidence: Evidence, _known: Sequence[ReferenceStep], _samples: int) -> Iterator[str]:
     """The start after a graceful stop continues behind everything that the stopped one sealed."""
     sealed = _sealed_in_worlds(evidence)
     for number, run in enumerate(evidence.runs):
@@ -377,7 +377,9 @@ def graceful_stops(evidence: Evidence, _known: Sequence[Known], _samples: int) -
         last = max((one.epoch for one in evidence.worlds if one.run == number), default=-1)
         newest = sealed.get((number, last), -1)
         later = [
-            one.first for one in evidence.worlds if (one.run, one.epoch) == (number + 1, _first(evidence, number + 1))
+            one.first
+            for one in evidence.worlds
+            if (one.run, one.epoch) == (number + 1, _first_epoch(evidence, number + 1))
         ]
         if later and min(later) <= newest:
             yield f"start {number} sealed step {newest} and stopped, and the next one went on at {min(later)}"
@@ -401,7 +403,7 @@ def names_older_step(line: str) -> bool:
 
 def _is_announced(evidence: Evidence, world: tuple[int, int], first: int, newest: int) -> bool:
     run, epoch = world
-    if run and epoch == _first(evidence, run):
+    if run and epoch == _first_epoch(evidence, run):
         found = WHOLE.search(evidence.runs[run - 1].words)
         if found is not None and int(found[1]) == first - 1:
             return True
@@ -424,9 +426,9 @@ def _sealed_in_worlds(evidence: Evidence) -> dict[tuple[int, int], int]:
 
 # -- what faults take --------------------------------------------------------------------------------------------------
 
-_TAKES = (Kind.NODE_LOST, Kind.MEMORY_FLIPPED, Kind.MEMORY_TRUNCATED)
-_HIDES = (Kind.AGENT_STOPPED, Kind.NODE_PAUSED, Kind.CUT, Kind.CUT_ONE_WAY, Kind.UNPLUGGED)
-_LEAVES_ALONE = (Kind.SUPERVISOR_KILLED, Kind.SUPERVISOR_STOPPED)
+_TAKES = (FaultKind.NODE_LOST, FaultKind.MEMORY_FLIPPED, FaultKind.MEMORY_TRUNCATED)
+_HIDES = (FaultKind.AGENT_STOPPED, FaultKind.NODE_PAUSED, FaultKind.CUT, FaultKind.CUT_ONE_WAY, FaultKind.UNPLUGGED)
+_LEAVES_ALONE = (FaultKind.SUPERVISOR_KILLED, FaultKind.SUPERVISOR_STOPPED)
 
 
 def memory_outages(faults: Sequence[AppliedFault]) -> list[tuple[str, float, float]]:

@@ -10,8 +10,20 @@ import pytest
 from elastic.control.control_messages import ExitReason
 from elastic.launcher import JobEnd, end_message
 from tests.faults.job import resume_line
-from tests.faults.judge import WHOLE, Evidence, Fault, Known, Run, Safe, Sealed, Step, World, gone, judge
-from tests.faults.schedule import Kind
+from tests.faults.judge import (
+    WHOLE,
+    AppliedFault,
+    CommandRun,
+    Evidence,
+    RankStep,
+    RankWorld,
+    ReferenceStep,
+    SafeStep,
+    Sealed,
+    judge,
+    memory_outages,
+)
+from tests.faults.schedule import FaultKind
 
 BATCH, DATA = 4, 10
 NODES = ("n0", "n1")
@@ -76,8 +88,8 @@ def good(**changed):
         safe=safe((0, 0), 5, at=106.0),
         sealed=[*sealed((0, 0), 5, 1000, at=106.0), *sealed((0, 1), 11, 1100, at=121.0)],
         lines=[AGAIN],
-        faults=[Fault(0, Kind.RANK_KILLED, 107.0, 107.0, "n1", step=5)],
-        runs=[Run(0, "", 90.0, 130.0)],
+        faults=[AppliedFault(0, FaultKind.RANK_KILLED, 107.0, 107.0, "n1", step=5)],
+        runs=[CommandRun(0, "", 90.0, 130.0)],
         sums=sums(*done),
         final=12,
     )
@@ -259,7 +271,7 @@ def test_sealed_step_is_named_once_for_all_later_worlds():
 )
 def test_graceful_stop_that_loses_a_sealed_step_is_found(words, first, expected):
     stopped = good(
-        runs=[Run(7, words, 90.0, 108.0), Run(0, "", 109.0, 130.0)],
+        runs=[CommandRun(7, words, 90.0, 108.0), CommandRun(0, "", 109.0, 130.0)],
         worlds=[*world((0, 0), 0), *world((1, 0), first, at=112.0)],
         steps=[*steps((0, 0), 0, 6), *steps((1, 0), first, 12, at=110.0)],
         safe=[],
@@ -268,7 +280,7 @@ def test_graceful_stop_that_loses_a_sealed_step_is_found(words, first, expected)
         sums={},
     )
     assert rules(stopped) == expected
-    lost = [Fault(0, Kind.NODE_LOST, 107.0, 107.0, "n0")]
+    lost = [AppliedFault(0, FaultKind.NODE_LOST, 107.0, 107.0, "n0")]
     assert "graceful stops" not in rules(msgspec.structs.replace(stopped, faults=lost))
 
 

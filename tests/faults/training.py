@@ -119,7 +119,7 @@ def main(folder: Path, how: str, every: int, durable_every: int, pace_s: float) 
         state = {"model": bare, "optim": optimizer, "data": loader, "rate": schedule}
         durable = {"durable": os.environ["FAULTS_DURABLE"], "durable_every": durable_every} if durable_every else {}
         with ExitStack() as ending, Checkpointer(f"tiered://{JOB}", every=every, **durable) as ckpt, loader:
-            safe = Safe(diary, place, durable_every)
+            safe = SafeStepReporter(diary, place, durable_every)
             ending.callback(safe.sealed)
             first = ckpt.restore(state) + 1
             write(diary, "world", first=first, node=os.environ["ELASTIC_NODE"], reason=world.reason, **place)

@@ -6,7 +6,7 @@ import signal
 import pytest
 
 from tests.support.agents import agent_pid, stop_process
-from tests.support.jobs import Job
+from tests.support.jobs import CheckpointJob
 from tieredckpt.session.session import close_sessions
 from tieredckpt.settings import DurableSettings
 
@@ -16,7 +16,7 @@ pytestmark = [pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 @pytest.fixture
 def hung(agent_dir):
     """The process of an agent that has a step and was stopped."""
-    Job(agent_dir, DurableSettings(), "hung").save(1, durable=False)
+    CheckpointJob(agent_dir, DurableSettings(), "hung").save(1, durable=False)
     close_sessions()
     pid = agent_pid(agent_dir)
     stop_process(pid)

@@ -14,9 +14,9 @@ import pytest
 
 from peerstore.daemon_process import process_start_time
 from peerstore.settings import AgentPaths
-from tests.support.agents import agent_pid, end_agent, wait_gone
-from tests.support.elastic_runs import Job, elastic_job, kill
-from tests.support.local_nodes import until
+from tests.support.agents import agent_pid, stop_agent, wait_process_ended
+from tests.support.elastic_runs import ElasticRun, elastic_job, kill
+from tests.support.local_nodes import wait_until
 
 pytestmark = pytest.mark.e2e
 
@@ -76,31 +76,33 @@ def is_watched(place: Path) -> bool:
     return False
 
 
-def test_node_whose_agent_dies_and_cannot_restart_leaves_the_job(job: Job) -> None:
+def test_node_whose_agent_dies_and_cannot_restart_leaves_the_job(job: ElasticRun) -> None:
     job.environ["TIEREDCKPT_AGENT_BUDGET"] = "16MiB"
     run = job.run("--simulate-nodes", "2", "--nnodes", "1:2", "--shrink-after", "0", "--agent")
     before = job.world(2)
     place = job.folder / "run" / "job" / "n1" / "agent"
-    until(lambda: is_watched(place), "the supervisor watches its agent")
+    wait_until(lambda: is_watched(place), "the supervisor watches its agent")
     pid = agent_pid(place)
     assert pid is not None
     shutil.rmtree(place / "slots")
     (place / "slots").touch()
     kill(pid)
-    until(lambda: re.search("n1 leaves the job: its node agent d.*start in 3 attempts", job.output()), job.output())
+    wait_until(
+        lambda: re.search("n1 leaves the job: its node agent d.*start in 3 attempts", job.output()), job.output()
+    )
     job.world(1, after=before[0]["epoch"])
     assert job.output().count("node n1 leaves the job") == 1
     job.finish()
     assert job.ended(run) == 0
 
 
-def test_wrong_agent_setting_is_a_usage_error(job: Job) -> None:
+def test_wrong_agent_setting_is_a_usage_error(job: ElasticRun) -> None:
     job.environ["TIEREDCKPT_AGENT_SLOTS_PER_RANK"] = "many"
     assert job.ended(job.run("--agent")) == 2
     assert "agent.slots_per_rank" in job.output().lower().replace("tieredckpt_agent_slots", "agent.slots")
 
 
-def test_job_ends_with_the_reason_where_no_node_has_an_agent(job: Job) -> None:
+def test_job_ends_with_the_reason_where_no_node_has_an_agent(job: ElasticRun) -> None:
     broken_agent(job, "n0")
     run = job.run("--shrink-after", "0", "--agent")
     assert job.ended(run) in (7, 8)  # by the time at which the node leaves: in a world, or before the first one

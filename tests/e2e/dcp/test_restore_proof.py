@@ -211,23 +211,23 @@ def test_shard_damaged_after_the_vote_is_detected_and_dropped(agent_dir, monkeyp
     monkeypatch.setattr("tieredckpt.dcp.tiered_reader.failpoint", reach)
     if way == "restore":
         with pytest.raises(CheckpointDamagedError, match="in memory: damaged"):
-            restored(zeroed(state), proof=proof)
+            restored(zeros_like_state(state), proof=proof)
     else:
         with pytest.raises(CheckpointException, match="in memory: damaged"):
-            dcp.load(zeroed(state), storage_reader=TieredReader(JOB), no_dist=True)
+            dcp.load(zeros_like_state(state), storage_reader=TieredReader(JOB), no_dist=True)
     with Checkpointer(JOB, on_sigterm="ignore") as ckpt:
         assert not ckpt.session.agent.store.list_shards("proof")
 
 
 def test_shard_damaged_before_a_restore_is_replaced_by_its_durable_copy(agent_dir, tmp_path):
-    job = Job(agent_dir, DurableSettings(url=f"file://{tmp_path}/durable"), "proof")
+    job = CheckpointJob(agent_dir, DurableSettings(url=f"file://{tmp_path}/durable"), "proof")
     job.save(0)
     flip_in_slot(1 << 19)
-    state = zeroed(state_at(0))
+    state = zeros_like_state(state_at(0))
     with job.checkpointer() as ckpt:
         assert ckpt.restore(state) == 0
         assert ckpt.last_restore.bytes_by_tier["durable"] >= 1 << 20
-    assert_same(state, state_at(0))
+    assert_same_bits(state, state_at(0))
 
 
 @pytest.mark.parametrize("way", ["restore", "dcp.load"])
@@ -240,12 +240,12 @@ def test_bit_flipped_on_the_way_to_its_target_is_read_again(agent_dir, monkeypat
         memory_at_address(address, 1)[0] ^= 1
 
     monkeypatch.setattr("tieredckpt.restore.verified_copy.read_into", reading)
-    found = zeroed(state)
+    found = zeros_like_state(state)
     if way == "restore":
         assert restored(found).size_bytes == sum(one.nbytes for one in state.values())
     else:
         dcp.load(found, storage_reader=TieredReader(JOB), no_dist=True)
-    assert_same(state, found)
+    assert_same_bits(state, found)
     assert "differed from their checksums when they were read" in caplog.text
 
 
@@ -263,7 +263,7 @@ def test_bit_flipped_behind_the_agents_comparison_is_detected(agent_dir, monkeyp
     monkeypatch.setattr(Copier, "copy_from_file", reading)
     monkeypatch.setattr("tieredckpt.restore.read_executor.copy_verified", lambda *_: [0])
     with pytest.raises(RestoreProofError, match=r": b\. Do not"):  # the first of the shard
-        restored(zeroed(state), strict=strict)
+        restored(zeros_like_state(state), strict=strict)
 
 
 def test_restore_reads_and_hashes_every_byte_once(agent_dir, monkeypatch):
@@ -286,7 +286,7 @@ def test_restore_reads_and_hashes_every_byte_once(agent_dir, monkeypatch):
     monkeypatch.setattr("tieredckpt.restore.proof._chunk_windows", lambda *_: hashed_again.append(1) or iter(()))
     fresh = trained(2, steps=0)
     proof = restored(fresh)
-    assert_same(full_state(state), full_state(fresh))
+    assert_same_bits(state_dicts(state), state_dicts(fresh))
     assert proof.size_bytes == sum(one.nbytes for one in tensors_of(state))
     assert not hashed_again
     ends = itertools.accumulate((size for _, size in sorted(read)), initial=0)
@@ -294,7 +294,7 @@ def test_restore_reads_and_hashes_every_byte_once(agent_dir, monkeypatch):
     assert sum(stop - start for start, stop in compared) < sum(size for _, size in read) // 2
 
 
-def full_state(state):
+def state_dicts(state):
     return {"model": state["model"].state_dict(), "optim": state["optim"].state_dict()}
 
 
@@ -720,4 +720,4 @@ def test_sparse_buffer_of_a_module_is_restored(agent_dir):
     saved({"model": module(1)})
     found = module(2)
     assert not restored({"model": found}).not_compared
-    assert_same(module(1).state_dict(), found.state_dict())
+    assert_same_bits(module(1).state_dict(), found.state_dict())

@@ -256,11 +256,13 @@ def test_memory_restores_while_the_store_is_unreachable(agent_dir, rclone, rclon
 
 def test_refused_credentials_fail_the_drain_not_the_training(agent_dir, rclone, rclone_proxy):
     settings, endpoint = through(rclone_proxy, rclone)
-    job = Job(agent_dir, DurableSettings(**{**vars(settings), "options": {**settings.options, "endpoint": endpoint}}))
+    job = CheckpointJob(
+        agent_dir, DurableSettings(**{**vars(settings), "options": {**settings.options, "endpoint": endpoint}})
+    )
     with job.checkpointer() as ckpt:
         ckpt.save(state_at(0), 0).wait("durable", timeout_s=60)
         for method in ("PUT", "POST"):
-            rclone_proxy.on(method, times=10**6).fail(Answer(403, "SignatureDoesNotMatch"))
+            rclone_proxy.on(method, times=10**6).fail(ReplyWithStatus(403, "SignatureDoesNotMatch"))
         for step in range(1, 5):
             assert ckpt.save(state_at(step), step).wait() is SaveState.SEALED
         assert not ckpt.wait("durable", timeout_s=20)

@@ -6,8 +6,8 @@ import pytest
 import torch
 
 import tieredckpt
-from tests.support.faults import Answer
-from tests.support.jobs import Job, bucket_url, objects, on_server, state_at
+from tests.support.faults import ReplyWithStatus
+from tests.support.jobs import CheckpointJob, bucket_url, durable_settings, list_objects, state_at
 from tests.support.ports import free_port
 from tests.support.s3 import REGION
 from tieredckpt.errors import DurableRefusedError, TierUnavailableError
@@ -19,7 +19,7 @@ ALWAYS = 10**6
 
 
 def first_save(agent_dir, settings, **arguments):
-    with Job(agent_dir, settings).checkpointer(**arguments) as ckpt:
+    with CheckpointJob(agent_dir, settings).checkpointer(**arguments) as ckpt:
         return ckpt.save(state_at(0), 0).wait()
 
 
@@ -29,16 +29,16 @@ def unreachable(**changes):
 
 
 def test_store_in_order_is_checked_once_and_keeps_no_probe(agent_dir, rclone, rclone_proxy):
-    settings = on_server(rclone)
+    settings = durable_settings(rclone)
     behind = DurableSettings(**{**vars(settings), "options": {**settings.options, "endpoint": rclone_proxy.endpoint}})
-    with Job(agent_dir, behind).checkpointer() as ckpt:
+    with CheckpointJob(agent_dir, behind).checkpointer() as ckpt:
         for step in range(3):
             ckpt.save(state_at(step), step).wait()
         assert ckpt.wait("durable", timeout_s=60)
     probes = [(one.method, one.path) for one in rclone_proxy.seen() if ".probe-" in one.path]
     (read,) = [path for method, path in probes if method == "GET"]
     assert [method for method, path in probes if path == read][:2] == ["PUT", "GET"]
-    assert [name for name in objects(rclone, settings) if ".probe-" in name] == []
+    assert [name for name in list_objects(rclone, settings) if ".probe-" in name] == []
 
 
 def test_absent_bucket_is_refused(agent_dir, moto):
@@ -50,45 +50,45 @@ def test_absent_bucket_is_refused(agent_dir, moto):
 def test_wrong_secret_is_refused(agent_dir, rclone, monkeypatch):
     monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "wrong")
     with pytest.raises(DurableRefusedError, match=r"403 SignatureDoesNotMatch.*Check the credentials"):
-        first_save(agent_dir, on_server(rclone))
+        first_save(agent_dir, durable_settings(rclone))
 
 
 def test_absent_credentials_are_refused(agent_dir, rclone, monkeypatch):
     monkeypatch.delenv("AWS_ACCESS_KEY_ID")
     monkeypatch.delenv("AWS_SECRET_ACCESS_KEY")
     with pytest.raises(DurableRefusedError, match="Unable to locate credentials"):
-        first_save(agent_dir, on_server(rclone))
+        first_save(agent_dir, durable_settings(rclone))
 
 
 @pytest.mark.parametrize("method", ["PUT", "GET"])
 def test_forbidden_request_is_refused(agent_dir, rclone, rclone_proxy, method):
-    rclone_proxy.on(method, path=r"\.probe-", times=ALWAYS).fail(Answer(403, "AccessDenied"))
+    rclone_proxy.on(method, path=r"\.probe-", times=ALWAYS).fail(ReplyWithStatus(403, "AccessDenied"))
     settings = rclone.settings(url=bucket_url(), endpoint=rclone_proxy.endpoint)
     with pytest.raises(DurableRefusedError, match=r"403 AccessDenied.*Allow s3:GetObject, PutObject"):
         first_save(agent_dir, settings)
 
 
 def test_role_that_may_not_delete_passes(agent_dir, rclone, rclone_proxy):
-    rclone_proxy.on("POST", query="delete", times=ALWAYS).fail(Answer(403, "AccessDenied"))
-    rclone_proxy.on("DELETE", times=ALWAYS).fail(Answer(403, "AccessDenied"))
+    rclone_proxy.on("POST", query="delete", times=ALWAYS).fail(ReplyWithStatus(403, "AccessDenied"))
+    rclone_proxy.on("DELETE", times=ALWAYS).fail(ReplyWithStatus(403, "AccessDenied"))
     settings = rclone.settings(url=bucket_url(), endpoint=rclone_proxy.endpoint)
-    with Job(agent_dir, settings).checkpointer() as ckpt:
+    with CheckpointJob(agent_dir, settings).checkpointer() as ckpt:
         ckpt.save(state_at(0), 0).wait()
         assert ckpt.wait("durable", timeout_s=60)
 
 
 def test_store_that_is_busy_passes(agent_dir, rclone, rclone_proxy):
-    rclone_proxy.on("PUT", path=r"\.probe-").fail(Answer(503, "SlowDown"))
+    rclone_proxy.on("PUT", path=r"\.probe-").fail(ReplyWithStatus(503, "SlowDown"))
     settings = rclone.settings(url=bucket_url(), endpoint=rclone_proxy.endpoint)
-    with Job(agent_dir, settings).checkpointer() as ckpt:
+    with CheckpointJob(agent_dir, settings).checkpointer() as ckpt:
         ckpt.save(state_at(0), 0).wait()
         assert ckpt.wait("durable", timeout_s=60)
 
 
 def test_store_that_fails_once_passes(agent_dir, rclone, rclone_proxy):
-    rclone_proxy.on("PUT", path=r"\.probe-").fail(Answer(500, "InternalError"))
+    rclone_proxy.on("PUT", path=r"\.probe-").fail(ReplyWithStatus(500, "InternalError"))
     settings = rclone.settings(url=bucket_url(), endpoint=rclone_proxy.endpoint)
-    with Job(agent_dir, settings).checkpointer() as ckpt:
+    with CheckpointJob(agent_dir, settings).checkpointer() as ckpt:
         ckpt.save(state_at(0), 0).wait()
         assert ckpt.wait("durable", timeout_s=60)
 
@@ -112,8 +112,8 @@ def test_unreachable_endpoint_is_a_warning_on_request(agent_dir, caplog):
 
 def test_run_that_restored_a_step_continues_without_the_store(agent_dir, caplog):
     settings, endpoint = unreachable()
-    Job(agent_dir, DurableSettings(), "resumed").save(1, durable=False)
-    with caplog.at_level(logging.WARNING), Job(agent_dir, settings, "resumed").checkpointer() as ckpt:
+    CheckpointJob(agent_dir, DurableSettings(), "resumed").save(1, durable=False)
+    with caplog.at_level(logging.WARNING), CheckpointJob(agent_dir, settings, "resumed").checkpointer() as ckpt:
         assert ckpt.restore(state_at(0)) == 1
         ckpt.save(state_at(2), 2).wait()
     (said,) = [text for text in caplog.messages if "continues in memory" in text]

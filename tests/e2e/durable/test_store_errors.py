@@ -100,8 +100,8 @@ def test_failed_restore_names_the_store_the_cause_and_advice(agent_dir, broken):
 @pytest.mark.timeout(90)
 def test_job_that_starts_from_memory_reports_the_store_error(agent_dir, broken, caplog):
     settings, cause = broken
-    Job(agent_dir, DurableSettings(), "from-memory").save(1, durable=False)
-    Job(agent_dir, settings, "from-memory").expect(1, tiers={"memory"})
+    CheckpointJob(agent_dir, DurableSettings(), "from-memory").save(1, durable=False)
+    CheckpointJob(agent_dir, settings, "from-memory").expect(1, tiers={"memory"})
     said = next(one for one in caplog.messages if "the durable tier could not be asked" in one)
     assert settings.url in said
     assert re.search(cause, said), said
@@ -111,7 +111,7 @@ def test_job_that_starts_from_memory_reports_the_store_error(agent_dir, broken, 
 @pytest.mark.timeout(60)
 def test_restore_and_wait_end_at_their_deadline_and_name_the_silent_store(agent_dir, black_hole, caplog):
     settings = dataclasses.replace(black_hole[0], on_unreachable="continue")
-    with Job(agent_dir, settings).checkpointer() as ckpt:
+    with CheckpointJob(agent_dir, settings).checkpointer() as ckpt:
         ckpt.session.agent.store.status()  # the agent runs
         began = time.monotonic()
         with pytest.raises(TierUnavailableError) as raised:

@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 
 from tests.support.launched import start_ranks
-from tests.support.local_nodes import until
+from tests.support.local_nodes import wait_until
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(120)]
 
@@ -37,7 +37,7 @@ def trains(_say, folder: str, how: str) -> str:
 
     def train(world):
         if world.rank == 1:
-            until((Path(folder) / "inside").exists)
+            wait_until((Path(folder) / "inside").exists)
             raise ZeroDivisionError("the fault")
         world.add_cleanup(lambda: stuck(how))
         (Path(folder) / "inside").touch()
@@ -66,7 +66,7 @@ def port():
 def test_rank_that_does_not_leave_ends_itself_with_its_stacks(tmp_path, zygote, port, how, words):
     late, fails = start_ranks(zygote, 2, port, trains, str(tmp_path), how)
     try:
-        until(lambda: late.has_ended)
+        wait_until(lambda: late.has_ended)
         written = (tmp_path / "rank-0.log").read_text()
         assert words in written
         assert "in stuck" in written

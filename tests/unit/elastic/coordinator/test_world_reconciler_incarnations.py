@@ -12,19 +12,19 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, ru
 from elastic.control.control_messages import RankPhase
 from elastic.world.world_state import SealedStep
 from peerstore.shard_records import EPOCHS_PER_WORLD, ShardKey
-from tests.support.control_simulation import Rank, Table
+from tests.support.control_simulation import ControlSimulation, SimulatedRank
 from tests.support.example_counts import examples
 from tieredckpt.session.incarnation import IncarnationTracker, decide_save, use_world_epoch
 
 
-def world_epochs(table: Table) -> list[int]:
+def world_epochs(table: ControlSimulation) -> list[int]:
     """What was allocated for each world, in the order of worlds."""
     found = {place.epoch: place.incarnation_epoch for place in table.assignments}
     return [found[epoch] for epoch in sorted(found)]
 
 
 def test_each_world_has_epochs_above_those_of_the_world_before():
-    table = Table(3)
+    table = ControlSimulation(3)
     table.clock_offset_s = -table.now  # a clock that stands at the beginning of time
     for loss in (table.lose_rank, table.lose_rank, table.resize):
         table.settle(20)
@@ -37,7 +37,7 @@ def test_each_world_has_epochs_above_those_of_the_world_before():
 
 @pytest.mark.parametrize("remembers", [True, False])
 def test_coordinator_with_a_clock_that_is_behind_learns_the_epochs_from_the_nodes(remembers):
-    table = Table(3)
+    table = ControlSimulation(3)
     table.settle(15)
     table.clock_offset_s = -500.0
     table.restart_coordinator(remembers=remembers)
@@ -48,7 +48,7 @@ def test_coordinator_with_a_clock_that_is_behind_learns_the_epochs_from_the_node
 
 
 def test_nodes_outside_the_world_know_its_epochs():
-    table = Table(3)
+    table = ControlSimulation(3)
     table.settle(15)
     table.resize(1)
     table.settle(30)
@@ -66,10 +66,10 @@ class History(RuleBasedStateMachine):
 
     @initialize(nodes=st.integers(1, 4))
     def begin(self, nodes):
-        self.table = Table(nodes)
+        self.table = ControlSimulation(nodes)
         self.table.settle(15)
-        self.trackers: dict[Rank, IncarnationTracker] = {}
-        self.entered: dict[Rank, int] = {}
+        self.trackers: dict[SimulatedRank, IncarnationTracker] = {}
+        self.entered: dict[SimulatedRank, int] = {}
         self.known: dict[str, int] = {}
         self.incarnations: list[tuple[int, int, str]] = []
         """The world, number and name of each, in the order of their first saves."""

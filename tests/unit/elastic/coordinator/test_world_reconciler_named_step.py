@@ -6,19 +6,19 @@ import pytest
 
 from elastic.control.control_messages import RankPhase
 from elastic.world.world_state import RequestedStep, SealedStep
-from tests.support.control_simulation import Table
+from tests.support.control_simulation import ControlSimulation
 
 WANTED = RequestedStep(7, 17)
 
 
-def first_world() -> Table:
-    table = Table(3, requested_step=WANTED)
+def first_world() -> ControlSimulation:
+    table = ControlSimulation(3, requested_step=WANTED)
     table.settle(15)
     assert table.desk.world_spec.requested_step == WANTED
     return table
 
 
-def restored(table: Table) -> set[tuple[SealedStep | None, RequestedStep | None]]:
+def restored(table: ControlSimulation) -> set[tuple[SealedStep | None, RequestedStep | None]]:
     """What the ranks of the newest world were to restore when they entered it."""
     newest = table.desk.world.epoch
     return {(one.resume_from, one.requested_step) for one in table.assignments if one.epoch == newest}
@@ -71,7 +71,7 @@ def test_nodes_outside_the_world_remember_the_requested_step():
     assert {node.seats.newest_world.requested_step for node in table.nodes.values() if node.name != inside} == {None}
 
 
-def paused(table: Table) -> SealedStep:
+def paused(table: ControlSimulation) -> SealedStep:
     """All ranks have stopped for a resize and sealed; what they sealed. No new world has begun."""
     table.resize(2)
     while any(rank.stand is RankPhase.IN_WORLD for node in table.nodes.values() for rank in node.ranks.values()):
@@ -86,7 +86,7 @@ def paused(table: Table) -> SealedStep:
 
 @pytest.mark.parametrize("missing", [None, 2], ids=["all nodes there", "a node is missing"])
 def test_coordinator_that_starts_again_between_two_worlds_names_the_sealed_step(missing):
-    table = Table(3)
+    table = ControlSimulation(3)
     table.settle(15)
     sealed = paused(table)
     table.restart_coordinator()
@@ -98,7 +98,7 @@ def test_coordinator_that_starts_again_between_two_worlds_names_the_sealed_step(
 
 
 def test_world_that_few_of_its_nodes_heard_of_is_begun_again_with_the_step_it_was_to_restore():
-    table = Table(3)
+    table = ControlSimulation(3)
     table.settle(15)
     sealed = paused(table)
     while table.desk.world.epoch == 0:
@@ -113,7 +113,7 @@ def test_world_that_few_of_its_nodes_heard_of_is_begun_again_with_the_step_it_wa
 
 
 def test_world_that_ran_is_not_begun_again_with_the_step_it_restored():
-    table = Table(3)
+    table = ControlSimulation(3)
     table.settle(15)
     paused(table)
     table.settle(30)

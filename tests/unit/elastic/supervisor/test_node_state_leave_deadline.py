@@ -8,12 +8,12 @@ from elastic.control.control_messages import RankPhase, RankStatus
 from elastic.control.control_plane import LeaveStage
 from elastic.supervisor import node_state
 from elastic.supervisor.node_state import EndProcess
-from tests.support.control_simulation import Table
+from tests.support.control_simulation import ControlSimulation
 
 
 @pytest.fixture
 def table():
-    made = Table(2, nproc=2, spares=1)
+    made = ControlSimulation(2, nproc=2, spares=1)
     made.settle(15)
     return made
 

@@ -10,8 +10,8 @@ import pytest
 from elastic.control.control_plane import ControlNotice, LeaveStage, NoticeKind
 from elastic.workers.leave_deadline import LeaveDeadline
 from tests.support.control_planes import PATIENCE_S
-from tests.support.control_simulation import Table
-from tests.support.local_nodes import until
+from tests.support.control_simulation import ControlSimulation
+from tests.support.local_nodes import wait_until
 
 
 class Plane:
@@ -77,7 +77,7 @@ def _holds_the_lock(say):
 
 def test_native_code_that_keeps_the_interpreter_lock_is_ended_by_a_timer(zygote):
     running = zygote.start(_holds_the_lock)
-    until(lambda: running.has_ended)
+    wait_until(lambda: running.has_ended)
     assert running.lines() == ["holds"]
     with pytest.raises(AssertionError):  # it ended with an error
         running.wait()

@@ -100,9 +100,9 @@ def test_broken_world_has_a_deadline_of_its_own(server):
         try:
             plane.wait_for_assignment(timeout_s=PATIENCE_S)
             plane.request_change(NoticeKind.RESIZE, "preempted", deadline_s=request_s)
-            until(plane.notice)
+            wait_until(plane.notice)
             plane.report_fault("a fault")
-            until(lambda plane=plane: wants(plane) is NoticeKind.RESTART)
+            wait_until(lambda plane=plane: wanted_notice(plane) is NoticeKind.RESTART)
             found = plane.notice().deadline_s
             assert found is None if leave_s is None else 1.0 < found <= leave_s
         finally:

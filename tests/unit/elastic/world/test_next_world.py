@@ -863,7 +863,7 @@ LOST_WORLDS = {
 
 @pytest.mark.parametrize("event", LOST_WORLDS.values(), ids=LOST_WORLDS)
 def test_requested_step_is_restored_again_until_a_step_is_sealed(event):
-    job = Told(FOUR, "abcd", requested_step=WANTED)
+    job = ReconcilerDriver(FOUR, "abcd", requested_step=WANTED)
     assert formed(job) == [WANTED]
     job.tell(event)
     job.ready(*job.world.members)
@@ -877,7 +877,7 @@ def test_requested_step_is_restored_again_until_a_step_is_sealed(event):
 
 
 def test_step_sealed_in_an_older_world_does_not_replace_the_requested_one():
-    job = Told(FOUR, "abcd", requested_step=WANTED)
+    job = ReconcilerDriver(FOUR, "abcd", requested_step=WANTED)
     job.tell(RankFault("a", 1, 0, 0, "x"))
     job.ready(*"abcd")
     job.tell(StepSealed(0))
@@ -885,14 +885,14 @@ def test_step_sealed_in_an_older_world_does_not_replace_the_requested_one():
 
 
 def test_pause_without_a_sealed_step_keeps_the_requested_one():
-    job = Told(FOUR, "abcd", requested_step=WANTED)
+    job = ReconcilerDriver(FOUR, "abcd", requested_step=WANTED)
     job.tell(ResizeRequested(2))
     job.ready(*"abcd")
     assert (job.world.epoch, formed(job)) == (1, [WANTED])
 
 
 def test_pause_with_a_sealed_step_replaces_the_requested_one():
-    job = Told(FOUR, "abcd", requested_step=WANTED)
+    job = ReconcilerDriver(FOUR, "abcd", requested_step=WANTED)
     job.tell(ResizeRequested(2))
     sealed = SealedStep("job", 9, 18)
     for node in "abcd":
