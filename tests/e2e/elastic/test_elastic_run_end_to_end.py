@@ -13,8 +13,8 @@ pytestmark = pytest.mark.e2e
 TOTAL = 24
 
 
-def test_resizes_and_a_killed_rank_do_not_change_the_result(story, undisturbed) -> None:
-    job = story("moved", "tree", TOTAL)
+def test_resizes_and_a_killed_rank_do_not_change_the_result(training_run, reference_steps) -> None:
+    job = training_run("moved", "tree", TOTAL)
     job.allow(0)
     run = job.begin(4)
     wait_until(lambda: job.ask("resize", "--nodes", "2").get("max_nodes") == 2, "the job has a coordinator")
@@ -38,7 +38,7 @@ def test_resizes_and_a_killed_rank_do_not_change_the_result(story, undisturbed) 
     job.finished(run)
     moved = committed_steps(job)
     assert {one["size"] for one in moved} == {1, 2, 3, 4}
-    assert_same_results(moved, undisturbed)
+    assert_same_results(moved, reference_steps)
     assert_each_sample_once(moved)
     tiers = {tier for one in job.lines("world") for tier, count in one["tiers"].items() if count}
     assert tiers <= {"memory", "peer"}

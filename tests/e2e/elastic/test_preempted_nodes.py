@@ -14,8 +14,8 @@ pytestmark = pytest.mark.e2e
 TOTAL = 16
 
 
-def test_lost_joined_and_preempted_nodes_do_not_change_the_result(story, undisturbed) -> None:
-    job = story("preempted", "tree", TOTAL)
+def test_lost_joined_and_preempted_nodes_do_not_change_the_result(training_run, reference_steps) -> None:
+    job = training_run("preempted", "tree", TOTAL)
     job.environ["TIEREDCKPT_PEER_REQUIRE"] = "copied"  # then no more than one step's copies are on their way
     job.allow(0)
     run = job.begin(3)
@@ -48,14 +48,14 @@ def test_lost_joined_and_preempted_nodes_do_not_change_the_result(story, undistu
     assert done_again(job) in ([], [3])
     moved = committed_steps(job)
     assert moved[-1]["size"] == 2
-    assert_same_results(moved, undisturbed)
+    assert_same_results(moved, reference_steps)
     assert_each_sample_once(moved)
     tiers = {tier for one in job.lines("world") for tier, count in one["tiers"].items() if count}
     assert tiers == {"memory", "peer"}
 
 
-def test_node_outside_the_world_keeps_the_steps_of_a_lost_one(story, undisturbed) -> None:
-    job = story("outside", "tree", TOTAL)
+def test_node_outside_the_world_keeps_the_steps_of_a_lost_one(training_run, reference_steps) -> None:
+    job = training_run("outside", "tree", TOTAL)
     job.environ["TIEREDCKPT_PEER_REQUIRE"] = "copied"
     job.allow(0)
     run = job.begin(2)
@@ -74,7 +74,7 @@ def test_node_outside_the_world_keeps_the_steps_of_a_lost_one(story, undisturbed
     assert done_again(job) in ([], [9])
     moved = committed_steps(job)
     assert moved[-1]["pid"] != alone["pid"]
-    assert_same_results(moved, undisturbed)
+    assert_same_results(moved, reference_steps)
     assert_each_sample_once(moved)
 
 
