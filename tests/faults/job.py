@@ -401,16 +401,16 @@ def mount(place: Path) -> None:
     for folder in (place.parent.parent, place.parent, place):
         folder.mkdir(mode=0o700, exist_ok=True)
     options = f"size={MEMORY_BYTES},mode=0700"
-    subprocess.run(["mount", "-t", "tmpfs", "-o", options, "faults", str(place)], check=True, timeout=60)
+    subprocess.run(["mount", "-t", "tmpfs", "-o", options, "faults", str(place)], check=True, timeout=200)
 
 
 def unmount(place: Path) -> None:
     for _ in range(50):
         if not place.is_mount():
             return
-        if subprocess.run(["umount", str(place)], capture_output=True, timeout=60).returncode:
+        if subprocess.run(["umount", str(place)], capture_output=True, timeout=200).returncode:
             time.sleep(0.1)  # a process that was killed lets go of its files a moment later
-    subprocess.run(["umount", "-l", str(place)], check=False, timeout=60)
+    subprocess.run(["umount", "-l", str(place)], check=False, timeout=200)
 
 
 def unmount_leftovers(prefix: str) -> None:

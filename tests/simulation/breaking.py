@@ -119,7 +119,7 @@ BROKEN = {
     ),
     "keep all of the past": BrokenRule(slot_eviction, "abandoned_slots", lambda *_, **__: [], "cannot go on"),
     "count what was not compared": BrokenRule(
-        transfers, "arrived_whole", lambda *_: True, "that has bytes nobody wrote"
+        transfers, "is_chunk_intact", lambda *_: True, "that has bytes nobody wrote"
     ),
     "load what was not compared": BrokenRule(restoring, "damaged_chunks", lambda *_: (), "was loaded with bytes"),
     "let the past write": BrokenRule(
@@ -154,7 +154,7 @@ BROKEN = {
         JobVersions, "abort_part", _trust_the_writer, "for left out, and was sealed"
     ),
     "keep what is torn": BrokenRule(JobTable, "mark_aborted", _abort_alone, "what is torn still takes room"),
-    "ignore racks": BrokenRule(memory, "_placed", _ignore_racks, "in one rack"),
+    "ignore racks": BrokenRule(memory, "_cached_placement", _ignore_racks, "in one rack"),
     "seek no new partner": BrokenRule(
         replication_policy,
         "target_holders",

@@ -44,7 +44,7 @@ def test_failure_prints_its_seed_schedule_and_replay_command():
     seed = out.split(":", 1)[0].removeprefix("seed ")
     again = f"replay: python -m tests.simulation --seed {seed} --shrink --break 'choose the oldest'"
     for told in (out, errors):
-        assert f"seed {seed}, Shape(" in told
+        assert f"seed {seed}, ClusterShape(" in told
         assert " s restart" in told
         assert told.rstrip().endswith(again)
     replay = start_simulation("--seed", seed, "--shrink", "--break", "choose the oldest")

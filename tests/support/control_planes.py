@@ -24,7 +24,7 @@ from elastic.supervisor.supervisor import Supervisor, SupervisorSettings
 from elastic.testing import InMemoryControlPlane, InMemoryCoordinator
 from elastic.world.scaling_policy import ScalingPolicy
 
-PATIENCE_S = 60.0
+PATIENCE_S = 200.0
 SECRET = b"a secret of the tests, long enough"
 
 

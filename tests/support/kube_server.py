@@ -32,7 +32,7 @@ _CONTROLLERS = "garbagecollector,namespace,serviceaccount,serviceaccount-token,p
 
 def server_folder() -> Path:
     """Where they are, or would be."""
-    said = subprocess.run([BUILD, "--where"], capture_output=True, text=True, check=True, timeout=30)
+    said = subprocess.run([BUILD, "--where"], capture_output=True, text=True, check=True, timeout=200)
     return Path(said.stdout.strip())
 
 
@@ -261,4 +261,4 @@ def _is_ready(kube: KubeClient) -> bool:
 
 
 def _run(command: Sequence[str]) -> None:
-    subprocess.run(command, check=True, capture_output=True, timeout=60)
+    subprocess.run(command, check=True, capture_output=True, timeout=200)

@@ -146,7 +146,7 @@ def run_inside(name: str, function: Callable[[], T]) -> T:
 
 def run_tool(*words: str, text: str | None = None) -> str:
     """A system tool's output; what it complains about is raised."""
-    done = subprocess.run(words, input=text, capture_output=True, text=True, timeout=60)
+    done = subprocess.run(words, input=text, capture_output=True, text=True, timeout=200)
     if done.returncode:
         raise RuntimeError(f"{' '.join(words)}: {done.stderr.strip()}")
     return done.stdout

@@ -130,7 +130,7 @@ class _Cluster:
 
     def _run(self, *command: object) -> str:
         words = [str(word) for word in command]
-        done = subprocess.run(words, env=self.env, capture_output=True, text=True, timeout=60, cwd=self._directory)
+        done = subprocess.run(words, env=self.env, capture_output=True, text=True, timeout=200, cwd=self._directory)
         if done.returncode:
             raise RuntimeError(f"{' '.join(words)}: {done.stderr.strip()}")
         return done.stdout.strip()

@@ -149,7 +149,7 @@ class TestNothingIsLeft:
             "    os.kill(os.getpid(), signal.SIGKILL)\n"
         )
         root = Path(__file__).parents[2]
-        run = subprocess.run([sys.executable, "-c", source], stdout=subprocess.PIPE, text=True, cwd=root, timeout=60)
+        run = subprocess.run([sys.executable, "-c", source], stdout=subprocess.PIPE, text=True, cwd=root, timeout=200)
         prefix, pid = run.stdout.split()
         left = [path.name for place in namespaces.PLACES for path in place.glob(f"{prefix}*")]
         assert sorted(left) == [prefix, f"{prefix}-bridge", f"{prefix}-n1"]

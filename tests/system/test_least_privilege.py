@@ -36,7 +36,7 @@ def test_agent_serves_from_a_directory_that_root_created(agent_dir, tmp_path):
     agent_dir.mkdir(mode=0o755)  # as the kubelet does
     for _ in range(2):  # and again, when the pod is started anew
         command = [word.replace("/dev/shm/tieredckpt", str(agent_dir)) for word in init["command"]]
-        subprocess.run([*confined_command(init, pod), *command], check=True, timeout=60)
+        subprocess.run([*confined_command(init, pod), *command], check=True, timeout=200)
         found = agent_dir.stat()
         assert (found.st_uid, found.st_gid, stat.S_IMODE(found.st_mode)) == (10001, 10001, 0o700)
 
@@ -54,7 +54,7 @@ def test_agent_serves_from_a_directory_that_root_created(agent_dir, tmp_path):
     env["PYTHONPATH"] += f":{packages}"
     mounted = f"mount --bind {sysconfig.get_paths()['purelib']} {packages} && mount -o remount,bind,ro /"
     closed = [*alone, "sh", "-c", f'{mounted} && exec "$@"', "sh"]
-    assert subprocess.run([*closed, "touch", str(tmp_path / "x")], capture_output=True, timeout=60).returncode != 0
+    assert subprocess.run([*closed, "touch", str(tmp_path / "x")], capture_output=True, timeout=200).returncode != 0
     process = subprocess.Popen(
         [*closed, *user, *agent_command(agent_dir, config, tmp_path / "labels")],
         stderr=subprocess.PIPE,
@@ -65,10 +65,10 @@ def test_agent_serves_from_a_directory_that_root_created(agent_dir, tmp_path):
         assert any(" serves " in line for line in process.stderr)
         assert agent_pid(agent_dir) == process.pid
         looking = [sys.executable, "-m", "tieredckpt", "ls", "--json", "--agent-dir", str(agent_dir)]
-        ours = subprocess.run([*closed, *user, *looking], capture_output=True, text=True, env=env, timeout=60)
+        ours = subprocess.run([*closed, *user, *looking], capture_output=True, text=True, env=env, timeout=200)
         assert json.loads(ours.stdout) == {"jobs": [], "agent": True}
         other = [*closed, "setpriv", "--reuid=10002", "--regid=10002", "--clear-groups", *looking]
-        theirs = subprocess.run(other, capture_output=True, text=True, env=env, timeout=60)
+        theirs = subprocess.run(other, capture_output=True, text=True, env=env, timeout=200)
         assert theirs.returncode != 0
         process.send_signal(signal.SIGTERM)
         assert process.wait(60) == 0

@@ -42,7 +42,7 @@ COMMANDS = [
 
 def run_command(*arguments, **more):
     command = [sys.executable, "-m", "tieredckpt", *map(str, arguments)]
-    return subprocess.run(command, capture_output=True, text=True, timeout=60, **more)
+    return subprocess.run(command, capture_output=True, text=True, timeout=200, **more)
 
 
 def test_help_lists_every_command(cli):

@@ -435,7 +435,7 @@ def test_sigterm_makes_the_next_step_the_last_and_durable(agent_dir, tmp_path):
         [sys.executable, "-W", "ignore", "-c", PREEMPTED % f"file://{tmp_path}"],
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=200,
         cwd=Path(__file__).parents[3],
     )
     assert done.returncode == -signal.SIGTERM, done.stderr
@@ -461,7 +461,7 @@ with Checkpointer("tiered://loop", grace_s=1.0) as ckpt:
         time.sleep(0.01)
 """
     done = subprocess.run(
-        [sys.executable, "-W", "ignore", "-c", script], capture_output=True, timeout=60, cwd=Path(__file__).parents[3]
+        [sys.executable, "-W", "ignore", "-c", script], capture_output=True, timeout=200, cwd=Path(__file__).parents[3]
     )
     assert done.returncode == -signal.SIGTERM
 

@@ -357,7 +357,7 @@ def run(arguments, then):
         [sys.executable, "-W", "ignore", "-c", LOOP.format(arguments=arguments, then=then)],
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=200,
         cwd=Path(__file__).parents[3],
     )
 

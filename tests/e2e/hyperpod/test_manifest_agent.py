@@ -107,7 +107,7 @@ def test_running_agent_follows_the_configuration_flag(node, agent_dir, tmp_path)
 
 def test_disabled_tier_starts_no_agent(node, agent_dir):
     process = node(Mode="Disable", InstanceMemoryAllocationPercentage=3)
-    said = process.communicate(timeout=60)[1]
+    said = process.communicate(timeout=200)[1]
     assert process.returncode == 0
     assert "not started" in said
     assert "durable tier directly" in said
@@ -116,7 +116,7 @@ def test_disabled_tier_starts_no_agent(node, agent_dir):
 
 def test_invalid_config_flag_ends_the_agent_with_a_message(node):
     process = node(Mode="Enable", InstanceMemoryAllocationPercentage=300)
-    said = process.communicate(timeout=60)[1]
+    said = process.communicate(timeout=200)[1]
     assert process.returncode == 1
     assert "InstanceMemoryAllocationPercentage" in said
     assert "Traceback" not in said

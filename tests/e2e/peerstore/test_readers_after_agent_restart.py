@@ -56,7 +56,7 @@ class Reader:
 
     def finish(self):
         """What it says it has read; a process that was ended by a signal says so instead."""
-        said, _ = self.process.communicate("go on\n", timeout=60)
+        said, _ = self.process.communicate("go on\n", timeout=200)
         return said.strip() if self.process.returncode == 0 else f"exit {self.process.returncode}"
 
 

@@ -392,7 +392,7 @@ with Checkpointer("tiered://loop", every=50, durable="{url}", durable_every=1000
 def test_pain_10_a_preemption_notice_becomes_a_durable_step(agent_dir, durable):
     script = NOTICE.format(url=durable.url)
     done = subprocess.run(
-        [sys.executable, "-W", "ignore", "-c", script], capture_output=True, timeout=60, cwd=Path(__file__).parents[3]
+        [sys.executable, "-W", "ignore", "-c", script], capture_output=True, timeout=200, cwd=Path(__file__).parents[3]
     )
     assert done.returncode == -signal.SIGTERM, done.stderr
     job = CheckpointJob(agent_dir, durable, "loop")

@@ -24,7 +24,7 @@ def built(folder: str) -> list[dict]:
     if shutil.which("kubectl") is None:
         pytest.skip("needs kubectl")
     done = subprocess.run(
-        ["kubectl", "kustomize", FOLDER / folder], capture_output=True, text=True, check=True, timeout=60
+        ["kubectl", "kustomize", FOLDER / folder], capture_output=True, text=True, check=True, timeout=200
     )
     return [document for document in yaml.safe_load_all(done.stdout) if document]
 

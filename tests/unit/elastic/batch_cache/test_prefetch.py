@@ -145,7 +145,7 @@ def test_a_worker_that_dies_is_an_error(cache):
 
 def test_unpicklable_error_is_reported_as_text(cache):
     with worker(cache, raise_unpicklable) as one:
-        with pytest.raises(RuntimeError, match="StrangeError: quite strange") as raised:
+        with pytest.raises(RuntimeError, match="UnpicklableError: quite strange") as raised:
             one.prepare(0, 0)
         assert "Traceback" in str(raised.value.__cause__)
 

@@ -208,4 +208,4 @@ def test_invalid_rewarmup_is_refused(asked):
 def test_rules_and_plans_need_no_torch():
     code = "import sys; import elastic.batch_scaling.lr_rules; import elastic.cli.plan\n"
     code += "sys.exit('torch' in sys.modules)"
-    assert subprocess.run([sys.executable, "-c", code], timeout=60).returncode == 0
+    assert subprocess.run([sys.executable, "-c", code], timeout=200).returncode == 0

@@ -161,7 +161,7 @@ def test_kustomizations_name_existing_files(folder):
 @pytest.mark.skipif(shutil.which("kubectl") is None, reason="kubectl is not installed")
 @pytest.mark.parametrize("folder", CUSTOMIZATIONS, ids=lambda path: path.name)
 def test_kubectl_renders_kustomizations(folder):
-    done = subprocess.run(["kubectl", "kustomize", folder], capture_output=True, text=True, timeout=60)
+    done = subprocess.run(["kubectl", "kustomize", folder], capture_output=True, text=True, timeout=200)
     assert done.returncode == 0, done.stderr
     made = [document for document in yaml.safe_load_all(done.stdout) if document]
     assert all(document["metadata"].get("namespace", "tieredckpt-agents") == "tieredckpt-agents" for document in made)

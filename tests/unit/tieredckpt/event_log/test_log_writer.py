@@ -139,7 +139,7 @@ def test_process_has_at_most_one_event_log(tmp_path):
 @pytest.mark.parametrize("module", ["tieredckpt.event_log", "tieredckpt.event_log.event_types"])
 def test_event_log_imports_no_torch(module):
     code = f"import sys, {module}; assert 'torch' not in sys.modules and 'boto3' not in sys.modules"
-    subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=200)
 
 
 def test_event_log_variable_is_not_a_setting():
