@@ -48,7 +48,7 @@ _LONGEST_S = 120.0
 """Of simulated time, for anything to happen."""
 
 
-class TimeoutViolation(AssertionError):
+class LargeRunError(AssertionError):
     """Of what always happens here; what must never happen is looked for by the invariants."""
 
 
@@ -132,7 +132,7 @@ class LargeWorld(SimulatedWorld):
         self.got.clear()
         began, then = time.process_time(), self.now
         if not self.run(_LONGEST_S, done):
-            raise TimeoutViolation(f"{what}: not within {_LONGEST_S:.0f} s")
+            raise LargeRunError(f"{what}: not within {_LONGEST_S:.0f} s")
         most = max(self.got.values(), default=0)
         return Phase(what, time.process_time() - began, self.now - then, Counter(self.sent), most)
 
@@ -167,7 +167,7 @@ class LargeRestore(SimulatedRestore):
         votes = [self._vote_of(name) for name in deciding]
         chosen = elect_step([vote for vote in votes for _ in range(ranks)])
         if chosen is None:
-            raise TimeoutViolation("the nodes do not come to one step")
+            raise LargeRunError("the nodes do not come to one step")
         self.choices = dict.fromkeys(self.nodes, chosen)
         self.world.truth.chosen(self)
         for name in deciding:
@@ -213,7 +213,7 @@ class LargeRestore(SimulatedRestore):
             found = step.pieces(rank, [(name, *box) for name in tensor_names()], ()).pieces
             rows = sum((one.sizes if one.box is None else one.box[1])[0] for one in found)
             if rows != TENSORS * box.sizes[0]:
-                raise TimeoutViolation(f"rank {rank} finds {rows} rows of {TENSORS * box.sizes[0]}")
+                raise LargeRunError(f"rank {rank} finds {rows} rows of {TENSORS * box.sizes[0]}")
             took.pieces += len(found)
             parts |= {one.part for one in found}
         took.layouts, took.seconds = len(used), time.process_time() - began
@@ -234,12 +234,12 @@ class LargeRestore(SimulatedRestore):
     def _looked_at(self, key: ShardKey, found: tuple[Any, bytes]) -> None:
         record, data = found
         if damaged_chunks(data, record) or data != shard_content(key):
-            raise TimeoutViolation(f"{self.world.short(key)} is read with bytes that nobody wrote")
+            raise LargeRunError(f"{self.world.short(key)} is read with bytes that nobody wrote")
         self.read += 1
 
 
 def _raise_read_error(error: PeerStoreError) -> None:
-    raise TimeoutViolation(f"a shard that was seen is not read: {error}")
+    raise LargeRunError(f"a shard that was seen is not read: {error}")
 
 
 def peer_tier(agent: SimulatedAgent, nodes: Mapping[str, NodeInventory], silent: Mapping[str, str]) -> PeerTier:
@@ -302,7 +302,7 @@ def run_large_job(nodes: int, ranks: int, fewer: int, say: Callable[[str], None]
         restore.begin()
         run_phase(f"{fewer * ranks:,} ranks look around and choose", lambda: bool(restore.outcome))
         if restore.outcome != "done":
-            raise TimeoutViolation(restore.outcome)
+            raise LargeRunError(restore.outcome)
         job = world.jobs[-1]
         run_phase(
             f"{fewer * ranks:,} ranks save, all know it to be settled", _is_replicated_everywhere(world, job.save())
