@@ -59,7 +59,7 @@ class Cluster:
             self.job.lose_node(nodes[0])
             return nodes
         deadline = time.monotonic() + NOTICE_S
-        self.job.ask("drain", *nodes, "--deadline", f"{NOTICE_S:g}")
+        self.job.run_json("drain", *nodes, "--deadline", f"{NOTICE_S:g}")
         while (still := self._of(nodes)) and time.monotonic() < deadline:
             time.sleep(0.1)
         self.events[-1]["processes_gone_s"] = None if still else round(time.time() - self.events[-1]["at"], 2)
@@ -128,8 +128,8 @@ def disturbed(job: ElasticRun, minutes: float, seed: int) -> list[dict[str, Any]
         time.sleep(_QUIET_S)
         at += 1
     time.sleep(max(0.0, ends - time.monotonic()))
-    job.ask("stop")
-    status = job.ended(running)
+    job.run_json("stop")
+    status = job.wait_ended(running)
     if status != 7:
         raise SystemExit(f"the job was to be stopped, and ended with {status}\n{job.output()[-8000:]}")
     return cluster.events

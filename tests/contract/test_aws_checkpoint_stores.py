@@ -65,7 +65,7 @@ class MemoryServiceCase:
 
     def put(self, step, blobs, metadata):
         for rank, blob in enumerate([*blobs, *([metadata] if metadata is not None else [])]):
-            self.service.replace(NAMESPACE, rank, step, blob)
+            self.service.replace_shard(NAMESPACE, rank, step, blob)
 
     def break_down(self, place):
         self.service.broken = True
@@ -141,8 +141,8 @@ def test_lost_rank_is_absent(case, store):
     blobs, metadata = STATE
     case.put(4, blobs[:1], pickle_metadata(metadata))
     if isinstance(case, MemoryServiceCase):  # metadata is the rank behind the last
-        case.service.replace(NAMESPACE, 2, 4, pickle_metadata(metadata))
-        case.service.lose(NAMESPACE, 1, 4)
+        case.service.replace_shard(NAMESPACE, 2, 4, pickle_metadata(metadata))
+        case.service.delete_shard(NAMESPACE, 1, 4)
     assert store.blob_size(4, 0) == len(blobs[0])
     with pytest.raises(CheckpointNotFoundError):
         store.blob_size(4, 1)
@@ -177,8 +177,8 @@ def memory_service_case():
 
 def test_blob_that_differs_from_its_checksum_is_damage(memory_service_case):
     service = memory_service_case.service
-    data = service.blob(NAMESPACE, 0, 4)
-    service.replace(NAMESPACE, 0, 4, data[:-1] + b"?", resealed=False)
+    data = service.shard_bytes(NAMESPACE, 0, 4)
+    service.replace_shard(NAMESPACE, 0, 4, data[:-1] + b"?", resealed=False)
     with pytest.raises(CheckpointDamagedError, match="checksum"):
         memory_service_case.open().open_blob(4, 0)
 
@@ -189,7 +189,7 @@ def test_blob_that_differs_from_its_checksum_is_damage(memory_service_case):
 )
 def test_blob_without_a_checksum_is_damage(memory_service_case, meta):
     service = memory_service_case.service
-    service.shards[NAMESPACE][0][4] = (service.blob(NAMESPACE, 0, 4), meta)
+    service.shards[NAMESPACE][0][4] = (service.shard_bytes(NAMESPACE, 0, 4), meta)
     with pytest.raises(CheckpointDamagedError):
         memory_service_case.open().open_blob(4, 0)
 
@@ -204,7 +204,7 @@ def test_metadata_is_found_for_any_configured_world_size(memory_service_case, gu
 
 def test_metadata_is_found_behind_a_lost_shard(memory_service_case):
     memory_service_case.service.namespaces[NAMESPACE] = (9, 3)
-    memory_service_case.service.lose(NAMESPACE, 1, 4)
+    memory_service_case.service.delete_shard(NAMESPACE, 1, 4)
     assert memory_service_case.open().contents(4).tensors
 
 

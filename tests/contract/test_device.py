@@ -219,12 +219,12 @@ def page_aligned(elements: int) -> torch.Tensor:
 
 
 def test_late_copy_to_registered_memory_is_poison_until_awaited(async_device):
-    source, target = async_device.put(torch.randn(ELEMENTS)), page_aligned(ELEMENTS)
+    source, target = async_device.to_device(torch.randn(ELEMENTS)), page_aligned(ELEMENTS)
     async_device.register_host_memory(target.data_ptr(), target.nbytes, async_device.current())
     stream = async_device.new_stream(async_device.current())
     async_device.copy([DeviceCopy(target, source)], stream)
     assert set(target.numpy().tobytes()) == {POISON}
-    async_device.reads([target])
+    async_device.host_reads([target])
     assert async_device.violations == ["memory is read that a device has not filled yet"]
     assert async_device.races
     stream.synchronize()
@@ -232,7 +232,7 @@ def test_late_copy_to_registered_memory_is_poison_until_awaited(async_device):
 
 
 def test_late_queried_event_completes_after_some_of_the_bytes(async_device):
-    source, target = async_device.put(torch.randn(ELEMENTS)), page_aligned(ELEMENTS)
+    source, target = async_device.to_device(torch.randn(ELEMENTS)), page_aligned(ELEMENTS)
     async_device.register_host_memory(target.data_ptr(), target.nbytes, async_device.current())
     async_device.copy([DeviceCopy(target, source)], async_device.current_stream(async_device.current()))
     work, halves = record_device_work([source]), 0
@@ -243,18 +243,18 @@ def test_late_queried_event_completes_after_some_of_the_bytes(async_device):
 
 
 def test_late_unregistered_memory_is_copied_before_the_call_returns(async_device):
-    source, target = async_device.put(torch.randn(ELEMENTS)), torch.zeros(ELEMENTS)
+    source, target = async_device.to_device(torch.randn(ELEMENTS)), torch.zeros(ELEMENTS)
     stream = async_device.new_stream(async_device.current())
     async_device.copy([DeviceCopy(target, source)], stream)
     assert torch.equal(target, source)
-    given, there = target.clone(), async_device.put(torch.zeros(ELEMENTS))
+    given, there = target.clone(), async_device.to_device(torch.zeros(ELEMENTS))
     async_device.copy([DeviceCopy(there, given)], stream)
     given.zero_()
-    assert torch.equal(async_device.get(there), source)
+    assert torch.equal(async_device.to_host(there), source)
 
 
 def test_late_source_changed_before_its_copy_is_copied_changed(async_device):
-    source, target = async_device.put(torch.ones(ELEMENTS)), page_aligned(ELEMENTS)
+    source, target = async_device.to_device(torch.ones(ELEMENTS)), page_aligned(ELEMENTS)
     async_device.register_host_memory(target.data_ptr(), target.nbytes, async_device.current())
     side = async_device.new_stream(async_device.current())
     side.wait_stream(async_device.current_stream(async_device.current()))
@@ -267,7 +267,7 @@ def test_late_source_changed_before_its_copy_is_copied_changed(async_device):
 
 
 def test_late_memory_stays_registered_during_a_copy(async_device, tmp_path):
-    source = async_device.put(torch.randn(ELEMENTS))
+    source = async_device.to_device(torch.randn(ELEMENTS))
     stream = async_device.new_stream(async_device.current())
     for action, said in (
         ("unregister", "memory was unregistered while a device copies it"),
@@ -296,7 +296,7 @@ def test_late_tensor_freed_under_an_unrecorded_copy_is_a_violation(async_device)
     target, side = page_aligned(ELEMENTS), async_device.new_stream(async_device.current())
     async_device.register_host_memory(target.data_ptr(), target.nbytes, async_device.current())
     for is_said in (True, False):
-        source = async_device.put(torch.randn(ELEMENTS))
+        source = async_device.to_device(torch.randn(ELEMENTS))
         if is_said:
             async_device.record_stream(source, side)
         async_device.copy([DeviceCopy(target, source)], side)

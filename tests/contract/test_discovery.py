@@ -46,13 +46,13 @@ class Source:
         self.path = directory / "nodes.json"
         self.version = 0
 
-    def tell(self, addresses: list[str]) -> None: ...
-    def break_it(self) -> None: ...
+    def publish(self, addresses: list[str]) -> None: ...
+    def damage(self) -> None: ...
     def open(self): ...
 
 
 class StaticList(Source):
-    def tell(self, addresses):
+    def publish(self, addresses):
         self.text = ",".join(f"{one}={one}:7070" for one in addresses)
 
     def open(self):
@@ -60,12 +60,12 @@ class StaticList(Source):
 
 
 class RosterFile(Source):
-    def tell(self, addresses):
+    def publish(self, addresses):
         self.version += 1
         listed = [{"id": one, "address": f"{one}:7070"} for one in addresses]
         self.path.write_text(json.dumps({"version": self.version, "nodes": listed}))
 
-    def break_it(self):
+    def damage(self):
         self.path.write_bytes(self.path.read_bytes()[:-5])
 
     def open(self):
@@ -73,7 +73,7 @@ class RosterFile(Source):
 
 
 class HyperPodFile(RosterFile):
-    def tell(self, addresses):
+    def publish(self, addresses):
         self.version += 1
         stamp = f"2026-01-31T12:00:{self.version:02}Z"
         told = {"ips": addresses, "current_pod_ip": addresses[0], "ips_timestamp": stamp}
@@ -84,10 +84,10 @@ class HyperPodFile(RosterFile):
 
 
 class Dns(Source):
-    def tell(self, addresses):
+    def publish(self, addresses):
         self.addresses = list(addresses)
 
-    def break_it(self):
+    def damage(self):
         self.addresses = None
 
     def resolve(self, name, port):
@@ -117,27 +117,27 @@ def skip_if_static(source) -> None:
 
 
 def test_all_nodes_are_named_in_the_order_of_their_ids(source):
-    source.tell(ADDRESSES)
+    source.publish(ADDRESSES)
     assert list(source.open().member_list().nodes) == expected_nodes()
 
 
 def test_nodes_with_the_same_source_have_the_same_member_list(source):
-    source.tell(ADDRESSES)
+    source.publish(ADDRESSES)
     assert source.open().member_list().list_version == source.open().member_list().list_version
 
 
 def test_unchanged_member_list_keeps_its_version(source):
-    source.tell(ADDRESSES)
+    source.publish(ADDRESSES)
     discovery = source.open()
     assert discovery.member_list() == discovery.member_list()
 
 
 def test_change_is_detected_with_a_higher_version(source):
     skip_if_static(source)
-    source.tell(ADDRESSES)
+    source.publish(ADDRESSES)
     discovery = source.open()
     before = discovery.member_list()
-    source.tell(ADDRESSES[1:])
+    source.publish(ADDRESSES[1:])
     after = discovery.member_list()
     assert list(after.nodes) == expected_nodes(ADDRESSES[1:])
     assert after.version > before.version
@@ -145,14 +145,14 @@ def test_change_is_detected_with_a_higher_version(source):
 
 def test_unreachable_source_is_unknown_and_may_recover(source):
     skip_if_static(source)
-    source.tell(ADDRESSES)
+    source.publish(ADDRESSES)
     discovery = source.open()
     discovery.member_list()
-    source.break_it()
+    source.damage()
     for _ in range(2):
         with pytest.raises(UnavailableError):
             discovery.member_list()
-    source.tell(ADDRESSES[:2])
+    source.publish(ADDRESSES[:2])
     assert list(discovery.member_list().nodes) == expected_nodes(ADDRESSES[:2])
 
 

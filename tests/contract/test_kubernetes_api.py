@@ -27,8 +27,8 @@ pytest.importorskip("kubernetes.client")
 def server(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[ApiServerClient]:
     with contextlib.ExitStack() as stack:
         if request.param == "imagined":
-            api = stack.enter_context(FakeApiServer().started())
-            api.forget_the_past()
+            api = stack.enter_context(FakeApiServer().running())
+            api.compact()
             yield ApiServerClient(stack.enter_context(official_client(api.url)))
             return
         if reason := missing_reason():
@@ -38,7 +38,7 @@ def server(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
         definition = Path(ROOT, "integration/kubernetes/manifests/crd.yaml").read_text()
         for document in yaml.safe_load_all(definition):
             kube.apply(document)
-        kube.until_served(JOBS)
+        kube.wait_served(JOBS)
         wait_until(lambda: kube.find("/api/v1/namespaces/default/serviceaccounts/default"))  # pods are refused before
         yield connected(kube.kubeconfig(folder / "admin"))
 

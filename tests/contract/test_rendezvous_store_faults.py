@@ -157,7 +157,7 @@ def test_a_stopped_member_is_read_around(servers, connect):
     store.set(key, "1")
     store.set(other, "2")
     assert store.get(key) == b"1"
-    servers[1].stop()
+    servers[1].suspend()
     assert (store.get(key), store.get(other)) == (b"1", b"2")
     assert store.check([key, other])
 
@@ -168,7 +168,7 @@ def test_a_member_that_was_stopped_before_is_read_around(servers, connect):
     key, other = key_held_by(1, 2), key_held_by(0, 1)
     connect().multi_set([key, other], ["1", "2"])
     assert connect().multi_get([key, other]) == [b"1", b"2"]
-    servers[1].stop()
+    servers[1].suspend()
     store = connect(_HASTY)
     assert store.multi_get([key, other]) == [b"1", b"2"]
     store.set("x" + key, "3")
@@ -179,10 +179,10 @@ def test_a_stopped_member_still_decides_about_its_sums(servers, connect):
     """Whether it is gone is not known: if somebody else decided, there would be two."""
     key, store = key_held_by(1, 2), connect(_HASTY)
     assert store.add(key, 1) == 1
-    servers[1].stop()
+    servers[1].suspend()
     with pytest.raises(dist.DistNetworkError, match="decides"):
         store.add(key, 1)
-    servers[1].go_on()
+    servers[1].resume()
     assert store.add(key, 1) >= 2
 
 
@@ -301,7 +301,7 @@ def test_ranks_meet_although_a_member_dies(servers, zygote, tmp_path, when):
 def test_ranks_meet_although_a_member_is_stopped(servers, zygote, tmp_path):
     gate, addresses, size = tmp_path / "gate", [server.address for server in servers], 3
     gate.touch()
-    servers[2].stop()
+    servers[2].suspend()
     ranks = [
         zygote.start(_initialize_and_synchronize, addresses, rank, size, "stopped", str(gate)) for rank in range(size)
     ]
@@ -387,11 +387,11 @@ def test_successive_worlds_leave_only_the_last_keys(servers, connect, kind):
 
 
 def test_cleanup_of_a_stopped_server_can_be_ended(servers):
-    servers[0].stop()
+    servers[0].suspend()
     sweep = OldKeyCleanup(servers[0].address, 5, close_connections=close_store_connections)
     assert not sweep.join(0.05)
     sweep.stop()
-    servers[0].go_on()
+    servers[0].resume()
     assert sweep.join(60)
 
 
@@ -403,13 +403,13 @@ def test_ended_cleanup_closes_no_later_connections(servers):
         after.append(ended.is_set())
         return close_store_connections(addresses)
 
-    servers[0].stop()
+    servers[0].suspend()
     sweep = OldKeyCleanup(servers[0].address, 5, close_connections=close_and_record)
     assert not sweep.join(0.05)
     sweep.stop()
     ended.set()
     sweep.join(1.0)
-    servers[0].go_on()
+    servers[0].resume()
     assert sweep.join(60)
     assert True not in after
     assert after

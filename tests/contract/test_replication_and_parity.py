@@ -32,9 +32,9 @@ def nodes(mode):
 def save_everywhere(nodes, version, *, sizes=SIZES, epoch=1, name="a"):
     """One part per living node."""
     records = []
-    for part, (node, size) in enumerate(zip(nodes.living, sizes, strict=False)):
+    for part, (node, size) in enumerate(zip(nodes.live_nodes, sizes, strict=False)):
         of = shard_key(version, part, epoch=epoch, name=name)
-        records.append(save_shard(node.store, of, size, parts=len(nodes.living), meta=f"meta {part}".encode()))
+        records.append(save_shard(node.store, of, size, parts=len(nodes.live_nodes), meta=f"meta {part}".encode()))
     return records
 
 
@@ -45,18 +45,18 @@ def assert_readable(nodes, records):
 
 def test_saved_version_is_replicated_on_every_node(nodes):
     records = save_everywhere(nodes, 1)
-    wait_until(lambda: nodes.replicated(1))
-    wait_until(nodes.quiet)
-    for node, record in zip(nodes.living, records, strict=True):
-        assert [one.missing + one.unplaceable for one in node.team.replicator.statuses() if one.is_owner] == [0]
-        assert node.team.replicator.redundancy(record.key, "rack") == (2, 2)
-        assert node.team.replicator.last_errors(record.key) == ""
+    wait_until(lambda: nodes.is_replicated(1))
+    wait_until(nodes.has_no_pending_copies)
+    for node, record in zip(nodes.live_nodes, records, strict=True):
+        assert [one.missing + one.unplaceable for one in node.job_peers.replicator.statuses() if one.is_owner] == [0]
+        assert node.job_peers.replicator.redundancy(record.key, "rack") == (2, 2)
+        assert node.job_peers.replicator.last_errors(record.key) == ""
 
 
 @pytest.mark.parametrize("lost", NAMES)
 def test_any_single_node_may_be_lost(nodes, lost):
     records = save_everywhere(nodes, 1)
-    wait_until(lambda: nodes.replicated(1))
+    wait_until(lambda: nodes.is_replicated(1))
     nodes.lose(lost)
     wait_until(lambda: all(nodes.holders(record.key) for record in records))
     assert_readable(nodes, records)
@@ -64,24 +64,24 @@ def test_any_single_node_may_be_lost(nodes, lost):
 
 def test_remaining_nodes_replicate_again_and_survive_the_next_loss(nodes):
     records = save_everywhere(nodes, 1)
-    wait_until(lambda: nodes.replicated(1))
+    wait_until(lambda: nodes.is_replicated(1))
     for lost in ("n8", "n0"):
         nodes.lose(lost)
         wait_until(lambda: all(nodes.holders(record.key) for record in records))
-        wait_until(nodes.quiet)
+        wait_until(nodes.has_no_pending_copies)
         assert not any(
-            one.unplaceable for node in nodes.living for one in node.team.replicator.statuses() if one.is_owner
+            one.unplaceable for node in nodes.live_nodes for one in node.job_peers.replicator.statuses() if one.is_owner
         )
     assert_readable(nodes, records)
 
 
 def test_lost_shard_gets_exactly_one_new_owner(nodes):
     records = save_everywhere(nodes, 1)
-    wait_until(lambda: nodes.replicated(1))
+    wait_until(lambda: nodes.is_replicated(1))
     lost = records[NAMES.index("n8")].key
 
     def owners():
-        facts = [(node.name, fact) for node in nodes.living for fact in node.store.list_shards(JOB)]
+        facts = [(node.name, fact) for node in nodes.live_nodes for fact in node.store.list_shards(JOB)]
         return [name for name, fact in facts if fact.key == lost and not fact.holders]
 
     nodes.lose("n8")
@@ -93,27 +93,29 @@ def test_similar_versions_are_replicated_in_order_and_old_ones_removed(nodes):
     for version in range(1, 6):
         data[version * 1000] ^= 0xFF
         records = []
-        for part, node in enumerate(nodes.living):
-            lease = node.store.lease(shard_key(version, part), len(data), len(nodes.living), wait_s=30)
+        for part, node in enumerate(nodes.live_nodes):
+            lease = node.store.lease(shard_key(version, part), len(data), len(nodes.live_nodes), wait_s=30)
             write_slot(lease, bytes(data))
             records.append(node.store.seal(lease.id, len(data)))
-        wait_until(lambda version=version: nodes.replicated(version))
+        wait_until(lambda version=version: nodes.is_replicated(version))
     nodes.lose("n24")
     wait_until(lambda: all(nodes.holders(record.key) for record in records))
     assert [nodes.read(record) for record in records] == [bytes(data)] * 4
-    assert all({of.version for of in node.shards()} <= {4, 5} for node in nodes.living)
+    assert all({of.version for of in node.shards()} <= {4, 5} for node in nodes.live_nodes)
 
 
 def test_version_in_doubt_at_a_new_incarnation_is_replicated(nodes):
     """The settled version of a past incarnation is what the new one goes on from."""
     records = save_everywhere(nodes, 1)
-    wait_until(lambda: nodes.replicated(1))
-    wait_until(nodes.quiet)
+    wait_until(lambda: nodes.is_replicated(1))
+    wait_until(nodes.has_no_pending_copies)
     nodes.lose("n16")
-    nodes.begin("b", 7)
+    nodes.claim_job("b", 7)
     wait_until(lambda: all(nodes.holders(record.key) for record in records))
-    wait_until(nodes.quiet)
-    assert not any(one.unplaceable for node in nodes.living for one in node.team.replicator.statuses() if one.is_owner)
+    wait_until(nodes.has_no_pending_copies)
+    assert not any(
+        one.unplaceable for node in nodes.live_nodes for one in node.job_peers.replicator.statuses() if one.is_owner
+    )
     nodes.lose("n24")
     wait_until(lambda: all(nodes.holders(record.key) for record in records))
     assert_readable(nodes, records)
@@ -123,16 +125,21 @@ def test_full_node_blocks_no_other(mode):
     room = {"mirror": 14 * MIB, "parity": 11 * MIB}[mode]  # not for what is kept for others of two versions
     with store_nodes(SETTINGS[mode], *NAMES, budgets={"n16": str(room)}) as nodes:
         for version in range(1, 5):
-            here = list(enumerate(nodes.living))
+            here = list(enumerate(nodes.live_nodes))
             leases = [node.store.lease(shard_key(version, part), 4 * MIB, 4, wait_s=30) for part, node in here]
             for (_, node), lease in zip(here, leases, strict=True):
                 write_slot(lease, shard_content(lease.key, 4 * MIB))
                 node.store.seal(lease.id, 4 * MIB)
-            wait_until(lambda version=version: nodes.replicated(version))
-        wait_until(nodes.quiet)
-        short = {node.name: one for node in nodes.living for one in node.team.replicator.statuses() if one.unplaceable}
+            wait_until(lambda version=version: nodes.is_replicated(version))
+        wait_until(nodes.has_no_pending_copies)
+        short = {
+            node.name: one
+            for node in nodes.live_nodes
+            for one in node.job_peers.replicator.statuses()
+            if one.unplaceable
+        }
         assert bool(short) is (mode == "parity")  # another node stands in for a mirror; a group stays as it is
-        assert all("n16" in nodes[name].team.replicator.last_errors(one.key) for name, one in short.items())
+        assert all("n16" in nodes[name].job_peers.replicator.last_errors(one.key) for name, one in short.items())
         assert "n16" not in short
 
 
@@ -140,45 +147,45 @@ def test_full_node_blocks_no_other(mode):
 def test_empty_node_that_rejoins_at_once_gets_its_data_back(mode, empty):
     with store_nodes(SETTINGS[mode], *NAMES, membership=PATIENT) as nodes:
         records = save_everywhere(nodes, 1)
-        wait_until(lambda: nodes.replicated(1))
-        wait_until(nodes.quiet)
+        wait_until(lambda: nodes.is_replicated(1))
+        wait_until(nodes.has_no_pending_copies)
         nodes[empty].lose()
         nodes[empty].start()
-        nodes.meet()
+        nodes.join_all()
         wait_until(lambda: all(nodes.holders(record.key) for record in records))
-        wait_until(nodes.quiet)
+        wait_until(nodes.has_no_pending_copies)
         wait_until(lambda: protected_keys(nodes[empty]))
-        assert [one.missing + one.unplaceable for node in nodes.living for one in node.team.replicator.statuses()] == [
-            0
-        ] * (8 if mode == "mirror" else 4)
+        assert [
+            one.missing + one.unplaceable for node in nodes.live_nodes for one in node.job_peers.replicator.statuses()
+        ] == [0] * (8 if mode == "mirror" else 4)
         assert_readable(nodes, records)
 
 
 @pytest.mark.parametrize("lost", ["n0", "n8"])
 def test_restarted_agent_continues_with_its_shards(nodes, lost):
     records = save_everywhere(nodes, 1)
-    wait_until(lambda: nodes.replicated(1))
+    wait_until(lambda: nodes.is_replicated(1))
     nodes["n16"].stop()
     nodes["n16"].start()
     wait_until(lambda: nodes["n16"].store.status().verifying == 0)
-    wait_until(nodes.quiet)
+    wait_until(nodes.has_no_pending_copies)
     nodes.lose(lost)
     wait_until(lambda: all(nodes.holders(record.key) for record in records))
-    wait_until(nodes.quiet)
+    wait_until(nodes.has_no_pending_copies)
     assert_readable(nodes, records)
 
 
 def test_damaged_shard_is_found_and_restored(nodes):
     records = save_everywhere(nodes, 1)
-    wait_until(lambda: nodes.replicated(1))
-    wait_until(nodes.quiet)
+    wait_until(lambda: nodes.is_replicated(1))
+    wait_until(nodes.has_no_pending_copies)
     store, record = nodes["n16"].store, records[1]
     flip_byte(store.hold(record.key, "test") and store.shard_path(record.key), CHUNK_BYTES + 3)
     store.release_hold(record.key, "test")
     assert store.verify(record.key) == (1,)
     wait_until(lambda: record.key in nodes["n16"].shards())
     assert_readable(nodes, records)
-    assert nodes["n16"].team.repaired == 1
+    assert nodes["n16"].job_peers.repaired == 1
 
 
 def protected_keys(node):
@@ -189,15 +196,15 @@ def protected_keys(node):
 
 def test_damaged_replica_is_repaired(nodes):
     records = save_everywhere(nodes, 1, sizes=(4 * MIB,) * 4)
-    wait_until(lambda: nodes.replicated(1))
-    wait_until(nodes.quiet)
+    wait_until(lambda: nodes.is_replicated(1))
+    wait_until(nodes.has_no_pending_copies)
     store = nodes["n24"].store
     (kept,) = protected_keys(nodes["n24"])
     flip_byte(store.shard_path(kept), 5)
     assert store.verify(kept) == (0,)
     assert [damage.what for damage in store.status().damage_reports] == [str(kept)]
     wait_until(lambda: protected_keys(nodes["n24"]) == [kept])
-    wait_until(nodes.quiet)
+    wait_until(nodes.has_no_pending_copies)
     nodes.lose("n0")
     wait_until(lambda: all(nodes.holders(record.key) for record in records))
     assert_readable(nodes, records)
@@ -210,13 +217,13 @@ def test_bytes_changed_in_transit_are_detected(nodes):
                 nodes.network.flip_bit(name, other, payload=payload, byte=0)
     records = save_everywhere(nodes, 1)
     wait_until(
-        lambda: nodes.replicated(1), within_s=120
+        lambda: nodes.is_replicated(1), within_s=120
     )  # who sent something damaged twice is not asked again for a while
-    wait_until(nodes.quiet)
+    wait_until(nodes.has_no_pending_copies)
     for name in NAMES:
         for other in NAMES:
             nodes.network.heal(name, other)
-    for node in nodes.living:
+    for node in nodes.live_nodes:
         for record in node.store.shard_records(JOB, VersionId(1, 1, 0, "a")):
             assert node.store.verify(record.key) == ()
     nodes.lose("n8")
@@ -226,8 +233,8 @@ def test_bytes_changed_in_transit_are_detected(nodes):
 
 def test_memory_use_matches_the_documented_amount(nodes, mode):
     save_everywhere(nodes, 1, sizes=(6 * MIB,) * 4)
-    wait_until(lambda: nodes.replicated(1))
-    wait_until(nodes.quiet)
+    wait_until(lambda: nodes.is_replicated(1))
+    wait_until(nodes.has_no_pending_copies)
     assert nodes.sealed_bytes() == 4 * 6 * MIB * {"mirror": 2, "parity": 1 + 1 / 3}[mode]
 
 
@@ -236,13 +243,13 @@ def test_late_parts_are_protected_too(nodes):
     first = [
         save_shard(nodes[name].store, shard_key(1, part), 2 * MIB, parts=4) for part, name in enumerate(("n0", "n8"))
     ]
-    wait_until(nodes.quiet)
+    wait_until(nodes.has_no_pending_copies)
     late = [
         save_shard(nodes["n0"].store, shard_key(1, 3), 3 * MIB, parts=4),
         save_shard(nodes["n24"].store, shard_key(1, 2), MIB, parts=4),
     ]
-    wait_until(lambda: nodes.replicated(1))
-    wait_until(nodes.quiet)
+    wait_until(lambda: nodes.is_replicated(1))
+    wait_until(nodes.has_no_pending_copies)
     nodes.lose("n0")
     wait_until(lambda: all(nodes.holders(record.key) for record in first + late))
     assert_readable(nodes, first + late)
@@ -250,14 +257,14 @@ def test_late_parts_are_protected_too(nodes):
 
 def test_parity_is_hidden_from_part_counts(nodes):
     records = save_everywhere(nodes, 1, sizes=(4 * MIB,) * 4)
-    wait_until(lambda: nodes.replicated(1))
-    wait_until(nodes.quiet)
+    wait_until(lambda: nodes.is_replicated(1))
+    wait_until(nodes.has_no_pending_copies)
     group = VersionId(1, 1, 0, "a")
     keys = {record.key for record in records}
-    for node in nodes.living:
+    for node in nodes.live_nodes:
         assert {fact.key for fact in node.store.list_shards(JOB)} <= keys
         assert {record.key for record in node.store.shard_records(JOB, group)} <= keys
-        assert {fact.key for fact in node.team.local_inventory().shards} <= keys
+        assert {fact.key for fact in node.job_peers.local_inventory().shards} <= keys
         assert node.store.status().jobs[0].newest_committed == 1  # as it was told: it has not all parts itself
         shown = len(node.store.list_shards(JOB))
         assert node.store.delete_versions(JOB, [group]) == shown

@@ -84,17 +84,17 @@ def test_nixl_is_covered():
 @pytest.mark.parametrize("size", [0, 1, 17, 256 << 10, 5 * MIB + 3])
 @pytest.mark.parametrize("header", [b"", b"h", b"\0" * 70_000], ids=["none", "short", "long"])
 def test_message_arrives_as_sent(channel_ends, header, size):
-    near, far = channel_ends.meet()
+    near, far = channel_ends.connected_ends()
     data = pseudo_random_bytes(size)
-    sent = channel_ends.aside(near.send, header, [memoryview(data)])
+    sent = channel_ends.run_in_background(near.send, header, [memoryview(data)])
     assert receive_bytes(far) == (header, data)
     sent.result(PATIENCE_S)
 
 
 def test_a_hundred_mebibytes_arrive_as_they_were_sent(channel_ends):
-    near, far = channel_ends.meet()
+    near, far = channel_ends.connected_ends()
     data = pseudo_random_bytes(100 * MIB + 17)
-    sent = channel_ends.aside(near.send, b"large", [memoryview(data)])
+    sent = channel_ends.run_in_background(near.send, b"large", [memoryview(data)])
     header, payload = receive_bytes(far)
     assert header == b"large"
     assert payload == data
@@ -102,7 +102,7 @@ def test_a_hundred_mebibytes_arrive_as_they_were_sent(channel_ends):
 
 
 def test_answer_travels_back(channel_ends):
-    near, far = channel_ends.meet()
+    near, far = channel_ends.connected_ends()
     near.send(b"question")
     assert receive_bytes(far) == (b"question", b"")
     far.send(b"answer", [memoryview(b"yes")])
@@ -110,7 +110,7 @@ def test_answer_travels_back(channel_ends):
 
 
 def test_views_may_be_many_and_of_any_size_on_both_sides(channel_ends):
-    near, far = channel_ends.meet()
+    near, far = channel_ends.connected_ends()
     data = pseudo_random_bytes(3 * MIB)
     sizes = [0, 1, 3, 700, 0, 65_537] * 60 + [1] * 2500
     out, at = [], 0
@@ -118,7 +118,7 @@ def test_views_may_be_many_and_of_any_size_on_both_sides(channel_ends):
         out.append(memoryview(data)[at : at + size])
         at += size
     out.append(memoryview(data)[at:])
-    sent = channel_ends.aside(near.send, b"", out)
+    sent = channel_ends.run_in_background(near.send, b"", out)
     assert far.receive(idle_s=PATIENCE_S).payload_bytes == len(data)
     target = bytearray(len(data))
     cuts = [0, 5, 5, 6, *range(100, 300_000, 97), len(data)]
@@ -129,9 +129,9 @@ def test_views_may_be_many_and_of_any_size_on_both_sides(channel_ends):
 
 @pytest.mark.parametrize("size", [1000, 5 * MIB + 17])
 def test_payload_is_readable_while_it_arrives(channel_ends, size):
-    near, far = channel_ends.meet()
+    near, far = channel_ends.connected_ends()
     data = pseudo_random_bytes(size)
-    sent = channel_ends.aside(near.send, b"", [memoryview(data)])
+    sent = channel_ends.run_in_background(near.send, b"", [memoryview(data)])
     assert far.receive(idle_s=PATIENCE_S).payload_bytes == size
     target = bytearray(size)
     there = [0]
@@ -148,7 +148,7 @@ def test_payload_is_readable_while_it_arrives(channel_ends, size):
 
 
 def test_views_of_other_types_are_sent_as_bytes(channel_ends):
-    near, far = channel_ends.meet()
+    near, far = channel_ends.connected_ends()
     numbers = array.array("d", range(1000))
     near.send(b"", [memoryview(numbers)])
     target = array.array("d", bytes(8000))
@@ -158,7 +158,7 @@ def test_views_of_other_types_are_sent_as_bytes(channel_ends):
 
 
 def test_noncontiguous_view_is_refused_and_the_channel_stays_open(channel_ends):
-    near, far = channel_ends.meet()
+    near, far = channel_ends.connected_ends()
     with pytest.raises(RequestError, match="with gaps"):
         near.send(b"", [memoryview(bytes(10))[::2]])
     near.send(b"next")
@@ -166,7 +166,7 @@ def test_noncontiguous_view_is_refused_and_the_channel_stays_open(channel_ends):
 
 
 def test_slices_of_files_arrive_among_views(channel_ends):
-    near, far = channel_ends.meet()
+    near, far = channel_ends.connected_ends()
     data = pseudo_random_bytes(9 * MIB)
     with tempfile.TemporaryFile() as one, tempfile.TemporaryFile(dir="/dev/shm") as other:
         one.write(data)
@@ -181,14 +181,14 @@ def test_slices_of_files_arrive_among_views(channel_ends):
             memoryview(b"last"),
             FileSlice(one.fileno(), 9 * MIB - 3, 3),
         ]
-        sent = channel_ends.aside(near.send, b"files", payload)
+        sent = channel_ends.run_in_background(near.send, b"files", payload)
         assert receive_bytes(far) == (b"files", b"first" + data[MIB + 1 : 3 * MIB + 1] + data + b"last" + data[-3:])
         sent.result(PATIENCE_S)
 
 
 def test_messages_keep_their_order(channel_ends):
-    near, far = channel_ends.meet()
-    sent = channel_ends.aside(
+    near, far = channel_ends.connected_ends()
+    sent = channel_ends.run_in_background(
         lambda: [near.send(b"%d" % n, [memoryview(pseudo_random_bytes(n * 700, n))]) for n in range(200)]
     )
     for n in range(200):
@@ -197,7 +197,7 @@ def test_messages_keep_their_order(channel_ends):
 
 
 def test_both_sides_send_large_messages_at_the_same_time(channel_ends):
-    near, far = channel_ends.meet()
+    near, far = channel_ends.connected_ends()
 
     def send_all(channel, side):
         for n in range(6):
@@ -210,21 +210,21 @@ def test_both_sides_send_large_messages_at_the_same_time(channel_ends):
             assert payload == pseudo_random_bytes(6 * MIB + n, side)
 
     work = [
-        channel_ends.aside(send_all, near, b"n"),
-        channel_ends.aside(send_all, far, b"f"),
-        channel_ends.aside(receive_all, near, b"f"),
-        channel_ends.aside(receive_all, far, b"n"),
+        channel_ends.run_in_background(send_all, near, b"n"),
+        channel_ends.run_in_background(send_all, far, b"f"),
+        channel_ends.run_in_background(receive_all, near, b"f"),
+        channel_ends.run_in_background(receive_all, far, b"n"),
     ]
     for one in work:
         one.result(60)
 
 
 def test_sent_views_may_be_changed(channel_ends):
-    near, far = channel_ends.meet()
+    near, far = channel_ends.connected_ends()
     scratch = bytearray(100_000)
     for n in range(20):
         scratch[:] = bytes([n]) * len(scratch)
-        sent = channel_ends.aside(near.send, b"", [memoryview(scratch)])
+        sent = channel_ends.run_in_background(near.send, b"", [memoryview(scratch)])
         if n % 2:  # sent completely before it is read, where buffers allow that
             sent.result(PATIENCE_S)
             scratch[:] = b"\xff" * len(scratch)
@@ -233,10 +233,10 @@ def test_sent_views_may_be_changed(channel_ends):
 
 
 def test_views_are_released(channel_ends):
-    near, far = channel_ends.meet()
+    near, far = channel_ends.connected_ends()
     source, target = bytearray(pseudo_random_bytes(MIB)), bytearray(MIB)
     with memoryview(source) as out, memoryview(target) as into:
-        sent = channel_ends.aside(near.send, b"", [out])
+        sent = channel_ends.run_in_background(near.send, b"", [out])
         far.receive(idle_s=PATIENCE_S)
         far.receive_into([into])
         sent.result(PATIENCE_S)
@@ -245,7 +245,7 @@ def test_views_are_released(channel_ends):
 
 
 def test_views_are_released_after_an_error(channel_ends):
-    near, far = channel_ends.meet()
+    near, far = channel_ends.connected_ends()
     near.send(b"", [memoryview(bytes(80))])
     far.receive(idle_s=PATIENCE_S)
     target = array.array("d", bytes(88))
@@ -259,7 +259,7 @@ def test_views_are_released_after_an_error(channel_ends):
 
 
 def test_a_header_above_the_limit_ends_the_channel(channel_ends):
-    near, far = channel_ends.meet()
+    near, far = channel_ends.connected_ends()
     far.max_header_bytes = 1000
     near.send(b"x" * 1000)
     assert receive_bytes(far) == (b"x" * 1000, b"")
@@ -273,7 +273,7 @@ def test_a_header_above_the_limit_ends_the_channel(channel_ends):
 
 
 def test_a_payload_above_the_limit_ends_the_channel(channel_ends):
-    near, far = channel_ends.meet()
+    near, far = channel_ends.connected_ends()
     far.max_payload_bytes = 10
     near.send(b"", [memoryview(bytes(10))])
     assert receive_bytes(far) == (b"", bytes(10))
@@ -285,7 +285,7 @@ def test_a_payload_above_the_limit_ends_the_channel(channel_ends):
 
 
 def test_oversized_message_is_not_sent(channel_ends):
-    near, far = channel_ends.meet()
+    near, far = channel_ends.connected_ends()
     piece = memoryview(bytes(MIB))
     with pytest.raises(ProtocolError, match="above the limit"):
         near.send(b"", [piece] * (MAX_PAYLOAD_BYTES // MIB + 1))
@@ -299,7 +299,7 @@ def test_oversized_message_is_not_sent(channel_ends):
 
 
 def test_payload_must_be_read_before_the_next_message(channel_ends):
-    near, far = channel_ends.meet()
+    near, far = channel_ends.connected_ends()
     near.send(b"one", [memoryview(b"payload")])
     near.send(b"two")
     far.receive(idle_s=PATIENCE_S)
@@ -310,8 +310,8 @@ def test_payload_must_be_read_before_the_next_message(channel_ends):
 
 
 def test_unread_payload_is_skipped(channel_ends):
-    near, far = channel_ends.meet()
-    sent = channel_ends.aside(near.send, b"one", [memoryview(pseudo_random_bytes(20 * MIB))])
+    near, far = channel_ends.connected_ends()
+    sent = channel_ends.run_in_background(near.send, b"one", [memoryview(pseudo_random_bytes(20 * MIB))])
     far.receive(idle_s=PATIENCE_S)
     far.discard()
     far.discard()
@@ -322,7 +322,7 @@ def test_unread_payload_is_skipped(channel_ends):
 
 @pytest.mark.parametrize("size", [0, 6, 8])
 def test_views_have_to_be_as_large_as_the_payload(channel_ends, size):
-    near, far = channel_ends.meet()
+    near, far = channel_ends.connected_ends()
     near.send(b"", [memoryview(b"payload")])
     far.receive(idle_s=PATIENCE_S)
     target = bytearray(size)
@@ -335,7 +335,7 @@ def test_views_have_to_be_as_large_as_the_payload(channel_ends, size):
 
 
 def test_read_only_target_is_refused(channel_ends):
-    near, far = channel_ends.meet()
+    near, far = channel_ends.connected_ends()
     near.send(b"", [memoryview(b"payload")])
     far.receive(idle_s=PATIENCE_S)
     with pytest.raises(RequestError, match="read-only"):
@@ -349,7 +349,7 @@ def test_read_only_target_is_refused(channel_ends):
 
 
 def test_short_file_is_detected_before_sending(channel_ends):
-    near, far = channel_ends.meet()
+    near, far = channel_ends.connected_ends()
     with tempfile.TemporaryFile() as file:
         file.write(bytes(100))
         file.flush()
@@ -363,10 +363,10 @@ def test_short_file_is_detected_before_sending(channel_ends):
 
 
 def test_file_truncated_during_a_send_closes_both_ends(channel_ends):
-    near, far = channel_ends.meet()
+    near, far = channel_ends.connected_ends()
     with tempfile.TemporaryFile() as file:
         file.truncate(MORE_THAN_BUFFERS)
-        sent = channel_ends.aside(near.send, b"cut", [FileSlice(file.fileno(), 0, MORE_THAN_BUFFERS)])
+        sent = channel_ends.run_in_background(near.send, b"cut", [FileSlice(file.fileno(), 0, MORE_THAN_BUFFERS)])
         assert far.receive(idle_s=PATIENCE_S).payload_bytes == MORE_THAN_BUFFERS
         file.truncate(1000)
         with pytest.raises(PeerUnreachableError, match="before the end of a payload"):
@@ -381,7 +381,7 @@ def test_file_truncated_during_a_send_closes_both_ends(channel_ends):
 
 
 def test_a_peer_that_closes_between_messages_is_no_error(channel_ends):
-    near, far = channel_ends.meet()
+    near, far = channel_ends.connected_ends()
     near.send(b"bye", [memoryview(b"now")])
     near.close()
     assert receive_bytes(far) == (b"bye", b"now")
@@ -390,8 +390,8 @@ def test_a_peer_that_closes_between_messages_is_no_error(channel_ends):
 
 
 def test_peer_that_closes_in_mid_payload_is_unreachable(channel_ends):
-    near, far = channel_ends.meet()
-    sent = channel_ends.aside(near.send, b"", [memoryview(bytes(MORE_THAN_BUFFERS))])
+    near, far = channel_ends.connected_ends()
+    sent = channel_ends.run_in_background(near.send, b"", [memoryview(bytes(MORE_THAN_BUFFERS))])
     assert far.receive(idle_s=PATIENCE_S).payload_bytes == MORE_THAN_BUFFERS
     near.close()
     with pytest.raises(PeerUnreachableError, match=r"before the end of a payload|reset"):
@@ -406,14 +406,14 @@ def send_forever(channel):
 
 
 def test_sending_to_a_closed_peer_fails_eventually(channel_ends):
-    near, far = channel_ends.meet()
+    near, far = channel_ends.connected_ends()
     far.close()
     with pytest.raises(PeerUnreachableError):
         send_forever(near)
 
 
 def test_silent_peer_times_out(channel_ends):
-    near, _ = channel_ends.meet()
+    near, _ = channel_ends.connected_ends()
     with pytest.raises(PeerUnreachableError, match="silent"):
         near.receive(idle_s=0.05)
     with pytest.raises(PeerUnreachableError, match="over"):
@@ -421,7 +421,7 @@ def test_silent_peer_times_out(channel_ends):
 
 
 def test_peer_that_does_not_read_times_out(short_timeout_ends):
-    near, _ = short_timeout_ends.meet()
+    near, _ = short_timeout_ends.connected_ends()
     with pytest.raises(PeerUnreachableError, match=r"silent|timed out"):
         near.send(b"", [memoryview(bytes(MORE_THAN_BUFFERS))])
 
@@ -430,23 +430,23 @@ def test_peer_that_does_not_read_times_out(short_timeout_ends):
 
 
 def test_close_wakes_a_receiver(channel_ends):
-    near, _ = channel_ends.meet()
-    waiting = channel_ends.aside(near.receive)
+    near, _ = channel_ends.connected_ends()
+    waiting = channel_ends.run_in_background(near.receive)
     near.close()
     with pytest.raises(PeerUnreachableError, match="closed on this side"):
         waiting.result(PATIENCE_S)
 
 
 def test_close_wakes_a_sender_and_a_reader(channel_ends):
-    near, far = channel_ends.meet()
-    sent = channel_ends.aside(near.send, b"", [memoryview(bytes(MORE_THAN_BUFFERS))])
+    near, far = channel_ends.connected_ends()
+    sent = channel_ends.run_in_background(near.send, b"", [memoryview(bytes(MORE_THAN_BUFFERS))])
     incoming = far.receive(idle_s=PATIENCE_S)
     near.close()
     with pytest.raises(PeerUnreachableError, match="closed on this side"):
         sent.result(PATIENCE_S)
     target = bytearray(incoming.payload_bytes)
     with memoryview(target) as view:
-        filled = channel_ends.aside(far.receive_into, [view])
+        filled = channel_ends.run_in_background(far.receive_into, [view])
         far.close()
         with pytest.raises(PeerUnreachableError):
             filled.result(PATIENCE_S)
@@ -454,8 +454,8 @@ def test_close_wakes_a_sender_and_a_reader(channel_ends):
 
 
 def test_second_close_has_no_effect_and_ends_the_channel(channel_ends):
-    near, _ = channel_ends.meet()
-    closing = [channel_ends.aside(near.close) for _ in range(4)]
+    near, _ = channel_ends.connected_ends()
+    closing = [channel_ends.run_in_background(near.close) for _ in range(4)]
     for one in closing:
         one.result(PATIENCE_S)
     near.close()
@@ -599,7 +599,7 @@ def test_an_address_has_a_port(channel_ends):
 
 
 def test_channels_name_their_peer(channel_ends):
-    near, far = channel_ends.meet()
+    near, far = channel_ends.connected_ends()
     assert near.peer
     assert far.peer
     assert Path(near.peer).name == near.peer

@@ -98,7 +98,7 @@ def test_https_through_a_proxy(
     with FaultProxy(behind.port) as proxy:
         monkeypatch.setenv("https_proxy", proxy.endpoint)
         goes_both_ways(open_durable(url, rclone.settings(endpoint=behind.endpoint)), source)
-        assert proxy.seen("CONNECT")
+        assert proxy.requests("CONNECT")
         assert behind.parts_sent() == [1, 2, 3]
 
 
@@ -142,11 +142,11 @@ def test_create_with_a_lost_response_is_recognized(moto: S3Server, url: str, ope
     with FaultProxy(moto.port) as proxy:
         store = open_durable(url, moto.settings(endpoint=proxy.endpoint))
         assert store.capabilities().conditional_put
-        proxy.on("PUT", "/mine$").fail(DropResponse())
+        proxy.add_rule("PUT", "/mine$").fail(DropResponse())
         store.put("mine", b"mine", create_only=True)
-        assert len(proxy.seen("PUT", "/mine$")) == 2
+        assert len(proxy.requests("PUT", "/mine$")) == 2
         store.put("theirs", b"theirs")
-        proxy.on("PUT", "/theirs$").fail(ReplyWithStatus(500))
+        proxy.add_rule("PUT", "/theirs$").fail(ReplyWithStatus(500))
         with pytest.raises(ObjectExistsError):
             store.put("theirs", b"mine", create_only=True)
         assert store.get("theirs") == b"theirs"
@@ -158,7 +158,7 @@ def test_every_part_has_a_checksum(moto: S3Server, url: str, source: Path, open_
         store = open_durable(url, moto.settings(endpoint=proxy.endpoint))
         store.upload("x", source, SIZE, journal=DictJournal())
         store.upload("small", source, 10, journal=DictJournal())
-        sent = [*proxy.seen("PUT", query="partNumber="), *proxy.seen("PUT", "small")]
+        sent = [*proxy.requests("PUT", query="partNumber="), *proxy.requests("PUT", "small")]
         assert [bool(each.headers.get("x-amz-checksum-crc32")) for each in sent] == [True] * 4
         store.close()
     with moto.client() as client:

@@ -35,9 +35,9 @@ class Driver:
         self._proxy: FaultProxy | None = None
         options.out.mkdir(parents=True, exist_ok=True)
         self._record = Record(options.out / "faults.jsonl")
-        self._known = self._undisturbed(options.out / f"undisturbed-{options.steps}.json")
+        self._known = self._reference_steps(options.out / f"undisturbed-{options.steps}.json")
 
-    def many(self) -> list[SeedOutcome]:
+    def run_all(self) -> list[SeedOutcome]:
         options = self._options
         done = {one.seed: one for one in self._record.read() if one.hosts is options.hosts}
         began, mine = time.monotonic(), list[SeedOutcome]()
@@ -47,12 +47,12 @@ class Driver:
             if seed not in done:
                 if options.minutes and time.monotonic() - began > options.minutes * 60:
                     break
-                done[seed] = self.one(seed, print if options.verbose else _print_nothing)
+                done[seed] = self.run_one(seed, print if options.verbose else _print_nothing)
                 self._record.add(done[seed])
             mine.append(done[seed])
         return mine
 
-    def one(self, seed: int, tell: Callable[[str], None]) -> SeedOutcome:
+    def run_one(self, seed: int, tell: Callable[[str], None]) -> SeedOutcome:
         options = self._options
         plan = make_plan(seed, hosts=options.hosts, full=os.getuid() == 0, faults=options.per_seed)
         tell(f"seed {seed}: {plan.shape}")
@@ -75,7 +75,7 @@ class Driver:
             self._proxy = self._stack.enter_context(FaultProxy(server.port))
         return self._proxy
 
-    def _undisturbed(self, path: Path) -> list[ReferenceStep]:
+    def _reference_steps(self, path: Path) -> list[ReferenceStep]:
         if not path.exists():
             known = reference_steps(self._options.steps, self._options.patience)
             new = path.with_suffix(".new")
@@ -94,7 +94,7 @@ def main(words: list[str] | None = None) -> int:
     unmount_leftovers(PREFIX)
     with ExitStack() as stack:
         driver = Driver(options, stack)
-        outcomes = [driver.one(seed, print) for seed in options.seed] if options.seed else driver.many()
+        outcomes = [driver.run_one(seed, print) for seed in options.seed] if options.seed else driver.run_all()
     print(summary(outcomes))
     return int(any(one.violations for one in outcomes))
 

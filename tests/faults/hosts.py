@@ -59,14 +59,14 @@ class HostJob(FaultJob):
     def start(self) -> None:
         self.commands.environ["FAULTS_RUN"] = str(len(self.runs))
         self._began, self._over = time.time(), None
-        self._lead()
+        self._start_coordinator()
         for name in self.shape.names:
             self.join(name)
 
-    def _lead(self) -> None:
+    def _start_coordinator(self) -> None:
         elasticity, _ = self._options()
         words = ("--listen", f"{self._head.address}:{PORT}", "--job", JOB, "--secret", f"file:{self._secret}", "-v")
-        self._leader = self._begin(HEAD, "coordinator", *elasticity, *words)
+        self._leader = self._start_on_host(HEAD, "coordinator", *elasticity, *words)
 
     def join(self, node: str) -> None:
         """The machine is there, or is back."""
@@ -77,12 +77,14 @@ class HostJob(FaultJob):
         elasticity, spares = self._options()
         words = ("--coordinator", f"{self._head.address}:{PORT}", "--secret", f"file:{self._secret}", "--node", node)
         logs = ("--job", JOB, "--log-dir", str(self.folder / "logs"), "-v")
-        self._nodes[node] = self._begin(node, "run", *elasticity, *spares, *words, *logs, str(TRAINER), *self.arguments)
+        self._nodes[node] = self._start_on_host(
+            node, "run", *elasticity, *spares, *words, *logs, str(TRAINER), *self.arguments
+        )
 
     def _options(self) -> tuple[list[str], list[str]]:
         return self.elasticity, ["--spares", str(self.shape.spares)]
 
-    def _begin(self, host: str, *words: str) -> subprocess.Popen[bytes]:
+    def _start_on_host(self, host: str, *words: str) -> subprocess.Popen[bytes]:
         memory = self.memory(host)
         memory.mkdir(parents=True, exist_ok=True)
         environ = {
@@ -97,7 +99,7 @@ class HostJob(FaultJob):
                 [sys.executable, "-m", "elastic", *words], cwd=self.folder, env=environ, stdout=output, stderr=output
             )
 
-    def reap(self) -> CommandRun | None:
+    def finished_run(self) -> CommandRun | None:
         """Once the coordinator has ended for good, and every host's command with it."""
         for name, one in list(self._nodes.items()):
             if one.poll() is not None and self._over is not None:
@@ -106,7 +108,7 @@ class HostJob(FaultJob):
             if self._leader.returncode in _ENDED:
                 self._over, self._leader = self._leader.returncode, None
             else:
-                self._lead()
+                self._start_coordinator()
         if self._over is None or self._nodes:
             return None
         output = (self.folder / f"output-{HEAD}").read_text(errors="replace")
@@ -115,7 +117,7 @@ class HostJob(FaultJob):
         self.runs.append(run)
         return run
 
-    def lose(self, node: str) -> int:
+    def lose_node(self, node: str) -> int:
         namespace = self.net.hosts[node].namespace
         there = namespaces.processes_in(namespace)
         for number in (signal.SIGSTOP, signal.SIGKILL):
@@ -124,10 +126,10 @@ class HostJob(FaultJob):
                     os.kill(pid, number)
         while namespaces.processes_in(namespace):
             time.sleep(0.01)
-        self.forget(node)
+        self.clear_memory(node)
         return len(there)
 
-    def ask(self, question: CoordinatorRequest) -> ElasticJobStatus | None:
+    def send_request(self, question: CoordinatorRequest) -> ElasticJobStatus | None:
         secret = read_secret(self._secret)
 
         def asked() -> ElasticJobStatus:

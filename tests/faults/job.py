@@ -169,7 +169,7 @@ class FaultJob:
         self.newest = -1
         self.last_world: tuple[int, int] = (-1, -1)
         self._limit = (0, "")
-        self.let(AHEAD_STEPS)
+        self.set_limit(AHEAD_STEPS)
         if own_memory:
             for name in self.shape.names:
                 mount(self.memory(name))
@@ -233,23 +233,23 @@ class FaultJob:
         self.launcher.send_signal(signal.SIGTERM)
         return True
 
-    def lose(self, node: str) -> int:
+    def lose_node(self, node: str) -> int:
         """The machine is gone, with all that ran on it and what was in its memory; how many processes those were."""
         there = [one for one in self.processes(node=node) if one.role not in ("launcher", "coordinator")]
         for one in there:
             one.signal(signal.SIGSTOP)  # nobody says a last word
         for one in there:
             one.signal(signal.SIGKILL)
-        self.forget(node)
+        self.clear_memory(node)
         return len(there)
 
-    def forget(self, node: str) -> None:
+    def clear_memory(self, node: str) -> None:
         """What it had in memory."""
         for path in self.memory(node).iterdir():
             shutil.rmtree(path, ignore_errors=True)
             path.unlink(missing_ok=True)
 
-    def reap(self) -> CommandRun | None:
+    def finished_run(self) -> CommandRun | None:
         """How the command ended, once it has."""
         if self.launcher is None or self.launcher.poll() is None:
             return None
@@ -260,7 +260,7 @@ class FaultJob:
         self.launcher = None
         return run
 
-    def ask(self, question: CoordinatorRequest) -> ElasticJobStatus | None:
+    def send_request(self, question: CoordinatorRequest) -> ElasticJobStatus | None:
         """``None`` while nobody answers."""
         with contextlib.suppress(ElasticError, OSError):
             run = RunDirectory(self.folder / "run", JOB).read()
@@ -269,7 +269,7 @@ class FaultJob:
 
     # -- how far it is ------------------------------------------------------------------------------------------------
 
-    def let(self, step: int, *, end: bool = False) -> None:
+    def set_limit(self, step: int, *, end: bool = False) -> None:
         if (step, "end" if end else "") != self._limit:
             self._limit = (step, "end" if end else "")
             new = self.diary / "limit.new"
@@ -280,7 +280,7 @@ class FaultJob:
     def limit(self) -> int:
         return self._limit[0]
 
-    def look(self) -> None:
+    def read_diary(self) -> None:
         """Read what ranks have written since the last look."""
         for path in sorted(self.diary.glob("*.jsonl")):
             at = self._read.get(path, 0)
@@ -290,9 +290,9 @@ class FaultJob:
             whole = text[: text.rfind(b"\n") + 1]
             self._read[path] = at + len(whole)
             for line in whole.splitlines():
-                self._heard(json.loads(line))
+                self._add_line(json.loads(line))
 
-    def _heard(self, line: dict[str, Any]) -> None:
+    def _add_line(self, line: dict[str, Any]) -> None:
         what = line.pop("what")
         if what == "world":
             self.worlds.append(msgspec.convert(line, RankWorld))
@@ -311,7 +311,7 @@ class FaultJob:
         said = (line for path in paths for line in path.read_text(errors="replace").splitlines())
         return [line for line in said if names_older_step(line)]
 
-    def in_world(self) -> set[int]:
+    def newest_world_pids(self) -> set[int]:
         """Processes that are ranks of the newest world, or were."""
         return {one.pid for one in self.worlds if (one.run, one.epoch) == self.last_world}
 
@@ -320,7 +320,7 @@ class FaultJob:
             one for one in processes(self.mark) if (not role or one.role == role) and (not node or one.node == node)
         ]
 
-    def sums(self) -> dict[tuple[int, int, int], int | str]:
+    def step_sums(self) -> dict[tuple[int, int, int], int | str]:
         by_step: dict[tuple[int, int, int], dict[int, RankStep]] = {}
         for one in self.steps:
             by_step.setdefault((one.run, one.epoch, one.step), {})[one.rank] = one
@@ -340,9 +340,9 @@ class FaultJob:
 
     def _is_of_the_machine(self) -> bool:
         """Whether the agent is there for others, too, and stays with what is nowhere else."""
-        return len(self.shape.names) == 1 and bool(self.kept())
+        return len(self.shape.names) == 1 and bool(self.remaining_memory())
 
-    def kept(self) -> list[str]:
+    def remaining_memory(self) -> list[str]:
         """What it has left in memory."""
         counts = {node: sum(path.is_file() for path in self.arena(node).glob("slots/*")) for node in self.shape.names}
         return [f"{count} slots of {node}" for node, count in counts.items() if count]
@@ -369,7 +369,7 @@ class FaultJob:
     def remove(self) -> None:
         shutil.rmtree(self.folder, ignore_errors=True)
 
-    def stacks(self) -> None:
+    def dump_stacks(self) -> None:
         """Have ranks write down where they are."""
         for one in self.processes("rank"):
             one.signal(signal.SIGUSR2)

@@ -73,11 +73,11 @@ def reference_steps(steps: int, within_s: float) -> list[ReferenceStep]:
     folder = Path(tempfile.mkdtemp(prefix=process_prefix("faults")))
     job = FaultJob(folder, FaultPlan(-1, shape, ()))
     try:
-        job.let(steps, end=True)
+        job.set_limit(steps, end=True)
         job.start()
-        run = wait_until(job.reap, "its end", within_s, job.look)
-        job.look()
-        sums = job.sums()
+        run = wait_until(job.finished_run, "its end", within_s, job.read_diary)
+        job.read_diary()
+        sums = job.step_sums()
         if run.status != 0 or len(job.steps) != steps or not all(isinstance(one, int) for one in sums.values()):
             raise RuntimeError(f"the undisturbed run ended with {run.status}: {run.words}; see {folder}")
         order = [int(index) for index in SampleOrder(SAMPLES, SEED, "full").indices(0, steps * BATCH)]
@@ -105,11 +105,11 @@ class FaultRun:
         self.missed = 0
         self.final = 0
 
-    def go(self) -> str:
+    def run(self) -> str:
         """What it hung in; "" where it came to its end."""
         try:
             self.job.start()
-            self._until(lambda: self.job.newest >= 1, "its first steps")
+            self._wait_until(lambda: self.job.newest >= 1, "its first steps")
             for planned in self.job.plan.faults:
                 if planned.after_steps < 0:
                     time.sleep(planned.other * _TOGETHER_S)
@@ -124,7 +124,7 @@ class FaultRun:
             self._recovered(_BORNE_STEPS)
             self._finish()
         except HungError as hung:
-            self.job.stacks()
+            self.job.dump_stacks()
             return f"{hung}; it had come to step {self.job.newest}"
         return ""
 
@@ -133,32 +133,32 @@ class FaultRun:
         if struck is None:
             self.missed += 1
             return
-        self.job.look()
+        self.job.read_diary()
         self.struck.append((struck, len(self.job.runs), self.job.newest))
         self.tell(f"  {struck.kind.value}: {struck.words}, step {self.job.newest}")
 
     def _recovered(self, more: int) -> None:
         """A step that nobody had done before the last fault, and some more."""
         before = max((newest for _, _, newest in self.struck), default=-1)
-        self._until(lambda: self.job.newest >= before + 1 + more, f"step {before + 1 + more}")
+        self._wait_until(lambda: self.job.newest >= before + 1 + more, f"step {before + 1 + more}")
 
     def _finish(self) -> None:
         self.final = self.job.limit
-        self.job.let(self.final, end=True)
-        self._until(lambda: not self.job.is_running, f"its end at step {self.final}", ending=True)
+        self.job.set_limit(self.final, end=True)
+        self._wait_until(lambda: not self.job.is_running, f"its end at step {self.final}", ending=True)
 
-    def _until(self, ready: Callable[[], object], what: str, *, ending: bool = False) -> None:
+    def _wait_until(self, ready: Callable[[], object], what: str, *, ending: bool = False) -> None:
         wait_until(ready, what, self.patience_s, lambda: self._tick(ending=ending))
 
     def _tick(self, *, ending: bool) -> None:
         job = self.job
-        job.look()
+        job.read_diary()
         if not ending:
-            job.let(min(max(job.limit, job.newest + AHEAD_STEPS), len(self.known)))
+            job.set_limit(min(max(job.limit, job.newest + AHEAD_STEPS), len(self.known)))
         for struck, _, _ in self.struck:
             if struck.due <= time.time():
                 struck.end()
-        run = job.reap()
+        run = job.finished_run()
         if run is None:
             return
         self.tell(f"  the command ended with {run.status}: {run.words[:200]}")
@@ -189,15 +189,15 @@ def run_seed(
     hung, left, keep = "", [], True
     try:
         with contextlib.suppress(EndedError):
-            hung = one.go()
+            hung = one.run()
         succeeded = not hung and bool(job.runs) and job.runs[-1].status == 0
         left = job.left_behind(_LEFT_S) if succeeded else []
-        job.look()
+        job.read_diary()
         faults = tuple(struck.fault(n, run, step) for n, (struck, run, step) in enumerate(one.struck))
         runs = job.runs or [CommandRun(None, "", began, time.time())]
         evidence = Evidence(
-            job.worlds, job.steps, job.safe, faults, runs, job.sums(), job.sealed, job.lines(),
-            one.final if succeeded else 0, left, job.kept() if succeeded else [], hung,
+            job.worlds, job.steps, job.safe, faults, runs, job.step_sums(), job.sealed, job.lines(),
+            one.final if succeeded else 0, left, job.remaining_memory() if succeeded else [], hung,
         )  # fmt: skip
         violations = tuple(judge(evidence, known, SAMPLES))
         timeline = () if plan.clocks else _timeline(job.folder / "ledger")

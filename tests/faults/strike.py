@@ -100,7 +100,7 @@ def _signal(job: FaultJob, planned: PlannedFault) -> ActiveFault | None:
     role = next((role for role in _ROLES if kind.value.startswith(role)), "rank")
     there = job.processes(role)
     if role == "rank":
-        inside = job.in_world()
+        inside = job.newest_world_pids()
         there = [one for one in there if (one.pid in inside) is not kind.value.startswith("spare")]
     target = choose(there, planned.pick)
     if target is None or not target.signal(number):
@@ -131,7 +131,7 @@ def _out_of_memory(job: FaultJob, planned: PlannedFault) -> ActiveFault | None:
     if not newest:
         return None
     rank = int(planned.pick * newest[0].size)
-    if job.ask(InjectRequest(with_unique_name(FaultInjection(kind=Injected.OOM, rank=rank)))) is None:
+    if job.send_request(InjectRequest(with_unique_name(FaultInjection(kind=Injected.OOM, rank=rank)))) is None:
         return None
     return ActiveFault(planned, next((one.node for one in newest if one.rank == rank), ""), f"rank {rank}")
 
@@ -143,7 +143,7 @@ def _lose_node(job: FaultJob, planned: PlannedFault) -> ActiveFault | None:
     target = choose(job.processes("supervisor"), planned.pick)
     if target is None:
         return None
-    count = job.lose(target.node)
+    count = job.lose_node(target.node)
     return ActiveFault(planned, target.node, f"{target.node} with {count} processes", _return_later(job, target.node))
 
 
@@ -252,7 +252,7 @@ def _set_clock(job: FaultJob, planned: PlannedFault) -> ActiveFault:
 
 def _resize(job: FaultJob, planned: PlannedFault) -> ActiveFault | None:
     nodes = 1 + int(planned.pick * job.shape.nodes)
-    if job.ask(ResizeRequest(nodes, "a random resize")) is None:
+    if job.send_request(ResizeRequest(nodes, "a random resize")) is None:
         return None
     return ActiveFault(planned, "", f"to {nodes} nodes")
 
@@ -285,7 +285,7 @@ def _out_of_reach(*names: str) -> str:
 
 def _slow_network(exchange: Exchange) -> None:
     time.sleep(1.0)
-    exchange.pass_on()
+    exchange.forward_unchanged()
 
 
 _STORE = {
@@ -297,5 +297,5 @@ _STORE = {
 
 def _disturb_store(proxy: FaultProxy, planned: PlannedFault) -> ActiveFault:
     for method in ("GET", "PUT", "POST", "HEAD", "DELETE"):
-        proxy.on(method, times=_LONG).fail(_STORE[planned.kind])
+        proxy.add_rule(method, times=_LONG).fail(_STORE[planned.kind])
     return ActiveFault(planned, "", "every request", proxy.clear)

@@ -70,13 +70,13 @@ class SafeStepReporter:
             copies = 2 if self._place["size"] > int(os.environ["LOCAL_WORLD_SIZE"]) else 1
             with contextlib.suppress(TieredCheckpointError, PeerStoreError):
                 saved.wait(copies=copies, timeout_s=COPIED_S)
-                self._say(step, copies)
+                self._report(step, copies)
         if self._durable_every and step % self._durable_every == 0:
             self._uploading.append(saved)
         for one in list(self._uploading):
             with contextlib.suppress(TieredCheckpointError, PeerStoreError):
                 if one.wait("durable", timeout_s=0.0).name == "DURABLE":
-                    self._say(one.step, 0)
+                    self._report(one.step, 0)
                     self._uploading.remove(one)
 
     def sealed(self) -> None:
@@ -90,9 +90,9 @@ class SafeStepReporter:
         """Nobody needs memory for it any more."""
         with contextlib.suppress(TieredCheckpointError, PeerStoreError):
             if saved.wait("durable", timeout_s=LAST_S).name == "DURABLE":
-                self._say(saved.step, 0)
+                self._report(saved.step, 0)
 
-    def _say(self, step: int, copies: int) -> None:
+    def _report(self, step: int, copies: int) -> None:
         """``copies`` 0: it is in the durable tier."""
         write(self._diary, "safe", step=step, copies=copies, **self._place)
 

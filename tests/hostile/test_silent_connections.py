@@ -247,7 +247,7 @@ class AdmissionGate:
         self._stack = stack
         stack.callback(self.rule.close)
 
-    def enter(self, host):
+    def connect(self, host):
         near, far = (self._stack.enter_context(one) for one in socket.socketpair())
         stranger = self.rule.admit(near, host)
         near.close()
@@ -262,19 +262,19 @@ def admission_gate():
 
 def test_oldest_connection_of_an_address_is_dropped_first(admission_gate):
     one = admission_gate(strangers=10, of_one=3)
-    other = one.enter("b")
-    crowd = [one.enter("a") for _ in range(3)]
+    other = one.connect("b")
+    crowd = [one.connect("a") for _ in range(3)]
     one.now = 2.0
-    crowd.append(one.enter("a"))
+    crowd.append(one.connect("a"))
     assert [is_open(far) for _, far in crowd] == [False, True, True, True]
     assert is_open(other[1])
 
 
 def test_address_with_most_connections_loses_one_when_full(admission_gate):
     one = admission_gate(strangers=10, of_one=3)
-    single = one.enter("b")
-    crowd = [one.enter("a") for _ in range(9)]
-    newcomer = one.enter("c")
+    single = one.connect("b")
+    crowd = [one.connect("a") for _ in range(9)]
+    newcomer = one.connect("c")
     assert [is_open(far) for _, far in crowd] == [False, *[True] * 8]
     assert is_open(single[1])
     assert is_open(newcomer[1])
@@ -282,9 +282,9 @@ def test_address_with_most_connections_loses_one_when_full(admission_gate):
 
 def test_new_connection_gets_a_minimum_time(admission_gate):
     one = admission_gate(strangers=2, of_one=1)
-    first, second = one.enter("a"), one.enter("a")
+    first, second = one.connect("a"), one.connect("a")
     entered = []
-    waiting = threading.Thread(target=lambda: entered.append(one.enter("a")))
+    waiting = threading.Thread(target=lambda: entered.append(one.connect("a")))
     waiting.start()
     first[0].mark_authenticated()
     waiting.join(30)
@@ -295,7 +295,7 @@ def test_new_connection_gets_a_minimum_time(admission_gate):
 
 def test_unauthenticated_connection_expires_and_an_authenticated_one_stays(admission_gate):
     one = admission_gate(within_s=5)
-    slow, fast = one.enter("a"), one.enter("a")
+    slow, fast = one.connect("a"), one.connect("a")
     fast[0].mark_authenticated()
     one.now = 4.9
     assert one.rule.sweep() == pytest.approx(0.1)
@@ -308,7 +308,7 @@ def test_unauthenticated_connections_get_a_share_of_the_open_file_limit(admissio
     one = admission_gate(limit=lambda: 80, of_one=1)
     for number in range(30):
         one.now = 2.0 * number
-        one.enter(str(number))
+        one.connect(str(number))
     assert len(one.rule) == 10
 
 
@@ -317,6 +317,6 @@ def test_dropped_connections_are_logged_once_a_minute(admission_gate, caplog):
     for number in range(100):
         one.now = number * 1.0
         one.rule.sweep()
-        one.enter("10.0.0.9")
+        one.connect("10.0.0.9")
     assert len(caplog.records) == 2
     assert "10.0.0.9" in caplog.text

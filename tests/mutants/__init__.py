@@ -23,7 +23,7 @@ class Mutant(NamedTuple):
     new: str
     test: str
 
-    def applied(self, root: Path) -> None:
+    def apply(self, root: Path) -> None:
         path = root / self.file
         text = path.read_text(encoding="utf-8")
         if text.count(self.old) != 1:

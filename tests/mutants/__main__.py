@@ -46,7 +46,7 @@ def try_mutant(root: Path, tests: Sequence[str]) -> tuple[int, str]:
 def is_surviving(mutant: Mutant) -> str:
     """Why nobody has noticed; empty where its test failed."""
     with copy_repository() as root:
-        mutant.applied(root)
+        mutant.apply(root)
         status, said = try_mutant(root, [mutant.test])
     return "" if status == _FAILED else f"pytest ended with {status}: {said}"
 

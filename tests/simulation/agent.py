@@ -75,7 +75,7 @@ class SimulatedAgent:
         self.sharing = SimulatedParityReplicator(self) if world.shape.parity else None
         """In the place of the accounts, where parities are kept."""
         self.incoming, self.outgoing = IncomingTransfers(self), OutgoingTransfer(self)
-        self.copies.set_replication_guard(JOB, guarded=world.redundant, permit=self.permit)
+        self.copies.set_replication_guard(JOB, guarded=world.redundant, permit=self.check_quorum)
         self._partitions: tuple[MemberList | None, NodePartitions] = (None, NodePartitions(()))
         self._looking = False
         """At this node's partition, for others."""
@@ -84,13 +84,15 @@ class SimulatedAgent:
         self._pump_at: float | None = None
         self._repairs: list[ShardRecord] = []
         self._handlers: dict[str, Callable[[str, Any], Any]] = {
-            "ping": self._pinged,
-            "indirect_ping": lambda _, node: self.world.reaches(self.name, node, self.members.settings.ping_timeout_s),
+            "ping": self._handle_ping,
+            "indirect_ping": lambda _, node: self.world.is_reachable(
+                self.name, node, self.members.settings.ping_timeout_s
+            ),
             "member_list": lambda *_: self.members.member_list,
-            "report_parts": lambda _, note: self.settling(note),
-            "commit_decision": lambda _, found: self._decided(found),
-            "node_inventory": lambda *_: self.look(),
-            "partition_inventory": lambda *_: PendingReply(self._near),
+            "report_parts": lambda _, note: self.receive_report(note),
+            "commit_decision": lambda _, found: self._apply_decision(found),
+            "node_inventory": lambda *_: self.local_inventory(),
+            "partition_inventory": lambda *_: PendingReply(self._partition_inventory),
             "read_ranges": lambda _, key: self.read(key),
             "verify_chunks": lambda _, key: self.verify(key),
             **self.incoming.handlers,
@@ -99,14 +101,14 @@ class SimulatedAgent:
 
     def start(self) -> None:
         self.set_member_list(self.world.member_list)
-        self.later(self.world.random.random() * 0.5, self._beat)
-        self.later(DISCOVER_S, self._discover)
-        self.later(0.3 if self.adoption.unverified_count() else 0.0, self._adopt)
+        self.run_later(self.world.random.random() * 0.5, self._send_heartbeats)
+        self.run_later(DISCOVER_S, self._discover)
+        self.run_later(0.3 if self.adoption.unverified_count() else 0.0, self._adopt)
         self.wake()
 
     def _discover(self) -> None:
         self.set_member_list(self.world.member_list)
-        self.later(DISCOVER_S, self._discover)
+        self.run_later(DISCOVER_S, self._discover)
 
     # -- the world ----------------------------------------------------------------------------------------------------
 
@@ -117,15 +119,15 @@ class SimulatedAgent:
     def running(self) -> bool:
         return self.machine.agent is self
 
-    def later(self, delay_s: float, work: Callable[[], None]) -> None:
+    def run_later(self, delay_s: float, work: Callable[[], None]) -> None:
         """Do this later, if this life of the agent lasts until then."""
-        self.world.events.after(delay_s, partial(self._if_running, work))
+        self.world.events.schedule(delay_s, partial(self._if_running, work))
 
     def _if_running(self, work: Callable[[], None]) -> None:
         if self.running:
             work()
 
-    def answer(self, sender: str, op: str, body: Any) -> Any:
+    def handle_request(self, sender: str, op: str, body: Any) -> Any:
         return self._handlers[op](sender, body)
 
     def call(
@@ -142,17 +144,17 @@ class SimulatedAgent:
     # -- membership, as in peerstore/peers/heartbeat_loop.py
     # ---------------------------------------------------------------------------
 
-    def permit(self) -> None:
+    def check_quorum(self) -> None:
         if not self.members.has_quorum:
             raise NoQuorumError(self.members.explain_quorum())
 
     @property
-    def living(self) -> dict[str, Any]:
+    def live_nodes(self) -> dict[str, Any]:
         return self.newcomers.alive_or_pending(self.world.now, self.members.alive or (self.machine.node,))
 
-    def _beat(self) -> None:
-        self.later(self.members.settings.heartbeat_s, self._beat)
-        self._share()
+    def _send_heartbeats(self) -> None:
+        self.run_later(self.members.settings.heartbeat_s, self._send_heartbeats)
+        self._advance_fence()
         before = self.members.changes
         for ping in self.members.tick(self.clock()):
             node = ping.node.id
@@ -160,52 +162,52 @@ class SimulatedAgent:
                 node,
                 "ping",
                 heartbeat_loop.build_ping(ping.gossip, self.copies, JOB),
-                partial(self._ponged, node),
-                partial(self._unpinged, node),
+                partial(self._ping_acked, node),
+                partial(self._ping_failed, node),
                 self.members.settings.ping_timeout_s,
             )
         for asked in self.members.indirect_pings():
-            self.call(asked.helper.id, "indirect_ping", asked.node, partial(self._heard_of, asked.node))
-        self._noticed(before)
+            self.call(asked.helper.id, "indirect_ping", asked.node, partial(self._indirect_ping_done, asked.node))
+        self._membership_changed(before)
         if self.members.newer_list_holder is not None:
             self.call(self.members.newer_list_holder, "member_list", None, self.set_member_list)
         self.incoming.sweep()
 
-    def _share(self) -> None:
+    def _advance_fence(self) -> None:
         self.members.advance_fence(self.copies.current_incarnation(JOB))
 
-    def _pinged(self, sender: str, ping: PingMessage) -> PingMessage:
+    def _handle_ping(self, sender: str, ping: PingMessage) -> PingMessage:
         before = self.members.changes
-        self._share()
+        self._advance_fence()
         self.members.receive_gossip(self.clock(), sender, ping.gossip)  # type: ignore[arg-type]
         answer = self.members.gossip_for(sender)  # type: ignore[arg-type]
         heartbeat_loop.apply_ping(self.copies, JOB, self.members.fence, ping)
-        self._noticed(before)
+        self._membership_changed(before)
         return heartbeat_loop.build_ping(answer, self.copies, JOB)
 
-    def _ponged(self, node: Any, answer: PingMessage) -> None:
+    def _ping_acked(self, node: Any, answer: PingMessage) -> None:
         before = self.members.changes
         self.members.ping_acked(self.clock(), node)
         self.members.receive_gossip(self.clock(), node, answer.gossip)
         heartbeat_loop.apply_ping(self.copies, JOB, self.members.fence, answer)
-        self._noticed(before)
+        self._membership_changed(before)
 
-    def _heard_of(self, node: Any, reached: bool) -> None:
+    def _indirect_ping_done(self, node: Any, reached: bool) -> None:
         if reached:
             self.members.indirect_ack(self.clock(), node)
 
-    def _unpinged(self, node: Any, _error: PeerStoreError) -> None:
+    def _ping_failed(self, node: Any, _error: PeerStoreError) -> None:
         before = self.members.changes
         self.members.ping_failed(self.clock(), node)
-        self._noticed(before)
+        self._membership_changed(before)
 
     def set_member_list(self, member_list: Any) -> None:
         before = self.members.changes
         if member_list is not None and self.members.set_member_list(self.clock(), member_list):
             self.newcomers.announce(self.world.now, member_list, self.members.alive)
-            self._noticed(before)
+            self._membership_changed(before)
 
-    def _noticed(self, before: int) -> None:
+    def _membership_changed(self, before: int) -> None:
         if self.members.changes != before:
             self._take_over()
             self.wake()
@@ -219,18 +221,18 @@ class SimulatedAgent:
             for node in heads
             if self.members.state_of(node) is MemberState.DEAD and not self.newcomers.is_pending(now, node)
         }
-        for fact in shards_to_take_over(facts, me=self.name, living=self.living, dead=dead):
-            self.world.say(f"{self.name} takes over {self.world.short(fact.key)} from {fact.holders[0]}")
+        for fact in shards_to_take_over(facts, me=self.name, living=self.live_nodes, dead=dead):
+            self.world.log(f"{self.name} takes over {self.world.short_name(fact.key)} from {fact.holders[0]}")
             self.copies.set_holders(fact.key, ())
 
     # -- copies, as in peerstore/replication/replicator.py
     # ----------------------------------------------------------------------------
 
-    def outlook(self) -> ReplicationView:
+    def replication_view(self) -> ReplicationView:
         epoch, _ = self.copies.current_incarnation(JOB)
         return ReplicationView(
             self.world.now,
-            self.living,
+            self.live_nodes,
             self.copies.list_shards(JOB),
             self.copies.newest_replicated(JOB),
             epoch,
@@ -244,7 +246,7 @@ class SimulatedAgent:
         at = self.world.now + delay_s
         if self._pump_at is None or at < self._pump_at:
             self._pump_at = at
-            self.later(delay_s, partial(self._pump, at))
+            self.run_later(delay_s, partial(self._pump, at))
 
     def _pump(self, at: float) -> None:
         if self._pump_at == at:
@@ -256,9 +258,9 @@ class SimulatedAgent:
         if self.sharing is not None:
             self.sharing.work()
             return
-        if self.outgoing.busy:
+        if self.outgoing.is_busy:
             return
-        look = self.outlook()
+        look = self.replication_view()
         found = self.accounts.next_task(look)
         if isinstance(found, ReplicationTask):  # what is to be told is told once there is nothing to send
             self.outgoing.begin(found, look)
@@ -266,9 +268,9 @@ class SimulatedAgent:
         self.wake(max(found, 0.01))
         if not self.newcomers.all_resolved(self.world.now, self.members.alive):
             return
-        self.tell(*self.accounts.pending_reports(look), self.accounts.reports)
+        self.send_reports(*self.accounts.pending_reports(look), self.accounts.reports)
 
-    def tell(self, teller: str, notes: Iterable[PartsReport], reports: CommitReports) -> None:
+    def send_reports(self, teller: str, notes: Iterable[PartsReport], reports: CommitReports) -> None:
         for note in notes:
             if teller == self.name:
                 reports.add(note)
@@ -281,38 +283,38 @@ class SimulatedAgent:
                     lambda _, note=note: reports.mark_reported(teller, note),
                     lambda _: self.accounts.leader_unreachable(teller, self.world.now),
                 )
-        self._tally()
+        self._decide()
 
     @property
     def reports(self) -> CommitReports:
         return self.accounts.reports if self.sharing is None else self.sharing.reports
 
-    def settling(self, note: PartsReport) -> None:
+    def receive_report(self, note: PartsReport) -> None:
         self.reports.add(note)
-        self._tally()
+        self._decide()
 
-    def _tally(self) -> None:
+    def _decide(self) -> None:
         found = self.reports.decide(
-            living=self.living,
+            living=self.live_nodes,
             life=self.members.generation_of,
             replicated=self.copies.newest_replicated(JOB),
             quorum=self.members.has_quorum,
         )
         if not found:
             return
-        self.world.say(f"{self.name} says that {self._in_words(found)}")
-        self.world.truth.decided(self, found)
-        self._decided(found)
-        for node in broadcast_targets(self.living, self.name):
+        self.world.log(f"{self.name} says that {self._describe(found)}")
+        self.world.truth.commit_decided(self, found)
+        self._apply_decision(found)
+        for node in broadcast_targets(self.live_nodes, self.name):
             self.call(node, "commit_decision", found)
 
-    def _in_words(self, found: CommitDecision) -> str:
-        whole = f"{self.world.short(found.committed)} is whole" if found.committed is not None else ""
-        replicated = f"{self.world.short(found.replicated)} is settled" if found.replicated is not None else ""
-        torn = ", ".join(map(self.world.short, found.aborted)) + " is torn" if found.aborted else ""
+    def _describe(self, found: CommitDecision) -> str:
+        whole = f"{self.world.short_name(found.committed)} is whole" if found.committed is not None else ""
+        replicated = f"{self.world.short_name(found.replicated)} is settled" if found.replicated is not None else ""
+        torn = ", ".join(map(self.world.short_name, found.aborted)) + " is torn" if found.aborted else ""
         return ", ".join(filter(None, (whole, replicated, torn)))
 
-    def _decided(self, found: CommitDecision) -> None:
+    def _apply_decision(self, found: CommitDecision) -> None:
         self.copies.apply_decision(JOB, found)
 
     # -- shards -------------------------------------------------------------------------------------------------------
@@ -324,22 +326,22 @@ class SimulatedAgent:
                 self.keeping.delete_versions(JOB, [key.version_id])
         self.wake()
 
-    def call_whole(self, group: VersionId) -> None:
+    def mark_committed(self, group: VersionId) -> None:
         with self.shelf.lock:
             news = self.jobs.mark_committed(JOB, group)
         if news:
             self.wake()
 
-    def leave_out(self, key: ShardKey) -> None:
+    def abort_part(self, key: ShardKey) -> None:
         with self.shelf.lock:
             news = self.jobs.abort_part(JOB, key.version_id, key.part)
             if news:
                 self.keeping.delete_versions(JOB, [key.version_id])
         if news:
-            self.world.truth.left_out(key)
+            self.world.truth.part_aborted(key)
             self.wake()
 
-    def look(self) -> NodeInventory:
+    def local_inventory(self) -> NodeInventory:
         epoch, incarnation = self.copies.current_incarnation(JOB)
         facts = tuple(self.copies.list_shards(JOB))
         parities = tuple(one.info for one in self.sharing.stored_parities) if self.sharing is not None else ()
@@ -359,7 +361,7 @@ class SimulatedAgent:
             return False
         if not damaged_chunks(data, record):
             return False
-        self.damaged(key, "changed after it was sealed")
+        self.drop_damaged(key, "changed after it was sealed")
         return True
 
     def verify_all(self) -> None:
@@ -367,36 +369,36 @@ class SimulatedAgent:
         for key in keys + [record.key for record in self.copies.list_parities(JOB)]:
             self.verify(key)
 
-    def damaged(self, key: ShardKey, reason: str) -> None:
+    def drop_damaged(self, key: ShardKey, reason: str) -> None:
         record = self.keeping.drop_damaged(key, reason)
         if record is not None:
-            self.world.say(f"{self.name} drops its damaged {self.world.short(key)}")
+            self.world.log(f"{self.name} drops its damaged {self.world.short_name(key)}")
             if key.kind:
                 self.wake()
             else:
-                self.mend(record)
+                self.repair(record)
 
     def _adopt(self) -> None:
         self.adoption.verify_checksums(
             lambda record, path, _: damaged_chunks(self.machine.arena.bytes[path], record),
             lambda *_: self.wake(),
-            self.damaged,
+            self.drop_damaged,
         )
 
     # -- other nodes' shards, as in peerstore/server/job_peers.py
     # ---------------------------------------------------------------------
 
-    def sight(self, done: Callable[[dict[str, NodeInventory], dict[str, str]], None]) -> None:
+    def job_inventory(self, done: Callable[[dict[str, NodeInventory], dict[str, str]], None]) -> None:
         """What every node of the roster holds; those that do not answer are named.
 
         In a large job only this node's partition is asked, and a delegate in each of the others, as in
         peerstore/peers/peer_inventory.py.
         """
-        partitions = self._cut()
+        partitions = self._node_partitions()
         beyond = partitions.other_partitions(self.name)
         nodes: dict[str, NodeInventory] = {}
         silent: dict[str, str] = {}
-        waiting, lives = 1 + len(beyond), self._lives(name for members in beyond for name in members)
+        waiting, lives = 1 + len(beyond), self._generations(name for members in beyond for name in members)
 
         def inventories_received(found: Mapping[str, NodeInventory], unknown: Mapping[str, str]) -> None:
             nonlocal waiting
@@ -415,26 +417,26 @@ class SimulatedAgent:
                 self.copies.fence(JOB, one.epoch, one.incarnation)
             self._note_holders(told, lives)
             left = [node for node in members if node not in told]
-            dead = {node: answer[1].get(node, "") for node in left if node not in self.living}
+            dead = {node: answer[1].get(node, "") for node in left if node not in self.live_nodes}
             left = [node for node in left if node not in dead]
             if left:
-                self._look_at(left, lambda more, unknown: inventories_received(told | more, dead | unknown))
+                self._query_nodes(left, lambda more, unknown: inventories_received(told | more, dead | unknown))
             else:
                 inventories_received(told, dead)
 
         def ask_next(errand: DelegateCandidates) -> None:
             delegate = errand.next_delegate()
             if delegate is None:
-                self._look_at(errand.members, inventories_received)
+                self._query_nodes(errand.members, inventories_received)
             else:
                 heard = partial(partition_received, errand.members)
                 self.call(delegate, "partition_inventory", None, heard, lambda _: ask_next(errand), DELEGATE_TIMEOUT_S)
 
         for members in beyond:
-            ask_next(DelegateCandidates(members, gone=lambda node: node not in self.living))
-        self._look_at(sorted({self.name, *partitions.partition_of(self.name)}), inventories_received)
+            ask_next(DelegateCandidates(members, gone=lambda node: node not in self.live_nodes))
+        self._query_nodes(sorted({self.name, *partitions.partition_of(self.name)}), inventories_received)
 
-    def _cut(self) -> NodePartitions:
+    def _node_partitions(self) -> NodePartitions:
         member_list = self.members.member_list
         if self._partitions[0] is not member_list:
             self._partitions = (
@@ -443,7 +445,7 @@ class SimulatedAgent:
             )
         return self._partitions[1]
 
-    def _near(self, done: Callable[[Any], None]) -> None:
+    def _partition_inventory(self, done: Callable[[Any], None]) -> None:
         """Return what this node's partition holds now. Callers during a query share the next one."""
         self._ask_near.append(done)
         if self._looking:
@@ -455,21 +457,23 @@ class SimulatedAgent:
             for one in asking:
                 one((found, silent))
             if self._ask_near:
-                self._near(self._ask_near.pop())
+                self._partition_inventory(self._ask_near.pop())
 
-        self._look_at(sorted({self.name, *self._cut().partition_of(self.name)}), inventories_received)
+        self._query_nodes(sorted({self.name, *self._node_partitions().partition_of(self.name)}), inventories_received)
 
-    def _look_at(self, names: Sequence[str], done: Callable[[dict[str, NodeInventory], dict[str, str]], None]) -> None:
+    def _query_nodes(
+        self, names: Sequence[str], done: Callable[[dict[str, NodeInventory], dict[str, str]], None]
+    ) -> None:
         """What these hold, as they say themselves."""
         nodes: dict[str, NodeInventory] = {}
         silent: dict[str, str] = {}
-        waiting, living, lives = set(names), self.living, self._lives(names)
+        waiting, living, lives = set(names), self.live_nodes, self._generations(names)
         began = self.world.now
 
         def inventory_received(node: str, found: NodeInventory | PeerStoreError) -> None:
             if isinstance(found, NodeInventory):
                 if found.verifying and self.world.now - began < NODE_INVENTORY_TIMEOUT_S:
-                    self.later(0.2, partial(ask, node))
+                    self.run_later(0.2, partial(ask, node))
                     return
                 nodes[node] = found
                 self.copies.fence(JOB, found.epoch, found.incarnation)
@@ -484,7 +488,7 @@ class SimulatedAgent:
 
         def ask(node: str) -> None:
             if node == self.name:
-                inventory_received(node, self.look())
+                inventory_received(node, self.local_inventory())
             else:
                 within_s = NODE_INVENTORY_TIMEOUT_S if node in living else DEAD_NODE_TIMEOUT_S
                 self.call(
@@ -499,7 +503,7 @@ class SimulatedAgent:
         for node in names:
             ask(node)
 
-    def _lives(self, names: Iterable[str]) -> dict[str, int]:
+    def _generations(self, names: Iterable[str]) -> dict[str, int]:
         """In which of its lives each node is asked."""
         return {name: self.members.generation_of(name) for name in names}  # type: ignore[arg-type]
 
@@ -514,7 +518,7 @@ class SimulatedAgent:
                 for key in [fact.key for fact in looked.shards if fact.key in shared]:
                     confirm(key, node, lives.get(node, 0))
 
-    def mend(self, record: ShardRecord, wait_s: float = 1.0) -> None:
+    def repair(self, record: ShardRecord, wait_s: float = 1.0) -> None:
         """Fetch a shard that was dropped from a node that has it."""
 
         def inventories_received(nodes: dict[str, NodeInventory], _silent: dict[str, str]) -> None:
@@ -526,19 +530,19 @@ class SimulatedAgent:
             }
             self._fetch(record, said, sorted(said), wait_s)
 
-        self.sight(inventories_received)
+        self.job_inventory(inventories_received)
 
-    def _put_off(self, record: ShardRecord, error: PeerStoreError, wait_s: float) -> None:
-        self.world.say(f"{self.name} could not mend {self.world.short(record.key)}: {str(error)[:100]}")
+    def _retry_repair(self, record: ShardRecord, error: PeerStoreError, wait_s: float) -> None:
+        self.world.log(f"{self.name} could not mend {self.world.short_name(record.key)}: {str(error)[:100]}")
         if should_retry_repair(record, error, self.copies.newest_replicated(JOB)):
-            self.later(wait_s, partial(self.mend, record, min(60.0, 2 * wait_s)))
+            self.run_later(wait_s, partial(self.repair, record, min(60.0, 2 * wait_s)))
 
     def _fetch(self, record: ShardRecord, said: dict[str, tuple[str, ...]], sources: list[str], wait_s: float) -> None:
         if not sources and self.sharing is not None:
             self.world.turns.start_streams(partial(self._rebuild, record, original_holders(self.name, said), wait_s))
             return
         if not sources:
-            self._put_off(record, PeerUnreachableError("nobody who is reached has it"), wait_s)
+            self._retry_repair(record, PeerUnreachableError("nobody who is reached has it"), wait_s)
             return
 
         def shard_received(found: tuple[ShardRecord, bytes]) -> None:
@@ -546,7 +550,7 @@ class SimulatedAgent:
                 self.call(sources[0], "verify_chunks", record.key)
                 self._fetch(record, said, sources[1:], wait_s)
             else:
-                self._put(record, found[1], original_holders(self.name, said), wait_s)
+                self._seal_repaired(record, found[1], original_holders(self.name, said), wait_s)
 
         self.call(
             sources[0],
@@ -561,9 +565,9 @@ class SimulatedAgent:
             if self.sharing is not None:
                 self.sharing.rebuild(record, holders)
         except PeerStoreError as error:
-            self._put_off(record, error, wait_s)
+            self._retry_repair(record, error, wait_s)
 
-    def _put(self, record: ShardRecord, data: bytes, holders: tuple[str, ...], wait_s: float) -> None:
+    def _seal_repaired(self, record: ShardRecord, data: bytes, holders: tuple[str, ...], wait_s: float) -> None:
         try:
             lease = self.copies.begin_replica(record, whole=True, owner=COPIER)
             if lease is not None:
@@ -571,4 +575,4 @@ class SimulatedAgent:
                 self.copies.seal_replica(lease.id, record, holders)
                 self.wake()
         except PeerStoreError as error:
-            self._put_off(record, error, wait_s)
+            self._retry_repair(record, error, wait_s)

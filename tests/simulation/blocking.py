@@ -27,7 +27,7 @@ class SimulatedThreads:
         thread.work = work
         self._resume(thread)
 
-    def wait(self, begin: Callable[[Callable[[Any], None]], None]) -> Any:
+    def wait_for_reply(self, begin: Callable[[Callable[[Any], None]], None]) -> Any:
         """Called by such work: what ``begin`` is answered. Meanwhile time passes, and others work."""
         thread, answers = self._running, list[Any]()
         assert thread is not None
@@ -42,18 +42,18 @@ class SimulatedThreads:
         begin(answered)
         if not answers:
             waits = True
-            thread.give_back()
+            thread.suspend()
         return answers[0]
 
     def _resume(self, thread: _Thread) -> None:
         before, self._running = self._running, thread
-        thread.go_on()
+        thread.resume()
         self._running = before
         if thread.error is not None:
             error, thread.error = thread.error, None
             raise error
 
-    def stream_ended(self) -> None:
+    def close(self) -> None:
         """Whoever still waits gets no answer."""
         for thread in self._threads:
             thread.end()
@@ -77,11 +77,11 @@ class _Thread:
     def idle(self) -> bool:
         return self.work is None
 
-    def go_on(self) -> None:
+    def resume(self) -> None:
         self._mine.release()
         self._theirs.acquire()
 
-    def give_back(self) -> None:
+    def suspend(self) -> None:
         self._theirs.release()
         self._mine.acquire()
         if self._over:

@@ -72,12 +72,12 @@ class Holdings:
         if data[: record.size_bytes] != (
             expected_parity(self._parities[machine, slot]) if key.kind else shard_content(key)
         ):
-            raise Violation(f"{machine} counts a copy of {self._world.short(key)} that has bytes nobody wrote")
+            raise Violation(f"{machine} counts a copy of {self._world.short_name(key)} that has bytes nobody wrote")
         if key.kind:
             return
         self._held.setdefault(key, {})[machine] = slot
         self._keys[machine, slot] = key
-        if key.version_id not in self._whole_at and self.whole(key.version_id):
+        if key.version_id not in self._whole_at and self.is_complete(key.version_id):
             self._whole_at[key.version_id] = self._world.now
 
     def _unsealed(self, machine: str, slot: str) -> None:
@@ -88,15 +88,15 @@ class Holdings:
             del self._held[key][machine]
             self.news.append((machine, key))
 
-    def _lose(self, machine: str) -> None:
+    def _lose_machine(self, machine: str) -> None:
         """A machine is gone with all it held."""
         for key in self._held:
-            self._take(key, machine)
+            self._take_copy(key, machine)
         self._keys = {where: key for where, key in self._keys.items() if where[0] != machine}
         self._parities = {where: kept for where, kept in self._parities.items() if where[0] != machine}
         self._hidden = {where for where in self._hidden if where[0] != machine}
 
-    def _take(self, key: ShardKey, machine: str) -> None:
+    def _take_copy(self, key: ShardKey, machine: str) -> None:
         """A fault takes one copy."""
         holders = self._held[key]
         if holders.pop(machine, None) is not None and not holders:
@@ -111,7 +111,7 @@ class Holdings:
         key = ShardKey("job", group.version, group.epoch, group.incarnation, group.attempt, part)
         return set(self._held.get(key, ()))
 
-    def whole(self, group: VersionId, among: Collection[str] | None = None) -> bool:
+    def is_complete(self, group: VersionId, among: Collection[str] | None = None) -> bool:
         """Whether every part has an undamaged copy (on one of the machines ``among``)."""
         parts = range(self.parts_of(group))
         if among is None:
@@ -119,15 +119,15 @@ class Holdings:
         names = set(among)
         return all(self.holders(group, part) & names for part in parts)
 
-    def there(self, group: VersionId, among: Collection[str] | None = None) -> bool:
+    def is_recoverable(self, group: VersionId, among: Collection[str] | None = None) -> bool:
         """Whether every part is held there, or can be made again of what is held there."""
         names = set(self._world.machines if among is None else among)
-        return all(self._part_there(group, part, names) for part in range(self.parts_of(group)))
+        return all(self._is_part_recoverable(group, part, names) for part in range(self.parts_of(group)))
 
-    def _part_there(self, group: VersionId, part: int, among: set[str]) -> bool:
-        return bool(self.holders(group, part) & among) or self._given_back(group, part, among)
+    def _is_part_recoverable(self, group: VersionId, part: int, among: set[str]) -> bool:
+        return bool(self.holders(group, part) & among) or self._can_rebuild(group, part, among)
 
-    def _given_back(self, group: VersionId, part: int, among: set[str]) -> bool:
+    def _can_rebuild(self, group: VersionId, part: int, among: set[str]) -> bool:
         """Whether undamaged parities on these machines give a part back, with what else is held there."""
         rows: dict[tuple[object, int, str], dict[str, list[StoredParity]]] = defaultdict(lambda: defaultdict(list))
         for (machine, slot), kept in self._parities.items():
@@ -148,9 +148,9 @@ class Holdings:
         return False
 
     def groups(self, among: Collection[str] | None = None) -> list[VersionId]:
-        return [group for group in self._whole_at if self.whole(group, among)]
+        return [group for group in self._whole_at if self.is_complete(group, among)]
 
-    def living(self) -> set[str]:
+    def live_machines(self) -> set[str]:
         """The machines of the roster whose agents run."""
         names = {node.id for node in self._world.member_list.nodes}
         return {machine.name for machine in self._world.machines.values() if machine.agent is not None} & names
@@ -160,6 +160,6 @@ class Holdings:
         parts = range(self.parts_of(group))
         return ", ".join(f"part {part}: {' '.join(sorted(self.holders(group, part))) or 'nobody'}" for part in parts)
 
-    def photo(self) -> dict[ShardKey, set[str]]:
+    def snapshot(self) -> dict[ShardKey, set[str]]:
         """Who holds what, as of now."""
         return {key: set(holders) for key, holders in self._held.items() if holders}

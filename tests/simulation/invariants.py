@@ -68,41 +68,41 @@ class Invariants(Holdings):
 
     # -- what happens -------------------------------------------------------------------------------------------------
 
-    def saved(self, group: VersionId, base: int | None, parts: int) -> None:
+    def version_saved(self, group: VersionId, base: int | None, parts: int) -> None:
         self._bases[group] = base
         self._parts[group] = parts
-        if self.calm:
+        if self.is_calm:
             self._saved_in_calm.add(group)
 
     def begin(self) -> None:
         """That all machines start is no trouble: the first version is kept as well as any other."""
         self._troubled_at = float("-inf")
 
-    def trouble(self) -> None:
+    def record_trouble(self) -> None:
         """Something went wrong that the cluster needs time to get over."""
         self._troubled_at = self._world.now
 
     @property
-    def calm(self) -> bool:
+    def is_calm(self) -> bool:
         return self._undisturbed and self._world.now - self._quiet_since > CALM_S
 
     @property
     def _undisturbed(self) -> bool:
         world = self._world
-        return world.network.calm and not world.wire_damage and not any(map(world.is_full, world.machines.values()))
+        return world.network.is_calm and not world.wire_damage and not any(map(world.is_full, world.machines.values()))
 
     @property
     def _quiet_since(self) -> float:
         return max(self._troubled_at, self._world.network.troubled_at)
 
-    def crashed(self, machine: Machine) -> None:
-        was_calm = self.calm
+    def machine_crashed(self, machine: Machine) -> None:
+        was_calm = self.is_calm
         self._owner.pop(machine.name, None)
-        self._lose(machine.name)
+        self._lose_machine(machine.name)
         self._forget_restarts(machine.name)
         self._fault(f"the crash of {machine.name}", excused=not was_calm)
 
-    def corrupt(self, machine: Machine, number: int) -> bool:
+    def corrupt_shard(self, machine: Machine, number: int) -> bool:
         """Flip a bit of a sealed shard of this machine."""
         parities = {where: kept.key for where, kept in self._parities.items() if kept.parity.size_bytes}
         slots = sorted(
@@ -113,65 +113,65 @@ class Invariants(Holdings):
         )
         if not slots:
             return False
-        was_calm = self.calm
+        was_calm = self.is_calm
         key, slot = slots[number % len(slots)]
-        self._world.say(f"a bit of {self._world.short(key)} flips at {machine.name}")
+        self._world.log(f"a bit of {self._world.short_name(key)} flips at {machine.name}")
         size = SHARD_BYTES if not key.kind else self._parities[machine.name, slot].parity.size_bytes
         machine.arena.bytes[slot][number % size] ^= 1
         if not key.kind:
-            self._take(key, machine.name)
+            self._take_copy(key, machine.name)
         self._hidden.add((machine.name, slot))
         self._fault(f"one flipped bit at {machine.name}", excused=not was_calm)
         return True
 
     def _fault(self, what: str, *, excused: bool) -> None:
-        self.trouble()
-        if self.floor is None or self._floor_lost or self.there(self.floor):
+        self.record_trouble()
+        if self.floor is None or self._floor_lost or self.is_recoverable(self.floor):
             return
         self._floor_lost = True
-        enough = self._world.redundant and bool(self.living()) and not self._hidden
-        if not excused and enough and self._world.now - self._floor_at > CALM_S and self._roomy:
+        enough = self._world.redundant and bool(self.live_machines()) and not self._hidden
+        if not excused and enough and self._world.now - self._floor_at > CALM_S and self._has_room:
             raise Violation(
-                f"{what} took the last copy of a part of {self._world.short(self.floor)}, which was to have "
+                f"{what} took the last copy of a part of {self._world.short_name(self.floor)}, which was to have "
                 f"{self._world.copies}"
             )
 
     @property
-    def _roomy(self) -> bool:
+    def _has_room(self) -> bool:
         return self._world.shape.budget_shards >= 12 * self._world.shape.parts
 
     # -- what is there ------------------------------------------------------------------------------------------------
 
-    def protected(self) -> bool:
+    def is_protected(self) -> bool:
         """Whether the version to go back to has all the copies it can have."""
         if self.floor is None or self._floor_lost:
             return True
-        living = self.living()
-        if not self.there(self.floor, living):
+        living = self.live_machines()
+        if not self.is_recoverable(self.floor, living):
             return True  # what it needs is on machines that are away
         if self._world.shape.parity:
             return all(self._survives_one(self.floor, part, living) for part in range(self.parts_of(self.floor)))
-        return all(self._kept_well(self.floor, part, living) for part in range(self.parts_of(self.floor)))
+        return all(self._has_all_copies(self.floor, part, living) for part in range(self.parts_of(self.floor)))
 
-    def made_again(self) -> bool:
+    def is_parity_restored(self) -> bool:
         """Whether all of the version to go back to is there that parity can make again."""
         if self.floor is None or self._floor_lost or not self._world.shape.parity:
             return True
-        living = self.living()
-        return self.whole(self.floor, living) or not self.there(self.floor, living)
+        living = self.live_machines()
+        return self.is_complete(self.floor, living) or not self.is_recoverable(self.floor, living)
 
     def _survives_one(self, group: VersionId, part: int, living: set[str]) -> bool:
         """Whether any one machine may be lost, as far as another one is there."""
-        return len(living) < 2 or all(self._part_there(group, part, living - {one}) for one in living)
+        return len(living) < 2 or all(self._is_part_recoverable(group, part, living - {one}) for one in living)
 
-    def _kept_well(self, group: VersionId, part: int, living: set[str]) -> bool:
+    def _has_all_copies(self, group: VersionId, part: int, living: set[str]) -> bool:
         """Whether a part has all the copies it can have: of no part more than a few versions are kept on one machine,
         and newer ones that may yet be whole are not given up for another copy of this one."""
         newer = Counter(
             machine
             for (machine, _), key in self._keys.items()
             if key.part == part and key.version_id > group
-            if not self._left(key.version_id)
+            if not self._is_rolled_back(key.version_id)
         )
         holders = self.holders(group, part) & living
         able = [name for name in living - holders if newer[name] < SLOTS + BURST]
@@ -187,95 +187,101 @@ class Invariants(Holdings):
             group = key.version_id
             if self._floor_lost or group not in self._whole_at or self.holders(group, key.part):
                 continue
-            if group == self.floor or (self.floor is None and not self.groups() and self._whole_but_for(group, gone)):
+            if group == self.floor or (
+                self.floor is None and not self.groups() and self._was_complete_with(group, gone)
+            ):
                 raise Violation(
-                    f"{machine} gave up {self._world.short(key)}, the last copy of a part of what the job goes back to"
+                    f"{machine} gave up {self._world.short_name(key)}, "
+                    "the last copy of a part of what the job goes back to"
                 )
 
-    def chosen(self, restore: SimulatedRestore) -> None:
+    def restore_chosen(self, restore: SimulatedRestore) -> None:
         """The ranks know what they are about to load."""
         groups = set(restore.choices.values())
         if len(groups) > 1 or len(restore.choices) < len(restore.nodes):
-            ways = ", ".join(f"{name}: {self._world.short(group)}" for name, group in restore.choices.items())
+            ways = ", ".join(f"{name}: {self._world.short_name(group)}" for name, group in restore.choices.items())
             raise Violation(f"the ranks do not load the same step: {ways} of {','.join(restore.nodes)}")
         torn = [group for group in groups if len(self._sealed_once[group]) < self.parts_of(group)]
         if torn:
-            raise Violation(f"the ranks choose {self._world.short(min(torn))}, which never was whole")
+            raise Violation(f"the ranks choose {self._world.short_name(min(torn))}, which never was whole")
 
-    def _whole_but_for(self, group: VersionId, gone: set[ShardKey]) -> bool:
+    def _was_complete_with(self, group: VersionId, gone: set[ShardKey]) -> bool:
         just = {key.part for key in gone if key.version_id == group}
         return all(part in just or self.holders(group, part) for part in range(self.parts_of(group)))
 
-    def loaded(self, key: ShardKey, data: bytes, written: bytes) -> None:
+    def shard_loaded(self, key: ShardKey, data: bytes, written: bytes) -> None:
         if data != written:
-            raise Violation(f"{self._world.short(key)} was loaded with bytes that nobody wrote")
+            raise Violation(f"{self._world.short_name(key)} was loaded with bytes that nobody wrote")
 
-    def left_out(self, key: ShardKey) -> None:
+    def part_aborted(self, key: ShardKey) -> None:
         """An agent has heard, and believes, that this part was never sealed."""
         if key.part in self._sealed_once.get(key.version_id, ()):
-            raise Violation(f"{self._world.short(key)} is taken for left out, and was sealed")
+            raise Violation(f"{self._world.short_name(key)} is taken for left out, and was sealed")
         self._left_out.add(key.version_id)
 
-    def decided(self, agent: SimulatedAgent, found: CommitDecision) -> None:
+    def commit_decided(self, agent: SimulatedAgent, found: CommitDecision) -> None:
         """The one that counts has come to an answer."""
         for group in found.aborted:
-            self._answered(agent, group, "torn")
+            self._record_answer(agent, group, "torn")
             if group not in self._left_out:
-                raise Violation(f"{agent.name}: {self._world.short(group)} is torn, and nobody left a part out")
+                raise Violation(f"{agent.name}: {self._world.short_name(group)} is torn, and nobody left a part out")
         if found.committed is not None:
             missing = self.parts_of(found.committed) - len(self._sealed_once.get(found.committed, ()))
             if missing:
                 raise Violation(
-                    f"{agent.name} says that {self._world.short(found.committed)} is whole without {missing}"
+                    f"{agent.name} says that {self._world.short_name(found.committed)} is whole without {missing}"
                 )
-            self._answered(agent, found.committed, "whole")
+            self._record_answer(agent, found.committed, "whole")
         if found.replicated is not None:
-            self.declared(agent, found.replicated)
+            self.version_replicated(agent, found.replicated)
 
-    def _answered(self, agent: SimulatedAgent, group: VersionId, answer: str) -> None:
+    def _record_answer(self, agent: SimulatedAgent, group: VersionId, answer: str) -> None:
         if self._answers.setdefault(group, answer) != answer:
-            raise Violation(f"two answers: {agent.name} says that {self._world.short(group)} is {answer} after all")
+            raise Violation(
+                f"two answers: {agent.name} says that {self._world.short_name(group)} is {answer} after all"
+            )
 
-    def torn_but_there(self) -> str:
+    def retained_torn_versions(self) -> str:
         """What is kept of versions that a node which is there knows to be torn; nothing when all has heard of it."""
         agents = [machine.agent for machine in self._world.machines.values() if machine.agent is not None]
         known = {group for agent in agents for group in agent.copies.current_decision("job").aborted}
-        living = self.living()
+        living = self.live_machines()
         held = {group for group in known for part in range(self.parts_of(group)) if self.holders(group, part) & living}
-        return "; ".join(f"{self._world.short(group)}: {self.describe(group)}" for group in sorted(held))
+        return "; ".join(f"{self._world.short_name(group)}: {self.describe(group)}" for group in sorted(held))
 
-    def declared(self, agent: SimulatedAgent, group: VersionId) -> None:
+    def version_replicated(self, agent: SimulatedAgent, group: VersionId) -> None:
         """The commit leader says that all parts of a version have their copies."""
         self.replicated.append(group)
         world = self._world
-        self._on_one_side_only(agent.name, group)
-        living = self.living()
-        if self.calm and self._roomy:
+        self._check_one_side(agent.name, group)
+        living = self.live_machines()
+        if self.is_calm and self._has_room:
             wanted = min(world.copies, len(living))
             for part in range(self.parts_of(group)):
                 if len(self.holders(group, part)) < wanted or (
                     world.shape.parity and not self._survives_one(group, part, living)
                 ):
                     raise Violation(
-                        f"{agent.name} says that {world.short(group)} is settled, but {self.describe(group)}"
+                        f"{agent.name} says that {world.short_name(group)} is settled, but {self.describe(group)}"
                     )
-                if group in self._saved_in_calm and self._crowded(group, part):
+                if group in self._saved_in_calm and self._is_in_one_rack(group, part):
                     raise Violation(
-                        f"{agent.name} says that {world.short(group)} is settled, but all copies of a part are in one "
+                        f"{agent.name} says that {world.short_name(group)} is settled, "
+                        "but all copies of a part are in one "
                         f"rack: {self.describe(group)}"
                     )
         unnoticed = any(self._keys[where].version_id == group for where in self._hidden if where in self._keys)
-        if not self.there(group) and (unnoticed or world.now - self._troubled_at < NOTICED_S):
+        if not self.is_recoverable(group) and (unnoticed or world.now - self._troubled_at < NOTICED_S):
             self._floor_lost = True  # what was lost could not be known yet, and is more than the copies allow for
         elif (
             world.redundant  # with one copy of each, what is whole counts
-            and self.there(group)
-            and not self._left(group)
+            and self.is_recoverable(group)
+            and not self._is_rolled_back(group)
             and (self.floor is None or self._floor_lost or group > self.floor)
         ):
             self._set_floor(group)
 
-    def _on_one_side_only(self, leader: str, group: VersionId) -> None:
+    def _check_one_side(self, leader: str, group: VersionId) -> None:
         """What is settled makes older versions superfluous: never may both halves of a partition say it."""
         began = self._parted_since()
         here = self._side_of(leader)
@@ -285,7 +291,7 @@ class Invariants(Holdings):
             if at >= began and other not in here:
                 raise Violation(
                     f"both halves of a partition settle versions, and may give up older ones: {leader} "
-                    f"{self._world.short(group)}, {other} {self._world.short(replicated)}"
+                    f"{self._world.short_name(group)}, {other} {self._world.short_name(replicated)}"
                 )
         self._declared.append((self._world.now, leader, group))
 
@@ -296,14 +302,14 @@ class Invariants(Holdings):
     def _side_of(self, machine: str) -> Collection[str] | None:
         return next((side for side in self._world.network.sides if machine in side), None)
 
-    def _crowded(self, group: VersionId, part: int) -> bool:
+    def _is_in_one_rack(self, group: VersionId, part: int) -> bool:
         """Whether one rack has all copies of a part although every node could have a partner in another one."""
         racks = {name: machine.node.failure_domain("rack") for name, machine in self._world.machines.items()}
-        sizes = Counter(racks[name] for name in self.living())
+        sizes = Counter(racks[name] for name in self.live_machines())
         there = {racks[name] for name in self.holders(group, part)}
         return self._world.copies > 1 and len(there) == 1 and 2 * max(sizes.values()) <= sizes.total()
 
-    def _left(self, group: VersionId) -> bool:
+    def _is_rolled_back(self, group: VersionId) -> bool:
         """Whether the job has gone back to an older version since this one was written."""
         return any(restart.leaves(group) for restart in self._went_back)
 
@@ -314,13 +320,15 @@ class Invariants(Holdings):
         """
         for restart in list(self._went_back):
             restart.told.discard(machine)
-            if not restart.told and restart.base not in self._bases_heard():
+            if not restart.told and restart.base not in self._recorded_bases():
                 self._went_back.remove(restart)
-                kept = [group for group in self.replicated if self.whole(group) and not self._left(group)]
+                kept = [
+                    group for group in self.replicated if self.is_complete(group) and not self._is_rolled_back(group)
+                ]
                 if self.floor == restart.base and max(kept, default=self.floor) > self.floor:
                     self._set_floor(max(kept))
 
-    def _bases_heard(self) -> set[VersionId]:
+    def _recorded_bases(self) -> set[VersionId]:
         """What the job went on from, as it is noted on the machines that are there."""
         notes = [machine.arena.get_metadata(f"{JOB_METADATA}job") for machine in self._world.machines.values()]
         bases = [msgspec.msgpack.decode(note, type=JobMetadata).resume_point for note in notes if note is not None]
@@ -329,42 +337,47 @@ class Invariants(Holdings):
     def _set_floor(self, group: VersionId) -> None:
         self.floor, self._floor_at, self._floor_lost = group, self._world.now, False
 
-    def started_afresh(self, restore: SimulatedRestore) -> None:
+    def restarted_empty(self, restore: SimulatedRestore) -> None:
         """Everybody answered that there is nothing."""
-        there = self._known(self.living(), restore.began)
+        there = self._known_versions(self.live_machines(), restore.began)
         if there:
             raise Violation(
-                f"the job starts from nothing on {','.join(restore.nodes)}, but {self._world.short(max(there))} is "
+                f"the job starts from nothing on {','.join(restore.nodes)}, "
+                f"but {self._world.short_name(max(there))} is "
                 f"there: {self.describe(max(there))}"
             )
 
-    def restored(self, restore: SimulatedRestore, group: VersionId) -> None:
+    def version_restored(self, restore: SimulatedRestore, group: VersionId) -> None:
         """All ranks have loaded ``group``."""
-        reach = restore.answered() & self.living()
-        there = [one for one in self._known(reach, restore.began) if self._all_along(one, reach, restore.photo)]
-        best = self._best(there)
+        reach = restore.answering_nodes() & self.live_machines()
+        there = [
+            one
+            for one in self._known_versions(reach, restore.began)
+            if self._was_held_throughout(one, reach, restore.photo)
+        ]
+        best = self._newest_valid(there)
         world = self._world
         if best is not None and best not in restore.refused and _version_order(group) < _version_order(best):
             raise Violation(
-                f"the job goes back to {world.short(group)} although {world.short(best)} could be reached: "
+                f"the job goes back to {world.short_name(group)} although {world.short_name(best)} could be reached: "
                 f"{self.describe(best)}"
             )
-        later = [one for one in there if self._leaves(one, group)]
+        later = [one for one in there if self._discards(one, group)]
         if later:
-            raise Violation(f"{world.short(group)} won although {world.short(later[0])} had left it behind")
+            raise Violation(f"{world.short_name(group)} won although {world.short_name(later[0])} had left it behind")
         if any(agent.members.has_quorum for agent in restore.agents.values()):
-            self._goes_on_from(group, restore.epoch, restore.nodes)
+            self._record_resume(group, restore.epoch, restore.nodes)
         else:  # of nodes that cannot go on alone: what the others keep is not known here
             self._floor_lost = True
             self._unsaid.add((restore.epoch, group))
 
-    def _goes_on_from(self, group: VersionId, epoch: int, nodes: Iterable[str]) -> None:
+    def _record_resume(self, group: VersionId, epoch: int, nodes: Iterable[str]) -> None:
         self._went_back = [earlier for earlier in self._went_back if earlier.base > group]
         self._went_back.append(_Rollback(group, epoch, set(nodes)))
         self._set_floor(group)
-        self._floor_lost = not self.whole(group)
+        self._floor_lost = not self.is_complete(group)
 
-    def _all_along(self, group: VersionId, reach: set[str], photo: dict[ShardKey, set[str]]) -> bool:
+    def _was_held_throughout(self, group: VersionId, reach: set[str], photo: dict[ShardKey, set[str]]) -> bool:
         """Whether who answered held all of it from when they were asked until now."""
         keys = [key for key in photo if key.version_id == group]
         held = [photo[key] & self.holders(group, key.part) & reach for key in keys]
@@ -378,42 +391,42 @@ class Invariants(Holdings):
         """
         if self._world.redundant:
             return
-        if self.whole(group) and not self._left(group) and (self.floor is None or group > self.floor):
+        if self.is_complete(group) and not self._is_rolled_back(group) and (self.floor is None or group > self.floor):
             self._set_floor(group)
         elif any(key.version_id == group and not self._held[key] for key in self._taken):
             self._floor_lost = True
 
-    def _known(self, among: Iterable[str], before: float) -> list[VersionId]:
+    def _known_versions(self, among: Iterable[str], before: float) -> list[VersionId]:
         return [group for group in self.groups(set(among)) if self._whole_at[group] < before]
 
-    def _best(self, groups: list[VersionId]) -> VersionId | None:
+    def _newest_valid(self, groups: list[VersionId]) -> VersionId | None:
         """The newest of those that no later incarnation has left behind. Told anew, not by calling the resolver."""
-        kept = [group for group in groups if not any(self._leaves(later, group) for later in groups)]
+        kept = [group for group in groups if not any(self._discards(later, group) for later in groups)]
         return max(kept, key=_version_order, default=None)
 
-    def _leaves(self, later: VersionId, earlier: VersionId) -> bool:
+    def _discards(self, later: VersionId, earlier: VersionId) -> bool:
         base = self._bases.get(later)
         return later.epoch > earlier.epoch and base is not None and base < earlier.version
 
-    def wrote(self, trainers: Trainers, machine: str) -> None:
+    def write_admitted(self, trainers: Trainers, machine: str) -> None:
         """A machine has let a rank write or seal: never one of the past, once it can know of a newer incarnation."""
-        incarnation, living = (trainers.epoch, trainers.name), self.living()
+        incarnation, living = (trainers.epoch, trainers.name), self.live_machines()
         if self._owner.get(machine, (incarnation, 0.0))[0] != incarnation or machine not in self._owner:
             self._owner[machine] = incarnation, self._world.now
         newest, since = max(
             (self._owner[name][0], -self._owner[name][1]) for name in self._owner.keys() & living | {machine}
         )
-        known = self._world.network.calm and self._world.now - max(self._quiet_since, -since) > NOTICED_S
+        known = self._world.network.is_calm and self._world.now - max(self._quiet_since, -since) > NOTICED_S
         if incarnation < newest and machine in living and known:
             raise Violation(f"{machine} lets {incarnation} write although the job belongs to {newest}")
 
-    def accepted(self, trainers: Trainers, machine: str) -> None:
+    def incarnation_admitted(self, trainers: Trainers, machine: str) -> None:
         """A machine lets an incarnation write: never may both halves of a partition let different ones begin."""
-        self.wrote(trainers, machine)
+        self.write_admitted(trainers, machine)
         incarnation, origin = (trainers.epoch, trainers.name), trainers.origin
         if origin is not None and (trainers.epoch, origin) in self._unsaid:
             self._unsaid.discard((trainers.epoch, origin))
-            self._goes_on_from(origin, trainers.epoch, trainers.places)
+            self._record_resume(origin, trainers.epoch, trainers.places)
         known = self._accepted.setdefault(incarnation, {})
         if machine in known:
             return

@@ -106,7 +106,7 @@ class LargeWorld(SimulatedWorld):
     def agents(self) -> list[SimulatedAgent]:
         return [machine.agent for machine in self.machines.values() if machine.agent is not None]
 
-    def meet(self) -> None:
+    def introduce_all(self) -> None:
         """Everybody has heard of everybody."""
         rumours = [
             MemberUpdate(agent.machine.node, agent.members.generation, MemberState.ALIVE) for agent in self.agents
@@ -127,7 +127,7 @@ class LargeWorld(SimulatedWorld):
         self.layouts[layout.digest] = encode_layout(layout)
         return encode_meta(ShardMeta(layout.digest, (), base=-1 if base is None else base))
 
-    def until(self, what: str, done: Callable[[], bool]) -> Phase:
+    def run_phase(self, what: str, done: Callable[[], bool]) -> Phase:
         self.sent.clear()
         self.got.clear()
         began, then = time.process_time(), self.now
@@ -156,7 +156,9 @@ class LargeRestore(SimulatedRestore):
         self.read = 0
         """Shards that ranks of these nodes took pieces of, all of them looked at."""
 
-    def _seen(self, name: str, attempt: int, nodes: dict[str, NodeInventory], silent: dict[str, str]) -> None:
+    def _inventories_received(
+        self, name: str, attempt: int, nodes: dict[str, NodeInventory], silent: dict[str, str]
+    ) -> None:
         self._sights[name] = nodes, silent
         if len(self._sights) == len(self.agents):
             self._decide()
@@ -169,10 +171,10 @@ class LargeRestore(SimulatedRestore):
         if chosen is None:
             raise LargeRunError("the nodes do not come to one step")
         self.choices = dict.fromkeys(self.nodes, chosen)
-        self.world.truth.chosen(self)
+        self.world.truth.restore_chosen(self)
         for name in deciding:
             self._plan(self.agents[name], chosen)
-        self._go_on(chosen)
+        self._resume(chosen)
 
     def _vote_of(self, name: str) -> list[VersionId]:
         nodes, silent = self._sights[name]
@@ -219,7 +221,7 @@ class LargeRestore(SimulatedRestore):
         took.layouts, took.seconds = len(used), time.process_time() - began
         self.planned.append(took)
         for part in parts - here.keys():
-            key = self._key(group, part)
+            key = self._shard_key(group, part)
             agent.call(
                 sources[part][0].node,
                 "read_ranges",
@@ -234,7 +236,7 @@ class LargeRestore(SimulatedRestore):
     def _looked_at(self, key: ShardKey, found: tuple[Any, bytes]) -> None:
         record, data = found
         if damaged_chunks(data, record) or data != shard_content(key):
-            raise LargeRunError(f"{self.world.short(key)} is read with bytes that nobody wrote")
+            raise TimeoutViolation(f"{self.world.short_name(key)} is read with bytes that nobody wrote")
         self.read += 1
 
 
@@ -273,23 +275,24 @@ def run_large_job(nodes: int, ranks: int, fewer: int, say: Callable[[str], None]
     story, began = LargeJobResult(), time.process_time()
 
     def run_phase(what: str, done: Callable[[], bool]) -> None:
-        story.phases.append(world.until(what, done))
+        story.phases.append(world.run_phase(what, done))
         say(str(story.phases[-1]))
 
     with seeded_randomness(random.Random(f"{nodes} {ranks}")):
         world = LargeWorld(nodes, ranks, fewer)
-        world.meet()
+        world.introduce_all()
         world.run(2.0)
         everybody = sorted(world.machines)
         job: Trainers = LargeTrainers(world, tuple(n for n in everybody for _ in range(ranks)), 1, "a", None)
-        world.begin(job)
+        world.start_job(job)
         run_phase(
             f"{nodes * ranks:,} ranks save, all know it to be settled", _is_replicated_everywhere(world, job.save())
         )
         lost = everybody[0]
         world.crash(world.machines[lost])
         run_phase(
-            "the node that counts is lost, and all know it", lambda: not any(lost in one.living for one in world.agents)
+            "the node that counts is lost, and all know it",
+            lambda: not any(lost in one.live_nodes for one in world.agents),
         )
         floor = world.truth.floor
         assert floor is not None
@@ -299,7 +302,7 @@ def run_large_job(nodes: int, ranks: int, fewer: int, say: Callable[[str], None]
         )
         restore = LargeRestore(world, tuple(n for n in everybody[1 : fewer + 1] for _ in range(ranks)))
         world.restores.append(restore)
-        restore.begin()
+        restore.start()
         run_phase(f"{fewer * ranks:,} ranks look around and choose", lambda: bool(restore.outcome))
         if restore.outcome != "done":
             raise LargeRunError(restore.outcome)

@@ -20,7 +20,7 @@ class Events:
         self._heap: list[tuple[float, int, Callable[[], None]]] = []
         self._order = itertools.count()
 
-    def after(self, delay_s: float, work: Callable[[], None]) -> None:
+    def schedule(self, delay_s: float, work: Callable[[], None]) -> None:
         heapq.heappush(self._heap, (self.now + delay_s, next(self._order), work))
 
     def next(self, until: float) -> Callable[[], None] | None:
@@ -51,10 +51,10 @@ class SimulatedNetwork:
         """When it last was not as it should be."""
 
     @property
-    def calm(self) -> bool:
+    def is_calm(self) -> bool:
         return not (self.cut or self.slow or self.loss)
 
-    def part(self, side: frozenset[str], others: frozenset[str], *, both: bool) -> None:
+    def partition(self, side: frozenset[str], others: frozenset[str], *, both: bool) -> None:
         self.cut |= {(one, other) for one in side for other in others}
         if both:
             self.cut |= {(other, one) for one in side for other in others}
@@ -67,7 +67,7 @@ class SimulatedNetwork:
         self.loss = self.doubled = 0.0
         self.troubled_at = self._events.now
 
-    def open(self, one: str, other: str) -> bool:
+    def is_open(self, one: str, other: str) -> bool:
         return (one, other) not in self.cut and (other, one) not in self.cut
 
     def delay_s(self, source: str, target: str) -> float | None:
@@ -81,5 +81,5 @@ class SimulatedNetwork:
             delay += SLOW_S * self._random.random()
         return delay
 
-    def twice(self) -> bool:
+    def is_duplicated(self) -> bool:
         return bool(self.doubled) and self._random.random() < self.doubled

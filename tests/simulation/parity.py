@@ -33,7 +33,7 @@ class SimulatedStore:
         return []
 
     def report_damage(self, key: ShardKey, reason: str) -> None:
-        self.agent.damaged(key, reason)
+        self.agent.drop_damaged(key, reason)
 
     def begin_replica(self, record: ShardRecord, *, whole: bool) -> Lease | None:
         return self.replicas.begin_replica(record, whole=whole, owner=self._owner)
@@ -80,7 +80,7 @@ class SimulatedMembership:
 
     @property
     def alive(self) -> Mapping[str, Any]:
-        return self._agent.living
+        return self._agent.live_nodes
 
     @property
     def standby(self) -> Any:
@@ -112,7 +112,7 @@ class SimulatedPeer:
         def reply_error(answered: Callable[[Any], None], error: PeerStoreError) -> None:
             answered((None, error))
 
-        found, error = self._agent.world.turns.wait(begin)
+        found, error = self._agent.world.turns.wait_for_reply(begin)
         if error is not None:
             raise error
         return found
@@ -150,7 +150,7 @@ class SimulatedRanges:
                 continue
             if said.checksums == record.checksums and not damaged_chunks(data, record):
                 self.bytes_read += len(data)
-                return agent.world.on_the_wire(data) if node != agent.name else data
+                return agent.world.damage_on_wire(data) if node != agent.name else data
             problem = ShardDamagedError(f"{record.key} on {node} is damaged")
             if node == agent.name:
                 agent.verify(record.key)
@@ -175,7 +175,7 @@ class SimulatedReporter:
         self._agent, self._reports = agent, sharing._reports
 
     def report(self, teller: str, notes: Iterable[PartsReport]) -> bool:
-        self._agent.tell(teller, notes, self._reports)
+        self._agent.send_reports(teller, notes, self._reports)
         return True
 
 
@@ -194,7 +194,7 @@ class SimulatedParityReplicator(ParityReplicator):
             pace=RateLimiter(0),
             blobs_of=lambda _: (),
             fetch_blob=_raise_no_blob,
-            sight=self._looked,
+            sight=self._job_inventory,
             clock=lambda: world.now,
         )
         self._agent = agent
@@ -230,9 +230,9 @@ class SimulatedParityReplicator(ParityReplicator):
             self._steps = False
         self._agent.wake(self._rest_s())
 
-    def _looked(self) -> JobInventory:
-        nodes, silent = self._agent.world.turns.wait(
-            lambda answered: self._agent.sight(lambda nodes, silent: answered((nodes, silent)))
+    def _job_inventory(self) -> JobInventory:
+        nodes, silent = self._agent.world.turns.wait_for_reply(
+            lambda answered: self._agent.job_inventory(lambda nodes, silent: answered((nodes, silent)))
         )
         return JobInventory(dict(sorted(nodes.items(), key=lambda one: one[0] != self._agent.name)), silent)
 

@@ -70,31 +70,33 @@ class SimulatedRestore:
         self._tries = 0
         self.refused: set[VersionId] = set()
 
-    def begin(self) -> None:
-        self.world.say(f"the job starts again on {','.join(self.nodes)}")
+    def start(self) -> None:
+        self.world.log(f"the job starts again on {','.join(self.nodes)}")
         for name in self.nodes:
             agent = self.world.machines[name].agent
             if agent is None:
                 self._end("an agent is away")
                 return
             self.agents[name] = agent
-        self._look()
+        self._query_inventories()
 
-    def answered(self) -> set[str]:
+    def answering_nodes(self) -> set[str]:
         """The nodes that answered everybody."""
         return set.intersection(*(nodes.keys() - silent.keys() for nodes, silent in self._sights.values()))
 
-    def _look(self) -> None:
+    def _query_inventories(self) -> None:
         self._tries += 1
-        self.photo = self.world.truth.photo()
+        self.photo = self.world.truth.snapshot()
         self._sights.clear()
         for name, agent in self.agents.items():
             if not agent.running:
                 self._end(f"{name} went away")
                 return
-            agent.sight(partial(self._seen, name, self._tries))
+            agent.job_inventory(partial(self._inventories_received, name, self._tries))
 
-    def _seen(self, name: str, attempt: int, nodes: dict[str, NodeInventory], silent: dict[str, str]) -> None:
+    def _inventories_received(
+        self, name: str, attempt: int, nodes: dict[str, NodeInventory], silent: dict[str, str]
+    ) -> None:
         if self.outcome or attempt != self._tries:
             return
         self._sights[name] = nodes, silent
@@ -105,21 +107,21 @@ class SimulatedRestore:
         )
         if len(self._sights) < len(self.agents):
             return
-        if self._may_come_to_more():
-            self.world.events.after(_REBUILT_S, partial(self._look_again, self._tries))
+        if self._may_find_newer():
+            self.world.events.schedule(_REBUILT_S, partial(self._retry_query, self._tries))
         else:
             self._vote()
 
-    def _may_come_to_more(self) -> bool:
+    def _may_find_newer(self) -> bool:
         """With parity, whether a newer version may become whole; for so long it is waited for that."""
         if not self.world.shape.parity or self.world.now - self.began >= _PATIENCE_S:
             return False
-        return any(pending_recovery(*self._sights[name], agent.living) for name, agent in self.agents.items())
+        return any(pending_recovery(*self._sights[name], agent.live_nodes) for name, agent in self.agents.items())
 
-    def _look_again(self, attempt: int) -> None:
+    def _retry_query(self, attempt: int) -> None:
         if not self.outcome and attempt == self._tries:
             self._tries -= 1  # nothing was tried yet
-            self._look()
+            self._query_inventories()
 
     def _vote(self) -> None:
         votes = {
@@ -132,50 +134,52 @@ class SimulatedRestore:
             if chosen is not None:
                 self.choices[name] = chosen
         if self.choices:
-            self.world.truth.chosen(self)
+            self.world.truth.restore_chosen(self)
             self._load(next(iter(self.choices.values())))
         elif any(self._resolutions[name].unreachable for name in self.agents) or any(votes.values()) or self.refused:
             self._end("nothing that all ranks can load, and not everybody answered")
         else:
-            self.world.truth.started_afresh(self)
-            self._go_on(None)
+            self.world.truth.restarted_empty(self)
+            self._resume(None)
 
     def _load(self, group: VersionId) -> None:
-        self.world.say(f"the ranks choose {self.world.short(group)}")
+        self.world.log(f"the ranks choose {self.world.short_name(group)}")
         self._loaded.clear()
         for part, name in enumerate(self.places):
             nodes, _ = self._sights[name]
             holders = [
-                node for node, looked in nodes.items() if any(f.key == self._key(group, part) for f in looked.shards)
+                node
+                for node, looked in nodes.items()
+                if any(f.key == self._shard_key(group, part) for f in looked.shards)
             ]
             holders.sort(key=lambda node, name=name: node != name)
             self._read(group, part, holders)
 
-    def _key(self, group: VersionId, part: int) -> ShardKey:
+    def _shard_key(self, group: VersionId, part: int) -> ShardKey:
         return ShardKey(JOB, group.version, group.epoch, group.incarnation, group.attempt, part)
 
     def _read(self, group: VersionId, part: int, holders: list[str]) -> None:
-        agent, key = self.agents[self.places[part]], self._key(group, part)
+        agent, key = self.agents[self.places[part]], self._shard_key(group, part)
         if not agent.running:
             self._end(f"{agent.name} went away")
             return
         if not holders:
-            self._done(group, part, ok=False)
+            self._part_loaded(group, part, ok=False)
             return
         holder, rest = holders[0], holders[1:]
 
         def shard_received(found: tuple[ShardRecord, bytes]) -> None:
             record, data = found
             if damaged_chunks(data, record):
-                self.world.say(f"part {part} at {holder} is damaged")
+                self.world.log(f"part {part} at {holder} is damaged")
                 if holder == agent.name:
                     agent.verify(key)
                 else:
                     agent.call(holder, "verify_chunks", key)
                 self._read(group, part, rest)
                 return
-            self.world.truth.loaded(key, data, shard_content(key))
-            self._done(group, part, ok=True)
+            self.world.truth.shard_loaded(key, data, shard_content(key))
+            self._part_loaded(group, part, ok=True)
 
         if holder == agent.name:
             try:
@@ -185,19 +189,19 @@ class SimulatedRestore:
         else:
             agent.call(holder, "read_ranges", key, shard_received, lambda _: self._read(group, part, rest))
 
-    def _done(self, group: VersionId, part: int, *, ok: bool) -> None:
+    def _part_loaded(self, group: VersionId, part: int, *, ok: bool) -> None:
         self._loaded[part] = ok
         if self.outcome or len(self._loaded) < len(self.places):
             return
         if all(self._loaded.values()):
-            self._go_on(group)
+            self._resume(group)
         elif self._tries < _MOST_TRIES:
             self.refused.add(group)
-            self._look()
+            self._query_inventories()
         else:
             self._end("no step could be read whole")
 
-    def _go_on(self, group: VersionId | None) -> None:
+    def _resume(self, group: VersionId | None) -> None:
         if self.outcome:
             return
         if any(not agent.running for agent in self.agents.values()) or not self.world.reachable(self.nodes):
@@ -206,15 +210,15 @@ class SimulatedRestore:
         self.outcome = "done"
         self.epoch = max(self._known_epoch(name) for name in self.agents) + 1
         if group is not None:
-            self.world.truth.restored(self, group)
+            self.world.truth.version_restored(self, group)
             for agent in self.agents.values():
-                agent.call_whole(group)
+                agent.mark_committed(group)
                 agent.copies.resume_from(JOB, group)
                 agent.wake()
         incarnation = chr(ord("a") + len(self.world.restores) % 26)
         trainers = self.job(self.world, self.places, self.epoch, incarnation, group)
-        self.world.say(f"{trainers} goes on from {self.world.short(group) if group else 'nothing'}")
-        self.world.begin(trainers)
+        self.world.log(f"{trainers} goes on from {self.world.short_name(group) if group else 'nothing'}")
+        self.world.start_job(trainers)
 
     def _known_epoch(self, name: str) -> int:
         """As a session counts: what the node knows, or what it can see."""
@@ -231,4 +235,4 @@ class SimulatedRestore:
     def _end(self, why: str) -> None:
         if not self.outcome:
             self.outcome = why
-            self.world.say(f"the restart on {','.join(self.nodes)} fails: {why}")
+            self.world.log(f"the restart on {','.join(self.nodes)} fails: {why}")

@@ -84,7 +84,7 @@ def run(schedule: Schedule, say: Callable[[str], None] | None = None) -> Simulat
                 world.truth.check()
             check_recovery(world)
         finally:
-            world.turns.stream_ended()
+            world.turns.close()
     return world
 
 
@@ -118,7 +118,7 @@ def shrink_finding(finding: Finding, budget: int = 200) -> Finding:
 
 def check_recovery(world: SimulatedWorld) -> None:
     """Faults stop: copies are made again, and the job can go on."""
-    world.say("faults stop")
+    world.log("faults stop")
     world.heal()
     for machine in world.machines.values():
         if machine.up and machine.agent is None:
@@ -126,24 +126,22 @@ def check_recovery(world: SimulatedWorld) -> None:
         if machine.agent is not None:
             machine.agent.verify_all()  # damage that nobody has looked at is not the cluster's fault
     roomy = world.shape.budget_shards >= 12 * world.shape.parts
-    if not world.run(45.0, world.truth.made_again) and roomy:
-        assert world.truth.floor is not None
-        raise Violation(
-            f"{world.short(world.truth.floor)} is not made again from parity: {world.truth.describe(world.truth.floor)}"
-        )
-    if not world.run(45.0, world.truth.protected) and roomy:
-        assert world.truth.floor is not None
-        raise Violation(
-            f"{world.short(world.truth.floor)} does not get its copies again: {world.truth.describe(world.truth.floor)}"
-        )
-    if not world.run(30.0, lambda: not world.truth.torn_but_there()):
-        raise Violation(f"what is torn still takes room: {world.truth.torn_but_there()}")
+    if not world.run(45.0, world.truth.is_parity_restored) and roomy:
+        floor = world.truth.floor
+        assert floor is not None
+        raise Violation(f"{world.short_name(floor)} is not made again from parity: {world.truth.describe(floor)}")
+    if not world.run(45.0, world.truth.is_protected) and roomy:
+        floor = world.truth.floor
+        assert floor is not None
+        raise Violation(f"{world.short_name(floor)} does not get its copies again: {world.truth.describe(floor)}")
+    if not world.run(30.0, lambda: not world.truth.retained_torn_versions()):
+        raise Violation(f"what is torn still takes room: {world.truth.retained_torn_versions()}")
     if roomy:
         _check_resume(world)
 
 
 def _check_resume(world: SimulatedWorld) -> None:
-    living = sorted(world.truth.living())
+    living = sorted(world.truth.live_machines())
     if 2 * len(set(living) - set(world.member_list.standby)) <= world.member_list.voters:
         return
     for _ in range(4):
@@ -176,7 +174,7 @@ def _is_replicated(world: SimulatedWorld, group: object, before: int) -> bool:
 
 def _lost_for_good(world: SimulatedWorld) -> bool:
     """Nothing is whole any more on machines that are there: an error, and rightly so."""
-    return not world.truth.groups(world.truth.living())
+    return not world.truth.groups(world.truth.live_machines())
 
 
 # -- what happens -----------------------------------------------------------------------------------------------------
@@ -216,7 +214,7 @@ def _crash_soon(world: SimulatedWorld, event: Event) -> None:
 def _return_machine(world: SimulatedWorld, event: Event) -> None:
     machine = _machine_of(world, event, up=False)
     if machine is not None:
-        world.say(f"{machine.name} comes back with nothing")
+        world.log(f"{machine.name} comes back with nothing")
         world.boot(machine)
 
 
@@ -226,7 +224,7 @@ def _crash_and_return(world: SimulatedWorld, event: Event) -> None:
         world.crash(machine)
         world.run(event.other % 1500 / 1000)
         if not machine.up:
-            world.say(f"{machine.name} comes back with nothing")
+            world.log(f"{machine.name} comes back with nothing")
             world.boot(machine)
 
 
@@ -258,17 +256,17 @@ def _restart_agent(world: SimulatedWorld, event: Event) -> None:
     machine = _machine_of(world, event)
     if machine is None or machine.agent is None:
         return
-    world.say(f"the agent of {machine.name} ends")
-    world.truth.trouble()
+    world.log(f"the agent of {machine.name} ends")
+    world.truth.record_trouble()
     machine.agent = None
     away = (0.05, 0.5, 2.0, 12.0)[event.other % 4]
-    world.events.after(away, partial(_start_agent, world, machine, machine.lives))
+    world.events.schedule(away, partial(_start_agent, world, machine, machine.lives))
 
 
 def _start_agent(world: SimulatedWorld, machine: Machine, life: int) -> None:
     if machine.up and machine.agent is None and machine.lives == life:
-        world.say(f"the agent of {machine.name} starts again")
-        world.truth.trouble()
+        world.log(f"the agent of {machine.name} starts again")
+        world.truth.record_trouble()
         world.boot(machine)
 
 
@@ -278,19 +276,19 @@ def _partition_network(world: SimulatedWorld, event: Event) -> None:
     size = 1 + event.one % max(1, len(names) - 1)
     side, others = frozenset(order[:size]), frozenset(order[size:])
     both = event.one % 3 != 0
-    world.say(f"{','.join(sorted(side))} {'<-/->' if both else '-/->'} {','.join(sorted(others))}")
-    world.truth.trouble()
-    world.network.part(side, others, both=both)
+    world.log(f"{','.join(sorted(side))} {'<-/->' if both else '-/->'} {','.join(sorted(others))}")
+    world.truth.record_trouble()
+    world.network.partition(side, others, both=both)
 
 
 def _heal(world: SimulatedWorld, event: Event) -> None:
-    world.say("the network is whole again")
+    world.log("the network is whole again")
     world.heal()
 
 
 def _lose_messages(world: SimulatedWorld, event: Event) -> None:
-    world.say("the network loses and doubles messages")
-    world.truth.trouble()
+    world.log("the network loses and doubles messages")
+    world.truth.record_trouble()
     world.network.loss = (event.one % 30) / 100
     world.network.doubled = (event.other % 50) / 100
     world.wire_damage = 0.05 if event.other % 3 == 0 else 0.0
@@ -299,8 +297,8 @@ def _lose_messages(world: SimulatedWorld, event: Event) -> None:
 def _slow_machine(world: SimulatedWorld, event: Event) -> None:
     machine = _machine_of(world, event)
     if machine is not None:
-        world.say(f"{machine.name} is slow")
-        world.truth.trouble()
+        world.log(f"{machine.name} is slow")
+        world.truth.record_trouble()
         world.network.slow.add(machine.name)
 
 
@@ -308,8 +306,8 @@ def _move_clock(world: SimulatedWorld, event: Event) -> None:
     machine = _machine_of(world, event)
     if machine is not None:
         leap = (-3600.0, -20.0, -2.0, 2.0, 20.0, 3600.0)[event.other % 6]
-        world.say(f"the clock of {machine.name} leaps by {leap:g} s")
-        world.truth.trouble()
+        world.log(f"the clock of {machine.name} leaps by {leap:g} s")
+        world.truth.record_trouble()
         machine.clock_off_s += leap
 
 
@@ -317,7 +315,7 @@ def _corrupt(world: SimulatedWorld, event: Event) -> None:
     machine = _machine_of(world, event)
     if (
         machine is not None
-        and world.truth.corrupt(machine, event.other)
+        and world.truth.corrupt_shard(machine, event.other)
         and machine.agent is not None
         and event.one % 2
     ):
@@ -327,12 +325,12 @@ def _corrupt(world: SimulatedWorld, event: Event) -> None:
 def _fill_machine(world: SimulatedWorld, event: Event) -> None:
     machine = _machine_of(world, event)
     if machine is not None:
-        world.say(f"{machine.name} is full")
-        world.truth.trouble()
+        world.log(f"{machine.name} is full")
+        world.truth.record_trouble()
         if event.other % 2:
             machine.arena.full = True
         else:
-            world.limit(machine, max(2, world.shape.parts))
+            world.set_budget(machine, max(2, world.shape.parts))
 
 
 def _join(world: SimulatedWorld, event: Event) -> None:
@@ -345,7 +343,7 @@ def _replace(world: SimulatedWorld, event: Event) -> None:
     gone = [machine for machine in world.machines.values() if not machine.up]
     if gone:
         machine = gone[event.one % len(gone)]
-        world.say(f"{machine.name} leaves the member list")
+        world.log(f"{machine.name} leaves the member list")
         del world.machines[machine.name]
         world.publish(
             [node for node in world.member_list.nodes if node.id != machine.name] or [*world.member_list.nodes]
@@ -362,8 +360,8 @@ def _stand_by(world: SimulatedWorld, event: Event) -> None:
     name = sorted(world.machines)[event.one % len(world.machines)]
     standby = set(world.member_list.standby) ^ {world.machines[name].node.id}
     if len(standby) < len(world.member_list.nodes):
-        world.say(f"{name} {'stands by' if name in standby else 'votes again'}")
-        world.truth.trouble()
+        world.log(f"{name} {'stands by' if name in standby else 'votes again'}")
+        world.truth.record_trouble()
         world.publish(world.member_list.nodes, standby)
 
 

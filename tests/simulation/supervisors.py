@@ -100,12 +100,12 @@ class SimulatedSupervisor:
     def is_inside(self) -> bool:
         return self.says.world is not None and self.says.broken_reason is None
 
-    def begin(self, sock: socket.socket) -> None:
+    def connected(self, sock: socket.socket) -> None:
         """A new connection."""
         self.sock, self.unsent, self.end = sock, b"", NodeCodec()
         self.received.clear()
 
-    def beat(self) -> None:
+    def advance_second(self) -> None:
         """A second has passed."""
         self.says = msgspec.structs.replace(self.says, silent_s=self.quiet_s)
         if self.is_inside:
@@ -119,7 +119,7 @@ class SimulatedSupervisor:
         body = self.end.encode(self.says)
         return FRAME_PREFIX.pack(FRAME_MAGIC, FRAME_VERSION, len(body), 0) + body
 
-    def hear(self, body: bytes) -> bool:
+    def receive(self, body: bytes) -> bool:
         """Whether there is something new to say."""
         hears, before = self.end.decode(body), self.says
         formed = hears.world
@@ -163,18 +163,18 @@ class SupervisorCrowd:
             channel._stream.close()  # type: ignore[attr-defined]
             return
 
-    def _take_in(self) -> None:
+    def _accept_connections(self) -> None:
         with contextlib.suppress(queue.Empty):
             while True:
                 number, sock = self._arrived.get_nowait()
                 sock.setblocking(False)
                 node = self.nodes[number]
-                node.begin(sock)
+                node.connected(sock)
                 self._selector.register(sock, selectors.EVENT_READ, node)
-                self._say(node)
+                self._send_report(node)
                 heapq.heappush(self._beats, (time.monotonic() + HEARTBEAT_S, number))
 
-    def _hang_up(self, node: SimulatedSupervisor) -> None:
+    def _reconnect(self, node: SimulatedSupervisor) -> None:
         self.hung_up += 1
         self.lose(node)
         self._pool.submit(self._connect, self.nodes.index(node))
@@ -188,22 +188,22 @@ class SupervisorCrowd:
     def close(self) -> None:
         self._ended = True
         self._pool.shutdown(cancel_futures=True)
-        self._take_in()
+        self._accept_connections()
         for node in self.nodes:
             if node.sock is not None:
                 node.sock.close()
         self._selector.close()
 
-    def turn(self, until: float) -> list[SimulatedSupervisor]:
+    def run_turn(self, until: float) -> list[SimulatedSupervisor]:
         """Hear and say what there is; the nodes that heard something new."""
-        self._take_in()
+        self._accept_connections()
         now = time.monotonic()
         while self._beats and self._beats[0][0] <= now:
             due, number = heapq.heappop(self._beats)
             node = self.nodes[number]
             if node.sock is not None:
-                node.beat()
-                self._say(node)
+                node.advance_second()
+                self._send_report(node)
                 heapq.heappush(self._beats, (max(now, due + HEARTBEAT_S), number))
         wait_s = max(0.0, min(until, self._beats[0][0] if self._beats else until) - now)
         return list(self._ready(wait_s))
@@ -216,7 +216,7 @@ class SupervisorCrowd:
             if events & selectors.EVENT_WRITE:
                 self._flush(node)
             if events & selectors.EVENT_READ and self._read(node):
-                self._say(node)
+                self._send_report(node)
                 yield node
 
     def _read(self, node: SimulatedSupervisor) -> bool:
@@ -225,7 +225,7 @@ class SupervisorCrowd:
         with contextlib.suppress(OSError):
             data = node.sock.recv(1 << 18)
         if not data:
-            self._hang_up(node)
+            self._reconnect(node)
             return False
         node.received += data
         news = False
@@ -235,10 +235,10 @@ class SupervisorCrowd:
                 break
             body = bytes(node.received[FRAME_PREFIX.size : FRAME_PREFIX.size + size])
             del node.received[: FRAME_PREFIX.size + size]
-            news |= node.hear(body)
+            news |= node.receive(body)
         return news
 
-    def _say(self, node: SimulatedSupervisor) -> None:
+    def _send_report(self, node: SimulatedSupervisor) -> None:
         node.unsent += node.report()
         self._flush(node)
 
@@ -338,7 +338,7 @@ def _lose_node(
     while unformed:
         if time.monotonic() - began > patience_s:
             raise RuntimeError(f"{len(unbroken)} nodes have not heard of the loss, {len(unformed)} of the next world")
-        for node in crowd.turn(time.monotonic() + 0.1):
+        for node in crowd.run_turn(time.monotonic() + 0.1):
             took_s = time.monotonic() - began
             if node.name in unbroken and (node.says.broken_reason is not None or node.epoch > epoch):
                 unbroken.discard(node.name)
@@ -355,14 +355,14 @@ def _run_until(crowd: SupervisorCrowd, happened, patience_s: float) -> None:  # 
             raise RuntimeError(
                 f"not all nodes were in the first world within {patience_s:g} s; {crowd.hung_up} were hung up on"
             )
-        for _ in crowd.turn(time.monotonic() + 0.1):
+        for _ in crowd.run_turn(time.monotonic() + 0.1):
             pass
 
 
 def _run_for(crowd: SupervisorCrowd, seconds: float) -> None:
     until = time.monotonic() + seconds
     while time.monotonic() < until:
-        for _ in crowd.turn(until):
+        for _ in crowd.run_turn(until):
             pass
 
 

@@ -38,7 +38,7 @@ class Trainers:
     def __str__(self) -> str:
         return f"{self.epoch % 1000}{self.name} on {','.join(sorted(set(self.places)))}"
 
-    def lose(self, machine: str) -> None:
+    def lose_machine(self, machine: str) -> None:
         """The ranks on one machine died; the others wait for them until somebody starts the job again."""
         if machine in self.places:
             self._gone.add(machine)
@@ -56,33 +56,33 @@ class Trainers:
             return None
         self.step += 1
         group = VersionId(self.epoch, self.step, 0, self.name)
-        self.world.say(f"{self} saves step {self.step}")
+        self.world.log(f"{self} saves step {self.step}")
         self._sealed[group] = set()
-        self.world.truth.saved(group, self.base, len(self.places))
+        self.world.truth.version_saved(group, self.base, len(self.places))
         for part in range(len(self.places)):
             key = ShardKey(JOB, self.step, self.epoch, self.name, 0, part)
             if part != without:
-                self._soon(0.2, part, partial(self._write, key, _TRIES))
+                self._run_soon(0.2, part, partial(self._write, key, _TRIES))
             elif unheard:
                 self._unheard.add(key)
-                self._soon(0.2, part, partial(self._write, key, _TRIES))
+                self._run_soon(0.2, part, partial(self._write, key, _TRIES))
             else:
-                self._soon(0.2, part, partial(self._leave_out, key))
+                self._run_soon(0.2, part, partial(self._abort_part, key))
         return group
 
-    def _leave_out(self, key: ShardKey) -> None:
+    def _abort_part(self, key: ShardKey) -> None:
         """A rank tells its agent, and where that is away, again."""
         agent = self.world.agent_at(self.places[key.part])
         if agent is None:
-            self.world.events.after(_WAIT_S, partial(self._if_there, key.part, partial(self._leave_out, key)))
+            self.world.events.schedule(_WAIT_S, partial(self._run_if_alive, key.part, partial(self._abort_part, key)))
             return
-        self.world.say(f"{self} leaves out {self.world.short(key)}")
-        agent.leave_out(key)
+        self.world.log(f"{self} leaves out {self.world.short_name(key)}")
+        agent.abort_part(key)
 
-    def _soon(self, within_s: float, part: int, work: partial[None]) -> None:
-        self.world.events.after(self.world.random.random() * within_s, partial(self._if_there, part, work))
+    def _run_soon(self, within_s: float, part: int, work: partial[None]) -> None:
+        self.world.events.schedule(self.world.random.random() * within_s, partial(self._run_if_alive, part, work))
 
-    def _if_there(self, part: int, work: partial[None]) -> None:
+    def _run_if_alive(self, part: int, work: partial[None]) -> None:
         if self.places[part] not in self._gone:
             work()
 
@@ -93,39 +93,39 @@ class Trainers:
                 raise ArenaBusyError("the agent starts again")
             lease = agent.leasing.lease(key, SHARD_BYTES, len(self.places), wait_s=0.0, owner=TRAINER)
         except (FencedError, NoQuorumError) as error:
-            self._refuse(key, error)
+            self._stop_after(key, error)
         except PeerStoreError:
             if tries:
-                self.world.events.after(
-                    _WAIT_S, partial(self._if_there, key.part, partial(self._write, key, tries - 1))
+                self.world.events.schedule(
+                    _WAIT_S, partial(self._run_if_alive, key.part, partial(self._write, key, tries - 1))
                 )
             else:
-                self._leave_out(key)
+                self._abort_part(key)
         else:
-            self.world.truth.accepted(self, agent.name)
+            self.world.truth.incarnation_admitted(self, agent.name)
             agent.machine.arena.bytes[lease.slot][:] = shard_content(key)
-            self._soon(0.1, key.part, partial(self._seal, lease, _TRIES))
+            self._run_soon(0.1, key.part, partial(self._seal, lease, _TRIES))
 
     def _seal(self, lease: Lease, tries: int) -> None:
         key = lease.key
         agent = self.world.agent_at(self.places[key.part])
         if agent is None:
             if tries:
-                self.world.events.after(
-                    _WAIT_S, partial(self._if_there, key.part, partial(self._seal, lease, tries - 1))
+                self.world.events.schedule(
+                    _WAIT_S, partial(self._run_if_alive, key.part, partial(self._seal, lease, tries - 1))
                 )
             else:
-                self._leave_out(key)
+                self._abort_part(key)
             return
         try:
             agent.sealing.seal(lease.id, SHARD_BYTES, self.meta(key), (), lambda _: None)
         except FencedError as error:
-            self._refuse(key, error)
+            self._stop_after(key, error)
             return
-        self.world.truth.wrote(self, agent.name)
+        self.world.truth.write_admitted(self, agent.name)
         agent.sealed(key)
         if key in self._unheard:
-            self._soon(0.2, key.part, partial(self._leave_out, key))
+            self._run_soon(0.2, key.part, partial(self._abort_part, key))
         group = key.version_id
         self._sealed[group].add(key.part)
         if len(self._sealed[group]) == len(self.places):
@@ -135,11 +135,11 @@ class Trainers:
         return b"%d" % (-1 if self.base is None else self.base)
 
     def _commit(self, group: VersionId) -> None:
-        self.world.say(f"{self} has step {group.version} whole")
+        self.world.log(f"{self} has step {group.version} whole")
         self.committed.append(group)
         self.world.truth.committed(group)
 
-    def _refuse(self, key: ShardKey, error: PeerStoreError) -> None:
+    def _stop_after(self, key: ShardKey, error: PeerStoreError) -> None:
         if self.running:
-            self.world.say(f"{self} stops at {self.world.short(key)}: {type(error).__name__}: {str(error)[:150]}")
+            self.world.log(f"{self} stops at {self.world.short_name(key)}: {type(error).__name__}: {str(error)[:150]}")
         self.running, self.refused = False, type(error).__name__

@@ -67,13 +67,13 @@ class IncomingTransfers:
         )
         return OfferReply(name, ((0, count),))
 
-    def _of(self, sender: str, name: str) -> _Transfer | None:
+    def _transfer_of(self, sender: str, name: str) -> _Transfer | None:
         found = self._transfers.get(name)
         return found if found is not None and found.sender == sender else None
 
     def _chunk(self, sender: str, chunk: tuple[str, int, bytes]) -> None:
         name, number, data = chunk
-        transfer = self._of(sender, name)
+        transfer = self._transfer_of(sender, name)
         if transfer is None or transfer.done[number]:
             return
         transfer.touched = self._agent.world.now
@@ -85,7 +85,7 @@ class IncomingTransfers:
 
     def _commit(self, sender: str, name: str) -> tuple[int, ...]:
         """The chunks that are missing or damaged; when there are none, the copy is sealed."""
-        transfer = self._of(sender, name)
+        transfer = self._transfer_of(sender, name)
         if transfer is None:
             raise LeaseLostError(f"transfer {name} is not known: it was given up")
         missing = tuple(number for number, done in enumerate(transfer.done) if not done)
@@ -104,7 +104,7 @@ class IncomingTransfers:
         return ()
 
     def _abort(self, sender: str, name: str) -> None:
-        if self._of(sender, name) is not None:
+        if self._transfer_of(sender, name) is not None:
             self._agent.leasing.release(self._transfers.pop(name).lease.id)
 
     def sweep(self) -> None:
@@ -127,7 +127,7 @@ class OutgoingTransfer:
         self._base: ResumePoint | None = None
 
     @property
-    def busy(self) -> bool:
+    def is_busy(self) -> bool:
         return self._duty is not None
 
     def begin(self, duty: ReplicationTask, look: ReplicationView) -> None:
@@ -143,9 +143,9 @@ class OutgoingTransfer:
         offer = OfferReplica(
             self._record, duty.holders, is_committed(fact, look.newest_replicated), resume_point=look.resume_point
         )
-        self._agent.call(duty.target, "offer_replica", offer, self._wanted, self._failed)
+        self._agent.call(duty.target, "offer_replica", offer, self._offer_accepted, self._failed)
 
-    def _wanted(self, wanted: OfferReply) -> None:
+    def _offer_accepted(self, wanted: OfferReply) -> None:
         if not wanted.transfer:
             self._done()
             return
@@ -158,13 +158,13 @@ class OutgoingTransfer:
         data = self._agent.machine.arena.bytes.get(self._slot.name, bytearray())
         for nth, number in enumerate(numbers):
             chunk = bytes(data[number * CHUNK_BYTES : (number + 1) * CHUNK_BYTES])
-            chunk = self._agent.world.on_the_wire(chunk)
+            chunk = self._agent.world.damage_on_wire(chunk)
             work = partial(self._agent.call, self._duty.target, "replica_chunk", (self._transfer, number, chunk))
-            self._agent.later(0.001 * nth, work)
+            self._agent.run_later(0.001 * nth, work)
         commit = partial(
             self._agent.call, self._duty.target, "commit_replica", self._transfer, self._committed, self._failed
         )
-        self._agent.later(0.001 * len(numbers) + 0.005, commit)
+        self._agent.run_later(0.001 * len(numbers) + 0.005, commit)
 
     def _committed(self, missing: tuple[int, ...]) -> None:
         if not missing:
@@ -183,8 +183,8 @@ class OutgoingTransfer:
     def _failed(self, error: PeerStoreError) -> None:
         duty = self._duty
         assert duty is not None
-        self._agent.world.say(
-            f"{self._agent.name} could not copy {self._agent.world.short(duty.key)} to {duty.target}: "
+        self._agent.world.log(
+            f"{self._agent.name} could not copy {self._agent.world.short_name(duty.key)} to {duty.target}: "
             f"{type(error).__name__}"
         )
         doubtful = self._agent.accounts.task_failed(duty, error, self._agent.world.now)

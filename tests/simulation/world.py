@@ -111,11 +111,11 @@ class SimulatedWorld:
     def now(self) -> float:
         return self.events.now
 
-    def say(self, text: str) -> None:
+    def log(self, text: str) -> None:
         if self._say is not None:
             self._say(f"{self.now:9.3f}  {text}")
 
-    def short(self, what: ShardKey | VersionId) -> str:
+    def short_name(self, what: ShardKey | VersionId) -> str:
         """A key or group in a few letters."""
         part = f".{what.part}" if isinstance(what, ShardKey) else ""
         return f"{what.epoch % 1000}{what.incarnation}/{what.version}{part}"
@@ -145,24 +145,24 @@ class SimulatedWorld:
     def boot(self, machine: Machine) -> None:
         """The agent starts, over whatever the arena still holds."""
         machine.up, machine.lives = True, machine.lives + 1
-        self.truth.trouble()
+        self.truth.record_trouble()
         self.truth.watch(machine)
         machine.agent = SimulatedAgent(self, machine)
         machine.agent.start()
 
     def crash(self, machine: Machine) -> None:
         """The machine is gone with everything in its memory."""
-        self.say(f"{machine.name} crashes")
+        self.log(f"{machine.name} crashes")
         machine.agent, machine.up = None, False
         machine.arena = DictArena()
-        self.truth.crashed(machine)
+        self.truth.machine_crashed(machine)
         for job in self.jobs:
-            job.lose(machine.name)
+            job.lose_machine(machine.name)
 
     def join(self) -> Machine:
         """A new node, which the member list names from now on."""
         machine = self._add()
-        self.say(f"{machine.name} joins the member list")
+        self.log(f"{machine.name} joins the member list")
         self.publish([*self.member_list.nodes, machine.node])
         self.boot(machine)
         return machine
@@ -174,19 +174,21 @@ class SimulatedWorld:
         self.member_list = member_list(self.member_list.version + 1, nodes, known if len(known) < len(nodes) else ())
         for machine in self.machines.values():
             if machine.agent is not None and self.random.random() < 0.7:
-                machine.agent.later(self.random.random() * 2, partial(machine.agent.set_member_list, self.member_list))
+                machine.agent.run_later(
+                    self.random.random() * 2, partial(machine.agent.set_member_list, self.member_list)
+                )
 
     def is_full(self, machine: Machine) -> bool:
         return machine.arena.full or machine.budget_bytes < self.shape.budget_shards * SHARD_BYTES
 
-    def limit(self, machine: Machine, shards: int) -> None:
+    def set_budget(self, machine: Machine, shards: int) -> None:
         machine.budget_bytes = shards * SHARD_BYTES
         if machine.agent is not None:
             machine.agent.shelf._limits = SlotLimits(machine.budget_bytes, SLOTS, BURST)
 
     # -- messages -----------------------------------------------------------------------------------------------------
 
-    def reaches(self, source: str, target: str, within_s: float) -> bool:
+    def is_reachable(self, source: str, target: str, within_s: float) -> bool:
         """Whether a ping there is answered in time."""
         machine = self.machines.get(target)
         ways = [self.network.delay_s(source, target), self.network.delay_s(target, source)]
@@ -208,18 +210,18 @@ class SimulatedWorld:
 
         def request_lost(_: object = None) -> None:
             left = max(0.0, asked + timeout_s - self.now)
-            source.later(left, partial(failed, PeerUnreachableError(f"{target} does not answer")))
+            source.run_later(left, partial(failed, PeerUnreachableError(f"{target} does not answer")))
 
         def request_arrives(*, first: bool) -> None:
             agent = machine.agent if machine is not None else None
             if agent is None:
                 if first and machine is not None and machine.up:
-                    source.later(REFUSED_S, partial(failed, PeerUnreachableError(f"{target} refuses")))
+                    source.run_later(REFUSED_S, partial(failed, PeerUnreachableError(f"{target} refuses")))
                 elif first:
                     request_lost()
                 return
             try:
-                answer = agent.answer(source.name, op, body)
+                answer = agent.handle_request(source.name, op, body)
             except PeerStoreError as error:
                 send_reply(partial(failed, error), first=first)
                 return
@@ -235,17 +237,19 @@ class SimulatedWorld:
             if delay is None or self.now + delay - asked > timeout_s:
                 request_lost()
             else:
-                source.later(delay, work)
+                source.run_later(delay, work)
 
         delay = network.delay_s(source.name, target)
         if delay is None:
             request_lost()
             return
-        self.events.after(delay, partial(request_arrives, first=True))
-        if network.twice() and op != "offer_replica":  # an offer opens a conversation, of which a connection has one
-            self.events.after(2 * delay + self.random.random(), partial(request_arrives, first=False))
+        self.events.schedule(delay, partial(request_arrives, first=True))
+        if (
+            network.is_duplicated() and op != "offer_replica"
+        ):  # an offer opens a conversation, of which a connection has one
+            self.events.schedule(2 * delay + self.random.random(), partial(request_arrives, first=False))
 
-    def on_the_wire(self, chunk: bytes) -> bytes:
+    def damage_on_wire(self, chunk: bytes) -> bytes:
         if self.wire_damage and self.random.random() < self.wire_damage:
             return bytes([chunk[0] ^ 1]) + chunk[1:] if chunk else chunk
         return chunk
@@ -268,7 +272,7 @@ class SimulatedWorld:
     # -- the job ------------------------------------------------------------------------------------------------------
 
     def reachable(self, names: Sequence[str]) -> bool:
-        return all(self.network.open(one, other) for one in names for other in names)
+        return all(self.network.is_open(one, other) for one in names for other in names)
 
     def restart(self, names: Sequence[str]) -> SimulatedRestore | None:
         """The job begins again on these machines, from what can be reached."""
@@ -282,10 +286,10 @@ class SimulatedWorld:
         places = tuple(names[part % len(names)] for part in range(self.shape.parts))
         restore = SimulatedRestore(self, places)
         self.restores.append(restore)
-        restore.begin()
+        restore.start()
         return restore
 
-    def begin(self, trainers: Trainers) -> None:
+    def start_job(self, trainers: Trainers) -> None:
         self.jobs = [job for job in self.jobs if job.running and not set(job.places) & set(trainers.places)]
         self.jobs.append(trainers)
 
@@ -294,4 +298,4 @@ class SimulatedWorld:
         self.wire_damage = 0.0
         for machine in self.machines.values():
             machine.arena.full = False
-            self.limit(machine, self.shape.budget_shards)
+            self.set_budget(machine, self.shape.budget_shards)

@@ -46,7 +46,7 @@ class AgentJob:
         with ThreadPoolExecutor(len(self.hosts)) as pool:
             list(pool.map(lambda host: host.start(crash_at=crash_at.get(host.name, "")), self.hosts.values()))
 
-    def meet(self) -> None:
+    def join_all(self) -> None:
         """All nodes know that they are the job's."""
         for name, host in self.hosts.items():
             with host.agent(self.job) as agent:
@@ -62,41 +62,43 @@ class AgentJob:
         with ThreadPoolExecutor(len(self.hosts)) as pool:  # the first one waits for others to come
             list(pool.map(join, self.hosts.values()))
         for name in self.hosts:
-            wait_until(lambda name=name: self.sees(name) == set(self.hosts), f"{name} sees all others")
+            wait_until(lambda name=name: self.alive_nodes(name) == set(self.hosts), f"{name} sees all others")
 
-    def sees(self, name: str) -> set[str]:
+    def alive_nodes(self, name: str) -> set[str]:
         """Who takes part, as this node sees it."""
         with self.hosts[name].agent() as agent:
             view = agent.cluster_status(self.job)
         return {one.node.id for one in view.nodes if one.state == "alive"}
 
-    def lose(self, name: str) -> None:
+    def lose_node(self, name: str) -> None:
         """The node is gone with everything in its memory."""
         self.hosts.pop(name).lose()
 
     # -- shards -------------------------------------------------------------------------------------------------------
 
-    def keys(self, version: int, parts: int = 3) -> list[ShardKey]:
+    def shard_keys(self, version: int, parts: int = 3) -> list[ShardKey]:
         return [shard_key(version, part, job=self.job) for part in range(parts)]
 
     def save(self, version: int, *names: str, parts: int = 3, size_bytes: int = SIZE) -> list[ShardKey]:
         """One part of a version on each node; an agent that dies meanwhile is no reason to fail."""
-        keys = self.keys(version, parts)
+        keys = self.shard_keys(version, parts)
         for of, name in zip(keys, names or sorted(self.hosts), strict=True):
             place = AgentPaths(self.hosts[name].directory)
             with contextlib.suppress(PeerStoreError), open_client(place.socket, job=self.job, retry_s=0.0) as store:
                 save_shard(store, of, size_bytes, parts=parts)
         return keys
 
-    def replicated(self, name: str) -> int:
+    def newest_replicated(self, name: str) -> int:
         with self.hosts[name].agent() as agent:
             found = [job.newest_replicated for job in agent.store.status().jobs if job.job == self.job]
         return -1 if not found or found[0] is None else found[0]
 
-    def settle(self, version: int, *names: str) -> None:
+    def wait_replicated(self, version: int, *names: str) -> None:
         """Until these nodes (all) know that a version has all its copies."""
         for name in names or self.hosts:
-            wait_until(lambda name=name: self.replicated(name) >= version, f"version {version} is settled on {name}")
+            wait_until(
+                lambda name=name: self.newest_replicated(name) >= version, f"version {version} is settled on {name}"
+            )
 
     def holders(self, of: ShardKey) -> tuple[str, ...]:
         """The nodes that say they hold it, after they have looked at what a killed agent left there."""
@@ -107,14 +109,14 @@ class AgentJob:
                     found.append(name)
         return tuple(sorted(found))
 
-    def slot(self, name: str, of: ShardKey) -> Path:
+    def slot_path(self, name: str, of: ShardKey) -> Path:
         """Where its bytes are on a node."""
         with self.hosts[name].agent() as agent:
             pin = agent.store.pin(of)
             agent.store.unpin(pin.id)
         return Path(f"/proc/self/fd/{pin.fd}").readlink()
 
-    def expect(self, keys: Sequence[ShardKey], *, copies: int = 2, size_bytes: int = SIZE) -> None:
+    def assert_copies(self, keys: Sequence[ShardKey], *, copies: int = 2, size_bytes: int = SIZE) -> None:
         """Every shard has so many copies by now, all of them bit for bit what was written."""
         for of in keys:
             wait_until(lambda of=of: len(self.holders(of)) >= copies, f"{of} has {copies} copies")
@@ -125,7 +127,9 @@ class AgentJob:
     # -- as a trainer on another node ---------------------------------------------------------------------------------
 
     @contextlib.contextmanager
-    def puller(self, me: str = "elsewhere", *, streams: int = 2) -> Iterator[tuple[RangeReader, dict[str, PeerClient]]]:
+    def range_reader(
+        self, me: str = "elsewhere", *, streams: int = 2
+    ) -> Iterator[tuple[RangeReader, dict[str, PeerClient]]]:
         peers = {}
         for name, host in self.hosts.items():
             with host.agent() as agent:
@@ -140,13 +144,13 @@ class AgentJob:
 
     def read(self, of: ShardKey, sources: Sequence[str]) -> tuple[bytes, ReadResult]:
         """A whole shard from these nodes, as a rank on a new node reads it."""
-        with self.reading(of, sources) as read:
+        with self.prepared_read(of, sources) as read:
             return read()
 
     @contextlib.contextmanager
-    def reading(self, of: ShardKey, sources: Sequence[str]) -> Iterator[Callable[[], tuple[bytes, ReadResult]]]:
+    def prepared_read(self, of: ShardKey, sources: Sequence[str]) -> Iterator[Callable[[], tuple[bytes, ReadResult]]]:
         """All that is asked before a shard is read; what is given reads it."""
-        with self.puller() as (puller, peers):
+        with self.range_reader() as (puller, peers):
             records: list[ShardRecord] = peers[sources[-1]].call(
                 "shard_records", GetShardRecords(of.version_id), list[ShardRecord]
             )
@@ -175,10 +179,10 @@ def agent_job(
     everybody = list(made.hosts.values())
     try:
         made.start(crash_at or {})
-        made.meet()
+        made.join_all()
         yield made
     finally:
         for host in everybody:
-            host.thaw()
+            host.resume_agent()
             stop_agent(host.directory)
             host.lose()

@@ -40,7 +40,7 @@ class ChannelPair:
     def connect(self, listener: Listener) -> MessageChannel:
         return self._stack.enter_context(contextlib.closing(self.here.connect(listener.address, timeout_s=PATIENCE_S)))
 
-    def meet(self) -> tuple[MessageChannel, MessageChannel]:
+    def connected_ends(self) -> tuple[MessageChannel, MessageChannel]:
         """A channel's two ends. The far one stays open until the test is over or closes it."""
         if self._meeting is None:
             self._meeting = self.listen(self._hand_over)
@@ -52,7 +52,7 @@ class ChannelPair:
         self._arrived.put(channel)
         self._done.wait()
 
-    def aside(self, work: Callable[..., object], *args: object, **more: object) -> Future:
+    def run_in_background(self, work: Callable[..., object], *args: object, **more: object) -> Future:
         """Do it on another thread; the future has what came of it."""
         return self._pool.submit(work, *args, **more)
 

@@ -81,7 +81,7 @@ class AgentNode:
         with contextlib.closing(NodeAgentClient(settings, job)) as node:
             yield node
 
-    def wait_dead(self) -> None:
+    def wait_agent_ended(self) -> None:
         """Until its agent is dead."""
         deadline = time.monotonic() + _PATIENCE_S
         while self.pid is not None or self._answers():
@@ -104,14 +104,14 @@ class AgentNode:
     def kill_agent(self) -> None:
         """Only the agent is gone; what it kept lies in memory."""
         stop_agent(self.directory, signal.SIGKILL)
-        self.wait_dead()
+        self.wait_agent_ended()
 
-    def freeze(self) -> None:
+    def suspend_agent(self) -> None:
         """It is there, and answers nobody."""
         if self.pid is not None:
             stop_process(self.pid)
 
-    def thaw(self) -> None:
+    def resume_agent(self) -> None:
         if self.pid is not None:
             os.kill(self.pid, signal.SIGCONT)
 
@@ -142,7 +142,7 @@ class Cluster:
     def close(self) -> None:
         close_sessions()
         for host in self.hosts.values():
-            host.thaw()
+            host.resume_agent()
         for host in self.hosts.values():
             stop_agent(host.directory)
             shutil.rmtree(host.directory, ignore_errors=True)

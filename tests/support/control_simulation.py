@@ -38,7 +38,7 @@ class SimulatedRank:
         """Nothing in its process runs."""
         self.number = 0
 
-    def says(self) -> RankStatus:
+    def status(self) -> RankStatus:
         self.number += 1
         checkpoint = None if self.sealed is None else SealedStep("job", self.sealed, self.epoch + 1)
         stepped = self.stand is RankPhase.IN_WORLD and self.step > self.entered_at
@@ -47,17 +47,17 @@ class SimulatedRank:
             self.number, self.stand, self.epoch, self.paused, self.sealed, checkpoint=checkpoint, progress=progress
         )
 
-    def hears(self, hears: RankDesired) -> None:
+    def apply_desired(self, hears: RankDesired) -> None:
         place, notice = hears.assignment, hears.notice
         if hears.exit is not None:
-            self.table.ends(self, "it was told to")
+            self.table.process_exited(self, "it was told to")
         elif self.stand is RankPhase.READY:
             if place is not None and place.epoch > self.epoch:
                 self.epoch, self.paused, self.sealed = place.epoch, None, None
                 self.entered_at, self.has_sealed = self.step, False
                 if notice is None or notice.kind is not NoticeKind.RESTART:
                     self.stand = RankPhase.IN_WORLD
-                    self.table.entered(self, place)
+                    self.table.world_entered(self, place)
         elif self.ignores:
             pass
         elif (place is not None and place.epoch > self.epoch) or (notice and notice.kind is NoticeKind.RESTART):
@@ -68,21 +68,21 @@ class SimulatedRank:
             if hears.pause_target is not None:
                 self.step = self.sealed = hears.pause_target
                 self.stand = RankPhase.READY
-                self.table.stopped(self)
+                self.table.stopped_at_step(self)
 
 
 class SimulatedNode:
     def __init__(self, table: ControlSimulation, name: str, nproc: int, spares: int) -> None:
         self.table, self.name = table, name
-        self.seats = NodeState(name, nproc, table.new_token, table.new_life, spares)
+        self.seats = NodeState(name, nproc, table.new_token, table.new_generation, spares)
         self.ranks: dict[str, SimulatedRank] = {}
         self.linked = True
         self.kept = 0
         self.injected: list[PartitionNode | InjectFault] = []
         self.seats.start()
-        self.act()
+        self.apply_effects()
 
-    def act(self) -> None:
+    def apply_effects(self) -> None:
         for effect in self.seats.take_effects():
             if isinstance(effect, StartProcess):
                 self.ranks[effect.token] = SimulatedRank(self.table, self.name, effect.token)
@@ -91,21 +91,21 @@ class SimulatedNode:
             else:
                 self.injected.append(effect)
 
-    def turn(self) -> None:
+    def run_turn(self) -> None:
         """Its ranks say what they have to say, and hear what there is to hear."""
         now = self.table.now
         self.kept = self.kept + 1 if self.seats.run_store else 0
         self.seats.store = f"{self.name}:1" if self.kept > STORE_TURNS else ""
         for token, rank in list(self.ranks.items()):
             if not rank.is_stopped:
-                self.seats.handle_rank_status(token, rank.says(), now)
+                self.seats.handle_rank_status(token, rank.status(), now)
         self.seats.tick(now)
-        self.act()
+        self.apply_effects()
         for token, rank in [(token, rank) for token, rank in self.ranks.items() if not rank.is_stopped]:
             rank.step += rank.stand is RankPhase.IN_WORLD and rank.paused is None
-            rank.hears(node_state.rank_desired(self.seats, token, now))
+            rank.apply_desired(node_state.rank_desired(self.seats, token, now))
         if self.seats.exit is not None and not self.ranks:
-            self.table.left(self)
+            self.table.node_left(self)
 
     def report(self, *, alone: bool = True) -> None:
         report = node_state.node_status(self.seats, self.table.now)
@@ -148,12 +148,12 @@ class ControlSimulation:
         self.sizes: dict[int, int] = {}
         self.targets: dict[int, int] = {}
         self.desks = 0
-        self.desk = self._desk(fresh=True)
+        self.desk = self._new_reconciler(fresh=True)
         self.nodes: dict[str, SimulatedNode] = {}
         for _ in range(nodes):
             self.add()
 
-    def new_life(self) -> int:
+    def new_generation(self) -> int:
         return next(self._lives)
 
     def new_token(self) -> str:
@@ -164,7 +164,7 @@ class ControlSimulation:
         """The time on the wall of the coordinator's machine."""
         return int((self.now + self.clock_offset_s) * 1000)
 
-    def _desk(self, *, fresh: bool, remembers: bool = True) -> WorldReconciler:
+    def _new_reconciler(self, *, fresh: bool, remembers: bool = True) -> WorldReconciler:
         self.desks += 1
         settings = CoordinatorSettings(
             *("job", self.policy, self.nproc),
@@ -196,38 +196,38 @@ class ControlSimulation:
 
     def restart_coordinator(self, *, remembers: bool = True) -> None:
         """``remembers``: the epoch file of the one before is there."""
-        self.desk = self._desk(fresh=False, remembers=remembers)
+        self.desk = self._new_reconciler(fresh=False, remembers=remembers)
 
     def lose_node(self, number: int) -> None:
         if self.nodes:
-            node = self._pick(number)
+            node = self._node_at(number)
             del self.nodes[node.name]
             self.desk.connection_lost(node.name, node.seats.generation, self.now)
 
     def lose_rank(self, number: int) -> None:
-        if self.nodes and (node := self._pick(number)).ranks:
+        if self.nodes and (node := self._node_at(number)).ranks:
             ranks = list(node.ranks)
-            self.ends(node.ranks[ranks[number % len(ranks)]], "it was killed")
+            self.process_exited(node.ranks[ranks[number % len(ranks)]], "it was killed")
 
-    def cut(self, number: int) -> None:
+    def disconnect_node(self, number: int) -> None:
         if self.nodes:
-            node = self._pick(number)
+            node = self._node_at(number)
             node.linked = False
             self.desk.connection_lost(node.name, node.seats.generation, self.now)
 
-    def heal(self) -> None:
+    def heal_all(self) -> None:
         for node in self.nodes.values():
             node.linked = True
             for rank in node.ranks.values():
                 rank.ignores = False
 
-    def ignore(self, number: int) -> None:
-        if self.nodes and (node := self._pick(number)).ranks:
+    def ignore_orders(self, number: int) -> None:
+        if self.nodes and (node := self._node_at(number)).ranks:
             next(iter(node.ranks.values())).ignores = True
 
-    def ask_back(self, number: int) -> None:
+    def preempt_node(self, number: int) -> None:
         if len(self.nodes) > 1:
-            self._pick(number).seats.drain(self.now + 10.0, "preempted")
+            self._node_at(number).seats.drain(self.now + 10.0, "preempted")
 
     def resize(self, nodes: int) -> None:
         question = ResizeRequest(nodes, "resized")
@@ -237,81 +237,81 @@ class ControlSimulation:
     def fault(self, number: int) -> None:
         """A rank leaves its world without being asked."""
         if self.nodes:
-            for rank in self._pick(number).ranks.values():
+            for rank in self._node_at(number).ranks.values():
                 if rank.stand is RankPhase.IN_WORLD:
                     rank.stand = RankPhase.READY
 
-    def deliver(self, number: int) -> None:
+    def exchange_node(self, number: int) -> None:
         """One node's turn, and a report of it with its answer."""
         if self.nodes:
-            self._exchange(self._pick(number))
+            self._exchange(self._node_at(number))
 
-    def wait(self, seconds: float) -> None:
+    def advance(self, seconds: float) -> None:
         self.now += seconds
         self.desk.tick(self.now)
 
-    def settle(self, turns: int = 300) -> None:
+    def run_without_faults(self, turns: int = 300) -> None:
         """Everything is well from now on, and time passes."""
-        self.heal()
+        self.heal_all()
         for _ in range(turns):
             for node in list(self.nodes.values()):
                 self._exchange(node)
-            self.wait(HEARTBEAT_S)
+            self.advance(HEARTBEAT_S)
 
-    def deliver_together(self) -> None:
+    def exchange_all(self) -> None:
         """One turn of each, and a report of each: what follows is decided on when all have arrived."""
         for node in list(self.nodes.values()):
-            node.turn()
+            node.run_turn()
             if node.linked and node.name in self.nodes:
                 node.report(alone=False)
         self.desk.reconcile(self.now)
         for node in list(self.nodes.values()):
             if node.linked and not self.desk.is_rejoining and node.name in self.desk.nodes:
-                self._order(node)
+                self._apply_desired(node)
 
     def _exchange(self, node: SimulatedNode) -> None:
-        node.turn()
+        node.run_turn()
         if node.linked and node.name in self.nodes:
             node.report()
             if not self.desk.is_rejoining:
-                self._order(node)
-            node.turn()
+                self._apply_desired(node)
+            node.run_turn()
 
-    def _order(self, node: SimulatedNode) -> None:
+    def _apply_desired(self, node: SimulatedNode) -> None:
         self.desk.nodes_to_notify()
         orders = node_desired(self.desk, node.name, self.now)
         if orders.superseded and node.seats.exit is None:
             node.seats.begin_generation()
         else:
             node.seats.apply_desired(orders, self.now)
-        node.act()
+        node.apply_effects()
 
-    def _pick(self, number: int) -> SimulatedNode:
+    def _node_at(self, number: int) -> SimulatedNode:
         names = sorted(self.nodes)
         return self.nodes[names[number % len(names)]]
 
     # -- what ranks do ------------------------------------------------------------------------------------------------
 
-    def ends(self, rank: SimulatedRank, reason: str) -> None:
+    def process_exited(self, rank: SimulatedRank, reason: str) -> None:
         node = self.nodes.get(rank.node)
         if node is not None and node.ranks.pop(rank.token, None) is not None:
             node.seats.process_exited(rank.token, reason)
-            node.act()
+            node.apply_effects()
 
-    def left(self, node: SimulatedNode) -> None:
+    def node_left(self, node: SimulatedNode) -> None:
         if self.nodes.pop(node.name, None) is not None:
             if node.linked:
                 node.report()
             self.desk.connection_lost(node.name, node.seats.generation, self.now)
 
-    def entered(self, rank: SimulatedRank, place: RankAssignment) -> None:
+    def world_entered(self, rank: SimulatedRank, place: RankAssignment) -> None:
         self.assignments.append(place)
         before = self.places.setdefault((place.epoch, place.rank), rank.token)
         assert before == rank.token, f"rank {place.rank} of epoch {place.epoch} was given twice"
         assert self.sizes.setdefault(place.epoch, place.world_size) == place.world_size
         assert 0 <= place.rank < place.world_size
 
-    def stopped(self, rank: SimulatedRank) -> None:
+    def stopped_at_step(self, rank: SimulatedRank) -> None:
         target = self.targets.setdefault(rank.epoch, rank.step)
         assert target == rank.step, f"epoch {rank.epoch} stopped at {target} and at {rank.step}"
         assert rank.paused is not None
@@ -319,7 +319,7 @@ class ControlSimulation:
 
     # -- what must hold -----------------------------------------------------------------------------------------------
 
-    def check_whole(self) -> None:
+    def check_one_world(self) -> None:
         """Everybody who is left is in one world, or stands by."""
         desk = self.desk
         if desk.exit is not None:

@@ -59,7 +59,7 @@ class ElasticRun:
         quick = ("--no-agent", "--store", "nowhere:1", "--job", self.name, "--log-dir", str(self.folder / "logs"), "-v")
         return self.start("run", *quick, *options, str(RANK), str(self.folder))
 
-    def ask(self, *words: str) -> Any:
+    def run_json(self, *words: str) -> Any:
         """A command's JSON."""
         done = subprocess.run(
             [sys.executable, "-m", "elastic", *words, "--json"],
@@ -75,21 +75,21 @@ class ElasticRun:
         except ControlPlaneUnavailableError:
             return None
 
-    def is_(self, phase: str) -> bool:
+    def is_in_phase(self, phase: str) -> bool:
         status = self.status()
         return status is not None and status.phase.value == phase
 
-    def make(self, name: str) -> Path:
+    def touch(self, name: str) -> Path:
         path = self.folder / name
         path.touch()
         return path
 
     def finish(self) -> None:
-        self.make("finish")
+        self.touch("finish")
 
     # -- what happened ------------------------------------------------------------------------------------------------
 
-    def said(self, what: str, **wanted: Any) -> list[dict[str, Any]]:
+    def rank_messages(self, what: str, **wanted: Any) -> list[dict[str, Any]]:
         """Everything ranks printed about ``what``, with these values."""
         found = []
         for log in sorted((self.folder / "logs").glob("*/*.log")):
@@ -100,11 +100,11 @@ class ElasticRun:
                         found.append(one)
         return found
 
-    def world(self, size: int, *, after: int = -1) -> list[dict[str, Any]]:
+    def wait_world(self, size: int, *, after: int = -1) -> list[dict[str, Any]]:
         """Wait until all ranks of a later world of ``size`` ranks are in it; what they said, by rank."""
 
         def newest() -> list[dict[str, Any]]:
-            inside = [one for one in self.said("in", size=size) if one["epoch"] > after]
+            inside = [one for one in self.rank_messages("in", size=size) if one["epoch"] > after]
             last = max((one["epoch"] for one in inside), default=-1)
             members = [one for one in inside if one["epoch"] == last]
             return members if len(members) == size else []
@@ -127,11 +127,11 @@ class ElasticRun:
                     found.append(int(path.parent.name))
         return [pid for pid in found if process_start_time(pid) >= 0]
 
-    def coordinator(self) -> int:
+    def coordinator_pid(self) -> int:
         (pid,) = self.pids('"type":"coordinator"')
         return pid
 
-    def coordinator_of(self, node: str) -> int:
+    def candidate_pid(self, node: str) -> int:
         """The candidate that this node's supervisor has started."""
         (pid,) = [pid for pid in self.pids('"type":"coordinator"', f'"candidate":"{node}-') if self._is_task(pid)]
         return pid
@@ -141,11 +141,11 @@ class ElasticRun:
         words = Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")
         return any(word.startswith(b'{"type":"coordinator"') for word in words)
 
-    def supervisor(self, node: str) -> int:
+    def supervisor_pid(self, node: str) -> int:
         (pid,) = self.pids('"type":"node"', f'"node":"{node}"')
         return pid
 
-    def ended(self, one: subprocess.Popen[bytes]) -> int:
+    def wait_ended(self, one: subprocess.Popen[bytes]) -> int:
         try:
             return one.wait(200)
         except subprocess.TimeoutExpired:
@@ -165,7 +165,7 @@ class ElasticRun:
             kill(pid)
         self.lose_memory(node)
 
-    def printed(self, node: str) -> str:
+    def node_output(self, node: str) -> str:
         """All that ranks of ``node`` have printed."""
         return "\n".join(path.read_text() for path in sorted((self.folder / "logs" / node).glob("*.log")))
 

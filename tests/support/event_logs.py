@@ -29,20 +29,22 @@ class EventLogBuilder:
         self.events: list[LogEvent] = []
 
     @staticmethod
-    def us(at: float) -> int:
+    def microseconds(at: float) -> int:
         return round((START + at) * 1_000_000)
 
     def add(self, *events: LogEvent) -> EventLogBuilder:
         self.events += events
         return self
 
-    def began(self, at: float, **more: Any) -> EventLogBuilder:
+    def process_began(self, at: float, **more: Any) -> EventLogBuilder:
         return self.add(ProcessBegan(START + at, **{"job": "job", "who": "coordinator", **more}))
 
-    def ended(self, at: float, **more: Any) -> EventLogBuilder:
+    def process_ended(self, at: float, **more: Any) -> EventLogBuilder:
         return self.add(ProcessEnded(START + at, **{"who": "coordinator", "how": "finished", **more}))
 
-    def world(self, at: float, *, epoch: int = 0, ranks: int = 1, how: str = "start", **more: Any) -> EventLogBuilder:
+    def world_formed(
+        self, at: float, *, epoch: int = 0, ranks: int = 1, how: str = "start", **more: Any
+    ) -> EventLogBuilder:
         return self.add(WorldFormed(START + at, epoch, ranks, how=how, **more))
 
     def steps(
@@ -59,10 +61,10 @@ class EventLogBuilder:
         since = None if since is None else START + since
         return self.add(FaultEvent(START + at, epoch, since=since, **{"kind": "process", "reason": "SIGKILL", **more}))
 
-    def injected(self, at: float, kind: str, **more: Any) -> EventLogBuilder:
+    def fault_injected(self, at: float, kind: str, **more: Any) -> EventLogBuilder:
         return self.add(FaultInjected(START + at, kind, **more))
 
-    def notice(self, at: float, *, epoch: int = 0, **more: Any) -> EventLogBuilder:
+    def stop_requested(self, at: float, *, epoch: int = 0, **more: Any) -> EventLogBuilder:
         return self.add(StopRequested(START + at, epoch, **more))
 
     def save(self, step: int, *, at: float, took: float, epoch: int = 0) -> EventLogBuilder:

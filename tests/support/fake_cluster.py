@@ -64,7 +64,7 @@ class FakeKubernetes:
 
     # -- what tests do ------------------------------------------------------------------------------------------------
 
-    def job_now(self) -> dict[str, Any]:
+    def current_job(self) -> dict[str, Any]:
         assert self._job is not None
         return self._job
 
@@ -73,15 +73,15 @@ class FakeKubernetes:
         return self._job is None
 
     def change_spec(self, **changes: Any) -> None:
-        self.job_now()["spec"] |= changes
+        self.current_job()["spec"] |= changes
         self._touch()
 
-    def names(self, *, running: bool = True) -> list[str]:
+    def pod_names(self, *, running: bool = True) -> list[str]:
         return sorted(
             name for name, pod in self._pods.items() if not running or pod["status"].get("phase") == "Running"
         )
 
-    def pods_now(self) -> list[dict[str, Any]]:
+    def current_pods(self) -> list[dict[str, Any]]:
         return list(self._pods.values())
 
     def node_of(self, pod: str) -> str:
@@ -122,7 +122,7 @@ class FakeKubernetes:
     # -- the API server -----------------------------------------------------------------------------------------------
 
     def get_job(self, namespace: str, name: str) -> dict[str, Any]:
-        self.reach()
+        self.check_reachable()
         if self._job is None:
             raise ResourceNotFoundError(name)
         return copy.deepcopy(self._job)
@@ -148,7 +148,7 @@ class FakeKubernetes:
         self.write(delete)
 
     def list_pods(self, namespace: str, job: str) -> list[dict[str, Any]]:
-        self.reach()
+        self.check_reachable()
         return copy.deepcopy(list(self._pods.values()))
 
     def create_pod(self, pod: Mapping[str, Any]) -> None:
@@ -174,7 +174,7 @@ class FakeKubernetes:
         self.write(delete)
 
     def kueue_client(self) -> Any:
-        self.reach()
+        self.check_reachable()
         return self.queue if self.queue is not None and self.queue.is_installed else None
 
     def post_event(self, job: Mapping[str, Any], reason: str, message: str, *, warning: bool = False) -> None:
@@ -188,10 +188,10 @@ class FakeKubernetes:
     def send_all(self, actions: Iterable[OperatorAction], addresses: Mapping[str, str]) -> dict[str, str]:
         for action in actions:
             if action.pod in self._agents and not isinstance(action, (ReplacePod, ReleasePod)):
-                self.write(lambda action=action: self._tell(action))
+                self.write(lambda action=action: self._send_action(action))
         return {}
 
-    def _tell(self, action: OperatorAction) -> None:
+    def _send_action(self, action: OperatorAction) -> None:
         agent = self._agents[action.pod]
         if isinstance(action, StartAgent):
             self.starts.setdefault(action.pod, []).append(action.body)
@@ -218,7 +218,7 @@ class FakeKubernetes:
                 return
 
     def write(self, what: Any) -> None:
-        self.reach()
+        self.check_reachable()
         cut, self.writes = self.cut_at == self.writes, self.writes + 1
         if cut and not self.cut_after:
             raise ControllerKilled
@@ -226,12 +226,12 @@ class FakeKubernetes:
         if cut:
             raise ControllerKilled
 
-    def reach(self) -> None:
+    def check_reachable(self) -> None:
         if self.unreachable:
             raise ApiServerUnreachableError("nobody answers")
 
     def _touch(self) -> None:
-        self.job_now()["metadata"]["resourceVersion"] = str(next(self._versions))
+        self.current_job()["metadata"]["resourceVersion"] = str(next(self._versions))
 
 
 class _Agent:

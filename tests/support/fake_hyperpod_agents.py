@@ -84,7 +84,7 @@ class FakeHyperPodAgent:
     ignored: list[str] = field(default_factory=list)
     """What it was told that its table does not allow."""
 
-    def to(self, state: AgentState) -> bool:
+    def transition_to(self, state: AgentState) -> bool:
         table = IN_PROCESS if self.in_process else PROCESS_LEVEL
         if state not in table[self.state]:
             self.ignored.append(f"{self.state.value} -> {state.value}")
@@ -96,48 +96,48 @@ class FakeHyperPodAgent:
         """Its processes failed, if they run."""
         if self.state is not RUNNING:
             return False
-        self.to(FAULTED)
+        self.transition_to(FAULTED)
         self.reason = reason
         return True
 
     def complete(self) -> None:
         if self.state is RUNNING:
-            self.to(COMPLETED)
+            self.transition_to(COMPLETED)
 
     def restart(self) -> None:
         """The agent's own process is a new one."""
         self.state, self.rank, self.version, self.ranked, self.asks = INIT, None, None, False, None
         self.spare = True
 
-    def pass_time(self) -> None:
+    def advance(self) -> None:
         """What it does of itself."""
         if self.state is INIT and (self.ranked or not self.in_process):
-            self.to(READY)
+            self.transition_to(READY)
         elif self.state is STOPPING and not self.stuck:
             new = self.in_process and self.asks is AgentRestartMode.PROCESS
-            self.to(INIT if new else READY)
+            self.transition_to(INIT if new else READY)
             self.asks = None
             if new:
                 self.version, self.ranked = None, False
 
-    def obey(self, action: OperatorAction) -> None:
+    def handle_action(self, action: OperatorAction) -> None:
         """What the agent's server does; an impossible transition is not answered with an error."""
         if isinstance(action, StartAgent):
             self.starts.append((self.state, action.body))
-            self.to(RUNNING)
-            self._learn(action.body)
+            self.transition_to(RUNNING)
+            self._store_assignment(action.body)
         elif isinstance(action, UpdateAgent):
             self.updates.append((self.state, action.body))
-            self._learn(action.body)
+            self._store_assignment(action.body)
         elif isinstance(action, StopAgent):
             self.stops.append((self.state, action.body))
             if action.body.restart_mode == AgentRestartMode.PROCESS.value:
                 self.asks = AgentRestartMode.PROCESS
-            self.to(STOPPING)
+            self.transition_to(STOPPING)
         elif isinstance(action, ShutdownAgent):
-            self.gone = self.to(SHUTDOWN) or self.gone
+            self.gone = self.transition_to(SHUTDOWN) or self.gone
 
-    def _learn(self, body: Any) -> None:
+    def _store_assignment(self, body: Any) -> None:
         self.rank, self.nnodes, self.version = body.rank, body.nnodes, body.version
         self.fault_count, self.ranked, self.spare = body.fault_count, True, body.spare
 
@@ -170,7 +170,7 @@ class FakeHyperPodCluster:
         self.events: list[str] = []
         self._born = 0
 
-    def look(self) -> OperatorDecision:
+    def decide(self) -> OperatorDecision:
         """One look and one decision, nothing done."""
         pods = tuple(
             ObservedPod(
@@ -185,40 +185,40 @@ class FakeHyperPodCluster:
         self.events += [event.reason for event in self.decision.events]
         return self.decision
 
-    def turn(self, *, late: bool = False, seconds: float = 1.0) -> OperatorDecision:
+    def run_cycle(self, *, late: bool = False, seconds: float = 1.0) -> OperatorDecision:
         """Look, store, do; ``late``: what is sent now arrives a turn later."""
-        decision = self.look()
+        decision = self.decide()
         self.state = decision.state
         arriving, self.held = (self.held, list(decision.actions)) if late else ([*self.held, *decision.actions], [])
         for action in arriving:
-            self._do(action)
-        self._keep(decision)
+            self._apply_action(action)
+        self._replace_pods(decision)
         for one in self.agents.values():
-            one.pass_time()
+            one.advance()
         self.now_s += seconds
         return decision
 
-    def turns(self, count: int, **how: Any) -> None:
+    def run_cycles(self, count: int, **how: Any) -> None:
         for _ in range(count):
-            self.turn(**how)
+            self.run_cycle(**how)
 
-    def until(self, ready: Any, turns: int = 400) -> None:
+    def run_until(self, ready: Any, turns: int = 400) -> None:
         for _ in range(turns):
             if ready():
                 return
-            self.turn()
+            self.run_cycle()
         raise AssertionError(f"it did not happen in {turns} turns: {self.state}\n{self.agents}")
 
-    def _do(self, action: OperatorAction) -> None:
+    def _apply_action(self, action: OperatorAction) -> None:
         one = self.agents.get(action.pod)
         if one is None or one.gone:
             return
         if isinstance(action, (ReplacePod, ReleasePod)):
             one.gone = True
         elif not one.silent:
-            one.obey(action)
+            one.handle_action(action)
 
-    def _keep(self, decision: OperatorDecision) -> None:
+    def _replace_pods(self, decision: OperatorDecision) -> None:
         """Pods as wanted, as far as there is room."""
         want = sum(decision.wanted.pods.values())
         if self.room is not None:
@@ -231,14 +231,14 @@ class FakeHyperPodCluster:
     # -- what is -----------------------------------------------------------------------------------------------------
 
     @property
-    def alive(self) -> list[FakeHyperPodAgent]:
+    def live_agents(self) -> list[FakeHyperPodAgent]:
         return [one for one in self.agents.values() if not one.gone]
 
     @property
     def members(self) -> list[FakeHyperPodAgent]:
         return [self.agents[name] for name in self.state.members]
 
-    def runs(self, size: int) -> bool:
+    def is_running(self, size: int) -> bool:
         """A world of ``size`` runs, every member with its rank, all with the same version."""
         ranks = [one.rank for one in self.members if one.state is RUNNING and one.version == self.state.version]
         return self.state.phase.value == "Running" and ranks == list(range(size)) == list(range(len(self.members)))

@@ -50,7 +50,7 @@ class FakeHyperPodJob:
         plane = InProcessControlPlane(AgentWorker(connection), environ=environ)
         node = FakeNode(plane, self.listener.accept())
         self.nodes.append(node)
-        thread = threading.Thread(target=self._listen, args=(node,), daemon=True)
+        thread = threading.Thread(target=self._receive_messages, args=(node,), daemon=True)
         thread.start()
 
         def end() -> None:
@@ -88,20 +88,20 @@ class FakeHyperPodJob:
                 self._runs = False
                 count, self._counted = self._counted, self._counted + 1
                 for node in self.nodes:
-                    self._say(node, ipc.MSG_JOB_FAULT, restart_count=count)
-            self._go_on()
+                    self._send(node, ipc.MSG_JOB_FAULT, restart_count=count)
+            self._start_when_ready()
 
     def _any_inside(self) -> InProcessControlPlane:
         return next(node.plane for node in self.nodes if node.plane._inside)
 
-    def _listen(self, node: FakeNode) -> None:
+    def _receive_messages(self, node: FakeNode) -> None:
         with contextlib.suppress(OSError):
-            while (message := node.line.hear()) is not None:
+            while (message := node.line.receive()) is not None:
                 with self._lock:
                     node.heard.append(message)
                     if message["type"] == ipc.MSG_AT_BARRIER:
                         node.at_barrier = True
-                        self._go_on()
+                        self._start_when_ready()
                     elif message["type"] == ipc.MSG_JOB_FAULT:
                         self.fault()
         with self._lock:
@@ -109,7 +109,7 @@ class FakeHyperPodJob:
             node.line.close()
             self.fault()
 
-    def _go_on(self) -> None:
+    def _start_when_ready(self) -> None:
         chosen = self.nodes[: self._size]
         if self._runs or not chosen or not all(node.at_barrier for node in chosen):
             return
@@ -119,11 +119,11 @@ class FakeHyperPodJob:
         port = free_port()
         for rank, node in enumerate(chosen):
             node.at_barrier = False
-            self._say(node, ipc.MSG_JOB_START, worker_envs=worker_environ(rank, len(chosen), port, self._counted))
+            self._send(node, ipc.MSG_JOB_START, worker_envs=worker_environ(rank, len(chosen), port, self._counted))
 
-    def _say(self, node: FakeNode, kind: str, **fields: object) -> None:
+    def _send(self, node: FakeNode, kind: str, **fields: object) -> None:
         with contextlib.suppress(OSError):
-            node.line.say(kind, **fields)
+            node.line.send(kind, **fields)
 
 
 def worker_environ(rank: int, size: int, port: int, count: int, *, spare: bool = False) -> dict[str, str]:

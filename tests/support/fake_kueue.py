@@ -34,7 +34,7 @@ class FakeKueue:
     # -- what the controller asks -------------------------------------------------------------------------------------
 
     def list_workloads(self, namespace: str, job: str) -> list[dict[str, Any]]:
-        self._kube.reach()
+        self._kube.check_reachable()
         if not self.is_installed:
             raise ResourceNotFoundError("workloads")
         return copy.deepcopy(list(self._there.values()))
@@ -82,31 +82,35 @@ class FakeKueue:
 
     # -- what Kueue does ----------------------------------------------------------------------------------------------
 
-    def names(self) -> list[str]:
+    def workload_names(self) -> list[str]:
         """Those that are there, least sizes first."""
         return sorted(self._there, key=lambda name: int(name.split("-")[-2]))
 
     def workload(self, name: str) -> dict[str, Any]:
         return self._there[name]
 
-    def holds(self, name: str, kind: str) -> bool:
+    def has_condition(self, name: str, kind: str) -> bool:
         found = self._there[name].get("status", {}).get("conditions", [])
         return any(one["type"] == kind and one["status"] == "True" for one in found)
 
-    def pods(self, name: str) -> int:
+    def pod_count(self, name: str) -> int:
         return sum(one["count"] for one in self._there[name]["spec"]["podSets"])
 
-    def used(self) -> int:
+    def used_quota(self) -> int:
         return sum(
-            self.pods(name)
+            self.pod_count(name)
             for name in self._there
-            if self.holds(name, "QuotaReserved") and not self.holds(name, "Finished")
+            if self.has_condition(name, "QuotaReserved") and not self.has_condition(name, "Finished")
         )
 
-    def admit_what_fits(self) -> None:
+    def admit_all_that_fit(self) -> None:
         for name in list(self._there):
-            waits = not (self.holds(name, "QuotaReserved") or self.holds(name, "Finished"))
-            if waits and self._there[name]["spec"].get("active", True) and self.used() + self.pods(name) <= self.quota:
+            waits = not (self.has_condition(name, "QuotaReserved") or self.has_condition(name, "Finished"))
+            if (
+                waits
+                and self._there[name]["spec"].get("active", True)
+                and self.used_quota() + self.pod_count(name) <= self.quota
+            ):
                 self.admit(name)
 
     def admit(self, name: str) -> None:
@@ -114,12 +118,12 @@ class FakeKueue:
         flavors = {"nvidia.com/gpu": self.gives} if self.flavors else {}
         given = [{"name": one["name"], "count": one["count"], "flavors": flavors} for one in pod_sets]
         self._there[name].setdefault("status", {})["admission"] = {"clusterQueue": "all", "podSetAssignments": given}
-        self.say(name, QuotaReserved=True, Admitted=True, Evicted=False)
+        self.set_conditions(name, QuotaReserved=True, Admitted=True, Evicted=False)
 
     def evict(self, name: str, reason: str = "Preempted") -> None:
-        self.say(name, reason, Evicted=True)
+        self.set_conditions(name, reason, Evicted=True)
 
-    def say(self, name: str, reason: str = "AsItIs", message: str = "", **conditions: bool) -> None:
+    def set_conditions(self, name: str, reason: str = "AsItIs", message: str = "", **conditions: bool) -> None:
         status = self._there[name].setdefault("status", {})
         kept = [one for one in status.get("conditions", []) if one["type"] not in conditions]
         time = {"lastTransitionTime": "2026-01-01T00:00:00Z"}

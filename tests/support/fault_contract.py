@@ -71,7 +71,7 @@ def common_faults(faults: dict[str, object]) -> pytest.MarkDecorator:
 
 class FaultContract:
     @pytest.fixture
-    def hasty(self, open_upload_store: Callable[..., RetryingStore]) -> RetryingStore:
+    def short_timeout_store(self, open_upload_store: Callable[..., RetryingStore]) -> RetryingStore:
         """Takes a second of silence for an answer."""
         return open_upload_store(timeout_s=1.0)
 
@@ -80,36 +80,36 @@ class FaultContract:
         part_rule(upload_case.proxy, 2).fail(fault)
         told: list[int] = []
         upload_case.upload(hasty, progress=told.append)
-        assert upload_case.stored() == upload_case.data
+        assert upload_case.stored_bytes() == upload_case.data
         assert upload_case.proxy.parts_sent() == sorted([*ALL, 2])
         assert sum(told) == len(upload_case.data)
 
     @common_faults(PASSING_FOR_PARTS)
     def test_a_small_upload_is_sent_again(self, upload_case: UploadCase, hasty: RetryingStore, fault: object):
-        upload_case.proxy.on("PUT", upload_case.name).fail(fault)
+        upload_case.proxy.add_rule("PUT", upload_case.name).fail(fault)
         hasty.upload(upload_case.name, upload_case.source, 3 * MIB, journal=upload_case.journal)
-        assert upload_case.stored() == upload_case.data[: 3 * MIB]
-        assert len(upload_case.proxy.seen("PUT", upload_case.name)) == 2
+        assert upload_case.stored_bytes() == upload_case.data[: 3 * MIB]
+        assert len(upload_case.proxy.requests("PUT", upload_case.name)) == 2
 
     @common_faults(PASSING)
     def test_upload_begins_despite_a_fault(self, upload_case: UploadCase, hasty: RetryingStore, fault: object):
-        upload_case.proxy.on("POST", query="^uploads").fail(fault)
+        upload_case.proxy.add_rule("POST", query="^uploads").fail(fault)
         upload_case.upload(hasty)
-        assert upload_case.stored() == upload_case.data
+        assert upload_case.stored_bytes() == upload_case.data
         assert upload_case.proxy.parts_sent() == ALL
 
     @common_faults({**PASSING, "answer lost": DropResponse()})
     def test_upload_completes_despite_a_fault(self, upload_case: UploadCase, hasty: RetryingStore, fault: object):
-        upload_case.proxy.on("POST", query="uploadId=").fail(fault)
+        upload_case.proxy.add_rule("POST", query="uploadId=").fail(fault)
         upload_case.upload(hasty)
-        assert upload_case.stored() == upload_case.data
+        assert upload_case.stored_bytes() == upload_case.data
         assert upload_case.proxy.parts_sent() == ALL
-        assert upload_case.unfinished() == []
+        assert upload_case.unfinished_uploads() == []
 
     def test_upload_with_a_lost_create_response_is_aborted_later(self, upload_case: UploadCase, hasty: RetryingStore):
-        upload_case.proxy.on("POST", query="^uploads").fail(DropResponse())
+        upload_case.proxy.add_rule("POST", query="^uploads").fail(DropResponse())
         upload_case.upload(hasty)
-        assert upload_case.stored() == upload_case.data
+        assert upload_case.stored_bytes() == upload_case.data
         assert hasty.abort_stale_uploads("", older_than_s=0) == 1
 
     def test_every_part_fails_once(self, upload_case: UploadCase, hasty: RetryingStore):
@@ -117,15 +117,15 @@ class FaultContract:
         for number, fault in zip(ALL, faults, strict=True):
             part_rule(upload_case.proxy, number).fail(fault)
         upload_case.upload(hasty)
-        assert upload_case.stored() == upload_case.data
+        assert upload_case.stored_bytes() == upload_case.data
         assert upload_case.proxy.parts_sent() == sorted([*ALL, *ALL])
 
     @common_faults({**PASSING, "answer lost": DropResponse()})
     def test_a_put_is_repeated(self, upload_case: UploadCase, hasty: RetryingStore, fault: object):
-        upload_case.proxy.on("PUT", "small").fail(fault)
+        upload_case.proxy.add_rule("PUT", "small").fail(fault)
         hasty.put("small", DATA)
         assert hasty.get("small") == DATA
-        assert len(upload_case.proxy.seen("PUT", "small")) == 2
+        assert len(upload_case.proxy.requests("PUT", "small")) == 2
 
     @common_faults(
         {
@@ -137,30 +137,30 @@ class FaultContract:
     )
     def test_a_read_is_repeated(self, upload_case: UploadCase, hasty: RetryingStore, fault: object):
         hasty.put("small", DATA)
-        upload_case.proxy.on("GET", "small").fail(fault)
+        upload_case.proxy.add_rule("GET", "small").fail(fault)
         assert hasty.get("small") == DATA
-        upload_case.proxy.on("GET", "small").fail(fault)
+        upload_case.proxy.add_rule("GET", "small").fail(fault)
         (got,) = hasty.get_ranges("small", [(5, 200_005)])
         assert bytes(got) == DATA[5:200_005]
 
     @common_faults(PASSING)
     def test_list_and_delete_are_repeated(self, upload_case: UploadCase, hasty: RetryingStore, fault: object):
         hasty.put("a/1", b"1")
-        upload_case.proxy.on("GET", query="list-type=2").fail(fault)
+        upload_case.proxy.add_rule("GET", query="list-type=2").fail(fault)
         assert [info.name for info in hasty.list("a/")] == ["a/1"]
-        upload_case.proxy.on("POST", query="^delete").fail(fault)
+        upload_case.proxy.add_rule("POST", query="^delete").fail(fault)
         hasty.delete(["a/1"])
         assert list(hasty.list("a/")) == []
 
     def test_slow_response_is_awaited(self, upload_case: UploadCase, hasty: RetryingStore):
         hasty.put("small", DATA)
-        upload_case.proxy.on("GET", "small").fail(TrickleResponse())
+        upload_case.proxy.add_rule("GET", "small").fail(TrickleResponse())
         assert hasty.get("small") == DATA
-        assert len(upload_case.proxy.seen("GET", "small")) == 1
+        assert len(upload_case.proxy.requests("GET", "small")) == 1
 
     def test_bit_flipped_in_a_response_reaches_the_caller(self, upload_case: UploadCase, hasty: RetryingStore):
         hasty.put("small", DATA)
-        upload_case.proxy.on("GET", "small").fail(FlipResponseBit(1000))
+        upload_case.proxy.add_rule("GET", "small").fail(FlipResponseBit(1000))
         got = hasty.get("small")
         assert len(got) == len(DATA)
         assert [i for i in range(len(DATA)) if got[i] != DATA[i]] == [1000]
@@ -171,7 +171,7 @@ class FaultContract:
         store = open_upload_store(options={"checksum": "md5"})
         part_rule(upload_case.proxy, 4).fail(FlipRequestBit(MIB))
         upload_case.upload(store)
-        assert upload_case.stored() == upload_case.data
+        assert upload_case.stored_bytes() == upload_case.data
         assert upload_case.proxy.parts_sent() == sorted([*ALL, 4])
 
     # -- faults that do not pass ------------------------------------------------------------------------------
@@ -194,7 +194,7 @@ class FaultContract:
     ):
         store = open_upload_store(retry_s=0.5)
         for method in ("GET", "PUT", "POST"):
-            upload_case.proxy.on(method, times=1000).fail(fault)
+            upload_case.proxy.add_rule(method, times=1000).fail(fault)
         for call in (
             lambda: store.get("x"),
             lambda: store.put("x", b""),
@@ -211,18 +211,18 @@ class FaultContract:
 
         def once_the_others_are_there(exchange: Exchange) -> None:
             upload_case.proxy.wait_for(
-                lambda proxy: {1, 2, 3} <= {each.part for each in proxy.seen("PUT") if each.status == 200}
+                lambda proxy: {1, 2, 3} <= {each.part for each in proxy.requests("PUT") if each.status == 200}
             )
             ReplyWithStatus(500, "InternalError")(exchange)
 
-        rule = upload_case.proxy.on("PUT", query="partNumber=4(&|$)", times=1000).fail(once_the_others_are_there)
+        rule = upload_case.proxy.add_rule("PUT", query="partNumber=4(&|$)", times=1000).fail(once_the_others_are_there)
         with pytest.raises(TierUnavailableError, match="part 4"):
             upload_case.upload(open_upload_store(retry_s=0.3))
         assert rule.met > 1
         upload_case.proxy.drop_held()
         upload_case.proxy.clear()
         upload_case.upload(open_upload_store())
-        assert upload_case.stored() == upload_case.data
+        assert upload_case.stored_bytes() == upload_case.data
         assert upload_case.proxy.parts_sent() == [4, 5]
 
     @pytest.mark.parametrize(("fault", "advice"), REFUSED.values(), ids=REFUSED.keys())
@@ -237,11 +237,11 @@ class FaultContract:
             ("POST", lambda: upload_case.upload(store)),
         ):
             upload_case.proxy.clear()
-            upload_case.proxy.on(method, times=1000).fail(fault)
+            upload_case.proxy.add_rule(method, times=1000).fail(fault)
             with pytest.raises(DurableRefusedError, match=advice) as caught:
                 call()
             assert upload_case.url in str(caught.value)
-            assert len(upload_case.proxy.seen(method)) == 1
+            assert len(upload_case.proxy.requests(method)) == 1
 
     def test_refused_part_ends_the_upload_at_once(
         self, upload_case: UploadCase, open_upload_store: Callable[..., RetryingStore]
@@ -253,7 +253,7 @@ class FaultContract:
         upload_case.proxy.clear()
         upload_case.upload(open_upload_store())
         assert upload_case.proxy.parts_sent() == [3, 4, 5]
-        assert upload_case.stored() == upload_case.data
+        assert upload_case.stored_bytes() == upload_case.data
 
     def test_missing_bucket_is_named(
         self, upload_case: UploadCase, open_upload_store: Callable[..., RetryingStore], tmp_path: Path
@@ -302,10 +302,10 @@ class FaultContract:
         store = open_upload_store()
         with pytest.raises(DurableRefusedError):
             store.put("x", b"1")
-        held = upload_case.proxy.on("POST", query="^uploads").hold()
+        held = upload_case.proxy.add_rule("POST", query="^uploads").hold()
         credentials_file("")
         held.release()
         upload_case.upload(store)
-        assert upload_case.stored() == upload_case.data
+        assert upload_case.stored_bytes() == upload_case.data
         store.put("x", b"1")
         assert store.get("x") == b"1"

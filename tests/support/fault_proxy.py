@@ -45,7 +45,7 @@ class Rule:
         self.fault = held = Hold(done=done)
         return held
 
-    def wants(self, seen: SeenRequest) -> bool:
+    def matches(self, seen: SeenRequest) -> bool:
         if seen.method != self.method or not re.search(self.path, seen.path) or not re.search(self.query, seen.query):
             return False
         self.met += 1
@@ -83,7 +83,7 @@ class FaultProxy:
         for thread in self._threads:
             thread.join()
 
-    def on(self, method: str, path: str = "", *, query: str = "", nth: int = 1, times: int = 1) -> Rule:
+    def add_rule(self, method: str, path: str = "", *, query: str = "", nth: int = 1, times: int = 1) -> Rule:
         rule = Rule(method, path, query, nth, times)
         with self._lock:
             self._rules.append(rule)
@@ -101,7 +101,7 @@ class FaultProxy:
                 if isinstance(rule.fault, Hold):
                     rule.fault.drop()
 
-    def seen(self, method: str = "", path: str = "", *, query: str = "") -> list[SeenRequest]:
+    def requests(self, method: str = "", path: str = "", *, query: str = "") -> list[SeenRequest]:
         with self._lock:
             return [
                 each
@@ -111,7 +111,7 @@ class FaultProxy:
 
     def parts_sent(self) -> list[int]:
         """Numbers of the parts whose upload was begun, in order of their numbers."""
-        return sorted(each.part for each in self.seen("PUT", query="partNumber="))
+        return sorted(each.part for each in self.requests("PUT", query="partNumber="))
 
     def wait_for(self, condition: Callable[[FaultProxy], bool], timeout_s: float = 30.0) -> None:
         """Until ``condition`` holds; looked at whenever a request ends."""
@@ -156,19 +156,19 @@ class FaultProxy:
             exchange = Exchange(client, server, from_client, from_server, head)
             with self._lock:
                 self._seen.append(exchange.seen)
-                due = [rule.fault for rule in self._rules if rule.wants(exchange.seen)]
+                due = [rule.fault for rule in self._rules if rule.matches(exchange.seen)]
             if exchange.seen.method == "CONNECT":
                 client.sendall(b"HTTP/1.1 200 Connected\r\n\r\n")
                 relay(client, server)
                 return
             try:
-                (due[0] if due else Exchange.pass_on)(exchange)
+                (due[0] if due else Exchange.forward_unchanged)(exchange)
             finally:
                 with self._lock:
                     self._lock.notify_all()
-            if exchange.last:
+            if exchange.closes_connection:
                 client.shutdown(socket.SHUT_WR)
-                exchange.wait_for_client_to_leave()
+                exchange.wait_for_client_close()
                 return
 
     def _forget(self, *sockets: socket.socket) -> None:

@@ -48,7 +48,7 @@ class Hang:
     def __call__(self, exchange: Exchange) -> None:
         for _ in exchange.request_body():
             pass
-        exchange.wait_for_client_to_leave()
+        exchange.wait_for_client_close()
         raise Hangup
 
 

@@ -72,7 +72,7 @@ class GoldenRun(ElasticRun):
         self._back: set[str] = set()
         self._joined = itertools.count()
 
-    def begin(self, nodes: int = 2, spare_nodes: int = 1, *, settle_s: float = SETTLE_S, total: int | None = None):
+    def start_run(self, nodes: int = 2, spare_nodes: int = 1, *, settle_s: float = SETTLE_S, total: int | None = None):
         self.total = total or self.total
         plan, policy = self.folder / "faults.json", self.folder / "policy.yaml"
         plan.write_text(self.faults.encode())
@@ -89,24 +89,24 @@ class GoldenRun(ElasticRun):
             self.backend,
         )
 
-    def see_through(self, run: Any, within_s: float) -> None:
+    def wait_finished(self, run: Any, within_s: float) -> None:
         """Until the job has ended; machines that were lost come back meanwhile."""
         deadline = time.monotonic() + within_s
         while run.poll() is None:
             if time.monotonic() > deadline:
-                raise AssertionError(f"it did not end in {within_s:g} s: {self.story()}")
-            self.bring_back()
+                raise AssertionError(f"it did not end in {within_s:g} s: {self.failure_report()}")
+            self.restart_lost_nodes()
             time.sleep(0.2)
-        assert run.returncode == 0, self.story()
+        assert run.returncode == 0, self.failure_report()
 
-    def bring_back(self) -> None:
+    def restart_lost_nodes(self) -> None:
         for one in injected_faults(self.record):
             lost = one.injection.kind is InjectionKind.NODE and one.injection.name not in self._back
             if lost and not self.pids('"type":"node"', f'"node":"{one.node}"'):
                 self._back.add(one.injection.name)
                 self.start("join", self.name, "--node", one.node, "-v")
 
-    def story(self) -> str:
+    def failure_report(self) -> str:
         """What is to be read when it went wrong."""
         done = [
             f"{one.injected_at:.1f} {one.injection}: step {one.step}, rank {one.rank}"
@@ -116,22 +116,22 @@ class GoldenRun(ElasticRun):
         words = "\n".join(f"== {path}\n{path.read_text(errors='replace')[-2000:]}" for path in logs)
         return f"{self.folder}\ninjected:\n" + "\n".join(done) + f"\n{self.output()[-6000:]}\n{words}"
 
-    def lines(self, what: str) -> list[dict[str, Any]]:
+    def log_lines(self, what: str) -> list[dict[str, Any]]:
         found = []
         for path in sorted(self.diary.glob("*.jsonl")):
             lines = [line for line in path.read_text().splitlines(keepends=True) if line.endswith("\n")]
             found += [one for one in map(json.loads, lines) if one["what"] == what]
         return found
 
-    def committed(self, lost: Collection[int] = ()) -> list[dict[str, Any]]:
+    def committed_steps(self, lost: Collection[int] = ()) -> list[dict[str, Any]]:
         """Return the result of each step in the world that did it last; its ranks agree on it.
 
         ``lost``: processes that a test killed at any moment. Such a process takes part in a step that the others
         complete, and may end before it writes its own line; the step then has ``"unwritten"`` true.
         """
         worlds = defaultdict(list)
-        pids = {(one["epoch"], one["rank"]): one["pid"] for one in self.lines("world")}
-        for one in self.lines("step"):
+        pids = {(one["epoch"], one["rank"]): one["pid"] for one in self.log_lines("world")}
+        for one in self.log_lines("step"):
             worlds[one["step"], one["epoch"]].append(one)
         found = []
         for step in range(self.total):
@@ -156,7 +156,7 @@ class GoldenRun(ElasticRun):
                 kill(pid)
         super().close()
 
-    def lasting(self) -> list[int]:
+    def persistent_pids(self) -> list[int]:
         """Processes of this job that are not ranks: the coordinator and the supervisors."""
         return [*self.pids('"type":"coordinator"'), *self.pids('"type":"node"')]
 
@@ -186,14 +186,14 @@ def assert_same_training(disturbed: Sequence[dict[str, Any]], quiet: Sequence[di
 def assert_worlds_consistent(job: GoldenRun) -> None:
     """Each rank of a world is one process, which is in no older world later, and does one step after the other."""
     places, lives = {}, defaultdict(list)
-    for one in job.lines("world"):
+    for one in job.log_lines("world"):
         assert places.setdefault((one["epoch"], one["rank"]), one["pid"]) == one["pid"], one
         lives[one["pid"]].append(one["epoch"])
     assert all(epochs == sorted(set(epochs)) for epochs in lives.values())
-    begun = {(one["epoch"], one["rank"]): one["first"] for one in job.lines("world")}
+    begun = {(one["epoch"], one["rank"]): one["first"] for one in job.log_lines("world")}
     assert len({(epoch, first) for (epoch, _), first in begun.items()}) == len({epoch for epoch, _ in begun})
     steps = defaultdict(list)
-    for one in job.lines("step"):
+    for one in job.log_lines("step"):
         steps[one["epoch"], one["rank"]].append(one["step"])
     for place, done in steps.items():
         assert done == [*range(begun[place], begun[place] + len(done))], place
@@ -201,7 +201,7 @@ def assert_worlds_consistent(job: GoldenRun) -> None:
 
 def assert_all_injected_once(job: GoldenRun) -> None:
     done = [one.injection.name for one in injected_faults(job.record)]
-    assert sorted(done) == sorted(one.name for one in job.faults.injections), job.story()
+    assert sorted(done) == sorted(one.name for one in job.faults.injections), job.failure_report()
 
 
 def chain_faults(
@@ -255,12 +255,12 @@ def reference_run(folder: Path, total: int) -> list[dict[str, Any]]:
     """What one rank alone learns, with the fixed tree: the same as any world does."""
     one = GoldenRun(folder, "quiet", "fsdp", FaultPlan())
     try:
-        one.see_through(one.begin(1, 0, total=total), 120)
-        return one.committed()
+        one.wait_finished(one.start_run(1, 0, total=total), 120)
+        return one.committed_steps()
     finally:
         one.close()
 
 
 def process_size(pid: int) -> dict[str, int]:
     """What a process has: see :class:`tests.support.golden_training.ProcessSize`."""
-    return ProcessSize.of(pid)
+    return ProcessSize.measure(pid)

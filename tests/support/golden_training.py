@@ -88,7 +88,7 @@ class ProcessSize:
     """What a process has: descriptors, threads, resident memory."""
 
     @staticmethod
-    def of(pid: int | str) -> dict[str, int]:
+    def measure(pid: int | str) -> dict[str, int]:
         folder = Path(f"/proc/{pid}")
         return {
             "descriptors": len(list((folder / "fd").iterdir())),
@@ -131,7 +131,7 @@ def main(folder: str, total: int, how: str, settle_s: float, every: int, backend
 
     @recoverable(policy=RecoveryPolicy(peer_loss_wait_s=settle_s, backend=backend))
     def train(world: World) -> None:
-        carried = ProcessSize.of("self")  # over from other worlds; what this one has comes later
+        carried = ProcessSize.measure("self")  # over from other worlds; what this one has comes later
         place = world.device if is_on_device else torch.device("cpu")
         bare = bare_model().to(place)
         model = wrap_model(bare, how, world)

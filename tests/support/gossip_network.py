@@ -66,9 +66,9 @@ class GossipNetwork:
         number = int((self.now + 1) * 1e6) + self.lives[one.id]
         member = SwimMembership(one, number, self.settings, seed=self.random.getrandbits(32))
         if roster is not None:
-            member.set_member_list(self._time(one.id), roster)
+            member.set_member_list(self._clock_of(one.id), roster)
         self.up[one.id] = member
-        self._at(self.now + self.random.random() * self.settings.heartbeat_s, lambda: self._tick(one.id, member))
+        self._schedule(self.now + self.random.random() * self.settings.heartbeat_s, lambda: self._tick(one.id, member))
         return member
 
     def kill(self, *names: str) -> None:
@@ -84,7 +84,7 @@ class GossipNetwork:
                 self.up[NodeId(name)] = member
                 self._tick(NodeId(name), member)
 
-        self._at(self.now + seconds, wake)
+        self._schedule(self.now + seconds, wake)
 
     def split(self, *sides: Iterable[str]) -> None:
         """Only nodes of one side hear each other."""
@@ -106,7 +106,7 @@ class GossipNetwork:
                 watch()
         self.now = end
 
-    def until(self, condition: Callable[[], bool], within_s: float) -> float:
+    def run_until(self, condition: Callable[[], bool], within_s: float) -> float:
         """How long it took until ``condition`` held at the end of a period."""
         begin = self.now
         while not condition():
@@ -116,7 +116,7 @@ class GossipNetwork:
 
     # -- what they believe --------------------------------------------------------------------------------------------
 
-    def agreed(self, living: Iterable[str] | None = None) -> bool:
+    def is_agreed(self, living: Iterable[str] | None = None) -> bool:
         """Whether all who live see exactly ``living`` (all who live) alive."""
         expected = {one.id for one in self.roster.nodes} & set(self.up if living is None else living)
         return all(self.alive(name) == expected for name in expected)
@@ -133,20 +133,20 @@ class GossipNetwork:
 
     # -- messages -----------------------------------------------------------------------------------------------------
 
-    def _at(self, when: float, event: Callable[[], None]) -> None:
+    def _schedule(self, when: float, event: Callable[[], None]) -> None:
         heapq.heappush(self._events, (when, next(self._order), event))
 
-    def _time(self, name: NodeId) -> float:
+    def _clock_of(self, name: NodeId) -> float:
         return self.now + self.clock[name]
 
     def _tick(self, name: NodeId, member: SwimMembership) -> None:
         if self.up.get(name) is not member:
             return
-        for ping in member.tick(self._time(name)):
+        for ping in member.tick(self._clock_of(name)):
             self._send(name, ping.node.id, ping.gossip, answer=True)
         for asked in member.indirect_pings():
             self._ask_another(name, asked.helper.id, asked.node)
-        self._at(self.now + self.settings.heartbeat_s, lambda: self._tick(name, member))
+        self._schedule(self.now + self.settings.heartbeat_s, lambda: self._tick(name, member))
 
     def _ask_another(self, a: NodeId, helper: NodeId, node: NodeId) -> None:
         """Four messages on two ways; the answer is only worth something where none of them is lost."""
@@ -157,10 +157,10 @@ class GossipNetwork:
         def answered() -> None:
             member = self.up.get(a)
             if member is not None and {helper, node} <= self.up.keys() and not any(self.cut(*way) for way in ways):
-                member.indirect_ack(self._time(a), node)
+                member.indirect_ack(self._clock_of(a), node)
 
         if not any(self.random.random() < self.loss for _ in ways):
-            self._at(when, answered)
+            self._schedule(when, answered)
 
     def _send(self, a: NodeId, b: NodeId, gossip: GossipMessage, *, answer: bool) -> None:
         self.messages[a] += 1
@@ -171,19 +171,19 @@ class GossipNetwork:
         for _ in range(1 + (self.random.random() < self.doubled)):
             if self.random.random() >= self.loss and not self.cut(a, b):
                 when = self.now + self.random.uniform(*self.delay_s)
-                self._at(when, lambda: self._deliver(a, b, gossip, answer=answer))
+                self._schedule(when, lambda: self._deliver(a, b, gossip, answer=answer))
 
     def _deliver(self, a: NodeId, b: NodeId, gossip: GossipMessage, *, answer: bool) -> None:
         member = self.up.get(b)
         if member is None or self.cut(a, b):
             return
-        member.receive_gossip(self._time(b), a, gossip)
+        member.receive_gossip(self._clock_of(b), a, gossip)
         if answer:
             self._send(b, a, member.gossip_for(a), answer=False)
         else:
-            member.ping_acked(self._time(b), a)
+            member.ping_acked(self._clock_of(b), a)
         wanted = member.newer_list_holder
         if wanted in self.up and not self.cut(b, wanted) and not self.cut(wanted, b):
             roster = self.up[wanted].member_list
             if roster is not None:
-                member.set_member_list(self._time(b), roster)
+                member.set_member_list(self._clock_of(b), roster)

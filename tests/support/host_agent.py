@@ -62,7 +62,7 @@ class HostAgent:
         """Send a signal; it may be one that only stops it for a while."""
         self.process.send_signal(number)
 
-    def end(self, number: int = signal.SIGTERM) -> int:
+    def stop(self, number: int = signal.SIGTERM) -> int:
         """Send a signal and wait; the process's status, negative for a signal."""
         self.kill(number)
         return self.process.wait(_ENDS_S)

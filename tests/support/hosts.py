@@ -127,7 +127,7 @@ class Host:
             if "tbf" in namespaces.run_tool("tc", "-n", place, "qdisc", "show", "dev", device):
                 namespaces.run_tool("tc", "-n", place, "qdisc", "del", "dev", device, "root")
 
-    def lossy(self, share: float) -> None:
+    def set_loss(self, share: float) -> None:
         """Lose this share of what goes to and from here, at random; 0 ends it. A lost packet may be 64 KiB (GSO)."""
         self._net.wires.lost[self.name] = share
         self._net.apply_rules(*self._net.hosts.values())

@@ -111,7 +111,7 @@ class Exchange:
         self.seen = SeenRequest(method, unquote(parts.path), parts.query, head.headers)
 
     @property
-    def last(self) -> bool:
+    def closes_connection(self) -> bool:
         answer = self._answer.headers.get("connection", "") if self._answer else ""
         return "close" in (answer.lower(), self._head.headers.get("connection", "").lower())
 
@@ -133,7 +133,7 @@ class Exchange:
         if self._answer is None:
             raise Hangup
 
-    def pass_on(self) -> None:
+    def forward_unchanged(self) -> None:
         """As if there were no proxy."""
         self.forward()
         self.send_head()
@@ -159,7 +159,7 @@ class Exchange:
         self.client.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, b"\x01\0\0\0\0\0\0\0")
         raise Hangup
 
-    def wait_for_client_to_leave(self) -> None:
+    def wait_for_client_close(self) -> None:
         with contextlib.suppress(OSError):
             self.client.settimeout(WAIT_S)
             while self.client.recv(_BLOCK):

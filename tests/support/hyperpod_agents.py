@@ -92,12 +92,12 @@ class AgentPod:
 
     # -- what is on this machine --------------------------------------------------------------------------------------
 
-    def printed(self) -> str:
+    def rank_output(self) -> str:
         """All that the ranks have printed, oldest file first."""
         files = sorted((self.folder / "logs").rglob("std*.log"), key=lambda path: path.stat().st_mtime_ns)
         return "\n".join(path.read_text(errors="replace") for path in files)
 
-    def said(self) -> str:
+    def agent_log(self) -> str:
         """What the agent itself has printed."""
         return (self.folder / "agent.log").read_text(errors="replace")
 
@@ -178,7 +178,7 @@ def wait_for_states(
     def there() -> list[str]:
         for pod in pods:
             ended = pod.process.poll()
-            assert ended is None or "down" in states, f"pod {pod.number} ended with {ended}\n{pod.said()[-4000:]}"
+            assert ended is None or "down" in states, f"pod {pod.number} ended with {ended}\n{pod.agent_log()[-4000:]}"
         found = [pod.status()["status"] for pod in pods]
         good = (any if any_of else all)(one in states for one in found)
         return found if good else []
@@ -187,7 +187,7 @@ def wait_for_states(
         return wait_until(there, f"agents are {' or '.join(states)}", timeout_s)
     except AssertionError as late:
         states_now = [pod.status() for pod in pods]
-        raise AssertionError(f"{late}; they say {states_now}\n{pods[-1].said()[-2000:]}") from None
+        raise AssertionError(f"{late}; they say {states_now}\n{pods[-1].agent_log()[-2000:]}") from None
 
 
 def start_pods(

@@ -144,7 +144,7 @@ class Process(NamedTuple):
         return [int(words[2]) for words in self.lines if words[0] == "step"]
 
     @property
-    def newest(self) -> tuple[int, int]:
+    def newest_step(self) -> tuple[int, int]:
         """The start that it is in, by number, and the last step that it has done there."""
         count, step = -1, -1
         for words in self.lines:

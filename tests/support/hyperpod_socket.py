@@ -19,7 +19,7 @@ class WorkerConnection:
         self._frames = FrameDecoder()
         self._heard: list[AgentMessage] = []
 
-    def hear(self) -> AgentMessage | None:
+    def receive(self) -> AgentMessage | None:
         """The next message; ``None`` when the process has gone."""
         while not self._heard:
             data = self.sock.recv(1 << 16)
@@ -29,7 +29,7 @@ class WorkerConnection:
             self._heard += self._frames.feed(data)
         return self._heard.pop(0)
 
-    def say(self, kind: str, **fields: object) -> None:
+    def send(self, kind: str, **fields: object) -> None:
         self.sock.sendall(encode_agent_frame({"type": kind, **fields}))
 
     def close(self) -> None:

@@ -64,7 +64,7 @@ class CheckpointJob:
                 if durable:
                     assert ckpt.wait("durable", timeout_s=60), ckpt.session.agent.drain_status(self.name)
 
-    def expect(self, step: int, *, tiers: set[str], size: int = 1 << 18, named: int | None = None) -> None:
+    def assert_restores(self, step: int, *, tiers: set[str], size: int = 1 << 18, named: int | None = None) -> None:
         """A restore finds ``step``, bit for bit, out of these tiers."""
         with self.checkpointer() as ckpt:
             found = zeros_like_state(state_at(max(step, 0), size))

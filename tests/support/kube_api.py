@@ -65,7 +65,7 @@ class FakeApiServer:
         self.url = f"http://127.0.0.1:{self._server.server_port}"
 
     @contextlib.contextmanager
-    def started(self) -> Iterator[FakeApiServer]:
+    def running(self) -> Iterator[FakeApiServer]:
         thread = threading.Thread(target=self._server.serve_forever, kwargs={"poll_interval": 0.01})
         thread.start()
         try:
@@ -94,7 +94,7 @@ class FakeApiServer:
         with self._changed:
             return copy.deepcopy(self._objects[kind, namespace, name])
 
-    def all(self, kind: str) -> list[dict[str, Any]]:
+    def list_all(self, kind: str) -> list[dict[str, Any]]:
         with self._changed:
             return copy.deepcopy([one for (found, _, _), one in sorted(self._objects.items()) if found == kind])
 
@@ -109,7 +109,7 @@ class FakeApiServer:
         with self._changed:
             return self._version
 
-    def forget_the_past(self) -> None:
+    def compact(self) -> None:
         """Watches are cut, and cannot be taken up where they were."""
         with self._changed:
             self._version += 1
@@ -133,7 +133,7 @@ class FakeApiServer:
         with self._changed:
             self._failing.append((method, path, code, after))
 
-    def mend(self) -> None:
+    def clear_failures(self) -> None:
         """Nothing fails any more."""
         with self._changed:
             self._failing.clear()
@@ -171,13 +171,13 @@ class FakeApiServer:
             self._watch(handler, found, query)
         else:
             with self._changed:
-                code, said = self._carry_out(handler.command, found, query, body)
+                code, said = self._execute(handler.command, found, query, body)
                 said = copy.deepcopy(said)
             if failing is not None:
                 code, said = failing[2], {"message": "it was done, and told to fail"}
             _reply(handler, code, said)
 
-    def _carry_out(
+    def _execute(
         self, method: str, path: re.Match[str], query: Mapping[str, str], body: dict[str, Any]
     ) -> tuple[int, dict[str, Any]]:
         kind, namespace, name = path["kind"], path["namespace"] or "", path["name"]
@@ -192,7 +192,7 @@ class FakeApiServer:
         if name is None:
             return 200, {
                 "metadata": {"resourceVersion": str(self._version)},
-                "items": list(self._chosen(kind, path["namespace"], query)),
+                "items": list(self._selected(kind, path["namespace"], query)),
             }
         there = self._objects.get(key)
         if there is None:
@@ -255,7 +255,7 @@ class FakeApiServer:
 
     # -- within -------------------------------------------------------------------------------------------------------
 
-    def _chosen(self, kind: str, namespace: str | None, query: Mapping[str, str]) -> Iterator[dict[str, Any]]:
+    def _selected(self, kind: str, namespace: str | None, query: Mapping[str, str]) -> Iterator[dict[str, Any]]:
         for (found, _, _), one in sorted(self._objects.items()):
             if found == kind and _matches(one, namespace, query):
                 yield one
@@ -268,15 +268,15 @@ class FakeApiServer:
         one = copy.deepcopy(one)
         one["metadata"] |= {"uid": one["metadata"].get("uid") or kept, "resourceVersion": str(self._version)}
         self._objects[key] = one
-        self._tell("ADDED" if there is None else "MODIFIED", kind, one)
+        self._add_event("ADDED" if there is None else "MODIFIED", kind, one)
         return one
 
     def _remove(self, kind: str, namespace: str, name: str) -> None:
         one = self._objects.pop((kind, namespace, name))
         self._version += 1
-        self._tell("DELETED", kind, merge_patch(one, {"metadata": {"resourceVersion": str(self._version)}}))
+        self._add_event("DELETED", kind, merge_patch(one, {"metadata": {"resourceVersion": str(self._version)}}))
 
-    def _tell(self, word: str, kind: str, one: dict[str, Any]) -> None:
+    def _add_event(self, word: str, kind: str, one: dict[str, Any]) -> None:
         self._events.append((self._version, word, kind, copy.deepcopy(one)))
         self._changed.notify_all()
 
@@ -317,8 +317,8 @@ class FakeKubelets:
         self._api = api
         self._bound = 0
 
-    def beat(self) -> None:
-        for pod in self._api.all("pods"):
+    def sync_pods(self) -> None:
+        for pod in self._api.list_all("pods"):
             if pod["metadata"].get("deletionTimestamp"):
                 self._api.remove("pods", pod["metadata"]["name"])
             elif not pod["spec"].get("nodeName"):

@@ -50,14 +50,14 @@ class ControllerProcess:
         self.kill()
         self.start()
 
-    def ended(self) -> int | None:
+    def exit_status(self) -> int | None:
         return None if self._process is None else self._process.poll()
 
     def log(self) -> str:
         return self._log.read_text(errors="replace") if self._log.exists() else ""
 
     @contextlib.contextmanager
-    def started(self) -> Iterator[ControllerProcess]:
+    def running(self) -> Iterator[ControllerProcess]:
         self.start()
         try:
             yield self
@@ -118,7 +118,7 @@ class RunningJob:
     def restarts(self) -> int:
         return self.status().get("restartCount", 0)
 
-    def holds(self, condition: str) -> bool:
+    def has_condition(self, condition: str) -> bool:
         found = [one for one in self.status().get("conditions", ()) if one["type"] == condition]
         return bool(found) and found[0]["status"] == "True"
 
@@ -132,10 +132,10 @@ class RunningJob:
         pod = self.worlds()[-1][rank]["pod"]
         return next(one["spec"]["nodeName"] for one in self.pods() if one["metadata"]["name"] == pod)
 
-    def say(self, word: str) -> None:
+    def touch(self, word: str) -> None:
         (self.folder / word).touch()
 
-    def notes(self, what: str) -> list[dict[str, Any]]:
+    def rank_notes(self, what: str) -> list[dict[str, Any]]:
         path = self.folder / "notes"
         lines = path.read_text().splitlines() if path.exists() else []
         return [note for note in map(json.loads, lines) if note["what"] == what]
@@ -143,7 +143,7 @@ class RunningJob:
     def worlds(self) -> list[list[dict[str, Any]]]:
         """What began, world by world, by rank; only those that are complete."""
         found: dict[int, list[dict[str, Any]]] = {}
-        for note in self.notes("begins"):
+        for note in self.rank_notes("begins"):
             found.setdefault(note["restart"], []).append(note)
         whole = [sorted(notes, key=lambda note: note["rank"]) for _, notes in sorted(found.items())]
         return [notes for notes in whole if len(notes) == notes[0]["world"]]
@@ -156,17 +156,19 @@ class RunningJob:
         """As ``kubectl scale`` does."""
         self.kube.patch(f"{self.path}/scale", {"spec": {"replicas": nodes}})
 
-    def until(self, holds: Callable[[], Any], what: str) -> None:
+    def wait_until(self, holds: Callable[[], Any], what: str) -> None:
         def there() -> Any:
-            assert self.controller.ended() is None or self.controller.ended() == -signal.SIGKILL, self.controller.log()
+            assert self.controller.exit_status() is None or self.controller.exit_status() == -signal.SIGKILL, (
+                self.controller.log()
+            )
             return holds()
 
         deadline = time.monotonic() + PATIENCE_S
         while not there():
-            assert time.monotonic() < deadline, f"it did not happen: {what}\n{self._everything()}"
+            assert time.monotonic() < deadline, f"it did not happen: {what}\n{self._failure_report()}"
             time.sleep(_LOOK_S)
 
-    def until_world(self, size: int, *, restarts: int) -> None:
+    def wait_world(self, size: int, *, restarts: int) -> None:
         """A world of that size runs that did not when this was last asked, and is past its first steps."""
 
         found: list[int] = []
@@ -176,11 +178,11 @@ class RunningJob:
             found[:] = [len(worlds)]
             return len(worlds) > self._worlds and len(worlds[-1]) == size and self.step() > worlds[-1][0]["step"] + 2
 
-        self.until(there, f"a world of {size}")
+        self.wait_until(there, f"a world of {size}")
         (self._worlds,) = found
-        self.until(lambda: self.holds("Running") and self.restarts() == restarts, f"{restarts} restarts")
+        self.wait_until(lambda: self.has_condition("Running") and self.restarts() == restarts, f"{restarts} restarts")
 
-    def _everything(self) -> str:
+    def _failure_report(self) -> str:
         said = []
         for pod in self.pods():
             name, phase = pod["metadata"]["name"], pod["status"].get("phase")

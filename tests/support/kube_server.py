@@ -69,7 +69,7 @@ class KubeClient:
     def close(self) -> None:
         self._pool.clear()
 
-    def ask(
+    def request(
         self, method: str, path: str, body: Any = None, *, kind: str = "application/json", timeout_s: float = 30.0
     ) -> Any:
         reply = self._pool.request(
@@ -84,39 +84,39 @@ class KubeClient:
         return reply.json()
 
     def get(self, path: str) -> Any:
-        return self.ask("GET", path)
+        return self.request("GET", path)
 
     def find(self, path: str) -> Any:
         """What is there, or ``None``."""
         try:
-            return self.ask("GET", path)
+            return self.request("GET", path)
         except ApiRefusedError as refused:
             if refused.status == 404:
                 return None
             raise
 
     def list(self, path: str) -> list[Any]:
-        return self.ask("GET", path)["items"]
+        return self.request("GET", path)["items"]
 
     def create(self, path: str, body: Mapping[str, Any], *, dry_run: bool = False) -> Any:
-        return self.ask("POST", path + ("?dryRun=All" if dry_run else ""), dict(body))
+        return self.request("POST", path + ("?dryRun=All" if dry_run else ""), dict(body))
 
     def patch(self, path: str, body: Any) -> Any:
-        return self.ask("PATCH", path, body, kind="application/merge-patch+json")
+        return self.request("PATCH", path, body, kind="application/merge-patch+json")
 
     def delete(self, path: str, *, grace_s: int | None = None) -> None:
         body: dict[str, Any] = {"propagationPolicy": "Background"}
         if grace_s is not None:
             body["gracePeriodSeconds"] = grace_s
-        self.ask("DELETE", path, body)
+        self.request("DELETE", path, body)
 
     def apply(self, document: Mapping[str, Any], *, dry_run: bool = False) -> Any:
         """Server-side apply, as ``kubectl apply --server-side`` does."""
         query = "?fieldManager=tests&force=true" + ("&dryRun=All" if dry_run else "")
         path = f"{collection(document)}/{document['metadata']['name']}{query}"
-        return self.ask("PATCH", path, dict(document), kind="application/apply-patch+yaml")
+        return self.request("PATCH", path, dict(document), kind="application/apply-patch+yaml")
 
-    def until_served(self, path: str) -> None:
+    def wait_served(self, path: str) -> None:
         """A kind is served a moment after its definition has come."""
         wait_until(lambda: self.find(path), f"{path} is served", _START_S)
 

@@ -159,4 +159,4 @@ def install(kube: KubeClient, version: str = "v1beta2", *, group: str = "kueue.x
         )
     for plural, scope, _ in _KINDS.values():
         place = "namespaces/default/" if scope == "Namespaced" else ""
-        kube.until_served(f"/apis/{group}/{version}/{place}{plural}")
+        kube.wait_served(f"/apis/{group}/{version}/{place}{plural}")

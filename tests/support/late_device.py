@@ -50,10 +50,10 @@ class Span(NamedTuple):
     start: int
     stop: int
 
-    def meets(self, other: Span) -> bool:
+    def overlaps(self, other: Span) -> bool:
         return self.start < other.stop and other.start < self.stop
 
-    def within(self, other: Span) -> bool:
+    def is_inside(self, other: Span) -> bool:
         return other.start <= self.start and self.stop <= other.stop
 
 
@@ -71,7 +71,7 @@ class _Work:
     after: AsyncEvent | None = None
 
     def touches(self, span: Span) -> bool:
-        return any(span.meets(one) for one in (*self.reads, *self.writes))
+        return any(span.overlaps(one) for one in (*self.reads, *self.writes))
 
 
 class AsyncEvent:
@@ -116,7 +116,7 @@ class AsyncStream:
     def wait_event(self, event: AsyncEvent) -> None:
         with self.device.lock:
             self.device.sanitizer._handle_event_wait(event.name, self.name)
-            self.give(_Work(iter(()), after=event))
+            self.enqueue(_Work(iter(()), after=event))
 
     def wait_stream(self, stream: AsyncStream) -> None:
         self.wait_event(stream.record_event())
@@ -124,7 +124,7 @@ class AsyncStream:
     def synchronize(self) -> None:
         self.record_event().synchronize()
 
-    def give(self, work: _Work) -> None:
+    def enqueue(self, work: _Work) -> None:
         self.work.append(work)
         self.given += 1
 
@@ -219,7 +219,7 @@ class AsyncDevice:
         with self.lock:
             self.asked.add(place)
             span = Span(address, address + size_bytes)
-            if self.refuses or any(span.meets(one.span) for one in self._registered.values()):
+            if self.refuses or any(span.overlaps(one.span) for one in self._registered.values()):
                 return self.refuses or "registered already"
             last = max(address, (span.stop - 1) // _PAGE * _PAGE - (_WATCHED - 1) * _PAGE)
             watched = Span(last, span.stop)
@@ -237,11 +237,11 @@ class AsyncDevice:
             self.asked.add(place)
             known = self._registered.get(address)
             if known is None:
-                self._violated("memory was unregistered that is not registered")
+                self._add_violation("memory was unregistered that is not registered")
                 return "not registered"
             if any(work.touches(known.span) for stream in self._streams for work in stream.work):
-                self._violated("memory was unregistered while a device copies it")
-            self._look_at(known)
+                self._add_violation("memory was unregistered while a device copies it")
+            self._check_registration(known)
             del self._registered[address]
             for fd in known.pipe:
                 os.close(fd)
@@ -277,7 +277,7 @@ class AsyncDevice:
 
     # -- what tests do with it --------------------------------------------------------------------------------
 
-    def put(self, tensor: torch.Tensor, index: int = 0) -> torch.Tensor:
+    def to_device(self, tensor: torch.Tensor, index: int = 0) -> torch.Tensor:
         """A tensor of the same elements, and strides, on a device."""
         size = tensor.untyped_storage().nbytes()
         memory = bytearray(max(1, size))
@@ -292,10 +292,10 @@ class AsyncDevice:
         ctypes.memmove(start, tensor.untyped_storage().data_ptr(), size)
         return there
 
-    def get(self, tensor: torch.Tensor) -> torch.Tensor:
+    def to_host(self, tensor: torch.Tensor) -> torch.Tensor:
         """A copy in this process's memory, of what is there once all is done."""
-        self.synchronize(self._places[self._must_be_here(tensor).index])
-        self.reads([tensor])
+        self.synchronize(self._places[self._device_block(tensor).index])
+        self.host_reads([tensor])
         return tensor.clone()
 
     def launch(
@@ -308,8 +308,8 @@ class AsyncDevice:
         """Call ``kernel`` with ``writes`` and ``reads`` when its turn has come."""
         with self.lock:
             if stream is None:
-                stream = self.current_stream(self._places[self._must_be_here(writes[0]).index])
-            self._told(stream, [*reads], [*writes], "kernel")
+                stream = self.current_stream(self._places[self._device_block(writes[0]).index])
+            self._report_access(stream, [*reads], [*writes], "kernel")
             aliases = [_alias(tensor) for tensor in (*writes, *reads)]
 
             def run() -> Iterator[None]:
@@ -317,10 +317,10 @@ class AsyncDevice:
                     kernel(*aliases)
                 yield
 
-            stream.give(_Work(run(), [_span(one) for one in reads], [_span(one) for one in writes]))
+            stream.enqueue(_Work(run(), [_span(one) for one in reads], [_span(one) for one in writes]))
 
     @contextlib.contextmanager
-    def on(self, stream: AsyncStream) -> Iterator[None]:
+    def use_stream(self, stream: AsyncStream) -> Iterator[None]:
         """The calling thread computes on ``stream``."""
         before = self.current_stream(stream.place)
         self._mine.streams = {**getattr(self._mine, "streams", {}), stream.place.index: stream}
@@ -330,15 +330,15 @@ class AsyncDevice:
             self._mine.streams = {**self._mine.streams, stream.place.index: before}
 
     def record_stream(self, tensor: torch.Tensor, stream: AsyncStream) -> None:
-        self._must_be_here(tensor).users.add(stream.name)
+        self._device_block(tensor).users.add(stream.name)
 
-    def reads(self, tensors: Sequence[torch.Tensor]) -> None:
+    def host_reads(self, tensors: Sequence[torch.Tensor]) -> None:
         """The process looks at these elements now."""
-        self._by_host(tensors, [])
+        self._host_access(tensors, [])
 
-    def writes(self, tensors: Sequence[torch.Tensor]) -> None:
+    def host_writes(self, tensors: Sequence[torch.Tensor]) -> None:
         """The process changes these elements now, or gives their memory to somebody else."""
-        self._by_host([], tensors)
+        self._host_access([], tensors)
 
     def close(self) -> None:
         """All is done; what is wrong by now is in ``violations`` and ``races``."""
@@ -346,7 +346,7 @@ class AsyncDevice:
             for place in self._places:
                 self.synchronize(place)
             for known in self._registered.values():
-                self._look_at(known)
+                self._check_registration(known)
 
     # -- how it is late ---------------------------------------------------------------------------------------
 
@@ -362,9 +362,9 @@ class AsyncDevice:
                 raise RuntimeError("streams wait for each other")
             needed.append(after.stream)
         ready = [one for one in self._streams if one.work and (one.work[0].after is None or one.work[0].after.is_done)]
-        self._one_chunk(self._random.choice(ready) if self._random.random() < 0.3 else needed[-1])
+        self._run_chunk(self._random.choice(ready) if self._random.random() < 0.3 else needed[-1])
 
-    def _one_chunk(self, stream: AsyncStream) -> None:
+    def _run_chunk(self, stream: AsyncStream) -> None:
         try:
             next(stream.work[0].chunks)
         except StopIteration:
@@ -372,10 +372,10 @@ class AsyncDevice:
             stream.done += 1
 
     def _copy(self, target: torch.Tensor, source: torch.Tensor, stream: AsyncStream) -> None:
-        inside = [self._must_be(tensor, stream) for tensor in (target, source)]
+        inside = [self._check_device(tensor, stream) for tensor in (target, source)]
         if any(inside) and target.shape != source.shape:
             raise ValueError(f"{tuple(source.shape)} into {tuple(target.shape)}")
-        self._told(stream, [source], [target], "copy")
+        self._report_access(stream, [source], [target], "copy")
         if not inside[1] and not self._is_registered(_span(source)):
             source = source.clone()  # staged: the caller may change it from now on
             kept = source
@@ -384,7 +384,7 @@ class AsyncDevice:
         to, of = _alias(target), _alias(source)
         work = _Work(self._chunks(to, of, kept), [_span(of)], [_span(to)])
         pending = [one for other in self._streams for one in other.work]
-        stream.give(work)
+        stream.enqueue(work)
         if not inside[0] and not self._is_registered(_span(target)):
             stream.synchronize()  # as a driver does
         elif not any(one.touches(_span(to)) for one in pending):
@@ -393,10 +393,10 @@ class AsyncDevice:
     def _chunks(self, to: torch.Tensor, of: torch.Tensor, _kept: torch.Tensor | None) -> Iterator[None]:
         spans = _span(to), _span(of)
         for known in self._registered.values():
-            if any(known.span.meets(span) for span in spans):
-                self._look_at(known)
+            if any(known.span.overlaps(span) for span in spans):
+                self._check_registration(known)
         if not all(_is_mapped(span) for span in spans):
-            self._violated("a device copies memory that is gone")
+            self._add_violation("a device copies memory that is gone")
             return
         straight = to.dtype == of.dtype and to.is_contiguous() and of.is_contiguous()
         if not straight or of.is_conj() != to.is_conj() or of.is_neg() != to.is_neg():
@@ -408,14 +408,14 @@ class AsyncDevice:
             ctypes.memmove(to.data_ptr() + at, of.data_ptr() + at, min(self._chunk_bytes, to.nbytes - at))
             yield
 
-    def _must_be(self, tensor: torch.Tensor, stream: AsyncStream) -> bool:
+    def _check_device(self, tensor: torch.Tensor, stream: AsyncStream) -> bool:
         """Whether it is on the stream's device, and not in this process's own memory."""
         place = self.device_of(tensor)
         if place is not None and place != stream.place:
-            self._violated(f"a stream of {stream.place} was given a tensor of {place}")
+            self._add_violation(f"a stream of {stream.place} was given a tensor of {place}")
         return place is not None
 
-    def _must_be_here(self, tensor: torch.Tensor) -> _Block:
+    def _device_block(self, tensor: torch.Tensor) -> _Block:
         block = self._block_of(tensor)
         assert block is not None, "a tensor of no device"
         return block
@@ -427,7 +427,7 @@ class AsyncDevice:
             return None
 
     def _is_registered(self, span: Span) -> bool:
-        return any(span.within(one.span) for one in self._registered.values())
+        return any(span.is_inside(one.span) for one in self._registered.values())
 
     def _free(self, start: int) -> None:
         with self.lock:
@@ -435,33 +435,33 @@ class AsyncDevice:
             self._freed.append(block)
             for stream in self._streams:
                 if stream.name not in block.users and any(work.touches(block.span) for work in stream.work):
-                    self._violated("a tensor has ended that another stream than its own is not done with")
+                    self._add_violation("a tensor has ended that another stream than its own is not done with")
 
-    def _by_host(self, reads: Sequence[torch.Tensor], writes: Sequence[torch.Tensor]) -> None:
+    def _host_access(self, reads: Sequence[torch.Tensor], writes: Sequence[torch.Tensor]) -> None:
         with self.lock:
             pending = [work for stream in self._streams for work in stream.work]
             for tensor in reads:
-                if any(_span(tensor).meets(span) for work in pending for span in work.writes):
-                    self._violated("memory is read that a device has not filled yet")
+                if any(_span(tensor).overlaps(span) for work in pending for span in work.writes):
+                    self._add_violation("memory is read that a device has not filled yet")
             for tensor in writes:
                 if any(work.touches(_span(tensor)) for work in pending):
-                    self._violated("memory is changed that a device is not done with")
-            self._told(None, reads, writes, "the process")
+                    self._add_violation("memory is changed that a device is not done with")
+            self._report_access(None, reads, writes, "the process")
 
-    def _look_at(self, known: _Registration) -> None:
+    def _check_registration(self, known: _Registration) -> None:
         """Whether the pages behind a registration are those that were there."""
         if not _is_mapped(known.watched):
-            self._violated("memory is gone that is registered: its file was cut")
+            self._add_violation("memory is gone that is registered: its file was cut")
             return
         here = bytes(memory_at_address(known.watched.start, known.watched.stop - known.watched.start))
         if _peek_pipe(known.pipe[0], len(here)) != here:
-            self._violated("registered memory has other pages: its file was cut, and has grown again")
+            self._add_violation("registered memory has other pages: its file was cut, and has grown again")
 
-    def _violated(self, what: str) -> None:
+    def _add_violation(self, what: str) -> None:
         if what not in self.violations:
             self.violations.append(what)
 
-    def _told(
+    def _report_access(
         self, stream: AsyncStream | None, reads: Sequence[torch.Tensor], writes: Sequence[torch.Tensor], what: str
     ) -> None:
         """To the sanitizer. What the process has done so far is done when a stream begins."""

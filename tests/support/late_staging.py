@@ -36,7 +36,7 @@ class Trainer:
             self.expected.append(tensor.t() if tensor.dim() == 2 and self.random.random() < 0.5 else tensor)
         self.where = [self.random.choice([None, 0, 1]) for _ in self.expected]
         self.state = [
-            tensor.clone() if index is None else device.put(tensor, index)
+            tensor.clone() if index is None else device.to_device(tensor, index)
             for tensor, index in zip(self.expected, self.where, strict=True)
         ]
 
@@ -55,7 +55,7 @@ class Trainer:
         number = self.random.randrange(len(self.state))
         index = self.where[number]
         fresh = self.expected[number].clone()
-        self.state[number] = fresh if index is None else self.device.put(fresh, index)
+        self.state[number] = fresh if index is None else self.device.to_device(fresh, index)
 
 
 @contextlib.contextmanager
@@ -85,12 +85,12 @@ def stage_and_check(
     pieces, _ = lay_out(trainer.state)
     expected = [one.clone() for one in trainer.expected]
     views = [memory.tensor(piece.start, piece.tensor.dtype, piece.tensor.shape) for piece in pieces]
-    device.writes([one for one in views if one.numel()])
+    device.host_writes([one for one in views if one.numel()])
     memory.copy_in(pieces, copier)
-    device.writes([one for one in trainer.state if one.numel() and device.device_of(one) is None])
+    device.host_writes([one for one in trainer.state if one.numel() and device.device_of(one) is None])
     if then:
         trainer.step()
-    device.reads([one for one in views if one.numel()])
+    device.host_reads([one for one in views if one.numel()])
     for number, (view, wanted) in enumerate(zip(views, expected, strict=True)):
         if not torch.equal(view, wanted):
             raise WrongBytesError(f"tensor {number} of {tuple(wanted.shape)}")

@@ -80,7 +80,7 @@ class AsyncCpu(CpuBackend):
         self.stream = stream
         self._storages: dict[int, StorageWeakRef] = {}
 
-    def put(self, tensor: torch.Tensor) -> torch.Tensor:
+    def to_device(self, tensor: torch.Tensor) -> torch.Tensor:
         storage = tensor.untyped_storage()
         self._storages[storage.data_ptr()] = StorageWeakRef(storage)
         return tensor
@@ -131,7 +131,7 @@ class _Enqueued(TorchDispatchMode):
             self._stream.enqueue(work)
         for one in (*tensors, *pytree.tree_leaves(found)):
             if isinstance(one, torch.Tensor):
-                self._device.put(one)
+                self._device.to_device(one)
         return found
 
 
@@ -179,7 +179,7 @@ def run_ahead(tensors: Iterable[torch.Tensor]) -> Iterator[CpuStream]:
     stream = CpuStream()
     device = AsyncCpu(stream)
     for one in tensors:
-        device.put(one)
+        device.to_device(one)
     nccl_like.stream = stream
     try:
         with use_device_backend(device), _Enqueued(device):

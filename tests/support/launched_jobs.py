@@ -45,7 +45,7 @@ class LaunchedJob:
         place = RankAssignment(0, rank, size, 0, 1, rank, size, address, restarts=self._restarts, reason="started")
         return StoreControlPlane(lambda: connect_store("127.0.0.1", self._server.port), place, limits=HangTimeouts())
 
-    def again(self, size: int, *, fault: bool = True) -> list[Any]:
+    def restart(self, size: int, *, fault: bool = True) -> list[Any]:
         """All processes that are left end, and so many begin."""
         self.close()
         self._restarts += fault

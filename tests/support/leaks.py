@@ -30,7 +30,7 @@ class Footprint(NamedTuple):
     places: frozenset[str]
     """Sockets that are listened on, directories on shared memory, and network namespaces."""
 
-    def beyond(self, *others: Footprint) -> list[str]:
+    def difference(self, *others: Footprint) -> list[str]:
         """What is here and in none of the others, in words."""
         threads = self.threads.difference(*(other.threads for other in others))
         children = self.children.difference(*(other.children for other in others))
@@ -63,7 +63,7 @@ def added(before: Footprint, after: Footprint) -> Footprint:
 def wait_for_cleanup(before: Footprint, lasting: Footprint) -> tuple[Footprint, list[str]]:
     """What there is, and what of it is left although it was given some time to go."""
     deadline = time.monotonic() + _PATIENCE_S
-    while left := (there := current_footprint()).beyond(before, lasting):
+    while left := (there := current_footprint()).difference(before, lasting):
         if time.monotonic() > deadline:
             break
         time.sleep(0.01)

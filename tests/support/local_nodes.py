@@ -100,7 +100,7 @@ class LocalNode:
         return PeerNode(NodeId(self.name), self.node_peers.this_node.address, parse_labels(self.labels))
 
     @property
-    def team(self) -> JobPeers:
+    def job_peers(self) -> JobPeers:
         team = self.node_peers.job_peers(JOB)
         assert team is not None, f"{self.name} has not joined"
         return team
@@ -109,27 +109,27 @@ class LocalNode:
         self.node_peers.join(JOB, plan, wait_s=0.0)
 
     @property
-    def replicated(self) -> int:
+    def newest_replicated(self) -> int:
         """The newest version that has all its copies as far as this node knows; -1 for none."""
         group = self.store.replicas.newest_replicated(JOB)
         return -1 if group is None else group.version
 
-    def sees(self, *names: str) -> bool:
-        return set(self.team.membership.alive) == set(names)
+    def sees_alive(self, *names: str) -> bool:
+        return set(self.job_peers.membership.alive) == set(names)
 
     # -- shards -------------------------------------------------------------------------------------------------------
 
     def write(self, of: ShardKey, size_bytes: int = MIB, *, parts: int = 1) -> ShardRecord:
         return save_shard(self.store, of, size_bytes, parts=parts)
 
-    def facts(self) -> dict[ShardKey, ShardInfo]:
+    def shard_infos(self) -> dict[ShardKey, ShardInfo]:
         return {fact.key: fact for fact in self.store.replicas.list_shards(JOB)}
 
     def holds(self, of: ShardKey) -> bool:
-        return of in self.facts()
+        return of in self.shard_infos()
 
-    def is_good(self, of: ShardKey) -> bool:
-        return load_shard(self.store, of) == shard_content(of, self.facts()[of].size_bytes)
+    def has_intact_shard(self, of: ShardKey) -> bool:
+        return load_shard(self.store, of) == shard_content(of, self.shard_infos()[of].size_bytes)
 
     def path(self, of: ShardKey) -> str:
         return self.store.shard_path(of)
@@ -139,7 +139,7 @@ class LocalNode:
 
     def read(self, of: ShardKey, *, sources: list[str] | None = None, streams: int = 2) -> tuple[bytes, ReadResult]:
         """A whole shard from other nodes, as a loading rank would get it."""
-        team = self.team
+        team = self.job_peers
         there = sources or [node for node in team.shard_sources(fresh=True).get(of, ()) if node != self.name]
         said = {}
         for node in there:
@@ -183,21 +183,22 @@ class LocalNodes:
         self.nodes[name] = node
         return node
 
-    def plan(self, **changes: Any) -> JobPeersConfig:
+    def peers_config(self, **changes: Any) -> JobPeersConfig:
         self._rosters += 1
         roster = member_list(self._rosters, [node.node for node in self if node.is_open])
         return JobPeersConfig(**{"secret": self.secret, "settings": self.settings, "member_list": roster, **changes})
 
-    def meet(self) -> None:
+    def join_all(self) -> None:
         """All nodes that are open are the job's, and know it."""
         here = [node for node in self if node.is_open]
-        plan = self.plan()
+        plan = self.peers_config()
         for node in here:
             node.join(plan)
         names = [node.name for node in here]
         for node in here:
             wait_until(
-                lambda node=node: node.sees(*names) and node.team.membership.has_quorum, f"{node.name} sees {names}"
+                lambda node=node: node.sees_alive(*names) and node.job_peers.membership.has_quorum,
+                f"{node.name} sees {names}",
             )
 
     def lose(self, name: str) -> LocalNode:
@@ -217,10 +218,12 @@ class LocalNodes:
         node.open()
         return node
 
-    def settle(self, version: int, *names: str) -> None:
+    def wait_replicated(self, version: int, *names: str) -> None:
         """Until these nodes (all) know that a version has its copies."""
         for node in [self.nodes[name] for name in names] or list(self):
-            wait_until(lambda node=node: node.replicated >= version, f"version {version} is settled on {node.name}")
+            wait_until(
+                lambda node=node: node.newest_replicated >= version, f"version {version} is settled on {node.name}"
+            )
 
     def holders(self, of: ShardKey) -> set[str]:
         return {node.name for node in self if node.holds(of)}
@@ -241,5 +244,5 @@ def local_nodes(
         for name in names:
             made.add(name, labels(name), membership=membership)
         if names:
-            made.meet()
+            made.join_all()
         yield made

@@ -59,7 +59,7 @@ class StoreNode:
         self.hood.start()
 
     @property
-    def team(self) -> JobPeers:
+    def job_peers(self) -> JobPeers:
         team = self.hood.job_peers(JOB)
         assert team is not None
         return team
@@ -100,17 +100,17 @@ class StoreNodes:
         }
         for node in self.all.values():
             node.start()
-        self.meet()
-        self.begin("a", 1)
+        self.join_all()
+        self.claim_job("a", 1)
 
-    def meet(self) -> None:
+    def join_all(self) -> None:
         """Everybody who is there is told who belongs to the job."""
-        here = self.living
+        here = self.live_nodes
         roster = member_list(time.time_ns(), [node.hood.this_node for node in here])
         for node in here:
             node.hood.join(JOB, JobPeersConfig(SECRET, self.settings, member_list=roster), wait_s=0)
 
-    def begin(self, incarnation: str, epoch: int) -> None:
+    def claim_job(self, incarnation: str, epoch: int) -> None:
         """An incarnation of the job owns it from here on, as soon as its nodes see enough of each other."""
 
         def begun(node: StoreNode) -> bool:
@@ -119,51 +119,51 @@ class StoreNodes:
             except NoQuorumError:
                 return False
 
-        for node in self.living:
+        for node in self.live_nodes:
             wait_until(lambda node=node: begun(node))  # type: ignore[misc]
 
     def __getitem__(self, name: str) -> StoreNode:
         return self.all[name]
 
     @property
-    def living(self) -> list[StoreNode]:
+    def live_nodes(self) -> list[StoreNode]:
         return [node for node in self.all.values() if node.up]
 
     def lose(self, name: str) -> None:
         """A node is gone, and the others have noticed."""
         self.all[name].lose()
-        wait_until(lambda: all(name not in node.team.membership.alive for node in self.living))
+        wait_until(lambda: all(name not in node.job_peers.membership.alive for node in self.live_nodes))
 
-    def replicated(self, version: int) -> bool:
+    def is_replicated(self, version: int) -> bool:
         """Everybody has heard that this version is kept as it is to be."""
         return all(
-            node.team.newest_replicated is not None and node.team.newest_replicated.version >= version
-            for node in self.living
+            node.job_peers.newest_replicated is not None and node.job_peers.newest_replicated.version >= version
+            for node in self.live_nodes
         )
 
-    def quiet(self) -> bool:
+    def has_no_pending_copies(self) -> bool:
         """Everything that can be protected is."""
-        return all(not node.team.replicator.has_pending for node in self.living)
+        return all(not node.job_peers.replicator.has_pending for node in self.live_nodes)
 
     def read(self, record: ShardRecord) -> bytes:
         """A shard as a reader gets it, from whichever node has it."""
-        for node in self.living:
-            sources = node.team.shard_sources(fresh=True).get(record.key, ())
+        for node in self.live_nodes:
+            sources = node.job_peers.shard_sources(fresh=True).get(record.key, ())
             if node.name in sources:
                 return load_shard(node.store, record.key)
             if sources:
                 data = bytearray(record.size_bytes)
                 wish = ReadRequest(record, [ReadTarget(0, len(data), memoryview(data))], sources)
-                pulled = RangeReader(node.team.membership.client_for).read([wish])
+                pulled = RangeReader(node.job_peers.membership.client_for).read([wish])
                 assert not pulled.failed
                 return bytes(data)
         raise AssertionError(f"nobody has {record.key}")
 
     def holders(self, key: ShardKey) -> list[str]:
-        return [node.name for node in self.living if key in node.shards()]
+        return [node.name for node in self.live_nodes if key in node.shards()]
 
     def sealed_bytes(self) -> int:
-        return sum(node.store.status().arena.sealed_bytes for node in self.living)
+        return sum(node.store.status().arena.sealed_bytes for node in self.live_nodes)
 
     def close(self) -> None:
         for node in self.all.values():

@@ -39,13 +39,13 @@ class ManyAgents:
         self._ending = threading.Event()
         self.calls = 0
         self.failure: BaseException | None = None
-        self._pods = ObjectIndex(lambda one: str(one["metadata"]["name"]), self._heard)
+        self._pods = ObjectIndex(lambda one: str(one["metadata"]["name"]), self._pod_changed)
         agents = self
 
         class Handler(http.server.BaseHTTPRequestHandler):
             def answer(self) -> None:
                 body = self.rfile.read(int(self.headers.get("Content-Length") or 0))
-                said = agents._say(self.connection.getsockname()[0], self.path, json.loads(body) if body else {})
+                said = agents._reply_to(self.connection.getsockname()[0], self.path, json.loads(body) if body else {})
                 data = json.dumps(said).encode()
                 self.send_response(200 if said else 404)
                 self.send_header("Content-Length", str(len(data)))
@@ -62,7 +62,7 @@ class ManyAgents:
         self.port = free_port()
 
     @contextlib.contextmanager
-    def started(self) -> Iterator[ManyAgents]:
+    def running(self) -> Iterator[ManyAgents]:
         watch = Informer(self._cluster, pods_in(""), self._pods)
         threads = [threading.Thread(target=self._run), threading.Thread(target=self._serve)]
         for thread in threads:
@@ -82,7 +82,7 @@ class ManyAgents:
 
     # -- kubelets -----------------------------------------------------------------------------------------------------
 
-    def _heard(self, _: str, name: str) -> None:
+    def _pod_changed(self, _: str, name: str) -> None:
         with self._lock:
             self._due.add(name)
         self._wake.set()
@@ -92,20 +92,20 @@ class ManyAgents:
             while not self._ending.is_set():
                 self._wake.wait()
                 self._wake.clear()
-                self._beat()
+                self._sync_due()
         except BaseException as failure:  # raised again where the test looks
             self.failure = failure
 
-    def _beat(self) -> None:
+    def _sync_due(self) -> None:
         with self._lock:
             due, self._due = self._due, set()
         for name in sorted(due):
             pod = self._pods.get("default", name)
             if pod is not None:
                 with contextlib.suppress(ResourceNotFoundError, ResourceConflictError):
-                    self._care(dict(pod))
+                    self._sync_pod(dict(pod))
 
-    def _care(self, pod: dict[str, Any]) -> None:
+    def _sync_pod(self, pod: dict[str, Any]) -> None:
         meta = pod["metadata"]
         if meta.get("deletionTimestamp"):
             self._cluster.delete_pod(pod, grace_s=0)
@@ -131,7 +131,7 @@ class ManyAgents:
 
     # -- agents -------------------------------------------------------------------------------------------------------
 
-    def _say(self, address: str, path: str, body: dict[str, Any]) -> dict[str, Any]:
+    def _reply_to(self, address: str, path: str, body: dict[str, Any]) -> dict[str, Any]:
         with self._lock:
             self.calls += 1
             agent = self._agents.get(address)

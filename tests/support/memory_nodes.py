@@ -59,15 +59,15 @@ class MemoryNode:
     def url(self) -> str:
         return f"http://{self.address}"
 
-    def holds(self) -> list[ShardInfo]:
+    def shard_infos(self) -> list[ShardInfo]:
         with contextlib.closing(Client(lambda: connect_to_agent(AgentPaths(self.directory).socket))) as client:
             return client.list_shards(MEMORY_SERVICE_JOB)
 
-    def await_shards(self, count: int) -> None:
+    def wait_shards(self, count: int) -> None:
         """Until it holds so many, of whoever put them."""
         deadline = time.monotonic() + _PATIENCE_S
-        while len(self.holds()) != count:
-            assert time.monotonic() < deadline, f"{self.name} holds {self.holds()}"
+        while len(self.shard_infos()) != count:
+            assert time.monotonic() < deadline, f"{self.name} holds {self.shard_infos()}"
             time.sleep(0.02)
 
     def kill_agent(self) -> None:

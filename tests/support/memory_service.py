@@ -26,18 +26,18 @@ class FakeMemoryService:
         """Answers 500 to everything."""
         self.url = ""
 
-    def blob(self, namespace: str, rank: int, step: int) -> bytes:
+    def shard_bytes(self, namespace: str, rank: int, step: int) -> bytes:
         return self.shards[namespace][rank][step][0]
 
-    def lose(self, namespace: str, rank: int, step: int) -> None:
+    def delete_shard(self, namespace: str, rank: int, step: int) -> None:
         del self.shards[namespace][rank][step]
 
-    def replace(self, namespace: str, rank: int, step: int, data: bytes, *, resealed: bool = True) -> None:
+    def replace_shard(self, namespace: str, rank: int, step: int, data: bytes, *, resealed: bool = True) -> None:
         """Other bytes under the same name, with a checksum that fits them or the old one."""
         meta = shard_meta(data) if resealed else self.shards[namespace][rank][step][1]
         self.shards[namespace].setdefault(rank, {})[step] = (data, meta)
 
-    def answer(self, method: str, target: str, body: bytes, meta: str) -> tuple[int, bytes, str]:
+    def handle_request(self, method: str, target: str, body: bytes, meta: str) -> tuple[int, bytes, str]:
         """Status, body and Shard-Meta."""
         if self.broken:
             return 500, b"broken", ""
@@ -92,7 +92,9 @@ class _Handler(http.server.BaseHTTPRequestHandler):
     def do_GET(self) -> None:
         length = int(self.headers.get("Content-Length") or 0)
         body = self.rfile.read(length)
-        status, data, meta = self.service.answer(self.command, self.path, body, self.headers.get("Shard-Meta", ""))
+        status, data, meta = self.service.handle_request(
+            self.command, self.path, body, self.headers.get("Shard-Meta", "")
+        )
         self.send_response(status)
         self.send_header("Content-Length", str(len(data)))
         if meta:

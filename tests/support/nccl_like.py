@@ -120,7 +120,7 @@ class Watchdog:
         """Collectives start under it."""
         self.asleep = threading.Event()
 
-    def lost(self, error: str, handle: Callable[[], None]) -> None:
+    def report_error(self, error: str, handle: Callable[[], None]) -> None:
         log.error("watchdog: %s", error)
         self._thread = _start("nccl-like-watchdog", self._run, handle)
 
@@ -207,7 +207,7 @@ class NcclLike(dist.ProcessGroup):
         self._aborted.set()
         _LIVE.discard(self)
         for work in self._pending:
-            self._spoil(work.outputs)
+            self._fill_with_garbage(work.outputs)
             work.finish()
         self._pending.clear()
         self._given.put(None)
@@ -218,7 +218,7 @@ class NcclLike(dist.ProcessGroup):
                 self._end()
         self.watchdog.join()
 
-    def _spoil(self, outputs: Sequence[torch.Tensor]) -> None:
+    def _fill_with_garbage(self, outputs: Sequence[torch.Tensor]) -> None:
         with torch.no_grad():
             for one in outputs:
                 if one.is_floating_point():
@@ -228,7 +228,7 @@ class NcclLike(dist.ProcessGroup):
 
     # -- communication ------------------------------------------------------------------------------------------------
 
-    def _make(self) -> None:
+    def _connect(self) -> None:
         """By the first collective, in the thread that asks for it."""
         with _lock:
             if self._inner is not None or self._aborted.is_set():
@@ -263,7 +263,7 @@ class NcclLike(dist.ProcessGroup):
                 if done is not None:
                     done.wait()
             except RuntimeError as error:
-                self._lost(error)
+                self._report_lost(error)
                 return
             with _lock:
                 if self._aborted.is_set():
@@ -274,25 +274,25 @@ class NcclLike(dist.ProcessGroup):
                 self._pending.remove(given.work)
                 given.work.finish()
 
-    def _lost(self, error: RuntimeError) -> None:
+    def _report_lost(self, error: RuntimeError) -> None:
         """Nobody hears of it but the watchdog."""
         if not self._aborted.is_set():
-            self.watchdog.lost(str(error), partial(_handle, weakref.ref(self)))
+            self.watchdog.report_error(str(error), partial(_handle, weakref.ref(self)))
 
     def _collective(self, outputs: Sequence[torch.Tensor], call: Callable[[Any, list[torch.Tensor]], Any]) -> _Work:
-        self._make()
+        self._connect()
         work = _Work(outputs)
         if stream is None:
-            self._give(work, call)
+            self._submit(work, call)
         else:
-            stream.enqueue(lambda: (self._give(work, call), work.over.wait()))
+            stream.enqueue(lambda: (self._submit(work, call), work.over.wait()))
         return work
 
-    def _give(self, work: _Work, call: Callable[[Any, list[torch.Tensor]], Any]) -> None:
+    def _submit(self, work: _Work, call: Callable[[Any, list[torch.Tensor]], Any]) -> None:
         is_over = self._aborted.is_set()
         with contextlib.nullcontext() if is_over else self.watchdog.starting, _lock:
             if self._aborted.is_set():
-                self._spoil(work.outputs)
+                self._fill_with_garbage(work.outputs)
                 work.finish()
                 return
             self._pending.append(work)

@@ -76,52 +76,52 @@ class OperatedJob:
     def state(self) -> JobState:
         return self.operating.state
 
-    def let(self, limit: int) -> None:
+    def set_limit(self, limit: int) -> None:
         path = self.folder / "limit.new"
         path.write_text(str(limit))
         path.replace(self.folder / "limit")
 
-    def breaks(self, kind: str, rank: int, step: int) -> None:
+    def break_at(self, kind: str, rank: int, step: int) -> None:
         (self.folder / f"break-{kind}").write_text(f"{rank} {step}")
-        self.let(step + 1)
+        self.set_limit(step + 1)
 
-    def until_done(self, world: int, step: int) -> list[Process]:
+    def wait_step(self, world: int, step: int) -> list[Process]:
         """All ranks have done this step in this world (the first is 1), which runs; who they are."""
 
         def there() -> list[Process]:
             assert not self.state.phase.is_final, self.report()
-            at = [one for one in processes(self.folder) if one.newest == (world - 1, step)]
+            at = [one for one in processes(self.folder) if one.newest_step == (world - 1, step)]
             runs = self.state.phase.value == "Running" and self.state.epoch == world
             return at if runs and len(at) == RANKS else []
 
-        return self.until(there, f"step {step} of world {world}")
+        return self.wait_until(there, f"step {step} of world {world}")
 
-    def until(self, there: Any, what: str) -> Any:
+    def wait_until(self, there: Any, what: str) -> Any:
         try:
             return wait_until(there, what, PATIENCE_S)
         except AssertionError as late:
             raise AssertionError(f"{late}\n{self.report()}") from None
 
-    def said(self) -> list[list[str]]:
+    def process_lines(self) -> list[list[str]]:
         return [line for one in processes(self.folder) for line in one.lines]
 
-    def restarts(self) -> list[str]:
+    def restart_modes(self) -> list[str]:
         """How, in order."""
         return [one.message.rpartition(" ")[2] for one in self.events if one.reason == "Restarting"]
 
-    def pod(self, name: str) -> Path:
+    def pod_folder(self, name: str) -> Path:
         """Where what a pod and its ranks have said is, also when it is gone."""
         return self.place.folder / "pods" / name
 
-    def printed(self, name: str) -> str:
-        files = sorted((self.pod(name) / "logs").rglob("std*.log"), key=lambda path: path.stat().st_mtime_ns)
+    def rank_output(self, name: str) -> str:
+        files = sorted((self.pod_folder(name) / "logs").rglob("std*.log"), key=lambda path: path.stat().st_mtime_ns)
         return "\n".join(path.read_text(errors="replace") for path in files)
 
-    def heard(self, name: str, path: str) -> int:
+    def count_requests(self, name: str, path: str) -> int:
         """How often the pod's agent was asked that."""
-        return (self.pod(name) / "agent.log").read_text(errors="replace").count(f'"POST {path} HTTP')
+        return (self.pod_folder(name) / "agent.log").read_text(errors="replace").count(f'"POST {path} HTTP')
 
-    def answer(self, name: str) -> AgentStatus:
+    def last_status(self, name: str) -> AgentStatus:
         """What the pod's agent said last."""
         kept = self.place.load()
         found = [one.agent_status for one in kept.observed.pods if one.name == name] if kept else []
@@ -129,20 +129,20 @@ class OperatedJob:
         assert found[0] is not None, self.report()
         return found[0]
 
-    def node(self, name: str) -> str:
+    def node_of(self, name: str) -> str:
         return str(self._pod(name)["node"])
 
-    def ranks(self, name: str) -> set[int]:
+    def rank_pids(self, name: str) -> set[int]:
         """Pids of a pod's processes but its agent."""
-        mark = f"HYPERPOD_SIM_POD={self.pod(name)}".encode()
+        mark = f"HYPERPOD_SIM_POD={self.pod_folder(name)}".encode()
         found = set()
         for path in Path("/proc").glob("[0-9]*/environ"):
             with contextlib.suppress(OSError):
                 if mark in path.read_bytes().split(b"\0"):
                     found.add(int(path.parent.name))
-        return found - {self.agent(name)}
+        return found - {self.agent_pid(name)}
 
-    def agent(self, name: str) -> int:
+    def agent_pid(self, name: str) -> int:
         """The pid of a pod's agent."""
         return int(self._pod(name)["pid"])
 
@@ -154,7 +154,7 @@ class OperatedJob:
         """They are printed beside what else the ranks say."""
         bit = 1 << (signal.SIGUSR1 - 1)
         asked = False
-        for pid in self.ranks(pod):
+        for pid in self.rank_pids(pod):
             with contextlib.suppress(OSError):
                 caught = re.search(r"^SigCgt:\s*(\w+)", Path(f"/proc/{pid}/status").read_text(), re.MULTILINE)
                 if caught is not None and int(caught[1], 16) & bit:
@@ -168,7 +168,9 @@ class OperatedJob:
         for one in kept.observed.pods if kept else ():
             self._ask_for_stacks(one.name)
         pods = (
-            "\n".join(f"--- {one.name}\n{self.printed(one.name)[-9000:]}" for one in kept.observed.pods) if kept else ""
+            "\n".join(f"--- {one.name}\n{self.rank_output(one.name)[-9000:]}" for one in kept.observed.pods)
+            if kept
+            else ""
         )
         return f"{told}\n{self.state}\n{kept.observed if kept else ''}\n{pods}"
 

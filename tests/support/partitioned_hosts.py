@@ -114,7 +114,7 @@ class PartitionedNode:
     def view(self) -> ClusterStatus:
         return self.node.cluster_status(JOB)
 
-    def standing(self, name: str) -> str:
+    def state_of(self, name: str) -> str:
         return next(view.state for view in self.view.nodes if view.node.id == name)
 
     @property
@@ -124,12 +124,12 @@ class PartitionedNode:
         return found
 
     @property
-    def replicated(self) -> int:
+    def newest_replicated(self) -> int:
         """The newest version that has all its copies as far as this node knows; -1 for none."""
         found = [job.newest_replicated for job in self.store.status().jobs if job.job == JOB]
         return -1 if not found or found[0] is None else found[0]
 
-    def durability(self, of: ShardKey, *, copies: int = 0, timeout_s: float = 0.0) -> ShardReplication:
+    def replication_status(self, of: ShardKey, *, copies: int = 0, timeout_s: float = 0.0) -> ShardReplication:
         return self.node.replication_status(of, copies=copies, timeout_s=timeout_s)
 
     # -- shards -------------------------------------------------------------------------------------------------------
@@ -146,7 +146,7 @@ class PartitionedNode:
     def holds(self, of: ShardKey) -> bool:
         return of in self.keys()
 
-    def is_good(self, of: ShardKey) -> bool:
+    def has_intact_shard(self, of: ShardKey) -> bool:
         """Bit for bit what was written, and what was sealed."""
         data = load_shard(self.store, of)
         return data == shard_content(of, len(data)) and self.store.verify(of) == ()
@@ -193,7 +193,7 @@ class PartitionedJob:
     def __iter__(self) -> Iterator[PartitionedNode]:
         return iter(self.seats.values())
 
-    def some(self, *names: str) -> list[PartitionedNode]:
+    def select_nodes(self, *names: str) -> list[PartitionedNode]:
         """These, or all."""
         return [self.seats[name] for name in names] or list(self)
 
@@ -205,7 +205,7 @@ class PartitionedJob:
         seat = self.seats[host.name] = PartitionedNode(self, host)
         return seat
 
-    def meet(self) -> None:
+    def join_all(self) -> None:
         with ThreadPoolExecutor(len(self.seats)) as pool:  # each waits for the others
             list(pool.map(PartitionedNode.join, self))
         everybody = {seat.name for seat in self}
@@ -217,7 +217,7 @@ class PartitionedJob:
 
     # -- versions -----------------------------------------------------------------------------------------------------
 
-    def begin(self, name: str, epoch: int = 1) -> None:
+    def claim_incarnation(self, name: str, epoch: int = 1) -> None:
         """A new incarnation of the job, claimed on this node."""
         assert self[name].store.claim(JOB, _incarnation(epoch)) == epoch
 
@@ -227,7 +227,7 @@ class PartitionedJob:
 
     def write(self, version: int, *names: str, size_bytes: int, epoch: int = 1) -> list[ShardKey]:
         """Every node (of these) writes its part."""
-        writers = self.some(*names)
+        writers = self.select_nodes(*names)
         found = []
         for part, seat in enumerate(writers):
             of = shard_key(version, part, job=JOB, epoch=epoch, name=_incarnation(epoch))
@@ -235,25 +235,25 @@ class PartitionedJob:
             found.append(of)
         return found
 
-    def settle(self, version: int, *names: str) -> None:
+    def wait_replicated(self, version: int, *names: str) -> None:
         """Until these nodes (all) know that a version has its copies."""
-        for seat in self.some(*names):
+        for seat in self.select_nodes(*names):
             wait_until(
-                lambda seat=seat: seat.replicated >= version,
+                lambda seat=seat: seat.newest_replicated >= version,
                 f"version {version} is settled on {seat.name}",
-                explain=lambda seat=seat: f"({seat.replicated} is, and it {seat.view.sees})",
+                explain=lambda seat=seat: f"({seat.newest_replicated} is, and it {seat.view.sees})",
             )
 
     def holders(self, of: ShardKey, *names: str) -> set[str]:
-        return {seat.name for seat in self.some(*names) if seat.holds(of)}
+        return {seat.name for seat in self.select_nodes(*names) if seat.holds(of)}
 
-    def assert_kept(self, keys: list[ShardKey], *names: str) -> None:
+    def assert_intact_copies(self, keys: list[ShardKey], *names: str) -> None:
         """Each of these shards has its copies on these nodes (all), and all of them are good."""
         for of in keys:
             holders = self.holders(of, *names)
             assert len(holders) >= self.copies, f"{of} is on {holders}"
             for name in holders:
-                assert self[name].is_good(of), f"{of} on {name}"
+                assert self[name].has_intact_shard(of), f"{of} on {name}"
 
     def run(self, ranks: RankPool, names: Sequence[str], function: Callable[..., Any], *args: Any) -> list[Any]:
         """``function(inside, *args)`` on one rank per node. Within ``inside()`` it is on its host's network.
@@ -289,5 +289,5 @@ def partitioned_job(
         for name in names:
             job.add(net.host(name))
         wire(net)
-        job.meet()
+        job.join_all()
         yield job

@@ -71,7 +71,7 @@ class ProcessKubelet:
         self._thread = threading.Thread(target=self._run, name="process-kubelet")
 
     @contextlib.contextmanager
-    def started(self) -> Iterator[ProcessKubelet]:
+    def running(self) -> Iterator[ProcessKubelet]:
         self._thread.start()
         try:
             yield self
@@ -88,7 +88,7 @@ class ProcessKubelet:
         with self._lock:
             return [one for one in self._mine.values() if one.name == name][-1]
 
-    def lose(self, node: str) -> None:
+    def lose_node(self, node: str) -> None:
         """The machine is gone, with all that ran on it, and nobody reports anything about it any more."""
         with self._lock:
             self._lost.add(node)
@@ -96,7 +96,7 @@ class ProcessKubelet:
                 if container.node == node:
                     _kill(container)
 
-    def find(self, node: str) -> None:
+    def recover_node(self, node: str) -> None:
         """It is back: what was to be removed from it is removed."""
         with self._lock:
             self._lost.discard(node)
@@ -107,24 +107,24 @@ class ProcessKubelet:
         try:
             while not self._ending.wait(_BEAT_S):
                 with self._lock:
-                    self._beat()
+                    self._sync_all()
         except BaseException as failure:  # raised again where the test ends
             self.failure = failure
 
-    def _beat(self) -> None:
+    def _sync_all(self) -> None:
         pods = {pod["metadata"]["uid"]: pod for pod in self._kube.list(self._pods)}
         for uid, pod in pods.items():
             node = pod["spec"].get("nodeName")
             if not node or node in self._lost:
                 continue
             with contextlib.suppress(_Gone):
-                self._care(uid, pod, node)
+                self._sync_pod(uid, pod, node)
         for uid, container in self._mine.items():
             if uid not in pods and not container.gone:
                 _kill(container)  # removed by force: a kubelet ends what has no pod any more
                 container.gone = True
 
-    def _care(self, uid: str, pod: Mapping[str, Any], node: str) -> None:
+    def _sync_pod(self, uid: str, pod: Mapping[str, Any], node: str) -> None:
         container = self._mine.get(uid)
         if pod["metadata"].get("deletionTimestamp"):
             self._end(pod, container)
@@ -197,7 +197,7 @@ class ProcessKubelet:
             _kill(container)
         body = {"gracePeriodSeconds": 0, "preconditions": {"uid": meta["uid"]}}
         with contextlib.suppress(ApiRefusedError):
-            self._kube.ask("DELETE", f"{self._pods}/{meta['name']}", body)
+            self._kube.request("DELETE", f"{self._pods}/{meta['name']}", body)
 
     def _patch(self, path: str, uid: str, body: dict[str, Any]) -> None:
         try:

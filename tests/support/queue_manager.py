@@ -28,7 +28,7 @@ class QueueManager:
         self._thread = threading.Thread(target=self._run, name="queue-manager")
 
     @contextlib.contextmanager
-    def started(self) -> Iterator[QueueManager]:
+    def running(self) -> Iterator[QueueManager]:
         self._thread.start()
         try:
             yield self
@@ -43,40 +43,40 @@ class QueueManager:
         found = [one for one in self._kube.list(WORKLOADS) if one["spec"].get("queueName") == self._queue]
         return sorted(found, key=lambda one: int(one["metadata"]["name"].split("-")[-2]))
 
-    def used(self) -> int:
+    def used_quota(self) -> int:
         return sum(_pod_count(one) for one in self.workloads() if _is_admitted(one))
 
     def _run(self) -> None:
         try:
             while not self._ending.wait(_BEAT_S):
-                self._beat()
+                self._sync()
         except BaseException as failure:  # raised again where the test ends
             self._failure = failure
 
-    def _beat(self) -> None:
-        self._look_after_pods()
+    def _sync(self) -> None:
+        self._evict_exceeding()
         there = self.workloads()
         used = sum(_pod_count(one) for one in there if _is_admitted(one))
         leaving = sum(_pod_count(one) for one in there if _is_admitted(one) and has_condition(one, "Evicted"))
         for one in reversed(there):
             if used - leaving > self.quota and _is_admitted(one) and not has_condition(one, "Evicted"):
                 leaving += _pod_count(one)
-                self._say(one, "Preempted", "another one is more important", Evicted=True, Preempted=True)
+                self._set_condition(one, "Preempted", "another one is more important", Evicted=True, Preempted=True)
         for one in there:
             waits = not (_is_admitted(one) or has_condition(one, "Finished")) and one["spec"].get("active", True)
             if waits and used + _pod_count(one) <= self.quota:
                 used += _pod_count(one)
                 self._admit(one)
             elif waits and "status" not in one:
-                self._say(one, "Pending", "insufficient unused quota", QuotaReserved=False)
+                self._set_condition(one, "Pending", "insufficient unused quota", QuotaReserved=False)
 
-    def _look_after_pods(self) -> None:
+    def _evict_exceeding(self) -> None:
         held = {one["metadata"]["name"]: _pod_count(one) for one in self.workloads() if _is_admitted(one)}
         for name, uids in self._uids().items():
-            if len(uids) > held.get(name, 0) and self._is_still_so(name, uids):
+            if len(uids) > held.get(name, 0) and self._still_exceeds(name, uids):
                 self.overdrawn.append(f"{name}: {len(uids)} pods, quota for {held.get(name, 0)}")
 
-    def _is_still_so(self, name: str, uids: set[str]) -> bool:
+    def _still_exceeds(self, name: str, uids: set[str]) -> bool:
         """What was listed first may have been admitted by the time that the other was; after the second it is not."""
         held = sum(_pod_count(one) for one in self.workloads() if _is_admitted(one) and one["metadata"]["name"] == name)
         return len(uids) > held and self._uids().get(name, set()) >= uids
@@ -95,11 +95,13 @@ class QueueManager:
             for one in workload["spec"]["podSets"]
         ]
         admission = {"clusterQueue": "all", "podSetAssignments": given}
-        self._say(
+        self._set_condition(
             workload, "Admitted", "there is room", admission, QuotaReserved=True, Admitted=True, Evicted=False
         )  # fmt: skip
 
-    def _say(self, workload: dict[str, Any], reason: str, message: str, admission: Any = None, **said: bool) -> None:
+    def _set_condition(
+        self, workload: dict[str, Any], reason: str, message: str, admission: Any = None, **said: bool
+    ) -> None:
         moment = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())
         old = workload.get("status", {}).get("conditions", [])
         new = [

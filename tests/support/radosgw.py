@@ -112,7 +112,7 @@ class _Cluster:
 
     def make_store(self) -> str:
         secret = str(uuid.uuid4())
-        self._until("a quorum", lambda: "quorum" in self._run("ceph", "--connect-timeout", "5", "-s"))
+        self._wait_until("a quorum", lambda: "quorum" in self._run("ceph", "--connect-timeout", "5", "-s"))
         identity = self._run("ceph", "osd", "new", secret)
         self._run("ceph-osd", "-i", identity, "--mkfs", "--osd-uuid", secret)
         self._run("ceph", "osd", "crush", "add", f"osd.{identity}", "1.0", "host=here", "root=default")
@@ -121,7 +121,7 @@ class _Cluster:
     @contextlib.contextmanager
     def store(self, identity: str) -> Iterator[None]:
         with server_process(["ceph-osd", "-f", "-i", identity], self._directory / "osd.out", None, env=self.env):
-            self._until("the store", lambda: "1 up" in self._run("ceph", "osd", "stat"))
+            self._wait_until("the store", lambda: "1 up" in self._run("ceph", "osd", "stat"))
             yield
 
     def make_user(self) -> None:
@@ -135,7 +135,7 @@ class _Cluster:
             raise RuntimeError(f"{' '.join(words)}: {done.stderr.strip()}")
         return done.stdout.strip()
 
-    def _until(self, what: str, holds: Callable[[], bool], timeout_s: float = 60.0) -> None:
+    def _wait_until(self, what: str, holds: Callable[[], bool], timeout_s: float = 60.0) -> None:
         deadline = time.monotonic() + timeout_s
         while not holds():
             if time.monotonic() > deadline:

@@ -72,13 +72,13 @@ class RankPool:
             inherited = {k: v for k, v in os.environ.items() if k.startswith(_OURS)} | (environ or {})
             for rank in range(world):
                 self._workers[rank][1].send((function, rank, world, store, inherited, args))
-            answers = [self._answer(rank) for rank in range(world)]
+            answers = [self._receive_result(rank) for rank in range(world)]
         failed = [text for ok, text in answers if not ok]
         if failed:
             raise AssertionError("\n".join(failed))
         return [value for _, value in answers]
 
-    def _answer(self, rank: int) -> tuple[bool, Any]:
+    def _receive_result(self, rank: int) -> tuple[bool, Any]:
         process, pipe = self._workers[rank]
         try:
             if pipe.poll(_TIMEOUT_S):
@@ -94,11 +94,11 @@ class RankPool:
             if process.has_ended:
                 _end(process)
                 pipe.close()
-                self._workers[rank] = self._another()
+                self._workers[rank] = self._start_worker()
         while len(self._workers) < count:
-            self._workers.append(self._another())
+            self._workers.append(self._start_worker())
 
-    def _another(self) -> tuple[RunningProcess, Connection]:
+    def _start_worker(self) -> tuple[RunningProcess, Connection]:
         zygote = self._zygote or self._owned
         with Listener() as listener:
             process = zygote.start(_worker, listener.address)

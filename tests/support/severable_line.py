@@ -26,7 +26,7 @@ class SeverableProxy:
         self._threads = [threading.Thread(target=self._accept, name="cut-line")]
 
     @contextlib.contextmanager
-    def started(self) -> Iterator[SeverableProxy]:
+    def running(self) -> Iterator[SeverableProxy]:
         self._threads[0].start()
         try:
             yield self
@@ -46,7 +46,7 @@ class SeverableProxy:
                 with contextlib.suppress(OSError):
                     sock.shutdown(socket.SHUT_RDWR)
 
-    def mend(self) -> None:
+    def reconnect(self) -> None:
         with self._lock:
             self._is_cut = False
 

@@ -65,19 +65,19 @@ class Direction:
 
     def stall(self) -> None:
         """Nothing passes until :meth:`resume`; connections stay."""
-        self._tell(self._flowing.clear)
+        self._run_in_loop(self._flowing.clear)
 
     def resume(self) -> None:
-        self._tell(self._flowing.set)
+        self._run_in_loop(self._flowing.set)
 
     # -- for the proxy's thread -----------------------------------------------------------------------------------
 
-    def leaves_at(self, now: float, size_bytes: int) -> float:
+    def departure_time(self, now: float, size_bytes: int) -> float:
         """When the last of ``size_bytes`` that are there at ``now`` is on the line; arrival is ``latency_s`` later."""
         self._free_at = max(now, self._free_at) + size_bytes / self.bytes_per_s
         return self._free_at
 
-    def changed(self, block: bytes) -> tuple[bytes, bool]:
+    def apply_faults(self, block: bytes) -> tuple[bytes, bool]:
         """What becomes of a block that passes, and whether its connection is reset after it."""
         changed = bytearray(block)
         resets = False
@@ -96,7 +96,7 @@ class Direction:
             self.passed_bytes += len(changed)
         return bytes(changed), resets
 
-    async def flows(self) -> None:
+    async def wait_flowing(self) -> None:
         await self._flowing.wait()
 
     def _plan(self, at_byte: int, *, resets: bool) -> threading.Event:
@@ -105,7 +105,7 @@ class Direction:
             self._faults.append(fault)
         return fault.happened
 
-    def _tell(self, change: Callable[[], None]) -> None:
+    def _run_in_loop(self, change: Callable[[], None]) -> None:
         """Change what the proxy's thread waits for, and return when it has been."""
         done = threading.Event()
         self._loop.call_soon_threadsafe(lambda: (change(), done.set()))
@@ -226,9 +226,9 @@ async def _take(way: Direction, source: socket.socket, line: asyncio.Queue[tuple
     loop = asyncio.get_running_loop()
     block = b"first"
     while block:
-        await way.flows()
+        await way.wait_flowing()
         block = await loop.sock_recv(source, _BLOCK)
-        leaves = way.leaves_at(loop.time(), len(block))
+        leaves = way.departure_time(loop.time(), len(block))
         await line.put((leaves + way.latency_s, block))
         await _sleep_until(leaves)
 
@@ -237,11 +237,11 @@ async def _deliver(way: Direction, line: asyncio.Queue[tuple[float, bytes]], sin
     while True:
         due, block = await line.get()
         await _sleep_until(due)
-        await way.flows()
+        await way.wait_flowing()
         if not block:
             sink.shutdown(socket.SHUT_WR)
             return
-        block, resets = way.changed(block)
+        block, resets = way.apply_faults(block)
         await asyncio.get_running_loop().sock_sendall(sink, block)
         if resets:
             raise LineBrokeError

@@ -109,11 +109,11 @@ class Slurm:
         for name, host in self.nodes.items():
             (directory / f"spool-{name}").mkdir()
             self._start(host, "slurmd", "-D", "-N", name, "-f", directory / "slurm.conf")
-        self.until("all nodes are idle", lambda: self.states().count("idle") == count)
+        self.wait_until("all nodes are idle", lambda: self.states().count("idle") == count)
 
     # -- machines -------------------------------------------------------------------------------------------------
 
-    def lose(self, name: str) -> None:
+    def lose_node(self, name: str) -> None:
         """A machine is gone with all that runs on it, in one moment: none of its processes sees another one die.
 
         Slurm is told at once what it would notice after SlurmdTimeout.
@@ -152,22 +152,24 @@ class Slurm:
     def states(self) -> list[str]:
         return self.run("sinfo", "-h", "-N", "-o", "%T").split()
 
-    def shown(self, job: str) -> dict[str, str]:
+    def job_details(self, job: str) -> dict[str, str]:
         """What ``scontrol show job`` knows."""
         words = self.run("scontrol", "-o", "show", "job", job).split()
         return dict(word.split("=", 1) for word in words if "=" in word)
 
-    def until_state(self, job: str, *wanted: str) -> dict[str, str]:
-        return self.until(f"job {job} is {wanted}", lambda: (s := self.shown(job))["JobState"] in wanted and s)
+    def wait_state(self, job: str, *wanted: str) -> dict[str, str]:
+        return self.wait_until(
+            f"job {job} is {wanted}", lambda: (s := self.job_details(job))["JobState"] in wanted and s
+        )
 
-    def until(self, what: str, ready: Callable[[], object], timeout_s: float = _PATIENCE_S) -> object:
+    def wait_until(self, what: str, ready: Callable[[], object], timeout_s: float = _PATIENCE_S) -> object:
         deadline = time.monotonic() + timeout_s
         while not (found := ready()):
-            assert time.monotonic() < deadline, f"it did not happen: {what}\n{self.tell()}"
+            assert time.monotonic() < deadline, f"it did not happen: {what}\n{self.failure_report()}"
             time.sleep(_PAUSE_S)
         return found
 
-    def tell(self) -> str:
+    def failure_report(self) -> str:
         """For a failed test: how the cluster is, and the ends of all logs."""
         said = [self.run("squeue", "-a", check=False), self.run("sinfo", "-N", "-l", check=False)]
         logs = sorted([*self.directory.glob("*.log"), *self.directory.glob("*.out")])
@@ -206,7 +208,7 @@ class Slurm:
             ],
             env=self.environ,
         )
-        self.until("munge answers", (here / "munge.sock").exists)
+        self.wait_until("munge answers", (here / "munge.sock").exists)
 
     def _start(self, host: Host, *command: object) -> None:
         with (self.directory / f"{host.name}.log").open("ab") as out:

@@ -38,7 +38,7 @@ class SocketControlPlane:
             while True:
                 number, good, value = self._pipe.recv()
                 if number < 0:
-                    self._heard(value)
+                    self._notice_received(value)
                 elif good:
                     self._waiting.pop(number).set_result(value)
                 else:
@@ -46,7 +46,7 @@ class SocketControlPlane:
         for future in list(self._waiting.values()):
             future.set_exception(ControlPlaneUnavailableError("the bridge is down"))
 
-    def _heard(self, notice: ControlNotice | None) -> None:
+    def _notice_received(self, notice: ControlNotice | None) -> None:
         self._notice = notice
         if notice is not None and notice.kind is NoticeKind.RESTART and notice.epoch > self._told:
             self._told = notice.epoch

@@ -18,7 +18,7 @@ class RendezvousServer:
         self.host, self.port = "127.0.0.1", 0
         self._alive = True
 
-    def begun(self) -> RendezvousServer:
+    def wait_started(self) -> RendezvousServer:
         self._running.wait_lines(1)
         self.port = int(self._running.lines()[0])
         return self
@@ -27,10 +27,10 @@ class RendezvousServer:
     def address(self) -> str:
         return f"{self.host}:{self.port}"
 
-    def stop(self) -> None:
+    def suspend(self) -> None:
         stop_process(self._running.pid)
 
-    def go_on(self) -> None:
+    def resume(self) -> None:
         self._running.kill(signal.SIGCONT)
 
     def kill(self) -> None:
@@ -44,7 +44,7 @@ class RendezvousServer:
 def server_processes(zygote: Zygote, count: int) -> Iterator[list[RendezvousServer]]:
     servers = [RendezvousServer(zygote) for _ in range(count)]
     try:
-        yield [server.begun() for server in servers]
+        yield [server.wait_started() for server in servers]
     finally:
         for server in servers:
             server.kill()

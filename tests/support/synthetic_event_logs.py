@@ -61,19 +61,19 @@ class SyntheticJob:
         self._now = START
         self._epoch = -1
         self._size = ranks
-        self.events: list[LogEvent] = list(self._tell())
+        self.events: list[LogEvent] = list(self._all_events())
 
-    def _passed(self, seconds: float) -> float:
+    def _advance(self, seconds: float) -> float:
         began = self._now
         self._now += seconds
         return began
 
-    def _about(self, seconds: float) -> float:
+    def _random_around(self, seconds: float) -> float:
         return seconds * math.exp(self._random.gauss(0, 0.35))
 
-    def _tell(self) -> Iterator[LogEvent]:
+    def _all_events(self) -> Iterator[LogEvent]:
         yield ProcessBegan(self._now, job="llama-8b", who="coordinator")
-        self._passed(2.5 * self._slow)
+        self._advance(2.5 * self._slow)
         yield from self._world("start", -1)
         step = 0
         while step < self._steps:
@@ -91,8 +91,8 @@ class SyntheticJob:
 
     def _step(self, step: int) -> Iterator[LogEvent]:
         took = self._step_s * self._ranks / self._size * self._random.uniform(0.97, 1.06)
-        stall = self._about(0.03) * min(1.0, self._step_s) if step % self._every == 0 else 0.0
-        began = self._passed(took)
+        stall = self._random_around(0.03) * min(1.0, self._step_s) if step % self._every == 0 else 0.0
+        began = self._advance(took)
         if stall:
             yield SaveEvent(0, step, "staged", self._now - stall, stall, self._epoch)
         loss = 1.9 + 9 * math.exp(-step / (0.12 * self._steps)) + self._random.gauss(0, 0.05)
@@ -102,11 +102,11 @@ class SyntheticJob:
     def _fault(self, step: int) -> Iterator[LogEvent]:
         kind, reason = self._random.choice(_KINDS)
         node, local = f"n{self._random.randrange(4)}", self._random.randrange(max(1, self._ranks // 4))
-        happened = self._passed(0.4 * self._step_s)
+        happened = self._advance(0.4 * self._step_s)
         if self._random.random() < 0.3:
             yield FaultInjected(happened, kind, self._epoch, node, local, step=step)
-        waited = self._about({"hang": 30.0, "node": 2.0}.get(kind, 0.3)) * min(1.0, self._slow)
-        self._passed(waited)
+        waited = self._random_around({"hang": 30.0, "node": 2.0}.get(kind, 0.3)) * min(1.0, self._slow)
+        self._advance(waited)
         yield FaultEvent(self._now, self._epoch, node, local, kind, reason, since=happened)
         for rank in range(min(self._size, 4)):
             yield StageEvent(self._epoch, rank, "detect", self._now, 0.0)
@@ -128,7 +128,7 @@ class SyntheticJob:
         for name, usual in _STAGES:
             if name == "abort" and how == "start":
                 continue
-            took = self._about(usual) * self._slow
+            took = self._random_around(usual) * self._slow
             away = name == "abort"
             if not away and not told:
                 told = True
@@ -142,4 +142,4 @@ class SyntheticJob:
                     mode = "nothing" if restored < 0 else self._random.choice(("snapshot", "snapshot", "live"))
                     tiers = {} if restored < 0 else {"memory": 3 << 28, "peer": (1 << 28) * (rank == 0)}
                     yield RestoreEvent(rank, restored, mode, self._now, lasted, tiers, epoch=self._epoch)
-            self._passed(took)
+            self._advance(took)

@@ -66,13 +66,13 @@ class CallRecorder:
         self.failed = False
 
     @property
-    def unheard(self) -> bool:
+    def reply_was_lost(self) -> bool:
         """Whether an answer was sent that who asked could not receive."""
         failing = self._failing
         return failing is not None and failing.what.startswith("socket.recv") and "client.py" in str(failing.stack)
 
     @contextlib.contextmanager
-    def watched(self) -> Iterator[CallRecorder]:
+    def recording(self) -> Iterator[CallRecorder]:
         with contextlib.ExitStack() as stack:
             for owner, name, replacement in self._replacements():
                 stack.enter_context(mock.patch.object(owner, name, replacement))
@@ -86,7 +86,7 @@ class CallRecorder:
         for name, found in list(vars(_socket.socket).items()):
             if isinstance(found, types.MethodDescriptorType) and name not in {*_NO_SYSTEM_CALL, *_CLOSES}:
                 yield socket.socket, name, self._wrapped(f"socket.{name}", found)
-        yield socket.socket, "__init__", self._made_socket()
+        yield socket.socket, "__init__", self._socket_init()
         yield mmap, "mmap", self._wrapped("mmap", mmap.mmap)
         yield threading, "_start_new_thread", self._wrapped("thread", threading._start_new_thread, _no_thread)  # type: ignore[attr-defined]
         for module in (io, builtins):
@@ -104,7 +104,7 @@ class CallRecorder:
         self, name: str, real: Callable[..., Any], fail: Callable[[int], Any] | None = None
     ) -> Callable[..., Any]:
         def call(*args: Any, **kwargs: Any) -> Any:
-            fails = self._counted(name)
+            fails = self._is_failing_call(name)
             if fails and name in _CLOSES:
                 real(*args, **kwargs)
             if fails:
@@ -113,7 +113,7 @@ class CallRecorder:
 
         return call
 
-    def _made_socket(self) -> Callable[..., None]:
+    def _socket_init(self) -> Callable[..., None]:
         real = socket.socket.__init__
         asked = self._wrapped("socket", real)
 
@@ -125,7 +125,7 @@ class CallRecorder:
 
         return init
 
-    def _counted(self, name: str) -> bool:
+    def _is_failing_call(self, name: str) -> bool:
         """Whether this call is the one that fails."""
         stack = []
         frame: types.FrameType | None = sys._getframe(1)

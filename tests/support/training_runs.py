@@ -31,26 +31,26 @@ class TrainingRun(ElasticRun):
         }
         self.diary = folder / "diary"
         self.diary.mkdir()
-        self.allow(total)
+        self.allow_steps(total)
 
-    def allow(self, steps: int) -> None:
+    def allow_steps(self, steps: int) -> None:
         new = self.diary / "limit.new"
         new.write_text(str(steps))
         new.rename(self.diary / "limit")
 
-    def begin(self, nodes: int, *options: str):
+    def start_run(self, nodes: int, *options: str):
         words = ("--job", self.name, "--log-dir", str(self.folder / "logs"), "--nnodes", f"1:{nodes}")
         simulated = ("--simulate-nodes", str(nodes), "--shrink-after", "0", "--grow-after", "0.2")
         script = (str(TRAINER), str(self.diary), str(self.total), self.how)
         return self.start("run", "-v", *words, *simulated, "--pause-timeout", "60", *options, *script)
 
-    def change(self, nodes: str) -> None:
+    def resize_and_wait(self, nodes: str) -> None:
         """Ask for another world, and wait until the ranks are told: they stop after the step they are in."""
         before = self.output().count(" at a common step within ")
-        self.ask("resize", "--nodes", nodes)
+        self.run_json("resize", "--nodes", nodes)
         wait_until(lambda: self.output().count(" at a common step within ") > before, "the ranks are to stop")
 
-    def gathered(self, nodes: int) -> None:
+    def wait_nodes_ready(self, nodes: int) -> None:
         """Wait until the ranks of so many nodes are in a world, or about to be: fewer could do many steps alone."""
 
         def there() -> bool:
@@ -62,23 +62,23 @@ class TrainingRun(ElasticRun):
 
         wait_until(there, f"{nodes} nodes are here")
 
-    def asked_to_stop(self) -> None:
+    def wait_stop_requested(self) -> None:
         """Wait until the ranks know that there is to be another world."""
         wait_until(lambda: (status := self.status()) is not None and status.pause is not None, "a pause")
 
-    def lines(self, what: str):
+    def log_lines(self, what: str):
         found = []
         for path in sorted(self.diary.glob("*.jsonl")):
             lines = [line for line in path.read_text().splitlines(keepends=True) if line.endswith("\n")]
             found += [one for one in map(json.loads, lines) if one["what"] == what]
         return found
 
-    def in_world(self, size: int, step: int):
+    def wait_step_in_world(self, size: int, step: int):
         """Wait until all ranks of the newest world, of ``size`` ranks, have done ``step``; what they said of it."""
 
         def there():
-            last = max((one["epoch"] for one in self.lines("world")), default=-1)
-            done = [one for one in self.lines("step") if (one["epoch"], one["step"]) == (last, step)]
+            last = max((one["epoch"] for one in self.log_lines("world")), default=-1)
+            done = [one for one in self.log_lines("step") if (one["epoch"], one["step"]) == (last, step)]
             return done if {one["size"] for one in done} == {size} and len(done) == size else []
 
         try:
@@ -87,15 +87,15 @@ class TrainingRun(ElasticRun):
             logs = "\n".join(path.read_text()[-3000:] for path in (self.folder / "logs").glob("*/*.log"))
             raise AssertionError(f"{error}\n{self.output()[-6000:]}\n{logs}") from None
 
-    def finished(self, run) -> None:
-        code = self.ended(run)
+    def wait_finished(self, run) -> None:
+        code = self.wait_ended(run)
         assert code == 0, self.output()[-6000:]
 
 
 def committed_steps(job: TrainingRun):
     """What each step came to in the world that did it last: the others went back to before it."""
     worlds = defaultdict(list)
-    for one in job.lines("step"):
+    for one in job.log_lines("step"):
         worlds[one["step"], one["epoch"]].append(one)
     found = []
     for step in range(job.total):
@@ -144,7 +144,7 @@ def reference_steps(tmp_path_factory):
     one = TrainingRun(folder, "quiet", "tree", 24)
     one.environ["TIEREDCKPT_AGENT_DIRECTORY"] = str(folder / "agent")  # of a job with one node: not the user's own
     try:
-        one.finished(one.begin(1))
+        one.wait_finished(one.start_run(1))
         return committed_steps(one)
     finally:
         one.close()

@@ -61,12 +61,12 @@ class UploadCase:
     def upload(self, store: RetryingStore, *, identity: str = "digest-1", **more: object) -> None:
         store.upload(self.name, self.source, SIZE, journal=self.journal, identity=identity, **more)
 
-    def stored(self) -> bytes:
+    def stored_bytes(self) -> bytes:
         """Straight from the server."""
         with self.server.client() as client:
             return client.get_object(Bucket=BUCKET, Key=self.key)["Body"].read()
 
-    def unfinished(self) -> list[str]:
+    def unfinished_uploads(self) -> list[str]:
         """Keys of the uploads that the server knows below this prefix."""
         with self.server.client() as client:
             try:
@@ -75,12 +75,12 @@ class UploadCase:
                 return []
             return [each["Key"] for each in listed.get("Uploads", [])]
 
-    def abort(self) -> None:
+    def abort_uploads(self) -> None:
         with self.server.client() as client:
             for each in client.list_multipart_uploads(Bucket=BUCKET, Prefix=self.root).get("Uploads", []):
                 client.abort_multipart_upload(Bucket=BUCKET, Key=each["Key"], UploadId=each["UploadId"])
 
-    def kill_at(self, held: Hold, *, also: Callable[[FaultProxy], bool] = bool, **changes: object) -> None:
+    def kill_upload_at(self, held: Hold, *, also: Callable[[FaultProxy], bool] = bool, **changes: object) -> None:
         """Upload in another process until ``held`` is reached and ``also`` holds; SIGKILL; forget what was seen."""
         task = {
             "url": self.url,
@@ -140,11 +140,11 @@ def store(open_upload_store: Callable[..., RetryingStore]) -> RetryingStore:
 
 
 def part_rule(proxy: FaultProxy, number: int) -> Rule:
-    return proxy.on("PUT", query=f"partNumber={number}(&|$)")
+    return proxy.add_rule("PUT", query=f"partNumber={number}(&|$)")
 
 
 def other_parts_done(proxy: FaultProxy) -> bool:
-    return sum(each.status == 200 for each in proxy.seen("PUT", query="partNumber=")) == len(ALL) - 1
+    return sum(each.status == 200 for each in proxy.requests("PUT", query="partNumber=")) == len(ALL) - 1
 
 
 class ShortUploadContract:
@@ -153,84 +153,84 @@ class ShortUploadContract:
     def test_no_part_is_sent_twice(self, upload_case: UploadCase, store: RetryingStore):
         told: list[int] = []
         upload_case.upload(store, progress=told.append)
-        assert upload_case.stored() == upload_case.data
+        assert upload_case.stored_bytes() == upload_case.data
         assert upload_case.proxy.parts_sent() == ALL
         assert sorted(told) == [3 * MIB, 5 * MIB, 5 * MIB, 5 * MIB, 5 * MIB]
-        assert upload_case.unfinished() == []
+        assert upload_case.unfinished_uploads() == []
 
     def test_killed_upload_sends_only_the_missing_middle_part(self, upload_case: UploadCase, store: RetryingStore):
-        upload_case.kill_at(part_rule(upload_case.proxy, 2).hold(), also=other_parts_done, concurrency=5)
+        upload_case.kill_upload_at(part_rule(upload_case.proxy, 2).hold(), also=other_parts_done, concurrency=5)
         upload_case.upload(store)
-        assert upload_case.stored() == upload_case.data
+        assert upload_case.stored_bytes() == upload_case.data
         assert upload_case.proxy.parts_sent() == [2]
 
     def test_upload_aborted_by_the_store_between_runs_starts_again(self, upload_case: UploadCase, store: RetryingStore):
-        upload_case.kill_at(part_rule(upload_case.proxy, 4).hold(), concurrency=1)
-        upload_case.abort()
+        upload_case.kill_upload_at(part_rule(upload_case.proxy, 4).hold(), concurrency=1)
+        upload_case.abort_uploads()
         upload_case.upload(store)
-        assert upload_case.stored() == upload_case.data
+        assert upload_case.stored_bytes() == upload_case.data
         assert upload_case.proxy.parts_sent() == ALL
 
 
 class UploadContract(ShortUploadContract):
     @pytest.mark.parametrize("number", [1, 3, *(pytest.param(one, marks=pytest.mark.nightly) for one in (2, 4, 5))])
     def test_killed_upload_resumes_at_the_next_part(self, upload_case: UploadCase, store: RetryingStore, number: int):
-        upload_case.kill_at(part_rule(upload_case.proxy, number).hold(), concurrency=1)
+        upload_case.kill_upload_at(part_rule(upload_case.proxy, number).hold(), concurrency=1)
         told: list[int] = []
         upload_case.upload(store, progress=told.append)
-        assert upload_case.stored() == upload_case.data
+        assert upload_case.stored_bytes() == upload_case.data
         assert upload_case.proxy.parts_sent() == ALL[number - 1 :]
         assert sum(told) == SIZE - (number - 1) * 5 * MIB
         assert upload_case.journal.get(upload_case.name) is None
-        assert upload_case.unfinished() == []
+        assert upload_case.unfinished_uploads() == []
 
     def test_upload_killed_before_its_creation_begins_again(self, upload_case: UploadCase, store: RetryingStore):
-        upload_case.kill_at(upload_case.proxy.on("POST", query="^uploads").hold())
+        upload_case.kill_upload_at(upload_case.proxy.add_rule("POST", query="^uploads").hold())
         upload_case.upload(store)
-        assert upload_case.stored() == upload_case.data
+        assert upload_case.stored_bytes() == upload_case.data
         assert upload_case.proxy.parts_sent() == ALL
-        assert upload_case.unfinished() == []
+        assert upload_case.unfinished_uploads() == []
 
     def test_upload_killed_before_its_completion_only_completes(self, upload_case: UploadCase, store: RetryingStore):
-        upload_case.kill_at(upload_case.proxy.on("POST", query="uploadId=").hold())
+        upload_case.kill_upload_at(upload_case.proxy.add_rule("POST", query="uploadId=").hold())
         upload_case.upload(store)
-        assert upload_case.stored() == upload_case.data
+        assert upload_case.stored_bytes() == upload_case.data
         assert upload_case.proxy.parts_sent() == []
 
     def test_upload_killed_after_its_completion_finds_its_object(self, upload_case: UploadCase, store: RetryingStore):
-        upload_case.kill_at(upload_case.proxy.on("POST", query="uploadId=").hold(done=True))
+        upload_case.kill_upload_at(upload_case.proxy.add_rule("POST", query="uploadId=").hold(done=True))
         upload_case.upload(store)
-        assert upload_case.stored() == upload_case.data
+        assert upload_case.stored_bytes() == upload_case.data
         assert upload_case.proxy.parts_sent() == []
-        assert upload_case.proxy.seen("POST", query="^uploads") == []
+        assert upload_case.proxy.requests("POST", query="^uploads") == []
         assert upload_case.journal.get(upload_case.name) is None
 
     def test_twice_killed_upload_completes(self, upload_case: UploadCase, store: RetryingStore):
-        upload_case.kill_at(part_rule(upload_case.proxy, 2).hold(), concurrency=1)
-        upload_case.kill_at(part_rule(upload_case.proxy, 4).hold(), concurrency=1)
+        upload_case.kill_upload_at(part_rule(upload_case.proxy, 2).hold(), concurrency=1)
+        upload_case.kill_upload_at(part_rule(upload_case.proxy, 4).hold(), concurrency=1)
         upload_case.upload(store)
-        assert upload_case.stored() == upload_case.data
+        assert upload_case.stored_bytes() == upload_case.data
         assert upload_case.proxy.parts_sent() == [4, 5]
 
     def test_new_part_size_applies_to_new_uploads(
         self, upload_case: UploadCase, open_upload_store: Callable[..., RetryingStore]
     ):
-        upload_case.kill_at(part_rule(upload_case.proxy, 3).hold(), concurrency=1)
+        upload_case.kill_upload_at(part_rule(upload_case.proxy, 3).hold(), concurrency=1)
         upload_case.upload(open_upload_store(part_size="6MiB"))
-        assert upload_case.stored() == upload_case.data
+        assert upload_case.stored_bytes() == upload_case.data
         assert upload_case.proxy.parts_sent() == [3, 4, 5]
 
     def test_parts_of_another_content_are_not_used(self, upload_case: UploadCase, store: RetryingStore):
-        upload_case.kill_at(part_rule(upload_case.proxy, 4).hold(), concurrency=1)
+        upload_case.kill_upload_at(part_rule(upload_case.proxy, 4).hold(), concurrency=1)
         upload_case.upload(store, identity="digest-2")
         assert upload_case.proxy.parts_sent() == ALL
-        assert upload_case.stored() == upload_case.data
-        assert upload_case.unfinished() == []
+        assert upload_case.stored_bytes() == upload_case.data
+        assert upload_case.unfinished_uploads() == []
 
     def test_invalid_journal_is_ignored(self, upload_case: UploadCase, store: RetryingStore):
         upload_case.journal.put(upload_case.name, b'{"upload_id": "of another release"}')
         upload_case.upload(store)
-        assert upload_case.stored() == upload_case.data
+        assert upload_case.stored_bytes() == upload_case.data
         assert upload_case.journal.get(upload_case.name) is None
 
     def test_upload_aborted_by_the_store_while_sending_starts_again(
@@ -242,25 +242,25 @@ class UploadContract(ShortUploadContract):
         with ThreadPoolExecutor(1) as pool:
             uploading = pool.submit(upload_case.upload, open_upload_store(concurrency=1))
             assert held.reached.wait(WAIT_S)
-            upload_case.abort()
+            upload_case.abort_uploads()
             held.release()
             uploading.result(WAIT_S)
-        assert upload_case.stored() == upload_case.data
+        assert upload_case.stored_bytes() == upload_case.data
         assert upload_case.proxy.parts_sent() == sorted([*ALL, 1, 2, 3])
-        assert upload_case.unfinished() == []
+        assert upload_case.unfinished_uploads() == []
 
     def test_repeatedly_aborted_upload_fails_after_three_tries(self, upload_case: UploadCase, store: RetryingStore):
         if not upload_case.server.knows_aborted:
             pytest.skip(f"{upload_case.server.name} answers with an internal error")
 
         def abort(exchange: object) -> None:
-            upload_case.abort()
-            exchange.pass_on()
+            upload_case.abort_uploads()
+            exchange.forward_unchanged()
 
-        upload_case.proxy.on("PUT", query="partNumber=1(&|$)", times=99).fail(abort)
+        upload_case.proxy.add_rule("PUT", query="partNumber=1(&|$)", times=99).fail(abort)
         with pytest.raises(TierUnavailableError, match=r"NoSuch(Upload|Key)|404"):
             upload_case.upload(store)
-        assert len(upload_case.proxy.seen("POST", query="^uploads")) == 3
+        assert len(upload_case.proxy.requests("POST", query="^uploads")) == 3
 
     def test_upload_to_a_silent_store_can_be_cancelled(
         self, upload_case: UploadCase, open_upload_store: Callable[..., RetryingStore]
@@ -278,7 +278,7 @@ class UploadContract(ShortUploadContract):
         upload_case.proxy.clear()
         held.drop()
         upload_case.upload(open_upload_store())
-        assert upload_case.stored() == upload_case.data
+        assert upload_case.stored_bytes() == upload_case.data
         assert upload_case.proxy.parts_sent() == [3, 4, 5]
 
     def test_abandoned_uploads_are_discarded(
@@ -297,9 +297,9 @@ class UploadContract(ShortUploadContract):
             upload_case.proxy.clear()
             held.drop()
         assert store.abort_stale_uploads("a/", older_than_s=0, keep=["a/kept"]) == 1
-        assert sorted(upload_case.unfinished()) == [f"{upload_case.root}/a/kept", f"{upload_case.root}/b/other"]
+        assert sorted(upload_case.unfinished_uploads()) == [f"{upload_case.root}/a/kept", f"{upload_case.root}/b/other"]
         assert store.abort_stale_uploads("", older_than_s=0) == 2
-        assert upload_case.unfinished() == []
+        assert upload_case.unfinished_uploads() == []
         upload_case.upload(store)
-        assert upload_case.stored() == upload_case.data
+        assert upload_case.stored_bytes() == upload_case.data
         assert upload_case.proxy.parts_sent() == ALL

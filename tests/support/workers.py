@@ -110,7 +110,7 @@ class Concurrency:
     most: int
     now: int
 
-    def hear(self, busy: float, running: int) -> None:
+    def adjust(self, busy: float, running: int) -> None:
         """``busy`` is a share of all cores' time, and ``running`` how many units ran in it."""
         if busy > _BUSY:
             self.now = max(self.least, self.now - 1)
@@ -155,7 +155,7 @@ class Queue:
         if unit.timed:
             self._running_timed[unit.timed] -= 1
 
-    def again(self, unit: Unit) -> None:
+    def requeue(self, unit: Unit) -> None:
         """The rest of a unit whose worker died."""
         if unit.tests:
             (self._timed if unit.timed else self._free).insert(0, unit)
@@ -304,10 +304,10 @@ class _Session:
         for _ in range(workers):
             self._fork()
         while self._workers:
-            self._look()
+            self._adjust_pace()
             self._hand_out()
             for key, _ in self._selector.select(_LOOK_S if self._queue else None):
-                self._hear(key.data)
+                self._receive_from(key.data)
 
     def _retry_failed(self) -> None:
         positions = {item.nodeid: position for position, item in enumerate(self._session.items)}
@@ -357,13 +357,13 @@ class _Session:
         self._workers.append(worker)
         self._selector.register(ours, selectors.EVENT_READ, worker)
 
-    def _look(self) -> None:
+    def _adjust_pace(self) -> None:
         now = time.monotonic()
         passed_s = now - self._looked_at
         if passed_s >= _LOOK_S:
             idle_s = _idle_s()
             busy = 1.0 - (idle_s - self._idle_s) / passed_s / (os.cpu_count() or 1)
-            self._pace.hear(busy, self._queue.running)
+            self._pace.adjust(busy, self._queue.running)
             self._looked_at, self._idle_s = now, idle_s
 
     def _hand_out(self) -> None:
@@ -373,16 +373,16 @@ class _Session:
                 worker.unit = self._queue.next() if room and not self._is_stopping else None
                 if worker.unit is not None:
                     worker.ran.clear()
-                    self._tell(worker, list(worker.unit.tests))
+                    self._send_to(worker, list(worker.unit.tests))
                 elif self._is_stopping or not self._queue:
                     worker.over = True
-                    self._tell(worker, None)
+                    self._send_to(worker, None)
 
-    def _tell(self, worker: _Worker, what: Any) -> None:
+    def _send_to(self, worker: _Worker, what: Any) -> None:
         with contextlib.suppress(ConnectionError):  # it has died, which is heard of
             _send(worker.end, what)
 
-    def _hear(self, worker: _Worker) -> None:
+    def _receive_from(self, worker: _Worker) -> None:
         try:
             what, body = _receive(worker.end)
         except EOFError:
@@ -419,7 +419,7 @@ class _Session:
             self._failures.add(report, is_last=True)
         self._queue.done(worker.unit)
         rest = tuple(position for position in worker.unit.tests if position not in worker.ran)
-        self._queue.again(Unit(rest, worker.unit.seconds, worker.unit.timed))
+        self._queue.requeue(Unit(rest, worker.unit.seconds, worker.unit.timed))
         if not self._session.shouldfail:
             self._fork()
 

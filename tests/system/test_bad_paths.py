@@ -24,7 +24,7 @@ def two_nodes(net):
     """What n1 sends to n2 goes through ``forth`` of the path."""
     paths = []
     with partitioned_job(net, "n1", "n2", wire=lambda net: paths.append(net.slow_path(*net.hosts.values()))) as job:
-        job.begin("n1")
+        job.claim_incarnation("n1")
         yield job, paths[0]
 
 
@@ -38,7 +38,7 @@ def three_nodes(net, **shape):
             paths[one.name, other.name] = net.slow_path(one, other, **shape)
 
     with partitioned_job(net, "n1", "n2", "n3", wire=wire) as job:
-        job.begin("n1")
+        job.claim_incarnation("n1")
         yield job, paths
 
 
@@ -46,27 +46,27 @@ class TestSlow:
     def test_throttled_path_delays_copies_and_no_save(self, net):
         """Version 2 waits behind version 1, which takes seconds at 100 Mbit/s: on the way is no matter of luck."""
         with partitioned_job(net, "n1", "n2") as job:
-            job.begin("n1")
+            job.claim_incarnation("n1")
             n1, size = job["n1"], 32 * MIB
             n1.host.throttle("100mbit")
             keys = [shard_key(version, job=JOB) for version in (1, 2)]
             for of in keys:
                 n1.write(of, size, parts=1)
-            assert describe_replication(n1.durability(keys[1])) == "1 copy, 1 on the way"
-            assert n1.is_good(keys[0])
-            found = n1.durability(keys[1], copies=2, timeout_s=PATIENCE_S)
+            assert describe_replication(n1.replication_status(keys[1])) == "1 copy, 1 on the way"
+            assert n1.has_intact_shard(keys[0])
+            found = n1.replication_status(keys[1], copies=2, timeout_s=PATIENCE_S)
             assert describe_replication(found) == "2 copies in 2 racks"
-            job.settle(2)
-            job.assert_kept(keys[1:])
+            job.wait_replicated(2)
+            job.assert_intact_copies(keys[1:])
 
     def test_lossy_path_delays_copies_without_damage(self, net):
         with partitioned_job(net, "n1", "n2") as job:
-            job.begin("n1")
-            job["n1"].host.lossy(0.05)
+            job.claim_incarnation("n1")
+            job["n1"].host.set_loss(0.05)
             keys = [of for version in (1, 2) for of in job.write(version, size_bytes=SIZE)]
-            job.settle(2)
+            job.wait_replicated(2)
             assert retransmitted(job["n1"].host) > 0
-            job.assert_kept(keys[2:])
+            job.assert_intact_copies(keys[2:])
             for reader, source in ("n2", "n1"), ("n1", "n2"):
                 data, pulled = job[reader].read(keys[2], source)
                 assert not pulled.failed
@@ -75,8 +75,8 @@ class TestSlow:
     def test_distant_nodes_replicate_and_read(self, net):
         with three_nodes(net, latency_s=0.05) as (job, _):
             keys = job.write(1, size_bytes=SIZE)
-            job.settle(1)
-            job.assert_kept(keys)
+            job.wait_replicated(1)
+            job.assert_intact_copies(keys)
             for reader in job:
                 of = next(of for of in keys if not reader.holds(of))
                 data, pulled = reader.read(of, *sorted(job.holders(of)))
@@ -90,18 +90,18 @@ class TestCorrupt:
             flipped = path.forth.flip_bit(at_byte=2 * MIB)
             (of,) = job.write(1, "n1", size_bytes=SIZE)
             assert flipped.wait(PATIENCE_S)
-            job.settle(1)
-            job.assert_kept([of])
+            job.wait_replicated(1)
+            job.assert_intact_copies([of])
             assert "came from n1 damaged" in job["n2"].agent.log_text()
-            assert not job["n1"].durability(of).problem
+            assert not job["n1"].replication_status(of).problem
             assert not job["n2"].store.status().damage_reports
 
     def test_bit_flipped_during_a_read_is_requested_again(self, net):
         """There is no other copy, and this one is good: it is not given up for what the way did."""
         with partitioned_job(net, "n1", "n2") as job:
-            job.begin("n1")
+            job.claim_incarnation("n1")
             (of,) = job.write(1, "n1", size_bytes=SIZE)
-            job.settle(1)
+            job.wait_replicated(1)
             path = net.slow_path(job["n2"].host, job["n1"].host)
             flipped = path.back.flip_bit(at_byte=2 * MIB)
             data, pulled = job["n2"].read(of, "n1")
@@ -119,10 +119,10 @@ class TestBroken:
             (of,) = job.write(1, "n1", size_bytes=SIZE)
             assert resets[0].wait(PATIENCE_S)
             assert not job["n2"].holds(of)
-            assert job["n1"].durability(of).copies == 1
+            assert job["n1"].replication_status(of).copies == 1
             assert all(reset.wait(PATIENCE_S) for reset in resets)
-            job.settle(1)
-            job.assert_kept([of])
+            job.wait_replicated(1)
+            job.assert_intact_copies([of])
             leases = wait_until(
                 lambda: job["n2"].store.status().arena.leases == 0, "slots of broken pushes are free again"
             )
@@ -131,9 +131,9 @@ class TestBroken:
     @pytest.mark.parametrize("streams", [1, 2])
     def test_read_resumes_after_a_connection_reset(self, net, streams):
         with partitioned_job(net, "n1", "n2") as job:
-            job.begin("n1")
+            job.claim_incarnation("n1")
             (of,) = job.write(1, "n1", size_bytes=SIZE)
-            job.settle(1)
+            job.wait_replicated(1)
             path = net.slow_path(job["n2"].host, job["n1"].host)
             reset = path.back.reset_after(5 * MIB)
             data, pulled = job["n2"].read(of, "n1", streams=streams)
@@ -172,15 +172,15 @@ class TestStalled:
             path, of, later = paths["n1", partner], job.key(1, "n1"), job.key(2, "n1")
             stall_during_copy(path, n1, of)
             n1.write(later, MIB, parts=1)
-            assert n1.is_good(later)
-            assert n1.durability(later).missing_copies == 1
+            assert n1.has_intact_shard(later)
+            assert n1.replication_status(later).missing_copies == 1
             assert n1.view.sending
-            wait_until(lambda: n1.durability(of).problem, "the push is given up")
+            wait_until(lambda: n1.replication_status(of).problem, "the push is given up")
             assert not job[partner].holds(of)
-            assert n1.durability(of).copies == 1
+            assert n1.replication_status(of).copies == 1
             resume(path)
-            job.settle(2)
-            job.assert_kept([later])
+            job.wait_replicated(2)
+            job.assert_intact_copies([later])
 
     def test_partner_that_stops_answering_during_replication_is_replaced(self, net):
         with three_nodes(net) as (job, paths):
@@ -190,8 +190,8 @@ class TestStalled:
             path, of = paths["n1", silent], job.key(1, "n1")
             its = [path for ends, path in paths.items() if silent in ends]
             stall_during_copy(path, n1, of, *its)
-            job.settle(1, "n1", other)
+            job.wait_replicated(1, "n1", other)
             assert job.holders(of) == {"n1", other}
             resume(*its)
-            job.settle(1)
-            job.assert_kept([of])
+            job.wait_replicated(1)
+            job.assert_intact_copies([of])

@@ -54,17 +54,17 @@ def fill(place):
 
 
 def steps_of(job):
-    return max((one["step"] for one in job.lines("step")), default=-1)
+    return max((one["step"] for one in job.log_lines("step")), default=-1)
 
 
 @pytest.mark.parametrize("whom", ["rank", "agent", "coordinator"])
 @pytest.mark.parametrize("place", PLACES.values(), ids=PLACES)
 def test_full_directories_do_not_change_the_result(job, reference_steps, place, whom):
-    run = job.begin(2, 0, total=STEPS)
+    run = job.start_run(2, 0, total=STEPS)
     wait_until(lambda: steps_of(job) >= 6, "it trains")
-    ranks, agents = job.lines("world"), job.pids("tieredckpt.agent", "/n0/agent")
+    ranks, agents = job.log_lines("world"), job.pids("tieredckpt.agent", "/n0/agent")
     fill(directory(job, place))
-    kill({"rank": ranks[-1]["pid"], "agent": agents[0], "coordinator": job.coordinator()}[whom])
-    job.see_through(run, 200)
+    kill({"rank": ranks[-1]["pid"], "agent": agents[0], "coordinator": job.coordinator_pid()}[whom])
+    job.wait_finished(run, 200)
     assert_worlds_consistent(job)
-    assert_same_training(job.committed(), reference_steps)
+    assert_same_training(job.committed_steps(), reference_steps)

@@ -256,22 +256,22 @@ class TestHostFaults:
     def test_lost_packets_are_sent_again(self, host_pair, direction):
         n1, n2 = host_pair if direction == "from" else host_pair[::-1]
         content = os.urandom(8 * MIB)
-        host_pair[0].lossy(0.1)
+        host_pair[0].set_loss(0.1)
         with connection(n1, n2) as (near, far):
             sender = send_in_background(near, content)
             assert receive_all(far) == content
             sender.join()
         assert retransmitted(n1) > 0
-        host_pair[0].lossy(0)
+        host_pair[0].set_loss(0)
         assert not host_pair[1].run(["iptables", "-S", "INPUT"]).count("statistic")
 
     def test_packet_loss_applies_in_both_directions(self, host_pair):
         n1, n2 = host_pair
         with mailbox(n1) as at_n1, mailbox(n2) as at_n2:
             for lossy, other in (at_n1, at_n2), (at_n2, at_n1):
-                n1.lossy(1.0)
+                n1.set_loss(1.0)
                 lossy.sendto(b"is lost", other.getsockname())
-                n1.lossy(0)
+                n1.set_loss(0)
                 lossy.sendto(b"after it", other.getsockname())
                 assert other.recv(100) == b"after it"
 
@@ -279,7 +279,7 @@ class TestHostFaults:
         n1, n2 = host_pair
         net.cut(n1, n2)
         n1.refuse(n2)
-        n1.lossy(1.0)
+        n1.set_loss(1.0)
         n1.unplug()
         n2.throttle("8kbit")
         net.delay(n1, n2, 600)
@@ -369,13 +369,13 @@ class TestAgents:
         net.cut(net.hosts["n1"], net.hosts["n2"])
         with pytest.raises(TimeoutError):
             status_of(agents[0], seen_from=net.hosts["n2"], timeout_s=HANGS_S)
-        assert [agent.end() for agent in agents] == [0, 0]
+        assert [agent.stop() for agent in agents] == [0, 0]
         assert "agent leaves" in agents[1].log_text()
 
     def test_killed_agent_is_replaced_on_its_host(self, net):
         n1 = net.host("n1")
         first = n1.agent(n1.directory)
-        assert first.end(signal.SIGKILL) == -signal.SIGKILL
+        assert first.stop(signal.SIGKILL) == -signal.SIGKILL
         second = n1.agent(n1.directory)
         assert second.pid != first.pid
         second.kill(signal.SIGSTOP)

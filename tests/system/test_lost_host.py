@@ -73,16 +73,16 @@ def save_after_restore(inside, expected, step):
 def test_unplugged_host_loses_no_step_and_gets_copies_on_return(net, ranks):
     with partitioned_job(net, "n1", "n2", "n3") as job:
         assert job.run(ranks, ["n1", "n2", "n3"], save, [5, 6, 7]) == ["2 copies in 2 racks"] * 3
-        job.settle(7)
+        job.wait_replicated(7)
         job["n2"].host.unplug()
         assert set().union(*job.run(ranks, ["n1", "n3"], restore, 7)) <= {"peer", "memory"}
         for name in ("n1", "n3"):
             wait_until(lambda seat=job[name]: seat.parts_of(7) == {0, 1, 2}, f"{name} holds all of step 7")
         assert job.run(ranks, ["n1", "n3"], save_after_restore, 7, 8) == [{"memory"}] * 2
-        job.settle(8, "n1", "n3")
-        assert job["n2"].replicated == 7
+        job.wait_replicated(8, "n1", "n3")
+        assert job["n2"].newest_replicated == 7
         net.heal_all()
-        job.settle(8, "n2")
+        job.wait_replicated(8, "n2")
 
 
 def test_ranks_on_distant_hosts_save_and_restore(net, ranks):
@@ -94,6 +94,6 @@ def test_ranks_on_distant_hosts_save_and_restore(net, ranks):
 
     with partitioned_job(net, "n1", "n2", "n3", wire=far_apart) as job:
         assert job.run(ranks, ["n1", "n2", "n3"], save, [1, 2]) == ["2 copies in 2 racks"] * 3
-        job.settle(2)
+        job.wait_replicated(2)
         assert job.run(ranks, ["n1"], restore, 2) == [{"memory", "peer"}]
         assert job.run(ranks, ["n1"], restore_unreachable, 2) == [[""]]

@@ -43,12 +43,12 @@ def test_out_of_memory_rank_is_replaced_with_its_reason(group) -> None:
     with elastic_job() as job:
         job.inside = ("sh", "-c", 'echo $$ > "$0" && exec "$@"', str(group))
         run = job.run("--simulate-nodes", "2", "--nnodes", "2")
-        before = job.world(2)
-        job.make("hungry-n1")
-        after = job.world(2, after=before[0]["epoch"])
+        before = job.wait_world(2)
+        job.touch("hungry-n1")
+        after = job.wait_world(2, after=before[0]["epoch"])
         by_node = [{one["node"]: one["pid"] for one in world} for world in (before, after)]
         assert by_node[0]["n0"] == by_node[1]["n0"]
         assert by_node[0]["n1"] != by_node[1]["n1"]
         assert "out of memory: the kernel says so of its control group" in job.output()
         job.finish()
-        assert job.ended(run) == 0
+        assert job.wait_ended(run) == 0

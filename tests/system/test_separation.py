@@ -14,9 +14,9 @@ SIZE = 2 * MIB + 12345
 def job(net):
     """Three nodes in three racks; version 1 is settled."""
     with partitioned_job(net, "n1", "n2", "n3") as made:
-        made.begin("n1")
+        made.claim_incarnation("n1")
         made.write(1, size_bytes=SIZE)
-        made.settle(1)
+        made.wait_replicated(1)
         yield made
 
 
@@ -29,19 +29,19 @@ class TestPartition:
         wait_until(lambda: not n3.view.quorum, "n3 notices that it is alone")
         with pytest.raises(NoQuorumError, match=r"n1 \((suspected|dead) .*n2 \((suspected|dead) "):
             n3.store.claim("separated", "c")
-        wait_until(lambda: n1.standing("n3") == "dead", "n3 is given up")
+        wait_until(lambda: n1.state_of("n3") == "dead", "n3 is given up")
 
-        job.begin("n1", epoch=2)
+        job.claim_incarnation("n1", epoch=2)
         new = job.write(2, "n1", "n2", size_bytes=SIZE, epoch=2)
-        job.settle(2, "n1", "n2")
-        job.assert_kept(new, "n1", "n2")
+        job.wait_replicated(2, "n1", "n2")
+        job.assert_intact_copies(new, "n1", "n2")
         # The minority's writer does not know yet: nothing of what it does makes version 1 superfluous.
         n3.write(job.key(3, "n3"), SIZE, parts=3)
         with pytest.raises(ArenaBusyError, match="version 1: the newest complete one"):
             n3.write(job.key(4, "n3"), SIZE, parts=3)
-        assert n3.replicated == 1
+        assert n3.newest_replicated == 1
         assert here <= n3.keys()
-        assert all(n3.is_good(of) for of in here)
+        assert all(n3.has_intact_shard(of) for of in here)
         assert n3.store.epoch("separated") == 1
         assert not job.holders(job.key(3, "n3"), "n1", "n2")
 
@@ -51,11 +51,11 @@ class TestPartition:
             n3.write(job.key(5, "n3"), SIZE, parts=3)
         with pytest.raises(LeaseLostError):
             n3.store.seal(under_way.id, SIZE)
-        job.settle(2)
-        wait_until(lambda: n1.standing("n3") == "alive" and n3.view.quorum, "they are together again")
+        job.wait_replicated(2)
+        wait_until(lambda: n1.state_of("n3") == "alive" and n3.view.quorum, "they are together again")
         newest = job.write(3, size_bytes=SIZE, epoch=2)
-        job.settle(3)
-        job.assert_kept(newest)
+        job.wait_replicated(3)
+        job.assert_intact_copies(newest)
         assert any(n3.holds(of) for of in newest[:2]), "n3 is somebody's partner again"
         assert not job.holders(job.key(3, "n3"), "n1", "n2")
 
@@ -68,12 +68,12 @@ class TestOneLink:
         (other,) = {"n2", "n3"} - {partner}
         net.cut(n1.host, job[partner].host, one_way=True)
         keys = job.write(2, size_bytes=SIZE)
-        job.settle(2)
-        job.assert_kept(keys)
-        assert {seat.standing(name) for seat in job for name in ("n1", partner)} <= {"alive", "suspect"}
+        job.wait_replicated(2)
+        job.assert_intact_copies(keys)
+        assert {seat.state_of(name) for seat in job for name in ("n1", partner)} <= {"alive", "suspect"}
         assert job[other].view.quorum
         net.heal_all()
         keys = job.write(3, size_bytes=SIZE)
-        job.settle(3)
-        job.assert_kept(keys)
-        wait_until(lambda: all(seat.standing(name) == "alive" for seat in job for name in job.seats), "all are alive")
+        job.wait_replicated(3)
+        job.assert_intact_copies(keys)
+        wait_until(lambda: all(seat.state_of(name) == "alive" for seat in job for name in job.seats), "all are alive")

@@ -52,40 +52,40 @@ class SlurmTraining(TrainingRun):
         self.job = self.slurm.submit(EXAMPLE, *words, self.diary, self.total, "tree", **self.own)
 
     @property
-    def printed(self) -> str:
+    def node_output(self) -> str:
         path = self.slurm.directory / f"slurm-{self.job}.out"
         return path.read_text(errors="replace") if path.exists() else ""
 
-    def does(self, step: int, size: int = 3, *, starts: int = 1) -> None:
+    def wait_step(self, step: int, size: int = 3, *, starts: int = 1) -> None:
         """Wait until ``size`` ranks have done a step, in the so manieth start of the job."""
 
         def there() -> bool:
-            worlds = [one["first"] for one in self.lines("world")]
-            done = [one for one in self.lines("step") if one["step"] == step and one["size"] == size]
+            worlds = [one["first"] for one in self.log_lines("world")]
+            done = [one for one in self.log_lines("step") if one["step"] == step and one["size"] == size]
             return len({one["rank"] for one in done}) == size and len({*worlds}) >= starts
 
-        self.slurm.until(f"{size} ranks do step {step}", there)
+        self.slurm.wait_until(f"{size} ranks do step {step}", there)
 
-    def is_to_stop(self, signal: str) -> None:
+    def wait_stop_announced(self, signal: str) -> None:
         """Wait until the ranks know that there is an end."""
-        self.slurm.until(f"{signal} is heard", lambda: f"{signal}: the ranks seal and end" in self.printed)
-        self.slurm.until("the ranks are to stop", lambda: " at a common step within " in self.printed)
+        self.slurm.wait_until(f"{signal} is heard", lambda: f"{signal}: the ranks seal and end" in self.node_output)
+        self.slurm.wait_until("the ranks are to stop", lambda: " at a common step within " in self.node_output)
 
     def assert_same_bits(self, undisturbed) -> None:
         """Whoever did a step, and however often: to what it came."""
-        lines = self.lines("step")
+        lines = self.log_lines("step")
         assert {one["step"] for one in lines} == {*range(TOTAL)}
         for one in lines:
             other = undisturbed[one["step"]]
             assert [one[name] for name in ("loss", "norm", "sum")] == [other[name] for name in ("loss", "norm", "sum")]
 
-    def starts(self) -> list[int]:
+    def first_steps(self) -> list[int]:
         """The first step of every start of the job."""
-        return sorted({one["first"] for one in self.lines("world")})
+        return sorted({one["first"] for one in self.log_lines("world")})
 
-    def ended_well(self) -> None:
-        shown = self.slurm.until_state(self.job, "COMPLETED", "FAILED", "NODE_FAIL", "CANCELLED", "TIMEOUT")
-        assert shown["JobState"] == "COMPLETED", self.slurm.tell()
+    def assert_completed(self) -> None:
+        shown = self.slurm.wait_state(self.job, "COMPLETED", "FAILED", "NODE_FAIL", "CANCELLED", "TIMEOUT")
+        assert shown["JobState"] == "COMPLETED", self.slurm.failure_report()
 
 
 @pytest.fixture
@@ -101,7 +101,9 @@ def training(slurm):
         if one.job:
             slurm.run("scancel", "--signal=KILL", one.job, check=False)
             slurm.run("scancel", one.job, check=False)
-            slurm.until("the job is over", lambda one=one: not slurm.run("squeue", "-h", "-j", one.job, check=False))
+            slurm.wait_until(
+                "the job is over", lambda one=one: not slurm.run("squeue", "-h", "-j", one.job, check=False)
+            )
 
 
 def test_host_lists_expand_as_in_slurm(slurm):
@@ -144,19 +146,21 @@ def test_array_tasks_on_the_same_machines_stay_separate(slurm):
         return sorted((one["node"], one["size"]) for one in lines if one["what"] == "in")
 
     wanted = sorted(2 * [("n1", 2), ("n2", 2), ("n3", 1)])
-    slurm.until("four worlds", lambda: worlds() == wanted)
+    slurm.wait_until("four worlds", lambda: worlds() == wanted)
     (folder / "finish").touch()
     for task in range(2):
-        assert slurm.until_state(f"{job}_{task}", "COMPLETED", "FAILED")["JobState"] == "COMPLETED", slurm.tell()
+        assert slurm.wait_state(f"{job}_{task}", "COMPLETED", "FAILED")["JobState"] == "COMPLETED", (
+            slurm.failure_report()
+        )
 
 
 def test_three_machine_job_matches_a_single_rank(slurm, training, reference_steps):
     job = training("three", durable=False)
     job.submit()
-    job.ended_well()
+    job.assert_completed()
     job.assert_same_bits(reference_steps)
-    assert {one["size"] for one in job.lines("step")} == {3}
-    assert job.starts() == [0]
+    assert {one["size"] for one in job.log_lines("step")} == {3}
+    assert job.first_steps() == [0]
     assert list(Path(slurm.environ["HOME"], ".elastic").iterdir()) == []
     for name in slurm.nodes:
         assert [one for one in slurm.processes(name) if "elastic" in one or "tieredckpt" in one] == []
@@ -164,60 +168,60 @@ def test_three_machine_job_matches_a_single_rank(slurm, training, reference_step
 
 def test_preempted_job_is_requeued_and_resumes_at_its_sealed_step(slurm, training, reference_steps):
     job = training("noticed")
-    job.allow(5)
+    job.allow_steps(5)
     job.submit()
-    job.does(4)
+    job.wait_step(4)
     slurm.run("scancel", "--signal=USR1", job.job)
-    job.is_to_stop("SIGUSR1")
-    job.allow(TOTAL)
-    job.ended_well()
-    assert slurm.shown(job.job)["Restarts"] == "1"
-    assert "is back in the queue" in job.printed
-    assert len({(one["step"], one["rank"]) for one in job.lines("step")}) == len(job.lines("step")) == 3 * TOTAL
-    assert len(job.starts()) == 2
-    assert job.starts()[1] >= 5
+    job.wait_stop_announced("SIGUSR1")
+    job.allow_steps(TOTAL)
+    job.assert_completed()
+    assert slurm.job_details(job.job)["Restarts"] == "1"
+    assert "is back in the queue" in job.node_output
+    assert len({(one["step"], one["rank"]) for one in job.log_lines("step")}) == len(job.log_lines("step")) == 3 * TOTAL
+    assert len(job.first_steps()) == 2
+    assert job.first_steps()[1] >= 5
     job.assert_same_bits(reference_steps)
 
 
 def test_requeued_job_seals_within_kill_wait(slurm, training, reference_steps):
     """As a preemption with PreemptMode=REQUEUE does: SIGTERM, KillWait, and back into the queue."""
     job = training("preempted")
-    job.allow(5)
+    job.allow_steps(5)
     job.submit()
-    job.does(4)
+    job.wait_step(4)
     slurm.run("scontrol", "requeue", job.job)
-    job.is_to_stop("SIGTERM")
-    job.allow(TOTAL)
-    job.ended_well()
-    assert len({(one["step"], one["rank"]) for one in job.lines("step")}) == len(job.lines("step")) == 3 * TOTAL
-    assert len(job.starts()) == 2
+    job.wait_stop_announced("SIGTERM")
+    job.allow_steps(TOTAL)
+    job.assert_completed()
+    assert len({(one["step"], one["rank"]) for one in job.log_lines("step")}) == len(job.log_lines("step")) == 3 * TOTAL
+    assert len(job.first_steps()) == 2
     job.assert_same_bits(reference_steps)
 
 
 def test_job_continues_without_a_lost_machine(slurm, training, reference_steps):
     job = training("smaller", durable=False)
-    job.allow(5)
+    job.allow_steps(5)
     job.submit()
-    job.does(4)
-    slurm.lose(parse_host_list(slurm.shown(job.job)["NodeList"])[1])
-    job.allow(TOTAL)
-    job.does(TOTAL - 1, size=2)
-    job.ended_well()
-    assert slurm.shown(job.job)["Restarts"] == "0"
+    job.wait_step(4)
+    slurm.lose_node(parse_host_list(slurm.job_details(job.job)["NodeList"])[1])
+    job.allow_steps(TOTAL)
+    job.wait_step(TOTAL - 1, size=2)
+    job.assert_completed()
+    assert slurm.job_details(job.job)["Restarts"] == "0"
     job.assert_same_bits(reference_steps)
 
 
 def test_job_is_requeued_without_its_lost_first_machine(slurm, training, reference_steps):
     job = training("headless")
-    job.allow(5)
+    job.allow_steps(5)
     job.submit()
-    job.does(4)
-    first = slurm.shown(job.job)["BatchHost"]
-    slurm.lose(first)
-    job.allow(TOTAL)
-    job.ended_well()
-    shown = slurm.shown(job.job)
+    job.wait_step(4)
+    first = slurm.job_details(job.job)["BatchHost"]
+    slurm.lose_node(first)
+    job.allow_steps(TOTAL)
+    job.assert_completed()
+    shown = slurm.job_details(job.job)
     assert shown["Restarts"] == "1"
     assert first not in parse_host_list(shown["NodeList"])
-    assert job.starts()[1] >= 4
+    assert job.first_steps()[1] >= 4
     job.assert_same_bits(reference_steps)

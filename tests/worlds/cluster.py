@@ -67,10 +67,10 @@ class SimulatedCluster:
 
     # -- time ---------------------------------------------------------------------------------------------------------
 
-    def after(self, delay_s: float, what: Callable[[], None]) -> None:
-        self.at(self.now_s + delay_s, what)
+    def run_after(self, delay_s: float, what: Callable[[], None]) -> None:
+        self.run_at(self.now_s + delay_s, what)
 
-    def at(self, time_s: float, what: Callable[[], None]) -> None:
+    def run_at(self, time_s: float, what: Callable[[], None]) -> None:
         heapq.heappush(self._queue, (time_s, next(self._number), what))
 
     def run(self, seconds: float) -> None:
@@ -80,7 +80,7 @@ class SimulatedCluster:
             what()
         self.now_s = until_s
 
-    def come_to_rest(self) -> None:
+    def run_until_rest(self) -> None:
         """Faults stop; until nothing is left to happen."""
         self.calm = True
         heard = self.heard
@@ -90,7 +90,7 @@ class SimulatedCluster:
             self.now_s, _, what = heapq.heappop(self._queue)
             what()
 
-    def say(self, what: object) -> None:
+    def log(self, what: object) -> None:
         if self.say_aloud is not None:
             self.say_aloud(f"{self.now_s:9.2f} {what}")
 
@@ -113,9 +113,9 @@ class SimulatedCluster:
     def post(self, event: WorldEvent) -> None:
         delay_s = self.delay_s()
         to = self.coordinator
-        self.after(delay_s, lambda: self._receive(event, to))
+        self.run_after(delay_s, lambda: self._receive(event, to))
         if self.rng.random() < 0.15:
-            self.after(delay_s + self.rng.choice(_AGAIN_S), lambda: self._receive(event, to))
+            self.run_after(delay_s + self.rng.choice(_AGAIN_S), lambda: self._receive(event, to))
 
     def _receive(self, event: WorldEvent, to: int) -> None:
         """A node says to another coordinator again what it has said; one that is gone does not."""
@@ -129,19 +129,19 @@ class SimulatedCluster:
         self.heard += 1
         self.world, actions = next_world(before, event, self.policy, self.now_s)
         if self.say_aloud is not None and not isinstance(event, Tick):
-            self.say(event)
-        self._heed(actions, lambda: self.judge.decided(before, event, self.world, actions, self.now_s))
+            self.log(event)
+        self._apply_desired(actions, lambda: self.judge.actions_decided(before, event, self.world, actions, self.now_s))
 
-    def _heed(self, actions: tuple[WorldAction, ...], judge: Callable[[], None]) -> None:
+    def _apply_desired(self, actions: tuple[WorldAction, ...], judge: Callable[[], None]) -> None:
         if self.say_aloud is not None:
             for action in actions:
-                self.say(f"    {action}")
+                self.log(f"    {action}")
         judge()
         for action in actions:
             self._send(action)
         tick_s = self.world.next_tick_s
         if tick_s is not None and tick_s != self.tick_s:
-            self.at(tick_s, lambda: self._tick(tick_s))
+            self.run_at(tick_s, lambda: self._tick(tick_s))
         self.tick_s = tick_s
 
     def _tick(self, tick_s: float) -> None:
@@ -150,18 +150,18 @@ class SimulatedCluster:
 
     def _send(self, action: WorldAction) -> None:
         if isinstance(action, RequestNodes) and self.rng.random() < 0.6 and len(self.machines) < _MOST_MACHINES:
-            self.after(self.rng.choice((1.0, 10.0, 100.0)), self.boot)
+            self.run_after(self.rng.choice((1.0, 10.0, 100.0)), self.boot)
         if isinstance(action, FormWorld):
             self.formed[action.epoch] = action
             self.standing.pop(action.epoch, None)
         if isinstance(action, PauseWorld) and action.stop:
             self.stops.add(action.epoch)
-        for machine in self._addressed(action):
+        for machine in self._address(action):
             at_s = max(machine.orders_until_s, self.now_s + self.delay_s())
             machine.orders_until_s = at_s
-            self.at(at_s, partial(self._arrive, machine, action, self.coordinator))
+            self.run_at(at_s, partial(self._arrive, machine, action, self.coordinator))
 
-    def _addressed(self, action: WorldAction) -> list[SimulatedSupervisor]:
+    def _address(self, action: WorldAction) -> list[SimulatedSupervisor]:
         if isinstance(action, FormWorld):
             return [self.machines[node] for node in action.nodes if node in self.machines]
         if isinstance(action, (BreakWorld, PauseWorld)):
@@ -171,7 +171,7 @@ class SimulatedCluster:
 
     def _arrive(self, machine: SimulatedSupervisor, action: WorldAction, coordinator: int) -> None:
         if machine.up and self.machines.get(machine.node) is machine and coordinator == self.coordinator:
-            machine.obey(action)
+            machine.apply_desired(action)
 
     # -- machines -----------------------------------------------------------------------------------------------------
 
@@ -182,72 +182,72 @@ class SimulatedCluster:
         node = node or f"n{len(self.machines)}"
         before = self.machines.get(node)
         if before is None or not before.up:
-            self.judge.happened(fault=before is not None)
+            self.judge.event_happened(fault=before is not None)
             self.machines[node] = SimulatedSupervisor(self, node, 1 if before is None else before.life + 1)
 
     def kill(self, machine: SimulatedSupervisor, *, noticed: bool = True) -> None:
         machine.die()
         if noticed:
-            self.judge.happened()
-            self.after(self.rng.choice((0.5, 2.0, 10.0)), lambda: self.post(self._lost(machine)))
+            self.judge.event_happened()
+            self.run_after(self.rng.choice((0.5, 2.0, 10.0)), lambda: self.post(self._lost(machine)))
 
     @staticmethod
     def _lost(machine: SimulatedSupervisor) -> NodeLost:
         return NodeLost(machine.node, machine.life, "no heartbeat")
 
-    def mistake(self, machine: SimulatedSupervisor) -> None:
+    def report_wrong_loss(self, machine: SimulatedSupervisor) -> None:
         """Taken for dead, and alive: it learns of that some time, and begins a new life."""
-        self.judge.happened()
+        self.judge.event_happened()
         self.post(self._lost(machine))
-        self.after(self.rng.choice((4.0, 20.0)), lambda: self._begin_again(machine))
+        self.run_after(self.rng.choice((4.0, 20.0)), lambda: self._restart_coordinator(machine))
 
-    def _begin_again(self, machine: SimulatedSupervisor) -> None:
+    def _restart_coordinator(self, machine: SimulatedSupervisor) -> None:
         if machine.up and self.machines[machine.node] is machine:
             machine.die()
             self.boot(machine.node)
 
     def hang(self, machine: SimulatedSupervisor, seat: SimulatedRank) -> None:
         seat.state = RankState.HUNG
-        self.judge.happened()
-        self._notice(machine, seat)
+        self.judge.event_happened()
+        self._detect_loss(machine, seat)
 
-    def _notice(self, machine: SimulatedSupervisor, seat: SimulatedRank) -> None:
+    def _detect_loss(self, machine: SimulatedSupervisor, seat: SimulatedRank) -> None:
         who = (machine.node, seat.number) if self.rng.random() < 0.6 else ("", -1)
         hang = HangDetected(machine.epoch, "no step for 10 s", *who)
-        self.after(10.0, lambda: self.post(hang))
+        self.run_after(10.0, lambda: self.post(hang))
 
-    def take(self, nodes: tuple[str, ...], seconds: float) -> None:
+    def preempt(self, nodes: tuple[str, ...], seconds: float) -> None:
         """Asked back; when the time is up, they are taken."""
         deadline_s = self.now_s + seconds
-        self.judge.happened()
+        self.judge.event_happened()
         self.post(NodesPreempted(nodes, deadline_s, "a job of a higher priority"))
         for node in nodes:
-            self.after(seconds + 0.001, lambda machine=self.machines[node]: self._taken(machine, deadline_s))
+            self.run_after(seconds + 0.001, lambda machine=self.machines[node]: self._preempted(machine, deadline_s))
 
-    def _taken(self, machine: SimulatedSupervisor, deadline_s: float) -> None:
-        self.judge.taken(machine.node, machine.life, deadline_s, self.world)
+    def _preempted(self, machine: SimulatedSupervisor, deadline_s: float) -> None:
+        self.judge.node_preempted(machine.node, machine.life, deadline_s, self.world)
         if machine.up and self.machines[machine.node] is machine:
             self.kill(machine)
 
     def released(self, machine: SimulatedSupervisor) -> None:
         if not self.calm and self.rng.random() < 0.3:
-            self.after(30.0, lambda: self.boot(machine.node))
+            self.run_after(30.0, lambda: self.boot(machine.node))
 
-    def begin_again(self) -> None:
+    def restart_coordinator(self) -> None:
         """The coordinator is gone, and with it what it knew and had not said; another one takes its place."""
         if self.world.phase.is_over:
             return
         self.coordinator += 1
         reports = [machine.report() for machine in self.machines.values() if machine.up]
-        self.judge.happened(1 + len(self.machines))
-        self.judge.begins_again(reports)
+        self.judge.event_happened(1 + len(self.machines))
+        self.judge.coordinator_restarted(reports)
         self.world, actions = rebuild_world(reports, self.policy, nproc=self.nproc, now_s=self.now_s)
-        self.say("    another coordinator")
-        self._heed(actions, lambda: self.judge.rebuilt(self.world, actions, self.now_s))
+        self.log("    another coordinator")
+        self._apply_desired(actions, lambda: self.judge.rebuilt(self.world, actions, self.now_s))
         for machine in self.machines.values():
             for seat in machine.seats if machine.up else ():
                 if seat.state is RankState.HUNG:  # nobody gets on, as another coordinator will see, too
-                    self._notice(machine, seat)
+                    self._detect_loss(machine, seat)
 
     def all_finish(self) -> None:
         """There is nothing left to train, for whoever is in a world."""
@@ -264,7 +264,7 @@ class SimulatedCluster:
         standing.add((machine.node, seat.number))
         if len(standing) == len(self.formed[epoch].nodes) * self.nproc:
             for node in self.formed[epoch].nodes:
-                self.after(self.leaving_s(), lambda one=self.machines[node]: self._seal(one, epoch))
+                self.run_after(self.leaving_s(), lambda one=self.machines[node]: self._seal(one, epoch))
 
     def _seal(self, machine: SimulatedSupervisor, epoch: int) -> None:
         if machine.up and machine.epoch == epoch:
@@ -273,15 +273,15 @@ class SimulatedCluster:
     # -- the end ------------------------------------------------------------------------------------------------------
 
     def finish(self) -> None:
-        self.come_to_rest()
+        self.run_until_rest()
         if self.done:
             self.all_finish()
-            self.come_to_rest()
+            self.run_until_rest()
         world = self.world
         if world.phase.is_over:
             return
         if world.epoch < 0:
-            self.judge.no_world_yet(world)
+            self.judge.check_no_world_needed(world)
             return
         if world.phase is not WorldPhase.RUNNING:
             raise Violation(f"nothing is left to happen, and the job is {world.phase.value}: {world.reason}")
@@ -289,4 +289,4 @@ class SimulatedCluster:
             states = [seat.state for seat in self.machines[node].seats]
             if states != [RankState.TRAINING] * self.nproc or self.machines[node].epoch != world.epoch:
                 raise Violation(f"{node} is in epoch {world.epoch}, its ranks are {[state.value for state in states]}")
-        self.judge.at_rest(world, self.now_s)
+        self.judge.check_at_rest(world, self.now_s)

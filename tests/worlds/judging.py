@@ -70,26 +70,26 @@ class Judge:
         most = nodes if world.max_nodes is None else min(nodes, world.max_nodes)
         return max((size for size in self.sizes if size <= most), default=0)
 
-    def happened(self, count: int = 1, *, fault: bool = True) -> None:
+    def event_happened(self, count: int = 1, *, fault: bool = True) -> None:
         self.causes += count
         self.faults += count * fault
 
     # -- what was said ------------------------------------------------------------------------------------------------
 
-    def decided(
+    def actions_decided(
         self, before: WorldState, event: WorldEvent, world: WorldState, actions: tuple[WorldAction, ...], now_s: float
     ) -> None:
         self._looked += 1
         if self._looked % 16 == 0 and next_world(before, event, self.policy, now_s) != (world, actions):
             raise Violation("the same event in the same world is decided on in two ways")
-        self._hear(event, now_s)
+        self._apply_event(event, now_s)
         if self._is_final(event, before):
             self.hopeless = True
             if not world.phase.is_over:
                 raise Violation(f"the job goes on after {event}")
         self._restarted(before.restarts, world.restarts, now_s)
         if len(world.node_faults) > len(before.node_faults):
-            self.happened(fault=False)  # and will be forgiven
+            self.event_happened(fault=False)  # and will be forgiven
         self._follow(before, world, actions, now_s)
         if world.restarts > self.faults:
             raise Violation(f"{world.restarts} restarts, although only {self.faults} faults have happened")
@@ -100,7 +100,7 @@ class Judge:
         self.restarts = world.restarts
         self._follow(world, world, actions, now_s)
 
-    def begins_again(self, reports: Iterable[RejoinReport]) -> None:
+    def coordinator_restarted(self, reports: Iterable[RejoinReport]) -> None:
         """A coordinator that has forgotten all: what it cannot know is not held against it."""
         reports = list(reports)
         self.alive = {report.node: report.generation for report in reports}
@@ -111,17 +111,17 @@ class Judge:
         self.restarts_s.clear()
         self.losses.update((report.node, report.generation) for report in reports if report.lost_ranks)
 
-    def _hear(self, event: WorldEvent, now_s: float) -> None:
+    def _apply_event(self, event: WorldEvent, now_s: float) -> None:
         if isinstance(event, EventBatch):
             for one in event.events:
-                self._hear(one, now_s)
+                self._apply_event(one, now_s)
         elif isinstance(event, NodeJoined):
             if event.generation > max(self.gone.get(event.node, -1), self.alive.get(event.node, -1)):
                 self.alive[event.node] = event.generation
                 self.joined_s[event.node] = now_s
                 self.asked.pop(event.node, None)
         elif isinstance(event, (NodeLost, NodeLeft)):
-            self._bury(event.node, event.generation)
+            self._remove_node(event.node, event.generation)
         elif isinstance(event, ResizeRequested):
             self.wished = True
         elif isinstance(event, NodesPreempted):
@@ -129,7 +129,7 @@ class Judge:
                 if node in self.alive and event.deadline_s >= self.joined_s[node]:
                     life = self.asked[node] = self.alive[node]
                     if any(told[0] == node and told[1] != life and told[2] == event.deadline_s for told in self.told):
-                        self.happened(fault=False)  # said again, and heard of another life
+                        self.event_happened(fault=False)  # said again, and heard of another life
                     self.told.add((node, life, event.deadline_s))
                     if node in self.places:
                         self.asked_since.add(node)
@@ -148,7 +148,7 @@ class Judge:
             return False
         return not (member.sealed and (world.stopping or member.is_draining))
 
-    def _bury(self, node: str, life: int) -> None:
+    def _remove_node(self, node: str, life: int) -> None:
         self.gone[node] = max(life, self.gone.get(node, -1))
         if self.alive.get(node, life + 1) <= life:
             del self.alive[node]
@@ -172,17 +172,17 @@ class Judge:
             elif isinstance(action, PauseWorld):
                 self._paused(action, before, now_s)
             elif isinstance(action, FormWorld):
-                self._formed(action, before, world, now_s)
+                self._check_formed(action, before, world, now_s)
             elif isinstance(action, RespawnStragglers):
-                self.happened()
+                self.event_happened()
                 self.respawned_s[action.node, action.generation] = now_s
             elif isinstance(action, ReleaseNode):
-                self._released(action, now_s)
-                self._bury(action.node, action.generation)
+                self._check_released(action, now_s)
+                self._remove_node(action.node, action.generation)
             elif isinstance(action, StopJob):
-                self._stopped(before, now_s)
+                self._check_stopped(before, now_s)
             elif isinstance(action, FailJob):
-                self._gave_up(action)
+                self._job_failed(action)
 
     def _broken(self, action: BreakWorld, now_s: float, *, counted: bool) -> None:
         if action.reason == "it was left behind" and action.epoch < self.epoch:
@@ -190,7 +190,7 @@ class Judge:
         if not self.running or action.epoch != self.epoch:
             raise Violation(f"epoch {action.epoch} is broken, and it does not run")
         if self.pausing and now_s >= self.until_s:
-            self.happened()  # somebody is slow
+            self.event_happened()  # somebody is slow
         self.running = self.pausing = False
         self.broke_s, self.faulted = now_s, counted
 
@@ -204,23 +204,27 @@ class Judge:
                 raise Violation(f"a pause goes on after {node} has been taken")
         self.pausing, self.until_s = True, action.deadline_s
         if action.stop and not self.stop_asked and not self.stopping:
-            self._enough("pauses to stop", [node for node in self._here() if self._could_go_on(before, node)], before)
+            self._has_enough_nodes(
+                "pauses to stop",
+                [node for node in self._present_nodes() if self._could_form_world(before, node)],
+                before,
+            )
         self.stopping = self.stopping or action.stop
 
     @staticmethod
-    def _could_go_on(world: WorldState, node: str) -> bool:
+    def _could_form_world(world: WorldState, node: str) -> bool:
         member = world.members.get(node)
         return member is not None and (member.has_ranks or member.ready)
 
-    def _here(self) -> list[str]:
+    def _present_nodes(self) -> list[str]:
         return [node for node, life in self.alive.items() if self.asked.get(node) != life]
 
-    def _enough(self, what: str, nodes: list[str], world: WorldState) -> None:
+    def _has_enough_nodes(self, what: str, nodes: list[str], world: WorldState) -> None:
         size = self.at_most(len(nodes), world)
         if size:
             raise Violation(f"the job {what}, although {nodes} are there and {size} are enough")
 
-    def _formed(self, form: FormWorld, before: WorldState, world: WorldState, now_s: float) -> None:
+    def _check_formed(self, form: FormWorld, before: WorldState, world: WorldState, now_s: float) -> None:
         nodes = form.nodes
         if form.epoch != self.epoch + 1:
             raise Violation(f"epoch {form.epoch} follows {self.epoch}")
@@ -230,12 +234,12 @@ class Judge:
             raise Violation(f"{len(nodes)} nodes are no size the policy allows")
         if len(set(nodes)) < len(nodes):
             raise Violation(f"a node has two places in {nodes}")
-        if not set(nodes) <= set(self._here()):
-            raise Violation(f"{sorted(set(nodes) - set(self._here()))} are in a new world, dead or preempted")
+        if not set(nodes) <= set(self._present_nodes()):
+            raise Violation(f"{sorted(set(nodes) - set(self._present_nodes()))} are in a new world, dead or preempted")
         stay = [node for node in before.ranked_nodes if node in nodes]
         if stay != [node for node in nodes if node in before.ranked_nodes]:
             raise Violation(f"{stay} change their order: {nodes}")
-        self._sized(form, world, before.size, now_s)
+        self._check_size(form, world, before.size, now_s)
         self._offenders(form, world, now_s)
         self.epoch, self.formed, self.formed_s = form.epoch, self.formed + 1, now_s
         if self.formed > self.causes:
@@ -245,7 +249,7 @@ class Judge:
         self.wished = False
         self.places = nodes
 
-    def _sized(self, form: FormWorld, world: WorldState, old: int, now_s: float) -> None:
+    def _check_size(self, form: FormWorld, world: WorldState, old: int, now_s: float) -> None:
         policy, size = self.policy, len(form.nodes)
         kept = self.at_most(old - len(self.asked_since), world)
         if self.faulted and size < kept and now_s < self.broke_s + policy.faulty_scale_down_timeout_s:
@@ -274,7 +278,7 @@ class Judge:
         if avoid.intersection(form.nodes) and others:
             raise Violation(f"{sorted(avoid.intersection(form.nodes))} have ranks again, and {others} have none")
 
-    def _released(self, action: ReleaseNode, now_s: float) -> None:
+    def _check_released(self, action: ReleaseNode, now_s: float) -> None:
         if self.asked.get(action.node) == action.generation or self.losses[action.node, action.generation] >= 3:
             return
         policy = self.policy
@@ -284,14 +288,14 @@ class Judge:
         if since_s is not None and now_s < since_s + patience_s:
             raise Violation(f"{action.node} is sent away, and has had no time")
 
-    def _stopped(self, before: WorldState, now_s: float) -> None:
+    def _check_stopped(self, before: WorldState, now_s: float) -> None:
         if self.stop_asked or self.stopping:
             return
-        self._enough("stops", self._here(), before)
+        self._has_enough_nodes("stops", self._present_nodes(), before)
         if self.faulted and now_s < self.broke_s + self.policy.faulty_scale_down_timeout_s:
             raise Violation("the job stops, and nobody has waited for a replacement")
 
-    def _gave_up(self, action: FailJob) -> None:
+    def _job_failed(self, action: FailJob) -> None:
         each, full = self.policy.num_restart_before_full_job_restart, self.policy.max_full_job_restarts
         most = self.policy.job_max_retry_count
         limits = [(each + 1) * (full + 1)] if each is not None and full is not None else []
@@ -303,7 +307,7 @@ class Judge:
 
     # -- what is seen from outside ------------------------------------------------------------------------------------
 
-    def taken(self, node: str, life: int, deadline_s: float, world: WorldState) -> None:
+    def node_preempted(self, node: str, life: int, deadline_s: float, world: WorldState) -> None:
         member = world.members.get(node)
         if (
             (node, life, deadline_s) in self.told
@@ -313,14 +317,14 @@ class Judge:
         ):
             raise Violation(f"{node} was preempted until {deadline_s:g} s and is still in the job")
 
-    def at_rest(self, world: WorldState, now_s: float) -> None:
+    def check_at_rest(self, world: WorldState, now_s: float) -> None:
         avoid = self.avoided(world, now_s)
-        good = [node for node in self._here() if node not in avoid]
+        good = [node for node in self._present_nodes() if node not in avoid]
         size = self.at_most(len(good), world)
         if world.size < size:
             raise Violation(f"the job rests with {world.size} nodes, and {good} are there")
         if avoid.intersection(world.ranked_nodes) and set(good) - set(world.ranked_nodes):
             raise Violation(f"{avoid} are to be avoided, and {set(good) - set(world.ranked_nodes)} have no ranks")
 
-    def no_world_yet(self, world: WorldState) -> None:
-        self._enough("never begins", self._here(), world)
+    def check_no_world_needed(self, world: WorldState) -> None:
+        self._has_enough_nodes("never begins", self._present_nodes(), world)

@@ -99,7 +99,7 @@ def run(schedule: Schedule, say: Callable[[str], None] | None = None) -> Simulat
     )
     for happening in schedule.happenings:
         cluster.run(happening.gap_s)
-        cluster.say(f"== {happening}")
+        cluster.log(f"== {happening}")
         KINDS[happening.kind][1](cluster, happening)
     cluster.finish()
     return cluster
@@ -143,13 +143,13 @@ def _kill_node(cluster: SimulatedCluster, happening: ScheduledEvent) -> None:
     if machine is not None:
         cluster.kill(machine)
         if happening.other % 2:
-            cluster.after(1.0 + happening.other % 40, lambda: cluster.boot(machine.node))
+            cluster.run_after(1.0 + happening.other % 40, lambda: cluster.boot(machine.node))
 
 
 def _kill_rank(cluster: SimulatedCluster, happening: ScheduledEvent) -> None:
     machine = _node_of(cluster, happening)
     if machine is not None:
-        cluster.judge.happened()
+        cluster.judge.event_happened()
         machine.lose_rank(machine.seats[happening.other % cluster.nproc])
 
 
@@ -164,7 +164,7 @@ def _hang(cluster: SimulatedCluster, happening: ScheduledEvent) -> None:
 def _fault(cluster: SimulatedCluster, happening: ScheduledEvent) -> None:
     machine = _node_of(cluster, happening)
     if machine is not None:
-        cluster.judge.happened()
+        cluster.judge.event_happened()
         machine.report_fault(machine.seats[happening.other % cluster.nproc])
 
 
@@ -172,14 +172,14 @@ def _final_fault(cluster: SimulatedCluster, happening: ScheduledEvent) -> None:
     """A rank whose loss is never finite."""
     machine = _node_of(cluster, happening)
     if machine is not None:
-        cluster.judge.happened()
+        cluster.judge.event_happened()
         machine.report_fault(machine.seats[happening.other % cluster.nproc], final=True)
 
 
 def _wrong_loss(cluster: SimulatedCluster, happening: ScheduledEvent) -> None:
     machine = _node_of(cluster, happening)
     if machine is not None:
-        cluster.mistake(machine)
+        cluster.report_wrong_loss(machine)
 
 
 def _preempt(cluster: SimulatedCluster, happening: ScheduledEvent) -> None:
@@ -187,7 +187,7 @@ def _preempt(cluster: SimulatedCluster, happening: ScheduledEvent) -> None:
     if machines:
         first = happening.one % len(machines)
         count = 1 + happening.other % 2
-        cluster.take(tuple(machines[first : first + count]), (0.5, 5.0, 40.0, 150.0)[happening.other // 2 % 4])
+        cluster.preempt(tuple(machines[first : first + count]), (0.5, 5.0, 40.0, 150.0)[happening.other // 2 % 4])
 
 
 def _join(cluster: SimulatedCluster, happening: ScheduledEvent) -> None:
@@ -202,7 +202,7 @@ def _return(cluster: SimulatedCluster, happening: ScheduledEvent) -> None:
 
 
 def _resize(cluster: SimulatedCluster, happening: ScheduledEvent) -> None:
-    cluster.judge.happened(fault=False)
+    cluster.judge.event_happened(fault=False)
     cluster.post(ResizeRequested((None, 1, 2, 3, 4)[happening.one % 5]))
 
 
@@ -211,7 +211,7 @@ def _stop(cluster: SimulatedCluster, happening: ScheduledEvent) -> None:
 
 
 def _restart_coordinator(cluster: SimulatedCluster, happening: ScheduledEvent) -> None:
-    cluster.begin_again()
+    cluster.restart_coordinator()
 
 
 def _break_node(cluster: SimulatedCluster, happening: ScheduledEvent) -> None:
@@ -219,7 +219,7 @@ def _break_node(cluster: SimulatedCluster, happening: ScheduledEvent) -> None:
     machine = _node_of(cluster, happening)
     if machine is not None and not cluster.cursed:
         cluster.cursed.add(machine.node)
-        cluster.judge.happened()
+        cluster.judge.event_happened()
         machine.lose_rank(machine.seats[0])
 
 

@@ -108,7 +108,7 @@ class SimulatedSupervisor:
 
     # -- what it is told ----------------------------------------------------------------------------------------------
 
-    def obey(self, action: object) -> None:
+    def apply_desired(self, action: object) -> None:
         if isinstance(action, FormWorld):
             self._enter(action)
         elif isinstance(action, BreakWorld) and action.epoch == self.epoch:
@@ -116,7 +116,7 @@ class SimulatedSupervisor:
         elif isinstance(action, PauseWorld) and action.epoch == self.epoch:
             for seat in self.seats:
                 if seat.state is RankState.TRAINING:
-                    self._later(seat, self.cluster.step_s(), self._stand)
+                    self._run_later(seat, self.cluster.step_s(), self._standby)
         elif isinstance(action, RespawnRanks):
             for number in action.local_ranks:
                 self._respawn(self.seats[number])
@@ -127,7 +127,7 @@ class SimulatedSupervisor:
             for seat in self.seats:
                 if seat.state is not RankState.READY:
                     self._respawn(seat)
-            self._say_ready()
+            self._report_ready()
         elif isinstance(action, ReleaseNode):
             self.die()
             self.cluster.released(self)
@@ -148,12 +148,12 @@ class SimulatedSupervisor:
     def _leave(self) -> None:
         for seat in self.seats:
             if seat.state in (RankState.TRAINING, RankState.SEALED):
-                self._later(seat, self.cluster.leaving_s(), self._be_ready)
+                self._run_later(seat, self.cluster.leaving_s(), self._become_ready)
             elif seat.state is RankState.DONE:
                 self.lose_rank(seat, "finished, but the others have not")
-        self._say_ready()
+        self._report_ready()
 
-    def _stand(self, seat: SimulatedRank) -> None:
+    def _standby(self, seat: SimulatedRank) -> None:
         if seat.state is RankState.TRAINING:
             self.cluster.stand(self, seat)
 
@@ -165,7 +165,7 @@ class SimulatedSupervisor:
         for seat in self.seats:
             seat.state = RankState.SEALED
             if not stop:
-                self._later(seat, self.cluster.leaving_s(), self._be_ready)
+                self._run_later(seat, self.cluster.leaving_s(), self._become_ready)
         self.cluster.post(NodeSealed(self.node, self.life, self.epoch))
 
     # -- processes ----------------------------------------------------------------------------------------------------
@@ -178,26 +178,26 @@ class SimulatedSupervisor:
         seat.state, seat.process = RankState.WARMING, seat.process + 1
         delay_s = self.cluster.warming_s() if delay_s is None else delay_s
         cursed = self.node in self.cluster.cursed
-        self._later(seat, delay_s, self._fail if cursed else self._be_ready)
+        self._run_later(seat, delay_s, self._fail if cursed else self._become_ready)
 
     def _fail(self, seat: SimulatedRank) -> None:
-        self.cluster.judge.happened()
+        self.cluster.judge.event_happened()
         self.lose_rank(seat)
 
-    def _be_ready(self, seat: SimulatedRank) -> None:
+    def _become_ready(self, seat: SimulatedRank) -> None:
         if seat.state is not RankState.HUNG:
             seat.state = RankState.READY
-            self._say_ready()
+            self._report_ready()
 
-    def _say_ready(self) -> None:
+    def _report_ready(self) -> None:
         if all(seat.state is RankState.READY for seat in self.seats):
             self.cluster.post(NodeReady(self.node, self.life, self.births, self.epoch, self.spares))
 
-    def _later(self, seat: SimulatedRank, delay_s: float, what) -> None:
+    def _run_later(self, seat: SimulatedRank, delay_s: float, what) -> None:
         process, epoch = seat.process, self.epoch
 
         def then() -> None:
             if self.up and seat.process == process and self.epoch == epoch:
                 what(seat)
 
-        self.cluster.after(delay_s, then)
+        self.cluster.run_after(delay_s, then)

@@ -20,36 +20,36 @@ class ReconcilerDriver:
         self.world = initial_world(policy, nproc=nproc, now_s=0.0, requested_step=requested_step)
         self.actions: tuple[WorldAction, ...] = ()
         for node in nodes:
-            self.tell(NodeJoined(node, 1, nproc, spares=spares))
+            self.send_event(NodeJoined(node, 1, nproc, spares=spares))
         for node in nodes:
-            self.ready(node, spares=spares)
+            self.rank_ready(node, spares=spares)
 
-    def tell(self, event: WorldEvent, *, at_s: float | None = None) -> tuple[WorldAction, ...]:
+    def send_event(self, event: WorldEvent, *, at_s: float | None = None) -> tuple[WorldAction, ...]:
         self.now_s = self.now_s if at_s is None else at_s
         self.world, self.actions = next_world(self.world, event, self.policy, self.now_s)
         return self.actions
 
-    def ready(self, *nodes: str, births: int | None = None, spares: int = 0, life: int | None = None) -> None:
+    def rank_ready(self, *nodes: str, births: int | None = None, spares: int = 0, life: int | None = None) -> None:
         """All ranks of these nodes wait for a place, whoever was to be replaced has been."""
         for node in nodes:
             member = self.world.members[node]
             come = member.spawn_count + len(member.pending_replacements) if births is None else births
-            self.tell(NodeReady(node, life or member.generation, come, self.world.epoch, spares))
+            self.send_event(NodeReady(node, life or member.generation, come, self.world.epoch, spares))
 
-    def sealed(self, *nodes: str) -> None:
+    def step_sealed(self, *nodes: str) -> None:
         for node in nodes:
-            self.tell(NodeSealed(node, self.world.members[node].generation, self.world.epoch, 7))
+            self.send_event(NodeSealed(node, self.world.members[node].generation, self.world.epoch, 7))
 
-    def joins(self, node: str, *, life: int = 1) -> None:
-        self.tell(NodeJoined(node, life, self.world.nproc))
-        self.ready(node)
+    def node_joins(self, node: str, *, life: int = 1) -> None:
+        self.send_event(NodeJoined(node, life, self.world.nproc))
+        self.rank_ready(node)
 
     def tick(self) -> tuple[WorldAction, ...]:
         """Nothing happens until the world wants a tick."""
         assert self.world.next_tick_s is not None
-        return self.tell(Tick(), at_s=self.world.next_tick_s)
+        return self.send_event(Tick(), at_s=self.world.next_tick_s)
 
-    def did(self, kind: type[A]) -> A:
+    def action_of(self, kind: type[A]) -> A:
         """The one action of this kind among those of the last event."""
         (action,) = (action for action in self.actions if isinstance(action, kind))
         return action

@@ -32,7 +32,7 @@ def test_stopped_agent_leaves_its_checkpoints_to_the_next_one(cli, job, agent_di
     assert said.code == 3
     assert f"no agent runs in {agent_dir}" in said.err
     assert "tieredckpt agent ls" in said.err
-    job.expect(3, tiers={"memory"})
+    job.assert_restores(3, tiers={"memory"})
 
 
 def test_agent_in_use_is_only_stopped_by_force(cli, job, agent_dir):
@@ -55,4 +55,4 @@ def test_restarted_agent_has_new_options_and_the_old_checkpoints(cli, job, agent
     row = agent_row(cli, agent_dir)
     assert row["process"] != before
     assert row["budget_bytes"] == 3 << 30
-    job.expect(3, tiers={"memory"})
+    job.assert_restores(3, tiers={"memory"})

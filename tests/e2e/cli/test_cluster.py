@@ -218,7 +218,7 @@ def test_single_node_job_with_a_durable_tier_is_reported(cli, job):
     lost = cli("whatif", "--lose", f"node:{me['node']}", "--json")
     assert (lost.code, lost.json["step"], lost.json["from_durable"], lost.json["quorum"]) == (0, 3, True, None)
     job.lose_memory()
-    job.expect(3, tiers={"durable"})
+    job.assert_restores(3, tiers={"durable"})
 
 
 def test_quarantined_and_durable_steps_are_reported(cli, job):

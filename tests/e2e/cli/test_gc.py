@@ -52,7 +52,7 @@ def test_gc_deletes_steps_with_all_their_objects(cli, job_of_six_steps, tmp_path
     assert durable_steps(cli, job_of_six_steps) == [3, 6]
     assert {int(path.name) for path in (tmp_path / "durable" / "llama" / "steps").iterdir()} == {3, 6}
     job_of_six_steps.lose_memory()
-    job_of_six_steps.expect(6, tiers={"durable"})
+    job_of_six_steps.assert_restores(6, tiers={"durable"})
 
 
 def test_gc_without_arguments_applies_the_jobs_policy(cli, agent_dir, tmp_path, durable):
@@ -117,7 +117,7 @@ def test_memory_slots_of_a_newer_agent_are_kept_until_dropped(cli, agent_dir):
     arena = TmpfsArena(agent_dir)
     note = msgspec.msgpack.decode(arena.get_metadata(place.name))
     arena.put_metadata(place.name, msgspec.msgpack.encode({**note, "format": METADATA_FORMAT + 1}))
-    job.expect(1, tiers={"memory"})
+    job.assert_restores(1, tiers={"memory"})
     (slot,) = cli("gc", "llama", "--unrecognized-slots", "--dry-run", "--json").json["dropped"]
     assert f"format {METADATA_FORMAT + 1}" in slot["reason"]
     assert (agent_dir / "slots" / slot["name"]).exists()
@@ -179,7 +179,7 @@ def test_gc_deletes_old_shards_of_incomplete_steps(cli, job_of_six_steps, job_wi
     assert cli("gc", "llama", *store_options, "--json").code == 0
     assert stored_steps(job_without_manifests) == {1, 2, 3, 5, 6}
     assert durable_steps(cli, job_of_six_steps) == [1, 3, 5, 6]
-    job_of_six_steps.expect(6, tiers={"durable"})
+    job_of_six_steps.assert_restores(6, tiers={"durable"})
 
 
 def test_complete_step_without_a_manifest_is_left_for_rebuild_within_retention(
@@ -253,7 +253,7 @@ def test_index_naming_another_steps_shard_does_not_delete_it(
     make_older(job_without_manifests, 48)
     assert steps_without_manifest(cli("gc", "llama", *store_options, "--json"))[4][0]
     assert durable_steps(cli, job_of_six_steps) == [1, 3, 5, 6]
-    job_of_six_steps.expect(5, tiers={"durable"}, named=5)
+    job_of_six_steps.assert_restores(5, tiers={"durable"}, named=5)
 
 
 def test_object_deleted_during_an_upload_is_uploaded_again(cli, agent_dir, tmp_path, monkeypatch):

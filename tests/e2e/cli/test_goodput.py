@@ -14,9 +14,11 @@ pytestmark = pytest.mark.e2e
 
 @pytest.fixture
 def event_log():
-    told = EventLogBuilder().began(0).world(1, ranks=2).stage("groups", 1, 1).steps(0, 5, at=2, tokens=100)
+    told = (
+        EventLogBuilder().process_began(0).world_formed(1, ranks=2).stage("groups", 1, 1).steps(0, 5, at=2, tokens=100)
+    )
     told.fault(7.6, since=7.5, node="n1", local_rank=0, reason="it was ended by SIGKILL")
-    told.stage("detect", 7.75, 0, epoch=0).world(8, ranks=2, epoch=1, how="respawn")
+    told.stage("detect", 7.75, 0, epoch=0).world_formed(8, ranks=2, epoch=1, how="respawn")
     return told.stage("rendezvous", 7.75, 0.25, epoch=1).stage("groups", 8, 2, epoch=1)
 
 
@@ -24,7 +26,7 @@ def event_log():
 def log_folder(tmp_path, event_log):
     """The logs of a job, with its ledger."""
     writer = EventLogWriter(tmp_path / "elastic-logs" / "job" / "event-log")
-    for event in event_log.steps(4, 6, at=10, epoch=1).ended(16).events:
+    for event in event_log.steps(4, 6, at=10, epoch=1).process_ended(16).events:
         writer.write(event)
     writer.close()
     return tmp_path / "elastic-logs" / "job"
@@ -72,7 +74,7 @@ def test_prometheus_output_round_trips():
     from prometheus_client.parser import text_string_to_metric_families
 
     hostile = 'a"job\\with\nlines'
-    told = EventLogBuilder().began(0, job=hostile).world(0).steps(0, 2, at=1).fault(4).ended(5)
+    told = EventLogBuilder().process_began(0, job=hostile).world_formed(0).steps(0, 2, at=1).fault(4).process_ended(5)
     families = list(text_string_to_metric_families(prometheus_text(analyse(told.events))))
     assert {sample.labels["job"] for family in families for sample in family.samples} == {hostile}
     spent = {

@@ -57,7 +57,7 @@ def test_a_step_is_deleted_from_every_tier(cli, job, tmp_path):
     assert said.json["deleted_from"] == ["memory", "durable"]
     assert list(listed_steps(cli)) == [1, 2]
     assert not list((tmp_path / "durable").rglob("000000000003*"))
-    job.expect(2, tiers={"memory"})
+    job.assert_restores(2, tiers={"memory"})
     assert cli("rm", "llama", 3, "--yes").code == 3
 
 
@@ -71,7 +71,7 @@ def test_a_step_is_deleted_from_the_store_alone(cli, job):
     said = cli(*rm, "--force", "--json")
     assert (said.code, said.json["deleted_from"]) == (0, ["durable"])
     assert "no agent answers" in said.json["not_asked"]
-    job.expect(2, tiers={"durable"})
+    job.assert_restores(2, tiers={"durable"})
 
 
 @pytest.mark.parametrize("command", ["pin", "unpin", "rm"])

@@ -20,13 +20,13 @@ def test_quarantined_step_is_not_chosen_until_lifted(cli, job):
     assert said.json["marked"] == ["memory", "durable"]
     assert quarantine_reason(cli, "llama", 3) == "loss was NaN"
     assert "loss was NaN" in cli("ls", "llama").out
-    job.expect(2, tiers={"memory"})
+    job.assert_restores(2, tiers={"memory"})
     close_sessions()
     said = cli("quarantine", "llama/step-3", "--lift", "--json")
     assert said.code == 0
     assert said.json["before"] == ["marked in the durable tier"] or said.json["before"] == ["loss was NaN"]
     assert said.json["now"] == [None]
-    job.expect(3, tiers={"memory"})
+    job.assert_restores(3, tiers={"memory"})
 
 
 def test_quarantine_without_an_agent_marks_the_store(cli, job):
@@ -35,7 +35,7 @@ def test_quarantine_without_an_agent_marks_the_store(cli, job):
     said = cli("quarantine", "llama/step-3", "--durable", url, "--json")
     assert said.json["marked"] == ["durable"]
     assert quarantine_reason(cli, "llama", 3, "--durable", url) == "by hand"
-    job.expect(2, tiers={"durable"})
+    job.assert_restores(2, tiers={"durable"})
     close_sessions()
     assert cli("quarantine", "llama/step-3", "--lift", "--durable", url).code == 0
     assert quarantine_reason(cli, "llama", 3) is None
@@ -45,7 +45,7 @@ def test_quarantine_marks_a_step_only_in_memory(cli, agent_dir):
     job = CheckpointJob(agent_dir, DurableSettings(), "near")
     job.save(1, 2, durable=False)
     assert cli("quarantine", "near/step-2", "--json").json["marked"] == ["memory"]
-    job.expect(1, tiers={"memory"})
+    job.assert_restores(1, tiers={"memory"})
 
 
 @pytest.mark.parametrize(
@@ -73,7 +73,7 @@ def test_a_lost_manifest_is_rebuilt_from_the_shards(cli, job, manifest_of):
     url = job.settings.durable.url
     lost = manifest_of(3)
     lost.unlink()
-    job.expect(2, tiers={"durable"})
+    job.assert_restores(2, tiers={"durable"})
     job.lose_memory()
     said = cli("rebuild", "llama/step-3", "--durable", url, "--dry-run", "--json")
     assert said.code == 0
@@ -82,7 +82,7 @@ def test_a_lost_manifest_is_rebuilt_from_the_shards(cli, job, manifest_of):
     assert said.code == 0
     assert (said.json["parts"], said.json["found"]) == (1, 1)
     assert manifest_of(3).name == lost.name
-    job.expect(3, tiers={"durable"})
+    job.assert_restores(3, tiers={"durable"})
 
 
 def test_a_damaged_manifest_is_replaced(cli, job, manifest_of, flip_byte_of):
@@ -92,7 +92,7 @@ def test_a_damaged_manifest_is_replaced(cli, job, manifest_of, flip_byte_of):
     assert cli("verify", "llama/step-3", "--durable", url).code == 4
     assert cli("rebuild", "llama/step-3", "--durable", url).code == 0
     assert cli("verify", "llama/step-3", "--durable", url).code == 0
-    job.expect(3, tiers={"durable"})
+    job.assert_restores(3, tiers={"durable"})
 
 
 def test_damaged_shards_get_no_manifest(cli, job, manifest_of, shard_of, flip_byte_of):

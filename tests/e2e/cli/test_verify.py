@@ -44,7 +44,7 @@ def test_a_flipped_bit_in_memory(cli, job, slot_of, flip_byte_of):
     assert check_results(said).get((3, "memory"), ("damaged", []))[0] != "good", (
         "the agent keeps no damaged copy as good"
     )
-    job.expect(3, tiers={"durable"})
+    job.assert_restores(3, tiers={"durable"})
 
 
 def test_step_lost_to_damage_is_damaged_and_not_absent(cli, agent_dir, slot_of, flip_byte_of):

@@ -35,7 +35,7 @@ class History:
             *("--grow-after", "0.1", "--shrink-after", "0", "--pause-timeout", "30", "--max-restarts", "1000"),
             *("--policy", str(policy)),
         )
-        job.world(6)
+        job.wait_world(6)
 
     def go_on(self) -> None:
         kinds = [self.kill_rank, self.fault, self.resize, self.kill_coordinator]
@@ -43,13 +43,13 @@ class History:
         kinds += [self.come_back] if len(self.alive) < 3 else []
         self.random.choice(kinds)()
         if self.random.random() < 0.5:  # else the next thing happens in the middle of this one
-            wait_until(lambda: self.job.is_("running"), "the job runs again")
+            wait_until(lambda: self.job.is_in_phase("running"), "the job runs again")
 
     def some_node(self) -> str:
         return self.random.choice(sorted(self.alive - {"n0"}))
 
     def kill_rank(self) -> None:
-        inside = self.job.said("in")
+        inside = self.job.rank_messages("in")
         newest = max(one["epoch"] for one in inside)
         one = self.random.choice([one for one in inside if one["epoch"] == newest])
         self.told.append(f"rank {one['rank']} of epoch {newest} is killed")
@@ -59,12 +59,12 @@ class History:
     def fault(self) -> None:
         node = self.random.choice(sorted(self.alive))
         self.told.append(f"a rank of {node} reports a fault")
-        self.job.make(f"fault-{node}")
+        self.job.touch(f"fault-{node}")
 
     def resize(self) -> None:
         nodes = self.random.choice(["1", "2", "3", "max"])
         self.told.append(f"resize to {nodes}")
-        self.job.ask("resize", "--nodes", nodes)
+        self.job.run_json("resize", "--nodes", nodes)
 
     def kill_coordinator(self) -> None:
         self.told.append("the coordinator is killed")
@@ -82,7 +82,7 @@ class History:
         node = self.some_node()
         self.told.append(f"{node} is preempted")
         self.alive.discard(node)
-        wait_until(lambda: "error" not in self.job.ask("drain", node, "--deadline", "20"), f"{node} is preempted")
+        wait_until(lambda: "error" not in self.job.run_json("drain", node, "--deadline", "20"), f"{node} is preempted")
         wait_until(lambda: not self.job.pids('"type":"node"', f'"node":"{node}"'), f"{node} has left")
 
     def come_back(self) -> None:
@@ -105,7 +105,8 @@ class History:
 
     def end(self) -> None:
         wait_until(
-            lambda: "error" not in self.job.ask("resize", "--nodes", "max"), "the coordinator is asked for all nodes"
+            lambda: "error" not in self.job.run_json("resize", "--nodes", "max"),
+            "the coordinator is asked for all nodes",
         )
         for path in self.job.folder.glob("fault-*"):  # of a node that was in no world since
             path.unlink(missing_ok=True)
@@ -118,16 +119,16 @@ class History:
 
         wait_until(all_in, f"{sorted(self.alive)} train together")
         self.job.finish()
-        assert self.job.ended(self.run) == 0
+        assert self.job.wait_ended(self.run) == 0
 
 
 def check(job: ElasticRun) -> None:
     """Of every world each rank once, of a size that is allowed; a process is never in an earlier world than before."""
     worlds, lives, targets = defaultdict(list), defaultdict(list), defaultdict(set)
-    for one in job.said("in"):
+    for one in job.rank_messages("in"):
         worlds[one["epoch"]].append(one)
         lives[one["pid"]].append(one["epoch"])
-    for one in job.said("target"):
+    for one in job.rank_messages("target"):
         targets[one["epoch"]].add(one["step"])
     for inside in worlds.values():
         ranks = [one["rank"] for one in inside]

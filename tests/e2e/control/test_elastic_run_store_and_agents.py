@@ -31,20 +31,20 @@ def test_store_outlives_ranks_and_the_coordinator(job: ElasticRun) -> None:
     from torch.distributed import TCPStore
 
     run = job.run("--simulate-nodes", "2", "--nnodes", "1:2", "--shrink-after", "0", "--store", "")
-    (one, two) = job.world(2)
+    (one, two) = job.wait_world(2)
     assert one["store"] == two["store"]
     host, _, port = one["store"].rpartition(":")
     store = TCPStore(host, int(port), is_master=False, timeout=timedelta(seconds=30))
     store.set("said", "before")
-    kill(job.coordinator())
-    wait_until(lambda: job.is_("running"))
+    kill(job.coordinator_pid())
+    wait_until(lambda: job.is_in_phase("running"))
     assert store.get("said") == b"before"
     kill(one["pid"])
-    again = job.world(2, after=one["epoch"])
+    again = job.wait_world(2, after=one["epoch"])
     assert {place["store"] for place in again} == {one["store"]}
     assert store.get("said") == b"before"
     job.finish()
-    assert job.ended(run) == 0
+    assert job.wait_ended(run) == 0
     wait_until(lambda: not job.pids())
 
 
@@ -60,10 +60,10 @@ def test_node_whose_agent_cannot_start_leaves_the_job(job: ElasticRun) -> None:
     broken_agent(job, "n1")
     run = job.run("--simulate-nodes", "2", "--nnodes", "1:2", "--shrink-after", "0", "--agent")
     wait_until(lambda: "node n1 leaves the job: its node agent did not start in 3 attempts" in job.output())
-    wait_until(lambda: job.is_("running"))
-    job.world(1)
+    wait_until(lambda: job.is_in_phase("running"))
+    job.wait_world(1)
     job.finish()
-    assert job.ended(run) == 0
+    assert job.wait_ended(run) == 0
 
 
 def is_watched(place: Path) -> bool:
@@ -79,7 +79,7 @@ def is_watched(place: Path) -> bool:
 def test_node_whose_agent_dies_and_cannot_restart_leaves_the_job(job: ElasticRun) -> None:
     job.environ["TIEREDCKPT_AGENT_BUDGET"] = "16MiB"
     run = job.run("--simulate-nodes", "2", "--nnodes", "1:2", "--shrink-after", "0", "--agent")
-    before = job.world(2)
+    before = job.wait_world(2)
     place = job.folder / "run" / "job" / "n1" / "agent"
     wait_until(lambda: is_watched(place), "the supervisor watches its agent")
     pid = agent_pid(place)
@@ -90,22 +90,22 @@ def test_node_whose_agent_dies_and_cannot_restart_leaves_the_job(job: ElasticRun
     wait_until(
         lambda: re.search("n1 leaves the job: its node agent d.*start in 3 attempts", job.output()), job.output()
     )
-    job.world(1, after=before[0]["epoch"])
+    job.wait_world(1, after=before[0]["epoch"])
     assert job.output().count("node n1 leaves the job") == 1
     job.finish()
-    assert job.ended(run) == 0
+    assert job.wait_ended(run) == 0
 
 
 def test_wrong_agent_setting_is_a_usage_error(job: ElasticRun) -> None:
     job.environ["TIEREDCKPT_AGENT_SLOTS_PER_RANK"] = "many"
-    assert job.ended(job.run("--agent")) == 2
+    assert job.wait_ended(job.run("--agent")) == 2
     assert "agent.slots_per_rank" in job.output().lower().replace("tieredckpt_agent_slots", "agent.slots")
 
 
 def test_job_ends_with_the_reason_where_no_node_has_an_agent(job: ElasticRun) -> None:
     broken_agent(job, "n0")
     run = job.run("--shrink-after", "0", "--agent")
-    assert job.ended(run) in (7, 8)  # by the time at which the node leaves: in a world, or before the first one
+    assert job.wait_ended(run) in (7, 8)  # by the time at which the node leaves: in a world, or before the first one
     end = next(line for line in reversed(job.output().splitlines()) if "did not start" in line)
     assert end.startswith(("failed: ", "stopped: ")), job.output()
     assert "its node agent did not start in 3 attempts: FileExistsError" in end
@@ -114,20 +114,20 @@ def test_job_ends_with_the_reason_where_no_node_has_an_agent(job: ElasticRun) ->
 def test_agents_of_simulated_nodes_end_with_success_and_stay_for_a_resume(job: ElasticRun) -> None:
     job.environ["TIEREDCKPT_AGENT_BUDGET"] = "16MiB"
     run = job.run("--simulate-nodes", "2", "--nnodes", "2", "--agent")
-    before = job.world(2)
+    before = job.wait_world(2)
     places = [job.folder / "run" / "job" / node / "agent" for node in ("n0", "n1")]
     pids = wait_until(lambda: (found := [agent_pid(place) for place in places]) and None not in found and found)
     kill(before[0]["pid"])  # agents do not notice what happens to ranks
-    job.world(2, after=before[0]["epoch"])
+    job.wait_world(2, after=before[0]["epoch"])
     run.send_signal(signal.SIGTERM)
-    assert job.ended(run) == 7
+    assert job.wait_ended(run) == 7
     assert all(process_start_time(pid) >= 0 for pid in pids)
     assert "stay in memory" in job.output()
     stop_agent(places[0])
     again = job.run("--simulate-nodes", "2", "--nnodes", "2", "--agent")
-    wait_until(lambda: len({one["pid"] for one in job.said("in", epoch=0)}) == 4)
+    wait_until(lambda: len({one["pid"] for one in job.rank_messages("in", epoch=0)}) == 4)
     own = wait_until(lambda: (pid := agent_pid(places[0])) != pids[0] and pid)
     job.finish()
-    assert job.ended(again) == 0
+    assert job.wait_ended(again) == 0
     wait_process_ended(own)
     wait_process_ended(pids[1])  # found, not started, by the second run: it is the job's all the same

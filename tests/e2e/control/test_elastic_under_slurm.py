@@ -38,31 +38,31 @@ def start(job, node, nodes, *options):
 @pytest.mark.parametrize("number", [signal.SIGUSR1, signal.SIGTERM])
 def test_notice_stops_a_single_node_job(job, number):
     run = start(job, "n1", "n1")
-    job.world(1)
+    job.wait_world(1)
     kill(run.pid, number)
-    assert job.ended(run) == 7
+    assert job.wait_ended(run) == 7
     assert f"stopped: {number.name}" in job.output()
-    assert {one["node"] for one in job.said("in")} == {"n1"}
+    assert {one["node"] for one in job.rank_messages("in")} == {"n1"}
 
 
 @pytest.mark.parametrize("number", [signal.SIGUSR1, signal.SIGTERM])
 def test_a_notice_to_any_node_stops_the_job_of_all(job, number):
     port = free_port()
     runs = [start(job, node, "n1,n2", "--coordinator", f"127.0.0.1:{port}") for node in ("n1", "n2")]
-    job.world(2)
+    job.wait_world(2)
     kill(runs[1].pid, number)
-    assert [job.ended(run) for run in runs] == [7, 7]
-    assert {one["want"] for one in job.said("notice")} == {"stop"}
+    assert [job.wait_ended(run) for run in runs] == [7, 7]
+    assert {one["want"] for one in job.rank_messages("notice")} == {"stop"}
 
 
 def test_secret_is_private_and_removed_with_the_job(job):
     port = free_port()
     runs = [start(job, node, "n1,n2", "--coordinator", f"127.0.0.1:{port}") for node in ("n2", "n1")]
-    job.world(2)
+    job.wait_world(2)
     (secret,) = (job.folder / "shared").iterdir()
     assert secret.name == "slurm-12.0-0.secret"
     assert stat.S_IMODE(secret.stat().st_mode) == 0o600
     assert stat.S_IMODE(secret.parent.stat().st_mode) == 0o700
     job.finish()
-    assert [job.ended(run) for run in runs] == [0, 0]
+    assert [job.wait_ended(run) for run in runs] == [0, 0]
     wait_until(lambda: not [*secret.parent.iterdir()], "nothing is left of the secret")

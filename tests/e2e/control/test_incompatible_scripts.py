@@ -33,7 +33,7 @@ def test_batch_too_small_for_the_ranks_fails_the_job_with_a_reason(job: ElasticR
     script.write_text(TOO_SMALL_A_BATCH)
     quick = ("--no-agent", "--store", "nowhere:1", "--job", "job", "--log-dir", str(job.folder / "logs"))
     run = job.start("run", *quick, "--nproc", "2", "--max-restarts", "1", str(script))
-    assert job.ended(run) == 8
+    assert job.wait_ended(run) == 8
     said = " ".join(job.output().split())
     assert "attempts: 2 faults; at most 1 restart allowed (job_max_retry_count)" in said
     assert "PolicyError: world_size is 2, but global_batch has 1 samples: 1 ranks would have nothing to do" in said
@@ -60,7 +60,7 @@ def test_error_before_the_first_step_ends_the_job_when_it_repeats(job: ElasticRu
     script.write_text(FAILS_AT_ONCE.format(how=how))
     quick = ("--no-agent", "--store", "nowhere:1", "--job", "job", "--log-dir", str(job.folder / "logs"))
     run = job.start("run", *quick, str(script))
-    assert job.ended(run) == 8
+    assert job.wait_ended(run) == 8
     failed, attempts, resumes, command = job.output().splitlines()[-4:]
     assert failed.endswith("reported a fault: ValueError: bad (train.py:7 in train)")
     assert attempts == "attempts: 2 in a row failed in the same way before the first step"
@@ -74,7 +74,7 @@ def test_script_that_never_joins_runs_once_per_rank(job: ElasticRun, ending: str
     script.write_text(f"open({str(job.folder / 'runs')!r}, 'a').write('run\\n')\n{ending}\n")
     quick = ("--no-agent", "--store", "nowhere:1", "--log-dir", str(job.folder / "logs"))
     run = job.start("run", *quick, "--simulate-nodes", "2", "--nnodes", "2", str(script))
-    assert job.ended(run) == 2
+    assert job.wait_ended(run) == 2
     assert (job.folder / "runs").read_text().count("run") <= 2
     said = job.output().splitlines()[-1]
     if ending:
@@ -87,14 +87,14 @@ def test_script_that_never_joins_runs_once_per_rank(job: ElasticRun, ending: str
 
 def test_rank_that_ignores_a_resize_is_killed_and_the_job_continues(job: ElasticRun) -> None:
     run = job.run("--simulate-nodes", "3", "--nnodes", "1:3", "--shrink-after", "0", "--pause-timeout", "0.5")
-    before = job.world(3)
-    job.make("ignore-n1")
-    job.ask("resize", "--nodes", "2")
+    before = job.wait_world(3)
+    job.touch("ignore-n1")
+    job.run_json("resize", "--nodes", "2")
     ignorant = next(one["pid"] for one in before if one["node"] == "n1")
     wait_until(lambda: process_start_time(ignorant) < 0)
-    after = job.world(2, after=before[0]["epoch"])
+    after = job.wait_world(2, after=before[0]["epoch"])
     assert after[0]["epoch"] > before[0]["epoch"]
     assert ignorant not in {one["pid"] for one in after}
     assert {one["pid"] for one in after} & {one["pid"] for one in before}
     job.finish()
-    assert job.ended(run) == 0
+    assert job.wait_ended(run) == 0

@@ -74,18 +74,18 @@ def machines(job: ElasticRun, *options: str) -> Machines:
 def test_another_machine_takes_over_from_a_lost_leader(job: ElasticRun) -> None:
     all_of_them = machines(job, "--nnodes", "1:3", "--grow-after", "0.3", "--shrink-after", "0")
     all_of_them.start("m1", "m2", "m3")
-    before = job.world(3)
+    before = job.wait_world(3)
     first = all_of_them.leader()
     term = all_of_them.record().term
     all_of_them.lose(first)
     assert all_of_them.leader(but=first) in all_of_them.runs
-    after = job.world(2, after=before[0]["epoch"])
+    after = job.wait_world(2, after=before[0]["epoch"])
     assert {one["pid"] for one in after} == {one["pid"] for one in before if one["node"] != first}
     record = all_of_them.record()
     assert record.term > term
     assert record.epoch >= after[0]["epoch"]
     job.finish()
-    assert [job.ended(run) for run in all_of_them.runs.values()] == [0, 0]
+    assert [job.wait_ended(run) for run in all_of_them.runs.values()] == [0, 0]
     record = all_of_them.record()
     assert (record.holder, record.over) == ("", "finished")
 
@@ -93,83 +93,83 @@ def test_another_machine_takes_over_from_a_lost_leader(job: ElasticRun) -> None:
 def test_killed_coordinator_is_replaced_within_the_same_world(job: ElasticRun) -> None:
     all_of_them = machines(job, "--nnodes", "2")
     all_of_them.start("m1", "m2")
-    before = job.world(2)
+    before = job.wait_world(2)
     leader, record = all_of_them.leader(), all_of_them.record()
-    kill(job.coordinator_of(leader))
+    kill(job.candidate_pid(leader))
     wait_until(lambda: all_of_them.record().term > record.term)
-    wait_until(lambda: job.is_("running"))
+    wait_until(lambda: job.is_in_phase("running"))
     assert (job.status().epoch, job.status().restarts) == (before[0]["epoch"], 0)
-    assert job.said("notice") == []
+    assert job.rank_messages("notice") == []
     job.finish()
-    assert [job.ended(run) for run in all_of_them.runs.values()] == [0, 0]
+    assert [job.wait_ended(run) for run in all_of_them.runs.values()] == [0, 0]
 
 
 def test_suspended_leader_steps_down_for_its_successor(job: ElasticRun) -> None:
     all_of_them = machines(job, "--nnodes", "2")
     all_of_them.start("m1", "m2")
-    before = job.world(2)
+    before = job.wait_world(2)
     leader, record = all_of_them.leader(), all_of_them.record()
-    stopped = job.coordinator_of(leader)
+    stopped = job.candidate_pid(leader)
     kill(stopped, signal.SIGSTOP)
     other = all_of_them.leader(but=leader)
-    wait_until(lambda: job.is_("running"))
+    wait_until(lambda: job.is_in_phase("running"))
     assert all_of_them.record().term > record.term
     kill(stopped, signal.SIGCONT)
     wait_until(lambda: stopped not in job.pids('"type":"coordinator"'))
     assert all_of_them.leader() == other
     assert (job.status().epoch, job.status().restarts) == (before[0]["epoch"], 0)
-    assert job.said("notice") == []
+    assert job.rank_messages("notice") == []
     job.finish()
-    assert [job.ended(run) for run in all_of_them.runs.values()] == [0, 0]
+    assert [job.wait_ended(run) for run in all_of_them.runs.values()] == [0, 0]
 
 
 def test_preempted_leader_hands_over(job: ElasticRun) -> None:
     all_of_them = machines(job, "--nnodes", "1:2", "--grow-after", "0.3", "--shrink-after", "0")
     all_of_them.start("m1", "m2")
-    before = job.world(2)
+    before = job.wait_world(2)
     leader = all_of_them.leader()
     run = all_of_them.runs.pop(leader)
     run.send_signal(signal.SIGTERM)
-    assert job.ended(run) == 0
-    after = job.world(1, after=before[0]["epoch"])
+    assert job.wait_ended(run) == 0
+    after = job.wait_world(1, after=before[0]["epoch"])
     assert (after[0]["restarts"], after[0]["node"]) == (0, all_of_them.leader(but=leader))
     job.finish()
-    assert [job.ended(run) for run in all_of_them.runs.values()] == [0]
+    assert [job.wait_ended(run) for run in all_of_them.runs.values()] == [0]
 
 
 @pytest.mark.nightly
 def test_deleted_leader_record_is_recreated_and_the_world_continues(job: ElasticRun) -> None:
     all_of_them = machines(job, "--nnodes", "2")
     all_of_them.start("m1", "m2")
-    before = job.world(2)
+    before = job.wait_world(2)
     all_of_them.leader()
     record = all_of_them.record()
     (job.folder / "shared" / "leader").unlink()
     wait_until(lambda: all_of_them.record() is not None)
     all_of_them.leader()  # the same one, unless a candidate was quicker
     assert all_of_them.record().term >= record.term
-    wait_until(lambda: job.is_("running"))
+    wait_until(lambda: job.is_in_phase("running"))
     assert (job.status().epoch, job.status().restarts) == (before[0]["epoch"], 0)
-    assert job.said("notice") == []
+    assert job.rank_messages("notice") == []
     job.finish()
-    assert [job.ended(run) for run in all_of_them.runs.values()] == [0, 0]
+    assert [job.wait_ended(run) for run in all_of_them.runs.values()] == [0, 0]
 
 
 def test_stopped_job_resumes_with_the_same_command_and_a_finished_one_does_not_rerun(job: ElasticRun) -> None:
     all_of_them = machines(job, "--nnodes", "2")
     all_of_them.start("m1", "m2")
-    before = job.world(2)
-    job.ask("stop")
-    assert [job.ended(run) for run in all_of_them.runs.values()] == [7, 7]
+    before = job.wait_world(2)
+    job.run_json("stop")
+    assert [job.wait_ended(run) for run in all_of_them.runs.values()] == [7, 7]
     assert all_of_them.record().over == "stopped"
     all_of_them.start("m1", "m2")
-    after = job.world(2, after=before[0]["epoch"])
+    after = job.wait_world(2, after=before[0]["epoch"])
     assert after[0]["epoch"] > before[0]["epoch"]
     job.finish()
-    assert [job.ended(run) for run in all_of_them.runs.values()] == [0, 0]
+    assert [job.wait_ended(run) for run in all_of_them.runs.values()] == [0, 0]
     all_of_them.start("m1")
-    assert job.ended(all_of_them.runs["m1"]) == 0
-    assert len(job.said("in")) == 4
+    assert job.wait_ended(all_of_them.runs["m1"]) == 0
+    assert len(job.rank_messages("in")) == 4
     assert "job job has finished; to run it again, delete the record of file:" in job.output()
 
 
@@ -177,7 +177,7 @@ def test_stopped_job_resumes_with_the_same_command_and_a_finished_one_does_not_r
 def test_a_standby_coordinator_leads_when_the_leader_is_lost(job: ElasticRun) -> None:
     all_of_them = machines(job, "--nnodes", "1:2", "--grow-after", "0.3", "--shrink-after", "0")
     all_of_them.start("m1", "m2")
-    before = job.world(2)
+    before = job.wait_world(2)
     leader = all_of_them.leader()
     (secret,) = (word for word in all_of_them.options if word.endswith("/secret"))
     standby = job.start(
@@ -185,24 +185,24 @@ def test_a_standby_coordinator_leads_when_the_leader_is_lost(job: ElasticRun) ->
         "--shrink-after", "0", "--secret", secret, "--leadership", all_of_them.url,
     )  # fmt: skip
     all_of_them.lose(leader)
-    job.world(1, after=before[0]["epoch"])
+    job.wait_world(1, after=before[0]["epoch"])
     job.finish()
-    assert [job.ended(run) for run in all_of_them.runs.values()] == [0]
-    assert job.ended(standby) == 0
+    assert [job.wait_ended(run) for run in all_of_them.runs.values()] == [0]
+    assert job.wait_ended(standby) == 0
 
 
 @pytest.mark.nightly
 def test_world_continues_while_the_leader_record_is_unreachable(job: ElasticRun) -> None:
     all_of_them = machines(job, "--nnodes", "2")
     all_of_them.start("m1", "m2")
-    before = job.world(2)
+    before = job.wait_world(2)
     shared, away = job.folder / "shared", job.folder / "away"
     shared.rename(away)
     wait_until(lambda: job.output().count("the coordinator has said nothing for") == 2, "both have been without a word")
     assert job.status() is None
     away.rename(shared)
-    wait_until(lambda: job.is_("running"))
+    wait_until(lambda: job.is_in_phase("running"))
     assert (job.status().epoch, job.status().restarts) == (before[0]["epoch"], 0)
-    assert job.said("notice") == []
+    assert job.rank_messages("notice") == []
     job.finish()
-    assert [job.ended(run) for run in all_of_them.runs.values()] == [0, 0]
+    assert [job.wait_ended(run) for run in all_of_them.runs.values()] == [0, 0]

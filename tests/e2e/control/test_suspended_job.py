@@ -36,30 +36,30 @@ def suspend(job: ElasticRun, seconds: float) -> None:
 
 def test_suspended_job_resumes_in_the_same_world_without_faults(job: ElasticRun) -> None:
     run = job.run("--simulate-nodes", "2", "--nnodes", "2", "--nproc", "2", "--hang-timeout", "6")
-    before = job.world(4)
+    before = job.wait_world(4)
     steps = {node.node: node.step for node in wait_until(lambda: _status_with_steps(job)).nodes}
     suspend(job, _SUSPENDED_S)
     status = wait_until(lambda: _further(job, steps), "steps after it was suspended")
     assert (status.epoch, status.restarts, status.phase.value) == (before[0]["epoch"], 0, "running")
-    assert job.said("notice") == []
-    assert job.said("stale") == []
+    assert job.rank_messages("notice") == []
+    assert job.rank_messages("stale") == []
     job.finish()
-    assert job.ended(run) == 0
-    assert {one["pid"] for one in job.said("finished")} == {one["pid"] for one in before}
+    assert job.wait_ended(run) == 0
+    assert {one["pid"] for one in job.rank_messages("finished")} == {one["pid"] for one in before}
 
 
 def test_single_suspended_node_is_lost(job: ElasticRun) -> None:
     run = job.run("--simulate-nodes", "2", "--nnodes", "1:2", "--shrink-after", "0", "--grow-after", "600")
-    before = job.world(2)
-    stopped = [job.supervisor("n1"), next(one["pid"] for one in before if one["node"] == "n1")]
+    before = job.wait_world(2)
+    stopped = [job.supervisor_pid("n1"), next(one["pid"] for one in before if one["node"] == "n1")]
     for pid in stopped:
         kill(pid, signal.SIGSTOP)
-    job.world(1, after=before[0]["epoch"])
+    job.wait_world(1, after=before[0]["epoch"])
     for pid in stopped:
         kill(pid, signal.SIGCONT)
     wait_until(lambda: len(job.status().nodes) == 2)
     job.finish()
-    assert job.ended(run) == 0
+    assert job.wait_ended(run) == 0
 
 
 def _status_with_steps(job: ElasticRun):

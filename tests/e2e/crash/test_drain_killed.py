@@ -56,13 +56,13 @@ def test_agent_killed_during_a_drain_resumes_it(agent_dir, rclone, rclone_proxy,
     sent = rclone_proxy.parts_sent()
     assert sent == [1, 1, 2, 2, 3, 3], "a part of a finished upload was sent again"
     job.lose_memory()
-    job.expect(1, tiers={"durable"}, size=SMALL)
-    job.expect(0, tiers={"durable"}, size=SMALL, named=0)
+    job.assert_restores(1, tiers={"durable"}, size=SMALL)
+    job.assert_restores(0, tiers={"durable"}, size=SMALL, named=0)
 
 
 def test_agent_killed_between_two_parts_resumes_the_upload(agent_dir, rclone, rclone_proxy):
     """Parts the store has confirmed are not sent again; the upload that was begun is the one that is finished."""
-    held = rclone_proxy.on("PUT", query="partNumber=4").hold()
+    held = rclone_proxy.add_rule("PUT", query="partNumber=4").hold()
     job = CheckpointJob(agent_dir, settings_through(rclone_proxy, rclone, concurrency=1))
     with job.checkpointer() as ckpt:
         ckpt.save(state_at(0, SIZE), 0).wait()
@@ -73,13 +73,13 @@ def test_agent_killed_between_two_parts_resumes_the_upload(agent_dir, rclone, rc
     sent = rclone_proxy.parts_sent()
     assert sent[:3] == [1, 2, 3]
     assert set(sent[3:]) == {4, 5}
-    assert len(rclone_proxy.seen("POST", query="uploads")) == 1
+    assert len(rclone_proxy.requests("POST", query="uploads")) == 1
     job.lose_memory()
-    job.expect(0, tiers={"durable"}, size=SIZE)
+    job.assert_restores(0, tiers={"durable"}, size=SIZE)
 
 
 def test_next_agent_continues_the_drain_of_a_stopped_one(agent_dir, rclone, rclone_proxy):
-    held = rclone_proxy.on("PUT", query="partNumber=4").hold()
+    held = rclone_proxy.add_rule("PUT", query="partNumber=4").hold()
     job = CheckpointJob(agent_dir, settings_through(rclone_proxy, rclone, concurrency=1))
     with job.checkpointer() as ckpt:
         ckpt.save(state_at(0, SIZE), 0).wait()
@@ -89,7 +89,7 @@ def test_next_agent_continues_the_drain_of_a_stopped_one(agent_dir, rclone, rclo
         assert ckpt.wait("durable", timeout_s=60)
     assert set(rclone_proxy.parts_sent()) == {1, 2, 3, 4, 5}
     job.lose_memory()
-    job.expect(0, tiers={"durable"}, size=SIZE)
+    job.assert_restores(0, tiers={"durable"}, size=SIZE)
 
 
 def test_bucket_contains_only_the_steps(agent_dir, rclone, rclone_proxy, zygote):

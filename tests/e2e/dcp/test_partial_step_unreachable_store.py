@@ -34,7 +34,7 @@ def test_temporarily_unreadable_entry_is_unknown_and_no_mismatch(agent_dir, rclo
         for fact in store.list_shards(job.name):
             if fact.key.part == 1:
                 store.report_damage(fact.key, "lost by a test")
-        away = rclone_proxy.on("GET", r"\.manifest", times=10**6)
+        away = rclone_proxy.add_rule("GET", r"\.manifest", times=10**6)
         away.fail(ReplyWithStatus(503, "SlowDown"))
         state = {"own0": torch.zeros(1000), "own1": torch.zeros(1000)}
         with pytest.raises(TierUnavailableError):

@@ -41,22 +41,22 @@ def durable(request):
 def test_a_lost_node_restores_from_the_durable_tier(agent_dir, durable):
     job = CheckpointJob(agent_dir, durable)
     job.save(0, 1, 2)
-    job.expect(2, tiers={"memory"})
+    job.assert_restores(2, tiers={"memory"})
     job.lose_memory()
-    job.expect(2, tiers={"durable"})
+    job.assert_restores(2, tiers={"durable"})
 
 
 def test_newest_step_wins_in_any_tier(agent_dir, directory):
     job = CheckpointJob(agent_dir, directory)
     job.save(0, 1)
     job.save(2, durable_every=100, durable=False)
-    job.expect(2, tiers={"memory"})
+    job.assert_restores(2, tiers={"memory"})
     job.lose_memory()
-    job.expect(1, tiers={"durable"})
+    job.assert_restores(1, tiers={"durable"})
     job.save(2, durable=True)
     job.lose_memory()
     save(f"tiered://{job.name}", state_at(1), 1)  # an older step in memory than in the durable tier
-    job.expect(2, tiers={"durable"})
+    job.assert_restores(2, tiers={"durable"})
 
 
 def test_restore_sends_few_store_requests(agent_dir, rclone, rclone_proxy):
@@ -71,7 +71,7 @@ def test_restore_sends_few_store_requests(agent_dir, rclone, rclone_proxy):
         wanted = {"nested": {"half": torch.zeros(33, dtype=torch.bfloat16)}}
         assert ckpt.restore(wanted, strict=False) == 5
         assert_same_bits(state_at(5)["nested"]["half"], wanted["nested"]["half"])
-    asked = rclone_proxy.seen()
+    asked = rclone_proxy.requests()
     assert len([one for one in asked if "list-type" in one.query]) == 2
     assert len([one for one in asked if one.path.endswith(".manifest")]) == 1
     # This server answers a range with status 200, so the first one is asked for twice.
@@ -86,18 +86,18 @@ def test_run_after_a_lost_node_has_the_newest_incarnation(agent_dir, directory):
     job = CheckpointJob(agent_dir, directory)
     job.save(0, 1)
     close_sessions()
-    job.expect(1, tiers={"memory"})
+    job.assert_restores(1, tiers={"memory"})
     job.save(2)  # the second incarnation says that it began from step 1
     job.lose_memory()
     with job.checkpointer() as ckpt:
         assert ckpt.restore(zeros_like_state(state_at(0))) == 2
         ckpt.save(state_at(3), 3).wait("durable")
     job.lose_memory()
-    job.expect(3, tiers={"durable"})
+    job.assert_restores(3, tiers={"durable"})
     job.lose_memory()
     job.save(4)  # without restoring first
     job.lose_memory()
-    job.expect(4, tiers={"durable"})
+    job.assert_restores(4, tiers={"durable"})
 
 
 def test_run_started_without_the_store_has_the_newest_incarnation(agent_dir, rclone, rclone_proxy):
@@ -106,13 +106,13 @@ def test_run_started_without_the_store_has_the_newest_incarnation(agent_dir, rcl
     job = CheckpointJob(agent_dir, behind)
     job.save(0, 1)
     close_sessions()
-    job.expect(1, tiers={"memory"})
+    job.assert_restores(1, tiers={"memory"})
     job.save(2)
     job.lose_memory()
-    rclone_proxy.on("GET", times=10**6).fail(ReplyWithStatus(503, "SlowDown"))
+    rclone_proxy.add_rule("GET", times=10**6).fail(ReplyWithStatus(503, "SlowDown"))
     job.save(3, durable=False)
     rclone_proxy.clear()
-    job.expect(3, tiers={"memory"})
+    job.assert_restores(3, tiers={"memory"})
 
 
 def test_only_the_steps_of_the_policy_are_drained(agent_dir, directory, tmp_path):
@@ -142,7 +142,7 @@ def test_drain_continues_after_the_trainer_ends(agent_dir, directory, zygote):
     with job.checkpointer() as ckpt:
         assert ckpt.wait("durable", timeout_s=30)
     job.lose_memory()
-    job.expect(3, tiers={"durable"})
+    job.assert_restores(3, tiers={"durable"})
 
 
 def save_and_leave(say, name, url):
@@ -224,19 +224,19 @@ def through(proxy, server, **changes):
 def test_drain_completes_after_the_store_recovers(agent_dir, rclone, rclone_proxy, fault):
     settings, endpoint = through(rclone_proxy, rclone)
     settings = DurableSettings(**{**vars(settings), "options": {**settings.options, "endpoint": endpoint}})
-    rclone_proxy.on("PUT", r"\.safetensors").fail(fault)
-    rclone_proxy.on("PUT", r"\.manifest").fail(fault)
+    rclone_proxy.add_rule("PUT", r"\.safetensors").fail(fault)
+    rclone_proxy.add_rule("PUT", r"\.manifest").fail(fault)
     job = CheckpointJob(agent_dir, settings)
     job.save(0)
     job.lose_memory()
-    rclone_proxy.on("GET", r"\.safetensors").fail(fault)
-    job.expect(0, tiers={"durable"})
+    rclone_proxy.add_rule("GET", r"\.safetensors").fail(fault)
+    job.assert_restores(0, tiers={"durable"})
 
 
 def test_unreachable_store_is_unknown_and_not_empty(agent_dir, rclone, rclone_proxy):
     settings, endpoint = through(rclone_proxy, rclone, retry_s=0.5, timeout_s=1.0)
     settings = DurableSettings(**{**vars(settings), "options": {**settings.options, "endpoint": endpoint}})
-    rclone_proxy.on("GET", times=10**6).fail(ReplyWithStatus(503, "SlowDown"))
+    rclone_proxy.add_rule("GET", times=10**6).fail(ReplyWithStatus(503, "SlowDown"))
     with (
         CheckpointJob(agent_dir, settings).checkpointer() as ckpt,
         pytest.raises(TierUnavailableError, match="not known whether"),
@@ -247,11 +247,11 @@ def test_unreachable_store_is_unknown_and_not_empty(agent_dir, rclone, rclone_pr
 def test_memory_restores_while_the_store_is_unreachable(agent_dir, rclone, rclone_proxy):
     settings, endpoint = through(rclone_proxy, rclone, retry_s=0.5, timeout_s=1.0)
     settings = DurableSettings(**{**vars(settings), "options": {**settings.options, "endpoint": endpoint}})
-    rclone_proxy.on("PUT", times=10**6).fail(ReplyWithStatus(503, "SlowDown"))
-    rclone_proxy.on("GET", times=10**6).fail(ReplyWithStatus(503, "SlowDown"))
+    rclone_proxy.add_rule("PUT", times=10**6).fail(ReplyWithStatus(503, "SlowDown"))
+    rclone_proxy.add_rule("GET", times=10**6).fail(ReplyWithStatus(503, "SlowDown"))
     job = CheckpointJob(agent_dir, settings)
     job.save(0, 1, 2, 3, durable=False)
-    job.expect(3, tiers={"memory"})
+    job.assert_restores(3, tiers={"memory"})
 
 
 def test_refused_credentials_fail_the_drain_not_the_training(agent_dir, rclone, rclone_proxy):
@@ -262,7 +262,7 @@ def test_refused_credentials_fail_the_drain_not_the_training(agent_dir, rclone, 
     with job.checkpointer() as ckpt:
         ckpt.save(state_at(0), 0).wait("durable", timeout_s=60)
         for method in ("PUT", "POST"):
-            rclone_proxy.on(method, times=10**6).fail(ReplyWithStatus(403, "SignatureDoesNotMatch"))
+            rclone_proxy.add_rule(method, times=10**6).fail(ReplyWithStatus(403, "SignatureDoesNotMatch"))
         for step in range(1, 5):
             assert ckpt.save(state_at(step), step).wait() is SaveState.SEALED
         assert not ckpt.wait("durable", timeout_s=20)
@@ -275,11 +275,11 @@ def test_refused_credentials_fail_the_drain_not_the_training(agent_dir, rclone, 
 def test_a_slow_store_skips_steps_and_keeps_the_newest(agent_dir, rclone, rclone_proxy):
     settings, endpoint = through(rclone_proxy, rclone)
     settings = DurableSettings(**{**vars(settings), "options": {**settings.options, "endpoint": endpoint}})
-    held = rclone_proxy.on("PUT", r"000000000000/.*\.safetensors").hold()
+    held = rclone_proxy.add_rule("PUT", r"000000000000/.*\.safetensors").hold()
     job = CheckpointJob(agent_dir, settings)
     with job.checkpointer() as ckpt:
         ckpt.save(state_at(0), 0).wait()
-        rclone_proxy.wait_for(lambda proxy: proxy.seen("PUT", r"\.safetensors"))
+        rclone_proxy.wait_for(lambda proxy: proxy.requests("PUT", r"\.safetensors"))
         for step in range(1, 5):
             assert ckpt.save(state_at(step), step).wait() is SaveState.SEALED
         held.release()
@@ -289,14 +289,14 @@ def test_a_slow_store_skips_steps_and_keeps_the_newest(agent_dir, rclone, rclone
     assert states[4] == "done"
     assert "skipped" in states.values()
     job.lose_memory()
-    job.expect(4, tiers={"durable"})
+    job.assert_restores(4, tiers={"durable"})
 
 
 def away(proxy, server, on_busy):
     """A store that answers nobody until the proxy is cleared."""
     settings, endpoint = through(proxy, server, retry_s=1.0, timeout_s=1.0, on_busy=on_busy)
     for method in ("GET", "PUT"):
-        proxy.on(method, times=10**6).fail(ReplyWithStatus(503, "SlowDown"))
+        proxy.add_rule(method, times=10**6).fail(ReplyWithStatus(503, "SlowDown"))
     return DurableSettings(**{**vars(settings), "options": {**settings.options, "endpoint": endpoint}})
 
 
@@ -316,7 +316,7 @@ def test_memory_saves_continue_while_the_store_is_unreachable_and_durable_steps_
         rclone_proxy.clear()
         assert ckpt.save(state_at(20), 20).wait("durable", timeout_s=60) is SaveState.DURABLE
     job.lose_memory()
-    job.expect(20, tiers={"durable"})
+    job.assert_restores(20, tiers={"durable"})
 
 
 @pytest.mark.parametrize("on_busy", ["skip", pytest.param("wait", marks=pytest.mark.nightly)])
@@ -370,7 +370,7 @@ def test_bit_flipped_in_the_store_selects_the_older_step_and_quarantines(agent_d
     job.save(0, 1)
     job.lose_memory()
     corrupt(shard_of(tmp_path, job, 1))
-    job.expect(0, tiers={"durable"})
+    job.assert_restores(0, tiers={"durable"})
     with job.checkpointer() as ckpt:
         infos = {info.step: info for info in ckpt.steps()}
     assert "are not what was saved" in infos[1].quarantined
@@ -386,7 +386,7 @@ def test_short_or_missing_shard_selects_the_older_step(agent_dir, directory, tmp
         path.write_bytes(path.read_bytes()[:-10])
     else:
         path.unlink()
-    job.expect(0, tiers={"durable"})
+    job.assert_restores(0, tiers={"durable"})
 
 
 def test_damaged_manifest_selects_the_older_step(agent_dir, directory, tmp_path):
@@ -395,7 +395,7 @@ def test_damaged_manifest_selects_the_older_step(agent_dir, directory, tmp_path)
     job.lose_memory()
     (newest,) = (tmp_path / "durable" / job.name / "manifests").glob("000000000001*")
     corrupt(newest, 20)
-    job.expect(0, tiers={"durable"})
+    job.assert_restores(0, tiers={"durable"})
 
 
 def test_manifest_of_a_newer_format_is_refused(agent_dir, directory, tmp_path):
@@ -423,8 +423,8 @@ def test_bytes_changed_in_transit_are_read_again(agent_dir, rclone, rclone_proxy
     job = CheckpointJob(agent_dir, settings)
     job.save(0)
     job.lose_memory()
-    rclone_proxy.on("GET", r"\.safetensors").fail(FlipResponseBit(5000))
-    job.expect(0, tiers={"durable"})
+    rclone_proxy.add_rule("GET", r"\.safetensors").fail(FlipResponseBit(5000))
+    job.assert_restores(0, tiers={"durable"})
 
 
 def test_damage_in_memory_is_healed_from_the_durable_copy_of_the_same_step(agent_dir, directory):
@@ -436,7 +436,7 @@ def test_damage_in_memory_is_healed_from_the_durable_copy_of_the_same_step(agent
         if b"version\x01" in note.read_bytes()
     ]
     corrupt(slot)
-    job.expect(1, tiers={"durable"})
+    job.assert_restores(1, tiers={"durable"})
 
 
 # -- keeping and deleting -----------------------------------------------------------------------------------------
@@ -456,8 +456,8 @@ def test_retention_keeps_the_newest_and_every_nth_step(agent_dir, directory, tmp
     )
     assert steps == left
     job.lose_memory()
-    job.expect(9, tiers={"durable"})
-    job.expect(4, tiers={"durable"}, named=4)
+    job.assert_restores(9, tiers={"durable"})
+    job.assert_restores(4, tiers={"durable"}, named=4)
 
 
 def test_compressed_objects_with_hashed_keys_round_trip(agent_dir, rclone):
@@ -547,17 +547,17 @@ def test_metrics_and_status_match_the_events(agent_dir, directory):
 def test_restarted_agent_finishes_pending_uploads(agent_dir, rclone, rclone_proxy):
     settings, endpoint = through(rclone_proxy, rclone)
     settings = DurableSettings(**{**vars(settings), "options": {**settings.options, "endpoint": endpoint}})
-    held = rclone_proxy.on("PUT", r"\.safetensors").hold()
+    held = rclone_proxy.add_rule("PUT", r"\.safetensors").hold()
     job = CheckpointJob(agent_dir, settings)
     with job.checkpointer() as ckpt:
         ckpt.save(state_at(0), 0).wait()
-        rclone_proxy.wait_for(lambda proxy: proxy.seen("PUT", r"\.safetensors"))
+        rclone_proxy.wait_for(lambda proxy: proxy.requests("PUT", r"\.safetensors"))
         stop_agent(agent_dir, signal.SIGKILL)
         held.drop()
         assert ckpt.wait("durable", timeout_s=40)
     close_sessions()
     job.lose_memory()
-    job.expect(0, tiers={"durable"})
+    job.assert_restores(0, tiers={"durable"})
 
 
 def test_rewind_within_a_process_abandons_later_steps(agent_dir, directory):
@@ -582,15 +582,15 @@ def test_rewind_within_a_process_abandons_later_steps(agent_dir, directory):
 def test_agent_stops_promptly_while_the_store_is_unreachable(agent_dir, rclone, rclone_proxy):
     settings = durable_settings(rclone, retry_s=300.0, timeout_s=1.0)
     behind = DurableSettings(**{**vars(settings), "options": {**settings.options, "endpoint": rclone_proxy.endpoint}})
-    rclone_proxy.on("GET", times=10**6).fail(ReplyWithStatus(503, "SlowDown"))
-    rclone_proxy.on("PUT", times=10**6).fail(ReplyWithStatus(503, "SlowDown"))
+    rclone_proxy.add_rule("GET", times=10**6).fail(ReplyWithStatus(503, "SlowDown"))
+    rclone_proxy.add_rule("PUT", times=10**6).fail(ReplyWithStatus(503, "SlowDown"))
     with CheckpointJob(agent_dir, behind).checkpointer() as ckpt:
         known = SaveDecision(
             ckpt.session.job, 0, Incarnation(1, "known"), 1, attempt=0, base=None, newest_complete=None
         )
         ckpt.session.adopt(known, ckpt.session.incarnation.capture())  # or the first save would ask the store
         ckpt.save(state_at(0), 0).wait()
-        rclone_proxy.wait_for(lambda proxy: len(proxy.seen()) > 2)
+        rclone_proxy.wait_for(lambda proxy: len(proxy.requests()) > 2)
         close_sessions()
         stop_agent(agent_dir)  # waits 20 s, and would not be enough for what is left of 60
 

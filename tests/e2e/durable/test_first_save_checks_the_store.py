@@ -35,7 +35,7 @@ def test_store_in_order_is_checked_once_and_keeps_no_probe(agent_dir, rclone, rc
         for step in range(3):
             ckpt.save(state_at(step), step).wait()
         assert ckpt.wait("durable", timeout_s=60)
-    probes = [(one.method, one.path) for one in rclone_proxy.seen() if ".probe-" in one.path]
+    probes = [(one.method, one.path) for one in rclone_proxy.requests() if ".probe-" in one.path]
     (read,) = [path for method, path in probes if method == "GET"]
     assert [method for method, path in probes if path == read][:2] == ["PUT", "GET"]
     assert [name for name in list_objects(rclone, settings) if ".probe-" in name] == []
@@ -62,15 +62,15 @@ def test_absent_credentials_are_refused(agent_dir, rclone, monkeypatch):
 
 @pytest.mark.parametrize("method", ["PUT", "GET"])
 def test_forbidden_request_is_refused(agent_dir, rclone, rclone_proxy, method):
-    rclone_proxy.on(method, path=r"\.probe-", times=ALWAYS).fail(ReplyWithStatus(403, "AccessDenied"))
+    rclone_proxy.add_rule(method, path=r"\.probe-", times=ALWAYS).fail(ReplyWithStatus(403, "AccessDenied"))
     settings = rclone.settings(url=bucket_url(), endpoint=rclone_proxy.endpoint)
     with pytest.raises(DurableRefusedError, match=r"403 AccessDenied.*Allow s3:GetObject, PutObject"):
         first_save(agent_dir, settings)
 
 
 def test_role_that_may_not_delete_passes(agent_dir, rclone, rclone_proxy):
-    rclone_proxy.on("POST", query="delete", times=ALWAYS).fail(ReplyWithStatus(403, "AccessDenied"))
-    rclone_proxy.on("DELETE", times=ALWAYS).fail(ReplyWithStatus(403, "AccessDenied"))
+    rclone_proxy.add_rule("POST", query="delete", times=ALWAYS).fail(ReplyWithStatus(403, "AccessDenied"))
+    rclone_proxy.add_rule("DELETE", times=ALWAYS).fail(ReplyWithStatus(403, "AccessDenied"))
     settings = rclone.settings(url=bucket_url(), endpoint=rclone_proxy.endpoint)
     with CheckpointJob(agent_dir, settings).checkpointer() as ckpt:
         ckpt.save(state_at(0), 0).wait()
@@ -78,7 +78,7 @@ def test_role_that_may_not_delete_passes(agent_dir, rclone, rclone_proxy):
 
 
 def test_store_that_is_busy_passes(agent_dir, rclone, rclone_proxy):
-    rclone_proxy.on("PUT", path=r"\.probe-").fail(ReplyWithStatus(503, "SlowDown"))
+    rclone_proxy.add_rule("PUT", path=r"\.probe-").fail(ReplyWithStatus(503, "SlowDown"))
     settings = rclone.settings(url=bucket_url(), endpoint=rclone_proxy.endpoint)
     with CheckpointJob(agent_dir, settings).checkpointer() as ckpt:
         ckpt.save(state_at(0), 0).wait()
@@ -86,7 +86,7 @@ def test_store_that_is_busy_passes(agent_dir, rclone, rclone_proxy):
 
 
 def test_store_that_fails_once_passes(agent_dir, rclone, rclone_proxy):
-    rclone_proxy.on("PUT", path=r"\.probe-").fail(ReplyWithStatus(500, "InternalError"))
+    rclone_proxy.add_rule("PUT", path=r"\.probe-").fail(ReplyWithStatus(500, "InternalError"))
     settings = rclone.settings(url=bucket_url(), endpoint=rclone_proxy.endpoint)
     with CheckpointJob(agent_dir, settings).checkpointer() as ckpt:
         ckpt.save(state_at(0), 0).wait()

@@ -42,9 +42,9 @@ def goes_through(job, steps, capfd):
     took.seconds["the agent's CPU time for that"] = cpu_seconds(agent_pid(job.agent_dir))
     job.lose_memory()
     with took("restore the newest on a new node"):
-        job.expect(steps - 1, tiers={"durable"}, size=SMALL)
+        job.assert_restores(steps - 1, tiers={"durable"}, size=SMALL)
     with took("restore one of the middle"):
-        job.expect(steps // 2, tiers={"durable"}, size=SMALL, named=steps // 2)
+        job.assert_restores(steps // 2, tiers={"durable"}, size=SMALL, named=steps // 2)
     with took("tieredckpt ls"):
         assert listed(capfd) == set(range(steps))
     kept = {*range(steps - 5, steps), *range(0, steps, steps // 10)}
@@ -52,7 +52,7 @@ def goes_through(job, steps, capfd):
         assert main(["gc", JOB, "--keep-last", "5", "--keep-every", str(steps // 10)]) == 0
     assert listed(capfd) == kept
     with took("restore the oldest"):
-        job.expect(0, tiers={"durable"}, size=SMALL, named=0)
+        job.assert_restores(0, tiers={"durable"}, size=SMALL, named=0)
     with capfd.disabled():
         print(f"{steps:,} durable steps, seconds: {took.seconds}")
 

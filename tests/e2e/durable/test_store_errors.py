@@ -43,8 +43,8 @@ def no_credentials(rclone, monkeypatch):
 
 @pytest.fixture
 def wrong_region(rclone, rclone_proxy):
-    rclone_proxy.on("GET", times=10**6).fail(ReplyWithStatus(301, "PermanentRedirect"))
-    rclone_proxy.on("PUT", times=10**6).fail(ReplyWithStatus(301, "PermanentRedirect"))
+    rclone_proxy.add_rule("GET", times=10**6).fail(ReplyWithStatus(301, "PermanentRedirect"))
+    rclone_proxy.add_rule("PUT", times=10**6).fail(ReplyWithStatus(301, "PermanentRedirect"))
     return at(rclone_proxy.endpoint), "(301|PermanentRedirect).*another region: set `region`"
 
 
@@ -101,7 +101,7 @@ def test_failed_restore_names_the_store_the_cause_and_advice(agent_dir, broken):
 def test_job_that_starts_from_memory_reports_the_store_error(agent_dir, broken, caplog):
     settings, cause = broken
     CheckpointJob(agent_dir, DurableSettings(), "from-memory").save(1, durable=False)
-    CheckpointJob(agent_dir, settings, "from-memory").expect(1, tiers={"memory"})
+    CheckpointJob(agent_dir, settings, "from-memory").assert_restores(1, tiers={"memory"})
     said = next(one for one in caplog.messages if "the durable tier could not be asked" in one)
     assert settings.url in said
     assert re.search(cause, said), said

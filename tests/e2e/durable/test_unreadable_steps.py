@@ -70,7 +70,7 @@ def test_damage_is_marked_in_the_store_by_the_next_durable_save(job, marks, tmp_
     data = bytearray(shard.read_bytes())
     data[5000] ^= 4
     shard.write_bytes(data)
-    job.expect(1, tiers={"durable"})
+    job.assert_restores(1, tiers={"durable"})
     assert not marks()
     job.save(3)
     wait_until(marks, "a mark")  # a step is durable before the older ones are looked at

@@ -39,8 +39,8 @@ def undisturbed(tmp_path_factory):
         if backend not in found:
             one = GoldenRun(tmp_path_factory.mktemp("quiet"), "plain", "plain", FaultPlan(), backend=backend)
             try:
-                one.see_through(one.begin(spare_nodes=0, total=12), 120)
-                found[backend] = one.committed()
+                one.wait_finished(one.start_run(spare_nodes=0, total=12), 120)
+                found[backend] = one.committed_steps()
             finally:
                 one.close()
         return found[backend]
@@ -53,14 +53,14 @@ def test_rank_killed_inside_an_all_reduce_does_not_change_the_result(golden_run,
     expected = undisturbed(DEVICE if backend == DEVICE else "gloo")
     faults = FaultPlan().at(step=KILLED_AT, phase=InjectionPhase.ALLREDUCE, rank=1).sigkill()
     job = golden_run("plain", faults, backend=backend)
-    job.see_through(job.begin(total=12), 120)
+    job.wait_finished(job.start_run(total=12), 120)
     assert_all_injected_once(job)
     assert_worlds_consistent(job)
-    ended = [one for one in job.lines("step") if one["step"] == job.total - 1]
+    ended = [one for one in job.log_lines("step") if one["step"] == job.total - 1]
     assert state_sum(ended, job.total - 1) == expected[-1]["sum"], "it learned something else than without a fault"
-    assert_same_training(job.committed(), expected)
-    assert len({one["pid"] for one in job.lines("world")}) == 3, "the survivor is the same process"
-    begun = {one["first"] for one in job.lines("world") if one["epoch"] == 1}
+    assert_same_training(job.committed_steps(), expected)
+    assert len({one["pid"] for one in job.log_lines("world")}) == 3, "the survivor is the same process"
+    begun = {one["first"] for one in job.log_lines("world") if one["epoch"] == 1}
     if backend == DEVICE:  # the host runs ahead: what it had only asked for is not believed
         assert max(begun) <= KILLED_AT
     else:  # what the survivor had completed before is not lost, saved or not
@@ -71,7 +71,7 @@ def test_work_queued_at_a_ranks_death_is_not_reported_as_completed(golden_run, u
     """The host is steps ahead of the collective that hangs: it has stepped, and noted that, before it hears of it."""
     faults = FaultPlan().at(step=KILLED_AT, phase=InjectionPhase.ALLREDUCE, rank=1).sigkill()
     job = golden_run("plain", faults, backend=AHEAD)
-    job.see_through(job.begin(total=12), 120)
+    job.wait_finished(job.start_run(total=12), 120)
     assert_all_injected_once(job)
-    assert_same_training(job.committed(), undisturbed())
-    assert all(one["first"] <= KILLED_AT for one in job.lines("world"))
+    assert_same_training(job.committed_steps(), undisturbed())
+    assert all(one["first"] <= KILLED_AT for one in job.log_lines("world"))

@@ -53,16 +53,16 @@ def trained(job):
         "run", "--nproc", "2", "--job", "told", "--log-dir", str(job.folder / "logs"), "--node", "n0",
         str(SCRIPT), str(job.folder), str(TOTAL),
     )  # fmt: skip
-    at = wait_until(lambda: job.said("step", step=KILLED_AT, rank=1), "rank 1 is in the step", 120)
-    wait_until(lambda: job.said("step", step=KILLED_AT, rank=0), "rank 0 is in the step")
+    at = wait_until(lambda: job.rank_messages("step", step=KILLED_AT, rank=1), "rank 1 is in the step", 120)
+    wait_until(lambda: job.rank_messages("step", step=KILLED_AT, rank=0), "rank 0 is in the step")
     killed_at = time.time()
     told = EventLogWriter(job.folder / "logs" / "event-log", name="injector")
     told.write(FaultInjected(killed_at, "sigkill", epoch=0, node="n0", local_rank=1))
     told.close()
     kill(at[0]["pid"])
     limit.write_text(str(TOTAL))  # the other rank goes on to meet it, and cannot
-    assert job.ended(running) == 0, job.output()
-    assert job.said("in", epoch=1)[0]["first"] == KILLED_AT
+    assert job.wait_ended(running) == 0, job.output()
+    assert job.rank_messages("in", epoch=1)[0]["first"] == KILLED_AT
     read = read_event_log(job.folder / "logs" / "event-log")
     return read, analyse(read.events, warnings=read.warnings), killed_at
 

@@ -55,12 +55,12 @@ def test_job_survives_hundreds_of_random_faults(golden_run, tmp_path) -> None:
     faults = FaultPlan(CHOSEN).random(COUNT, ranks=2, first=4, gap=GAP, kinds=KINDS)
     job = golden_run("fsdp", faults)
     sizes: dict[int, list[dict[str, int]]] = {}
-    run = job.begin()
+    run = job.start_run()
     deadline = time.monotonic() + COUNT * 60
     while run.poll() is None:
-        assert time.monotonic() < deadline, job.story()
-        job.bring_back()
-        for pid in job.lasting():
+        assert time.monotonic() < deadline, job.failure_report()
+        job.restart_lost_nodes()
+        for pid in job.persistent_pids():
             try:
                 sizes.setdefault(pid, []).append({**process_size(pid), "faults": len(job.record.done())})
             except OSError:  # it has just ended
@@ -68,15 +68,15 @@ def test_job_survives_hundreds_of_random_faults(golden_run, tmp_path) -> None:
         time.sleep(0.5)
     took = recoveries(job)
     write_down(tmp_path, job, took, sizes)
-    assert run.returncode == 0, job.story()
+    assert run.returncode == 0, job.failure_report()
     assert_all_injected_once(job)
     assert_worlds_consistent(job)
-    assert_same_training(job.committed(), reference_run(tmp_path / "quiet", job.total))
+    assert_same_training(job.committed_steps(), reference_run(tmp_path / "quiet", job.total))
     assert "the job failed" not in job.output()
     for pid, seen in sizes.items():
         assert_constant(f"process {pid}", [one for one in seen[STARTING:] if one["faults"] >= 5])
     worlds = {}
-    for one in job.lines("world"):
+    for one in job.log_lines("world"):
         worlds.setdefault(one["pid"], []).append(one)
     for pid, seen in worlds.items():
         assert_constant(f"rank {pid}", seen[3:])
@@ -94,7 +94,7 @@ def assert_constant(who: str, seen) -> None:
 
 def recoveries(job) -> list[float]:
     """From each fault to the first step that a later world has done."""
-    steps = sorted((one["at"], one["epoch"]) for one in job.lines("step"))
+    steps = sorted((one["at"], one["epoch"]) for one in job.log_lines("step"))
     found = []
     for one in job.record.done():
         epoch = max((epoch for at, epoch in steps if at <= one.at), default=-1)

@@ -60,11 +60,11 @@ def undisturbed(tmp_path_factory):
 
 def go_through(golden, undisturbed, how, pairs: list[tuple[InjectionKind, InjectionPhase]], within_s: float) -> None:
     job = golden(how[0], chain_faults(pairs, 2 * NPROC[how[0]]), backend=how[1])
-    job.see_through(job.begin(), within_s)
+    job.wait_finished(job.start_run(), within_s)
     assert_all_injected_once(job)
     assert_worlds_consistent(job)
-    assert all(one["first"] > 0 for one in job.lines("world") if one["epoch"] > 0), "what was safe was not found"
-    assert_same_training(job.committed(), undisturbed)
+    assert all(one["first"] > 0 for one in job.log_lines("world") if one["epoch"] > 0), "what was safe was not found"
+    assert_same_training(job.committed_steps(), undisturbed)
 
 
 @pytest.mark.parametrize("how", IN_A_PUSH, ids="-".join)

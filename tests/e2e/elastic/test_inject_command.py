@@ -16,16 +16,16 @@ TOTAL = 1_000_000
 
 def test_running_job_is_injected_at_the_requested_place_and_time(golden_run) -> None:  # noqa: F811
     job = golden_run("fsdp", FaultPlan())
-    run = job.begin(settle_s=30, total=TOTAL)
+    run = job.start_run(settle_s=30, total=TOTAL)
 
     def happened(name: str):
         return wait_until(
             lambda: next((one for one in injected_faults(job.record) if one.injection.name == name), None), name
         )
 
-    wait_until(lambda: job.lines("step"), "the first step")
+    wait_until(lambda: job.log_lines("step"), "the first step")
     refused = [
-        job.ask("inject", "--at", *words.split())
+        job.run_json("inject", "--at", *words.split())
         for words in (
             "rank=2 --kind sigkill",
             "node=n9 --kind node",
@@ -38,22 +38,24 @@ def test_running_job_is_injected_at_the_requested_place_and_time(golden_run) -> 
     assert "there is no node n9" in words[1]
     assert "local_rank=1: a node has 1 ranks" in words[2]
     assert "kind=no: one of" in words[3]
-    assert "error" not in job.ask("inject", "--at", "rank=1", "name=kill", "--kind", "sigkill")
+    assert "error" not in job.run_json("inject", "--at", "rank=1", "name=kill", "--kind", "sigkill")
     killed = happened("kill")
     assert (killed.rank, killed.phase) == (1, None)
-    wait_until(lambda: any(one["epoch"] == 1 for one in job.lines("step")), "a world after it")
-    assert "error" not in job.ask("inject", "--at", "step=1 rank=0 phase=backward name=raise", "--kind", "exception")
+    wait_until(lambda: any(one["epoch"] == 1 for one in job.log_lines("step")), "a world after it")
+    assert "error" not in job.run_json(
+        "inject", "--at", "step=1 rank=0 phase=backward name=raise", "--kind", "exception"
+    )
     raised = happened("raise")
     assert (raised.rank, raised.phase) == (0, InjectionPhase.BACKWARD)
-    wait_until(lambda: any(one["epoch"] == 2 for one in job.lines("step")), "a world after that")
-    assert "error" not in job.ask("inject", "--at", "rank=0 seconds=3.5 name=cut", "--kind", "partition")
+    wait_until(lambda: any(one["epoch"] == 2 for one in job.log_lines("step")), "a world after that")
+    assert "error" not in job.run_json("inject", "--at", "rank=0 seconds=3.5 name=cut", "--kind", "partition")
     cut = happened("cut")
     wait_until(
-        lambda: any(one["epoch"] > 2 and one["size"] == 2 for one in job.lines("step")), "a world without the node"
+        lambda: any(one["epoch"] > 2 and one["size"] == 2 for one in job.log_lines("step")), "a world without the node"
     )
     wait_until(lambda: state_of(job, cut.node) in ("standby", "training"), "the node is back")
-    job.ask("stop")
-    assert job.ended(run) == 7
+    job.run_json("stop")
+    assert job.wait_ended(run) == 7
 
 
 def state_of(job, node: str) -> str:

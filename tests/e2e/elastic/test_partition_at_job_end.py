@@ -15,8 +15,8 @@ __all__ = ["golden_run"]
 @pytest.mark.timeout(300)
 def test_partitioned_run_ends_with_its_job(golden_run) -> None:
     job = golden_run("fsdp", FaultPlan().at(step=4, phase=InjectionPhase.FORWARD, rank=1).partition(600))
-    run = job.begin()
-    job.see_through(run, 240)
+    run = job.start_run()
+    job.wait_finished(run, 240)
     assert_all_injected_once(job)
     assert "cannot be reached" in job.output()
     assert not job.pids()

@@ -17,60 +17,60 @@ TOTAL = 16
 def test_lost_joined_and_preempted_nodes_do_not_change_the_result(training_run, reference_steps) -> None:
     job = training_run("preempted", "tree", TOTAL)
     job.environ["TIEREDCKPT_PEER_REQUIRE"] = "copied"  # then no more than one step's copies are on their way
-    job.allow(0)
-    run = job.begin(3)
-    job.gathered(3)
-    job.allow(4)
-    three = job.in_world(3, 3)
+    job.allow_steps(0)
+    run = job.start_run(3)
+    job.wait_nodes_ready(3)
+    job.allow_steps(4)
+    three = job.wait_step_in_world(3, 3)
 
     job.lose_node("n1")
-    job.allow(8)
-    two = job.in_world(2, 7)
+    job.allow_steps(8)
+    two = job.wait_step_in_world(2, 7)
     assert {one["pid"] for one in two} < {one["pid"] for one in three}
     assert done_again(job) in ([], [3])
 
     again = job.start("join", "preempted", "--node", "n1")
-    job.asked_to_stop()
-    job.allow(12)
-    more = job.in_world(3, 11)
+    job.wait_stop_requested()
+    job.allow_steps(12)
+    more = job.wait_step_in_world(3, 11)
     assert {one["pid"] for one in more} > {one["pid"] for one in two}
 
-    job.ask("drain", "n2", "--deadline", "10")
-    job.asked_to_stop()
-    job.allow(TOTAL)
+    job.run_json("drain", "n2", "--deadline", "10")
+    job.wait_stop_requested()
+    job.allow_steps(TOTAL)
     wait_until(lambda: not job.pids('"node":"n2"'), "n2 is given back")
     job.lose_memory("n2")  # the machine is switched off
-    assert "dismissed after" in job.printed("n2")  # of its own accord: at the deadline it would have been ended
+    assert "dismissed after" in job.node_output("n2")  # of its own accord: at the deadline it would have been ended
 
-    job.finished(run)
-    assert job.ended(again) == 0
+    job.wait_finished(run)
+    assert job.wait_ended(again) == 0
     assert sizes_after(job, three[0]["epoch"]) == [2, 3, 2]
     assert done_again(job) in ([], [3])
     moved = committed_steps(job)
     assert moved[-1]["size"] == 2
     assert_same_results(moved, reference_steps)
     assert_each_sample_once(moved)
-    tiers = {tier for one in job.lines("world") for tier, count in one["tiers"].items() if count}
+    tiers = {tier for one in job.log_lines("world") for tier, count in one["tiers"].items() if count}
     assert tiers == {"memory", "peer"}
 
 
 def test_node_outside_the_world_keeps_the_steps_of_a_lost_one(training_run, reference_steps) -> None:
     job = training_run("outside", "tree", TOTAL)
     job.environ["TIEREDCKPT_PEER_REQUIRE"] = "copied"
-    job.allow(0)
-    run = job.begin(2)
-    job.gathered(2)
-    job.allow(4)
-    job.in_world(2, 3)
-    job.change("1")
-    job.allow(10)
-    (alone,) = job.in_world(1, 9)
+    job.allow_steps(0)
+    run = job.start_run(2)
+    job.wait_nodes_ready(2)
+    job.allow_steps(4)
+    job.wait_step_in_world(2, 3)
+    job.resize_and_wait("1")
+    job.allow_steps(10)
+    (alone,) = job.wait_step_in_world(1, 9)
 
     inside = [node.node for node in job.status().nodes if node.node_rank is not None]
     assert len(inside) == 1
     job.lose_node(inside[0])
-    job.allow(TOTAL)
-    job.finished(run)
+    job.allow_steps(TOTAL)
+    job.wait_finished(run)
     assert done_again(job) in ([], [9])
     moved = committed_steps(job)
     assert moved[-1]["pid"] != alone["pid"]
@@ -80,12 +80,12 @@ def test_node_outside_the_world_keeps_the_steps_of_a_lost_one(training_run, refe
 
 def sizes_after(job, epoch):
     """Of the worlds after that one."""
-    return [size for at, size in sorted({(one["epoch"], one["size"]) for one in job.lines("world")}) if at > epoch]
+    return [size for at, size in sorted({(one["epoch"], one["size"]) for one in job.log_lines("world")}) if at > epoch]
 
 
 def done_again(job):
     """Steps that more than one world did."""
     epochs = defaultdict(set)
-    for one in job.lines("step"):
+    for one in job.log_lines("step"):
         epochs[one["step"]].add(one["epoch"])
     return [step for step, those in sorted(epochs.items()) if len(those) > 1]

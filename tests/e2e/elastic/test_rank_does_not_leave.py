@@ -72,13 +72,13 @@ def run(job, how, *options):
         *(str(script), str(job.folder), how),
     )
     assert done.wait(180) == 0, job.output()
-    before, after = job.said("in", epoch=0), job.said("in", epoch=1)
+    before, after = job.rank_messages("in", epoch=0), job.rank_messages("in", epoch=1)
     assert len(after) == 3, job.output()
     new = {one["pid"] for one in after} - {one["pid"] for one in before}
     (replacement,) = (one for one in after if one["pid"] in new)
     assert replacement["rank"] == 1
-    (spare,) = (one for one in job.said("warm") if one["pid"] in new)
-    assert spare["at"] < min(one["at"] for one in job.said("step", epoch=1))
+    (spare,) = (one for one in job.rank_messages("warm") if one["pid"] in new)
+    assert spare["at"] < min(one["at"] for one in job.rank_messages("step", epoch=1))
     return job.output()
 
 

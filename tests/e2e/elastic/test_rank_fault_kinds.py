@@ -22,7 +22,7 @@ def outcome(*faults, options=()):
     with elastic_job() as job:
         job.environ |= {"OMP_NUM_THREADS": "1", "TIEREDCKPT_AGENT_BUDGET": "256MiB"}
         job.environ["TIEREDCKPT_AGENT_DIRECTORY"] = str(job.folder / "agent")
-        job.make("policy").write_text("abort_timeout_s: 15\nrestart_timeout_s: 200\n")
+        job.touch("policy").write_text("abort_timeout_s: 15\nrestart_timeout_s: 200\n")
         shape = ("--nproc", str(RANKS), "--node", "n0", "--job", "job", "--policy", str(job.folder / "policy"))
         logs = ("--log-dir", str(job.folder / "logs"))
         try:
@@ -31,7 +31,7 @@ def outcome(*faults, options=()):
                 running.wait(900)
             except subprocess.TimeoutExpired:
                 raise AssertionError(f"it did not end\n{job.output()}") from None
-            return {what: job.said(what) for what in ("in", "fails", "step")}, running.returncode, job.output()
+            return {what: job.rank_messages(what) for what in ("in", "fails", "step")}, running.returncode, job.output()
         finally:
             for one in job.started:
                 one.send_signal(signal.SIGKILL)

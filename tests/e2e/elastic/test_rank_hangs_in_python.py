@@ -58,9 +58,9 @@ def test_hung_rank_is_replaced_within_seconds(job):
         *("--nproc", "2", "--hang-timeout", str(HANG_S), "--max-restarts", "3", str(script)),
     )
     assert run.wait(180) == 0, job.output()
-    last = max(one["at"] for one in job.said("step", epoch=0))
-    resumed = min(one["at"] for one in job.said("step", epoch=1))
-    warm_s = max(one["took_s"] for one in job.said("warm"))
+    last = max(one["at"] for one in job.rank_messages("step", epoch=0))
+    resumed = min(one["at"] for one in job.rank_messages("step", epoch=1))
+    warm_s = max(one["took_s"] for one in job.rank_messages("warm"))
     found_s = HANG_S + 2.0
     """A report a second, and one look a second."""
     start_s = warm_s + 2.0
@@ -69,4 +69,10 @@ def test_hung_rank_is_replaced_within_seconds(job):
     assert "in this stage for" in words
     assert ": the train function. The process exits" in words
     assert "in stuck" in words, "the stack of the thread that hangs"
-    assert len({one["pid"] for one in job.said("in", epoch=1)} & {one["pid"] for one in job.said("in", epoch=0)}) == 1
+    assert (
+        len(
+            {one["pid"] for one in job.rank_messages("in", epoch=1)}
+            & {one["pid"] for one in job.rank_messages("in", epoch=0)}
+        )
+        == 1
+    )

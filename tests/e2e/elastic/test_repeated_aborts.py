@@ -59,7 +59,7 @@ class Aborted:
             self._hang(groups, epoch)
             groups.destroy(broken=True)
             self._meet(f"left/{epoch}")
-            self.sizes[epoch] = {**ProcessSize.of("self"), "device": self._device_bytes()}
+            self.sizes[epoch] = {**ProcessSize.measure("self"), "device": self._device_bytes()}
             self._meet(f"measured/{epoch}")  # the ranks share a device, whose memory is that of both
 
     def _meet(self, where: str) -> None:

@@ -35,24 +35,26 @@ def train(job):
     logs = ("--log-dir", str(job.folder / "logs"))
     running = job.start("run", *options, *logs, str(SCRIPT), str(job.folder))
 
-    both = job.world(2)
-    wait_until(lambda: job.said("step", epoch=both[0]["epoch"], rank=1, step=both[0]["restored"] + 2))
-    assert job.ask("resize", "--nodes", "1")["max_nodes"] == 1
-    (alone,) = job.world(1, after=both[0]["epoch"])
+    both = job.wait_world(2)
+    wait_until(lambda: job.rank_messages("step", epoch=both[0]["epoch"], rank=1, step=both[0]["restored"] + 2))
+    assert job.run_json("resize", "--nodes", "1")["max_nodes"] == 1
+    (alone,) = job.wait_world(1, after=both[0]["epoch"])
     assert alone["pid"] in [one["pid"] for one in both]
     assert_goes_on(job, both, [alone])
 
-    job.ask("resize", "--nodes", "max")
-    more = job.world(2, after=alone["epoch"])
+    job.run_json("resize", "--nodes", "max")
+    more = job.wait_world(2, after=alone["epoch"])
     assert alone["pid"] in [one["pid"] for one in more]
     assert_goes_on(job, [alone], more)
     job.finish()
-    assert job.ended(running) == 0, job.output()
-    return job.said("ended", how="finished")
+    assert job.wait_ended(running) == 0, job.output()
+    return job.rank_messages("ended", how="finished")
 
 
 def assert_goes_on(job, before, after):
     """All stopped after one step, and from that one, in memory, all go on."""
-    done = [max(one["step"] for one in job.said("step", epoch=one["epoch"], rank=one["rank"])) for one in before]
+    done = [
+        max(one["step"] for one in job.rank_messages("step", epoch=one["epoch"], rank=one["rank"])) for one in before
+    ]
     assert {one["restored"] for one in after} == set(done)
     assert {tier for one in after for tier in one["tiers"]} <= {"memory", "peer"}

@@ -34,7 +34,7 @@ def trained(folder, inprocess):
             try:
                 wait_for_states(pods, "completed", timeout_s=300)
             except AssertionError as late:
-                raise AssertionError(f"{late}\n{pods[0].printed()[-4000:]}") from None
+                raise AssertionError(f"{late}\n{pods[0].rank_output()[-4000:]}") from None
     assert (output / "model" / "model.safetensors").is_file()
     found, _ = read_step_log(output / "progress.jsonl")
     return {one["step"]: (one["loss"].hex(), one["ranks"]) for one in found if "step" in one}

@@ -52,7 +52,7 @@ def test_data_of_a_lost_node_is_loaded_from_another(ranks: RankPool) -> None:
     with memory_nodes("n1", "n2", memory_service_auth="off") as nodes:
         n1, n2 = nodes["n1"], nodes["n2"]
         ranks.run(2, save_steps, [n1.url, n1.url], "job-1", [10, 20])
-        n2.await_shards(6)
+        n2.wait_shards(6)
         n1.lose()
         assert ranks.run(2, load_newest, [n2.url, n2.url], "job-1") == [(20, True)] * 2
         n2.kill_agent()
@@ -68,11 +68,11 @@ def test_every_node_serves_every_shard_and_retains_the_same_number(ranks: RankPo
         n1, n2 = nodes["n1"], nodes["n2"]
         ranks.run(2, save_steps, [n1.url, n2.url], "job-1", [10, 20, 30, 40])
         assert ranks.run(2, load_newest, [n2.url, n1.url], "job-1") == [(40, True)] * 2
-        n1.await_shards(6)  # of four steps three are kept: a shard of each, and a plan
-        n2.await_shards(3)
+        n1.wait_shards(6)  # of four steps three are kept: a shard of each, and a plan
+        n2.wait_shards(3)
         assert request(n2.address, "DELETE", "/v1/cp/namespaces/job-1").status == 200
         assert request(n1.address, "GET", "/v1/cp/namespaces/job-1").status == 404
-        n1.await_shards(0)
+        n1.wait_shards(0)
 
 
 def test_lost_shard_makes_all_ranks_load_an_older_complete_step(ranks: RankPool) -> None:

@@ -159,44 +159,44 @@ def socket_of(agent: int) -> Path:
 def test_job_survives_invalid_frames_and_an_unresponsive_agent(tmp_path: Path, zygote) -> None:
     """A spare takes a place in the end, and hears of both places that it has by ``/update``."""
     with operated_job(tmp_path, spares=1, environ={"STORY_DEAF_S": "3"}) as job:
-        job.let(2)
-        first = job.until_done(1, 1)
+        job.set_limit(2)
+        first = job.wait_step(1, 1)
         pods = job.state.members
-        (spare,) = job.until(lambda: job.state.spares, "there is a spare")
-        job.until(lambda: job.answer(spare).version == job.state.version, "the spare knows its place")
-        assert (job.answer(spare).rank, job.answer(spare).spare) == (2, True)
-        waiting = job.ranks(spare)
+        (spare,) = job.wait_until(lambda: job.state.spares, "there is a spare")
+        job.wait_until(lambda: job.last_status(spare).version == job.state.version, "the spare knows its place")
+        assert (job.last_status(spare).rank, job.last_status(spare).spare) == (2, True)
+        waiting = job.rank_pids(spare)
 
         # Strangers speak to both agents, and stay connected.
-        sockets = [socket_of(job.agent(pod)) for pod in pods]
+        sockets = [socket_of(job.agent_pid(pod)) for pod in pods]
         strangers = [send_frame(path, frame) for path in sockets for frame in HARMLESS.values()]
-        job.let(3)
-        assert {one.pid for one in job.until_done(1, 2)} == {one.pid for one in first}
+        job.set_limit(3)
+        assert {one.pid for one in job.wait_step(1, 2)} == {one.pid for one in first}
 
         # A rank is killed in the middle of a frame: those of the other pod go on in their processes.
-        job.breaks("tear", rank=2, step=3)
-        second = job.until_done(2, 3)
+        job.break_at("tear", rank=2, step=3)
+        second = job.wait_step(2, 3)
         assert {one.pid for one in second if one.pod == pods[0]} == {one.pid for one in first if one.pod == pods[0]}
         for stranger in strangers:
             stranger.close()
 
         # An agent is made deaf. Its ranks train, until there is something to say; then they end with an error.
         with send_frame(sockets[0], DEAFENING["no UTF-8"]):
-            job.let(5)
-            assert {one.pid for one in job.until_done(2, 4)} == {one.pid for one in second}
-            job.breaks("raise", rank=1, step=5)
-            job.until(lambda: "has not read for 3 s" in job.printed(pods[0]), "its ranks have noticed")
+            job.set_limit(5)
+            assert {one.pid for one in job.wait_step(2, 4)} == {one.pid for one in second}
+            job.break_at("raise", rank=1, step=5)
+            job.wait_until(lambda: "has not read for 3 s" in job.rank_output(pods[0]), "its ranks have noticed")
         if job.state.epoch == 2:  # what health monitoring says of a node; the operator's own limits take longer
-            job.place.save_overrides(SimOverrides(bad_nodes={job.node(pods[0]): "UnschedulablePendingReplacement"}))
-        third = job.until_done(3, 5)
+            job.place.save_overrides(SimOverrides(bad_nodes={job.node_of(pods[0]): "UnschedulablePendingReplacement"}))
+        third = job.wait_step(3, 5)
         assert job.state.members == (spare, pods[1])
         assert {one.pid for one in third if one.pod == spare} <= waiting
         assert {one.pid for one in third if one.pod == pods[1]} == {one.pid for one in second if one.pod == pods[1]}
-        assert job.heard(spare, "/update") >= 2
-        assert job.heard(spare, "/start") == 1
+        assert job.count_requests(spare, "/update") >= 2
+        assert job.count_requests(spare, "/start") == 1
 
-        job.let(TOTAL)
-        job.until(lambda: job.state.phase.is_final, "the job has ended")
-        lines = job.said()
+        job.set_limit(TOTAL)
+        job.wait_until(lambda: job.state.phase.is_final, "the job has ended")
+        lines = job.process_lines()
     assert job.state.phase.value == "Succeeded", job.events
     assert step_results(lines) == reference_steps(zygote)

@@ -35,11 +35,11 @@ def test_operated_job_with_a_hung_rank_resumes_by_itself(
     """Rank 0 judges the others, and keeps the store at which all meet."""
     (tmp_path / f"break-{kind}").write_text(f"{rank} 5")
     with operated_job(tmp_path, environ={"ELASTIC_HANG_TIMEOUT": "8"}, options=options) as job:
-        job.let(TOTAL)
-        job.until(lambda: job.state.phase.is_final, "the job has ended")
+        job.set_limit(TOTAL)
+        job.wait_until(lambda: job.state.phase.is_final, "the job has ended")
         assert job.state.phase is JobPhase.SUCCEEDED, job.report()
-        said = job.said()
+        said = job.process_lines()
         assert said.count(["ended", "finished"]) == RANKS
         assert not (tmp_path / f"break-{kind}").exists()
-        assert job.restarts(), job.report()
+        assert job.restart_modes(), job.report()
     assert step_results(said) == reference_steps(zygote)

@@ -30,57 +30,57 @@ class InProcessJob:
         self.count = 0
         start_pods(self.pods)
 
-    def let(self, limit: int) -> None:
+    def set_limit(self, limit: int) -> None:
         path = self.folder / "limit.new"
         path.write_text(str(limit))
         path.replace(self.folder / "limit")
 
-    def breaks(self, kind: str, rank: int, step: int) -> None:
+    def break_at(self, kind: str, rank: int, step: int) -> None:
         (self.folder / f"break-{kind}").write_text(f"{rank} {step}")
-        self.let(step + 1)
+        self.set_limit(step + 1)
 
-    def until_done(self, step: int) -> list[Process]:
+    def wait_step(self, step: int) -> list[Process]:
         """All ranks have done this step since the newest start; who they are."""
 
         def there() -> list[Process]:
-            at = [one for one in processes(self.folder) if one.newest == (self.count, step)]
+            at = [one for one in processes(self.folder) if one.newest_step == (self.count, step)]
             return at if len(at) == RANKS else []
 
         try:
             return wait_until(there, f"step {step} of start {self.count}", PATIENCE_S)
         except AssertionError as late:
-            raise AssertionError(f"{late}\n" + "\n".join(pod.printed()[-3000:] for pod in self.pods)) from None
+            raise AssertionError(f"{late}\n" + "\n".join(pod.rank_output()[-3000:] for pod in self.pods)) from None
 
-    def fault(self) -> dict[str, Any]:
+    def wait_fault(self) -> dict[str, Any]:
         """What the agent says that was the first to be at fault."""
         wait_for_states(self.pods, "faulted", any_of=True, timeout_s=PATIENCE_S)
         return next(found for pod in self.pods if (found := pod.status())["status"] == "faulted")
 
-    def again(self) -> None:
+    def restart(self) -> None:
         stop_pods(self.pods, mode="in_process_restart")
         self.count += 1
         start_pods(self.pods, fault_count=self.count)
 
-    def until_stopped(self, step: int) -> dict[str, Any]:
+    def step_until_stopped(self, step: int) -> dict[str, Any]:
         """Steps are done one after the other until the ranks have stopped; what the agent of one of them says."""
 
         def stops() -> bool:
             return any(pod.status()["status"] == "faulted" for pod in self.pods)
 
         def done_by_all() -> bool:
-            return sum(one.newest == (self.count, step) for one in processes(self.folder)) == RANKS
+            return sum(one.newest_step == (self.count, step) for one in processes(self.folder)) == RANKS
 
         while not stops():
-            self.let(step + 1)
+            self.set_limit(step + 1)
             wait_until(lambda: stops() or done_by_all(), f"step {step} is done, or left", PATIENCE_S)
             step += 1
-        return self.fault()
+        return self.wait_fault()
 
-    def lose(self, number: int, step: int) -> None:
+    def replace_pod(self, number: int, step: int) -> None:
         """A pod is gone before it has done this step, and a spare takes its place."""
         lost = self.pods[number]
         lost.kill()
-        self.let(step + 1)
+        self.set_limit(step + 1)
         others = [pod for pod in self.pods if pod is not lost]
         for pod in others:
             pod.stop(mode="in_process_restart")
@@ -111,18 +111,18 @@ def pids_of(found: list[Process], pod: str = "") -> set[int]:
 
 def raise_in_rank(job: InProcessJob, step: int, first: list[Process]) -> None:
     """A rank raises: all processes go on."""
-    job.breaks("raise", rank=1, step=step)
-    assert "ZeroDivisionError" in job.fault()["message"]
-    job.again()
-    assert pids_of(job.until_done(step)) == pids_of(first)
+    job.break_at("raise", rank=1, step=step)
+    assert "ZeroDivisionError" in job.wait_fault()["message"]
+    job.restart()
+    assert pids_of(job.wait_step(step)) == pids_of(first)
 
 
 def kill_in_rank(job: InProcessJob, step: int, first: list[Process]) -> list[Process]:
     """A rank is killed: those of the other pod go on."""
-    job.breaks("kill", rank=2, step=step)
-    assert job.fault()["reason"] == "WorkerCrash"
-    job.again()
-    second = job.until_done(step)
+    job.break_at("kill", rank=2, step=step)
+    assert job.wait_fault()["reason"] == "WorkerCrash"
+    job.restart()
+    second = job.wait_step(step)
     assert pids_of(second, "pod0") == pids_of(first, "pod0")
     assert not pids_of(second, "pod1") & pids_of(first)
     return second
@@ -130,7 +130,7 @@ def kill_in_rank(job: InProcessJob, step: int, first: list[Process]) -> list[Pro
 
 def run_to_completion(job: InProcessJob) -> list[list[str]]:
     """What all ranks have said, once the job has ended."""
-    job.let(TOTAL)
+    job.set_limit(TOTAL)
     wait_for_states(job.pods, "completed", timeout_s=PATIENCE_S)
     return [line for one in processes(job.folder) for line in one.lines]
 
@@ -138,8 +138,8 @@ def run_to_completion(job: InProcessJob) -> list[list[str]]:
 def test_ranks_that_raise_or_are_killed_are_survived_by_the_other_processes(agent_dir, tmp_path, zygote):
     """Every other kind of fault is for the night."""
     with in_process_job(tmp_path, agent_dir) as job:
-        job.let(2)
-        first = job.until_done(1)
+        job.set_limit(2)
+        first = job.wait_step(1)
         raise_in_rank(job, 2, first)
         kill_in_rank(job, 3, first)
         said = run_to_completion(job)
@@ -150,44 +150,44 @@ def test_ranks_that_raise_or_are_killed_are_survived_by_the_other_processes(agen
 @pytest.mark.nightly
 def test_faults_of_all_kinds_under_real_agents(agent_dir, tmp_path, zygote):
     with in_process_job(tmp_path, agent_dir, spares=1, inprocess_timeout_s=5) as job:
-        job.let(2)
-        first = job.until_done(1)
+        job.set_limit(2)
+        first = job.wait_step(1)
 
         # A rank raises, twice: the operator is told of whom that was.
         raise_in_rank(job, 2, first)
-        job.breaks("raise", rank=1, step=3)
-        assert job.fault()["rank_labels"] == {"elastic-repeat-offender": "2"}
-        job.again()
-        assert pids_of(job.until_done(3)) == pids_of(first)
+        job.break_at("raise", rank=1, step=3)
+        assert job.wait_fault()["rank_labels"] == {"elastic-repeat-offender": "2"}
+        job.restart()
+        assert pids_of(job.wait_step(3)) == pids_of(first)
 
         # A rank is asked for a change: all stop at one step, and nobody does one again.
         os.kill(max(pids_of(first)), signal.SIGUSR1)
-        asked = job.until_stopped(4)
+        asked = job.step_until_stopped(4)
         assert (asked["reason"], asked["restartMode"]) == ("ElasticWorld", "in_process_restart")
-        job.again()
-        at = 1 + max(one.steps[-1] for one in job.until_done(-1))
-        job.let(at + 1)
-        calm = job.until_done(at)
+        job.restart()
+        at = 1 + max(one.steps[-1] for one in job.wait_step(-1))
+        job.set_limit(at + 1)
+        calm = job.wait_step(at)
         assert pids_of(calm) == pids_of(first)
         assert all(one.steps[-(at - 3) :] == list(range(4, at + 1)) for one in calm)
 
         second = kill_in_rank(job, at + 1, first)
 
         # A rank hangs and no abort wakes it: its agent does not wait for ever, and starts the pod's processes anew.
-        job.breaks("hang", rank=1, step=at + 2)
+        job.break_at("hang", rank=1, step=at + 2)
         wait_until(lambda: not (tmp_path / "break-hang").exists(), "it hangs", PATIENCE_S)
         hangs = job.pods[0].folder / "hangs"
         hangs.touch()
-        job.again()
+        job.restart()
         hangs.unlink()
-        third = job.until_done(at + 2)
+        third = job.wait_step(at + 2)
         assert not pids_of(third, "pod0") & pids_of(second)
         assert pids_of(third, "pod1") == pids_of(second, "pod1")
 
         # A pod is lost, and with it the store at which all meet: the spare takes its place, warm.
         waiting = job.spares[0].ranks()
-        job.lose(0, step=at + 3)
-        fourth = job.until_done(at + 3)
+        job.replace_pod(0, step=at + 3)
+        fourth = job.wait_step(at + 3)
         assert pids_of(fourth, "pod1") == pids_of(second, "pod1")
         assert pids_of(fourth, "pod2") <= set(waiting)
         assert not pids_of(fourth, "pod0")

@@ -18,20 +18,20 @@ def test_damaged_and_absent_shards_are_distinguished() -> None:
         n1, n2 = nodes["n1"], nodes["n2"]
         assert request(n1.address, "POST", f"{NAMESPACE}?num_ranks=1").status == 200
         assert request(n1.address, "POST", SHARD, body, {"Shard-Meta": "{}"}).status == 200
-        n2.await_shards(1)
+        n2.wait_shards(1)
         (slot,) = (n1.directory / "slots").iterdir()
         with slot.open("r+b") as file:
             file.seek(15_000_000)
             file.write(b"changed")
         answer = request(n1.address, "GET", SHARD)
         assert (answer.status, answer.body, answer.headers["shard-meta"]) == (200, body, "{}")
-        n1.await_shards(1)  # it was fetched again
+        n1.wait_shards(1)  # it was fetched again
 
         n2.kill_agent()
         assert request(n1.address, "DELETE", NAMESPACE).status == 200
         assert request(n1.address, "POST", f"{NAMESPACE}?num_ranks=3&steps_retained=7").status == 200
         assert request(n1.address, "POST", SHARD, b"of another life").status == 200
         n2.start()
-        n2.await_shards(1)
+        n2.wait_shards(1)
         assert request(n2.address, "GET", NAMESPACE).json == {"num_ranks": 3, "steps_to_retain_per_rank": 7}
         assert request(n2.address, "GET", SHARD).body == b"of another life"

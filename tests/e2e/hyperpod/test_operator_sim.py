@@ -67,7 +67,7 @@ class Operator:
         with log.open("ab") as err, answer.open("wb") as out:
             self.process = subprocess.Popen(command, cwd=ROOT, env=self.environ, stdout=out, stderr=err)
 
-    def say(self, *words: str) -> Any:
+    def run_json(self, *words: str) -> Any:
         done = subprocess.run([*_COMMAND, *words, "--json"], env=self.environ, capture_output=True, timeout=120)
         assert done.returncode == 0, done.stderr.decode()
         return json.loads(done.stdout)
@@ -76,10 +76,10 @@ class Operator:
         assert self.process is not None
         return self.process.wait(_PATIENCE_S)
 
-    def kept(self) -> StoredSimulation:
+    def stored_simulation(self) -> StoredSimulation:
         return wait_until(self.place.load, "something is kept", _PATIENCE_S)
 
-    def runs(self, size: int, *, after: int = 0) -> StoredSimulation:
+    def wait_running(self, size: int, *, after: int = 0) -> StoredSimulation:
         """Until a world after ``after`` runs with so many agents, and all its ranks have met."""
 
         def there() -> StoredSimulation | None:
@@ -87,14 +87,14 @@ class Operator:
             kept = self.place.load()
             state = None if kept is None else kept.state
             good = state is not None and state.phase is JobPhase.RUNNING and state.epoch > after
-            return kept if good and len(state.members) == size and self.met(state.epoch - 1, size) else None
+            return kept if good and len(state.members) == size and self.has_met(state.epoch - 1, size) else None
 
         try:
             return wait_until(there, f"a world of {size} agents after {after}", _PATIENCE_S)
         except AssertionError as error:
             raise AssertionError(f"{error}\n{self.log()}\n{self.place.load()}") from None
 
-    def met(self, restarts: int, size: int) -> bool:
+    def has_met(self, restarts: int, size: int) -> bool:
         nproc = len(list(self.folder.glob(f"in-{restarts}-*-*"))) / size
         return nproc >= 1 and all(
             (self.folder / f"in-{restarts}-{int(nproc) * size}-{r}").exists() for r in range(size)
@@ -124,27 +124,27 @@ def operator(tmp_path: Path) -> Iterator[Operator]:
 @pytest.mark.nightly
 def test_operator_runs_a_single_machine_job_to_its_end(operator):
     operator.run("--spawn=3")
-    first = operator.runs(2).state
+    first = operator.wait_running(2).state
     (operator.folder / "crash").touch()
-    second = operator.runs(2, after=first.epoch).state
+    second = operator.wait_running(2, after=first.epoch).state
     assert second.restarts == 1
     assert second.members == first.members, "a crash of processes costs no pod"
     assert second.last_fault.reason == "WorkerCrash"
     assert "The fault of reason WorkerCrash was remediated in" in operator.log()
 
-    operator.say("scale", "1")
-    third = operator.runs(1, after=second.epoch).state
+    operator.run_json("scale", "1")
+    third = operator.wait_running(1, after=second.epoch).state
     assert third.restarts == 1
-    assert operator.say("status")["capacity"] == 1
+    assert operator.run_json("status")["capacity"] == 1
     operator.process.send_signal(signal.SIGKILL)
     operator.process.wait()
-    assert [pod["answer"]["state"] for pod in operator.say("status")["pods"] if pod["name"] in third.members] == [
+    assert [pod["answer"]["state"] for pod in operator.run_json("status")["pods"] if pod["name"] in third.members] == [
         "running"
     ]
 
     operator.run("--spawn=3")  # goes on with what runs
-    operator.say("scale", "max")
-    fourth = operator.runs(2, after=third.epoch).state
+    operator.run_json("scale", "max")
+    fourth = operator.wait_running(2, after=third.epoch).state
     assert fourth.epoch == third.epoch + 1, "the new operator changed the size and nothing else"
     assert fourth.restarts == 1
 
@@ -171,13 +171,15 @@ def test_operator_adopts_external_agents_and_abandons_a_bad_node(tmp_path):
     with running_agents(2, [RANK, str(tmp_path)], folder=tmp_path / "pods") as pods:
         try:
             operator.run("--agents=" + ",".join(pod.address for pod in pods))
-            first = operator.runs(2).state
+            first = operator.wait_running(2).state
             assert set(first.members) == {pod.address for pod in pods}
-            operator.say("fault", first.members[1])
-            wait_until(lambda: operator.kept().state.restarts == 1, "the node's fault is seen", _PATIENCE_S)
-            assert operator.kept().state.last_fault is None
-            operator.say("fault", first.members[1], "--healthy")
-            second = operator.runs(2, after=first.epoch).state
+            operator.run_json("fault", first.members[1])
+            wait_until(
+                lambda: operator.stored_simulation().state.restarts == 1, "the node's fault is seen", _PATIENCE_S
+            )
+            assert operator.stored_simulation().state.last_fault is None
+            operator.run_json("fault", first.members[1], "--healthy")
+            second = operator.wait_running(2, after=first.epoch).state
             assert second.last_fault.reason == "NodeFault"
             (tmp_path / "finish").touch()
             assert operator.wait() == 0, operator.log()
@@ -194,11 +196,11 @@ def test_in_process_ranks_are_assigned_and_restarted(tmp_path):
     with running_agents(2, [IN_PROCESS, str(tmp_path)], folder=tmp_path / "pods", inprocess=True, ready=False) as pods:
         try:
             operator.run("--agents=" + ",".join(pod.address for pod in pods))
-            first = operator.runs(2).state
+            first = operator.wait_running(2).state
             ranks = [(tmp_path / f"in-{first.epoch - 1}-2-{rank}").read_text() for rank in range(2)]
             assert all((tmp_path / f"told-{rank}-{pid}").exists() for rank, pid in enumerate(ranks))
             (tmp_path / "crash").touch()
-            second = operator.runs(2, after=first.epoch).state
+            second = operator.wait_running(2, after=first.epoch).state
             assert second.last_fault.reason == "Broken"
             assert second.last_fault.mode is AgentRestartMode.IN_PROCESS
             assert [(tmp_path / f"in-{second.epoch - 1}-2-{rank}").read_text() for rank in range(2)] == ranks

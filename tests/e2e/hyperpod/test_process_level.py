@@ -35,7 +35,7 @@ class ProcessLevelRun:
     def __init__(self, folder: Path, pods: list[AgentPod]) -> None:
         self.folder, self.pods = folder, pods
 
-    def say(self, name: str, what: object) -> None:
+    def write_instruction(self, name: str, what: object) -> None:
         (self.folder / f"{name}.tmp").write_text(str(what))
         (self.folder / f"{name}.tmp").replace(self.folder / name)
 
@@ -46,7 +46,7 @@ class ProcessLevelRun:
             found += [one for one in map(json.loads, lines) if one["what"] == what]
         return sorted(found, key=lambda one: one["at"])
 
-    def reach(self, step: int, ranks: int, restarts: int, size: int) -> list[dict[str, Any]]:
+    def wait_step(self, step: int, ranks: int, restarts: int, size: int) -> list[dict[str, Any]]:
         """Every rank has done and sealed it, in a world of that size after so many faults."""
 
         def there() -> list[dict[str, Any]]:
@@ -57,7 +57,7 @@ class ProcessLevelRun:
             ]
             for pod in self.pods:
                 status = pod.status()
-                assert status["status"] != "faulted", f"{status}\n{pod.printed()[-4000:]}"
+                assert status["status"] != "faulted", f"{status}\n{pod.rank_output()[-4000:]}"
             return found if len(found) == ranks else []
 
         return wait_until(there, f"{ranks} ranks have done step {step}", 120)
@@ -67,12 +67,12 @@ class ProcessLevelRun:
         found = [pod.status().get("progress") or {} for pod in self.pods]
         return [one[JOB]["progressCount"] if JOB in one else -1 for one in found]
 
-    def given(self) -> dict[str, Any]:
+    def operator_progress(self) -> dict[str, Any]:
         """What an operator makes of it: the newest that any pod reports."""
         step = max(self.progress())
         return {JOB: {"progressData": f"{JOB}/step-{step}", "progressCount": step}}
 
-    def graceful(self, pod: AgentPod, handlers: int) -> None:
+    def stop_gracefully(self, pod: AgentPod, handlers: int) -> None:
         """The agent is asked, and its ranks have heard."""
         pod.stop(graceful=True, timeout_s=100)
         wait_until(lambda: len(self.lines("handler")) == handlers, "the ranks have heard the signal", 60)
@@ -104,12 +104,12 @@ def job(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ProcessLevelRun]:
 def resized_job(job: ProcessLevelRun) -> dict[str, Any]:
     """A rank is killed, the job becomes smaller and larger again, and ends; what was seen on the way."""
     seen: dict[str, Any] = {}
-    job.say(ACT, "ours")
-    job.say(LIMIT, 6)
+    job.write_instruction(ACT, "ours")
+    job.write_instruction(LIMIT, 6)
     start_pods(
         job.pods, version="2026-01-31T12:00:00Z", rankIps=[{"rank": n, "ip": f"10.0.0.{n + 1}"} for n in range(2)]
     )
-    doomed = job.reach(5, 4, 0, 4)
+    doomed = job.wait_step(5, 4, 0, 4)
     seen["rosters"] = [
         parse_discovery(f"hyperpod:{pod.folder}/config/pod_resourceconfig.json").member_list() for pod in job.pods
     ]
@@ -122,11 +122,11 @@ def resized_job(job: ProcessLevelRun) -> dict[str, Any]:
         pod.stop()
     wait_for_states(job.pods, "ready")
 
-    job.say(LIMIT, 12)
+    job.write_instruction(LIMIT, 12)
     start_pods(job.pods, fault_count=1, progress=given)
-    job.reach(11, 4, 1, 4)
-    job.graceful(job.pods[0], 2)
-    job.say(LIMIT, FAR)
+    job.wait_step(11, 4, 1, 4)
+    job.stop_gracefully(job.pods[0], 2)
+    job.write_instruction(LIMIT, FAR)
     wait_for_states(
         job.pods[:1], "ready"
     )  # its ranks have ended with status 0, after all have sealed and left the world
@@ -134,15 +134,15 @@ def resized_job(job: ProcessLevelRun) -> dict[str, Any]:
     job.pods[1].stop(graceful=True, timeout_s=100)
     wait_for_states(job.pods[1:], "ready")
     seen["progress of a stop"] = job.progress()
-    seen["printed"] = job.pods[0].printed()  # the next start with as many faults begins the files anew
+    seen["printed"] = job.pods[0].rank_output()  # the next start with as many faults begins the files anew
 
-    job.say(LIMIT, 18)
-    start_pods(job.pods[:1], fault_count=1, progress=job.given())
-    job.reach(17, 2, 1, 2)
-    job.graceful(job.pods[0], 6)
-    job.say(LIMIT, FAR)
+    job.write_instruction(LIMIT, 18)
+    start_pods(job.pods[:1], fault_count=1, progress=job.operator_progress())
+    job.wait_step(17, 2, 1, 2)
+    job.stop_gracefully(job.pods[0], 6)
+    job.write_instruction(LIMIT, FAR)
     wait_for_states(job.pods[:1], "ready")
-    start_pods(job.pods, fault_count=1, progress=job.given())
+    start_pods(job.pods, fault_count=1, progress=job.operator_progress())
     wait_for_states(job.pods, "completed")
     seen["last progress"] = job.progress()
     for pod in job.pods:
@@ -192,8 +192,8 @@ def test_job_resized_down_and_up_resumes_at_the_common_step(job, resized_job):
 def test_every_step_is_that_of_an_undisturbed_run(job, resized_job, tmp_path):
     alone = ProcessLevelRun(tmp_path, [])
     (tmp_path / "diary").mkdir()
-    alone.say(ACT, "ours")
-    alone.say(LIMIT, FAR)
+    alone.write_instruction(ACT, "ours")
+    alone.write_instruction(LIMIT, FAR)
     memory = Path("/dev/shm") / (process_prefix("tieredckpt") + uuid.uuid4().hex[:8])
     environ = {**os.environ, "PYTHONPATH": str(ROOT), "TEST_MEMORY": str(memory), "TIEREDCKPT_AGENT_LINGER_S": "1"}
     command = [sys.executable, hyperpod_processes.__file__, str(tmp_path), str(TOTAL)]
@@ -220,13 +220,13 @@ def stop_one_gracefully(job: ProcessLevelRun, act: str, signalled: Callable[[lis
 
     ``signalled`` is asked about the children of the asked agent's ranks: ranks wait for that before they end.
     """
-    job.say(ACT, act)
+    job.write_instruction(ACT, act)
     start_pods(job.pods)
     wait_until(lambda: len(list(job.folder.glob(f"{act}-begun-?"))) == 4, "all ranks are in their loop", 120)
     children = [int((job.folder / f"{act}-begun-{rank}").read_text()) for rank in (0, 1)]
     job.pods[0].stop(graceful=True, timeout_s=100)
     wait_until(lambda: signalled(children), "both ranks of the agent have been signalled", 60)
-    job.say(f"{act}-end", "")
+    job.write_instruction(f"{act}-end", "")
     wait_for_states(job.pods[:1], "ready")
     return wait_until(lambda: len(found := rank_endings(job, act)) == 4 and found, "all ranks have stopped", 60)
 

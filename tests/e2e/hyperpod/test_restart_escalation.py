@@ -23,10 +23,10 @@ def test_exhausted_restart_budgets_escalate_until_the_job_fails(tmp_path: Path, 
     limits = {"numRestartBeforeFullJobRestart": 2, "maxFullJobRestarts": 0}
     with operated_job(tmp_path, limits=limits, environ={"STORY_BUDGET": "1"}) as job:
         restart_in_new_processes(job)
-        job.breaks("raise", rank=3, step=4)
+        job.break_at("raise", rank=3, step=4)
         wait_given_up(job)
-        assert job.restarts() == [IN_PROCESS, PROCESS]
-        said = job.said()
+        assert job.restart_modes() == [IN_PROCESS, PROCESS]
+        said = job.process_lines()
     assert_given_up(job, 0)
     assert step_results(said) == {key: value for key, value in reference_steps(zygote).items() if key[1] < 4}
 
@@ -37,14 +37,14 @@ def test_new_pods_resume_the_job_and_may_be_requested_by_a_rank(tmp_path: Path, 
     limits = {"numRestartBeforeFullJobRestart": 2, "maxFullJobRestarts": 1}
     with operated_job(tmp_path, limits=limits, environ={"STORY_BUDGET": "1"}) as job:
         pods = {one.pod for one in restart_in_new_processes(job)}
-        job.breaks("raise", rank=3, step=4)  # the processes would go on; the operator has had enough of these pods
-        fourth = job.until_done(4, 4)
+        job.break_at("raise", rank=3, step=4)  # the processes would go on; the operator has had enough of these pods
+        fourth = job.wait_step(4, 4)
         assert not {one.pod for one in fourth} & pods
         assert all(one.steps == [4] for one in fourth)
-        job.breaks("nan", rank=1, step=5)  # at every attempt: the second asks for a restart of the job
+        job.break_at("nan", rank=1, step=5)  # at every attempt: the second asks for a restart of the job
         wait_given_up(job)
-        assert job.restarts() == [IN_PROCESS, PROCESS, JOB, IN_PROCESS]
-        said = job.said()
+        assert job.restart_modes() == [IN_PROCESS, PROCESS, JOB, IN_PROCESS]
+        said = job.process_lines()
     assert_given_up(job, 1)
     assert "the loss of step 5 is not finite (nan), in 2 attempts" in job.state.fault.message
     assert step_results(said) == {key: value for key, value in reference_steps(zygote).items() if key[1] < 5}
@@ -52,14 +52,14 @@ def test_new_pods_resume_the_job_and_may_be_requested_by_a_rank(tmp_path: Path, 
 
 def restart_in_new_processes(job: OperatedJob) -> list[Process]:
     """A fault that the processes live through, and one after which they ask for others in their pods."""
-    job.let(2)
-    first = job.until_done(1, 1)
+    job.set_limit(2)
+    first = job.wait_step(1, 1)
     pods = job.state.members
-    job.breaks("raise", rank=1, step=2)
-    second = job.until_done(2, 2)
+    job.break_at("raise", rank=1, step=2)
+    second = job.wait_step(2, 2)
     assert {one.pid for one in second} == {one.pid for one in first}
-    job.breaks("raise", rank=2, step=3)
-    third = job.until_done(3, 3)
+    job.break_at("raise", rank=2, step=3)
+    third = job.wait_step(3, 3)
     assert not {one.pid for one in third} & {one.pid for one in second}
     assert job.state.members == pods
     assert all(one.steps == [3] for one in third), "new processes go on where the old ones were"
@@ -67,8 +67,10 @@ def restart_in_new_processes(job: OperatedJob) -> list[Process]:
 
 
 def wait_given_up(job: OperatedJob) -> None:
-    job.until(lambda: job.state.phase.is_final, "the job has ended")
-    job.until(lambda: all(job.heard(pod, "/shutdown") for pod in job.state.members), "all agents are told to end")
+    job.wait_until(lambda: job.state.phase.is_final, "the job has ended")
+    job.wait_until(
+        lambda: all(job.count_requests(pod, "/shutdown") for pod in job.state.members), "all agents are told to end"
+    )
 
 
 def assert_given_up(job: OperatedJob, full: int) -> None:

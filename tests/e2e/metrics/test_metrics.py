@@ -185,7 +185,7 @@ def test_restarted_agent_reports_recovered_shards(agent_dir, agent, durable):
     job = CheckpointJob(agent_dir, durable)
     job.save(0, 1)
     job.kill_agent()
-    job.expect(1, tiers={"memory"})
+    job.assert_restores(1, tiers={"memory"})
     found = agent.metrics()
     assert found["recovered_shards_total"] == 2
     assert found["seals_total"] == 0

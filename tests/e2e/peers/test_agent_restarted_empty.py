@@ -18,11 +18,11 @@ def test_data_lost_by_a_restarted_agent_is_rebuilt_from_parity():
     parity = ReplicationSettings(mode="parity", parity_group_size=3)
     with agent_job(*NAMES, settings=parity, quick=False) as job:  # who is away for 8 s is dead, and not before
         keys = job.save(1, parts=4)
-        job.settle(1)
+        job.wait_replicated(1)
         assert [job.holders(of) for of in keys] == [(name,) for name in NAMES]
         job["n2"].lose()
         job["n2"].start()
-        job.meet()
+        job.join_all()
         for of in keys:
             wait_until(lambda of=of: job.holders(of), f"{of} is there again", timeout_s=60)
             data, pulled = job.read(of, job.holders(of))

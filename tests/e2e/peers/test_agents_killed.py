@@ -39,7 +39,7 @@ def job():
     """Three agents that have settled version 1."""
     with agent_job(*NAMES) as made:
         made.save(1)
-        made.settle(1)
+        made.wait_replicated(1)
         yield made
 
 
@@ -52,32 +52,32 @@ def start_to_die(job, name, point, count=1):
 def die_while_saving(job, point):
     """n1 passes every point: it sends, it receives, and it is the one that counts."""
     start_to_die(job, "n1", point, SAVING[point])
-    wait_until(lambda: job.sees("n2") == job.sees("n3") == set(NAMES), "all see each other")
+    wait_until(lambda: job.alive_nodes("n2") == job.alive_nodes("n3") == set(NAMES), "all see each other")
     job.save(2)
-    job["n1"].wait_dead()
+    job["n1"].wait_agent_ended()
 
 
 def expect_newest(job, names):
     """All of what these know to be settled has its copies. What gives way to the next version is not asked for."""
 
     def newest():
-        return max(job.replicated(name) for name in names)
+        return max(job.newest_replicated(name) for name in names)
 
     def protected():
         version = newest()
-        return version if all(len(job.holders(of)) >= 2 for of in job.keys(version)) else 0
+        return version if all(len(job.holders(of)) >= 2 for of in job.shard_keys(version)) else 0
 
     version = wait_until(protected, "what is settled has its copies")
     try:
-        expect_all(job, job.keys(version))
+        expect_all(job, job.shard_keys(version))
     except (AssertionError, PeerStoreError, StopIteration):
         if (newer := newest()) == version:
             raise
-        expect_all(job, job.keys(newer))
+        expect_all(job, job.shard_keys(newer))
 
 
 def expect_all(job, keys):
-    job.expect(keys)
+    job.assert_copies(keys)
     for of in keys:
         data, pulled = job.read(of, job.holders(of))
         assert data == shard_content(of, SIZE)
@@ -92,8 +92,8 @@ def test_agent_restarted_with_its_arena_keeps_its_shards(job, point):
     job["n1"].start()
     expect_newest(job, NAMES)
     job.save(3)
-    job.settle(3)
-    job.expect(job.keys(3))
+    job.wait_replicated(3)
+    job.assert_copies(job.shard_keys(3))
 
 
 @pytest.mark.parametrize(
@@ -101,8 +101,8 @@ def test_agent_restarted_with_its_arena_keeps_its_shards(job, point):
 )
 def test_job_survives_a_permanently_lost_agent(job, point):
     die_while_saving(job, point)
-    job.lose("n1")
-    wait_until(lambda: job.sees("n2") == {"n2", "n3"}, "its death is known")
+    job.lose_node("n1")
+    wait_until(lambda: job.alive_nodes("n2") == {"n2", "n3"}, "its death is known")
     expect_newest(job, ("n2", "n3"))
 
 
@@ -112,10 +112,10 @@ def test_all_agents_restart_within_a_world_and_reconnect(job):
     for name in NAMES:
         job[name].start()
     for name in NAMES:
-        wait_until(lambda name=name: job.sees(name) == {*NAMES}, f"{name} sees all others")
+        wait_until(lambda name=name: job.alive_nodes(name) == {*NAMES}, f"{name} sees all others")
     job.save(2)
-    job.settle(2)
-    job.expect(job.keys(2))
+    job.wait_replicated(2)
+    job.assert_copies(job.shard_keys(2))
 
 
 def test_agent_killed_while_replicating_for_a_lost_node():
@@ -125,44 +125,44 @@ def test_agent_killed_while_replicating_for_a_lost_node():
     first_again = 1 + SIZE // MIB + 1  # it has sent all chunks of its own shard before
     with agent_job(*NAMES, crash_at={heir: f"peer.sending:{first_again}"}) as job:
         job.save(1)
-        job.settle(1)
-        assert job.holders(job.keys(1)[2]) == tuple(sorted({"n3", heir}))
-        job.lose("n3")
-        job[heir].wait_dead()
+        job.wait_replicated(1)
+        assert job.holders(job.shard_keys(1)[2]) == tuple(sorted({"n3", heir}))
+        job.lose_node("n3")
+        job[heir].wait_agent_ended()
         job[heir].start()
-        job.expect(job.keys(1))
+        job.assert_copies(job.shard_keys(1))
 
 
 def test_agent_killed_while_repairing_a_copy(job):
-    mine = job.keys(1)[0]
+    mine = job.shard_keys(1)[0]
     (other,) = set(job.holders(mine)) - {"n1"}
     start_to_die(job, other, "peer.repairing")
     wait_until(lambda: other in job.holders(mine), "its copy is adopted")
-    flip_byte(job.slot(other, mine), SIZE // 2)
+    flip_byte(job.slot_path(other, mine), SIZE // 2)
     with job[other].agent() as agent:
         assert agent.store.verify(mine) != ()
-    job[other].wait_dead()
+    job[other].wait_agent_ended()
     job[other].start()
-    job.expect(job.keys(1))
+    job.assert_copies(job.shard_keys(1))
     assert len(job.holders(mine)) == 2
 
 
 def test_reader_continues_from_the_other_copy_when_an_agent_is_killed(job):
     (large,) = job.save(2, "n1", parts=1, size_bytes=LARGE)
-    job.settle(2)
+    job.wait_replicated(2)
     (other,) = set(job.holders(large)) - {"n1"}
     start_to_die(job, other, "peer.reading", 4)
     wait_until(lambda: other in job.holders(large), "its copy is adopted")
-    with job.reading(large, [other, "n1"]) as read:
-        job["n1"].freeze()  # until the other one is dead, nothing comes from here
+    with job.prepared_read(large, [other, "n1"]) as read:
+        job["n1"].suspend_agent()  # until the other one is dead, nothing comes from here
         with ThreadPoolExecutor(1) as aside:
             reading = aside.submit(read)
-            job[other].wait_dead()
-            job["n1"].thaw()
+            job[other].wait_agent_ended()
+            job["n1"].resume_agent()
             data, pulled = reading.result(120)
     assert data == shard_content(large, LARGE)
     assert pulled.failed == {}
     assert set(pulled.bytes_from) == {other, "n1"}
     assert sum(pulled.bytes_from.values()) == LARGE
     job[other].start()
-    job.expect([large], size_bytes=LARGE)
+    job.assert_copies([large], size_bytes=LARGE)

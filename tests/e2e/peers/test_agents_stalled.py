@@ -31,7 +31,7 @@ def test_frozen_partner_is_reported_missing_replaced_and_readmitted(names):
         validate_node_id("n1")
     ]
     with agent_job(*names) as job:
-        job[partner].freeze()
+        job[partner].suspend_agent()
         (mine,) = job.save(1, "n1", parts=1)
         with job["n1"].agent(job.job) as agent:
             at_once = agent.replication_status(mine)
@@ -43,11 +43,11 @@ def test_frozen_partner_is_reported_missing_replaced_and_readmitted(names):
             )
             assert now.copies == 1 + others
             assert metric(job["n1"], "shards_unplaceable") == [1.0 - others]
-        job[partner].thaw()
-        wait_until(lambda: job.sees("n1") == set(names), "it is back")
+        job[partner].resume_agent()
+        wait_until(lambda: job.alive_nodes("n1") == set(names), "it is back")
         (newer,) = job.save(2, "n1", parts=1)
-        job.settle(2)
-        job.expect([newer])
+        job.wait_replicated(2)
+        job.assert_copies([newer])
         with job["n1"].agent(job.job) as agent:
             found = agent.replication_status(newer)
             assert (found.copies, found.missing_copies, found.is_replicated) == (2, 0, True)
@@ -57,13 +57,13 @@ def test_frozen_partner_is_reported_missing_replaced_and_readmitted(names):
 def test_trickling_source_costs_only_its_share(size):
     with agent_job("n1", "n2") as job, contextlib.ExitStack() as undo:
         (large,) = job.save(1, "n1", parts=1, size_bytes=size)
-        job.settle(1)
+        job.wait_replicated(1)
         with job["n2"].agent() as agent:
             line = SeverableProxy(int(agent.this_node().address.rpartition(":")[2]))
         reads = undo.enter_context(ThreadPoolExecutor(1))
-        undo.enter_context(line.started())
+        undo.enter_context(line.running())
         line.trickle(after_bytes=size // 8)
-        with job.reading(large, ["n2", "n1"]) as read:
+        with job.prepared_read(large, ["n2", "n1"]) as read:
             read.peers["n2"].close()
             read.peers["n2"] = PeerClient(TcpTransport(), f"127.0.0.1:{line.port}", read.peers["n1"]._credentials)
             data, pulled = reads.submit(read).result(240)  # at its pace it would take days

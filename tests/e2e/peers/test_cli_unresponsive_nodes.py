@@ -40,7 +40,7 @@ def test_silent_node_is_neither_lost_nor_incomplete(halves, said, capsys):
     job = halves.job
     code, found, _ = said("ls", job)
     assert (code, [step["state"] for step in found["steps"]]) == (0, ["whole"])
-    halves["n2"].freeze()
+    halves["n2"].suspend_agent()
 
     code, found, _ = said("ls", job)
     assert (code, [step["state"] for step in found["steps"]]) == (ExitCode.UNAVAILABLE, ["unknown"])
@@ -60,7 +60,7 @@ def test_silent_node_is_neither_lost_nor_incomplete(halves, said, capsys):
     assert "n2" in error
     assert "was whole once" not in error
 
-    halves["n2"].thaw()
+    halves["n2"].resume_agent()
     wait_until(lambda: said("ls", job)[0] == 0, "it answers again")
     assert [step["state"] for step in said("ls", job)[1]["steps"]] == ["whole"]
 
@@ -78,7 +78,7 @@ def test_verify_checks_all_nodes_and_names_unreachable_ones(halves, said, capsys
     assert code == ExitCode.DAMAGED
     assert [one["node"] for one in found["checks"] if one["result"] == "damaged"] == ["n2"]
 
-    halves["n2"].freeze()
+    halves["n2"].suspend_agent()
     code, found, _ = said("verify", job)
     assert (code, found["good"]) == (ExitCode.UNAVAILABLE, False)
     assert [one["node"] for one in found["checks"] if one["result"] == "good"] == ["n1"]

@@ -68,11 +68,11 @@ def test_files_behind_a_url_read_other_nodes(on_n1):
 
 
 def test_unresponsive_node_is_not_damage(on_n1, tmp_path, capsys):
-    on_n1["n2"].freeze()
+    on_n1["n2"].suspend_agent()
     assert main(["export", f"{on_n1.job}/step-7", str(tmp_path / "out")]) == ExitCode.UNAVAILABLE
     assert not (tmp_path / "out").exists()
     assert "n2" in capsys.readouterr().err
-    on_n1["n2"].thaw()
+    on_n1["n2"].resume_agent()
     assert main(["export", f"{on_n1.job}/step-7", str(tmp_path / "out")]) == 0
 
 

@@ -42,13 +42,13 @@ def test_save_waits_for_the_copies_of_the_previous_step():
 def test_required_replication_saves_no_step_without_the_partner():
     with agent_job("n1", "n2") as job, checkpointer(job, "copied", wait_s=0.5) as ckpt:
         ckpt.save(state_at(0), 0).wait(copies=2, timeout_s=60)
-        job["n2"].freeze()
+        job["n2"].suspend_agent()
         last = ckpt.save(state_at(1), 1)
         assert last.wait() is SaveState.SEALED
         refused = ckpt.save(state_at(2), 2)
         assert refused.state is SaveState.SKIPPED
         assert "the last save has 1 copy, 1 on the way after 0.5 s" in str(refused.error)
-        job["n2"].thaw()
+        job["n2"].resume_agent()
         assert last.wait(copies=2, timeout_s=60) is SaveState.COPIED
         assert ckpt.save(state_at(3), 3).wait(copies=2, timeout_s=60) is SaveState.COPIED
 
@@ -56,9 +56,9 @@ def test_required_replication_saves_no_step_without_the_partner():
 def test_optional_replication_saves_steps_without_the_partner():
     with agent_job("n1", "n2") as job, checkpointer(job, "sealed") as ckpt:
         ckpt.save(state_at(0), 0).wait(copies=2, timeout_s=60)
-        job["n2"].freeze()
+        job["n2"].suspend_agent()
         assert [ckpt.save(state_at(step), step).wait() for step in (1, 2)] == [SaveState.SEALED] * 2
-        job["n2"].thaw()
+        job["n2"].resume_agent()
 
 
 def test_copies_are_not_awaited_without_another_node():

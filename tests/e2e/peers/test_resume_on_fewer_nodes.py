@@ -62,12 +62,12 @@ def test_restore_waits_for_the_node_that_continued_the_job(ranks):
         cluster.run(["n1", "n2"], save, [5, 6], 1, environ=alone)
         cluster.run(["n1"], save, [7, 8], 1, environ=alone)
         wait_until(lambda: roster(cluster, "n2") == roster(cluster, "n1"), "n2 has heard of it")
-        cluster["n1"].freeze()
+        cluster["n1"].suspend_agent()
         wait_until(lambda: standing(cluster, "n2", "n1") == "dead", "it is missed")
         with ThreadPoolExecutor(1) as aside:
             restored = aside.submit(cluster.run, ["n2"], restore, 8, environ=alone)
             wait_until(lambda: at_work(cluster, "n2") or restored.done(), "a rank has begun there")
-            cluster["n1"].thaw()
+            cluster["n1"].resume_agent()
             ((tiers, _),) = restored.result()
         assert "peer" in tiers
 

@@ -25,11 +25,11 @@ def save(job, durable):
 def test_step_dropped_during_an_upload_on_another_node_does_not_return(ranks, rclone, rclone_proxy):
     settings = durable_settings(rclone, timeout_s=120.0)
     behind = DurableSettings(**{**vars(settings), "options": {**settings.options, "endpoint": rclone_proxy.endpoint}})
-    held = rclone_proxy.on("PUT", r"000001\.safetensors").hold()
+    held = rclone_proxy.add_rule("PUT", r"000001\.safetensors").hold()
     with make_cluster(ranks, "n1", "n2") as cluster:
         cluster.run(["n1", "n2"], save, vars(behind), environ={"TIEREDCKPT_PEER_COPIES": "1"})
         with cluster["n1"].agent(cluster.job) as one, cluster["n2"].agent(cluster.job) as two:
-            rclone_proxy.wait_for(lambda proxy: proxy.seen("PUT", r"000001\.safetensors"))
+            rclone_proxy.wait_for(lambda proxy: proxy.requests("PUT", r"000001\.safetensors"))
             wait_until(lambda: "other parts" in one.drain_status(cluster.job)[0].error)
             one.drop_steps(cluster.job, [one.drain_status(cluster.job)[0].version_id])
             held.release()

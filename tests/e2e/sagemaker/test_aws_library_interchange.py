@@ -274,7 +274,7 @@ def test_convert(agent_dir, service, aws_saves, s3, tmp_path, capsys):
 
 def test_convert_reports_skipped_steps_and_missing_checkpoints(service, aws_saves, tmp_path, capsys):
     aws_saves(1, 2)
-    service.lose("job", 0, 2)
+    service.delete_shard("job", 0, 2)
     assert convert([f"{service.url}/job", f"file://{tmp_path}/tier/job", "--json"]) == 0
     said = json.loads(capsys.readouterr().out)
     assert said["step"] == 1

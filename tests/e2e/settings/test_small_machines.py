@@ -106,8 +106,8 @@ def test_full_disk_keeps_durable_steps_and_recovers(agent_dir, mounted):
         assert ckpt.save(state_at(4), 4).wait("durable", timeout_s=60) is SaveState.DURABLE
     assert not list(Path(disk).rglob("*.staged"))
     job.lose_memory()
-    job.expect(4, tiers={"durable"})
-    job.expect(0, tiers={"durable"}, named=0)
+    job.assert_restores(4, tiers={"durable"})
+    job.assert_restores(0, tiers={"durable"}, named=0)
 
 
 @pytest.mark.parametrize(

@@ -136,7 +136,7 @@ def test_3_all_ranks_load_the_same_older_step_after_a_lost_shard(agent_dir, rank
 def test_3_unreachable_tier_is_not_an_empty_one(agent_dir, rclone, rclone_proxy):
     settings = durable_settings(rclone, retry_s=0.3, timeout_s=1.0)
     settings = DurableSettings(**{**vars(settings), "options": {**settings.options, "endpoint": rclone_proxy.endpoint}})
-    rclone_proxy.on("GET", times=10**6).fail(ReplyWithStatus(503, "SlowDown"))
+    rclone_proxy.add_rule("GET", times=10**6).fail(ReplyWithStatus(503, "SlowDown"))
     with CheckpointJob(agent_dir, settings).checkpointer() as ckpt:
         with pytest.raises(TierUnavailableError):
             ckpt.restore(state_at(0))
@@ -159,11 +159,11 @@ def test_4_a_view_is_saved_at_its_own_size(agent_dir, durable):
 def test_4_a_store_that_hangs_does_not_delay_a_save(agent_dir, rclone, rclone_proxy):
     settings = durable_settings(rclone, retry_s=30.0, timeout_s=5.0)
     settings = DurableSettings(**{**vars(settings), "options": {**settings.options, "endpoint": rclone_proxy.endpoint}})
-    held = rclone_proxy.on("PUT", r"\.safetensors").hold()
+    held = rclone_proxy.add_rule("PUT", r"\.safetensors").hold()
     job = CheckpointJob(agent_dir, settings)
     with job.checkpointer() as ckpt:
         ckpt.save(state_at(0), 0).wait()
-        rclone_proxy.wait_for(lambda proxy: proxy.seen("PUT", r"\.safetensors"))
+        rclone_proxy.wait_for(lambda proxy: proxy.requests("PUT", r"\.safetensors"))
         # the upload stands still, and four more steps are saved and can be restored
         for step in range(1, 5):
             assert ckpt.save(state_at(step), step).wait() is SaveState.SEALED
@@ -181,7 +181,7 @@ def test_4_metadata_is_data(agent_dir, durable):
     bomb = b"cposix\nsystem\n(S'touch " + str(marker).encode() + b"'\ntR."
     for path in stored(durable, job.name, "000000000001*.manifest"):
         path.write_bytes(bomb)
-    job.expect(0, tiers={"durable"})
+    job.assert_restores(0, tiers={"durable"})
     assert not marker.exists()
 
 
@@ -206,10 +206,10 @@ def test_4_a_name_cannot_lead_elsewhere(agent_dir, name):
 def test_5_step_0_is_a_step(agent_dir, durable):
     job = CheckpointJob(agent_dir, durable)
     job.save(0)
-    job.expect(0, tiers={"memory"})
-    job.expect(0, tiers={"memory"}, named=0)
+    job.assert_restores(0, tiers={"memory"})
+    job.assert_restores(0, tiers={"memory"}, named=0)
     job.lose_memory()
-    job.expect(0, tiers={"durable"})
+    job.assert_restores(0, tiers={"durable"})
 
 
 def save_coordinated(name, rank):
@@ -316,9 +316,9 @@ def test_9_newer_step_wins_in_any_tier(agent_dir, durable):
     job.save(0, 1, 2)
     job.lose_memory()
     save(f"tiered://{job.name}", state_at(1), 1)  # an older step in memory than in the durable tier
-    job.expect(2, tiers={"durable"})
+    job.assert_restores(2, tiers={"durable"})
     job.save(3, durable=False, durable_every=100)
-    job.expect(3, tiers={"memory"})
+    job.assert_restores(3, tiers={"memory"})
 
 
 # -- pains --------------------------------------------------------------------------------------------------------
@@ -351,9 +351,9 @@ def test_pain_8_restore_from_s3_is_one_manifest_and_ranged_reads(agent_dir, rclo
     job = CheckpointJob(agent_dir, settings)
     job.save(*range(6))
     job.lose_memory()
-    before = len(rclone_proxy.seen("GET", ""))
-    job.expect(5, tiers={"durable"})
-    asked = rclone_proxy.seen("GET", "")[before:]
+    before = len(rclone_proxy.requests("GET", ""))
+    job.assert_restores(5, tiers={"durable"})
+    asked = rclone_proxy.requests("GET", "")[before:]
     lists = [one for one in asked if "list-type" in str(one)]
     manifests = [one for one in asked if ".manifest" in str(one) and "list-type" not in str(one)]
     assert len(manifests) == 1

@@ -91,7 +91,7 @@ def test_single_machine_job_listens_only_on_loopback(job, store):
     wait_until(lambda: (job.folder / "in-0").exists() and (job.folder / "in-1").exists(), timeout_s=60)
     found = listening_addresses(job.folder)
     job.finish()
-    assert job.ended(run) == 0, job.output()
+    assert job.wait_ended(run) == 0, job.output()
     assert len(found) >= 4  # the coordinator, the store, and the ranks' groups
     elsewhere = {
         where: what
@@ -121,7 +121,7 @@ def test_working_directory_is_not_imported_from(job, tmp_path):
     wait_until(lambda: (job.folder / "in-0").exists() or run.poll() is not None or told.exists(), timeout_s=60)
     job.finish()
     assert not told.exists(), told.read_text()
-    assert job.ended(run) == 0, (tmp_path / "output").read_text()
+    assert job.wait_ended(run) == 0, (tmp_path / "output").read_text()
 
 
 def test_module_runs_like_with_python_m(tmp_path, monkeypatch):

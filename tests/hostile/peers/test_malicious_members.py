@@ -65,9 +65,9 @@ def nodes():
     """One honest agent with a shard of the job, and one of another job."""
     with contextlib.closing(LocalNodes(capacity_bytes=64 << 10)) as made:
         made.add("n2")
-        made.meet()
+        made.join_all()
         made["n2"].write(HERE, SIZE)
-        made["n2"].node_peers.join("other", made.plan(secret=OTHERS_SECRET), wait_s=0.0)
+        made["n2"].node_peers.join("other", made.peers_config(secret=OTHERS_SECRET), wait_s=0.0)
         save_for_other(made["n2"])
         yield made
 
@@ -131,8 +131,8 @@ def assert_unharmed(nodes):
             send_chunk(line, wanted, number, chunk_of(record, number))
         assert line.call("flush_chunks", FlushChunks(wanted.transfer), tuple[int, ...]) == ()
         line.call("commit_replica", CommitReplica(wanted.transfer), type(None))
-    assert n2.is_good(HERE)
-    assert n2.is_good(shard_key(77, 1))
+    assert n2.has_intact_shard(HERE)
+    assert n2.has_intact_shard(shard_key(77, 1))
     wait_until(lambda: not n2.node_peers.server.replica_receiver._transfers, "no transfer is left")
     wait_until(lambda: n2.store.status().arena.leases == 0, "no slot is held")
 
@@ -229,7 +229,7 @@ def test_an_offer_with_endless_lists_is_refused(nodes, member_connection, more):
 def test_offer_with_other_checksums_for_an_existing_shard_is_refused(nodes, member_connection):
     with pytest.raises(ShardDamagedError, match="other checksums"):
         offer_replica(member_connection, make_record(HERE, checksums=bytes(8 * CHUNKS)))
-    assert nodes["n2"].is_good(HERE)
+    assert nodes["n2"].has_intact_shard(HERE)
     assert_unharmed(nodes)
 
 
@@ -315,7 +315,7 @@ def test_repeated_chunk_cannot_change_verified_data(nodes, member_connection):
             member_connection.call("commit_replica", CommitReplica(wanted.transfer), type(None))
         finish_sending(nodes, slow, rubbish)
     if nodes["n2"].holds(record.key):
-        assert nodes["n2"].is_good(record.key)
+        assert nodes["n2"].has_intact_shard(record.key)
     member_connection.close()
     assert_unharmed(nodes)
 
@@ -331,7 +331,7 @@ def test_slot_with_an_active_writer_is_not_reused(nodes, member_connection):
             with contextlib.suppress(PeerStoreError):
                 n2.write(shard_key(version, part), SIZE, parts=2)
         finish_sending(nodes, slow, rubbish)
-    for of in n2.facts():
+    for of in n2.shard_infos():
         if of.job == JOB:
             assert n2.store.verify(of) == ()
     member_connection.close()
@@ -370,7 +370,7 @@ def test_only_the_initiator_continues_a_transfer(nodes, member_connection):
     for number in range(CHUNKS):
         send_chunk(member_connection, wanted, number, chunk_of(record, number))
     member_connection.call("commit_replica", CommitReplica(wanted.transfer), type(None))
-    assert nodes["n2"].is_good(record.key)
+    assert nodes["n2"].has_intact_shard(record.key)
     assert_unharmed(nodes)
 
 

@@ -49,21 +49,21 @@ class PeerListener:
             self.ended.put(error)
             raise
 
-    def still_serves(self):
+    def assert_still_serves(self):
         channel = self.transport.connect(self.listener.address)
         authenticate_to_server(channel, job="victim", me="n1", secret=SECRET, expect="n2")
         channel.send(b"", [memoryview(bytes(MIB))])
         assert channel.receive(idle_s=PATIENCE_S).header == b"%d" % MIB
         channel.close()
 
-    def calm_down(self):
+    def wait_disconnected(self):
         """Nobody is served any more, and what ended them is forgotten."""
         deadline = time.monotonic() + PATIENCE_S
         while self.listener._serving._channels and time.monotonic() < deadline:
             time.sleep(0.001)
         self.met, self.ended = queue.Queue(), queue.Queue()
 
-    def knock(self):
+    def connect_raw(self):
         host, _, port = self.listener.address.rpartition(":")
         return socket.create_connection((host, int(port)), timeout=PATIENCE_S)
 
@@ -81,7 +81,7 @@ def raw_connection(agent):
     with contextlib.ExitStack() as stack:
 
         def connect(stage="stranger"):
-            sock = stack.enter_context(agent.knock())
+            sock = stack.enter_context(agent.connect_raw())
             if stage != "stranger":
                 sock.sendall(encode_message(HELLO))
                 challenge = read_message(sock, Challenge)
@@ -93,7 +93,7 @@ def raw_connection(agent):
             return sock
 
         yield connect
-    agent.calm_down()
+    agent.wait_disconnected()
 
 
 def read_message(sock, kind):
@@ -145,7 +145,7 @@ def test_hostile_bytes_end_only_their_connection_and_leak_nothing(agent, raw_con
         tracemalloc.stop()
     assert type(error).__name__ == expected.error
     assert len(str(error)) < 3500
-    agent.still_serves()
+    agent.assert_still_serves()
     assert agent.ended.empty()
 
 
@@ -162,7 +162,7 @@ def test_recorded_handshake_is_refused(agent, raw_connection):
     assert read_message(sock, Welcome).refused
     assert is_closed(sock)
     assert isinstance(agent.ended.get(timeout=PATIENCE_S), PeerRefusedError)
-    agent.still_serves()
+    agent.assert_still_serves()
 
 
 def test_reflected_proof_is_refused(agent, raw_connection):
@@ -215,19 +215,19 @@ def test_handshake_sent_byte_by_byte_times_out(agent, raw_connection, monkeypatc
     assert isinstance(agent.ended.get(timeout=PATIENCE_S), PeerUnreachableError)
     stop.set()
     thread.join()
-    agent.still_serves()
+    agent.assert_still_serves()
 
 
 def test_many_silent_peers_block_no_other_peer(agent, raw_connection, monkeypatch):
     monkeypatch.setattr(authentication, "HANDSHAKE_TIMEOUT_S", 1.0)
-    agent.calm_down()
+    agent.wait_disconnected()
     crowd = [raw_connection() for _ in range(200)]
     for number, sock in enumerate(crowd):
         sock.sendall((b"", FRAME_MAGIC, encode_message(b"", announced=4000))[number % 3])
     for _ in crowd:
         agent.met.get(timeout=PATIENCE_S)
     monkeypatch.undo()
-    agent.still_serves()
+    agent.assert_still_serves()
     for sock in crowd:
         assert is_closed(sock)
     for _ in crowd:
@@ -240,7 +240,7 @@ def test_a_member_that_never_reads_does_not_stop_the_others(agent, raw_connectio
     with contextlib.suppress(TimeoutError):
         while True:
             deaf.sendall(encode_message(b"x") * 1000)
-    agent.still_serves()
+    agent.assert_still_serves()
 
 
 def test_concurrent_misbehaving_peers_do_not_stop_the_agent(agent):
@@ -249,14 +249,14 @@ def test_concurrent_misbehaving_peers_do_not_stop_the_agent(agent):
     for thread in threads:
         thread.start()
     while any(thread.is_alive() for thread in threads):
-        agent.still_serves()
+        agent.assert_still_serves()
     for thread in threads:
         thread.join()
-    agent.still_serves()
-    agent.calm_down()
+    agent.assert_still_serves()
+    agent.wait_disconnected()
 
 
 def send_all_hostile(agent, step):
     for number in range(len(HOSTILE)):
-        with agent.knock() as sock, contextlib.suppress(ConnectionError):
+        with agent.connect_raw() as sock, contextlib.suppress(ConnectionError):
             sock.sendall(HOSTILE[number * step % len(HOSTILE)].read_bytes())

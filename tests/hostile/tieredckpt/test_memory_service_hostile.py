@@ -30,7 +30,7 @@ class ServedNamespace:
         self.store = store
         assert request(address, "POST", "/v1/cp/namespaces/a?num_ranks=1").status == 200
 
-    def raw(self, wire: bytes, *, end: bool = True) -> bytes:
+    def send_raw(self, wire: bytes, *, end: bool = True) -> bytes:
         """What comes of these bytes on a connection of their own, until it is closed."""
         host, _, port = self.address.rpartition(":")
         with socket.create_connection((host, int(port)), timeout=60) as connection:
@@ -43,7 +43,7 @@ class ServedNamespace:
                     found += data
             return found
 
-    def damage(self, step: int, *, at: int) -> None:
+    def damage_shard(self, step: int, *, at: int) -> None:
         key = next(fact.key for fact in self.service.holdings.local_facts() if fact.key.version == step)
         pin = self.store.pin(key)
         with pinned_file(pin).open("r+b") as file:
@@ -51,7 +51,7 @@ class ServedNamespace:
             file.write(b"changed")
         self.store.unpin(pin.id)
 
-    def leases(self) -> int:
+    def lease_count(self) -> int:
         return self.store.status().arena.leases
 
 
@@ -80,9 +80,9 @@ PUT = "/v1/cp/checkpoints/a/0/{}"
 )
 def test_truncated_body_keeps_the_old_shard_and_leaks_no_lease(served_namespace: ServedNamespace, rest: bytes) -> None:
     request(served_namespace.address, "POST", PUT.format(5), b"before")
-    answer = served_namespace.raw(b"POST /v1/cp/checkpoints/a/0/5 HTTP/1.1\r\nHost: a\r\n" + rest)
+    answer = served_namespace.send_raw(b"POST /v1/cp/checkpoints/a/0/5 HTTP/1.1\r\nHost: a\r\n" + rest)
     assert answer.startswith(b"HTTP/1.1 400 ")
-    assert served_namespace.leases() == 0
+    assert served_namespace.lease_count() == 0
     assert request(served_namespace.address, "GET", PUT.format(5)).body == b"before"
 
 
@@ -98,7 +98,7 @@ def test_truncated_body_keeps_the_old_shard_and_leaks_no_lease(served_namespace:
 )
 def test_ambiguous_headers_are_refused(served_namespace: ServedNamespace, wire: bytes) -> None:
     """Nobody on the way may have taken for a request what this server takes for a body, and no header for two."""
-    assert served_namespace.raw(wire).startswith(b"HTTP/1.1 400 ")
+    assert served_namespace.send_raw(wire).startswith(b"HTTP/1.1 400 ")
     assert request(served_namespace.address, "GET", PUT.format(5)).status == 404
 
 
@@ -106,16 +106,16 @@ def test_ambiguous_headers_are_refused(served_namespace: ServedNamespace, wire: 
     "wire", [b"", b"\r\n", b"\x16\x03\x01\x02\x00", b"GET\r\n\r\n", b"GET / HTTP/9.9\r\n\r\n", b"A" * 70_000]
 )
 def test_non_http_closes_only_its_connection(served_namespace: ServedNamespace, wire: bytes) -> None:
-    served_namespace.raw(wire)
+    served_namespace.send_raw(wire)
     assert request(served_namespace.address, "GET", "/health").status == 200
 
 
 def test_shard_above_the_budget_is_413_before_a_lease(served_namespace: ServedNamespace) -> None:
     wire = b"POST /v1/cp/checkpoints/a/0/5 HTTP/1.1\r\nHost: a\r\nContent-Length: 99999999999\r\n\r\n"
-    answer = served_namespace.raw(wire)
+    answer = served_namespace.send_raw(wire)
     assert answer.startswith(b"HTTP/1.1 413 ")
     assert b"its budget is 8.0 MiB (--budget)" in answer
-    assert (served_namespace.leases(), served_namespace.store.status().arena.slots) == (0, 0)
+    assert (served_namespace.lease_count(), served_namespace.store.status().arena.slots) == (0, 0)
 
 
 def test_refusal_reaches_a_client_that_sends_its_entire_body(served_namespace: ServedNamespace) -> None:
@@ -137,7 +137,7 @@ def test_full_budget_is_507_with_advice(served_namespace: ServedNamespace) -> No
     with contextlib.closing(http.client.HTTPConnection(served_namespace.address, timeout=60)) as connection:
         connection.request("POST", PUT.format(5), iter([os.urandom(MIB)] * 3), encode_chunked=True)
         assert connection.getresponse().status == 507
-    assert served_namespace.leases() == 0
+    assert served_namespace.lease_count() == 0
     assert request(served_namespace.address, "DELETE", "/v1/cp/namespaces/b").status == 200
     assert request(served_namespace.address, "POST", PUT.format(5), os.urandom(3 * MIB)).status == 200
 
@@ -154,19 +154,19 @@ def test_shard_received_during_its_namespace_deletion_is_discarded(served_namesp
         assert connection.recv(1000).startswith(b"HTTP/1.1 404 ")
     request(served_namespace.address, "POST", "/v1/cp/namespaces/a?num_ranks=1")
     assert request(served_namespace.address, "GET", PUT.format(5)).status == 404
-    assert (served_namespace.leases(), served_namespace.service.holdings.local_facts()) == (0, [])
+    assert (served_namespace.lease_count(), served_namespace.service.holdings.local_facts()) == (0, [])
 
 
 def test_unwanted_body_is_refused_before_it_is_sent(served_namespace: ServedNamespace) -> None:
     wire = b"POST /v1/cp/checkpoints/nowhere/0/5 HTTP/1.1\r\nContent-Length: 400000\r\nExpect: 100-continue\r\n\r\n"
-    assert served_namespace.raw(wire).startswith(b"HTTP/1.1 404 ")
+    assert served_namespace.send_raw(wire).startswith(b"HTTP/1.1 404 ")
 
 
 @pytest.mark.parametrize("served_namespace", ["64MiB"], indirect=True)
 def test_damage_found_during_a_response_closes_it(served_namespace: ServedNamespace) -> None:
     """With nobody else to have the rest from: what a client gets is never whole and wrong."""
     request(served_namespace.address, "POST", PUT.format(5), os.urandom(20 * MIB))
-    served_namespace.damage(5, at=19 * MIB)
+    served_namespace.damage_shard(5, at=19 * MIB)
     with pytest.raises(http.client.IncompleteRead):
         request(served_namespace.address, "GET", PUT.format(5))
     assert request(served_namespace.address, "GET", PUT.format(5)).status == 404
@@ -175,7 +175,7 @@ def test_damage_found_during_a_response_closes_it(served_namespace: ServedNamesp
 def test_damaged_shard_is_not_served_and_its_step_not_listed(served_namespace: ServedNamespace) -> None:
     for step in (5, 6):
         request(served_namespace.address, "POST", PUT.format(step), os.urandom(MIB // 2))
-    served_namespace.damage(6, at=1000)
+    served_namespace.damage_shard(6, at=1000)
     assert request(served_namespace.address, "GET", PUT.format(6)).status == 404
     assert request(served_namespace.address, "GET", "/v1/cp/checkpoints/a/latest").json == [5]
     assert served_namespace.store.status().damage_reports

@@ -20,14 +20,14 @@ def nodes():
     """Three nodes; what n1 wrote has copies on all of them."""
     with local_nodes("n1", "n2", "n3", copies=3) as made:
         made["n1"].write(V1, SIZE)
-        made.settle(1)
+        made.wait_replicated(1)
         assert made.holders(V1) == {"n1", "n2", "n3"}
         yield made
 
 
 def wait_repaired(node, count=1):
-    wait_until(lambda: node.team.repaired >= count, f"{node.name} has mended its copy")
-    assert node.is_good(V1)
+    wait_until(lambda: node.job_peers.repaired >= count, f"{node.name} has mended its copy")
+    assert node.has_intact_shard(V1)
     assert node.store.verify(V1) == ()
 
 
@@ -40,8 +40,8 @@ def test_flipped_byte_of_a_copy_is_refused_dropped_reported_and_repaired(nodes):
     assert any("changed after it was sealed" in reason for reason in nodes["n2"].damage_reports())
     assert nodes["n3"].damage_reports() == nodes["n1"].damage_reports() == []
     # It is the copy it was before: the node that wrote the shard still answers for it.
-    assert nodes["n2"].facts()[V1].holders == nodes["n3"].facts()[V1].holders
-    assert nodes["n2"].facts()[V1].holders[0] == "n1"
+    assert nodes["n2"].shard_infos()[V1].holders == nodes["n3"].shard_infos()[V1].holders
+    assert nodes["n2"].shard_infos()[V1].holders[0] == "n1"
 
 
 def test_flipped_byte_of_the_original_is_repaired_from_a_copy(nodes):
@@ -49,14 +49,14 @@ def test_flipped_byte_of_the_original_is_repaired_from_a_copy(nodes):
     _, alone = nodes["n3"].read(V1, sources=["n1"])
     assert {node for node, _, _ in alone.rejected_replicas} == {"n1"}
     wait_repaired(nodes["n1"])
-    assert nodes["n1"].facts()[V1].holders == ()
-    assert nodes["n1"].team.replicator.statuses()[0].is_owner
+    assert nodes["n1"].shard_infos()[V1].holders == ()
+    assert nodes["n1"].job_peers.replicator.statuses()[0].is_owner
 
 
 def test_holder_verifies_the_chunk_of_a_slice_before_sending(nodes):
     """The reader of a slice cannot compare it with the seal itself."""
     flip_byte(nodes["n2"].path(V1), CHUNK_BYTES + 10)
-    team = nodes["n1"].team
+    team = nodes["n1"].job_peers
     (record,) = team.fetch_records("n3", V1.version_id)
     start = CHUNK_BYTES + 500
     data = bytearray(100)
@@ -95,7 +95,7 @@ def test_bit_flipped_in_transit_is_read_again_and_the_copy_stays(nodes):
     assert data == shard_content(V1, SIZE)
     assert pulled.failed == {}
     assert pulled.rejected_replicas == []
-    assert nodes["n2"].is_good(V1)
+    assert nodes["n2"].has_intact_shard(V1)
     assert nodes["n2"].damage_reports() == []
 
 
@@ -105,13 +105,13 @@ def test_persistently_damaging_path_is_abandoned(nodes):
     _, alone = nodes["n1"].read(V1, sources=["n2"], streams=1)
     assert alone.failed.keys() == {V1}
     assert {node for node, _, _ in alone.rejected_replicas} == {"n2"}
-    assert nodes["n2"].is_good(V1)
+    assert nodes["n2"].has_intact_shard(V1)
     assert nodes["n2"].damage_reports() == []
 
 
 def test_pooled_connection_closed_by_the_peer_is_reopened(nodes):
     """The other agent was started again since: there is nothing wrong with its copy."""
-    team = nodes["n1"].team
+    team = nodes["n1"].job_peers
     (record,) = team.fetch_records("n2", V1.version_id)
     peer = team.membership.client_for("n2")
     with peer.connection(), peer.connection(fresh=True):
@@ -129,7 +129,7 @@ def test_a_damaged_copy_does_not_end_the_reading_of_others_from_that_node(nodes)
     other = shard_key(1, 1)
     nodes["n2"].write(other, SIZE, parts=2)
     flip_byte(nodes["n2"].path(V1), 5)
-    team = nodes["n3"].team
+    team = nodes["n3"].job_peers
     records = {record.key: record for record in team.fetch_records("n2", V1.version_id)}
     slice_of, data = bytearray(100), bytearray(SIZE)
     wishes = [
@@ -145,7 +145,7 @@ def test_bit_flipped_during_replication_is_sent_again(nodes):
     for payload in (0, 3):
         nodes.network.flip_bit("n1", "n2", payload=payload, byte=5)
     nodes["n1"].write(shard_key(2), SIZE)
-    nodes.settle(2)
+    nodes.wait_replicated(2)
     assert nodes["n2"].node_peers.server.replica_receiver.damaged_chunks == 2
     assert all(node.holds(shard_key(2)) for node in nodes)
     assert nodes["n2"].store.verify(shard_key(2)) == ()
@@ -155,11 +155,11 @@ def test_path_that_damages_everything_makes_no_copy_and_is_reported(nodes):
     for payload in range(1000):
         nodes.network.flip_bit("n1", "n2", payload=payload, byte=5)
     nodes["n1"].write(shard_key(2), SIZE)
-    trouble = wait_until(lambda: nodes["n1"].team.replicator.last_errors(shard_key(2)), "a copy was refused")
+    trouble = wait_until(lambda: nodes["n1"].job_peers.replicator.last_errors(shard_key(2)), "a copy was refused")
     assert "arrived damaged twice" in trouble
     wait_until(lambda: nodes.holders(shard_key(2)) == {"n1", "n3"}, "the other partner has its copy")
     wait_until(
-        lambda: nodes["n1"].team.replicator.statuses()[-1].unplaceable == 1, "one copy less than there should be"
+        lambda: nodes["n1"].job_peers.replicator.statuses()[-1].unplaceable == 1, "one copy less than there should be"
     )
     assert not nodes["n2"].holds(shard_key(2))
 
@@ -176,10 +176,10 @@ def falsify_checksums(node):
 def test_false_record_of_one_of_two_holders_is_outvoted_by_the_data(liar):
     """With one voice against another, the bytes decide."""
     with local_nodes("n1", "n2", "n3", "n4", copies=2) as nodes:
-        writer = next(node for node in nodes if liar in node.team.replicator.partners)
+        writer = next(node for node in nodes if liar in node.job_peers.replicator.partners)
         of = shard_key(1)
         writer.write(of, SIZE)
-        nodes.settle(1)
+        nodes.wait_replicated(1)
         assert nodes.holders(of) == {writer.name, liar}
         falsify_checksums(nodes[liar])
         reader = next(node for node in nodes if node.name not in (writer.name, liar))
@@ -190,7 +190,7 @@ def test_false_record_of_one_of_two_holders_is_outvoted_by_the_data(liar):
         assert set(pulled.bytes_from) <= {writer.name, liar}
         wait_until(nodes[liar].damage_reports, "the wrong record is dropped")
         wait_until(lambda: nodes[liar].holds(of) and nodes[liar].store.verify(of) == (), "a good copy is there again")
-        assert nodes[liar].is_good(of)
+        assert nodes[liar].has_intact_shard(of)
 
 
 def test_writer_with_a_false_record_is_repaired_from_its_copies(nodes):
@@ -199,7 +199,7 @@ def test_writer_with_a_false_record_is_repaired_from_its_copies(nodes):
     assert data == shard_content(V1, SIZE)
     assert set(pulled.bytes_from) == {"n2"}
     wait_repaired(nodes["n1"])
-    assert nodes["n1"].facts()[V1].holders == ()
+    assert nodes["n1"].shard_infos()[V1].holders == ()
 
 
 def test_damage_of_one_shard_does_not_affect_another(nodes):
@@ -215,30 +215,30 @@ def test_damage_of_one_shard_does_not_affect_another(nodes):
 def test_copy_with_a_false_record_is_found_when_offered_again():
     with local_nodes("n1", "n2", copies=2) as nodes:
         nodes["n1"].write(V1, SIZE)
-        nodes.settle(1)
+        nodes.wait_replicated(1)
         falsify_checksums(nodes["n2"])
         nodes.restart("n1")  # and asks who has its copies
         wait_until(nodes["n2"].damage_reports, "n2 has looked at its copy")
         wait_until(lambda: nodes["n2"].holds(V1), "it was fetched, or sent again")
-        assert nodes["n2"].is_good(V1)
+        assert nodes["n2"].has_intact_shard(V1)
         assert nodes["n2"].store.verify(V1) == ()
-        assert nodes["n2"].facts()[V1].holders == ("n1", "n2")
-        assert nodes["n1"].is_good(V1)
+        assert nodes["n2"].shard_infos()[V1].holders == ("n1", "n2")
+        assert nodes["n1"].has_intact_shard(V1)
 
 
 def test_copy_is_repaired_when_a_holder_becomes_reachable():
     with local_nodes("n1", "n2", copies=2) as nodes:
         nodes["n1"].write(V1, SIZE)
-        nodes.settle(1)
+        nodes.wait_replicated(1)
         asked = threading.Event()
 
         def raise_unavailable():
             asked.set()
             raise UnavailableError("ask again")
 
-        nodes["n1"].team.local_inventory = raise_unavailable
+        nodes["n1"].job_peers.local_inventory = raise_unavailable
         flip_byte(nodes["n2"].path(V1), 0)
         assert nodes["n2"].store.verify(V1) == (0,)
         assert asked.wait(60)
-        del nodes["n1"].team.local_inventory
+        del nodes["n1"].job_peers.local_inventory
         wait_repaired(nodes["n2"])

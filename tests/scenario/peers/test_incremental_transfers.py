@@ -28,28 +28,28 @@ def write_version(node, of, changed):
 
 def test_chunks_that_did_not_change_are_not_sent_again():
     with local_nodes("n1", "n2", copies=2) as nodes:
-        n1, totals = nodes["n1"], nodes["n1"].team.replicator.totals
+        n1, totals = nodes["n1"], nodes["n1"].job_peers.replicator.totals
         write_version(n1, shard_key(1), ())
-        nodes.settle(1)
+        nodes.wait_replicated(1)
         assert (totals.sent_bytes, totals.skipped_bytes) == (SIZE, 0)
         data = write_version(n1, shard_key(2), (1, 4))
-        nodes.settle(2)
+        nodes.wait_replicated(2)
         assert (totals.sent_bytes, totals.skipped_bytes) == (SIZE + 2 * CHUNK_BYTES, SIZE - 2 * CHUNK_BYTES)
         assert load_shard(nodes["n2"].store, shard_key(2)) == data
         assert nodes["n2"].store.verify(shard_key(2)) == ()
         write_version(n1, shard_key(3), (1, 4))  # of another version: none of the two is as before
-        nodes.settle(3)
+        nodes.wait_replicated(3)
         assert totals.sent_bytes == SIZE + 4 * CHUNK_BYTES
 
 
 def test_damage_of_an_older_version_is_not_copied_into_the_next():
     with local_nodes("n1", "n2", copies=2) as nodes:
-        n1, n2, totals = nodes["n1"], nodes["n2"], nodes["n1"].team.replicator.totals
+        n1, n2, totals = nodes["n1"], nodes["n2"], nodes["n1"].job_peers.replicator.totals
         write_version(n1, shard_key(1), ())
-        nodes.settle(1)
+        nodes.wait_replicated(1)
         flip_byte(n2.path(shard_key(1)), 3 * CHUNK_BYTES + 5)
         data = write_version(n1, shard_key(2), (0,))
-        nodes.settle(2)
+        nodes.wait_replicated(2)
         assert load_shard(n2.store, shard_key(2)) == data
         assert n2.store.verify(shard_key(2)) == ()
         assert totals.sent_bytes == SIZE + 2 * CHUNK_BYTES  # what changed, and what was damaged there
@@ -58,7 +58,7 @@ def test_damage_of_an_older_version_is_not_copied_into_the_next():
 def test_reader_switches_to_the_other_source_when_one_dies():
     with local_nodes("n1", "n2", "n3", copies=2) as nodes:
         nodes["n1"].write(shard_key(1), 32 * MIB + 5)
-        nodes.settle(1)
+        nodes.wait_replicated(1)
         (other,) = nodes.holders(shard_key(1)) - {"n1"}
         reader = next(node for node in nodes if node.name not in ("n1", other))
         nodes.network.stall("n1", reader.name)  # until the other one is gone, nothing comes from here
@@ -67,7 +67,7 @@ def test_reader_switches_to_the_other_source_when_one_dies():
         wish = ReadRequest(record, [ReadTarget(0, len(data), memoryview(data))], [other, "n1"])
         with ThreadPoolExecutor(1) as aside:
             nodes.network.drop_after(other, reader.name, 6 * MIB)
-            pulling = aside.submit(RangeReader(reader.team.membership.client_for, streams=1).read, [wish])
+            pulling = aside.submit(RangeReader(reader.job_peers.membership.client_for, streams=1).read, [wish])
             wait_until(lambda: nodes.network._way(other, reader.name).drop_after is None, "it broke in the middle")
             nodes.lose(other)
             nodes.network.heal("n1", reader.name)
@@ -82,7 +82,7 @@ def test_reader_switches_to_the_other_source_when_one_dies():
 def test_reader_receives_only_its_ranges(count):
     with local_nodes("n1", "n2", copies=2) as nodes:
         nodes["n1"].write(shard_key(1), SIZE)
-        nodes.settle(1)
+        nodes.wait_replicated(1)
         (record,) = nodes["n1"].store.shard_records("job", shard_key(1).version_id)
         step = SIZE // count
         targets = [(at * step, at * step + min(step, 1000)) for at in range(count)]
@@ -96,7 +96,7 @@ def test_reader_receives_only_its_ranges(count):
             ["n1"],
         )
         before = nodes["n1"].node_peers.server.range_server.sent_bytes
-        pulled = RangeReader(nodes["n2"].team.membership.client_for).read([wish])
+        pulled = RangeReader(nodes["n2"].job_peers.membership.client_for).read([wish])
         assert pulled.failed == {}
         whole = shard_content(shard_key(1), SIZE)
         assert [bytes(buffer) for buffer in buffers] == [whole[start:stop] for start, stop in targets]
@@ -109,8 +109,8 @@ def test_connection_drops_finished_transfers():
     with local_nodes("n1", "n2", copies=2) as nodes:
         for version in range(5):
             nodes["n1"].write(shard_key(version), MIB)
-            nodes.settle(version)
-        teams = {id(nodes[name].team) for name in ("n1", "n2")}
+            nodes.wait_replicated(version)
+        teams = {id(nodes[name].job_peers) for name in ("n1", "n2")}
         talks = [one for one in gc.get_objects() if type(one) is _PeerSession and id(one._job_peers) in teams]
         assert talks
         wait_until(lambda: not any(one._offered for one in talks), "every copy that was begun is forgotten")

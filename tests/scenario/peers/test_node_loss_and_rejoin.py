@@ -32,7 +32,7 @@ def assert_copies(nodes, keys, *, copies):
     for of in keys:
         wait_until(lambda of=of: len(nodes.holders(of)) >= copies, f"{of} has {copies} copies")
         for name in nodes.holders(of):
-            assert nodes[name].is_good(of)
+            assert nodes[name].has_intact_shard(of)
     for node in nodes:
         for of in keys:
             if not node.holds(of):
@@ -44,15 +44,17 @@ def assert_copies(nodes, keys, *, copies):
 def test_two_of_four_nodes_are_lost_at_once():
     with local_nodes("n1", "n2", "n3", "n4", copies=3) as nodes:
         keys = save_version(nodes, 1)
-        nodes.settle(1)
+        nodes.wait_replicated(1)
         nodes.network.kill_node("n2")
         nodes.lose("n2")
         nodes.lose("n3")
         for node in nodes:
-            wait_until(lambda node=node: node.sees("n1", "n4"), "the two that are left know it")
+            wait_until(lambda node=node: node.sees_alive("n1", "n4"), "the two that are left know it")
         assert_copies(nodes, keys, copies=2)
-        wait_until(lambda: not any(node.team.replicator.has_pending for node in nodes), "nothing is left to do")
-        assert all(one.unplaceable == 1 for node in nodes for one in node.team.replicator.statuses() if one.is_owner)
+        wait_until(lambda: not any(node.job_peers.replicator.has_pending for node in nodes), "nothing is left to do")
+        assert all(
+            one.unplaceable == 1 for node in nodes for one in node.job_peers.replicator.statuses() if one.is_owner
+        )
 
 
 @pytest.mark.parametrize("rack", [("n1", "n2"), ("n3", "n4")])
@@ -60,7 +62,7 @@ def test_a_rack_is_lost(rack):
     """Two copies of everything, never both in one rack."""
     with local_nodes("n1", "n2", "n3", "n4", copies=2, labels=rack_of) as nodes:
         keys = save_version(nodes, 1)
-        nodes.settle(1)
+        nodes.wait_replicated(1)
         for of in keys:
             assert len({rack_of(name) for name in nodes.holders(of)}) == 2
         for name in rack:
@@ -73,27 +75,27 @@ def test_the_node_that_counts_copies_is_lost(when):
     with local_nodes("n1", "n2", "n3", copies=2) as nodes:
         keys = save_version(nodes, 1)
         if when == "settled":
-            nodes.settle(1)
-        nodes["n1"].team.replicator.wait_until(lambda: nodes["n1"].team.replicator.totals.copies > 0, 60)
+            nodes.wait_replicated(1)
+        nodes["n1"].job_peers.replicator.wait_until(lambda: nodes["n1"].job_peers.replicator.totals.copies > 0, 60)
         nodes.lose("n1")
         for node in nodes:
-            wait_until(lambda node=node: node.sees("n2", "n3"))
+            wait_until(lambda node=node: node.sees_alive("n2", "n3"))
         there = [of for of in keys if nodes.holders(of)]
         assert there == keys
         assert_copies(nodes, keys, copies=2)
-        nodes.settle(1)
+        nodes.wait_replicated(1)
         nodes["n2"].write(shard_key(2, 0), SIZE)  # its other parts never come: all of it has its copies all the same
-        nodes.settle(2)
+        nodes.wait_replicated(2)
 
 
 def test_node_that_rejoins_empty_before_its_death_is_detected_gets_copies():
     with local_nodes("n1", "n2", copies=2) as nodes:
         of = shard_key(1)
         nodes["n1"].write(of, SIZE)
-        nodes.settle(1)
+        nodes.wait_replicated(1)
         assert nodes.holders(of) == {"n1", "n2"}
         nodes.restart("n2", empty=True)
-        nodes["n2"].join(nodes.plan())
+        nodes["n2"].join(nodes.peers_config())
         wait_until(lambda: nodes["n2"].holds(of), "n2 has a copy again")
         assert_copies(nodes, [of], copies=2)
 
@@ -103,38 +105,42 @@ def test_agent_restarted_with_its_arena_rejoins_without_retransfers():
         mine, other = shard_key(1, 0), shard_key(1, 1)
         nodes["n1"].write(mine, SIZE, parts=2)
         nodes["n2"].write(other, SIZE, parts=2)
-        nodes.settle(1)
-        sent = nodes["n1"].team.replicator.totals.sent_bytes
+        nodes.wait_replicated(1)
+        sent = nodes["n1"].job_peers.replicator.totals.sent_bytes
         nodes.restart("n2")
-        wait_until(lambda: nodes["n2"].facts().keys() == {mine, other}, "both shards are adopted")
-        assert nodes["n2"].sees("n1", "n2") or wait_until(lambda: nodes["n2"].sees("n1", "n2"))
-        assert nodes["n2"].facts()[mine].holders == ("n1", "n2")
-        assert nodes["n2"].facts()[other].holders == ()
-        wait_until(lambda: "n1" in {node.id for node in nodes["n2"].team.replicator.holders(other)}, "n1's copy counts")
-        wait_until(lambda: "n2" in {node.id for node in nodes["n1"].team.replicator.holders(mine)}, "n2's copy counts")
-        wait_until(lambda: not any(node.team.replicator.has_pending for node in nodes))
-        assert nodes["n2"].team.replicator.totals.sent_bytes == 0
-        assert nodes["n1"].team.replicator.totals.sent_bytes == sent
-        assert nodes["n2"].replicated == 1
+        wait_until(lambda: nodes["n2"].shard_infos().keys() == {mine, other}, "both shards are adopted")
+        assert nodes["n2"].sees_alive("n1", "n2") or wait_until(lambda: nodes["n2"].sees_alive("n1", "n2"))
+        assert nodes["n2"].shard_infos()[mine].holders == ("n1", "n2")
+        assert nodes["n2"].shard_infos()[other].holders == ()
+        wait_until(
+            lambda: "n1" in {node.id for node in nodes["n2"].job_peers.replicator.holders(other)}, "n1's copy counts"
+        )
+        wait_until(
+            lambda: "n2" in {node.id for node in nodes["n1"].job_peers.replicator.holders(mine)}, "n2's copy counts"
+        )
+        wait_until(lambda: not any(node.job_peers.replicator.has_pending for node in nodes))
+        assert nodes["n2"].job_peers.replicator.totals.sent_bytes == 0
+        assert nodes["n1"].job_peers.replicator.totals.sent_bytes == sent
+        assert nodes["n2"].newest_replicated == 1
 
 
 def test_node_that_rejoins_after_a_newer_incarnation_is_fenced():
     with local_nodes("n1", "n2", "n3", copies=2) as nodes:
         save_version(nodes, 1)
-        nodes.settle(1)
+        nodes.wait_replicated(1)
         n3, past = nodes["n3"], shard_key(9, 2)
         for other in ("n1", "n2"):
             nodes.network.cut("n3", other)
         n3.write(past, SIZE, parts=3)  # a version that the others never finish
         nodes.network.kill_node("n3")
         n3.close()
-        wait_until(lambda: nodes["n1"].sees("n1", "n2"))
+        wait_until(lambda: nodes["n1"].sees_alive("n1", "n2"))
         epoch = nodes["n1"].store.claim(JOB, "b")
         assert epoch == past.epoch + 1
         newer = [shard_key(2, part, epoch=epoch, name="b") for part in range(2)]
         for node, of in zip(("n1", "n2"), newer, strict=True):
             nodes[node].write(of, SIZE, parts=2)
-        nodes.settle(2, "n1", "n2")
+        nodes.wait_replicated(2, "n1", "n2")
         for other in ("n1", "n2"):
             nodes.network.heal("n3", other)
         n3.open()
@@ -143,8 +149,8 @@ def test_node_that_rejoins_after_a_newer_incarnation_is_fenced():
         )
         with pytest.raises(FencedError, match="past incarnation"):
             n3.store.lease(shard_key(10, 2), SIZE, 3)
-        nodes.settle(2, "n3")
-        wait_until(lambda: not n3.team.replicator.has_pending)
+        nodes.wait_replicated(2, "n3")
+        wait_until(lambda: not n3.job_peers.replicator.has_pending)
         wait_until(lambda: nodes.holders(past) == {"n3"}, "n3 has verified what it kept")
         assert not nodes.holders(shard_key(2, 2))
         assert_copies(nodes, newer, copies=2)
@@ -154,27 +160,29 @@ def test_node_that_rejoins_after_a_newer_incarnation_is_fenced():
 def test_only_the_side_with_a_quorum_begins_a_new_incarnation(both):
     with local_nodes("n1", "n2", "n3", "n4", copies=2, labels=rack_of) as nodes:
         keys = save_version(nodes, 1)
-        nodes.settle(1)
+        nodes.wait_replicated(1)
         for near in ("n1", "n2"):
             for far in ("n3", "n4"):
                 nodes.network.cut(near, far, both=both)
-        wait_until(lambda: not nodes["n3"].team.membership.has_quorum and not nodes["n4"].team.membership.has_quorum)
-        wait_until(lambda: nodes["n1"].sees("n1", "n2") and nodes["n2"].sees("n1", "n2"))
+        wait_until(
+            lambda: not nodes["n3"].job_peers.membership.has_quorum and not nodes["n4"].job_peers.membership.has_quorum
+        )
+        wait_until(lambda: nodes["n1"].sees_alive("n1", "n2") and nodes["n2"].sees_alive("n1", "n2"))
         for name in ("n3", "n4"):
             with pytest.raises(NoQuorumError, match="no quorum"):
                 nodes[name].store.claim(JOB, "wrong")
-        wait_until(lambda: nodes["n1"].team.membership.has_quorum)
+        wait_until(lambda: nodes["n1"].job_peers.membership.has_quorum)
         epoch = nodes["n1"].store.claim(JOB, "b")
         newer = [shard_key(2, part, epoch=epoch, name="b") for part in range(2)]
         for node, of in zip(("n1", "n2"), newer, strict=True):
             nodes[node].write(of, SIZE, parts=2)
-        nodes.settle(2, "n1", "n2")
+        nodes.wait_replicated(2, "n1", "n2")
         # The other half goes on writing for the past; it cannot finish anything, and keeps what it can go back to.
         for version in (2, 3, 4, 5):
             for part, name in ((2, "n3"), (3, "n4")):
                 with contextlib.suppress(ArenaBusyError):
                     nodes[name].write(shard_key(version, part), SIZE, parts=4)
-        assert nodes["n3"].replicated == nodes["n4"].replicated == 1
+        assert nodes["n3"].newest_replicated == nodes["n4"].newest_replicated == 1
         assert {of for of in keys if nodes["n3"].holds(of) or nodes["n4"].holds(of)} == set(keys)
         for near in ("n1", "n2"):
             for far in ("n3", "n4"):
@@ -186,7 +194,7 @@ def test_only_the_side_with_a_quorum_begins_a_new_incarnation(both):
             )
             with pytest.raises(FencedError):
                 nodes[name].store.lease(shard_key(6, 3), SIZE, 4)
-        nodes.settle(2)
+        nodes.wait_replicated(2)
         assert_copies(nodes, newer, copies=2)
 
 
@@ -195,42 +203,42 @@ def test_minority_of_a_partition_evicts_nothing_even_with_all_parts():
     with local_nodes("n1", "n2", "n3", copies=2) as nodes:
         n1 = nodes["n1"]
         n1.write(shard_key(1), SIZE)
-        nodes.settle(1)
+        nodes.wait_replicated(1)
         for other in ("n2", "n3"):
             nodes.network.cut("n1", other)
-        wait_until(lambda: not n1.team.membership.has_quorum and n1.sees("n1"), "n1 knows that it is alone")
-        wait_until(lambda: nodes["n2"].sees("n2", "n3") and nodes["n3"].sees("n2", "n3"))
+        wait_until(lambda: not n1.job_peers.membership.has_quorum and n1.sees_alive("n1"), "n1 knows that it is alone")
+        wait_until(lambda: nodes["n2"].sees_alive("n2", "n3") and nodes["n3"].sees_alive("n2", "n3"))
         epoch = nodes["n2"].store.claim(JOB, "b")
         for version in (2, 3):
             nodes["n2"].write(shard_key(version, epoch=epoch, name="b"), SIZE)
-            nodes.settle(version, "n2", "n3")
+            nodes.wait_replicated(version, "n2", "n3")
         for version in (2, 3):  # it has two slots, and one more
             n1.write(shard_key(version), SIZE)
-        wait_until(lambda: not n1.team.replicator.has_pending)
+        wait_until(lambda: not n1.job_peers.replicator.has_pending)
         with pytest.raises(ArenaBusyError, match="not complete yet"):
             n1.store.lease(shard_key(4), SIZE, 1)
-        assert n1.replicated == 1
-        assert n1.is_good(shard_key(1))
+        assert n1.newest_replicated == 1
+        assert n1.has_intact_shard(shard_key(1))
         for other in ("n2", "n3"):
             nodes.network.heal("n1", other)
         wait_until(lambda: n1.store.replicas.current_incarnation(JOB) == (epoch, "b"), "n1 is fenced")
-        nodes.settle(3)
+        nodes.wait_replicated(3)
         assert_copies(nodes, [shard_key(3, epoch=epoch, name="b")], copies=2)
 
 
 def test_node_left_alone_continues_with_one_copy_and_reports_it():
     with local_nodes("n1", "n2", copies=2) as nodes:
         nodes["n1"].write(shard_key(1), SIZE)
-        nodes.settle(1)
+        nodes.wait_replicated(1)
         nodes.lose("n2")
         n1 = nodes["n1"]
-        wait_until(lambda: n1.sees("n1"))
+        wait_until(lambda: n1.sees_alive("n1"))
         for version in range(2, 8):
             lease_within(n1, shard_key(version))
-            nodes.settle(version)
-        (newest,) = [one for one in n1.team.replicator.statuses() if one.key == shard_key(7)]
+            nodes.wait_replicated(version)
+        (newest,) = [one for one in n1.job_peers.replicator.statuses() if one.key == shard_key(7)]
         assert (newest.copies, newest.missing, newest.unplaceable) == (1, 0, 1)
-        assert n1.is_good(shard_key(7))
+        assert n1.has_intact_shard(shard_key(7))
 
 
 def lease_within(node, of):
@@ -245,19 +253,19 @@ def test_replicated_version_is_kept_while_newer_copies_are_pending():
     with local_nodes("n1", "n2", copies=2) as nodes:
         n1, receiving = nodes["n1"], nodes["n2"].node_peers.server.replica_receiver
         n1.write(shard_key(1), SIZE)
-        nodes.settle(1)
+        nodes.wait_replicated(1)
         offer, receiving.handle_offer = receiving.handle_offer, raise_busy
         for version in (2, 3):  # two slots for a writer, and one more
             n1.write(shard_key(version), SIZE)
         with pytest.raises(ArenaBusyError, match="with its copies"):
             n1.write(shard_key(4), SIZE)
-        assert n1.is_good(shard_key(1))
-        assert n1.replicated == 1
+        assert n1.has_intact_shard(shard_key(1))
+        assert n1.newest_replicated == 1
         assert nodes["n2"].holds(shard_key(1))
-        wait_until(lambda: "every slot is in use" in n1.team.replicator.last_errors(shard_key(2)), "it says why")
+        wait_until(lambda: "every slot is in use" in n1.job_peers.replicator.last_errors(shard_key(2)), "it says why")
         receiving.handle_offer = offer
         lease_within(n1, shard_key(4))
-        nodes.settle(4)
+        nodes.wait_replicated(4)
         assert_copies(nodes, [shard_key(4)], copies=2)
 
 
@@ -265,21 +273,21 @@ def test_replicated_version_is_kept_while_newer_copies_are_pending():
 def test_bad_path_delays_no_version(end):
     """The third node reaches both ends, so both live: it takes the copies, and tells the scribe what it cannot hear."""
     with local_nodes("n1", "n2", "n3", copies=2) as nodes:
-        (partner,) = nodes[end].team.replicator.partners
+        (partner,) = nodes[end].job_peers.replicator.partners
         nodes.network.cut(end, partner)
         for near, far in (end, partner), (partner, end):  # where TCP would give up connections after half a minute
-            for line in list(nodes[near].team.membership.client_for(far)._idle):
+            for line in list(nodes[near].job_peers.membership.client_for(far)._idle):
                 line.close()
         keys = [shard_key(1, part) for part in range(3)]
         for node, of in zip(nodes, keys, strict=True):
             node.write(of, SIZE, parts=3)
-        nodes.settle(1)
+        nodes.wait_replicated(1)
         for of in keys:
             assert len(nodes.holders(of)) >= 2
-            assert all(nodes[name].is_good(of) for name in nodes.holders(of))
+            assert all(nodes[name].has_intact_shard(of) for name in nodes.holders(of))
         for node in nodes:
-            assert node.team.membership.state_of(end) != "dead"
-            assert node.team.membership.state_of(partner) != "dead"
+            assert node.job_peers.membership.state_of(end) != "dead"
+            assert node.job_peers.membership.state_of(partner) != "dead"
 
 
 def raise_busy(*_):
@@ -293,34 +301,34 @@ def test_restarted_agent_does_not_treat_unmet_nodes_as_dead():
         mine, other = shard_key(1, 0), shard_key(1, 1)
         nodes["n1"].write(mine, SIZE, parts=2)
         nodes["n2"].write(other, SIZE, parts=2)
-        nodes.settle(1)
+        nodes.wait_replicated(1)
         nodes.network.cut("n1", "n2")
         nodes["n1"].write(shard_key(2), SIZE)
         n1 = nodes.restart("n1")
-        wait_until(lambda: n1.facts().keys() == {mine, other, shard_key(2)}, "its shards are adopted")
-        n1.team._changed()  # as whenever a node comes or goes
-        n1.team.replicator._report_to_leader()
-        assert n1.team.taken_over == 0
-        assert n1.facts()[other].holders == ("n2", "n1")
-        assert n1.replicated == 1
+        wait_until(lambda: n1.shard_infos().keys() == {mine, other, shard_key(2)}, "its shards are adopted")
+        n1.job_peers._changed()  # as whenever a node comes or goes
+        n1.job_peers.replicator._report_to_leader()
+        assert n1.job_peers.taken_over == 0
+        assert n1.shard_infos()[other].holders == ("n2", "n1")
+        assert n1.newest_replicated == 1
         nodes.network.heal("n1", "n2")
-        nodes.settle(2)
+        nodes.wait_replicated(2)
         assert nodes.holders(shard_key(2)) == {"n1", "n2"}
-        assert n1.team.taken_over == 0
+        assert n1.job_peers.taken_over == 0
 
 
 def test_isolated_node_catches_up_after_healing():
     with local_nodes("n1", "n2", "n3") as nodes:
         save_version(nodes, 1)
-        nodes.settle(1)
+        nodes.wait_replicated(1)
         nodes["n1"].node_peers.partition(3600.0)
-        wait_until(lambda: not nodes["n1"].team.membership.has_quorum, "n1 is alone")
-        wait_until(lambda: nodes["n2"].sees("n2", "n3"), "n2 does without n1")
+        wait_until(lambda: not nodes["n1"].job_peers.membership.has_quorum, "n1 is alone")
+        wait_until(lambda: nodes["n2"].sees_alive("n2", "n3"), "n2 does without n1")
         keys = save_version(nodes, 2)
         wait_until(lambda: nodes["n3"].holds(keys[1]), "those that see each other go on")
-        assert [node.replicated for node in nodes] == [1, 1, 1]
+        assert [node.newest_replicated for node in nodes] == [1, 1, 1]
         nodes["n1"].node_peers.partition(0.0)
-        nodes.settle(2)
+        nodes.wait_replicated(2)
         assert_copies(nodes, keys, copies=2)
 
 
@@ -328,24 +336,24 @@ def test_reconnected_nodes_commit_without_waiting_for_the_next_period():
     """A period here is longer than any test: what is settled is settled by nodes that have met at once."""
     slow = MembershipSettings(heartbeat_s=3600.0)
     with local_nodes("n1", "n2", membership=slow) as nodes:
-        without = nodes.plan()
+        without = nodes.peers_config()
         alone = msgspec.structs.replace(
             without, member_list=member_list(without.member_list.version, [nodes["n1"].node])
         )
         for node in nodes:
             node.join(alone)
-        assert nodes["n1"].sees("n1")
-        nodes.meet()
+        assert nodes["n1"].sees_alive("n1")
+        nodes.join_all()
         nodes["n1"].write(shard_key(1, 0), parts=2)
         nodes["n2"].write(shard_key(1, 1), parts=2)
-        nodes.settle(1)
+        nodes.wait_replicated(1)
 
 
 def test_node_pinged_during_a_member_list_change_joins():
     """Its answer to the ping before was of a roster that did not have it any more; the next period is an hour away."""
     slow = MembershipSettings(heartbeat_s=3600.0)
     with local_nodes("n1", "n2", membership=slow) as nodes:
-        tending = nodes["n1"].team.membership
+        tending = nodes["n1"].job_peers.membership
         came, has_come, go_on = tending._ping_acked, threading.Event(), threading.Event()
 
         def signal_and_wait(node, answer):
@@ -357,13 +365,13 @@ def test_node_pinged_during_a_member_list_change_joins():
         try:
             tending.run_period()
             assert has_come.wait(60)
-            alone = member_list(nodes.plan().member_list.version, [nodes["n1"].node])
+            alone = member_list(nodes.peers_config().member_list.version, [nodes["n1"].node])
             for node in nodes:
-                node.join(msgspec.structs.replace(nodes.plan(), member_list=alone))
-            nodes.meet()
+                node.join(msgspec.structs.replace(nodes.peers_config(), member_list=alone))
+            nodes.join_all()
         finally:
             tending._ping_acked = came
             go_on.set()
         nodes["n1"].write(shard_key(1, 0), parts=2)
         nodes["n2"].write(shard_key(1, 1), parts=2)
-        nodes.settle(1)
+        nodes.wait_replicated(1)

@@ -32,7 +32,7 @@ def nodes(monkeypatch):
     with local_nodes(*NAMES, copies=2, split_from=SPLIT_FROM, membership=STEADY) as nodes:
         for part, node in enumerate(nodes):
             node.write(shard_key(1, part), SIZE, parts=len(NAMES))
-        nodes.settle(1)
+        nodes.wait_replicated(1)
         nodes.monkeypatch = monkeypatch
         yield nodes
         monkeypatch.undo()  # who lies is asked again and again by those that leave
@@ -47,14 +47,14 @@ FAR = max(DISTRICTS.other_partitions(ASKER), key=len)
 
 def replace_partition_reply(nodes, name, answer):
     """From now on ``name`` answers who asks it to look with ``answer(asked, honest answer)``."""
-    looking = nodes[name].team.inventory_service
+    looking = nodes[name].job_peers.inventory_service
     honest = looking.serve_partition
     nodes.monkeypatch.setattr(looking, "serve_partition", lambda asked: answer(asked, honest))
 
 
 def count_inventories(nodes, name):
     """How often ``name`` is looked at by others from now on."""
-    team, looks = nodes[name].team, []
+    team, looks = nodes[name].job_peers, []
     honest = team.local_inventory
 
     def look():
@@ -66,12 +66,12 @@ def count_inventories(nodes, name):
 
 
 def assert_complete_inventory(nodes, asker=ASKER):
-    sight = nodes[asker].team.inventory(fresh=True)
+    sight = nodes[asker].job_peers.inventory(fresh=True)
     assert sight.unreachable == {}
     assert set(sight.nodes) == set(NAMES)
     for name in NAMES:
         assert {fact.key: fact.holders for fact in sight.nodes[name].shards} == {
-            fact.key: fact.holders for fact in nodes[name].facts().values()
+            fact.key: fact.holders for fact in nodes[name].shard_infos().values()
         }
     return sight
 
@@ -96,13 +96,13 @@ def test_inventory_queries_one_node_of_each_other_partition(nodes):
 
 def test_holders_are_confirmed_by_delegates(nodes):
     writer = nodes[ASKER]
-    partner = writer.team.replicator.partners[0]
+    partner = writer.job_peers.replicator.partners[0]
     confirmed = []
     nodes.monkeypatch.setattr(
-        writer.team.replicator, "confirm_holder", lambda of, by, _life: confirmed.append((of, by))
+        writer.job_peers.replicator, "confirm_holder", lambda of, by, _life: confirmed.append((of, by))
     )
-    writer.team.inventory(fresh=True)
-    mine = next(of for of, fact in writer.facts().items() if not fact.holders)
+    writer.job_peers.inventory(fresh=True)
+    mine = next(of for of, fact in writer.shard_infos().items() if not fact.holders)
     assert (mine, partner) in confirmed
 
 
@@ -116,7 +116,7 @@ def test_shards_sealed_before_the_query_are_seen(nodes):
     def ask(name):
         while not stop.is_set():
             try:
-                nodes[name].team.inventory(fresh=True)
+                nodes[name].job_peers.inventory(fresh=True)
             except PeerStoreError as error:
                 failures.append(error)
 
@@ -127,7 +127,7 @@ def test_shards_sealed_before_the_query_are_seen(nodes):
         for version in range(2, 12):
             of = ShardKey(JOB, version, 1, "a", 0, version)
             nodes[FAR[version % len(FAR)]].write(of, SIZE, parts=12)
-            assert of in nodes[ASKER].team.shard_sources(fresh=True), f"version {version} was sealed before"
+            assert of in nodes[ASKER].job_peers.shard_sources(fresh=True), f"version {version} was sealed before"
     finally:
         stop.set()
         for thread in asking:
@@ -139,17 +139,17 @@ def test_concurrent_queries_share_a_few_inventories(nodes):
     delegate, member = FAR[0], FAR[1]
     looks = count_inventories(nodes, member)
     inside, go_on = threading.Semaphore(0), threading.Event()
-    honest = nodes[member].team.local_inventory
+    honest = nodes[member].job_peers.local_inventory
 
     def wait_and_query():
         inside.release()
         assert go_on.wait(60)
         return honest()
 
-    nodes.monkeypatch.setattr(nodes[member].team, "local_inventory", wait_and_query)
+    nodes.monkeypatch.setattr(nodes[member].job_peers, "local_inventory", wait_and_query)
     arrived, found = [], []
     replace_partition_reply(nodes, delegate, lambda asked, honest: arrived.append(1) or honest(asked))
-    peer = nodes[ASKER].team.membership.client_for(delegate)
+    peer = nodes[ASKER].job_peers.membership.client_for(delegate)
 
     def ask():
         found.append(peer.call("partition_inventory", GetPartitionInventory(FAR), PartitionInventory, timeout_s=60))
@@ -181,7 +181,7 @@ def test_delegate_that_dies_during_its_inventory_is_replaced(nodes):
         return honest(asked)
 
     replace_partition_reply(nodes, delegate, die)
-    sight = nodes[ASKER].team.inventory(fresh=True)
+    sight = nodes[ASKER].job_peers.inventory(fresh=True)
     assert set(sight.nodes) == set(NAMES) - {delegate}
     assert set(sight.unreachable) == {delegate}
     assert "cannot be reached" in sight.unreachable[delegate]
@@ -220,7 +220,7 @@ def test_unreachable_node_is_named(nodes):
     for name in NAMES:
         if name != lost:
             nodes.network.cut(lost, name)
-    sight = nodes[ASKER].team.inventory(fresh=True)
+    sight = nodes[ASKER].job_peers.inventory(fresh=True)
     assert set(sight.unreachable) == {lost}
     assert set(sight.nodes) == set(NAMES) - {lost}
 
@@ -264,7 +264,7 @@ def test_nodes_without_a_usable_reply_are_queried_directly(nodes, answer):
 def query_partition(nodes, names, delegate=FAR[0]):
     return (
         nodes[ASKER]
-        .team.membership.client_for(delegate)
+        .job_peers.membership.client_for(delegate)
         .call("partition_inventory", GetPartitionInventory(tuple(names)), PartitionInventory)
     )
 
@@ -298,13 +298,13 @@ def test_oversized_reply_is_left_to_the_caller(nodes):
     """Here because one node has very much to say; the asker gets it from that node."""
     big, room = FAR[1], 1 << 20
     nodes.monkeypatch.setattr("peerstore.peers.peer_inventory.MAX_PARTITION_REPLY_BYTES", room)
-    honest = nodes[big].team.local_inventory
+    honest = nodes[big].job_peers.local_inventory
 
     def oversized_inventory():
         looked = honest()
         return msgspec.structs.replace(looked, incarnation="x" * (room + 1))
 
-    nodes.monkeypatch.setattr(nodes[big].team, "local_inventory", oversized_inventory)
+    nodes.monkeypatch.setattr(nodes[big].job_peers, "local_inventory", oversized_inventory)
     answer = query_partition(nodes, FAR)
     assert set(answer.nodes) == set(FAR) - {big}
     assert "does not fit" in answer.unreachable[big]

@@ -16,7 +16,7 @@ def nodes_retaining(nodes):
 def write_everywhere(nodes, versions):
     for version in versions:
         nodes["n1"].write(shard_key(version), MIB)
-        nodes.settle(version)
+        nodes.wait_replicated(version)
 
 
 def test_retained_version_is_kept_everywhere_until_released():
@@ -36,11 +36,11 @@ def test_deleted_version_is_gone_everywhere_and_stays_gone():
     with local_nodes(*ALL, copies=3) as nodes:
         write_everywhere(nodes, [1, 2])
         group = shard_key(2).version_id
-        assert nodes["n3"].team.broadcast_delete([group]) == {}
+        assert nodes["n3"].job_peers.broadcast_delete([group]) == {}
         nodes["n3"].store.delete_versions("job", [group])
         assert nodes.holders(shard_key(2)) == set()
         write_everywhere(nodes, [3])  # pings were exchanged since
-        assert {nodes[name].team.newest_replicated for name in ALL} == {shard_key(3).version_id}
+        assert {nodes[name].job_peers.newest_replicated for name in ALL} == {shard_key(3).version_id}
         assert nodes.holders(V1) | nodes.holders(shard_key(3)) == {*ALL}
 
 
@@ -49,11 +49,11 @@ def test_answering_nodes_delete_a_version_while_others_are_silent():
     silent, last = names[1:7], names[8]
     with local_nodes(*names, copies=2) as nodes, ThreadPoolExecutor(1) as dropping:
         nodes[last].write(shard_key(1), MIB)
-        nodes.settle(1)
+        nodes.wait_replicated(1)
         for one in silent:
             for other in names:
                 if other != one:
                     nodes.network.stall(one, other)
-        told = dropping.submit(nodes["n1"].team.broadcast_delete, [shard_key(1).version_id])
+        told = dropping.submit(nodes["n1"].job_peers.broadcast_delete, [shard_key(1).version_id])
         wait_until(lambda: not nodes[last].holds(shard_key(1)), "it has given it up", timeout_s=20)
         assert set(told.result()) == set(silent), "who has nothing of it is told as well"

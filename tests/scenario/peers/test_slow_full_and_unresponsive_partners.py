@@ -27,22 +27,22 @@ def test_silent_partner_is_replaced_once_it_is_dead():
     with local_nodes("n1", "n2", "n3", copies=2) as nodes:
         n1, silent = nodes["n1"], partner_of(nodes, "n1")
         n1.write(shard_key(0), SIZE)
-        nodes.settle(0)
+        nodes.wait_replicated(0)
         for other in nodes:
             if other.name != silent:
                 nodes.network.stall(silent, other.name)
         n1.write(shard_key(1), SIZE)
         stand_in = third_node(nodes, "n1", silent)
         wait_until(lambda: nodes[stand_in].holds(shard_key(1)), "another node has the copy")
-        nodes.settle(1, "n1", stand_in)
+        nodes.wait_replicated(1, "n1", stand_in)
         n1.write(shard_key(2), SIZE)
-        nodes.settle(2, "n1", stand_in)
+        nodes.wait_replicated(2, "n1", stand_in)
         for other in nodes:
             if other.name != silent:
                 nodes.network.heal(silent, other.name)
-        wait_until(lambda: all(node.sees("n1", "n2", "n3") for node in nodes), "it is back")
+        wait_until(lambda: all(node.sees_alive("n1", "n2", "n3") for node in nodes), "it is back")
         n1.write(shard_key(3), SIZE)
-        nodes.settle(3)
+        nodes.wait_replicated(3)
         assert len(nodes.holders(shard_key(3))) >= 2
 
 
@@ -52,10 +52,10 @@ def test_a_slow_partner_delays_copies_and_nothing_else():
         nodes.network.delay("n1", "n2", 0.05)
         n1.write(shard_key(1), SIZE)
         n1.write(shard_key(2), SIZE)
-        (waiting,) = [one for one in n1.team.replicator.statuses() if one.key == shard_key(2)]
+        (waiting,) = [one for one in n1.job_peers.replicator.statuses() if one.key == shard_key(2)]
         assert (waiting.copies, waiting.missing) in ((1, 1), (2, 0))
-        nodes.settle(2)
-        assert nodes["n2"].is_good(shard_key(2))
+        nodes.wait_replicated(2)
+        assert nodes["n2"].has_intact_shard(shard_key(2))
 
 
 def test_copy_rate_limit_blocks_no_other_work():
@@ -68,15 +68,15 @@ def test_copy_rate_limit_blocks_no_other_work():
             begun.set()
             go_on.wait(60)
 
-        n1.team.rate_limiter.acquire = copy_slowly
+        n1.job_peers.rate_limiter.acquire = copy_slowly
         n1.write(shard_key(1, 0), SIZE, parts=2)
         assert begun.wait(60)
         n2.write(shard_key(1, 1), SIZE, parts=2)
         wait_until(lambda: n1.holds(shard_key(1, 1)), "it takes a copy")
         assert n2.read(shard_key(1, 1), sources=["n1"])[1].failed == {}
-        assert n1.replicated == -1
+        assert n1.newest_replicated == -1
         go_on.set()
-        nodes.settle(1)
+        nodes.wait_replicated(1)
 
 
 def test_full_partner_is_replaced_by_a_node_with_space():
@@ -85,29 +85,31 @@ def test_full_partner_is_replaced_by_a_node_with_space():
         full = "n2"
         for name in names:
             nodes.add(name, budget="2MiB" if name == full else "256MiB")
-        nodes.meet()
+        nodes.join_all()
         writer = next(name for name in names if name != full and partner_of(nodes, name) == full)
         roomy = third_node(nodes, writer, full)
         nodes[writer].write(shard_key(1), SIZE)
         wait_until(lambda: nodes[roomy].holds(shard_key(1)), "the node with room has it")
-        nodes.settle(1)
+        nodes.wait_replicated(1)
         assert nodes.holders(shard_key(1)) == {writer, roomy}
-        assert nodes[roomy].facts()[shard_key(1)].holders == (writer, roomy)
+        assert nodes[roomy].shard_infos()[shard_key(1)].holders == (writer, roomy)
 
 
 def test_writer_continues_with_one_copy_and_a_reason_when_all_are_full():
     with local_nodes(copies=2) as nodes:
         nodes.add("n1")
         nodes.add("n2", budget="2MiB")
-        nodes.meet()
+        nodes.join_all()
         n1 = nodes["n1"]
         for version in range(1, 6):
             n1.write(shard_key(version), SIZE)
-            nodes.settle(version)
-            (standing,) = [one for one in n1.team.replicator.statuses() if one.key == shard_key(version)]
+            nodes.wait_replicated(version)
+            (standing,) = [one for one in n1.job_peers.replicator.statuses() if one.key == shard_key(version)]
             assert (standing.copies, standing.missing, standing.unplaceable) == (1, 0, 1)
-            assert "does not fit: the memory budget is 2.0 MiB" in n1.team.replicator.last_errors(shard_key(version))
-        assert n1.is_good(shard_key(5))
+            assert "does not fit: the memory budget is 2.0 MiB" in n1.job_peers.replicator.last_errors(
+                shard_key(version)
+            )
+        assert n1.has_intact_shard(shard_key(5))
         assert nodes.holders(shard_key(5)) == {"n1"}
 
 
@@ -117,9 +119,9 @@ def test_partner_requesting_nonexistent_chunks_blocks_no_other_copy():
         liar.handle_offer = lambda *_: OfferReply("0123456789abcdef", ((0, 1 << 60),))
         n1.write(shard_key(1), SIZE)
         wait_until(lambda: nodes["n3"].holds(shard_key(1)), "the honest one has its copy")
-        assert n1.replicated == -1
-        assert n1.team.replicator.totals.errors >= 1
-        assert n1.is_good(shard_key(1))
+        assert n1.newest_replicated == -1
+        assert n1.job_peers.replicator.totals.errors >= 1
+        assert n1.has_intact_shard(shard_key(1))
 
 
 def test_black_hole_nodes_cause_no_suspicion_and_no_quorum_loss():
@@ -131,7 +133,7 @@ def test_black_hole_nodes_cause_no_suspicion_and_no_quorum_loss():
         first, *others = nodes
 
         def standings():
-            return {(node.name, other): node.team.membership.state_of(other) for node in nodes for other in names}
+            return {(node.name, other): node.job_peers.membership.state_of(other) for node in nodes for other in names}
 
         wait_until(lambda: {*standings().values()} == {"alive"}, "all have met")
         for silent in others[:3]:
@@ -142,7 +144,7 @@ def test_black_hole_nodes_cause_no_suspicion_and_no_quorum_loss():
         def pinged_often():
             seen.append(standings())
             seen.append(
-                {(node.name, ""): "alive" if node.team.membership.has_quorum else "no quorum" for node in nodes}
+                {(node.name, ""): "alive" if node.job_peers.membership.has_quorum else "no quorum" for node in nodes}
             )
             return len(seen) > 1600
 
@@ -155,10 +157,10 @@ def test_node_cut_off_during_a_call_closes_quickly():
     with local_nodes("n1", "n2", membership=MembershipSettings(heartbeat_s=0.1, dead_after_s=600.0)) as nodes:
         n1 = nodes["n1"]
         n1.write(shard_key(0))
-        nodes.settle(0)
+        nodes.wait_replicated(0)
         nodes.network.stall("n2", "n1")  # on a connection that is there: the answer to an offer may take long
         n1.write(shard_key(1))
-        wait_until(lambda: n1.team.replicator.in_flight, "it has offered a copy")
+        wait_until(lambda: n1.job_peers.replicator.in_flight, "it has offered a copy")
         nodes.network.cut("n1", "n2")
         began = time.monotonic()
         n1.close()

@@ -50,7 +50,7 @@ def nodes():
 def asked(nodes, monkeypatch):
     """Who was asked for what, by n1."""
     asked = Counter()
-    tending = nodes["n1"].team.membership
+    tending = nodes["n1"].job_peers.membership
     honest = tending.client_for
 
     def peer(node):
@@ -82,7 +82,7 @@ def test_oversized_blob_reply_is_continued(nodes, asked, monkeypatch):
     many = [f"{LAYOUT_BLOB_PREFIX}{number:032x}" for number in range(100, 105)]
     for name in many:
         nodes["n2"].store.put_blob(JOB, name, name.encode())
-    found = nodes["n1"].team.fetch_blobs("n2", [*many[:2], LAYOUT_BLOB_PREFIX + layout(9), *many[2:]])
+    found = nodes["n1"].job_peers.fetch_blobs("n2", [*many[:2], LAYOUT_BLOB_PREFIX + layout(9), *many[2:]])
     assert found == {name: name.encode() for name in many}
 
 
@@ -134,14 +134,15 @@ def test_unresponsive_node_leaves_the_answer_unknown(nodes, monkeypatch):
     def silent(node, names):
         raise PeerUnreachableError(f"{node} says nothing")
 
-    monkeypatch.setattr(nodes["n1"].team, "fetch_blobs", silent)
+    monkeypatch.setattr(nodes["n1"].job_peers, "fetch_blobs", silent)
     assert others.blobs(JOB, [LAYOUT_BLOB_PREFIX + layout(0)]) == ({}, False)
 
 
 def test_shared_table_is_fetched_from_different_nodes(nodes):
     """Each node has its own order of the others."""
     first = {
-        next(iter(PeerTier(node.node_peers)._holders(node.team, TABLE_BLOB_PREFIX + TABLE_OF_ALL))) for node in nodes
+        next(iter(PeerTier(node.node_peers)._holders(node.job_peers, TABLE_BLOB_PREFIX + TABLE_OF_ALL)))
+        for node in nodes
     }
     assert len(first) > 1
 
@@ -158,7 +159,7 @@ def test_records_are_fetched_once_from_each_node_without_silent_ones(nodes, aske
         part: shard_key(1, part) for part in range(len(WRITERS))
     }
     assert +asked == Counter({("shard_records", name): 1 for name in WRITERS})
-    team, honest = nodes["n1"].team, nodes["n1"].team.fetch_records
+    team, honest = nodes["n1"].job_peers, nodes["n1"].job_peers.fetch_records
 
     def records(node, group, parts):
         if node == "n3":

@@ -33,7 +33,7 @@ def kube(bare_kube: KubeClient) -> KubeClient:
             if document["kind"] == "ServiceAccount":
                 document["metadata"]["namespace"] = "tieredckpt-system"
             bare_kube.apply(document)
-    bare_kube.until_served("/apis/sagemaker.amazonaws.com/v1/namespaces/default/hyperpodpytorchjobs")
+    bare_kube.wait_served("/apis/sagemaker.amazonaws.com/v1/namespaces/default/hyperpodpytorchjobs")
     return bare_kube
 
 
@@ -59,7 +59,7 @@ def nodes(kube: KubeClient) -> list[str]:
 def kubelet(kube: KubeClient, nodes: list[str], tmp_path: Path) -> Iterator[ProcessKubelet]:
     quiet = {"OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1", "PATH": str(Path(sys.executable).parent), "HOME": "/root"}
     paths = {"PYTHONPATH": str(ROOT), "no_proxy": "*"}
-    with ProcessKubelet(kube, tmp_path / "pods", environ={**quiet, **paths}).started() as kubelet:
+    with ProcessKubelet(kube, tmp_path / "pods", environ={**quiet, **paths}).running() as kubelet:
         yield kubelet
 
 
@@ -70,7 +70,7 @@ def controller(
     first = 20000 + os.getpid() % 250 * 40  # below those that connections to anywhere take for themselves
     ports = f"--master-ports={first}-{first + 39}"
     silent = getattr(request, "param", PATIENT)
-    with ControllerProcess(tmp_path, controller_kubeconfig, ports, silent).started() as controller:
+    with ControllerProcess(tmp_path, controller_kubeconfig, ports, silent).running() as controller:
         yield controller
 
 
@@ -81,4 +81,4 @@ def job(
     job = RunningJob(kube, kubelet, controller, tmp_path / "job", "llama")
     yield job
     kube.delete(job.path)
-    job.until(lambda: not job.pods() and kube.find(job.path) is None, "the job's pods go with it")
+    job.wait_until(lambda: not job.pods() and kube.find(job.path) is None, "the job's pods go with it")

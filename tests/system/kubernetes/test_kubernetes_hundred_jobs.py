@@ -66,8 +66,8 @@ def audited(tmp_path: Path) -> Iterator[tuple[KubeClient, Requests]]:
                 if document["kind"] == "ServiceAccount":
                     document["metadata"]["namespace"] = "tieredckpt-system"
                 kube.apply(document)
-        kube.until_served(JOBS)
-        kube.until_served("/api/v1/namespaces/default/serviceaccounts/default")
+        kube.wait_served(JOBS)
+        kube.wait_served("/api/v1/namespaces/default/serviceaccounts/default")
         yield kube, Requests(log)
 
 
@@ -82,14 +82,14 @@ def test_hundred_jobs_send_few_requests_at_rest_and_after_pod_losses(
     account.close()
     admin = connected(kube.kubeconfig(tmp_path / "admin"))
     controller = ControllerProcess(tmp_path, config, "--every=1", "--silent=600")
-    with ManyAgents(admin).started() as agents, controller.started():
+    with ManyAgents(admin).running() as agents, controller.running():
         names = [f"job-{number}" for number in range(COUNT)]
         for name in names:
             kube.create(JOBS, _resource(name, agents.port))
 
         def run(restarts: int) -> Callable[[], bool]:
             def holds() -> bool:
-                assert controller.ended() is None, controller.log()[-4000:]
+                assert controller.exit_status() is None, controller.log()[-4000:]
                 assert agents.failure is None, agents.failure
                 status = {one["metadata"]["name"]: one.get("status") or {} for one in kube.list(JOBS)}
                 return sum(_runs(status[name], restarts) for name in names) == COUNT

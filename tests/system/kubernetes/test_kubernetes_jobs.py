@@ -25,7 +25,7 @@ QUICK = "--silent=25"
 
 def test_job_completes_despite_faults_resizes_and_controller_restarts(job: RunningJob, kube: KubeClient) -> None:
     job.create(elasticPolicy=ELASTIC, replicas=2)
-    job.until_world(2, restarts=0)
+    job.wait_world(2, restarts=0)
     owner = kube.get(job.path)["metadata"]
     for pod in job.pods():
         (found,) = pod["metadata"]["ownerReferences"]
@@ -33,49 +33,49 @@ def test_job_completes_despite_faults_resizes_and_controller_restarts(job: Runni
 
     # A worker dies; its pod stays.
     pods = {pod["metadata"]["uid"] for pod in job.pods()}
-    job.say("crash-1")
-    job.until_world(2, restarts=1)
+    job.touch("crash-1")
+    job.wait_world(2, restarts=1)
     assert {pod["metadata"]["uid"] for pod in job.pods()} == pods
 
     # The controller is killed while nothing happens: neither ranks nor agents notice.
-    before = job.notes("begins")
+    before = job.rank_notes("begins")
     job.controller.restart()
     step = job.step()
-    job.until(lambda: job.step() > step + 40, "training goes on")
-    assert job.notes("begins") == before
+    job.wait_until(lambda: job.step() > step + 40, "training goes on")
+    assert job.rank_notes("begins") == before
 
     # A worker dies while there is no controller; the next one makes it good.
     job.controller.kill()
-    job.say("crash-0")
-    job.until(lambda: not (job.folder / "crash-0").exists(), "rank 0 dies")
+    job.touch("crash-0")
+    job.wait_until(lambda: not (job.folder / "crash-0").exists(), "rank 0 dies")
     job.controller.start()
-    job.until_world(2, restarts=2)
+    job.wait_world(2, restarts=2)
 
     # One node more, through the scale subresource; killed as soon as the new pod is there.
     job.scale(3)
-    job.until(lambda: len(job.pods()) == 3, "a third pod")
+    job.wait_until(lambda: len(job.pods()) == 3, "a third pod")
     job.controller.restart()
-    job.until_world(3, restarts=2)
-    stops = [note for note in job.notes("stops") if note["restart"] == job.worlds()[-2][0]["restart"]]
+    job.wait_world(3, restarts=2)
+    stops = [note for note in job.rank_notes("stops") if note["restart"] == job.worlds()[-2][0]["restart"]]
     assert len(stops) == 2, "both ranks were asked to stop and did so themselves"
     assert len({note["step"] for note in stops}) == 1
 
     # A node is said to be unhealthy; killed while its pod is replaced.
     bad = job.node_of_rank(1)
     kube.patch(f"/api/v1/nodes/{bad}", {"metadata": {"labels": {HEALTH: "UnschedulablePendingReplacement"}}})
-    job.until(lambda: job.restarts() == 3, "the fault is noticed")
+    job.wait_until(lambda: job.restarts() == 3, "the fault is noticed")
     job.controller.restart()
-    job.until_world(3, restarts=3)
+    job.wait_world(3, restarts=3)
     assert bad not in job.nodes()
     assert job.status()["latestFaultyPodInstanceList"]["faultyInstanceIdList"] == [bad]
 
     # Smaller again, and to the end.
     job.scale(1)
-    job.until_world(1, restarts=3)
-    job.until(lambda: len(job.pods()) == 1, "pods that nobody wants go")
-    job.say("finish")
-    job.until(lambda: job.holds("Succeeded"), "the job is done")
-    job.until(lambda: not job.pods(), "cleanPodPolicy: All")
+    job.wait_world(1, restarts=3)
+    job.wait_until(lambda: len(job.pods()) == 1, "pods that nobody wants go")
+    job.touch("finish")
+    job.wait_until(lambda: job.has_condition("Succeeded"), "the job is done")
+    job.wait_until(lambda: not job.pods(), "cleanPodPolicy: All")
     assert job.status()["completionTime"]
     begins = [world[0]["step"] for world in job.worlds()]
     assert begins == sorted(begins), "every world went on where the one before had stopped"
@@ -85,48 +85,50 @@ def test_job_completes_despite_faults_resizes_and_controller_restarts(job: Runni
 def test_job_shrinks_after_a_machine_loss_and_grows_later(job: RunningJob, kube: KubeClient, nodes: list[str]) -> None:
     """Nobody answers for its pod, and nobody ends it. The job becomes smaller, and larger again."""
     job.create(elasticPolicy={**ELASTIC, "maxReplicas": 2, "faultyScaleDownTimeoutInSeconds": 3})
-    job.until_world(2, restarts=0)
+    job.wait_world(2, restarts=0)
     lost = job.node_of_rank(1)
     try:
         _cordon(kube, nodes)
-        job.kubelet.lose(lost)
-        job.until_world(1, restarts=1)
+        job.kubelet.lose_node(lost)
+        job.wait_world(1, restarts=1)
         _cordon(kube, [node for node in nodes if node != lost], on=False)
-        job.until_world(2, restarts=1)
+        job.wait_world(2, restarts=1)
         assert job.node_of_rank(1) != lost
-        job.say("finish")
-        job.until(lambda: job.holds("Succeeded"), "the job is done")
-        job.until(lambda: {pod["spec"]["nodeName"] for pod in job.pods()} == {lost}, "only the lost one's pod is left")
+        job.touch("finish")
+        job.wait_until(lambda: job.has_condition("Succeeded"), "the job is done")
+        job.wait_until(
+            lambda: {pod["spec"]["nodeName"] for pod in job.pods()} == {lost}, "only the lost one's pod is left"
+        )
     finally:
         _cordon(kube, nodes, on=False)
-        job.kubelet.find(lost)
+        job.kubelet.recover_node(lost)
 
 
 def test_suspended_job_has_no_pods_and_resumes_at_its_step(job: RunningJob, kube: KubeClient) -> None:
     job.create()
-    job.until_world(2, restarts=0)
+    job.wait_world(2, restarts=0)
     kube.patch(job.path, {"spec": {"runPolicy": {"suspend": True}}})
-    job.until(lambda: not job.pods(), "no pods")
+    job.wait_until(lambda: not job.pods(), "no pods")
     step = job.step()
     kube.patch(job.path, {"spec": {"runPolicy": {"suspend": False, "ttlSecondsAfterFinished": 2}}})
-    job.until_world(2, restarts=0)
+    job.wait_world(2, restarts=0)
     assert job.worlds()[-1][0]["step"] >= step
-    job.say("finish")
-    job.until(lambda: kube.find(job.path) is None, "ttlSecondsAfterFinished")
+    job.touch("finish")
+    job.wait_until(lambda: kube.find(job.path) is None, "ttlSecondsAfterFinished")
     job.create()  # for the fixture, and proof that a new job of that name owes nothing to the old one
-    job.until(job.pods, "pods of its own")
+    job.wait_until(job.pods, "pods of its own")
 
 
 def test_in_process_ranks_recover_without_new_pods_or_processes(job: RunningJob, kube: KubeClient) -> None:
     """In-process agents: after a fault of a rank neither a pod nor a process is another one."""
     job.script, job.options = Path(kube_recoverable.__file__), ("--inprocess-restart", "--inprocess-timeout=120")
     job.create()
-    job.until_world(2, restarts=0)
+    job.wait_world(2, restarts=0)
     first = job.worlds()[-1]
     pods = _lives(job)
 
-    job.say("raise-1")
-    job.until_world(2, restarts=1)
+    job.touch("raise-1")
+    job.wait_world(2, restarts=1)
     assert _who(job.worlds()[-1]) == _who(first)
     state = load_job_state(kube.get(job.path))
     assert state is not None
@@ -137,16 +139,16 @@ def test_in_process_ranks_recover_without_new_pods_or_processes(job: RunningJob,
 
     # And where there is no controller for a while: the next one hears of it.
     job.controller.kill()
-    job.say("raise-0")
-    job.until(lambda: not (job.folder / "raise-0").exists(), "rank 0 fails")
+    job.touch("raise-0")
+    job.wait_until(lambda: not (job.folder / "raise-0").exists(), "rank 0 fails")
     job.controller.start()
-    job.until_world(2, restarts=2)
+    job.wait_world(2, restarts=2)
     assert _who(job.worlds()[-1]) == _who(first)
     assert _lives(job) == pods
     begins = [world[0]["step"] for world in job.worlds()]
     assert begins == sorted(begins)
-    job.say("finish")
-    job.until(lambda: job.holds("Succeeded"), "the job is done")
+    job.touch("finish")
+    job.wait_until(lambda: job.has_condition("Succeeded"), "the job is done")
 
 
 def _who(world: list[dict[str, Any]]) -> list[tuple[int, str, int]]:

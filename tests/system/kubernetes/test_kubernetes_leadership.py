@@ -103,7 +103,7 @@ def test_leadership_account_may_only_use_its_lease(account: KubeClient, lease: s
         ("GET", "/api/v1/namespaces/default/pods"),
     ):
         with pytest.raises(ApiRefusedError) as refused:
-            account.ask(method, path)
+            account.request(method, path)
         assert refused.value.status == 403
 
 
@@ -132,19 +132,21 @@ def test_job_result_is_unchanged_by_the_loss_of_the_leaders_machine(lease: str, 
     job = GoldenRun(folder, "job", "ddp", FaultPlan())
     try:
         runs = {name: _machine(job, lease, config, name) for name in ("m1", "m2", "m3")}
-        wait_until(lambda: [one for one in job.lines("step") if one["size"] == 3 and one["step"] >= 6], "steps", 120)
+        wait_until(
+            lambda: [one for one in job.log_lines("step") if one["size"] == 3 and one["step"] >= 6], "steps", 120
+        )
         record = place(lease).read()
         leader = record.holder.rpartition("-")[0]
         lost = _lose(job, runs.pop(leader), leader)
         wait_until(lambda: place(lease).read().term > record.term, "another one leads", 120)
         for run in runs.values():
-            assert run.wait(200) == 0, job.story()
+            assert run.wait(200) == 0, job.failure_report()
         after = place(lease).read()
         assert (after.holder, after.over) == ("", "finished")
         assert after.epoch > record.epoch
         assert_worlds_consistent(job)
-        assert all(one["first"] > 0 for one in job.lines("world") if one["epoch"] > record.epoch)
-        committed = job.committed(lost)
+        assert all(one["first"] > 0 for one in job.log_lines("world") if one["epoch"] > record.epoch)
+        committed = job.committed_steps(lost)
         assert {one["size"] for one in committed[-3:]} == {2}
         assert_same_training(committed, quiet)
     finally:
@@ -180,7 +182,7 @@ def _lose(job: GoldenRun, run, name: str) -> set[int]:
         *job.pids(f'"node":"{name}"'),
         *job.pids(f'"candidate":"{name}-'),
         *job.pids(f"agent-{name}"),
-        *(one["pid"] for one in job.lines("world") if _node_of(one["pid"]) == name),
+        *(one["pid"] for one in job.log_lines("world") if _node_of(one["pid"]) == name),
     }
     for number in (signal.SIGSTOP, signal.SIGKILL):
         for pid in gone:

@@ -57,10 +57,10 @@ def test_controller_catches_up_after_an_api_outage(kube: KubeClient, tmp_path: P
     assert port
     account = kube.as_service_account("tieredckpt-system", "hyperpod-controller")
     health = f"127.0.0.1:{free_port()}"
-    with SeverableProxy(port).started() as line:
+    with SeverableProxy(port).running() as line:
         config = account.kubeconfig(tmp_path / "kubeconfig", url=f"https://127.0.0.1:{line.port}")
         account.close()
-        with ControllerProcess(tmp_path, config, f"--health={health}").started() as controller:
+        with ControllerProcess(tmp_path, config, f"--health={health}").running() as controller:
             wait_until(_is_well(f"http://{health}/healthz"), "the probe is answered", PATIENCE_S)
             for name in ("before", "going"):
                 _create(kube, name)
@@ -72,10 +72,10 @@ def test_controller_catches_up_after_an_api_outage(kube: KubeClient, tmp_path: P
             victim = _pods(kube, "before")[0]["metadata"]
             kube.delete(f"{PODS}/{victim['name']}", grace_s=0)
             assert line.refused.wait(PATIENCE_S), "it tries again"
-            assert controller.ended() is None, controller.log()
+            assert controller.exit_status() is None, controller.log()
             assert len(_pods(kube, "before")) == 1
 
-            line.mend()
+            line.reconnect()
             wait_until(lambda: len(_pods(kube, "meanwhile")) == 2, "a job it was not told of", PATIENCE_S)
             wait_until(lambda: len(_pods(kube, "before")) == 2, "a pod it did not see go", PATIENCE_S)
             wait_until(lambda: not _pods(kube, "going"), "what was deleted stays so", PATIENCE_S)

@@ -48,7 +48,7 @@ def kueue(kube: KubeClient) -> KubeClient:
 def manager(kueue: KubeClient, nodes: list[str]) -> Iterator[QueueManager]:
     for node in nodes[1:]:
         kueue.patch(f"/api/v1/nodes/{node}", {"metadata": {"labels": {"pool": "reserved"}}})
-    with QueueManager(kueue, "team-a", flavor="reserved").started() as manager:
+    with QueueManager(kueue, "team-a", flavor="reserved").running() as manager:
         yield manager
 
 
@@ -56,7 +56,7 @@ def test_queued_job_waits_runs_resizes_and_releases_its_quota(
     manager: QueueManager, job: RunningJob, controller: ControllerProcess, nodes: list[str]
 ) -> None:
     job.create(labels={**QUEUE, "kueue.x-k8s.io/priority-class": "high"}, elasticPolicy=ELASTIC)
-    job.until(lambda: "insufficient unused quota" in _admitted(job).get("message", ""), "it says why it waits")
+    job.wait_until(lambda: "insufficient unused quota" in _admitted(job).get("message", ""), "it says why it waits")
     assert not job.pods()
     (first,) = manager.workloads()
     assert first["spec"]["priority"] == 1000
@@ -64,37 +64,39 @@ def test_queued_job_waits_runs_resizes_and_releases_its_quota(
 
     # Admitted: it runs, where its quota is. The controller is killed as soon as there is a pod.
     manager.quota = 1
-    job.until(job.pods, "a pod")
+    job.wait_until(job.pods, "a pod")
     controller.restart()
-    job.until_world(1, restarts=0)
+    job.wait_world(1, restarts=0)
     assert _admitted(job)["status"] == "True"
     assert job.nodes() <= set(nodes[1:])
-    job.until(lambda: len(manager.workloads()) == 2, "it asks for more")
+    job.wait_until(lambda: len(manager.workloads()) == 2, "it asks for more")
 
     # Another step is admitted: it grows.
     manager.quota = 2
-    job.until_world(2, restarts=0)
+    job.wait_world(2, restarts=0)
     for pod in job.pods():
         assert not [label for label in pod["metadata"]["labels"] if label.startswith("kueue.x-k8s.io/")]
-    job.until(lambda: all(has_condition(one, "PodsReady") for one in manager.workloads()), "Kueue hears that they run")
+    job.wait_until(
+        lambda: all(has_condition(one, "PodsReady") for one in manager.workloads()), "Kueue hears that they run"
+    )
 
     # Evicted while there is no controller: the next one shrinks the job, and only then gives the quota back.
     controller.kill()
     manager.quota = 1
-    job.until(lambda: has_condition(manager.workloads()[1], "Evicted"), "the second step is evicted")
+    job.wait_until(lambda: has_condition(manager.workloads()[1], "Evicted"), "the second step is evicted")
     controller.start()
-    job.until_world(1, restarts=0)
-    stops = [note for note in job.notes("stops") if note["restart"] == job.worlds()[-2][0]["restart"]]
+    job.wait_world(1, restarts=0)
+    stops = [note for note in job.rank_notes("stops") if note["restart"] == job.worlds()[-2][0]["restart"]]
     assert len(stops) == 2, "both ranks were asked to stop and did so themselves"
     assert len({note["step"] for note in stops}) == 1
-    job.until(lambda: not has_condition(manager.workloads()[1], "QuotaReserved"), "its quota is given back")
+    job.wait_until(lambda: not has_condition(manager.workloads()[1], "QuotaReserved"), "its quota is given back")
     assert manager.workloads()[1]["status"].get("admission") is None
     assert {pod["metadata"]["labels"]["HPWorkload"] for pod in job.pods()} == {first["metadata"]["name"]}
 
-    job.say("finish")
-    job.until(lambda: job.holds("Succeeded"), "the job is done")
-    job.until(lambda: all(has_condition(one, "Finished") for one in manager.workloads()), "what it held is free")
-    assert manager.used() == 0
+    job.touch("finish")
+    job.wait_until(lambda: job.has_condition("Succeeded"), "the job is done")
+    job.wait_until(lambda: all(has_condition(one, "Finished") for one in manager.workloads()), "what it held is free")
+    assert manager.used_quota() == 0
     assert manager.overdrawn == []
 
 
@@ -124,7 +126,7 @@ def test_controller_account_may_write_only_needed_workload_fields(kueue: KubeCli
             ("GET", "/apis/kueue.x-k8s.io/v1beta2/workloadpriorityclasses"),
         ):
             with pytest.raises(ApiRefusedError) as refused:
-                account.ask(method, path, {}, kind="application/merge-patch+json")
+                account.request(method, path, {}, kind="application/merge-patch+json")
             assert refused.value.status == 403, (method, path)
         assert account.get("/apis/kueue.x-k8s.io/v1beta2/resourceflavors/reserved")["spec"] == FLAVOR["spec"]
     finally:

@@ -32,13 +32,13 @@ def text(channel):
 
 
 def test_cut_path_blocks_messages_and_connections(network, line, clock):
-    near, far = line.meet()
+    near, far = line.connected_ends()
     listener = line.there.listen("n2:7071", lambda channel: None)
     network.cut("n1", "n2")
     near.send(b"lost in between")
     with pytest.raises(PeerUnreachableError, match="cut"):
         line.here.connect("n2:7071")
-    waiting = line.aside(far.receive, idle_s=10)
+    waiting = line.run_in_background(far.receive, idle_s=10)
     clock.until_waiting()
     clock.advance(9.9)
     clock.until_waiting()
@@ -51,17 +51,17 @@ def test_cut_path_blocks_messages_and_connections(network, line, clock):
 
 
 def test_waiting_channel_continues_after_healing(network, line, clock):
-    near, far = line.meet()
+    near, far = line.connected_ends()
     network.cut("n1", "n2")
     near.send(b"later")
-    waiting = line.aside(text, far)
+    waiting = line.run_in_background(text, far)
     clock.until_waiting()
     network.heal("n1", "n2")
     assert waiting.result(PATIENCE_S) == b"later"
 
 
 def test_one_way_cut_leaves_the_other_direction(network, line):
-    near, far = line.meet()
+    near, far = line.connected_ends()
     network.cut("n1", "n2", both=False)
     far.send(b"still heard")
     assert text(near) == b"still heard"
@@ -70,10 +70,10 @@ def test_one_way_cut_leaves_the_other_direction(network, line):
 
 
 def test_close_is_not_seen_across_a_cut(network, line, clock):
-    near, far = line.meet()
+    near, far = line.connected_ends()
     network.cut("n1", "n2")
     far.close()
-    waiting = line.aside(near.receive, idle_s=5)
+    waiting = line.run_in_background(near.receive, idle_s=5)
     clock.until_waiting()
     assert not waiting.done()
     network.heal("n1", "n2")
@@ -81,9 +81,9 @@ def test_close_is_not_seen_across_a_cut(network, line, clock):
 
 
 def test_sender_without_buffer_space_times_out(network, line, clock):
-    near, _ = line.meet()
+    near, _ = line.connected_ends()
     network.stall("n1", "n2")
-    sent = line.aside(near.send, b"", [memoryview(bytes(100 * KIB))])
+    sent = line.run_in_background(near.send, b"", [memoryview(bytes(100 * KIB))])
     clock.until_waiting()
     clock.advance(29.9)
     clock.until_waiting()
@@ -94,13 +94,13 @@ def test_sender_without_buffer_space_times_out(network, line, clock):
 
 
 def test_silence_in_a_payload_counts_from_the_last_byte(network, line, clock):
-    near, far = line.meet()
+    near, far = line.connected_ends()
     network.delay("n1", "n2", 20)
-    sent = line.aside(near.send, b"", [memoryview(bytes(100 * KIB))])
+    sent = line.run_in_background(near.send, b"", [memoryview(bytes(100 * KIB))])
     clock.until_waiting()  # 64 KiB are under way
     clock.advance(20)
     assert far.receive().payload_bytes == 100 * KIB
-    taken = line.aside(far.discard)
+    taken = line.run_in_background(far.discard)
     sent.result(PATIENCE_S)
     clock.until_waiting()
     clock.advance(19)
@@ -112,16 +112,16 @@ def test_silence_in_a_payload_counts_from_the_last_byte(network, line, clock):
 
 def test_a_stalled_peer_still_accepts(network, line):
     network.stall("n1", "n2")
-    line.meet()
+    line.connected_ends()
 
 
 def test_delayed_messages_arrive_when_their_time_has_come(network, line, clock):
-    near, far = line.meet()
+    near, far = line.connected_ends()
     near.send(b"before")
     network.delay("n1", "n2", 3)
     near.send(b"after")
     assert text(far) == b"before"
-    waiting = line.aside(text, far)
+    waiting = line.run_in_background(text, far)
     clock.until_waiting()
     clock.advance(2.9)
     clock.until_waiting()
@@ -132,12 +132,12 @@ def test_delayed_messages_arrive_when_their_time_has_come(network, line, clock):
 
 @pytest.mark.parametrize("size", [0, 1, FRAME_PREFIX.size, FRAME_PREFIX.size + 1, FRAME_PREFIX.size + 3 + 70])
 def test_connection_breaks_after_the_configured_bytes(network, line, size):
-    near, far = line.meet()
-    other_near, other_far = line.meet()
+    near, far = line.connected_ends()
+    other_near, other_far = line.connected_ends()
     network.drop_after("n1", "n2", size)
     whole = size == FRAME_PREFIX.size + 3 + 70
-    received = line.aside(receive_all, far)
-    error = line.aside(near.send, b"one", [memoryview(bytes(70))]).exception(PATIENCE_S)
+    received = line.run_in_background(receive_all, far)
+    error = line.run_in_background(near.send, b"one", [memoryview(bytes(70))]).exception(PATIENCE_S)
     assert whole if error is None else "reset" in str(error)
     with pytest.raises(PeerUnreachableError, match=r"reset|over"):
         near.send(b"two")
@@ -153,7 +153,7 @@ def receive_all(channel):
 
 
 def test_single_bit_of_a_payload_arrives_flipped(network, line):
-    near, far = line.meet()
+    near, far = line.connected_ends()
     near.send(b"a", [memoryview(bytes(1000))])
     assert payload(far) == bytes(1000)
     network.flip_bit("n1", "n2", payload=1, byte=777, bit=3)
@@ -174,8 +174,8 @@ def payload(channel):
 
 
 def test_killed_node_closes_its_channels_and_listeners(network, line, clock):
-    near, far = line.meet()
-    waiting = line.aside(near.receive)
+    near, far = line.connected_ends()
+    waiting = line.run_in_background(near.receive)
     clock.until_waiting()
     network.kill_node("n2")
     with pytest.raises(PeerUnreachableError, match="n2 is gone"):

@@ -15,7 +15,7 @@ def test_mutant_changes_the_product_into_valid_python(mutant, tmp_path):
     there = tmp_path / mutant.file
     there.parent.mkdir(parents=True)
     shutil.copy(ROOT / mutant.file, there)
-    mutant.applied(tmp_path)
+    mutant.apply(tmp_path)
     ast.parse(there.read_text())
 
 
@@ -31,4 +31,4 @@ def test_mutant_target_must_occur_exactly_once(tmp_path):
     path.parent.mkdir(parents=True)
     path.write_text("nothing of it")
     with pytest.raises(ValueError, match="0 times"):
-        MUTANTS[0].applied(tmp_path)
+        MUTANTS[0].apply(tmp_path)

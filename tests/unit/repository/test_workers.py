@@ -70,14 +70,14 @@ def test_timed_units_run_together_when_only_they_remain():
 def test_waiting_tests_raise_the_concurrency_and_computing_tests_do_not():
     pace = Concurrency(least=3, most=6, now=3)
     for _ in range(5):
-        pace.hear(0.2, running=pace.now)
+        pace.adjust(0.2, running=pace.now)
     assert pace.now == 6
-    pace.hear(0.9, running=6)
+    pace.adjust(0.9, running=6)
     assert pace.now == 6, "as it should be"
     for _ in range(5):
-        pace.hear(1.0, running=6)
+        pace.adjust(1.0, running=6)
     assert pace.now == 3
-    pace.hear(0.2, running=2)
+    pace.adjust(0.2, running=2)
     assert pace.now == 3, "that others wait was not for want of room"
 
 
@@ -85,8 +85,8 @@ def test_rest_of_a_unit_with_a_dead_worker_runs_next():
     queue = Queue([Unit((0, 1, 2), 1.0), Unit((3,), 1.0)])
     died = queue.next()
     queue.done(died)
-    queue.again(Unit((2,), 1.0))
-    queue.again(Unit((), 1.0))
+    queue.requeue(Unit((2,), 1.0))
+    queue.requeue(Unit((), 1.0))
     assert [queue.next().tests for _ in range(2)] == [(2,), (3,)]
 
 

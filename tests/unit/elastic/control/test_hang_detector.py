@@ -137,7 +137,7 @@ def test_the_longest_that_a_rank_may_wait_is_known_when_a_world_is_formed():
     assert HangTimeouts().longest_s(StepTimes(longest_step_s=500.0, longest_first_step_s=90.0)) == 5000.0
     assert hang_limits("9", "off").longest_s(StepTimes()) is None
     table = ControlSimulation(2, hang=HangTimeouts(step_s=7.0, first_s=50.0))
-    table.settle(15)
+    table.run_without_faults(15)
     assert {place.hang_s for place in table.assignments} == {50.0}
 
 

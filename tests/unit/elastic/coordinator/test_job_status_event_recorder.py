@@ -21,7 +21,7 @@ def told(table):
     table.written = Written()
     table.recorder = WorldEventRecorder(table.written, "job", again=False, wall=lambda: 1000.0 + table.now)
     table.desk._witness = table.recorder.record_decision
-    table.settle(30)
+    table.run_without_faults(30)
     assert [(one.how, one.ranks) for one in table.written.of(WorldFormed)] == [("start", 3 * table.nproc)]
     assert table.written.of(FaultEvent) == []
     table.written.events.clear()
@@ -34,7 +34,7 @@ def faults(table):
 
 def test_lost_rank_is_recorded_as_a_process_fault(table):
     table.lose_rank(1)
-    table.settle(30)
+    table.run_without_faults(30)
     assert faults(table) == [("process", 0)]
     (fault,) = table.written.of(FaultEvent)
     assert (fault.node, fault.reason) == ("n1", "it was killed")
@@ -44,7 +44,7 @@ def test_lost_rank_is_recorded_as_a_process_fault(table):
 def test_lost_node_fault_starts_at_its_last_report(table):
     lost_at = 1000.0 + table.now
     table.lose_node(2)
-    table.settle(100)
+    table.run_without_faults(100)
     assert faults(table) == [("node", 0)]
     (fault,) = table.written.of(FaultEvent)
     assert fault.since == pytest.approx(lost_at)
@@ -54,14 +54,14 @@ def test_lost_node_fault_starts_at_its_last_report(table):
 
 def test_ranks_that_leave_unprompted_are_recorded_as_an_error(table):
     table.fault(0)
-    table.settle(30)
+    table.run_without_faults(30)
     assert faults(table) == [("error", 0)]
     assert [one.how for one in table.written.of(WorldFormed)] == ["restart"]
 
 
 def test_a_resize_is_no_fault(table):
     table.resize(2)
-    table.settle(30)
+    table.run_without_faults(30)
     assert faults(table) == []
     (notice,) = table.written.of(StopRequested)
     assert (notice.want, notice.by, notice.epoch) == ("resize", "person", 0)
@@ -70,12 +70,12 @@ def test_a_resize_is_no_fault(table):
 
 
 def test_a_rank_that_does_not_stop_is_late(table):
-    table.ignore(0)
+    table.ignore_orders(0)
     table.resize(2)
     for _ in range(400):
         for node in list(table.nodes.values()):
             table._exchange(node)
-        table.wait(5.0)
+        table.advance(5.0)
         if table.written.of(FaultEvent):
             break
     assert {kind for kind, _ in faults(table)} == {"late"}
@@ -83,9 +83,9 @@ def test_a_rank_that_does_not_stop_is_late(table):
 
 def test_two_successive_rank_losses_on_a_node_are_separate_faults(table):
     table.lose_rank(0)
-    table.settle(1)
+    table.run_without_faults(1)
     table.lose_rank(0)
-    table.settle(60)
+    table.run_without_faults(60)
     assert len(faults(table)) == len({(one.at, one.local_rank, one.epoch) for one in table.written.of(FaultEvent)}) <= 2
     assert faults(table)[0] == ("process", 0)
 

@@ -17,18 +17,18 @@ def test_missing_nodes_are_counted_with_the_command_that_starts_them(least, star
     policy = ScalingPolicy(min_replicas=least, max_replicas=3)
     table.desk.settings = replace(table.desk.settings, policy=policy, local_nodes=1, join_command="elastic join j")
     assert missing_nodes(table.desk) == ""
-    table.deliver(0)
+    table.exchange_node(0)
     assert missing_nodes(table.desk) == (
         f"1 of 3 nodes is here, waiting for 2 more. {start} For each of the others run: elastic join j"
     )
     table.add()
     table.add()
-    table.settle(10)
+    table.run_without_faults(10)
     assert missing_nodes(table.desk) == ""
 
 
 def test_nodes_that_this_machine_starts_are_not_missing():
     table = ControlSimulation(2, most=3)
     table.desk.settings = replace(table.desk.settings, local_nodes=3)
-    table.deliver(0)
+    table.exchange_node(0)
     assert missing_nodes(table.desk) == ""

@@ -16,8 +16,9 @@ from elastic.supervisor.node_state import node_status
 from tests.support.control_simulation import ControlSimulation, SimulatedNode
 
 HAPPENINGS = (
-    "add", "restart_coordinator", "lose_node", "lose_rank", "cut", "heal", "ignore", "ask_back", "resize", "fault",
-    "deliver", "deliver", "deliver", "deliver", "deliver_together", "deliver_together", "wait",
+    "add", "restart_coordinator", "lose_node", "lose_rank", "disconnect_node", "heal_all", "ignore_orders",
+    "preempt_node", "resize", "fault", "exchange_node", "exchange_node", "exchange_node", "exchange_node",
+    "exchange_all", "exchange_all", "advance",
 )  # fmt: skip
 steps = st.lists(st.tuples(st.sampled_from(HAPPENINGS), st.integers(0, 11)), max_size=50)
 
@@ -33,22 +34,22 @@ def _no_log():
 
 def play(table: ControlSimulation, script: list[tuple[str, int]]) -> None:
     for name, number in script:
-        if name in ("add", "restart_coordinator", "heal", "deliver_together"):
+        if name in ("add", "restart_coordinator", "heal_all", "exchange_all"):
             if name != "add" or len(table.nodes) < 6:
                 getattr(table, name)()
         elif name == "resize":
             table.resize(1 + number % 6)
         else:
             getattr(table, name)(number)
-    table.settle()
-    table.check_whole()
+    table.run_without_faults()
+    table.check_one_world()
 
 
 @settings(max_examples=25)
 @given(steps, st.integers(1, 4), st.integers(0, 1))
 def test_random_events_end_with_all_ranks_in_one_world(script, nodes, spares):
     table = ControlSimulation(nodes, spares=spares)
-    table.settle(15)
+    table.run_without_faults(15)
     play(table, script)
 
 
@@ -57,16 +58,16 @@ def test_random_events_end_with_all_ranks_in_one_world(script, nodes, spares):
 @given(steps, st.integers(1, 4), st.integers(0, 1))
 def test_long_random_events_end_with_all_ranks_in_one_world(script, nodes, spares):
     table = ControlSimulation(nodes, spares=spares)
-    table.settle(15)
+    table.run_without_faults(15)
     play(table, script)
 
 
 def test_a_coordinator_that_starts_again_changes_nothing():
     table = ControlSimulation(3)
-    table.settle(15)
+    table.run_without_faults(15)
     worlds = dict(table.places)
     table.restart_coordinator()
-    table.settle(15)
+    table.run_without_faults(15)
     assert table.places == worlds
     assert table.desk.world.restarts == 0
 
@@ -75,15 +76,15 @@ def run_without(table, silent, seconds):
     for _ in range(seconds):
         for number in range(len(table.nodes)):
             if number != silent:
-                table.deliver(number)
-        table.wait(1.0)
+                table.exchange_node(number)
+        table.advance(1.0)
 
 
 def alone(table):
     """The one node that has ranks once the job was resized to one node."""
-    table.settle(15)
+    table.run_without_faults(15)
     table.resize(1)
-    table.settle(30)
+    table.run_without_faults(30)
     (node,) = table.desk.world.ranked_nodes
     return int(node.removeprefix("n"))
 
@@ -95,7 +96,7 @@ def test_new_coordinator_keeps_a_world_that_is_smaller_than_the_one_before():
     world, places = table.desk.world, dict(table.places)
     table.restart_coordinator()
     run_without(table, inside, 1)
-    table.settle(15)
+    table.run_without_faults(15)
     assert (table.desk.world.epoch, table.desk.world.restarts) == (world.epoch, world.restarts)
     assert table.places == places
 
@@ -105,13 +106,13 @@ def test_new_coordinator_waits_for_the_newest_world_that_only_others_were_in(cap
     table = ControlSimulation(3)
     inside = alone(table)
     world, places = table.desk.world, dict(table.places)
-    table.cut(inside)
+    table.disconnect_node(inside)
     table.restart_coordinator()
     run_without(table, inside, 30)
     assert table.desk.is_rejoining
     assert f"(epoch {world.epoch}: n{inside}) answers: waiting for one of them for" in caplog.text
-    table.heal()
-    table.settle(15)
+    table.heal_all()
+    table.run_without_faults(15)
     assert (table.desk.world.epoch, table.desk.world.restarts) == (world.epoch, world.restarts)
     assert table.places == places
 
@@ -120,7 +121,7 @@ def test_new_coordinator_waits_no_longer_than_lost_state_timeout(caplog):
     table = ControlSimulation(3)
     inside = alone(table)
     epoch = table.desk.world.epoch
-    table.cut(inside)
+    table.disconnect_node(inside)
     table.restart_coordinator()
     run_without(table, inside, 90)
     assert table.desk.world.phase.is_running
@@ -131,11 +132,11 @@ def test_new_coordinator_waits_no_longer_than_lost_state_timeout(caplog):
 
 def test_request_outlives_the_coordinator():
     table = ControlSimulation(3)
-    table.settle(15)
+    table.run_without_faults(15)
     table.resize(2)
-    table.deliver(0)
+    table.exchange_node(0)
     table.restart_coordinator()
-    table.settle(30)
+    table.run_without_faults(30)
     assert table.desk.world.max_nodes == 2
     assert table.desk.world.size == 2
     assert table.desk.world.restarts == 0
@@ -143,25 +144,25 @@ def test_request_outlives_the_coordinator():
 
 def test_partitioned_node_rejoins_with_its_processes():
     table = ControlSimulation(2)
-    table.settle(15)
+    table.run_without_faults(15)
     ranks = {token for node in table.nodes.values() for token in node.ranks}
-    table.cut(1)
+    table.disconnect_node(1)
     for _ in range(20):
-        table.deliver(0)
-        table.wait(1.0)
+        table.exchange_node(0)
+        table.advance(1.0)
     assert table.desk.world.size == 1
-    table.settle(30)
+    table.run_without_faults(30)
     assert table.desk.world.size == 2
     assert {token for node in table.nodes.values() for token in node.ranks} == ranks
 
 
 def test_every_lost_rank_is_replaced_by_a_warm_spare():
     table = ControlSimulation(1, nproc=2, spares=1)
-    table.settle(15)
+    table.run_without_faults(15)
     for _ in range(3):
         (spare,) = table.nodes["n0"].seats.spares()
         table.lose_rank(0)
-        table.settle(8)
+        table.run_without_faults(8)
         assert spare.local_rank is not None
         assert spare.formed_epoch == table.desk.world.epoch
 
@@ -169,7 +170,7 @@ def test_every_lost_rank_is_replaced_by_a_warm_spare():
 def test_used_spare_is_replaced_after_the_ranks_resume():
     """Starting and importing takes the cores that the ranks need to come back."""
     table = ControlSimulation(1, nproc=2, spares=1)
-    table.settle(15)
+    table.run_without_faults(15)
     seats, before = table.nodes["n0"].seats, table.desk.world.epoch
     table.lose_rank(0)
     turns = 0
@@ -177,18 +178,18 @@ def test_used_spare_is_replaced_after_the_ranks_resume():
         len(seats.rank_processes()) == 2 and all(process.stepped_epoch > before for process in seats.rank_processes())
     ):
         assert len(seats.spares()) == (turns == 0)
-        table.settle(1)
+        table.run_without_faults(1)
         turns += 1
-    table.settle(3)
+    table.run_without_faults(3)
     assert [spare.is_ready for spare in seats.spares()] == [True]
 
 
 def test_used_spare_is_replaced_by_a_deadline_without_progress():
     table = ControlSimulation(1, nproc=2, spares=1)
-    table.settle(15)
+    table.run_without_faults(15)
     seats = table.nodes["n0"].seats
     table.lose_rank(0)
-    table.settle(1)
+    table.run_without_faults(1)
     by = seats.refill_by
     seats.refill_spares(by - 0.1)
     assert (seats.refill_by, seats.spares()) == (by, [])
@@ -199,16 +200,16 @@ def test_used_spare_is_replaced_by_a_deadline_without_progress():
 
 def test_an_older_supervisor_of_a_node_is_refused():
     table = ControlSimulation(1)
-    table.settle(5)
+    table.run_without_faults(5)
     old = node_status(table.nodes["n0"].seats, table.now)
-    table.nodes["n0"].seats.generation = table.new_life()
-    table.deliver(0)
+    table.nodes["n0"].seats.generation = table.new_generation()
+    table.exchange_node(0)
     assert "newer supervisor" in table.desk.record_status(old, table.now)
 
 
 def test_a_report_that_comes_again_changes_nothing():
     table = ControlSimulation(2)
-    table.settle(15)
+    table.run_without_faults(15)
     world = table.desk.world
     again = node_status(table.nodes["n0"].seats, table.now)
     for _ in range(3):
@@ -220,8 +221,8 @@ def test_a_report_that_comes_again_changes_nothing():
 def test_impossible_request_is_refused_with_a_reason():
     table = ControlSimulation(2)
     table.policy = msgspec.structs.replace(table.policy, min_replicas=2)
-    table.desk = table._desk(fresh=True)
-    table.settle(15)
+    table.desk = table._new_reconciler(fresh=True)
+    table.run_without_faults(15)
     assert "too few" in why_refused(table.desk, ResizeRequest(1, "less"))
     assert "no node n9" in why_refused(table.desk, DrainRequest(("n9",), 1.0, "gone"))
     assert why_refused(table.desk, ResizeRequest(3, "more")) == ""
@@ -229,35 +230,35 @@ def test_impossible_request_is_refused_with_a_reason():
 
 def test_node_learns_its_world_ended_even_if_the_next_world_excludes_it():
     table = ControlSimulation(2)
-    table.settle(60)
+    table.run_without_faults(60)
     table.resize(1)
-    table.settle(60)
+    table.run_without_faults(60)
     (alone,) = table.desk.world_spec.ranked_nodes
     table.lose_rank(sorted(table.nodes).index(alone))
     table.nodes[alone].report()  # it says so, and hears nothing before the other node is the next world
-    table.wait(0.0)
+    table.advance(0.0)
     assert table.desk.world_spec.ranked_nodes == tuple(table.nodes.keys() - {alone})
-    table.settle(60)
+    table.run_without_faults(60)
     assert table.nodes[alone].seats.broken_reason
     table.resize(2)
-    table.settle(60)
+    table.run_without_faults(60)
     assert set(table.desk.world_spec.ranked_nodes) == set(table.nodes)
-    table.check_whole()
+    table.check_one_world()
 
 
 @pytest.mark.parametrize("away", [0, 8])
 def test_node_restarted_during_a_drain_is_still_drained(away):
     table = ControlSimulation(2)
-    table.settle(60)
+    table.run_without_faults(60)
     table.desk.handle_request(DrainRequest(("n1",), 20.0, "its machine goes"), table.now)
     if away:
         table.lose_node(sorted(table.nodes).index("n1"))
-        table.settle(away)
+        table.run_without_faults(away)
         assert table.desk.world_spec.ranked_nodes == ("n0",)
     table.nodes["n1"] = SimulatedNode(
         table, "n1", table.nproc, table.spares
     )  # what ran there was killed, and heard nothing
-    table.settle(15)
+    table.run_without_faults(15)
     assert table.desk.world_spec.ranked_nodes == ("n0",)
     assert "n1" not in table.nodes
 
@@ -265,7 +266,7 @@ def test_node_restarted_during_a_drain_is_still_drained(away):
 def lost_supervisor(told_before):
     """Node n1's connection ends, and who started its supervisor says that it has ended."""
     table = ControlSimulation(2)
-    table.settle(60)
+    table.run_without_faults(60)
     desk, life = table.desk, table.nodes["n1"].seats.generation
     if told_before:
         desk.handle_request(SupervisorExited("n1"), table.now)
@@ -290,7 +291,7 @@ def test_exited_supervisor_breaks_the_world_at_once(told_before):
 def test_exit_of_an_older_supervisor_does_not_break_the_world():
     table = lost_supervisor(told_before=True)
     table.nodes["n1"] = SimulatedNode(table, "n1", table.nproc, table.spares)
-    table.settle(60)
+    table.run_without_faults(60)
     assert set(table.desk.world_spec.ranked_nodes) == {"n0", "n1"}
     table.desk.connection_lost("n1", table.nodes["n1"].seats.generation, table.now)
     table.desk.tick(table.now)
@@ -299,7 +300,7 @@ def test_exit_of_an_older_supervisor_does_not_break_the_world():
 
 def test_exit_of_an_unknown_node_is_ignored():
     table = ControlSimulation(1)
-    table.settle(15)
+    table.run_without_faults(15)
     table.desk.handle_request(SupervisorExited("n9"), table.now)
     table.desk.tick(table.now)
     assert table.desk.broken_reason is None
@@ -307,33 +308,33 @@ def test_exit_of_an_unknown_node_is_ignored():
 
 def test_drained_node_may_rejoin():
     table = ControlSimulation(2)
-    table.settle(60)
+    table.run_without_faults(60)
     table.desk.handle_request(DrainRequest(("n1",), 20.0, "its machine goes"), table.now)
-    table.settle(5)
+    table.run_without_faults(5)
     assert "n1" not in table.nodes
     table.nodes["n1"] = SimulatedNode(table, "n1", table.nproc, table.spares)
-    table.settle(60)
+    table.run_without_faults(60)
     assert set(table.desk.world_spec.ranked_nodes) == {"n0", "n1"}
 
 
 def test_drained_node_may_rejoin_after_its_clock_went_back():
     table = ControlSimulation(2)
-    table.settle(60)
+    table.run_without_faults(60)
     table.desk.handle_request(DrainRequest(("n1",), 20.0, "its machine goes"), table.now)
-    table.settle(5)
+    table.run_without_faults(5)
     assert "n1" not in table.nodes
     table._lives = itertools.chain([0], table._lives)  # an hour ago, by the clock that it has now
     table.nodes["n1"] = SimulatedNode(table, "n1", table.nproc, table.spares)
-    table.settle(60)
+    table.run_without_faults(60)
     assert set(table.desk.world_spec.ranked_nodes) == {"n0", "n1"}
     assert table.nodes["n1"].seats.exit is None
 
 
 def test_dismissed_node_stays_dismissed_despite_new_reports():
     table = ControlSimulation(2)
-    table.settle(60)
+    table.run_without_faults(60)
     table.desk.handle_request(DrainRequest(("n1",), 20.0, "its machine goes"), table.now)
     node = table.nodes["n1"]
-    table.settle(5)
+    table.run_without_faults(5)
     node.report()
     assert node_desired(table.desk, "n1", table.now).release_reason is not None

@@ -27,9 +27,9 @@ def test_each_world_has_epochs_above_those_of_the_world_before():
     table = ControlSimulation(3)
     table.clock_offset_s = -table.now  # a clock that stands at the beginning of time
     for loss in (table.lose_rank, table.lose_rank, table.resize):
-        table.settle(20)
+        table.run_without_faults(20)
         loss(1)
-    table.settle(20)
+    table.run_without_faults(20)
     epochs = world_epochs(table)
     assert len(epochs) == 4
     assert all(later >= before + EPOCHS_PER_WORLD for before, later in itertools.pairwise(epochs))
@@ -38,26 +38,26 @@ def test_each_world_has_epochs_above_those_of_the_world_before():
 @pytest.mark.parametrize("remembers", [True, False])
 def test_coordinator_with_a_clock_that_is_behind_learns_the_epochs_from_the_nodes(remembers):
     table = ControlSimulation(3)
-    table.settle(15)
+    table.run_without_faults(15)
     table.clock_offset_s = -500.0
     table.restart_coordinator(remembers=remembers)
     table.lose_rank(0)
-    table.settle(40)
+    table.run_without_faults(40)
     before, later = world_epochs(table)
     assert later == before + EPOCHS_PER_WORLD
 
 
 def test_nodes_outside_the_world_know_its_epochs():
     table = ControlSimulation(3)
-    table.settle(15)
+    table.run_without_faults(15)
     table.resize(1)
-    table.settle(30)
+    table.run_without_faults(30)
     (inside,) = table.desk.world.ranked_nodes
     newest = table.desk.world_spec.incarnation_epoch
     table.clock_offset_s = -900.0
     table.restart_coordinator(remembers=False)
     table.lose_node(int(inside.removeprefix("n")))
-    table.settle(120)
+    table.run_without_faults(120)
     assert table.desk.world_spec.incarnation_epoch > newest
 
 
@@ -67,7 +67,7 @@ class History(RuleBasedStateMachine):
     @initialize(nodes=st.integers(1, 4))
     def begin(self, nodes):
         self.table = ControlSimulation(nodes)
-        self.table.settle(15)
+        self.table.run_without_faults(15)
         self.trackers: dict[SimulatedRank, IncarnationTracker] = {}
         self.entered: dict[SimulatedRank, int] = {}
         self.known: dict[str, int] = {}
@@ -88,15 +88,15 @@ class History(RuleBasedStateMachine):
 
     @rule(number=st.integers(0, 11))
     def cut(self, number):
-        self.table.cut(number)
+        self.table.disconnect_node(number)
 
     @rule(number=st.integers(0, 11))
     def drain(self, number):
-        self.table.ask_back(number)
+        self.table.preempt_node(number)
 
     @rule()
     def heal(self):
-        self.table.heal()
+        self.table.heal_all()
 
     @rule()
     def add(self):
@@ -114,12 +114,12 @@ class History(RuleBasedStateMachine):
     @rule(turns=st.integers(1, 12))
     def exchange(self, turns):
         for _ in range(turns):
-            self.table.deliver_together()
-            self.table.wait(1.0)
+            self.table.exchange_all()
+            self.table.advance(1.0)
 
     @rule(number=st.integers(0, 11))
     def deliver(self, number):
-        self.table.deliver(number)
+        self.table.exchange_node(number)
 
     @rule(rewinds=st.booleans(), turns=st.integers(6, 20))
     def save_later(self, rewinds, turns):

@@ -13,7 +13,7 @@ WANTED = RequestedStep(7, 17)
 
 def first_world() -> ControlSimulation:
     table = ControlSimulation(3, requested_step=WANTED)
-    table.settle(15)
+    table.run_without_faults(15)
     assert table.desk.world_spec.requested_step == WANTED
     return table
 
@@ -31,7 +31,7 @@ def test_first_world_that_is_lost_before_it_sealed_a_step_is_begun_again(loss, r
     getattr(table, loss)(1)
     if restarted:
         table.restart_coordinator()
-    table.settle(40)
+    table.run_without_faults(40)
     assert table.desk.world.epoch > 0
     assert restored(table) == {(None, WANTED)}
 
@@ -41,11 +41,11 @@ def test_first_world_that_is_lost_before_it_sealed_a_step_is_begun_again(loss, r
 def test_world_after_the_first_sealed_step_restores_the_newest_one(loss, restarted):
     table = first_world()
     table.seal()
-    table.settle(3)
+    table.run_without_faults(3)
     getattr(table, loss)(1)
     if restarted:
         table.restart_coordinator()
-    table.settle(40)
+    table.run_without_faults(40)
     assert table.desk.world.epoch > 0
     assert restored(table) == {(None, None)}
 
@@ -56,16 +56,16 @@ def test_ranks_that_sealed_a_step_in_an_older_world_do_not_count():
         for rank in table.nodes[node].ranks.values():
             rank.has_sealed = True
     table.lose_node(2)
-    table.settle(40)
+    table.run_without_faults(40)
     table.lose_rank(0)
-    table.settle(40)
+    table.run_without_faults(40)
     assert restored(table) == {(None, WANTED)}
 
 
 def test_nodes_outside_the_world_remember_the_requested_step():
     table = first_world()
     table.resize(1)
-    table.settle(30)
+    table.run_without_faults(30)
     (inside,) = table.desk.world.ranked_nodes
     assert table.desk.world_spec.resume_from is not None
     assert {node.seats.newest_world.requested_step for node in table.nodes.values() if node.name != inside} == {None}
@@ -76,10 +76,10 @@ def paused(table: ControlSimulation) -> SealedStep:
     table.resize(2)
     while any(rank.stand is RankPhase.IN_WORLD for node in table.nodes.values() for rank in node.ranks.values()):
         for node in list(table.nodes.values()):
-            node.turn()
+            node.run_turn()
             if table.desk.pause_target is None:
                 node.report()
-            table._order(node)
+            table._apply_desired(node)
     (step,) = set(table.targets.values())
     return SealedStep("job", step, table.desk.world.epoch + 1)
 
@@ -87,38 +87,38 @@ def paused(table: ControlSimulation) -> SealedStep:
 @pytest.mark.parametrize("missing", [None, 2], ids=["all nodes there", "a node is missing"])
 def test_coordinator_that_starts_again_between_two_worlds_names_the_sealed_step(missing):
     table = ControlSimulation(3)
-    table.settle(15)
+    table.run_without_faults(15)
     sealed = paused(table)
     table.restart_coordinator()
     if missing is not None:
         table.lose_node(missing)
-    table.settle(40)
+    table.run_without_faults(40)
     assert table.desk.world.epoch == 1
     assert restored(table) == {(sealed, None)}
 
 
 def test_world_that_few_of_its_nodes_heard_of_is_begun_again_with_the_step_it_was_to_restore():
     table = ControlSimulation(3)
-    table.settle(15)
+    table.run_without_faults(15)
     sealed = paused(table)
     while table.desk.world.epoch == 0:
         for node in list(table.nodes.values()):
-            node.turn()
+            node.run_turn()
             node.report()
-    table._order(table.nodes[table.desk.world.ranked_nodes[0]])
+    table._apply_desired(table.nodes[table.desk.world.ranked_nodes[0]])
     table.restart_coordinator()
-    table.settle(40)
+    table.run_without_faults(40)
     assert table.desk.world.epoch == 2
     assert restored(table) == {(sealed, None)}
 
 
 def test_world_that_ran_is_not_begun_again_with_the_step_it_restored():
     table = ControlSimulation(3)
-    table.settle(15)
+    table.run_without_faults(15)
     paused(table)
-    table.settle(30)
+    table.run_without_faults(30)
     assert table.desk.world_spec.resume_from is not None
     table.lose_node(0)
     table.restart_coordinator()
-    table.settle(40)
+    table.run_without_faults(40)
     assert restored(table) == {(None, None)}

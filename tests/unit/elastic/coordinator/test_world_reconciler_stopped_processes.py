@@ -16,13 +16,13 @@ def rank_of(table: ControlSimulation, node: str, *, spare: bool = False) -> Simu
 
 def test_stopped_spare_is_not_promoted():
     table = ControlSimulation(1, spares=1)
-    table.settle(15)
+    table.run_without_faults(15)
     stopped = rank_of(table, "n0", spare=True)
     stopped.is_stopped = True
-    table.settle(12)
+    table.run_without_faults(12)
     table.lose_rank(0)
-    table.settle(8)
-    table.check_whole()
+    table.run_without_faults(8)
+    table.check_one_world()
     assert all(
         one.token != stopped.token or one.local_rank is None for one in table.nodes["n0"].seats.processes.values()
     )
@@ -30,13 +30,13 @@ def test_stopped_spare_is_not_promoted():
 
 def test_resumed_spare_counts_again():
     table = ControlSimulation(1, spares=1)
-    table.settle(15)
+    table.run_without_faults(15)
     spare = rank_of(table, "n0", spare=True)
     spare.is_stopped = True
-    table.settle(12)
+    table.run_without_faults(12)
     assert table.desk.nodes["n0"].status.spares == 0
     spare.is_stopped = False
-    table.settle(3)
+    table.run_without_faults(3)
     assert table.desk.nodes["n0"].status.spares == 1
 
 
@@ -44,19 +44,19 @@ def test_resumed_spare_counts_again():
 def test_stopped_rank_of_a_broken_world_is_not_awaited(spares):
     """Others have half a minute here to leave what they are in: they say so every second meanwhile."""
     table = ControlSimulation(2, spares=spares)
-    table.settle(15)
+    table.run_without_faults(15)
     stopped = rank_of(table, "n0")
     stopped.is_stopped = True
     table.lose_rank(1)
-    table.settle(20)
-    table.check_whole()
+    table.run_without_faults(20)
+    table.check_one_world()
     assert stopped.token not in table.nodes["n0"].ranks
 
 
 def test_stopped_rank_of_a_healthy_world_is_left_to_the_hang_detector():
     table = ControlSimulation(2)
-    table.settle(15)
+    table.run_without_faults(15)
     stopped = rank_of(table, "n0")
     stopped.is_stopped = True
-    table.settle(20)
+    table.run_without_faults(20)
     assert stopped.token in table.nodes["n0"].ranks

@@ -7,22 +7,22 @@ from tests.support.control_simulation import HEARTBEAT_S, ControlSimulation
 
 def test_running_store_is_used_instead_of_a_new_one():
     table = ControlSimulation(3)
-    table.settle(15)
+    table.run_without_faults(15)
     assert table.desk.store_node == "n0"
-    table.cut(0)
+    table.disconnect_node(0)
     table.lose_rank(1)
     while table.desk.store_node == "n0":
         turn(table)
-    table.heal()
+    table.heal_all()
     while table.desk.world_spec.epoch == 0:
         turn(table)
     assert table.desk.world_spec.store == "n0:1"
-    table.settle()
-    table.check_whole()
+    table.run_without_faults()
+    table.check_one_world()
     assert [node.seats.run_store for node in table.nodes.values()].count(True) == 1
 
 
 def turn(table: ControlSimulation) -> None:
     for node in list(table.nodes.values()):
         table._exchange(node)
-    table.wait(HEARTBEAT_S)
+    table.advance(HEARTBEAT_S)

@@ -57,18 +57,18 @@ def test_job_continues_without_the_node_that_left():
     table = ControlSimulation(2, nproc=1)
     node = table.nodes["n1"]
     node.seats.leave(WHY)
-    table.settle(40)
-    table.check_whole()
+    table.run_without_faults(40)
+    table.check_one_world()
     assert table.desk.world_spec.ranked_nodes == ("n0",)
     assert (node.seats.exit, node.seats.leave_reason) == (ExitReason.DISMISSED, WHY)
 
 
 def test_running_job_continues_without_the_node_that_left():
     table = ControlSimulation(2, nproc=1)
-    table.settle(20)
+    table.run_without_faults(20)
     worlds = table.desk.world.epoch
     table.nodes["n1"].seats.leave(WHY)
-    table.settle(60)
+    table.run_without_faults(60)
     assert table.desk.world_spec.ranked_nodes == ("n0",)
     assert table.desk.world.epoch == worlds + 1
     assert WHY in table.desk.world_spec.reason
@@ -77,7 +77,7 @@ def test_running_job_continues_without_the_node_that_left():
 def test_job_that_cannot_continue_ends_with_the_reason():
     table = ControlSimulation(1, nproc=1)
     table.nodes["n0"].seats.leave(WHY)
-    table.settle(40)
+    table.run_without_faults(40)
     assert table.desk.exit is ExitReason.JOB_FAILED
     assert f"n0 left: {WHY}" in table.desk.reason
 

@@ -19,7 +19,7 @@ def exits(table: ControlSimulation, name: str, status: int) -> None:
     del node.ranks[token]
     never = node.seats.never_joins(token, status)
     node.seats.process_exited(token, f"status {status}", never_joined=never)
-    node.act()
+    node.apply_effects()
 
 
 @pytest.mark.parametrize("status", [0, 1])
@@ -28,7 +28,7 @@ def test_script_that_never_joins_ends_the_job_after_one_run(status):
     started = sum(len(node.ranks) for node in table.nodes.values())
     exits(table, "n0", status)
     nodes = list(table.nodes.values())
-    table.settle(20)
+    table.run_without_faults(20)
     assert (table.desk.exit, table.desk.reason) == (ExitReason.NEVER_JOINED, f"status {status}")
     assert {node.seats.exit for node in nodes} == {ExitReason.NEVER_JOINED}
     assert sum(node.seats.attempts for node in nodes) == started
@@ -45,8 +45,8 @@ def test_spare_that_never_joins_is_not_started_again():
 def test_process_killed_by_a_signal_is_replaced():
     table = ControlSimulation(1, nproc=1)
     exits(table, "n0", -9)
-    table.settle(20)
-    table.check_whole()
+    table.run_without_faults(20)
+    table.check_one_world()
     assert table.desk.exit is None
 
 
@@ -55,8 +55,8 @@ def test_process_that_connected_is_replaced():
     node = table.nodes["n0"]
     node.seats.process_connected(next(iter(node.ranks)))
     exits(table, "n0", 1)
-    table.settle(20)
-    table.check_whole()
+    table.run_without_faults(20)
+    table.check_one_world()
     assert table.desk.exit is None
 
 

@@ -17,14 +17,14 @@ from tests.support.control_simulation import ControlSimulation
 @pytest.fixture
 def table():
     made = ControlSimulation(3, nproc=2)
-    made.settle(15)
+    made.run_without_faults(15)
     return made
 
 
 def ask(table, injection):
     assert why_refused(table.desk, Asked(injection)) == ""
     table.desk.handle_request(Asked(injection), table.now)
-    table.settle(4)
+    table.run_without_faults(4)
 
 
 def heard(table):
@@ -67,7 +67,7 @@ def test_scheduled_fault_reaches_all_ranks(table, injection):
 def test_restarted_rank_receives_the_fault(table):
     ask(table, FaultInjection(kind=InjectionKind.OOM, rank=0, step=30, name="a"))
     table.lose_rank(0)
-    table.settle(10)
+    table.run_without_faults(10)
     assert all(names == {"a"} for names in heard(table).values())
 
 

@@ -14,7 +14,7 @@ from tests.support.control_simulation import ControlSimulation
 @pytest.fixture
 def table():
     made = ControlSimulation(2, nproc=2, spares=1)
-    made.settle(15)
+    made.run_without_faults(15)
     return made
 
 
@@ -84,8 +84,8 @@ def test_rank_that_is_still_in_the_world_is_replaced_by_a_spare(table):
     for _ in range(40):
         for one in table.nodes.values():
             table._exchange(one)
-        table.wait(1.0)
-    table.check_whole()
+        table.advance(1.0)
+    table.check_one_world()
     assert late.token not in node.ranks
     assert spare.local_rank == 1
     assert spare.assigned_epoch > late.assigned_epoch

@@ -12,9 +12,9 @@ from tests.support.control_simulation import ControlSimulation
 
 def test_newest_world_is_kept_although_a_coordinator_names_an_older_one():
     table = ControlSimulation(3)
-    table.settle(15)
+    table.run_without_faults(15)
     table.resize(1)
-    table.settle(30)
+    table.run_without_faults(30)
     newest = table.desk.world_record
     outside = next(node for node in table.nodes.values() if node.name not in newest.nodes)
     assert node_status(outside.seats, table.now).newest_world == newest

@@ -124,13 +124,13 @@ def test_second_notice_of_an_epoch_starts_no_second_deadline(plane, deadline):
 
 def test_ranks_receive_the_time_left_to_leave_a_broken_world():
     table = ControlSimulation(2)
-    table.settle(15)
+    table.run_without_faults(15)
     given = []
     for node in table.nodes.values():
         for rank in node.ranks.values():
-            rank.hears = given.append
+            rank.apply_desired = given.append
     table.fault(0)
-    table.settle(2)
+    table.run_without_faults(2)
     left_s = [one.notice.deadline_s for one in given if one.notice is not None]
     assert left_s
     assert all(0 < one <= table.desk.settings.policy.abort_limit_s for one in left_s)

@@ -306,7 +306,7 @@ def test_no_call_waits_for_a_stopped_store(stoppable, call):
     server, start = stoppable
     (plane,) = start(1, beat_s=3600.0)  # nobody else sees that it does not answer
     plane.wait_for_assignment()
-    server.stop()
+    server.suspend()
     (told,) = start_all(lambda: call(plane))
     with pytest.raises(ControlPlaneUnavailableError, match="does not answer"):
         told.result(PATIENCE_S)
@@ -321,7 +321,7 @@ def test_no_rank_waits_for_others_at_a_stopped_store(stoppable, rank):
     plane = start(2)[rank]
     (coming,) = start_all(plane.wait_for_assignment)
     wait_until(lambda: plane._store.check(["elastic/plane/epochs"]) or rank == 1)
-    server.stop()
+    server.suspend()
     with pytest.raises(ControlPlaneUnavailableError, match="does not answer"):
         coming.result(PATIENCE_S)
 
@@ -337,7 +337,7 @@ def test_waiting_rank_reports_a_stopped_store(stoppable, wait):
     (waiting,) = start_all(lambda: wait(planes[0]))
     came = ["elastic/plane/0/paused", "elastic/plane/0/came/the end"]
     wait_until(lambda: any(planes[1]._store.check([name]) for name in came))
-    server.stop()
+    server.suspend()
     with pytest.raises(StaleEpochError, match="the store that the ranks met at is gone"):
         waiting.result(PATIENCE_S)
     wait_until(lambda: all(wanted_notice(plane) is NoticeKind.RESTART for plane in planes))

@@ -45,32 +45,32 @@ def _running() -> ReconcilerDriver:
 
 def _broken() -> ReconcilerDriver:
     job = _running()
-    job.tell(RankFault("a", 1, 0, 0, "x"))
+    job.send_event(RankFault("a", 1, 0, 0, "x"))
     return job
 
 
 def _waiting() -> ReconcilerDriver:
     job = _running()
-    job.tell(NodeLost("a", 1, "x"))
-    job.ready("b", "c")
+    job.send_event(NodeLost("a", 1, "x"))
+    job.rank_ready("b", "c")
     return job
 
 
 def _changing() -> ReconcilerDriver:
     job = _running()
-    job.tell(NodesPreempted(("c",), 1000.0))
+    job.send_event(NodesPreempted(("c",), 1000.0))
     return job
 
 
 def _stopping() -> ReconcilerDriver:
     job = _running()
-    job.tell(JobStopRequested("x"))
+    job.send_event(JobStopRequested("x"))
     return job
 
 
 def _over() -> ReconcilerDriver:
     job = _stopping()
-    job.sealed("a", "b", "c")
+    job.step_sealed("a", "b", "c")
     return job
 
 
@@ -106,7 +106,7 @@ EVENTS = {
 
 def outcome(phase: str, event: world_state.WorldEvent) -> str:
     job = PHASES[phase]()
-    job.tell(event)
+    job.send_event(event)
     return " ".join([job.world.phase.value, *(type(action).__name__ for action in job.actions)])
 
 

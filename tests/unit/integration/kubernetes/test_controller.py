@@ -84,7 +84,7 @@ class Running:
 
     def until(self, holds: Callable[[], Any], what: str) -> None:
         def there() -> Any:
-            self.kubelets.beat()
+            self.kubelets.sync_pods()
             return holds()
 
         wait_until(there, what, _PATIENCE_S)
@@ -94,13 +94,13 @@ class Running:
         self.until(lambda: self.passes >= after, f"{count} passes")
 
     def pods(self, job: str) -> list[str]:
-        found = (one["metadata"] for one in self.api.all("pods") if one["metadata"]["labels"]["HPJob"] == job)
+        found = (one["metadata"] for one in self.api.list_all("pods") if one["metadata"]["labels"]["HPJob"] == job)
         return sorted(meta["name"] for meta in found)
 
 
 @pytest.fixture
 def api() -> Iterator[FakeApiServer]:
-    with FakeApiServer().started() as api:
+    with FakeApiServer().running() as api:
         yield api
 
 
@@ -139,7 +139,7 @@ def test_a_watch_that_ends_is_made_up_for(running: Running, what: str) -> None:
     lost = running.state("llama").members[0]
     running.api.remove("pods", lost)
     if what == "expired":
-        running.api.forget_the_past()
+        running.api.compact()
     else:
         if what == "refused":
             for _ in range(3):
@@ -165,7 +165,7 @@ def test_broken_watch_falls_back_to_few_lists(running: Running) -> None:
     running.more_passes(100)
     listed = [path for method, path in running.api.asked if method == "GET" and path.endswith("/default/pods")]
     assert len(listed) <= 10
-    running.api.mend()
+    running.api.clear_failures()
 
 
 def test_pods_missing_in_the_watch_are_not_created_again(running: Running) -> None:
@@ -217,7 +217,7 @@ def test_newer_job_status_is_used_only_with_its_pods(api: FakeApiServer) -> None
 
         api.put("pods", build_pod(first, ReplicaSlot("workers", 0), nodes=2))
         api.put("hyperpodpytorchjobs", {**written, "status": {"restartCount": 2}})
-        (foreign,) = api.all("hyperpodpytorchjobs")
+        (foreign,) = api.list_all("hyperpodpytorchjobs")
         cluster._jobs[""].heard("MODIFIED", foreign)
         for _ in range(3):
             assert [pod["metadata"]["name"] for pod in cluster.list_pods("default", "llama")] == ["llama-workers-0"]
@@ -245,14 +245,14 @@ def test_stale_status_update_rereads_first(api: FakeApiServer) -> None:
 def test_queued_job_follows_watched_admission_and_eviction(running: Running) -> None:
     running.api.groups["kueue.x-k8s.io"] = ["v1beta2"]
     running.create("llama", labels={"kueue.x-k8s.io/queue-name": "team-a"})
-    running.until(lambda: running.api.all("workloads"), "it asks for room")
+    running.until(lambda: running.api.list_all("workloads"), "it asks for room")
     assert running.pods("llama") == []
     running.more_passes(20)
     before = list(running.api.asked)
     running.more_passes(20)
     assert running.api.asked == before, "what it waits for is watched, too"
 
-    (workload,) = running.api.all("workloads")
+    (workload,) = running.api.list_all("workloads")
     pod_sets = [{"name": one["name"], "count": one["count"]} for one in workload["spec"]["podSets"]]
     workload["status"] = {"admission": {"clusterQueue": "all", "podSetAssignments": pod_sets}}
     running.api.put("workloads", said(workload, QuotaReserved=True, Admitted=True))
@@ -263,7 +263,7 @@ def test_queued_job_follows_watched_admission_and_eviction(running: Running) -> 
     running.more_passes(20)
     assert running.api.asked == before
 
-    (workload,) = running.api.all("workloads")
+    (workload,) = running.api.list_all("workloads")
     running.api.put("workloads", said(workload, Evicted=True))
     running.until(lambda: not holds(running, "QuotaReserved"), "it gives back what it had")
     assert running.pods("llama") == []
@@ -281,7 +281,7 @@ def said(workload: dict[str, Any], **conditions: bool) -> dict[str, Any]:
 
 
 def holds(running: Running, kind: str) -> bool:
-    (workload,) = running.api.all("workloads")
+    (workload,) = running.api.list_all("workloads")
     return any(one["type"] == kind and one["status"] == "True" for one in workload["status"]["conditions"])
 
 

@@ -49,11 +49,11 @@ class Story:
                 return
             self.one_pass()
             self.kube.tick()
-        raise AssertionError(f"it did not happen: {self.kube.job_now().get('status')}")
+        raise AssertionError(f"it did not happen: {self.kube.current_job().get('status')}")
 
     @property
     def phase(self) -> JobPhase | None:
-        state = load_job_state(self.kube.job_now())
+        state = load_job_state(self.kube.current_job())
         return state.phase if state else None
 
     def until_running(self, nodes: int) -> None:
@@ -61,12 +61,12 @@ class Story:
 
     @property
     def members(self) -> tuple[str, ...]:
-        state = load_job_state(self.kube.job_now())
+        state = load_job_state(self.kube.current_job())
         assert state is not None
         return state.members
 
     def true_conditions(self) -> set[str]:
-        found = self.kube.job_now().get("status", {}).get("conditions", [])
+        found = self.kube.current_job().get("status", {}).get("conditions", [])
         return {one["type"] for one in found if one["status"] == "True"}
 
 
@@ -78,8 +78,8 @@ def test_from_created_to_done():
     assert {each[0].nnodes for each in bodies} == {2}
     assert len({(each[0].master_addr, each[0].master_port, each[0].version) for each in bodies}) == 1
     story.kube.complete()
-    story.until(lambda: story.phase is JobPhase.SUCCEEDED and not story.kube.names(running=False))
-    status = story.kube.job_now()["status"]
+    story.until(lambda: story.phase is JobPhase.SUCCEEDED and not story.kube.pod_names(running=False))
+    status = story.kube.current_job()["status"]
     assert status["completionTime"]
     assert status["restartCount"] == 0
 
@@ -89,11 +89,11 @@ def test_finished_job_keeps_pods_by_its_cleanup_policy(policy, left):
     story = Story(runPolicy={"cleanPodPolicy": policy})
     story.until_running(2)
     story.kube.complete()
-    story.until(lambda: story.phase is JobPhase.SUCCEEDED and not story.kube.names())
+    story.until(lambda: story.phase is JobPhase.SUCCEEDED and not story.kube.pod_names())
     for _ in range(5):
         story.one_pass()
         story.kube.tick()
-    assert len(story.kube.names(running=False)) == left
+    assert len(story.kube.pod_names(running=False)) == left
 
 
 def test_finished_job_is_deleted_after_its_ttl():
@@ -114,8 +114,8 @@ def test_a_fault_of_a_worker_starts_all_anew_in_the_same_pods():
     story.until(lambda: len(story.kube.starts[pods[0]]) == 2 and story.phase is JobPhase.RUNNING)
     assert story.members == pods
     assert story.kube.starts[pods[0]][-1].fault_count == 1
-    assert story.kube.job_now()["status"]["restartCount"] == 1
-    assert story.kube.job_now()["status"]["latestFaultyPodInstanceList"]["faultyPodList"] == [pods[1]]
+    assert story.kube.current_job()["status"]["restartCount"] == 1
+    assert story.kube.current_job()["status"]["latestFaultyPodInstanceList"]["faultyPodList"] == [pods[1]]
 
 
 def test_a_pod_that_has_failed_is_replaced_under_another_name():
@@ -148,14 +148,14 @@ def test_scaled_by_hand_through_the_scale_subresource():
     story.until_running(1)
     story.kube.complete()
     story.until(lambda: story.phase is JobPhase.SUCCEEDED)
-    assert story.kube.job_now()["status"]["restartCount"] == 0, "a change of size is no fault"
+    assert story.kube.current_job()["status"]["restartCount"] == 0, "a change of size is no fault"
 
 
 def test_suspended_job_resumes():
     story = Story()
     story.until_running(2)
     story.kube.change_spec(runPolicy={"suspend": True})
-    story.until(lambda: story.phase is JobPhase.SUSPENDED and not story.kube.names())
+    story.until(lambda: story.phase is JobPhase.SUSPENDED and not story.kube.pod_names())
     story.kube.change_spec(runPolicy={"suspend": False})
     story.until_running(2)
 
@@ -163,7 +163,7 @@ def test_suspended_job_resumes():
 def test_an_impossible_change_disturbs_nothing():
     story = Story()
     story.until_running(2)
-    good = story.kube.job_now()["spec"]["replicaSpecs"]
+    good = story.kube.current_job()["spec"]["replicaSpecs"]
     story.kube.change_spec(replicaSpecs=[{**good[0], "maxReplicas": 1}])
     for _ in range(3):
         story.one_pass()
@@ -255,7 +255,7 @@ def test_decision_on_a_stale_state_has_no_effect():
         JobReconciler(Late(), story.kube, health={}, clock=lambda: story.kube.now_s).reconcile("default", "llama")
     assert story.kube.starts == starts
     story.until_running(2)
-    assert story.kube.job_now()["status"]["restartCount"] == 1
+    assert story.kube.current_job()["status"]["restartCount"] == 1
 
 
 def _whole_story(cuts: list[tuple[int, bool]]) -> Story:
@@ -277,7 +277,7 @@ def _whole_story(cuts: list[tuple[int, bool]]) -> Story:
                 or (
                     story.phase is JobPhase.RUNNING
                     and len(story.members) == nodes
-                    and story.kube.job_now()["status"]["restartCount"] == restarts
+                    and story.kube.current_job()["status"]["restartCount"] == restarts
                 )
             )
         )
@@ -288,7 +288,7 @@ def _whole_story(cuts: list[tuple[int, bool]]) -> Story:
     story.kube.change_spec(replicas=3)
     until_running(3, 1)
     story.kube.complete()
-    story.until(lambda: arm() or (story.phase is JobPhase.SUCCEEDED and not story.kube.names(running=False)))
+    story.until(lambda: arm() or (story.phase is JobPhase.SUCCEEDED and not story.kube.pod_names(running=False)))
     return story
 
 
@@ -313,4 +313,4 @@ def test_killed_at_any_write_the_job_does_not_notice(cuts):
         assert [body.fault_count for body in bodies] == list(dict.fromkeys(body.fault_count for body in found))
         for version in {body.version for body in found}:
             assert len({str(body) for body in found if body.version == version}) == 1, "told again, told the same"
-    assert ours.job_now()["status"]["restartCount"] == theirs.job_now()["status"]["restartCount"] == 1
+    assert ours.current_job()["status"]["restartCount"] == theirs.current_job()["status"]["restartCount"] == 1

@@ -75,7 +75,7 @@ class Story:
         elif what == "new":
             self.controllers[which] = LateController(self)
         elif what == "kubelets":
-            self.kubelets.beat()
+            self.kubelets.sync_pods()
         elif what == "somebody":
             job = self.job()
             job["metadata"]["labels"] = {"number": str(self.api.version)}
@@ -92,7 +92,7 @@ class Story:
 
 @pytest.fixture(scope="module")
 def client_and_api() -> Iterator[tuple[FakeApiServer, Any]]:
-    with FakeApiServer().started() as api, official_client(api.url) as client:
+    with FakeApiServer().running() as api, official_client(api.url) as client:
         yield api, client
 
 
@@ -117,15 +117,15 @@ def test_late_watches_lose_no_pod_make_none_twice_and_restart_nothing(client_and
     for one in happens:
         story.do(*one)
         assert story.job().get("status", {}).get("restartCount", 0) == 0, "nothing has failed"
-    api.mend()
+    api.clear_failures()
     for _ in range(60):
         for which in (0, 1):
             for kind in _KINDS:
                 story.controllers[which].hear(kind, 1000)
             story.do("pass", which, 1)
-        story.kubelets.beat()
+        story.kubelets.sync_pods()
         if story.runs():
             break
     assert story.runs(), story.job().get("status")
     assert story.job()["status"]["restartCount"] == 0
-    assert [pod["metadata"]["name"] for pod in api.all("pods")] == ["llama-workers-0", "llama-workers-1"]
+    assert [pod["metadata"]["name"] for pod in api.list_all("pods")] == ["llama-workers-0", "llama-workers-1"]

@@ -40,7 +40,7 @@ def dead_in(net: GossipNetwork, name: str) -> int:
 @pytest.mark.parametrize("count", [1, 2, 3, 5, 17, pytest.param(60, marks=pytest.mark.nightly)])
 def test_simultaneously_started_nodes_converge(count):
     net = GossipNetwork(peer_nodes(count), seed=count)
-    assert net.until(net.agreed, within_s=20) < 10
+    assert net.run_until(net.is_agreed, within_s=20) < 10
     assert net.with_quorum() == set(names(count))
     assert len({member.alive for member in net.up.values()}) == 1
 
@@ -49,9 +49,9 @@ def test_simultaneously_started_nodes_converge(count):
 @pytest.mark.parametrize("weather", [{}, LOSSY], ids=["fair", "lossy"])
 def test_a_dead_node_is_dead_for_all(count, weather):
     net = GossipNetwork(peer_nodes(count), seed=count, **weather)
-    net.until(net.agreed, within_s=60)
+    net.run_until(net.is_agreed, within_s=60)
     net.kill("n0001")
-    net.until(lambda: dead_in(net, "n0001") == count - 1, within_s=30)
+    net.run_until(lambda: dead_in(net, "n0001") == count - 1, within_s=30)
     net.run(20)
     assert dead_in(net, "n0001") == count - 1
 
@@ -72,7 +72,7 @@ def test_lossy_network_declares_no_node_dead():
 @pytest.mark.parametrize("one_way", [False, True], ids=["both ways", "one way"])
 def test_broken_path_between_two_nodes_suspects_neither(one_way):
     net = GossipNetwork(peer_nodes(30), 3)
-    net.until(net.agreed, within_s=30)
+    net.run_until(net.is_agreed, within_s=30)
     a = net.up["n0000"]
     b = next(ping.node.id for ping in a.tick(net.now))  # the one it watches
     net.cut = lambda x, y: (x, y) == ("n0000", b) or (not one_way and (y, x) == ("n0000", b))
@@ -80,42 +80,42 @@ def test_broken_path_between_two_nodes_suspects_neither(one_way):
         net.run(1)
         assert all(member.state_of(name) is ALIVE for member in net.up.values() for name in ("n0000", b))
     net.heal()
-    net.until(net.agreed, within_s=30)
+    net.run_until(net.is_agreed, within_s=30)
 
 
 @pytest.mark.parametrize("count", [5, 8, 30])
 def test_nodes_unreachable_from_a_single_node_are_not_suspected_and_keep_quorum(count):
     net = GossipNetwork(peer_nodes(count), 7)
-    net.until(net.agreed, within_s=30)
+    net.run_until(net.is_agreed, within_s=30)
     one = "n0000"
     lost = {ping.node.id for ping in net.up[one].tick(net.now)}
     lost = set(sorted(lost)[:3] if count > 5 else sorted(lost)[:2])
     net.cut = lambda a, b: (a == one and b in lost) or (b == one and a in lost)
     for _ in range(120):
         net.run(1)
-        assert net.agreed()
+        assert net.is_agreed()
         assert net.with_quorum() == set(names(count))
     net.heal()
     net.kill(one)
-    net.until(lambda: dead_in(net, one) == count - 1, within_s=30)
+    net.run_until(lambda: dead_in(net, one) == count - 1, within_s=30)
 
 
 @pytest.mark.parametrize(("hears", "speaks"), [(False, True), (True, False), (False, False)])
 def test_node_that_cannot_send_or_receive_is_dead_to_others_and_has_no_quorum(hears, speaks):
     net = GossipNetwork(peer_nodes(9), 5)
-    net.until(net.agreed, within_s=30)
+    net.run_until(net.is_agreed, within_s=30)
     deaf = "n0004"
     net.cut = lambda a, b: (a == deaf and not speaks) or (b == deaf and not hears)
     net.run(NOTICED_S)
     assert dead_in(net, deaf) == 8
     assert net.with_quorum() == set(names(9)) - {deaf}
     net.heal()
-    net.until(net.agreed, within_s=30)
+    net.run_until(net.is_agreed, within_s=30)
 
 
 def test_a_node_that_restarts_at_once_is_never_dead_and_is_known_by_its_new_address():
     net = GossipNetwork(peer_nodes(12), 8)
-    net.until(net.agreed, within_s=30)
+    net.run_until(net.is_agreed, within_s=30)
     again = peer_node("n0003", rack="elsewhere")
     net.start(again, net.roster)
     for _ in range(20):
@@ -126,7 +126,7 @@ def test_a_node_that_restarts_at_once_is_never_dead_and_is_known_by_its_new_addr
 
 def test_resumed_machine_declares_no_node_dead():
     net = GossipNetwork(peer_nodes(9), 4)
-    net.until(net.agreed, within_s=30)
+    net.run_until(net.is_agreed, within_s=30)
     sleeper = net.up["n0005"]
     net.suspend("n0005", 600)
     net.run(599)
@@ -134,18 +134,18 @@ def test_resumed_machine_declares_no_node_dead():
     net.run(2)
     assert net.alive("n0005") == set(names(9))
     assert not sleeper.has_quorum
-    net.until(lambda: net.agreed() and sleeper.has_quorum, within_s=30)
+    net.run_until(lambda: net.is_agreed() and sleeper.has_quorum, within_s=30)
     assert {dead_in(net, name) for name in net.up} == {0}
 
 
 @pytest.mark.parametrize("leap_s", [3600.0, -3600.0])
 def test_clock_jump_of_one_node_does_not_affect_others(leap_s):
     net = GossipNetwork(peer_nodes(9), 6)
-    net.until(net.agreed, within_s=30)
+    net.run_until(net.is_agreed, within_s=30)
     net.clock["n0002"] += leap_s
     for _ in range(30):
         net.run(1)
-        assert net.agreed()
+        assert net.is_agreed()
     assert net.with_quorum() == set(names(9))
 
 
@@ -174,23 +174,23 @@ def test_two_sides_of_a_partition_never_both_have_a_quorum(count, data, seed, lo
         assert net.with_quorum() == (expected[0] if expected else set())
     net.loss = 0.0
     net.heal()
-    net.until(net.agreed, within_s=QUIET_S)
+    net.run_until(net.is_agreed, within_s=QUIET_S)
 
 
 @pytest.mark.parametrize("minority", [1, 29, 30, *(pytest.param(n, marks=pytest.mark.nightly) for n in (4, 12, 20))])
 def test_minority_loses_quorum_and_the_majority_continues(minority):
     net = GossipNetwork(peer_nodes(60), seed=minority)
-    net.until(net.agreed, within_s=30)
+    net.run_until(net.is_agreed, within_s=30)
     small = set(net.random.sample(names(60)[1:], minority))
     large = set(names(60)) - small
     net.split(small, large)
-    net.until(lambda: not net.with_quorum() & small, within_s=15)
-    net.until(lambda: net.with_quorum() == large, within_s=15)
+    net.run_until(lambda: not net.with_quorum() & small, within_s=15)
+    net.run_until(lambda: net.with_quorum() == large, within_s=15)
     for _ in range(40):
         net.run(1)
         assert net.with_quorum() == large
     net.heal()
-    net.until(lambda: net.agreed() and len(net.with_quorum()) == 60, within_s=30)
+    net.run_until(lambda: net.is_agreed() and len(net.with_quorum()) == 60, within_s=30)
 
 
 # -- rosters and fences -----------------------------------------------------------------------------------------------
@@ -198,25 +198,25 @@ def test_minority_loses_quorum_and_the_majority_continues(minority):
 
 def test_fence_reaches_all_nodes_after_a_partition():
     net = GossipNetwork(peer_nodes(30), 2, **LOSSY)
-    net.until(net.agreed, within_s=60)
+    net.run_until(net.is_agreed, within_s=60)
     small = set(names(30)[20:])
     net.split(small, set(names(30)) - small)
     net.run(20)
     net.up["n0003"].advance_fence((2, "new"))
     net.up["n0025"].advance_fence((1, "stale"))
-    net.until(lambda: all(member.fence[0] for member in net.up.values()), within_s=20)
+    net.run_until(lambda: all(member.fence[0] for member in net.up.values()), within_s=20)
     assert {name for name, member in net.up.items() if member.fence == (1, "stale")} == small
     net.heal()
-    net.until(lambda: {member.fence for member in net.up.values()} == {(2, "new")}, within_s=30)
+    net.run_until(lambda: {member.fence for member in net.up.values()} == {(2, "new")}, within_s=30)
 
 
 def test_new_member_list_spreads_from_a_single_node():
     net = GossipNetwork(peer_nodes(20), 9)
-    net.until(net.agreed, within_s=30)
+    net.run_until(net.is_agreed, within_s=30)
     newcomer = peer_node("newcomer")
     net.roster = member_list(2, [*net.roster.nodes[5:], newcomer])
     net.start(newcomer, net.roster)
-    net.until(net.agreed, within_s=30)
+    net.run_until(net.is_agreed, within_s=30)
     assert {member.member_list for member in net.up.values()} == {net.roster}
     assert net.with_quorum() == {one.id for one in net.roster.nodes}
     assert "n0000 is not in member list 2" in net.up["n0000"].explain_quorum()
@@ -226,7 +226,7 @@ def test_node_without_a_member_list_gets_it_from_a_ping():
     net = GossipNetwork(peer_nodes(5), 9)
     net.kill("n0002")
     assert net.start(peer_nodes(5)[2]).member_list is None
-    net.until(net.agreed, within_s=30)
+    net.run_until(net.is_agreed, within_s=30)
 
 
 # -- what it costs ----------------------------------------------------------------------------------------------------
@@ -261,14 +261,14 @@ def test_messages_of_each_of_a_thousand_nodes_are_as_many_as_of_ten():
 @pytest.mark.timeout(1800)
 def test_four_hundred_nodes_notice_deaths_and_partitions_and_agree_again():
     net = GossipNetwork(peer_nodes(400), 1)
-    net.until(net.agreed, within_s=40)
+    net.run_until(net.is_agreed, within_s=40)
     net.kill("n0200")
-    net.until(lambda: dead_in(net, "n0200") == 399, within_s=40)
+    net.run_until(lambda: dead_in(net, "n0200") == 399, within_s=40)
     small = set(net.random.sample(names(400), 40))
     net.split(small, set(names(400)) - small)
-    net.until(lambda: not net.with_quorum() & small, within_s=30)
+    net.run_until(lambda: not net.with_quorum() & small, within_s=30)
     net.heal()
-    net.until(net.agreed, within_s=120)
+    net.run_until(net.is_agreed, within_s=120)
 
 
 # -- random lives -----------------------------------------------------------------------------------------------------
@@ -357,7 +357,7 @@ class Lives(RuleBasedStateMachine):
         told = [member for member in self.net.up.values() if member.member_list]
         if told:
             self.net.run(20)
-            self.net.until(self.net.agreed, within_s=QUIET_S)
+            self.net.run_until(self.net.is_agreed, within_s=QUIET_S)
             assert len({member.alive for member in self.net.up.values()}) == 1
             assert len({member.fence for member in self.net.up.values()}) == 1
 

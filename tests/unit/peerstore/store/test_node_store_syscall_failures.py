@@ -129,7 +129,7 @@ def written(fd, data):
 
 @contextlib.contextmanager
 def agent(directory, calls, said):
-    with contextlib.closing(Agent(directory, said, unheard=calls.unheard)) as running:
+    with contextlib.closing(Agent(directory, said, unheard=calls.reply_was_lost)) as running:
         yield running
 
 
@@ -138,7 +138,7 @@ def story(directory, calls):
     one, two, three, four, five = (shard_key(version) for version in range(1, 6))
     said = []
     directory.mkdir(mode=0o700)
-    with calls.watched():
+    with calls.recording():
         with agent(directory, calls, said) as first:
             first.asked(lambda: first.client.claim("job", "a"))
             first.asked(lambda: first.client.reserve("job", 0, SIZE, slots=1))

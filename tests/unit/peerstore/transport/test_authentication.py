@@ -59,8 +59,8 @@ def greeted(channel, **more):
 @pytest.mark.parametrize("kind", ["memory", "tcp", "tls"])
 def test_both_sides_learn_the_peer_identity(kind, tmp_path):
     with channel_pair(kind, tmp_path) as line:
-        near, far = line.meet()
-        server = line.aside(admitted, far)
+        near, far = line.connected_ends()
+        server = line.run_in_background(admitted, far)
         assert greeted(near, expect="n2") == PeerIdentity("job", "n2", 2, "0.2")
         assert server.result(PATIENCE_S) == PeerIdentity("job", "n1", 2, "0.1")
         for channel in (near, far):
@@ -75,8 +75,8 @@ def test_both_sides_learn_the_peer_identity(kind, tmp_path):
 
 @pytest.mark.parametrize("secret_of", [knows(secret=OTHER), knows(job="other")], ids=["secret", "job"])
 def test_an_unknown_job_and_another_secret_look_the_same(line, secret_of):
-    near, far = line.meet()
-    server = line.aside(admitted, far, secret_of=secret_of)
+    near, far = line.connected_ends()
+    server = line.run_in_background(admitted, far, secret_of=secret_of)
     with pytest.raises(PeerRefusedError) as refused:
         greeted(near)
     assert "could not prove that it belongs to job job: it does not know the job or its secret" in str(refused.value)
@@ -88,8 +88,8 @@ def test_an_unknown_job_and_another_secret_look_the_same(line, secret_of):
 @pytest.mark.parametrize("secret_of", [knows(secret=OTHER), knows(job="other"), knows()], ids=["secret", "job", "none"])
 def test_client_without_proof_gets_a_uniform_refusal(line, secret_of):
     """A client that goes on although the server's proof was none, or without any secret."""
-    near, far = line.meet()
-    server = line.aside(admitted, far, secret_of=secret_of)
+    near, far = line.connected_ends()
+    server = line.run_in_background(admitted, far, secret_of=secret_of)
     hello = Hello(2, "job", "n1", NONCE)
     near.send(encode(hello))
     challenge = decode(near, Challenge)
@@ -102,8 +102,8 @@ def test_client_without_proof_gets_a_uniform_refusal(line, secret_of):
 
 def test_unknown_job_cannot_be_entered_with_the_decoy_secret(line):
     """Even one who guessed the random bytes that stand in for the secret does not get in."""
-    near, far = line.meet()
-    server = line.aside(admitted, far, secret_of=lambda job: None, nonce=lambda size: NONCE)
+    near, far = line.connected_ends()
+    server = line.run_in_background(admitted, far, secret_of=lambda job: None, nonce=lambda size: NONCE)
     with pytest.raises(PeerRefusedError, match="another one here"):
         greeted(near, secret=NONCE)
     with pytest.raises(PeerRefusedError, match="not known here"):
@@ -111,8 +111,8 @@ def test_unknown_job_cannot_be_entered_with_the_decoy_secret(line):
 
 
 def test_client_refuses_an_unexpected_node(line):
-    near, far = line.meet()
-    server = line.aside(admitted, far)
+    near, far = line.connected_ends()
+    server = line.run_in_background(admitted, far)
     with pytest.raises(PeerRefusedError, match="is node n2, not n3"):
         greeted(near, expect="n3")
     near.close()
@@ -122,8 +122,8 @@ def test_client_refuses_an_unexpected_node(line):
 
 def test_reflected_proof_is_refused(line):
     """The server shows its proof first; a client without the secret returns it as its own."""
-    near, far = line.meet()
-    server = line.aside(admitted, far)
+    near, far = line.connected_ends()
+    server = line.run_in_background(admitted, far)
     near.send(encode(Hello(2, "job", "n1", NONCE)))
     near.send(encode(Proof(decode(near, Challenge).proof)))
     assert decode(near, Welcome).refused
@@ -133,10 +133,10 @@ def test_reflected_proof_is_refused(line):
 
 def test_relayed_nonce_gets_no_valid_proof(line):
     """An attacker that A connects to lets B prove itself to it, with A's nonce, and passes that on as its own."""
-    to_attacker, attacker = line.meet()
-    to_b, b = line.meet()
-    client = line.aside(greeted, to_attacker)
-    server = line.aside(admitted, b)
+    to_attacker, attacker = line.connected_ends()
+    to_b, b = line.connected_ends()
+    client = line.run_in_background(greeted, to_attacker)
+    server = line.run_in_background(admitted, b)
     hello = decode(attacker, Hello)
     to_b.send(encode(msgspec.structs.replace(hello, node="evil")))
     challenge = decode(to_b, Challenge)
@@ -149,12 +149,12 @@ def test_relayed_nonce_gets_no_valid_proof(line):
 
 
 def test_a_recorded_conversation_does_not_work_again(line):
-    near, far = line.meet()
+    near, far = line.connected_ends()
     hello = Hello(2, "job", "n1", NONCE)
     said = []
     for turn in range(2):
-        near, far = line.meet()
-        server = line.aside(admitted, far)
+        near, far = line.connected_ends()
+        server = line.run_in_background(admitted, far)
         near.send(encode(hello))
         challenge = decode(near, Challenge)
         if not turn:
@@ -198,8 +198,8 @@ def test_proof_covers_exactly_its_messages(changed):
 
 @pytest.mark.parametrize("secret", [b"", b"short", b"x" * 15])
 def test_short_secret_admits_no_client(line, secret):
-    near, far = line.meet()
-    server = line.aside(admitted, far, secret_of=knows(secret=secret))
+    near, far = line.connected_ends()
+    server = line.run_in_background(admitted, far, secret_of=knows(secret=secret))
     near.send(encode(HELLO))
     with pytest.raises(RequestError, match="at least 16"):
         server.result(PATIENCE_S)
@@ -218,8 +218,8 @@ def test_short_secret_admits_no_client(line, secret):
     ids=["protocol", "job", "node", "nobody", "no-nonce", "long-nonce"],
 )
 def test_invalid_hello_is_refused_with_a_reason(line, hello, error, told):
-    near, far = line.meet()
-    server = line.aside(admitted, far)
+    near, far = line.connected_ends()
+    server = line.run_in_background(admitted, far)
     near.send(encode(hello))
     challenge = decode(near, Challenge)
     assert told in challenge.refused
@@ -239,8 +239,8 @@ def test_invalid_hello_is_refused_with_a_reason(line, hello, error, told):
     ids=["protocol", "refused", "proof", "nonce"],
 )
 def test_a_client_does_not_believe_any_server(line, challenge, error, match):
-    near, far = line.meet()
-    client = line.aside(greeted, near)
+    near, far = line.connected_ends()
+    client = line.run_in_background(greeted, near)
     decode(far, Hello)
     far.send(encode(challenge))
     with pytest.raises(error, match=match) as raised:
@@ -249,8 +249,8 @@ def test_a_client_does_not_believe_any_server(line, challenge, error, match):
 
 
 def test_server_with_an_invalid_node_name_is_refused(line):
-    near, far = line.meet()
-    client = line.aside(greeted, near)
+    near, far = line.connected_ends()
+    client = line.run_in_background(greeted, near)
     hello = decode(far, Hello)
     odd = msgspec.structs.replace(CHALLENGE, node="../n2")
     far.send(encode(msgspec.structs.replace(odd, proof=hmac_proof(SECRET, "server", hello, odd))))
@@ -261,8 +261,8 @@ def test_server_with_an_invalid_node_name_is_refused(line):
 @pytest.mark.parametrize("side", [admitted, greeted])
 def test_unauthenticated_peer_is_limited_to_small_headers(line, side):
     for header, payload in ((b"x" * 4097, b""), (encode(HELLO), b"p")):
-        near, far = line.meet()
-        work = line.aside(side, far)
+        near, far = line.connected_ends()
+        work = line.run_in_background(side, far)
         near.send(header, [memoryview(payload)])
         with pytest.raises(ProtocolError, match="the limit is"):
             work.result(PATIENCE_S)
@@ -273,16 +273,16 @@ def test_malformed_message_ends_the_handshake(line, side):
     for header in (b"", b"\xc1" * 50, b"\x91" * 4000, encode([1, 2, 3]), encode({"protocol": 2}), encode(None)):
         if side is greeted and header == encode({"protocol": 2}):
             continue  # a challenge that refuses nothing and proves nothing
-        near, far = line.meet()
-        work = line.aside(side, far)
+        near, far = line.connected_ends()
+        work = line.run_in_background(side, far)
         near.send(header)
         with pytest.raises(ProtocolError, match="not a"):
             work.result(PATIENCE_S)
 
 
 def test_handshake_is_limited_to_ten_seconds_even_byte_by_byte(line, clock):
-    near, far = line.meet()
-    server = line.aside(admitted, far, clock=clock.now)
+    near, far = line.connected_ends()
+    server = line.run_in_background(admitted, far, clock=clock.now)
     message = encode(HELLO)
     dripping = FRAME_PREFIX.pack(b"tPS", 1, len(message), 0) + message
     for second in range(9):
@@ -297,8 +297,8 @@ def test_handshake_is_limited_to_ten_seconds_even_byte_by_byte(line, clock):
 
 
 def test_silence_between_its_messages_counts_too(line, clock):
-    near, far = line.meet()
-    server = line.aside(admitted, far, clock=clock.now)
+    near, far = line.connected_ends()
+    server = line.run_in_background(admitted, far, clock=clock.now)
     clock.until_waiting()
     clock.advance(6)
     near.send(encode(HELLO))
@@ -315,9 +315,9 @@ def test_silence_between_its_messages_counts_too(line, clock):
 def test_handshake_with_a_peer_that_does_not_read_times_out(clock):
     network = MemoryNetwork(clock=clock, capacity_bytes=64)
     with contextlib.closing(ChannelPair(network.transport("n1"), network.transport("n2"), "n2:0")) as line:
-        near, far = line.meet()
-        server = line.aside(admitted, far, clock=clock.now)
-        line.aside(near.send, encode(HELLO)).result(PATIENCE_S)
+        near, far = line.connected_ends()
+        server = line.run_in_background(admitted, far, clock=clock.now)
+        line.run_in_background(near.send, encode(HELLO)).result(PATIENCE_S)
         clock.until_waiting()
         clock.advance(9.9)
         clock.until_waiting()
@@ -328,7 +328,7 @@ def test_handshake_with_a_peer_that_does_not_read_times_out(clock):
 
 
 def test_names_of_this_side_are_checked_before_anything_is_sent(line):
-    near, _ = line.meet()
+    near, _ = line.connected_ends()
     with pytest.raises(InvalidNameError):
         greeted(near, job="a/b")
     with pytest.raises(InvalidNameError):

@@ -55,12 +55,12 @@ def take_all(channel):
 
 
 def test_large_payloads_do_not_pass_through_the_carrier(line):
-    near, far = line.meet()
+    near, far = line.connected_ends()
     carried = []
     real = near._carrier.send
     near._carrier.send = lambda header, payload=(): carried.append(sum(map(len, payload))) or real(header, payload)
     data = bytes(range(256)) * (5 * MIB // 256) + b"the rest"
-    sent = line.aside(near.send, b"", [memoryview(data)])
+    sent = line.run_in_background(near.send, b"", [memoryview(data)])
     assert take_all(far) == data
     sent.result(PATIENCE_S)
     assert sum(carried) == 0
@@ -70,12 +70,12 @@ def test_large_payloads_do_not_pass_through_the_carrier(line):
 
 
 def test_buffers_return_after_they_were_read(line):
-    near, far = line.meet()
+    near, far = line.connected_ends()
     for _ in range(3):
-        sent = line.aside(near.send, b"", [memoryview(bytes(20 * MIB))])
+        sent = line.run_in_background(near.send, b"", [memoryview(bytes(20 * MIB))])
         take_all(far)
         sent.result(PATIENCE_S)
-        sent = line.aside(near.send, b"", [memoryview(bytes(20 * MIB))])
+        sent = line.run_in_background(near.send, b"", [memoryview(bytes(20 * MIB))])
         far.receive(idle_s=PATIENCE_S)
         far.discard()
         sent.result(PATIENCE_S)
@@ -90,7 +90,7 @@ def free_in_the_end(memory):
 
 
 def test_sent_payload_is_readable_after_its_sender_closed(line):
-    near, far = line.meet()
+    near, far = line.connected_ends()
     data = bytes(range(256)) * (3 * MIB // 256)
     near.send(b"", [memoryview(data)])
     near.close()
@@ -99,7 +99,7 @@ def test_sent_payload_is_readable_after_its_sender_closed(line):
 
 
 def test_abandoned_buffers_are_reused_after_a_delay(line, monkeypatch):
-    near, far = line.meet()
+    near, far = line.connected_ends()
     near.send(b"", [memoryview(bytes(3 * MIB))])
     far.close()
     near.close()
@@ -113,19 +113,19 @@ def test_abandoned_buffers_are_reused_after_a_delay(line, monkeypatch):
 
 
 def test_unauthenticated_peer_may_offer_no_payload(line):
-    near, far = line.meet()
-    server = line.aside(authenticate_client, far, me="n2", secret_of={"job": SECRET}.get)
+    near, far = line.connected_ends()
+    server = line.run_in_background(authenticate_client, far, me="n2", secret_of={"job": SECRET}.get)
     near.send(b"", [memoryview(bytes(MIB))])
     with pytest.raises(ProtocolError, match="the limit is"):
         server.result(PATIENCE_S)
 
 
 def test_authenticated_peers_may_offer_payloads(line):
-    near, far = line.meet()
-    server = line.aside(authenticate_client, far, me="n2", secret_of={"job": SECRET}.get)
+    near, far = line.connected_ends()
+    server = line.run_in_background(authenticate_client, far, me="n2", secret_of={"job": SECRET}.get)
     authenticate_to_server(near, job="job", me="n1", secret=SECRET)
     server.result(PATIENCE_S)
-    sent = line.aside(near.send, b"", [memoryview(b"x" * MIB)])
+    sent = line.run_in_background(near.send, b"", [memoryview(b"x" * MIB)])
     assert take_all(far) == b"x" * MIB
     sent.result(PATIENCE_S)
 
@@ -141,7 +141,7 @@ def raw(memory):
     line = ChannelPair(network.transport("n1"), NixlTransport.__new__(NixlTransport), "n2:0")
     line.there._carrier, line.there._registered, line.there._least_bytes = network.transport("n2"), memory, 1000
     line.there._lock = threading.Lock()
-    yield line.meet()
+    yield line.connected_ends()
     line.close()
 
 

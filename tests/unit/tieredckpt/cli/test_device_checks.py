@@ -21,7 +21,7 @@ LIMIT_S = 60.0
 
 def tried(device, limit_s=LIMIT_S):
     def empty(size, place):
-        return device.put(torch.zeros(size, dtype=torch.uint8), place.index)
+        return device.to_device(torch.zeros(size, dtype=torch.uint8), place.index)
 
     return check_devices(device, empty=empty, size_bytes=SIZE, limit_s=limit_s)
 

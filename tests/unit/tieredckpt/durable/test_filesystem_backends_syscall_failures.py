@@ -54,7 +54,7 @@ def story(folder, calls):
                     raise
         return None
 
-    with calls.watched(), contextlib.ExitStack() as cleanup:
+    with calls.recording(), contextlib.ExitStack() as cleanup:
         store = asked(lambda: open_store(url, settings))
         cleanup.callback(store.close)
         asked(lambda: store.put(before, b"old"))

@@ -22,13 +22,13 @@ def words_of(analysis):
 def test_a_run_without_faults():
     told = (
         EventLogBuilder()
-        .began(0)
-        .world(2, ranks=2)
+        .process_began(0)
+        .world_formed(2, ranks=2)
         .stage("rendezvous", 1, 1)
         .stage("groups", 2, 1)
         .stage("loader", 3, 2)
     )
-    told.steps(0, 10, at=5, each=1.0).ended(16)
+    told.steps(0, 10, at=5, each=1.0).process_ended(16)
     found = analyse(told.events)
     assert seconds(found) == {"startup": 5, "productive": 10, "ending": 1}
     assert (found.ettr, found.goodput) == (10 / 16, 10 / 16)
@@ -42,15 +42,15 @@ def test_a_run_without_faults():
 
 def test_a_killed_rank_is_a_recovery_with_its_stages():
     """Steps of 1 s; a fault at 7.5, half a second into step 5, of which the newest saved one is 3."""
-    told = EventLogBuilder().began(0).world(0, ranks=2).steps(0, 5, at=2)
+    told = EventLogBuilder().process_began(0).world_formed(0, ranks=2).steps(0, 5, at=2)
     told.fault(7.6, epoch=0, since=7.5, node="n1")
     told.stage("detect", 7.7, 0, epoch=0, rank=0).stage("abort", 7.7, 0.3, epoch=0, rank=0)
-    told.world(8.5, ranks=2, epoch=1, how="respawn")
+    told.world_formed(8.5, ranks=2, epoch=1, how="respawn")
     told.stage("launch", 7.8, 1.0, epoch=1, rank=1).stage("rendezvous", 8.0, 1.0, epoch=1, rank=0)
     told.stage("rendezvous", 8.8, 0.2, epoch=1, rank=1)
     told.stage("groups", 9.0, 0.5, epoch=1, rank=0).stage("groups", 9.0, 0.7, epoch=1, rank=1)
     told.stage("hydrate", 9.5, 0.4, epoch=1, rank=0).stage("hydrate", 9.7, 0.3, epoch=1, rank=1)
-    told.steps(4, 4, at=10, epoch=1).ended(14)
+    told.steps(4, 4, at=10, epoch=1).process_ended(14)
     found = analyse(told.events)
     assert seconds(found) == {"startup": 2, "productive": 8, "lost": 1.5, "recovery": 2.5}
     (_, recovery) = found.recoveries
@@ -68,13 +68,13 @@ def test_a_killed_rank_is_a_recovery_with_its_stages():
 def test_injection_time_starts_the_recovery():
     told = (
         EventLogBuilder()
-        .began(0)
-        .world(0)
+        .process_began(0)
+        .world_formed(0)
         .steps(0, 3, at=1)
-        .injected(4.25, "kill", node="n0")
+        .fault_injected(4.25, "kill", node="n0")
         .fault(5, node="n0", since=4.75)
     )
-    told.world(5.5, epoch=1, how="respawn").steps(3, 1, at=6, epoch=1).ended(7)
+    told.world_formed(5.5, epoch=1, how="respawn").steps(3, 1, at=6, epoch=1).process_ended(7)
     (_, recovery) = analyse(told.events).recoveries
     assert recovery.seconds == 1.75
     assert recovery.faults[0].injected == "kill"
@@ -85,17 +85,17 @@ def test_injection_time_starts_the_recovery():
     [({"node": "n1"}, False), ({"epoch": 7}, False), ({"local_rank": 1}, False), ({"local_rank": 0}, True), ({}, True)],
 )
 def test_an_injection_elsewhere_is_no_cause(where, fits):
-    told = EventLogBuilder().began(0).world(0).steps(0, 3, at=1).injected(4.25, "kill", **where)
-    told.fault(5, node="n0", local_rank=0).world(5.5, epoch=1, how="respawn").steps(3, 1, at=6, epoch=1)
+    told = EventLogBuilder().process_began(0).world_formed(0).steps(0, 3, at=1).fault_injected(4.25, "kill", **where)
+    told.fault(5, node="n0", local_rank=0).world_formed(5.5, epoch=1, how="respawn").steps(3, 1, at=6, epoch=1)
     (_, recovery) = analyse(told.events).recoveries
     assert bool(recovery.faults[0].injected) is fits
 
 
 def test_a_resize_loses_nothing_and_a_smaller_world_has_less_capacity():
-    told = EventLogBuilder().began(0).world(0, ranks=4).steps(0, 4, at=0).notice(3.5)
+    told = EventLogBuilder().process_began(0).world_formed(0, ranks=4).steps(0, 4, at=0).stop_requested(3.5)
     told.stage("seal", 4, 0.5, epoch=0).stage("leave", 4.5, 0.25, epoch=0)
-    told.world(4.75, ranks=1, epoch=1, how="shrink").stage("rendezvous", 4.75, 0.25, epoch=1)
-    told.stage("groups", 5, 1, epoch=1).steps(4, 2, at=6, each=2.0, epoch=1).ended(10)
+    told.world_formed(4.75, ranks=1, epoch=1, how="shrink").stage("rendezvous", 4.75, 0.25, epoch=1)
+    told.stage("groups", 5, 1, epoch=1).steps(4, 2, at=6, each=2.0, epoch=1).process_ended(10)
     found = analyse(told.events)
     assert seconds(found) == {"productive": 8, "resize": 2}
     assert {name: us / SECOND for name, us in found.capacity.by.items() if us} == {
@@ -115,12 +115,12 @@ def test_a_resize_loses_nothing_and_a_smaller_world_has_less_capacity():
 def test_time_that_a_save_blocks_is_not_productive():
     told = (
         EventLogBuilder()
-        .began(0)
-        .world(0)
+        .process_began(0)
+        .world_formed(0)
         .steps(0, 8, at=0)
         .save(1, at=1.75, took=0.25)
         .save(7, at=7.5, took=9)
-        .ended(8)
+        .process_ended(8)
     )
     found = analyse(told.events)
     assert seconds(found) == {"productive": 7.25, "save": 0.75, "ending": 8.5}
@@ -128,7 +128,14 @@ def test_time_that_a_save_blocks_is_not_productive():
 
 
 def test_slow_first_step_counts_as_startup():
-    told = EventLogBuilder().began(0).world(0).steps(0, 1, at=1, each=4.0).steps(1, 3, at=5).ended(8)
+    told = (
+        EventLogBuilder()
+        .process_began(0)
+        .world_formed(0)
+        .steps(0, 1, at=1, each=4.0)
+        .steps(1, 3, at=5)
+        .process_ended(8)
+    )
     found = analyse(told.events)
     assert seconds(found) == {"startup": 4, "productive": 4}
     assert found.recoveries[0].stages["first_step"] == 3
@@ -136,9 +143,9 @@ def test_slow_first_step_counts_as_startup():
 
 def test_steps_that_were_done_again_are_lost_once():
     """Saved every third step: 3 of the 5 are done again, and again."""
-    told = EventLogBuilder().began(0).world(0).steps(0, 5, at=0).fault(5)
-    told.world(5, epoch=1, how="restart").steps(3, 2, at=6, epoch=1).fault(8, epoch=1)
-    told.world(8, epoch=2, how="restart").steps(3, 4, at=9, epoch=2).ended(13)
+    told = EventLogBuilder().process_began(0).world_formed(0).steps(0, 5, at=0).fault(5)
+    told.world_formed(5, epoch=1, how="restart").steps(3, 2, at=6, epoch=1).fault(8, epoch=1)
+    told.world_formed(8, epoch=2, how="restart").steps(3, 4, at=9, epoch=2).process_ended(13)
     found = analyse(told.events)
     assert (found.steps, found.steps_counted, found.steps_lost) == (11, 7, 4)
     assert [one.steps_lost for one in found.recoveries] == [0, 2, 2]
@@ -147,33 +154,47 @@ def test_steps_that_were_done_again_are_lost_once():
 
 
 def test_final_restore_undoes_later_steps():
-    told = EventLogBuilder().began(0).world(0).steps(0, 5, at=0).restored(2, at=6)
+    told = EventLogBuilder().process_began(0).world_formed(0).steps(0, 5, at=0).restored(2, at=6)
     found = analyse(told.events)
     assert (found.steps_counted, found.steps_lost) == (3, 2)
 
 
 def test_step_that_a_killed_first_rank_did_not_write_counts_if_it_was_restored():
-    told = EventLogBuilder().began(0).world(0).steps(0, 2, at=0).fault(3.5, since=3.5).world(4, epoch=1, how="respawn")
+    told = (
+        EventLogBuilder()
+        .process_began(0)
+        .world_formed(0)
+        .steps(0, 2, at=0)
+        .fault(3.5, since=3.5)
+        .world_formed(4, epoch=1, how="respawn")
+    )
     told.restored(2, at=4, took=0.1, epoch=1)
-    found = analyse(told.steps(3, 1, at=5, epoch=1).ended(6).events)
+    found = analyse(told.steps(3, 1, at=5, epoch=1).process_ended(6).events)
     assert (found.steps_counted, found.steps_lost) == (4, 0)
     assert seconds(found)["productive"] == 4
 
 
 def test_step_that_nobody_restored_is_not_made_up():
-    told = EventLogBuilder().began(0).world(0).steps(0, 2, at=0).fault(3.5, since=3.5).world(4, epoch=1, how="respawn")
-    found = analyse(told.steps(3, 1, at=5, epoch=1).ended(6).events)
+    told = (
+        EventLogBuilder()
+        .process_began(0)
+        .world_formed(0)
+        .steps(0, 2, at=0)
+        .fault(3.5, since=3.5)
+        .world_formed(4, epoch=1, how="respawn")
+    )
+    found = analyse(told.steps(3, 1, at=5, epoch=1).process_ended(6).events)
     assert found.steps_counted == 3
 
 
 def test_a_fault_that_nothing_came_after():
     told = (
         EventLogBuilder()
-        .began(0)
-        .world(0)
+        .process_began(0)
+        .world_formed(0)
         .steps(0, 2, at=0)
         .fault(3, since=2.5)
-        .ended(5, how="job failed", words="too many")
+        .process_ended(5, how="job failed", words="too many")
     )
     found = analyse(told.events)
     (_, recovery) = found.recoveries
@@ -185,22 +206,22 @@ def test_a_fault_that_nothing_came_after():
 def test_two_faults_before_the_next_step_are_a_single_recovery():
     told = (
         EventLogBuilder()
-        .began(0)
-        .world(0)
+        .process_began(0)
+        .world_formed(0)
         .steps(0, 2, at=0)
         .fault(2)
-        .world(3, epoch=1, how="restart")
+        .world_formed(3, epoch=1, how="restart")
         .fault(4, epoch=1)
     )
-    told.world(5, epoch=2, how="replace").steps(2, 2, at=6, epoch=2)
+    told.world_formed(5, epoch=2, how="replace").steps(2, 2, at=6, epoch=2)
     found = analyse(told.events)
     (_, recovery) = found.recoveries
     assert (len(recovery.faults), recovery.seconds, recovery.how, found.faults) == (2, 4, "replace", 2)
 
 
 def test_resumed_job_was_down_in_between():
-    told = EventLogBuilder().began(0).world(0).steps(0, 3, at=1).ended(4, how="stopped")
-    told.began(10).world(10).steps(2, 2, at=11).ended(13)
+    told = EventLogBuilder().process_began(0).world_formed(0).steps(0, 3, at=1).process_ended(4, how="stopped")
+    told.process_began(10).world_formed(10).steps(2, 2, at=11).process_ended(13)
     found = analyse(told.events)
     assert seconds(found) == {"startup": 2, "productive": 4, "lost": 1, "down": 6}
     assert [run.how for run in found.runs] == ["stopped", "finished"]
@@ -208,22 +229,35 @@ def test_resumed_job_was_down_in_between():
 
 
 def test_a_run_that_came_to_nothing_is_time_too():
-    found = analyse(EventLogBuilder().began(0).began(5).world(5).steps(0, 3, at=5).events)
+    found = analyse(EventLogBuilder().process_began(0).process_began(5).world_formed(5).steps(0, 3, at=5).events)
     assert seconds(found) == {"down": 5, "productive": 3}
 
 
 def test_a_file_that_was_opened_later_is_no_part_of_the_run():
-    told = EventLogBuilder().began(0).world(0).steps(0, 3, at=0).add(FileOpened(EventLogBuilder.us(900) / 1e6, 1))
+    told = (
+        EventLogBuilder()
+        .process_began(0)
+        .world_formed(0)
+        .steps(0, 3, at=0)
+        .add(FileOpened(EventLogBuilder.microseconds(900) / 1e6, 1))
+    )
     assert analyse(told.events).wall.total == 3 * SECOND
 
 
 def test_a_coordinator_that_starts_again_begins_no_run():
-    told = EventLogBuilder().began(0).world(0).steps(0, 3, at=1).began(2.5, again=True).ended(4)
+    told = (
+        EventLogBuilder()
+        .process_began(0)
+        .world_formed(0)
+        .steps(0, 3, at=1)
+        .process_began(2.5, again=True)
+        .process_ended(4)
+    )
     assert len(analyse(told.events).runs) == 1
 
 
 def test_running_job_has_no_end():
-    found = analyse(EventLogBuilder().began(0).world(0).steps(0, 3, at=1).events)
+    found = analyse(EventLogBuilder().process_began(0).world_formed(0).steps(0, 3, at=1).events)
     assert found.is_running
     assert seconds(found) == {"startup": 1, "productive": 3}
 
@@ -231,12 +265,12 @@ def test_running_job_has_no_end():
 def test_faults_are_counted_before_the_first_step_too():
     told = (
         EventLogBuilder()
-        .began(0)
-        .world(1)
+        .process_began(0)
+        .world_formed(1)
         .fault(2)
-        .world(3, epoch=1, how="respawn")
+        .world_formed(3, epoch=1, how="respawn")
         .steps(0, 2, at=4, epoch=1)
-        .ended(6)
+        .process_ended(6)
     )
     found = analyse(told.events)
     assert (found.faults, len(found.recoveries)) == (1, 1)
@@ -245,7 +279,12 @@ def test_faults_are_counted_before_the_first_step_too():
 
 def test_unrecorded_time_is_unattributed():
     told = (
-        EventLogBuilder().began(0).world(0).steps(0, 2, at=0).world(2, epoch=1, how="grow").steps(2, 2, at=5, epoch=1)
+        EventLogBuilder()
+        .process_began(0)
+        .world_formed(0)
+        .steps(0, 2, at=0)
+        .world_formed(2, epoch=1, how="grow")
+        .steps(2, 2, at=5, epoch=1)
     )
     found = analyse(told.events)
     assert seconds(found) == {"productive": 4, "resize": 3}
@@ -254,14 +293,21 @@ def test_unrecorded_time_is_unattributed():
 
 
 def test_tokens_are_counted_for_steps_that_count():
-    told = EventLogBuilder().began(0).world(0).steps(0, 3, at=0, tokens=10).fault(3).world(3, epoch=1, how="restart")
+    told = (
+        EventLogBuilder()
+        .process_began(0)
+        .world_formed(0)
+        .steps(0, 3, at=0, tokens=10)
+        .fault(3)
+        .world_formed(3, epoch=1, how="restart")
+    )
     told.steps(2, 1, at=4, epoch=1, tokens=10)
     found = analyse(told.events)
     assert (found.tokens, found.samples) == (30, None)
 
 
 def test_percentiles_of_stages_are_over_all_ranks():
-    told = EventLogBuilder().began(0).world(0, ranks=100)
+    told = EventLogBuilder().process_began(0).world_formed(0, ranks=100)
     for rank in range(100):
         told.stage("groups", 1, 1 + rank, rank=rank)
     told.steps(0, 1, at=200)
@@ -270,17 +316,24 @@ def test_percentiles_of_stages_are_over_all_ranks():
 
 
 def test_a_rank_detects_from_the_fault_on():
-    told = EventLogBuilder().began(0).world(0, ranks=2).steps(0, 2, at=0).fault(3, since=2.5)
+    told = EventLogBuilder().process_began(0).world_formed(0, ranks=2).steps(0, 2, at=0).fault(3, since=2.5)
     told.stage("detect", 3, 0, epoch=0, rank=0).stage("detect", 4, 0, epoch=0, rank=1)
-    told.world(5, epoch=1, how="respawn").steps(2, 1, at=6, epoch=1)
+    told.world_formed(5, epoch=1, how="respawn").steps(2, 1, at=6, epoch=1)
     found = analyse(told.events)
     (detect,) = [one for one in found.stages if one.name == "detect"]
     assert (detect.count, detect.p50_s, detect.most_s) == (2, 0.5, 1.5)
-    assert found.recoveries[1].known_us == told.us(4)
+    assert found.recoveries[1].known_us == told.microseconds(4)
 
 
 def test_a_spare_that_waited_took_no_time_of_the_recovery():
-    told = EventLogBuilder().began(0).world(0).steps(0, 5, at=0).fault(5).world(5, epoch=1, how="respawn")
+    told = (
+        EventLogBuilder()
+        .process_began(0)
+        .world_formed(0)
+        .steps(0, 5, at=0)
+        .fault(5)
+        .world_formed(5, epoch=1, how="respawn")
+    )
     told.stage("launch", 0, 2, epoch=1).stage("rendezvous", 2, 3.5, epoch=1).steps(5, 1, at=6, epoch=1)
     found = analyse(told.events)
     waited = [(one.name, one.count, one.most_s) for one in found.stages if one.category is TimeCategory.RECOVERY]
@@ -293,13 +346,13 @@ def test_nothing():
 
 
 def test_up_to_which_step_a_job_is_protected_and_since_when_not():
-    told = EventLogBuilder().began(0).world(0).steps(0, 10, at=0).protection(0, at=1).protection(2, at=3)
+    told = EventLogBuilder().process_began(0).world_formed(0).steps(0, 10, at=0).protection(0, at=1).protection(2, at=3)
     told.protection(2, at=6, since=4, left_out=1).protection(2, at=7, since=4, left_out=2).protection(7, at=8)
-    told.protection(8, at=9).ended(12)
+    told.protection(8, at=9).process_ended(12)
     found = analyse(told.events)
     assert found.protected_step == 8
     assert [(one.start_us, one.end_us, one.step, one.left_out, one.lasts) for one in found.unprotected] == [
-        (EventLogBuilder.us(4), EventLogBuilder.us(8), 2, 2, False)
+        (EventLogBuilder.microseconds(4), EventLogBuilder.microseconds(8), 2, 2, False)
     ]
     assert found.unprotected_since_us is None
     assert "protected up to step 8; it was unprotected once, for 4.00 s" in words_of(found)
@@ -308,17 +361,17 @@ def test_up_to_which_step_a_job_is_protected_and_since_when_not():
 def test_a_job_that_ends_unprotected():
     told = (
         EventLogBuilder()
-        .began(0)
-        .world(0)
+        .process_began(0)
+        .world_formed(0)
         .steps(0, 10, at=0)
         .protection(2, at=3)
         .protection(2, at=6, since=4, left_out=3)
     )
-    found = analyse(told.ended(12).events)
+    found = analyse(told.process_ended(12).events)
     assert [(one.start_us, one.end_us, one.lasts) for one in found.unprotected] == [
-        (EventLogBuilder.us(4), EventLogBuilder.us(12), True)
+        (EventLogBuilder.microseconds(4), EventLogBuilder.microseconds(12), True)
     ]
-    assert found.unprotected_since_us == EventLogBuilder.us(4)
+    assert found.unprotected_since_us == EventLogBuilder.microseconds(4)
     assert (
         "protected up to step 2, unprotected since 2023-11-14 22:13:24Z (3 saves skipped or failed); "
         "it was unprotected once, for 8.00 s" in words_of(found)
@@ -326,16 +379,18 @@ def test_a_job_that_ends_unprotected():
 
 
 def test_unprotected_run_followed_by_a_protected_one_is_reported():
-    told = EventLogBuilder().began(0).world(0).steps(0, 3, at=0).protection(-1, at=2, since=1, left_out=1)
-    told.began(50).world(50).steps(0, 5, at=50).protection(3, at=54).ended(60)
+    told = (
+        EventLogBuilder().process_began(0).world_formed(0).steps(0, 3, at=0).protection(-1, at=2, since=1, left_out=1)
+    )
+    told.process_began(50).world_formed(50).steps(0, 5, at=50).protection(3, at=54).process_ended(60)
     found = analyse(told.events)
     assert [(one.start_us, one.end_us, one.step, one.lasts) for one in found.unprotected] == [
-        (EventLogBuilder.us(1), EventLogBuilder.us(54), -1, False)
+        (EventLogBuilder.microseconds(1), EventLogBuilder.microseconds(54), -1, False)
     ]
     assert "protected up to step 3; it was unprotected once, for 53.00 s" in words_of(found)
 
 
 def test_protection_is_omitted_without_records():
-    found = analyse(EventLogBuilder().began(0).world(0).steps(0, 3, at=0).ended(4).events)
+    found = analyse(EventLogBuilder().process_began(0).world_formed(0).steps(0, 3, at=0).process_ended(4).events)
     assert (found.protected_step, found.unprotected) == (None, ())
     assert "protected" not in words_of(found)

@@ -59,7 +59,7 @@ def saved(request, tmp_path):
 
 def on(device: AsyncDevice, state: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     return {
-        name: tensor if name == "host" else device.put(tensor, number % device.device_count())
+        name: tensor if name == "host" else device.to_device(tensor, number % device.device_count())
         for number, (name, tensor) in enumerate(state.items())
     }
 

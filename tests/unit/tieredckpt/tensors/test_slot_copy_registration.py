@@ -30,7 +30,7 @@ def saved(session, device, step, elements):
     tensor = torch.arange(elements, dtype=torch.float32) + 1000 * step
     staged = session.lease_slot(ShardKey("job", step, 1, "a", 0, 0), 1, layout_of(elements), 0, wait_s=5)
     with use_device_backend(device):
-        staged.memory.copy_in([SlotWrite(device.put(tensor), staged.layout.header_bytes)], session.copier)
+        staged.memory.copy_in([SlotWrite(device.to_device(tensor), staged.layout.header_bytes)], session.copier)
     record = session.seal(staged, staged.lease.key, [], durable=False, table=None)
     return staged, record, tensor
 

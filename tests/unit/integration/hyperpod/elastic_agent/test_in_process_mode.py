@@ -38,7 +38,7 @@ def alone():
         policy = ScalingPolicy(num_restart_before_full_job_restart=1, repeat_offender_faults=2)
         plane = InProcessControlPlane(AgentWorker(connection), environ=environ, policy=policy)
         agent = listener.accept()
-        assert agent.hear()["type"] == ipc.MSG_INIT
+        assert agent.receive()["type"] == ipc.MSG_INIT
         yield plane, agent, environ
         plane.close()
         connection.close()
@@ -53,9 +53,9 @@ def port():
 def begin(plane, agent, port, count=0, **more):
     """Through the barrier, into a world of one."""
     coming = start_all(lambda: plane.wait_for_assignment(timeout_s=PATIENCE_S))
-    assert wait_until(lambda: agent.hear()["type"] == ipc.MSG_AT_BARRIER)
-    agent.say(ipc.MSG_JOB_START, worker_envs=worker_environ(0, 1, port, count, **more))
-    assert agent.hear()["type"] == ipc.MSG_PAST_BARRIER
+    assert wait_until(lambda: agent.receive()["type"] == ipc.MSG_AT_BARRIER)
+    agent.send(ipc.MSG_JOB_START, worker_envs=worker_environ(0, 1, port, count, **more))
+    assert agent.receive()["type"] == ipc.MSG_PAST_BARRIER
     return coming
 
 
@@ -140,8 +140,8 @@ def test_a_start_that_names_the_number_of_ranks_as_the_number_of_groups(alone, p
     plane, agent, environ = alone
     environ["LOCAL_WORLD_SIZE"] = "2"
     coming = start_all(lambda: plane.wait_for_assignment(timeout_s=0.5))
-    agent.hear()
-    agent.say(
+    agent.receive()
+    agent.send(
         ipc.MSG_JOB_START, worker_envs={**worker_environ(0, 4, port, 0), "GROUP_RANK": "0", "GROUP_WORLD_SIZE": "4"}
     )
     with pytest.raises(ControlDeadlineError):  # three others are not there
@@ -154,7 +154,7 @@ def test_a_count_that_was_given_before_makes_a_newer_epoch_all_the_same(alone, p
     plane, agent, _ = alone
     (coming,) = begin(plane, agent, port, count=3)
     assert coming.result(PATIENCE_S).epoch == 3
-    agent.say(ipc.MSG_JOB_FAULT, restart_count=3)
+    agent.send(ipc.MSG_JOB_FAULT, restart_count=3)
     wait_until(lambda: wanted_notice(plane) is NoticeKind.RESTART)
     (coming,) = begin(plane, agent, port, count=3)
     assert coming.result(PATIENCE_S).epoch == 4
@@ -163,23 +163,23 @@ def test_a_count_that_was_given_before_makes_a_newer_epoch_all_the_same(alone, p
 def test_spare_waits_until_it_is_started(alone, port):
     plane, agent, _ = alone
     (coming,) = begin(plane, agent, port, spare=True)
-    assert agent.hear()["type"] == ipc.MSG_AT_BARRIER
+    assert agent.receive()["type"] == ipc.MSG_AT_BARRIER
     assert not coming.done()
-    agent.say(ipc.MSG_JOB_START, worker_envs=worker_environ(0, 1, port, 1))
+    agent.send(ipc.MSG_JOB_START, worker_envs=worker_environ(0, 1, port, 1))
     assert coming.result(PATIENCE_S).restarts == 1
 
 
 def test_withdrawn_start_is_awaited_again(alone, port):
     plane, agent, _ = alone
     coming = start_all(lambda: plane.wait_for_assignment(timeout_s=PATIENCE_S))
-    agent.hear()
-    agent.say(
+    agent.receive()
+    agent.send(
         ipc.MSG_JOB_START, worker_envs=worker_environ(1, 2, port, 0)
     )  # the first rank, which is to keep the store, never comes
-    assert agent.hear()["type"] == ipc.MSG_PAST_BARRIER
-    agent.say(ipc.MSG_JOB_FAULT, restart_count=0)
-    assert agent.hear()["type"] == ipc.MSG_AT_BARRIER
-    agent.say(ipc.MSG_JOB_START, worker_envs=worker_environ(0, 1, port, 1))
+    assert agent.receive()["type"] == ipc.MSG_PAST_BARRIER
+    agent.send(ipc.MSG_JOB_FAULT, restart_count=0)
+    assert agent.receive()["type"] == ipc.MSG_AT_BARRIER
+    agent.send(ipc.MSG_JOB_START, worker_envs=worker_environ(0, 1, port, 1))
     assert coming[0].result(PATIENCE_S).epoch == 1
 
 
@@ -187,21 +187,21 @@ def test_repeated_in_process_restarts_escalate_to_new_processes(alone, port):
     plane, agent, _ = alone
     begin(plane, agent, port)[0].result(PATIENCE_S)
     plane.report_fault("once")
-    assert agent.hear()["restart_mode"] == "in_process_restart"
-    agent.say(ipc.MSG_JOB_FAULT, restart_count=0)
+    assert agent.receive()["restart_mode"] == "in_process_restart"
+    agent.send(ipc.MSG_JOB_FAULT, restart_count=0)
     begin(plane, agent, port, count=1)[0].result(PATIENCE_S)
     plane.report_fault("twice")
-    assert agent.hear() | {"client_id": ""} == {
+    assert agent.receive() | {"client_id": ""} == {
         "type": "rank_labels", "labels": {"elastic-repeat-offender": "2"}, "local_rank": 0, "client_id": "",
     }  # fmt: skip
-    assert agent.hear()["restart_mode"] == "process_level_restart"
+    assert agent.receive()["restart_mode"] == "process_level_restart"
 
 
 def test_final_fault_requests_one_job_restart(alone, port):
     plane, agent, _ = alone
     begin(plane, agent, port)[0].result(PATIENCE_S)
     plane.report_fault("a loss that is never finite", final=True)
-    assert agent.hear()["restart_mode"] == "job_level_restart"
+    assert agent.receive()["restart_mode"] == "job_level_restart"
     with pytest.raises(JobFailedError, match="never finite"):
         plane.wait_for_assignment(timeout_s=PATIENCE_S)
 
@@ -237,10 +237,10 @@ def test_port_without_a_store_requests_another_start(alone, port, monkeypatch):
     with socket.socket() as other:
         other.bind(("127.0.0.1", 0))
         (coming,) = begin(plane, agent, other.getsockname()[1])
-        told = agent.hear()
+        told = agent.receive()
         assert (told["type"], told["restart_mode"]) == (ipc.MSG_JOB_FAULT, "in_process_restart")
         assert "is taken" in told["message"]
-        agent.say(ipc.MSG_JOB_FAULT, restart_count=0)
-        assert agent.hear()["type"] == ipc.MSG_AT_BARRIER
-        agent.say(ipc.MSG_JOB_START, worker_envs=worker_environ(0, 1, port, 1))
+        agent.send(ipc.MSG_JOB_FAULT, restart_count=0)
+        assert agent.receive()["type"] == ipc.MSG_AT_BARRIER
+        agent.send(ipc.MSG_JOB_START, worker_envs=worker_environ(0, 1, port, 1))
         assert coming.result(PATIENCE_S).restarts == 1

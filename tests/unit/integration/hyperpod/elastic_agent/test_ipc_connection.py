@@ -39,7 +39,7 @@ def test_channels_introduce_themselves_and_sign_their_messages(both):
     one, other = connection.open_channel(ipc.RESTART_MESSAGES), connection.open_channel(ipc.CHECKPOINT_MESSAGES)
     one.send(ipc.MSG_AT_BARRIER)
     other.send(ipc.MSG_CHECKPOINT_UPDATE, step=4, path="s3://b/4")
-    heard = [worker.hear() for _ in range(4)]
+    heard = [worker.receive() for _ in range(4)]
     assert [(m["type"], m["client_id"], m["local_rank"]) for m in heard] == [
         ("init", one.client, 8),
         ("init", other.client, 8),
@@ -51,9 +51,9 @@ def test_channels_introduce_themselves_and_sign_their_messages(both):
 
 def test_fault_before_any_listener_is_received(both):
     connection, worker = both
-    worker.say(ipc.MSG_JOB_FAULT, restart_count=0)
-    worker.say(ipc.MSG_JOB_START, client_id="of an earlier user")
-    worker.say("something new")
+    worker.send(ipc.MSG_JOB_FAULT, restart_count=0)
+    worker.send(ipc.MSG_JOB_START, client_id="of an earlier user")
+    worker.send("something new")
     first = connection.open_channel([ipc.MSG_CHECKPOINT_GET])
     with pytest.raises(ControlDeadlineError, match="ckpt_info_get"):
         first.receive(timeout_s=0.05)
@@ -66,8 +66,8 @@ def test_other_message_types_are_queued(both):
     connection, worker = both
     channel = connection.open_channel(ipc.RESTART_MESSAGES)
     for number in range(3):
-        worker.say(ipc.MSG_JOB_FAULT, restart_count=number)
-    worker.say(ipc.MSG_JOB_START, client_id=channel.client)
+        worker.send(ipc.MSG_JOB_FAULT, restart_count=number)
+    worker.send(ipc.MSG_JOB_START, client_id=channel.client)
     assert channel.receive(ipc.MSG_JOB_START, timeout_s=PATIENCE_S)
     assert [channel.receive(ipc.MSG_JOB_FAULT, timeout_s=PATIENCE_S)["restart_count"] for _ in range(3)] == [0, 1, 2]
 
@@ -77,23 +77,23 @@ def test_answers_reach_the_requesting_channel(both):
     users = [connection.open_channel(ipc.CHECKPOINT_MESSAGES) for _ in range(2)]
     for user in users:
         user.send(ipc.MSG_CHECKPOINT_GET)
-    asked = [m for m in (worker.hear() for _ in range(4)) if m["type"] == ipc.MSG_CHECKPOINT_GET]
+    asked = [m for m in (worker.receive() for _ in range(4)) if m["type"] == ipc.MSG_CHECKPOINT_GET]
     for message in reversed(asked):
-        worker.say(ipc.MSG_CHECKPOINT_GET, client_id=message["client_id"], path=message["client_id"])
+        worker.send(ipc.MSG_CHECKPOINT_GET, client_id=message["client_id"], path=message["client_id"])
     assert [user.receive(timeout_s=PATIENCE_S)["path"] for user in users] == [user.client for user in users]
 
 
 def test_unaddressed_message_reaches_all_subscribers(both):
     connection, worker = both
     users = [connection.open_channel(ipc.RESTART_MESSAGES) for _ in range(2)]
-    worker.say(ipc.MSG_JOB_FAULT, restart_count=3)
+    worker.send(ipc.MSG_JOB_FAULT, restart_count=3)
     assert [user.receive(timeout_s=PATIENCE_S)["restart_count"] for user in users] == [3, 3]
 
 
 def test_concurrent_frames_are_not_interleaved(both):
     connection, worker = both
     channel = connection.open_channel(ipc.RESTART_MESSAGES)
-    assert worker.hear()["type"] == ipc.MSG_INIT
+    assert worker.receive()["type"] == ipc.MSG_INIT
     talk = "x" * 100_000
     speakers = [
         threading.Thread(target=lambda n=n: [channel.send(ipc.MSG_JOB_DATA, rank=n, data=talk) for _ in range(20)])
@@ -101,7 +101,7 @@ def test_concurrent_frames_are_not_interleaved(both):
     ]
     for speaker in speakers:
         speaker.start()
-    heard = [worker.hear() for _ in range(80)]
+    heard = [worker.receive() for _ in range(80)]
     for speaker in speakers:
         speaker.join()
     assert {len(m["data"]) for m in heard} == {100_000}
@@ -113,14 +113,14 @@ def test_messages_sent_before_closing_are_delivered(both):
     channel = connection.open_channel(ipc.RESTART_MESSAGES)
     channel.send(ipc.MSG_JOB_FAULT, rank=8, reason="its loss is not finite")
     connection.close()
-    assert [worker.hear()["type"] for _ in range(2)] == [ipc.MSG_INIT, ipc.MSG_JOB_FAULT]
-    assert worker.hear() is None
+    assert [worker.receive()["type"] for _ in range(2)] == [ipc.MSG_INIT, ipc.MSG_JOB_FAULT]
+    assert worker.receive() is None
 
 
 def test_closed_agent_connection_stays_lost(both):
     connection, worker = both
     channel = connection.open_channel(ipc.RESTART_MESSAGES)
-    assert worker.hear()["type"] == ipc.MSG_INIT
+    assert worker.receive()["type"] == ipc.MSG_INIT
     waiting = threading.Thread(target=worker.close)
     waiting.start()
     with pytest.raises(ControlPlaneUnavailableError, match="the agent closed it"):
@@ -133,8 +133,8 @@ def test_closed_agent_connection_stays_lost(both):
 def test_messages_before_the_end_are_received_after_it(both):
     connection, worker = both
     channel = connection.open_channel(ipc.RESTART_MESSAGES)
-    assert worker.hear()["type"] == ipc.MSG_INIT
-    worker.say(ipc.MSG_JOB_FAULT, restart_count=1)
+    assert worker.receive()["type"] == ipc.MSG_INIT
+    worker.send(ipc.MSG_JOB_FAULT, restart_count=1)
     worker.close()
     with pytest.raises(ControlPlaneUnavailableError):
         channel.receive(ipc.MSG_JOB_START, timeout_s=PATIENCE_S)
@@ -162,7 +162,7 @@ def test_damaged_frame_closes_the_connection_with_a_reason(both, stream, said):
 def test_truncated_frame_differs_from_a_close(both):
     connection, worker = both
     channel = connection.open_channel(ipc.RESTART_MESSAGES)
-    assert worker.hear()["type"] == ipc.MSG_INIT
+    assert worker.receive()["type"] == ipc.MSG_INIT
     worker.sock.sendall(encode_agent_frame({"type": ipc.MSG_JOB_FAULT})[:-1])
     worker.close()
     with pytest.raises(ControlPlaneUnavailableError, match="within a frame"):
@@ -187,8 +187,8 @@ def test_flooding_agent_is_disconnected_and_its_messages_are_kept(both):
 
     def flood():
         for number in range(2 * MAX_QUEUED_MESSAGES):
-            worker.say(ipc.MSG_JOB_FAULT, restart_count=number)
-        while worker.hear() is not None:
+            worker.send(ipc.MSG_JOB_FAULT, restart_count=number)
+        while worker.receive() is not None:
             pass
         raise BrokenPipeError
 
@@ -209,7 +209,7 @@ def test_missing_socket_is_named_in_the_error(tmp_path):
 def test_a_forked_child_does_not_hold_the_connection_open(both):
     connection, worker = both
     connection.open_channel(ipc.RESTART_MESSAGES)
-    assert worker.hear()["type"] == ipc.MSG_INIT
+    assert worker.receive()["type"] == ipc.MSG_INIT
     asks, answers = os.pipe()
     child = os.fork()
     if child == 0:
@@ -217,7 +217,7 @@ def test_a_forked_child_does_not_hold_the_connection_open(both):
         os._exit(0)
     try:
         connection.close()
-        assert worker.hear() is None
+        assert worker.receive() is None
     finally:
         os.write(answers, b"x")
         os.waitpid(child, 0)

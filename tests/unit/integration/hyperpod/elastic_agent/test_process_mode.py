@@ -211,7 +211,7 @@ def test_stopped_store_process_delays_no_exit(zygote, monkeypatch):
         wait_results(start_all(lambda: first.agree_on_step(8), lambda: second.plane.agree_on_step(8)))
         for plane in (first, second.plane):
             plane.report_sealed(8)
-        server.stop()
+        server.suspend()
         (leaving,) = start_all(lambda: leaves(second))
         leaving.result(PATIENCE_S)
         wait_results(start_all(second.plane.close, first.close))

@@ -45,14 +45,14 @@ def both():
     with agent_listener() as listener:
         worker = AgentWorker(AgentConnection(listener.path, 0))
         agent = listener.accept()
-        assert agent.hear()["type"] == ipc.MSG_INIT
+        assert agent.receive()["type"] == ipc.MSG_INIT
         yield worker, agent
         worker.close()
         agent.close()
 
 
 def start(agent, count=0):
-    agent.say(ipc.MSG_JOB_START, worker_envs=envs(count), aggregate_worker_data={"rank_ips": []})
+    agent.send(ipc.MSG_JOB_START, worker_envs=envs(count), aggregate_worker_data={"rank_ips": []})
 
 
 def test_worker_reports_arrival_at_and_departure_from_the_barrier(both):
@@ -60,9 +60,9 @@ def test_worker_reports_arrival_at_and_departure_from_the_barrier(both):
     found = []
     waiting = threading.Thread(target=lambda: found.append(worker.wait_at_barrier(timeout_s=PATIENCE_S)))
     waiting.start()
-    assert agent.hear()["type"] == ipc.MSG_AT_BARRIER
+    assert agent.receive()["type"] == ipc.MSG_AT_BARRIER
     start(agent, count=3)
-    assert agent.hear()["type"] == ipc.MSG_PAST_BARRIER
+    assert agent.receive()["type"] == ipc.MSG_PAST_BARRIER
     waiting.join()
     ((begun, faults),) = found
     assert (begun.restart_count, begun.environ["RANK"], begun.data, faults) == (3, "8", {"rank_ips": []}, 0)
@@ -73,12 +73,12 @@ def test_a_start_that_a_fault_overtook_is_not_begun(both):
     with pytest.raises(ControlDeadlineError):
         worker.wait_at_barrier(timeout_s=0.01)
     start(agent)
-    agent.say(ipc.MSG_JOB_FAULT, restart_count=0)
+    agent.send(ipc.MSG_JOB_FAULT, restart_count=0)
     wait_until(lambda: worker.fault_count == 1)
     found = []
     waiting = threading.Thread(target=lambda: found.append(worker.wait_at_barrier(timeout_s=PATIENCE_S)))
     waiting.start()
-    assert [agent.hear()["type"] for _ in range(2)] == [ipc.MSG_AT_BARRIER] * 2
+    assert [agent.receive()["type"] for _ in range(2)] == [ipc.MSG_AT_BARRIER] * 2
     start(agent, count=1)
     waiting.join()
     assert found[0][0].restart_count == 1
@@ -90,18 +90,18 @@ def test_start_repeated_to_another_channel_is_begun_once(both):
     worker, agent = both
     other = worker._connection.open_channel(ipc.CHECKPOINT_MESSAGES)
     begun = start_all(lambda: worker.wait_at_barrier(timeout_s=PATIENCE_S))
-    assert [agent.hear()["type"] for _ in range(2)] == [ipc.MSG_INIT, ipc.MSG_AT_BARRIER]
+    assert [agent.receive()["type"] for _ in range(2)] == [ipc.MSG_INIT, ipc.MSG_AT_BARRIER]
     start(agent, count=1)
     assert begun[0].result(PATIENCE_S)[0].restart_count == 1
-    assert agent.hear()["type"] == ipc.MSG_PAST_BARRIER
-    agent.say(ipc.MSG_JOB_START, client_id=other.client, worker_envs=envs(1), aggregate_worker_data={"rank_ips": []})
-    agent.say(ipc.MSG_RANK_INFO, worker_envs=envs(2))
+    assert agent.receive()["type"] == ipc.MSG_PAST_BARRIER
+    agent.send(ipc.MSG_JOB_START, client_id=other.client, worker_envs=envs(1), aggregate_worker_data={"rank_ips": []})
+    agent.send(ipc.MSG_RANK_INFO, worker_envs=envs(2))
     wait_until(lambda: worker.wait_for_rank_info().restart_count == 2)
     worker.report_fault(8, RequestedRestart.PROCESS, "WorkerFault")
     again = start_all(lambda: worker.wait_at_barrier(timeout_s=PATIENCE_S))
-    assert [agent.hear()["type"] for _ in range(2)] == [ipc.MSG_JOB_FAULT, ipc.MSG_AT_BARRIER]
+    assert [agent.receive()["type"] for _ in range(2)] == [ipc.MSG_JOB_FAULT, ipc.MSG_AT_BARRIER]
     assert not again[0].done()
-    agent.say(ipc.MSG_JOB_FAULT, restart_count=1)
+    agent.send(ipc.MSG_JOB_FAULT, restart_count=1)
     start(agent, count=1)  # by an operator that does not count: after a fault it is another one
     assert again[0].result(PATIENCE_S)[1] == 1
 
@@ -114,9 +114,9 @@ def test_newest_start_without_a_later_fault_is_begun(said):
         agent = listener.accept()
         for number, kind in enumerate([*said, "start"]):
             if kind == "fault":
-                agent.say(ipc.MSG_JOB_FAULT, restart_count=number)
+                agent.send(ipc.MSG_JOB_FAULT, restart_count=number)
             else:
-                agent.say(ipc.MSG_JOB_START if kind == "start" else ipc.MSG_RANK_INFO, worker_envs=envs(number))
+                agent.send(ipc.MSG_JOB_START if kind == "start" else ipc.MSG_RANK_INFO, worker_envs=envs(number))
         wait_until(lambda: worker._known is not None and worker._known.restart_count == len(said))
         begun, faults = worker.wait_at_barrier(timeout_s=PATIENCE_S)
         assert (begun.restart_count, faults) == (len(said), said.count("fault"))
@@ -127,14 +127,14 @@ def test_newest_start_without_a_later_fault_is_begun(said):
 def test_unexpected_messages_are_ignored(both):
     worker, agent = both
     asking = worker._connection.open_channel(ipc.CHECKPOINT_MESSAGES)
-    assert agent.hear()["type"] == ipc.MSG_INIT
-    agent.say(ipc.MSG_RANK_INFO, worker_envs=envs(7))  # for a start that comes first
-    agent.say(ipc.MSG_CHECKPOINT_GET, client_id="another's", path="of another's question")
-    agent.say(ipc.MSG_JOB_FAULT, restart_count=["no number"], client_id={"no": "name"})
-    agent.say(ipc.MSG_INVALID, client_id=asking.client)
+    assert agent.receive()["type"] == ipc.MSG_INIT
+    agent.send(ipc.MSG_RANK_INFO, worker_envs=envs(7))  # for a start that comes first
+    agent.send(ipc.MSG_CHECKPOINT_GET, client_id="another's", path="of another's question")
+    agent.send(ipc.MSG_JOB_FAULT, restart_count=["no number"], client_id={"no": "name"})
+    agent.send(ipc.MSG_INVALID, client_id=asking.client)
     start(agent, count=1)
-    agent.say(ipc.MSG_PAST_BARRIER)
-    agent.say(ipc.MSG_AT_BARRIER, client_id=asking.client)
+    agent.send(ipc.MSG_PAST_BARRIER)
+    agent.send(ipc.MSG_AT_BARRIER, client_id=asking.client)
     wait_until(lambda: worker._known is not None and worker._known.restart_count == 1)
     begun, faults = worker.wait_at_barrier(timeout_s=PATIENCE_S)
     assert (begun.restart_count, faults) == (1, 1)
@@ -145,7 +145,7 @@ def test_agent_lost_within_a_frame_is_reported(both):
     worker, agent = both
     whole = encode_agent_frame({"type": ipc.MSG_JOB_START, "worker_envs": envs(3)})
     waiting = start_all(lambda: worker.wait_at_barrier(timeout_s=PATIENCE_S))
-    assert agent.hear()["type"] == ipc.MSG_AT_BARRIER
+    assert agent.receive()["type"] == ipc.MSG_AT_BARRIER
     agent.sock.sendall(whole[:-5])
     agent.close()
     with pytest.raises(ControlPlaneUnavailableError, match="within a frame"):
@@ -157,7 +157,7 @@ def test_every_fault_is_delivered_once(both):
     told = []
     worker.add_fault_callback(told.append)
     for number in range(5):
-        agent.say(ipc.MSG_JOB_FAULT, restart_count=number)
+        agent.send(ipc.MSG_JOB_FAULT, restart_count=number)
     wait_until(lambda: len(told) == 5)
     assert [reason[-2] for reason in told] == ["0", "1", "2", "3", "4"]
 
@@ -180,14 +180,14 @@ def test_waiting_for_an_agent_that_does_not_read_fails(both, monkeypatch):
     monkeypatch.setattr(worker_module, "AGENT_SILENCE_LIMIT_S", 0.2)
     with pytest.raises(ControlPlaneUnavailableError, match=r"has not read for 0\.2 s"):
         worker.wait_at_barrier(timeout_s=PATIENCE_S)
-    assert agent.hear()["type"] == ipc.MSG_AT_BARRIER
+    assert agent.receive()["type"] == ipc.MSG_AT_BARRIER
 
 
 def test_silent_agent_that_reads_is_awaited(both, monkeypatch):
     worker, agent = both
     with pytest.raises(ControlDeadlineError):
         worker.wait_at_barrier(timeout_s=0.01)
-    assert agent.hear()["type"] == ipc.MSG_AT_BARRIER
+    assert agent.receive()["type"] == ipc.MSG_AT_BARRIER
     monkeypatch.setattr(worker_module, "AGENT_SILENCE_LIMIT_S", 0.1)
     with pytest.raises(ControlDeadlineError):
         worker.wait_at_barrier(timeout_s=0.5)
@@ -196,7 +196,7 @@ def test_silent_agent_that_reads_is_awaited(both, monkeypatch):
 def test_fault_report_carries_the_restart_mode_and_is_sent_on_return(both):
     worker, agent = both
     worker.report_fault(8, RequestedRestart.PROCESS, "WorkerFault", "x" * 100_000)
-    said = agent.hear()
+    said = agent.receive()
     assert (said["type"], said["rank"], said["restart_mode"]) == ("job_fault", 8, "process_level_restart")
     assert len(said["message"]) < 10_000
 
@@ -204,7 +204,7 @@ def test_fault_report_carries_the_restart_mode_and_is_sent_on_return(both):
 def test_labels_are_passed_on(both):
     worker, agent = both
     worker.set_health_labels({"health": "good"})
-    labels = agent.hear()
+    labels = agent.receive()
     assert (labels["type"], labels["labels"]) == ("rank_labels", {"health": "good"})
 
 
@@ -224,8 +224,8 @@ def test_awaited_rank_is_set_in_the_environment(environ):
     waiting = threading.Thread(target=wait_rank, args=(environ,), kwargs={"timeout_s": PATIENCE_S})
     waiting.start()
     agent = listener.accept()
-    assert [agent.hear()["type"] for _ in range(2)] == [ipc.MSG_INIT, ipc.MSG_AT_BARRIER]
-    agent.say(ipc.MSG_RANK_INFO, worker_envs=envs(rank=8))
+    assert [agent.receive()["type"] for _ in range(2)] == [ipc.MSG_INIT, ipc.MSG_AT_BARRIER]
+    agent.send(ipc.MSG_RANK_INFO, worker_envs=envs(rank=8))
     waiting.join()
     assert (environ["RANK"], environ["WORLD_SIZE"], environ["MASTER_ADDR"]) == ("8", "16", "n0")
     agent.close()

@@ -43,7 +43,7 @@ def job(
 
 def running(spec: JobSpec, size: int, **how: Any) -> FakeHyperPodCluster:
     cluster = FakeHyperPodCluster(spec, **how)
-    cluster.until(lambda: cluster.runs(size))
+    cluster.run_until(lambda: cluster.is_running(size))
     return cluster
 
 
@@ -53,10 +53,10 @@ def running(spec: JobSpec, size: int, **how: Any) -> FakeHyperPodCluster:
 def test_all_are_ready_before_any_is_started():
     cluster = FakeHyperPodCluster(job(3))
     cluster.room = 2
-    cluster.turns(20)
-    assert not any(one.starts for one in cluster.alive), "two of three wait for the third"
+    cluster.run_cycles(20)
+    assert not any(one.starts for one in cluster.live_agents), "two of three wait for the third"
     cluster.room = None
-    cluster.until(lambda: cluster.runs(3))
+    cluster.run_until(lambda: cluster.is_running(3))
     bodies = [one.starts[0][1] for one in cluster.members]
     assert [body.rank for body in bodies] == [0, 1, 2]
     assert {(body.nnodes, body.fault_count, body.master_addr, body.spare) for body in bodies} == {
@@ -69,12 +69,12 @@ def test_all_are_ready_before_any_is_started():
 def test_a_job_ends_when_all_have_completed():
     cluster = running(job(2), 2)
     cluster.members[0].complete()
-    cluster.turns(5)
+    cluster.run_cycles(5)
     assert cluster.state.phase is JobPhase.RUNNING
     cluster.members[1].complete()
-    cluster.until(lambda: cluster.decision.finished)
+    cluster.run_until(lambda: cluster.decision.finished)
     assert cluster.state.phase is JobPhase.SUCCEEDED
-    assert not cluster.alive
+    assert not cluster.live_agents
     assert sum(cluster.decision.wanted.pods.values()) == 0
 
 
@@ -83,10 +83,10 @@ def test_rules_and_progress_go_to_every_agent():
     cluster = running(job(2, logMonitoringConfiguration=[rule]), 2)
     for one, step in zip(cluster.members, (40, 30), strict=True):
         one.step = step
-    cluster.turn()
+    cluster.run_cycle()
     cluster.members[0].step = None
     cluster.members[1].fail()
-    cluster.until(lambda: cluster.runs(2))
+    cluster.run_until(lambda: cluster.is_running(2))
     for one in cluster.members:
         body = one.starts[-1][1]
         assert body.log_rules == (rule,)
@@ -104,7 +104,7 @@ def test_a_fault_stops_all_and_starts_all_again(in_process):
     cluster = running(job(2), 2, in_process=in_process)
     ports = {one.starts[0][1].master_port for one in cluster.members}
     cluster.members[1].fail("LogHang_JobHang")
-    cluster.until(lambda: cluster.runs(2) and cluster.state.restarts)
+    cluster.run_until(lambda: cluster.is_running(2) and cluster.state.restarts)
     mode = AgentRestartMode.IN_PROCESS if in_process else AgentRestartMode.PROCESS
     for one in cluster.members:
         assert [body.restart_mode for _, body in one.stops] == [mode.value]
@@ -119,7 +119,7 @@ def test_the_first_to_break_is_the_reason():
     first, second = cluster.members[2], cluster.members[0]
     second.fail("Second")
     first.fail("First")
-    pods = cluster.look  # both in one look; who was first, the agents' own clocks say
+    pods = cluster.decide  # both in one look; who was first, the agents' own clocks say
     answers = {first.name: "2026-01-01T00:00:01+00:00", second.name: "2026-01-01T00:00:02+00:00"}
     for one in (first, second):
         said = msgspec.structs.replace(one.answer(), transition_times={"FAULTED": answers[one.name]})
@@ -155,7 +155,7 @@ def test_fault_with_a_cause_is_quoted_over_an_earlier_one(reason, message):
     first, culprit = cluster.members[0], cluster.members[2]
     said(first, reason, message, "2026-01-01T00:00:01+00:00")
     said(culprit, "WorkerCrash", OWN, "2026-01-01T00:00:02+00:00")
-    fault = cluster.look().state.fault
+    fault = cluster.decide().state.fault
     assert (fault.reason, fault.message) == ("WorkerCrash", OWN)
     assert fault.ranks == (2, 0)
     assert fault.nodes == (f"node-{culprit.name}",)
@@ -165,16 +165,16 @@ def test_fault_caused_by_a_peer_waits_for_the_peers_report():
     cluster = running(job(3), 3)
     said(cluster.members[0], "WorkerCrash", PEER)
     for _ in range(2):
-        assert not cluster.turn().actions, "nobody is stopped who may have the reason"
+        assert not cluster.run_cycle().actions, "nobody is stopped who may have the reason"
     said(cluster.members[2], "WorkerCrash", OWN)
-    assert cluster.turn().state.fault.message == OWN
+    assert cluster.run_cycle().state.fault.message == OWN
     assert cluster.events.count("WorkerCrash") == 1
 
 
 def test_first_fault_is_quoted_when_no_cause_arrives():
     cluster = running(job(3), 3)
     said(cluster.members[1], "WorkerCrash", PEER)
-    cluster.until(lambda: cluster.state.fault is not None, turns=10)
+    cluster.run_until(lambda: cluster.state.fault is not None, turns=10)
     assert cluster.state.fault.message == PEER
     assert cluster.state.fault.ranks == (1,)
 
@@ -183,7 +183,7 @@ def test_fault_is_decided_at_once_when_all_agents_reported():
     cluster = running(job(2), 2)
     for one in cluster.members:
         said(one, "WorkerCrash", PEER)
-    assert cluster.look().state.fault is not None
+    assert cluster.decide().state.fault is not None
 
 
 def test_lost_machine_replaces_the_reason_of_a_fault():
@@ -191,12 +191,12 @@ def test_lost_machine_replaces_the_reason_of_a_fault():
     lost, other = cluster.members[2], cluster.members[0]
     lost.silent = True
     said(other, "WorkerCrash", PEER)
-    cluster.until(lambda: cluster.state.fault is not None, turns=10)
+    cluster.run_until(lambda: cluster.state.fault is not None, turns=10)
     del other.answer
-    cluster.until(lambda: cluster.state.fault is not None and cluster.state.fault.reason == "AgentUnreachable")
+    cluster.run_until(lambda: cluster.state.fault is not None and cluster.state.fault.reason == "AgentUnreachable")
     assert cluster.state.fault.nodes == (f"node-{lost.name}",)
     assert {one.node for one in cluster.state.node_faults} == {f"node-{lost.name}"}, "and no other machine is blamed"
-    cluster.until(lambda: cluster.runs(3))
+    cluster.run_until(lambda: cluster.is_running(3))
     assert cluster.state.last_fault.reason == "AgentUnreachable"
     assert cluster.state.restarts == 1
 
@@ -205,9 +205,9 @@ def test_unhealthy_node_is_replaced():
     cluster = running(job(2), 2)
     bad = cluster.members[1]
     bad.node_fault = "UnschedulablePendingReplacement"
-    decision = cluster.turn()
+    decision = cluster.run_cycle()
     assert any(isinstance(action, ReplacePod) and action.pod == bad.name for action in decision.actions)
-    cluster.until(lambda: cluster.runs(2))
+    cluster.run_until(lambda: cluster.is_running(2))
     assert bad.name not in cluster.state.members
     assert cluster.state.last_fault.reason == "NodeFault"
     assert cluster.state.last_fault.nodes == (f"node-{bad.name}",)
@@ -218,8 +218,8 @@ def test_spare_takes_the_rank_of_a_lost_pod():
     (spare,) = cluster.state.spares
     lost = cluster.members[1]
     lost.silent = True
-    cluster.room = len(cluster.alive)
-    cluster.until(lambda: cluster.runs(3) and cluster.state.restarts)
+    cluster.room = len(cluster.live_agents)
+    cluster.run_until(lambda: cluster.is_running(3) and cluster.state.restarts)
     assert [one.name for one in cluster.members] == ["p0", spare, "p2"]
     assert cluster.state.last_fault.reason == "AgentUnreachable"
     assert cluster.agents[spare].starts[0][1].spare is False
@@ -228,7 +228,7 @@ def test_spare_takes_the_rank_of_a_lost_pod():
 def test_in_process_spares_know_their_rank_and_wait():
     cluster = running(job(2, spares=1), 2, in_process=True)
     (spare,) = cluster.state.spares
-    cluster.turn()
+    cluster.run_cycle()
     assert cluster.agents[spare].rank == 2
     assert cluster.agents[spare].state is READY
     assert not cluster.agents[spare].starts
@@ -237,12 +237,12 @@ def test_in_process_spares_know_their_rank_and_wait():
 def test_late_spare_is_registered():
     cluster = FakeHyperPodCluster(job(2, spares=1), in_process=True)
     cluster.room = 2
-    cluster.until(lambda: cluster.runs(2))
+    cluster.run_until(lambda: cluster.is_running(2))
     assert cluster.state.spares == ()
     cluster.room = None
-    cluster.until(lambda: cluster.state.spares)
+    cluster.run_until(lambda: cluster.state.spares)
     (name,) = cluster.state.spares
-    cluster.until(lambda: cluster.agents[name].state is READY)
+    cluster.run_until(lambda: cluster.agents[name].state is READY)
     assert [(body.rank, body.spare) for _, body in cluster.agents[name].updates] == [(2, True)]
 
 
@@ -250,10 +250,10 @@ def test_in_process_spare_receives_its_rank_before_it_starts():
     cluster = running(job(2, spares=1), 2, in_process=True)
     (name,) = cluster.state.spares
     spare = cluster.agents[name]
-    cluster.turn()
+    cluster.run_cycle()
     cluster.members[0].silent = True
-    cluster.room = len(cluster.alive)
-    cluster.until(lambda: cluster.runs(2) and cluster.state.restarts)
+    cluster.room = len(cluster.live_agents)
+    cluster.run_until(lambda: cluster.is_running(2) and cluster.state.restarts)
     assert cluster.state.members[0] == name
     told = [(state, body.rank, body.spare) for state, body in spare.updates]
     assert told[-1] == (READY, 0, False)
@@ -272,12 +272,12 @@ def test_agent_that_never_becomes_ready_is_replaced_by_a_spare():
 
     def begin_anew() -> None:
         if deaf.state is STOPPING:
-            deaf.to(INIT)
+            deaf.transition_to(INIT)
         deaf.ranked, deaf.version = False, None
 
-    deaf.pass_time = begin_anew
+    deaf.advance = begin_anew
     deaf.fail()
-    cluster.until(lambda: cluster.runs(2) and cluster.state.restarts)
+    cluster.run_until(lambda: cluster.is_running(2) and cluster.state.restarts)
     assert [one.name for one in cluster.members] == [spare, "p1"]
     assert "StartTimeout" in cluster.events
     assert deaf.gone
@@ -285,35 +285,35 @@ def test_agent_that_never_becomes_ready_is_replaced_by_a_spare():
 
 def test_spare_that_ignores_its_rank_update_is_started():
     cluster = FakeHyperPodCluster(job(1), in_process=True)
-    cluster.turn()
-    (one,) = cluster.alive
-    one.obey = lambda action: None if isinstance(action, UpdateAgent) else type(one).obey(one, action)
+    cluster.run_cycle()
+    (one,) = cluster.live_agents
+    one.handle_action = lambda action: None if isinstance(action, UpdateAgent) else type(one).handle_action(one, action)
     one.ranked = True
-    cluster.until(lambda: cluster.runs(1))
+    cluster.run_until(lambda: cluster.is_running(1))
     assert cluster.now_s - cluster.state.created_s >= 10
 
 
 def test_silence_for_a_while_is_no_fault():
     cluster = running(job(2), 2)
     cluster.members[0].silent = True
-    cluster.turns(int(cluster.spec.agent_timeout_s) - 1)
+    cluster.run_cycles(int(cluster.spec.agent_timeout_s) - 1)
     cluster.members[0].silent = False
-    cluster.turns(5)
+    cluster.run_cycles(5)
     assert cluster.state.restarts == 0
-    assert cluster.runs(2)
+    assert cluster.is_running(2)
 
 
 def test_an_agent_that_began_anew_is_a_fault():
     cluster = running(job(2), 2)
     cluster.members[1].restart()
-    cluster.until(lambda: cluster.runs(2) and cluster.state.restarts)
+    cluster.run_until(lambda: cluster.is_running(2) and cluster.state.restarts)
     assert cluster.state.last_fault.reason == "AgentRestarted"
 
 
 def test_lost_pod_is_replaced():
     cluster = running(job(2), 2)
     cluster.members[0].gone = True
-    cluster.until(lambda: cluster.runs(2) and cluster.state.restarts)
+    cluster.run_until(lambda: cluster.is_running(2) and cluster.state.restarts)
     assert cluster.state.last_fault.reason == "PodLost"
     assert cluster.state.members == ("p2", "p1"), "nobody else changes its rank"
 
@@ -324,10 +324,10 @@ def test_lost_pod_is_replaced():
 def test_fault_during_remediation_takes_new_processes():
     cluster = running(job(2), 2, in_process=True)
     cluster.members[1].fail()
-    cluster.until(lambda: cluster.state.phase is JobPhase.STARTING)
+    cluster.run_until(lambda: cluster.state.phase is JobPhase.STARTING)
     for one in cluster.members:
         one.fail()
-    cluster.until(lambda: cluster.runs(2))
+    cluster.run_until(lambda: cluster.is_running(2))
     modes = [body.restart_mode for _, body in cluster.members[0].stops]
     assert modes[0] == AgentRestartMode.IN_PROCESS.value
     assert AgentRestartMode.PROCESS.value in modes[1:]
@@ -338,7 +338,7 @@ def test_worker_may_request_a_stronger_restart():
     cluster.members[1].fail()
     cluster.members[1].asks = AgentRestartMode.JOB
     before = {one.name for one in cluster.members}
-    cluster.until(lambda: cluster.runs(2) and cluster.state.restarts)
+    cluster.run_until(lambda: cluster.is_running(2) and cluster.state.restarts)
     assert before.isdisjoint(cluster.state.members)
     assert cluster.state.period_full_restarts == 1
 
@@ -350,12 +350,12 @@ def test_restart_limit_escalates_to_new_pods_and_then_fails_the_job():
     for _ in range(3):
         before = set(cluster.state.members)
         cluster.members[0].fail()
-        cluster.turn()
-        cluster.until(lambda: cluster.runs(2))
+        cluster.run_cycle()
+        cluster.run_until(lambda: cluster.is_running(2))
         seen.append(before.isdisjoint(cluster.state.members))
     assert seen == [False, True, False]
     cluster.members[0].fail()
-    cluster.until(lambda: cluster.decision.finished)
+    cluster.run_until(lambda: cluster.decision.finished)
     assert cluster.state.phase is JobPhase.FAILED
     assert "RestartLimitExceeded" in cluster.events
     assert cluster.state.conditions[-1].message.startswith("the job failed after WorkerCrash: more than 1 restarts")
@@ -367,8 +367,8 @@ def test_counts_begin_again_with_the_period():
     cluster = running(job(1, restart=restart), 1)
     for _ in range(3):
         cluster.members[0].fail()
-        cluster.turn()
-        cluster.until(lambda: cluster.runs(1))
+        cluster.run_cycle()
+        cluster.run_until(lambda: cluster.is_running(1))
         cluster.now_s += 100
     assert cluster.state.restarts == 3
 
@@ -376,10 +376,10 @@ def test_counts_begin_again_with_the_period():
 def test_total_restarts_of_a_job_are_limited():
     cluster = running(job(1, jobMaxRetryCount=1), 1)
     cluster.members[0].fail()
-    cluster.turn()
-    cluster.until(lambda: cluster.runs(1))
+    cluster.run_cycle()
+    cluster.run_until(lambda: cluster.is_running(1))
     cluster.members[0].fail()
-    cluster.until(lambda: cluster.state.phase is JobPhase.FAILED)
+    cluster.run_until(lambda: cluster.state.phase is JobPhase.FAILED)
 
 
 def test_full_restart_without_new_pods_restarts_all_processes():
@@ -387,8 +387,8 @@ def test_full_restart_without_new_pods_restarts_all_processes():
     cluster = running(job(2, restart=restart), 2, in_process=True, can_replace=False)
     before = cluster.state.members
     cluster.members[0].fail()
-    cluster.turn()
-    cluster.until(lambda: cluster.runs(2))
+    cluster.run_cycle()
+    cluster.run_until(lambda: cluster.is_running(2))
     assert cluster.state.members == before
     assert [body.restart_mode for _, body in cluster.members[1].stops] == [AgentRestartMode.PROCESS.value]
     assert cluster.state.period_full_restarts == 1
@@ -400,8 +400,8 @@ def test_a_repeated_offender_gets_no_rank_while_a_spare_can_be_had():
     for _ in range(2):
         assert bad in cluster.state.members
         cluster.agents[bad].fail()
-        cluster.turn()
-        cluster.until(lambda: cluster.runs(2))
+        cluster.run_cycle()
+        cluster.run_until(lambda: cluster.is_running(2))
     assert bad not in cluster.state.members
     assert cluster.decision.wanted.avoid_nodes == (f"node-{bad}",)
 
@@ -411,7 +411,7 @@ def test_agent_that_does_not_stop_is_stopped_harder_and_then_replaced():
     stuck = cluster.members[1]
     stuck.stuck = True
     cluster.members[0].fail()
-    cluster.until(lambda: cluster.runs(2) and cluster.state.restarts, turns=600)
+    cluster.run_until(lambda: cluster.is_running(2) and cluster.state.restarts, turns=600)
     assert stuck.gone
     modes = [body.restart_mode for _, body in stuck.stops]
     assert modes == [AgentRestartMode.IN_PROCESS.value, AgentRestartMode.PROCESS.value]
@@ -422,19 +422,19 @@ def test_agent_that_does_not_stop_is_stopped_harder_and_then_replaced():
 
 def test_scaling_down_and_up_is_graceful_and_tolerates_those_that_completed():
     cluster = FakeHyperPodCluster(job(2, most=2, elastic={**ELASTIC, "maxReplicas": 2}))
-    cluster.until(lambda: cluster.runs(2))
+    cluster.run_until(lambda: cluster.is_running(2))
     cluster.capacity = 1
-    decision = cluster.turn()
+    decision = cluster.run_cycle()
     stops = [action for action in decision.actions if isinstance(action, StopAgent)]
     assert [(one.body.is_graceful, one.body.timeout) for one in stops] == [(True, 30), (True, 30)]
     keeps, _ = cluster.members
     keeps.state = COMPLETED  # it went with the first SIGUSR1, before its own stop came
-    cluster.until(lambda: cluster.runs(1))
+    cluster.run_until(lambda: cluster.is_running(1))
     assert cluster.state.restarts == 0
-    cluster.turns(2)
-    assert len(cluster.alive) == 1, "nobody pays for a pod that may not run"
+    cluster.run_cycles(2)
+    assert len(cluster.live_agents) == 1, "nobody pays for a pod that may not run"
     cluster.capacity = None
-    cluster.until(lambda: cluster.runs(2))
+    cluster.run_until(lambda: cluster.is_running(2))
     assert cluster.state.scaling.consecutive_failures == 0
     assert keeps.starts[-1][1].nnodes == 2
 
@@ -443,70 +443,70 @@ def test_sizes_are_those_of_the_policy():
     elastic = {**ELASTIC, "minReplicas": 2, "replicaIncrementStep": 2}
     cluster = FakeHyperPodCluster(job(2, most=4, elastic=elastic))
     cluster.room = 3
-    cluster.until(lambda: cluster.runs(2))
-    cluster.turns(30)
-    assert cluster.runs(2), "three is no size"
+    cluster.run_until(lambda: cluster.is_running(2))
+    cluster.run_cycles(30)
+    assert cluster.is_running(2), "three is no size"
     cluster.room = 4
-    cluster.until(lambda: cluster.runs(4))
+    cluster.run_until(lambda: cluster.is_running(4))
 
 
 def test_fault_waits_for_a_replacement_and_then_shrinks():
     elastic = {**ELASTIC, "maxReplicas": 2, "faultyScaleDownTimeoutInSeconds": 20}
     cluster = FakeHyperPodCluster(job(2, most=2, elastic=elastic))
-    cluster.until(lambda: cluster.runs(2))
+    cluster.run_until(lambda: cluster.is_running(2))
     cluster.room = 1
     cluster.members[0].gone = True
     at = cluster.now_s
-    cluster.until(lambda: cluster.runs(1))
+    cluster.run_until(lambda: cluster.is_running(1))
     assert cluster.now_s - at >= 20
     cluster.room = 2
-    cluster.until(lambda: cluster.runs(2))
+    cluster.run_until(lambda: cluster.is_running(2))
 
 
 def test_restart_delays_the_next_scale_up():
     restart = {"evalPeriodSeconds": 3600, "scaleUpSnoozeTimeInSeconds": 100}
     elastic = {**ELASTIC, "maxReplicas": 2, "faultyScaleDownTimeoutInSeconds": 1}
     cluster = FakeHyperPodCluster(job(2, most=2, elastic=elastic, restart=restart))
-    cluster.until(lambda: cluster.runs(2))
+    cluster.run_until(lambda: cluster.is_running(2))
     cluster.room = 1
     cluster.members[0].gone = True
-    cluster.until(lambda: cluster.runs(1))
+    cluster.run_until(lambda: cluster.is_running(1))
     at, cluster.room = cluster.now_s, 2
-    cluster.until(lambda: cluster.runs(2))
+    cluster.run_until(lambda: cluster.is_running(2))
     assert cluster.now_s - at >= 90
 
 
 def test_preempted_pod_is_stopped_gracefully():
     cluster = FakeHyperPodCluster(job(2, most=2, elastic={**ELASTIC, "maxReplicas": 2}))
-    cluster.until(lambda: cluster.runs(2))
+    cluster.run_until(lambda: cluster.is_running(2))
     cluster.room = 1
     leaving = cluster.members[0]
     leaving.leaving = True
-    decision = cluster.turn()
+    decision = cluster.run_cycle()
     assert all(action.body.is_graceful for action in decision.actions if isinstance(action, StopAgent))
-    cluster.until(lambda: cluster.runs(1))
+    cluster.run_until(lambda: cluster.is_running(1))
     assert cluster.state.restarts == 0
 
 
 def test_less_than_the_least_waits():
     cluster = FakeHyperPodCluster(job(2, most=2, elastic={**ELASTIC, "minReplicas": 2, "maxReplicas": 2}))
-    cluster.until(lambda: cluster.runs(2))
+    cluster.run_until(lambda: cluster.is_running(2))
     cluster.capacity = 1
-    cluster.until(lambda: cluster.state.phase is JobPhase.FORMING)
-    cluster.turns(50)
+    cluster.run_until(lambda: cluster.state.phase is JobPhase.FORMING)
+    cluster.run_cycles(50)
     assert cluster.state.phase is JobPhase.FORMING
     cluster.capacity = 2
-    cluster.until(lambda: cluster.runs(2))
+    cluster.run_until(lambda: cluster.is_running(2))
 
 
 def test_suspended_job_releases_its_pods_and_resumes_later():
     cluster = running(job(2), 2)
     spec = cluster.spec
     cluster.spec = msgspec.structs.replace(spec, suspend=True)
-    cluster.until(lambda: not cluster.alive)
+    cluster.run_until(lambda: not cluster.live_agents)
     assert cluster.state.phase is JobPhase.SUSPENDED
     cluster.spec = spec
-    cluster.until(lambda: cluster.runs(2))
+    cluster.run_until(lambda: cluster.is_running(2))
     assert cluster.state.restarts == 0
 
 
@@ -517,27 +517,27 @@ def test_stuck_agent_does_not_delay_the_end_of_a_job():
     cluster = running(job(2, activeDeadlineSeconds=60), 2)
     cluster.members[1].stuck = True
     cluster.members[0].fail()
-    cluster.until(lambda: cluster.state.phase is JobPhase.STOPPING)
+    cluster.run_until(lambda: cluster.state.phase is JobPhase.STOPPING)
     cluster.now_s += 60
-    cluster.until(lambda: cluster.state.phase is JobPhase.FAILED)
-    cluster.until(lambda: cluster.decision.finished)
-    assert not cluster.alive, "its machine is free for others"
+    cluster.run_until(lambda: cluster.state.phase is JobPhase.FAILED)
+    cluster.run_until(lambda: cluster.decision.finished)
+    assert not cluster.live_agents, "its machine is free for others"
 
 
 def test_time_in_a_queue_is_no_time_to_start_in():
     cluster = FakeHyperPodCluster(job(2, startupDeadlineSeconds=30))
     cluster.capacity, cluster.room = 0, 1
-    cluster.turns(60)
+    cluster.run_cycles(60)
     assert cluster.state.phase is JobPhase.FORMING, "it waits in its queue"
     cluster.capacity = 2
-    cluster.turns(20)
+    cluster.run_cycles(20)
     assert cluster.state.phase is JobPhase.FORMING
     cluster.capacity = 0
-    cluster.turns(60)
+    cluster.run_cycles(60)
     cluster.capacity = 2
-    cluster.turns(29)
+    cluster.run_cycles(29)
     assert cluster.state.phase is JobPhase.FORMING, "admitted anew, it has all of its time again"
-    cluster.turns(3)
+    cluster.run_cycles(3)
     assert cluster.state.phase is JobPhase.FAILED
     assert "StartupDeadlineExceeded" in cluster.events
 
@@ -550,14 +550,14 @@ def test_deadlines_of_a_job_that_runs(run, reason):
     cluster = running(job(2, **run), 2)
     cluster.room = 1
     cluster.members[0].gone = True
-    cluster.until(lambda: cluster.state.phase is JobPhase.FAILED)
+    cluster.run_until(lambda: cluster.state.phase is JobPhase.FAILED)
     assert reason in cluster.events
 
 
 def test_the_deadline_of_a_job_that_does_not_begin():
     cluster = FakeHyperPodCluster(job(2, startupDeadlineSeconds=30))
     cluster.room = 1
-    cluster.until(lambda: cluster.decision is not None and cluster.decision.finished)
+    cluster.run_until(lambda: cluster.decision is not None and cluster.decision.finished)
     assert cluster.events == ["StartupDeadlineExceeded"]
 
 
@@ -567,9 +567,9 @@ def test_the_deadline_of_a_job_that_does_not_begin():
 def test_undelivered_decision_is_carried_out_by_the_next_operator():
     cluster = running(job(2), 2)
     cluster.members[1].fail()
-    cluster.state = msgspec.json.decode(msgspec.json.encode(cluster.look().state), type=JobState)
+    cluster.state = msgspec.json.decode(msgspec.json.encode(cluster.decide().state), type=JobState)
     assert cluster.members[1].state is FAULTED, "it was killed before it told anybody"
-    cluster.until(lambda: cluster.runs(2))
+    cluster.run_until(lambda: cluster.is_running(2))
     assert cluster.state.restarts == 1
 
 
@@ -577,27 +577,27 @@ def test_an_operator_without_memory_leaves_a_job_alone_that_runs():
     cluster = running(job(2), 2)
     epoch = cluster.state.epoch
     cluster.state = JobState()
-    cluster.turns(3)
-    assert cluster.runs(2)
+    cluster.run_cycles(3)
+    assert cluster.is_running(2)
     assert cluster.state.epoch == epoch
     assert all(len(one.starts) == 1 and not one.stops for one in cluster.members)
 
 
 def test_obeyed_actions_are_not_repeated():
     cluster = running(job(2, spares=1), 2, in_process=True)
-    cluster.turns(2)
+    cluster.run_cycles(2)
     for _ in range(10):
-        assert not cluster.turn().actions
+        assert not cluster.run_cycle().actions
 
 
 def test_a_start_that_arrives_late_does_not_count():
     cluster = running(job(2), 2)
     cluster.members[1].fail()
-    cluster.until(lambda: cluster.runs(2))
+    cluster.run_until(lambda: cluster.is_running(2))
     old = cluster.members[0].starts[0][1]
     cluster.members[0].version = old.version
-    cluster.until(lambda: cluster.state.restarts == 2)
-    cluster.until(lambda: cluster.runs(2))
+    cluster.run_until(lambda: cluster.state.restarts == 2)
+    cluster.run_until(lambda: cluster.is_running(2))
     assert cluster.state.last_fault.reason == "StaleStart"
 
 
@@ -605,8 +605,8 @@ def test_status_matches_the_aws_model():
     models = pytest.importorskip("sagemaker.hyperpod.training.config.hyperpod_pytorch_job_unified_config")
     cluster = running(job(2, most=4, elastic=ELASTIC), 4)
     cluster.members[0].fail()
-    cluster.turn()
-    cluster.until(lambda: cluster.runs(4))
+    cluster.run_cycle()
+    cluster.run_until(lambda: cluster.is_running(4))
     status = resource_status(cluster.spec, cluster.state, ObservedJob())
     read = models.HyperPodPytorchJobStatus.model_validate(status, by_alias=False, by_name=True)
     assert read.restartCount == 1
@@ -617,7 +617,7 @@ def test_decisions_fit_into_json():
     cluster = FakeHyperPodCluster(job(2, spares=1), in_process=True)
     kinds = set()
     for _ in range(12):
-        decision = cluster.turn()
+        decision = cluster.run_cycle()
         kinds |= {type(action) for action in decision.actions}
         assert msgspec.json.decode(msgspec.json.encode(decision), type=type(decision)) == decision
     assert kinds == {StartAgent, UpdateAgent}
@@ -626,8 +626,8 @@ def test_decisions_fit_into_json():
 def test_faulted_spare_is_recovered_without_a_restart():
     cluster = running(job(2, spares=1), 2, in_process=True)
     spare = cluster.agents[cluster.state.spares[0]]
-    spare.to(FAULTED)
-    cluster.until(lambda: spare.state is READY)
+    spare.transition_to(FAULTED)
+    cluster.run_until(lambda: spare.state is READY)
     assert cluster.state.restarts == 0
     assert all(not one.stops for one in cluster.members)
 
@@ -637,6 +637,6 @@ def test_agent_running_without_a_job_is_stopped_before_a_world_forms():
     kept, lost = cluster.members
     lost.restart()  # and the operator has forgotten all: half a world is none that could be taken over
     cluster.state = JobState()
-    cluster.until(lambda: cluster.runs(2))
+    cluster.run_until(lambda: cluster.is_running(2))
     assert len(kept.stops) == 1
     assert [one.starts[-1][1].nnodes for one in (kept, lost)] == [2, 2]

@@ -73,12 +73,12 @@ class Jobs(RuleBasedStateMachine):
     def time_passes(self, count, late) -> None:
         self.late = self.late or late
         for _ in range(count):
-            before = {one.name: one.state for one in self.cluster.alive if not one.silent}
-            self.judge(self.cluster.turn(late=late), before)
+            before = {one.name: one.state for one in self.cluster.live_agents if not one.silent}
+            self.judge(self.cluster.run_cycle(late=late), before)
 
     @rule(which=_WHICH)
     def an_operator_is_killed_before_it_did_anything(self, which) -> None:
-        decision = self.cluster.look()
+        decision = self.cluster.decide()
         self.cluster.state = msgspec.json.decode(msgspec.json.encode(decision.state), type=JobState)
 
     @rule()
@@ -91,7 +91,7 @@ class Jobs(RuleBasedStateMachine):
 
     @rule()
     def an_operator_is_killed_before_it_stored_anything(self) -> None:
-        self.cluster.look()
+        self.cluster.decide()
 
     @rule(which=_WHICH)
     def processes_fail(self, which) -> None:
@@ -105,7 +105,7 @@ class Jobs(RuleBasedStateMachine):
     def all_finish_the_moment_the_size_changes(self) -> None:
         """The first SIGUSR1 makes all ranks of a distributed job leave: agents not yet told say COMPLETED."""
         if self.cluster.state.phase is JobPhase.STOPPING and self.cluster.state.graceful:
-            for one in self.cluster.alive:
+            for one in self.cluster.live_agents:
                 one.complete()
 
     @rule(which=_WHICH, silent=st.booleans())
@@ -145,10 +145,10 @@ class Jobs(RuleBasedStateMachine):
         self.cluster.spec = msgspec.structs.replace(self.cluster.spec, suspend=suspend)
 
     def one(self, which: int) -> Any:
-        alive = self.cluster.alive
+        alive = self.cluster.live_agents
         if not alive:
-            self.cluster.turn()
-            alive = self.cluster.alive
+            self.cluster.run_cycle()
+            alive = self.cluster.live_agents
         return alive[which % len(alive)] if alive else FakeHyperPodAgent("nobody")
 
     # -- what must hold -------------------------------------------------------------------------------------------
@@ -205,20 +205,20 @@ class Jobs(RuleBasedStateMachine):
             return
         cluster.capacity = cluster.room = None
         cluster.spec = msgspec.structs.replace(cluster.spec, suspend=False)
-        for one in cluster.alive:
+        for one in cluster.live_agents:
             one.silent, one.stuck, one.node_fault, one.gone = False, False, "", one.gone or one.leaving
         policy = cluster.spec.policy
         most = policy.largest_size_within(policy.max_replicas)
-        cluster.until(lambda: cluster.state.phase.is_final or cluster.runs(most) or self.finishes())
+        cluster.run_until(lambda: cluster.state.phase.is_final or cluster.is_running(most) or self.finishes())
         for _ in range(40):
             if cluster.state.phase is JobPhase.RUNNING:
                 for one in cluster.members:
                     one.complete()
-            cluster.turn()
+            cluster.run_cycle()
         assert cluster.state.phase in {JobPhase.SUCCEEDED, JobPhase.FAILED}
         assert cluster.decision is not None
         assert cluster.decision.finished
-        assert not cluster.alive
+        assert not cluster.live_agents
 
 
 def test_job_survives_random_agents():

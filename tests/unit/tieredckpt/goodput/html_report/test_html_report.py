@@ -18,26 +18,26 @@ EVIL = "</title></svg><script>alert('x')</script>\"'><img src=http://x onerror=y
 
 JOBS = {
     "nothing": [],
-    "began": EventLogBuilder().began(0).events,
+    "began": EventLogBuilder().process_began(0).events,
     "seconds": SyntheticJob(steps=12, step_s=0.8, faults=1, resizes=0).events,
     "minutes": SyntheticJob().events,
     "no fault, no loss": SyntheticJob(steps=30, faults=0, resizes=0, losses=False).events,
     "days": SyntheticJob(steps=600, step_s=1400.0, faults=70, resizes=3, ranks=512, slow=20, seed=1).events,
     "two runs": EventLogBuilder()
-    .began(0)
-    .world(1)
+    .process_began(0)
+    .world_formed(1)
     .steps(0, 3, at=2)
-    .began(50)
-    .world(51)
+    .process_began(50)
+    .world_formed(51)
     .steps(2, 3, at=52)
-    .ended(56)
+    .process_ended(56)
     .events,
     "job failed": EventLogBuilder()
-    .began(0)
-    .world(1)
+    .process_began(0)
+    .world_formed(1)
     .steps(0, 3, at=2)
     .fault(5.5)
-    .ended(9, how="job failed", words="too often")
+    .process_ended(9, how="job failed", words="too often")
     .events,
 }
 
@@ -138,11 +138,16 @@ def test_report_stays_small():
 
 
 def test_event_log_text_is_escaped():
-    said = EventLogBuilder().began(0, job=EVIL).world(1, reason=EVIL, nodes=(EVIL,)).steps(0, 4, at=2, loss=1.0)
-    said.stage(EVIL, 6.5, 0.5, epoch=1).injected(6.1, EVIL, node=EVIL, words=EVIL)
-    said.fault(6.3, node=EVIL, kind=EVIL, reason=EVIL).world(6.4, epoch=1, how=EVIL, reason=EVIL, nodes=(EVIL,))
+    said = (
+        EventLogBuilder()
+        .process_began(0, job=EVIL)
+        .world_formed(1, reason=EVIL, nodes=(EVIL,))
+        .steps(0, 4, at=2, loss=1.0)
+    )
+    said.stage(EVIL, 6.5, 0.5, epoch=1).fault_injected(6.1, EVIL, node=EVIL, words=EVIL)
+    said.fault(6.3, node=EVIL, kind=EVIL, reason=EVIL).world_formed(6.4, epoch=1, how=EVIL, reason=EVIL, nodes=(EVIL,))
     said.restored(3, at=6.6, epoch=1, bytes_by_tier={EVIL: 5}).steps(4, 2, at=8, epoch=1)
-    source = html_report(analyse(said.ended(10, how=EVIL, words=EVIL).events, warnings=[EVIL]))
+    source = html_report(analyse(said.process_ended(10, how=EVIL, words=EVIL).events, warnings=[EVIL]))
     parsed = Parsed(source)
     assert "script" not in parsed.tags
     assert "img" not in parsed.tags
@@ -197,9 +202,9 @@ def test_runs_are_listed_where_there_were_several():
 
 
 def test_nonfinite_losses_and_injections_are_shown():
-    told = EventLogBuilder().began(0).world(1).steps(0, 4, at=2, loss=1.5)
-    told.steps(4, 2, at=6, not_finite="nan").steps(6, 3, at=8, loss=1.25).injected(6.5, "nan", step=4, node="n1")
-    told.injected(10.5, "sigkill", node="n0").fault(10.6, node="n0").ended(12)
+    told = EventLogBuilder().process_began(0).world_formed(1).steps(0, 4, at=2, loss=1.5)
+    told.steps(4, 2, at=6, not_finite="nan").steps(6, 3, at=8, loss=1.25).fault_injected(6.5, "nan", step=4, node="n1")
+    told.fault_injected(10.5, "sigkill", node="n0").fault(10.6, node="n0").process_ended(12)
     analysis = analyse(told.events)
     assert [(one.kind, one.step) for one in analysis.injections] == [("nan", 4)]
     source = html_report(analysis)
@@ -208,15 +213,24 @@ def test_nonfinite_losses_and_injections_are_shown():
     assert source.count('class="curve"') >= 4  # which have a gap
     assert "1 injection that broke no world" in source
     assert "injected: nan" in source
-    only = html_report(analyse(EventLogBuilder().began(0).world(1).steps(0, 2, at=2, not_finite="inf").ended(5).events))
+    only = html_report(
+        analyse(
+            EventLogBuilder()
+            .process_began(0)
+            .world_formed(1)
+            .steps(0, 2, at=2, not_finite="inf")
+            .process_ended(5)
+            .events
+        )
+    )
     assert "2 steps had a loss that is not finite (inf; steps 0 to 1)" in only
 
 
 def test_saves_block_the_training_as_long_as_they_do_on_the_time_line():
-    told = EventLogBuilder().began(0).world(0, ranks=4).steps(0, 10, at=0)
+    told = EventLogBuilder().process_began(0).world_formed(0, ranks=4).steps(0, 10, at=0)
     for rank in range(4):
         told.add(*(SaveEvent(rank, step, "staged", START + step + 0.5, 0.25, 0) for step in range(10)))
-    analysis = analyse(told.ended(10).events)
+    analysis = analyse(told.process_ended(10).events)
     assert analysis.wall.share("save") == pytest.approx(0.25)
     assert analysis.save_s.count == 40
     assert "40 saves, of all ranks; the training was blocked for 2.5 s in all, 25.0 % of the time" in html_report(
@@ -227,20 +241,28 @@ def test_saves_block_the_training_as_long_as_they_do_on_the_time_line():
 def test_when_the_job_was_unprotected_is_on_the_page():
     told = (
         EventLogBuilder()
-        .began(0)
-        .world(0)
+        .process_began(0)
+        .world_formed(0)
         .steps(0, 20, at=0)
         .protection(2, at=3)
         .protection(2, at=6, since=4, left_out=2)
     )
-    told.protection(8, at=9).protection(9, at=10).protection(9, at=15, since=14, left_out=1).ended(20)
+    told.protection(8, at=9).protection(9, at=10).protection(9, at=15, since=14, left_out=1).process_ended(20)
     source = html_report(analyse(told.events))
     assert tile(source, "protected up to") == 9
     assert "unprotected since 2023-11-14 22:13:34 UTC" in source.split('id="timeline"')[0]
     assert source.split('id="timeline"')[1].split("</section>")[0].count('class="unprotected"') == 2
     assert "newer than step 2" in source
     kept = html_report(
-        analyse(EventLogBuilder().began(0).world(0).steps(0, 20, at=0).protection(19, at=20).ended(21).events)
+        analyse(
+            EventLogBuilder()
+            .process_began(0)
+            .world_formed(0)
+            .steps(0, 20, at=0)
+            .protection(19, at=20)
+            .process_ended(21)
+            .events
+        )
     )
     assert tile(kept, "protected up to") == 19
     assert 'class="unprotected"' not in kept
