@@ -13,8 +13,8 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from tests.support.late_device import POISON, AsyncDevice
-from tests.support.late_staging import lay_out, mapped_slot
+from tests.support.async_device import POISON, AsyncDevice
+from tests.support.async_staging import lay_out, mapped_slot
 from tieredckpt.tensors.device import (
     AcceleratorBackend,
     CpuBackend,

@@ -11,9 +11,9 @@ import logging
 import sys
 import time
 
-from tests.simulation.breaking import BROKEN, break_rule
-from tests.simulation.holdings import Violation
+from tests.simulation.broken_rules import BROKEN, break_rule
 from tests.simulation.schedule import Schedule, find_violation, run, schedule_of, shrink_finding
+from tests.simulation.sealed_shards import Violation
 
 _SCHEDULES_A_SWEEP = 50
 

@@ -12,12 +12,12 @@ import msgspec
 from peerstore.commit_protocol import CommitDecision
 from peerstore.shard_records import ShardKey, VersionId
 from peerstore.store.slots import JOB_METADATA, JobMetadata
-from tests.simulation.holdings import Holdings, Violation
 from tests.simulation.memory import BURST, SHARD_BYTES, SLOTS
+from tests.simulation.sealed_shards import Holdings, Violation
 
 if TYPE_CHECKING:
     from tests.simulation.agent import SimulatedAgent
-    from tests.simulation.restoring import SimulatedRestore
+    from tests.simulation.simulated_restore import SimulatedRestore
     from tests.simulation.trainers import Trainers
     from tests.simulation.world import Machine, SimulatedWorld
 

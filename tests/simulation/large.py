@@ -30,7 +30,7 @@ from peerstore.peers.peer_messages import NodeInventory
 from peerstore.shard_records import ShardKey, VersionId
 from tests.simulation.agent import JOB, SimulatedAgent
 from tests.simulation.memory import damaged_chunks, seeded_randomness, shard_content
-from tests.simulation.restoring import SimulatedRestore
+from tests.simulation.simulated_restore import SimulatedRestore
 from tests.simulation.trainers import Trainers
 from tests.simulation.world import ClusterShape, SimulatedWorld
 from tieredckpt.agent.peer_tier import PeerTier, memory_step_statuses, peer_facts

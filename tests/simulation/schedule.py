@@ -7,8 +7,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 
-from tests.simulation.holdings import Violation
 from tests.simulation.memory import seeded_randomness
+from tests.simulation.sealed_shards import Violation
 from tests.simulation.world import ClusterShape, Machine, SimulatedWorld
 
 _GAPS_S = (0.0, 0.01, 0.05, 0.3, 0.3, 1.0, 2.0, 4.0)

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.simulation.breaking import BROKEN, break_rule
+from tests.simulation.broken_rules import BROKEN, break_rule
 from tests.simulation.schedule import Finding, find_violation
 
 ENOUGH = 200

@@ -16,12 +16,12 @@ from peerstore.peers.peer_messages import NodeInventory
 from peerstore.shard_records import ShardKey, VersionId
 from peerstore.store.slot_eviction import SlotLimits
 from tests.simulation.agent import PendingReply, SimulatedAgent
-from tests.simulation.blocking import SimulatedThreads
-from tests.simulation.holdings import Violation
 from tests.simulation.invariants import NOTICED_S, Invariants
 from tests.simulation.memory import BURST, SHARD_BYTES, SLOTS, DictArena
 from tests.simulation.network import Events, SimulatedNetwork
-from tests.simulation.restoring import SimulatedRestore
+from tests.simulation.sealed_shards import Violation
+from tests.simulation.simulated_restore import SimulatedRestore
+from tests.simulation.simulated_threads import SimulatedThreads
 from tests.simulation.trainers import Trainers
 
 MEMBERSHIP = MembershipSettings(

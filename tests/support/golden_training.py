@@ -29,7 +29,7 @@ from elastic import BatchPlan, ElasticDataLoader, ExactGradients, RankShare, Wor
 from elastic.reshard.state_checksum import OBJECT_DTYPE, state_checksum
 from elastic.workers.train_loop import RecoveryPolicy
 from tests.support import nccl_like
-from tests.support.late_stream import run_ahead
+from tests.support.async_cpu import run_ahead
 from tieredckpt import Checkpointer
 from tieredckpt.tensors.state_dict import flatten_state
 

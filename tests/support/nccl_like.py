@@ -15,7 +15,7 @@ that):
   communicator without a word to anybody.
 - Before that, whatever the variable says, the watchdog sleeps for four times ``TORCH_NCCL_WAIT_TIMEOUT_DUMP_MILSEC``
   (a minute by default) and holds the lock that collectives start under. The destructor of the group joins it.
-- With a stream (``tests/support/late_stream.py``) ``wait`` returns at once: the data is there for what the stream does
+- With a stream (``tests/support/async_cpu.py``) ``wait`` returns at once: the data is there for what the stream does
   next, and for the host after a synchronisation.
 """
 

@@ -9,9 +9,9 @@ import argparse
 import sys
 import time
 
+from tests.worlds.broken_rules import SPOILT, break_rule
 from tests.worlds.schedules import find_violation, run, schedule_of, shrink_finding
-from tests.worlds.spoiling import SPOILT, break_rule
-from tests.worlds.supervising import Violation
+from tests.worlds.simulated_supervisor import Violation
 
 
 def main() -> int:

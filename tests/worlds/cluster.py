@@ -26,8 +26,8 @@ from elastic.world.world_state import (
     WorldEvent,
     WorldPhase,
 )
-from tests.worlds.judging import Judge
-from tests.worlds.supervising import RankState, SimulatedRank, SimulatedSupervisor, Violation
+from tests.worlds.judge import Judge
+from tests.worlds.simulated_supervisor import RankState, SimulatedRank, SimulatedSupervisor, Violation
 
 _DELAYS_S = (0.0, 0.0, 0.01, 0.01, 0.05, 0.2, 1.0, 3.0)
 _AGAIN_S = (0.0, 0.5, 5.0, 60.0)

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from elastic.world.scaling_policy import ScalingPolicy
 from elastic.world.world_state import JobStopRequested, ResizeRequested
 from tests.worlds.cluster import SimulatedCluster
-from tests.worlds.supervising import RankState, SimulatedSupervisor, Violation
+from tests.worlds.simulated_supervisor import RankState, SimulatedSupervisor, Violation
 
 _GAPS_S = (0.0, 0.0, 0.02, 0.5, 0.5, 2.0, 5.0, 5.0, 20.0, 60.0, 200.0)
 

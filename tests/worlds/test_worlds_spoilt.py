@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
+from tests.worlds.broken_rules import SPOILT, break_rule
 from tests.worlds.schedules import Finding, find_violation, schedule_of
-from tests.worlds.spoiling import SPOILT, break_rule
 
 ENOUGH = 100
 """Schedules within which each broken rule shows."""

@@ -5,7 +5,7 @@ import signal
 
 import pytest
 
-from tests.support.agent_numbers import get_text
+from tests.support.agent_http import get_text
 from tests.support.agents import agent_pid, stop_agent
 from tests.support.crashes import crash_environ
 from tests.support.jobs import CheckpointJob, durable_settings, list_objects, state_at

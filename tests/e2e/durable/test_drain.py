@@ -8,7 +8,7 @@ import pytest
 import torch
 from safetensors.torch import load as load_safetensors
 
-from tests.support.agent_numbers import get_text
+from tests.support.agent_http import get_text
 from tests.support.agents import stop_agent
 from tests.support.bits import assert_same_bits, tensor_bytes, zeros_like_state
 from tests.support.faults import FlipResponseBit, Hang, ReplyWithStatus

@@ -13,7 +13,7 @@ import pytest
 import torch
 from prometheus_client.parser import text_string_to_metric_families
 
-from tests.support.agent_numbers import UnixSocketConnection, get_text
+from tests.support.agent_http import UnixSocketConnection, get_text
 from tests.support.agents import agent_pid, stop_agent
 from tests.support.bits import zeros_like_state
 from tests.support.jobs import CheckpointJob, state_at

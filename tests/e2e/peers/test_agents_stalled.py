@@ -9,10 +9,10 @@ from peerstore.membership.topology import PeerNode, validate_node_id
 from peerstore.peers.peer_client import PeerClient
 from peerstore.replication.replica_placement import place_replicas
 from peerstore.transport.tcp import TcpTransport
+from tests.support.agent_http import get_text
 from tests.support.agent_jobs import agent_job
-from tests.support.agent_numbers import get_text
 from tests.support.local_nodes import wait_until
-from tests.support.severable_line import SeverableProxy
+from tests.support.severable_proxy import SeverableProxy
 from tests.support.stores import MIB, shard_content
 
 pytestmark = pytest.mark.e2e

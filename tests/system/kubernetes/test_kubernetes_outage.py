@@ -17,7 +17,7 @@ from tests.support.kube_objects import job_object
 from tests.support.kube_server import KubeClient
 from tests.support.local_nodes import wait_until
 from tests.support.ports import free_port
-from tests.support.severable_line import SeverableProxy
+from tests.support.severable_proxy import SeverableProxy
 
 pytestmark = [pytest.mark.system, pytest.mark.timeout(600)]
 

@@ -40,7 +40,7 @@ from elastic.world.world_state import (
     WorldPhase,
 )
 from elastic.world.world_transition import keep_node_ranks
-from tests.worlds.told import ReconcilerDriver
+from tests.worlds.reconciler_driver import ReconcilerDriver
 
 FOUR = ScalingPolicy(
     min_replicas=2,

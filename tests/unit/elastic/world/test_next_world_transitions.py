@@ -23,7 +23,7 @@ from elastic.world.world_state import (
     StepSealed,
     Tick,
 )
-from tests.worlds.told import ReconcilerDriver
+from tests.worlds.reconciler_driver import ReconcilerDriver
 
 POLICY = ScalingPolicy(
     min_replicas=2,

@@ -15,7 +15,7 @@ from peerstore.parity.parity_codec import (
     split_segments,
 )
 from peerstore.shard_records import CHUNK_BYTES
-from tests.support.parities import ParityStripe, node_names, parity_stripes, shard_record
+from tests.support.parity_stripes import ParityStripe, node_names, parity_stripes, shard_record
 
 untimed = settings(deadline=None)  # a busy machine is no failure
 

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from peerstore.errors import PeerUnreachableError, RequestError, ShardDamagedError, ShardNotFoundError
 from peerstore.parity.parity_codec import decode_shard, encode_parity, xor_into
-from tests.support.parities import ParityStripe, node_names, parity_stripes
+from tests.support.parity_stripes import ParityStripe, node_names, parity_stripes
 
 untimed = settings(deadline=None)  # a busy machine is no failure
 

@@ -24,7 +24,7 @@ from peerstore.parity.stripes import (
 from peerstore.peers.peer_messages import NodeInventory, ParityInfo
 from peerstore.shard_records import ShardInfo, ShardKey, VersionId
 from tests.support.chunk_sums import chunk_checksums
-from tests.support.parities import shard_record
+from tests.support.parity_stripes import shard_record
 
 MEMBERS = ("n0", "n16", "n8")
 

@@ -7,7 +7,7 @@ import threading
 import pytest
 import torch
 
-from tests.support.late_device import AsyncDevice
+from tests.support.async_device import AsyncDevice
 from tieredckpt.cli import device_checks
 from tieredckpt.cli.device_checks import check_devices
 from tieredckpt.cli.findings import CheckStatus, about_nccl
@@ -99,7 +99,7 @@ def test_incomplete_event_fails_the_check_and_keeps_the_memory(monkeypatch):
     """What a device may still write to is neither unregistered nor given back."""
     device = AsyncDevice(count=1)
     for_ever = threading.Event()
-    monkeypatch.setattr("tests.support.late_device.AsyncEvent.query", lambda _self: False)
+    monkeypatch.setattr("tests.support.async_device.AsyncEvent.query", lambda _self: False)
     monkeypatch.setattr(device, "synchronize", lambda _place: for_ever.wait())
     monkeypatch.setattr(device_checks, "_left", [])
     found = tried(device, limit_s=0.4)

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from elastic.reshard.state_checksum import name_seed, weighted_sum
-from tests.support.late_device import AsyncDevice
+from tests.support.async_device import AsyncDevice
 from tieredckpt.checkpointer.hydrate_from_survivors import hydrate_from_survivors
 from tieredckpt.live.boundary_recorder import BoundaryRecorder
 from tieredckpt.live.survivor_state import SurvivorState, track_step_boundaries

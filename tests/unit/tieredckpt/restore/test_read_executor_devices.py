@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 
-from tests.support.late_device import AsyncDevice, AsyncEvent, AsyncStream
+from tests.support.async_device import AsyncDevice, AsyncEvent, AsyncStream
 from tieredckpt import Checkpointer, TieredReader, TierUnavailableError
 from tieredckpt.errors import RestoreProofError
 from tieredckpt.format.slice_boxes import Box, split_box

@@ -9,9 +9,9 @@ import threading
 import pytest
 import torch
 
-from tests.support import late_staging
-from tests.support.late_device import AsyncDevice, AsyncStream
-from tests.support.late_staging import Trainer, WrongBytesError, lay_out, mapped_slot, stage_and_check
+from tests.support import async_staging
+from tests.support.async_device import AsyncDevice, AsyncStream
+from tests.support.async_staging import Trainer, WrongBytesError, lay_out, mapped_slot, stage_and_check
 from tieredckpt.tensors.device import use_device_backend
 from tieredckpt.tensors.slot_copy import Copier, MappedSlot, SlotWrite
 
@@ -24,7 +24,7 @@ def faults(seeds) -> list[str]:
     found = []
     for seed in seeds:
         try:
-            device = late_staging.run_seed(seed)
+            device = async_staging.run_seed(seed)
         except WrongBytesError as error:
             found.append(f"wrong bytes: {error}")
         else:

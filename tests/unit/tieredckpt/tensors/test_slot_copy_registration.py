@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from peerstore.shard_records import ShardKey
-from tests.support.late_device import AsyncDevice
+from tests.support.async_device import AsyncDevice
 from tests.support.stores import pinned_file
 from tieredckpt import Settings
 from tieredckpt.format.shard_layout import TensorEntry, build_layout

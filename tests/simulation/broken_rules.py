@@ -30,7 +30,7 @@ from peerstore.replication.replication_policy import HeldShard, ReplicationState
 from peerstore.shard_records import ShardKey, VersionId
 from peerstore.store import slot_eviction
 from peerstore.store.job_table import JobTable
-from tests.simulation import agent, memory, restoring, transfers
+from tests.simulation import agent, memory, simulated_restore, transfers
 from tests.simulation.schedule import Schedule, schedule_of
 from tests.simulation.world import ClusterShape
 from tieredckpt import resolve_step
@@ -121,7 +121,9 @@ BROKEN = {
     "count what was not compared": BrokenRule(
         transfers, "is_chunk_intact", lambda *_: True, "that has bytes nobody wrote"
     ),
-    "load what was not compared": BrokenRule(restoring, "damaged_chunks", lambda *_: (), "was loaded with bytes"),
+    "load what was not compared": BrokenRule(
+        simulated_restore, "damaged_chunks", lambda *_: (), "was loaded with bytes"
+    ),
     "let the past write": BrokenRule(
         JobTable,
         "check_fence",
@@ -189,7 +191,7 @@ BROKEN = {
     "ask for ever": BrokenRule(ReplicationState, "task_done", lambda *_: None, "and no end"),
     "choose what is torn": BrokenRule(resolve_step.Candidate, "is_complete", True, "never was whole"),
     "choose alone": BrokenRule(
-        restoring,
+        simulated_restore,
         "elect_step",
         lambda votes: max(votes[0], default=None),
         "do not load the same step",

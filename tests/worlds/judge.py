@@ -30,7 +30,7 @@ from elastic.world.world_state import (
     WorldEvent,
     WorldState,
 )
-from tests.worlds.supervising import Violation
+from tests.worlds.simulated_supervisor import Violation
 
 
 class Judge:

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 
 import torch
 
-from tests.support.late_device import AsyncDevice, AsyncStream
+from tests.support.async_device import AsyncDevice, AsyncStream
 from tieredckpt.tensors.device import record_device_work, use_device_backend
 from tieredckpt.tensors.slot_copy import Copier, MappedSlot, SlotWrite
 
