@@ -62,7 +62,7 @@ def next_world(job: ControlPlaneJob, seats: list[Any], *, size: int | None = Non
     for seat in seats:
         with pytest.raises(JobFailedError, match="whoever started it has to start the next one"):
             seat.wait_for_assignment(timeout_s=PATIENCE_S)
-    return wait_all_assigned(job.again(size or len(seats)))
+    return wait_all_assigned(job.restart(size or len(seats)))
 
 
 def assert_not_needed(job: ControlPlaneJob, seat: Any, coming: Future[Any]) -> None:
@@ -135,7 +135,7 @@ def test_resize_pauses_all_ranks_at_the_greatest_step(start):
     after = rejoin_all(job.planes)
     if job.starts_anew:
         assert_all_dismissed(after)
-        after = rejoin_all(job.again(2, fault=False))
+        after = rejoin_all(job.restart(2, fault=False))
     wait_until(lambda: sum(one.done() for one in after) == 2)
     inside = [(seat, one.result()) for seat, one in zip(job.planes, after, strict=True) if one.done()]
     assert {place.world_size for _, place in inside} == {2}
@@ -206,7 +206,7 @@ def test_notice_ends_with_its_epoch(start):
     after = rejoin_all(job.planes)
     if job.starts_anew:
         assert_all_dismissed(after)
-        after = rejoin_all(job.again(1, fault=False))
+        after = rejoin_all(job.restart(1, fault=False))
     inside = wait_until(lambda: next((seat for seat, one in zip(job.planes, after, strict=True) if one.done()), None))
     assert inside.notice() is None
     inside.report_finished()
@@ -223,7 +223,7 @@ def test_joined_rank_is_in_the_next_world(start):
         wait_until(lambda: wanted_notice(job.planes[0]) is job.resize_is)
         _seal_all(job.planes, 7)
         assert_all_dismissed(rejoin_all(job.planes))
-        places = wait_all_assigned(job.again(2, fault=False))
+        places = wait_all_assigned(job.restart(2, fault=False))
         assert [(place.world_size, place.rank, place.epoch >= before[0].epoch) for place in places] == [
             (2, 0, True),
             (2, 1, True),
@@ -261,7 +261,7 @@ def test_lost_rank_ends_the_wait_of_others(start):
         with pytest.raises(StaleEpochError):
             one.result(PATIENCE_S)
     if job.starts_anew:
-        places = wait_all_assigned(job.again(2))
+        places = wait_all_assigned(job.restart(2))
     else:
         wait_until(lambda: all(wanted_notice(seat) is NoticeKind.RESTART for seat in job.planes[:2]))
         places = wait_all_assigned(job.planes[:2])
@@ -322,7 +322,7 @@ def test_a_closed_rank_is_a_lost_rank(start):
         job.lose_rank(job.planes[1])
         with pytest.raises((JobFailedError, StaleEpochError)):
             job.planes[0].wait_for_assignment(timeout_s=PATIENCE_S)
-        assert [place.rank for place in wait_all_assigned(job.again(2))] == [place.rank for place in places]
+        assert [place.rank for place in wait_all_assigned(job.restart(2))] == [place.rank for place in places]
         return
     places = wait_results(
         start_all(*(lambda s=seat: s.wait_for_assignment(timeout_s=PATIENCE_S) for seat in job.planes[:2]))
@@ -346,7 +346,7 @@ def test_rank_that_ignores_a_resize_is_lost(start):
         job.lose_rank(job.planes[1])
         with pytest.raises(StaleEpochError):
             good.agree_on_step(2, timeout_s=PATIENCE_S)
-        (place,) = wait_all_assigned(job.again(1) if job.starts_anew else [good])
+        (place,) = wait_all_assigned(job.restart(1) if job.starts_anew else [good])
         assert place.world_size == 1
         return
     with pytest.raises(StaleEpochError):
@@ -380,7 +380,7 @@ def test_preempted_rank_is_not_in_the_next_world(start):
     if job.starts_anew:
         job.resize(1)
         assert_all_dismissed(rejoin_all(job.planes))
-        (place,) = wait_all_assigned(job.again(1, fault=False))
+        (place,) = wait_all_assigned(job.restart(1, fault=False))
         assert place.world_size == 1
         return
     if job.ends_leftovers:  # with its pod, which the operator does not count any more

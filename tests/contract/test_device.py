@@ -41,7 +41,7 @@ def device(request: pytest.FixtureRequest) -> Iterator[DeviceBackend]:
 
 
 def on_device(device: DeviceBackend, tensor: torch.Tensor) -> torch.Tensor:
-    return device.put(tensor) if isinstance(device, AsyncDevice) else tensor.to(device.current())
+    return device.to_device(tensor) if isinstance(device, AsyncDevice) else tensor.to(device.current())
 
 
 def test_copies_both_ways_are_done_when_the_stream_is_synchronized(device):

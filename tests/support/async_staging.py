@@ -106,7 +106,7 @@ def run_seed(seed: int) -> AsyncDevice:
             if choose.random() < 0.5:  # it does not compute on the default streams
                 for stream in mine:
                     stream.wait_stream(device.current_stream(stream.place))
-                    stack.enter_context(device.on(stream))
+                    stack.enter_context(device.use_stream(stream))
             trainer = Trainer(device, seed)
             size = lay_out(trainer.state)[1]
             slots = [stack.enter_context(mapped_slot(size + 100 * choose.randrange(50))) for _ in range(2)]

@@ -77,7 +77,7 @@ def restored(open_checkpointer, seed: int = 0, **how) -> tuple[AsyncDevice, dict
             assert ckpt.restore(state) == 1
             (tier,) = ckpt.last_restore.bytes_by_tier
         left = device.registered
-        found = {name: device.get(tensor) if device.device_of(tensor) else tensor for name, tensor in state.items()}
+        found = {name: device.to_host(tensor) if device.device_of(tensor) else tensor for name, tensor in state.items()}
         device.close()
         assert left == set()
         return device, found, tier
@@ -106,9 +106,9 @@ def test_restore_without_registered_buffers_warns_once(saved, caplog):
 @pytest.mark.parametrize("saved", ["memory"], indirect=True)
 def test_other_dtypes_are_converted_during_a_restore(saved):
     with use_device_backend(AsyncDevice()) as device:
-        state = {"large": device.put(torch.zeros(70, 90, dtype=torch.float64))}
+        state = {"large": device.to_device(torch.zeros(70, 90, dtype=torch.float64))}
         dcp.load(state, storage_reader=TieredReader(JOB, on_dtype_mismatch="cast"), no_dist=True)
-        assert torch.equal(device.get(state["large"]), content(7)["large"].double())
+        assert torch.equal(device.to_host(state["large"]), content(7)["large"].double())
 
 
 def test_box_is_split_into_ordered_blocks_without_gaps():

@@ -82,7 +82,7 @@ def test_mutant_that_unregisters_under_a_copy(monkeypatch):
 def closed_under_a_copy() -> list[str]:
     """Its agent gives a slot up, and another thread lets go of it, while a save fills it."""
     with use_device_backend(AsyncDevice(seed=5)) as device, contextlib.closing(Copier(1)) as copier:
-        source = device.put(torch.randn(20_000))
+        source = device.to_device(torch.randn(20_000))
         with contextlib.ExitStack() as left:
             memory = left.enter_context(mapped_slot(source.nbytes))
             started, closed = threading.Event(), threading.Event()
@@ -109,7 +109,7 @@ def closed_under_a_copy() -> list[str]:
 @pytest.mark.parametrize("grows_again", [False, True])
 def test_mutant_that_cuts_a_registered_file(grows_again):
     with use_device_backend(AsyncDevice()) as device, contextlib.closing(Copier(1)) as copier:
-        source = device.put(torch.randn(20_000))
+        source = device.to_device(torch.randn(20_000))
         with mapped_slot(source.nbytes) as memory:
             memory.copy_in([SlotWrite(source, 512)], copier)
             size = os.fstat(memory._fd).st_size
@@ -127,12 +127,12 @@ def test_mutant_that_cuts_a_registered_file(grows_again):
 def test_failed_registration_warns_once_and_is_remembered(caplog):
     with use_device_backend(AsyncDevice()) as device, contextlib.closing(Copier(1)) as copier:
         device.refuses = "out of locked memory"
-        source = device.put(torch.randn(5000))
+        source = device.to_device(torch.randn(5000))
         with mapped_slot(source.nbytes) as memory:
             for _ in range(3):
                 device.launch(lambda it: it.add_(1), [source])
                 memory.copy_in([SlotWrite(source, 512)], copier)
-            assert torch.equal(memory.tensor(512, source.dtype, source.shape), device.get(source))
+            assert torch.equal(memory.tensor(512, source.dtype, source.shape), device.to_host(source))
     assert len([one for one in caplog.records if "out of locked memory" in one.message]) == 1
     assert device.violations == []
 
@@ -140,7 +140,7 @@ def test_failed_registration_warns_once_and_is_remembered(caplog):
 def test_copy_thread_registers_for_the_device_of_the_source():
     """A new thread's current device is the first one, where this rank would then hold memory for nothing."""
     with use_device_backend(AsyncDevice()) as device, contextlib.closing(Copier(1)) as copier:
-        source = device.put(torch.randn(100), index=1)
+        source = device.to_device(torch.randn(100), index=1)
         with mapped_slot(source.nbytes) as memory:
             saves = threading.Thread(target=memory.copy_in, args=([SlotWrite(source, 512)], copier))
             saves.start()
