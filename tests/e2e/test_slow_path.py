@@ -34,7 +34,7 @@ def received(sock, size):
     return sock.recv(size, socket.MSG_WAITALL)
 
 
-def rest(sock):
+def receive_to_end(sock):
     return b"".join(iter(lambda: sock.recv(64 * KIB), b""))
 
 
@@ -65,11 +65,11 @@ def test_bytes_and_their_end_pass_both_ways():
     content = bytes(range(256)) * 16 * KIB
     with line() as (path, client, server):
         sender = in_background(client, content)
-        assert rest(server) == content
+        assert receive_to_end(server) == content
         sender.join()
         server.sendall(b"the other half is still open")
         server.close()
-        assert rest(client) == b"the other half is still open"
+        assert receive_to_end(client) == b"the other half is still open"
         assert (path.forth.passed_bytes, path.back.passed_bytes) == (len(content), 28)
 
 
@@ -101,7 +101,7 @@ def test_bandwidth_limits_a_single_direction():
         began = time.monotonic()
         sender = in_background(client, bytes(2 * MIB))
         assert received(client, 10) == b"not slowed"
-        assert len(rest(server)) == 2 * MIB
+        assert len(receive_to_end(server)) == 2 * MIB
         assert time.monotonic() - began >= 0.5
         sender.join()
 

@@ -236,7 +236,7 @@ class LargeRestore(SimulatedRestore):
     def _looked_at(self, key: ShardKey, found: tuple[Any, bytes]) -> None:
         record, data = found
         if damaged_chunks(data, record) or data != shard_content(key):
-            raise TimeoutViolation(f"{self.world.short_name(key)} is read with bytes that nobody wrote")
+            raise LargeRunError(f"{self.world.short_name(key)} is read with bytes that nobody wrote")
         self.read += 1
 
 

@@ -21,11 +21,11 @@ from elastic.settings import supervisor_endpoint
 STEP_S = 0.005
 
 
-def say(what: str, **more: object) -> None:
+def report(what: str, **more: object) -> None:
     print(json.dumps({"what": what, "pid": os.getpid(), "at": time.monotonic(), **more}), flush=True)
 
 
-def eat(asked: Path) -> None:
+def allocate_until_killed(asked: Path) -> None:
     """Memory that is touched, until the kernel ends this process, before any other one."""
     asked.unlink()
     Path("/proc/self/oom_score_adj").write_text("1000")
@@ -37,18 +37,18 @@ def eat(asked: Path) -> None:
 def main(folder: Path) -> int:
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     plane, node = SupervisorClient(supervisor_endpoint()), os.environ["ELASTIC_NODE"]
-    say("warm")
+    report("warm")
     step = 0
     while True:
         try:
             place = plane.wait_for_assignment()
         except Dismissed as end:
-            say("dismissed", reason=str(end))
+            report("dismissed", reason=str(end))
             return 0
         except JobFailedError as end:
-            say("job failed", reason=str(end))
+            report("job failed", reason=str(end))
             return 3
-        say(
+        report(
             "in",
             epoch=place.epoch,
             rank=place.rank,
@@ -62,29 +62,29 @@ def main(folder: Path) -> int:
             while True:
                 if (folder / "finish").exists():
                     plane.report_finished()
-                    say("finished", step=step)
+                    report("finished", step=step)
                     return 0
                 fault = folder / f"fault-{node}"
                 if fault.exists():
                     fault.unlink()
                     plane.report_fault("a fault was asked for")
                 if (folder / f"hungry-{node}").exists():
-                    eat(folder / f"hungry-{node}")
+                    allocate_until_killed(folder / f"hungry-{node}")
                 notice = plane.notice()
                 if notice is not None and not (folder / f"ignore-{node}").exists():
-                    say("notice", want=notice.kind.value, epoch=notice.epoch, reason=notice.reason)
+                    report("notice", want=notice.kind.value, epoch=notice.epoch, reason=notice.reason)
                     if notice.kind is NoticeKind.RESTART:
                         break
                     target = plane.agree_on_step(step)
                     step = target
-                    say("target", step=target, epoch=place.epoch)
+                    report("target", step=target, epoch=place.epoch)
                     plane.report_sealed(step)
                     break
                 time.sleep(STEP_S)
                 step += 1
                 plane.report_progress(RankProgress(step, step - 1))
         except StaleEpochError as error:
-            say("stale", reason=str(error))
+            report("stale", reason=str(error))
 
 
 if __name__ == "__main__":

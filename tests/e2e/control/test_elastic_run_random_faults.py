@@ -20,7 +20,7 @@ IN_A_SOAK = sorted(set(range(64)).difference(ALWAYS))
 EVENTS = 6
 
 
-class History:
+class RandomFaultRun:
     """One job, and what a seed does to it. Node n0 stays: the launcher ends with the last of its own nodes."""
 
     def __init__(self, job: ElasticRun, seed: int) -> None:
@@ -122,7 +122,7 @@ class History:
         assert self.job.wait_ended(self.run) == 0
 
 
-def check(job: ElasticRun) -> None:
+def assert_worlds_valid(job: ElasticRun) -> None:
     """Of every world each rank once, of a size that is allowed; a process is never in an earlier world than before."""
     worlds, lives, targets = defaultdict(list), defaultdict(list), defaultdict(set)
     for one in job.rank_messages("in"):
@@ -141,24 +141,24 @@ def check(job: ElasticRun) -> None:
     assert all(len(steps) == 1 for steps in targets.values())
 
 
-def play(seed: int) -> None:
+def run_seed(seed: int) -> None:
     with elastic_job() as job:
-        history = History(job, seed)
+        history = RandomFaultRun(job, seed)
         try:
             for _ in range(EVENTS):
                 history.go_on()
             history.end()
-            check(job)
+            assert_worlds_valid(job)
         except AssertionError as error:
             raise AssertionError(f"seed {seed}: {'; '.join(history.told)}: {error}\n{job.output()}") from None
 
 
 @pytest.mark.parametrize("seed", ALWAYS)
 def test_job_survives_a_random_history_of_faults(seed: int) -> None:
-    play(seed)
+    run_seed(seed)
 
 
 @pytest.mark.nightly
 @pytest.mark.parametrize("seed", IN_A_SOAK)
 def test_job_survives_many_random_histories_of_faults(seed: int) -> None:
-    play(seed)
+    run_seed(seed)

@@ -23,7 +23,7 @@ def job():
         yield one
 
 
-class Machines:
+class LauncherNodes:
     """Several launchers that know of each other only what is noted in a file."""
 
     def __init__(self, job: ElasticRun, url: str, *options: str) -> None:
@@ -65,10 +65,10 @@ class Machines:
         run.wait(60)
 
 
-def machines(job: ElasticRun, *options: str) -> Machines:
+def machines(job: ElasticRun, *options: str) -> LauncherNodes:
     folder: Path = job.folder / "shared"
     folder.mkdir(mode=0o700)
-    return Machines(job, f"file://{folder}/leader?lease={LEASE_S}", *options)
+    return LauncherNodes(job, f"file://{folder}/leader?lease={LEASE_S}", *options)
 
 
 def test_another_machine_takes_over_from_a_lost_leader(job: ElasticRun) -> None:

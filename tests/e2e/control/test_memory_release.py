@@ -48,23 +48,23 @@ def train(settings, url, steps, *, durable, **last):
     close_sessions()
 
 
-def slots(directory):
+def slot_files(directory):
     return list((directory / "slots").iterdir())
 
 
-def finish(agent, directory):
+def end_job(agent, directory):
     """The job has succeeded; what is in memory then."""
     pid = agent_pid(directory)
     agent.shut_down()
     wait_process_ended(pid)
-    return slots(directory)
+    return slot_files(directory)
 
 
 def test_durable_steps_are_released(tmp_path):
     with node() as (agent, directory, settings):
         train(settings, str(tmp_path), range(4), durable={3})
-        assert slots(directory)
-        assert finish(agent, directory) == []
+        assert slot_files(directory)
+        assert end_job(agent, directory) == []
 
 
 def test_memory_of_an_external_agent_is_released_and_the_agent_stays(tmp_path):
@@ -83,13 +83,13 @@ def test_memory_of_an_earlier_supervisor_is_released(tmp_path):
         train(settings, str(tmp_path), range(4), durable={3})
         with contextlib.closing(MemoryTierProcess(killed._environ, directory.parent)) as agent:
             agent.start()
-            assert finish(agent, directory) == []
+            assert end_job(agent, directory) == []
 
 
 def test_step_held_only_in_memory_is_kept(tmp_path, caplog):
     with node() as (agent, directory, settings):
         train(settings, str(tmp_path), range(5), durable={3})
-        assert finish(agent, directory)
+        assert end_job(agent, directory)
     assert "step 4" in caplog.text
     assert "in memory" in caplog.text
 
@@ -99,13 +99,13 @@ def test_memory_is_kept_without_a_durable_tier():
         with Checkpointer(JOB, settings=settings) as ckpt:
             ckpt.save(state_of(0), 0).wait()
         close_sessions()
-        assert finish(agent, directory)
+        assert end_job(agent, directory)
 
 
 def test_pinned_step_is_kept(tmp_path, caplog):
     with node() as (agent, directory, settings):
         train(settings, str(tmp_path), range(4), durable={3}, keep=True)
-        assert finish(agent, directory)
+        assert end_job(agent, directory)
     assert "pinned" in caplog.text
 
 
@@ -115,7 +115,7 @@ def test_unreachable_durable_tier_keeps_the_memory(tmp_path):
         train(settings, str(folder), range(4), durable={3})
         folder.rename(tmp_path / "away")
         folder.touch()
-        assert finish(agent, directory)
+        assert end_job(agent, directory)
 
 
 def test_pending_upload_is_awaited(tmp_path, monkeypatch):
@@ -123,7 +123,7 @@ def test_pending_upload_is_awaited(tmp_path, monkeypatch):
         with Checkpointer(JOB, durable=str(tmp_path), durable_every=1, settings=settings) as ckpt:
             ckpt.save(state_of(0), 0)
         close_sessions()
-        assert finish(agent, directory) == []
+        assert end_job(agent, directory) == []
     assert list(tmp_path.rglob("*"))
 
 
@@ -141,4 +141,4 @@ def test_restarted_job_keeps_its_memory(tmp_path):
             assert pid is not None, "somebody needs the agent"
             assert ckpt.save(state_of(5), 5).wait().name == "SEALED"
         close_sessions()
-        wait_until(lambda: slots(directory), "it is still there")
+        wait_until(lambda: slot_files(directory), "it is still there")

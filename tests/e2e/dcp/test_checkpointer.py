@@ -359,7 +359,7 @@ def loop(kind, steps, every_restart=2):
     return full_state(get_state(model, optimizer))
 
 
-def undisturbed(kind, steps):
+def reference_state(kind, steps):
     model, optimizer = build_model(kind, dist.get_world_size(), seed=5)
     get_state(model, optimizer)  # makes the optimizer's state, as the loop does before it restores
     for _ in range(steps):
@@ -369,7 +369,7 @@ def undisturbed(kind, steps):
 
 @pytest.mark.parametrize("kind", ["ddp", "fsdp"])
 def test_loop_with_restarts_matches_an_undisturbed_one(agent_dir, ranks, kind):
-    expected = ranks.run(2, undisturbed, kind, 6)
+    expected = ranks.run(2, reference_state, kind, 6)
     found = ranks.run(2, loop, kind, 6)
     for a, b in zip(expected, found, strict=True):
         assert_same_bits(a, b)

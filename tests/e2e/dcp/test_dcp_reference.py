@@ -30,7 +30,7 @@ pytestmark = [
 node = module_agent("alike")
 
 
-class Bare(torch.Tensor):
+class OpaqueTensor(torch.Tensor):
     """A wrapper that does not say what is in it: no ``__tensor_flatten__``."""
 
     @staticmethod
@@ -44,18 +44,18 @@ class Bare(torch.Tensor):
 
     @classmethod
     def __torch_dispatch__(cls, func, types, args=(), kwargs=None):
-        args, kwargs = pytree.tree_map_only(Bare, lambda one: one.inner, (args, kwargs or {}))
-        return pytree.tree_map_only(torch.Tensor, Bare, func(*args, **kwargs))
+        args, kwargs = pytree.tree_map_only(OpaqueTensor, lambda one: one.inner, (args, kwargs or {}))
+        return pytree.tree_map_only(torch.Tensor, OpaqueTensor, func(*args, **kwargs))
 
 
 @pytest.fixture(autouse=True)
 def allowed():
     """What a user of such classes does before ``dcp.load`` reads files."""
-    with torch.serialization.safe_globals([TwoTensor, Bare]):
+    with torch.serialization.safe_globals([TwoTensor, OpaqueTensor]):
         yield
 
 
-class Files:
+class PlainFiles:
     """The reference."""
 
     def __init__(self, path):
@@ -68,7 +68,7 @@ class Files:
         return dcp.FileSystemReader(self.path)
 
 
-class Ours:
+class TieredStorage:
     def __init__(self, job):
         self.job = job
 
@@ -84,12 +84,12 @@ _jobs = itertools.count()
 
 @pytest.fixture
 def ours():
-    return Ours(f"alike-{next(_jobs)}")
+    return TieredStorage(f"alike-{next(_jobs)}")
 
 
 @pytest.fixture(params=["files", "ours"])
 def storage(request, tmp_path):
-    return Files(tmp_path / "files") if request.param == "files" else Ours(f"alike-{next(_jobs)}")
+    return PlainFiles(tmp_path / "files") if request.param == "files" else TieredStorage(f"alike-{next(_jobs)}")
 
 
 def quantised(rows=4):
@@ -102,12 +102,12 @@ def complex_numbers(*shape):
     return torch.randn(*shape, dtype=torch.complex64)
 
 
-def inside(value):
+def inner_tensors(value):
     """A tensor as tensors that can be compared."""
     if isinstance(value, TwoTensor):
-        return [inside(value.a), inside(value.b)]
-    if isinstance(value, Bare):
-        return inside(value.inner)
+        return [inner_tensors(value.a), inner_tensors(value.b)]
+    if isinstance(value, OpaqueTensor):
+        return inner_tensors(value.inner)
     if value.is_quantized:
         return [value.int_repr(), torch.tensor(value.q_scale()), torch.tensor(value.q_zero_point())]
     return value.detach()
@@ -128,7 +128,7 @@ def dcp_load(state, storage, **options):
 SAVED = {
     "flattened": lambda: TwoTensor(torch.randn(3, 4), torch.randn(3, 4)),
     "flattened, nested": lambda: TwoTensor(*(TwoTensor(torch.randn(3), torch.randn(3)) for _ in range(2))),
-    "bare": lambda: Bare(torch.randn(3, 4)),
+    "bare": lambda: OpaqueTensor(torch.randn(3, 4)),
     "quantised": quantised,
     "conjugate": lambda: complex_numbers(3).conj(),
     "negative": lambda: complex_numbers(3).conj().imag,
@@ -143,7 +143,7 @@ def test_saved_tensor_round_trips(storage, kind):
     target = {"t": SAVED[kind](), "beside": torch.zeros(5)}
     dcp_load(target, storage)
     assert type(target["t"]) is type(state["t"])
-    assert_same_bits(inside(state["t"]), inside(target["t"]))
+    assert_same_bits(inner_tensors(state["t"]), inner_tensors(target["t"]))
     assert_same_bits(state["beside"], target["beside"])
 
 
@@ -157,7 +157,7 @@ TARGETS = {
     "negative": (lambda: torch.randn(3), lambda: torch.zeros(3, dtype=torch.complex64).conj().imag),
     "negative and in order": (lambda: torch.randn(6), lambda: torch._neg_view(torch.zeros(6))),
     "a wrapper of two": (lambda: torch.randn(3), lambda: TwoTensor(torch.zeros(3), torch.zeros(3))),
-    "a bare wrapper": (lambda: torch.randn(3), lambda: Bare(torch.zeros(3))),
+    "a bare wrapper": (lambda: torch.randn(3), lambda: OpaqueTensor(torch.zeros(3))),
     "strided": (lambda: torch.randn(3, 4), lambda: torch.zeros(4, 3).t()),
     "a view of a larger one": (lambda: torch.randn(3), lambda: torch.zeros(9)[3:6]),
     "made in inference": (lambda: torch.randn(3), made_in_inference),
@@ -170,7 +170,7 @@ def test_targets_of_any_kind_receive_the_values(storage, kind):
     dcp_save({"t": saved}, storage)
     with torch.inference_mode(blank.is_inference()):
         dcp_load({"t": blank}, storage)
-    for found in inside(blank) if isinstance(blank, TwoTensor) else [inside(blank)]:
+    for found in inner_tensors(blank) if isinstance(blank, TwoTensor) else [inner_tensors(blank)]:
         assert_same_bits(saved, found.resolve_neg())
 
 
@@ -250,7 +250,7 @@ SPARSE = {
     "bsc": lambda: torch.eye(4).to_sparse_bsc((2, 2)),
     "quantised": quantised,
     "flattened": lambda: TwoTensor(torch.ones(3), torch.ones(3)),
-    "bare": lambda: Bare(torch.ones(3)),
+    "bare": lambda: OpaqueTensor(torch.ones(3)),
 }
 
 
@@ -303,7 +303,7 @@ def strided_shards(path):
                 part, mesh, [_StridedShard(0, split_factor=2), Shard(0)], shape=full.shape, stride=full.stride()
             )
         }
-        for one in (Files(f"{path}/{rows}"), Ours("strided")):
+        for one in (PlainFiles(f"{path}/{rows}"), TieredStorage("strided")):
             dcp.save(state, storage_writer=one.writer(rows))
             blank = {"t": torch.zeros_like(state["t"])}
             dcp.load(blank, storage_reader=one.reader())
@@ -325,7 +325,7 @@ def test_strided_shards(ranks, tmp_path):
 @pytest.mark.filterwarnings("ignore:Detected an existing checkpoint")
 def test_tensors_with_declared_slices_round_trip(storage, how):
     """A plain tensor with two slices of a larger one, and padding between them."""
-    if how == "async_save" and isinstance(storage, Files):
+    if how == "async_save" and isinstance(storage, PlainFiles):
         pytest.skip("what torch stages for its own files does not say which slices it is")
 
     def sliced(values, at):

@@ -117,7 +117,7 @@ class Rank:
         gc.collect()
 
 
-def follow(say, actions):
+def run_actions(say, actions):
     """What a world does from its start to its end, and what each rank saw."""
     me, seen = Rank(), []
     try:
@@ -177,7 +177,7 @@ class Model:
         return max(self.values, default=None)
 
 
-class Story:
+class RandomHistory:
     """Actions by chance, and what has to be seen after each."""
 
     def __init__(self, chance, folder):
@@ -217,9 +217,9 @@ class Story:
         return actions, expected
 
 
-def tell(zygote, seed, folder, *, worlds, length):
+def run_history(zygote, seed, folder, *, worlds, length):
     chance = random.Random(seed)
-    story = Story(chance, folder)
+    story = RandomHistory(chance, folder)
     for _ in range(worlds):
         size = chance.randint(1, 3)
         actions, expected = story.world(size, length)
@@ -234,7 +234,7 @@ def tell(zygote, seed, folder, *, worlds, length):
 
 def run_world(zygote, size, actions):
     """What each rank saw; where one failed, what every one of them says."""
-    running, found, failed = zygote.start_world(size, follow, actions), [], []
+    running, found, failed = zygote.start_world(size, run_actions, actions), [], []
     try:
         for one in running:
             try:
@@ -255,7 +255,7 @@ def kill(zygote, story, chance):
     step = (model.newest or 0) + 1
     story.value += 1
     action = ("killed", job, step, float(story.value), chance.choice(KILLED_IN))
-    running = zygote.start_world(chance.randint(1, 3), follow, [action])
+    running = zygote.start_world(chance.randint(1, 3), run_actions, [action])
     try:
         for one in running:
             one.wait_line(when)
@@ -264,7 +264,7 @@ def kill(zygote, story, chance):
             one.kill()
     for one in running:
         one.wait()
-    (found,) = zygote.run_world(1, look, job)
+    (found,) = zygote.run_world(1, restore_newest, job)
     if when == "saved" or found[0] == step:
         model.base = None
         model.save(step, float(story.value))
@@ -272,18 +272,18 @@ def kill(zygote, story, chance):
     assert found == ((None, []) if newest is None else (newest, [model.values[newest]])), action
 
 
-def look(say, job):
+def restore_newest(say, job):
     return (None, []) if newest(job) is None else Rank().load(job, None, "reader")
 
 
 @pytest.mark.parametrize("seed", range(2))
 def test_random_history_of_incarnations_is_consistent(agent_dir, zygote, monkeypatch, tmp_path, seed):
     monkeypatch.setenv("TIEREDCKPT_AGENT_SLOTS_PER_RANK", "64")
-    tell(zygote, seed, tmp_path, worlds=2, length=8)
+    run_history(zygote, seed, tmp_path, worlds=2, length=8)
 
 
 @pytest.mark.nightly
 @pytest.mark.parametrize("seed", range(100, 140))
 def test_long_random_history_of_incarnations_is_consistent(agent_dir, zygote, monkeypatch, tmp_path, seed):
     monkeypatch.setenv("TIEREDCKPT_AGENT_SLOTS_PER_RANK", "256")
-    tell(zygote, seed, tmp_path, worlds=4, length=20)
+    run_history(zygote, seed, tmp_path, worlds=4, length=20)

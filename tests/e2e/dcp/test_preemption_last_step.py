@@ -17,14 +17,14 @@ class Ended(BaseException):
     """What the signal does to this process once the checkpointer delivers it."""
 
 
-def told_to_end(number, frame):
+def handle_signal(number, frame):
     raise Ended
 
 
 def train(told, steps=40, every=100):
     """``told``: for each rank in which step, and whether before or after its save, it is told to end."""
     rank = dist.get_rank()
-    signal.signal(signal.SIGTERM, told_to_end)
+    signal.signal(signal.SIGTERM, handle_signal)
     state = {"w": torch.zeros(10), "step": 0}
     step = -1
     try:

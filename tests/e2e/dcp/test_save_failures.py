@@ -49,12 +49,12 @@ def small(step):
     return {"w": torch.full((1000,), float(step)), "step": step}
 
 
-def nobody(settings, job):
+def unreachable_agent(settings, job):
     raise AgentUnreachableError("nobody answers")
 
 
 def test_missing_agent_fails_the_save_and_not_the_training(agent_dir):
-    with use_agent_factory(nobody), Checkpointer(JOB) as ckpt:
+    with use_agent_factory(unreachable_agent), Checkpointer(JOB) as ckpt:
         for step in range(3):
             saved = ckpt.save(small(step), step)
             assert (saved.state, saved.ok) == (SaveState.FAILED, False)
@@ -62,7 +62,7 @@ def test_missing_agent_fails_the_save_and_not_the_training(agent_dir):
             with pytest.raises(SaveFailedError, match="nobody answers"):
                 saved.wait()
         assert ckpt.wait()
-    with use_agent_factory(nobody), Checkpointer(JOB, on_failure="raise") as ckpt:
+    with use_agent_factory(unreachable_agent), Checkpointer(JOB, on_failure="raise") as ckpt:
         with pytest.raises(SaveFailedError):
             ckpt.save(small(0), 0)
         with pytest.raises(TierUnavailableError):  # unknown, so not a reason to start from nothing
@@ -71,7 +71,7 @@ def test_missing_agent_fails_the_save_and_not_the_training(agent_dir):
 
 def test_recovered_agent_is_used_again(agent_dir):
     with Checkpointer(JOB) as ckpt:
-        with use_agent_factory(nobody):
+        with use_agent_factory(unreachable_agent):
             assert not ckpt.save(small(0), 0).ok
         assert ckpt.save(small(1), 1).wait() is SaveState.SEALED
         assert ckpt.restore(zeros_like_state(small(0))) == 1
@@ -85,7 +85,7 @@ def test_invalid_directory_is_an_unavailable_tier(tmp_path):
         assert "Not a directory" in str(ckpt.save(small(0), 0).error)
 
 
-class Forgetful:
+class UnreachableAgent:
     """An agent that cannot be reached whenever it should be told what became of a step."""
 
     def __init__(self, settings, job):
@@ -114,7 +114,7 @@ class Forgetful:
 def saves_while_deaf():
     states = []
     with (
-        use_agent_factory(Forgetful),
+        use_agent_factory(UnreachableAgent),
         Checkpointer(JOB, settings=override_settings(load_settings(), peer={"discovery": "off"})) as ckpt,
     ):
         for step in range(5):
@@ -140,7 +140,7 @@ def leaves_out_while_deaf():
             raise StoreBusyError("no room just now")
         return stage(session, key, *args, **more)
 
-    with use_agent_factory(Forgetful), Checkpointer(JOB) as ckpt:
+    with use_agent_factory(UnreachableAgent), Checkpointer(JOB) as ckpt:
         Session.lease_slot = busy
         try:
             for step in range(6):

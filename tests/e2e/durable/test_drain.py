@@ -212,7 +212,7 @@ def save_replicated(name, url):
 # -- a store that is slow, away or says no ------------------------------------------------------------------------
 
 
-def through(proxy, server, **changes):
+def proxied_url(proxy, server, **changes):
     return durable_settings(server, **({"retry_s": 20.0, "timeout_s": 2.0} | changes)), proxy.endpoint
 
 
@@ -222,7 +222,7 @@ def through(proxy, server, **changes):
     ids=["500", "503", "hang"],
 )
 def test_drain_completes_after_the_store_recovers(agent_dir, rclone, rclone_proxy, fault):
-    settings, endpoint = through(rclone_proxy, rclone)
+    settings, endpoint = proxied_url(rclone_proxy, rclone)
     settings = DurableSettings(**{**vars(settings), "options": {**settings.options, "endpoint": endpoint}})
     rclone_proxy.add_rule("PUT", r"\.safetensors").fail(fault)
     rclone_proxy.add_rule("PUT", r"\.manifest").fail(fault)
@@ -234,7 +234,7 @@ def test_drain_completes_after_the_store_recovers(agent_dir, rclone, rclone_prox
 
 
 def test_unreachable_store_is_unknown_and_not_empty(agent_dir, rclone, rclone_proxy):
-    settings, endpoint = through(rclone_proxy, rclone, retry_s=0.5, timeout_s=1.0)
+    settings, endpoint = proxied_url(rclone_proxy, rclone, retry_s=0.5, timeout_s=1.0)
     settings = DurableSettings(**{**vars(settings), "options": {**settings.options, "endpoint": endpoint}})
     rclone_proxy.add_rule("GET", times=10**6).fail(ReplyWithStatus(503, "SlowDown"))
     with (
@@ -245,7 +245,7 @@ def test_unreachable_store_is_unknown_and_not_empty(agent_dir, rclone, rclone_pr
 
 
 def test_memory_restores_while_the_store_is_unreachable(agent_dir, rclone, rclone_proxy):
-    settings, endpoint = through(rclone_proxy, rclone, retry_s=0.5, timeout_s=1.0)
+    settings, endpoint = proxied_url(rclone_proxy, rclone, retry_s=0.5, timeout_s=1.0)
     settings = DurableSettings(**{**vars(settings), "options": {**settings.options, "endpoint": endpoint}})
     rclone_proxy.add_rule("PUT", times=10**6).fail(ReplyWithStatus(503, "SlowDown"))
     rclone_proxy.add_rule("GET", times=10**6).fail(ReplyWithStatus(503, "SlowDown"))
@@ -255,7 +255,7 @@ def test_memory_restores_while_the_store_is_unreachable(agent_dir, rclone, rclon
 
 
 def test_refused_credentials_fail_the_drain_not_the_training(agent_dir, rclone, rclone_proxy):
-    settings, endpoint = through(rclone_proxy, rclone)
+    settings, endpoint = proxied_url(rclone_proxy, rclone)
     job = CheckpointJob(
         agent_dir, DurableSettings(**{**vars(settings), "options": {**settings.options, "endpoint": endpoint}})
     )
@@ -273,7 +273,7 @@ def test_refused_credentials_fail_the_drain_not_the_training(agent_dir, rclone, 
 
 
 def test_a_slow_store_skips_steps_and_keeps_the_newest(agent_dir, rclone, rclone_proxy):
-    settings, endpoint = through(rclone_proxy, rclone)
+    settings, endpoint = proxied_url(rclone_proxy, rclone)
     settings = DurableSettings(**{**vars(settings), "options": {**settings.options, "endpoint": endpoint}})
     held = rclone_proxy.add_rule("PUT", r"000000000000/.*\.safetensors").hold()
     job = CheckpointJob(agent_dir, settings)
@@ -292,9 +292,9 @@ def test_a_slow_store_skips_steps_and_keeps_the_newest(agent_dir, rclone, rclone
     job.assert_restores(4, tiers={"durable"})
 
 
-def away(proxy, server, on_busy):
+def unreachable_store(proxy, server, on_busy):
     """A store that answers nobody until the proxy is cleared."""
-    settings, endpoint = through(proxy, server, retry_s=1.0, timeout_s=1.0, on_busy=on_busy)
+    settings, endpoint = proxied_url(proxy, server, retry_s=1.0, timeout_s=1.0, on_busy=on_busy)
     for method in ("GET", "PUT"):
         proxy.add_rule(method, times=10**6).fail(ReplyWithStatus(503, "SlowDown"))
     return DurableSettings(**{**vars(settings), "options": {**settings.options, "endpoint": endpoint}})
@@ -304,7 +304,7 @@ def away(proxy, server, on_busy):
 def test_memory_saves_continue_while_the_store_is_unreachable_and_durable_steps_are_due(
     agent_dir, rclone, rclone_proxy, on_busy
 ):
-    job = CheckpointJob(agent_dir, away(rclone_proxy, rclone, on_busy))
+    job = CheckpointJob(agent_dir, unreachable_store(rclone_proxy, rclone, on_busy))
     with job.checkpointer(durable_every=5) as ckpt:
         saved = [ckpt.save(state_at(step), step).wait() for step in range(1, 18)]
         assert saved == [SaveState.SEALED] * len(saved)
@@ -323,7 +323,7 @@ def test_memory_saves_continue_while_the_store_is_unreachable_and_durable_steps_
 def test_memory_saves_continue_while_the_store_is_unreachable_and_durable_steps_required(
     agent_dir, rclone, rclone_proxy, on_busy
 ):
-    job = CheckpointJob(agent_dir, away(rclone_proxy, rclone, on_busy))
+    job = CheckpointJob(agent_dir, unreachable_store(rclone_proxy, rclone, on_busy))
     with job.checkpointer(durable_every=100) as ckpt:
         asked = [ckpt.save(state_at(step), step, durable=True) for step in (1, 2)]
         assert [saved.wait() for saved in asked] == [SaveState.SEALED] * 2
@@ -418,7 +418,7 @@ def test_manifest_of_a_newer_format_is_refused(agent_dir, directory, tmp_path):
 
 
 def test_bytes_changed_in_transit_are_read_again(agent_dir, rclone, rclone_proxy):
-    settings, endpoint = through(rclone_proxy, rclone)
+    settings, endpoint = proxied_url(rclone_proxy, rclone)
     settings = DurableSettings(**{**vars(settings), "options": {**settings.options, "endpoint": endpoint}})
     job = CheckpointJob(agent_dir, settings)
     job.save(0)
@@ -545,7 +545,7 @@ def test_metrics_and_status_match_the_events(agent_dir, directory):
 
 
 def test_restarted_agent_finishes_pending_uploads(agent_dir, rclone, rclone_proxy):
-    settings, endpoint = through(rclone_proxy, rclone)
+    settings, endpoint = proxied_url(rclone_proxy, rclone)
     settings = DurableSettings(**{**vars(settings), "options": {**settings.options, "endpoint": endpoint}})
     held = rclone_proxy.add_rule("PUT", r"\.safetensors").hold()
     job = CheckpointJob(agent_dir, settings)

@@ -15,7 +15,7 @@ TOTAL = 6
 RANKS = 3
 
 
-def trained(zygote, ranks, torn):
+def train_with_faults(zygote, ranks, torn):
     """The last that every rank said of every step, and the first step of each world."""
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     with make_cluster(ranks, "n1") as cluster, socket_bridge(RANKS, f"127.0.0.1:{store.port}") as bridge:
@@ -36,11 +36,11 @@ def trained(zygote, ranks, torn):
 
 
 def test_torn_optimizer_step_rolls_all_ranks_back(zygote, ranks):
-    undisturbed, worlds = trained(zygote, ranks, ())
+    undisturbed, worlds = train_with_faults(zygote, ranks, ())
     assert worlds == {(0, 0)}
     assert set(undisturbed) == {(step, rank) for step in range(TOTAL) for rank in range(RANKS)}
     assert len({words[-1] for words in undisturbed.values()}) == len(undisturbed)
-    torn, worlds = trained(zygote, ranks, (0, 2))
+    torn, worlds = train_with_faults(zygote, ranks, (0, 2))
     assert worlds <= {(0, 0), (1, 2), (1, 3)}  # some rank may not have sealed step 2 when another one failed
     assert len(worlds) == 2
     assert torn == undisturbed

@@ -67,7 +67,7 @@ def test_job_survives_hundreds_of_random_faults(golden_run, tmp_path) -> None:
                 continue
         time.sleep(0.5)
     took = recoveries(job)
-    write_down(tmp_path, job, took, sizes)
+    write_report(tmp_path, job, took, sizes)
     assert run.returncode == 0, job.failure_report()
     assert_all_injected_once(job)
     assert_worlds_consistent(job)
@@ -104,7 +104,7 @@ def recoveries(job) -> list[float]:
     return sorted(found)
 
 
-def write_down(folder: Path, job, took: list[float], sizes) -> None:
+def write_report(folder: Path, job, took: list[float], sizes) -> None:
     lines = [f"{one.at:.2f} {one.injection.name} {one.injection}: step {one.step}" for one in job.record.done()]
     (folder / "faults.log").write_text("\n".join(lines) + "\n")
     (folder / "sizes.json").write_text(json.dumps(sizes))

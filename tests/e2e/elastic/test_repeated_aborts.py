@@ -33,7 +33,7 @@ REAL = [default_backend()] if accelerator().device_count() else []
 PATIENCE = timedelta(minutes=5)
 
 
-class Aborted:
+class AbortingRank:
     """One rank's way."""
 
     def __init__(self, rank: int, store_port: int, meeting_port: int, backend: str, times: int) -> None:
@@ -114,7 +114,7 @@ def rank_of_two(rank: int, store_port: int, meeting_port: int, backend: str, tim
     if backend == nccl_like.NAME:
         nccl_like.register()
     os.environ["NCCL_HOSTID"] = f"rank-{os.getpid()}"  # else NCCL takes no two ranks on one device
-    one = Aborted(rank, store_port, meeting_port, backend, times)
+    one = AbortingRank(rank, store_port, meeting_port, backend, times)
     one.run()
     return one.took_s, one.sizes
 
@@ -132,7 +132,7 @@ def two_ranks(zygote: Zygote, *args: Any) -> list[Any]:
         return [one.get(380) for one in [pool.apply_async(rank_of_two, (rank, *args)) for rank in range(2)]]
 
 
-def grown(sizes: dict[int, dict[str, int]], what: str, times: int) -> int:
+def growth_of(sizes: dict[int, dict[str, int]], what: str, times: int) -> int:
     """From the most of some early epochs to the least of the last: a group may end a little after it was left."""
     early = max(sizes[epoch][what] for epoch in range(SETTLED - AROUND, SETTLED + AROUND))
     return min(sizes[epoch][what] for epoch in range(times - AROUND, times + 1)) - early
@@ -154,8 +154,8 @@ def test_process_groups_survive_repeated_aborts(zygote, backend, times, record_p
     for took_s, sizes in two_ranks(zygote, store.port, meeting.port, backend, times):
         assert len(took_s) == times
         for what, growth in GROWTH.items():
-            assert grown(sizes, what, times) <= growth, (what, sizes[SETTLED], sizes[times])
+            assert growth_of(sizes, what, times) <= growth, (what, sizes[SETTLED], sizes[times])
     record_property(f"aborted to the next all-reduce, 2 ranks, {backend}", 1e3 * statistics.median(took_s))
     for what in ("rss", "device"):
-        growth_mib = grown(sizes, what, times) / 2**20
+        growth_mib = growth_of(sizes, what, times) / 2**20
         record_property(f"{what} memory grows in {times - SETTLED} aborts, {backend}", (growth_mib, "MiB"))

@@ -43,15 +43,15 @@ def job():
         yield made
 
 
-def start_to_die(job, name, point, count=1):
+def start_with_crash_point(job, name, point, count=1):
     """The agent begins again with its arena, and with an appointment."""
     job[name].kill_agent()
     job[name].start(crash_at=f"{point}:{count}")
 
 
-def die_while_saving(job, point):
+def kill_while_saving(job, point):
     """n1 passes every point: it sends, it receives, and it is the one that counts."""
-    start_to_die(job, "n1", point, SAVING[point])
+    start_with_crash_point(job, "n1", point, SAVING[point])
     wait_until(lambda: job.alive_nodes("n2") == job.alive_nodes("n3") == set(NAMES), "all see each other")
     job.save(2)
     job["n1"].wait_agent_ended()
@@ -88,7 +88,7 @@ def expect_all(job, keys):
     "point", [pytest.param(point, marks=pytest.mark.nightly if point in LOST else []) for point in SAVING]
 )
 def test_agent_restarted_with_its_arena_keeps_its_shards(job, point):
-    die_while_saving(job, point)
+    kill_while_saving(job, point)
     job["n1"].start()
     expect_newest(job, NAMES)
     job.save(3)
@@ -100,7 +100,7 @@ def test_agent_restarted_with_its_arena_keeps_its_shards(job, point):
     "point", [pytest.param(point, marks=[] if point in LOST else pytest.mark.nightly) for point in SAVING]
 )
 def test_job_survives_a_permanently_lost_agent(job, point):
-    die_while_saving(job, point)
+    kill_while_saving(job, point)
     job.lose_node("n1")
     wait_until(lambda: job.alive_nodes("n2") == {"n2", "n3"}, "its death is known")
     expect_newest(job, ("n2", "n3"))
@@ -136,7 +136,7 @@ def test_agent_killed_while_replicating_for_a_lost_node():
 def test_agent_killed_while_repairing_a_copy(job):
     mine = job.shard_keys(1)[0]
     (other,) = set(job.holders(mine)) - {"n1"}
-    start_to_die(job, other, "peer.repairing")
+    start_with_crash_point(job, other, "peer.repairing")
     wait_until(lambda: other in job.holders(mine), "its copy is adopted")
     flip_byte(job.slot_path(other, mine), SIZE // 2)
     with job[other].agent() as agent:
@@ -151,7 +151,7 @@ def test_reader_continues_from_the_other_copy_when_an_agent_is_killed(job):
     (large,) = job.save(2, "n1", parts=1, size_bytes=LARGE)
     job.wait_replicated(2)
     (other,) = set(job.holders(large)) - {"n1"}
-    start_to_die(job, other, "peer.reading", 4)
+    start_with_crash_point(job, other, "peer.reading", 4)
     wait_until(lambda: other in job.holders(large), "its copy is adopted")
     with job.prepared_read(large, [other, "n1"]) as read:
         job["n1"].suspend_agent()  # until the other one is dead, nothing comes from here

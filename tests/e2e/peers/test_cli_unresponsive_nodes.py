@@ -6,7 +6,7 @@ import json
 
 import pytest
 
-from tests.e2e.peers.test_export_from_peers import ONCE, spoil
+from tests.e2e.peers.test_export_from_peers import ONCE, flip_shard_bits
 from tests.e2e.peers.test_node_lost import save
 from tests.support.local_nodes import wait_until
 from tieredckpt.cli import main
@@ -73,7 +73,7 @@ def test_verify_checks_all_nodes_and_names_unreachable_ones(halves, said, capsys
         (0, "memory", "n1", "good"),
         (1, "peer", "n2", "good"),
     }
-    spoil(halves["n2"], job)
+    flip_shard_bits(halves["n2"], job)
     code, found, _ = said("verify", job)
     assert code == ExitCode.DAMAGED
     assert [one["node"] for one in found["checks"] if one["result"] == "damaged"] == ["n2"]

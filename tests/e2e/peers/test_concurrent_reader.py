@@ -26,7 +26,7 @@ def state_of(step):
     return {"w": shared, "r": torch.full((1 << 10,), float(step))}
 
 
-def evaluated_while_training(job, read):
+def read_while_training(job, read):
     with Checkpointer(job, on_sigterm="ignore") as ckpt:
         ckpt.restore(state_of(0))
         for step in range(6):
@@ -43,4 +43,4 @@ def evaluated_while_training(job, read):
 
 
 def test_saves_keep_their_copies_while_an_older_step_is_read(cluster):
-    assert cluster.run(["n1", "n2"], evaluated_while_training, 1) == [5, 5]
+    assert cluster.run(["n1", "n2"], read_while_training, 1) == [5, 5]

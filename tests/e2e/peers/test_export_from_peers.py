@@ -80,14 +80,14 @@ def test_damaged_local_copy_is_read_from_another_node(cluster, monkeypatch, tmp_
     cluster.run(["n1", "n2"], save, [7], 2)
     for name, value in cluster["n1"].environ.items():
         monkeypatch.setenv(name, value)
-    spoil(cluster["n1"], cluster.job)
+    flip_shard_bits(cluster["n1"], cluster.job)
     assert main(["export", cluster.job, str(tmp_path / "out"), "--json"]) == 0
     assert same(load_file(tmp_path / "out"), 7)
     assert json.loads(capsys.readouterr().out)["read_bytes"]["peer"] > 1000
     close_sessions()
 
 
-def spoil(host, job):
+def flip_shard_bits(host, job):
     """A bit of each shard on this node is another one now."""
     with host.agent(job) as agent:
         for fact in agent.store.list_shards(job):

@@ -86,7 +86,7 @@ def check(client, sealed):
     assert client.status().damage_reports == ()
 
 
-def go_on(client):
+def assert_usable(client):
     """A store that was killed can still be used to the full, by the next incarnation and by this one."""
     epoch = client.claim("job", "b")
     for version in range(90, 93):
@@ -109,7 +109,7 @@ def test_agent_killed_during_work(directory, point, count):
         assert agent.process.wait(10) == -signal.SIGKILL
     with store_agent(directory, *BUDGET) as agent, agent.client(retry_s=20, job="job") as client:
         check(client, sealed)
-        go_on(client)
+        assert_usable(client)
 
 
 def test_crash_variable_alone_kills_no_agent(directory, monkeypatch):
@@ -136,7 +136,7 @@ def test_agent_killed_during_adoption(directory, point, count):
     with store_agent(directory, *BUDGET) as agent, agent.client(retry_s=20) as client:
         assert sorted(fact.key for fact in client.list_shards("job")) == saved
         check(client, saved)
-        go_on(client)
+        assert_usable(client)
 
 
 def test_flipped_byte_is_reported_and_the_version_is_not_committed(directory):

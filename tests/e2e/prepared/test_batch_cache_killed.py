@@ -53,7 +53,7 @@ def crash(point, times):
     return crash_environ(f"{point}:{times}")
 
 
-def gone(pids, timeout_s=60):
+def wait_processes_ended(pids, timeout_s=60):
     deadline = time.monotonic() + timeout_s
     while any(process_start_time(pid) >= 0 for pid in pids):
         assert time.monotonic() < deadline, f"one of {pids} is still there"
@@ -132,7 +132,7 @@ def test_restarted_trainer_finds_all_prepared_batches(zygote, directory, log, wo
     running.wait_line("read")
     running.kill()
     running.wait()
-    gone(preparer_pids(log))  # workers end with their trainer, after the batch they are at
+    wait_processes_ended(preparer_pids(log))  # workers end with their trainer, after the batch they are at
     with open_cache(directory) as cache:
         there = cache.cached_indices()
     assert set(range(5)) <= set(there) <= set(range(11))  # what was read, and up to six ahead
@@ -150,11 +150,11 @@ def test_forked_worker_ends_with_its_trainer(zygote, directory):
     try:
         running.kill()
         running.wait()
-        gone([worker])
+        wait_processes_ended([worker])
         assert process_start_time(other) >= 0
     finally:
         os.kill(other, signal.SIGKILL)
-        gone([other])
+        wait_processes_ended([other])
 
 
 def test_cached_stream_is_mapped_after_a_kill_without_worker_processes(zygote, directory, log):

@@ -262,7 +262,7 @@ def test_c_world_size_may_be_the_data_parallel_size(on, server, agent_dir):
 # -- d to g: which step, and all of it ------------------------------------------------------------------------
 
 
-def load_half_blind(which, url, endpoint, more):
+def load_with_one_rank_disconnected(which, url, endpoint, more):
     """Rank 1 does not reach the memory service."""
     seen = url if dist.get_rank() == 0 else f"http://127.0.0.1:{free_port()}"
     if which == "aws":
@@ -273,9 +273,9 @@ def load_half_blind(which, url, endpoint, more):
 def test_d_all_ranks_load_the_same_step(on, server, agent_dir, moto, s3):
     on(2, aws_saves, [1], server.url, moto.endpoint, s3_tier_base_path=s3, save_to_s3=True)
     on(2, aws_saves, [2], server.url, moto.endpoint, s3_tier_base_path=s3)
-    theirs_found = on(2, load_half_blind, "aws", server.url, moto.endpoint, {"s3_tier_base_path": s3})
+    theirs_found = on(2, load_with_one_rank_disconnected, "aws", server.url, moto.endpoint, {"s3_tier_base_path": s3})
     assert [step for step, _ in theirs_found] == [2, 1]  # and the model is of two steps, without a word
-    is_step(on(2, load_half_blind, "ours", server.url, moto.endpoint, {"s3_tier_base_path": s3}), 1)
+    is_step(on(2, load_with_one_rank_disconnected, "ours", server.url, moto.endpoint, {"s3_tier_base_path": s3}), 1)
 
 
 def test_e_lost_shard_falls_back_to_an_older_step(on, server, agent_dir):
@@ -342,7 +342,7 @@ def test_i_step_zero_and_any_coordinator(on, server, agent_dir, moto, s3, step, 
     is_step(on(2, we_load), step + 1)
 
 
-def save_in_no_time(which, url):
+def save_with_stopped_clock(which, url):
     """The clock stands still, as a coarse one does."""
     real, time.time = time.time, lambda: 1000.0
     try:
@@ -356,9 +356,9 @@ def save_in_no_time(which, url):
 
 
 def test_j_a_save_that_takes_no_time(on, server, agent_dir):
-    ((said,),) = ([said] for said in on(1, save_in_no_time, "aws", server.url))
+    ((said,),) = ([said] for said in on(1, save_with_stopped_clock, "aws", server.url))
     assert "In-memory write failed" in said
-    assert on(1, save_in_no_time, "ours", "") == ["saved"]
+    assert on(1, save_with_stopped_clock, "ours", "") == ["saved"]
 
 
 def test_k_a_namespace_of_another_size(on, server, agent_dir):
