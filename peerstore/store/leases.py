@@ -307,7 +307,7 @@ class LeaseManager:
         """A slot's file, open for writing, for whoever has leased it or is about to."""
         with self._table.lock:
             slot = self._table.slots.get(name)
-            if slot is None or slot.state is SlotState.SEALED:
+            if slot is None or (slot.state is SlotState.SEALED and not slot.reserved):
                 raise LeaseLostError(f"{name} cannot be written: its lease expired or was fenced, or it is sealed")
             if not self._table.is_intact(slot):
                 self._table.drop_lost(slot)
@@ -432,9 +432,13 @@ class SlotPrefaulter:
                     break
                 allocated += size_bytes
             free = [slot for slot in mine if slot.state is SlotState.FREE]
+            sealed = [slot for slot in mine if slot.state is SlotState.SEALED and slot_fits(slot.view, size_bytes)]
+            sealed = [slot for slot in sealed if table.is_intact(slot)]
+            for slot in sealed:
+                slot.reserved = True
             self._waiting.extend(slot.name for slot in free if slot.prefaulted_bytes < slot.size_bytes)
             table.changed.notify_all()
-            return [SlotInfo(s.name, s.size_bytes, s.generation) for s in free]
+            return [SlotInfo(s.name, s.size_bytes, s.generation) for s in [*free, *sealed]]
 
     def run(self) -> None:
         """Put pages behind one reserved slot after the other, until the store closes."""

@@ -157,7 +157,7 @@ class NodeStore:
         return self._leasing.grow(lease_id, size_bytes, wait_s=wait_s)
 
     def open_slot(self, slot: str) -> int:
-        """The file of a leased slot (or one that was reserved), open for writing: the caller's to close.
+        """The file of a leased slot, or of one that ``reserve`` returned, open for writing: the caller's to close.
 
         Whoever has mapped a slot of this name before needs no other: the name stays with the file.
         """
@@ -196,8 +196,8 @@ class NodeStore:
     def reserve(self, job: str, part: int, size_bytes: int, *, slots: int = 0) -> list[SlotInfo]:
         """Have free slots of this size ready, with pages behind them, for a writer's next saves.
 
-        Returns those this writer could be given next; fewer than asked for where the budget ends. Pages come in the
-        background.
+        Returns the slots of this writer's next saves, fewer than asked for where the budget ends. They include slots
+        with sealed shards: the writer maps those, and writes only once it has a lease. Pages come in the background.
         """
         return self._prefaulter.reserve(job, part, size_bytes, slots)
 

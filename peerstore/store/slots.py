@@ -256,6 +256,8 @@ class ArenaSlot:
     reusable: bool = True
     """Whether the file may be written again. Not where somebody may still read it of whom this agent does not know: a
     reader that a killed agent had let in, or one whose pin was taken back while it was alive."""
+    reserved: bool = False
+    """Its writer maps it for later saves, also while a shard is sealed in it."""
     filling: bool = False
     """What a lease has written so far is being copied into it."""
 

@@ -25,7 +25,7 @@ from peerstore.errors import (
 )
 from peerstore.server.store_api import Store
 from peerstore.settings import StoreSettings
-from peerstore.store.arena import FileMapping, TmpfsArena, closing_fd
+from peerstore.store.arena import FileMapping, TmpfsArena, closing_fd, prefault_address
 from peerstore.store.node_store import NodeStore
 from peerstore.testing import memory_store
 from tests.support.stores import (
@@ -375,6 +375,20 @@ def test_slots_are_reserved_within_the_budget(store):
     assert store.lease(shard_key(), MIB, 1).slot in {slot.slot for slot in slots}
     assert store.reserve("job", 1, 40 * MIB) == store.reserve("job", 1, 40 * MIB)
     assert store.status().arena.allocated_bytes <= 64 * MIB
+
+
+def test_reserve_returns_sealed_slots_of_the_same_part(store):
+    """A process that continues a job maps them before its first save, and their shards stay as they are."""
+    for version in range(2):
+        save(store, key(version))
+    slots = store.reserve("job", 0, MIB)
+    assert len(slots) == 2
+    for slot in slots:
+        with closing_fd(store.open_slot(slot.slot)) as fd, FileMapping(fd, slot.size_bytes, writable=True) as mapping:
+            prefault_address(mapping.address, slot.size_bytes)
+    for version in range(2):
+        assert load(store, key(version)) == content(key(version), MIB)
+    assert store.lease(key(2), MIB, 1).slot in {slot.slot for slot in slots}
 
 
 # -- readers ----------------------------------------------------------------------------------------------------------

@@ -6,7 +6,6 @@ import contextlib
 import logging
 import math
 import os
-import threading
 import time
 from collections import deque
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -50,6 +49,7 @@ from tieredckpt.errors import (
     TierUnavailableError,
     UsageError,
 )
+from tieredckpt.format.manifest import StateTable
 from tieredckpt.gc_pause import gc_paused
 from tieredckpt.live import abort_fence
 from tieredckpt.live.boundary_recorder import BoundaryRecorder
@@ -58,6 +58,7 @@ from tieredckpt.session.agent_discovery import join_peer_agents
 from tieredckpt.session.save_plan import PlannedSave
 from tieredckpt.session.session import Session, StagedShard, open_session, session_if_open
 from tieredckpt.settings import Settings, load_settings, override_settings
+from tieredckpt.tensors.device import accelerator
 from tieredckpt.tensors.slot_copy import SlotWrite
 from tieredckpt.tensors.state_dict import (
     ObjectArchiveCache,
@@ -72,6 +73,8 @@ log = logging.getLogger(__name__)
 
 _SAY_S = 60.0
 _REMEMBERED = 32
+_BYTES_BESIDE_TENSOR = 256
+"""Room in a slot beside each tensor, for alignment and small objects."""
 _SEALING_S = 2.0
 """A seal ends in less, where the node keeps up; a save that may be skipped waits no longer for the one before it."""
 _LOOK_AGAIN_S = 1.0
@@ -141,13 +144,14 @@ class Checkpointer:
         self._sealer = ThreadPoolExecutor(1, thread_name_prefix="tieredckpt-seal")
         self._sealing: Future[ShardRecord] | None = None
         self._planned_before = False
-        self._preparing: list[threading.Thread] = []
         self._joined = False
         self._closed = False
         self._may_save = False
         """The checks before the first save have passed on all ranks."""
         self._asked_to_join: set[bool] = set()
         """For restoring, for saving."""
+        self._part = 0
+        """Which part of a step this rank wrote last."""
         self._last: ShardKey | None = None
         """What was sealed last."""
         self._last_saved: SaveHandle | None = None
@@ -299,7 +303,7 @@ class Checkpointer:
     ) -> SaveHandle:
         if wait_s is None:
             wait_s = self.settings.memory.wait_s if self.settings.memory.on_busy == "wait" else 0.0
-        if not self._planned_before or self._last is None:
+        if not self._planned_before:
             return self._save_first(state, step, durable=durable, keep=keep)
         session = self.session
         if session.agents_are_isolated:
@@ -330,18 +334,32 @@ class Checkpointer:
             raise
         if planned is None:
             return self._save_first(state, step, durable=durable, keep=keep)
-        saved = self._followed(SaveHandle(step, SaveState.STAGED), durable=wanted)
+        return self._seal_later(step, staged, items, planned.table, durable=wanted, required=required, keep=keep)
+
+    def _seal_later(
+        self,
+        step: int,
+        staged: StagedShard,
+        items: Sequence[bytes | memoryview],
+        table: StateTable | None,
+        *,
+        durable: bool,
+        required: bool,
+        keep: bool,
+    ) -> SaveHandle:
+        """Seal what is staged in the background."""
+        saved = self._followed(SaveHandle(step, SaveState.STAGED), durable=durable)
         self._sealing = saved._sealing = self._sealer.submit(
-            self._seal, saved, staged, items, planned, durable=wanted, required=required, keep=keep
+            self._seal, saved, staged, items, table, durable=durable, required=required, keep=keep
         )
         return saved
 
     def _leave_out(self, session: Session, key: ShardKey | None, step: int) -> None:
         """In the background: what the other ranks have of this step can never be whole."""
-        if session.incarnation.part_count < 2 or session.incarnation.current is None or self._last is None:
+        if session.incarnation.part_count < 2 or session.incarnation.current is None or not self._planned_before:
             return
         # Also where it is not known yet what would have been written: the next try has the others' number then.
-        self._sealer.submit(session.report_part_aborted, key or session.incarnation.next_key(step, self._last.part))
+        self._sealer.submit(session.report_part_aborted, key or session.incarnation.next_key(step, self._part))
 
     def seal(self, state: StateDict, step: int, *, durable: bool = False, timeout_s: float = 600.0) -> SaveHandle:
         """Have ``step`` safe on every rank before all of them leave: sealed, and with its copies on other nodes.
@@ -445,8 +463,8 @@ class Checkpointer:
         self,
         saved: SaveHandle,
         staged: StagedShard,
-        items: Sequence[bytes],
-        planned: PlannedSave,
+        items: Sequence[bytes | memoryview],
+        table: StateTable | None,
         *,
         durable: bool,
         required: bool,
@@ -459,7 +477,7 @@ class Checkpointer:
             record = session.seal(
                 *(staged, staged.lease.key, items),
                 durable=durable,
-                table=planned.table,
+                table=table,
                 required=required,
                 keep=keep,
                 finite=self._wants_finite,
@@ -496,16 +514,31 @@ class Checkpointer:
         writer = TieredWriter(self._location.job, step, finite=self._wants_finite, settings=self.settings)
         writer.required, writer.keep = durable and bool(self.settings.durable.url), keep
         writer.wait_s = wait_s
+        # Agents that do not know each other learn from DCP that all ranks have sealed.
+        writer.seals = self.session.agents_are_isolated
         try:
             self._together.call_dcp(dcp.save, state, storage_writer=writer)
         except CheckpointException as failure:
+            writer.discard_written()
             error = unwrap_save_error(failure)
             raise error if wait_s is not None and isinstance(error, StoreBusyError) else failure from None
-        if writer.record is None:
+        except BaseException:
+            writer.discard_written()
+            raise
+        written = writer.written
+        if written is None:
             raise writer.error or SaveFailedError(f"step {step} of {self._location.job} left no shard")
         self._planned_before = True
-        self._last = writer.record.key
+        self._part = written.key.part
         wanted = writer.required or self.session.wants_durable(step)
+        if writer.record is None:
+            return self._seal_later(
+                *(step, written.staged, written.items, written.table),
+                durable=wanted,
+                required=writer.required,
+                keep=keep,
+            )
+        self._last = writer.record.key
         if wanted:
             self._wanted_durable.append(self._last.version_id)
         saved = self._followed(SaveHandle(step, SaveState.SEALED), durable=wanted)
@@ -732,20 +765,33 @@ class Checkpointer:
             if self._together.rank == 0:
                 warn_of_steps_elsewhere(self._location.job, self.settings)
                 self.session.add_metrics(**{f"begun_{'absent' if report is None else report.mode}": 1})
-        self._prepare(state)
+        self.prepare(state)
         return restored
 
-    def _prepare(self, state: StateDict) -> None:
-        """Have slots populated and mapped while the first step computes."""
-        parts, rank = self._together.size, self._together.rank
-        own = shared = 0
+    def prepare(self, state: StateDict) -> None:
+        """Make, populate and register the memory of the next saves of ``state`` in the background.
+
+        :meth:`restore` does the same. A save that comes before the memory is ready waits for the slot that it needs.
+        """
+        _check_state(state)
+        self._check_open()
+        if not self.settings.enabled:
+            return
+        own = shared = names = 0
+        place: torch.device | None = None
+        device = accelerator()
         for value in flatten_state(resolve_stateful(state)).values():
+            tensor = value._local_tensor if isinstance(value, DTensor) else value
+            names += 1
+            if not isinstance(tensor, torch.Tensor) or tensor.layout is not torch.strided:
+                continue
+            place = device.device_of(tensor) or place
             if isinstance(value, DTensor):
-                own += value._local_tensor.nbytes
-            elif isinstance(value, torch.Tensor) and value.layout is torch.strided:
-                shared += value.nbytes
-        self._preparing = [one for one in self._preparing if one.is_alive()]
-        self._preparing.append(self.session.prefault_slots(rank, own + shared // parts))
+                own += tensor.nbytes
+            else:
+                shared += tensor.nbytes
+        size = own + shared // self._together.size + names * _BYTES_BESIDE_TENSOR
+        self.session.prepare_slots(self._together.rank, size, place)
 
     # -- the rest ---------------------------------------------------------------------------------------------
 
@@ -787,11 +833,11 @@ class Checkpointer:
         """Seal what is staged and let go of the agent; what is draining goes on without this process."""
         self._closed = True
         self._noter.release_tensors()
-        for preparing in self._preparing:  # one that came later might have an agent started again
-            preparing.join()
         self._sealer.shutdown()
         self._report_nothing_saved()
         session = session_if_open(self._location.job, self.settings)
+        if session is not None:
+            session.wait_until_prepared()  # a thread that came later might start an agent again
         if session is not None:
             if self._is_first and self._last_saved is not None:  # copies may have come since the last save
                 self._tell(session)

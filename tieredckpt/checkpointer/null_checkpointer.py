@@ -24,6 +24,9 @@ class NullCheckpointer:
         del state, force, keep, durable
         return SaveHandle(check_step(step), SaveState.NOT_DUE)
 
+    def prepare(self, state: StateDict) -> None:
+        del state
+
     def drop(self, step: int) -> bool:
         del step
         return False

@@ -272,6 +272,16 @@ class SaveAssignment:
     part: int
 
 
+@dataclasses.dataclass(frozen=True)
+class WrittenPart:
+    """This rank's part of a save, in its slot: what a seal needs."""
+
+    staged: StagedShard
+    key: ShardKey
+    items: list[bytes | memoryview]
+    table: StateTable | None
+
+
 class TieredWriter(SlotStager, StorageWriter):
     """Saves with ``dcp.save`` and ``dcp.async_save`` into this node's memory, and from there to the durable tier.
 
@@ -318,6 +328,10 @@ class TieredWriter(SlotStager, StorageWriter):
         """Why the last save did not happen, where it could not be raised (``use_collectives=False``)."""
         self.record: ShardRecord | None = None
         """What the last save sealed."""
+        self.written: WrittenPart | None = None
+        """What the last save wrote."""
+        self.seals = True
+        """``write_data`` seals what it wrote. Otherwise its caller seals :attr:`written`."""
         self.required = False
         """The step is to become durable whatever policy says, and is not left out for newer ones."""
         self.keep = False
@@ -344,7 +358,7 @@ class TieredWriter(SlotStager, StorageWriter):
         return os.fspath(checkpoint_id).startswith("tiered:/")
 
     def storage_meta(self) -> StorageMeta:
-        return dcp_storage_meta(self._location, self.record.key.version_id if self.record is not None else None)
+        return dcp_storage_meta(self._location, self.written.key.version_id if self.written is not None else None)
 
     def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
         self._plain = None
@@ -357,7 +371,7 @@ class TieredWriter(SlotStager, StorageWriter):
         self._collectives = kwargs.get("use_collectives", True)
         self._saving = current_save_ranks()
         self._proposal = self._assignment = self._table = self._key = None
-        self.error = self.record = None
+        self.error = self.record = self.written = None
 
     def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
         if self._plain is not None:
@@ -397,7 +411,11 @@ class TieredWriter(SlotStager, StorageWriter):
             if self.error is not None:
                 raise self.error
             with gc_paused():
-                self.record = self._write(plan, planner)
+                began = time.perf_counter()
+                self.written = self._write(plan, planner)
+                if self.seals:
+                    self.record = self._seal(self.written, time.perf_counter() - began)
+                self._end_staging()
         except (TieredCheckpointError, PeerStoreError) as problem:
             self._leave_out()
             error = problem if isinstance(problem, TieredCheckpointError) else SaveFailedError(str(problem))
@@ -414,9 +432,16 @@ class TieredWriter(SlotStager, StorageWriter):
         future.set_result([])
         return future
 
+    def discard_written(self) -> None:
+        """Release what was written and not sealed, and report that the step has no part of this rank."""
+        if self.written is not None and self.record is None:
+            self._staged = self.written.staged
+            self._leave_out()
+
     def _leave_out(self) -> None:
         """This rank has no part of the step, which therefore is torn: what the others have of it is given up."""
         self._discard_staged()
+        self.written = None
         if self._key is not None:
             self.session.report_part_aborted(self._key)
 
@@ -494,8 +519,8 @@ class TieredWriter(SlotStager, StorageWriter):
                 self._table = state_table_of_plans(plans)
         return state_table_for_planner(planner, self._table)
 
-    def _write(self, plan: SavePlan, planner: SavePlanner) -> ShardRecord:
-        began = time.perf_counter()
+    def _write(self, plan: SavePlan, planner: SavePlanner) -> WrittenPart:
+        """Copy this rank's tensors into a slot and remember the plan."""
         session = self.session
         assigned = self._assigned()
         decision, part = assigned.decision, assigned.part
@@ -525,25 +550,26 @@ class TieredWriter(SlotStager, StorageWriter):
             if earlier is not None:
                 session.release_slot(earlier)
         self._staged = staged
-        copied, table = time.perf_counter(), self._whole_table(planner)
-        items = work.item_bytes(staged.layout)
+        table = self._whole_table(planner)
+        self._remember(session, PlannedSave(staged.layout, part, decision.parts, table), planner)
+        return WrittenPart(staged, key, work.item_bytes(staged.layout), table)
+
+    def _seal(self, written: WrittenPart, copy_s: float) -> ShardRecord:
+        began = time.perf_counter()
+        session = self.session
         record = session.seal(
-            staged,
-            key,
-            items,
+            *(written.staged, written.key, written.items),
             durable=self._becomes_durable(session),
-            table=table,
+            table=written.table,
             required=self.required,
             keep=self.keep,
             finite=self._finite,
         )
-        self._end_staging()
-        self._remember(session, PlannedSave(staged.layout, part, decision.parts, table), planner)
         session.add_metrics(
             saves=1,
             saved_bytes=record.size_bytes,
-            copy_seconds=copied - began,
-            seal_seconds=time.perf_counter() - copied,
+            copy_seconds=copy_s,
+            seal_seconds=time.perf_counter() - began,
         )
         return record
 

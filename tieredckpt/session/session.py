@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 
 import msgspec
+import torch
 import torch.distributed as dist
 
 from peerstore.daemon_process import ProcessIdentity, current_process
@@ -27,7 +28,7 @@ from peerstore.errors import (
 from peerstore.failpoints import failpoint
 from peerstore.message_codec import from_msgpack
 from peerstore.settings import JobPeersConfig
-from peerstore.shard_records import Lease, ShardKey, ShardRecord, VersionId
+from peerstore.shard_records import Lease, ShardKey, ShardRecord, SlotInfo, VersionId
 from peerstore.sizes_and_durations import show_size
 from peerstore.store.node_store import MAX_BLOB_BYTES
 from tieredckpt.agent.agent_api import (
@@ -50,7 +51,8 @@ from tieredckpt.resolve_step import resolve_step
 from tieredckpt.session.incarnation import CapturePoint, IncarnationTracker, SaveDecision, SaveProposal
 from tieredckpt.session.peer_reader import PeerReader
 from tieredckpt.session.save_plan import PlannedSave
-from tieredckpt.settings import Settings, copy_thread_count, is_local_rank_zero, local_world_size
+from tieredckpt.settings import Settings, copy_thread_count, local_world_size
+from tieredckpt.tensors.device import accelerator
 from tieredckpt.tensors.finite_check import FiniteChecker
 from tieredckpt.tensors.slot_copy import Copier, MappedSlot
 from tieredckpt.tensors.state_dict import Fingerprint
@@ -200,6 +202,10 @@ class Session:
         self._provisional = itertools.count()
         self._durable: ObjectStore | None = None
         self._memories: dict[str, MappedSlot] = {}
+        self._prepared: set[tuple[int, int]] = set()
+        """Parts and sizes whose slots were prepared after a save."""
+        self._preparing: list[threading.Thread] = []
+        self._is_closing = False
         self._known_blobs: set[str] = set()
         self._arena_id, self._agent_start = node.store.arena_id, node.store.start_id
         self.refresh_peer_plan: Callable[[JobPeersConfig], JobPeersConfig] | None = None
@@ -512,15 +518,16 @@ class Session:
             self.agent.watch_agent()
         if self._unsaid:
             self._say_left_out()
-        size = layout.header_bytes + layout.tensor_bytes + item_bytes
-        size = round_up(size, _SLOT_STEP if size > _SMALL else 1 << 16)
+        size = _lease_bytes(layout.header_bytes + layout.tensor_bytes + item_bytes)
         self._notice_new_agent()
         self._let_go_of_dropped()
         try:
             lease = self._leased(key, size, parts, wait_s)
             self._notice_new_agent()  # the one before may have ended only now
             failpoint("stage.leased")
-            return StagedShard(lease, layout, self._memory(lease))
+            memory = self._memory(lease)
+            self._wait_for_preparation(lease, memory)
+            return StagedShard(lease, layout, memory)
         except ArenaBusyError as error:
             raise StoreBusyError(str(error)) from error
         except FencedError as error:
@@ -641,6 +648,8 @@ class Session:
             self._finite.check(staged.memory, staged.layout, f"step {key.version} of {self.job}, rank {key.part}")
         sizes = tuple(len(item) for item in items)
         layout, total = staged.layout, staged.layout.size_bytes(sizes)
+        if staged.owner == current_process():
+            self._prepare_following(staged)
         self._item_bytes = sum(sizes)
         try:
             staged = self._labelled(staged, key, total)
@@ -706,25 +715,70 @@ class Session:
             lease = self.agent.store.grow(lease.id, round_up(total, _SLOT_STEP))
         return staged if lease is staged.lease else replace(staged, lease=lease, memory=self._memory(lease))
 
-    def prefault_slots(self, part: int, size_bytes: int) -> threading.Thread:
-        """Have slots ready and mapped before the first save; the work is done by the thread that is returned."""
+    def prepare_slots(self, part: int, size_bytes: int, place: torch.device | None) -> None:
+        """Map, populate and register in the background the slots that the next saves of ``part`` write into."""
+        with self._lock:
+            if self._is_closing:
+                return
+            thread = threading.Thread(
+                target=self._prepare, args=(part, size_bytes, place), name="tieredckpt-prepare", daemon=True
+            )
+            self._preparing = [*(one for one in self._preparing if one.is_alive()), thread]
+            thread.start()
 
-        def work() -> None:
-            try:
-                for slot in self.agent.store.reserve(self.job, part, round_up(size_bytes, _SLOT_STEP)):
-                    with self._lock:
-                        if slot.slot in self._memories:
-                            continue
-                        fd = self.agent.store.open_slot(slot.slot)
-                        memory = self._memories[slot.slot] = MappedSlot(fd, slot.size_bytes, slot.generation)
-                    memory.prefault()
-            except (PeerStoreError, OSError, ValueError) as error:
-                # A save may take a slot at any time: it is only not prepared then.
-                log.debug("slots for %s were not prepared: %s", self.job, error)
+    def _prepare(self, part: int, size_bytes: int, place: torch.device | None) -> None:
+        try:
+            # Threads of its own: a save that comes meanwhile copies with those of the session.
+            with contextlib.closing(Copier(self.copier.threads)) as copier:
+                for slot in self.agent.store.reserve(self.job, part, _lease_bytes(size_bytes)):
+                    if not self._is_closing:
+                        self._prepare_slot(slot, place, copier)
+        except (PeerStoreError, OSError, ValueError) as error:
+            # A save may take a slot at any time: it is only not prepared then.
+            log.debug("slots for %s were not prepared: %s", self.job, error)
 
-        thread = threading.Thread(target=work, name="tieredckpt-prepare", daemon=True)
-        thread.start()
-        return thread
+    def _prepare_slot(self, slot: SlotInfo, place: torch.device | None, copier: Copier) -> None:
+        with self._lock:
+            memory = self._memories.get(slot.slot)
+            if memory is not None and memory.generation == slot.generation:
+                return
+            fd = self.agent.store.open_slot(slot.slot)
+            if memory is not None:
+                memory.close()
+            memory = self._memories[slot.slot] = MappedSlot(fd, slot.size_bytes, slot.generation)
+            memory.ready.clear()
+        try:
+            memory.prefault(copier, lambda: self._is_closing)
+            if place is not None and not self._is_closing:
+                memory.register(accelerator(), place)
+        finally:
+            memory.ready.set()
+
+    def _prepare_following(self, staged: StagedShard) -> None:
+        """Once for each size that is saved: the next save finds its slot prepared, as the tenth does."""
+        lease = staged.lease
+        with self._lock:
+            is_new = (lease.key.part, lease.size_bytes) not in self._prepared
+            self._prepared.add((lease.key.part, lease.size_bytes))
+        if is_new and lease.size_bytes > _SMALL:
+            self.prepare_slots(lease.key.part, lease.size_bytes, staged.memory.place)
+
+    def _wait_for_preparation(self, lease: Lease, memory: MappedSlot) -> None:
+        if memory.ready.is_set():
+            return
+        log.info(
+            "%s: step %d waits for its slot of %s, which is still being prepared. Call Checkpointer.prepare(state) "
+            "earlier to avoid the wait",
+            *(self.job, lease.key.version, show_size(lease.slot_bytes)),
+        )
+        memory.ready.wait()
+
+    def wait_until_prepared(self) -> None:
+        """Wait until the slots that are being prepared are ready for saves."""
+        with self._lock:
+            threads = list(self._preparing)
+        for thread in threads:
+            thread.join()
 
     @contextlib.contextmanager
     def release_on_error(self, staged: StagedShard) -> Iterator[None]:
@@ -806,6 +860,8 @@ class Session:
         if self._told_children:
             with contextlib.suppress(PeerStoreError, OSError):
                 self.agent.store.remove_blob(self.job, _resumed(current_process()))
+        self._is_closing = True
+        self.wait_until_prepared()
         for memory in self._memories.values():
             memory.close()
         self._memories.clear()
@@ -818,6 +874,11 @@ class Session:
         durable, self._durable = self._durable, None
         if durable is not None:
             durable.close()
+
+
+def _lease_bytes(size_bytes: int) -> int:
+    """The size of the lease for a shard of ``size_bytes``, alike for shards that differ a little."""
+    return round_up(size_bytes, _SLOT_STEP if size_bytes > _SMALL else 1 << 16)
 
 
 def _newest_loadable(seen: StepInventory | None) -> int:

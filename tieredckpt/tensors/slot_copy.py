@@ -192,6 +192,14 @@ class MappedSlot:
         self._in_flight = 0
         """How many threads have given devices copies into the slot and have not seen them done."""
         self._lock = threading.Lock()
+        self.ready = threading.Event()
+        """Not set while the slot is being populated and registered ahead of a save."""
+        self.ready.set()
+
+    @property
+    def place(self) -> torch.device | None:
+        """The device that copies into the slot by itself; ``None`` where none was asked to."""
+        return None if self._device is None else self._place
 
     @property
     def is_evicted(self) -> bool:
@@ -220,8 +228,10 @@ class MappedSlot:
 
     def write(self, start: int, data: bytes | memoryview) -> None:
         if len(data):
-            if start + len(data) > self._touched:
+            end = start + len(data)
+            if end > self._touched:
                 self._put_pages(start, len(data))
+                self._touched = end if start <= self._touched else self._touched
             ctypes.memmove(self.address + start, bytes(data) if isinstance(data, memoryview) else data, len(data))
 
     def copy_in(self, pieces: Sequence[SlotWrite], copier: Copier) -> None:
@@ -330,14 +340,16 @@ class MappedSlot:
         self._shared = None
         os.close(self._fd)
 
-    def prefault(self) -> None:
-        """Put a page behind every byte, in the background of something else."""
-        at = 0
-        while at < self.size_bytes:
-            step = min(_BATCH_BYTES, self.size_bytes - at)
-            self._put_pages(at, step)
-            at += step
-            self._touched = max(self._touched, at)
+    def prefault(self, copier: Copier, stopped: Callable[[], bool]) -> None:
+        """Put a page behind every byte, in the copier's threads, unless it is ``stopped``."""
+
+        def put(start: int) -> None:
+            if not stopped():
+                self._put_pages(start, min(_BATCH_BYTES, self.size_bytes - start))
+
+        copier.run_parallel(range(0, self.size_bytes, _BATCH_BYTES), put, self.size_bytes)
+        if not stopped():
+            self._touched = self.size_bytes
 
     def _put_pages(self, start: int, size_bytes: int) -> None:
         first = (self.address + start) // _PAGE * _PAGE

@@ -47,12 +47,15 @@ class Awaited(threading.Thread):
         super().join(timeout)
 
 
-def test_close_ends_slot_prefaulting(agent_dir, monkeypatch):
+def test_close_waits_for_slots_that_are_being_prepared(agent_dir, monkeypatch):
     """However often it restored: who came too late would find no agent, and start one."""
     threads = []
-    monkeypatch.setattr(
-        "tieredckpt.session.session.Session.prefault_slots", lambda *_: threads.append(Awaited()) or threads[-1]
-    )
+
+    def prepare_slots(session, *_):
+        threads.append(Awaited())
+        session._preparing.append(threads[-1])
+
+    monkeypatch.setattr("tieredckpt.session.session.Session.prepare_slots", prepare_slots)
     with Checkpointer("tiered://loop") as ckpt:
         ckpt.restore({"w": torch.zeros(4)})
         ckpt.restore({"w": torch.zeros(4)})
