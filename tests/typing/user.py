@@ -47,6 +47,7 @@ def loop(model: torch.nn.Module, total: int, *, off: bool) -> None:
     state: dict[str, Any] = {"model": model.state_dict(), "step": 0}
     with Checkpointer("tiered://llama-8b", durable="s3://bucket/llama", every=1, durable_every=200) as ckpt:
         assert_type(ckpt, Checkpointer)
+        ckpt.prepare(state)
         step = ckpt.restore(state) + 1
         assert_type(step, int)
         for now in range(step, total):

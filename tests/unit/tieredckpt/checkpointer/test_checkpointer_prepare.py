@@ -14,6 +14,7 @@ from tests.support.bits import assert_same, zeroed
 from tests.support.late_device import LateDevice
 from tieredckpt import Checkpointer, TieredReader, TieredWriter
 from tieredckpt.checkpointer.save_handle import SaveState
+from tieredckpt.errors import SaveFailedError
 from tieredckpt.session.session import close_sessions, open_session
 from tieredckpt.settings import load_settings
 from tieredckpt.tensors.device import use_device_backend
@@ -218,6 +219,24 @@ def test_first_save_returns_before_its_seal(node, monkeypatch):
         assert saved.wait(timeout_s=WAIT_S) is SaveState.SEALED
         assert ckpt.restore(state) == 0
         assert_same(state_at(0), state)
+
+
+def test_first_save_that_another_rank_fails_releases_its_slot(node, monkeypatch):
+    def finish(*_args, **_kwargs):
+        raise SaveFailedError("rank 1 has no slot")
+
+    with Checkpointer(JOB) as ckpt:
+        with monkeypatch.context() as patch:
+            patch.setattr(TieredWriter, "finish", finish)
+            saved = ckpt.save(state_at(0), 0)
+        assert saved.state is SaveState.FAILED
+        assert "rank 1 has no slot" in str(saved.error)
+        assert [slot.lease for slot in node.store._table.slots.values() if slot.lease] == []
+        assert node.store.list_shards("job") == []
+        assert ckpt.save(state_at(1), 1).wait(timeout_s=WAIT_S) is SaveState.SEALED
+        state = zeroed(state_at(1))
+        assert ckpt.restore(state) == 1
+        assert_same(state_at(1), state)
 
 
 def test_save_after_a_first_save_that_was_not_sealed_is_planned(node, monkeypatch):
