@@ -380,15 +380,15 @@ def test_slots_are_reserved_within_the_budget(store):
 def test_reserve_returns_sealed_slots_of_the_same_part(store):
     """A process that continues a job maps them before its first save, and their shards stay as they are."""
     for version in range(2):
-        save(store, key(version))
+        save_shard(store, shard_key(version))
     slots = store.reserve("job", 0, MIB)
     assert len(slots) == 2
     for slot in slots:
         with closing_fd(store.open_slot(slot.slot)) as fd, FileMapping(fd, slot.size_bytes, writable=True) as mapping:
             prefault_address(mapping.address, slot.size_bytes)
     for version in range(2):
-        assert load(store, key(version)) == content(key(version), MIB)
-    assert store.lease(key(2), MIB, 1).slot in {slot.slot for slot in slots}
+        assert load_shard(store, shard_key(version)) == shard_content(shard_key(version), MIB)
+    assert store.lease(shard_key(2), MIB, 1).slot in {slot.slot for slot in slots}
 
 
 # -- readers ----------------------------------------------------------------------------------------------------------

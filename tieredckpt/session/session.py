@@ -51,7 +51,7 @@ from tieredckpt.resolve_step import resolve_step
 from tieredckpt.session.incarnation import CapturePoint, IncarnationTracker, SaveDecision, SaveProposal
 from tieredckpt.session.peer_reader import PeerReader
 from tieredckpt.session.save_plan import PlannedSave
-from tieredckpt.settings import Settings, copy_thread_count, local_world_size
+from tieredckpt.settings import Settings, copy_thread_count, is_local_rank_zero, local_world_size
 from tieredckpt.tensors.device import accelerator
 from tieredckpt.tensors.finite_check import FiniteChecker
 from tieredckpt.tensors.slot_copy import Copier, MappedSlot

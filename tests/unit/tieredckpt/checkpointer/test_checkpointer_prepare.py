@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from peerstore.store.slots import SlotTable
-from tests.support.bits import assert_same, zeroed
-from tests.support.late_device import LateDevice
+from tests.support.bits import assert_same_bits, zeros_like_state
+from tests.support.late_device import AsyncDevice
 from tieredckpt import Checkpointer, TieredReader, TieredWriter
 from tieredckpt.checkpointer.save_handle import SaveState
 from tieredckpt.errors import SaveFailedError
@@ -80,9 +80,9 @@ def test_prepared_saves_find_their_memory_populated(node, work):
             done, saved = work_of(work, lambda step=step: ckpt.save(state_at(step), step))
             assert (step, done) == (step, set())
             assert saved.wait(timeout_s=WAIT_S) is SaveState.SEALED
-        state = zeroed(state_at(3))
+        state = zeros_like_state(state_at(3))
         assert ckpt.restore(state) == 3
-        assert_same(state_at(3), state)
+        assert_same_bits(state_at(3), state)
 
 
 def test_second_save_finds_its_memory_populated(node, work):
@@ -93,9 +93,9 @@ def test_second_save_finds_its_memory_populated(node, work):
             done, saved = work_of(work, lambda step=step: ckpt.save(state_at(step), step))
             assert (step, done) == (step, set())
             saved.wait(timeout_s=WAIT_S)
-        state = zeroed(state_at(3))
+        state = zeros_like_state(state_at(3))
         assert ckpt.restore(state) == 3
-        assert_same(state_at(3), state)
+        assert_same_bits(state_at(3), state)
 
 
 @pytest.mark.parametrize("is_async", [False, True])
@@ -116,9 +116,9 @@ def test_second_dcp_save_finds_its_memory_populated(node, work, is_async):
         if step:
             assert (step, done) == (step, set())
         prepared()
-    state = zeroed(state_at(3))
+    state = zeros_like_state(state_at(3))
     torch.distributed.checkpoint.load(state, storage_reader=TieredReader(JOB), no_dist=True)
-    assert_same(state_at(3), state)
+    assert_same_bits(state_at(3), state)
 
 
 def test_process_that_restores_finds_the_memory_of_an_earlier_one(node, work):
@@ -127,7 +127,7 @@ def test_process_that_restores_finds_the_memory_of_an_earlier_one(node, work):
             ckpt.save(state_at(step), step).wait(timeout_s=WAIT_S)
     close_sessions()
     with Checkpointer(JOB) as ckpt:
-        state = zeroed(state_at(2))
+        state = zeros_like_state(state_at(2))
         assert ckpt.restore(state) == 2
         prepared()
         for step in range(3, 6):
@@ -135,11 +135,11 @@ def test_process_that_restores_finds_the_memory_of_an_earlier_one(node, work):
             assert (step, done) == (step, set())
             saved.wait(timeout_s=WAIT_S)
         assert ckpt.restore(state) == 5
-        assert_same(state_at(5), state)
+        assert_same_bits(state_at(5), state)
 
 
 def test_prepared_memory_is_registered_before_the_save(node):
-    device = LateDevice()
+    device = AsyncDevice()
     with use_device_backend(device), Checkpointer(JOB) as ckpt:
         state = {name: device.put(one) for name, one in state_at(0).items() if name != "step"}
         ckpt.prepare(state)
@@ -190,9 +190,9 @@ def test_save_waits_only_for_the_slot_it_needs(node, monkeypatch, caplog):
             assert not second.is_set()
             second.set()
             found[0].wait(timeout_s=WAIT_S)
-            state = zeroed(state_at(0))
+            state = zeros_like_state(state_at(0))
             assert ckpt.restore(state) == 0
-            assert_same(state_at(0), state)
+            assert_same_bits(state_at(0), state)
     finally:
         first.set(), second.set()
         logging.getLogger("tieredckpt").removeHandler(handler)
@@ -218,7 +218,7 @@ def test_first_save_returns_before_its_seal(node, monkeypatch):
             sealed.set()
         assert saved.wait(timeout_s=WAIT_S) is SaveState.SEALED
         assert ckpt.restore(state) == 0
-        assert_same(state_at(0), state)
+        assert_same_bits(state_at(0), state)
 
 
 def test_first_save_that_another_rank_fails_releases_its_slot(node, monkeypatch):
@@ -234,9 +234,9 @@ def test_first_save_that_another_rank_fails_releases_its_slot(node, monkeypatch)
         assert [slot.lease for slot in node.store._table.slots.values() if slot.lease] == []
         assert node.store.list_shards("job") == []
         assert ckpt.save(state_at(1), 1).wait(timeout_s=WAIT_S) is SaveState.SEALED
-        state = zeroed(state_at(1))
+        state = zeros_like_state(state_at(1))
         assert ckpt.restore(state) == 1
-        assert_same(state_at(1), state)
+        assert_same_bits(state_at(1), state)
 
 
 def test_save_after_a_first_save_that_was_not_sealed_is_planned(node, monkeypatch):
@@ -257,6 +257,6 @@ def test_save_after_a_first_save_that_was_not_sealed_is_planned(node, monkeypatc
         fails.append(False)
         monkeypatch.setattr(TieredWriter, "prepare_local_plan", None)
         assert ckpt.save(state_at(1), 1).wait(timeout_s=WAIT_S) is SaveState.SEALED
-        state = zeroed(state_at(1))
+        state = zeros_like_state(state_at(1))
         assert ckpt.restore(state) == 1
-        assert_same(state_at(1), state)
+        assert_same_bits(state_at(1), state)
