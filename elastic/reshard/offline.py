@@ -10,7 +10,6 @@ from typing import NamedTuple, Protocol
 import torch
 
 from elastic.reshard.state_checksum import (
-    MASK64,
     OBJECT_DTYPE,
     ChecksumPart,
     RankChecksum,
@@ -22,6 +21,7 @@ from elastic.reshard.state_checksum import (
 )
 from tieredckpt.errors import CheckpointDamagedError, MismatchError, SaveFailedError, TieredCheckpointError, UsageError
 from tieredckpt.format.slice_boxes import Box, Tiling, full_box
+from tieredckpt.restore.fingerprint import MASK64
 from tieredckpt.tensors.state_dict import dtype_name
 
 AdvanceBytes = Callable[[int], None]

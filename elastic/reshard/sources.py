@@ -21,7 +21,6 @@ from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, ReadIte
 from torch.distributed.checkpoint.storage import StorageReader
 
 from elastic.reshard.offline import CheckpointTensor
-from elastic.reshard.state_checksum import CARRIER_DTYPES
 from tieredckpt.errors import (
     CheckpointDamagedError,
     CheckpointDeletedError,
@@ -31,6 +30,7 @@ from tieredckpt.errors import (
 )
 from tieredckpt.export.step_source import StepSource, without_torch_warnings
 from tieredckpt.format.slice_boxes import Box, Tiling, relative_box
+from tieredckpt.restore.fingerprint import CARRIER_DTYPES
 from tieredckpt.tensors.state_dict import dtype_from_name, dtype_name, is_plain_tensor
 
 _SHOWN = 5

@@ -46,6 +46,7 @@ from torch.distributed.tensor import DTensor
 from tieredckpt.errors import CheckpointDamagedError, MismatchError, UsageError
 from tieredckpt.export.step_source import tensor_raw_bytes
 from tieredckpt.format.slice_boxes import Box, full_box
+from tieredckpt.restore.fingerprint import CARRIER_DTYPES, MASK64, ROW_WORDS, column_weights, seeded_numbers
 from tieredckpt.tensors.device import accelerator
 from tieredckpt.tensors.state_dict import archive_object, dtype_name, flatten_state, is_plain_tensor, resolve_stateful
 
@@ -256,15 +257,11 @@ def _some(found: Mapping[str, str]) -> str:
     return ", ".join(shown) + (f" and {len(found) - _SHOWN} more" if len(found) > _SHOWN else "")
 
 
-MASK64 = (1 << 64) - 1
-_BLOCK = 1 << 13
-_GOLDEN = 0x9E3779B97F4A7C15
-_SEED_T, _SEED_U, _SEED_B = 0x243F6A8885A308D3, 0x13198A2E03707344, 0xA4093822299F31D0
+_BLOCK = ROW_WORDS
+_SEED_U, _SEED_B = 0x13198A2E03707344, 0xA4093822299F31D0
 _CPU_WORDS = 1 << 18
 """Worked on at a time: what a core's cache holds. An accelerator would rather have more of them."""
 _DEVICE_WORDS = 1 << 24
-CARRIER_DTYPES = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64, 16: torch.complex128}
-"""Some element types are only stored by torch, and none is to be interpreted."""
 _WORD = {1: torch.uint8, 2: torch.uint16, 4: torch.uint32, 8: torch.uint32, 16: torch.uint32}
 
 
@@ -410,34 +407,14 @@ def _rows_sum(seed: int, rows: torch.Tensor, starts: torch.Tensor, tables: _Tabl
 
 @functools.lru_cache(maxsize=16)
 def _tables(device: torch.device) -> _Tables:
-    numbers = torch.arange(_BLOCK, dtype=torch.int64, device=device)
-    t = _mix(numbers * _as_int64(_GOLDEN) + _as_int64(_SEED_T)) | 1
-    u = _mix(numbers * _as_int64(_GOLDEN) + _as_int64(_SEED_U))
+    t = column_weights(device)
+    u = seeded_numbers(_SEED_U, torch.arange(_BLOCK, dtype=torch.int64, device=device))
     return _Tables(torch.cat([t, t]), torch.cat([u, u]))
 
 
 def _factors(seed: int, blocks: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """The two factors of each block: an odd one and an even one."""
-    places = blocks * _as_int64(_GOLDEN)
-    return _mix(places + _as_int64(seed)) | 1, _mix(places + _as_int64(seed ^ _SEED_B)) << 1
-
-
-def _mix(x: torch.Tensor) -> torch.Tensor:
-    """splitmix64's finalizer. Products of int64 wrap, which is what is wanted."""
-    x = (x ^ _shift(x, 30)) * _as_int64(0xBF58476D1CE4E5B9)
-    x = (x ^ _shift(x, 27)) * _as_int64(0x94D049BB133111EB)
-    return x ^ _shift(x, 31)
-
-
-def _shift(x: torch.Tensor, count: int) -> torch.Tensor:
-    """To the right, without the sign."""
-    return (x >> count) & ((1 << (64 - count)) - 1)
-
-
-def _as_int64(value: int) -> int:
-    """The number of 64 bits that int64 writes so."""
-    value &= MASK64
-    return value - (1 << 64) if value >> 63 else value
+    return seeded_numbers(seed, blocks) | 1, seeded_numbers(seed ^ _SEED_B, blocks) << 1
 
 
 AxisRuns = tuple[tuple[int, int], ...]

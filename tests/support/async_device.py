@@ -163,6 +163,8 @@ class AsyncDevice:
         """Why no memory can be registered."""
         self.asked: set[torch.device] = set()
         """Devices in whose name memory was registered, or not any more."""
+        self.read_back_bytes = 0
+        """Bytes that were copied to the host with ``to_host``."""
         self._on_replay: list[Callable[[], None]] = []
         self._random = random.Random(seed)
         self._chunk_bytes = chunk_bytes
@@ -209,6 +211,14 @@ class AsyncDevice:
             for target, source in copies:
                 if target.numel():
                     self._copy(target, source, stream)
+
+    def to_host(self, tensor: torch.Tensor) -> torch.Tensor:
+        self.read_back_bytes += tensor.nbytes
+        block = self._block_of(tensor)
+        if block is not None:
+            self.current_stream(self._places[block.index]).synchronize()
+            self.reads([tensor])
+        return tensor.clone() if block is not None else tensor.cpu()
 
     def synchronize(self, place: torch.device) -> None:
         with self.lock:

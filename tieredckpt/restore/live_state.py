@@ -15,10 +15,9 @@ from tieredckpt.restore.proof import (
     LoadEvidence,
     RestoreProof,
     RestoreProver,
-    inner_tensors,
     target_lookup,
-    tensor_bytes,
 )
+from tieredckpt.restore.tensor_bytes import inner_tensors, tensor_bytes
 from tieredckpt.restore.verified_reads import PinnedShards
 from tieredckpt.tensors.state_dict import archive_object, flatten_state, resolve_stateful
 

@@ -5,6 +5,9 @@ process that is the seal itself: the checksums of the shard's chunks, taken when
 converted, or comes from other tiers has a digest of what was put into the target. After everybody's
 ``load_state_dict`` the state is asked again what it is made of, and its memory is hashed, in the copying threads, piece
 by piece in the order of the shard (:class:`RestoreProof`): the same whatever the sharding was, and is.
+
+What is on a device stays there: its evidence is a fingerprint of the bytes in the buffer that the device copied them
+from, and the device computes the fingerprint of the live tensor (:mod:`tieredckpt.restore.fingerprint`).
 """
 
 from __future__ import annotations
@@ -23,22 +26,30 @@ from torch.distributed._shard._utils import narrow_tensor_by_index
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 from torch.distributed.checkpoint.planner import LoadPlanner, ReadItem
 from torch.distributed.checkpoint.utils import find_state_dict_object
-from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from tieredckpt.errors import TieredCheckpointError
 from tieredckpt.format.manifest import ShardIndex
 from tieredckpt.format.slice_boxes import Box, ByteRun, byte_runs, full_box
 from tieredckpt.restore.filled_tensors import FilledTensors
+from tieredckpt.restore.fingerprint import can_be_fingerprinted, fingerprints_by_device
 from tieredckpt.restore.step_index import ByteRange, RankReadPlan, TensorPiece
+from tieredckpt.restore.tensor_bytes import (
+    flat_in_memory,
+    is_flat_in_memory,
+    part_of_tensor,
+    tensor_bytes,
+    tensor_digests,
+    tensor_memory,
+)
 from tieredckpt.restore.verified_reads import PinnedShards, ShardCheck
+from tieredckpt.tensors.device import accelerator
 from tieredckpt.tensors.slot_copy import Copier, memory_at_address
-from tieredckpt.tensors.state_dict import has_ordinary_dispatch, is_contiguous_in_memory
+from tieredckpt.tensors.state_dict import has_ordinary_dispatch
 
 log = logging.getLogger(__name__)
 
 _WINDOW_BYTES = 256 << 20
 """Of what has to be brought together before it can be hashed (from a device, out of strides)."""
-_BLOCK_BYTES = 4 << 20
 _RUN_BYTES = 64 << 10
 """Runs that are shorter on average are told by a digest of all of them."""
 _LARGEST_OBJECT = 4 << 20
@@ -59,6 +70,16 @@ class CopiedBox(NamedTuple):
     digest: bytes
 
 
+class FingerprintedBox(NamedTuple):
+    """The fingerprint of what was put into a part of a target on a device."""
+
+    box: Box | None
+    """Relative to the target; ``None``: all of it."""
+    fingerprint: int
+    is_sealed: bool = False
+    """Whether the same bytes were compared with the seal of their shard when the fingerprint was computed."""
+
+
 @dataclass(slots=True)
 class LoadedItem:
     """What one read item has brought, and what its bytes can be told by."""
@@ -71,6 +92,12 @@ class LoadedItem:
     """How many were brought before it."""
     sealed: list[TensorPiece] = field(default_factory=list)
     copied: list[CopiedBox] = field(default_factory=list)
+    fingerprinted: list[FingerprintedBox] = field(default_factory=list)
+
+    @property
+    def is_sealed(self) -> bool:
+        """Whether all its bytes can be told by seals, and read from the shards again."""
+        return bool(self.sealed) and not self.copied and all(one.is_sealed for one in self.fingerprinted)
 
 
 class LoadEvidence:
@@ -111,12 +138,21 @@ class LoadEvidence:
 
     def add_copied(self, parts: Sequence[tuple[LoadedItem, Box | None, torch.Tensor]]) -> None:
         """Remember what was put into these tensors, just now."""
-        digests = tensor_digests([tensor for _, _, tensor in parts], self.copier)
-        for (brought, box, _), digest in zip(parts, digests, strict=True):
+        here = [part for part in parts if not _is_on_device(part[2])]
+        digests = tensor_digests([tensor for _, _, tensor in here], self.copier)
+        for (brought, box, _), digest in zip(here, digests, strict=True):
             brought.copied.append(CopiedBox(box, digest))
+        there = [part for part in parts if _is_on_device(part[2])]
+        fingerprints = fingerprints_by_device([tensor for _, _, tensor in there])
+        for (brought, box, _), fingerprint in zip(there, fingerprints, strict=True):
+            brought.fingerprinted.append(FingerprintedBox(box, fingerprint))
 
     def add_object(self, fqn: str, data: bytes) -> None:
         self.objects[fqn] = data if len(data) <= _LARGEST_OBJECT else None
+
+
+def _is_on_device(tensor: torch.Tensor) -> bool:
+    return accelerator().device_of(tensor) is not None and can_be_fingerprinted(tensor)
 
 
 def fits_seal(step: RankReadPlan, piece: TensorPiece, found: Sequence[ByteRun]) -> bool:
@@ -197,6 +233,7 @@ class RestoreProver:
         proof = self._proof
         self._evidence.filled.drop_shared()
         copied: list[tuple[LoadedItem, torch.Tensor]] = []
+        fingerprinted: list[tuple[LoadedItem, torch.Tensor]] = []
         for brought in self._evidence.brought:
             if skip and brought.fqn in skip:
                 proof.not_compared[brought.fqn] = skip[brought.fqn]
@@ -213,9 +250,12 @@ class RestoreProver:
                 continue
             if brought.copied:
                 copied.append((brought, live))
+            if brought.fingerprinted:
+                fingerprinted.append((brought, live))
             if brought.sealed:
                 self._live[brought.number] = live
         self._compare_copied(copied)
+        self._compare_fingerprints(fingerprinted)
         for part, moves in self._evidence.moves.items():
             self._compare_sealed(part, moves)
         for brought, _ in self._seen:
@@ -236,14 +276,26 @@ class RestoreProver:
     def _compare_copied(self, entries: Sequence[tuple[LoadedItem, torch.Tensor]]) -> None:
         for window in _windows(entries):
             parts = [(brought, live, one) for brought, live in window for one in brought.copied]
-            digests = tensor_digests([_part(live, one.box) for _, live, one in parts], self._evidence.copier)
+            digests = tensor_digests([part_of_tensor(live, one.box) for _, live, one in parts], self._evidence.copier)
             for (brought, live, one), digest in zip(parts, digests, strict=True):
                 if not digest or not one.digest:
-                    self._proof.not_compared[brought.fqn] = (
-                        f"a {type(live).__name__} whose elements cannot be looked at"
-                    )
+                    self._proof.not_compared[brought.fqn] = _unreadable(live)
                 elif digest != one.digest:
                     self._wrong.setdefault(brought.fqn, (brought, live, ""))
+
+    def _compare_fingerprints(self, entries: Sequence[tuple[LoadedItem, torch.Tensor]]) -> None:
+        parts: list[tuple[LoadedItem, torch.Tensor, FingerprintedBox]] = []
+        for brought, live in entries:
+            if not can_be_fingerprinted(live):
+                self._proof.not_compared[brought.fqn] = _unreadable(live)
+            elif tuple(live.shape) != brought.box.sizes:
+                self._wrong.setdefault(brought.fqn, (brought, live, f"has the shape {tuple(live.shape)} now"))
+            else:
+                parts.extend((brought, live, one) for one in brought.fingerprinted)
+        found = fingerprints_by_device([part_of_tensor(live, one.box) for _, live, one in parts])
+        for (brought, live, one), fingerprint in zip(parts, found, strict=True):
+            if fingerprint != one.fingerprint:
+                self._wrong.setdefault(brought.fqn, (brought, live, ""))
 
     # -- what the seal tells --------------------------------------------------------------------------------------
 
@@ -330,7 +382,7 @@ class RestoreProver:
 
     def _saved(self, brought: LoadedItem) -> torch.Tensor | None:
         """The tensor as its shards in memory have it; ``None`` where that cannot be known any more."""
-        if brought.copied or not brought.sealed:
+        if not brought.is_sealed:
             return None
         saved = torch.empty(brought.box.sizes, dtype=brought.dtype)
         view = tensor_memory(saved)
@@ -369,6 +421,9 @@ class RestoreProver:
             saved = self._saved(one)
             if saved is not None:
                 equal = tensor_bytes(saved) == there
+            elif one.fingerprinted and not one.copied:
+                parts = [part_of_tensor(live, part.box) for part in one.fingerprinted]
+                equal = fingerprints_by_device(parts) == [part.fingerprint for part in one.fingerprinted]
             else:
                 equal = [c.digest for c in one.copied if c.box in (None, full_box(one.box.sizes))] == tensor_digests(
                     [live], self._evidence.copier
@@ -376,6 +431,10 @@ class RestoreProver:
             if equal:
                 return f"has what was saved as {one.fqn}"
         return ""
+
+
+def _unreadable(live: torch.Tensor) -> str:
+    return f"a {type(live).__name__} whose elements cannot be looked at"
 
 
 class _Views:
@@ -395,7 +454,7 @@ class _Views:
             return self._made[index].data_ptr()
         tensor = self._tensors[index]
         assert tensor is not None  # noqa: S101 - who asks has looked
-        if is_contiguous_in_memory(tensor) and has_ordinary_dispatch(tensor):
+        if is_flat_in_memory(tensor):
             address = self._flat[index] = tensor.data_ptr()
             return address
         made = self._made[index] = flat_in_memory(tensor)
@@ -482,77 +541,6 @@ def _read(fd: int, start: int, size: int) -> bytes:
             raise OSError(f"the file ends {size - len(found)} bytes early")
         found += more
     return found
-
-
-# -- bytes of tensors ---------------------------------------------------------------------------------------------
-
-
-def flat_in_memory(tensor: torch.Tensor) -> torch.Tensor:
-    """Its elements in order, in this process's memory: itself, or a copy."""
-    if is_contiguous_in_memory(tensor) and has_ordinary_dispatch(tensor):
-        return tensor.detach()
-    return tensor.detach().cpu().resolve_conj().resolve_neg().contiguous()
-
-
-def tensor_memory(tensor: torch.Tensor) -> memoryview:
-    """The bytes of a flat tensor, for as long as somebody has it."""
-    return memory_at_address(tensor.data_ptr(), tensor.nbytes) if tensor.nbytes else memoryview(b"")
-
-
-def tensor_bytes(tensor: torch.Tensor) -> bytes:
-    tensor = flat_in_memory(tensor)
-    return bytes(tensor_memory(tensor))
-
-
-def inner_tensors(tensor: torch.Tensor) -> list[torch.Tensor]:
-    """Plain tensors that are all there is to ``tensor``; none where that cannot be said."""
-    tensor = tensor.detach()
-    wraps: Any = tensor
-    if is_traceable_wrapper_subclass(wraps):
-        names, _ = wraps.__tensor_flatten__()
-        return [part for name in names for part in inner_tensors(getattr(tensor, name))]
-    if tensor.layout is torch.sparse_coo:
-        tensor = tensor.coalesce()
-        return [flat_in_memory(tensor.indices()), flat_in_memory(tensor.values())]
-    if tensor.layout in (torch.sparse_csr, torch.sparse_bsr):
-        return [flat_in_memory(one) for one in (tensor.crow_indices(), tensor.col_indices(), tensor.values())]
-    if tensor.layout in (torch.sparse_csc, torch.sparse_bsc):
-        return [flat_in_memory(one) for one in (tensor.ccol_indices(), tensor.row_indices(), tensor.values())]
-    if tensor.layout is not torch.strided or tensor.is_nested or not has_ordinary_dispatch(tensor):
-        return []
-    return [flat_in_memory(tensor.int_repr() if tensor.is_quantized else tensor)]
-
-
-def tensor_digests(tensors: Sequence[torch.Tensor], copier: Copier) -> list[bytes]:
-    """Of each tensor's elements in order; nothing for those that cannot be looked at."""
-    kept, jobs = [], []
-    found: list[list[int]] = []
-    for tensor in tensors:
-        parts = inner_tensors(tensor)
-        kept.append(parts)
-        sums: list[int] = []
-        found.append(sums)
-        for part in parts:
-            view = tensor_memory(part)
-            for start in range(0, max(1, len(view)), _BLOCK_BYTES):
-                jobs.append((sums, len(sums), view[start : start + _BLOCK_BYTES]))
-                sums.append(0)
-
-    def one(job: tuple[list[int], int, memoryview]) -> None:
-        sums, number, view = job
-        sums[number] = xxhash.xxh3_64_intdigest(view)
-
-    copier.run_parallel(jobs, one, sum(len(view) for _, _, view in jobs))
-    return [struct.pack(f"<{len(sums)}Q", *sums) for sums in found]
-
-
-def _part(tensor: torch.Tensor, box: Box | None) -> torch.Tensor:
-    if box is None or tensor.layout is not torch.strided:
-        return tensor
-    for axis, (offset, size) in enumerate(zip(box.offsets, box.sizes, strict=True)):
-        if tensor.size(axis) != size:
-            tensor = tensor.narrow(axis, offset, size)
-    return tensor
 
 
 def _windows(entries: Sequence[tuple[LoadedItem, torch.Tensor]]) -> Iterator[list[tuple[LoadedItem, torch.Tensor]]]:

@@ -5,12 +5,13 @@ What belongs on a device goes through registered buffers: some threads fill one 
 
 from __future__ import annotations
 
+import bisect
 import io
 import logging
 import operator
 import warnings
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple, Protocol, runtime_checkable
 
 import torch
@@ -22,8 +23,10 @@ from peerstore.peers.range_reader import ReadTarget
 from tieredckpt.errors import CheckpointDamagedError, MismatchError, TierUnavailableError
 from tieredckpt.format.slice_boxes import Box, ByteRun, byte_runs, relative_box, split_box
 from tieredckpt.resolve_step import Tier
-from tieredckpt.restore.proof import LoadedItem, LoadEvidence, fits_seal
+from tieredckpt.restore.fingerprint import MASK64, bytes_fingerprint
+from tieredckpt.restore.proof import FingerprintedBox, LoadedItem, LoadEvidence, fits_seal
 from tieredckpt.restore.step_index import ByteRange, RankReadPlan, TensorPiece
+from tieredckpt.restore.tensor_bytes import narrow_to_box
 from tieredckpt.restore.verified_copy import copy_verified
 from tieredckpt.restore.verified_reads import PinnedShards, ReadMismatchError, ShardCheck, read_durable_shard
 from tieredckpt.session.session import Session
@@ -45,6 +48,8 @@ _WINDOW_BYTES = 256 << 20
 _MOVED_BYTES = 32 << 20
 """Of what was fetched, so much is copied to its place at a time."""
 _Wanted = list[tuple[ByteRange, int]]
+_FINGERPRINTED_BYTES = 1 << 20
+"""Bytes of a buffer that one thread computes a fingerprint of at a time."""
 _ALIGNED = 64
 """Elements of any type may begin there."""
 
@@ -59,17 +64,46 @@ class _DeviceRead(NamedTuple):
     wanted: Box
     """What ``target`` is of the whole tensor."""
     place: torch.device
+    evidence: LoadedItem | None
+    """What is to have the fingerprints of its bytes."""
+    in_one_pass: bool
+    """Whether it is compared with the seal while it is copied into the buffer."""
+
+
+class _BufferPart(NamedTuple):
+    """Some of a target while it is in a buffer."""
+
+    address: int
+    size_bytes: int
+    read: _DeviceRead
+    box: Box
+    """Relative to the target."""
+    sums: list[int]
+    """Fingerprints of parts of it."""
+
+    def add_fingerprint(self, start: int, size_bytes: int) -> None:
+        if self.read.evidence is not None:
+            address = self.address + start
+            self.sums.append(bytes_fingerprint(memory_at_address(address, size_bytes), start))
 
 
 class _Batch:
     """What goes through one buffer, and where from."""
 
     def __init__(self) -> None:
+        self.parts: list[_BufferPart] = []
+        """In the order of their addresses."""
+        self.whole: defaultdict[int, list[MemoryCopy]] = defaultdict(list)
+        """What is compared with the seal while it is copied."""
         self.end = 0
         """Of what is used of the buffer."""
         self.near: defaultdict[int, list[MemoryCopy]] = defaultdict(list)
         self.far: defaultdict[int, _Wanted] = defaultdict(list)
         self.copies: defaultdict[torch.device, list[DeviceCopy]] = defaultdict(list)
+
+    def add_fingerprint(self, copied: MemoryCopy) -> None:
+        part = self.parts[bisect.bisect_right(self.parts, copied.target, key=lambda part: part.address) - 1]
+        part.add_fingerprint(copied.target - part.address, copied.size_bytes)
 
 
 @runtime_checkable
@@ -160,7 +194,8 @@ class ReadExecutor:
 
     def _flush(self) -> None:
         self._verify_pending()
-        self._copy_whole()
+        self._copy_whole(self._whole)
+        self._whole.clear()
         self._bring(self._near, self._far)
         if self._on_devices:
             self._fill_devices()
@@ -183,16 +218,17 @@ class ReadExecutor:
                 raise ReadMismatchError(part, ranges)
         self._unverified.clear()
 
-    def _copy_whole(self) -> None:
+    def _copy_whole(
+        self, whole: Mapping[int, list[MemoryCopy]], then: Callable[[MemoryCopy], None] | None = None
+    ) -> None:
         """Copy what is compared with the seal on its way."""
-        for part, moves in self._whole.items():
+        for part, moves in whole.items():
             shard = self._step.shards[part]
-            bad = copy_verified(self._session.copier, self._pinned.file(part), shard, moves)
+            bad = copy_verified(self._session.copier, self._pinned.file(part), shard, moves, then=then)
             if bad:
                 size = shard.chunk_bytes
                 ranges = [ByteRange(at * size, min((at + 1) * size, shard.size_bytes)) for at in bad]
                 raise ReadMismatchError(part, ranges)
-        self._whole.clear()
 
     def _bring(self, near: Mapping[int, list[MemoryCopy]], far: Mapping[int, _Wanted]) -> None:
         """Bytes of shards to addresses of this process, from wherever they are."""
@@ -206,10 +242,10 @@ class ReadExecutor:
             self._fetch(part, wanted)
 
     def _fill_devices(self) -> None:
-        """A buffer full after the other. Returns when the devices have everything."""
+        """A buffer full after the other, in the order of the shards. Returns when the devices have everything."""
         buffers = self._buffers = self._buffers or StagingBuffers(self._device, self._on_devices[0].place)
         buffer, batch = buffers.acquire(), _Batch()
-        for one in self._on_devices:
+        for one in sorted(self._on_devices, key=lambda one: (one.piece.part, one.base)):
             entry = one.piece.entry
             dtype = dtype_from_name(entry.dtype)
             near = self._step.tier(one.piece.part) is Tier.MEMORY
@@ -221,22 +257,41 @@ class ReadExecutor:
                 at, part = batch.end, one.piece.part
                 for run in byte_runs(box, entry.box, box, entry.itemsize):
                     source, address = one.base + run.source, buffer.address + at + run.target
-                    if near:
+                    if one.in_one_pass:
+                        batch.whole[part].append(MemoryCopy(address, source, run.size_bytes))
+                    elif near:
                         batch.near[part].append(MemoryCopy(address, source, run.size_bytes))
                     else:
                         batch.far[part].append((ByteRange(source, source + run.size_bytes), address))
-                target = _narrow(one.target, relative_box(box, one.wanted))
+                inside = relative_box(box, one.wanted)
+                batch.parts.append(_BufferPart(buffer.address + at, size, one, inside, []))
+                target = narrow_to_box(one.target, inside)
                 batch.copies[one.place].append(DeviceCopy(target, buffer.tensor(at, dtype, box.sizes)))
                 batch.end += -(-size // _ALIGNED) * _ALIGNED
         self._send(buffers, batch)
         buffers.synchronize()
 
     def _send(self, buffers: StagingBuffers, batch: _Batch) -> None:
+        self._copy_whole(batch.whole, batch.add_fingerprint)
         self._bring(batch.near, batch.far)
+        jobs = [
+            (part, start, min(_FINGERPRINTED_BYTES, part.size_bytes - start))
+            for part in batch.parts
+            if part.read.evidence is not None and not part.read.in_one_pass
+            for start in range(0, part.size_bytes, _FINGERPRINTED_BYTES)
+        ]
+        self._session.copier.run_parallel(
+            jobs, lambda job: job[0].add_fingerprint(*job[1:]), sum(size for _, _, size in jobs)
+        )
         buffers.submit(batch.copies)
+        for part in batch.parts:
+            read = part.read
+            if read.evidence is not None:
+                found = FingerprintedBox(part.box, sum(part.sums) & MASK64, read.in_one_pass)
+                read.evidence.fingerprinted.append(found)
 
     def _plan_tensor(self, item: ReadItem, target: torch.Tensor) -> bool:
-        """Whether all of it is compared with the seal while it is copied, in place."""
+        """Whether all of it is compared with the seal while it is copied."""
         fqn, wanted = item.storage_index.fqn, read_item_box(item)
         if tuple(target.shape) != wanted.sizes:
             raise MismatchError(f"{fqn}: {wanted.sizes} elements are to be read into a tensor of {tuple(target.shape)}")
@@ -259,7 +314,7 @@ class ReadExecutor:
         for piece in self._step.pieces[fqn, wanted]:
             self._check_dtype(fqn, piece.entry.dtype, target)
             whole &= self._plan_piece(piece, target, wanted, brought, place=place, bytewise=bytewise)
-        if whole and brought is not None and self._evidence is not None:
+        if whole and place is None and brought is not None and self._evidence is not None:
             self._evidence.add_verified(brought, target)
         return whole
 
@@ -273,7 +328,7 @@ class ReadExecutor:
         place: torch.device | None,
         bytewise: bool,
     ) -> bool:
-        """Whether it is compared with the seal while it is copied, in place."""
+        """Whether it is compared with the seal while it is copied."""
         step, entry = self._step, piece.entry
         near = step.tier(piece.part) is Tier.MEMORY
         if piece.item >= 0:
@@ -289,26 +344,34 @@ class ReadExecutor:
         base = step.start(piece)
         alike = dtype_name(target.dtype) == entry.dtype
         if place is not None:
-            if near:
-                self._verify_first(piece)
-            if piece.box.volume:
-                self._on_devices.append(_DeviceRead(piece, base, target, wanted, place))
             found = list(byte_runs(piece.box, entry.box, wanted, entry.itemsize)) if alike and near else []
-            if not found or not self._is_sealed(brought, piece, base, found):
+            in_one_pass = self._verifies and bool(found) and fits_seal(step, piece, found)
+            if near and not in_one_pass:
+                self._verify_first(piece)
+            evidence = brought if alike else None
+            if in_one_pass and brought is not None:
+                brought.sealed.append(piece)
+            elif found and self._is_sealed(brought, piece, base, found):
+                evidence = None  # the proof compares the live tensor with the seal
+            if not alike:
                 self._note(brought, piece, target, wanted)
-            return False
+            if piece.box.volume:
+                self._on_devices.append(_DeviceRead(piece, base, target, wanted, place, evidence, in_one_pass))
+            return in_one_pass
         simple = bytewise and alike
         if near and not simple:
             self._verify_first(piece)
             self._verify_pending()
             source = self._near_tensor(piece.part, base, entry.dtype, entry.box.sizes)
-            _narrow(target, relative_box(piece.box, wanted)).copy_(_narrow(source, relative_box(piece.box, entry.box)))
+            narrow_to_box(target, relative_box(piece.box, wanted)).copy_(
+                narrow_to_box(source, relative_box(piece.box, entry.box))
+            )
             self._note(brought, piece, target, wanted)
             return False
         frame, whole = wanted, target
         if not simple:
             buffer = torch.empty(piece.box.sizes, dtype=dtype_from_name(entry.dtype))
-            self._after.append((_narrow(target, relative_box(piece.box, wanted)), buffer))
+            self._after.append((narrow_to_box(target, relative_box(piece.box, wanted)), buffer))
             target, frame = buffer, piece.box
         address = target.data_ptr()
         found = list(byte_runs(piece.box, entry.box, frame, entry.itemsize))
@@ -344,7 +407,7 @@ class ReadExecutor:
     def _note(self, brought: LoadedItem | None, piece: TensorPiece, target: torch.Tensor, wanted: Box) -> None:
         if brought is not None:
             box = relative_box(piece.box, wanted) if target.layout is torch.strided else None
-            part = target if box is None else _narrow(target, box)
+            part = target if box is None else narrow_to_box(target, box)
             self._to_note.append((brought, box, part))
 
     def _near_tensor(self, part: int, start: int, dtype: str, sizes: tuple[int, ...]) -> torch.Tensor:
@@ -429,7 +492,7 @@ class ReadExecutor:
         )
         if not isinstance(saved, torch.Tensor):
             raise CheckpointDamagedError(f"{piece.entry.fqn}: the archive holds a {type(saved).__name__}")
-        return _narrow(saved, relative_box(piece.box, piece.entry.box))
+        return narrow_to_box(saved, relative_box(piece.box, piece.entry.box))
 
     def _check_dtype(self, fqn: str, saved: str, target: torch.Tensor) -> None:
         if not self._cast and saved != dtype_name(target.dtype):
@@ -447,13 +510,6 @@ def read_item_box(item: ReadItem) -> Box:
     return Box(tuple(map(operator.add, start, item.storage_offsets)), tuple(item.lengths))
 
 
-def _narrow(tensor: torch.Tensor, box: Box) -> torch.Tensor:
-    for axis, (offset, size) in enumerate(zip(box.offsets, box.sizes, strict=True)):
-        if tensor.size(axis) != size:
-            tensor = tensor.narrow(axis, offset, size)
-    return tensor
-
-
 def _address(data: memoryview) -> int:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", UserWarning)
@@ -463,7 +519,7 @@ def _address(data: memoryview) -> int:
 def _put(target: torch.Tensor, box: Box, saved: torch.Tensor, fqn: str) -> None:
     """Copy a tensor out of an archive: unlike others it has a layout, which the target may or may not share."""
     if target.layout is torch.strided:
-        _narrow(target, box).copy_(saved if saved.layout is torch.strided else saved.to_dense())
+        narrow_to_box(target, box).copy_(saved if saved.layout is torch.strided else saved.to_dense())
     elif target.layout is saved.layout:
         with torch.no_grad():
             target.resize_as_sparse_(saved).copy_(saved)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import ctypes
 import struct
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import xxhash
 
@@ -28,34 +28,44 @@ class _ChunkCopy:
         self.number = number
         self.segments: list[MemoryCopy] = []
 
-    def run(self, fd: int, shard: ShardIndex) -> int:
-        """Do the copies; return the checksum of the chunk."""
+    def run(self, fd: int, shard: ShardIndex, then: Callable[[MemoryCopy], None] | None) -> int:
+        """Do the copies, and ``then`` after each; return the checksum of the chunk."""
         at = self.number * shard.chunk_bytes
         stop = min(at + shard.chunk_bytes, shard.size_bytes)
         state = xxhash.xxh3_64()
-        for target, source, size in self.segments:
+        for segment in self.segments:
+            target, source, size = segment
             _hash_gap(fd, at, source, state)
             for done in range(0, size, _STRIDE_BYTES):
                 count = min(size - done, _STRIDE_BYTES)
                 read_into(fd, target + done, source + done, count)
                 state.update(memory_at_address(target + done, count))
+            if then is not None:
+                then(segment)
             at = source + size
         _hash_gap(fd, at, stop, state)
         return state.intdigest()
 
 
-def copy_verified(copier: Copier, fd: int, shard: ShardIndex, moves: Sequence[MemoryCopy]) -> list[int]:
+def copy_verified(
+    copier: Copier,
+    fd: int,
+    shard: ShardIndex,
+    moves: Sequence[MemoryCopy],
+    *,
+    then: Callable[[MemoryCopy], None] | None = None,
+) -> list[int]:
     """Do all moves out of a shard's file; return the numbers of the chunks that differ from the seal or are unreadable.
 
     The sources of ``moves`` are offsets in the file. The targets of a chunk that is returned hold bytes that must not
-    be used.
+    be used. ``then`` is called with each copy within a chunk, by the thread that has done it.
     """
     seal = struct.unpack(f"<{len(shard.checksums) // 8}Q", shard.checksums)
     bad: set[int] = set()
 
     def one(chunk: _ChunkCopy) -> None:
         try:
-            same = chunk.run(fd, shard) == seal[chunk.number]
+            same = chunk.run(fd, shard, then) == seal[chunk.number]
         except OSError:
             same = False
         if not same:

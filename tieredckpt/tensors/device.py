@@ -96,6 +96,9 @@ class DeviceBackend(Protocol):
     def copy(self, copies: Sequence[DeviceCopy], stream: DeviceStream) -> None:
         """Between memory of this process and the device of ``stream``."""
 
+    def to_host(self, tensor: torch.Tensor) -> torch.Tensor:
+        """A copy in this process's memory, with all that the calling thread's stream did to the tensor."""
+
     def synchronize(self, place: torch.device) -> None:
         """Wait until the device has done all it was given by anybody. From any thread."""
 
@@ -149,6 +152,9 @@ class CpuBackend:
     def copy(self, copies: Sequence[DeviceCopy], stream: DeviceStream) -> None:
         for target, source in copies:
             target.copy_(source)
+
+    def to_host(self, tensor: torch.Tensor) -> torch.Tensor:
+        return tensor.cpu()
 
     def synchronize(self, place: torch.device) -> None:
         pass
@@ -225,6 +231,9 @@ class AcceleratorBackend:
         with self._on(stream):
             # One call for all of them: a step of Python for each of thousands of tensors is what takes the time.
             torch._foreach_copy_([to for to, _ in copies], [of for _, of in copies], non_blocking=True)
+
+    def to_host(self, tensor: torch.Tensor) -> torch.Tensor:
+        return tensor.cpu()
 
     def synchronize(self, place: torch.device) -> None:
         torch.accelerator.synchronize(place)

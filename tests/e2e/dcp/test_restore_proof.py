@@ -261,7 +261,7 @@ def test_bit_flipped_behind_the_agents_comparison_is_detected(agent_dir, monkeyp
         memory_at_address(moves[0].target, 1)[0] ^= 1
 
     monkeypatch.setattr(Copier, "copy_from_file", reading)
-    monkeypatch.setattr("tieredckpt.restore.read_executor.copy_verified", lambda *_: [0])
+    monkeypatch.setattr("tieredckpt.restore.read_executor.copy_verified", lambda *_, **__: [0])
     with pytest.raises(RestoreProofError, match=r": b\. Do not"):  # the first of the shard
         restored(zeros_like_state(state), strict=strict)
 

@@ -12,7 +12,6 @@ from torch.distributed.tensor._utils import _compute_local_shape_and_global_offs
 from torch.distributed.tensor.placement_types import _StridedShard
 
 from elastic.reshard.state_checksum import (
-    MASK64,
     ChecksumPart,
     RankChecksum,
     WholeChecksum,
@@ -30,6 +29,7 @@ from tests.support.example_counts import examples
 from tieredckpt.errors import CheckpointDamagedError, MismatchError, UsageError
 from tieredckpt.format.shard_layout import DTYPE_WIDTHS
 from tieredckpt.format.slice_boxes import Box
+from tieredckpt.restore.fingerprint import MASK64
 from tieredckpt.tensors.state_dict import is_plain_tensor
 
 NAME = "model.layer.0.weight"

@@ -12,7 +12,8 @@ from peerstore.shard_records import ShardKey
 from tests.support.chunk_sums import chunk_checksums
 from tieredckpt.format.manifest import ShardIndex, ShardMeta
 from tieredckpt.restore.live_state import object_matches
-from tieredckpt.restore.proof import _chunk_windows, _Views, inner_tensors, tensor_bytes
+from tieredckpt.restore.proof import _chunk_windows, _Views
+from tieredckpt.restore.tensor_bytes import inner_tensors, tensor_bytes
 from tieredckpt.tensors.state_dict import archive_object
 
 CHUNK = 64

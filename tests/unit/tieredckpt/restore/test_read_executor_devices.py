@@ -8,6 +8,7 @@ import functools
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint import CheckpointException
 
 from tests.support.async_device import AsyncDevice, AsyncEvent, AsyncStream
 from tieredckpt import Checkpointer, TieredReader, TierUnavailableError
@@ -16,7 +17,6 @@ from tieredckpt.format.slice_boxes import Box, split_box
 from tieredckpt.restore import read_executor
 from tieredckpt.tensors import slot_copy
 from tieredckpt.tensors.device import use_device_backend
-from tieredckpt.tensors.slot_copy import Copier
 from tieredckpt.testing import memory_node
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
@@ -96,6 +96,12 @@ def test_restored_state_is_on_the_devices(saved):
         assert (device.violations, device.races) == ([], [])
 
 
+def test_restore_reads_back_fingerprints_instead_of_tensors(saved):
+    device, found, _ = restored(saved[0])
+    assert is_right(found)
+    assert 0 < device.read_back_bytes < sum(one.nbytes for one in found.values()) // 100
+
+
 def test_restore_without_registered_buffers_warns_once(saved, caplog):
     device, found, _ = restored(saved[0], refuses="out of locked memory")
     assert is_right(found)
@@ -105,10 +111,14 @@ def test_restore_without_registered_buffers_warns_once(saved, caplog):
 
 @pytest.mark.parametrize("saved", ["memory"], indirect=True)
 def test_other_dtypes_are_converted_during_a_restore(saved):
+    assert torch.equal(load_converted(), content(7)["large"].double())
+
+
+def load_converted() -> torch.Tensor:
     with use_device_backend(AsyncDevice()) as device:
         state = {"large": device.to_device(torch.zeros(70, 90, dtype=torch.float64))}
         dcp.load(state, storage_reader=TieredReader(JOB, on_dtype_mismatch="cast"), no_dist=True)
-        assert torch.equal(device.to_host(state["large"]), content(7)["large"].double())
+        return device.get(state["large"])
 
 
 def test_box_is_split_into_ordered_blocks_without_gaps():
@@ -142,11 +152,12 @@ def test_mutant_without_the_wait_on_the_compute_stream(saved, monkeypatch):
     assert is_wrong(saved[0])
 
 
-@pytest.mark.parametrize("saved", ["durable"], indirect=True)
+@pytest.mark.parametrize("saved", ["memory"], indirect=True)
 def test_mutant_without_the_final_synchronize(saved, monkeypatch):
-    """What was brought is looked at, for the proof of the restore, before it is there."""
+    """The fingerprint of a converted tensor is computed before its elements are there."""
     monkeypatch.setattr(slot_copy.StagingBuffers, "synchronize", lambda self: None)
-    assert is_wrong(saved[0])
+    with pytest.raises(CheckpointException, match="not what was saved: large"):
+        load_converted()
 
 
 @pytest.mark.parametrize("saved", ["memory"], indirect=True)
@@ -167,13 +178,13 @@ def drain(device: AsyncDevice, place: torch.device) -> None:
 @pytest.mark.parametrize("saved", ["memory"], indirect=True)
 def test_mutant_that_unregisters_buffers_of_a_load_that_has_failed(saved, monkeypatch):
     """The tier goes away in the middle: the devices still empty a buffer that is let go of."""
-    given, calls = Copier.copy_from_file, []
+    given, calls = read_executor.copy_verified, []
 
-    def read(self, fd, moves):
+    def read(copier, fd, *arguments, **options):
         calls.append(fd)
-        if len(calls) == 3:
-            raise OSError("the tier went away")
-        given(self, fd, moves)
+        if len(calls) == 4:  # the first three fill the tensor in memory and the two buffers
+            raise TierUnavailableError("the tier went away")
+        return given(copier, fd, *arguments, **options)
 
     def fails() -> list[str]:
         calls.clear()
@@ -183,7 +194,7 @@ def test_mutant_that_unregisters_buffers_of_a_load_that_has_failed(saved, monkey
             assert device.registered == set()
             return device.violations
 
-    monkeypatch.setattr(Copier, "copy_from_file", read)
+    monkeypatch.setattr(read_executor, "copy_verified", read)
     assert fails() == []
     monkeypatch.setattr(AsyncStream, "synchronize", lambda self: None)
     assert fails() == ["memory was unregistered while a device copies it"]
