@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 
 from tieredckpt.format.slice_boxes import full_box, split_box
-from tieredckpt.restore.tensor_bytes import narrow_to_box
+from tieredckpt.restore.tensor_bytes import flat_in_memory, narrow_to_box, tensor_memory
 from tieredckpt.tensors.device import accelerator
 from tieredckpt.tensors.state_dict import has_ordinary_dispatch, is_plain_tensor
 
@@ -83,12 +83,17 @@ def tensor_fingerprints(tensors: Sequence[torch.Tensor]) -> list[int]:
 
 
 def fingerprints_by_device(tensors: Sequence[torch.Tensor]) -> list[int]:
-    """Return the fingerprint of each tensor, computed on its device."""
+    """Return the fingerprint of each tensor, computed where it is: on its device, or on the host by numpy."""
     device = accelerator()
     groups: defaultdict[torch.device, list[int]] = defaultdict(list)
-    for number, tensor in enumerate(tensors):
-        groups[device.device_of(tensor) or tensor.device].append(number)
     found = [0] * len(tensors)
+    for number, tensor in enumerate(tensors):
+        place = device.device_of(tensor)
+        if place is None:
+            flat = flat_in_memory(tensor)
+            found[number] = bytes_fingerprint(tensor_memory(flat))
+        else:
+            groups[place].append(number)
     for numbers in groups.values():
         for number, value in zip(numbers, tensor_fingerprints([tensors[i] for i in numbers]), strict=True):
             found[number] = value
@@ -158,7 +163,8 @@ def _add_window(totals: torch.Tensor, window: Sequence[_Part]) -> None:
         targets, sources = flat if plain.is_contiguous() else strided
         if plain.is_contiguous():
             targets.append(room)
-            sources.append(plain.reshape(-1).view(torch.uint8))
+            # Not reshape(): a single element keeps whichever stride it had.
+            sources.append(plain.as_strided((plain.numel(),), (1,)).view(torch.uint8))
         else:
             targets.append(room.view(plain.dtype).view(plain.shape))
             sources.append(plain)

@@ -91,7 +91,7 @@ def test_host_and_devices_agree_for_every_dtype_and_stride(shapes, window, turne
     expected = [of_bytes(tensor_bytes(tensor)) for tensor in tensors]
     with pytest.MonkeyPatch.context() as patch, use_device_backend(AsyncDevice()) as device:
         patch.setattr(fingerprint, "_WINDOW_BYTES", max(window, 16))
-        assert fingerprints_by_device(tensors) == expected
+        assert tensor_fingerprints(tensors) == fingerprints_by_device(tensors) == expected
         there = [device.put(tensor, number % 2) for number, tensor in enumerate(tensors)]
         assert fingerprints_by_device(there) == expected
         device.close()
@@ -104,6 +104,11 @@ def test_large_tensor_is_taken_in_windows_that_cut_words(monkeypatch):
     for window in (ROW_BYTES + 3, 50001, 1 << 20):
         monkeypatch.setattr(fingerprint, "_WINDOW_BYTES", window)
         assert tensor_fingerprints([tensor]) == [expected]
+
+
+def test_single_element_with_a_stride_is_fingerprinted():
+    tensor = torch.arange(18, dtype=torch.bfloat16).view(9, 2)[4:5, 1:]
+    assert tensor_fingerprints([tensor, tensor[:, 0]]) == [of_bytes(tensor_bytes(tensor))] * 2
 
 
 def test_lazy_conjugates_and_negatives_are_resolved():
