@@ -23,7 +23,7 @@ import msgspec
 from elastic.control.control_plane import ControlNotice, Dismissed, NoticeKind, RankAssignment, RankProgress
 from elastic.control.leader_election import LEASE_DURATION_S, LeaderRecord
 from elastic.errors import ControlDeadlineError, JobFailedError, PolicyError, StaleEpochError
-from elastic.world.world_state import SealedStep
+from elastic.world.world_state import ErrorPosition, SealedStep
 
 BrokenCallback = Callable[[ControlNotice], None]
 
@@ -303,7 +303,7 @@ class InMemoryControlPlane:
     def report_progress(self, progress: RankProgress) -> None:
         self.last_progress = progress
 
-    def report_fault(self, reason: str, *, final: bool = False, before_first_step: bool = False) -> None:
+    def report_fault(self, reason: str, *, final: bool = False, position: ErrorPosition | None = None) -> None:
         with self._plane._changed:
             if not self.is_alive or self._is_out:
                 raise StaleEpochError(f"epoch {self.epoch} is of the past: {reason!r} was not heard")

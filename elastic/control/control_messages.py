@@ -30,7 +30,7 @@ import msgspec
 
 from elastic.control.control_plane import ControlNotice, LeaveStage, NoticeKind, RankAssignment, RankProgress
 from elastic.fault_injection.fault_spec import FaultInjection
-from elastic.world.world_state import RequestedStep, SealedStep, WorldPhase
+from elastic.world.world_state import ErrorPosition, RequestedStep, SealedStep, WorldPhase
 from peerstore.errors import ProtocolError
 from peerstore.message_codec import decode_message
 from peerstore.shard_records import NonNegativeInt, NonNegativeIntOrMinusOne
@@ -88,8 +88,8 @@ class RankStatus(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     fault: str | None = None
     final: bool = False
     """The fault is one that another attempt does not mend."""
-    before_first_step: bool = False
-    """The rank had completed no step in this world when the fault happened."""
+    position: ErrorPosition | None = None
+    """Where the train function raised the fault; ``None`` for one that may follow from a lost rank."""
     progress: RankProgress | None = None
     requests: tuple[RankRequest, ...] = ()
     leave_stage: LeaveStage | None = None
@@ -136,8 +136,8 @@ class RankFailure(msgspec.Struct, frozen=True):
     reason: str
     final: bool = False
     """Another attempt would end the same way."""
-    before_first_step: bool = False
-    """A fault of a rank that had completed no step in its world."""
+    position: ErrorPosition | None = None
+    """Where the train function raised the fault; ``None`` for one that may follow from a lost rank."""
     never_joined: bool = False
     """The process exited by itself and never connected to its supervisor."""
     ended_at: float | None = None

@@ -18,7 +18,7 @@ from typing import Protocol
 import msgspec
 
 from elastic.errors import PolicyError
-from elastic.world.world_state import RequestedStep, SealedStep
+from elastic.world.world_state import ErrorPosition, RequestedStep, SealedStep
 from peerstore.shard_records import NonNegativeIntOrMinusOne
 
 
@@ -149,11 +149,12 @@ class ControlPlane(Protocol):
     def report_progress(self, progress: RankProgress) -> None:
         """Where this rank is; costs a write to memory, is passed on with the next heartbeat."""
 
-    def report_fault(self, reason: str, *, final: bool = False, before_first_step: bool = False) -> None:
+    def report_fault(self, reason: str, *, final: bool = False, position: ErrorPosition | None = None) -> None:
         """Something went wrong in this rank (an exception, a loss that is not finite): the world is broken.
 
-        ``final``: another attempt would end the same way, so there is to be none. ``before_first_step``: the world has
-        completed no step on this rank. If the next world ends with an equal fault, a plane may treat it as final.
+        ``final``: another attempt would end the same way, so there is to be none. ``position``: where the
+        train function raised an error that does not follow from another rank. If the next worlds end with an equal
+        fault at the same position, a plane may treat it as final.
         Further faults of the same epoch are accepted and change nothing.
         """
 

@@ -41,7 +41,7 @@ from elastic.errors import (
     StaleEpochError,
 )
 from elastic.fault_injection.fault_spec import FaultInjection
-from elastic.world.world_state import SealedStep
+from elastic.world.world_state import ErrorPosition, SealedStep
 from peerstore import message_codec
 from peerstore.errors import PeerStoreError
 from peerstore.server.store_client import connect_to_agent
@@ -161,11 +161,11 @@ class SupervisorClient:
     def report_progress(self, progress: RankProgress) -> None:
         self._progress = progress
 
-    def report_fault(self, reason: str, *, final: bool = False, before_first_step: bool = False) -> None:
+    def report_fault(self, reason: str, *, final: bool = False, position: ErrorPosition | None = None) -> None:
         with self._changed:
             if self._left or self._overtaken() is not None:
                 raise StaleEpochError(f"epoch {self._epoch} is of the past: {reason!r} was not heard")
-            self._tell(None, fault=reason, final=final, before_first_step=before_first_step)
+            self._tell(None, fault=reason, final=final, position=position)
 
     def request_change(
         self, want: NoticeKind, reason: str, *, deadline_s: float | None = None, nodes: int | None = None

@@ -42,7 +42,7 @@ def events_between(before: NodeStatus | None, status: NodeStatus, now: float) ->
             yield RankLost(node, life, status.spawn_count, lost.local_rank, lost.reason, lost.never_joined)
     if new or before is None or before.faulty_ranks != status.faulty_ranks:
         for fault in status.faulty_ranks:
-            yield RankFault(node, life, epoch, fault.local_rank, fault.reason, fault.final, fault.before_first_step)
+            yield RankFault(node, life, epoch, fault.local_rank, fault.reason, fault.final, fault.position)
     if status.ready and (new or before is None or not before.ready or _stock(before) != _stock(status)):
         yield NodeReady(node, life, status.spawn_count, epoch, status.spares)
     if status.leave_reason:

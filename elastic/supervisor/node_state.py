@@ -650,7 +650,7 @@ def node_status(state: NodeState, now: float) -> NodeStatus:
             if process.exit_description is not None and not state.may_exit(process)
         ),
         faulty_ranks=tuple(
-            RankFailure(process.local_rank or 0, fault, final=one.final, before_first_step=one.before_first_step)
+            RankFailure(process.local_rank or 0, fault, final=one.final, position=one.position)
             for process, one in zip(assigned, said, strict=True)
             if one is not None and (fault := _fault(one, broken=state.broken_reason is not None)) is not None
         ),

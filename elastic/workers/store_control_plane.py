@@ -49,7 +49,7 @@ from elastic.workers.peer_hang_detector import (
     RankHeartbeats,
 )
 from elastic.world.scaling_policy import ScalingPolicy
-from elastic.world.world_state import SealedStep
+from elastic.world.world_state import ErrorPosition, SealedStep
 from peerstore.message_codec import from_json
 
 log = logging.getLogger(__name__)
@@ -162,7 +162,7 @@ class StoreControlPlane:
         if progress.idle and self._is_broken:
             self._leaves()
 
-    def report_fault(self, reason: str, *, final: bool = False, before_first_step: bool = False) -> None:
+    def report_fault(self, reason: str, *, final: bool = False, position: ErrorPosition | None = None) -> None:
         """The launcher counts its restarts, and no fault is final to it; a broken world takes no second one."""
         if self._is_broken and not self._left:
             return

@@ -43,6 +43,7 @@ from elastic.workers.shared_agent import expect_steps_of_shared_agent
 from elastic.workers.step_barrier import NoticeWatcher, StepBarrier, default_signal_requests, forward_signals
 from elastic.workers.world_handle import NonFiniteGuard, NonFiniteMode, World, newest_step_sealed_here
 from elastic.world.peer_loss import blames_another_rank
+from elastic.world.world_state import ErrorPosition
 from tieredckpt.checkpointer.preemption import sigterm_handled_elsewhere
 from tieredckpt.errors import (
     CheckpointDamagedError,
@@ -360,11 +361,12 @@ class _Rank(Generic[T]):
         )
         stepped = world.has_completed_step or newest_step_sealed_here() != self._sealed_before
         final = final or (requested and not stepped and isinstance(error, _STEP_ERRORS))
+        position = ErrorPosition(world.step, newest_step_sealed_here(), before_first_step=not stepped)
         try:
             self._plane.report_fault(
                 f"{type(error).__name__}: {error}{error_location(error)}",
                 final=final,
-                before_first_step=is_own and not stepped,
+                position=position if is_own else None,
             )
         except ElasticError as unheard:
             log.warning("the fault was not heard: %s", unheard)

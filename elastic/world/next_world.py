@@ -35,6 +35,7 @@ from elastic.world.world_state import (
     RankLost,
     RejoinReport,
     ReleaseNode,
+    RepeatedError,
     RequestedStep,
     RequestNodes,
     ResizeRequested,
@@ -235,16 +236,26 @@ def _rank_fault(turn: WorldTransition, event: RankFault) -> None:
         return
     what = f"rank {event.local_rank} of {event.node} reported a fault: {event.reason}"
     breaks = turn.world.phase.is_running
-    again = breaks and event.before_first_step and event.reason == turn.world.start_fault
-    turn.break_world(what, "" if event.final or again else event.node)
+    repeated = _repeated_error(turn.world, event) if breaks else None
+    permanent = repeated is not None and repeated.is_permanent
+    turn.break_world(what, "" if event.final or permanent else event.node)
     if turn.world.phase.is_over:
         return
     if event.final:
         turn.fail_job(what, "not retried: another attempt would fail the same way")
-    elif again:
-        turn.fail_job(what, "2 in a row failed in the same way before the first step")
-    elif breaks and event.before_first_step:
-        turn.update(start_fault=event.reason)
+    elif repeated is not None and permanent:
+        turn.fail_job(what, f"{repeated.count} in a row failed in the same way {repeated.position}")
+    elif breaks:
+        turn.update(repeated_error=repeated)
+
+
+def _repeated_error(world: WorldState, event: RankFault) -> RepeatedError | None:
+    """Return the error with the number of worlds in a row that it broke; ``None`` if it may follow from a lost rank."""
+    if event.position is None:
+        return None
+    if world.repeated_error is None:
+        return RepeatedError(event.reason, event.position)
+    return world.repeated_error.next(event.reason, event.position)
 
 
 def _hang(turn: WorldTransition, event: HangDetected) -> None:

@@ -24,7 +24,12 @@ from typing import TypeAlias
 
 import msgspec
 
-from peerstore.shard_records import NonNegativeInt
+from peerstore.shard_records import NonNegativeInt, NonNegativeIntOrMinusOne
+
+_SAME_ERRORS = 3
+"""Equal errors in a row at the same step, after which the job fails."""
+_SAME_ERRORS_AT_START = 2
+"""Equal errors in a row before the first step, after which the job fails."""
 
 
 class WorldPhase(enum.Enum):
@@ -68,6 +73,42 @@ class RequestedStep(msgspec.Struct, frozen=True):
 
     def __str__(self) -> str:
         return str(self.step) if self.epoch is None else f"{self.step}@{self.epoch}"
+
+
+class ErrorPosition(msgspec.Struct, frozen=True):
+    """Position in a rank's training at which its train function raised an error."""
+
+    step: NonNegativeIntOrMinusOne
+    """The step in progress; -1 where the train function does not report steps."""
+    sealed: NonNegativeIntOrMinusOne = -1
+    """The newest step that the rank's process has sealed."""
+    before_first_step: bool = False
+    """The rank had completed no step in this world."""
+
+    def __str__(self) -> str:
+        if self.before_first_step:
+            return "before the first step"
+        return "before a new step was sealed" if self.step < 0 else f"at step {self.step}"
+
+
+class RepeatedError(msgspec.Struct, frozen=True):
+    """An error of the train function that broke one or more worlds in a row at the same position."""
+
+    reason: str
+    position: ErrorPosition
+    count: int = 1
+    """Worlds in a row that it broke, with no new sealed step in between."""
+
+    def next(self, reason: str, position: ErrorPosition) -> RepeatedError:
+        """Return the error after it broke another world; the count begins anew for another error."""
+        at = msgspec.structs.replace(position, sealed=self.position.sealed)
+        same = (reason, at) == (self.reason, self.position) and position.sealed <= self.position.sealed
+        return RepeatedError(reason, self.position, self.count + 1) if same else RepeatedError(reason, position)
+
+    @property
+    def is_permanent(self) -> bool:
+        """Whether another attempt would end in the same way."""
+        return self.count >= (_SAME_ERRORS_AT_START if self.position.before_first_step else _SAME_ERRORS)
 
 
 class PendingReplacement(msgspec.Struct, frozen=True):
@@ -202,8 +243,8 @@ class WorldState(
     """How often a process of one seat was started for the next world, as far as that is counted as restarts."""
     has_respawned: bool = False
     """Processes were replaced for the next world."""
-    start_fault: str = ""
-    """The fault that broke the newest broken world before its first step; "" if it broke otherwise."""
+    repeated_error: RepeatedError | None = None
+    """The train function's error that broke the newest broken world; ``None`` if it broke otherwise."""
     node_faults: tuple[NodeFault, ...] = ()
 
     next_tick_s: float | None = None
@@ -318,8 +359,8 @@ class RankFault(_Event, frozen=True):
     reason: str
     final: bool = False
     """Another attempt would end the same way."""
-    before_first_step: bool = False
-    """The rank had completed no step in this world."""
+    position: ErrorPosition | None = None
+    """Where the train function raised the error; ``None`` for one that may follow from a lost rank."""
 
 
 class HangDetected(_Event, frozen=True):

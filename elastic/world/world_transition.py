@@ -132,7 +132,7 @@ class WorldTransition:
             after_fault=counted,
             reason=reason,
             spawn_attempts=1,
-            start_fault="",
+            repeated_error=None,
             finished_nodes=frozenset(),
             pause_deadline_s=None,
             sealed_nodes=0,

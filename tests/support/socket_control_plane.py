@@ -16,6 +16,7 @@ from typing import Any
 from elastic.control.control_plane import ControlNotice, NoticeKind, RankAssignment, RankProgress
 from elastic.errors import ControlPlaneUnavailableError
 from elastic.testing import InMemoryControlPlane, InMemoryCoordinator
+from elastic.world.world_state import ErrorPosition
 
 _LOOK_S = 0.01
 
@@ -76,7 +77,7 @@ class SocketControlPlane:
     def report_progress(self, progress: RankProgress) -> None:
         self._ask("report_progress", progress)
 
-    def report_fault(self, reason: str, *, final: bool = False, before_first_step: bool = False) -> None:
+    def report_fault(self, reason: str, *, final: bool = False, position: ErrorPosition | None = None) -> None:
         self._ask("report_fault", reason, final=final)
 
     def request_change(

@@ -29,7 +29,7 @@ from elastic.workers.launch_environment import assignment_from_environ, connect_
 from elastic.workers.process_groups import parse_store_address
 from elastic.workers.store_control_plane import StoreControlPlane, pauses_s
 from elastic.world.scaling_policy import ScalingPolicy
-from elastic.world.world_state import SealedStep
+from elastic.world.world_state import ErrorPosition, SealedStep
 from integration.hyperpod.elastic_agent.ipc import RequestedRestart
 from integration.hyperpod.elastic_agent.worker_client import (
     AgentWorker,
@@ -126,7 +126,7 @@ class InProcessControlPlane:
         if inner is not None and self._inside:
             inner.report_progress(progress)
 
-    def report_fault(self, reason: str, *, final: bool = False, before_first_step: bool = False) -> None:
+    def report_fault(self, reason: str, *, final: bool = False, position: ErrorPosition | None = None) -> None:
         """The agent first, since it forgets nothing; then the other ranks, which need not wait for the operator."""
         inner, place = self._here(), self._place
         assert place is not None  # noqa: S101 - it is in a world

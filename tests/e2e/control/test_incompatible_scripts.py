@@ -68,6 +68,33 @@ def test_error_before_the_first_step_ends_the_job_when_it_repeats(job: ElasticRu
     assert command.startswith("command: elastic run ")
 
 
+FAILS_AT_STEP_TWO = """
+from elastic import recoverable
+from elastic.workers.train_loop import RecoveryPolicy
+
+@recoverable(policy=RecoveryPolicy(backend="none"))
+def train(world):
+    for step in world.steps(0, 10):
+        if step == 2:
+            raise ValueError("bad")
+
+train()
+"""
+
+
+def test_error_at_the_same_step_ends_the_job_when_it_repeats(job: ElasticRun) -> None:
+    script = job.folder / "train.py"
+    script.write_text(FAILS_AT_STEP_TWO)
+    quick = ("--no-agent", "--store", "nowhere:1", "--job", "job", "--log-dir", str(job.folder / "logs"))
+    run = job.start("run", *quick, "--nproc", "2", str(script))
+    assert job.ended(run) == 8
+    failed, attempts, resumes, command = job.output().splitlines()[-4:]
+    assert failed.endswith("reported a fault: ValueError: bad (train.py:9 in train)")
+    assert attempts == "attempts: 3 in a row failed in the same way at step 2"
+    assert resumes == "resumes from: the newest complete checkpoint of the job; this run saved none"
+    assert command.startswith("command: elastic run ")
+
+
 @pytest.mark.parametrize("ending", ["", "import nowhere_to_be_found"])
 def test_script_that_never_joins_runs_once_per_rank(job: ElasticRun, ending: str) -> None:
     script = job.folder / "p.py"

@@ -7,6 +7,7 @@ import pytest
 from elastic.world.scaling_policy import ScalingPolicy
 from elastic.world.world_state import (
     BreakWorld,
+    ErrorPosition,
     EventBatch,
     FailJob,
     FinishJob,
@@ -719,40 +720,82 @@ def test_total_restarts_of_a_job_are_limited():
     )
 
 
-def start_fault(
-    job: ReconcilerDriver, reason: str, *, node: str = "a", started: bool = True
+def own_error(
+    job: ReconcilerDriver, reason: str, *, node: str = "a", step: int = 2, sealed: int = -1, first: bool = False
 ) -> tuple[WorldAction, ...]:
-    return job.send_event(RankFault(node, 1, job.world.epoch, 0, reason, before_first_step=started))
+    position = ErrorPosition(step, sealed, before_first_step=first)
+    return job.tell(RankFault(node, 1, job.world.epoch, 0, reason, position=position))
 
 
-def test_same_fault_before_the_first_step_twice_in_a_row_fails_the_job():
+BAD = "ValueError: bad (train.py:3 in train)"
+
+
+def test_same_error_before_the_first_step_twice_in_a_row_fails_the_job():
     job = ReconcilerDriver(TWO, "ab")
-    start_fault(job, "ValueError: bad (train.py:3 in train)")
-    start_fault(job, "ValueError: bad (train.py:3 in train)", node="b")  # of the same world
+    own_error(job, BAD, first=True)
+    own_error(job, BAD, first=True, node="b")  # of the same world
     assert job.world.phase is WorldPhase.FORMING
-    job.rank_ready("a", "b")
-    start_fault(job, "ValueError: bad (train.py:3 in train)", node="b")
-    assert job.action_of(FailJob) == FailJob(
-        "rank 0 of b reported a fault: ValueError: bad (train.py:3 in train)",
-        "2 in a row failed in the same way before the first step",
+    job.ready("a", "b")
+    own_error(job, BAD, first=True, node="b")
+    assert job.did(FailJob) == FailJob(
+        f"rank 0 of b reported a fault: {BAD}", "2 in a row failed in the same way before the first step"
     )
     assert job.world.restarts == 2
 
 
-@pytest.mark.parametrize("between", ["another fault", "a step", "a lost rank"])
-def test_same_fault_before_the_first_step_is_retried_after_something_else(between):
+def test_same_error_at_the_same_step_three_times_in_a_row_fails_the_job():
     job = ReconcilerDriver(TWO, "ab")
-    start_fault(job, "x")
-    job.rank_ready("a", "b")
-    if between == "another fault":
-        start_fault(job, "y")
-    elif between == "a step":
-        start_fault(job, "x", started=False)
-    else:
-        job.send_event(rank_lost("a"))
-    job.rank_ready("a", "b")
-    start_fault(job, "x")
+    for node in "ab":
+        own_error(job, BAD, node=node)
+        own_error(job, BAD, node="a")  # of the same world
+        assert job.world.phase is WorldPhase.FORMING
+        job.ready("a", "b")
+    own_error(job, BAD)
+    assert job.did(FailJob) == FailJob(
+        f"rank 0 of a reported a fault: {BAD}", "3 in a row failed in the same way at step 2"
+    )
+    assert job.world.restarts == 3
+
+
+def test_error_at_a_step_that_every_world_restores_to_fails_the_job():
+    job = ReconcilerDriver(TWO, "ab")
+    own_error(job, BAD, step=7, sealed=6)
+    job.ready("a", "b")
+    own_error(job, BAD, step=7, sealed=6, first=True)
     assert job.world.phase is WorldPhase.FORMING
+    job.ready("a", "b")
+    own_error(job, BAD, step=7, sealed=6, first=True)
+    assert job.world.phase is WorldPhase.FAILED
+
+
+BETWEEN = {
+    "another error": lambda job: own_error(job, "y"),
+    "another step": lambda job: own_error(job, BAD, step=3),
+    "an error that may follow from a lost rank": lambda job: job.tell(RankFault("a", 1, job.world.epoch, 0, BAD)),
+    "a lost rank": lambda job: job.tell(rank_lost("a")),
+    "a hang": lambda job: job.tell(HangDetected(job.world.epoch, "x")),
+}
+
+
+@pytest.mark.parametrize("first", [False, True])
+@pytest.mark.parametrize("between", BETWEEN.values(), ids=BETWEEN)
+def test_same_error_is_retried_after_something_else(between, first):
+    job = ReconcilerDriver(TWO, "ab")
+    for _ in range(1 if first else 2):
+        own_error(job, BAD, first=first)
+        job.ready("a", "b")
+    between(job)
+    job.ready("a", "b")
+    own_error(job, BAD, first=first)
+    assert job.world.phase is WorldPhase.FORMING
+
+
+def test_same_error_is_retried_after_a_step_was_sealed():
+    job = ReconcilerDriver(TWO, "ab")
+    for sealed in range(10):
+        own_error(job, BAD, sealed=sealed)
+        assert job.world.phase is WorldPhase.FORMING
+        job.ready("a", "b")
 
 
 def test_process_that_exits_without_joining_fails_the_job_before_the_first_world():
@@ -866,7 +909,9 @@ def formed(job: ReconcilerDriver) -> list[RequestedStep | None]:
 WANTED = RequestedStep(7, 17)
 LOST_WORLDS = {
     "a fault after the first step": RankFault("a", 1, 0, 0, "x"),
-    "a fault before the first step": RankFault("a", 1, 0, 0, "the store did not answer", before_first_step=True),
+    "a fault before the first step": RankFault(
+        "a", 1, 0, 0, "the store did not answer", position=ErrorPosition(-1, before_first_step=True)
+    ),
     "a lost node": lost("a"),
     "a lost process": rank_lost("a"),
     "a hang": HangDetected(0, "x", "a", 1),
