@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -23,6 +24,9 @@ from tieredckpt.settings import Settings, override_settings, run_directory
 
 log = logging.getLogger(__name__)
 
+_STILL_S = 0.25
+"""Seconds without an answer, and without running, after which an agent may hang."""
+
 
 def find_agent_directory(settings: Settings, job: str | None) -> Path:
     """Return the directory of an agent of this machine that has ``job``, or any job for ``None``.
@@ -32,10 +36,7 @@ def find_agent_directory(settings: Settings, job: str | None) -> Path:
     own = settings.agent_place.directory
     if _is_silent(AgentPaths(own)) or _agent_has_job(AgentPaths(own), job):
         return own
-    others = _other_directories(own)
-    with ThreadPoolExecutor(max(1, len(others))) as lookers:
-        found = list(lookers.map(lambda place: _agent_has_job(AgentPaths(place), job), others))
-    return next((place for place, has in zip(others, found, strict=True) if has), own)
+    return next(iter(_agents_with_job(_other_directories(own), job)), own)
 
 
 def settings_of_newest_agent(job: str, settings: Settings) -> Settings:
@@ -48,15 +49,7 @@ def settings_of_newest_agent(job: str, settings: Settings) -> Settings:
         return settings
     own = settings.agent_place.directory
     simulated = [place for place in _other_directories(own) if place.is_relative_to(run_directory())]
-    others: list[Path] = []
-    for place in simulated:
-        try:
-            if job in _jobs_of(AgentPaths(place)):
-                others.append(place)
-        except AgentUnreachableError:  # it has ended meanwhile
-            continue
-        except (PeerStoreError, OSError) as error:
-            log.warning("%s: the agent in %s does not answer, so its steps are unknown: %s", job, place, error)
+    others = _agents_with_job(simulated, job, warn=True)
     if not others:
         return settings
     found: dict[Path, StepInventory] = {}
@@ -87,9 +80,7 @@ def warn_of_steps_elsewhere(job: str, settings: Settings) -> None:
     """Warn if an agent outside the configured directory has a complete step of ``job``."""
     if not settings.agent.directory:
         return
-    for place in _other_directories(settings.agent_directory):
-        if not _agent_has_job(AgentPaths(place), job):
-            continue
+    for place in _agents_with_job(_other_directories(settings.agent_directory), job):
         try:
             newest = newest_version(list_agent_steps(job, settings, place))
         except (PeerStoreError, TieredCheckpointError, OSError) as error:
@@ -177,20 +168,33 @@ def _jobs_of(place: AgentPaths) -> list[str]:
 
 
 def _is_silent(place: AgentPaths) -> bool:
+    """Return whether an agent may hang; the command that uses the agent then waits for the proof."""
     try:
-        return bool(silence_of_agent(place))
+        return bool(silence_of_agent(place, still_s=_STILL_S))
     except (PeerStoreError, OSError):
         return False
 
 
-def _agent_has_job(place: AgentPaths, job: str | None) -> bool:
-    """Whether an agent has ``job``; an agent that does not answer has none."""
+def _agents_with_job(places: Sequence[Path], job: str | None, *, warn: bool = False) -> list[Path]:
+    """Return those of ``places`` whose agent has ``job``. All agents are queried at the same time."""
+    if not places:
+        return []
+    with ThreadPoolExecutor(len(places)) as queries:
+        has_job = list(queries.map(lambda place: _agent_has_job(AgentPaths(place), job, warn=warn), places))
+    return [place for place, has in zip(places, has_job, strict=True) if has]
+
+
+def _agent_has_job(place: AgentPaths, job: str | None, *, warn: bool = False) -> bool:
+    """Return whether an agent has ``job``; an agent that does not answer has none."""
     try:
-        if silence_of_agent(place):
-            return False
-        known = _jobs_of(place)
-    except (PeerStoreError, OSError):  # of another user, gone meanwhile, or of another release
+        silence = silence_of_agent(place)
+        known = [] if silence else _jobs_of(place)
+    except AgentUnreachableError:  # it has ended meanwhile
         return False
+    except (PeerStoreError, OSError) as error:  # of another user, or of another release
+        silence, known = f"the agent in {place.directory} does not answer: {error}", []
+    if silence and warn:
+        log.warning("%s: the steps of another agent are unknown: %s", job, silence)
     return job in known if job is not None else bool(known)
 
 

@@ -14,7 +14,7 @@ from rich.console import Console
 
 from peerstore.daemon_process import peer_credentials
 from peerstore.errors import PeerStoreError
-from peerstore.server.agent_launcher import connect_or_launch_agent, silence_of_agent, stop_agent
+from peerstore.server.agent_launcher import connect_or_launch_agent, replace_hung_agent, silence_of_agent, stop_agent
 from peerstore.server.store_client import Client, connect_to_agent
 from peerstore.settings import AgentPaths
 from peerstore.shard_records import StoreStatus
@@ -29,6 +29,8 @@ from tieredckpt.memory_service_options import MEMORY_SERVICE_JOB
 from tieredckpt.settings import load_settings, override_settings
 
 _STOP_S = 60.0
+_HANGS_S = 1.0
+"""Seconds without a greeting, and without running, after which an agent hangs."""
 
 
 class AgentGroup(click.Group):
@@ -136,8 +138,11 @@ _directory_option = click.option(
 )
 
 
-def _require_running(directory: Path | None, *, force: bool) -> RunningAgent:
-    found = _running_agent(load_settings().agent_directory if directory is None else directory.resolve())
+def _agent_in(directory: Path | None) -> RunningAgent:
+    return _running_agent(load_settings().agent_directory if directory is None else directory.resolve())
+
+
+def _require_running(found: RunningAgent, *, force: bool) -> None:
     if found.status is None and found.process:
         raise CommandError(
             found.problem,
@@ -156,7 +161,6 @@ def _require_running(directory: Path | None, *, force: bool) -> RunningAgent:
             raise UsageError(
                 f"job {job!r} has {processes} the agent in {found.directory}: stop the job first, or use --force"
             )
-    return found
 
 
 @with_exit_code_help
@@ -204,7 +208,8 @@ def stop_agent_command(screen: CommandOutput, *, directory: Path | None, force: 
 
     Its checkpoints stay in memory. The next agent of the directory takes them over.
     """
-    found = _require_running(directory, force=force)
+    found = _agent_in(directory)
+    _require_running(found, force=force)
     stop_agent(AgentPaths(found.directory, explicit=True), timeout_s=_STOP_S)
     said = f"the agent in {found.directory} (process {found.process}) has exited; its checkpoints stay in memory"
     screen.result({"directory": str(found.directory), "process": found.process}, lambda out: out.print(literal(said)))
@@ -225,18 +230,21 @@ def restart_agent_command(
 ) -> ExitCode:
     """Restart an agent in the background, with its command line and OPTIONS of `tieredckpt agent`.
 
-    For example, `tieredckpt agent restart --budget 64GiB`. Checkpoints in memory are kept.
+    For example, `tieredckpt agent restart --budget 64GiB`. Checkpoints in memory are kept. An agent that hangs or was
+    stopped is killed.
     """
     from tieredckpt.agent.agent_client import agent_command, agent_environment
 
-    found = _require_running(directory, force=force)
+    found = _agent_in(directory)
     place = AgentPaths(found.directory, explicit=True)
     command: list[str] = []
     with contextlib.suppress(OSError):
         command = Path(f"/proc/{found.process}/cmdline").read_bytes().decode().split("\0")[:-1]
     if "--dir" not in command:  # not started by a command line of its own
         command = agent_command(override_settings(load_settings(), agent={"directory": str(found.directory)}))
-    stop_agent(place, timeout_s=_STOP_S)
+    if found.status is not None or not replace_hung_agent(place, within_s=_HANGS_S):
+        _require_running(found, force=force)
+        stop_agent(place, timeout_s=_STOP_S)
     words = [*command, *options, "--dir", str(found.directory), "--detach"]
     connect_or_launch_agent(place, words, environ=agent_environment()).close()
     process = _running_agent(found.directory).process

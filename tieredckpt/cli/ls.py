@@ -358,9 +358,10 @@ def _jobs(screen: CommandOutput, sight: TierClient, durable: str | None) -> Exit
                     "forgotten_in_s": state.expires_in_s,
                 }
     elif durable is None:
+        advice = f"; {sight.agent_advice}" if sight.agent_advice else ""
         raise TierUnavailableError(
             f"{sight.agent_error}, so it is not known what this node's memory holds; --durable URL lists the jobs of "
-            "a store"
+            f"a store{advice}"
         )
     if durable is not None:
         _add_durable_jobs(screen, sight, found)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import shlex
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
@@ -20,6 +21,7 @@ from tieredckpt.agent.agent_service import NodeAgentService
 from tieredckpt.agent.durable_catalog import DurableCatalog
 from tieredckpt.agent.local_agents import merge_surveys
 from tieredckpt.agent.peer_config import peer_transport
+from tieredckpt.cli.exit_codes import CommandError, ExitCode
 from tieredckpt.durable.object_store import ObjectStore
 from tieredckpt.durable.retrying_store import open_store
 from tieredckpt.errors import (
@@ -47,11 +49,24 @@ class TierClient:
     """Everything about checkpoints that can be seen from here."""
 
     def __init__(
-        self, settings: Settings, agent: NodeAgentClient | None, why_no_agent: str, direct: NodeAgentService
+        self,
+        settings: Settings,
+        agent: NodeAgentClient | None,
+        why_no_agent: str,
+        direct: NodeAgentService,
+        *,
+        agent_hangs: bool = False,
     ) -> None:
         self.settings = settings
         self.agent = agent
         self.agent_error = why_no_agent
+        self.agent_advice = ""
+        """How to replace an agent that runs and does not answer; "" for any other."""
+        if agent_hangs:
+            directory = shlex.quote(str(settings.agent_directory))
+            self.agent_advice = (
+                f"replace it with `tieredckpt agent restart --dir {directory}` (its checkpoints stay in memory)"
+            )
         self._direct = direct
         self._known: dict[str, DurableSettings] = {}
         self._stores: dict[str, ObjectStore] = {}
@@ -210,8 +225,8 @@ class TierClient:
         durable = self.durable_settings(job)
         if not durable.url:
             raise TierUnavailableError(
-                f"{self.agent_error}, and no durable tier is known: start an agent, or name the store with "
-                "--durable URL or durable.url"
+                f"{self.agent_error}, and no durable tier is known: {self.agent_advice or 'start an agent'}, or name "
+                "the store with --durable URL or durable.url"
             )
         return self._direct.list_steps(job, fresh=True)
 
@@ -222,9 +237,10 @@ def open_tier_client(settings: Settings, *, memory: bool = True) -> Iterator[Tie
     place = settings.agent_place
     arena = MemfdArena()
     with contextlib.ExitStack() as cleanup:
-        agent, why = None, ""
+        agent, why, hangs = None, "", False
         try:
             why = silence_of_agent(place) if memory else "memory is not asked"
+            hangs = memory and bool(why)
             if not why:
                 agent = NodeAgentClient(override_settings(settings, agent={"embedded": False}), "")
         except AgentUnreachableError:
@@ -236,7 +252,7 @@ def open_tier_client(settings: Settings, *, memory: bool = True) -> Iterator[Tie
         cleanup.callback(store.close)
         direct = NodeAgentService(store)
         cleanup.callback(direct.close)
-        sight = TierClient(settings, agent, why, direct)
+        sight = TierClient(settings, agent, why, direct, agent_hangs=hangs)
         cleanup.callback(sight.close)
         yield sight
 
@@ -334,7 +350,10 @@ def merge_descriptions(found: Sequence[StepDescription]) -> StepDescription:
 def require_agent(sight: TierClient) -> NodeAgentClient:
     """The agent, or an error: what only it can know is not known without it."""
     if sight.agent is None:
-        raise AgentUnreachableError(f"{sight.agent_error}, and only it can tell")
+        why = f"{sight.agent_error}, and only it can tell"
+        if sight.agent_advice:
+            raise CommandError(why, code=ExitCode.UNAVAILABLE, advice=sight.agent_advice)
+        raise AgentUnreachableError(why)
     return sight.agent
 
 

@@ -21,7 +21,8 @@ def hung(agent_dir):
     pid = agent_pid(agent_dir)
     stop_process(pid)
     yield pid
-    os.kill(pid, signal.SIGCONT)
+    if agent_pid(agent_dir) == pid:
+        os.kill(pid, signal.SIGCONT)
 
 
 def silent(directory, pid):
@@ -33,6 +34,21 @@ def test_command_names_the_hung_agent(cli, agent_dir, hung, words):
     said = cli(*words)
     assert said.code == 5
     assert silent(agent_dir, hung) in said.err.replace("\n", " ")
+
+
+@pytest.mark.parametrize("words", [("status",), ("ls",), ("ls", "hung")])
+def test_command_advises_to_restart_a_hung_agent(cli, agent_dir, hung, words):
+    said = " ".join(cli(*words).err.split())
+    assert f"`tieredckpt agent restart --dir {agent_dir}`" in said
+    assert "start one with" not in said
+    assert "start an agent" not in said
+
+
+def test_restart_replaces_a_hung_agent_and_keeps_its_steps(cli, agent_dir, hung):
+    said = cli("agent", "restart", "--json", "--dir", agent_dir)
+    assert said.json["before"] == hung
+    assert said.json["process"] == agent_pid(agent_dir) != hung
+    assert [one["step"] for one in cli("ls", "hung", "--json").json["steps"]] == [1]
 
 
 def test_hung_agent_in_the_usual_place_is_not_passed_over(cli, agent_dir, hung, monkeypatch):

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import os
+import signal
+
 import pytest
 import torch
 
 from peerstore.errors import AgentUnreachableError, UnavailableError
-from tests.support.agents import stop_agent
+from tests.support.agents import agent_pid, stop_agent, stop_process
 from tieredckpt import Checkpointer
 from tieredckpt.agent import local_agents
 from tieredckpt.agent.agent_client import NodeAgentClient
@@ -106,7 +109,20 @@ def test_simulated_agent_that_does_not_answer_is_reported(places, monkeypatch, c
 
     monkeypatch.setattr(local_agents, "_jobs_of", fails)
     assert settings_of_newest_agent("local", load_settings()).agent.directory == ""
-    assert f"the agent in {places[1]} does not answer, so its steps are unknown: busy" in caplog.text
+    assert f"the steps of another agent are unknown: the agent in {places[1]} does not answer: busy" in caplog.text
+
+
+def test_simulated_agents_that_hang_are_passed_over(places, monkeypatch, caplog):
+    saves(monkeypatch, places[1], "local", 5)
+    saves(monkeypatch, places[2], "local", 4)
+    hung = agent_pid(places[1])
+    stop_process(hung)
+    try:
+        assert settings_of_newest_agent("local", load_settings()).agent.directory == str(places[2])
+    finally:
+        os.kill(hung, signal.SIGCONT)
+    assert f"the agent in {places[1]} (process {hung}) does not answer: no greeting within" in caplog.text
+    assert "It hangs or was stopped" in caplog.text
 
 
 def test_own_agent_stays_unless_another_one_has_a_newer_step(places, monkeypatch):
