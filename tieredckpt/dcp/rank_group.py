@@ -37,7 +37,7 @@ from tieredckpt.errors import (
     TieredCheckpointError,
     TierUnavailableError,
 )
-from tieredckpt.session.incarnation import SaveDecision, SaveProposal, decide_save
+from tieredckpt.session.incarnation import SaveDecision, SaveProblem, SaveProposal, decide_save
 
 _PLAN_TIMEOUT = timedelta(minutes=10)
 
@@ -202,13 +202,13 @@ def agree_via_store(proposal: SaveProposal, saving: SaveRanks) -> SaveDecision:
         store.delete_key(f"{prefix}/decision")
         store.delete_key(f"{prefix}/heard")
     if answer.decision is None:
-        raise SaveFailedError(answer.problem)
+        raise answer.problem.error()
     return answer.decision
 
 
 class _Answer(msgspec.Struct, frozen=True):
     decision: SaveDecision | None
-    problem: str = ""
+    problem: SaveProblem = SaveProblem("")
 
 
 def _decided(store: torch.distributed.Store, prefix: str, saving: SaveRanks) -> str:
@@ -219,7 +219,7 @@ def _decided(store: torch.distributed.Store, prefix: str, saving: SaveRanks) -> 
         ]
         answer = _Answer(decide_for_ranks(proposals))
     except TieredCheckpointError as error:
-        answer = _Answer(None, str(error))
+        answer = _Answer(None, SaveProblem.of(error))
     return msgspec.json.encode(answer).decode()
 
 

@@ -56,7 +56,7 @@ from tieredckpt.location import (
     parse_location,
     reject_local_tiered_folder,
 )
-from tieredckpt.session.incarnation import CapturePoint, IncarnationHandover, SaveDecision, SaveProposal
+from tieredckpt.session.incarnation import CapturePoint, IncarnationHandover, SaveDecision, SaveProblem, SaveProposal
 from tieredckpt.session.save_plan import (
     PlannedSave,
     PlannedWrites,
@@ -484,7 +484,7 @@ class TieredWriter(SlotStager, StorageWriter):
         except (TieredCheckpointError, PeerStoreError) as error:
             if self._collectives:
                 raise
-            return SaveProposal(self._location.job, step, _NOWHERE, False, 0, 0, problem=str(error))
+            return SaveProposal(self._location.job, step, _NOWHERE, False, 0, 0, problem=SaveProblem.of(error))
 
     def _agree_without_collectives(self, proposal: SaveProposal) -> None:
         """A rank that raises here would leave the others waiting at DCP's barrier: :meth:`write_data` does."""

@@ -44,11 +44,19 @@ import torch
 
 from peerstore.message_codec import from_json
 from peerstore.shard_records import ShardKey, VersionId, next_epoch
-from tieredckpt.errors import SaveFailedError, UsageError
+from tieredckpt.errors import (
+    DurableRefusedError,
+    SaveFailedError,
+    TieredCheckpointError,
+    TierUnavailableError,
+    UsageError,
+)
 
 _TRIES_KEPT = 64
 _PAGE_BYTES = 16 << 10
 _HEADER = 8
+_KINDS: tuple[type[TieredCheckpointError], ...] = (UsageError, DurableRefusedError, TierUnavailableError)
+"""The kinds of errors that ranks report to each other; every other one is a :class:`SaveFailedError`."""
 
 
 class Incarnation(NamedTuple):
@@ -73,6 +81,23 @@ class CapturePoint(msgspec.Struct, frozen=True):
     """What the coordinator allocated for the incarnations of this world; 0 where there is none."""
 
 
+class SaveProblem(msgspec.Struct, frozen=True):
+    """Why a rank cannot save: the message and the kind of an error, as the other ranks receive it."""
+
+    message: str
+    kind: str = SaveFailedError.__name__
+
+    @classmethod
+    def of(cls, error: Exception) -> SaveProblem:
+        kind = next((kind for kind in _KINDS if isinstance(error, kind)), SaveFailedError)
+        return cls(str(error), kind.__name__)
+
+    def error(self, context: str = "") -> TieredCheckpointError:
+        """Return the error that the other ranks raise."""
+        kind = next((kind for kind in _KINDS if kind.__name__ == self.kind), SaveFailedError)
+        return kind(f"{context}{self.message}")
+
+
 class SaveProposal(msgspec.Struct, frozen=True):
     """What one rank says before a save."""
 
@@ -87,7 +112,7 @@ class SaveProposal(msgspec.Struct, frozen=True):
     """The newest epoch its node has heard of."""
     newest_complete: VersionId | None = None
     """The newest version that it knows to be whole."""
-    problem: str = ""
+    problem: SaveProblem | None = None
     """Why it cannot save."""
     aborted_parts: tuple[tuple[VersionId, int], ...] = ()
     """Parts that it will never seal, where agents do not tell each other: the version, and its part of it."""
@@ -130,7 +155,7 @@ def decide_save(proposals: Sequence[SaveProposal], name: str, at_ms: int) -> Sav
     first, parts = proposals[0], len(proposals)
     for rank, one in enumerate(proposals):
         if one.problem:
-            raise SaveFailedError(f"rank {rank} cannot save step {one.step} of {one.job}: {one.problem}")
+            raise one.problem.error(f"rank {rank} cannot save step {one.step} of {one.job}: ")
         if (one.job, one.step) != (first.job, first.step):
             raise UsageError(
                 f"rank {rank} saves step {one.step} of {one.job} while rank 0 saves step {first.step} of {first.job}"

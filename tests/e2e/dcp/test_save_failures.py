@@ -480,6 +480,21 @@ def test_failed_save_without_collectives_raises_on_no_rank(monkeypatch):
         assert node.store.status().arena.leases == 0
 
 
+def save_behind_without_collectives():
+    for step in (1, 2):
+        dcp.save(small(step), storage_writer=TieredWriter(JOB, step), use_collectives=False)
+    writer = TieredWriter(JOB, 1)
+    dcp.save(small(1), storage_writer=writer, use_collectives=False)
+    return repr(writer.error)
+
+
+@without_collectives
+def test_step_behind_newer_ones_is_a_usage_error_without_collectives(agent_dir, ranks):
+    for error in ranks.run(2, save_behind_without_collectives):
+        assert error.startswith("UsageError(")
+        assert "rank 0 cannot save step 1 of loop: Step 1 of job 'loop' is behind step 2" in error
+
+
 def test_state_staged_before_its_step_is_known_is_named_by_its_part(monkeypatch):
     """It has a number of its own until then, which says nothing to anybody."""
 

@@ -11,14 +11,23 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, invariant, rule
 
+from peerstore.errors import AgentUnreachableError
 from peerstore.shard_records import VersionId
 from tieredckpt import Checkpointer
-from tieredckpt.errors import SaveFailedError, UsageError
+from tieredckpt.errors import (
+    DurableRefusedError,
+    SaveFailedError,
+    SettingsError,
+    StoreBusyError,
+    TierUnavailableError,
+    UsageError,
+)
 from tieredckpt.format.manifest import decode_meta
 from tieredckpt.session.incarnation import (
     CapturePoint,
     Incarnation,
     IncarnationTracker,
+    SaveProblem,
     SaveProposal,
     decide_save,
     use_world_epoch,
@@ -115,7 +124,23 @@ def test_ranks_that_save_different_steps_are_refused():
 
 def test_failed_rank_fails_the_save_of_all_with_its_reason():
     with pytest.raises(SaveFailedError, match="rank 1 cannot save step 9 of job: no agent"):
-        decide_save([proposal(), proposal(problem="no agent")], "new", 0)
+        decide_save([proposal(), proposal(problem=SaveProblem("no agent"))], "new", 0)
+
+
+@pytest.mark.parametrize(
+    ("problem", "kind"),
+    [
+        (SettingsError("agent.node"), UsageError),
+        (DurableRefusedError("no bucket"), DurableRefusedError),
+        (StoreBusyError("later"), TierUnavailableError),
+        (AgentUnreachableError("no agent"), SaveFailedError),
+    ],
+)
+def test_failed_rank_fails_the_save_of_all_with_the_kind_of_its_error(problem, kind):
+    refused = proposal(problem=SaveProblem.of(problem))
+    with pytest.raises(kind, match=f"rank 1 cannot save step 9 of job: {problem}") as raised:
+        decide_save([proposal(), refused], "new", 0)
+    assert type(raised.value) is kind
 
 
 def test_newest_complete_version_is_shared_with_all():
