@@ -302,7 +302,7 @@ class ClusterStatus(msgspec.Struct, frozen=True):
 
 
 DurableCheck = Literal["none", "open", "write"]
-"""What a new durable tier must allow before an agent remembers it."""
+"""What a durable tier must allow that a process names; with "none" the agent remembers it."""
 DrainState = Literal["waiting", "running", "done", "skipped", "failed"]
 
 
@@ -381,9 +381,10 @@ class NodeAgentAPI(Protocol):
     def configure(self, job: str, durable: DurableSettings, *, check: DurableCheck = "none") -> None:
         """Set where and how this job's steps become durable; the agent remembers it across restarts.
 
-        With ``check``, a wrong URL (:class:`UsageError`) and a directory that cannot be created raise and are not
-        remembered. With ``"write"``, so does a store that takes no object (:class:`DurableRefusedError`) or does not
-        answer (:class:`TierUnavailableError`).
+        With ``check``, a changed URL is only read, while the calling process runs and names no other one. Uploads stay
+        with the remembered one. A wrong URL (:class:`UsageError`) and a directory that cannot be created raise. With
+        ``"write"``, so does a store that takes no object (:class:`DurableRefusedError`) or does not answer
+        (:class:`TierUnavailableError`).
         """
 
     def list_steps(self, job: str, *, fresh: bool = False, patience_s: float = 0.0) -> StepInventory:
@@ -459,7 +460,7 @@ LAYOUT_BLOB_PREFIX, TABLE_BLOB_PREFIX, DURABLE_SETTINGS_BLOB, QUARANTINE_BLOB_PR
     "durable",
     "quarantine.",
 )
-DAMAGED_BLOB_PREFIX = "damaged."
+CHECKED_SETTINGS_BLOB, DAMAGED_BLOB_PREFIX = "durable-checked", "damaged."
 """Prefixes of the blobs this package keeps beside a job's shards."""
 
 MAX_AGENT_WAIT_S = 120.0

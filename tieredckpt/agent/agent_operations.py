@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import dataclasses
 
+from peerstore.daemon_process import ProcessIdentity
 from peerstore.errors import RequestError
 from peerstore.membership.topology import PeerNode
 from peerstore.server.store_api import Operation
@@ -52,13 +53,13 @@ def agent_operations(node: NodeAgentService) -> dict[str, Operation]:
     """The operations a checkpoint's agent answers beyond those of a store."""
     none = type(None)
 
-    def configure(args: ConfigureRequest, _: object) -> None:
+    def configure(args: ConfigureRequest, who: ProcessIdentity | None) -> None:
         if args.durable.url.startswith("memory:"):
             raise UsageError("a memory:// durable tier would end with the agent: it is for tests in one process")
         override_settings(
             Settings(), durable=dataclasses.asdict(args.durable)
         )  # a size or a number that cannot be is refused
-        node.configure(args.job, args.durable, check=args.check)
+        node.configure(args.job, args.durable, check=args.check, owner=who)
 
     def survey(args: ListStepsRequest, _: object) -> StepInventory:
         patience_s = min(max(args.patience_s, 0.0), MAX_AGENT_WAIT_S)

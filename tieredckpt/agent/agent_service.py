@@ -10,7 +10,7 @@ import math
 import threading
 import time
 from collections import Counter, defaultdict
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 
 import msgspec
@@ -26,6 +26,7 @@ from peerstore.settings import JobPeersConfig
 from peerstore.shard_records import ShardInfo, ShardKey, ShardRecord, VersionId
 from peerstore.store.node_store import NodeStore, StoreListener
 from tieredckpt.agent.agent_api import (
+    CHECKED_SETTINGS_BLOB,
     DAMAGED_BLOB_PREFIX,
     DURABLE_SETTINGS_BLOB,
     LAYOUT_BLOB_PREFIX,
@@ -106,10 +107,18 @@ class _DamageNote(msgspec.Struct, frozen=True):
     reason: str
 
 
+class _CheckedSettings(msgspec.Struct, frozen=True):
+    """The durable tier that a process has named, before a save has used it."""
+
+    durable: DurableSettings
+    owner: ProcessIdentity
+
+
 @dataclasses.dataclass(eq=False)
 class _OpenCatalog:
     """A durable tier, and how many use it now."""
 
+    settings: DurableSettings
     catalog: DurableCatalog | None
     users: int = 0
 
@@ -141,6 +150,10 @@ class NodeAgentService(StoreListener):
         self._opening = threading.Lock()
         """Of what is opened at a URL, and of which URL that is; before the other lock."""
         self._catalogs: dict[str, _OpenCatalog] = {}
+        self._checked_catalogs: dict[str, _OpenCatalog] = {}
+        """Durable tiers that a process named and no save has used yet."""
+        self._checking = threading.Lock()
+        """Held while those are replaced."""
         self._opened: list[_OpenCatalog] = []
         """Those, and what is still used of what was opened with settings that do not count any more."""
         self._crashed = CrashedLoads()
@@ -159,16 +172,36 @@ class NodeAgentService(StoreListener):
 
     # -- Node -------------------------------------------------------------------------------------------------
 
-    def configure(self, job: str, durable: DurableSettings, *, check: DurableCheck = "none") -> None:
+    def configure(
+        self,
+        job: str,
+        durable: DurableSettings,
+        *,
+        check: DurableCheck = "none",
+        owner: ProcessIdentity | None = None,
+    ) -> None:
         """Remember where this job's steps become durable. A changed URL takes effect with the next step."""
-        if check != "none":
+        if check == "none":
+            self._remember(job, durable)
+            return
+        known = self.durable_settings(job)
+        if durable.url:
             check_durable(self._open, job, durable, writes=check == "write")
+        if durable.url and (known.url, known.options) == (durable.url, durable.options):
+            self._remember(job, durable)
+        else:
+            self._set_checked(job, durable, owner or current_process())
+
+    def _remember(self, job: str, durable: DurableSettings) -> None:
         data = msgspec.msgpack.encode(durable)
         if (
             self._blob(job, DURABLE_SETTINGS_BLOB) != data
         ):  # what is kept counts, not what this agent remembers: the job may be new
             self.store.put_blob(job, DURABLE_SETTINGS_BLOB, data)
         before = self.durable_settings(job)
+        with self._checking:
+            if self._blob(job, CHECKED_SETTINGS_BLOB) is not None:
+                self.store.remove_blob(job, CHECKED_SETTINGS_BLOB)
         if before != durable:
             self._forget_catalog(job)
         if (before.url, before.options) != (durable.url, durable.options):
@@ -209,7 +242,7 @@ class NodeAgentService(StoreListener):
                 views[group] = msgspec.structs.replace(views[group], quarantined=reason)
         for group in self.store.retained(job) & views.keys():
             views[group] = msgspec.structs.replace(views[group], kept=True)
-        settings = self.durable_settings(job)
+        settings = self._settings_for_reading(job)
         known = settings if settings.url else None
         newest = max((group for group in once_whole if group is not None), default=None)
         found = tuple(views[group] for group in sorted(views))
@@ -364,7 +397,7 @@ class NodeAgentService(StoreListener):
     def unquarantine(self, job: str, group: VersionId) -> None:
         self.store.remove_blob(job, QUARANTINE_BLOB_PREFIX + object_keys.group_stem(group))
         self._crashed.forget(job, group=group)
-        with self.catalog(job) as catalog:
+        with self._catalog_for_reading(job) as catalog:
             if catalog is not None:
                 catalog.invalidate()
 
@@ -402,7 +435,7 @@ class NodeAgentService(StoreListener):
             ):
                 self.store.remove_blob(job, name)
         try:
-            with self.catalog(job) as catalog:
+            with self._catalog_for_reading(job) as catalog:
                 if catalog is not None:
                     catalog.listing(fresh=True)  # what other nodes have made durable goes, too
                     for group in groups:
@@ -579,7 +612,7 @@ class NodeAgentService(StoreListener):
         self.drain.close()
         self._telling.shutdown(cancel_futures=True)
         with self._opening:
-            opened, self._opened, self._catalogs = self._opened, [], {}
+            opened, self._opened, self._catalogs, self._checked_catalogs = self._opened, [], {}, {}
         for one in opened:
             one.close()
 
@@ -594,17 +627,22 @@ class NodeAgentService(StoreListener):
                 self._settings[job] = kept
             return kept
 
-    @contextlib.contextmanager
-    def catalog(self, job: str) -> Iterator[DurableCatalog | None]:
+    def catalog(self, job: str) -> contextlib.AbstractContextManager[DurableCatalog | None]:
         """The job's durable tier, opened once; ``None`` when it has none. While it is used it stays open, also where
         other settings come.
         """
+        return self._catalog(job, self._catalogs, self.durable_settings)
+
+    @contextlib.contextmanager
+    def _catalog(
+        self, job: str, catalogs: dict[str, _OpenCatalog], settings_of: Callable[[str], DurableSettings]
+    ) -> Iterator[DurableCatalog | None]:
         with self._opening:
-            opened = self._catalogs.get(job)
-            if opened is None:
-                settings = self.durable_settings(job)
+            settings = settings_of(job)
+            opened = catalogs.get(job)
+            if opened is None or opened.settings != settings:
                 catalog = DurableCatalog(self._open(settings.url, settings), job) if settings.url else None
-                opened = self._catalogs[job] = _OpenCatalog(catalog)
+                opened = catalogs[job] = _OpenCatalog(settings, catalog)
                 self._opened.append(opened)
             opened.users += 1
         try:
@@ -637,6 +675,36 @@ class NodeAgentService(StoreListener):
         job = record.key.job
         layout = self._layouts(job, [meta.layout], None)[meta.layout]
         return index, layout, (self._table(job, meta.table) or b"") if meta.table else b""
+
+    # -- a durable tier that no save has used yet -------------------------------------------------------------
+
+    def _set_checked(self, job: str, durable: DurableSettings, owner: ProcessIdentity) -> None:
+        """Have reads of ``job`` use ``durable`` while ``owner`` runs; without a URL, no longer."""
+        with self._checking:
+            kept = [one for one in self._checked(job) if one.owner != owner]
+            if durable.url:
+                kept.append(_CheckedSettings(durable, owner))
+            if kept:
+                self.store.put_blob(job, CHECKED_SETTINGS_BLOB, msgspec.msgpack.encode(kept))
+            elif self._blob(job, CHECKED_SETTINGS_BLOB) is not None:
+                self.store.remove_blob(job, CHECKED_SETTINGS_BLOB)
+
+    def _checked(self, job: str) -> list[_CheckedSettings]:
+        blob = self._blob(job, CHECKED_SETTINGS_BLOB)
+        if blob is None:
+            return []
+        return [one for one in from_msgpack(blob, list[_CheckedSettings]) if one.owner.is_alive]
+
+    def _settings_for_reading(self, job: str) -> DurableSettings:
+        """Return the settings that a running process named last, or those that the job's saves use."""
+        checked = self._checked(job)
+        return checked[-1].durable if checked else self.durable_settings(job)
+
+    def _catalog_for_reading(self, job: str) -> contextlib.AbstractContextManager[DurableCatalog | None]:
+        checked = self._checked(job)
+        if not checked:
+            return self.catalog(job)
+        return self._catalog(job, self._checked_catalogs, lambda _: checked[-1].durable)
 
     # -- inside -----------------------------------------------------------------------------------------------
 
@@ -679,7 +747,7 @@ class NodeAgentService(StoreListener):
         """Put what the durable tier has beside what is in memory; the answer is the plain checkpoints there."""
 
         def listed() -> CatalogListing | None:
-            with self.catalog(job) as catalog:
+            with self._catalog_for_reading(job) as catalog:
                 return None if catalog is None else catalog.listing(fresh=fresh)
 
         listing = deadlines.run_within_deadline(listed, functools.partial(self._late, job))
@@ -699,7 +767,7 @@ class NodeAgentService(StoreListener):
 
     def _durable_manifest(self, job: str, group: VersionId, *, needed: bool) -> Manifest | None:
         def read() -> Manifest | None:
-            with self.catalog(job) as catalog:
+            with self._catalog_for_reading(job) as catalog:
                 if catalog is None or not (needed or group in catalog.listing().manifests):
                     return None
                 return catalog.manifest(group)
@@ -714,7 +782,9 @@ class NodeAgentService(StoreListener):
             return None
 
     def _late(self, job: str) -> TierUnavailableError:
-        return TierUnavailableError(f"{self.durable_settings(job).url} has not answered in the time that was given")
+        return TierUnavailableError(
+            f"{self._settings_for_reading(job).url} has not answered in the time that was given"
+        )
 
     def _quarantined_here(self, job: str, group: VersionId) -> str:
         blob = self._blob(job, QUARANTINE_BLOB_PREFIX + object_keys.group_stem(group))
@@ -731,12 +801,16 @@ class NodeAgentService(StoreListener):
             with self._lock:
                 self._settings.pop(job, None)
             self._catalogs.pop(job, None)
+            checked = self._checked_catalogs.pop(job, None)
+            if checked is not None and checked.settings == self.durable_settings(job):
+                self._catalogs[job] = checked
         self._close_unused()
 
     def _close_unused(self) -> None:
         """Of what other settings have taken the place of."""
         with self._opening:
-            unused = [one for one in self._opened if not one.users and one not in self._catalogs.values()]
+            current = [*self._catalogs.values(), *self._checked_catalogs.values()]
+            unused = [one for one in self._opened if not one.users and one not in current]
             self._opened = [one for one in self._opened if one not in unused]
         for one in unused:
             one.close()

@@ -34,7 +34,6 @@ from peerstore.store.node_store import MAX_BLOB_BYTES
 from tieredckpt.agent.agent_api import (
     LAYOUT_BLOB_PREFIX,
     TABLE_BLOB_PREFIX,
-    DurableCheck,
     NodeAgentAPI,
     ProtectionStatus,
     StepInventory,
@@ -51,8 +50,7 @@ from tieredckpt.resolve_step import resolve_step
 from tieredckpt.session.incarnation import CapturePoint, IncarnationTracker, SaveDecision, SaveProposal
 from tieredckpt.session.peer_reader import PeerReader
 from tieredckpt.session.save_plan import PlannedSave
-from tieredckpt.settings import Settings, copy_thread_count, is_local_rank_zero, local_world_size
-from tieredckpt.tensors.device import accelerator
+from tieredckpt.settings import DurableSettings, Settings, copy_thread_count, is_local_rank_zero, local_world_size
 from tieredckpt.tensors.finite_check import FiniteChecker
 from tieredckpt.tensors.slot_copy import Copier, MappedSlot
 from tieredckpt.tensors.state_dict import Fingerprint
@@ -216,12 +214,15 @@ class Session:
         self._lock = threading.RLock()
         self._checked_durable = ""
         """The durable URL that a save was last begun with, which takes objects."""
-        self._configure(check="open")
+        self._used_durable: DurableSettings | None = None
+        """The durable tier that the agent remembers, because all ranks began a save with it."""
+        self._configure()
 
-    def _configure(self, *, check: DurableCheck = "none") -> None:
-        """Only who names a durable tier changes it: a tool that merely looks must not."""
-        if self.settings.durable.url:
-            self.agent.configure(self.job, self.settings.durable, check=check)
+    def _configure(self) -> None:
+        """Only a save changes the durable tier that the agent remembers; until then this process reads its own."""
+        durable = self.settings.durable
+        used = bool(durable.url) and durable == self._used_durable
+        self.agent.configure(self.job, durable, check="none" if used else "open")
         plan = configured_peer_plan(self.settings.peer)
         if plan is not None:
             self.join_peers(plan)
@@ -240,7 +241,7 @@ class Session:
             if (settings.durable, settings.peer) != (before.durable, before.peer):
                 self._close_durable()
                 try:
-                    self._configure(check="open")
+                    self._configure()
                 except TieredCheckpointError:
                     self.settings = before  # what was refused is refused again
                     raise
@@ -255,7 +256,8 @@ class Session:
         if durable.url == self._checked_durable:
             return
         try:
-            self._configure(check="write" if is_local_rank_zero() else "open")
+            if durable.url:
+                self.agent.configure(self.job, durable, check="write" if is_local_rank_zero() else "open")
         except TierUnavailableError as error:
             newest = self.incarnation.newest_step
             if durable.on_unreachable == "raise" and (newest is None or newest < 0):
@@ -294,6 +296,10 @@ class Session:
                 self.incarnation.current != before
             ):  # alike on all ranks: with something planned, a rank plans with no other
                 self._planned.clear()
+        durable = self.settings.durable
+        if durable.url and durable != self._used_durable:
+            self.agent.configure(self.job, durable)
+            self._used_durable = durable
         if decision.newest_complete is not None:
             self.report_complete(decision.newest_complete)
         with self._lock:

@@ -10,7 +10,8 @@ from tests.support.faults import ReplyWithStatus
 from tests.support.jobs import CheckpointJob, bucket_url, durable_settings, list_objects, state_at
 from tests.support.ports import free_port
 from tests.support.s3 import REGION
-from tieredckpt.errors import DurableRefusedError, TierUnavailableError
+from tieredckpt.errors import DurableRefusedError, TieredCheckpointError, TierUnavailableError
+from tieredckpt.session.session import close_sessions
 from tieredckpt.settings import DurableSettings
 
 pytestmark = [pytest.mark.filterwarnings("ignore:torch.distributed is disabled"), pytest.mark.e2e]
@@ -45,6 +46,55 @@ def test_absent_bucket_is_refused(agent_dir, moto):
     settings = moto.settings(url="s3://no-such-bucket/prefix")
     with pytest.raises(DurableRefusedError, match=r"durable\.url s3://no-such-bucket/prefix.*NoSuchBucket.*Create the"):
         first_save(agent_dir, settings)
+
+
+def remembered_durable(agent_dir, name):
+    """The durable tier that a run without one inherits from the agent."""
+    with CheckpointJob(agent_dir, DurableSettings(), name).checkpointer() as ckpt:
+        ckpt.save(state_at(9), 9).wait()
+        return ckpt.session.agent.list_steps(name).durable
+
+
+def test_refused_bucket_is_not_inherited_by_a_later_run(agent_dir, moto):
+    job = CheckpointJob(agent_dir, moto.settings(url="s3://no-such-bucket/prefix"))
+    with job.checkpointer() as ckpt, pytest.raises(DurableRefusedError, match="NoSuchBucket"):
+        ckpt.save(state_at(0), 0).wait()
+    close_sessions()
+    assert remembered_durable(agent_dir, job.name) is None
+
+
+def test_bucket_that_no_save_has_checked_is_not_inherited_by_a_later_run(agent_dir, moto):
+    job = CheckpointJob(agent_dir, moto.settings(url="s3://no-such-bucket/prefix"))
+    with job.checkpointer() as ckpt, pytest.raises(TieredCheckpointError, match="NoSuchBucket"):
+        ckpt.restore(state_at(0))
+    close_sessions()
+    assert remembered_durable(agent_dir, job.name) is None
+
+
+def test_checked_bucket_is_inherited_by_a_later_run(agent_dir, rclone):
+    job = CheckpointJob(agent_dir, durable_settings(rclone))
+    job.save(0)
+    close_sessions()
+    assert remembered_durable(agent_dir, job.name).url == job.settings.durable.url
+
+
+def test_pending_upload_stays_with_its_bucket_after_another_one_is_refused(agent_dir, rclone, rclone_proxy):
+    good = rclone.settings(url=bucket_url(), endpoint=rclone_proxy.endpoint)
+    job = CheckpointJob(agent_dir, good)
+    rclone_proxy.on("PUT", path=r"/steps/", times=ALWAYS).fail(ReplyWithStatus(503, "SlowDown"))
+    with job.checkpointer() as ckpt:
+        ckpt.save(state_at(0), 0).wait()
+        assert ckpt.session.agent.drain_status(job.name)[0].state != "done"
+    close_sessions()
+    absent = CheckpointJob(agent_dir, rclone.settings(url="s3://no-such-bucket/x"), job.name)
+    with absent.checkpointer() as ckpt, pytest.raises(DurableRefusedError):
+        ckpt.save(state_at(1), 1).wait()
+    close_sessions()
+    rclone_proxy.clear()
+    with CheckpointJob(agent_dir, DurableSettings(), job.name).checkpointer() as ckpt:
+        status = ckpt.session.agent.wait_durable(job.name, None, 60.0)
+        assert (status.version_id.version, status.state) == (0, "done")
+        assert ckpt.session.agent.list_steps(job.name).durable.url == good.url
 
 
 def test_wrong_secret_is_refused(agent_dir, rclone, monkeypatch):

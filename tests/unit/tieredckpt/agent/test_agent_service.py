@@ -5,7 +5,7 @@ import threading
 
 import pytest
 
-from peerstore.daemon_process import current_process
+from peerstore.daemon_process import ProcessIdentity, current_process
 from peerstore.settings import StoreSettings
 from peerstore.shard_records import ShardKey
 from peerstore.store.arena import TmpfsArena
@@ -225,6 +225,41 @@ def test_refused_durable_url_is_not_remembered(url, error):
             service.configure("job", DurableSettings(url=url), check="open")
         assert service.list_steps("job").unreachable == {}
         assert service.durable_settings("job").url == ""
+
+
+def test_checked_durable_url_is_read_and_not_remembered(tmp_path):
+    before, checked = (DurableSettings(url=f"file://{tmp_path}/{name}") for name in ("before", "checked"))
+    with memory_node() as service:
+        service.configure("job", before)
+        for check in ("open", "write"):
+            service.configure("job", checked, check=check)
+            assert service.durable_settings("job") == before
+            assert service.list_steps("job").durable == checked
+        service.configure("job", checked)
+        assert service.durable_settings("job") == checked
+
+
+def test_settings_of_a_remembered_url_take_effect_when_they_are_checked(tmp_path):
+    before, changed = (DurableSettings(url=f"file://{tmp_path}/durable", keep_last=number) for number in (1, 2))
+    with memory_node() as service:
+        service.configure("job", before)
+        service.configure("job", changed, check="open")
+        assert service.durable_settings("job") == changed
+
+
+def test_checked_durable_url_is_read_while_a_process_that_named_it_runs(tmp_path):
+    before, checked = (DurableSettings(url=f"file://{tmp_path}/{name}") for name in ("before", "checked"))
+    running = current_process()
+    ended = ProcessIdentity(running.pid, running.start_time + 1)
+    with memory_node() as service:
+        service.configure("job", before)
+        service.configure("job", checked, check="open", owner=ended)
+        assert service.list_steps("job").durable == before
+        service.configure("job", checked, check="open", owner=running)
+        service.configure("job", checked, check="open", owner=ended)
+        assert service.list_steps("job").durable == checked
+        service.configure("job", DurableSettings(), check="open", owner=running)
+        assert service.list_steps("job").durable == before
 
 
 def test_inventory_reports_a_durable_url_that_cannot_be_opened():
