@@ -250,7 +250,7 @@ def test_late_unregistered_memory_is_copied_before_the_call_returns(async_device
     given, there = target.clone(), async_device.to_device(torch.zeros(ELEMENTS))
     async_device.copy([DeviceCopy(there, given)], stream)
     given.zero_()
-    assert torch.equal(async_device.to_host(there), source)
+    assert torch.equal(async_device.copy_after_all_work(there), source)
 
 
 def test_late_source_changed_before_its_copy_is_copied_changed(async_device):

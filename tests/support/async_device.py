@@ -217,7 +217,7 @@ class AsyncDevice:
         block = self._block_of(tensor)
         if block is not None:
             self.current_stream(self._places[block.index]).synchronize()
-            self.reads([tensor])
+            self.host_reads([tensor])
         return tensor.clone() if block is not None else tensor.cpu()
 
     def synchronize(self, place: torch.device) -> None:
@@ -302,7 +302,7 @@ class AsyncDevice:
         ctypes.memmove(start, tensor.untyped_storage().data_ptr(), size)
         return there
 
-    def to_host(self, tensor: torch.Tensor) -> torch.Tensor:
+    def copy_after_all_work(self, tensor: torch.Tensor) -> torch.Tensor:
         """A copy in this process's memory, of what is there once all is done."""
         self.synchronize(self._places[self._device_block(tensor).index])
         self.host_reads([tensor])

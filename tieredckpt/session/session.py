@@ -51,6 +51,7 @@ from tieredckpt.session.incarnation import CapturePoint, IncarnationTracker, Sav
 from tieredckpt.session.peer_reader import PeerReader
 from tieredckpt.session.save_plan import PlannedSave
 from tieredckpt.settings import DurableSettings, Settings, copy_thread_count, is_local_rank_zero, local_world_size
+from tieredckpt.tensors.device import accelerator
 from tieredckpt.tensors.finite_check import FiniteChecker
 from tieredckpt.tensors.slot_copy import Copier, MappedSlot
 from tieredckpt.tensors.state_dict import Fingerprint

@@ -87,7 +87,7 @@ def test_error_at_the_same_step_ends_the_job_when_it_repeats(job: ElasticRun) ->
     script.write_text(FAILS_AT_STEP_TWO)
     quick = ("--no-agent", "--store", "nowhere:1", "--job", "job", "--log-dir", str(job.folder / "logs"))
     run = job.start("run", *quick, "--nproc", "2", str(script))
-    assert job.ended(run) == 8
+    assert job.wait_ended(run) == 8
     failed, attempts, resumes, command = job.output().splitlines()[-4:]
     assert failed.endswith("reported a fault: ValueError: bad (train.py:9 in train)")
     assert attempts == "attempts: 3 in a row failed in the same way at step 2"

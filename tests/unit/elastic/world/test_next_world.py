@@ -724,7 +724,7 @@ def own_error(
     job: ReconcilerDriver, reason: str, *, node: str = "a", step: int = 2, sealed: int = -1, first: bool = False
 ) -> tuple[WorldAction, ...]:
     position = ErrorPosition(step, sealed, before_first_step=first)
-    return job.tell(RankFault(node, 1, job.world.epoch, 0, reason, position=position))
+    return job.send_event(RankFault(node, 1, job.world.epoch, 0, reason, position=position))
 
 
 BAD = "ValueError: bad (train.py:3 in train)"
@@ -735,9 +735,9 @@ def test_same_error_before_the_first_step_twice_in_a_row_fails_the_job():
     own_error(job, BAD, first=True)
     own_error(job, BAD, first=True, node="b")  # of the same world
     assert job.world.phase is WorldPhase.FORMING
-    job.ready("a", "b")
+    job.rank_ready("a", "b")
     own_error(job, BAD, first=True, node="b")
-    assert job.did(FailJob) == FailJob(
+    assert job.action_of(FailJob) == FailJob(
         f"rank 0 of b reported a fault: {BAD}", "2 in a row failed in the same way before the first step"
     )
     assert job.world.restarts == 2
@@ -749,9 +749,9 @@ def test_same_error_at_the_same_step_three_times_in_a_row_fails_the_job():
         own_error(job, BAD, node=node)
         own_error(job, BAD, node="a")  # of the same world
         assert job.world.phase is WorldPhase.FORMING
-        job.ready("a", "b")
+        job.rank_ready("a", "b")
     own_error(job, BAD)
-    assert job.did(FailJob) == FailJob(
+    assert job.action_of(FailJob) == FailJob(
         f"rank 0 of a reported a fault: {BAD}", "3 in a row failed in the same way at step 2"
     )
     assert job.world.restarts == 3
@@ -760,10 +760,10 @@ def test_same_error_at_the_same_step_three_times_in_a_row_fails_the_job():
 def test_error_at_a_step_that_every_world_restores_to_fails_the_job():
     job = ReconcilerDriver(TWO, "ab")
     own_error(job, BAD, step=7, sealed=6)
-    job.ready("a", "b")
+    job.rank_ready("a", "b")
     own_error(job, BAD, step=7, sealed=6, first=True)
     assert job.world.phase is WorldPhase.FORMING
-    job.ready("a", "b")
+    job.rank_ready("a", "b")
     own_error(job, BAD, step=7, sealed=6, first=True)
     assert job.world.phase is WorldPhase.FAILED
 
@@ -771,9 +771,9 @@ def test_error_at_a_step_that_every_world_restores_to_fails_the_job():
 BETWEEN = {
     "another error": lambda job: own_error(job, "y"),
     "another step": lambda job: own_error(job, BAD, step=3),
-    "an error that may follow from a lost rank": lambda job: job.tell(RankFault("a", 1, job.world.epoch, 0, BAD)),
-    "a lost rank": lambda job: job.tell(rank_lost("a")),
-    "a hang": lambda job: job.tell(HangDetected(job.world.epoch, "x")),
+    "an error that may follow from a lost rank": lambda job: job.send_event(RankFault("a", 1, job.world.epoch, 0, BAD)),
+    "a lost rank": lambda job: job.send_event(rank_lost("a")),
+    "a hang": lambda job: job.send_event(HangDetected(job.world.epoch, "x")),
 }
 
 
@@ -783,9 +783,9 @@ def test_same_error_is_retried_after_something_else(between, first):
     job = ReconcilerDriver(TWO, "ab")
     for _ in range(1 if first else 2):
         own_error(job, BAD, first=first)
-        job.ready("a", "b")
+        job.rank_ready("a", "b")
     between(job)
-    job.ready("a", "b")
+    job.rank_ready("a", "b")
     own_error(job, BAD, first=first)
     assert job.world.phase is WorldPhase.FORMING
 
@@ -795,7 +795,7 @@ def test_same_error_is_retried_after_a_step_was_sealed():
     for sealed in range(10):
         own_error(job, BAD, sealed=sealed)
         assert job.world.phase is WorldPhase.FORMING
-        job.ready("a", "b")
+        job.rank_ready("a", "b")
 
 
 def test_process_that_exits_without_joining_fails_the_job_before_the_first_world():

@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from peerstore.store.slots import SlotTable
+from tests.support.async_device import AsyncDevice
 from tests.support.bits import assert_same_bits, zeros_like_state
-from tests.support.late_device import AsyncDevice
 from tieredckpt import Checkpointer, TieredReader, TieredWriter
 from tieredckpt.checkpointer.save_handle import SaveState
 from tieredckpt.errors import SaveFailedError

@@ -10,7 +10,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.support.late_device import AsyncDevice
+from tests.support.async_device import AsyncDevice
 from tieredckpt.restore import fingerprint
 from tieredckpt.restore.fingerprint import (
     MASK64,

@@ -9,7 +9,7 @@ import itertools
 import pytest
 import torch
 
-from tests.support.late_device import AsyncDevice
+from tests.support.async_device import AsyncDevice
 from tieredckpt import Checkpointer
 from tieredckpt.errors import RestoreProofError
 from tieredckpt.restore import read_executor

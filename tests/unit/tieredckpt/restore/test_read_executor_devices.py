@@ -77,7 +77,10 @@ def restored(open_checkpointer, seed: int = 0, **how) -> tuple[AsyncDevice, dict
             assert ckpt.restore(state) == 1
             (tier,) = ckpt.last_restore.bytes_by_tier
         left = device.registered
-        found = {name: device.to_host(tensor) if device.device_of(tensor) else tensor for name, tensor in state.items()}
+        found = {
+            name: device.copy_after_all_work(tensor) if device.device_of(tensor) else tensor
+            for name, tensor in state.items()
+        }
         device.close()
         assert left == set()
         return device, found, tier

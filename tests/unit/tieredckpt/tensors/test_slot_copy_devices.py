@@ -132,7 +132,7 @@ def test_failed_registration_warns_once_and_is_remembered(caplog):
             for _ in range(3):
                 device.launch(lambda it: it.add_(1), [source])
                 memory.copy_in([SlotWrite(source, 512)], copier)
-            assert torch.equal(memory.tensor(512, source.dtype, source.shape), device.to_host(source))
+            assert torch.equal(memory.tensor(512, source.dtype, source.shape), device.copy_after_all_work(source))
     assert len([one for one in caplog.records if "out of locked memory" in one.message]) == 1
     assert device.violations == []
 
