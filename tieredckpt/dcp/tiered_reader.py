@@ -585,6 +585,7 @@ class TieredReader(StorageReader):
                 f"{self._location}: nothing arrived from the coordinator of this load. All ranks have to load with a "
                 "TieredReader, and DCP has to plan and read in one thread"
             )
+        self._decided = decided
         return decided
 
     def _read(self, plan: LoadPlan, planner: LoadPlanner) -> RestoreReport:
