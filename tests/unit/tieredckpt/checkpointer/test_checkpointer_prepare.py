@@ -141,7 +141,7 @@ def test_process_that_restores_finds_the_memory_of_an_earlier_one(node, work):
 def test_prepared_memory_is_registered_before_the_save(node):
     device = AsyncDevice()
     with use_device_backend(device), Checkpointer(JOB) as ckpt:
-        state = {name: device.put(one) for name, one in state_at(0).items() if name != "step"}
+        state = {name: device.to_device(one) for name, one in state_at(0).items() if name != "step"}
         ckpt.prepare(state)
         prepared()
         before = set(device.registered)

@@ -92,7 +92,7 @@ def test_host_and_devices_agree_for_every_dtype_and_stride(shapes, window, turne
     with pytest.MonkeyPatch.context() as patch, use_device_backend(AsyncDevice()) as device:
         patch.setattr(fingerprint, "_WINDOW_BYTES", max(window, 16))
         assert tensor_fingerprints(tensors) == fingerprints_by_device(tensors) == expected
-        there = [device.put(tensor, number % 2) for number, tensor in enumerate(tensors)]
+        there = [device.to_device(tensor, number % 2) for number, tensor in enumerate(tensors)]
         assert fingerprints_by_device(there) == expected
         device.close()
         assert (device.violations, device.races) == ([], [])

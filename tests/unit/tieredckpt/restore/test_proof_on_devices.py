@@ -43,7 +43,7 @@ class Trainer:
 
     def __init__(self, device, fault=lambda device, tensors: None):
         self.device, self.fault = device, fault
-        self.tensors = {name: device.put(torch.zeros_like(one)) for name, one in content(7).items()}
+        self.tensors = {name: device.to_device(torch.zeros_like(one)) for name, one in content(7).items()}
 
     def state_dict(self):
         return self.tensors
@@ -53,7 +53,7 @@ class Trainer:
 
     def is_right(self):
         return all(
-            tensor_bytes(self.device.get(self.tensors[name])) == tensor_bytes(one) for name, one in content(7).items()
+            tensor_bytes(self.device.copy_after_all_work(self.tensors[name])) == tensor_bytes(one) for name, one in content(7).items()
         )
 
 
@@ -135,7 +135,7 @@ def flip_signs(name, *numbers):
 
 def replace(name, wrong):
     def fault(device, tensors):
-        tensors[name] = device.put(wrong(content(7)))
+        tensors[name] = device.to_device(wrong(content(7)))
 
     return fault
 
@@ -188,14 +188,14 @@ def test_hook_that_changes_one_element_is_found():
         with Checkpointer(JOB, on_sigterm="ignore") as ckpt:
             assert ckpt.save({"model": saved}, 1).wait("sealed")
         for name, parameter in saved.named_parameters():
-            setattr(model, name, torch.nn.Parameter(device.put(torch.zeros_like(parameter.detach()))))
+            setattr(model, name, torch.nn.Parameter(device.to_device(torch.zeros_like(parameter.detach()))))
         model.register_load_state_dict_post_hook(change)
         with Checkpointer(JOB, on_sigterm="ignore") as ckpt:
             with pytest.raises(RestoreProofError, match=r"model\.weight"):
                 ckpt.restore({"model": model})
             model._load_state_dict_post_hooks.clear()
             assert ckpt.restore({"model": model}) == 1
-        assert torch.equal(device.get(model.weight), saved.weight)
+        assert torch.equal(device.copy_after_all_work(model.weight), saved.weight)
         device.close()
 
 
