@@ -53,7 +53,8 @@ class Trainer:
 
     def is_right(self):
         return all(
-            tensor_bytes(self.device.copy_after_all_work(self.tensors[name])) == tensor_bytes(one) for name, one in content(7).items()
+            tensor_bytes(self.device.copy_after_all_work(self.tensors[name])) == tensor_bytes(one)
+            for name, one in content(7).items()
         )
 
 
