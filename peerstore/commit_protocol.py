@@ -468,9 +468,12 @@ class PartsTally:
         self._said = {group: said for group, said in self._said.items() if group > replicated}
 
 
-def commit_leader(living: Mapping[str, object] | Collection[str]) -> str | None:
-    """Who counts: the first of the living."""
-    return min(living, default=None)
+def commit_leader(living: Mapping[str, object] | Collection[str], standby: Collection[str] = ()) -> str | None:
+    """Return the first living node with a vote, or the first of all if no node with a vote lives.
+
+    A standby node may not have been told of the world, and would count for an older member list.
+    """
+    return min((node for node in living if node not in standby), default=min(living, default=None))
 
 
 def broadcast_targets(living: Iterable[str], me: str) -> list[str]:
@@ -499,9 +502,10 @@ class CommitReports:
         replicated: VersionId | None,
         life: int,
         left_out: Mapping[VersionId, Collection[int]] | None = None,
+        standby: Collection[str] = (),
     ) -> tuple[str, list[PartsReport]]:
         """Who keeps the tally, and what it has not been told yet. ``parts_of``: how many parts a version has in all."""
-        teller = commit_leader(living) or self._me
+        teller = commit_leader(living, standby) or self._me
         self._reported = {
             group: told for group, told in self._reported.items() if replicated is None or group > replicated
         }

@@ -323,7 +323,12 @@ class ParityReplicator:
             life = self._membership.generation_of(self._membership.this_node.id)
             left_out = self._store.replicas.aborted_parts(self._job)
             sender, notes = self._reports.pending(
-                standings, parts_of, living=living, replicated=replicated, life=life, left_out=left_out
+                *(standings, parts_of),
+                living=living,
+                replicated=replicated,
+                life=life,
+                left_out=left_out,
+                standby=self._membership.standby,
             )
         if self._later.get(sender, 0.0) <= self._clock() and not self.commit_tracker.report(sender, notes):
             self._later.setdefault(sender, self._clock() + PARITY_RETRY_S)

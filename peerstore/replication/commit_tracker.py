@@ -56,7 +56,7 @@ class CommitTracker:
         self._reports = reports
         self._totals = totals
         self._changed = changed
-        self._first: tuple[Mapping[str, object], str | None] = ({}, None)
+        self._first: tuple[Mapping[str, object], tuple[str, ...], str | None] = ({}, (), None)
         self._announcing = threading.Lock()
         self._undelivered: dict[str, CommitDecision] = {}
         """What nodes are to be told, whose turn has not come."""
@@ -80,7 +80,9 @@ class CommitTracker:
         if sender == me:
             self.handle_report(note)
             return True
-        others = [node for node in sorted(self._membership.alive) if node not in (me, sender)]
+        others = [
+            node for node in sorted(self._membership.alive) if node not in (me, sender, *self._membership.standby)
+        ]
         for node in [sender, *others[:_MESSENGERS]]:
             try:
                 self._tell(node, note, timeout_s=_TOLD_S if node == sender else 2 * _TOLD_S)
@@ -104,11 +106,11 @@ class CommitTracker:
 
     def _leader(self) -> str | None:
         """Thousands of nodes tell of one version: who the first of the living is is not found out for each."""
-        living = self._membership.alive
-        known, found = self._first
-        if known is not living:
-            found = commit_leader(living)
-            self._first = living, found
+        living, standby = self._membership.alive, self._membership.standby
+        known, without_vote, found = self._first
+        if known is not living or without_vote != standby:
+            found = commit_leader(living, standby)
+            self._first = living, standby, found
         return found
 
     def _decide(self) -> bool:

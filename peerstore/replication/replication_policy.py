@@ -426,6 +426,7 @@ class ReplicationState:
             replicated=look.newest_replicated,
             life=look.generation_of(self._me),
             left_out=look.aborted_parts,
+            standby=look.standby,
         )
 
     def leader_unreachable(self, sender: str, now: float) -> None:

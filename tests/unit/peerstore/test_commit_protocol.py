@@ -292,3 +292,17 @@ def test_unacknowledged_reports_go_to_the_next_leader():
         reports.mark_reported(teller, note)
     assert said("abc") == ("a", [])
     assert said("bc") == ("b", notes)  # the first is gone: the next is told all of it
+
+
+@pytest.mark.parametrize(
+    ("living", "standby", "leader"), [("abc", "a", "b"), ("abc", "ac", "b"), ("ac", "ac", "a"), ("abc", "", "a")]
+)
+def test_standby_node_leads_no_commit_while_a_node_with_a_vote_lives(living, standby, leader):
+    """It may know an older member list, in which the reporting nodes are not."""
+    assert commit_leader(living, standby) == leader
+    reports, of = CommitReports("b"), ShardKey("job", 1, 1, "i1", 0, 0)
+    standing = [ReplicationStatus(of, is_owner=True, copies=2, missing=0, unplaceable=0)]
+    told, _ = reports.pending(
+        standing, {of.version_id: PARTS}, living=dict.fromkeys(living), standby=standby, replicated=None, life=1
+    )
+    assert told == leader
