@@ -81,7 +81,7 @@ def test_checked_bucket_is_inherited_by_a_later_run(agent_dir, rclone):
 def test_pending_upload_stays_with_its_bucket_after_another_one_is_refused(agent_dir, rclone, rclone_proxy):
     good = rclone.settings(url=bucket_url(), endpoint=rclone_proxy.endpoint)
     job = CheckpointJob(agent_dir, good)
-    rclone_proxy.on("PUT", path=r"/steps/", times=ALWAYS).fail(ReplyWithStatus(503, "SlowDown"))
+    rclone_proxy.add_rule("PUT", path=r"/steps/", times=ALWAYS).fail(ReplyWithStatus(503, "SlowDown"))
     with job.checkpointer() as ckpt:
         ckpt.save(state_at(0), 0).wait()
         assert ckpt.session.agent.drain_status(job.name)[0].state != "done"

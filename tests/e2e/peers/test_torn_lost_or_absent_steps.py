@@ -26,12 +26,12 @@ pytestmark = pytest.mark.e2e
 
 def killed_in_its_first_save(job, step):
     """The second rank ends before it has sealed anything, the first one once it has sealed its part."""
-    stage = Session.lease_slot
+    seal = Session.seal
 
     def dies(*args, **more):
         os.kill(os.getpid(), signal.SIGKILL)
 
-    Session.lease_slot = dies if dist.get_rank() == 1 else stage
+    Session.seal = dies if dist.get_rank() == 1 else seal
     ckpt = Checkpointer(job, on_sigterm="ignore")
     assert ckpt.restore(zeros_like_state(sharded(0))) == -1
     assert ckpt.last_restore is None
