@@ -76,55 +76,65 @@ class FaultContract:
         return open_upload_store(timeout_s=1.0)
 
     @each_fault(PASSING_FOR_PARTS)
-    def test_only_the_failed_part_is_sent_again(self, upload_case: UploadCase, hasty: RetryingStore, fault: object):
+    def test_only_the_failed_part_is_sent_again(
+        self, upload_case: UploadCase, short_timeout_store: RetryingStore, fault: object
+    ):
         part_rule(upload_case.proxy, 2).fail(fault)
         told: list[int] = []
-        upload_case.upload(hasty, progress=told.append)
+        upload_case.upload(short_timeout_store, progress=told.append)
         assert upload_case.stored_bytes() == upload_case.data
         assert upload_case.proxy.parts_sent() == sorted([*ALL, 2])
         assert sum(told) == len(upload_case.data)
 
     @common_faults(PASSING_FOR_PARTS)
-    def test_a_small_upload_is_sent_again(self, upload_case: UploadCase, hasty: RetryingStore, fault: object):
+    def test_a_small_upload_is_sent_again(
+        self, upload_case: UploadCase, short_timeout_store: RetryingStore, fault: object
+    ):
         upload_case.proxy.add_rule("PUT", upload_case.name).fail(fault)
-        hasty.upload(upload_case.name, upload_case.source, 3 * MIB, journal=upload_case.journal)
+        short_timeout_store.upload(upload_case.name, upload_case.source, 3 * MIB, journal=upload_case.journal)
         assert upload_case.stored_bytes() == upload_case.data[: 3 * MIB]
         assert len(upload_case.proxy.requests("PUT", upload_case.name)) == 2
 
     @common_faults(PASSING)
-    def test_upload_begins_despite_a_fault(self, upload_case: UploadCase, hasty: RetryingStore, fault: object):
+    def test_upload_begins_despite_a_fault(
+        self, upload_case: UploadCase, short_timeout_store: RetryingStore, fault: object
+    ):
         upload_case.proxy.add_rule("POST", query="^uploads").fail(fault)
-        upload_case.upload(hasty)
+        upload_case.upload(short_timeout_store)
         assert upload_case.stored_bytes() == upload_case.data
         assert upload_case.proxy.parts_sent() == ALL
 
     @common_faults({**PASSING, "answer lost": DropResponse()})
-    def test_upload_completes_despite_a_fault(self, upload_case: UploadCase, hasty: RetryingStore, fault: object):
+    def test_upload_completes_despite_a_fault(
+        self, upload_case: UploadCase, short_timeout_store: RetryingStore, fault: object
+    ):
         upload_case.proxy.add_rule("POST", query="uploadId=").fail(fault)
-        upload_case.upload(hasty)
+        upload_case.upload(short_timeout_store)
         assert upload_case.stored_bytes() == upload_case.data
         assert upload_case.proxy.parts_sent() == ALL
         assert upload_case.unfinished_uploads() == []
 
-    def test_upload_with_a_lost_create_response_is_aborted_later(self, upload_case: UploadCase, hasty: RetryingStore):
+    def test_upload_with_a_lost_create_response_is_aborted_later(
+        self, upload_case: UploadCase, short_timeout_store: RetryingStore
+    ):
         upload_case.proxy.add_rule("POST", query="^uploads").fail(DropResponse())
-        upload_case.upload(hasty)
+        upload_case.upload(short_timeout_store)
         assert upload_case.stored_bytes() == upload_case.data
-        assert hasty.abort_stale_uploads("", older_than_s=0) == 1
+        assert short_timeout_store.abort_stale_uploads("", older_than_s=0) == 1
 
-    def test_every_part_fails_once(self, upload_case: UploadCase, hasty: RetryingStore):
+    def test_every_part_fails_once(self, upload_case: UploadCase, short_timeout_store: RetryingStore):
         faults = (ReplyWithStatus(500), Hang(), ResetRequest(MIB), ReplyWithStatus(503, "SlowDown"), DropResponse())
         for number, fault in zip(ALL, faults, strict=True):
             part_rule(upload_case.proxy, number).fail(fault)
-        upload_case.upload(hasty)
+        upload_case.upload(short_timeout_store)
         assert upload_case.stored_bytes() == upload_case.data
         assert upload_case.proxy.parts_sent() == sorted([*ALL, *ALL])
 
     @common_faults({**PASSING, "answer lost": DropResponse()})
-    def test_a_put_is_repeated(self, upload_case: UploadCase, hasty: RetryingStore, fault: object):
+    def test_a_put_is_repeated(self, upload_case: UploadCase, short_timeout_store: RetryingStore, fault: object):
         upload_case.proxy.add_rule("PUT", "small").fail(fault)
-        hasty.put("small", DATA)
-        assert hasty.get("small") == DATA
+        short_timeout_store.put("small", DATA)
+        assert short_timeout_store.get("small") == DATA
         assert len(upload_case.proxy.requests("PUT", "small")) == 2
 
     @common_faults(
@@ -135,33 +145,37 @@ class FaultContract:
             "reset in the middle": CutResponse(1000, reset=True),
         }
     )
-    def test_a_read_is_repeated(self, upload_case: UploadCase, hasty: RetryingStore, fault: object):
-        hasty.put("small", DATA)
+    def test_a_read_is_repeated(self, upload_case: UploadCase, short_timeout_store: RetryingStore, fault: object):
+        short_timeout_store.put("small", DATA)
         upload_case.proxy.add_rule("GET", "small").fail(fault)
-        assert hasty.get("small") == DATA
+        assert short_timeout_store.get("small") == DATA
         upload_case.proxy.add_rule("GET", "small").fail(fault)
-        (got,) = hasty.get_ranges("small", [(5, 200_005)])
+        (got,) = short_timeout_store.get_ranges("small", [(5, 200_005)])
         assert bytes(got) == DATA[5:200_005]
 
     @common_faults(PASSING)
-    def test_list_and_delete_are_repeated(self, upload_case: UploadCase, hasty: RetryingStore, fault: object):
-        hasty.put("a/1", b"1")
+    def test_list_and_delete_are_repeated(
+        self, upload_case: UploadCase, short_timeout_store: RetryingStore, fault: object
+    ):
+        short_timeout_store.put("a/1", b"1")
         upload_case.proxy.add_rule("GET", query="list-type=2").fail(fault)
-        assert [info.name for info in hasty.list("a/")] == ["a/1"]
+        assert [info.name for info in short_timeout_store.list("a/")] == ["a/1"]
         upload_case.proxy.add_rule("POST", query="^delete").fail(fault)
-        hasty.delete(["a/1"])
-        assert list(hasty.list("a/")) == []
+        short_timeout_store.delete(["a/1"])
+        assert list(short_timeout_store.list("a/")) == []
 
-    def test_slow_response_is_awaited(self, upload_case: UploadCase, hasty: RetryingStore):
-        hasty.put("small", DATA)
+    def test_slow_response_is_awaited(self, upload_case: UploadCase, short_timeout_store: RetryingStore):
+        short_timeout_store.put("small", DATA)
         upload_case.proxy.add_rule("GET", "small").fail(TrickleResponse())
-        assert hasty.get("small") == DATA
+        assert short_timeout_store.get("small") == DATA
         assert len(upload_case.proxy.requests("GET", "small")) == 1
 
-    def test_bit_flipped_in_a_response_reaches_the_caller(self, upload_case: UploadCase, hasty: RetryingStore):
-        hasty.put("small", DATA)
+    def test_bit_flipped_in_a_response_reaches_the_caller(
+        self, upload_case: UploadCase, short_timeout_store: RetryingStore
+    ):
+        short_timeout_store.put("small", DATA)
         upload_case.proxy.add_rule("GET", "small").fail(FlipResponseBit(1000))
-        got = hasty.get("small")
+        got = short_timeout_store.get("small")
         assert len(got) == len(DATA)
         assert [i for i in range(len(DATA)) if got[i] != DATA[i]] == [1000]
 
