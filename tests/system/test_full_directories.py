@@ -67,4 +67,5 @@ def test_full_directories_do_not_change_the_result(job, reference_steps, place, 
     kill({"rank": ranks[-1]["pid"], "agent": agents[0], "coordinator": job.coordinator_pid()}[whom])
     job.wait_finished(run, 200)
     assert_worlds_consistent(job)
-    assert_same_training(job.committed_steps(), reference_steps)
+    lost = {ranks[-1]["pid"]} if whom == "rank" else ()  # it may end before it has written down its last step
+    assert_same_training(job.committed_steps(lost), reference_steps)
