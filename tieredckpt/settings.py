@@ -148,6 +148,9 @@ class MemorySettings:
     """Checkpointer: when no slot can be given up, skip this save or wait for one."""
     wait_s: float = 60.0
     """How long "wait" (and a plain ``dcp.save``) waits."""
+    staging: Literal["overlapped", "blocking"] = "overlapped"
+    """Checkpointer: ``overlapped`` copies parameters and moments while the next gradients are computed, and the next
+    optimizer's step waits for the copies. ``blocking``: a save returns when everything is copied."""
     avoid_after_crashed_loads: int = 5
     """When so many loads of a step have ended their process on a node (killed in the load, or before the next step),
     ranks there prefer an older step, for an hour and while there is one; 0: never."""

@@ -10,6 +10,7 @@ PACKAGES = ("peerstore", "tieredckpt", "elastic", "integration")
 _STAGING = "tests/unit/tieredckpt/tensors/test_slot_copy_devices.py::"
 _LOADING = "tests/unit/tieredckpt/restore/test_read_executor_devices.py::test_restored_state_is_on_the_devices"
 _STAGED = f"{_STAGING}test_staged_state_is_unaffected_by_later_device_work"
+_OVERLAPPED = "tests/unit/tieredckpt/checkpointer/test_overlapped_copy.py::"
 _FENCE = "tests/unit/tieredckpt/live/test_abort_fence.py::"
 _NCCL = "tests/unit/repository/test_nccl_like.py::"
 
@@ -35,22 +36,22 @@ MUTANTS = (
     Mutant(
         "a save does not wait for the compute stream",
         "tieredckpt/tensors/slot_copy.py",
-        "stream.wait_stream(device.current_stream(place))",
-        "pass",
+        "stream.wait_stream(self._device.current_stream(place))  # what the state",
+        "pass  # what the state",
         _STAGED,
     ),
     Mutant(
         "a load does not wait for the compute stream",
         "tieredckpt/tensors/slot_copy.py",
-        "stream.wait_stream(self._device.current_stream(place))",
-        "pass",
+        "stream.wait_stream(self._device.current_stream(place))  # what still",
+        "pass  # what still",
         _LOADING,
     ),
     Mutant(
         "a save returns before its copies are done",
         "tieredckpt/tensors/slot_copy.py",
-        "streams.callback(stream.synchronize)",
-        "pass",
+        "                for stream in streams:\n                    stack.callback(stream.synchronize)\n",
+        "                pass\n",
         _STAGED,
     ),
     Mutant(
@@ -85,10 +86,52 @@ MUTANTS = (
     Mutant(
         "a registered file is cut and grows again",
         "tieredckpt/tensors/slot_copy.py",
-        "        moves: list[MemoryCopy] = []\n        others: list[SlotWrite] = []\n",
+        "        copy = SlotCopy(self, pieces)\n",
         "        os.ftruncate(self._fd, 0)\n        os.ftruncate(self._fd, self.size_bytes)\n"
-        "        moves: list[MemoryCopy] = []\n        others: list[SlotWrite] = []\n",
+        "        copy = SlotCopy(self, pieces)\n",
         _STAGED,
+    ),
+    Mutant(
+        "an optimizer's step does not wait for the copy",
+        "tieredckpt/checkpointer/overlapped_copy.py",
+        "            self.wait(by_device=not accelerator().is_capturing())\n",
+        "            pass\n",
+        f"{_OVERLAPPED}test_optimizer_step_waits_for_the_copy",
+    ),
+    Mutant(
+        "devices do not wait for the copy before a step",
+        "tieredckpt/checkpointer/overlapped_copy.py",
+        "                accelerator().current_stream(place).wait_event(event)\n",
+        "                pass\n",
+        f"{_OVERLAPPED}test_devices_do_not_change_a_tensor_before_it_is_copied",
+    ),
+    Mutant(
+        "devices do not wait for what is copied before a save returns",
+        "tieredckpt/checkpointer/overlapped_copy.py",
+        "            device.current_stream(place).wait_event(event)\n",
+        "            pass\n",
+        f"{_OVERLAPPED}test_devices_do_not_change_a_tensor_before_it_is_copied",
+    ),
+    Mutant(
+        "a version counter that moved during the copy is not seen",
+        "tieredckpt/checkpointer/overlapped_copy.py",
+        "one._version != was",
+        "False",
+        f"{_OVERLAPPED}test_change_on_a_device_before_a_step_is_seen",
+    ),
+    Mutant(
+        "a change through .data during the copy is not seen",
+        "tieredckpt/checkpointer/overlapped_copy.py",
+        "return self._sampled[wrong[0]].name if len(wrong) else",
+        "return",
+        f"{_OVERLAPPED}test_change_outside_of_an_optimizer_step_is_not_saved",
+    ),
+    Mutant(
+        "a copy of what an aborted world computed is sealed",
+        "tieredckpt/checkpointer/overlapped_copy.py",
+        "            if not self._fence.trusts(self._work):\n",
+        "            if False:\n",
+        f"{_OVERLAPPED}test_step_that_an_aborted_world_computed_is_not_saved",
     ),
     Mutant(
         "a boundary is noted before the gate is asked",

@@ -266,6 +266,9 @@ class AsyncDevice:
     def empty_cache(self) -> None:
         pass
 
+    def is_capturing(self) -> bool:
+        return False
+
     @contextlib.contextmanager
     def on_replay(self, call: Callable[[], None]) -> Iterator[None]:
         self._on_replay.append(call)

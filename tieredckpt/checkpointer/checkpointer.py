@@ -9,7 +9,7 @@ import os
 import time
 from collections import deque
 from collections.abc import Callable, Collection, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from concurrent.futures import TimeoutError as FutureTimeoutError
 from types import TracebackType
 from typing import Any, Literal, TypeVar
@@ -28,6 +28,7 @@ from peerstore.message_codec import from_json
 from peerstore.shard_records import ShardKey, ShardRecord, VersionId
 from tieredckpt.agent.agent_api import ShardReplication
 from tieredckpt.agent.local_agents import warn_of_steps_elsewhere
+from tieredckpt.checkpointer.overlapped_copy import NamedWrite, OverlappedStaging, wait_for_overlapped_copies
 from tieredckpt.checkpointer.preemption import PreemptionHandler, last_step_agreement
 from tieredckpt.checkpointer.progress_hook import (
     SaveRestoreLog,
@@ -143,6 +144,9 @@ class Checkpointer:
         self._noter = BoundaryRecorder(self._location.job, self.settings)
         self._sealer = ThreadPoolExecutor(1, thread_name_prefix="tieredckpt-seal")
         self._sealing: Future[ShardRecord] | None = None
+        overlaps = self.settings.enabled and self.settings.memory.staging == "overlapped"
+        self._overlapped = OverlappedStaging() if overlaps else None
+        self._copying = ThreadPoolExecutor(1, thread_name_prefix="tieredckpt-stage")
         self._planned_before = False
         self._joined = False
         self._closed = False
@@ -328,13 +332,15 @@ class Checkpointer:
                 self._until_last_is_copied()
                 if wanted and self.settings.durable.on_busy == "wait":
                     session.wait_for_drain(self.settings.durable.retry_s)
-                staged, items = self._stage(session, planned, flat, key, wait_s)
+                staged, items, copied = self._stage(session, planned, flat, key, wait_s)
         except BaseException:
             self._leave_out(session, key, step)
             raise
         if planned is None:
             return self._save_first(state, step, durable=durable, keep=keep)
-        return self._seal_later(step, staged, items, planned.table, durable=wanted, required=required, keep=keep)
+        return self._seal_later(
+            step, staged, items, planned.table, copied, durable=wanted, required=required, keep=keep
+        )
 
     def _seal_later(
         self,
@@ -342,15 +348,17 @@ class Checkpointer:
         staged: StagedShard,
         items: Sequence[bytes | memoryview],
         table: StateTable | None,
+        copied: Future[float] | None = None,
         *,
         durable: bool,
         required: bool,
         keep: bool,
     ) -> SaveHandle:
-        """Seal what is staged in the background."""
+        """Seal what is staged in the background, once it is ``copied``."""
         saved = self._followed(SaveHandle(step, SaveState.STAGED), durable=durable)
+        saved._staging = copied
         self._sealing = saved._sealing = self._sealer.submit(
-            self._seal, saved, staged, items, table, durable=durable, required=required, keep=keep
+            self._seal, saved, staged, items, table, copied, durable=durable, required=required, keep=keep
         )
         return saved
 
@@ -447,17 +455,37 @@ class Checkpointer:
 
     def _stage(
         self, session: Session, planned: PlannedSave, flat: Mapping[str, Any], key: ShardKey, wait_s: float
-    ) -> tuple[StagedShard, list[bytes]]:
+    ) -> tuple[StagedShard, list[bytes], Future[float] | None]:
+        """The slot, the items, and the copy that goes on; its result is how long the training has waited for it."""
         layout = planned.layout
         items = [self._archives.archive(item.fqn, flat[item.fqn]) for item in layout.items]
         staged = session.lease_slot(key, planned.parts, layout, sum(map(len, items)), wait_s=wait_s)
+        copied: Future[float] | None = None
         with session.release_on_error(staged):
             pieces = [
                 SlotWrite(local_tensor(flat, entry), layout.header_bytes + entry.start) for entry in layout.tensors
             ]
-            staged.memory.copy_in(pieces, session.copier)
-            abort_fence.raise_if_aborted()  # again: what was staged had been computed before anything was aborted
-        return staged, items
+            copied = self._start_late(session, staged, pieces)
+            if copied is None:
+                staged.memory.copy_in(pieces, session.copier)
+            try:
+                abort_fence.raise_if_aborted()  # again: what was staged had been computed before anything was aborted
+            except BaseException:
+                if copied is not None:
+                    wait([copied])
+                raise
+        return staged, items, copied
+
+    def _start_late(self, session: Session, staged: StagedShard, pieces: Sequence[SlotWrite]) -> Future[float] | None:
+        """Copy in the background what only an optimizer changes, and the rest at once; ``None``: nothing was copied."""
+        layout, memory = staged.layout, staged.memory
+        # A slot without pages is populated by its first copy, which takes longer than any step may wait.
+        if self._overlapped is None or not memory.is_populated(layout.header_bytes + layout.tensor_bytes):
+            return None
+        named = [NamedWrite(entry.fqn, one) for entry, one in zip(layout.tensors, pieces, strict=True)]
+        step = staged.lease.key.version
+        copy = self._overlapped.start(step, memory, layout.header_bytes, named, session.copier)
+        return None if copy is None else self._copying.submit(copy.run, session.copier)
 
     def _seal(
         self,
@@ -465,6 +493,7 @@ class Checkpointer:
         staged: StagedShard,
         items: Sequence[bytes | memoryview],
         table: StateTable | None,
+        copied: Future[float] | None,
         *,
         durable: bool,
         required: bool,
@@ -472,8 +501,11 @@ class Checkpointer:
     ) -> ShardRecord:
         """In the background: from here on the step no longer depends on this process."""
         session = self.session
-        began = time.perf_counter()
+        waited_s = 0.0
         try:
+            if copied is not None:
+                waited_s = copied.result()
+            began = time.perf_counter()
             record = session.seal(
                 *(staged, staged.lease.key, items),
                 durable=durable,
@@ -499,7 +531,8 @@ class Checkpointer:
         self._last = record.key
         if durable:
             self._wanted_durable.append(record.key.version_id)
-        self._tell(session, saves=1, saved_bytes=record.size_bytes, seal_seconds=time.perf_counter() - began)
+        sealed_s = time.perf_counter() - began
+        self._tell(session, saves=1, saved_bytes=record.size_bytes, seal_seconds=sealed_s, blocked_seconds=waited_s)
         notify_progress_hook(session)
         return record
 
@@ -751,6 +784,7 @@ class Checkpointer:
     ) -> int:
         if not self.settings.enabled:
             return self._restoring.restore_plain(state, step)
+        wait_for_overlapped_copies()
         self._join(restoring=True)
         if self._together.rank == 0:
             self.session.warn_memory_only()
@@ -833,6 +867,7 @@ class Checkpointer:
         """Seal what is staged and let go of the agent; what is draining goes on without this process."""
         self._closed = True
         self._noter.release_tensors()
+        self._copying.shutdown()
         self._sealer.shutdown()
         self._report_nothing_saved()
         session = session_if_open(self._location.job, self.settings)

@@ -35,6 +35,7 @@ class SaveHandle:
         self.step = step
         self._state = state
         self._error = error
+        self._staging: Future[float] | None = None
         self._sealing: Future[ShardRecord] | None = None
         self._until_durable: Callable[[VersionId, float], bool] | None = None
         self._durable_state: Callable[[VersionId], str] | None = None
@@ -56,7 +57,7 @@ class SaveHandle:
 
     def wait(
         self,
-        tier: Literal["memory", "durable"] = "memory",
+        tier: Literal["staged", "memory", "durable"] = "memory",
         *,
         copies: int = 1,
         domains: int = 1,
@@ -64,12 +65,18 @@ class SaveHandle:
     ) -> SaveState:
         """Until this rank's part has reached ``tier`` (for durable: the whole step has), or raise why it did not.
 
+        ``staged``: until all of the state is copied, so that anything may change it.
         ``copies=2, domains=2``: also until so many nodes hold this rank's part, in so many failure domains.
         """
         deadline = time.monotonic() + timeout_s
         if self._error is not None:
             raise self._error
-        if self._sealing is None:
+        if self._staging is not None and tier == "staged":
+            try:
+                self._staging.result(timeout_s)
+            except FutureTimeoutError:
+                raise StoreBusyError(f"step {self.step} was not copied within {timeout_s:.0f} s") from None
+        if self._sealing is None or tier == "staged":
             return self._state
         try:
             record = self._sealing.result(timeout_s)

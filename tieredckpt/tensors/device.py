@@ -120,6 +120,9 @@ class DeviceBackend(Protocol):
     def empty_cache(self) -> None:
         """Give memory back to the devices that no tensor of this process needs."""
 
+    def is_capturing(self) -> bool:
+        """Whether what the calling thread gives its stream is captured in a graph, and not done."""
+
     def on_replay(self, call: Callable[[], None]) -> contextlib.AbstractContextManager[None]:
         """While the block runs ``call`` is called, in whichever thread, before work captured in a graph is replayed."""
 
@@ -173,6 +176,9 @@ class CpuBackend:
 
     def empty_cache(self) -> None:
         pass
+
+    def is_capturing(self) -> bool:
+        return False
 
     def on_replay(self, call: Callable[[], None]) -> contextlib.AbstractContextManager[None]:
         return contextlib.nullcontext()
@@ -265,6 +271,9 @@ class AcceleratorBackend:
 
     def empty_cache(self) -> None:
         self._module.empty_cache()
+
+    def is_capturing(self) -> bool:
+        return bool(getattr(self._module, "is_current_stream_capturing", bool)())
 
     @contextlib.contextmanager
     def on_replay(self, call: Callable[[], None]) -> Iterator[None]:

@@ -236,76 +236,38 @@ class MappedSlot:
 
     def copy_in(self, pieces: Sequence[SlotWrite], copier: Copier) -> None:
         """Copy every piece to its place. Returns when the sources may change again."""
-        moves: list[MemoryCopy] = []
-        others: list[SlotWrite] = []
-        on_devices: dict[torch.device, list[SlotWrite]] = {}
-        device = accelerator()
-        first, end = (pieces[0].start if pieces else 0), 0
-        for piece in pieces:
-            tensor, start = piece
-            size = tensor.nbytes
-            first = min(first, start)
-            end = max(end, start + size)
-            place = device.device_of(tensor)
-            if place is not None:
-                on_devices.setdefault(place, []).append(piece)
-            elif is_contiguous_in_memory(tensor):
-                moves.append(MemoryCopy(self.address + start, tensor.data_ptr(), size))
-            else:
-                others.append(piece)
+        copy = SlotCopy(self, pieces)
+        copy.start()
+        copy.finish(copier)
+        failpoint("stage.filled")
+
+    def is_populated(self, size_bytes: int) -> bool:
+        """Whether this process has touched the first ``size_bytes``: a copy into them takes no new pages."""
+        return self._touched >= size_bytes
+
+    def populate(self, start: int, size_bytes: int) -> None:
+        """Put a page behind each of these bytes where this process has touched none of them yet."""
+        if start + size_bytes > self._touched:
+            self._put_pages(start, size_bytes)
+
+    def hold(self) -> None:
+        """Stay registered until :meth:`unhold`, also when the slot is closed meanwhile."""
+        with self._lock:
+            self._in_flight += 1
+
+    def unhold(self) -> None:
+        with self._lock:
+            self._in_flight -= 1
+            self._unregister_if_done()
+
+    def note_populated(self, first: int, end: int) -> None:
+        """The bytes from ``first`` to ``end`` have been written."""
         warm = self._touched
-
-        def put_pages(move: MemoryCopy) -> None:
-            start = move.target - self.address
-            if start + move.size_bytes > warm:
-                self._put_pages(start, move.size_bytes)
-
-        with self._copying_from(device, on_devices, warm):
-            for tensor, start in others:
-                self._target(tensor, start, warm).copy_(tensor.detach())
-            copier.copy(moves, before=put_pages if warm < end else None)
         if warm < first <= warm + _BATCH_BYTES:  # the header, which is written last
             self._put_pages(warm, first - warm)
             warm = first
         if first <= warm < end:
             self._touched = max(self._touched, end)
-        failpoint("stage.filled")
-
-    def _target(self, tensor: torch.Tensor, start: int, warm: int) -> torch.Tensor:
-        if start + tensor.nbytes > warm:
-            self._put_pages(start, tensor.nbytes)
-        return self.tensor(start, tensor.dtype, tensor.shape)
-
-    @contextlib.contextmanager
-    def _copying_from(
-        self, device: DeviceBackend, pieces: Mapping[torch.device, Sequence[SlotWrite]], warm: int
-    ) -> Iterator[None]:
-        """What devices copy by themselves has ended with the block, also where something failed: nothing writes into a
-        slot that is given back.
-        """
-        if not pieces:
-            yield
-            return
-        with self._held(), contextlib.ExitStack() as streams:
-            self.register(device, next(iter(pieces)))
-            for place, some in pieces.items():
-                stream = device.new_stream(place)
-                streams.callback(stream.synchronize)
-                stream.wait_stream(device.current_stream(place))  # what the state was computed by
-                device.copy([DeviceCopy(self._target(*piece, warm), piece.tensor.detach()) for piece in some], stream)
-            yield
-
-    @contextlib.contextmanager
-    def _held(self) -> Iterator[None]:
-        """While the block runs the slot stays registered, also where it is closed meanwhile."""
-        with self._lock:
-            self._in_flight += 1
-        try:
-            yield
-        finally:
-            with self._lock:
-                self._in_flight -= 1
-                self._unregister_if_done()
 
     def register(self, device: DeviceBackend, place: torch.device) -> bool:
         """Let devices copy straight into the slot: once, for as long as the mapping lives; whether they can."""
@@ -355,6 +317,95 @@ class MappedSlot:
         first = (self.address + start) // _PAGE * _PAGE
         stop = self.address + start + size_bytes
         prefault_address(first, stop - first)
+
+
+class SlotCopy:
+    """One copy of tensors into a slot. Nothing may change them before it has ended.
+
+    :meth:`start` gives the devices their copies, :meth:`finish` copies what is in this process's memory and waits for
+    the devices. Any thread may finish.
+    """
+
+    def __init__(self, slot: MappedSlot, pieces: Sequence[SlotWrite]) -> None:
+        self._slot = slot
+        self._moves: list[MemoryCopy] = []
+        self._others: list[SlotWrite] = []
+        self._on_devices: dict[torch.device, list[SlotWrite]] = {}
+        self._device = accelerator()
+        self._streams: list[DeviceStream] = []
+        self._is_held = False
+        self._first, self._end = (pieces[0].start if pieces else 0), 0
+        for piece in pieces:
+            tensor, start = piece
+            size = tensor.nbytes
+            self._first = min(self._first, start)
+            self._end = max(self._end, start + size)
+            place = self._device.device_of(tensor)
+            if place is not None:
+                self._on_devices.setdefault(place, []).append(piece)
+            elif is_contiguous_in_memory(tensor):
+                self._moves.append(MemoryCopy(slot.address + start, tensor.data_ptr(), size))
+            else:
+                self._others.append(piece)
+
+    @property
+    def has_host_part(self) -> bool:
+        return bool(self._moves or self._others)
+
+    def start(self) -> dict[torch.device, DeviceEvent]:
+        """Give the devices their copies; return an event behind those of each."""
+        events: dict[torch.device, DeviceEvent] = {}
+        if not self._on_devices:
+            return events
+        self._slot.hold()
+        self._is_held = True
+        try:
+            self._slot.register(self._device, next(iter(self._on_devices)))
+            for place, some in self._on_devices.items():
+                stream = self._device.new_stream(place)
+                self._streams.append(stream)
+                stream.wait_stream(self._device.current_stream(place))  # what the state was computed by
+                copies = [DeviceCopy(self._target(*piece), piece.tensor.detach()) for piece in some]
+                self._device.copy(copies, stream)
+                events[place] = stream.record_event()
+        except BaseException:
+            self.wait_for_devices()
+            raise
+        return events
+
+    def finish(self, copier: Copier) -> None:
+        """Copy what is in this process's memory, and wait for the devices, whatever fails."""
+        try:
+            self.copy_host_part(copier)
+        finally:
+            self.wait_for_devices()
+        self._slot.note_populated(self._first, self._end)
+
+    def copy_host_part(self, copier: Copier) -> None:
+        for tensor, start in self._others:
+            self._target(tensor, start).copy_(tensor.detach())
+        slot = self._slot
+
+        def populate(move: MemoryCopy) -> None:
+            slot.populate(move.target - slot.address, move.size_bytes)
+
+        copier.copy(self._moves, before=None if slot.is_populated(self._end) else populate)
+
+    def wait_for_devices(self) -> None:
+        """Until nothing writes into the slot any more: then it may be given back."""
+        streams, self._streams = self._streams, []
+        try:
+            with contextlib.ExitStack() as stack:
+                for stream in streams:
+                    stack.callback(stream.synchronize)
+        finally:
+            if self._is_held:
+                self._is_held = False
+                self._slot.unhold()
+
+    def _target(self, tensor: torch.Tensor, start: int) -> torch.Tensor:
+        self._slot.populate(start, tensor.nbytes)
+        return self._slot.tensor(start, tensor.dtype, tensor.shape)
 
 
 def tensor_view(data: torch.Tensor, start: int, dtype: torch.dtype, sizes: Sequence[int]) -> torch.Tensor:

@@ -72,6 +72,7 @@ def test_every_key_can_be_set_by_environment(section, key):
         "memory_service": ("127.0.0.1:9200", "127.0.0.1:9200"),
         "memory_service_auth": ("open", "open"),
         "nonfinite": ("save", "save"),
+        "staging": ("blocking", "blocking"),
         "on_busy": ("wait", "wait"),
         "on_unreachable": ("continue", "continue"),
         "url": ("/data", "/data"),
