@@ -40,11 +40,11 @@ class Planned(NamedTuple):
 
 SECTIONS = (
     Planned("environment", "driver, torch, NCCL, memory, revision", 30.0, "environment.py"),
-    Planned("seam", "contract of the device seam, staging, loading, slots, seeds", 80.0, "seam.py"),
+    Planned("seam", "contract of the device seam, staging, loading, slots, seeds", 30.0, "seam.py"),
     Planned("copies", "GB/s within the host and to each device", 30.0, "copies.py"),
-    Planned("saves", "saves and restores beside torch's own, as multiples of R", 120.0, "saves.py"),
-    Planned("golden", "faults under DDP, FSDP2 and HSDP, bits compared", 120.0, "golden.py"),
-    Planned("aborts", "100 aborts and re-creations with flat memory", 90.0, "aborts.py"),
+    Planned("saves", "saves and restores beside torch's own, as multiples of R", 95.0, "saves.py"),
+    Planned("golden", "faults under DDP, FSDP2 and HSDP, resizes, the demo; bits compared", 200.0, "golden.py"),
+    Planned("aborts", "up to 100 aborts and re-creations with flat memory", 85.0, "aborts.py"),
 )
 
 

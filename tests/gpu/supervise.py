@@ -82,14 +82,14 @@ def _kill(process: subprocess.Popen[bytes], mark: str) -> None:
     with contextlib.suppress(ProcessLookupError):
         os.killpg(process.pid, signal.SIGKILL)
     process.wait()
-    for pid in _marked(mark):
+    for pid in processes_with(_MARK, mark):
         with contextlib.suppress(ProcessLookupError):
             os.kill(pid, signal.SIGKILL)
 
 
-def _marked(mark: str) -> list[int]:
-    """Return the processes that the section with this mark has started, directly or not."""
-    wanted, found = f"{_MARK}={mark}".encode(), []
+def processes_with(variable: str, value: str) -> list[int]:
+    """Return the processes that have this variable in their environment."""
+    wanted, found = f"{variable}={value}".encode(), []
     for folder in Path("/proc").iterdir():
         if folder.name.isdigit():
             with contextlib.suppress(OSError):

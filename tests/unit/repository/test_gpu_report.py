@@ -201,11 +201,11 @@ def test_result_is_kept_for_devices_only_and_sections_of_a_day_are_merged(tmp_pa
 
 
 def test_modules_and_tests_of_the_sections_exist():
-    from tests.gpu import aborts, seam
+    from tests.gpu import golden, seam
 
-    assert [name for name in (*seam.CHECKED, *aborts.CHECKED) if not (ROOT / name).is_file()] == []
-    absent = {one.name for one in SECTIONS if not (ROOT / "tests/gpu" / one.file).is_file()}
-    assert absent <= {"golden"}
+    assert [name for name in (*seam.CHECKED, golden.IN_A_COLLECTIVE) if not (ROOT / name).is_file()] == []
+    assert golden.TRAINER.is_file()
+    assert [one.name for one in SECTIONS if not (ROOT / "tests/gpu" / one.file).is_file()] == []
 
 
 def test_run_tests_records_failed_skipped_and_unloadable_tests(tmp_path):
@@ -265,18 +265,6 @@ def test_install_sees_the_packages_of_the_virtual_environment_below():
     path = ["", "/usr/lib/python3.12", "/opt/venv/lib/python3.12/site-packages", "/usr/lib/python3/dist-packages"]
     assert packages_of(path, "/opt/venv") == ["/opt/venv/lib/python3.12/site-packages"]
     assert packages_of(path, "/usr") == ["/usr/lib/python3/dist-packages"]
-
-
-def test_aborts_leave_fakes_out_on_a_gpu():
-    from tests.gpu.aborts import is_fake
-
-    class Item:
-        def __init__(self, **params):
-            self.callspec = type("Callspec", (), {"params": params})
-
-    assert is_fake(Item(backend="cpu:gloo,cuda:nccl")) == ""
-    fakes = [Item(backend="gloo"), Item(backend="nccl-like"), Item(mode="blocking")]
-    assert all(is_fake(one) for one in fakes)
 
 
 def test_difference_compares_bits_and_names_a_tensor():
