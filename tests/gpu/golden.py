@@ -42,9 +42,11 @@ IN_A_COLLECTIVE = "tests/e2e/elastic/test_aborted_collectives.py"
 HANG_S, FIRST_STEP_S = 6.0, 60.0
 SLOT_S, LEAST_SLOT_S = 75.0, 22.0
 """Most and least seconds that one job gets for its start and its faults."""
-LAST_FAULT_S = 20.0
+LAST_FAULT_S = 25.0
 """Seconds that a job may take after its slot: its last fault may have just happened."""
-_CORES = 5
+_END_S = 5.0
+"""Seconds that a job usually takes after its slot."""
+_CORES = 4
 """Cores that one run needs while its processes start."""
 _POLL_S = 0.1
 _DEMO, _DEMO_MARK = "elastic demo", "GOLDEN_DEMO"
@@ -224,7 +226,7 @@ class Budget:
         with self._lock:
             jobs, self._left = self._left, self._left - 1
         left_s = self._until - time.monotonic()
-        slot_s = min(SLOT_S, max(LEAST_SLOT_S, left_s * self._workers / jobs - LAST_FAULT_S / 2))
+        slot_s = min(SLOT_S, max(LEAST_SLOT_S, left_s * self._workers / jobs - _END_S))
         slot_s = min(slot_s, left_s - LAST_FAULT_S)
         return (slot_s, left_s) if slot_s >= LEAST_SLOT_S else (0.0, left_s)
 
@@ -236,13 +238,14 @@ def run(device: str, out: Path, limit_s: float, words: Sequence[str] = ()) -> It
     where = "CPU, a backend that does what NCCL does" if kind == "cpu" else f"{device}, ranks on one GPU, NCCL"
     faulty = [one for one in faulty_jobs() if not words or any(word in one.name for word in words)]
     quiet = quiet_jobs(faulty)
-    workers = max(1, min(3, (os.cpu_count() or 1) // _CORES))
+    workers = max(1, min(4, (os.cpu_count() or 1) // _CORES))
     others = 0 if words else 2
     budget = Budget(limit_s, workers, len(quiet) + len(faulty) + others)
 
     def begin(job: GoldenJob) -> GoldenRun | None:
         slot_s, left_s = budget.slot_s()
-        return run_job(job, kind, out, slot_s, min(slot_s + LAST_FAULT_S, left_s)) if slot_s else None
+        most_s = min(slot_s + LAST_FAULT_S, left_s) if job.faults else left_s  # nothing counts without its reference
+        return run_job(job, kind, out, slot_s, most_s) if slot_s else None
 
     def other(name: str, call: Callable[[float], list[Finding]]) -> list[Finding]:
         slot_s, left_s = budget.slot_s()

@@ -9,7 +9,7 @@ import msgspec
 
 from tests.gpu.report import Check, Figure
 
-FIRST_STEP, GAP, LAST_STEPS = 4, 3, 4
+FIRST_STEP, GAP, LAST_STEPS = 4, 2, 4
 """Step of the first fault, steps between two faults, and steps after the last one."""
 LETHAL = ("sigkill", "segfault", "oom", "hang", "sigstop", "hold_gil")
 """Faults that end one process. The hang detector finds the last three."""
@@ -60,6 +60,8 @@ class GoldenJob(msgspec.Struct, frozen=True):
     faults: tuple[Fault, ...] = ()
     total: int = 0
     """Steps."""
+    totals: dict[str, int] = {}
+    """Steps of each parallelism of a run without faults."""
 
     @property
     def nproc(self) -> int:
@@ -154,10 +156,13 @@ def quiet_jobs(faulty: Iterable[GoldenJob]) -> tuple[GoldenJob, ...]:
     """Return the runs without faults that ``faulty`` are compared with: one for each number of ranks."""
     faulty = list(faulty)
     found = []
+    tree = max((one.total for one in faulty if one.how == ("tree",)), default=FIRST_STEP)
     for ranks in sorted({one.ranks for one in faulty}, reverse=True):
-        here = [one for one in faulty if one.ranks == ranks]
-        how = tuple(sorted({one.how[0] for one in here} | {"tree"}))
-        found.append(GoldenJob(how, ranks, total=max(one.total for one in here)))
+        totals = {"tree": tree}
+        for one in faulty:
+            if one.ranks == ranks:
+                totals[one.how[0]] = max(totals.get(one.how[0], 0), one.total)
+        found.append(GoldenJob(tuple(sorted(totals)), ranks, totals=totals))
     return tuple(found)
 
 
@@ -249,21 +254,21 @@ def judged_job(ran: GoldenRun, quiet: GoldenRun | None, where: str) -> list[Chec
     """Compare a run with the one without a fault: a check for each fault, and one for the end."""
     job, found = ran.job, list[Check | Figure]()
     no_quiet = quiet is None or bool(quiet.why)
+    total = min([one["step"] for one in ran.events.of("skipped")], default=job.total)
     for number, fault in enumerate(job.faults):
         name, event = f"{job.name}: {fault.name}", ran.events.fault(fault)
         if event is None:
-            skipped = any(one["name"] == fault.file for one in ran.events.of("skipped"))
-            why = "no time left" if skipped or not ran.why else "the run failed before it"
+            why = "the run failed before it" if ran.why else "no time left"
             found.append(Check(name, "not run", why=why))
             continue
-        after = job.faults[number + 1].step if number + 1 < len(job.faults) else job.total
+        after = job.faults[number + 1].step if number + 1 < len(job.faults) else total
         stages = ran.events.stages_s(event)
         problems = [] if stages else [f"no step was completed after it: {ran.why or 'the world did not change'}"]
         if no_quiet or quiet is None:
             problems.append("the run without a fault failed: nothing to compare with")
         elif stages:
             last = max(one["step"] for one in ran.events.of("step"))
-            problems += filter(None, [different_steps(ran, quiet, range(fault.step, min(after, last)))])
+            problems += filter(None, [different_steps(ran, quiet, range(fault.step, min(after, total, last)))])
         seconds = round(stages.get("step", 0.0), 2)
         found.append(Check(name, "failed" if problems else "passed", seconds, "; ".join(problems)))
         found += [Figure(f"{name}: to {stage}", round(value, 3), "s", where) for stage, value in stages.items()]
@@ -271,8 +276,8 @@ def judged_job(ran: GoldenRun, quiet: GoldenRun | None, where: str) -> list[Chec
     if no_quiet or quiet is None:
         problems.append("the run without a fault failed: nothing to compare with")
     elif not ran.why:
-        problems += filter(None, [different_steps(ran, quiet, range(job.total))])
-        sums, expected = (one.events.sums(job.how[0], job.total - 1) for one in (ran, quiet))
+        problems += filter(None, [different_steps(ran, quiet, range(total))])
+        sums, expected = (one.events.sums(job.how[0], total - 1) for one in (ran, quiet))
         problems += [] if sums and sums == expected else ["the final parameters differ"]
     name = f"{job.name}: every loss and the final parameters"
     found.append(Check(name, "failed" if problems else "passed", round(ran.seconds, 1), "; ".join(problems)))
@@ -285,7 +290,7 @@ def judged_quiet(ran: GoldenRun) -> list[Check | Figure]:
     problems = [ran.why] if ran.why else []
     for how in job.how:
         losses = ran.events.losses(how)
-        whole = len(losses) == job.total * job.ranks and all(len(one) == 1 for one in losses.values())
+        whole = len(losses) == job.totals[how] * job.ranks and all(len(one) == 1 for one in losses.values())
         problems += [] if whole or ran.why else [f"{how} has {len(losses)} losses"]
     return [Check(job.name, "failed" if problems else "passed", round(ran.seconds, 1), "; ".join(problems))]
 

@@ -36,6 +36,8 @@ from tieredckpt import Checkpointer
 
 WIDTH, BATCH, MICROBATCH = 256, 16, 4
 PARTITION_S = 5.0
+LATE = "late"
+"""The file by which all ranks end the run before the same step."""
 _POLL_S = 0.02
 _NAN = float("nan")
 
@@ -180,7 +182,7 @@ class Run:
         if not self._faults:
             for how in self._job.how:
                 training = Training(how, world, self._kind)
-                for step in range(self._job.total):
+                for step in range(self._job.totals[how]):
                     self._one_step(training, how, step, None, named)
             return
         (how,) = self._job.how
@@ -189,8 +191,11 @@ class Run:
             first = ckpt.restore(training.state) + 1
             self._events.write("restored", first=first, **named)
             for step in world.steps(first, self._job.total, checkpoint=(ckpt, training.state)):
+                strike = self._strike(world, step)
+                if (self._events.folder / LATE).exists():
+                    break
                 # Before it is saved: a rank that ends in the save has written its loss.
-                self._one_step(training, how, step, self._strike(world, step), named)
+                self._one_step(training, how, step, strike, named)
                 ckpt.save(training.state, step)
 
     def _one_step(self, training: Training, how: str, step: int, strike: Strike | None, named: dict[str, Any]) -> None:
@@ -214,12 +219,14 @@ class Run:
             ready = f"{step}-{world.epoch}-*.there"
             self._wait(world, lambda: len(list(self._events.folder.glob(ready))) == world.size)
             self._wait(world, lambda: self._is_late() or self._warm_processes() >= fault.processes)
-        if world.rank != fault.rank % world.size:
-            return None
-        if self._is_late():
-            self._events.write("skipped", name=fault.file)
-            return None
-        return Strike(fault, world, self._events)
+            decided, is_mine = f"{fault.file}.decided", world.rank == fault.rank % world.size
+            if is_mine:
+                if self._is_late():
+                    self._events.write("skipped", name=fault.file, step=step)
+                    (self._events.folder / LATE).touch()
+                (self._events.folder / decided).touch()
+            self._wait(world, (self._events.folder / decided).exists)
+        return Strike(fault, world, self._events) if is_mine else None
 
     def _is_late(self) -> bool:
         return time.time() > self._until

@@ -37,18 +37,18 @@ def step(number: int, rank: int, at: float, *, epoch: int = 0, how: str = "ddp",
 
 def quiet_run(**changed) -> GoldenRun:
     events = [step(number, rank, float(number), **changed) for number in range(JOB.total) for rank in range(2)]
-    return GoldenRun(GoldenJob(("ddp",), 2, total=JOB.total), 5.0, "", GoldenEvents(events))
+    return GoldenRun(GoldenJob(("ddp",), 2, totals={"ddp": JOB.total}), 5.0, "", GoldenEvents(events))
 
 
 def faulty_events() -> list[dict]:
-    """Rank 1 is killed in step 4, rank 0 raises in step 7."""
+    """Rank 1 is killed in step 4, rank 0 raises in step 6."""
     events = []
     for number in range(JOB.total):
         epoch = (number >= FIRST_STEP) + (number >= FIRST_STEP + GAP)
         at = 100.0 + number + 2.0 * epoch
         events += [step(number, rank, at + rank / 4, epoch=epoch) for rank in range(2)]
     for number, fault in enumerate(JOB.faults):
-        at, rank = KILLED_AT + 5.0 * number - 0.5 * number, fault.rank
+        at, rank = KILLED_AT + 4.0 * number - 0.5 * number, fault.rank
         place = {"epoch": number, "rank": rank, "step": fault.step, "node": "n0"}
         events.append({"what": "fault", "name": fault.file, "kind": fault.kind, "at": at, "pid": 10 + rank, **place})
         for what, after in AFTER.items():
@@ -83,7 +83,7 @@ def test_golden_jobs_have_names_of_their_own_and_references():
     quiet = {one.ranks: one for one in quiet_jobs(jobs)}
     for one in jobs:
         assert one.how[0] in quiet[one.ranks].how
-        assert one.total <= quiet[one.ranks].total
+        assert one.total <= quiet[one.ranks].totals[one.how[0]]
         assert msgspec.json.decode(msgspec.json.encode(one), type=GoldenJob) == one
         assert len({fault.file for fault in one.faults}) == len(one.faults)
 
@@ -119,9 +119,9 @@ def test_other_loss_fails_its_fault_and_the_run():
 
 
 def test_missing_loss_and_other_parameters_fail():
-    missing = [one for one in faulty_events() if not (one["what"] == "step" and (one["step"], one["rank"]) == (8, 0))]
+    missing = [one for one in faulty_events() if not (one["what"] == "step" and (one["step"], one["rank"]) == (7, 0))]
     checks = judged(missing)
-    assert checks["exception after the backward pass"].why == "no losses at (step, rank) [(8, 0)]"
+    assert checks["exception after the backward pass"].why == "no losses at (step, rank) [(7, 0)]"
     events = faulty_events()
     next(one for one in events if one["what"] == "step" and one["step"] == JOB.total - 1)["sum"] = 5
     assert judged(events)["every loss and the final parameters"].why == "the final parameters differ"
@@ -137,9 +137,11 @@ def test_run_that_hangs_fails_at_its_fault_and_later_faults_are_not_run():
     assert checks["every loss and the final parameters"].outcome == "failed"
 
 
-def test_skipped_fault_is_not_run():
-    events = [one for one in faulty_events() if one.get("name") != JOB.faults[1].file]
-    events.append({"what": "skipped", "name": JOB.faults[1].file, "at": 110.0, "pid": 10})
+def test_run_that_ends_early_is_compared_up_to_there():
+    late = JOB.faults[1]
+    events = [one for one in faulty_events() if one.get("name") != late.file and one.get("step", 0) < late.step]
+    assert judged(events)["every loss and the final parameters"].outcome == "failed"
+    events.append({"what": "skipped", "name": late.file, "step": late.step, "at": 110.0, "pid": 10})
     checks = judged(events)
     later = checks["exception after the backward pass"]
     assert (later.outcome, later.why) == ("not run", "no time left")
