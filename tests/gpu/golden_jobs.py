@@ -39,7 +39,7 @@ class Fault(msgspec.Struct, frozen=True):
     @property
     def name(self) -> str:
         if self.kind == "resize":
-            return f"resize to {self.nodes or 'all'} nodes"
+            return "resize to one node" if self.nodes == 1 else f"resize to {self.nodes or 'all'} nodes"
         return f"{self.kind} {self.place} the backward pass"
 
     @property
