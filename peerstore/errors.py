@@ -72,6 +72,10 @@ class PeerUnreachableError(UnavailableError):
     """Another node's agent does not answer: down, cut off or too slow. What it holds is not known."""
 
 
+class JobNotJoinedError(UnavailableError):
+    """Another node's agent knows the job's secret, and takes no part in the job yet."""
+
+
 class ShardUnreadableError(UnavailableError):
     """The shard is here and cannot be read for now: too many open files, no memory, an I/O error. That is no damage."""
 

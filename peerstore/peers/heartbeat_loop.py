@@ -8,6 +8,7 @@ import threading
 import time
 from collections.abc import Callable, Collection, Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 
 from peerstore import deadlines
 from peerstore.commit_protocol import CommitDecision
@@ -15,8 +16,9 @@ from peerstore.errors import NoQuorumError, PeerStoreError
 from peerstore.membership.discovery import Discovery
 from peerstore.membership.swim import GossipMessage, IndirectPingToSend, MembershipSettings, PingToSend, SwimMembership
 from peerstore.membership.topology import MemberList, NodeId, PeerNode
-from peerstore.peers.peer_client import PeerClient, PeerCredentials
-from peerstore.peers.peer_messages import GetMemberList, IndirectPing, PingMessage
+from peerstore.peers.peer_client import PeerClient, PeerConnection, PeerCredentials
+from peerstore.peers.peer_messages import GetMemberList, IndirectPing, JoinJob, PingMessage
+from peerstore.settings import ReplicationSettings
 from peerstore.store.received_replicas import ReplicaStore
 from peerstore.transport.base import Transport
 
@@ -41,12 +43,14 @@ class HeartbeatLoop:
         copies: ReplicaStore,
         *,
         settings: MembershipSettings | None = None,
+        replication: ReplicationSettings = ReplicationSettings(),  # noqa: B008 - it is frozen
         changed: Callable[[], None] = lambda: None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.this_node = me
         self._credentials = credentials
         self._transport = transport
+        self._replication = replication
         self._replicas = copies
         self._changed = changed
         self._clock = clock
@@ -183,10 +187,17 @@ class HeartbeatLoop:
             if known is None or known.address != address:
                 if known is not None:
                     known.close()
-                known = self._peers[node] = PeerClient(self._transport, address, self._credentials)
+                greet = partial(self._invite, node)
+                known = self._peers[node] = PeerClient(self._transport, address, self._credentials, greet=greet)
                 if self._connections_closed:
                     known.close()
             return known
+
+    def _invite(self, node: str, line: PeerConnection, until: float | None) -> None:
+        """Have a standby node take part in the job: it may have no rank of the job that has told it."""
+        members = self.member_list
+        if members is not None and node in members.standby:
+            line.call("join_job", JoinJob(members, self._replication), type(None), timeout_s=_CONNECT_S, until=until)
 
     def _address(self, node: str) -> str:
         found = self._members.node(NodeId(node))

@@ -99,12 +99,20 @@ class PeerClient:
     """One other node's agent. Any thread may call; connections are opened as they are needed and kept."""
 
     def __init__(
-        self, transport: Transport, address: str, credentials: PeerCredentials, *, connect_s: float = _CONNECT_S
+        self,
+        transport: Transport,
+        address: str,
+        credentials: PeerCredentials,
+        *,
+        connect_s: float = _CONNECT_S,
+        greet: Callable[[PeerConnection, float | None], None] = lambda _line, _until: None,
     ) -> None:
+        """``greet`` is called with each new connection, before any request of a caller, and until when it may take."""
         self.address = address
         self._transport = transport
         self._credentials = credentials
         self._connect_s = connect_s
+        self._greet = greet
         self._idle: list[PeerConnection] = []
         self._busy: set[PeerConnection] = set()
         self._opening: set[MessageChannel] = set()
@@ -182,13 +190,15 @@ class PeerClient:
                 secret=self._credentials.secret,
                 within_s=within_s,
             )
+            line = PeerConnection(channel)
+            self._greet(line, until)
         except BaseException:
             channel.close()
             raise
         finally:
             with self._lock:
                 self._opening.discard(channel)
-        return PeerConnection(channel)
+        return line
 
     def _return(self, line: PeerConnection) -> None:
         with self._lock:

@@ -12,6 +12,8 @@ import msgspec
 
 from peerstore.commit_protocol import MAX_ABORTED_VERSIONS, MAX_RETAINED_VERSIONS
 from peerstore.membership.swim import GossipMessage
+from peerstore.membership.topology import MemberList
+from peerstore.settings import ReplicationSettings
 from peerstore.shard_records import ResumePoint, RetentionMark, ShardInfo, ShardKey, ShardRecord, VersionId
 
 MAX_RANGES_PER_READ = 4096
@@ -254,6 +256,13 @@ class IndirectPing(msgspec.Struct, frozen=True):
     """Whether who is asked reaches ``node``, which did not answer who asks: a bool."""
 
     node: str
+
+
+class JoinJob(msgspec.Struct, frozen=True):
+    """Take part in this connection's job, which the receiver does not know yet."""
+
+    member_list: MemberList
+    settings: ReplicationSettings
 
 
 class GetMemberList(msgspec.Struct, frozen=True):

@@ -90,6 +90,7 @@ class JobPeers:
             transport,
             store.replicas,
             settings=membership,
+            replication=settings,
             changed=self._changed,
             clock=clock,
         )

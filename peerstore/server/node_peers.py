@@ -19,6 +19,7 @@ from peerstore.membership.topology import MemberList, NodeId, PeerNode, validate
 from peerstore.message_codec import from_msgpack
 from peerstore.peers.heartbeat_loop import SHUTDOWN_GRACE_S
 from peerstore.peers.peer_client import PeerCredentials
+from peerstore.peers.peer_messages import JoinJob
 from peerstore.server.job_peers import JobPeers
 from peerstore.server.peer_server import PeerServer
 from peerstore.settings import JOB_PEERS_BLOB, BlobAccess, JobPeersConfig
@@ -76,7 +77,16 @@ class NodePeers(StoreListener):
         self._teams: dict[str, JobPeers] = {}
         self._plans: dict[str, JobPeersConfig] = {}
         self._listener: Listener | None = None
-        self.server = PeerServer(store, identity.node, team_of=self.job_peers, version=version, shared=shared)
+        self._standby_secret: bytes | None = None
+        self.server = PeerServer(
+            store,
+            identity.node,
+            team_of=self.job_peers,
+            join=self._join_invited,
+            standby_secret=lambda: self._standby_secret,
+            version=version,
+            shared=shared,
+        )
 
     def start(self) -> None:
         """Go on for the jobs that a killed agent took part in."""
@@ -181,6 +191,23 @@ class NodePeers(StoreListener):
             team.start(discovery)
         team.membership.wait_quorum(wait_s)  # also of those that only a changed list of nodes names
         return team
+
+    def accept_standby(self, secret: bytes) -> PeerNode:
+        """Let nodes that prove ``secret`` have this node join their job, to keep replicas; return this node.
+
+        A later secret replaces it. Jobs that this node takes part in already keep their own secret.
+        """
+        self._standby_secret = secret
+        return self.this_node
+
+    def _join_invited(self, job: str, secret: bytes, invitation: JoinJob) -> JobPeers:
+        team = self.job_peers(job)
+        if team is not None:  # another node's invitation, or a rank of this node, came first
+            return team
+        log.info("job %s: this node joins it as a standby node", job)
+        return self.join(
+            job, JobPeersConfig(secret, invitation.settings, member_list=invitation.member_list), wait_s=0.0
+        )
 
     def _new_job_peers(self, job: str, plan: JobPeersConfig) -> JobPeers:
         me = self.this_node

@@ -10,6 +10,7 @@ from typing import Any
 from peerstore import message_codec
 from peerstore.commit_protocol import CommitDecision, PartsReport
 from peerstore.errors import (
+    JobNotJoinedError,
     PeerStoreError,
     ProtocolError,
     RequestError,
@@ -32,6 +33,7 @@ from peerstore.peers.peer_messages import (
     GetPeerBlobs,
     GetShardRecords,
     IndirectPing,
+    JoinJob,
     OfferReplica,
     ParityStatus,
     PeerRequest,
@@ -68,6 +70,8 @@ class PeerServer:
         me: str,
         *,
         team_of: Callable[[str], JobPeers | None],
+        join: Callable[[str, bytes, JoinJob], JobPeers],
+        standby_secret: Callable[[], bytes | None] = lambda: None,
         version: str = "",
         shared: BlobAccess = BlobAccess(),  # noqa: B008 - it is never changed
         verified: Callable[[PeerIdentity], None] = lambda _peer: None,
@@ -75,6 +79,8 @@ class PeerServer:
         self._store = store
         self._me = me
         self._team_of = team_of
+        self._join = join
+        self._standby_secret = standby_secret
         self._version = version
         self.blob_access = shared
         self._verified = verified
@@ -84,12 +90,20 @@ class PeerServer:
 
     def serve(self, channel: MessageChannel) -> None:
         """One connection, from its greeting to its end."""
+        standby = self._standby_secret()
+
+        def secret_of(job: str) -> bytes | None:
+            team = self._team_of(job)
+            return team.credentials.secret if team is not None else standby
+
         try:
-            who = authenticate_client(channel, me=self._me, secret_of=self._secret_of, version=self._version)  # type: ignore[arg-type]
+            who = authenticate_client(channel, me=self._me, secret_of=secret_of, version=self._version)  # type: ignore[arg-type]
         except PeerStoreError:
             self.rejected += 1
             raise
         team = self._team_of(who.job)
+        if team is None and standby is not None:
+            team = self._wait_join(who.job, standby, channel)
         if team is None:
             return
         self._verified(who)
@@ -102,9 +116,24 @@ class PeerServer:
         finally:
             conversation.end()
 
-    def _secret_of(self, job: str) -> bytes | None:
-        team = self._team_of(job)
-        return team.credentials.secret if team is not None else None
+    def _wait_join(self, job: str, secret: bytes, channel: MessageChannel) -> JobPeers | None:
+        """Join the job that this node takes no part in yet, if that is the peer's first request; else refuse it."""
+        incoming = channel.receive()
+        if incoming is None:
+            return None
+        request = message_codec.decode_message(incoming.header, PeerRequest)
+        if incoming.payload_bytes:
+            raise ProtocolError(f"{request.op!r} came with {incoming.payload_bytes} bytes for an unknown job")
+        try:
+            if request.op != "join_job":
+                raise JobNotJoinedError(f"node {self._me} takes no part in job {job} yet")
+            team = self._join(job, secret, message_codec.decode_message(request.body, JoinJob))
+        except PeerStoreError as error:
+            answer = PeerResponse(type(error).__name__, message_codec.encode_raw_message(str(error)))
+            channel.send(message_codec.encode_message(answer))
+            return None
+        channel.send(message_codec.encode_message(PeerResponse("", message_codec.encode_raw_message(None))))
+        return team
 
     def close(self) -> None:
         self.replica_receiver.close()
@@ -151,6 +180,7 @@ class _PeerSession:
             "ping": (PingMessage, lambda a: team.membership.handle_ping(who.node, a)),
             "indirect_ping": (IndirectPing, lambda a: team.membership.can_reach(NodeId(a.node))),
             "member_list": (GetMemberList, self._member_list),
+            "join_job": (JoinJob, lambda a: team.membership.set_member_list(a.member_list)),
             "report_parts": (PartsReport, team.replicator.commit_tracker.handle_report),
             "delete_versions": (DeleteVersions, self._drop),
             "version_not_durable": (VersionNotDurable, self._not_durable),
