@@ -275,7 +275,9 @@ def run_supervisor(task: SupervisorSpec, secret: bytes) -> tuple[ExitReason, str
     )
     ended = threading.Event()
     agent = MemoryTierProcess({**os.environ, **task.environ}, settings.directory.parent, stop=ended)
-    supervisor = Supervisor(settings, secret, terminal=sys.stdout.buffer, partition_agent=agent.partition)
+    supervisor = Supervisor(
+        settings, secret, terminal=sys.stdout.buffer, partition_agent=agent.partition, offer_memory=agent.offer_memory
+    )
     handle_signals(
         {
             signal.SIGTERM: lambda: supervisor.drain(f"node {task.node} was preempted (SIGTERM)"),

@@ -32,6 +32,7 @@ from elastic.control.control_plane import ControlNotice, LeaveStage, NoticeKind,
 from elastic.fault_injection.fault_spec import FaultInjection
 from elastic.world.world_state import ErrorPosition, RequestedStep, SealedStep, WorldPhase
 from peerstore.errors import ProtocolError
+from peerstore.membership.topology import PeerNode
 from peerstore.message_codec import decode_message
 from peerstore.shard_records import NonNegativeInt, NonNegativeIntOrMinusOne
 
@@ -127,6 +128,8 @@ class RankDesired(
     """Faults that somebody wants here; which of them have happened is seen elsewhere."""
     partitions: NonNegativeInt = 0
     """How often this node was cut off on purpose: its ranks lose their connections each time."""
+    standby: tuple[PeerNode, ...] = ()
+    """As in :class:`NodeDesired`."""
 
 
 class RankFailure(msgspec.Struct, frozen=True):
@@ -245,6 +248,8 @@ class NodeStatus(
     """The latest term in which it has obeyed a coordinator; 0 where the coordinator is in one place for good."""
     leader: str = ""
     """Which coordinator that was."""
+    peer: PeerNode | None = None
+    """The node's agent, if it accepts replicas although the node is outside the world."""
 
 
 class CommandKind(enum.Enum):
@@ -295,6 +300,10 @@ class NodeDesired(
     """In which the coordinator leads; 0 where it is in one place for good."""
     exit: ExitReason | None = None
     reason: str = ""
+    offer_memory: bool = False
+    """The node is outside the world: its agent is to accept replicas of the job."""
+    standby: tuple[PeerNode, ...] = ()
+    """Agents of nodes outside the world that accept replicas of its steps."""
 
 
 class StatusRequest(msgspec.Struct, frozen=True, tag="status"):

@@ -44,6 +44,7 @@ from elastic.fault_injection.fault_spec import FaultInjection
 from elastic.world.world_state import ErrorPosition, SealedStep
 from peerstore import message_codec
 from peerstore.errors import PeerStoreError
+from peerstore.membership.topology import PeerNode
 from peerstore.server.store_client import connect_to_agent
 
 log = logging.getLogger(__name__)
@@ -189,6 +190,11 @@ class SupervisorClient:
             given = self._hears.injections
         if given:
             call(given)
+
+    @property
+    def standby_nodes(self) -> tuple[PeerNode, ...]:
+        """Agents of nodes outside the world that accept replicas of its steps, as of now."""
+        return self._hears.standby
 
     def report_leave_stage(self, stage: LeaveStage | None) -> None:
         """Report the stage of leaving a broken world; ``None``: the world is left."""

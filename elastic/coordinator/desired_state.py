@@ -47,6 +47,8 @@ def node_desired(reconciler: WorldReconciler, node: str, now: float) -> NodeDesi
         term=reconciler.term,
         exit=reconciler.exit,
         reason=reconciler.reason or seen.drain_reason,
+        offer_memory=reconciler.progress is not None and node not in reconciler.progress.places,
+        standby=reconciler.standby_peers if formed is not None and formed is reconciler.world_spec else (),
     )
 
 

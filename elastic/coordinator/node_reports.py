@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import NamedTuple
 
 from elastic.control.control_messages import NodeStatus, RankRequest, WorldSpec
@@ -22,7 +22,12 @@ from elastic.world.world_state import (
     ResizeRequested,
     SealedStep,
     WorldEvent,
+    WorldState,
 )
+from peerstore.membership.topology import PeerNode
+
+MAX_STANDBY_PEERS = 16
+"""Agents outside the world that its nodes are told of: replicas need two at most."""
 
 
 def events_between(before: NodeStatus | None, status: NodeStatus, now: float) -> Iterator[WorldEvent]:
@@ -101,6 +106,16 @@ def _has_gone_on(status: NodeStatus) -> bool:
     stepped = any(rank is not None and rank.step >= 0 for rank in status.rank_progress)
     left = status.broken_reason is not None or status.pause is not None or status.sealed is not None
     return stepped or left or bool(status.exited_ranks)
+
+
+def standby_peers(world: WorldState, peer_of: Callable[[str], PeerNode | None]) -> tuple[PeerNode, ...]:
+    """Return the agents of nodes outside the world that stay in the job, at most :data:`MAX_STANDBY_PEERS`.
+
+    ``peer_of`` returns a node's agent, ``None`` if that accepts no replicas.
+    """
+    ranked = set(world.ranked_nodes)
+    staying = sorted(name for name, node in world.members.items() if name not in ranked and not node.is_draining)
+    return tuple(peer for name in staying if (peer := peer_of(name)) is not None)[:MAX_STANDBY_PEERS]
 
 
 def _epoch(formed: WorldSpec | None) -> int:

@@ -40,6 +40,7 @@ from elastic.world.action_text import describe_action
 from elastic.world.next_world import initial_world, next_world, rebuild_world
 from elastic.world.scaling_policy import ScalingPolicy
 from elastic.world.world_state import RequestedStep, WorldPhase, WorldState
+from peerstore.membership.topology import PeerNode
 from peerstore.shard_records import EPOCHS_PER_WORLD, MAX_EPOCH_LEAD, clock_ms, next_epoch
 
 log = logging.getLogger(__name__)
@@ -130,6 +131,8 @@ class WorldReconciler:
         """Why the job cannot go on."""
         self.size_request: SizeRequest | None = None
         self.requested_nodes = 0
+        self.standby_peers: tuple[PeerNode, ...] = ()
+        """Agents of nodes outside the world that accept replicas."""
         self.released: dict[str, world_state.ReleaseNode] = {}
         self.store_node = ""
         self.is_rejoining = not fresh
@@ -171,6 +174,7 @@ class WorldReconciler:
         seen.status, seen.last_heartbeat, seen.connected = status, now, True
         self._connected[status.node] = None
         self._connected.move_to_end(status.node)
+        has_other_peer = status.peer != (None if before is None else before.peer)
         self._cut_off.discard(status.node)
         if status.coordinator == self.incarnation and seen.commands:
             seen.commands = [command for command in seen.commands if command.number > status.last_command]
@@ -178,6 +182,8 @@ class WorldReconciler:
         self._is_concluded = False
         if self.is_rejoining:
             return ""
+        if has_other_peer:
+            self._update_standby()
         if self.progress is not None:
             self.progress.update(status)
         if not self.is_superseded(status):
@@ -302,9 +308,20 @@ class WorldReconciler:
         self.world, actions = next_world(before, event, self.settings.policy, now)
         if before.requested_step is not None and self.world.requested_step is None:
             self._forget_requested_step()
+        if self.world.members is not before.members or self.world.epoch != before.epoch:
+            self._update_standby()
         self._do(actions, now)
         if self._witness is not None:
             self._witness(self, before, event, actions, now)
+
+    def _update_standby(self) -> None:
+        def peer_of(node: str) -> PeerNode | None:
+            seen = self.nodes.get(node)
+            return None if seen is None else seen.status.peer
+
+        before, self.standby_peers = self.standby_peers, node_reports.standby_peers(self.world, peer_of)
+        if self.standby_peers != before:
+            self._due.update(self.world.ranked_nodes)
 
     def _first_sealed(self) -> list[world_state.WorldEvent]:
         """The first step that a world of this run has sealed, while the requested one is still to be restored."""
@@ -629,6 +646,7 @@ class WorldReconciler:
             resume_from=None if newest is None else node_reports.named_step(newest, status),
         )
         self.hang_detector = HangDetector(now, self.step_times)
+        self._update_standby()
         self._do(actions, now)
         self._surpass(self.min_epoch, now)
         inside = [] if newest is None else [one for one in status if self._epoch_of(one) == newest.epoch]

@@ -17,13 +17,15 @@ from elastic.control.child_processes import last_line, with_import_path
 from elastic.control.run_directory import RunDirectory
 from elastic.control.running_clock import since_boot
 from peerstore.errors import PeerStoreError
+from peerstore.membership.topology import PeerNode
 from peerstore.server.agent_launcher import connect_or_launch_agent, replace_hung_agent, signal_agent
 from peerstore.server.store_client import Client, connect_to_agent
 from peerstore.settings import AgentPaths
 from peerstore.shard_records import JobStatus, VersionId
-from tieredckpt.agent.agent_api import IsolateRequest, StepInventory
+from tieredckpt.agent.agent_api import AcceptStandbyRequest, IsolateRequest, StepInventory
 from tieredckpt.agent.agent_client import NodeAgentClient, agent_command, agent_watchdogs
 from tieredckpt.agent.local_agents import newest_version
+from tieredckpt.agent.peer_config import DISCOVERY_WORLD, is_unreplicated, peer_secret
 from tieredckpt.errors import SettingsError, TieredCheckpointError
 from tieredckpt.memory_service_options import MEMORY_SERVICE_JOB
 from tieredckpt.resolve_step import Tier
@@ -60,6 +62,7 @@ class MemoryTierProcess:
         self._mine: AgentPaths | None = None
         self._place: AgentPaths | None = None
         """Of the agent that is looked after."""
+        self._on_offered: Callable[[PeerNode], None] | None = None
 
     def start(self, on_failure: Callable[[str], None] | None = None) -> None:
         """Start the agent of this node, now and whenever it has died.
@@ -89,6 +92,7 @@ class MemoryTierProcess:
 
             if self._started(begin, on_failure):
                 self._place = place
+                self._offer()
         except SettingsError as error:
             log.error("the node agent was not started: %s", error)
             if on_failure is not None:
@@ -133,9 +137,37 @@ class MemoryTierProcess:
                     )
                 raise
             failures = 0
+            self._offer()
             return sock
 
         return relaunch
+
+    def offer_memory(self, on_offered: Callable[[PeerNode], None]) -> None:
+        """Let the agent accept replicas of the job's steps, from nodes that prove the job's ``peer.secret``.
+
+        ``on_offered`` receives how other nodes reach the agent, again after each restart of the agent.
+        """
+        self._on_offered = on_offered
+        self._offer()
+
+    def _offer(self) -> None:
+        place, on_offered = self._place, self._on_offered
+        if place is None or on_offered is None:
+            return
+        try:
+            peer = load_settings(self._environ).peer
+            if peer.discovery != DISCOVERY_WORLD or is_unreplicated(peer) or not peer.secret:
+                return
+            request = AcceptStandbyRequest(peer_secret(peer))
+            with contextlib.closing(
+                Client(partial(connect_to_agent, place.socket, named=place.explicit), retry_s=0.0)
+            ) as client:
+                node = client.call("accept_standby", request, PeerNode | None)
+        except (TieredCheckpointError, PeerStoreError, OSError) as error:
+            log.warning("the node agent does not accept replicas of the job: %s", error)
+            return
+        if node is not None:
+            on_offered(node)
 
     def partition(self, seconds: float) -> None:
         """Have it reach no other node's agent for so long. One that other jobs use as well is left alone."""

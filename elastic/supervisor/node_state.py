@@ -32,6 +32,7 @@ from elastic.control.control_messages import (
 from elastic.control.control_plane import ControlNotice, NoticeKind, RankAssignment, RankProgress
 from elastic.fault_injection.fault_spec import SUPERVISOR_KINDS, FaultInjection
 from elastic.world.world_state import SealedStep
+from peerstore.membership.topology import PeerNode
 
 _SPARE_TRIES = 3
 """Spares that end before they are warm are started again so often."""
@@ -71,13 +72,17 @@ class PartitionNode(NamedTuple):
     seconds: float
 
 
+class OfferMemory(NamedTuple):
+    """This node's agent is to accept replicas of the world that the node is not in."""
+
+
 class InjectFault(NamedTuple):
     """A fault is to happen that a supervisor can bring about."""
 
     injection: FaultInjection
 
 
-SupervisorEffect = StartProcess | EndProcess | PartitionNode | InjectFault
+SupervisorEffect = StartProcess | EndProcess | PartitionNode | OfferMemory | InjectFault
 
 
 @dataclass
@@ -215,6 +220,12 @@ class NodeState:
     """Faults that are to happen in ranks."""
     partitions: int = 0
     """How often this node was cut off on purpose."""
+    offers_memory: bool = False
+    """The agent was to accept replicas of the job."""
+    peer: PeerNode | None = None
+    """The agent, since it accepts them."""
+    standby: tuple[PeerNode, ...] = ()
+    """Agents of nodes outside the world that accept replicas of its steps."""
 
     # -- from the machine ---------------------------------------------------------------------------------------------
 
@@ -325,6 +336,10 @@ class NodeState:
         self.requests = [(number, one) for number, one in self.requests if number > orders.acknowledged]
         self.size_request = orders.size_request or self.size_request
         self.run_store = orders.run_store
+        self.standby = orders.standby
+        if orders.offer_memory and not self.offers_memory:
+            self.offers_memory = True
+            self.effects.append(OfferMemory())
         told, known = orders.newest_world, self.newest_world
         if told is not None and (known is None or told.epoch >= known.epoch):
             self.newest_world = told
@@ -587,6 +602,7 @@ def _for_rank(state: NodeState, token: str, now: float) -> RankDesired:
         _notice(state, formed.epoch, now),
         state.pause_target,
         coordinator_unreachable=state.coordinator_unreachable,
+        standby=state.standby,
     )
 
 
@@ -665,6 +681,7 @@ def node_status(state: NodeState, now: float) -> NodeStatus:
         store=state.store,
         term=state.leader[0],
         leader=state.leader[1],
+        peer=state.peer,
     )
 
 

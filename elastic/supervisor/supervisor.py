@@ -60,11 +60,11 @@ from elastic.fault_injection.fault_spec import FaultInjection, InjectionKind, Ra
 from elastic.rendezvous.store_servers import CoordinatorKeeper, StoreProcess
 from elastic.settings import SOCKET_VARIABLE, TOKEN_VARIABLE
 from elastic.supervisor import node_state
-from elastic.supervisor.node_state import EndProcess, InjectFault, NodeState, PartitionNode, StartProcess
+from elastic.supervisor.node_state import EndProcess, InjectFault, NodeState, OfferMemory, PartitionNode, StartProcess
 from peerstore import message_codec
 from peerstore.daemon_process import peer_credentials
 from peerstore.errors import PeerStoreError, ProtocolError
-from peerstore.membership.topology import validate_node_id
+from peerstore.membership.topology import PeerNode, validate_node_id
 from peerstore.server.store_server import ensure_private_directory
 
 log = logging.getLogger(__name__)
@@ -126,6 +126,7 @@ class Supervisor:
         spawn: SpawnProcess = ChildProcess,
         terminal: IO[bytes] | None = None,
         partition_agent: Callable[[float], None] = lambda _seconds: None,
+        offer_memory: Callable[[Callable[[PeerNode], None]], None] = lambda _on_offered: None,
         clock: Callable[[], float] = since_boot,
     ) -> None:
         self.settings = settings
@@ -137,6 +138,7 @@ class Supervisor:
             wanted_spares=settings.spares,
         )
         self._spawn, self._terminal, self._cutting = spawn, terminal, partition_agent
+        self._offer_memory = offer_memory
         self._clock = RunningClock(2 * settings.heartbeat_s, clock)
         self._inbox: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         self._running: dict[str, Any] = {}
@@ -312,6 +314,9 @@ class Supervisor:
             elif isinstance(effect, PartitionNode):
                 self._link.disconnect_for(effect.seconds)
                 threading.Thread(target=self._cutting, args=(effect.seconds,), name="elastic-cut", daemon=True).start()
+            elif isinstance(effect, OfferMemory):
+                offered = (lambda peer: self._post(partial(self._offered, peer)),)
+                threading.Thread(target=self._offer_memory, args=offered, name="elastic-offer", daemon=True).start()
             elif isinstance(effect, InjectFault):
                 self._inject(effect.injection)
 
@@ -483,6 +488,9 @@ class Supervisor:
 
     def _keeps(self, address: str) -> None:
         self.state.store = address
+
+    def _offered(self, peer: PeerNode) -> None:
+        self.state.peer = peer
 
     # -- telling ------------------------------------------------------------------------------------------------------
 

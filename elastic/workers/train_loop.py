@@ -26,6 +26,7 @@ from elastic.control.control_plane import (
     NoticeKind,
     RankAssignment,
 )
+from elastic.control.supervisor_client import SupervisorClient
 from elastic.errors import ElasticError, JobFailedError, NonFiniteLossError, UnhealthyProcessError, WorldChanged
 from elastic.workers.in_process_restart import (
     DeviceHealthCheck,
@@ -251,6 +252,17 @@ class _Rank(Generic[T]):
     def _ended(self, how: RunOutcome) -> RunResult[T]:
         return RunResult(how, self._finished[0] if self._finished else None, self._steps, self._worlds)
 
+    @contextmanager
+    def _saving(self, place: RankAssignment) -> Iterator[None]:
+        """Use the world's epoch for incarnations that begin in it, and the nodes outside it for replicas."""
+        from tieredckpt.session.agent_discovery import use_standby_nodes
+        from tieredckpt.session.incarnation import use_world_epoch
+
+        plane = self._plane
+        nodes = (lambda: plane.standby_nodes) if isinstance(plane, SupervisorClient) else tuple
+        with use_world_epoch(place.incarnation_epoch), use_standby_nodes(nodes):
+            yield
+
     def _abort(self, notice: ControlNotice) -> None:
         self._record.fault_detected()
         groups = self._groups
@@ -291,7 +303,7 @@ class _Rank(Generic[T]):
         well = False
         watch.watch_barrier(gate)
         try:
-            with _environment(place), _current(world), use_fence(fence), _resume_from(place), _world_epoch(place):
+            with _environment(place), _current(world), use_fence(fence), _resume_from(place), self._saving(place):
                 self._faults.enter_world(world)
                 groups.initialize()
                 self._record.groups_ready()
@@ -391,15 +403,6 @@ def _resume_from(place: RankAssignment) -> Iterator[None]:
         return
     source = f"the ranks sealed step {sealed.step} before this world"
     with require_step(sealed.job, sealed.step, sealed.epoch, source):
-        yield
-
-
-@contextmanager
-def _world_epoch(place: RankAssignment) -> Iterator[None]:
-    """Incarnations that begin in this world have the epochs that the coordinator allocated for it."""
-    from tieredckpt.session.incarnation import use_world_epoch
-
-    with use_world_epoch(place.incarnation_epoch):
         yield
 
 

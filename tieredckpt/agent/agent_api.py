@@ -570,6 +570,11 @@ class IsolateRequest(msgspec.Struct, frozen=True):
     seconds: float
 
 
+class AcceptStandbyRequest(msgspec.Struct, frozen=True):
+    secret: bytes
+    """Secret of the jobs that this node may join as a standby node."""
+
+
 class EmptyRequest(msgspec.Struct, frozen=True):
     pass
 

@@ -9,6 +9,7 @@ from peerstore.server.store_api import Operation
 from tieredckpt.agent.agent_api import (
     MAX_AGENT_WAIT_S,
     MAX_ISOLATION_S,
+    AcceptStandbyRequest,
     AddMetricsRequest,
     AgentJobRequest,
     BlobPage,
@@ -115,6 +116,7 @@ def agent_operations(node: NodeAgentService) -> dict[str, Operation]:
         "isolate": Operation(
             IsolateRequest, none, lambda a, _: node.isolate(min(max(a.seconds, 0.0), MAX_ISOLATION_S))
         ),
+        "accept_standby": Operation(AcceptStandbyRequest, PeerNode | None, lambda a, _: node.accept_standby(a.secret)),
         "this_node": Operation(EmptyRequest, PeerNode | None, lambda *_: node.this_node()),
         "known_peers": Operation(AgentJobRequest, KnownPeers | None, lambda a, _: node.known_peers(a.job)),
         "peer_credentials": Operation(

@@ -500,6 +500,10 @@ class NodeAgentService(StoreListener):
     def isolate(self, seconds: float) -> None:
         self._node_peers().partition(seconds)
 
+    def accept_standby(self, secret: bytes) -> PeerNode | None:
+        """Let nodes that prove ``secret`` store replicas here; return this node, ``None`` if it does not listen."""
+        return self.peers.node_peers.accept_standby(secret) if self.peers is not None else None
+
     def this_node(self) -> PeerNode | None:
         return self.peers.node_peers.this_node if self.peers is not None else None
 

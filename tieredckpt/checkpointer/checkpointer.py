@@ -55,7 +55,7 @@ from tieredckpt.gc_pause import gc_paused
 from tieredckpt.live import abort_fence
 from tieredckpt.live.boundary_recorder import BoundaryRecorder
 from tieredckpt.location import check_step, parse_location
-from tieredckpt.session.agent_discovery import join_peer_agents
+from tieredckpt.session.agent_discovery import join_peer_agents, join_standby_nodes
 from tieredckpt.session.save_plan import PlannedSave
 from tieredckpt.session.session import Session, StagedShard, open_session, session_if_open
 from tieredckpt.settings import Settings, load_settings, override_settings
@@ -310,6 +310,7 @@ class Checkpointer:
         if not self._planned_before:
             return self._save_first(state, step, durable=durable, keep=keep)
         session = self.session
+        self._joined = join_standby_nodes(session) or self._joined
         if session.agents_are_isolated:
             return self._save_first(state, step, durable=durable, keep=keep, wait_s=wait_s)
         knowing = session.incarnation.agreed_rank_count

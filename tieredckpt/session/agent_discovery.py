@@ -9,7 +9,7 @@ import logging
 import os
 import secrets
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
@@ -89,17 +89,33 @@ class _Report(msgspec.Struct, frozen=True):
     secret_file: str = ""
 
 
+_standby_nodes: Callable[[], tuple[PeerNode, ...]] = tuple
+
+
+@contextlib.contextmanager
+def use_standby_nodes(nodes: Callable[[], tuple[PeerNode, ...]]) -> Iterator[None]:
+    """In this block ``nodes`` returns the nodes outside the world whose agents accept replicas."""
+    global _standby_nodes  # noqa: PLW0603 - a process is in one world
+    before, _standby_nodes = _standby_nodes, nodes
+    try:
+        yield
+    finally:
+        _standby_nodes = before
+
+
 def join_peer_agents(session: Session, *, restoring: bool = False) -> bool:
     """Have this node's agent know those of the job's other nodes, to which it says what is whole, and where it keeps
     copies, as the settings say. Whether there are copies.
 
     Nodes of earlier worlds whose agents still run stay in the list. For a restore they are full members: where several
-    leave at once, a shard and all its copies may be on those. From the next save on they are standby nodes: they get
-    replicas only where the nodes with ranks are too few, and nobody's quorum depends on them.
+    leave at once, a shard and all its copies may be on those. From the next save on they are standby nodes, like the
+    nodes of :func:`use_standby_nodes`: they get replicas only where the nodes with ranks are too few, and nobody's
+    quorum depends on them.
     """
     peer = session.settings.peer
     if peer.discovery == DISCOVERY_OFF:
         return False
+    session.standby_nodes = _standby_nodes()
     try:
         plan = (
             _plan_of_world(session, peer, restoring)
@@ -113,6 +129,44 @@ def join_peer_agents(session: Session, *, restoring: bool = False) -> bool:
         return plan is not None and not is_unreplicated(peer)
     except PeerStoreError as error:
         raise TierUnavailableError(f"{session.job}: its nodes cannot keep copies for each other: {error}") from error
+
+
+def join_standby_nodes(session: Session) -> bool:
+    """Add nodes that accept replicas since this world began; return whether there are such nodes.
+
+    Rank 0 adds them for all. Nodes that have left need no change: they get no replicas once their agents are dead.
+    """
+    nodes = _standby_nodes()
+    if nodes == session.standby_nodes:
+        return False
+    before, session.standby_nodes = session.standby_nodes, nodes
+    peer = session.settings.peer
+    if peer.discovery != DISCOVERY_WORLD or not _outside(session) or not dist.is_initialized():
+        return False
+    if dist.get_rank() == 0:
+        try:
+            _add_standby_nodes(session, peer)
+        except (PeerStoreError, TierUnavailableError) as error:  # the next save tries again
+            session.standby_nodes = before
+            log.warning("%s: nodes outside the world get no replicas yet: %s", session.job, error)
+    return True
+
+
+def _add_standby_nodes(session: Session, peer: PeerSettings) -> None:
+    plan, known, me = session.peer_plan, session.agent.known_peers(session.job), session.agent.this_node()
+    members = plan.member_list if plan is not None else None
+    if me is None or (members is not None and set(_outside(session)) <= set(members.nodes)):
+        return
+    voters = [me] if members is None else [node for node in members.nodes if node.id not in members.standby]
+    secret = plan.secret if plan is not None else peer_secret(peer)
+    nodes = _with_standby({node.id: node for node in voters}, known, _outside(session))
+    session.join_peers(JobPeersConfig(secret, replication_settings(peer), member_list=nodes))
+
+
+def _outside(session: Session) -> tuple[PeerNode, ...]:
+    """Return the nodes outside the world that know the job's secret; they cannot know one that the ranks generate."""
+    peer = session.settings.peer
+    return session.standby_nodes if peer.secret and not is_unreplicated(peer) else ()
 
 
 def _plan_of_world(session: Session, peer: PeerSettings, restoring: bool) -> JobPeersConfig | None:
@@ -153,7 +207,9 @@ def _plan_of_world(session: Session, peer: PeerSettings, restoring: bool) -> Job
         newest = None
         if reporter.rank >= 0:
             newest = _reported(from_json(_told(store, f"{prefix}/known", within), _Report))
-        offer = _invite(list(guests.values()), newest, peer, session.job, restoring=restoring)
+        offer = _invite(
+            list(guests.values()), newest, peer, session.job, restoring=restoring, outside=_outside(session)
+        )
         if offer.secret and reporter.one_machine and (path := _write_secret(session, offer.secret)):
             offer = msgspec.structs.replace(offer, secret=b"", secret_file=path)
         store.set(f"{prefix}/all", _text(offer))
@@ -269,20 +325,40 @@ def _forget(store: torch.distributed.Store, prefix: str, secret_file: str) -> No
 
 
 def _plan_of_last(session: Session, peer: PeerSettings, restoring: bool) -> JobPeersConfig | None:
-    """On a single node: ``None``, unless it knows others from an earlier world. From the first save on those are
-    standby nodes, and this node alone counts for the quorum, also where none of the others lives.
+    """On a single node: ``None``, unless it knows others from an earlier world, or outside of this one. From the first
+    save on those are standby nodes, and this node alone counts for the quorum, also where none of the others lives.
     """
     known = _acquaintance(session, restoring)
-    me = session.agent.this_node() if known is not None else None
-    if known is None or me is None or restoring:
+    if restoring:
         return None
-    return JobPeersConfig(known.secret, replication_settings(peer), member_list=_with_standby({me.id: me}, known))
+    members = _list_of_first_rank(session, known)
+    if members is None:
+        return None
+    secret = known.secret if known is not None else peer_secret(peer)
+    return JobPeersConfig(secret, replication_settings(peer), member_list=members)
 
 
-def _with_standby(nodes: Mapping[str, PeerNode], known: KnownPeers | None) -> MemberList:
-    """The nodes with ranks, and as standby nodes the living ones of earlier worlds."""
-    standby = [node for node in known.nodes if node.id not in nodes] if known is not None else []
-    return member_list(time.time_ns(), [*nodes.values(), *standby], (node.id for node in standby))
+def _list_of_first_rank(session: Session, known: KnownPeers | None) -> MemberList | None:
+    """Return the list that the node's first rank makes: the others may see other nodes outside the world."""
+    store = dist.distributed_c10d._get_default_store()
+    prefix, rank = f"tieredckpt/{session.job}/nodes/single", dist.get_rank()
+    prefix = f"{prefix}/{store.add(f'{prefix}/tries/{rank}', 1)}"
+    if rank:
+        return from_json(_told(store, f"{prefix}/list", timedelta(seconds=_WITHIN_S)), MemberList | None)
+    members = None
+    try:
+        me = session.agent.this_node() if known is not None or _outside(session) else None
+        members = None if me is None else _with_standby({me.id: me}, known, _outside(session))
+    finally:
+        store.set(f"{prefix}/list", _text(members))
+    return members
+
+
+def _with_standby(nodes: Mapping[str, PeerNode], known: KnownPeers | None, outside: Iterable[PeerNode]) -> MemberList:
+    """Return the nodes with ranks, and as standby nodes those outside the world and the living of earlier worlds."""
+    earlier = known.nodes if known is not None else ()
+    standby = {node.id: node for node in (*earlier, *outside) if node.id not in nodes}
+    return member_list(time.time_ns(), [*nodes.values(), *standby.values()], standby)
 
 
 def _acquaintance(
@@ -368,7 +444,13 @@ def _text(message: object) -> str:
 
 
 def _invite(
-    guests: Sequence[_NodeHello], known: KnownPeers | None, peer: PeerSettings, job: str, *, restoring: bool
+    guests: Sequence[_NodeHello],
+    known: KnownPeers | None,
+    peer: PeerSettings,
+    job: str,
+    *,
+    restoring: bool,
+    outside: Sequence[PeerNode],
 ) -> _PeerPlanOffer:
     """What the first rank makes of everybody's node."""
     nodes: dict[str, PeerNode] = {}
@@ -381,9 +463,9 @@ def _invite(
         nodes[node.id] = node
     if restoring and known is not None:
         nodes = {**{node.id: node for node in known.nodes}, **nodes}
-    if len(nodes) < 2 and (known is None or restoring):
+    if len(nodes) < 2 and (restoring or (known is None and not outside)):
         return _PeerPlanOffer(None, b"", one_agent=bool(nodes))
-    members = _with_standby(nodes, known)
+    members = _with_standby(nodes, known, outside)
     if not peer.secret:
         return _PeerPlanOffer(members, known.secret if known is not None and known.secret else generate_secret())
     try:

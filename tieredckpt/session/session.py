@@ -26,6 +26,7 @@ from peerstore.errors import (
     ShardNotFoundError,
 )
 from peerstore.failpoints import failpoint
+from peerstore.membership.topology import PeerNode
 from peerstore.message_codec import from_msgpack
 from peerstore.settings import JobPeersConfig
 from peerstore.shard_records import Lease, ShardKey, ShardRecord, SlotInfo, VersionId
@@ -210,6 +211,8 @@ class Session:
         self.refresh_peer_plan: Callable[[JobPeersConfig], JobPeersConfig] | None = None
         """The plan with the addresses that the job's nodes have by now, of which this one may have changed."""
         self._plan: JobPeersConfig | None = None
+        self.standby_nodes: tuple[PeerNode, ...] = ()
+        """Nodes outside the world that replicas may go to, as this process saw them last."""
         transport = peer_transport(settings.agent.interface, settings.agent.tls, settings.agent.transport)
         self.peers = PeerReader(node, job, transport, streams=settings.peer.streams)
         self._lock = threading.RLock()
@@ -233,6 +236,11 @@ class Session:
         if plan != self._plan:
             self.agent.join_peers(self.job, plan)
             self._plan = plan
+
+    @property
+    def peer_plan(self) -> JobPeersConfig | None:
+        """The plan that this process gave to its agent last."""
+        return self._plan
 
     def update_settings(self, settings: Settings) -> None:
         """Settings may change between saves (another durable URL, say)."""

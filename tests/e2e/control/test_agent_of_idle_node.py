@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
+import queue
 import signal
 import subprocess
 import sys
@@ -73,6 +74,27 @@ def test_unused_agent_is_replaced(end):
         wait_until(lambda: agent_pid(directory) not in (None, pid), "there is another one")
         wait_process_ended(pid)
         agent.shut_down()
+
+
+def test_offered_agent_is_offered_again_after_it_died():
+    with started() as (agent, pid):
+        agent._environ["TIEREDCKPT_PEER_SECRET"] = "a secret that all nodes share, 32"
+        offers = queue.SimpleQueue()
+        agent.offer_memory(offers.put)
+        first = offers.get(timeout=200)
+        os.kill(pid, signal.SIGKILL)
+        assert offers.get(timeout=200) == first  # at the port that other nodes know
+        agent.shut_down()
+
+
+@pytest.mark.parametrize("peer", [{}, {"COPIES": "1"}, {"DISCOVERY": "off"}], ids=["no secret", "one copy", "no peers"])
+def test_agent_without_a_use_for_it_is_not_offered(peer):
+    with started() as (agent, _):
+        secret = {"SECRET": "a secret that all nodes share, 32"} if peer else {}
+        agent._environ.update({f"TIEREDCKPT_PEER_{name}": value for name, value in {**secret, **peer}.items()})
+        offers = []
+        agent.offer_memory(offers.append)
+        assert offers == []
 
 
 def test_stopped_agent_is_not_restarted(caplog):

@@ -89,7 +89,9 @@ def peer_node(name):
 
 
 def invite_members(peer, *names):
-    return _invite([_NodeHello(peer_node(name), None) for name in names], None, peer, "job", restoring=False)
+    return _invite(
+        [_NodeHello(peer_node(name), None) for name in names], None, peer, "job", restoring=False, outside=()
+    )
 
 
 def test_tampered_member_list_is_refused():

@@ -7,7 +7,9 @@ from hypothesis import strategies as st
 
 from elastic.control.control_messages import NodeStatus, WorldSpec
 from elastic.control.control_plane import RankProgress
-from elastic.coordinator.node_reports import WorldProgress
+from elastic.coordinator.node_reports import MAX_STANDBY_PEERS, WorldProgress, standby_peers
+from elastic.world.world_state import NodeMember, WorldState
+from peerstore.membership.topology import NodeId, PeerNode
 from tests.support.example_counts import examples
 
 WORLD = WorldSpec(3, ("n0", "n8", "n16"), 0, "")
@@ -48,3 +50,11 @@ def test_incremental_progress_equals_full_recount(script):
             state.update(one)
             newest[one.node] = one
         assert (state.is_complete, state.sealed_by_all, state.pause_target) == whole(newest)
+
+
+def test_standby_peers_are_few_and_the_first_by_name():
+    names = [f"n{number:02d}" for number in range(30)]
+    world = WorldState(1, ranked_nodes=("n01",), members={name: NodeMember(name, 1, 1) for name in reversed(names)})
+    listed = standby_peers(world, lambda node: None if node == "n03" else PeerNode(NodeId(node), f"{node}:1"))
+    assert len(listed) == MAX_STANDBY_PEERS
+    assert [peer.id for peer in listed[:4]] == ["n00", "n02", "n04", "n05"]

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 import torch.distributed as dist
 
+from peerstore.errors import AgentUnreachableError
 from peerstore.membership.topology import PeerNode, member_list, validate_node_id
 from tieredckpt.agent.agent_api import KnownPeers
 from tieredckpt.session import agent_discovery
@@ -41,10 +42,15 @@ class Session:
     settings: Settings = field(default_factory=Settings)
     has_single_agent: bool = False
     refresh_peer_plan: object = None
+    standby_nodes: tuple[PeerNode, ...] = ()
     joined: list[object] = field(default_factory=list)
 
     def join_peers(self, plan: object) -> None:
         self.joined.append(plan)
+
+    @property
+    def peer_plan(self):
+        return self.joined[-1] if self.joined else None
 
 
 @pytest.fixture
@@ -186,3 +192,110 @@ def test_single_node_keeps_those_of_earlier_worlds_as_standby(store, monkeypatch
     agent_discovery.join_peer_agents(session)
     (plan,) = session.joined
     assert plan.member_list.standby == ("n1",)
+
+
+OUTSIDE = PeerNode(validate_node_id("n3"), "127.0.0.1:4")
+LATE = PeerNode(validate_node_id("n4"), "127.0.0.1:5")
+SHARED = b"a secret that all nodes share, 32"
+
+
+@pytest.fixture
+def configured():
+    return settings_from_mapping({"peer": {"secret": SHARED.decode()}})
+
+
+@pytest.fixture
+def outside(store):
+    """The nodes outside the world; the test changes them."""
+    nodes = [OUTSIDE]
+    with agent_discovery.use_standby_nodes(lambda: tuple(nodes)):
+        yield nodes
+
+
+def alone(monkeypatch, settings):
+    """Return the session of the first rank of a world on one node that knows no other node."""
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
+    session = Session(Agent([()]), settings=settings)
+    monkeypatch.setattr(session.agent, "known_peers", lambda _job: None)
+    return session
+
+
+def test_nodes_outside_the_world_are_standby(outside, monkeypatch, configured):
+    session = alone(monkeypatch, configured)
+    assert agent_discovery.join_peer_agents(session)
+    (plan,) = session.joined
+    assert (plan.secret, plan.member_list.standby) == (SHARED, ("n3",))
+    assert plan.member_list.nodes == (ME, OUTSIDE)
+
+
+def test_nodes_outside_a_world_of_several_nodes_are_standby(outside, store, configured, monkeypatch):
+    other_node(store, "another machine")
+    session = Session(Agent([()]), settings=configured)
+    monkeypatch.setattr(session.agent, "known_peers", lambda _job: None)
+    agent_discovery.join_peer_agents(session)
+    (plan,) = session.joined
+    assert plan.member_list.nodes == (ME, OTHER, OUTSIDE)
+    assert plan.member_list.standby == ("n3",)
+
+
+def test_ranks_of_one_node_use_the_list_of_the_first_one(outside, monkeypatch, configured):
+    first = alone(monkeypatch, configured)
+    agent_discovery.join_peer_agents(first)
+    outside.append(LATE)
+    monkeypatch.setattr(dist, "get_rank", lambda: 1)
+    second = alone(monkeypatch, configured)
+    agent_discovery.join_peer_agents(second)
+    assert second.joined == first.joined
+
+
+@pytest.mark.parametrize("peer", [{}, {"secret": SHARED.decode(), "copies": 1}], ids=["no secret", "one copy"])
+def test_nodes_outside_the_world_are_left_out_without_a_use_or_a_secret(outside, monkeypatch, peer):
+    session = alone(monkeypatch, settings_from_mapping({"peer": peer}))
+    assert not agent_discovery.join_peer_agents(session)
+    assert session.joined == []
+    outside.append(LATE)
+    assert not agent_discovery.join_standby_nodes(session)
+    assert session.joined == []
+
+
+def test_nodes_that_join_during_the_world_are_added(outside, monkeypatch, configured):
+    outside.clear()
+    session = alone(monkeypatch, configured)
+    assert not agent_discovery.join_peer_agents(session)
+    assert not agent_discovery.join_standby_nodes(session)
+    outside.append(OUTSIDE)
+    assert agent_discovery.join_standby_nodes(session)
+    assert not agent_discovery.join_standby_nodes(session)  # nothing new
+    outside.append(LATE)
+    assert agent_discovery.join_standby_nodes(session)
+    one, two = session.joined
+    assert (one.member_list.nodes, one.member_list.standby) == ((ME, OUTSIDE), ("n3",))
+    assert (two.member_list.nodes, two.member_list.standby) == ((ME, OUTSIDE, LATE), ("n3", "n4"))
+    assert two.member_list.version > one.member_list.version
+    outside.pop()
+    assert agent_discovery.join_standby_nodes(session)
+    assert len(session.joined) == 2  # the dead node gets nothing anyway
+
+
+def test_later_ranks_leave_new_nodes_to_the_first_one(outside, monkeypatch, configured):
+    session = alone(monkeypatch, configured)
+    monkeypatch.setattr(dist, "get_rank", lambda: 1)
+    assert agent_discovery.join_standby_nodes(session)
+    assert session.joined == []
+
+
+def test_new_nodes_are_added_at_the_next_save_if_the_agent_fails(outside, monkeypatch, configured, caplog):
+    session = alone(monkeypatch, configured)
+    agent_discovery.join_peer_agents(session)
+    outside.append(LATE)
+    join = session.join_peers
+
+    def fail(_plan):
+        raise AgentUnreachableError("no agent")
+
+    monkeypatch.setattr(session, "join_peers", fail)
+    agent_discovery.join_standby_nodes(session)
+    assert "nodes outside the world get no replicas yet: no agent" in caplog.text
+    monkeypatch.setattr(session, "join_peers", join)
+    agent_discovery.join_standby_nodes(session)
+    assert session.joined[-1].member_list.standby == ("n3", "n4")
