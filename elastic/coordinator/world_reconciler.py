@@ -90,7 +90,8 @@ class NodeRecord:
 class WorldReconciler:
     """``min_epoch`` is an epoch that no world may have any more, as far as is known from before.
 
-    ``observer`` is told of every decision, with the world before it.
+    A coordinator that starts again and knows none numbers its first world by ``epoch_clock``: a node that does not
+    answer may be in a world with any earlier number. ``observer`` is told of every decision, with the world before it.
     """
 
     def __init__(
@@ -605,12 +606,13 @@ class WorldReconciler:
             self._warn_state_lost(record, gather_by - now)
         if complete or (gather_by is not None and now >= gather_by):
             self.is_rejoining = False
+            min_next_epoch = 0 if self.min_epoch >= 0 else self._epoch_clock()
             if record is not None:
                 self.min_epoch = max(self.min_epoch, record.epoch)
             requested = self.settings.requested_step
             if (known := record or newest) is not None:
                 requested = known.requested_step
-            self._resume(says, newest, requested, now)
+            self._resume(says, newest, requested, min_next_epoch, now)
 
     def _warn_state_lost(self, record: WorldRecord, left_s: float) -> None:
         """Nobody who is here was in the newest world: say what is waited for, and in the end what is left behind."""
@@ -630,7 +632,12 @@ class WorldReconciler:
             )
 
     def _resume(
-        self, status: list[NodeStatus], newest: WorldSpec | None, requested: RequestedStep | None, now: float
+        self,
+        status: list[NodeStatus],
+        newest: WorldSpec | None,
+        requested: RequestedStep | None,
+        min_next_epoch: int,
+        now: float,
     ) -> None:
         policy = self.settings.policy
         reports = [node_reports.rejoin_report(one) for one in status]
@@ -644,6 +651,7 @@ class WorldReconciler:
             now_s=now,
             requested_step=requested,
             resume_from=None if newest is None else node_reports.named_step(newest, status),
+            min_next_epoch=min_next_epoch,
         )
         self.hang_detector = HangDetector(now, self.step_times)
         self._update_standby()

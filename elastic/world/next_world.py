@@ -638,11 +638,12 @@ def rebuild_world(
     now_s: float,
     requested_step: RequestedStep | None = None,
     resume_from: SealedStep | None = None,
+    min_next_epoch: int = 0,
 ) -> tuple[WorldState, tuple[WorldAction, ...]]:
     """Who has not reported by now counts as lost; who reports later joins. What was underway is begun again.
 
-    A world that all its nodes report to be in goes on as if nothing had happened. An epoch that nobody who lives has
-    heard of is given again: nobody is in it. Offences and the limits of restarts within a period begin anew.
+    A world that all its nodes report to be in goes on as if nothing had happened. The next world has at least the
+    number ``min_next_epoch``. Offences and the limits of restarts within a period begin anew.
     ``requested_step`` and ``resume_from`` are what the next world restores, as the reports say; the latter only where
     the newest world is broken because nodes of it have not reported.
     """
@@ -653,7 +654,7 @@ def rebuild_world(
         (report for report in latest.values() if report.local_ranks == nproc), key=lambda report: report.node
     )
     turn = WorldTransition(_as_reported(known, nproc, now_s, policy), policy, now_s)
-    turn.update(requested_step=requested_step)
+    turn.update(requested_step=requested_step, min_next_epoch=min_next_epoch)
     missing = sorted(set(turn.world.ranked_nodes) - {member.node for member in turn.members_with_ranks})
     if missing:
         turn.break_world(f"the new coordinator found nobody of {', '.join(missing)} in the world")

@@ -190,7 +190,9 @@ class WorldState(
     """Ranks per node."""
     phase: WorldPhase = WorldPhase.FORMING
     epoch: int = -1
-    """Of the newest world; the first has 0."""
+    """Of the newest world; the first has 0, where no earlier one can have been forgotten."""
+    min_next_epoch: int = 0
+    """The least number of the next world."""
     ranked_nodes: tuple[str, ...] = ()
     """The nodes of the newest world in order of rank, also those that have been lost since it broke."""
     members: dict[str, NodeMember] = {}

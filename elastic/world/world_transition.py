@@ -209,6 +209,7 @@ class WorldTransition:
 
     def form_world(self, chosen: list[NodeMember]) -> None:
         old, nodes = self.world, keep_node_ranks(chosen, self.world.ranked_nodes)
+        epoch = max(old.epoch + 1, old.min_next_epoch)
         how = self._how(chosen)
         for member in list(self.world.members.values()):
             if member.is_draining:
@@ -216,11 +217,11 @@ class WorldTransition:
             else:
                 self.update_member(member, has_ranks=False, sealed=False)
         for member in chosen:
-            since = member.first_epoch if member.epoch == old.epoch >= 0 else old.epoch + 1
+            since = member.first_epoch if member.epoch == old.epoch >= 0 else epoch
             self.update_member(
                 member,
                 has_ranks=True,
-                epoch=old.epoch + 1,
+                epoch=epoch,
                 first_epoch=since,
                 ready=False,
                 sealed=False,
@@ -230,7 +231,7 @@ class WorldTransition:
         shrunk = old.after_fault and len(nodes) < old.size
         self.update(
             phase=WorldPhase.RUNNING,
-            epoch=old.epoch + 1,
+            epoch=epoch,
             ranked_nodes=nodes,
             finished_nodes=frozenset(),
             formed_s=self.now_s,

@@ -61,6 +61,22 @@ def test_nodes_outside_the_world_know_its_epochs():
     assert table.desk.world_spec.incarnation_epoch > newest
 
 
+def test_coordinator_that_forgot_the_world_of_an_unreachable_node_gives_the_next_one_a_greater_number():
+    table = ControlSimulation(1)
+    table.run_without_faults(15)
+    table.disconnect_node(0)
+    table.restart_coordinator(remembers=False)
+    table.add()
+    for _ in range(40):
+        table.exchange_all()
+        table.advance(1.0)
+    first, second = (node.seats.world.epoch for node in table.nodes.values())
+    assert second > first
+    table.run_without_faults(40)
+    table.check_one_world()
+    assert table.desk.world.epoch > second
+
+
 class History(RuleBasedStateMachine):
     """Worlds that begin, pause, break and lose nodes, with saves of their ranks, under coordinators that restart."""
 
@@ -110,6 +126,10 @@ class History(RuleBasedStateMachine):
     @rule()
     def restart_coordinator(self):
         self.table.restart_coordinator()
+
+    @rule()
+    def replace_coordinator_by_one_that_knows_nothing(self):
+        self.table.restart_coordinator(remembers=False)
 
     @rule(turns=st.integers(1, 12))
     def exchange(self, turns):
