@@ -252,7 +252,7 @@ def _candidate(lead: CoordinatorSpec, name: str) -> Callable[[int], Sequence[str
 
 def run_supervisor(task: SupervisorSpec, secret: bytes) -> tuple[ExitReason, str]:
     """Be a node's supervisor. SIGTERM: this machine is preempted. SIGINT: end now. SIGUSR1: the job has finished."""
-    from elastic.supervisor.memory_tier import MemoryTierProcess
+    from elastic.supervisor.memory_tier import MemoryTierProcess, record_stop
     from elastic.supervisor.supervisor import Supervisor, SupervisorSettings
 
     name = _name_of_candidate(task.node)
@@ -293,6 +293,8 @@ def run_supervisor(task: SupervisorSpec, secret: bytes) -> tuple[ExitReason, str
             target=_look_after_coordinator, args=(task, supervisor, ended), name="elastic-allocation", daemon=True
         ).start()
     over, reason = supervisor.run()
+    if supervisor.state.sealed_step is not None:
+        record_stop({**os.environ, **task.environ}, supervisor.state.sealed_step)
     ended.set()
     if task.starts_agent:
         starting.join()

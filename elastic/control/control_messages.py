@@ -304,6 +304,10 @@ class NodeDesired(
     """The node is outside the world: its agent is to accept replicas of the job."""
     standby: tuple[PeerNode, ...] = ()
     """Agents of nodes outside the world that accept replicas of its steps."""
+    sealed_step: SealedStep | None = None
+    """What the ranks sealed before a stop of the job, or before this node is released: it records that for the next
+    run.
+    """
 
 
 class StatusRequest(msgspec.Struct, frozen=True, tag="status"):

@@ -49,6 +49,7 @@ def node_desired(reconciler: WorldReconciler, node: str, now: float) -> NodeDesi
         reason=reconciler.reason or seen.drain_reason,
         offer_memory=reconciler.progress is not None and node not in reconciler.progress.places,
         standby=reconciler.standby_peers if formed is not None and formed is reconciler.world_spec else (),
+        sealed_step=released.sealed_step if released is not None and is_released else reconciler.sealed_step,
     )
 
 

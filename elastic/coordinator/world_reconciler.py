@@ -128,6 +128,8 @@ class WorldReconciler:
         self.pause_target: int | None = None
         self.exit: ExitReason | None = None
         self.reason = ""
+        self.sealed_step: world_state.SealedStep | None = None
+        """What the ranks sealed before the job was stopped."""
         self.failure: world_state.FailJob | None = None
         """Why the job cannot go on."""
         self.size_request: SizeRequest | None = None
@@ -363,6 +365,7 @@ class WorldReconciler:
                 self.exit, self.reason = ExitReason.FINISHED, "all ranks have finished"
             elif isinstance(action, world_state.StopJob):
                 self.exit, self.reason = ExitReason.STOPPED, action.reason
+                self.sealed_step = action.sealed_step
             else:
                 self.failure = action
                 self.exit = ExitReason.NEVER_JOINED if action.never_joined else ExitReason.JOB_FAILED

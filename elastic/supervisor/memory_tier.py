@@ -16,6 +16,7 @@ from typing import NamedTuple
 from elastic.control.child_processes import last_line, with_import_path
 from elastic.control.run_directory import RunDirectory
 from elastic.control.running_clock import since_boot
+from elastic.world.world_state import SealedStep
 from peerstore.errors import PeerStoreError
 from peerstore.membership.topology import PeerNode
 from peerstore.server.agent_launcher import connect_or_launch_agent, replace_hung_agent, signal_agent
@@ -26,6 +27,7 @@ from tieredckpt.agent.agent_api import AcceptStandbyRequest, IsolateRequest, Ste
 from tieredckpt.agent.agent_client import NodeAgentClient, agent_command, agent_watchdogs
 from tieredckpt.agent.local_agents import newest_version
 from tieredckpt.agent.peer_config import DISCOVERY_WORLD, is_unreplicated, peer_secret
+from tieredckpt.agent.stopped_step import StoppedStep, record_stopped_step
 from tieredckpt.errors import SettingsError, TieredCheckpointError
 from tieredckpt.memory_service_options import MEMORY_SERVICE_JOB
 from tieredckpt.resolve_step import Tier
@@ -275,6 +277,22 @@ def _release(agent: NodeAgentClient, job: str, since_ns: int, deadline: float) -
         elif held.versions and not held.used:
             log.warning("the checkpoints of %s stay in memory in %s: %s", job, agent.place.directory, why)
     return not _is_used(agent, job)
+
+
+def record_stop(environ: Mapping[str, str], sealed: SealedStep) -> None:
+    """Have this node's agent remember what the ranks sealed before the job was stopped."""
+    try:
+        settings = load_settings(environ)
+        if settings.enabled:
+            agent = NodeAgentClient(override_settings(settings, agent={"embedded": False}), "")
+            with contextlib.closing(agent):
+                record_stopped_step(agent, sealed.job, StoppedStep(sealed.epoch, sealed.step))
+    except (TieredCheckpointError, PeerStoreError, OSError) as error:
+        log.warning(
+            "the agent of this node did not record that job %s was stopped after step %d: the next run finds it only "
+            "on the other nodes: %s",
+            *(sealed.job, sealed.step, error),
+        )
 
 
 def _wait_while(holds: Callable[[], bool], deadline: float) -> None:

@@ -201,6 +201,8 @@ class NodeState:
     size_request: SizeRequest | None = None
     exit: ExitReason | None = None
     reason: str = ""
+    sealed_step: SealedStep | None = None
+    """What the ranks of the job sealed before a stop ended it, or before this node was released."""
     leave_reason: str = ""
     drain_deadline: float | None = None
     drain_reason: str = ""
@@ -352,6 +354,8 @@ class NodeState:
                 self._carry_out(command, now)
         if self.refill_by is None and self._lacking_spares() > 0:
             self.refill_by = now + _SPARE_WAIT_S
+        if self.exit is None:
+            self.sealed_step = orders.sealed_step
         if orders.exit is not None:
             self.finish(orders.exit, orders.reason)
         elif orders.release_reason is not None and self.exit is None:

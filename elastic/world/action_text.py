@@ -45,7 +45,8 @@ def describe_action(action: WorldAction, now_s: float) -> str:
         case RequestNodes():
             return f"the job can use {action.nodes} more nodes: {action.reason}"
         case StopJob():
-            return f"the job stops: {action.reason}"
+            sealed = "" if action.sealed_step is None else f" after step {action.sealed_step.step}"
+            return f"the job stops{sealed}: {action.reason}"
         case FinishJob():
             return "the job has finished"
         case FailJob():

@@ -465,9 +465,6 @@ def _first_to_leave_s(turn: WorldTransition) -> float:
 def _change(turn: WorldTransition) -> None:
     if _finish(turn):
         return
-    for member in turn.members_with_ranks:
-        if member.is_draining and member.has_stopped:
-            turn.release_node(member, "preempted")
     world = turn.world
     if world.stopping:
         late = [
@@ -476,7 +473,11 @@ def _change(turn: WorldTransition) -> None:
             if not member.has_stopped and member.node not in world.finished_nodes
         ]
     else:
-        late = [member for member in turn.members_with_ranks if not member.ready]
+        late = [
+            member
+            for member in turn.members_with_ranks
+            if not (member.has_stopped if member.is_draining else member.ready)
+        ]
     until_s = math.inf if world.pause_deadline_s is None else world.pause_deadline_s
     sooner_s = min(until_s, _first_to_leave_s(turn))
     if not late:
@@ -489,12 +490,16 @@ def _change(turn: WorldTransition) -> None:
 
 
 def _paused(turn: WorldTransition) -> None:
+    sealed = turn.world.sealed_step if turn.world.sealed_nodes == turn.world.size else None
     if turn.world.stopping:
-        turn.stop_job(turn.world.reason)
+        turn.stop_job(turn.world.reason, sealed)
         return
     turn.update(phase=WorldPhase.FORMING, pause_deadline_s=None, finished_nodes=frozenset(), failed_pauses=0)
-    if turn.world.sealed_nodes == turn.world.size and turn.world.sealed_step is not None:
-        turn.update(resume_from=turn.world.sealed_step, requested_step=None)
+    if sealed is not None:
+        turn.update(resume_from=sealed, requested_step=None)
+    for member in turn.members_with_ranks:
+        if member.is_draining:  # not before: it records what all have sealed
+            turn.release_node(member, "preempted", sealed_step=sealed)
     turn.update(replacement_deadline_s=turn.now_s + turn.policy.faulty_scale_down_timeout_s)
 
 
@@ -502,9 +507,11 @@ def _too_late(turn: WorldTransition, late: list[NodeMember]) -> None:
     turn.update(failed_pauses=turn.world.failed_pauses + 1)
     slow = {member.node for member in late}
     names = ", ".join(sorted(slow))
-    for member in late:
-        if member.is_draining:
+    for member in turn.members_with_ranks:
+        if member.is_draining and member in late:
             turn.release_node(member, "preempted, and its deadline has passed", cut=True)
+        elif member.is_draining:
+            turn.release_node(member, "preempted")
     alone = late[0].node if len(late) == 1 and not late[0].is_draining else ""
     turn.break_world(f"{turn.world.reason}, and the ranks of {names} did not stop in time", alone)
     for member in turn.members_with_ranks:
@@ -528,7 +535,7 @@ def _gather(turn: WorldTransition) -> None:
     if world.epoch >= 0 and not world.stopping:
         _ask(turn, _goal(turn), world.reason)
     if world.stopping:
-        turn.stop_job(world.reason)
+        turn.stop_job(world.reason, world.resume_from)
     elif any(not member.is_respawning for member in missed):
         turn.update(phase=WorldPhase.FORMING)  # they are on their way
     elif not _form(turn, ready, at_least=_goal(turn)):
@@ -601,7 +608,8 @@ def _wait(turn: WorldTransition, ready: list[NodeMember], missed: list[NodeMembe
         if len(here) >= least:
             turn.update(phase=WorldPhase.WAITING)
         else:
-            turn.stop_job(f"{turn.world.reason}; {len(here)} nodes are left, at least {least} are needed")
+            why = f"{turn.world.reason}; {len(here)} nodes are left, at least {least} are needed"
+            turn.stop_job(why, turn.world.resume_from)
 
 
 _STEPS = {

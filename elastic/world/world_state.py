@@ -551,6 +551,8 @@ class ReleaseNode(_Action, frozen=True):
     reason: str
     force: bool = False
     """Its processes are ended without being asked: its time is up, or it does not answer."""
+    sealed_step: SealedStep | None = None
+    """What the ranks of its world, its own included, have sealed."""
 
 
 class RequestNodes(_Action, frozen=True):
@@ -564,6 +566,8 @@ class StopJob(_Action, frozen=True):
     """The job ends here, to be resumed another time."""
 
     reason: str
+    sealed_step: SealedStep | None = None
+    """What the next run restores: the ranks sealed it before the job stopped."""
 
 
 class FinishJob(_Action, frozen=True):

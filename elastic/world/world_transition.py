@@ -24,6 +24,7 @@ from elastic.world.world_state import (
     PromoteSpare,
     ReleaseNode,
     RespawnRanks,
+    SealedStep,
     StopJob,
     WorldAction,
     WorldPhase,
@@ -67,8 +68,10 @@ class WorldTransition:
         del self.world.members[member.node]
         self.world.departed[member.node] = max(member.generation, life or member.generation)
 
-    def release_node(self, member: NodeMember, reason: str, *, cut: bool = False) -> None:
-        self.emit(ReleaseNode(member.node, member.generation, reason, cut))
+    def release_node(
+        self, member: NodeMember, reason: str, *, cut: bool = False, sealed_step: SealedStep | None = None
+    ) -> None:
+        self.emit(ReleaseNode(member.node, member.generation, reason, cut, sealed_step))
         self.remove_member(member)
 
     @property
@@ -264,9 +267,9 @@ class WorldTransition:
             return FormationKind.REPLACE
         return FormationKind.RESPAWN if self.world.has_respawned else FormationKind.RESTART
 
-    def stop_job(self, reason: str) -> None:
+    def stop_job(self, reason: str, sealed_step: SealedStep | None = None) -> None:
         self._end(WorldPhase.STOPPED, reason)
-        self.emit(StopJob(reason))
+        self.emit(StopJob(reason, sealed_step))
 
     def fail_job(self, reason: str, attempts: str, *, never_joined: bool = False) -> None:
         self._end(WorldPhase.FAILED, reason)

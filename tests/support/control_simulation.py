@@ -7,7 +7,14 @@ from __future__ import annotations
 
 import itertools
 
-from elastic.control.control_messages import ExitReason, RankDesired, RankPhase, RankStatus, ResizeRequest
+from elastic.control.control_messages import (
+    ExitReason,
+    RankDesired,
+    RankPhase,
+    RankStatus,
+    ResizeRequest,
+    StopJobRequest,
+)
 from elastic.control.control_plane import NoticeKind, RankAssignment, RankProgress
 from elastic.control.hang_detector import HangTimeouts
 from elastic.coordinator.desired_state import node_desired, why_refused
@@ -102,8 +109,12 @@ class SimulatedNode:
         self.seats.tick(now)
         self.apply_effects()
         for token, rank in [(token, rank) for token, rank in self.ranks.items() if not rank.is_stopped]:
-            rank.step += rank.stand is RankPhase.IN_WORLD and rank.paused is None
+            if rank.stand is RankPhase.IN_WORLD and rank.paused is None:
+                rank.step += 1
+                self.table.reached[rank.epoch] = max(rank.step, self.table.reached.get(rank.epoch, 0))
             rank.apply_desired(node_state.rank_desired(self.seats, token, now))
+        if self.seats.sealed_step is not None:
+            self.table.stopped_at.add(self.seats.sealed_step)
         if self.seats.exit is not None and not self.ranks:
             self.table.node_left(self)
 
@@ -147,6 +158,10 @@ class ControlSimulation:
         """Who has had which rank of which epoch."""
         self.sizes: dict[int, int] = {}
         self.targets: dict[int, int] = {}
+        self.reached: dict[int, int] = {}
+        """The greatest step that a rank of each epoch has done."""
+        self.stopped_at: set[SealedStep] = set()
+        """What supervisors were told that a stop has sealed."""
         self.desks = 0
         self.desk = self._new_reconciler(fresh=True)
         self.nodes: dict[str, SimulatedNode] = {}
@@ -231,6 +246,11 @@ class ControlSimulation:
 
     def resize(self, nodes: int) -> None:
         question = ResizeRequest(nodes, "resized")
+        if not why_refused(self.desk, question):
+            self.desk.handle_request(question, self.now)
+
+    def stop(self) -> None:
+        question = StopJobRequest("stopped")
         if not why_refused(self.desk, question):
             self.desk.handle_request(question, self.now)
 

@@ -28,9 +28,11 @@ from peerstore.message_codec import from_json
 from peerstore.shard_records import ShardKey, ShardRecord, VersionId
 from tieredckpt.agent.agent_api import ShardReplication
 from tieredckpt.agent.local_agents import warn_of_steps_elsewhere
+from tieredckpt.agent.stopped_step import StopReport, describe_stop, newest_stop, report_last_stop
 from tieredckpt.checkpointer.overlapped_copy import NamedWrite, OverlappedStaging, wait_for_overlapped_copies
 from tieredckpt.checkpointer.preemption import PreemptionHandler, last_step_agreement
 from tieredckpt.checkpointer.progress_hook import (
+    ExpectedStep,
     SaveRestoreLog,
     check_restored_step,
     explain_expected,
@@ -734,6 +736,9 @@ class Checkpointer:
     ) -> int:
         """Fill ``state`` from the newest whole step (or ``step``) and return which one it was.
 
+        After a graceful stop of the job that is exactly the version that its ranks sealed, or an error: see
+        :mod:`tieredckpt.agent.stopped_step`.
+
         Every entry that was saved has to have a place in ``state``, and the other way round: else
         :class:`MismatchError` names them, and ``strict=False`` restores what both have. A ``Stateful`` of your own is
         given all it saved, also what it has no place for yet.
@@ -762,6 +767,8 @@ class Checkpointer:
         self._check_open()
         with self._recorded.record_restore() as told, deadlines.timeout_scope(timeout_s):
             expected = gather_expected_step(job, self._together.all_gather) if step is None else None
+            if step is None and self.settings.enabled and (expected is None or not expected.is_required):
+                expected = self._last_stop() or expected
             epoch = None
             if expected is not None and expected.is_required:
                 step, epoch = expected.step, expected.epoch
@@ -772,6 +779,18 @@ class Checkpointer:
             told.report = self.last_restore
             check_restored_step(job, expected, told.step)
             return told.step
+
+    def _last_stop(self) -> ExpectedStep | None:
+        """The step that the last run sealed when it was stopped: one answer for all ranks."""
+        self._join(restoring=True)
+        mine = self._all_do(lambda: report_last_stop(self.session.agent, self._location.job))
+        told = self._together.all_gather(msgspec.json.encode(mine).decode())
+        reports = [from_json(one, StopReport) for one in told]
+        stopped = newest_stop(reports)
+        if stopped is None:
+            return None
+        source = describe_stop(stopped, reports)
+        return ExpectedStep(stopped.step, source, is_required=True, epoch=stopped.epoch)
 
     def _restore_any(
         self,

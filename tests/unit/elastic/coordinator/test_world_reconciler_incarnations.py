@@ -127,6 +127,11 @@ class History(RuleBasedStateMachine):
     def restart_coordinator(self):
         self.table.restart_coordinator()
 
+    @rule(turns=st.integers(0, 12))
+    def stop(self, turns):
+        self.table.stop()
+        self.exchange(turns)
+
     @rule()
     def replace_coordinator_by_one_that_knows_nothing(self):
         self.table.restart_coordinator(remembers=False)
@@ -198,6 +203,15 @@ class History(RuleBasedStateMachine):
             sealed = [epoch for epoch in self.table.targets if epoch < place.epoch]
             if place.resume_from is not None:
                 assert place.resume_from == SealedStep("job", self.table.targets[max(sealed)], max(sealed) + 1)
+
+    @invariant()
+    def a_graceful_stop_or_transition_loses_nothing(self):
+        """What is named for the next world, or the next run, has every step that a rank of that world has done."""
+        named = {place.resume_from for place in self.table.assignments} | self.table.stopped_at
+        for sealed in named - {None}:
+            world = sealed.epoch - 1
+            assert sealed.step == self.table.targets[world]
+            assert sealed.step >= self.table.reached[world]
 
 
 TestHistory = History.TestCase

@@ -84,6 +84,46 @@ def paused(table: ControlSimulation) -> SealedStep:
     return SealedStep("job", step, table.desk.world.epoch + 1)
 
 
+def recorded(table: ControlSimulation) -> set[SealedStep]:
+    """What the supervisors record for the next run, once the job is over."""
+    table.run_without_faults(30)
+    assert not table.nodes
+    return table.stopped_at
+
+
+def test_stopped_job_names_the_step_that_its_ranks_sealed():
+    table = ControlSimulation(3)
+    table.run_without_faults(15)
+    table.stop()
+    sealed = recorded(table)
+    assert sealed == {SealedStep("job", table.targets[0], 1)}
+
+
+def test_job_whose_nodes_are_all_drained_names_the_step_that_its_ranks_sealed():
+    table = ControlSimulation(3)
+    table.run_without_faults(15)
+    for node in table.nodes.values():
+        node.seats.drain(table.now + 60.0, "preempted")
+    sealed = recorded(table)
+    assert sealed == {SealedStep("job", table.targets[0], 1)}
+
+
+def test_job_that_is_stopped_between_two_worlds_names_the_step_that_was_sealed_last():
+    table = ControlSimulation(3)
+    table.run_without_faults(15)
+    sealed = paused(table)
+    table.stop()
+    assert recorded(table) == {sealed}
+
+
+def test_stop_that_a_lost_rank_interrupts_names_no_step():
+    table = ControlSimulation(3)
+    table.run_without_faults(15)
+    table.stop()
+    table.lose_rank(0)
+    assert recorded(table) == set()
+
+
 @pytest.mark.parametrize("missing", [None, 2], ids=["all nodes there", "a node is missing"])
 def test_coordinator_that_starts_again_between_two_worlds_names_the_sealed_step(missing):
     table = ControlSimulation(3)
