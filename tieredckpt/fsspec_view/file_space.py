@@ -125,9 +125,11 @@ class StepFileSpace:
             saving.capture_point()
             store = session.agent.store
             incarnation = f"files-{store.arena_id}"
-            # The first process asks what other arenas of this job have counted to; to the others it is given.
-            at_least = 0 if store.epoch(self.space) else max(session.newest_known_epoch(), clock_ms())
-            epoch = store.claim(self.space, incarnation, at_least=at_least)
+            # The first claim of an arena holds for all its processes. Like the epoch of any incarnation it is not below
+            # the one of the world, or the time: two nodes know nothing of each other's claims.
+            known = store.epoch(self.space) or session.newest_known_epoch()
+            at_least = session.incarnation.capture().world_epoch or clock_ms()
+            epoch = store.claim(self.space, incarnation, at_least=max(known, at_least))
             here = sorted(store.list_shards(self.space), key=lambda fact: fact.sealed_ns)
             spared = [fact.key.version for fact in here if fact.key.version != step][-1:]
             left = [fact.key for fact in here if fact.key.version not in spared]

@@ -12,13 +12,16 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint import _storage_utils
 from torch.distributed.checkpoint.api import CheckpointException
 
+from peerstore.shard_records import clock_ms
 from tests.support.agents import agent_directory, stop_agent
 from tests.support.bits import assert_same_bits, zeros_like_state
 from tests.support.jobs import CheckpointJob, state_at
+from tests.support.local_nodes import wait_until
 from tests.support.models import build_model, full_state, get_state, set_state, train_steps
 from tieredckpt.errors import SaveFailedError, UsageError
 from tieredckpt.fsspec_view import tiered_filesystem
 from tieredckpt.fsspec_view.file_space import StepFileSpace, parse_tiered_path
+from tieredckpt.session.incarnation import use_world_epoch
 from tieredckpt.session.session import close_sessions, open_session
 from tieredckpt.settings import DurableSettings, load_settings
 
@@ -50,6 +53,32 @@ def durable(monkeypatch, tmp_path):
 def wait_durable(job="job"):
     view = open_session(job, load_settings()).agent.wait_durable(job, None, 30)
     assert view.state == "done", view
+
+
+def begun_epoch(directory, monkeypatch):
+    """The epoch that an attempt takes on a node whose memory knows the first epoch of another arena, and no more."""
+    monkeypatch.setenv("TIEREDCKPT_AGENT_DIRECTORY", str(directory))
+    space = StepFileSpace("job")
+    assert space.session.agent.store.claim(space.space, "files-of-another-arena") == 1
+    space.begin(3)
+    return space._begun[3].version_id.epoch
+
+
+def test_two_nodes_claim_different_epochs_which_carry_the_time(monkeypatch):
+    began = clock_ms()
+    with agent_directory() as first, agent_directory() as second:
+        one = begun_epoch(first, monkeypatch)
+        wait_until(lambda: clock_ms() > one)
+        other = begun_epoch(second, monkeypatch)
+    assert other > one > began
+
+
+def test_attempt_claims_an_epoch_of_the_world_of_its_rank(agent_dir):
+    allocated = clock_ms() + 5_000_000
+    space = StepFileSpace("job")
+    with use_world_epoch(allocated):
+        space.begin(3)
+    assert space._begun[3].version_id.epoch > allocated
 
 
 def test_dcps_own_writer_is_used(agent_dir):
