@@ -55,6 +55,8 @@ class LeaderRecord(msgspec.Struct, frozen=True):
     """How the job ended: a value of :class:`~elastic.control.control_messages.ExitReason`; ``""`` while it has not."""
     reason: str = ""
     version: str = ""
+    incarnation_epoch: NonNegativeInt = 0
+    """The epoch that was allocated for the incarnations of the newest world."""
 
 
 class LeaderRecordStore(Protocol):
@@ -106,6 +108,7 @@ class LeaderElection:
     heard: int = 0
     """The greatest term in which another one has led, as nodes say."""
     epoch: int = -1
+    incarnation_epoch: int = 0
     over: str = ""
     reason: str = ""
     leaving: bool = False
@@ -141,7 +144,10 @@ class LeaderElection:
 
     def _renewal(self, now: float) -> LeaderRecordWrite | None:
         mine = LeaderRecord(
-            self.me, self.term, self.address, self.epoch, self.duration_s, over=self.over, reason=self.reason
+            *(self.me, self.term, self.address, self.epoch, self.duration_s),
+            over=self.over,
+            reason=self.reason,
+            incarnation_epoch=self.incarnation_epoch,
         )
         if self.seen is None:
             if self.acts(now):  # it was deleted, and nobody else can have led since
@@ -152,7 +158,8 @@ class LeaderElection:
             return LeaderRecordWrite(replace(mine, holder="", term=self.heard), self.seen)
         if self.leaving:
             return LeaderRecordWrite(replace(mine, holder="", address=""), self.seen)
-        news = (self.epoch, self.over) != (self.seen.epoch, self.seen.over)
+        seen = self.seen
+        news = (self.epoch, self.incarnation_epoch, self.over) != (seen.epoch, seen.incarnation_epoch, seen.over)
         return LeaderRecordWrite(mine, self.seen) if news or now >= self.renewed_at + self.renew_s else None
 
     def _taking(self, now: float) -> LeaderRecordWrite | None:
@@ -166,7 +173,8 @@ class LeaderElection:
         if seen.holder not in ("", self.me) and now - self.seen_at < seen.duration_s:
             return None
         term = max(seen.term, self.heard) + 1
-        return LeaderRecordWrite(LeaderRecord(self.me, term, self.address, seen.epoch, self.duration_s), seen)
+        mine = LeaderRecord(self.me, term, self.address, seen.epoch, self.duration_s)
+        return LeaderRecordWrite(replace(mine, incarnation_epoch=seen.incarnation_epoch), seen)
 
     # -- what it learns -----------------------------------------------------------------------------------------------
 
@@ -191,6 +199,7 @@ class LeaderElection:
         if record.holder == self.me:
             if not self.term:
                 self.epoch, self.over, self.reason, self.lost = record.epoch, "", "", ""
+                self.incarnation_epoch = record.incarnation_epoch
             self.term, self.renewed_at = record.term, began
             self.valid_until = began + self.duration_s - self.margin_s
         elif self.term:
@@ -300,6 +309,12 @@ class LeaderElector:
             return self._election.epoch
 
     @property
+    def incarnation_epoch(self) -> int:
+        """Incarnations of all worlds but the newest have smaller epochs."""
+        with self._changed:
+            return self._election.incarnation_epoch
+
+    @property
     def lost(self) -> str:
         """Why it leads no longer; "" while it does, or has not yet."""
         with self._changed:
@@ -318,14 +333,21 @@ class LeaderElector:
             seen = self._election.seen
             return ("", "") if seen is None else (seen.over, seen.reason)
 
-    def noted(self, epoch: int, over: str = "", reason: str = "") -> bool:
+    def noted(self, epoch: int, incarnation_epoch: int = 0, over: str = "", reason: str = "") -> bool:
         """Whether that is in the record, and it still leads; if not, it is written next."""
         with self._changed:
             election, seen = self._election, self._election.seen
-            if epoch > election.epoch or over != election.over:
-                election.epoch, election.over, election.reason = max(epoch, election.epoch), over, reason
+            known = election.epoch, election.incarnation_epoch
+            if epoch > known[0] or incarnation_epoch > known[1] or over != election.over:
+                election.epoch, election.over, election.reason = max(epoch, known[0]), over, reason
+                election.incarnation_epoch = max(incarnation_epoch, known[1])
                 self._changed.notify_all()
-            written = seen is not None and seen.epoch >= epoch and seen.over == over
+            written = (
+                seen is not None
+                and seen.epoch >= epoch
+                and seen.incarnation_epoch >= incarnation_epoch
+                and seen.over == over
+            )
             return written and election.acts(self._clock())
 
     def heard(self, term: int) -> None:

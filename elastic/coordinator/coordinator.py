@@ -94,7 +94,7 @@ class Coordinator:
             raise PolicyError(
                 f"max_replicas is {settings.policy.max_replicas}: a job has {MAX_NODES} nodes at the most"
             )
-        floor = -1 if fresh else _epoch_in(epoch_file)
+        floor, incarnation_epoch = (-1, 0) if fresh else _epochs_in(epoch_file)
         self._clock = RunningClock(_ABSENT_S, clock)
         self._event_log = event_log or NullEventLog()
         self._recorder = (
@@ -106,6 +106,7 @@ class Coordinator:
             now=self._clock(),
             fresh=fresh,
             min_epoch=floor,
+            newest_epoch=incarnation_epoch,
             observer=self._saw,
         )
         self._epoch_file, self._epoch, self._silent = epoch_file, floor, False
@@ -200,7 +201,7 @@ class Coordinator:
     def _turn(self) -> None:
         """Whatever has arrived by now is heard, then decided on together, then everybody is told."""
         if self._elector is not None and self.reconciler.term == 0:
-            self.reconciler.leads(self._elector.term, self._elector.epoch)
+            self.reconciler.leads(self._elector.term, self._elector.epoch, self._elector.incarnation_epoch)
             self._recorder = WorldEventRecorder(
                 self._event_log, self.reconciler.settings.job, again=self._elector.epoch >= 0
             )
@@ -261,10 +262,13 @@ class Coordinator:
         """Before anybody hears of it: whatever happens to everybody, no two worlds have the same number."""
         if self._elector is not None:
             over = "" if self.reconciler.exit is None else self.reconciler.exit.value
-            return self._elector.noted(self.reconciler.world.epoch, over, self.reconciler.reason)
+            reconciler = self.reconciler
+            return self._elector.noted(
+                reconciler.world.epoch, reconciler.allocated_epoch, over=over, reason=reconciler.reason
+            )
         if self._epoch_file is not None and self.reconciler.world.epoch > self._epoch:
             try:
-                _note_epoch(self._epoch_file, self.reconciler.world.epoch)
+                _note_epochs(self._epoch_file, self.reconciler.world.epoch, self.reconciler.allocated_epoch)
             except OSError as error:  # too many open files, say: nodes train on, and hear of it once it is there
                 if not self._silent:
                     log.error("the world's number cannot be written to %s, so nodes wait: %s", self._epoch_file, error)
@@ -391,11 +395,11 @@ def _nothing() -> None:
     """Only wakes who waits."""
 
 
-def _note_epoch(file: Path, epoch: int) -> None:
+def _note_epochs(file: Path, epoch: int, incarnation_epoch: int) -> None:
     """In place and always as long: where it is there once, this takes no more room on a disk that is full by now."""
     fd = os.open(file, os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC, 0o600)
     try:
-        os.pwrite(fd, f"{epoch:020d}".encode(), 0)
+        os.pwrite(fd, f"{epoch:020d} {incarnation_epoch:020d}".encode(), 0)
     finally:
         os.close(fd)
 
@@ -405,21 +409,23 @@ def can_write_epoch(file: Path) -> bool:
     try:
         if not file.exists():
             ensure_private_directory(file.parent)
-        _note_epoch(file, _epoch_in(file))
+        _note_epochs(file, *_epochs_in(file))
     except (OSError, PeerStoreError) as error:
         log.warning("a coordinator that is started after this one learns the world's number from its nodes: %s", error)
         return False
     return True
 
 
-def _epoch_in(file: Path | None) -> int:
+def _epochs_in(file: Path | None) -> tuple[int, int]:
+    """The newest world's number, and the epoch that was allocated for its incarnations; (-1, 0) where none is noted."""
     try:
         if file is None:
-            return -1
+            return -1, 0
         with file.open("rb") as found:
-            return int(found.read(32))
+            epoch, incarnation_epoch = map(int, found.read(64).split())
+            return epoch, incarnation_epoch
     except (OSError, ValueError):
-        return -1
+        return -1, 0
 
 
 STALL_TIMEOUT_S = 10.0

@@ -102,12 +102,13 @@ class WorldReconciler:
         now: float,
         fresh: bool,
         min_epoch: int = -1,
+        newest_epoch: int = 0,
         observer: DecisionObserver | None = None,
         epoch_clock: Callable[[], int] = clock_ms,
     ) -> None:
         self.settings = settings
         self._epoch_clock = epoch_clock
-        self.newest_epoch = 0
+        self.newest_epoch = newest_epoch
         """The greatest epoch of an incarnation that this coordinator has allocated, or heard of."""
         self._witness = observer
         self.incarnation = incarnation
@@ -256,9 +257,17 @@ class WorldReconciler:
                 self.nodes[node].drain_deadline, self.nodes[node].drain_reason = until, question.reason
             self._take([world_state.NodesPreempted(question.nodes, until, question.reason)], now)
 
-    def leads(self, term: int, min_epoch: int) -> None:
-        """From now on, and nothing has been decided yet: no world may have a number up to ``min_epoch``."""
+    @property
+    def allocated_epoch(self) -> int:
+        """The epoch that was allocated for the incarnations of the newest world; 0 for none."""
+        return 0 if self.world_record is None else self.world_record.incarnation_epoch
+
+    def leads(self, term: int, min_epoch: int, newest_epoch: int) -> None:
+        """From now on, and nothing has been decided yet: no world may have a number up to ``min_epoch``, and none
+        begins incarnations with an epoch up to ``newest_epoch``.
+        """
         self.term, self.min_epoch = term, max(min_epoch, self.min_epoch)
+        self.newest_epoch = max(newest_epoch, self.newest_epoch)
 
     def was_away(self, seconds: float, now: float) -> None:
         """Time that the clock here does not count: a machine that is preempted goes when it was to all the same."""

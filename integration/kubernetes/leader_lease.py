@@ -22,6 +22,7 @@ from integration.kubernetes.errors import ApiServerRefusedError as NotAllowedErr
 LEASE_ANNOTATION_PREFIX = "elastic.tieredckpt/"
 _NAMESPACE = Path("/var/run/secrets/kubernetes.io/serviceaccount/namespace")
 _NAME = re.compile(r"[a-z0-9]([a-z0-9.-]{0,251}[a-z0-9])?")
+_KEPT = ("term", "address", "epoch", "incarnation_epoch", "duration_s", "over", "reason")
 _CALLS = 5
 """So many calls fit into the time that a holder leads without renewing."""
 
@@ -58,7 +59,7 @@ class LeaderLease:
 
     def _lease(self, record: LeaderRecord, over: LeaderRecord | None) -> dict[str, Any]:
         moment = dt.datetime.now(dt.timezone.utc).strftime("%Y-%m-%dT%H:%M:%S.%fZ")
-        kept = {name: getattr(record, name) for name in ("term", "address", "epoch", "duration_s", "over", "reason")}
+        kept = {name: getattr(record, name) for name in _KEPT}
         spec: dict[str, Any] = {
             "holderIdentity": record.holder,
             "leaseDurationSeconds": max(1, round(record.duration_s)),

@@ -11,7 +11,10 @@ import msgspec
 from elastic.control.leader_election import UNKNOWN_HOLDER, LeaderRecord, LeaderRecordStore
 
 replace = msgspec.structs.replace
-FULL = LeaderRecord("n0-7a", 1_790_000_000_123, "[fd00::7]:7400", 41, 2.5, "stopped", 'it was "asked" to\nstop', "")
+FULL = LeaderRecord(
+    *("n0-7a", 1_790_000_000_123, "[fd00::7]:7400", 41, 2.5, "stopped", 'it was "asked" to\nstop', ""),
+    incarnation_epoch=1_790_000_000_456,
+)
 
 
 def check_read_after_write(place: LeaderRecordStore) -> None:
