@@ -95,7 +95,12 @@ def judge(groups: Sequence[Group]) -> list[Verdict]:
 def _p1(group: Group) -> Iterator[Verdict]:
     where, state = setting(group), group["state"]
     copies = {"A": 1.25, "B": 1.6, "C": 1.25}[state]
-    yield Verdict("P1", where, "trainer blocked", ratio(group, blocked.OURS, COPY), copies, False, "R")
+    yield Verdict("P1", where, "trainer blocked, blocking", ratio(group, blocked.OURS, COPY), copies, False, "R")
+    yield Verdict(
+        "P1", where, "trainer blocked, copy overlapped", ratio(group, blocked.OVERLAPPED, COPY), 0.1, False, "R"
+    )
+    slower = ratio(group, blocked.STEP_WITH_SAVE, blocked.STEP)
+    yield Verdict("P1", where, "step with a save, beside one without", slower, 1.1, False, "times")
     times = {"A": 1.4, "B": 2.5, "C": 1.0}[state]
     yield Verdict("P1", where, "less than async_save", ratio(group, blocked.ASYNC, blocked.OURS), times, True, "times")
 

@@ -6,6 +6,7 @@ that limit first. Without a device R is one copy of the bytes on one thread.
 
 from __future__ import annotations
 
+import itertools
 import os
 import shutil
 import time
@@ -22,7 +23,8 @@ from peerstore.sizes_and_durations import parse_size
 from tests.gpu.devices import is_real, where
 from tests.gpu.report import Check, Figure, Finding
 from tieredckpt import Checkpointer, TieredReader, TieredWriter
-from tieredckpt.session.session import close_sessions
+from tieredckpt.checkpointer.save_handle import SaveHandle
+from tieredckpt.session.session import close_sessions, open_session
 from tieredckpt.settings import Settings, settings_from_mapping
 from tieredckpt.tensors.device import accelerator
 
@@ -30,9 +32,11 @@ SIZE = "TEST_GPU_SIZE"
 """Environment variable with the size of the state; ``--size`` sets it."""
 _ON_GPU, _ON_CPU = "4GiB", "64MiB"
 _WIDE, _NARROW = 2048, 256
-_SLOTS, _FILES = 10, 4
-"""States that the slots of two jobs and torch's files on tmpfs have room for."""
+_SLOTS, _FILES = 13, 4
+"""States that the slots of three jobs and torch's files on tmpfs have room for."""
 _SAVES, _MEASURED = 10, {0: "first", 1: "second", 9: "tenth"}
+_STEPS, _STEP_R = 3, 10
+"""Saves for a figure, and copies of the state that a step takes as long as."""
 _WAIT_S = 60.0
 
 Tensors = dict[str, torch.Tensor]
@@ -59,6 +63,7 @@ def run(device: str, out: Path, limit_s: float) -> Iterator[Finding]:
         settings = settings_from_mapping({"agent": {"directory": str(folder / "agent"), "budget": budget}})
         try:
             yield from _checkpointer(state, settings, limit)
+            yield from _prepared_and_overlapped(state, settings, limit)
             yield from _through_dcp(state, settings, limit)
         finally:
             close_sessions()
@@ -205,6 +210,72 @@ def _checkpointer(state: Tensors, settings: Settings, limit: Limit) -> Iterator[
             checkpointer.restore(fresh, step)
             bits = difference(saved_states[step], fresh)
             yield from _row(f"Checkpointer.save, {_MEASURED[step]}", taken[step][0], limit.out_s, bits, taken[step][1])
+
+
+def _prepared_and_overlapped(state: Tensors, settings: Settings, limit: Limit) -> Iterator[Finding]:
+    """Yield the first two saves after ``prepare``, then saves after an optimizer's step and a step beside one."""
+    optimizer = torch.optim.SGD(list(state.values()), lr=0.1)  # without gradients its step changes nothing
+    session = open_session("gpu-steps", settings)
+    compute = _compute_for(_STEP_R * limit.out_s)
+    fresh, steps = blank(state), itertools.count()
+
+    def run_step() -> None:
+        compute()
+        optimizer.step()
+
+    with Checkpointer("tiered://gpu-steps", every=1, settings=settings, on_sigterm="ignore") as checkpointer:
+
+        def saves(count: int, after: Callable[[], None] = lambda: None, *, until_done: bool = False) -> list[float]:
+            took = []
+            for step in itertools.islice(steps, count):
+                optimizer.step()
+                advance(state)
+
+                def save(step: int = step) -> SaveHandle:
+                    saved = checkpointer.save(state, step)
+                    after()
+                    return saved
+
+                took_s, saved = timed(save, until_done=until_done)
+                saved.wait(timeout_s=_WAIT_S)
+                took.append(took_s)
+            return took
+
+        def bits() -> str:
+            """Compare the last save with the state. The next save plans anew, and is no figure."""
+            wipe(fresh)
+            checkpointer.restore(fresh)
+            return difference(state, fresh)
+
+        took_s, _ = timed(lambda: (checkpointer.prepare(state), session.wait_until_prepared()))
+        yield Figure("Checkpointer.prepare, in the background", took_s, "s", where())
+        for name, took_s in zip(("first", "second"), saves(2), strict=True):
+            yield from _row(f"Checkpointer.save after prepare, {name}", took_s, limit.out_s, bits(), "blocked")
+        _, *took = saves(1 + _STEPS)
+        yield from _row("Checkpointer.save after an optimizer's step", _middle(took), limit.out_s, bits(), "blocked")
+        alone_s = _middle([timed(run_step)[0] for _ in range(_STEPS)])
+        yield from _row("a step alone", alone_s, limit.out_s, "", f"matrix products for {_STEP_R} R")
+        _, *took = saves(1 + _STEPS, run_step, until_done=True)
+        yield from _row("a step that begins with a save", _middle(took), limit.out_s, bits())
+
+
+def _middle(values: list[float]) -> float:
+    return sorted(values)[len(values) // 2]
+
+
+def _compute_for(seconds: float) -> Callable[[], None]:
+    """Return matrix products that take the device about so long."""
+    size = 4096 if is_real() else 256
+    matrix = torch.rand(size, size, device=accelerator().current())
+
+    def run(count: int) -> None:
+        for _ in range(count):
+            torch.mm(matrix, matrix)
+
+    run(2)
+    one_s = timed(lambda: run(5))[0] / 5
+    count = max(1, round(seconds / one_s))
+    return lambda: run(count)
 
 
 def _through_dcp(state: Tensors, settings: Settings, limit: Limit) -> Iterator[Finding]:
