@@ -86,10 +86,17 @@ MUTANTS = (
     Mutant(
         "a registered file is cut and grows again",
         "tieredckpt/tensors/slot_copy.py",
-        "        copy = SlotCopy(self, pieces)\n",
+        "        copy = SlotCopy(self, CopyPlan(pieces))\n",
         "        os.ftruncate(self._fd, 0)\n        os.ftruncate(self._fd, self.size_bytes)\n"
-        "        copy = SlotCopy(self, pieces)\n",
+        "        copy = SlotCopy(self, CopyPlan(pieces))\n",
         _STAGED,
+    ),
+    Mutant(
+        "a parameter's new memory is not seen",
+        "tieredckpt/checkpointer/save_template.py",
+        "if loose is None or not self._addresses.are_same():",
+        "if loose is None:",
+        "tests/unit/tieredckpt/checkpointer/test_save_template.py::test_every_save_is_of_the_state_as_it_is",
     ),
     Mutant(
         "an optimizer's step does not wait for the copy",
@@ -115,14 +122,14 @@ MUTANTS = (
     Mutant(
         "a version counter that moved during the copy is not seen",
         "tieredckpt/checkpointer/overlapped_copy.py",
-        "one._version != was",
-        "False",
+        "                    if now != before\n",
+        "                    if False\n",
         f"{_OVERLAPPED}test_change_on_a_device_before_a_step_is_seen",
     ),
     Mutant(
         "a change through .data during the copy is not seen",
         "tieredckpt/checkpointer/overlapped_copy.py",
-        "return self._sampled[wrong[0]].name if len(wrong) else",
+        "return self._sampled[wrong[0]][0] if len(wrong) else",
         "return",
         f"{_OVERLAPPED}test_change_outside_of_an_optimizer_step_is_not_saved",
     ),

@@ -29,7 +29,7 @@ from peerstore.shard_records import ShardKey, ShardRecord, VersionId
 from tieredckpt.agent.agent_api import ShardReplication
 from tieredckpt.agent.local_agents import warn_of_steps_elsewhere
 from tieredckpt.agent.stopped_step import StopReport, describe_stop, newest_stop, report_last_stop
-from tieredckpt.checkpointer.overlapped_copy import NamedWrite, OverlappedStaging, wait_for_overlapped_copies
+from tieredckpt.checkpointer.overlapped_copy import OverlappedStaging, wait_for_overlapped_copies
 from tieredckpt.checkpointer.preemption import PreemptionHandler, last_step_agreement
 from tieredckpt.checkpointer.progress_hook import (
     ExpectedStep,
@@ -41,6 +41,7 @@ from tieredckpt.checkpointer.progress_hook import (
 )
 from tieredckpt.checkpointer.restore_with_fallback import CheckpointRestorer, OnLost
 from tieredckpt.checkpointer.save_handle import SaveHandle, SaveState, StepInfo, describe_replication, step_infos
+from tieredckpt.checkpointer.save_template import PlannedState, StateTemplates
 from tieredckpt.dcp.plain_checkpoints import plain_steps, plain_writer
 from tieredckpt.dcp.rank_group import RankGroup, unwrap_save_error
 from tieredckpt.dcp.tiered_reader import RestoreReport
@@ -58,7 +59,6 @@ from tieredckpt.live import abort_fence
 from tieredckpt.live.boundary_recorder import BoundaryRecorder
 from tieredckpt.location import check_step, parse_location
 from tieredckpt.session.agent_discovery import join_peer_agents, join_standby_nodes
-from tieredckpt.session.save_plan import PlannedSave
 from tieredckpt.session.session import Session, StagedShard, open_session, session_if_open
 from tieredckpt.settings import Settings, load_settings, override_settings
 from tieredckpt.tensors.device import accelerator
@@ -67,9 +67,7 @@ from tieredckpt.tensors.state_dict import (
     ObjectArchiveCache,
     StateDict,
     flatten_state,
-    local_tensor,
     resolve_stateful,
-    state_fingerprint,
 )
 
 log = logging.getLogger(__name__)
@@ -148,6 +146,7 @@ class Checkpointer:
         self._sealing: Future[ShardRecord] | None = None
         overlaps = self.settings.enabled and self.settings.memory.staging == "overlapped"
         self._overlapped = OverlappedStaging() if overlaps else None
+        self._templates = StateTemplates()
         self._copying = ThreadPoolExecutor(1, thread_name_prefix="tieredckpt-stage")
         self._planned_before = False
         self._joined = False
@@ -326,23 +325,22 @@ class Checkpointer:
         wanted = required or session.wants_durable(step)
         key: ShardKey | None = None
         try:
-            flat = flatten_state(resolve_stateful(state))
-            planned = session.cached_plan(state_fingerprint(flat))
-            if planned is not None:
-                key = session.incarnation.next_key(step, planned.part)
+            found = self._templates.find(session, state)
+            if found is not None:
+                key = session.incarnation.next_key(step, found.planned.part)
                 self._finish_last(wait_s=max(wait_s, _SEALING_S))
                 session.check_step_order(step)  # once it is known what was sealed last
                 self._until_last_is_copied()
                 if wanted and self.settings.durable.on_busy == "wait":
                     session.wait_for_drain(self.settings.durable.retry_s)
-                staged, items, copied = self._stage(session, planned, flat, key, wait_s)
+                staged, items, copied = self._stage(session, found, key, wait_s)
         except BaseException:
             self._leave_out(session, key, step)
             raise
-        if planned is None:
+        if found is None:
             return self._save_first(state, step, durable=durable, keep=keep)
         return self._seal_later(
-            step, staged, items, planned.table, copied, durable=wanted, required=required, keep=keep
+            step, staged, items, found.planned.table, copied, durable=wanted, required=required, keep=keep
         )
 
     def _seal_later(
@@ -457,20 +455,17 @@ class Checkpointer:
         return found
 
     def _stage(
-        self, session: Session, planned: PlannedSave, flat: Mapping[str, Any], key: ShardKey, wait_s: float
+        self, session: Session, found: PlannedState, key: ShardKey, wait_s: float
     ) -> tuple[StagedShard, list[bytes], Future[float] | None]:
         """The slot, the items, and the copy that goes on; its result is how long the training has waited for it."""
-        layout = planned.layout
-        items = [self._archives.archive(item.fqn, flat[item.fqn]) for item in layout.items]
-        staged = session.lease_slot(key, planned.parts, layout, sum(map(len, items)), wait_s=wait_s)
+        planned = found.planned
+        items = [self._archives.archive(item.fqn, found.objects[item.fqn]) for item in planned.layout.items]
+        staged = session.lease_slot(key, planned.parts, planned.layout, sum(map(len, items)), wait_s=wait_s)
         copied: Future[float] | None = None
         with session.release_on_error(staged):
-            pieces = [
-                SlotWrite(local_tensor(flat, entry), layout.header_bytes + entry.start) for entry in layout.tensors
-            ]
-            copied = self._start_late(session, staged, pieces)
+            copied = self._start_late(session, staged, found.writes)
             if copied is None:
-                staged.memory.copy_in(pieces, session.copier)
+                staged.memory.copy_in(found.writes, session.copier)
             try:
                 abort_fence.raise_if_aborted()  # again: what was staged had been computed before anything was aborted
             except BaseException:
@@ -479,15 +474,13 @@ class Checkpointer:
                 raise
         return staged, items, copied
 
-    def _start_late(self, session: Session, staged: StagedShard, pieces: Sequence[SlotWrite]) -> Future[float] | None:
+    def _start_late(self, session: Session, staged: StagedShard, writes: Sequence[SlotWrite]) -> Future[float] | None:
         """Copy in the background what only an optimizer changes, and the rest at once; ``None``: nothing was copied."""
         layout, memory = staged.layout, staged.memory
         # A slot without pages is populated by its first copy, which takes longer than any step may wait.
         if self._overlapped is None or not memory.is_populated(layout.header_bytes + layout.tensor_bytes):
             return None
-        named = [NamedWrite(entry.fqn, one) for entry, one in zip(layout.tensors, pieces, strict=True)]
-        step = staged.lease.key.version
-        copy = self._overlapped.start(step, memory, layout.header_bytes, named, session.copier)
+        copy = self._overlapped.start(staged.lease.key.version, memory, layout, writes, session.copier)
         return None if copy is None else self._copying.submit(copy.run, session.copier)
 
     def _seal(
@@ -887,7 +880,10 @@ class Checkpointer:
         """Seal what is staged and let go of the agent; what is draining goes on without this process."""
         self._closed = True
         self._noter.release_tensors()
+        self._templates.close()
         self._copying.shutdown()
+        if self._overlapped is not None:
+            self._overlapped.close()
         self._sealer.shutdown()
         self._report_nothing_saved()
         session = session_if_open(self._location.job, self.settings)

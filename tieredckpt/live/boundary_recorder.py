@@ -1,7 +1,5 @@
 """Recording of a step boundary: references and version counters, with copies of small tensors.
 
-Making a state dict of 4,096 tensors takes 20 times as long as seeing that it would be made of the same ones.
-
 At most boundaries nothing has changed but the numbers in tensors: names, places and the save plan are made once, and
 then only compared. What costs something every time:
 
@@ -13,12 +11,9 @@ then only compared. What costs something every time:
 
 from __future__ import annotations
 
-import copy
 import logging
 import operator
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
-from itertools import chain
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import torch
@@ -31,136 +26,16 @@ from tieredckpt.live import abort_fence
 from tieredckpt.live.survivor_state import RetainedState, current_survivor_state, names_digest
 from tieredckpt.settings import Settings
 from tieredckpt.tensors.device import accelerator
-from tieredckpt.tensors.state_dict import flatten_state, resolve_stateful, state_fingerprint
+from tieredckpt.tensors.state_dict import resolve_stateful
+from tieredckpt.tensors.state_structure import (
+    StateStructure,
+    copied_value,
+    local_values,
+    state_structure,
+    tensor_address,
+)
 
 log = logging.getLogger(__name__)
-
-
-_IMMUTABLE = (type(None), bool, int, float, complex, str, bytes)
-
-
-def local_values(tensor: torch.Tensor) -> torch.Tensor:
-    """The values that this process has of it."""
-    return tensor._local_tensor if isinstance(tensor, DTensor) else tensor
-
-
-def tensor_address(tensor: torch.Tensor) -> int:
-    local = local_values(tensor)
-    return local.data_ptr() if local.layout is torch.strided else 0
-
-
-def copied_value(value: Any) -> Any:
-    """``value`` as it is now."""
-    if type(value) in _IMMUTABLE or (type(value) is tuple and all(type(one) in _IMMUTABLE for one in value)):
-        return value
-    return copy.deepcopy(value)
-
-
-@dataclass(frozen=True)
-class StatefulTensors:
-    """The tensors of one module or optimizer, by their names in the state."""
-
-    tensors: Mapping[str, torch.Tensor]
-    owners: Mapping[str, torch.Tensor]
-    """The tensors that the training changes; those above have the same memory, but no gradients."""
-    uncounted_names: frozenset[str]
-    """Those that may be changed outside of an optimizer's step, by kernels that count no versions."""
-    places: tuple[dict[Any, Any], ...]
-    found: tuple[Any, ...]
-    """What was in ``places``."""
-    optimizer: torch.optim.Optimizer | None = None
-    groups: tuple[dict[str, Any], ...] = ()
-    sizes: tuple[int, ...] = ()
-    numbers: tuple[Any, ...] = ()
-    """Of each group, its parameters as a state dict has them."""
-    name: str = ""
-
-    def is_same(self) -> bool:
-        if self.optimizer is not None and self.optimizer.state is not self.places[0]:
-            return False  # it was loaded anew
-        now = [*chain.from_iterable(map(dict.values, self.places)), *self._groups_now()]
-        return (
-            len(now) == len(self.found)
-            and all(map(operator.is_, now, self.found))
-            and tuple(map(len, self.groups)) == self.sizes
-        )
-
-    def _groups_now(self) -> Iterator[Any]:
-        groups = () if self.optimizer is None else self.optimizer.param_groups
-        return chain(groups, chain.from_iterable(group["params"] for group in groups))
-
-    def objects(self) -> dict[str, Any]:
-        """What is no tensor, as it is now."""
-        if not self.groups:
-            return {}
-        found: dict[str, Any] = {}
-        for number, (group, params) in enumerate(zip(self.groups, self.numbers, strict=True)):
-            name = f"{self.name}.param_groups.{number}"
-            found.update({f"{name}.{key}": copied_value(value) for key, value in group.items() if key != "params"})
-            found[f"{name}.params"] = params
-        return found
-
-
-def stateful_tensors(name: str, value: Any) -> StatefulTensors | None:
-    """``value`` as a part, where it is one: a module or optimizer that says its state the usual way."""
-    if isinstance(value, torch.nn.Module) and type(value).state_dict is torch.nn.Module.state_dict:
-        return _module(name, value)
-    if isinstance(value, torch.optim.Optimizer) and type(value).state_dict is torch.optim.Optimizer.state_dict:
-        return _optimizer(name, value)
-    return None
-
-
-def _module(name: str, module: torch.nn.Module) -> StatefulTensors | None:
-    tensors = flatten_state({name: module.state_dict()})
-    if not all(isinstance(one, torch.Tensor) for one in tensors.values()):
-        return None
-    buffers = {id(one) for one in module.buffers()}
-    owners = _owners(tensors, [*module.parameters(), *module.buffers()])
-    strangers = tensors.keys() - owners.keys()
-    if strangers:
-        # To have these made at every boundary could cost collectives.
-        raise ValueError(f"the state dict of {name} has tensors that are not the module's own: {min(strangers)}")
-    unseen = frozenset(key for key, owner in owners.items() if id(owner) in buffers)
-    inside = [one.__dict__ for one in module.modules()]
-    places = tuple(chain.from_iterable((one["_parameters"], one["_buffers"], one["_modules"]) for one in inside))
-    return StatefulTensors(tensors, owners, unseen, places, tuple(chain.from_iterable(map(dict.values, places))))
-
-
-def _owners(tensors: Mapping[str, torch.Tensor], own: list[torch.Tensor]) -> dict[str, torch.Tensor]:
-    by_place = {(tensor_address(one), one.shape, one.dtype): one for one in reversed(own)}
-    found = {}
-    for name, tensor in tensors.items():
-        owner = by_place.get((tensor_address(tensor), tensor.shape, tensor.dtype))
-        if owner is not None:
-            found[name] = owner
-        elif not local_values(tensor).numel():
-            found[name] = tensor
-    return found
-
-
-def _nested(value: Any) -> bool:
-    """Whether it would not be one object in a flat state."""
-    return list(flatten_state({"": value})) != [""] or isinstance(value, torch.Tensor)
-
-
-def _optimizer(name: str, optimizer: torch.optim.Optimizer) -> StatefulTensors | None:
-    if optimizer._optimizer_state_dict_pre_hooks or optimizer._optimizer_state_dict_post_hooks:
-        return None
-    said = optimizer.state_dict()
-    tensors = flatten_state({name: {"state": said["state"]}})
-    groups = tuple(optimizer.param_groups)
-    if not all(isinstance(one, torch.Tensor) for one in tensors.values()):
-        return None
-    if any(_nested(value) for group in said["param_groups"] for value in group.values()):
-        return None
-    places = (optimizer.state, *optimizer.state.values())
-    if not all(type(one) is dict for one in places[1:]):
-        return None
-    of_groups = chain(groups, chain.from_iterable(group["params"] for group in groups))
-    found = (*chain.from_iterable(map(dict.values, places)), *of_groups)
-    numbers = tuple(group["params"] for group in said["param_groups"])
-    sizes = tuple(map(len, groups))
-    return StatefulTensors(tensors, tensors, frozenset(), places, found, optimizer, groups, sizes, numbers, name)
 
 
 _MOST_OF_ONE = 1 << 20
@@ -201,10 +76,11 @@ class BoundaryRecorder:
             log.warning("%s: step boundaries are not noted: %s: %s", self._job, type(error).__name__, error)
 
     def _boundary(self, state: Mapping[str, Any], step: int) -> StepBoundary:
-        loose = None if self._structure is None else self._structure.loose(state)
+        loose = None if self._structure is None else self._structure.state.loose(state)
         if self._structure is None or loose is None:
             self._structure = None
-            self._structure, loose = _structure_of(state)
+            found, loose = state_structure(state)
+            self._structure = _Structure(state, found, loose)
         return StepBoundary(self._structure, step, self._settings, loose)
 
     @property
@@ -238,7 +114,7 @@ class StepBoundary:
         self._watches = [*structure.watches, *([_Watch(large, large)] if large else [])]
         self._versions = [watch.versions() for watch in self._watches]
         structure.copy()
-        self._objects.update(structure.objects())
+        self._objects.update(structure.state.objects())
         self.device_work = abort_fence.current_fence().record(
             [*structure.placed, *(local_values(one) for one in tensors.values())]
         )
@@ -296,21 +172,16 @@ class _Watch:
 class _Structure:
     """Everything about a state that is the same at the next boundary."""
 
-    def __init__(self, state: Mapping[str, Any], parts: dict[str, StatefulTensors], loose: Mapping[str, Any]) -> None:
-        self._keys = list(state)
-        self._values = {key: state[key] for key in parts}
-        self._parts = parts
-        self._fingerprint = state_fingerprint(loose)
-        flat = {**loose, **self.objects()}
-        for part in parts.values():
-            flat.update(part.tensors)
+    def __init__(self, state: Mapping[str, Any], structure: StateStructure, loose: Mapping[str, Any]) -> None:
+        self.state = structure
+        flat = {**loose, **structure.objects(), **structure.tensors}
         items = create_default_local_save_plan(flat, is_coordinator=False).items
         self.plan = SavePlan(items, planner_data=flatten_state_dict(resolve_stateful(state))[1])
         self.names = names_digest(item.index.fqn for item in items)
         self.watches: list[_Watch] = []
         self._sources: list[torch.Tensor] = []
         self.copies: dict[str, torch.Tensor] = {}
-        for part in self._parts.values():
+        for part in structure.parts.values():
             small, _ = _sorted({name: part.tensors[name] for name in part.uncounted_names}, part.owners)
             self._sources += [local_values(one).detach() for one in small.values()]
             self.copies.update({name: local_values(one).detach().clone() for name, one in small.items()})
@@ -321,34 +192,11 @@ class _Structure:
         self.placed = [*{accelerator().device_of(one): one for one in every}.values()]
         """A tensor of each device that the state is on."""
 
-    def loose(self, state: Mapping[str, Any]) -> dict[str, Any] | None:
-        """What is made anew at every boundary; ``None`` where ``state`` is made of other things than before."""
-        if list(state) != self._keys or any(state[key] is not value for key, value in self._values.items()):
-            return None
-        if not all(part.is_same() for part in self._parts.values()):
-            return None
-        made = _loose(state, self._parts)
-        return made if state_fingerprint(made) == self._fingerprint else None
-
-    def objects(self) -> dict[str, Any]:
-        return {name: value for part in self._parts.values() for name, value in part.objects().items()}
-
     def copy(self) -> None:
         """What kernels may change uncounted, as it is now."""
         if self._targets:
             with torch.no_grad():
                 torch._foreach_copy_(self._targets, self._sources)
-
-
-def _structure_of(state: Mapping[str, Any]) -> tuple[_Structure, dict[str, Any]]:
-    """And what is made anew at every boundary, as it is now."""
-    parts = {key: part for key, value in state.items() if (part := stateful_tensors(key, value)) is not None}
-    loose = _loose(state, parts)
-    return _Structure(state, parts, loose), loose
-
-
-def _loose(state: Mapping[str, Any], parts: Mapping[str, StatefulTensors]) -> dict[str, Any]:
-    return flatten_state(resolve_stateful({key: value for key, value in state.items() if key not in parts}))
 
 
 def _sorted(

@@ -518,6 +518,10 @@ class Session:
             (p for p in self._planned if p.fingerprint == wanted and p.parts == self.incarnation.part_count), None
         )
 
+    def has_plan(self, planned: PlannedSave) -> bool:
+        """Whether ``planned`` is still what this world saves such a state by."""
+        return planned.parts == self.incarnation.part_count and any(one is planned for one in self._planned)
+
     def cache_plan(self, planned: PlannedSave) -> None:
         others = [
             old for old in self._planned if old.fingerprint != planned.fingerprint or old.layout != planned.layout

@@ -236,7 +236,7 @@ class MappedSlot:
 
     def copy_in(self, pieces: Sequence[SlotWrite], copier: Copier) -> None:
         """Copy every piece to its place. Returns when the sources may change again."""
-        copy = SlotCopy(self, pieces)
+        copy = SlotCopy(self, CopyPlan(pieces))
         copy.start()
         copy.finish(copier)
         failpoint("stage.filled")
@@ -319,6 +319,30 @@ class MappedSlot:
         prefault_address(first, stop - first)
 
 
+class CopyPlan:
+    """Tensors by the way in which they are copied into a slot; good for any slot."""
+
+    def __init__(self, pieces: Sequence[SlotWrite]) -> None:
+        self.moves: list[MemoryCopy] = []
+        """Targets are offsets in the slot."""
+        self.others: list[SlotWrite] = []
+        self.on_devices: dict[torch.device, list[SlotWrite]] = {}
+        self.first, self.end = (pieces[0].start if pieces else 0), 0
+        device = accelerator()
+        for piece in pieces:
+            tensor, start = piece
+            size = tensor.nbytes
+            self.first = min(self.first, start)
+            self.end = max(self.end, start + size)
+            place = device.device_of(tensor)
+            if place is not None:
+                self.on_devices.setdefault(place, []).append(piece)
+            elif is_contiguous_in_memory(tensor):
+                self.moves.append(MemoryCopy(start, tensor.data_ptr(), size))
+            else:
+                self.others.append(piece)
+
+
 class SlotCopy:
     """One copy of tensors into a slot. Nothing may change them before it has ended.
 
@@ -326,42 +350,28 @@ class SlotCopy:
     the devices. Any thread may finish.
     """
 
-    def __init__(self, slot: MappedSlot, pieces: Sequence[SlotWrite]) -> None:
+    def __init__(self, slot: MappedSlot, plan: CopyPlan) -> None:
         self._slot = slot
-        self._moves: list[MemoryCopy] = []
-        self._others: list[SlotWrite] = []
-        self._on_devices: dict[torch.device, list[SlotWrite]] = {}
+        self._plan = plan
         self._device = accelerator()
         self._streams: list[DeviceStream] = []
         self._is_held = False
-        self._first, self._end = (pieces[0].start if pieces else 0), 0
-        for piece in pieces:
-            tensor, start = piece
-            size = tensor.nbytes
-            self._first = min(self._first, start)
-            self._end = max(self._end, start + size)
-            place = self._device.device_of(tensor)
-            if place is not None:
-                self._on_devices.setdefault(place, []).append(piece)
-            elif is_contiguous_in_memory(tensor):
-                self._moves.append(MemoryCopy(slot.address + start, tensor.data_ptr(), size))
-            else:
-                self._others.append(piece)
 
     @property
     def has_host_part(self) -> bool:
-        return bool(self._moves or self._others)
+        return bool(self._plan.moves or self._plan.others)
 
     def start(self) -> dict[torch.device, DeviceEvent]:
         """Give the devices their copies; return an event behind those of each."""
         events: dict[torch.device, DeviceEvent] = {}
-        if not self._on_devices:
+        on_devices = self._plan.on_devices
+        if not on_devices:
             return events
         self._slot.hold()
         self._is_held = True
         try:
-            self._slot.register(self._device, next(iter(self._on_devices)))
-            for place, some in self._on_devices.items():
+            self._slot.register(self._device, next(iter(on_devices)))
+            for place, some in on_devices.items():
                 stream = self._device.new_stream(place)
                 self._streams.append(stream)
                 stream.wait_stream(self._device.current_stream(place))  # what the state was computed by
@@ -379,17 +389,18 @@ class SlotCopy:
             self.copy_host_part(copier)
         finally:
             self.wait_for_devices()
-        self._slot.note_populated(self._first, self._end)
+        self._slot.note_populated(self._plan.first, self._plan.end)
 
     def copy_host_part(self, copier: Copier) -> None:
-        for tensor, start in self._others:
+        for tensor, start in self._plan.others:
             self._target(tensor, start).copy_(tensor.detach())
         slot = self._slot
 
         def populate(move: MemoryCopy) -> None:
             slot.populate(move.target - slot.address, move.size_bytes)
 
-        copier.copy(self._moves, before=None if slot.is_populated(self._end) else populate)
+        moves = [MemoryCopy(slot.address + target, source, size) for target, source, size in self._plan.moves]
+        copier.copy(moves, before=None if slot.is_populated(self._plan.end) else populate)
 
     def wait_for_devices(self) -> None:
         """Until nothing writes into the slot any more: then it may be given back."""

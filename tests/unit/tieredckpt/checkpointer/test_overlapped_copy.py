@@ -14,15 +14,17 @@ from tests.support.async_staging import mapped_slot
 from tests.support.bits import assert_same_bits, zeros_like_state
 from tieredckpt import Checkpointer
 from tieredckpt.checkpointer import overlapped_copy
-from tieredckpt.checkpointer.overlapped_copy import NamedWrite, OverlappedStaging, optimizer_watch
+from tieredckpt.checkpointer.overlapped_copy import OverlappedStaging, optimizer_watch
 from tieredckpt.checkpointer.save_handle import SaveState
 from tieredckpt.errors import SaveFailedError
+from tieredckpt.format.shard_layout import Layout, TensorEntry, build_layout
+from tieredckpt.format.slice_boxes import full_box
 from tieredckpt.live.abort_fence import AbortFence, use_fence
 from tieredckpt.session.session import open_session
 from tieredckpt.settings import load_settings
 from tieredckpt.tensors.device import use_device_backend
 from tieredckpt.tensors.slot_copy import Copier, SlotCopy, SlotWrite
-from tieredckpt.tensors.state_dict import flatten_state, resolve_stateful
+from tieredckpt.tensors.state_dict import dtype_name, flatten_state, resolve_stateful
 from tieredckpt.testing import memory_node
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
@@ -295,6 +297,14 @@ def test_close_ends_the_copy(node, gate):
         assert_same_bits(expected, training.restored(2))
 
 
+def layout_of(tensors: dict[str, torch.Tensor]) -> Layout:
+    entries = [
+        TensorEntry(name, dtype_name(one.dtype), tuple(one.shape), full_box(tuple(one.shape)), one.itemsize)
+        for name, one in tensors.items()
+    ]
+    return build_layout(entries, [], None)
+
+
 # -- on a device -------------------------------------------------------------------------------------------------
 
 
@@ -315,12 +325,12 @@ class DeviceTraining:
         self.slot.prefault(self.copier, lambda: False)
 
     def start(self) -> overlapped_copy.OverlappedCopy:
-        writes, at = [], 4096
-        for number, tensor in enumerate([*self.tensors, self.buffer]):
-            writes.append(NamedWrite(f"t{number}", SlotWrite(tensor, at)))
-            at += -(-tensor.nbytes // 64) * 64
-        self.views = [self.slot.tensor(one.write.start, torch.float32, one.write.tensor.shape) for one in writes]
-        copy = self.staging.start(7, self.slot, 4096, writes, self.copier)
+        tensors = {f"t{number}": tensor for number, tensor in enumerate([*self.tensors, self.buffer])}
+        layout = layout_of(tensors)
+        writes = [SlotWrite(tensors[one.fqn], layout.header_bytes + one.start) for one in layout.tensors]
+        starts = {one.fqn: write.start for one, write in zip(layout.tensors, writes, strict=True)}
+        self.views = [self.slot.tensor(starts[name], torch.float32, one.shape) for name, one in tensors.items()]
+        copy = self.staging.start(7, self.slot, layout, writes, self.copier)
         assert copy is not None
         return copy
 
