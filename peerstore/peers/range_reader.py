@@ -109,7 +109,7 @@ _TIMES = 4.0
 _LOOK_S = 0.5
 """What came of a late piece in so long is its source's pace."""
 _UNMEASURED_BYTES_PER_S = 4 << 20
-"""What a source that has sent nothing yet is expected to do."""
+"""Expected rate of a source for bytes that no piece has measured."""
 
 
 class ReadableShard(Protocol):
@@ -166,6 +166,19 @@ class ReadPiece:
     """Ends the connection that it is to come on."""
 
 
+class _Pace(NamedTuple):
+    """The time of the last piece from a source that was at least half as large as the one measured before it."""
+
+    size_bytes: int = 0
+    seconds: float = 0.0
+
+    def expected_s(self, size_bytes: int) -> float:
+        """Estimate the seconds of another piece. A small piece's time is mostly latency, so it is not scaled up."""
+        if size_bytes < self.size_bytes:
+            return self.seconds * size_bytes / self.size_bytes
+        return self.seconds + (size_bytes - self.size_bytes) / _UNMEASURED_BYTES_PER_S
+
+
 class PieceQueue:
     """The pieces of one pull, and who may still serve them. Any thread may call.
 
@@ -176,8 +189,7 @@ class PieceQueue:
     def __init__(self, wishes: Iterable[ReadRequest], *, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
         self._slow: set[str] = set()
-        self._byte_s: dict[str, float] = {}
-        """How long the last piece of each source took, by byte."""
+        self._paces: dict[str, _Pace] = {}
         self._serving = 0
         self._streaming: set[int] = set()
         """Threads that are connected, and may have targets in their hands."""
@@ -254,7 +266,7 @@ class PieceQueue:
         for piece in list(self._away.values()):
             if piece.holder == source or source not in piece.sources:
                 continue
-            own_s = piece.size_bytes * self._byte_s.get(source, 1 / _UNMEASURED_BYTES_PER_S)
+            own_s = self._paces.get(source, _Pace()).expected_s(piece.size_bytes)
             since = now - piece.asked_at
             if since < _LATE_S + _TIMES * own_s:
                 again.append(_LATE_S + _TIMES * own_s - since)
@@ -327,8 +339,9 @@ class PieceQueue:
 
     def complete(self, source: str, piece: ReadPiece) -> None:
         with self._changed:
-            took = self._clock() - piece.asked_at
-            self._byte_s[source] = took / max(1, piece.size_bytes)
+            measured = self._paces.get(source, _Pace())
+            if piece.size_bytes >= measured.size_bytes / 2:
+                self._paces[source] = _Pace(piece.size_bytes, self._clock() - piece.asked_at)
             piece.done = True
             self._came_back(piece)
             self._undone -= 1

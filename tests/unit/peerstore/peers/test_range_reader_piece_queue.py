@@ -169,6 +169,36 @@ def test_source_stalled_close_to_its_end_loses_its_pieces():
     assert slow.cuts == 1
 
 
+def test_small_last_piece_does_not_hide_a_slow_source():
+    """The last piece of a shard is as small as 5 bytes, and its answer waits for the piece before it."""
+    now = [0.0]
+    board, slow, quick = slow_and_quick([4 * MIB, 4 * MIB, 5], clock=lambda: now[0])
+    stalled = slow.take()
+    large, small = quick.take(), quick.take()
+    assert (large.size_bytes, small.size_bytes) == (4 * MIB, 5)
+    now[0] = 0.1
+    board.complete("quick", large)
+    now[0] = 0.12
+    board.complete("quick", small)
+    stalled.arrived_bytes = MIB
+    now[0] = 3.0
+    board._take_from_slow_sources("quick")
+    assert slow.cuts == 1
+
+
+def test_source_that_served_only_a_small_piece_replaces_a_slow_one():
+    now = [0.0]
+    board, slow, quick = slow_and_quick([4 * MIB, 5], clock=lambda: now[0])
+    stalled = slow.take()
+    quick.take()
+    now[0] = 0.1
+    quick.done()
+    stalled.arrived_bytes = MIB
+    now[0] = 10.0
+    board._take_from_slow_sources("quick")
+    assert slow.cuts == 1
+
+
 def test_slow_source_delivers_pieces_that_only_it_has():
     now = [0.0]
     board, slow, quick = slow_and_quick([MIB, MIB], clock=lambda: now[0])
