@@ -11,7 +11,7 @@ beside other tests, and a few at a time when no others are left: alone they leav
 ``--retry-failed 5`` retries up to five failed tests at the end, each in a worker of its own that runs alone
 (:mod:`tests.support.flaky`).
 
-How long a file took is kept in pytest's cache, and orders the next run.
+Pytest's cache records the seconds of each test, which order the next run.
 """
 
 from __future__ import annotations
@@ -49,22 +49,43 @@ _TIMED_LAST = 3
 _BUSY, _ROOM = 0.97, 0.85
 _LOOK_S = 1.0
 _GUESSED_S = {
-    "tests/e2e/control/test_elastic_run": 40.0,
-    "tests/e2e/crash/": 60.0,
-    "tests/e2e/dcp/test_incarnations": 60.0,
-    "tests/e2e/durable/test_store_errors": 40.0,
-    "tests/e2e/elastic/test_partition_at_job_end": 40.0,
-    "tests/e2e/hyperpod/": 60.0,
-    "tests/e2e/peers/test_agents": 60.0,
-    "tests/unit/peerstore/membership/test_swim_network": 60.0,
-    "tests/simulation/test_broken_rules": 60.0,
-    "tests/simulation/test_simulation": 60.0,
-    "tests/e2e": 8.0,
-    "tests/scenario": 20.0,
-    "tests/simulation": 20.0,
-    "tests/worlds": 20.0,
+    "tests/e2e/control/test_elastic_run_random_faults": 8.0,
+    "tests/e2e/control/test_elastic_run_store_and_agents": 20.0,
+    "tests/e2e/control/test_leader_node_lost": 30.0,
+    "tests/e2e/crash/": 15.0,
+    "tests/e2e/dcp/test_incarnation": 10.0,
+    "tests/e2e/durable/test_drain": 15.0,
+    "tests/e2e/durable/test_store_errors": 15.0,
+    "tests/e2e/elastic/test_elastic_run_end_to_end": 30.0,
+    "tests/e2e/elastic/test_hangs_under_torchrun": 50.0,
+    "tests/e2e/elastic/test_inject_command": 20.0,
+    "tests/e2e/elastic/test_partition_at_job_end": 30.0,
+    "tests/e2e/elastic/test_preempted_nodes": 25.0,
+    "tests/e2e/elastic/test_re": 20.0,
+    "tests/e2e/finetune/": 25.0,
+    "tests/e2e/hyperpod/test_hung_ranks": 60.0,
+    "tests/e2e/hyperpod/": 20.0,
+    "tests/e2e/peers/test_agent": 15.0,
+    "tests/e2e/peers/test_parity_mode": 20.0,
+    "tests/e2e/test_benchmarks": 20.0,
+    "tests/e2e/test_interrupted_benchmarks": 20.0,
+    "tests/faults/": 50.0,
+    "tests/typing/": 25.0,
+    "tests/unit/elastic/rendezvous/test_rootless_tcpstore_cleanup": 20.0,
+    "tests/unit/elastic/supervisor/test_memory_tier_resumable_steps": 20.0,
+    "tests/unit/elastic/workers/test_store_control_plane": 20.0,
+    "tests/unit/peerstore/membership/test_swim_network": 15.0,
+    "tests/unit/tieredckpt/agent/test_drain_listing": 15.0,
+    "tests/e2e": 4.0,
+    "tests/hostile": 4.0,
+    "tests/scenario": 6.0,
+    "tests/simulation": 8.0,
+    "tests/worlds": 5.0,
 }
-"""Of a file that was never timed here, by the beginning of its path, the first that fits: the long ones begin first."""
+"""Seconds of tests without a recorded duration, by the first prefix that fits: of one test, or of a file that stays
+together."""
+_SHORT_S = 0.05
+"""Seconds of a test that no prefix names."""
 
 
 # -- what is decided ---------------------------------------------------------------------------------------------------
@@ -84,22 +105,29 @@ def timed_kind(file: str) -> str:
 
 
 def make_units(tests: Sequence[tuple[str, bool]], seconds: Mapping[str, float]) -> list[Unit]:
-    """``tests``: the file of each, and whether it stays with its file. The units of the longest files come first.
+    """Return the units to run, the longest first.
 
-    ``seconds`` is how long the tests of a file took the last time.
+    ``tests``: the name of each test and whether it stays with its file. ``seconds``: the last duration of each test.
     """
     of_file: dict[str, list[int]] = defaultdict(list)
-    for position, (file, _) in enumerate(tests):
-        of_file[file].append(position)
+    for position, (name, _) in enumerate(tests):
+        of_file[_file(name)].append(position)
     units = []
     for file, positions in of_file.items():
-        guessed = next((s for start, s in _GUESSED_S.items() if file.startswith(start)), 0.05 * len(positions))
-        share, timed = seconds.get(file, guessed) / len(positions), timed_kind(file)
-        if any(tests[position][1] for position in positions):
-            units.append(Unit(tuple(positions), share * len(positions), timed))
-        else:
-            units += [Unit((position,), share, timed) for position in positions]
+        together = any(tests[position][1] for position in positions)
+        for unit in [positions] if together else [[position] for position in positions]:
+            known = [seconds[name] for position in unit if (name := tests[position][0]) in seconds]
+            guessed = _guessed_s(file) if len(known) < len(unit) else 0.0
+            units.append(Unit(tuple(unit), sum(known) + guessed, timed_kind(file)))
     return sorted(units, key=lambda unit: (-unit.seconds, unit.tests))
+
+
+def _guessed_s(file: str) -> float:
+    return next((s for start, s in _GUESSED_S.items() if file.startswith(start)), _SHORT_S)
+
+
+def _file(name: str) -> str:
+    return name.split("::", 1)[0]
 
 
 @dataclass
@@ -274,7 +302,7 @@ class _Session:
         self._selector = selectors.DefaultSelector()
         cache = getattr(self._config, "cache", None)
         seconds = {} if cache is None else cache.get(_SECONDS, {})
-        self._queue = Queue(make_units([_file_and_grouping(item) for item in session.items], seconds))
+        self._queue = Queue(make_units([_name_and_grouping(item) for item in session.items], seconds))
         least = min(count, (os.cpu_count() or 1) + 1)
         self._pace = Concurrency(least, count, least)
         self._looked_at, self._idle_s = time.monotonic(), _idle_s()
@@ -430,26 +458,26 @@ def _idle_s() -> float:
     return (int(times[4]) + int(times[5])) / os.sysconf("SC_CLK_TCK")
 
 
-def _file_and_grouping(item: pytest.Item) -> tuple[str, bool]:
+def _name_and_grouping(item: pytest.Item) -> tuple[str, bool]:
     info = getattr(item, "_fixtureinfo", None)
     found = info.name2fixturedefs.values() if info is not None else ()
     together = any(fixture.scope in _KEPT_TOGETHER for each in found for fixture in each)
-    return item.nodeid.split("::", 1)[0], together
+    return item.nodeid, together
 
 
 class _Durations:
-    """How long each file's tests took, for the next time."""
+    """The seconds that each test took, with its fixtures, for the next run."""
 
     def __init__(self, config: pytest.Config) -> None:
         self._config = config
         self._seconds: dict[str, float] = defaultdict(float)
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
-        self._seconds[report.nodeid.split("::", 1)[0]] += report.duration
+        self._seconds[report.nodeid] += report.duration
 
     def pytest_sessionfinish(self) -> None:
         known = self._config.cache.get(_SECONDS, {})
-        self._config.cache.set(_SECONDS, {**known, **{file: round(s, 1) for file, s in self._seconds.items()}})
+        self._config.cache.set(_SECONDS, {**known, **{name: round(s, 1) for name, s in self._seconds.items()}})
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

@@ -40,6 +40,21 @@ def test_the_longest_begin_first():
     assert (first.tests, last.tests) == ((1,), (0,))
 
 
+def test_long_test_of_a_file_of_short_tests_starts_first():
+    """Its file's average would start it after the tests of another file."""
+    tests = [*((f"tests/unit/mixed.py::test_{n}", False) for n in range(9)), ("tests/unit/other.py::test_it", False)]
+    seconds = {name: 0.1 for name, _ in tests} | {
+        "tests/unit/mixed.py::test_7": 100.0,
+        "tests/unit/other.py::test_it": 30.0,
+    }
+    assert [unit.tests for unit in make_units(tests, seconds)][:2] == [(7,), (9,)]
+
+
+def test_tests_without_a_recorded_duration_start_before_recorded_short_ones():
+    tests = [("tests/unit/a.py::test_a", False), ("tests/e2e/new.py::test_b", False)]
+    assert [unit.tests for unit in make_units(tests, {"tests/unit/a.py::test_a": 0.1})] == [(1,), (0,)]
+
+
 @given(TESTS, st.integers(1, 5), st.randoms(use_true_random=False))
 def test_all_units_run_and_timed_kinds_run_alone(tests, at_once, random):
     units = make_units(tests, {})
