@@ -355,6 +355,12 @@ def template_sockets() -> list[socket.socket]:
     return [_here.template] if _here.template is not None else []
 
 
+def fork_template() -> None:
+    """Fork a template of this process's own, in a fork of a worker that starts programs. It has no threads yet."""
+    if _here.agents and not _here.fresh:
+        _fork_template()
+
+
 def _arguments_of_this() -> list[str]:
     return [os.fsdecode(word) for word in Path("/proc/self/cmdline").read_bytes().split(b"\0")[:-1]]
 

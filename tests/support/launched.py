@@ -12,6 +12,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+from tests.support import forked_starts
 from tests.support.zygote import RunningProcess, Zygote
 
 Say = Callable[[str], None]
@@ -62,6 +63,7 @@ def run_torchrun(say: Say, path: str, options: Sequence[str], *args: str) -> Non
     """``torchrun`` itself; its ranks are new processes."""
     from torch.distributed.run import main
 
+    forked_starts.fork_template()
     os.environ["PYTHONPATH"] = str(Path(__file__).parents[2])
     sys.argv = ["torchrun"]
     main(["--standalone", *options, path, *args])
