@@ -27,11 +27,13 @@ import logging
 import os
 import pickle
 import platform
+import re
 import resource
 import runpy
 import secrets
 import select
 import selectors
+import shlex
 import signal
 import socket
 import struct
@@ -55,7 +57,10 @@ _ROOT = Path(__file__).parents[2]
 _OURS = ("tieredckpt", "peerstore", "elastic", "integration", "benchmarks", "tests")
 """Packages whose modules are run with ``-m`` in a fork."""
 _LAUNCHER = "torch.distributed.run"
-_STARTERS = ("elastic", "integration.hyperpod.hyperpodrun", "tests.support.patient_agent", _LAUNCHER)
+_STARTERS = (
+    "elastic", "integration.hyperpod.hyperpodrun", "integration.hyperpod.operator", "tests.support.patient_agent",
+    _LAUNCHER,
+)  # fmt: skip
 """Those that start others: what they start are their children."""
 _IMPORTED = (
     "boto3", "elastic.cli", "elastic.coordinator.coordinator", "elastic.supervisor.supervisor", "fastapi", "fsspec",
@@ -68,6 +73,7 @@ _READ_AT_START = ("LD_", "MALLOC_", "GLIBC_", "PYTHON", "OMP_", "MKL_", "KMP_", 
 _READ_HERE = (
     "PYTHONPATH", "PYTHONUNBUFFERED", "PYTHONDONTWRITEBYTECODE", "OMP_NUM_THREADS", "TORCH_NCCL_ASYNC_ERROR_HANDLING",
 )  # fmt: skip
+_WRAPPER, _WRAPPER_BYTES = re.compile(rb'#!/bin/sh\nexec ([^\n]+) "\$@"\n'), 4096
 _HELD_BACK = {signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT, signal.SIGUSR1, signal.SIGUSR2}
 """From a template, and from what it forks until that is what was asked for."""
 _LIMITS = [number for name, number in vars(resource).items() if name.startswith("RLIMIT_")]
@@ -144,6 +150,15 @@ def parse_program(argv: Sequence[str]) -> Program | None:
     return None
 
 
+def expand_wrapper(argv: Sequence[str]) -> list[str]:
+    """Return the command line that a shell script of the form ``exec COMMAND "$@"`` executes, or ``argv``."""
+    if argv and argv[0].startswith("/") and argv[0] != sys.executable:
+        with contextlib.suppress(OSError), open(argv[0], "rb") as file:  # noqa: PTH123 - only its first bytes are read
+            if (found := _WRAPPER.fullmatch(file.read(_WRAPPER_BYTES))) is not None:
+                return [*shlex.split(os.fsdecode(found[1])), *argv[1:]]
+    return list(argv)
+
+
 def _read_at_start(environ: Mapping[str, str]) -> dict[str, str]:
     return {k: v for k, v in environ.items() if k.startswith(_READ_AT_START) and k not in _READ_HERE}
 
@@ -189,7 +204,7 @@ def _start(process: Any, given: Mapping[str, Any]) -> bool:
     """Whether it was forked."""
     if isinstance(given["args"], (str, bytes)) or not given["close_fds"] or not (_here.template or _here.agents):
         return False
-    argv = [os.fsdecode(word) for word in given["args"]]
+    argv = expand_wrapper([os.fsdecode(word) for word in given["args"]])
     program = parse_program(argv)
     unusual = (
         given["preexec_fn"], given["shell"], given.get("gid"), given.get("gids"), given.get("uid"),
@@ -202,6 +217,8 @@ def _start(process: Any, given: Mapping[str, Any]) -> bool:
         os.fsdecode(k): os.fsdecode(v) for k, v in (os.environ if given["env"] is None else given["env"]).items()
     }
     folder = str(Path.cwd() / os.fsdecode(given["cwd"] or ""))
+    if argv[0] != os.fsdecode(given["args"][0]):
+        environ["PWD"] = folder  # as a shell exports it
     if not _matches_template(environ) or not Path(folder).is_dir():
         return False
     if argv[1:2] != ["-I"] and environ.get("OMP_NUM_THREADS", "1") != "1":
