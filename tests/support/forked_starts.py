@@ -72,6 +72,7 @@ _IMPORTED_ANEW = ("hyperpod_elastic_agent", "integration.hyperpod")
 _READ_AT_START = ("LD_", "MALLOC_", "GLIBC_", "PYTHON", "OMP_", "MKL_", "KMP_", "TORCH_", "ATEN_")
 _READ_HERE = (
     "PYTHONPATH", "PYTHONUNBUFFERED", "PYTHONDONTWRITEBYTECODE", "OMP_NUM_THREADS", "TORCH_NCCL_ASYNC_ERROR_HANDLING",
+    "TORCH_NCCL_USE_COMM_NONBLOCKING",
 )  # fmt: skip
 _WRAPPER, _WRAPPER_BYTES = re.compile(rb'#!/bin/sh\nexec ([^\n]+) "\$@"\n'), 4096
 _HELD_BACK = {signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT, signal.SIGUSR1, signal.SIGUSR2}

@@ -4,8 +4,6 @@ import copy
 import gc
 import os
 import signal
-import subprocess
-import sys
 import threading
 from pathlib import Path
 
@@ -17,6 +15,7 @@ import torch.distributed.checkpoint as dcp
 from tests.support.agents import agent_pid, stop_agent
 from tests.support.bits import assert_same_bits, zeros_like_state
 from tests.support.models import build_model, full_state, get_state, set_state, train_steps
+from tests.support.scripts import run_script
 from tieredckpt import CheckpointDamagedError, Checkpointer, CheckpointNotFoundError, NullCheckpointer, TieredWriter
 from tieredckpt.checkpointer.save_handle import SaveState
 from tieredckpt.errors import MismatchError, SettingsError, StoreBusyError, UsageError
@@ -432,15 +431,8 @@ with Checkpointer("tiered://loop", every=10, durable="%s", durable_every=1000, g
 """
 
 
-@pytest.mark.filterwarnings("ignore:subprocess")
 def test_sigterm_makes_the_next_step_the_last_and_durable(agent_dir, tmp_path):
-    done = subprocess.run(
-        [sys.executable, "-W", "ignore", "-c", PREEMPTED % f"file://{tmp_path}"],
-        capture_output=True,
-        text=True,
-        timeout=200,
-        cwd=Path(__file__).parents[3],
-    )
+    done = run_script(tmp_path, PREEMPTED % f"file://{tmp_path}")
     assert done.returncode == -signal.SIGTERM, done.stderr
     assert "never" not in done.stdout
     stop_agent(agent_dir)
@@ -453,7 +445,7 @@ def test_sigterm_makes_the_next_step_the_last_and_durable(agent_dir, tmp_path):
         assert float(found["w"][0]) == 26
 
 
-def test_preempted_loop_without_another_save_ends(agent_dir):
+def test_preempted_loop_without_another_save_ends(agent_dir, tmp_path):
     script = """
 import os, signal, time, torch
 from tieredckpt import Checkpointer
@@ -463,9 +455,7 @@ with Checkpointer("tiered://loop", grace_s=1.0) as ckpt:
     while True:
         time.sleep(0.01)
 """
-    done = subprocess.run(
-        [sys.executable, "-W", "ignore", "-c", script], capture_output=True, timeout=200, cwd=Path(__file__).parents[3]
-    )
+    done = run_script(tmp_path, script)
     assert done.returncode == -signal.SIGTERM
 
 

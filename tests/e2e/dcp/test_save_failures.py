@@ -3,8 +3,6 @@
 import os
 import shutil
 import signal
-import subprocess
-import sys
 import threading
 from pathlib import Path
 
@@ -19,6 +17,7 @@ from tests.support.agents import agent_pid, stop_agent, stop_process
 from tests.support.bits import assert_same_bits, zeros_like_state
 from tests.support.jobs import CheckpointJob, state_at
 from tests.support.oldest_torch import without_collectives
+from tests.support.scripts import run_script
 from tieredckpt import (
     CheckpointDamagedError,
     Checkpointer,
@@ -352,14 +351,8 @@ print("finished", flush=True)
 """
 
 
-def run(arguments, then):
-    return subprocess.run(
-        [sys.executable, "-W", "ignore", "-c", LOOP.format(arguments=arguments, then=then)],
-        capture_output=True,
-        text=True,
-        timeout=200,
-        cwd=Path(__file__).parents[3],
-    )
+def run(folder, arguments, then):
+    return run_script(folder, LOOP.format(arguments=arguments, then=then))
 
 
 def lose_memory(agent_dir):
@@ -369,7 +362,7 @@ def lose_memory(agent_dir):
 
 
 def test_sigterm_between_steps_keeps_the_step_that_follows(agent_dir, tmp_path):
-    done = run(f'durable="file://{tmp_path}", durable_every=1000', "os.kill(os.getpid(), signal.SIGTERM)")
+    done = run(tmp_path, f'durable="file://{tmp_path}", durable_every=1000', "os.kill(os.getpid(), signal.SIGTERM)")
     assert (done.returncode, done.stdout) == (-signal.SIGTERM, ""), done.stderr
     lose_memory(agent_dir)
     with Checkpointer(JOB, durable=f"file://{tmp_path}") as ckpt:
@@ -382,6 +375,7 @@ def test_sigterm_does_not_exceed_its_grace_period(agent_dir, tmp_path):
     """The process ends although its durable tier is lost, and memory has its last step."""
     lose = f"ckpt.wait('durable'); os.rename('{tmp_path}/durable', '{tmp_path}/away'); open('{tmp_path}/durable', 'w')"
     done = run(
+        tmp_path,
         f'durable="file://{tmp_path}/durable", durable_every=1000, grace_s=1.0',
         f"{lose}; os.kill(os.getpid(), signal.SIGTERM)",
     )
@@ -391,15 +385,15 @@ def test_sigterm_does_not_exceed_its_grace_period(agent_dir, tmp_path):
         assert ckpt.restore({"w": torch.zeros(1000)}) == 5
 
 
-def test_sigterm_handling_can_be_disabled(agent_dir):
-    done = run('on_sigterm="ignore"', "os.kill(os.getpid(), signal.SIGTERM)")
+def test_sigterm_handling_can_be_disabled(agent_dir, tmp_path):
+    done = run(tmp_path, 'on_sigterm="ignore"', "os.kill(os.getpid(), signal.SIGTERM)")
     assert done.returncode == -signal.SIGTERM
     with Checkpointer(JOB, on_sigterm="ignore") as ckpt:
         assert ckpt.restore({"w": torch.zeros(1000)}) == 4
 
 
-def test_second_sigterm_has_no_effect(agent_dir):
-    done = run("grace_s=30.0", "[os.kill(os.getpid(), signal.SIGTERM) for _ in range(5)]")
+def test_second_sigterm_has_no_effect(agent_dir, tmp_path):
+    done = run(tmp_path, "grace_s=30.0", "[os.kill(os.getpid(), signal.SIGTERM) for _ in range(5)]")
     assert done.returncode == -signal.SIGTERM, done.stderr
     with Checkpointer(JOB, on_sigterm="ignore") as ckpt:
         assert ckpt.restore({"w": torch.zeros(1000)}) == 5

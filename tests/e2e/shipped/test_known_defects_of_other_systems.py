@@ -6,8 +6,6 @@ speak of replicas, batches or recovery) are the business of other parts.
 
 import os
 import signal
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -22,6 +20,7 @@ from tests.support.bits import assert_same_bits, tensor_bytes, zeros_like_state
 from tests.support.faults import ReplyWithStatus
 from tests.support.jobs import CheckpointJob, durable_settings, state_at
 from tests.support.s3 import BUCKET
+from tests.support.scripts import run_script
 from tests.support.stores import pinned_file
 from tieredckpt import (
     CheckpointDamagedError,
@@ -389,11 +388,8 @@ with Checkpointer("tiered://loop", every=50, durable="{url}", durable_every=1000
 """
 
 
-def test_pain_10_a_preemption_notice_becomes_a_durable_step(agent_dir, durable):
-    script = NOTICE.format(url=durable.url)
-    done = subprocess.run(
-        [sys.executable, "-W", "ignore", "-c", script], capture_output=True, timeout=200, cwd=Path(__file__).parents[3]
-    )
+def test_pain_10_a_preemption_notice_becomes_a_durable_step(agent_dir, durable, tmp_path):
+    done = run_script(tmp_path, NOTICE.format(url=durable.url))
     assert done.returncode == -signal.SIGTERM, done.stderr
     job = CheckpointJob(agent_dir, durable, "loop")
     job.lose_memory()

@@ -17,6 +17,7 @@ import elastic
 import tieredckpt
 from tests.support.bits import assert_same_bits
 from tests.support.local_nodes import wait_until
+from tests.support.scripts import run_script
 from tieredckpt import CheckpointNotFoundError, TieredReader
 from tieredckpt.errors import MismatchError, MissingStepError, UsageError
 from tieredckpt.session.session import open_session
@@ -163,10 +164,10 @@ def test_names_that_are_imported_lazily_are_listed(package):
     assert set(package.__all__) <= set(dir(package))
 
 
-def test_killed_reader_does_not_count_as_a_crashed_load(agent_dir):
+def test_killed_reader_does_not_count_as_a_crashed_load(agent_dir, tmp_path):
     tieredckpt.save("looked-at", state_at(1), 1)
     look = "import os, signal, tieredckpt; tieredckpt.load('looked-at'); os.kill(os.getpid(), signal.SIGKILL)"
-    assert subprocess.run([sys.executable, "-W", "ignore", "-c", look], check=False).returncode == -signal.SIGKILL
+    assert run_script(tmp_path, look).returncode == -signal.SIGKILL
     node = open_session("looked-at", load_settings()).agent
     wait_until(lambda: node.store.status().jobs[0].clients == 1, "the agent sees that it has ended")
     assert [view.crashed_loads for view in node.list_steps("looked-at").views] == [0]

@@ -295,8 +295,9 @@ def test_unhealthy_node_is_left(running: Running) -> None:
     assert running.state("llama").last_fault.reason == "NodeFault"
 
 
-def test_silent_agents_of_one_job_delay_no_other_job(api: FakeApiServer) -> None:
-    """100 jobs. One's agents say nothing until all others have lost a pod, and run again."""
+@pytest.mark.parametrize("jobs", [20, pytest.param(99, marks=pytest.mark.nightly)])
+def test_silent_agents_of_one_job_delay_no_other_job(api: FakeApiServer, jobs: int) -> None:
+    """One job's agents say nothing until all others have lost a pod, and run again."""
     with official_client(api.url) as client:
         story = Running(api, ApiServerClient(client), every_s=0.5)
         answer = threading.Event()
@@ -314,13 +315,13 @@ def test_silent_agents_of_one_job_delay_no_other_job(api: FakeApiServer) -> None
             try:
                 story.create("silent")
                 story.until(silent.is_set, "it is asked, and waits")
-                others = [f"j{number}" for number in range(99)]
+                others = [f"j{number}" for number in range(jobs)]
                 for name in others:
                     story.create(name)
-                story.until(lambda: all(story.runs(name) for name in others), "99 run")
+                story.until(lambda: all(story.runs(name) for name in others), f"{jobs} run")
                 for name in others:
                     api.remove("pods", story.state(name).members[0])
-                story.until(lambda: all(story.runs(name, restarts=1) for name in others), "99 run again")
+                story.until(lambda: all(story.runs(name, restarts=1) for name in others), f"{jobs} run again")
                 assert story.state("silent") is None or story.state("silent").phase is JobPhase.FORMING
             finally:
                 answer.set()
