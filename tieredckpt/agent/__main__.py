@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import dataclasses
+import functools
 import os
 import socket
 import sys
@@ -53,6 +54,7 @@ _ARGUMENTS = {"slots_per_rank": "slots_per_part", "directory": "dir"}
 """Settings that are called otherwise on the command line."""
 
 
+@functools.cache  # the distribution's metadata is parsed in each call
 def installed_version() -> str:
     try:
         return metadata.version("tieredckpt")
