@@ -1,8 +1,6 @@
 """``tieredckpt.load`` and ``save``: a state in one call, without a template, also where nothing else has run."""
 
 import signal
-import subprocess
-import sys
 
 import pytest
 import torch
@@ -47,7 +45,9 @@ def in_order(value):
 
 
 IN_A_FRESH_PROCESS = """
-import sys, tieredckpt
+import sys, warnings
+warnings.simplefilter("error", UserWarning)
+import tieredckpt
 state = tieredckpt.load(sys.argv[1])
 assert state["model"]["layers"][1]["b"].tolist() == [1.0, 1.0], state
 tieredckpt.save("copied", state, state["step"] + 1)
@@ -55,18 +55,14 @@ print(state["step"], state["half"].dtype, state["model"]["w.x"].sum().item())
 """
 
 
-@pytest.mark.parametrize("target", ["whole", "tiered://whole", "tiered://whole/step-2"])
-def test_saved_step_is_loaded_in_a_fresh_process(agent_dir, target):
+@pytest.mark.parametrize(
+    "target", [pytest.param("whole", marks=pytest.mark.fresh_starts), "tiered://whole", "tiered://whole/step-2"]
+)
+def test_saved_step_is_loaded_in_a_fresh_process(agent_dir, tmp_path, target):
     for step in (2, 3):
         tieredckpt.save("whole", state_at(step), step)
     step = 2 if "step" in target else 3
-    run = subprocess.run(
-        [sys.executable, "-W", "error::UserWarning", "-c", IN_A_FRESH_PROCESS, target],
-        capture_output=True,
-        text=True,
-        timeout=120,
-        check=False,
-    )
+    run = run_script(tmp_path, IN_A_FRESH_PROCESS, target)
     assert (run.returncode, run.stdout) == (0, f"{step} torch.bfloat16 {12.0 * step}\n"), run.stderr
     assert_same_bits(in_order(state_at(step)), in_order(tieredckpt.load("copied", step=step + 1)))
 
