@@ -68,9 +68,9 @@ class Pair:
 
     @property
     def _key(self) -> ShardKey:
-        if self._saved is None or self._saved._sealing is None:
+        if self._saved is None or self._saved.job is None:
             raise RuntimeError("nothing was saved")
-        return self._saved._sealing.result().key
+        return self._saved.job.key
 
     def found(self) -> State:
         """On the other node: its copy, read as the safetensors file it is, from that node's own memory."""

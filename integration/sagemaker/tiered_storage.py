@@ -67,7 +67,7 @@ class SageMakerTieredStorageWriter(TieredWriter):
 
     @property
     def rank(self) -> int:
-        return self._rank
+        return self._call.rank
 
     @property
     def s3_checkpoint_dir(self) -> str | None:

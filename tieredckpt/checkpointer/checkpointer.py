@@ -7,10 +7,8 @@ import logging
 import math
 import os
 import time
-from collections import deque
-from collections.abc import Callable, Collection, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor, wait
-from concurrent.futures import TimeoutError as FutureTimeoutError
+from collections.abc import Callable, Collection, Mapping
+from functools import partial
 from types import TracebackType
 from typing import Any, Literal, TypeVar
 
@@ -25,11 +23,10 @@ from torch.distributed.tensor import DTensor
 from peerstore import deadlines
 from peerstore.errors import PeerStoreError, UnavailableError
 from peerstore.message_codec import from_json
-from peerstore.shard_records import ShardKey, ShardRecord, VersionId
-from tieredckpt.agent.agent_api import ShardReplication
+from peerstore.shard_records import ShardKey
 from tieredckpt.agent.local_agents import warn_of_steps_elsewhere
 from tieredckpt.agent.stopped_step import StopReport, describe_stop, newest_stop, report_last_stop
-from tieredckpt.checkpointer.overlapped_copy import OverlappedStaging, wait_for_overlapped_copies
+from tieredckpt.checkpointer.overlapped_copy import wait_for_overlapped_copies
 from tieredckpt.checkpointer.preemption import PreemptionHandler, last_step_agreement
 from tieredckpt.checkpointer.progress_hook import (
     ExpectedStep,
@@ -40,12 +37,19 @@ from tieredckpt.checkpointer.progress_hook import (
     notify_progress_hook,
 )
 from tieredckpt.checkpointer.restore_with_fallback import CheckpointRestorer, OnLost
-from tieredckpt.checkpointer.save_handle import SaveHandle, SaveState, StepInfo, describe_replication, step_infos
-from tieredckpt.checkpointer.save_template import PlannedState, StateTemplates
+from tieredckpt.checkpointer.save_handle import (
+    SaveHandle,
+    SaveState,
+    StepInfo,
+    await_copies,
+    describe_replication,
+    step_infos,
+)
+from tieredckpt.checkpointer.save_queue import SaveQueue
 from tieredckpt.dcp.plain_checkpoints import plain_steps, plain_writer
 from tieredckpt.dcp.rank_group import RankGroup, unwrap_save_error
 from tieredckpt.dcp.tiered_reader import RestoreReport
-from tieredckpt.dcp.tiered_writer import TieredWriter
+from tieredckpt.dcp.tiered_writer import TieredWriter, WriterOptions
 from tieredckpt.errors import (
     SaveFailedError,
     StoreBusyError,
@@ -53,18 +57,16 @@ from tieredckpt.errors import (
     TierUnavailableError,
     UsageError,
 )
-from tieredckpt.format.manifest import StateTable
 from tieredckpt.gc_pause import gc_paused
 from tieredckpt.live import abort_fence
 from tieredckpt.live.boundary_recorder import BoundaryRecorder
 from tieredckpt.location import check_step, parse_location
 from tieredckpt.session.agent_discovery import join_peer_agents, join_standby_nodes
-from tieredckpt.session.session import Session, StagedShard, open_session, session_if_open
+from tieredckpt.session.save_job import SaveJob, SaveOptions
+from tieredckpt.session.session import Session, open_session, session_if_open
 from tieredckpt.settings import Settings, load_settings, override_settings
 from tieredckpt.tensors.device import accelerator
-from tieredckpt.tensors.slot_copy import SlotWrite
 from tieredckpt.tensors.state_dict import (
-    ObjectArchiveCache,
     StateDict,
     flatten_state,
     resolve_stateful,
@@ -73,13 +75,10 @@ from tieredckpt.tensors.state_dict import (
 log = logging.getLogger(__name__)
 
 _SAY_S = 60.0
-_REMEMBERED = 32
 _BYTES_BESIDE_TENSOR = 256
 """Room in a slot beside each tensor, for alignment and small objects."""
 _SEALING_S = 2.0
 """A seal ends in less, where the node keeps up; a save that may be skipped waits no longer for the one before it."""
-_LOOK_AGAIN_S = 1.0
-"""Who was to hold a copy may leave, and then it is not waited for any more."""
 T = TypeVar("T")
 
 
@@ -139,15 +138,10 @@ class Checkpointer:
         self._on_failure = on_failure
         self._together = RankGroup(process_group)
         self._restoring = CheckpointRestorer(self._location.job, self.settings, self._together)
-        self._archives = ObjectArchiveCache(trusted=self.settings.memory.trust_objects)
         self._recorded = SaveRestoreLog()
+        self._is_first = self._together.rank == 0
+        self._queue = SaveQueue(self._location.job, self.settings, self._recorded, is_first=self._is_first)
         self._noter = BoundaryRecorder(self._location.job, self.settings)
-        self._sealer = ThreadPoolExecutor(1, thread_name_prefix="tieredckpt-seal")
-        self._sealing: Future[ShardRecord] | None = None
-        overlaps = self.settings.enabled and self.settings.memory.staging == "overlapped"
-        self._overlapped = OverlappedStaging() if overlaps else None
-        self._templates = StateTemplates()
-        self._copying = ThreadPoolExecutor(1, thread_name_prefix="tieredckpt-stage")
         self._planned_before = False
         self._joined = False
         self._closed = False
@@ -157,20 +151,14 @@ class Checkpointer:
         """For restoring, for saving."""
         self._part = 0
         """Which part of a step this rank wrote last."""
-        self._last: ShardKey | None = None
-        """What was sealed last."""
         self._last_saved: SaveHandle | None = None
         self._tried_saves = 0
         """Calls of save that were due."""
-        self._wanted_durable: deque[VersionId] = deque(maxlen=_REMEMBERED)
-        """The newest sealed steps that were to become durable."""
-        self._upload_problem_said = False
         self._skip_said = -math.inf
         """When it was last said that a step was skipped."""
         self.last_restore: RestoreReport | None = None
         """What :meth:`restore` read, and from which tiers; why it read nothing, where there had been saves."""
         self._preemption = PreemptionHandler(self._flush, grace_s) if on_sigterm == "save" else None
-        self._is_first = self._together.rank == 0
         self._last_step = last_step_agreement(self._location.job, self._together.rank, self._together.size)
 
     @property
@@ -325,50 +313,34 @@ class Checkpointer:
         wanted = required or session.wants_durable(step)
         key: ShardKey | None = None
         try:
-            found = self._templates.find(session, state)
+            found = self._queue.planned(session, state)
             if found is not None:
                 key = session.incarnation.next_key(step, found.planned.part)
-                self._finish_last(wait_s=max(wait_s, _SEALING_S))
+                self._queue.finish_last(wait_s=max(wait_s, _SEALING_S))
                 session.check_step_order(step)  # once it is known what was sealed last
-                self._until_last_is_copied()
+                if self._joined:
+                    self._queue.require_copies(session)
                 if wanted and self.settings.durable.on_busy == "wait":
                     session.wait_for_drain(self.settings.durable.retry_s)
-                staged, items, copied = self._stage(session, found, key, wait_s)
+                options = SaveOptions(wanted, required=required, keep=keep, finite=self._wants_finite)
+                job = self._queue.stage(session, found, key, options, wait_s=wait_s)
         except BaseException:
             self._leave_out(session, key, step)
             raise
         if found is None:
             return self._save_first(state, step, durable=durable, keep=keep)
-        return self._seal_later(
-            step, staged, items, found.planned.table, copied, durable=wanted, required=required, keep=keep
-        )
+        return self._seal_later(job)
 
-    def _seal_later(
-        self,
-        step: int,
-        staged: StagedShard,
-        items: Sequence[bytes | memoryview],
-        table: StateTable | None,
-        copied: Future[float] | None = None,
-        *,
-        durable: bool,
-        required: bool,
-        keep: bool,
-    ) -> SaveHandle:
-        """Seal what is staged in the background, once it is ``copied``."""
-        saved = self._followed(SaveHandle(step, SaveState.STAGED), durable=durable)
-        saved._staging = copied
-        self._sealing = saved._sealing = self._sealer.submit(
-            self._seal, saved, staged, items, table, copied, durable=durable, required=required, keep=keep
-        )
-        return saved
+    def _seal_later(self, job: SaveJob) -> SaveHandle:
+        self._queue.start_seal(job)
+        return SaveHandle(job.key.version, SaveState.STAGED, job=job, has_replicas=self._joined)
 
     def _leave_out(self, session: Session, key: ShardKey | None, step: int) -> None:
         """In the background: what the other ranks have of this step can never be whole."""
         if session.incarnation.part_count < 2 or session.incarnation.current is None or not self._planned_before:
             return
         # Also where it is not known yet what would have been written: the next try has the others' number then.
-        self._sealer.submit(session.report_part_aborted, key or session.incarnation.next_key(step, self._part))
+        self._queue.submit(session.report_part_aborted, key or session.incarnation.next_key(step, self._part))
 
     def seal(self, state: StateDict, step: int, *, durable: bool = False, timeout_s: float = 600.0) -> SaveHandle:
         """Have ``step`` safe on every rank before all of them leave: sealed, and with its copies on other nodes.
@@ -403,7 +375,7 @@ class Checkpointer:
     def _sealed_by_all(self, step: int, timeout_s: float, *, durable: bool) -> SaveHandle | None:
         """The last save, where it was of this step and came to its end on every rank."""
         saved = self._last_saved
-        good = saved is not None and saved.step == step and not (durable and saved._durable_state is None)
+        good = saved is not None and saved.step == step and not (durable and not saved.becomes_durable)
         if good and saved is not None:
             try:
                 good = saved.wait(timeout_s=timeout_s) in (SaveState.SEALED, SaveState.COPIED, SaveState.DURABLE)
@@ -422,115 +394,13 @@ class Checkpointer:
 
     def _copied(self, saved: SaveHandle, timeout_s: float) -> None:
         """Wait for the copies of what was sealed last."""
-        if self._last is None or not self._joined:
+        last = self._queue.last_sealed
+        if last is None or not self._joined:
             return
-        found = self._await_copies(self._last, timeout_s)
+        found = await_copies(self.session, last, timeout_s)
         if found.missing_copies:
             said = describe_replication(found)
             log.warning("step %d of %s has %s after %.0f s", saved.step, self._location.job, said, timeout_s)
-
-    def _followed(self, saved: SaveHandle, *, durable: bool) -> SaveHandle:
-        """So that ``saved`` can say, and wait for, what becomes of the step."""
-        saved._until_durable = self._until_durable
-        saved._durable_state = self._durable_state if durable else None
-        if self._joined:
-            saved._until_copied = self._until_copied
-        return saved
-
-    def _until_last_is_copied(self) -> None:
-        """Where policy says so: no new step before the last one is safe from the loss of this node."""
-        if self._last is None or not self._joined or self.settings.peer.require != "copied":
-            return
-        wait_s = self.settings.memory.wait_s
-        found = self._await_copies(self._last, wait_s)
-        if found.missing_copies:
-            raise StoreBusyError(f"the last save has {describe_replication(found)} after {wait_s:g} s")
-
-    def _await_copies(self, key: ShardKey, timeout_s: float) -> ShardReplication:
-        """Wait for the copies that there can be: no node keeps two, so there may be fewer than were asked for."""
-        deadline = time.monotonic() + timeout_s
-        found = self._until_copied(key, 0, 0, 0.0)
-        while found.missing_copies and (left := deadline - time.monotonic()) > 0:
-            found = self._until_copied(key, found.copies + found.missing_copies, 1, min(left, _LOOK_AGAIN_S))
-        return found
-
-    def _stage(
-        self, session: Session, found: PlannedState, key: ShardKey, wait_s: float
-    ) -> tuple[StagedShard, list[bytes], Future[float] | None]:
-        """The slot, the items, and the copy that goes on; its result is how long the training has waited for it."""
-        planned = found.planned
-        items = [self._archives.archive(item.fqn, found.objects[item.fqn]) for item in planned.layout.items]
-        staged = session.lease_slot(key, planned.parts, planned.layout, sum(map(len, items)), wait_s=wait_s)
-        copied: Future[float] | None = None
-        with session.release_on_error(staged):
-            copied = self._start_late(session, staged, found.writes)
-            if copied is None:
-                staged.memory.copy_in(found.writes, session.copier)
-            try:
-                abort_fence.raise_if_aborted()  # again: what was staged had been computed before anything was aborted
-            except BaseException:
-                if copied is not None:
-                    wait([copied])
-                raise
-        return staged, items, copied
-
-    def _start_late(self, session: Session, staged: StagedShard, writes: Sequence[SlotWrite]) -> Future[float] | None:
-        """Copy in the background what only an optimizer changes, and the rest at once; ``None``: nothing was copied."""
-        layout, memory = staged.layout, staged.memory
-        # A slot without pages is populated by its first copy, which takes longer than any step may wait.
-        if self._overlapped is None or not memory.is_populated(layout.header_bytes + layout.tensor_bytes):
-            return None
-        copy = self._overlapped.start(staged.lease.key.version, memory, layout, writes, session.copier)
-        return None if copy is None else self._copying.submit(copy.run, session.copier)
-
-    def _seal(
-        self,
-        saved: SaveHandle,
-        staged: StagedShard,
-        items: Sequence[bytes | memoryview],
-        table: StateTable | None,
-        copied: Future[float] | None,
-        *,
-        durable: bool,
-        required: bool,
-        keep: bool,
-    ) -> ShardRecord:
-        """In the background: from here on the step no longer depends on this process."""
-        session = self.session
-        waited_s = 0.0
-        try:
-            if copied is not None:
-                waited_s = copied.result()
-            began = time.perf_counter()
-            record = session.seal(
-                *(staged, staged.lease.key, items),
-                durable=durable,
-                table=table,
-                required=required,
-                keep=keep,
-                finite=self._wants_finite,
-            )
-        except BaseException as problem:
-            # Whatever it is (no memory for a page, say): the slot is given back, and this save says so, not the next.
-            error = problem
-            if not isinstance(problem, TieredCheckpointError):
-                error = SaveFailedError(f"step {saved.step} of {self._location.job} was not sealed: {problem!r}")
-            log.error("step %d of %s was not sealed: %s", saved.step, self._location.job, error)
-            saved._state, saved._error = SaveState.FAILED, error
-            session.release_slot(staged)
-            self._tell(session, failed=1)
-            session.report_part_aborted(staged.lease.key)
-            if error is problem:
-                raise
-            raise error from problem
-        saved._state = SaveState.SEALED
-        self._last = record.key
-        if durable:
-            self._wanted_durable.append(record.key.version_id)
-        sealed_s = time.perf_counter() - began
-        self._tell(session, saves=1, saved_bytes=record.size_bytes, seal_seconds=sealed_s, blocked_seconds=waited_s)
-        notify_progress_hook(session)
-        return record
 
     def _save_first(
         self, state: StateDict, step: int, *, durable: bool, keep: bool, wait_s: float | None = None
@@ -540,11 +410,17 @@ class Checkpointer:
         """
         self._all_ready(self._noter.names, step)
         self._join()
-        writer = TieredWriter(self._location.job, step, finite=self._wants_finite, settings=self.settings)
-        writer.required, writer.keep = durable and bool(self.settings.durable.url), keep
-        writer.wait_s = wait_s
-        # Agents that do not know each other learn from DCP that all ranks have sealed.
-        writer.seals = self.session.agents_are_isolated
+        options = WriterOptions(
+            # Agents that do not know each other learn from DCP that all ranks have sealed.
+            seals=self.session.agents_are_isolated,
+            required=durable and bool(self.settings.durable.url),
+            keep=keep,
+            wait_s=wait_s,
+            report=partial(self._queue.report, self.session),
+        )
+        writer = TieredWriter(
+            self._location.job, step, finite=self._wants_finite, settings=self.settings, options=options
+        )
         try:
             self._together.call_dcp(dcp.save, state, storage_writer=writer)
         except CheckpointException as failure:
@@ -554,27 +430,15 @@ class Checkpointer:
         except BaseException:
             writer.discard_written()
             raise
-        written = writer.written
-        if written is None:
+        job = writer.job
+        if job is None:
             raise writer.error or SaveFailedError(f"step {step} of {self._location.job} left no shard")
         self._planned_before = True
-        self._part = written.key.part
-        wanted = writer.required or self.session.wants_durable(step)
+        self._part = job.key.part
         if writer.record is None:
-            return self._seal_later(
-                *(step, written.staged, written.items, written.table),
-                durable=wanted,
-                required=writer.required,
-                keep=keep,
-            )
-        self._last = writer.record.key
-        if wanted:
-            self._wanted_durable.append(self._last.version_id)
-        saved = self._followed(SaveHandle(step, SaveState.SEALED), durable=wanted)
-        saved._sealing = Future()
-        saved._sealing.set_result(writer.record)
-        notify_progress_hook(self.session)
-        return saved
+            return self._seal_later(job)
+        self._queue.add_sealed(job, writer.record)
+        return SaveHandle(step, SaveState.SEALED, job=job, has_replicas=self._joined)
 
     def record_boundary(self, state: StateDict, step: int) -> None:
         """``state`` is what ``step`` has left: where a fault finds it unchanged, survivors can go on from it.
@@ -606,8 +470,9 @@ class Checkpointer:
         """
         problem = ""
         try:
-            self._finish_last(wait_s=self.settings.memory.wait_s)
-            self._until_last_is_copied()
+            self._queue.finish_last(wait_s=self.settings.memory.wait_s)
+            if self._joined:
+                self._queue.require_copies(self.session)
             self.session.newest_known_epoch()
             if step is not None:
                 self.session.check_step_order(step)
@@ -627,17 +492,6 @@ class Checkpointer:
         self._together.call_dcp(dcp.save, state, storage_writer=writer)
         return SaveHandle(step, SaveState.DURABLE)
 
-    def _finish_last(self, *, wait_s: float) -> None:
-        """One seal at a time: more would only mean that the node cannot keep up."""
-        if self._sealing is not None:
-            try:
-                self._sealing.result(wait_s)
-            except FutureTimeoutError:
-                raise StoreBusyError(f"the last save is still being sealed after {wait_s:.0f} s") from None
-            except (TieredCheckpointError, PeerStoreError):
-                pass  # reported where it happened
-            self._sealing = None
-
     def _came_further(self) -> None:
         """To the step after the one that was loaded, whether it is due to be saved or not."""
         session = session_if_open(self._location.job, self.settings)
@@ -647,19 +501,10 @@ class Checkpointer:
     def _observe(self, saved: SaveHandle, blocked_s: float) -> None:
         """What this call knows; a save that got as far as its seal is counted by whoever seals it."""
         ended = {SaveState.SKIPPED: "skipped", SaveState.FAILED: "failed"}.get(saved.state)
-        counts = {ended: 1.0} if ended and saved._sealing is None else {}
+        counts = {ended: 1.0} if ended and saved.job is None else {}
         # Without a session there is no agent to tell, and asking for one again takes as long as before.
         session = session_if_open(self._location.job, self.settings)
-        self._sealer.submit(self._tell, session, blocked_seconds=blocked_s, **counts)
-
-    def _tell(self, session: Session | None, **values: float) -> None:
-        """The agent's metrics; the job's first rank writes down what it hears of protection."""
-        found = session.add_metrics(**values) if session is not None else None
-        if self._is_first and found is not None and found.upload_problem and not self._upload_problem_said:
-            self._upload_problem_said = True
-            log.warning("%s: %s. Training continues", self._location.job, found.upload_problem)
-        if self._is_first:
-            self._recorded.protection(found, missed=round(values.get("skipped", 0) + values.get("failed", 0)))
+        self._queue.submit(self._queue.report, session, blocked_seconds=blocked_s, **counts)
 
     # -- waiting ----------------------------------------------------------------------------------------------
 
@@ -669,7 +514,7 @@ class Checkpointer:
             return True
         deadline = time.monotonic() + timeout_s
         try:
-            self._finish_last(wait_s=timeout_s)
+            self._queue.finish_last(wait_s=timeout_s)
             if tier == "memory" or not self.settings.durable.url:
                 return tier == "memory"
             left_s = max(0.0, deadline - time.monotonic())
@@ -682,34 +527,6 @@ class Checkpointer:
             why = f"step {view.version_id.version} is {view.state}{f': {view.error}' if view.error else ''}"
         log.warning("%s: not all saves are in the %s tier after %.1f s: %s", self._location.job, tier, timeout_s, why)
         return False
-
-    def _until_durable(self, group: VersionId, timeout_s: float) -> bool:
-        try:
-            view = self.session.agent.wait_durable(self._location.job, group, timeout_s)
-        except PeerStoreError as error:
-            raise TierUnavailableError(
-                f"whether step {group.version} is durable is not known after {timeout_s:.1f} s: {error}"
-            ) from error
-        if view is None or view.state == "skipped":
-            return False
-        if view.state == "failed":
-            raise SaveFailedError(f"step {group.version} did not become durable: {view.error}")
-        if view.state != "done":
-            raise TierUnavailableError(
-                f"step {group.version} is not durable after {timeout_s:.1f} s: {view.error or view.state}"
-            )
-        return True
-
-    def _until_copied(self, key: ShardKey, copies: int, domains: int, timeout_s: float) -> ShardReplication:
-        return self.session.agent.replication_status(key, copies=copies, domains=domains, timeout_s=timeout_s)
-
-    def _durable_state(self, group: VersionId) -> str:
-        view = next(
-            (view for view in self.session.agent.drain_status(self._location.job) if view.version_id == group), None
-        )
-        if view is None or view.state in ("waiting", "running"):
-            return "durable pending"
-        return "durable" if view.state == "done" else f"not durable ({view.error or view.state})"
 
     def _flush(self, deadline_s: float) -> None:
         """What SIGTERM leaves time for: seal what is staged, and make it durable."""
@@ -861,7 +678,7 @@ class Checkpointer:
         if not self.settings.enabled:
             raise UsageError("drop() gives up steps in memory and their durable copies, not plain checkpoints")
         job = self._location.job
-        self._finish_last(wait_s=self.settings.memory.wait_s)
+        self._queue.finish_last(wait_s=self.settings.memory.wait_s)
         try:
             session = self.session
             views = session.agent.list_steps(job, fresh=True).views
@@ -880,19 +697,15 @@ class Checkpointer:
         """Seal what is staged and let go of the agent; what is draining goes on without this process."""
         self._closed = True
         self._noter.release_tensors()
-        self._templates.close()
-        self._copying.shutdown()
-        if self._overlapped is not None:
-            self._overlapped.close()
-        self._sealer.shutdown()
+        self._queue.close()
         self._report_nothing_saved()
         session = session_if_open(self._location.job, self.settings)
         if session is not None:
             session.wait_until_prepared()  # a thread that came later might start an agent again
         if session is not None:
             if self._is_first and self._last_saved is not None:  # copies may have come since the last save
-                self._tell(session)
-                self._report_not_durable(session)
+                self._queue.report(session)
+                self._queue.report_not_durable(session)
             session.stop_watching_agent()
         if self._preemption is not None:
             self._preemption.close()
@@ -901,29 +714,10 @@ class Checkpointer:
     def _report_nothing_saved(self) -> None:
         """Warn at the end where none of the saves succeeded."""
         saved = self._last_saved
-        if self._tried_saves and self._last is None and saved is not None and saved.error is not None:
+        if self._tried_saves and self._queue.last_sealed is None and saved is not None and saved.error is not None:
             log.error(
                 "%s: none of the %d saves of rank %d succeeded, so this run cannot be restored. The last error: %s",
                 *(self._location.job, self._tried_saves, self._together.rank, saved.error),
-            )
-
-    def _report_not_durable(self, session: Session) -> None:
-        """Warn at the end where steps that were to become durable are not, and why."""
-        if not self._wanted_durable:
-            return
-        try:
-            uploads = {one.version_id: one for one in session.agent.drain_status(self._location.job)}
-        except PeerStoreError as error:
-            log.warning("%s: the agent did not report which steps are durable: %s", self._location.job, error)
-            return
-        mine = [uploads[one] for one in self._wanted_durable if one in uploads]
-        bad = [one for one in mine if one.state == "failed" or (one.state == "waiting" and one.error)]
-        if bad and bad[-1] is mine[-1]:
-            done = sum(one.state == "done" for one in mine)
-            log.error(
-                "%s: %d of the last %d steps that were to become durable in %s are. Step %d: %s",
-                *(self._location.job, done, len(mine), self.settings.durable.url, bad[-1].version_id.version),
-                bad[-1].error,
             )
 
     def __enter__(self) -> Checkpointer:

@@ -4,16 +4,19 @@ from __future__ import annotations
 
 import enum
 import time
-from collections.abc import Callable
-from concurrent.futures import Future
 from concurrent.futures import TimeoutError as FutureTimeoutError
 from dataclasses import dataclass
 from typing import Literal
 
 from peerstore.errors import PeerStoreError
-from peerstore.shard_records import ShardKey, ShardRecord, VersionId
+from peerstore.shard_records import ShardKey, VersionId
 from tieredckpt.agent.agent_api import ShardReplication, StepInventory
-from tieredckpt.errors import StoreBusyError, TierUnavailableError
+from tieredckpt.errors import SaveFailedError, StoreBusyError, TierUnavailableError
+from tieredckpt.session.save_job import SaveJob
+from tieredckpt.session.session import Session
+
+_LOOK_AGAIN_S = 1.0
+"""A node that was to hold a copy may leave, and is not waited for then."""
 
 
 class SaveState(str, enum.Enum):
@@ -31,29 +34,42 @@ class SaveState(str, enum.Enum):
 class SaveHandle:
     """One save: done with its part in the training loop, still on its way through the tiers."""
 
-    def __init__(self, step: int, state: SaveState, error: BaseException | None = None) -> None:
+    def __init__(
+        self,
+        step: int,
+        state: SaveState,
+        error: BaseException | None = None,
+        *,
+        job: SaveJob | None = None,
+        has_replicas: bool = False,
+    ) -> None:
         self.step = step
+        self.job = job
+        """This rank's part, where the save came as far as a slot."""
         self._state = state
         self._error = error
-        self._staging: Future[float] | None = None
-        self._sealing: Future[ShardRecord] | None = None
-        self._until_durable: Callable[[VersionId, float], bool] | None = None
-        self._durable_state: Callable[[VersionId], str] | None = None
-        self._until_copied: Callable[[ShardKey, int, int, float], ShardReplication] | None = None
+        self._has_replicas = has_replicas
 
     @property
     def error(self) -> BaseException | None:
         """Why it failed or was skipped."""
+        self._note_seal()
         return self._error
 
     @property
     def state(self) -> SaveState:
+        self._note_seal()
         return self._state
 
     @property
     def ok(self) -> bool:
         """Whether the step is (or will be, unless :meth:`wait` says otherwise) saved."""
-        return self._state not in (SaveState.SKIPPED, SaveState.FAILED, SaveState.NOT_DUE)
+        return self.state not in (SaveState.SKIPPED, SaveState.FAILED, SaveState.NOT_DUE)
+
+    @property
+    def becomes_durable(self) -> bool:
+        """Whether the step is to become durable."""
+        return self.job is not None and self.job.options.durable
 
     def wait(
         self,
@@ -69,36 +85,45 @@ class SaveHandle:
         ``copies=2, domains=2``: also until so many nodes hold this rank's part, in so many failure domains.
         """
         deadline = time.monotonic() + timeout_s
-        if self._error is not None:
-            raise self._error
-        if self._staging is not None and tier == "staged":
-            try:
-                self._staging.result(timeout_s)
-            except FutureTimeoutError:
-                raise StoreBusyError(f"step {self.step} was not copied within {timeout_s:.0f} s") from None
-        if self._sealing is None or tier == "staged":
+        job, error = self.job, self.error
+        if error is not None:
+            raise error
+        if job is None or job.sealed is None:
             return self._state
+        if tier == "staged":
+            if job.copied is not None:
+                try:
+                    job.copied.result(timeout_s)
+                except FutureTimeoutError:
+                    raise StoreBusyError(f"step {self.step} was not copied within {timeout_s:.0f} s") from None
+            return self.state
         try:
-            record = self._sealing.result(timeout_s)
+            record = job.sealed.result(timeout_s)
         except FutureTimeoutError:
             raise StoreBusyError(
                 f"step {self.step} was not sealed within {timeout_s:.0f} s: this node's agent has not said that it is"
             ) from None
         if copies > 1 or domains > 1:
-            self._wait_copied(record.key, copies, domains, max(0.0, deadline - time.monotonic()))
-        if self._state is SaveState.DURABLE:
-            return self._state
-        left_s = max(0.0, deadline - time.monotonic())
-        if tier == "durable" and self._until_durable is not None and self._until_durable(record.key.version_id, left_s):
-            self._state = SaveState.DURABLE
-        return self._state
+            self._wait_copied(job.session, record.key, copies, domains, max(0.0, deadline - time.monotonic()))
+        if tier == "durable" and self.state is not SaveState.DURABLE:
+            left_s = max(0.0, deadline - time.monotonic())
+            if _wait_until_durable(job.session, record.key.version_id, left_s):
+                self._state = SaveState.DURABLE
+        return self.state
 
-    def _wait_copied(self, key: ShardKey, copies: int, domains: int, timeout_s: float) -> None:
-        if self._until_copied is None:
+    def _note_seal(self) -> None:
+        """Follow the seal, which ends in the background."""
+        sealed = None if self.job is None else self.job.sealed
+        if self._state is SaveState.STAGED and sealed is not None and sealed.done():
+            self._error = sealed.exception()
+            self._state = SaveState.SEALED if self._error is None else SaveState.FAILED
+
+    def _wait_copied(self, session: Session, key: ShardKey, copies: int, domains: int, timeout_s: float) -> None:
+        if not self._has_replicas:
             raise TierUnavailableError(f"step {self.step} has one copy: no other node keeps copies for this job")
         wanted = f"{copies} copies in {domains} domain{'' if domains == 1 else 's'}"
         try:
-            found = self._until_copied(key, copies, domains, timeout_s)
+            found = session.agent.replication_status(key, copies=copies, domains=domains, timeout_s=timeout_s)
         except PeerStoreError as error:
             raise TierUnavailableError(
                 f"whether step {self.step} has {wanted} is not known after {timeout_s:.1f} s: {error}"
@@ -108,20 +133,58 @@ class SaveHandle:
                 f"step {self.step} has {describe_replication(found)} after {timeout_s:.1f} s, {wanted} were asked for"
                 f"{f': {found.problem}' if found.problem else ''}"
             )
-        if self._state is SaveState.SEALED:
+        if self.state is SaveState.SEALED:
             self._state = SaveState.COPIED
 
     @property
     def durability(self) -> str:
         """How well this rank's part is kept by now: "2 copies in 2 racks, durable pending"."""
-        if self._sealing is None or not self._sealing.done() or self._sealing.exception() is not None:
-            return f"{self._state.value}{f' ({self._error})' if self._error else ''}"
-        key = self._sealing.result().key
-        memory = "1 copy" if self._until_copied is None else describe_replication(self._until_copied(key, 0, 0, 0.0))
-        return memory if self._durable_state is None else f"{memory}, {self._durable_state(key.version_id)}"
+        job, error = self.job, self.error
+        if job is None or job.sealed is None or not job.sealed.done() or error is not None:
+            return f"{self._state.value}{f' ({error})' if error else ''}"
+        key, agent = job.sealed.result().key, job.session.agent
+        memory = "1 copy"
+        if self._has_replicas:
+            memory = describe_replication(agent.replication_status(key, copies=0, domains=0, timeout_s=0.0))
+        return f"{memory}, {_durable_state(job.session, key.version_id)}" if self.becomes_durable else memory
 
     def __repr__(self) -> str:
-        return f"Saved(step={self.step}, {self._state.value}{f', {self._error}' if self._error else ''})"
+        return f"Saved(step={self.step}, {self.state.value}{f', {self._error}' if self._error else ''})"
+
+
+def await_copies(session: Session, key: ShardKey, timeout_s: float) -> ShardReplication:
+    """Wait for the copies that there can be: no node keeps two, so there may be fewer than were asked for."""
+    deadline = time.monotonic() + timeout_s
+    found = session.agent.replication_status(key, copies=0, domains=0, timeout_s=0.0)
+    while found.missing_copies and (left := deadline - time.monotonic()) > 0:
+        wanted = found.copies + found.missing_copies
+        found = session.agent.replication_status(key, copies=wanted, domains=1, timeout_s=min(left, _LOOK_AGAIN_S))
+    return found
+
+
+def _wait_until_durable(session: Session, group: VersionId, timeout_s: float) -> bool:
+    try:
+        view = session.agent.wait_durable(session.job, group, timeout_s)
+    except PeerStoreError as error:
+        raise TierUnavailableError(
+            f"whether step {group.version} is durable is not known after {timeout_s:.1f} s: {error}"
+        ) from error
+    if view is None or view.state == "skipped":
+        return False
+    if view.state == "failed":
+        raise SaveFailedError(f"step {group.version} did not become durable: {view.error}")
+    if view.state != "done":
+        raise TierUnavailableError(
+            f"step {group.version} is not durable after {timeout_s:.1f} s: {view.error or view.state}"
+        )
+    return True
+
+
+def _durable_state(session: Session, group: VersionId) -> str:
+    view = next((view for view in session.agent.drain_status(session.job) if view.version_id == group), None)
+    if view is None or view.state in ("waiting", "running"):
+        return "durable pending"
+    return "durable" if view.state == "done" else f"not durable ({view.error or view.state})"
 
 
 def describe_replication(found: ShardReplication) -> str:

@@ -799,14 +799,6 @@ class Session:
         for thread in threads:
             thread.join()
 
-    @contextlib.contextmanager
-    def release_on_error(self, staged: StagedShard) -> Iterator[None]:
-        try:
-            yield
-        except BaseException:
-            self.release_slot(staged)
-            raise
-
     def wait_for_drain(self, timeout_s: float) -> None:
         """Until everything that was to become durable is, or cannot, or the time is over."""
         view = self.agent.wait_durable(self.job, None, timeout_s)

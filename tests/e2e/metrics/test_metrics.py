@@ -77,7 +77,7 @@ def test_metrics_match_the_events(agent_dir, agent, durable, tmp_path):
         for step in range(5):
             saved = ckpt.save(state_at(step), step)
             saved.wait()
-            records.append(saved._sealing.result())
+            records.append(saved.job.sealed.result())
             assert ckpt.wait("durable")
         assert ckpt.restore(zeros_like_state(state_at(0))) == 4
         loaded = ckpt.last_restore.bytes_by_tier["memory"]

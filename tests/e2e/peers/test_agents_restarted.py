@@ -78,7 +78,7 @@ def wait_for_a_stopped_agent(job, url):
         saved.wait(timeout_s=60)
         node = open_session(job, ckpt.settings).agent
         view = node.list_steps(job).views[-1]
-        key = ckpt._last
+        key = ckpt._queue.last_sealed
         pid = agent_pid(Path(os.environ["TIEREDCKPT_AGENT_DIRECTORY"]))
         ckpt.session.stop_watching_agent()  # else there would soon be another one
         dist.barrier()

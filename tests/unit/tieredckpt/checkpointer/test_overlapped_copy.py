@@ -143,7 +143,7 @@ def test_optimizer_step_waits_for_the_copy(node, gate, make):
             assert saved.state is SaveState.STAGED
             training.gradients(3)  # also changes the buffers of BatchNorm
             steps = step_in_thread(training.optimizer)
-            assert not saved._staging.done()
+            assert not saved.job.copied.done()
             assert_same_bits(expected["model.0.weight"], training.model[0].weight.detach())
         steps.join(WAIT_S)
         assert saved.wait("staged", timeout_s=WAIT_S) in (SaveState.STAGED, SaveState.SEALED)
@@ -233,7 +233,7 @@ def test_save_without_a_step_since_the_last_one_copies_before_it_returns(node):
         checkpointer.save(training.state, 2).wait(timeout_s=WAIT_S)
         expected = training.held()
         saved = checkpointer.save(training.state, 3)
-        assert saved._staging is None
+        assert saved.job.copied is None
         training.model[0].weight.data.add_(1)
         assert saved.wait(timeout_s=WAIT_S) is SaveState.SEALED
         assert_same_bits(expected, training.restored(3))
@@ -272,7 +272,7 @@ def test_steps_that_cannot_wait_have_saves_copy_everything_at_once(node, gate, f
         with pytest.raises(SaveFailedError, match=r"outside of an optimizer's step|step was compiled|replayed"):
             saved.wait(timeout_s=WAIT_S)
         saved = checkpointer.save(training.state, 3)
-        assert saved._staging is None
+        assert saved.job.copied is None
         assert saved.wait(timeout_s=WAIT_S) is SaveState.SEALED
 
 
@@ -280,7 +280,7 @@ def test_blocking_staging_copies_before_the_save_returns(node, monkeypatch):
     monkeypatch.setenv("TIEREDCKPT_MEMORY_STAGING", "blocking")
     training = Training()
     with training.checkpointer as checkpointer:
-        assert checkpointer.save(training.state, 2)._staging is None
+        assert checkpointer.save(training.state, 2).job.copied is None
 
 
 def test_close_ends_the_copy(node, gate):

@@ -1,0 +1,222 @@
+"""SlotStager: DCP's AsyncStager over the node's memory tier.
+
+The first asynchronous save of a state does not know yet what this rank will have to write (that takes planning, which
+happens later in the background), so it copies everything into private memory. From the second on, the tensors of the
+last plan go into a leased slot; the staged state dict consists of views of it, and ``write_data`` finds every byte in
+place.
+"""
+
+from __future__ import annotations
+
+import abc
+import copy
+import threading
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch.distributed.checkpoint.metadata import STATE_DICT_TYPE
+from torch.distributed.tensor import DTensor
+
+from tieredckpt.errors import (
+    StoreBusyError,
+)
+from tieredckpt.format.shard_layout import TensorEntry
+from tieredckpt.gc_pause import gc_paused
+from tieredckpt.session.incarnation import CapturePoint, IncarnationHandover
+from tieredckpt.session.save_plan import (
+    PlannedSave,
+    PlannedWrites,
+)
+from tieredckpt.session.session import Session, StagedShard
+from tieredckpt.settings import Settings
+from tieredckpt.tensors.slot_copy import SlotWrite
+from tieredckpt.tensors.state_dict import (
+    flatten_state,
+    is_plain_tensor,
+    local_tensor,
+    private_copy,
+    require_materialized,
+    state_fingerprint,
+    tensor_shards,
+)
+
+
+class SlotStager:
+    """The staging half of :class:`~tieredckpt.dcp.tiered_writer.TieredWriter`: copies a state into a leased slot."""
+
+    settings: Settings
+    _starts_over = False
+    _synchronize_after_execute = False
+
+    def __init__(self) -> None:
+        self._staged: StagedShard | None = None
+        self._point: CapturePoint | None = None
+        """Where this job stood when the state that is staged was captured."""
+        self._handed_over: IncarnationHandover | None = None
+        """The trainer's owner, in a process that saves for it."""
+        self._in_use = threading.Semaphore(1)
+        self._holding = False
+
+    @property
+    @abc.abstractmethod
+    def session(self) -> Session: ...
+
+    @property
+    def should_synchronize_after_execute(self) -> bool:
+        """``stage`` returns when the copy is done: there is nothing to wait for afterwards."""
+        return self._synchronize_after_execute
+
+    def synchronize_staging(self) -> None:
+        """Nothing to do, see above."""
+
+    def stage(self, state_dict: STATE_DICT_TYPE) -> STATE_DICT_TYPE:
+        """A copy of ``state_dict`` that training may not change any more; waits for this writer's last save."""
+        wait_s = self.settings.memory.wait_s
+        if not self._in_use.acquire(timeout=wait_s):
+            raise StoreBusyError(f"the last asynchronous save of this writer did not end within {wait_s:.0f} s")
+        self._holding = True
+        try:
+            if not self.settings.enabled:
+                return _private(state_dict)
+            self.capture_point()
+            with gc_paused():
+                flat = flatten_state(state_dict)
+                planned = self.session.cached_plan(state_fingerprint(flat))
+                if planned is None or any(tensor_shards(one) for one in flat.values() if isinstance(one, torch.Tensor)):
+                    return _private(state_dict)
+                self._staged = self.session.lease_slot_before_step(planned, wait_s=wait_s)
+                if self._staged is None:
+                    return _private(state_dict)
+                return self._stage_into(self._staged, planned, state_dict, flat)
+        except BaseException:
+            self._discard_staged()
+            raise
+
+    def capture_point(self) -> None:
+        """The state that is saved next has just been staged, by this writer or by another stager."""
+        if self.settings.enabled:
+            self._leave_earlier_steps()
+            self._point = self.session.incarnation.capture()
+
+    def _leave_earlier_steps(self) -> None:
+        if self._starts_over:
+            self.session.start_over()
+
+    def close(self) -> None:
+        """Give back what was staged and never written."""
+        self._discard_staged()
+
+    def __getstate__(self) -> dict[str, Any]:
+        """What a process that writes in the background needs; the slot is named, not copied, and is its from now on."""
+        kept = {name: value for name, value in self.__dict__.items() if name not in ("_in_use", "_staged")}
+        kept["_slot"] = None if self._staged is None else (self._staged.lease, self._staged.layout, self._staged.owner)
+        kept["_holding"] = False
+        if self.settings.enabled:
+            self.session.report_continued()  # who saves there has loaded nothing
+            self._leave_earlier_steps()
+            kept["_handed_over"] = self.session.incarnation.hand_over()
+        self._end_staging()
+        return kept
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        slot = state.pop("_slot")
+        self.__dict__.update(state)
+        self._in_use = threading.Semaphore(1)
+        self._staged = None
+        if slot is not None:
+            self._staged = self.session.adopt_slot(*slot)
+
+    # -- for the writer ---------------------------------------------------------------------------------------
+
+    def _stage_into(
+        self, staged: StagedShard, planned: PlannedSave, state_dict: STATE_DICT_TYPE, flat: Mapping[str, Any]
+    ) -> STATE_DICT_TYPE:
+        layout, memory, header = planned.layout, staged.memory, planned.layout.header_bytes
+        pieces = [SlotWrite(local_tensor(flat, entry), header + entry.start) for entry in layout.tensors]
+        memory.copy_in(pieces, self.session.copier)
+        views = {
+            entry.fqn: memory.shared_tensor(
+                staged.lease.size_bytes, header + entry.start, piece.tensor.dtype, entry.box.sizes
+            )
+            for entry, piece in zip(layout.tensors, pieces, strict=True)
+        }
+        return _rebuilt(state_dict, "", views)
+
+    def _take_staged(self, work: PlannedWrites, part: int, parts: int) -> StagedShard | None:
+        """The slot that was staged, with everything of ``work`` in it; ``None`` when there is none that fits."""
+        staged = self._staged
+        if staged is None or (staged.lease.key.part, staged.lease.parts) != (part, parts):
+            return None
+        if work.layout([staged.layout]) is not staged.layout:
+            return None
+        moved = [entry for entry in staged.layout.tensors if not _in_place(staged, entry, work.tensor(entry))]
+        header = staged.layout.header_bytes
+        for entry in moved:
+            staged.memory.copy_in(
+                [SlotWrite(work.tensor(entry), header + entry.start)],
+                self.session.copier,
+            )
+        return staged
+
+    def _end_staging(self) -> None:
+        self._staged = self._point = None
+        if self._holding:
+            self._holding = False
+            self._in_use.release()
+
+    def _discard_staged(self) -> None:
+        staged = self._staged
+        self._end_staging()
+        if staged is not None:
+            self.session.release_slot(staged)
+
+
+def _in_place(staged: StagedShard, entry: TensorEntry, tensor: torch.Tensor) -> bool:
+    """Whether ``tensor`` is the very bytes of the slot; another process has them at another address."""
+    start = staged.layout.header_bytes + entry.start
+    if tensor.nbytes == 0:
+        return True
+    if not tensor.is_contiguous() or tensor.device.type != "cpu":
+        return False
+    storage = tensor.untyped_storage()
+    return (
+        storage.is_shared()
+        and storage.nbytes() == staged.lease.size_bytes
+        and tensor.storage_offset() * tensor.element_size() == start
+    )
+
+
+def _rebuilt(value: Any, name: str, views: Mapping[str, torch.Tensor]) -> Any:
+    """``value`` with every tensor replaced: by its view, or by a mere shape when another rank writes it."""
+    if isinstance(value, torch.Tensor):
+        view = views.get(name)
+        if type(value) is DTensor:
+            local = view if view is not None else torch.empty_like(value._local_tensor, device="meta")
+            return _like(value, local)
+        return view if view is not None else torch.empty(value.shape, dtype=value.dtype, device="meta")
+    if isinstance(value, Mapping):
+        return {key: _rebuilt(inner, f"{name}.{key}" if name else str(key), views) for key, inner in value.items()}
+    if isinstance(value, list):
+        return [_rebuilt(inner, f"{name}.{index}", views) for index, inner in enumerate(value)]
+    return copy.deepcopy(value)
+
+
+def _private(value: Any, name: str = "") -> Any:
+    """A copy in this process's own memory; tensors take the room of their elements, whatever they are views of."""
+    if type(value) is DTensor:
+        return _like(value, _private(value._local_tensor, name))
+    if isinstance(value, torch.Tensor):
+        if is_plain_tensor(value):
+            require_materialized(name, value)
+        return private_copy(value)
+    if isinstance(value, Mapping):
+        return {key: _private(inner, f"{name}.{key}" if name else str(key)) for key, inner in value.items()}
+    if isinstance(value, list):
+        return [_private(inner, f"{name}.{index}") for index, inner in enumerate(value)]
+    return copy.deepcopy(value)
+
+
+def _like(tensor: DTensor, local: torch.Tensor) -> DTensor:
+    """A DTensor of the same distribution over another local tensor, wherever that one lives."""
+    return DTensor(local, tensor._spec, requires_grad=False)
