@@ -44,9 +44,11 @@ from tieredckpt.location import (
 from tieredckpt.session.incarnation import CapturePoint, SaveDecision, SaveProblem, SaveProposal
 from tieredckpt.session.save_job import ReportMetrics, SaveJob, SaveOptions
 from tieredckpt.session.save_plan import (
+    CachedWrites,
     PlannedSave,
     PlannedWrites,
     is_default_save_planner,
+    plan_signature,
     state_table_for_planner,
     state_table_of_plans,
 )
@@ -100,7 +102,8 @@ class _SaveCall:
     point: CapturePoint = _NOWHERE
     proposal: SaveProposal | None = None
     assignment: SaveAssignment | None = None
-    table: StateTable | None = None
+    plans: list[SavePlan] | None = None
+    """All ranks' final plans, where this rank coordinates."""
     job: SaveJob | None = None
     """This rank's part, once the ranks have agreed on its key, until it is left out."""
 
@@ -206,8 +209,7 @@ class TieredWriter(SlotStager, StorageWriter):
                 "said what they write for: all of them have to save with a TieredWriter"
             )
         decision = decide_for_ranks(proposals)
-        if all(plan.usable for plan in plans):  # else the planner has them, see _whole_table
-            call.table = state_table_of_plans(plans)
+        call.plans = plans if all(plan.usable for plan in plans) else None  # else the planner has them
         assignments = [SaveAssignment(decision, part) for part in range(len(plans))]
         call.assignment = assignments[call.rank]
         clear_plan_messages()
@@ -330,11 +332,11 @@ class TieredWriter(SlotStager, StorageWriter):
 
         With plan caching the plans that did not change arrive empty, and the planner has all of them.
         """
-        if call.table is None and call.is_coordinator and call.collectives:
-            plans = getattr(planner, "global_plan", None)
-            if plans and all(plan.usable for plan in plans):
-                call.table = state_table_of_plans(plans)
-        return state_table_for_planner(planner, call.table)
+        plans, call.plans = call.plans, None
+        if plans is None and call.is_coordinator and call.collectives:
+            kept = getattr(planner, "global_plan", None)
+            plans = kept if kept and all(plan.usable for plan in kept) else None
+        return state_table_for_planner(planner, None if plans is None else state_table_of_plans(plans))
 
     def _write(self, call: _SaveCall, plan: SavePlan, planner: SavePlanner) -> SaveJob:
         """Copy this rank's tensors into a slot and remember the plan."""
@@ -346,16 +348,28 @@ class TieredWriter(SlotStager, StorageWriter):
         session.adopt(decision, call.point)
         if part == 0:
             session.warn_memory_only()
-        work = PlannedWrites(plan, planner, staged=self._staged is not None)
+        work = self._planned_writes(session, plan, planner)
         if not self.settings.memory.trust_objects:
             work.warn_unsafe_objects()
         if options.durable and self.settings.durable.on_busy == "wait":
             session.wait_for_drain(self.settings.durable.retry_s)
         staged = self._staged_for(job, work, decision.parts)
-        table = self._whole_table(call, planner)
-        self._remember(session, PlannedSave(staged.layout, part, decision.parts, table), planner)
+        table = work.planned.table if isinstance(work, CachedWrites) and decision.parts == 1 else None
+        table = table or self._whole_table(call, planner)
+        if isinstance(work, CachedWrites):
+            session.cache_plan(dataclasses.replace(work.planned, part=part, table=table))
+        else:
+            self._remember(session, PlannedSave(staged.layout, part, decision.parts, table), plan, planner)
         job.describe(work.item_bytes(staged.layout), table)
         return job
+
+    def _planned_writes(self, session: Session, plan: SavePlan, planner: SavePlanner) -> PlannedWrites:
+        """What this rank writes; where an earlier save had the same plan its layout is not built again."""
+        if self._staged is None and is_default_save_planner(planner):
+            planned = session.cached_plan(state_fingerprint(planner.state_dict))  # type: ignore[attr-defined]
+            if planned is not None and planned.signature == plan_signature(plan):
+                return CachedWrites(planned, plan, planner)
+        return PlannedWrites(plan, planner, staged=self._staged is not None)
 
     def _staged_for(self, job: SaveJob, work: PlannedWrites, parts: int) -> StagedShard:
         """The slot that was staged before, or a new one with everything of ``work`` in it."""
@@ -404,10 +418,10 @@ class TieredWriter(SlotStager, StorageWriter):
             return staged
         return session.relabel_slot(staged, key)
 
-    def _remember(self, session: Session, planned: PlannedSave, planner: SavePlanner) -> None:
+    def _remember(self, session: Session, planned: PlannedSave, plan: SavePlan, planner: SavePlanner) -> None:
         if is_default_save_planner(planner) and not any(item.tensor for item in planned.layout.items):
             known = tuple(state_fingerprint(planner.state_dict))  # type: ignore[attr-defined]
-            planned = dataclasses.replace(planned, fingerprint=known)
+            planned = dataclasses.replace(planned, fingerprint=known, signature=plan_signature(plan))
         session.cache_plan(planned)
 
     def _becomes_durable(self, session: Session) -> bool:

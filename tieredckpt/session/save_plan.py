@@ -18,7 +18,16 @@ from tieredckpt.format.manifest import StateTable, TableTensor
 from tieredckpt.format.shard_layout import ARCHIVE_ITEM, OBJECT_ITEM, ItemEntry, Layout, TensorEntry, build_layout
 from tieredckpt.format.slice_boxes import Box
 from tieredckpt.tensors.safe_objects import warn_unsafe_object
-from tieredckpt.tensors.state_dict import Fingerprint, archive_object, dtype_name, is_plain_tensor, require_materialized
+from tieredckpt.tensors.state_dict import (
+    Fingerprint,
+    archive_object,
+    dtype_name,
+    is_plain_tensor,
+    local_tensor,
+    require_materialized,
+)
+
+PlanSignature = tuple[Any, ...]
 
 
 @dataclass(frozen=True)
@@ -31,6 +40,8 @@ class PlannedSave:
     table: StateTable | None
     fingerprint: tuple[Fingerprint, ...] | None = None
     """Of the state it was planned for; ``None`` when the planner is not the default one."""
+    signature: PlanSignature | None = None
+    """Of the plan, beyond what the fingerprint says."""
 
 
 def save_planner_is_transparent(planner: SavePlanner) -> bool:
@@ -47,6 +58,15 @@ def save_planner_is_transparent(planner: SavePlanner) -> bool:
 def is_default_save_planner(planner: SavePlanner) -> bool:
     """Whether this is DCP's own planner, whose plan follows from the state alone."""
     return type(planner) is DefaultSavePlanner and planner.flatten_state_dict
+
+
+def plan_signature(plan: SavePlan) -> PlanSignature:
+    """What a layout takes from a plan of DCP's own planner and the state's fingerprint does not have."""
+    places = [
+        (item.index.fqn, item.index.offset, item.tensor_data is not None and item.tensor_data.properties.requires_grad)
+        for item in plan.items
+    ]
+    return places, plan.planner_data
 
 
 def resolve_write_item(planner: SavePlanner, item: WriteItem) -> Any:
@@ -146,6 +166,27 @@ class PlannedWrites:
 
     def item_bytes(self, layout: Layout) -> list[bytes | memoryview]:
         return [self._bytes[item.fqn if item.tensor is None else _archive_name(item.tensor)] for item in layout.items]
+
+
+class CachedWrites(PlannedWrites):
+    """The plan of an earlier save of the same state: the layout is known, and the state has the tensors."""
+
+    def __init__(self, planned: PlannedSave, plan: SavePlan, planner: SavePlanner) -> None:
+        self.is_transparent = True
+        self.planned = planned
+        self.entries, self.items = planned.layout.tensors, planned.layout.items
+        self._state: Mapping[str, Any] = planner.state_dict  # type: ignore[attr-defined]
+        objects = (item for item in plan.items if item.type is WriteItemType.BYTE_IO)
+        self._bytes = {item.index.fqn: resolve_write_item(planner, item) for item in objects}
+
+    def layout(self, known: Sequence[Layout]) -> Layout:
+        return self.planned.layout
+
+    def tensor(self, entry: TensorEntry) -> torch.Tensor:
+        tensor = local_tensor(self._state, entry)
+        if tensor.is_meta:
+            raise _without_values(entry.fqn, staged=False)
+        return tensor
 
 
 def _without_values(fqn: str, *, staged: bool) -> SaveFailedError:

@@ -1,0 +1,89 @@
+"""A save of a planned state with ``dcp.save`` uses the layout of the earlier save, and only where it is the same."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from torch import nn
+from torch.distributed.checkpoint.api import CheckpointException
+
+from tests.support.bits import assert_same_bits
+from tests.support.oldest_torch import without_collectives
+from tieredckpt import TieredWriter, load
+from tieredckpt.dcp.rank_group import unwrap_save_error
+from tieredckpt.errors import SaveFailedError
+from tieredckpt.session import save_plan
+from tieredckpt.session.session import open_session
+from tieredckpt.settings import load_settings
+from tieredckpt.testing import memory_node
+
+pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+
+JOB = "job"
+
+
+@pytest.fixture(autouse=True)
+def node():
+    with memory_node() as one:
+        yield one
+
+
+def save(state, step, **how):
+    dcp.save(state, storage_writer=TieredWriter(JOB, step), no_dist=True, **how)
+
+
+def state_of(step):
+    transposed = torch.arange(24.0).view(4, 6).t()
+    return {"model": {"view": transposed + step, "weight": torch.arange(12.0) + step}, "at": step}
+
+
+def newest_plan():
+    return open_session(JOB, load_settings())._planned[0]
+
+
+def test_known_layout_is_not_built_again(monkeypatch):
+    save(state_of(1), 1)
+
+    def built(*_):
+        raise AssertionError("the layout was built again")
+
+    monkeypatch.setattr(save_plan, "build_layout", built)
+    for step in (2, 3):
+        save(state_of(step), step)
+        assert_same_bits(state_of(step), load(JOB))
+
+
+def test_changed_gradient_requirement_changes_the_layout():
+    weight = nn.Parameter(torch.arange(12.0))
+    save({"weight": weight}, 1)
+    assert newest_plan().layout.tensors[0].requires_grad
+    weight.requires_grad_(False)
+    save({"weight": weight}, 2)
+    assert not newest_plan().layout.tensors[0].requires_grad
+    assert not newest_plan().table.tensors[0].requires_grad
+
+
+def test_changed_nesting_is_saved_as_it_is():
+    value = torch.arange(12.0)
+    save({"a": {"b": value}}, 1)
+    save({"a.b": value + 1}, 2)
+    assert_same_bits({"a.b": value + 1}, load(JOB))
+
+
+def test_tensor_moved_to_the_meta_device_is_named():
+    save({"weight": torch.arange(12.0)}, 1)
+    with pytest.raises(CheckpointException) as caught:
+        save({"weight": torch.empty(12, device="meta")}, 2)
+    error = unwrap_save_error(caught.value)
+    assert isinstance(error, SaveFailedError)
+    assert "weight is on the meta device and has no values to save" in str(error)
+
+
+@without_collectives
+def test_save_after_one_without_collectives_has_the_table_of_the_state():
+    save(state_of(1), 1, use_collectives=False)
+    assert newest_plan().table is None
+    save(state_of(2), 2)
+    assert [one.fqn for one in newest_plan().table.tensors] == ["model.view", "model.weight"]
+    assert_same_bits(state_of(2), load(JOB))
