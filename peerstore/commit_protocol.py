@@ -22,6 +22,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, field
 from typing import Annotated, Protocol
 
@@ -200,7 +201,7 @@ class JobVersions:
         return group in self.committed or group == self.replicated
 
     def committed_here(
-        self, here: Mapping[VersionId, Collection[int]], parts: Mapping[VersionId, int]
+        self, here: Mapping[VersionId, AbstractSet[int]], parts: Mapping[VersionId, int]
     ) -> set[VersionId]:
         """The versions that are whole, by what was verified here."""
         return committed_versions(here, parts, self.committed)
@@ -265,7 +266,7 @@ class TooManyRetainedError(ValueError):
 
 
 def committed_versions(
-    here: Mapping[VersionId, Collection[int]],
+    here: Mapping[VersionId, AbstractSet[int]],
     parts: Mapping[VersionId, int],
     marked: Mapping[VersionId, Collection[int]] | None = None,
 ) -> set[VersionId]:
@@ -273,8 +274,12 @@ def committed_versions(
 
     ``here`` are the parts that were verified; ``marked`` has the parts that were here when the word was given.
     """
-    complete = {group for group, found in here.items() if len(set(found)) >= parts[group]}
-    return complete | {group for group, then in (marked or {}).items() if set(then) <= set(here.get(group, ()))}
+    complete = {group for group, found in here.items() if len(found) >= parts[group]}
+    return complete | {
+        group
+        for group, then in (marked or {}).items()
+        if group not in complete and all(part in here.get(group, ()) for part in then)
+    }
 
 
 def newest_committed(whole: Mapping[str, Collection[VersionId]]) -> dict[str, VersionId]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import enum
 import os
 import re
 import time
@@ -158,12 +157,6 @@ class ResumePoint(msgspec.Struct, frozen=True, array_like=True):
     def abandons(self, group: VersionId) -> bool:
         """Whether the job has left this version behind."""
         return group.epoch < self.first_current_epoch and group > self.version_id
-
-
-class SlotState(str, enum.Enum):
-    FREE = "free"
-    LEASED = "leased"
-    SEALED = "sealed"
 
 
 class Lease(msgspec.Struct, frozen=True):

@@ -31,7 +31,7 @@ from peerstore.settings import AgentPaths, StoreSettings
 from peerstore.shard_records import validate_job_name
 from peerstore.store.arena import TmpfsArena
 from peerstore.store.node_store import NodeStore
-from peerstore.store.slots import EXPIRED_JOB_METADATA
+from peerstore.store.slot_metadata import EXPIRED_JOB_METADATA
 
 log = logging.getLogger(__name__)
 

@@ -25,17 +25,15 @@ from peerstore.failpoints import failpoint
 from peerstore.shard_records import ShardKey, ShardRecord
 from peerstore.store.job_table import JobTable
 from peerstore.store.leases import LeaseManager, validate_shard_key
-from peerstore.store.slots import (
+from peerstore.store.slot_metadata import (
     JOB_METADATA,
     LEASE_METADATA,
     SEAL_METADATA,
-    SLOT_PREFIX,
-    ArenaSlot,
     LeaseMetadata,
     SealMetadata,
-    ShardState,
-    SlotTable,
 )
+from peerstore.store.slot_table import SlotTable
+from peerstore.store.slots import SLOT_PREFIX, UNVERIFIED_STATES, ArenaSlot, SlotState
 
 log = logging.getLogger(__name__)
 
@@ -46,7 +44,6 @@ _TRIES = 3
 _AGAIN_S = 0.5
 _SELDOM_S = 60.0
 _PASSING = (errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.EINTR, errno.EAGAIN)
-_UNVERIFIED = (ShardState.VERIFYING, ShardState.UNREADABLE)
 _LARGEST_CHUNK = 1 << 30
 
 
@@ -76,11 +73,11 @@ class CrashRecovery:
                 except (UnsupportedFormatError, UnavailableError, OSError) as error:
                     if not left:
                         self._mark_unrecognized(name, error)
-            if name not in self._table.slots and name not in self._table.unrecognized:
+            if name not in self._table and not self._table.unrecognized(name):
                 arena.remove(name)
         for kind in (SEAL_METADATA, LEASE_METADATA):
             for name in notes.list_names(kind):
-                if name not in self._table.slots and name not in self._table.unrecognized:
+                if name not in self._table and not self._table.unrecognized(name):
                     self._metadata_without_slot(kind, name)
         for job in notes.list_names(JOB_METADATA):
             self._jobs.revoke_fenced_leases(job)
@@ -95,9 +92,7 @@ class CrashRecovery:
         if held is not None:
             validate_shard_key(held.lease.key, held.lease.size_bytes, held.lease.parts)
             lease = msgspec.structs.replace(held.lease, slot=name, slot_bytes=size)
-            slot = ArenaSlot(name, lease.generation, size, 0, lease.key.job, lease.key.slot_part)
-            self._table.slots[name] = slot
-            self._leasing.restore(slot, lease, ProcessIdentity(*held.owner))
+            self._leasing.restore(name, size, lease, ProcessIdentity(*held.owner))
 
     def _recover_sealed(self, name: str, size: int, note: SealMetadata) -> None:
         record = note.record
@@ -106,11 +101,7 @@ class CrashRecovery:
             self._lose(record, f"{size} bytes of {record.size_bytes} are left")
             return
         self._table.drop_metadata(LEASE_METADATA, name)
-        slot = ArenaSlot(name, secrets.randbits(62), size, record.size_bytes, record.key.job, record.key.slot_part)
-        slot.reusable = False  # whoever the killed agent had let read it may not be done
-        slot.record, slot.sealed_lease_id, slot.shard_state = record, note.lease_id, ShardState.VERIFYING
-        slot.holders = note.holders
-        self._table.slots[name] = slot
+        self._table.adopt_shard(name, secrets.randbits(62), size, note)
         if not note.holders and not record.key.kind:  # what others wrote says nothing about who writes here
             self._jobs.observe_epoch(record.key)
         failpoint("agent.recovering")
@@ -165,7 +156,7 @@ class CrashRecovery:
         while (slots := self._unverified()) and not self._table.closed:
             for slot in slots:
                 record = slot.record
-                if self._table.closed or record is None or slot.shard_state not in _UNVERIFIED:
+                if self._table.closed or record is None or slot.state not in UNVERIFIED_STATES:
                     continue
                 try:
                     bad = damaged_chunks(record, self._table.arena.path(slot.name), None)
@@ -176,32 +167,30 @@ class CrashRecovery:
                     damaged(record.key, f"{len(bad)} chunks differ after a restart, first: {bad[0]}")
                 elif self._make_available(slot, record):
                     sealed(record, slot.holders)
-            with self._table.lock:
+            with self._table.exclusive():
                 if self._unverified():
-                    self._table.changed.wait_for(lambda: self._table.closed, pause_s)
+                    self._table.wait_closed(pause_s)
             pause_s = min(2 * pause_s, _SELDOM_S)
 
     def _unverified(self) -> list[ArenaSlot]:
-        with self._table.lock:
-            return [slot for slot in self._table.slots.values() if slot.shard_state in _UNVERIFIED]
+        with self._table.exclusive():
+            return self._table.in_state(*UNVERIFIED_STATES)
 
     def _retry_later(self, slot: ArenaSlot, error: ShardUnreadableError, *, patient: bool) -> None:
-        with self._table.lock:
-            self._table.counters["unreadable_reads"] += 1
-            if patient or slot.shard_state is not ShardState.VERIFYING:
+        with self._table.exclusive():
+            self._table.count("unreadable_reads")
+            if patient or slot.state is not SlotState.VERIFYING:
                 log.warning("adoption: %s", error)
                 return
             log.error("adoption: %s; it is not waited for any more, and tried again now and then", error)
-            slot.shard_state = ShardState.UNREADABLE
-            self._table.changed.notify_all()
+            self._table.mark_unreadable(slot)
 
     def _make_available(self, slot: ArenaSlot, record: ShardRecord) -> bool:
-        with self._table.lock:
-            if slot.record is not record or slot.shard_state not in _UNVERIFIED:
+        with self._table.exclusive():
+            if slot.record is not record or slot.state not in UNVERIFIED_STATES:
                 return False  # its owner forgot it meanwhile
-            slot.shard_state = ShardState.AVAILABLE
-            self._table.counters["recovered"] += 1
-            self._table.changed.notify_all()
+            self._table.make_available(slot)
+            self._table.count("recovered")
             failpoint("agent.recovered")
             return True
 
@@ -212,11 +201,10 @@ class CrashRecovery:
             self._table.check_open()
             if self._table.clock() > deadline:
                 raise UnavailableError("still verifying what the last agent left behind")
-            self._table.changed.wait(deadlines.remaining_s(1.0))
+            self._table.wait_for_change(deadlines.remaining_s(1.0))
 
     def unverified_count(self, job: str | None = None) -> int:
-        slots = self._table.slots.values()
-        return sum(slot.shard_state is ShardState.VERIFYING and (job is None or slot.job == job) for slot in slots)
+        return sum(job in (None, slot.job) for slot in self._table.in_state(SlotState.VERIFYING))
 
 
 def _raise_if_passing(error: Exception) -> None:

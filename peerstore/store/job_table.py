@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections import Counter, defaultdict
+from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 
@@ -31,14 +31,15 @@ from peerstore.shard_records import (
     validate_incarnation,
     validate_job_name,
 )
-from peerstore.store.slots import (
+from peerstore.store.slot_metadata import (
     EXPIRED_JOB_METADATA,
     JOB_METADATA,
     JobMetadata,
     JobOwnerMetadata,
-    SlotTable,
     VersionParts,
 )
+from peerstore.store.slot_table import SlotTable
+from peerstore.store.slots import LEASE_STATES, SHARD_STATES
 
 log = logging.getLogger(__name__)
 
@@ -182,12 +183,12 @@ class JobTable:
 
     def revoke_fenced_leases(self, job: str) -> None:
         known = self.get_or_create(job)
-        for slot in list(self._table.slots.values()):
+        for slot in self._table.in_state(*LEASE_STATES):
             if slot.lease is None or slot.job != job or slot.lease.key.epoch >= known.epoch:
                 continue
             if not known.may_still_write(slot.lease.key.version_id):
                 self._table.revoke_lease(slot, "fenced by a newer incarnation")
-        self._table.changed.notify_all()
+        self._table.notify_changed()
 
     def _save(self, job: str) -> None:
         known = self._jobs[job]
@@ -269,11 +270,10 @@ class JobTable:
 
     def _save_and_notify(self, job: str) -> None:
         self._save(job)
-        self._table.changed.notify_all()
+        self._table.notify_changed()
 
     def _parts_here(self, job: str, group: VersionId) -> tuple[int, ...]:
-        keys = [slot.record.key for slot in self._table.slots.values() if slot.record is not None]
-        return tuple(sorted(key.part for key in keys if (key.job, key.version_id) == (job, group) and not key.kind))
+        return self._table.parts_here(job, group)
 
     def drop_versions(self, job: str, groups: Collection[VersionId] | None) -> None:
         """These versions (all, when none is named) are not kept any more, whoever called them whole."""
@@ -297,7 +297,7 @@ class JobTable:
     def apply_retention(self, job: str, said: Collection[RetentionMark]) -> bool:
         """These versions stay, whatever is newer, or do not have to any more; whether that is news."""
         try:
-            news = self.get_or_create(job).apply_retention(said, lambda: self.committed().get(job, ()))
+            news = self.get_or_create(job).apply_retention(said, lambda: self.committed([job])[job])
         except TooManyRetainedError as error:
             raise RequestError(
                 f"job {job} keeps {MAX_RETAINED_VERSIONS} steps in memory already, which is the most: "
@@ -309,17 +309,21 @@ class JobTable:
 
     def retained(self, whole: Mapping[str, Collection[VersionId]]) -> dict[str, Collection[VersionId]]:
         """Which versions of each job are not given up for newer ones."""
-        return {job: known.retained(whole.get(job, ())) for job, known in self._jobs.items() if known.retention}
+        return {job: known.retained(found) for job, found in whole.items() if (known := self._known(job)).retention}
 
-    def committed(self) -> dict[str, set[VersionId]]:
-        """Each job's whole versions, by what was verified here."""
-        here: dict[str, dict[VersionId, set[int]]] = defaultdict(lambda: defaultdict(set))
-        parts: dict[str, dict[VersionId, int]] = defaultdict(dict)
-        for _, record in self._table.available_shards():
-            job, group = record.key.job, record.key.version_id
-            here[job][group].add(record.key.part)
-            parts[job][group] = max(record.parts, parts[job].get(group, 0))
-        return {job: self._known(job).committed_here(here[job], parts[job]) for job in here.keys() | self._jobs.keys()}
+    def committed(self, jobs: Iterable[str] | None = None) -> dict[str, set[VersionId]]:
+        """Whole versions of each job (of all of them), by what was verified here."""
+        return {
+            job: self._committed(job)
+            for job in (self._table.jobs_with_shards() | self._jobs.keys() if jobs is None else jobs)
+        }
+
+    def _committed(self, job: str) -> set[VersionId]:
+        found = {group: shards for group, shards in self._table.versions(job).items() if shards.available_parts}
+        return self._known(job).committed_here(
+            {group: shards.available_parts for group, shards in found.items()},
+            {group: shards.total_parts for group, shards in found.items()},
+        )
 
     def _known(self, job: str) -> JobVersions:
         return self._jobs.get(job) or _NOTHING_KNOWN
@@ -329,9 +333,9 @@ class JobTable:
     ) -> dict[str, VersionId]:
         """The version each job can always go back to: what is older may be given up."""
         found = {}
-        for job in whole.keys() | self._jobs.keys():
+        for job in whole:
             back = mending.version_id if mending is not None and mending.job == job else None
-            safe = self._known(job).rollback_target(whole.get(job, ()), back)
+            safe = self._known(job).rollback_target(whole[job], back)
             if safe is not None:
                 found[job] = safe
         return found
@@ -358,8 +362,7 @@ class JobTable:
 
     def needed(self, whole: Mapping[str, Collection[VersionId]]) -> dict[str, Collection[VersionId]]:
         """What is not given up for lack of room: whole versions, and of the past only what can be gone back to."""
-        jobs = whole.keys() | self._jobs.keys()
-        return {job: self._known(job).needed(whole.get(job, ())) for job in jobs}
+        return {job: self._known(job).needed(found) for job, found in whole.items()}
 
     def mark_replicated(self, job: str, group: VersionId) -> None:
         """Every part of this version has the copies it was to have: it is whole, then."""
@@ -406,7 +409,7 @@ class JobTable:
 
     def _set_resume_point(self, job: str, base: ResumePoint) -> None:
         self.get_or_create(job).resume_from(base, self._parts_here(job, base.version_id))
-        self._table.changed.notify_all()
+        self._table.notify_changed()
 
     # -- processes --------------------------------------------------------------------------------------------
 
@@ -438,7 +441,7 @@ class JobTable:
 
     def expired(self) -> list[str]:
         """Jobs whose last process left too long ago and whose shards nobody uses."""
-        used = {slot.job for slot in self._table.slots.values() if slot.users}
+        used = {slot.job for slot in self._table.slots() if slot.users}
         now = self._table.clock()
         return [
             job
@@ -450,7 +453,7 @@ class JobTable:
         """Jobs that no process takes part in and nobody reads, for longer than an interruption: the one that nobody
         has used for the longest time first.
         """
-        used = {slot.job for slot in self._table.slots.values() if slot.users or slot.lease is not None}
+        used = {slot.job for slot in self._table.slots() if slot.users or slot.lease is not None}
         idle = {
             job: known.last_seen_at
             for job, known in self._jobs.items()
@@ -465,7 +468,7 @@ class JobTable:
     def record_expiry(self, job: str, reason: str) -> None:
         """Keep in mind what the job had that nobody has told this node to forget."""
         once = self.get_or_create(job).last_committed()
-        newest = max({*self.committed().get(job, ()), *([once] if once is not None else [])}, default=None)
+        newest = max({*self.committed([job])[job], *([once] if once is not None else [])}, default=None)
         if newest is None:
             return
         try:
@@ -491,14 +494,14 @@ class JobTable:
     def remove_if_empty(self, job: str) -> None:
         """Nothing of the job is here any more: forget that there was one, unless somebody still takes part."""
         known = self._jobs.get(job)
-        if known is None or known.clients or any(slot.job == job for slot in self._table.slots.values()):
+        if known is None or known.clients or self._table.slots_of_job(job):
             return
         self._table.metadata.remove(JOB_METADATA, job)
         self._jobs.pop(job)
 
     def idle_s(self) -> float:
         """How long nobody has been connected; 0 while somebody is or while jobs still own shards."""
-        if any(known.clients for known in self._jobs.values()) or any(s.record for s in self._table.slots.values()):
+        if any(known.clients for known in self._jobs.values()) or self._table.in_state(*SHARD_STATES):
             return 0.0
         return self._table.clock() - max((known.last_seen_at for known in self._jobs.values()), default=self._started)
 

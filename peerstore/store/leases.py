@@ -15,13 +15,11 @@ import msgspec
 from peerstore import deadlines
 from peerstore.daemon_process import ProcessIdentity
 from peerstore.errors import ArenaBusyError, ArenaFullError, LeaseLostError, RequestError, UnavailableError
-from peerstore.failpoints import failpoint
 from peerstore.shard_records import (
     MAX_NUMBER,
     Lease,
     ShardKey,
     SlotInfo,
-    SlotState,
     validate_incarnation,
     validate_job_name,
 )
@@ -34,13 +32,17 @@ from peerstore.store.slot_eviction import (
     ReuseSlot,
     SlotDecision,
     SlotsBusy,
+    SlotUse,
     SlotView,
+    choose_own_slot,
     choose_slot,
     evictions_to_grow,
     size_class,
     slot_fits,
 )
-from peerstore.store.slots import LEASE_METADATA, ArenaSlot, SlotTable
+from peerstore.store.slot_metadata import LEASE_METADATA
+from peerstore.store.slot_table import SlotTable
+from peerstore.store.slots import ArenaSlot, SlotState
 
 log = logging.getLogger(__name__)
 
@@ -62,7 +64,7 @@ class _Growth:
 
 
 class LeaseManager:
-    """``lease``, ``grow``, ``relabel``, ``release`` of the store. The slot table's lock is taken here."""
+    """``lease``, ``grow``, ``relabel``, ``release`` of the store."""
 
     def __init__(
         self,
@@ -106,7 +108,7 @@ class LeaseManager:
         self, attempt: Callable[[], T | SlotsBusy | BudgetExceeded | None], deadline: float, job: str
     ) -> T:
         while True:
-            with self._table.lock:
+            with self._table.exclusive():
                 self._table.check_open()
                 found = attempt()
                 if found is not None and not isinstance(found, SlotsBusy | BudgetExceeded):
@@ -115,7 +117,7 @@ class LeaseManager:
                     self._wait(found, deadline)
                     continue
             if not self._free_a_slot(job, self._table.clock() >= deadline):
-                with self._table.lock:
+                with self._table.exclusive():
                     self._wait(found, deadline)
 
     def _existing_lease(self, key: ShardKey, owner: ProcessIdentity) -> ArenaSlot | None:
@@ -127,7 +129,7 @@ class LeaseManager:
             raise RequestError(f"{key} is sealed already; a new attempt needs a new number")
         if slot.owner != owner and slot.owner is not None and slot.owner.is_alive:
             raise RequestError(f"{key} is being written by process {slot.owner.pid}")
-        if slot.sealing:
+        if slot.state is not SlotState.LEASED:
             raise RequestError(f"{key} is being sealed")
         if not self._table.is_intact(slot):
             self._table.drop_lost(slot)
@@ -159,17 +161,34 @@ class LeaseManager:
                 writers=self._jobs.expected_parts_here(key.job, parts),
             )
 
+        def decide_alone() -> SlotDecision | None:
+            """Decide over the writer's slots and the free ones, without a look at other shards."""
+            whole = self._jobs.committed([key.job])
+            return choose_own_slot(
+                self._table.views_for_writer(key.job, key.slot_part),
+                allocated_bytes=self._table.allocated_bytes,
+                job=key.job,
+                part=key.slot_part,
+                size_bytes=slot_bytes,
+                limits=limits,
+                whole=self._jobs.needed(whole),
+                rollback_targets=self._jobs.rollback_targets(whole, key if copy else None),
+                kept=self._jobs.retained(whole),
+                version=key.version,
+            )
+
         while True:
-            decision = decide(self._table.slot_views())
+            decision = decide_alone() or decide(self._table.slot_views())
             if isinstance(decision, CreateSlot):
                 self._table.evict(decision.drop)
                 return self._table.create(key.job, key.slot_part, slot_bytes), None
             if isinstance(decision, ReuseSlot):
-                slot = self._table.slots[decision.name]
-                if self._table.is_intact(slot):
+                slot = self._table.slot(decision.name)
+                if slot is not None and self._table.is_intact(slot):
                     self._table.evict(decision.drop)
                     return self._emptied(slot), None
-                self._table.drop_lost(slot)
+                if slot is not None:
+                    self._table.drop_lost(slot)
             elif slot_bytes > size_bytes:
                 slot_bytes = size_bytes  # there may be room for that
             elif not self._expire_unused_jobs(key, decide):
@@ -195,7 +214,7 @@ class LeaseManager:
     def _emptied(self, slot: ArenaSlot) -> ArenaSlot:
         if slot.record is not None:
             self._table.free(slot)
-            self._table.counters["evicted"] += 1
+            self._table.count("evicted")
         return slot
 
     def _assign(self, slot: ArenaSlot, key: ShardKey, size_bytes: int, parts: int, owner: ProcessIdentity) -> Lease:
@@ -209,11 +228,11 @@ class LeaseManager:
             prefaulted_bytes=slot.prefaulted_bytes,
             slot_bytes=slot.size_bytes,
         )
-        self._table.counters["leases"] += 1
+        self._table.count("leases")
         return self._table.assign(slot, lease, owner)
 
     def grow(self, lease_id: str, size_bytes: int, *, wait_s: float) -> Lease:
-        with self._table.lock:
+        with self._table.exclusive():
             job = self._writable(lease_id)[1].key.job
 
         def attempt() -> _Growth | SlotsBusy | BudgetExceeded | None:
@@ -227,7 +246,7 @@ class LeaseManager:
             larger = self._larger(slot, lease.key, size_bytes)
             if not isinstance(larger, ArenaSlot):
                 return larger
-            slot.sealing = larger.filling = True
+            self._table.begin_move(slot, larger)
             return _Growth(slot, larger, lease, grown, owner)
 
         growth = self._until_given(attempt, self._table.clock() + deadlines.remaining_s(wait_s), job)
@@ -238,16 +257,13 @@ class LeaseManager:
         slot = growth.slot
         try:
             self._copy(slot, larger)
-            with self._table.lock:
+            with self._table.exclusive():
                 if slot.lease is not growth.lease:
                     raise LeaseLostError(f"the lease of {growth.lease.key} was taken back while its slot grew")
                 return self._move(growth, larger)
         finally:
-            with self._table.lock:
-                slot.sealing = larger.filling = False
-                if larger.lease is None:
-                    self._table.drop(larger)
-                self._table.changed.notify_all()
+            with self._table.exclusive():
+                self._table.end_move(slot, larger)
 
     def _copy(self, slot: ArenaSlot, larger: ArenaSlot) -> None:
         arena = self._table.arena
@@ -256,11 +272,9 @@ class LeaseManager:
                 copy_file_data(old, new)
         except OSError as error:
             raise ArenaFullError(f"{larger.name} could not take over what {slot.name} holds: {error}") from error
-        larger.prefaulted_bytes = slot.prefaulted_bytes
+        self._table.set_prefaulted(larger, slot.prefaulted_bytes)
 
     def _move(self, growth: _Growth, larger: ArenaSlot) -> Lease:
-        """A kill in between leaves the lease noted for both slots: the larger one counts then."""
-        slot = growth.slot
         lease = msgspec.structs.replace(
             growth.grown,
             slot=larger.name,
@@ -268,11 +282,8 @@ class LeaseManager:
             slot_bytes=larger.size_bytes,
             prefaulted_bytes=larger.prefaulted_bytes,
         )
-        self._table.assign(larger, lease, growth.owner)
-        failpoint("agent.grown")
-        slot.lease = slot.owner = None
-        self._table.drop(slot)
-        self._table.counters["grown"] += 1
+        self._table.move_lease(growth.slot, larger, lease, growth.owner)
+        self._table.count("grown")
         return lease
 
     def _larger(self, slot: ArenaSlot, key: ShardKey, size_bytes: int) -> ArenaSlot | SlotsBusy | BudgetExceeded:
@@ -305,9 +316,9 @@ class LeaseManager:
 
     def open_slot(self, name: str) -> int:
         """A slot's file, open for writing, for whoever has leased it or is about to."""
-        with self._table.lock:
-            slot = self._table.slots.get(name)
-            if slot is None or (slot.state is SlotState.SEALED and not slot.reserved):
+        with self._table.exclusive():
+            slot = self._table.slot(name)
+            if slot is None or (slot.use is SlotUse.SEALED and not slot.reserved):
                 raise LeaseLostError(f"{name} cannot be written: its lease expired or was fenced, or it is sealed")
             if not self._table.is_intact(slot):
                 self._table.drop_lost(slot)
@@ -316,10 +327,12 @@ class LeaseManager:
 
     def _writable(self, lease_id: str) -> tuple[ArenaSlot, Lease, ProcessIdentity]:
         slot, done = self._table.slot_for_lease(lease_id)
-        while slot.sealing and done is None:  # sealed, or moved to a larger slot: the call was repeated
+        while (
+            slot.state is not SlotState.LEASED and done is None
+        ):  # sealed, or moved to a larger slot: the call was repeated
             if deadlines.expired():
                 raise UnavailableError(f"what lease {lease_id} was for is still being sealed")
-            self._table.changed.wait(deadlines.remaining_s(1.0))
+            self._table.wait_for_change(deadlines.remaining_s(1.0))
             slot, done = self._table.slot_for_lease(lease_id)
         if slot.lease is None or slot.owner is None:
             raise RequestError(f"lease {lease_id} is sealed already")
@@ -328,17 +341,17 @@ class LeaseManager:
     def _wait(self, refused: SlotsBusy | BudgetExceeded | None, deadline: float) -> None:
         """Wait a while when that may help, or say that it does not."""
         if isinstance(refused, BudgetExceeded):
-            self._table.counters["leases_over_budget"] += 1
+            self._table.count("leases_over_budget")
             raise ArenaFullError(refused.reason + self._table.unrecognized_hint)
         left = deadline - self._table.clock()
         if not left > 0:
-            self._table.counters["leases_busy"] += 1
+            self._table.count("leases_busy")
             raise ArenaBusyError(refused.reason if refused else "no slot")
-        self._table.counters["lease_waits"] += 1
-        self._table.changed.wait(min(left, 1.0))
+        self._table.count("lease_waits")
+        self._table.wait_for_change(min(left, 1.0))
 
     def relabel(self, lease_id: str, key: ShardKey) -> Lease:
-        with self._table.lock:
+        with self._table.exclusive():
             self._table.check_open()
             slot, lease, owner = self._writable(lease_id)
             validate_shard_key(key, lease.size_bytes, lease.parts)
@@ -346,38 +359,37 @@ class LeaseManager:
                 raise RequestError(f"{lease.key} cannot become {key}: another writer")
             if key != lease.key and self._table.slot_for_key(key) is not None:
                 raise RequestError(f"{key} exists already")
-            slot.lease = msgspec.structs.replace(lease, key=key)  # a newer incarnation ends other leases, not this one
+            relabeled = msgspec.structs.replace(lease, key=key)
+            self._table.replace_lease(slot, relabeled, owner)  # a newer incarnation ends other leases, not this one
             try:
                 self._jobs.check_fence(key)
             except BaseException:
-                slot.lease = lease
+                self._table.replace_lease(slot, lease, owner)
                 raise
-            return self._table.assign(slot, msgspec.structs.replace(lease, key=key), owner)
+            return self._table.assign(slot, relabeled, owner)
 
     def release(self, lease_id: str) -> None:
-        with self._table.lock:
-            for slot in self._table.slots.values():
-                if slot.lease is not None and slot.lease.id == lease_id and not slot.sealing:
-                    self._table.release_lease(slot)
-                    return
+        with self._table.exclusive():
+            slot = self._table.leased_slot(lease_id)
+            if slot is not None and slot.state is SlotState.LEASED:
+                self._table.release_lease(slot)
 
     def sweep(self, grace_s: float) -> None:
         """Take back what belonged to writers that went away."""
-        for slot in list(self._table.slots.values()):
-            if slot.lease is None or slot.owner is None or slot.sealing:
-                continue
-            gone_s = self._jobs.disconnected_s(slot.owner)
-            if gone_s > grace_s:
+        for slot in self._table.in_state(SlotState.LEASED):
+            if slot.owner is not None and self._jobs.disconnected_s(slot.owner) > grace_s:
                 self._table.revoke_lease(slot, "its writer went away")
+        for slot in self._table.in_state(SlotState.REVOKED):  # it could not be removed when it was revoked
+            self._table.drop(slot)
 
-    def restore(self, slot: ArenaSlot, lease: Lease, owner: ProcessIdentity) -> None:
-        """A killed agent had given this slot to a writer that may still be there."""
-        before = next((s for s in self._table.slots.values() if s.lease is not None and s.lease.id == lease.id), None)
-        if before is not None and before is not slot:  # it was killed while the lease moved to a larger slot
+    def restore(self, name: str, size_bytes: int, lease: Lease, owner: ProcessIdentity) -> None:
+        """Adopt a slot that a killed agent had leased to a writer that may still be there."""
+        before = self._table.leased_slot(lease.id)
+        slot = self._table.adopt_lease(name, size_bytes, lease, owner)
+        if before is not None:  # the agent was killed while the lease moved to a larger slot
             self._table.drop(min(before, slot, key=lambda one: one.size_bytes))
-            if slot.name not in self._table.slots:
+            if slot.state is SlotState.REMOVED:
                 return
-        slot.lease, slot.owner = lease, owner
         self._jobs.disconnected_since.setdefault(owner, self._table.clock())
         self._jobs.observe_epoch(lease.key)
         if lease.size_bytes > slot.size_bytes:
@@ -414,15 +426,15 @@ class SlotPrefaulter:
         if not 0 <= part < MAX_PARTS_PER_VERSION or size_bytes < 0:
             raise RequestError(f"part {part} of job {job}: {size_bytes} bytes cannot be reserved")
         table = self._table
-        with table.lock:
+        with table.exclusive():
             table.check_open()
             size_bytes = size_class(size_bytes)
-            mine = [slot for slot in table.slots.values() if (slot.job, slot.part) == (job, part)]
+            mine = table.slots_of_writer(job, part)
             for slot in mine:
                 if slot.state is SlotState.FREE and not (slot_fits(slot.view, size_bytes) and table.is_intact(slot)):
                     table.drop(slot)
-            mine = [slot for slot in mine if slot.name in table.slots]
-            allocated = sum(view.size_bytes for view in table.slot_views())
+            mine = [slot for slot in mine if slot.name in table]
+            allocated = table.allocated_bytes
             want = min(slots or table.limits.slots, table.limits.slots)
             while len(mine) < want and allocated + size_bytes <= table.limits.budget_bytes:
                 try:
@@ -432,24 +444,24 @@ class SlotPrefaulter:
                     break
                 allocated += size_bytes
             free = [slot for slot in mine if slot.state is SlotState.FREE]
-            sealed = [slot for slot in mine if slot.state is SlotState.SEALED and slot_fits(slot.view, size_bytes)]
+            sealed = [slot for slot in mine if slot.use is SlotUse.SEALED and slot_fits(slot.view, size_bytes)]
             sealed = [slot for slot in sealed if table.is_intact(slot)]
             for slot in sealed:
-                slot.reserved = True
+                table.mark_reserved(slot)
             self._waiting.extend(slot.name for slot in free if slot.prefaulted_bytes < slot.size_bytes)
-            table.changed.notify_all()
+            table.notify_changed()
             return [SlotInfo(s.name, s.size_bytes, s.generation) for s in [*free, *sealed]]
 
     def run(self) -> None:
         """Put pages behind one reserved slot after the other, until the store closes."""
         table = self._table
         while True:
-            with table.lock:
+            with table.exclusive():
                 while not self._waiting and not table.closed:
-                    table.changed.wait()
+                    table.wait_for_change(None)
                 if table.closed:
                     return
-                slot = table.slots.get(self._waiting.popleft())
+                slot = table.slot(self._waiting.popleft())
                 if slot is None or slot.state is not SlotState.FREE:
                     continue
                 size, warm = slot.size_bytes, slot.prefaulted_bytes
@@ -459,5 +471,5 @@ class SlotPrefaulter:
             except (ArenaFullError, OSError, ValueError) as error:
                 log.warning("populating %s stopped: %s", slot.name, error)
                 continue
-            with table.lock:
-                slot.prefaulted_bytes = max(slot.prefaulted_bytes, min(reached, slot.size_bytes))
+            with table.exclusive():
+                table.set_prefaulted(slot, reached)

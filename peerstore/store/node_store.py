@@ -6,11 +6,10 @@
       │                                                  │
       └─ abandoned, expired, fenced: the slot is free    └─ note with checksums beside the slot: survives this process
 
-Each of those steps has a room of its own; they share the shelf of slots and its lock:
-:mod:`~peerstore.store.leases`, :mod:`~peerstore.store.leases`, :mod:`~peerstore.store.shards`,
-:mod:`~peerstore.store.shards`,
-:mod:`~peerstore.store.shards`, :mod:`~peerstore.store.job_table`, :mod:`~peerstore.store.crash_recovery`. What may be
-given up for what is decided in :mod:`~peerstore.store.slot_eviction`.
+Each step has its module: :mod:`~peerstore.store.leases`, :mod:`~peerstore.store.shards`,
+:mod:`~peerstore.store.job_table` and :mod:`~peerstore.store.crash_recovery`. They share the slots and the lock of
+:mod:`~peerstore.store.slot_table`; :mod:`~peerstore.store.slots` draws a slot's states. What may be evicted is decided
+in :mod:`~peerstore.store.slot_eviction`.
 """
 
 from __future__ import annotations
@@ -54,7 +53,8 @@ from peerstore.store.leases import LeaseManager, SlotPrefaulter
 from peerstore.store.received_replicas import ReplicaStore
 from peerstore.store.shards import ShardReader, ShardRemoval, ShardSealer
 from peerstore.store.slot_eviction import SlotLimits
-from peerstore.store.slots import EXPIRED_JOB_METADATA, SlotTable
+from peerstore.store.slot_metadata import EXPIRED_JOB_METADATA
+from peerstore.store.slot_table import SlotTable
 
 __all__ = ["MAX_BLOB_BYTES", "NodeStore", "StoreListener"]
 
@@ -78,7 +78,6 @@ class NodeStore:
         limits = SlotLimits(parse_budget(settings.budget), settings.slots_per_part, settings.burst_slots)
         self._grace_s = settings.lease_grace_s
         self._table = SlotTable(arena, limits, clock)
-        self._lock = self._table.lock
         self._listeners = StoreListeners()
         self._descriptors = OpenFileGuard()
         self._pool = ThreadPoolExecutor(threads or _hash_threads(), thread_name_prefix="peerstore-hash")
@@ -98,7 +97,7 @@ class NodeStore:
         )
         self.arena_id = self._table.metadata.arena_id()
         self.start_id = secrets.token_hex(6)
-        with self._lock:
+        with self._table.exclusive():
             self._recovery.load_metadata()
         for record, reason in self._recovery.lost:
             self._listeners.on_shard_damaged(record.key, record, reason)
@@ -119,19 +118,19 @@ class NodeStore:
     def set_budget(self, budget: str) -> None:
         """Another size of the arena from here on, as bytes or a share. :class:`RequestError`: it would keep nothing."""
         size_bytes = parse_budget(StoreSettings(budget=budget).budget)
-        with self._lock:
+        with self._table.exclusive():
             self._table.set_budget(size_bytes)
 
     # -- who owns a job ---------------------------------------------------------------------------------------
 
     def epoch(self, job: str) -> int:
         """The newest incarnation of ``job`` this node has heard of; 0 when there was none."""
-        with self._lock:
+        with self._table.exclusive():
             return self._jobs.epoch(job)
 
     def claim(self, job: str, incarnation: str, *, at_least: int = 0) -> int:
         """Make ``incarnation`` the owner of ``job`` and return its epoch; claiming again changes nothing."""
-        with self._lock:
+        with self._table.exclusive():
             self._table.metadata.flush_pending()
             return self._jobs.claim(job, incarnation, at_least)
 
@@ -165,8 +164,8 @@ class NodeStore:
 
     def has_slot(self, slot: str) -> bool:
         """Whether the slot is still there."""
-        with self._lock:
-            return slot in self._table.slots
+        with self._table.exclusive():
+            return slot in self._table
 
     def relabel(self, lease_id: str, key: ShardKey) -> Lease:
         """Write the leased slot under another key of the same writer: for bytes that were placed before their version
@@ -182,7 +181,7 @@ class NodeStore:
         forgotten since they were put.
         """
         record = self._sealing.seal(lease_id, size_bytes, meta, blobs, self._listeners.on_shard_sealed)
-        with self._lock:
+        with self._table.exclusive():
             torn = self._jobs.is_aborted(record.key.job, record.key.version_id)
         if torn:  # another writer has left its part out meanwhile
             self._removal.delete_versions(record.key.job, [record.key.version_id])
@@ -217,11 +216,11 @@ class NodeStore:
         One whose file is gone or too short is dropped and recorded: :class:`~peerstore.errors.ShardDamagedError`.
         """
         self._descriptors.check(f"reading {key}")
-        with self._lock:
+        with self._table.exclusive():
             try:
                 return self._reader.pin(key, owner or current_process())
             except ShardUnreadableError:
-                self._table.counters["unreadable_reads"] += 1
+                self._table.count("unreadable_reads")
                 raise
             except ShardDamagedError as error:
                 damaged = error
@@ -255,8 +254,8 @@ class NodeStore:
         try:
             bad = self._reader.damaged_chunks(record, path, chunks)
         except ShardUnreadableError:
-            with self._lock:
-                self._table.counters["unreadable_reads"] += 1
+            with self._table.exclusive():
+                self._table.count("unreadable_reads")
             raise
         finally:
             held = self.unpin(pin)
@@ -276,7 +275,7 @@ class NodeStore:
         """Every part of this version was sealed, as is known from elsewhere: it was loaded, or is durable, or all ranks
         of a job whose agents do not know each other have agreed on it. It counts while no part of it is lost here.
         """
-        with self._lock:
+        with self._table.exclusive():
             self._table.metadata.flush_pending()
             news = self._jobs.mark_committed(validate_job_name(job), group)
         if news:
@@ -284,7 +283,7 @@ class NodeStore:
 
     def abort_part(self, job: str, group: VersionId, part: int) -> None:
         """The writer of this part will never seal it: what there is of the version is given up, on every node."""
-        with self._lock:
+        with self._table.exclusive():
             self._table.metadata.flush_pending()
             news = self._jobs.abort_part(validate_job_name(job), group, part)
         if news:
@@ -294,8 +293,8 @@ class NodeStore:
 
     def newest_committed(self, job: str) -> VersionId | None:
         """The newest version that is known to be whole, and lost nothing here."""
-        with self._lock:
-            return max(self._jobs.committed().get(job, ()), default=None)
+        with self._table.exclusive():
+            return max(self._jobs.committed([job])[job], default=None)
 
     def delete_versions(self, job: str, groups: list[VersionId] | None = None) -> int:
         """Drop versions (all when ``groups`` is None) because their owner said so. Who reads one may finish.
@@ -303,7 +302,7 @@ class NodeStore:
         All of them: also what is noted of an earlier end of the job.
         """
         if groups is None:
-            with self._lock:
+            with self._table.exclusive():
                 self._table.metadata.remove(EXPIRED_JOB_METADATA, validate_job_name(job))
         found = self._removal.delete_versions(job, groups)
         if groups is not None:
@@ -316,7 +315,7 @@ class NodeStore:
 
     def retain(self, job: str, group: VersionId, *, kept: bool = True) -> None:
         """The version is not given up for newer ones, nor for want of room; or may be again. Survives this process."""
-        with self._lock:
+        with self._table.exclusive():
             self._table.metadata.flush_pending()
             said = self._jobs.get_or_create(validate_job_name(job)).new_retention_mark(
                 group, kept=kept, now_ns=time.time_ns()
@@ -325,7 +324,7 @@ class NodeStore:
 
     def retained(self, job: str) -> set[VersionId]:
         """Versions of the job that somebody wants kept, here or on other nodes."""
-        with self._lock:
+        with self._table.exclusive():
             known = self._jobs.get(job)
             return {one.version_id for one in known.retention.values() if one.retained} if known is not None else set()
 
@@ -354,7 +353,7 @@ class NodeStore:
     def take_ownership(self, key: ShardKey) -> None:
         """The node that wrote this shard is gone: it is this node's own now, with what that brings (a drain)."""
         if self.replicas.set_holders(key, ()):
-            with self._lock:
+            with self._table.exclusive():
                 _, record = self._table.find_shard(key)
             self._listeners.on_shard_sealed(record)
 
@@ -364,30 +363,30 @@ class NodeStore:
         """Keep small bytes beside a job's shards (layouts, settings). Overwrites."""
         if len(data) > MAX_BLOB_BYTES:
             raise RequestError(f"blob {name} has {len(data)} bytes, at most {MAX_BLOB_BYTES} are kept")
-        self._table.metadata.put_blob(job, name, data)
+        self._table.blobs.put(job, name, data)
 
     def get_blob(self, job: str, name: str) -> bytes:
-        data = self._table.metadata.get_blob(job, name)
+        data = self._table.blobs.get(job, name)
         if data is None:
             raise ShardNotFoundError(f"job {job} has no blob {name}")
         return data
 
     def list_blobs(self, job: str) -> list[str]:
-        return self._table.metadata.list_blobs(job)
+        return self._table.blobs.list_names(job)
 
     def remove_blob(self, job: str, name: str) -> None:
-        self._table.metadata.remove_blob(job, name)
+        self._table.blobs.remove(job, name)
 
     # -- who is there -----------------------------------------------------------------------------------------
 
     def client_connected(self, owner: ProcessIdentity, job: str) -> None:
         """A process opened a connection for ``job``."""
-        with self._lock:
+        with self._table.exclusive():
             self._jobs.client_connected(owner, job)
 
     def client_disconnected(self, owner: ProcessIdentity, job: str) -> None:
         """One of its connections closed."""
-        with self._lock:
+        with self._table.exclusive():
             last = self._jobs.client_disconnected(owner, job)
         if last:
             self._listeners.on_client_left(owner, job)
@@ -397,22 +396,22 @@ class NodeStore:
         """Somebody in this process decides what of ``job`` is kept: every shard is a version of its own, and goes when
         it is forgotten by name. ``incarnation`` owns it on every node, so nobody has to be asked whether it may begin.
         """
-        with self._lock:
+        with self._table.exclusive():
             self._jobs.manage(job, epoch, incarnation)
 
     def jobs(self) -> list[str]:
         """Every job this node has heard of."""
-        with self._lock:
+        with self._table.exclusive():
             return [status.job for status in self._jobs.status()]
 
     def drop_unrecognized(self, names: list[str] | None = None) -> int:
         """Drop slots that were set aside (all when ``names`` is None); how many bytes they had."""
-        with self._lock:
+        with self._table.exclusive():
             return self._table.drop_unrecognized(names)
 
     def sweep(self) -> None:
         """Take back what belonged to processes and jobs that went away. Call now and then."""
-        with self._lock:
+        with self._table.exclusive():
             self._leasing.sweep(self._grace_s)
             self._reader.sweep(self._grace_s)
             expired, self._leasing.expired_jobs = self._leasing.expired_jobs, []
@@ -435,22 +434,22 @@ class NodeStore:
 
     def expired_job(self, job: str) -> ExpiredJob | None:
         """When and why what was kept for the job was given back, where nobody had said so."""
-        with self._lock:
+        with self._table.exclusive():
             return self._jobs.expired_job(validate_job_name(job))
 
     def drop_unused(self) -> None:
         """Give back the slots of jobs that have nothing here and nobody who takes part."""
-        with self._lock:
+        with self._table.exclusive():
             self._removal.drop_unused()
 
     def idle_s(self) -> float:
         """How long nobody has been connected; 0 while somebody is or while jobs still own shards."""
-        with self._lock:
+        with self._table.exclusive():
             return self._jobs.idle_s()
 
     def subscribe(self, listener: StoreListener) -> None:
         """From now on, tell ``listener``; it is told of everything that is here already first."""
-        with self._lock:
+        with self._table.exclusive():
             here = [(record, slot.holders) for slot, record in self._table.available_shards()]
             damaged = self._listeners.add(listener)
         for record, reason in damaged:
@@ -470,25 +469,23 @@ class NodeStore:
 
     def unrecognized_slots(self, job: str) -> tuple[UnrecognizedSlot, ...]:
         """Return the job's slots that this release cannot read."""
-        with self._lock:
-            return tuple(one for one in self._table.unrecognized.values() if one.job == job)
+        with self._table.exclusive():
+            return tuple(one for one in self._table.unrecognized() if one.job == job)
 
     def status(self) -> StoreStatus:
-        with self._lock:
+        with self._table.exclusive():
             return StoreStatus(
                 self._table.status(self._reader.pins),
                 self._jobs.status(),
-                tuple(self._table.damages),
-                {**self._table.counters, "listener_errors": self._listeners.errors, **self._descriptors.counters()},
+                self._table.damage_reports(),
+                {**self._table.counters(), "listener_errors": self._listeners.errors, **self._descriptors.counters()},
                 self._recovery.unverified_count(),
-                tuple(self._table.unrecognized.values()),
+                self._table.unrecognized(),
             )
 
     def stop_leasing(self) -> None:
         """Give out nothing any more, and wake up who waits for something."""
-        with self._lock:
-            self._table.closed = True
-            self._table.changed.notify_all()
+        self._table.close()
 
     def close(self) -> None:
         """Stop the threads. What is sealed stays in the arena for the next agent."""

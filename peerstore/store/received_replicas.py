@@ -24,7 +24,9 @@ from peerstore.shard_records import (
 from peerstore.store.job_table import JobTable
 from peerstore.store.leases import LeaseManager, validate_shard_key
 from peerstore.store.shards import ShardRemoval
-from peerstore.store.slots import LEASE_METADATA, SEAL_METADATA, ArenaSlot, SealMetadata, ShardState, SlotTable
+from peerstore.store.slot_metadata import SEAL_METADATA, SealMetadata
+from peerstore.store.slot_table import SlotTable
+from peerstore.store.slots import UNVERIFIED_STATES, ArenaSlot
 
 log = logging.getLogger(__name__)
 
@@ -33,7 +35,7 @@ MAX_REPLICA_META_BYTES = 16 << 20
 
 
 class ReplicaStore:
-    """What the store does for other nodes. The slot table's lock is taken here."""
+    """What the store does for other nodes."""
 
     def __init__(
         self,
@@ -60,7 +62,7 @@ class ReplicaStore:
         key = record.key
         if key.kind:
             raise RequestError(f"{key} is no shard: every node makes its own parities")
-        with self._table.lock:
+        with self._table.exclusive():
             self._table.check_open()
             if self._is_stored(record):
                 return None
@@ -72,7 +74,7 @@ class ReplicaStore:
         """A slot for a parity that this node is about to make, or ``None`` when it is here already."""
         if not key.kind:
             raise RequestError(f"{key} is a shard, not a parity")
-        with self._table.lock:
+        with self._table.exclusive():
             self._table.check_open()
             slot = self._table.slot_for_key(key)
             if slot is not None and slot.available_shard is not None:
@@ -89,7 +91,7 @@ class ReplicaStore:
         slot = self._table.slot_for_key(record.key)
         if slot is None or slot.record is None:
             return False
-        if slot.shard_state in (ShardState.VERIFYING, ShardState.UNREADABLE):
+        if slot.state in UNVERIFIED_STATES:
             raise ShardPendingError(f"{record.key} is here and not verified yet")
         if slot.record.checksums != record.checksums:
             raise ShardDamagedError(f"{record.key} is here with other checksums")
@@ -131,29 +133,27 @@ class ReplicaStore:
 
     def seal_replica(self, lease_id: str, record: ShardRecord, holders: tuple[str, ...]) -> None:
         """Every chunk has been compared with ``record``: from here on the copy counts."""
-        with self._table.lock:
+        with self._table.exclusive():
             slot, _ = self._table.slot_for_lease(lease_id)
             if slot.lease is None or slot.lease.key != record.key:
                 raise LeaseLostError(f"the lease of {record.key} was taken back while it was being copied")
-            self._table.metadata.put(SEAL_METADATA, slot.name, SealMetadata(lease_id, record, holders))
+            seal = SealMetadata(lease_id, record, holders)
+            self._table.metadata.put(SEAL_METADATA, slot.name, seal)
             failpoint("replica.sealing")
-            slot.record, slot.sealed_lease_id, slot.holders = record, lease_id, holders
-            slot.lease = slot.owner = None
-            self._table.drop_metadata(LEASE_METADATA, slot.name)
-            slot.prefaulted_bytes = max(slot.prefaulted_bytes, record.size_bytes)
+            self._table.seal(slot, seal)
             if record.key.kind:
-                self._table.counters["parities_created"] += 1
+                self._table.count("parities_created")
             else:
                 self._jobs.record_repaired_part(record.key.job, record.key.version_id, record.key.part)
-                self._table.counters["replicas_received"] += 1
-                self._table.counters["replica_bytes_received"] += record.size_bytes
+                self._table.count("replicas_received")
+                self._table.count("replica_bytes_received", record.size_bytes)
             failpoint("replica.sealed")
             if self._jobs.is_aborted(record.key.job, record.key.version_id):  # while it was on its way
                 self._keeping.delete_versions(record.key.job, [record.key.version_id])
 
     def set_holders(self, key: ShardKey, holders: tuple[str, ...]) -> bool:
         """Who holds the shard has changed; no holders: it is this node's own from now on. Whether it is here."""
-        with self._table.lock:
+        with self._table.exclusive():
             slot = self._table.slot_for_key(key)
             if slot is None or slot.available_shard is None:
                 return False
@@ -161,7 +161,7 @@ class ReplicaStore:
                 self._table.metadata.put(
                     SEAL_METADATA, slot.name, SealMetadata(slot.sealed_lease_id, slot.available_shard, holders)
                 )
-                slot.holders = holders
+                self._table.set_holders(slot, holders)
             return True
 
     def merge_holders(self, key: ShardKey, holders: tuple[str, ...], *, me: str) -> None:
@@ -170,24 +170,24 @@ class ReplicaStore:
         Two that both answer for it, each since it took the other for dead, may say so at the same moment: if each gave
         way, nobody would answer for it any more. The first by name does not.
         """
-        with self._table.lock:
+        with self._table.exclusive():
             slot = self._table.slot_for_key(key)
             if slot is not None and holders and (slot.holders or me > holders[0]):
                 self.set_holders(key, holders_to_store(me, holders))
 
     def list_shards(self, job: str | None) -> list[ShardInfo]:
         """What is here and verified, now: what is still being verified is not waited for."""
-        with self._table.lock:
+        with self._table.exclusive():
             return [self._fact(slot, record) for slot, record in self._table.available_shards(job)]
 
     def list_parities(self, job: str) -> list[ShardRecord]:
         """The verified parities that this node keeps for its group."""
-        with self._table.lock:
+        with self._table.exclusive():
             return [record for _, record in self._table.available_shards(job, parities=True)]
 
     def delete_parity(self, key: ShardKey) -> None:
         """A parity that another one has made superfluous."""
-        with self._table.lock:
+        with self._table.exclusive():
             slot = self._table.slot_for_key(key) if key.kind else None
             if slot is not None and slot.record is not None:
                 self._table.retire(slot)
@@ -203,7 +203,7 @@ class ReplicaStore:
 
         The file is the caller's, and not pinned: what is taken from it has to be compared.
         """
-        with self._table.lock:
+        with self._table.exclusive():
             older = [
                 (slot, record)
                 for slot, record in self._table.available_shards(key.job)
@@ -219,13 +219,13 @@ class ReplicaStore:
 
     def retention_marks(self, job: str) -> tuple[RetentionMark, ...]:
         """What is known of versions that are to be kept, or were."""
-        with self._table.lock:
+        with self._table.exclusive():
             known = self._jobs.get(job)
             return tuple(known.retention.values()) if known is not None else ()
 
     def apply_retention(self, job: str, said: tuple[RetentionMark, ...]) -> None:
         """Another node says what is to be kept."""
-        with self._table.lock:
+        with self._table.exclusive():
             try:
                 self._jobs.apply_retention(job, said)
             except RequestError as error:  # each node refuses at its own users' calls
@@ -235,7 +235,7 @@ class ReplicaStore:
 
     def apply_decision(self, job: str, decided: CommitDecision) -> None:
         """What the node that counts has come to, wherever it was heard."""
-        with self._table.lock:
+        with self._table.exclusive():
             if job in self._jobs.managed:  # its shards are removed by name only
                 return
             if decided.committed is not None and self._jobs.get_or_create(job).would_be_newest(decided.committed):
@@ -251,7 +251,7 @@ class ReplicaStore:
 
     def current_decision(self, job: str) -> CommitDecision:
         """All of it that this node has heard."""
-        with self._table.lock:
+        with self._table.exclusive():
             known = self._jobs.get(job)
             if known is None:
                 return CommitDecision()
@@ -259,72 +259,72 @@ class ReplicaStore:
 
     def aborted_parts(self, job: str) -> dict[VersionId, tuple[int, ...]]:
         """The parts that writers of this node have left out, by version."""
-        with self._table.lock:
+        with self._table.exclusive():
             known = self._jobs.get(job)
             return {group: tuple(parts) for group, parts in known.aborted.items() if parts} if known is not None else {}
 
     def resume_from(self, job: str, group: VersionId) -> None:
         """The job goes on from this version: it stays, and so does what is newer, until a newer one is settled."""
-        with self._table.lock:
+        with self._table.exclusive():
             self._jobs.resume_from(job, group)
 
     def set_replication_guard(self, job: str, *, guarded: bool, permit: Callable[[], None] | None = None) -> None:
         """Whether only settled versions make older ones superfluous, and who may forbid a new incarnation."""
-        with self._table.lock:
+        with self._table.exclusive():
             self._jobs.set_replication_guard(job, guarded=guarded, permit=permit)
 
     def fence(self, job: str, epoch: int, incarnation: str) -> None:
-        with self._table.lock:
+        with self._table.exclusive():
             self._jobs.fence(job, epoch, incarnation)
 
     def learn_resume_point(self, job: str, base: ResumePoint) -> None:
         """Another node says what the job went on from."""
-        with self._table.lock:
+        with self._table.exclusive():
             self._jobs.learn_resume_point(job, base)
 
     def resume_point(self, job: str) -> ResumePoint | None:
         """What the job went on from, as far as this node has heard."""
-        with self._table.lock:
+        with self._table.exclusive():
             known = self._jobs.get(job)
             return known.resume_point if known is not None else None
 
     def current_incarnation(self, job: str) -> tuple[int, str]:
         """The newest incarnation this node has heard of."""
-        with self._table.lock:
+        with self._table.exclusive():
             known = self._jobs.get(job)
             return (known.epoch, known.incarnation) if known is not None else (0, "")
 
     def newest_replicated(self, job: str) -> VersionId | None:
-        with self._table.lock:
+        with self._table.exclusive():
             known = self._jobs.get(job)
             return known.replicated if known is not None else None
 
     def has_clients(self, job: str) -> bool:
         """Whether a process of this node takes part in the job."""
-        with self._table.lock:
+        with self._table.exclusive():
             return self._jobs.has_clients(job)
 
     def is_needed(self, job: str, group: VersionId) -> bool:
         """Whether somebody may still need this version."""
-        with self._table.lock:
+        with self._table.exclusive():
             known = self._jobs.get(job)
             return known is None or known.is_needed(group)
 
     def is_committed(self, job: str, group: VersionId) -> bool:
         """Whether somebody has said that this version is whole."""
-        with self._table.lock:
+        with self._table.exclusive():
             known = self._jobs.get(job)
             return known is not None and known.is_committed(group)
 
     def last_committed(self, job: str) -> VersionId | None:
         """The newest version of the job that is known to have been whole, whether it is still there or not."""
-        with self._table.lock:
+        with self._table.exclusive():
             known = self._jobs.get(job)
             return known.last_committed() if known is not None else None
 
     def touch(self, job: str) -> None:
         """Other nodes still take part in the job: what is kept for it here is not forgotten."""
-        with self._table.lock:
+        with self._table.exclusive():
             self._jobs.get_or_create(job).last_seen_at = self._table.clock()
 
 

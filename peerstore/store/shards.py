@@ -22,10 +22,12 @@ from peerstore.errors import (
     UnavailableError,
 )
 from peerstore.failpoints import failpoint
-from peerstore.shard_records import CHUNK_BYTES, Lease, Pin, ShardInfo, ShardKey, ShardRecord, SlotState, VersionId
+from peerstore.shard_records import CHUNK_BYTES, Lease, Pin, ShardInfo, ShardKey, ShardRecord, VersionId
 from peerstore.store.arena import closing_fd
 from peerstore.store.job_table import JobTable
-from peerstore.store.slots import LEASE_METADATA, SEAL_METADATA, ArenaSlot, SealMetadata, ShardState, SlotTable
+from peerstore.store.slot_metadata import SEAL_METADATA, SealMetadata
+from peerstore.store.slot_table import SlotTable
+from peerstore.store.slots import SHARD_STATES, ArenaSlot, SlotState
 
 log = logging.getLogger(__name__)
 
@@ -51,7 +53,7 @@ class ShardSealer:
     ) -> ShardRecord:
         if len(meta) > MAX_SHARD_META_BYTES:
             raise RequestError(f"meta has {len(meta)} bytes, at most {MAX_SHARD_META_BYTES} are kept")
-        with self._table.lock:
+        with self._table.exclusive():
             slot, done = self._begin(lease_id, size_bytes)
             if done is not None:
                 return done
@@ -65,17 +67,16 @@ class ShardSealer:
                 self._lose(slot, lease)
                 raise
             failpoint("agent.hashed")
-            with self._table.lock:
+            with self._table.exclusive():
                 if slot.lease is not lease:
                     raise LeaseLostError(f"the lease of {lease.key} was taken back while it was being sealed")
-                lacking = sorted({*blobs} - {*self._table.metadata.list_blobs(lease.key.job)})
+                lacking = sorted({*blobs} - {*self._table.blobs.list_names(lease.key.job)}) if blobs else []
                 if lacking:
                     raise ShardNotFoundError(f"{lease.key} needs {', '.join(lacking)}, which are not kept here now")
                 self._commit(slot, lease, record)
         finally:
-            with self._table.lock:
-                slot.sealing = False
-                self._table.changed.notify_all()
+            with self._table.exclusive():
+                self._table.end_seal(slot)
         self._count(size_bytes, time.monotonic() - started)
         sealed(record)
         return record
@@ -84,17 +85,17 @@ class ShardSealer:
         """The slot, from here on being sealed; or what the same call, repeated after a lost answer, made of it."""
         self._table.check_open()
         slot, done = self._table.slot_for_lease(lease_id)
-        while slot.sealing and done is None:
+        while slot.state is not SlotState.LEASED and done is None:
             if deadlines.expired():
                 raise UnavailableError(f"what lease {lease_id} was for is still being sealed")
-            self._table.changed.wait(deadlines.remaining_s(1.0))
+            self._table.wait_for_change(deadlines.remaining_s(1.0))
             slot, done = self._table.slot_for_lease(lease_id)
         if done is not None or slot.lease is None:
             return slot, done
         self._jobs.check_fence(slot.lease.key)
         if not 0 <= size_bytes <= slot.lease.size_bytes:
             raise RequestError(f"seal of {size_bytes} bytes in a slot of {slot.lease.size_bytes}")
-        slot.sealing = True
+        self._table.begin_seal(slot)
         return slot, None
 
     def _checksummed(self, lease: Lease, size_bytes: int, meta: bytes) -> ShardRecord:
@@ -108,24 +109,22 @@ class ShardSealer:
 
     def _lose(self, slot: ArenaSlot, lease: Lease) -> None:
         """Where the slot's file is gone, this save is lost with it. The next one gets another slot."""
-        with self._table.lock:
+        with self._table.exclusive():
             if slot.lease is lease and not self._table.is_intact(slot):
                 self._table.drop_lost(slot)
 
     def _commit(self, slot: ArenaSlot, lease: Lease, record: ShardRecord) -> None:
-        self._table.metadata.put(SEAL_METADATA, slot.name, SealMetadata(lease.id, record))
+        seal = SealMetadata(lease.id, record)
+        self._table.metadata.put(SEAL_METADATA, slot.name, seal)
         failpoint("agent.sealing")
-        slot.record, slot.sealed_lease_id = record, lease.id
-        slot.lease = slot.owner = None
-        self._table.drop_metadata(LEASE_METADATA, slot.name)
-        slot.prefaulted_bytes = max(slot.prefaulted_bytes, record.size_bytes)
+        self._table.seal(slot, seal)
         failpoint("agent.sealed")
 
     def _count(self, size_bytes: int, seconds: float) -> None:
-        with self._table.lock:
-            self._table.counters["sealed"] += 1
-            self._table.counters["sealed_bytes"] += size_bytes
-            self._table.counters["seal_seconds"] += seconds
+        with self._table.exclusive():
+            self._table.count("sealed")
+            self._table.count("sealed_bytes", size_bytes)
+            self._table.count("seal_seconds", seconds)
 
 
 @contextlib.contextmanager
@@ -145,7 +144,7 @@ class _PinOf:
 
 
 class ShardReader:
-    """Inventory, pins and verification of the store. The slot table's lock is taken here."""
+    """Inventory, pins and verification of the store."""
 
     def __init__(
         self, table: SlotTable, jobs: JobTable, pool: Executor, await_adoption: Callable[[str | None], None]
@@ -161,7 +160,7 @@ class ShardReader:
         return len(self._pins)
 
     def list_shards(self, job: str | None) -> list[ShardInfo]:
-        with self._table.lock:
+        with self._table.exclusive():
             self._wait_recovered(job)
             return [
                 ShardInfo(
@@ -177,12 +176,12 @@ class ShardReader:
             ]
 
     def records(self, job: str, group: VersionId) -> list[ShardRecord]:
-        with self._table.lock:
+        with self._table.exclusive():
             self._wait_recovered(job)
             return [record for _, record in self._table.available_shards(job) if record.key.version_id == group]
 
     def pin(self, key: ShardKey, owner: ProcessIdentity) -> Pin:
-        with self._table.lock:
+        with self._table.exclusive():
             self._wait_recovered(key.job)
             slot, record = self._table.find_shard(key)
             fd = self._opened(slot, record)
@@ -210,42 +209,41 @@ class ShardReader:
     def _used(self, slot: ArenaSlot, owner: ProcessIdentity) -> str:
         pin = f"pin-{secrets.token_hex(8)}"
         self._pins[pin] = _PinOf(slot.name, owner)
-        slot.users.add(pin)
+        self._table.add_reader(slot, pin)
         return pin
 
     def pin_unchecked(self, key: ShardKey, owner: ProcessIdentity) -> tuple[str, ShardRecord, str]:
         """For whoever looks for damage itself: a pin's id, the record, and where the file is to be, if it is there."""
-        with self._table.lock:
+        with self._table.exclusive():
             self._wait_recovered(key.job)
             slot, record = self._table.find_shard(key)
             return self._used(slot, owner), record, self._table.arena.path(slot.name)
 
     def unpin(self, pin_id: str) -> bool:
-        with self._table.lock:
+        with self._table.exclusive():
             pin = self._pins.pop(pin_id, None)
-            slot = self._table.slots.get(pin.slot) if pin is not None else None
+            slot = self._table.slot(pin.slot) if pin is not None else None
             if slot is None or pin_id not in slot.users:
                 return False
             self._table.release_reader(slot, pin_id)
             return True
 
     def hold(self, key: ShardKey, name: str) -> ShardRecord:
-        with self._table.lock:
+        with self._table.exclusive():
             slot, record = self._table.find_shard(key)
-            slot.users.add(f"hold-{name}")
+            self._table.add_reader(slot, f"hold-{name}")
             return record
 
     def release_hold(self, key: ShardKey, name: str) -> None:
-        with self._table.lock:
-            for slot in list(self._table.slots.values()):
-                if slot.record is not None and slot.record.key == key and f"hold-{name}" in slot.users:
+        with self._table.exclusive():
+            for slot in self._table.slots_with_shard(key):
+                if f"hold-{name}" in slot.users:
                     self._table.release_reader(slot, f"hold-{name}")
 
     def shard_path(self, key: ShardKey) -> str:
-        with self._table.lock:
-            for slot in self._table.slots.values():
-                if slot.record is not None and slot.record.key == key:
-                    return self._table.arena.path(slot.name)
+        with self._table.exclusive():
+            for slot in self._table.slots_with_shard(key):
+                return self._table.arena.path(slot.name)
             raise ShardNotFoundError(f"{key} is not on this node")
 
     def damaged_chunks(self, record: ShardRecord, path: str, chunks: tuple[int, int] | None) -> tuple[int, ...]:
@@ -280,25 +278,25 @@ class ShardReader:
         """Let go of pins whose readers went away."""
         for pin_id, pin in list(self._pins.items()):
             if self._jobs.disconnected_s(pin.owner) > grace_s:
-                slot = self._table.slots.get(pin.slot)
+                slot = self._table.slot(pin.slot)
                 if slot is not None and pin.owner.is_alive:
-                    slot.reusable = False  # it may still read
+                    self._table.forbid_reuse(slot)  # it may still read
                 self.unpin(pin_id)
 
 
 class ShardRemoval:
-    """``delete_versions`` and ``report`` of the store. The slot table's lock is taken here."""
+    """``delete_versions`` and ``report`` of the store."""
 
     def __init__(self, table: SlotTable, jobs: JobTable) -> None:
         self._table = table
         self._jobs = jobs
 
     def delete_versions(self, job: str, groups: Sequence[VersionId] | None) -> int:
-        with self._table.lock:
+        with self._table.exclusive():
             found = [
                 (slot, slot.record)
-                for slot in self._table.slots.values()
-                if slot.record is not None and slot.record.key.job == job and slot.shard_state is not ShardState.RETIRED
+                for slot in self._table.slots_of_job(job)
+                if slot.record is not None and slot.state is not SlotState.RETIRED
                 if groups is None or slot.record.key.version_id in groups
             ]
             for slot, _ in found:
@@ -310,30 +308,29 @@ class ShardRemoval:
 
     def expire_job(self, job: str, reason: str) -> None:
         """Drop all of a job whose owner has not said so; what it had, and why it went, stays noted."""
-        with self._table.lock:
+        with self._table.exclusive():
             log.warning("job %s: its shards are given back: %s", job, reason)
             self._jobs.record_expiry(job, reason)
             self.delete_versions(job, None)
 
     def drop_unused(self) -> None:
         """Slots that nobody is going to fill. What is known of their jobs stays."""
-        with self._table.lock:
-            held = {slot.job for slot in self._table.slots.values() if slot.record is not None}
-            for slot in list(self._table.slots.values()):
-                if slot.state is SlotState.FREE and slot.job not in held and not self._jobs.has_clients(slot.job):
+        with self._table.exclusive():
+            held = {slot.job for slot in self._table.in_state(*SHARD_STATES)}
+            for slot in self._table.in_state(SlotState.FREE):
+                if slot.job not in held and not self._jobs.has_clients(slot.job):
                     self._table.drop(slot)
 
     def _drop_job(self, job: str) -> None:
-        for slot in list(self._table.slots.values()):
-            if slot.job == job and slot.state is SlotState.FREE:
+        for slot in self._table.slots_of_job(job):
+            if slot.state is SlotState.FREE:
                 self._table.drop(slot)
-        for blob in self._table.metadata.list_blobs(job):
-            self._table.metadata.remove_blob(job, blob)
+        self._table.blobs.remove_all(job)
         self._jobs.remove_if_empty(job)
 
     def drop_damaged(self, key: ShardKey, reason: str) -> ShardRecord | None:
         """Drop the shard and what was said of its version; the record, when it was here."""
-        with self._table.lock:
+        with self._table.exclusive():
             slot = self._table.slot_for_key(key)
             if slot is None or slot.record is None:
                 return None

@@ -17,13 +17,22 @@ What is whole, settled or torn is decided in :mod:`peerstore.commit_protocol`; w
 
 from __future__ import annotations
 
+import enum
 from collections import Counter
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from peerstore.commit_protocol import is_abandoned, is_superseded, newest_committed
-from peerstore.shard_records import SlotState, VersionId
+from peerstore.shard_records import VersionId
 from peerstore.sizes_and_durations import show_size
+
+
+class SlotUse(enum.Enum):
+    """What a decision distinguishes of a slot's states."""
+
+    FREE = "free"
+    LEASED = "leased"
+    SEALED = "sealed"
 
 
 @dataclass(frozen=True)
@@ -31,7 +40,7 @@ class SlotView:
     """What a decision needs to know about one slot."""
 
     name: str
-    state: SlotState
+    use: SlotUse
     size_bytes: int
     job: str
     part: int
@@ -123,7 +132,7 @@ def evictable_slots(
         for group in groups:
             latest[job, group.version] = max(group, latest.get((job, group.version), group))
     for slot in slots:
-        if slot.state is not SlotState.SEALED or slot.busy or slot.version_id is None:
+        if slot.use is not SlotUse.SEALED or slot.busy or slot.version_id is None:
             continue
         if is_superseded(slot.version_id, rollback_targets.get(slot.job), (kept or {}).get(slot.job, ())):
             found.append(slot)
@@ -149,7 +158,7 @@ def abandoned_slots(
     found = [
         slot
         for slot in slots
-        if slot.state is SlotState.SEALED and not slot.busy and slot.job == job
+        if slot.use is SlotUse.SEALED and not slot.busy and slot.job == job
         if slot.version_id is not None
         and is_abandoned(slot.version_id, epoch, whole.get(job, ()), rollback_targets.get(job))
     ]
@@ -158,6 +167,105 @@ def abandoned_slots(
 
 def _age(slot: SlotView) -> tuple[VersionId, int, str]:
     return slot.version_id or VersionId(0, 0, 0, ""), slot.part, slot.name
+
+
+class _Placement:
+    """Where one writer's bytes may go, by the slots of the view."""
+
+    def __init__(
+        self,
+        slots: Collection[SlotView],
+        allocated_bytes: int,
+        *,
+        job: str,
+        part: int,
+        size_bytes: int,
+        limits: SlotLimits,
+        whole: Mapping[str, Collection[VersionId]],
+        rollback_targets: Mapping[str, VersionId],
+        kept: Mapping[str, Collection[VersionId]] | None,
+        version: int,
+    ) -> None:
+        self._allocated_bytes = allocated_bytes
+        self._size_bytes = size_bytes
+        self._limits = limits
+        self.mine = [slot for slot in slots if (slot.job, slot.part) == (job, part)]
+        self.free = [slot for slot in slots if slot.use is SlotUse.FREE]
+        self.old = evictable_slots(slots, rollback_targets, whole=whole, kept=kept)
+        newest, stay = rollback_targets.get(job), (kept or {}).get(job, ())
+        uncounted = {*stay, *([newest] if newest is not None and newest.version == version else [])}
+        self._counted = sum(slot.version_id not in uncounted for slot in self.mine)
+
+    @property
+    def spared(self) -> list[SlotView]:
+        """Free slots that may be removed, other writers' before this one's."""
+        ordered = sorted(self.free, key=lambda slot: (slot in self.mine, -slot.size_bytes))
+        return [slot for slot in ordered if slot.size_bytes]
+
+    def choose(self, droppable: list[SlotView], candidates: list[SlotView]) -> ReuseSlot | CreateSlot | None:
+        room = _drop(self._allocated_bytes + self._size_bytes - self._limits.budget_bytes, droppable)
+        new = CreateSlot(room) if room is not None else None
+        mine, counted, limits = self.mine, self._counted, self._limits
+
+        def use(candidates: list[SlotView]) -> ReuseSlot | CreateSlot | None:
+            places = (self._instead_of(slot, droppable) for slot in candidates)
+            return next((found for found in places if found is not None), None)
+
+        return (
+            use(self._closest([slot for slot in self.free if slot in mine]))
+            or (new if counted < limits.slots else None)
+            or use([slot for slot in candidates if slot in mine])
+            or (
+                (new or use(self._closest(self.free)) or use(candidates))
+                if counted < limits.slots + limits.burst
+                else None
+            )
+        )
+
+    def _instead_of(self, slot: SlotView, droppable: list[SlotView]) -> ReuseSlot | CreateSlot | None:
+        others = [other for other in droppable if other is not slot]
+        over_bytes = self._allocated_bytes - self._limits.budget_bytes
+        if slot_fits(slot, self._size_bytes):
+            drop = _drop(over_bytes, others)
+            return ReuseSlot(slot.name, drop) if drop is not None else None
+        drop = _drop(over_bytes - slot.size_bytes + self._size_bytes, others)
+        return CreateSlot((slot.name, *drop)) if drop is not None else None
+
+    def _closest(self, candidates: list[SlotView]) -> list[SlotView]:
+        size_bytes = self._size_bytes
+        return sorted(candidates, key=lambda slot: (not slot_fits(slot, size_bytes), abs(slot.size_bytes - size_bytes)))
+
+
+def choose_own_slot(
+    slots: Collection[SlotView],
+    *,
+    allocated_bytes: int,
+    job: str,
+    part: int,
+    size_bytes: int,
+    limits: SlotLimits,
+    whole: Mapping[str, Collection[VersionId]],
+    rollback_targets: Mapping[str, VersionId],
+    kept: Mapping[str, Collection[VersionId]] | None = None,
+    version: int = -1,
+) -> ReuseSlot | CreateSlot | None:
+    """Return what :func:`choose_slot` decides where the writer's own slots and the free ones suffice, else None.
+
+    ``slots`` are those; of the others only ``allocated_bytes`` counts, the size of all slots.
+    """
+    place = _Placement(
+        slots,
+        allocated_bytes,
+        job=job,
+        part=part,
+        size_bytes=size_bytes,
+        limits=limits,
+        whole=whole,
+        rollback_targets=rollback_targets,
+        kept=kept,
+        version=version,
+    )
+    return place.choose(place.spared, place.old)
 
 
 def choose_slot(
@@ -185,42 +293,25 @@ def choose_slot(
     the budget free slots go first, then superseded versions, then what past incarnations left unfinished. A slot that
     would be taken and has the wrong size is removed, and a new one made in its place.
     """
-    mine = [slot for slot in slots if (slot.job, slot.part) == (job, part)]
-    free = [slot for slot in slots if slot.state is SlotState.FREE]
-    spared = [slot for slot in sorted(free, key=lambda slot: (slot in mine, -slot.size_bytes)) if slot.size_bytes]
     rollback_targets = newest_committed(whole) if rollback_targets is None else rollback_targets
-    old = evictable_slots(slots, rollback_targets, whole=whole, kept=kept)
+    place = _Placement(
+        slots,
+        sum(slot.size_bytes for slot in slots),
+        job=job,
+        part=part,
+        size_bytes=size_bytes,
+        limits=limits,
+        whole=whole,
+        rollback_targets=rollback_targets,
+        kept=kept,
+        version=version,
+    )
+    mine, free, old = place.mine, place.free, place.old
     left = [slot for slot in abandoned_slots(slots, whole, rollback_targets, job=job, epoch=epoch) if slot not in old]
-    newest, stay = rollback_targets.get(job), (kept or {}).get(job, ())
-    uncounted = {*stay, *([newest] if newest is not None and newest.version == version else [])}
-    counted = sum(slot.version_id not in uncounted for slot in mine)
-    allocated = sum(slot.size_bytes for slot in slots)
-
-    def closest(candidates: list[SlotView]) -> list[SlotView]:
-        return sorted(candidates, key=lambda slot: (not slot_fits(slot, size_bytes), abs(slot.size_bytes - size_bytes)))
-
-    def place(droppable: list[SlotView], candidates: list[SlotView]) -> ReuseSlot | CreateSlot | None:
-        def instead_of(slot: SlotView) -> ReuseSlot | CreateSlot | None:
-            others = [other for other in droppable if other is not slot]
-            if slot_fits(slot, size_bytes):
-                drop = _drop(allocated - limits.budget_bytes, others)
-                return ReuseSlot(slot.name, drop) if drop is not None else None
-            drop = _drop(allocated - slot.size_bytes + size_bytes - limits.budget_bytes, others)
-            return CreateSlot((slot.name, *drop)) if drop is not None else None
-
-        def use(candidates: list[SlotView]) -> ReuseSlot | CreateSlot | None:
-            return next((found for found in map(instead_of, candidates) if found is not None), None)
-
-        room = _drop(allocated + size_bytes - limits.budget_bytes, droppable)
-        new = CreateSlot(room) if room is not None else None
-        return (
-            use(closest([slot for slot in free if slot in mine]))
-            or (new if counted < limits.slots else None)
-            or use([slot for slot in candidates if slot in mine])
-            or ((new or use(closest(free)) or use(candidates)) if counted < limits.slots + limits.burst else None)
-        )
-
-    decision = place(spared, old) or place(spared + old, old) or place(spared + old + left, old + left)
+    spared = place.spared
+    decision = (
+        place.choose(spared, old) or place.choose(spared + old, old) or place.choose(spared + old + left, old + left)
+    )
     if decision is not None:
         return decision
     wanted = f"part {part} of job {job} ({show_size(size_bytes)})"
@@ -255,7 +346,7 @@ def evictions_to_grow(
     """
     slot = next(slot for slot in slots if slot.name == growing)
     over = sum(other.size_bytes for other in slots) + size_bytes - limits.budget_bytes
-    free = sorted((s for s in slots if s.state is SlotState.FREE and s.size_bytes), key=lambda s: -s.size_bytes)
+    free = sorted((s for s in slots if s.use is SlotUse.FREE and s.size_bytes), key=lambda s: -s.size_bytes)
     rollback_targets = newest_committed(whole) if rollback_targets is None else rollback_targets
     old = evictable_slots(slots, rollback_targets, whole=whole, kept=kept)
     left = [
@@ -322,7 +413,7 @@ def _refusal(
     fixed = sum(
         slot.size_bytes
         for slot in slots
-        if slot.state is SlotState.SEALED
+        if slot.use is SlotUse.SEALED
         and slot.version_id is not None
         and slot.version_id == rollback_targets.get(slot.job)
         if slot not in held
@@ -356,7 +447,7 @@ def _describe_slots(mine: Sequence[SlotView], settled: Mapping[str, VersionId]) 
     causes: dict[str, list[int]] = {}
     for slot in mine:
         known = causes.setdefault(_why_kept(slot, settled.get(slot.job)), [])
-        if slot.version_id is not None and slot.state is SlotState.SEALED:
+        if slot.version_id is not None and slot.use is SlotUse.SEALED:
             known.append(slot.version_id.version)
     told = [
         f"version{'s' * (len(known) > 1)} {', '.join(map(str, sorted(known)))}: {cause}" if known else cause
@@ -397,9 +488,9 @@ def _enough(
 
 
 def _why_kept(slot: SlotView, rollback_target: VersionId | None) -> str:
-    if slot.state is SlotState.LEASED:
+    if slot.use is SlotUse.LEASED:
         return "being written"
-    if slot.state is SlotState.FREE:
+    if slot.use is SlotUse.FREE:
         return "free, but the budget is used up"
     if slot.version_id is None:
         return "given up, being read"

@@ -14,7 +14,7 @@ from elastic.control.control_messages import InjectRequest, ResizeRequest
 from elastic.fault_injection.fault_spec import FaultInjection
 from elastic.fault_injection.fault_spec import InjectionKind as Injected
 from peerstore.store.arena import TmpfsArena
-from peerstore.store.slots import SEAL_METADATA
+from peerstore.store.slot_metadata import SEAL_METADATA
 from tests.faults.hosts import HEAD, HostJob
 from tests.faults.job import FaultJob, JobProcess
 from tests.faults.judge import AppliedFault

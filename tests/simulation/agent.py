@@ -31,7 +31,8 @@ from peerstore.store.leases import LeaseManager
 from peerstore.store.received_replicas import ReplicaStore
 from peerstore.store.shards import ShardRemoval
 from peerstore.store.slot_eviction import SlotLimits
-from peerstore.store.slots import SlotTable
+from peerstore.store.slot_table import SlotTable
+from peerstore.store.slots import SlotState
 from tests.simulation.memory import BURST, SLOTS, SimulatedSealing, damaged_chunks
 from tests.simulation.parity import SimulatedParityReplicator
 from tests.simulation.transfers import IncomingTransfers, OutgoingTransfer
@@ -64,10 +65,10 @@ class SimulatedAgent:
         self.sealing = SimulatedSealing(self.shelf, self.jobs, None)  # type: ignore[arg-type]
         self.copies = ReplicaStore(self.shelf, self.jobs, self.leasing, self.keeping)
         self.adoption = CrashRecovery(self.shelf, self.jobs, self.leasing)
-        with self.shelf.lock:
+        with self.shelf.exclusive():
             self.adoption.load_metadata()
-            for slot in list(self.shelf.slots.values()):
-                if slot.lease is not None and slot.owner == COPIER:
+            for slot in self.shelf.in_state(SlotState.LEASED):
+                if slot.owner == COPIER:
                     self.shelf.revoke_lease(slot, "the agent that took this copy in is gone")
         self.members = SwimMembership(machine.node, int((1e9 + self.clock()) * 1e6), world.membership, seed=world.seed)
         self.newcomers = PendingMembers(world.membership)
@@ -321,19 +322,19 @@ class SimulatedAgent:
 
     def sealed(self, key: ShardKey) -> None:
         """What the store does after each seal."""
-        with self.shelf.lock:
+        with self.shelf.exclusive():
             if self.jobs.is_aborted(JOB, key.version_id):
                 self.keeping.delete_versions(JOB, [key.version_id])
         self.wake()
 
     def mark_committed(self, group: VersionId) -> None:
-        with self.shelf.lock:
+        with self.shelf.exclusive():
             news = self.jobs.mark_committed(JOB, group)
         if news:
             self.wake()
 
     def abort_part(self, key: ShardKey) -> None:
-        with self.shelf.lock:
+        with self.shelf.exclusive():
             news = self.jobs.abort_part(JOB, key.version_id, key.part)
             if news:
                 self.keeping.delete_versions(JOB, [key.version_id])

@@ -11,7 +11,7 @@ import msgspec
 
 from peerstore.commit_protocol import CommitDecision
 from peerstore.shard_records import ShardKey, VersionId
-from peerstore.store.slots import JOB_METADATA, JobMetadata
+from peerstore.store.slot_metadata import JOB_METADATA, JobMetadata
 from tests.simulation.memory import BURST, SHARD_BYTES, SLOTS
 from tests.simulation.sealed_shards import Holdings, Violation
 

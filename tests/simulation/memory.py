@@ -19,14 +19,14 @@ from peerstore.replication import replication_policy
 from peerstore.replication.replica_placement import ReplicaPlacement, parity_groups, place_replicas
 from peerstore.replication.replication_policy import substitute_partners
 from peerstore.shard_records import Lease, ShardKey, ShardRecord
-from peerstore.store import crash_recovery, leases, slots
+from peerstore.store import crash_recovery, leases, slot_metadata, slot_table
 from peerstore.store.shards import ShardSealer
 from tests.support.chunk_sums import chunk_checksums
 
 CHUNK_BYTES = 8
 CHUNKS = 3
 SHARD_BYTES = CHUNK_BYTES * CHUNKS
-SEALED = slots.SEAL_METADATA
+SEALED = slot_metadata.SEAL_METADATA
 SLOTS, BURST = 2, 1
 
 
@@ -140,7 +140,7 @@ def seeded_randomness(rng: random.Random) -> Iterator[None]:
     fake = SimpleNamespace(
         randbits=rng.getrandbits, token_hex=lambda count: f"{rng.getrandbits(8 * count):0{2 * count}x}"
     )
-    instead: list[tuple[Any, str, Any]] = [(module, "secrets", fake) for module in (slots, leases, crash_recovery)]
+    instead: list[tuple[Any, str, Any]] = [(module, "secrets", fake) for module in (slot_table, leases, crash_recovery)]
     instead += [
         (stripes, "_written", parity.write_parity),
         (stripes, "time", SimpleNamespace(time_ns=lambda: 0)),

@@ -11,7 +11,7 @@ import msgspec
 
 from peerstore.parity.stripes import StoredParity, parse_stored_parity
 from peerstore.shard_records import ShardKey, VersionId
-from peerstore.store.slots import SealMetadata
+from peerstore.store.slot_metadata import SealMetadata
 from tests.simulation.memory import shard_content
 
 if TYPE_CHECKING:

@@ -137,7 +137,7 @@ class OutgoingTransfer:
             self._agent.wake()
             return
         self._duty, self._transfer, self._again = duty, "", 0
-        self._slot.users.add("push")
+        self._agent.shelf.add_reader(self._slot, "push")
         self._life, self._base = look.generation_of(duty.target), look.resume_point
         fact = next(fact for fact in look.shards if fact.key == duty.key)
         offer = OfferReplica(
@@ -197,6 +197,6 @@ class OutgoingTransfer:
     def _end(self) -> None:
         assert self._slot is not None
         self._duty = None
-        with self._agent.shelf.lock:
+        with self._agent.shelf.exclusive():
             self._agent.shelf.release_reader(self._slot, "push")
         self._agent.wake()

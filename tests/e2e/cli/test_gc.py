@@ -10,7 +10,7 @@ import pytest
 from peerstore.settings import StoreSettings
 from peerstore.store.arena import TmpfsArena
 from peerstore.store.node_store import NodeStore
-from peerstore.store.slots import METADATA_FORMAT
+from peerstore.store.slot_metadata import METADATA_FORMAT
 from tests.support.jobs import CheckpointJob, durable_settings
 from tests.support.local_nodes import wait_until
 from tests.support.s3 import BUCKET

@@ -6,7 +6,7 @@ import xxhash
 import zstandard
 
 from peerstore.store.arena import TmpfsArena
-from peerstore.store.slots import METADATA_FORMAT
+from peerstore.store.slot_metadata import METADATA_FORMAT
 from tests.support.jobs import CheckpointJob
 from tieredckpt.session.session import close_sessions
 

@@ -14,7 +14,7 @@ from peerstore.settings import StoreSettings
 from peerstore.shard_records import Lease, ShardRecord
 from peerstore.store.arena import TmpfsArena
 from peerstore.store.node_store import NodeStore
-from peerstore.store.slots import LeaseMetadata, SealMetadata
+from peerstore.store.slot_metadata import LeaseMetadata, SealMetadata
 from tests.support.stores import MIB, load_shard, save_shard, shard_content, shard_key, store_directory
 
 GOOD, VICTIM = shard_key(1), shard_key(2)

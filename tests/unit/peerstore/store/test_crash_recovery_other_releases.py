@@ -8,7 +8,7 @@ import pytest
 
 from peerstore.errors import ArenaFullError, FencedError, ShardNotFoundError, UnavailableError
 from peerstore.settings import StoreSettings
-from peerstore.store import slots
+from peerstore.store import slot_metadata
 from peerstore.store.arena import TmpfsArena, _framed
 from peerstore.store.node_store import NodeStore
 from tests.support.failing_calls import failing_os_call
@@ -33,13 +33,13 @@ def opened(directory, budget="64MiB"):
 def newer_release(monkeypatch):
     """While the block runs, notes are of the next format."""
     with monkeypatch.context() as patch:
-        patch.setattr(slots, "METADATA_FORMAT", slots.METADATA_FORMAT + 1)
-        put = slots.MetadataStore.put
+        patch.setattr(slot_metadata, "METADATA_FORMAT", slot_metadata.METADATA_FORMAT + 1)
+        put = slot_metadata.MetadataStore.put
 
         def of_next(self, kind, name, note):
-            put(self, kind, name, msgspec.structs.replace(note, format=slots.METADATA_FORMAT))
+            put(self, kind, name, msgspec.structs.replace(note, format=slot_metadata.METADATA_FORMAT))
 
-        patch.setattr(slots.MetadataStore, "put", of_next)
+        patch.setattr(slot_metadata.MetadataStore, "put", of_next)
         yield
 
 
@@ -63,7 +63,7 @@ def test_shards_of_a_newer_release_are_kept_and_the_older_step_restores(rolled_b
         status = store.status()
         (claim, slot) = sorted(status.unrecognized, key=lambda one: one.size_bytes)
         assert (claim.name, slot.size_bytes) == ("job.job", MIB)
-        assert f"format {slots.METADATA_FORMAT + 1}" in slot.reason
+        assert f"format {slot_metadata.METADATA_FORMAT + 1}" in slot.reason
         assert status.arena.unrecognized_bytes == MIB
         assert status.damage_reports == ()
         save_shard(store, shard_key(3))
@@ -79,12 +79,12 @@ def test_notes_of_an_older_format_are_kept_and_named(directory):
     (place,) = (directory / "notes").glob("seal.*")
     arena = TmpfsArena(directory)
     note = msgspec.msgpack.decode(arena.get_metadata(place.name))
-    arena.put_metadata(place.name, msgspec.msgpack.encode({**note, "format": slots.OLDEST_METADATA_FORMAT - 1}))
+    arena.put_metadata(place.name, msgspec.msgpack.encode({**note, "format": slot_metadata.OLDEST_METADATA_FORMAT - 1}))
     arena.close()
     with opened(directory) as store:
         assert store.list_shards() == []
         (slot,) = store.status().unrecognized
-        assert f"is of format {slots.OLDEST_METADATA_FORMAT - 1}, this version reads" in slot.reason
+        assert f"is of format {slot_metadata.OLDEST_METADATA_FORMAT - 1}, this version reads" in slot.reason
 
 
 def test_writers_of_the_past_stay_refused(directory, monkeypatch):

@@ -11,7 +11,7 @@ from peerstore.errors import ArenaFullError, LeaseLostError
 from peerstore.settings import StoreSettings
 from peerstore.store.arena import MemfdArena
 from peerstore.store.node_store import NodeStore, StoreListener
-from peerstore.store.slots import EXPIRED_JOB_METADATA
+from peerstore.store.slot_metadata import EXPIRED_JOB_METADATA
 from tests.support.failing_calls import UNKNOWN, failing_os_call
 from tests.support.stores import MIB, load_shard, save_shard, shard_content, shard_key
 

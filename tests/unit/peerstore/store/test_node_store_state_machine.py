@@ -21,6 +21,7 @@ from peerstore.store.arena import TmpfsArena
 from peerstore.store.node_store import NodeStore
 from tests.support.example_counts import examples
 from tests.support.leaks import process_prefix
+from tests.support.slot_tables import assert_indexes_match
 from tests.support.stores import flip_byte, load_shard, shard_content, shard_key, write_slot
 
 KIB = 1 << 10
@@ -223,6 +224,12 @@ class StoreLife(RuleBasedStateMachine):
             assert [job.newest_committed for job in jobs if job.newest_committed is not None] == (
                 [newest.version] if newest else []
             )
+
+    @invariant()
+    def the_indexes_match_the_slots(self):
+        if self.store is not None:
+            with self.store._table.exclusive():
+                assert_indexes_match(self.store._table)
 
     @invariant()
     def what_is_gone_is_absent(self):

@@ -9,7 +9,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from peerstore.commit_protocol import committed_versions, newest_committed
-from peerstore.shard_records import SlotState, VersionId
+from peerstore.shard_records import VersionId
 from peerstore.store.slot_eviction import (
     BudgetExceeded,
     CreateSlot,
@@ -17,8 +17,10 @@ from peerstore.store.slot_eviction import (
     ReuseSlot,
     SlotLimits,
     SlotsBusy,
+    SlotUse,
     SlotView,
     abandoned_slots,
+    choose_own_slot,
     choose_slot,
     evictable_slots,
     evictions_to_grow,
@@ -37,7 +39,7 @@ groups = st.builds(group, st.integers(0, 4), st.integers(1, 3), st.integers(0, 1
 
 @st.composite
 def slot_views(draw):
-    states = draw(st.lists(st.sampled_from(list(SlotState)), max_size=10))
+    states = draw(st.lists(st.sampled_from(list(SlotUse)), max_size=10))
     return [
         SlotView(
             f"s{number}",
@@ -45,7 +47,7 @@ def slot_views(draw):
             draw(st.integers(0, 40)),
             draw(st.sampled_from(JOBS)),
             draw(st.sampled_from(PARTS)),
-            draw(groups) if state is SlotState.SEALED else None,
+            draw(groups) if state is SlotUse.SEALED else None,
             draw(st.booleans()),
             draw(st.booleans()),
         )
@@ -60,7 +62,7 @@ limits = st.builds(SlotLimits, st.integers(1, 200), st.integers(1, 3), st.intege
 def given_up(decision, slots):
     """The sealed slots that a decision costs."""
     names = set(decision.drop) | ({decision.name} if isinstance(decision, ReuseSlot) else set())
-    return [slot for slot in slots if slot.name in names and slot.state is SlotState.SEALED]
+    return [slot for slot in slots if slot.name in names and slot.use is SlotUse.SEALED]
 
 
 def allocated_after(decision, slots, size_bytes):
@@ -92,17 +94,17 @@ def test_chosen_slot_fits_and_evicts_nothing_needed(slots, whole, limits, part, 
         assert len(left) < max(limits.slots + limits.burst, len(mine))  # what is replaced adds none
     else:
         chosen = next(slot for slot in slots if slot.name == decision.name)
-        assert chosen.state is not SlotState.LEASED
+        assert chosen.use is not SlotUse.LEASED
         assert decision.name not in decision.drop
         assert size <= chosen.size_bytes <= size + size // 4
         assert chosen.reusable
         assert chosen in mine or len(mine) < limits.slots + limits.burst
-    assert all(slot.state is not SlotState.LEASED for slot in slots if slot.name in decision.drop)
+    assert all(slot.use is not SlotUse.LEASED for slot in slots if slot.name in decision.drop)
 
 
 @given(slot_views(), wholes, limits, st.integers(0, 100), st.integers(1, 4), st.randoms())
 def test_growing_a_slot_fits_and_evicts_nothing_needed(slots, whole, limits, size, epoch, random):
-    leased = [slot for slot in slots if slot.state is SlotState.LEASED]
+    leased = [slot for slot in slots if slot.use is SlotUse.LEASED]
     if not leased:
         return
     growing = random.choice(leased)
@@ -119,7 +121,7 @@ def test_full_means_that_waiting_does_not_help(slots, whole, limits, part, size)
     """Full is said only when the newest whole versions alone leave too little room."""
     decision = choose_slot(slots, job="job", part=part, epoch=1, size_bytes=size, limits=limits, whole=whole)
     keep = {job: max(found, default=None) for job, found in whole.items()}
-    sealed = [s for s in slots if s.state is SlotState.SEALED]
+    sealed = [s for s in slots if s.use is SlotUse.SEALED]
     fixed = sum(s.size_bytes for s in sealed if s.version_id == keep.get(s.job, math.nan))
     if isinstance(decision, BudgetExceeded):
         assert fixed + size > limits.budget_bytes
@@ -162,11 +164,11 @@ def test_committed_means_all_parts_or_a_mark_without_later_loss(here, marked, co
 
 
 def sealed(name, version, *, part=0, epoch=1, job="job", size=10, busy=False):
-    return SlotView(name, SlotState.SEALED, size, job, part, group(version, epoch), busy)
+    return SlotView(name, SlotUse.SEALED, size, job, part, group(version, epoch), busy)
 
 
 def free(name, *, part=0, job="job", size=10):
-    return SlotView(name, SlotState.FREE, size, job, part)
+    return SlotView(name, SlotUse.FREE, size, job, part)
 
 
 ROOMY = SlotLimits(1000, 2, 1)
@@ -219,13 +221,13 @@ def test_unfinished_versions_of_the_running_incarnation_stay():
 @pytest.mark.parametrize(
     ("slots", "whole", "said"),
     [
-        ([SlotView("a", SlotState.LEASED, 10, "job", 0)] * 3, {}, "being written"),
+        ([SlotView("a", SlotUse.LEASED, 10, "job", 0)] * 3, {}, "being written"),
         ([sealed("a", 1, busy=True)] * 3, {"job": {group(2)}}, "being read or uploaded"),
         ([sealed("a", 1)] * 3, {}, "no version is complete yet"),
         ([sealed("a", 1)] * 3, {"job": {group(1)}}, "the newest complete one"),
         ([sealed("a", 2)] * 3, {"job": {group(1)}}, "not complete yet"),
-        ([SlotView("a", SlotState.SEALED, 10, "job", 0, None, True)] * 3, {}, "given up, being read"),
-        ([SlotView("a", SlotState.LEASED, 995, "x", 0), free("b", size=0)], {}, "free, but the budget is used up"),
+        ([SlotView("a", SlotUse.SEALED, 10, "job", 0, None, True)] * 3, {}, "given up, being read"),
+        ([SlotView("a", SlotUse.LEASED, 995, "x", 0), free("b", size=0)], {}, "free, but the budget is used up"),
     ],
 )
 def test_refusal_names_its_cause(slots, whole, said):
@@ -236,7 +238,7 @@ def test_refusal_names_its_cause(slots, whole, said):
 
 @given(slot_views(), wholes, st.dictionaries(st.sampled_from(JOBS), groups), limits, st.integers(1, 4))
 @example(
-    [SlotView("s0", SlotState.SEALED, 10, "job", 8, group(1))], {}, {"job": group(1)}, SlotLimits(15, 2, 0), 2
+    [SlotView("s0", SlotUse.SEALED, 10, "job", 8, group(1))], {}, {"job": group(1)}, SlotLimits(15, 2, 0), 2
 )  # nobody has told this node that the version is whole
 def test_replicated_version_is_never_evicted(slots, whole, rollback_targets, limits, epoch):
     decision = choose_slot(
@@ -299,7 +301,7 @@ class Node:
             larger = self.take(CreateSlot(decision.drop), size, part)
             self.slots = [slot for slot in self.slots if slot.name != name]
             leased = larger
-        self.replace(leased, dataclasses.replace(leased, state=SlotState.SEALED, version_id=group(version)))
+        self.replace(leased, dataclasses.replace(leased, use=SlotUse.SEALED, version_id=group(version)))
         return None
 
     def either(self, size, decide):
@@ -314,11 +316,11 @@ class Node:
         self.slots = [slot for slot in self.slots if slot.name not in decision.drop]
         if isinstance(decision, ReuseSlot):
             old = next(slot for slot in self.slots if slot.name == decision.name)
-            leased = dataclasses.replace(old, state=SlotState.LEASED, job="job", part=part, version_id=None)
+            leased = dataclasses.replace(old, use=SlotUse.LEASED, job="job", part=part, version_id=None)
             self.replace(old, leased)
         else:
             self.made += 1
-            leased = SlotView(f"new{self.made}", SlotState.LEASED, size, "job", part)
+            leased = SlotView(f"new{self.made}", SlotUse.LEASED, size, "job", part)
             self.slots.append(leased)
         assert sum(slot.size_bytes for slot in self.slots) <= self.limits.budget_bytes
         return leased
@@ -341,7 +343,7 @@ def test_suggested_budget_is_sufficient(writers, others, budget):
     writers differ, each that was not seen yet may have to say its own, once.
     """
     sizes, grown = [size for size, _ in writers], [more for _, more in writers]
-    beside = [SlotView(f"o{n}", SlotState.SEALED, size, f"o{n}", 0, group(1)) for n, size in enumerate(others)]
+    beside = [SlotView(f"o{n}", SlotUse.SEALED, size, f"o{n}", 0, group(1)) for n, size in enumerate(others)]
     alike = len({*writers}) == 1
     for attempt in range(2 * len(writers) + 1):
         refused = Node(budget, sizes, grown, beside).run(5)
@@ -358,7 +360,7 @@ def test_suggested_budget_is_sufficient(writers, others, budget):
 
 def test_blocked_writer_is_refused_with_a_sufficient_budget():
     """Two writers and room for three slots: the one that comes second finds none, however long it waits."""
-    slots = [sealed("a", 1), sealed("b", 1, part=8), SlotView("c", SlotState.LEASED, 10, "job", 0)]
+    slots = [sealed("a", 1), sealed("b", 1, part=8), SlotView("c", SlotUse.LEASED, 10, "job", 0)]
     decision = choose_slot(
         slots,
         job="job",
@@ -378,3 +380,19 @@ def test_blocked_writer_is_refused_with_a_sufficient_budget():
         )
         == CreateSlot()
     )
+
+
+@given(slot_views(), wholes, limits, st.integers(1, 60), st.integers(0, 4), st.sampled_from(PARTS))
+def test_own_slots_decide_as_all_slots_do(slots, whole, limits, size, version, part):
+    request = {
+        "job": "job",
+        "part": part,
+        "size_bytes": size,
+        "limits": limits,
+        "whole": whole,
+        "rollback_targets": newest_committed(whole),
+        "version": version,
+    }
+    seen = [slot for slot in slots if slot.use is SlotUse.FREE or (slot.job, slot.part) == ("job", part)]
+    alone = choose_own_slot(seen, allocated_bytes=sum(slot.size_bytes for slot in slots), **request)
+    assert alone is None or alone == choose_slot(slots, epoch=3, **request)

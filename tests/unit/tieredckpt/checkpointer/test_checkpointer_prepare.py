@@ -9,7 +9,7 @@ from collections import Counter
 import pytest
 import torch
 
-from peerstore.store.slots import SlotTable
+from peerstore.store.slot_table import SlotTable
 from tests.support.async_device import AsyncDevice
 from tests.support.bits import assert_same_bits, zeros_like_state
 from tieredckpt import Checkpointer, TieredReader, TieredWriter

@@ -8,7 +8,7 @@ import pytest
 from peerstore.settings import StoreSettings
 from peerstore.store.arena import TmpfsArena
 from peerstore.store.node_store import NodeStore
-from peerstore.store.slots import METADATA_FORMAT
+from peerstore.store.slot_metadata import METADATA_FORMAT
 from tests.support.agents import agent_directory
 from tests.support.bits import zeros_like_state
 from tests.support.jobs import in_process_agent, state_at
