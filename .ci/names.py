@@ -4,6 +4,7 @@
 - A module is named by a noun. A gerund does not say what the module holds.
 - A command of ``tieredckpt`` and ``elastic`` is in the file of its name.
 - No file of ``elastic``, ``tieredckpt`` and ``peerstore`` names HyperPod. Its formats are read in ``integration``.
+- A module of ``peerstore/store`` uses private attributes of ``self`` only, and only ``slot_table.py`` assigns a slot's.
 - A file of ``tests/unit`` is in the folder of the module that it tests, and its name begins with the module's name. The
   package's name may stand first, where two packages have a module of the same name. A file that tests a whole folder
   begins with the folder's name.
@@ -83,6 +84,23 @@ def mirrored_module(root: Path, test: Path) -> bool:
     return any(stem == start or stem.startswith(f"{start}_") for start in starts)
 
 
+def store_findings(root: Path) -> Iterator[str]:
+    """Yield one line for each attribute in ``peerstore/store`` that belongs to another module."""
+    folder = root / "peerstore/store"
+    body = ast.parse((folder / "slots.py").read_text(encoding="utf-8")).body
+    slot = next(one for one in body if isinstance(one, ast.ClassDef) and one.name == "ArenaSlot")
+    fields = {one.target.id for one in slot.body if isinstance(one, ast.AnnAssign) and isinstance(one.target, ast.Name)}
+    for path in sorted(folder.glob("*.py")):
+        for one in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if not isinstance(one, ast.Attribute) or (isinstance(one.value, ast.Name) and one.value.id == "self"):
+                continue
+            place = f"{path.relative_to(root)}:{one.lineno}"
+            if one.attr.startswith("_") and not one.attr.startswith("__"):
+                yield f"{place}: {ast.unparse(one)} is private to another object"
+            if isinstance(one.ctx, ast.Store) and one.attr in fields and path.name != "slot_table.py":
+                yield f"{place}: {ast.unparse(one)} is assigned; only slot_table.py changes a slot"
+
+
 def test_file_findings(root: Path) -> Iterator[str]:
     """Yield one line for each test file with a wrong name or place, and for each folder in vain in OTHER_TESTS."""
     other: set[str] = set()
@@ -145,6 +163,7 @@ def findings(root: Path) -> Iterator[str]:
     for kind, listed, used in lists:
         for name in sorted(listed.keys() - used):
             yield f"{kind} lists {name!r}, and nothing needs it"
+    yield from store_findings(root)
     yield from test_file_findings(root)
 
 
