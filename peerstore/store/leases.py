@@ -327,9 +327,7 @@ class LeaseManager:
 
     def _writable(self, lease_id: str) -> tuple[ArenaSlot, Lease, ProcessIdentity]:
         slot, done = self._table.slot_for_lease(lease_id)
-        while (
-            slot.state is not SlotState.LEASED and done is None
-        ):  # sealed, or moved to a larger slot: the call was repeated
+        while slot.state is not SlotState.LEASED and done is None:  # sealed or moved by an earlier, equal call
             if deadlines.expired():
                 raise UnavailableError(f"what lease {lease_id} was for is still being sealed")
             self._table.wait_for_change(deadlines.remaining_s(1.0))
@@ -380,7 +378,10 @@ class LeaseManager:
             if slot.owner is not None and self._jobs.disconnected_s(slot.owner) > grace_s:
                 self._table.revoke_lease(slot, "its writer went away")
         for slot in self._table.in_state(SlotState.REVOKED):  # it could not be removed when it was revoked
-            self._table.drop(slot)
+            try:
+                self._table.drop(slot)
+            except OSError as error:
+                log.warning("%s, whose lease was revoked, cannot be removed: %s", slot.name, error)
 
     def restore(self, name: str, size_bytes: int, lease: Lease, owner: ProcessIdentity) -> None:
         """Adopt a slot that a killed agent had leased to a writer that may still be there."""

@@ -206,6 +206,7 @@ class _Placement:
         room = _drop(self._allocated_bytes + self._size_bytes - self._limits.budget_bytes, droppable)
         new = CreateSlot(room) if room is not None else None
         mine, counted, limits = self.mine, self._counted, self._limits
+        most = limits.slots + limits.burst
 
         def use(candidates: list[SlotView]) -> ReuseSlot | CreateSlot | None:
             places = (self._instead_of(slot, droppable) for slot in candidates)
@@ -215,11 +216,7 @@ class _Placement:
             use(self._closest([slot for slot in self.free if slot in mine]))
             or (new if counted < limits.slots else None)
             or use([slot for slot in candidates if slot in mine])
-            or (
-                (new or use(self._closest(self.free)) or use(candidates))
-                if counted < limits.slots + limits.burst
-                else None
-            )
+            or ((new or use(self._closest(self.free)) or use(candidates)) if counted < most else None)
         )
 
     def _instead_of(self, slot: SlotView, droppable: list[SlotView]) -> ReuseSlot | CreateSlot | None:

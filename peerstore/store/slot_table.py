@@ -378,7 +378,7 @@ class SlotTable:
         self.notify_changed()
 
     def revoke_lease(self, slot: ArenaSlot, why: str) -> None:
-        """Take a lease from its writer. While the writer may still write, nobody else gets the file."""
+        """Take a lease from its writer. While the writer may still write, no other one gets the file."""
         log.info("%s: lease taken back, %s", slot.lease and slot.lease.key, why)
         self.count("leases_lost")
         if slot.state is SlotState.LEASED and slot.owner is not None and not slot.owner.is_alive:
@@ -467,7 +467,7 @@ class SlotTable:
         return tuple(self._damages)
 
     def unrecognized(self, name: str | None = None) -> tuple[UnrecognizedSlot, ...]:
-        """Slots that this release cannot read: they stay as they are, and nobody gets them."""
+        """Slots that this release cannot read: they stay unchanged, and no writer gets them."""
         return tuple(one for one in self._unrecognized.values() if name in (None, one.name))
 
     def mark_unrecognized(self, name: str, size_bytes: int, reason: str) -> None:

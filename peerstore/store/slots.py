@@ -48,11 +48,11 @@ class SlotState(enum.Enum):
     FILLING = "filling"
     """The bytes of a smaller slot are being copied into it."""
     REVOKED = "revoked"
-    """Its lease is gone and its writer may still write: nobody else gets the file."""
+    """Its lease is gone and its writer may still write: no other writer gets the file."""
     VERIFYING = "verifying"
     """A killed agent left the shard in it, and its checksums are not verified yet."""
     UNREADABLE = "unreadable"
-    """As above, and it could not be read for a while: nobody waits for it. It is tried again, and may be evicted."""
+    """Like verifying, but it could not be read for a while: no call waits for it. It is retried, and may be evicted."""
     SEALED = "sealed"
     RETIRED = "retired"
     """Its owner dropped the shard; its readers may finish."""
@@ -103,8 +103,8 @@ class ArenaSlot:
     users: set[str] = field(default_factory=set)
     """Pins of readers and holds of uploads."""
     reusable: bool = True
-    """Whether the file may be written again. Not where a reader may still read it of whom this agent does not know: one
-    that a killed agent had let in, or one whose pin was revoked while it was alive."""
+    """Whether the file may be written again. Not while a reader without a pin may read it: a reader of a killed agent,
+    or a live one whose pin was revoked."""
     reserved: bool = False
     """Its writer maps it for later saves, also while a shard is sealed in it."""
 

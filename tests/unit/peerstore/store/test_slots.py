@@ -110,3 +110,28 @@ def test_slots_lease_looks_at_the_writers_slots_only(monkeypatch, shards):
     finally:
         store.close()
         arena.purge()
+
+
+def test_slots_revoked_lease_whose_file_stays_is_given_to_no_other_writer(monkeypatch):
+    """The file cannot be removed while its fenced writer may still write into it."""
+    arena = MemfdArena()
+    store = NodeStore(arena, StoreSettings(budget="1024"), threads=1)
+    try:
+        store.claim("job", "a")
+        fenced = store.lease(shard_key(1), 512, 1)
+        with monkeypatch.context() as patch:
+            patch.setattr(arena, "remove", failing_remove)
+            with pytest.raises(OSError, match="input/output"):
+                store.claim("job", "b")
+        later = store.lease(shard_key(2, epoch=2, name="b"), 512, 1)
+        assert later.slot != fenced.slot
+        assert fenced.slot in arena.list_slots()
+        store.sweep()
+        assert arena.list_slots() == [later.slot]
+    finally:
+        store.close()
+        arena.purge()
+
+
+def failing_remove(name: str) -> None:
+    raise OSError(5, "input/output error", name)
