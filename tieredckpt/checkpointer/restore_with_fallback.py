@@ -25,7 +25,7 @@ from peerstore.shard_records import VersionId
 from peerstore.sizes_and_durations import show_size
 from tieredckpt.dcp.plain_checkpoints import plain_reader, plain_steps
 from tieredckpt.dcp.rank_group import RankGroup, unwrap_load_error
-from tieredckpt.dcp.tiered_reader import LazyStateMetadata, RestoreReport, TieredReader, abbreviate, describe_mismatches
+from tieredckpt.dcp.tiered_reader import RestoreReport, TieredReader, abbreviate, describe_mismatches
 from tieredckpt.errors import (
     CheckpointDamagedError,
     CheckpointDeletedError,
@@ -43,11 +43,11 @@ from tieredckpt.gc_pause import gc_paused
 from tieredckpt.live.survivor_state import Hydration, current_survivor_state, names_digest
 from tieredckpt.restore.filled_tensors import takes_over_in_place
 from tieredckpt.restore.live_state import RestoredState, top_level_name
-from tieredckpt.restore.load_planner import RestorePlanner
+from tieredckpt.restore.load_planner import LazyStateMetadata, RestorePlanner
 from tieredckpt.restore.proof import RestoreProof
 from tieredckpt.settings import Settings, override_settings
 from tieredckpt.tensors.optimizer_placeholders import init_optimizer_state
-from tieredckpt.tensors.state_dict import StateDict, flatten_state, resolve_stateful
+from tieredckpt.tensors.state_dict import StateDict, flatten_state, is_stateful, resolve_stateful
 
 log = logging.getLogger(__name__)
 
@@ -118,7 +118,7 @@ class CheckpointRestorer:
             planner = RestorePlanner(allow_partial_load=not strict)
             try:
                 with contextlib.closing(reader):
-                    self._together.call_dcp(dcp.load, filled, storage_reader=reader, planner=planner)
+                    self._together.load(filled, reader, planner)
             except CheckpointException as failure:
                 error = unwrap_load_error(failure)
                 # What is left may be whole all the same, or another step is.
@@ -447,7 +447,7 @@ def _with_room(state: StateDict, reader: TieredReader) -> StateDict:
     asking = {
         name: value
         for name, value in state.items()
-        if _is_stateful(value) and not isinstance(value, own) and not _chooses(value)
+        if is_stateful(value) and not isinstance(value, own) and not _chooses(value)
     }
     if not asking:
         return dict(state)
@@ -461,10 +461,6 @@ def _with_room(state: StateDict, reader: TieredReader) -> StateDict:
         if missing:
             filled[name] = _StatefulWithPlaceholders(value, missing)
     return filled
-
-
-def _is_stateful(value: object) -> bool:
-    return not isinstance(value, torch.Tensor) and isinstance(value, Stateful)
 
 
 def _missing(name: str, there: Collection[str], metadata: Metadata) -> dict[tuple[str | int, ...], object]:

@@ -24,6 +24,8 @@ import msgspec
 import torch
 import torch.distributed as dist
 from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner
+from torch.distributed.checkpoint.storage import StorageReader
 from torch.distributed.checkpoint.utils import _DistWrapper
 
 from peerstore.message_codec import from_json
@@ -37,7 +39,9 @@ from tieredckpt.errors import (
     TieredCheckpointError,
     TierUnavailableError,
 )
+from tieredckpt.gc_pause import gc_paused
 from tieredckpt.session.incarnation import SaveDecision, SaveProblem, SaveProposal, decide_save
+from tieredckpt.tensors.state_dict import StateDict, is_stateful, resolve_stateful
 
 _PLAN_TIMEOUT = timedelta(minutes=10)
 
@@ -74,6 +78,31 @@ class RankGroup:
             if alone := not dist.is_initialized():
                 warnings.filterwarnings("ignore", "torch.distributed is disabled", UserWarning)
             call(state, process_group=self._group, no_dist=alone, **storage)
+
+    def load(self, state: StateDict, reader: StorageReader, planner: LoadPlanner) -> None:
+        """Load as ``dcp.load`` does; raise the failures of any rank on all of them, as a ``CheckpointException``."""
+        ranks = _DistWrapper(self._group, dist.is_initialized(), 0)
+        names = sorted(state)  # load_state_dict() may have collectives
+        filled = resolve_stateful({name: state[name] for name in names})
+
+        def plan_own() -> LoadPlan:
+            with gc_paused():
+                metadata = reader.read_metadata()
+                planner.set_up_planner(filled, metadata, ranks.is_coordinator)
+                reader.set_up_storage_reader(metadata, ranks.is_coordinator, rank=ranks.rank)
+                return reader.prepare_local_plan(planner.create_local_plan())
+
+        def plan_all(plans: list[LoadPlan]) -> list[LoadPlan]:
+            return reader.prepare_global_plan(planner.create_global_plan(plans))
+
+        plan = ranks.reduce_scatter("plan", plan_own, plan_all)
+        ranks.all_gather("read", lambda: reader.read_data(planner.finish_plan(plan), planner).wait())
+        for name in names:
+            value = state[name]
+            if is_stateful(value):
+                value.load_state_dict(filled[name])
+            else:
+                state[name] = filled[name]
 
     def close(self) -> None:
         if self._own is not None and dist.is_initialized():

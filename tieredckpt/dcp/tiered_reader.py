@@ -14,21 +14,13 @@ import math
 import os
 import secrets
 import time
-from array import array
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-import torch
-from torch.distributed.checkpoint.metadata import (
-    BytesStorageMetadata,
-    ChunkStorageMetadata,
-    Metadata,
-    TensorProperties,
-    TensorStorageMetadata,
-)
-from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, LoadPlanner
+from torch.distributed.checkpoint.metadata import Metadata
+from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, LoadPlanner, ReadItem
 from torch.distributed.checkpoint.storage import StorageReader
 from torch.futures import Future
 
@@ -68,6 +60,7 @@ from tieredckpt.resolve_step import (
     resolve_step,
     unrecognized_error,
 )
+from tieredckpt.restore.load_planner import LazyStateMetadata
 from tieredckpt.restore.proof import LoadEvidence, RestoreProof, RestoreProver, load_planner_is_transparent
 from tieredckpt.restore.read_executor import ReadExecutor, read_item_box
 from tieredckpt.restore.step_index import RankReadPlan
@@ -184,6 +177,8 @@ class TieredReader(StorageReader):
         """Steps that failed and why: this reader does not try them again. A plain checkpoint has only a number."""
         self.tries_one_kind = False
         """Whether the caller falls back itself: a load does not pass over a plain checkpoint to an older step."""
+        self._needed: tuple[list[ReadItem], _Needs] = [], ([], [])
+        """The items that the last vote was about, and what they need."""
         self._voted = LoadVote(())
         self._decided: LoadDecision | None = None
         """What this rank has decided for all, where nothing travels between ranks."""
@@ -290,7 +285,8 @@ class TieredReader(StorageReader):
             plan = self._plain[1].prepare_local_plan(plan)
         else:
             with gc_paused():
-                self._voted = self._vote(*_needs(plan))
+                self._needed = plan.items, _needs(plan)
+                self._voted = self._vote(*self._needed[1])
         self._decided = None
         clear_plan_messages()
         return dataclasses.replace(plan, storage_data=PlanMessage(self._voted, stays=True))
@@ -593,7 +589,8 @@ class TieredReader(StorageReader):
         session = self.session
         decision = self._decision()
         group = decision.version_id
-        needs, objects = _needs(plan)
+        items, needed = self._needed
+        needs, objects = needed if plan.items is items else _needs(plan)
         planned = self._steps[group].pieces if group in self._steps else {}
         if any(need not in planned for need in needs):  # the planner changed the plan after the vote
             self._let_go()
@@ -733,7 +730,10 @@ def abbreviate(names: Sequence[str]) -> str:
     return ", ".join(names[:_SHOWN]) + (f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else "")
 
 
-def _needs(plan: LoadPlan) -> tuple[list[tuple[str, Box]], list[str]]:
+_Needs = tuple[list[tuple[str, Box]], list[str]]
+
+
+def _needs(plan: LoadPlan) -> _Needs:
     """The pieces of tensors and the objects a plan asks for."""
     tensors = [(item.storage_index.fqn, read_item_box(item)) for item in plan.items if item.type is LoadItemType.TENSOR]
     return tensors, [item.storage_index.fqn for item in plan.items if item.type is LoadItemType.BYTE_IO]
@@ -801,39 +801,3 @@ def _paths(names: StateNames) -> dict[str, tuple[str | int, ...]] | None:
     paths = {name: given.get(name) or tuple(name.split(".")) for name in (*names.names, *names.objects)}
     check_nested_paths(paths)
     return paths
-
-
-class LazyStateMetadata(Mapping[str, TensorStorageMetadata | BytesStorageMetadata]):
-    """What each name of a step is, said when it is asked for."""
-
-    def __init__(self, names: StateNames) -> None:
-        self._names = names
-        self._at = {name: at for at, name in enumerate(names.names)}
-        self._objects = dict.fromkeys(names.objects)
-        self._dtype_of = array("H", names.dtype_of)
-
-    def __getitem__(self, name: str) -> TensorStorageMetadata | BytesStorageMetadata:
-        at = self._at.get(name)
-        if at is None:
-            if name in self._objects:
-                return BytesStorageMetadata()
-            raise KeyError(name)
-        size = torch.Size(self._names.shapes[at])
-        dtype = dtype_from_name(self._names.dtypes[self._dtype_of[at]])
-        properties = TensorProperties(dtype=dtype, requires_grad=bool(self._names.requires_grad[at]))
-        return TensorStorageMetadata(properties, size, [ChunkStorageMetadata(torch.Size([0] * len(size)), size)])
-
-    def in_pieces(self, name: str) -> bool:
-        """Whether several ranks have written parts of this tensor."""
-        at = self._at.get(name, len(self._names.in_pieces))
-        return any(self._names.in_pieces[at : at + 1])
-
-    def __iter__(self) -> Iterator[str]:
-        yield from self._at
-        yield from (name for name in self._objects if name not in self._at)
-
-    def __contains__(self, name: object) -> bool:
-        return name in self._at or name in self._objects
-
-    def __len__(self) -> int:
-        return len(self._at.keys() | self._objects.keys())

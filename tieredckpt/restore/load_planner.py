@@ -2,38 +2,166 @@
 
 from __future__ import annotations
 
+from array import array
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, create_default_local_load_plan
-from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, TensorStorageMetadata
+from torch.distributed.checkpoint.metadata import (
+    BytesStorageMetadata,
+    ChunkStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    TensorProperties,
+    TensorStorageMetadata,
+)
 from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, ReadItem
+from torch.distributed.tensor import DTensor
+
+from tieredckpt.agent.agent_api import StateNames
+from tieredckpt.tensors.state_dict import StateDict, dtype_from_name, is_leaf_list
+
+_PLAIN = (torch.Tensor, torch.nn.Parameter)
 
 
 class RestorePlanner(DefaultLoadPlanner):
-    """Plans the same read items as DCP's planner, without its search for the pieces that overlap."""
+    """Plans the same read items as DCP's planner, in one pass over the state and without searches."""
+
+    def set_up_planner(
+        self,
+        state_dict: StateDict,
+        metadata: Metadata | None = None,
+        is_coordinator: bool = False,  # noqa: FBT002 - torch's own signature
+    ) -> None:
+        found = _FlatState()
+        if not found.add_all(state_dict):
+            super().set_up_planner(state_dict, metadata, is_coordinator)
+            return
+        self.original_state_dict, self.state_dict, self.mappings = state_dict, found.values, found.paths
+        self.metadata, self.is_coordinator = metadata, is_coordinator
 
     def create_local_plan(self) -> LoadPlan:
         if self.metadata is None or self.state_dict.keys() != self.metadata.state_dict_metadata.keys():
             return super().create_local_plan()
         items: list[ReadItem] = []
         for fqn, value in self.state_dict.items():
-            item = _whole_tensor(fqn, value, self.metadata)
-            if item is not None:
-                items.append(item)
-            else:
-                items += create_default_local_load_plan({fqn: value}, self.metadata, strict=True).items
+            found = _tensor_items(fqn, value, self.metadata)
+            if found is None:
+                found = create_default_local_load_plan({fqn: value}, self.metadata, strict=True).items
+            items += found
         return LoadPlan(items)
 
+    def resolve_tensor(self, read_item: ReadItem) -> torch.Tensor:
+        value = self.state_dict.get(read_item.dest_index.fqn)
+        if type(value) in _PLAIN and value.shape == read_item.lengths:
+            tensor: torch.Tensor = value
+            return tensor
+        resolved: torch.Tensor = super().resolve_tensor(read_item)
+        return resolved
 
-def _whole_tensor(fqn: str, value: Any, metadata: Metadata) -> ReadItem | None:
-    if type(value) not in (torch.Tensor, torch.nn.Parameter) or hasattr(value, "__create_chunk_list__"):
+
+class _FlatState:
+    """The leaves of a state by the names that DCP's ``flatten_state_dict`` has for them."""
+
+    def __init__(self) -> None:
+        self.values: StateDict = {}
+        self.paths: dict[str, tuple[str | int, ...]] = {}
+
+    def add_all(self, state: Mapping[str, Any]) -> bool:
+        """Add a whole state; return False where it holds what DCP itself has to set up."""
+        return all(self._add(str(key), (str(key),), value) for key, value in state.items())
+
+    def _add(self, fqn: str, path: tuple[str | int, ...], value: Any) -> bool:
+        if isinstance(value, torch.Tensor):
+            if (type(value) not in _PLAIN and type(value) is not DTensor) or value.is_meta:
+                return False
+        elif isinstance(value, Mapping):
+            return all(self._add(f"{fqn}.{key}", (*path, str(key)), inner) for key, inner in value.items())
+        elif isinstance(value, list) and not is_leaf_list(value):
+            return all(self._add(f"{fqn}.{number}", (*path, number), inner) for number, inner in enumerate(value))
+        if fqn in self.values:
+            return False
+        self.values[fqn], self.paths[fqn] = value, path
+        return True
+
+
+def _tensor_items(fqn: str, value: Any, metadata: Metadata) -> list[ReadItem] | None:
+    """The read items of a tensor that was saved as one chunk; ``None`` where DCP has to plan."""
+    distributed = type(value) is DTensor
+    if not distributed and (type(value) not in _PLAIN or hasattr(value, "__create_chunk_list__")):
         return None
-    saved = metadata.state_dict_metadata[fqn]
-    if not isinstance(saved, TensorStorageMetadata) or saved.size != value.shape or not value.numel():
+    if _one_chunk(fqn, metadata) != tuple(value.shape) or not value.numel():
         return None
-    if len(saved.chunks) != 1 or saved.chunks[0].sizes != saved.size:
+    start = torch.Size([0] * value.dim())
+    if not distributed:
+        index = MetadataIndex(fqn, start, 0)
+        return [ReadItem(LoadItemType.TENSOR, index, start, index, start, value.shape)]
+    if value.device_mesh.get_coordinate() is None:
+        return []
+    chunks: list[ChunkStorageMetadata] = value.__create_chunk_list__()  # type: ignore[attr-defined]
+    if not all(map(_has_elements, chunks)):
         return None
-    start = saved.chunks[0].offsets
-    index = MetadataIndex(fqn, start, 0)
-    return ReadItem(LoadItemType.TENSOR, index, start, index, start, saved.size)
+    saved = MetadataIndex(fqn, start, 0)
+    return [
+        ReadItem(
+            LoadItemType.TENSOR, MetadataIndex(fqn, chunk.offsets, number), start, saved, chunk.offsets, chunk.sizes
+        )
+        for number, chunk in enumerate(chunks)
+    ]
+
+
+def _one_chunk(fqn: str, metadata: Metadata) -> tuple[int, ...] | None:
+    """The shape of a tensor that was saved as one chunk, as far as a reader has to know; ``None`` for others."""
+    entries = metadata.state_dict_metadata
+    if isinstance(entries, LazyStateMetadata):
+        return entries.shape(fqn)
+    saved = entries[fqn]
+    if not isinstance(saved, TensorStorageMetadata) or [chunk.sizes for chunk in saved.chunks] != [saved.size]:
+        return None
+    return tuple(saved.size)
+
+
+def _has_elements(chunk: ChunkStorageMetadata) -> bool:
+    return all(chunk.sizes)
+
+
+class LazyStateMetadata(Mapping[str, TensorStorageMetadata | BytesStorageMetadata]):
+    """Metadata of a step's entries, each made when it is looked up."""
+
+    def __init__(self, names: StateNames) -> None:
+        self._names = names
+        self._at = {name: at for at, name in enumerate(names.names)}
+        self._objects = dict.fromkeys(names.objects)
+        self._dtype_of = array("H", names.dtype_of)
+
+    def __getitem__(self, name: str) -> TensorStorageMetadata | BytesStorageMetadata:
+        at = self._at.get(name)
+        if at is None:
+            if name in self._objects:
+                return BytesStorageMetadata()
+            raise KeyError(name)
+        size = torch.Size(self._names.shapes[at])
+        dtype = dtype_from_name(self._names.dtypes[self._dtype_of[at]])
+        properties = TensorProperties(dtype=dtype, requires_grad=bool(self._names.requires_grad[at]))
+        return TensorStorageMetadata(properties, size, [ChunkStorageMetadata(torch.Size([0] * len(size)), size)])
+
+    def shape(self, name: str) -> tuple[int, ...] | None:
+        """Return the shape of a tensor, ``None`` for an object."""
+        at = self._at.get(name)
+        return None if at is None else self._names.shapes[at]
+
+    def in_pieces(self, name: str) -> bool:
+        """Whether several ranks have written parts of this tensor."""
+        at = self._at.get(name, len(self._names.in_pieces))
+        return any(self._names.in_pieces[at : at + 1])
+
+    def __iter__(self) -> Iterator[str]:
+        yield from self._at
+        yield from (name for name in self._objects if name not in self._at)
+
+    def __contains__(self, name: object) -> bool:
+        return name in self._at or name in self._objects
+
+    def __len__(self) -> int:
+        return len(self._at.keys() | self._objects.keys())

@@ -171,7 +171,7 @@ def flatten_state(state: Mapping[str, Any]) -> dict[str, Any]:
         if isinstance(value, Mapping):
             for key, inner in value.items():
                 visit(f"{prefix}.{key}", inner)
-        elif isinstance(value, list) and not _is_leaf(value):
+        elif isinstance(value, list) and not is_leaf_list(value):
             for index, inner in enumerate(value):
                 visit(f"{prefix}.{index}", inner)
         elif prefix in flat:
@@ -184,22 +184,23 @@ def flatten_state(state: Mapping[str, Any]) -> dict[str, Any]:
     return flat
 
 
-def _is_leaf(values: list[Any]) -> bool:
-    """A list is taken apart only when a tensor or a mapping is somewhere in it."""
+def is_leaf_list(values: list[Any]) -> bool:
+    """Whether a list holds neither a tensor nor a mapping: DCP keeps it as one object."""
     for value in values:
         if isinstance(value, torch.Tensor | Mapping):
             return False
-        if isinstance(value, list) and not _is_leaf(value):
+        if isinstance(value, list) and not is_leaf_list(value):
             return False
     return True
 
 
 def resolve_stateful(state: Mapping[str, Any]) -> dict[str, Any]:
     """``state`` with ``Stateful`` objects replaced by their state dicts."""
-    return {key: value.state_dict() if _is_stateful(value) else value for key, value in state.items()}
+    return {key: value.state_dict() if is_stateful(value) else value for key, value in state.items()}
 
 
-def _is_stateful(value: Any) -> TypeGuard[Stateful]:
+def is_stateful(value: Any) -> TypeGuard[Stateful]:
+    """Whether a value has a state dict of its own."""
     # Asking a protocol takes 10 µs; thousands of tensors at the top of a state are asked at every step.
     return not isinstance(value, torch.Tensor) and isinstance(value, Stateful)
 

@@ -4,6 +4,7 @@ import itertools
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 from torch.distributed.checkpoint.metadata import (
     BytesStorageMetadata,
@@ -12,6 +13,10 @@ from torch.distributed.checkpoint.metadata import (
     TensorProperties,
     TensorStorageMetadata,
 )
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from tieredckpt.restore.load_planner import RestorePlanner
 
@@ -84,3 +89,49 @@ def test_mismatch_is_refused_with_the_message_of_dcp(change):
             plan_of(kind, STATE | change, metadata_of(flat(STATE)))
         messages.append(str(refused.value))
     assert messages[0] == messages[1]
+
+
+@pytest.fixture
+def mesh():
+    """The second of four ranks; nothing is sent."""
+    dist.init_process_group("fake", rank=1, world_size=4, store=FakeStore())
+    yield init_device_mesh("cpu", (4,))
+    dist.destroy_process_group()
+
+
+@pytest.mark.parametrize("placement", [Shard(0), Shard(1), Replicate()])
+@pytest.mark.parametrize("shape", [(8, 4), (5, 3), (1, 2)])  # even, uneven, and without elements on this rank
+def test_sharded_plan_is_the_one_of_dcp(mesh, placement, shape):
+    sizes, _ = compute_local_shape_and_global_offset(shape, mesh, [placement])
+    whole = torch.zeros(shape)
+    tensor = DTensor.from_local(
+        torch.zeros(sizes), mesh, [placement], run_check=False, shape=whole.shape, stride=whole.stride()
+    )
+    metadata = metadata_of({"weight": whole})
+    ours, theirs = (plan_of(kind, {"weight": tensor}, metadata) for kind in (RestorePlanner, DefaultLoadPlanner))
+    assert ours == theirs
+    assert [item.dest_index.index for item in ours.items] == [item.dest_index.index for item in theirs.items]
+
+
+NESTED = {
+    "optim": {"state": {0: {"step": torch.tensor(1.0)}, 1: {}}, "param_groups": [{"lr": 0.1, "params": [0, 1]}]},
+    "list": [torch.zeros(2), [torch.zeros(3), 1]],
+    "plain": [1, [2, 3]],
+    "pair": (torch.zeros(2), 1),
+    "a.b": 1,
+}
+
+
+def test_state_is_flattened_as_dcp_does():
+    ours, theirs = RestorePlanner(), DefaultLoadPlanner()
+    for planner in (ours, theirs):
+        planner.set_up_planner(NESTED, Metadata({}))
+    assert list(ours.state_dict) == list(theirs.state_dict)
+    assert ours.state_dict == theirs.state_dict  # tensors are equal here only to themselves
+    assert ours.mappings == theirs.mappings
+
+
+def test_two_entries_of_one_name_are_refused_as_dcp_does():
+    for kind in (RestorePlanner, DefaultLoadPlanner):
+        with pytest.raises(ValueError, match=r"duplicated flatten key a\.b"):
+            kind().set_up_planner({"a": {"b": 1}, "a.b": 2}, Metadata({}))
