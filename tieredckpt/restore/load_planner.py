@@ -53,10 +53,10 @@ class RestorePlanner(DefaultLoadPlanner):
         return LoadPlan(items)
 
     def resolve_tensor(self, read_item: ReadItem) -> torch.Tensor:
-        value = self.state_dict.get(read_item.dest_index.fqn)
+        value: Any = self.state_dict.get(read_item.dest_index.fqn)
         if type(value) in _PLAIN and value.shape == read_item.lengths:
-            tensor: torch.Tensor = value
-            return tensor
+            whole: torch.Tensor = value
+            return whole
         resolved: torch.Tensor = super().resolve_tensor(read_item)
         return resolved
 
@@ -99,7 +99,7 @@ def _tensor_items(fqn: str, value: Any, metadata: Metadata) -> list[ReadItem] | 
         return [ReadItem(LoadItemType.TENSOR, index, start, index, start, value.shape)]
     if value.device_mesh.get_coordinate() is None:
         return []
-    chunks: list[ChunkStorageMetadata] = value.__create_chunk_list__()  # type: ignore[attr-defined]
+    chunks: list[ChunkStorageMetadata] = value.__create_chunk_list__()
     if not all(map(_has_elements, chunks)):
         return None
     saved = MetadataIndex(fqn, start, 0)
