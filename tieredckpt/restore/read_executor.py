@@ -27,7 +27,7 @@ from tieredckpt.restore.fingerprint import MASK64, bytes_fingerprint
 from tieredckpt.restore.proof import FingerprintedBox, LoadedItem, LoadEvidence, fits_seal
 from tieredckpt.restore.step_index import ByteRange, RankReadPlan, TensorPiece
 from tieredckpt.restore.tensor_bytes import narrow_to_box
-from tieredckpt.restore.verified_copy import copy_verified
+from tieredckpt.restore.verified_copy import ShardFile, copy_verified
 from tieredckpt.restore.verified_reads import PinnedShards, ReadMismatchError, ShardCheck, read_durable_shard
 from tieredckpt.session.session import Session
 from tieredckpt.tensors.device import DeviceCopy, accelerator
@@ -224,7 +224,10 @@ class ReadExecutor:
         """Copy what is compared with the seal on its way."""
         for part, moves in whole.items():
             shard = self._step.shards[part]
-            bad = copy_verified(self._session.copier, self._pinned.file(part), shard, moves, then=then)
+            fd = self._pinned.file(part)
+            mapped = self._session.populated_mapping(fd, shard.size_bytes)  # stays mapped while it is referred to
+            file = ShardFile(fd, 0 if mapped is None else mapped.address)
+            bad = copy_verified(self._session.copier, file, shard, moves, then=then)
             if bad:
                 size = shard.chunk_bytes
                 ranges = [ByteRange(at * size, min((at + 1) * size, shard.size_bytes)) for at in bad]

@@ -9,14 +9,31 @@ from __future__ import annotations
 import ctypes
 import struct
 from collections.abc import Callable, Iterator, Sequence
+from typing import NamedTuple
 
 import xxhash
 
 from tieredckpt.format.manifest import ShardIndex
-from tieredckpt.tensors.slot_copy import Copier, MemoryCopy, memory_at_address, read_into
+from tieredckpt.tensors.slot_copy import Copier, MemoryCopy, copy_memory, memory_at_address, read_into
 
 _STRIDE_BYTES = 128 << 10
 """Read and hashed at a time: fits into a core's own cache, and is worth the two calls."""
+
+
+class ShardFile(NamedTuple):
+    """An open shard, and where this process has it mapped."""
+
+    fd: int
+    address: int = 0
+    """Start of a mapping whose pages are populated; 0 where there is none: to populate one takes as long as to read."""
+
+
+def read_shard(file: ShardFile, target: int, offset: int, size_bytes: int) -> None:
+    """Read bytes of a shard to an address. ``OSError`` when they cannot be read, or the file ends before."""
+    if file.address:
+        copy_memory(target, file.address + offset, size_bytes)
+    else:
+        read_into(file.fd, target, offset, size_bytes)
 
 
 class _ChunkCopy:
@@ -28,28 +45,28 @@ class _ChunkCopy:
         self.number = number
         self.segments: list[MemoryCopy] = []
 
-    def run(self, fd: int, shard: ShardIndex, then: Callable[[MemoryCopy], None] | None) -> int:
+    def run(self, file: ShardFile, shard: ShardIndex, then: Callable[[MemoryCopy], None] | None) -> int:
         """Do the copies, and ``then`` after each; return the checksum of the chunk."""
         at = self.number * shard.chunk_bytes
         stop = min(at + shard.chunk_bytes, shard.size_bytes)
         state = xxhash.xxh3_64()
         for segment in self.segments:
             target, source, size = segment
-            _hash_gap(fd, at, source, state)
+            _hash_gap(file, at, source, state)
             for done in range(0, size, _STRIDE_BYTES):
                 count = min(size - done, _STRIDE_BYTES)
-                read_into(fd, target + done, source + done, count)
+                read_shard(file, target + done, source + done, count)
                 state.update(memory_at_address(target + done, count))
             if then is not None:
                 then(segment)
             at = source + size
-        _hash_gap(fd, at, stop, state)
+        _hash_gap(file, at, stop, state)
         return state.intdigest()
 
 
 def copy_verified(
     copier: Copier,
-    fd: int,
+    file: ShardFile,
     shard: ShardIndex,
     moves: Sequence[MemoryCopy],
     *,
@@ -65,7 +82,7 @@ def copy_verified(
 
     def one(chunk: _ChunkCopy) -> None:
         try:
-            same = chunk.run(fd, shard, then) == seal[chunk.number]
+            same = chunk.run(file, shard, then) == seal[chunk.number]
         except OSError:
             same = False
         if not same:
@@ -100,13 +117,13 @@ def _layers(moves: Sequence[MemoryCopy], chunk_bytes: int) -> Iterator[list[_Chu
         left = later
 
 
-def _hash_gap(fd: int, start: int, stop: int, state: xxhash.xxh3_64) -> None:
+def _hash_gap(file: ShardFile, start: int, stop: int, state: xxhash.xxh3_64) -> None:
     if start >= stop:
         return
     buffer = (ctypes.c_char * min(stop - start, _STRIDE_BYTES))()
     view = memoryview(buffer)
     while start < stop:
         count = min(stop - start, len(buffer))
-        read_into(fd, ctypes.addressof(buffer), start, count)
+        read_shard(file, ctypes.addressof(buffer), start, count)
         state.update(view[:count])
         start += count

@@ -609,6 +609,11 @@ class Session:
             self._let_go_of_dropped()
             return known
 
+    def populated_mapping(self, fd: int, size_bytes: int) -> MappedSlot | None:
+        """Return this process's own mapping of a shard's open file, if it has touched all of the shard's pages."""
+        with self._lock:
+            return next((memory for memory in self._memories.values() if memory.maps_file(fd, size_bytes)), None)
+
     def lease_slot_before_step(self, planned: PlannedSave, *, wait_s: float) -> StagedShard | None:
         """A slot for a planned save whose step is not known yet; :meth:`seal` gives it its key.
 

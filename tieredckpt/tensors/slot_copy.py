@@ -80,6 +80,11 @@ def read_into(fd: int, target: int, offset: int, size_bytes: int) -> None:
         target, offset, size_bytes = target + count, offset + count, size_bytes - count
 
 
+def copy_memory(target: int, source: int, size_bytes: int) -> None:
+    """Copy bytes from one address to another; other threads run meanwhile."""
+    _memcpy(target, source, size_bytes)
+
+
 class Copier:
     """A few threads that move memory."""
 
@@ -179,6 +184,7 @@ class MappedSlot:
             os.close(fd)
             raise
         self._named = found.st_nlink > 0
+        self._file = found.st_dev, found.st_ino
         self.address = ctypes.addressof(ctypes.c_char.from_buffer(self._map))
         self._bytes = torch.frombuffer(self._map, dtype=torch.uint8)
         self._shared: torch.Tensor | None = None
@@ -200,6 +206,12 @@ class MappedSlot:
     def place(self) -> torch.device | None:
         """The device that copies into the slot by itself; ``None`` where none was asked to."""
         return None if self._device is None else self._place
+
+    def maps_file(self, fd: int, size_bytes: int) -> bool:
+        """Whether an open file is the slot's, and its first ``size_bytes`` are there and have been touched."""
+        found = os.fstat(fd)
+        whole = size_bytes <= min(found.st_size, self.size_bytes)
+        return (found.st_dev, found.st_ino) == self._file and whole and self.is_populated(size_bytes)
 
     @property
     def is_evicted(self) -> bool:

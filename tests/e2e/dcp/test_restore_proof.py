@@ -28,9 +28,11 @@ from tests.support.oldest_torch import replicas_on_gloo
 from tests.support.stores import pinned_file
 from tieredckpt import Checkpointer, TieredReader
 from tieredckpt.errors import CheckpointDamagedError, RestoreProofError
+from tieredckpt.restore.verified_copy import ShardFile, read_shard
 from tieredckpt.restore.verified_reads import PinnedShards
+from tieredckpt.session.session import close_sessions
 from tieredckpt.settings import DurableSettings
-from tieredckpt.tensors.slot_copy import Copier, memory_at_address, read_into
+from tieredckpt.tensors.slot_copy import Copier, memory_at_address
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 
@@ -235,11 +237,11 @@ def test_bit_flipped_on_the_way_to_its_target_is_read_again(agent_dir, monkeypat
     state = {"w": torch.randn(2 * CHUNK_BYTES), "b": torch.randn(5)}
     saved(state)
 
-    def reading(fd, address, offset, size_bytes):
-        read_into(fd, address, offset, size_bytes)
+    def reading(file, address, offset, size_bytes):
+        read_shard(file, address, offset, size_bytes)
         memory_at_address(address, 1)[0] ^= 1
 
-    monkeypatch.setattr("tieredckpt.restore.verified_copy.read_into", reading)
+    monkeypatch.setattr("tieredckpt.restore.verified_copy.read_shard", reading)
     found = zeros_like_state(state)
     if way == "restore":
         assert restored(found).size_bytes == sum(one.nbytes for one in state.values())
@@ -272,16 +274,16 @@ def test_restore_reads_and_hashes_every_byte_once(agent_dir, monkeypatch):
     read, compared, hashed_again = [], [], []
     verify = PinnedShards.verify
 
-    def reading(fd, address, offset, size_bytes):
+    def reading(file, address, offset, size_bytes):
         read.append((offset, size_bytes))
-        read_into(fd, address, offset, size_bytes)
+        read_shard(file, address, offset, size_bytes)
 
     def verifying(pinned, shard, ranges, **how):
         compared.extend(ranges)
         return verify(pinned, shard, ranges, **how)
 
-    monkeypatch.setattr("tieredckpt.restore.verified_copy.read_into", reading)
-    monkeypatch.setattr("tieredckpt.tensors.slot_copy.read_into", reading)
+    monkeypatch.setattr("tieredckpt.restore.verified_copy.read_shard", reading)
+    monkeypatch.setattr("tieredckpt.tensors.slot_copy.read_into", lambda fd, *where: reading(ShardFile(fd), *where))
     monkeypatch.setattr(PinnedShards, "verify", verifying)
     monkeypatch.setattr("tieredckpt.restore.proof._chunk_windows", lambda *_: hashed_again.append(1) or iter(()))
     fresh = trained(2, steps=0)
@@ -292,6 +294,29 @@ def test_restore_reads_and_hashes_every_byte_once(agent_dir, monkeypatch):
     ends = itertools.accumulate((size for _, size in sorted(read)), initial=0)
     assert [start for start, _ in sorted(read)] == [*ends][:-1]
     assert sum(stop - start for start, stop in compared) < sum(size for _, size in read) // 2
+
+
+def test_process_that_saved_copies_out_of_its_own_mapping(agent_dir, monkeypatch):
+    state, files = trained(1), []
+
+    def reading(file, *where):
+        files.append(file)
+        read_shard(file, *where)
+
+    monkeypatch.setattr("tieredckpt.restore.verified_copy.read_shard", reading)
+    saved(state)
+    fresh = trained(2, steps=0)
+    restored(fresh)
+    assert_same_bits(state_dicts(state), state_dicts(fresh))
+    assert files
+    assert all(file.address for file in files)
+    files.clear()
+    close_sessions()  # as a new process
+    fresh = trained(3, steps=0)
+    restored(fresh)
+    assert_same_bits(state_dicts(state), state_dicts(fresh))
+    assert files
+    assert not any(file.address for file in files)
 
 
 def state_dicts(state):
