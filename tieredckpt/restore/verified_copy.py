@@ -16,8 +16,12 @@ import xxhash
 from tieredckpt.format.manifest import ShardIndex
 from tieredckpt.tensors.slot_copy import Copier, MemoryCopy, copy_memory, memory_at_address, read_into
 
-_STRIDE_BYTES = 128 << 10
-"""Read and hashed at a time: fits into a core's own cache, and is worth the two calls."""
+_STRIDE_BYTES = 256 << 10
+"""Read and hashed at a time: fits into a core's own cache, and few enough calls that many threads do not wait for the
+interpreter.
+"""
+_BYTES_PER_THREAD = 2 << 20
+"""Hashing takes longer than copying, so fewer bytes are worth another thread."""
 
 
 class ShardFile(NamedTuple):
@@ -89,7 +93,8 @@ def copy_verified(
             bad.add(chunk.number)
 
     for chunks in _layers(moves, shard.chunk_bytes):
-        copier.run_parallel(chunks, one, len(chunks) * shard.chunk_bytes, halfway="load.half")
+        size = len(chunks) * shard.chunk_bytes
+        copier.run_parallel(chunks, one, size, bytes_per_thread=_BYTES_PER_THREAD, halfway="load.half")
     return sorted(bad)
 
 

@@ -102,8 +102,16 @@ class Copier:
 
         self._share(moves, one, "stage.half")
 
-    def run_parallel(self, jobs: Sequence[T], do: Callable[[T], None], size_bytes: int, *, halfway: str = "") -> None:
-        """``do`` every job, in these threads and the caller's: in as many as ``size_bytes`` in all are worth."""
+    def run_parallel(
+        self,
+        jobs: Sequence[T],
+        do: Callable[[T], None],
+        size_bytes: int,
+        *,
+        bytes_per_thread: int = _BATCH_BYTES,
+        halfway: str = "",
+    ) -> None:
+        """``do`` every job, in these threads and the caller's: one for each ``bytes_per_thread`` of ``size_bytes``."""
         tickets = itertools.count()
         failed: list[BaseException] = []
 
@@ -120,7 +128,7 @@ class Copier:
                     failed.append(error)
                     return
 
-        most = min(self.threads, len(jobs), -(-size_bytes // _BATCH_BYTES))
+        most = min(self.threads, len(jobs), -(-size_bytes // bytes_per_thread))
         helpers = [self._pool.submit(work) for _ in range(most - 1)]
         work()
         wait(helpers)
