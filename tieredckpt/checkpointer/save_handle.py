@@ -11,7 +11,7 @@ from typing import Literal
 from peerstore.errors import PeerStoreError
 from peerstore.shard_records import ShardKey, VersionId
 from tieredckpt.agent.agent_api import ShardReplication, StepInventory
-from tieredckpt.errors import SaveFailedError, StoreBusyError, TierUnavailableError
+from tieredckpt.errors import SaveFailedError, StoreBusyError, TierUnavailableError, UsageError
 from tieredckpt.session.save_job import SaveJob
 from tieredckpt.session.session import Session
 
@@ -103,6 +103,11 @@ class SaveHandle:
             raise StoreBusyError(
                 f"step {self.step} was not sealed within {timeout_s:.0f} s: this node's agent has not said that it is"
             ) from None
+        if job.session.is_closed and (copies > 1 or domains > 1 or tier == "durable"):
+            raise UsageError(
+                f"step {self.step} of {job.session.job} is sealed, and the Checkpointer that saved it is closed, so it "
+                "cannot say more. `tieredckpt ls` can"
+            )
         if copies > 1 or domains > 1:
             self._wait_copied(job.session, record.key, copies, domains, max(0.0, deadline - time.monotonic()))
         if tier == "durable" and self.state is not SaveState.DURABLE:
@@ -140,7 +145,7 @@ class SaveHandle:
     def durability(self) -> str:
         """How well this rank's part is kept by now: "2 copies in 2 racks, durable pending"."""
         job, error = self.job, self.error
-        if job is None or job.sealed is None or not job.sealed.done() or error is not None:
+        if job is None or job.sealed is None or not job.sealed.done() or error is not None or job.session.is_closed:
             return f"{self._state.value}{f' ({error})' if error else ''}"
         key, agent = job.sealed.result().key, job.session.agent
         memory = "1 copy"

@@ -275,6 +275,11 @@ class Session:
         self._checked_durable = durable.url
 
     @property
+    def is_closed(self) -> bool:
+        """Whether this process has let go of the agent."""
+        return self._is_closing
+
+    @property
     def sealed_step(self) -> int:
         """The step that this process sealed last; -1 for none."""
         return -1 if self.sealed_key is None else self.sealed_key.version
