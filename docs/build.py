@@ -49,7 +49,7 @@ class Page:
 
 
 def pages() -> list[Path]:
-    return [ROOT / "README.md", ROOT / "CHANGELOG.md", *sorted((ROOT / "docs").rglob("*.md"))]
+    return [*sorted(ROOT.glob("*.md")), *sorted((ROOT / "docs").rglob("*.md"))]
 
 
 def parse(path: Path, parser: MarkdownIt) -> Page:

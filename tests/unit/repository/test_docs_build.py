@@ -1,4 +1,4 @@
-"""``docs/build.py``: ``make docs`` fails when a walk of the architecture page names code that does not exist."""
+"""``docs/build.py``: ``make docs`` checks every page, and each walk of the architecture page for missing code."""
 
 from __future__ import annotations
 
@@ -48,3 +48,7 @@ def test_walk_check_reports_missing_code(build, tmp_path, monkeypatch, old, new,
 def test_walk_check_limits_the_number_of_files(build, tmp_path, monkeypatch):
     assert problems(build, tmp_path, monkeypatch, *[GOOD] * 8) == []
     assert problems(build, tmp_path, monkeypatch, *[GOOD] * 9) == ["walk 'A save' has 9 files, and the limit is 8"]
+
+
+def test_docs_check_covers_the_pages_of_the_root(build):
+    assert set(ROOT.glob("*.md")) <= set(build.pages())
