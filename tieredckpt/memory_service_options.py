@@ -56,8 +56,6 @@ class MemoryServiceOptions:
         if self.nodes and not self.secret.startswith(_FILE):
             text = "the nodes of the memory service need a secret they all know: write file:/path of it"
             found.append(("memory_service_secret", text))
-        if not 1 <= self.copies <= 3:
-            found.append(("memory_service_copies", f"{self.copies} is not between 1 and 3"))
         return found
 
 

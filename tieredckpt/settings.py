@@ -38,8 +38,10 @@ OnBusy = Literal["wait", "skip"]
 OnUnreachable = Literal["raise", "continue"]
 TCP, NIXL = TRANSPORTS = ("tcp", "nixl")
 """How bytes go between nodes: :attr:`AgentSettings.transport`."""
+CONFIG_ENV = "TIEREDCKPT_CONFIG"
+"""YAML file with settings."""
 CLUSTER_CONFIG_ENV = "TIEREDCKPT_CLUSTER"
-"""Names the platform's own settings, ``PLATFORM:/path``: see :func:`tieredckpt.settings.platform_settings`."""
+"""Source of the platform's settings, ``PLATFORM:/path``. The file and the other variables override them."""
 
 
 @dataclass(frozen=True)
@@ -47,51 +49,56 @@ class AgentSettings:
     """The node agent of this machine."""
 
     directory: str = ""
-    """Arena, socket and log; on tmpfs. Default: /dev/shm/tieredckpt-UID."""
+    """Directory of the agent's arena, socket and log, on tmpfs. Empty: ``/dev/shm/tieredckpt-UID``."""
     embedded: bool = True
-    """Start an agent when none answers."""
+    """Whether a trainer starts an agent if none answers."""
     budget: str = "50%"
-    """Arena size, as bytes or as a share of this machine's memory."""
+    """Size of the arena, as bytes (``64GiB``) or as a share of this machine's memory (``30%``)."""
     slots_per_rank: int = 2
+    """Slots of each rank: one with its newest complete step, and at least one to write the next step."""
     burst_slots: int = 1
+    """Extra slots that a rank may use while an upload or a reader holds its older steps."""
     job_ttl_s: float = 86400.0
-    """A job's memory is given back this long after its last process went away; after an hour already where another job
-    needs the room. A restore then says so."""
+    """Time from the end of a job's last process until the agent deletes its checkpoints from memory. If another job
+    needs the memory, the agent deletes them after one hour. A later restore reports the deletion."""
     linger_s: float = 60.0
-    """An embedded agent leaves this long after the last job's memory was given back."""
+    """Time that an embedded agent without connections or shards runs before it exits."""
     http: str = "socket"
-    """Where /metrics and /status are served: on the Unix socket ``http.sock`` in the agent's directory, on HOST:PORT
-    (for Prometheus; port 0 picks one, ``tieredckpt doctor`` shows it), "off": nowhere."""
+    """Address of ``/metrics`` and ``/status``: ``socket``, ``HOST:PORT`` or ``off``. ``socket`` is the Unix socket
+    ``http.sock`` in the agent's directory. With port 0 the agent picks one, which ``tieredckpt doctor`` shows."""
     node: str = ""
-    """What this node is called among the job's nodes. Default: the host's name."""
+    """Name of this node among the nodes of a job. Empty: the host's name."""
     peers: str = ":0"
-    """HOST:PORT where agents of other nodes reach this one, opened when a job has several nodes; no host: the address
-    other machines see, port 0 picks one, "off": never."""
+    """Address at which other nodes' agents reach this agent: ``HOST:PORT``, or ``off``. It listens only while a job has
+    several nodes. Without a host it uses the node's outside address; with port 0 it picks a port."""
     interface: str = ""
-    """Network interface (or its address) for traffic between nodes; empty: where the routes lead."""
+    """Network interface, or its address, for traffic between nodes. Empty: the routing table decides."""
     tls: str = ""
-    """A directory with ``tls.crt``, ``tls.key`` and ``ca.crt``: connections between nodes are encrypted, and both sides
-    show certificates of that authority. Empty: not encrypted, but still authenticated by the job's secret."""
+    """Directory with ``tls.crt``, ``tls.key`` and ``ca.crt``, for mutual TLS between nodes. Empty: connections are
+    authenticated by the job's secret, but not encrypted."""
     labels: str = ""
-    """What this node fails together with: ``rack=r1,zone=a``, or ``file:/path`` to the labels of its Kubernetes node
-    (``kubectl get node NAME -o json``, or a downward API volume)."""
+    """Failure domains of this node, such as ``rack=r1,zone=a``, or ``file:/path`` of its Kubernetes labels. The file is
+    the output of ``kubectl get node NAME -o json`` or a file of a downward API volume."""
     transport: str = "tcp"
-    """How bytes go between nodes: ``tcp``, or ``nixl`` for InfiniBand (by UCX) and ``nixl:LIBFABRIC`` for EFA, which
-    need ``tieredckpt[nixl]``. The same on all nodes of a job."""
+    """Transport between nodes: ``tcp``, ``nixl`` (InfiniBand, by UCX) or ``nixl:LIBFABRIC`` (EFA). NIXL needs
+    ``tieredckpt[nixl]``. All nodes of a job need the same value."""
     memory_service: str = "off"
-    """HOST:PORT where whole shards are served over HTTP to clients of ``/v1/cp``, or "off"."""
+    """Address at which the agent serves the memory service over HTTP: ``HOST:PORT``, or ``off``."""
     memory_service_auth: Literal["token", "off", "open"] = "token"
-    """``token``: clients show it. ``off``: nobody is asked, on a loopback address only. ``open``: nobody is asked."""
+    """Authentication of the memory service's clients. ``token``: with the token. ``off``: not at all, on loopback
+    addresses only. ``open``: not at all, on any address."""
     memory_service_token: str = ""
-    """``file:/path`` of the token. Empty: one is made and kept in the agent's directory."""
+    """``file:/path`` of the token. Empty: the agent generates a token in its directory."""
     memory_service_tls: str = ""
-    """A directory with ``tls.crt`` and ``tls.key``: HTTPS; with ``ca.crt`` too, clients show certificates."""
+    """Directory with ``tls.crt`` and ``tls.key``, to serve HTTPS. If it also has ``ca.crt``, clients must send
+    certificates."""
     memory_service_nodes: str = ""
-    """The nodes that keep copies for each other: as ``peer.discovery``, but not ``world``. Empty: this node alone."""
+    """Nodes that replicate the memory service's shards to each other, in the form of ``peer.discovery``. ``world`` is
+    not allowed. Empty: only this node."""
     memory_service_secret: str = ""
-    """``file:/path`` of what those nodes prove to each other."""
+    """``file:/path`` of the secret that these nodes share."""
     memory_service_copies: int = 2
-    """Copies of every shard in memory in all, the first node's included (1 to 3)."""
+    """Copies of every shard in memory, the first node's included."""
 
     @property
     def memory_service_options(self) -> MemoryServiceOptions:
@@ -111,31 +118,32 @@ class PeerSettings:
     """The peer tier: copies in the memory of the job's other nodes."""
 
     copies: int = 2
-    """Copies of every shard in memory in all, this node's own included (1 to 3), as far as the job has nodes."""
+    """Copies of every shard in memory, this node's included. A job with fewer nodes has one copy on each node."""
     mode: Literal["mirror", "parity"] = "mirror"
-    """``parity``: groups of nodes keep parities of each other's shards instead of copies. That takes less memory, one
-    ``group``-th of a shard more than the shard. Any one node of a group may be lost; what it had is rebuilt."""
+    """``mirror``: other nodes hold copies of a shard. ``parity``: groups of nodes hold XOR parities of each other's
+    shards instead. Parities take less memory, and any one node of a group may be lost."""
     parity_group_size: int = 4
-    """With parity: a group has one node more than this."""
+    """Nodes whose shards one parity protects. A group has one node more."""
     discovery: str = "world"
-    """Where the job's nodes come from. ``world``: its ranks tell each other through torch.distributed when it has more
-    than one node; else ``static:n1=10.0.0.1:7070/rack=r1,...``, ``file:/path.json``, ``dns:name:port``, a source that
-    an installed package adds, or ``off``."""
+    """Source of the job's list of nodes. ``world``: ranks on several nodes exchange it through torch.distributed.
+    ``static:n1=10.0.0.1:7070/rack=r1,...``, ``file:/path.json`` and ``dns:name:port`` name the nodes themselves.
+    ``off``: no peers. Installed packages can add sources."""
     secret: str = ""
-    """What the job's agents prove to each other: the secret, or ``file:/path``. Empty: the first rank makes one and
-    shares it through torch.distributed (``world`` only), which asks nobody who he is: that is warned of."""
+    """Secret by which the job's agents authenticate each other, or ``file:/path`` of it. Empty: with ``world``, the
+    first rank generates one and shares it through torch.distributed. That exchange is not authenticated, so it logs a
+    warning."""
     levels: str = "zone,rack"
-    """Node labels that say what fails together, the outermost first."""
+    """Node labels that name failure domains, the outermost first."""
     streams: int = 2
-    """Connections one copy is sent over, and one source is read over."""
+    """Connections for sending one copy, and for reading from one source."""
     require: Literal["sealed", "copied"] = "sealed"
-    """Checkpointer: what a save must have reached before the next one begins. ``copied``: its copies; a save that
-    would wait longer than ``memory.wait_s`` for that is skipped."""
+    """State that a ``Checkpointer`` save must reach before the next save begins. ``copied``: all its copies exist. A
+    save that would wait longer than ``memory.wait_s`` for the copies is skipped."""
     bandwidth: str = ""
-    """Limit for the copies a node sends, per second ("2GiB"); empty: none."""
+    """Limit for the copies that a node sends, such as ``2GiB``. Empty: no limit."""
     unreachable_timeout_s: float = 30.0
-    """Seconds a restore waits for unreachable nodes that continued the job without this node. After them it goes back
-    to an older step that this node has."""
+    """Time that a restore waits for unreachable nodes that continued the job without this node. After that it restores
+    an older step that this node has."""
 
 
 @dataclass(frozen=True)
@@ -143,32 +151,33 @@ class MemorySettings:
     """The memory tier, as the trainer uses it."""
 
     every: int = 1
-    """Checkpointer: save steps divisible by this."""
+    """Interval of ``Checkpointer`` saves: they save the steps divisible by this number."""
     on_busy: OnBusy = "skip"
-    """Checkpointer: when no slot can be given up, skip this save or wait for one."""
+    """Behavior of a ``Checkpointer`` save if no slot is free: ``skip`` the step, or ``wait`` for a slot."""
     wait_s: float = 60.0
-    """How long "wait" (and a plain ``dcp.save``) waits."""
+    """Time that a save may wait for a slot (``on_busy: wait``, plain ``dcp.save``) or for copies (``peer.require``)."""
     staging: Literal["overlapped", "blocking"] = "overlapped"
-    """Checkpointer: ``overlapped`` copies parameters and moments while the next gradients are computed, and the next
-    optimizer's step waits for the copies. ``blocking``: a save returns when everything is copied."""
+    """``overlapped``: a ``Checkpointer`` save copies parameters and moments during the next forward and backward pass.
+    The next optimizer step waits for the copies. ``blocking``: a save returns after all copies."""
     avoid_after_crashed_loads: int = 5
-    """When so many loads of a step have ended their process on a node (killed in the load, or before the next step),
-    ranks there prefer an older step, for an hour and while there is one; 0: never."""
+    """Crashed loads of a step on one node after which its ranks prefer an older step. A load counts if its process dies
+    before the next step. A node remembers them for an hour. 0: no limit."""
     live: bool = True
-    """In a loop that goes on after faults (``elastic.run``): note every step boundary, so that replicas that survive a
-    fault can go on from the last one, however seldom steps are saved."""
+    """Whether the recovery loop (``elastic.run``) records every step boundary. After a fault, surviving replicas then
+    continue from the last boundary, even without a save of that step."""
     trust_objects: bool = False
-    """Unpickle entries that are more than data when a step is loaded, from any tier. Whoever can write to the durable
-    tier then runs code on every node that restores. Off: such an entry is an error that names it."""
+    """Whether a load unpickles objects that are more than data. If so, any writer to the durable tier can run code on
+    the nodes that restore. If not, such an object is an error that names it."""
     proof: bool = True
-    """After a restore read the live state once more and compare it with what the save recorded: what differs is a
-    :class:`~tieredckpt.errors.RestoreProofError` that names the entries. Costs one read of the state."""
+    """Whether a restore reads the live state again and compares it with the loaded bytes. A difference raises
+    :class:`~tieredckpt.errors.RestoreProofError`, which names the entries."""
     nonfinite: Literal["refuse", "save"] = "refuse"
-    """Checkpointer: what becomes of a state with NaN in it, or with infinities that were not there at this process's
-    first save. ``refuse``: it is not saved, so the last finite step is kept. Costs one read of what was staged, in the
-    background. Plain ``dcp.save`` saves what it is given; ``TieredWriter(finite=True)`` refuses there, too."""
+    """Behavior of a ``Checkpointer`` save if the state has NaN or new infinities. Infinities that this process's first
+    save had are not new. ``refuse``: the save fails, and the last finite step stays the newest. ``save``: it is saved.
+    The check reads the staged bytes once, in the background. For plain ``dcp.save``, use
+    ``TieredWriter(finite=True)``."""
     copy_threads: int = 0
-    """Threads that move bytes in a trainer; 0: this process's share of the node's cores, between 1 and 8."""
+    """Threads that copy bytes in a trainer. 0: this rank's share of the node's cores, from 1 to 8."""
 
 
 @dataclass(frozen=True)
@@ -176,38 +185,47 @@ class DurableSettings:
     """The durable tier: an object store or a directory."""
 
     url: str = ""
-    """``s3://bucket/prefix``, ``gs://``, ``az://``, ``file:///path`` or any other fsspec scheme. Empty: none."""
+    """URL of the object store or directory: ``s3://bucket/prefix``, ``gs://``, ``az://``, ``file:///path`` or another
+    fsspec scheme. Empty: no durable tier."""
     every: int = 1
-    """Drain steps divisible by this."""
+    """Interval of uploads: steps divisible by this number are uploaded. It must be a multiple of ``memory.every``."""
     on_busy: OnBusy = "skip"
-    """When the last drain is still running: leave this step out of the durable tier, or make the save wait."""
+    """Behavior of a save while an earlier upload runs. ``skip``: it does not wait, and a newer step replaces a step
+    that waits for its upload. ``wait``: it waits for the upload, at most ``retry_s``."""
     keep_last: int = 0
-    """Delete whole steps older than the newest so many; 0 keeps all. The newest whole step is never deleted."""
+    """Number of complete steps to keep. The agent deletes older ones. 0: keep all steps. The newest complete step is
+    never deleted."""
     keep_every: int = 0
-    """Of the older ones, keep steps divisible by this."""
+    """Of the older steps, keep those divisible by this number. 0: keep none of them. Needs ``keep_last``."""
     part_size: str = "32MiB"
+    """Size of one part of a multipart upload, and of one request of a download."""
     concurrency: int = 4
-    """Parts in flight."""
+    """Parts of an upload that are sent at the same time."""
     bandwidth: str = ""
-    """Upload limit per node and second ("500MiB"); empty: none."""
+    """Upload limit of each node, such as ``500MiB``. Empty: no limit."""
     on_unreachable: OnUnreachable = "raise"
-    """If the store does not answer at the first save of a run that restored no step: raise, or continue in memory."""
+    """Behavior of the first save if the store does not answer. ``raise``: it fails, unless the run restored a step.
+    ``continue``: it saves in memory, and uploads follow when the store answers."""
     retry_s: float = 300.0
-    """How long one operation is retried while the store is slow, throttles or is away."""
+    """Time for which an operation is retried while the store is slow, throttles or does not answer."""
     timeout_s: float = 60.0
-    """How long one request may go without an answer."""
+    """Time that one request waits for an answer."""
     compress: Literal["none", "zstd"] = "none"
-    """Compress shards that gain from it on their way to the store."""
+    """Compression of uploaded shards. A shard that would not shrink is uploaded uncompressed."""
     hashed_keys: bool = False
-    """Put a hash in front of object names, so that a store that splits its load by prefix can."""
+    """Whether object names begin with a hash, for stores that partition their load by prefix."""
     options: Mapping[str, str] = field(default_factory=dict)
-    """For the store's own client: endpoint, region, profile, and what obstore or the fsspec file system takes."""
+    """Options of the store's client: ``endpoint``, ``region``, ``profile``, and options of obstore or of the fsspec
+    file system. In the variable: ``key=value,key=value``."""
 
 
 @dataclass(frozen=True)
 class Settings:
+    """All settings of a process."""
+
     enabled: bool = True
-    """False: the same scripts write plain DCP checkpoints to the durable URL, without agent and memory tier."""
+    """Whether the agent and the memory tier are used. If not, the same scripts write plain DCP checkpoints to
+    ``durable.url``."""
     agent: AgentSettings = AgentSettings()
     memory: MemorySettings = MemorySettings()
     peer: PeerSettings = PeerSettings()
@@ -238,13 +256,13 @@ def load_settings(environ: Mapping[str, str] = os.environ) -> Settings:
     """
     tree: dict[str, Any] = {}
     problems: list[str] = []
-    path = environ.get("TIEREDCKPT_CONFIG")
+    path = environ.get(CONFIG_ENV)
     if path:
         tree, problems = _read_file(Path(path))
     for name, value in sorted(environ.items()):
         if name.startswith("TIEREDCKPT_") and name not in (
             CLUSTER_CONFIG_ENV,
-            "TIEREDCKPT_CONFIG",
+            CONFIG_ENV,
             EVENT_LOG_ENV,
             STDOUT_EVENTS_ENV,
         ):
@@ -261,6 +279,7 @@ def load_settings(environ: Mapping[str, str] = os.environ) -> Settings:
 
 
 RUN_DIRECTORY_VARIABLE = "ELASTIC_RUN_DIRECTORY"
+"""Directory for sockets and files of runs, and for agents of simulated nodes. Default: ``/dev/shm/elastic-UID``."""
 
 
 def run_directory(environ: Mapping[str, str] = os.environ) -> Path:
@@ -319,9 +338,9 @@ def _read_file(path: Path) -> tuple[dict[str, Any], list[str]]:
     try:
         tree = load_yaml(path.read_text(encoding="utf-8"))
     except OSError as error:
-        raise SettingsError(f"TIEREDCKPT_CONFIG={path} cannot be read: {error.strerror}") from error
+        raise SettingsError(f"{CONFIG_ENV}={path} cannot be read: {error.strerror}") from error
     except (yaml.YAMLError, UnicodeDecodeError) as error:
-        raise SettingsError(f"TIEREDCKPT_CONFIG={path} is not YAML: {error}") from error
+        raise SettingsError(f"{CONFIG_ENV}={path} is not YAML: {error}") from error
     if tree is None:
         return {}, []
     if not isinstance(tree, dict):
@@ -337,7 +356,7 @@ def _set_from_environment(tree: dict[str, Any], name: str, value: str, problems:
     section, _, rest = key.partition("_")
     if section not in _SECTIONS or rest not in _SECTIONS[section]:
         known = {f"{section}_{key}": f"TIEREDCKPT_{section}_{key}".upper() for section, key in _KEYS}
-        known |= {"enabled": "TIEREDCKPT_ENABLED", "config": "TIEREDCKPT_CONFIG", "cluster": CLUSTER_CONFIG_ENV}
+        known |= {"enabled": "TIEREDCKPT_ENABLED", "config": CONFIG_ENV, "cluster": CLUSTER_CONFIG_ENV}
         near = [known[one] for one in known if one.startswith(f"{section}_")]
         near = near or [f"TIEREDCKPT_{one.upper()}_..." for one in _SECTIONS]
         problems.append(f"{name}: no such setting; {_suggestion(key, known, near)}")
@@ -432,9 +451,10 @@ def _shown(value: Any) -> str:
 
 
 _TRUTHS = {"1": True, "true": True, "yes": True, "on": True, "0": False, "false": False, "no": False, "off": False}
-_LONGEST_S = 1e6
+_LONGEST_S = 10**6
 """A wait longer than this (12 days) is more than sockets and locks can count."""
-_MOST = 10**9
+UNLIMITED = 10**9
+"""The greatest value of a number that needs no limit."""
 _SOCKET_PATH_BYTES = 107
 _Problem = tuple[tuple[str, ...], str]
 """The keys it concerns, and what is wrong."""
@@ -514,29 +534,35 @@ def _bad_sizes(settings: Settings) -> list[_Problem]:
     return problems
 
 
+RANGES: dict[str, tuple[float, float]] = {
+    "agent.slots_per_rank": (2, UNLIMITED),
+    "agent.burst_slots": (0, UNLIMITED),
+    "agent.job_ttl_s": (1, UNLIMITED),
+    "agent.linger_s": (0, UNLIMITED),
+    "agent.memory_service_copies": (1, 3),
+    "memory.every": (1, UNLIMITED),
+    "memory.wait_s": (0, _LONGEST_S),
+    "memory.avoid_after_crashed_loads": (0, UNLIMITED),
+    "memory.copy_threads": (0, UNLIMITED),
+    "peer.copies": (1, 3),
+    "peer.parity_group_size": (1, MAX_PARITY_GROUP),
+    "peer.streams": (1, 64),
+    "peer.unreachable_timeout_s": (0, _LONGEST_S),
+    "durable.every": (1, UNLIMITED),
+    "durable.keep_last": (0, UNLIMITED),
+    "durable.keep_every": (0, UNLIMITED),
+    "durable.concurrency": (1, UNLIMITED),
+    "durable.retry_s": (0, _LONGEST_S),
+    "durable.timeout_s": (1, _LONGEST_S),
+}
+"""The least and the greatest value of each number."""
+
+
 def _out_of_range(settings: Settings) -> list[_Problem]:
-    agent, memory, peer, durable = settings.agent, settings.memory, settings.peer, settings.durable
     problems: list[_Problem] = []
-    for key, number, least, most in (
-        ("agent.slots_per_rank", agent.slots_per_rank, 2, _MOST),
-        ("agent.burst_slots", agent.burst_slots, 0, _MOST),
-        ("agent.job_ttl_s", agent.job_ttl_s, 1, _MOST),
-        ("agent.linger_s", agent.linger_s, 0, _MOST),
-        ("memory.every", memory.every, 1, _MOST),
-        ("memory.wait_s", memory.wait_s, 0, _LONGEST_S),
-        ("memory.avoid_after_crashed_loads", memory.avoid_after_crashed_loads, 0, _MOST),
-        ("memory.copy_threads", memory.copy_threads, 0, _MOST),
-        ("peer.copies", peer.copies, 1, 3),
-        ("peer.parity_group_size", peer.parity_group_size, 1, MAX_PARITY_GROUP),
-        ("peer.streams", peer.streams, 1, 64),
-        ("peer.unreachable_timeout_s", peer.unreachable_timeout_s, 0, _LONGEST_S),
-        ("durable.every", durable.every, 1, _MOST),
-        ("durable.keep_last", durable.keep_last, 0, _MOST),
-        ("durable.keep_every", durable.keep_every, 0, _MOST),
-        ("durable.concurrency", durable.concurrency, 1, _MOST),
-        ("durable.retry_s", durable.retry_s, 0, _LONGEST_S),
-        ("durable.timeout_s", durable.timeout_s, 1, _LONGEST_S),
-    ):
+    for key, (least, most) in RANGES.items():
+        section, _, name = key.partition(".")
+        number = getattr(getattr(settings, section), name)
         if not number >= least:  # so that NaN is below everything
             problems.append(((key,), f"{number} is below {least}"))
         elif number > most:

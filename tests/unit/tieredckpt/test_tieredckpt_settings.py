@@ -70,6 +70,7 @@ def test_every_key_can_be_set_by_environment(section, key):
         "directory": ("/dev/shm/x", "/dev/shm/x"),
         "http": ("off", "off"),
         "memory_service": ("127.0.0.1:9200", "127.0.0.1:9200"),
+        "memory_service_copies": ("3", 3),
         "memory_service_auth": ("open", "open"),
         "nonfinite": ("save", "save"),
         "staging": ("blocking", "blocking"),

@@ -217,7 +217,8 @@ def test_generated_token_is_kept_and_must_be_private(tmp_path: Path) -> None:
         ({"memory_service": "[::1]:1", "memory_service_auth": "none"}, "agent.memory_service_auth"),
         ({"memory_service": "[::1]:1", "memory_service_token": "abcdefghijklmnopqrst"}, "file:/path"),
         ({"memory_service": "[::1]:1", "memory_service_nodes": "static:n1=h:1"}, "memory_service_secret"),
-        ({"memory_service": "[::1]:1", "memory_service_copies": 4}, "between 1 and 3"),
+        ({"memory_service": "[::1]:1", "memory_service_copies": 4}, "agent.memory_service_copies: 4 is above 3"),
+        ({"memory_service_copies": 0}, "agent.memory_service_copies: 0 is below 1"),
     ],
 )
 def test_settings_that_cannot_be_are_named(agent: dict[str, object], problem: str) -> None:
