@@ -19,14 +19,25 @@ from tieredckpt.event_log import EVENT_LOG_ENV
 from tieredckpt.settings import AgentSettings, load_settings
 
 SOCKET_VARIABLE = "ELASTIC_SOCKET"
+"""Unix socket of the supervisor. ``elastic run`` sets it for each rank."""
 TOKEN_VARIABLE = "ELASTIC_TOKEN"  # noqa: S105 - the name of a variable
+"""Token of a rank for its supervisor. ``elastic run`` sets it for each rank."""
 SHARED_DIRECTORY = "ELASTIC_SHARED_DIRECTORY"
+"""Directory that all nodes of a Slurm job share, for the secret of the job. Default: ``~/.elastic``."""
 ROOTLESS_VARIABLE = "ELASTIC_ROOTLESS"
+"""1: every node runs a part of the rendezvous store. 0, the default: one server holds all keys."""
 SECRET_VARIABLE = "ELASTIC_SECRET"  # noqa: S105 - the name of a variable
+"""Secret that all nodes of a job share, or ``file:/path`` of it."""
 HANG = "ELASTIC_HANG_TIMEOUT"
+"""Seconds without a finished step after which a job counts as hung, ``auto`` (the default) or ``off``."""
 FIRST_STEP = "ELASTIC_FIRST_STEP_TIMEOUT"
+"""``ELASTIC_HANG_TIMEOUT`` for the first step after a start: seconds, ``auto`` (the default) or ``off``."""
 ABORT = "ELASTIC_ABORT_TIMEOUT"
+"""Seconds that a process may take to leave the world after a fault, at least 1. Default: 10."""
 SHARED_AGENT_VARIABLE = "ELASTIC_SHARED_AGENT"
+"""Directory of this machine's agent. ``elastic run`` sets it for simulated nodes."""
+BATCH_CACHE_VARIABLE = "ELASTIC_BATCH_CACHE_DIRECTORY"
+"""Directory of prepared batches. Default: ``/dev/shm/elastic-batch-cache-UID``."""
 GLOO_INTERFACE_VARIABLE = "GLOO_SOCKET_IFNAME"
 
 
@@ -169,5 +180,5 @@ def _limit(option: str, text: str) -> float | None:
 
 def batch_cache_directory(environ: Mapping[str, str] = os.environ) -> Path:
     """``$ELASTIC_BATCH_CACHE_DIRECTORY``, or this user's own directory on the machine's shared memory."""
-    named = environ.get("ELASTIC_BATCH_CACHE_DIRECTORY")
+    named = environ.get(BATCH_CACHE_VARIABLE)
     return Path(named) if named else Path("/dev/shm") / f"elastic-batch-cache-{os.getuid()}"  # noqa: S108

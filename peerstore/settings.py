@@ -20,6 +20,10 @@ from peerstore.sizes_and_durations import parse_size
 _SHARE = re.compile(r"\s*([0-9]+(?:\.[0-9]+)?)\s*%\s*", re.ASCII)
 
 
+DIRECTORY_ENV = "PEERSTORE_DIR"
+"""Directory of the agent of the ``peerstore`` command. Default: ``/dev/shm/peerstore-UID``."""
+
+
 @dataclass(frozen=True)
 class StoreSettings:
     """How a node keeps shards."""
@@ -81,7 +85,7 @@ class AgentPaths:
 
 def default_agent_paths(environ: Mapping[str, str] = os.environ) -> AgentPaths:
     """``$PEERSTORE_DIR``, or this user's own directory on the machine's shared memory."""
-    named = environ.get("PEERSTORE_DIR")
+    named = environ.get(DIRECTORY_ENV)
     default = Path("/dev/shm") / f"peerstore-{os.getuid()}"  # noqa: S108
     return AgentPaths(Path(named) if named else default, explicit=bool(named))
 

@@ -200,6 +200,7 @@ def validated_injections(plan: tuple[FaultInjection, ...]) -> tuple[FaultInjecti
 
 
 INJECT_VARIABLE = "ELASTIC_INJECT"
+"""Faults to inject: the faults as text or JSON, or ``file:/path`` of either."""
 _FILE = "file:"
 _FIELDS: Mapping[str, type] = {
     "step": int,

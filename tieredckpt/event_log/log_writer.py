@@ -40,7 +40,7 @@ from tieredckpt.event_log.event_types import FileOpened, LogEvent
 log = logging.getLogger(__name__)
 
 EVENT_LOG_ENV = "TIEREDCKPT_EVENT_LOG"
-"""The directory; where it is not set nothing is written."""
+"""Directory of the event log. Default: none; under ``elastic run`` a directory in its logs."""
 
 _PART_BYTES = 8 << 20
 _PARTS = 32
@@ -214,7 +214,7 @@ class RunPosition:
 
 
 STDOUT_EVENTS_ENV = "TIEREDCKPT_STDOUT_EVENTS"
-"""1: the first rank of every node prints them."""
+"""1: the first rank of every node prints its events to standard output."""
 _STDOUT = 1
 
 

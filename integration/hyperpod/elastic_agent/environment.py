@@ -17,7 +17,9 @@ log = logging.getLogger(__name__)
 
 COORDINATION_ENV = "HYPERPOD_SIGNAL_COORDINATION"
 STOP_PATIENCE_ENV = "ELASTIC_HYPERPOD_STOP_TIMEOUT_S"
+"""Seconds that a stopped rank waits until its HyperPod agent stops it, too. Default: 120."""
 RESUME_FROM_ENV = "ELASTIC_HYPERPOD_RESUME_FROM"
+"""Step to resume from under HyperPod: ``newest`` (the default), or ``operator`` for the operator's step."""
 RESTART_COUNT_ENV = "JOB_RESTART_COUNT"
 _NUMBERS = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK", RESTART_COUNT_ENV)
 """Not GROUP_WORLD_SIZE: the agent counts ranks there, where torchrun counts nodes."""
@@ -136,7 +138,7 @@ def _contradictions(told: Mapping[str, int]) -> list[str]:
 
 AGENT_SOCKET_ENV = "HYPERPOD_ELASTICAGENT_SOCKET_SERVER_PATH"
 AGENT_MODE_ENV = "ELASTIC_HYPERPOD_MODE"
-"""For agents that are started in a way of their own, on machines where nobody may look at other processes."""
+"""Restart mode of the HyperPod agent, ``in-process`` or ``process``. Default: read from the agent's command line."""
 
 _PID = re.compile(r"_(\d+)\.sock$")
 _PROC = Path("/proc")
