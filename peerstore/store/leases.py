@@ -162,7 +162,7 @@ class LeaseManager:
             )
 
         def decide_alone() -> SlotDecision | None:
-            """Decide over the writer's slots and the free ones, without a look at other shards."""
+            """Choose among the writer's slots and the free slots, without reading other shards."""
             whole = self._jobs.committed([key.job])
             return choose_own_slot(
                 self._table.views_for_writer(key.job, key.slot_part),
@@ -322,7 +322,7 @@ class LeaseManager:
                 raise LeaseLostError(f"{name} cannot be written: its lease expired or was fenced, or it is sealed")
             if not self._table.is_intact(slot):
                 self._table.drop_lost(slot)
-                raise LeaseLostError(f"{name} was removed or truncated by somebody else, and is given up")
+                raise LeaseLostError(f"{name} was removed or truncated by another process")
             return self._table.open(slot, writable=True)
 
     def _writable(self, lease_id: str) -> tuple[ArenaSlot, Lease, ProcessIdentity]:
@@ -384,7 +384,7 @@ class LeaseManager:
                 log.warning("%s, whose lease was revoked, cannot be removed: %s", slot.name, error)
 
     def restore(self, name: str, size_bytes: int, lease: Lease, owner: ProcessIdentity) -> None:
-        """Adopt a slot that a killed agent had leased to a writer that may still be there."""
+        """Adopt a slot that a killed agent had leased to a writer that may still run."""
         before = self._table.leased_slot(lease.id)
         slot = self._table.adopt_lease(name, size_bytes, lease, owner)
         if before is not None:  # the agent was killed while the lease moved to a larger slot

@@ -1,16 +1,16 @@
-"""The metadata beside the slots of an arena, and the blobs of a job.
+"""Metadata of an arena's slots and jobs, and the jobs' blobs.
 
 ::
 
     arena              the arena's identity
-    job.JOB            who owns the job, and which of its versions are known to be whole
-    lease.SLOT         who fills the slot
-    seal.SLOT          what the slot holds, with checksums: the shard exists from here on
-    expired.JOB        when and why the job's shards were given back; outlives all of the above
-    blob.JOB/NAME      small bytes of the job's own
+    job.JOB            the job's owner, and its versions that are known to be complete
+    lease.SLOT         the lease of the slot's writer
+    seal.SLOT          the slot's shard and its checksums: the shard exists once this is written
+    expired.JOB        when and why the job's shards were removed; it remains after the others
+    blob.JOB/NAME      a small value of the job
 
-Claims, leases and seals say in which ``format`` they are. It is not raised for a new field that may be overlooked, but
-for what an agent that does not know it must not touch: such an agent sets the slot aside.
+Metadata of jobs, leases and seals states its ``format``. A new field that older agents may ignore leaves the format as
+it is. A change that older agents must not touch raises the format, and those agents set the slot aside.
 """
 
 from __future__ import annotations
@@ -38,13 +38,13 @@ from peerstore.store.arena import Arena
 SEAL_METADATA, LEASE_METADATA, JOB_METADATA, EXPIRED_JOB_METADATA = "seal.", "lease.", "job.", "expired."
 METADATA_FORMAT = 2
 OLDEST_METADATA_FORMAT = 2
-"""Notes of an older format have other fields: they are kept and named as unrecognized."""
+"""Metadata of an older format has other fields: it is kept and listed as unrecognized."""
 T = TypeVar("T")
 
 
 class _Format(msgspec.Struct, frozen=True):
     format: int = METADATA_FORMAT
-    """An expired job's note states none."""
+    """The metadata of an expired job has no format."""
 
 
 class LeaseMetadata(msgspec.Struct, frozen=True):
@@ -57,7 +57,7 @@ class SealMetadata(msgspec.Struct, frozen=True):
     lease_id: str
     record: ShardRecord
     holders: tuple[str, ...] = ()
-    """For a copy: the nodes that were to hold this shard, the one that wrote it first. Empty for this node's own."""
+    """Nodes chosen to hold this replica, the writer's node first. Empty for this node's own shard."""
     format: int = METADATA_FORMAT
 
 
@@ -66,17 +66,17 @@ class _StatedKey(msgspec.Struct, frozen=True):
 
 
 class _StatedSeal(msgspec.Struct, frozen=True):
-    """What a seal of any format is expected to state."""
+    """Fields that a seal of any format is expected to have."""
 
     record: _StatedKey
 
 
 class VersionParts(msgspec.Struct, frozen=True):
-    """A version that somebody who sees more than this node called whole."""
+    """A version that the job's nodes have decided, and some of its parts."""
 
     version_id: VersionId
     parts: tuple[int, ...]
-    """Those of its parts that were here then: without one of them it is not whole any more."""
+    """In ``committed``: the parts on this node at that time. If one is lost, the version is incomplete."""
 
 
 class JobMetadata(msgspec.Struct, frozen=True):
@@ -89,26 +89,26 @@ class JobMetadata(msgspec.Struct, frozen=True):
     resume_point: ResumePoint | None = None
     retention: tuple[RetentionMark, ...] = ()
     aborted: tuple[VersionParts, ...] = ()
-    """Versions that will never be whole, with the parts that writers of this node left out."""
+    """Versions that can never be complete, with the parts that this node's writers did not seal."""
     format: int = METADATA_FORMAT
 
 
 class JobOwnerMetadata(msgspec.Struct, frozen=True):
-    """What every version says of a job: who owns it."""
+    """The owner of a job, which the metadata of every release has."""
 
     epoch: int
     incarnation: str
 
 
 class MetadataStore:
-    """Typed notes in an arena."""
+    """Typed metadata in an arena."""
 
     def __init__(self, arena: Arena) -> None:
         self._arena = arena
         self._pending: dict[str, bytes] = {}
 
     def put(self, kind: str, name: str, note: msgspec.Struct) -> None:
-        """A claim that cannot be put is owed: what it says counts in this process already."""
+        """Write metadata; if that fails for a job, its metadata stays pending and already applies here."""
         data = msgspec.msgpack.encode(note)
         if kind == JOB_METADATA:
             self._pending[kind + name] = data
@@ -116,14 +116,16 @@ class MetadataStore:
         self._pending.pop(kind + name, None)
 
     def flush_pending(self) -> None:
-        """Put what is owed. Before this has worked nobody may be told that anything of it was done."""
+        """Write pending metadata; no caller may get a success before this returns."""
         for name, data in list(self._pending.items()):
             self._arena.put_metadata(name, data)
             del self._pending[name]
 
     def get(self, kind: str, name: str, of: type[T]) -> T | None:
-        """The note, ``None`` when there is none; :class:`ShardDamagedError` when it is not what was put, and
-        :class:`UnsupportedFormatError` when another version put it.
+        """Return the metadata, or ``None`` if it is absent.
+
+        Raise :class:`ShardDamagedError` if its bytes have changed, and :class:`UnsupportedFormatError` if another
+        release wrote it.
         """
         data = self._arena.get_metadata(kind + name)
         if data is None:
@@ -132,12 +134,12 @@ class MetadataStore:
             written = from_msgpack(data, _Format).format
             if not OLDEST_METADATA_FORMAT <= written <= METADATA_FORMAT and of is not JobOwnerMetadata:
                 raise UnsupportedFormatError(
-                    f"note {kind}{name} is of format {written}, this version reads {OLDEST_METADATA_FORMAT} to "
+                    f"metadata {kind}{name} is of format {written}, this version reads {OLDEST_METADATA_FORMAT} to "
                     f"{METADATA_FORMAT}"
                 )
             return from_msgpack(data, of)
         except (msgspec.DecodeError, RecursionError) as error:
-            raise UnsupportedFormatError(f"note {kind}{name} is not what this version writes: {error}") from error
+            raise UnsupportedFormatError(f"metadata {kind}{name} is not as this version writes it: {error}") from error
 
     def stated(self, kind: str, name: str) -> tuple[int | None, ShardKey | None]:
         """Return the format and the shard that metadata of another release states, as far as they can be read."""
@@ -158,7 +160,7 @@ class MetadataStore:
         return [note.removeprefix(kind) for note in self._arena.list_metadata(kind)]
 
     def arena_id(self) -> str:
-        """A name that stays with the arena's contents: a client that sees another one starts afresh."""
+        """Return the id of the arena's contents; a client that reads a new id drops its earlier state."""
         try:
             known = self._arena.get_metadata("arena")
         except ShardDamagedError:
@@ -170,7 +172,7 @@ class MetadataStore:
 
 
 class BlobStore:
-    """Small bytes of a job's own: layouts, settings."""
+    """Small values of a job, such as layouts and settings."""
 
     def __init__(self, arena: Arena) -> None:
         self._arena = arena

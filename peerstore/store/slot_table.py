@@ -1,4 +1,4 @@
-"""The table of a node's slots behind one lock: lookups by its indexes, and every change of a slot."""
+"""The table of a node's slots under one lock: lookups by index, and every change of a slot."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ _REASON_CHARS = 500
 
 
 class SlotTable:
-    """All slots of the arena. Callers hold :meth:`exclusive` around what has to be one step."""
+    """All slots of the arena; callers hold :meth:`exclusive` around operations that must be atomic."""
 
     def __init__(self, arena: Arena, limits: SlotLimits, clock: Callable[[], float]) -> None:
         self.arena = arena
@@ -72,11 +72,11 @@ class SlotTable:
     # -- lock, waiters and counters -------------------------------------------------------------------------------
 
     def exclusive(self) -> contextlib.AbstractContextManager[object]:
-        """Hold the table's lock; a thread may enter again."""
+        """Hold the table's lock, which is reentrant."""
         return self._lock
 
     def wait_for_change(self, timeout_s: float | None) -> None:
-        """Let others in until something changes; call inside :meth:`exclusive`."""
+        """Release the lock and wait for a change; call inside :meth:`exclusive`."""
         self._changed.wait(timeout_s)
 
     def wait_closed(self, timeout_s: float) -> None:
@@ -91,7 +91,7 @@ class SlotTable:
         return self._closed
 
     def close(self) -> None:
-        """Refuse leases from here on, and wake all waiting threads."""
+        """Refuse leases from now on, and wake all waiting threads."""
         with self._lock:
             self._closed = True
             self._changed.notify_all()
@@ -111,7 +111,7 @@ class SlotTable:
 
     @property
     def allocated_bytes(self) -> int:
-        """Size of all slots, and of those that were removed and still take memory."""
+        """Size of all slots, including removed slots that still use memory."""
         return self._slots.size_bytes + sum(self.arena.removed_in_use().values())
 
     @property
@@ -120,7 +120,7 @@ class SlotTable:
 
     @property
     def unrecognized_hint(self) -> str:
-        """Text for refusals when slots of another release take part of the budget."""
+        """Text for errors of full memory if slots of another release use part of the budget."""
         if not self.unrecognized_bytes:
             return ""
         return (
@@ -166,14 +166,14 @@ class SlotTable:
         return self._slots.writers.all((job, part))
 
     def slot_views(self) -> list[SlotView]:
-        """All slots, and those that were removed and still take memory, since some process has them mapped."""
+        """Return all slots, including removed slots that a process still has mapped."""
         removed = self.arena.removed_in_use().items()
         return [slot.view for slot in self._slots.names.values()] + [
             SlotView(name, SlotUse.LEASED, size_bytes, "", -1) for name, size_bytes in removed
         ]
 
     def views_for_writer(self, job: str, part: int) -> list[SlotView]:
-        """The writer's own slots, and all free ones."""
+        """Return the writer's own slots, and all free slots."""
         mine = self._slots.writers.get((job, part), {})
         free = self._slots.states.get(SlotState.FREE, {})
         return [slot.view for slot in (mine | free).values()]
@@ -181,21 +181,21 @@ class SlotTable:
     def available_shards(
         self, job: str | None = None, *, parities: bool = False
     ) -> Iterator[tuple[ArenaSlot, ShardRecord]]:
-        """Sealed shards (of ``job``) that this agent has verified; or its ``parities``."""
+        """Yield the verified shards (of ``job``), or only the parities."""
         for slot in self.slots() if job is None else self.slots_of_job(job):
             record = slot.available_shard
             if record is not None and bool(record.key.kind) is parities:
                 yield slot, record
 
     def versions(self, job: str) -> Mapping[VersionId, VersionShards]:
-        """The job's versions with shards here."""
+        """Return the job's versions with shards on this node."""
         return self._slots.versions.get(job, {})
 
     def jobs_with_shards(self) -> KeysView[str]:
         return self._slots.versions.keys()
 
     def parts_here(self, job: str, version_id: VersionId) -> tuple[int, ...]:
-        """The version's parts with a shard here, verified or not."""
+        """Return the version's parts with a shard on this node, verified or not."""
         found = self.versions(job).get(version_id)
         return tuple(sorted(found.parts)) if found is not None else ()
 
@@ -207,24 +207,24 @@ class SlotTable:
         raise ShardNotFoundError(f"{key} is not on this node")
 
     def slots_with_shard(self, key: ShardKey) -> list[ArenaSlot]:
-        """Slots with this shard, retired ones included."""
+        """Return the slots with this shard, including retired slots."""
         return self._slots.shards.all(key)
 
     def slot_for_key(self, key: ShardKey) -> ArenaSlot | None:
-        """The slot that holds or will hold ``key``."""
+        """Return the slot that holds or will hold ``key``."""
         return self._slots.keys.first(key)
 
     def slot_for_lease(self, lease_id: str) -> tuple[ArenaSlot, ShardRecord | None]:
-        """The slot of a lease, and the shard when it is sealed already."""
+        """Return the slot of a lease, and the shard if it is already sealed."""
         slot = self._slots.leases.first(lease_id)
         if slot is None:
             raise LeaseLostError(
-                f"lease {lease_id} is not known: it expired, was fenced, or its slot was given to another"
+                f"lease {lease_id} is not known: it expired, was fenced, or its slot has another lease"
             )
         return slot, slot.available_shard
 
     def leased_slot(self, lease_id: str) -> ArenaSlot | None:
-        """The slot of a lease that is not sealed yet."""
+        """Return the slot of a lease that is not sealed yet."""
         return next((slot for slot in self._slots.leases.all(lease_id) if slot.lease is not None), None)
 
     def status(self, pins: int) -> ArenaStatus:
@@ -251,7 +251,7 @@ class SlotTable:
         owner: ProcessIdentity | None = None,
         shard: SealMetadata | None = None,
     ) -> None:
-        """Change the slot's state and what belongs to it; refuse what :data:`TRANSITIONS` does not list."""
+        """Change the slot's state and its fields; refuse a change that is not in :data:`TRANSITIONS`."""
         if state not in TRANSITIONS[slot.state]:
             raise RuntimeError(f"slot {slot.name} is {slot.state.value} and cannot become {state.value}")
 
@@ -298,14 +298,14 @@ class SlotTable:
         self._change(slot, SlotState.VERIFYING, shard=seal)
 
     def is_intact(self, slot: ArenaSlot) -> bool:
-        """Whether the slot's file is still there with its size."""
+        """Return whether the slot's file exists with the slot's size."""
         try:
             return self.arena.size(slot.name) == slot.size_bytes
         except FileNotFoundError:
             return False
 
     def open(self, slot: ArenaSlot, *, writable: bool = False) -> int:
-        """Open the slot's file; the descriptor is the caller's."""
+        """Open the slot's file; the caller closes the descriptor."""
         try:
             return self.arena.open(slot.name, writable=writable)
         except OSError as error:  # too many open files, most likely
@@ -313,12 +313,12 @@ class SlotTable:
 
     def drop_lost(self, slot: ArenaSlot) -> None:
         """Drop a slot whose file is not intact."""
-        log.error("%s was removed or truncated by somebody else: a new one takes its place", slot.name)
+        log.error("%s was removed or truncated by another process: a new slot replaces it", slot.name)
         self.count("slots_lost")
         self.drop(slot)
 
     def assign(self, slot: ArenaSlot, lease: Lease, owner: ProcessIdentity) -> Lease:
-        """Give the slot to the lease, on disk first."""
+        """Assign the slot to the lease, on disk first."""
         self.metadata.put(LEASE_METADATA, slot.name, LeaseMetadata(lease, (owner.pid, owner.start_time)))
         self._change(slot, SlotState.LEASED, lease=lease, owner=owner)
         failpoint("agent.leased")
@@ -350,7 +350,7 @@ class SlotTable:
         self.notify_changed()
 
     def move_lease(self, slot: ArenaSlot, larger: ArenaSlot, lease: Lease, owner: ProcessIdentity) -> None:
-        """Give the larger slot to the lease; a kill in between leaves the lease on disk for both."""
+        """Move the lease to the larger slot; a kill in between leaves it on disk for both slots."""
         self.assign(larger, lease, owner)
         failpoint("agent.grown")
         self._change(slot, SlotState.FREE)
@@ -363,7 +363,7 @@ class SlotTable:
         self.set_prefaulted(slot, seal.record.size_bytes)
 
     def make_available(self, slot: ArenaSlot) -> None:
-        """The checksums of a recovered shard are verified."""
+        """Make a recovered shard available after its checksums were verified."""
         self._change(slot, SlotState.SEALED)
         self.notify_changed()
 
@@ -372,14 +372,14 @@ class SlotTable:
         self.notify_changed()
 
     def release_lease(self, slot: ArenaSlot) -> None:
-        """Free a slot whose writer does not write any more."""
+        """Free a slot whose writer no longer writes."""
         self._change(slot, SlotState.FREE)
         self.metadata.remove(LEASE_METADATA, slot.name)
         self.notify_changed()
 
     def revoke_lease(self, slot: ArenaSlot, why: str) -> None:
-        """Take a lease from its writer. While the writer may still write, no other one gets the file."""
-        log.info("%s: lease taken back, %s", slot.lease and slot.lease.key, why)
+        """Revoke a lease; no other writer may use the file while this writer may still write."""
+        log.info("%s: lease revoked, %s", slot.lease and slot.lease.key, why)
         self.count("leases_lost")
         if slot.state is SlotState.LEASED and slot.owner is not None and not slot.owner.is_alive:
             self.release_lease(slot)
@@ -388,11 +388,11 @@ class SlotTable:
             self.drop(slot)
 
     def drop_metadata(self, kind: str, name: str) -> None:
-        """Remove metadata that other metadata has replaced; left behind it does no harm."""
+        """Remove metadata that other metadata has replaced; a failure is harmless."""
         try:
             self.metadata.remove(kind, name)
         except OSError as error:
-            log.warning("note %s%s was not removed: %s", kind, name, error)
+            log.warning("metadata %s%s was not removed: %s", kind, name, error)
 
     def free(self, slot: ArenaSlot) -> None:
         """Drop the shard and free its slot; drop a slot that must not be written again."""
@@ -407,7 +407,7 @@ class SlotTable:
         self.notify_changed()
 
     def drop(self, slot: ArenaSlot) -> None:
-        """Remove the slot and its file. Processes that mapped it keep what they see."""
+        """Remove the slot and its file; processes that have mapped it can still read it."""
         for note in (LEASE_METADATA, SEAL_METADATA):
             self.metadata.remove(note, slot.name)
         failpoint("agent.dropped")
@@ -417,14 +417,14 @@ class SlotTable:
         self.notify_changed()
 
     def evict(self, names: tuple[str, ...]) -> None:
-        """Drop the slots that a decision chose."""
+        """Drop the slots that an eviction decision names."""
         for name in names:
             slot = self._slots.names[name]
             self.count("evicted", slot.record is not None)
             self.drop(slot)
 
     def retire(self, slot: ArenaSlot) -> None:
-        """Drop the shard when its last reader is done."""
+        """Drop the shard after its last reader has finished."""
         if not slot.users:
             self.free(slot)
             return
@@ -446,7 +446,7 @@ class SlotTable:
         slot.holders = holders
 
     def set_prefaulted(self, slot: ArenaSlot, size_bytes: int) -> None:
-        """Pages exist behind the slot's first ``size_bytes``."""
+        """Record that the slot's first ``size_bytes`` have pages."""
         slot.prefaulted_bytes = max(slot.prefaulted_bytes, min(size_bytes, slot.size_bytes))
 
     def mark_reserved(self, slot: ArenaSlot) -> None:
@@ -467,7 +467,7 @@ class SlotTable:
         return tuple(self._damages)
 
     def unrecognized(self, name: str | None = None) -> tuple[UnrecognizedSlot, ...]:
-        """Slots that this release cannot read: they stay unchanged, and no writer gets them."""
+        """Return the slots that this release cannot read; they stay unchanged, and no writer uses them."""
         return tuple(one for one in self._unrecognized.values() if name in (None, one.name))
 
     def mark_unrecognized(self, name: str, size_bytes: int, reason: str) -> None:
@@ -488,6 +488,6 @@ class SlotTable:
                     self.metadata.remove(note, one.name)
                 self.arena.remove(one.name)
             del self._unrecognized[one.name]
-            log.warning("%s, which was set aside, is dropped on request", one.name)
+            log.warning("%s was set aside, and is dropped on request", one.name)
         self.notify_changed()
         return sum(one.size_bytes for one in gone)

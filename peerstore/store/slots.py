@@ -35,24 +35,24 @@ K = TypeVar("K", bound=Hashable)
 
 
 class SlotState(enum.Enum):
-    """What a slot's file is used for."""
+    """State of a slot."""
 
     NEW = "new"
     """Not in the table yet."""
     FREE = "free"
     LEASED = "leased"
     SEALING = "sealing"
-    """Its bytes are being hashed; the lease holds."""
+    """Its bytes are being hashed; the lease stays valid."""
     MOVING = "moving"
-    """Its bytes are being copied into a larger slot; the lease holds."""
+    """Its bytes are being copied into a larger slot; the lease stays valid."""
     FILLING = "filling"
     """The bytes of a smaller slot are being copied into it."""
     REVOKED = "revoked"
-    """Its lease is gone and its writer may still write: no other writer gets the file."""
+    """Its lease is revoked, but the writer may still write: no other writer may use the file."""
     VERIFYING = "verifying"
-    """A killed agent left the shard in it, and its checksums are not verified yet."""
+    """It holds a shard of a killed agent; the shard's checksums are not verified yet."""
     UNREADABLE = "unreadable"
-    """Like verifying, but it could not be read for a while: no call waits for it. It is retried, and may be evicted."""
+    """Like verifying, but reads fail for now: they are retried, no call waits, and it may be evicted."""
     SEALED = "sealed"
     RETIRED = "retired"
     """Its owner dropped the shard; its readers may finish."""
@@ -84,7 +84,7 @@ _BUSY_STATES = (_S.SEALING, _S.MOVING, _S.VERIFYING, _S.RETIRED)
 
 @dataclass
 class ArenaSlot:
-    """One file of the arena. Only the table changes it."""
+    """One file of the arena; only the table changes it."""
 
     name: str
     generation: int
@@ -99,14 +99,16 @@ class ArenaSlot:
     holders: tuple[str, ...] = ()
     """For a replica of another node's shard: its holders, the writer's node first."""
     sealed_lease_id: str = ""
-    """Id of the lease it was sealed under: repeating the call gives the same answer."""
+    """Id of the lease that sealed it, so that a repeated seal returns the same result."""
     users: set[str] = field(default_factory=set)
     """Pins of readers and holds of uploads."""
     reusable: bool = True
-    """Whether the file may be written again. Not while a reader without a pin may read it: a reader of a killed agent,
-    or a live one whose pin was revoked."""
+    """Whether the file may be written again. False if a reader without a pin may read it.
+
+    Such a reader began under a killed agent, or its pin was revoked.
+    """
     reserved: bool = False
-    """Its writer maps it for later saves, also while a shard is sealed in it."""
+    """Whether its writer maps it for later saves, even while it holds a sealed shard."""
 
     @property
     def use(self) -> SlotUse:
@@ -116,7 +118,7 @@ class ArenaSlot:
 
     @property
     def available_shard(self) -> ShardRecord | None:
-        """The shard in it, when it is one that others may count on."""
+        """The shard, if it is sealed and verified."""
         return self.record if self.state is SlotState.SEALED else None
 
     @property
@@ -154,22 +156,22 @@ class _Index(dict[K, dict[str, ArenaSlot]]):
 
 
 class VersionShards:
-    """The shards of one version that are in the table, parities aside."""
+    """The shards of one version that are in the table, without parities."""
 
     def __init__(self) -> None:
         self.parts: Counter[int] = Counter()
-        """Slots of each part, in whatever state."""
+        """Number of slots of each part, in any state."""
         self._available: Counter[int] = Counter()
         self._totals: Counter[int] = Counter()
 
     @property
     def available_parts(self) -> KeysView[int]:
-        """Parts that were verified here."""
+        """Parts with a verified shard on this node."""
         return self._available.keys()
 
     @property
     def total_parts(self) -> int:
-        """How many parts the version has in all, by its verified shards."""
+        """Number of the version's parts on all nodes, as its verified shards state it."""
         return max(self._totals, default=0)
 
     def add(self, record: ShardRecord, by: int, *, available: bool) -> None:
@@ -189,9 +191,9 @@ class SlotIndexes:
         self.names: dict[str, ArenaSlot] = {}
         self.states: _Index[SlotState] = _Index()
         self.keys: _Index[ShardKey] = _Index()
-        """Slots that hold a shard or will hold it, retired ones aside."""
+        """Slots that hold or will hold a shard, without retired slots."""
         self.shards: _Index[ShardKey] = _Index()
-        """Slots that hold a shard, retired ones included."""
+        """Slots that hold a shard, including retired slots."""
         self.leases: _Index[str] = _Index()
         self.jobs: _Index[str] = _Index()
         self.writers: _Index[tuple[str, int]] = _Index()
@@ -213,7 +215,7 @@ class SlotIndexes:
         self._count_shard(slot, -1)
 
     def update(self, slot: ArenaSlot, change: Callable[[], None]) -> None:
-        """Index the slot by what it is after the change; its place among the names stays."""
+        """Apply the change and index the slot by its new fields; its position in ``names`` stays."""
         for index, key in self._entries(slot):
             index.remove(key, slot)
         self._count_shard(slot, -1)
