@@ -1,8 +1,8 @@
-"""Copies of parameters and moments that go on while the training computes the next gradients.
+"""Overlapped copies: copy parameters and moments while the training computes the next gradients.
 
-Between two steps of an optimizer nothing else changes its parameters and moments. So a save copies them in the
-background, and the next step of any optimizer waits for the copies. What no optimizer owns (buffers, counters, random
-states) is copied before the save returns; on a device, before what the training computes next.
+Between two steps of an optimizer, nothing else changes its parameters and moments. So a save copies them in the
+background, and the next step of any optimizer waits for the copies. Values without an optimizer (buffers, counters,
+random states) are copied before the save returns. On a device, they are copied before the training's next work there.
 
 ::
 
@@ -10,12 +10,12 @@ states) is copied before the save returns; on a device, before what the training
             └─ copy parameters and moments ─────────┐ check ──> seal
     training    forward, backward                   └> optimizer.step
 
-What this rests on is checked, and a save that fails the check is not sealed:
+Each save checks these assumptions, and is not sealed if one of them fails:
 
-- Only an optimizer whose steps were seen since the last save has its tensors copied late. A compiled step and a
-  replayed graph call no hook: once one was seen, all is copied before a save returns.
-- Who changes a tensor in between moves its version counter, or else changes the first or last bytes of a tensor, of
-  which the save keeps some. Such a tensor is copied before a save returns from then on.
+- Tensors are copied late only if their optimizer has stepped since the last save. A compiled step and a replayed graph
+  call no hook. After the first of them, saves copy everything before they return.
+- Any other change of a tensor moves its version counter, or changes its first or last bytes, which the save records.
+  After such a change, saves copy the tensor before they return.
 """
 
 from __future__ import annotations
@@ -49,14 +49,14 @@ from tieredckpt.tensors.state_structure import Addresses, local_values
 log = logging.getLogger(__name__)
 
 _END_BYTES = 16
-"""Kept of each end of a tensor. A shard's header has more room than that for each of them."""
+"""Bytes recorded at each end of a tensor. A shard's header has more room than that for each tensor."""
 _SAMPLED_BYTES = 2 * _END_BYTES
 _version = operator.attrgetter("_version")
 _tensor = operator.attrgetter("tensor")
 
 
 class OptimizerWatch:
-    """Sees the steps of this process's optimizers, and has them wait for copies."""
+    """Hooks of this process's optimizers: count their steps, and make each step wait for running copies."""
 
     def __init__(self) -> None:
         self.steps: WeakKeyDictionary[Optimizer, int] = WeakKeyDictionary()
@@ -67,7 +67,7 @@ class OptimizerWatch:
 
     def before_step(self, optimizer: Optimizer, _args: Any, _named: Any) -> None:
         if torch.compiler.is_compiling():
-            self.is_compiled = True  # only written: a compiled step that read it would be compiled anew
+            self.is_compiled = True  # only written: reading it would make torch compile the step again
             return
         self.steps[optimizer] = self.steps.get(optimizer, 0) + 1
         if self._running:
@@ -78,7 +78,7 @@ class OptimizerWatch:
         self.wait(by_device=False)
 
     def wait(self, *, by_device: bool = True) -> None:
-        """Return when the copied tensors may change; ``by_device``: by what this thread gives its devices from now."""
+        """Wait until the tensors may change; ``by_device``: by device work that this thread enqueues next."""
         with self._lock:
             running = list(self._running)
         for copy in running:
@@ -86,7 +86,7 @@ class OptimizerWatch:
 
     @property
     def problem(self) -> str:
-        """Why nothing is copied late in this process; empty where it may be."""
+        """Reason why this process copies no tensor late, or an empty string."""
         if self.is_replayed:
             return "device work was replayed from a graph, which calls no hook"
         return "an optimizer's step was compiled, which cannot wait" if self.is_compiled else ""
@@ -102,7 +102,7 @@ class OptimizerWatch:
 
 @functools.cache
 def optimizer_watch() -> OptimizerWatch:
-    """This process's, from the first call on."""
+    """Return this process's watch; the first call registers its hooks."""
     watch = OptimizerWatch()
     register_optimizer_step_pre_hook(watch.before_step)
     contextlib.ExitStack().enter_context(accelerator().on_replay(watch.before_replay))
@@ -110,29 +110,29 @@ def optimizer_watch() -> OptimizerWatch:
 
 
 def wait_for_overlapped_copies() -> None:
-    """Return when no copy reads the training's tensors any more: before who loads into them."""
+    """Wait until no copy reads the training's tensors; call this before loading into them."""
     optimizer_watch().wait(by_device=False)
 
 
 class OverlappedStaging:
-    """Decides which tensors of one job's state are copied late."""
+    """Late copies of one job: choose the tensors that can wait, and start their copies."""
 
     def __init__(self) -> None:
         self._watch = optimizer_watch()
         self._steps: WeakKeyDictionary[Optimizer, int] = WeakKeyDictionary(self._watch.steps)
-        """Of each optimizer, the steps at the last save."""
+        """Number of steps of each optimizer at the last save."""
         self._owned: WeakKeyDictionary[Optimizer, _OwnedTensors] = WeakKeyDictionary()
         self._changed: set[str] = set()
-        """Names of tensors that were changed between an optimizer's steps."""
+        """Names of tensors that changed outside of an optimizer's step."""
         self._choice: _Choice | None = None
         self._said = False
 
     def start(
         self, step: int, slot: MappedSlot, layout: Layout, writes: Sequence[SlotWrite], copier: Copier
     ) -> OverlappedCopy | None:
-        """Copy what cannot wait and start the copy of the rest, or return ``None`` where nothing can wait.
+        """Copy the tensors that cannot wait and start the copy of the others; ``None`` if none can wait.
 
-        ``writes``: every tensor of ``layout``, in its order.
+        ``writes`` has every tensor of ``layout``, in the same order.
         """
         owned = self._owners()
         choice = self._choice
@@ -143,7 +143,7 @@ class OverlappedStaging:
         return OverlappedCopy(self, step, slot, choice, copier)
 
     def _owners(self) -> list[_OwnedTensors]:
-        """What the optimizers own that have stepped since the last save."""
+        """Return the tensors of each optimizer that has stepped since the last save."""
         before, self._steps = self._steps, WeakKeyDictionary(self._watch.steps)
         if problem := self._watch.problem:
             if not self._said:
@@ -161,25 +161,25 @@ class OverlappedStaging:
         return found
 
     def copy_early(self, name: str) -> None:
-        """Copy this tensor before a save returns from now on."""
+        """From now on, copy this tensor before a save returns."""
         self._changed.add(name)
         self._choice = None
 
     def close(self) -> None:
-        """Let go of the state's tensors."""
+        """Release the state's tensors."""
         self._choice = None
         self._owned.clear()
 
 
 def _tensors_of(optimizer: Optimizer) -> Iterator[Any]:
-    """Parameters and moments, and what else an optimizer keeps for a parameter."""
+    """Yield an optimizer's parameters, and all values of its state for them."""
     states = optimizer.state.values()
     yield from chain.from_iterable(group["params"] for group in optimizer.param_groups)
     yield from chain.from_iterable(state.values() for state in states if isinstance(state, dict))
 
 
 class _OwnedTensors:
-    """What one optimizer changes in its step, by addresses."""
+    """Tensors that one optimizer changes in its step, by address."""
 
     def __init__(self, values: tuple[Any, ...]) -> None:
         self._values = values
@@ -195,7 +195,7 @@ class _OwnedTensors:
 
 
 class _Choice:
-    """What is copied before a save returns and what late, for as long as the state has the same tensors."""
+    """Tensors that a save copies before it returns, and tensors that it copies late."""
 
     def __init__(
         self, layout: Layout, writes: Sequence[SlotWrite], owned: list[_OwnedTensors], early: AbstractSet[str]
@@ -206,7 +206,7 @@ class _Choice:
         now: list[SlotWrite] = []
         self.late: list[SlotWrite] = []
         self.owners: list[torch.Tensor] = []
-        """Of each of them, the tensor that the optimizer changes."""
+        """For each entry of ``late``, the tensor that the optimizer changes."""
         names: list[str] = []
         for entry, write in zip(layout.tensors, writes, strict=True):
             owner = owners.get(write.tensor.data_ptr())
@@ -218,18 +218,18 @@ class _Choice:
             self.owners.append(owner)
         self.now_plan, self.late_plan = CopyPlan(now), CopyPlan(self.late)
         counting = list(zip(names, self.owners, strict=True))
-        # A DTensor counts for itself, or has its part count.
+        # A change of a DTensor moves its own version counter, or that of its local tensor.
         counting += [(name, owner._local_tensor) for name, owner in counting if isinstance(owner, DTensor)]
         self.counting = [tensor for _, tensor in counting]
         self.counting_names = [name for name, _ in counting]
         self._addresses = Addresses(self.owners)
         device = accelerator()
         self.placed = [*{device.device_of(one.tensor): one.tensor for one in self.late}.values()]
-        """A tensor of each device."""
+        """One tensor of each device."""
         self.ends = _TensorEnds(names, self.late, layout.header_bytes // _SAMPLED_BYTES)
 
     def is_of(self, layout: Layout, writes: Sequence[SlotWrite], owned: list[_OwnedTensors]) -> bool:
-        """Whether these are the same tensors, at the same addresses, of the same owners."""
+        """Return whether the tensors, their addresses and their owners are unchanged."""
         return (
             layout is self._layout
             and len(owned) == len(self._owned)
@@ -240,7 +240,7 @@ class _Choice:
 
 
 def _can_wait(tensor: torch.Tensor, owner: torch.Tensor) -> bool:
-    """Whether its bytes are the owner's, in the order in which they are saved."""
+    """Return whether the tensor's bytes are the owner's, in the order in which a save writes them."""
     return (
         0 < tensor.nbytes <= local_values(owner).nbytes
         and is_plain_tensor(tensor)
@@ -252,7 +252,7 @@ def _can_wait(tensor: torch.Tensor, owner: torch.Tensor) -> bool:
 
 
 class _TensorEnds:
-    """The first and last bytes of tensors, which a save puts where the header will be."""
+    """First and last bytes of tensors; a save stores them in the slot until the header replaces them."""
 
     def __init__(self, names: Sequence[str], writes: Sequence[SlotWrite], most: int) -> None:
         device = accelerator()
@@ -273,11 +273,11 @@ class _TensorEnds:
             flat = (write.tensor.detach().view(-1).view(torch.uint8) for _, write in some)
             ends = chain.from_iterable((data[:_END_BYTES], data[-_END_BYTES:]) for data in flat)
             self._gathered.append((place, gathered, list(map(DeviceCopy, gathered, ends))))
-        # In the order in which their bytes are in the slot.
+        # In the order of their bytes in the slot.
         self._sampled = [*here, *chain.from_iterable(groups.values())]
 
     def take(self, slot: MappedSlot) -> CopyPlan:
-        """Put those of this process's memory into the slot; return what devices have to copy into it."""
+        """Write the ends of host tensors into the slot; return a plan for those of device tensors."""
         parts = [memory_at_address(address, _END_BYTES) for address in self._addresses]
         slot.write(0, b"".join(parts))
         start, device = len(parts) * _END_BYTES, accelerator()
@@ -289,7 +289,7 @@ class _TensorEnds:
         return CopyPlan(writes)
 
     def changed(self, slot: MappedSlot) -> str:
-        """Return the name of a tensor of which the slot has other ends than those that were taken; or nothing."""
+        """Return the name of a tensor whose copied ends differ from the recorded ends, or an empty string."""
         import numpy as np
 
         if not self._sampled:
@@ -304,7 +304,7 @@ class _TensorEnds:
 
 
 class OverlappedCopy:
-    """One copy that goes on after its save has returned."""
+    """A copy that continues after its save has returned."""
 
     def __init__(
         self, staging: OverlappedStaging, step: int, slot: MappedSlot, choice: _Choice, copier: Copier
@@ -313,12 +313,12 @@ class OverlappedCopy:
         self._versions = list(map(_version, choice.counting))
         self._lock = threading.Lock()
         self._changed: str | None = None
-        """The name of a tensor that was changed before it was released; ``None`` before that is known."""
+        """Name of a tensor that changed before its release, empty if none did; ``None`` until checked."""
         self._host_copied = threading.Event()
         self._copied = threading.Event()
         self._fence: AbortFence = current_fence()
         self._wait_began: float | None = None
-        """When the training began to wait for it."""
+        """Time at which the training began to wait for this copy."""
         self._copies = [SlotCopy(slot, plan) for plan in (choice.now_plan, choice.ends.take(slot), choice.late_plan)]
         try:
             self._start(copier)
@@ -339,7 +339,7 @@ class OverlappedCopy:
             self._host_copied.set()
 
     def run(self, copier: Copier) -> float:
-        """Return how long the training has waited, once nothing reads its tensors; or raise why the copy is no use."""
+        """Finish and check the copy; return the seconds that the training has waited for it."""
         try:
             self._copies[-1].copy_host_part(copier)
             if not self._events:
@@ -349,7 +349,7 @@ class OverlappedCopy:
             self._work.wait()
             if not self._fence.trusts(self._work):
                 raise SaveFailedError(
-                    f"step {self._step} was not computed to its end before its world was aborted, so it is not saved"
+                    f"step {self._step} is not saved: its world was aborted before its computation had completed"
                 )
         finally:
             try:
@@ -369,7 +369,7 @@ class OverlappedCopy:
                 stack.callback(copy.wait_for_devices)
 
     def wait_until_released(self, *, by_device: bool) -> None:
-        """Return when the tensors may change; ``by_device``: by what this thread gives its devices from now on."""
+        """Wait until the tensors may change; ``by_device``: by device work that this thread enqueues next."""
         if self._wait_began is None:
             self._wait_began = time.perf_counter()
         if by_device:
@@ -381,7 +381,7 @@ class OverlappedCopy:
             self._copied.wait()
 
     def _settle(self) -> None:
-        """See once whether a version counter has moved: before the optimizer moves them, or when all is copied."""
+        """Check once whether a version counter has moved, before an optimizer's step or after the copy."""
         with self._lock:
             if self._changed is None:
                 versions = map(_version, self._choice.counting)

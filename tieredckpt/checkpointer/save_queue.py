@@ -1,4 +1,4 @@
-"""SaveQueue: the copies and seals of one Checkpointer's saves, in the background and one seal at a time."""
+"""SaveQueue: background copies and seals of one Checkpointer's saves, one seal at a time."""
 
 from __future__ import annotations
 
@@ -29,14 +29,14 @@ _REMEMBERED = 32
 
 
 class SaveQueue:
-    """Stages planned saves, seals them in the background, and reports them to the agent's metrics."""
+    """Queue of planned saves: stage them, seal them in the background, report to the agent's metrics."""
 
     def __init__(self, job: str, settings: Settings, recorded: SaveRestoreLog, *, is_first: bool) -> None:
         self._job = job
         self._settings = settings
         self._recorded = recorded
         self._is_first = is_first
-        """This rank logs for all ranks."""
+        """Whether this rank logs for all ranks."""
         self._archives = ObjectArchiveCache(trusted=settings.memory.trust_objects)
         self._templates = StateTemplates()
         overlaps = settings.enabled and settings.memory.staging == "overlapped"
@@ -46,19 +46,19 @@ class SaveQueue:
         self._sealing: Future[ShardRecord] | None = None
         self.last_sealed: ShardKey | None = None
         self._wanted_durable: deque[VersionId] = deque(maxlen=_REMEMBERED)
-        """The newest sealed steps that were to become durable."""
+        """The newest sealed steps whose upload was requested."""
         self._upload_problem_said = False
 
     # -- a save -----------------------------------------------------------------------------------------------
 
     def planned(self, session: Session, state: Mapping[str, Any]) -> PlannedState | None:
-        """Return the state with the plan of an earlier save, or ``None`` where it was not planned in this world."""
+        """Return the state with the plan of an earlier save, or ``None`` if this world has no such plan."""
         return self._templates.find(session, state)
 
     def stage(
         self, session: Session, found: PlannedState, key: ShardKey, options: SaveOptions, *, wait_s: float
     ) -> SaveJob:
-        """Copy a planned state into a slot: parameters and moments in the background, where they can wait."""
+        """Copy a planned state into a slot; parameters and moments in the background, if they can wait."""
         planned = found.planned
         items = [self._archives.archive(item.fqn, found.objects[item.fqn]) for item in planned.layout.items]
         job = SaveJob(session, key, options, partial(self.report, session))
@@ -69,7 +69,7 @@ class SaveQueue:
 
     def _fill(self, session: Session, writes: Sequence[SlotWrite], staged: StagedShard) -> Future[float] | None:
         layout, memory = staged.layout, staged.memory
-        # A slot without pages is populated by its first copy, which takes longer than any step may wait.
+        # The first copy into a slot without pages populates it, which takes longer than a step may wait.
         if self._overlapped is not None and memory.is_populated(layout.header_bytes + layout.tensor_bytes):
             late = self._overlapped.start(staged.lease.key.version, memory, layout, writes, session.copier)
             if late is not None:
@@ -78,24 +78,24 @@ class SaveQueue:
         return None
 
     def start_seal(self, job: SaveJob) -> None:
-        """Seal in the background: from then on the step no longer depends on this process."""
+        """Seal in the background; the sealed step does not depend on this process."""
         self._sealing = job.start_seal(self._sealer, partial(self.add_sealed, job))
 
     def add_sealed(self, job: SaveJob, record: ShardRecord) -> None:
-        """Note a sealed part, and let the progress hook know."""
+        """Record a sealed part and notify the progress hook."""
         self.last_sealed = record.key
         if job.options.durable:
             self._wanted_durable.append(record.key.version_id)
         notify_progress_hook(job.session)
 
     def submit(self, call: Callable[..., object], *args: Any, **named: Any) -> None:
-        """Call after the seals that were started before."""
+        """Run ``call`` in the background, after the seals that were started before."""
         self._sealer.submit(call, *args, **named)
 
     # -- waiting ----------------------------------------------------------------------------------------------
 
     def finish_last(self, *, wait_s: float) -> None:
-        """Wait for the last seal: more than one at a time would only mean that the node cannot keep up."""
+        """Wait for the last seal, so that at most one seal runs at a time."""
         if self._sealing is not None:
             try:
                 self._sealing.result(wait_s)
@@ -106,7 +106,7 @@ class SaveQueue:
             self._sealing = None
 
     def require_copies(self, session: Session) -> None:
-        """Raise unless the last save is safe from the loss of this node, where policy asks for that."""
+        """Raise if ``peer.require`` is ``copied`` and the last save lacks replicas."""
         if self.last_sealed is None or self._settings.peer.require != "copied":
             return
         wait_s = self._settings.memory.wait_s
@@ -126,7 +126,7 @@ class SaveQueue:
             self._recorded.protection(found, missed=round(values.get("skipped", 0) + values.get("failed", 0)))
 
     def report_not_durable(self, session: Session) -> None:
-        """Warn at the end where steps that were to become durable are not, and why."""
+        """Log an error if the newest step with a requested upload is not durable, and why."""
         if not self._wanted_durable:
             return
         try:
@@ -139,13 +139,13 @@ class SaveQueue:
         if bad and bad[-1] is mine[-1]:
             done = sum(one.state == "done" for one in mine)
             log.error(
-                "%s: %d of the last %d steps that were to become durable in %s are. Step %d: %s",
+                "%s: %d of the last %d steps were uploaded to %s. Step %d: %s",
                 *(self._job, done, len(mine), self._settings.durable.url, bad[-1].version_id.version),
                 bad[-1].error,
             )
 
     def close(self) -> None:
-        """Wait for the copies and seals that were started, and let go of the state's tensors."""
+        """Wait for the started copies and seals, and release the state's tensors."""
         self._templates.close()
         self._copying.shutdown()
         if self._overlapped is not None:

@@ -1,4 +1,4 @@
-"""What a planned save finds out once: which tensors go where, for as long as the state is made of the same ones."""
+"""Templates of saved states: the position of each tensor, reused while the state has the same tensors."""
 
 from __future__ import annotations
 
@@ -12,28 +12,28 @@ from tieredckpt.tensors.state_dict import flatten_state, local_tensor, resolve_s
 from tieredckpt.tensors.state_structure import Addresses, StateStructure, state_structure
 
 _MOST_MISSES = 3
-"""A state that is another one at so many saves in a row is looked at as a whole each time."""
+"""Changed states in a row after which no template is made, and each save flattens the whole state."""
 
 
 class PlannedState(NamedTuple):
-    """A state and the plan by which it was saved before."""
+    """A state and the plan of an earlier save of it."""
 
     planned: PlannedSave
     objects: Mapping[str, Any]
-    """Its leaves that are no tensors, and perhaps some that are."""
+    """All leaves that are not tensors, and possibly some tensors, by name."""
     writes: list[SlotWrite]
-    """Every tensor of the layout, in its order, and its place."""
+    """Each tensor of the layout and its position in the slot, in the layout's order."""
 
 
 class StateTemplates:
-    """Plans one job's states as they were planned before."""
+    """The plan of an earlier save for each state of one job."""
 
     def __init__(self) -> None:
         self._template: _Template | None = None
         self._misses = 0
 
     def find(self, session: Session, state: Mapping[str, Any]) -> PlannedState | None:
-        """Return the state with the plan of an earlier save, or ``None`` where it was not planned in this world."""
+        """Return the state with the plan of an earlier save, or ``None`` if this world has no such plan."""
         template = self._template
         if template is not None and session.has_plan(template.planned):
             flat = template.flat(state)
@@ -52,7 +52,7 @@ class StateTemplates:
         return PlannedState(planned, flat, writes)
 
     def close(self) -> None:
-        """Let go of the state's tensors."""
+        """Release the state's tensors."""
         self._template = None
 
 
@@ -62,7 +62,7 @@ def _write(planned: PlannedSave, number: int, flat: Mapping[str, Any]) -> SlotWr
 
 
 def _template_of(state: Mapping[str, Any], planned: PlannedSave, flat: Mapping[str, Any]) -> _Template | None:
-    """``None`` where the parts of the state do not account for all of it."""
+    """Return a template of the state, or ``None`` if its parts do not cover all of it."""
     try:
         structure, loose = state_structure(state)
     except ValueError:
@@ -76,7 +76,7 @@ def _template_of(state: Mapping[str, Any], planned: PlannedSave, flat: Mapping[s
 
 
 class _Template:
-    """One state's tensors as one plan writes them."""
+    """The tensors of one state, and where one plan writes them."""
 
     def __init__(self, structure: StateStructure, planned: PlannedSave) -> None:
         self.planned = planned
@@ -89,14 +89,14 @@ class _Template:
         self._addresses = Addresses([one for part in structure.parts.values() for one in part.owners.values()])
 
     def flat(self, state: Mapping[str, Any]) -> dict[str, Any] | None:
-        """Return the leaves that are made anew at every save, or ``None`` where ``state`` is another one by now."""
+        """Return the leaves that each save collects again, or ``None`` if the state's structure changed."""
         loose = self._structure.loose(state)
         if loose is None or not self._addresses.are_same():
             return None
         return loose | self._structure.objects()
 
     def writes(self, flat: Mapping[str, Any]) -> list[SlotWrite]:
-        """Return every tensor of the layout and its place, those of ``flat`` among them."""
+        """Return each tensor of the layout and its position, including the tensors of ``flat``."""
         found = list(self._writes)
         for number in self._loose:
             found[number] = _write(self.planned, number, flat)

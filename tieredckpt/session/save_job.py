@@ -1,12 +1,12 @@
 """SaveJob: one rank's part of one save, from the lease of a slot to the seal.
 
-``Checkpointer.save``, ``dcp.save`` and ``dcp.async_save`` all run it, so a save that fails follows one set of rules:
+``Checkpointer.save``, ``dcp.save`` and ``dcp.async_save`` all run it, so all failed saves follow the same rules:
 
 - The slot is released.
-- The agent gives up the step once the part has a key, because the other ranks' parts can never form a complete step.
-- An error that is not one of this package's becomes a :class:`SaveFailedError` that names the step.
-- Whoever reports the failure to the user also counts it in the agent's metrics. For a seal in the background that is
-  the job itself.
+- If the part has a key, the agent aborts the step: the other ranks' parts can never form a complete step.
+- An error that is not a :class:`TieredCheckpointError` becomes a :class:`SaveFailedError` that names the step.
+- The code that reports the failure to the user also counts it in the agent's metrics. For a seal in the background
+  that is :class:`SaveJob`.
 """
 
 from __future__ import annotations
@@ -27,25 +27,25 @@ from tieredckpt.session.session import Session, StagedShard
 log = logging.getLogger(__name__)
 
 ReportMetrics = Callable[..., object]
-"""Adds its keyword arguments to the agent's metrics of the job."""
+"""Function that adds its keyword arguments to the agent's metrics of the job."""
 
 
 @dataclass(frozen=True)
 class SaveOptions:
-    """What the caller of a save wants of the step."""
+    """Options of one save."""
 
     durable: bool = False
-    """The step is to become durable, by policy or on request."""
+    """Upload the step to the durable tier, by policy or on request."""
     required: bool = False
-    """The step is to become durable whatever policy says, and is not left out for newer ones."""
+    """Upload the step regardless of policy, and do not skip it for newer steps."""
     keep: bool = False
-    """The step is not given up for newer ones."""
+    """Do not evict the step for newer steps."""
     finite: bool = False
-    """A tensor that has become NaN or infinite is an error."""
+    """Raise if a tensor has become NaN or infinite."""
 
 
 class SaveJob:
-    """One rank's part of one save: lease, copy, fence, seal, metrics, and what a failure leaves."""
+    """One rank's part of one save: lease, copy, fence, seal, metrics, and cleanup after a failure."""
 
     def __init__(
         self, session: Session, key: ShardKey, options: SaveOptions, report: ReportMetrics | None = None
@@ -56,9 +56,9 @@ class SaveJob:
         self.staged: StagedShard | None = None
         """The slot, until it is sealed or released."""
         self.copied: Future[float] | None = None
-        """The copy that continues after :meth:`stage`: seconds that the training waited for it."""
+        """The copy that continues after :meth:`stage`; its result is the seconds that the training waited."""
         self.sealed: Future[ShardRecord] | None = None
-        """The seal, once :meth:`seal` or :meth:`start_seal` was called."""
+        """The seal, after a call of :meth:`seal` or :meth:`start_seal`."""
         self._report = report or session.add_metrics
         self._items: Sequence[bytes | memoryview] = ()
         self._table: StateTable | None = None
@@ -74,7 +74,7 @@ class SaveJob:
         *,
         wait_s: float,
     ) -> StagedShard:
-        """Lease a slot and have ``fill`` copy into it; ``fill`` returns the copy that continues in the background."""
+        """Lease a slot and copy into it with ``fill``, which returns the copy in the background, if any."""
         staged = self.session.lease_slot(self.key, parts, layout, item_bytes, wait_s=wait_s)
         began = time.perf_counter()
         try:
@@ -94,7 +94,7 @@ class SaveJob:
         self.staged = staged
 
     def describe(self, items: Sequence[bytes | memoryview], table: StateTable | None) -> None:
-        """Set what the seal writes beside the tensors."""
+        """Set the objects and the state table that the seal writes."""
         self._items, self._table = items, table
 
     def seal(self) -> ShardRecord:
@@ -105,7 +105,7 @@ class SaveJob:
         return record
 
     def start_seal(self, executor: Executor, on_sealed: Callable[[ShardRecord], object]) -> Future[ShardRecord]:
-        """Seal in the background once everything is copied; ``on_sealed`` runs before waiters see the seal."""
+        """Seal in the background after the copy; ``on_sealed`` runs before :attr:`sealed` has a result."""
 
         def run() -> ShardRecord:
             try:
@@ -121,7 +121,7 @@ class SaveJob:
         return self.sealed
 
     def abort(self) -> None:
-        """Release the slot and report, once, that the step has no part of this rank."""
+        """Release the slot and report once that this rank's part is aborted."""
         if self._is_aborted:
             return
         self._is_aborted = True
