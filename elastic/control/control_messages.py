@@ -301,13 +301,11 @@ class NodeDesired(
     exit: ExitReason | None = None
     reason: str = ""
     offer_memory: bool = False
-    """The node is outside the world: its agent is to accept replicas of the job."""
+    """Whether the node is outside the world and its agent should accept replicas of the job."""
     standby: tuple[PeerNode, ...] = ()
     """Agents of nodes outside the world that accept replicas of its steps."""
     sealed_step: SealedStep | None = None
-    """What the ranks sealed before a stop of the job, or before this node is released: it records that for the next
-    run.
-    """
+    """The step to record for the next run; the ranks sealed it before a stop, or this node's release."""
 
 
 class StatusRequest(msgspec.Struct, frozen=True, tag="status"):

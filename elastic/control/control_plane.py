@@ -64,7 +64,7 @@ class RankAssignment(msgspec.Struct, frozen=True):
     """A rank's place in one world."""
 
     epoch: int
-    """Greater with every world. Names the process groups' keys in the store, and fences what comes late."""
+    """Greater with every world. Names the process groups' keys in the store, and fences late messages."""
     rank: int
     world_size: int
     local_rank: int

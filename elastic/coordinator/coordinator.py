@@ -417,7 +417,7 @@ def can_write_epoch(file: Path) -> bool:
 
 
 def _epochs_in(file: Path | None) -> tuple[int, int]:
-    """The newest world's number, and the epoch that was allocated for its incarnations; (-1, 0) where none is noted."""
+    """Return the newest world's number and the epoch of its incarnations; (-1, 0) without a record."""
     try:
         if file is None:
             return -1, 0

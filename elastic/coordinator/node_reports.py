@@ -27,7 +27,7 @@ from elastic.world.world_state import (
 from peerstore.membership.topology import PeerNode
 
 MAX_STANDBY_PEERS = 16
-"""Agents outside the world that its nodes are told of: replicas need two at most."""
+"""Maximum number of agents outside the world that its nodes receive; replicas need at most two."""
 
 
 def events_between(before: NodeStatus | None, status: NodeStatus, now: float) -> Iterator[WorldEvent]:
@@ -109,9 +109,9 @@ def _has_gone_on(status: NodeStatus) -> bool:
 
 
 def standby_peers(world: WorldState, peer_of: Callable[[str], PeerNode | None]) -> tuple[PeerNode, ...]:
-    """Return the agents of nodes outside the world that stay in the job, at most :data:`MAX_STANDBY_PEERS`.
+    """Return at most :data:`MAX_STANDBY_PEERS` agents of nodes outside the world that stay in the job.
 
-    ``peer_of`` returns a node's agent, ``None`` if that accepts no replicas.
+    ``peer_of`` returns a node's agent, or ``None`` if the agent accepts no replicas.
     """
     ranked = set(world.ranked_nodes)
     staying = sorted(name for name, node in world.members.items() if name not in ranked and not node.is_draining)

@@ -88,10 +88,10 @@ class NodeRecord:
 
 
 class WorldReconciler:
-    """``min_epoch`` is an epoch that no world may have any more, as far as is known from before.
+    """``min_epoch`` is the greatest recorded number of a world; a new world needs a greater one.
 
-    A coordinator that starts again and knows none numbers its first world by ``epoch_clock``: a node that does not
-    answer may be in a world with any earlier number. ``observer`` is told of every decision, with the world before it.
+    A restarted coordinator without such an epoch numbers its first world by ``epoch_clock``: a silent node may be in a
+    world with any earlier number. ``observer`` receives every decision and the world before it.
     """
 
     def __init__(
@@ -130,7 +130,7 @@ class WorldReconciler:
         self.exit: ExitReason | None = None
         self.reason = ""
         self.sealed_step: world_state.SealedStep | None = None
-        """What the ranks sealed before the job was stopped."""
+        """The step that the ranks sealed before the job was stopped."""
         self.failure: world_state.FailJob | None = None
         """Why the job cannot go on."""
         self.size_request: SizeRequest | None = None
@@ -263,9 +263,7 @@ class WorldReconciler:
         return 0 if self.world_record is None else self.world_record.incarnation_epoch
 
     def leads(self, term: int, min_epoch: int, newest_epoch: int) -> None:
-        """From now on, and nothing has been decided yet: no world may have a number up to ``min_epoch``, and none
-        begins incarnations with an epoch up to ``newest_epoch``.
-        """
+        """Begin to lead, before any decision; world numbers exceed ``min_epoch``, epochs ``newest_epoch``."""
         self.term, self.min_epoch = term, max(min_epoch, self.min_epoch)
         self.newest_epoch = max(newest_epoch, self.newest_epoch)
 

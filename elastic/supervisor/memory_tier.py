@@ -147,7 +147,7 @@ class MemoryTierProcess:
     def offer_memory(self, on_offered: Callable[[PeerNode], None]) -> None:
         """Let the agent accept replicas of the job's steps, from nodes that prove the job's ``peer.secret``.
 
-        ``on_offered`` receives how other nodes reach the agent, again after each restart of the agent.
+        ``on_offered`` receives the agent's address, again after each restart of the agent.
         """
         self._on_offered = on_offered
         self._offer()
@@ -280,7 +280,7 @@ def _release(agent: NodeAgentClient, job: str, since_ns: int, deadline: float) -
 
 
 def record_stop(environ: Mapping[str, str], sealed: SealedStep) -> None:
-    """Have this node's agent remember what the ranks sealed before the job was stopped."""
+    """Record with this node's agent the step that the ranks sealed before the job was stopped."""
     try:
         settings = load_settings(environ)
         if settings.enabled:
@@ -289,8 +289,8 @@ def record_stop(environ: Mapping[str, str], sealed: SealedStep) -> None:
                 record_stopped_step(agent, sealed.job, StoppedStep(sealed.epoch, sealed.step))
     except (TieredCheckpointError, PeerStoreError, OSError) as error:
         log.warning(
-            "the agent of this node did not record that job %s was stopped after step %d: the next run finds it only "
-            "on the other nodes: %s",
+            "the agent of this node did not record that job %s was stopped after step %d: %s. The next run finds the "
+            "record only on the other nodes",
             *(sealed.job, sealed.step, error),
         )
 

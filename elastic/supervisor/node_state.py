@@ -73,7 +73,7 @@ class PartitionNode(NamedTuple):
 
 
 class OfferMemory(NamedTuple):
-    """This node's agent is to accept replicas of the world that the node is not in."""
+    """Make this node's agent accept replicas of the world that the node is not in."""
 
 
 class InjectFault(NamedTuple):
@@ -202,7 +202,7 @@ class NodeState:
     exit: ExitReason | None = None
     reason: str = ""
     sealed_step: SealedStep | None = None
-    """What the ranks of the job sealed before a stop ended it, or before this node was released."""
+    """The step that the ranks sealed before the job stopped, or before this node was released."""
     leave_reason: str = ""
     drain_deadline: float | None = None
     drain_reason: str = ""
@@ -223,9 +223,9 @@ class NodeState:
     partitions: int = 0
     """How often this node was cut off on purpose."""
     offers_memory: bool = False
-    """The agent was to accept replicas of the job."""
+    """Whether the agent was made to accept replicas of the job."""
     peer: PeerNode | None = None
-    """The agent, since it accepts them."""
+    """The agent, if it accepts them."""
     standby: tuple[PeerNode, ...] = ()
     """Agents of nodes outside the world that accept replicas of its steps."""
 

@@ -498,7 +498,7 @@ def _paused(turn: WorldTransition) -> None:
     if sealed is not None:
         turn.update(resume_from=sealed, requested_step=None)
     for member in turn.members_with_ranks:
-        if member.is_draining:  # not before: it records what all have sealed
+        if member.is_draining:  # not before: it records the step that all ranks have sealed
             turn.release_node(member, "preempted", sealed_step=sealed)
     turn.update(replacement_deadline_s=turn.now_s + turn.policy.faulty_scale_down_timeout_s)
 
@@ -650,10 +650,10 @@ def rebuild_world(
 ) -> tuple[WorldState, tuple[WorldAction, ...]]:
     """Who has not reported by now counts as lost; who reports later joins. What was underway is begun again.
 
-    A world that all its nodes report to be in goes on as if nothing had happened. The next world has at least the
-    number ``min_next_epoch``. Offences and the limits of restarts within a period begin anew.
-    ``requested_step`` and ``resume_from`` are what the next world restores, as the reports say; the latter only where
-    the newest world is broken because nodes of it have not reported.
+    If all nodes of a world report it, the world continues unchanged. The next world has at least the number
+    ``min_next_epoch``. Counts of offences, and of restarts within a period, begin again at 0. The next world
+    restores ``requested_step`` or ``resume_from``, as the reports name them. ``resume_from`` is used only if the newest
+    world is broken because some of its nodes have not reported.
     """
     latest: dict[str, RejoinReport] = {}
     for report in sorted(reports, key=lambda report: (report.generation, report.epoch, report.spawn_count)):

@@ -190,9 +190,9 @@ class WorldState(
     """Ranks per node."""
     phase: WorldPhase = WorldPhase.FORMING
     epoch: int = -1
-    """Of the newest world; the first has 0, where no earlier one can have been forgotten."""
+    """Number of the newest world; 0 for the first one, if no earlier world can have been forgotten."""
     min_next_epoch: int = 0
-    """The least number of the next world."""
+    """Smallest allowed number of the next world."""
     ranked_nodes: tuple[str, ...] = ()
     """The nodes of the newest world in order of rank, also those that have been lost since it broke."""
     members: dict[str, NodeMember] = {}
@@ -552,7 +552,7 @@ class ReleaseNode(_Action, frozen=True):
     force: bool = False
     """Its processes are ended without being asked: its time is up, or it does not answer."""
     sealed_step: SealedStep | None = None
-    """What the ranks of its world, its own included, have sealed."""
+    """The step that all ranks of its world have sealed."""
 
 
 class RequestNodes(_Action, frozen=True):
@@ -567,7 +567,7 @@ class StopJob(_Action, frozen=True):
 
     reason: str
     sealed_step: SealedStep | None = None
-    """What the next run restores: the ranks sealed it before the job stopped."""
+    """The step that the next run restores: the ranks sealed it before the job stopped."""
 
 
 class FinishJob(_Action, frozen=True):
