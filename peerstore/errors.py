@@ -73,7 +73,7 @@ class PeerUnreachableError(UnavailableError):
 
 
 class JobNotJoinedError(UnavailableError):
-    """Another node's agent knows the job's secret, and takes no part in the job yet."""
+    """Another node's agent knows the job's secret, but has not joined the job yet."""
 
 
 class ShardUnreadableError(UnavailableError):

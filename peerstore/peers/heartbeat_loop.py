@@ -194,7 +194,7 @@ class HeartbeatLoop:
             return known
 
     def _invite(self, node: str, line: PeerConnection, until: float | None) -> None:
-        """Have a standby node take part in the job: it may have no rank of the job that has told it."""
+        """Make a standby node join the job; it may have no rank that configures its agent."""
         members = self.member_list
         if members is not None and node in members.standby:
             line.call("join_job", JoinJob(members, self._replication), type(None), timeout_s=_CONNECT_S, until=until)

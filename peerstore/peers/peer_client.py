@@ -107,7 +107,7 @@ class PeerClient:
         connect_s: float = _CONNECT_S,
         greet: Callable[[PeerConnection, float | None], None] = lambda _line, _until: None,
     ) -> None:
-        """``greet`` is called with each new connection, before any request of a caller, and until when it may take."""
+        """Call ``greet`` with each new connection and a deadline, before the first request."""
         self.address = address
         self._transport = transport
         self._credentials = credentials

@@ -259,7 +259,7 @@ class IndirectPing(msgspec.Struct, frozen=True):
 
 
 class JoinJob(msgspec.Struct, frozen=True):
-    """Take part in this connection's job, which the receiver does not know yet."""
+    """Join this connection's job, which the receiver does not know yet."""
 
     member_list: MemberList
     settings: ReplicationSettings

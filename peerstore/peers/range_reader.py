@@ -109,7 +109,7 @@ _TIMES = 4.0
 _LOOK_S = 0.5
 """What came of a late piece in so long is its source's pace."""
 _UNMEASURED_BYTES_PER_S = 4 << 20
-"""Expected rate of a source for bytes that no piece has measured."""
+"""Expected rate of a source for bytes beyond its measured pieces."""
 
 
 class ReadableShard(Protocol):
@@ -167,13 +167,13 @@ class ReadPiece:
 
 
 class _Pace(NamedTuple):
-    """The time of the last piece from a source that was at least half as large as the one measured before it."""
+    """Time of a source's last piece that was at least half as large as the piece measured before."""
 
     size_bytes: int = 0
     seconds: float = 0.0
 
     def expected_s(self, size_bytes: int) -> float:
-        """Estimate the seconds of another piece. A small piece's time is mostly latency, so it is not scaled up."""
+        """Estimate the seconds of a piece; a small piece's time is mostly latency, so it is not scaled up."""
         if size_bytes < self.size_bytes:
             return self.seconds * size_bytes / self.size_bytes
         return self.seconds + (size_bytes - self.size_bytes) / _UNMEASURED_BYTES_PER_S

@@ -193,16 +193,16 @@ class NodePeers(StoreListener):
         return team
 
     def accept_standby(self, secret: bytes) -> PeerNode:
-        """Let nodes that prove ``secret`` have this node join their job, to keep replicas; return this node.
+        """Let nodes that prove ``secret`` make this node join their job and store replicas; return this node.
 
-        A later secret replaces it. Jobs that this node takes part in already keep their own secret.
+        A later secret replaces it. Jobs that this node has already joined keep their own secret.
         """
         self._standby_secret = secret
         return self.this_node
 
     def _join_invited(self, job: str, secret: bytes, invitation: JoinJob) -> JobPeers:
         team = self.job_peers(job)
-        if team is not None:  # another node's invitation, or a rank of this node, came first
+        if team is not None:  # another node's request, or a rank of this node, came first
             return team
         log.info("job %s: this node joins it as a standby node", job)
         return self.join(

@@ -117,7 +117,7 @@ class PeerServer:
             conversation.end()
 
     def _wait_join(self, job: str, secret: bytes, channel: MessageChannel) -> JobPeers | None:
-        """Join the job that this node takes no part in yet, if that is the peer's first request; else refuse it."""
+        """Join a job that this node has not joined if the peer's first request is to join; else refuse."""
         incoming = channel.receive()
         if incoming is None:
             return None

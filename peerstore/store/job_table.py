@@ -312,7 +312,7 @@ class JobTable:
         return {job: known.retained(found) for job, found in whole.items() if (known := self._known(job)).retention}
 
     def committed(self, jobs: Iterable[str] | None = None) -> dict[str, set[VersionId]]:
-        """Whole versions of each job (of all of them), by what was verified here."""
+        """Return the complete versions of ``jobs`` (``None``: all jobs), by the shards verified here."""
         return {
             job: self._committed(job)
             for job in (self._table.jobs_with_shards() | self._jobs.keys() if jobs is None else jobs)

@@ -377,7 +377,7 @@ class LeaseManager:
         for slot in self._table.in_state(SlotState.LEASED):
             if slot.owner is not None and self._jobs.disconnected_s(slot.owner) > grace_s:
                 self._table.revoke_lease(slot, "its writer went away")
-        for slot in self._table.in_state(SlotState.REVOKED):  # it could not be removed when it was revoked
+        for slot in self._table.in_state(SlotState.REVOKED):  # its file could not be removed when the lease was revoked
             try:
                 self._table.drop(slot)
             except OSError as error:

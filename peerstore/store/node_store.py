@@ -8,8 +8,8 @@
 
 Each step has its module: :mod:`~peerstore.store.leases`, :mod:`~peerstore.store.shards`,
 :mod:`~peerstore.store.job_table` and :mod:`~peerstore.store.crash_recovery`. They share the slots and the lock of
-:mod:`~peerstore.store.slot_table`; :mod:`~peerstore.store.slots` draws a slot's states. What may be evicted is decided
-in :mod:`~peerstore.store.slot_eviction`.
+:mod:`~peerstore.store.slot_table`; :mod:`~peerstore.store.slots` draws a slot's states.
+:mod:`~peerstore.store.slot_eviction` decides which slots may be evicted.
 """
 
 from __future__ import annotations

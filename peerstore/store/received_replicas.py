@@ -35,7 +35,7 @@ MAX_REPLICA_META_BYTES = 16 << 20
 
 
 class ReplicaStore:
-    """What the store does for other nodes."""
+    """Replicas and parities that the store receives from other nodes."""
 
     def __init__(
         self,

@@ -280,7 +280,7 @@ class ShardReader:
             if self._jobs.disconnected_s(pin.owner) > grace_s:
                 slot = self._table.slot(pin.slot)
                 if slot is not None and pin.owner.is_alive:
-                    self._table.forbid_reuse(slot)  # it may still read
+                    self._table.forbid_reuse(slot)  # its reader may still read
                 self.unpin(pin_id)
 
 

@@ -28,7 +28,7 @@ from peerstore.sizes_and_durations import show_size
 
 
 class SlotUse(enum.Enum):
-    """What a decision distinguishes of a slot's states."""
+    """A slot's state, as far as a decision needs it."""
 
     FREE = "free"
     LEASED = "leased"
@@ -170,7 +170,7 @@ def _age(slot: SlotView) -> tuple[VersionId, int, str]:
 
 
 class _Placement:
-    """Where one writer's bytes may go, by the slots of the view."""
+    """Slots that may hold one writer's bytes."""
 
     def __init__(
         self,
@@ -246,9 +246,9 @@ def choose_own_slot(
     kept: Mapping[str, Collection[VersionId]] | None = None,
     version: int = -1,
 ) -> ReuseSlot | CreateSlot | None:
-    """Return what :func:`choose_slot` decides where the writer's own slots and the free ones suffice, else None.
+    """Decide as :func:`choose_slot` if the writer's own and the free slots suffice, else return ``None``.
 
-    ``slots`` are those; of the others only ``allocated_bytes`` counts, the size of all slots.
+    ``slots`` has only those slots; ``allocated_bytes`` is the size of all slots.
     """
     place = _Placement(
         slots,
