@@ -36,8 +36,8 @@ MUTANTS = (
     Mutant(
         "a save does not wait for the compute stream",
         "tieredckpt/tensors/slot_copy.py",
-        "stream.wait_stream(self._device.current_stream(place))  # what the state",
-        "pass  # what the state",
+        "stream.wait_stream(self._device.current_stream(place))  # the work",
+        "pass  # the work",
         _STAGED,
     ),
     Mutant(

@@ -54,7 +54,7 @@ _ARGUMENTS = {"slots_per_rank": "slots_per_part", "directory": "dir"}
 """Settings that are called otherwise on the command line."""
 
 
-@functools.cache  # the distribution's metadata is parsed in each call
+@functools.cache  # each call parses the distribution's metadata
 def installed_version() -> str:
     try:
         return metadata.version("tieredckpt")

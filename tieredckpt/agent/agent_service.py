@@ -501,7 +501,7 @@ class NodeAgentService(StoreListener):
         self._node_peers().partition(seconds)
 
     def accept_standby(self, secret: bytes) -> PeerNode | None:
-        """Let nodes that prove ``secret`` store replicas here; return this node, ``None`` if it does not listen."""
+        """Let nodes that prove ``secret`` store replicas here; return this node, or ``None`` without a port."""
         return self.peers.node_peers.accept_standby(secret) if self.peers is not None else None
 
     def this_node(self) -> PeerNode | None:

@@ -1,7 +1,7 @@
-"""The step that the ranks sealed when their job was stopped, as node agents remember it for the next run.
+"""The step that the ranks sealed when their job was stopped, recorded by node agents for the next run.
 
-A supervisor records it when the coordinator ends the job. The next run restores exactly this version, or raises: a node
-that missed the end of the last run may have a higher step of an older incarnation. The record counts until a later
+A supervisor records it when the coordinator ends the job. The next run restores exactly this version, or raises. A node
+that missed the end of the last run may have a higher step of an older incarnation. The record is valid until a later
 incarnation has sealed a shard.
 """
 
@@ -22,14 +22,14 @@ STOPPED_STEP_BLOB = "stopped-step"
 
 
 class StoppedStep(msgspec.Struct, frozen=True, order=True):
-    """The version that a stop has sealed."""
+    """The version that the ranks sealed before a stop."""
 
     epoch: NonNegativeInt
     step: NonNegativeInt
 
 
 class StopReport(msgspec.Struct, frozen=True):
-    """A node's record of the last stop, and the newest of what the node finds in the tiers."""
+    """A node's record of the last stop, and the newest versions that the node finds in the tiers."""
 
     stopped: StoppedStep | None = None
     newest_epoch: NonNegativeInt = 0
@@ -38,12 +38,12 @@ class StopReport(msgspec.Struct, frozen=True):
 
 
 def record_stopped_step(agent: NodeAgentAPI, job: str, stopped: StoppedStep) -> None:
-    """Have the agent remember what the ranks of ``job`` sealed when it was stopped."""
+    """Record with the agent the step that the ranks of ``job`` sealed when it was stopped."""
     agent.store.put_blob(job, STOPPED_STEP_BLOB, msgspec.msgpack.encode(stopped))
 
 
 def report_last_stop(agent: NodeAgentAPI, job: str) -> StopReport:
-    """Return what the agent remembers of the last stop, with what the tiers have now."""
+    """Return the agent's record of the last stop and the newest versions in the tiers."""
     try:
         stopped = from_msgpack(agent.store.get_blob(job, STOPPED_STEP_BLOB), StoppedStep)
     except ShardNotFoundError:
@@ -63,14 +63,14 @@ def report_last_stop(agent: NodeAgentAPI, job: str) -> StopReport:
 
 
 def newest_stop(reports: Sequence[StopReport]) -> StoppedStep | None:
-    """Return the newest recorded stop; ``None`` if there is none, or a later incarnation has sealed a shard."""
+    """Return the newest recorded stop, or ``None`` if a later incarnation has sealed a shard."""
     stopped = max((one.stopped for one in reports if one.stopped is not None), default=None)
     newest_epoch = max((one.newest_epoch for one in reports), default=0)
     return None if stopped is None or newest_epoch > stopped.epoch else stopped
 
 
 def describe_stop(stopped: StoppedStep, reports: Sequence[StopReport]) -> str:
-    """Say why this version is required, which complete one there is instead, and how to choose another one."""
+    """Describe why this version is required, which complete one was found, and how to choose another."""
     found = [one.newest_complete for one in reports if one.newest_complete is not None]
     newest = max(found, key=lambda one: (one.step, one.epoch), default=None)
     there = "no complete step" if newest is None else f"step {newest.step}@{newest.epoch} as the newest complete one"

@@ -591,7 +591,7 @@ class Checkpointer:
             return told.step
 
     def _last_stop(self) -> ExpectedStep | None:
-        """The step that the last run sealed when it was stopped: one answer for all ranks."""
+        """Return the step that the last run sealed when it was stopped; all ranks get the same one."""
         self._join(restoring=True)
         mine = self._all_do(lambda: report_last_stop(self.session.agent, self._location.job))
         told = self._together.all_gather(msgspec.json.encode(mine).decode())

@@ -16,7 +16,7 @@ from tieredckpt.session.save_job import SaveJob
 from tieredckpt.session.session import Session
 
 _LOOK_AGAIN_S = 1.0
-"""A node that was to hold a copy may leave, and is not waited for then."""
+"""Seconds between queries. A node chosen for a replica may leave, and then the wait must end."""
 
 
 class SaveState(str, enum.Enum):
@@ -45,7 +45,7 @@ class SaveHandle:
     ) -> None:
         self.step = step
         self.job = job
-        """This rank's part, where the save came as far as a slot."""
+        """This rank's part, if the save got a slot."""
         self._state = state
         self._error = error
         self._has_replicas = has_replicas
@@ -68,7 +68,7 @@ class SaveHandle:
 
     @property
     def becomes_durable(self) -> bool:
-        """Whether the step is to become durable."""
+        """Whether the step's upload to the durable tier was requested."""
         return self.job is not None and self.job.options.durable
 
     def wait(
@@ -79,10 +79,10 @@ class SaveHandle:
         domains: int = 1,
         timeout_s: float = 600.0,
     ) -> SaveState:
-        """Until this rank's part has reached ``tier`` (for durable: the whole step has), or raise why it did not.
+        """Wait until this rank's part has reached ``tier`` (for durable: the complete step), or raise.
 
-        ``staged``: until all of the state is copied, so that anything may change it.
-        ``copies=2, domains=2``: also until so many nodes hold this rank's part, in so many failure domains.
+        ``staged``: until the complete state is copied, and any code may change it.
+        ``copies=2, domains=2``: also until 2 nodes in 2 failure domains hold this rank's part.
         """
         deadline = time.monotonic() + timeout_s
         job, error = self.job, self.error
@@ -117,7 +117,7 @@ class SaveHandle:
         return self.state
 
     def _note_seal(self) -> None:
-        """Follow the seal, which ends in the background."""
+        """Follow the seal, which runs in the background."""
         sealed = None if self.job is None else self.job.sealed
         if self._state is SaveState.STAGED and sealed is not None and sealed.done():
             self._error = sealed.exception()
@@ -158,7 +158,7 @@ class SaveHandle:
 
 
 def await_copies(session: Session, key: ShardKey, timeout_s: float) -> ShardReplication:
-    """Wait for the copies that there can be: no node keeps two, so there may be fewer than were asked for."""
+    """Wait for the possible replicas: at most one per node, so possibly fewer than requested."""
     deadline = time.monotonic() + timeout_s
     found = session.agent.replication_status(key, copies=0, domains=0, timeout_s=0.0)
     while found.missing_copies and (left := deadline - time.monotonic()) > 0:

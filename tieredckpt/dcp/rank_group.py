@@ -80,7 +80,7 @@ class RankGroup:
             call(state, process_group=self._group, no_dist=alone, **storage)
 
     def load(self, state: StateDict, reader: StorageReader, planner: LoadPlanner) -> None:
-        """Load as ``dcp.load`` does; raise the failures of any rank on all of them, as a ``CheckpointException``."""
+        """Load as ``dcp.load`` does; raise a failure of any rank on all ranks, as ``CheckpointException``."""
         ranks = _DistWrapper(self._group, dist.is_initialized(), 0)
         names = sorted(state)  # load_state_dict() may have collectives
         filled = resolve_stateful({name: state[name] for name in names})

@@ -1,9 +1,8 @@
 """SlotStager: DCP's AsyncStager over the node's memory tier.
 
-The first asynchronous save of a state does not know yet what this rank will have to write (that takes planning, which
-happens later in the background), so it copies everything into private memory. From the second on, the tensors of the
-last plan go into a leased slot; the staged state dict consists of views of it, and ``write_data`` finds every byte in
-place.
+The first asynchronous save of a state has no plan of this rank's writes, because planning runs later in the background.
+So it copies everything into private memory. Later saves copy the tensors of the last plan into a leased slot. The
+staged state dict consists of views of the slot, and ``write_data`` finds every byte in place.
 """
 
 from __future__ import annotations
@@ -43,7 +42,7 @@ from tieredckpt.tensors.state_dict import (
 
 
 class SlotStager:
-    """The staging half of :class:`~tieredckpt.dcp.tiered_writer.TieredWriter`: copies a state into a leased slot."""
+    """Staging of :class:`~tieredckpt.dcp.tiered_writer.TieredWriter`: copies a state into a slot."""
 
     settings: Settings
     _starts_over = False
@@ -52,7 +51,7 @@ class SlotStager:
     def __init__(self) -> None:
         self._staged: StagedShard | None = None
         self._point: CapturePoint | None = None
-        """Where this job stood when the state that is staged was captured."""
+        """The job's incarnation at the capture of the staged state."""
         self._handed_over: IncarnationHandover | None = None
         """The trainer's owner, in a process that saves for it."""
         self._in_use = threading.Semaphore(1)
@@ -64,14 +63,14 @@ class SlotStager:
 
     @property
     def should_synchronize_after_execute(self) -> bool:
-        """``stage`` returns when the copy is done: there is nothing to wait for afterwards."""
+        """``stage`` returns after the copy, so no later synchronization is needed."""
         return self._synchronize_after_execute
 
     def synchronize_staging(self) -> None:
-        """Nothing to do, see above."""
+        """Do nothing: ``stage`` has waited for the copy."""
 
     def stage(self, state_dict: STATE_DICT_TYPE) -> STATE_DICT_TYPE:
-        """A copy of ``state_dict`` that training may not change any more; waits for this writer's last save."""
+        """Wait for this writer's last save and return a copy of ``state_dict``."""
         wait_s = self.settings.memory.wait_s
         if not self._in_use.acquire(timeout=wait_s):
             raise StoreBusyError(f"the last asynchronous save of this writer did not end within {wait_s:.0f} s")
@@ -94,7 +93,7 @@ class SlotStager:
             raise
 
     def capture_point(self) -> None:
-        """The state that is saved next has just been staged, by this writer or by another stager."""
+        """Record that this writer or another stager has just staged the state of the next save."""
         if self.settings.enabled:
             self._leave_earlier_steps()
             self._point = self.session.incarnation.capture()
@@ -104,16 +103,16 @@ class SlotStager:
             self.session.start_over()
 
     def close(self) -> None:
-        """Give back what was staged and never written."""
+        """Release a slot that was staged and never written."""
         self._discard_staged()
 
     def __getstate__(self) -> dict[str, Any]:
-        """What a process that writes in the background needs; the slot is named, not copied, and is its from now on."""
+        """Return the state for a background process that writes; it takes over the slot without a copy."""
         kept = {name: value for name, value in self.__dict__.items() if name not in ("_in_use", "_staged")}
         kept["_slot"] = None if self._staged is None else (self._staged.lease, self._staged.layout, self._staged.owner)
         kept["_holding"] = False
         if self.settings.enabled:
-            self.session.report_continued()  # who saves there has loaded nothing
+            self.session.report_continued()  # a process that saves there has loaded nothing
             self._leave_earlier_steps()
             kept["_handed_over"] = self.session.incarnation.hand_over()
         self._end_staging()
@@ -144,7 +143,7 @@ class SlotStager:
         return _rebuilt(state_dict, "", views)
 
     def _take_staged(self, work: PlannedWrites, part: int, parts: int) -> StagedShard | None:
-        """The slot that was staged, with everything of ``work`` in it; ``None`` when there is none that fits."""
+        """Return the staged slot with all data of ``work``, or ``None`` if it does not fit."""
         staged = self._staged
         if staged is None or (staged.lease.key.part, staged.lease.parts) != (part, parts):
             return None
@@ -173,7 +172,7 @@ class SlotStager:
 
 
 def _in_place(staged: StagedShard, entry: TensorEntry, tensor: torch.Tensor) -> bool:
-    """Whether ``tensor`` is the very bytes of the slot; another process has them at another address."""
+    """Return whether ``tensor`` is a view of the slot; each process maps it at another address."""
     start = staged.layout.header_bytes + entry.start
     if tensor.nbytes == 0:
         return True
@@ -188,7 +187,7 @@ def _in_place(staged: StagedShard, entry: TensorEntry, tensor: torch.Tensor) -> 
 
 
 def _rebuilt(value: Any, name: str, views: Mapping[str, torch.Tensor]) -> Any:
-    """``value`` with every tensor replaced: by its view, or by a mere shape when another rank writes it."""
+    """Return ``value`` with its tensors as views of the slot, or as shapes if another rank writes them."""
     if isinstance(value, torch.Tensor):
         view = views.get(name)
         if type(value) is DTensor:
@@ -203,7 +202,7 @@ def _rebuilt(value: Any, name: str, views: Mapping[str, torch.Tensor]) -> Any:
 
 
 def _private(value: Any, name: str = "") -> Any:
-    """A copy in this process's own memory; tensors take the room of their elements, whatever they are views of."""
+    """Return a copy in private memory; a tensor's copy is as large as its elements, even for a view."""
     if type(value) is DTensor:
         return _like(value, _private(value._local_tensor, name))
     if isinstance(value, torch.Tensor):
@@ -218,5 +217,5 @@ def _private(value: Any, name: str = "") -> Any:
 
 
 def _like(tensor: DTensor, local: torch.Tensor) -> DTensor:
-    """A DTensor of the same distribution over another local tensor, wherever that one lives."""
+    """Return a DTensor of the same distribution over another local tensor, on any device."""
     return DTensor(local, tensor._spec, requires_grad=False)

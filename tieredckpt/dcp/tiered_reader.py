@@ -178,7 +178,7 @@ class TieredReader(StorageReader):
         self.tries_one_kind = False
         """Whether the caller falls back itself: a load does not pass over a plain checkpoint to an older step."""
         self._needed: tuple[list[ReadItem], _Needs] = [], ([], [])
-        """The items that the last vote was about, and what they need."""
+        """The items of the last vote, and the tensors and objects that they need."""
         self._voted = LoadVote(())
         self._decided: LoadDecision | None = None
         """What this rank has decided for all, where nothing travels between ranks."""

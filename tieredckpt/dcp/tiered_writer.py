@@ -75,18 +75,18 @@ class SaveAssignment:
 
 @dataclasses.dataclass(frozen=True)
 class WriterOptions:
-    """What a ``Checkpointer`` wants of the writer of one save."""
+    """Options of a ``Checkpointer`` for the writer of one save."""
 
     seals: bool = True
     """``write_data`` seals what it wrote; otherwise the caller seals :attr:`TieredWriter.job`."""
     required: bool = False
-    """The step is to become durable whatever policy says, and is not left out for newer ones."""
+    """Upload the step regardless of policy, and do not skip it for newer steps."""
     keep: bool = False
-    """The step is not given up for newer ones."""
+    """Do not evict the step for newer steps."""
     wait_s: float | None = None
-    """Seconds to wait for a slot; ``None``: as the settings say."""
+    """Seconds to wait for a slot; ``None``: the setting ``memory.wait_s``."""
     report: ReportMetrics | None = None
-    """Adds to the agent's metrics for a caller that counts failed saves; ``None``: the writer counts them."""
+    """Metrics function of a caller that counts failed saves; ``None``: the writer counts them."""
 
 
 @dataclasses.dataclass
@@ -105,7 +105,7 @@ class _SaveCall:
     plans: list[SavePlan] | None = None
     """All ranks' final plans, where this rank coordinates."""
     job: SaveJob | None = None
-    """This rank's part, once the ranks have agreed on its key, until it is left out."""
+    """This rank's part, after the ranks have agreed on its key; ``None`` after an abort."""
 
 
 class TieredWriter(SlotStager, StorageWriter):
@@ -148,7 +148,7 @@ class TieredWriter(SlotStager, StorageWriter):
 
     @property
     def job(self) -> SaveJob | None:
-        """This rank's part of the last save; ``None`` where it has none."""
+        """This rank's part of the last save; ``None`` if it has none."""
         return self._call.job
 
     @property
@@ -364,7 +364,7 @@ class TieredWriter(SlotStager, StorageWriter):
         return job
 
     def _planned_writes(self, session: Session, plan: SavePlan, planner: SavePlanner) -> PlannedWrites:
-        """What this rank writes; where an earlier save had the same plan its layout is not built again."""
+        """Return this rank's writes; an earlier save with the same plan provides the layout."""
         if self._staged is None and is_default_save_planner(planner):
             planned = session.cached_plan(state_fingerprint(planner.state_dict))  # type: ignore[attr-defined]
             if planned is not None and planned.signature == plan_signature(plan):
@@ -372,7 +372,7 @@ class TieredWriter(SlotStager, StorageWriter):
         return PlannedWrites(plan, planner, staged=self._staged is not None)
 
     def _staged_for(self, job: SaveJob, work: PlannedWrites, parts: int) -> StagedShard:
-        """The slot that was staged before, or a new one with everything of ``work`` in it."""
+        """Return the slot that was staged before, or a new slot with all data of ``work``."""
         session, before = job.session, self._staged
         earlier = self._staged = self._under(session, before, job.key)
         staged = self._take_staged(work, job.key.part, parts)
@@ -385,7 +385,7 @@ class TieredWriter(SlotStager, StorageWriter):
             self._fill(session, staged, work)
             if before is not None and earlier is None and not before.owner.is_alive:
                 raise SaveFailedError(
-                    f"{job.key}: the process that staged it has ended, and what it had staged may be overwritten"
+                    f"{job.key}: the process that staged it has ended, and its slot may have been overwritten"
                 )
 
         layout = work.layout(session.cached_layouts)

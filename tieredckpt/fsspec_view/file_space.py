@@ -125,8 +125,8 @@ class StepFileSpace:
             saving.capture_point()
             store = session.agent.store
             incarnation = f"files-{store.arena_id}"
-            # The first claim of an arena holds for all its processes. Like the epoch of any incarnation it is not below
-            # the one of the world, or the time: two nodes know nothing of each other's claims.
+            # The first claim of an arena holds for all its processes. It is not below the world's epoch or the
+            # time, like the epoch of any incarnation: two nodes do not know each other's claims.
             known = store.epoch(self.space) or session.newest_known_epoch()
             at_least = session.incarnation.capture().world_epoch or clock_ms()
             epoch = store.claim(self.space, incarnation, at_least=max(known, at_least))

@@ -26,7 +26,7 @@ _PLAIN = (torch.Tensor, torch.nn.Parameter)
 
 
 class RestorePlanner(DefaultLoadPlanner):
-    """Plans the same read items as DCP's planner, in one pass over the state and without searches."""
+    """Planner of the same read items as DCP's planner, in one pass over the state without searches."""
 
     def set_up_planner(
         self,
@@ -69,7 +69,7 @@ class _FlatState:
         self.paths: dict[str, tuple[str | int, ...]] = {}
 
     def add_all(self, state: Mapping[str, Any]) -> bool:
-        """Add a whole state; return False where it holds what DCP itself has to set up."""
+        """Add a state; return False if it has values that DCP itself must set up."""
         return all(self._add(str(key), (str(key),), value) for key, value in state.items())
 
     def _add(self, fqn: str, path: tuple[str | int, ...], value: Any) -> bool:
@@ -87,7 +87,7 @@ class _FlatState:
 
 
 def _tensor_items(fqn: str, value: Any, metadata: Metadata) -> list[ReadItem] | None:
-    """The read items of a tensor that was saved as one chunk; ``None`` where DCP has to plan."""
+    """Return the read items of a tensor that was saved as one chunk; ``None`` if DCP must plan."""
     distributed = type(value) is DTensor
     if not distributed and (type(value) not in _PLAIN or hasattr(value, "__create_chunk_list__")):
         return None
@@ -112,7 +112,7 @@ def _tensor_items(fqn: str, value: Any, metadata: Metadata) -> list[ReadItem] | 
 
 
 def _one_chunk(fqn: str, metadata: Metadata) -> tuple[int, ...] | None:
-    """The shape of a tensor that was saved as one chunk, as far as a reader has to know; ``None`` for others."""
+    """Return the shape of a tensor that was saved as one chunk; ``None`` for other entries."""
     entries = metadata.state_dict_metadata
     if isinstance(entries, LazyStateMetadata):
         return entries.shape(fqn)
@@ -127,7 +127,7 @@ def _has_elements(chunk: ChunkStorageMetadata) -> bool:
 
 
 class LazyStateMetadata(Mapping[str, TensorStorageMetadata | BytesStorageMetadata]):
-    """Metadata of a step's entries, each made when it is looked up."""
+    """Metadata of a step's entries, each created when it is looked up."""
 
     def __init__(self, names: StateNames) -> None:
         self._names = names

@@ -225,7 +225,7 @@ class ReadExecutor:
         for part, moves in whole.items():
             shard = self._step.shards[part]
             fd = self._pinned.file(part)
-            mapped = self._session.populated_mapping(fd, shard.size_bytes)  # stays mapped while it is referred to
+            mapped = self._session.populated_mapping(fd, shard.size_bytes)  # stays mapped while it is referenced
             file = ShardFile(fd, 0 if mapped is None else mapped.address)
             bad = copy_verified(self._session.copier, file, shard, moves, then=then)
             if bad:

@@ -17,11 +17,9 @@ from tieredckpt.format.manifest import ShardIndex
 from tieredckpt.tensors.slot_copy import Copier, MemoryCopy, copy_memory, memory_at_address, read_into
 
 _STRIDE_BYTES = 256 << 10
-"""Read and hashed at a time: fits into a core's own cache, and few enough calls that many threads do not wait for the
-interpreter.
-"""
+"""Bytes to read and hash at a time: a core's cache holds them, and threads need few Python calls."""
 _BYTES_PER_THREAD = 2 << 20
-"""Hashing takes longer than copying, so fewer bytes are worth another thread."""
+"""Bytes that are worth another thread: fewer than for a copy, because hashing takes longer."""
 
 
 class ShardFile(NamedTuple):
@@ -29,11 +27,11 @@ class ShardFile(NamedTuple):
 
     fd: int
     address: int = 0
-    """Start of a mapping whose pages are populated; 0 where there is none: to populate one takes as long as to read."""
+    """Start of a mapping with populated pages, else 0; populating a new one takes as long as reading."""
 
 
 def read_shard(file: ShardFile, target: int, offset: int, size_bytes: int) -> None:
-    """Read bytes of a shard to an address. ``OSError`` when they cannot be read, or the file ends before."""
+    """Read bytes of a shard to an address; raise ``OSError`` if the file ends too early."""
     if file.address:
         copy_memory(target, file.address + offset, size_bytes)
     else:

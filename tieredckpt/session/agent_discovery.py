@@ -94,7 +94,7 @@ _standby_nodes: Callable[[], tuple[PeerNode, ...]] = tuple
 
 @contextlib.contextmanager
 def use_standby_nodes(nodes: Callable[[], tuple[PeerNode, ...]]) -> Iterator[None]:
-    """In this block ``nodes`` returns the nodes outside the world whose agents accept replicas."""
+    """Use in this block ``nodes``, which returns the nodes outside the world that accept replicas."""
     global _standby_nodes  # noqa: PLW0603 - a process is in one world
     before, _standby_nodes = _standby_nodes, nodes
     try:
@@ -104,13 +104,12 @@ def use_standby_nodes(nodes: Callable[[], tuple[PeerNode, ...]]) -> Iterator[Non
 
 
 def join_peer_agents(session: Session, *, restoring: bool = False) -> bool:
-    """Have this node's agent know those of the job's other nodes, to which it says what is whole, and where it keeps
-    copies, as the settings say. Whether there are copies.
+    """Send this node's agent the list of the job's other agents; return whether there are replicas.
 
-    Nodes of earlier worlds whose agents still run stay in the list. For a restore they are full members: where several
-    leave at once, a shard and all its copies may be on those. From the next save on they are standby nodes, like the
-    nodes of :func:`use_standby_nodes`: they get replicas only where the nodes with ranks are too few, and nobody's
-    quorum depends on them.
+    Nodes of earlier worlds whose agents still run stay in the list. For a restore they are full members: if several
+    nodes leave at once, a shard and all its replicas may be on them. The next save makes them standby nodes, like the
+    nodes of :func:`use_standby_nodes`. Standby nodes get replicas only if there are too few nodes with ranks, and no
+    quorum includes them.
     """
     peer = session.settings.peer
     if peer.discovery == DISCOVERY_OFF:
@@ -164,7 +163,7 @@ def _add_standby_nodes(session: Session, peer: PeerSettings) -> None:
 
 
 def _outside(session: Session) -> tuple[PeerNode, ...]:
-    """Return the nodes outside the world that know the job's secret; they cannot know one that the ranks generate."""
+    """Return the nodes outside the world that know the job's secret, if the ranks did not generate it."""
     peer = session.settings.peer
     return session.standby_nodes if peer.secret and not is_unreplicated(peer) else ()
 
@@ -325,8 +324,9 @@ def _forget(store: torch.distributed.Store, prefix: str, secret_file: str) -> No
 
 
 def _plan_of_last(session: Session, peer: PeerSettings, restoring: bool) -> JobPeersConfig | None:
-    """On a single node: ``None``, unless it knows others from an earlier world, or outside of this one. From the first
-    save on those are standby nodes, and this node alone counts for the quorum, also where none of the others lives.
+    """Return a single node's plan if it knows other nodes; ``None`` otherwise, and during a restore.
+
+    The first save makes them standby nodes. Then this node alone is the quorum, even if all others are dead.
     """
     known = _acquaintance(session, restoring)
     if restoring:
@@ -339,7 +339,7 @@ def _plan_of_last(session: Session, peer: PeerSettings, restoring: bool) -> JobP
 
 
 def _list_of_first_rank(session: Session, known: KnownPeers | None) -> MemberList | None:
-    """Return the list that the node's first rank makes: the others may see other nodes outside the world."""
+    """Return the node's list from its first rank; other ranks may see other nodes outside the world."""
     store = dist.distributed_c10d._get_default_store()
     prefix, rank = f"tieredckpt/{session.job}/nodes/single", dist.get_rank()
     prefix = f"{prefix}/{store.add(f'{prefix}/tries/{rank}', 1)}"
@@ -355,7 +355,7 @@ def _list_of_first_rank(session: Session, known: KnownPeers | None) -> MemberLis
 
 
 def _with_standby(nodes: Mapping[str, PeerNode], known: KnownPeers | None, outside: Iterable[PeerNode]) -> MemberList:
-    """Return the nodes with ranks, and as standby nodes those outside the world and the living of earlier worlds."""
+    """Return the nodes with ranks, and as standby nodes those outside the world or of earlier worlds."""
     earlier = known.nodes if known is not None else ()
     standby = {node.id: node for node in (*earlier, *outside) if node.id not in nodes}
     return member_list(time.time_ns(), [*nodes.values(), *standby.values()], standby)

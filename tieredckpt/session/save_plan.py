@@ -41,7 +41,7 @@ class PlannedSave:
     fingerprint: tuple[Fingerprint, ...] | None = None
     """Of the state it was planned for; ``None`` when the planner is not the default one."""
     signature: PlanSignature | None = None
-    """Of the plan, beyond what the fingerprint says."""
+    """Signature of the plan, in addition to the state's fingerprint."""
 
 
 def save_planner_is_transparent(planner: SavePlanner) -> bool:
@@ -61,7 +61,7 @@ def is_default_save_planner(planner: SavePlanner) -> bool:
 
 
 def plan_signature(plan: SavePlan) -> PlanSignature:
-    """What a layout takes from a plan of DCP's own planner and the state's fingerprint does not have."""
+    """Return the values of a DCP plan that a layout needs and the state's fingerprint lacks."""
     places = [
         (item.index.fqn, item.index.offset, item.tensor_data is not None and item.tensor_data.properties.requires_grad)
         for item in plan.items
@@ -169,7 +169,7 @@ class PlannedWrites:
 
 
 class CachedWrites(PlannedWrites):
-    """The plan of an earlier save of the same state: the layout is known, and the state has the tensors."""
+    """The plan of an earlier save of the same state, with its layout and the state's tensors."""
 
     def __init__(self, planned: PlannedSave, plan: SavePlan, planner: SavePlanner) -> None:
         self.is_transparent = True

@@ -212,7 +212,7 @@ class Session:
         """The plan with the addresses that the job's nodes have by now, of which this one may have changed."""
         self._plan: JobPeersConfig | None = None
         self.standby_nodes: tuple[PeerNode, ...] = ()
-        """Nodes outside the world that replicas may go to, as this process saw them last."""
+        """Nodes outside the world that may get replicas, as this process last saw them."""
         transport = peer_transport(settings.agent.interface, settings.agent.tls, settings.agent.transport)
         self.peers = PeerReader(node, job, transport, streams=settings.peer.streams)
         self._lock = threading.RLock()
@@ -239,7 +239,7 @@ class Session:
 
     @property
     def peer_plan(self) -> JobPeersConfig | None:
-        """The plan that this process gave to its agent last."""
+        """The plan that this process last sent to its agent."""
         return self._plan
 
     def update_settings(self, settings: Settings) -> None:
@@ -524,7 +524,7 @@ class Session:
         )
 
     def has_plan(self, planned: PlannedSave) -> bool:
-        """Whether ``planned`` is still what this world saves such a state by."""
+        """Return whether ``planned`` is still this world's plan for such a state."""
         return planned.parts == self.incarnation.part_count and any(one is planned for one in self._planned)
 
     def cache_plan(self, planned: PlannedSave) -> None:
@@ -615,7 +615,7 @@ class Session:
             return known
 
     def populated_mapping(self, fd: int, size_bytes: int) -> MappedSlot | None:
-        """Return this process's own mapping of a shard's open file, if it has touched all of the shard's pages."""
+        """Return this process's mapping of a shard's open file, if all pages of the shard are populated."""
         with self._lock:
             return next((memory for memory in self._memories.values() if memory.maps_file(fd, size_bytes)), None)
 

@@ -121,7 +121,7 @@ class DeviceBackend(Protocol):
         """Give memory back to the devices that no tensor of this process needs."""
 
     def is_capturing(self) -> bool:
-        """Whether what the calling thread gives its stream is captured in a graph, and not done."""
+        """Return whether the calling thread's stream is capturing a graph."""
 
     def on_replay(self, call: Callable[[], None]) -> contextlib.AbstractContextManager[None]:
         """While the block runs ``call`` is called, in whichever thread, before work captured in a graph is replayed."""

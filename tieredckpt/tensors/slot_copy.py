@@ -111,7 +111,7 @@ class Copier:
         bytes_per_thread: int = _BATCH_BYTES,
         halfway: str = "",
     ) -> None:
-        """``do`` every job, in these threads and the caller's: one for each ``bytes_per_thread`` of ``size_bytes``."""
+        """Run ``do`` for every job in the caller and one thread per ``bytes_per_thread`` of ``size_bytes``."""
         tickets = itertools.count()
         failed: list[BaseException] = []
 
@@ -216,7 +216,7 @@ class MappedSlot:
         return None if self._device is None else self._place
 
     def maps_file(self, fd: int, size_bytes: int) -> bool:
-        """Whether an open file is the slot's, and its first ``size_bytes`` are there and have been touched."""
+        """Return whether an open file is the slot's and its first ``size_bytes`` are populated."""
         found = os.fstat(fd)
         whole = size_bytes <= min(found.st_size, self.size_bytes)
         return (found.st_dev, found.st_ino) == self._file and whole and self.is_populated(size_bytes)
@@ -262,16 +262,16 @@ class MappedSlot:
         failpoint("stage.filled")
 
     def is_populated(self, size_bytes: int) -> bool:
-        """Whether this process has touched the first ``size_bytes``: a copy into them takes no new pages."""
+        """Return whether the first ``size_bytes`` have pages in this process."""
         return self._touched >= size_bytes
 
     def populate(self, start: int, size_bytes: int) -> None:
-        """Put a page behind each of these bytes where this process has touched none of them yet."""
+        """Populate the pages of these bytes if this process has touched none of them yet."""
         if start + size_bytes > self._touched:
             self._put_pages(start, size_bytes)
 
     def hold(self) -> None:
-        """Stay registered until :meth:`unhold`, also when the slot is closed meanwhile."""
+        """Stay registered until :meth:`unhold`, even if the slot is closed meanwhile."""
         with self._lock:
             self._in_flight += 1
 
@@ -281,7 +281,7 @@ class MappedSlot:
             self._unregister_if_done()
 
     def note_populated(self, first: int, end: int) -> None:
-        """The bytes from ``first`` to ``end`` have been written."""
+        """Record that the bytes from ``first`` to ``end`` have been written."""
         warm = self._touched
         if warm < first <= warm + _BATCH_BYTES:  # the header, which is written last
             self._put_pages(warm, first - warm)
@@ -340,7 +340,7 @@ class MappedSlot:
 
 
 class CopyPlan:
-    """Tensors by the way in which they are copied into a slot; good for any slot."""
+    """Tensors grouped by the way in which they are copied; usable with any slot."""
 
     def __init__(self, pieces: Sequence[SlotWrite]) -> None:
         self.moves: list[MemoryCopy] = []
@@ -366,7 +366,7 @@ class CopyPlan:
 class SlotCopy:
     """One copy of tensors into a slot. Nothing may change them before it has ended.
 
-    :meth:`start` gives the devices their copies, :meth:`finish` copies what is in this process's memory and waits for
+    :meth:`start` enqueues the devices' copies, :meth:`finish` copies the tensors in this process's memory and waits for
     the devices. Any thread may finish.
     """
 
@@ -382,7 +382,7 @@ class SlotCopy:
         return bool(self._plan.moves or self._plan.others)
 
     def start(self) -> dict[torch.device, DeviceEvent]:
-        """Give the devices their copies; return an event behind those of each."""
+        """Enqueue the devices' copies; return an event after the copies of each device."""
         events: dict[torch.device, DeviceEvent] = {}
         on_devices = self._plan.on_devices
         if not on_devices:
@@ -394,7 +394,7 @@ class SlotCopy:
             for place, some in on_devices.items():
                 stream = self._device.new_stream(place)
                 self._streams.append(stream)
-                stream.wait_stream(self._device.current_stream(place))  # what the state was computed by
+                stream.wait_stream(self._device.current_stream(place))  # the work that computed the state
                 copies = [DeviceCopy(self._target(*piece), piece.tensor.detach()) for piece in some]
                 self._device.copy(copies, stream)
                 events[place] = stream.record_event()
@@ -404,7 +404,7 @@ class SlotCopy:
         return events
 
     def finish(self, copier: Copier) -> None:
-        """Copy what is in this process's memory, and wait for the devices, whatever fails."""
+        """Copy the tensors in this process's memory, and wait for the devices even after an error."""
         try:
             self.copy_host_part(copier)
         finally:
@@ -423,7 +423,7 @@ class SlotCopy:
         copier.copy(moves, before=None if slot.is_populated(self._plan.end) else populate)
 
     def wait_for_devices(self) -> None:
-        """Until nothing writes into the slot any more: then it may be given back."""
+        """Wait until no device writes into the slot, so that it may be released."""
         streams, self._streams = self._streams, []
         try:
             with contextlib.ExitStack() as stack:

@@ -200,7 +200,7 @@ def resolve_stateful(state: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def is_stateful(value: Any) -> TypeGuard[Stateful]:
-    """Whether a value has a state dict of its own."""
+    """Return whether a value has its own state dict."""
     # Asking a protocol takes 10 µs; thousands of tensors at the top of a state are asked at every step.
     return not isinstance(value, torch.Tensor) and isinstance(value, Stateful)
 
