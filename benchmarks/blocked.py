@@ -26,7 +26,7 @@ _ALL_SLOTS = 4
 
 
 _STEP_R = 10
-"""Copies of the state that a step takes as long as."""
+"""Duration of a step, in copies of the state."""
 
 
 class Ours:
@@ -51,7 +51,7 @@ class Ours:
 
 
 class Step:
-    """Matrix products in place of a forward and a backward pass, then a step of an optimizer that owns the state.
+    """Matrix products instead of a forward and backward pass, then a step of the state's optimizer.
 
     The optimizer has no gradients, so it changes nothing; a save cannot know that.
     """

@@ -1,7 +1,7 @@
-"""Section "aborts": communicators of two ranks are aborted and created again up to 100 times, with flat memory.
+"""Section "aborts": abort and re-create the communicators of two ranks up to 100 times in flat memory.
 
-With a GPU two ranks on one device do that on NCCL, as often as the time allows. Without one 25 aborts run on gloo and
-on a fake of NCCL.
+With a GPU, two ranks on one device use NCCL, for as many aborts as the time allows. Without a GPU, 25 aborts run on
+gloo and on a fake of NCCL.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from tests.support.elastic_runs import ROOT
 TIMES = 100
 _FAKES = ("gloo", nccl_like.NAME)
 _END_S = 6.0
-"""Seconds that the last abort may take after the ranks were to stop."""
+"""Seconds that the last abort may take after the time limit of the ranks."""
 
 Line = dict[str, Any]
 

@@ -1,4 +1,4 @@
-"""Section "golden": faults of every kind, and resizes, on NCCL with several ranks on one GPU; every loss compared.
+"""Section "golden": all kinds of faults, and resizes, on NCCL with several ranks on one GPU.
 
 ``python -m tests.gpu.golden [cpu|cuda] [SECONDS] [WORD ...]`` runs it alone, or only the jobs whose names have one of
 the words. Without a GPU the same jobs run on the backend that does what NCCL does.
@@ -222,7 +222,7 @@ class Budget:
         self._lock = threading.Lock()
 
     def slot_s(self) -> tuple[float, float]:
-        """Return the seconds that the next job gets for its faults, and all that are left; 0 when it may not begin."""
+        """Return the next job's seconds for faults (0: do not start it) and all remaining seconds."""
         with self._lock:
             jobs, self._left = self._left, self._left - 1
         left_s = self._until - time.monotonic()
@@ -232,7 +232,7 @@ class Budget:
 
 
 def run(device: str, out: Path, limit_s: float, words: Sequence[str] = ()) -> Iterator[Finding]:
-    """Run the jobs for at most ``limit_s`` seconds; what has no time left is ``not run``."""
+    """Run the jobs for at most ``limit_s`` seconds; report checks without time left as ``not run``."""
     out.mkdir(parents=True, exist_ok=True)
     kind = device.partition(":")[0]
     where = "CPU, a backend that does what NCCL does" if kind == "cpu" else f"{device}, ranks on one GPU, NCCL"

@@ -91,7 +91,7 @@ class GoldenJob(msgspec.Struct, frozen=True):
 
 
 def faults_from(text: str, ranks: int) -> tuple[Fault, ...]:
-    """Return the faults that ``text`` lists as ``kind@place``; each happens to another rank than the one before."""
+    """Return the faults that ``text`` lists as ``kind@place``, for one rank after the other."""
     pairs = [word.split("@") for word in text.split()]
     return tuple(Fault(kind, place, (1 + number) % ranks) for number, (kind, place) in enumerate(pairs))
 
@@ -234,7 +234,7 @@ class GoldenRun(msgspec.Struct):
 
 
 def different_steps(found: GoldenRun, quiet: GoldenRun, steps: range) -> str:
-    """Return which losses of ``steps`` differ from those of the run without a fault, or are missing; else nothing."""
+    """Describe losses of ``steps`` that are missing or differ from the run without faults, or return ""."""
     how = found.job.how[0]
     expected = quiet.events.losses(how)
     losses = {key: one for key, one in found.events.losses(how).items() if key[0] in steps}

@@ -1,6 +1,6 @@
-"""A deterministic training for :mod:`tests.gpu.golden`, to which faults happen at chosen places of chosen steps.
+"""Deterministic training for :mod:`tests.gpu.golden`, with faults at chosen places of chosen steps.
 
-Arguments: the folder of the events, the device type, the wall-clock time after which no fault happens any more, and a
+Arguments: the folder of the events, the device type, the wall-clock time of the last possible fault, and a
 file with the :class:`tests.gpu.golden_jobs.GoldenJob`.
 """
 
@@ -99,7 +99,7 @@ class Training:
 
     def _wrapped(self, how: str, kind: str) -> torch.nn.Module:
         if how == "ddp":
-            # Else DDP cuts its buckets anew after the first step, and a ring of four ranks then adds in another order.
+            # Else DDP changes its buckets after the first step, and a ring of four ranks then adds in another order.
             return DistributedDataParallel(self.model, find_unused_parameters=True)
         if how == "hsdp":
             mesh = self._world.mesh((-1, 2), ("replicas", "shards"), device_type=kind)
@@ -203,7 +203,7 @@ class Run:
         self._events.write("step", how=how, step=step, loss=loss, sum=training.checksum(), **named)
 
     def _strike(self, world: World, step: int) -> Strike | None:
-        """Wait until all ranks are in the step and the spare is warm; return the fault that happens to this rank."""
+        """Wait until all ranks are in the step and the spare is warm; return this rank's fault."""
         if self._job.resizes and step == FIRST_STEP - 1 and world.size < self._job.ranks:
             self._wait_for_notice(world)  # the second node was late, and joins now
         fault = self._faults.get(step)

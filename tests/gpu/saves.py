@@ -36,7 +36,7 @@ _SLOTS, _FILES = 13, 4
 """States that the slots of three jobs and torch's files on tmpfs have room for."""
 _SAVES, _MEASURED = 10, {0: "first", 1: "second", 9: "tenth"}
 _STEPS, _STEP_R = 3, 10
-"""Saves for a figure, and copies of the state that a step takes as long as."""
+"""Number of measured saves, and duration of a step in copies of the state."""
 _WAIT_S = 60.0
 
 Tensors = dict[str, torch.Tensor]
@@ -213,7 +213,7 @@ def _checkpointer(state: Tensors, settings: Settings, limit: Limit) -> Iterator[
 
 
 def _prepared_and_overlapped(state: Tensors, settings: Settings, limit: Limit) -> Iterator[Finding]:
-    """Yield the first two saves after ``prepare``, then saves after an optimizer's step and a step beside one."""
+    """Yield the first two saves after ``prepare``, saves after a step, and a step during a save."""
     optimizer = torch.optim.SGD(list(state.values()), lr=0.1)  # without gradients its step changes nothing
     session = open_session("gpu-steps", settings)
     compute = _compute_for(_STEP_R * limit.out_s)
@@ -242,7 +242,7 @@ def _prepared_and_overlapped(state: Tensors, settings: Settings, limit: Limit) -
             return took
 
         def bits() -> str:
-            """Compare the last save with the state. The next save plans anew, and is no figure."""
+            """Compare the last save with the state; the next save plans again and must not be measured."""
             wipe(fresh)
             checkpointer.restore(fresh)
             return difference(state, fresh)
@@ -264,7 +264,7 @@ def _middle(values: list[float]) -> float:
 
 
 def _compute_for(seconds: float) -> Callable[[], None]:
-    """Return matrix products that take the device about so long."""
+    """Return matrix products that take the device about ``seconds``."""
     size = 4096 if is_real() else 256
     matrix = torch.rand(size, size, device=accelerator().current())
 

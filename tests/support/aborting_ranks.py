@@ -1,4 +1,4 @@
-"""A rank that forms process groups, hangs in a collective, is aborted and forms groups again, in one process.
+"""A rank that repeatedly forms process groups, hangs in a collective and is aborted, in one process.
 
 ``python -m tests.support.aborting_ranks RANK STORE_PORT MEETING_PORT BACKEND TIMES UNTIL`` runs one and prints a JSON
 line for each stage that begins and for each epoch that ended.
@@ -147,16 +147,16 @@ class AbortingRank:
                     dist.all_reduce(self._ones())
                     device = accelerator()
                     device.synchronize(device.current())
-                except RuntimeError as error:  # gloo's; what is silent has left anything in its output
+                except RuntimeError as error:  # gloo raises; a silent abort leaves any output
                     if groups.aborts_silently:
-                        raise AssertionError("an abort that was to be silent") from error
+                        raise AssertionError("the abort must be silent and has raised") from error
         thread.join()
 
 
 def rank_of_two(
     rank: int, store_port: int, meeting_port: int, backend: str, times: int, **options: Any
 ) -> AbortingRank:
-    """Run one rank to its end and return it."""
+    """Run one rank until it stops and return it."""
     if backend == nccl_like.NAME:
         nccl_like.register()
     os.environ["NCCL_HOSTID"] = f"rank-{os.getpid()}"  # else NCCL takes no two ranks on one device
@@ -166,7 +166,10 @@ def rank_of_two(
 
 
 def growth_of(sizes: Mapping[int, Mapping[str, int]], what: str, times: int) -> int:
-    """From the most of some early epochs to the least of the last: a group may end a little after it was left."""
+    """Return the growth from the early epochs' maximum to the last epochs' minimum.
+
+    A group may end a little after its epoch.
+    """
     early = max(sizes[epoch][what] for epoch in range(SETTLED - AROUND, SETTLED + AROUND))
     return min(sizes[epoch][what] for epoch in range(times - AROUND, times + 1)) - early
 

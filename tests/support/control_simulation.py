@@ -161,7 +161,7 @@ class ControlSimulation:
         self.reached: dict[int, int] = {}
         """The greatest step that a rank of each epoch has done."""
         self.stopped_at: set[SealedStep] = set()
-        """What supervisors were told that a stop has sealed."""
+        """Steps that supervisors recorded as sealed by a stop."""
         self.desks = 0
         self.desk = self._new_reconciler(fresh=True)
         self.nodes: dict[str, SimulatedNode] = {}

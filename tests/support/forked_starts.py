@@ -374,7 +374,7 @@ def template_sockets() -> list[socket.socket]:
 
 
 def fork_template() -> None:
-    """Fork a template of this process's own, in a fork of a worker that starts programs. It has no threads yet."""
+    """Fork a template for this forked worker, which starts programs and has no threads yet."""
     if _here.agents and not _here.fresh:
         _fork_template()
 

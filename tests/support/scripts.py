@@ -1,4 +1,4 @@
-"""Scripts of tests, run as files: with ``--forked-starts`` a script is forked, and code after ``-c`` is not."""
+"""Scripts of tests as files: ``--forked-starts`` forks a script file, but not code after ``-c``."""
 
 from __future__ import annotations
 

@@ -82,8 +82,7 @@ _GUESSED_S = {
     "tests/simulation": 8.0,
     "tests/worlds": 5.0,
 }
-"""Seconds of tests without a recorded duration, by the first prefix that fits: of one test, or of a file that stays
-together."""
+"""Assumed seconds of a test, or of a file that stays together, by the first matching prefix."""
 _SHORT_S = 0.05
 """Seconds of a test that no prefix names."""
 

@@ -1,4 +1,4 @@
-"""A node that was in no world of the job keeps replicas of its steps, and resumes it when the others are lost."""
+"""A node that was in no world of the job stores replicas and resumes the job without the others."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ TOTAL = 16
 
 
 def prepare(name, training_run):
-    """A job that skips no save, and whose replicas outlast the time until the loss of the other nodes is known."""
+    """Return a job that skips no save, and whose replicas outlast the detection of lost nodes."""
     job = training_run(name, "tree", TOTAL)
     job.environ |= {"TIEREDCKPT_AGENT_JOB_TTL_S": "30", "TIEREDCKPT_MEMORY_ON_BUSY": "wait"}
     return job
@@ -45,7 +45,7 @@ def wait_replicated(job, node, step):
 
 
 def cluster_status(job, node):
-    """What ``tieredckpt status --cluster`` prints on ``node``."""
+    """Return the output of ``tieredckpt status --cluster`` on ``node``."""
     done = subprocess.run(
         [sys.executable, "-m", "tieredckpt", "status", "whole", "--cluster", "--json",
          "--agent-dir", str(agent_directory(job, node))],
@@ -71,7 +71,7 @@ def ranked_node(job):
 
 
 def assert_resumed_from(job, resumed, reference_steps):
-    """Assert that the last world began with step ``resumed``, from memory, on a node that was in no world before."""
+    """Assert that the last world restored step ``resumed`` from memory on a node without an earlier world."""
     worlds = job.log_lines("world")
     assert len({one["pid"] for one in worlds}) == 2
     last = max(worlds, key=lambda one: one["epoch"])

@@ -1,4 +1,4 @@
-"""A job that was stopped: the next run restores exactly the version that its ranks sealed, or ends and says why."""
+"""The run after a stop restores exactly the version that the ranks sealed, or ends with an error."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ train()
 
 @pytest.fixture
 def elastic_run(tmp_path, agent_dir):
-    """Run the script up to a number of steps, or until it is stopped; the process, and what its worlds restored."""
+    """Return a function that runs the script and returns the process and the restored steps."""
     script, told = tmp_path / "train.py", tmp_path / "restored"
     script.write_text(SCRIPT)
     environ = os.environ | {"ELASTIC_RUN_DIRECTORY": str(tmp_path / "run")}
@@ -72,7 +72,7 @@ def agent():
 
 
 def stopped_run(elastic_run):
-    """A run that was stopped; what its agent remembers."""
+    """Run and stop a job; return the agent's record of the stop."""
     done, restored = elastic_run(100_000, stop_after=4)
     assert (done.returncode, restored) == (ElasticExit.STOPPED, ["-1 0"]), done.stderr
     with agent() as client:
@@ -90,7 +90,7 @@ def test_next_run_restores_the_version_that_the_stop_sealed(elastic_run):
     assert (done.returncode, restored) == (0, [f"{stopped.step + 2} {stopped.step + 3}"]), done.stderr
 
 
-def test_next_run_raises_where_the_version_is_gone_and_resume_from_overrides_that(elastic_run):
+def test_next_run_raises_without_the_sealed_version_unless_overridden(elastic_run):
     stopped = stopped_run(elastic_run)
     with agent() as client:
         views = client.list_steps("stopping", fresh=True).views
@@ -117,7 +117,7 @@ def save(job, *steps):
 
 
 def test_higher_step_of_an_older_branch_is_not_restored_after_a_stop(agent_dir):
-    """The stop sealed a step on other nodes; the only node there now has a higher step of an older incarnation."""
+    """The only live node has a higher step of an older incarnation than the stop sealed."""
     older = save("branches", 8, 9)
     session = open_session("branches", load_settings())
     record_stopped_step(session.agent, "branches", StoppedStep(older + 1000, 7))

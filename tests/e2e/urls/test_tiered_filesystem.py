@@ -56,7 +56,7 @@ def wait_durable(job="job"):
 
 
 def begun_epoch(directory, monkeypatch):
-    """The epoch that an attempt takes on a node whose memory knows the first epoch of another arena, and no more."""
+    """Return a new attempt's epoch on a node that knows only the first epoch of another arena."""
     monkeypatch.setenv("TIEREDCKPT_AGENT_DIRECTORY", str(directory))
     space = StepFileSpace("job")
     assert space.session.agent.store.claim(space.space, "files-of-another-arena") == 1

@@ -1,4 +1,4 @@
-"""Sections "golden" and "aborts" of ``make test-gpu``: the jobs, their order, and the judgment of their events."""
+"""Sections "golden" and "aborts" of ``make test-gpu``: jobs, their order, and their checks."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def judged(events: list[dict], why: str = "", quiet: GoldenRun | None = None) ->
     return {one.name.partition(": ")[2]: one for one in found if isinstance(one, Check)}
 
 
-def test_golden_jobs_have_every_fault_at_every_place_under_every_parallelism():
+def test_golden_jobs_cover_every_fault_place_and_parallelism():
     found = {(one.how[0], fault.kind, fault.place) for one in faulty_jobs() for fault in one.faults}
     wanted = {(how, kind, place) for how in ("ddp", "fsdp", "hsdp") for kind in KINDS for place in PLACES}
     assert wanted <= found
@@ -88,7 +88,7 @@ def test_golden_jobs_have_names_of_their_own_and_references():
         assert len({fault.file for fault in one.faults}) == len(one.faults)
 
 
-def test_fault_waits_for_a_spare_and_for_the_replacements_of_lost_processes():
+def test_fault_waits_for_spares_and_replacements():
     job = GoldenJob(("ddp",), 2, 2, faults=faults_from("sigkill@inside exception@after hang@before oom@after", 2))
     planned = job.planned()
     assert [one.processes for one in planned.faults] == [3, 4, 4, 5]

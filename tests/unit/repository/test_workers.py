@@ -50,7 +50,7 @@ def test_long_test_of_a_file_of_short_tests_starts_first():
     assert [unit.tests for unit in make_units(tests, seconds)][:2] == [(7,), (9,)]
 
 
-def test_tests_without_a_recorded_duration_start_before_recorded_short_ones():
+def test_tests_without_a_duration_start_before_short_ones():
     tests = [("tests/unit/a.py::test_a", False), ("tests/e2e/new.py::test_b", False)]
     assert [unit.tests for unit in make_units(tests, {"tests/unit/a.py::test_a": 0.1})] == [(1,), (0,)]
 

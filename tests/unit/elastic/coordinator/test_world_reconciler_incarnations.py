@@ -61,7 +61,7 @@ def test_nodes_outside_the_world_know_its_epochs():
     assert table.desk.world_spec.incarnation_epoch > newest
 
 
-def test_coordinator_that_forgot_the_world_of_an_unreachable_node_gives_the_next_one_a_greater_number():
+def test_new_coordinator_exceeds_the_number_of_an_unreachable_world():
     table = ControlSimulation(1)
     table.run_without_faults(15)
     table.disconnect_node(0)
@@ -206,7 +206,7 @@ class History(RuleBasedStateMachine):
 
     @invariant()
     def a_graceful_stop_or_transition_loses_nothing(self):
-        """What is named for the next world, or the next run, has every step that a rank of that world has done."""
+        """The step that the next world or run restores includes every step of that world's ranks."""
         named = {place.resume_from for place in self.table.assignments} | self.table.stopped_at
         for sealed in named - {None}:
             world = sealed.epoch - 1

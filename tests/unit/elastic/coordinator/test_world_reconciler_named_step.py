@@ -85,7 +85,7 @@ def paused(table: ControlSimulation) -> SealedStep:
 
 
 def recorded(table: ControlSimulation) -> set[SealedStep]:
-    """What the supervisors record for the next run, once the job is over."""
+    """Return the steps that the supervisors record for the next run at the end of the job."""
     table.run_without_faults(30)
     assert not table.nodes
     return table.stopped_at
@@ -99,7 +99,7 @@ def test_stopped_job_names_the_step_that_its_ranks_sealed():
     assert sealed == {SealedStep("job", table.targets[0], 1)}
 
 
-def test_job_whose_nodes_are_all_drained_names_the_step_that_its_ranks_sealed():
+def test_drain_of_all_nodes_names_the_sealed_step():
     table = ControlSimulation(3)
     table.run_without_faults(15)
     for node in table.nodes.values():
@@ -108,7 +108,7 @@ def test_job_whose_nodes_are_all_drained_names_the_step_that_its_ranks_sealed():
     assert sealed == {SealedStep("job", table.targets[0], 1)}
 
 
-def test_job_that_is_stopped_between_two_worlds_names_the_step_that_was_sealed_last():
+def test_stop_between_two_worlds_names_the_last_sealed_step():
     table = ControlSimulation(3)
     table.run_without_faults(15)
     sealed = paused(table)

@@ -1,4 +1,4 @@
-"""The ranks of a world learn which nodes outside it accept replicas, and only while those stay in the job."""
+"""The ranks of a world get the list of nodes outside it that accept replicas and stay in the job."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from tests.support.control_simulation import ControlSimulation
 
 
 def offer_all(table):
-    """Every node that was asked to offers its agent's memory; return those nodes."""
+    """Offer the agent's memory of every node with that request; return these nodes."""
     asked = [node for node in table.nodes.values() if any(isinstance(one, OfferMemory) for one in node.injected)]
     for node in asked:
         node.seats.peer = PeerNode(NodeId(node.name), f"{node.name}:7070")
@@ -44,7 +44,7 @@ def test_nodes_outside_the_world_offer_their_memory_to_its_ranks():
     assert standby_of_ranks(table) == tuple(outside)
 
 
-def test_nodes_that_join_leave_or_are_lost_change_the_list_within_the_world():
+def test_standby_list_follows_joined_left_and_lost_nodes():
     table, inside, outside = world_of_one()
     epoch = table.desk.world.epoch
     table.add()

@@ -297,7 +297,7 @@ def test_unhealthy_node_is_left(running: Running) -> None:
 
 @pytest.mark.parametrize("jobs", [20, pytest.param(99, marks=pytest.mark.nightly)])
 def test_silent_agents_of_one_job_delay_no_other_job(api: FakeApiServer, jobs: int) -> None:
-    """One job's agents say nothing until all others have lost a pod, and run again."""
+    """One job's agents do not answer until all other jobs have lost a pod and run again."""
     with official_client(api.url) as client:
         story = Running(api, ApiServerClient(client), every_s=0.5)
         answer = threading.Event()

@@ -1,4 +1,4 @@
-"""A coordinator that starts anew with only the Lease: it allocates no number that was used before."""
+"""A coordinator that restarts with only the Lease allocates no number that was used before."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def leader(lease: LeaderRecordStore, name: str) -> Iterator[LeaderElector]:
 
 
 def new_desk(table: ControlSimulation, elector: LeaderElector) -> WorldReconciler:
-    """A coordinator that has nothing but the Lease."""
+    """A coordinator that has only the Lease."""
     table.restart_coordinator(remembers=False)
     table.desk.leads(elector.term, elector.epoch, elector.incarnation_epoch)
     return table.desk
@@ -46,7 +46,7 @@ def test_lease_keeps_the_content_of_the_record(lease: LeaderRecordStore) -> None
     contract.check_read_after_write(lease)
 
 
-def test_coordinator_that_has_only_the_lease_allocates_above_the_epochs_of_the_last_one(
+def test_coordinator_with_only_the_lease_allocates_greater_epochs(
     lease: LeaderRecordStore,
 ) -> None:
     table = ControlSimulation(1)

@@ -1,4 +1,4 @@
-"""A standby node joins a job when a node that proves the registered secret asks it to; nobody else makes it join."""
+"""A standby node joins a job only at the request of a node that proves the registered secret."""
 
 from __future__ import annotations
 

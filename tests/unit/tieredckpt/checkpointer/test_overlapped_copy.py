@@ -1,4 +1,4 @@
-"""Saves that return before parameters and moments are copied: what may change them waits, or is seen."""
+"""Saves that return before the copy: an optimizer's step waits, and other changes are detected."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ OPTIMIZERS = {
 
 
 class Gate:
-    """Holds the copies that go on after a save until it is opened."""
+    """Gate that blocks the copies after a save until it is opened."""
 
     def __init__(self, monkeypatch) -> None:
         self._open = threading.Event()
@@ -73,7 +73,7 @@ def gate(monkeypatch):
 
 @pytest.fixture
 def fresh_watch(monkeypatch):
-    """What this test's optimizers do to the watch ends with the test."""
+    """Reset the watch after the test."""
     watch = optimizer_watch()
     yield watch
     watch.is_compiled = watch.is_replayed = False
@@ -103,7 +103,7 @@ class Training:
         self.state["cursor"]["at"] = step
 
     def held(self) -> dict[str, object]:
-        """A copy of what the state is now."""
+        """Return a copy of the current state."""
         flat = flatten_state(resolve_stateful(self.state))
         return {name: one.clone() if isinstance(one, torch.Tensor) else one for name, one in flat.items()}
 
@@ -227,7 +227,7 @@ def test_restore_into_the_copied_state_waits(node, gate):
 
 
 def test_save_without_a_step_since_the_last_one_copies_before_it_returns(node):
-    """As where a gradient scaler skips the step, or the optimizer never steps."""
+    """This happens if a gradient scaler skips the step, or the optimizer never steps."""
     training = Training()
     with training.checkpointer as checkpointer:
         checkpointer.save(training.state, 2).wait(timeout_s=WAIT_S)
@@ -335,7 +335,7 @@ class DeviceTraining:
         return copy
 
     def note_step(self) -> None:
-        """What the hook does before an optimizer's step."""
+        """Call the hook as before an optimizer's step."""
         optimizer_watch().before_step(self.optimizer, (), {})
 
     def check(self) -> None:

@@ -1,4 +1,4 @@
-"""Saves that do not ask an unchanged state for its state dicts: every change of it is seen."""
+"""Saves that create no state dicts of an unchanged state detect every change of it."""
 
 from __future__ import annotations
 

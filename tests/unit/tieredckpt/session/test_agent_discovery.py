@@ -274,7 +274,7 @@ def test_nodes_that_join_during_the_world_are_added(outside, monkeypatch, config
     assert two.member_list.version > one.member_list.version
     outside.pop()
     assert agent_discovery.join_standby_nodes(session)
-    assert len(session.joined) == 2  # the dead node gets nothing anyway
+    assert len(session.joined) == 2  # the dead node gets no replicas
 
 
 def test_later_ranks_leave_new_nodes_to_the_first_one(outside, monkeypatch, configured):

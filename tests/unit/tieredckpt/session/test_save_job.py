@@ -1,4 +1,4 @@
-"""A save that fails follows one set of rules, whether ``dcp.save`` or a ``Checkpointer`` runs it."""
+"""Failed saves of ``dcp.save`` and of a ``Checkpointer`` follow the same rules."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def save_with_dcp(step: int, **how: object) -> TieredWriter:
 
 
 def assert_left_out(node, step: int, *, failed: int = 1) -> None:
-    """No slot is leased, the agent gave the step up, and the failure was counted once."""
+    """Assert that no slot is leased, the agent aborted the step, and the failure was counted once."""
     assert node.store.status().arena.leases == 0
     assert [fact.key.version for fact in node.store.list_shards(JOB) if fact.key.version == step] == []
     assert node.trainer_metrics[JOB]["failed"] == failed

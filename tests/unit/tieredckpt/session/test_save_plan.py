@@ -1,4 +1,4 @@
-"""A save of a planned state with ``dcp.save`` uses the layout of the earlier save, and only where it is the same."""
+"""``dcp.save`` of a planned state uses the earlier save's layout if the plan is the same."""
 
 from __future__ import annotations
 
