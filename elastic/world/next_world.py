@@ -648,7 +648,7 @@ def rebuild_world(
     resume_from: SealedStep | None = None,
     min_next_epoch: int = 0,
 ) -> tuple[WorldState, tuple[WorldAction, ...]]:
-    """Who has not reported by now counts as lost; who reports later joins. What was underway is begun again.
+    """Rebuild the world: nodes without a report count as lost and may join later; transitions restart.
 
     If all nodes of a world report it, the world continues unchanged. The next world has at least the number
     ``min_next_epoch``. Counts of offences, and of restarts within a period, begin again at 0. The next world

@@ -147,7 +147,7 @@ class AbortingRank:
                     dist.all_reduce(self._ones())
                     device = accelerator()
                     device.synchronize(device.current())
-                except RuntimeError as error:  # gloo raises; a silent abort leaves any output
+                except RuntimeError as error:  # gloo raises; a silent abort leaves arbitrary output
                     if groups.aborts_silently:
                         raise AssertionError("the abort must be silent and has raised") from error
         thread.join()
