@@ -13,6 +13,7 @@
     ├── UnavailableError        unknown, not absent: retry, or ask somebody else
     │   ├── AgentUnreachableError   nobody answers on the socket
     │   ├── PeerUnreachableError    another node's agent does not answer, or too slowly
+    │   ├── JobNotJoinedError       another node's agent has the job's secret and has not joined it: invite it first
     │   ├── ShardUnreadableError    the shard is kept and cannot be read for now (descriptors, memory, I/O): ask another
     │   ├── NoQuorumError           this node sees too few of the job's nodes to decide alone
     │   └── ArenaBusyError          every slot is in use for now; wait or skip this save

@@ -180,10 +180,12 @@ class _Terms:
             piece = self._step(scheme.step_s).times(scheme.steps_per_interval).then(self._step(scheme.stall_s))
         else:
             piece = self._flow(scheme.interval_s + scheme.stall_s)
-        # During a snapshot's recovery: left = cost + (1 - far) * (left at the last save) + far * (in a durable one).
-        hit = -math.expm1(-scheme.snapshot.recovery_s / mtbf)
-        stays = math.exp(-scheme.snapshot.recovery_s / mtbf) + hit * self._far
-        cost, far = mtbf * hit / stays, hit * self._far / stays
+        cost = far = 0.0
+        if piece.back:
+            # In a snapshot's recovery: left = cost + (1 - far) * (left at the last save) + far * (in a durable one).
+            hit = -math.expm1(-scheme.snapshot.recovery_s / mtbf)
+            stays = math.exp(-scheme.snapshot.recovery_s / mtbf) + hit * self._far
+            cost, far = mtbf * hit / stays, hit * self._far / stays
         # Put in, that is from one save to the next.
         stays = piece.ahead + piece.far + piece.back * far
         ahead, cost, far = (one / stays for one in (piece.ahead, piece.cost + piece.back * cost, stays - piece.ahead))

@@ -41,6 +41,7 @@ MEANT = {
     store.UnavailableError: aws.MemoryTierUnreachableError,
     store.AgentUnreachableError: aws.MemoryTierUnreachableError,
     store.PeerUnreachableError: aws.MemoryTierUnreachableError,
+    store.JobNotJoinedError: aws.MemoryTierUnreachableError,
     store.ShardUnreadableError: aws.MemoryTierUnreachableError,
     store.NoQuorumError: aws.MemoryTierUnreachableError,
     store.ArenaBusyError: aws.MemoryTierUnreachableError,

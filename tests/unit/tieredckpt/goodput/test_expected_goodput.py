@@ -101,6 +101,12 @@ def test_nearly_impossible_fault_costs_no_time(interval_s):
     assert expected_round_s(almost_never, 2.0) == pytest.approx(interval_s)
 
 
+@pytest.mark.parametrize("recovery_s", [710.0, 800.0])
+def test_recovery_that_no_fault_needs_costs_nothing(recovery_s):
+    scheme = CheckpointScheme(1.0, 0.0, FaultCost(0.0, recovery_s), live=FaultCost(1.0, 0.0))
+    assert expected_round_s(scheme, 1.0) == pytest.approx(1.0)
+
+
 @given(schemes(), st.floats(1, 1e7))
 def test_goodput_is_a_share(scheme, mtbf):
     worth = expected_goodput(scheme, mtbf)
