@@ -64,6 +64,13 @@ class OptimizerWatch:
         self.is_replayed = False
         self._running: list[OverlappedCopy] = []
         self._lock = threading.Lock()
+        self._hooks = contextlib.ExitStack()
+        self._hooks.callback(register_optimizer_step_pre_hook(self.before_step).remove)
+        self._hooks.enter_context(accelerator().on_replay(self.before_replay))
+
+    def close(self) -> None:
+        """Remove the hooks."""
+        self._hooks.close()
 
     def before_step(self, optimizer: Optimizer, _args: Any, _named: Any) -> None:
         if torch.compiler.is_compiling():
@@ -87,9 +94,9 @@ class OptimizerWatch:
     @property
     def problem(self) -> str:
         """Reason why this process copies no tensor late, or an empty string."""
-        if self.is_replayed:
-            return "device work was replayed from a graph, which calls no hook"
-        return "an optimizer's step was compiled, which cannot wait" if self.is_compiled else ""
+        if self.is_compiled:
+            return "an optimizer's step was compiled, which cannot wait"
+        return "device work was replayed from a graph, which calls no hook" if self.is_replayed else ""
 
     def add(self, copy: OverlappedCopy) -> None:
         with self._lock:
@@ -103,10 +110,7 @@ class OptimizerWatch:
 @functools.cache
 def optimizer_watch() -> OptimizerWatch:
     """Return this process's watch; the first call registers its hooks."""
-    watch = OptimizerWatch()
-    register_optimizer_step_pre_hook(watch.before_step)
-    contextlib.ExitStack().enter_context(accelerator().on_replay(watch.before_replay))
-    return watch
+    return OptimizerWatch()
 
 
 def wait_for_overlapped_copies() -> None:
@@ -401,8 +405,9 @@ class OverlappedCopy:
                 "copied. Saves copy it before they return from now on. To change the state right after a save, call "
                 "save(...).wait('staged') first, or set memory.staging to 'blocking'"
             )
-        if problem := optimizer_watch().problem:
+        watch = optimizer_watch()
+        if watch.is_compiled:  # the replay of a graph has waited for the copy
             raise SaveFailedError(
-                f"step {self._step} is not saved: while it was copied {problem}. From now on saves return when "
+                f"step {self._step} is not saved: while it was copied {watch.problem}. From now on saves return when "
                 "everything is copied"
             )

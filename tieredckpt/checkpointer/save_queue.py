@@ -73,7 +73,11 @@ class SaveQueue:
         if self._overlapped is not None and memory.is_populated(layout.header_bytes + layout.tensor_bytes):
             late = self._overlapped.start(staged.lease.key.version, memory, layout, writes, session.copier)
             if late is not None:
-                return self._copying.submit(late.run, session.copier)
+                try:
+                    return self._copying.submit(late.run, session.copier)
+                except RuntimeError:  # the interpreter is shutting down and starts no background work
+                    late.run(session.copier)
+                    return None
         memory.copy_in(writes, session.copier)
         return None
 

@@ -302,19 +302,31 @@ class AcceleratorBackend:
 
 @contextlib.contextmanager
 def _replays(graph: type, call: Callable[[], None]) -> Iterator[None]:
-    """Torch has no hook for it: the method that everybody calls is another one meanwhile."""
-    before = graph.replay  # type: ignore[attr-defined]
-
-    @functools.wraps(before)
-    def replay(self: object) -> None:
-        call()
-        before(self)
-
-    graph.replay = replay  # type: ignore[attr-defined]
+    """Call ``call`` before each replay. Torch has no hook, so the method is replaced while there are watchers."""
+    replay: Any = graph.replay  # type: ignore[attr-defined]
+    if not hasattr(replay, "watchers"):
+        replay = _watched_replay(replay)
+        graph.replay = replay  # type: ignore[attr-defined]
+    replay.watchers.append(call)
     try:
         yield
     finally:
-        graph.replay = before  # type: ignore[attr-defined]
+        replay.watchers.remove(call)
+        if not replay.watchers:
+            graph.replay = replay.__wrapped__  # type: ignore[attr-defined]
+
+
+def _watched_replay(before: Callable[[object], None]) -> Any:
+    watchers: list[Callable[[], None]] = []
+
+    @functools.wraps(before)
+    def replay(self: object) -> None:
+        for call in watchers:
+            call()
+        before(self)
+
+    replay.watchers = watchers  # type: ignore[attr-defined]
+    return replay
 
 
 class DeviceWork:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import threading
 
 import pytest
@@ -14,7 +15,7 @@ from tests.support.async_staging import mapped_slot
 from tests.support.bits import assert_same_bits, zeros_like_state
 from tieredckpt import Checkpointer
 from tieredckpt.checkpointer import overlapped_copy
-from tieredckpt.checkpointer.overlapped_copy import OverlappedStaging, optimizer_watch
+from tieredckpt.checkpointer.overlapped_copy import OptimizerWatch, OverlappedStaging, optimizer_watch
 from tieredckpt.checkpointer.save_handle import SaveState
 from tieredckpt.errors import SaveFailedError
 from tieredckpt.format.shard_layout import Layout, TensorEntry, build_layout
@@ -269,11 +270,21 @@ def test_steps_that_cannot_wait_have_saves_copy_everything_at_once(node, gate, f
             if how == "compiled":
                 steps.join(WAIT_S)
         steps.join(WAIT_S)
-        with pytest.raises(SaveFailedError, match=r"outside of an optimizer's step|step was compiled|replayed"):
-            saved.wait(timeout_s=WAIT_S)
+        if how == "compiled":
+            with pytest.raises(SaveFailedError, match=r"outside of an optimizer's step|step was compiled"):
+                saved.wait(timeout_s=WAIT_S)
+        else:  # the replay has waited
+            assert saved.wait(timeout_s=WAIT_S) is SaveState.SEALED
         saved = checkpointer.save(training.state, 3)
         assert saved.job.copied is None
         assert saved.wait(timeout_s=WAIT_S) is SaveState.SEALED
+
+
+def test_replays_are_watched_as_long_as_the_process_runs():
+    with use_device_backend(AsyncDevice()) as device, contextlib.closing(OptimizerWatch()) as watch:
+        gc.collect()
+        device.replay(lambda: None)
+        assert watch.is_replayed
 
 
 def test_blocking_staging_copies_before_the_save_returns(node, monkeypatch):

@@ -112,6 +112,22 @@ def test_torch_s_own_graphs_are_seen_while_they_are_watched(kind, graph, monkeyp
     assert (replayed, seen) == ([1, 1], [1])
 
 
+@pytest.mark.parametrize(("kind", "graph"), GRAPH_CLASSES, ids=[kind for kind, _ in GRAPH_CLASSES])
+def test_graphs_are_seen_by_everyone_who_still_watches(kind, graph, monkeypatch):
+    seen = []
+    monkeypatch.setattr(graph, "replay", lambda _self: seen.append("replayed"))
+    before = graph.replay
+    first, second = (AcceleratorBackend(kind).on_replay(lambda name=name: seen.append(name)) for name in "ab")
+    first.__enter__()
+    second.__enter__()
+    graph.replay(None)
+    first.__exit__(None, None, None)
+    graph.replay(None)
+    second.__exit__(None, None, None)
+    assert seen == ["a", "b", "replayed", "b", "replayed"]
+    assert graph.replay is before
+
+
 def test_reduce_overhead_replays_through_the_watched_class():
     (folder,) = importlib.util.find_spec("torch._inductor").submodule_search_locations
     source = (Path(folder) / "cudagraph_trees.py").read_text()
