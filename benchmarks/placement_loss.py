@@ -1,4 +1,4 @@
-"""Probability that simultaneous failures lose every replica of some shard; the numbers of docs/placement.md.
+"""Probability that simultaneous failures lose every replica of some shard; for docs/explanation/placement.md.
 
 python -m benchmarks.placement_loss --nodes 128 --racks 16 --copies 2
 

@@ -1,4 +1,4 @@
-"""Statistics of the shuffle compared with numpy's, quoted in docs/samples.md.
+"""Statistics of the shuffle compared with numpy's, quoted in docs/explanation/samples.md.
 
 Statistics that are normal with mean 0 and deviation 1 for a perfect shuffle are called z: beyond 4 something is wrong.
 """

@@ -5,7 +5,7 @@
 Every relative link and anchor of every page is followed; every Python block must compile, and one that names an example
 must be that file; every `make` target, every command of `tieredckpt`, `elastic` and `peerstore`, and every test a page
 names must exist. Every walk of `docs/architecture.md` has at most eight files, and names only existing code.
-`docs/settings.md` is generated from the settings in the code (`--write`), and must be current.
+`docs/reference/settings.md` is generated from the settings in the code (`--write`), and must be current.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from markdown_it.token import Token
 ROOT = Path(__file__).resolve().parent.parent
 PACKAGES = ("peerstore", "tieredckpt", "elastic", "integration")
 MAX_WALK_FILES = 8
-SETTINGS_PAGE = ROOT / "docs/settings.md"
+SETTINGS_PAGE = ROOT / "docs/reference/settings.md"
 SETTINGS_MODULE = ROOT / "tieredckpt/settings.py"
 ENVIRONMENT_VARIABLE = re.compile(r"(?:TIEREDCKPT|ELASTIC|PEERSTORE)_[A-Z_]+")
 UNITS = {
@@ -58,7 +58,7 @@ A setting is a key of a YAML file, or an environment variable. The order, from t
 
 1. An argument in the script, such as `Checkpointer(durable=...)`.
 2. The variable of the setting, `$TIEREDCKPT_SECTION_KEY`.
-3. The file that `$TIEREDCKPT_CONFIG` names ([an example](../examples/cluster.yaml)).
+3. The file that `$TIEREDCKPT_CONFIG` names ([an example](../../examples/cluster.yaml)).
 4. The platform's settings that `$TIEREDCKPT_CLUSTER` names ([HyperPod](hyperpod-cluster.md)).
 5. The default.
 
@@ -364,7 +364,7 @@ def render(page: Page, parser: MarkdownIt, out: Path) -> None:
 def main() -> int:
     arguments = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     arguments.add_argument("--out", type=Path, default=ROOT / "site", help="where the rendered pages go")
-    arguments.add_argument("--write", action="store_true", help="generate docs/settings.md again")
+    arguments.add_argument("--write", action="store_true", help="generate docs/reference/settings.md again")
     options = arguments.parse_args()
     out: Path = options.out
     if options.write:

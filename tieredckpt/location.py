@@ -98,7 +98,7 @@ def reject_local_tiered_folder() -> None:
             f"has taken "
             f"{TIERED_SCHEME}://... for a path and makes there what is meant for the store. Look what it is, move it "
             f"away, "
-            "and pass the URL as a string to what understands it (docs/urls.md)"
+            "and pass the URL as a string to what understands it (docs/how-to/urls.md)"
         )
 
 

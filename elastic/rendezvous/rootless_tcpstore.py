@@ -6,7 +6,8 @@
              └──> second holder ─ is told the same by whoever asked the first one; answers when that one is gone
 
 The servers are ``torch.distributed.TCPStore`` and know nothing of each other. Clients are too, one connection to each
-member whose keys are asked for, made when the first one is. ``docs/rendezvous.md`` says what holds when members die.
+member whose keys are asked for, made when the first one is. The page
+``docs/explanation/rendezvous.md`` says what holds when members die.
 """
 
 from __future__ import annotations

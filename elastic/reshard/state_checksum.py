@@ -18,7 +18,8 @@ An element of up to 32 bits is one word, a wider one is several: with words of 6
 them come out of splitmix64. A weight never depends on how the tensor is cut, so the sums of any partition add up.
 
 Two tables, because a block's words then cost two multiplications each, and not a hash each; and two of them, so that a
-block whose sum with one table happens to vanish is still seen through the other. ``docs/resharding.md`` has the
+block whose sum with one table happens to vanish is still seen through the other. ``docs/explanation/resharding.md`` has
+the
 probability of a miss.
 
 DCP describes a local shard by one offset and one shape. That is not enough for a ``_StridedShard`` that does not divide

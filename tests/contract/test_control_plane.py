@@ -49,7 +49,7 @@ PLANES: dict[str, Callable[..., AbstractContextManager[ControlPlaneJob]]] = {
 @pytest.fixture(params=PLANES)
 def start(request: pytest.FixtureRequest) -> Iterator[Start]:
     """Starts a job of so many nodes with one rank each. What cannot be promised there, and what is instead, is in
-    docs/control-plane.md, and here where a test asks for it.
+    docs/explanation/control-plane.md, and here where a test asks for it.
     """
     with contextlib.ExitStack() as stack:
         yield lambda *args, **options: stack.enter_context(PLANES[request.param](*args, **options))

@@ -1,1 +1,1 @@
-"""Random faults in real jobs, and what must hold whatever happens: ``python -m tests.faults``, ``docs/faults.md``."""
+"""Random faults in real jobs, and what must always hold: ``python -m tests.faults`` (docs/how-to/faults.md)."""

@@ -1,4 +1,4 @@
-"""What is sent in a large job, counted: no times. The table in ``docs/scale.md`` is of the same code."""
+"""What is sent in a large job, counted: no times. The table in ``docs/explanation/scale.md`` is of the same code."""
 
 import math
 

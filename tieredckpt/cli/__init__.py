@@ -97,7 +97,7 @@ def tieredckpt_cli() -> None:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run one command; its exit code (``docs/cli.md``). Errors are one message; ``--debug`` shows where from."""
+    """Run one command and return its exit code (``docs/reference/cli.md``). ``--debug`` shows the stack of an error."""
     screen = CommandOutput()
     try:
         result = tieredckpt_cli.main(

@@ -1,6 +1,6 @@
-"""The result of a goodput analysis, as values. docs/goodput.md defines every number.
+"""The result of a goodput analysis, as values. docs/how-to/goodput.md defines every number.
 
-``docs/goodput.md`` says what every number means.
+``docs/how-to/goodput.md`` says what every number means.
 """
 
 from __future__ import annotations

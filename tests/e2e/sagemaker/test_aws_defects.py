@@ -1,6 +1,6 @@
 """What AWS's library does wrong: it does so here, against the server it is tested with, and ours does not.
 
-Each test is named after a line of the table in ``docs/hyperpod-compat.md``.
+Each test is named after a line of the table in ``docs/reference/hyperpod-compat.md``.
 """
 
 import contextlib

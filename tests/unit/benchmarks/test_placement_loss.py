@@ -25,7 +25,7 @@ from peerstore.errors import RequestError
 from peerstore.membership.topology import NodeId, PeerNode, failure_domains
 from peerstore.replication.replica_placement import ReplicaPlacement, place_replicas
 
-PAGE = Path(__file__).parents[3] / "docs" / "placement.md"
+PAGE = Path(__file__).parents[3] / "docs" / "explanation" / "placement.md"
 untimed = settings(deadline=None)  # machines that run tests are busy
 
 

@@ -72,7 +72,7 @@ def settings_rows(build):
 
 
 def test_committed_settings_page_is_generated(build):
-    assert (ROOT / "docs/settings.md").read_text() == build.settings_page()
+    assert (ROOT / "docs/reference/settings.md").read_text() == build.settings_page()
 
 
 def test_settings_page_describes_every_setting(build):

@@ -60,7 +60,7 @@ def mix(x):
 
 
 def weight(name, number):
-    """The definition of docs/resharding.md, in whole numbers."""
+    """The definition of docs/explanation/resharding.md, in whole numbers."""
     high, low = divmod(number, 8192)
     golden, seed = 0x9E3779B97F4A7C15, name_seed(name)
     t, u = mix(low * golden + 0x243F6A8885A308D3) | 1, mix(low * golden + 0x13198A2E03707344)

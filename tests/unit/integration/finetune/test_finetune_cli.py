@@ -113,8 +113,8 @@ def test_a_step_for_people():
 
 
 def test_documented_commands_parse():
-    """Every `elastic finetune` of docs/finetune.md."""
-    text = (Path(__file__).parents[4] / "docs" / "finetune.md").read_text()
+    """Every `elastic finetune` of docs/how-to/finetune.md."""
+    text = (Path(__file__).parents[4] / "docs" / "how-to" / "finetune.md").read_text()
     lines = re.findall(r"^(?:\$ )?elastic finetune (.*)$", text, re.MULTILINE)
     assert len(lines) >= 5
     for line in lines:

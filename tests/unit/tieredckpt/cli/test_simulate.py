@@ -12,7 +12,7 @@ from tests.support.synthetic_event_logs import SyntheticJob
 from tieredckpt.cli import main
 from tieredckpt.goodput import analyse
 
-PAGE = Path(__file__).parents[4] / "docs" / "simulating.md"
+PAGE = Path(__file__).parents[4] / "docs" / "how-to" / "simulating.md"
 QUICK = ["--work", "3d", "--runs", "20"]
 
 

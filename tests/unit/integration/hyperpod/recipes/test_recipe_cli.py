@@ -171,8 +171,8 @@ def test_settings_are_settings():
 
 
 def test_documented_recipes_match_the_command_output():
-    """Each block of docs/recipes.md that begins with a prompt."""
-    text = (ROOT / "docs" / "recipes.md").read_text()
+    """Each block of docs/how-to/recipes.md that begins with a prompt."""
+    text = (ROOT / "docs" / "how-to" / "recipes.md").read_text()
     blocks = re.findall(r"^```console\n\$ elastic recipe (.*?)\n(.*?)^```$", text, re.MULTILINE | re.DOTALL)
     assert len(blocks) >= 3
     for command, printed in blocks:
