@@ -355,6 +355,8 @@ class JobLauncher:
         self._inbox: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         self._running: dict[str, ChildProcess] = {}
         self._statuses: dict[str, int] = {}
+        self.killed_nodes: set[str] = set()
+        """Nodes whose supervisor did not end by itself."""
         self._leader: ChildProcess | None = None
         self._status: int | None = None
         """How the coordinator ended."""
@@ -430,6 +432,7 @@ class JobLauncher:
         del self._running[node]
         self._statuses[node] = status
         if status not in EXIT_STATUS.values():
+            self.killed_nodes.add(node)
             log.warning("the supervisor of node %s is gone: %s", node, describe_exit(status))
             self._ask(SupervisorExited(node), _HEARD_S)
 

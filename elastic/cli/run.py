@@ -43,7 +43,7 @@ from elastic.rendezvous.store_servers import ROOTLESS
 from elastic.schedulers.allocation import NodeLaunch, RunOptions, node_range, resolve_launch
 from elastic.schedulers.shared_secret import shared_secret
 from elastic.schedulers.slurm import remaining_nodes, requeue_job
-from elastic.supervisor.memory_tier import began_ns, describe_resumable, resumable_steps
+from elastic.supervisor.memory_tier import began_ns, describe_resumable, resumable_steps, shut_down_left_agent
 from elastic.world.scaling_policy import PolicyFields, ScalingPolicy
 from elastic.world.world_state import RequestedStep
 from peerstore.membership.topology import validate_node_id
@@ -492,7 +492,10 @@ def _launch(
             place.remove()
             how = next((over.value for over, code in EXIT_STATUS.items() if code == status), f"status {int(status)}")
             place.write_last_run(LastRun(record.job, how, time.time(), _same_command(screen.argv)))
+        has_finished = leader is not None and status == ElasticExit.OK
         for task in nodes:
+            if has_finished and task.starts_agent and task.node in launcher.killed_nodes:
+                shut_down_left_agent(supervisor_environ(task), place.directory)
             with contextlib.suppress(PermissionError):
                 (place.directory / f"{task.node}.secret").unlink(missing_ok=True)
             _tidy(Path(task.directory))

@@ -211,6 +211,23 @@ class MemoryTierProcess:
         return None if self._mine is None else self._mine.directory
 
 
+def shut_down_left_agent(environ: Mapping[str, str], job: Path) -> None:
+    """Shut down the job's own agent that a killed supervisor left, as its supervisor would after a success."""
+    try:
+        settings = load_settings(environ)
+        place = settings.agent_place
+        if not (settings.enabled and settings.agent.embedded) or job not in place.directory.parents:
+            return
+        try:
+            connect_to_agent(place.socket, named=place.explicit).close()
+        except PeerStoreError:  # it has ended, too
+            return
+        if release_job_memory(environ, 0):
+            signal_agent(place, signal.SIGTERM)
+    except (TieredCheckpointError, PeerStoreError, OSError) as error:
+        log.warning("the agent of a killed supervisor continues to run: %s", error)
+
+
 _UPLOADED_S = 60.0
 """How long uploads are waited for."""
 _GOODBYE_S = 5.0

@@ -131,3 +131,18 @@ def test_agents_of_simulated_nodes_end_with_success_and_stay_for_a_resume(job: E
     assert job.wait_ended(again) == 0
     wait_process_ended(own)
     wait_process_ended(pids[1])  # found, not started, by the second run: it is the job's all the same
+
+
+def test_agent_of_a_killed_supervisor_ends_with_the_job(job: ElasticRun) -> None:
+    job.environ |= {"TIEREDCKPT_AGENT_BUDGET": "16MiB", "TIEREDCKPT_AGENT_LINGER_S": "3600"}
+    run = job.run("--simulate-nodes", "2", "--nnodes", "1:2", "--shrink-after", "0", "--agent")
+    before = job.wait_world(2)
+    place = job.folder / "run" / "job" / "n1" / "agent"
+    agent = wait_until(lambda: agent_pid(place))
+    for pid in job.pids('"type":"node"', '"node":"n1"'):
+        kill(pid)
+    job.wait_world(1, after=before[0]["epoch"])
+    assert process_start_time(agent) >= 0, "what it has may be needed"
+    job.finish()
+    assert job.wait_ended(run) == 0
+    wait_process_ended(agent)
