@@ -56,9 +56,9 @@ EXIT_STATUS = {
     ExitReason.STOPPED: 7,
     ExitReason.JOB_FAILED: 8,
 }
-"""The exit status of these processes; any other was not meant to be."""
+"""Exit statuses of coordinators and supervisors. Any other status is a crash."""
 
-_LOOK_S = 10.0
+_POLL_S = 10.0
 _LEVELS = (logging.WARNING, logging.INFO, logging.DEBUG)
 
 
@@ -71,29 +71,29 @@ class CoordinatorSpec(msgspec.Struct, frozen=True, tag="coordinator"):
     fresh: bool
     store: str = ""
     address_file: str = ""
-    """Where it writes under which address it can be reached."""
+    """File to which the coordinator writes its address."""
     epoch_file: str = ""
-    """Where it notes the newest world's number, which is all it could not always learn again."""
+    """File with the newest world's number, the only state that the nodes may not be able to report."""
     end_file: str = ""
-    """Where it writes how the job ended, where somebody else is to say that."""
+    """File to which the coordinator writes the end of the job, if another process reports it."""
     heartbeat_timeout_s: float = 10.0
     reconnect_timeout_s: float = 2.0
     rejoin_timeout_s: float = 5.0
     hang: HangTimeouts = HangTimeouts()
     event_log: str = ""
-    """Where it writes down what happens; "" where the environment says so, or nowhere."""
+    """Directory of the event log. "" means the environment's choice."""
     leadership: str = ""
-    """The URL of where it is noted who leads: it begins when it does."""
+    """URL of the leader record. The coordinator acts only while it is the leader. "" means no election."""
     candidate: str = ""
-    """This candidate's name there; no other one has it at the same time."""
+    """Unique name of this candidate in the leader record."""
     since_term: int = 0
-    """A term in which its node has obeyed a coordinator."""
+    """Newest term in which this candidate's node obeyed a coordinator."""
     stands_by: bool = False
-    """It stays while another one leads."""
+    """Whether the candidate waits while another one leads."""
     local_nodes: int = 0
-    """Nodes that its launcher starts on this machine."""
+    """Number of nodes that the launcher starts on this machine."""
     join_command: str = ""
-    """How the other nodes of the job are started, for people."""
+    """Command line that starts another node, for messages."""
     requested_step: RequestedStep | None = None
     """The step that the first world restores."""
     verbose: int = 0
@@ -116,12 +116,12 @@ class SupervisorSpec(msgspec.Struct, frozen=True, tag="node"):
     starts_agent: bool = True
     environ: dict[str, str] = {}
     has_local_coordinator: bool = False
-    """Its coordinator is beside it, and says itself how the job ended."""
+    """Whether this machine's coordinator reports the end of the job, so that the supervisor need not."""
     lead: CoordinatorSpec | None = None
-    """The coordinator that this node starts where nobody leads the job."""
+    """Coordinator that this node starts if the job has no leader."""
     coordinator_node: str = ""
     scheduled_job: str = ""
-    """The job of Slurm's that both nodes were given to, where that is so."""
+    """Slurm job that allocated this node and the coordinator's, or ""."""
     verbose: int = 0
 
 
@@ -134,12 +134,12 @@ def child_environ(more: dict[str, str] | None = None) -> dict[str, str]:
 
 
 def supervisor_environ(task: SupervisorSpec) -> dict[str, str]:
-    """What its supervisor is started with."""
+    """Return the environment of the node's supervisor."""
     return child_environ(task.environ)
 
 
 def main(text: str) -> int:
-    """Carry out one task; its status."""
+    """Run one coordinator or supervisor and return its exit status."""
     task: CoordinatorSpec | SupervisorSpec = from_json(text, CoordinatorSpec | SupervisorSpec)
     logging.basicConfig(level=_LEVELS[min(task.verbose, 2)], format="elastic: %(message)s", stream=sys.stderr)
     secret = read_secret(Path(task.secret_file))
@@ -156,7 +156,7 @@ def main(text: str) -> int:
 
 
 def run_coordinator(task: CoordinatorSpec, secret: bytes) -> JobEnd:
-    """Be a job's coordinator until the job is over, or SIGTERM."""
+    """Run a job's coordinator until the job has ended or SIGTERM arrives."""
     from elastic.coordinator.coordinator import Coordinator, can_write_epoch
     from elastic.coordinator.job_status import EVENT_LOG_NAME
     from elastic.coordinator.world_reconciler import CoordinatorSettings
@@ -188,17 +188,17 @@ def run_coordinator(task: CoordinatorSpec, secret: bytes) -> JobEnd:
         epoch_file=epoch_file,
         event_log=event_log,
         leadership=open_leader_record(task.leadership) if task.leadership else None,
-        candidate=task.candidate or _name_of_candidate(socket.gethostname()),
+        candidate=task.candidate or _candidate_name(socket.gethostname()),
         since_term=task.since_term,
         stands_by=task.stands_by,
     )
     handle_signals({signal.SIGTERM: coordinator.request_stop, signal.SIGINT: coordinator.request_stop})
     log.info("the coordinator of job %s listens on %s", task.job, coordinator.address)
-    if task.address_file and task.fresh:  # one that is started again listens where the one before it did
+    if task.address_file and task.fresh:  # a restarted coordinator listens on its old address
         write_private_file(Path(task.address_file), coordinator.address.encode())
     over, reason = coordinator.run()
     if task.epoch_file and over is not ExitReason.REFUSED and coordinator.reconciler.exit is not None:
-        with contextlib.suppress(OSError):  # the next job of that name begins with a world 0
+        with contextlib.suppress(OSError):  # the next job of that name starts with world 0
             os.truncate(task.epoch_file, 0)
     failure, step = coordinator.reconciler.failure, coordinator.last_committed_step.step
     if over is ExitReason.JOB_FAILED and failure is not None:
@@ -207,12 +207,12 @@ def run_coordinator(task: CoordinatorSpec, secret: bytes) -> JobEnd:
 
 
 class JobEnd(msgspec.Struct, frozen=True):
-    """How a job ended."""
+    """End of a job: reason, attempts, newest step."""
 
     over: ExitReason
     reason: str
     attempts: str = ""
-    """How often a failed job was tried, or why it is not tried again."""
+    """Number of attempts of a failed job, or why it is not retried."""
     step: int = -1
     """The newest step that all ranks reported as sealed, or -1. Agents may have a newer one."""
 
@@ -242,7 +242,7 @@ def end_message(end: JobEnd, resumes: str = "", command: str = "") -> str:
     return f"{why}; the same command resumes it{f' from {resumes}' if resumes else ''}: {command}"
 
 
-def _name_of_candidate(where: str) -> str:
+def _candidate_name(where: str) -> str:
     return f"{where}-{secrets.token_hex(4)}"
 
 
@@ -251,11 +251,14 @@ def _candidate(lead: CoordinatorSpec, name: str) -> Callable[[int], Sequence[str
 
 
 def run_supervisor(task: SupervisorSpec, secret: bytes) -> tuple[ExitReason, str]:
-    """Be a node's supervisor. SIGTERM: this machine is preempted. SIGINT: end now. SIGUSR1: the job has finished."""
+    """Run a node's supervisor until the job or the node's part in it has ended.
+
+    SIGTERM means that the machine is preempted, SIGINT kills the ranks, and SIGUSR1 means that the job has finished.
+    """
     from elastic.supervisor.memory_tier import MemoryTierProcess, record_stop
     from elastic.supervisor.supervisor import Supervisor, SupervisorSettings
 
-    name = _name_of_candidate(task.node)
+    name = _candidate_name(task.node)
     settings = SupervisorSettings(
         job=task.job,
         node=task.node,
@@ -290,7 +293,7 @@ def run_supervisor(task: SupervisorSpec, secret: bytes) -> tuple[ExitReason, str
         starting.start()
     if task.coordinator_node:
         threading.Thread(
-            target=_look_after_coordinator, args=(task, supervisor, ended), name="elastic-allocation", daemon=True
+            target=_watch_allocation, args=(task, supervisor, ended), name="elastic-allocation", daemon=True
         ).start()
     over, reason = supervisor.run()
     if supervisor.state.sealed_step is not None:
@@ -305,12 +308,15 @@ def run_supervisor(task: SupervisorSpec, secret: bytes) -> tuple[ExitReason, str
     return over, reason
 
 
-def _look_after_coordinator(task: SupervisorSpec, supervisor: Supervisor, ended: threading.Event) -> None:
-    """Nobody starts a coordinator again whose machine is not the job's any more. Asked only when it is missed."""
+def _watch_allocation(task: SupervisorSpec, supervisor: Supervisor, ended: threading.Event) -> None:
+    """End the job when Slurm has taken the coordinator's machine, because no other node would restart the coordinator.
+
+    Slurm is queried only while the coordinator does not answer.
+    """
     from elastic.schedulers.slurm import remaining_nodes
 
-    while not ended.wait(_LOOK_S):
-        left = remaining_nodes(task.scheduled_job) if supervisor.alone_s > _LOOK_S else ()
+    while not ended.wait(_POLL_S):
+        left = remaining_nodes(task.scheduled_job) if supervisor.alone_s > _POLL_S else ()
         if left and task.coordinator_node not in left:
             job = f"job {task.scheduled_job}"
             supervisor.kill(
@@ -322,16 +328,19 @@ def _look_after_coordinator(task: SupervisorSpec, supervisor: Supervisor, ended:
 _START_S = 30.0
 _RESTARTS = 5
 _WITHIN_S = 60.0
-_AGAIN_S = 0.2
-_HEARD_S = 5.0
-"""After that it is known without being told."""
-_UNHEARD_S = 5.0
-"""Beyond what a node may take to end: who is still there then was cut off when the job was over."""
+_RETRY_S = 0.2
+_REPORT_S = 5.0
+"""Seconds to report an ended supervisor. After that the coordinator has missed its heartbeats."""
+_DISCONNECTED_S = 5.0
+"""Seconds beyond a node's exit timeout. A node still running then lost its connection before the job ended."""
 INTERRUPTED = 130
 
 
 class JobLauncher:
-    """``coordinator`` is ``None`` for nodes of a job whose coordinator is elsewhere. Runs on the main thread."""
+    """Parent of the coordinator and the supervisors on this machine. Runs on the main thread.
+
+    ``coordinator`` is ``None`` if the job's coordinator runs on another machine.
+    """
 
     def __init__(
         self,
@@ -343,61 +352,61 @@ class JobLauncher:
         notices: bool = False,
         on_address: Callable[[str], None] = lambda _: None,
     ) -> None:
-        """``notices``: a signal comes to all machines of the job and means the job, SIGUSR1 too: it is to end soon."""
+        """With ``notices``, every machine of the job receives each signal, and SIGUSR1 announces the end of the job."""
         self._nodes = nodes
         self._coordinator = coordinator
         self._secret = secret
         self._grace_s = grace_s
         self._notices = notices
         self.noticed = False
-        """Whether SIGUSR1 was such a notice."""
-        self._told_address = on_address
+        """Whether SIGUSR1 has announced the end of the job."""
+        self._on_address = on_address
         self._inbox: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         self._running: dict[str, ChildProcess] = {}
         self._statuses: dict[str, int] = {}
         self.killed_nodes: set[str] = set()
-        """Nodes whose supervisor did not end by itself."""
-        self._leader: ChildProcess | None = None
-        self._status: int | None = None
-        """How the coordinator ended."""
-        self._over_at: float | None = None
+        """Nodes whose supervisor crashed or was killed."""
+        self._coordinator_process: ChildProcess | None = None
+        self._coordinator_status: int | None = None
+        """Exit status of the coordinator, ``None`` while it runs."""
+        self._ended_at: float | None = None
         self._restarts: collections.deque[float] = collections.deque()
-        self._kept: list[int] = []
-        """Files in memory for the coordinators: in no directory, which may be full or forbidden meanwhile."""
+        self._memory_files: list[int] = []
+        """Memory files for the coordinators. A directory may become full or unreadable during the job."""
         self._address = nodes[0].coordinator if nodes else ""
         self._interrupts = 0
-        self._asking: list[threading.Thread] = []
+        self._requests: list[threading.Thread] = []
         self._ending = threading.Event()
 
     def run(self) -> int:
-        """Until the job (or these nodes' part in it) is over; the exit status."""
-        before = {number: signal.signal(number, self._signalled) for number in _SIGNALS}
+        """Run until the job, or these nodes' part in it, has ended, and return the exit status."""
+        before = {number: signal.signal(number, self._queue_signal) for number in _SIGNALS}
         try:
             if self._coordinator is not None:
-                note = self._keep("elastic-epoch")  # where one leaves the newest world's number to the next
-                secret = self._keep("elastic-secret", self._secret)
+                note = self._memory_file("elastic-epoch")  # a restarted coordinator reads the newest world's number
+                secret = self._memory_file("elastic-secret", self._secret)
                 self._coordinator = msgspec.structs.replace(self._coordinator, epoch_file=note, secret_file=secret)
-                self._lead(self._coordinator)
+                self._start_coordinator(self._coordinator)
                 self._address = self._wait_address(self._coordinator)
-            self._told_address(self._address)
+            self._on_address(self._address)
             for task in self._nodes:
                 self._start(msgspec.structs.replace(task, coordinator=self._address))
             while not self._is_done():
-                self._turn()
-            return self._verdict()
+                self._handle_next()
+            return self._exit_status()
         finally:
-            self._end_all()
-            for descriptor in self._kept:
+            self._kill_all()
+            for descriptor in self._memory_files:
                 os.close(descriptor)
             for number, handler in before.items():
                 signal.signal(number, handler)
 
-    def _keep(self, name: str, content: bytes = b"") -> str:
-        """A file of this user's alone that is there as long as this process."""
-        self._kept.append(os.memfd_create(name, os.MFD_CLOEXEC))
-        os.fchmod(self._kept[-1], 0o600)
-        os.write(self._kept[-1], content)
-        return f"/proc/{os.getpid()}/fd/{self._kept[-1]}"
+    def _memory_file(self, name: str, content: bytes = b"") -> str:
+        """Return the path of a private memory file that exists as long as this process."""
+        self._memory_files.append(os.memfd_create(name, os.MFD_CLOEXEC))
+        os.fchmod(self._memory_files[-1], 0o600)
+        os.write(self._memory_files[-1], content)
+        return f"/proc/{os.getpid()}/fd/{self._memory_files[-1]}"
 
     # -- processes ----------------------------------------------------------------------------------------------------
 
@@ -406,16 +415,16 @@ class JobLauncher:
             spec_command(task),
             environ=child_environ(task.environ),
             on_line=None,
-            on_exit=lambda status: self._inbox.put(partial(self._node_ended, task.node, status)),
+            on_exit=lambda status: self._inbox.put(partial(self._on_node_exit, task.node, status)),
             name=task.node,
         )
 
-    def _lead(self, task: CoordinatorSpec) -> None:
-        self._leader = ChildProcess(
+    def _start_coordinator(self, task: CoordinatorSpec) -> None:
+        self._coordinator_process = ChildProcess(
             spec_command(task),
             environ=child_environ(),
             on_line=None,
-            on_exit=lambda status: self._inbox.put(partial(self._leader_ended, status)),
+            on_exit=lambda status: self._inbox.put(partial(self._on_coordinator_exit, status)),
             name="coordinator",
         )
 
@@ -423,24 +432,24 @@ class JobLauncher:
         clock = RunningClock(1.0)
         path, deadline = Path(task.address_file), clock() + _START_S
         while not path.exists():
-            if self._status is not None or clock() > deadline or self._interrupts:
+            if self._coordinator_status is not None or clock() > deadline or self._interrupts:
                 raise ControlPlaneUnavailableError(f"the coordinator did not start on {task.listen}")
-            self._turn()
+            self._handle_next()
         return path.read_text()
 
-    def _node_ended(self, node: str, status: int) -> None:
+    def _on_node_exit(self, node: str, status: int) -> None:
         del self._running[node]
         self._statuses[node] = status
         if status not in EXIT_STATUS.values():
             self.killed_nodes.add(node)
             log.warning("the supervisor of node %s is gone: %s", node, describe_exit(status))
-            self._ask(SupervisorExited(node), _HEARD_S)
+            self._request(SupervisorExited(node), _REPORT_S)
 
-    def _leader_ended(self, status: int) -> None:
-        """The ranks do not notice: it is started again, where it was, and learns the job from the nodes."""
-        self._leader = None
+    def _on_coordinator_exit(self, status: int) -> None:
+        """Restart the coordinator on its old address. Ranks continue meanwhile, and nodes report the job's state."""
+        self._coordinator_process = None
         if status in EXIT_STATUS.values() or self._coordinator is None or not self._address or self._ending.is_set():
-            self._status, self._over_at = status, time.monotonic()
+            self._coordinator_status, self._ended_at = status, time.monotonic()
             return
         now = time.monotonic()
         self._restarts.append(now)
@@ -453,75 +462,78 @@ class JobLauncher:
         log.warning("the coordinator is gone (%s) and is started again", describe_exit(status))
         host = self._coordinator.listen.rpartition(":")[0]
         port = self._address.rpartition(":")[2]
-        self._lead(msgspec.structs.replace(self._coordinator, fresh=False, listen=f"{host}:{port}"))
+        self._start_coordinator(msgspec.structs.replace(self._coordinator, fresh=False, listen=f"{host}:{port}"))
 
     # -- the loop -----------------------------------------------------------------------------------------------------
 
-    def _turn(self) -> None:
+    def _handle_next(self) -> None:
         try:
-            happened = self._inbox.get(timeout=_AGAIN_S)
+            happened = self._inbox.get(timeout=_RETRY_S)
         except queue.Empty:
-            self._tell_unheard()
+            self._signal_disconnected()
             return
         happened()
 
-    def _tell_unheard(self) -> None:
-        """Nodes that were cut off when the coordinator ended for good would wait for it much longer."""
+    def _signal_disconnected(self) -> None:
+        """Signal the end of the job to supervisors that were disconnected when the coordinator ended."""
         longest_s = max((task.exit_timeout_s for task in self._nodes), default=0.0)
-        if self._over_at is None or time.monotonic() - self._over_at < longest_s + _UNHEARD_S:
+        if self._ended_at is None or time.monotonic() - self._ended_at < longest_s + _DISCONNECTED_S:
             return
-        self._over_at = None
+        self._ended_at = None
         for running in self._running.values():
-            running.signal(signal.SIGINT if self._status else signal.SIGUSR1)
+            running.signal(signal.SIGINT if self._coordinator_status else signal.SIGUSR1)
 
     def _is_done(self) -> bool:
         if self._coordinator is None:
             return not self._running
-        return self._status is not None and not self._running
+        return self._coordinator_status is not None and not self._running
 
-    def _verdict(self) -> int:
+    def _exit_status(self) -> int:
         if self._interrupts > 1:
             return INTERRUPTED
-        if self._status is not None:
-            return self._status
+        if self._coordinator_status is not None:
+            return self._coordinator_status
         bad = [status for status in self._statuses.values() if status]
         return bad[0] if bad and bad[0] > 0 else int(bool(bad))
 
-    def _end_all(self) -> None:
+    def _kill_all(self) -> None:
         self._ending.set()
-        for running in [*self._running.values(), *([self._leader] if self._leader is not None else [])]:
+        for running in [
+            *self._running.values(),
+            *([self._coordinator_process] if self._coordinator_process is not None else []),
+        ]:
             running.signal(signal.SIGKILL)
             running.join()
-        for thread in self._asking:
+        for thread in self._requests:
             thread.join()
 
     # -- signals ------------------------------------------------------------------------------------------------------
 
-    def _signalled(self, number: int, _frame: Any) -> None:
-        self._inbox.put(partial(self._heed, signal.Signals(number)))
+    def _queue_signal(self, number: int, _frame: Any) -> None:
+        self._inbox.put(partial(self._handle_signal, signal.Signals(number)))
 
-    def _heed(self, number: signal.Signals) -> None:
+    def _handle_signal(self, number: signal.Signals) -> None:
         if number is signal.SIGUSR1 and not self._notices:
-            self._ask(ResizeRequest(None, "SIGUSR1"), 1.0)
+            self._request(ResizeRequest(None, "SIGUSR1"), 1.0)
             return
         self.noticed |= number is signal.SIGUSR1
         self._interrupts += number is signal.SIGINT
         if self._interrupts > 1:
-            self._say("ended at once")
+            self._print("ended at once")
             self._ending.set()
             for running in self._running.values():
                 running.signal(signal.SIGKILL)
-            if self._leader is not None:
-                self._leader.signal(signal.SIGKILL)
+            if self._coordinator_process is not None:
+                self._coordinator_process.signal(signal.SIGKILL)
         elif self._coordinator is None and not self._notices:
             for running in self._running.values():
                 running.signal(signal.SIGTERM)
         else:
-            self._say(f"{number.name}: the ranks seal and end within {self._grace_s:g} s")
-            self._ask(StopJobRequest(number.name, self._grace_s), self._grace_s)
+            self._print(f"{number.name}: the ranks seal and end within {self._grace_s:g} s")
+            self._request(StopJobRequest(number.name, self._grace_s), self._grace_s)
 
-    def _ask(self, question: CoordinatorRequest, within_s: float) -> None:
-        """Again and again, while the coordinator is being started."""
+    def _request(self, question: CoordinatorRequest, within_s: float) -> None:
+        """Send a request in a thread, with retries while the coordinator restarts."""
 
         def run() -> None:
             deadline = time.monotonic() + within_s
@@ -533,13 +545,13 @@ class JobLauncher:
                     if time.monotonic() > deadline:
                         log.warning("%s was not heard: %s", question, error)
                         return
-                self._ending.wait(_AGAIN_S)
+                self._ending.wait(_RETRY_S)
 
         thread = threading.Thread(target=run, name="elastic-ask", daemon=True)
-        self._asking.append(thread)
+        self._requests.append(thread)
         thread.start()
 
-    def _say(self, text: str) -> None:
+    def _print(self, text: str) -> None:
         print(f"elastic: {text}", file=sys.stderr, flush=True)
 
 

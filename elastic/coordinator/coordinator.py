@@ -1,9 +1,9 @@
 """The coordinator process: connections to all nodes, one event loop, the persisted epoch.
 
-It keeps nothing that it cannot learn again from the supervisors. While it is away the ranks train on.
+All its state can be rebuilt from the supervisors' reports, and ranks continue to train while it is down.
 
-What has arrived is read when the kernel says that something has; a node that does not take what it is told hears only
-the newest of it later, and is given up after a while.
+Sockets are non-blocking. A node that reads slowly skips to the newest desired state, and its connection is closed if it
+stalls.
 """
 
 from __future__ import annotations
@@ -58,9 +58,9 @@ from tieredckpt.event_log import EventLog, NullEventLog
 
 log = logging.getLogger(__name__)
 
-_TURN_S = 0.1
+_WAIT_S = 0.1
 _ABSENT_S = 1.0
-"""Between two turns: what is longer, it did not run, or was busy, and is nobody else's silence."""
+"""Longest normal time between two iterations. A longer one was the coordinator's own pause, not the nodes' silence."""
 _REPORT_MISSING_S = 60.0
 _SEND_S = 10.0
 _GREETING_S = 10.0
@@ -69,7 +69,10 @@ _encode = msgspec.msgpack.Encoder().encode
 
 
 class Coordinator:
-    """Listens as soon as it is made; ``run`` returns when the job is over and its nodes have gone."""
+    """Coordinator of one job. It listens from its construction on.
+
+    :meth:`run` returns after the end of the job, when the nodes have disconnected.
+    """
 
     def __init__(
         self,
@@ -87,14 +90,16 @@ class Coordinator:
         stands_by: bool = False,
         clock: Callable[[], float] = since_boot,
     ) -> None:
-        """``leadership``: it begins to lead when the record there says that it does, as ``candidate``; see
-        :class:`~elastic.control.leader_election.LeaderElector`. ``stands_by``: it waits also while another one leads.
+        """With ``leadership``, lead only while that record names ``candidate`` as the leader.
+
+        With ``stands_by``, wait while another candidate leads. See
+        :class:`~elastic.control.leader_election.LeaderElector`.
         """
         if settings.policy.max_replicas > MAX_NODES:
             raise PolicyError(
                 f"max_replicas is {settings.policy.max_replicas}: a job has {MAX_NODES} nodes at the most"
             )
-        floor, incarnation_epoch = (-1, 0) if fresh else _epochs_in(epoch_file)
+        floor, incarnation_epoch = (-1, 0) if fresh else _read_epochs(epoch_file)
         self._clock = RunningClock(_ABSENT_S, clock)
         self._event_log = event_log or NullEventLog()
         self._recorder = (
@@ -107,19 +112,19 @@ class Coordinator:
             fresh=fresh,
             min_epoch=floor,
             newest_epoch=incarnation_epoch,
-            observer=self._saw,
+            observer=self._observe_decision,
         )
-        self._epoch_file, self._epoch, self._silent = epoch_file, floor, False
+        self._epoch_file, self._epoch, self._epoch_write_failed = epoch_file, floor, False
         self._secret, self._farewell_s = secret, farewell_s
         self._inbox: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         self._connections = NodeConnections()
         self._nodes: dict[str, NodeConnection] = {}
-        """The newest connection of each."""
-        self._untold: set[str] = set()
-        """Nodes for which there is something, but that have not taken yet what they were told before."""
-        self._packed: tuple[WorldSpec, msgspec.Raw] | None = None
+        """Newest connection of each node."""
+        self._delayed: set[str] = set()
+        """Nodes with a new desired state that have not yet read the one before."""
+        self._encoded_world: tuple[WorldSpec, msgspec.Raw] | None = None
         self._report_missing_s = 0.0
-        """When nodes that the first world waits for are to be reported again."""
+        """Time of the next message about nodes that the first world waits for."""
         self._ending = threading.Event()
         self._listener = TcpTransport(timeout_s=_SEND_S, most=MAX_NODES).listen(listen, self._serve)
         self.address = self._listener.address
@@ -127,22 +132,22 @@ class Coordinator:
         self._stands_by, self._since_term = stands_by, since_term
         if leadership is not None:
             self._elector = LeaderElector(
-                leadership, candidate, self.address, since_term=since_term, changed=lambda: self._post(_nothing)
+                leadership, candidate, self.address, since_term=since_term, changed=lambda: self._post(_wake)
             )
 
     def run(self) -> tuple[ExitReason, str]:
-        """Until the job is over, and how; ``DISMISSED``: another coordinator leads it."""
+        """Run until the end of the job and return its reason. ``DISMISSED`` means that another coordinator leads."""
         over_at: float | None = None
         if self._elector is not None:
             self._elector.start()
         while not self._ending.is_set():
             if self._elector is not None and not self._elector.acts:
-                if (end := self._may_not_lead(self._elector)) is not None:
+                if (end := self._why_never_leader(self._elector)) is not None:
                     self.close()
                     return end
-                self._ending.wait(_TURN_S)
+                self._ending.wait(_WAIT_S)
                 continue
-            self._turn()
+            self._run_once()
             if self.reconciler.exit is not None:
                 over_at = self._clock() if over_at is None else over_at
                 if not self._nodes or self._clock() - over_at > self._farewell_s:
@@ -155,7 +160,7 @@ class Coordinator:
             self._recorder.record_end(over, f"{reason} ({step})" if step else reason)
         return over, reason
 
-    def _saw(
+    def _observe_decision(
         self,
         reconciler: WorldReconciler,
         before: WorldState,
@@ -166,8 +171,8 @@ class Coordinator:
         if self._recorder is not None:
             self._recorder.record_decision(reconciler, before, event, actions, now)
 
-    def _may_not_lead(self, elector: LeaderElector) -> tuple[ExitReason, str] | None:
-        """Why it never will (again). Until that is known, whoever is connected waits."""
+    def _why_never_leader(self, elector: LeaderElector) -> tuple[ExitReason, str] | None:
+        """Return why this candidate can never lead, or ``None`` while it may. Connected nodes wait meanwhile."""
         over, reason = elector.finished
         if elector.lost:
             return ExitReason.DISMISSED, f"this coordinator leads no longer: {elector.lost}"
@@ -181,45 +186,45 @@ class Coordinator:
 
     @property
     def last_committed_step(self) -> LastCommittedStep:
-        """As ranks have said so far; what was sealed since, the nodes' agents know."""
+        """Newest step that all ranks reported as sealed. The nodes' agents may have a newer one."""
         return self.reconciler.last_committed_step
 
     def request_stop(self) -> None:
-        """Have ``run`` return at once, whatever becomes of the job; from any thread."""
+        """Make :meth:`run` return at once, whatever the state of the job. Thread-safe."""
         self._ending.set()
-        self._post(_nothing)
+        self._post(_wake)
 
     def close(self) -> None:
         self._ending.set()
         self._listener.close()
-        self._drain()
+        self._run_inbox()
         self._connections.close(self._clock())
         self._nodes.clear()
         if self._elector is not None:
             self._elector.close()
 
-    def _turn(self) -> None:
-        """Whatever has arrived by now is heard, then decided on together, then everybody is told."""
+    def _run_once(self) -> None:
+        """Run one iteration: read what has arrived, decide once, send new desired states."""
         if self._elector is not None and self.reconciler.term == 0:
             self.reconciler.leads(self._elector.term, self._elector.epoch, self._elector.incarnation_epoch)
             self._recorder = WorldEventRecorder(
                 self._event_log, self.reconciler.settings.job, again=self._elector.epoch >= 0
             )
-        ready = self._connections.wait(_TURN_S)
+        ready = self._connections.wait(_WAIT_S)
         now = self._clock()
         self.reconciler.was_away(self._clock.skipped(), now)
-        self._drain()
-        for connection, has_said in ready:
-            self._serve_ready(connection, now, reads=has_said)
+        self._run_inbox()
+        for connection, is_readable in ready:
+            self._serve_ready(connection, now, reads=is_readable)
         for connection in self._connections.stalled(now):
             log.info("%s has not gone on for %g s", connection.peer, STALL_TIMEOUT_S)
-            self._gone(connection)
+            self._drop(connection)
         self.reconciler.reconcile(now)
         self.reconciler.tick(now)
         self._report_missing_nodes(now)
-        if not self._epoch_is_noted():
+        if not self._persist_epoch():
             return
-        self._tell({*self.reconciler.nodes_to_notify(), *self._untold}, now)
+        self._send_desired({*self.reconciler.nodes_to_notify(), *self._delayed}, now)
 
     def _report_missing_nodes(self, now: float) -> None:
         missing = job_status.missing_nodes(self.reconciler)
@@ -227,39 +232,42 @@ class Coordinator:
             self._report_missing_s = now + _REPORT_MISSING_S
             log.warning("%s", missing)
 
-    def _tell(self, nodes: Iterable[str], now: float) -> None:
-        self._untold = set()
+    def _send_desired(self, nodes: Iterable[str], now: float) -> None:
+        self._delayed = set()
         for node in sorted(nodes):
             connection = self._nodes.get(node)
             if connection is None or node not in self.reconciler.nodes:
                 continue
             if connection.is_sending:
-                self._untold.add(node)
+                self._delayed.add(node)
             else:
-                self._say(connection, node_desired(self.reconciler, node, now), now)
+                self._send(connection, node_desired(self.reconciler, node, now), now)
 
-    def _say(self, connection: NodeConnection, hears: NodeDesired, now: float) -> None:
+    def _send(self, connection: NodeConnection, desired: NodeDesired, now: float) -> None:
         try:
-            connection.send(hears, now)
+            connection.send(desired, now)
         except PeerStoreError as error:
             log.info("a node did not take a message: %s", error)
-            self._gone(connection)
-        except Exception:  # who is told nothing any more is to know it, and comes again
+            self._drop(connection)
+        except Exception:  # the node must notice and reconnect, rather than wait for a desired state
             log.exception("a message to a node could not be sent")
-            self._gone(connection)
+            self._drop(connection)
         self._connections.update_interest(connection)
 
     def _post(self, call: Callable[[], None]) -> None:
         self._inbox.put(call)
         self._connections.wake()
 
-    def _drain(self) -> None:
+    def _run_inbox(self) -> None:
         with contextlib.suppress(queue.Empty):
             while True:
                 self._inbox.get_nowait()()
 
-    def _epoch_is_noted(self) -> bool:
-        """Before anybody hears of it: whatever happens to everybody, no two worlds have the same number."""
+    def _persist_epoch(self) -> bool:
+        """Persist the newest world's number and return whether that succeeded.
+
+        No node learns of the world before, so no two worlds share a number even if every process is lost.
+        """
         if self._elector is not None:
             over = "" if self.reconciler.exit is None else self.reconciler.exit.value
             reconciler = self.reconciler
@@ -268,13 +276,13 @@ class Coordinator:
             )
         if self._epoch_file is not None and self.reconciler.world.epoch > self._epoch:
             try:
-                _note_epochs(self._epoch_file, self.reconciler.world.epoch, self.reconciler.allocated_epoch)
-            except OSError as error:  # too many open files, say: nodes train on, and hear of it once it is there
-                if not self._silent:
+                _write_epochs(self._epoch_file, self.reconciler.world.epoch, self.reconciler.allocated_epoch)
+            except OSError as error:  # for example too many open files: nodes train on until the write succeeds
+                if not self._epoch_write_failed:
                     log.error("the world's number cannot be written to %s, so nodes wait: %s", self._epoch_file, error)
-                self._silent = True
+                self._epoch_write_failed = True
                 return False
-            self._epoch, self._silent = self.reconciler.world.epoch, False
+            self._epoch, self._epoch_write_failed = self.reconciler.world.epoch, False
         return True
 
     # -- on a connection's own thread -----------------------------------------------------------------------------
@@ -288,62 +296,62 @@ class Coordinator:
         incoming = channel.receive(within_s=_GREETING_S)
         if incoming is None:
             return
-        said: CoordinatorMessage = decode_message(incoming.header, CoordinatorMessage)  # type: ignore[arg-type]  # a union is a type to msgspec
-        if isinstance(said, NodeStatus):
-            self._hand_over(channel, who.node, said)
+        message: CoordinatorMessage = decode_message(incoming.header, CoordinatorMessage)  # type: ignore[arg-type]  # a union is a type to msgspec
+        if isinstance(message, NodeStatus):
+            self._adopt_connection(channel, who.node, message)
         else:
-            channel.send(_encode(self._answer(said)))
+            channel.send(_encode(self._answer_request(message)))
             channel.receive(within_s=_GREETING_S)  # until the other side has read it and closes
 
-    def _answer(self, question: CoordinatorRequest) -> ElasticJobStatus:
+    def _answer_request(self, request: CoordinatorRequest) -> ElasticJobStatus:
         future: Future[ElasticJobStatus] = Future()
 
         def answer() -> None:
-            now, refused = self._clock(), why_refused(self.reconciler, question)
+            now, refused = self._clock(), why_refused(self.reconciler, request)
             if not refused:
-                self.reconciler.handle_request(question, now)
+                self.reconciler.handle_request(request, now)
             future.set_result(job_status.elastic_job_status(self.reconciler, now, refused=refused))
 
         self._post(answer)
         return future.result(_ANSWER_S)
 
-    def _hand_over(self, channel: MessageChannel, node: str, status: NodeStatus) -> None:
-        """From here on the coordinator's thread hears this node."""
+    def _adopt_connection(self, channel: MessageChannel, node: str, status: NodeStatus) -> None:
+        """Move a node's connection from its handshake thread to the coordinator's thread."""
         if status.node != node:
             raise ProtocolError(f"node {node} reports as {status.node}")
         if not isinstance(channel, TcpChannel):
             raise RequestError(f"{channel.peer} came over something that many cannot be waited for on")
         sock = channel.detach()
-        self._post(partial(self._came, sock, channel.peer, status))
+        self._post(partial(self._add_node, sock, channel.peer, status))
 
     # -- on the coordinator's thread ------------------------------------------------------------------------------
 
-    def _came(self, sock: socket.socket, peer: str, status: NodeStatus) -> None:
+    def _add_node(self, sock: socket.socket, peer: str, status: NodeStatus) -> None:
         if self._ending.is_set() or len(self._connections) >= MAX_NODES:
             sock.close()
             return
         connection = NodeConnection(
-            sock, peer, status.node, CoordinatorCodec(status, self._pack, self.reconciler.interned)
+            sock, peer, status.node, CoordinatorCodec(status, self._encode_world, self.reconciler.interned)
         )
         self._connections.add(connection)
         now = self._clock()
-        self._said(connection, connection.codec.status, now)
-        self._serve_ready(connection, now, reads=True)  # what came right behind it
+        self._record_report(connection, connection.codec.status, now)
+        self._serve_ready(connection, now, reads=True)  # bytes that arrived with the first report
 
     def _serve_ready(self, connection: NodeConnection, now: float, *, reads: bool) -> None:
         try:
             if not reads:
                 connection.flush(now)
-            for said in connection.read(now) if reads else ():
-                if said.node != connection.node:
-                    raise ProtocolError(f"node {connection.node} reports as {said.node}")
-                self._said(connection, said, now)
+            for status in connection.read(now) if reads else ():
+                if status.node != connection.node:
+                    raise ProtocolError(f"node {connection.node} reports as {status.node}")
+                self._record_report(connection, status, now)
             self._connections.update_interest(connection)
         except PeerStoreError as error:
             log.info("the connection of node %s ended: %s", connection.node, error)
-            self._gone(connection)
+            self._drop(connection)
 
-    def _said(self, connection: NodeConnection, status: NodeStatus, now: float) -> None:
+    def _record_report(self, connection: NodeConnection, status: NodeStatus, now: float) -> None:
         if self._elector is not None and self._is_of_another(status):
             log.warning("node %s has obeyed another coordinator, in term %d", status.node, status.term)
             self._elector.heard(status.term)
@@ -351,7 +359,7 @@ class Coordinator:
         refused = self.reconciler.record_status(status, now)
         if refused and (above := self.reconciler.later_generation(status, now)):
             log.info("the clock of node %s has gone back: it is told to begin after its last supervisor", status.node)
-            self._say(
+            self._send(
                 connection,
                 NodeDesired(self.reconciler.incarnation, status.generation, superseded=True, min_generation=above),
                 now,
@@ -359,13 +367,15 @@ class Coordinator:
             return
         if refused:
             log.warning("a supervisor was refused: %s", refused)
-            hears = NodeDesired(self.reconciler.incarnation, status.generation, exit=ExitReason.REFUSED, reason=refused)
-            self._say(connection, hears, now)
+            desired = NodeDesired(
+                self.reconciler.incarnation, status.generation, exit=ExitReason.REFUSED, reason=refused
+            )
+            self._send(connection, desired, now)
             return
         before = self._nodes.get(status.node)
         if before is not None and before is not connection and before.generation != status.generation:
             reason = f"a newer supervisor runs as node {status.node}"
-            self._say(
+            self._send(
                 before,
                 NodeDesired(self.reconciler.incarnation, before.generation, exit=ExitReason.REFUSED, reason=reason),
                 now,
@@ -374,29 +384,29 @@ class Coordinator:
         self._nodes[status.node] = connection
 
     def _is_of_another(self, status: NodeStatus) -> bool:
-        """Whether another one leads, or has led, in this term or a later one."""
+        """Whether the node obeyed another coordinator in this term or a later one."""
         mine, its = self.reconciler.term, status.term
         return its > mine or (its == mine > 0 and status.leader != self.reconciler.incarnation)
 
-    def _gone(self, connection: NodeConnection) -> None:
+    def _drop(self, connection: NodeConnection) -> None:
         self._connections.remove(connection)
         if self._nodes.get(connection.node) is connection:
             del self._nodes[connection.node]
             self.reconciler.connection_lost(connection.node, connection.generation, self._clock())
 
-    def _pack(self, formed: WorldSpec) -> msgspec.Raw:
-        """The newest world goes to all nodes, and is encoded once."""
-        if self._packed is None or self._packed[0] is not formed:
-            self._packed = formed, msgspec.Raw(_encode(formed))
-        return self._packed[1]
+    def _encode_world(self, formed: WorldSpec) -> msgspec.Raw:
+        """Return the encoded world, which is the same for all nodes and encoded once."""
+        if self._encoded_world is None or self._encoded_world[0] is not formed:
+            self._encoded_world = formed, msgspec.Raw(_encode(formed))
+        return self._encoded_world[1]
 
 
-def _nothing() -> None:
-    """Only wakes who waits."""
+def _wake() -> None:
+    """Do nothing: the call only wakes the coordinator's thread."""
 
 
-def _note_epochs(file: Path, epoch: int, incarnation_epoch: int) -> None:
-    """In place and always as long: where it is there once, this takes no more room on a disk that is full by now."""
+def _write_epochs(file: Path, epoch: int, incarnation_epoch: int) -> None:
+    """Write both numbers in place with a fixed length, so that a later write needs no space on a full disk."""
     fd = os.open(file, os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC, 0o600)
     try:
         os.pwrite(fd, f"{epoch:020d} {incarnation_epoch:020d}".encode(), 0)
@@ -405,18 +415,18 @@ def _note_epochs(file: Path, epoch: int, incarnation_epoch: int) -> None:
 
 
 def can_write_epoch(file: Path) -> bool:
-    """Whether the newest world's number can be noted there, from here on also where the disk is full by then."""
+    """Whether the newest world's number can be written to the file. Reserves the space for later writes."""
     try:
         if not file.exists():
             ensure_private_directory(file.parent)
-        _note_epochs(file, *_epochs_in(file))
+        _write_epochs(file, *_read_epochs(file))
     except (OSError, PeerStoreError) as error:
         log.warning("a coordinator that is started after this one learns the world's number from its nodes: %s", error)
         return False
     return True
 
 
-def _epochs_in(file: Path | None) -> tuple[int, int]:
+def _read_epochs(file: Path | None) -> tuple[int, int]:
     """Return the newest world's number and the epoch of its incarnations; (-1, 0) without a record."""
     try:
         if file is None:
@@ -429,34 +439,34 @@ def _epochs_in(file: Path | None) -> tuple[int, int]:
 
 
 STALL_TIMEOUT_S = 10.0
-"""How long a node may take no byte of what it is told, or send no byte of a report that it has begun."""
+"""Seconds without progress after which a half-read message or a half-sent report counts as stalled."""
 _READ_BYTES = 256 << 10
 
 
 class NodeConnection:
-    """One node's, from its first report on."""
+    """Non-blocking connection of one node, from the node's first report on."""
 
     def __init__(self, sock: socket.socket, peer: str, node: str, end: CoordinatorCodec) -> None:
         self.peer, self.node, self.codec = peer, node, end
         self.generation = end.status.generation
         self.sock = sock
-        self._arrived = bytearray()
+        self._received = bytearray()
         self._unsent = memoryview(b"")
-        self._untaken_since: float | None = None
-        """Since when the other side has taken nothing of what it is told."""
-        self._begun_since: float | None = None
-        """Since when it has sent nothing more of a report that it has begun."""
+        self._send_stalled_since: float | None = None
+        """Time of the last progress of an unfinished send, ``None`` without one."""
+        self._read_stalled_since: float | None = None
+        """Time of the last progress of an unfinished report, ``None`` without one."""
         sock.setblocking(False)
 
     @property
     def is_sending(self) -> bool:
         return len(self._unsent) > 0
 
-    def send(self, hears: NodeDesired, now: float) -> None:
-        """Only when it is not sending: what is not taken at once is sent by ``flush``."""
-        body = self.codec.encode(hears)
+    def send(self, desired: NodeDesired, now: float) -> None:
+        """Start to send a desired state. The caller checks :attr:`is_sending` first; :meth:`flush` sends the rest."""
+        body = self.codec.encode(desired)
         self._unsent = memoryview(FRAME_PREFIX.pack(FRAME_MAGIC, FRAME_VERSION, len(body), 0) + body)
-        self._untaken_since = now
+        self._send_stalled_since = now
         self.flush(now)
 
     def flush(self, now: float) -> None:
@@ -465,10 +475,13 @@ class NodeConnection:
             sent = self._attempt()
         if sent >= 0:
             self._unsent = self._unsent[sent:]
-            self._untaken_since = now if self.is_sending else None
+            self._send_stalled_since = now if self.is_sending else None
 
     def read(self, now: float) -> Iterator[NodeStatus]:
-        """The reports that are complete by now; :class:`PeerUnreachableError` when there will be no more."""
+        """Yield the complete reports received so far.
+
+        Raise :class:`PeerUnreachableError` if the connection has ended.
+        """
         try:
             data = self.sock.recv(_READ_BYTES)
         except BlockingIOError:
@@ -477,18 +490,18 @@ class NodeConnection:
             raise PeerUnreachableError(f"{self.peer}: {error}") from error
         if not data:
             raise PeerUnreachableError(f"{self.peer} closed the connection")
-        self._arrived += data
+        self._received += data
         while (body := self._next()) is not None:
             yield self.codec.decode(body)
-        self._begun_since = now if self._arrived else None
+        self._read_stalled_since = now if self._received else None
 
     @property
     def is_idle(self) -> bool:
-        """Nothing is under way, in neither direction."""
-        return self._untaken_since is None and self._begun_since is None
+        """Whether no message is incomplete in either direction."""
+        return self._send_stalled_since is None and self._read_stalled_since is None
 
     def is_stalled(self, now: float) -> bool:
-        since = [one for one in (self._untaken_since, self._begun_since) if one is not None]
+        since = [one for one in (self._send_stalled_since, self._read_stalled_since) if one is not None]
         return any(now - one > STALL_TIMEOUT_S for one in since)
 
     def _attempt(self) -> int:
@@ -500,51 +513,51 @@ class NodeConnection:
             raise PeerUnreachableError(f"{self.peer}: {error}") from error
 
     def _next(self) -> bytes | None:
-        if len(self._arrived) < FRAME_PREFIX.size:
+        if len(self._received) < FRAME_PREFIX.size:
             return None
         size, _ = parse_frame_prefix(
-            self._arrived[: FRAME_PREFIX.size], self.peer, max_header_bytes=MAX_NODE_MESSAGE_BYTES, max_payload_bytes=0
+            self._received[: FRAME_PREFIX.size], self.peer, max_header_bytes=MAX_NODE_MESSAGE_BYTES, max_payload_bytes=0
         )
         end = FRAME_PREFIX.size + size
-        if len(self._arrived) < end:
+        if len(self._received) < end:
             return None
-        body = bytes(self._arrived[FRAME_PREFIX.size : end])
-        del self._arrived[:end]
+        body = bytes(self._received[FRAME_PREFIX.size : end])
+        del self._received[:end]
         return body
 
 
 class NodeConnections:
-    """All of them, and what wakes who waits for them."""
+    """All node connections, in one selector with a socket that wakes its wait."""
 
     def __init__(self) -> None:
         self._selector = selectors.DefaultSelector()
-        self._alarm, self._alarmed = socket.socketpair()
-        for one in (self._alarm, self._alarmed):
+        self._wake_sender, self._wake_receiver = socket.socketpair()
+        for one in (self._wake_sender, self._wake_receiver):
             one.setblocking(False)
-        self._selector.register(self._alarmed, selectors.EVENT_READ)
+        self._selector.register(self._wake_receiver, selectors.EVENT_READ)
         self._all: set[NodeConnection] = set()
-        self._unfinished: set[NodeConnection] = set()
+        self._incomplete: set[NodeConnection] = set()
 
     def __len__(self) -> int:
         return len(self._all)
 
     def wake(self) -> None:
-        """From any thread, and from a signal's handler."""
-        with contextlib.suppress(OSError):  # it is full, so who waits is woken anyway; or it is closed
-            self._alarm.send(b"!")
+        """Wake :meth:`wait`. Safe in any thread and in a signal handler."""
+        with contextlib.suppress(OSError):  # full, so the wait ends anyway; or closed
+            self._wake_sender.send(b"!")
 
     def add(self, connection: NodeConnection) -> None:
         self._all.add(connection)
         self._selector.register(connection.sock, selectors.EVENT_READ, connection)
 
     def wait(self, within_s: float) -> list[tuple[NodeConnection, bool]]:
-        """Who has something to read (``True``), or takes more of what it is told."""
+        """Return connections with data to read (``True``) or room to send (``False``)."""
         ready = []
         for key, events in self._selector.select(within_s):
             connection: NodeConnection | None = key.data
             if connection is None:
                 with contextlib.suppress(BlockingIOError):
-                    self._alarmed.recv(4096)
+                    self._wake_receiver.recv(4096)
                 continue
             if events & selectors.EVENT_WRITE:
                 ready.append((connection, False))
@@ -553,33 +566,33 @@ class NodeConnections:
         return ready
 
     def update_interest(self, connection: NodeConnection) -> None:
-        """After something was sent or read: what to wait for from now on."""
+        """Update the events to wait for, after a send or a read."""
         if connection not in self._all:
             return
         events = selectors.EVENT_READ | (selectors.EVENT_WRITE if connection.is_sending else 0)
         if self._selector.get_key(connection.sock).events != events:
             self._selector.modify(connection.sock, events, connection)
         if connection.is_idle:
-            self._unfinished.discard(connection)
+            self._incomplete.discard(connection)
         else:
-            self._unfinished.add(connection)
+            self._incomplete.add(connection)
 
     def stalled(self, now: float) -> list[NodeConnection]:
-        return [connection for connection in self._unfinished if connection.is_stalled(now)]
+        return [connection for connection in self._incomplete if connection.is_stalled(now)]
 
     def remove(self, connection: NodeConnection) -> None:
         if connection in self._all:
             self._all.remove(connection)
-            self._unfinished.discard(connection)
+            self._incomplete.discard(connection)
             self._selector.unregister(connection.sock)
             connection.sock.close()
 
     def close(self, now: float) -> None:
-        """What can be sent at once is sent."""
+        """Send what the sockets accept at once, then close all connections."""
         for connection in list(self._all):
             with contextlib.suppress(PeerStoreError):
                 connection.flush(now)
             self.remove(connection)
         self._selector.close()
-        self._alarm.close()
-        self._alarmed.close()
+        self._wake_sender.close()
+        self._wake_receiver.close()

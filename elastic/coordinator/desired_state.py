@@ -17,12 +17,14 @@ from elastic.coordinator.world_reconciler import WorldReconciler
 
 
 def node_desired(reconciler: WorldReconciler, node: str, now: float) -> NodeDesired:
-    """All that is wanted of a node."""
-    seen = reconciler.nodes[node]
-    life, number = seen.status.generation, seen.status.number
+    """Return the desired state of a node."""
+    record = reconciler.nodes[node]
+    life, number = record.status.generation, record.status.number
     released = reconciler.released.get(node)
-    is_released = released is not None and released.generation == life  # a smaller one may be of a clock that went back
-    formed, broken = _world_of(reconciler, seen.status)
+    is_released = (
+        released is not None and released.generation == life
+    )  # a smaller generation may come from a clock that went back
+    formed, broken = _world_of(reconciler, record.status)
     pause = reconciler.pause if formed is not None and formed is reconciler.world_spec else None
     return NodeDesired(
         coordinator=reconciler.incarnation,
@@ -37,16 +39,16 @@ def node_desired(reconciler: WorldReconciler, node: str, now: float) -> NodeDesi
         pause=None if pause is None else pause_order(reconciler, now),
         pause_target=reconciler.pause_target if pause is not None else None,
         size_request=reconciler.size_request,
-        commands=tuple(seen.commands),
+        commands=tuple(record.commands),
         run_store=reconciler.is_rootless or (node == reconciler.store_node and not reconciler.settings.store),
         release_reason=released.reason if released is not None and is_released else None,
         force=released.force if released is not None and is_released else False,
-        drain_within_s=None if seen.drain_deadline is None else max(0.0, seen.drain_deadline - now),
-        superseded=reconciler.is_superseded(seen.status) and not is_released,
+        drain_within_s=None if record.drain_deadline is None else max(0.0, record.drain_deadline - now),
+        superseded=reconciler.is_superseded(record.status) and not is_released,
         min_generation=reconciler.world.departed.get(node, 0),
         term=reconciler.term,
         exit=reconciler.exit,
-        reason=reconciler.reason or seen.drain_reason,
+        reason=reconciler.reason or record.drain_reason,
         offer_memory=reconciler.progress is not None and node not in reconciler.progress.places,
         standby=reconciler.standby_peers if formed is not None and formed is reconciler.world_spec else (),
         sealed_step=released.sealed_step if released is not None and is_released else reconciler.sealed_step,
@@ -54,10 +56,10 @@ def node_desired(reconciler: WorldReconciler, node: str, now: float) -> NodeDesi
 
 
 def _world_of(reconciler: WorldReconciler, status: NodeStatus) -> tuple[WorldSpec | None, str | None]:
-    """The world that a node is to know of, and why it is broken.
+    """Return the world that a node is to know, and the reason if that world is broken.
 
-    A world may break and the next one begin without a node of it before that node hears of either: it is still told
-    that its own is over. Else its ranks would go on there, and it would not come back.
+    A world may break, and the next one form without one of its nodes, before that node receives either message. The
+    node still learns that its own world is over. Otherwise its ranks would continue there and never rejoin.
     """
     newest, own = reconciler.world_spec, status.world
     if newest is None:
@@ -77,32 +79,32 @@ def pause_order(reconciler: WorldReconciler, now: float) -> PauseOrder | None:
     return PauseOrder(pause.epoch, pause.reason, max(0.0, pause.deadline_s - now), pause.stop)
 
 
-def why_refused(reconciler: WorldReconciler, question: CoordinatorRequest) -> str:
-    """Why this cannot be had, or ""."""
+def why_refused(reconciler: WorldReconciler, request: CoordinatorRequest) -> str:
+    """Return why the request is refused, or ""."""
     policy = reconciler.settings.policy
-    if reconciler.is_rejoining and not isinstance(question, StatusRequest):
+    if reconciler.is_rejoining and not isinstance(request, StatusRequest):
         return "the coordinator has just started and listens to the nodes: ask again"
-    if reconciler.exit is not None and isinstance(question, ResizeRequest | DrainRequest | InjectRequest):
+    if reconciler.exit is not None and isinstance(request, ResizeRequest | DrainRequest | InjectRequest):
         return f"the job is over: {reconciler.reason}"
     if (
-        isinstance(question, ResizeRequest)
-        and question.nodes is not None
-        and policy.largest_size_within(question.nodes) == 0
+        isinstance(request, ResizeRequest)
+        and request.nodes is not None
+        and policy.largest_size_within(request.nodes) == 0
     ):
-        return f"{question.nodes} nodes are too few: this job runs on {', '.join(map(str, policy.sizes))}"
-    if isinstance(question, InjectRequest) and (problem := _nowhere(reconciler, question)):
+        return f"{request.nodes} nodes are too few: this job runs on {', '.join(map(str, policy.sizes))}"
+    if isinstance(request, InjectRequest) and (problem := _why_no_target(reconciler, request)):
         return problem
-    if isinstance(question, DrainRequest | InjectRequest):
-        asked = question.nodes if isinstance(question, DrainRequest) else (question.injection.node,)
-        unknown = [node for node in asked if node is not None and node not in reconciler.nodes]
+    if isinstance(request, DrainRequest | InjectRequest):
+        named = request.nodes if isinstance(request, DrainRequest) else (request.injection.node,)
+        unknown = [node for node in named if node is not None and node not in reconciler.nodes]
         if unknown:
             return f"there is no node {', '.join(unknown)}: the job has {', '.join(reconciler.nodes) or 'none'}"
     return ""
 
 
-def _nowhere(reconciler: WorldReconciler, question: InjectRequest) -> str:
-    """Why a fault could happen to nobody, as the job is now."""
-    rank, local_rank = question.injection.rank, question.injection.local_rank
+def _why_no_target(reconciler: WorldReconciler, request: InjectRequest) -> str:
+    """Return why no rank of the current job matches the fault, or ""."""
+    rank, local_rank = request.injection.rank, request.injection.local_rank
     ranks = reconciler.world.size * reconciler.world.nproc
     if rank is not None and reconciler.world_spec is None:
         return f"rank={rank}: the job has no ranks yet"

@@ -1,4 +1,4 @@
-"""A job's status for people and programs, and its world events in the event log."""
+"""The status of a job, for people and programs, and the world events that the coordinator records."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ from tieredckpt.event_log import EventLog, event_types
 
 
 def elastic_job_status(reconciler: WorldReconciler, now: float, *, refused: str = "") -> ElasticJobStatus:
-    """All there is to say about the job."""
+    """Return the status of the job."""
     world = reconciler.world
     places = {node: place for place, node in enumerate(world.ranked_nodes)} if world.phase.is_running else {}
-    nodes = tuple(_node(reconciler, seen, places.get(node), now) for node, seen in sorted(reconciler.nodes.items()))
+    nodes = tuple(_node(reconciler, record, places.get(node), now) for node, record in sorted(reconciler.nodes.items()))
     placed = [node for node in nodes if node.node_rank is not None]
     return ElasticJobStatus(
         job=reconciler.settings.job,
@@ -40,9 +40,9 @@ def elastic_job_status(reconciler: WorldReconciler, now: float, *, refused: str 
     )
 
 
-def missing_nodes(desk: WorldReconciler) -> str:
-    """Say how many nodes the first world waits for, and how to start them; "" if it waits for none."""
-    world, settings = desk.world, desk.settings
+def missing_nodes(reconciler: WorldReconciler) -> str:
+    """Return a message about the nodes that the first world waits for and how to start them, or ""."""
+    world, settings = reconciler.world, reconciler.settings
     here, wanted = len(world.members), settings.policy.initial_nodes
     if world.epoch >= 0 or world.phase.is_over or not 0 < settings.local_nodes <= here < wanted:
         return ""
@@ -69,35 +69,35 @@ def _store(reconciler: WorldReconciler) -> str:
     )
 
 
-def _node(reconciler: WorldReconciler, seen: NodeRecord, place: int | None, now: float) -> NodeSummary:
-    says = seen.status
-    said = [progress if progress is not None else RankProgress(-1) for progress in says.rank_progress]
+def _node(reconciler: WorldReconciler, record: NodeRecord, place: int | None, now: float) -> NodeSummary:
+    status = record.status
+    ranks = [progress if progress is not None else RankProgress(-1) for progress in status.rank_progress]
     return NodeSummary(
-        node=says.node,
+        node=status.node,
         node_rank=place,
-        state=_state(reconciler, seen, inside=place is not None),
-        local_ranks=says.local_ranks,
-        spares=says.spares,
-        spawn_count=says.spawn_count,
-        step=min((progress.step for progress in said), default=-1),
-        sealed=min((progress.sealed for progress in said), default=-1),
-        last_heartbeat_s=max(0.0, now - seen.last_heartbeat),
+        state=_state(reconciler, record, inside=place is not None),
+        local_ranks=status.local_ranks,
+        spares=status.spares,
+        spawn_count=status.spawn_count,
+        step=min((progress.step for progress in ranks), default=-1),
+        sealed=min((progress.sealed for progress in ranks), default=-1),
+        last_heartbeat_s=max(0.0, now - record.last_heartbeat),
     )
 
 
-def _state(reconciler: WorldReconciler, seen: NodeRecord, *, inside: bool) -> str:
-    says = seen.status
-    if not seen.connected:
+def _state(reconciler: WorldReconciler, record: NodeRecord, *, inside: bool) -> str:
+    status = record.status
+    if not record.connected:
         return "disconnected"
-    if says.node not in reconciler.world.members:
+    if status.node not in reconciler.world.members:
         return "leaving"
-    if says.finished:
+    if status.finished:
         return "finished"
-    if says.drain_within_s is not None:
+    if status.drain_within_s is not None:
         return "draining"
     if not inside:
-        return "standby" if says.ready else "starting"
-    return "sealed" if says.sealed is not None else "pausing" if reconciler.pause is not None else "training"
+        return "standby" if status.ready else "starting"
+    return "sealed" if status.sealed is not None else "pausing" if reconciler.pause is not None else "training"
 
 
 EVENT_LOG_NAME = "coordinator"
@@ -105,7 +105,7 @@ _LATE = "it did not stop in time"
 
 
 class WorldEventRecorder:
-    """``record_decision`` is called with every decision; it decides nothing."""
+    """Observer of the coordinator's decisions that writes them to the event log."""
 
     def __init__(self, event_log: EventLog, job: str, *, again: bool, wall: Callable[[], float] = time.time) -> None:
         self._event_log, self._job, self._wall = event_log, job, wall
@@ -122,10 +122,10 @@ class WorldEventRecorder:
     ) -> None:
         at = self._wall()
         breaking = next((action for action in actions if isinstance(action, world_state.BreakWorld)), None)
-        blamed = _to_blame([one for one in _single(event) if _matters(before, one, breaks=breaking is not None)])
-        for one in blamed:
+        causes = _causes([one for one in _flatten(event) if _is_fault(before, one, breaks=breaking is not None)])
+        for one in causes:
             self._fault(reconciler, before.epoch, one, at, now)
-        if breaking is not None and not blamed and reconciler.world.restarts > before.restarts:
+        if breaking is not None and not causes and reconciler.world.restarts > before.restarts:
             self._event_log.write(event_types.FaultEvent(at, before.epoch, reason=breaking.reason))
         for action in actions:
             if isinstance(action, world_state.FormWorld):
@@ -133,7 +133,7 @@ class WorldEventRecorder:
             elif isinstance(action, world_state.PauseWorld):
                 want = "stop" if action.stop else "resize"
                 notice = event_types.StopRequested(
-                    at, action.epoch, want, action.reason, _asker(event), action.deadline_s - now
+                    at, action.epoch, want, action.reason, _requester(event), action.deadline_s - now
                 )
                 self._event_log.write(notice)
 
@@ -159,19 +159,19 @@ class WorldEventRecorder:
         self, reconciler: WorldReconciler, epoch: int, event: world_state.WorldEvent, at: float, now: float
     ) -> None:
         if isinstance(event, world_state.RankLost):
-            seen = reconciler.nodes.get(event.node)
-            said = () if seen is None else seen.status.exited_ranks
-            since = next((lost.ended_at for lost in said if lost.local_rank == event.local_rank), None)
+            record = reconciler.nodes.get(event.node)
+            exited = () if record is None else record.status.exited_ranks
+            since = next((lost.ended_at for lost in exited if lost.local_rank == event.local_rank), None)
             key = (event.node, event.generation, event.local_rank, since)
-            if key not in self._seen:  # it is said again with everything else that happens there
+            if key not in self._seen:  # every later report of the node repeats it
                 self._seen.add(key)
                 kind = "late" if event.reason == _LATE else "process"
                 self._event_log.write(
                     event_types.FaultEvent(at, epoch, event.node, event.local_rank, kind, event.reason, since)
                 )
         elif isinstance(event, world_state.NodeLost | world_state.NodeLeft):
-            seen = reconciler.nodes.get(event.node)
-            since = None if seen is None else at - max(0.0, now - seen.last_heartbeat)
+            record = reconciler.nodes.get(event.node)
+            since = None if record is None else at - max(0.0, now - record.last_heartbeat)
             self._event_log.write(event_types.FaultEvent(at, epoch, event.node, -1, "node", event.reason, since))
         elif isinstance(event, world_state.RankFault):
             self._event_log.write(
@@ -181,22 +181,25 @@ class WorldEventRecorder:
             self._event_log.write(event_types.FaultEvent(at, epoch, event.node, event.local_rank, "hang", event.reason))
 
 
-def _single(event: world_state.WorldEvent) -> Iterator[world_state.WorldEvent]:
+def _flatten(event: world_state.WorldEvent) -> Iterator[world_state.WorldEvent]:
     if isinstance(event, world_state.EventBatch):
         for one in event.events:
-            yield from _single(one)
+            yield from _flatten(one)
     else:
         yield event
 
 
-def _to_blame(events: Sequence[world_state.WorldEvent]) -> Sequence[world_state.WorldEvent]:
-    """What ranks report beside a loss, and after the first of them, is what they see of it."""
+def _causes(events: Sequence[world_state.WorldEvent]) -> Sequence[world_state.WorldEvent]:
+    """Return the events that caused the fault: the losses, or else the first report of a rank.
+
+    Errors and hangs reported beside a loss are its consequences, and so are those after the first report.
+    """
     lost = [one for one in events if not isinstance(one, world_state.RankFault | world_state.HangDetected)]
     return lost or events[:1]
 
 
-def _matters(before: WorldState, event: world_state.WorldEvent, *, breaks: bool) -> bool:
-    """Whether this broke a world, or lost something that was on its way into one."""
+def _is_fault(before: WorldState, event: world_state.WorldEvent, *, breaks: bool) -> bool:
+    """Whether the event broke a world, or lost a rank or node of a world that was forming."""
     if isinstance(event, world_state.RankFault | world_state.HangDetected):
         return breaks and event.epoch == before.epoch
     if breaks:
@@ -211,8 +214,8 @@ def _matters(before: WorldState, event: world_state.WorldEvent, *, breaks: bool)
     return member is not None and event.generation == member.generation and (member.has_ranks or before.epoch < 0)
 
 
-def _asker(event: world_state.WorldEvent) -> str:
-    kinds = {type(one) for one in _single(event)}
+def _requester(event: world_state.WorldEvent) -> str:
+    kinds = {type(one) for one in _flatten(event)}
     if world_state.NodesPreempted in kinds:
         return "cluster"
     if kinds & {world_state.ResizeRequested, world_state.JobStopRequested}:

@@ -31,31 +31,36 @@ MAX_STANDBY_PEERS = 16
 
 
 def events_between(before: NodeStatus | None, status: NodeStatus, now: float) -> Iterator[WorldEvent]:
-    """In the order in which it can have happened. ``before`` is the report before, of the same life or none."""
-    node, life, epoch = status.node, status.generation, _epoch(status.world)
+    """Yield the events since the report ``before``, in an order in which they can have happened.
+
+    ``before`` is of the same generation of the supervisor, or ``None`` for its first report.
+    """
+    node, generation, epoch = status.node, status.generation, _epoch(status.world)
     if before is None:
-        yield NodeJoined(node, life, status.local_ranks, status.spawn_count, status.spares)
+        yield NodeJoined(node, generation, status.local_ranks, status.spawn_count, status.spares)
     new = before is None or _epoch(before.world) != epoch
     if status.sealed is not None and (new or before is None or before.sealed != status.sealed):
-        yield NodeSealed(node, life, epoch, status.sealed, status.checkpoint)
+        yield NodeSealed(node, generation, epoch, status.sealed, status.checkpoint)
     if status.finished and (new or before is None or not before.finished):
-        yield NodeFinished(node, life, epoch)
+        yield NodeFinished(node, generation, epoch)
     if status.drain_within_s is not None and (before is None or before.drain_within_s is None):
         yield NodesPreempted((node,), now + status.drain_within_s, status.drain_reason)
     if before is None or (before.spawn_count, before.exited_ranks) != (status.spawn_count, status.exited_ranks):
         for lost in status.exited_ranks:
-            yield RankLost(node, life, status.spawn_count, lost.local_rank, lost.reason, lost.never_joined)
+            yield RankLost(node, generation, status.spawn_count, lost.local_rank, lost.reason, lost.never_joined)
     if new or before is None or before.faulty_ranks != status.faulty_ranks:
         for fault in status.faulty_ranks:
-            yield RankFault(node, life, epoch, fault.local_rank, fault.reason, fault.final, fault.position)
-    if status.ready and (new or before is None or not before.ready or _stock(before) != _stock(status)):
-        yield NodeReady(node, life, status.spawn_count, epoch, status.spares)
+            yield RankFault(node, generation, epoch, fault.local_rank, fault.reason, fault.final, fault.position)
+    if status.ready and (
+        new or before is None or not before.ready or _process_counts(before) != _process_counts(status)
+    ):
+        yield NodeReady(node, generation, status.spawn_count, epoch, status.spares)
     if status.leave_reason:
-        yield NodeLeft(node, life, status.leave_reason)
+        yield NodeLeft(node, generation, status.leave_reason)
 
 
 def requested_event(request: RankRequest, status: NodeStatus, now: float) -> WorldEvent:
-    """What a rank's request is to the world."""
+    """Return the world event of a rank's request."""
     if request.kind is NoticeKind.STOP:
         return JobStopRequested(request.reason, None if request.deadline_s is None else now + request.deadline_s)
     if request.kind is NoticeKind.RESTART:
@@ -64,17 +69,17 @@ def requested_event(request: RankRequest, status: NodeStatus, now: float) -> Wor
 
 
 def rejoin_report(status: NodeStatus) -> RejoinReport:
-    """What a coordinator that starts again learns from a node, but for what it is to decide upon: that comes after."""
-    formed = status.world
+    """Return what a restarted coordinator learns from a node before it decides anything."""
+    spec = status.world
     return RejoinReport(
         node=status.node,
         generation=status.generation,
         local_ranks=status.local_ranks,
         spawn_count=status.spawn_count,
         spares=status.spares,
-        epoch=_epoch(formed),
-        ranked_nodes=() if formed is None else formed.ranked_nodes,
-        restarts=0 if formed is None else formed.restarts,
+        epoch=_epoch(spec),
+        ranked_nodes=() if spec is None else spec.ranked_nodes,
+        restarts=0 if spec is None else spec.restarts,
     )
 
 
@@ -91,17 +96,17 @@ def newest_known_epoch(status: NodeStatus) -> int:
 def named_step(newest: WorldSpec, reports: Iterable[NodeStatus]) -> SealedStep | None:
     """Return what the next world restores where nodes of the newest one are missing; ``None``: the newest step.
 
-    That is the step that all who are there have sealed before they left it, or the one that it was to restore itself
-    and from which no rank has gone on yet.
+    That is the step that all nodes present sealed before they left that world. If no rank has done a step there, it is
+    the step that that world was to restore.
     """
     inside = [one for one in reports if one.node in newest.ranked_nodes and _epoch(one.world) == newest.epoch]
     sealed = {one.checkpoint if one.sealed is not None else None for one in inside}
     if len(sealed) == 1 and None not in sealed:
         return sealed.pop()
-    return None if any(_has_gone_on(one) for one in inside) else newest.resume_from
+    return None if any(_may_have_sealed(one) for one in inside) else newest.resume_from
 
 
-def _has_gone_on(status: NodeStatus) -> bool:
+def _may_have_sealed(status: NodeStatus) -> bool:
     """Whether ranks of a node may have sealed a step in their world."""
     stepped = any(rank is not None and rank.step >= 0 for rank in status.rank_progress)
     left = status.broken_reason is not None or status.pause is not None or status.sealed is not None
@@ -118,63 +123,65 @@ def standby_peers(world: WorldState, peer_of: Callable[[str], PeerNode | None]) 
     return tuple(peer for name in staying if (peer := peer_of(name)) is not None)[:MAX_STANDBY_PEERS]
 
 
-def _epoch(formed: WorldSpec | None) -> int:
-    return -1 if formed is None else formed.epoch
+def _epoch(spec: WorldSpec | None) -> int:
+    return -1 if spec is None else spec.epoch
 
 
-def _stock(status: NodeStatus) -> tuple[int, int]:
+def _process_counts(status: NodeStatus) -> tuple[int, int]:
     return status.spawn_count, status.spares
 
 
-class _Said(NamedTuple):
-    """What counts of one node's newest report."""
+class _NodeProgress(NamedTuple):
+    """The part of a node's newest report that the totals count."""
 
     sealed: int | None
-    """The least of its ranks; ``None`` where it says nothing of any."""
+    """Lowest sealed step of the node's ranks, ``None`` if the report has no ranks."""
     paused: int | None
     finished: bool
     has_sealed: bool
-    """Each of its ranks has sealed a step in this world."""
+    """Whether each rank of the node has sealed a step in this world."""
 
 
 class WorldProgress:
-    def __init__(self, formed: WorldSpec) -> None:
-        self.epoch = formed.epoch
-        self.places = {node: place for place, node in enumerate(formed.ranked_nodes)}
-        """Which place each of its nodes has."""
-        self._said: dict[str, _Said] = {}
-        """Of those that know of this world."""
+    """Totals over the newest reports of a world's nodes."""
+
+    def __init__(self, world: WorldSpec) -> None:
+        self.epoch = world.epoch
+        self.places = {node: place for place, node in enumerate(world.ranked_nodes)}
+        """Node rank of each node of the world."""
+        self._reports: dict[str, _NodeProgress] = {}
+        """Progress of the nodes that have reported this world."""
         self._sealed: Counter[int] = Counter()
         self._least: int | None = None
-        self._undecided = 0
-        """Nodes that have not said where they stand, and have not finished."""
-        self._standing = 0
-        """Nodes that have said it."""
+        self._without_target = 0
+        """Number of unfinished nodes that have not reported a step to pause at."""
+        self._with_target = 0
+        """Number of unfinished nodes that have reported a step to pause at."""
 
     @property
     def is_complete(self) -> bool:
-        """Whether all its nodes know of it."""
-        return len(self._said) == len(self.places)
+        """Whether all nodes have reported this world."""
+        return len(self._reports) == len(self.places)
 
     @property
     def sealed_by_all(self) -> int:
-        """The newest step that all ranks have sealed, -1 where there is none or not all are known."""
+        """The newest step that all ranks have sealed, or -1 if there is none or a node has not reported."""
         return -1 if not self.is_complete or self._least is None else self._least
 
     @property
     def has_sealed_step(self) -> bool:
         """Whether every rank has sealed a step in this world."""
-        return self.is_complete and all(one.has_sealed for one in self._said.values())
+        return self.is_complete and all(one.has_sealed for one in self._reports.values())
 
     @property
     def pause_target(self) -> int | None:
-        """The greatest step that any rank said, once all have said one that have not finished."""
-        if not self.is_complete or self._undecided or not self._standing:
+        """The greatest step that any rank reported, once all unfinished nodes have reported one."""
+        if not self.is_complete or self._without_target or not self._with_target:
             return None
-        return max(one.paused for one in self._said.values() if one.paused is not None and not one.finished)
+        return max(one.paused for one in self._reports.values() if one.paused is not None and not one.finished)
 
     def update(self, status: NodeStatus) -> None:
-        """A node's newest report; one that does not know of this world counts for nothing here."""
+        """Count a node's newest report. A report of another world removes the node's earlier one."""
         if status.node not in self.places:
             return
         self.forget(status.node)
@@ -182,40 +189,40 @@ class WorldProgress:
             return
         sealed = min((-1 if one is None else one.sealed for one in status.rank_progress), default=None)
         has_sealed = bool(status.rank_progress) and all(one and one.has_sealed for one in status.rank_progress)
-        self._said[status.node] = said = _Said(sealed, status.paused, status.finished, has_sealed)
-        self._count(said, 1)
+        self._reports[status.node] = progress = _NodeProgress(sealed, status.paused, status.finished, has_sealed)
+        self._count(progress, 1)
         if sealed is not None:
             self._sealed[sealed] += 1
             self._least = sealed if self._least is None else min(sealed, self._least)
 
     def forget(self, node: str) -> None:
-        said = self._said.pop(node, None)
-        if said is None:
+        progress = self._reports.pop(node, None)
+        if progress is None:
             return
-        self._count(said, -1)
-        if said.sealed is not None:
-            self._sealed[said.sealed] -= 1
-            if not self._sealed[said.sealed]:
-                del self._sealed[said.sealed]
-                if said.sealed == self._least:
+        self._count(progress, -1)
+        if progress.sealed is not None:
+            self._sealed[progress.sealed] -= 1
+            if not self._sealed[progress.sealed]:
+                del self._sealed[progress.sealed]
+                if progress.sealed == self._least:
                     self._least = min(self._sealed, default=None)
 
-    def _count(self, said: _Said, by: int) -> None:
-        if not said.finished:
-            self._undecided += by * (said.paused is None)
-            self._standing += by * (said.paused is not None)
+    def _count(self, progress: _NodeProgress, by: int) -> None:
+        if not progress.finished:
+            self._without_target += by * (progress.paused is None)
+            self._with_target += by * (progress.paused is not None)
 
 
 class LastCommittedStep:
-    """The newest step that all ranks of some world had sealed."""
+    """The newest step that all ranks of any world had sealed, or -1."""
 
     def __init__(self) -> None:
         self.step = -1
 
     def observe(self, state: WorldProgress) -> None:
-        """What the nodes of a world have said by now."""
+        """Count the reports of a world's nodes."""
         self.step = max(self.step, state.sealed_by_all)
 
     def __str__(self) -> str:
-        """In words; empty while no step is known."""
+        """Return a phrase for messages, "" while no step is known."""
         return "" if self.step < 0 else f"the last complete step is {self.step}"

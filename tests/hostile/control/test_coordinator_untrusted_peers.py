@@ -241,7 +241,7 @@ def test_coordinator_that_cannot_record_a_world_waits_and_continues(tmp_path):
     channel = connect_to_coordinator(one.address, job="job", me=NodeId("n1"), secret=SECRET)
     try:
         channel.send(encode(NodeStatus(1, "n1", 1, 1, spawn_count=1, ready=True)))
-        wait_until(lambda: one._silent)
+        wait_until(lambda: one._epoch_write_failed)
         assert is_serving(one)
         note.parent.mkdir()
         wait_until(note.exists)

@@ -24,11 +24,11 @@ def test_world_record_is_written_in_place(tmp_path):
     """On a disk without room no file is made, and none that is there grows."""
     note = tmp_path / "epoch"
     assert shell.can_write_epoch(note)
-    assert shell._epochs_in(note) == (-1, 0)
+    assert shell._read_epochs(note) == (-1, 0)
     before = note.stat()
     for epochs in ((3, 1_790_000_000_123), (12345, 1_790_000_001_147)):
-        shell._note_epochs(note, *epochs)
-        assert shell._epochs_in(note) == epochs
+        shell._write_epochs(note, *epochs)
+        assert shell._read_epochs(note) == epochs
     after = note.stat()
     assert (before.st_ino, before.st_size) == (after.st_ino, after.st_size)
     assert list(tmp_path.iterdir()) == [note]

@@ -45,7 +45,7 @@ class Node:
         wait_until(self._is_heard)
 
     def _is_heard(self) -> bool:
-        self._coordinator._turn()
+        self._coordinator._run_once()
         seen = self._coordinator.reconciler.nodes.get(self.name)
         return seen is not None and seen.status.number == self.says.number
 
@@ -76,14 +76,14 @@ def run(coordinator: Coordinator, hand: Hand, seconds: float) -> None:
     """Time passes in which it does run."""
     for _ in range(int(seconds / 0.5)):
         hand.now += 0.5
-        coordinator._turn()
+        coordinator._run_once()
 
 
 def test_paused_coordinator_loses_no_node():
     with two_nodes() as (coordinator, hand, _nodes):
         before = coordinator.reconciler.world.epoch
         hand.now += 600.0
-        coordinator._turn()
+        coordinator._run_once()
         assert coordinator.reconciler.world.phase is WorldPhase.RUNNING
         assert (coordinator.reconciler.world.epoch, coordinator.reconciler.broken_reason) == (before, None)
 
@@ -91,7 +91,7 @@ def test_paused_coordinator_loses_no_node():
 def test_node_silent_after_the_pause_is_lost():
     with two_nodes() as (coordinator, hand, nodes):
         hand.now += 600.0
-        coordinator._turn()
+        coordinator._run_once()
         for number in range(2, 14):
             run(coordinator, hand, 1.0)
             nodes[0].step(number)
@@ -114,7 +114,7 @@ def test_preempted_node_leaves_on_time_despite_the_pause():
             DrainRequest(("n1",), 120.0, "the machine is preempted"), coordinator._clock()
         )
         hand.now += 60.0
-        coordinator._turn()
+        coordinator._run_once()
         nodes[1].say()
         assert coordinator.reconciler.nodes["n1"].drain_deadline == pytest.approx(coordinator._clock() + 60.0, abs=2.0)
         hand.now += 70.0
