@@ -20,7 +20,7 @@ def table():
 def told(table):
     table.written = Written()
     table.recorder = WorldEventRecorder(table.written, "job", again=False, wall=lambda: 1000.0 + table.now)
-    table.desk._witness = table.recorder.record_decision
+    table.desk._observer = table.recorder.record_decision
     table.run_without_faults(30)
     assert [(one.how, one.ranks) for one in table.written.of(WorldFormed)] == [("start", 3 * table.nproc)]
     assert table.written.of(FaultEvent) == []
