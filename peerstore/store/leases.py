@@ -7,7 +7,7 @@ import logging
 import re
 import secrets
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import TypeVar
 
 import msgspec
@@ -20,6 +20,7 @@ from peerstore.shard_records import (
     Lease,
     ShardKey,
     SlotInfo,
+    VersionId,
     validate_incarnation,
     validate_job_name,
 )
@@ -31,6 +32,7 @@ from peerstore.store.slot_eviction import (
     EvictSlots,
     ReuseSlot,
     SlotDecision,
+    SlotRequest,
     SlotsBusy,
     SlotUse,
     SlotView,
@@ -139,42 +141,18 @@ class LeaseManager:
     def _choose(
         self, key: ShardKey, size_bytes: int, parts: int, *, copy: bool
     ) -> tuple[ArenaSlot | None, SlotsBusy | BudgetExceeded | None]:
-        limits = self._table.limits
-        # When groups change there are several parities of one version for a while. The budget bounds those, too.
-        if key.kind or key.job in self._jobs.managed:
-            limits = dataclasses.replace(limits, burst=MAX_PARTS_PER_VERSION)
         slot_bytes = size_class(size_bytes)
+        mending = key if copy else None
 
         def decide(views: Sequence[SlotView]) -> SlotDecision:
-            whole = self._jobs.committed()
-            return choose_slot(
-                views,
-                job=key.job,
-                part=key.slot_part,
-                epoch=max(key.epoch, self._jobs.oldest_active_epoch(key.job)),
-                size_bytes=slot_bytes,
-                limits=limits,
-                whole=self._jobs.needed(whole),
-                rollback_targets=self._jobs.rollback_targets(whole, key if copy else None),
-                kept=self._jobs.retained(whole),
-                version=key.version,
-                writers=self._jobs.expected_parts_here(key.job, parts),
-            )
+            return choose_slot(views, self._request(key, slot_bytes, parts, self._jobs.committed(), mending))
 
         def decide_alone() -> SlotDecision | None:
             """Choose among the writer's slots and the free slots, without reading other shards."""
-            whole = self._jobs.committed([key.job])
             return choose_own_slot(
                 self._table.views_for_writer(key.job, key.slot_part),
+                self._request(key, slot_bytes, parts, self._jobs.committed([key.job]), mending),
                 allocated_bytes=self._table.allocated_bytes,
-                job=key.job,
-                part=key.slot_part,
-                size_bytes=slot_bytes,
-                limits=limits,
-                whole=self._jobs.needed(whole),
-                rollback_targets=self._jobs.rollback_targets(whole, key if copy else None),
-                kept=self._jobs.retained(whole),
-                version=key.version,
             )
 
         while True:
@@ -193,6 +171,31 @@ class LeaseManager:
                 slot_bytes = size_bytes  # there may be room for that
             elif not self._expire_unused_jobs(key, decide):
                 return None, decision
+
+    def _request(
+        self,
+        key: ShardKey,
+        size_bytes: int,
+        parts: int,
+        committed: Mapping[str, Collection[VersionId]],
+        mending: ShardKey | None = None,
+    ) -> SlotRequest:
+        limits = self._table.limits
+        # When groups change there are several parities of one version for a while. The budget bounds those, too.
+        if key.kind or key.job in self._jobs.managed:
+            limits = dataclasses.replace(limits, burst=MAX_PARTS_PER_VERSION)
+        return SlotRequest(
+            job=key.job,
+            part=key.slot_part,
+            size_bytes=size_bytes,
+            limits=limits,
+            whole=self._jobs.needed(committed),
+            rollback_targets=self._jobs.rollback_targets(committed, mending),
+            kept=self._jobs.retained(committed),
+            epoch=max(key.epoch, self._jobs.oldest_active_epoch(key.job)),
+            version=key.version,
+            writers=self._jobs.expected_parts_here(key.job, parts),
+        )
 
     def _expire_unused_jobs(self, key: ShardKey, decide: Callable[[Sequence[SlotView]], object]) -> bool:
         """Drop jobs that nobody uses, where a writer of another one finds room then and not otherwise."""
@@ -291,18 +294,9 @@ class LeaseManager:
         slot_bytes = size_class(size_bytes)
 
         def decide(views: Sequence[SlotView]) -> EvictSlots | SlotsBusy | BudgetExceeded:
-            whole = self._jobs.committed()
-            return evictions_to_grow(
-                views,
-                growing=slot.name,
-                epoch=key.epoch,
-                size_bytes=slot_bytes,
-                limits=self._table.limits,
-                whole=self._jobs.needed(whole),
-                rollback_targets=self._jobs.rollback_targets(whole),
-                kept=self._jobs.retained(whole),
-                writers=self._jobs.expected_parts_here(key.job, slot.lease.parts if slot.lease is not None else 1),
-            )
+            parts = slot.lease.parts if slot.lease is not None else 1
+            request = self._request(key, slot_bytes, parts, self._jobs.committed())
+            return evictions_to_grow(views, dataclasses.replace(request, epoch=key.epoch), growing=slot.name)
 
         while True:
             decision = decide(self._table.slot_views())

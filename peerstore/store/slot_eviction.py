@@ -20,9 +20,9 @@ from __future__ import annotations
 import enum
 from collections import Counter
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
-from peerstore.commit_protocol import is_abandoned, is_superseded, newest_committed
+from peerstore.commit_protocol import is_abandoned, is_superseded
 from peerstore.shard_records import VersionId
 from peerstore.sizes_and_durations import show_size
 
@@ -58,6 +58,36 @@ class SlotLimits:
     budget_bytes: int
     slots: int
     burst: int
+
+
+@dataclass(frozen=True)
+class SlotRequest:
+    """A writer's request for a slot, and the versions that no eviction may take."""
+
+    job: str
+    part: int
+    size_bytes: int
+    limits: SlotLimits
+    whole: Mapping[str, Collection[VersionId]]
+    """Complete versions of each job."""
+    rollback_targets: Mapping[str, VersionId]
+    """The version that each job can always resume from; older versions may be evicted."""
+    kept: Mapping[str, Collection[VersionId]] = field(default_factory=dict)
+    """Versions of each job that are retained on request."""
+    epoch: int = 0
+    """The writer's incarnation; unfinished versions of earlier incarnations may be evicted."""
+    version: int = -1
+    """The version number that is written; a further attempt at it does not count its complete predecessor."""
+    writers: int = 1
+    """Expected writers of the job on this node."""
+
+    def owns(self, slot: SlotView) -> bool:
+        """Return whether the slot belongs to this writer, or did last."""
+        return (slot.job, slot.part) == (self.job, self.part)
+
+    def is_kept(self, slot: SlotView) -> bool:
+        """Return whether the slot holds a version that is retained on request."""
+        return slot.version_id is not None and slot.version_id in self.kept.get(slot.job, ())
 
 
 @dataclass(frozen=True)
@@ -113,29 +143,15 @@ def slot_fits(slot: SlotView, size_bytes: int) -> bool:
     return slot.reusable and size_bytes <= slot.size_bytes <= size_bytes + size_bytes // 4
 
 
-def evictable_slots(
-    slots: Iterable[SlotView],
-    rollback_targets: Mapping[str, VersionId],
-    *,
-    whole: Mapping[str, Collection[VersionId]] | None = None,
-    kept: Mapping[str, Collection[VersionId]] | None = None,
-) -> list[SlotView]:
-    """Sealed slots nobody needs any more: attempts that a later one at the same version has made superfluous, then the
-    oldest version first.
+def evictable_slots(slots: Iterable[SlotView], request: SlotRequest) -> list[SlotView]:
+    """Return sealed slots that no job needs: first attempts that a later attempt replaced, then the oldest versions.
 
-    ``rollback_targets`` has the version each job can always go back to. A job without one keeps everything it has.
-    ``kept`` ones stay.
+    A job without a rollback target keeps all its versions.
     """
-    found = []
     latest: dict[tuple[str, int], VersionId] = {}
-    for job, groups in (whole or {}).items():
+    for job, groups in request.whole.items():
         for group in groups:
             latest[job, group.version] = max(group, latest.get((job, group.version), group))
-    for slot in slots:
-        if slot.use is not SlotUse.SEALED or slot.busy or slot.version_id is None:
-            continue
-        if is_superseded(slot.version_id, rollback_targets.get(slot.job), (kept or {}).get(slot.job, ())):
-            found.append(slot)
 
     def again(slot: SlotView) -> bool:
         return (
@@ -143,25 +159,24 @@ def evictable_slots(
             and latest.get((slot.job, slot.version_id.version), slot.version_id) > slot.version_id
         )
 
-    return sorted(found, key=lambda slot: (not again(slot), _age(slot)))
-
-
-def abandoned_slots(
-    slots: Iterable[SlotView],
-    whole: Mapping[str, Collection[VersionId]],
-    rollback_targets: Mapping[str, VersionId],
-    *,
-    job: str,
-    epoch: int,
-) -> list[SlotView]:
-    """What incarnations of ``job`` before ``epoch`` left unfinished, the oldest first."""
     found = [
         slot
         for slot in slots
-        if slot.use is SlotUse.SEALED and not slot.busy and slot.job == job
-        if slot.version_id is not None
-        and is_abandoned(slot.version_id, epoch, whole.get(job, ()), rollback_targets.get(job))
+        if slot.use is SlotUse.SEALED and not slot.busy and slot.version_id is not None
+        if is_superseded(slot.version_id, request.rollback_targets.get(slot.job), request.kept.get(slot.job, ()))
     ]
+    return sorted(found, key=lambda slot: (not again(slot), _age(slot)))
+
+
+def abandoned_slots(slots: Iterable[SlotView], request: SlotRequest) -> list[SlotView]:
+    """Return what incarnations of the job before the request's epoch left unfinished, oldest first."""
+    job, found = request.job, []
+    whole, target = request.whole.get(job, ()), request.rollback_targets.get(job)
+    for slot in slots:
+        if slot.use is not SlotUse.SEALED or slot.busy or slot.job != job or slot.version_id is None:
+            continue
+        if is_abandoned(slot.version_id, request.epoch, whole, target):
+            found.append(slot)
     return sorted(found, key=_age)
 
 
@@ -172,28 +187,15 @@ def _age(slot: SlotView) -> tuple[VersionId, int, str]:
 class _Placement:
     """Slots that may hold one writer's bytes."""
 
-    def __init__(
-        self,
-        slots: Collection[SlotView],
-        allocated_bytes: int,
-        *,
-        job: str,
-        part: int,
-        size_bytes: int,
-        limits: SlotLimits,
-        whole: Mapping[str, Collection[VersionId]],
-        rollback_targets: Mapping[str, VersionId],
-        kept: Mapping[str, Collection[VersionId]] | None,
-        version: int,
-    ) -> None:
+    def __init__(self, slots: Collection[SlotView], allocated_bytes: int, request: SlotRequest) -> None:
         self._allocated_bytes = allocated_bytes
-        self._size_bytes = size_bytes
-        self._limits = limits
-        self.mine = [slot for slot in slots if (slot.job, slot.part) == (job, part)]
+        self._size_bytes = request.size_bytes
+        self._limits = request.limits
+        self.mine = [slot for slot in slots if request.owns(slot)]
         self.free = [slot for slot in slots if slot.use is SlotUse.FREE]
-        self.old = evictable_slots(slots, rollback_targets, whole=whole, kept=kept)
-        newest, stay = rollback_targets.get(job), (kept or {}).get(job, ())
-        uncounted = {*stay, *([newest] if newest is not None and newest.version == version else [])}
+        self.old = evictable_slots(slots, request)
+        newest, stay = request.rollback_targets.get(request.job), request.kept.get(request.job, ())
+        uncounted = {*stay, *([newest] if newest is not None and newest.version == request.version else [])}
         self._counted = sum(slot.version_id not in uncounted for slot in self.mine)
 
     @property
@@ -234,155 +236,52 @@ class _Placement:
 
 
 def choose_own_slot(
-    slots: Collection[SlotView],
-    *,
-    allocated_bytes: int,
-    job: str,
-    part: int,
-    size_bytes: int,
-    limits: SlotLimits,
-    whole: Mapping[str, Collection[VersionId]],
-    rollback_targets: Mapping[str, VersionId],
-    kept: Mapping[str, Collection[VersionId]] | None = None,
-    version: int = -1,
+    slots: Collection[SlotView], request: SlotRequest, *, allocated_bytes: int
 ) -> ReuseSlot | CreateSlot | None:
     """Decide as :func:`choose_slot` if the writer's own and the free slots suffice, else return ``None``.
 
     ``slots`` has only those slots; ``allocated_bytes`` is the size of all slots.
     """
-    place = _Placement(
-        slots,
-        allocated_bytes,
-        job=job,
-        part=part,
-        size_bytes=size_bytes,
-        limits=limits,
-        whole=whole,
-        rollback_targets=rollback_targets,
-        kept=kept,
-        version=version,
-    )
+    place = _Placement(slots, allocated_bytes, request)
     return place.choose(place.spared, place.old)
 
 
-def choose_slot(
-    slots: Collection[SlotView],
-    *,
-    job: str,
-    part: int,
-    epoch: int,
-    size_bytes: int,
-    limits: SlotLimits,
-    whole: Mapping[str, Collection[VersionId]],
-    rollback_targets: Mapping[str, VersionId] | None = None,
-    kept: Mapping[str, Collection[VersionId]] | None = None,
-    version: int = -1,
-    writers: int = 1,
-) -> SlotDecision:
-    """Where ``part`` of ``job`` may write ``size_bytes``, for the incarnation ``epoch``; so many ``writers`` of it are
-    expected here.
+def choose_slot(slots: Collection[SlotView], request: SlotRequest) -> SlotDecision:
+    """Choose the slot that the request's writer may write.
 
     Slots are counted by version: those that are ``kept`` on request do not count, nor does the newest whole attempt at
     the ``version`` that is written once more.
 
     Preference: this writer's own free slot (its mapping is warm), a new slot up to the steady number, this
-    writer's oldest superseded version, an extra slot, somebody else's free slot or superseded version. To stay within
+    writer's oldest superseded version, an extra slot, another writer's free slot or superseded version. To stay within
     the budget free slots go first, then superseded versions, then what past incarnations left unfinished. A slot that
     would be taken and has the wrong size is removed, and a new one made in its place.
     """
-    rollback_targets = newest_committed(whole) if rollback_targets is None else rollback_targets
-    place = _Placement(
-        slots,
-        sum(slot.size_bytes for slot in slots),
-        job=job,
-        part=part,
-        size_bytes=size_bytes,
-        limits=limits,
-        whole=whole,
-        rollback_targets=rollback_targets,
-        kept=kept,
-        version=version,
-    )
-    mine, free, old = place.mine, place.free, place.old
-    left = [slot for slot in abandoned_slots(slots, whole, rollback_targets, job=job, epoch=epoch) if slot not in old]
-    spared = place.spared
-    decision = (
-        place.choose(spared, old) or place.choose(spared + old, old) or place.choose(spared + old + left, old + left)
-    )
-    if decision is not None:
-        return decision
-    wanted = f"part {part} of job {job} ({show_size(size_bytes)})"
-    held = _kept(slots, kept)
-    enough = _enough(slots, held, [*free, *old, *left], job=job, part=part, size_bytes=size_bytes, writers=writers)
-    return _refusal(
-        slots,
-        held,
-        mine,
-        wanted=wanted,
-        size_bytes=size_bytes,
-        limits=limits,
-        rollback_targets=rollback_targets,
-        enough=enough,
+    place = _Placement(slots, sum(slot.size_bytes for slot in slots), request)
+    old, spared = place.old, place.spared
+    left = [slot for slot in abandoned_slots(slots, request) if slot not in old]
+    return (
+        place.choose(spared, old)
+        or place.choose(spared + old, old)
+        or place.choose(spared + old + left, old + left)
+        or _refusal(slots, request, [*place.free, *old, *left])
     )
 
 
 def evictions_to_grow(
-    slots: Collection[SlotView],
-    *,
-    growing: str,
-    epoch: int,
-    size_bytes: int,
-    limits: SlotLimits,
-    whole: Mapping[str, Collection[VersionId]],
-    rollback_targets: Mapping[str, VersionId] | None = None,
-    kept: Mapping[str, Collection[VersionId]] | None = None,
-    writers: int = 1,
+    slots: Collection[SlotView], request: SlotRequest, *, growing: str
 ) -> EvictSlots | SlotsBusy | BudgetExceeded:
-    """What has to go so that a slot of ``size_bytes`` can be made beside the leased one, ``growing``, which goes when
-    what was written into it has been copied.
+    """Choose what to evict so that a slot of the request's size fits beside the leased slot ``growing``.
+
+    The leased slot is removed after its bytes were copied.
     """
     slot = next(slot for slot in slots if slot.name == growing)
-    over = sum(other.size_bytes for other in slots) + size_bytes - limits.budget_bytes
+    over = sum(other.size_bytes for other in slots) + request.size_bytes - request.limits.budget_bytes
     free = sorted((s for s in slots if s.use is SlotUse.FREE and s.size_bytes), key=lambda s: -s.size_bytes)
-    rollback_targets = newest_committed(whole) if rollback_targets is None else rollback_targets
-    old = evictable_slots(slots, rollback_targets, whole=whole, kept=kept)
-    left = [
-        other
-        for other in abandoned_slots(slots, whole, rollback_targets, job=slot.job, epoch=epoch)
-        if other not in old
-    ]
+    old = evictable_slots(slots, request)
+    left = [other for other in abandoned_slots(slots, request) if other not in old]
     drop = _drop(over, [*free, *old, *left])
-    if drop is not None:
-        return EvictSlots(drop)
-    mine = [other for other in slots if (other.job, other.part) == (slot.job, slot.part)]
-    wanted = f"part {slot.part} of job {slot.job} (a slot that grows to {show_size(size_bytes)})"
-    held = _kept(slots, kept)
-    enough = _enough(
-        slots,
-        held,
-        [*free, *old, *left],
-        job=slot.job,
-        part=slot.part,
-        size_bytes=size_bytes,
-        writers=writers,
-        beside_bytes=slot.size_bytes,
-    )
-    size_bytes += slot.size_bytes
-    return _refusal(
-        slots,
-        held,
-        mine,
-        wanted=wanted,
-        size_bytes=size_bytes,
-        limits=limits,
-        rollback_targets=rollback_targets,
-        enough=enough,
-    )
-
-
-def _kept(slots: Collection[SlotView], kept: Mapping[str, Collection[VersionId]] | None) -> list[SlotView]:
-    """What stays because somebody said so."""
-    return [slot for slot in slots if slot.version_id is not None and slot.version_id in (kept or {}).get(slot.job, ())]
+    return EvictSlots(drop) if drop is not None else _refusal(slots, request, [*free, *old, *left], growing=slot)
 
 
 def _drop(over_bytes: int, candidates: list[SlotView]) -> tuple[str, ...] | None:
@@ -397,22 +296,20 @@ def _drop(over_bytes: int, candidates: list[SlotView]) -> tuple[str, ...] | None
 
 
 def _refusal(
-    slots: Collection[SlotView],
-    held: Collection[SlotView],
-    mine: list[SlotView],
-    *,
-    wanted: str,
-    size_bytes: int,
-    limits: SlotLimits,
-    rollback_targets: Mapping[str, VersionId],
-    enough: int,
+    slots: Collection[SlotView], request: SlotRequest, spared: Collection[SlotView], *, growing: SlotView | None = None
 ) -> SlotsBusy | BudgetExceeded:
+    """Explain why the request got no slot; ``spared`` are the slots that may be evicted for it."""
+    held = [slot for slot in slots if request.is_kept(slot)]
+    beside_bytes = growing.size_bytes if growing is not None else 0
+    enough = _enough(slots, request, held, spared, beside_bytes)
+    grows, budget_bytes = "a slot that grows to " if growing is not None else "", request.limits.budget_bytes
+    wanted = f"part {request.part} of job {request.job} ({grows}{show_size(request.size_bytes)})"
     fixed = sum(
         slot.size_bytes
         for slot in slots
         if slot.use is SlotUse.SEALED
         and slot.version_id is not None
-        and slot.version_id == rollback_targets.get(slot.job)
+        and slot.version_id == request.rollback_targets.get(slot.job)
         if slot not in held
     )
     held_bytes = sum(slot.size_bytes for slot in held)
@@ -427,14 +324,15 @@ def _refusal(
         f"Each writer needs room for two versions: raise the budget to {show_size(enough)} ({enough} bytes) or more, "
         "and restart the agent, which keeps what is in memory"
     )
-    if fixed + held_bytes + size_bytes > limits.budget_bytes:
+    if fixed + held_bytes + request.size_bytes + beside_bytes > budget_bytes:
         return BudgetExceeded(
-            f"{wanted} does not fit: the memory budget is {show_size(limits.budget_bytes)}, of which "
+            f"{wanted} does not fit: the memory budget is {show_size(budget_bytes)}, of which "
             f"{show_size(fixed)} hold newest complete versions{on_request}. {advice}"
         )
-    short = f". The memory budget of {show_size(limits.budget_bytes)} is too small for this job{on_request}. {advice}"
-    used = f"no slot is free for {wanted}: {_describe_slots(mine, rollback_targets)}"
-    return SlotsBusy(f"{used}{short if enough > limits.budget_bytes else ''}")
+    short = f". The memory budget of {show_size(budget_bytes)} is too small for this job{on_request}. {advice}"
+    mine = [slot for slot in slots if request.owns(slot)]
+    used = f"no slot is free for {wanted}: {_describe_slots(mine, request.rollback_targets)}"
+    return SlotsBusy(f"{used}{short if enough > budget_bytes else ''}")
 
 
 def _describe_slots(mine: Sequence[SlotView], settled: Mapping[str, VersionId]) -> str:
@@ -455,18 +353,14 @@ def _describe_slots(mine: Sequence[SlotView], settled: Mapping[str, VersionId]) 
 
 def _enough(
     slots: Collection[SlotView],
+    request: SlotRequest,
     held_on_request: Collection[SlotView],
     spared: Collection[SlotView],
-    *,
-    job: str,
-    part: int,
-    size_bytes: int,
-    writers: int,
-    beside_bytes: int = 0,
+    beside_bytes: int,
 ) -> int:
     """A budget at which no writer of the job is refused for want of room, now or at its next saves.
 
-    That is two versions for each, the expected ``writers`` that have no slot yet included, beside all that cannot be
+    That is two versions for each, the expected writers that have no slot yet included, beside all that cannot be
     ``spared``. ``beside_bytes``: the size of a slot that stays until a larger one has taken its place.
     """
     held: Counter[tuple[str, int]] = Counter()
@@ -477,10 +371,10 @@ def _enough(
             who = (slot.job, slot.part)
             held[who] += slot.size_bytes
             largest[who] = max(slot.size_bytes, largest.get(who, 0))
-    size_bytes, me = size_class(size_bytes), (job, part)
-    mine = max(held.pop(me, 0) + size_bytes, 2 * size_bytes + beside_bytes)
+    job, size_bytes = request.job, size_class(request.size_bytes)
+    mine = max(held.pop((job, request.part), 0) + size_bytes, 2 * size_bytes + beside_bytes)
     others = sum(max(size, 2 * size_class(largest[who])) if who[0] == job else size for who, size in held.items())
-    unseen = max(0, writers - 1 - sum(who[0] == job and who[1] >= 0 for who in held))
+    unseen = max(0, request.writers - 1 - sum(who[0] == job and who[1] >= 0 for who in held))
     return mine + others + unseen * 2 * size_bytes + sum(slot.size_bytes for slot in held_on_request)
 
 

@@ -16,6 +16,7 @@ from peerstore.store.slot_eviction import (
     EvictSlots,
     ReuseSlot,
     SlotLimits,
+    SlotRequest,
     SlotsBusy,
     SlotUse,
     SlotView,
@@ -59,6 +60,11 @@ wholes = st.dictionaries(st.sampled_from(JOBS), st.sets(groups, max_size=4))
 limits = st.builds(SlotLimits, st.integers(1, 200), st.integers(1, 3), st.integers(0, 2))
 
 
+def request(whole, *, job="job", part=0, size_bytes=10, limits=None, **fields):
+    fields.setdefault("rollback_targets", newest_committed(whole))
+    return SlotRequest(job, part, size_bytes, limits or ROOMY, whole, **fields)
+
+
 def given_up(decision, slots):
     """The sealed slots that a decision costs."""
     names = set(decision.drop) | ({decision.name} if isinstance(decision, ReuseSlot) else set())
@@ -82,7 +88,7 @@ def check_nothing_needed_is_given_up(decision, slots, whole, job, epoch):
 
 @given(slot_views(), wholes, limits, st.sampled_from(PARTS), st.integers(0, 60), st.integers(1, 4))
 def test_chosen_slot_fits_and_evicts_nothing_needed(slots, whole, limits, part, size, epoch):
-    decision = choose_slot(slots, job="job", part=part, epoch=epoch, size_bytes=size, limits=limits, whole=whole)
+    decision = choose_slot(slots, request(whole, part=part, epoch=epoch, size_bytes=size, limits=limits))
     if isinstance(decision, SlotsBusy | BudgetExceeded):
         assert "part" in decision.reason
         return
@@ -108,7 +114,8 @@ def test_growing_a_slot_fits_and_evicts_nothing_needed(slots, whole, limits, siz
     if not leased:
         return
     growing = random.choice(leased)
-    decision = evictions_to_grow(slots, growing=growing.name, epoch=epoch, size_bytes=size, limits=limits, whole=whole)
+    asked = request(whole, job=growing.job, part=growing.part, epoch=epoch, size_bytes=size, limits=limits)
+    decision = evictions_to_grow(slots, asked, growing=growing.name)
     if isinstance(decision, EvictSlots):
         rest = sum(s.size_bytes for s in slots if s.name not in decision.drop)
         assert rest + size <= limits.budget_bytes
@@ -119,7 +126,7 @@ def test_growing_a_slot_fits_and_evicts_nothing_needed(slots, whole, limits, siz
 @given(slot_views(), wholes, limits, st.sampled_from(PARTS), st.integers(0, 60))
 def test_full_means_that_waiting_does_not_help(slots, whole, limits, part, size):
     """Full is said only when the newest whole versions alone leave too little room."""
-    decision = choose_slot(slots, job="job", part=part, epoch=1, size_bytes=size, limits=limits, whole=whole)
+    decision = choose_slot(slots, request(whole, part=part, epoch=1, size_bytes=size, limits=limits))
     keep = {job: max(found, default=None) for job, found in whole.items()}
     sealed = [s for s in slots if s.use is SlotUse.SEALED]
     fixed = sum(s.size_bytes for s in sealed if s.version_id == keep.get(s.job, math.nan))
@@ -131,7 +138,7 @@ def test_full_means_that_waiting_does_not_help(slots, whole, limits, part, size)
 
 @given(slot_views(), wholes)
 def test_only_versions_older_than_a_committed_one_are_evictable(slots, whole):
-    found = evictable_slots(slots, newest_committed(whole))
+    found = evictable_slots(slots, request({}, rollback_targets=newest_committed(whole)))
     assert all(slot.version_id < max(whole[slot.job]) and not slot.busy for slot in found)
     assert [slot.version_id for slot in found] == sorted(slot.version_id for slot in found)
     for job, versions in whole.items():
@@ -142,7 +149,7 @@ def test_only_versions_older_than_a_committed_one_are_evictable(slots, whole):
 
 @given(slot_views(), wholes, st.integers(0, 4))
 def test_only_past_incarnations_leave_something_behind(slots, whole, epoch):
-    for slot in abandoned_slots(slots, whole, newest_committed(whole), job="job", epoch=epoch):
+    for slot in abandoned_slots(slots, request(whole, epoch=epoch)):
         assert slot.job == "job"
         assert slot.version_id.epoch < epoch
         assert slot.version_id not in whole.get("job", ())
@@ -202,20 +209,20 @@ def test_size_class_is_at_most_a_sixty_fourth_larger(size):
     ],
 )
 def test_the_order_of_preference(slots, whole, expected):
-    assert choose_slot(slots, job="job", part=0, epoch=3, size_bytes=10, limits=ROOMY, whole=whole) == expected
+    assert choose_slot(slots, request(whole, epoch=3)) == expected
 
 
 def test_several_old_versions_are_evicted_when_needed():
     slots = [sealed("a", 1, job="old", size=30), sealed("b", 2, job="old", size=30), sealed("c", 3, job="old", size=30)]
     whole = {"old": {group(3)}}
-    decision = choose_slot(slots, job="job", part=0, epoch=1, size_bytes=60, limits=SlotLimits(100, 2, 1), whole=whole)
+    decision = choose_slot(slots, request(whole, epoch=1, size_bytes=60, limits=SlotLimits(100, 2, 1)))
     assert decision == CreateSlot(("a", "b"))
 
 
 def test_unfinished_versions_of_the_running_incarnation_stay():
     slots = [sealed("a", 1, epoch=2), sealed("b", 2, epoch=2), sealed("c", 3, epoch=2)]
-    assert isinstance(choose_slot(slots, job="job", part=0, epoch=2, size_bytes=10, limits=ROOMY, whole={}), SlotsBusy)
-    assert choose_slot(slots, job="job", part=0, epoch=3, size_bytes=10, limits=ROOMY, whole={}) == ReuseSlot("a")
+    assert isinstance(choose_slot(slots, request({}, epoch=2)), SlotsBusy)
+    assert choose_slot(slots, request({}, epoch=3)) == ReuseSlot("a")
 
 
 @pytest.mark.parametrize(
@@ -231,7 +238,7 @@ def test_unfinished_versions_of_the_running_incarnation_stay():
     ],
 )
 def test_refusal_names_its_cause(slots, whole, said):
-    decision = choose_slot(slots, job="job", part=0, epoch=1, size_bytes=10, limits=ROOMY, whole=whole)
+    decision = choose_slot(slots, request(whole, epoch=1))
     assert isinstance(decision, SlotsBusy)
     assert said in decision.reason
 
@@ -241,16 +248,8 @@ def test_refusal_names_its_cause(slots, whole, said):
     [SlotView("s0", SlotUse.SEALED, 10, "job", 8, group(1))], {}, {"job": group(1)}, SlotLimits(15, 2, 0), 2
 )  # nobody has told this node that the version is whole
 def test_replicated_version_is_never_evicted(slots, whole, rollback_targets, limits, epoch):
-    decision = choose_slot(
-        slots,
-        job="job",
-        part=0,
-        epoch=epoch,
-        size_bytes=10,
-        limits=limits,
-        whole=whole,
-        rollback_targets=rollback_targets,
-    )
+    asked = request(whole, epoch=epoch, limits=limits, rollback_targets=rollback_targets)
+    decision = choose_slot(slots, asked)
     if isinstance(decision, ReuseSlot | CreateSlot):
         assert not [slot for slot in given_up(decision, slots) if slot.version_id == rollback_targets.get(slot.job)]
 
@@ -285,16 +284,19 @@ class Node:
         return None
 
     def save(self, version, part):
-        asked = {"limits": self.limits, "whole": self.whole, "epoch": 1, "writers": len(self.sizes)}
-        first = {**asked, "job": "job", "part": part}
-        size, decision = self.either(self.sizes[part], lambda size: choose_slot(self.slots, **first, size_bytes=size))
+        asked = request(self.whole, part=part, limits=self.limits, epoch=1, writers=len(self.sizes))
+
+        def sized(size):
+            return dataclasses.replace(asked, size_bytes=size)
+
+        size, decision = self.either(self.sizes[part], lambda size: choose_slot(self.slots, sized(size)))
         if isinstance(decision, SlotsBusy | BudgetExceeded):
             return decision
         leased = self.take(decision, size, part)
         if self.grown[part] > leased.size_bytes:
             name = leased.name
             size, decision = self.either(
-                self.grown[part], lambda size: evictions_to_grow(self.slots, growing=name, **asked, size_bytes=size)
+                self.grown[part], lambda size: evictions_to_grow(self.slots, sized(size), growing=name)
             )
             if isinstance(decision, SlotsBusy | BudgetExceeded):
                 return decision
@@ -361,38 +363,16 @@ def test_suggested_budget_is_sufficient(writers, others, budget):
 def test_blocked_writer_is_refused_with_a_sufficient_budget():
     """Two writers and room for three slots: the one that comes second finds none, however long it waits."""
     slots = [sealed("a", 1), sealed("b", 1, part=8), SlotView("c", SlotUse.LEASED, 10, "job", 0)]
-    decision = choose_slot(
-        slots,
-        job="job",
-        part=8,
-        epoch=1,
-        size_bytes=10,
-        limits=SlotLimits(30, 2, 1),
-        whole={"job": {group(1)}},
-        writers=2,
-    )
+    asked = request({"job": {group(1)}}, part=8, epoch=1, limits=SlotLimits(30, 2, 1), writers=2)
+    decision = choose_slot(slots, asked)
     assert isinstance(decision, SlotsBusy)
     assert advised(decision) == 40
-    roomy = dataclasses.replace(SlotLimits(30, 2, 1), budget_bytes=40)
-    assert (
-        choose_slot(
-            slots, job="job", part=8, epoch=1, size_bytes=10, limits=roomy, whole={"job": {group(1)}}, writers=2
-        )
-        == CreateSlot()
-    )
+    assert choose_slot(slots, dataclasses.replace(asked, limits=SlotLimits(40, 2, 1))) == CreateSlot()
 
 
 @given(slot_views(), wholes, limits, st.integers(1, 60), st.integers(0, 4), st.sampled_from(PARTS))
 def test_own_slots_decide_as_all_slots_do(slots, whole, limits, size, version, part):
-    request = {
-        "job": "job",
-        "part": part,
-        "size_bytes": size,
-        "limits": limits,
-        "whole": whole,
-        "rollback_targets": newest_committed(whole),
-        "version": version,
-    }
+    asked = request(whole, part=part, size_bytes=size, limits=limits, version=version, epoch=3)
     seen = [slot for slot in slots if slot.use is SlotUse.FREE or (slot.job, slot.part) == ("job", part)]
-    alone = choose_own_slot(seen, allocated_bytes=sum(slot.size_bytes for slot in slots), **request)
-    assert alone is None or alone == choose_slot(slots, epoch=3, **request)
+    alone = choose_own_slot(seen, asked, allocated_bytes=sum(slot.size_bytes for slot in slots))
+    assert alone is None or alone == choose_slot(slots, asked)
