@@ -68,6 +68,37 @@ class JobVersions:
     aborted: dict[VersionId, set[int]] = field(default_factory=dict)
     """Versions of which a part was left out, and the parts that writers of this node have left out."""
 
+    def copy(self) -> JobVersions:
+        """Return a copy that later changes do not affect."""
+        return JobVersions(
+            self.epoch,
+            self.incarnation,
+            dict(self.committed),
+            set(self.damaged),
+            {group: set(parts) for group, parts in self.lost_parts.items()},
+            self.requires_replication,
+            self.replicated,
+            self.resume_point,
+            dict(self.retention),
+            set(self.dropped),
+            {group: set(parts) for group, parts in self.aborted.items()},
+        )
+
+    @property
+    def owner(self) -> tuple[int, str]:
+        """The newest incarnation: its epoch and its name."""
+        return self.epoch, self.incarnation
+
+    @property
+    def decision(self) -> CommitDecision:
+        """All decisions on the job's versions that this node knows."""
+        return CommitDecision(max(self.committed, default=None), self.replicated, tuple(sorted(self.aborted)))
+
+    @property
+    def aborted_parts(self) -> dict[VersionId, tuple[int, ...]]:
+        """The parts that writers of this node did not seal, by version."""
+        return {group: tuple(parts) for group, parts in self.aborted.items() if parts}
+
     # -- what happens -------------------------------------------------------------------------------------------------
 
     def mark_committed(self, group: VersionId, here: Collection[int]) -> bool:

@@ -186,10 +186,10 @@ class ParityReplicator:
     def _mine(self, living: Collection[str]) -> list[ShardInfo]:
         """The shards this node answers for: its own, and copies of which it is the first living holder."""
         me = self._membership.this_node.id
-        found = []
+        found, known = [], self._store.jobs.versions(self._job)
         for fact in self._store.replicas.list_shards(self._job):
             there = [node for node in fact.holders if node in living]
-            if (not there or there[0] == me) and self._store.replicas.is_needed(self._job, fact.key.version_id):
+            if (not there or there[0] == me) and known.is_needed(fact.key.version_id):
                 found.append(fact)
         return found
 
@@ -318,16 +318,15 @@ class ParityReplicator:
         self, facts: Sequence[ShardInfo], standings: Sequence[ReplicationStatus], living: Mapping[str, PeerNode]
     ) -> None:
         parts_of = {fact.key.version_id: fact.parts for fact in facts}
-        replicated = self._store.replicas.newest_replicated(self._job)
+        known = self._store.jobs.versions(self._job)
         with self._changed:
             life = self._membership.generation_of(self._membership.this_node.id)
-            left_out = self._store.replicas.aborted_parts(self._job)
             sender, notes = self._reports.pending(
                 *(standings, parts_of),
                 living=living,
-                replicated=replicated,
+                replicated=known.replicated,
                 life=life,
-                left_out=left_out,
+                left_out=known.aborted_parts,
                 standby=self._membership.standby,
             )
         if self._later.get(sender, 0.0) <= self._clock() and not self.commit_tracker.report(sender, notes):
@@ -350,7 +349,8 @@ class ParityReplicator:
         if self._membership.member_list is None:  # nobody is known yet: that is not to say that they are gone
             return []
         here = {fact.key for fact in self._store.replicas.list_shards(self._job)}
-        wanted = [one for one in kept if self._store.replicas.is_needed(self._job, one.info.version_id)]
+        known = self._store.jobs.versions(self._job)
+        wanted = [one for one in kept if known.is_needed(one.info.version_id)]
         with self._changed:
             found = lost_shards(
                 wanted,
@@ -407,15 +407,15 @@ class ParityReplicator:
         """Say which stripes this node's shards are in, to those of the group who have not confirmed them."""
         facts = self._mine(living)
         here = {fact.key for fact in self._store.replicas.list_shards(self._job)}
-        wanted = self._store.replicas.is_needed
-        known = {k: n for k, n in self._numbers.items() if k in here or wanted(self._job, k.version_id)}
+        wanted = self._store.jobs.versions(self._job).is_needed
+        known = {k: n for k, n in self._numbers.items() if k in here or wanted(k.version_id)}
         self._numbers = {**known, **assign_stripe_numbers(facts, known)}
         told: dict[VersionId, dict[int, int]] = defaultdict(dict)
         for fact in facts:
             told[fact.key.version_id][self._numbers[fact.key]] = fact.key.part
         with self._changed:
             self._asked = {(who, group): asked for (who, group), asked in self._asked.items() if group in told}
-            for key in [key for key in self._holders if key not in here and not wanted(self._job, key.version_id)]:
+            for key in [key for key in self._holders if key not in here and not wanted(key.version_id)]:
                 del self._holders[key]
         for group in sorted(told):
             for member in members:

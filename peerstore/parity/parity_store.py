@@ -204,7 +204,8 @@ class ParityStore:
             self._store.replicas.delete_parity(key)
         with self._lock:
             old = {group for told in self._told.values() for group in told}
-            old = {group for group in old if not self._store.replicas.is_needed(self._job, group)}
+            known = self._store.jobs.versions(self._job)
+            old = {group for group in old if not known.is_needed(group)}
             for told in self._told.values():
                 for group in old & told.keys():
                     del told[group]
@@ -229,8 +230,9 @@ class ParityStore:
             later = {which: until for which, (until, _) in self._later.items() if until > now}
             ends = [until for _, until in self._lives.values() if until > now]
         found, again = [], min((until - now for until in (*later.values(), *ends)), default=float("inf"))
+        known = self._store.jobs.versions(self._job)
         for group in sorted({group for versions in told.values() for group in versions}):
-            if not self._store.replicas.is_needed(self._job, group):
+            if not known.is_needed(group):
                 continue
             numbers = {
                 member: versions[group].parts
@@ -295,7 +297,7 @@ class ParityStore:
                 segment.member: ranges.reader(records[segment.member], [segment.member], stop=segment.stop)
                 for segment in stripe.parity(self._me).segments
             }
-            whole = self._store.replicas.is_committed(self._job, due.version_id)
+            whole = self._store.jobs.versions(self._job).is_committed(due.version_id)
             write_parity(self._store, stripe, self._me, reads, whole=whole, stopped=stopped)
             return ranges.bytes_read
 

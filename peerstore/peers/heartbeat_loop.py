@@ -254,7 +254,7 @@ class HeartbeatLoop:
         return build_ping(gossip, self._replicas, self._credentials.job)
 
     def _publish_fence(self) -> None:
-        owner = self._replicas.current_incarnation(self._credentials.job)
+        owner = self._replicas.jobs.versions(self._credentials.job).owner
         with self._lock:
             self._members.advance_fence(owner)
 
@@ -402,28 +402,29 @@ class HeartbeatLoop:
 
 def build_ping(gossip: GossipMessage, copies: ReplicaStore, job: str) -> PingMessage:
     """Gossip, and what this node's store knows of the job."""
-    known = copies.current_decision(job)
+    known = copies.jobs.versions(job)
+    decided = known.decision
     return PingMessage(
         gossip,
-        known.replicated,
-        copies.has_clients(job),
-        copies.resume_point(job),
-        copies.retention_marks(job),
-        known.committed,
-        known.aborted,
+        decided.replicated,
+        copies.jobs.clients.has_clients(job),
+        known.resume_point,
+        tuple(known.retention.values()),
+        decided.committed,
+        decided.aborted,
     )
 
 
 def apply_ping(copies: ReplicaStore, job: str, fence: tuple[int, str], ping: PingMessage) -> None:
     """What others have learned, for this node's store."""
     if ping.resume_point is not None:
-        copies.learn_resume_point(job, ping.resume_point)
-    if fence > copies.current_incarnation(job):
-        copies.fence(job, *fence)
+        copies.jobs.incarnations.learn_resume_point(job, ping.resume_point)
+    if fence > copies.jobs.versions(job).owner:
+        copies.jobs.incarnations.fence(job, *fence)
     copies.apply_decision(job, CommitDecision(ping.committed, ping.replicated, ping.aborted))
     copies.apply_retention(job, ping.retention)
     if ping.has_clients:
-        copies.touch(job)
+        copies.jobs.clients.touch(job)
 
 
 class PendingMembers:

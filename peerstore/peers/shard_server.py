@@ -235,7 +235,7 @@ class ReplicaReceiver:
         if record.key.job != job:
             raise RequestError(f"{record.key} was offered on a connection of job {job}")
         if offer.resume_point is not None:
-            self._store.replicas.learn_resume_point(job, offer.resume_point)
+            self._store.jobs.incarnations.learn_resume_point(job, offer.resume_point)
         blobs = tuple(name for name in offer.blobs if name not in set(self._store.list_blobs(job)))
         lease = self._store.begin_replica(record, whole=offer.committed)
         if lease is None:
@@ -283,7 +283,7 @@ class ReplicaReceiver:
     def _known(self, slot_name: str) -> FileMapping | None:
         with self._lock:
             for slot, mapping in list(self._maps.items()):
-                if not self._store.has_slot(slot):
+                if slot not in self._store.table:
                     del self._maps[slot]
                     with contextlib.suppress(BufferError):
                         mapping.close()

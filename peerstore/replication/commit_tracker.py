@@ -115,7 +115,7 @@ class CommitTracker:
 
     def _decide(self) -> bool:
         """Whether something follows from what was told so far. Then all hear of it."""
-        living, replicated = self._membership.alive, self._store.replicas.newest_replicated(self._job)
+        living, replicated = self._membership.alive, self._store.jobs.versions(self._job).replicated
         quorum = self._membership.has_quorum
         with self._changed:
             found = self._reports.decide(
@@ -155,7 +155,7 @@ class CommitTracker:
 
     def handle_decision(self, found: CommitDecision) -> None:
         """What the commit leader has come to: noted here, and what is given up for it goes."""
-        before = self._store.replicas.newest_replicated(self._job)
+        before = self._store.jobs.versions(self._job).replicated
         self._store.replicas.apply_decision(self._job, found)
         if found.replicated is not None and (before is None or before < found.replicated):
             self._totals.replicated += 1

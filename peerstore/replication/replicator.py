@@ -106,13 +106,18 @@ class Replicator:
     def _view(self) -> ReplicationView:
         """The job as this node sees it right now."""
         facts = self._store.replicas.list_shards(self._job)
-        replicated = self._store.replicas.newest_replicated(self._job)
-        epoch, _ = self._store.replicas.current_incarnation(self._job)
-        base = self._store.replicas.resume_point(self._job)
-        left_out = self._store.replicas.aborted_parts(self._job)
+        known = self._store.jobs.versions(self._job)
         living, life = self._membership.alive, self._membership.generation_of
         return ReplicationView(
-            self._clock(), living, facts, replicated, epoch, base, life, left_out, self._membership.standby
+            self._clock(),
+            living,
+            facts,
+            known.replicated,
+            known.epoch,
+            known.resume_point,
+            life,
+            known.aborted_parts,
+            self._membership.standby,
         )
 
     @property
@@ -193,7 +198,7 @@ class Replicator:
             return
         self.in_flight = task, fact.size_bytes
         life = self._membership.generation_of(task.target)
-        whole = is_committed(fact, self._store.replicas.newest_replicated(self._job))
+        whole = is_committed(fact, self._store.jobs.versions(self._job).replicated)
         try:
             push = ReplicaPush(
                 self._membership.client_for(task.target),
@@ -204,7 +209,7 @@ class Replicator:
                 blob=lambda name: self._store.get_blob(self._job, name),
                 stopped=self._stop.is_set,
             )
-            base = self._store.replicas.resume_point(self._job)
+            base = self._store.jobs.versions(self._job).resume_point
             done = push.run(holders=task.holders, whole=whole, blobs=self._blobs_of(fact), base=base)
         except (PeerStoreError, OSError) as error:
             self._failed(task, error)
@@ -238,7 +243,7 @@ class Replicator:
 
     def _verify_both(self, task: ReplicationTask) -> None:
         """Two nodes do not mean the same bytes: who has others than it says drops them, and gets them elsewhere."""
-        for record in self._store.shard_records(self._job, task.key.version_id):
+        for record in self._store.reader.records(self._job, task.key.version_id):
             if record.key == task.key and not self._store.verify(task.key):
                 chunks = (0, chunk_count(record.size_bytes, record.chunk_bytes))
                 self._membership.client_for(task.target).call("verify_chunks", VerifyChunks(task.key, (chunks,)), bool)

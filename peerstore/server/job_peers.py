@@ -132,7 +132,7 @@ class JobPeers:
     def start(self, discovery: Discovery) -> None:
         guarded = self.settings.requires_replication
         permit = self.membership.check_quorum if guarded else None
-        self._store.replicas.set_replication_guard(self.job, guarded=guarded, permit=permit)
+        self._store.jobs.incarnations.set_replication_guard(self.job, guarded=guarded, permit=permit)
         self.membership.set_discovery(discovery)
         self.membership.run_period()
         self.membership.start()
@@ -178,20 +178,16 @@ class JobPeers:
     @property
     def newest_replicated(self) -> VersionId | None:
         """The newest version all of whose parts have their copies, as far as this node knows."""
-        return self._store.replicas.newest_replicated(self.job)
+        return self._store.jobs.versions(self.job).replicated
 
     # -- looking ------------------------------------------------------------------------------------------------------
 
     def local_inventory(self) -> NodeInventory:
         """What this node itself holds of the job."""
-        epoch, incarnation = self._store.replicas.current_incarnation(self.job)
-        facts = tuple(self._store.replicas.list_shards(self.job))
-        replicated, whole = (
-            self._store.replicas.newest_replicated(self.job),
-            self._store.replicas.last_committed(self.job),
-        )
+        facts, known = tuple(self._store.replicas.list_shards(self.job)), self._store.jobs.versions(self.job)
         parities = tuple(one.info for one in self.parity_replicator.stored_parities) if self.uses_parity else ()
-        return NodeInventory(facts, epoch, incarnation, replicated, self._store.status().verifying, parities, whole)
+        verifying = self._store.status().verifying
+        return NodeInventory(facts, *known.owner, known.replicated, verifying, parities, known.last_committed())
 
     def inventory(self, *, fresh: bool = False) -> JobInventory:
         """What all nodes hold, ``fresh`` as of now. Those that do not answer are named, not left out."""
@@ -203,7 +199,7 @@ class JobPeers:
         ``lives``: which of its lives each was in when it was asked.
         """
         owner = max(((looked.epoch, looked.incarnation) for looked in others.values()), default=(0, ""))
-        self._store.replicas.fence(self.job, *owner)
+        self._store.jobs.incarnations.fence(self.job, *owner)
         mine = {fact.key for fact in self._store.replicas.list_shards(self.job)}
         if self.uses_parity:
             mine |= self.parity_replicator.protected_keys

@@ -90,7 +90,7 @@ class NodePeers(StoreListener):
 
     def start(self) -> None:
         """Go on for the jobs that a killed agent took part in."""
-        for job in self._store.jobs():
+        for job in self._store.jobs.names():
             try:
                 plan = from_msgpack(self._store.get_blob(job, JOB_PEERS_BLOB), JobPeersConfig)
                 self.join(job, plan, wait_s=0.0)
@@ -234,9 +234,9 @@ class NodePeers(StoreListener):
             self._plans.pop(job, None)
         if team is not None:
             team.close()
-            if job in self._store.jobs():
+            if job in self._store.jobs.names():
                 self._store.remove_blob(job, JOB_PEERS_BLOB)
-                self._store.replicas.set_replication_guard(job, guarded=False)
+                self._store.jobs.incarnations.set_replication_guard(job, guarded=False)
 
     # -- what happens to shards ---------------------------------------------------------------------------------------
 

@@ -276,7 +276,7 @@ class _PeerSession:
         self._store.delete_versions(self._job_peers.job, list(dropped.versions))
 
     def _not_durable(self, said: VersionNotDurable) -> None:
-        self._store.notify_not_durable(self._job_peers.job, said.version_id, f"node {self._who.node}: {said.why}")
+        self._store.listeners.on_not_durable(self._job_peers.job, said.version_id, f"node {self._who.node}: {said.why}")
 
     def _put_blob(self, blob: PutPeerBlob) -> None:
         name, size = self._server.blob_access.check_writable(blob.name, self._who.node), self._payload_bytes
@@ -320,7 +320,7 @@ class _PeerSession:
 
     def _records(self, asked: GetShardRecords) -> object:
         wanted = set(asked.parts)
-        found = self._store.shard_records(self._job_peers.job, asked.version_id)
+        found = self._store.reader.records(self._job_peers.job, asked.version_id)
         return [record for record in found if not wanted or record.key.part in wanted]
 
     def _blobs(self, asked: GetPeerBlobs) -> object:

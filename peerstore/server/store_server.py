@@ -270,7 +270,7 @@ class StoreServer:
         arena, started = self._store.arena_id, self._store.start_id
         message_codec.send_frame(connection, AgentHello(AGENT_PROTOCOL_VERSION, job, self._version, arena, started))
         if job:
-            self._store.client_connected(owner, job)
+            self._store.jobs.clients.client_connected(owner, job)
         try:
             while (request := self._next(connection)) is not None:
                 connection.settimeout(_FRAME_S)
@@ -448,10 +448,11 @@ def serve_store(
         cleanup.callback(server.close)
         server.start()
         log.info("agent %s serves %s (process %d, at most %d open files)", version, place.directory, os.getpid(), most)
-        cleanup.callback(store.stop_leasing)  # first of all: nobody waits for a slot any more
+        cleanup.callback(store.table.close)  # first of all: nobody waits for a slot any more
 
         def needed() -> bool:
-            return linger_s is None or bool(server.connections) or extras.busy() or store.idle_s() <= linger_s
+            busy = bool(server.connections) or extras.busy()
+            return linger_s is None or busy or store.jobs.clients.idle_s() <= linger_s
 
         loss = ""
         while not stop.wait(_TICK_S) and not loss and needed():
@@ -466,4 +467,4 @@ def serve_store(
                 log.info("nobody has needed this agent for %.0f s, its memory is given back", linger_s)
                 arena.purge(keep=EXPIRED_JOB_METADATA)
         else:
-            store.drop_unused()
+            store.removal.drop_unused()

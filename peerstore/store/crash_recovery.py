@@ -80,7 +80,7 @@ class CrashRecovery:
                 if name not in self._table and not self._table.unrecognized(name):
                     self._metadata_without_slot(kind, name)
         for job in notes.list_names(JOB_METADATA):
-            self._jobs.revoke_fenced_leases(job)
+            self._jobs.incarnations.revoke_fenced_leases(job)
 
     def _recover_slot(self, name: str) -> None:
         size = self._table.arena.size(name)
@@ -103,7 +103,7 @@ class CrashRecovery:
         self._table.drop_metadata(LEASE_METADATA, name)
         self._table.adopt_shard(name, secrets.randbits(62), size, note)
         if not note.holders and not record.key.kind:  # what others wrote says nothing about who writes here
-            self._jobs.observe_epoch(record.key)
+            self._jobs.incarnations.observe_epoch(record.key)
         failpoint("agent.recovering")
 
     def _metadata_without_slot(self, kind: str, name: str) -> None:

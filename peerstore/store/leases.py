@@ -92,7 +92,7 @@ class LeaseManager:
 
         def attempt() -> Lease | SlotsBusy | BudgetExceeded | None:
             if not copy:
-                self._jobs.check_fence(key)
+                self._jobs.incarnations.check_fence(key)
             slot = self._existing_lease(key, owner)
             if slot is not None:
                 return self._assign(slot, key, min(size_bytes, slot.size_bytes), parts, owner)
@@ -182,7 +182,7 @@ class LeaseManager:
     ) -> SlotRequest:
         limits = self._table.limits
         # When groups change there are several parities of one version for a while. The budget bounds those, too.
-        if key.kind or key.job in self._jobs.managed:
+        if key.kind or key.job in self._jobs.incarnations.managed:
             limits = dataclasses.replace(limits, burst=MAX_PARTS_PER_VERSION)
         return SlotRequest(
             job=key.job,
@@ -192,23 +192,23 @@ class LeaseManager:
             whole=self._jobs.needed(committed),
             rollback_targets=self._jobs.rollback_targets(committed, mending),
             kept=self._jobs.retained(committed),
-            epoch=max(key.epoch, self._jobs.oldest_active_epoch(key.job)),
+            epoch=max(key.epoch, self._jobs.get_or_create(key.job).oldest_active_epoch()),
             version=key.version,
-            writers=self._jobs.expected_parts_here(key.job, parts),
+            writers=self._jobs.clients.expected_parts_here(key.job, parts),
         )
 
     def _expire_unused_jobs(self, key: ShardKey, decide: Callable[[Sequence[SlotView]], object]) -> bool:
         """Drop jobs that nobody uses, where a writer of another one finds room then and not otherwise."""
         views = self._table.slot_views()
         going: list[str] = []
-        for job in self._jobs.unused_jobs():
+        for job in self._jobs.clients.unused_jobs():
             if job == key.job:
                 continue
             going.append(job)
             left = [view for view in views if view.job not in going]
             if not isinstance(decide(left), SlotsBusy | BudgetExceeded):
                 for one in going:
-                    hours = self._jobs.unused_s(one) / 3600
+                    hours = self._jobs.clients.unused_s(one) / 3600
                     self._expire(one, f"nobody had used it for {hours:.1f} hours, and job {key.job} needed the room")
                 self.expired_jobs += going
                 return True
@@ -240,7 +240,7 @@ class LeaseManager:
 
         def attempt() -> _Growth | SlotsBusy | BudgetExceeded | None:
             slot, lease, owner = self._writable(lease_id)
-            self._jobs.check_fence(lease.key)
+            self._jobs.incarnations.check_fence(lease.key)
             if size_bytes <= lease.size_bytes:
                 return _Growth(slot, None, lease, lease, owner)
             grown = msgspec.structs.replace(lease, size_bytes=size_bytes)
@@ -354,7 +354,7 @@ class LeaseManager:
             relabeled = msgspec.structs.replace(lease, key=key)
             self._table.replace_lease(slot, relabeled, owner)  # a newer incarnation ends other leases, not this one
             try:
-                self._jobs.check_fence(key)
+                self._jobs.incarnations.check_fence(key)
             except BaseException:
                 self._table.replace_lease(slot, lease, owner)
                 raise
@@ -369,7 +369,7 @@ class LeaseManager:
     def sweep(self, grace_s: float) -> None:
         """Take back what belonged to writers that went away."""
         for slot in self._table.in_state(SlotState.LEASED):
-            if slot.owner is not None and self._jobs.disconnected_s(slot.owner) > grace_s:
+            if slot.owner is not None and self._jobs.clients.disconnected_s(slot.owner) > grace_s:
                 self._table.revoke_lease(slot, "its writer went away")
         for slot in self._table.in_state(SlotState.REVOKED):  # its file could not be removed when the lease was revoked
             try:
@@ -385,8 +385,8 @@ class LeaseManager:
             self._table.drop(min(before, slot, key=lambda one: one.size_bytes))
             if slot.state is SlotState.REMOVED:
                 return
-        self._jobs.disconnected_since.setdefault(owner, self._table.clock())
-        self._jobs.observe_epoch(lease.key)
+        self._jobs.clients.disconnected_since.setdefault(owner, self._table.clock())
+        self._jobs.incarnations.observe_epoch(lease.key)
         if lease.size_bytes > slot.size_bytes:
             self._table.record_damage(lease.key.job, str(lease.key), f"its slot has only {slot.size_bytes} bytes left")
             self._table.metadata.remove(LEASE_METADATA, slot.name)

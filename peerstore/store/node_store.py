@@ -7,7 +7,8 @@
       └─ abandoned, expired, fenced: the slot is free    └─ note with checksums beside the slot: survives this process
 
 Each step has its module: :mod:`~peerstore.store.leases`, :mod:`~peerstore.store.shards`,
-:mod:`~peerstore.store.job_table` and :mod:`~peerstore.store.crash_recovery`. They share the slots and the lock of
+:mod:`~peerstore.store.crash_recovery` and :mod:`~peerstore.store.job_table`, which has the versions of each job, its
+:mod:`~peerstore.store.incarnations` and its :mod:`~peerstore.store.job_clients`. They share the slots and the lock of
 :mod:`~peerstore.store.slot_table`; :mod:`~peerstore.store.slots` draws a slot's states.
 :mod:`~peerstore.store.slot_eviction` decides which slots may be evicted.
 """
@@ -34,7 +35,6 @@ from peerstore.errors import (
 )
 from peerstore.settings import StoreSettings, parse_budget
 from peerstore.shard_records import (
-    ExpiredJob,
     Lease,
     Pin,
     ShardInfo,
@@ -42,7 +42,6 @@ from peerstore.shard_records import (
     ShardRecord,
     SlotInfo,
     StoreStatus,
-    UnrecognizedSlot,
     VersionId,
     validate_job_name,
 )
@@ -77,62 +76,62 @@ class NodeStore:
         settings = settings or StoreSettings()
         limits = SlotLimits(parse_budget(settings.budget), settings.slots_per_part, settings.burst_slots)
         self._grace_s = settings.lease_grace_s
-        self._table = SlotTable(arena, limits, clock)
-        self._listeners = StoreListeners()
+        self.table = SlotTable(arena, limits, clock)
+        self.listeners = StoreListeners()
         self._descriptors = OpenFileGuard()
         self._pool = ThreadPoolExecutor(threads or _hash_threads(), thread_name_prefix="peerstore-hash")
-        self._jobs = JobTable(self._table, settings.job_ttl_s)
-        self._removal = ShardRemoval(self._table, self._jobs)
-        self._leasing = LeaseManager(self._table, self._jobs, self._listeners.free_a_slot, self._removal.expire_job)
-        self._sealing = ShardSealer(self._table, self._jobs, self._pool)
-        self._recovery = CrashRecovery(self._table, self._jobs, self._leasing)
-        self._reader = ShardReader(self._table, self._jobs, self._pool, self._recovery.wait_verified)
-        self._prefaulter = SlotPrefaulter(self._table)
+        self.jobs = JobTable(self.table, settings.job_ttl_s)
+        self.removal = ShardRemoval(self.table, self.jobs)
+        self._leasing = LeaseManager(self.table, self.jobs, self.listeners.free_a_slot, self.removal.expire_job)
+        self._sealing = ShardSealer(self.table, self.jobs, self._pool)
+        self._recovery = CrashRecovery(self.table, self.jobs, self._leasing)
+        self.reader = ShardReader(self.table, self.jobs, self._pool, self._recovery.wait_verified)
+        self._prefaulter = SlotPrefaulter(self.table)
         self.replicas = ReplicaStore(
-            self._table,
-            self._jobs,
+            self.table,
+            self.jobs,
             self._leasing,
-            self._removal,
-            torn=lambda job, group: self._listeners.on_version_decided(job, group, torn=True),
+            self.removal,
+            torn=lambda job, group: self.listeners.on_version_decided(job, group, torn=True),
         )
-        self.arena_id = self._table.metadata.arena_id()
+        self.arena_id = self.table.metadata.arena_id()
         self.start_id = secrets.token_hex(6)
-        with self._table.exclusive():
+        with self.table.exclusive():
             self._recovery.load_metadata()
         for record, reason in self._recovery.lost:
-            self._listeners.on_shard_damaged(record.key, record, reason)
+            self.listeners.on_shard_damaged(record.key, record, reason)
         self._background = [
             start_daemon_thread(self._verify_adopted, "peerstore-adopt"),
             start_daemon_thread(self._prefaulter.run, "peerstore-populate"),
         ]
 
     def _verify_adopted(self) -> None:
-        self._recovery.verify_checksums(self._reader.damaged_chunks, self._on_recovered, self.report_damage)
+        self._recovery.verify_checksums(self.reader.damaged_chunks, self._on_recovered, self.report_damage)
 
     def _on_recovered(self, record: ShardRecord, holders: tuple[str, ...]) -> None:
         if holders:
-            self._listeners.on_replica_stored(record, holders)
+            self.listeners.on_replica_stored(record, holders)
         else:
-            self._listeners.on_shard_sealed(record)
+            self.listeners.on_shard_sealed(record)
 
     def set_budget(self, budget: str) -> None:
         """Another size of the arena from here on, as bytes or a share. :class:`RequestError`: it would keep nothing."""
         size_bytes = parse_budget(StoreSettings(budget=budget).budget)
-        with self._table.exclusive():
-            self._table.set_budget(size_bytes)
+        with self.table.exclusive():
+            self.table.set_budget(size_bytes)
 
     # -- who owns a job ---------------------------------------------------------------------------------------
 
     def epoch(self, job: str) -> int:
         """The newest incarnation of ``job`` this node has heard of; 0 when there was none."""
-        with self._table.exclusive():
-            return self._jobs.epoch(job)
+        with self.table.exclusive():
+            return self.jobs.incarnations.epoch(job)
 
     def claim(self, job: str, incarnation: str, *, at_least: int = 0) -> int:
         """Make ``incarnation`` the owner of ``job`` and return its epoch; claiming again changes nothing."""
-        with self._table.exclusive():
-            self._table.metadata.flush_pending()
-            return self._jobs.claim(job, incarnation, at_least)
+        with self.table.exclusive():
+            self.table.metadata.flush_pending()
+            return self.jobs.incarnations.claim(job, incarnation, at_least)
 
     # -- writing ----------------------------------------------------------------------------------------------
 
@@ -162,11 +161,6 @@ class NodeStore:
         """
         return self._leasing.open_slot(slot)
 
-    def has_slot(self, slot: str) -> bool:
-        """Whether the slot is still there."""
-        with self._table.exclusive():
-            return slot in self._table
-
     def relabel(self, lease_id: str, key: ShardKey) -> Lease:
         """Write the leased slot under another key of the same writer: for bytes that were placed before their version
         was known.
@@ -180,12 +174,12 @@ class NodeStore:
         Without one of the ``blobs`` it is :class:`ShardNotFoundError`, and the lease holds: the job may have been
         forgotten since they were put.
         """
-        record = self._sealing.seal(lease_id, size_bytes, meta, blobs, self._listeners.on_shard_sealed)
-        with self._table.exclusive():
-            torn = self._jobs.is_aborted(record.key.job, record.key.version_id)
+        record = self._sealing.seal(lease_id, size_bytes, meta, blobs, self.listeners.on_shard_sealed)
+        with self.table.exclusive():
+            torn = self.jobs.is_aborted(record.key.job, record.key.version_id)
         if torn:  # another writer has left its part out meanwhile
-            self._removal.delete_versions(record.key.job, [record.key.version_id])
-            self._listeners.on_version_decided(record.key.job, record.key.version_id, torn=True)
+            self.removal.delete_versions(record.key.job, [record.key.version_id])
+            self.listeners.on_version_decided(record.key.job, record.key.version_id, torn=True)
         return record
 
     def release(self, lease_id: str) -> None:
@@ -204,11 +198,7 @@ class NodeStore:
 
     def list_shards(self, job: str | None = None) -> list[ShardInfo]:
         """Every sealed shard (of ``job``) whose bytes this agent has checksummed itself."""
-        return self._reader.list_shards(job)
-
-    def shard_records(self, job: str, group: VersionId) -> list[ShardRecord]:
-        """The sealed parts of one version, with their checksums."""
-        return self._reader.records(job, group)
+        return self.reader.list_shards(job)
 
     def pin(self, key: ShardKey, *, owner: ProcessIdentity | None = None) -> Pin:
         """Keep a sealed shard as it is while somebody reads it; its file comes open with the pin.
@@ -216,33 +206,22 @@ class NodeStore:
         One whose file is gone or too short is dropped and recorded: :class:`~peerstore.errors.ShardDamagedError`.
         """
         self._descriptors.check(f"reading {key}")
-        with self._table.exclusive():
+        with self.table.exclusive():
             try:
-                return self._reader.pin(key, owner or current_process())
+                return self.reader.pin(key, owner or current_process())
             except ShardUnreadableError:
-                self._table.count("unreadable_reads")
+                self.table.count("unreadable_reads")
                 raise
             except ShardDamagedError as error:
                 damaged = error
-                lost = self._removal.drop_damaged(key, str(error))
+                lost = self.removal.drop_damaged(key, str(error))
         if lost is not None:
-            self._listeners.on_shard_damaged(key, lost, str(damaged))
+            self.listeners.on_shard_damaged(key, lost, str(damaged))
         raise damaged
 
     def unpin(self, pin_id: str) -> bool:
         """The reader is done. False when the pin did not hold until now: what was read has to be verified again."""
-        return self._reader.unpin(pin_id)
-
-    def hold(self, key: ShardKey, name: str) -> ShardRecord:
-        """Like a pin, but named and without an owner: for work this process does itself."""
-        return self._reader.hold(key, name)
-
-    def release_hold(self, key: ShardKey, name: str) -> None:
-        self._reader.release_hold(key, name)
-
-    def shard_path(self, key: ShardKey) -> str:
-        """Where a held shard's bytes are."""
-        return self._reader.shard_path(key)
+        return self.reader.unpin(pin_id)
 
     def verify(self, key: ShardKey, chunks: tuple[int, int] | None = None) -> tuple[int, ...]:
         """Hash a sealed shard's bytes again (or chunks ``[start, stop)`` of it); returns the damaged chunks.
@@ -250,12 +229,12 @@ class NodeStore:
         A damaged shard is dropped and recorded: it is offered to nobody again. One that cannot be read is not damaged:
         :class:`~peerstore.errors.ShardUnreadableError`, and it stays.
         """
-        pin, record, path = self._reader.pin_unchecked(key, current_process())
+        pin, record, path = self.reader.pin_unchecked(key, current_process())
         try:
-            bad = self._reader.damaged_chunks(record, path, chunks)
+            bad = self.reader.damaged_chunks(record, path, chunks)
         except ShardUnreadableError:
-            with self._table.exclusive():
-                self._table.count("unreadable_reads")
+            with self.table.exclusive():
+                self.table.count("unreadable_reads")
             raise
         finally:
             held = self.unpin(pin)
@@ -267,34 +246,34 @@ class NodeStore:
 
     def report_damage(self, key: ShardKey, reason: str) -> None:
         """This copy is not what was sealed: record it and drop it."""
-        record = self._removal.drop_damaged(key, reason)
+        record = self.removal.drop_damaged(key, reason)
         if record is not None:
-            self._listeners.on_shard_damaged(key, record, reason)
+            self.listeners.on_shard_damaged(key, record, reason)
 
     def mark_committed(self, job: str, group: VersionId) -> None:
         """Every part of this version was sealed, as is known from elsewhere: it was loaded, or is durable, or all ranks
         of a job whose agents do not know each other have agreed on it. It counts while no part of it is lost here.
         """
-        with self._table.exclusive():
-            self._table.metadata.flush_pending()
-            news = self._jobs.mark_committed(validate_job_name(job), group)
+        with self.table.exclusive():
+            self.table.metadata.flush_pending()
+            news = self.jobs.mark_committed(validate_job_name(job), group)
         if news:
-            self._listeners.on_version_decided(job, group, torn=False)
+            self.listeners.on_version_decided(job, group, torn=False)
 
     def abort_part(self, job: str, group: VersionId, part: int) -> None:
         """The writer of this part will never seal it: what there is of the version is given up, on every node."""
-        with self._table.exclusive():
-            self._table.metadata.flush_pending()
-            news = self._jobs.abort_part(validate_job_name(job), group, part)
+        with self.table.exclusive():
+            self.table.metadata.flush_pending()
+            news = self.jobs.abort_part(validate_job_name(job), group, part)
         if news:
             log.info("job %s: part %d of version %s was left out, which is given up", job, part, group.version)
-            self._removal.delete_versions(job, [group])
-            self._listeners.on_version_decided(job, group, torn=True)
+            self.removal.delete_versions(job, [group])
+            self.listeners.on_version_decided(job, group, torn=True)
 
     def newest_committed(self, job: str) -> VersionId | None:
         """The newest version that is known to be whole, and lost nothing here."""
-        with self._table.exclusive():
-            return max(self._jobs.committed([job])[job], default=None)
+        with self.table.exclusive():
+            return max(self.jobs.committed([job])[job], default=None)
 
     def delete_versions(self, job: str, groups: list[VersionId] | None = None) -> int:
         """Drop versions (all when ``groups`` is None) because their owner said so. Who reads one may finish.
@@ -302,31 +281,25 @@ class NodeStore:
         All of them: also what is noted of an earlier end of the job.
         """
         if groups is None:
-            with self._table.exclusive():
-                self._table.metadata.remove(EXPIRED_JOB_METADATA, validate_job_name(job))
-        found = self._removal.delete_versions(job, groups)
+            with self.table.exclusive():
+                self.table.metadata.remove(EXPIRED_JOB_METADATA, validate_job_name(job))
+        found = self.removal.delete_versions(job, groups)
         if groups is not None:
-            self._listeners.on_versions_deleted(job, groups)
+            self.listeners.on_versions_deleted(job, groups)
         return found
-
-    def notify_not_durable(self, job: str, group: VersionId, why: str) -> None:
-        """Another node's part of a version does not become durable: for who listens here, and makes versions so."""
-        self._listeners.on_not_durable(job, group, why)
 
     def retain(self, job: str, group: VersionId, *, kept: bool = True) -> None:
         """The version is not given up for newer ones, nor for want of room; or may be again. Survives this process."""
-        with self._table.exclusive():
-            self._table.metadata.flush_pending()
-            said = self._jobs.get_or_create(validate_job_name(job)).new_retention_mark(
+        with self.table.exclusive():
+            self.table.metadata.flush_pending()
+            said = self.jobs.get_or_create(validate_job_name(job)).new_retention_mark(
                 group, kept=kept, now_ns=time.time_ns()
             )
-            self._jobs.apply_retention(job, [said])
+            self.jobs.apply_retention(job, [said])
 
     def retained(self, job: str) -> set[VersionId]:
         """Versions of the job that somebody wants kept, here or on other nodes."""
-        with self._table.exclusive():
-            known = self._jobs.get(job)
-            return {one.version_id for one in known.retention.values() if one.retained} if known is not None else set()
+        return {one.version_id for one in self.jobs.versions(job).retention.values() if one.retained}
 
     # -- for other nodes --------------------------------------------------------------------------------------
 
@@ -348,14 +321,14 @@ class NodeStore:
     def seal_parity(self, lease_id: str, record: ShardRecord) -> None:
         """The parity is there: the caller has taken its checksums of bytes that were compared with their shards'."""
         self.replicas.seal_replica(lease_id, record, ())
-        self._listeners.on_parity_changed(record)
+        self.listeners.on_parity_changed(record)
 
     def take_ownership(self, key: ShardKey) -> None:
         """The node that wrote this shard is gone: it is this node's own now, with what that brings (a drain)."""
         if self.replicas.set_holders(key, ()):
-            with self._table.exclusive():
-                _, record = self._table.find_shard(key)
-            self._listeners.on_shard_sealed(record)
+            with self.table.exclusive():
+                _, record = self.table.find_shard(key)
+            self.listeners.on_shard_sealed(record)
 
     # -- blobs ------------------------------------------------------------------------------------------------
 
@@ -363,103 +336,69 @@ class NodeStore:
         """Keep small bytes beside a job's shards (layouts, settings). Overwrites."""
         if len(data) > MAX_BLOB_BYTES:
             raise RequestError(f"blob {name} has {len(data)} bytes, at most {MAX_BLOB_BYTES} are kept")
-        self._table.blobs.put(job, name, data)
+        self.table.blobs.put(job, name, data)
 
     def get_blob(self, job: str, name: str) -> bytes:
-        data = self._table.blobs.get(job, name)
+        data = self.table.blobs.get(job, name)
         if data is None:
             raise ShardNotFoundError(f"job {job} has no blob {name}")
         return data
 
     def list_blobs(self, job: str) -> list[str]:
-        return self._table.blobs.list_names(job)
+        return self.table.blobs.list_names(job)
 
     def remove_blob(self, job: str, name: str) -> None:
-        self._table.blobs.remove(job, name)
+        self.table.blobs.remove(job, name)
 
     # -- who is there -----------------------------------------------------------------------------------------
 
-    def client_connected(self, owner: ProcessIdentity, job: str) -> None:
-        """A process opened a connection for ``job``."""
-        with self._table.exclusive():
-            self._jobs.client_connected(owner, job)
-
     def client_disconnected(self, owner: ProcessIdentity, job: str) -> None:
         """One of its connections closed."""
-        with self._table.exclusive():
-            last = self._jobs.client_disconnected(owner, job)
+        with self.table.exclusive():
+            last = self.jobs.clients.client_disconnected(owner, job)
         if last:
-            self._listeners.on_client_left(owner, job)
+            self.listeners.on_client_left(owner, job)
         self.sweep()
-
-    def manage_job(self, job: str, epoch: int, incarnation: str) -> None:
-        """Somebody in this process decides what of ``job`` is kept: every shard is a version of its own, and goes when
-        it is forgotten by name. ``incarnation`` owns it on every node, so nobody has to be asked whether it may begin.
-        """
-        with self._table.exclusive():
-            self._jobs.manage(job, epoch, incarnation)
-
-    def jobs(self) -> list[str]:
-        """Every job this node has heard of."""
-        with self._table.exclusive():
-            return [status.job for status in self._jobs.status()]
 
     def drop_unrecognized(self, names: list[str] | None = None) -> int:
         """Drop slots that were set aside (all when ``names`` is None); how many bytes they had."""
-        with self._table.exclusive():
-            return self._table.drop_unrecognized(names)
+        with self.table.exclusive():
+            return self.table.drop_unrecognized(names)
 
     def sweep(self) -> None:
         """Take back what belonged to processes and jobs that went away. Call now and then."""
-        with self._table.exclusive():
+        with self.table.exclusive():
             self._leasing.sweep(self._grace_s)
-            self._reader.sweep(self._grace_s)
+            self.reader.sweep(self._grace_s)
             expired, self._leasing.expired_jobs = self._leasing.expired_jobs, []
-            for job in self._jobs.expired():
-                hours = f"{self._jobs.unused_s(job) / 3600:.1f} hours"
-                self._removal.expire_job(
+            for job in self.jobs.clients.expired():
+                hours = f"{self.jobs.clients.unused_s(job) / 3600:.1f} hours"
+                self.removal.expire_job(
                     job, f"no process had used it for {hours} (agent.job_ttl_s says how long it may)"
                 )
                 expired.append(job)
-            self._jobs.disconnected_since = {
-                owner: since for owner, since in self._jobs.disconnected_since.items() if owner.is_alive
-            }
-            self._table.arena.removed_in_use()  # what nobody uses any more is closed
+            self.jobs.clients.prune_disconnected()
+            self.table.arena.removed_in_use()  # what nobody uses any more is closed
             try:
-                self._table.metadata.flush_pending()
+                self.table.metadata.flush_pending()
             except (ArenaFullError, UnavailableError) as error:
                 log.warning("what is known of a job is not noted yet: %s", error)
         for job in expired:
-            self._listeners.on_job_expired(job)
-
-    def expired_job(self, job: str) -> ExpiredJob | None:
-        """When and why what was kept for the job was given back, where nobody had said so."""
-        with self._table.exclusive():
-            return self._jobs.expired_job(validate_job_name(job))
-
-    def drop_unused(self) -> None:
-        """Give back the slots of jobs that have nothing here and nobody who takes part."""
-        with self._table.exclusive():
-            self._removal.drop_unused()
-
-    def idle_s(self) -> float:
-        """How long nobody has been connected; 0 while somebody is or while jobs still own shards."""
-        with self._table.exclusive():
-            return self._jobs.idle_s()
+            self.listeners.on_job_expired(job)
 
     def subscribe(self, listener: StoreListener) -> None:
         """From now on, tell ``listener``; it is told of everything that is here already first."""
-        with self._table.exclusive():
-            here = [(record, slot.holders) for slot, record in self._table.available_shards()]
-            damaged = self._listeners.add(listener)
+        with self.table.exclusive():
+            here = [(record, slot.holders) for slot, record in self.table.available_shards()]
+            damaged = self.listeners.add(listener)
         for record, reason in damaged:
-            self._listeners.notify(
+            self.listeners.notify(
                 f"{record.key} is damaged",
                 lambda one, record=record, reason=reason: one.on_shard_damaged(record.key, record, reason),  # type: ignore[misc]
                 only=listener,
             )
         for record, holders in here:
-            self._listeners.notify(
+            self.listeners.notify(
                 f"{record.key} is here",
                 lambda one, record=record, holders=holders: (  # type: ignore[misc]
                     one.on_replica_stored(record, holders) if holders else one.on_shard_sealed(record)
@@ -467,33 +406,24 @@ class NodeStore:
                 only=listener,
             )
 
-    def unrecognized_slots(self, job: str) -> tuple[UnrecognizedSlot, ...]:
-        """Return the job's slots that this release cannot read."""
-        with self._table.exclusive():
-            return tuple(one for one in self._table.unrecognized() if one.job == job)
-
     def status(self) -> StoreStatus:
-        with self._table.exclusive():
+        with self.table.exclusive():
             return StoreStatus(
-                self._table.status(self._reader.pins),
-                self._jobs.status(),
-                self._table.damage_reports(),
-                {**self._table.counters(), "listener_errors": self._listeners.errors, **self._descriptors.counters()},
+                self.table.status(self.reader.pins),
+                self.jobs.status(),
+                self.table.damage_reports(),
+                {**self.table.counters(), "listener_errors": self.listeners.errors, **self._descriptors.counters()},
                 self._recovery.unverified_count(),
-                self._table.unrecognized(),
+                self.table.unrecognized(),
             )
-
-    def stop_leasing(self) -> None:
-        """Give out nothing any more, and wake up who waits for something."""
-        self._table.close()
 
     def close(self) -> None:
         """Stop the threads. What is sealed stays in the arena for the next agent."""
-        self.stop_leasing()
+        self.table.close()
         for thread in self._background:
             thread.join()
         self._pool.shutdown()
-        self._table.arena.close()
+        self.table.arena.close()
 
 
 def _check_written(key: ShardKey) -> None:

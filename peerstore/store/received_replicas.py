@@ -14,7 +14,6 @@ from peerstore.failpoints import failpoint
 from peerstore.shard_records import (
     CHUNK_BYTES,
     Lease,
-    ResumePoint,
     RetentionMark,
     ShardInfo,
     ShardKey,
@@ -47,7 +46,7 @@ class ReplicaStore:
         torn: Callable[[str, VersionId], None] = lambda _job, _group: None,
     ) -> None:
         self._table = table
-        self._jobs = jobs
+        self.jobs = jobs
         self._leasing = leasing
         self._keeping = keeping
         self._on_aborted = torn
@@ -98,8 +97,11 @@ class ReplicaStore:
         return True
 
     def _check_fence(self, key: ShardKey, *, whole: bool) -> None:
-        known = self._jobs.get_or_create(key.job)
-        if key.job in self._jobs.managed and (key.epoch, key.incarnation) != (known.epoch, known.incarnation):
+        known = self.jobs.get_or_create(key.job)
+        if key.job in self.jobs.incarnations.managed and (key.epoch, key.incarnation) != (
+            known.epoch,
+            known.incarnation,
+        ):
             raise RequestError(f"{key}: only the agents of the nodes write shards of job {key.job}")
         if known.replicated is not None and key.version_id < known.replicated and not self._kept(key):
             raise FencedError(f"{key} is older than version {known.replicated.version}, which has all its copies")
@@ -115,11 +117,11 @@ class ReplicaStore:
             raise FencedError(
                 f"{key}: job {key.job} went on from version {base.version_id.version}, and does not need this"
             )
-        if not self._jobs.is_plausible_epoch(key.job, key.epoch):
+        if not self.jobs.incarnations.is_plausible_epoch(key.job, key.epoch):
             raise RequestError(f"{key}: job {key.job} cannot have come so far, it is in epoch {known.epoch}")
-        if (key.epoch, key.incarnation) > (known.epoch, known.incarnation):
-            self._jobs.fence(key.job, key.epoch, key.incarnation)
-        elif (key.epoch, key.incarnation) != (known.epoch, known.incarnation) and not (
+        if (key.epoch, key.incarnation) > known.owner:
+            self.jobs.incarnations.fence(key.job, key.epoch, key.incarnation)
+        elif (key.epoch, key.incarnation) != known.owner and not (
             whole or known.is_committed(key.version_id) or self._kept(key)
         ):
             raise FencedError(
@@ -128,7 +130,7 @@ class ReplicaStore:
             )
 
     def _kept(self, key: ShardKey) -> bool:
-        said = self._jobs.get_or_create(key.job).retention.get(key.version_id)
+        said = self.jobs.get_or_create(key.job).retention.get(key.version_id)
         return said is not None and said.retained
 
     def seal_replica(self, lease_id: str, record: ShardRecord, holders: tuple[str, ...]) -> None:
@@ -144,11 +146,11 @@ class ReplicaStore:
             if record.key.kind:
                 self._table.count("parities_created")
             else:
-                self._jobs.record_repaired_part(record.key.job, record.key.version_id, record.key.part)
+                self.jobs.record_repaired_part(record.key.job, record.key.version_id, record.key.part)
                 self._table.count("replicas_received")
                 self._table.count("replica_bytes_received", record.size_bytes)
             failpoint("replica.sealed")
-            if self._jobs.is_aborted(record.key.job, record.key.version_id):  # while it was on its way
+            if self.jobs.is_aborted(record.key.job, record.key.version_id):  # while it was on its way
                 self._keeping.delete_versions(record.key.job, [record.key.version_id])
 
     def set_holders(self, key: ShardKey, holders: tuple[str, ...]) -> bool:
@@ -193,7 +195,7 @@ class ReplicaStore:
                 self._table.retire(slot)
 
     def _fact(self, slot: ArenaSlot, record: ShardRecord) -> ShardInfo:
-        marked = record.key.version_id in self._jobs.get_or_create(record.key.job).committed
+        marked = record.key.version_id in self.jobs.get_or_create(record.key.job).committed
         return ShardInfo(
             record.key, record.parts, record.size_bytes, record.meta, record.sealed_ns, marked, slot.holders
         )
@@ -217,17 +219,11 @@ class ReplicaStore:
             except OSError:
                 return None
 
-    def retention_marks(self, job: str) -> tuple[RetentionMark, ...]:
-        """What is known of versions that are to be kept, or were."""
-        with self._table.exclusive():
-            known = self._jobs.get(job)
-            return tuple(known.retention.values()) if known is not None else ()
-
     def apply_retention(self, job: str, said: tuple[RetentionMark, ...]) -> None:
         """Another node says what is to be kept."""
         with self._table.exclusive():
             try:
-                self._jobs.apply_retention(job, said)
+                self.jobs.apply_retention(job, said)
             except RequestError as error:  # each node refuses at its own users' calls
                 log.warning("what other nodes keep of job %s is not kept here: %s", job, error)
 
@@ -236,96 +232,18 @@ class ReplicaStore:
     def apply_decision(self, job: str, decided: CommitDecision) -> None:
         """What the node that counts has come to, wherever it was heard."""
         with self._table.exclusive():
-            if job in self._jobs.managed:  # its shards are removed by name only
+            if job in self.jobs.incarnations.managed:  # its shards are removed by name only
                 return
-            if decided.committed is not None and self._jobs.get_or_create(job).would_be_newest(decided.committed):
-                self._jobs.mark_committed(job, decided.committed)
+            if decided.committed is not None and self.jobs.get_or_create(job).would_be_newest(decided.committed):
+                self.jobs.mark_committed(job, decided.committed)
             if decided.replicated is not None:
-                self._jobs.mark_replicated(job, decided.replicated)
-            news = self._jobs.mark_aborted(job, decided.aborted)
+                self.jobs.mark_replicated(job, decided.replicated)
+            news = self.jobs.mark_aborted(job, decided.aborted)
             if news:
                 log.info("job %s: versions %s are torn, given up", job, [group.version for group in news])
                 self._keeping.delete_versions(job, news)
         for group in news:
             self._on_aborted(job, group)
-
-    def current_decision(self, job: str) -> CommitDecision:
-        """All of it that this node has heard."""
-        with self._table.exclusive():
-            known = self._jobs.get(job)
-            if known is None:
-                return CommitDecision()
-            return CommitDecision(max(known.committed, default=None), known.replicated, tuple(sorted(known.aborted)))
-
-    def aborted_parts(self, job: str) -> dict[VersionId, tuple[int, ...]]:
-        """The parts that writers of this node have left out, by version."""
-        with self._table.exclusive():
-            known = self._jobs.get(job)
-            return {group: tuple(parts) for group, parts in known.aborted.items() if parts} if known is not None else {}
-
-    def resume_from(self, job: str, group: VersionId) -> None:
-        """The job goes on from this version: it stays, and so does what is newer, until a newer one is settled."""
-        with self._table.exclusive():
-            self._jobs.resume_from(job, group)
-
-    def set_replication_guard(self, job: str, *, guarded: bool, permit: Callable[[], None] | None = None) -> None:
-        """Whether only settled versions make older ones superfluous, and who may forbid a new incarnation."""
-        with self._table.exclusive():
-            self._jobs.set_replication_guard(job, guarded=guarded, permit=permit)
-
-    def fence(self, job: str, epoch: int, incarnation: str) -> None:
-        with self._table.exclusive():
-            self._jobs.fence(job, epoch, incarnation)
-
-    def learn_resume_point(self, job: str, base: ResumePoint) -> None:
-        """Another node says what the job went on from."""
-        with self._table.exclusive():
-            self._jobs.learn_resume_point(job, base)
-
-    def resume_point(self, job: str) -> ResumePoint | None:
-        """What the job went on from, as far as this node has heard."""
-        with self._table.exclusive():
-            known = self._jobs.get(job)
-            return known.resume_point if known is not None else None
-
-    def current_incarnation(self, job: str) -> tuple[int, str]:
-        """The newest incarnation this node has heard of."""
-        with self._table.exclusive():
-            known = self._jobs.get(job)
-            return (known.epoch, known.incarnation) if known is not None else (0, "")
-
-    def newest_replicated(self, job: str) -> VersionId | None:
-        with self._table.exclusive():
-            known = self._jobs.get(job)
-            return known.replicated if known is not None else None
-
-    def has_clients(self, job: str) -> bool:
-        """Whether a process of this node takes part in the job."""
-        with self._table.exclusive():
-            return self._jobs.has_clients(job)
-
-    def is_needed(self, job: str, group: VersionId) -> bool:
-        """Whether somebody may still need this version."""
-        with self._table.exclusive():
-            known = self._jobs.get(job)
-            return known is None or known.is_needed(group)
-
-    def is_committed(self, job: str, group: VersionId) -> bool:
-        """Whether somebody has said that this version is whole."""
-        with self._table.exclusive():
-            known = self._jobs.get(job)
-            return known is not None and known.is_committed(group)
-
-    def last_committed(self, job: str) -> VersionId | None:
-        """The newest version of the job that is known to have been whole, whether it is still there or not."""
-        with self._table.exclusive():
-            known = self._jobs.get(job)
-            return known.last_committed() if known is not None else None
-
-    def touch(self, job: str) -> None:
-        """Other nodes still take part in the job: what is kept for it here is not forgotten."""
-        with self._table.exclusive():
-            self._jobs.get_or_create(job).last_seen_at = self._table.clock()
 
 
 def holders_to_store(me: str, holders: tuple[str, ...]) -> tuple[str, ...]:

@@ -92,7 +92,7 @@ class ShardSealer:
             slot, done = self._table.slot_for_lease(lease_id)
         if done is not None or slot.lease is None:
             return slot, done
-        self._jobs.check_fence(slot.lease.key)
+        self._jobs.incarnations.check_fence(slot.lease.key)
         if not 0 <= size_bytes <= slot.lease.size_bytes:
             raise RequestError(f"seal of {size_bytes} bytes in a slot of {slot.lease.size_bytes}")
         self._table.begin_seal(slot)
@@ -277,7 +277,7 @@ class ShardReader:
     def sweep(self, grace_s: float) -> None:
         """Let go of pins whose readers went away."""
         for pin_id, pin in list(self._pins.items()):
-            if self._jobs.disconnected_s(pin.owner) > grace_s:
+            if self._jobs.clients.disconnected_s(pin.owner) > grace_s:
                 slot = self._table.slot(pin.slot)
                 if slot is not None and pin.owner.is_alive:
                     self._table.forbid_reuse(slot)  # its reader may still read
@@ -310,7 +310,7 @@ class ShardRemoval:
         """Drop all of a job whose owner has not said so; what it had, and why it went, stays noted."""
         with self._table.exclusive():
             log.warning("job %s: its shards are given back: %s", job, reason)
-            self._jobs.record_expiry(job, reason)
+            self._jobs.clients.record_expiry(job, reason)
             self.delete_versions(job, None)
 
     def drop_unused(self) -> None:
@@ -318,7 +318,7 @@ class ShardRemoval:
         with self._table.exclusive():
             held = {slot.job for slot in self._table.in_state(*SHARD_STATES)}
             for slot in self._table.in_state(SlotState.FREE):
-                if slot.job not in held and not self._jobs.has_clients(slot.job):
+                if slot.job not in held and not self._jobs.clients.has_clients(slot.job):
                     self._table.drop(slot)
 
     def _drop_job(self, job: str) -> None:

@@ -466,9 +466,11 @@ class SlotTable:
     def damage_reports(self) -> tuple[DamageReport, ...]:
         return tuple(self._damages)
 
-    def unrecognized(self, name: str | None = None) -> tuple[UnrecognizedSlot, ...]:
+    def unrecognized(self, name: str | None = None, *, job: str | None = None) -> tuple[UnrecognizedSlot, ...]:
         """Return the slots that this release cannot read; they stay unchanged, and no writer uses them."""
-        return tuple(one for one in self._unrecognized.values() if name in (None, one.name))
+        with self._lock:
+            found = [one for one in self._unrecognized.values() if name in (None, one.name) and job in (None, one.job)]
+            return tuple(found)
 
     def mark_unrecognized(self, name: str, size_bytes: int, reason: str) -> None:
         reason = reason[:_REASON_CHARS]

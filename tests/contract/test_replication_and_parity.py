@@ -180,8 +180,8 @@ def test_damaged_shard_is_found_and_restored(nodes):
     wait_until(lambda: nodes.is_replicated(1))
     wait_until(nodes.has_no_pending_copies)
     store, record = nodes["n16"].store, records[1]
-    flip_byte(store.hold(record.key, "test") and store.shard_path(record.key), CHUNK_BYTES + 3)
-    store.release_hold(record.key, "test")
+    flip_byte(store.reader.hold(record.key, "test") and store.reader.shard_path(record.key), CHUNK_BYTES + 3)
+    store.reader.release_hold(record.key, "test")
     assert store.verify(record.key) == (1,)
     wait_until(lambda: record.key in nodes["n16"].shards())
     assert_readable(nodes, records)
@@ -200,7 +200,7 @@ def test_damaged_replica_is_repaired(nodes):
     wait_until(nodes.has_no_pending_copies)
     store = nodes["n24"].store
     (kept,) = protected_keys(nodes["n24"])
-    flip_byte(store.shard_path(kept), 5)
+    flip_byte(store.reader.shard_path(kept), 5)
     assert store.verify(kept) == (0,)
     assert [damage.what for damage in store.status().damage_reports] == [str(kept)]
     wait_until(lambda: protected_keys(nodes["n24"]) == [kept])
@@ -224,7 +224,7 @@ def test_bytes_changed_in_transit_are_detected(nodes):
         for other in NAMES:
             nodes.network.heal(name, other)
     for node in nodes.live_nodes:
-        for record in node.store.shard_records(JOB, VersionId(1, 1, 0, "a")):
+        for record in node.store.reader.records(JOB, VersionId(1, 1, 0, "a")):
             assert node.store.verify(record.key) == ()
     nodes.lose("n8")
     wait_until(lambda: all(nodes.holders(record.key) for record in records))
@@ -263,7 +263,7 @@ def test_parity_is_hidden_from_part_counts(nodes):
     keys = {record.key for record in records}
     for node in nodes.live_nodes:
         assert {fact.key for fact in node.store.list_shards(JOB)} <= keys
-        assert {record.key for record in node.store.shard_records(JOB, group)} <= keys
+        assert {record.key for record in node.store.reader.records(JOB, group)} <= keys
         assert {fact.key for fact in node.job_peers.local_inventory().shards} <= keys
         assert node.store.status().jobs[0].newest_committed == 1  # as it was told: it has not all parts itself
         shown = len(node.store.list_shards(JOB))

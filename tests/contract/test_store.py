@@ -346,9 +346,9 @@ def test_reported_budget_is_sufficient_for_all_writers():
 
     def use(store):
         for part, owner in enumerate((current_process(), *(process_identity(other.pid) for other in others))):
-            store.client_connected(owner, "job")
+            store.jobs.clients.client_connected(owner, "job")
             if not part:
-                store.client_connected(owner, "job")  # it may have several connections
+                store.jobs.clients.client_connected(owner, "job")  # it may have several connections
         for version in range(4):
             for part in range(3):
                 save_shard(store, shard_key(version, part), 10 * MIB + 1, parts=3)

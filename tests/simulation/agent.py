@@ -76,7 +76,7 @@ class SimulatedAgent:
         self.sharing = SimulatedParityReplicator(self) if world.shape.parity else None
         """In the place of the accounts, where parities are kept."""
         self.incoming, self.outgoing = IncomingTransfers(self), OutgoingTransfer(self)
-        self.copies.set_replication_guard(JOB, guarded=world.redundant, permit=self.check_quorum)
+        self.jobs.incarnations.set_replication_guard(JOB, guarded=world.redundant, permit=self.check_quorum)
         self._partitions: tuple[MemberList | None, NodePartitions] = (None, NodePartitions(()))
         self._looking = False
         """At this node's partition, for others."""
@@ -175,7 +175,7 @@ class SimulatedAgent:
         self.incoming.sweep()
 
     def _advance_fence(self) -> None:
-        self.members.advance_fence(self.copies.current_incarnation(JOB))
+        self.members.advance_fence(self.jobs.versions(JOB).owner)
 
     def _handle_ping(self, sender: str, ping: PingMessage) -> PingMessage:
         before = self.members.changes
@@ -230,16 +230,16 @@ class SimulatedAgent:
     # ----------------------------------------------------------------------------
 
     def replication_view(self) -> ReplicationView:
-        epoch, _ = self.copies.current_incarnation(JOB)
+        known = self.jobs.versions(JOB)
         return ReplicationView(
             self.world.now,
             self.live_nodes,
             self.copies.list_shards(JOB),
-            self.copies.newest_replicated(JOB),
-            epoch,
-            self.copies.resume_point(JOB),
+            known.replicated,
+            known.epoch,
+            known.resume_point,
             self.members.generation_of,
-            self.copies.aborted_parts(JOB),
+            known.aborted_parts,
             self.members.standby,
         )
 
@@ -298,7 +298,7 @@ class SimulatedAgent:
         found = self.reports.decide(
             living=self.live_nodes,
             life=self.members.generation_of,
-            replicated=self.copies.newest_replicated(JOB),
+            replicated=self.jobs.versions(JOB).replicated,
             quorum=self.members.has_quorum,
         )
         if not found:
@@ -343,11 +343,11 @@ class SimulatedAgent:
             self.wake()
 
     def local_inventory(self) -> NodeInventory:
-        epoch, incarnation = self.copies.current_incarnation(JOB)
+        epoch, incarnation = self.jobs.versions(JOB).owner
         facts = tuple(self.copies.list_shards(JOB))
         parities = tuple(one.info for one in self.sharing.stored_parities) if self.sharing is not None else ()
         return NodeInventory(
-            facts, epoch, incarnation, self.copies.newest_replicated(JOB), self.adoption.unverified_count(), parities
+            facts, epoch, incarnation, self.jobs.versions(JOB).replicated, self.adoption.unverified_count(), parities
         )
 
     def read(self, key: ShardKey) -> tuple[ShardRecord, bytes]:
@@ -415,7 +415,7 @@ class SimulatedAgent:
             """By a delegate. Whom it did not reach this node asks itself, unless that is taken for dead here too."""
             told = {node: answer[0][node] for node in members if node in answer[0]}
             for one in told.values():
-                self.copies.fence(JOB, one.epoch, one.incarnation)
+                self.jobs.incarnations.fence(JOB, one.epoch, one.incarnation)
             self._note_holders(told, lives)
             left = [node for node in members if node not in told]
             dead = {node: answer[1].get(node, "") for node in left if node not in self.live_nodes}
@@ -477,7 +477,7 @@ class SimulatedAgent:
                     self.run_later(0.2, partial(ask, node))
                     return
                 nodes[node] = found
-                self.copies.fence(JOB, found.epoch, found.incarnation)
+                self.jobs.incarnations.fence(JOB, found.epoch, found.incarnation)
                 self._note_holders({node: found}, lives)
                 if found.verifying:
                     silent[node] = f"it still verifies {found.verifying} shards"
@@ -535,7 +535,7 @@ class SimulatedAgent:
 
     def _retry_repair(self, record: ShardRecord, error: PeerStoreError, wait_s: float) -> None:
         self.world.log(f"{self.name} could not mend {self.world.short_name(record.key)}: {str(error)[:100]}")
-        if should_retry_repair(record, error, self.copies.newest_replicated(JOB)):
+        if should_retry_repair(record, error, self.jobs.versions(JOB).replicated):
             self.run_later(wait_s, partial(self.repair, record, min(60.0, 2 * wait_s)))
 
     def _fetch(self, record: ShardRecord, said: dict[str, tuple[str, ...]], sources: list[str], wait_s: float) -> None:

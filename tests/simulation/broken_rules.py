@@ -29,6 +29,7 @@ from peerstore.replication.replica_placement import ReplicaPlacement, place_repl
 from peerstore.replication.replication_policy import HeldShard, ReplicationState
 from peerstore.shard_records import ShardKey, VersionId
 from peerstore.store import slot_eviction
+from peerstore.store.incarnations import Incarnations
 from peerstore.store.job_table import JobTable
 from tests.simulation import agent, memory, simulated_restore, transfers
 from tests.simulation.schedule import Schedule, schedule_of
@@ -59,7 +60,7 @@ class BrokenRule:
 
 _add, _check_fence, _complete, _plan = (
     PartsTally.add,
-    JobTable.check_fence,
+    Incarnations.check_fence,
     CommitReports.decide,
     replication_policy.target_holders,
 )
@@ -70,9 +71,9 @@ def _one_report_completes(tally: PartsTally, note: PartsReport) -> None:
     _add(tally, msgspec.structs.replace(note, total_parts=len(note.replicated_parts)))
 
 
-def _ignore_fence(jobs: JobTable, key: ShardKey) -> None:
+def _ignore_fence(incarnations: Incarnations, key: ShardKey) -> None:
     with contextlib.suppress(FencedError):
-        _check_fence(jobs, key)
+        _check_fence(incarnations, key)
 
 
 def _decide_without_quorum(reports: CommitReports, *, quorum: bool, **known: Any) -> CommitDecision:
@@ -125,7 +126,7 @@ BROKEN = {
         simulated_restore, "damaged_chunks", lambda *_: (), "was loaded with bytes"
     ),
     "let the past write": BrokenRule(
-        JobTable,
+        Incarnations,
         "check_fence",
         _ignore_fence,
         "although the job belongs to",

@@ -244,7 +244,7 @@ class Invariants(Holdings):
     def retained_torn_versions(self) -> str:
         """What is kept of versions that a node which is there knows to be torn; nothing when all has heard of it."""
         agents = [machine.agent for machine in self._world.machines.values() if machine.agent is not None]
-        known = {group for agent in agents for group in agent.copies.current_decision("job").aborted}
+        known = {group for agent in agents for group in agent.jobs.versions("job").aborted}
         living = self.live_machines()
         held = {group for group in known for part in range(self.parts_of(group)) if self.holders(group, part) & living}
         return "; ".join(f"{self._world.short_name(group)}: {self.describe(group)}" for group in sorted(held))

@@ -231,7 +231,7 @@ class LargeRestore(SimulatedRestore):
             )
 
     def _known_epoch(self, _name: str) -> int:
-        return max(agent.jobs.epoch(JOB) for agent in self.agents.values())
+        return max(agent.jobs.incarnations.epoch(JOB) for agent in self.agents.values())
 
     def _looked_at(self, key: ShardKey, found: tuple[Any, bytes]) -> None:
         record, data = found
@@ -327,7 +327,7 @@ def run_large_job(nodes: int, ranks: int, fewer: int, say: Callable[[str], None]
 def _is_replicated_everywhere(world: LargeWorld, group: VersionId | None) -> Callable[[], bool]:
     def is_replicated() -> bool:
         return group in world.truth.replicated and all(
-            one.copies.newest_replicated(JOB) == group for one in world.agents
+            one.jobs.versions(JOB).replicated == group for one in world.agents
         )
 
     return is_replicated

@@ -27,7 +27,7 @@ class SimulatedStore:
     def __init__(self, agent: SimulatedAgent) -> None:
         from tests.simulation.agent import COPIER
 
-        self.agent, self.replicas, self._owner = agent, agent.copies, COPIER
+        self.agent, self.replicas, self.jobs, self._owner = agent, agent.copies, agent.jobs, COPIER
 
     def list_blobs(self, _job: str) -> list[str]:
         return []

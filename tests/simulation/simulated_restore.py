@@ -213,7 +213,7 @@ class SimulatedRestore:
             self.world.truth.version_restored(self, group)
             for agent in self.agents.values():
                 agent.mark_committed(group)
-                agent.copies.resume_from(JOB, group)
+                agent.jobs.incarnations.resume_from(JOB, group)
                 agent.wake()
         incarnation = chr(ord("a") + len(self.world.restores) % 26)
         trainers = self.job(self.world, self.places, self.epoch, incarnation, group)
@@ -224,7 +224,7 @@ class SimulatedRestore:
         """As a session counts: what the node knows, or what it can see."""
         nodes, silent = self._sights[name]
         seen = max((fact.key.epoch for looked in nodes.values() for fact in looked.shards), default=0)
-        known = max(self.agents[name].jobs.epoch(JOB), seen)
+        known = max(self.agents[name].jobs.incarnations.epoch(JOB), seen)
         return max(known, 1000 + int(self.world.now)) if silent else known
 
     def give_up(self, nodes: list[str]) -> None:

@@ -55,7 +55,7 @@ class IncomingTransfers:
         from tests.simulation.agent import COPIER, JOB
 
         if offer.resume_point is not None:
-            self._agent.copies.learn_resume_point(JOB, offer.resume_point)
+            self._agent.jobs.incarnations.learn_resume_point(JOB, offer.resume_point)
         lease = self._agent.copies.begin_replica(offer.record, whole=offer.committed, owner=COPIER)
         if lease is None:
             self._agent.copies.merge_holders(offer.record.key, offer.holders, me=self._agent.name)

@@ -85,7 +85,7 @@ class LocalNode:
         """End its agent; what is in its directory stays there."""
         if self.is_open:
             self.is_open = False
-            self.store.stop_leasing()
+            self.store.table.close()
             self.node_peers.close()
             self.store.close()
 
@@ -111,7 +111,7 @@ class LocalNode:
     @property
     def newest_replicated(self) -> int:
         """The newest version that has all its copies as far as this node knows; -1 for none."""
-        group = self.store.replicas.newest_replicated(JOB)
+        group = self.store.jobs.versions(JOB).replicated
         return -1 if group is None else group.version
 
     def sees_alive(self, *names: str) -> bool:
@@ -132,7 +132,7 @@ class LocalNode:
         return load_shard(self.store, of) == shard_content(of, self.shard_infos()[of].size_bytes)
 
     def path(self, of: ShardKey) -> str:
-        return self.store.shard_path(of)
+        return self.store.reader.shard_path(of)
 
     def damage_reports(self) -> list[str]:
         return [damage.reason for damage in self.store.status().damage_reports]

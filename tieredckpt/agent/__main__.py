@@ -74,7 +74,7 @@ def run_agent(place: AgentPaths, args: argparse.Namespace) -> None:
             options = memory_service_options_of(args)
             node = NodeAgentService(store, writer=f"tieredckpt {installed_version()}", node_peers=node_peers)
             if options.enabled:
-                store.manage_job(
+                store.jobs.incarnations.manage(
                     MEMORY_SERVICE_JOB, MEMORY_SERVICE_EPOCH, MEMORY_SERVICE_INCARNATION
                 )  # before a copy of it may come
             if node_peers is not None:

@@ -213,8 +213,9 @@ class NodeAgentService(StoreListener):
             return StepInventory((), {})
         unreachable: dict[Tier, str] = {}
         elsewhere: FactsByGroup = {}
-        torn = self.store.replicas.current_decision(job).aborted
-        once_whole = [self.store.replicas.last_committed(job)]
+        known_here = self.store.jobs.versions(job)
+        torn = tuple(sorted(known_here.aborted))
+        once_whole = [known_here.last_committed()]
         if self.peers is not None:
             try:
                 if patience_s > 0:
@@ -246,11 +247,11 @@ class NodeAgentService(StoreListener):
         known = settings if settings.url else None
         newest = max((group for group in once_whole if group is not None), default=None)
         found = tuple(views[group] for group in sorted(views))
-        forgotten = self.store.expired_job(job)
+        forgotten = self.store.jobs.clients.expired_job(job)
         if forgotten is not None and any(one.candidate.is_complete and one.saved_ns > forgotten.at_ns for one in found):
             forgotten = None  # the job has begun again since
         return StepInventory(
-            found, unreachable, plain, known, newest, forgotten, torn, self.store.unrecognized_slots(job)
+            found, unreachable, plain, known, newest, forgotten, torn, self.store.table.unrecognized(job=job)
         )
 
     def describe_step(self, job: str, group: VersionId) -> StepDescription:
@@ -307,7 +308,7 @@ class NodeAgentService(StoreListener):
     def _look(self, job: str, group: VersionId) -> StepLocator:
         """Where everything of a step is by now."""
         facts, sources = self.peers.holders_of_parts(job, group) if self.peers is not None else ({}, {})
-        here = {record.key.part: record for record in self.store.shard_records(job, group)}
+        here = {record.key.part: record for record in self.store.reader.records(job, group)}
         seen: dict[int, ShardInfo | ShardRecord] = {**facts, **here}
         metas = [decode_meta(fact.meta) for fact in seen.values()]
         in_all = next((fact.parts for fact in seen.values()), 0)
@@ -459,7 +460,7 @@ class NodeAgentService(StoreListener):
         self._crashed.load_done(owner or current_process(), job)
         self.store.mark_committed(job, group)  # what was loaded is
         if goes_on:
-            self.store.replicas.resume_from(job, group)
+            self.store.jobs.incarnations.resume_from(job, group)
 
     def report_load_ended(self, job: str, *, stepped: bool, owner: ProcessIdentity | None = None) -> None:
         self._crashed.load_ended(owner or current_process(), job, stepped=stepped)
@@ -717,7 +718,7 @@ class NodeAgentService(StoreListener):
         own = {fact.key for fact in self.store.list_shards(job) if not fact.holders}
         unknown = {key.version_id for key in own if not self.drain.is_tracking(job, key.version_id)}
         for group in sorted(unknown):
-            for record in self.store.shard_records(job, group):
+            for record in self.store.reader.records(job, group):
                 if record.key in own:
                     self.drain.on_shard_sealed(record)
 

@@ -458,7 +458,7 @@ class Drain(StoreListener):
         last one knows whether it is to be durable.
         """
         copies = {fact.key for fact in self._store.list_shards(step.job) if fact.holders}
-        for record in self._store.shard_records(step.job, step.version_id):
+        for record in self._store.reader.records(step.job, step.version_id):
             if record.key in copies:  # the node that wrote it makes it durable, or who took it over
                 continue
             with self._changed:
@@ -486,7 +486,7 @@ class Drain(StoreListener):
             step.bytes_done += step.shards[key]
             return
         try:
-            record = self._store.hold(key, "drain")
+            record = self._store.reader.hold(key, "drain")
             bad = self._store.verify(key)
         except ShardNotFoundError as error:
             raise CheckpointDamagedError(f"{key} left this node's memory before it was durable") from error
@@ -519,7 +519,7 @@ class Drain(StoreListener):
             step.bytes_done += count
             self.totals.bytes += count
 
-        source = Path(self._store.shard_path(key))
+        source = Path(self._store.reader.shard_path(key))
         with compressed_shard(source, index, wanted=settings.compress == "zstd") as (path, frames):
             name = object_keys.shard_object_key(key, spread=settings.hashed_keys, compressed=frames is not None)
             size = index.size_bytes if frames is None else sum(frames)
@@ -569,7 +569,7 @@ class Drain(StoreListener):
     def _say_kept(self, job: str, catalog: DurableCatalog) -> None:
         """What was said last counts, in memory or in the durable tier: who has not heard of it says nothing older."""
         listing = catalog.cached_listing()
-        for said in self._store.replicas.retention_marks(job):
+        for said in self._store.jobs.versions(job).retention.values():
             if said.version_id not in listing.manifests or said.retained == (said.version_id in listing.kept):
                 continue
             at_ns = catalog.keep_changed_at(said.version_id, kept=not said.retained)
@@ -656,7 +656,7 @@ class Drain(StoreListener):
     def _unhold(self, step: _DrainingStep) -> None:
         step.held = False
         for key in step.shards:
-            self._store.release_hold(key, "drain")
+            self._store.reader.release_hold(key, "drain")
 
     def _release(self, step: _DrainingStep) -> None:
         self._unhold(step)
@@ -671,7 +671,7 @@ class Drain(StoreListener):
 
     def _hold(self, key: ShardKey) -> None:
         try:
-            self._store.hold(key, "drain")
+            self._store.reader.hold(key, "drain")
         except (ShardNotFoundError, ShardDamagedError):
             log.warning("%s was given up before it could be drained", key)
 

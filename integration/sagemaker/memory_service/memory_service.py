@@ -62,7 +62,7 @@ class MemoryService:
     def __init__(self, store: NodeStore, me: str, *, clock_ns: Callable[[], int] = time.time_ns) -> None:
         self._store = store
         self._clock_ns = clock_ns
-        store.manage_job(
+        store.jobs.incarnations.manage(
             memory_service_options.MEMORY_SERVICE_JOB,
             memory_service_options.MEMORY_SERVICE_EPOCH,
             memory_service_options.MEMORY_SERVICE_INCARNATION,

@@ -378,7 +378,7 @@ def test_only_the_initiator_continues_a_transfer(nodes, member_connection):
 
 
 def read_ranges(line, nodes, ranges, into=()):
-    (record,) = nodes["n2"].store.shard_records(JOB, HERE.version_id)
+    (record,) = nodes["n2"].store.reader.records(JOB, HERE.version_id)
     return line.call(
         "read_ranges",
         ReadRanges(HERE, checksums.chunk_checksum(record.checksums), tuple(ranges)),
@@ -418,7 +418,7 @@ def test_overlapping_ranges_are_answered(nodes, member_connection):
 
 def test_reader_that_disconnects_midway_holds_no_pins(nodes):
     with connect_as(nodes) as line:
-        (record,) = nodes["n2"].store.shard_records(JOB, HERE.version_id)
+        (record,) = nodes["n2"].store.reader.records(JOB, HERE.version_id)
         line.send("read_ranges", ReadRanges(HERE, checksums.chunk_checksum(record.checksums), ((0, SIZE),)))
     wait_until(lambda: nodes["n2"].store.status().arena.pins == 0, "the shard is not pinned any more")
     assert_unharmed(nodes)
@@ -535,8 +535,8 @@ def test_impossible_incarnation_fences_no_job(nodes, member_connection):
         offer_replica(member_connection, make_record(shard_key(9, epoch=LAST, name="z")))
     base = ResumePoint(LAST, "z", 0, VersionId(1, 1, 0, "z"))
     member_connection.call("ping", PingMessage(GossipMessage((), None, (LAST, "z")), resume_point=base), PingMessage)
-    assert store.replicas.resume_point(JOB) is None
-    assert store.replicas.current_incarnation(JOB) == (before, "a")
+    assert store.jobs.versions(JOB).resume_point is None
+    assert store.jobs.versions(JOB).owner == (before, "a")
     assert store.claim(JOB, "b") == before + 1
     assert store.lease(shard_key(10, epoch=before + 1, name="b"), MIB, 1).size_bytes == MIB
 

@@ -166,8 +166,8 @@ def test_path_that_damages_everything_makes_no_copy_and_is_reported(nodes):
 
 def falsify_checksums(node):
     """From now on the node describes its copy with other checksums."""
-    with node.store._table.exclusive():
-        slot, record = node.store._table.find_shard(V1)
+    with node.store.table.exclusive():
+        slot, record = node.store.table.find_shard(V1)
         sums = bytes(byte ^ 0x55 for byte in record.checksums)
         slot.record = msgspec.structs.replace(record, checksums=sums)
 

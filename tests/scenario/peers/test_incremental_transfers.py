@@ -62,7 +62,7 @@ def test_reader_switches_to_the_other_source_when_one_dies():
         (other,) = nodes.holders(shard_key(1)) - {"n1"}
         reader = next(node for node in nodes if node.name not in ("n1", other))
         nodes.network.stall("n1", reader.name)  # until the other one is gone, nothing comes from here
-        record = nodes[other].store.shard_records("job", shard_key(1).version_id)[0]
+        record = nodes[other].store.reader.records("job", shard_key(1).version_id)[0]
         data = bytearray(record.size_bytes)
         wish = ReadRequest(record, [ReadTarget(0, len(data), memoryview(data))], [other, "n1"])
         with ThreadPoolExecutor(1) as aside:
@@ -83,7 +83,7 @@ def test_reader_receives_only_its_ranges(count):
     with local_nodes("n1", "n2", copies=2) as nodes:
         nodes["n1"].write(shard_key(1), SIZE)
         nodes.wait_replicated(1)
-        (record,) = nodes["n1"].store.shard_records("job", shard_key(1).version_id)
+        (record,) = nodes["n1"].store.reader.records("job", shard_key(1).version_id)
         step = SIZE // count
         targets = [(at * step, at * step + min(step, 1000)) for at in range(count)]
         buffers = [bytearray(stop - start) for start, stop in targets]

@@ -144,9 +144,7 @@ def test_node_that_rejoins_after_a_newer_incarnation_is_fenced():
         for other in ("n1", "n2"):
             nodes.network.heal("n3", other)
         n3.open()
-        wait_until(
-            lambda: n3.store.replicas.current_incarnation(JOB) == (epoch, "b"), "n3 has heard of the newer incarnation"
-        )
+        wait_until(lambda: n3.store.jobs.versions(JOB).owner == (epoch, "b"), "n3 has heard of the newer incarnation")
         with pytest.raises(FencedError, match="past incarnation"):
             n3.store.lease(shard_key(10, 2), SIZE, 3)
         nodes.wait_replicated(2, "n3")
@@ -189,7 +187,7 @@ def test_only_the_side_with_a_quorum_begins_a_new_incarnation(both):
                 nodes.network.heal(near, far)
         for name in ("n3", "n4"):
             wait_until(
-                lambda name=name: nodes[name].store.replicas.current_incarnation(JOB) == (epoch, "b"),
+                lambda name=name: nodes[name].store.jobs.versions(JOB).owner == (epoch, "b"),
                 f"{name} is fenced",
             )
             with pytest.raises(FencedError):
@@ -221,7 +219,7 @@ def test_minority_of_a_partition_evicts_nothing_even_with_all_parts():
         assert n1.has_intact_shard(shard_key(1))
         for other in ("n2", "n3"):
             nodes.network.heal("n1", other)
-        wait_until(lambda: n1.store.replicas.current_incarnation(JOB) == (epoch, "b"), "n1 is fenced")
+        wait_until(lambda: n1.store.jobs.versions(JOB).owner == (epoch, "b"), "n1 is fenced")
         nodes.wait_replicated(3)
         assert_copies(nodes, [shard_key(3, epoch=epoch, name="b")], copies=2)
 

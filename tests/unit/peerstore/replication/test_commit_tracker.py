@@ -5,7 +5,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from peerstore.commit_protocol import CommitReports, PartsReport
+from peerstore.commit_protocol import CommitReports, JobVersions, PartsReport
 from peerstore.replication.commit_tracker import CommitTracker, ReplicationTotals
 from peerstore.shard_records import VersionId
 
@@ -23,7 +23,8 @@ class Job:
         self._lock = threading.Lock()
         self.all = threading.Event()
         store = SimpleNamespace(
-            replicas=SimpleNamespace(newest_replicated=self._groups.get, apply_decision=self._decide)
+            replicas=SimpleNamespace(apply_decision=self._decide),
+            jobs=SimpleNamespace(versions=lambda job: JobVersions(replicated=self._groups.get(job))),
         )
         tending = SimpleNamespace(
             this_node=SimpleNamespace(id=NODES[0]),

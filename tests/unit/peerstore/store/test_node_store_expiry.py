@@ -50,14 +50,14 @@ def test_a_dead_writers_slot_is_free_at_once(store):
 
 
 def test_a_silent_writer_keeps_its_lease_for_a_while(store, clock):
-    store.client_connected(current_process(), "job")
+    store.jobs.clients.client_connected(current_process(), "job")
     lease = store.lease(shard_key(), MIB, 1)
     clock.now += 10 * GRACE
     store.sweep()
     store.client_disconnected(current_process(), "job")
     clock.now += GRACE
     store.sweep()
-    store.client_connected(current_process(), "job")  # it is back in time
+    store.jobs.clients.client_connected(current_process(), "job")  # it is back in time
     store.client_disconnected(current_process(), "job")
     clock.now += GRACE
     store.sweep()
@@ -91,7 +91,7 @@ def test_a_reader_that_went_away_holds_nothing(store, clock):
 
 
 def test_a_job_is_kept_for_its_time_after_its_last_process_left(store, clock):
-    store.client_connected(current_process(), "job")
+    store.jobs.clients.client_connected(current_process(), "job")
     save_shard(store, shard_key())
     store.put_blob("job", "layout", b"x")
     clock.now += 10 * TTL
@@ -101,7 +101,7 @@ def test_a_job_is_kept_for_its_time_after_its_last_process_left(store, clock):
     store.sweep()
     assert store.status().jobs[0].expires_in_s == 0
     assert load_shard(store, shard_key()) == shard_content(shard_key(), MIB)
-    assert store.idle_s() == 0, "an agent with shards is needed"
+    assert store.jobs.clients.idle_s() == 0, "an agent with shards is needed"
     clock.now += 1
     store.sweep()
     assert store.list_shards() == []
@@ -112,24 +112,24 @@ def test_a_job_is_kept_for_its_time_after_its_last_process_left(store, clock):
 
 def test_job_with_a_reader_or_an_upload_is_kept(store, clock):
     save_shard(store, shard_key())
-    store.hold(shard_key(), "drain")
+    store.reader.hold(shard_key(), "drain")
     clock.now += TTL + 1
     store.sweep()
     assert load_shard(store, shard_key()) == shard_content(shard_key(), MIB)
-    store.release_hold(shard_key(), "drain")
+    store.reader.release_hold(shard_key(), "drain")
     store.sweep()
     assert store.list_shards() == []
 
 
 def test_idle_time_counts_from_the_last_client(store, clock):
     clock.now += 5
-    assert store.idle_s() == 5
-    store.client_connected(current_process(), "job")
+    assert store.jobs.clients.idle_s() == 5
+    store.jobs.clients.client_connected(current_process(), "job")
     clock.now += 5
-    assert store.idle_s() == 0
+    assert store.jobs.clients.idle_s() == 0
     store.client_disconnected(current_process(), "job")
     clock.now += 7
-    assert store.idle_s() == 7
+    assert store.jobs.clients.idle_s() == 7
 
 
 # -- jobs that were not told to go -------------------------------------------------------------------------------------
@@ -144,33 +144,34 @@ def test_expired_job_stays_recorded_with_time_and_cause(clock):
             save_shard(store, shard_key(version))
         save_shard(store, shard_key(3, part=0), parts=2)  # never whole
         save_shard(store, shard_key(1, job="torn"), parts=2)
-        assert store.expired_job("job") is None
+        assert store.jobs.clients.expired_job("job") is None
         clock.now += TTL + 1
         store.sweep()
-        found = store.expired_job("job")
+        found = store.jobs.clients.expired_job("job")
         assert (found.job, found.newest_committed) == ("job", shard_key(2).version_id)
         assert before <= found.at_ns <= time.time_ns()
         assert "no process had used it for 0.2 hours" in found.reason
-        assert store.expired_job("torn") is None, "of which nothing was ever whole"
-        assert store.expired_job("nobody") is None
+        assert store.jobs.clients.expired_job("torn") is None, "of which nothing was ever whole"
+        assert store.jobs.clients.expired_job("nobody") is None
         assert store.status().jobs == ()
     with contextlib.closing(NodeStore(arena, settings, clock=clock)) as again:
-        assert again.expired_job("job") == found
+        assert again.jobs.clients.expired_job("job") == found
     arena.purge(keep=EXPIRED_JOB_METADATA)  # an agent that nobody needs leaves
     with contextlib.closing(NodeStore(arena, settings, clock=clock)) as later:
-        assert later.expired_job("job") == found
+        assert later.jobs.clients.expired_job("job") == found
         later.delete_versions("job")  # its owner says so
-        assert later.expired_job("job") is None
+        assert later.jobs.clients.expired_job("job") is None
     arena.purge()
 
 
 def test_number_of_remembered_expired_jobs_is_limited(store, clock, monkeypatch):
-    monkeypatch.setattr("peerstore.store.job_table._FORGOTTEN_REMEMBERED", 3)
+    monkeypatch.setattr("peerstore.store.job_clients._FORGOTTEN_REMEMBERED", 3)
     for number in range(5):
         save_shard(store, shard_key(job=f"job{number}"), 100)
         clock.now += TTL + 1
         store.sweep()
-    assert [bool(store.expired_job(f"job{number}")) for number in range(5)] == [False, False, True, True, True]
+    expired = [store.jobs.clients.expired_job(f"job{number}") is not None for number in range(5)]
+    assert expired == [False, False, True, True, True]
 
 
 DAY = 86400.0
@@ -200,7 +201,7 @@ def test_oldest_unused_jobs_are_evicted_for_space(patient, clock):
     patient.sweep()
     assert [bool(patient.list_shards(f"old{number}")) for number in range(3)] == [False, True, True]
     assert told == ["old0"]
-    said = patient.expired_job("old0")
+    said = patient.jobs.clients.expired_job("old0")
     assert said.newest_committed == shard_key().version_id
     assert said.reason == "nobody had used it for 2.0 hours, and job job needed the room"
     held = patient.lease(shard_key(3), 16 * MIB, 1)  # its own older version goes first
@@ -210,7 +211,7 @@ def test_oldest_unused_jobs_are_evicted_for_space(patient, clock):
 
 
 def test_recent_or_used_job_is_not_evicted(patient, clock):
-    patient.client_connected(current_process(), "running")
+    patient.jobs.clients.client_connected(current_process(), "running")
     save_shard(patient, shard_key(job="running"), 20 * MIB)
     save_shard(patient, shard_key(job="read"), 20 * MIB)
     pin = patient.pin(shard_key(job="read"))
@@ -232,4 +233,4 @@ def test_no_job_is_evicted_when_that_would_not_suffice(patient, clock):
     with pytest.raises(ArenaFullError):
         patient.lease(shard_key(), 65 * MIB, 1)
     assert patient.list_shards("old")
-    assert patient.expired_job("old") is None
+    assert patient.jobs.clients.expired_job("old") is None

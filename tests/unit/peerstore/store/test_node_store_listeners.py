@@ -49,7 +49,7 @@ def test_listener_receives_damage_found_by_verification(place):
     store, diary = place(), Diary()
     store.subscribe(diary)
     save_shard(store, shard_key(3))
-    flip_byte(store.shard_path(shard_key(3)), 17)
+    flip_byte(store.reader.shard_path(shard_key(3)), 17)
     assert store.verify(shard_key(3)) == (0,)
     reason = "1 of its chunks changed after it was sealed, first: 0"
     assert diary.lines == [("sealed", shard_key(3)), ("damaged", shard_key(3), reason)]
@@ -60,8 +60,8 @@ def test_late_listener_receives_damage_found_after_a_restart(place):
     save_shard(store, shard_key(3, part=0), parts=3)
     save_shard(store, shard_key(3, part=8), parts=9)
     save_shard(store, shard_key(3, part=1), parts=3)
-    flip_byte(store.shard_path(shard_key(3, part=8)), 17)
-    os.truncate(store.shard_path(shard_key(3, part=1)), 100)
+    flip_byte(store.reader.shard_path(shard_key(3, part=8)), 17)
+    os.truncate(store.reader.shard_path(shard_key(3, part=1)), 100)
     store = place()
     assert [fact.key.part for fact in store.list_shards()] == [0]
     diary = Diary()
@@ -98,7 +98,7 @@ def test_failing_listener_does_not_block_the_others(place):
     store.subscribe(NoRoom())
     store.subscribe(diary)
     save_shard(store, shard_key(1))
-    flip_byte(store.shard_path(shard_key(1)), 5)
+    flip_byte(store.reader.shard_path(shard_key(1)), 5)
     assert store.verify(shard_key(1)) == (0,)
     store.mark_committed("job", shard_key(0).version_id)
     assert [line[:2] for line in diary.lines] == [

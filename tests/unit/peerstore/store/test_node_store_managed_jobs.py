@@ -44,7 +44,7 @@ def keep(store: NodeStore, job: str, version: int, size_bytes: int = 100) -> Sha
 
 
 def test_slots_are_bounded_by_the_budget_and_by_nothing_else(store: NodeStore) -> None:
-    store.manage_job("managed", 1, "owner")
+    store.jobs.incarnations.manage("managed", 1, "owner")
     kept = [keep(store, "managed", version) for version in range(10)]
     assert [fact.key for fact in store.list_shards("managed")] == kept
     with pytest.raises(ArenaBusyError):
@@ -62,7 +62,7 @@ def test_another_job_has_as_many_slots_as_its_writers_may_have(store: NodeStore)
 
 
 def test_managed_job_without_processes_does_not_expire(store: NodeStore, clock: Clock) -> None:
-    store.manage_job("managed", 1, "owner")
+    store.jobs.incarnations.manage("managed", 1, "owner")
     keep(store, "managed", 1)
     keep(store, "other", 1)
     clock.now = 11.0
@@ -71,14 +71,14 @@ def test_managed_job_without_processes_does_not_expire(store: NodeStore, clock: 
 
 
 def test_managed_job_is_registered_before_any_write(store: NodeStore) -> None:
-    store.manage_job("managed", 1, "owner")
+    store.jobs.incarnations.manage("managed", 1, "owner")
     assert store.epoch("managed") == 1
-    store.manage_job("managed", 1, "owner")
+    store.jobs.incarnations.manage("managed", 1, "owner")
     assert store.epoch("managed") == 1
 
 
 def test_managed_job_name_is_reserved(store: NodeStore) -> None:
-    store.manage_job("managed", 1, "owner")
+    store.jobs.incarnations.manage("managed", 1, "owner")
     with pytest.raises(RequestError, match="this agent's own"):
         store.claim("managed", "trainer")
     with pytest.raises(RequestError, match="this agent's own"):
@@ -96,11 +96,11 @@ def offer(store: NodeStore) -> None:
 
 
 def resume(store: NodeStore) -> None:
-    store.replicas.learn_resume_point("managed", ResumePoint(2, "stranger", 0, STRANGER))
+    store.jobs.incarnations.learn_resume_point("managed", ResumePoint(2, "stranger", 0, STRANGER))
 
 
 def fence(store: NodeStore) -> None:
-    store.replicas.fence("managed", 2, "stranger")
+    store.jobs.incarnations.fence("managed", 2, "stranger")
 
 
 def decide(store: NodeStore) -> None:
@@ -109,7 +109,7 @@ def decide(store: NodeStore) -> None:
 
 @pytest.mark.parametrize("message", [offer, resume, fence, decide])
 def test_managed_job_ignores_other_incarnations(store: NodeStore, message: Callable[[NodeStore], None]) -> None:
-    store.manage_job("managed", 1, "owner")
+    store.jobs.incarnations.manage("managed", 1, "owner")
     kept = [keep(store, "managed", 1)]
     message(store)
     kept.append(keep(store, "managed", 2))
@@ -119,7 +119,7 @@ def test_managed_job_ignores_other_incarnations(store: NodeStore, message: Calla
 
 
 def test_managed_job_replaces_a_recorded_owner(store: NodeStore) -> None:
-    store.replicas.fence("managed", 2, "stranger")
-    store.manage_job("managed", 1, "owner")
+    store.jobs.incarnations.fence("managed", 2, "stranger")
+    store.jobs.incarnations.manage("managed", 1, "owner")
     assert store.epoch("managed") == 1
     keep(store, "managed", 1)

@@ -42,14 +42,14 @@ def go_on(store, versions):
 
 def test_missing_file_of_a_superseded_version(store, directory, harm):
     go_on(store, (1, 2))
-    harm(store.shard_path(shard_key(1)))
+    harm(store.reader.shard_path(shard_key(1)))
     go_on(store, range(3, 8))
     assert len(list((directory / "slots").iterdir())) == store.status().arena.slots == 2
 
 
 def test_missing_file_of_the_newest_version(store, harm):
     go_on(store, (1, 2))
-    harm(store.shard_path(shard_key(2)))
+    harm(store.reader.shard_path(shard_key(2)))
     with pytest.raises(ShardDamagedError):
         store.pin(shard_key(2))
     with pytest.raises(ShardNotFoundError):

@@ -102,7 +102,7 @@ def test_unreadable_shard_error_crosses_the_socket(store, directory, tmp_path):
     ids=["a flipped bit", "short", "empty", "gone"],
 )
 def test_damaged_shard_is_dropped(store, harm, bad):
-    harm(store.shard_path(KEY))
+    harm(store.reader.shard_path(KEY))
     assert store.verify(KEY) == bad
     with pytest.raises(ShardNotFoundError):
         store.pin(KEY)
@@ -111,7 +111,7 @@ def test_damaged_shard_is_dropped(store, harm, bad):
 
 @pytest.mark.parametrize("harm", [lambda path: os.truncate(path, MIB), os.unlink], ids=["short", "gone"])
 def test_reader_gets_damage_once_and_then_not_found(store, harm):
-    harm(store.shard_path(KEY))
+    harm(store.reader.shard_path(KEY))
     with pytest.raises(ShardDamagedError):
         store.pin(KEY)
     with pytest.raises(ShardNotFoundError):
@@ -121,7 +121,7 @@ def test_reader_gets_damage_once_and_then_not_found(store, harm):
 
 @pytest.mark.parametrize("size_bytes", [5 * MIB // 2, 8 * MIB], ids=["nothing behind it", "more behind it"])
 def test_file_of_another_size_with_all_needed_bytes_is_intact(store, size_bytes):
-    os.truncate(store.shard_path(KEY), size_bytes)
+    os.truncate(store.reader.shard_path(KEY), size_bytes)
     is_whole(store)
 
 
@@ -176,7 +176,7 @@ def test_permanently_unreadable_shard_blocks_no_recovery(directory):
     with opened(directory) as store:
         save_shard(store, KEY, MIB)
         save_shard(store, shard_key(1, part=1), MIB, parts=2)
-        path = store.shard_path(KEY)
+        path = store.reader.shard_path(KEY)
     clock = Clock()
     small = StoreSettings(budget="3MiB")
     with (
@@ -197,7 +197,7 @@ def test_permanently_unreadable_shard_blocks_no_recovery(directory):
 
 
 def asked(store, *ranges):
-    (record,) = store.shard_records("job", KEY.version_id)
+    (record,) = store.reader.records("job", KEY.version_id)
     return ReadRanges(KEY, checksums.chunk_checksum(record.checksums), ranges)
 
 
@@ -224,6 +224,6 @@ def test_unreadable_shard_is_reported_to_other_nodes_as_unreadable(store, direct
 
 
 def test_missing_file_is_reported_to_other_nodes_as_damage(store):
-    Path(store.shard_path(KEY)).unlink()
+    Path(store.reader.shard_path(KEY)).unlink()
     with pytest.raises(ShardDamagedError):
         lent(store, (10, 20))

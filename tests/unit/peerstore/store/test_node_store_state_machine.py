@@ -149,7 +149,7 @@ class StoreLife(RuleBasedStateMachine):
     @rule(data=st.data())
     def flip_a_byte(self, data):
         of = data.draw(st.sampled_from(sorted(k for k, size in self.sealed.items() if size)))
-        flip_byte(self.store.shard_path(of), data.draw(st.integers(0, self.sealed[of] - 1)))
+        flip_byte(self.store.reader.shard_path(of), data.draw(st.integers(0, self.sealed[of] - 1)))
         if data.draw(st.booleans()):
             assert self.store.verify(of) == (0,)
         else:
@@ -228,8 +228,8 @@ class StoreLife(RuleBasedStateMachine):
     @invariant()
     def the_indexes_match_the_slots(self):
         if self.store is not None:
-            with self.store._table.exclusive():
-                assert_indexes_match(self.store._table)
+            with self.store.table.exclusive():
+                assert_indexes_match(self.store.table)
 
     @invariant()
     def what_is_gone_is_absent(self):

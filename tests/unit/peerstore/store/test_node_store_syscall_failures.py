@@ -154,7 +154,7 @@ def story(directory, calls):
             first.asked(lambda: first.client.release(given_up.id))
             first.has(one, two)
             first.save(three)  # in the place of the second
-            (record,) = first.asked(lambda: first.store.shard_records("job", one.version_id))
+            (record,) = first.asked(lambda: first.store.reader.records("job", one.version_id))
             take_copy(first, record)
             lend(first, record)
             first.asked(first.store.sweep)

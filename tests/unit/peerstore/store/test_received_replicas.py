@@ -43,7 +43,7 @@ def take_in(store, wanted, holders=("n1", "n2")):
 def test_damaged_part_of_the_replicated_version_gets_its_slot_back():
     """All slots of the part hold versions, none of which may go while the settled one is damaged: but for itself."""
     with memory_store() as store:
-        store.replicas.set_replication_guard("job", guarded=True)
+        store.jobs.incarnations.set_replication_guard("job", guarded=True)
         records = [seal_own(store, version) for version in (0, 1, 2)]
         store.replicas.apply_decision("job", CommitDecision(replicated=records[1].key.version_id))
         store.report_damage(records[1].key, "a flipped bit")
@@ -58,7 +58,7 @@ def test_damaged_part_of_the_replicated_version_gets_its_slot_back():
 
 def test_repaired_shard_is_not_damaged():
     with memory_store() as store:
-        store.replicas.set_replication_guard("job", guarded=True)
+        store.jobs.incarnations.set_replication_guard("job", guarded=True)
         records = [seal_own(store, version) for version in (0, 1, 2)]
         store.replicas.apply_decision("job", CommitDecision(replicated=records[2].key.version_id))
         store.report_damage(records[2].key, "a flipped bit")
@@ -70,12 +70,12 @@ def test_repaired_shard_is_not_damaged():
 def test_versions_after_the_resume_point_do_not_block_new_ones():
     """They were whole once, as somebody said, and are not any more: nobody will ever settle them."""
     with memory_store() as store:
-        store.replicas.set_replication_guard("job", guarded=True)
+        store.jobs.incarnations.set_replication_guard("job", guarded=True)
         records = [seal_own(store, version) for version in (0, 1, 2)]
         for one in records:
             store.mark_committed("job", one.key.version_id)
         store.replicas.apply_decision("job", CommitDecision(replicated=records[0].key.version_id))
-        store.replicas.resume_from("job", records[0].key.version_id)
+        store.jobs.incarnations.resume_from("job", records[0].key.version_id)
         seal_own(store, 1, epoch=2, incarnation="b")
         seal_own(store, 2, epoch=2, incarnation="b")
         assert records[0].key in {fact.key for fact in store.list_shards("job")}
@@ -83,36 +83,36 @@ def test_versions_after_the_resume_point_do_not_block_new_ones():
 
 def test_versions_between_replicated_and_resume_point_are_not_kept():
     with memory_store() as store:
-        store.replicas.set_replication_guard("job", guarded=True)
+        store.jobs.incarnations.set_replication_guard("job", guarded=True)
         records = [seal_own(store, version) for version in (0, 1, 2)]
         for one in records:
             store.mark_committed("job", one.key.version_id)
         store.replicas.apply_decision("job", CommitDecision(replicated=records[0].key.version_id))
-        store.replicas.resume_from("job", records[2].key.version_id)
+        store.jobs.incarnations.resume_from("job", records[2].key.version_id)
         seal_own(store, 3, epoch=2, incarnation="b")
         assert {fact.key.version for fact in store.list_shards("job")} == {0, 2, 3}
 
 
 def test_stale_decision_does_not_evict_the_resume_point():
     with memory_store() as store:
-        store.replicas.set_replication_guard("job", guarded=True)
+        store.jobs.incarnations.set_replication_guard("job", guarded=True)
         records = [seal_own(store, version) for version in (0, 1)]
         store.replicas.apply_decision("job", CommitDecision(replicated=records[1].key.version_id))
-        store.replicas.resume_from("job", records[0].key.version_id)
+        store.jobs.incarnations.resume_from("job", records[0].key.version_id)
         seal_own(store, 1, epoch=2, incarnation="b")
         store.replicas.apply_decision(
             "job", CommitDecision(replicated=records[1].key.version_id)
         )  # by a ping from a node that was away
-        assert store.replicas.newest_replicated("job") == records[0].key.version_id
-        assert store.replicas.resume_point("job") == ResumePoint(2, "b", 0, records[0].key.version_id)
+        assert store.jobs.versions("job").replicated == records[0].key.version_id
+        assert store.jobs.versions("job").resume_point == ResumePoint(2, "b", 0, records[0].key.version_id)
 
 
 def test_node_without_processes_keeps_the_resume_point():
     with memory_store() as store:
-        store.replicas.set_replication_guard("job", guarded=True)
+        store.jobs.incarnations.set_replication_guard("job", guarded=True)
         take_in(store, record(3))
         take_in(store, record(4))
-        store.replicas.learn_resume_point("job", ResumePoint(2, "b", 0, record(3).key.version_id))
+        store.jobs.incarnations.learn_resume_point("job", ResumePoint(2, "b", 0, record(3).key.version_id))
         for version in (4, 5):
             take_in(store, record(version, epoch=2, incarnation="b"))
         assert record(3).key in {fact.key for fact in store.list_shards("job")}
@@ -124,23 +124,23 @@ def test_node_without_processes_keeps_the_resume_point():
 
 def test_latest_resume_point_wins():
     with memory_store() as store:
-        store.replicas.set_replication_guard("job", guarded=True)
+        store.jobs.incarnations.set_replication_guard("job", guarded=True)
         store.claim("job", "a")
         versions = [record(version).key.version_id for version in range(4)]
-        store.replicas.resume_from("job", versions[3])
+        store.jobs.incarnations.resume_from("job", versions[3])
         again = ResumePoint(1, "a", 1, versions[3])
-        store.replicas.resume_from("job", versions[3])  # the next rank of this node
-        assert store.replicas.resume_point("job") == again
-        store.replicas.resume_from("job", versions[1])  # that one was not to be read after all
-        assert store.replicas.resume_point("job") == ResumePoint(1, "a", 2, versions[1])
-        store.replicas.learn_resume_point("job", again)
-        assert store.replicas.resume_point("job") == ResumePoint(1, "a", 2, versions[1])
+        store.jobs.incarnations.resume_from("job", versions[3])  # the next rank of this node
+        assert store.jobs.versions("job").resume_point == again
+        store.jobs.incarnations.resume_from("job", versions[1])  # that one was not to be read after all
+        assert store.jobs.versions("job").resume_point == ResumePoint(1, "a", 2, versions[1])
+        store.jobs.incarnations.learn_resume_point("job", again)
+        assert store.jobs.versions("job").resume_point == ResumePoint(1, "a", 2, versions[1])
         store.claim("job", "b")
-        assert store.replicas.resume_point("job") == ResumePoint(2, "b", 0, versions[1])
-        store.replicas.learn_resume_point(
+        assert store.jobs.versions("job").resume_point == ResumePoint(2, "b", 0, versions[1])
+        store.jobs.incarnations.learn_resume_point(
             "job", ResumePoint(1, "a", 7, versions[2])
         )  # a side that was cut off tried on its own
-        assert store.replicas.resume_point("job") == ResumePoint(2, "b", 0, versions[1])
+        assert store.jobs.versions("job").resume_point == ResumePoint(2, "b", 0, versions[1])
 
 
 def test_side_without_quorum_announces_its_resume_point_only_when_it_may_write():
@@ -152,19 +152,19 @@ def test_side_without_quorum_announces_its_resume_point_only_when_it_may_write()
             if cut_off:
                 raise NoQuorumError("sees 2 of 4 nodes")
 
-        store.replicas.set_replication_guard("job", guarded=True)
+        store.jobs.incarnations.set_replication_guard("job", guarded=True)
         store.claim("job", "a")
         versions = [record(version).key.version_id for version in range(2)]
-        store.replicas.set_replication_guard("job", guarded=True, permit=permit)
-        store.replicas.resume_from("job", versions[0])
-        assert store.replicas.resume_point("job") is None
+        store.jobs.incarnations.set_replication_guard("job", guarded=True, permit=permit)
+        store.jobs.incarnations.resume_from("job", versions[0])
+        assert store.jobs.versions("job").resume_point is None
         store.replicas.apply_decision("job", CommitDecision(replicated=versions[1]))  # by a ping from the other side
-        assert store.replicas.newest_replicated("job") == versions[1]
+        assert store.jobs.versions("job").replicated == versions[1]
         with pytest.raises(NoQuorumError):
             store.claim("job", "b")
         cut_off = False
         store.claim("job", "b")
-        assert store.replicas.resume_point("job") == ResumePoint(2, "b", 0, versions[0])
+        assert store.jobs.versions("job").resume_point == ResumePoint(2, "b", 0, versions[0])
 
 
 def test_resume_point_of_an_overtaken_incarnation_is_dropped():
@@ -175,11 +175,11 @@ def test_resume_point_of_an_overtaken_incarnation_is_dropped():
             if may:
                 raise may.pop()
 
-        store.replicas.set_replication_guard("job", guarded=True, permit=permit)
-        store.replicas.resume_from("job", record(0).key.version_id)
-        store.replicas.fence("job", 2, "b")
+        store.jobs.incarnations.set_replication_guard("job", guarded=True, permit=permit)
+        store.jobs.incarnations.resume_from("job", record(0).key.version_id)
+        store.jobs.incarnations.fence("job", 2, "b")
         store.claim("job", "c")
-        assert store.replicas.resume_point("job") is None
+        assert store.jobs.versions("job").resume_point is None
 
 
 @pytest.mark.parametrize(("me", "gives_way"), [("n1", False), ("n3", True)])

@@ -157,7 +157,7 @@ def test_durable_settings_are_stored_again_for_a_job_that_expired_and_returned(a
             if epoch == 1:
                 now[0] += 60.0
                 store.sweep()
-                assert store.jobs() == []
+                assert store.jobs.names() == []
     store = NodeStore(arena, StoreSettings(budget="64MiB"))
     with contextlib.closing(store), contextlib.closing(NodeAgentService(store)) as service:
         assert service.durable_settings("job") == durable

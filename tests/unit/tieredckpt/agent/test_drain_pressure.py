@@ -266,7 +266,7 @@ def test_store_refusal_on_one_node_is_reported_to_others(two):
 
 def test_reports_about_unknown_steps_are_bounded(node):
     for step in range(200):
-        node.store.notify_not_durable(JOB, group_of(step), "node n2: no")
+        node.store.listeners.on_not_durable(JOB, group_of(step), "node n2: no")
     assert len(node.drain_status(JOB)) <= 32
 
 

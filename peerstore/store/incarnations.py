@@ -1,0 +1,185 @@
+"""Incarnations of the jobs on this node: epochs, fencing, and the version that each job resumed from."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+from peerstore.errors import FencedError, NoQuorumError, RequestError
+from peerstore.failpoints import failpoint
+from peerstore.shard_records import (
+    MAX_NUMBER,
+    ResumePoint,
+    ShardKey,
+    VersionId,
+    validate_incarnation,
+    validate_job_name,
+)
+from peerstore.store.slot_table import SlotTable
+from peerstore.store.slots import LEASE_STATES
+
+if TYPE_CHECKING:
+    from peerstore.store.job_table import JobTable
+
+log = logging.getLogger(__name__)
+
+
+class Incarnations:
+    """Who owns each job, and which writers are fenced; the slot table's lock guards it."""
+
+    def __init__(self, table: SlotTable, jobs: JobTable) -> None:
+        self._table = table
+        self._jobs = jobs
+        self._start_checks: dict[str, Callable[[], None]] = {}
+        self._warned: set[str] = set()
+        self.managed: set[str] = set()
+        """Jobs whose shards are removed by name only: only the budget limits their slots."""
+
+    def epoch(self, job: str) -> int:
+        known = self._jobs.entries.get(validate_job_name(job))
+        return known.epoch if known else 0
+
+    def claim(self, job: str, incarnation: str, at_least: int) -> int:
+        validate_incarnation(incarnation)
+        if not 0 <= at_least < MAX_NUMBER:
+            raise RequestError(f"job {job}: epoch {at_least} is not a number from 0 to 2^62")
+        known = self._jobs.get_or_create(job)
+        if known.incarnation != incarnation:
+            self._check_may_start(job)
+            self._start_incarnation(job, max(known.epoch, at_least) + 1, incarnation)
+        return known.epoch
+
+    def check_fence(self, key: ShardKey) -> None:
+        """Let the newest incarnation write, and one that is newer still; refuse those of the past."""
+        known = self._jobs.get_or_create(key.job)
+        if key.epoch > known.epoch:
+            self._check_may_start(key.job)
+            self._start_incarnation(key.job, key.epoch, key.incarnation)
+        elif (key.epoch, key.incarnation) != known.owner:
+            raise FencedError(
+                f"{key} is of a past incarnation: job {key.job} is now owned by epoch {known.epoch} "
+                f"({known.incarnation}). This process must stop writing"
+            )
+
+    def manage(self, job: str, epoch: int, incarnation: str) -> None:
+        """Make this process the only owner of the job, also where an earlier agent recorded another one."""
+        with self._table.exclusive():
+            self.managed.add(validate_job_name(job))
+            known = self._jobs.get_or_create(job)
+            known.resume_point = known.replicated = None
+            if known.owner != (epoch, validate_incarnation(incarnation)):
+                self._set_incarnation(job, epoch, incarnation)
+
+    def fence(self, job: str, epoch: int, incarnation: str) -> None:
+        """Another node says who owns the job: writers of the past are refused from here on."""
+        with self._table.exclusive():
+            known = self._jobs.get_or_create(job)
+            if job in self.managed or not self.is_plausible_epoch(job, epoch):
+                return
+            if (epoch, incarnation) > known.owner:
+                self._set_incarnation(job, epoch, incarnation)
+
+    def is_plausible_epoch(self, job: str, epoch: int) -> bool:
+        """Whether the job can have come so far since this node heard of it."""
+        known = self._jobs.get_or_create(job)
+        if known.is_plausible_epoch(epoch):
+            return True
+        if job not in self._warned:
+            self._warned.add(job)
+            log.warning("job %s is in epoch %d: what somebody says of epoch %d is ignored", job, known.epoch, epoch)
+        return False
+
+    def observe_epoch(self, key: ShardKey) -> None:
+        """A killed agent had let this incarnation write, also where its note of that was lost."""
+        known = self._jobs.get_or_create(key.job)
+        known.last_seen_at = self._table.clock()
+        if key.epoch > known.epoch and key.job not in self.managed:
+            known.epoch, known.incarnation = key.epoch, key.incarnation
+
+    def _start_incarnation(self, job: str, epoch: int, incarnation: str) -> None:
+        """An incarnation of which processes of this node are part begins: it says what it goes on from."""
+        known = self._jobs.get_or_create(job)
+        if job in self.managed:
+            raise RequestError(f"job {job} is this agent's own: call yours something else")
+        group = known.unannounced_resume or (
+            known.resume_point.version_id if known.resume_point is not None and known.resume_point.sequence else None
+        )
+        if group is not None:
+            self._set_resume_point(job, ResumePoint(epoch, incarnation, 0, group))
+        self._set_incarnation(job, epoch, incarnation)
+
+    def _set_incarnation(self, job: str, epoch: int, incarnation: str) -> None:
+        known = self._jobs.get_or_create(job)
+        known.epoch, known.incarnation = epoch, incarnation
+        known.unannounced_resume, known.last_seen_at = None, self._table.clock()
+        self._jobs.save(job)
+        failpoint("agent.claimed")
+        self.revoke_fenced_leases(job)
+
+    def revoke_fenced_leases(self, job: str) -> None:
+        known = self._jobs.get_or_create(job)
+        for slot in self._table.in_state(*LEASE_STATES):
+            if slot.lease is None or slot.job != job or slot.lease.key.epoch >= known.epoch:
+                continue
+            if not known.may_still_write(slot.lease.key.version_id):
+                self._table.revoke_lease(slot, "fenced by a newer incarnation")
+        self._table.notify_changed()
+
+    def _check_may_start(self, job: str) -> None:
+        permit = self._start_checks.get(job)
+        if permit is not None:
+            permit()
+
+    def set_replication_guard(self, job: str, *, guarded: bool, permit: Callable[[], None] | None = None) -> None:
+        """``permit`` raises when this node must not let a new incarnation of the job begin."""
+        with self._table.exclusive():
+            if permit is None:
+                self._start_checks.pop(job, None)
+            else:
+                self._start_checks[job] = permit
+            known = self._jobs.get_or_create(job)
+            if known.requires_replication != guarded:
+                known.requires_replication = guarded
+                self._jobs.save(job)
+
+    def resume_from(self, job: str, group: VersionId) -> None:
+        """The job goes on from this version: what was called whole or settled after it is of a past that it left.
+
+        Else those versions, of which it found too little to go on from, would keep their slots for good, and make the
+        one it did go on from superfluous.
+
+        A side of a partition that must not let a new incarnation begin does not say it either: by the time both sides
+        hear of each other, the other one may have settled versions that nobody has left.
+        """
+        with self._table.exclusive():
+            known = self._jobs.get_or_create(job)
+            try:
+                self._check_may_start(job)
+            except NoQuorumError as error:
+                log.info("that job %s goes on from version %s is not told yet: %s", job, group.version, error)
+                known.unannounced_resume = group
+                return
+            known.unannounced_resume = None
+            owner, base = known.owner, known.resume_point
+            said = base is not None and (base.epoch, base.incarnation) == owner
+            if base is None or not said or not base.sequence or base.version_id != group:
+                self._set_resume_point(
+                    job, ResumePoint(*owner, base.sequence + 1 if base is not None and said else 1, group)
+                )
+                self._jobs.save(job)
+
+    def learn_resume_point(self, job: str, base: ResumePoint) -> None:
+        """Another node says what the job went on from."""
+        with self._table.exclusive():
+            known = self._jobs.get_or_create(job)
+            if job in self.managed or not self.is_plausible_epoch(job, max(base.epoch, base.version_id.epoch)):
+                return
+            if known.resume_point is None or base.order > known.resume_point.order:
+                self._set_resume_point(job, base)
+                self._jobs.save(job)
+            self.fence(job, base.epoch, base.incarnation)
+
+    def _set_resume_point(self, job: str, base: ResumePoint) -> None:
+        self._jobs.get_or_create(job).resume_from(base, self._table.parts_here(job, base.version_id))
+        self._table.notify_changed()
