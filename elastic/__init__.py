@@ -26,6 +26,8 @@ if TYPE_CHECKING:
     from elastic.samples.rng import RNGState, seeded
     from elastic.samples.sample_schedule import RankShare
     from elastic.workers.event_detector import elastic_event_detected
+    from elastic.workers.loop import Loop, LoopStep
+    from elastic.workers.step_hooks import StepHooks
     from elastic.workers.train_loop import RecoveryPolicy, recoverable, run
     from elastic.workers.world_handle import World
 
@@ -36,9 +38,12 @@ __all__ = [
     "ElasticError",
     "ExactGradients",
     "LRScaler",
+    "Loop",
+    "LoopStep",
     "RNGState",
     "RankShare",
     "RecoveryPolicy",
+    "StepHooks",
     "World",
     "elastic_event_detected",
     "recoverable",
@@ -50,6 +55,9 @@ _LAZY = {
     "BatchCache": "elastic.batch_cache.cache",
     "ElasticDataLoader": "elastic.samples.data_loader",
     "LRScaler": "elastic.batch_scaling.lr_scaler",
+    "Loop": "elastic.workers.loop",
+    "LoopStep": "elastic.workers.loop",
+    "StepHooks": "elastic.workers.step_hooks",
     "ExactGradients": "elastic.gradients.exact_gradients",
     "RankShare": "elastic.samples.sample_schedule",
     "RecoveryPolicy": "elastic.workers.train_loop",

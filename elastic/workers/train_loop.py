@@ -346,7 +346,8 @@ class _Rank(Generic[T]):
     def _returned(self, world: World, value: T) -> None:
         """The train function came back by itself: it has finished, or it saw that the world is to end."""
         if world.stop_notice is not None:
-            world.report_sealed()
+            if not world.is_sealed:
+                world.report_sealed()
             return
         try:
             self._plane.report_finished()
@@ -430,6 +431,8 @@ def _environment(place: RankAssignment) -> Iterator[None]:
         "MASTER_PORT": port,
         "TORCHELASTIC_RESTART_COUNT": place.restarts,
         "TORCHELASTIC_USE_AGENT_STORE": "True",
+        # Frameworks take a process for one of a launcher where this is set.
+        "TORCHELASTIC_RUN_ID": os.environ.get("TORCHELASTIC_RUN_ID") or os.environ.get("ELASTIC_JOB") or "elastic",
     }
     before = {name: os.environ.get(name) for name in values}
     os.environ.update({name: str(value) for name, value in values.items()})

@@ -173,26 +173,36 @@ class World:
         if checkpoint is not None and seal is not None:
             raise PolicyError("steps(checkpoint=, seal=): one of the two seals, not both")
         if checkpoint is not None:
-            seal = self._sealing(*checkpoint)
+            seal = self.sealing(*checkpoint)
         self.completed = first
-        while True:
-            way = self._gate.pass_boundary(self.completed)
-            if way is BoundaryDecision.ABORT:
-                raise WorldChanged(self._gate.broken_reason)
-            if total is not None and self.completed >= total:
-                self._say(free=True)
-                return
-            if way is BoundaryDecision.PAUSE:
-                self._stop(seal)
-            self._steps_taken = True
-            self._record.step_began(self.completed)
+        while self.begin_step(total, seal):
             yield self.completed
-            self._record.step_ended(self.completed)
-            if checkpoint is not None:
-                _note(*checkpoint, self.completed)
-            self.completed += 1
-            self._done = self.completed
-            self._say()
+            self.end_step(checkpoint)
+
+    def begin_step(self, total: int | None, seal: SealFunction | None) -> bool:
+        """Begin the step after the completed ones, as :meth:`steps` does; False if ``total`` steps are completed."""
+        way = self._gate.pass_boundary(self.completed)
+        if way is BoundaryDecision.ABORT:
+            raise WorldChanged(self._gate.broken_reason)
+        if total is not None and self.completed >= total:
+            self._say(free=True)
+            return False
+        if way is BoundaryDecision.PAUSE:
+            self._stop(seal)
+        self._steps_taken = True
+        self._record.step_began(self.completed)
+        return True
+
+    def end_step(
+        self, checkpoint: tuple[Checkpointer | NullCheckpointer, TrainState | Callable[[], TrainState]] | None
+    ) -> None:
+        """Complete the step that :meth:`begin_step` began, as :meth:`steps` does."""
+        self._record.step_ended(self.completed)
+        if checkpoint is not None:
+            _note(*checkpoint, self.completed)
+        self.completed += 1
+        self._done = self.completed
+        self._say()
 
     def _say(self, *, free: bool = False) -> None:
         self._plane.report_progress(rank_progress(self._done, idle=free))
@@ -302,9 +312,11 @@ class World:
     def _notice(self) -> ControlNotice:
         return self._plane.notice() or ControlNotice(self.epoch, NoticeKind.RESIZE, "asked to stop")
 
-    def _sealing(
+    def sealing(
         self, ckpt: Checkpointer | NullCheckpointer, state: TrainState | Callable[[], TrainState]
     ) -> SealFunction:
+        """Return the function that seals ``state`` when this world stops, within the time that the notice leaves."""
+
         def seal(step: int) -> None:
             notice = self._notice()
             left = notice.deadline_s

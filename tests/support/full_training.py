@@ -1,7 +1,8 @@
 """Everything together in one training script: elastic worlds, FSDP2, exact batches, the fixed tree, the sample cursor.
 
 Each rank appends a JSON line per world and per step to a file of its own, so that a test can say afterwards what the
-job learned from, and from where it went on. Arguments: where to write, how many steps, ``tree`` or ``plain``.
+job learned from, and from where it went on. Arguments: where to write, how many steps, and ``tree``, ``plain`` or
+``loop``, which is the tree in :class:`elastic.Loop`.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from typing import Any, TextIO
 import torch
 from torch.distributed.fsdp import fully_shard
 
-from elastic import BatchPlan, ElasticDataLoader, ExactGradients, RankShare, World, recoverable, seeded
+from elastic import BatchPlan, ElasticDataLoader, ExactGradients, Loop, RankShare, World, recoverable, run, seeded
 from elastic.reshard.state_checksum import state_checksum
 from tieredckpt import Checkpointer
 
@@ -96,7 +97,30 @@ def main(folder: str, total: int, how: str) -> None:
                     **place,
                 )
 
-    print(train(), flush=True)
+    def train_with_loop(world: World) -> None:
+        model = build_model(world)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
+        place = {"epoch": world.epoch, "rank": world.rank, "size": world.size}
+        options = {"global_batch": BATCH, "microbatch": MICROBATCH, "clip": 1.0, "seed": SEED}
+        loop = Loop(world, model, optimizer, NumberDataset(), checkpoint="tiered://whole", every=1, **options)
+        found = loop.checkpointer.last_restore
+        diary.write("world", first=loop.first, tiers=found.bytes_by_tier if found else {}, reason=world.reason, **place)
+        for step in loop.until(total):
+            while step.number >= int(limit.read_text()):
+                time.sleep(0.01)
+            for x, y in step:
+                step.backward((model(x) - y).square().sum(), weight=len(x))
+            diary.write(
+                "step",
+                step=step.number,
+                loss=step.loss.hex(),
+                norm=(step.finish().norm or 0.0).hex(),
+                samples=step.data.indices().tolist(),
+                sum=f"{state_checksum({'model': model, 'optim': optimizer}).all_reduced().tensors_only.value:016x}",
+                **place,
+            )
+
+    print(run(train_with_loop) if how == "loop" else train(), flush=True)
 
 
 if __name__ == "__main__":

@@ -19,7 +19,7 @@ Say = Callable[[str], None]
 
 
 def start_ranks(
-    zygote: Zygote, ranks: int, port: int, function: Callable[..., Any], *args: Any
+    zygote: Zygote, ranks: int, port: int, function: Callable[..., Any], *args: Any, **environ: str
 ) -> list[RunningProcess]:
     """One node with so many ranks, which meet at a store that the launcher keeps at ``port``."""
     return [
@@ -35,6 +35,7 @@ def start_ranks(
                 "MASTER_PORT": str(port),
                 "TORCHELASTIC_USE_AGENT_STORE": "True",
                 "OMP_NUM_THREADS": "1",
+                **environ,
             },
         )
         for rank in range(ranks)
@@ -113,6 +114,37 @@ def train_polling(say: Say, folder: str) -> None:
         say(f"left {step}")
     close_detectors()
     dist.destroy_process_group()
+
+
+def train_with_loop(say: Say, kind: str, job: str) -> None:
+    """Five steps of :class:`elastic.Loop` with two microbatches; prints every loss and a digest of the parameters."""
+    import torch
+    from torch.distributed.fsdp import fully_shard
+    from torch.nn.parallel import DistributedDataParallel
+
+    import elastic
+    from tests.support.resizable_training import digest, full_tensors
+
+    samples = [torch.randn(8, generator=torch.Generator().manual_seed(index)) for index in range(30)]
+
+    def train(world: elastic.World) -> str:
+        torch.manual_seed(0)
+        layers = torch.nn.Linear(8, 12), torch.nn.Dropout(0.2), torch.nn.Linear(12, 1)
+        model: torch.nn.Module = torch.nn.Sequential(*layers)
+        if kind == "fsdp":
+            fully_shard(model, mesh=world.mesh())
+        elif kind == "ddp":
+            model = DistributedDataParallel(model)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.02)
+        options = {"global_batch": 4, "microbatch": 2, "clip": 0.5, "checkpoint": f"tiered://{job}-{kind}"}
+        losses = []
+        for step in elastic.Loop(world, model, optimizer, samples, **options).until(5):
+            for x in step:
+                step.backward(model(x).square().mean(), weight=len(x), reduction="mean")
+            losses.append(step.loss.hex())
+        return f"{losses} {digest(full_tensors([one.detach() for one in model.parameters()]))}"
+
+    say(str(elastic.run(train).value))
 
 
 def train_in_loop(folder: str) -> None:

@@ -11,6 +11,7 @@ from torch.distributed.checkpoint.staging import AsyncStager
 from torch.distributed.checkpoint.storage import StorageReader, StorageWriter
 from typing_extensions import assert_type
 
+import elastic
 import tieredckpt
 from tieredckpt import (
     CheckpointDamagedError,
@@ -85,3 +86,23 @@ def settings() -> None:
     assert_type(found.memory.every, int)
     assert_type(found.durable.url, str)
     assert_type(tieredckpt.Settings, type[Settings])
+
+
+def train(world: elastic.World) -> float:
+    model = torch.nn.Linear(2, 1)
+    optimizer = torch.optim.AdamW(model.parameters())
+    loop = elastic.Loop(world, model, optimizer, [torch.ones(2)], global_batch=8, microbatch=2, checkpoint="tiered://a")
+    loss = 0.0
+    for step in loop.until(3):
+        assert_type(step, elastic.LoopStep)
+        for x in step:
+            step.backward(model(x).sum(), weight=len(x))
+        loss = assert_type(step.loss, float)
+    hooks = elastic.StepHooks(world, NullCheckpointer(), {"model": model})
+    assert_type(hooks.begin(0), bool)
+    hooks.end(0)
+    return loss
+
+
+def train_until_the_end() -> float | None:
+    return elastic.run(train).value

@@ -10,7 +10,15 @@ import pytest
 import torch.distributed as dist
 
 from tests.support import launched
-from tests.support.launched import restore_state, run_script, run_torchrun, start_ranks, train_polling
+from tests.support.agents import agent_directory
+from tests.support.launched import (
+    restore_state,
+    run_script,
+    run_torchrun,
+    start_ranks,
+    train_polling,
+    train_with_loop,
+)
 from tests.support.local_nodes import wait_until
 
 pytestmark = pytest.mark.e2e
@@ -58,8 +66,29 @@ def test_polling_loops_stop_at_the_same_step_and_the_next_start_resumes(agent_di
         assert one.wait().lines == [f"{left.replace('left', 'restored')} memory"]
 
 
-def test_example_runs_unchanged(agent_dir, zygote, port):
-    first = [one.wait().lines for one in start_ranks(zygote, 2, port, run_script, str(EXAMPLE))]
-    assert sum(line.startswith("2 ranks did steps 0 to 19: loss ") for lines in first for line in lines) == 1
-    (alone,) = zygote.start(run_script, str(EXAMPLE)).wait().lines[:1]
-    assert alone.startswith("1 ranks did steps 20 to 39: loss ")
+def losses(lines):
+    """The loss of each step in the lines that a run of the example printed."""
+    found = [line.split(" ranks: loss ") for line in lines if line.startswith("step ")]
+    return {int(step.split()[1]): float(loss) for step, loss in found}
+
+
+def test_example_runs_unchanged_and_resumes_bitwise(agent_dir, zygote, port):
+    """Two ranks, and then one that resumes, have the losses of one rank alone: every bit of them."""
+    two = [one.wait() for one in start_ranks(zygote, 2, port, run_script, str(EXAMPLE), STEPS="6")]
+    first = losses(line for one in two for line in one.lines)
+    assert [*first] == [*range(6)], two
+    then = losses(zygote.start(run_script, str(EXAMPLE), environ={"STEPS": "9"}).wait().lines)
+    assert [*then] == [6, 7, 8]
+    with agent_directory() as other:
+        environ = {"STEPS": "9", "TIEREDCKPT_AGENT_DIRECTORY": str(other)}
+        alone = losses(zygote.start(run_script, str(EXAMPLE), environ=environ).wait().lines)
+    assert {**first, **then} == alone
+
+
+@pytest.mark.parametrize("kind", ["fsdp", "ddp", "plain"])
+def test_loop_with_idle_ranks_learns_what_one_rank_learns(agent_dir, zygote, port, kind):
+    """Three ranks share two microbatches: one has none, in every step."""
+    three = [one.wait() for one in start_ranks(zygote, 3, port, train_with_loop, kind, "three")]
+    assert {len(one.lines) for one in three} == {1}, three
+    alone = zygote.start(train_with_loop, kind, "alone").wait()
+    assert {one.lines[0] for one in three} == {alone.lines[0]}

@@ -10,6 +10,7 @@ import threading
 
 import pytest
 import torch
+from torch.distributed import is_torchelastic_launched
 from torch.distributed.checkpoint.api import CheckpointException
 
 from elastic.control.control_plane import ControlNotice, NoticeKind
@@ -327,6 +328,27 @@ def test_loop_that_counts_its_own_steps_polls_each_step():
 
     assert [end.outcome for end in wait_results(job(plane, train))] == [RunOutcome.FINISHED] * 2
     assert {seat.epoch for seat in plane.planes} == {1}
+
+
+@pytest.mark.parametrize(
+    ("before", "inside"),
+    [
+        ({}, "elastic"),
+        ({"ELASTIC_JOB": "llama"}, "llama"),
+        ({"ELASTIC_JOB": "llama", "TORCHELASTIC_RUN_ID": "of-torchrun"}, "of-torchrun"),
+    ],
+)
+def test_frameworks_detect_a_launcher_inside_a_world(monkeypatch, before, inside):
+    for name in ("ELASTIC_JOB", "TORCHELASTIC_RUN_ID"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in before.items():
+        monkeypatch.setenv(name, value)
+
+    def train(_world):
+        return is_torchelastic_launched(), os.environ.get("TORCHELASTIC_RUN_ID")
+
+    assert run(train, plane=InMemoryCoordinator(1).planes[0], policy=QUIET).value == (True, inside)
+    assert os.environ.get("TORCHELASTIC_RUN_ID") == before.get("TORCHELASTIC_RUN_ID")
 
 
 def test_the_environment_is_that_of_the_world_and_given_back(monkeypatch):
