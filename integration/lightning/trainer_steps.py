@@ -18,7 +18,7 @@ from lightning.pytorch import __version__ as lightning_version
 from tieredckpt import Checkpointer, UsageError, load
 from tieredckpt.checkpointer.save_handle import SaveHandle
 from tieredckpt.location import TIERED_SCHEME, Location, parse_location
-from tieredckpt.settings import load_settings, override_settings
+from tieredckpt.settings import load_settings, local_world_size, override_settings
 
 log = logging.getLogger(__name__)
 PathLike = str | os.PathLike[str]
@@ -102,6 +102,11 @@ class TrainerSteps:
             if not self._is_shared and dist.is_initialized():
                 self._group = dist.new_group([dist.get_rank()], backend="gloo", use_local_synchronization=True)
                 changes["process_group"] = self._group
+                settings = self._options.get("settings") or load_settings()
+                if settings.peer.discovery == "world" and local_world_size() < dist.get_world_size():
+                    # The nodes would wait for ranks that do not save.
+                    log.warning("tiered://%s: rank 0 saves alone, without replicas on other nodes", self.job)
+                    changes["settings"] = override_settings(settings, peer={"discovery": "off"})
             self._checkpointer = Checkpointer(self.job, **{**self._options, **changes})
         return self._checkpointer
 

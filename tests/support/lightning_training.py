@@ -118,6 +118,7 @@ def fit(
     trainer = Trainer(
         accelerator="cpu",
         devices=int(os.environ.get("LOCAL_WORLD_SIZE", "1")),
+        num_nodes=world // int(os.environ.get("LOCAL_WORLD_SIZE", "1")),
         max_epochs=epochs,
         default_root_dir=folder,
         logger=False,
@@ -147,13 +148,14 @@ def fit(
     return found
 
 
-def as_rank(say: Callable[[str], None], *args: Any, **how: Any) -> Any:
+def as_rank(say: Callable[[str], None], *args: Any, nodes: int = 1, **how: Any) -> Any:
     """Run :func:`fit` as a rank of the process group that this process is in, as torchrun would start it."""
     import torch.distributed as dist
 
     rank, world = str(dist.get_rank()), str(dist.get_world_size())
+    local, local_world, group = (rank, world, "0") if nodes == 1 else ("0", "1", rank)
     os.environ.update(
-        RANK=rank, LOCAL_RANK=rank, WORLD_SIZE=world, LOCAL_WORLD_SIZE=world, GROUP_RANK="0",
+        RANK=rank, LOCAL_RANK=local, WORLD_SIZE=world, LOCAL_WORLD_SIZE=local_world, GROUP_RANK=group,
         MASTER_ADDR="127.0.0.1", MASTER_PORT="1", TORCHELASTIC_RUN_ID="lightning",
     )  # fmt: skip
     return fit(say, *args, **how)

@@ -91,6 +91,15 @@ def test_other_number_of_ranks_resumes_the_same_state(agent_dir, lightning_zygot
     assert second[0].lines == []
 
 
+def test_rank_zero_saves_alone_on_several_nodes(agent_dir, lightning_zygote, tmp_path):
+    """The nodes of a job exchange their addresses in a save, and the other nodes' ranks do not save."""
+    how = {"nodes": 2, "epochs": 1}
+    first = [one.wait() for one in lightning_zygote.start_world(2, partial(as_rank, **how), tmp_path)]
+    resume = partial(as_rank, **how, inspect=digest_and_step)
+    second = [one.wait() for one in lightning_zygote.start_world(2, resume, tmp_path)]
+    assert second[0].result == (first[0].result, BATCHES)
+
+
 def test_exported_folder_continues_without_this_project(agent_dir, lightning_zygote, tmp_path):
     def run(**how):
         ranks = lightning_zygote.start_world(2, partial(as_rank, every=None, **how), tmp_path)
