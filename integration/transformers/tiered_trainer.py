@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import torch.distributed as dist
-from transformers.trainer import TRAINER_STATE_NAME, _is_peft_model
+from transformers.trainer import TRAINER_STATE_NAME
 from transformers.trainer_callback import TrainerCallback
 from transformers.trainer_jit_checkpoint import JITCheckpointCallback
 
@@ -25,7 +25,7 @@ log = logging.getLogger(__name__)
 T = TypeVar("T")
 
 
-class _EpochBoundary(TrainerCallback):  # type: ignore[misc]  # transformers has no types
+class _EpochBoundary(TrainerCallback):
     """Tells the mixin where the loop is, and sets the sums that the loop resets before ``on_train_begin``."""
 
     def __init__(self, trainer: TieredTrainerMixin) -> None:
@@ -72,7 +72,8 @@ class TieredTrainerMixin:
     def _remove_jit_checkpoint(self) -> None:
         for callback in [one for one in self.callback_handler.callbacks if isinstance(one, JITCheckpointCallback)]:
             self.callback_handler.remove_callback(callback)
-            signal.signal(signal.SIGTERM, callback.jit_manager._original_sigterm_handler or signal.SIG_DFL)
+            manager: Any = callback.jit_manager
+            signal.signal(signal.SIGTERM, manager._original_sigterm_handler or signal.SIG_DFL)
             log.warning(
                 "enable_jit_checkpoint is turned off: its ranks do not agree on a step. On SIGTERM all ranks save the "
                 "same step to %s",
@@ -108,7 +109,7 @@ class TieredTrainerMixin:
         where = inherited._init_training_state(max_steps, per_epoch, epochs, resume_from_checkpoint, trial)
         self._prepared, _ = inherited._prepare_for_training(max_steps, None, resume_from_checkpoint)
         self._per_epoch = per_epoch
-        self._parts = parts = TrainerParts(trainer, trainable_only=_is_peft_model(trainer.model))
+        self._parts = parts = TrainerParts(trainer, trainable_only=hasattr(trainer.model, "peft_config"))
         step = self._checkpointer.restore(parts.state())
         parts.finish_restore(step)
         if step >= 0:
