@@ -7,7 +7,7 @@
 
 The servers are ``torch.distributed.TCPStore`` and know nothing of each other. Clients are too, one connection to each
 member whose keys are asked for, made when the first one is. The page
-``docs/explanation/rendezvous.md`` says what holds when members die.
+``docs/explanation/control-plane.md`` says what holds when members die.
 """
 
 from __future__ import annotations

@@ -3,9 +3,9 @@
 Each rank adds up what it holds, the ranks' sums are added, and the same state gives the same number on one rank, on a
 thousand, before a save and after a load into another sharding::
 
-    before = state_checksum(state).combined()
+    before = state_checksum(state).all_reduced()
     dcp.save(...); ...; dcp.load(...)              # at another world size
-    state_checksum(other).combined().must_equal(before)
+    state_checksum(other).all_reduced().assert_equal(before)
 
 ::
 
@@ -19,8 +19,7 @@ them come out of splitmix64. A weight never depends on how the tensor is cut, so
 
 Two tables, because a block's words then cost two multiplications each, and not a hash each; and two of them, so that a
 block whose sum with one table happens to vanish is still seen through the other. ``docs/explanation/resharding.md`` has
-the
-probability of a miss.
+the probability of a miss.
 
 DCP describes a local shard by one offset and one shape. That is not enough for a ``_StridedShard`` that does not divide
 evenly, whose rows are not neighbours; so the placements are followed here row by row, and what is found is compared

@@ -4,9 +4,9 @@ A namespace that is deleted and made again is another one: its *generation* is h
 one does not count any more, also on a node that was away meanwhile. Nothing has to be agreed on for that: of two
 things that were said, each node takes the same one.
 
-The rule, in `decision 15 <docs/decisions/0015-a-whole-step-is-not-counted-out.md>`_'s words: a rank keeps its newest
-``steps_retained`` steps, and besides, however many came after them, the newest step that is whole and the one that was
-put last. So failed saves count out each other, and never what can be loaded.
+A rank retains its newest ``steps_retained`` steps, the namespace's newest complete step, and the step that it stored
+last. So failed saves replace each other and never a step that can be loaded.
+``docs/decisions/0015-memory-service-retention.md`` has the reasons.
 """
 
 from __future__ import annotations

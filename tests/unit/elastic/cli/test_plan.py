@@ -72,8 +72,8 @@ def test_impossible_plan_is_an_error(args, named):
 
 
 def test_documented_plans_match_the_command_output():
-    """Each block of docs/explanation/batch.md that begins with a prompt."""
-    text = (ROOT / "docs" / "explanation" / "batch.md").read_text()
+    """Each block of docs/explanation/exactness.md that begins with a prompt."""
+    text = (ROOT / "docs" / "explanation" / "exactness.md").read_text()
     blocks = re.findall(r"^```console\n\$ elastic plan (.*?)\n(.*?)^```$", text, re.MULTILINE | re.DOTALL)
     assert len(blocks) == 2
     for command, printed in blocks:
@@ -83,8 +83,8 @@ def test_documented_plans_match_the_command_output():
 
 
 def test_the_documentations_python_runs():
-    text = (ROOT / "docs" / "explanation" / "batch.md").read_text()
+    text = (ROOT / "docs" / "explanation" / "exactness.md").read_text()
     blocks = re.findall(r"^```python\n(.*?)^```$", text, re.MULTILINE | re.DOTALL)
-    assert len(blocks) == 2
+    assert len(blocks) == 3
     for block in blocks:
-        exec(compile(block, "docs/explanation/batch.md", "exec"), {})
+        exec(compile(block, "docs/explanation/exactness.md", "exec"), {})
