@@ -28,7 +28,7 @@ STAGES = (
     STAGE_LOADER,
     STAGE_FIRST_STEP,
 )
-"""On the way from one world into the next, in this order; ``docs/how-to/goodput.md`` says what each is."""
+"""On the way from one world into the next, in this order; ``docs/how-to/reports.md`` says what each is."""
 
 
 class _Event(msgspec.Struct, frozen=True, tag_field="event", omit_defaults=True):

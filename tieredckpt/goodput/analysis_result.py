@@ -1,6 +1,6 @@
-"""The result of a goodput analysis, as values. docs/how-to/goodput.md defines every number.
+"""The result of a goodput analysis, as values. docs/how-to/reports.md defines every number.
 
-``docs/how-to/goodput.md`` says what every number means.
+``docs/how-to/reports.md`` says what every number means.
 """
 
 from __future__ import annotations
