@@ -114,8 +114,8 @@ ERRORS: dict[str, tuple[str, str]] = {
 """By error: when it is raised, and the remedy."""
 
 METRICS_START = """
-Each node agent serves `/metrics` and `/status` at `agent.http`. By default that is the socket `http.sock` in the agent's
-directory. For Prometheus set `agent.http` to `HOST:PORT`.
+Each node agent serves `/metrics` and `/status` at `agent.http`. By default that is the socket `http.sock` in the
+agent's directory. For Prometheus set `agent.http` to `HOST:PORT`.
 
 ```bash
 curl --unix-socket /dev/shm/tieredckpt-$(id -u)/http.sock http://agent/metrics
