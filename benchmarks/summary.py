@@ -65,7 +65,7 @@ def _resize_row(groups: Sequence[Group]) -> list[str]:
     group = _largest(titled, resize.OURS)
     theirs = f"{seconds(median(group, resize.AGAIN))}: `torchrun` stopped and started"
     where = f"{_size(group)}, CPU, gloo"
-    return ["2 ranks become 4: time between two steps", where, seconds(median(group, resize.OURS)), theirs]
+    return ["2 ranks become 4: from the request to the next step", where, seconds(median(group, resize.OURS)), theirs]
 
 
 def _largest(groups: Iterator[Group], name: str) -> Group:
