@@ -14,7 +14,7 @@ help:
 	@echo "make quick        before each commit: check, docs, unit and contract tests (3 minutes)"
 	@echo "make check        untracked files, names, lint, types, import layers; without caches, as in a fresh clone"
 	@echo "make bench        measure everything in docs/benchmarks.md again"
-	@echo "make docs         check the documentation; with ARGS=--write: generate docs/reference/settings.md again"
+	@echo "make docs         check the documentation and build the site in site/; ARGS=--write: generate the reference pages first"
 	@echo "make test-system  tests that need Debian packages or root (says what it skips and why)"
 	@echo "make test-gpu     checks and figures of a GPU in under 8 minutes, in build/gpu/report.html (on fakes without one)"
 	@echo "make nightly      what takes hours; goes on where it was stopped, and writes build/nightly/page.md"
@@ -89,6 +89,8 @@ demo-hyperpod:
 
 docs: env
 	@$(BIN)/python docs/build.py $(ARGS)
+	@NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
+	@echo "site/index.html is the documentation"
 
 bench: $(TOX)
 	@[ -d .tox/bench ] || echo "Installing the packages for benchmarks in .tox/bench (2.4 GB; 2 to 10 minutes) ..."

@@ -299,7 +299,9 @@ def _table_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="python -m benchmarks table", description="Write docs/benchmarks.md.")
     parser.add_argument("raw", type=Path, nargs="+", help="of a scene that several have, the last one counts")
     parser.add_argument("--to", type=Path, default=_ROOT / "docs" / "benchmarks.md")
-    parser.add_argument("--readme", action="store_true", help="also the few lines of README.md; needs all subjects")
+    parser.add_argument(
+        "--readme", type=Path, metavar="GPU_JSON", help="also write the rows of README.md; GPU_JSON is a GPU's results"
+    )
     return parser
 
 
@@ -309,7 +311,7 @@ def main(arguments: Sequence[str]) -> int:
         raws = read_raw(asked.raw)
         asked.to.write_text(markdown(raws, reasons=read_reasons()))
         if asked.readme:
-            put_into(_ROOT / "README.md", readme_table(raws))
+            put_into(_ROOT / "README.md", readme_table({**read_raw([asked.readme]), **raws}))
         return 0
     asked = _parser().parse_args(arguments)
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that servers, agents and files go too

@@ -1,142 +1,92 @@
-"""The few lines of a run that the README shows."""
+"""Six rows of measurements for the README, each with its device and backend."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from benchmarks import agent_start, blocked, drain, hydrate, load, planning, recovery, replicate, reshard, resize, save
-from benchmarks.goals import MiB, beyond_a_step, median, ratio, row
-from benchmarks.rounds import COPY
+from benchmarks import blocked, recovery, resize
+from benchmarks.goals import median, row
+from benchmarks.recovery_jobs import NODE, RANK
 from benchmarks.table import joined
 
 Group = Mapping[str, Any]
 BEGIN, END = "<!-- benchmarks: begin -->", "<!-- benchmarks: end -->"
-_STATES = ("A", "B", "C")
+_SAVE = "`Checkpointer.save`: training waits for"
+_RESTORE = "`Checkpointer.restore` from memory, verified"
+_GPU_SAVE, _GPU_RESTORE = "Checkpointer.save, tenth", "Checkpointer.restore, verified and proven, second"
+_GPU_TORCH_SAVE = "torch's dcp.async_save, BlockingAsyncStager, its copy kept, third"
+_GPU_TORCH_LOAD = "torch's dcp.load from tmpfs"
 
 
 def readme_table(raws: Mapping[str, Mapping[str, Any]]) -> str:
-    """Between the markers in README.md: one rank with the machine's cores, the rest as it comes."""
-    groups, machine = joined(raws), next(iter(raws.values()))["machine"]
-    sources = ", ".join(f"`{source}`" for source in raws)
-    lines = [
-        f"| 1 GiB, one rank, {machine['cores']} threads | A: 64 tensors | B: 4,096 tensors | C: Llama-like, AdamW |",
-        "|---|---|---|---|",
-        *(f"| {' | '.join(cells)} |" for cells in _by_state(groups, machine["cores"])),
-        "",
-        *_others(groups),
-        *_elastic(groups),
-        "",
-        "R is one copy of the same bytes on one thread, in the same round. Bit for bit equal in every row. Made by",
-        f"`make bench` ({sources});",
-        "[all figures](docs/benchmarks.md), also where a target was missed, and why.",
-    ]
-    return "\n".join(lines)
+    """Return the block between the markers in README.md, from runs of `make bench` and of `make test-gpu`."""
+    runs = {name: raw for name, raw in raws.items() if "groups" in raw}
+    groups = joined(runs)
+    rows = [cells for raw in raws.values() if "sections" in raw for cells in _gpu_rows(raw)]
+    rows.append(_save_row(groups, next(iter(runs.values()))["machine"]["cores"]))
+    rows += [_fault_row(groups, RANK), _fault_row(groups, NODE), _resize_row(groups)]
+    lines = ["| | state, device, backend | here | without this project |", "|---|---|---|---|"]
+    lines += [f"| {' | '.join(cells)} |" for cells in rows]
+    return "\n".join([*lines, "", f"Sources: {', '.join(f'`{source}`' for source in raws)}."])
 
 
-def _by_state(groups: Sequence[Group], threads: int) -> Iterator[list[str]]:
-    def find(subject: str, state: str) -> Group:
-        return next(
-            group
-            for group in groups
-            if (group["subject"], group["state"], group["ranks"], group["threads"]) == (subject, state, 1, threads)
-        )
-
-    def cells(subject: str, show: str, upper: str, lower: str) -> list[str]:
-        return [show.format(ratio(find(subject, state), upper, lower)) for state in _STATES]
-
-    yield ["training waits for a save", *cells("P1", "{:.2f} R", blocked.OURS, COPY)]
-    yield ["… `dcp.async_save`, its stager kept", *cells("P1", "{:.2f} R", blocked.ASYNC, COPY)]
-    yield ["`dcp.save` to memory, checksummed", *cells("P2", "{:.2f} R", save.OURS, COPY)]
-    yield ["… `FileSystemWriter` on tmpfs", *cells("P2", "{:.2f} R", save.FILES, COPY)]
-    yield ["`dcp.load` from memory, verified", *cells("P3", "{:.2f} R", load.OURS, COPY)]
-    yield ["… `FileSystemReader` on tmpfs, not verified", *cells("P3", "{:.2f} R", load.FILES, COPY)]
+def _gpu_rows(raw: Mapping[str, Any]) -> Iterator[list[str]]:
+    figures = {one["name"]: one for section in raw["sections"] for one in section["figures"]}
+    size = figures["bytes of the state"]
+    where = f"{size['value']:.2f} {size['unit']}, one {raw['environment']['device']}, one rank"
+    times = {name: seconds(one["value"]) for name, one in figures.items() if one["unit"] == "s"}
+    yield [_SAVE, where, times[_GPU_SAVE], f"{times[_GPU_TORCH_SAVE]}: `dcp.async_save`, `BlockingAsyncStager`"]
+    yield [_RESTORE, where, times[_GPU_RESTORE], f"{times[_GPU_TORCH_LOAD]}: `dcp.load` from tmpfs, no checksums"]
 
 
-def _others(groups: Sequence[Group]) -> Iterator[str]:
-    null, real = (
-        next(group for group in groups if row(group, drain.PLAIN) and server in group["title"])
-        for server in ("drops", "rclone")
-    )
-    steps = next(group for group in groups if row(group, drain.DRAINING))
-    plans = next(group for group in groups if row(group, planning.OURS) and group["ranks"] == 2)
-    agent = next(group for group in groups if row(group, agent_start.START))
-    found = row(plans, planning.OURS)
-    calls = max(found["collectives"]) if found else 0
-    dropped, kept = (ratio(group, drain.RAW_PLAIN[0], drain.PLAIN) for group in (null, real))
-    beside, plan_ms = ratio(steps, drain.DRAINING, drain.ALONE), median(plans, planning.OURS) * 1e3
-    yield f"- Uploads have {dropped:.2f} of obstore's speed to a server that drops all, {kept:.2f} to a real one;"
-    yield f"  a training step beside a drain takes {beside:.2f} times as long as one alone."
-    yield f"- A save of 4,096 tensors on 2 ranks plans in {plan_ms:.0f} ms with {calls} collectives."
-    yield from _peers(groups)
-    yield (
-        f"- The agent answers {median(agent, agent_start.START) * 1e3:.0f} ms after its start and takes "
-        f"{median(agent, agent_start.IDLE) / MiB:.0f} MiB beside its shards."
-    )
+def _save_row(groups: Sequence[Group], cores: int) -> list[str]:
+    """Return the row of a save of a Llama-like model with AdamW."""
+    wanted = ("P1", "C", 1, cores)
+    found = (one for one in groups if (one["subject"], one["state"], one["ranks"], one["threads"]) == wanted)
+    group = _largest(found, blocked.OURS)
+    theirs = f"{seconds(median(group, blocked.ASYNC))}: `dcp.async_save`, `DefaultStager` kept"
+    where = f"{group['size_bytes'] / 2**30:g} GiB, CPU, {cores} cores, one rank"
+    return [_SAVE, where, seconds(median(group, blocked.OURS)), theirs]
 
 
-def _peers(groups: Sequence[Group]) -> Iterator[str]:
-    """Runs from before there were other nodes have nothing to say here."""
-    copied, fresh = ([group for group in groups if group["subject"] == subject] for subject in ("P4", "P5"))
-    resharded = [group for group in groups if group["subject"] == "P6"]
-    if copied and fresh:
-        copies = _span(ratio(group, replicate.OURS, replicate.RAW[0]) for group in copied)
-        reads = _span(ratio(group, hydrate.OURS, hydrate.RAW[0]) for group in fresh)
-        yield f"- A sealed shard has its verified copy on another node in {copies} times what a bare socket takes for"
-        yield f"  the bytes; a fresh rank has its state from another node's memory in {reads} times that, verified."
-    if resharded:
-        most = max(ratio(group, reshard.MOVED, reshard.NEEDED) for group in resharded)
-        yield f"- A load by another number of ranks moves at most {most:.2f} times the bytes they need."
+def _fault_row(groups: Sequence[Group], fault: str) -> list[str]:
+    titled = (one for one in groups if one["subject"] == "P9" and f"FSDP2, {fault}" in one["title"])
+    group = _largest(titled, recovery.SPARE)
+    theirs = f"{seconds(median(group, recovery.AGAIN))}: `torchrun` restart, `dcp.load` from tmpfs"
+    what = f"{fault.capitalize()}: time to the next step, with a spare"
+    where = f"{_size(group)}, FSDP2, CPU, gloo, {group['ranks']} ranks"
+    return [what, where, seconds(median(group, recovery.SPARE)), theirs]
 
 
-def _elastic(groups: Sequence[Group]) -> Iterator[str]:
-    disturbed = [group for group in groups if group["subject"] == "P9"]
-    resized = [group for group in groups if group["subject"] == "P13"]
-    for size in _sizes(disturbed):
-        for what in (recovery.RANK, recovery.NODE, recovery.ERROR):
-            mine = [one for one in _of_size(disturbed, size) if what in one["title"]]
-            if mine:
-                yield from _recovered(f"{what[0].upper()}{what[1:]}, {size} of state", mine)
-    for size in _sizes(resized):
-        mine = _of_size(resized, size)
-        times = _span(ratio(group, other, resize.OURS) for group in mine for other in (resize.AGENTS, resize.AGAIN))
-        yield f"- Another number of ranks, {size} of state: `torchrun` takes {times} times as long."
+def _resize_row(groups: Sequence[Group]) -> list[str]:
+    titled = (one for one in groups if one["subject"] == "P13" and "2 ranks become 4" in one["title"])
+    group = _largest(titled, resize.OURS)
+    theirs = f"{seconds(median(group, resize.AGAIN))}: `torchrun` stopped and started"
+    where = f"{_size(group)}, CPU, gloo"
+    return ["2 ranks become 4: from the request to the next step", where, seconds(median(group, resize.OURS)), theirs]
 
 
-def _recovered(what: str, groups: Sequence[Group]) -> Iterator[str]:
-    """By a warm spare, where there is one to take."""
-    times = {
-        name: _span(ratio(group, recovery.AGAIN, name) for group in groups)
-        for name in (recovery.SPARE, recovery.OURS)
-        if all(row(group, name) for group in groups)
-    }
-    first = next(iter(times))
-    took = _span(median(group, first) for group in groups)
-    spare = " with a warm spare" if first == recovery.SPARE else ""
-    yield f"- {what}: the next step has been done {took} s later{spare}. `torchrun` and `dcp.load` from tmpfs"
-    cold = f", and {times[recovery.OURS]} times as long as we do without a spare" if spare else ""
-    yield f"  take {times[first]} times as long{cold}."
-    beyond = [beyond_a_step(group, first) for group in groups]
-    if all(beyond):
-        yield f"  Without the step itself, on both sides: {_span(beyond)} times as long."
+def _largest(groups: Iterator[Group], name: str) -> Group:
+    """Return the group with the largest state in which this row was measured."""
+    found = max((one for one in groups if row(one, name)), key=lambda one: one["size_bytes"], default=None)
+    if found is None:
+        raise LookupError(f"no run has a suitable row {name!r}")
+    return found
 
 
-def _sizes(groups: Sequence[Group]) -> list[str]:
-    return sorted({group["title"].split(",")[0] for group in groups}, key=lambda size: float(size.split()[0]))
+def _size(group: Group) -> str:
+    return f"{group['size_bytes'] / 2**20:g} MiB"
 
 
-def _of_size(groups: Sequence[Group], size: str) -> list[Group]:
-    return [group for group in groups if group["title"].startswith(f"{size},")]
-
-
-def _span(ratios: Iterable[float]) -> str:
-    values = sorted(ratios)
-    return f"{values[0]:.2f} to {values[-1]:.2f}" if len(values) > 1 else f"{values[0]:.2f}"
+def seconds(value: float) -> str:
+    """Return a time with three digits, in milliseconds or seconds."""
+    return f"{value * 1e3:.3g} ms" if value < 1 else f"{value:.2f} s"
 
 
 def put_into(page: Path, table: str) -> None:
-    """Replace what stands between the markers."""
+    """Replace the text between the markers."""
     text = page.read_text(encoding="utf-8")
     before, _, rest = text.partition(BEGIN)
     _, _, after = rest.partition(END)

@@ -15,7 +15,6 @@ import pytest
 from benchmarks import hydrate, replicate, reshard
 from benchmarks.__main__ import main
 from benchmarks.peer_memory import row_names
-from benchmarks.summary import _peers
 from peerstore.daemon_process import process_start_time
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(900)]
@@ -95,7 +94,6 @@ def test_every_byte_mover_was_verified(groups: list[dict[str, Any]]) -> None:
 
 def test_bytes_of_several_nodes_are_counted(part: str, groups: list[dict[str, Any]]) -> None:
     if part == "one node":
-        assert not list(_peers(groups))  # and the README of such a run says nothing of others
         return
     counted = {
         (group["subject"], row["name"]): row["samples"][0]
@@ -107,9 +105,6 @@ def test_bytes_of_several_nodes_are_counted(part: str, groups: list[dict[str, An
     assert 0 < sent <= 1.05 * changed
     needed, moved = counted["P6", reshard.NEEDED], counted["P6", reshard.MOVED]
     assert needed <= moved <= 1.05 * needed
-    said = "\n".join(_peers(groups))
-    assert "verified copy on another node" in said
-    assert "moves at most 1.0" in said
 
 
 def test_competitor_without_samples_has_a_reason(groups: list[dict[str, Any]]) -> None:

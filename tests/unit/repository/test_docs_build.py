@@ -1,4 +1,4 @@
-"""``docs/build.py``: ``make docs`` checks every page, each walk of the architecture page, and the settings page."""
+"""``docs/build.py`` checks the pages and generates the reference pages."""
 
 from __future__ import annotations
 
@@ -18,11 +18,23 @@ GOOD = "| 1 | `peerstore/store/node_store.py` | `NodeStore.seal` calls `ShardSea
 
 @pytest.fixture(scope="module")
 def build():
-    spec = importlib.util.spec_from_file_location("docs_build", ROOT / "docs/build.py")
-    module = sys.modules[spec.name] = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    yield module
-    del sys.modules[spec.name]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.syspath_prepend(ROOT / "docs")
+        spec = importlib.util.spec_from_file_location("docs_build", ROOT / "docs/build.py")
+        module = importlib.util.module_from_spec(spec)
+        patch.setitem(sys.modules, spec.name, module)
+        spec.loader.exec_module(module)
+        yield module
+
+
+@pytest.fixture(scope="module")
+def settings(build):
+    return sys.modules["settings_page"]
+
+
+@pytest.fixture(scope="module")
+def reference(build):
+    return sys.modules["reference_pages"]
 
 
 def problems(build, tmp_path, monkeypatch, *rows):
@@ -65,18 +77,21 @@ def all_settings():
             yield from (f"{section.name}.{one.name}" for one in dataclasses.fields(getattr(Settings(), section.name)))
 
 
-def settings_rows(build):
+def settings_rows(settings):
     """Return the cells of each setting's row, by its key."""
-    rows = re.findall(r"^\| `(\w+(?:\.\w+)?)`<br>`\$(TIEREDCKPT_\w+)` \|(.*)\|$", build.settings_page(), re.MULTILINE)
+    rows = re.findall(
+        r"^\| `(\w+(?:\.\w+)?)`<br>`\$(TIEREDCKPT_\w+)` \|(.*)\|$", settings.settings_page(), re.MULTILINE
+    )
     return {key: [variable, *re.split(r"(?<!\\)\|", cells)] for key, variable, cells in rows}
 
 
-def test_committed_settings_page_is_generated(build):
-    assert (ROOT / "docs/reference/settings.md").read_text() == build.settings_page()
+def test_committed_reference_pages_are_generated(reference):
+    for path, text in reference.generated_pages().items():
+        assert path.read_text() == text, path.name
 
 
-def test_settings_page_describes_every_setting(build):
-    rows = settings_rows(build)
+def test_settings_page_describes_every_setting(settings):
+    rows = settings_rows(settings)
     assert [*rows] == [*all_settings()]
     for key, (variable, kind, default, sentence) in rows.items():
         assert variable == "TIEREDCKPT_" + key.upper().replace(".", "_")
@@ -85,39 +100,84 @@ def test_settings_page_describes_every_setting(build):
         assert re.fullmatch(r" [A-Z`].+\. ", sentence), f"{key}: {sentence}"
 
 
-def test_settings_page_gives_every_number_a_unit_and_its_range(build):
-    for key, (_, kind, *_) in settings_rows(build).items():
+def test_settings_page_gives_every_number_a_unit_and_its_range(settings):
+    for key, (_, kind, *_) in settings_rows(settings).items():
         if kind.startswith((" integer", " number")):
             assert re.fullmatch(r" (integer|number), (\S+ or more|\S+ to \S+); [\w ]+ ", kind), f"{key}: {kind}"
 
 
-def test_settings_page_names_variables_and_defaults_that_load(build):
-    rows = settings_rows(build).values()
+def test_settings_page_names_variables_and_defaults_that_load(settings):
+    rows = settings_rows(settings).values()
     shown = {variable: default.strip().strip("`").replace("empty", "") for variable, _, default, _ in rows}
     assert load_settings(shown) == Settings()
 
 
-@pytest.mark.parametrize("old", ["`true`", "starts an agent", "TIEREDCKPT_AGENT_EMBEDDED"])
-def test_settings_page_check_reports_an_outdated_page(build, tmp_path, old):
+def test_generated_page_check_reports_an_outdated_page(build, tmp_path):
     page = build.Page(tmp_path / "settings.md", [], set())
-    page.path.write_text(build.settings_page())
     page.wrong = page.problems.append
-    build.check_settings_page(page)
+    page.path.write_text("now")
+    build.check_generated(page, "now")
     assert page.problems == []
-    page.path.write_text(build.settings_page().replace(old, "old", 1))
-    build.check_settings_page(page)
-    assert page.problems == ["it does not show the current settings; run `make docs ARGS=--write` to generate it again"]
+    build.check_generated(page, "later")
+    assert page.problems == ["it is not what the code says now; run `make docs ARGS=--write` to generate it again"]
 
 
-def test_setting_without_a_docstring_is_refused(build, tmp_path):
+def test_setting_without_a_docstring_is_refused(settings, tmp_path):
     module = tmp_path / "settings.py"
     module.write_text('class S:\n    a: int = 1\n    """One."""\n    b: int = 2\n\nC = "X"\n"""Two."""\n')
-    assert build.attribute_docstrings(module) == {"S": "", "S.a": "One.", "C": "Two."}
+    assert settings.attribute_docstrings(module) == {"S": "", "S.a": "One.", "C": "Two."}
     with pytest.raises(LookupError, match=r"S\.b has no docstring"):
-        build.sentence(build.attribute_docstrings(module), "S.b")
+        settings.sentence(settings.attribute_docstrings(module), "S.b")
 
 
-def test_settings_page_lists_the_other_environment_variables(build):
-    page = build.settings_page()
+def test_settings_page_lists_the_other_environment_variables(settings):
+    page = settings.settings_page()
     for name in ("TIEREDCKPT_CONFIG", "TIEREDCKPT_CLUSTER", "TIEREDCKPT_EVENT_LOG", "ELASTIC_SECRET", "PEERSTORE_DIR"):
         assert re.search(rf"^\| `\${name}` \| [A-Z`].+\. \|$", page, re.MULTILINE), name
+
+
+def test_errors_page_names_importable_errors(reference):
+    places = re.findall(r"^\| `([\w.]+)\.(\w+)` \|", reference.errors_page(), re.MULTILINE)
+    assert len(places) > 50
+    for module, name in places:
+        assert issubclass(getattr(importlib.import_module(module), name), BaseException)
+
+
+def test_reference_texts_name_exactly_the_errors_of_the_code(reference):
+    with pytest.raises(LookupError, match=r"ERRORS .* lacks \['B'\], and has \['C'\] too many"):
+        reference.compare("ERRORS", {"A", "B"}, {"A": "", "C": ""})
+
+
+def test_commands_page_lists_every_command_with_its_options(reference):
+    page = reference.commands_page()
+    for name, program in reference.programs().items():
+        for command in program.list_commands(None):
+            assert f"\n### {name} {command}" in page
+    assert "| `--nnodes" in page
+    assert "| `--budget` |" in page
+
+
+def test_exit_codes_page_has_each_code_and_its_errors(reference):
+    page = reference.exit_codes_page()
+    assert re.search(r"^\| 5 \| .* \| `TierUnavailableError`, ", page, re.MULTILINE)
+    assert re.search(r"^\| 8 \| .* \| `JobFailedError` \|$", page, re.MULTILINE)
+
+
+def test_metrics_page_finds_families_of_all_shapes(reference, tmp_path):
+    module = tmp_path / "collector.py"
+    module.write_text(
+        "def collect():\n"
+        "    for name, text in (('a', ''), ('b', '')):\n"
+        "        yield GaugeMetricFamily(f't_{name}', text)\n"
+        "    tables: dict = {'c': ''}\n"
+        "    for kind, families in ((CounterMetricFamily, tables),):\n"
+        "        for name, text in families.items():\n"
+        "            yield kind(f't_{name}', text, labels=['job'])\n"
+        "    yield GaugeMetricFamily('t_d', '', labels=['job', 'node'])\n"
+    )
+    assert [tuple(one) for one in reference.metrics_of(module)] == [
+        ("t_a", "gauge", ()),
+        ("t_b", "gauge", ()),
+        ("t_c_total", "counter", ("job",)),
+        ("t_d", "gauge", ("job", "node")),
+    ]
