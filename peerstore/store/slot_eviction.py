@@ -424,8 +424,8 @@ def _refusal(
         else ""
     )
     advice = (
-        f"Each writer needs room for two versions: raise the budget to {show_size(enough)} ({enough} bytes) or more, "
-        "and restart the agent, which keeps what is in memory"
+        f"Each writer needs room for two versions: raise the budget to {show_size(enough)} ({enough} bytes) or more "
+        f"(`tieredckpt agent restart --budget {enough}`, which keeps what is in memory)"
     )
     if fixed + held_bytes + size_bytes > limits.budget_bytes:
         return BudgetExceeded(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -12,6 +11,7 @@ from peerstore.sizes_and_durations import show_size
 from tieredckpt.agent.agent_api import StepStatus
 from tieredckpt.cli.command_output import CommandOutput, literal, pluralized
 from tieredckpt.cli.common_options import (
+    confirm_deletion,
     parse_job_and_step,
     pass_output,
     settings_from_options,
@@ -71,7 +71,7 @@ def rm_command(
         steps = sorted({view.version_id.version for view in views})
         what = str(location) if location.step is not None else _whole_job(location.job, steps, views)
         if not yes:
-            _ask(screen, f"delete {what} from {' and '.join(tiers)}?")
+            confirm_deletion(screen, f"delete {what} from {' and '.join(tiers)}?")
         sight.delete_attempts(location.job, [view.version_id for view in views])
     value = {"job": location.job, "step": location.step, "steps": steps, "attempts": len(views), "not_asked": why}
     said = f"deleted {what} from {' and '.join(tiers)}" + (f"; memory was not asked: {why}" if why else "")
@@ -92,9 +92,3 @@ def _require_stopped(sight: TierClient, job: str) -> None:
         if state.job == job and state.clients:
             count = f"{state.clients} process" + ("es" if state.clients > 1 else "")
             raise UsageError(f"job {job!r} has {count} on this node: stop the job first, or use --force")
-
-
-def _ask(screen: CommandOutput, question: str) -> None:
-    if screen.as_json or not sys.stdin.isatty():
-        raise UsageError(f"{question} Add --yes: without a terminal there is no confirmation")
-    click.confirm(question, abort=True, err=True)

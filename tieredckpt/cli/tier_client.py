@@ -225,8 +225,9 @@ class TierClient:
         durable = self.durable_settings(job)
         if not durable.url:
             raise TierUnavailableError(
-                f"{self.agent_error}, and no durable tier is known: {self.agent_advice or 'start an agent'}, or name "
-                "the store with --durable URL or durable.url"
+                f"{self.agent_error}, and no durable tier is known: "
+                f"{self.agent_advice or 'start an agent (`tieredckpt agent --dir DIR`)'}, or name the store "
+                "with --durable URL or durable.url"
             )
         return self._direct.list_steps(job, fresh=True)
 
