@@ -140,15 +140,15 @@ class TierClient:
                 return msgspec.structs.replace(view, quarantined=data.decode(errors="replace"))
         return view
 
-    def delete_attempts(self, job: str, groups: Sequence[VersionId]) -> None:
-        """Give up these steps in every tier that can be seen from here."""
+    def delete_attempts(self, job: str, groups: Sequence[VersionId], *, durable: bool = True) -> None:
+        """Delete these steps from the memory of all nodes, and from the durable tier unless ``durable`` is false."""
         problem: TierUnavailableError | None = None
         if self.agent is not None:
             try:
-                self.agent.drop_steps(job, groups)
+                self.agent.drop_steps(job, groups, durable=durable)
             except TierUnavailableError as error:
                 problem = error
-        if self.durable_settings(job).url:
+        if durable and self.durable_settings(job).url:
             self._direct.drop_steps(job, groups)
         if problem is not None:
             raise problem
