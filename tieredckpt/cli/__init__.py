@@ -17,7 +17,7 @@ import click
 from peerstore.errors import PeerStoreError
 from tieredckpt.cli.command_output import CommandOutput
 from tieredckpt.cli.exit_codes import EXIT_CODES_HELP, CommandError, ExitCode
-from tieredckpt.cli.help_format import HelpContext, with_help_format
+from tieredckpt.cli.help_format import HelpContext, SuggestingGroup, with_help_format
 from tieredckpt.cli.optional_packages import missing_extra
 from tieredckpt.errors import PluginError, TieredCheckpointError
 
@@ -45,7 +45,7 @@ _COMMANDS = {
 }
 
 
-class LazyCommandGroup(click.Group):
+class LazyCommandGroup(SuggestingGroup):
     """Each command by where it is (``module:name``), imported when it is asked for.
 
     The program's own come first, in the order given, and none of them is replaced by a plug-in of the same name.

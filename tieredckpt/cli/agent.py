@@ -28,7 +28,7 @@ from tieredckpt.agent.local_agents import agent_directories
 from tieredckpt.cli.command_output import CommandOutput, format_age, literal, pluralized, text_table
 from tieredckpt.cli.common_options import confirm_deletion, output_options, pass_output, with_exit_code_help
 from tieredckpt.cli.exit_codes import CommandError, ExitCode
-from tieredckpt.cli.help_format import with_help_format
+from tieredckpt.cli.help_format import SuggestingGroup, with_help_format
 from tieredckpt.errors import UsageError
 from tieredckpt.memory_service_options import MEMORY_SERVICE_JOB
 from tieredckpt.settings import load_settings, override_settings
@@ -40,11 +40,11 @@ _HANGS_S = 1.0
 """Seconds without a greeting, and without running, after which an agent hangs."""
 
 
-class AgentGroup(click.Group):
-    """Run the agent itself if the first word is not a subcommand."""
+class AgentGroup(SuggestingGroup):
+    """Run the agent itself if the first word is an option."""
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
-        return super().parse_args(ctx, args if args and args[0] in self.commands else ["run", *args])
+        return super().parse_args(ctx, args if args and not args[0].startswith("-") else ["run", *args])
 
 
 @click.group("agent", cls=AgentGroup, add_help_option=False, short_help="Run, list, stop or restart node agents.")

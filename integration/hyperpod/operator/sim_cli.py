@@ -36,6 +36,7 @@ from peerstore.daemon_process import handle_signals
 from peerstore.errors import PeerStoreError
 from tieredckpt.cli.command_output import CommandOutput, text_table
 from tieredckpt.cli.common_options import output_options
+from tieredckpt.cli.help_format import SuggestingGroup
 from tieredckpt.settings import load_yaml
 
 __all__ = ["SIM_DIRECTORY_ENV", "main"]
@@ -84,7 +85,11 @@ Exit codes:
 pass_sim_output = click.make_pass_decorator(CommandOutput)
 
 
-@click.group(context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100}, epilog=_EXITS)
+@click.group(
+    cls=SuggestingGroup,
+    context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100},
+    epilog=_EXITS,
+)
 def operator_sim_cli() -> None:
     """Operates a HyperPodPyTorchJob: drives real HyperPod agents over HTTP, as the operator of a cluster does.
 
