@@ -120,10 +120,14 @@ def literal(text: str) -> str:
 
 
 def text_table(columns: Sequence[str], rows: Sequence[Sequence[str]], *, right: Sequence[str] = ()) -> Table:
-    """Columns aligned by blanks, numbers to the right; cells are plain text unless they are markup on purpose."""
+    """Return a table without lines, its numbers aligned to the right; cells are markup.
+
+    On a narrow terminal the widest columns of text continue on the next line. Numbers are never cut.
+    """
     shown = Table(box=None, pad_edge=False, header_style="bold", show_edge=False)
     for column in columns:
-        shown.add_column(column, justify="right" if column in right else "left", no_wrap=True)
+        number = column in right
+        shown.add_column(column, justify="right" if number else "left", no_wrap=number, overflow="fold")
     for row in rows:
         shown.add_row(*row)
     return shown
