@@ -21,11 +21,12 @@ from peerstore.shard_records import StoreStatus
 from peerstore.sizes_and_durations import show_seconds, show_size
 from peerstore.suggestions import SuggestingParser
 
-EXIT_OK, EXIT_FAILED, EXIT_USAGE, EXIT_UNREACHABLE = 0, 1, 2, 3
+EXIT_OK, EXIT_FAILED, EXIT_USAGE, EXIT_UNREACHABLE = 0, 1, 2, 5
+"""The codes of the other commands, which this package does not import."""
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Exit status: 0 done, 1 refused or failed, 2 wrong arguments, 3 no agent answers."""
+    """Exit status: 0 done, 1 refused or failed, 2 wrong arguments, 5 no agent answers."""
     try:
         args = _parser().parse_args(argv)
     except SystemExit as done:  # --help, or a wrong argument
@@ -103,7 +104,7 @@ def _parser() -> argparse.ArgumentParser:
     parser = SuggestingParser(prog="peerstore", description="Keep sealed shards in this machine's memory.")
     parser.add_argument("--version", action="version", version=_version())
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
-    shared = argparse.ArgumentParser(add_help=False)
+    shared = SuggestingParser(add_help=False)
     shared.add_argument(
         "--dir", type=Path, help="the agent's directory (default: $PEERSTORE_DIR or /dev/shm/peerstore-UID)"
     )
