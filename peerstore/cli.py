@@ -19,13 +19,18 @@ from peerstore.server.store_server import daemonize, serve_store
 from peerstore.settings import AgentPaths, StoreSettings, default_agent_paths
 from peerstore.shard_records import StoreStatus
 from peerstore.sizes_and_durations import show_seconds, show_size
+from peerstore.suggestions import SuggestingParser
 
-EXIT_OK, EXIT_FAILED, EXIT_USAGE, EXIT_UNREACHABLE = 0, 1, 2, 3
+EXIT_OK, EXIT_FAILED, EXIT_USAGE, EXIT_UNREACHABLE = 0, 1, 2, 5
+"""The codes of the other commands, which this package does not import."""
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Exit status: 0 done, 1 refused or failed, 2 wrong arguments, 3 no agent answers."""
-    args = _parser().parse_args(argv)
+    """Exit status: 0 done, 1 refused or failed, 2 wrong arguments, 5 no agent answers."""
+    try:
+        args = _parser().parse_args(argv)
+    except SystemExit as done:  # --help, or a wrong argument
+        return int(done.code or EXIT_OK)
     place = AgentPaths(args.dir, explicit=True) if args.dir else default_agent_paths()
     try:
         return int(args.run(args, place))
@@ -96,10 +101,10 @@ def start_agent_process(args: argparse.Namespace) -> None:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="peerstore", description="Keep sealed shards in this machine's memory.")
+    parser = SuggestingParser(prog="peerstore", description="Keep sealed shards in this machine's memory.")
     parser.add_argument("--version", action="version", version=_version())
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
-    shared = argparse.ArgumentParser(add_help=False)
+    shared = SuggestingParser(add_help=False)
     shared.add_argument(
         "--dir", type=Path, help="the agent's directory (default: $PEERSTORE_DIR or /dev/shm/peerstore-UID)"
     )

@@ -2,19 +2,13 @@
 
 from __future__ import annotations
 
-import os
-import sys
 from collections.abc import Sequence
 
 import click
 
-from elastic.cli.common import ELASTIC_EXIT_HELP, ElasticExit, ElasticScreen
-from elastic.errors import ElasticError
-from peerstore.errors import PeerStoreError
+from elastic.cli.common import ELASTIC_EXIT_HELP, ElasticScreen
 from tieredckpt.cli import LazyCommandGroup, distribution_version
-from tieredckpt.cli.exit_codes import CommandError
-from tieredckpt.cli.optional_packages import missing_extra
-from tieredckpt.errors import TieredCheckpointError
+from tieredckpt.cli.run_program import run_program
 
 _OWN = {
     "run": "elastic.cli.run:run_command",
@@ -48,35 +42,8 @@ def elastic_commands() -> None:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run one command; its exit code. Errors are one message; ``--debug`` shows where from."""
-    screen = ElasticScreen("elastic")
-    screen.argv = sys.argv[1:] if argv is None else list(argv)
-    try:
-        result = elastic_commands.main(
-            args=None if argv is None else list(argv), prog_name="elastic", standalone_mode=False, obj=screen
-        )
-        sys.stdout.flush()
-        return int(result or 0)
-    except click.exceptions.Exit as done:
-        return int(done.exit_code)
-    except click.ClickException as wrong:
-        wrong.show()
-        return int(wrong.exit_code)
-    except (click.Abort, KeyboardInterrupt):
-        screen.err.print("interrupted")
-        return ElasticExit.INTERRUPTED
-    except BrokenPipeError:  # whoever read the output has seen enough
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return ElasticExit.OK
-    except (TieredCheckpointError, CommandError) as error:  # of commands that end as tieredckpt's do
-        return int(screen.report_error(error))
-    except (ElasticError, PeerStoreError, OSError) as error:
-        return screen.report_elastic_error(error)
-    except ModuleNotFoundError as error:
-        needed = missing_extra(error)
-        if needed is None:
-            raise
-        return int(screen.report_error(needed))
+    """Run one command of ``elastic``, and return its exit code."""
+    return run_program(elastic_commands, ElasticScreen("elastic"), argv)
 
 
 __all__ = ["main"]

@@ -2,35 +2,16 @@
 
 from __future__ import annotations
 
-import enum
-import json
-import sys
-import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
+from types import MappingProxyType
 from typing import Any, TypeVar
 
 import click
-from rich.markup import escape
 
 from elastic import errors
-from peerstore.errors import PeerRefusedError, PeerStoreError, RequestError
+from peerstore.errors import PeerStoreError
 from tieredckpt.cli.command_output import CommandOutput
-from tieredckpt.errors import SettingsError
-
-
-class ElasticExit(enum.IntEnum):
-    """A job that stopped to be resumed and one that failed are different answers."""
-
-    OK = 0
-    FAILED = 1
-    USAGE = 2
-    NOT_FOUND = 3
-    UNAVAILABLE = 5
-    REFUSED = 6
-    STOPPED = 7
-    JOB_FAILED = 8
-    INTERRUPTED = 130
-
+from tieredckpt.cli.exit_codes import CODES_BY_ERROR, ExitCode, exit_code_for
 
 ELASTIC_EXIT_HELP = """\b
 Exit codes:
@@ -43,51 +24,30 @@ Exit codes:
   7  the job was stopped; the same command resumes it
   8  the job failed; the message says why and what resumes it"""
 
-_ORDER: tuple[tuple[type[Exception], ElasticExit], ...] = (
-    (errors.PolicyError, ElasticExit.USAGE),
-    (SettingsError, ElasticExit.USAGE),
-    (errors.ControlPlaneRefusedError, ElasticExit.REFUSED),
-    (PeerRefusedError, ElasticExit.REFUSED),
-    (RequestError, ElasticExit.USAGE),
-    (errors.JobNotFoundError, ElasticExit.NOT_FOUND),
-    (errors.ControlPlaneUnavailableError, ElasticExit.UNAVAILABLE),
-    (errors.JobFailedError, ElasticExit.JOB_FAILED),
-    (PeerStoreError, ElasticExit.UNAVAILABLE),
-)
-
-_ADVICE = {
-    ElasticExit.UNAVAILABLE: "`elastic status` shows which jobs run here; the ranks of one go on without its "
-    "coordinator",
-}
-
-
-def elastic_exit_for(error: BaseException) -> ElasticExit:
-    """The code an error ends the command with."""
-    return next((code for kind, code in _ORDER if isinstance(error, kind)), ElasticExit.FAILED)
-
-
-def elastic_advice_for(error: BaseException) -> str:
-    """What to do next, where the message itself cannot know; "" otherwise."""
-    return _ADVICE.get(elastic_exit_for(error), "")
+_UNAVAILABLE_ADVICE = "`elastic status` shows which jobs run here; the ranks of one continue without its coordinator"
 
 
 class ElasticScreen(CommandOutput):
-    argv: Sequence[str] = ()
-    """Of the command line."""
+    """The output of a command that may end with an error of ``elastic``."""
 
-    def report_elastic_error(self, error: BaseException) -> ElasticExit:
-        """Report what ended the command; its exit code."""
-        code, advice = elastic_exit_for(error), elastic_advice_for(error)
-        if self.debug:
-            traceback.print_exception(error)
-        text = str(error) or type(error).__name__
-        self.err.print(f"[bold red]elastic:[/] {escape(text)}")
-        if advice:
-            self.err.print(f"         {escape(advice)}")
-        if self.as_json:
-            said = {"kind": type(error).__name__, "message": text, "advice": advice, "exit": int(code)}
-            sys.stdout.write(json.dumps({"error": said}, indent=2) + "\n")
-        return code
+    reported_errors = (*CommandOutput.reported_errors, errors.ElasticError)
+    codes_by_error = MappingProxyType(
+        {
+            **CODES_BY_ERROR,
+            errors.PolicyError: ExitCode.USAGE,
+            errors.ControlPlaneRefusedError: ExitCode.REFUSED,
+            errors.JobNotFoundError: ExitCode.NOT_FOUND,
+            errors.ControlPlaneUnavailableError: ExitCode.UNAVAILABLE,
+            errors.JobFailedError: ExitCode.JOB_FAILED,
+            PeerStoreError: ExitCode.UNAVAILABLE,
+        }
+    )
+
+    def advice_for(self, error: BaseException) -> str:
+        if not isinstance(error, (errors.ElasticError, PeerStoreError)):
+            return super().advice_for(error)
+        code = exit_code_for(error, self.codes_by_error)
+        return _UNAVAILABLE_ADVICE if code is ExitCode.UNAVAILABLE else ""
 
 
 F = TypeVar("F", bound=Callable[..., Any])

@@ -10,7 +10,7 @@ from rich.console import Console
 from rich.markup import escape
 
 from elastic import settings
-from elastic.cli.common import ElasticExit, ElasticScreen, job_options, pass_elastic_screen
+from elastic.cli.common import ElasticScreen, job_options, pass_elastic_screen
 from elastic.control.control_messages import (
     CoordinatorRequest,
     DrainRequest,
@@ -25,6 +25,7 @@ from elastic.control.run_directory import LocalRun, RunDirectory, describe_no_jo
 from elastic.errors import JobNotFoundError, PolicyError
 from elastic.fault_injection.fault_spec import FaultInjection, InjectionKind, InjectionPhase, parse_injection
 from tieredckpt.cli.command_output import format_age, text_table
+from tieredckpt.cli.exit_codes import ExitCode
 from tieredckpt.settings import run_directory
 
 
@@ -59,7 +60,7 @@ def job_status_command(screen: ElasticScreen, /, *, job: str | None, coordinator
     """Show the state of a job: its world, its nodes and their steps."""
     answer = call_job(job, coordinator, secret, StatusRequest())
     screen.result(msgspec.to_builtins(answer), lambda out: show_job_status(out, answer))
-    return ElasticExit.OK
+    return ExitCode.OK
 
 
 @click.command("resize")
@@ -80,7 +81,7 @@ def resize_command(
         raise PolicyError(f"--nodes {nodes!r}: write a number from 1 on, or max")
     answer = call_job(job, coordinator, secret, ResizeRequest(None if nodes == "max" else int(nodes), reason))
     screen.result(msgspec.to_builtins(answer), lambda out: show_job_status(out, answer))
-    return ElasticExit.OK
+    return ExitCode.OK
 
 
 @click.command("drain")
@@ -111,7 +112,7 @@ def drain_command(
     """Remove NODES from the job, which continues without them."""
     answer = call_job(job, coordinator, secret, DrainRequest(nodes, deadline_s, reason))
     screen.result(msgspec.to_builtins(answer), lambda out: show_job_status(out, answer))
-    return ElasticExit.OK
+    return ExitCode.OK
 
 
 @click.command("stop")
@@ -131,7 +132,7 @@ def stop_command(
     """Stop a job: its ranks agree on a step, save it and exit. The same `elastic run` command resumes it."""
     answer = call_job(job, coordinator, secret, StopJobRequest(reason, deadline_s))
     screen.result(msgspec.to_builtins(answer), lambda out: show_job_status(out, answer))
-    return ElasticExit.OK
+    return ExitCode.OK
 
 
 def show_job_status(out: Console, answer: ElasticJobStatus) -> None:
@@ -192,7 +193,7 @@ def inject_command(
     one = parse_injection([*at.replace(",", " ").split(), *places], kind)
     answer = call_job(job, coordinator, secret, InjectRequest(with_unique_name(one)))
     screen.result(msgspec.to_builtins(answer), lambda out: show_job_status(out, answer))
-    return ElasticExit.OK
+    return ExitCode.OK
 
 
 def with_unique_name(one: FaultInjection) -> FaultInjection:

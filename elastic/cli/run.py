@@ -21,7 +21,7 @@ import msgspec
 import yaml
 
 from elastic import settings
-from elastic.cli.common import ElasticExit, ElasticScreen, elastic_exit_for, pass_elastic_screen
+from elastic.cli.common import ElasticScreen, pass_elastic_screen
 from elastic.control.control_messages import MAX_NODES, ExitReason
 from elastic.control.leader_election import is_leader_url, open_leader_record
 from elastic.control.node_address import gloo_interface, node_address, resolves_to_loopback, wait_for_name
@@ -56,6 +56,7 @@ from peerstore.network_addresses import (
     outbound_address,
     split_address,
 )
+from tieredckpt.cli.exit_codes import ExitCode, exit_code_for
 from tieredckpt.errors import UsageError
 from tieredckpt.event_log import EVENT_LOG_ENV
 from tieredckpt.location import parse_step
@@ -470,18 +471,18 @@ def _launch(
         on_address=known,
     )
     end: JobEnd | None = None
-    status: int = ElasticExit.FAILED
+    status: int = ExitCode.FAILED
     try:
         status = launcher.run()
     except Exception as error:
-        status = elastic_exit_for(error)
-        if status == ElasticExit.JOB_FAILED:
+        status = exit_code_for(error, screen.codes_by_error)
+        if status == ExitCode.JOB_FAILED:
             end = JobEnd(ExitReason.JOB_FAILED, str(error), "not retried")
         raise
     finally:
         if leader is not None and (record_of_end := place.end_record()):
             end = from_json(record_of_end, JobEnd)
-        if leader is not None and status in (ElasticExit.STOPPED, ElasticExit.JOB_FAILED):
+        if leader is not None and status in (ExitCode.STOPPED, ExitCode.JOB_FAILED):
             end = end or JobEnd(next(over for over, code in EXIT_STATUS.items() if code == status), "")
             environs = [supervisor_environ(task) for task in nodes if task.starts_agent]
             steps = resumable_steps(environs, began_ns(*began), place)
@@ -499,7 +500,7 @@ def _launch(
             with contextlib.suppress(PermissionError):
                 (place.directory / f"{task.node}.secret").unlink(missing_ok=True)
             _tidy(Path(task.directory))
-    if leader is None and status in (ElasticExit.STOPPED, ElasticExit.JOB_FAILED):
+    if leader is None and status in (ExitCode.STOPPED, ExitCode.JOB_FAILED):
         screen.info(f"the same command resumes the job: {_same_command(screen.argv)}")
     if requeue and _is_to_requeue(requeue, nodes[0], status, noticed=launcher.noticed):
         screen.info(requeue_job(requeue))
@@ -508,9 +509,9 @@ def _launch(
 
 def _is_to_requeue(job: str, mine: SupervisorSpec, status: int, *, noticed: bool) -> bool:
     """A job that a notice has stopped, by who leads it; one whose leader Slurm has lost, by the first that is left."""
-    if status == ElasticExit.STOPPED:
+    if status == ExitCode.STOPPED:
         return noticed and mine.has_local_coordinator
-    if status != ElasticExit.JOB_FAILED or mine.has_local_coordinator or not mine.coordinator_node:
+    if status != ExitCode.JOB_FAILED or mine.has_local_coordinator or not mine.coordinator_node:
         return False
     left = remaining_nodes(job)
     return mine.coordinator_node not in left and left[:1] == (mine.node,)

@@ -25,6 +25,7 @@ from peerstore.errors import PeerStoreError
 from peerstore.message_codec import from_json
 from peerstore.server.store_server import ensure_private_directory
 from peerstore.shard_records import JobName, validate_job_name
+from peerstore.suggestions import did_you_mean
 from peerstore.transport.authentication import generate_secret, read_secret
 
 _LONGEST_SOCKET = 100
@@ -188,6 +189,8 @@ def describe_no_job(root: Path, job: str | None = None) -> str:
     """Say that no job runs on this machine, and which one ended last."""
     what = "no job runs" if job is None else f"job {job!r} does not run"
     said = f"{what} on this machine (looked in {root})"
+    if job is not None and (meant := did_you_mean(job, (run.job for run in list_runs(root)))):
+        return f"{said}.{meant}"
     last = newest_last_run(root, job)
     if last is None:
         return f"{said}. Start one with: elastic run SCRIPT"

@@ -12,7 +12,7 @@ import click
 import msgspec
 import yaml
 
-from elastic.cli.common import ElasticExit, ElasticScreen, pass_elastic_screen
+from elastic.cli.common import ElasticScreen, pass_elastic_screen
 from elastic.errors import PolicyError
 from elastic.schedulers.allocation import node_range
 from elastic.world.scaling_policy import ScalingPolicy
@@ -21,6 +21,7 @@ from integration.finetune.worker import job_from_options, training_options
 from integration.hyperpod.recipes import read_recipe, recipe_plan
 from integration.hyperpod.recipes import recipe as recipe_module
 from tieredckpt.cli.common_options import output_options
+from tieredckpt.cli.exit_codes import ExitCode
 
 _WORKER = "integration.finetune.worker"
 _PASSED = ("simulate_nodes", "spares", "node", "coordinator", "secret", "log_dir", "max_restarts", "grow_after")
@@ -78,7 +79,7 @@ def finetune_command(screen: ElasticScreen, /, **options: Any) -> int:
             args=[*words, "-m", _WORKER, "--from", str(job.folder / "job.json")], standalone_mode=False, obj=screen
         )
     status = int(status or 0)
-    done = status == ElasticExit.OK and "done" in last
+    done = status == ExitCode.OK and "done" in last
     if done or screen.as_json:
         value = {
             "job": job.name,

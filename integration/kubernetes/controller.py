@@ -12,9 +12,10 @@ import http.server
 import json
 import logging
 import signal
+import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from datetime import datetime, timezone
 from typing import Any
 
@@ -27,7 +28,8 @@ from integration.kubernetes.errors import ApiServerError, ResourceConflictError
 from integration.kubernetes.reconciler import JobReconciler
 from peerstore.daemon_process import handle_signals
 from peerstore.network_addresses import split_address
-from tieredckpt.cli.optional_packages import missing_extra
+from tieredckpt.cli.command_output import CommandOutput
+from tieredckpt.cli.run_program import run_program
 
 log = logging.getLogger(__name__)
 _Key = tuple[str, str]
@@ -164,7 +166,7 @@ def _log_to_stderr(how: str, *, verbose: bool) -> None:
 @click.option("--master-ports", metavar="FIRST-LAST", help="Where ranks meet.")
 @click.option("--log-format", type=click.Choice(["json", "plain"]), default="json", show_default=True)
 @click.option("--verbose", "-v", is_flag=True)
-def main(
+def controller_command(
     namespaces: tuple[str, ...],
     *,
     all_namespaces: bool,
@@ -186,8 +188,8 @@ def main(
     settings = _settings(silent_s, master_ports)
     try:
         plain = connect_api_server()
-    except ModuleNotFoundError as error:
-        raise click.ClickException(str(missing_extra(error) or error)) from error
+    except ModuleNotFoundError:
+        raise
     except Exception as error:
         if type(error).__name__ != "ConfigException":  # of a package that this module imports late
             raise
@@ -227,5 +229,10 @@ def _settings(silent_s: float | None, master_ports: str | None) -> dict[str, Any
     return found
 
 
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the controller, and return its exit code."""
+    return run_program(controller_command, CommandOutput("hyperpod-controller"), argv)
+
+
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

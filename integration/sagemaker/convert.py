@@ -14,13 +14,14 @@ from rich.console import Console
 from rich.markup import escape
 
 from elastic.reshard.checkpoint_urls import parse_target_url
-from peerstore.errors import InvalidNameError, PeerStoreError
+from peerstore.errors import InvalidNameError
 from peerstore.shard_records import JobName, validate_job_name
 from peerstore.sizes_and_durations import show_seconds, show_size
 from tieredckpt.cli.command_output import CommandOutput, pluralized
 from tieredckpt.cli.common_options import output_options, pass_output, with_exit_code_help
 from tieredckpt.cli.exit_codes import ExitCode
-from tieredckpt.errors import TieredCheckpointError, UsageError
+from tieredckpt.cli.run_program import run_program
+from tieredckpt.errors import UsageError
 from tieredckpt.settings import load_settings, override_settings
 
 if TYPE_CHECKING:
@@ -148,21 +149,8 @@ def _show(out: Console, value: dict[str, Any]) -> None:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run it; its exit code."""
-    screen = CommandOutput("convert")
-    try:
-        arguments = None if argv is None else list(argv)
-        return int(convert_command.main(args=arguments, prog_name="convert", standalone_mode=False, obj=screen) or 0)
-    except click.exceptions.Exit as done:
-        return int(done.exit_code)
-    except click.ClickException as wrong:
-        wrong.show()
-        return int(wrong.exit_code)
-    except (click.Abort, KeyboardInterrupt):
-        screen.err.print("interrupted")
-        return ExitCode.INTERRUPTED
-    except (TieredCheckpointError, PeerStoreError, OSError) as error:
-        return int(screen.report_error(error))
+    """Convert one checkpoint, and return the exit code."""
+    return run_program(convert_command, CommandOutput("convert"), argv)
 
 
 if __name__ == "__main__":

@@ -7,6 +7,7 @@ import fcntl
 import logging
 import os
 import select
+import shlex
 import signal
 import socket
 import subprocess
@@ -83,7 +84,8 @@ def raise_if_agent_hangs(place: AgentPaths, *, within_s: float = _PROBE_S) -> bo
         if pid:
             raise AgentUnreachableError(
                 f"the agent in {place.directory} (process {pid}) hangs, or was stopped, and this process may not "
-                f"replace it: have it go on (kill -CONT {pid}), or end it and start another one"
+                f"replace it: let it continue (kill -CONT {pid}), or run `tieredckpt agent restart --dir "
+                f"{shlex.quote(str(place.directory))}`"
             )
     return False
 

@@ -244,7 +244,9 @@ class TmpfsArena:
         try:
             place = os.statvfs(self._slots)
         except FileNotFoundError:
-            raise UnavailableError(f"{self._slots} was removed: this agent has to be started again") from None
+            raise UnavailableError(
+                f"{self._slots} was removed: run `tieredckpt agent restart --dir {self._slots.parent}`"
+            ) from None
         promised = sum(_without_pages(entry) for entry in _own_files(self._slots))
         free = place.f_bavail * place.f_frsize - promised
         if size_bytes > free:

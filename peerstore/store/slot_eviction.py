@@ -321,8 +321,8 @@ def _refusal(
         else ""
     )
     advice = (
-        f"Each writer needs room for two versions: raise the budget to {show_size(enough)} ({enough} bytes) or more, "
-        "and restart the agent, which keeps what is in memory"
+        f"Each writer needs room for two versions: raise the budget to {show_size(enough)} ({enough} bytes) or more "
+        f"(`tieredckpt agent restart --budget {enough}`, which keeps what is in memory)"
     )
     if fixed + held_bytes + request.size_bytes + beside_bytes > budget_bytes:
         return BudgetExceeded(

@@ -12,7 +12,6 @@ import sys
 from collections.abc import Iterator
 from importlib import metadata
 from pathlib import Path
-from typing import NoReturn
 
 from peerstore.cli import add_serve_arguments, start_agent_process, store_settings_from_args
 from peerstore.errors import PeerStoreError
@@ -21,6 +20,7 @@ from peerstore.server.node_peers import NodeIdentity, NodePeers
 from peerstore.server.store_server import AgentExtension, serve_store
 from peerstore.settings import AgentPaths, parse_budget
 from peerstore.store.node_store import NodeStore
+from peerstore.suggestions import SuggestingParser
 from tieredckpt.agent.agent_http import StatusSource, serve_metrics
 from tieredckpt.agent.agent_operations import agent_operations
 from tieredckpt.agent.agent_service import NodeAgentService
@@ -225,16 +225,9 @@ def _given(parser: argparse.ArgumentParser, argv: list[str] | None) -> frozenset
     return frozenset(name for name, option in _options().items() if getattr(bare, option) is not unsaid)
 
 
-class _Parser(argparse.ArgumentParser):
-    """Reports a wrong option in one line."""
-
-    def error(self, message: str) -> NoReturn:
-        self.exit(2, f"{self.prog}: {message}. `{self.prog} --help` lists the options\n")
-
-
 def agent_parser() -> argparse.ArgumentParser:
     """Return the parser of an agent's command line."""
-    parser = _Parser(
+    parser = SuggestingParser(
         prog="tieredckpt agent",
         description="Run this node's agent: memory tier, drain, metrics.",
         epilog="Other commands: `tieredckpt agent ls`, `stop` and `restart`; each has --help.",

@@ -410,9 +410,10 @@ class NodeAgentAPI(Protocol):
     def unquarantine(self, job: str, group: VersionId) -> None:
         """This node may choose the step again: no mark of it is left here, nor what was counted of it."""
 
-    def drop_steps(self, job: str, groups: Sequence[VersionId]) -> None:
-        """The job's owner gives up these steps, in every tier and on every node. Those that cannot be told are named in
-        a :class:`TierUnavailableError`: they may still have them.
+    def drop_steps(self, job: str, groups: Sequence[VersionId], *, durable: bool = True) -> None:
+        """Delete these steps from the memory of all nodes, and from the durable tier unless ``durable`` is false.
+
+        :class:`TierUnavailableError` names the nodes and the store that did not answer: they may still have the steps.
         """
 
     def report_load_started(self, job: str, group: VersionId, rank: int) -> None:
@@ -531,6 +532,8 @@ class UnquarantineRequest(msgspec.Struct, frozen=True):
 class DropStepsRequest(msgspec.Struct, frozen=True):
     job: str
     versions: tuple[VersionId, ...]
+    durable: bool = True
+    """Whether the durable tier's copies are deleted too."""
 
 
 class LoadStartedRequest(msgspec.Struct, frozen=True):

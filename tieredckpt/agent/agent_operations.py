@@ -100,7 +100,9 @@ def agent_operations(node: NodeAgentService) -> dict[str, Operation]:
         ),
         "quarantine": Operation(QuarantineRequest, none, lambda a, _: node.quarantine(a.job, a.version_id, a.reason)),
         "unquarantine": Operation(UnquarantineRequest, none, lambda a, _: node.unquarantine(a.job, a.version_id)),
-        "drop_steps": Operation(DropStepsRequest, none, lambda a, _: node.drop_steps(a.job, a.versions)),
+        "drop_steps": Operation(
+            DropStepsRequest, none, lambda a, _: node.drop_steps(a.job, a.versions, durable=a.durable)
+        ),
         "load_started": Operation(
             LoadStartedRequest, none, lambda a, who: node.report_load_started(a.job, a.version_id, a.rank, owner=who)
         ),

@@ -65,7 +65,7 @@ from tieredckpt.agent.peer_tier import (
     shard_replication_status,
     unpack_named_blob,
 )
-from tieredckpt.agent.retention import revived_steps
+from tieredckpt.agent.retention import require_no_revival
 from tieredckpt.agent.step_locator import STEP_PAGE_BYTES, StepLayoutCache, StepLocator
 from tieredckpt.durable.object_store import ObjectNotFoundError
 from tieredckpt.durable.retrying_store import open_store
@@ -414,15 +414,11 @@ class NodeAgentService(StoreListener):
         }
         return {group: reason for group, reason in found.items() if reason}
 
-    def drop_steps(self, job: str, groups: Sequence[VersionId]) -> None:
+    def drop_steps(self, job: str, groups: Sequence[VersionId], *, durable: bool = True) -> None:
         survey = self.list_steps(job, fresh=True)
-        revived = revived_steps([view.candidate for view in survey.views], groups)
-        if revived:
-            raise UsageError(
-                f"job {job}: without step {', '.join(str(one.version) for one in groups)} nothing would say that the "
-                f"job left steps {', '.join(str(one.version) for one in revived)} behind when it was restored from an "
-                "older one, and the next restore would take those. Drop those first"
-            )
+        stay = set() if durable else {view.version_id for view in survey.views if view.durable}
+        gone = [group for group in groups if group not in stay]
+        require_no_revival(job, [view.candidate for view in survey.views], gone)
         log.info("job %s: steps %s are dropped, as somebody asked", job, sorted(group.version for group in groups))
         self.drain.cancel_steps(job, groups)
         silent: dict[str, str] = {}
@@ -437,7 +433,7 @@ class NodeAgentService(StoreListener):
                 self.store.remove_blob(job, name)
         try:
             with self._catalog_for_reading(job) as catalog:
-                if catalog is not None:
+                if catalog is not None and durable:
                     catalog.listing(fresh=True)  # what other nodes have made durable goes, too
                     for group in groups:
                         delete_step(catalog, job, group)

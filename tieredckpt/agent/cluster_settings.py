@@ -94,7 +94,7 @@ class ClusterSettingsWatcher:
             self.budget = found.budget
         if found.needs_restart and found.needs_restart != self.needs_restart:
             what = ", ".join(found.needs_restart)
-            log.warning("%s has changed %s: that needs a restart of this agent", self.source, what)
+            log.warning("%s has changed %s: run `tieredckpt agent restart` to apply it", self.source, what)
         self.needs_restart = found.needs_restart
 
     def _work(self) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping
 
 from peerstore.shard_records import VersionId
+from tieredckpt.errors import UsageError
 from tieredckpt.resolve_step import Candidate, IncarnationBranches, StepVerdict, resolve_step
 
 
@@ -39,7 +40,7 @@ def expired_steps(
     return sorted(gone, key=lambda group: (group.version, group.epoch, group.attempt, group.incarnation))
 
 
-def revived_steps(candidates: Collection[Candidate], gone: Collection[VersionId]) -> list[VersionId]:
+def _revived_steps(candidates: Collection[Candidate], gone: Collection[VersionId]) -> list[VersionId]:
     """Steps of a past that the job has left, and that would be chosen again if ``gone`` were deleted: nothing else says
     that it did.
     """
@@ -50,6 +51,17 @@ def revived_steps(candidates: Collection[Candidate], gone: Collection[VersionId]
 
     stay = [one for one in candidates if one.version_id not in gone]
     return sorted(left(candidates) - {*gone} - left(stay))
+
+
+def require_no_revival(job: str, candidates: Collection[Candidate], gone: Collection[VersionId]) -> None:
+    """Raise ``UsageError`` if a restore would choose steps that the job has left once ``gone`` are deleted."""
+    revived = _revived_steps(candidates, gone)
+    if revived:
+        raise UsageError(
+            f"job {job}: without step {', '.join(str(one.version) for one in gone)} nothing would say that the "
+            f"job left steps {', '.join(str(one.version) for one in revived)} behind when it was restored from an "
+            "older one, and the next restore would take those. Drop those first"
+        )
 
 
 def _still_needed(

@@ -6,20 +6,18 @@ program does not have itself. One that cannot be loaded is still listed, and fai
 
 from __future__ import annotations
 
-import os
-import sys
 from collections.abc import Mapping, Sequence
 from importlib import import_module, metadata
 from typing import Any
 
 import click
 
-from peerstore.errors import PeerStoreError
 from tieredckpt.cli.command_output import CommandOutput
-from tieredckpt.cli.exit_codes import EXIT_CODES_HELP, CommandError, ExitCode
-from tieredckpt.cli.help_format import HelpContext, with_help_format
+from tieredckpt.cli.exit_codes import EXIT_CODES_HELP, CommandError
+from tieredckpt.cli.help_format import HelpContext, SuggestingGroup, with_help_format
 from tieredckpt.cli.optional_packages import missing_extra
-from tieredckpt.errors import PluginError, TieredCheckpointError
+from tieredckpt.cli.run_program import run_program
+from tieredckpt.errors import PluginError
 
 __all__ = ["main"]
 
@@ -45,7 +43,7 @@ _COMMANDS = {
 }
 
 
-class LazyCommandGroup(click.Group):
+class LazyCommandGroup(SuggestingGroup):
     """Each command by where it is (``module:name``), imported when it is asked for.
 
     The program's own come first, in the order given, and none of them is replaced by a plug-in of the same name.
@@ -97,32 +95,8 @@ def tieredckpt_cli() -> None:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run one command and return its exit code (``docs/reference/cli.md``). ``--debug`` shows the stack of an error."""
-    screen = CommandOutput()
-    try:
-        result = tieredckpt_cli.main(
-            args=None if argv is None else list(argv), prog_name="tieredckpt", standalone_mode=False, obj=screen
-        )
-        sys.stdout.flush()
-        return int(result or 0)
-    except click.exceptions.Exit as done:
-        return int(done.exit_code)
-    except click.ClickException as wrong:
-        wrong.show()
-        return int(wrong.exit_code)
-    except (click.Abort, KeyboardInterrupt):
-        screen.err.print("interrupted")
-        return ExitCode.INTERRUPTED
-    except BrokenPipeError:  # whoever read the output has seen enough
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return ExitCode.OK
-    except (TieredCheckpointError, CommandError, PeerStoreError, OSError) as error:
-        return screen.report_error(error)
-    except ModuleNotFoundError as error:
-        needed = missing_extra(error)
-        if needed is None:
-            raise
-        return screen.report_error(needed)
+    """Run one command of ``tieredckpt``, and return its exit code."""
+    return run_program(tieredckpt_cli, CommandOutput(), argv)
 
 
 def _command_of(name: str, points: list[metadata.EntryPoint]) -> click.Command:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import os
+import time
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,32 +14,37 @@ from typing import Any
 import click
 from rich.console import Console
 
-from peerstore.daemon_process import peer_credentials
+from peerstore.daemon_process import peer_credentials, process_start_time
 from peerstore.errors import PeerStoreError
 from peerstore.server.agent_launcher import connect_or_launch_agent, replace_hung_agent, silence_of_agent, stop_agent
 from peerstore.server.store_client import Client, connect_to_agent
+from peerstore.server.store_server import hold_agent_lock
 from peerstore.settings import AgentPaths
 from peerstore.shard_records import StoreStatus
 from peerstore.sizes_and_durations import show_size
+from peerstore.store.arena import TmpfsArena
+from peerstore.store.slot_metadata import EXPIRED_JOB_METADATA
 from tieredckpt.agent.local_agents import agent_directories
-from tieredckpt.cli.command_output import CommandOutput, literal, text_table
-from tieredckpt.cli.common_options import output_options, pass_output, with_exit_code_help
+from tieredckpt.cli.command_output import CommandOutput, format_age, literal, pluralized, text_table
+from tieredckpt.cli.common_options import confirm_deletion, output_options, pass_output, with_exit_code_help
 from tieredckpt.cli.exit_codes import CommandError, ExitCode
-from tieredckpt.cli.help_format import with_help_format
+from tieredckpt.cli.help_format import SuggestingGroup, with_help_format
 from tieredckpt.errors import UsageError
 from tieredckpt.memory_service_options import MEMORY_SERVICE_JOB
 from tieredckpt.settings import load_settings, override_settings
 
 _STOP_S = 60.0
+_LISTENS = "0A"
+"""State of a listening socket in ``/proc/net/tcp``."""
 _HANGS_S = 1.0
 """Seconds without a greeting, and without running, after which an agent hangs."""
 
 
-class AgentGroup(click.Group):
-    """Run the agent itself if the first word is not a subcommand."""
+class AgentGroup(SuggestingGroup):
+    """Run the agent itself if the first word is an option."""
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
-        return super().parse_args(ctx, args if args and args[0] in self.commands else ["run", *args])
+        return super().parse_args(ctx, args if args and not args[0].startswith("-") else ["run", *args])
 
 
 @click.group("agent", cls=AgentGroup, add_help_option=False, short_help="Run, list, stop or restart node agents.")
@@ -93,6 +100,10 @@ class RunningAgent:
     process: int = 0
     status: StoreStatus | None = None
     problem: str = ""
+    ports: tuple[int, ...] = ()
+    """TCP ports that it listens on."""
+    age_s: float | None = None
+    """Seconds since the process started; ``None`` if unknown."""
 
     @property
     def jobs(self) -> dict[str, int]:
@@ -107,6 +118,8 @@ class RunningAgent:
         return {
             "directory": str(self.directory),
             "process": self.process or None,
+            "ports": list(self.ports),
+            "age_s": self.age_s,
             "jobs": sorted(self.jobs),
             "processes": sum(self.jobs.values()),
             "allocated_bytes": arena.allocated_bytes if arena is not None else None,
@@ -121,13 +134,40 @@ def _running_agent(directory: Path) -> RunningAgent:
     try:
         with contextlib.closing(connect_to_agent(place.socket, named=True)) as sock:
             process = peer_credentials(sock)[0]
+        ports, age_s = _listening_ports(process), _process_age_s(process)
         if silence := silence_of_agent(place):
-            return RunningAgent(directory, process, problem=silence)
+            return RunningAgent(directory, process, problem=silence, ports=ports, age_s=age_s)
         connect = lambda: connect_to_agent(place.socket, named=True)  # noqa: E731 - a client wants a connector
         with contextlib.closing(Client(connect, retry_s=0.0)) as client:
-            return RunningAgent(directory, process, client.status())
+            return RunningAgent(directory, process, client.status(), ports=ports, age_s=age_s)
     except (PeerStoreError, OSError) as error:
         return RunningAgent(directory, process, problem=str(error))
+
+
+def _listening_ports(process: int) -> tuple[int, ...]:
+    """Return the TCP ports that a process listens on; none for a process that this user may not inspect."""
+    proc = Path(f"/proc/{process}")
+    own, ports = set(), set()
+    with contextlib.suppress(OSError):
+        for entry in (proc / "fd").iterdir():
+            with contextlib.suppress(OSError):  # it was closed meanwhile
+                own.add(str(entry.readlink()))
+        for table in ("tcp", "tcp6"):
+            for line in (proc / "net" / table).read_text().splitlines()[1:]:
+                fields = line.split()
+                if fields[3] == _LISTENS and f"socket:[{fields[9]}]" in own:
+                    ports.add(int(fields[1].rpartition(":")[2], 16))
+    return tuple(sorted(ports))
+
+
+def _process_age_s(process: int) -> float | None:
+    try:
+        started = process_start_time(process)
+    except OSError:
+        return None
+    if started < 0:
+        return None
+    return round(max(0.0, time.clock_gettime(time.CLOCK_BOOTTIME) - started / os.sysconf("SC_CLK_TCK")), 1)
 
 
 _directory_option = click.option(
@@ -168,7 +208,7 @@ def _require_running(found: RunningAgent, *, force: bool) -> None:
 @output_options
 @pass_output
 def list_agents_command(screen: CommandOutput) -> ExitCode:
-    """List the agents of this machine: directory, process, jobs and memory."""
+    """List the agents of this machine: directory, process, ports, age, jobs and memory."""
     own = load_settings().agent_directory
     places = sorted(agent_directories() | ({own} if own.exists() else set()))
     with ThreadPoolExecutor(max(1, len(places))) as lookers:
@@ -184,36 +224,57 @@ def _show_agents(out: Console, agents: list[RunningAgent]) -> None:
         return
     rows = []
     for one in agents:
-        if one.status is None:
-            rows.append(
-                [literal(str(one.directory)), str(one.process or "?"), "?", f"[yellow]{literal(one.problem)}[/]"]
-            )
-            continue
-        arena = one.status.arena
-        memory = f"{show_size(arena.allocated_bytes)} of {show_size(arena.budget_bytes)}"
-        rows.append(
-            [literal(str(one.directory)), str(one.process), literal(", ".join(sorted(one.jobs)) or "-"), memory]
-        )
-    out.print(text_table(["DIRECTORY", "PROCESS", "JOBS", "MEMORY"], rows, right=("PROCESS",)))
+        ports = ", ".join(map(str, one.ports)) or "-"
+        age = "?" if one.age_s is None else format_age(one.age_s)
+        jobs, memory = "?", f"[yellow]{literal(one.problem)}[/]"
+        if one.status is not None:
+            arena = one.status.arena
+            jobs = literal(", ".join(sorted(one.jobs)) or "-")
+            memory = f"{show_size(arena.allocated_bytes)} of {show_size(arena.budget_bytes)}"
+        rows.append([literal(str(one.directory)), str(one.process or "?"), ports, age, jobs, memory])
+    columns = ["DIRECTORY", "PROCESS", "PORTS", "AGE", "JOBS", "MEMORY"]
+    out.print(text_table(columns, rows, right=("PROCESS", "AGE")))
 
 
 @with_exit_code_help
 @agent_group.command("stop", short_help="Stop an agent; its checkpoints stay in memory.")
 @_directory_option
 @click.option("--force", is_flag=True, help="Stop the agent even if processes use it. They start another one.")
+@click.option("--discard", is_flag=True, help="Also delete its checkpoints from memory, after confirmation.")
+@click.option("--yes", "-y", is_flag=True, help="Discard without confirmation.")
 @output_options
 @pass_output
-def stop_agent_command(screen: CommandOutput, *, directory: Path | None, force: bool) -> ExitCode:
+def stop_agent_command(
+    screen: CommandOutput, *, directory: Path | None, force: bool, discard: bool, yes: bool
+) -> ExitCode:
     """Stop an agent and wait until it has exited.
 
-    Its checkpoints stay in memory. The next agent of the directory takes them over.
+    Its checkpoints stay in memory. The next agent of the directory takes them over. With --discard they are deleted:
+    steps without copies on other nodes or in the durable tier are lost.
     """
+    if discard and force:
+        raise UsageError("--discard and --force exclude each other: stop the jobs of the agent first")
     found = _agent_in(directory)
     _require_running(found, force=force)
-    stop_agent(AgentPaths(found.directory, explicit=True), timeout_s=_STOP_S)
-    said = f"the agent in {found.directory} (process {found.process}) has exited; its checkpoints stay in memory"
-    screen.result({"directory": str(found.directory), "process": found.process}, lambda out: out.print(literal(said)))
+    place = AgentPaths(found.directory, explicit=True)
+    if discard and not yes:
+        jobs = f"{pluralized(len(found.jobs), 'job')} ({', '.join(map(repr, sorted(found.jobs)))})"
+        confirm_deletion(screen, f"delete the checkpoints of {jobs} from the memory of the agent in {place.directory}?")
+    stop_agent(place, timeout_s=_STOP_S)
+    discarded = _discard_memory(place) if discard else 0
+    ending = f"{show_size(discarded)} of its memory are deleted" if discard else "its checkpoints stay in memory"
+    said = f"the agent in {found.directory} (process {found.process}) has exited; {ending}"
+    value = {"directory": str(found.directory), "process": found.process, "discarded_bytes": discarded}
+    screen.result(value, lambda out: out.print(literal(said)))
     return ExitCode.OK
+
+
+def _discard_memory(place: AgentPaths) -> int:
+    """Delete what a stopped agent has left in memory, and return its size in bytes."""
+    with hold_agent_lock(place):  # no new agent adopts it meanwhile
+        size = sum(path.stat().st_blocks * 512 for path in (place.directory / "slots").iterdir())
+        TmpfsArena(place.directory).purge(keep=EXPIRED_JOB_METADATA)
+    return size
 
 
 @with_exit_code_help

@@ -8,7 +8,7 @@ import json
 import sys
 import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, ClassVar
 
 from rich.console import Console, ConsoleOptions, ConsoleRenderable, RenderHook
 from rich.markup import escape
@@ -16,7 +16,9 @@ from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeR
 from rich.segment import Segment
 from rich.table import Table
 
-from tieredckpt.cli.exit_codes import ExitCode, exit_code_for, hint_for
+from peerstore.errors import PeerStoreError
+from tieredckpt.cli.exit_codes import CODES_BY_ERROR, CommandError, ErrorCodes, ExitCode, exit_code_for, hint_for
+from tieredckpt.errors import TieredCheckpointError
 
 _PIPE_WIDTH = 400
 
@@ -33,6 +35,17 @@ AdvanceProgress = Callable[[int], None]
 
 class CommandOutput:
     """Where one command's output goes. JSON, when asked for, is the only thing on standard output."""
+
+    reported_errors: ClassVar[tuple[type[Exception], ...]] = (
+        TieredCheckpointError,
+        CommandError,
+        PeerStoreError,
+        OSError,
+    )
+    """Errors that end a command with one message."""
+    codes_by_error: ClassVar[ErrorCodes] = CODES_BY_ERROR
+    argv: Sequence[str] = ()
+    """The command line."""
 
     def __init__(self, program: str = "tieredckpt") -> None:
         self.program = program
@@ -57,9 +70,8 @@ class CommandOutput:
         self.err.print(escape(text), style="yellow")
 
     def report_error(self, error: BaseException) -> ExitCode:
-        """Report what ended the command; its exit code."""
-        code = exit_code_for(error)
-        advice = hint_for(error)
+        """Report what ended the command, and return its exit code."""
+        code, advice = exit_code_for(error, self.codes_by_error), self.advice_for(error)
         if self.debug:
             traceback.print_exception(error)
         text = str(error) or type(error).__name__
@@ -67,9 +79,16 @@ class CommandOutput:
         if advice:
             self.err.print(f"{'':{len(self.program) + 2}}{escape(advice)}")
         if self.as_json:
-            said = {"kind": type(error).__name__, "message": text, "advice": advice, "exit": int(code)}
-            sys.stdout.write(json.dumps({"error": said}, indent=2) + "\n")
+            self.print_json_error(type(error).__name__, text, advice, code)
         return code
+
+    def advice_for(self, error: BaseException) -> str:
+        """Return what to do next where the message itself cannot know; "" otherwise."""
+        return hint_for(error)
+
+    def print_json_error(self, kind: str, message: str, advice: str, code: int) -> None:
+        said = {"kind": kind, "message": message, "advice": advice, "exit": int(code)}
+        sys.stdout.write(json.dumps({"error": said}, indent=2) + "\n")
 
     @contextlib.contextmanager
     def progress_bar(self, what: str, total_bytes: int) -> Iterator[AdvanceProgress]:
@@ -120,10 +139,14 @@ def literal(text: str) -> str:
 
 
 def text_table(columns: Sequence[str], rows: Sequence[Sequence[str]], *, right: Sequence[str] = ()) -> Table:
-    """Columns aligned by blanks, numbers to the right; cells are plain text unless they are markup on purpose."""
+    """Return a table without lines, its numbers aligned to the right; cells are markup.
+
+    On a narrow terminal the widest columns of text continue on the next line. Numbers are never cut.
+    """
     shown = Table(box=None, pad_edge=False, header_style="bold", show_edge=False)
     for column in columns:
-        shown.add_column(column, justify="right" if column in right else "left", no_wrap=True)
+        number = column in right
+        shown.add_column(column, justify="right" if number else "left", no_wrap=number, overflow="fold")
     for row in rows:
         shown.add_row(*row)
     return shown

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, TypeVar
@@ -117,3 +118,10 @@ def step_argument(command: F) -> F:
     return click.argument("target", metavar="JOB")(
         click.argument("step", metavar="STEP[@EPOCH]", required=False)(epoch(command))
     )
+
+
+def confirm_deletion(screen: CommandOutput, question: str) -> None:
+    """Ask for confirmation on a terminal; raise ``UsageError`` without one."""
+    if screen.as_json or not sys.stdin.isatty():
+        raise UsageError(f"{question} Add --yes: without a terminal there is no confirmation")
+    click.confirm(question, abort=True, err=True)

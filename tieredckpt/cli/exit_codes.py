@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import enum
+from collections.abc import Mapping
 
 from peerstore import errors as store_errors
 from tieredckpt import errors
@@ -18,6 +19,10 @@ class ExitCode(enum.IntEnum):
     DAMAGED = 4
     UNAVAILABLE = 5
     REFUSED = 6
+    STOPPED = 7
+    """The job was stopped, to be resumed: `elastic run`."""
+    JOB_FAILED = 8
+    """The job failed: `elastic run`."""
     INTERRUPTED = 130
 
 
@@ -45,20 +50,23 @@ Exit codes:
   3  there is no such job, step or file
   4  bytes are not what was saved
   5  a tier could not be asked: what it holds is unknown
-  6  the object store refused (credentials, permission, no such bucket)"""
+  6  the object store refused (credentials, permission, no such bucket), or another agent (secret)"""
 
-_CODES_BY_ERROR: tuple[tuple[type[Exception], ExitCode], ...] = (
-    (errors.UsageError, ExitCode.USAGE),
-    (store_errors.RequestError, ExitCode.USAGE),
-    (errors.CheckpointNotFoundError, ExitCode.NOT_FOUND),
-    (store_errors.ShardNotFoundError, ExitCode.NOT_FOUND),
-    (errors.CheckpointDamagedError, ExitCode.DAMAGED),
-    (errors.CheckpointLostError, ExitCode.DAMAGED),
-    (store_errors.ShardDamagedError, ExitCode.DAMAGED),
-    (errors.TierUnavailableError, ExitCode.UNAVAILABLE),
-    (store_errors.UnavailableError, ExitCode.UNAVAILABLE),
-    (errors.DurableRefusedError, ExitCode.REFUSED),
-)
+ErrorCodes = Mapping[type[Exception], ExitCode]
+CODES_BY_ERROR: ErrorCodes = {
+    errors.UsageError: ExitCode.USAGE,
+    store_errors.RequestError: ExitCode.USAGE,
+    errors.CheckpointNotFoundError: ExitCode.NOT_FOUND,
+    store_errors.ShardNotFoundError: ExitCode.NOT_FOUND,
+    errors.CheckpointDamagedError: ExitCode.DAMAGED,
+    errors.CheckpointLostError: ExitCode.DAMAGED,
+    store_errors.ShardDamagedError: ExitCode.DAMAGED,
+    errors.TierUnavailableError: ExitCode.UNAVAILABLE,
+    store_errors.UnavailableError: ExitCode.UNAVAILABLE,
+    errors.DurableRefusedError: ExitCode.REFUSED,
+    store_errors.PeerRefusedError: ExitCode.REFUSED,
+}
+"""The code of an error class and its subclasses; a program of another package adds its own errors."""
 
 _HINTS = {
     ExitCode.NOT_FOUND: "`tieredckpt ls` shows which jobs and steps there are",
@@ -68,11 +76,11 @@ _HINTS = {
 }
 
 
-def exit_code_for(error: BaseException) -> ExitCode:
-    """The code an error ends the command with."""
+def exit_code_for(error: BaseException, codes: ErrorCodes = CODES_BY_ERROR) -> ExitCode:
+    """Return the code that an error ends the command with: that of its nearest class in ``codes``."""
     if isinstance(error, CommandError):
         return error.code
-    return next((code for kind, code in _CODES_BY_ERROR if isinstance(error, kind)), ExitCode.FAILED)
+    return next((codes[kind] for kind in type(error).__mro__ if kind in codes), ExitCode.FAILED)
 
 
 def hint_for(error: BaseException) -> str:

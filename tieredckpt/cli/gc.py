@@ -98,7 +98,7 @@ def gc_command(
         doomed = expired_steps(
             bases, keep_last=last, keep_every=every, quarantined=listing.quarantined, kept=listing.kept
         )
-        sizes = [_size(catalog, group) for group in doomed]
+        sizes = [stored_size_bytes(catalog, group) for group in doomed]
         good = sorted({*listing.manifests} - {*doomed} - listing.quarantined)
         enough = sorted({group.version for group in good})[-last:][0] if last and good else -1
         fates = _orphan_decisions(
@@ -152,8 +152,8 @@ def _drop_aside(screen: CommandOutput, sight: TierClient, job: str, *, dry_run: 
     return ExitCode.OK
 
 
-def _size(catalog: DurableCatalog, group: VersionId) -> int:
-    """What a step takes in the store; 0 when its manifest cannot tell."""
+def stored_size_bytes(catalog: DurableCatalog, group: VersionId) -> int:
+    """Return the size of a step's shards in the store; 0 if its manifest is damaged."""
     try:
         shards = catalog.manifest(group).shards
     except CheckpointDamagedError:

@@ -1,4 +1,4 @@
-"""The layout of ``--help``: one notation for defaults, in every command and plug-in."""
+"""The layout of ``--help``, and of errors about commands: one notation for all commands and plug-ins."""
 
 from __future__ import annotations
 
@@ -6,6 +6,8 @@ import re
 from collections.abc import Iterable
 
 import click
+
+from peerstore.suggestions import did_you_mean
 
 _DEFAULT = re.compile(r"(\.?)\s*\[default: ([^\];]*?)(?:\.0)?(?:; ([^\]]*))?\]")
 
@@ -15,6 +17,18 @@ class HelpFormatter(click.HelpFormatter):
 
     def write_dl(self, rows: Iterable[tuple[str, str]], col_max: int = 30, col_spacing: int = 2) -> None:
         super().write_dl([(first, _DEFAULT.sub(_default, text).strip()) for first, text in rows], col_max, col_spacing)
+
+
+class SuggestingGroup(click.Group):
+    """Names the closest command for one that does not exist; click does so from 8.4 on, for static groups."""
+
+    def resolve_command(
+        self, ctx: click.Context, args: list[str]
+    ) -> tuple[str | None, click.Command | None, list[str]]:
+        name = args[0]
+        if not name.startswith("-") and not ctx.resilient_parsing and self.get_command(ctx, name) is None:
+            ctx.fail(f"No such command {name!r}.{did_you_mean(name, self.list_commands(ctx))}")
+        return super().resolve_command(ctx, args)
 
 
 class HelpContext(click.Context):

@@ -21,7 +21,7 @@ from tieredckpt.cli.cluster_tables import STATES
 from tieredckpt.cli.command_output import CommandOutput, format_age, iso_time, literal, text_table
 from tieredckpt.cli.common_options import ANY_JOB, pass_output, settings_from_options, tier_options, with_exit_code_help
 from tieredckpt.cli.exit_codes import ExitCode
-from tieredckpt.cli.tier_client import TierClient, is_unclear, open_tier_client, step_not_found_error
+from tieredckpt.cli.tier_client import TierClient, is_unclear, open_tier_client
 from tieredckpt.durable.retrying_store import open_store
 from tieredckpt.errors import (
     CheckpointDamagedError,
@@ -168,7 +168,7 @@ def _steps(screen: CommandOutput, sight: TierClient, location: Location) -> Exit
         lines = step_rows(sight, location, survey)
     plain = [step for step in survey.plain if location.step in (None, step) and location.epoch is None]
     if not lines and not plain:
-        raise step_not_found_error(location, survey)
+        raise sight.not_found_error(location, survey)
     now = time.time_ns()
     url = survey.durable.url if survey.durable else ""
     screen.result(

@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import click
 
 from peerstore.sizes_and_durations import show_size
-from tieredckpt.agent.agent_api import StepStatus
+from tieredckpt.agent.agent_api import StepInventory, StepStatus
+from tieredckpt.agent.durable_catalog import delete_step
+from tieredckpt.agent.retention import require_no_revival
 from tieredckpt.cli.command_output import CommandOutput, literal, pluralized
 from tieredckpt.cli.common_options import (
+    confirm_deletion,
     parse_job_and_step,
     pass_output,
     settings_from_options,
@@ -20,19 +24,30 @@ from tieredckpt.cli.common_options import (
     with_exit_code_help,
 )
 from tieredckpt.cli.exit_codes import ExitCode
+from tieredckpt.cli.gc import stored_size_bytes
 from tieredckpt.cli.tier_client import TierClient, open_tier_client
-from tieredckpt.errors import TierUnavailableError, UsageError
-from tieredckpt.location import parse_location
+from tieredckpt.errors import CheckpointNotFoundError, TierUnavailableError, UsageError
+from tieredckpt.location import Location, parse_location
+from tieredckpt.resolve_step import Tier
 
 
 @with_exit_code_help
 @click.command("rm", short_help="Delete a step, or a whole job, from every tier.")
 @step_argument
+@click.option(
+    "--tier",
+    type=click.Choice(["memory", "durable", "all"]),
+    default="all",
+    show_default=True,
+    help="Delete from the memory of all nodes, from the durable tier, or from both.",
+)
+@click.option("--pinned", is_flag=True, help="Delete pinned steps too.")
+@click.option("--dry-run", "-n", is_flag=True, help="Print what would be deleted.")
 @click.option("--yes", "-y", is_flag=True, help="Delete without confirmation.")
 @click.option(
     "--force",
     is_flag=True,
-    help="Delete even if no agent answers, or the job runs. An agent that is still uploading a step would recreate it.",
+    help="Delete even if no agent answers. An agent that is still uploading a step would recreate it.",
 )
 @tier_options
 @pass_output
@@ -42,6 +57,9 @@ def rm_command(
     target: str,
     step: str | None,
     epoch: int | None,
+    tier: str,
+    pinned: bool,
+    dry_run: bool,
     yes: bool,
     force: bool,
     agent_dir: Path | None,
@@ -49,7 +67,10 @@ def rm_command(
 ) -> ExitCode:
     """Delete STEP of JOB (or JOB/step-N) from all nodes and the durable tier.
 
-    Without STEP, deletes all steps. Deletes every attempt at a step, STEP@EPOCH those of one run, and pinned steps too.
+    Without STEP, deletes all steps, but never while processes of JOB run on this node. Deletes every attempt at a step,
+    STEP@EPOCH those of one run. Pinned steps are kept unless --pinned is given. With --tier durable, an agent that
+    restarts may upload a step again that it has in memory.
+
     Exit code 5: some node or store did not answer and may still have the step.
     """
     location = parse_location(target)
@@ -57,32 +78,112 @@ def rm_command(
         location = parse_job_and_step(target, step, epoch)
     with open_tier_client(settings_from_options(agent_dir, durable, target)) as sight:
         survey = sight.survey(location.job)
-        views = sight.attempts_at(location, survey)
-        tiers = sorted({tier.value for view in views for where in view.found.values() for tier in where})
-        tiers += ["durable"] if any(view.durable for view in views) else []
+        views = _attempts_in(sight, location, survey, tier)
         why = sight.agent_error
-        if why and not force:
+        if why and not force and not dry_run:
             raise TierUnavailableError(
                 f"{why}: whether a node has {location} in memory, or uploads it now and brings it back, is not known. "
                 "Run this on a node of the job; where none of its agents is left, say --force"
             )
-        if location.step is None and not force:
+        if location.step is None and not dry_run:
             _require_stopped(sight, location.job)
-        steps = sorted({view.version_id.version for view in views})
-        what = str(location) if location.step is not None else _whole_job(location.job, steps, views)
-        if not yes:
-            _ask(screen, f"delete {what} from {' and '.join(tiers)}?")
-        sight.delete_attempts(location.job, [view.version_id for view in views])
-    value = {"job": location.job, "step": location.step, "steps": steps, "attempts": len(views), "not_asked": why}
-    said = f"deleted {what} from {' and '.join(tiers)}" + (f"; memory was not asked: {why}" if why else "")
-    screen.result({**value, "deleted_from": tiers}, lambda out: out.print(literal(said)))
+        keep = [] if pinned else [view for view in views if view.kept]
+        views = [view for view in views if view not in keep]
+        if not views or (keep and location.step is not None):
+            raise UsageError(_all_pinned(location, keep))
+        deletion = Deletion(location, tier, views, sorted({view.version_id.version for view in keep}))
+        sizes = deletion.sizes(sight)
+        said = deletion.describe(sizes)
+        if not dry_run:
+            if not yes:
+                confirm_deletion(screen, f"delete {said}?")
+            deletion.run(sight, survey)
+    value = {**deletion.as_json(), "deleted_from": list(sizes), "dry_run": dry_run, "not_asked": why}
+    value["bytes"] = {"memory": 0, "durable": 0, **sizes}
+    text = f"{'would delete' if dry_run else 'deleted'} {said}" + (f"; memory was not asked: {why}" if why else "")
+    screen.result(value, lambda out: out.print(literal(text)))
     return ExitCode.OK
 
 
-def _whole_job(job: str, steps: Sequence[int], views: Sequence[StepStatus]) -> str:
-    size = sum(view.size_bytes for view in views)
-    first = f"{steps[0]} to {steps[-1]}" if len(steps) > 1 else str(steps[0])
-    return f"all {pluralized(len(steps), 'step')} of job {job!r} ({first}, {show_size(size)} in memory)"
+@dataclass(frozen=True)
+class Deletion:
+    """The attempts that one command deletes, and the pinned steps that it leaves."""
+
+    location: Location
+    tier: str
+    views: Sequence[StepStatus]
+    pinned: Sequence[int]
+
+    @property
+    def steps(self) -> list[int]:
+        return sorted({view.version_id.version for view in self.views})
+
+    def sizes(self, sight: TierClient) -> dict[str, int]:
+        """Return the bytes in each tier that has one of the attempts; of copies in memory, one counts."""
+        found: dict[str, int] = {}
+        if self.tier != "durable" and any(map(_in_memory, self.views)):
+            found["memory"] = sum(view.size_bytes for view in self.views if _in_memory(view))
+        stored = [view.version_id for view in self.views if view.durable]
+        if self.tier != "memory" and stored:
+            catalog = sight.catalog(self.location.job)
+            found["durable"] = sum(stored_size_bytes(catalog, group) for group in stored)
+        return found
+
+    def describe(self, sizes: dict[str, int]) -> str:
+        what, steps = str(self.location), self.steps
+        if self.location.step is None:
+            first = f"{steps[0]} to {steps[-1]}" if len(steps) > 1 else str(steps[0])
+            every = "" if self.pinned else "all "
+            what = f"{every}{pluralized(len(steps), 'step')} of job {self.location.job!r} ({first})"
+        places = " and ".join(f"{tier} ({show_size(size)})" for tier, size in sizes.items())
+        left = f", without the pinned {', '.join(map(str, self.pinned))}" if self.pinned else ""
+        return f"{what}{left} from {places}"
+
+    def run(self, sight: TierClient, survey: StepInventory) -> None:
+        job, groups = self.location.job, [view.version_id for view in self.views]
+        if self.tier != "durable":
+            sight.delete_attempts(job, groups, durable=self.tier == "all")
+            return
+        candidates = [view.candidate for view in survey.views]
+        require_no_revival(job, candidates, [view.version_id for view in self.views if not _in_memory(view)])
+        catalog = sight.catalog(job)
+        for group in groups:
+            delete_step(catalog, job, group)
+
+    def as_json(self) -> dict[str, Any]:
+        return {
+            "job": self.location.job,
+            "step": self.location.step,
+            "tier": self.tier,
+            "steps": self.steps,
+            "attempts": len(self.views),
+            "pinned": list(self.pinned),
+        }
+
+
+def _in_memory(view: StepStatus) -> bool:
+    return any(tier is not Tier.DURABLE for tiers in view.found.values() for tier in tiers)
+
+
+def _attempts_in(sight: TierClient, location: Location, survey: StepInventory, tier: str) -> list[StepStatus]:
+    views = sight.attempts_at(location, survey)
+    if tier == "all":
+        return views
+    if tier == "memory" and Tier.DURABLE in survey.unreachable:
+        raise TierUnavailableError(
+            f"whether {location} is in the durable tier is unknown, so its copies in memory may be the only ones: "
+            f"{survey.unreachable[Tier.DURABLE]}"
+        )
+    found = [view for view in views if (_in_memory(view) if tier == "memory" else view.durable)]
+    if not found:
+        raise CheckpointNotFoundError(f"the {tier} tier has no step of {location}")
+    return found
+
+
+def _all_pinned(location: Location, keep: Sequence[StepStatus]) -> str:
+    steps = sorted({view.version_id.version for view in keep})
+    first = f"step {steps[0]} of job {location.job!r} is" if len(steps) == 1 else f"all steps of {location.job!r} are"
+    return f"{first} pinned: `tieredckpt unpin {location.job} {steps[0]}`, or add --pinned"
 
 
 def _require_stopped(sight: TierClient, job: str) -> None:
@@ -91,10 +192,4 @@ def _require_stopped(sight: TierClient, job: str) -> None:
     for state in states:
         if state.job == job and state.clients:
             count = f"{state.clients} process" + ("es" if state.clients > 1 else "")
-            raise UsageError(f"job {job!r} has {count} on this node: stop the job first, or use --force")
-
-
-def _ask(screen: CommandOutput, question: str) -> None:
-    if screen.as_json or not sys.stdin.isatty():
-        raise UsageError(f"{question} Add --yes: without a terminal there is no confirmation")
-    click.confirm(question, abort=True, err=True)
+            raise UsageError(f"job {job!r} has {count} on this node: stop the job first")

@@ -15,6 +15,7 @@ from peerstore.settings import StoreSettings
 from peerstore.shard_records import VersionId
 from peerstore.store.arena import MemfdArena
 from peerstore.store.node_store import NodeStore
+from peerstore.suggestions import did_you_mean
 from tieredckpt.agent.agent_api import StepDescription, StepInventory, StepStatus
 from tieredckpt.agent.agent_client import NodeAgentClient
 from tieredckpt.agent.agent_service import NodeAgentService
@@ -103,7 +104,7 @@ class TierClient:
         """The attempts ``location`` means, newest last: all of the job's, or all at one step."""
         views = [view for view in survey.views if location.includes(view.version_id)]
         if not views:
-            raise step_not_found_error(location, survey)
+            raise self.not_found_error(location, survey)
         return sorted(views, key=lambda view: (view.version_id.version, *view.version_id))
 
     def choose_attempt(self, location: Location, survey: StepInventory) -> StepStatus:
@@ -111,7 +112,7 @@ class TierClient:
         bad = {view.version_id for view in survey.views if view.quarantined}
         candidates = [view.candidate for view in survey.views if location.epoch in (None, view.version_id.epoch)]
         if location.epoch is not None and not any(location.includes(one.version_id) for one in candidates):
-            raise step_not_found_error(location, survey)
+            raise self.not_found_error(location, survey)
         found = resolve_step(
             candidates,
             step=location.step,
@@ -128,9 +129,16 @@ class TierClient:
                 raise CheckpointDamagedError(f"{location} cannot be used any more ({found.explain()})")
             if found.torn and not survey.unreachable:
                 raise CheckpointTornError(f"{location} was begun and never came to be whole ({found.explain()})")
-            raise step_not_found_error(location, survey, found.explain())
+            raise self.not_found_error(location, survey, found.explain())
         group = found.chosen.version_id
         return next(view for view in survey.views if view.version_id == group)
+
+    def not_found_error(self, location: Location, survey: StepInventory, why: str = "") -> TieredCheckpointError:
+        """Return the error for a step that was not found, with the job that was meant if the name is misspelled."""
+        error = step_not_found_error(location, survey, why)
+        if survey.views or self.agent is None or not isinstance(error, CheckpointNotFoundError):
+            return error
+        return CheckpointNotFoundError(f"{error}.{meant}") if (meant := _job_meant(self, location.job)) else error
 
     def with_quarantine_reason(self, job: str, view: StepStatus) -> StepStatus:
         """With a quarantine mark's own text, instead of the fact that there is one in the durable tier."""
@@ -140,15 +148,15 @@ class TierClient:
                 return msgspec.structs.replace(view, quarantined=data.decode(errors="replace"))
         return view
 
-    def delete_attempts(self, job: str, groups: Sequence[VersionId]) -> None:
-        """Give up these steps in every tier that can be seen from here."""
+    def delete_attempts(self, job: str, groups: Sequence[VersionId], *, durable: bool = True) -> None:
+        """Delete these steps from the memory of all nodes, and from the durable tier unless ``durable`` is false."""
         problem: TierUnavailableError | None = None
         if self.agent is not None:
             try:
-                self.agent.drop_steps(job, groups)
+                self.agent.drop_steps(job, groups, durable=durable)
             except TierUnavailableError as error:
                 problem = error
-        if self.durable_settings(job).url:
+        if durable and self.durable_settings(job).url:
             self._direct.drop_steps(job, groups)
         if problem is not None:
             raise problem
@@ -225,8 +233,9 @@ class TierClient:
         durable = self.durable_settings(job)
         if not durable.url:
             raise TierUnavailableError(
-                f"{self.agent_error}, and no durable tier is known: {self.agent_advice or 'start an agent'}, or name "
-                "the store with --durable URL or durable.url"
+                f"{self.agent_error}, and no durable tier is known: "
+                f"{self.agent_advice or 'start an agent (`tieredckpt agent --dir DIR`)'}, or name the store "
+                "with --durable URL or durable.url"
             )
         return self._direct.list_steps(job, fresh=True)
 
@@ -363,6 +372,12 @@ def known_job_names(sight: TierClient) -> list[str]:
     return sorted(one.job for one in known if (one.versions or one.clients) and one.job != MEMORY_SERVICE_JOB)
 
 
+def _job_meant(sight: TierClient, job: str) -> str:
+    """Return a question about the job of this node's agent whose name is closest; "" if the agent has ``job``."""
+    known = known_job_names(sight)
+    return "" if job in known else did_you_mean(job, known)
+
+
 def resolve_job_name(sight: TierClient, named: str | None) -> str:
     """The job somebody means who named ``named``, or none: then there must be exactly one."""
     known = known_job_names(sight)
@@ -372,7 +387,9 @@ def resolve_job_name(sight: TierClient, named: str | None) -> str:
             job not in known and not require_agent(sight).cluster_status(job).member_list_version
         ):  # it may have nodes, and nothing here
             there = f"it has {', '.join(known)}" if known else "it has none"
-            raise CheckpointNotFoundError(f"this node's agent keeps nothing for a job {job}: {there}")
+            raise CheckpointNotFoundError(
+                f"this node's agent keeps nothing for a job {job}: {there}.{did_you_mean(job, known)}"
+            )
         return job
     if not known:
         raise CheckpointNotFoundError("this node's agent has no job")

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import contextlib
-import os
 import random
 import signal
-import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -19,7 +17,8 @@ import msgspec
 from rich.console import Console
 from rich.markup import escape
 
-from elastic.errors import ControlPlaneUnavailableError, ElasticError, PolicyError
+from elastic.cli.common import ElasticScreen
+from elastic.errors import ControlPlaneUnavailableError, PolicyError
 from integration.hyperpod.operator.decision import OperatorEvent
 from integration.hyperpod.operator.elastic_agent_client import ElasticAgentClient
 from integration.hyperpod.operator.job_spec import JobSpec, parse_job_resource
@@ -33,9 +32,11 @@ from integration.hyperpod.operator.sim_loop import (
 )
 from integration.hyperpod.operator.sim_pods import ExternalAgents, LocalPods, PodProvider
 from peerstore.daemon_process import handle_signals
-from peerstore.errors import PeerStoreError
 from tieredckpt.cli.command_output import CommandOutput, text_table
 from tieredckpt.cli.common_options import output_options
+from tieredckpt.cli.exit_codes import ExitCode
+from tieredckpt.cli.help_format import SuggestingGroup
+from tieredckpt.cli.run_program import run_program
 from tieredckpt.settings import load_yaml
 
 __all__ = ["SIM_DIRECTORY_ENV", "main"]
@@ -72,7 +73,6 @@ def print_job(out: Console, kept: StoredSimulation) -> None:
 _PROGRAM = "hyperpod-operator-sim"
 _PORTS = range(15_000, 28_000)
 """Where worlds of one machine meet: below what the kernel gives out by itself."""
-_INTERRUPTED = 130
 _EXITS = """\b
 Exit codes:
   0  done; `run`: the job completed
@@ -81,10 +81,23 @@ Exit codes:
   5  no such job is operated here, or what is kept of it cannot be read
   130  interrupted; agents of --agents run on, those of --spawn are ended"""
 
+
+class SimScreen(ElasticScreen):
+    """The output of a command about a simulated operator: its errors have no advice."""
+
+    def advice_for(self, error: BaseException) -> str:
+        del error
+        return ""
+
+
 pass_sim_output = click.make_pass_decorator(CommandOutput)
 
 
-@click.group(context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100}, epilog=_EXITS)
+@click.group(
+    cls=SuggestingGroup,
+    context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100},
+    epilog=_EXITS,
+)
 def operator_sim_cli() -> None:
     """Operates a HyperPodPyTorchJob: drives real HyperPod agents over HTTP, as the operator of a cluster does.
 
@@ -146,7 +159,7 @@ def sim_run_command(
         if ended or spawn:
             place.clear()
     if not ended:
-        return _INTERRUPTED
+        return ExitCode.INTERRUPTED
     return 0 if state.phase is JobPhase.SUCCEEDED else 1
 
 
@@ -250,27 +263,5 @@ def _interrupted() -> Iterator[threading.Event]:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run one command; its exit code. Errors are one message; ``--debug`` shows where from."""
-    screen = CommandOutput(_PROGRAM)
-    words = None if argv is None else list(argv)
-    try:
-        result = operator_sim_cli.main(args=words, prog_name=_PROGRAM, standalone_mode=False, obj=screen)
-        sys.stdout.flush()
-        return int(result or 0)
-    except click.exceptions.Exit as done:
-        return int(done.exit_code)
-    except click.ClickException as wrong:
-        wrong.show()
-        return int(wrong.exit_code)
-    except (click.Abort, KeyboardInterrupt):
-        screen.err.print("interrupted")
-        return _INTERRUPTED
-    except BrokenPipeError:  # whoever read the output has seen enough
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return 0
-    except (ElasticError, PeerStoreError, OSError) as error:
-        if screen.debug:
-            raise
-        screen.err.print(f"[bold red]{_PROGRAM}:[/] {escape(str(error) or type(error).__name__)}")
-        wrong_words = isinstance(error, PolicyError)
-        return 2 if wrong_words else 5 if isinstance(error, ControlPlaneUnavailableError) else 1
+    """Run one command of ``hyperpod-operator-sim``, and return its exit code."""
+    return run_program(operator_sim_cli, SimScreen(_PROGRAM), argv)

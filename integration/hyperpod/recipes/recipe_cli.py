@@ -24,6 +24,7 @@ from integration.hyperpod.recipes.recipe import Recipe, read_recipe
 from integration.hyperpod.recipes.recipe_plan import PlanAtSize, recipe_training_job
 from tieredckpt.cli.command_output import text_table
 from tieredckpt.cli.common_options import output_options
+from tieredckpt.cli.help_format import SuggestingGroup
 
 EXAMPLE_SCRIPT = ("train.py",)
 
@@ -110,7 +111,7 @@ def plans_table(plans: Sequence[PlanAtSize]) -> Any:
 _Command = TypeVar("_Command", bound=Callable[..., Any])
 
 
-@click.group("recipe", short_help="Inspect HyperPod recipes, convert them to jobs.")
+@click.group("recipe", cls=SuggestingGroup, short_help="Inspect HyperPod recipes, convert them to jobs.")
 def recipe_group() -> None:
     """Inspect HyperPod recipe files and convert them to jobs."""
 

@@ -126,3 +126,10 @@ def test_two_attempts_at_a_step_are_distinguished(cli, agent_dir, durable):
     assert (first["step"], second["step"]) == (1, 1)
     assert first["epoch"] < second["epoch"]
     assert "ATTEMPT" in cli("ls", "twice").out
+
+
+@pytest.mark.parametrize("command", ["ls", "status", "inspect", "rm", "pin"])
+def test_misspelled_job_is_reported_with_the_one_that_was_meant(cli, job, command):
+    said = cli(command, "lama", *(["2"] if command in ("rm", "pin") else []))
+    assert said.code == 3
+    assert "Did you mean 'llama'?" in said.err

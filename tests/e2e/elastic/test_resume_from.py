@@ -8,8 +8,8 @@ import sys
 
 import pytest
 
-from elastic.cli.common import ElasticExit
 from tests.support.agents import stop_agent
+from tieredckpt.cli.exit_codes import ExitCode
 
 pytestmark = pytest.mark.e2e
 
@@ -69,7 +69,7 @@ def test_first_world_restores_the_requested_step_or_the_job_ends(elastic_run):
         in done.stdout + done.stderr
     )
     done, restored = elastic_run(6, "--resume-from", "9")
-    assert (done.returncode, restored) == (ElasticExit.JOB_FAILED, [])
+    assert (done.returncode, restored) == (ExitCode.JOB_FAILED, [])
     assert "elastic run --resume-from 9: " in done.stderr
     assert "there are steps 0, 1, 2, 3, 4" in done.stderr
     assert "not retried" in done.stderr

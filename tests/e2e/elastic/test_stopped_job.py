@@ -10,11 +10,11 @@ import sys
 import pytest
 import torch
 
-from elastic.cli.common import ElasticExit
 from tests.support.bits import assert_same_bits
 from tieredckpt import Checkpointer, CheckpointNotFoundError
 from tieredckpt.agent.agent_client import NodeAgentClient
 from tieredckpt.agent.stopped_step import StoppedStep, record_stopped_step, report_last_stop
+from tieredckpt.cli.exit_codes import ExitCode
 from tieredckpt.session.session import open_session
 from tieredckpt.settings import load_settings
 
@@ -74,7 +74,7 @@ def agent():
 def stopped_run(elastic_run):
     """Run and stop a job; return the agent's record of the stop."""
     done, restored = elastic_run(100_000, stop_after=4)
-    assert (done.returncode, restored) == (ElasticExit.STOPPED, ["-1 0"]), done.stderr
+    assert (done.returncode, restored) == (ExitCode.STOPPED, ["-1 0"]), done.stderr
     with agent() as client:
         stopped = report_last_stop(client, "stopping").stopped
     assert stopped is not None, done.stderr
@@ -97,7 +97,7 @@ def test_next_run_raises_without_the_sealed_version_unless_overridden(elastic_ru
         (gone,) = [one.version_id for one in views if one.version_id.version == stopped.step]
         client.store.delete_versions("stopping", [gone])
     done, restored = elastic_run(stopped.step + 3)
-    assert (done.returncode, restored) == (ElasticExit.JOB_FAILED, []), done.stderr
+    assert (done.returncode, restored) == (ExitCode.JOB_FAILED, []), done.stderr
     assert f"the last run was stopped after its ranks sealed step {stopped.step}@{stopped.epoch}" in done.stderr
     older = stopped.step - 1
     assert f"step {older}@{stopped.epoch} as the newest complete one" in done.stderr

@@ -16,7 +16,6 @@ import msgspec
 import pytest
 
 from elastic.cli import main, run
-from elastic.cli.common import ElasticExit
 from elastic.control import child_processes
 from elastic.control.child_processes import python_module_command, with_import_path
 from elastic.control.run_directory import LocalRun, RunDirectory, derive_peer_secret, list_runs
@@ -24,6 +23,7 @@ from elastic.errors import ControlPlaneUnavailableError
 from tests.support.elastic_runs import ROOT, elastic_job
 from tests.support.local_nodes import wait_until
 from tieredckpt.agent.peer_config import peer_secret
+from tieredckpt.cli.exit_codes import ExitCode
 from tieredckpt.settings import load_settings
 
 SECRET = "everybody who lists processes reads this"
@@ -154,7 +154,7 @@ def test_secret_on_the_command_line_is_refused_and_not_printed(words, tmp_path, 
     monkeypatch.setenv("ELASTIC_RUN_DIRECTORY", str(tmp_path / "run"))
     monkeypatch.chdir(tmp_path)
     (tmp_path / "train.py").touch()
-    assert main(list(words)) == ElasticExit.USAGE
+    assert main(list(words)) == ExitCode.USAGE
     said = capsys.readouterr()
     assert SECRET not in said.out + said.err
     assert "file:/path" in said.err

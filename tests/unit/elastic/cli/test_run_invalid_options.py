@@ -8,8 +8,8 @@ import pytest
 
 from elastic.cli import main
 from elastic.cli import run as run_cli
-from elastic.cli.common import ElasticExit
 from elastic.cli.run import load_scaling_policy
+from tieredckpt.cli.exit_codes import ExitCode
 
 
 @pytest.fixture
@@ -22,7 +22,7 @@ def refused(tmp_path, monkeypatch, capsys):
     script.touch()
 
     def run(*options, script=script):
-        assert main(["run", "--no-agent", *map(str, options), str(script)]) == ElasticExit.USAGE
+        assert main(["run", "--no-agent", *map(str, options), str(script)]) == ExitCode.USAGE
         assert not (tmp_path / "run").exists()
         return " ".join(capsys.readouterr().err.split())
 

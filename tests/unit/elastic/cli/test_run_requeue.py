@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from elastic.cli import run
-from elastic.cli.common import ElasticExit
 from elastic.launcher import SupervisorSpec
+from tieredckpt.cli.exit_codes import ExitCode
 
 
 def task(node, *, leads=False):
@@ -24,13 +24,13 @@ ALL, LOST = ("n1", "n2", "n3"), ("n2", "n3")
 @pytest.mark.parametrize(
     ("left", "status", "noticed", "who"),
     [
-        (ALL, ElasticExit.STOPPED, True, ["n1"]),
-        (ALL, ElasticExit.STOPPED, False, []),  # `elastic stop`, SIGTERM: somebody has decided that it ends
-        (ALL, ElasticExit.OK, True, []),
-        (ALL, ElasticExit.JOB_FAILED, True, []),
-        (LOST, ElasticExit.JOB_FAILED, False, ["n2"]),
-        ((), ElasticExit.JOB_FAILED, False, []),  # Slurm does not say
-        (LOST, ElasticExit.REFUSED, False, []),
+        (ALL, ExitCode.STOPPED, True, ["n1"]),
+        (ALL, ExitCode.STOPPED, False, []),  # `elastic stop`, SIGTERM: somebody has decided that it ends
+        (ALL, ExitCode.OK, True, []),
+        (ALL, ExitCode.JOB_FAILED, True, []),
+        (LOST, ExitCode.JOB_FAILED, False, ["n2"]),
+        ((), ExitCode.JOB_FAILED, False, []),  # Slurm does not say
+        (LOST, ExitCode.REFUSED, False, []),
     ],
 )
 def test_only_a_single_node_requeues_the_job(monkeypatch, left, status, noticed, who):

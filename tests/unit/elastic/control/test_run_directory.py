@@ -6,16 +6,17 @@ import stat
 
 import pytest
 
-from elastic.cli.common import ElasticExit, elastic_advice_for, elastic_exit_for
+from elastic.cli.common import ElasticScreen
 from elastic.control.run_directory import LastRun, RunDirectory, derive_peer_secret, describe_no_job
 from elastic.errors import JobNotFoundError
+from tieredckpt.cli.exit_codes import ExitCode, exit_code_for
 
 
 def test_machine_without_jobs_says_how_to_start_one(tmp_path):
     with pytest.raises(JobNotFoundError, match="job 'a' does not run on this machine") as caught:
         RunDirectory(tmp_path, "a").read()
-    assert elastic_exit_for(caught.value) == ElasticExit.NOT_FOUND
-    assert elastic_advice_for(caught.value) == ""
+    assert exit_code_for(caught.value, ElasticScreen.codes_by_error) == ExitCode.NOT_FOUND
+    assert ElasticScreen("elastic").advice_for(caught.value) == ""
     assert describe_no_job(tmp_path).endswith("Start one with: elastic run SCRIPT")
 
 

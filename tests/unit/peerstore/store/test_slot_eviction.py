@@ -260,6 +260,8 @@ def test_replicated_version_is_never_evicted(slots, whole, rollback_targets, lim
 def advised(refused):
     """The budget that a refusal says is enough; ``None`` when it says none."""
     said = re.search(r"raise the budget to .* \(([0-9]+) bytes\)", refused.reason)
+    if said:
+        assert f"`tieredckpt agent restart --budget {said[1]}`" in refused.reason
     return int(said[1]) if said else None
 
 

@@ -2,6 +2,7 @@
 
 import pytest
 
+from elastic.cli.common import ELASTIC_EXIT_HELP
 from peerstore import errors as store_errors
 from tieredckpt import errors
 from tieredckpt.cli.exit_codes import EXIT_CODES_HELP, ExitCode, exit_code_for, hint_for, worst_exit_code
@@ -59,4 +60,5 @@ def test_damage_outweighs_the_unknown():
 def test_help_documents_every_code():
     for code in ExitCode:
         if code is not ExitCode.INTERRUPTED:
-            assert f"\n  {int(code)}  " in EXIT_CODES_HELP
+            shown = ELASTIC_EXIT_HELP if code in (ExitCode.STOPPED, ExitCode.JOB_FAILED) else EXIT_CODES_HELP
+            assert f"\n  {int(code)}  " in shown

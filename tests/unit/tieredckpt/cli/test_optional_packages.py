@@ -30,11 +30,10 @@ def test_missing_extra_is_one_line(without_extras, tmp_path, capsys):
 
 
 def test_controller_names_its_extra(without_extras, capsys):
-    with pytest.raises(SystemExit):
-        controller(["--all-namespaces"], prog_name="hyperpod-controller")
+    assert controller(["--all-namespaces"]) == ExitCode.USAGE
+    said = capsys.readouterr().err
     assert (
-        capsys.readouterr().err
-        == "Error: the package kubernetes is not installed: pip install 'tieredckpt[kubernetes]'\n"
+        said == "hyperpod-controller: the package kubernetes is not installed: pip install 'tieredckpt[kubernetes]'\n"
     )
 
 

@@ -1,0 +1,132 @@
+"""``tieredckpt rm``: one step or a whole job, in one tier or in all."""
+
+import pytest
+
+from tieredckpt.session.session import close_sessions
+
+pytestmark = [pytest.mark.filterwarnings("ignore:torch.distributed is disabled"), pytest.mark.e2e]
+
+
+def listed_steps(cli, *more):
+    return {line["step"]: line for line in cli("ls", "llama", "--json", *more).json["steps"]}
+
+
+def test_a_step_is_deleted_from_every_tier(cli, job, tmp_path):
+    said = cli("rm", "llama", 3)
+    assert said.code == 2
+    assert "--yes" in said.err
+    assert 3 in listed_steps(cli)
+    said = cli("rm", "llama", 3, "--yes", "--json")
+    assert said.code == 0, said.err
+    assert said.json["deleted_from"] == ["memory", "durable"]
+    assert list(listed_steps(cli)) == [1, 2]
+    assert not list((tmp_path / "durable").rglob("000000000003*"))
+    job.assert_restores(2, tiers={"memory"})
+    assert cli("rm", "llama", 3, "--yes").code == 3
+
+
+def test_a_step_is_deleted_from_the_store_alone(cli, job):
+    job.lose_memory()
+    rm = ("rm", "llama/step-3", "-y", "--durable", job.settings.durable.url)
+    said = cli(*rm)
+    assert said.code == 5
+    assert "--force" in said.err, "whoever uploads it now would bring it back, and nobody can be asked"
+    assert 3 in listed_steps(cli, "--durable", job.settings.durable.url)
+    said = cli(*rm, "--force", "--json")
+    assert (said.code, said.json["deleted_from"]) == (0, ["durable"])
+    assert "no agent answers" in said.json["not_asked"]
+    job.assert_restores(2, tiers={"durable"})
+
+
+def test_rm_of_a_job_deletes_all_its_steps_everywhere(cli, job, tmp_path):
+    close_sessions()
+    said = cli("rm", "llama")
+    assert said.code == 2
+    assert "delete all 3 steps of job 'llama' (1 to 3) from memory (" in said.err
+    assert ")? Add --yes" in said.err
+    assert [line["step"] for line in cli("ls", "llama", "--json").json["steps"]] == [1, 2, 3]
+    in_memory = sum(line["size_bytes"] for line in listed_steps(cli).values() if line["parts_in_memory"])
+    stored = sum(path.stat().st_size for path in (tmp_path / "durable").rglob("*.safetensors"))
+    said = cli("rm", "llama", "--yes", "--json")
+    assert said.code == 0
+    assert said.json["steps"] == [1, 2, 3]
+    assert said.json["step"] is None
+    assert said.json["deleted_from"] == ["memory", "durable"]
+    assert said.json["bytes"] == {"memory": in_memory, "durable": stored}
+    assert cli("ls", "llama").code == 3
+    assert cli("ls", "llama", "--durable", job.settings.durable.url).code == 3
+    assert cli("rm", "llama", "--yes").code == 3
+
+
+def test_rm_refuses_a_job_that_runs(cli, job):
+    with job.checkpointer() as ckpt:
+        assert ckpt.session.agent is not None
+        said = cli("rm", "llama", "--yes")
+        assert said.code == 2
+        assert "job 'llama' has 1 process on this node: stop the job first" in said.err
+        assert cli("rm", "llama", "--yes", "--force").code == 2
+    assert [line["step"] for line in cli("ls", "llama", "--json").json["steps"]] == [1, 2, 3]
+
+
+def test_rm_wrong_calls(cli, job):
+    assert cli("rm", "llama").code == 2
+    assert cli("rm", "llama/step-1", 2).code == 2
+    assert cli("rm", "llama", 9, "--yes").code == 3
+
+
+def test_rm_dry_run_deletes_nothing(cli, job):
+    close_sessions()
+    said = cli("rm", "llama", "--dry-run", "--json")
+    assert said.code == 0, said.err
+    assert said.json["dry_run"]
+    assert said.json["steps"] == [1, 2, 3]
+    assert said.json["deleted_from"] == ["memory", "durable"]
+    assert "would delete all 3 steps of job 'llama' (1 to 3) from memory (" in cli("rm", "llama", "-n").out
+    assert list(listed_steps(cli)) == [1, 2, 3]
+    job.assert_restores(3, tiers={"memory"})
+
+
+def test_rm_keeps_pinned_steps(cli, job):
+    close_sessions()
+    assert cli("pin", "llama", 3).code == 0
+    said = cli("rm", "llama", 3, "--yes")
+    assert said.code == 2
+    assert "step 3 of job 'llama' is pinned" in said.err
+    assert "--pinned" in said.err
+    said = cli("rm", "llama", "--yes", "--json")
+    assert said.code == 0, said.err
+    assert said.json["steps"] == [1, 2]
+    assert said.json["pinned"] == [3]
+    assert list(listed_steps(cli)) == [3]
+    job.assert_restores(3, tiers={"memory"})
+    close_sessions()
+    assert cli("rm", "llama", "--yes").code == 2
+    assert cli("rm", "llama", "--yes", "--pinned").code == 0
+    assert cli("ls", "llama").code == 3
+
+
+def test_rm_of_the_memory_tier_leaves_the_durable_steps(cli, job):
+    close_sessions()
+    said = cli("rm", "llama", "--tier", "memory", "--yes", "--json")
+    assert said.code == 0, said.err
+    assert said.json["steps"] == [2, 3]
+    assert said.json["deleted_from"] == ["memory"]
+    assert said.json["bytes"]["durable"] == 0
+    assert {step: line["parts_in_memory"] for step, line in listed_steps(cli).items()} == {1: 0, 2: 0, 3: 0}
+    job.assert_restores(3, tiers={"durable"})
+
+
+def test_rm_of_the_durable_tier_leaves_the_steps_in_memory(cli, job, tmp_path):
+    close_sessions()
+    said = cli("rm", "llama", "--tier", "durable", "--yes", "--json")
+    assert said.code == 0, said.err
+    assert said.json["steps"] == [1, 2, 3]
+    assert said.json["deleted_from"] == ["durable"]
+    assert said.json["bytes"]["memory"] == 0
+    assert not list((tmp_path / "durable").rglob("*.safetensors"))
+    assert list(listed_steps(cli)) == [2, 3]
+    job.assert_restores(3, tiers={"memory"})
+    close_sessions()
+    said = cli("rm", "llama", "--tier", "durable", "--yes")
+    assert said.code == 3
+    assert "the durable tier has no step of tiered://llama" in said.err

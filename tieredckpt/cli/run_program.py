@@ -1,0 +1,67 @@
+"""How every command-line program runs one command: its exit code, and its errors as one message or as JSON."""
+
+from __future__ import annotations
+
+import os
+import select
+import sys
+from collections.abc import Sequence
+
+import click
+
+from tieredckpt.cli.command_output import CommandOutput
+from tieredckpt.cli.exit_codes import ExitCode
+from tieredckpt.cli.optional_packages import missing_extra
+
+
+def run_program(command: click.Command, screen: CommandOutput, argv: Sequence[str] | None = None) -> int:
+    """Run ``command`` with ``argv``, or with this process's arguments, and return its exit code.
+
+    Errors of ``screen.reported_errors`` are one message; ``--debug`` adds where they came from. Others are raised.
+    """
+    words = sys.argv[1:] if argv is None else list(argv)
+    screen.argv = words
+    if f"_{screen.program}_COMPLETE".replace("-", "_").upper() in os.environ:  # the shell completes a command line
+        command.main(args=words, prog_name=screen.program)
+    try:
+        result = _invoke(command, screen, words)
+        sys.stdout.flush()
+        return int(result or 0)
+    except click.ClickException as wrong:
+        wrong.show()
+        if screen.as_json or "--json" in words:  # an option before --json may be the wrong one
+            screen.print_json_error(type(wrong).__name__, wrong.format_message(), "", wrong.exit_code)
+        return int(wrong.exit_code)
+    except (click.Abort, KeyboardInterrupt):
+        screen.err.print("interrupted")
+        return ExitCode.INTERRUPTED
+    except ModuleNotFoundError as error:
+        needed = missing_extra(error)
+        if needed is None:
+            raise
+        return screen.report_error(needed)
+    except screen.reported_errors as error:
+        if isinstance(error, BrokenPipeError) and _is_stdout_closed():  # the reader has seen enough
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+            return ExitCode.OK
+        return screen.report_error(error)
+
+
+def _invoke(command: click.Command, screen: CommandOutput, words: list[str]) -> int | None:
+    """Run the command without ``click``'s own handling of a broken pipe, which also means that of any connection."""
+    try:
+        with command.make_context(screen.program, list(words), obj=screen) as context:
+            result: int | None = command.invoke(context)
+            return result
+    except click.exceptions.Exit as done:
+        return int(done.exit_code)
+
+
+def _is_stdout_closed() -> bool:
+    """Return whether standard output is a pipe without a reader."""
+    try:
+        poll = select.poll()
+        poll.register(sys.stdout.fileno(), 0)
+        return bool(poll.poll(0))
+    except (OSError, ValueError):
+        return False
