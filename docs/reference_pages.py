@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import re
 from collections.abc import Iterable, Iterator, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -107,7 +108,7 @@ def agent_rows() -> Iterator[tuple[str, str]]:
 
 def exit_codes_page() -> str:
     """Return the page of exit codes, with the errors that end a command with them."""
-    from elastic.cli.common import ELASTIC_EXIT_HELP, elastic_exit_for
+    from elastic.cli.common import ELASTIC_EXIT_HELP, ElasticScreen
     from integration.hyperpod.operator.sim_cli import operator_sim_cli
     from tieredckpt.cli.exit_codes import EXIT_CODES_HELP, exit_code_for
 
@@ -118,7 +119,7 @@ def exit_codes_page() -> str:
     blocks = [start]
     for title, text, code_of in (
         ("tieredckpt", EXIT_CODES_HELP, exit_code_for),
-        ("elastic", ELASTIC_EXIT_HELP, elastic_exit_for),
+        ("elastic", ELASTIC_EXIT_HELP, partial(exit_code_for, codes=ElasticScreen.codes_by_error)),
         ("hyperpod-operator-sim", operator_sim_cli.epilog or "", None),
     ):
         rows = ["| code | meaning | errors |", "|---|---|---|"]

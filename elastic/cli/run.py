@@ -493,7 +493,7 @@ def _launch(
             place.remove()
             how = next((over.value for over, code in EXIT_STATUS.items() if code == status), f"status {int(status)}")
             place.write_last_run(LastRun(record.job, how, time.time(), _same_command(screen.argv)))
-        has_finished = leader is not None and status == ElasticExit.OK
+        has_finished = leader is not None and status == ExitCode.OK
         for task in nodes:
             if has_finished and task.starts_agent and task.node in launcher.killed_nodes:
                 shut_down_left_agent(supervisor_environ(task), place.directory)
