@@ -96,6 +96,8 @@ class CoordinatorSpec(msgspec.Struct, frozen=True, tag="coordinator"):
     """Command line that starts another node, for messages."""
     requested_step: RequestedStep | None = None
     """The step that the first world restores."""
+    holders: tuple[str, ...] = ()
+    """Nodes whose agents hold the newest step of an earlier run."""
     verbose: int = 0
 
 
@@ -175,6 +177,7 @@ def run_coordinator(task: CoordinatorSpec, secret: bytes) -> JobEnd:
         task.local_nodes,
         task.join_command,
         task.requested_step,
+        task.holders,
     )
     epoch_file = Path(task.epoch_file) if task.epoch_file else None
     if epoch_file is not None and not can_write_epoch(epoch_file):

@@ -43,7 +43,13 @@ from elastic.rendezvous.store_servers import ROOTLESS
 from elastic.schedulers.allocation import NodeLaunch, RunOptions, node_range, resolve_launch
 from elastic.schedulers.shared_secret import shared_secret
 from elastic.schedulers.slurm import remaining_nodes, requeue_job
-from elastic.supervisor.memory_tier import began_ns, describe_resumable, resumable_steps, shut_down_left_agent
+from elastic.supervisor.memory_tier import (
+    began_ns,
+    describe_resumable,
+    newest_step_holders,
+    resumable_steps,
+    shut_down_left_agent,
+)
 from elastic.world.scaling_policy import PolicyFields, ScalingPolicy
 from elastic.world.world_state import RequestedStep
 from peerstore.membership.topology import validate_node_id
@@ -333,6 +339,9 @@ def run_command(screen: ElasticScreen, /, script: str, args: tuple[str, ...], **
             _coordinator_task(place, record, options, _join_command(place.job, options, screen.argv)) if leads else None
         )
         nodes = [_node_task(place, record, name, options) for name in _node_names(options)]
+        if leader is not None and leader.requested_step is None and len(nodes) > 1:
+            environs = {task.node: supervisor_environ(task) for task in nodes if task.starts_agent}
+            leader = msgspec.structs.replace(leader, holders=newest_step_holders(environs))
         again = scheduled.run if options["requeue"] else ""
         return _launch(screen, place, record, nodes, leader, notices=scheduled.notices, requeue=again)
 

@@ -69,6 +69,8 @@ class CoordinatorSettings:
     """Command line that starts another node, for messages."""
     requested_step: RequestedStep | None = None
     """The step that the first world restores."""
+    holders: tuple[str, ...] = ()
+    """Nodes whose agents hold the newest step of an earlier run. The first world waits for one of them."""
 
 
 @dataclass
@@ -141,6 +143,9 @@ class WorldReconciler:
         self.store_node = ""
         self.is_rejoining = not fresh
         self._gather_deadline: float | None = None
+        self._held_back: set[str] = set()
+        """Nodes that have joined, and that the first world does not use before a holder of the newest step is ready."""
+        self._holders_deadline: float | None = None
         self._warned_of: WorldRecord | None = None
         self._changed: set[str] = set()
         self._last_command = 0
@@ -189,6 +194,9 @@ class WorldReconciler:
             return ""
         if has_other_peer:
             self._update_standby()
+        if self._is_held_back(status.node, now):
+            self._held_back.add(status.node)
+            return ""
         if self.progress is not None:
             self.progress.update(status)
         if not self.is_superseded(status):
@@ -211,6 +219,7 @@ class WorldReconciler:
             self._gather_reports(now)
             return
         self._decide_pending(now)
+        self._admit_held_back(now)
         self._place_store(now)
         self._set_pause_target()
         if self.progress is not None:
@@ -291,6 +300,7 @@ class WorldReconciler:
         if self.is_rejoining:
             self._gather_reports(now)
             return
+        self._admit_held_back(now)
         events: list[world_state.WorldEvent] = [self._lost(record, now) for record in self._silent(now)]
         runs = self.world_spec is not None and self.world.phase is WorldPhase.RUNNING
         if self.world_spec is not None and runs and self.hang_detector.is_check_due(self.settings.hang, now):
@@ -305,6 +315,33 @@ class WorldReconciler:
             self._disconnected.remove(node)
             if self.progress is not None:
                 self.progress.forget(node)
+
+    def _is_held_back(self, node: str, now: float) -> bool:
+        """Whether the first world waits for a holder of the newest step, and the node is none."""
+        holders = self.settings.holders
+        if self.world.epoch >= 0 or not holders or node in holders:
+            return False
+        if any(one in self.nodes and self.nodes[one].status.ready for one in holders):
+            return False
+        if self._holders_deadline is None:
+            wait_s = self.settings.policy.lost_state_timeout_s
+            self._holders_deadline = now + wait_s
+            log.info("the first world waits up to %g s for %s, which has the newest step", wait_s, shortened(holders))
+        if now < self._holders_deadline:
+            return True
+        log.error(
+            "no node with the newest step (%s) was ready in %g s: the job starts without it, and repeats steps",
+            *(shortened(holders), self.settings.policy.lost_state_timeout_s),
+        )
+        return False
+
+    def _admit_held_back(self, now: float) -> None:
+        """Let nodes join that waited for a holder of the newest step, after the holder's own events."""
+        if not self._held_back or any(self._is_held_back(node, now) for node in self._held_back):
+            return
+        admitted, self._held_back = sorted(self._held_back), set()
+        reports = [self.nodes[node].status for node in admitted if node in self.nodes]
+        self._decide([event for one in reports for event in node_reports.events_between(None, one, now)], now)
 
     def _decide_pending(self, now: float) -> None:
         events, self._pending_events = self._pending_events, []

@@ -359,6 +359,28 @@ def resumable_steps(environs: Iterable[Mapping[str, str]], since_ns: int, run: R
     return found or earlier
 
 
+def newest_step_holders(environs: Mapping[str, Mapping[str, str]]) -> tuple[str, ...]:
+    """Return the nodes of this machine whose agents hold the newest complete step of a job, by node name.
+
+    ``environs`` are the environments of the nodes' supervisors. Without an agent that answers the result is empty.
+    """
+    steps: dict[str, dict[str, int]] = {}
+    for node, environ in environs.items():
+        try:
+            settings = load_settings(environ)
+            if not settings.enabled:
+                continue
+            connect_to_agent(settings.agent_place.socket).close()  # a client would retry for seconds
+            steps[node] = {job: step for job, (step, _) in _on_node(settings, 0).items()}
+        except (TieredCheckpointError, PeerStoreError, OSError) as error:
+            log.info("the steps in memory of node %s are unknown: %s", node, error)
+    newest: dict[str, int] = {}
+    for held in steps.values():
+        for job, step in held.items():
+            newest[job] = max(step, newest.get(job, -1))
+    return tuple(node for node, held in steps.items() if held and all(held.get(job) == newest[job] for job in newest))
+
+
 def began_ns(boot_s: float, wall_ns: int, *, wall: Callable[[], int] = time.time_ns) -> int:
     """When a job began that did at these times, as clocks say that may have gone back meanwhile."""
     return min(wall_ns, wall() - int((since_boot() - boot_s) * 1e9))

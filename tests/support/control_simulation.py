@@ -136,9 +136,11 @@ class ControlSimulation:
         most: int = 6,
         hang: HangTimeouts | None = None,
         requested_step: RequestedStep | None = None,
+        holders: tuple[str, ...] = (),
     ) -> None:
         self.now = 1000.0
         self.requested_step = requested_step
+        self.holders = holders
         self.clock_offset_s = 0.0
         self.hang = hang or HangTimeouts()
         self.assignments: list[RankAssignment] = []
@@ -186,6 +188,7 @@ class ControlSimulation:
             rejoin_timeout_s=3.0,
             hang=self.hang,
             requested_step=self.requested_step,
+            holders=self.holders,
         )
         floor = -1 if fresh or not remembers else max(self.desk.min_epoch, self.desk.world.epoch)
         return WorldReconciler(

@@ -9,7 +9,7 @@ import sys
 
 import pytest
 
-from tests.support.elastic_runs import ROOT
+from tests.support.elastic_runs import ROOT, kill
 from tests.support.local_nodes import wait_until
 from tests.support.training_runs import assert_each_sample_once, assert_same_results, committed_steps
 from tieredckpt.agent.agent_client import NodeAgentClient
@@ -126,3 +126,29 @@ def test_node_that_joins_during_a_world_gets_replicas(training_run, reference_st
     job.wait_finished(run)
     assert job.wait_ended(late) == 0
     assert_resumed_from(job, 10, reference_steps)
+
+
+def test_next_run_starts_on_a_node_that_has_the_newest_step(training_run, reference_steps) -> None:
+    job = prepare("again", training_run)
+    job.environ |= {"TIEREDCKPT_AGENT_LINGER_S": "3600", "TIEREDCKPT_AGENT_JOB_TTL_S": "3600"}
+    job.allow_steps(0)
+    run = job.start_run(2, "--nnodes", "1")
+    (outside,) = wait_standby(job, 1)
+    inside = ranked_node(job)
+    job.allow_steps(10)
+    job.wait_step_in_world(1, 9)
+    wait_replicated(job, outside, 9)
+    for pid in job.pids('"type":"node"', f'"node":"{outside}"'):
+        kill(pid)
+    job.lose_node(inside)
+    assert job.wait_ended(run) == 7
+    assert "the same command resumes it from step 9" in job.output()
+
+    before = job.log_lines("world")
+    job.allow_steps(TOTAL)
+    job.wait_finished(job.start_run(2, "--nnodes", "1"))
+    (resumed,) = (one for one in job.log_lines("world") if one not in before)
+    assert resumed["first"] == 10
+    moved = committed_steps(job)
+    assert_same_results(moved, reference_steps)
+    assert_each_sample_once(moved)

@@ -130,6 +130,31 @@ def test_new_coordinator_waits_no_longer_than_lost_state_timeout(caplog):
     assert "the job continues with what the other nodes have" in caplog.text
 
 
+def test_first_world_begins_on_the_node_that_has_the_newest_step():
+    """One node is enough, and the others join first."""
+    table = ControlSimulation(3, most=1, holders=("n2",))
+    run_without(table, 2, 30)
+    assert table.desk.world.epoch == -1
+    table.run_without_faults(15)
+    assert table.desk.world.phase.is_running
+    assert table.desk.world.ranked_nodes == ("n2",)
+    assert set(table.desk.world.members) == {"n0", "n1", "n2"}
+
+
+def test_one_holder_of_the_newest_step_is_enough():
+    table = ControlSimulation(3, most=2, holders=("n1", "n2"))
+    run_without(table, 2, 30)
+    assert set(table.desk.world.ranked_nodes) == {"n0", "n1"}
+
+
+def test_first_world_waits_for_a_holder_no_longer_than_lost_state_timeout(caplog):
+    table = ControlSimulation(3, most=1, holders=("n2",))
+    run_without(table, 2, 90)
+    assert table.desk.world.phase.is_running
+    assert table.desk.world.ranked_nodes in (("n0",), ("n1",))
+    assert "no node with the newest step (n2) was ready in 60 s" in caplog.text
+
+
 def test_request_outlives_the_coordinator():
     table = ControlSimulation(3)
     table.run_without_faults(15)
