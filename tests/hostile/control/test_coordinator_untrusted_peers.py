@@ -194,10 +194,10 @@ def test_supervisor_starts_above_the_required_generation(tmp_path):
     try:
         one.state.start()
         later = one.state.generation + 3_600_000
-        one._ordered(NodeDesired("c", one.state.generation, superseded=True, min_generation=later))
+        one._apply_orders(NodeDesired("c", one.state.generation, superseded=True, min_generation=later))
         assert one.state.generation == later + 1
     finally:
-        one._door.close()
+        one._server.close()
 
 
 @pytest.mark.parametrize(
