@@ -191,8 +191,8 @@ class MemoryTierProcess:
     def shut_down(self) -> None:
         """Free the memory of a job that succeeded, and stop the agent.
 
-        Steps that the durable tier lacks remain in memory. The agent continues to run if a process uses it, or if it was
-        not started for this job.
+        Steps that the durable tier lacks remain in memory. The agent continues to run if a process uses it, or if it
+        was not started for this job.
         """
         needed = self._paths is not None and not self._release_memory()
         self.close()

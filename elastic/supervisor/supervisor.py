@@ -116,9 +116,10 @@ class SupervisorSettings:
     """Seconds that ranks may train without a coordinator."""
     environ: Mapping[str, str] = field(default_factory=dict)
     candidate: Callable[[int], Sequence[str]] | None = None
-    """Returns the command of a coordinator that may lead. Only set if ``coordinator`` is a leader record's URL.
+    """Returns the command of a coordinator that may lead.
 
-    Its argument is a term in which the job had a leader already, or 0."""
+    Only set if ``coordinator`` is the URL of a leader record. Its argument is a term in which
+    the job had a leader already, or 0."""
     candidate_name: str = ""
     """Name of that coordinator in the leader record."""
 
