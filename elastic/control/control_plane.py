@@ -3,10 +3,10 @@
 The calls of a rank::
 
     wait_for_assignment() ──> train … notice() at every step boundary … ──> agree_on_step(step) ──> target
-       ^         ^                          │ broken epoch                        │ train until target
-       │         │                          v                                     v
-       │         └───────────────── groups aborted                     report_sealed(target)
-       └──────────────────────────────────────────────────────────────────────────┘
+       ^     ^                              │ broken epoch                          │ train until target
+       │     │                              v                                       v
+       │     └─────────────── (groups aborted)                           report_sealed(target)
+       └────────────────────────────────────────────────────────────────────────────┘
 """
 
 from __future__ import annotations
@@ -131,8 +131,8 @@ class ControlPlane(Protocol):
     def wait_for_assignment(self, *, timeout_s: float | None = None) -> RankAssignment:
         """Wait for the assignment of this process in the next world.
 
-        The process must have left all process groups. Raise :class:`~elastic.errors.JobFailedError` if the job has failed, and :class:`Dismissed` if this process is
-        not needed any longer.
+        The process must have left all process groups. Raise :class:`~elastic.errors.JobFailedError` if the job has
+        failed, and :class:`Dismissed` if this process is not needed any longer.
         """
 
     def notice(self) -> ControlNotice | None:
@@ -141,8 +141,8 @@ class ControlPlane(Protocol):
     def agree_on_step(self, step: int, *, timeout_s: float | None = None) -> int:
         """Report ``step`` begun steps, and return the common target of all ranks of the epoch.
 
-        Wait until all of them have reported. All ranks stop after that number of steps. Call this as soon as the notice arrives, from a separate thread: a
-        call after the step would block the ranks in the same step.
+        Wait until all of them have reported. All ranks stop after that number of steps. Call this as soon as the notice
+        arrives, from a separate thread: a call after the step would block the ranks in the same step.
         """
 
     def report_sealed(self, step: int, *, checkpoint: SealedStep | None = None, timeout_s: float | None = None) -> None:
