@@ -1,48 +1,48 @@
-"""The package's errors in one tree, grouped by what the caller can do about each.
+"""The package's errors in one tree, grouped by the reaction of the caller.
 
 ::
 
     ElasticError
     ├── PolicyError                   a policy or a plan is impossible: the message names the field and the limit
-    │   ├── UnsupportedBatchError     the cache cannot keep this batch: convert it in ``prepare``
-    │   └── CacheDirectoryError       another user may enter the cache's directory: name another one
-    ├── ControlPlaneUnavailableError  unknown: the control plane did not answer; retry
+    │   ├── UnsupportedBatchError     the cache cannot store this batch: convert it in ``prepare``
+    │   └── CacheDirectoryError       another user can access the cache's directory: configure another one
+    ├── ControlPlaneUnavailableError  the control plane did not answer, its state is unknown: retry
     │   ├── ControlPlaneRefusedError  it refused (wrong secret, a member of an old epoch): do not retry
     │   └── JobNotFoundError          no such job runs on this machine
     ├── StaleEpochError               the call belongs to an earlier world: wait for the next one
-    ├── ControlDeadlineError          a rank did not reach the others within the given time
-    ├── CursorError                   going on from this cursor would repeat or skip samples
+    ├── ControlDeadlineError          other ranks or the control plane did not answer within the timeout
+    ├── CursorError                   to continue from this cursor would repeat or skip samples
     ├── StepOrderError                the loop takes a step before the last one was committed: fix the loop
-    ├── DataWorkersLostError          processes that read samples died; iterating again starts new ones
+    ├── DataWorkersLostError          processes that read samples died: a new iteration starts new ones
     ├── CacheFullError                the cache was required, and the batch does not fit: enlarge it
-    ├── PrepareError                  the user's ``prepare`` raised; its error is the cause, the batch is named
-    ├── NonFiniteLossError            all ranks drop a step whose loss is not finite
-    ├── UnhealthyProcessError         this process is unfit for another world: it ends, and a new one replaces it
-    └── JobFailedError                the job cannot go on; the message says why, and how to resume
+    ├── PrepareError                  the user's ``prepare`` raised: the cause is its error, the message names the batch
+    ├── NonFiniteLossError            all ranks drop a step with a non-finite loss
+    ├── UnhealthyProcessError         this process is unfit for another world: it exits, and a new one replaces it
+    └── JobFailedError                the job cannot continue: the message has the reason, and how to resume
 
-    WorldChanged (BaseException)      no error: the world of this attempt has ended, the train function returns
+    WorldChanged (BaseException)      not an error: the world of this attempt has ended, the train function returns
 
-What a dataset raises reaches the caller with the worker's traceback in its message. A batch that is absent from the
-cache, or damaged in it, raises nothing: it is prepared again and counted.
+Errors of a dataset reach the caller with the worker's traceback in their message. A batch that is absent from the
+cache, or damaged in it, raises no error: it is prepared again and counted.
 """
 
 from __future__ import annotations
 
 
 class ElasticError(Exception):
-    """Root of everything this package raises on purpose."""
+    """Base class of the package's errors."""
 
 
 class PolicyError(ElasticError, ValueError):
-    """Impossible as asked for; repeating it gives the same answer."""
+    """An impossible request or setting: a retry fails in the same way."""
 
 
 class ControlPlaneUnavailableError(ElasticError):
-    """The control plane could not be asked: what it wants is unknown."""
+    """The control plane did not answer, so its state is unknown."""
 
 
 class ControlPlaneRefusedError(ControlPlaneUnavailableError):
-    """The control plane knows this caller and says no."""
+    """The control plane refused this caller."""
 
 
 class JobNotFoundError(ControlPlaneUnavailableError):
@@ -50,11 +50,11 @@ class JobNotFoundError(ControlPlaneUnavailableError):
 
 
 class StaleEpochError(ElasticError):
-    """What was said belongs to a world of the past."""
+    """A call for a world that has ended."""
 
 
 class ControlDeadlineError(ElasticError):
-    """The time given was not enough."""
+    """A timeout of a control plane call."""
 
 
 class NonFiniteLossError(ElasticError):
@@ -63,7 +63,7 @@ class NonFiniteLossError(ElasticError):
     def __init__(self, message: str, *, final: bool = False) -> None:
         super().__init__(message)
         self.final = final
-        """Another attempt would end the same way."""
+        """Whether another attempt would end the same way."""
 
     def __reduce__(self) -> tuple[object, ...]:
         return _non_finite, (str(self), self.final)
@@ -74,27 +74,30 @@ def _non_finite(message: str, final: bool) -> NonFiniteLossError:
 
 
 class UnhealthyProcessError(ElasticError):
-    """This process is not fit for another world."""
+    """This process is unfit for another world."""
 
 
 class JobFailedError(ElasticError):
-    """The job cannot go on."""
+    """The job cannot continue."""
 
 
 class WorldChanged(BaseException):
-    """The world of this attempt has ended; :func:`elastic.recoverable` enters the function again with the next one."""
+    """The world of this attempt has ended.
+
+    :func:`elastic.recoverable` calls the function again in the next world.
+    """
 
 
 class CursorError(ElasticError, ValueError):
-    """Going on at this cursor would repeat or leave out samples."""
+    """A cursor from which the data would repeat or skip samples."""
 
 
 class StepOrderError(ElasticError):
-    """Steps are taken in an order in which samples could get lost unnoticed."""
+    """An order of steps in which samples could be lost without notice."""
 
 
 class DataWorkersLostError(ElasticError):
-    """Processes that read samples died; nothing that was committed is affected."""
+    """Processes that read samples died. Committed steps are not affected."""
 
 
 class UnsupportedBatchError(PolicyError):
@@ -102,15 +105,15 @@ class UnsupportedBatchError(PolicyError):
 
 
 class CacheDirectoryError(PolicyError):
-    """A directory that somebody else owns, or can enter."""
+    """A directory that another user owns or can access."""
 
 
 class CacheFullError(ElasticError):
-    """No room for a batch: of the budget, or of the file system."""
+    """No room for a batch in the budget or in the file system."""
 
 
 class PrepareError(ElasticError):
-    """``prepare`` raised for this batch; -1 where it was not known which one is next."""
+    """``prepare`` raised for the batch ``index``; -1 if the index was unknown."""
 
     def __init__(self, index: int, text: str) -> None:
         super().__init__(index, text)
@@ -122,4 +125,4 @@ class PrepareError(ElasticError):
 
 
 class BatchDamagedError(Exception):
-    """What lies there is not what was put; never leaves this package, since any batch can be prepared again."""
+    """A cached batch is damaged. Internal: the package prepares the batch again."""

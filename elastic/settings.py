@@ -42,7 +42,7 @@ GLOO_INTERFACE_VARIABLE = "GLOO_SOCKET_IFNAME"
 
 
 def supervisor_endpoint(environ: Mapping[str, str] = os.environ) -> SupervisorEndpoint:
-    """What the supervisor put there, or :class:`ControlPlaneUnavailableError` where none did."""
+    """Return the endpoint that the supervisor set, or raise :class:`ControlPlaneUnavailableError`."""
     socket, token = environ.get(SOCKET_VARIABLE, ""), environ.get(TOKEN_VARIABLE, "")
     if not socket or not token:
         raise ControlPlaneUnavailableError(
@@ -56,55 +56,58 @@ def is_supervised(environ: Mapping[str, str] = os.environ) -> bool:
 
 
 def shared_directory(environ: Mapping[str, str] = os.environ) -> Path:
-    """Where a job's machines find what only this user may read: ``$ELASTIC_SHARED_DIRECTORY``, or below home."""
+    """Return ``$ELASTIC_SHARED_DIRECTORY`` or ``~/.elastic``, for secrets that a job's machines share."""
     return Path(environ.get(SHARED_DIRECTORY) or "~/.elastic").expanduser().absolute()
 
 
 def allocation(environ: Mapping[str, str] = os.environ) -> SchedulerAllocation | None:
-    """What Slurm (``SLURM_*``) or Kubeflow (``PET_*``) says of the job this process is in."""
-    pet = torchelastic.torchelastic_allocation(
+    """Return the allocation that Slurm (``SLURM_*``) or Kubeflow (``PET_*``) describes, or ``None``."""
+    kubeflow = torchelastic.torchelastic_allocation(
         environ,
         host=socket.gethostname(),
         accelerators=len([*Path("/dev").glob("nvidia[0-9]*")]),
         processors=len(os.sched_getaffinity(0)),
     )
-    return merge_allocations(slurm.slurm_allocation(environ), pet)
+    return merge_allocations(slurm.slurm_allocation(environ), kubeflow)
 
 
 def event_log_directory(logs: Path, environ: Mapping[str, str] = os.environ) -> Path:
-    """Where what happens to a job is written down: ``$TIEREDCKPT_EVENT_LOG``, or beside what its ranks print."""
+    """Return the event log directory: ``$TIEREDCKPT_EVENT_LOG``, or one in ``logs``."""
     return Path(environ.get(EVENT_LOG_ENV, "") or logs / "event-log").absolute()
 
 
 def secret_variable(environ: Mapping[str, str] = os.environ) -> str:
-    """``$ELASTIC_SECRET``: the secret, or ``file:/path``; "" where it is not set."""
+    """Return ``$ELASTIC_SECRET``: the secret, ``file:/path``, or ""."""
     return environ.get(SECRET_VARIABLE, "")
 
 
 def load_secret(option: str, environ: Mapping[str, str] = os.environ) -> bytes | None:
-    """What all nodes of a job know, as ``--secret`` or the environment says; ``None`` where neither does."""
+    """Return the job's secret from ``--secret`` or the environment, or ``None``."""
     if option and not option.startswith("file:"):
         raise PolicyError(
             "--secret: write file:/path. Everybody on the machine can read a command line, so a secret that was there "
             "is none any more. Make a new one: (umask 077; python -c 'import secrets; "
             "print(secrets.token_urlsafe(32))' > /path)"
         )
-    given = option or secret_variable(environ)
-    return read_secret(given) if given else None
+    secret = option or secret_variable(environ)
+    return read_secret(secret) if secret else None
 
 
 def gloo_on(interface: str, environ: Mapping[str, str] = os.environ) -> dict[str, str]:
-    """What keeps gloo on an interface: else it listens where the host's name leads, and asks nobody who connects."""
+    """Return the variables that bind gloo to an interface, unless the environment names one.
+
+    By default gloo listens on the address of the host name, and accepts connections without authentication.
+    """
     return {GLOO_INTERFACE_VARIABLE: environ.get(GLOO_INTERFACE_VARIABLE, interface)}
 
 
 def has_peer_secret(environ: Mapping[str, str] = os.environ) -> bool:
-    """Whether nodes' agents have a secret of their own."""
+    """Return whether the configuration has a secret for the nodes' agents."""
     return bool(load_settings(environ).peer.secret)
 
 
 def has_agent_name(environ: Mapping[str, str] = os.environ) -> bool:
-    """Whether this node's agent has a name of its own."""
+    """Return whether the configuration names this node's agent."""
     return bool(load_settings(environ).agent.node)
 
 
@@ -114,55 +117,55 @@ def has_agent_address(environ: Mapping[str, str] = os.environ) -> bool:
 
 
 def has_agent_directory(environ: Mapping[str, str] = os.environ) -> bool:
-    """Whether somebody has said where this machine's agent is."""
+    """Return whether the configuration sets the directory of this machine's agent."""
     return bool(load_settings(environ).agent.directory)
 
 
 def default_agent_directory(environ: Mapping[str, str] = os.environ) -> Path:
-    """The directory of the agent that processes of this machine use without other settings."""
+    """Return the directory of the agent that processes of this machine use by default."""
     return load_settings(environ).agent_directory
 
 
 def shared_agent_directory(environ: Mapping[str, str] = os.environ) -> str:
-    """What ``elastic run`` put there for a simulated node: the directory of this machine's agent, or ""."""
+    """Return the agent directory that ``elastic run`` set for a simulated node, or ""."""
     return environ.get(SHARED_AGENT_VARIABLE, "")
 
 
 def wants_rootless_store(environ: Mapping[str, str] = os.environ) -> bool:
-    """``$ELASTIC_ROOTLESS``: 1 for a store on every node; 0, or not set, for one in all."""
-    said = environ.get(ROOTLESS_VARIABLE, "")
-    if said not in ("", "0", "1"):
-        raise PolicyError(f"${ROOTLESS_VARIABLE}={said!r}: 0 or 1 was expected")
-    return said == "1"
+    """Return whether ``$ELASTIC_ROOTLESS`` requests a store on every node. The default is one store."""
+    value = environ.get(ROOTLESS_VARIABLE, "")
+    if value not in ("", "0", "1"):
+        raise PolicyError(f"${ROOTLESS_VARIABLE}={value!r}: 0 or 1 was expected")
+    return value == "1"
 
 
 def hang_limits(
     step: str, first: str, names: tuple[str, str] = ("--hang-timeout", "--first-step-timeout")
 ) -> HangTimeouts:
-    """Seconds, ``auto`` or ``off``."""
+    """Parse the hang limits: seconds, ``auto`` or ``off``. ``names`` are the options for error messages."""
     return HangTimeouts(_limit(names[0], step), _limit(names[1], first))
 
 
 def hang_limits_in(environ: Mapping[str, str] = os.environ) -> HangTimeouts:
-    """Return the limits of a process without our command line: under ``torchrun`` or another platform's agent."""
+    """Return the hang limits of a process without ``elastic run``, for example under ``torchrun``."""
     step, first = environ.get(HANG, "") or "auto", environ.get(FIRST_STEP, "") or "auto"
     return hang_limits(step, first, (f"${HANG}", f"${FIRST_STEP}"))
 
 
 def abort_timeout_in(environ: Mapping[str, str] = os.environ) -> float:
-    """Return the seconds that a process without our command line gets to leave a broken world."""
-    said = environ.get(ABORT, "")
+    """Return the seconds to leave a broken world, for a process without ``elastic run``."""
+    value = environ.get(ABORT, "")
     try:
-        seconds = float(said) if said else ScalingPolicy().abort_timeout_s
+        seconds = float(value) if value else ScalingPolicy().abort_timeout_s
     except ValueError:
         seconds = 0.0
     if not math.isfinite(seconds) or seconds < 1:
-        raise PolicyError(f"${ABORT} {said!r}: write a number of seconds, at least 1")
+        raise PolicyError(f"${ABORT} {value!r}: write a number of seconds, at least 1")
     return seconds
 
 
 def has_hang_limit(environ: Mapping[str, str] = os.environ) -> bool:
-    """Whether somebody has said how long a step may take."""
+    """Return whether the environment sets a hang limit."""
     return bool(environ.get(HANG))
 
 
@@ -179,6 +182,6 @@ def _limit(option: str, text: str) -> float | None:
 
 
 def batch_cache_directory(environ: Mapping[str, str] = os.environ) -> Path:
-    """``$ELASTIC_BATCH_CACHE_DIRECTORY``, or this user's own directory on the machine's shared memory."""
-    named = environ.get(BATCH_CACHE_VARIABLE)
-    return Path(named) if named else Path("/dev/shm") / f"elastic-batch-cache-{os.getuid()}"  # noqa: S108
+    """Return ``$ELASTIC_BATCH_CACHE_DIRECTORY``, or this user's directory in ``/dev/shm``."""
+    directory = environ.get(BATCH_CACHE_VARIABLE)
+    return Path(directory) if directory else Path("/dev/shm") / f"elastic-batch-cache-{os.getuid()}"  # noqa: S108

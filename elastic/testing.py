@@ -2,14 +2,14 @@
 
 ::
 
-    plane = InMemoryCoordinator(2)
-    threads = [Thread(target=train, args=(seat,)) for seat in plane.seats]     # each seat is a ControlPlane
-    plane.resize(3, "one more came")
-    Thread(target=train, args=(plane.join(),)).start()
-    plane.lose(plane.seats[1])
+    coordinator = InMemoryCoordinator(2)
+    threads = [Thread(target=train, args=(plane,)) for plane in coordinator.planes]     # each one is a ControlPlane
+    coordinator.resize(3, "one more node")
+    Thread(target=train, args=(coordinator.add_rank(),)).start()
+    coordinator.lose_rank(coordinator.planes[1])
 
-Every seat is a rank on a node of its own. The plane starts and ends nothing: who waits in ``ready`` gets a place as
-soon as there are enough, in the order in which seats were made, and those that had a place keep theirs.
+Every plane is one rank on a separate node. The coordinator starts and ends no processes. It forms a world as soon as
+enough planes wait in ``wait_for_assignment``. Planes of the last world come first and keep their ranks.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ BrokenCallback = Callable[[ControlNotice], None]
 
 
 class MemoryLeadership:
-    """The record of who leads a job, for candidates in one process."""
+    """Leader record of one job in memory, for candidates in one process."""
 
     def __init__(self, duration_s: float = LEASE_DURATION_S) -> None:
         self.duration_s = duration_s
@@ -49,11 +49,11 @@ class MemoryLeadership:
             return self.record
 
     def close(self) -> None:
-        """Nothing is held."""
+        """Do nothing: no resource is open."""
 
 
 class InMemoryCoordinator:
-    """The job of some seats. ``size`` ranks make a world; seats beyond it wait as spares, or are dismissed."""
+    """Coordinator of one job. A world has ``size`` ranks; other planes wait as spares or are dismissed."""
 
     def __init__(
         self,
@@ -71,7 +71,7 @@ class InMemoryCoordinator:
         self.epoch = -1
         self.restarts = 0
         self.failure = ""
-        """Why there will be no further world; "" while there may be."""
+        """Why the job failed, or ""."""
         self._keep_spares = keep_spares
         self._store, self._stores = store, stores
         self._clock = clock
@@ -82,36 +82,36 @@ class InMemoryCoordinator:
         self._stopped = False
         self.planes = [InMemoryControlPlane(self) for _ in range(size + spares)]
 
-    # -- what a test does, or a policy would --------------------------------------------------------------------------
+    # -- actions ------------------------------------------------------------------------------------------------------
 
     def add_rank(self) -> InMemoryControlPlane:
-        """One more process, that has not yet said that it is ready."""
+        """Add a plane that does not wait for an assignment yet, and return it."""
         with self._changed:
-            seat = InMemoryControlPlane(self)
-            self.planes.append(seat)
-            return seat
+            plane = InMemoryControlPlane(self)
+            self.planes.append(plane)
+            return plane
 
     def resize(self, size: int, reason: str = "resized", *, deadline_s: float | None = None) -> None:
-        """The next world has ``size`` ranks; those of this one are told to stop at a common step."""
+        """Set the size of the next world, and stop the ranks of this one at a common step."""
         if size < 1:
             raise PolicyError(f"size={size}: a world has at least one rank")
         with self._changed:
             self.size = size
-            self._tell(NoticeKind.RESIZE, reason, deadline_s)
+            self._set_notice(NoticeKind.RESIZE, reason, deadline_s)
 
     def stop(self, reason: str = "stopped", *, deadline_s: float | None = None) -> None:
-        """There is no next world; ``ready`` dismisses everybody from now on."""
+        """Stop the ranks at a common step. ``wait_for_assignment`` dismisses all ranks from now on."""
         with self._changed:
             self._stopped = True
-            self._tell(NoticeKind.STOP, reason, deadline_s)
+            self._set_notice(NoticeKind.STOP, reason, deadline_s)
 
     def restart(self, reason: str = "restarted") -> None:
-        """The world is broken without anybody's fault."""
+        """Break the world without a fault of a rank."""
         with self._changed:
             self._break(reason)
 
     def lose_rank(self, seat: InMemoryControlPlane, reason: str = "") -> None:
-        """The seat's process is gone: nothing it says counts any more."""
+        """Treat the process of ``seat`` as lost, and discard its later calls."""
         with self._changed:
             self._lose(seat, reason or f"rank {seat.rank} was lost")
 
@@ -120,28 +120,28 @@ class InMemoryCoordinator:
             self.failure = reason
             self._break(reason)
 
-    # -- what a test sees ---------------------------------------------------------------------------------------------
+    # -- state --------------------------------------------------------------------------------------------------------
 
     @property
     def members(self) -> list[InMemoryControlPlane]:
-        """The seats of the world of this epoch by rank, also those that were lost or have left."""
+        """Planes of the current world by rank, including planes that are lost or have left it."""
         return sorted((one for one in self.planes if one.epoch == self.epoch >= 0), key=lambda one: one.rank)
 
     @property
     def succeeded(self) -> bool:
-        """Whether every rank of the world said that it has finished."""
+        """Whether every rank of the world has finished."""
         members = self.members
         return bool(members) and all(one.is_finished for one in members)
 
     def wait_for(self, happened: Callable[[], bool], timeout_s: float) -> bool:
-        """Until ``happened``, which is looked at whenever something changes; whether it did."""
+        """Wait until ``happened``, checked at every change. Return False after ``timeout_s`` seconds."""
         with self._changed:
             return self._changed.wait_for(happened, timeout_s)
 
-    # -- inside, with the lock held -----------------------------------------------------------------------------------
+    # -- internal, with the lock held ---------------------------------------------------------------------------------
 
-    def _tell(self, want: NoticeKind, reason: str, deadline_s: float | None) -> None:
-        """A broken world stays broken; of two deadlines the earlier one holds."""
+    def _set_notice(self, want: NoticeKind, reason: str, deadline_s: float | None) -> None:
+        """Set the notice. A broken world remains broken, and of two deadlines the earlier one holds."""
         if self._want is not NoticeKind.RESTART:
             self._want, self._reason = want, reason
             if deadline_s is not None:
@@ -155,15 +155,15 @@ class InMemoryCoordinator:
             self.restarts += 1
             self._want, self._reason, self._deadline = NoticeKind.RESTART, reason, None
             notice = ControlNotice(self.epoch, NoticeKind.RESTART, reason)
-            for seat in self.members:
-                if seat.is_alive:
-                    seat.notify_broken(notice)
+            for plane in self.members:
+                if plane.is_alive:
+                    plane.notify_broken(notice)
         self._form()
         self._changed.notify_all()
 
-    def _lose(self, seat: InMemoryControlPlane, reason: str) -> None:
-        was_inside = seat in self._inside()
-        seat.is_alive = False
+    def _lose(self, plane: InMemoryControlPlane, reason: str) -> None:
+        was_inside = plane in self._inside()
+        plane.is_alive = False
         if was_inside:
             self._break(reason)
         self._form()
@@ -174,28 +174,30 @@ class InMemoryCoordinator:
         return [one for one in self.members if one.is_alive and not one.is_waiting and not one.is_finished]
 
     def _form(self) -> None:
-        """The next world, when nobody is in this one any more and there are enough for it."""
+        """Form the next world if all ranks have left this one and enough planes wait."""
         if self.failure or self._stopped or self.succeeded or self._inside():
             return
         waiting = [one for one in self.planes if one.is_waiting and one.is_alive]
         if len(waiting) < self.size:
             return
         waiting.sort(key=lambda one: (one.epoch < 0 or one.is_draining, one.rank))
-        chosen, beyond = waiting[: self.size], waiting[self.size :]
+        chosen, others = waiting[: self.size], waiting[self.size :]
         sealed = self._sealed_by_all()
         self.epoch += 1
-        for rank, seat in enumerate(_kept(chosen)):
-            place = RankAssignment(self.epoch, rank, self.size, 0, 1, rank, self.size, self._store, self.restarts)
-            seat.assign(msgspec.structs.replace(place, reason=self._reason, stores=self._stores, resume_from=sealed))
-        for seat in beyond:
-            seat.is_dismissed = seat.is_draining or not self._keep_spares
+        for rank, plane in enumerate(_in_rank_order(chosen)):
+            assignment = RankAssignment(self.epoch, rank, self.size, 0, 1, rank, self.size, self._store, self.restarts)
+            plane.assign(
+                msgspec.structs.replace(assignment, reason=self._reason, stores=self._stores, resume_from=sealed)
+            )
+        for plane in others:
+            plane.is_dismissed = plane.is_draining or not self._keep_spares
         self._want, self._reason, self._deadline = None, "", None
         self._changed.notify_all()
 
     def _sealed_by_all(self) -> SealedStep | None:
-        """What all ranks of the last world sealed, where it ended in order."""
-        named = {seat.checkpoint for seat in self.members}
-        return named.pop() if self._want is NoticeKind.RESIZE and len(named) == 1 else None
+        """Return the step that all ranks of the last world sealed, if it ended in order."""
+        sealed = {plane.checkpoint for plane in self.members}
+        return sealed.pop() if self._want is NoticeKind.RESIZE and len(sealed) == 1 else None
 
     def _notice(self) -> ControlNotice | None:
         if self._want is None:
@@ -204,12 +206,12 @@ class InMemoryCoordinator:
         return ControlNotice(self.epoch, self._want, self._reason, left)
 
     def _expire(self) -> None:
-        """Who has not stopped by the deadline is lost; not those who only waited for it."""
+        """After the deadline, lose the ranks that have not stopped, but not those that waited for them."""
         if self._deadline is not None and self._clock() >= self._deadline:
             self._deadline = None
             silent = [one for one in self._inside() if one.paused_step is None]
-            for seat in silent or [one for one in self._inside() if one.sealed_step is None]:
-                self._lose(seat, f"rank {seat.rank} did not stop in time")
+            for plane in silent or [one for one in self._inside() if one.sealed_step is None]:
+                self._lose(plane, f"rank {plane.rank} did not stop in time")
 
     def _wait(self, happened: Callable[[], bool], timeout_s: float | None, what: str) -> None:
         until = None if timeout_s is None else self._clock() + timeout_s
@@ -224,9 +226,7 @@ class InMemoryCoordinator:
 
 
 class InMemoryControlPlane:
-    """One rank's :class:`~elastic.control.control_plane.ControlPlane`. Its public attributes are for tests to look
-    at.
-    """
+    """Control plane of one rank. Tests may read its public attributes."""
 
     def __init__(self, plane: InMemoryCoordinator) -> None:
         self.assignment: RankAssignment | None = None
@@ -234,16 +234,16 @@ class InMemoryControlPlane:
         self.is_waiting = False
         self.is_dismissed = False
         self.is_draining = False
-        """Its machine was preempted: others go first where there is a place."""
+        """Whether its machine is preempted, so that other planes are assigned first."""
         self.is_finished = False
         self.paused_step: int | None = None
         self.sealed_step: int | None = None
         self.checkpoint: SealedStep | None = None
-        """Where the sealed state is, as this rank said."""
+        """Step that contains the sealed state, as this rank reported it."""
         self.last_progress: RankProgress | None = None
         self.faults: list[str] = []
-        self._plane = plane
-        self._calls: list[BrokenCallback] = []
+        self._coordinator = plane
+        self._broken_callbacks: list[BrokenCallback] = []
 
     @property
     def epoch(self) -> int:
@@ -256,105 +256,104 @@ class InMemoryControlPlane:
     # -- ControlPlane -------------------------------------------------------------------------------------------------
 
     def wait_for_assignment(self, *, timeout_s: float | None = None) -> RankAssignment:
-        plane, before = self._plane, self.epoch
-        with plane._changed:
-            if not self._is_out and not self.is_finished and self.sealed_step is None:
-                plane._break(f"rank {self.rank} came back without being asked")
+        coordinator, before = self._coordinator, self.epoch
+        with coordinator._changed:
+            if not self._is_outside and not self.is_finished and self.sealed_step is None:
+                coordinator._break(f"rank {self.rank} came back without being asked")
             self.is_waiting = True
             try:
-                plane._form()
-                plane._changed.notify_all()
-                plane._wait(lambda: self.epoch > before or self._is_over, timeout_s, "there was no world")
+                coordinator._form()
+                coordinator._changed.notify_all()
+                coordinator._wait(lambda: self.epoch > before or self._is_over, timeout_s, "there was no world")
             finally:
                 self.is_waiting = False
             if self.epoch > before and self.assignment is not None:
                 return self.assignment
-            if plane.failure:
-                raise JobFailedError(plane.failure)
-            raise Dismissed(plane._reason or "this process is not needed any more")
+            if coordinator.failure:
+                raise JobFailedError(coordinator.failure)
+            raise Dismissed(coordinator._reason or "this process is not needed any more")
 
     def notice(self) -> ControlNotice | None:
-        plane = self._plane
-        if plane._want is None or self._is_out:
+        coordinator = self._coordinator
+        if coordinator._want is None or self._is_outside:
             return None
-        with plane._changed:
-            plane._expire()
-            return None if self._is_out else plane._notice()
+        with coordinator._changed:
+            coordinator._expire()
+            return None if self._is_outside else coordinator._notice()
 
     def agree_on_step(self, step: int, *, timeout_s: float | None = None) -> int:
-        plane = self._plane
-        with plane._changed:
-            self._check()
+        coordinator = self._coordinator
+        with coordinator._changed:
+            self._check_epoch()
             if self.paused_step is None:
                 self.paused_step = step
-            plane._changed.notify_all()
-            plane._wait(lambda: self._is_stale or self._target() is not None, timeout_s, "not all others paused")
-            self._check()
+            coordinator._changed.notify_all()
+            coordinator._wait(lambda: self._is_stale or self._target() is not None, timeout_s, "not all others paused")
+            self._check_epoch()
             target = self._target()
             assert target is not None  # noqa: S101 - what was waited for
             return target
 
     def report_sealed(self, step: int, *, checkpoint: SealedStep | None = None, timeout_s: float | None = None) -> None:
-        with self._plane._changed:
-            self._check()
+        with self._coordinator._changed:
+            self._check_epoch()
             self.sealed_step, self.checkpoint = step, checkpoint
-            self._plane._changed.notify_all()
+            self._coordinator._changed.notify_all()
 
     def report_progress(self, progress: RankProgress) -> None:
         self.last_progress = progress
 
     def report_fault(self, reason: str, *, final: bool = False, position: ErrorPosition | None = None) -> None:
-        with self._plane._changed:
-            if not self.is_alive or self._is_out:
+        with self._coordinator._changed:
+            if not self.is_alive or self._is_outside:
                 raise StaleEpochError(f"epoch {self.epoch} is of the past: {reason!r} was not heard")
             self.faults.append(reason)
             if final:
-                self._plane.failure = f"the job failed: rank {self.rank}: {reason}"
-            self._plane._break(f"rank {self.rank}: {reason}")
+                self._coordinator.failure = f"the job failed: rank {self.rank}: {reason}"
+            self._coordinator._break(f"rank {self.rank}: {reason}")
 
     def request_change(
         self, want: NoticeKind, reason: str, *, deadline_s: float | None = None, nodes: int | None = None
     ) -> None:
-        """``RESIZE`` without ``nodes`` and with a deadline: this seat's machine is preempted."""
-        plane = self._plane
+        coordinator = self._coordinator
         if want is NoticeKind.RESTART:
-            plane.restart(reason)
+            coordinator.restart(reason)
         elif want is NoticeKind.STOP:
-            plane.stop(reason, deadline_s=deadline_s)
+            coordinator.stop(reason, deadline_s=deadline_s)
         elif nodes is not None:
-            plane.resize(nodes, reason, deadline_s=deadline_s)
+            coordinator.resize(nodes, reason, deadline_s=deadline_s)
         else:
-            with plane._changed:
-                size = plane.size
+            with coordinator._changed:
+                size = coordinator.size
                 if deadline_s is not None:
                     self.is_draining = True
-                    others = [one for one in plane.planes if one.is_alive and not one.is_draining]
+                    others = [one for one in coordinator.planes if one.is_alive and not one.is_draining]
                     size = max(1, min(size, len(others)))
-                plane.resize(size, reason, deadline_s=deadline_s)
+                coordinator.resize(size, reason, deadline_s=deadline_s)
 
     def on_broken(self, call: BrokenCallback) -> None:
-        with self._plane._changed:
-            self._calls.append(call)
-            notice = self._plane._notice()
-            if notice is not None and notice.kind is NoticeKind.RESTART and not self._is_out:
+        with self._coordinator._changed:
+            self._broken_callbacks.append(call)
+            notice = self._coordinator._notice()
+            if notice is not None and notice.kind is NoticeKind.RESTART and not self._is_outside:
                 self.notify_broken(notice, call)
 
     def report_finished(self) -> None:
-        with self._plane._changed:
-            self._check()
+        with self._coordinator._changed:
+            self._check_epoch()
             self.is_finished = True
-            self._plane._form()
-            self._plane._changed.notify_all()
+            self._coordinator._form()
+            self._coordinator._changed.notify_all()
 
     def close(self) -> None:
-        with self._plane._changed:
-            if self.is_alive and not self._is_out and not self.is_finished and not self._may_go:
-                self._plane._lose(self, f"rank {self.rank} ended")
+        with self._coordinator._changed:
+            if self.is_alive and not self._is_outside and not self.is_finished and not self._has_stopped:
+                self._coordinator._lose(self, f"rank {self.rank} ended")
             self.is_alive = False
-            self._plane._form()
-            self._plane._changed.notify_all()
+            self._coordinator._form()
+            self._coordinator._changed.notify_all()
 
-    # -- inside -------------------------------------------------------------------------------------------------------
+    # -- internal -----------------------------------------------------------------------------------------------------
 
     def assign(self, assignment: RankAssignment) -> None:
         self.assignment = assignment
@@ -363,48 +362,56 @@ class InMemoryControlPlane:
 
     def notify_broken(self, notice: ControlNotice, *calls: BrokenCallback) -> None:
         def run() -> None:
-            for call in calls or tuple(self._calls):
+            for call in calls or tuple(self._broken_callbacks):
                 call(notice)
 
-        if self._calls:
+        if self._broken_callbacks:
             threading.Thread(target=run, name="elastic-broken", daemon=True).start()
 
     @property
-    def _is_out(self) -> bool:
-        """It is in no world, or in one of the past."""
-        return self.is_waiting or self.epoch < 0 or self.epoch != self._plane.epoch
+    def _is_outside(self) -> bool:
+        """Whether this rank is in no world, or in an earlier one."""
+        return self.is_waiting or self.epoch < 0 or self.epoch != self._coordinator.epoch
 
     @property
     def _is_stale(self) -> bool:
-        return not self.is_alive or self._is_out or self._plane._want is NoticeKind.RESTART
+        return not self.is_alive or self._is_outside or self._coordinator._want is NoticeKind.RESTART
 
     @property
     def _is_over(self) -> bool:
-        plane = self._plane
-        return bool(plane.failure) or plane._stopped or plane.succeeded or self.is_dismissed or not self.is_alive
+        coordinator = self._coordinator
+        return (
+            bool(coordinator.failure)
+            or coordinator._stopped
+            or coordinator.succeeded
+            or self.is_dismissed
+            or not self.is_alive
+        )
 
     @property
-    def _may_go(self) -> bool:
-        return self._plane._want in (NoticeKind.RESIZE, NoticeKind.STOP) and self.sealed_step is not None
+    def _has_stopped(self) -> bool:
+        return self._coordinator._want in (NoticeKind.RESIZE, NoticeKind.STOP) and self.sealed_step is not None
 
-    def _check(self) -> None:
+    def _check_epoch(self) -> None:
         if self._is_stale:
-            raise StaleEpochError(f"epoch {self.epoch} is of the past: {self._plane._reason or 'a newer one is there'}")
+            raise StaleEpochError(
+                f"epoch {self.epoch} is of the past: {self._coordinator._reason or 'a newer one is there'}"
+            )
 
     def _target(self) -> int | None:
-        """The greatest step said, once all have said one."""
-        said = [one.paused_step for one in self._plane.members if not one.is_finished]
-        return None if None in said else max(step for step in said if step is not None)
+        """Return the greatest reported step once all ranks have reported one, or ``None``."""
+        paused = [plane.paused_step for plane in self._coordinator.members if not plane.is_finished]
+        return None if None in paused else max(step for step in paused if step is not None)
 
 
-def _kept(chosen: list[InMemoryControlPlane]) -> list[InMemoryControlPlane]:
-    """Seats in order of their new ranks: who had a rank that there still is keeps it."""
-    places: dict[int, InMemoryControlPlane] = {}
+def _in_rank_order(chosen: list[InMemoryControlPlane]) -> list[InMemoryControlPlane]:
+    """Return the planes in the order of their new ranks. A plane keeps a rank that still exists."""
+    by_rank: dict[int, InMemoryControlPlane] = {}
     others = []
-    for seat in chosen:
-        if 0 <= seat.rank < len(chosen) and seat.rank not in places:
-            places[seat.rank] = seat
+    for plane in chosen:
+        if 0 <= plane.rank < len(chosen) and plane.rank not in by_rank:
+            by_rank[plane.rank] = plane
         else:
-            others.append(seat)
+            others.append(plane)
     free = iter(others)
-    return [places[rank] if rank in places else next(free) for rank in range(len(chosen))]
+    return [by_rank[rank] if rank in by_rank else next(free) for rank in range(len(chosen))]

@@ -17,12 +17,13 @@ from typing import IO
 from elastic.control import parent_death
 
 STACKS_SIGNAL = signal.SIGRTMIN + 12
-"""Signal on which a rank writes the stacks of all its threads and ends, also while native code holds the GIL."""
+"""Signal on which a rank writes all stacks and exits, even if native code holds the GIL."""
 LEAVE_STATUS = 1
-"""Exit status of a rank that did not leave a broken world in time. Its log has the stacks of its threads."""
+"""Exit status of a rank that did not leave a broken world in time. Its log contains its stacks."""
 _LINE_BYTES = 64 << 10
-_LAST_WORDS_S = 5.0
-_LEASH = Path(parent_death.__file__)
+_OUTPUT_S = 5.0
+"""Seconds to wait for the rest of the output after the exit of a process."""
+_WRAPPER = Path(parent_death.__file__)
 _BY_HAND = (
     "import sys; sys.path.remove(''); import runpy; del sys.argv[0]; "
     "runpy.run_module(sys.argv[0], run_name='__main__', alter_sys=True)"
@@ -30,29 +31,36 @@ _BY_HAND = (
 
 
 def python_module_command(name: str, *args: str) -> list[str]:
-    """``python -m NAME`` that imports nothing from the folder it is run in: others may write there."""
+    """Return the command ``python -m NAME ARGS`` without the current directory on the import path.
+
+    Other users may be able to write to that directory.
+    """
     if sys.version_info >= (3, 11):
         return [sys.executable, "-P", "-m", name, *args]
     return [sys.executable, "-c", _BY_HAND, name, *args]
 
 
 def with_import_path(environ: Mapping[str, str]) -> dict[str, str]:
-    """With these packages where this process found them. An empty entry would be the folder it is run in."""
+    """Return ``environ`` with the folder of these packages first on ``PYTHONPATH``.
+
+    Empty entries are dropped, as Python reads them as the current directory.
+    """
     root = str(Path(__file__).resolve().parents[2])
     known = [entry for entry in environ.get("PYTHONPATH", "").split(os.pathsep) if entry]
     return {**environ, "PYTHONPATH": os.pathsep.join([root, *known])}
 
 
 def die_with_parent(command: Sequence[str]) -> list[str]:
-    """``command``, ended by the kernel when this process (the thread that starts it) ends."""
-    return [sys.executable, "-I", "-S", str(_LEASH), str(os.getpid()), *command]
+    """Return ``command`` in a wrapper that makes the kernel kill it when the thread that starts it ends."""
+    return [sys.executable, "-I", "-S", str(_WRAPPER), str(os.getpid()), *command]
 
 
 class ChildProcess:
-    """A process in a session of its own. Made and kept by a thread that lasts: the process ends with it.
+    """A child process in its own session.
 
-    ``on_exit`` is called once, from another thread, when the process and all it has printed are through. Without a
-    ``on_line`` it prints where this process does.
+    The kernel kills the child when the thread that created this object ends. ``on_exit`` receives the exit status once,
+    from another thread, after the child has exited and its output was read. ``on_line`` receives each line of output;
+    without it the child inherits stdout and stderr.
     """
 
     def __init__(
@@ -73,11 +81,11 @@ class ChildProcess:
             start_new_session=True,
         )
         self.pid = self._process.pid
-        self._ended = on_exit
-        self._reaping = threading.Lock()
-        self._pump = threading.Thread(target=self._read, args=(on_line,), name=f"elastic-log-{name}", daemon=True)
+        self._on_exit = on_exit
+        self._reap_lock = threading.Lock()
+        self._reader = threading.Thread(target=self._read, args=(on_line,), name=f"elastic-log-{name}", daemon=True)
         self._waiter = threading.Thread(target=self._wait, name=f"elastic-wait-{name}", daemon=True)
-        self._pump.start()
+        self._reader.start()
         self._waiter.start()
 
     @property
@@ -85,15 +93,15 @@ class ChildProcess:
         return self._waiter.is_alive()
 
     def signal(self, number: int) -> None:
-        """To the process and all that it has started."""
+        """Send a signal to the process group of the child."""
         self._send(os.killpg, number)
 
     def end_with_stacks(self) -> None:
-        """Have the process write the stacks of its threads and end. A stopped one does not: kill it as well."""
+        """Make the process write the stacks of its threads and exit. A stopped process must also be killed."""
         self._send(os.kill, STACKS_SIGNAL)
 
     def _send(self, send: Callable[[int, int], None], number: int) -> None:
-        with self._reaping:
+        with self._reap_lock:
             if self._process.returncode is None:
                 with contextlib.suppress(ProcessLookupError, PermissionError):
                     send(self.pid, number)
@@ -104,12 +112,12 @@ class ChildProcess:
 
     def _wait(self) -> None:
         os.waitid(os.P_PID, self.pid, os.WEXITED | os.WNOWAIT)
-        with self._reaping:
+        with self._reap_lock:
             with contextlib.suppress(ProcessLookupError, PermissionError):
-                os.killpg(self.pid, signal.SIGKILL)  # what it left behind in its session ends with it
+                os.killpg(self.pid, signal.SIGKILL)  # its own children end with it
             status = self._process.wait()
-        self._pump.join(_LAST_WORDS_S)
-        self._ended(status)
+        self._reader.join(_OUTPUT_S)
+        self._on_exit(status)
 
     def _read(self, on_line: Callable[[bytes], None] | None) -> None:
         stream = self._process.stdout
@@ -121,7 +129,7 @@ class ChildProcess:
 
 
 class ProcessLog:
-    """What a process prints: to a file of its own, and with a prefix to the terminal."""
+    """Log file of one process. Each line is also written to the terminal, with a prefix."""
 
     def __init__(self, path: Path, prefix: str, terminal: IO[bytes] | None) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -131,7 +139,7 @@ class ProcessLog:
         self._terminal = terminal
 
     def write_line(self, line: bytes) -> None:
-        with contextlib.suppress(OSError):  # a full disk ends no training
+        with contextlib.suppress(OSError):  # a full disk must not end the training
             self._file.write(line)
         if self._terminal is not None:
             with contextlib.suppress(OSError, ValueError):
@@ -143,7 +151,7 @@ class ProcessLog:
 
 
 def describe_exit(status: int) -> str:
-    """A process's end in words."""
+    """Return an exit status in words."""
     if status >= 0:
         return f"it ended with status {status}"
     if status == -STACKS_SIGNAL:
@@ -154,22 +162,22 @@ def describe_exit(status: int) -> str:
         return f"it was killed by signal {-status}"
 
 
-_BLOCK = re.compile(r"^(?:Current thread|Thread) 0x[0-9a-f]+.*:$")
-_FRAME = re.compile(r'^  File "(.*)", line (\d+) in (.*)$')
+_THREAD_LINE = re.compile(r"^(?:Current thread|Thread) 0x[0-9a-f]+.*:$")
+_FRAME_LINE = re.compile(r'^  File "(.*)", line (\d+) in (.*)$')
 _LIBRARIES = tuple(
     {str(Path(__file__).parents[1]), *(sysconfig.get_path(name) for name in ("stdlib", "purelib", "platlib"))}
 )
 
 
 def stack_location(text: str) -> str:
-    """Return "FILE:LINE in FUNCTION" of the main thread in the last dump of ``faulthandler`` in ``text``, or "".
+    """Return "FILE:LINE in FUNCTION" of the main thread in the last dump of ``text``, or "".
 
-    It is the innermost frame outside of libraries, if there is one.
+    ``text`` is output of ``faulthandler``. Frames outside of libraries are preferred, then the innermost one.
     """
     frames: list[re.Match[str]] = []
     for line in text.splitlines():
-        found = _FRAME.match(line)
-        if _BLOCK.match(line):  # the main thread is the last one of a dump
+        found = _FRAME_LINE.match(line)
+        if _THREAD_LINE.match(line):  # the main thread is the last one of a dump
             frames = []
         elif found is not None:
             frames.append(found)
@@ -178,5 +186,5 @@ def stack_location(text: str) -> str:
 
 
 def last_line(text: str) -> str:
-    """Return the last line that is not blank, or "" if there is none."""
+    """Return the last line that is not blank, or ""."""
     return next((line.strip() for line in reversed(text.splitlines()) if line.strip()), "")

@@ -1,21 +1,18 @@
-"""Messages between ranks, supervisors, coordinator and command line, and the delta encoding of node status.
+"""Messages between ranks, supervisors, coordinator and command line, and their delta encoding.
 
-Everybody tells its whole state, each time something in it changes, and is told all that is wanted of it: a message that
-is lost with its connection is made up for by the next one, and who starts anew knows everything after one message of
-each. The exception are :class:`NodeCommand` and :class:`RankRequest`, which are to be done once: they are numbered.
-Between a supervisor and the coordinator only what has changed goes over a connection
-(:mod:`elastic.control.control_messages`).
+Each message contains the sender's full state, and is sent when that state changes. So the next message makes up for a
+lost one, and a restarted process knows all after one message of each peer. :class:`NodeCommand` and
+:class:`RankRequest` must be carried out once, so they are numbered.
 
 ::
 
-    rank    <── RankDesired ──  supervisor  <── NodeDesired ──  coordinator   <── Answer ──  command line
-            ── RankStatus  ──>              ── NodeStatus  ──>                ── Question ──>
+    rank    <── RankDesired ──  supervisor  <── NodeDesired ──  coordinator   ── ElasticJobStatus ──>    command line
+            ── RankStatus  ──>              ── NodeStatus  ──>                <── CoordinatorRequest ──
 
-Both sides speak of whole messages, :class:`NodeStatus` and :class:`NodeDesired`; what goes over the wire is what is new
-in them. The first report of a connection is whole, and what a node hears begins from :data:`INITIAL_DESIRED`. A world,
-which names all nodes, goes over a connection once in each direction at the most: a supervisor names one that it was
-told of
-on the same connection by the number of the message that brought it.
+Between a supervisor and the coordinator, :class:`NodeCodec` and :class:`CoordinatorCodec` send only the fields that
+changed. The first :class:`NodeStatus` of a connection is full, and :class:`NodeDesired` starts from
+:data:`INITIAL_DESIRED`. A world names all nodes, so it is sent at most once in each direction of a connection. A
+supervisor refers to a world from the coordinator by its number: the first world on the connection is number 1.
 """
 
 from __future__ import annotations
@@ -39,12 +36,12 @@ from peerstore.shard_records import NonNegativeInt, NonNegativeIntOrMinusOne
 RANK_PROTOCOL = 1
 MAX_RANK_MESSAGE_BYTES = 64 << 10
 MAX_NODES = 16_384
-"""Of a job. A message names each of them once at the most, with 128 bytes for a name."""
+"""Largest number of nodes of a job. A message names each node at most once, in at most 128 bytes."""
 MAX_NODE_MESSAGE_BYTES = 16 << 20
 
 
 class RankPhase(enum.Enum):
-    """Where a rank is."""
+    """Phase of a rank: ready for a world, in a world, or finished."""
 
     READY = "ready"
     IN_WORLD = "inside"
@@ -52,7 +49,7 @@ class RankPhase(enum.Enum):
 
 
 class RankRequest(msgspec.Struct, frozen=True):
-    """A rank asks for a change."""
+    """Change that a rank requests."""
 
     number: NonNegativeInt
     kind: NoticeKind
@@ -60,12 +57,12 @@ class RankRequest(msgspec.Struct, frozen=True):
     deadline_s: float | None = None
     nodes: int | None = None
     partition_s: float | None = None
-    """Not that: an injected fault is to cut this node off for so long."""
+    """Seconds for which an injected fault disconnects this node. If set, the request is nothing else."""
 
 
 @dataclass(frozen=True)
 class SupervisorEndpoint:
-    """Address of a rank's supervisor, and the token that the supervisor gave to this rank."""
+    """Address of a rank's supervisor, and the rank's token."""
 
     socket: Path
     token: str
@@ -74,31 +71,31 @@ class SupervisorEndpoint:
 class RankHello(msgspec.Struct, frozen=True):
     protocol: int
     token: str
-    """What the supervisor gave to the process that it started, and to no other."""
+    """Token that the supervisor passed to this process alone."""
 
 
 class RankStatus(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     number: NonNegativeInt
     phase: RankPhase
     epoch: NonNegativeIntOrMinusOne = -1
-    """The newest world this process has been in."""
+    """Epoch of the newest world that this process entered, or -1."""
     paused: NonNegativeIntOrMinusOne | None = None
     sealed: NonNegativeIntOrMinusOne | None = None
     checkpoint: SealedStep | None = None
-    """Where the state is that was sealed."""
+    """Step that contains the sealed state."""
     fault: str | None = None
     final: bool = False
-    """The fault is one that another attempt does not mend."""
+    """Whether another attempt would end with the same fault."""
     position: ErrorPosition | None = None
-    """Where the train function raised the fault; ``None`` for one that may follow from a lost rank."""
+    """Where the train function raised the fault; ``None`` if the fault may follow from a lost rank."""
     progress: RankProgress | None = None
     requests: tuple[RankRequest, ...] = ()
     leave_stage: LeaveStage | None = None
-    """Stage of leaving, if the process knows that its world is broken."""
+    """Stage of leaving the world, if the process knows that its world is broken."""
 
 
 class ExitReason(enum.Enum):
-    """Why there is no further world for who is told so."""
+    """Reason for which a rank or node enters no further world."""
 
     DISMISSED = "dismissed"
     STOPPED = "stopped"
@@ -106,9 +103,9 @@ class ExitReason(enum.Enum):
     JOB_FAILED = "job failed"
     """The restart budget is exhausted, or another attempt would fail in the same way."""
     NEVER_JOINED = "never joined"
-    """A rank's process ended before it called ``elastic.run``, and the job had no world yet."""
+    """A rank's process exited before it called ``elastic.run``, and the job never had a world."""
     REFUSED = "refused"
-    """Somebody else is here under this name, or with this token."""
+    """Another node uses this name, or another process this token."""
 
 
 class RankDesired(
@@ -116,39 +113,39 @@ class RankDesired(
     frozen=True,
 ):
     acknowledged: NonNegativeInt = 0
-    """Number of the newest :class:`RankStatus` this takes into account."""
+    """Number of the newest :class:`RankStatus` that the supervisor has processed."""
     assignment: RankAssignment | None = None
     notice: ControlNotice | None = None
     pause_target: NonNegativeIntOrMinusOne | None = None
     exit: ExitReason | None = None
     reason: str = ""
     coordinator_unreachable: bool = False
-    """The coordinator does not answer: what it wants is unknown."""
+    """Whether the coordinator cannot be reached, so that its orders are unknown."""
     injections: tuple[FaultInjection, ...] = ()
-    """Faults that somebody wants here; which of them have happened is seen elsewhere."""
+    """Faults to inject, including those that happened already."""
     partitions: NonNegativeInt = 0
-    """How often this node was cut off on purpose: its ranks lose their connections each time."""
+    """Number of injected partitions of this node. Its ranks lose their connections at each one."""
     standby: tuple[PeerNode, ...] = ()
     """As in :class:`NodeDesired`."""
 
 
 class RankFailure(msgspec.Struct, frozen=True):
-    """A rank whose process has ended and was not to, or that says that its world is broken."""
+    """Failure of a rank: an unexpected exit, or a fault that it reported."""
 
     local_rank: NonNegativeInt
     reason: str
     final: bool = False
-    """Another attempt would end the same way."""
+    """Whether another attempt would end the same way."""
     position: ErrorPosition | None = None
-    """Where the train function raised the fault; ``None`` for one that may follow from a lost rank."""
+    """Where the train function raised the fault; ``None`` if the fault may follow from a lost rank."""
     never_joined: bool = False
-    """The process exited by itself and never connected to its supervisor."""
+    """Whether the process exited without a signal and had never connected to its supervisor."""
     ended_at: float | None = None
-    """When its process ended, by its node's clock on the wall."""
+    """Wall-clock time of the exit on its node, or ``None`` if unknown."""
 
 
 class PauseOrder(msgspec.Struct, frozen=True):
-    """What :class:`~elastic.world.world_state.PauseWorld` says, on no particular clock."""
+    """:class:`~elastic.world.world_state.PauseWorld` as a message, with seconds left in place of a time."""
 
     epoch: NonNegativeIntOrMinusOne
     reason: str
@@ -157,7 +154,7 @@ class PauseOrder(msgspec.Struct, frozen=True):
 
 
 class SizeRequest(msgspec.Struct, frozen=True):
-    """What somebody asked for last; supervisors keep it for a coordinator that starts again."""
+    """Newest resize request. Supervisors store it for a coordinator that restarts."""
 
     number: NonNegativeInt
     reason: str
@@ -165,29 +162,30 @@ class SizeRequest(msgspec.Struct, frozen=True):
 
 
 class WorldSpec(msgspec.Struct, frozen=True):
-    """A world."""
+    """A world: its nodes in rank order, its stores and the step to restore."""
 
     epoch: NonNegativeIntOrMinusOne
     ranked_nodes: tuple[str, ...]
     restarts: NonNegativeInt
     reason: str
     store: str = ""
-    """"" while it is not known yet: the ranks have to wait for it."""
+    """Address of the store, or "" until it is known. The ranks wait for it."""
     stores: tuple[str, ...] = ()
-    """Where its keys are spread over several: all of them, in the order in which all ranks know them."""
+    """Addresses of all stores if the keys are spread over several, in the same order for all ranks."""
     hang_s: float | None = None
-    """The longest that no rank may get on, as far as that is known; ``None``: for ever."""
+    """Seconds without progress of any rank that count as a hang; ``None`` for no limit."""
     resume_from: SealedStep | None = None
-    """What its ranks restore, and nothing else: the world before it ended in order and sealed this."""
+    """The only step that the ranks may restore: the previous world sealed it before it ended in order."""
     requested_step: RequestedStep | None = None
-    """What its ranks restore, and nothing else: the command line of the run requests it, and no world of the run has
-    sealed a step yet."""
+    """The only step that the ranks may restore: the run's command line requests it.
+
+    Set until a world of the run has sealed a step."""
     incarnation_epoch: NonNegativeInt = 0
-    """The least epoch of incarnations that begin in this world, above those of all worlds before it."""
+    """Least epoch of incarnations that begin in this world, above those of all earlier worlds."""
 
 
 class WorldRecord(msgspec.Struct, frozen=True):
-    """That there was a world, for nodes that were not in it: the newest steps of the job are with its nodes."""
+    """Record of a world for nodes outside it: its nodes hold the newest steps of the job."""
 
     epoch: NonNegativeInt
     nodes: tuple[str, ...]
@@ -210,44 +208,44 @@ class NodeStatus(
     spawn_count: NonNegativeInt = 0
     spares: NonNegativeInt = 0
     world: WorldSpec | None = None
-    """The newest world that it was in."""
+    """Newest world of this node."""
     newest_world: WorldRecord | None = None
-    """A later world that it was not in, as a coordinator told it."""
+    """Newer world without this node, as a coordinator reported it."""
     broken_reason: str | None = None
-    """Why the world that it was in is broken; ``None`` while it is not."""
+    """Why the node's world is broken, or ``None`` if it is not."""
     pause: PauseOrder | None = None
     size_request: SizeRequest | None = None
     ready: bool = False
     paused: NonNegativeIntOrMinusOne | None = None
-    """The greatest step its ranks said, once all have said one."""
+    """Greatest step that a local rank reported, once all have reported one."""
     sealed: NonNegativeIntOrMinusOne | None = None
     checkpoint: SealedStep | None = None
-    """What its ranks sealed, where all have named the same."""
+    """Sealed step of the local ranks, if all reported the same one."""
     finished: bool = False
     lagging_ranks: tuple[int, ...] = ()
-    """Local ranks that were asked to stop and have not said a step, or once all have: have not sealed."""
+    """Local ranks that delay a pause: no step reported, or not sealed after the agreement."""
     exited_ranks: tuple[RankFailure, ...] = ()
     faulty_ranks: tuple[RankFailure, ...] = ()
-    """Of ranks that live."""
+    """Faults that running ranks reported."""
     rank_progress: tuple[RankProgress | None, ...] = ()
-    """Of every seat."""
+    """Progress of every local rank."""
     silent_s: tuple[float, ...] = ()
-    """The same: since when nothing was heard of its process."""
+    """Seconds since the last report of every local rank."""
     requests: tuple[RankRequest, ...] = ()
     drain_within_s: float | None = None
-    """It was preempted, and has so long."""
+    """Seconds until this node is preempted; ``None`` if it is not."""
     drain_reason: str = ""
     leave_reason: str = ""
-    """It goes now; why."""
+    """Why the node leaves the job now, or ""."""
     coordinator: str = ""
     last_command: NonNegativeInt = 0
     """Number of the newest command of that coordinator that was carried out."""
     store: str = ""
-    """Where a store that this node keeps is reached."""
+    """Address of the store that this node runs, or ""."""
     term: NonNegativeInt = 0
-    """The latest term in which it has obeyed a coordinator; 0 where the coordinator is in one place for good."""
+    """Latest term in which this node obeyed a coordinator; 0 without leader election."""
     leader: str = ""
-    """Which coordinator that was."""
+    """Name of the coordinator of that term."""
     peer: PeerNode | None = None
     """The node's agent, if it accepts replicas although the node is outside the world."""
 
@@ -271,33 +269,33 @@ class NodeDesired(
     frozen=True,
 ):
     coordinator: str
-    """Which start of the coordinator says this."""
+    """Name of this start of the coordinator."""
     generation: NonNegativeInt
     acknowledged: NonNegativeInt = 0
     world: WorldSpec | None = None
-    """The newest world this coordinator knows; ``None``: none, or one that the node is not in."""
+    """Newest world; ``None`` without a world or if the node is outside it."""
     newest_world: WorldRecord | None = None
-    """The newest world, for a node that is not in it: to be remembered for a coordinator that starts again."""
+    """Newest world for a node outside it, which stores it for a coordinator that restarts."""
     broken_reason: str | None = None
     broken_s: float | None = None
-    """Seconds its ranks have left to leave the broken world."""
+    """Seconds that the ranks have left to leave the broken world."""
     pause: PauseOrder | None = None
     pause_target: NonNegativeIntOrMinusOne | None = None
     size_request: SizeRequest | None = None
     commands: tuple[NodeCommand, ...] = ()
     run_store: bool = False
     release_reason: str | None = None
-    """Its ranks are dismissed and its supervisor ends, for this reason."""
+    """Why the node must leave the job, or ``None``. Its ranks are dismissed and its supervisor exits."""
     force: bool = False
-    """They are ended without being asked."""
+    """Whether a released node kills its ranks at once."""
     drain_within_s: float | None = None
-    """Somebody asked this node back: it has so long."""
+    """Seconds in which this node must drain; ``None`` if it need not."""
     superseded: bool = False
-    """It was given up for lost meanwhile: it is to begin a new life."""
+    """Whether the coordinator counted this generation as lost, so that the node must begin a new one."""
     min_generation: NonNegativeInt = 0
-    """Later than this one, whatever the node's clock says: it may have gone back since."""
+    """The new generation must be above this one, even if the node's clock was set back."""
     term: NonNegativeInt = 0
-    """In which the coordinator leads; 0 where it is in one place for good."""
+    """Term in which the coordinator leads; 0 without leader election."""
     exit: ExitReason | None = None
     reason: str = ""
     offer_memory: bool = False
@@ -305,22 +303,22 @@ class NodeDesired(
     standby: tuple[PeerNode, ...] = ()
     """Agents of nodes outside the world that accept replicas of its steps."""
     sealed_step: SealedStep | None = None
-    """The step to record for the next run; the ranks sealed it before a stop, or this node's release."""
+    """Step to record for the next run: the ranks sealed it before a stop, or before this node's release."""
 
 
 class StatusRequest(msgspec.Struct, frozen=True, tag="status"):
-    """How is the job?"""
+    """Request for the status of the job."""
 
 
 class ResizeRequest(msgspec.Struct, frozen=True, tag="resize"):
-    """So many nodes at the most; ``None``: as many as the policy allows."""
+    """Request to limit the job to ``nodes`` nodes; ``None`` for the limit of the policy."""
 
     nodes: int | None
     reason: str
 
 
 class DrainRequest(msgspec.Struct, frozen=True, tag="leave"):
-    """These nodes are preempted."""
+    """Request to drain nodes within ``deadline_s`` seconds."""
 
     nodes: tuple[str, ...]
     deadline_s: float
@@ -333,13 +331,13 @@ class StopJobRequest(msgspec.Struct, frozen=True, tag="stop"):
 
 
 class SupervisorExited(msgspec.Struct, frozen=True, tag="gone"):
-    """This node's supervisor is no more: who started it saw it end. Its connection is not coming back."""
+    """Report by the launcher that a node's supervisor has exited and will not reconnect."""
 
     node: str
 
 
 class InjectRequest(msgspec.Struct, frozen=True, tag="inject"):
-    """Have a fault happen."""
+    """Request to inject a fault."""
 
     injection: FaultInjection
 
@@ -355,20 +353,20 @@ CoordinatorMessage: TypeAlias = (
 class NodeSummary(msgspec.Struct, frozen=True):
     node: str
     node_rank: int | None
-    """Its place in the world."""
+    """Rank of the node in the world, or ``None`` outside it."""
     state: str
     local_ranks: NonNegativeInt
     spares: NonNegativeInt
     spawn_count: NonNegativeInt
     step: int
-    """The least its ranks have completed, -1 for none."""
+    """Least step that its ranks have completed, or -1."""
     sealed: int
     last_heartbeat_s: float
-    """Since it was last heard of."""
+    """Seconds since its last message."""
 
 
 class ElasticJobStatus(msgspec.Struct, frozen=True):
-    """How the job is, after what was asked for was taken in."""
+    """Status of the job after a request was applied."""
 
     job: str
     phase: WorldPhase
@@ -383,10 +381,10 @@ class ElasticJobStatus(msgspec.Struct, frozen=True):
     sealed: int
     store: str
     requested_nodes: int = 0
-    """So many nodes more could be used."""
+    """Number of further nodes that the job could use."""
     pause: PauseOrder | None = None
     refused: str = ""
-    """Why what was asked for is not done."""
+    """Why the request was refused, or ""."""
 
 
 _encode = msgspec.msgpack.Encoder().encode
@@ -394,17 +392,17 @@ INITIAL_DESIRED = NodeDesired("", 0)
 
 
 class WorldSpecRef(msgspec.Struct, frozen=True, tag="told"):
-    """The world that the coordinator told in so many-th place on this connection, counted from 1."""
+    """Reference to a world that the coordinator sent on this connection, numbered from 1."""
 
     number: NonNegativeInt
 
 
 class _World(WorldSpec, frozen=True, tag="world"):
-    """A world that the coordinator did not tell on this connection."""
+    """World that the coordinator did not send on this connection."""
 
 
-def _partial(name: str, whole: type[msgspec.Struct], tag: str, **others: Any) -> type[msgspec.Struct]:
-    """``whole`` with every field left out where it has not changed."""
+def _delta_struct(name: str, whole: type[msgspec.Struct], tag: str, **others: Any) -> type[msgspec.Struct]:
+    """Return a variant of ``whole`` in which every field may be unset, for unchanged values."""
     fields = [
         (field.name, others.get(field.name, field.type) | msgspec.UnsetType, msgspec.UNSET)
         for field in msgspec.structs.fields(whole)
@@ -412,85 +410,85 @@ def _partial(name: str, whole: type[msgspec.Struct], tag: str, **others: Any) ->
     return msgspec.defstruct(name, fields, frozen=True, tag=tag, forbid_unknown_fields=True, kw_only=True)
 
 
-NodeStatusDelta = _partial("NodeStatusDelta", NodeStatus, "changed", world=_World | WorldSpecRef | None)
-NodeDesiredDelta = _partial("NodeDesiredDelta", NodeDesired, "hears")
+NodeStatusDelta = _delta_struct("NodeStatusDelta", NodeStatus, "changed", world=_World | WorldSpecRef | None)
+NodeDesiredDelta = _delta_struct("NodeDesiredDelta", NodeDesired, "hears")
 
 
 class NodeCodec:
-    """A supervisor's end of one connection. One thread encodes and one decodes."""
+    """A supervisor's end of one connection. One thread may encode and another one decode."""
 
     def __init__(self) -> None:
-        self._said: NodeStatus | None = None
-        self._heard = INITIAL_DESIRED
-        self._told: tuple[int, WorldSpec | None] = (0, None)
-        """The world that the coordinator told last, and its number."""
+        self._last_status: NodeStatus | None = None
+        self._desired = INITIAL_DESIRED
+        self._received_world: tuple[int, WorldSpec | None] = (0, None)
+        """Number of the worlds received so far, and the newest of them."""
 
     def encode(self, status: NodeStatus) -> bytes:
-        before, self._said = self._said, status
+        before, self._last_status = self._last_status, status
         if before is None:
             return _encode(status)
         changes = _changes(before, status)
-        formed = changes.get("world")
-        if formed is not None:
-            number, told = self._told
-            changes["world"] = WorldSpecRef(number) if formed is told else _World(*msgspec.structs.astuple(formed))
+        world = changes.get("world")
+        if world is not None:
+            number, received = self._received_world
+            changes["world"] = WorldSpecRef(number) if world is received else _World(*msgspec.structs.astuple(world))
         return _encode(NodeStatusDelta(**changes))
 
     def decode(self, body: bytes) -> NodeDesired:
         changes = decode_message(body, NodeDesiredDelta)
-        self._heard = _applied(self._heard, changes)
-        if isinstance(formed := changes.world, WorldSpec):  # type: ignore[attr-defined]  # a field of NodeDesired
-            self._told = self._told[0] + 1, formed
-        return self._heard
+        self._desired = _apply_changes(self._desired, changes)
+        if isinstance(world := changes.world, WorldSpec):  # type: ignore[attr-defined]  # a field of NodeDesired
+            self._received_world = self._received_world[0] + 1, world
+        return self._desired
 
 
 class CoordinatorCodec:
-    """The coordinator's end of a connection.
+    """The coordinator's end of one connection.
 
-    ``encode_world`` encodes a world. ``intern_world`` returns the one of two equal worlds to keep, as all nodes get and
-    send the same one.
+    All nodes send and receive the same world: ``encode_world`` may cache its encoding, and ``intern_world`` may return
+    one object for all equal worlds.
     """
 
     def __init__(
         self,
         status: NodeStatus,
-        encode_world: Callable[[WorldSpec], msgspec.Raw] = lambda formed: msgspec.Raw(_encode(formed)),
-        intern_world: Callable[[WorldSpec], WorldSpec] = lambda formed: formed,
+        encode_world: Callable[[WorldSpec], msgspec.Raw] = lambda world: msgspec.Raw(_encode(world)),
+        intern_world: Callable[[WorldSpec], WorldSpec] = lambda world: world,
     ) -> None:
-        self._packed, self._shared = encode_world, intern_world
-        self._told: dict[int, WorldSpec] = {}
-        """Worlds that the node may speak of by their number."""
-        self._number = 0
-        self._hears = INITIAL_DESIRED
+        self._encode_world, self._intern_world = encode_world, intern_world
+        self._sent_worlds: dict[int, WorldSpec] = {}
+        """Worlds that the node may refer to, by number."""
+        self._sent_count = 0
+        self._desired = INITIAL_DESIRED
         self.status = (
             status if status.world is None else msgspec.structs.replace(status, world=intern_world(status.world))
         )
         """The node's newest report."""
 
-    def encode(self, hears: NodeDesired) -> bytes:
-        changes = _changes(self._hears, hears)
-        self._hears = hears
-        formed = changes.get("world")
-        if formed is not None:
-            self._number += 1
-            self._told[self._number] = formed
-            changes["world"] = self._packed(formed)
+    def encode(self, desired: NodeDesired) -> bytes:
+        changes = _changes(self._desired, desired)
+        self._desired = desired
+        world = changes.get("world")
+        if world is not None:
+            self._sent_count += 1
+            self._sent_worlds[self._sent_count] = world
+            changes["world"] = self._encode_world(world)
         return _encode(NodeDesiredDelta(**changes))
 
     def decode(self, body: bytes) -> NodeStatus:
         changes = decode_message(body, NodeStatusDelta)
-        self.status = _applied(self.status, changes, world=self._world(changes.world))  # type: ignore[attr-defined]
+        self.status = _apply_changes(self.status, changes, world=self._resolve_world(changes.world))  # type: ignore[attr-defined]
         return self.status
 
-    def _world(self, formed: Any) -> Any:
-        if isinstance(formed, _World):
-            return self._shared(WorldSpec(*msgspec.structs.astuple(formed)))
-        if not isinstance(formed, WorldSpecRef):
-            return formed
-        if formed.number not in self._told:
-            raise ProtocolError(f"it speaks of world number {formed.number}, which it was not told here")
-        self._told = {number: told for number, told in self._told.items() if number >= formed.number}
-        return self._told[formed.number]
+    def _resolve_world(self, world: Any) -> Any:
+        if isinstance(world, _World):
+            return self._intern_world(WorldSpec(*msgspec.structs.astuple(world)))
+        if not isinstance(world, WorldSpecRef):
+            return world
+        if world.number not in self._sent_worlds:
+            raise ProtocolError(f"it speaks of world number {world.number}, which it was not told here")
+        self._sent_worlds = {number: sent for number, sent in self._sent_worlds.items() if number >= world.number}
+        return self._sent_worlds[world.number]
 
 
 def _changes(before: msgspec.Struct, after: msgspec.Struct) -> dict[str, Any]:
@@ -502,7 +500,7 @@ def _changes(before: msgspec.Struct, after: msgspec.Struct) -> dict[str, Any]:
     return changes
 
 
-def _applied(before: Any, changes: msgspec.Struct, **others: Any) -> Any:
+def _apply_changes(before: Any, changes: msgspec.Struct, **others: Any) -> Any:
     new = {name: value for name in changes.__struct_fields__ if (value := getattr(changes, name)) is not msgspec.UNSET}
     new.update({name: value for name, value in others.items() if name in new})
     return msgspec.structs.replace(before, **new)

@@ -1,4 +1,4 @@
-"""Clients of the coordinator: a supervisor's reconnecting one, and the command line's one-request one."""
+"""Clients of the coordinator: one for supervisors that reconnects, one for single requests."""
 
 from __future__ import annotations
 
@@ -31,8 +31,8 @@ log = logging.getLogger(__name__)
 
 COORDINATOR_NODE = NodeId("coordinator")
 COMMAND_NODE = NodeId("command")
-_FIRST_PAUSE_S = 0.05
-_LONGEST_PAUSE_S = 1.0
+_MIN_RETRY_S = 0.05
+_MAX_RETRY_S = 1.0
 _CONNECT_S = 5.0
 _SEND_S = 10.0
 _FLUSH_S = 1.0
@@ -40,7 +40,7 @@ _encode = msgspec.msgpack.Encoder().encode
 
 
 def connect_to_coordinator(address: str, *, job: str, me: NodeId, secret: bytes) -> MessageChannel:
-    """A connection to the coordinator; both have proven that they know the job's secret."""
+    """Return a connection to the coordinator after mutual authentication with the job's secret."""
     channel = TcpTransport(timeout_s=_SEND_S).connect(address, timeout_s=_CONNECT_S)
     try:
         authenticate_to_server(channel, job=job, me=me, secret=secret, expect=COORDINATOR_NODE)
@@ -54,7 +54,11 @@ def connect_to_coordinator(address: str, *, job: str, me: NodeId, secret: bytes)
 def call_coordinator(
     address: str, question: CoordinatorRequest, *, job: str, secret: bytes, timeout_s: float = 30.0
 ) -> ElasticJobStatus:
-    """One question of a command line, and its answer. ``address``: also a URL of where it is noted who leads."""
+    """Send one request of the command line and return the answer.
+
+    ``address`` is the coordinator's address or the URL of a leader record. Raise
+    :class:`~elastic.errors.ControlPlaneRefusedError` if the coordinator refuses the request.
+    """
     if is_leader_url(address):
         with contextlib.closing(open_leader_record(address)) as leadership:
             address = leader_address(leadership.read())
@@ -80,11 +84,12 @@ def call_coordinator(
 
 
 class CoordinatorClient:
-    """A node's connection to the coordinator, made again when it breaks.
+    """A node's connection to the coordinator, with reconnects.
 
     ``where`` returns the coordinator's address before every attempt, or raises :class:`ControlPlaneUnavailableError`.
-    ``on_desired`` gets its orders. ``on_connected`` and ``on_unreachable`` say whether it can be reached, and
-    ``on_refused`` that it has refused this node several times in a row. All are called from threads of this client.
+    ``on_desired`` receives the coordinator's orders. ``on_connected`` and ``on_unreachable`` report the state of the
+    connection. ``on_refused`` runs after ``refusals`` refusals in a row, and ends the attempts. All are called from
+    threads of this client.
     """
 
     def __init__(
@@ -100,21 +105,25 @@ class CoordinatorClient:
         on_unreachable: Callable[[str], None],
         on_refused: Callable[[str], None],
     ) -> None:
-        self._where, self._job, self._node, self._secret = where, job, node, secret
-        self._heard, self._came, self._cut_off, self._refused = on_desired, on_connected, on_unreachable, on_refused
+        self._find_address, self._job, self._node, self._secret = where, job, node, secret
+        self._on_desired, self._on_connected, self._on_unreachable, self._on_refused = (
+            on_desired,
+            on_connected,
+            on_unreachable,
+            on_refused,
+        )
         self._refusals = refusals
         self._changed = threading.Condition()
         self._latest: NodeStatus | None = None
         self._sent = 0
-        """Number of the newest message that went out on this connection."""
+        """Number of the newest status that was sent on this connection."""
         self._channel: MessageChannel | None = None
-        self._end = NodeCodec()
-        """Of this connection."""
+        self._codec = NodeCodec()
         self._stopping = False
-        self._cut_until = 0.0
+        self._disconnected_until = 0.0
         self._threads = [
-            threading.Thread(target=self._talk, name="elastic-link", daemon=True),
-            threading.Thread(target=self._write, name="elastic-link-write", daemon=True),
+            threading.Thread(target=self._run_connections, name="elastic-link", daemon=True),
+            threading.Thread(target=self._send_loop, name="elastic-link-write", daemon=True),
         ]
 
     def start(self) -> None:
@@ -127,22 +136,22 @@ class CoordinatorClient:
             self._changed.notify_all()
 
     def disconnect_for(self, seconds: float) -> None:
-        """Let go of the coordinator, and do not come back for so long."""
+        """Disconnect, and do not reconnect for ``seconds``."""
         with self._changed:
-            self._cut_until = time.monotonic() + seconds
+            self._disconnected_until = time.monotonic() + seconds
         self.drop()
 
     def drop(self) -> None:
-        """Let go of this coordinator, and look again where it is."""
+        """Close the connection. The client looks up the address and reconnects."""
         with self._changed:
             channel = self._channel
         if channel is not None:
             channel.close()
 
     def close(self) -> None:
-        """What was said last goes out first, where it can."""
+        """Send the newest status if that is possible within a second, then disconnect for good."""
         with self._changed:
-            self._changed.wait_for(lambda: self._channel is None or not self._is_due, _FLUSH_S)
+            self._changed.wait_for(lambda: self._channel is None or not self._has_unsent, _FLUSH_S)
             self._stopping = True
             channel = self._channel
             self._changed.notify_all()
@@ -153,72 +162,74 @@ class CoordinatorClient:
                 thread.join()
 
     @property
-    def _is_due(self) -> bool:
+    def _has_unsent(self) -> bool:
         return self._latest is not None and self._latest.number > self._sent
 
-    def _talk(self) -> None:
-        pause_s, refused = _FIRST_PAUSE_S, 0
+    def _run_connections(self) -> None:
+        retry_s, refused = _MIN_RETRY_S, 0
         while self._may_connect():
             try:
-                channel = connect_to_coordinator(self._where(), job=self._job, me=self._node, secret=self._secret)
+                channel = connect_to_coordinator(
+                    self._find_address(), job=self._job, me=self._node, secret=self._secret
+                )
             except (PeerStoreError, ControlPlaneUnavailableError) as error:
                 refused = refused + 1 if isinstance(error, PeerRefusedError) else 0
                 if refused >= self._refusals:
-                    self._refused(str(error))
+                    self._on_refused(str(error))
                     return
-                self._cut_off(str(error))
+                self._on_unreachable(str(error))
                 with self._changed:
-                    self._changed.wait_for(lambda: self._stopping, pause_s)
-                pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
+                    self._changed.wait_for(lambda: self._stopping, retry_s)
+                retry_s = min(2 * retry_s, _MAX_RETRY_S)
                 continue
-            pause_s, refused = _FIRST_PAUSE_S, 0
-            if not self._takes(channel):
+            retry_s, refused = _MIN_RETRY_S, 0
+            if not self._adopt(channel):
                 channel.close()
                 return
-            self._came()
+            self._on_connected()
             try:
                 while (incoming := channel.receive()) is not None:
-                    self._heard(self._end.decode(incoming.header))
-                why = "the coordinator closed the connection"
+                    self._on_desired(self._codec.decode(incoming.header))
+                reason = "the coordinator closed the connection"
             except PeerStoreError as error:
-                why = str(error)
+                reason = str(error)
             with self._changed:
                 self._channel = None
                 self._changed.notify_all()
             channel.close()
             if not self._stopping:
-                self._cut_off(why)
+                self._on_unreachable(reason)
 
     def _may_connect(self) -> bool:
-        """Whether this link is still wanted, once it is not cut on purpose any more."""
+        """Wait for the end of a :meth:`disconnect_for`, and return whether the client is still open."""
         with self._changed:
-            while not self._stopping and (left_s := self._cut_until - time.monotonic()) > 0:
+            while not self._stopping and (left_s := self._disconnected_until - time.monotonic()) > 0:
                 self._changed.wait(left_s)
             return not self._stopping
 
-    def _takes(self, channel: MessageChannel) -> bool:
-        """Whether this is the connection from now on: not when the link was closed while it was made."""
+    def _adopt(self, channel: MessageChannel) -> bool:
+        """Use ``channel`` from now on. Return False if the client was closed in the meantime."""
         with self._changed:
             if not self._stopping:
-                self._channel, self._end, self._sent = channel, NodeCodec(), 0
+                self._channel, self._codec, self._sent = channel, NodeCodec(), 0
                 self._changed.notify_all()
             return not self._stopping
 
-    def _write(self) -> None:
+    def _send_loop(self) -> None:
         while True:
             with self._changed:
-                self._changed.wait_for(lambda: self._stopping or (self._channel is not None and self._is_due))
+                self._changed.wait_for(lambda: self._stopping or (self._channel is not None and self._has_unsent))
                 if self._stopping:
                     return
-                says, channel, end = self._latest, self._channel, self._end
-                assert says is not None  # noqa: S101 - what was waited for
+                status, channel, codec = self._latest, self._channel, self._codec
+                assert status is not None  # noqa: S101 - what was waited for
                 assert channel is not None  # noqa: S101
             try:
-                channel.send(end.encode(says))
+                channel.send(codec.encode(status))
             except PeerStoreError as error:
                 log.info("the coordinator did not take a message: %s", error)
                 channel.close()
             with self._changed:
                 if self._channel is channel:
-                    self._sent = says.number
+                    self._sent = status.number
                     self._changed.notify_all()

@@ -19,14 +19,15 @@ from peerstore.daemon_process import trusted_users
 from peerstore.message_codec import from_json
 
 _LOCK_S = 2.0
-_AGAIN_S = 0.02
-_MOST_BYTES = 64 << 10
+_RETRY_S = 0.02
+_MAX_BYTES = 64 << 10
 
 
 class LeaderRecordFile:
-    """``file:///DIRECTORY/NAME``: the record is that file, and changes under a lock on ``NAME.lock``.
+    """Leader record in the file of ``file:///DIRECTORY/NAME``, written under a lock on ``NAME.lock``.
 
-    The storage has to have locks that hold on all machines: NFS 4, Lustre with ``flock``, and what is on one machine.
+    The storage must support locks across all machines of the job: NFS 4, Lustre with ``flock``, or for one machine any
+    local file system.
     """
 
     def __init__(self, path: Path, duration_s: float) -> None:
@@ -43,7 +44,7 @@ class LeaderRecordFile:
         try:
             trusted_users(self.path.parent, setting="--coordinator file:///DIRECTORY/NAME")
             with self._locked():
-                return self._there()
+                return self._load()
         except (PermissionError, FileNotFoundError) as error:
             raise ControlPlaneRefusedError(str(error)) from error
         except OSError as error:
@@ -52,11 +53,11 @@ class LeaderRecordFile:
     def write(self, record: LeaderRecord, over: LeaderRecord | None) -> LeaderRecord | None:
         try:
             with self._locked():
-                there = self._there()
-                if (there and there.version) != (over and over.version):
+                stored = self._load()
+                if (stored and stored.version) != (over and over.version):
                     return None
                 new = msgspec.structs.replace(record, version=secrets.token_hex(8))
-                self._put(new)
+                self._replace(new)
                 return new
         except PermissionError as error:
             raise ControlPlaneRefusedError(str(error)) from error
@@ -64,28 +65,28 @@ class LeaderRecordFile:
             raise ControlPlaneUnavailableError(f"{self.path}: {error}") from error
 
     def close(self) -> None:
-        """Nothing is held."""
+        """Do nothing: no resource stays open between calls."""
 
-    def _there(self) -> LeaderRecord | None:
+    def _load(self) -> LeaderRecord | None:
         try:
             fd = os.open(self.path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
         except FileNotFoundError:
             return None
         with os.fdopen(fd, "rb") as file:
-            data = file.read(_MOST_BYTES)
+            data = file.read(_MAX_BYTES)
         try:
             return from_json(data, LeaderRecord)
         except msgspec.MsgspecError as error:
             raise ControlPlaneUnavailableError(f"{self.path} does not say who leads: {error}") from error
 
-    def _put(self, record: LeaderRecord) -> None:
-        beside = self.path.with_name(f".{self.path.name}.new")
-        fd = os.open(beside, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+    def _replace(self, record: LeaderRecord) -> None:
+        temporary = self.path.with_name(f".{self.path.name}.new")
+        fd = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
         with os.fdopen(fd, "wb") as file:
             file.write(msgspec.json.encode(record))
             file.flush()
             os.fsync(fd)
-        beside.replace(self.path)
+        temporary.replace(self.path)
 
     @contextlib.contextmanager
     def _locked(self) -> Iterator[None]:
@@ -100,7 +101,7 @@ class LeaderRecordFile:
                 except BlockingIOError:
                     if time.monotonic() > deadline:
                         raise ControlPlaneUnavailableError(f"{lock} has been held for {_LOCK_S:g} s") from None
-                    time.sleep(_AGAIN_S)
+                    time.sleep(_RETRY_S)
             yield
         finally:
             os.close(fd)

@@ -19,12 +19,16 @@ from peerstore.network_addresses import (
     split_address,
 )
 
-_LOOK_UP_S = 5.0
-_AGAIN_S = 1.0
+_RESOLVE_S = 5.0
+_RETRY_S = 1.0
 
 
 def node_address(coordinator: str, others: Sequence[str] = ()) -> str:
-    """Of this machine, for the others of a job whose coordinator is there; some of their names help to find it."""
+    """Return the address of this machine for the other nodes of a job.
+
+    ``coordinator`` is the coordinator's address, or "" for a job on one machine. If its name resolves to loopback here,
+    the route to the first of ``others`` decides.
+    """
     if not coordinator:
         return "127.0.0.1"
     host, port = split_address(coordinator)
@@ -39,25 +43,31 @@ def node_address(coordinator: str, others: Sequence[str] = ()) -> str:
 
 
 def wait_for_name(coordinator: str, within_s: float) -> None:
-    """Until the coordinator's name can be looked up: a pod's may be known a while after others have started."""
+    """Wait until the coordinator's name resolves: a pod's name may appear some time after its start.
+
+    Raise :class:`~peerstore.errors.PeerUnreachableError` after ``within_s`` seconds.
+    """
     host, port = split_address(coordinator)
     deadline = time.monotonic() + within_s
     while True:
         try:
-            resolve_host(host, port, within_s=_LOOK_UP_S)
+            resolve_host(host, port, within_s=_RESOLVE_S)
         except PeerUnreachableError as error:
             if time.monotonic() > deadline:
                 raise PeerUnreachableError(
                     f"{error}; it was asked for {within_s:g} s. If that is not how this machine reaches the "
                     "coordinator, write --coordinator HOST:PORT"
                 ) from error
-            time.sleep(_AGAIN_S)
+            time.sleep(_RETRY_S)
         else:
             return
 
 
 def resolves_to_loopback(coordinator: str) -> bool:
-    """Whether the name by which others know this machine leads only here: Debian's /etc/hosts has 127.0.1.1 for it."""
+    """Return whether the coordinator's name resolves to loopback here.
+
+    Debian's /etc/hosts has 127.0.1.1 for the machine's own name.
+    """
     host, _ = split_address(coordinator)
     return (
         not is_wildcard_host(host) and not is_loopback_host(host) and is_loopback_host(local_address_for(coordinator))
@@ -65,11 +75,14 @@ def resolves_to_loopback(coordinator: str) -> bool:
 
 
 def gloo_interface(host: str) -> str | None:
-    """Where gloo has to listen to be reached at ``host``; ``None`` where it finds that by this machine's own name."""
+    """Return the interface on which gloo must listen to be reachable at ``host``.
+
+    Return ``None`` if gloo finds it by this machine's own name.
+    """
     if is_loopback_host(host):
         return "lo" if "lo" in (known for _, known in socket.if_nameindex()) else None
     try:
-        own = str(resolve_host(socket.gethostname(), 0, within_s=_LOOK_UP_S)[0][4][0])
+        own = str(resolve_host(socket.gethostname(), 0, within_s=_RESOLVE_S)[0][4][0])
     except PeerUnreachableError:
         own = "127.0.0.1"
     return interface_with_address(host) if is_loopback_host(own) else None

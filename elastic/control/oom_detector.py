@@ -1,4 +1,4 @@
-"""Detects that the kernel killed a process for memory."""
+"""Detection of processes that the kernel killed for lack of memory."""
 
 from __future__ import annotations
 
@@ -11,7 +11,10 @@ _MACHINE = Path("/proc/vmstat")
 
 
 class OomDetector:
-    """Looked at when a process ends by SIGKILL, in the control group of who asks and those below it."""
+    """OOM kills in this process's control group and those below it, and on the machine.
+
+    Used when a child process was killed by SIGKILL.
+    """
 
     def __init__(self, cgroup: Path | None = None, machine: Path = _MACHINE) -> None:
         self._cgroup = _events_file() if cgroup is None else cgroup
@@ -19,7 +22,7 @@ class OomDetector:
         self._seen = self._counts()
 
     def new_kills(self) -> str:
-        """Whether there was one since this was asked last, in words; "" where there was none."""
+        """Return a description of OOM kills since the last call, or ""."""
         before, self._seen = self._seen, self._counts()
         if self._seen[0] > before[0]:
             return "probably out of memory: the kernel says so of its control group"
@@ -32,14 +35,14 @@ class OomDetector:
 
 
 def _events_file() -> Path:
-    """Of this process's control group, in either version of them."""
+    """Return the file with the OOM kill count of this process's control group, for cgroup v1 or v2."""
     lines: list[str] = []
     with contextlib.suppress(OSError):
         lines = _CGROUP.read_text().splitlines()
     for line in lines:
         _, controllers, path = line.split(":", 2)
         if not controllers:
-            for root in (_MOUNT / path.lstrip("/"), _MOUNT):  # a container may see only its own, as the root
+            for root in (_MOUNT / path.lstrip("/"), _MOUNT):  # a container may see only its own group, as the root
                 if (root / "memory.events").exists():
                     return root / "memory.events"
         elif "memory" in controllers.split(","):
@@ -50,7 +53,7 @@ def _events_file() -> Path:
 
 
 def _count(file: Path) -> int:
-    """The number on the line of kills; 0 where nobody counts."""
+    """Return the kill count in ``file``, or 0 without one."""
     with contextlib.suppress(OSError, ValueError):
         for line in file.read_text().splitlines():
             name, _, value = line.partition(" ")

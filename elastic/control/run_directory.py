@@ -28,14 +28,14 @@ from peerstore.shard_records import JobName, validate_job_name
 from peerstore.suggestions import did_you_mean
 from peerstore.transport.authentication import generate_secret, read_secret
 
-_LONGEST_SOCKET = 100
-_MOST_BYTES = 1 << 20
+_MAX_SOCKET_PATH_BYTES = 100
+_MAX_BYTES = 1 << 20
 _SETTING = "$ELASTIC_RUN_DIRECTORY"
 _PEER_SECRET_PURPOSE = b"tieredckpt peer secret 1"
 
 
 class LocalRun(msgspec.Struct, frozen=True):
-    """A job that runs here."""
+    """Record of a job that runs on this machine."""
 
     job: str
     coordinator: str
@@ -44,27 +44,27 @@ class LocalRun(msgspec.Struct, frozen=True):
     spares: int
     command: tuple[str, ...]
     working_directory: str
-    """Where the command is run."""
+    """Directory in which the command runs."""
     logs: str
     grace_s: float
     event_log: str = ""
     generated_secret: bool = False
-    """Whether this run generated its secret: the next run has another one."""
+    """Whether this run generated its secret, so that the next run has another one."""
 
 
 class LastRun(msgspec.Struct, frozen=True):
-    """The end of a job's newest run on this machine."""
+    """Record of the end of a job's newest run on this machine."""
 
     job: str
     how: str
-    """``finished``, ``stopped``, ``job failed`` or another word for it."""
+    """``finished``, ``stopped``, ``job failed`` or a similar word."""
     ended_at: float
     """Seconds since 1970."""
     command: str
 
 
 class RunDirectory:
-    """A job's own directory below the directory of all runs."""
+    """Directory of one job, below the directory of all runs."""
 
     def __init__(self, root: Path, job: str) -> None:
         self.root = root
@@ -75,15 +75,15 @@ class RunDirectory:
         self.peer_secret_file = self.directory / "peer-secret"
         self.address_file = self.directory / "address"
         self.epoch_file = self.directory / "epoch"
-        """Of a coordinator that is started alone."""
+        """Epoch file of a coordinator that was started without nodes."""
         self.end_file = self.directory / "end_message"
-        """How the job ended, as the coordinator wrote it."""
+        """File in which the coordinator writes how the job ended."""
         self.last_run_file = self.directory / "last_run.json"
 
     def node_directory(self, name: str) -> Path:
-        """A node's directory; its socket must not have too long a name for the kernel."""
+        """Return a node's directory. Raise :class:`PolicyError` if its socket path is too long for the kernel."""
         path = self.directory / name
-        if len(os.fsencode(path / "rank.sock")) > _LONGEST_SOCKET:
+        if len(os.fsencode(path / "rank.sock")) > _MAX_SOCKET_PATH_BYTES:
             raise PolicyError(
                 f"{path}/rank.sock is too long a name for a socket: shorten the names of the job and the node, or set "
                 "$ELASTIC_RUN_DIRECTORY to a shorter path"
@@ -96,7 +96,11 @@ class RunDirectory:
 
     @contextlib.contextmanager
     def locked(self, name: str = "lock") -> Iterator[None]:
-        """Nobody else on this machine is this; the kernel lets go when this process ends."""
+        """Hold a lock of the job on this machine, or raise :class:`ControlPlaneRefusedError` if it is held.
+
+        ``name`` is ``lock`` for the job itself, or ``NODE.lock`` for a node. The kernel releases the lock when this
+        process exits.
+        """
         self.prepare()
         fd = os.open(self.directory / name, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
         try:
@@ -110,9 +114,9 @@ class RunDirectory:
             os.close(fd)
 
     def write_secret(self, secret: bytes | None, node: str = "") -> Path:
-        """The file with the job's secret, as whoever leads it here knows it, or as a ``node`` does.
+        """Write the job's secret and return its file: the coordinator's file, or that of ``node``.
 
-        A new one is made where none is given.
+        A new secret is generated if ``secret`` is empty.
         """
         self.prepare()
         path = self.directory / f"{node}.secret" if node else self.secret_file
@@ -122,7 +126,7 @@ class RunDirectory:
     def write_peer_secret(self, secret: bytes, *, keep: bool = False) -> Path:
         """Write the secret of the job's agents, derived from the control secret, and return its file.
 
-        With ``keep``, the file of an earlier run stays: agents of stopped nodes prove the secret that it has.
+        With ``keep``, a file of an earlier run is not replaced: agents of stopped nodes use its secret.
         """
         if keep:
             with contextlib.suppress(PeerStoreError):
@@ -135,7 +139,7 @@ class RunDirectory:
         write_private_file(self.file, msgspec.json.encode(run))
 
     def end_record(self) -> bytes:
-        """Return what the coordinator wrote about the end of the job; empty if it finished."""
+        """Return the coordinator's record of the end of the job; empty without one."""
         with contextlib.suppress(OSError):
             return _read(self.end_file)
         return b""
@@ -146,11 +150,15 @@ class RunDirectory:
 
     def remove(self) -> None:
         for path in (self.file, self.secret_file, self.address_file, self.end_file):
-            with contextlib.suppress(PermissionError):  # the job may have succeeded all the same
+            with contextlib.suppress(PermissionError):  # the job may have succeeded nevertheless
                 path.unlink(missing_ok=True)
 
     def read(self) -> LocalRun:
-        """Only where nobody but this user can have written it: it says which files are secrets, and what is asked."""
+        """Return the record of the running job.
+
+        Only this user may have been able to write it, as it names secret files and a command. Raise
+        :class:`JobNotFoundError` if the job does not run here.
+        """
         try:
             for folder in (self.root, self.directory):
                 trusted_users(folder, setting=_SETTING)
@@ -162,7 +170,7 @@ class RunDirectory:
 
 
 def list_runs(root: Path) -> list[LocalRun]:
-    """All jobs that were started on this machine by this user, and have not been ended."""
+    """Return the running jobs that this user started on this machine."""
     found = []
     try:
         trusted_users(root, setting=_SETTING)
@@ -177,7 +185,7 @@ def list_runs(root: Path) -> list[LocalRun]:
 
 
 def newest_last_run(root: Path, job: str | None = None) -> LastRun | None:
-    """Return the run that ended last on this machine, of one job or of any; ``None`` if none is known."""
+    """Return the run that ended last on this machine, of ``job`` or of any job, or ``None``."""
     found = []
     for path in root.glob(f"{job or '*'}/last_run.json"):
         with contextlib.suppress(OSError, PeerStoreError, msgspec.MsgspecError):
@@ -186,17 +194,17 @@ def newest_last_run(root: Path, job: str | None = None) -> LastRun | None:
 
 
 def describe_no_job(root: Path, job: str | None = None) -> str:
-    """Say that no job runs on this machine, and which one ended last."""
+    """Return a message that no job runs on this machine, with the last run that ended."""
     what = "no job runs" if job is None else f"job {job!r} does not run"
-    said = f"{what} on this machine (looked in {root})"
-    if job is not None and (meant := did_you_mean(job, (run.job for run in list_runs(root)))):
-        return f"{said}.{meant}"
+    message = f"{what} on this machine (looked in {root})"
+    if job is not None and (suggestion := did_you_mean(job, (run.job for run in list_runs(root)))):
+        return f"{message}.{suggestion}"
     last = newest_last_run(root, job)
     if last is None:
-        return f"{said}. Start one with: elastic run SCRIPT"
+        return f"{message}. Start one with: elastic run SCRIPT"
     at = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(last.ended_at))
-    which = f"Job {last.job!r} was the last one. It" if job is None else "Its last run"
-    return f"{said}. {which} ended at {at} ({last.how}). The same command starts it again: {last.command}"
+    subject = f"Job {last.job!r} was the last one. It" if job is None else "Its last run"
+    return f"{message}. {subject} ended at {at} ({last.how}). The same command starts it again: {last.command}"
 
 
 def derive_peer_secret(secret: bytes, job: str) -> bytes:
@@ -209,18 +217,18 @@ def run_secret(run: LocalRun) -> bytes:
 
 
 def _read(path: Path) -> bytes:
-    """A file that a process of this job has written; nothing else that may have its name is waited for."""
+    """Return the content of a regular file. Do not block on a FIFO, and do not follow a symbolic link."""
     fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK | os.O_NOFOLLOW)
     with os.fdopen(fd, "rb") as file:
         if not stat.S_ISREG(os.fstat(fd).st_mode):
             raise OSError(errno.EINVAL, "it is not a file")
-        return file.read(_MOST_BYTES)
+        return file.read(_MAX_BYTES)
 
 
 def write_private_file(path: Path, data: bytes) -> None:
-    """Whole or not at all, and for this user only."""
-    beside = path.with_name(f".{path.name}.{os.getpid()}")
-    fd = os.open(beside, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW, 0o600)
+    """Write a file atomically, readable by this user only."""
+    temporary = path.with_name(f".{path.name}.{os.getpid()}")
+    fd = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW, 0o600)
     with os.fdopen(fd, "wb") as file:
         file.write(data)
-    beside.replace(path)
+    temporary.replace(path)

@@ -1,4 +1,7 @@
-"""A clock that counts only the time in which this process ran, so that a process that was stopped accuses no other."""
+"""A clock that counts only the time in which this process ran.
+
+So a process that was stopped does not blame other processes for the gap.
+"""
 
 from __future__ import annotations
 
@@ -8,15 +11,16 @@ from collections.abc import Callable
 
 
 def since_boot() -> float:
-    """Seconds that also count while the machine sleeps, as those of everybody else do."""
+    """Return the seconds since boot, including time in which the machine slept."""
     return time.clock_gettime(time.CLOCK_BOOTTIME)
 
 
 class RunningClock:
-    """Read at least once in ``interval_s`` by who runs: a reading that leapt further counts as one interval.
+    """Clock that counts at most ``interval_s`` seconds between two readings.
 
-    A process is not told that it was stopped (``scontrol suspend``, ``docker pause``, a closed lid). Deadlines that the
-    world outside has set go on meanwhile: :meth:`skipped` says by how much they are nearer. Any thread may read it.
+    A running process reads it at least once per ``interval_s``. A longer gap means that the process was stopped
+    (``scontrol suspend``, ``docker pause``, a closed lid). Deadlines set outside this process do not stop meanwhile:
+    :meth:`skipped` returns the time to subtract from them. Any thread may read the clock.
     """
 
     def __init__(self, interval_s: float, clock: Callable[[], float] = since_boot) -> None:
@@ -29,14 +33,14 @@ class RunningClock:
     def __call__(self) -> float:
         with self._lock:
             now = self._clock()
-            leapt_s, self._read_at = max(0.0, now - self._read_at), now
-            counted_s = min(leapt_s, self._interval_s)
+            elapsed_s, self._read_at = max(0.0, now - self._read_at), now
+            counted_s = min(elapsed_s, self._interval_s)
             self._counted += counted_s
-            self._skipped_s += leapt_s - counted_s
+            self._skipped_s += elapsed_s - counted_s
             return self._counted
 
     def skipped(self) -> float:
-        """Seconds that were not counted since this was last asked."""
+        """Return the seconds that were not counted since the last call."""
         with self._lock:
             skipped_s, self._skipped_s = self._skipped_s, 0.0
             return skipped_s

@@ -1,4 +1,4 @@
-"""The memory tier's node agent under a supervisor, and the steps that agents still hold when a job ends."""
+"""The node agent under a supervisor, and the steps in its memory when a job ends."""
 
 from __future__ import annotations
 
@@ -40,11 +40,13 @@ _RETRY_S = 1.0
 
 
 class MemoryTierProcess:
-    """An agent that answers already is used. One that was started here outlives the supervisor that is killed.
+    """The node agent of one supervisor: start, restart, shutdown.
 
-    While this is open, a connection tells the agent that it is needed: a node that waits outside the world has nobody
-    else who does, and an agent that nobody needs leaves after a while. It is looked after here, and by no rank: this
-    begins before them, and they end with it.
+    An agent that already runs is used. An agent that was started here outlives a killed supervisor.
+
+    While this object is open, it holds a connection to the agent, which would exit after a while without one. On a node
+    outside the world no rank holds such a connection. The supervisor restarts the agent, not the ranks: it starts
+    before them and they end with it.
     """
 
     def __init__(
@@ -54,47 +56,49 @@ class MemoryTierProcess:
         *,
         stop: threading.Event | None = None,
     ) -> None:
-        """An agent in ``job``, the job's own directory, is for nobody else: it ends with it, whoever started it.
+        """Prepare the agent that ``environ`` configures.
 
-        ``stop`` ends the attempts to start it.
+        ``job`` is the job's own directory. An agent in it belongs to this job alone and ends with it, even if another
+        process started the agent. ``stop`` ends the attempts to start the agent.
         """
         self._environ, self._job = environ, job
         self._stop = stop or threading.Event()
-        self._began_ns = time.time_ns()
-        self._mine: AgentPaths | None = None
-        self._place: AgentPaths | None = None
-        """Of the agent that is looked after."""
+        self._since_ns = time.time_ns()
+        self._owned_paths: AgentPaths | None = None
+        """Paths of the agent to shut down when the job succeeds; ``None`` if it may serve other jobs."""
+        self._paths: AgentPaths | None = None
+        """Paths of the agent that this object holds a connection to and restarts."""
         self._on_offered: Callable[[PeerNode], None] | None = None
 
     def start(self, on_failure: Callable[[str], None] | None = None) -> None:
-        """Start the agent of this node, now and whenever it has died.
+        """Start the agent of this node, and restart it whenever it dies.
 
-        ``on_failure`` receives the reason if its settings are wrong or several attempts in a row fail.
+        ``on_failure`` receives the reason if the agent's settings are wrong or several attempts in a row fail.
         """
         try:
             settings = load_settings(self._environ)
             if not (settings.enabled and settings.agent.embedded):
                 return
-            place = settings.agent_place
+            paths = settings.agent_place
             launch = partial(
-                connect_or_launch_agent, place, agent_command(settings), environ=with_import_path(self._environ)
+                connect_or_launch_agent, paths, agent_command(settings), environ=with_import_path(self._environ)
             )
             try:
-                connect_to_agent(place.socket, named=place.explicit).close()
+                connect_to_agent(paths.socket, named=paths.explicit).close()
             except PeerStoreError:
-                self._mine = place
-            if self._job is not None and self._job in place.directory.parents:
-                self._mine = place
-                self._began_ns = 0  # all it has is of this job, also what was sealed under an earlier supervisor
+                self._owned_paths = paths
+            if self._job is not None and self._job in paths.directory.parents:
+                self._owned_paths = paths
+                self._since_ns = 0  # all its shards belong to this job, also those sealed under an earlier supervisor
 
             def begin() -> None:
                 launch().close()
-                relaunch = self._relaunching(launch, on_failure)
-                agent_watchdogs.acquire(place, relaunch, partial(replace_hung_agent, place))
+                relaunch = self._reporting_launch(launch, on_failure)
+                agent_watchdogs.acquire(paths, relaunch, partial(replace_hung_agent, paths))
 
-            if self._started(begin, on_failure):
-                self._place = place
-                self._offer()
+            if self._start_with_retries(begin, on_failure):
+                self._paths = paths
+                self._accept_standby()
         except SettingsError as error:
             log.error("the node agent was not started: %s", error)
             if on_failure is not None:
@@ -102,7 +106,7 @@ class MemoryTierProcess:
         except (TieredCheckpointError, PeerStoreError, OSError) as error:
             log.warning("the node agent was not started: %s", error)
 
-    def _started(self, begin: Callable[[], None], on_failure: Callable[[str], None] | None) -> bool:
+    def _start_with_retries(self, begin: Callable[[], None], on_failure: Callable[[str], None] | None) -> bool:
         for attempt in range(1, _ATTEMPTS + 1):
             try:
                 begin()
@@ -117,7 +121,7 @@ class MemoryTierProcess:
             on_failure(f"its node agent did not start in {_ATTEMPTS} attempts: {reason}")
         return False
 
-    def _relaunching(
+    def _reporting_launch(
         self, launch: Callable[[], socket.socket], on_failure: Callable[[str], None] | None
     ) -> Callable[[], socket.socket]:
         """Return ``launch``, which reports the last of several failures in a row to ``on_failure``."""
@@ -139,7 +143,7 @@ class MemoryTierProcess:
                     )
                 raise
             failures = 0
-            self._offer()
+            self._accept_standby()
             return sock
 
         return relaunch
@@ -150,11 +154,11 @@ class MemoryTierProcess:
         ``on_offered`` receives the agent's address, again after each restart of the agent.
         """
         self._on_offered = on_offered
-        self._offer()
+        self._accept_standby()
 
-    def _offer(self) -> None:
-        place, on_offered = self._place, self._on_offered
-        if place is None or on_offered is None:
+    def _accept_standby(self) -> None:
+        paths, on_offered = self._paths, self._on_offered
+        if paths is None or on_offered is None:
             return
         try:
             peer = load_settings(self._environ).peer
@@ -162,7 +166,7 @@ class MemoryTierProcess:
                 return
             request = AcceptStandbyRequest(peer_secret(peer))
             with contextlib.closing(
-                Client(partial(connect_to_agent, place.socket, named=place.explicit), retry_s=0.0)
+                Client(partial(connect_to_agent, paths.socket, named=paths.explicit), retry_s=0.0)
             ) as client:
                 node = client.call("accept_standby", request, PeerNode | None)
         except (TieredCheckpointError, PeerStoreError, OSError) as error:
@@ -172,87 +176,91 @@ class MemoryTierProcess:
             on_offered(node)
 
     def partition(self, seconds: float) -> None:
-        """Have it reach no other node's agent for so long. One that other jobs use as well is left alone."""
-        place = self._place
-        if place is None or not self._environ.get("TIEREDCKPT_AGENT_DIRECTORY"):
+        """Isolate the agent from other nodes' agents for ``seconds``, unless other jobs use the agent as well."""
+        paths = self._paths
+        if paths is None or not self._environ.get("TIEREDCKPT_AGENT_DIRECTORY"):
             return
         try:
             with contextlib.closing(
-                Client(partial(connect_to_agent, place.socket, named=place.explicit), retry_s=0.0)
+                Client(partial(connect_to_agent, paths.socket, named=paths.explicit), retry_s=0.0)
             ) as client:
                 client.call("isolate", IsolateRequest(seconds), type(None))
         except PeerStoreError as error:
             log.warning("the node agent was not cut off: %s", error)
 
     def shut_down(self) -> None:
-        """The job has succeeded: what the durable tier has of it need not be in memory, and nobody needs the agent."""
-        needed = self._place is not None and not self._released()
-        self.close()
-        if self._mine is not None and not needed:
-            signal_agent(self._mine, signal.SIGTERM)
-            self._mine = None
+        """Free the memory of a job that succeeded, and stop the agent.
 
-    def _released(self) -> bool:
+        Steps that the durable tier lacks remain in memory. The agent continues to run if a process uses it, or if it
+        was not started for this job.
+        """
+        needed = self._paths is not None and not self._release_memory()
+        self.close()
+        if self._owned_paths is not None and not needed:
+            signal_agent(self._owned_paths, signal.SIGTERM)
+            self._owned_paths = None
+
+    def _release_memory(self) -> bool:
         try:
-            return release_job_memory(self._environ, self._began_ns)
+            return release_job_memory(self._environ, self._since_ns)
         except (TieredCheckpointError, PeerStoreError, OSError) as error:
             log.warning("what is in memory of this job stays there: %s", error)
             return True
 
     def close(self) -> None:
-        """Whoever else needs the agent says so."""
-        place, self._place = self._place, None
-        if place is not None:
-            agent_watchdogs.release(place)
+        """Close the connection to the agent. The agent continues to run while other processes use it."""
+        paths, self._paths = self._paths, None
+        if paths is not None:
+            agent_watchdogs.release(paths)
 
     @property
     def kept_directory(self) -> Path | None:
-        """Where an agent that was started here keeps what it has."""
-        return None if self._mine is None else self._mine.directory
+        """Data directory of the agent that belongs to this job, or ``None`` if it has none."""
+        return None if self._owned_paths is None else self._owned_paths.directory
 
 
 def shut_down_left_agent(environ: Mapping[str, str], job: Path) -> None:
-    """Shut down the job's own agent that a killed supervisor left, as its supervisor would after a success."""
+    """Shut down the job's own agent after a success, in place of a supervisor that was killed."""
     try:
         settings = load_settings(environ)
-        place = settings.agent_place
-        if not (settings.enabled and settings.agent.embedded) or job not in place.directory.parents:
+        paths = settings.agent_place
+        if not (settings.enabled and settings.agent.embedded) or job not in paths.directory.parents:
             return
         try:
-            connect_to_agent(place.socket, named=place.explicit).close()
-        except PeerStoreError:  # it has ended, too
+            connect_to_agent(paths.socket, named=paths.explicit).close()
+        except PeerStoreError:  # the agent has exited, too
             return
         if release_job_memory(environ, 0):
-            signal_agent(place, signal.SIGTERM)
+            signal_agent(paths, signal.SIGTERM)
     except (TieredCheckpointError, PeerStoreError, OSError) as error:
         log.warning("the agent of a killed supervisor continues to run: %s", error)
 
 
 _UPLOADED_S = 60.0
-"""How long uploads are waited for."""
-_GOODBYE_S = 5.0
-"""By then the agent has noticed that this node's ranks have ended."""
-_LOOK_S = 0.1
+"""Seconds to wait for uploads when a job ends."""
+_RANKS_LEFT_S = 5.0
+"""Seconds that the agent may take to notice that this node's ranks have exited."""
+_POLL_S = 0.1
 
 
 class JobMemory(NamedTuple):
-    """What one node has of a job."""
+    """Versions of a job that one node holds in memory."""
 
     versions: Collection[VersionId]
     pinned: Collection[VersionId]
     used: bool
-    """A process takes part in the job again."""
+    """Whether a process uses the job's memory."""
 
 
 def reason_to_keep(held: JobMemory, survey: StepInventory) -> str:
-    """Why the job's memory on this node stays; "" where nothing of it is needed. Pure.
+    """Return why this node must retain the job's memory, or "" if it may free it. Pure.
 
-    What other nodes have is not asked: this node's part of a step may go when that step, or a newer one, is durable.
+    Other nodes do not matter: this node may delete its shards of a step when that step, or a newer one, is durable.
     """
     if held.used:
         return "it has been started again"
     if held.pinned:
-        return f"step {max(group.version for group in held.pinned)} is pinned"
+        return f"step {max(version_id.version for version_id in held.pinned)} is pinned"
     if survey.durable is None:
         return "it has no durable tier"
     if Tier.DURABLE in survey.unreachable:
@@ -260,40 +268,45 @@ def reason_to_keep(held: JobMemory, survey: StepInventory) -> str:
     durable = max(
         (view.version_id.version for view in survey.views if view.durable and not view.quarantined), default=-1
     )
-    newest = max((group.version for group in held.versions), default=-1)
+    newest = max((version_id.version for version_id in held.versions), default=-1)
     return f"step {newest} is not in the durable tier" if newest > durable else ""
 
 
 def release_job_memory(environ: Mapping[str, str], since_ns: int) -> bool:
-    """Of every job that has saved since then. Whether nobody needs the agent any more."""
+    """Free the memory of every job that has sealed a shard since ``since_ns``, after its uploads.
+
+    Return whether no process uses the agent.
+    """
     agent = NodeAgentClient(override_settings(load_settings(environ), agent={"embedded": False}), "")
     deadline = time.monotonic() + _UPLOADED_S
     try:
         jobs = [
-            one for one in agent.store.status().jobs if one.job != MEMORY_SERVICE_JOB and (one.versions or one.clients)
+            status
+            for status in agent.store.status().jobs
+            if status.job != MEMORY_SERVICE_JOB and (status.versions or status.clients)
         ]
-        return all(_release(agent, one.job, since_ns, deadline) for one in jobs)
+        return all(_release(agent, status.job, since_ns, deadline) for status in jobs)
     finally:
         agent.close()
 
 
 def _release(agent: NodeAgentClient, job: str, since_ns: int, deadline: float) -> bool:
-    """Whether nobody takes part in it."""
-    facts = agent.store.list_shards(job)
-    if any(fact.sealed_ns >= since_ns for fact in facts):
-        _wait_while(lambda: _is_used(agent, job), min(deadline, time.monotonic() + _GOODBYE_S))
-        _wait_while(lambda: _is_uploading(agent, job) and not _is_used(agent, job), deadline)
-        held = _held(agent, job)
+    """Delete the job's versions if none must be retained, and return whether no process uses them."""
+    shards = agent.store.list_shards(job)
+    if any(shard.sealed_ns >= since_ns for shard in shards):
+        _wait_while(lambda: _has_clients(agent, job), min(deadline, time.monotonic() + _RANKS_LEFT_S))
+        _wait_while(lambda: _is_uploading(agent, job) and not _has_clients(agent, job), deadline)
+        memory = _job_memory(agent, job)
         if _is_uploading(agent, job):
-            why = "it is being uploaded still"
+            reason = "it is being uploaded still"
         else:
-            why = reason_to_keep(held, agent.list_steps(job, fresh=True))
-        if not why:
-            # By name: what somebody saves from here on is not among them.
-            agent.store.delete_versions(job, sorted(held.versions))
-        elif held.versions and not held.used:
-            log.warning("the checkpoints of %s stay in memory in %s: %s", job, agent.place.directory, why)
-    return not _is_used(agent, job)
+            reason = reason_to_keep(memory, agent.list_steps(job, fresh=True))
+        if not reason:
+            # By name: versions that another process saves from now on must survive.
+            agent.store.delete_versions(job, sorted(memory.versions))
+        elif memory.versions and not memory.used:
+            log.warning("the checkpoints of %s stay in memory in %s: %s", job, agent.place.directory, reason)
+    return not _has_clients(agent, job)
 
 
 def record_stop(environ: Mapping[str, str], sealed: SealedStep) -> None:
@@ -312,34 +325,34 @@ def record_stop(environ: Mapping[str, str], sealed: SealedStep) -> None:
         )
 
 
-def _wait_while(holds: Callable[[], bool], deadline: float) -> None:
-    while holds() and time.monotonic() < deadline:
-        time.sleep(_LOOK_S)
+def _wait_while(condition: Callable[[], bool], deadline: float) -> None:
+    while condition() and time.monotonic() < deadline:
+        time.sleep(_POLL_S)
 
 
 def _is_uploading(agent: NodeAgentClient, job: str) -> bool:
-    return any(one.state in ("waiting", "running") for one in agent.drain_status(job))
+    return any(upload.state in ("waiting", "running") for upload in agent.drain_status(job))
 
 
-def _held(agent: NodeAgentClient, job: str) -> JobMemory:
-    groups = {fact.key.version_id for fact in agent.store.list_shards(job)}
-    return JobMemory(groups, groups & agent.store.retained(job), _is_used(agent, job))
+def _job_memory(agent: NodeAgentClient, job: str) -> JobMemory:
+    versions = {shard.key.version_id for shard in agent.store.list_shards(job)}
+    return JobMemory(versions, versions & agent.store.retained(job), _has_clients(agent, job))
 
 
-def _is_used(agent: NodeAgentClient, job: str) -> bool:
-    return any(one.clients for one in _of(agent, job))
+def _has_clients(agent: NodeAgentClient, job: str) -> bool:
+    return any(status.clients for status in _job_statuses(agent, job))
 
 
-def _of(agent: NodeAgentClient, job: str) -> list[JobStatus]:
-    return [one for one in agent.store.status().jobs if one.job == job]
+def _job_statuses(agent: NodeAgentClient, job: str) -> list[JobStatus]:
+    return [status for status in agent.store.status().jobs if status.job == job]
 
 
 def resumable_steps(environs: Iterable[Mapping[str, str]], since_ns: int, run: RunDirectory) -> dict[str, int]:
-    """Return the newest complete step of each checkpointed job that the elastic job of ``run`` resumes from.
+    """Return the newest complete step by checkpointed job, for the jobs that ``run`` resumes from.
 
-    Those are the jobs that saved or loaded a step since ``since_ns``. If there is none, they are the jobs of agents
-    that no other elastic job uses, and the one that has the name of the elastic job. ``environs`` are the environments
-    of the supervisors of this machine. Agents that do not answer add nothing.
+    Those are the jobs that saved or loaded a step since ``since_ns``. Without any, they are the jobs of the run's own
+    agents, and the job with the name of the run. ``environs`` are the environments of this machine's supervisors.
+    Agents that do not answer are skipped.
     """
     found: dict[str, int] = {}
     earlier: dict[str, int] = {}
@@ -349,7 +362,7 @@ def resumable_steps(environs: Iterable[Mapping[str, str]], since_ns: int, run: R
             if not settings.enabled:
                 continue
             is_own = run.directory in settings.agent_place.directory.parents
-            for job, (step, recent) in _on_node(settings, since_ns).items():
+            for job, (step, recent) in _newest_steps(settings, since_ns).items():
                 if recent:
                     found[job] = max(step, found.get(job, -1))
                 elif is_own or job == run.job:
@@ -382,25 +395,29 @@ def newest_step_holders(environs: Mapping[str, Mapping[str, str]]) -> tuple[str,
 
 
 def began_ns(boot_s: float, wall_ns: int, *, wall: Callable[[], int] = time.time_ns) -> int:
-    """When a job began that did at these times, as clocks say that may have gone back meanwhile."""
+    """Return the wall-clock time in nanoseconds at which a job began.
+
+    ``boot_s`` and ``wall_ns`` are its start by the boot clock and by the wall clock. The earlier result wins, as the
+    wall clock may have been set back since.
+    """
     return min(wall_ns, wall() - int((since_boot() - boot_s) * 1e9))
 
 
 def describe_resumable(steps: Mapping[str, int]) -> str:
-    """Return the steps in words; empty for none."""
+    """Return the steps in words, or "" for none."""
     if len(steps) == 1:
         return f"step {next(iter(steps.values()))}"
     return ", ".join(f"step {step} of {job}" for job, step in sorted(steps.items()))
 
 
-def _on_node(settings: Settings, since_ns: int) -> dict[str, tuple[int, bool]]:
-    """Return the newest complete step of every job, and whether the job saved or loaded one since then."""
+def _newest_steps(settings: Settings, since_ns: int) -> dict[str, tuple[int, bool]]:
+    """Return each job's newest restorable step, and whether it saved or loaded one since ``since_ns``."""
     agent = NodeAgentClient(override_settings(settings, agent={"embedded": False}), "")
     try:
         jobs = [
-            one.job
-            for one in agent.store.status().jobs
-            if (one.versions or one.clients) and one.job != MEMORY_SERVICE_JOB
+            status.job
+            for status in agent.store.status().jobs
+            if (status.versions or status.clients) and status.job != MEMORY_SERVICE_JOB
         ]
         surveys = {job: agent.list_steps(job, fresh=True) for job in jobs}
     finally:
@@ -413,6 +430,6 @@ def _on_node(settings: Settings, since_ns: int) -> dict[str, tuple[int, bool]]:
 
 
 def newest_restorable_step(survey: StepInventory) -> int:
-    """The step that a load which names none would choose; -1 for none."""
+    """Return the step that a load without a requested step would choose, or -1 for none."""
     chosen = newest_version(survey)
     return -1 if chosen is None else chosen.version

@@ -1,8 +1,8 @@
-"""A supervisor's local ranks and spares: processes to start or end, messages to ranks and coordinator. Pure.
+"""A supervisor's local ranks and spares: processes to start or end, messages to send. Pure.
 
-A node has ``nproc`` seats, one for each rank, and warm spares beside them. What ranks say and the coordinator orders
-goes in; which processes are to be started and ended comes out, and :mod:`~elastic.supervisor.node_state` says who hears
-what.
+A node has ``nproc`` local ranks, and warm spares. :class:`NodeState` turns rank reports and
+the coordinator's orders into effects: processes to start and to end. :func:`rank_desired` and :func:`node_status` build
+the messages to a rank and to the coordinator.
 """
 
 from __future__ import annotations
@@ -35,21 +35,21 @@ from elastic.world.world_state import SealedStep
 from peerstore.membership.topology import PeerNode
 
 _SPARE_TRIES = 3
-"""Spares that end before they are warm are started again so often."""
+"""Spares that may exit before they are warm. After that many, the node starts no more spares."""
 _SPARE_WAIT_S = 30.0
-"""A spare that was used is replaced after so long at the latest."""
+"""Longest delay in seconds before a used spare is replaced."""
 _MUTE_S = 10.0
-"""A process that has said nothing for so long is stopped, or something in it keeps the interpreter's lock: it says
-something every second from a thread of its own."""
+"""Seconds without a report after which a process counts as mute.
+
+A thread of each process reports every second, unless the process is stopped or native code in it holds the GIL."""
 EXIT_S = 1.0
-"""Seconds that a process that is to be ended has for the stacks of its threads. Then it is killed, and counts as lost.
-"""
+"""Seconds that a process may take to write its stacks. Then it is killed and counts as lost."""
 _INJECTIONS = 100
-"""So many are told to ranks, the newest ones."""
+"""Number of the newest injections that are sent to ranks."""
 
 
 class StartProcess(NamedTuple):
-    """A process is to be started."""
+    """Start a process; a spare if ``local_rank`` is ``None``."""
 
     token: str
     attempt: int
@@ -57,27 +57,27 @@ class StartProcess(NamedTuple):
 
 
 class EndProcess(NamedTuple):
-    """A process is to be ended at once."""
+    """End a process at once."""
 
     token: str
     why: str = ""
-    """The reason to log; empty for none."""
+    """Reason to log, or "" to log nothing."""
     stacks: bool = False
-    """Whether it is to write the stacks of its threads first."""
+    """Whether the process must write the stacks of its threads first."""
 
 
 class PartitionNode(NamedTuple):
-    """This node is to be cut off for a while, on purpose."""
+    """Disconnect this node from all others for ``seconds``, as an injected fault."""
 
     seconds: float
 
 
 class OfferMemory(NamedTuple):
-    """Make this node's agent accept replicas of the world that the node is not in."""
+    """Let this node's agent accept replicas, although the node is outside the world."""
 
 
 class InjectFault(NamedTuple):
-    """A fault is to happen that a supervisor can bring about."""
+    """Inject a fault from the supervisor."""
 
     injection: FaultInjection
 
@@ -91,41 +91,41 @@ class RankProcess:
     attempt: int
     local_rank: int | None
     formed_epoch: int = -1
-    """The newest world that was formed while it was in its seat."""
+    """Epoch of the newest world that was formed while the process had its local rank, or -1."""
     assigned_epoch: int = -1
-    """The newest world it was given a place in: that one, once the store is there."""
+    """Epoch of the newest world of the process, or -1. Set once the store of that world is known."""
     status: RankStatus | None = None
     last_heartbeat: float | None = None
     connected: bool = False
-    """Whether it has ever connected to the supervisor."""
+    """Whether the process has ever connected to the supervisor."""
     never_joined: bool = False
-    """It exited by itself and never connected."""
+    """Whether the process exited without a signal and had never connected."""
     exit_description: str | None = None
-    """Why it is no more."""
+    """Why the process ended, or ``None`` while it runs."""
     ended_at: float | None = None
-    """When, by the clock on the wall, where that is known."""
+    """Wall-clock time of the exit, or ``None`` if unknown."""
     end_reason: str = ""
-    """Why the supervisor ends it; "" if it does not."""
+    """Why the supervisor ends the process, or ""."""
     end_by: float | None = None
-    """When it counts as lost, if it has not ended before."""
+    """Time at which a process that the supervisor ends counts as lost, or ``None``."""
     requested: int = 0
     first_step: tuple[int, int] | None = None
-    """The newest world it stepped in, and the least number of steps it said there."""
+    """Epoch of the newest world with a progress report, and the least step reported in it."""
     stepped_epoch: int = -1
-    """The newest world in which it completed a step."""
+    """Epoch of the newest world in which the process completed a step, or -1."""
 
     @property
     def is_ready(self) -> bool:
-        says = self.status
+        status = self.status
         return (
             self.exit_description is None
-            and says is not None
-            and says.phase is RankPhase.READY
-            and says.epoch == self.formed_epoch
+            and status is not None
+            and status.phase is RankPhase.READY
+            and status.epoch == self.formed_epoch
         )
 
     def silent_s(self, now: float) -> float:
-        """Since when nothing was heard of it, where it was to say something."""
+        """Return the seconds since the last report of a running process, or 0 before its first one."""
         return (
             0.0
             if self.last_heartbeat is None or self.exit_description is not None
@@ -136,7 +136,7 @@ class RankProcess:
         return self.silent_s(now) > _MUTE_S
 
     def status_in(self, epoch: int) -> RankStatus | None:
-        """What it says, where that is about this world."""
+        """Return the process's report if it is about the world of ``epoch``, its assigned one."""
         return self.status if self.status is not None and self.status.epoch == epoch == self.assigned_epoch else None
 
     def note_steps(self, status: RankStatus) -> None:
@@ -150,25 +150,25 @@ class RankProcess:
 
     @property
     def is_inside(self) -> bool:
-        """Whether it is in a world, or on its way out of one."""
+        """Whether the process is in a world, or is leaving one."""
         if self.exit_description is not None or self.assigned_epoch < 0:
             return False
         return self.status_in(self.assigned_epoch) is not None and not self.is_ready
 
     def end_description(self, reason: str, location: str) -> str:
-        """Why it was ended, with its stage of leaving and the location of its main thread."""
+        """Return why the process was ended, with its stage of leaving and the location of its main thread."""
         stage = None if self.status is None else self.status.leave_stage
-        known = "no stage reported" if stage is None else f"stage: {stage.value}"
-        return f"{self.end_reason} ({known}{'; ' if location else ''}{location}): {reason}"
+        reported = "no stage reported" if stage is None else f"stage: {stage.value}"
+        return f"{self.end_reason} ({reported}{'; ' if location else ''}{location}): {reason}"
 
     def may_exit(self, *, broken: bool, stopping: bool) -> bool:
-        """Whether it has nothing more to do, so that it may end."""
-        says = self.status
-        if says is None or broken:
+        """Return whether the process has no work left, so that it may exit."""
+        status = self.status
+        if status is None or broken:
             return False
-        if says.phase is RankPhase.FINISHED and says.epoch == self.assigned_epoch:
+        if status.phase is RankPhase.FINISHED and status.epoch == self.assigned_epoch:
             return True
-        return stopping and says.sealed is not None
+        return stopping and status.sealed is not None
 
 
 @dataclass
@@ -181,20 +181,20 @@ class NodeState:
     generation: int = 0
     effects: list[SupervisorEffect] = field(default_factory=list)
     processes: dict[str, RankProcess] = field(default_factory=dict)
-    """Those in seats and the spares; who is to end is not among them any more."""
+    """Ranks and spares by token, without replaced processes."""
     spawn_count: int = 0
     attempts: int = 0
     wasted_spares: int = 0
     refill_by: float | None = None
-    """By when the spares that were used are to be replaced."""
+    """Time by which used spares must be replaced, or ``None``."""
     world: WorldSpec | None = None
     newest_world: WorldRecord | None = None
-    """The newest world of those that this node was not in."""
+    """The newest known world without this node."""
     broken_reason: str | None = None
     leave_world_by: float | None = None
-    """When the ranks must have left the broken world."""
+    """Time by which the ranks must have left the broken world, or ``None`` for no limit."""
     leave_world_s: float = 0.0
-    """Seconds that they had for it."""
+    """Seconds that the ranks may take to leave the broken world, for messages."""
     pause: PauseOrder | None = None
     pause_until: float | None = None
     pause_target: int | None = None
@@ -208,43 +208,44 @@ class NodeState:
     drain_reason: str = ""
     coordinator: str = ""
     leader: tuple[int, str] = (0, "")
-    """The latest term in which a coordinator was obeyed, and which one: in a term there is no other."""
+    """Term and name of the newest coordinator that this node obeyed. A term has one coordinator."""
     last_command: int = 0
     acknowledged: int = 0
     number: int = 0
     requests: list[tuple[int, RankRequest]] = field(default_factory=list)
-    """What ranks asked for, with the number of the message that first said it."""
+    """Requests of ranks, each with the number of the first message that carries it."""
     requested: int = 0
     coordinator_unreachable: bool = False
     store: str = ""
     run_store: bool = False
     injections: tuple[FaultInjection, ...] = ()
-    """Faults that are to happen in ranks."""
+    """Faults to inject in ranks."""
     partitions: int = 0
-    """How often this node was cut off on purpose."""
+    """Number of injected partitions of this node."""
     offers_memory: bool = False
-    """Whether the agent was made to accept replicas of the job."""
+    """Whether an :class:`OfferMemory` effect was emitted."""
     peer: PeerNode | None = None
-    """The agent, if it accepts them."""
+    """This node's agent, if it accepts replicas of the job."""
     standby: tuple[PeerNode, ...] = ()
     """Agents of nodes outside the world that accept replicas of its steps."""
 
     # -- from the machine ---------------------------------------------------------------------------------------------
 
     def start(self) -> None:
-        """Processes for every seat, and the spares."""
+        """Start a process for every local rank, and the spares."""
         self.generation = self.new_generation()
         for local_rank in range(self.nproc):
             self._fill_local_rank(local_rank)
-        self._refill()
+        self._start_spares()
 
     def process_connected(self, token: str) -> None:
         if token in self.processes:
             self.processes[token].connected = True
 
     def never_joins(self, token: str, exit_status: int) -> bool:
-        """Return whether a process that exited so never connected. A process that a signal killed may have been about
-        to.
+        """Return whether a process that exited with ``exit_status`` never joined the job.
+
+        A process that a signal killed does not count: it may have been about to connect.
         """
         process = self.processes.get(token)
         is_unknown = process is not None and not process.connected and process.exit_description is None
@@ -253,15 +254,16 @@ class NodeState:
     def process_exited(
         self, token: str, reason: str, at: float | None = None, *, never_joined: bool = False, location: str = ""
     ) -> str:
-        """Record the end of a process, wanted or not. ``location``: where its main thread was.
+        """Record the exit of a process, and return the reason as recorded.
 
-        Return why it is no more, or ``reason`` if that is known by now.
+        ``location`` is where its main thread was, or "". If the exit is recorded already or the process was replaced,
+        return ``reason`` unchanged.
         """
         process = self.processes.get(token)
         if process is None or process.exit_description is not None:
             return reason
-        if location and not process.end_reason:  # its own deadline has ended it
-            process.end_reason = self._late(process)
+        if location and not process.end_reason:  # the process reached the deadline first and ended itself
+            process.end_reason = self._late_reason(process)
         if process.end_reason:
             reason = process.end_description(reason, location)
         was_warm = process.is_ready
@@ -269,11 +271,11 @@ class NodeState:
         if process.local_rank is None:
             del self.processes[token]
             self.wasted_spares += _SPARE_TRIES if never_joined else not was_warm
-            self._refill()
+            self._start_spares()
         return reason
 
     def connection_closed(self, token: str, at: float | None = None) -> None:
-        """A rank closed its connection, and its process may still be there."""
+        """End the process of a closed connection, if it still runs and has work left."""
         process = self.processes.get(token)
         if process is None or process.exit_description is not None or self.exit is not None:
             return
@@ -286,12 +288,12 @@ class NodeState:
         return process.may_exit(broken=self.broken_reason is not None, stopping=stopping)
 
     def drain(self, until: float, reason: str) -> None:
-        """This machine goes away; of two deadlines the earlier one holds."""
+        """Drain this node until ``until``. Of two deadlines, the earlier one holds."""
         self.drain_deadline = until if self.drain_deadline is None else min(until, self.drain_deadline)
         self.drain_reason = self.drain_reason or reason
 
     def was_away(self, seconds: float) -> None:
-        """Time that the clock here does not count: this machine goes when it was to all the same."""
+        """Move the drain deadline by ``seconds`` that the clock skipped: the machine's deadline is fixed."""
         if self.drain_deadline is not None:
             self.drain_deadline -= seconds
 
@@ -306,9 +308,9 @@ class NodeState:
         for request in status.requests:
             if request.number > process.requested:
                 process.requested = request.number
-                self._request(request, now)
+                self._add_request(request, now)
 
-    def _request(self, request: RankRequest, now: float) -> None:
+    def _add_request(self, request: RankRequest, now: float) -> None:
         if request.partition_s is not None:
             self.partition(request.partition_s)
         elif request.kind is NoticeKind.RESIZE and request.nodes is None and request.deadline_s is not None:
@@ -321,7 +323,10 @@ class NodeState:
     # -- from the coordinator -----------------------------------------------------------------------------------------
 
     def obeys(self, orders: NodeDesired) -> bool:
-        """Whether who says this leads the job, as far as is known here. Else nothing of it counts."""
+        """Return whether the sender of ``orders`` leads the job as far as this node knows, and remember it.
+
+        The caller must discard orders that this rejects.
+        """
         leader = (orders.term, orders.coordinator)
         if orders.term < self.leader[0] or (orders.term == self.leader[0] > 0 and leader != self.leader):
             return False
@@ -329,30 +334,30 @@ class NodeState:
         return True
 
     def apply_desired(self, orders: NodeDesired, now: float) -> None:
-        """What a coordinator says that is obeyed."""
+        """Apply orders that :meth:`obeys` accepted, unless they are for another generation."""
         if orders.generation != self.generation:
             return
         if orders.coordinator != self.coordinator:
             self.coordinator, self.last_command = orders.coordinator, 0
         self.acknowledged = orders.acknowledged
-        self.requests = [(number, one) for number, one in self.requests if number > orders.acknowledged]
+        self.requests = [(number, request) for number, request in self.requests if number > orders.acknowledged]
         self.size_request = orders.size_request or self.size_request
         self.run_store = orders.run_store
         self.standby = orders.standby
         if orders.offer_memory and not self.offers_memory:
             self.offers_memory = True
             self.effects.append(OfferMemory())
-        told, known = orders.newest_world, self.newest_world
-        if told is not None and (known is None or told.epoch >= known.epoch):
-            self.newest_world = told
+        newest, known = orders.newest_world, self.newest_world
+        if newest is not None and (known is None or newest.epoch >= known.epoch):
+            self.newest_world = newest
         if orders.drain_within_s is not None and self.drain_deadline is None:
             self.drain(now + orders.drain_within_s, orders.reason)
         self._form(orders, now)
         for command in orders.commands:
             if command.number > self.last_command:
                 self.last_command = command.number
-                self._carry_out(command, now)
-        if self.refill_by is None and self._lacking_spares() > 0:
+                self._run_command(command, now)
+        if self.refill_by is None and self._missing_spares() > 0:
             self.refill_by = now + _SPARE_WAIT_S
         if self.exit is None:
             self.sealed_step = orders.sealed_step
@@ -362,7 +367,10 @@ class NodeState:
             self._release(orders.release_reason, cut=orders.force)
 
     def begin_generation(self) -> None:
-        """It was given up for lost: its ranks leave the world they are in, and come back with it as a new node."""
+        """Begin a new generation, after the coordinator counted this node as lost.
+
+        The ranks leave their world, and the node joins the job as a new one.
+        """
         self.generation = self.new_generation()
         self.spawn_count = sum(process.local_rank is not None for process in self.processes.values())
         if self.world is not None and self.broken_reason is None:
@@ -380,7 +388,7 @@ class NodeState:
                     process.formed_epoch = formed.epoch
             if formed.epoch >= known:
                 self.world = formed
-                self._give(formed)
+                self._assign_ranks(formed)
         if self.world is None:
             return
         if orders.broken_reason is not None and formed is not None and formed.epoch == self.world.epoch:
@@ -388,18 +396,18 @@ class NodeState:
                 self.leave_world_by, self.leave_world_s = now + orders.broken_s, orders.broken_s
             self.broken_reason = orders.broken_reason
             for process in self.rank_processes():
-                process.formed_epoch = process.assigned_epoch  # who still waited for the store was never in it
+                process.formed_epoch = process.assigned_epoch  # ranks that still wait for the store never entered it
         if orders.pause is not None and orders.pause.epoch == self.world.epoch:
             self.pause, self.pause_until = orders.pause, now + orders.pause.within_s
         if formed is not None and formed.epoch == self.world.epoch and orders.pause_target is not None:
             self.pause_target = orders.pause_target
 
-    def _give(self, formed: WorldSpec) -> None:
+    def _assign_ranks(self, formed: WorldSpec) -> None:
         if formed.store and self.broken_reason is None:
             for process in self.rank_processes():
                 process.assigned_epoch = process.formed_epoch
 
-    def _carry_out(self, command: NodeCommand, now: float) -> None:
+    def _run_command(self, command: NodeCommand, now: float) -> None:
         if self.exit is not None:
             return
         if command.injection is not None:
@@ -425,12 +433,12 @@ class NodeState:
             self.injections = (*self.injections, injection)[-_INJECTIONS:]
 
     def partition(self, seconds: float) -> None:
-        """Have this node cut off for a while."""
+        """Disconnect this node from all others for ``seconds``."""
         self.partitions += 1
         self.effects.append(PartitionNode(seconds))
 
     def rank_of(self, local_rank: int) -> int:
-        """Its place in the newest world that this node was told of, or -1."""
+        """Return the rank of ``local_rank`` in the newest world of this node, or -1 without a world."""
         return -1 if self.world is None else self.world.ranked_nodes.index(self.node) * self.nproc + local_rank
 
     def _release(self, reason: str, *, cut: bool) -> None:
@@ -446,7 +454,7 @@ class NodeState:
             self.finish(ExitReason.DISMISSED, reason)
 
     def finish(self, over: ExitReason, reason: str) -> None:
-        """Nothing further happens on this node."""
+        """Record that the job is over for this node. The first call wins."""
         if self.exit is None:
             self.exit, self.reason = over, reason
 
@@ -459,19 +467,19 @@ class NodeState:
         return [process for process in self.processes.values() if process.local_rank is None]
 
     def warm_spares(self, now: float) -> list[RankProcess]:
-        """Those that could take a seat at once: one that is stopped could not."""
+        """Return the spares that can become a local rank at once. Mute ones cannot."""
         return [process for process in self.spares() if process.is_ready and not process.is_mute(now)]
 
     def _fill_local_rank(self, local_rank: int, warm_spares: Sequence[RankProcess] = ()) -> None:
-        for process in [one for one in self.rank_processes() if one.local_rank == local_rank]:
+        for process in [process for process in self.rank_processes() if process.local_rank == local_rank]:
             self._drop(process.token, stacks=self.broken_reason is not None and process.is_inside)
         self.spawn_count += 1
         if warm_spares:
             warm_spares[0].local_rank = local_rank
         else:
-            self._start(local_rank)
+            self._start_process(local_rank)
 
-    def _start(self, local_rank: int | None) -> None:
+    def _start_process(self, local_rank: int | None) -> None:
         self.attempts += 1
         token = self.new_token()
         self.processes[token] = RankProcess(token, self.attempts, local_rank)
@@ -480,24 +488,24 @@ class NodeState:
     def _drop(self, token: str, *, stacks: bool = False) -> None:
         process = self.processes.pop(token)
         if process.exit_description is None:
-            why = f"{self._named(process)} is replaced: {self.broken_reason}" if stacks else ""
+            why = f"{self._rank_name(process)} is replaced: {self.broken_reason}" if stacks else ""
             self.effects.append(EndProcess(token, why, stacks=stacks))
 
-    def _refill(self) -> None:
-        for _ in range(self._lacking_spares()):
-            self._start(None)
+    def _start_spares(self) -> None:
+        for _ in range(self._missing_spares()):
+            self._start_process(None)
 
-    def _lacking_spares(self) -> int:
-        given_up = self.exit is not None or self.wasted_spares >= _SPARE_TRIES
-        return 0 if given_up else self.wanted_spares - len(self.spares())
+    def _missing_spares(self) -> int:
+        starts_none = self.exit is not None or self.wasted_spares >= _SPARE_TRIES
+        return 0 if starts_none else self.wanted_spares - len(self.spares())
 
     def tick(self, now: float) -> None:
-        """Time has passed."""
-        self._end_late(now)
+        """End processes that are late, and replace used spares that are due."""
+        self._end_late_processes(now)
         self.refill_spares(now)
 
-    def _end_late(self, now: float) -> None:
-        """End processes that have not left the broken world in time, or that are silent in it."""
+    def _end_late_processes(self, now: float) -> None:
+        """End processes that have not left the broken world in time, or that are mute in it."""
         if self.broken_reason is None or self.exit is not None:
             return
         is_over = self.leave_world_by is not None and now >= self.leave_world_by
@@ -509,101 +517,104 @@ class NodeState:
                     self.process_exited(process.token, "it did not end by itself and was killed")
                 continue
             if is_over and process.is_inside:
-                process.end_reason = self._late(process)
+                process.end_reason = self._late_reason(process)
             elif process.is_mute(now):
                 silent_s = process.silent_s(now)
-                named, epoch = self._named(process), process.assigned_epoch
+                named, epoch = self._rank_name(process), process.assigned_epoch
                 process.end_reason = f"{named} has not left broken epoch {epoch} and sent nothing for {silent_s:.0f} s"
             if process.end_reason:
                 process.end_by = now + EXIT_S
                 self.effects.append(EndProcess(process.token, process.end_reason, stacks=True))
 
-    def _late(self, process: RankProcess) -> str:
+    def _late_reason(self, process: RankProcess) -> str:
         epoch, limit_s = process.assigned_epoch, self.leave_world_s
-        return f"{self._named(process)} did not leave epoch {epoch} within {limit_s:.0f} s"
+        return f"{self._rank_name(process)} did not leave epoch {epoch} within {limit_s:.0f} s"
 
     def is_leaving(self, token: str) -> bool:
-        """Return whether the process has a broken world to leave, and knows of it."""
+        """Return whether the process is leaving a broken world, by its own report."""
         process = self.processes.get(token)
         if process is None or process.status is None or self.broken_reason is None:
             return False
         return process.is_inside and process.status.leave_stage is not None
 
-    def _named(self, process: RankProcess) -> str:
+    def _rank_name(self, process: RankProcess) -> str:
         return f"rank {self.rank_of(process.local_rank or 0)}"
 
     def next_due(self) -> float | None:
-        """When :meth:`tick` has something to do next, as far as that is known."""
+        """Return when :meth:`tick` must next end a process, or ``None`` if no such time is known."""
         if self.broken_reason is None or self.exit is not None:
             return None
-        alive = [one for one in self.rank_processes() if one.exit_description is None]
-        times = [one.end_by for one in alive]
-        if any(one.is_inside and not one.end_reason for one in alive):
+        alive = [process for process in self.rank_processes() if process.exit_description is None]
+        times = [process.end_by for process in alive]
+        if any(process.is_inside and not process.end_reason for process in alive):
             times.append(self.leave_world_by)
         return min((when for when in times if when is not None), default=None)
 
     def refill_spares(self, now: float) -> None:
-        """A spare that was used is replaced once the ranks have gone on: until then they want the cores that starting
-        and importing takes, and nobody could be warm before they are through.
-        """
-        if self.refill_by is not None and (now >= self.refill_by or self._are_under_way()):
-            self.refill_by = None
-            self._refill()
+        """Replace used spares once all ranks have completed a step in the world, or at ``refill_by``.
 
-    def _are_under_way(self) -> bool:
-        return self.world is not None and all(one.stepped_epoch == self.world.epoch for one in self.rank_processes())
+        Until then the ranks need the cores that a starting process would use for its imports.
+        """
+        if self.refill_by is not None and (now >= self.refill_by or self._all_ranks_stepped()):
+            self.refill_by = None
+            self._start_spares()
+
+    def _all_ranks_stepped(self) -> bool:
+        return self.world is not None and all(
+            process.stepped_epoch == self.world.epoch for process in self.rank_processes()
+        )
 
     def take_effects(self) -> list[SupervisorEffect]:
-        """What is to be done with processes, since this was last asked."""
-        due, self.effects = self.effects, []
-        return due
+        """Return the effects to carry out, and clear them."""
+        effects, self.effects = self.effects, []
+        return effects
 
 
 replace = msgspec.structs.replace
 
 
 def rank_desired(state: NodeState, token: str, now: float) -> RankDesired:
-    """What the process with this token is to know."""
-    hears = _for_rank(state, token, now)
+    """Return the message for the process with this token."""
+    desired = _desired_without_faults(state, token, now)
     if not state.injections and not state.partitions:
-        return hears
-    return replace(hears, injections=state.injections, partitions=state.partitions)
+        return desired
+    return replace(desired, injections=state.injections, partitions=state.partitions)
 
 
-def _for_rank(state: NodeState, token: str, now: float) -> RankDesired:
+def _desired_without_faults(state: NodeState, token: str, now: float) -> RankDesired:
     process = state.processes.get(token)
     if process is None:
         return RankDesired(exit=ExitReason.REFUSED, reason="another process has this rank's seat")
-    heard = process.status.number if process.status is not None else 0
+    acknowledged = process.status.number if process.status is not None else 0
     if state.exit is not None:
         return RankDesired(
-            heard, exit=state.exit, reason=state.reason, coordinator_unreachable=state.coordinator_unreachable
+            acknowledged, exit=state.exit, reason=state.reason, coordinator_unreachable=state.coordinator_unreachable
         )
-    formed, local_rank = state.world, process.local_rank
-    if formed is None or local_rank is None or process.assigned_epoch < formed.epoch:
-        return RankDesired(heard, coordinator_unreachable=state.coordinator_unreachable)
-    place = formed.ranked_nodes.index(state.node)
+    world, local_rank = state.world, process.local_rank
+    if world is None or local_rank is None or process.assigned_epoch < world.epoch:
+        return RankDesired(acknowledged, coordinator_unreachable=state.coordinator_unreachable)
+    node_rank = world.ranked_nodes.index(state.node)
     assignment = RankAssignment(
-        epoch=formed.epoch,
-        rank=place * state.nproc + local_rank,
-        world_size=len(formed.ranked_nodes) * state.nproc,
+        epoch=world.epoch,
+        rank=node_rank * state.nproc + local_rank,
+        world_size=len(world.ranked_nodes) * state.nproc,
         local_rank=local_rank,
         local_world_size=state.nproc,
-        node_rank=place,
-        node_count=len(formed.ranked_nodes),
-        store=formed.store,
-        restarts=formed.restarts,
-        reason=formed.reason,
-        stores=formed.stores,
-        hang_s=formed.hang_s,
-        resume_from=formed.resume_from,
-        requested_step=formed.requested_step,
-        incarnation_epoch=formed.incarnation_epoch,
+        node_rank=node_rank,
+        node_count=len(world.ranked_nodes),
+        store=world.store,
+        restarts=world.restarts,
+        reason=world.reason,
+        stores=world.stores,
+        hang_s=world.hang_s,
+        resume_from=world.resume_from,
+        requested_step=world.requested_step,
+        incarnation_epoch=world.incarnation_epoch,
     )
     return RankDesired(
-        heard,
+        acknowledged,
         assignment,
-        _notice(state, formed.epoch, now),
+        _notice(state, world.epoch, now),
         state.pause_target,
         coordinator_unreachable=state.coordinator_unreachable,
         standby=state.standby,
@@ -612,31 +623,34 @@ def _for_rank(state: NodeState, token: str, now: float) -> RankDesired:
 
 def _notice(state: NodeState, epoch: int, now: float) -> ControlNotice | None:
     if state.broken_reason is not None:
-        by = state.leave_world_by
-        return ControlNotice(epoch, NoticeKind.RESTART, state.broken_reason, None if by is None else max(0.0, by - now))
-    pausing = _pausing(state, now)
-    if pausing is None:
+        deadline = state.leave_world_by
+        return ControlNotice(
+            epoch, NoticeKind.RESTART, state.broken_reason, None if deadline is None else max(0.0, deadline - now)
+        )
+    pause = _current_pause(state, now)
+    if pause is None:
         return None
-    return ControlNotice(
-        epoch, NoticeKind.STOP if pausing.stop else NoticeKind.RESIZE, pausing.reason, pausing.within_s
-    )
+    return ControlNotice(epoch, NoticeKind.STOP if pause.stop else NoticeKind.RESIZE, pause.reason, pause.within_s)
 
 
-def _pausing(state: NodeState, now: float) -> PauseOrder | None:
+def _current_pause(state: NodeState, now: float) -> PauseOrder | None:
     if state.pause is None or state.pause_until is None:
         return None
     return replace(state.pause, within_s=max(0.0, state.pause_until - now))
 
 
 def node_status(state: NodeState, now: float) -> NodeStatus:
-    """All there is to say of this node; who sends it counts :attr:`NodeState.number` up."""
+    """Return the full report of this node.
+
+    The caller sets :attr:`NodeState.number` to its number when it sends it.
+    """
     ordered = sorted(state.rank_processes(), key=lambda process: process.local_rank or 0)
     assigned = ordered if state.exit is None else []
     epoch = state.world.epoch if state.world is not None else -1
-    said = [process.status_in(epoch) for process in assigned]
-    here = [one for one in said if one is not None]
-    inside = [one for one in here if one.phase is not RankPhase.FINISHED]
-    whole = bool(assigned) and len(here) == len(assigned)
+    statuses = [process.status_in(epoch) for process in assigned]
+    known = [status for status in statuses if status is not None]
+    inside = [status for status in known if status.phase is not RankPhase.FINISHED]
+    is_complete = bool(assigned) and len(known) == len(assigned)
     return NodeStatus(
         number=state.number + 1,
         node=state.node,
@@ -645,19 +659,19 @@ def node_status(state: NodeState, now: float) -> NodeStatus:
         spawn_count=state.spawn_count,
         spares=len(state.warm_spares(now)),
         world=state.world,
-        newest_world=_later(state.newest_world, state.world),
+        newest_world=_newer_world(state.newest_world, state.world),
         broken_reason=state.broken_reason,
-        pause=_pausing(state, now),
+        pause=_current_pause(state, now),
         size_request=state.size_request,
         ready=bool(assigned) and all(process.is_ready for process in assigned),
-        paused=_greatest(one.paused for one in inside) if whole else None,
-        sealed=_greatest(one.sealed for one in inside) if whole else None,
-        checkpoint=_same(one.checkpoint for one in inside) if whole else None,
-        finished=whole and not inside,
+        paused=_greatest_step(status.paused for status in inside) if is_complete else None,
+        sealed=_greatest_step(status.sealed for status in inside) if is_complete else None,
+        checkpoint=_common_checkpoint(status.checkpoint for status in inside) if is_complete else None,
+        finished=is_complete and not inside,
         lagging_ranks=tuple(
             process.local_rank or 0
-            for process, one in zip(assigned, said, strict=True)
-            if state.pause is not None and (one is None or _is_behind(one, agreed=state.pause_target is not None))
+            for process, status in zip(assigned, statuses, strict=True)
+            if state.pause is not None and (status is None or _is_behind(status, agreed=state.pause_target is not None))
         ),
         exited_ranks=tuple(
             RankFailure(
@@ -670,9 +684,10 @@ def node_status(state: NodeState, now: float) -> NodeStatus:
             if process.exit_description is not None and not state.may_exit(process)
         ),
         faulty_ranks=tuple(
-            RankFailure(process.local_rank or 0, fault, final=one.final, position=one.position)
-            for process, one in zip(assigned, said, strict=True)
-            if one is not None and (fault := _fault(one, broken=state.broken_reason is not None)) is not None
+            RankFailure(process.local_rank or 0, fault, final=status.final, position=status.position)
+            for process, status in zip(assigned, statuses, strict=True)
+            if status is not None
+            and (fault := _reported_fault(status, broken=state.broken_reason is not None)) is not None
         ),
         rank_progress=tuple(process.status.progress if process.status is not None else None for process in ordered),
         silent_s=tuple(process.silent_s(now) for process in assigned),
@@ -689,21 +704,21 @@ def node_status(state: NodeState, now: float) -> NodeStatus:
     )
 
 
-def _greatest(steps: Iterable[int | None]) -> int | None:
-    """The greatest step, once all have said one."""
-    said = list(steps)
-    known = [step for step in said if step is not None]
-    return max(known) if said and len(known) == len(said) else None
+def _greatest_step(steps: Iterable[int | None]) -> int | None:
+    """Return the greatest step if all ranks reported one, or ``None``."""
+    reported = list(steps)
+    known = [step for step in reported if step is not None]
+    return max(known) if reported and len(known) == len(reported) else None
 
 
-def _later(record: WorldRecord | None, own: WorldSpec | None) -> WorldRecord | None:
+def _newer_world(record: WorldRecord | None, own: WorldSpec | None) -> WorldRecord | None:
     return None if record is None or (own is not None and record.epoch <= own.epoch) else record
 
 
-def _same(checkpoints: Iterable[SealedStep | None]) -> SealedStep | None:
-    """The one that all name."""
-    named = set(checkpoints)
-    return named.pop() if len(named) == 1 else None
+def _common_checkpoint(checkpoints: Iterable[SealedStep | None]) -> SealedStep | None:
+    """Return the checkpoint that all ranks reported, or ``None`` if they differ."""
+    distinct = set(checkpoints)
+    return distinct.pop() if len(distinct) == 1 else None
 
 
 def _is_behind(status: RankStatus, *, agreed: bool) -> bool:
@@ -712,21 +727,21 @@ def _is_behind(status: RankStatus, *, agreed: bool) -> bool:
     return (status.sealed if agreed else status.paused) is None
 
 
-def _fault(status: RankStatus, *, broken: bool) -> str | None:
+def _reported_fault(status: RankStatus, *, broken: bool) -> str | None:
     if status.fault is None and not broken and status.phase is RankPhase.READY and status.sealed is None:
         return "it came back without being asked"
     return status.fault
 
 
-def comparable_rank_desired(hears: RankDesired) -> RankDesired:
-    """Without what changes by itself: two that are equal say the same."""
-    if hears.notice is None or hears.notice.deadline_s is None:
-        return hears
-    return replace(hears, notice=replace(hears.notice, deadline_s=0.0))
+def comparable_rank_desired(desired: RankDesired) -> RankDesired:
+    """Return the message without values that change with time, for comparison."""
+    if desired.notice is None or desired.notice.deadline_s is None:
+        return desired
+    return replace(desired, notice=replace(desired.notice, deadline_s=0.0))
 
 
 def comparable_node_status(status: NodeStatus) -> NodeStatus:
-    """The same of what the coordinator is told."""
+    """Return the report without values that change with time, for comparison."""
     return replace(
         status,
         number=0,

@@ -1,7 +1,7 @@
-"""The supervisor process: one event loop, the Unix-socket server for its ranks, faults injected from outside.
+"""The supervisor process: its event loop, the server for its ranks, faults injected from outside.
 
-All that is decided here is in :class:`~elastic.supervisor.node_state.NodeState`; this is its shell, one loop over one
-queue.
+:class:`~elastic.supervisor.node_state.NodeState` makes all decisions. :class:`Supervisor` carries them out, in one loop
+over one queue.
 """
 
 from __future__ import annotations
@@ -70,14 +70,19 @@ from peerstore.server.store_server import ensure_private_directory
 log = logging.getLogger(__name__)
 
 _SILENT_S = 10.0
-"""Another coordinator may lead by then: where one may, who says nothing for so long is looked for anew."""
+"""Seconds of silence after which this node looks up the leader again, as another one may lead."""
 _CANDIDATES = 8
+"""Number of nodes that become candidates at the same time."""
 _NEXT_CANDIDATES_S = 20.0
-_FAREWELL_S = 60.0
+"""Seconds that each further group of candidates waits longer."""
+_CANDIDATE_EXIT_S = 60.0
+"""Seconds that this node's coordinator may take to exit after the end of the job."""
 _REFUSALS = 20
-"""In a row, where it is noted who leads: another job may have come to the address of one that leads no longer."""
-_REASON_S = 0.2
-"""How long the kernel may take to say how a process ended whose connection has closed."""
+"""Refusals in a row that end the supervisor if a leader record names the coordinator.
+
+Before that, the node looks up the leader again: another job may use the address of a former leader."""
+_EXIT_STATUS_S = 0.2
+"""Seconds that the exit status of a process may take to arrive after its connection has closed."""
 
 _TAIL_BYTES = 4096
 _STACKS_BYTES = 256 << 10
@@ -92,29 +97,31 @@ class SupervisorSettings:
     job: str
     node: str
     coordinator: str
-    """``host:port``, or a URL of where it is noted who leads."""
+    """``host:port``, or the URL of the leader record."""
     command: tuple[str, ...]
-    """What a rank is."""
+    """Command of a rank."""
     directory: Path
-    """Private; the socket for the ranks is in it."""
+    """Private directory with the socket for the ranks."""
     logs: Path
     nproc: int = 1
     spares: int = 0
     host: str = "127.0.0.1"
-    """Where other nodes reach this one."""
+    """Address at which other nodes reach this one."""
     grace_s: float = 30.0
-    """How long a node that is preempted by a signal has."""
+    """Seconds to drain this node after a preemption signal."""
     exit_timeout_s: float = 10.0
-    """How long processes that were told to end may take, before they are ended."""
+    """Seconds that processes may take to exit at the end of the job, before they are killed."""
     heartbeat_s: float = 1.0
     coordinator_timeout_s: float = 600.0
-    """How long ranks go on without a coordinator."""
+    """Seconds that ranks may train without a coordinator."""
     environ: Mapping[str, str] = field(default_factory=dict)
     candidate: Callable[[int], Sequence[str]] | None = None
-    """Where ``coordinator`` is a URL of where it is noted who leads: the command of a coordinator that may, if it is to
-    know that the job was led in that term already."""
+    """Returns the command of a coordinator that may lead.
+
+    Only set if ``coordinator`` is the URL of a leader record. Its argument is a term in which
+    the job had a leader already, or 0."""
     candidate_name: str = ""
-    """That one's name in the record."""
+    """Name of that coordinator in the leader record."""
 
 
 class Supervisor:
@@ -134,60 +141,62 @@ class Supervisor:
             settings.node,
             settings.nproc,
             new_token=partial(secrets.token_hex, 16),
-            new_generation=self._new_life,
+            new_generation=self._new_generation,
             wanted_spares=settings.spares,
         )
-        self._spawn, self._terminal, self._cutting = spawn, terminal, partition_agent
+        self._spawn, self._terminal, self._partition_agent = spawn, terminal, partition_agent
         self._offer_memory = offer_memory
         self._clock = RunningClock(2 * settings.heartbeat_s, clock)
         self._inbox: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         self._running: dict[str, Any] = {}
-        self._lines: dict[str, RankConnection] = {}
-        self._told: dict[str, RankDesired] = {}
+        self._connections: dict[str, RankConnection] = {}
+        self._sent: dict[str, RankDesired] = {}
         self._timers: list[tuple[float, Callable[[], None]]] = []
         self._reported: NodeStatus | None = None
-        self._beat = 0.0
-        self._alone_since: float | None = None
-        self._fading_since: float | None = None
-        self._last_life = 0
-        self._leadership: LeaderRecordStore | None = None
-        self._is_unknown = False
-        """Who leads cannot be asked at the moment."""
-        self._holder = ""
-        """Who leads, as was read last."""
-        self._over: tuple[ExitReason, str] | None = None
-        """How the job has ended, as is noted where it is noted who leads."""
-        self._heard_at: float | None = None
-        """When the coordinator that is connected said something last; ``None`` while none is."""
+        self._reported_at = 0.0
+        self._unreachable_since: float | None = None
+        self._ending_since: float | None = None
+        self._last_generation = 0
+        self._leader_records: LeaderRecordStore | None = None
+        self._is_leader_unknown = False
+        """Whether the leader record cannot be read at the moment."""
+        self._leader_name = ""
+        """Leader according to the last read of the leader record, or ""."""
+        self._job_end: tuple[ExitReason, str] | None = None
+        """End of the job according to the leader record."""
+        self._last_contact: float | None = None
+        """Time of the last message of the connected coordinator; ``None`` without a connection."""
         self._candidacy_s = 0.0
-        """So long after it was cut off this node may lead."""
-        self._kills = OomDetector()
+        """Seconds without a coordinator after which this node may lead."""
+        self._oom_detector = OomDetector()
         ensure_private_directory(settings.directory)
         post = self._post
-        self._store = StoreProcess(settings.host, lambda address: post(partial(self._keeps, address)), spawn=spawn)
-        self._door = RankServer(
-            settings.directory / "rank.sock",
-            on_connect=self._came,
-            on_status=lambda token, says: post(partial(self._said, token, says)),
-            on_disconnect=lambda token, line: post(partial(self._left, token, line)),
+        self._store = StoreProcess(
+            settings.host, lambda address: post(partial(self._store_started, address)), spawn=spawn
         )
-        self._coordinator = None if settings.candidate is None else CoordinatorKeeper(settings.candidate, spawn=spawn)
-        self._link = CoordinatorClient(
-            self._where,
+        self._server = RankServer(
+            settings.directory / "rank.sock",
+            on_connect=self._accept_rank,
+            on_status=lambda token, status: post(partial(self._record_status, token, status)),
+            on_disconnect=lambda token, connection: post(partial(self._connection_lost, token, connection)),
+        )
+        self._candidate = None if settings.candidate is None else CoordinatorKeeper(settings.candidate, spawn=spawn)
+        self._client = CoordinatorClient(
+            self._coordinator_address,
             job=settings.job,
             node=validate_node_id(settings.node),
             secret=secret,
             refusals=_REFUSALS if is_leader_url(settings.coordinator) else 1,
-            on_desired=lambda orders: post(partial(self._ordered, orders)),
-            on_connected=lambda: post(self._reached),
-            on_unreachable=lambda why: post(partial(self._cut_off, why)),
+            on_desired=lambda orders: post(partial(self._apply_orders, orders)),
+            on_connected=lambda: post(self._coordinator_connected),
+            on_unreachable=lambda why: post(partial(self._coordinator_lost, why)),
             on_refused=lambda why: post(partial(self.state.finish, ExitReason.REFUSED, why)),
         )
 
     # -- from any thread ----------------------------------------------------------------------------------------------
 
     def drain(self, reason: str, grace_s: float | None = None) -> None:
-        """This machine goes away: its ranks stop with all others, and the supervisor ends."""
+        """Drain this node within ``grace_s`` seconds (default: ``settings.grace_s``), because of ``reason``."""
         within_s = self.settings.grace_s if grace_s is None else grace_s
         self._post(lambda: self.state.drain(self._clock() + within_s, reason))
 
@@ -197,13 +206,13 @@ class Supervisor:
         self._post(partial(self.state.leave, reason))
 
     def kill(self, reason: str, over: ExitReason = ExitReason.STOPPED) -> None:
-        """End at once."""
+        """Kill all local processes and end the loop."""
         self._post(partial(self._kill_all, reason, over))
 
     @property
     def alone_s(self) -> float:
-        """For how long the coordinator has not been reached."""
-        since = self._alone_since
+        """Seconds since the coordinator became unreachable; 0 while it is connected."""
+        since = self._unreachable_since
         return 0.0 if since is None else self._clock() - since
 
     def _post(self, call: Callable[[], None]) -> None:
@@ -212,80 +221,84 @@ class Supervisor:
     # -- the loop -----------------------------------------------------------------------------------------------------
 
     def run(self) -> tuple[ExitReason, str]:
-        """Until there is nothing more to do here; why."""
+        """Run until the job is over for this node and all its processes have exited. Return why."""
         try:
-            self._link.start()
+            self._client.start()
             self.state.start()
             while not self._is_done():
-                self._turn()
+                self._run_once()
             assert self.state.exit is not None  # noqa: S101 - that is what done means
             return self.state.exit, self.state.reason
         finally:
-            self._end_all()
-            self._link.close()
-            self._door.close()
-            if self._coordinator is not None:
-                is_told = self.state.exit in _JOB_ENDS
-                self._coordinator.close(within_s=_FAREWELL_S if is_told else 0.0)
+            self._shut_down()
+            self._client.close()
+            self._server.close()
+            if self._candidate is not None:
+                is_job_over = self.state.exit in _JOB_ENDS
+                self._candidate.close(within_s=_CANDIDATE_EXIT_S if is_job_over else 0.0)
 
-    def _turn(self) -> None:
-        self._act()
-        self._tell_ranks()
-        self._report()
-        call = self._next(self._patience_s())
+    def _run_once(self) -> None:
+        self._run_effects()
+        self._send_desired()
+        self._report_status()
+        call = self._next_call(self._wait_s())
         self._clock()
         self.state.was_away(self._clock.skipped())
         while call is not None:
             call()
-            call = self._next(0.0)
+            call = self._next_call(0.0)
         now = self._clock()
         due = [call for when, call in self._timers if when <= now]
         self._timers = [(when, call) for when, call in self._timers if when > now]
         for call in due:
             call()
-        self._watch(now)
+        self._check_deadlines(now)
 
-    def _next(self, within_s: float) -> Callable[[], None] | None:
+    def _next_call(self, within_s: float) -> Callable[[], None] | None:
         try:
             return self._inbox.get(block=within_s > 0, timeout=within_s or None)
         except queue.Empty:
             return None
 
-    def _patience_s(self) -> float:
+    def _wait_s(self) -> float:
         now = self._clock()
-        nearest = [self._beat + self.settings.heartbeat_s, *(when for when, _ in self._timers)]
+        nearest = [self._reported_at + self.settings.heartbeat_s, *(when for when, _ in self._timers)]
         state = self.state
         nearest += [when for when in (state.drain_deadline, state.refill_by, state.next_due()) if when is not None]
-        if self._fading_since is not None:
-            nearest.append(self._fading_since + self.settings.exit_timeout_s)
+        if self._ending_since is not None:
+            nearest.append(self._ending_since + self.settings.exit_timeout_s)
         return max(0.005, min(nearest) - now)
 
-    def _watch(self, now: float) -> None:
-        """What time alone brings about."""
+    def _check_deadlines(self, now: float) -> None:
+        """Carry out what the passage of time requires: deadlines, silence, candidacy."""
         state, settings = self.state, self.settings
         state.tick(now)
         if state.drain_deadline is not None and now >= state.drain_deadline and state.exit is None:
             state.leave_reason = f"{state.drain_reason}, and its time is up"
             self._kill_all(state.leave_reason, over=ExitReason.DISMISSED)
-        if self._is_unknown and self._alone_since is not None:
-            self._alone_since = now  # a coordinator may be there, and who could tell is not
-        if self._heard_at is not None and now - self._heard_at > _SILENT_S and is_leader_url(settings.coordinator):
-            self._heard_at = None
+        if self._is_leader_unknown and self._unreachable_since is not None:
+            self._unreachable_since = now  # a coordinator may lead, but the record cannot be read
+        if (
+            self._last_contact is not None
+            and now - self._last_contact > _SILENT_S
+            and is_leader_url(settings.coordinator)
+        ):
+            self._last_contact = None
             log.warning("node %s: the coordinator has said nothing for %g s", settings.node, _SILENT_S)
-            self._link.drop()
-        if self._coordinator is not None:
-            alone_s = 0.0 if self._alone_since is None else now - self._alone_since
-            wanted = self._alone_since is not None and state.exit is None and alone_s >= self._candidacy_s
-            self._coordinator.keep(wanted=wanted and not self._is_unknown, term=state.leader[0], now=now)
-        if self._alone_since is not None and now - self._alone_since > settings.coordinator_timeout_s:
+            self._client.drop()
+        if self._candidate is not None:
+            unreachable_s = 0.0 if self._unreachable_since is None else now - self._unreachable_since
+            wanted = self._unreachable_since is not None and state.exit is None and unreachable_s >= self._candidacy_s
+            self._candidate.keep(wanted=wanted and not self._is_leader_unknown, term=state.leader[0], now=now)
+        if self._unreachable_since is not None and now - self._unreachable_since > settings.coordinator_timeout_s:
             state.finish(
                 ExitReason.JOB_FAILED, f"the coordinator has not answered for {settings.coordinator_timeout_s:g} s"
             )
         if state.exit is None:
-            self._fading_since = None
-        elif self._fading_since is None:
-            self._fading_since = now
-        elif now - self._fading_since > settings.exit_timeout_s:
+            self._ending_since = None
+        elif self._ending_since is None:
+            self._ending_since = now
+        elif now - self._ending_since > settings.exit_timeout_s:
             for running in self._running.values():
                 running.signal(signal.SIGKILL)
         self._store.ensure(wanted=state.run_store and state.exit is None)
@@ -293,8 +306,8 @@ class Supervisor:
     def _is_done(self) -> bool:
         return self.state.exit is not None and not self._running
 
-    def _end_all(self) -> None:
-        """However this came about, no process stays."""
+    def _shut_down(self) -> None:
+        """Kill all remaining processes, and send the last report."""
         self._store.close()
         for running in list(self._running.values()):
             running.signal(signal.SIGKILL)
@@ -303,20 +316,22 @@ class Supervisor:
         if self.state.leave_reason or self.state.exit is not None:
             self._send(node_state.node_status(self.state, self._clock()))
 
-    # -- doing --------------------------------------------------------------------------------------------------------
+    # -- effects ------------------------------------------------------------------------------------------------------
 
-    def _act(self) -> None:
+    def _run_effects(self) -> None:
         for effect in self.state.take_effects():
             if isinstance(effect, StartProcess):
                 self._start(effect)
             elif isinstance(effect, EndProcess) and effect.token in self._running:
                 self._end(effect)
             elif isinstance(effect, PartitionNode):
-                self._link.disconnect_for(effect.seconds)
-                threading.Thread(target=self._cutting, args=(effect.seconds,), name="elastic-cut", daemon=True).start()
+                self._client.disconnect_for(effect.seconds)
+                threading.Thread(
+                    target=self._partition_agent, args=(effect.seconds,), name="elastic-cut", daemon=True
+                ).start()
             elif isinstance(effect, OfferMemory):
-                offered = (lambda peer: self._post(partial(self._offered, peer)),)
-                threading.Thread(target=self._offer_memory, args=offered, name="elastic-offer", daemon=True).start()
+                callback = (lambda peer: self._post(partial(self._memory_offered, peer)),)
+                threading.Thread(target=self._offer_memory, args=callback, name="elastic-offer", daemon=True).start()
             elif isinstance(effect, InjectFault):
                 self._inject(effect.injection)
 
@@ -339,7 +354,7 @@ class Supervisor:
         if not inject_from_supervisor(
             injection, self.state, self._running, run=settings.directory.parent, environ=environ
         ):
-            self._timers.append((self._clock() + _REASON_S, partial(self._inject, injection)))
+            self._timers.append((self._clock() + _EXIT_STATUS_S, partial(self._inject, injection)))
 
     def _start(self, start: StartProcess) -> None:
         settings = self.settings
@@ -347,189 +362,208 @@ class Supervisor:
         name = (
             f"spare.{start.attempt}.log" if start.local_rank is None else f"rank-{start.local_rank}.{start.attempt}.log"
         )
-        printed = ProcessLog(settings.logs / settings.node / name, f"[{settings.node}/{label}] ", self._terminal)
+        process_log = ProcessLog(settings.logs / settings.node / name, f"[{settings.node}/{label}] ", self._terminal)
 
-        def ended(status: int) -> None:
-            printed.close()
-            self._post(partial(self._ended, start.token, status, printed.path, time.time()))
+        def exited(status: int) -> None:
+            process_log.close()
+            self._post(partial(self._process_exited, start.token, status, process_log.path, time.time()))
 
         try:
-            with contextlib.suppress(PeerStoreError):  # the socket in it was made while it was private
+            with contextlib.suppress(PeerStoreError):  # the socket was created while the directory was private
                 ensure_private_directory(settings.directory)
             self._running[start.token] = self._spawn(
-                settings.command, environ=self._environ(start), on_line=printed.write_line, on_exit=ended, name=label
+                settings.command,
+                environ=self._environ(start),
+                on_line=process_log.write_line,
+                on_exit=exited,
+                name=label,
             )
         except OSError as error:
-            printed.close()
+            process_log.close()
             self.state.process_exited(start.token, f"it could not be started: {error}")
 
     def _environ(self, start: StartProcess) -> dict[str, str]:
         settings = self.settings
-        mine = {
-            SOCKET_VARIABLE: str(self._door.path),
+        own = {
+            SOCKET_VARIABLE: str(self._server.path),
             TOKEN_VARIABLE: start.token,
             "ELASTIC_JOB": settings.job,
             "ELASTIC_NODE": settings.node,
             "LOCAL_WORLD_SIZE": str(settings.nproc),
         }
         local_rank = {} if start.local_rank is None else {"LOCAL_RANK": str(start.local_rank)}
-        return {**os.environ, **settings.environ, **mine, **local_rank}
+        return {**os.environ, **settings.environ, **own, **local_rank}
 
     def _kill_all(self, reason: str, over: ExitReason = ExitReason.STOPPED) -> None:
         self.state.finish(over, reason)
         for running in self._running.values():
             running.signal(signal.SIGKILL)
 
-    def _new_life(self) -> int:
-        """Later than any before it, also one of an earlier supervisor of this node."""
-        self._last_life = max(self._last_life + 1, time.time_ns() // 1_000_000)
-        return self._last_life
+    def _new_generation(self) -> int:
+        """Return a generation above all earlier ones of this node, including those of earlier supervisors."""
+        self._last_generation = max(self._last_generation + 1, time.time_ns() // 1_000_000)
+        return self._last_generation
 
-    # -- what happens -------------------------------------------------------------------------------------------------
+    # -- callbacks ----------------------------------------------------------------------------------------------------
 
-    def _came(self, token: str, line: RankConnection) -> str:
-        """On the connection's thread: whether this is a process that was started here, and the only one of it."""
+    def _accept_rank(self, token: str, connection: RankConnection) -> str:
+        """Return why a process may not connect, or "" if it may. Called on the connection's thread.
+
+        The process must be a child of this supervisor, and its only one with this token.
+        """
         if token not in self.state.processes:
             return "this process was not started by this supervisor, or another one has taken its seat"
-        if self._lines.setdefault(token, line) is not line:
+        if self._connections.setdefault(token, connection) is not connection:
             return "another process is connected with this token"
         self._post(partial(self.state.process_connected, token))
         return ""
 
-    def _said(self, token: str, status: RankStatus) -> None:
+    def _record_status(self, token: str, status: RankStatus) -> None:
         self.state.handle_rank_status(token, status, self._clock())
 
-    def _left(self, token: str, line: RankConnection) -> None:
-        if self._lines.get(token) is line:
-            del self._lines[token]
-            self._told.pop(token, None)
-        self._timers.append((self._clock() + _REASON_S, partial(self.state.connection_closed, token, time.time())))
+    def _connection_lost(self, token: str, connection: RankConnection) -> None:
+        if self._connections.get(token) is connection:
+            del self._connections[token]
+            self._sent.pop(token, None)
+        self._timers.append((self._clock() + _EXIT_STATUS_S, partial(self.state.connection_closed, token, time.time())))
 
-    def _ended(self, token: str, status: int, path: Path, at: float) -> None:
+    def _process_exited(self, token: str, status: int, path: Path, at: float) -> None:
         del self._running[token]
         if self.state.never_joins(token, status):
-            why = describe_unjoined_exit(self.settings.command, status, path)
-            self.state.process_exited(token, why, at, never_joined=True)
+            reason = describe_unjoined_exit(self.settings.command, status, path)
+            self.state.process_exited(token, reason, at, never_joined=True)
             return
-        memory = self._kills.new_kills() if status == -signal.SIGKILL else ""
-        why = f"{describe_exit(status)}{', ' if memory else ''}{memory} (see {path})"
+        oom_kill = self._oom_detector.new_kills() if status == -signal.SIGKILL else ""
+        reason = f"{describe_exit(status)}{', ' if oom_kill else ''}{oom_kill} (see {path})"
         has_stacks = status == -STACKS_SIGNAL or (status == LEAVE_STATUS and self.state.is_leaving(token))
         location = stack_location(end_of_file(path, _STACKS_BYTES)) if has_stacks else ""
-        known = self.state.process_exited(token, why, at, location=location)
+        recorded = self.state.process_exited(token, reason, at, location=location)
         if location:
-            said = f"its main thread was in {location}: {why}" if known == why else known
-            log.warning("node %s: %s", self.settings.node, said)
+            message = f"its main thread was in {location}: {reason}" if recorded == reason else recorded
+            log.warning("node %s: %s", self.settings.node, message)
 
-    def _where(self) -> str:
-        """Where the coordinator is; on the link's thread."""
+    def _coordinator_address(self) -> str:
+        """Return the coordinator's address. Called on a thread of the coordinator client.
+
+        Raise :class:`~elastic.errors.ControlPlaneUnavailableError` if the leader record has none or cannot be read.
+        """
         if not is_leader_url(self.settings.coordinator):
             return self.settings.coordinator
         try:
-            if self._leadership is None:
-                self._leadership = open_leader_record(self.settings.coordinator)
-            record = self._leadership.read()
+            if self._leader_records is None:
+                self._leader_records = open_leader_record(self.settings.coordinator)
+            record = self._leader_records.read()
         except ControlPlaneUnavailableError:
-            self._is_unknown = True
+            self._is_leader_unknown = True
             raise
         except Exception as error:
-            self._is_unknown = True
+            self._is_leader_unknown = True
             log.exception("who leads the job cannot be asked")
             raise ControlPlaneUnavailableError(f"who leads the job cannot be asked: {error}") from error
-        self._is_unknown = False
-        self._holder = "" if record is None else record.holder
-        led = self.state.leader[0]
-        if record is not None and record.over and (record.term >= led > 0 or record.over == JOB_FINISHED):
-            self._over = ExitReason(record.over), record.reason
+        self._is_leader_unknown = False
+        self._leader_name = "" if record is None else record.holder
+        term = self.state.leader[0]
+        if record is not None and record.over and (record.term >= term > 0 or record.over == JOB_FINISHED):
+            self._job_end = ExitReason(record.over), record.reason
             if not record.holder:
                 raise ControlPlaneUnavailableError(f"the job is over: {record.reason}")
         return leader_address(record)
 
-    def _reached(self) -> None:
-        self._heard_at = self._clock()
+    def _coordinator_connected(self) -> None:
+        self._last_contact = self._clock()
 
-    def _ordered(self, orders: NodeDesired) -> None:
+    def _apply_orders(self, orders: NodeDesired) -> None:
         if not self.state.obeys(orders):
             log.warning("node %s: a coordinator of term %d leads no longer", self.settings.node, orders.term)
-            self._link.drop()
+            self._client.drop()
             return
-        self._heard_at = self._clock()
+        self._last_contact = self._clock()
         if (
-            self._coordinator is not None
-            and self._alone_since is not None
-            and self._holder != self.settings.candidate_name
+            self._candidate is not None
+            and self._unreachable_since is not None
+            and self._leader_name != self.settings.candidate_name
         ):
-            self._coordinator.dismiss()
-        self._alone_since, self.state.coordinator_unreachable = None, False
+            self._candidate.dismiss()
+        self._unreachable_since, self.state.coordinator_unreachable = None, False
         if orders.superseded and orders.generation == self.state.generation and self.state.exit is None:
-            self._last_life = max(self._last_life, orders.min_generation)
+            self._last_generation = max(self._last_generation, orders.min_generation)
             self.state.begin_generation()
         else:
             self.state.apply_desired(orders, self._clock())
 
-    def _cut_off(self, why: str) -> None:
-        self._heard_at = None
-        if self._over is not None and self.state.exit is None:
-            self.state.finish(*self._over)
+    def _coordinator_lost(self, why: str) -> None:
+        self._last_contact = None
+        if self._job_end is not None and self.state.exit is None:
+            self.state.finish(*self._job_end)
             if not self.state.leader[0]:
-                where = self.settings.coordinator
-                log.warning("job %s has finished; to run it again, delete the record of %s", self.settings.job, where)
-        if self._alone_since is None:
-            self._alone_since = self._clock()
-            self._candidacy_s = self._turn_to_lead_s()
+                record_url = self.settings.coordinator
+                log.warning(
+                    "job %s has finished; to run it again, delete the record of %s", self.settings.job, record_url
+                )
+        if self._unreachable_since is None:
+            self._unreachable_since = self._clock()
+            self._candidacy_s = self._candidacy_delay_s()
             log.warning("node %s: the coordinator cannot be reached: %s", self.settings.node, why)
         self.state.coordinator_unreachable = True
 
-    def _turn_to_lead_s(self) -> float:
-        """Few nodes of a large job are candidates at once: others only where none of those is there."""
-        formed = self.state.world
-        if formed is None or self.state.node not in formed.ranked_nodes:
-            return random.uniform(0.0, 1.0)
-        return formed.ranked_nodes.index(self.state.node) // _CANDIDATES * _NEXT_CANDIDATES_S
+    def _candidacy_delay_s(self) -> float:
+        """Return the seconds without a coordinator after which this node may lead.
 
-    def _keeps(self, address: str) -> None:
+        The nodes of a large job become candidates in groups, so that few of them compete. A node outside the world
+        waits at most a second.
+        """
+        world = self.state.world
+        if world is None or self.state.node not in world.ranked_nodes:
+            return random.uniform(0.0, 1.0)
+        return world.ranked_nodes.index(self.state.node) // _CANDIDATES * _NEXT_CANDIDATES_S
+
+    def _store_started(self, address: str) -> None:
         self.state.store = address
 
-    def _offered(self, peer: PeerNode) -> None:
+    def _memory_offered(self, peer: PeerNode) -> None:
         self.state.peer = peer
 
-    # -- telling ------------------------------------------------------------------------------------------------------
+    # -- messages -----------------------------------------------------------------------------------------------------
 
-    def _tell_ranks(self) -> None:
+    def _send_desired(self) -> None:
         now = self._clock()
-        for token, line in list(self._lines.items()):
-            hears = node_state.rank_desired(self.state, token, now)
-            if node_state.comparable_rank_desired(hears) != self._told.get(token):
-                self._told[token] = node_state.comparable_rank_desired(hears)
-                line.send(hears)
+        for token, connection in list(self._connections.items()):
+            desired = node_state.rank_desired(self.state, token, now)
+            if node_state.comparable_rank_desired(desired) != self._sent.get(token):
+                self._sent[token] = node_state.comparable_rank_desired(desired)
+                connection.send(desired)
 
-    def _report(self) -> None:
+    def _report_status(self) -> None:
         now = self._clock()
         report = node_state.node_status(self.state, now)
-        if node_state.comparable_node_status(report) != self._reported or now - self._beat >= self.settings.heartbeat_s:
+        if (
+            node_state.comparable_node_status(report) != self._reported
+            or now - self._reported_at >= self.settings.heartbeat_s
+        ):
             self._send(report)
 
     def _send(self, report: NodeStatus) -> None:
-        self._reported, self._beat = node_state.comparable_node_status(report), self._clock()
+        self._reported, self._reported_at = node_state.comparable_node_status(report), self._clock()
         self.state.number = report.number
-        self._link.send_status(report)
+        self._client.send_status(report)
 
 
-_MOST = 1024
-_GREETING_S = 10.0
+_MAX_CONNECTIONS = 1024
+_HELLO_S = 10.0
 _FRAME_S = 30.0
 _LENGTH = struct.Struct(">I")
 
 
 class RankConnection:
-    """One rank's connection."""
+    """Connection of one rank."""
 
     def __init__(self, sock: socket.socket) -> None:
         self._sock = sock
         self._sending = threading.Lock()
 
-    def send(self, hears: RankDesired) -> None:
-        """Never waits: a rank that does not read so many small messages does not hear them any more."""
-        body = message_codec.encode_message(hears)
+    def send(self, desired: RankDesired) -> None:
+        """Send a message without blocking. If the socket's buffer is full, close the connection."""
+        body = message_codec.encode_message(desired)
         data = _LENGTH.pack(len(body)) + body
         with self._sending:
             try:
@@ -545,7 +579,11 @@ class RankConnection:
 
 
 class RankServer:
-    """``on_connect(token, line)`` says why a process is refused; the other two follow, from its threads."""
+    """Unix-socket server for the ranks of one node.
+
+    ``on_connect`` returns why a process is refused, or "". ``on_status`` receives each report of an accepted process,
+    and ``on_disconnect`` runs after its connection has closed. All run on the connection's thread.
+    """
 
     def __init__(
         self,
@@ -556,9 +594,9 @@ class RankServer:
         on_disconnect: Callable[[str, RankConnection], None],
     ) -> None:
         self.path = path
-        self._came, self._said, self._left = on_connect, on_status, on_disconnect
+        self._on_connect, self._on_status, self._on_disconnect = on_connect, on_status, on_disconnect
         self._lock = threading.Lock()
-        self._lines: dict[threading.Thread, socket.socket] = {}
+        self._sockets: dict[threading.Thread, socket.socket] = {}
         self._stopping = False
         path.unlink(missing_ok=True)
         self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
@@ -577,17 +615,17 @@ class RankServer:
     def close(self) -> None:
         with self._lock:
             self._stopping = True
-            lines = dict(self._lines)
+            sockets = dict(self._sockets)
         with contextlib.suppress(OSError):
             self._listener.shutdown(socket.SHUT_RDWR)
         self._thread.join()
         self._listener.close()
-        for sock in lines.values():
+        for sock in sockets.values():
             with contextlib.suppress(OSError):
                 sock.shutdown(socket.SHUT_RDWR)
-        for thread in lines:
+        for thread in sockets:
             thread.join()
-        with contextlib.suppress(OSError):  # a directory that lets nobody in
+        with contextlib.suppress(OSError):  # the directory may have become inaccessible
             self.path.unlink(missing_ok=True)
 
     def _accept(self) -> None:
@@ -600,47 +638,47 @@ class RankServer:
                 continue
             thread = threading.Thread(target=self._serve, args=(sock,), name="elastic-line", daemon=True)
             with self._lock:
-                if self._stopping or len(self._lines) >= _MOST:
+                if self._stopping or len(self._sockets) >= _MAX_CONNECTIONS:
                     sock.close()
                     continue
-                self._lines[thread] = sock
+                self._sockets[thread] = sock
             thread.start()
 
     def _serve(self, sock: socket.socket) -> None:
-        line, token = RankConnection(sock), ""
+        connection, token = RankConnection(sock), ""
         try:
-            token = self._admitted(sock, line)
-            while token and (says := self._next(sock)) is not None:
-                self._said(token, says)
+            token = self._admit(sock, connection)
+            while token and (status := self._receive_status(sock)) is not None:
+                self._on_status(token, status)
         except (PeerStoreError, OSError) as error:
             log.info("a rank's connection ended: %s", error)
         finally:
             if token:
-                self._left(token, line)
+                self._on_disconnect(token, connection)
             sock.close()
             with self._lock:
-                del self._lines[threading.current_thread()]
+                del self._sockets[threading.current_thread()]
 
-    def _admitted(self, sock: socket.socket, line: RankConnection) -> str:
+    def _admit(self, sock: socket.socket, connection: RankConnection) -> str:
         _, uid = peer_credentials(sock)
         if uid not in (os.getuid(), 0):
             raise ProtocolError(f"user {uid} may not be a rank of user {os.getuid()}")
-        sock.settimeout(_GREETING_S)
-        greeting = message_codec.receive_frame(
-            sock, RankHello, limit_bytes=message_codec.MAX_AGENT_HELLO_BYTES, within_s=_GREETING_S
+        sock.settimeout(_HELLO_S)
+        hello = message_codec.receive_frame(
+            sock, RankHello, limit_bytes=message_codec.MAX_AGENT_HELLO_BYTES, within_s=_HELLO_S
         )
-        if greeting is None:
+        if hello is None:
             return ""
-        if greeting.protocol != RANK_PROTOCOL:
-            refused = f"protocol {greeting.protocol} is not spoken here, this is {RANK_PROTOCOL}"
+        if hello.protocol != RANK_PROTOCOL:
+            refused = f"protocol {hello.protocol} is not spoken here, this is {RANK_PROTOCOL}"
         else:
-            refused = self._came(greeting.token, line)
+            refused = self._on_connect(hello.token, connection)
         if refused:
-            line.send(RankDesired(exit=ExitReason.REFUSED, reason=refused))
+            connection.send(RankDesired(exit=ExitReason.REFUSED, reason=refused))
             raise ProtocolError(refused)
-        return greeting.token
+        return hello.token
 
-    def _next(self, sock: socket.socket) -> RankStatus | None:
+    def _receive_status(self, sock: socket.socket) -> RankStatus | None:
         sock.settimeout(None)
         return message_codec.receive_frame(sock, RankStatus, limit_bytes=MAX_RANK_MESSAGE_BYTES, within_s=_FRAME_S)
 
@@ -648,17 +686,21 @@ class RankServer:
 def inject_from_supervisor(
     injection: FaultInjection, state: NodeState, running: Mapping[str, Any], *, run: Path, environ: Mapping[str, str]
 ) -> bool:
-    """Have it happen to the rank of this node that it is meant for. False while that one is just being replaced."""
+    """Inject a fault into the first rank of this node that it matches.
+
+    Return False if no such rank runs at the moment, because it is being replaced: the caller must retry. A fault that
+    another process has claimed is not injected again.
+    """
     for process in state.rank_processes():
         local_rank = process.local_rank or 0
-        place = RankLocation(state.rank_of(local_rank), state.node, local_rank)
-        if not injection.matches(place) or process.token not in running:
+        location = RankLocation(state.rank_of(local_rank), state.node, local_rank)
+        if not injection.matches(location) or process.token not in running:
             continue
-        happens = injected_here(injection, place)
-        if not InjectionRecord(run).claim(happens):
+        actual = injected_here(injection, location)
+        if not InjectionRecord(run).claim(actual):
             return True
-        log.warning("injected from outside at rank %d: %s", place.rank, injection)
-        log_injection(happens)
+        log.warning("injected from outside at rank %d: %s", location.rank, injection)
+        log_injection(actual)
         if injection.kind is InjectionKind.PARTITION:
             state.partition(injection.duration_s)
         elif injection.kind is InjectionKind.NODE:
@@ -672,9 +714,10 @@ def inject_from_supervisor(
 
 
 def describe_unjoined_exit(command: Sequence[str], status: int, printed: Path) -> str:
-    """Describe the exit of a script that never called ``elastic.run``, with the last line that it printed if it failed.
+    """Describe the exit of a script that never called ``elastic.run``.
 
-    ``command`` starts the script, and ``printed`` is the log file of the process.
+    If the script failed, include its last printed line. ``command`` starts the script, and ``printed`` is the log file
+    of the process.
     """
     script = Path(script_name(command)).name
     if status == 0:
@@ -696,7 +739,7 @@ def script_name(command: Sequence[str]) -> str:
 
 
 def last_printed_line(printed: Path) -> str:
-    """Return the last line of a log file that is not blank, or "" if there is none."""
+    """Return the last line of a log file that is not blank, or ""."""
     return last_line(end_of_file(printed, _TAIL_BYTES))
 
 

@@ -194,10 +194,10 @@ def test_supervisor_starts_above_the_required_generation(tmp_path):
     try:
         one.state.start()
         later = one.state.generation + 3_600_000
-        one._ordered(NodeDesired("c", one.state.generation, superseded=True, min_generation=later))
+        one._apply_orders(NodeDesired("c", one.state.generation, superseded=True, min_generation=later))
         assert one.state.generation == later + 1
     finally:
-        one._door.close()
+        one._server.close()
 
 
 @pytest.mark.parametrize(
@@ -330,9 +330,9 @@ def test_reports_about_a_past_world_are_ignored(job):
     wait_until(lambda: wanted_notice(seat) is NoticeKind.RESTART)
     (after,) = wait_all_assigned(job.planes)
     with seat._changed:  # as one that has not heard of it would
-        seat._say(epoch=before.epoch, paused=99, sealed=99, phase=RankPhase.IN_WORLD)
+        seat._send_status(epoch=before.epoch, paused=99, sealed=99, phase=RankPhase.IN_WORLD)
         number = seat._sent
-    wait_until(lambda: seat._hears.acknowledged >= number)
+    wait_until(lambda: seat._desired.acknowledged >= number)
     nodes = job.coordinator.reconciler.nodes
     wait_until(lambda: nodes["n0"].status is not None and nodes["n0"].status.world.epoch == after.epoch)
     assert (nodes["n0"].status.paused, nodes["n0"].status.sealed) == (None, None)

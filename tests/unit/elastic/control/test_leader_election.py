@@ -387,8 +387,8 @@ def test_the_machine_finds_rules_that_are_broken(broken, monkeypatch):
             )
         return real(self, now)
 
-    real = LeaderElection._taking
-    monkeypatch.setattr(LeaderElection, "_taking", taking)
+    real = LeaderElection._plan_takeover
+    monkeypatch.setattr(LeaderElection, "_plan_takeover", taking)
     if broken == "no margin in time":
         monkeypatch.setattr(LeaderElection, "margin_s", property(lambda self: -5.0))
         monkeypatch.setattr(LeaderElection, "next_at", lambda self, now: now)

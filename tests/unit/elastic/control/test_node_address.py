@@ -24,7 +24,7 @@ def known(monkeypatch):
         return [(socket.AF_INET, socket.SOCK_STREAM, 6, "", (found, port))]
 
     monkeypatch.setattr(network_addresses.socket, "getaddrinfo", look_up)
-    monkeypatch.setattr(node_address, "_AGAIN_S", 0.0)
+    monkeypatch.setattr(node_address, "_RETRY_S", 0.0)
     return names
 
 

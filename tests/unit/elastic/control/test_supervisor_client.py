@@ -86,7 +86,7 @@ def test_stopped_supervisor_blocks_no_rank(tmp_path):
         def speak():
             while not plane._unsent:
                 with plane._changed:
-                    plane._say()
+                    plane._send_status()
             with pytest.raises(ControlDeadlineError):
                 plane.wait_for_assignment(timeout_s=0.1)
 

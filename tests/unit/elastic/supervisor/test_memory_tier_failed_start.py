@@ -97,7 +97,7 @@ def restarts(outcomes, failures, stop=None):
         if not next(remaining):
             raise AgentUnreachableError("the agent ended at once: Traceback\nno room\n")
 
-    relaunch = MemoryTierProcess({}, stop=stop)._relaunching(launch, failures.append)
+    relaunch = MemoryTierProcess({}, stop=stop)._reporting_launch(launch, failures.append)
     for starts in outcomes:
         with contextlib.nullcontext() if starts else pytest.raises(AgentUnreachableError):
             relaunch()
