@@ -231,8 +231,8 @@ class ReshardTarget(Protocol):
     """A checkpoint to write.
 
     - ``write`` yields a source that reads the written bytes.
-    - The checkpoint exists only after the block of ``write`` has ended without an error. After an error nothing of it
-      remains.
+    - The checkpoint exists only after the block of ``write`` has ended without an error. An error leaves no
+      trace of it.
     """
 
     @property

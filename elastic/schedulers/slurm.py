@@ -26,8 +26,8 @@ _Piece: TypeAlias = "tuple[_Numbers, ...] | str"
 def parse_host_list(text: str, *, most: int = MAX_NODES) -> tuple[str, ...]:
     """Return the names of a host list in order.
 
-    Raise :class:`PolicyError` if ``text`` is not a host list or has more than ``most`` names. The names are counted before
-    any of them is created.
+    Raise :class:`PolicyError` if ``text`` is not a host list or has more than ``most`` names. The names are counted
+    before any of them is created.
     """
     items = [_pieces(item, text) for item in _items(text)]
     count = sum(math.prod(_count(piece) for piece in pieces) for pieces in items)
