@@ -22,7 +22,7 @@ from typing import Any, TypeVar
 from elastic.control.child_processes import ChildProcess, python_module_command, with_import_path
 
 ROOTLESS = "rootless"
-"""In index of a store's address: every node runs a store server."""
+"""Stands for a store's address: every node runs a store server."""
 
 KEY_COPIES = 2
 """Holders of each key."""

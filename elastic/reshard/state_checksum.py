@@ -14,7 +14,7 @@ thousand, before a save and after a load into another sharding::
     weight(name, j) = T[lo] * a(name, hi) + U[lo] * b(name, hi)        j = hi * 8192 + lo
 
 An element of up to 32 bits is one word, a wider one is several. With words of 64 bits, two flipped signs would cancel.
-``T`` and ``a`` are odd and ``b`` is even, so every weight is odd: a change of one word always changes the sum.
+``T`` and ``a`` are odd and ``b`` is even, so every weight is odd. So a change of one word always changes the sum.
 splitmix64 produces all of them. A weight does not depend on the sharding, so the sums of any partition add up.
 
 With tables, each word costs two multiplications instead of a hash. The second table detects changes of a block whose
@@ -507,7 +507,7 @@ def boxes_from_runs(axes: Sequence[AxisRuns]) -> Iterator[tuple[Box, Box]]:
 
 
 def replica_of(ranks: torch.Tensor, coordinate: Sequence[int], placements: Sequence[Any]) -> int:
-    """Return the lowest rank with the same copy. Its ranks differ only along sharded dimensions of the mesh."""
+    """Return the lowest rank of the same copy, whose ranks differ only along sharded mesh dimensions."""
     for index, placement in zip(coordinate, placements, strict=True):
         # Move this dimension to the end, so that the next one is first.
         ranks = ranks[index] if getattr(placement, "dim", None) is None else ranks.movedim(0, -1)

@@ -83,7 +83,7 @@ class ScalingPolicy(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
 
     @property
     def leave_hang_s(self) -> float:
-        """Like :attr:`abort_limit_s`, after a hang: the other ranks already wait, so the abort wakes them at once."""
+        """Like :attr:`abort_limit_s`, after a hang: the abort wakes the waiting ranks at once."""
         return min(self.abort_limit_s, _LEAVE_HANG_S)
 
     def allows(self, size: int) -> bool:
@@ -180,7 +180,7 @@ _EACH_SIZE = FieldBound(is_integer=True, lowest=1)
 
 
 def policy_problems(fields: Mapping[str, Any], called: Mapping[str, str] | None = None) -> tuple[str, ...]:
-    """Return the reasons why these fields form no policy; ``called`` maps fields to their keys in the file."""
+    """Return the reasons why these fields form no policy; ``called`` has their keys in the file."""
     names = {name: (called or {}).get(name, name) for name in (*FIELD_BOUNDS, _SIZES)}
     problems = {
         name: f"{names[name]} is {fields[name]!r}, must be {bound.description}"
