@@ -1,7 +1,7 @@
 """Execution of a fault exactly once: the claim file, the log line, the effect on a rank or node.
 
-Whoever makes the file carries the fault out, at once: not even a rank that is started anew does it again. ``elastic
-run`` begins without any. Each machine has its own.
+The process that creates a fault's claim file executes the fault at once. A restarted rank does not repeat it. ``elastic
+run`` starts without claim files. Each machine has its own.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ from peerstore.settings import AgentPaths
 from tieredckpt.event_log import event_log_from_environ, event_types
 
 _FOLDER = "injected"
-_BEGAN = ".began"
+_STARTED = ".began"
 
 
 class InjectedFault(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """A fault that was carried out, as it was about to be."""
+    """A fault with the time and place of its execution, recorded just before it."""
 
     injection: FaultInjection
     injected_at: float
@@ -38,7 +38,7 @@ class InjectedFault(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tru
     pid: int
     node: str
     phase: InjectionPhase | None = None
-    """``None``: a supervisor did it, at no particular one."""
+    """Phase of the rank; ``None`` if a supervisor executed the fault."""
     step: int = -1
     rank: int = -1
     local_rank: int = -1
@@ -46,27 +46,27 @@ class InjectedFault(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tru
 
 
 class InjectionRecord:
-    """Of the job whose run directory this is."""
+    """Claim files of the injected faults of a job, in its run directory."""
 
     def __init__(self, run: Path) -> None:
         self.folder = run / _FOLDER
 
-    def claim(self, told: InjectedFault) -> bool:
-        """Whether this process is to carry it out: true for one of all, once."""
-        return self._make(told.injection.name, msgspec.json.encode(told))
+    def claim(self, fault: InjectedFault) -> bool:
+        """Claim a fault. Return true in only one process, once: that process must execute it."""
+        return self._create_once(fault.injection.name, msgspec.json.encode(fault))
 
     def is_done(self, name: str) -> bool:
         return (self.folder / name).exists()
 
     def job_started_at(self) -> float:
-        """When the first process of the job looked, by the wall clock."""
-        self._make(_BEGAN, b"")
-        return (self.folder / _BEGAN).stat().st_mtime
+        """Return the wall-clock time in seconds of the first call on this machine for the job."""
+        self._create_once(_STARTED, b"")
+        return (self.folder / _STARTED).stat().st_mtime
 
     def clear(self) -> None:
         shutil.rmtree(self.folder, ignore_errors=True)
 
-    def _make(self, name: str, data: bytes) -> bool:
+    def _create_once(self, name: str, data: bytes) -> bool:
         self.folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         try:
             fd = os.open(self.folder / name, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
@@ -85,7 +85,7 @@ def injected_here(
     step: int = -1,
     epoch: int = -1,
 ) -> InjectedFault:
-    """What is about to happen here and now."""
+    """Return the record of a fault that this process is about to execute."""
     return InjectedFault(
         injection=injection,
         injected_at=time.time(),
@@ -99,30 +99,30 @@ def injected_here(
     )
 
 
-def log_injection(what: InjectedFault) -> None:
-    """Just before it happens; where no event log is kept, nothing."""
+def log_injection(fault: InjectedFault) -> None:
+    """Write the fault to the event log, if the job has one. Call it just before the execution."""
     event_log_from_environ().write(
         event_types.FaultInjected(
-            at=what.injected_at,
-            kind=what.injection.kind.value,
-            epoch=what.epoch,
-            node=what.node,
-            local_rank=what.local_rank,
-            rank=what.rank,
-            step=what.step,
-            words=f"{what.injection.name}: {what.injection}",
+            at=fault.injected_at,
+            kind=fault.injection.kind.value,
+            epoch=fault.epoch,
+            node=fault.node,
+            local_rank=fault.local_rank,
+            rank=fault.rank,
+            step=fault.step,
+            words=f"{fault.injection.name}: {fault.injection}",
         )
     )
 
 
 OOM_BYTES = 256 << 20
-"""How much an injected lack of memory may allocate; a machine has to have that much to spare."""
+"""Bytes that an injected lack of memory may allocate. The machine must have them free."""
 _OOM_STEP = 8 << 20
 _PAGE = mmap.PAGESIZE
 
 
 class InjectedFaultError(RuntimeError):
-    """Raised where an exception was asked for."""
+    """The error that the ``exception`` fault raises."""
 
 
 def sigkill() -> None:
@@ -140,12 +140,12 @@ def raise_exception() -> None:
 def segfault() -> None:
     resource.setrlimit(resource.RLIMIT_CORE, (0, resource.getrlimit(resource.RLIMIT_CORE)[1]))
     if threading.current_thread() is threading.main_thread():
-        signal.signal(signal.SIGSEGV, signal.SIG_DFL)  # whoever handles it may say what happened, and go on
+        signal.signal(signal.SIGSEGV, signal.SIG_DFL)  # a handler could report the fault and continue
     ctypes.string_at(0)
 
 
 def hold_gil() -> None:
-    """``PyDLL`` calls without giving up the lock, and no signal that could be handled ends the wait."""
+    """Block forever with the interpreter's lock: ``PyDLL`` does not release it, and signals are blocked."""
     signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())
     while True:
         ctypes.PyDLL(None).pause()
@@ -157,9 +157,9 @@ def hang() -> None:
 
 
 def exhaust_memory(limit_bytes: int = OOM_BYTES) -> None:
-    """Memory that is touched, until the kernel or the limit set here says no; then the end that the kernel brings.
+    """Allocate memory up to ``limit_bytes`` or a refusal, then kill this process like the kernel.
 
-    The kernel is told to take this process first, and the limit keeps it from taking much from others.
+    The out-of-memory score makes the kernel choose this process first. The limit protects other processes.
     """
     with contextlib.suppress(OSError):
         Path("/proc/self/oom_score_adj").write_text("1000")
@@ -176,9 +176,9 @@ def exhaust_memory(limit_bytes: int = OOM_BYTES) -> None:
 
 
 def kill_node(supervisor: int, environ: Mapping[str, str] = os.environ) -> None:
-    """The node is gone, without a word: what it kept in memory, its supervisor, and with it its ranks.
+    """Kill the node without a report: its memory tier, its supervisor and thereby its ranks.
 
-    An agent that other jobs use as well is left alone: it is this job's own where the environment names its directory.
+    The agent is killed only if the environment names its directory: otherwise other jobs may use it.
     """
     directory = environ.get("TIEREDCKPT_AGENT_DIRECTORY")
     if directory:
@@ -188,7 +188,7 @@ def kill_node(supervisor: int, environ: Mapping[str, str] = os.environ) -> None:
 
 
 def kill_agent(environ: Mapping[str, str] = os.environ) -> None:
-    """The node's agent is gone; what it kept stays in the machine's memory for the next one."""
+    """Kill the node's agent. Its shards remain in the machine's memory for the next agent."""
     directory = environ.get("TIEREDCKPT_AGENT_DIRECTORY")
     if not directory:
         raise InjectedFaultError("this node's agent is not this job's own: $TIEREDCKPT_AGENT_DIRECTORY is not set")
@@ -200,7 +200,7 @@ def _end_agent(directory: Path) -> None:
 
 
 def parent_supervisor() -> int:
-    """The process that started this one, where that is a supervisor."""
+    """Return the parent process; raise :class:`InjectedFaultError` unless it is a supervisor."""
     parent = os.getppid()
     if b"elastic.launcher" not in Path(f"/proc/{parent}/cmdline").read_bytes():
         raise InjectedFaultError(f"process {parent}, which started this one, is no supervisor of a node")

@@ -1,6 +1,6 @@
 """One fault as a value, its command-line syntax, random plans, and the FaultPlan builder. Pure.
 
-The variable holds such words, several of them with ``;`` between, or their JSON, or ``file:PATH`` with either.
+``$ELASTIC_INJECT`` has faults in this syntax, separated by ``;``, or as JSON. ``file:PATH`` names a file with either.
 """
 
 from __future__ import annotations
@@ -20,36 +20,36 @@ from peerstore.message_codec import from_json
 
 
 class InjectionKind(enum.Enum):
-    """What happens."""
+    """The effect of a fault."""
 
     SIGKILL = "sigkill"
-    """The rank is ended, as by the kernel or an operator."""
+    """The rank is killed, as by the kernel or an operator."""
     SIGSTOP = "sigstop"
-    """It stops and holds everything it has; ``--hang-timeout`` notices."""
+    """The rank stops and holds all its resources; ``--hang-timeout`` detects it."""
     EXCEPTION = "exception"
-    """The train function raises."""
+    """The train function raises an error."""
     SEGFAULT = "segfault"
-    """It reads where there is nothing."""
+    """The rank reads an invalid address."""
     HOLD_GIL = "hold_gil"
-    """One thread keeps the interpreter's lock for ever, so that no other one runs; ``--hang-timeout`` notices."""
+    """One thread of the rank holds the interpreter's lock forever; ``--hang-timeout`` detects it."""
     HANG = "hang"
-    """The thread that trains waits for ever, the others run; ``--hang-timeout`` notices."""
+    """The training thread waits forever, the others run; ``--hang-timeout`` detects it."""
     OOM = "oom"
-    """It allocates until a limit of its own, far below the machine's, ends it."""
+    """The rank allocates memory up to a limit far below the machine's, then is killed."""
     NODE = "node"
-    """The node's supervisor ends at once, with it its ranks, and the memory tier where it is this job's own."""
+    """The node's supervisor is killed with its ranks, and with the memory tier if only this job uses it."""
     AGENT = "agent"
-    """The node's memory agent is killed; training goes on, and who needs it next starts another one."""
+    """The node's memory agent is killed. Training continues, and the next request starts a new agent."""
     SLOW = "slow"
-    """From then on each step takes longer; no fault, so nothing is to happen."""
+    """The next steps take longer. This is not a fault: the job must not react."""
     PARTITION = "partition"
-    """The node's lines to the coordinator and to other ranks are cut, for a while."""
+    """The node's connections to the coordinator and to other ranks are cut for some seconds."""
     NAN = "nan"
-    """What is computed there is not a number."""
+    """The result of the phase is NaN."""
 
 
 class InjectionPhase(enum.Enum):
-    """Where in a step, or on the way to the next one."""
+    """A part of a step, of a save, or of the start of a world."""
 
     FORWARD = "forward"
     BACKWARD = "backward"
@@ -58,34 +58,34 @@ class InjectionPhase(enum.Enum):
     SAVE = "save"
     """Before the state is staged."""
     SEAL = "seal"
-    """In the background: staged, and not yet safe."""
+    """In the background, after the state is staged and before it is sealed."""
     REPLICATE = "replicate"
-    """Sealed here, and about to be copied to other nodes."""
+    """After the seal, before the copy to other nodes."""
     RESTORE = "restore"
-    """In a new world, whose ranks have met, before the state is there."""
+    """In a new world after its ranks have met, before the state is restored."""
     RECOVERY = "recovery"
-    """On the way into a world that follows a fault, while the others wait."""
+    """At the entry to a world after a fault, while the other ranks wait."""
 
     @property
     def is_between_steps(self) -> bool:
-        """No step is being done then, so that there is none to name."""
+        """Whether no step runs in this phase, so that an injection cannot name a step."""
         return self in (InjectionPhase.RESTORE, InjectionPhase.RECOVERY)
 
 
 SUPERVISOR_KINDS = frozenset(
     {InjectionKind.SIGKILL, InjectionKind.SIGSTOP, InjectionKind.NODE, InjectionKind.AGENT, InjectionKind.PARTITION}
 )
-"""Kinds that a supervisor can carry out, whatever its rank is doing."""
+"""Kinds that a supervisor can execute in any phase of the rank."""
 NAN_PHASES = (InjectionPhase.FORWARD, InjectionPhase.BACKWARD, InjectionPhase.ALLREDUCE)
-"""Later than these a number that is none goes into the state, and nothing that is done later finds it."""
+"""Phases for ``nan``. In later ones, NaN would enter the state without detection."""
 
-_SECONDS = {InjectionKind.SLOW: 0.1, InjectionKind.PARTITION: 5.0}
-_TIMES = 10
+_DEFAULT_SECONDS = {InjectionKind.SLOW: 0.1, InjectionKind.PARTITION: 5.0}
+_DEFAULT_STEP_COUNT = 10
 _NAME = re.compile(r"[A-Za-z0-9._-]{1,64}", re.ASCII)
 
 
 class RankLocation(NamedTuple):
-    """Where a rank is, in its world and on its machine."""
+    """Rank, node and local rank of a process."""
 
     rank: int
     node: str
@@ -93,26 +93,26 @@ class RankLocation(NamedTuple):
 
 
 class FaultInjection(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, forbid_unknown_fields=True):
-    """One fault, which happens once: at the first moment at or after ``step`` when its rank is in ``phase``."""
+    """One fault. It happens once, when its rank is first in ``phase`` at or after ``step``."""
 
     kind: InjectionKind
     step: int | None = None
     phase: InjectionPhase | None = None
-    """By default forward, or for kinds that can be done from outside and no step: at once."""
+    """Phase of the rank; ``None`` for forward, or for an immediate fault if a supervisor can execute it."""
     after_s: float | None = None
-    """Seconds since the job's first rank began."""
+    """Earliest time, in seconds since the job's first rank started."""
     rank: int | None = None
-    """In the world of that moment; by position in the job, not on the node."""
+    """Rank in the current world, not on the node."""
     node: str | None = None
     local_rank: int | None = None
     seconds: float | None = None
-    """slow: per step. partition: how long."""
+    """For ``slow``, seconds per step; for ``partition``, its duration."""
     times: int | None = None
-    """slow: for so many steps."""
+    """For ``slow``, the number of steps."""
     then: str | None = None
-    """Not before the injection of this name has happened."""
+    """Name of another injection that must happen first."""
     name: str = ""
-    """No two of a job have the same; what has happened is known by it."""
+    """Name that is unique in the job and identifies the injection's claim file."""
 
     def __post_init__(self) -> None:
         problems = list(_problems(self))
@@ -121,7 +121,7 @@ class FaultInjection(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
 
     @property
     def is_immediate(self) -> bool:
-        """It waits for nothing that only a rank knows of."""
+        """Whether the injection has no condition that only a rank can check."""
         return self.step is None and self.phase is None and self.after_s is None and self.then is None
 
     @property
@@ -130,16 +130,16 @@ class FaultInjection(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
 
     @property
     def duration_s(self) -> float:
-        return self.seconds if self.seconds is not None else _SECONDS.get(self.kind, 0.0)
+        return self.seconds if self.seconds is not None else _DEFAULT_SECONDS.get(self.kind, 0.0)
 
     @property
     def step_count(self) -> int:
-        return self.times if self.times is not None else _TIMES
+        return self.times if self.times is not None else _DEFAULT_STEP_COUNT
 
     def matches(self, place: RankLocation) -> bool:
-        """Whether it is meant for who is there."""
-        asked = (self.rank, self.node, self.local_rank)
-        return all(one is None or one == other for one, other in zip(asked, place, strict=True))
+        """Return whether the injection is for the process at ``place``."""
+        wanted = (self.rank, self.node, self.local_rank)
+        return all(value is None or value == other for value, other in zip(wanted, place, strict=True))
 
     def __str__(self) -> str:
         values = {name: getattr(self, name) for name in ("step", "after_s", "rank", "node", "local_rank", "then")}
@@ -147,51 +147,53 @@ class FaultInjection(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
         return f"{self.kind.value} at {self.effective_phase.value} {where}".rstrip()
 
 
-def _problems(one: FaultInjection) -> Iterator[str]:
+def _problems(injection: FaultInjection) -> Iterator[str]:
     for field in ("step", "rank", "local_rank"):
-        value = getattr(one, field)
+        value = getattr(injection, field)
         if value is not None and value < 0:
             yield f"{field}={value}: must be 0 or more"
     for field in ("after_s", "seconds"):
-        value = getattr(one, field)
+        value = getattr(injection, field)
         if value is not None and not (math.isfinite(value) and value >= 0):
             yield f"{field}={value}: must be a number of seconds, 0 or more"
-    if one.rank is None and not one.node:
+    if injection.rank is None and not injection.node:
         yield "rank: say which rank, or which node"
-    if one.node == "":
+    if injection.node == "":
         yield "node: is empty"
-    if one.effective_phase.is_between_steps and one.step is not None:
-        yield f"step={one.step}: phase {one.effective_phase.value} is between steps; say after_s, or what it follows"
-    if one.kind is InjectionKind.NAN and one.effective_phase not in NAN_PHASES:
-        yield f"phase={one.effective_phase.value}: nan is for {', '.join(phase.value for phase in NAN_PHASES)}"
-    if one.seconds is not None and one.kind not in _SECONDS:
-        yield f"seconds={one.seconds:g}: {one.kind.value} lasts no particular time"
-    if one.times is not None and (one.kind is not InjectionKind.SLOW or one.times < 1):
-        yield f"times={one.times}: is for slow, and 1 or more"
+    if injection.effective_phase.is_between_steps and injection.step is not None:
+        phase = injection.effective_phase.value
+        yield f"step={injection.step}: phase {phase} is between steps; say after_s, or what it follows"
+    if injection.kind is InjectionKind.NAN and injection.effective_phase not in NAN_PHASES:
+        yield f"phase={injection.effective_phase.value}: nan is for {', '.join(phase.value for phase in NAN_PHASES)}"
+    if injection.seconds is not None and injection.kind not in _DEFAULT_SECONDS:
+        yield f"seconds={injection.seconds:g}: {injection.kind.value} lasts no particular time"
+    if injection.times is not None and (injection.kind is not InjectionKind.SLOW or injection.times < 1):
+        yield f"times={injection.times}: is for slow, and 1 or more"
     for field in ("name", "then"):
-        value = getattr(one, field)
+        value = getattr(injection, field)
         if value and _NAME.fullmatch(value) is None:
             yield f"{field}={value!r}: letters, digits, dots, dashes and underscores, 64 at the most"
-    if one.then and one.then == one.name:
-        yield f"then={one.then}: it would wait for itself"
+    if injection.then and injection.then == injection.name:
+        yield f"then={injection.then}: it would wait for itself"
 
 
 def fault_plan_problems(plan: tuple[FaultInjection, ...]) -> list[str]:
-    """What is wrong with several of them together."""
-    names = [one.name for one in plan]
+    """Return the conflicts between the injections of a plan."""
+    names = [injection.name for injection in plan]
     wrong = [f"name={name}: is there twice" for name in sorted({name for name in names if names.count(name) > 1})]
     known = set[str]()
-    for one in plan:
-        if one.then is not None and one.then not in known:
-            wrong.append(f"then={one.then}: no injection before {one.name} has this name")
-        known.add(one.name)
+    for injection in plan:
+        if injection.then is not None and injection.then not in known:
+            wrong.append(f"then={injection.then}: no injection before {injection.name} has this name")
+        known.add(injection.name)
     return wrong
 
 
 def validated_injections(plan: tuple[FaultInjection, ...]) -> tuple[FaultInjection, ...]:
-    """``plan`` with a name for everybody who has none, and nothing wrong with it as a whole."""
+    """Return ``plan`` with names for all injections; raise :class:`PolicyError` if they conflict."""
     named = tuple(
-        one if one.name else msgspec.structs.replace(one, name=f"{number:04d}") for number, one in enumerate(plan)
+        injection if injection.name else msgspec.structs.replace(injection, name=f"{number:04d}")
+        for number, injection in enumerate(plan)
     )
     wrong = fault_plan_problems(named)
     if wrong:
@@ -201,7 +203,7 @@ def validated_injections(plan: tuple[FaultInjection, ...]) -> tuple[FaultInjecti
 
 INJECT_VARIABLE = "ELASTIC_INJECT"
 """Faults to inject: the faults as text or JSON, or ``file:/path`` of either."""
-_FILE = "file:"
+_FILE_PREFIX = "file:"
 _FIELDS: Mapping[str, type] = {
     "step": int,
     "after_s": float,
@@ -215,7 +217,7 @@ _FIELDS: Mapping[str, type] = {
     "then": str,
     "name": str,
 }
-_WORDS = {int: "a whole number", float: "a number of seconds"}
+_TYPE_NAMES = {int: "a whole number", float: "a number of seconds"}
 
 
 def parse_injection_phase(word: object) -> InjectionPhase:
@@ -233,7 +235,7 @@ def parse_injection_kind(word: str) -> InjectionKind:
 
 
 def parse_injection(words: Iterable[str], kind: str | None = None) -> FaultInjection:
-    """``step=30 rank=8``, and what is to happen there, if it is not among the words."""
+    """Return the injection of words like ``step=30``; ``kind`` is used if the words have none."""
     values: dict[str, object] = {} if kind is None else {"kind": parse_injection_kind(kind)}
     for word in words:
         name, sign, text = word.partition("=")
@@ -258,13 +260,13 @@ def _value(name: str, text: str) -> object:
             raise ValueError(text)
         return kind(text)
     except ValueError:
-        raise PolicyError(f"{name}={text}: must be {_WORDS.get(kind, 'a name')}") from None
+        raise PolicyError(f"{name}={text}: must be {_TYPE_NAMES.get(kind, 'a name')}") from None
 
 
 def parse_injections(text: str) -> tuple[FaultInjection, ...]:
-    """All faults that the variable's value speaks of."""
-    if text.startswith(_FILE):
-        path = Path(text.removeprefix(_FILE))
+    """Return the injections in a value of ``$ELASTIC_INJECT``; raise :class:`PolicyError` if invalid."""
+    if text.startswith(_FILE_PREFIX):
+        path = Path(text.removeprefix(_FILE_PREFIX))
         try:
             text = path.read_text()
         except (OSError, UnicodeDecodeError) as error:
@@ -277,7 +279,7 @@ def parse_injections(text: str) -> tuple[FaultInjection, ...]:
     return validated_injections(tuple(parse_injection(part.split()) for part in text.split(";") if part.strip()))
 
 
-_STEPPING = tuple(phase for phase in InjectionPhase if not phase.is_between_steps)
+_STEP_PHASES = tuple(phase for phase in InjectionPhase if not phase.is_between_steps)
 
 
 def random_injections(
@@ -297,9 +299,9 @@ def random_injections(
     phases: Sequence[InjectionPhase] = tuple(InjectionPhase),
     together: float = 0.1,
 ) -> tuple[FaultInjection, ...]:
-    """``count`` faults at ranks 0 to ``ranks``, about every ``gap`` steps.
+    """Return ``count`` random faults of ranks 0 to ``ranks - 1``, about every ``gap`` steps.
 
-    With the chance ``together`` one follows in the recovery from the one before; phases between steps always do.
+    With probability ``together`` a fault follows the previous one, in a phase between steps.
     """
     if count < 0 or ranks < 1 or gap < 1 or first < 0:
         raise PolicyError(f"count={count}, ranks={ranks}, gap={gap}, first={first}: too small")
@@ -312,7 +314,7 @@ def random_injections(
         if not allowed:
             raise PolicyError(f"phases: none of them is one for {kind.value}")
         between = [phase for phase in allowed if phase.is_between_steps]
-        during = [phase for phase in allowed if phase in _STEPPING]
+        during = [phase for phase in allowed if phase in _STEP_PHASES]
         follows = bool(found and between) and (not during or draw.random() < together)
         rank = draw.randrange(ranks)
         if follows or not during:
@@ -325,13 +327,13 @@ def random_injections(
 
 
 class FaultPlan:
-    """What is to happen to a job. Never changed in place: each call answers with a longer one.
+    """The faults to inject into a job. Immutable: each method returns a longer plan.
 
     ::
 
-        Faults().at(step=30, rank=1).sigkill().at(step=40, node="n0", phase="seal").node()
-        Faults().at(step=30, rank=1).sigkill().then(phase="recovery", rank=0).exception()
-        Faults(seed=7).scattered(100, ranks=4, first=10, gap=3)
+        FaultPlan().at(step=30, rank=1).sigkill().at(step=40, node="n0", phase="seal").node()
+        FaultPlan().at(step=30, rank=1).sigkill().then(phase="recovery", rank=0).exception()
+        FaultPlan(seed=7).random(100, ranks=4, first=10, gap=3)
     """
 
     def __init__(self, seed: int = 0, injections: tuple[FaultInjection, ...] = ()) -> None:
@@ -339,27 +341,27 @@ class FaultPlan:
         self.injections = validated_injections(injections)
 
     def at(self, **when: Any) -> FaultPlanStep:
-        """A moment and a place: ``step``, ``phase``, ``after_s``; ``rank``, ``node``, ``local_rank``."""
+        """Choose a fault's ``step``, ``phase``, ``after_s``, ``rank``, ``node`` and ``local_rank``."""
         return FaultPlanStep(self, when)
 
     def then(self, **when: Any) -> FaultPlanStep:
-        """The same, and not before the last one that was said has happened."""
+        """Choose time and place of a fault that follows the last fault of the plan."""
         return FaultPlanStep(self, {"then": self.injections[-1].name, **when} if self.injections else when)
 
     def random(self, count: int, **how: Any) -> FaultPlan:
-        """As many more, drawn by the seed: see :func:`elastic.fault_injection.fault_spec.random_injections`."""
+        """Add random faults; see :func:`elastic.fault_injection.fault_spec.random_injections`."""
         return FaultPlan(self.seed, self.injections + random_injections(self.seed, count, **how))
 
     def encode(self) -> str:
         return msgspec.json.encode(self.injections).decode()
 
     def environ(self) -> dict[str, str]:
-        """What to put into the environment of ``elastic run``. Very many do not fit there: write them to a file."""
+        """Return the environment variable for ``elastic run``. Write a very long plan to a file instead."""
         return {INJECT_VARIABLE: self.encode()}
 
 
 class FaultPlanStep:
-    """A moment and a place at which something is to happen."""
+    """Time and place of a fault, before its kind is chosen."""
 
     def __init__(self, faults: FaultPlan, when: dict[str, Any]) -> None:
         self._faults = faults
@@ -369,8 +371,8 @@ class FaultPlanStep:
         values = {**self._when, **more}
         if "phase" in values and not isinstance(values["phase"], InjectionPhase):
             values["phase"] = parse_injection_phase(values["phase"])
-        one = FaultInjection(kind=kind, **values)
-        return FaultPlan(self._faults.seed, (*self._faults.injections, one))
+        injection = FaultInjection(kind=kind, **values)
+        return FaultPlan(self._faults.seed, (*self._faults.injections, injection))
 
     def sigkill(self) -> FaultPlan:
         return self.inject(InjectionKind.SIGKILL)

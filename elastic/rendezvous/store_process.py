@@ -1,7 +1,7 @@
-"""A TCPStore in a process of its own: ``python -m elastic.rendezvous.store_process HOST``.
+"""A separate process for one TCPStore: ``python -m elastic.rendezvous.store_process HOST``.
 
-``elastic run`` starts it on one node, ended by the kernel with that node's supervisor; it prints where it listens: at
-the address by which this node is reached and at no other, because a ``TCPStore`` asks nobody who he is.
+The supervisor of a node starts it, and the kernel ends it with that supervisor. It prints its address. It listens only
+at the address of this node in the job, because a ``TCPStore`` does not authenticate its clients.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ _BACKLOG = 2048
 
 
 def main(host: str) -> int:
-    """Serve until a signal comes."""
+    """Serve until SIGTERM or SIGINT; return the exit status."""
     from torch.distributed import TCPStore
 
     from peerstore.network_addresses import join_address
@@ -31,7 +31,7 @@ def main(host: str) -> int:
             wait_for_workers=False,
             master_listen_fd=listener.fileno(),
         )
-        listener.detach()  # it is the store's
+        listener.detach()  # the store owns the socket now
     print(f"store {join_address(host, store.port)}", flush=True)
     signal.sigwait({signal.SIGTERM, signal.SIGINT})
     return 0

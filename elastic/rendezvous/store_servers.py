@@ -1,11 +1,11 @@
-"""Placement of store servers and keys on nodes (pure), and the process that keeps a server running. No torch.
+"""Placement of store keys on nodes (pure), and processes of store servers and coordinators. No torch.
 
-All ranks compute the same from the same list of addresses, and nobody is asked. Nothing ever moves: every world begins
-with no keys, and its members stay the same until it ends. So this need not be a ring: a key's holders are drawn evenly
-among all, and what a dead member held falls to all others in equal parts.
+All ranks compute the same placement from the same list of addresses, without communication. Keys never move: every
+world begins without keys, and its members are the same until it ends. So a consistent-hash ring is not needed. The
+holders of a key are drawn evenly from all members, and the load of a lost member spreads evenly over the others.
 
-The job's ``TCPStore`` must live in no rank, and this package knows no torch; a coordinator must not stop with what the
-supervisor does.
+The job's ``TCPStore`` runs in its own process, because it must not end with a rank and the supervisor does not import
+torch. The coordinator has its own process too, so that the supervisor's work does not stop it.
 """
 
 from __future__ import annotations
@@ -22,41 +22,42 @@ from typing import Any, TypeVar
 from elastic.control.child_processes import ChildProcess, python_module_command, with_import_path
 
 ROOTLESS = "rootless"
-"""Where a store's address is asked for: one on every node."""
+"""Stands for a store's address: every node runs a store server."""
 
 KEY_COPIES = 2
+"""Holders of each key."""
 MAX_STORE_NODES = 1024
-"""So many nodes of a world keep its keys at the most: a rank may have to know, and to call, each of them."""
+"""Most nodes of a world that hold its keys: a rank may have to connect to each of them."""
 
 T = TypeVar("T")
 
 
 @lru_cache(maxsize=1 << 16)
 def key_holders(key: str, members: int, copies: int = KEY_COPIES) -> tuple[int, ...]:
-    """The members that hold ``key``, by their place in the world's list; the first one decides."""
+    """Return the members that hold ``key``, as indexes in the world's list. The first one decides."""
     if members < 1 or copies < 1:
         raise ValueError(f"members={members}, copies={copies}: a key is held by at least one of at least one")
     number = _digest(key)
     drawn: list[int] = []
     for _ in range(min(copies, members)):
-        number, place = divmod(number, members - len(drawn))
-        drawn.append(_among_the_others(place, drawn))
+        number, index = divmod(number, members - len(drawn))
+        drawn.append(_nth_undrawn(index, drawn))
     return tuple(drawn)
 
 
 def store_nodes(epoch: int, nodes: Sequence[T], most: int = MAX_STORE_NODES) -> tuple[T, ...]:
-    """The nodes that keep the keys of a world: all, or so many of a large one, others in every epoch."""
+    """Return the nodes that hold the keys of a world: all, or ``most`` that differ in every epoch."""
     if len(nodes) <= most:
         return tuple(nodes)
-    drawn = sorted(range(len(nodes)), key=lambda place: _digest(f"{epoch}/{place}"))[:most]
-    return tuple(nodes[place] for place in sorted(drawn))
+    drawn = sorted(range(len(nodes)), key=lambda index: _digest(f"{epoch}/{index}"))[:most]
+    return tuple(nodes[index] for index in sorted(drawn))
 
 
-def _among_the_others(place: int, drawn: Sequence[int]) -> int:
-    """The ``place``-th of those that were not drawn."""
+def _nth_undrawn(index: int, drawn: Sequence[int]) -> int:
+    """Return the ``index``-th number that was not drawn."""
     for taken in sorted(drawn):
-        place += place >= taken
-    return place
+        index += index >= taken
+    return index
 
 
 def _digest(text: str) -> int:
@@ -64,38 +65,43 @@ def _digest(text: str) -> int:
 
 
 STORE_MODULE = "elastic.rendezvous.store_process"
-_AGAIN_S = 1.0
-_CANDIDATE_AGAIN_S = 2.0
+_RESTART_DELAY_S = 1.0
+_CANDIDATE_DELAY_S = 2.0
 _RELEASE_S = 10.0
 _PREFIX = b"store "
-_NAMES = {"RES_OPTIONS": "timeout:1 attempts:1"}
-"""The thread that serves all ranks asks for the name of each that connects: where no name server answers, they all wait
-for a second, and not for the ten that are usual."""
+_RESOLVER_ENVIRON = {"RES_OPTIONS": "timeout:1 attempts:1"}
+"""Resolver limits of the server process: 1 s without a responding name server, instead of 10 s.
+
+The server's only thread looks up the name of each client, and all ranks wait meanwhile.
+"""
 
 
 class StoreProcess:
-    """Keeps one while it is wanted; ``on_address`` is called with where it is, and "" when it is no more."""
+    """A store server process. ``on_address`` is called with its address, and with "" after it ended."""
 
     def __init__(
         self, host: str, on_address: Callable[[str], None], *, spawn: Callable[..., Any] = ChildProcess
     ) -> None:
-        self._host, self._told, self._spawn = host, on_address, spawn
+        self._host, self._on_address, self._spawn = host, on_address, spawn
         self._running: Any = None
         self._ended_at: float | None = None
 
     def ensure(self, *, wanted: bool) -> None:
-        """To be called now and then, by a thread that lasts."""
+        """Start, restart or stop the server as ``wanted`` requires.
+
+        Call it periodically from one long-lived thread: the process ends with the thread that started it.
+        """
         if self._running is not None and not self._running.is_running:
             self._running = None
             self._ended_at = time.monotonic()
-            self._told("")
+            self._on_address("")
         if not wanted:
             self.close()
-        elif self._running is None and (self._ended_at is None or time.monotonic() - self._ended_at > _AGAIN_S):
+        elif self._running is None and (self._ended_at is None or time.monotonic() - self._ended_at > _RESTART_DELAY_S):
             self._running = self._spawn(
                 python_module_command(STORE_MODULE, self._host),
-                environ=_NAMES | with_import_path(os.environ),
-                on_line=self._printed,
+                environ=_RESOLVER_ENVIRON | with_import_path(os.environ),
+                on_line=self._read_line,
                 on_exit=lambda _: None,
                 name="store",
             )
@@ -105,30 +111,36 @@ class StoreProcess:
             self._running.signal(signal.SIGKILL)
             self._running.join()
             self._running = None
-            self._told("")
+            self._on_address("")
 
-    def _printed(self, line: bytes) -> None:
+    def _read_line(self, line: bytes) -> None:
         if line.startswith(_PREFIX):
-            self._told(line[len(_PREFIX) :].decode().strip())
+            self._on_address(line[len(_PREFIX) :].decode().strip())
         else:
             sys.stderr.buffer.write(b"[store] " + line)
 
 
 class CoordinatorKeeper:
-    """Starts a candidate where nobody leads the job. It ends by itself when another one does."""
+    """A candidate coordinator process while no coordinator leads the job.
+
+    The process exits on its own if another coordinator leads.
+    """
 
     def __init__(self, command: Callable[[int], Sequence[str]], *, spawn: Callable[..., Any] = ChildProcess) -> None:
-        """``command``: of the latest term in which a coordinator was obeyed here."""
+        """``command`` takes the latest term of a coordinator that this node followed."""
         self._command, self._spawn = command, spawn
         self._running: Any = None
-        self._again_at = float("-inf")
+        self._retry_at = float("-inf")
 
     def keep(self, *, wanted: bool, term: int, now: float) -> None:
-        """To be called now and then, by a thread that lasts."""
+        """Start the candidate if it is ``wanted`` and does not run; ``now`` is in monotonic seconds.
+
+        Call it periodically from one long-lived thread: the process ends with the thread that started it.
+        """
         if self._running is not None and not self._running.is_running:
             self._running = None
-            self._again_at = now + _CANDIDATE_AGAIN_S
-        if wanted and self._running is None and now >= self._again_at:
+            self._retry_at = now + _CANDIDATE_DELAY_S
+        if wanted and self._running is None and now >= self._retry_at:
             self._running = self._spawn(
                 self._command(term),
                 environ=with_import_path(os.environ),
@@ -138,12 +150,15 @@ class CoordinatorKeeper:
             )
 
     def dismiss(self) -> None:
-        """Another one leads."""
+        """Send SIGTERM to the candidate, because another coordinator leads."""
         if self._running is not None:
             self._running.signal(signal.SIGTERM)
 
     def close(self, *, within_s: float) -> None:
-        """It may have others to tell of a job's end, and so long for it; then it gives up its lead, and ends."""
+        """Wait ``within_s`` seconds for the process to report the job's end to other nodes, then end it.
+
+        After SIGTERM it has 10 s to release its lead, then it is killed.
+        """
         if self._running is None:
             return
         if not self._running.join(within_s):

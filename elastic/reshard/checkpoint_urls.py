@@ -46,31 +46,34 @@ CheckpointUrl = Location | DurableUrl | PlainFolder
 
 
 def parse_source_url(text: str) -> CheckpointUrl:
-    """A checkpoint to read. A folder with ``.metadata`` in it is a plain one, one that holds a job's steps is not."""
+    """Return the checkpoint to read.
+
+    A folder with ``.metadata`` is a plain checkpoint. A folder with a job's steps is a durable one.
+    """
     if text.startswith(f"{TIERED_SCHEME}:"):
         return parse_location(text)
     path = local_path_of_url(text)
     if path is None:
-        return _stored(text)
+        return _durable_url(text)
     if not (path / ".metadata").exists():
         if urlsplit(text).scheme:
-            return _stored(text)
+            return _durable_url(text)
         if _has_job(path):
-            return _stored(f"file://{path.absolute()}")
+            return _durable_url(f"file://{path.absolute()}")
     return PlainFolder(path)
 
 
 def parse_target_url(text: str) -> DurableUrl | PlainFolder:
-    """A checkpoint to write: a URL is a durable one, a path a plain one."""
+    """Return the checkpoint to write: a URL means a durable one, a path a plain one."""
     if text.startswith(f"{TIERED_SCHEME}:"):
         raise UsageError(
             f"{text}: memory belongs to the job that runs; write to a durable URL, which every job can load"
         )
-    return _stored(text) if urlsplit(text).scheme else PlainFolder(Path(text))
+    return _durable_url(text) if urlsplit(text).scheme else PlainFolder(Path(text))
 
 
 def local_path_of_url(text: str) -> Path | None:
-    """The path of a file URL or of no URL at all."""
+    """Return the path of a file URL or a plain path; ``None`` for any other URL."""
     parts = urlsplit(text)
     if not parts.scheme:
         return Path(text)
@@ -82,7 +85,7 @@ def _has_job(path: Path) -> bool:
     return (job / "manifests").is_dir() or any((step / ".metadata").exists() for step in job.glob("step-*"))
 
 
-def _stored(text: str) -> DurableUrl:
+def _durable_url(text: str) -> DurableUrl:
     rest, _, last = text.rstrip("/").rpartition("/")
     match = _STEP.fullmatch(last)
     if match:

@@ -1,4 +1,4 @@
-"""Offline resharding: the interfaces of source and target, the plan of slices, write, read back, compare."""
+"""Offline resharding: interfaces of source and target, plans of slices, write, read back, compare."""
 
 from __future__ import annotations
 
@@ -25,20 +25,20 @@ from tieredckpt.restore.fingerprint import MASK64
 from tieredckpt.tensors.state_dict import dtype_name
 
 AdvanceBytes = Callable[[int], None]
-"""Called with the number of bytes just done."""
+"""Callback for progress, with the number of bytes since the last call."""
 READ_WINDOW_BYTES = 64 << 20
-"""Of a tensor in memory at a time."""
+"""Bytes of a tensor that are in memory at a time."""
 
 
 @dataclass(frozen=True)
 class CheckpointTensor:
-    """A stored tensor."""
+    """Type, shape and pieces of a stored tensor."""
 
     dtype: str
     shape: tuple[int, ...]
     itemsize: int
     pieces: tuple[tuple[int, Box], ...]
-    """Which part has which box of it; some may be there several times."""
+    """Part number and box of each stored piece. Pieces may overlap."""
     requires_grad: bool = False
 
     @property
@@ -49,8 +49,8 @@ class CheckpointTensor:
 class ReshardSource(Protocol):
     """A checkpoint that can be read.
 
-    - ``read`` returns exactly the box asked for, on the CPU and contiguous, or raises: ``CheckpointDamagedError`` when
-      bytes are not what was saved or are gone, ``TierUnavailableError`` when they could not be asked for.
+    - ``read`` returns exactly the requested box, on the CPU and contiguous. It raises ``CheckpointDamagedError`` if
+      bytes are damaged or missing, and ``TierUnavailableError`` if the storage cannot be reached.
     """
 
     @property
@@ -59,7 +59,7 @@ class ReshardSource(Protocol):
     def step(self) -> int | None: ...
     @property
     def parts(self) -> int:
-        """Ranks that wrote it."""
+        """Number of ranks that wrote the checkpoint."""
 
     @property
     def tensors(self) -> Mapping[str, CheckpointTensor]: ...
@@ -67,7 +67,7 @@ class ReshardSource(Protocol):
     def objects(self) -> tuple[str, ...]: ...
     @property
     def paths(self) -> Mapping[str, tuple[str | int, ...]] | None:
-        """Where each name was in the nested state, where that is known."""
+        """Path of each name in the nested state; ``None`` if unknown."""
 
     def read(self, name: str, box: Box) -> torch.Tensor: ...
     def object_bytes(self, name: str) -> bytes: ...
@@ -77,9 +77,9 @@ class ReshardSource(Protocol):
 def split_into_windows(
     box: Box, shape: tuple[int, ...], itemsize: int, most_bytes: int = READ_WINDOW_BYTES
 ) -> Iterator[Box]:
-    """The box in row-major order, in boxes that each lie within ``most_bytes`` of the whole tensor.
+    """Split a box into boxes in row-major order that each span at most ``most_bytes`` of the whole tensor.
 
-    The distance from its first to its last byte counts, not its size: whoever stored whole rows has to read them.
+    The span is the distance from the first to the last byte, not the size, because a source may read whole rows.
     """
     if box.volume <= 1 or _span(box, shape) * itemsize <= most_bytes:
         if box.volume:
@@ -105,7 +105,7 @@ def _span(box: Box, shape: tuple[int, ...]) -> int:
 
 
 def disjoint_boxes(name: str, form: CheckpointTensor) -> list[Box]:
-    """The tensor's own pieces, without what is there twice; an error when they are not all of it."""
+    """Return the stored pieces without overlaps; raise ``CheckpointDamagedError`` if they have gaps."""
     tiling = Tiling(full_box(form.shape))
     found = [common for _, box in form.pieces for common in tiling.add(box)]
     if tiling.missing:
@@ -114,7 +114,7 @@ def disjoint_boxes(name: str, form: CheckpointTensor) -> list[Box]:
 
 
 def source_checksum(source: ReshardSource, advance: AdvanceBytes) -> WholeChecksum:
-    """Of everything in a checkpoint, read as it was written."""
+    """Return the checksum of a checkpoint, read in its stored pieces."""
     parts = {}
     for name, form in source.tensors.items():
         total, seed = 0, name_seed(name)
@@ -141,19 +141,19 @@ class TensorSlice(NamedTuple):
 
 @dataclass(frozen=True)
 class ReshardPlan:
-    """What each part of the new checkpoint holds."""
+    """Slices and objects in each part of the new checkpoint."""
 
     parts: tuple[tuple[TensorSlice, ...], ...]
     objects: int = 0
-    """The part with the objects."""
+    """Number of the part that holds the objects."""
 
 
 def plan_fsdp(forms: Mapping[str, CheckpointTensor], ranks: int) -> ReshardPlan:
-    """Each tensor along its first axis, as ``fully_shard`` cuts it: a rank of such a world reads one part alone.
+    """Split each tensor along its first axis like ``fully_shard``, so that each rank reads only one part.
 
-    What has no first axis goes where there is the least so far.
+    Scalars and empty tensors are not split: each is placed in the part with the fewest bytes.
     """
-    parts: list[list[TensorSlice]] = [[] for _ in range(_checked(ranks))]
+    parts: list[list[TensorSlice]] = [[] for _ in range(_checked_ranks(ranks))]
     loads = [0] * ranks
     undivided = []
     for name, form in forms.items():
@@ -172,21 +172,24 @@ def plan_fsdp(forms: Mapping[str, CheckpointTensor], ranks: int) -> ReshardPlan:
 
 
 def plan_whole_tensors(forms: Mapping[str, CheckpointTensor], ranks: int) -> ReshardPlan:
-    """No tensor is cut (as DDP saves them); the largest first, each to the part with the least so far."""
-    parts: list[list[TensorSlice]] = [[] for _ in range(_checked(ranks))]
+    """Assign whole tensors (as DDP saves them), the largest first, each to the part with the fewest bytes."""
+    parts: list[list[TensorSlice]] = [[] for _ in range(_checked_ranks(ranks))]
     _spread(forms, parts, [0] * ranks)
     return ReshardPlan(tuple(map(tuple, parts)))
 
 
 def plan_like(forms: Mapping[str, CheckpointTensor], other: Mapping[str, CheckpointTensor], ranks: int) -> ReshardPlan:
-    """The boxes, in the parts, that another checkpoint of the same tensors has."""
+    """Return the boxes and parts of another checkpoint with the same tensors.
+
+    Raise ``MismatchError`` if names or shapes differ.
+    """
     missing, strange = sorted(other.keys() - forms.keys()), sorted(forms.keys() - other.keys())
     if missing or strange:
         raise MismatchError(
             f"the checkpoint to be like has other tensors: {len(strange)} are not in it ({', '.join(strange[:3])}), "
             f"{len(missing)} are only in it ({', '.join(missing[:3])})"
         )
-    parts: list[list[TensorSlice]] = [[] for _ in range(_checked(ranks))]
+    parts: list[list[TensorSlice]] = [[] for _ in range(_checked_ranks(ranks))]
     for name, form in forms.items():
         model = other[name]
         if model.shape != form.shape:
@@ -194,7 +197,7 @@ def plan_like(forms: Mapping[str, CheckpointTensor], other: Mapping[str, Checkpo
         owner = {box: part for part, box in reversed(model.pieces)}
         for box in disjoint_boxes(name, model):
             part = owner.get(box)
-            if part is None:  # its pieces overlap: whoever has all of this one
+            if part is None:  # its pieces overlap: choose a part that contains the whole box
                 part = next(p for p, stored in model.pieces if _inside(box, stored))
             parts[part].append(TensorSlice(name, box))
         if not full_box(form.shape).volume:
@@ -214,21 +217,22 @@ def _inside(box: Box, outer: Box) -> bool:
     return all(o <= b and b + n <= o + m for b, n, o, m in axes)
 
 
-def _checked(ranks: int) -> int:
+def _checked_ranks(ranks: int) -> int:
     if not 1 <= ranks <= MAX_RESHARD_RANKS:
         raise UsageError(f"{ranks} ranks: from 1 to {MAX_RESHARD_RANKS}")
     return ranks
 
 
 ReshardProgress = Callable[[str, int], AbstractContextManager[AdvanceBytes]]
-"""Shows how far a stage of so many bytes is."""
+"""Context that shows the progress of a stage, from its name and its number of bytes."""
 
 
 class ReshardTarget(Protocol):
-    """A checkpoint that is to be.
+    """A checkpoint to write.
 
-    - What ``write`` yields is what a reader would get, out of what was written.
-    - The checkpoint is there when its block has ended well, and at no time before; otherwise nothing of it is.
+    - ``write`` yields a source that reads the written bytes.
+    - The checkpoint exists only after the block of ``write`` has ended without an error. An error leaves no
+      trace of it.
     """
 
     @property
@@ -242,21 +246,24 @@ class ReshardTarget(Protocol):
 
 @dataclass(frozen=True)
 class ReshardResult:
-    """What was done."""
+    """Numbers of parts, tensors, objects and bytes of a resharded checkpoint."""
 
     parts: int
     tensors: int
     objects: int
     size_bytes: int
-    """Of the tensors."""
+    """Bytes of the tensors."""
     checksum: int
-    """Of the tensors, the same on both sides."""
+    """Checksum of the tensors, equal in source and target."""
 
 
 def reshard_checkpoint(
     source: ReshardSource, target: ReshardTarget, cut: ReshardPlan, stage: ReshardProgress
 ) -> ReshardResult:
-    """Write ``source`` anew as ``cut`` says. Both sides are read in their own pieces, so that no mistake is on both."""
+    """Write ``source`` to ``target`` with the slices of ``cut``, and compare the checksums of both.
+
+    Each side is read in its own pieces, so that one error cannot affect both checksums equally.
+    """
     total = sum(form.size_bytes for form in source.tensors.values())
     with stage(f"reading {source.name}", total) as advance:
         before = source_checksum(source, advance)

@@ -1,6 +1,6 @@
 """Checkpoints to read: a tiered step, a plain DCP folder.
 
-It says nothing of itself but what ``.metadata`` has, which is a pickle and is read as data. Objects stay as they are.
+Only ``.metadata`` describes a plain folder. It is a pickle, but only data is read from it. Objects remain bytes.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ _SHOWN = 5
 
 
 class TieredSource:
-    """One step of a job."""
+    """A source that reads one step of a job."""
 
     def __init__(self, name: str, source: StepSource) -> None:
         self.name = name
@@ -70,7 +70,7 @@ class TieredSource:
 
 
 def unsupported_tensors(names: list[str]) -> str:
-    """Why a checkpoint with these tensors is not cut anew."""
+    """Return the message that these tensors cannot be resharded."""
     more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
     return (
         f"{', '.join(names[:_SHOWN])}{more}: more than type, shape and bytes (sparse, quantized, a tensor subclass), "
@@ -79,19 +79,21 @@ def unsupported_tensors(names: list[str]) -> str:
 
 
 _FILE = re.compile(r"__([0-9]+)_[0-9]+\.distcp")
-_KEPT_BYTES = 16 << 20
-"""Chunks that were read last; at least one is kept, whatever its size: DCP's archives are read as a whole."""
+_CACHE_BYTES = 16 << 20
+"""Bytes of recent chunks in memory, but at least one chunk: DCP's archives are read as a whole."""
 
 
 class PlainSource:
-    """A folder as ``FileSystemWriter`` or ``FsspecWriter`` left it."""
+    """A source that reads a folder of ``FileSystemWriter`` or ``FsspecWriter``."""
 
     def __init__(self, name: str, reader: StorageReader, step: int | None = None) -> None:
         self.name = name
         self.step = step
         self._reader = reader
-        _check_archives(reader)
-        with _told(name, absent=lambda: CheckpointNotFoundError(f"{name} is no whole DCP checkpoint: no .metadata")):
+        _verify_archives(reader)
+        with _converted_errors(
+            name, absent=lambda: CheckpointNotFoundError(f"{name} is no whole DCP checkpoint: no .metadata")
+        ):
             metadata = reader.read_metadata()
             if not isinstance(metadata, Metadata):
                 raise pickle.UnpicklingError(f".metadata holds a {type(metadata).__name__}")
@@ -110,7 +112,7 @@ class PlainSource:
         self.parts = 1 + max(self._parts.values(), default=0)
         self.objects: tuple[str, ...] = tuple(sorted(fqn for fqn in described if fqn not in tensors))
         self.paths: Mapping[str, tuple[str | int, ...]] | None = paths if isinstance(paths, Mapping) else None
-        self._kept: dict[tuple[str, Box], torch.Tensor] = {}
+        self._cached: dict[tuple[str, Box], torch.Tensor] = {}
 
     def _form(self, fqn: str, item: TensorStorageMetadata) -> CheckpointTensor:
         pieces = []
@@ -136,11 +138,11 @@ class PlainSource:
             if not tiling.missing:
                 break
             for common in tiling.add(stored):
-                found = _cut(self._chunk(name, stored), relative_box(common, stored))
+                found = _narrowed(self._chunk(name, stored), relative_box(common, stored))
                 if common == box:
                     return found.contiguous()
                 out = torch.empty(box.sizes, dtype=found.dtype) if out is None else out
-                _cut(_carried(out), relative_box(common, box)).copy_(_carried(found))
+                _narrowed(_carrier_view(out), relative_box(common, box)).copy_(_carrier_view(found))
         if out is None or tiling.missing:
             raise CheckpointDamagedError(f"{self.name}: nothing holds {box} of {name}")
         return out
@@ -149,23 +151,21 @@ class PlainSource:
         return self._load(name, None)
 
     def close(self) -> None:
-        self._kept.clear()
-
-    # -- inside -----------------------------------------------------------------------------------------------
+        self._cached.clear()
 
     def _chunk(self, name: str, box: Box) -> torch.Tensor:
         key = (name, box)
-        if key not in self._kept:
+        if key not in self._cached:
             found = self._load(name, box)
             if tuple(found.shape) != box.sizes or dtype_name(found.dtype) != self.tensors[name].dtype:
                 raise CheckpointDamagedError(
                     f"{self.name}: {name} at {box.offsets} should be {self.tensors[name].dtype} {box.sizes} and is "
                     f"{dtype_name(found.dtype)} {tuple(found.shape)}"
                 )
-            while self._kept and sum(kept.nbytes for kept in self._kept.values()) + found.nbytes > _KEPT_BYTES:
-                self._kept.pop(next(iter(self._kept)))
-            self._kept[key] = found
-        return self._kept[key]
+            while self._cached and sum(chunk.nbytes for chunk in self._cached.values()) + found.nbytes > _CACHE_BYTES:
+                self._cached.pop(next(iter(self._cached)))
+            self._cached[key] = found
+        return self._cached[key]
 
     def _load(self, name: str, box: Box | None) -> Any:
         where = None if box is None else torch.Size(box.offsets)
@@ -174,8 +174,8 @@ class PlainSource:
         kind = LoadItemType.BYTE_IO if box is None else LoadItemType.TENSOR
         index = MetadataIndex(name, where)
         item = ReadItem(kind, index, start, index, start, sizes)
-        planner = _Catch(sizes)
-        with _told(
+        planner = _CapturePlanner(sizes)
+        with _converted_errors(
             self.name, absent=lambda: CheckpointDamagedError(f"{self.name}: a file with some of {name} is gone")
         ):
             self._reader.read_data(LoadPlan([item]), planner).wait()
@@ -184,15 +184,15 @@ class PlainSource:
         return planner.found
 
 
-def _check_archives(reader: Any) -> None:
-    """Have every archive compared with the checksums in it: ``torch.load`` does not look at them.
+def _verify_archives(reader: Any) -> None:
+    """Make ``reader`` verify the checksums in every archive, which ``torch.load`` ignores.
 
-    Where they were switched off (``torch.serialization.set_crc32_options``) they are 0, and nothing can be compared.
+    Checksums of 0 are skipped: ``torch.serialization.set_crc32_options`` had disabled them.
     """
     cut_out = reader._slice_file
 
     def checked(file: Any, info: Any) -> Any:
-        view = _View(file, info.offset, info.length)
+        view = _FileRange(file, info.offset, info.length)
         if zipfile.is_zipfile(view):
             with zipfile.ZipFile(view) as archive:
                 for member in archive.infolist():
@@ -205,8 +205,8 @@ def _check_archives(reader: Any) -> None:
     reader._slice_file = checked
 
 
-class _View(io.RawIOBase):
-    """Some bytes of a file as a file. DCP's own does not find its way back from its end."""
+class _FileRange(io.RawIOBase):
+    """A range of a file as a file. Unlike DCP's own, it supports a seek back from its end."""
 
     def __init__(self, file: Any, start: int, size: int) -> None:
         super().__init__()
@@ -239,8 +239,8 @@ class _View(io.RawIOBase):
         return found
 
 
-class _Catch(DefaultLoadPlanner):
-    """Takes what the reader has loaded, instead of a copy of it."""
+class _CapturePlanner(DefaultLoadPlanner):
+    """A planner that takes the loaded object itself instead of a copy."""
 
     def __init__(self, sizes: torch.Size) -> None:
         super().__init__()
@@ -248,7 +248,7 @@ class _Catch(DefaultLoadPlanner):
         self._sizes = sizes
 
     def resolve_tensor(self, read_item: ReadItem) -> torch.Tensor:
-        return _Target(self, self._sizes)  # type: ignore[return-value]
+        return _CaptureTensor(self, self._sizes)  # type: ignore[return-value]
 
     def commit_tensor(self, read_item: ReadItem, tensor: torch.Tensor) -> None:
         pass
@@ -257,21 +257,21 @@ class _Catch(DefaultLoadPlanner):
         self.found = value.getvalue()
 
 
-class _Target:
-    """Stands for the tensor that a reader fills: whatever type is stored is taken as it is."""
+class _CaptureTensor:
+    """A stand-in for the tensor that a reader fills. It takes a stored tensor of any type."""
 
-    def __init__(self, catch: _Catch, sizes: torch.Size) -> None:
-        self._catch = catch
+    def __init__(self, planner: _CapturePlanner, sizes: torch.Size) -> None:
+        self._planner = planner
         self._sizes = sizes
 
-    def detach(self) -> _Target:
+    def detach(self) -> _CaptureTensor:
         return self
 
     def size(self) -> torch.Size:
         return self._sizes
 
     def copy_(self, tensor: torch.Tensor) -> None:
-        self._catch.found = tensor.detach()
+        self._planner.found = tensor.detach()
 
 
 def _part(info: Any) -> int:
@@ -279,20 +279,20 @@ def _part(info: Any) -> int:
     return int(match[1]) if match else 0
 
 
-def _cut(tensor: torch.Tensor, box: Box) -> torch.Tensor:
+def _narrowed(tensor: torch.Tensor, box: Box) -> torch.Tensor:
     for axis, (start, size) in enumerate(zip(box.offsets, box.sizes, strict=True)):
         tensor = tensor.narrow(axis, start, size)
     return tensor
 
 
-def _carried(tensor: torch.Tensor) -> torch.Tensor:
-    """Some element types are only stored by torch."""
+def _carrier_view(tensor: torch.Tensor) -> torch.Tensor:
+    """View a tensor with a basic element type: torch cannot compute with some types, only store them."""
     return tensor.view(CARRIER_DTYPES[tensor.dtype.itemsize])
 
 
 @contextmanager
-def _told(name: str, *, absent: Callable[[], Exception]) -> Iterator[None]:
-    """What DCP's readers raise, sorted: gone, not to be had, damaged."""
+def _converted_errors(name: str, *, absent: Callable[[], Exception]) -> Iterator[None]:
+    """Convert exceptions of DCP's readers to errors for absent, unreachable and damaged checkpoints."""
     try:
         with without_torch_warnings():
             yield
@@ -310,10 +310,10 @@ def _told(name: str, *, absent: Callable[[], Exception]) -> Iterator[None]:
         TypeError,
         AssertionError,
     ) as error:
-        raise CheckpointDamagedError(f"{name}: {_short(error)}") from error
+        raise CheckpointDamagedError(f"{name}: {_summary(error)}") from error
     except (pickle.UnpicklingError, zipfile.BadZipFile, ImportError, MemoryError) as error:
-        raise CheckpointDamagedError(f"{name}: {_short(error)}") from error
+        raise CheckpointDamagedError(f"{name}: {_summary(error)}") from error
 
 
-def _short(error: BaseException) -> str:
+def _summary(error: BaseException) -> str:
     return f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else 'no more is known'}"

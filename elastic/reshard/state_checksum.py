@@ -1,6 +1,6 @@
 """A checksum of a whole state that does not depend on its sharding.
 
-Each rank adds up what it holds, the ranks' sums are added, and the same state gives the same number on one rank, on a
+Each rank sums its words, and the ranks' sums are added. The same state has the same checksum on one rank, on a
 thousand, before a save and after a load into another sharding::
 
     before = state_checksum(state).all_reduced()
@@ -13,17 +13,16 @@ thousand, before a save and after a load into another sharding::
 
     weight(name, j) = T[lo] * a(name, hi) + U[lo] * b(name, hi)        j = hi * 8192 + lo
 
-An element of up to 32 bits is one word, a wider one is several: with words of 64 bits two flipped signs would cancel.
-``T`` and ``a`` are odd and ``b`` is even, so every weight is odd: a change of one word always changes the sum. All of
-them come out of splitmix64. A weight never depends on how the tensor is cut, so the sums of any partition add up.
+An element of up to 32 bits is one word, a wider one is several. With words of 64 bits, two flipped signs would cancel.
+``T`` and ``a`` are odd and ``b`` is even, so every weight is odd. So a change of one word always changes the sum.
+splitmix64 produces all of them. A weight does not depend on the sharding, so the sums of any partition add up.
 
-Two tables, because a block's words then cost two multiplications each, and not a hash each; and two of them, so that a
-block whose sum with one table happens to vanish is still seen through the other. ``docs/explanation/resharding.md`` has
-the probability of a miss.
+With tables, each word costs two multiplications instead of a hash. The second table detects changes of a block whose
+sum with the first table is 0. ``docs/explanation/resharding.md`` states the probability of a miss.
 
 DCP describes a local shard by one offset and one shape. That is not enough for a ``_StridedShard`` that does not divide
-evenly, whose rows are not neighbours; so the placements are followed here row by row, and what is found is compared
-with the shard that is really there.
+evenly, because its rows are not adjacent. So this module computes the rows from the placements, and compares their
+number with the shape of the local tensor.
 """
 
 from __future__ import annotations
@@ -51,34 +50,35 @@ from tieredckpt.tensors.device import accelerator
 from tieredckpt.tensors.state_dict import archive_object, dtype_name, flatten_state, is_plain_tensor, resolve_stateful
 
 OBJECT_DTYPE = "object"
-"""In place of an element type: something that is not a tensor. It has one element, its bytes' hash."""
+"""Type name of objects other than tensors. An object has one element, the hash of its bytes."""
 _SHOWN = 5
 
 
 class ChecksumPart(msgspec.Struct, frozen=True):
-    """What one rank holds of one name."""
+    """One rank's part of the checksum of one name."""
 
     dtype: str
     shape: tuple[int, ...]
-    """Of the whole tensor."""
+    """Shape of the whole tensor."""
     sum: int
     count: int
-    """Elements held here."""
+    """Elements of this rank."""
     replica: int = 0
-    """Which copy of the whole this is a part of, by the lowest rank with a part of it. Copies are compared."""
+    """Copy of the tensor that this part belongs to: the lowest rank with a part of that copy."""
 
     @property
     def kind(self) -> tuple[str, tuple[int, ...]]:
+        """Element type and shape."""
         return self.dtype, self.shape
 
     @property
     def element_count(self) -> int:
-        """Elements of one copy."""
+        """Number of elements in one copy."""
         return math.prod(self.shape)
 
 
 class ChecksumEntry(msgspec.Struct, frozen=True):
-    """One name of a whole state."""
+    """Checksum of one name of a whole state."""
 
     dtype: str
     shape: tuple[int, ...]
@@ -86,20 +86,20 @@ class ChecksumEntry(msgspec.Struct, frozen=True):
 
 
 class WholeChecksum(msgspec.Struct, frozen=True):
-    """Of a whole state. msgpack encodes it, to be kept beside what it vouches for."""
+    """Checksum of a whole state. msgpack can encode it, for storage next to a checkpoint."""
 
     entries: dict[str, ChecksumEntry]
     diverged_names: tuple[str, ...] = ()
-    """Names of which not all ranks' copies are the same; ``entries`` has the first copy's."""
+    """Names with different copies on different ranks; ``entries`` has the sums of the first copies."""
 
     @property
     def value(self) -> int:
-        """One number for everything: the sum over all elements of all names."""
+        """Sum of all entries, modulo 2^64."""
         return sum(entry.sum for entry in self.entries.values()) & MASK64
 
     @property
     def tensors_only(self) -> WholeChecksum:
-        """Without objects, which are other bytes in a file than in memory."""
+        """Checksum without objects, because their bytes in a file differ from those in memory."""
         return WholeChecksum(
             {name: entry for name, entry in self.entries.items() if entry.dtype != OBJECT_DTYPE}, self.diverged_names
         )
@@ -108,7 +108,7 @@ class WholeChecksum(msgspec.Struct, frozen=True):
         return f"0x{self.value:016x}"
 
     def differences(self, other: WholeChecksum) -> dict[str, str]:
-        """The names that are not the same in ``other``, and how they differ."""
+        """Return the names that differ in ``other``, each with a description of the difference."""
         found = {}
         for name in sorted(self.entries.keys() | other.entries.keys()):
             here, there = self.entries.get(name), other.entries.get(name)
@@ -121,44 +121,46 @@ class WholeChecksum(msgspec.Struct, frozen=True):
         return found
 
     def assert_equal(self, other: WholeChecksum) -> None:
-        """:class:`CheckpointDamagedError` that names what differs, or whose copies do."""
+        """Raise :class:`CheckpointDamagedError` with the names that differ, or with different copies."""
         different = self.differences(other)
         different |= dict.fromkeys((*self.diverged_names, *other.diverged_names), "not the same on all ranks")
         if different:
-            raise CheckpointDamagedError(f"{len(different)} names differ: {_some(different)}")
+            raise CheckpointDamagedError(f"{len(different)} names differ: {_examples(different)}")
 
 
 class RankChecksum(msgspec.Struct, frozen=True):
-    """One rank's share."""
+    """One rank's parts of the checksum of a state."""
 
     parts: dict[str, ChecksumPart]
 
     def all_reduced(self, group: dist.ProcessGroup | None = None) -> WholeChecksum:
-        """The whole state's, on every rank of ``group``: three all-reduces, of two, one and four numbers per name.
+        """Return the checksum of the whole state, on every rank of ``group``.
 
-        Only where the ranks do not all have the same names (pipeline stages, objects of one rank) are the shares
-        themselves gathered.
+        This needs three all-reduces: of two numbers, then of one and of four numbers per name. If the ranks have
+        different names (pipeline stages, objects of one rank), it gathers the parts instead.
         """
         if not dist.is_initialized():
             return combine_checksums([self])
         names = sorted(self.parts)
-        form = xxhash.xxh3_64_intdigest(msgspec.msgpack.encode([(name, *self.parts[name].kind) for name in names]))
-        form = _signed(form)
-        highest, lowest = _reduced([form, ~form], dist.ReduceOp.MAX, group)
+        digest = xxhash.xxh3_64_intdigest(msgspec.msgpack.encode([(name, *self.parts[name].kind) for name in names]))
+        digest = _signed(digest)
+        highest, lowest = _all_reduced([digest, ~digest], dist.ReduceOp.MAX, group)
         if highest != ~lowest:
             shares: list[Any] = [None] * dist.get_world_size(group)
             dist.all_gather_object(shares, self, group)
             return combine_checksums(shares)
-        firsts = _reduced([self.parts[name].replica for name in names], dist.ReduceOp.MIN, group)
+        firsts = _all_reduced([self.parts[name].replica for name in names], dist.ReduceOp.MIN, group)
         rows = [_row(self.parts[name], first) for name, first in zip(names, firsts, strict=True)]
-        sums = _reduced([number for row in rows for number in row], dist.ReduceOp.SUM, group)
-        return _checked({name: (self.parts[name], _Total(*sums[4 * i : 4 * i + 4])) for i, name in enumerate(names)})
+        sums = _all_reduced([number for row in rows for number in row], dist.ReduceOp.SUM, group)
+        return _whole_checksum(
+            {name: (self.parts[name], _Total(*sums[4 * i : 4 * i + 4])) for i, name in enumerate(names)}
+        )
 
 
 def state_checksum(state: Mapping[str, Any]) -> RankChecksum:
-    """This rank's share of ``state``'s checksum. Reads every local byte once and talks to nobody.
+    """Return this rank's parts of the checksum of ``state``, without communication.
 
-    ``state`` is what DCP takes: nested, with ``Stateful`` objects.
+    Every local byte is read once. ``state`` is a state dict for DCP: nested, with ``Stateful`` objects.
     """
     rank = dist.get_rank() if dist.is_initialized() else 0
     return RankChecksum(
@@ -167,7 +169,7 @@ def state_checksum(state: Mapping[str, Any]) -> RankChecksum:
 
 
 def checksum_part(name: str, value: Any, rank: int = 0) -> ChecksumPart:
-    """One name's part."""
+    """Return this rank's part of the checksum of one name."""
     if not isinstance(value, torch.Tensor):
         return object_checksum_part(name, canonical_bytes(value), rank)
     local, boxes, copy = local_boxes(name, value, rank)
@@ -185,12 +187,12 @@ def checksum_part(name: str, value: Any, rank: int = 0) -> ChecksumPart:
 
 
 def object_checksum_part(name: str, data: bytes, rank: int = 0) -> ChecksumPart:
-    """The part of something that is not a tensor, by its bytes."""
+    """Return the part of an object that is not a tensor, from its bytes."""
     return ChecksumPart(OBJECT_DTYPE, (), xxhash.xxh3_64_intdigest(data, name_seed(name)), 1, rank)
 
 
 def combine_checksums(shares: Iterable[RankChecksum]) -> WholeChecksum:
-    """All ranks' shares as the whole state's checksum: no communication where they were kept with the shards."""
+    """Combine the parts of all ranks into the checksum of the whole state, without communication."""
     found: dict[str, list[ChecksumPart]] = {}
     for share in shares:
         for name, part in share.parts.items():
@@ -202,11 +204,11 @@ def combine_checksums(shares: Iterable[RankChecksum]) -> WholeChecksum:
             raise MismatchError(f"{name} is not the same kind of tensor on all ranks: {sorted(kinds)}")
         first = min(part.replica for part in parts)
         totals[name] = parts[0], _total(_row(part, first) for part in parts)
-    return _checked(totals)
+    return _whole_checksum(totals)
 
 
 class _Total(msgspec.Struct, frozen=True):
-    """Of all ranks: the first copy's sum and count, and those of all copies together."""
+    """Sums and element counts over all ranks: of the first copy, and of all copies."""
 
     first_sum: int
     first_count: int
@@ -223,24 +225,27 @@ def _total(rows: Iterator[list[int]]) -> _Total:
     return _Total(*map(sum, zip(*rows, strict=True)))
 
 
-def _checked(totals: Mapping[str, tuple[ChecksumPart, _Total]]) -> WholeChecksum:
-    """Every element was counted exactly once a copy, and all copies are the same."""
-    entries, diverged, torn = {}, [], {}
+def _whole_checksum(totals: Mapping[str, tuple[ChecksumPart, _Total]]) -> WholeChecksum:
+    """Return the whole checksum, with the names of different copies.
+
+    Raise :class:`MismatchError` unless every copy counts each element exactly once.
+    """
+    entries, diverged, incomplete = {}, [], {}
     for name in sorted(totals):
         part, total = totals[name]
         copies, rest = divmod(total.count, part.element_count) if part.element_count else (1, 0)
         if rest or total.first_count != part.element_count:
-            torn[name] = f"{total.first_count} of {part.element_count} elements, {total.count} in all copies"
+            incomplete[name] = f"{total.first_count} of {part.element_count} elements, {total.count} in all copies"
         elif (copies * total.first_sum - total.sum) & MASK64:
             diverged.append(name)
         entries[name] = ChecksumEntry(part.dtype, part.shape, total.first_sum & MASK64)
-    if torn:
-        raise MismatchError(f"the ranks together do not hold each element once: {_some(torn)}")
+    if incomplete:
+        raise MismatchError(f"the ranks together do not hold each element once: {_examples(incomplete)}")
     return WholeChecksum(entries, tuple(diverged))
 
 
-def _reduced(numbers: list[int], how: dist.ReduceOp.RedOpType, group: dist.ProcessGroup | None) -> list[int]:
-    """The same numbers on all ranks."""
+def _all_reduced(numbers: list[int], how: dist.ReduceOp.RedOpType, group: dist.ProcessGroup | None) -> list[int]:
+    """Return the numbers after an all-reduce."""
     device = torch.device("cpu") if "gloo" in dist.get_backend(group) else accelerator().current()
     tensor = torch.tensor(numbers, dtype=torch.int64, device=device)
     dist.all_reduce(tensor, how, group)
@@ -252,7 +257,7 @@ def _signed(value: int) -> int:
     return value - (1 << 64) if value >> 63 else value
 
 
-def _some(found: Mapping[str, str]) -> str:
+def _examples(found: Mapping[str, str]) -> str:
     shown = [f"{name} ({why})" for name, why in sorted(found.items())[:_SHOWN]]
     return ", ".join(shown) + (f" and {len(found) - _SHOWN} more" if len(found) > _SHOWN else "")
 
@@ -260,20 +265,21 @@ def _some(found: Mapping[str, str]) -> str:
 _BLOCK = ROW_WORDS
 _SEED_U, _SEED_B = 0x13198A2E03707344, 0xA4093822299F31D0
 _CPU_WORDS = 1 << 18
-"""Worked on at a time: what a core's cache holds. An accelerator would rather have more of them."""
+"""Words per piece on a CPU, which fit into the cache of a core. Accelerators need larger pieces."""
 _DEVICE_WORDS = 1 << 24
 _WORD = {1: torch.uint8, 2: torch.uint16, 4: torch.uint32, 8: torch.uint32, 16: torch.uint32}
 
 
 def name_seed(name: str) -> int:
-    """What sets one tensor's weights apart from another's."""
+    """Return the seed of the weights of one name."""
     return xxhash.xxh3_64_intdigest(name.encode())
 
 
 def weighted_sum(seed: int, tensor: torch.Tensor, shape: tuple[int, ...], offsets: tuple[int, ...]) -> int:
-    """The part of a tensor's sum that lies in a box of it: ``tensor`` is that box, ``shape`` the whole tensor's.
+    """Return the weighted sum of one box of a tensor.
 
-    Any device, any strides, any element type; memory stays bounded whatever the box.
+    ``tensor`` is the box at ``offsets``, and ``shape`` is the shape of the whole tensor. Devices, strides and element
+    types are arbitrary. The memory for the calculation is bounded for any box.
     """
     if not tensor.numel():
         return 0
@@ -281,16 +287,16 @@ def weighted_sum(seed: int, tensor: torch.Tensor, shape: tuple[int, ...], offset
         tensor, shape, offsets = tensor.reshape(1), (1,), (0,)
     words = max(1, tensor.dtype.itemsize // 4)
     limit = (_CPU_WORDS if tensor.device.type == "cpu" else _DEVICE_WORDS) // words
-    room = _Room(min(limit, tensor.numel()) * words, tensor.device)
+    buffers = _Buffers(min(limit, tensor.numel()) * words, tensor.device)
     total = 0
     for piece, box in _pieces(tensor, Box(offsets, tuple(tensor.shape)), limit):
-        found = _piece_sum(seed, _words(piece, room), _in_words(shape, words), _box_in_words(box, words), room)
+        found = _piece_sum(seed, _words(piece, buffers), _in_words(shape, words), _box_in_words(box, words), buffers)
         total += int(found.item())
     return total & MASK64
 
 
-class _Room:
-    """Memory for one piece, used again for every next one: fresh pages cost more than the arithmetic."""
+class _Buffers:
+    """Reusable memory for one piece at a time: new pages would cost more than the arithmetic."""
 
     def __init__(self, words: int, device: torch.device) -> None:
         self._words = words
@@ -304,7 +310,7 @@ class _Room:
 
 
 def _pieces(tensor: torch.Tensor, box: Box, limit: int) -> Iterator[tuple[torch.Tensor, Box]]:
-    """The box in boxes of at most ``limit`` elements, cut along the outermost axes."""
+    """Split a box into boxes of at most ``limit`` elements along the outermost axes."""
     if tensor.numel() <= limit:
         yield tensor, box
         return
@@ -318,12 +324,12 @@ def _pieces(tensor: torch.Tensor, box: Box, limit: int) -> Iterator[tuple[torch.
         yield from _pieces(tensor.narrow(axis, start, size), Box(tuple(offsets), tuple(sizes)), limit)
 
 
-def _words(piece: torch.Tensor, room: _Room) -> torch.Tensor:
-    """Its words in row-major order, as non-negative numbers."""
+def _words(piece: torch.Tensor, buffers: _Buffers) -> torch.Tensor:
+    """Return the words of a piece in row-major order as non-negative numbers."""
     size = piece.dtype.itemsize
     plain = piece.detach().resolve_conj().resolve_neg().view(CARRIER_DTYPES[size]).contiguous()
     flat = plain.reshape(-1).view(_WORD[size])
-    return room.rows(0, flat).copy_(flat)
+    return buffers.rows(0, flat).copy_(flat)
 
 
 def _in_words(sizes: tuple[int, ...], words: int) -> tuple[int, ...]:
@@ -334,8 +340,8 @@ def _box_in_words(box: Box, words: int) -> Box:
     return Box(_in_words(box.offsets, words), _in_words(box.sizes, words))
 
 
-def _piece_sum(seed: int, words: torch.Tensor, shape: tuple[int, ...], box: Box, room: _Room) -> torch.Tensor:
-    """The sum of one piece: its rows are the runs that are contiguous in the whole tensor."""
+def _piece_sum(seed: int, words: torch.Tensor, shape: tuple[int, ...], box: Box, buffers: _Buffers) -> torch.Tensor:
+    """Return the sum of one piece. Its rows are the runs that are contiguous in the whole tensor."""
     inner = len(shape) - 1
     while inner > 0 and box.sizes[inner] == shape[inner]:
         inner -= 1
@@ -350,53 +356,53 @@ def _piece_sum(seed: int, words: torch.Tensor, shape: tuple[int, ...], box: Box,
     tables = _tables(words.device)
     rows = words.view(-1, width)
     if len(rows) == 1 and width >= 2 * _BLOCK:
-        return _run_sum(seed, rows[0], int(starts.item()), tables, room)
+        return _run_sum(seed, rows[0], int(starts.item()), tables, buffers)
     total = words.new_zeros(())
     for column in range(0, width, _BLOCK):
-        total += _rows_sum(seed, rows[:, column : column + _BLOCK], starts + column, tables, room)
+        total += _rows_sum(seed, rows[:, column : column + _BLOCK], starts + column, tables, buffers)
     return total
 
 
 class _Tables(NamedTuple):
-    """Both tables, and once more behind themselves: a row may begin anywhere in a block."""
+    """Both tables, each repeated once, because a row may begin anywhere in a block."""
 
     t: torch.Tensor
     u: torch.Tensor
 
 
-def _run_sum(seed: int, run: torch.Tensor, start: int, tables: _Tables, room: _Room) -> torch.Tensor:
-    """One long run: whole blocks need no copies of the tables."""
+def _run_sum(seed: int, run: torch.Tensor, start: int, tables: _Tables, buffers: _Buffers) -> torch.Tensor:
+    """Return the sum of one long run. Whole blocks need no copies of the tables."""
     lead = -start % _BLOCK
     blocks = (len(run) - lead) // _BLOCK
     stop = lead + blocks * _BLOCK
     total = run.new_zeros(())
     for part, first in ((run[:lead], start), (run[stop:], start + stop)):
         if len(part):
-            total += _rows_sum(seed, part[None, :], torch.tensor([first], device=run.device), tables, room)
+            total += _rows_sum(seed, part[None, :], torch.tensor([first], device=run.device), tables, buffers)
     body = run[lead:stop].view(blocks, _BLOCK)
     a, b = _factors(seed, torch.arange(blocks, device=run.device) + (start + lead) // _BLOCK)
     return total + (a * _dot(body, tables.t[:_BLOCK]) + b * _dot(body, tables.u[:_BLOCK])).sum()
 
 
 def _dot(rows: torch.Tensor, table: torch.Tensor) -> torch.Tensor:
-    # Nothing but a CPU multiplies matrices of integers.
+    # Only CPUs support the matrix product of integers.
     return rows @ table if rows.device.type == "cpu" else (rows * table).sum(1)
 
 
-def _rows_sum(seed: int, rows: torch.Tensor, starts: torch.Tensor, tables: _Tables, room: _Room) -> torch.Tensor:
-    """Rows of at most a block each, from anywhere: one that begins in a block and ends in the next is cut there."""
+def _rows_sum(seed: int, rows: torch.Tensor, starts: torch.Tensor, tables: _Tables, buffers: _Buffers) -> torch.Tensor:
+    """Return the sum of rows of at most one block each, which may cross into the next block."""
     width = rows.shape[1]
     low, block = starts % _BLOCK, starts // _BLOCK
     a, b = _factors(seed, block)
     left_t, left_u = (
-        torch.index_select(table.unfold(0, width, 1), 0, low, out=room.rows(1 + i, rows)).mul_(rows)
+        torch.index_select(table.unfold(0, width, 1), 0, low, out=buffers.rows(1 + i, rows)).mul_(rows)
         for i, table in enumerate(tables)
     )
     total = (a * left_t.sum(1) + b * left_u.sum(1)).sum()
     crossing = low + width > _BLOCK
     if not bool(crossing.any()):
         return total
-    # What lies behind the edge was counted with the factors of the block before it.
+    # Words after the block's end were counted with the factors of the previous block.
     behind = torch.arange(width, device=rows.device) >= (_BLOCK - low[crossing])[:, None]
     next_a, next_b = _factors(seed, block[crossing] + 1)
     for product, old, new in ((left_t, a, next_a), (left_u, b, next_b)):
@@ -413,26 +419,26 @@ def _tables(device: torch.device) -> _Tables:
 
 
 def _factors(seed: int, blocks: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """The two factors of each block: an odd one and an even one."""
+    """Return the two factors of each block, one odd and one even."""
     return seeded_numbers(seed, blocks) | 1, seeded_numbers(seed ^ _SEED_B, blocks) << 1
 
 
 AxisRuns = tuple[tuple[int, int], ...]
-"""Runs ``(start, size)`` of an axis's global numbers, in local order."""
+"""Runs ``(start, size)`` of global indexes along an axis, in local order."""
 
 
 class LocalBoxes(NamedTuple):
-    """The local tensor, and which of its boxes is which of the whole."""
+    """The local tensor and the positions of its boxes in the whole tensor."""
 
     local: torch.Tensor
     boxes: tuple[tuple[Box, Box], ...]
-    """(in the local tensor, in the whole one)"""
+    """Pairs of boxes: in the local tensor and in the whole tensor."""
     replica: int
-    """Which of the copies of the whole this is a part of: the lowest rank that holds some of the same one."""
+    """Copy of the whole tensor that the local tensor belongs to: the lowest rank with a part of it."""
 
 
 def local_boxes(name: str, tensor: torch.Tensor, rank: int) -> LocalBoxes:
-    """What of ``tensor`` is here. One that is not distributed is whole on every rank: each has a copy of its own."""
+    """Return the local part of ``tensor``. Without a ``DTensor`` each rank has a whole copy."""
     if isinstance(tensor, ShardedTensor):
         raise UsageError(f"{name} is a ShardedTensor: make it a DTensor (FSDP2, or FSDP's sharded state as DTensor)")
     if not isinstance(tensor, DTensor):
@@ -441,11 +447,11 @@ def local_boxes(name: str, tensor: torch.Tensor, rank: int) -> LocalBoxes:
     mesh, local, shape = tensor.device_mesh, tensor.to_local(), tuple(tensor.shape)
     coordinate = mesh.get_coordinate()
     ranks = mesh.mesh
-    if coordinate is None:  # the mesh is of other ranks
+    if coordinate is None:  # this rank is not in the mesh
         return LocalBoxes(local, (), int(ranks.min()))
     axes = shard_runs(name, shape, tuple(mesh.shape), coordinate, tensor.placements)
     expected = tuple(map(runs_length, axes))
-    # An empty shard may be empty in another way: FSDP2's own are, over an empty TP shard.
+    # Empty shards may differ in shape, for example FSDP2's over an empty TP shard.
     if expected != tuple(local.shape) and (0 not in expected or local.numel()):
         raise UsageError(
             f"{name} of shape {shape} on a mesh {tuple(mesh.shape)} as {tensor.placements}: this rank should hold "
@@ -457,7 +463,7 @@ def local_boxes(name: str, tensor: torch.Tensor, rank: int) -> LocalBoxes:
 def shard_runs(
     name: str, shape: Sequence[int], mesh: Sequence[int], coordinate: Sequence[int], placements: Sequence[Any]
 ) -> list[AxisRuns]:
-    """For each axis, which of its rows the process at ``coordinate`` of a mesh has."""
+    """Return the rows of each axis that the process at ``coordinate`` of a mesh has."""
     axes: list[AxisRuns] = [((0, size),) for size in shape]
     for count, index, placement in zip(mesh, coordinate, placements, strict=True):
         if placement.is_partial():
@@ -465,7 +471,7 @@ def shard_runs(
         axis = getattr(placement, "dim", None)
         if axis is None:
             continue
-        # A strided shard: a later dimension of the mesh has cut the axis into so many pieces before.
+        # A strided shard: a later mesh dimension has already split the axis into ``split_factor`` pieces.
         factor = getattr(placement, "split_factor", 1)
         pieces = (chunk_runs(chunk_runs(axes[axis], factor, number), count, index) for number in range(factor))
         axes[axis] = tuple(itertools.chain.from_iterable(pieces))
@@ -473,7 +479,7 @@ def shard_runs(
 
 
 def chunk_runs(rows: AxisRuns, count: int, index: int) -> AxisRuns:
-    """Piece ``index`` of ``count``, cut as ``torch.chunk`` cuts."""
+    """Return piece ``index`` of ``count``, split like ``torch.chunk``."""
     size = -(-runs_length(rows) // count)
     first, last = size * index, size * (index + 1)
     found, at = [], 0
@@ -490,7 +496,7 @@ def runs_length(rows: AxisRuns) -> int:
 
 
 def boxes_from_runs(axes: Sequence[AxisRuns]) -> Iterator[tuple[Box, Box]]:
-    """The boxes that rows of every axis make together: where each is in the local tensor, and where in the whole."""
+    """Yield the boxes that the rows of all axes form: in the local tensor and in the whole tensor."""
     runs = []
     for rows in axes:
         ends = itertools.accumulate((size for _, size in rows), initial=0)
@@ -501,17 +507,18 @@ def boxes_from_runs(axes: Sequence[AxisRuns]) -> Iterator[tuple[Box, Box]]:
 
 
 def replica_of(ranks: torch.Tensor, coordinate: Sequence[int], placements: Sequence[Any]) -> int:
-    """The lowest rank of those that hold the same copy: they differ in their place along sharded dimensions only."""
+    """Return the lowest rank of the same copy, whose ranks differ only along sharded mesh dimensions."""
     for index, placement in zip(coordinate, placements, strict=True):
-        # What was looked at goes to the end, so that the next dimension is the first one.
+        # Move this dimension to the end, so that the next one is first.
         ranks = ranks[index] if getattr(placement, "dim", None) is None else ranks.movedim(0, -1)
     return int(ranks.min())
 
 
 def canonical_bytes(value: Any) -> bytes:
-    """Bytes that tell values and their types apart; the order in which a mapping or a set was filled does not count.
+    """Return bytes that are equal only for values of equal type and content.
 
-    What has no form of its own here is pickled. That is as canonical as its ``__reduce__`` is.
+    The insertion order of mappings and sets has no effect. Other types are pickled, so their bytes are only as
+    canonical as their ``__reduce__``.
     """
     if value is None or value is True or value is False:
         return _tagged(str(value), b"")

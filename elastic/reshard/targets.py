@@ -70,7 +70,7 @@ ShardFile = tuple[ShardIndex, bytes, bytes]
 
 
 class DurableTarget:
-    """A step of a job in an object store; ``force`` replaces what is there of that step."""
+    """A step of a job in an object store; ``force`` replaces an existing checkpoint of that step."""
 
     def __init__(self, store: ObjectStore, settings: DurableSettings, location: Location, *, force: bool) -> None:
         if location.step is None:
@@ -82,19 +82,19 @@ class DurableTarget:
         self._catalog = DurableCatalog(store, location.job)
         self.name = f"{store.url}/{location.job}/step-{step}"
         listing = self._catalog.listing(fresh=True)
-        self._old = sorted(group for group in listing.manifests if group.version == step)
+        self._replaced_versions = sorted(group for group in listing.manifests if group.version == step)
         if step in listing.plain_steps:
             raise UsageError(f"{self.name} is a plain DCP checkpoint: choose another job's name")
-        if self._old and not force:
+        if self._replaced_versions and not force:
             raise UsageError(f"{self.name} exists; --force replaces it")
         epoch = next_epoch(max((group.epoch for group in listing.manifests), default=0), clock_ms())
-        self._sent: list[str] = []
-        """Objects that are there, or on their way."""
-        self._group = VersionId(epoch, step, 0, f"reshard-{secrets.token_hex(6)}")
+        self._uploaded_names: list[str] = []
+        """Names of the objects that were uploaded or are being uploaded."""
+        self._version_id = VersionId(epoch, step, 0, f"reshard-{secrets.token_hex(6)}")
 
     @contextmanager
     def write(self, source: ReshardSource, cut: ReshardPlan, advance: AdvanceBytes) -> Iterator[ReshardSource]:
-        """What was written, to be looked at before it counts: the manifest is written when the block ends well."""
+        """Upload the shards and yield them for verification; write the manifest after a successful block."""
         try:
             files = [self._shard(part, source, cut, advance) for part in range(len(cut.parts))]
             manifest = manifest_from_shard_files(files, created_ns=time.time_ns(), writer=_WRITER)
@@ -109,20 +109,20 @@ class DurableTarget:
 
     def _commit(self, manifest: Manifest) -> None:
         self._catalog.commit(manifest, None)
-        for group in self._old:
+        for group in self._replaced_versions:
             delete_step(self._catalog, self._job, group)
 
     def _discard(self) -> None:
-        with contextlib.suppress(TieredCheckpointError, OSError):  # nobody reads what no manifest names
-            self._store.delete(self._sent)
+        with contextlib.suppress(TieredCheckpointError, OSError):  # without a manifest no reader finds these objects
+            self._store.delete(self._uploaded_names)
 
     def _shard(self, part: int, source: ReshardSource, cut: ReshardPlan, advance: AdvanceBytes) -> ShardFile:
-        """One shard: written to a file beside, sent, and described."""
+        """Write one shard to a temporary file, upload it with its index, and return its description."""
         objects = source.objects if part == cut.objects else ()
         items = [source.object_bytes(name) for name in objects]
         layout = _layout(source, cut.parts[part], objects)
         table = _table(source) if part == cut.objects else None
-        key = ShardKey(self._job, self.step, self._group.epoch, self._group.incarnation, 0, part)
+        key = ShardKey(self._job, self.step, self._version_id.epoch, self._version_id.incarnation, 0, part)
         meta = ShardMeta(
             layout.digest,
             tuple(map(len, items)),
@@ -146,7 +146,7 @@ class DurableTarget:
             index = ShardIndex(key, len(cut.parts), size, CHUNK_BYTES, sums, meta)
             index = self._send(Path(file.name), index)
         found = index, encode_layout(layout), encode_table(table) if table else b""
-        self._sent.append(object_keys.shard_index_key(key))
+        self._uploaded_names.append(object_keys.shard_index_key(key))
         self._store.put(object_keys.shard_index_key(key), encode_shard_file(*found))
         return found
 
@@ -156,7 +156,7 @@ class DurableTarget:
                 index.key, spread=self._settings.hashed_keys, compressed=frames is not None
             )
             size = index.size_bytes if frames is None else sum(frames)
-            self._sent.append(name)
+            self._uploaded_names.append(name)
             self._store.upload(
                 name, packed, size, journal=_NoJournal(), identity=xxhash.xxh3_128_hexdigest(index.checksums)
             )
@@ -165,7 +165,7 @@ class DurableTarget:
 
 
 class _NoJournal:
-    """An interrupted command begins anew."""
+    """An upload journal without entries: an interrupted command starts again."""
 
     def get(self, name: str) -> bytes | None:
         return None
@@ -201,7 +201,7 @@ def _table(source: ReshardSource) -> StateTable:
 
 
 class FolderTarget:
-    """Appears under its name when the block of :meth:`write` ends well, and nothing stays when it does not."""
+    """A plain DCP folder. It exists only if the block of :meth:`write` ends without an error."""
 
     def __init__(self, path: Path, step: int | None, *, force: bool) -> None:
         self.name = str(path)
@@ -211,7 +211,7 @@ class FolderTarget:
 
     @contextmanager
     def write(self, source: ReshardSource, cut: ReshardPlan, advance: AdvanceBytes) -> Iterator[ReshardSource]:
-        """What was written, to be looked at before it counts."""
+        """Write to a temporary folder and yield it for verification, then rename it."""
         with atomic_folder(self._path, force=self._force) as folder:
             with without_torch_warnings():
                 _write(folder, source, cut, advance)
@@ -226,7 +226,7 @@ def _write(folder: Path, source: ReshardSource, cut: ReshardPlan, advance: Advan
     for piece in (piece for part in cut.parts for piece in part):
         chunk = ChunkStorageMetadata(torch.Size(piece.box.offsets), torch.Size(piece.box.sizes))
         tensor = described[piece.name]
-        assert isinstance(tensor, TensorStorageMetadata)  # noqa: S101 - a slice is of a tensor
+        assert isinstance(tensor, TensorStorageMetadata)  # noqa: S101 - slices belong to tensors
         tensor.chunks.append(chunk)
     described |= {name: BytesStorageMetadata() for name in source.objects}
     paths: Mapping[str, tuple[str | int, ...]] | None = source.paths
@@ -236,7 +236,7 @@ def _write(folder: Path, source: ReshardSource, cut: ReshardPlan, advance: Advan
 
 
 def _part(folder: Path, part: int, source: ReshardSource, cut: ReshardPlan, advance: AdvanceBytes) -> list[WriteResult]:
-    """One rank's file: each slice and object as DCP's own writer stores it."""
+    """Write one rank's file with slices and objects in the format of DCP's writer."""
     name = f"__{part}_0.distcp"
     results: list[WriteResult] = []
     objects = source.objects if part == cut.objects else ()
@@ -244,19 +244,19 @@ def _part(folder: Path, part: int, source: ReshardSource, cut: ReshardPlan, adva
         return results
     with (folder / name).open("wb") as file:
 
-        def noted(index: MetadataIndex, start: int) -> None:
+        def record_result(index: MetadataIndex, start: int) -> None:
             size = file.tell() - start
             results.append(WriteResult(index, size, _StorageInfo(name, start, size)))
 
         for piece in cut.parts[part]:
             start, data = file.tell(), source.read(piece.name, piece.box)
             torch.save(data if data.untyped_storage().nbytes() == data.nbytes else data.clone(), file)
-            noted(MetadataIndex(piece.name, torch.Size(piece.box.offsets)), start)
+            record_result(MetadataIndex(piece.name, torch.Size(piece.box.offsets)), start)
             advance(data.nbytes)
         for fqn in objects:
             start = file.tell()
             file.write(source.object_bytes(fqn))
-            noted(MetadataIndex(fqn), start)
+            record_result(MetadataIndex(fqn), start)
     return results
 
 
@@ -266,16 +266,16 @@ def _properties(form: CheckpointTensor) -> TensorProperties:
 
 @contextmanager
 def open_source(place: CheckpointUrl, settings: Settings) -> Iterator[ReshardSource]:
-    """The checkpoint at ``place``; the newest whole one where no step is named."""
+    """Open the checkpoint at ``place``, or its newest complete step if ``place`` names none."""
     with contextlib.ExitStack() as cleanup:
         if isinstance(place, PlainFolder):
-            source: ReshardSource = _folder(place.path)
+            source: ReshardSource = _folder_source(place.path)
         elif isinstance(place, DurableUrl):
-            sight = cleanup.enter_context(open_tier_client(_below(place.url, settings), memory=False))
-            source = _of_job(sight, place.location, str(place))
+            client = cleanup.enter_context(open_tier_client(_settings_for_url(place.url, settings), memory=False))
+            source = _job_source(client, place.location, str(place))
         else:
-            sight = cleanup.enter_context(open_tier_client(settings))
-            source = _of_job(sight, place, str(place))
+            client = cleanup.enter_context(open_tier_client(settings))
+            source = _job_source(client, place, str(place))
         cleanup.callback(source.close)
         yield source
 
@@ -284,42 +284,42 @@ def open_source(place: CheckpointUrl, settings: Settings) -> Iterator[ReshardSou
 def open_target(
     place: DurableUrl | PlainFolder, step: int | None, settings: Settings, *, force: bool
 ) -> Iterator[ReshardTarget]:
-    """Where a checkpoint is to be. An error when something is there and is not to be replaced."""
+    """Open the target at ``place``. Raise an error if a checkpoint exists there and ``force`` is not set."""
     if isinstance(place, PlainFolder):
         check_export_folder(place.path, force=force)
         yield FolderTarget(place.path, step, force=force)
         return
-    durable = _below(place.url, settings).durable
+    durable = _settings_for_url(place.url, settings).durable
     location = place.location if place.location.step is not None else Location(place.job, step)
     with contextlib.closing(open_store(place.url, durable)) as store:
         yield DurableTarget(store, durable, location, force=force)
 
 
-def _below(url: str, settings: Settings) -> Settings:
-    """The settings for a store that the command line names; the options of an object store are none of a folder's."""
+def _settings_for_url(url: str, settings: Settings) -> Settings:
+    """Return the settings for the store of a URL, without the object store's options for a file URL."""
     changes: dict[str, object] = {"url": url}
     if url.startswith("file:"):
         changes["options"] = {}
     return override_settings(settings, durable=changes)
 
 
-def _folder(path: Path) -> ReshardSource:
+def _folder_source(path: Path) -> ReshardSource:
     if not path.exists():
         raise CheckpointNotFoundError(f"there is no {path}")
     return PlainSource(str(path), folder_reader(path, trust_objects=True))
 
 
-def _of_job(sight: TierClient, location: Location, name: str) -> ReshardSource:
-    """What a load would take: the newest step, whichever way it was written."""
-    job, survey = location.job, sight.survey(location.job)
+def _job_source(client: TierClient, location: Location, name: str) -> ReshardSource:
+    """Return the source that a load would read: the newest step, tiered or plain."""
+    job, survey = location.job, client.survey(location.job)
     plain = max((step for step in survey.plain if location.step in (None, step)), default=None)
     try:
-        view = sight.choose_attempt(location, survey)
+        view = client.choose_attempt(location, survey)
     except CheckpointNotFoundError:
         if plain is None:
             raise
         view = None
     if plain is not None and (view is None or view.version_id.version < plain):
-        return PlainSource(name, plain_reader(sight.durable_settings(job), job, plain, trust_objects=True), plain)
-    assert view is not None  # noqa: S101 - one of the two was found
-    return TieredSource(name, source_of(sight, job, view.version_id))
+        return PlainSource(name, plain_reader(client.durable_settings(job), job, plain, trust_objects=True), plain)
+    assert view is not None  # noqa: S101 - otherwise the error was raised above
+    return TieredSource(name, source_of(client, job, view.version_id))

@@ -1,1 +1,1 @@
-"""A job's settings from the environment that Slurm, torchrun or Kubeflow gives to its processes."""
+"""Settings of a job from the environment variables of Slurm, torchrun or Kubeflow."""

@@ -1,6 +1,6 @@
-"""The nodes that a scheduler allocated, and a job's settings from options first and from the scheduler second. Pure.
+"""The nodes that a scheduler allocated, and a job's settings from options and the allocation. Pure.
 
-Pure: an environment and options go in, settings or a :class:`PolicyError` come out.
+Options have priority. The result is settings or a :class:`PolicyError`.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ _NODES = re.compile(r"([0-9]{1,6})(?::([0-9]{1,6}))?", re.ASCII)
 
 
 def node_range(text: str) -> tuple[int, int]:
-    """``2`` or ``1:4``."""
+    """Return the smallest and largest number of ``--nnodes``, which is ``2`` or ``1:4``."""
     found = _NODES.fullmatch(text)
     if found is None:
         raise PolicyError(f"--nnodes {text!r}: write a number of nodes, or MIN:MAX")
@@ -30,38 +30,41 @@ def node_range(text: str) -> tuple[int, int]:
 
 @dataclass(frozen=True)
 class SchedulerAllocation:
-    """What a scheduler says of the job that this process belongs to."""
+    """The scheduler's description of this process's job."""
 
     said: str
-    """The variables that say so, for messages."""
+    """The variables with the allocation, for messages."""
     least: int
+    """Smallest number of nodes."""
     most: int
-    """Nodes."""
+    """Largest number of nodes."""
     nproc: int | None = None
-    """Ranks of every node; ``None`` where it is not said."""
+    """Ranks per node; ``None`` if not set."""
     node: str = ""
-    """This machine's name; "" for the host's own."""
+    """Name of this machine; "" for its host name."""
     nodes: tuple[str, ...] = ()
-    """All names, where the scheduler gives them; the same order on every machine."""
+    """Names of all machines, in the same order on each of them; empty if unknown."""
     host: str = ""
+    """Host of the coordinator; "" if not set."""
     port: int = 0
-    """Where the coordinator is to be."""
+    """Port of the coordinator."""
     leads: bool = False
-    """It is to be here."""
+    """Whether the coordinator runs on this machine."""
     run: str = ""
-    """What tells this job from others that run the same script."""
+    """Identifier that distinguishes this job from others with the same script."""
     agreement: str = ""
-    """A name that only this start of the job has, on all its machines."""
+    """Name that is unique to this start of the job and equal on all its machines."""
     notices: bool = False
-    """A signal comes to all machines at once, and means the job."""
+    """Whether the scheduler signals all machines at once, so that a signal concerns the whole job."""
     in_step: bool = True
-    """Started on every machine, and not in a shell on one of them."""
+    """Whether the scheduler started this process on every machine, not in a shell on one of them."""
     counts_nodes: bool = True
+    """Whether the variables state the number of nodes."""
 
 
 @dataclass(frozen=True)
 class RunOptions:
-    """Options of ``elastic run``; ``None`` and "" where they are not given."""
+    """Options of ``elastic run``; ``None`` or "" if not set."""
 
     nnodes: str | None = None
     nproc: int | None = None
@@ -73,20 +76,20 @@ class RunOptions:
 
 @dataclass(frozen=True)
 class NodeLaunch:
-    """What one ``elastic run`` is in its job."""
+    """Settings of one ``elastic run`` of a job."""
 
     nnodes: str
     nproc: int
     node: str = ""
     coordinator: str = ""
-    """``host:port``, or "" for a job on this machine alone."""
+    """``host:port`` or URL of the coordinator; "" for a job on this machine alone."""
     leads: bool = True
-    """The coordinator is to be started here."""
+    """Whether this process starts the coordinator."""
     found: SchedulerAllocation | None = None
-    """What the scheduler said, where one did."""
+    """The scheduler's allocation; ``None`` without a scheduler."""
 
     def refuse_more(self, least: int) -> None:
-        """A job of ``least`` nodes or more, as its policy says by now, where the scheduler has given fewer."""
+        """Raise :class:`PolicyError` if the policy needs ``least`` nodes and the scheduler allocated fewer."""
         if self.found is not None and self.found.in_step and self.several and least > self.found.most:
             raise PolicyError(
                 f"--policy and {self.found.said}: {least} nodes at least would be waited for, and there are "
@@ -95,20 +98,21 @@ class NodeLaunch:
 
     @property
     def several(self) -> bool:
+        """Whether the job may have several machines."""
         return bool(self.coordinator)
 
     @property
     def is_given_its_coordinator(self) -> bool:
-        """Nobody has named another machine for it than the scheduler."""
+        """Whether the coordinator runs on the host that the scheduler chose."""
         return self.several and self.found is not None and self._host == self.found.host
 
     @property
     def other_leader(self) -> str:
-        """Which of the machines leads, where it is not this one and the scheduler knows it by that name."""
+        """Scheduler's name of the other machine that runs the coordinator; "" if unknown or this one."""
         if self.found is None or self.leads or not self.several:
             return ""
         host = split_address(self.coordinator)[0]
-        return next((name for name in self.found.nodes if _same(name, host)), "")
+        return next((name for name in self.found.nodes if _is_same_host(name, host)), "")
 
     @property
     def notices(self) -> bool:
@@ -120,28 +124,31 @@ class NodeLaunch:
 
     @property
     def agreement(self) -> str:
-        """What the secret of these machines can be called; "" where the coordinator is none of them."""
+        """Name for the shared secret of these machines; "" if the coordinator runs on none of them."""
         if self.found is None or not self.several:
             return ""
         host = self._host
-        is_one = self.leads or _is_address(host) or any(_same(name, host) for name in self.found.nodes)
-        return self.found.agreement if is_one else ""
+        is_machine = self.leads or _is_address(host) or any(_is_same_host(name, host) for name in self.found.nodes)
+        return self.found.agreement if is_machine else ""
 
     @property
     def _host(self) -> str:
-        """Of the coordinator; "" where that may be anywhere."""
+        """Host of the coordinator; "" for a URL, where any host may lead."""
         return "" if _is_url(self.coordinator) else split_address(self.coordinator)[0]
 
     @property
     def others(self) -> tuple[str, ...]:
-        """Names of the other machines, where they are known."""
+        """Names of the other machines; empty if unknown."""
         return () if self.found is None else tuple(name for name in self.found.nodes if name != self.found.node)
 
 
 def merge_allocations(
     slurm: SchedulerAllocation | None, torchelastic: SchedulerAllocation | None
 ) -> SchedulerAllocation | None:
-    """Of what two have said: Slurm's, where it has started this on every machine, with what it leaves open."""
+    """Return the allocation from both sets of variables; raise :class:`PolicyError` if they contradict.
+
+    Slurm's has priority if Slurm started this process on every machine. ``torchelastic`` adds missing values.
+    """
     if slurm is None or torchelastic is None:
         return slurm or torchelastic
     if not slurm.in_step:
@@ -158,22 +165,25 @@ def merge_allocations(
 def resolve_launch(
     wanted: RunOptions, found: SchedulerAllocation | None, *, is_mine: Callable[[str], bool] = lambda _address: False
 ) -> NodeLaunch:
-    """What options say, and for what they do not say, the scheduler. ``is_mine``: an address is this machine's."""
+    """Return the settings from options, and from the scheduler where an option is not set.
+
+    ``is_mine`` tests whether an IP address belongs to this machine.
+    """
     if found is None:
         if wanted.coordinator_here and not wanted.coordinator:
             raise PolicyError("--coordinator-here needs --coordinator HOST:PORT, where the other machines find it")
-        return _as_told(wanted, None)
+        return _launch_from_options(wanted, None)
     if not found.in_step:
-        return _in_a_shell(wanted, found)
-    least = _enough(wanted, found)
+        return _launch_in_shell(wanted, found)
+    least = _node_count(wanted, found)
     if found.most == 1:
-        return _as_told(wanted, found)
+        return _launch_from_options(wanted, found)
     if wanted.simulated:
         raise PolicyError(
             f"--simulate-nodes and {found.said}: every one of {found.most} machines would simulate a job of its own. "
             "Leave the option out, or start `elastic run` on one machine alone"
         )
-    coordinator, leads = _coordinator(wanted, found, is_mine)
+    coordinator, leads = _resolve_coordinator(wanted, found, is_mine)
     return NodeLaunch(
         nnodes=wanted.nnodes or least,
         nproc=wanted.nproc or found.nproc or 1,
@@ -184,8 +194,8 @@ def resolve_launch(
     )
 
 
-def _as_told(wanted: RunOptions, found: SchedulerAllocation | None) -> NodeLaunch:
-    """One machine, or several as options say."""
+def _launch_from_options(wanted: RunOptions, found: SchedulerAllocation | None) -> NodeLaunch:
+    """Return the settings of a single machine, or of several as the options require."""
     return NodeLaunch(
         nnodes=wanted.nnodes or "1",
         nproc=wanted.nproc or (found.nproc if found is not None else None) or 1,
@@ -196,8 +206,8 @@ def _as_told(wanted: RunOptions, found: SchedulerAllocation | None) -> NodeLaunc
     )
 
 
-def _in_a_shell(wanted: RunOptions, found: SchedulerAllocation) -> NodeLaunch:
-    """Of a job that has machines, on which nothing has been started."""
+def _launch_in_shell(wanted: RunOptions, found: SchedulerAllocation) -> NodeLaunch:
+    """Return the settings of a process in a shell of an allocation, without a step on its machines."""
     alone = wanted.simulated or wanted.coordinator or (wanted.nnodes and node_range(wanted.nnodes)[1] == 1)
     if found.most > 1 and not alone:
         raise PolicyError(
@@ -205,11 +215,11 @@ def _in_a_shell(wanted: RunOptions, found: SchedulerAllocation) -> NodeLaunch:
             "for the others. Start it on all: srun --ntasks-per-node=1 elastic run ...; for this machine alone, write "
             "--nnodes 1"
         )
-    return _as_told(wanted, found)
+    return _launch_from_options(wanted, found)
 
 
-def _enough(wanted: RunOptions, found: SchedulerAllocation) -> str:
-    """The scheduler's number of nodes as ``--nnodes`` has it; what the option says must not be more."""
+def _node_count(wanted: RunOptions, found: SchedulerAllocation) -> str:
+    """Return the scheduler's number of nodes in the form of ``--nnodes``; raise if the option needs more."""
     if wanted.nnodes is not None and not wanted.simulated and (found.most > 1 or not wanted.coordinator):
         least = node_range(wanted.nnodes)[0]
         if least > found.most:
@@ -220,21 +230,23 @@ def _enough(wanted: RunOptions, found: SchedulerAllocation) -> str:
     return str(found.most) if found.least == found.most else f"{found.least}:{found.most}"
 
 
-def _coordinator(wanted: RunOptions, found: SchedulerAllocation, is_mine: Callable[[str], bool]) -> tuple[str, bool]:
-    """Where it is, and whether that is here."""
-    if _is_url(wanted.coordinator):  # where it is noted who leads, which may be any of them
+def _resolve_coordinator(
+    wanted: RunOptions, found: SchedulerAllocation, is_mine: Callable[[str], bool]
+) -> tuple[str, bool]:
+    """Return the coordinator's address and whether this machine runs it."""
+    if _is_url(wanted.coordinator):  # the URL of the leader record; any machine may lead
         return wanted.coordinator, False
     host, port = split_address(wanted.coordinator) if wanted.coordinator else ("", found.port)
     if is_wildcard_host(host):
         host = found.host
     if not host:
         raise PolicyError(f"{found.said}, and nothing says where the coordinator is: write --coordinator HOST:PORT")
-    leader = next((name for name in found.nodes if _same(name, host)), "")
+    leader = next((name for name in found.nodes if _is_same_host(name, host)), "")
     if leader:
         leads = leader == found.node
-    elif _same(host, found.host) or is_loopback_host(host):
+    elif _is_same_host(host, found.host) or is_loopback_host(host):
         leads = found.leads
-    else:  # an address of one of the machines, or somewhere else
+    else:  # the address of one of the machines, or of another host
         leads = wanted.coordinator_here or (_is_address(host) and is_mine(host))
     if wanted.coordinator_here and not leads:
         raise PolicyError(
@@ -256,9 +268,9 @@ def _is_address(host: str) -> bool:
     return True
 
 
-def _same(one: str, other: str) -> bool:
-    """One machine's names, with and without a domain."""
-    if one == other:
+def _is_same_host(name: str, other: str) -> bool:
+    """Return whether both names mean the same machine, with or without a domain."""
+    if name == other:
         return True
-    short = one.partition(".")[0]
-    return short == other.partition(".")[0] and short in (one, other) and not short.isdigit()
+    short = name.partition(".")[0]
+    return short == other.partition(".")[0] and short in (name, other) and not short.isdigit()

@@ -12,18 +12,22 @@ from elastic.errors import PolicyError
 from peerstore.server.store_server import ensure_private_directory
 from peerstore.transport.authentication import generate_secret, read_secret
 
-_WITHIN_S = 120.0
-"""The machines of a step do not start in the same second, and a network file system shows a new file late."""
+_TIMEOUT_S = 120.0
+"""Seconds to wait for the secret: machines start and network file systems show new files late."""
 _POLL_S = 0.2
 
 
 @contextlib.contextmanager
-def shared_secret(directory: Path, name: str, *, makes: bool, within_s: float = _WITHIN_S) -> Iterator[bytes]:
-    """What the machine that ``makes`` it left in ``directory`` under ``name``; it takes it away at the end."""
+def shared_secret(directory: Path, name: str, *, makes: bool, within_s: float = _TIMEOUT_S) -> Iterator[bytes]:
+    """Yield the secret that the machine with ``makes`` writes to ``directory`` under ``name``.
+
+    That machine deletes the file at the end. The others wait for it, ``within_s`` seconds at most, and raise
+    :class:`PolicyError` after that.
+    """
     path = directory / f"{name}.secret"
     ensure_private_directory(directory)
     if not makes:
-        yield _wait(path, within_s)
+        yield _wait_for_secret(path, within_s)
         return
     secret = generate_secret()
     write_private_file(path, secret)
@@ -33,9 +37,9 @@ def shared_secret(directory: Path, name: str, *, makes: bool, within_s: float = 
         path.unlink(missing_ok=True)
 
 
-def _wait(path: Path, within_s: float) -> bytes:
+def _wait_for_secret(path: Path, within_s: float) -> bytes:
     deadline = time.monotonic() + within_s
-    while path.name not in _listed(path.parent):
+    while path.name not in _list_names(path.parent):
         if time.monotonic() > deadline:
             raise PolicyError(
                 f"the job's first machine has left no secret in {path} within {within_s:g} s. Do all machines share "
@@ -46,6 +50,6 @@ def _wait(path: Path, within_s: float) -> bytes:
     return read_secret(path)
 
 
-def _listed(directory: Path) -> list[str]:
-    """Asking for the one name could be answered from what a network file system remembers not to be there."""
+def _list_names(directory: Path) -> list[str]:
+    """List a directory, because a network file system may cache that a single name is missing."""
     return [entry.name for entry in directory.iterdir()]

@@ -1,6 +1,4 @@
-"""Slurm: host lists, the variables of a step, a batch script and a shell, and the commands that list nodes and
-requeue.
-"""
+"""Slurm: host lists, variables of jobs and steps, and the commands ``squeue`` and ``scontrol``."""
 
 from __future__ import annotations
 
@@ -21,29 +19,30 @@ _RANGE = re.compile(r"([0-9]{1,18})(?:-([0-9]{1,18}))?", re.ASCII)
 
 
 _Numbers: TypeAlias = tuple[range, int]
-"""And how many digits they have at least."""
+"""Numbers and their minimum count of digits."""
 _Piece: TypeAlias = "tuple[_Numbers, ...] | str"
 
 
 def parse_host_list(text: str, *, most: int = MAX_NODES) -> tuple[str, ...]:
-    """Every name in ``text``, in its order; :class:`PolicyError` where it is no such list or has more than ``most``.
+    """Return the names of a host list in order.
 
-    Names are counted before any is made.
+    Raise :class:`PolicyError` if ``text`` is not a host list or has more than ``most`` names. The names are counted
+    before any of them is created.
     """
     items = [_pieces(item, text) for item in _items(text)]
     count = sum(math.prod(_count(piece) for piece in pieces) for pieces in items)
     if count > most:
-        raise PolicyError(f"host list {_short(text)} has {count} names: a job has {most} nodes at the most")
-    return tuple("".join(parts) for pieces in items for parts in itertools.product(*map(_words, pieces)))
+        raise PolicyError(f"host list {_quote(text)} has {count} names: a job has {most} nodes at the most")
+    return tuple("".join(parts) for pieces in items for parts in itertools.product(*map(_expand, pieces)))
 
 
 def _items(text: str) -> list[str]:
-    """What stands between commas that are in no brackets."""
+    """Split ``text`` at the commas outside brackets."""
     found, at = [], 0
     while True:
         item = _ITEM.match(text, at)
         if item is None or (item.end() < len(text) and text[item.end()] != ","):
-            raise _wrong(text)
+            raise _invalid_list(text)
         found.append(item[0])
         if item.end() == len(text):
             return found
@@ -51,16 +50,16 @@ def _items(text: str) -> list[str]:
 
 
 def _pieces(item: str, text: str) -> list[_Piece]:
-    return [plain or tuple(_range(one, text) for one in ranges.split(",")) for ranges, plain in _PIECE.findall(item)]
+    return [plain or tuple(_range(part, text) for part in ranges.split(",")) for ranges, plain in _PIECE.findall(item)]
 
 
-def _range(one: str, text: str) -> _Numbers:
-    found = _RANGE.fullmatch(one)
+def _range(part: str, text: str) -> _Numbers:
+    found = _RANGE.fullmatch(part)
     if found is None:
-        raise _wrong(text)
+        raise _invalid_list(text)
     first, last = int(found[1]), int(found[2] or found[1])
     if last < first:
-        raise PolicyError(f"host list {_short(text)}: {one} counts backwards")
+        raise PolicyError(f"host list {_quote(text)}: {part} counts backwards")
     return range(first, last + 1), len(found[1])
 
 
@@ -68,29 +67,29 @@ def _count(piece: _Piece) -> int:
     return 1 if isinstance(piece, str) else sum(numbers.stop - numbers.start for numbers, _ in piece)
 
 
-def _words(piece: _Piece) -> list[str]:
+def _expand(piece: _Piece) -> list[str]:
     if isinstance(piece, str):
         return [piece]
     return [f"{number:0{width}d}" for numbers, width in piece for number in numbers]
 
 
-def _short(text: str) -> str:
+def _quote(text: str) -> str:
     return repr(text if len(text) <= 80 else f"{text[:77]}...")
 
 
-def _wrong(text: str) -> PolicyError:
-    return PolicyError(f"{_short(text)} is no host list: expected names as in n[1-3,07],gpu-[01-04]x")
+def _invalid_list(text: str) -> PolicyError:
+    return PolicyError(f"{_quote(text)} is no host list: expected names as in n[1-3,07],gpu-[01-04]x")
 
 
 _NOT_A_STEP = 0xFFFFFFF0
-"""From here on a step's number means a batch script, an interactive shell and the like."""
+"""First of the step numbers that mean a batch script, an interactive shell or similar."""
 _FIRST_PORT, _PORTS, _STEPS = 20_000, 12_000, 8
-"""Below the ports that the kernel gives to whoever connects. Steps of a job have neighbouring ones."""
+"""Ports of coordinators, below the kernel's ephemeral ports. Steps of one job have adjacent ports."""
 _TASKS = re.compile(r"([0-9]{1,6})(?:\(x([0-9]{1,6})\))?", re.ASCII)
 
 
 def slurm_allocation(environ: Mapping[str, str]) -> SchedulerAllocation | None:
-    """The job this process is in, or ``None`` outside of any."""
+    """Return the allocation of this process's Slurm job; ``None`` outside a job."""
     job = environ.get("SLURM_JOB_ID", "")
     if not job:
         return None
@@ -98,7 +97,7 @@ def slurm_allocation(environ: Mapping[str, str]) -> SchedulerAllocation | None:
         raise PolicyError(f"$SLURM_JOB_ID={job!r} is not a number")
     step = environ.get("SLURM_STEP_ID", "")
     if _is_number(step) and int(step) < _NOT_A_STEP and environ.get("SLURM_STEP_NODELIST"):
-        return _in_step(environ, int(job), int(step))
+        return _step_allocation(environ, int(job), int(step))
     listed = environ.get("SLURM_JOB_NODELIST", "")
     count = len(parse_host_list(listed)) if listed else 1
     return SchedulerAllocation(
@@ -106,8 +105,8 @@ def slurm_allocation(environ: Mapping[str, str]) -> SchedulerAllocation | None:
     )
 
 
-def _in_step(environ: Mapping[str, str], job: int, step: int) -> SchedulerAllocation:
-    """The nodes of the step, which may be fewer than the job's."""
+def _step_allocation(environ: Mapping[str, str], job: int, step: int) -> SchedulerAllocation:
+    """Return the allocation of a step, which may have fewer nodes than the job."""
     listed = environ["SLURM_STEP_NODELIST"]
     nodes, said = parse_host_list(listed), f"$SLURM_STEP_NODELIST={listed}"
     count = environ.get("SLURM_STEP_NUM_NODES", str(len(nodes)))
@@ -120,7 +119,7 @@ def _in_step(environ: Mapping[str, str], job: int, step: int) -> SchedulerAlloca
             f"$SLURM_HET_SIZE={environ['SLURM_HET_SIZE']}: in a heterogeneous job, run `elastic run` in one of its "
             "components: srun --het-group=0 with SLURM_HET_SIZE unset"
         )
-    _one_task_each(environ, len(nodes))
+    _check_one_task_per_node(environ, len(nodes))
     node = environ.get("SLURMD_NODENAME", "")
     if node not in nodes:
         raise PolicyError(f"$SLURMD_NODENAME={node} is not in {said}")
@@ -143,12 +142,12 @@ def _in_step(environ: Mapping[str, str], job: int, step: int) -> SchedulerAlloca
     )
 
 
-def _one_task_each(environ: Mapping[str, str], nodes: int) -> None:
+def _check_one_task_per_node(environ: Mapping[str, str], nodes: int) -> None:
     said = environ.get("SLURM_STEP_TASKS_PER_NODE", "1")
-    found = [_TASKS.fullmatch(one) for one in said.split(",")]
+    found = [_TASKS.fullmatch(item) for item in said.split(",")]
     if not all(found):
         raise PolicyError(f"$SLURM_STEP_TASKS_PER_NODE={said!r} cannot be read: expected as in 2(x3),1")
-    tasks = max(int(one[1]) for one in found if one is not None)
+    tasks = max(int(match[1]) for match in found if match is not None)
     if tasks != 1:
         raise PolicyError(
             f"$SLURM_STEP_TASKS_PER_NODE={said}: `elastic run` is started once on every node, and starts the node's "
@@ -160,29 +159,29 @@ def _is_number(text: str) -> bool:
     return text.isascii() and text.isdigit() and len(text) <= 18
 
 
-_WITHIN_S = 60.0
+_COMMAND_TIMEOUT_S = 60.0
 
 
 def remaining_nodes(job: str) -> tuple[str, ...]:
-    """The machines of a job that runs, without those that Slurm has lost; () where that is not known."""
-    code, said = _said("squeue", "--noheader", "--jobs", job, "--states", "RUNNING", "--format", "%N")
+    """Return the machines of a running job, without those that Slurm has lost; () if unknown."""
+    code, output = _run_command("squeue", "--noheader", "--jobs", job, "--states", "RUNNING", "--format", "%N")
     try:
-        return parse_host_list(said) if said and not code else ()
+        return parse_host_list(output) if output and not code else ()
     except PolicyError:
         return ()
 
 
 def requeue_job(job: str) -> str:
-    """Ask for it; what came of it, in words. Slurm ends whatever still runs of the job."""
-    code, said = _said("scontrol", "requeue", job)
+    """Requeue a job and return a sentence with the result. Slurm ends all remaining processes of the job."""
+    code, output = _run_command("scontrol", "requeue", job)
     if not code:
         return f"Slurm's job {job} is back in the queue"
-    return f"Slurm's job {job} is not back in the queue: {said}; where it may be, write: scontrol requeue {job}"
+    return f"Slurm's job {job} is not back in the queue: {output}; where it may be, write: scontrol requeue {job}"
 
 
-def _said(*command: str) -> tuple[int, str]:
+def _run_command(*command: str) -> tuple[int, str]:
     try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=_WITHIN_S, check=False)  # noqa: S603
+        done = subprocess.run(command, capture_output=True, text=True, timeout=_COMMAND_TIMEOUT_S, check=False)  # noqa: S603
     except (OSError, subprocess.TimeoutExpired) as error:
         return 1, str(error)
     return done.returncode, (done.stdout if not done.returncode else done.stderr).strip()

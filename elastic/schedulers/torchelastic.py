@@ -9,15 +9,18 @@ from elastic.schedulers.allocation import SchedulerAllocation, node_range
 from peerstore.network_addresses import split_address
 
 _PORT = 29400
-"""Torch's, where an endpoint has none."""
-_MEETING = ("", "c10d", "static")
-"""Ways to meet at one of the job's own machines."""
+"""Torch's default port of an endpoint."""
+_OWN_ENDPOINT_BACKENDS = ("", "c10d", "static")
+"""Rendezvous backends whose endpoint is one of the job's machines."""
 
 
 def torchelastic_allocation(
     environ: Mapping[str, str], *, host: str, accelerators: int, processors: int
 ) -> SchedulerAllocation | None:
-    """The job this process is in, or ``None`` where no variable says so. Of this machine: its name, and what it has."""
+    """Return the allocation in the variables; ``None`` if they are not set.
+
+    ``host`` is this machine's name, and the counts are those of this machine.
+    """
     nnodes, nproc = environ.get("PET_NNODES", ""), _nproc(environ, accelerators, processors)
     if not nnodes and nproc is None:
         return None
@@ -25,11 +28,11 @@ def torchelastic_allocation(
     said = f"$PET_NNODES={nnodes}" if nnodes else f"$PET_NPROC_PER_NODE={environ['PET_NPROC_PER_NODE']}"
     if most == 1:
         return SchedulerAllocation(said, 1, 1, nproc, counts_nodes=bool(nnodes))
-    meets, port = _endpoint(environ)
+    endpoint_host, port = _endpoint(environ)
     rank = _rank(environ, most)
-    is_here = bool(meets) and meets.partition(".")[0] == host.partition(".")[0]
+    is_here = bool(endpoint_host) and endpoint_host.partition(".")[0] == host.partition(".")[0]
     leads = is_here if rank is None else rank == 0
-    return SchedulerAllocation(said, least, most, nproc, host=meets, port=port, leads=leads)
+    return SchedulerAllocation(said, least, most, nproc, host=endpoint_host, port=port, leads=leads)
 
 
 def _range(text: str) -> tuple[int, int]:
@@ -63,9 +66,9 @@ def _rank(environ: Mapping[str, str], most: int) -> int | None:
 
 
 def _endpoint(environ: Mapping[str, str]) -> tuple[str, int]:
-    """Where the nodes meet; "" where it is not said."""
+    """Return host and port of the rendezvous endpoint; the host is "" if not set."""
     backend = environ.get("PET_RDZV_BACKEND", "")
-    if backend not in _MEETING:
+    if backend not in _OWN_ENDPOINT_BACKENDS:
         raise PolicyError(
             f"$PET_RDZV_BACKEND={backend}: its endpoint is a server of its own, and the coordinator of `elastic run` "
             "is on one of the job's machines. Unset it, or write --coordinator HOST:PORT"
@@ -76,9 +79,9 @@ def _endpoint(environ: Mapping[str, str]) -> tuple[str, int]:
     endpoint = environ.get("PET_RDZV_ENDPOINT", "")
     if not endpoint:
         return master, int(port or _PORT)
-    host, given = split_address(endpoint if endpoint.rpartition(":")[2].isdigit() else f"{endpoint}:{_PORT}")
-    if (master and master != host) or (port and int(port) != given):
+    host, endpoint_port = split_address(endpoint if endpoint.rpartition(":")[2].isdigit() else f"{endpoint}:{_PORT}")
+    if (master and master != host) or (port and int(port) != endpoint_port):
         raise PolicyError(
             f"$PET_RDZV_ENDPOINT={endpoint} and $PET_MASTER_ADDR={master} $PET_MASTER_PORT={port} are different places"
         )
-    return host, given
+    return host, endpoint_port

@@ -1,4 +1,4 @@
-"""Sentences about the actions of a world, for the log of a coordinator."""
+"""Descriptions of world actions for the coordinator's log."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from elastic.world.world_state import (
 
 
 def describe_action(action: WorldAction, now_s: float) -> str:
-    """Return one sentence. ``now_s`` is on the clock of the action's deadlines."""
+    """Return a sentence that describes ``action``. ``now_s`` is on the clock of the action's deadlines."""
     match action:
         case FormWorld():
             ranks = len(action.nodes) * action.nproc

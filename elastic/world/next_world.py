@@ -1,11 +1,17 @@
-"""``next_world``: the state and actions that follow from one event, and a world rebuilt from reports. Pure.
+"""The state and actions that follow from one event, and a world rebuilt from reports. Pure.
 
-On a loss, in this order: a spare takes the place (a warm process of the node, a node that stands by), a process is
-started anew where it was, a replacement is waited for, the world becomes smaller, the job stops. A change that was
-wanted (more nodes, nodes preempted) first lets all ranks come to one step and seal.
+After a loss, the decision tries these in order:
 
-The job's memory is found through the nodes that were in a world before. So one of them at least is in the next, and
-is waited for while its ranks are started anew, also where others are ready; unless all of them are to be avoided.
+1. promote a spare process of the node, or use a standby node
+2. start a new process on the same node
+3. wait for a replacement node
+4. form a smaller world
+5. stop the job
+
+Before a planned change (more nodes, preempted nodes), all ranks pause at a common step and seal it.
+
+Nodes of an earlier world hold the job's state in memory. The next world has at least one of them, and waits while its
+ranks restart even if other nodes are ready. The exception: all of them are repeat offenders.
 """
 
 from __future__ import annotations
@@ -56,85 +62,88 @@ __all__ = ["initial_world", "next_world", "rebuild_world"]
 def initial_world(
     policy: ScalingPolicy, *, nproc: int, now_s: float, requested_step: RequestedStep | None = None
 ) -> WorldState:
-    """A job nobody has joined yet. Its worlds restore ``requested_step`` until one of them has sealed a step."""
+    """Return a job without members.
+
+    Its worlds restore ``requested_step`` until one of them has sealed a step.
+    """
     return WorldState(nproc=nproc, formed_s=now_s, target_nodes=policy.initial_nodes, requested_step=requested_step)
 
 
 def next_world(
     world: WorldState, event: WorldEvent, policy: ScalingPolicy, now_s: float
 ) -> tuple[WorldState, tuple[WorldAction, ...]]:
-    """What follows from ``event``, and from time having passed since the last one.
+    """Return the world and the actions that follow from ``event`` and from the time since the last event.
 
-    ``now_s`` is any clock that does not go back; all times in events, actions and the world are on it. The world that
-    was given is as good as before.
+    ``now_s`` is on any monotonic clock. All times in events, actions and the world are on the same clock. ``world`` is
+    not changed.
     """
-    turn = WorldTransition(world, policy, now_s)
-    apply_event(turn, event)
+    transition = WorldTransition(world, policy, now_s)
+    apply_event(transition, event)
     if not world.phase.is_over:
-        reconcile_world(turn)
-    return turn.world, tuple(turn.actions)
+        reconcile_world(transition)
+    return transition.world, tuple(transition.actions)
 
 
-_TRIES_OF_A_STANDBY = 3
-"""A node outside the world whose processes end so often before they are ready is sent away."""
+_MAX_STANDBY_STARTS = 3
+"""Starts of one local rank before the node is ready, after which a node outside the world is released."""
 
 
-def apply_event(turn: WorldTransition, event: WorldEvent) -> None:
-    if not turn.world.phase.is_over:
-        _HANDLERS[type(event)](turn, event)
+def apply_event(transition: WorldTransition, event: WorldEvent) -> None:
+    if not transition.world.phase.is_over:
+        _HANDLERS[type(event)](transition, event)
 
 
-def _several(turn: WorldTransition, event: EventBatch) -> None:
-    for one in event.events:
-        apply_event(turn, one)
+def _apply_batch(transition: WorldTransition, event: EventBatch) -> None:
+    for inner in event.events:
+        apply_event(transition, inner)
 
 
-def _joined(turn: WorldTransition, event: NodeJoined) -> None:
-    world = turn.world
+def _joined(transition: WorldTransition, event: NodeJoined) -> None:
+    world = transition.world
     if event.generation <= world.departed.get(event.node, -1):
         return
     before = world.members.get(event.node)
     if before is not None:
         if event.generation <= before.generation:
             return
-        turn.lose_node(before, "its supervisor began again")
-        if turn.world.phase.is_over:
+        transition.lose_node(before, "its supervisor began again")
+        if transition.world.phase.is_over:
             return
     if event.local_ranks != world.nproc:
-        turn.world.departed[event.node] = event.generation
+        transition.world.departed[event.node] = event.generation
         reason = f"it runs {event.local_ranks} ranks, all others run {world.nproc}"
-        turn.emit(ReleaseNode(event.node, event.generation, reason, force=True))
+        transition.emit(ReleaseNode(event.node, event.generation, reason, force=True))
         return
-    turn.update_member(
+    transition.update_member(
         NodeMember(
             node=event.node,
             generation=event.generation,
             join_order=world.join_count,
-            joined_s=turn.now_s,
+            joined_s=transition.now_s,
             spawn_count=max(event.spawn_count, world.nproc),
             spares=event.spares,
-            ready_deadline_s=turn.now_s + turn.policy.restart_timeout_s,
+            ready_deadline_s=transition.now_s + transition.policy.restart_timeout_s,
         )
     )
-    turn.update(join_count=world.join_count + 1, requested_nodes=max(0, world.requested_nodes - 1))
+    transition.update(join_count=world.join_count + 1, requested_nodes=max(0, world.requested_nodes - 1))
 
 
-def _ready(turn: WorldTransition, event: NodeReady) -> None:
-    member = turn.member_of_generation(event.node, event.generation)
+def _ready(transition: WorldTransition, event: NodeReady) -> None:
+    member = transition.member_of_generation(event.node, event.generation)
     if member is None or event.spawn_count < member.spawn_count + len(member.pending_replacements):
         return
     if event.epoch < member.epoch:
         if member.has_ranks and event.spawn_count > member.spawn_count:
-            turn.break_world(f"processes of {member.node} were replaced, and nobody was told", member.node)
+            transition.break_world(f"processes of {member.node} were replaced, and nobody was told", member.node)
         return
-    if member.has_ranks and turn.world.phase is WorldPhase.RUNNING:
-        turn.break_world(f"the ranks of {member.node} have left the world without being asked", member.node)
-        if turn.world.phase.is_over:
+    if member.has_ranks and transition.world.phase is WorldPhase.RUNNING:
+        transition.break_world(f"the ranks of {member.node} have left the world without being asked", member.node)
+        if transition.world.phase.is_over:
             return
-        member = turn.world.members[member.node]
+        member = transition.world.members[member.node]
         if event.spawn_count < member.spawn_count + len(member.pending_replacements):
             return
-    turn.update_member(
+    transition.update_member(
         member,
         ready=True,
         spawn_count=event.spawn_count,
@@ -145,112 +154,124 @@ def _ready(turn: WorldTransition, event: NodeReady) -> None:
     )
 
 
-def _sealed(turn: WorldTransition, event: NodeSealed) -> None:
-    member = turn.member_of_generation(event.node, event.generation)
-    if member is None or not member.has_ranks or event.epoch != turn.world.epoch:
+def _sealed(transition: WorldTransition, event: NodeSealed) -> None:
+    member = transition.member_of_generation(event.node, event.generation)
+    if member is None or not member.has_ranks or event.epoch != transition.world.epoch:
         return
-    if turn.world.phase is WorldPhase.PAUSING:
+    if transition.world.phase is WorldPhase.PAUSING:
         if not member.sealed:
-            first, known = not turn.world.sealed_nodes, turn.world.sealed_step
+            first, known = not transition.world.sealed_nodes, transition.world.sealed_step
             same = event.checkpoint if first or event.checkpoint == known else None
-            turn.update(sealed_nodes=turn.world.sealed_nodes + 1, sealed_step=same)
-        turn.update_member(member, sealed=True)
-    elif turn.world.phase is WorldPhase.RUNNING:
-        # It goes no further, and who has asked it to stop is no more: what was wanted is to be asked for again.
-        turn.break_world(f"{event.node} stopped for a change that the last coordinator wanted", counted=False)
+            transition.update(sealed_nodes=transition.world.sealed_nodes + 1, sealed_step=same)
+        transition.update_member(member, sealed=True)
+    elif transition.world.phase is WorldPhase.RUNNING:
+        # The node has stopped for an earlier coordinator. Break the world, so that the change is requested again.
+        transition.break_world(f"{event.node} stopped for a change that the last coordinator wanted", counted=False)
 
 
-def _step_sealed(turn: WorldTransition, event: StepSealed) -> None:
-    if event.epoch == turn.world.epoch:
-        turn.update(requested_step=None)
+def _step_sealed(transition: WorldTransition, event: StepSealed) -> None:
+    if event.epoch == transition.world.epoch:
+        transition.update(requested_step=None)
 
 
-def _finished(turn: WorldTransition, event: NodeFinished) -> None:
-    member = turn.member_of_generation(event.node, event.generation)
-    if member is not None and member.has_ranks and event.epoch == turn.world.epoch and turn.world.phase.is_running:
-        turn.update(finished_nodes=turn.world.finished_nodes | {event.node})
+def _finished(transition: WorldTransition, event: NodeFinished) -> None:
+    member = transition.member_of_generation(event.node, event.generation)
+    if (
+        member is not None
+        and member.has_ranks
+        and event.epoch == transition.world.epoch
+        and transition.world.phase.is_running
+    ):
+        transition.update(finished_nodes=transition.world.finished_nodes | {event.node})
 
 
-def _lost(turn: WorldTransition, event: NodeLost | NodeLeft) -> None:
-    member = turn.world.members.get(event.node)
+def _lost(transition: WorldTransition, event: NodeLost | NodeLeft) -> None:
+    member = transition.world.members.get(event.node)
     if member is None or event.generation < member.generation:
-        turn.world.departed[event.node] = max(event.generation, turn.world.departed.get(event.node, -1))
+        transition.world.departed[event.node] = max(event.generation, transition.world.departed.get(event.node, -1))
         return
-    turn.lose_node(member, event.reason, blame=isinstance(event, NodeLost), life=event.generation)
-    if isinstance(event, NodeLeft) and turn.world.epoch < 0 and not member.is_draining:
-        replaced_by_s = turn.now_s + turn.policy.faulty_scale_down_timeout_s
-        turn.update(reason=f"{member.node} left: {event.reason}", replacement_deadline_s=replaced_by_s)
+    transition.lose_node(member, event.reason, blame=isinstance(event, NodeLost), generation=event.generation)
+    if isinstance(event, NodeLeft) and transition.world.epoch < 0 and not member.is_draining:
+        replaced_by_s = transition.now_s + transition.policy.faulty_scale_down_timeout_s
+        transition.update(reason=f"{member.node} left: {event.reason}", replacement_deadline_s=replaced_by_s)
 
 
-def _rank_lost(turn: WorldTransition, event: RankLost) -> None:
-    member = turn.member_of_generation(event.node, event.generation)
+def _rank_lost(transition: WorldTransition, event: RankLost) -> None:
+    member = transition.member_of_generation(event.node, event.generation)
     if (
         member is None
         or event.spawn_count < member.spawn_count
         or _is_replaced(member, event.local_rank, event.spawn_count)
     ):
         return
-    if event.never_joined and turn.world.epoch < 0:
-        turn.fail_job(event.reason, "not retried", never_joined=True)
+    if event.never_joined and transition.world.epoch < 0:
+        transition.fail_job(event.reason, "not retried", never_joined=True)
         return
-    world, what = turn.world, f"rank {event.local_rank} of {event.node} was lost: {event.reason}"
+    world, description = transition.world, f"rank {event.local_rank} of {event.node} was lost: {event.reason}"
     if world.phase.is_running and member.has_ranks:
         if member.node in world.finished_nodes or (member.sealed and (world.stopping or member.is_draining)):
-            return  # it had nothing left to do here
-        turn.break_world(what, member.node, event.spawn_count)
+            return  # the node has finished its work in this world
+        transition.break_world(description, member.node, event.spawn_count)
     else:
-        _lost_again(turn, member, event, what)
-    _replace(turn, event.node, event.local_rank, event.spawn_count)
+        _count_failed_start(transition, member, event, description)
+    _replace(transition, event.node, event.local_rank, event.spawn_count)
 
 
-def _is_replaced(member: NodeMember, local_rank: int, births: int) -> bool:
-    """Whether the process that was lost when there had been so many is one that is known to be."""
-    return any(owed.local_rank == local_rank and owed.spawn_count >= births for owed in member.pending_replacements)
-
-
-def _lost_again(turn: WorldTransition, member: NodeMember, event: RankLost, what: str) -> None:
-    """A process ended before its node was ready: nothing was broken by that, but it may go on for ever."""
-    tries = 1 + sum(
-        owed.local_rank == event.local_rank and not owed.full_restart for owed in member.pending_replacements
+def _is_replaced(member: NodeMember, local_rank: int, spawn_count: int) -> bool:
+    """Whether a pending replacement covers the process that was lost at ``spawn_count``."""
+    return any(
+        replacement.local_rank == local_rank and replacement.spawn_count >= spawn_count
+        for replacement in member.pending_replacements
     )
-    if not turn.world.phase.is_running and (member.has_ranks or turn.world.epoch < 0):
-        if tries > turn.world.spawn_attempts:
-            turn.update(spawn_attempts=tries)
-            turn.count_restart(what, member.node, event.spawn_count)
-    elif tries >= _TRIES_OF_A_STANDBY:
-        turn.release_node(member, f"{what}, {tries} times before it was ready", cut=True)
 
 
-def _replace(turn: WorldTransition, node: str, local_rank: int, births: int) -> None:
-    """Unless it has been decided by now to replace it, or not to go on."""
-    member = turn.world.members.get(node)
-    if member is not None and not turn.world.phase.is_over and not _is_replaced(member, local_rank, births):
-        turn.replace_ranks(member, (local_rank,), births)
+def _count_failed_start(transition: WorldTransition, member: NodeMember, event: RankLost, description: str) -> None:
+    """Count a process that ended before its node was ready, or release the standby node.
+
+    Such a loss breaks no world, but without a limit it could repeat forever.
+    """
+    tries = 1 + sum(
+        replacement.local_rank == event.local_rank and not replacement.full_restart
+        for replacement in member.pending_replacements
+    )
+    if not transition.world.phase.is_running and (member.has_ranks or transition.world.epoch < 0):
+        if tries > transition.world.spawn_attempts:
+            transition.update(spawn_attempts=tries)
+            transition.count_restart(description, member.node, event.spawn_count)
+    elif tries >= _MAX_STANDBY_STARTS:
+        transition.release_node(member, f"{description}, {tries} times before it was ready", force=True)
 
 
-def _rank_fault(turn: WorldTransition, event: RankFault) -> None:
-    member = turn.member_of_generation(event.node, event.generation)
-    if member is None or not member.has_ranks or event.epoch != turn.world.epoch:
+def _replace(transition: WorldTransition, node: str, local_rank: int, spawn_count: int) -> None:
+    """Replace a lost process, unless its replacement is pending or the job has ended."""
+    member = transition.world.members.get(node)
+    if member is not None and not transition.world.phase.is_over and not _is_replaced(member, local_rank, spawn_count):
+        transition.replace_ranks(member, (local_rank,), spawn_count)
+
+
+def _rank_fault(transition: WorldTransition, event: RankFault) -> None:
+    member = transition.member_of_generation(event.node, event.generation)
+    if member is None or not member.has_ranks or event.epoch != transition.world.epoch:
         return
-    if member.sealed and (turn.world.stopping or member.is_draining):
+    if member.sealed and (transition.world.stopping or member.is_draining):
         return
-    what = f"rank {event.local_rank} of {event.node} reported a fault: {event.reason}"
-    breaks = turn.world.phase.is_running
-    repeated = _repeated_error(turn.world, event) if breaks else None
+    description = f"rank {event.local_rank} of {event.node} reported a fault: {event.reason}"
+    breaks = transition.world.phase.is_running
+    repeated = _repeated_error(transition.world, event) if breaks else None
     permanent = repeated is not None and repeated.is_permanent
-    turn.break_world(what, "" if event.final or permanent else event.node)
-    if turn.world.phase.is_over:
+    transition.break_world(description, "" if event.final or permanent else event.node)
+    if transition.world.phase.is_over:
         return
     if event.final:
-        turn.fail_job(what, "not retried: another attempt would fail the same way")
+        transition.fail_job(description, "not retried: another attempt would fail the same way")
     elif repeated is not None and permanent:
-        turn.fail_job(what, f"{repeated.count} in a row failed in the same way {repeated.position}")
+        transition.fail_job(description, f"{repeated.count} in a row failed in the same way {repeated.position}")
     elif breaks:
-        turn.update(repeated_error=repeated)
+        transition.update(repeated_error=repeated)
 
 
 def _repeated_error(world: WorldState, event: RankFault) -> RepeatedError | None:
-    """Return the error with the number of worlds in a row that it broke; ``None`` if it may follow from a lost rank."""
+    """Return the error with its number of consecutive worlds; ``None`` if a lost rank may have caused it."""
     if event.position is None:
         return None
     if world.repeated_error is None:
@@ -258,50 +279,52 @@ def _repeated_error(world: WorldState, event: RankFault) -> RepeatedError | None
     return world.repeated_error.next(event.reason, event.position)
 
 
-def _hang(turn: WorldTransition, event: HangDetected) -> None:
-    if event.epoch != turn.world.epoch or not turn.world.phase.is_running:
+def _hang(transition: WorldTransition, event: HangDetected) -> None:
+    if event.epoch != transition.world.epoch or not transition.world.phase.is_running:
         return
-    member = turn.world.members.get(event.node)
+    member = transition.world.members.get(event.node)
     known = member is not None and member.has_ranks
-    who = f"rank {event.local_rank} of {event.node}" if known else "the job"
-    leave_s = turn.policy.leave_hang_s
-    turn.break_world(f"{who} hangs: {event.reason}", event.node if known else "", leave_s=leave_s)
-    if member is not None and known and 0 <= event.local_rank < turn.world.nproc:
-        _replace(turn, event.node, event.local_rank, member.spawn_count)
+    subject = f"rank {event.local_rank} of {event.node}" if known else "the job"
+    leave_s = transition.policy.leave_hang_s
+    transition.break_world(f"{subject} hangs: {event.reason}", event.node if known else "", leave_s=leave_s)
+    if member is not None and known and 0 <= event.local_rank < transition.world.nproc:
+        _replace(transition, event.node, event.local_rank, member.spawn_count)
 
 
-def _asked_back(turn: WorldTransition, event: NodesPreempted) -> None:
+def _nodes_preempted(transition: WorldTransition, event: NodesPreempted) -> None:
     for node in event.nodes:
-        member = turn.world.members.get(node)
+        member = transition.world.members.get(node)
         if member is None or event.deadline_s < member.joined_s:
-            continue  # it is not here, or it is again and this is old
+            continue  # not a member, or joined after this preemption
         if member.has_ranks and not member.is_draining:
-            turn.update(target_nodes=turn.world.target_nodes - 1)
+            transition.update(target_nodes=transition.world.target_nodes - 1)
         leave_by_s = (
             event.deadline_s if member.drain_deadline_s is None else min(event.deadline_s, member.drain_deadline_s)
         )
-        turn.update_member(member, drain_deadline_s=leave_by_s)
+        transition.update_member(member, drain_deadline_s=leave_by_s)
 
 
-def _resize_asked(turn: WorldTransition, event: ResizeRequested) -> None:
-    if event.nodes is None or turn.policy.largest_size_within(event.nodes):
-        # Who asks takes the nodes that are ready now: further ones are not waited for.
-        turn.update(max_nodes=event.nodes, growth_possible_since_s=turn.now_s - turn.policy.scaling_timeout_s)
+def _resize_requested(transition: WorldTransition, event: ResizeRequested) -> None:
+    if event.nodes is None or transition.policy.largest_size_within(event.nodes):
+        # A resize uses the nodes that are ready now and does not wait for more.
+        transition.update(
+            max_nodes=event.nodes, growth_possible_since_s=transition.now_s - transition.policy.scaling_timeout_s
+        )
 
 
-def _stop_asked(turn: WorldTransition, event: JobStopRequested) -> None:
-    known_s = turn.world.pause_deadline_s
-    until_s = known_s if event.deadline_s is None else max(event.deadline_s, turn.now_s)
+def _stop_requested(transition: WorldTransition, event: JobStopRequested) -> None:
+    known_s = transition.world.pause_deadline_s
+    until_s = known_s if event.deadline_s is None else max(event.deadline_s, transition.now_s)
     if until_s is not None and known_s is not None:
         until_s = min(until_s, known_s)
-    if turn.world.stopping and until_s == known_s:
+    if transition.world.stopping and until_s == known_s:
         return
-    turn.update(stopping=True, reason=event.reason, pause_deadline_s=until_s)
-    if turn.world.phase is WorldPhase.PAUSING and until_s is not None:
-        turn.emit(PauseWorld(turn.world.epoch, event.reason, until_s, stop=True))
+    transition.update(stopping=True, reason=event.reason, pause_deadline_s=until_s)
+    if transition.world.phase is WorldPhase.PAUSING and until_s is not None:
+        transition.emit(PauseWorld(transition.world.epoch, event.reason, until_s, stop=True))
 
 
-def _tick(turn: WorldTransition, event: Tick) -> None:
+def _tick(transition: WorldTransition, event: Tick) -> None:
     pass
 
 
@@ -316,326 +339,333 @@ _HANDLERS: dict[type, Callable[[WorldTransition, Any], None]] = {
     RankLost: _rank_lost,
     RankFault: _rank_fault,
     HangDetected: _hang,
-    NodesPreempted: _asked_back,
-    ResizeRequested: _resize_asked,
-    JobStopRequested: _stop_asked,
+    NodesPreempted: _nodes_preempted,
+    ResizeRequested: _resize_requested,
+    JobStopRequested: _stop_requested,
     Tick: _tick,
-    EventBatch: _several,
+    EventBatch: _apply_batch,
 }
 
 
-def reconcile_world(turn: WorldTransition) -> None:
-    _expire(turn)
+def reconcile_world(transition: WorldTransition) -> None:
+    _handle_deadlines(transition)
     before = None
-    while before is not turn.world.phase and not turn.world.phase.is_over:
-        before = turn.world.phase
-        _STEPS[before](turn)
-    turn.update(next_tick_s=None if turn.world.phase.is_over else min(_timers(turn), default=None))
+    while before is not transition.world.phase and not transition.world.phase.is_over:
+        before = transition.world.phase
+        _STEPS[before](transition)
+    transition.update(next_tick_s=None if transition.world.phase.is_over else min(_timers(transition), default=None))
 
 
-# -- time is up -------------------------------------------------------------------------------------------------------
-
-
-def _expire(turn: WorldTransition) -> None:
-    for node in list(turn.world.members):
-        member = turn.world.members.get(node)
-        if member is None or turn.world.phase.is_over:
+def _handle_deadlines(transition: WorldTransition) -> None:
+    for node in list(transition.world.members):
+        member = transition.world.members.get(node)
+        if member is None or transition.world.phase.is_over:
             continue
         if member.is_draining and not member.has_ranks:
-            turn.release_node(member, "preempted")
-        elif turn.world.phase is not WorldPhase.PAUSING and _is_past(member.drain_deadline_s, turn):
-            turn.lose_node(member, "preempted, and its deadline has passed", cut=True)
-        elif _is_past(member.ready_deadline_s, turn):
+            transition.release_node(member, "preempted")
+        elif transition.world.phase is not WorldPhase.PAUSING and _is_past(member.drain_deadline_s, transition):
+            transition.lose_node(member, "preempted, and its deadline has passed", force=True)
+        elif _is_past(member.ready_deadline_s, transition):
             if member.respawn_requested:
-                limit_s = turn.policy.restart_timeout_s
-                turn.lose_node(
-                    member, f"its ranks did not come, nor others in their place within {limit_s:g} s", cut=True
+                limit_s = transition.policy.restart_timeout_s
+                transition.lose_node(
+                    member, f"its ranks did not come, nor others in their place within {limit_s:g} s", force=True
                 )
             else:
-                _prod(turn, member)
+                _respawn_stragglers(transition, member)
 
 
-def _is_past(time_s: float | None, turn: WorldTransition) -> bool:
-    return time_s is not None and time_s <= turn.now_s
+def _is_past(time_s: float | None, transition: WorldTransition) -> bool:
+    return time_s is not None and time_s <= transition.now_s
 
 
-def _prod(turn: WorldTransition, member: NodeMember) -> None:
-    turn.emit(RespawnStragglers(member.node, member.generation))
-    turn.update_member(member, respawn_requested=True, ready_deadline_s=turn.now_s + turn.policy.restart_timeout_s)
-    turn.update(has_respawned=True)
+def _respawn_stragglers(transition: WorldTransition, member: NodeMember) -> None:
+    transition.emit(RespawnStragglers(member.node, member.generation))
+    transition.update_member(
+        member, respawn_requested=True, ready_deadline_s=transition.now_s + transition.policy.restart_timeout_s
+    )
+    transition.update(has_respawned=True)
 
 
-def _finish(turn: WorldTransition) -> bool:
-    """Whether all ranks have finished. Also while they are to stop for another world: there is nothing left for it."""
-    if not turn.world.finished_nodes.issuperset(turn.world.ranked_nodes):
+def _finish_if_done(transition: WorldTransition) -> bool:
+    """Finish the job if all ranks have finished, even during a pause. Return whether it finished."""
+    if not transition.world.finished_nodes.issuperset(transition.world.ranked_nodes):
         return False
-    turn.update(phase=WorldPhase.FINISHED, reason="finished", growth_possible_since_s=None, pause_deadline_s=None)
-    turn.emit(FinishJob())
+    transition.update(phase=WorldPhase.FINISHED, reason="finished", growth_possible_since_s=None, pause_deadline_s=None)
+    transition.emit(FinishJob())
     return True
 
 
-# -- running ----------------------------------------------------------------------------------------------------------
-
-
-def _run(turn: WorldTransition) -> None:
-    if _finish(turn):
+def _run(transition: WorldTransition) -> None:
+    if _finish_if_done(transition):
         return
-    world = turn.world
+    world = transition.world
     if world.stopping:
-        _pause(turn, world.reason, stop=True)
+        _pause(transition, world.reason, stop=True)
         return
-    ready = [member for member in world_transition.available_members(turn.world) if member.has_ranks or member.ready]
+    ready = [
+        member for member in world_transition.available_members(transition.world) if member.has_ranks or member.ready
+    ]
     leaving = sorted(
-        (member for member in turn.members_with_ranks if member.is_draining), key=lambda member: member.join_order
+        (member for member in transition.members_with_ranks if member.is_draining), key=lambda member: member.join_order
     )
-    possible = _possible(turn, ready)
+    possible = _possible_size(transition, ready)
     if leaving:
-        _give_back(turn, leaving, possible)
-    elif len(turn.members_with_ranks) > turn.max_nodes:
-        _pause(turn, f"at most {turn.max_nodes} nodes are wanted")
-    elif possible > world.size or _could_be_better(turn, ready):
-        turn.update(
-            growth_possible_since_s=turn.now_s
+        _leave_preempted(transition, leaving, possible)
+    elif len(transition.members_with_ranks) > transition.max_nodes:
+        _pause(transition, f"at most {transition.max_nodes} nodes are wanted")
+    elif possible > world.size or _can_replace_offender(transition, ready):
+        transition.update(
+            growth_possible_since_s=transition.now_s
             if world.growth_possible_since_s is None
             else world.growth_possible_since_s
         )
-        if turn.growth_allowed_s <= turn.now_s:
-            _pause(turn, f"{possible} nodes can be had" if possible > world.size else "an offender is replaced")
+        if transition.growth_allowed_s <= transition.now_s:
+            _pause(transition, f"{possible} nodes can be had" if possible > world.size else "an offender is replaced")
     else:
-        turn.update(growth_possible_since_s=None)
+        transition.update(growth_possible_since_s=None)
 
 
-def _possible(turn: WorldTransition, ready: list[NodeMember]) -> int:
-    """The size that those who are ready allow. Offenders are of use only to keep the size it has."""
-    avoid = turn.avoided()
-    good = [member for member in ready if member.node not in avoid]
-    kept = min(turn.world.size, turn.max_nodes, len(ready))
-    return max(turn.policy.largest_size_within(min(turn.max_nodes, len(good))), turn.policy.largest_size_within(kept))
+def _possible_size(transition: WorldTransition, ready: list[NodeMember]) -> int:
+    """Return the size that these members allow. Repeat offenders count only up to the current size."""
+    avoid = transition.avoided()
+    preferred = [member for member in ready if member.node not in avoid]
+    kept = min(transition.world.size, transition.max_nodes, len(ready))
+    return max(
+        transition.policy.largest_size_within(min(transition.max_nodes, len(preferred))),
+        transition.policy.largest_size_within(kept),
+    )
 
 
-def _could_be_better(turn: WorldTransition, ready: list[NodeMember]) -> bool:
-    avoid = turn.avoided()
+def _can_replace_offender(transition: WorldTransition, ready: list[NodeMember]) -> bool:
+    avoid = transition.avoided()
     bad = any(member.has_ranks and member.node in avoid for member in ready)
     return bad and any(not member.has_ranks and member.node not in avoid for member in ready)
 
 
-def _give_back(turn: WorldTransition, leaving: list[NodeMember], possible: int) -> None:
+def _leave_preempted(transition: WorldTransition, leaving: list[NodeMember], possible: int) -> None:
     first_s = min(member.drain_deadline_s for member in leaving if member.drain_deadline_s is not None)
     names = ", ".join(member.node for member in leaving)
     if possible:
-        _pause(turn, f"{names} preempted")
+        _pause(transition, f"{names} preempted")
         return
-    least = turn.policy.smallest_size
-    _ask(turn, least, f"{names} preempted, too few are left")
-    if first_s - turn.policy.graceful_shutdown_timeout_s <= turn.now_s:
-        rest = len(turn.members_with_ranks) - len(leaving)
-        turn.update(stopping=True)
-        _pause(turn, f"{names} preempted: {rest} nodes are left, at least {least} are needed", stop=True)
+    least = transition.policy.smallest_size
+    _request_nodes(transition, least, f"{names} preempted, too few are left")
+    if first_s - transition.policy.graceful_shutdown_timeout_s <= transition.now_s:
+        rest = len(transition.members_with_ranks) - len(leaving)
+        transition.update(stopping=True)
+        _pause(transition, f"{names} preempted: {rest} nodes are left, at least {least} are needed", stop=True)
 
 
-def _ask(turn: WorldTransition, size: int, reason: str) -> None:
-    short = size - len(world_transition.available_members(turn.world))
-    if short > turn.world.requested_nodes:
-        turn.emit(RequestNodes(short - turn.world.requested_nodes, reason))
-        turn.update(requested_nodes=short)
+def _request_nodes(transition: WorldTransition, size: int, reason: str) -> None:
+    short = size - len(world_transition.available_members(transition.world))
+    if short > transition.world.requested_nodes:
+        transition.emit(RequestNodes(short - transition.world.requested_nodes, reason))
+        transition.update(requested_nodes=short)
 
 
-# -- changing ---------------------------------------------------------------------------------------------------------
-
-
-def _pause(turn: WorldTransition, reason: str, *, stop: bool = False) -> None:
-    """Ranks are to agree on a step; where no time is given for that, the world just ends."""
-    grace_s = turn.policy.graceful_shutdown_timeout_s
-    turn.update(reason=reason)
+def _pause(transition: WorldTransition, reason: str, *, stop: bool = False) -> None:
+    """Pause the ranks at a common step, or break the world if the policy allows no time for a pause."""
+    grace_s = transition.policy.graceful_shutdown_timeout_s
+    transition.update(reason=reason)
     if grace_s <= 0:
-        turn.break_world(reason, counted=False)
+        transition.break_world(reason, counted=False)
         return
-    until_s = min(turn.now_s + grace_s, turn.world.pause_deadline_s or math.inf, _first_to_leave_s(turn))
-    turn.update(phase=WorldPhase.PAUSING, pause_deadline_s=until_s)
-    turn.emit(PauseWorld(turn.world.epoch, reason, until_s, stop))
+    until_s = min(
+        transition.now_s + grace_s, transition.world.pause_deadline_s or math.inf, _first_to_leave_s(transition)
+    )
+    transition.update(phase=WorldPhase.PAUSING, pause_deadline_s=until_s)
+    transition.emit(PauseWorld(transition.world.epoch, reason, until_s, stop))
 
 
-def _first_to_leave_s(turn: WorldTransition) -> float:
+def _first_to_leave_s(transition: WorldTransition) -> float:
     return min(
-        (member.drain_deadline_s for member in turn.members_with_ranks if member.drain_deadline_s is not None),
+        (member.drain_deadline_s for member in transition.members_with_ranks if member.drain_deadline_s is not None),
         default=math.inf,
     )
 
 
-def _change(turn: WorldTransition) -> None:
-    if _finish(turn):
+def _continue_pause(transition: WorldTransition) -> None:
+    if _finish_if_done(transition):
         return
-    world = turn.world
+    world = transition.world
     if world.stopping:
         late = [
             member
-            for member in turn.members_with_ranks
+            for member in transition.members_with_ranks
             if not member.has_stopped and member.node not in world.finished_nodes
         ]
     else:
         late = [
             member
-            for member in turn.members_with_ranks
+            for member in transition.members_with_ranks
             if not (member.has_stopped if member.is_draining else member.ready)
         ]
     until_s = math.inf if world.pause_deadline_s is None else world.pause_deadline_s
-    sooner_s = min(until_s, _first_to_leave_s(turn))
+    sooner_s = min(until_s, _first_to_leave_s(transition))
     if not late:
-        _paused(turn)
-    elif sooner_s <= turn.now_s:
-        _too_late(turn, late)
+        _complete_pause(transition)
+    elif sooner_s <= transition.now_s:
+        _fail_pause(transition, late)
     elif sooner_s < until_s:
-        turn.update(pause_deadline_s=sooner_s)
-        turn.emit(PauseWorld(world.epoch, world.reason, sooner_s, world.stopping))
+        transition.update(pause_deadline_s=sooner_s)
+        transition.emit(PauseWorld(world.epoch, world.reason, sooner_s, world.stopping))
 
 
-def _paused(turn: WorldTransition) -> None:
-    sealed = turn.world.sealed_step if turn.world.sealed_nodes == turn.world.size else None
-    if turn.world.stopping:
-        turn.stop_job(turn.world.reason, sealed)
+def _complete_pause(transition: WorldTransition) -> None:
+    sealed = transition.world.sealed_step if transition.world.sealed_nodes == transition.world.size else None
+    if transition.world.stopping:
+        transition.stop_job(transition.world.reason, sealed)
         return
-    turn.update(phase=WorldPhase.FORMING, pause_deadline_s=None, finished_nodes=frozenset(), failed_pauses=0)
+    transition.update(phase=WorldPhase.FORMING, pause_deadline_s=None, finished_nodes=frozenset(), failed_pauses=0)
     if sealed is not None:
-        turn.update(resume_from=sealed, requested_step=None)
-    for member in turn.members_with_ranks:
-        if member.is_draining:  # not before: it records the step that all ranks have sealed
-            turn.release_node(member, "preempted", sealed_step=sealed)
-    turn.update(replacement_deadline_s=turn.now_s + turn.policy.faulty_scale_down_timeout_s)
+        transition.update(resume_from=sealed, requested_step=None)
+    for member in transition.members_with_ranks:
+        if member.is_draining:  # only now, because its supervisor records the step that all ranks have sealed
+            transition.release_node(member, "preempted", sealed_step=sealed)
+    transition.update(replacement_deadline_s=transition.now_s + transition.policy.faulty_scale_down_timeout_s)
 
 
-def _too_late(turn: WorldTransition, late: list[NodeMember]) -> None:
-    turn.update(failed_pauses=turn.world.failed_pauses + 1)
+def _fail_pause(transition: WorldTransition, late: list[NodeMember]) -> None:
+    transition.update(failed_pauses=transition.world.failed_pauses + 1)
     slow = {member.node for member in late}
     names = ", ".join(sorted(slow))
-    for member in turn.members_with_ranks:
+    for member in transition.members_with_ranks:
         if member.is_draining and member in late:
-            turn.release_node(member, "preempted, and its deadline has passed", cut=True)
+            transition.release_node(member, "preempted, and its deadline has passed", force=True)
         elif member.is_draining:
-            turn.release_node(member, "preempted")
-    alone = late[0].node if len(late) == 1 and not late[0].is_draining else ""
-    turn.break_world(f"{turn.world.reason}, and the ranks of {names} did not stop in time", alone)
-    for member in turn.members_with_ranks:
+            transition.release_node(member, "preempted")
+    blamed = late[0].node if len(late) == 1 and not late[0].is_draining else ""
+    transition.break_world(f"{transition.world.reason}, and the ranks of {names} did not stop in time", blamed)
+    for member in transition.members_with_ranks:
         if (
             member.node in slow
             and not member.ready
             and not member.pending_replacements
-            and not turn.world.phase.is_over
+            and not transition.world.phase.is_over
         ):
-            _prod(turn, member)
+            _respawn_stragglers(transition, member)
 
 
-# -- forming ----------------------------------------------------------------------------------------------------------
-
-
-def _gather(turn: WorldTransition) -> None:
-    world = turn.world
+def _form_or_wait(transition: WorldTransition) -> None:
+    world = transition.world
     here = world_transition.available_members(world)
     ready = [member for member in here if member.ready]
-    missed = [member for member in here if member.has_ranks and not member.ready]
+    unready = [member for member in here if member.has_ranks and not member.ready]
     if world.epoch >= 0 and not world.stopping:
-        _ask(turn, _goal(turn), world.reason)
+        _request_nodes(transition, _goal_size(transition), world.reason)
     if world.stopping:
-        turn.stop_job(world.reason, world.resume_from)
-    elif any(not member.is_respawning for member in missed):
-        turn.update(phase=WorldPhase.FORMING)  # they are on their way
-    elif not _form(turn, ready, at_least=_goal(turn)):
+        transition.stop_job(world.reason, world.resume_from)
+    elif any(not member.is_respawning for member in unready):
+        transition.update(phase=WorldPhase.FORMING)  # these ranks are leaving the broken world
+    elif not _form(transition, ready, at_least=_goal_size(transition)):
         if world.epoch < 0:
-            _begin(turn, ready)
+            _form_first_world(transition, ready)
         else:
-            _wait(turn, ready, missed)
+            _wait(transition, ready, unready)
 
 
-def _goal(turn: WorldTransition) -> int:
-    """What is worth waiting for."""
-    return turn.policy.largest_size_within(min(turn.max_nodes, turn.world.target_nodes)) or turn.policy.smallest_size
+def _goal_size(transition: WorldTransition) -> int:
+    """Return the size that is worth waiting for."""
+    return (
+        transition.policy.largest_size_within(min(transition.max_nodes, transition.world.target_nodes))
+        or transition.policy.smallest_size
+    )
 
 
-def _ceiling(turn: WorldTransition) -> int:
-    """Whatever ends a world is no occasion to grow, before it is time to."""
-    grows = turn.world.epoch < 0 or turn.growth_allowed_s <= turn.now_s
-    return turn.max_nodes if grows else min(turn.max_nodes, max(turn.world.size, _goal(turn)))
+def _largest_size(transition: WorldTransition) -> int:
+    """Return the largest size allowed now. Before the growth delay has passed, a new world does not grow."""
+    grows = transition.world.epoch < 0 or transition.growth_allowed_s <= transition.now_s
+    return (
+        transition.max_nodes if grows else min(transition.max_nodes, max(transition.world.size, _goal_size(transition)))
+    )
 
 
-def _form(turn: WorldTransition, ready: list[NodeMember], *, at_least: int) -> bool:
-    """A world of those who are ready, as large as it may be; without offenders where that makes the goal."""
-    avoid, goal = turn.avoided(), _goal(turn)
-    good = [member for member in ready if member.node not in avoid]
-    size = turn.policy.largest_size_within(min(_ceiling(turn), len(good)))
+def _form(transition: WorldTransition, ready: list[NodeMember], *, at_least: int) -> bool:
+    """Form the largest world of ready members that is allowed; return whether it was formed.
+
+    Repeat offenders have no rank if the goal size is reached without them.
+    """
+    avoid, goal = transition.avoided(), _goal_size(transition)
+    preferred = [member for member in ready if member.node not in avoid]
+    size = transition.policy.largest_size_within(min(_largest_size(transition), len(preferred)))
     if size < goal:
-        size = turn.policy.largest_size_within(min(goal, len(ready)))
+        size = transition.policy.largest_size_within(min(goal, len(ready)))
     if size == 0 or size < at_least:
         return False
-    chosen = world_transition.members_by_preference(ready, turn.world, avoid)[:size]
-    witnesses = [member for member in world_transition.state_holders(turn.world) if member.node not in avoid]
-    if not any(member in chosen for member in witnesses):
-        if any(member.has_ranks and not member.ready for member in witnesses):
-            return False  # its ranks are started anew; it is lost when they do not come
-        chosen[-1:] = [member for member in witnesses if member in ready][:1] or chosen[-1:]
-    turn.form_world(chosen)
+    chosen = world_transition.members_by_preference(ready, transition.world, avoid)[:size]
+    holders = [member for member in world_transition.state_holders(transition.world) if member.node not in avoid]
+    if not any(member in chosen for member in holders):
+        if any(member.has_ranks and not member.ready for member in holders):
+            return False  # wait until its ranks have restarted, or until it counts as lost
+        chosen[-1:] = [member for member in holders if member in ready][:1] or chosen[-1:]
+    transition.form_world(chosen)
     return True
 
 
-def _begin(turn: WorldTransition, ready: list[NodeMember]) -> None:
-    policy, world = turn.policy, turn.world
-    if not policy.largest_size_within(min(turn.max_nodes, len(ready))):
+def _form_first_world(transition: WorldTransition, ready: list[NodeMember]) -> None:
+    policy, world = transition.policy, transition.world
+    if not policy.largest_size_within(min(transition.max_nodes, len(ready))):
         here = len(world_transition.available_members(world))
         waits = world.reason != "" and here < policy.smallest_size  # for a replacement of a node that left
-        if waits and _is_past(world.replacement_deadline_s, turn):
-            turn.fail_job(world.reason, f"{here} nodes are left, at least {policy.smallest_size} are needed")
+        if waits and _is_past(world.replacement_deadline_s, transition):
+            transition.fail_job(world.reason, f"{here} nodes are left, at least {policy.smallest_size} are needed")
             return
-        turn.update(phase=WorldPhase.FORMING, replacement_deadline_s=world.replacement_deadline_s if waits else None)
-        if policy.startup_timeout_s is not None and world.formed_s + policy.startup_timeout_s <= turn.now_s:
+        transition.update(
+            phase=WorldPhase.FORMING, replacement_deadline_s=world.replacement_deadline_s if waits else None
+        )
+        if policy.startup_timeout_s is not None and world.formed_s + policy.startup_timeout_s <= transition.now_s:
             came = f"{len(ready)} of the {policy.smallest_size} nodes needed were ready"
             limit_s = policy.startup_timeout_s
-            turn.fail_job(f"within {limit_s:g} s, {came}", f"startup_timeout_s is {limit_s:g} s")
+            transition.fail_job(f"within {limit_s:g} s, {came}", f"startup_timeout_s is {limit_s:g} s")
         return
     if world.replacement_deadline_s is None:
-        turn.update(replacement_deadline_s=turn.now_s + policy.scaling_timeout_s)
-    if _is_past(turn.world.replacement_deadline_s, turn):
-        _form(turn, ready, at_least=1)
+        transition.update(replacement_deadline_s=transition.now_s + policy.scaling_timeout_s)
+    if _is_past(transition.world.replacement_deadline_s, transition):
+        _form(transition, ready, at_least=1)
 
 
-def _wait(turn: WorldTransition, ready: list[NodeMember], missed: list[NodeMember]) -> None:
-    """For new processes, then for new nodes, and in the end for anybody who makes the least size."""
-    policy, here = turn.policy, world_transition.available_members(turn.world)
-    have = policy.largest_size_within(min(_ceiling(turn), len(ready)))
-    if policy.largest_size_within(min(_ceiling(turn), len(ready) + len(missed))) > have:
-        turn.update(phase=WorldPhase.FORMING)
-    elif not _is_past(turn.world.replacement_deadline_s, turn):
-        turn.update(phase=WorldPhase.WAITING)
-    elif not _form(turn, ready, at_least=1):
+def _wait(transition: WorldTransition, ready: list[NodeMember], unready: list[NodeMember]) -> None:
+    """Wait for new processes, then for new nodes. After the deadline, form any allowed world.
+
+    If too few nodes are ready, wait longer if enough are members; otherwise stop the job.
+    """
+    policy, here = transition.policy, world_transition.available_members(transition.world)
+    ready_size = policy.largest_size_within(min(_largest_size(transition), len(ready)))
+    if policy.largest_size_within(min(_largest_size(transition), len(ready) + len(unready))) > ready_size:
+        transition.update(phase=WorldPhase.FORMING)
+    elif not _is_past(transition.world.replacement_deadline_s, transition):
+        transition.update(phase=WorldPhase.WAITING)
+    elif not _form(transition, ready, at_least=1):
         least = policy.smallest_size
         if len(here) >= least:
-            turn.update(phase=WorldPhase.WAITING)
+            transition.update(phase=WorldPhase.WAITING)
         else:
-            why = f"{turn.world.reason}; {len(here)} nodes are left, at least {least} are needed"
-            turn.stop_job(why, turn.world.resume_from)
+            why = f"{transition.world.reason}; {len(here)} nodes are left, at least {least} are needed"
+            transition.stop_job(why, transition.world.resume_from)
 
 
 _STEPS = {
-    WorldPhase.FORMING: _gather,
-    WorldPhase.WAITING: _gather,
+    WorldPhase.FORMING: _form_or_wait,
+    WorldPhase.WAITING: _form_or_wait,
     WorldPhase.RUNNING: _run,
-    WorldPhase.PAUSING: _change,
+    WorldPhase.PAUSING: _continue_pause,
 }
 
 
-# -- the next tick ----------------------------------------------------------------------------------------------------
-
-
-def _timers(turn: WorldTransition) -> list[float]:
-    """All times ahead at which something follows from nothing having happened."""
-    world, policy = turn.world, turn.policy
+def _timers(transition: WorldTransition) -> list[float]:
+    """Return the future times at which a decision is due without any event."""
+    world, policy = transition.world, transition.policy
     times_s = [world.replacement_deadline_s, world.pause_deadline_s]
     times_s += [
         time_s for member in world.members.values() for time_s in (member.drain_deadline_s, member.ready_deadline_s)
     ]
     if world.phase is WorldPhase.RUNNING:
-        times_s += [offence.at_s + policy.eval_period_s for offence in world.node_faults if world.standby]
-        times_s += [turn.growth_allowed_s, _first_to_leave_s(turn) - policy.graceful_shutdown_timeout_s]
+        times_s += [fault.at_s + policy.eval_period_s for fault in world.node_faults if world.standby]
+        times_s += [transition.growth_allowed_s, _first_to_leave_s(transition) - policy.graceful_shutdown_timeout_s]
     if world.epoch < 0 and policy.startup_timeout_s is not None:
         times_s.append(world.formed_s + policy.startup_timeout_s)
-    return [time_s for time_s in times_s if time_s is not None and turn.now_s < time_s < math.inf]
+    return [time_s for time_s in times_s if time_s is not None and transition.now_s < time_s < math.inf]
 
 
 def rebuild_world(
@@ -648,12 +678,12 @@ def rebuild_world(
     resume_from: SealedStep | None = None,
     min_next_epoch: int = 0,
 ) -> tuple[WorldState, tuple[WorldAction, ...]]:
-    """Rebuild the world: nodes without a report count as lost and may join later; transitions restart.
+    """Rebuild the world from reports. Nodes without a report count as lost and may join later.
 
-    If all nodes of a world report it, the world continues unchanged. The next world has at least the number
-    ``min_next_epoch``. Counts of offences, and of restarts within a period, begin again at 0. The next world
-    restores ``requested_step`` or ``resume_from``, as the reports name them. ``resume_from`` is used only if the newest
-    world is broken because some of its nodes have not reported.
+    If all nodes of a world report it, the world continues unchanged. Planned changes start again. The next world has at
+    least the number ``min_next_epoch``. Counts of node faults, and of restarts within a period, begin again at 0. The
+    next world restores ``requested_step`` or ``resume_from``. ``resume_from`` is used only if the newest world is
+    broken because some of its nodes have not reported.
     """
     latest: dict[str, RejoinReport] = {}
     for report in sorted(reports, key=lambda report: (report.generation, report.epoch, report.spawn_count)):
@@ -661,37 +691,40 @@ def rebuild_world(
     known = sorted(
         (report for report in latest.values() if report.local_ranks == nproc), key=lambda report: report.node
     )
-    turn = WorldTransition(_as_reported(known, nproc, now_s, policy), policy, now_s)
-    turn.update(requested_step=requested_step, min_next_epoch=min_next_epoch)
-    missing = sorted(set(turn.world.ranked_nodes) - {member.node for member in turn.members_with_ranks})
+    transition = WorldTransition(_reported_world(known, nproc, now_s, policy), policy, now_s)
+    transition.update(requested_step=requested_step, min_next_epoch=min_next_epoch)
+    missing = sorted(set(transition.world.ranked_nodes) - {member.node for member in transition.members_with_ranks})
     if missing:
-        turn.break_world(f"the new coordinator found nobody of {', '.join(missing)} in the world")
-        turn.update(resume_from=resume_from)
+        transition.break_world(f"the new coordinator found nobody of {', '.join(missing)} in the world")
+        transition.update(resume_from=resume_from)
         if resume_from is not None:
-            turn.update(requested_step=None)
-    for epoch in sorted({report.epoch for report in known if not report.ready} - {-1, turn.world.epoch}):
-        turn.emit(BreakWorld(epoch, "it was left behind", policy.abort_limit_s))
+            transition.update(requested_step=None)
+    for epoch in sorted({report.epoch for report in known if not report.ready} - {-1, transition.world.epoch}):
+        transition.emit(BreakWorld(epoch, "it was left behind", policy.abort_limit_s))
     for report in known:
         for local_rank in report.lost_ranks:
             apply_event(
-                turn, RankLost(report.node, report.generation, report.spawn_count, local_rank, "reported to be lost")
+                transition,
+                RankLost(report.node, report.generation, report.spawn_count, local_rank, "reported to be lost"),
             )
         if report.finished:
-            apply_event(turn, NodeFinished(report.node, report.generation, report.epoch))
+            apply_event(transition, NodeFinished(report.node, report.generation, report.epoch))
         if report.ready:
             apply_event(
-                turn, NodeReady(report.node, report.generation, report.spawn_count, report.epoch, report.spares)
+                transition, NodeReady(report.node, report.generation, report.spawn_count, report.epoch, report.spares)
             )
-    if not turn.world.phase.is_over:
-        reconcile_world(turn)
-    return turn.world, tuple(turn.actions)
+    if not transition.world.phase.is_over:
+        reconcile_world(transition)
+    return transition.world, tuple(transition.actions)
 
 
-def _as_reported(known: list[RejoinReport], nproc: int, now_s: float, policy: ScalingPolicy) -> WorldState:
-    """The newest world any of them was told of, as if it was running."""
+def _reported_world(known: list[RejoinReport], nproc: int, now_s: float, policy: ScalingPolicy) -> WorldState:
+    """Return the newest world of any report as a running world."""
     newest = max((report.epoch for report in known), default=-1)
-    places = next((report.ranked_nodes for report in known if report.epoch == newest >= 0 and report.ranked_nodes), ())
-    inside = frozenset(places)
+    ranked_nodes = next(
+        (report.ranked_nodes for report in known if report.epoch == newest >= 0 and report.ranked_nodes), ()
+    )
+    inside = frozenset(ranked_nodes)
     members = {
         report.node: NodeMember(
             node=report.node,
@@ -709,14 +742,14 @@ def _as_reported(known: list[RejoinReport], nproc: int, now_s: float, policy: Sc
     return WorldState(
         nproc=nproc,
         formed_s=now_s,
-        phase=WorldPhase.RUNNING if places else WorldPhase.FORMING,
+        phase=WorldPhase.RUNNING if ranked_nodes else WorldPhase.FORMING,
         epoch=newest,
-        ranked_nodes=places,
+        ranked_nodes=ranked_nodes,
         members={
             name: member if member.has_ranks else replace(member, ready_deadline_s=due_s)
             for name, member in members.items()
         },
         join_count=len(known),
-        target_nodes=len(places) or policy.initial_nodes,
+        target_nodes=len(ranked_nodes) or policy.initial_nodes,
         restarts=max((report.restarts for report in known), default=0),
     )

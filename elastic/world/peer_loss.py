@@ -1,8 +1,8 @@
-"""Whether an error message says that another rank was lost: phrases of torch and its transports. Pure."""
+"""Detection of a lost peer rank in error messages of torch and its transports. Pure."""
 
 from __future__ import annotations
 
-_WORDS = (
+_PHRASES = (
     "gloo",
     "NCCL",
     "nccl",
@@ -17,5 +17,5 @@ _WORDS = (
 
 
 def blames_another_rank(message: str) -> bool:
-    """Whether an error's text may be about the end of another rank."""
-    return any(word in message for word in _WORDS)
+    """Return whether an error message may result from the loss of another rank."""
+    return any(phrase in message for phrase in _PHRASES)

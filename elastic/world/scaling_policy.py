@@ -1,6 +1,6 @@
 """ScalingPolicy: sizes, timeouts and restart budgets, and their validation.
 
-Sizes count nodes: a replica is a node's worth of ranks.
+Sizes count nodes: a replica is all ranks of one node.
 """
 
 from __future__ import annotations
@@ -14,79 +14,83 @@ import msgspec
 from elastic.errors import PolicyError
 
 _LEAVE_HANG_S = 4.0
+"""Seconds that ranks may take to leave a world after a hang."""
 
 
 class ScalingPolicy(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """What :func:`elastic.world.next_world.next_world` keeps to. Impossible ones cannot be made."""
+    """Sizes, timeouts and restart limits of a job. Contradictory values raise :class:`PolicyError`.
+
+    :func:`elastic.world.next_world.next_world` decides by them.
+    """
 
     min_replicas: int = 1
     max_replicas: int = 1
     replica_increment_step: int | None = None
-    """Sizes are ``min_replicas + k * step``; one node at a time where neither this nor discrete values are given."""
+    """Step between sizes, from ``min_replicas``; 1 if neither this nor discrete values are set."""
     replica_discrete_values: tuple[int, ...] = ()
-    """Or exactly these."""
+    """All allowed sizes; an empty tuple for sizes by step."""
     replicas: int | None = None
-    """So many are waited for at the start; ``max_replicas`` where it is not given."""
+    """Nodes to wait for at the start; ``None`` for ``max_replicas``."""
 
     scaling_timeout_s: float = 60.0
-    """How long nodes are collected before the world grows, or is begun with fewer than are wanted."""
+    """Seconds to collect nodes before the world grows or starts with fewer nodes than requested."""
     graceful_shutdown_timeout_s: float = 600.0
-    """How long ranks may take to reach a common step and to seal; then they are ended."""
+    """Seconds that ranks may take to reach and seal a common step; 0 changes the world without a pause."""
     faulty_scale_down_timeout_s: float = 30.0
-    """How long a replacement is waited for after a fault, before the world becomes smaller."""
+    """Seconds to wait for a replacement after a fault, before the world becomes smaller."""
     scale_up_snooze_s: float = 0.0
-    """How long a world that a fault has made smaller does not grow."""
+    """Seconds after a fault made the world smaller during which it does not grow."""
     restart_timeout_s: float = 300.0
-    """How long the ranks of a node may take to be ready; then they are started anew, and the next time given up."""
+    """Seconds until the ranks of a node must be ready. They restart once; then the node counts as lost."""
     abort_timeout_s: float = 10.0
-    """Seconds that a live process may take to leave a broken world.
+    """Seconds that a live process may take to leave a broken world, before another process replaces it.
 
-    Then another process replaces it. After a hang the limit is 4 s at most. No longer than ``restart_timeout_s``, the
-    limit of the new process.
+    The limit is at most ``restart_timeout_s``, the limit of the new process, and at most 4 s after a hang.
     """
     lost_state_timeout_s: float = 60.0
-    """How long a new coordinator waits where no node of the newest world answers.
+    """Seconds that a new coordinator waits for the nodes of the newest world, if none of them responds.
 
-    Without these nodes the job may go back to an older step.
+    Without these nodes the job may return to an older step.
     """
     startup_timeout_s: float | None = None
-    """How long the first world may take to begin."""
+    """Seconds until the first world must form, or the job fails; ``None`` for no limit."""
 
     eval_period_s: float = 3600.0
-    """The time within which restarts and offences are counted."""
+    """Seconds of the sliding period in which restarts and node faults count."""
     num_restart_before_full_job_restart: int | None = 10
-    """So many restarts in the period keep the healthy processes; with the next one all are started anew."""
+    """Restarts in the period that retain healthy processes. The next one restarts all; ``None``: never."""
     max_full_job_restarts: int | None = 3
-    """Restarts of all processes in the period, after which the job fails."""
+    """Restarts of all processes allowed in the period; one more fails the job. ``None`` for no limit."""
     job_max_retry_count: int | None = None
-    """So many restarts in the whole life of the job."""
+    """Restarts allowed in the whole life of the job; one more fails it. ``None`` for no limit."""
     max_num_repeat_offenders_to_avoid: int = 1
-    """So many nodes at the most that were to blame for several faults have no rank while others can be had."""
+    """Most repeat offenders that have no rank while other nodes are available."""
     repeat_offender_faults: int = 2
-    """So many faults in the period make a repeated offender."""
+    """Faults in the period that make a node a repeat offender."""
 
     def __post_init__(self) -> None:
         raise_policy_error(policy_problems(msgspec.structs.asdict(self)))
 
     @property
     def initial_nodes(self) -> int:
-        """The size to begin with."""
+        """Nodes that the first world should have."""
         return self.replicas or self.max_replicas
 
     @property
     def abort_limit_s(self) -> float:
+        """Seconds that a live process may take to leave a broken world."""
         return min(self.abort_timeout_s, self.restart_timeout_s)
 
     @property
     def leave_hang_s(self) -> float:
-        """The same after a hang: every other rank has waited for so long that the abort wakes it at once."""
+        """Like :attr:`abort_limit_s`, after a hang: the abort wakes the waiting ranks at once."""
         return min(self.abort_limit_s, _LEAVE_HANG_S)
 
     def allows(self, size: int) -> bool:
         return self.largest_size_within(size) == size
 
     def largest_size_within(self, nodes: int) -> int:
-        """The greatest size that so many nodes allow; 0 when there is none."""
+        """Return the largest size that this number of nodes allows; 0 if no size fits."""
         nodes = min(nodes, self.max_replicas)
         if self.replica_discrete_values:
             return max((size for size in self.replica_discrete_values if size <= nodes), default=0)
@@ -96,7 +100,7 @@ class ScalingPolicy(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
 
     @property
     def smallest_size(self) -> int:
-        """The smallest size there is."""
+        """Smallest allowed number of nodes."""
         return min(self.replica_discrete_values, default=self.min_replicas)
 
     @property
@@ -105,10 +109,9 @@ class ScalingPolicy(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
 
     @classmethod
     def from_fields(cls, read: PolicyFields, **others: Any) -> ScalingPolicy:
-        """Return the policy of ``read``; ``others`` are fields that replace or complete it.
+        """Return the policy of ``read``; ``others`` replace or add fields.
 
-        Raises :class:`~elastic.errors.PolicyError` with every problem at once. It names each field by the key that the
-        file has for it.
+        Raises :class:`~elastic.errors.PolicyError` with all problems. It names each field by its key in the file.
         """
         unknown = tuple(f"{name} is unknown" for name in others if name not in cls.__struct_fields__)
         fields = {**read.fields, **others}
@@ -129,7 +132,7 @@ class PolicyFields(NamedTuple):
 
 
 class FieldBound(NamedTuple):
-    """What one field may be."""
+    """Type and lower bound of one field."""
 
     is_integer: bool
     lowest: int
@@ -170,26 +173,26 @@ FIELD_BOUNDS: Mapping[str, FieldBound] = {
     "max_num_repeat_offenders_to_avoid": FieldBound(is_integer=True, lowest=0),
     "repeat_offender_faults": FieldBound(is_integer=True, lowest=1),
 }
-"""All fields but the list of sizes."""
+"""Bounds of all fields except the list of sizes."""
 
 _SIZES = "replica_discrete_values"
 _EACH_SIZE = FieldBound(is_integer=True, lowest=1)
 
 
 def policy_problems(fields: Mapping[str, Any], called: Mapping[str, str] | None = None) -> tuple[str, ...]:
-    """Why there can be no policy with these fields; ``called`` says what whoever wrote them calls them."""
+    """Return the reasons why these fields form no policy; ``called`` has their keys in the file."""
     names = {name: (called or {}).get(name, name) for name in (*FIELD_BOUNDS, _SIZES)}
-    wrong = {
+    problems = {
         name: f"{names[name]} is {fields[name]!r}, must be {bound.description}"
         for name, bound in FIELD_BOUNDS.items()
         if not bound.admits(fields[name])
     }
     sizes = fields[_SIZES]
     if not isinstance(sizes, (tuple, list)) or not all(_EACH_SIZE.admits(size) for size in sizes):
-        wrong[_SIZES] = f"{names[_SIZES]} is {sizes!r}, must be a list of whole numbers, 1 or more each"
-    if not wrong.keys().isdisjoint((_SIZES, "min_replicas", "max_replicas", "replica_increment_step", "replicas")):
-        return tuple(wrong.values())
-    return (*wrong.values(), *_contradictions(fields, names))
+        problems[_SIZES] = f"{names[_SIZES]} is {sizes!r}, must be a list of whole numbers, 1 or more each"
+    if not problems.keys().isdisjoint((_SIZES, "min_replicas", "max_replicas", "replica_increment_step", "replicas")):
+        return tuple(problems.values())
+    return (*problems.values(), *_contradictions(fields, names))
 
 
 def raise_policy_error(problems: tuple[str, ...]) -> None:

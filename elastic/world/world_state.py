@@ -1,20 +1,21 @@
-"""Membership of a world as a value, the events that change it, and the actions that follow.
+"""The state of a world as a value, the events that change it, and the actions that follow.
 
 ::
 
-              all ready             fault                         nobody to wait for, and too few
+              all ready             fault                         no node to wait for, too few left
     FORMING ────────────> RUNNING ────────> FORMING <──> WAITING ──────────────────────────────────> STOPPED
        ^                   │    │                        (for a replacement)
        │     all sealed    │    │ all finished
        └──── PAUSING  <────┘    └───────────> FINISHED                     restart budget used up: JOB_FAILED
              (pausing)  ────────────────────────^
 
-``life`` counts the starts of a node's supervisor: what is said of an earlier life changes nothing, and a life that was
-declared lost or was released never comes back; its supervisor begins a new one.
+``generation`` counts the starts of a node's supervisor. Events of an earlier generation change nothing. A generation
+that was declared lost or was released never returns: its supervisor starts a new one.
 
-``births`` counts the processes that a supervisor has put into ranks' seats in this life, spares that were promoted
-included: ``nproc`` from the start on, one more with every replacement. It tells an old process from the new one in the
-same seat. A supervisor replaces a rank only when it is told to, and what it ends by order it does not report as lost.
+``spawn_count`` counts the processes that have run as ranks of a supervisor in this generation. It is ``nproc`` at the
+start and grows by one with every replacement, also by a promoted spare. It distinguishes the old process of a local
+rank from the new one. A supervisor replaces a rank only for an action. It does not report processes that it ended for
+an action as lost.
 """
 
 from __future__ import annotations
@@ -34,12 +35,12 @@ _SAME_ERRORS_AT_START = 2
 
 class WorldPhase(enum.Enum):
     FORMING = "forming"
-    """There is no world; the ranks of the next one are on their way."""
+    """No world runs; the ranks of the next one are becoming ready."""
     WAITING = "waiting"
-    """The same, but nodes are missing: a replacement may come in time."""
+    """Like ``FORMING``, but nodes are missing and a replacement may still join."""
     RUNNING = "running"
     PAUSING = "pausing"
-    """The ranks were asked to stop at a step; the world still runs."""
+    """The world still runs, but its ranks will stop at a common step."""
     STOPPED = "stopped"
     FINISHED = "finished"
     FAILED = "failed"
@@ -50,7 +51,7 @@ class WorldPhase(enum.Enum):
 
     @property
     def is_running(self) -> bool:
-        """Ranks are in a world."""
+        """Whether ranks are in a world."""
         return self in (WorldPhase.RUNNING, WorldPhase.PAUSING)
 
 
@@ -58,18 +59,18 @@ class SealedStep(msgspec.Struct, frozen=True):
     """A step that all ranks of a world sealed before they left it."""
 
     job: str
-    """Of the checkpoints."""
+    """Name of the checkpoint job."""
     step: NonNegativeInt
     epoch: NonNegativeInt
-    """Of the incarnation that saved it: a step of another one with the same number is another step."""
+    """Epoch of the incarnation that saved it. Equal step numbers of two epochs are different steps."""
 
 
 class RequestedStep(msgspec.Struct, frozen=True):
-    """The step that the first world of a run restores, whatever its checkpoint job is called."""
+    """The step that the first world of a run restores, in any checkpoint job."""
 
     step: NonNegativeInt
     epoch: NonNegativeInt | None = None
-    """Of the incarnation that saved it; ``None``: the newest that did."""
+    """Epoch of the incarnation that saved it; ``None`` for the newest incarnation that saved the step."""
 
     def __str__(self) -> str:
         return str(self.step) if self.epoch is None else f"{self.step}@{self.epoch}"
@@ -79,11 +80,11 @@ class ErrorPosition(msgspec.Struct, frozen=True):
     """Position in a rank's training at which its train function raised an error."""
 
     step: NonNegativeIntOrMinusOne
-    """The step in progress; -1 where the train function does not report steps."""
+    """Step in progress; -1 if the train function does not report steps."""
     sealed: NonNegativeIntOrMinusOne = -1
-    """The newest step that the rank's process has sealed."""
+    """Newest step that the rank's process has sealed; -1 for none."""
     before_first_step: bool = False
-    """The rank had completed no step in this world."""
+    """Whether the rank had completed no step in this world."""
 
     def __str__(self) -> str:
         if self.before_first_step:
@@ -97,30 +98,30 @@ class RepeatedError(msgspec.Struct, frozen=True):
     reason: str
     position: ErrorPosition
     count: int = 1
-    """Worlds in a row that it broke, with no new sealed step in between."""
+    """Consecutive worlds that the error broke, with no new sealed step in between."""
 
     def next(self, reason: str, position: ErrorPosition) -> RepeatedError:
-        """Return the error after it broke another world; the count begins anew for another error."""
+        """Return the error of the next broken world: ``count`` plus 1, or 1 for a different error."""
         at = msgspec.structs.replace(position, sealed=self.position.sealed)
         same = (reason, at) == (self.reason, self.position) and position.sealed <= self.position.sealed
         return RepeatedError(reason, self.position, self.count + 1) if same else RepeatedError(reason, position)
 
     @property
     def is_permanent(self) -> bool:
-        """Whether another attempt would end in the same way."""
+        """Whether another attempt would fail in the same way."""
         return self.count >= (_SAME_ERRORS_AT_START if self.position.before_first_step else _SAME_ERRORS)
 
 
 class PendingReplacement(msgspec.Struct, frozen=True):
-    """A seat whose process is being replaced."""
+    """A local rank whose process is being replaced."""
 
     local_rank: int
     spawn_count: int
-    """How many processes the node had started when the old one was lost."""
+    """Processes that the node had started when the old process was lost."""
     spare: bool = False
-    """A warm spare takes it: it is there in no time."""
+    """Whether a warm spare replaces the process, so that no process start is needed."""
     full_restart: bool = False
-    """Nobody lost it: all processes were started anew."""
+    """Whether the process was not lost but is replaced in a restart of all processes."""
 
 
 class NodeMember(
@@ -128,37 +129,38 @@ class NodeMember(
     frozen=True,
     omit_defaults=True,
 ):
-    """A node that is here, in the world or beside it."""
+    """A node of the job, with or without ranks in the world."""
 
     node: str
     generation: int
     join_order: int
-    """Which one it was to come."""
+    """Number of nodes that joined before this one."""
     joined_s: float = 0.0
     has_ranks: bool = False
-    """It has ranks in the newest world, also when that is broken."""
+    """Whether the node has ranks in the newest world, even if that world is broken."""
     epoch: int = -1
-    """The last world it had ranks in."""
+    """Newest world in which the node had ranks; -1 for none."""
     first_epoch: int = -1
-    """The first of those that it was in one after the other until then."""
+    """First of the consecutive worlds up to ``epoch`` in which the node had ranks."""
     spawn_count: int = 0
-    """How many processes it had started when it last was ready."""
+    """Processes that the node had started when it was last ready."""
     spares: int = 0
+    """Warm processes in addition to the ranks."""
     pending_replacements: tuple[PendingReplacement, ...] = ()
     ready: bool = False
-    """Its ranks wait for a place."""
+    """Whether all its ranks wait for a world."""
     sealed: bool = False
-    """Its ranks stand at the agreed step, and may be asked to go."""
+    """Whether its ranks have sealed the common step of a pause, so that the node may leave."""
     ready_deadline_s: float | None = None
-    """When its ranks are to be ready."""
+    """Time by which its ranks must be ready; ``None`` for no limit."""
     respawn_requested: bool = False
-    """They were not, and were started again."""
+    """Whether its ranks missed that deadline and were started again."""
     drain_deadline_s: float | None = None
-    """It was preempted."""
+    """Time by which the preempted node must leave; ``None`` if it is not preempted."""
 
     @property
     def has_stopped(self) -> bool:
-        """Whether a pause need not wait for it any more."""
+        """Whether a pause no longer needs to wait for the node."""
         return self.ready or self.sealed
 
     @property
@@ -167,12 +169,12 @@ class NodeMember(
 
     @property
     def is_respawning(self) -> bool:
-        """Its ranks take as long as a new process takes to start."""
-        return self.respawn_requested or any(not owed.spare for owed in self.pending_replacements)
+        """Whether at least one of its ranks needs a newly started process."""
+        return self.respawn_requested or any(not replacement.spare for replacement in self.pending_replacements)
 
 
 class NodeFault(msgspec.Struct, frozen=True):
-    """A fault that a node was to blame for."""
+    """A fault that counts against a node."""
 
     node: str
     at_s: float
@@ -182,79 +184,83 @@ class WorldState(
     msgspec.Struct,
     frozen=True,
 ):
-    """Who is in the job. Made by :func:`elastic.world.next_world.initial_world`, changed by
-    :func:`elastic.world.next_world.next_world`.
+    """Members, phase, deadlines and restart counts of a job.
+
+    :func:`elastic.world.next_world.initial_world` returns the first one, and
+    :func:`elastic.world.next_world.next_world` its successors. All times are on the clock of ``now_s``.
     """
 
     nproc: int
     """Ranks per node."""
     phase: WorldPhase = WorldPhase.FORMING
     epoch: int = -1
-    """Number of the newest world; 0 for the first one, if no earlier world can have been forgotten."""
+    """Number of the newest world; -1 before the first one, which is 0 or ``min_next_epoch``."""
     min_next_epoch: int = 0
     """Smallest allowed number of the next world."""
     ranked_nodes: tuple[str, ...] = ()
-    """The nodes of the newest world in order of rank, also those that have been lost since it broke."""
+    """Nodes of the newest world in rank order, including nodes lost since it broke."""
     members: dict[str, NodeMember] = {}
-    """Never changed in place."""
+    """Nodes of the job by name. Never changed in place."""
     departed: dict[str, int] = {}
-    """Nodes that are no more, and the life they ended with."""
+    """Highest generation of each node that was lost, left or was released."""
     finished_nodes: frozenset[str] = frozenset()
-    """Nodes of the newest world that have nothing left to do."""
+    """Nodes of the newest world whose ranks have all finished."""
     join_count: int = 0
     formed_s: float = 0.0
-    """When it was formed; before the first, since when that is waited for."""
+    """Time at which the newest world was formed; before the first, the time at which the wait began."""
 
     target_nodes: int = 0
-    """How many nodes the next world is to have, if they can be had within the timeouts."""
+    """Nodes that the next world should have, if they become ready within the timeouts."""
     max_nodes: int | None = None
-    """How many it may have at the most, where somebody asked for that."""
+    """Requested limit of nodes; ``None`` for the limit of the policy."""
     requested_nodes: int = 0
-    """Nodes the cluster was asked for and that have not come yet."""
+    """Nodes requested from the cluster that have not joined yet."""
     after_fault: bool = False
-    """What the next world is formed after: a fault, or a change that was wanted."""
+    """Whether the next world follows a fault, not a planned change."""
     stopping: bool = False
+    """Whether the job will stop after its ranks have sealed a step."""
     reason: str = ""
-    """Why there will be, or is, this world; at the end, why it is over."""
+    """Why the current or next world is formed; in a final phase, why the job ended."""
 
     replacement_deadline_s: float | None = None
-    """How long a replacement, or at the start all the nodes, are waited for."""
+    """Time until which the next world waits for a replacement, or for further nodes at the start."""
     pause_deadline_s: float | None = None
-    """When who has not paused is stopped."""
+    """Time at which ranks that have not paused are stopped."""
     sealed_nodes: int = 0
-    """How many nodes of this world have sealed the step at which it pauses."""
+    """Nodes of this world that have sealed the step at which it pauses."""
     sealed_step: SealedStep | None = None
-    """What they sealed, as long as all have named the same."""
+    """The step that these nodes sealed; ``None`` if their reports differ."""
     resume_from: SealedStep | None = None
-    """What the next world restores: this one has ended in order."""
+    """Step that all ranks sealed and the next world restores; ``None`` for the newest complete step."""
     requested_step: RequestedStep | None = None
-    """What the next world restores, until a world of this run has sealed a step."""
+    """Step that the next world restores, until a world of this run has sealed a step."""
     growth_possible_since_s: float | None = None
-    """Since when there could be a greater, or a better, world."""
+    """Time since which a larger or better world has been possible; ``None`` if none is."""
     shrunk_s: float | None = None
-    """When faults last made the world smaller."""
+    """Time at which a fault last made the world smaller."""
 
     failed_pauses: int = 0
-    """Changes in a row that the ranks did not come to in time: the next one is tried later each time."""
+    """Consecutive pauses that missed their deadline. Each one delays the next attempt to grow."""
     restarts: int = 0
-    """Worlds that ended by a fault."""
+    """Restarts after faults in the whole life of the job."""
     faults_s: tuple[float, ...] = ()
-    """When, since all processes were last started anew."""
+    """Times of the faults within the evaluation period since the last restart of all processes."""
     full_restarts_s: tuple[float, ...] = ()
+    """Times of the restarts of all processes within the evaluation period."""
     spawn_attempts: int = 0
-    """How often a process of one seat was started for the next world, as far as that is counted as restarts."""
+    """Highest number of starts of one local rank for the next world that have been counted as restarts."""
     has_respawned: bool = False
-    """Processes were replaced for the next world."""
+    """Whether processes were replaced for the next world."""
     repeated_error: RepeatedError | None = None
-    """The train function's error that broke the newest broken world; ``None`` if it broke otherwise."""
+    """Error of the train function that broke the newest broken world; ``None`` for any other cause."""
     node_faults: tuple[NodeFault, ...] = ()
 
     next_tick_s: float | None = None
-    """When it next wants a tick, if nothing happens before."""
+    """Time at which the next :class:`Tick` is due if no event comes earlier; ``None`` for no tick."""
 
     @property
     def size(self) -> int:
-        """Nodes of the newest world."""
+        """Number of nodes in the newest world."""
         return len(self.ranked_nodes)
 
     @property
@@ -263,7 +269,7 @@ class WorldState(
 
     @property
     def standby(self) -> tuple[str, ...]:
-        """Nodes that are here and have no rank."""
+        """Names of the members without ranks."""
         return tuple(member.node for member in self.members.values() if not member.has_ranks)
 
 
@@ -272,49 +278,49 @@ class _Event(msgspec.Struct, frozen=True, tag=True):
 
 
 class NodeJoined(_Event, frozen=True):
-    """A supervisor is here and warms up its ranks."""
+    """A supervisor has joined and starts its ranks."""
 
     node: str
     generation: int
     local_ranks: int
-    """Ranks it runs; a world takes only nodes that run as many as all others."""
+    """Ranks of the node. A node whose number differs from the job's is released."""
     spawn_count: int = 0
     spares: int = 0
-    """Warm processes beyond its ranks."""
+    """Warm processes in addition to the ranks."""
 
 
 class NodeReady(_Event, frozen=True):
-    """All ranks of a node wait for a place, in no process group."""
+    """All ranks of a node wait for a world, in no process group."""
 
     node: str
     generation: int
     spawn_count: int
     epoch: int = -1
-    """The newest world this node was told of: its ranks have left it, or never entered."""
+    """Newest world that this node knows. Its ranks have left that world or never entered it."""
     spares: int = 0
 
 
 class NodeSealed(_Event, frozen=True):
-    """All ranks of a node stand at the agreed step, and what they hold is safe."""
+    """All ranks of a node stopped at the common step, and their shards are sealed."""
 
     node: str
     generation: int
     epoch: int
     step: int = -1
     checkpoint: SealedStep | None = None
-    """Where it is, where all ranks of the node have named the same."""
+    """The sealed step, if all ranks of the node report the same one."""
 
 
 class StepSealed(_Event, frozen=True):
-    """All ranks of a world have sealed a step in it: a restore finds that step, or a newer one."""
+    """All ranks of a world have sealed a step in it. A restore finds this step or a newer one."""
 
     epoch: int
 
 
 class NodeFinished(_Event, frozen=True):
-    """All ranks of a node have nothing left to do.
+    """All ranks of a node have finished.
 
-    Should the world break before the others have finished, those that ended are reported as lost, after that.
+    If the world breaks before the other nodes finish, the supervisor then reports the processes that ended as lost.
     """
 
     node: str
@@ -323,7 +329,7 @@ class NodeFinished(_Event, frozen=True):
 
 
 class NodeLost(_Event, frozen=True):
-    """A node has not been heard of for too long, or is known to be gone."""
+    """A node missed its heartbeats, or its end is known."""
 
     node: str
     generation: int
@@ -331,7 +337,7 @@ class NodeLost(_Event, frozen=True):
 
 
 class NodeLeft(_Event, frozen=True):
-    """A supervisor says goodbye; nobody is to blame."""
+    """A supervisor leaves the job. This does not count as a fault of its node."""
 
     node: str
     generation: int
@@ -339,20 +345,20 @@ class NodeLeft(_Event, frozen=True):
 
 
 class RankLost(_Event, frozen=True):
-    """A process in a rank's seat has ended, and was not to."""
+    """A rank's process ended unexpectedly."""
 
     node: str
     generation: int
     spawn_count: int
-    """As many as there had been when it was noticed."""
+    """Processes that the node had started when its supervisor noticed the loss."""
     local_rank: int
     reason: str
     never_joined: bool = False
-    """The process exited by itself and never connected to its supervisor."""
+    """Whether the process exited on its own and never connected to its supervisor."""
 
 
 class RankFault(_Event, frozen=True):
-    """A rank says that its world is broken; its process lives and comes back by itself."""
+    """A rank reports that its world is broken. Its process is alive and leaves the world on its own."""
 
     node: str
     generation: int
@@ -360,34 +366,34 @@ class RankFault(_Event, frozen=True):
     local_rank: int
     reason: str
     final: bool = False
-    """Another attempt would end the same way."""
+    """Whether another attempt would fail in the same way."""
     position: ErrorPosition | None = None
-    """Where the train function raised the error; ``None`` for one that may follow from a lost rank."""
+    """Where the train function raised the error; ``None`` if a lost rank may have caused it."""
 
 
 class HangDetected(_Event, frozen=True):
-    """A step does not end."""
+    """A step takes longer than the hang timeout."""
 
     epoch: int
     reason: str
     node: str = ""
-    """Whose rank does not move, where that is known; its process is replaced."""
+    """Node of the rank that hangs; "" if it is not known. The rank's process is replaced."""
     local_rank: int = -1
 
 
 class NodesPreempted(_Event, frozen=True):
-    """The cluster wants these nodes back."""
+    """The cluster reclaims these nodes."""
 
     nodes: tuple[str, ...]
     deadline_s: float
-    """On the clock of ``now_s``: when they are taken."""
+    """Time at which the nodes are taken, on the clock of ``now_s``."""
     reason: str = "preempted"
 
 
 class ResizeRequested(_Event, frozen=True):
-    """A person or the script wants so many nodes at the most; ``None``: as many as the policy allows.
+    """A user or the script requests a limit of nodes; ``None`` for the limit of the policy.
 
-    A number below the least size the policy allows changes nothing.
+    A number below the smallest size of the policy changes nothing.
     """
 
     nodes: int | None
@@ -395,21 +401,22 @@ class ResizeRequested(_Event, frozen=True):
 
 
 class JobStopRequested(_Event, frozen=True):
-    """The job is to be saved and to end, to be resumed another time."""
+    """A request to save a step and stop the job. A later run can resume it."""
 
     reason: str
     deadline_s: float | None = None
-    """On the clock of ``now_s``."""
+    """Time to stop by, on the clock of ``now_s``; ``None`` for the policy's timeout."""
 
 
 class Tick(_Event, frozen=True):
-    """Time has passed: :attr:`World.tick_s <elastic.world.world_state.WorldState.next_tick_s>` says when one is
-    wanted.
+    """Time has passed.
+
+    :attr:`WorldState.next_tick_s <elastic.world.world_state.WorldState.next_tick_s>` is the time of the next tick.
     """
 
 
 class EventBatch(_Event, frozen=True):
-    """What came in together is decided on together: one new world where each alone would have made one."""
+    """Events that arrived together. They cause at most one new world; separately, each could cause one."""
 
     events: tuple[WorldEvent, ...]
 
@@ -437,7 +444,7 @@ class RejoinReport(
     msgspec.Struct,
     frozen=True,
 ):
-    """All that a supervisor knows of its node and its world: what a coordinator that starts again asks for."""
+    """The state of a node and its world as its supervisor knows it, for a restarted coordinator."""
 
     node: str
     generation: int
@@ -445,29 +452,29 @@ class RejoinReport(
     spawn_count: int
     spares: int = 0
     epoch: int = -1
-    """The newest world it was told of."""
+    """Newest world that the supervisor knows; -1 for none."""
     ranked_nodes: tuple[str, ...] = ()
-    """The nodes of that world, in order of rank; it is enough that one of them says so."""
+    """Nodes of that world in rank order. One report with them is enough."""
     restarts: int = 0
-    """As that world was formed with."""
+    """Restarts of the job when that world was formed."""
     ready: bool = False
-    """All its ranks wait for a place: they have left that world, or never entered."""
+    """Whether all its ranks wait for a world: they have left that world or never entered it."""
     lost_ranks: tuple[int, ...] = ()
-    """Local ranks whose process has ended, and was not to."""
+    """Local ranks whose process ended unexpectedly."""
     finished: bool = False
-    """All its ranks have nothing left to do."""
+    """Whether all its ranks have finished."""
 
 
 class FormationKind(enum.Enum):
-    """How a world came to be, compared with the one before."""
+    """The difference between a world and the previous one."""
 
     START = "start"
     RESTART = "restart"
-    """The same nodes, after a fault that no process was lost by."""
+    """The same nodes, after a fault without a lost process."""
     RESPAWN = "respawn"
     """The same nodes; processes were replaced in place."""
     REPLACE = "replace"
-    """As many nodes, not the same."""
+    """The same number of nodes, but not the same nodes."""
     SHRINK = "shrink"
     GROW = "grow"
 
@@ -477,30 +484,30 @@ class _Action(msgspec.Struct, frozen=True, tag=True):
 
 
 class BreakWorld(_Action, frozen=True):
-    """The world of this epoch is broken: its ranks leave the step at once and come back (``NoticeKind.RESTART``)."""
+    """The world of this epoch is broken: its ranks abort the step (``NoticeKind.RESTART``)."""
 
     epoch: int
     reason: str
     within_s: float
-    """Seconds that its ranks have to leave. The process of a rank that takes longer is replaced."""
+    """Seconds that the ranks have to leave. A process that takes longer is replaced."""
 
 
 class PauseWorld(_Action, frozen=True):
-    """The ranks of this epoch agree on a step, seal, and come back (``NoticeKind.RESIZE``), or end
-    (``NoticeKind.STOP``).
+    """The ranks of this epoch agree on a step and seal it.
 
-    A later one of the same epoch replaces an earlier one.
+    Then they wait for the next world (``NoticeKind.RESIZE``) or end (``NoticeKind.STOP``).
+    A later pause of the same epoch replaces an earlier one.
     """
 
     epoch: int
     reason: str
     deadline_s: float
-    """On the clock of ``now_s``: who has not come by then is stopped."""
+    """Time at which ranks that have not paused are stopped, on the clock of ``now_s``."""
     stop: bool = False
 
 
 class RespawnRanks(_Action, frozen=True):
-    """End what runs in these seats, if anything does, and start a new process in each."""
+    """A new process for each of these local ranks; a process that still runs there is ended."""
 
     node: str
     generation: int
@@ -508,7 +515,7 @@ class RespawnRanks(_Action, frozen=True):
 
 
 class PromoteSpare(_Action, frozen=True):
-    """The same, with a warm spare process of this node."""
+    """A warm spare process of this node for this local rank; a process that still runs there is ended."""
 
     node: str
     generation: int
@@ -516,9 +523,9 @@ class PromoteSpare(_Action, frozen=True):
 
 
 class RespawnStragglers(_Action, frozen=True):
-    """End and start anew those ranks of a node that do not wait for a place by now.
+    """New processes for the ranks of a node that are not waiting for a world yet.
 
-    A node where all do says so again.
+    If all its ranks are waiting, the node reports again that it is ready.
     """
 
     node: str
@@ -526,9 +533,9 @@ class RespawnStragglers(_Action, frozen=True):
 
 
 class FormWorld(_Action, frozen=True):
-    """A new world. A rank is its node's position times ``nproc``, plus its local rank.
+    """A new world. A rank's number is its node's position times ``nproc``, plus its local rank.
 
-    A supervisor that has no process waiting in one of the seats by then reports that rank as lost, again if it has.
+    A supervisor without a waiting process for one of its local ranks reports that rank as lost, even if it already has.
     """
 
     epoch: int
@@ -538,51 +545,51 @@ class FormWorld(_Action, frozen=True):
     restarts: int
     reason: str
     resume_from: SealedStep | None = None
-    """What its ranks restore, and nothing else."""
+    """The only step that its ranks may restore; ``None`` for the newest complete step."""
     requested_step: RequestedStep | None = None
-    """The same, as the command line of this run requests it."""
+    """The step to restore that the command line of this run requests; ``None`` for none."""
 
 
 class ReleaseNode(_Action, frozen=True):
-    """This node is not needed, or has to go: its ranks are dismissed and its supervisor leaves."""
+    """The node is not needed or must leave: its ranks end and its supervisor exits."""
 
     node: str
     generation: int
     reason: str
     force: bool = False
-    """Its processes are ended without being asked: its time is up, or it does not answer."""
+    """Whether its processes are killed: its deadline has passed or it does not respond."""
     sealed_step: SealedStep | None = None
-    """The step that all ranks of its world have sealed."""
+    """The step that all ranks of its world have sealed; ``None`` for none."""
 
 
 class RequestNodes(_Action, frozen=True):
-    """Ask the cluster for this many more nodes."""
+    """A request to the cluster for this many more nodes."""
 
     nodes: int
     reason: str
 
 
 class StopJob(_Action, frozen=True):
-    """The job ends here, to be resumed another time."""
+    """The job stops; a later run can resume it."""
 
     reason: str
     sealed_step: SealedStep | None = None
-    """The step that the next run restores: the ranks sealed it before the job stopped."""
+    """Step that all ranks sealed and the next run restores; ``None`` for no such step."""
 
 
 class FinishJob(_Action, frozen=True):
-    """All ranks have done what there was to do: the job has succeeded."""
+    """All ranks have finished: the job has succeeded."""
 
 
 class FailJob(_Action, frozen=True):
-    """The job cannot go on."""
+    """The job has failed and cannot continue."""
 
     reason: str
     """The last error."""
     attempts: str
-    """How often the job was tried, or why it is not tried again."""
+    """Number of attempts, or why the job is not retried."""
     never_joined: bool = False
-    """The script never called ``elastic.run``: no attempt would be different."""
+    """Whether the script never called ``elastic.run``, so that a retry cannot help."""
 
 
 WorldAction: TypeAlias = (

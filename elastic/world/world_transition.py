@@ -1,6 +1,6 @@
 """One transition of a world: node selection, restart budgets, breaking and forming. Pure.
 
-Only the decision that made a turn sees it; what comes out of it is values.
+A :class:`WorldTransition` is mutable, but only one decision uses it. Its results are values.
 """
 
 from __future__ import annotations
@@ -34,19 +34,17 @@ from elastic.world.world_state import (
 replace = msgspec.structs.replace
 
 REPORT_S = 2.0
-"""Seconds that supervisors get to end the processes of a broken world and to report them, after their deadline."""
+"""Seconds after the deadline in which supervisors end and report the processes of a broken world."""
 
 
 class WorldTransition:
-    """What every step of a decision can do."""
+    """Changes of a world and the actions of one decision."""
 
     def __init__(self, world: WorldState, policy: ScalingPolicy, now_s: float) -> None:
         self.world = replace(world, members=dict(world.members), departed=dict(world.departed))
         self.policy = policy
         self.now_s = now_s
         self.actions: list[WorldAction] = []
-
-    # -- bookkeeping --------------------------------------------------------------------------------------------------
 
     def emit(self, action: WorldAction) -> None:
         self.actions.append(action)
@@ -59,19 +57,19 @@ class WorldTransition:
         self.world.members[member.node] = member
         return member
 
-    def member_of_generation(self, node: str, life: int) -> NodeMember | None:
-        """The member this is about; what is about another life of the node is about nobody."""
+    def member_of_generation(self, node: str, generation: int) -> NodeMember | None:
+        """Return the member if it has this generation, otherwise ``None``."""
         member = self.world.members.get(node)
-        return member if member is not None and member.generation == life else None
+        return member if member is not None and member.generation == generation else None
 
-    def remove_member(self, member: NodeMember, life: int | None = None) -> None:
+    def remove_member(self, member: NodeMember, generation: int | None = None) -> None:
         del self.world.members[member.node]
-        self.world.departed[member.node] = max(member.generation, life or member.generation)
+        self.world.departed[member.node] = max(member.generation, generation or member.generation)
 
     def release_node(
-        self, member: NodeMember, reason: str, *, cut: bool = False, sealed_step: SealedStep | None = None
+        self, member: NodeMember, reason: str, *, force: bool = False, sealed_step: SealedStep | None = None
     ) -> None:
-        self.emit(ReleaseNode(member.node, member.generation, reason, cut, sealed_step))
+        self.emit(ReleaseNode(member.node, member.generation, reason, force, sealed_step))
         self.remove_member(member)
 
     @property
@@ -84,7 +82,10 @@ class WorldTransition:
 
     @property
     def growth_allowed_s(self) -> float:
-        """From when on the world may become larger, or better; in the past, or infinitely far away, maybe."""
+        """Time from which the world may grow or replace a repeat offender; infinite if it may not.
+
+        May be in the past.
+        """
         if self.world.growth_possible_since_s is None:
             return math.inf
         put_off_s = self.policy.graceful_shutdown_timeout_s * (2 ** min(self.world.failed_pauses, 16) - 1)
@@ -96,15 +97,13 @@ class WorldTransition:
     def avoided(self) -> frozenset[str]:
         return avoided_nodes(self.world, self.policy, self.now_s)
 
-    # -- what goes wrong ----------------------------------------------------------------------------------------------
-
     def lose_node(
-        self, member: NodeMember, reason: str, *, blame: bool = True, cut: bool = False, life: int | None = None
+        self, member: NodeMember, reason: str, *, blame: bool = True, force: bool = False, generation: int | None = None
     ) -> None:
-        """A node is no more, or is not waited for any longer (``cut``)."""
-        if cut:
-            self.emit(ReleaseNode(member.node, member.generation, reason, cut))
-        self.remove_member(member, life)
+        """Remove a lost member. With ``force``, also release the node, which may still be alive."""
+        if force:
+            self.emit(ReleaseNode(member.node, member.generation, reason, force))
+        self.remove_member(member, generation)
         blame = blame and not member.is_draining
         if not member.has_ranks or (member.node in self.world.finished_nodes and self.world.phase.is_running):
             return
@@ -117,11 +116,11 @@ class WorldTransition:
             self.break_world(f"{member.node} was lost: {reason}", member.node if blame else "")
 
     def break_world(
-        self, reason: str, node: str = "", births: int = 0, *, counted: bool = True, leave_s: float | None = None
+        self, reason: str, node: str = "", spawn_count: int = 0, *, counted: bool = True, leave_s: float | None = None
     ) -> None:
-        """The world is broken: nothing can be agreed on any more, its ranks come back one by one.
+        """Break the world: its ranks leave it without a common step.
 
-        ``leave_s`` is the time they have for that, ``policy.leave_s`` by default.
+        ``leave_s`` is the number of seconds that they have, by default ``policy.abort_limit_s``.
         """
         if not self.world.phase.is_running:
             return
@@ -147,12 +146,12 @@ class WorldTransition:
             due_s = None if member.ready else self.now_s + leave_s + REPORT_S
             self.update_member(member, ready_deadline_s=due_s, sealed=False)
         if counted:
-            self.count_restart(reason, node, births)
+            self.count_restart(reason, node, spawn_count)
 
-    def count_restart(self, reason: str, node: str = "", births: int = 0) -> None:
-        """One restart more; when there were too many, all processes are started anew, and in the end none.
+    def count_restart(self, reason: str, node: str = "", spawn_count: int = 0) -> None:
+        """Count a restart. Above the limits, restart all processes or fail the job.
 
-        Restarts that have not led to a new world count for as long as there is none.
+        Restarts that have not led to a new world count until one forms.
         """
         policy, now_s = self.policy, self.now_s
         since_s = min(self.world.formed_s, now_s - policy.eval_period_s)
@@ -172,26 +171,27 @@ class WorldTransition:
         elif escalates:
             for member in list(self.world.members.values()):
                 if member.has_ranks or self.world.epoch < 0:
-                    known = max(self.spawn_count_of(member), births if member.node == node else 0)
-                    self.replace_ranks(member, tuple(range(self.world.nproc)), known, whole=True)
+                    known = max(self.spawn_count_of(member), spawn_count if member.node == node else 0)
+                    self.replace_ranks(member, tuple(range(self.world.nproc)), known, full_restart=True)
 
     def record_node_fault(self, node: str) -> None:
         if node:
-            kept = recent_faults(self.world.node_faults, self.policy, self.now_s)
-            self.update(node_faults=(*kept, NodeFault(node, self.now_s)))
-
-    # -- processes ----------------------------------------------------------------------------------------------------
+            recent = recent_faults(self.world.node_faults, self.policy, self.now_s)
+            self.update(node_faults=(*recent, NodeFault(node, self.now_s)))
 
     @staticmethod
     def spawn_count_of(member: NodeMember) -> int:
-        """How many processes a node has started, as far as is known here."""
-        return max((owed.spawn_count for owed in member.pending_replacements), default=member.spawn_count)
+        """Return the highest number of processes that the node is known to have started."""
+        return max((replacement.spawn_count for replacement in member.pending_replacements), default=member.spawn_count)
 
     def replace_ranks(
-        self, member: NodeMember, local_ranks: tuple[int, ...], births: int, *, whole: bool = False
+        self, member: NodeMember, local_ranks: tuple[int, ...], spawn_count: int, *, full_restart: bool = False
     ) -> NodeMember:
-        """Others in the place of these processes, lost when there had been so many of the node's."""
-        spare = member.spares > 0 and not whole
+        """Replace these local ranks; ``spawn_count`` is the node's count when they were lost.
+
+        A spare is used if the node has one, unless all processes restart (``full_restart``).
+        """
+        spare = member.spares > 0 and not full_restart
         if spare:
             self.emit(PromoteSpare(member.node, member.generation, *local_ranks))
         else:
@@ -201,19 +201,17 @@ class WorldTransition:
             member,
             pending_replacements=(
                 *member.pending_replacements,
-                *(PendingReplacement(local_rank, births, spare, whole) for local_rank in local_ranks),
+                *(PendingReplacement(local_rank, spawn_count, spare, full_restart) for local_rank in local_ranks),
             ),
             spares=member.spares - spare,
             ready=False,
             ready_deadline_s=self.now_s + self.policy.restart_timeout_s,
         )
 
-    # -- the next world, or none --------------------------------------------------------------------------------------
-
     def form_world(self, chosen: list[NodeMember]) -> None:
         old, nodes = self.world, keep_node_ranks(chosen, self.world.ranked_nodes)
         epoch = max(old.epoch + 1, old.min_next_epoch)
-        how = self._how(chosen)
+        how = self._formation_kind(chosen)
         for member in list(self.world.members.values()):
             if member.is_draining:
                 self.release_node(member, "preempted")
@@ -257,7 +255,7 @@ class WorldTransition:
             )
         )
 
-    def _how(self, chosen: list[NodeMember]) -> FormationKind:
+    def _formation_kind(self, chosen: list[NodeMember]) -> FormationKind:
         before, now = self.world.size, len(chosen)
         if self.world.epoch < 0:
             return FormationKind.START
@@ -282,17 +280,21 @@ class WorldTransition:
 
 
 def max_world_nodes(world: WorldState, policy: ScalingPolicy) -> int:
-    """The greatest size that is wanted."""
+    """Return the largest size within the policy and the requested limit."""
     return policy.largest_size_within(policy.max_replicas if world.max_nodes is None else world.max_nodes)
 
 
 def available_members(world: WorldState) -> list[NodeMember]:
-    """Who could be in the next world, as far as one knows."""
+    """Return the members that can be in the next world: all that are not draining."""
     return [member for member in world.members.values() if not member.is_draining]
 
 
 def members_by_preference(members: Iterable[NodeMember], world: WorldState, avoid: Collection[str]) -> list[NodeMember]:
-    """Whom to take first: no offenders, who has a rank already, the lower ranks, who came first."""
+    """Sort members by preference for the next world.
+
+    Members outside ``avoid`` precede others, and members with ranks precede those without. Then the lower rank or the
+    earlier join comes first.
+    """
     position = {node: number for number, node in enumerate(world.ranked_nodes)}
 
     def order(member: NodeMember) -> tuple[bool, bool, int]:
@@ -302,37 +304,37 @@ def members_by_preference(members: Iterable[NodeMember], world: WorldState, avoi
     return sorted(members, key=order)
 
 
-def keep_node_ranks(chosen: Sequence[NodeMember], places: Sequence[str]) -> tuple[str, ...]:
-    """Who stays, or comes back, keeps its seat; who is new takes the seat of one who went, or the end."""
+def keep_node_ranks(chosen: Sequence[NodeMember], ranked_nodes: Sequence[str]) -> tuple[str, ...]:
+    """Return the nodes in rank order: known nodes hold their position, new nodes fill gaps, then follow."""
     nodes = [member.node for member in chosen]
-    staying = set(nodes).intersection(places)
+    staying = set(nodes).intersection(ranked_nodes)
     new = iter([node for node in nodes if node not in staying])
-    filled = (place if place in staying else next(new, None) for place in places)
+    filled = (node if node in staying else next(new, None) for node in ranked_nodes)
     return (*(node for node in filled if node is not None), *new)
 
 
 def state_holders(world: WorldState) -> list[NodeMember]:
-    """Who was in the newest world that anybody here was in, or in an older one with somebody who was.
+    """Return the members through which the next world finds the job's state in memory.
 
-    What the job has in memory is found through them. A node that was in none knows of no other that keeps anything: a
-    world of such nodes alone would begin anew.
+    They were in the newest world of any member, or in an older one together with such a member. A node that was in no
+    world knows no node with state: a world of such nodes alone would lose the state.
     """
-    here = available_members(world)
-    newest = max((member.epoch for member in here), default=-1)
-    met = min((member.first_epoch for member in here if member.epoch == newest), default=-1)
-    return [member for member in here if member.epoch >= max(met, 0)]
+    available = available_members(world)
+    newest = max((member.epoch for member in available), default=-1)
+    oldest_common = min((member.first_epoch for member in available if member.epoch == newest), default=-1)
+    return [member for member in available if member.epoch >= max(oldest_common, 0)]
 
 
-def recent_faults(offences: tuple[NodeFault, ...], policy: ScalingPolicy, now_s: float) -> tuple[NodeFault, ...]:
-    return tuple(offence for offence in offences if now_s < offence.at_s + policy.eval_period_s)
+def recent_faults(faults: tuple[NodeFault, ...], policy: ScalingPolicy, now_s: float) -> tuple[NodeFault, ...]:
+    return tuple(fault for fault in faults if now_s < fault.at_s + policy.eval_period_s)
 
 
 def avoided_nodes(world: WorldState, policy: ScalingPolicy, now_s: float) -> frozenset[str]:
-    """Return the nodes that get no rank while other nodes are available: those with the most recent faults."""
+    """Return the nodes that have no rank while others are available: those with the most recent faults."""
     if not world.node_faults:
         return frozenset()
-    counts = Counter(offence.node for offence in recent_faults(world.node_faults, policy, now_s))
-    latest = {offence.node: offence.at_s for offence in world.node_faults}
+    counts = Counter(fault.node for fault in recent_faults(world.node_faults, policy, now_s))
+    latest = {fault.node: fault.at_s for fault in world.node_faults}
     worst = sorted(
         (node for node, count in counts.items() if count >= policy.repeat_offender_faults),
         key=lambda node: (-counts[node], -latest[node], node),
@@ -341,7 +343,7 @@ def avoided_nodes(world: WorldState, policy: ScalingPolicy, now_s: float) -> fro
 
 
 def exceeded_restart_limit(world: WorldState, policy: ScalingPolicy) -> str:
-    """Return the limit that the restarts have exceeded, in words; "" for none. Counts are those of the period."""
+    """Return a description of the restart limit that was exceeded; "" for none."""
     most, full = policy.job_max_retry_count, policy.max_full_job_restarts
     if most is not None and world.restarts > most:
         return f"at most {count_with_noun(most, 'restart')} allowed (job_max_retry_count)"
