@@ -1,4 +1,4 @@
-"""A training loop that goes on where it was, whatever happened to it. Start it again and see."""
+"""A training loop that resumes after its newest complete step. Start it twice, or kill it in between."""
 
 import torch
 
@@ -10,7 +10,7 @@ optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
 state = {"model": model, "optim": optimizer}  # anything with state_dict() and load_state_dict(), tensors, numbers
 
 with Checkpointer("tiered://example-loop") as ckpt:  # durable="s3://bucket/prefix", durable_every=100
-    first = ckpt.restore(state) + 1  # restore says -1 when there is nothing yet
+    first = ckpt.restore(state) + 1  # restore returns -1 if there is no step yet
     print(f"starting at step {first}")
     for step in range(first, first + 20):
         batch = torch.randn(32, 64, generator=torch.Generator().manual_seed(step))

@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from elastic.cli import run
+from elastic.cli.common import ElasticScreen
 from elastic.control.control_messages import ExitReason, SupervisorEndpoint
 from elastic.control.run_directory import LocalRun, RunDirectory
 from elastic.control.running_clock import since_boot
@@ -33,6 +34,7 @@ def local_run(place):
 
 class Screen:
     argv = ("run", "train.py")
+    codes_by_error = ElasticScreen.codes_by_error
 
     def __init__(self):
         self.notes = []
