@@ -260,7 +260,7 @@ class PrepareWorker:
         kind = bytes(reply[-1:])
         del reply[-1:]  # at the end: keeps the tensors aligned
         if kind == _FAILED:
-            raised, text = pickle.loads(reply)  # noqa: S301 - from our own process, over a pipe nobody else has
+            raised, text = pickle.loads(reply)  # noqa: S301 - from our own process, over a private pipe
             raise raised from RuntimeError(f"in the process that prepared it:\n{text}")
         if kind == _BATCH:
             return CacheResult(is_cached=False, batch=decode_batch(reply, self._fingerprint, index, verify=False))

@@ -60,8 +60,10 @@ class ElasticDemo:
     limit_s = _LIMIT_S
     """Seconds that the effect of a change may take."""
 
-    def __init__(self, folder: Path, memory: Path, environ: Mapping[str, str], told: Callable[[str], None]) -> None:
-        self.folder, self._told = folder, told
+    def __init__(
+        self, folder: Path, memory: Path, environ: Mapping[str, str], print_line: Callable[[str], None]
+    ) -> None:
+        self.folder, self._print_line = folder, print_line
         self.lines_folder, self.logs = folder / "events", folder / "logs"
         self.lines_folder.mkdir()
         self._run_directory = memory / "run"
@@ -169,7 +171,7 @@ class ElasticDemo:
         time.sleep(_POLL_S)
 
     def _print(self, line: str) -> None:
-        self._told(f"[dim]{time.time() - self._began:5.1f} s[/]  {line}")
+        self._print_line(f"[dim]{time.time() - self._began:5.1f} s[/]  {line}")
         self._printed = time.monotonic()
 
     def _size(self) -> tuple[str, ...]:

@@ -34,7 +34,7 @@ class DDPReducer:
         for parameter in self.parameters:
             parameter.grad = None
 
-    def before_forward(self, slot: MicrobatchSlot, turn: int) -> None:
+    def before_forward(self, slot: MicrobatchSlot, pass_index: int) -> None:
         self._sums.empty = slot.id is None
         self._module.require_backward_grad_sync = slot.is_last  # as no_sync() does, but over a loop's body
 

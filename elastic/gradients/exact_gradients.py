@@ -141,9 +141,9 @@ class ExactGradients:
         self._losses_by_id: dict[int, tuple[torch.Tensor, torch.Tensor | float]] = {}
         for part in self._reducers:
             part.begin_step(share)
-        for turn, slot in enumerate(share.slots(max(part.required_passes for part in self._reducers))):
+        for pass_index, slot in enumerate(share.slots(max(part.required_passes for part in self._reducers))):
             for part in self._reducers:
-                part.before_forward(slot, turn)
+                part.before_forward(slot, pass_index)
             place = share.own_ids.index(slot.compute_id) if share.own_ids else 0
             microbatch = MicrobatchPass(slot, place, self._record_pass)
             yield microbatch

@@ -99,8 +99,8 @@ class FSDPReducer:
         for scatter in self._scatters:
             scatter.begin(share)
 
-    def before_forward(self, slot: MicrobatchSlot, turn: int) -> None:
-        state = PassState(self._share, slot, self.required_passes, turn)
+    def before_forward(self, slot: MicrobatchSlot, pass_index: int) -> None:
+        state = PassState(self._share, slot, self.required_passes, pass_index)
         for scatter in self._scatters:
             scatter.current_pass = state
         for module in self._modules:
@@ -217,8 +217,8 @@ class TreeReduceScatter(SumReduceScatter):
         op: Any,
         async_op: bool = False,  # noqa: FBT002 - as FSDP2 calls it
     ) -> None:
-        turn = self.current_pass
-        if self._done == turn.number:
+        current = self.current_pass
+        if self._done == current.number:
             raise PolicyError(
                 "a module that fully_shard wraps was run twice in one forward: the fixed tree needs one reduction per "
                 "microbatch; wrap the module around both uses"
@@ -228,18 +228,18 @@ class TreeReduceScatter(SumReduceScatter):
                 f"FSDP2 reduces these gradients as {input_tensor.dtype}, the fixed tree sums {self._dtype}: give "
                 f"fully_shard a MixedPrecisionPolicy with reduce_dtype={self._dtype}"
             )
-        self._done = turn.number
+        self._done = current.number
         incoming = torch.empty_like(input_tensor)
         dist.all_to_all_single(incoming, input_tensor, group=group)
         self._add_pieces(incoming.view(group.size(), -1))
         output_tensor.zero_()
-        if turn.slot.is_last:
+        if current.slot.is_last:
             self._write_root(output_tensor)
 
     def _add_pieces(self, pieces: torch.Tensor) -> None:
-        turn = self.current_pass
+        current = self.current_pass
         for rank, piece in zip(self._topology.replicas[self._topology.replica], pieces, strict=True):
-            id_ = turn.share.id_of_pass(rank, turn.number, turn.turns)
+            id_ = current.share.id_of_pass(rank, current.number, current.turns)
             if id_ is not None:
                 self._partials.add_leaf(id_, piece.clone())
 

@@ -253,7 +253,7 @@ class GradientReducer(Protocol):
 
     def begin_step(self, share: MicrobatchShare) -> None: ...
 
-    def before_forward(self, slot: MicrobatchSlot, turn: int) -> None: ...
+    def before_forward(self, slot: MicrobatchSlot, pass_index: int) -> None: ...
 
     def after_backward(self, slot: MicrobatchSlot) -> None: ...
 
@@ -303,7 +303,7 @@ class ReplicatedReducer:
         ]  # FSDP2 on several ranks reports all of them
         _clear_gradients(self.parameters)
 
-    def before_forward(self, slot: MicrobatchSlot, turn: int) -> None:
+    def before_forward(self, slot: MicrobatchSlot, pass_index: int) -> None:
         self._prepare()
 
     def after_backward(self, slot: MicrobatchSlot) -> None:

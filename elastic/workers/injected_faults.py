@@ -92,7 +92,7 @@ class RankFaults:
 
         if self._injector is None:
             plane = self._plane
-            assert isinstance(plane, SupervisorClient)  # noqa: S101 - only such a one is given anything
+            assert isinstance(plane, SupervisorClient)  # noqa: S101 - only a supervisor sends injections
             run = RunDirectory(run_directory(self._environ), self._environ["ELASTIC_JOB"])
             record, node = InjectionRecord(run.directory), self._environ["ELASTIC_NODE"]
             self._injector = FaultInjector(

@@ -197,16 +197,16 @@ class NoticeWatcher:
         plane.on_broken(self._broken)
         self._thread.start()
 
-    def watch_barrier(self, gate: StepBarrier | None) -> None:
-        """Watch the epoch of ``gate`` from now on; ``None`` for no epoch."""
-        self._barrier = gate
+    def watch_barrier(self, barrier: StepBarrier | None) -> None:
+        """Watch the epoch of ``barrier`` from now on; ``None`` for no epoch."""
+        self._barrier = barrier
 
-    def enqueue(self, wish: SignalRequest) -> None:
-        """Queue ``wish`` for the watching thread, which sends it.
+    def enqueue(self, request: SignalRequest) -> None:
+        """Queue ``request`` for the watching thread, which sends it.
 
         It takes no lock, so a signal handler may call it.
         """
-        self._requests.append(wish)
+        self._requests.append(request)
 
     def close(self) -> None:
         self._ended.set()
@@ -214,19 +214,19 @@ class NoticeWatcher:
 
     def _broken(self, notice: ControlNotice) -> None:
         """Abort the world; called by a thread of the plane."""
-        gate = self._barrier
-        if gate is not None and gate.epoch == notice.epoch:
-            gate.mark_broken(notice)
+        barrier = self._barrier
+        if barrier is not None and barrier.epoch == notice.epoch:
+            barrier.mark_broken(notice)
             self._on_broken(notice)
             self._aborted = (notice.epoch, time.monotonic())
 
     def _run(self) -> None:
         while not self._ended.wait(_POLL_S):
             self._send_requests()
-            gate = self._barrier
-            if gate is not None:
-                gate.poll()
-                self._repeat_abort(gate.epoch, time.monotonic())
+            barrier = self._barrier
+            if barrier is not None:
+                barrier.poll()
+                self._repeat_abort(barrier.epoch, time.monotonic())
 
     def _repeat_abort(self, epoch: int, now: float) -> None:
         aborted, last = self._aborted
@@ -236,17 +236,17 @@ class NoticeWatcher:
 
     def _send_requests(self) -> None:
         while self._requests:
-            wish = self._requests[0]
+            request = self._requests[0]
             try:
-                self._plane.request_change(wish.kind, wish.reason, deadline_s=wish.deadline_s)
+                self._plane.request_change(request.kind, request.reason, deadline_s=request.deadline_s)
             except ElasticError as error:
-                log.warning("%s was not passed on yet: %s", wish.reason, error)
+                log.warning("%s was not passed on yet: %s", request.reason, error)
                 return
             self._requests.popleft()
 
 
 @contextmanager
-def forward_signals(watch: NoticeWatcher, wishes: Mapping[int, SignalRequest]) -> Iterator[None]:
+def forward_signals(watch: NoticeWatcher, requests: Mapping[int, SignalRequest]) -> Iterator[None]:
     """Turn these signals into requests within this block. Earlier handlers still run.
 
     Python lets only the main thread set handlers. In other threads this changes nothing.
@@ -257,13 +257,13 @@ def forward_signals(watch: NoticeWatcher, wishes: Mapping[int, SignalRequest]) -
     before: dict[int, Any] = {}
 
     def received(number: int, frame: FrameType | None) -> None:
-        watch.enqueue(wishes[number])
+        watch.enqueue(requests[number])
         earlier = before.get(number)
         if callable(earlier):
             earlier(number, frame)
 
     try:
-        for number in wishes:
+        for number in requests:
             before[number] = signal.signal(number, received)
         yield
     finally:

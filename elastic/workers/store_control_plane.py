@@ -232,7 +232,7 @@ class StoreControlPlane:
                     self._heartbeats.write(self._progress, over=True)
                 self._wake(self._received_events)
             except RuntimeError:
-                self._store.abort()  # else a thread that waits there would never return
+                self._store.abort()  # a thread that waits there would never return
         for thread in self._threads:
             if thread is not threading.current_thread():
                 thread.join()
@@ -252,7 +252,7 @@ class StoreControlPlane:
                 break
             self._wait_for_others(pause_s, until)
         words = [found.decode() for found in self._store.multi_get(names)]
-        assert words[0] == word  # noqa: S101 - nobody else is rank 0
+        assert words[0] == word  # noqa: S101 - only this process is rank 0
         epoch = max(number, *(int(word.partition(":")[2]) for word in words))
         if epoch > number:
             self._store.add(f"{self._prefix}/epochs", epoch - number)
@@ -275,7 +275,7 @@ class StoreControlPlane:
                     if words[self._place.rank : self._place.rank + 1] == [reported[number]]:
                         return number, int(epoch)
             self._wait_for_others(pause_s, until)
-        raise AssertionError  # there is always another pause
+        raise AssertionError  # pauses_s never ends
 
     def _announce(self, number: int) -> str:
         word = f"{secrets.token_hex(8)}:{self._place.epoch}"
@@ -340,9 +340,9 @@ class StoreControlPlane:
         return None
 
     def _store_lost(self, error: Exception) -> None:
-        if not self._closed and not self._is_broken:  # else the connections are closed on purpose
+        if not self._closed and not self._is_broken:  # after both, connections are closed on purpose
             self._is_store_lost = True
-            self._store.abort()  # else a thread that waits there would never return
+            self._store.abort()  # a thread that waits there would never return
             self._apply(_Event(NoticeKind.RESTART, f"the store that the ranks met at is gone: {error}"))
 
     def _make_heartbeats(self) -> RankHeartbeats:

@@ -315,13 +315,13 @@ class _Rank(Generic[T]):
 
     def _run_world(self, watch: NoticeWatcher, place: RankAssignment) -> World:
         self._deadline.enter(place.epoch)
-        gate = StepBarrier(self._plane, place.epoch)
-        world = World(place, self._plane, gate, record=self._record, losses=self._losses)
+        barrier = StepBarrier(self._plane, place.epoch)
+        world = World(place, self._plane, barrier, record=self._record, losses=self._losses)
         self._fence = fence = AbortFence(world.raise_if_broken)
         self._groups = groups = process_groups_for(place, self._policy.backend, self._policy.timeout)
         self._sealed_before = newest_step_sealed_here()
         is_clean = False
-        watch.watch_barrier(gate)
+        watch.watch_barrier(barrier)
         try:
             with (
                 _environment(place),
@@ -349,7 +349,7 @@ class _Rank(Generic[T]):
                 self._record.fault_detected()
             log.info("epoch %d has ended: %s", place.epoch, change)
         except (Exception, CheckpointException) as error:  # noqa: BLE001 - a user's callback; torch derives the latter from BaseException
-            is_clean = self._failed(world, gate, error, requested=place.requested_step is not None)
+            is_clean = self._failed(world, barrier, error, requested=place.requested_step is not None)
             drop_traceback_frames(error)  # its frames hold objects such as the model
         finally:
             self._faults.leave_world()
@@ -362,7 +362,7 @@ class _Rank(Generic[T]):
             world.run_cleanups()
             watch.watch_barrier(None)
             at(LeaveStage.BARRIER)
-            gate.close()
+            barrier.close()
             at(LeaveStage.GROUPS)
             groups.destroy(broken=not is_clean)
             at(LeaveStage.RESET)
@@ -382,7 +382,7 @@ class _Rank(Generic[T]):
             return
         self._finished.append(value)
 
-    def _failed(self, world: World, gate: StepBarrier, error: BaseException, *, requested: bool = False) -> bool:
+    def _failed(self, world: World, barrier: StepBarrier, error: BaseException, *, requested: bool = False) -> bool:
         """Report the error of the train function, and return whether the world still ended well.
 
         ``requested``: the run names the step that it restores.
@@ -392,8 +392,8 @@ class _Rank(Generic[T]):
             return True
         self._record.fault_detected()
         wait_s = self._policy.peer_loss_wait_s if may_follow_from_lost_rank(error) else 0.0
-        if gate.wait_broken(wait_s):
-            log.info("epoch %d is broken (%s): %s", world.epoch, gate.broken_reason, error)
+        if barrier.wait_broken(wait_s):
+            log.info("epoch %d is broken (%s): %s", world.epoch, barrier.broken_reason, error)
             return False
         self._last_error = error
         log.error("epoch %d, rank %d: the train function failed", world.epoch, world.rank, exc_info=error)

@@ -55,7 +55,7 @@ class World:
         self,
         assignment: RankAssignment,
         plane: ControlPlane,
-        gate: StepBarrier,
+        barrier: StepBarrier,
         *,
         record: RankTimeline | None = None,
         losses: NonFiniteGuard | None = None,
@@ -63,7 +63,7 @@ class World:
         self._place = assignment
         self._record = record or open_rank_timeline()
         self._plane = plane
-        self._gate = gate
+        self._gate = barrier
         self._losses = losses or NonFiniteGuard("fault", 1, 0)
         self._cleanups = CleanupStack()
         self._calls = 0
