@@ -1,8 +1,8 @@
 """Prepared batches in shared memory: one copy per node, mapped by every rank.
 
-``batch_format`` turns tensors into bytes and back. ``cache_directory`` stores batches by index, counts their bytes and
-evicts. ``cache`` has :class:`BatchCache`, which combines both; ``prefetch`` fills it ahead of its reader, with worker
-processes where a thread is too slow. ``cached_loader`` serves a ``DataLoader`` or a data module.
+``batch_format`` encodes and decodes tensors. ``cache_directory`` stores batches by index, counts their bytes and evicts
+them. ``cache`` has :class:`BatchCache`, which combines both. ``prefetch`` fills it ahead of its reader, with worker
+processes if a thread is too slow. ``cached_loader`` serves a ``DataLoader`` or a data module.
 """
 
 from elastic.batch_cache.cache import BatchCache, remove_job_batches

@@ -1,4 +1,4 @@
-"""A batch as bytes and back: the file format, then its tensors. Torch only inside functions.
+"""Batches as bytes: the file format, its encoder and its decoder.
 
 ::
 
@@ -6,11 +6,11 @@
     "TCBATCH1" header length  xxh3 of header  header (msgpack) ...0  tensor ...0 tensor ... tensor
                 u32 little     u64 little
 
-The header has the batch's place (fingerprint, index), its structure, and for each tensor element type, shape and start,
-counted from ``start``, a multiple of 64. Everything behind ``start`` is covered by the header's checksum. Limits are
-checked before anything is allocated or mapped for what a header claims, and nothing in it is code.
+The header has the batch's identity (fingerprint, index), its structure, and the element type, shape and start of each
+tensor. Starts count from ``start`` and are multiples of 64. The header's checksum covers everything after ``start``.
+Limits are checked before memory is allocated or mapped for a header's values, and the header contains no code.
 
-torch is needed for batches with tensors in them, and imported for nothing else.
+Only functions for batches with tensors import torch.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ MAX_TENSOR_DIMS = 64
 MAX_BATCH_DEPTH = 32
 MAX_BATCH_INDEX = (1 << 62) - 1
 BATCH_DTYPES = frozenset(SAFETENSORS_DTYPES) | {"complex64", "complex128"}
-"""Types whose bytes are all there is to them."""
+"""Types that are fully described by their bytes."""
 
 _Size: TypeAlias = Annotated[int, msgspec.Meta(ge=0, lt=1 << 62)]
 
@@ -74,7 +74,7 @@ BatchNode: TypeAlias = PlainNode | BytesNode | TensorNode | ListNode | TupleNode
 
 
 class BatchTensor(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
-    """Where one tensor lies."""
+    """Element type, shape and position of one tensor."""
 
     dtype: str
     shape: Annotated[tuple[_Size, ...], msgspec.Meta(max_length=MAX_TENSOR_DIMS)]
@@ -91,11 +91,11 @@ class BatchHeader(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     tree: BatchNode
     tensors: Annotated[tuple[BatchTensor, ...], msgspec.Meta(max_length=MAX_TENSORS)]
     checksum: Annotated[bytes, msgspec.Meta(min_length=8, max_length=8)]
-    """xxh3-64 of all bytes from ``start`` on."""
+    """xxh3-64 of all bytes after ``start``."""
 
 
 class BatchLayout(NamedTuple):
-    """A batch ready to be written."""
+    """A batch ready to write."""
 
     head: bytes
     """Prefix, header and zeros up to ``start``."""
@@ -104,7 +104,7 @@ class BatchLayout(NamedTuple):
 
 
 class BatchHead(NamedTuple):
-    """What a head says, after all of it was compared with the file."""
+    """Header of a file, validated against its size."""
 
     header: BatchHeader
     start: int
@@ -118,7 +118,7 @@ def padding(size_bytes: int) -> int:
 
 
 def place_tensors(shapes: list[tuple[str, tuple[int, ...]]]) -> tuple[tuple[BatchTensor, ...], int]:
-    """Each tensor's place, and where the last one ends."""
+    """Return the position of each tensor, and the end of the last one."""
     parts, at, end = [], 0, 0
     for dtype, shape in shapes:
         part = BatchTensor(dtype, shape, at)
@@ -131,7 +131,7 @@ def place_tensors(shapes: list[tuple[str, tuple[int, ...]]]) -> tuple[tuple[Batc
 def lay_out_batch(
     fingerprint: str, index: int, tree: BatchNode, parts: tuple[BatchTensor, ...], checksum: bytes
 ) -> BatchLayout:
-    """The head of a batch whose tensors have these places and this checksum."""
+    """Return the layout of a batch with these tensors and this checksum."""
     if len(parts) > MAX_TENSORS:
         raise UnsupportedBatchError(f"batch {index} has {len(parts)} tensors, at most {MAX_TENSORS} are kept")
     try:
@@ -151,7 +151,10 @@ def lay_out_batch(
 
 
 def read_head(data: memoryview) -> BatchHead:
-    """The head of a whole file, or :class:`BatchDamagedError`. The tensors' bytes are not looked at."""
+    """Return the validated header of a whole file, without checking the tensors' bytes.
+
+    Raises :class:`BatchDamagedError` for an invalid one.
+    """
     if len(data) < BATCH_PREFIX_BYTES or data[: len(BATCH_MAGIC)] != BATCH_MAGIC:
         raise BatchDamagedError(f"{len(data)} bytes that do not begin as a batch does")
     length = int.from_bytes(data[8:12], "little")
@@ -167,7 +170,7 @@ def read_head(data: memoryview) -> BatchHead:
     try:
         header = _decoder.decode(encoded)
         _check(header, len(data) - start)
-    except (ValueError, RecursionError) as error:  # msgspec's own errors, and text that is none
+    except (ValueError, RecursionError) as error:  # msgspec's errors, and invalid text
         raise BatchDamagedError(f"the header cannot be understood: {error}") from error
     return BatchHead(header, start)
 
@@ -206,13 +209,13 @@ def _nodes(root: BatchNode) -> Iterator[BatchNode]:
 
 
 def verify_batch_bytes(data: memoryview, read: BatchHead) -> None:
-    """Compare all tensors' bytes with the checksum."""
+    """Raise :class:`BatchDamagedError` if the tensors' bytes do not match the checksum."""
     if xxhash.xxh3_64_digest(data[read.start :]) != read.header.checksum:
         raise BatchDamagedError("the tensors' bytes are not what was written")
 
 
 def rebuild_batch(tree: BatchNode, tensors: list[Any]) -> Any:
-    """The batch, out of its structure and its tensors."""
+    """Return the batch with this structure and these tensors."""
     if isinstance(tree, (PlainNode, BytesNode)):
         return tree.value
     if isinstance(tree, TensorNode):
@@ -227,13 +230,13 @@ _PLAIN = (type(None), bool, int, float, str)
 
 
 class EncodedBatch(NamedTuple):
-    """A batch ready to be written, and what holds its bytes."""
+    """A batch ready to write, with its bytes."""
 
     layout: BatchLayout
     views: list[memoryview]
-    """Of each tensor."""
+    """Bytes of each tensor."""
     tensors: list[torch.Tensor]
-    """Kept alive as long as the views."""
+    """Tensors that own the memory of the views."""
 
     def to_bytes(self) -> bytearray:
         whole = bytearray(self.layout.size_bytes)
@@ -245,16 +248,19 @@ class EncodedBatch(NamedTuple):
 
 
 def encode_batch(fingerprint: str, index: int, batch: Any) -> EncodedBatch:
-    """``batch`` laid out, or :class:`UnsupportedBatchError` that says what in it cannot be kept."""
+    """Return ``batch`` with its layout.
+
+    Raises :class:`UnsupportedBatchError` that names an unsupported part.
+    """
     tensors: list[torch.Tensor] = []
-    tree = _unfold(batch, f"batch {index}", 0, tensors)
+    tree = _build_tree(batch, f"batch {index}", 0, tensors)
     views = [_bytes_of(tensor) for tensor in tensors]
     parts, _ = place_tensors([(str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape)) for tensor in tensors])
     return EncodedBatch(lay_out_batch(fingerprint, index, tree, parts, _checksum(views)), views, tensors)
 
 
 def decode_batch(data: bytearray | mmap.mmap, fingerprint: str, index: int, *, verify: bool) -> Any:
-    """The batch whose tensors are the bytes of ``data``, or :class:`BatchDamagedError`."""
+    """Return the batch whose tensors share the memory of ``data``, or raise :class:`BatchDamagedError`."""
     with memoryview(data) as view:
         read = read_head(view)
         header = read.header
@@ -265,7 +271,7 @@ def decode_batch(data: bytearray | mmap.mmap, fingerprint: str, index: int, *, v
     return rebuild_batch(header.tree, [_tensor(data, read.start, part) for part in header.tensors])
 
 
-def _unfold(value: Any, where: str, depth: int, tensors: list[torch.Tensor]) -> BatchNode:
+def _build_tree(value: Any, where: str, depth: int, tensors: list[torch.Tensor]) -> BatchNode:
     kind = type(value)
     if kind in _PLAIN:
         return PlainNode(value)
@@ -274,20 +280,20 @@ def _unfold(value: Any, where: str, depth: int, tensors: list[torch.Tensor]) -> 
     if depth >= MAX_BATCH_DEPTH:
         raise UnsupportedBatchError(f"{where} is nested deeper than {MAX_BATCH_DEPTH}")
     if kind is list or kind is tuple:
-        items = tuple(_unfold(item, f"{where}[{at}]", depth + 1, tensors) for at, item in enumerate(value))
+        items = tuple(_build_tree(item, f"{where}[{at}]", depth + 1, tensors) for at, item in enumerate(value))
         return ListNode(items) if kind is list else TupleNode(items)
     if kind is dict:
         for key in value:
             if type(key) not in (str, int):
                 raise UnsupportedBatchError(f"{where} has the key {key!r}; keys are text or whole numbers")
-        items = tuple(_unfold(item, f"{where}[{key!r}]", depth + 1, tensors) for key, item in value.items())
+        items = tuple(_build_tree(item, f"{where}[{key!r}]", depth + 1, tensors) for key, item in value.items())
         return DictNode(tuple(value), items)
     tensors.append(_plain_tensor(value, where))
     return TensorNode(len(tensors) - 1)
 
 
 def _plain_tensor(value: Any, where: str) -> torch.Tensor:
-    if "torch" not in sys.modules or not _is_tensor(value):  # where nobody has imported it, there are no tensors
+    if "torch" not in sys.modules or not _is_tensor(value):  # without torch there are no tensors
         kind = f"{type(value).__module__}.{type(value).__qualname__}"
         raise UnsupportedBatchError(
             f"{where} is a {kind}, which cannot be kept: tensors, numbers, text, bytes and None can, in lists, tuples "

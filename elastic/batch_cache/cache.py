@@ -1,11 +1,11 @@
-"""BatchCache: map a batch that exists, otherwise prepare, reserve, write and publish it.
+"""BatchCache: map an existing batch, or prepare, reserve, write and publish it.
 
 ::
 
     get(index, prepare)
-      there ─────────────────────────────────────────────> mapped, compared with its checksum
+      cached ───────────────────────────────────────────> mapped, compared with its checksum
       absent ── claim ── prepare ── reserve ── write ── publish ──┘
-                  │ somebody else prepares it: wait      │ no room: used without being kept
+                  │ another process prepares it: wait    │ no space: returned without being cached
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ from peerstore.sizes_and_durations import parse_size, show_size
 
 log = logging.getLogger(__name__)
 
-_NORESERVE = 0x4000  # Linux: a private mapping needs no memory of its own
+_NORESERVE = 0x4000  # Linux: do not reserve swap space for a private mapping
 _ADVICE = (
     "Enlarge it (in Kubernetes: an emptyDir with medium Memory and a sizeLimit; with Docker: --shm-size) or max_bytes, "
     "prepare fewer batches ahead, or name another directory"
@@ -51,37 +51,37 @@ PrepareFunction: TypeAlias = Callable[[int], Any]
 
 
 class CacheCounts(msgspec.Struct):
-    """What a cache has done so far in this process."""
+    """Counters of a cache in this process."""
 
     hits: int = 0
-    """Batches that were there."""
+    """Batches found in the cache."""
     prepared: int = 0
     """Calls of ``prepare``."""
     stored: int = 0
-    """Of these, how many are in the cache for others."""
+    """Prepared batches that were stored for other readers."""
     damaged: int = 0
-    """Batches that were there and not what was put; they were prepared again."""
+    """Damaged batches, which were prepared again."""
 
 
 class CacheResult(msgspec.Struct, frozen=True):
-    """What came of asking for a batch to be there."""
+    """Result of a lookup or of a preparation."""
 
     is_cached: bool
     batch: Any = None
-    """Where it could not be kept."""
+    """The batch, if it was looked up or could not be cached."""
 
 
 def fingerprint_digest(fingerprint: str | bytes | Mapping[str, Any]) -> str:
-    """What stands for a fingerprint in names and files."""
+    """Return the digest of a fingerprint, for names and files."""
     try:
-        told = msgspec.json.encode(fingerprint, order="deterministic")
+        encoded = msgspec.json.encode(fingerprint, order="deterministic")
     except (TypeError, msgspec.MsgspecError) as error:
         raise PolicyError(f"a fingerprint is text, bytes or a mapping of plain values: {error}") from error
-    return hashlib.sha256(BATCH_MAGIC + told).hexdigest()[:32]
+    return hashlib.sha256(BATCH_MAGIC + encoded).hexdigest()[:32]
 
 
 def remove_job_batches(job: str, *, directory: Path | str | None = None) -> list[Path]:
-    """Remove all batches of a job that has ended, of all its streams; returns what is still used and stays."""
+    """Remove all batches of a finished job, in all streams. Return directories that are in use and remain."""
     return remove_job_directory(batch_cache_directory() if directory is None else Path(directory), job)
 
 
@@ -90,19 +90,18 @@ def _never() -> bool:
 
 
 class BatchCache:
-    """Prepared batches of one stream of one job, on this node's shared memory.
+    """Prepared batches of one stream of one job, in this node's shared memory.
 
-    ``fingerprint`` says what batches are made of: everything that would change a batch's bytes under the same index
-    (the data, the tokenizer, the seed, the packing). Batches of another fingerprint count as absent, and are removed
-    unless a process still uses them.
+    ``fingerprint`` describes everything that changes a batch's bytes under the same index: the data, the tokenizer, the
+    seed, the packing. Batches of another fingerprint count as absent, and are removed unless a process uses them.
 
-    ``max_bytes`` bounds what is kept; beyond it, batches behind :meth:`mark_committed` are given up first, then those
-    farthest ahead. A batch somebody has mapped stays as it is, for him.
+    ``max_bytes`` limits the cache. Beyond it, batches before :meth:`mark_committed` are evicted first, then the ones
+    farthest ahead. A mapped batch remains valid for its process.
 
-    Where there is no room at all, the job goes on without the cache and says so once; ``required=True`` makes that a
+    If no space is left, the job continues without the cache and logs one warning; with ``required=True`` it raises
     :class:`~elastic.errors.CacheFullError`.
 
-    Any thread may call any method. Pickled, it is opened again on the other side.
+    Thread-safe. Unpickling opens the cache again.
     """
 
     def __init__(
@@ -138,12 +137,12 @@ class BatchCache:
         self.counts = CacheCounts()
         limit_bytes = parse_size(max_bytes)
         self._folder = CacheDirectory(root, job, stream, self._digest)
-        self._keeping = CacheWriter(self._folder, limit_bytes)
+        self._writer = CacheWriter(self._folder, limit_bytes)
         try:
-            with self._going_on():
+            with self._tolerate_full_cache():
                 for name in self._folder.remove_other_fingerprints():
                     log.info("batches of another fingerprint (%s) are in use and stay", name)
-                self._keeping.recount()
+                self._writer.recount()
         except BaseException:
             self.close()
             raise
@@ -152,7 +151,7 @@ class BatchCache:
         return self._open_again, ()
 
     def reopen(self) -> BatchCache:
-        """The same cache, opened once more; for a process that was forked, perhaps while a thread held a lock."""
+        """Open the same cache again in a forked process, where a lock may be held forever."""
         return self._open_again()
 
     def __enter__(self) -> BatchCache:
@@ -165,21 +164,21 @@ class BatchCache:
 
     @property
     def directory(self) -> Path:
-        """Where the batches are."""
+        """Directory of the batches."""
         return self._folder.path
 
     @property
     def fingerprint(self) -> str:
-        """The digest of the fingerprint."""
+        """Digest of the fingerprint."""
         return self._digest
 
     def close(self) -> None:
-        """Idempotent. Batches stay, and so do those that are mapped."""
+        """Close the directory. Idempotent; stored and mapped batches remain."""
         self._folder.close()
 
     def clear(self) -> None:
-        """Remove all batches, also those that other processes would use."""
-        self._keeping.clear()
+        """Remove all batches, even if other processes would use them."""
+        self._writer.clear()
 
     def get(
         self,
@@ -189,28 +188,30 @@ class BatchCache:
         position: int | None = None,
         should_stop: Callable[[], bool] = _never,
     ) -> Any:
-        """The batch of this global index: mapped where it is kept, else out of ``prepare(index)``, and kept.
+        """Return the batch of a global index, from the cache or from ``prepare(index)``, and cache it.
 
-        Its tensors may be changed in place: that changes nobody else's. ``position`` is the first index the caller has
-        not used yet; ``should_stop`` ends the wait for another process. What ``prepare`` raises is raised.
+        Its tensors may be changed in place without effects on other processes. ``position`` is the first index that the
+        caller has not used yet. ``should_stop`` ends the wait for another process. Exceptions of ``prepare`` propagate.
         """
         found = self.lookup(index)
         if found.is_cached:
             return found.batch
-        made = self.prepare(index, prepare, position=position, should_stop=should_stop)
-        if not made.is_cached:
-            return made.batch
+        result = self.prepare(index, prepare, position=position, should_stop=should_stop)
+        if not result.is_cached:
+            return result.batch
         found = self.lookup(index)
-        return found.batch if found.is_cached else self._prepared(index, prepare)  # given up at once, for a nearer one
+        return (
+            found.batch if found.is_cached else self._call_prepare(index, prepare)
+        )  # evicted at once, for a nearer batch
 
     def lookup(self, index: int) -> CacheResult:
-        """The batch, mapped, if it is kept. One that is damaged is removed, and not there."""
+        """Return the batch, mapped, if it is cached. A damaged one is removed and counts as absent."""
         opened = None
         try:
-            opened = self._folder.open_batch(_checked(index))
+            opened = self._folder.open_batch(_validated_index(index))
             if opened is None:
                 return CacheResult(is_cached=False)
-            batch = decode_batch(_mapped(*opened), self._digest, index, verify=self._verify)
+            batch = decode_batch(_map_file(*opened), self._digest, index, verify=self._verify)
         except BatchDamagedError as error:
             self._discard(index, None if opened is None else opened[0], error)
             return CacheResult(is_cached=False)
@@ -228,57 +229,57 @@ class BatchCache:
         position: int | None = None,
         should_stop: Callable[[], bool] = _never,
     ) -> CacheResult:
-        """Have the batch prepared and kept, by this process or another; where it cannot be kept, it is returned."""
+        """Prepare and cache the batch, in this process or another one. Return it if it cannot be cached."""
         with contextlib.ExitStack() as undo:
             claim: BatchClaim | None = None
-            with self._going_on():
+            with self._tolerate_full_cache():
                 claim = undo.enter_context(
-                    self._folder.claim(_checked(index), wait_s=self._wait_s, should_stop=should_stop)
+                    self._folder.claim(_validated_index(index), wait_s=self._wait_s, should_stop=should_stop)
                 )
-            if claim is None:  # whoever prepares it is slow, or stopped: each for himself then
-                return CacheResult(is_cached=False, batch=self._prepared(index, prepare))
+            if claim is None:  # the other process is slow or stopped: prepare it here too
+                return CacheResult(is_cached=False, batch=self._call_prepare(index, prepare))
             if self._folder.has(index):
                 return CacheResult(is_cached=True)
             failpoint("prepared.claimed")
-            batch = self._prepared(index, prepare)
+            batch = self._call_prepare(index, prepare)
             encoded = encode_batch(self._digest, index, batch)
             failpoint("prepared.encoded")
-            kept = self._keep(claim, encoded, index if position is None else position)
-            return CacheResult(is_cached=True) if kept else CacheResult(is_cached=False, batch=batch)
+            is_stored = self._store(claim, encoded, index if position is None else position)
+            return CacheResult(is_cached=True) if is_stored else CacheResult(is_cached=False, batch=batch)
 
     def mark_committed(self, index: int) -> None:
-        """Training will not go back before ``index``: what lies behind it may be given up first.
+        """Record that training will not return to batches before ``index``, so that they may be evicted first.
 
-        Holds for all processes of the node. Until it is called, what lies before a reader counts as behind.
+        Applies to all processes of the node. Before the first call, batches before a reader's position count as used.
         """
-        with self._going_on():
-            self._keeping.commit(_checked(index))
+        with self._tolerate_full_cache():
+            self._writer.commit(_validated_index(index))
 
     def cached_indices(self) -> list[int]:
-        """The indices that are kept."""
+        """Return the indices of the cached batches."""
         return sorted(entry.index for entry in self._folder.entries())
 
     def used_bytes(self) -> int:
-        """Of all kept batches; counted, not remembered."""
+        """Return the size of all cached batches, counted from the files."""
         return sum(entry.size_bytes for entry in self._folder.entries())
 
-    def _prepared(self, index: int, prepare: PrepareFunction) -> Any:
+    def _call_prepare(self, index: int, prepare: PrepareFunction) -> Any:
         self._add(prepared=1)
         return prepare(index)
 
-    def _keep(self, claim: BatchClaim, encoded: EncodedBatch, position: int) -> bool:
-        kept = False
-        with self._going_on():
-            self._keeping.write(claim, encoded, position)
-            kept = True
-        self._add(stored=kept)
-        return kept
+    def _store(self, claim: BatchClaim, encoded: EncodedBatch, position: int) -> bool:
+        is_stored = False
+        with self._tolerate_full_cache():
+            self._writer.write(claim, encoded, position)
+            is_stored = True
+        self._add(stored=is_stored)
+        return is_stored
 
     def _discard(self, index: int, fd: int | None, error: BatchDamagedError) -> None:
         log.warning("prepared batch %d in %s is damaged and will be prepared again: %s", index, self.directory, error)
         self._add(damaged=1)
-        with self._going_on():
-            self._keeping.discard(index, fd)
+        with self._tolerate_full_cache():
+            self._writer.discard(index, fd)
 
     def _add(self, **more: int) -> None:
         with self._lock:
@@ -286,8 +287,8 @@ class BatchCache:
                 setattr(self.counts, name, getattr(self.counts, name) + count)
 
     @contextlib.contextmanager
-    def _going_on(self) -> Iterator[None]:
-        """Without the cache, where it has no room or a file cannot be made; unless it was required."""
+    def _tolerate_full_cache(self) -> Iterator[None]:
+        """Continue without the cache if it has no space or a file cannot be created, unless it is required."""
         try:
             yield
         except (OSError, CacheFullError) as error:
@@ -301,14 +302,14 @@ class BatchCache:
                 )
 
 
-def _checked(index: int) -> int:
+def _validated_index(index: int) -> int:
     if type(index) is not int or not 0 <= index <= MAX_BATCH_INDEX:
         raise PolicyError(f"a batch's index is a whole number from 0 to {MAX_BATCH_INDEX}, not {index!r}")
     return index
 
 
-def _mapped(fd: int, size_bytes: int) -> mmap.mmap:
-    """The file's own pages; one that is written to becomes the writer's own copy."""
+def _map_file(fd: int, size_bytes: int) -> mmap.mmap:
+    """Map the file copy-on-write: written pages become private to this process."""
     if not size_bytes:
         raise BatchDamagedError("it is empty")
     flags, access = mmap.MAP_PRIVATE | _NORESERVE, mmap.PROT_READ | mmap.PROT_WRITE
@@ -316,7 +317,7 @@ def _mapped(fd: int, size_bytes: int) -> mmap.mmap:
 
 
 class _Refusal(NamedTuple):
-    """A batch that had no room, and how things were then."""
+    """A batch that did not fit, and the state of the cache then."""
 
     entry: CacheEntry
     cursor: int
@@ -324,17 +325,17 @@ class _Refusal(NamedTuple):
 
 
 class CacheWriter:
-    """The writing side of a folder, bounded in bytes."""
+    """Writer of a cache directory, limited in bytes."""
 
     def __init__(self, folder: CacheDirectory, limit_bytes: int) -> None:
         self._folder = folder
         self._limit_bytes = limit_bytes
         self._refusal: _Refusal | None = None
         self.evicted = 0
-        """Batches removed to make room, by this process."""
+        """Batches that this process evicted."""
 
     def recount(self) -> None:
-        """Sweep what dead processes left unfinished, and say how much there is."""
+        """Remove unfinished files of dead processes, and count the bytes."""
         with locked_usage(self._folder.fd) as tally:
             self._count(tally)
 
@@ -349,13 +350,16 @@ class CacheWriter:
             self._count(tally)
 
     def discard(self, index: int, fd: int | None) -> None:
-        """Remove a batch that is damaged, as it was opened."""
+        """Remove a damaged batch that was opened as ``fd``."""
         with locked_usage(self._folder.fd) as tally:
             tally.used_bytes = UNKNOWN_USAGE
             self._folder.remove_damaged(index, fd)
 
     def write(self, claim: BatchClaim, encoded: EncodedBatch, position: int) -> None:
-        """Write and publish; :class:`CacheFullError` or ``OSError`` where that cannot be, and nothing is left."""
+        """Write and publish a batch.
+
+        Raises :class:`CacheFullError` or ``OSError`` if that fails, and leaves no file.
+        """
         self._reserve(claim, encoded.layout.size_bytes, position)
         failpoint("prepared.reserved")
         _write(claim.fd, encoded)
@@ -364,9 +368,9 @@ class CacheWriter:
         failpoint("prepared.published")
 
     def _reserve(self, claim: BatchClaim, size_bytes: int, position: int) -> None:
-        """Room for a batch: its file has its size before anybody else may count."""
+        """Reserve space for a batch: its file has its size before another process can count."""
         with locked_usage(self._folder.fd) as tally:
-            os.ftruncate(claim.fd, 0)  # what a dead process left in it
+            os.ftruncate(claim.fd, 0)  # data of a dead process
             cursor = position if tally.committed == UNKNOWN_USAGE else tally.committed
             if tally.used_bytes == UNKNOWN_USAGE or tally.used_bytes + size_bytes > self._limit_bytes:
                 self._make_room(CacheEntry(claim.index, size_bytes), cursor, tally)
@@ -399,7 +403,11 @@ class CacheWriter:
         )
 
     def _is_refused_again(self, new: CacheEntry, cursor: int, tally: CacheUsage) -> bool:
-        """Nothing has changed since a nearer and smaller one had no room: no need to look through all files again."""
+        """Return whether nothing has changed since a nearer and smaller batch did not fit.
+
+        Then a new count of the files is useless.
+
+        """
         last = self._refusal
         return (
             last is not None

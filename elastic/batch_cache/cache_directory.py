@@ -1,24 +1,24 @@
-"""The directory of one stream of batches: claims, published batches, eviction, the shared byte count, file locks.
+"""Directory of one stream of batches: claims, published batches, eviction, byte count, file locks.
 
 ::
 
     tieredckpt-prepared-UID / JOB / STREAM / f-FINGERPRINT / 00000000000000000012.batch    complete, never changed
-                                                             00000000000000000013.partial   locked by who makes it
-                                                             tally                         how much there is
+                                                             00000000000000000013.partial   locked by its writer
+                                                             tally                         byte count
 
-What is being made is also the lock that says so: one process makes a batch, the kernel lets go when that process dies,
-and what it left is taken over by the next one. Renaming it makes the batch, all of it at once. Nothing else is a lock.
+A partial file is also the lock of its batch: one process writes it. If that process dies, the kernel releases the lock
+and the next process takes the file over. Renaming the file publishes the batch atomically. Batches have no other locks.
 
-Whoever uses a fingerprint holds its directory (a shared lock); one that nobody holds may be swept. What has another
-name than the above was put there by somebody else and is neither read nor touched.
+A user of a fingerprint holds a shared lock on its directory. A directory without a lock may be removed. Files with
+other names belong to other programs and are neither read nor changed.
 
 ::
 
     index   ... 4   5   6   7  |cursor|  8   9   10   11 ...
-            <- given up first, all at once   farthest ahead next ->
+            <- evicted first, all at once   then the farthest ahead ->
 
-The number of bytes may only be too high (a process died between saying and doing). Whoever would have to give something
-up because of it counts the files first, and so does whoever opens the folder.
+The byte count may only be too high, if a process died between the count and the change. A process that would have to
+evict a batch counts the files first, and so does a process that opens the directory.
 """
 
 from __future__ import annotations
@@ -44,42 +44,42 @@ from peerstore.shard_records import validate_job_name
 
 USAGE_FILE = "tally"
 _BATCH = re.compile(r"([0-9]{20})\.batch", re.ASCII)
-_MAKING = re.compile(r"([0-9]{20})\.partial", re.ASCII)
+_PARTIAL = re.compile(r"([0-9]{20})\.partial", re.ASCII)
 _FINGERPRINT = re.compile(r"f-[0-9a-f]{32}", re.ASCII)
 _FLAGS = os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
-_ENTER_S = 10.0
-"""Sweeping a directory takes less."""
+_DIRECTORY_LOCK_S = 10.0
+"""Seconds to wait for a directory's lock; removing a directory takes less."""
 
 
 @dataclass(frozen=True)
 class BatchClaim:
-    """The right to make a batch, as long as its file is open."""
+    """Right to write a batch, as long as its file is open."""
 
     index: int
     fd: int
 
 
 class CacheDirectory:
-    """All batches of one fingerprint. Any number of threads and processes may have it open."""
+    """All batches of one fingerprint. Any number of threads and processes may open it."""
 
     def __init__(self, root: Path, job: str, stream: str, fingerprint: str) -> None:
         self._name = f"f-{fingerprint}"
         self.path = root / validate_job_name(job) / validate_job_name(stream) / self._name
         root.mkdir(mode=0o700, parents=True, exist_ok=True)
         self._lock = threading.Lock()
-        outer = _enter(root, None)
+        outer = _open_private_directory(root, None)
         try:
             for name in (job, stream):
-                inner = _enter(name, outer)
+                inner = _open_private_directory(name, outer)
                 os.close(outer)
                 outer = inner
-            self._fds: tuple[int, int] | None = (outer, self._enter_and_hold(outer))
+            self._fds: tuple[int, int] | None = (outer, self._open_and_lock(outer))
         except BaseException:
             os.close(outer)
             raise
 
     def close(self) -> None:
-        """Idempotent."""
+        """Close the directory. Idempotent."""
         with self._lock:
             fds, self._fds = self._fds, None
         for fd in fds or ():
@@ -87,7 +87,7 @@ class CacheDirectory:
 
     @property
     def fd(self) -> int:
-        """The directory's; raises once this was closed."""
+        """Descriptor of the directory. Raises :class:`PolicyError` after :meth:`close`."""
         return self._open[1]
 
     @property
@@ -100,17 +100,17 @@ class CacheDirectory:
             raise PolicyError(f"the cache of prepared batches in {self.path} was closed")
         return self._fds
 
-    def _enter_and_hold(self, stream: int) -> int:
+    def _open_and_lock(self, stream: int) -> int:
         while True:
-            fd = _enter(self._name, stream)
+            fd = _open_private_directory(self._name, stream)
             try:
-                # Not let go of by word: a worker that was forked holds the same.
-                held = lock_file(fd, wait_s=_ENTER_S, shared=True)
+                # Closing releases the lock, without an explicit unlock: a forked worker shares it.
+                held = lock_file(fd, wait_s=_DIRECTORY_LOCK_S, shared=True)
                 if not held:
                     raise CacheDirectoryError(
-                        f"{self.path} is locked by another process for more than {_ENTER_S:.0f} s"
+                        f"{self.path} is locked by another process for more than {_DIRECTORY_LOCK_S:.0f} s"
                     )
-                if _is_named(fd, self._name, stream):  # and was not swept before it was held
+                if _is_named(fd, self._name, stream):  # not removed before it was locked
                     return fd
             except BaseException:
                 os.close(fd)
@@ -118,7 +118,7 @@ class CacheDirectory:
             os.close(fd)
 
     def open_batch(self, index: int) -> tuple[int, int] | None:
-        """A complete batch's file and its size; ``None`` when there is none."""
+        """Return the descriptor and the size of a complete batch's file; ``None`` if it does not exist."""
         try:
             fd = os.open(batch_file_name(index), os.O_RDONLY | _FLAGS, dir_fd=self.fd)
         except FileNotFoundError:
@@ -136,20 +136,20 @@ class CacheDirectory:
 
     @contextlib.contextmanager
     def claim(self, index: int, *, wait_s: float, should_stop: Callable[[], bool]) -> Iterator[BatchClaim | None]:
-        """The right to make a batch; ``None`` where another process has it for longer than ``wait_s``.
+        """Claim the right to write a batch; ``None`` if another process holds it for longer than ``wait_s``.
 
-        A claim that was not published leaves nothing behind.
+        An unpublished claim leaves no file.
         """
         name = partial_file_name(index)
         while True:
-            fd = self._open_making(name)
+            fd = self._open_partial(name)
             try:
                 if not lock_file(fd, wait_s=wait_s, should_stop=should_stop):
                     yield None
                     return
                 with unlock_at_end(fd):
                     if not _is_named(fd, name, self.fd):
-                        continue  # published or swept meanwhile
+                        continue  # published or removed meanwhile
                     try:
                         yield BatchClaim(index, fd)
                     finally:
@@ -159,7 +159,7 @@ class CacheDirectory:
             finally:
                 os.close(fd)
 
-    def _open_making(self, name: str) -> int:
+    def _open_partial(self, name: str) -> int:
         while True:
             try:
                 fd = os.open(name, os.O_RDWR | os.O_CREAT | _FLAGS, 0o600, dir_fd=self.fd)
@@ -172,7 +172,7 @@ class CacheDirectory:
                     return fd
                 os.close(fd)
             with contextlib.suppress(FileNotFoundError):
-                os.unlink(name, dir_fd=self.fd)  # neither a batch nor anything that one may be written into
+                os.unlink(name, dir_fd=self.fd)  # not a batch, and not a file to write a batch into
 
     def publish(self, claim: BatchClaim) -> None:
         os.rename(partial_file_name(claim.index), batch_file_name(claim.index), src_dir_fd=self.fd, dst_dir_fd=self.fd)
@@ -182,20 +182,20 @@ class CacheDirectory:
             os.unlink(batch_file_name(index), dir_fd=self.fd)
 
     def remove_damaged(self, index: int, fd: int | None) -> None:
-        """Remove what was found damaged when it was opened as ``fd``, and not what has taken its place since."""
+        """Remove the damaged batch that was opened as ``fd``, unless another file has replaced it."""
         name = batch_file_name(index)
         if _is_named(fd, name, self.fd) if fd is not None else _is_file(name, self.fd) is False:
             os.unlink(name, dir_fd=self.fd)
 
     def entries(self) -> list[CacheEntry]:
-        """The complete batches."""
+        """Return the complete batches."""
         return [CacheEntry(int(match[1]), size) for match, size in self._files(_BATCH)]
 
     def unfinished(self) -> list[CacheEntry]:
-        return [CacheEntry(int(match[1]), size) for match, size in self._files(_MAKING)]
+        return [CacheEntry(int(match[1]), size) for match, size in self._files(_PARTIAL)]
 
     def remove_unfinished(self) -> None:
-        """Remove what dead processes have left unfinished."""
+        """Remove unfinished files of dead processes."""
         for entry in self.unfinished():
             with contextlib.suppress(OSError):
                 fd = os.open(partial_file_name(entry.index), os.O_RDWR | _FLAGS, dir_fd=self.fd)
@@ -208,7 +208,7 @@ class CacheDirectory:
                     os.close(fd)
 
     def remove_other_fingerprints(self) -> list[str]:
-        """Remove other fingerprints' batches where nobody uses them; the names of those that are still used."""
+        """Remove unused batches of other fingerprints, and return the names of the ones in use."""
         others = [name for name in _names(self._stream) if _FINGERPRINT.fullmatch(name) and name != self._name]
         return [name for name in others if not remove_unused_fingerprint(name, self._stream)]
 
@@ -223,21 +223,24 @@ class CacheDirectory:
 
 
 def remove_unused_fingerprint(name: str, parent: int) -> bool:
-    """Remove a fingerprint's directory, of which only our own files, unless a process holds it."""
+    """Remove a fingerprint's directory with our files, unless a process holds it.
+
+    Return whether it is unused.
+    """
     try:
         fd = os.open(name, os.O_RDONLY | os.O_DIRECTORY | _FLAGS, dir_fd=parent)
-    except OSError:  # gone, or not a directory: nothing of ours
+    except OSError:  # removed, or not a directory of ours
         return True
     try:
         if not lock_file(fd, wait_s=0):
             return False
         with unlock_at_end(fd):
             with os.scandir(fd) as found:
-                ours = [one.name for one in found if _is_ours(one)]
-            for inner in ours:
+                own_files = [one.name for one in found if _is_ours(one)]
+            for inner in own_files:
                 with contextlib.suppress(FileNotFoundError):
                     os.unlink(inner, dir_fd=fd)
-            with contextlib.suppress(OSError):  # a stranger's file is in it
+            with contextlib.suppress(OSError):  # a file of another program is in it
                 os.rmdir(name, dir_fd=parent)
         return True
     finally:
@@ -245,21 +248,21 @@ def remove_unused_fingerprint(name: str, parent: int) -> bool:
 
 
 def remove_job_directory(root: Path, job: str) -> list[Path]:
-    """Remove what a job has, unless a process holds it; returns what is held."""
-    place, held = root / validate_job_name(job), []
-    if not place.is_dir():
+    """Remove a job's directories, unless a process holds them. Return the ones in use."""
+    directory, held = root / validate_job_name(job), []
+    if not directory.is_dir():
         return []
-    with contextlib.ExitStack() as undo:
-        outer = _enter(root, None)
-        undo.callback(os.close, outer)
-        jobs = _enter(job, outer)
-        undo.callback(os.close, jobs)
+    with contextlib.ExitStack() as cleanup:
+        outer = _open_private_directory(root, None)
+        cleanup.callback(os.close, outer)
+        jobs = _open_private_directory(job, outer)
+        cleanup.callback(os.close, jobs)
         for stream in _names(jobs):
-            inner = _enter(stream, jobs)
-            undo.callback(os.close, inner)
+            inner = _open_private_directory(stream, jobs)
+            cleanup.callback(os.close, inner)
             found = [name for name in _names(inner) if _FINGERPRINT.fullmatch(name)]
-            held += [place / stream / name for name in found if not remove_unused_fingerprint(name, inner)]
-            with contextlib.suppress(OSError):  # something is in it
+            held += [directory / stream / name for name in found if not remove_unused_fingerprint(name, inner)]
+            with contextlib.suppress(OSError):  # not empty
                 os.rmdir(stream, dir_fd=jobs)
         with contextlib.suppress(OSError):
             os.rmdir(job, dir_fd=outer)
@@ -280,12 +283,12 @@ def partial_file_name(index: int) -> str:
 
 
 def _is_ours(entry: os.DirEntry[str]) -> bool:
-    named = entry.name == USAGE_FILE or _BATCH.fullmatch(entry.name) or _MAKING.fullmatch(entry.name)
+    named = entry.name == USAGE_FILE or _BATCH.fullmatch(entry.name) or _PARTIAL.fullmatch(entry.name)
     return bool(named) and not entry.is_dir(follow_symlinks=False)
 
 
-def _enter(name: str | Path, parent: int | None) -> int:
-    """A directory that only this user can enter, made where it is missing."""
+def _open_private_directory(name: str | Path, parent: int | None) -> int:
+    """Open a directory that only this user can access, and create it if it is missing."""
     if parent is not None:
         with contextlib.suppress(FileExistsError):
             os.mkdir(name, 0o700, dir_fd=parent)
@@ -312,7 +315,10 @@ def _is_named(fd: int, name: str, parent: int) -> bool:
 
 
 def _is_file(name: str, parent: int) -> bool | None:
-    """``None`` when there is nothing of that name; a link is no file."""
+    """Return whether ``name`` is a regular file; ``None`` if it does not exist.
+
+    A link is not a regular file.
+    """
     try:
         return stat.S_ISREG(os.stat(name, dir_fd=parent, follow_symlinks=False).st_mode)
     except FileNotFoundError:
@@ -332,35 +338,35 @@ class CacheEntry:
 
 
 class EvictionPlan(NamedTuple):
-    """What has to go; or that it is not worth it."""
+    """Batches to evict, or the result that the new batch does not fit."""
 
     fits: bool
     evict: tuple[int, ...] = ()
 
 
 def plan_eviction(entries: Sequence[CacheEntry], cursor: int, new: CacheEntry, limit_bytes: int) -> EvictionPlan:
-    """How ``new`` gets room among ``entries``.
+    """Return the evictions that make space for ``new``.
 
-    The nearer ahead of the cursor, the more a batch is worth; all that lies behind is worth less than anything ahead,
-    and goes together, so that this is not asked again for every batch. Nothing is given up for a batch that is worth
-    less, or that would not fit all the same.
+    The nearer ahead of the cursor a batch is, the more it is worth. Batches behind the cursor are worth less than any
+    batch ahead, and are evicted together, so that the next batches need no new plan. No batch is evicted for one of
+    lower value, or for one that would still not fit.
     """
     excess = sum(entry.size_bytes for entry in entries) + new.size_bytes - limit_bytes
     if excess <= 0:
         return EvictionPlan(fits=True)
     worth_less = [entry for entry in entries if _cost(entry.index, cursor) > _cost(new.index, cursor)]
     worth_less.sort(key=lambda entry: _cost(entry.index, cursor), reverse=True)
-    given: list[int] = []
+    evicted: list[int] = []
     for entry in worth_less:
         if excess <= 0 and entry.index >= cursor:
             break
-        given.append(entry.index)
+        evicted.append(entry.index)
         excess -= entry.size_bytes
-    return EvictionPlan(fits=True, evict=tuple(given)) if excess <= 0 else EvictionPlan(fits=False)
+    return EvictionPlan(fits=True, evict=tuple(evicted)) if excess <= 0 else EvictionPlan(fits=False)
 
 
 def _cost(index: int, cursor: int) -> tuple[bool, int]:
-    """The lower, the longer it is kept."""
+    """Return the eviction order of a batch: the highest is evicted first."""
     return (index < cursor, abs(index - cursor))
 
 
@@ -372,17 +378,20 @@ UNKNOWN_USAGE = -1
 
 @dataclass
 class CacheUsage:
-    """As it stands while its lock is held; written when the lock is let go."""
+    """Byte count of a cache, valid while its lock is held. Written when the lock is released."""
 
     used_bytes: int = UNKNOWN_USAGE
-    """Of all batches, also those being made."""
+    """Bytes of all batches, including unfinished ones."""
     committed: int = UNKNOWN_USAGE
-    """The first index that training may still need."""
+    """First index that training may still need."""
 
 
 @contextlib.contextmanager
 def locked_usage(folder_fd: int) -> Iterator[CacheUsage]:
-    """The tally, for this thread alone. ``TimeoutError`` when somebody else has it for longer than it can take."""
+    """Yield the byte count under an exclusive lock.
+
+    Raises ``TimeoutError`` if another process holds it too long.
+    """
     fd = _open(folder_fd)
     try:
         if not lock_file(fd, wait_s=_LOCK_S):
@@ -427,7 +436,7 @@ _LONGEST_PAUSE_S = 5e-3
 
 
 def lock_file(fd: int, *, wait_s: float, shared: bool = False, should_stop: Callable[[], bool] = lambda: False) -> bool:
-    """Lock an open file against all other openings of it, also in this process; False when that took too long."""
+    """Lock an open file against all other openings, also in this process; return False on timeout."""
     kind = (fcntl.LOCK_SH if shared else fcntl.LOCK_EX) | fcntl.LOCK_NB
     deadline, pause_s = time.monotonic() + wait_s, _FIRST_PAUSE_S
     while True:
@@ -444,7 +453,10 @@ def lock_file(fd: int, *, wait_s: float, shared: bool = False, should_stop: Call
 
 @contextlib.contextmanager
 def unlock_at_end(fd: int) -> Iterator[None]:
-    """Let go at the end, by word and not by closing: a process forked meanwhile has the same opening."""
+    """Unlock at the end of the block.
+
+    Closing is not enough: a process forked meanwhile shares the opening.
+    """
     try:
         yield
     finally:

@@ -1,4 +1,4 @@
-"""A resumable loader over the cache, for a DataLoader and for a Lightning data module."""
+"""Resumable loaders over the cache, for a DataLoader and for a Lightning data module."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ if TYPE_CHECKING:
 
 
 class CachedLoader:
-    """One rank's share of the job's batches, epoch by epoch.
+    """Loader of one rank's share of the job's batches, epoch by epoch.
 
-    ``position`` counts batches of the whole job that have been handed out, over all epochs; each round hands one to
-    every rank. A checkpoint keeps it, and a world of another size goes on from it: what other ranks prepared on this
-    node is found there. An epoch's last round that has not a batch for every rank is left out.
+    ``position`` counts the delivered batches of the whole job, over all epochs; each round delivers one to every rank.
+    A checkpoint stores it, and a world of another size continues from it. Batches that other ranks prepared on this
+    node are in the cache. The last round of an epoch is skipped if it does not have a batch for every rank.
     """
 
     def __init__(
@@ -48,21 +48,24 @@ class CachedLoader:
         self._ahead = ahead
         self._workers = workers
         self._start_method = start_method
-        self._said: int | None = None
+        self._last_state_position: int | None = None
 
     @property
     def epoch(self) -> int:
-        """The epoch that is under way, or comes next."""
+        """Current epoch, or the next one between two epochs."""
         return self.position // self._per_epoch
 
     def __len__(self) -> int:
-        """Rounds left in this epoch."""
+        """Return the number of remaining rounds of this epoch."""
         return (self._end - self.position) // self._world_size
 
     def __iter__(self) -> Iterator[Any]:
-        """The rest of this epoch. One iterator at a time: all move the same position."""
-        if self._said is None:  # a job does not go back before where it began
-            self._said = self.position
+        """Yield the remaining batches of this epoch.
+
+        Use one iterator at a time: all of them move the same position.
+        """
+        if self._last_state_position is None:  # a job does not return to batches before its start
+            self._last_state_position = self.position
             self._cache.mark_committed(self.position)
         if not len(self):
             self.position = self._end
@@ -81,10 +84,10 @@ class CachedLoader:
                 yield batch
 
     def state_dict(self) -> dict[str, Any]:
-        """What a checkpoint keeps. Asked for again, the one before is taken for committed."""
-        if self._said is not None:
-            self._cache.mark_committed(self._said)
-        self._said = self.position
+        """Return the state for a checkpoint. Treats the state of the previous call as committed."""
+        if self._last_state_position is not None:
+            self._cache.mark_committed(self._last_state_position)
+        self._last_state_position = self.position
         return {"position": self.position, "fingerprint": self._cache.fingerprint}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -93,7 +96,7 @@ class CachedLoader:
                 f"position {state['position']} counts batches of fingerprint {state['fingerprint']}, these are "
                 f"of {self._cache.fingerprint}: use the data, tokenizer, seed and packing of then, or set position"
             )
-        self.position = self._said = int(state["position"])
+        self.position = self._last_state_position = int(state["position"])
         self._cache.mark_committed(self.position)
 
     @property
@@ -112,7 +115,10 @@ def cached_loader(
     workers: int = 0,
     start_method: str = "spawn",
 ) -> CachedLoader:
-    """The batches of a map-style ``DataLoader``, out of the cache; see :class:`IndexedLoader` for their order."""
+    """Return a loader of the cached batches of a map-style ``DataLoader``.
+
+    :class:`IndexedLoader` defines their order.
+    """
     batches = IndexedLoader(loader, seed=seed)
     return CachedLoader(
         cache,
@@ -126,17 +132,17 @@ def cached_loader(
     )
 
 
-_ORDERS_KEPT = 2
-"""This epoch's, and the next one's when batches are prepared ahead."""
+_MAX_ORDERS = 2
+"""Orders to store: the current epoch, and the next one while its batches are prepared ahead."""
 
 
 class IndexedLoader:
-    """``prepare`` for the batches of a loader: its dataset, its sampler and its ``collate_fn``.
+    """``prepare`` function for the batches of a loader: its dataset, its sampler and its ``collate_fn``.
 
-    Batch ``n`` of epoch ``e`` has the number ``e * per_epoch + n``. What shuffles must be a function of the epoch
-    alone, so each epoch's sampler gets a generator with the seed ``seed + epoch``, and its ``set_epoch`` is called
-    where it has one. The loader's sampler must be the whole job's, not one rank's share. The loader itself is not
-    iterated, and its workers, its ``worker_init_fn`` and its ``pin_memory`` are not used.
+    Batch ``n`` of epoch ``e`` has the index ``e * per_epoch + n``. The order must depend on the epoch only. So each
+    epoch's sampler has a generator with the seed ``seed + epoch``, and its ``set_epoch`` is called if it exists. The
+    loader's sampler must cover the whole job, not one rank's share. The loader itself is not iterated; its workers,
+    ``worker_init_fn`` and ``pin_memory`` are not used.
     """
 
     def __init__(self, loader: DataLoader[Any], *, seed: int = 0) -> None:
@@ -163,19 +169,19 @@ class IndexedLoader:
         picks = self._order(epoch)[number]
         if not self._in_batches:
             return self._collate(self._dataset[picks])
-        many = getattr(self._dataset, "__getitems__", None)
-        return self._collate(many(picks) if many else [self._dataset[pick] for pick in picks])
+        read_many = getattr(self._dataset, "__getitems__", None)
+        return self._collate(read_many(picks) if read_many else [self._dataset[pick] for pick in picks])
 
     def _order(self, epoch: int) -> list[Any]:
         with self._lock:
             if epoch not in self._orders:
-                while len(self._orders) >= _ORDERS_KEPT:
+                while len(self._orders) >= _MAX_ORDERS:
                     del self._orders[min(self._orders)]
                 self._orders[epoch] = list(self._sampler_of(epoch))
             return self._orders[epoch]
 
     def _sampler_of(self, epoch: int) -> Any:
-        """The loader's own sampler stays as it is: somebody may be iterating it."""
+        """Return a copy of the loader's sampler for this epoch: another thread may iterate over the original."""
         outer = copy.copy(self._sampler)
         samplers = [outer]
         if hasattr(outer, "sampler"):
@@ -198,10 +204,10 @@ class IndexedLoader:
 
 
 class CachedDataModule:
-    """A data module whose training batches come out of the cache; all else is the module's own.
+    """Data module with cached training batches. All other attributes are those of the wrapped module.
 
-    ``open_cache`` is called in ``setup``, in the process that trains. The module's ``train_dataloader`` must return a
-    map-style ``DataLoader`` over the whole job's data: which rank takes what is decided here.
+    ``open_cache`` is called in ``setup``, in the training process. The module's ``train_dataloader`` must return a
+    map-style ``DataLoader`` over the whole job's data: this class assigns batches to ranks.
     """
 
     def __init__(
@@ -225,12 +231,12 @@ class CachedDataModule:
         self._resumed: Mapping[str, Any] | None = None
 
     def __getattr__(self, name: str) -> Any:
-        if name.startswith("__") or name == "_module":  # copying and unpickling ask before there is a module
+        if name.startswith("__") or name == "_module":  # copying and unpickling read attributes before _module exists
             raise AttributeError(name)
         return getattr(self._module, name)
 
     def setup(self, stage: str | None = None) -> None:
-        """Idempotent, as Lightning calls it once for every stage."""
+        """Set up the module and open the cache. Idempotent: Lightning calls it once per stage."""
         self._module.setup(stage)
         if self._cache is None:
             self._cache = self._open_cache()
@@ -251,14 +257,14 @@ class CachedDataModule:
         return {"loader": loader, "module": _call(self._module, "state_dict") or {}}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Before or after there is a loader."""
+        """Load the state, before or after the loader is created."""
         _call(self._module, "load_state_dict", state["module"])
         self._resumed = state["loader"]
         if self._loader is not None and self._resumed is not None:
             self._loader.load_state_dict(self._resumed)
 
     def teardown(self, stage: str | None = None) -> None:
-        """The batches stay: the next trainer finds them."""
+        """Close the cache. The batches remain for the next trainer."""
         _call(self._module, "teardown", stage)
         if self._cache is not None:
             self._cache.close()

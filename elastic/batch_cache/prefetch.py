@@ -1,14 +1,14 @@
-"""Batches prepared ahead of their reader, in a thread or in worker processes.
+"""Prefetch of batches ahead of their reader, in a thread or in worker processes.
 
 ::
 
-    indices ──> [ 12 done | 13 done | 14 being made | 15 being made ]      at most ``ahead`` of them
+    indices ──> [ 12 ready | 13 ready | 14 in progress | 15 in progress ]      at most ``ahead`` of them
                    └──> next()
 
-A thread looks into the cache first: what is there is mapped, and no process is started for it.
+A thread looks into the cache first: it maps an existing batch, without starting a process.
 
-A worker ends when its trainer does, after the batch it is at. That its pipe is closed does not say so where processes
-are forked: others have the trainer's end too. Killed in the middle, a worker leaves nothing that counts.
+A worker exits after its current batch if its trainer has exited. A closed pipe is not a reliable sign: other forked
+processes may hold the trainer's end. A worker that is killed leaves no incomplete batch in the cache.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ if TYPE_CHECKING:
 
 @dataclass
 class _Slot:
-    """One batch that was begun."""
+    """A batch whose preparation has begun."""
 
     index: int
     reading: int
@@ -47,14 +47,14 @@ class _Slot:
 
 
 class PrefetchIterator(Iterator[Any]):
-    """The batches of ``indices``, in their order.
+    """Iterator over the batches of ``indices``, in their order.
 
-    ``workers=0`` prepares in a thread of this process; with more, in as many processes, which are started when the
-    first batch has to be prepared. Those need a ``prepare`` that can be pickled, and a script that guards its main part
-    (``if __name__ == "__main__"``). Until they are up, which takes as long as their imports, a thread prepares.
+    ``workers=0`` prepares in a thread of this process. More workers are processes, which start when the first batch has
+    to be prepared. They need a ``prepare`` that can be pickled, and a script with a guarded main part (``if __name__ ==
+    "__main__"``). Until they have started, which takes as long as their imports, a thread prepares.
 
-    What ``prepare`` raises comes when its batch would have come, as :class:`~elastic.errors.PrepareError`
-    that names it; from then on, that is all that comes: no batch is skipped in silence.
+    An exception of ``prepare`` is raised in place of its batch, as :class:`~elastic.errors.PrepareError` with the
+    batch's index. All later calls raise it again: no batch is skipped silently.
     """
 
     def __init__(
@@ -77,7 +77,7 @@ class PrefetchIterator(Iterator[Any]):
         self._ahead = ahead
         self._start_method = start_method if workers else None
         self._changed = threading.Condition()
-        self._here = threading.Lock()
+        self._prepare_lock = threading.Lock()
         self._slots: deque[_Slot] = deque()
         self._workers: list[PrepareWorker] = []
         self._exhausted = self._stopped = False
@@ -106,7 +106,7 @@ class PrefetchIterator(Iterator[Any]):
             raise self._failure from slot.error
 
     def close(self) -> None:
-        """Idempotent. Waits for what a thread is preparing; a process that is preparing is killed."""
+        """Stop prefetching. Idempotent. Waits for a preparing thread, and kills preparing processes."""
         with self._changed:
             self._stopped = True
             self._slots.clear()
@@ -128,39 +128,39 @@ class PrefetchIterator(Iterator[Any]):
         return self._stopped or (self._slots[0].done if self._slots else self._exhausted)
 
     def _work(self) -> None:
-        hired: list[PrepareWorker] = []
+        own_workers: list[PrepareWorker] = []
         try:
             while (slot := self._begin()) is not None:
                 try:
-                    slot.batch = self._obtain(slot, hired)
-                except Exception as error:  # noqa: BLE001 - the user's; raised where the batch is asked for
+                    slot.batch = self._prepare_slot(slot, own_workers)
+                except Exception as error:  # noqa: BLE001 - the user's; raised when its batch is requested
                     slot.error = error
                 with self._changed:
                     slot.done = True
                     self._changed.notify_all()
         finally:
-            for worker in hired:
-                self._dismiss(worker)
+            for worker in own_workers:
+                self._close_worker(worker)
 
-    def _obtain(self, slot: _Slot, hired: list[PrepareWorker]) -> Any:
+    def _prepare_slot(self, slot: _Slot, own_workers: list[PrepareWorker]) -> Any:
         if slot.error is not None:
             raise slot.error
         if self._start_method is not None:
             found = self._cache.lookup(slot.index)
             if found.is_cached:
                 return found.batch
-            if not hired:
-                hired.append(self._hire(self._start_method))
-            # A forked process shares open files with this one: they must not be read from on both sides.
-            if self._start_method == "fork" or hired[0].is_up():
-                made = hired[0].prepare(slot.index, slot.reading)
-                if not made.is_cached:
-                    return made.batch
-        with self._here:  # prepare need not know of threads
+            if not own_workers:
+                own_workers.append(self._start_worker(self._start_method))
+            # A forked process shares open files with this one, so only one side may read them.
+            if self._start_method == "fork" or own_workers[0].is_up():
+                result = own_workers[0].prepare(slot.index, slot.reading)
+                if not result.is_cached:
+                    return result.batch
+        with self._prepare_lock:  # prepare does not have to be thread-safe
             return self._cache.get(slot.index, self._prepare, position=slot.reading, should_stop=self._is_stopped)
 
     def _begin(self) -> _Slot | None:
-        """The next batch to be made, when it is time; ``None`` at the end."""
+        """Return the next batch to prepare, once fewer than ``ahead`` are pending; ``None`` at the end."""
         with self._changed:
             self._changed.wait_for(lambda: self._stopped or self._exhausted or len(self._slots) < self._ahead)
             if self._stopped or self._exhausted:
@@ -182,7 +182,7 @@ class PrefetchIterator(Iterator[Any]):
     def _is_stopped(self) -> bool:
         return self._stopped
 
-    def _hire(self, start_method: str) -> PrepareWorker:
+    def _start_worker(self, start_method: str) -> PrepareWorker:
         worker = PrepareWorker(self._cache, self._prepare, start_method)
         with self._changed:
             self._workers.append(worker)
@@ -190,35 +190,38 @@ class PrefetchIterator(Iterator[Any]):
                 worker.kill()
         return worker
 
-    def _dismiss(self, worker: PrepareWorker) -> None:
+    def _close_worker(self, worker: PrepareWorker) -> None:
         with self._changed:
             self._workers.remove(worker)
         worker.close()
 
 
 _GRACE_S = 5.0
-_LOOK_S = 1.0
-"""How often an idle worker looks whether its trainer is there."""
-_UP, _KEPT, _BATCH, _FAILED = b"u", b"k", b"b", b"f"
+_PARENT_CHECK_S = 1.0
+"""Seconds between two checks of an idle worker for its trainer."""
+_STARTED, _CACHED, _BATCH, _FAILED = b"u", b"k", b"b", b"f"
 
 
 class PrepareWorkerLostError(Exception):
-    """The process ended while it prepared a batch."""
+    """Raised if a worker process ended while it prepared a batch."""
 
 
 class PrepareWorker:
-    """One process, one batch at a time. Only :meth:`kill` may be called while another call is under way."""
+    """One worker process, which prepares one batch at a time.
+
+    Only :meth:`kill` may be called during another call.
+    """
 
     def __init__(self, cache: BatchCache, prepare: PrepareFunction, start_method: str) -> None:
         context = multiprocessing.get_context(start_method)
         self._fingerprint = cache.fingerprint
-        self._up = False
-        self._pipe, theirs = context.Pipe()
+        self._is_started = False
+        self._pipe, child_pipe = context.Pipe()
         inherited = self._pipe if start_method == "fork" else None
         parent = None if start_method == "forkserver" else os.getpid()
-        # The stubs know no Process of a context of any kind.
+        # The type stubs do not declare Process for contexts.
         self._process: BaseProcess = context.Process(  # type: ignore[attr-defined]
-            target=_serve, args=(theirs, inherited, parent, cache, prepare), name="elastic-prepare", daemon=True
+            target=_serve, args=(child_pipe, inherited, parent, cache, prepare), name="elastic-prepare", daemon=True
         )
         try:
             self._process.start()
@@ -226,38 +229,41 @@ class PrepareWorker:
             self._pipe.close()
             raise
         finally:
-            theirs.close()
+            child_pipe.close()
 
     def is_up(self) -> bool:
-        """Whether it has started, which takes as long as its imports; or has ended, which :meth:`prepare` will say."""
-        if not self._up and self._pipe.poll():
-            self._wait_up()
-        return self._up
+        """Return whether the process has started or has ended; :meth:`prepare` then raises."""
+        if not self._is_started and self._pipe.poll():
+            self._wait_started()
+        return self._is_started
 
-    def _wait_up(self) -> None:
-        self._up = True
+    def _wait_started(self) -> None:
+        self._is_started = True
         with contextlib.suppress(EOFError, OSError):
             self._pipe.recv_bytes()
 
     def prepare(self, index: int, reading: int) -> CacheResult:
-        """As :meth:`~elastic.batch_cache.cache.BatchCache.prepare`, over there. What ``prepare`` raised is raised."""
-        if not self._up:
-            self._wait_up()
+        """Call :meth:`~elastic.batch_cache.cache.BatchCache.prepare` in the process.
+
+        Exceptions of ``prepare`` propagate.
+        """
+        if not self._is_started:
+            self._wait_started()
         try:
             self._pipe.send((index, reading))
-            said = bytearray(self._pipe.recv_bytes())
+            reply = bytearray(self._pipe.recv_bytes())
         except (EOFError, OSError) as error:
             self._process.join(_GRACE_S)
             code = self._process.exitcode
-            how = f"signal {-code}" if code is not None and code < 0 else f"status {code}"
-            raise PrepareWorkerLostError(f"the process that prepared it ended with {how}") from error
-        kind = bytes(said[-1:])
-        del said[-1:]  # at the end: tensors stay where they are aligned
+            end = f"signal {-code}" if code is not None and code < 0 else f"status {code}"
+            raise PrepareWorkerLostError(f"the process that prepared it ended with {end}") from error
+        kind = bytes(reply[-1:])
+        del reply[-1:]  # at the end: keeps the tensors aligned
         if kind == _FAILED:
-            raised, text = pickle.loads(said)  # noqa: S301 - from our own process, over a pipe nobody else has
+            raised, text = pickle.loads(reply)  # noqa: S301 - from our own process, over a private pipe
             raise raised from RuntimeError(f"in the process that prepared it:\n{text}")
         if kind == _BATCH:
-            return CacheResult(is_cached=False, batch=decode_batch(said, self._fingerprint, index, verify=False))
+            return CacheResult(is_cached=False, batch=decode_batch(reply, self._fingerprint, index, verify=False))
         return CacheResult(is_cached=True)
 
     def kill(self) -> None:
@@ -277,26 +283,31 @@ class PrepareWorker:
 def _serve(
     pipe: Connection, inherited: Connection | None, parent: int | None, cache: BatchCache, prepare: PrepareFunction
 ) -> None:
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the trainer's to decide
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the trainer handles it
     if inherited is not None:
         inherited.close()
         cache = cache.reopen()
-    with cache, contextlib.suppress(EOFError, ConnectionError):  # the trainer's end is closed, perhaps in mid-word
-        pipe.send_bytes(_UP)
+    with (
+        cache,
+        contextlib.suppress(EOFError, ConnectionError),
+    ):  # the trainer has closed its end, perhaps within a message
+        pipe.send_bytes(_STARTED)
         while parent is None or os.getppid() == parent:
-            if not pipe.poll(_LOOK_S):
+            if not pipe.poll(_PARENT_CHECK_S):
                 continue
-            asked = pipe.recv()
-            if asked is None:
+            request = pipe.recv()
+            if request is None:
                 return
-            pipe.send_bytes(_made(cache, prepare, *asked))
+            pipe.send_bytes(_prepare_reply(cache, prepare, *request))
 
 
-def _made(cache: BatchCache, prepare: PrepareFunction, index: int, reading: int) -> bytes:
+def _prepare_reply(cache: BatchCache, prepare: PrepareFunction, index: int, reading: int) -> bytes:
     try:
-        made = cache.prepare(index, prepare, position=reading)
+        result = cache.prepare(index, prepare, position=reading)
         return (
-            _KEPT if made.is_cached else bytes(encode_batch(cache.fingerprint, index, made.batch).to_bytes() + _BATCH)
+            _CACHED
+            if result.is_cached
+            else bytes(encode_batch(cache.fingerprint, index, result.batch).to_bytes() + _BATCH)
         )
     except Exception as error:  # noqa: BLE001 - the user's own, raised again over there
         return _pickled(error, traceback.format_exc()) + _FAILED

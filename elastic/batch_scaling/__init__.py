@@ -1,1 +1,1 @@
-"""The global batch divided among ranks, and learning rates that follow its size."""
+"""Division of the global batch among ranks, and learning rates that follow its size."""

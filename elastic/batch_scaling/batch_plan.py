@@ -6,11 +6,11 @@
     ranks          0     1     2   3        runs that differ by at most one sample,
     microbatches   0   1 2   3 4 5 6 7      2 passes on every rank
 
-    samples        0 1 2 3 4 5 6 7 8 9      microbatch=2: the same cuts in every world,
-    microbatches   0   1   2   3   4        of which ranks have runs that differ by at most one;
-    ranks          0       1   2   3        2 passes on every rank, of which ranks 1 to 3 make one without samples
+    samples        0 1 2 3 4 5 6 7 8 9      microbatch=2: the same microbatches in every world;
+    microbatches   0   1   2   3   4        ranks have runs that differ by at most one;
+    ranks          0       1   2   3        2 passes on every rank, one of them empty on ranks 1 to 3
 
-Everything about one rank, sample or microbatch is arithmetic: nothing here grows with the number of ranks.
+All values of a rank, sample or microbatch are computed directly: no cost grows with the number of ranks.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from elastic.errors import PolicyError
 
 
 class PlannedMicrobatch(NamedTuple):
-    """Samples of one forward and backward pass. Samples count from 0 at the beginning of the step."""
+    """Samples of one forward and backward pass, counted from 0 at the beginning of the step."""
 
     id: int
     first: int
@@ -31,7 +31,7 @@ class PlannedMicrobatch(NamedTuple):
 
 
 class RankQuota(NamedTuple):
-    """So many ranks with so many samples each."""
+    """Number of ranks with the same number of samples."""
 
     ranks: int
     samples: int
@@ -39,39 +39,46 @@ class RankQuota(NamedTuple):
 
 @dataclass(frozen=True)
 class RankPlan:
-    """What one rank does in a step."""
+    """Work of one rank in a step."""
 
     rank: int
     first: int
-    """The first of its samples."""
+    """First of its samples."""
     samples: int
     microbatches: tuple[PlannedMicrobatch, ...]
     empty_passes: int
-    """Passes without a sample, to make as many as every other rank: sharded models gather parameters in each pass, and
-    wait for all ranks."""
+    """Passes without a sample.
+
+    All ranks make the same number of passes, because sharded models gather parameters in each pass and wait for all
+    ranks.
+    """
     weight: float
-    """Its part of the global batch. A mean over a rank's own samples counts this much in the mean over all."""
+    """Share of the global batch: the weight of this rank's mean in the mean over all samples."""
 
 
 @dataclass(frozen=True)
 class BatchPlan:
-    """A global batch, cut into microbatches for a number of ranks; or :class:`~elastic.errors.PolicyError`.
+    """Division of a global batch into microbatches for a number of ranks.
 
-    Without ``microbatch``, samples are shared out as evenly as they can be, in as few passes as ``max_microbatch``
-    allows; microbatches are then other ones in another world. With it they are the same in every world, so that sums
-    over microbatches in the order of their ids can be the same to the last bit.
+    Without ``microbatch``, samples are divided as evenly as possible, in as few passes as ``max_microbatch`` allows.
+    Then microbatches depend on the world. With ``microbatch`` they are the same in every world. Then sums over
+    microbatches in the order of their ids can be equal bit for bit. Raises :class:`~elastic.errors.PolicyError` for an
+    impossible division.
     """
 
     global_batch: int
-    """Samples in a step, whatever the world."""
+    """Samples in a step, in any world."""
     world_size: int
-    """Ranks that have samples of their own: those of one tensor, pipeline or context parallel group count as one."""
+    """Number of ranks with different samples.
+
+    The ranks of a tensor, pipeline or context parallel group count as one.
+    """
     max_microbatch: int | None = None
-    """The most samples that fit into a pass. ``None``: any number."""
+    """Largest number of samples in a pass. ``None``: no limit."""
     microbatch: int | None = None
-    """Samples in every microbatch but perhaps the last."""
+    """Samples in every microbatch; the last one may have fewer."""
     allow_idle: bool = False
-    """Whether there may be ranks with nothing to do but empty passes."""
+    """Whether ranks may have empty passes only."""
 
     def __post_init__(self) -> None:
         for name in ("global_batch", "world_size", "max_microbatch", "microbatch"):
@@ -101,23 +108,26 @@ class BatchPlan:
 
     @property
     def is_world_independent(self) -> bool:
-        """Whether microbatches are the same ones in every world."""
+        """Whether microbatches are the same in every world."""
         return self.microbatch is not None
 
     @property
     def accumulation_steps(self) -> int:
-        """Passes in a step, on every rank."""
+        """Number of passes in a step, on every rank."""
         if self.microbatch is not None:
-            return _up(_up(self.global_batch, self.microbatch), self.world_size)
-        largest = _up(self.global_batch, self.world_size)
-        return 1 if self.max_microbatch is None else _up(largest, self.max_microbatch)
+            return _ceil_div(_ceil_div(self.global_batch, self.microbatch), self.world_size)
+        largest = _ceil_div(self.global_batch, self.world_size)
+        return 1 if self.max_microbatch is None else _ceil_div(largest, self.max_microbatch)
 
     @property
     def microbatch_count(self) -> int:
-        """Microbatches with samples, of all ranks together. Their ids are 0 to this, in the order of their samples."""
+        """Number of microbatches with samples, over all ranks.
+
+        Their ids count from 0 in the order of their samples.
+        """
         if self.microbatch is not None:
-            return _up(self.global_batch, self.microbatch)
-        # Only where all microbatches are of one sample can a rank have fewer samples than there are passes.
+            return _ceil_div(self.global_batch, self.microbatch)
+        # Only if all microbatches have one sample can a rank have fewer samples than passes.
         return min(self.world_size * self.accumulation_steps, self.global_batch)
 
     @property
@@ -125,21 +135,21 @@ class BatchPlan:
         """Samples in the largest microbatch."""
         if self.microbatch is not None:
             return min(self.microbatch, self.global_batch)
-        return _up(self.max_rank_samples, self.accumulation_steps)
+        return _ceil_div(self.max_rank_samples, self.accumulation_steps)
 
     @property
     def max_rank_samples(self) -> int:
-        """Samples of the rank with the most."""
+        """Largest number of samples of a rank."""
         return self._samples(0)[1]
 
     @property
     def min_rank_samples(self) -> int:
-        """Samples of the rank with the fewest."""
+        """Smallest number of samples of a rank."""
         return self._samples(self.world_size - 1)[1]
 
     @property
     def quotas(self) -> tuple[RankQuota, ...]:
-        """How many ranks have how many samples, in the order of ranks."""
+        """Numbers of ranks with the same number of samples, in the order of ranks."""
         unit = self.global_batch if self.microbatch is None else self.microbatch_count
         last = self.rank_of_sample(self.global_batch - 1)
         edges = sorted({edge for edge in (0, unit % self.world_size, last, last + 1) if edge < self.world_size})
@@ -154,19 +164,22 @@ class BatchPlan:
 
     @property
     def empty_passes(self) -> int:
-        """Passes without a sample, of all ranks together."""
+        """Number of passes without a sample, over all ranks."""
         return self.world_size * self.accumulation_steps - self.microbatch_count
 
     @property
     def utilization(self) -> float:
-        """Samples computed in the time the busiest rank takes, of those that all ranks could."""
+        """Share of the ranks' capacity that is used while the busiest rank computes, from 0 to 1."""
         return self.global_batch / (self.world_size * self.max_rank_samples)
 
     def for_rank(self, rank: int) -> RankPlan:
-        """What ``rank`` does, of the ranks that have samples of their own."""
+        """Return the work of ``rank``.
+
+        Raises :class:`~elastic.errors.PolicyError` for a rank outside the plan.
+        """
         self._check_place("rank", rank, self.world_size, "world_size")
         first, samples = self._samples(rank)
-        start, count = _run(self.microbatch_count, self.world_size, rank)
+        start, count = _range_of_part(self.microbatch_count, self.world_size, rank)
         return RankPlan(
             rank=rank,
             first=first,
@@ -178,18 +191,18 @@ class BatchPlan:
 
     def rank_of_microbatch(self, id: int) -> int:  # noqa: A002 - what it is called everywhere
         self._check_place("microbatch", id, self.microbatch_count, "microbatch_count")
-        return _whose(self.microbatch_count, self.world_size, id)
+        return _part_of(self.microbatch_count, self.world_size, id)
 
     def rank_of_sample(self, sample: int) -> int:
         self._check_place("sample", sample, self.global_batch, "global_batch")
         if self.microbatch is not None:
             return self.rank_of_microbatch(sample // self.microbatch)
-        return _whose(self.global_batch, self.world_size, sample)
+        return _part_of(self.global_batch, self.world_size, sample)
 
     def _samples(self, rank: int) -> tuple[int, int]:
         if self.microbatch is None:
-            return _run(self.global_batch, self.world_size, rank)
-        start, count = _run(self.microbatch_count, self.world_size, rank)
+            return _range_of_part(self.global_batch, self.world_size, rank)
+        start, count = _range_of_part(self.microbatch_count, self.world_size, rank)
         first = min(start * self.microbatch, self.global_batch)
         return first, min((start + count) * self.microbatch, self.global_batch) - first
 
@@ -198,8 +211,8 @@ class BatchPlan:
             first = id * self.microbatch
             return PlannedMicrobatch(id, first, min(self.microbatch, self.global_batch - first))
         begin, samples = self._samples(rank)
-        start, count = _run(self.microbatch_count, self.world_size, rank)
-        offset, size = _run(samples, count, id - start)
+        start, count = _range_of_part(self.microbatch_count, self.world_size, rank)
+        offset, size = _range_of_part(samples, count, id - start)
         return PlannedMicrobatch(id, begin + offset, size)
 
     @staticmethod
@@ -209,7 +222,7 @@ class BatchPlan:
 
 
 def common_microbatch(global_batch: int, worlds: Iterable[int], max_microbatch: int) -> int:
-    """The largest ``microbatch`` that leaves no rank of these worlds idle, and makes no step longer than it must be."""
+    """Return the largest ``microbatch`` that leaves no rank of ``worlds`` idle and lengthens no step."""
     worlds = sorted(set(worlds))
     _check("max_microbatch", max_microbatch)
     best = {world: BatchPlan(global_batch, world).max_rank_samples for world in worlds}
@@ -227,18 +240,21 @@ def _check(name: str, value: object, *, optional: bool = False) -> None:
         raise PolicyError(f"{name} is {value!r}: it must be a whole number, 1 or more")
 
 
-def _up(total: int, size: int) -> int:
+def _ceil_div(total: int, size: int) -> int:
     return -(-total // size)
 
 
-def _run(total: int, parts: int, part: int) -> tuple[int, int]:
-    """The first and the number of what ``part`` has, of ``total`` shared out in order, the first ones one more."""
-    each, more = divmod(total, parts)
-    return part * each + min(part, more), each + (part < more)
+def _range_of_part(total: int, parts: int, part: int) -> tuple[int, int]:
+    """Return the first item and the number of items of ``part``, if ``total`` items are divided in order.
+
+    The first parts have one item more if the division has a remainder.
+    """
+    per_part, remainder = divmod(total, parts)
+    return part * per_part + min(part, remainder), per_part + (part < remainder)
 
 
-def _whose(total: int, parts: int, item: int) -> int:
-    """Which part of :func:`_run` has ``item``."""
-    each, more = divmod(total, parts)
-    edge = more * (each + 1)
-    return item // (each + 1) if item < edge else more + (item - edge) // each
+def _part_of(total: int, parts: int, item: int) -> int:
+    """Return the part of :func:`_run` that has ``item``."""
+    per_part, remainder = divmod(total, parts)
+    edge = remainder * (per_part + 1)
+    return item // (per_part + 1) if item < edge else remainder + (item - edge) // per_part

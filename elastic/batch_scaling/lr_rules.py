@@ -1,13 +1,13 @@
 """Learning rate, betas and epsilon as functions of batch and world size, and re-warmup. Pure.
 
-A rule knows the batch for which the learning rate was chosen, so that nothing accumulates: after any number of changes
-the factor is that of the batch now.
+A rule knows the batch for which the learning rate was chosen. So nothing accumulates: after any number of changes the
+factor depends only on the current batch.
 
-For a batch κ times as large the optimizer goes on as it did, per sample, with::
+With a batch κ times as large, an optimizer makes the same progress per sample with::
 
     learning rate · √κ      1 - β → κ · (1 - β)      ε / √κ
 
-The rule holds where gradients are mostly noise. It says nothing about decoupled weight decay, which is left alone.
+This rule holds if gradients are mostly noise. It does not cover decoupled weight decay, which remains unchanged.
 """
 
 from __future__ import annotations
@@ -24,22 +24,22 @@ LRLaw = Literal["constant", "linear", "sqrt"]
 
 
 class LRScale(NamedTuple):
-    """What is done to an optimizer's numbers while it steps."""
+    """Changes of an optimizer's hyperparameters during its step."""
 
     lr: float = 1.0
-    """Times the learning rate."""
+    """Factor of the learning rate."""
     kappa: float = 1.0
-    """How many times its batch an adaptive optimizer's betas and epsilon are to be for; 1 leaves them as they are."""
+    """Ratio of the batch to the base batch, for betas and epsilon. 1 leaves them unchanged."""
 
 
 class LRRule(Protocol):
-    """Same arguments, same answer; 1.0 exactly where nothing is to change."""
+    """Rule for the scale. It is a pure function, and returns exactly 1.0 for no change."""
 
     def scale(self, global_batch: int, world_size: int) -> LRScale: ...
 
 
 def lr_factor(law: LRLaw, base: int, new: int) -> float:
-    """How the learning rate chosen for a batch of ``base`` changes for one of ``new``."""
+    """Return the factor of the learning rate from a batch of ``base`` to one of ``new`` samples."""
     for name, batch in (("base batch", base), ("batch", new)):
         if isinstance(batch, bool) or not isinstance(batch, int) or batch < 1:
             raise PolicyError(f"{name} is {batch!r}: it must be a whole number of samples, 1 or more")
@@ -54,7 +54,7 @@ def lr_factor(law: LRLaw, base: int, new: int) -> float:
 
 @dataclass(frozen=True)
 class ConstantLRRule:
-    """The schedule and nothing else. Right while the global batch stays what it is."""
+    """Rule that changes nothing. Correct while the global batch does not change."""
 
     def scale(self, global_batch: int, world_size: int) -> LRScale:
         return LRScale()
@@ -62,7 +62,7 @@ class ConstantLRRule:
 
 @dataclass(frozen=True)
 class LinearLRRule:
-    """In proportion to the batch (Goyal et al. 2017): for SGD, up to the batch where it stops working."""
+    """Rule in proportion to the batch (Goyal et al. 2017): for SGD, up to a critical batch size."""
 
     base_batch: int
 
@@ -72,7 +72,7 @@ class LinearLRRule:
 
 @dataclass(frozen=True)
 class SqrtLRRule:
-    """With the root of the batch, and nothing but the learning rate."""
+    """Rule with the square root of the batch, for the learning rate only."""
 
     base_batch: int
 
@@ -82,7 +82,7 @@ class SqrtLRRule:
 
 @dataclass(frozen=True)
 class AdamSqrtLRRule:
-    """Scale the learning rate with the root of the batch, and betas and epsilon with it (see the module)."""
+    """Rule with the square root of the batch, and matching betas and epsilon (see the module)."""
 
     base_batch: int
 
@@ -94,11 +94,11 @@ class AdamSqrtLRRule:
 
 @dataclass(frozen=True)
 class LRTable:
-    """Learning rates by world size, as somebody measured them. Each holds until the next larger size."""
+    """Measured learning rates by world size. Each applies up to the next larger size."""
 
     rates: Mapping[int, float]
     base: float
-    """The learning rate that the optimizer was made with; the schedule is drawn for this one."""
+    """Learning rate that the optimizer was created with, which the schedule assumes."""
 
     def __post_init__(self) -> None:
         if not self.rates:
@@ -128,7 +128,10 @@ def validated_kappa(kappa: float) -> float:
 
 
 def scaled_beta(name: str, beta: float, kappa: float) -> float:
-    """``1 - κ(1 - β)``, where that is not below 0: an average cannot be shorter than one step."""
+    """Return ``1 - κ(1 - β)``.
+
+    Raises :class:`PolicyError` below 0: an average cannot be shorter than one step.
+    """
     if kappa == 1:
         return beta
     scaled = 1 - kappa * (1 - beta)
@@ -142,7 +145,7 @@ def scaled_beta(name: str, beta: float, kappa: float) -> float:
 
 @dataclass(frozen=True)
 class WarmupRamp:
-    """``steps`` factors in equal steps from ``start`` up to ``target``, then ``target`` exactly."""
+    """Ramp of ``steps`` factors in equal steps from ``start`` up to ``target``, then exactly ``target``."""
 
     target: float
     start: float = 1.0
@@ -163,7 +166,7 @@ class WarmupRamp:
         return dataclasses.replace(self, done=self.done + 1) if self.is_warming_up else self
 
     def towards(self, target: float, policy: Rewarmup) -> WarmupRamp:
-        """What follows when the factor is to be ``target`` from now on. The same target: nothing new."""
+        """Return the ramp from the current factor to ``target``. The same target returns this ramp."""
         if target == self.target:
             return self
         start = min(self.factor, target) if policy.start is None else policy.start * target
@@ -182,11 +185,14 @@ class WarmupRamp:
 
 @dataclass(frozen=True)
 class Rewarmup:
-    """How the learning rate gets to a new factor: at once (no steps), or in ``steps`` optimizer steps."""
+    """Change of the learning rate to a new factor: at once (0 steps), or over ``steps`` optimizer steps."""
 
     steps: int = 0
     start: float | None = None
-    """Where to begin, as a part of the new factor. ``None``: at the old factor; at once, where the new one is less."""
+    """First factor, as a fraction of the new one.
+
+    ``None``: the old factor, or at once if the new one is lower.
+    """
 
     def __post_init__(self) -> None:
         if isinstance(self.steps, bool) or not isinstance(self.steps, int) or self.steps < 0:

@@ -1,7 +1,7 @@
 """LRScaler: an optimizer's hyperparameters, scaled only during its step.
 
-Between steps they are what schedules made them, so that any scheduler goes on as if nobody else were there, also those
-that derive each value from the one before. Nothing is multiplied twice, and nothing has to be divided again.
+Between steps they have the values of the schedule. So any scheduler works unchanged, even if it derives each value from
+the previous one. Nothing is multiplied twice or divided again.
 """
 
 from __future__ import annotations
@@ -19,12 +19,11 @@ from elastic.errors import PolicyError
 
 
 class LRScaler:
-    """Scales one optimizer's learning rate (with :class:`~elastic.batch_scaling.lr_rules.AdamSqrtLRRule` betas and
-    epsilon too).
+    """Scaler of one optimizer's learning rate, and of betas and epsilon with ``AdamSqrtLRRule``.
 
-    ``param_groups`` and the scheduler's ``get_last_lr()`` keep showing the schedule; :attr:`learning_rates` is what
-    a step uses. A checkpoint needs this object's state beside the optimizer's and the scheduler's. Made for another
-    batch or world than the state that is loaded, it goes on from there to where it is now.
+    ``param_groups`` and the scheduler's ``get_last_lr()`` show the schedule; :attr:`learning_rates` has the values of a
+    step. A checkpoint needs this object's state in addition to the states of the optimizer and the scheduler. After a
+    load into another batch or world, the factor moves from the saved one to the current one.
     """
 
     def __init__(
@@ -35,32 +34,32 @@ class LRScaler:
         self._optimizer = optimizer
         self._rule = rule
         self._rewarm = rewarm or Rewarmup()
-        self._held: list[_Held] | None = None
+        self._scaled_groups: list[_ScaledGroup] | None = None
         self._scale = self._checked(rule.scale(global_batch, world_size))
         self._ramp = WarmupRamp(self._scale.lr)
         self._handles = [
             optimizer.register_step_pre_hook(self._before),
             optimizer.register_step_post_hook(self._after),
-            optimizer.register_state_dict_pre_hook(self._put_back),
-            optimizer.register_load_state_dict_post_hook(self._forget),
+            optimizer.register_state_dict_pre_hook(self._restore),
+            optimizer.register_load_state_dict_post_hook(self._drop_saved_values),
         ]
-        # A scheduler that runs as such a hook itself is to see its own learning rate.
+        # A scheduler that runs as such a hook must see its own learning rate.
         optimizer._optimizer_step_post_hooks.move_to_end(self._handles[1].id, last=False)  # type: ignore[attr-defined]
 
     def resize(self, global_batch: int, world_size: int) -> None:
-        """From the next step on there is another batch or world; or PolicyError, and nothing has changed."""
+        """Use another batch or world from the next step. Raises :class:`PolicyError` without a change."""
         self._scale = self._checked(self._rule.scale(global_batch, world_size))
         self._ramp = self._ramp.towards(self._scale.lr, self._rewarm)
 
     @property
     def factor(self) -> float:
-        """What the next step's learning rates are multiplied by."""
+        """Factor of the next step's learning rates."""
         return self._ramp.factor
 
     @property
     def learning_rates(self) -> list[float]:
-        """What the next step uses, for each parameter group."""
-        factor = self.factor if self._held is None else 1.0
+        """Learning rates of the next step, one per parameter group."""
+        factor = self.factor if self._scaled_groups is None else 1.0
         return [float(group["lr"]) * factor for group in self._optimizer.param_groups]
 
     def state_dict(self) -> dict[str, Any]:
@@ -70,8 +69,8 @@ class LRScaler:
         self._ramp = WarmupRamp.from_state_dict(state).towards(self._scale.lr, self._rewarm)
 
     def close(self) -> None:
-        """Leave the optimizer as if this had never been. Idempotent."""
-        self._put_back(self._optimizer)
+        """Remove the hooks and restore the optimizer. Idempotent."""
+        self._restore(self._optimizer)
         for handle in self._handles:
             handle.remove()
 
@@ -86,43 +85,44 @@ class LRScaler:
     def _checked(self, scale: LRScale) -> LRScale:
         if not (math.isfinite(scale.lr) and scale.lr >= 0):
             raise PolicyError(f"the rule multiplies the learning rate by {scale.lr!r}: it must be a number, 0 or more")
-        self._put_back(self._optimizer)
+        self._restore(self._optimizer)
         for group in self._optimizer.param_groups:
-            _Held(group, scale.lr, scale.kappa)
+            _ScaledGroup(group, scale.lr, scale.kappa)
         return scale
 
     def _before(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[Any, Any]) -> None:
-        self._put_back(optimizer)  # a step that raised, or one that calls the step it overrides
-        held = [_Held(group, self.factor, self._scale.kappa) for group in optimizer.param_groups]
-        self._held = held
-        for one in held:
-            one.change()
+        self._restore(optimizer)  # after a step that raised, or in a step that calls the step it overrides
+        groups = [_ScaledGroup(group, self.factor, self._scale.kappa) for group in optimizer.param_groups]
+        self._scaled_groups = groups
+        for one in groups:
+            one.apply()
 
     def _after(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[Any, Any]) -> None:
-        if self._held is None:
+        if self._scaled_groups is None:
             return
-        self._put_back(optimizer)
-        # With a learning rate of 0 torch makes an optimizer's state (torch.distributed.checkpoint); that is no step.
+        self._restore(optimizer)
+        # torch.distributed.checkpoint creates the optimizer's state by a step with learning rate 0, which does not
+        # count.
         if self._ramp.is_warming_up and any(float(group["lr"]) for group in optimizer.param_groups):
             self._ramp = self._ramp.next()
 
-    def _put_back(self, _: Optimizer) -> None:
-        for one in self._held or ():
-            one.put_back()
-        self._held = None
+    def _restore(self, _: Optimizer) -> None:
+        for one in self._scaled_groups or ():
+            one.restore()
+        self._scaled_groups = None
 
-    def _forget(self, _: Optimizer) -> None:
-        """What was held is of a step that did not end, and the optimizer has other values now."""
-        self._held = None
+    def _drop_saved_values(self, _: Optimizer) -> None:
+        """Drop the saved values: the optimizer has loaded other ones, during a step that did not end."""
+        self._scaled_groups = None
 
 
-class _Held:
-    """One parameter group's numbers as the schedule has them, and those of a step."""
+class _ScaledGroup:
+    """Hyperparameters of one parameter group: the values of the schedule, and those of a step."""
 
     def __init__(self, group: dict[str, Any], factor: float, kappa: float) -> None:
         self._group = group
-        self._plain: dict[str, Any] = {}
-        self._new: dict[str, Any] = {}
+        self._original: dict[str, Any] = {}
+        self._scaled: dict[str, Any] = {}
         if factor != 1:
             self._set("lr", group["lr"] * factor)
         if validated_kappa(kappa) != 1:
@@ -139,19 +139,19 @@ class _Held:
 
     def _set(self, name: str, value: Any) -> None:
         plain = self._group[name]
-        self._plain[name] = plain.clone() if isinstance(plain, Tensor) else plain
-        self._new[name] = value
+        self._original[name] = plain.clone() if isinstance(plain, Tensor) else plain
+        self._scaled[name] = value
 
-    def change(self) -> None:
-        self._write(self._new)
+    def apply(self) -> None:
+        self._write(self._scaled)
 
-    def put_back(self) -> None:
-        self._write(self._plain)
+    def restore(self) -> None:
+        self._write(self._original)
 
     def _write(self, values: Mapping[str, Any]) -> None:
         for name, value in values.items():
             if isinstance(self._group[name], Tensor):
-                self._group[name].copy_(value)  # compiled and captured steps know this tensor, and no other
+                self._group[name].copy_(value)  # compiled and captured steps refer to this tensor
             else:
                 self._group[name] = value
 

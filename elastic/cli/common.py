@@ -28,7 +28,7 @@ _UNAVAILABLE_ADVICE = "`elastic status` shows which jobs run here; the ranks of 
 
 
 class ElasticScreen(CommandOutput):
-    """The output of a command that may end with an error of ``elastic``."""
+    """Output of a command that may end with an error of ``elastic``."""
 
     reported_errors = (*CommandOutput.reported_errors, errors.ElasticError)
     codes_by_error = MappingProxyType(
@@ -56,7 +56,7 @@ pass_elastic_screen = click.make_pass_decorator(ElasticScreen)
 
 
 def job_options(command: F) -> F:
-    """Options that name a job, also one of other machines, and ``--json`` and ``--debug``."""
+    """Add the options that name a job, on this machine or another one, and ``--json`` and ``--debug``."""
     from tieredckpt.cli.common_options import output_options
 
     address = click.option(

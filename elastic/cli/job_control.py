@@ -1,4 +1,4 @@
-"""``elastic status``, ``resize``, ``drain``, ``stop`` and ``inject``: one request to a running job's coordinator."""
+"""``elastic status``, ``resize``, ``drain``, ``stop``, ``inject``: one request to the coordinator."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from tieredckpt.settings import run_directory
 
 
 def find_run(job: str | None) -> tuple[RunDirectory, LocalRun]:
-    """The job somebody means who named ``job``, or none: then there must be exactly one on this machine."""
+    """Return the directory and record of ``job``; ``None`` means the only job on this machine."""
     root = run_directory()
     if job is not None:
         place = RunDirectory(root, job)
@@ -45,10 +45,10 @@ def find_run(job: str | None) -> tuple[RunDirectory, LocalRun]:
 
 def call_job(job: str | None, coordinator: str, secret: str, question: CoordinatorRequest) -> ElasticJobStatus:
     if coordinator:
-        known = settings.load_secret(secret)
-        if known is None or job is None:
+        loaded_secret = settings.load_secret(secret)
+        if loaded_secret is None or job is None:
             raise PolicyError("a job elsewhere needs --job, --coordinator and --secret file:/path")
-        return call_coordinator(coordinator, question, job=RunDirectory(run_directory(), job).job, secret=known)
+        return call_coordinator(coordinator, question, job=RunDirectory(run_directory(), job).job, secret=loaded_secret)
     _, run = find_run(job)
     return call_coordinator(run.coordinator, question, job=run.job, secret=run_secret(run))
 
@@ -137,8 +137,10 @@ def stop_command(
 
 def show_job_status(out: Console, answer: ElasticJobStatus) -> None:
     ranks = len([node for node in answer.nodes if node.node_rank is not None]) * answer.nproc
-    said = f": {answer.reason}" if answer.reason else ""
-    out.print(f"[bold]{escape(answer.job)}[/] {answer.phase.value}, epoch {answer.epoch}, {ranks} ranks{escape(said)}")
+    reason = f": {answer.reason}" if answer.reason else ""
+    out.print(
+        f"[bold]{escape(answer.job)}[/] {answer.phase.value}, epoch {answer.epoch}, {ranks} ranks{escape(reason)}"
+    )
     if answer.pause is not None:
         out.print(f"stopping at a common step, {answer.pause.within_s:.0f} s left: {escape(answer.pause.reason)}")
     if answer.requested_nodes:
@@ -197,5 +199,5 @@ def inject_command(
 
 
 def with_unique_name(one: FaultInjection) -> FaultInjection:
-    """With a name that no other one has."""
+    """Return the injection with a unique name, unless it has a name."""
     return one if one.name else msgspec.structs.replace(one, name=f"cli-{secrets.token_hex(4)}")

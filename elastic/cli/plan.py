@@ -17,7 +17,7 @@ _COLUMNS = ("WORLD", "PASSES", "MICROBATCH", "MICROBATCHES", "EMPTY", "BUSY", "R
 
 
 def batch_plan_table(plans: Sequence[BatchPlan]) -> Table:
-    """One line for each plan."""
+    """Return a table with one line per plan."""
     rows = [
         (
             str(plan.world_size),
@@ -34,7 +34,7 @@ def batch_plan_table(plans: Sequence[BatchPlan]) -> Table:
 
 
 def format_quotas(plan: BatchPlan) -> str:
-    """``8 x 6 + 16 x 5``."""
+    """Return the ranks and samples of a plan, as ``8 x 6 + 16 x 5``."""
     return " + ".join(f"{quota.ranks} x {quota.samples}" for quota in plan.quotas)
 
 
@@ -53,7 +53,7 @@ def batch_plan_json(plan: BatchPlan) -> dict[str, Any]:
 
 
 def rank_plan_table(share: RankPlan) -> Table:
-    """A rank's passes."""
+    """Return a table with the passes of a rank."""
     rows = [(str(m.id), str(m.first), str(m.samples)) for m in share.microbatches]
     rows += [("-", "-", "0")] * share.empty_passes
     columns = ("MICROBATCH", "FIRST", "SAMPLES")

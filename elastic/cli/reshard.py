@@ -72,11 +72,11 @@ def reshard_command(
     began = time.monotonic()
     return_freed_memory_to_os()
     settings = settings_from_options(agent_dir, durable)
-    place = parse_target_url(target)
+    target_location = parse_target_url(target)
     with open_source(parse_source_url(source), settings) as opened:
-        cut = _cut(opened, ranks, layout, like, settings)
-        with open_target(place, opened.step, settings, force=force) as destination:
-            done = run(opened, destination, cut, screen.progress_bar)
+        plan = _plan(opened, ranks, layout, like, settings)
+        with open_target(target_location, opened.step, settings, force=force) as destination:
+            done = run(opened, destination, plan, screen.progress_bar)
             name, step = destination.name, destination.step
     value = {
         "source": opened.name,
@@ -96,7 +96,7 @@ def reshard_command(
     return ExitCode.OK
 
 
-def _cut(
+def _plan(
     source: ReshardSource, ranks: int | None, layout: str | None, like: str | None, settings: Settings
 ) -> ReshardPlan:
     from elastic.reshard import offline
@@ -105,8 +105,8 @@ def _cut(
     if like is not None:
         with open_source(parse_source_url(like), settings) as other:
             return offline.plan_like(source.tensors, other.tensors, other.parts)
-    how = offline.plan_whole_tensors if layout == "whole" else offline.plan_fsdp
-    return how(source.tensors, ranks or 1)
+    plan_tensors = offline.plan_whole_tensors if layout == "whole" else offline.plan_fsdp
+    return plan_tensors(source.tensors, ranks or 1)
 
 
 def _show(out: Console, value: dict[str, Any]) -> None:

@@ -78,29 +78,29 @@ PolicyReader = Callable[[Mapping[str, Any]], PolicyFields]
 
 def load_scaling_policy(nnodes: str, file: Path | None, **options: Any) -> ScalingPolicy:
     """Return the policy of the file. Options that are not ``None`` replace its fields."""
-    policy = _policy_from(nnodes, file, **options)
+    policy = _build_policy(nnodes, file, **options)
     if policy.max_replicas > MAX_NODES:
         raise PolicyError(f"{policy.max_replicas} nodes at the most: a job has {MAX_NODES} or fewer; write less")
     return policy
 
 
-def _policy_from(nnodes: str, file: Path | None, **options: Any) -> ScalingPolicy:
+def _build_policy(nnodes: str, file: Path | None, **options: Any) -> ScalingPolicy:
     least, most = node_range(nnodes)
     ends = {"min_replicas": least, "max_replicas": most}
-    said = {name: value for name, value in options.items() if value is not None}
+    chosen = {name: value for name, value in options.items() if value is not None}
     tree = _read(file) if file is not None else {}
     reader = _policy_reader(tree)
     if reader is not None:
         read = reader(tree)
-        return ScalingPolicy.from_fields(read._replace(fields=ends | read.fields), **said)
+        return ScalingPolicy.from_fields(read._replace(fields=ends | read.fields), **chosen)
     try:
-        return msgspec.convert(ends | tree | said, ScalingPolicy)
+        return msgspec.convert(ends | tree | chosen, ScalingPolicy)
     except msgspec.ValidationError as error:
         raise PolicyError(f"{file or 'the policy'}: {error}") from error
 
 
 def _policy_reader(tree: dict[str, Any]) -> PolicyReader | None:
-    """Return the installed reader of one of the file's keys; ``None`` for a file in our own format."""
+    """Return the installed reader for one of the file's keys; ``None`` for a file in our own format."""
     for entry in sorted(entry_points(group=POLICY_READER_ENTRY_POINTS), key=lambda one: one.name):
         if entry.name in tree:
             try:
@@ -122,12 +122,12 @@ def _read(file: Path) -> dict[str, Any]:
 
 
 _GRACE_S = 30.0
-_NAME_KNOWN_S = 120.0
+_RESOLVE_S = 120.0
 _LOCAL = "127.0.0.1:0"
 
 
-def _elasticity(command: Any) -> Any:
-    """How large a job may be, and how patient it is."""
+def _elasticity_options(command: Any) -> Any:
+    """Add the options for the size and the timeouts of a job."""
     for option in reversed(
         (
             click.option("--nnodes", metavar="MIN[:MAX]", help="Number of nodes. [default: the scheduler's, or 1]"),
@@ -214,7 +214,7 @@ def _policy(options: dict[str, Any]) -> Any:
     short_help="Run SCRIPT as the ranks of an elastic job.",
     context_settings={"ignore_unknown_options": True, "allow_interspersed_args": False},
 )
-@_elasticity
+@_elasticity_options
 @click.option(
     "--resume-from",
     metavar="STEP[@EPOCH]",
@@ -298,19 +298,19 @@ def run_command(screen: ElasticScreen, /, script: str, args: tuple[str, ...], **
     if options["listen"] and not is_leader_url(options["coordinator"]):
         raise PolicyError("--listen needs --coordinator URL: else nobody looks for a coordinator here")
     if is_leader_url(options["coordinator"]):
-        _try(options["coordinator"])
-    options |= {"scheduled": (scheduled := _place(options))}
+        _check_leader_record(options["coordinator"])
+    options |= {"scheduled": (scheduled := _resolve_launch(options))}
     options |= {"nnodes": scheduled.nnodes, "nproc": scheduled.nproc, "node": scheduled.node}
     options |= {"coordinator": scheduled.coordinator, "coordinator_here": scheduled.several and scheduled.leads}
     leads = scheduled.leads
-    place = RunDirectory(run_directory(), options["job"] or "-".join(filter(None, (_job_of(script), scheduled.run))))
+    place = RunDirectory(run_directory(), options["job"] or "-".join(filter(None, (_job_name(script), scheduled.run))))
     command = _command(script, args, options)
     scheduled.refuse_more(_policy(options).min_replicas)
     secret = settings.load_secret(options["secret"])
     if scheduled.several and secret is None and not scheduled.agreement:
         raise PolicyError("several machines need a secret they all know: --secret file:/path, or $ELASTIC_SECRET")
     if scheduled.is_given_its_coordinator:
-        wait_for_name(scheduled.coordinator, _NAME_KNOWN_S)
+        wait_for_name(scheduled.coordinator, _RESOLVE_S)
     first = _node_names(options)[0]
     logs = (options["log_dir"] or Path("elastic-logs") / place.job).absolute()
     with contextlib.ExitStack() as held:
@@ -336,9 +336,9 @@ def run_command(screen: ElasticScreen, /, script: str, args: tuple[str, ...], **
             place.address_file.unlink(missing_ok=True)
             InjectionRecord(place.directory).clear()
         leader = (
-            _coordinator_task(place, record, options, _join_command(place.job, options, screen.argv)) if leads else None
+            _coordinator_spec(place, record, options, _join_command(place.job, options, screen.argv)) if leads else None
         )
-        nodes = [_node_task(place, record, name, options) for name in _node_names(options)]
+        nodes = [_supervisor_spec(place, record, name, options) for name in _node_names(options)]
         if leader is not None and leader.requested_step is None and len(nodes) > 1:
             environs = {task.node: supervisor_environ(task) for task in nodes if task.starts_agent}
             leader = msgspec.structs.replace(leader, holders=newest_step_holders(environs))
@@ -352,8 +352,8 @@ def _check_agent_settings(options: dict[str, Any]) -> None:
         load_settings()
 
 
-def _place(options: dict[str, Any]) -> NodeLaunch:
-    """What this is in its job, by its options and by the scheduler that started it."""
+def _resolve_launch(options: dict[str, Any]) -> NodeLaunch:
+    """Return the role of this process in its job, from its options and its scheduler."""
     wanted = RunOptions(
         nnodes=options["nnodes"],
         nproc=options["nproc"],
@@ -385,7 +385,7 @@ def join_command(screen: ElasticScreen, /, job: str | None, node: str, **options
     name = str(validate_node_id(node)) if node else _free_name(place)
     os.chdir(record.working_directory)
     with place.locked(f"{name}.lock"):
-        task = _node_task(
+        task = _supervisor_spec(
             place,
             record,
             name,
@@ -395,7 +395,7 @@ def join_command(screen: ElasticScreen, /, job: str | None, node: str, **options
 
 
 @click.command("coordinator", short_help="Run only the coordinator of a job.")
-@_elasticity
+@_elasticity_options
 @click.option(
     "--listen", required=True, metavar="HOST:PORT", help="Address to listen on; without a host, on every address."
 )
@@ -426,7 +426,7 @@ def coordinator_command(
     logging.basicConfig(level=logging.INFO if verbose else logging.WARNING, format="elastic: %(message)s")
     place = RunDirectory(run_directory(), job)
     if options["leadership"]:
-        _try(options["leadership"])
+        _check_leader_record(options["leadership"])
     task = CoordinatorSpec(
         job=place.job,
         secret_file="",
@@ -458,15 +458,18 @@ def _launch(
     notices: bool = False,
     requeue: str = "",
 ) -> int:
-    """``requeue``: the number of a job of Slurm's that may go back into the queue."""
+    """Run the nodes and the coordinator until the job ends, and return the exit status.
+
+    ``requeue`` is the Slurm job ID to requeue if necessary; "" for none.
+    """
     import logging
 
     logging.basicConfig(level=logging.WARNING, format="elastic: %(message)s", stream=sys.stderr)
 
-    is_noted = is_leader_url(record.coordinator)
+    has_leader_record = is_leader_url(record.coordinator)
 
     def known(address: str) -> None:
-        if leader is not None or is_noted:
+        if leader is not None or has_leader_record:
             place.write(msgspec.structs.replace(record, coordinator=address))
         screen.info(f"job {record.job}: coordinator on {address}, what ranks print is in {record.logs}")
 
@@ -498,7 +501,7 @@ def _launch(
             screen.info(end_message(end, describe_resumable(steps), _same_command(screen.argv)))
         elif leader is not None and end is not None and end.over is ExitReason.NEVER_JOINED:
             screen.info(end_message(end))
-        if leader is not None or is_noted:
+        if leader is not None or has_leader_record:
             place.remove()
             how = next((over.value for over, code in EXIT_STATUS.items() if code == status), f"status {int(status)}")
             place.write_last_run(LastRun(record.job, how, time.time(), _same_command(screen.argv)))
@@ -508,7 +511,7 @@ def _launch(
                 shut_down_left_agent(supervisor_environ(task), place.directory)
             with contextlib.suppress(PermissionError):
                 (place.directory / f"{task.node}.secret").unlink(missing_ok=True)
-            _tidy(Path(task.directory))
+            _remove_directory(Path(task.directory))
     if leader is None and status in (ExitCode.STOPPED, ExitCode.JOB_FAILED):
         screen.info(f"the same command resumes the job: {_same_command(screen.argv)}")
     if requeue and _is_to_requeue(requeue, nodes[0], status, noticed=launcher.noticed):
@@ -517,7 +520,10 @@ def _launch(
 
 
 def _is_to_requeue(job: str, mine: SupervisorSpec, status: int, *, noticed: bool) -> bool:
-    """A job that a notice has stopped, by who leads it; one whose leader Slurm has lost, by the first that is left."""
+    """Return whether this node requeues the job.
+
+    After a notice has stopped it, the leader's node does. If Slurm lost that node, the first remaining node does.
+    """
     if status == ExitCode.STOPPED:
         return noticed and mine.has_local_coordinator
     if status != ExitCode.JOB_FAILED or mine.has_local_coordinator or not mine.coordinator_node:
@@ -531,7 +537,7 @@ def _same_command(argv: Sequence[str]) -> str:
 
 
 def _without_resume_from(argv: Sequence[str], script_words: int) -> list[str]:
-    """Return the command line that resumes the job: --resume-from again would leave its new steps behind.
+    """Return the command line that resumes the job, without --resume-from: it would drop the new steps.
 
     The last ``script_words`` words are the script and its arguments.
     """
@@ -555,21 +561,21 @@ def _requested_step(options: dict[str, Any]) -> RequestedStep | None:
         raise PolicyError(f"--resume-from: {error}") from error
 
 
-def _tidy(directory: Path) -> None:
-    """What a supervisor has in its directory is of no use any more; what an agent has there may be."""
+def _remove_directory(directory: Path) -> None:
+    """Remove a supervisor's directory, unless it has an agent's files."""
     with contextlib.suppress(PermissionError):
         if not (directory / "agent").exists():
             shutil.rmtree(directory, ignore_errors=True)
 
 
 def _join_command(job: str, options: dict[str, Any], argv: Sequence[str]) -> str:
-    """How a further node is started: on this machine, or on another one if they share a coordinator."""
+    """Return the command that adds a node, on this machine or on another one with the same coordinator."""
     if not options["coordinator"]:
         return f"elastic join {job} (on this machine; other machines need --coordinator HOST:PORT)"
     return _same_command([word for word in argv if word != "--coordinator-here"])
 
 
-def _coordinator_task(
+def _coordinator_spec(
     place: RunDirectory, record: LocalRun, options: dict[str, Any], join_command: str
 ) -> CoordinatorSpec:
     listen = _LOCAL
@@ -600,10 +606,10 @@ def _coordinator_task(
     )
 
 
-def _node_task(place: RunDirectory, record: LocalRun, name: str, options: dict[str, Any]) -> SupervisorSpec:
+def _supervisor_spec(place: RunDirectory, record: LocalRun, name: str, options: dict[str, Any]) -> SupervisorSpec:
     directory = place.node_directory(name)
     if is_leader_url(record.coordinator):
-        host = _listens(options["listen"])
+        host = _reachable_host(options["listen"])
     else:
         host = node_address(record.coordinator, _scheduled(options).others)
     mine = {EVENT_LOG_ENV: record.event_log} if record.event_log else {}
@@ -612,7 +618,7 @@ def _node_task(place: RunDirectory, record: LocalRun, name: str, options: dict[s
         mine |= settings.gloo_on(interface)
     if options["node"] and not settings.has_agent_name():
         mine["TIEREDCKPT_AGENT_NODE"] = name
-    if memory := _memory_of(place, name, options):
+    if memory := _agent_directory(place, name, options):
         mine |= _own_agent(memory)
         if is_loopback_host(host) and not settings.has_agent_address():
             mine["TIEREDCKPT_AGENT_PEERS"] = join_address(host, 0)
@@ -627,7 +633,9 @@ def _node_task(place: RunDirectory, record: LocalRun, name: str, options: dict[s
         nproc=record.nproc,
         spares=record.spares,
         host=host,
-        lead=_lead(record, options, host) if is_leader_url(record.coordinator) and "nnodes" in options else None,
+        lead=_standby_coordinator(record, options, host)
+        if is_leader_url(record.coordinator) and "nnodes" in options
+        else None,
         sigterm_grace_s=record.grace_s,
         starts_agent=options["agent"],
         environ=mine,
@@ -638,8 +646,8 @@ def _node_task(place: RunDirectory, record: LocalRun, name: str, options: dict[s
     )
 
 
-def _lead(record: LocalRun, options: dict[str, Any], host: str) -> CoordinatorSpec:
-    """The coordinator that any node of the job may have to start."""
+def _standby_coordinator(record: LocalRun, options: dict[str, Any], host: str) -> CoordinatorSpec:
+    """Return the coordinator that any node of the job may have to start."""
     port = split_address(options["listen"])[1] if options["listen"] else 0
     return CoordinatorSpec(
         job=record.job,
@@ -657,8 +665,8 @@ def _lead(record: LocalRun, options: dict[str, Any], host: str) -> CoordinatorSp
     )
 
 
-def _try(url: str) -> None:
-    """A place that can never be asked is refused before anything is started; one that is away may be back."""
+def _check_leader_record(url: str) -> None:
+    """Raise :class:`ControlPlaneRefusedError` for an unusable leader record, and log an unavailable one."""
     with contextlib.closing(open_leader_record(url)) as leadership:
         try:
             leadership.read()
@@ -668,11 +676,11 @@ def _try(url: str) -> None:
             log.warning("%s", error)
 
 
-def _memory_of(place: RunDirectory, name: str, options: dict[str, Any]) -> Path | None:
-    """Where the node's agent is, if not where all jobs of this machine have it.
+def _agent_directory(place: RunDirectory, name: str, options: dict[str, Any]) -> Path | None:
+    """Return the directory of the node's agent; ``None`` for the machine's shared one.
 
-    Of simulated nodes each has its own, so that the peer tier sees several. What they left when the job was stopped is
-    where it goes on from, also with one node.
+    Each simulated node has its own agent, so that the peer tier has several nodes. A restarted job finds the steps
+    there, even if it has one node now.
     """
     own = place.node_directory(name) / "agent"
     if (options["simulate_nodes"] or 1) > 1 or own.exists():
@@ -684,7 +692,10 @@ def _memory_of(place: RunDirectory, name: str, options: dict[str, Any]) -> Path 
 
 
 def _own_agent(directory: Path) -> dict[str, str]:
-    """Return the settings of a node whose agent is in ``directory``, and where this machine's agent is."""
+    """Return the environment of a node with its agent in ``directory``.
+
+    It also names the directory of this machine's agent.
+    """
     return {
         "TIEREDCKPT_AGENT_DIRECTORY": str(directory),
         "TIEREDCKPT_AGENT_NODE": directory.parent.name,
@@ -693,7 +704,7 @@ def _own_agent(directory: Path) -> dict[str, str]:
 
 
 def _peer_secret(place: RunDirectory, record: LocalRun) -> dict[str, str]:
-    """Derive the secret of the job's agents from the job's secret, if no other one is configured."""
+    """Derive the secret of the job's agents from the job's secret, unless one is configured."""
     if settings.has_peer_secret():
         return {}
     return {
@@ -701,22 +712,22 @@ def _peer_secret(place: RunDirectory, record: LocalRun) -> dict[str, str]:
     }
 
 
-def _store(said: str) -> str:
-    """What the coordinator is told: nothing for a store that some node is to keep."""
-    if not said:
+def _store(chosen: str) -> str:
+    """Return the coordinator's store setting: "" for a store on one of the nodes."""
+    if not chosen:
         return ROOTLESS if settings.wants_rootless_store() else ""
-    if said in ("single", ROOTLESS):
-        return said if said == ROOTLESS else ""
-    split_address(said)
-    return said
+    if chosen in ("single", ROOTLESS):
+        return chosen if chosen == ROOTLESS else ""
+    split_address(chosen)
+    return chosen
 
 
 def _scheduled(options: dict[str, Any]) -> NodeLaunch:
     return options.get("scheduled") or NodeLaunch("1", 1)
 
 
-def _listens(listen: str) -> str:
-    """Where other nodes reach this one, and the coordinator that it may have."""
+def _reachable_host(listen: str) -> str:
+    """Return the host at which other nodes reach this one and its coordinator."""
     host, _ = split_address(listen or ":0")
     return outbound_address() if is_wildcard_host(host) else host
 
@@ -734,7 +745,7 @@ def _free_name(place: RunDirectory) -> str:
     return f"n{number}"
 
 
-def _job_of(script: str) -> str:
+def _job_name(script: str) -> str:
     return re.sub(r"[^A-Za-z0-9._-]", "-", Path(script).stem)[:100] or "job"
 
 

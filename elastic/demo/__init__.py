@@ -37,7 +37,7 @@ _REFERENCE_S = 600.0
 
 
 def main(*, as_json: bool = False, keep: Path | None = None) -> int:
-    """Run the demo; 0 when every loss and the final state were equal bit for bit. ``keep`` is where its files stay."""
+    """Run the demo with its files in ``keep``; return 0 if all losses and the final state are equal."""
     console = Console(stderr=as_json, soft_wrap=True, highlight=False)
     keep = empty_demo_folder(keep or Path(tempfile.gettempdir()) / f"elastic-demo-{os.getuid()}")
     began = time.monotonic()
@@ -80,16 +80,16 @@ def main(*, as_json: bool = False, keep: Path | None = None) -> int:
 
 @contextlib.contextmanager
 def shared_memory_directory() -> Iterator[str]:
-    """A short path, since sockets are in it, where memory is a file system."""
+    """Yield a temporary directory on tmpfs, with a path short enough for sockets."""
     root = Path("/dev/shm")  # noqa: S108 - see above
     with tempfile.TemporaryDirectory(prefix="elastic-demo-", dir=root if os.access(root, os.W_OK) else None) as folder:
         yield folder
 
 
 def run_reference(
-    keep: Path, memory: Path, steps: int, environ: Mapping[str, str], told: Callable[[str], None]
+    keep: Path, memory: Path, steps: int, environ: Mapping[str, str], print_line: Callable[[str], None]
 ) -> list[dict[str, Any]]:
-    """Run the steps in one process, and return its events. Print its progress with ``told``."""
+    """Run the steps in one process, and return its events. Print its progress with ``print_line``."""
     folder, agent = keep / "undisturbed", memory / "empty"
     folder.mkdir()
     command = [sys.executable, "-m", "elastic.demo.fsdp_trainer", str(folder), str(steps)]
@@ -104,7 +104,7 @@ def run_reference(
                     raise DemoFailedError(f"the undisturbed run took over {_REFERENCE_S:g} s; see {folder / 'output'}")
                 done = sum(one["event"] == "step" for one in read_demo_events(folder))
                 so_far = f"{done} of {steps} steps" if done < steps else "restoring from the bucket"
-                told(f"[dim]{time.monotonic() - began:5.1f} s[/]    [dim]{so_far}[/]")
+                print_line(f"[dim]{time.monotonic() - began:5.1f} s[/]    [dim]{so_far}[/]")
         finally:
             process.kill()
             process.wait()
@@ -116,14 +116,14 @@ def run_reference(
 
 
 def _is_running(process: subprocess.Popen[bytes]) -> bool:
-    """Wait for the process's end, at most as long as the demo may be silent."""
+    """Wait for the process to end, at most ``PROGRESS_S`` seconds, and return whether it runs."""
     with contextlib.suppress(subprocess.TimeoutExpired):
         process.wait(PROGRESS_S)
     return process.returncode is None
 
 
 def _report(logs: Path, report: Path) -> float:
-    """Pictures of what the event log says; the goodput."""
+    """Write the report of the event log, and return the goodput."""
     read = read_event_log(event_log_directory(logs, {}))
     found = analyse(read.events, warnings=read.warnings)
     report.write_text(html_report(found), encoding="utf-8")

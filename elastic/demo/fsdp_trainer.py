@@ -1,6 +1,6 @@
 """One rank of the demo: a small transformer under FSDP2.
 
-It trains until its director names the last step. What happens to it goes, a JSON line each, to a file of its own.
+It trains until the scenario names the last step, and writes its events to its own file, one JSON line each.
 """
 
 from __future__ import annotations
@@ -31,12 +31,15 @@ from tieredckpt.demo.training_script import CONTEXT, Transformer, demo_corpus
 from tieredckpt.tensors.device import accelerator
 
 ELASTIC_DEMO_BATCH, ELASTIC_DEMO_MICROBATCH, SEED = 8, 2, 0
-_LOOK_EVERY = 5
-"""All ranks look for it after the same steps, and it names one that none of them has begun."""
+_READ_EVERY = 5
+"""Steps between two reads of the file.
+
+All ranks read it after the same steps, and it names a step that none has begun.
+"""
 
 
 class TextDataset(torch.utils.data.Dataset[tuple[torch.Tensor, torch.Tensor]]):
-    """Pieces of a text that every Python has."""
+    """Pieces of a text that every Python installation has."""
 
     def __init__(self) -> None:
         self._text = demo_corpus()
@@ -50,7 +53,7 @@ class TextDataset(torch.utils.data.Dataset[tuple[torch.Tensor, torch.Tensor]]):
 
 
 class DemoEventWriter:
-    """This process's lines."""
+    """Writer of this process's event lines."""
 
     def __init__(self, folder: Path) -> None:
         self._out = (folder / f"{os.getpid()}.jsonl").open("a", buffering=1)
@@ -60,7 +63,7 @@ class DemoEventWriter:
 
 
 class DemoTraining:
-    """Model, optimizer and samples of one process, for one world; without one, for a process alone."""
+    """Model, optimizer and samples of one process: for one world, or for a single process without a world."""
 
     def __init__(self, world: World | None = None) -> None:
         torch.manual_seed(SEED)
@@ -81,46 +84,46 @@ class DemoTraining:
         self.state = {"model": self.model, "optim": self.optimizer, "data": self.data}
 
     def step(self, step: int) -> float:
-        """The loss of the whole batch, the same on every rank of any world."""
+        """Do one step, and return the loss of the whole batch, which is the same on every rank of any world."""
         work = next(iter(self.data))
         mine = [batch.data for batch in work]
-        for turn in self._gradients.step(self._plan):
-            letters, following = (one.to(self._device) for one in mine[turn.position])
-            with seeded(SEED, step, turn.id):
+        for microbatch in self._gradients.step(self._plan):
+            letters, following = (one.to(self._device) for one in mine[microbatch.position])
+            with seeded(SEED, step, microbatch.id):
                 found = self.model(letters).flatten(0, 1)
                 loss = nn.functional.cross_entropy(found, following.flatten(), reduction="sum")
-                turn.backward(loss, weight=following.numel())
+                microbatch.backward(loss, weight=following.numel())
         total = self._gradients.finish(clip=1.0)
         self.optimizer.step()
         work.commit()
         return total.loss
 
     def checksum(self) -> str:
-        """Of every parameter and moment, however it is sharded."""
+        """Return the checksum of all parameters and moments, independent of the sharding."""
         return f"{state_checksum({'model': self.model, 'optim': self.optimizer}).all_reduced().tensors_only.value:016x}"
 
 
-def train_fsdp_demo(world: World, folder: Path, tell: DemoEventWriter) -> None:
+def train_fsdp_demo(world: World, folder: Path, write_event: DemoEventWriter) -> None:
     epoch = (
         world.epoch if is_supervised() else world.epoch + world.restarts
-    )  # others count worlds of new processes anew
+    )  # other launchers number the worlds of new processes from 0
     place = {"epoch": epoch, "rank": world.rank, "size": world.size, "node": os.environ["ELASTIC_NODE"]}
     training = DemoTraining(world)
     state = training.state
     with Checkpointer(f"tiered://{ELASTIC_DEMO_JOB}", every=1, durable_every=50) as ckpt, training.data:
         first = ckpt.restore(state) + 1
-        tell("world", first=first, tiers=_tiers(ckpt), ppid=os.getppid(), **place)
-        last = _last(folder)
+        write_event("world", first=first, tiers=_tiers(ckpt), ppid=os.getppid(), **place)
+        last = _read_last_step(folder)
         for step in world.steps(first, checkpoint=(ckpt, state)):
             loss = training.step(step)
             world.report(loss=loss, tokens=ELASTIC_DEMO_BATCH * CONTEXT, samples=ELASTIC_DEMO_BATCH)
             ckpt.save(state, step)
-            tell("step", step=step, loss=loss.hex(), **place)
-            if step % _LOOK_EVERY == 0:
-                last = _last(folder)
+            write_event("step", step=step, loss=loss.hex(), **place)
+            if step % _READ_EVERY == 0:
+                last = _read_last_step(folder)
             if step == last:
                 ckpt.seal(state, step, durable=True)
-                tell("sum", step=step, sum=training.checksum(), **place)
+                write_event("sum", step=step, sum=training.checksum(), **place)
                 break
 
 
@@ -128,24 +131,24 @@ def _tiers(ckpt: Checkpointer) -> dict[str, int]:
     return {} if ckpt.last_restore is None else dict(ckpt.last_restore.bytes_by_tier)
 
 
-def _last(folder: Path) -> int | None:
+def _read_last_step(folder: Path) -> int | None:
     try:
         return int((folder / LAST_STEP_FILE).read_text())
     except FileNotFoundError:
         return None
 
 
-def train_reference(steps: int, tell: DemoEventWriter) -> None:
-    """The same on one process, without worlds and without a checkpointer; then what the bucket alone gives."""
+def train_reference(steps: int, write_event: DemoEventWriter) -> None:
+    """Train on one process without worlds and checkpoints, then restore from the bucket alone."""
     training = DemoTraining()
     with training.data:
         for step in range(steps):
-            tell("step", step=step, loss=training.step(step).hex())
-    tell("sum", step=steps - 1, sum=training.checksum())
+            write_event("step", step=step, loss=training.step(step).hex())
+    write_event("sum", step=steps - 1, sum=training.checksum())
     training = DemoTraining()
     with Checkpointer(f"tiered://{ELASTIC_DEMO_JOB}") as ckpt, training.data:
         step = ckpt.restore(training.state)
-        tell("bucket", step=step, sum=training.checksum(), tiers=_tiers(ckpt))
+        write_event("bucket", step=step, sum=training.checksum(), tiers=_tiers(ckpt))
 
 
 def _only_device() -> torch.device:
@@ -168,11 +171,11 @@ def main() -> None:
     folder = Path(sys.argv[1])
     torch.set_num_threads(1)
     _share_device()
-    tell = DemoEventWriter(folder)
+    write_event = DemoEventWriter(folder)
     if len(sys.argv) > 2:
-        train_reference(int(sys.argv[2]), tell)
+        train_reference(int(sys.argv[2]), write_event)
     else:
-        run(lambda world: train_fsdp_demo(world, folder, tell))
+        run(lambda world: train_fsdp_demo(world, folder, write_event))
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""The demo's scenario: a job on simulated nodes, its faults and resizes, and its losses by step."""
+"""Scenario of the demo: a job on simulated nodes, its faults and resizes, and its losses by step."""
 
 from __future__ import annotations
 
@@ -25,43 +25,45 @@ T = TypeVar("T")
 
 ELASTIC_DEMO_NODES, ELASTIC_DEMO_NPROC, ELASTIC_DEMO_SPARES = 2, 2, 1
 _LIMIT_S = 300.0
-_LOOK_S = 0.05
+_POLL_S = 0.05
 PROGRESS_S = 10.0
 """Seconds without output, after which the demo prints its progress."""
-_AT_LEAST = 12
-"""Steps of every world before something happens to it."""
+_MIN_STEPS = 12
+"""Steps of every world before the next change."""
 
 
 @dataclass(frozen=True)
 class DemoAct:
-    """One thing that was done to the job, and what came of it."""
+    """One change of the job, and its effect."""
 
     what: str
     at: float
     """Seconds since the demo began."""
     before: int
-    """The newest step when it was done."""
+    """Newest step at that time."""
     first: int = 0
-    """The first step after it."""
+    """First step after it."""
     seconds: float = 0.0
-    """Until that step was done."""
+    """Seconds until that step was completed."""
     ranks: int = 0
     tiers: Mapping[str, int] = field(default_factory=dict)
-    """Bytes that all ranks together read to go on, by where they came from."""
+    """Bytes that all ranks together read to resume, by tier."""
 
 
 class DemoFailedError(ElasticError):
-    """Something in the demo did not happen."""
+    """Raised if an expected event of the demo did not happen."""
 
 
 class ElasticDemo:
-    """The job's processes, what they tell, and hands to do something to them."""
+    """Control of the demo: the job's processes, their events, and the changes of the job."""
 
     limit_s = _LIMIT_S
-    """How long anything that is done may take to show."""
+    """Seconds that the effect of a change may take."""
 
-    def __init__(self, folder: Path, memory: Path, environ: Mapping[str, str], told: Callable[[str], None]) -> None:
-        self.folder, self._told = folder, told
+    def __init__(
+        self, folder: Path, memory: Path, environ: Mapping[str, str], print_line: Callable[[str], None]
+    ) -> None:
+        self.folder, self._print_line = folder, print_line
         self.lines_folder, self.logs = folder / "events", folder / "logs"
         self.lines_folder.mkdir()
         self._run_directory = memory / "run"
@@ -71,10 +73,8 @@ class ElasticDemo:
         self._printed = time.monotonic()
         self.acts: list[DemoAct] = []
 
-    # -- the story ----------------------------------------------------------------------------------------------------
-
     def run(self) -> None:
-        """All of it; returns when every rank has ended, well."""
+        """Run the whole scenario, and return when every rank has finished."""
         job = self._start("run", *self._size(), "--job", ELASTIC_DEMO_JOB, "--log-dir", str(self.logs), *self._script())
         self._act("start two nodes, each with two ranks and a spare", lambda _: None, ranks=4)
         self._act("kill a rank; a spare replaces it", self._kill_rank, ranks=4)
@@ -101,7 +101,7 @@ class ElasticDemo:
         act = DemoAct(what, at - self._began, before, first, max(one["at"] for one in done) - at, ranks, tiers)
         self.acts.append(act)
         self._print(f"  {ranks} ranks completed step {first} after {act.seconds:.1f} s")
-        self._until(lambda: self.newest_step >= first + _AT_LEAST, f"step {first + _AT_LEAST}", what)
+        self._until(lambda: self.newest_step >= first + _MIN_STEPS, f"step {first + _MIN_STEPS}", what)
 
     def _kill_rank(self, inside: list[dict[str, Any]]) -> None:
         os.kill(inside[1]["pid"], signal.SIGKILL)
@@ -115,11 +115,11 @@ class ElasticDemo:
         self._start("join", ELASTIC_DEMO_JOB)
 
     def _resize(self, nodes: int | None) -> None:
-        self._ask(ResizeRequest(nodes, "the demo"))
+        self._call_coordinator(ResizeRequest(nodes, "the demo"))
 
     def _finish(self, job: subprocess.Popen[bytes]) -> None:
-        """Let the ranks train some steps more, and wait for the job's end."""
-        last = self.newest_step + 2 * _AT_LEAST
+        """Let the ranks train some more steps, and wait for the job's end."""
+        last = self.newest_step + 2 * _MIN_STEPS
         self._print(f"finish with step {last}")
         new = self.lines_folder / f"{LAST_STEP_FILE}.new"
         new.write_text(str(last))
@@ -130,8 +130,6 @@ class ElasticDemo:
         if job.returncode:
             raise DemoFailedError(f"the job failed with exit code {job.returncode}; see {self.folder}")
 
-    # -- what it told -------------------------------------------------------------------------------------------------
-
     def events(self, event: str) -> list[dict[str, Any]]:
         return [one for one in read_demo_events(self.lines_folder) if one["event"] == event]
 
@@ -140,7 +138,7 @@ class ElasticDemo:
         return max((one["step"] for one in self.events("step")), default=-1)
 
     def _newest(self) -> list[dict[str, Any]]:
-        """The ranks of the newest world, in order."""
+        """Return the ranks of the newest world, in order."""
         worlds = self.events("world")
         newest = max((one["epoch"] for one in worlds), default=-1)
         return sorted((one for one in worlds if one["epoch"] == newest), key=lambda one: one["rank"])
@@ -163,20 +161,18 @@ class ElasticDemo:
         return found
 
     def _wait(self, what: str, act: str, deadline: float) -> None:
-        """Sleep for a moment. From time to time print what the demo waits for."""
+        """Sleep for a moment. Prints the awaited event every ``PROGRESS_S`` seconds."""
         if time.monotonic() > deadline:
             raise DemoFailedError(f"{act}: waited {self.limit_s:g} s for {what}; see {self.folder}")
         if time.monotonic() > self._printed + PROGRESS_S:
             newest = self.newest_step
             so_far = f"the newest step is {newest}" if newest >= 0 else "processes start and import torch"
             self._print(f"  [dim]waiting for {what}; {so_far}[/]")
-        time.sleep(_LOOK_S)
+        time.sleep(_POLL_S)
 
     def _print(self, line: str) -> None:
-        self._told(f"[dim]{time.time() - self._began:5.1f} s[/]  {line}")
+        self._print_line(f"[dim]{time.time() - self._began:5.1f} s[/]  {line}")
         self._printed = time.monotonic()
-
-    # -- processes ----------------------------------------------------------------------------------------------------
 
     def _size(self) -> tuple[str, ...]:
         nodes = (
@@ -204,7 +200,7 @@ class ElasticDemo:
         self._started.append(one)
         return one
 
-    def _ask(self, question: ResizeRequest | StatusRequest) -> ElasticJobStatus:
+    def _call_coordinator(self, question: ResizeRequest | StatusRequest) -> ElasticJobStatus:
         deadline = time.monotonic() + _LIMIT_S
         while True:
             run = RunDirectory(self._run_directory, ELASTIC_DEMO_JOB).read()
@@ -213,10 +209,10 @@ class ElasticDemo:
             except ControlPlaneUnavailableError:
                 if time.monotonic() > deadline:
                     raise
-                time.sleep(_LOOK_S)
+                time.sleep(_POLL_S)
 
     def close(self) -> None:
-        """Nothing of it runs on."""
+        """Stop all processes of the demo."""
         for one in reversed(self._started):
             if one.poll() is None:
                 one.terminate()
@@ -230,7 +226,7 @@ class ElasticDemo:
 
 
 def read_demo_events(folder: Path) -> Iterable[dict[str, Any]]:
-    """Every line of every process; the line somebody died in is left out."""
+    """Yield the complete lines of every process. A killed process may leave an incomplete line."""
     for path in sorted(folder.glob("*.jsonl")):
         for line in path.read_text().splitlines(keepends=True):
             if line.endswith("\n"):
@@ -238,7 +234,7 @@ def read_demo_events(folder: Path) -> Iterable[dict[str, Any]]:
 
 
 def losses_by_step(steps: Iterable[Mapping[str, Any]]) -> dict[int, str]:
-    """The loss of each step as the world that did it last found it; all ranks of a world must agree."""
+    """Return the loss of each step from the newest world that did it; all ranks of a world must agree."""
     worlds: dict[int, int] = {}
     found: dict[tuple[int, int], set[str]] = {}
     for one in steps:
@@ -253,4 +249,4 @@ def losses_by_step(steps: Iterable[Mapping[str, Any]]) -> dict[int, str]:
 
 ELASTIC_DEMO_JOB = "elastic-demo"
 LAST_STEP_FILE = "last-step"
-"""The file that names the last step; until it is there the ranks train on."""
+"""File that names the last step. Without it the ranks continue to train."""

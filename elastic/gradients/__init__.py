@@ -1,4 +1,4 @@
-"""Gradients independent of the number of ranks: exact weights, and optionally a fixed summation order.
+"""Gradients independent of the number of ranks: exact weights, and optionally a fixed sum order.
 
 ::
 

@@ -1,6 +1,6 @@
-"""DDP's buckets summed instead of averaged.
+"""Reducer that sums DDP's buckets instead of averaging them.
 
-DDP reads the hook's annotations, so they are not postponed here.
+DDP reads the annotations of the hook, so this module does not postpone them.
 """
 
 from collections.abc import Sequence
@@ -15,27 +15,31 @@ from elastic.gradients.reduction import MicrobatchShare, MicrobatchSlot
 
 
 class DDPReducer:
-    """One all-reduce per step, overlapped with the backward. A rank with no microbatch takes part with zeros."""
+    """Reducer with one all-reduce per step, which overlaps the backward pass.
+
+    A rank without a microbatch adds zeros.
+    """
 
     required_passes = 1
 
     def __init__(self, module: DistributedDataParallel, parameters: Sequence[nn.Parameter]) -> None:
         self.parameters = list(parameters)
         self._module = module
-        # The reducer's hold of it is no collector's to see: were the module in reach of it, it would never be freed.
-        self._sums = _Sums(module.process_group)
+        # DDP's C++ reducer holds the state of the hook, where the garbage collector does not see it. If that state
+        # referred to the module, the module would never be freed.
+        self._sums = _HookState(module.process_group)
         module.register_comm_hook(self._sums, _sum)
 
     def begin_step(self, share: MicrobatchShare) -> None:
         for parameter in self.parameters:
             parameter.grad = None
 
-    def before_forward(self, slot: MicrobatchSlot, turn: int) -> None:
+    def before_forward(self, slot: MicrobatchSlot, pass_index: int) -> None:
         self._sums.empty = slot.id is None
-        self._module.require_backward_grad_sync = slot.is_last  # as no_sync() does, over a loop's body
+        self._module.require_backward_grad_sync = slot.is_last  # as no_sync() does, but over a loop's body
 
     def after_backward(self, slot: MicrobatchSlot) -> None:
-        """The reducer has done it."""
+        """Do nothing: DDP's hook has reduced the gradients."""
 
     def has_gradient(self) -> list[bool]:
         return [one.grad is not None for one in self.parameters]
@@ -47,8 +51,8 @@ class DDPReducer:
                 gradient.div_(torch.tensor(count, dtype=gradient.dtype, device=gradient.device))
 
 
-class _Sums:
-    """What the reducer sums over, and whether this rank has anything to add."""
+class _HookState:
+    """State of the hook: the group, and whether this rank adds zeros."""
 
     def __init__(self, group: dist.ProcessGroup) -> None:
         self.group = group

@@ -1,7 +1,8 @@
-"""ExactGradients: one step from microbatches to clipped gradients, with a norm independent of sharding.
+"""ExactGradients: one step from microbatches to clipped gradients, with a sharding-independent norm.
 
-For the second, squares are added within rows and then over rows by halving, one element with one other: how many rows
-a rank has, threads and kernels change nothing. FSDP2 cuts no row; ranks exchange their sums, 8 bytes each.
+The deterministic norm adds squares within rows, and then over rows by halving, always in pairs. So the number of rows
+on a rank, threads and kernels change nothing. FSDP2 does not split a row. Ranks exchange the sums of their rows, 8
+bytes each.
 """
 
 from __future__ import annotations
@@ -33,14 +34,14 @@ from elastic.gradients.reduction import (
 
 @dataclasses.dataclass(frozen=True)
 class StepTotal:
-    """What a step came to; the same on every rank."""
+    """Result of a step, the same on every rank."""
 
     loss: float
-    """The sum of all microbatches' losses, divided by ``weight``."""
+    """Sum of all microbatches' losses, divided by ``weight``."""
     weight: float
     """Samples or tokens of the whole step."""
     norm: float | None
-    """Of the gradients before they were clipped; ``None`` where nobody asked for it."""
+    """Norm of the gradients before clipping; ``None`` if neither ``clip`` nor ``on_nonfinite`` needs it."""
 
     @property
     def is_finite(self) -> bool:
@@ -48,7 +49,7 @@ class StepTotal:
 
 
 class MicrobatchPass:
-    """One forward and backward of this rank."""
+    """One forward and backward pass of this rank."""
 
     def __init__(
         self,
@@ -57,50 +58,49 @@ class MicrobatchPass:
         done: Callable[[MicrobatchSlot, torch.Tensor, torch.Tensor | float], None],
     ) -> None:
         self.id = slot.compute_id
-        """What to compute with."""
+        """Id of the microbatch to compute with."""
         self.position = place
-        """Which of this rank's own microbatches that is, in the order in which it has them."""
+        """Index of that microbatch among this rank's own microbatches."""
         self.is_empty = slot.id is None
-        """Whether it counts for nothing, and only keeps this rank in step with those that have more microbatches."""
+        """Whether the pass has no weight: it only matches the collectives of ranks with more microbatches."""
         self.finished = False
         self._slot = slot
-        self._done = done
+        self._record_pass = done
 
     def backward(self, loss: torch.Tensor, *, weight: torch.Tensor | float) -> None:
-        """``loss`` is a sum, no mean, over ``weight`` samples or tokens."""
+        """Run the backward pass. ``loss`` is a sum, not a mean, over ``weight`` samples or tokens."""
         if self.finished:
             raise PolicyError(f"backward was called twice for microbatch {self.id}")
         torch.autograd.backward([loss], [torch.zeros_like(loss)] if self.is_empty else None)
-        self._done(self._slot, loss.detach(), weight)
+        self._record_pass(self._slot, loss.detach(), weight)
         self.finished = True
 
 
 class ExactGradients:
-    """What ``loss.backward()`` and averaging over ranks leave to chance, for one model.
+    """Gradients of one model that do not depend on the number of ranks.
 
     ::
 
         sums = ExactGradients(model, tree=True)
         for mb in sums.step(plan):
-            x, y = mine[mb.place]
+            x, y = mine[mb.position]
             mb.backward(loss_sum(model(x), y), weight=y.numel())
-        total = sums.finish(clip=1.0)           # p.grad is what one rank with all microbatches would have
+        total = sums.finish(clip=1.0)           # p.grad is the result of one rank with all microbatches
         optimizer.step()
 
-    ``model`` is a plain module, or one wrapped by DDP or ``fully_shard``; after a change of the world it is wrapped
-    anew, and this is made anew. ``group`` has the ranks that share the step; by default DDP's group, or all ranks.
+    ``model`` is a plain module, or one wrapped by DDP or ``fully_shard``. After a change of the world, wrap it again
+    and create another instance. ``group`` has the ranks that share the step; by default DDP's group, or all ranks.
 
-    With ``tree`` every bit of loss and gradients is independent of how many ranks there are. ``dtype`` is what
-    gradients of less precision are summed in (``None``: their own); DDP and FSDP2 without the tree sum in the type
-    that they were told. Without the tree, FSDP2 reduces once per step and keeps whole gradients until then; with
-    ``reduce_every_microbatch`` after each microbatch, and keeps pieces.
+    With ``tree`` every bit of loss and gradients is independent of the number of ranks. Gradients of lower precision
+    are summed in ``dtype`` (``None``: in their own type). Without the tree, DDP and FSDP2 sum in the type of their
+    configuration. Without the tree, FSDP2 reduces once per step and holds whole gradients until then. With
+    ``reduce_every_microbatch`` it reduces after each microbatch, and holds shards.
 
-    ``on_nonfinite``: what becomes of a loss that is not finite, and of a norm where gradients are clipped here.
-    ``"fault"``: what :attr:`elastic.RecoveryPolicy.nonfinite` says, and in no world a
-    :class:`~elastic.errors.NonFiniteLossError`; a function is called with the :class:`StepTotal`, whose norm is asked
-    for then; ``None``: nothing. A loss that a ``GradScaler`` has scaled may have gradients that overflow: leave
-    ``clip`` to
-    it, and the scaler leaves the step out as it always does.
+    ``on_nonfinite`` is the reaction to a non-finite loss, or to a non-finite norm if gradients are clipped here.
+    ``"fault"``: the reaction of :attr:`elastic.RecoveryPolicy.nonfinite`, or a
+    :class:`~elastic.errors.NonFiniteLossError` outside a world. A function is called with the :class:`StepTotal`, and
+    the norm is always computed. ``None``: no reaction. Gradients of a loss that a ``GradScaler`` has scaled may
+    overflow. Then clip with the scaler instead of ``clip``: the scaler skips the step as usual.
     """
 
     def __init__(
@@ -118,15 +118,17 @@ class ExactGradients:
         self._group = group
         self._tree = tree
         self._on_nonfinite = on_nonfinite
-        self._parts = _parts(model, group, tree=tree, dtype=dtype, reduce_every_microbatch=reduce_every_microbatch)
+        self._reducers = _reducers(
+            model, group, tree=tree, dtype=dtype, reduce_every_microbatch=reduce_every_microbatch
+        )
         self._model = model
         self._share: MicrobatchShare | None = None
 
     def step(self, share: MicrobatchShare | BatchPlan) -> Iterator[MicrobatchPass]:
-        """This rank's microbatches, one after the other; drops what gradients there are. A plan says all ranks' shares.
+        """Yield this rank's passes, and drop existing gradients. ``share`` may be a plan for all ranks.
 
-        FSDP2's collectives need all ranks the same number of times: a rank with fewer microbatches gets empty ones
-        first, which compute with one of its own.
+        FSDP2's collectives need the same number of passes on all ranks. A rank with fewer microbatches runs empty
+        passes first, with data of one of its microbatches.
         """
         ranks = 1 if self._group is None else self._group.size()
         if isinstance(share, BatchPlan):
@@ -136,27 +138,27 @@ class ExactGradients:
         if self._group is not None and share.rank != self._group.rank():
             raise PolicyError(f"this is rank {self._group.rank()} of the group, not {share.rank}")
         self._share = share
-        self._seen: dict[int, tuple[torch.Tensor, torch.Tensor | float]] = {}
-        for part in self._parts:
+        self._losses_by_id: dict[int, tuple[torch.Tensor, torch.Tensor | float]] = {}
+        for part in self._reducers:
             part.begin_step(share)
-        for turn, slot in enumerate(share.slots(max(part.required_passes for part in self._parts))):
-            for part in self._parts:
-                part.before_forward(slot, turn)
+        for pass_index, slot in enumerate(share.slots(max(part.required_passes for part in self._reducers))):
+            for part in self._reducers:
+                part.before_forward(slot, pass_index)
             place = share.own_ids.index(slot.compute_id) if share.own_ids else 0
-            microbatch = MicrobatchPass(slot, place, self._done)
+            microbatch = MicrobatchPass(slot, place, self._record_pass)
             yield microbatch
             if not microbatch.finished:
                 raise PolicyError(f"microbatch {microbatch.id} was left without a backward")
 
     def finish(self, *, clip: float | None = None) -> StepTotal:
-        """Sum over all ranks, divide by the global count, clip; waits for the device.
+        """Sum over all ranks, divide by the global weight, and clip. Waits for the device.
 
-        Where loss or norm is not finite ``on_nonfinite`` is called, on every rank, before this returns; it may raise.
-        A step that all ranks leave out (``RecoveryPolicy(nonfinite="skip")``) has no gradients: no optimizer does
-        anything.
+        If loss or norm is not finite, ``on_nonfinite`` is called on every rank before this returns, and may raise. A
+        step that all ranks skip (``RecoveryPolicy(nonfinite="skip")``) has no gradients, so an optimizer step changes
+        nothing.
         """
         share = self._share
-        if share is None or len(self._seen) != len(share.own_ids):
+        if share is None or len(self._losses_by_id) != len(share.own_ids):
             raise PolicyError("finish() before all microbatches of step() had their backward")
         self._share = None
         if isinstance(self._model, DistributedDataParallel):
@@ -166,7 +168,7 @@ class ExactGradients:
         if weight == 0:
             raise PolicyError(f"none of the {share.microbatches} microbatches of this step counts: all weights are 0")
         begin = 0
-        for part in self._parts:
+        for part in self._reducers:
             part.reduce(weight, used[begin : begin + len(part.parameters)])
             begin += len(part.parameters)
         found = self._norm(clip)
@@ -178,7 +180,7 @@ class ExactGradients:
         return total
 
     def _check(self, total: StepTotal, losses: Sequence[float], share: MicrobatchShare) -> None:
-        """All ranks have the same numbers, so they decide alike."""
+        """React to a non-finite total. All ranks have the same numbers, so they decide alike."""
         value, what = total.loss, "the loss"
         if not math.isfinite(value):
             first = next((id_ for id_, loss in enumerate(losses) if not math.isfinite(loss)), 0)
@@ -186,32 +188,32 @@ class ExactGradients:
             what = f"the loss (of microbatch {first}, which rank {rank} computed)"
         elif not total.is_finite and total.norm is not None:
             value, what = total.norm, "the norm of the gradients"
-        loop = sys.modules.get("elastic.workers.train_loop")  # nobody can be in a world otherwise
+        loop = sys.modules.get("elastic.workers.train_loop")  # without this module there is no world
         world = None if loop is None else loop.current_world()
         if world is None:
             if not math.isfinite(value):
                 raise NonFiniteLossError(f"{what} is not finite ({value}); ExactGradients(on_nonfinite=None) goes on")
         elif not world.check_finite(value, what=what):
-            for part in self._parts:
+            for part in self._reducers:
                 for parameter in part.parameters:
                     parameter.grad = None
 
-    def _done(self, slot: MicrobatchSlot, loss: torch.Tensor, weight: torch.Tensor | float) -> None:
+    def _record_pass(self, slot: MicrobatchSlot, loss: torch.Tensor, weight: torch.Tensor | float) -> None:
         if slot.id is not None:
-            self._seen[slot.id] = (loss, weight)
-        for part in self._parts:
+            self._losses_by_id[slot.id] = (loss, weight)
+        for part in self._reducers:
             part.after_backward(slot)
 
     def _exchange(self, share: MicrobatchShare) -> tuple[list[float], list[float], list[bool]]:
-        """Losses and weights by microbatch, and which parameters have a gradient: one small all-reduce.
+        """Return losses and weights by microbatch, and whether each parameter has a gradient.
 
-        Everything but one rank's value is a zero, so that its order does not matter.
+        One small all-reduce: for each value all ranks but one add zeros, so the order does not matter.
         """
         many = share.microbatches
-        used = [flag for part in self._parts for flag in part.has_gradient()]
-        device = next((loss.device for loss, _ in self._seen.values()), self._parts[0].parameters[0].device)
+        used = [flag for part in self._reducers for flag in part.has_gradient()]
+        device = next((loss.device for loss, _ in self._losses_by_id.values()), self._reducers[0].parameters[0].device)
         values = torch.zeros(3 * many + len(used), dtype=torch.float64, device=device)
-        for id_, (loss, weight) in self._seen.items():
+        for id_, (loss, weight) in self._losses_by_id.items():
             values[id_], values[many + id_], values[2 * many + id_] = loss, weight, 1
         values[3 * many :] = torch.tensor(used, dtype=torch.float64)
         if self._group is not None:
@@ -226,14 +228,14 @@ class ExactGradients:
     def _norm(self, clip: float | None) -> float | None:
         if clip is None and not callable(self._on_nonfinite):
             return None
-        parameters = [one for part in self._parts for one in part.parameters]
+        parameters = [one for part in self._reducers for one in part.parameters]
         found = deterministic_gradient_norm(parameters) if self._tree else gradient_norm(parameters)
         if clip is not None:
             clip_gradients(parameters, found, clip)
         return found
 
 
-def _parts(
+def _reducers(
     model: nn.Module,
     group: dist.ProcessGroup | None,
     *,
@@ -244,32 +246,36 @@ def _parts(
     parameters = [one for one in model.parameters() if one.requires_grad]
     if not parameters:
         raise PolicyError("the model has no parameter that requires a gradient")
-    _refuse(model)
+    _reject_unsupported_wrappers(model)
     if isinstance(model, DistributedDataParallel):
         if not tree:
             from elastic.gradients.ddp_reducer import DDPReducer
 
             return [DDPReducer(model, parameters)]
 
-        def alone() -> None:
-            model.require_backward_grad_sync = False  # as no_sync() does, over a loop's body
+        def disable_gradient_sync() -> None:
+            model.require_backward_grad_sync = False  # as no_sync() does, but over a loop's body
 
-        return [ReplicatedReducer(parameters, group, tree=True, dtype=dtype, prepare=alone, least_turns=1)]
-    spread = [one for one in parameters if isinstance(one.data, DTensor)]
+        return [
+            ReplicatedReducer(parameters, group, tree=True, dtype=dtype, prepare=disable_gradient_sync, least_turns=1)
+        ]
+    sharded = [one for one in parameters if isinstance(one.data, DTensor)]
     plain = [one for one in parameters if not isinstance(one.data, DTensor)]
     parts: list[GradientReducer] = []
-    if spread:
+    if sharded:
         parts.append(
-            _of_fsdp(model, spread, group, tree=tree, dtype=dtype, reduce_every_microbatch=reduce_every_microbatch)
+            _fsdp_reducer(
+                model, sharded, group, tree=tree, dtype=dtype, reduce_every_microbatch=reduce_every_microbatch
+            )
         )
     if plain:
         parts.append(ReplicatedReducer(plain, group, tree=tree, dtype=dtype))
     return parts
 
 
-def _refuse(model: nn.Module) -> None:
-    """What averages or cuts gradients where this does not see it."""
-    fsdp = sys.modules.get("torch.distributed.fsdp")  # nobody can have wrapped anything otherwise
+def _reject_unsupported_wrappers(model: nn.Module) -> None:
+    """Raise :class:`PolicyError` for wrappers that would average or shard gradients separately."""
+    fsdp = sys.modules.get("torch.distributed.fsdp")  # without this module no module is wrapped
     for name, inside in model.named_modules():
         if fsdp is not None and isinstance(inside, fsdp.FullyShardedDataParallel):
             raise PolicyError(f"module {name!r} is wrapped by FSDP1: use fully_shard, or DDP")
@@ -277,7 +283,7 @@ def _refuse(model: nn.Module) -> None:
             raise PolicyError(f"only module {name!r} is wrapped by DDP: wrap the whole model, or nothing of it")
 
 
-def _of_fsdp(
+def _fsdp_reducer(
     model: nn.Module,
     parameters: list[nn.Parameter],
     group: dist.ProcessGroup | None,
@@ -301,22 +307,25 @@ def _of_fsdp(
 
 
 NORM_BLOCK_ELEMENTS = 1 << 19
-"""Squares at a time: they stay in a processor's cache. An accelerator takes more, or would wait for its next kernel."""
+"""Squares per block, which stay in the CPU cache.
+
+An accelerator uses larger blocks, or it would wait for kernel launches.
+"""
 ShardedDims = tuple[DeviceMesh, tuple[int, ...]]
-"""A mesh, and its dimensions over which a gradient is cut."""
+"""A mesh, and its dimensions that shard a gradient."""
 
 
 def gradient_norm(parameters: Sequence[nn.Parameter]) -> float:
-    """By torch's own kernels, in the order in which they add."""
+    """Return the norm of the gradients, in the summation order of torch's kernels."""
     by_spread: dict[ShardedDims | None, list[torch.Tensor]] = {}
     for gradient in _gradients(parameters):
-        by_spread.setdefault(_spread(gradient), []).append(_local(gradient))
+        by_spread.setdefault(_sharded_dims(gradient), []).append(_local(gradient))
     total = 0.0
-    for spread, gradients in by_spread.items():
+    for sharded, gradients in by_spread.items():
         norms = torch._foreach_norm(gradients)
         squares = torch.stack([norm.double() for norm in norms]).square_().sum()
-        if spread is not None:
-            mesh, dimensions = spread
+        if sharded is not None:
+            mesh, dimensions = sharded
             for dimension in dimensions:
                 dist.all_reduce(squares, group=mesh.get_group(dimension))
         total += squares.item()
@@ -324,7 +333,7 @@ def gradient_norm(parameters: Sequence[nn.Parameter]) -> float:
 
 
 def deterministic_gradient_norm(parameters: Sequence[nn.Parameter]) -> float:
-    """In an order that depends on the parameters' shapes alone."""
+    """Return the norm of the gradients, in an order that depends only on the parameters' shapes."""
     gradients = _gradients(parameters)
     if not gradients:
         return 0.0
@@ -334,18 +343,18 @@ def deterministic_gradient_norm(parameters: Sequence[nn.Parameter]) -> float:
     groups: dict[ShardedDims, dist.ProcessGroup] = {}
     cut: list[tuple[ShardedDims | None, torch.Tensor]] = []
     for gradient, rows in zip(gradients, sums.split(heights), strict=True):
-        spread = _spread(gradient)
-        cut.append((spread, rows))
+        sharded = _sharded_dims(gradient)
+        cut.append((sharded, rows))
         begin = 0
-        if spread is not None:
-            groups[spread] = _row_group(gradient, spread)
-            begin = piece_bounds(len(rows), groups[spread].size(), groups[spread].rank())[0]
+        if sharded is not None:
+            groups[sharded] = _row_group(gradient, sharded)
+            begin = piece_bounds(len(rows), groups[sharded].size(), groups[sharded].rank())[0]
         own = _row_sums(_local(gradient))
         rows[begin : begin + len(own)] = own
-    for spread, group in groups.items():
-        together = torch.cat([rows for one, rows in cut if one == spread])
-        dist.all_reduce(together, group=group)  # of zeros and one value each: exact in any order
-        mine = [rows for one, rows in cut if one == spread]
+    for sharded, group in groups.items():
+        together = torch.cat([rows for one, rows in cut if one == sharded])
+        dist.all_reduce(together, group=group)  # each element is zero on all ranks but one: exact in any order
+        mine = [rows for one, rows in cut if one == sharded]
         for rows, whole in zip(mine, together.split([len(rows) for rows in mine]), strict=True):
             rows.copy_(whole)
     found = iter([_halve(rows.view(1, -1))[0] for _, rows in cut])
@@ -355,7 +364,7 @@ def deterministic_gradient_norm(parameters: Sequence[nn.Parameter]) -> float:
 
 
 def clip_gradients(parameters: Sequence[nn.Parameter], norm: float, limit: float) -> None:
-    """Scale gradients so that their norm is ``limit``; as torch's ``clip_grad_norm_`` does, with its 1e-6."""
+    """Scale gradients to a norm of at most ``limit``, like torch's ``clip_grad_norm_`` with its 1e-6."""
     factor = limit / (norm + 1e-6)
     if factor < 1 or math.isnan(factor):
         for gradient in _gradients(parameters):
@@ -370,15 +379,15 @@ def _local(gradient: torch.Tensor) -> torch.Tensor:
     return gradient.to_local() if isinstance(gradient, DTensor) else gradient
 
 
-def _spread(gradient: torch.Tensor) -> ShardedDims | None:
+def _sharded_dims(gradient: torch.Tensor) -> ShardedDims | None:
     if not isinstance(gradient, DTensor):
         return None
     cut = tuple(dimension for dimension, one in enumerate(gradient.placements) if isinstance(one, Shard))
     return (gradient.device_mesh, cut) if cut else None
 
 
-def _row_group(gradient: torch.Tensor, spread: ShardedDims) -> dist.ProcessGroup:
-    mesh, dimensions = spread
+def _row_group(gradient: torch.Tensor, sharded: ShardedDims) -> dist.ProcessGroup:
+    mesh, dimensions = sharded
     placements = gradient.placements if isinstance(gradient, DTensor) else ()
     if [one.dim for one in placements if isinstance(one, Shard)] != [0]:
         raise PolicyError(
@@ -389,7 +398,7 @@ def _row_group(gradient: torch.Tensor, spread: ShardedDims) -> dist.ProcessGroup
 
 
 def _row_sums(gradient: torch.Tensor) -> torch.Tensor:
-    """Of squares, one for each row; numbers are rows of their own, and so are elements of vectors."""
+    """Return the sum of squares of each row. Scalars and elements of vectors are separate rows."""
     rows = gradient.flatten(1) if gradient.ndim > 1 else gradient.view(-1, 1)
     most = NORM_BLOCK_ELEMENTS if rows.is_cpu else NORM_BLOCK_ELEMENTS * 32
     height = max(1, most // max(1, rows.shape[1]))
@@ -398,7 +407,10 @@ def _row_sums(gradient: torch.Tensor) -> torch.Tensor:
 
 
 def _halve(rows: torch.Tensor) -> torch.Tensor:
-    """The sum of each row, by adding its second half to its first until one number is left. Changes ``rows``."""
+    """Return the sum of each row, by adding its second half to its first until one number is left.
+
+    Changes ``rows``.
+    """
     while (width := rows.shape[1]) > 1:
         kept = (width + 1) // 2
         rows[:, : width - kept] += rows[:, kept:]

@@ -1,13 +1,13 @@
-"""FSDP2 and HSDP with their own reduce-scatter, plain or in tree order.
+"""Reducer for FSDP2 and HSDP with a custom reduce-scatter, plain or in tree order.
 
-FSDP2 calls it once per group and backward. What it returns goes where FSDP2 puts gradients; until the last turn that is
-nothing, the sums are kept here, of this rank's piece alone::
+FSDP2 calls the reduce-scatter once per group and backward pass, and stores its result as gradient. Until the last pass
+that result is zero, and this module holds the sums of the rank's own piece::
 
-    turn 0   microbatches 0 4 8    all-to-all    each rank: its piece of 0, 4 and 8, added up as far as the tree allows
-    turn 1                1 5 9    ──────────>              its piece of 1, 5 and 9
+    pass 0   microbatches 0 4 8    all-to-all    each rank: its piece of 0, 4 and 8, summed as far as the tree allows
+    pass 1                1 5 9    ──────────>              its piece of 1, 5 and 9
     ...                                                     the root, into FSDP2's gradient
 
-HSDP adds one exchange of what the replicas hold, before the last turn ends.
+HSDP adds one exchange of the replicas' sums, before the last pass ends.
 """
 
 from __future__ import annotations
@@ -34,12 +34,12 @@ from elastic.gradients.reduction import (
     reduce_scatter_sum,
 )
 
-_NEEDED = ("set_custom_reduce_scatter", "set_gradient_divide_factor", "set_force_sum_reduction_for_comms")
+_REQUIRED_METHODS = ("set_custom_reduce_scatter", "set_gradient_divide_factor", "set_force_sum_reduction_for_comms")
 
 
 @dataclasses.dataclass
 class PassState:
-    """Where the step is, seen by all groups."""
+    """Current pass of the step, shared by all groups."""
 
     share: MicrobatchShare
     slot: MicrobatchSlot
@@ -49,16 +49,19 @@ class PassState:
 
 @dataclasses.dataclass(frozen=True)
 class ShardTopology:
-    """Whom a group of parameters is spread over: ranks as the share counts them, by shard, one list per replica."""
+    """Ranks that a group of parameters is sharded over.
+
+    Ranks are numbered as in the share; ``replicas`` has one list per replica, in shard order.
+    """
 
     replicas: tuple[tuple[int, ...], ...]
     replica: int
     replica_group: dist.ProcessGroup | None
-    """The same shard in all replicas."""
+    """Ranks with the same shard in all replicas."""
 
 
 class FSDPReducer:
-    """All groups of a model that FSDP2 manages."""
+    """Reducer for all groups of a model that FSDP2 manages."""
 
     def __init__(
         self,
@@ -75,41 +78,41 @@ class FSDPReducer:
         self._tree = tree
         self._reduce_every_microbatch = reduce_every_microbatch or tree
         self._scatters: list[SumReduceScatter | TreeReduceScatter] = []
-        missing = [name for name in _NEEDED if not hasattr(FSDPModule, name)]
+        missing = [name for name in _REQUIRED_METHODS if not hasattr(FSDPModule, name)]
         if missing:
             raise PolicyError(
                 f"this torch ({torch.__version__}) has no FSDPModule.{missing[0]}: use DDP, or a newer one"
             )
         for module in modules:
-            own = _own(module)
+            own = _own_parameters(module)
             if not own:
                 continue
-            wide = own[0].dtype if dtype is None else torch.promote_types(own[0].dtype, dtype)
-            scatter = TreeReduceScatter(_groups(own[0], group), wide) if tree else SumReduceScatter()
+            sum_dtype = own[0].dtype if dtype is None else torch.promote_types(own[0].dtype, dtype)
+            scatter = TreeReduceScatter(_topology(own[0], group), sum_dtype) if tree else SumReduceScatter()
             self._scatters.append(scatter)
             _install(module, scatter)
 
     def begin_step(self, share: MicrobatchShare) -> None:
         self.required_passes = share.max_per_rank
         self._share = share
-        self._drop()
+        self._clear_gradients()
         for scatter in self._scatters:
             scatter.begin(share)
 
-    def before_forward(self, slot: MicrobatchSlot, turn: int) -> None:
-        now = PassState(self._share, slot, self.required_passes, turn)
+    def before_forward(self, slot: MicrobatchSlot, pass_index: int) -> None:
+        state = PassState(self._share, slot, self.required_passes, pass_index)
         for scatter in self._scatters:
-            scatter.current_pass = now
+            scatter.current_pass = state
         for module in self._modules:
             module.set_requires_gradient_sync(self._reduce_every_microbatch or slot.is_last, recurse=False)
             module.set_requires_all_reduce(slot.is_last, recurse=False)
 
     def after_backward(self, slot: MicrobatchSlot) -> None:
         if self._tree and not slot.is_last:
-            self._drop()
+            self._clear_gradients()
 
     def has_gradient(self) -> list[bool]:
-        """FSDP2 reduces zeros for what no microbatch used, and does not say so."""
+        """Return True for every parameter: FSDP2 reduces zeros for unused ones and does not report them."""
         return [True] * len(self.parameters)
 
     def reduce(self, count: float, used: list[bool]) -> None:
@@ -119,7 +122,7 @@ class FSDPReducer:
             gradient = local_gradient(parameter.grad)
             gradient.div_(torch.tensor(count, dtype=gradient.dtype, device=gradient.device))
 
-    def _drop(self) -> None:
+    def _clear_gradients(self) -> None:
         for parameter in self.parameters:
             parameter.grad = None
 
@@ -128,19 +131,22 @@ def local_gradient(gradient: torch.Tensor) -> torch.Tensor:
     return gradient.to_local() if isinstance(gradient, DTensor) else gradient
 
 
-def _own(module: FSDPModule) -> list[DTensor]:
-    """Parameters of this module's own group: those of no FSDP2 module inside."""
+def _own_parameters(module: FSDPModule) -> list[DTensor]:
+    """Return the parameters of this module's own group, without those of nested FSDP2 modules."""
     found: list[DTensor] = []
-    todo: list[nn.Module] = [module]  # type: ignore[list-item]  # FSDPModule is mixed into nn.Module
-    while todo:
-        one = todo.pop()
+    remaining: list[nn.Module] = [module]  # type: ignore[list-item]  # FSDPModule is mixed into nn.Module
+    while remaining:
+        one = remaining.pop()
         found += [own.data for own in one.parameters(recurse=False) if isinstance(own.data, DTensor)]
-        todo += [child for child in one.children() if not isinstance(child, FSDPModule)]
+        remaining += [child for child in one.children() if not isinstance(child, FSDPModule)]
     return found
 
 
-def _groups(parameter: DTensor, group: dist.ProcessGroup) -> ShardTopology:
-    """Of a parameter on a mesh of all ranks of ``group``: one dimension (FSDP), or two (HSDP: replicas, shards)."""
+def _topology(parameter: DTensor, group: dist.ProcessGroup) -> ShardTopology:
+    """Return the topology of a parameter on a mesh over all ranks of ``group``.
+
+    The mesh has one dimension (FSDP), or two (HSDP: replicas, shards).
+    """
     mesh, placements = parameter.device_mesh, parameter.placements
     shards = [isinstance(one, Shard) for one in placements]
     plain = all(isinstance(one, (Shard, Replicate)) for one in placements) and len(placements) <= 2
@@ -170,7 +176,7 @@ def _install(module: FSDPModule, scatter: SumReduceScatter | TreeReduceScatter) 
 
 
 class SumReduceScatter:
-    """A reduce-scatter; what an empty turn computed is left out."""
+    """Reduce-scatter that leaves out the gradients of empty passes."""
 
     current_pass: PassState
 
@@ -193,15 +199,15 @@ class SumReduceScatter:
 
 
 class TreeReduceScatter(SumReduceScatter):
-    """The same sum in the order of the tree."""
+    """Reduce-scatter in the order of the tree."""
 
     def __init__(self, groups: ShardTopology, dtype: torch.dtype) -> None:
-        self._groups = groups
+        self._topology = groups
         self._dtype = dtype
 
     def begin(self, share: MicrobatchShare) -> None:
         self._partials = PartialSums[torch.Tensor](share.microbatches, add_in_place)
-        self._done = -1  # turn
+        self._done = -1  # index of the last pass
 
     def __call__(
         self,
@@ -211,8 +217,8 @@ class TreeReduceScatter(SumReduceScatter):
         op: Any,
         async_op: bool = False,  # noqa: FBT002 - as FSDP2 calls it
     ) -> None:
-        turn = self.current_pass
-        if self._done == turn.number:
+        current = self.current_pass
+        if self._done == current.number:
             raise PolicyError(
                 "a module that fully_shard wraps was run twice in one forward: the fixed tree needs one reduction per "
                 "microbatch; wrap the module around both uses"
@@ -222,24 +228,27 @@ class TreeReduceScatter(SumReduceScatter):
                 f"FSDP2 reduces these gradients as {input_tensor.dtype}, the fixed tree sums {self._dtype}: give "
                 f"fully_shard a MixedPrecisionPolicy with reduce_dtype={self._dtype}"
             )
-        self._done = turn.number
+        self._done = current.number
         incoming = torch.empty_like(input_tensor)
         dist.all_to_all_single(incoming, input_tensor, group=group)
-        self._keep(incoming.view(group.size(), -1))
+        self._add_pieces(incoming.view(group.size(), -1))
         output_tensor.zero_()
-        if turn.slot.is_last:
-            self._put_root(output_tensor)
+        if current.slot.is_last:
+            self._write_root(output_tensor)
 
-    def _keep(self, pieces: torch.Tensor) -> None:
-        turn = self.current_pass
-        for rank, piece in zip(self._groups.replicas[self._groups.replica], pieces, strict=True):
-            id_ = turn.share.id_of_pass(rank, turn.number, turn.turns)
+    def _add_pieces(self, pieces: torch.Tensor) -> None:
+        current = self.current_pass
+        for rank, piece in zip(self._topology.replicas[self._topology.replica], pieces, strict=True):
+            id_ = current.share.id_of_pass(rank, current.number, current.turns)
             if id_ is not None:
                 self._partials.add_leaf(id_, piece.clone())
 
-    def _put_root(self, output: torch.Tensor) -> None:
-        """With replicas, each puts what it owns beside zeros: FSDP2's own all-reduce then adds nothing to anything."""
-        share, groups = self.current_pass.share, self._groups
+    def _write_root(self, output: torch.Tensor) -> None:
+        """Write the root into ``output``.
+
+        With replicas, each one writes its own piece among zeros, so that FSDP2's all-reduce adds only zeros to it.
+        """
+        share, groups = self.current_pass.share, self._topology
         if groups.replica_group is None:
             output.copy_(self._partials.root)
         else:
@@ -251,5 +260,5 @@ class TreeReduceScatter(SumReduceScatter):
             mine = torch.stack(values) if values else output.new_empty(0, len(output))
             begin, end = piece_bounds(len(output), len(nodes), groups.replica)
             output[begin:end] = reduce_own_piece(mine, nodes, share.microbatches, groups.replica_group)
-        output.add_(0.0)  # -0 is what some ways of adding nothing leave of it
+        output.add_(0.0)  # turns -0 into 0: some sums with zeros yield -0
         self._partials = PartialSums(share.microbatches, add_in_place)

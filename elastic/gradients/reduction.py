@@ -1,14 +1,14 @@
-"""Gradient sums: the fixed tree, each rank's share of it, the exchange between ranks, the replicated case.
+"""Gradient sums: the fixed tree, each rank's share, the exchange between ranks, replicated parameters.
 
 ::
 
     level 3              (3,0)                     7 microbatches. A node without a right child is its left child.
-    level 2       (2,0)         (2,1)              Who has 2, 3, 4 holds (1,1) and (0,4): what is complete
-    level 1    (1,0) (1,1)   (1,2) (1,3)           is summed at once, the rest waits for its sibling.
+    level 2       (2,0)         (2,1)              A rank with 2, 3 and 4 holds (1,1) and (0,4): complete subtrees
+    level 1    (1,0) (1,1)   (1,2) (1,3)           are summed at once, and the others wait for their siblings.
     level 0    0  1  2  3    4  5  6
 
-Every rank owns a piece of the elements and is sent all ranks' partial sums of it. It adds them as the tree says; nobody
-else does, so there is one result.
+Every rank owns a piece of the elements, and receives all ranks' partial sums of it. Only the owner adds them, in tree
+order, so there is one result.
 """
 
 from __future__ import annotations
@@ -30,14 +30,14 @@ T = TypeVar("T")
 
 
 class TreeNode(NamedTuple):
-    """The sum over the microbatches from ``place << level`` up to the next node of that level."""
+    """Sum over the microbatches from ``position << level`` up to the next node of that level."""
 
     level: int
     position: int
 
 
 class PartialSums(Generic[T]):
-    """Sums of complete subtrees; those of a run of n ids are never more than ``2 * log2(n) + 1``."""
+    """Sums of complete subtrees. A run of n ids has at most ``2 * log2(n) + 1`` of them."""
 
     def __init__(self, leaves: int, add: Callable[[T, T], T]) -> None:
         self._leaves = leaves
@@ -46,7 +46,7 @@ class PartialSums(Generic[T]):
         self._held: dict[TreeNode, T] = {}
 
     def add(self, node: TreeNode, value: T) -> None:
-        """``value``, which may be changed from here on, is the sum of ``node``. Siblings that are there are added."""
+        """Add ``value``, the sum of ``node``, and merge it with existing siblings. May change ``value`` later."""
         level, place = node
         while level < self._depth:
             right_starts = (place | 1) << level
@@ -63,7 +63,7 @@ class PartialSums(Generic[T]):
 
     @property
     def nodes(self) -> tuple[TreeNode, ...]:
-        """In the order of the ids they are the sums of."""
+        """Nodes in the order of their microbatch ids."""
         return tuple(sorted(self._held, key=lambda node: node.position << node.level))
 
     def values(self) -> list[T]:
@@ -71,12 +71,12 @@ class PartialSums(Generic[T]):
 
     @property
     def root(self) -> T:
-        """The sum of everything. ``KeyError`` as long as leaves are missing."""
+        """Sum of all leaves. Raises ``KeyError`` while leaves are missing."""
         return self._held[TreeNode(self._depth, 0)]
 
 
 def complete_subtrees(ids: Iterable[int], leaves: int) -> tuple[TreeNode, ...]:
-    """What is left of these ids when all sums that can be made of them are made."""
+    """Return the nodes that remain when the sums of ``ids`` are merged as far as possible."""
     partials = PartialSums[bool](leaves, lambda *_: True)
     for id_ in ids:
         partials.add_leaf(id_, True)
@@ -84,7 +84,7 @@ def complete_subtrees(ids: Iterable[int], leaves: int) -> tuple[TreeNode, ...]:
 
 
 def tree_sum(values: Sequence[float]) -> float:
-    """The sum of one number for each microbatch."""
+    """Return the sum of one number per microbatch, in tree order."""
     partials = PartialSums[float](len(values), lambda left, right: left + right)
     for id_, value in enumerate(values):
         partials.add_leaf(id_, value)
@@ -92,18 +92,18 @@ def tree_sum(values: Sequence[float]) -> float:
 
 
 class MicrobatchSlot(NamedTuple):
-    """One forward and backward of a rank."""
+    """One forward and backward pass of a rank."""
 
     id: int | None
-    """Of the microbatch; ``None``: this rank only takes part in what its peers do together."""
+    """Id of the microbatch; ``None``: this rank only takes part in collectives."""
     compute_id: int
-    """Id of the microbatch to compute with: the same, or any where there is none."""
+    """Id of the microbatch to compute with: ``id``, or any if that is ``None``."""
     is_last: bool
 
 
 @dataclasses.dataclass(frozen=True)
 class MicrobatchShare:
-    """The microbatches 0 … M-1 of a step, by the rank that computes them, in the order in which it does."""
+    """Microbatches 0 … M-1 of a step by rank, each rank's in the order of its passes."""
 
     by_rank: tuple[tuple[int, ...], ...]
     rank: int
@@ -118,7 +118,7 @@ class MicrobatchShare:
 
     @classmethod
     def contiguous(cls, quotas: Sequence[int], rank: int) -> MicrobatchShare:
-        """The first ``quotas[0]`` microbatches are rank 0's, the next ``quotas[1]`` rank 1's, and so on."""
+        """Return a share of consecutive runs: ``quotas[R]`` microbatches for rank R."""
         by_rank, first = [], 0
         for quota in quotas:
             by_rank.append((*range(first, first + quota),))
@@ -127,18 +127,21 @@ class MicrobatchShare:
 
     @classmethod
     def even(cls, microbatches: int, ranks: int, rank: int) -> MicrobatchShare:
-        """Runs whose lengths differ by one at most."""
+        """Return a share of consecutive runs whose lengths differ by at most one."""
         least, more = divmod(microbatches, ranks)
         return cls.contiguous([least + (one < more) for one in range(ranks)], rank)
 
     @classmethod
     def from_plan(cls, plan: BatchPlan, rank: int) -> MicrobatchShare:
-        """As :class:`~elastic.batch_scaling.batch_plan.BatchPlan` gives them to its ranks."""
+        """Return the share of a :class:`~elastic.batch_scaling.batch_plan.BatchPlan`."""
         return cls.even(plan.microbatch_count, plan.world_size, rank)
 
     @classmethod
     def round_robin(cls, microbatches: int, ranks: int, rank: int) -> MicrobatchShare:
-        """One after the other, like cards: what FSDP2 holds for the fixed tree stays smallest so."""
+        """Return a share that deals microbatches round-robin.
+
+        With it FSDP2 holds the fewest sums for the fixed tree.
+        """
         return cls((*((*range(one, microbatches, ranks),) for one in range(ranks)),), rank)
 
     @functools.cached_property
@@ -151,22 +154,25 @@ class MicrobatchShare:
 
     @functools.cached_property
     def max_per_rank(self) -> int:
-        """Microbatches of the rank that has most."""
+        """Largest number of microbatches of any rank."""
         return max(map(len, self.by_rank))
 
     def id_of_pass(self, rank: int, turn: int, turns: int) -> int | None:
-        """What ``rank`` computes in one of ``turns``. Empty turns come first: what a rank ends with is its own."""
+        """Return the microbatch of ``rank`` in pass ``turn``; ``None`` for an empty pass.
+
+        Empty passes come first.
+        """
         ids = self.by_rank[rank]
         own = turn - (turns - len(ids))
         return ids[own] if own >= 0 else None
 
     def slots(self, turns: int) -> tuple[MicrobatchSlot, ...]:
-        """This rank's turns, at least one for each of its microbatches."""
+        """Return this rank's passes, at least one for each of its microbatches."""
         turns = max(turns, len(self.own_ids))
         ids = [self.id_of_pass(self.rank, turn, turns) for turn in range(turns)]
-        instead = self.own_ids[0] if self.own_ids else 0
+        filler = self.own_ids[0] if self.own_ids else 0
         return tuple(
-            MicrobatchSlot(id_, instead if id_ is None else id_, turn == turns - 1) for turn, id_ in enumerate(ids)
+            MicrobatchSlot(id_, filler if id_ is None else id_, turn == turns - 1) for turn, id_ in enumerate(ids)
         )
 
 
@@ -174,7 +180,7 @@ TreeNodesByRank = Sequence[Sequence[TreeNode]]
 
 
 def piece_bounds(count: int, ranks: int, rank: int) -> tuple[int, int]:
-    """The elements that a rank owns. The last ranks may own fewer, or none."""
+    """Return the bounds of the elements that a rank owns. The last ranks may own fewer, or none."""
     piece = -(-count // ranks)
     return min(rank * piece, count), min((rank + 1) * piece, count)
 
@@ -184,10 +190,10 @@ def add_in_place(left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
 
 
 def reduce_own_piece(mine: torch.Tensor, nodes: TreeNodesByRank, leaves: int, group: dist.ProcessGroup) -> torch.Tensor:
-    """The whole sum of the elements that this rank owns.
+    """Return the sum over all ranks of the elements that this rank owns.
 
-    ``mine`` has a row for each of this rank's nodes. What is sent is all of it but the own piece: where a rank holds
-    one node that is what a reduce-scatter sends, with two it is twice that.
+    ``mine`` has a row for each of this rank's nodes. The rank sends all of it except its own piece. With one node per
+    rank this is the traffic of a reduce-scatter; with two nodes, twice that.
     """
     ranks, rank = group.size(), group.rank()
     count = mine.shape[1]
@@ -206,7 +212,7 @@ def reduce_own_piece(mine: torch.Tensor, nodes: TreeNodesByRank, leaves: int, gr
 
 
 def tree_all_reduce(mine: torch.Tensor, nodes: TreeNodesByRank, leaves: int, group: dist.ProcessGroup) -> torch.Tensor:
-    """The same for all elements, on every rank."""
+    """Return the sum over all ranks of all elements, on every rank."""
     count = mine.shape[1]
     piece = piece_bounds(count, group.size(), 0)[1]
     own = reduce_own_piece(mine, nodes, leaves, group)
@@ -218,55 +224,58 @@ def tree_all_reduce(mine: torch.Tensor, nodes: TreeNodesByRank, leaves: int, gro
 
 
 def all_gather_tensor(into: torch.Tensor, part: torch.Tensor, group: dist.ProcessGroup) -> None:
-    """By its new name where it has one; the old one warns there."""
+    """Gather with the newer function of torch if it exists: the older one warns there."""
     gather: Callable[..., object] = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
     gather(into, part, group=group)
 
 
 def reduce_scatter_sum(into: torch.Tensor, whole: torch.Tensor, group: dist.ProcessGroup) -> None:
-    """The sum, in whatever order the backend likes."""
+    """Sum and scatter in the backend's own order."""
     reduce: Callable[..., object] = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
     reduce(into, whole, op=dist.ReduceOp.SUM, group=group)
 
 
 class GradientReducer(Protocol):
-    """Parameters whose gradients are summed in one way.
+    """Reducer of parameters whose gradients are summed in one way.
 
-    Promises every part makes:
+    Every implementation guarantees:
 
     - ``before_forward`` comes before the forward of a slot, ``after_backward`` follows its backward.
-    - After ``reduce`` each ``grad`` is the sum over all microbatches of all ranks divided by ``count``, once; what an
-      empty slot computed is in none of it.
-    - ``begin_step`` forgets everything, whatever became of the step before.
+    - After ``reduce`` each ``grad`` is the sum over all microbatches of all ranks divided by ``count``. Empty slots do
+      not contribute.
+    - ``begin_step`` drops all state of the step before, even if that failed.
     - Collectives are the same on all ranks, in the same order.
     """
 
     parameters: list[nn.Parameter]
     required_passes: int
-    """Slots that every rank needs so that collectives fit together; 0 where they do not matter."""
+    """Passes that every rank needs to match the collectives; 0 if their number does not matter."""
 
     def begin_step(self, share: MicrobatchShare) -> None: ...
 
-    def before_forward(self, slot: MicrobatchSlot, turn: int) -> None: ...
+    def before_forward(self, slot: MicrobatchSlot, pass_index: int) -> None: ...
 
     def after_backward(self, slot: MicrobatchSlot) -> None: ...
 
     def reduce(self, count: float, used: list[bool]) -> None:
-        """``used`` says of each parameter whether any rank saw a gradient of it."""
+        """Sum the gradients over all ranks. ``used``: for each parameter, whether any rank had a gradient."""
 
     def has_gradient(self) -> list[bool]:
-        """Which parameters had a gradient on this rank."""
+        """Return for each parameter whether it had a gradient on this rank."""
 
 
 GradientList = list[torch.Tensor]
 EXCHANGE_WINDOW_BYTES = 8 << 20
-"""Of each partial sum, what is under way at a time."""
+"""Bytes of each partial sum that are exchanged at a time."""
 MIN_PIECE_BYTES = 64 << 10
-"""Of it, what one rank is sent; with very many ranks windows are larger."""
+"""Bytes of it for one rank; with very many ranks, windows are larger."""
 
 
 class ReplicatedReducer:
-    """With the fixed tree, or without: then what autograd adds up is the rank's sum."""
+    """Reducer of replicated parameters, with the fixed tree or without it.
+
+    Without it, autograd sums within the rank.
+    """
 
     def __init__(
         self,
@@ -288,46 +297,50 @@ class ReplicatedReducer:
     def begin_step(self, share: MicrobatchShare) -> None:
         self._share = share
         self._partials = PartialSums[GradientList](share.microbatches, _add)
-        self._wide: dict[int, torch.Tensor] = {}
-        self._seen = [isinstance(one.data, DTensor) for one in self.parameters]  # as FSDP2 has it on several ranks
-        _drop(self.parameters)
+        self._wide_sums: dict[int, torch.Tensor] = {}
+        self._has_gradient = [
+            isinstance(one.data, DTensor) for one in self.parameters
+        ]  # FSDP2 on several ranks reports all of them
+        _clear_gradients(self.parameters)
 
-    def before_forward(self, slot: MicrobatchSlot, turn: int) -> None:
+    def before_forward(self, slot: MicrobatchSlot, pass_index: int) -> None:
         self._prepare()
 
     def after_backward(self, slot: MicrobatchSlot) -> None:
         if slot.id is None:
-            _drop(self.parameters)
+            _clear_gradients(self.parameters)
             return
-        self._seen = [seen or one.grad is not None for seen, one in zip(self._seen, self.parameters, strict=True)]
+        self._has_gradient = [
+            seen or one.grad is not None for seen, one in zip(self._has_gradient, self.parameters, strict=True)
+        ]
         if self._tree:
-            self._partials.add_leaf(slot.id, [self._take(one) for one in self.parameters])
+            self._partials.add_leaf(slot.id, [self._take_gradient(one) for one in self.parameters])
         else:
-            self._widen()
+            self._add_wide()
 
     def has_gradient(self) -> list[bool]:
-        return self._seen
+        return self._has_gradient
 
     def reduce(self, count: float, used: list[bool]) -> None:
         sums = self._all_ranks()
-        for parameter, gradient, there in zip(self.parameters, sums, used, strict=True):
-            if there:
-                early = isinstance(parameter.data, DTensor)  # FSDP2 rounds before anybody knows the count
-                total = gradient.to(parameter.dtype) if early else gradient
+        for parameter, gradient, is_used in zip(self.parameters, sums, used, strict=True):
+            if is_used:
+                is_sharded = isinstance(parameter.data, DTensor)  # FSDP2 rounds before the count is known
+                total = gradient.to(parameter.dtype) if is_sharded else gradient
                 total.div_(torch.tensor(count, dtype=total.dtype, device=total.device))
                 parameter.grad = _like(parameter, total.to(parameter.dtype))
         self._partials = PartialSums(self._share.microbatches, _add)
-        self._wide = {}
+        self._wide_sums = {}
 
-    def _widen(self) -> None:
-        """Autograd adds up by itself, but in the gradient's own type."""
+    def _add_wide(self) -> None:
+        """Sum in the wider type: autograd would add in the gradient's own type."""
         for index, parameter in enumerate(self.parameters):
             if parameter.grad is not None and parameter.grad.dtype != self._sum_dtype(parameter.grad.dtype):
-                found = self._take(parameter)
-                self._wide[index] = self._wide[index].add_(found) if index in self._wide else found
+                found = self._take_gradient(parameter)
+                self._wide_sums[index] = self._wide_sums[index].add_(found) if index in self._wide_sums else found
 
-    def _take(self, parameter: nn.Parameter) -> torch.Tensor:
-        """The gradient of one microbatch. One that is missing is zeros: what is absent here may not be elsewhere."""
+    def _take_gradient(self, parameter: nn.Parameter) -> torch.Tensor:
+        """Take the gradient of one microbatch, or zeros if it is missing: another rank may have one."""
         gradient, parameter.grad = parameter.grad, None
         if gradient is None:
             return torch.zeros_like(_local(parameter.detach()), dtype=self._sum_dtype(parameter.dtype))
@@ -340,16 +353,19 @@ class ReplicatedReducer:
         return dtype if self._dtype is None else torch.promote_types(dtype, self._dtype)
 
     def _plain_sum(self) -> GradientList:
-        return [self._wide[i] if i in self._wide else self._take(one) for i, one in enumerate(self.parameters)]
+        return [
+            self._wide_sums[i] if i in self._wide_sums else self._take_gradient(one)
+            for i, one in enumerate(self.parameters)
+        ]
 
     def _all_ranks(self) -> GradientList:
         share = self._share
         mine = self._partials.values() if self._tree else [self._plain_sum()]
-        into = mine[0] if mine else [self._take(one) for one in self.parameters]
+        into = mine[0] if mine else [self._take_gradient(one) for one in self.parameters]
         if self._group is None or self._group.size() == 1:
             return [one.add_(0.0) for one in into]
         nodes = [complete_subtrees(ids, share.microbatches) for ids in share.by_rank] if self._tree else []
-        for same in _alike(into):
+        for same in _group_by_kind(into):
             rows = [[one[index].view(-1) for index in same] for one in mine]
             target = [into[index].view(-1) for index in same]
             most = max(EXCHANGE_WINDOW_BYTES, MIN_PIECE_BYTES * self._group.size()) // target[0].element_size()
@@ -367,7 +383,7 @@ class ReplicatedReducer:
                     window, result.split([end - begin for _, begin, end in window]), strict=True
                 ):
                     target[index][begin:end] = found
-        return [one.add_(0.0) for one in into]  # -0 is what some ways of adding nothing leave of it
+        return [one.add_(0.0) for one in into]  # turns -0 into 0: some sums with zeros yield -0
 
 
 def _add(left: GradientList, right: GradientList) -> GradientList:
@@ -375,7 +391,7 @@ def _add(left: GradientList, right: GradientList) -> GradientList:
     return left
 
 
-def _drop(parameters: Sequence[nn.Parameter]) -> None:
+def _clear_gradients(parameters: Sequence[nn.Parameter]) -> None:
     for parameter in parameters:
         parameter.grad = None
 
@@ -385,7 +401,7 @@ def _local(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _like(parameter: nn.Parameter, gradient: torch.Tensor) -> torch.Tensor:
-    """Of a DTensor on one rank, a DTensor again."""
+    """Return ``gradient`` as a DTensor if the parameter is one."""
     data = parameter.data
     if not isinstance(data, DTensor):
         return gradient
@@ -394,8 +410,8 @@ def _like(parameter: nn.Parameter, gradient: torch.Tensor) -> torch.Tensor:
     )
 
 
-def _alike(tensors: Sequence[torch.Tensor]) -> list[list[int]]:
-    """Indices of tensors that may be in one buffer."""
+def _group_by_kind(tensors: Sequence[torch.Tensor]) -> list[list[int]]:
+    """Return the indices of tensors that may share one buffer."""
     kinds: dict[tuple[torch.dtype, torch.device], list[int]] = {}
     for index, one in enumerate(tensors):
         kinds.setdefault((one.dtype, one.device), []).append(index)
@@ -403,7 +419,7 @@ def _alike(tensors: Sequence[torch.Tensor]) -> list[list[int]]:
 
 
 def _windows(sizes: Sequence[int], most: int) -> Iterator[list[tuple[int, int, int]]]:
-    """``sizes`` cut into buffers of at most ``most`` elements: which one, from where, to where."""
+    """Split ``sizes`` into windows of at most ``most`` elements, as (index, begin, end)."""
     window: list[tuple[int, int, int]] = []
     room = most
     for index, size in enumerate(sizes):

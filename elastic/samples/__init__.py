@@ -1,4 +1,4 @@
-"""Every sample exactly once per data epoch, whatever happens to the ranks.
+"""Each sample exactly once per data epoch, despite faults and changes of the world.
 
 ::
 
@@ -45,10 +45,10 @@ _LAZY = {
 }
 
 
-if not TYPE_CHECKING:  # a checker that saw it would take any name for one of this package's
+if not TYPE_CHECKING:  # a type checker would accept any name of the package otherwise
 
     def __getattr__(name: str) -> object:
-        """Import what needs torch only when it is asked for: whoever only plans does not."""
+        """Import modules that need torch on first use, so that planning does not need it."""
         if name in _LAZY:
             from importlib import import_module
 

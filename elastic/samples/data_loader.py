@@ -1,13 +1,13 @@
-"""ElasticDataLoader: steps that are committed, microbatches prefetched by workers, a position of one integer.
+"""ElasticDataLoader: committed steps, prefetched microbatches, and a position of one integer.
 
-A step is open from when it is handed out until it is committed. What is saved is always what is committed, so that a
-checkpoint never has samples that the model has not seen, nor lacks any that it has::
+A step is open from its delivery until its commit. The saved state contains committed steps only. So a checkpoint has
+exactly the samples that the model was trained with::
 
-    for step in loader:                 # begins at the committed place
+    for step in loader:                 # begins at the committed position
         for batch in step:              # this rank's microbatches, possibly none
             ...
         optimizer.step()
-        step.commit()                   # now, and not before, state_dict() is past this step
+        step.commit()                   # only now state_dict() is past this step
 """
 
 from __future__ import annotations
@@ -45,26 +45,26 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class LoadedMicrobatch:
-    """What one forward and backward pass works on."""
+    """Data of one forward and backward pass."""
 
     step: int
     number: int
-    """Place of its first sample in the global batch: its name for :func:`~elastic.samples.rng.seeded`."""
+    """Position of its first sample in the global batch: its id for :func:`~elastic.samples.rng.seeded`."""
     indices: tuple[int, ...]
     data: Any
-    """Collated."""
+    """Collated samples."""
 
     def __len__(self) -> int:
         return len(self.indices)
 
 
 class DataStep:
-    """This rank's share of one step: microbatches, to be committed when the model has learnt from them."""
+    """This rank's share of one step: microbatches, to commit after the optimizer step."""
 
     def __init__(self, loader: ElasticDataLoader, portion: StepPortion) -> None:
         self._loader = loader
         self._portion = portion
-        self._course = loader.schedule
+        self._schedule = loader.schedule
         self.unread = len(portion.slices)
 
     @property
@@ -73,32 +73,32 @@ class DataStep:
 
     @property
     def epoch(self) -> int:
-        """Of the data, at the step's first sample."""
-        return self._course.epoch_at(self._portion.position.cursor)
+        """Data epoch of the step's first sample."""
+        return self._schedule.epoch_at(self._portion.position.cursor)
 
     @property
     def samples(self) -> int:
-        """Of the whole step, over all ranks: what gradients are divided by."""
+        """Number of samples of the whole step over all ranks, which gradients are divided by."""
         return self._portion.batch.size
 
     @property
     def next_position(self) -> DataPosition:
-        """Where the job stands when this step is committed."""
+        """Position of the job after the commit of this step."""
         return DataPosition(self.number + 1, self._portion.batch.end_cursor)
 
     def indices(self) -> I64:
-        """Which samples this rank has of the step, for a :class:`~elastic.samples.sample_audit.SampleAudit`."""
-        found = portion_indices(self._course, self._portion)
+        """Return the indices of this rank's samples, for a :class:`~elastic.samples.sample_audit.SampleAudit`."""
+        found = portion_indices(self._schedule, self._portion)
         return np.concatenate(found) if found else np.empty(0, np.int64)
 
     def epochs(self) -> I64:
-        """The data epoch of each of them."""
+        """Return the data epoch of each of them."""
         start = self._portion.batch.first
-        found = [self._course.order.epochs(start + piece.first, piece.size) for piece in self._portion.slices]
+        found = [self._schedule.order.epochs(start + piece.first, piece.size) for piece in self._portion.slices]
         return np.concatenate(found) if found else np.empty(0, np.int64)
 
     def __len__(self) -> int:
-        """Microbatches, read or not."""
+        """Return the number of microbatches, read or not."""
         return len(self._portion.slices)
 
     def __iter__(self) -> Iterator[LoadedMicrobatch]:
@@ -107,16 +107,17 @@ class DataStep:
             yield self._loader._read(self)
 
     def commit(self) -> DataPosition:
-        """The model has learnt from this step: it is not handed out again."""
+        """Commit the step: the model was trained with it, and it is not delivered again."""
         self._loader._commit(self)
         return self.next_position
 
 
 class ElasticDataLoader:
-    """Hands out each sample once per data epoch over all ranks, in an order that no world, fault or worker changes.
+    """Data loader that delivers each sample once per data epoch over all ranks.
 
-    All ranks make one with the same ``dataset``, ``seed``, ``shuffle`` and ``epoch_end``, each with its own ``share``.
-    Only the share changes when the world does: see :meth:`set_share`. One thread uses a loader.
+    The order does not depend on the world, on faults or on workers. All ranks create one with the same ``dataset``,
+    ``seed``, ``shuffle`` and ``epoch_end``, each with its own ``share``. A change of the world only changes the share:
+    see :meth:`set_share`. Not thread-safe.
     """
 
     def __init__(
@@ -138,18 +139,21 @@ class ElasticDataLoader:
         worker_init_fn: Callable[[int], None] | None = None,
         multiprocessing_context: Any = None,
     ) -> None:
-        """``shuffle`` is as in :class:`~elastic.samples.sample_schedule.SampleOrder`, ``epoch_end`` as in
+        """Create the loader.
+
+        ``shuffle`` is as in :class:`~elastic.samples.sample_schedule.SampleOrder`, ``epoch_end`` as in
         :mod:`elastic.samples.sample_schedule`.
 
-        ``epochs`` of the data, over all restarts; without, the loader does not end. ``seed_samples`` sets the random
-        generators for each sample, which takes 8 us. ``allow_changes`` names what may differ from the checkpoint
-        (``samples``, ``seed``, ``shuffle``, ``epoch_end``). The rest is as in torch.
+        ``epochs`` is the number of data epochs over all restarts; ``None``: no end. ``seed_samples`` seeds the random
+        generators for each sample, which takes 8 us. ``allow_changes`` names settings that may differ from the
+        checkpoint (``samples``, ``seed``, ``shuffle``, ``epoch_end``). The other arguments are those of torch's
+        ``DataLoader``.
         """
         self.schedule = SampleSchedule(SampleOrder(dataset_size(dataset), seed, shuffle), share.global_batch, epoch_end)
         self._place = START_POSITION
-        self._feed = ReadTaskIterator(self.schedule, share, START_POSITION, epochs)
+        self._task_iterator = ReadTaskIterator(self.schedule, share, START_POSITION, epochs)
         self._allow_changes = tuple(allow_changes)
-        self._generation = torch.full((1,), self._feed.generation)
+        self._generation = torch.full((1,), self._task_iterator.generation)
         if num_workers and not _is_shared(self._generation):
             num_workers, prefetch_factor, timeout_s, multiprocessing_context = 0, None, 0, None
         self._source = WorkerDataset(
@@ -163,36 +167,36 @@ class ElasticDataLoader:
             "worker_init_fn": worker_init_fn,
             "multiprocessing_context": multiprocessing_context,
         }
-        self._lines = PrefetchingReader(self._source, self._feed, **self._options)
+        self._lines = PrefetchingReader(self._source, self._task_iterator, **self._options)
         self._open: DataStep | None = None
         self._closed = False
 
     @property
     def position(self) -> DataPosition:
-        """After the last committed step."""
+        """Position after the last committed step."""
         return self._place
 
     def state_dict(self) -> dict[str, Any]:
-        """What a checkpoint needs: a few integers, the same on every rank."""
+        """Return the state for a checkpoint: a few integers, the same on every rank."""
         return self.schedule.to_state(self._place)
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on where this was saved, in whatever world; what was read ahead is dropped."""
-        self._begin(self._feed.share, self.schedule.position_from_state(state, self._allow_changes))
+        """Continue from the saved position, in any world. Drops samples that were read ahead."""
+        self._begin(self._task_iterator.share, self.schedule.position_from_state(state, self._allow_changes))
 
     def set_share(self, share: ShareSource, at: DataPosition | None = None) -> None:
-        """Another share of every step from here on (or from ``at``), as after a resize or a rollback.
+        """Use another share from the committed position, or from ``at``, as after a resize or a rollback.
 
-        Workers stay; what they read ahead for the old share is dropped, and an open step with it.
+        Workers continue. Samples that they read ahead for the old share are dropped, as is an open step.
         """
-        if at is None and share == self._feed.share and self._open is None:
+        if at is None and share == self._task_iterator.share and self._open is None:
             return
         self._begin(share, self._place if at is None else at)
 
     def __iter__(self) -> Iterator[DataStep]:
-        """From the committed place on: a step that was left open by an exception comes again."""
+        """Iterate from the committed position: a step that an exception left open is delivered again."""
         if self._open is not None:
-            self._begin(self._feed.share, self._place)
+            self._begin(self._task_iterator.share, self._place)
         return self
 
     def __next__(self) -> DataStep:
@@ -203,10 +207,10 @@ class ElasticDataLoader:
                 f"step {self._open.number} was not committed: call commit() on it when the optimizer's step is done, or"
                 " iter() on the loader to have it again"
             )
-        if self._feed.is_end(self._place):
+        if self._task_iterator.is_end(self._place):
             self._lines.close()
             raise StopIteration
-        step = DataStep(self, self._feed.portion(self._place))
+        step = DataStep(self, self._task_iterator.portion(self._place))
         self._open = step
         if not len(step):
             self._receive(step)
@@ -214,14 +218,14 @@ class ElasticDataLoader:
 
     def collate_samples(self, indices: Sequence[int]) -> Any:
         """Read and collate these samples in this process; the position does not change."""
-        task = ReadTask(self._feed.generation, self._place.step, 0, 0, tuple(indices))
+        task = ReadTask(self._task_iterator.generation, self._place.step, 0, 0, tuple(indices))
         fetched = self._source.__getitems__(task)
         if fetched.error is not None:
             fetched.error.reraise()
         return fetched.data
 
     def close(self) -> None:
-        """No worker is left. Idempotent; where the loader stands can still be asked."""
+        """Stop the workers. Idempotent; the position remains readable."""
         self._closed = True
         self._open = None
         self._lines.close()
@@ -235,14 +239,14 @@ class ElasticDataLoader:
         self.close()
 
     def _begin(self, share: ShareSource, place: DataPosition) -> None:
-        course = SampleSchedule(self.schedule.order, share.global_batch, self.schedule.epoch_end)
+        schedule = SampleSchedule(self.schedule.order, share.global_batch, self.schedule.epoch_end)
         if place.step < 0 or place.cursor < 0:
             raise PolicyError(f"{place} is nowhere in the data")
-        if self._feed.is_exhausted:  # torch's loader sends less ahead once there was nothing to send
+        if self._task_iterator.is_exhausted:  # an exhausted loader of torch sends fewer tasks ahead afterwards
             self._lines.close()
-        self._feed.restart(course, share, place)
-        self.schedule, self._place, self._open = course, place, None
-        self._generation.fill_(self._feed.generation)
+        self._task_iterator.restart(schedule, share, place)
+        self.schedule, self._place, self._open = schedule, place, None
+        self._generation.fill_(self._task_iterator.generation)
 
     def _check_open(self, step: DataStep) -> None:
         if step is not self._open:
@@ -258,15 +262,15 @@ class ElasticDataLoader:
     def _receive(self, step: DataStep) -> tuple[ReadTask, FetchedBatch]:
         try:
             task, fetched = self._lines.read_next()
-            while task.generation != self._feed.generation:
+            while task.generation != self._task_iterator.generation:
                 task, fetched = self._lines.read_next()
             if fetched.error is not None:
                 fetched.error.reraise()
         except BaseException:
-            # The step cannot be finished: it has to be asked for anew, and reading begins with it.
-            self._begin(self._feed.share, self._place)
+            # The step cannot be completed. It has to be requested again, and reading restarts with it.
+            self._begin(self._task_iterator.share, self._place)
             raise
-        if (task.step, task.generation) != (step.number, self._feed.generation):
+        if (task.step, task.generation) != (step.number, self._task_iterator.generation):
             raise AssertionError(f"{task} came back for step {step.number}")
         return task, fetched
 
@@ -281,7 +285,7 @@ class ElasticDataLoader:
 
 
 def _is_shared(generation: torch.Tensor) -> bool:
-    """Whether workers can look at it, and hand over what they read: not where the machine's shared memory is full."""
+    """Return whether workers can share memory with this process; False if the shared memory is full."""
     try:
         generation.share_memory_()
     except RuntimeError as error:
@@ -291,7 +295,7 @@ def _is_shared(generation: torch.Tensor) -> bool:
 
 
 class StepPortion(NamedTuple):
-    """This rank's part of one step."""
+    """This rank's share of one step."""
 
     position: DataPosition
     batch: BatchRange
@@ -299,35 +303,35 @@ class StepPortion(NamedTuple):
 
 
 class ReadTaskIterator:
-    """Tasks from a place on, up to an epoch's end or without one."""
+    """Iterator over read tasks from a position, up to the end of an epoch or without an end."""
 
-    def __init__(self, course: SampleSchedule, share: ShareSource, place: DataPosition, epochs: int | None) -> None:
+    def __init__(self, schedule: SampleSchedule, share: ShareSource, place: DataPosition, epochs: int | None) -> None:
         self.generation = 0
         self._epochs = epochs
-        self.restart(course, share, place)
+        self.restart(schedule, share, place)
 
-    def restart(self, course: SampleSchedule, share: ShareSource, place: DataPosition) -> None:
-        """Anew; what was handed out before is of an old generation."""
-        whole = validated_slices(share, course.global_batch)  # before anything is changed: the plan may be impossible
+    def restart(self, schedule: SampleSchedule, share: ShareSource, place: DataPosition) -> None:
+        """Restart at ``place``. Tasks that were issued before belong to an old generation."""
+        whole = validated_slices(share, schedule.global_batch)  # before any change: this raises for an impossible plan
         self.generation += 1
-        self.schedule, self.share = course, share
-        self._cut = {course.global_batch: whole}
+        self.schedule, self.share = schedule, share
+        self._slices_by_size = {schedule.global_batch: whole}
         self._place = place
-        self._waiting: deque[ReadTask] = deque()
+        self._pending: deque[ReadTask] = deque()
         self.is_exhausted = self.is_end(place)
 
     def is_end(self, place: DataPosition) -> bool:
-        """Whether no step begins here."""
+        """Return whether no step begins at ``place``."""
         return self._epochs is not None and self.schedule.epoch_at(place.cursor) >= self._epochs
 
     def slices_of(self, samples: int) -> tuple[MicrobatchSlice, ...]:
-        """This rank's part of a batch of so many."""
-        if samples not in self._cut:
-            self._cut[samples] = validated_slices(self.share, samples)
-        return self._cut[samples]
+        """Return this rank's slices of a batch of ``samples``."""
+        if samples not in self._slices_by_size:
+            self._slices_by_size[samples] = validated_slices(self.share, samples)
+        return self._slices_by_size[samples]
 
     def portion(self, place: DataPosition) -> StepPortion:
-        """This rank's part of the step that begins here."""
+        """Return this rank's share of the step that begins at ``place``."""
         batch = self.schedule.batch_at(place.cursor)
         return StepPortion(place, batch, self.slices_of(batch.size))
 
@@ -335,33 +339,36 @@ class ReadTaskIterator:
         return self
 
     def __next__(self) -> ReadTask:
-        if not self._waiting:
+        if not self._pending:
             if self.is_exhausted:
                 raise StopIteration
             self._next_step()
-        return self._waiting.popleft()
+        return self._pending.popleft()
 
     def _next_step(self) -> None:
         portion = self.portion(self._place)
         step, batch = self._place.step, portion.batch
         for piece, indices in zip(portion.slices, portion_indices(self.schedule, portion), strict=True):
             position = batch.first + piece.first
-            self._waiting.append(ReadTask(self.generation, step, piece.first, position, tuple(indices.tolist())))
+            self._pending.append(ReadTask(self.generation, step, piece.first, position, tuple(indices.tolist())))
         if not portion.slices:
-            self._waiting.append(ReadTask(self.generation, step, 0, batch.first, ()))
+            self._pending.append(ReadTask(self.generation, step, 0, batch.first, ()))
         self._place = DataPosition(step + 1, batch.end_cursor)
         self.is_exhausted = self.is_end(self._place)
 
 
-def portion_indices(course: SampleSchedule, portion: StepPortion) -> list[I64]:
-    """The samples of each slice, found in one go where they are side by side: a call costs as much as 500 samples."""
+def portion_indices(schedule: SampleSchedule, portion: StepPortion) -> list[I64]:
+    """Return the indices of each slice.
+
+    Adjacent slices share one call, which costs the time of 500 samples.
+    """
     slices = portion.slices
     if not slices:
         return []
     first, end = slices[0].first, slices[-1].first + slices[-1].size
     if end - first > 2 * sum(piece.size for piece in slices):
-        return [course.order.indices(portion.batch.first + piece.first, piece.size) for piece in slices]
-    found = course.order.indices(portion.batch.first + first, end - first)
+        return [schedule.order.indices(portion.batch.first + piece.first, piece.size) for piece in slices]
+    found = schedule.order.indices(portion.batch.first + first, end - first)
     return [found[piece.first - first : piece.first - first + piece.size] for piece in slices]
 
 
@@ -369,23 +376,26 @@ _DIED = ("exited unexpectedly", "killed by signal")
 
 
 class PrefetchingReader:
-    """Processes, or with no workers this one, that read what ``tasks`` has; the first ``read_next`` starts them."""
+    """Reader of ``tasks`` in worker processes, or in this process without workers.
+
+    The first ``read_next`` starts the workers.
+    """
 
     def __init__(self, source: WorkerDataset, tasks: Iterator[ReadTask], **options: Any) -> None:
         self._tasks = tasks
-        self._out: deque[ReadTask] = deque()
-        # A generator of its own: otherwise torch draws the workers' first seed from the one of the training.
+        self._in_flight: deque[ReadTask] = deque()
+        # A separate generator: otherwise torch draws the workers' first seed from the training's generator.
         self._loader: DataLoader[Any] = DataLoader(
-            source,  # type: ignore[arg-type] # __getitems__ is all that is asked of it
-            batch_sampler=_Noted(tasks, self._out),  # type: ignore[arg-type] # nor is it ever asked for lists
-            collate_fn=identity_collate,  # type: ignore[arg-type] # nor does it ask what comes back
+            source,  # type: ignore[arg-type] # torch only calls its __getitems__
+            batch_sampler=_RecordingIterator(tasks, self._in_flight),  # type: ignore[arg-type] # torch only iterates over it
+            collate_fn=identity_collate,  # type: ignore[arg-type] # torch returns its result unchanged
             generator=torch.Generator(),
             **options,
         )
         self._running: Any = None
 
     def read_next(self) -> tuple[ReadTask, FetchedBatch]:
-        """The oldest task that has not come back, and what became of it. Whatever is raised has ended the lines."""
+        """Return the oldest pending task and its result. Any exception closes the reader."""
         try:
             if self._running is None:
                 self._running = iter(self._loader)
@@ -398,55 +408,58 @@ class PrefetchingReader:
                     " workers. If they were killed for memory, use fewer of them or a smaller prefetch_factor"
                 ) from error
             raise
-        return self._out.popleft(), fetched
+        return self._in_flight.popleft(), fetched
 
     def close(self) -> None:
-        """No process is left, nor what they had read. Idempotent."""
+        """Stop the workers and drop the samples that they read. Idempotent."""
         running, self._running = self._running, None
-        self._out.clear()
+        self._in_flight.clear()
         shutdown: Callable[[], None] | None = getattr(running, "_shutdown_workers", None)
         if shutdown is not None:
-            with contextlib.suppress(RuntimeError):  # that one of them had died: it is over anyway
+            with contextlib.suppress(RuntimeError):  # raised if a worker has died: the reader closes anyway
                 shutdown()
 
 
-class _Noted:
-    """Tasks, noted down as they go out."""
+class _RecordingIterator:
+    """Iterator over tasks that records each task it yields."""
 
     def __init__(self, tasks: Iterator[ReadTask], out: deque[ReadTask]) -> None:
-        self._tasks, self._out = tasks, out
+        self._tasks, self._in_flight = tasks, out
 
     def __iter__(self) -> Iterator[ReadTask]:
         return self
 
     def __next__(self) -> ReadTask:
         task = next(self._tasks)
-        self._out.append(task)
+        self._in_flight.append(task)
         return task
 
 
 class ReadTask(NamedTuple):
-    """One microbatch to read. It may have no samples: a rank without a share of a step takes its turn all the same."""
+    """One microbatch to read. It has no samples if this rank has no share of a step."""
 
     generation: int
-    """Which of the loader's beginnings it belongs to; what belongs to an old one is not wanted any more."""
+    """Generation of the loader, which counts its restarts. Results of older ones are dropped."""
     step: int
     first: int
-    """Its first sample's place in the global batch."""
+    """Position of its first sample in the global batch."""
     position: int
-    """The same over all epochs."""
+    """Position of its first sample over all epochs."""
     indices: tuple[int, ...]
 
 
 class FetchedBatch(NamedTuple):
-    """What became of a task."""
+    """Result of a task."""
 
     data: Any
     error: ExceptionWrapper | None = None
 
 
 def dataset_size(dataset: Any) -> int:
-    """How many samples there are, if they can be had by their numbers."""
+    """Return the number of samples.
+
+    Raises :class:`PolicyError` for a dataset without random access or length.
+    """
     what = type(dataset).__name__
     reads = any(callable(getattr(dataset, name, None)) for name in ("__getitem__", "__getitems__", "get"))
     if isinstance(dataset, IterableDataset) or not reads:
@@ -463,7 +476,7 @@ def dataset_size(dataset: Any) -> int:
 
 
 class WorkerDataset:
-    """A dataset as torch's ``DataLoader`` sees it; an index is a :class:`ReadTask`."""
+    """Dataset for torch's ``DataLoader`` whose index is a :class:`ReadTask`."""
 
     def __init__(
         self,
@@ -479,29 +492,29 @@ class WorkerDataset:
         self._collate = collate
         self._seed = seed
         self._generation = generation
-        """Shared with the loader, which changes it when it begins anew."""
+        """Shared with the loader, which changes it when it restarts."""
         self._seed_samples = seed_samples
 
     def __getitems__(self, task: ReadTask) -> FetchedBatch:
         if not task.indices:
             return FetchedBatch(None)
-        here = get_worker_info() is None and self._seed_samples
-        with preserved_rng() if here else contextlib.nullcontext():
+        is_own_process = get_worker_info() is None and self._seed_samples
+        with preserved_rng() if is_own_process else contextlib.nullcontext():
             try:
                 samples = self._read(task)
                 return FetchedBatch(None if samples is None else self._collate(samples))
-            except Exception:  # noqa: BLE001 - whatever a dataset raises is the reader's to see, if it is still wanted
+            except Exception:  # noqa: BLE001 - the training process raises it if the task is current
                 return FetchedBatch(None, ExceptionWrapper(where=_where(task)))
 
     def _read(self, task: ReadTask) -> list[Any] | None:
-        """``None``: nobody wants it any more."""
-        many: Callable[[Sequence[int]], list[Any]] | None = getattr(self.dataset, "__getitems__", None)
-        if many is not None:
+        """Return the samples; ``None`` if the loader dropped the task meanwhile."""
+        read_many: Callable[[Sequence[int]], list[Any]] | None = getattr(self.dataset, "__getitems__", None)
+        if read_many is not None:
             if self._stale(task):
                 return None
             if self._seed_samples:
                 seed_generators(hash_key("samples", self._seed, task.position))
-            return many(list(task.indices))
+            return read_many(list(task.indices))
         one = getattr(self.dataset, "__getitem__", None) or self.dataset.get
         samples = []
         for position, index in enumerate(task.indices, task.position):
@@ -518,12 +531,14 @@ class WorkerDataset:
 
 def _where(task: ReadTask) -> str:
     worker = get_worker_info()
-    who = "the loader's own process" if worker is None else f"worker {worker.id}"
-    return (
-        f"in {who}, reading samples {list(task.indices[:8])}{' and more' * (len(task.indices) > 8)} of step {task.step}"
-    )
+    reader = "the loader's own process" if worker is None else f"worker {worker.id}"
+    samples = f"{list(task.indices[:8])}{' and more' * (len(task.indices) > 8)}"
+    return f"in {reader}, reading samples {samples} of step {task.step}"
 
 
 def identity_collate(fetched: FetchedBatch) -> FetchedBatch:
-    """The source has collated already; a function of its own, since it is sent to workers."""
+    """Return the batch unchanged: the source has collated it.
+
+    A module-level function, so that workers can unpickle it.
+    """
     return fetched

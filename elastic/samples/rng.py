@@ -1,18 +1,19 @@
-"""Random numbers keyed by seed, step and microbatch, and this process's generators as checkpoint state.
+"""Random numbers keyed by seed, step and microbatch, and the process's generators as checkpoint state.
 
-Dropout of a microbatch is the same on any rank of any world when the generators are set from (seed, step, microbatch)
-before it and put back after it; the same for augmentation, by (seed, data epoch, sample).
+Seed the generators from (seed, step, microbatch) before a microbatch, and restore them after it. Then its dropout is
+the same on any rank of any world. The same holds for augmentation with (seed, data epoch, sample).
 
-The generators are the whole process's: what other threads draw meanwhile is neither protected nor reproducible.
+The generators belong to the whole process: numbers that other threads draw meanwhile are neither protected nor
+reproducible.
 
 ::
 
     state = {"model": model, "optim": optimizer, "random": elastic.RNGState()}
 
-Each rank saves ``python``'s ``random``, ``numpy.random``, torch's generator of the CPU and the one of its current
-device, and gets them back as they were, bit by bit. In a world of another size a rank that the checkpoint knows
-continues its own; one that it does not know takes what rank ``rank % size`` had, mixed with its own number: the same at
-every attempt, and another sequence than anybody else's. What is to be the same at every size is drawn under
+Each rank saves Python's ``random``, ``numpy.random``, torch's CPU generator and the generator of its current device,
+and restores them exactly. In a world of another size, a rank that the checkpoint contains continues its own generators.
+Any other rank derives its seed from the state of rank ``rank % size`` and from its own number. This seed is the same at
+every attempt, but different on each rank. Draw numbers that must not depend on the world size under
 :func:`elastic.seeded`.
 """
 
@@ -35,48 +36,48 @@ from tieredckpt.tensors.device import accelerator
 
 _MASK32 = 0xFFFFFFFF
 _spares: list[Any] = []
-"""numpy's state takes 70 us to copy out and in, another generator in its place less than one."""
+"""Spare generators: replacing numpy's takes less than 1 us, copying its state out and in 70 us."""
 
 
 def microbatch_generator(seed: int, step: int, microbatch: int, device: torch.device | str = "cpu") -> torch.Generator:
-    """A generator of one's own for a microbatch, with numbers that no other microbatch of the job gets.
+    """Return a new generator for a microbatch, with numbers that no other microbatch uses.
 
     On CPU torch uses 32 bits of the key, on CUDA all 64.
     """
-    made = torch.Generator(device)
-    made.manual_seed(hash_key("generator", seed, step, microbatch))
-    return made
+    generator = torch.Generator(device)
+    generator.manual_seed(hash_key("generator", seed, step, microbatch))
+    return generator
 
 
 class seeded:  # noqa: N801 - read as a verb: with seeded(...)
-    """In this block, what torch (on CPU and the current device), ``random`` and ``numpy.random`` give depends
-    on (seed, step, microbatch) alone; behind it they go on as if it had not been there.
+    """Seed all generators from (seed, step, microbatch) in a block.
 
-    One exception: numpy makes normal numbers in pairs, and of a pair that was begun before the block the second half is
-    forgotten.
+    The generators are torch's (CPU and current device), ``random`` and ``numpy.random``. After the block they continue
+    as if it had not run. One exception: numpy draws normal numbers in pairs, and the second half of a pair that was
+    begun before the block is lost.
     """
 
     def __init__(self, seed: int, step: int, microbatch: int) -> None:
         self._key = hash_key("microbatch", seed, step, microbatch)
-        self._kept = preserved_rng()
+        self._preserved = preserved_rng()
 
     def __enter__(self) -> None:
-        self._kept.__enter__()
+        self._preserved.__enter__()
         seed_generators(self._key)
-        if self._kept.on_device is not None:
-            self._kept.on_device.manual_seed(self._key)
+        if self._preserved.on_device is not None:
+            self._preserved.on_device.manual_seed(self._key)
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        self._kept.__exit__(kind, error, traceback)
+        self._preserved.__exit__(kind, error, traceback)
 
 
 class preserved_rng:  # noqa: N801 - read as in: with kept()
-    """All generators are after this block as they were before it."""
+    """Restore all generators after this block to their state before it."""
 
     on_device: torch.Generator | None = None
-    """The current device's, where one is in use."""
+    """Generator of the current device, if a device is in use."""
 
     def __enter__(self) -> None:
         self._python = random.getstate()
@@ -101,12 +102,12 @@ class preserved_rng:  # noqa: N801 - read as in: with kept()
 
 
 def sample_key(seed: int, epoch: int, index: int) -> int:
-    """For what is random about one sample in one epoch."""
+    """Return the key for random decisions about one sample in one epoch."""
     return hash_key("sample", seed, epoch, index)
 
 
 def seed_generators(key: int) -> None:
-    """Set the generators of this process's CPU side, for good."""
+    """Seed the CPU generators of this process permanently."""
     random.seed(key)
     np.random.seed(key & _MASK32)  # noqa: NPY002 - what datasets use
     torch.default_generator.manual_seed(key)
@@ -114,43 +115,43 @@ def seed_generators(key: int) -> None:
 
 _WORDS = 624
 _PYTHON = struct.Struct(f"<i{_WORDS + 1}Idx")
-"""Version, the words with the position, the second half of a pair of normal numbers (NaN: there is none)."""
+"""Version, the words with the position, and the second half of a pair of normal numbers (NaN: none)."""
 _NUMPY = struct.Struct(f"<{_WORDS}Iiid")
 _DEVICE_BYTES = 64
 _LENGTH = struct.Struct("<I")
 
 
 class RNGState:
-    """A ``Stateful`` for the state that a :class:`~tieredckpt.Checkpointer` saves and restores.
+    """``Stateful`` random state that a :class:`~tieredckpt.Checkpointer` saves and restores.
 
-    Not covered: generators that the script has made for itself (they have a ``state_dict`` or ``get_state`` of their
-    own), and another kind of bit generator in the place of numpy's usual one.
+    It does not cover generators that the script creates, which have their own ``state_dict`` or ``get_state``. Nor does
+    it support other bit generators in place of numpy's default one.
     """
 
     def __init__(self) -> None:
-        self._wanted: str | None = None
-        """The name under which the next restore finds this rank's, where that was looked up."""
+        self._restore_name: str | None = None
+        """Name of the state that the next restore loads here; "": none, ``None``: not selected."""
 
     def state_dict(self) -> dict[str, Any]:
-        if self._wanted is None:
+        if self._restore_name is None:
             return {_name(_rank()): torch.frombuffer(_generators(), dtype=torch.uint8)}
-        if not self._wanted:
+        if not self._restore_name:
             return {}
-        return {self._wanted: torch.frombuffer(_generators(), dtype=torch.uint8)}
+        return {self._restore_name: torch.frombuffer(_generators(), dtype=torch.uint8)}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        self._wanted = None
+        self._restore_name = None
         for name, value in state.items():
             data = value.numpy().tobytes()
             if name == _name(_rank()):
                 _set_generators(data)
             else:
-                _begin_anew(data)
+                _seed_from_other_rank(data)
 
     def before_restore(self, saved: Collection[str]) -> None:
-        """``saved`` are the names, in this part of the state, that the checkpoint has."""
+        """Select the state for this rank. ``saved`` has the names of the checkpoint in this part of the state."""
         ranks = sorted(int(name.removeprefix("rank")) for name in saved if name.removeprefix("rank").isdigit())
-        self._wanted = _name(ranks[_rank() % len(ranks)] if _rank() not in ranks else _rank()) if ranks else ""
+        self._restore_name = _name(ranks[_rank() % len(ranks)] if _rank() not in ranks else _rank()) if ranks else ""
 
 
 def _name(rank: int) -> str:
@@ -162,7 +163,7 @@ def _rank() -> int:
 
 
 def _generators() -> bytearray:
-    """All generators of this process; always as long."""
+    """Return the state of all generators of this process, always with the same length."""
     version, words, spare = random.getstate()
     kind, numbers, position, has_spare, numpy_spare = np.random.get_state(legacy=True)  # noqa: NPY002 - what scripts use
     if kind != "MT19937":
@@ -194,8 +195,8 @@ def _set_generators(data: bytes) -> None:
     torch.set_rng_state(torch.frombuffer(bytearray(data[at + _DEVICE_BYTES :]), dtype=torch.uint8))
 
 
-def _begin_anew(data: bytes) -> None:
-    """For a rank that there was not: from what another one had, and its own number."""
+def _seed_from_other_rank(data: bytes) -> None:
+    """Seed this rank, which the checkpoint does not contain, from another rank's state and its own number."""
     key = int.from_bytes(hashlib.blake2b(data, digest_size=8, key=struct.pack("<Q", _rank())).digest(), "little")
     random.seed(key)
     np.random.seed(key & _MASK32)  # noqa: NPY002 - what scripts use

@@ -1,7 +1,7 @@
 """Proof that each sample was used exactly once, by hash sums or by a full log.
 
-:class:`SampleAudit` keeps sums of hashes, which can be added up over ranks and kept for ever; it says whether something
-is wrong. :class:`SampleLog` keeps everything in a file, and says what.
+:class:`SampleAudit` holds sums of hashes, which are small and can be added over ranks; it detects that an error exists.
+:class:`SampleLog` holds all samples in a file, and identifies the error.
 """
 
 from __future__ import annotations
@@ -23,7 +23,10 @@ _MASK = (1 << 64) - 1
 
 
 class SampleSum(NamedTuple):
-    """How many samples, and the sum of their hashes: the same for any order, another if one is missing or doubled."""
+    """Number of samples, and the sum of their hashes.
+
+    The sum is the same for any order, and differs if a sample is missing or repeated.
+    """
 
     samples: int = 0
     hashes: int = 0
@@ -33,32 +36,39 @@ class SampleSum(NamedTuple):
 
 
 def sample_sum(indices: I64) -> SampleSum:
-    """Of different sets of samples, one in 2**64 has the same."""
+    """Return the sum of ``indices``.
+
+    Two different sets have the same sum with a probability of 1 in 2**64.
+    """
     return SampleSum(len(indices), int(mix64(indices.astype(np.uint64)).sum()))
 
 
 class SampleAudit:
-    """What one rank, or all of them together, used at each step."""
+    """Samples of each step that one rank, or all ranks together, used."""
 
     def __init__(self) -> None:
         self._steps: dict[int, dict[int, SampleSum]] = {}
 
     def record(self, step: int, epochs: I64, indices: I64) -> None:
-        """This rank's samples of a step; what was recorded of it before is replaced: it was undone."""
+        """Record this rank's samples of a step. Replaces an earlier record of an undone step."""
         sums = {int(epoch): sample_sum(indices[epochs == epoch]) for epoch in np.unique(epochs)}
         self._steps[step] = sums
 
     def rewind(self, step: int) -> None:
-        """The job went back to where so many steps were committed: later ones did not happen."""
+        """Drop the records of ``step`` and later steps, after a rollback to ``step`` committed steps."""
         self._steps = {number: sums for number, sums in self._steps.items() if number < step}
 
     def merge(self, other: SampleAudit) -> None:
-        """Add what another rank had of the same steps."""
+        """Add another rank's records of the same steps."""
         for number, sums in other._steps.items():
             _add(self._steps.setdefault(number, {}), sums)
 
     def verify(self, course: SampleSchedule, cursor: int) -> list[str]:
-        """What is wrong with the samples of all ranks up to this cursor, by data epoch; nothing if each came once."""
+        """Return the errors in the samples of all ranks up to ``cursor``, by data epoch.
+
+        The list is empty if each sample was used once.
+
+        """
         found: dict[int, SampleSum] = {}
         for sums in self._steps.values():
             _add(found, sums)
@@ -78,7 +88,7 @@ class SampleAudit:
         return problems
 
     def state(self) -> dict[str, Any]:
-        """To send to another rank, as JSON or with a checkpoint."""
+        """Return the records, to send them to another rank as JSON or with a checkpoint."""
         return {"steps": [[step, *_rows(sums)] for step, sums in self._steps.items()]}
 
     @classmethod
@@ -102,7 +112,7 @@ def _sums(rows: Iterable[Iterable[int]]) -> dict[int, SampleSum]:
 
 
 def _expected(course: SampleSchedule, epoch: int, first: int, count: int) -> SampleSum:
-    """A whole epoch has every sample, whatever its order."""
+    """Return the expected sum. A whole epoch has every sample, so its order is not needed."""
     samples, total = course.order.samples, SampleSum()
     for start in range(first, first + count, _CHUNK):
         size = min(_CHUNK, first + count - start)
@@ -113,19 +123,19 @@ def _expected(course: SampleSchedule, epoch: int, first: int, count: int) -> Sam
 
 
 class SampleLog:
-    """Every sample that a process used, in a file that outlives it. For tests and small jobs.
+    """File with every sample that a process used, for tests and small jobs.
 
-    A step that was undone is recorded again by a later world; of a step, the records of its newest world count. So
-    record a step before the optimizer's: when it is committed, all ranks have recorded it.
+    A later world records an undone step again; only the records of its newest world count. So record a step before the
+    optimizer step: then all ranks have recorded each committed step.
     """
 
     def __init__(self, path: Path) -> None:
         self._file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o644)
 
     def record(self, world: int, step: int, epochs: I64, indices: I64) -> None:
-        """``world`` counts the job's worlds: architecture calls it the job's epoch."""
+        """Record samples. ``world`` counts the job's worlds; the architecture calls it the job's epoch."""
         line = json.dumps({"world": world, "step": step, "epochs": epochs.tolist(), "indices": indices.tolist()})
-        os.write(self._file, line.encode() + b"\n")  # in one piece: the process may be killed at any time
+        os.write(self._file, line.encode() + b"\n")  # one write: the process may be killed at any time
 
     def close(self) -> None:
         if self._file >= 0:
@@ -142,12 +152,12 @@ class SampleLog:
 
 
 def verify_sample_logs(journals: Collection[Path], course: SampleSchedule, steps: int, cursor: int) -> list[str]:
-    """What is wrong with the first so many steps of a job, by the journals of all its processes.
+    """Return the errors in the first ``steps`` steps of a job, according to the logs of all its processes.
 
-    ``cursor`` is where these steps end.
+    ``cursor`` is the end of these steps.
     """
     used: dict[tuple[int, int], list[int]] = defaultdict(list)
-    for step, epochs, indices in _newest(journals, steps):
+    for step, epochs, indices in _newest_records(journals, steps):
         for sample in zip(epochs, indices, strict=True):
             used[sample].append(step)
     wanted: Counter[tuple[int, int]] = Counter()
@@ -165,7 +175,7 @@ def verify_sample_logs(journals: Collection[Path], course: SampleSchedule, steps
     return problems
 
 
-def _newest(journals: Collection[Path], steps: int) -> Iterator[tuple[int, list[int], list[int]]]:
+def _newest_records(journals: Collection[Path], steps: int) -> Iterator[tuple[int, list[int], list[int]]]:
     records = [json.loads(line) for path in journals for line in _lines(path)]
     newest: dict[int, int] = {}
     for record in records:
@@ -176,5 +186,5 @@ def _newest(journals: Collection[Path], steps: int) -> Iterator[tuple[int, list[
 
 
 def _lines(path: Path) -> list[bytes]:
-    """Whole ones: a disk that was full may have left half of one."""
+    """Return the complete lines: a full disk may have truncated the last one."""
     return [line for line in path.read_bytes().splitlines(keepends=True) if line.endswith(b"\n")]

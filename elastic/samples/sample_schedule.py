@@ -1,26 +1,26 @@
-"""From (seed, epoch, position) to sample indices, from a cursor to steps, from a step to a rank's slices. Pure.
+"""Sample indices from (seed, epoch, position), steps from a cursor, and slices of a rank. Pure.
 
-A number is written as ``left * columns + right`` on a grid that is hardly larger than the range. Each round moves one
-of the two by a keyed hash of the other, which can be undone, so that all rounds together are a bijection of the grid
-(a Feistel network). Where a number lands outside the range it goes round again until it is inside (cycle walking);
-with a grid this tight that is rare. Black and Rogaway, "Ciphers with arbitrary finite domains".
+A number is written as ``left * columns + right`` on a grid that is hardly larger than the range. Each round shifts one
+of the two by a keyed hash of the other. Rounds can be inverted, so together they are a bijection of the grid (a Feistel
+network). A number that lands outside the range runs through the rounds again until it is inside (cycle walking), which
+is rare with this grid. Black and Rogaway, "Ciphers with arbitrary finite domains".
 
-The order behind every saved cursor hangs on each constant here; whoever changes one raises
-``elastic.samples.sample_schedule.CURSOR_VERSION``.
+The order behind every saved cursor depends on each constant here: raise
+``elastic.samples.sample_schedule.CURSOR_VERSION`` with any change.
 
-Positions count over all epochs: position ``epoch * samples + k`` is the k-th sample of that epoch. Two bijections make
-an epoch's order::
+Positions count over all epochs: position ``epoch * samples + k`` is the k-th sample of that epoch. Two bijections
+determine an epoch's order::
 
-    position ──window shuffle──> place in the stream of blocks ──block order──> index
+    position ──window shuffle──> position in the stream of blocks ──block order──> index
 
-``full`` is one window over everything, ``none`` neither. ``blocks:N*W`` reads blocks of N neighbouring samples in a
-random order and shuffles across W blocks at a time, for data that is cheap to read block by block.
+``full`` is one window over everything, ``none`` has no bijection. ``blocks:N*W`` reads blocks of N adjacent samples in
+random order and shuffles across W blocks at a time. It suits data that is cheap to read block by block.
 
-With 10 samples and global batches of 4, by what is done about the end of an epoch::
+With 10 samples and global batches of 4, by the treatment of an epoch's end::
 
     positions   0 1 2 3  4 5 6 7  8 9|0 1  2 3 4 5
-    wrap        step 0   step 1   step 2   step 3         the third batch is from two epochs; nothing is left out
-    drop        step 0   step 1   -  -|step 2             the last two of an epoch are left out
+    wrap        step 0   step 1   step 2   step 3         the third batch spans two epochs; no sample is skipped
+    drop        step 0   step 1   -  -|step 2             the last two samples of an epoch are skipped
     short       step 0   step 1   s. 2|step 3             the last batch of an epoch has two samples
 """
 
@@ -41,7 +41,7 @@ from elastic.batch_scaling.batch_plan import BatchPlan
 from elastic.errors import CursorError, PolicyError
 
 MAX_SAMPLES = 1 << 60
-"""Both sides of the grid have to fit 31 bits."""
+"""Maximum number of samples: both sides of the grid must fit 31 bits."""
 SMALL_PERMUTATION = 1 << 16
 
 U64 = NDArray[np.uint64]
@@ -51,18 +51,21 @@ _HALF = np.uint64(32)
 
 
 def hash_key(*parts: object) -> int:
-    """64 bits that depend on every part; what a seed, an epoch or a step is turned into."""
+    """Return 64 bits that depend on every part, for a seed, an epoch or a step."""
     text = ":".join(map(str, parts)).encode()
     return int.from_bytes(hashlib.blake2b(text, digest_size=8).digest(), "little")
 
 
 def rounds_for(size: int) -> int:
-    """The smaller the grid, the more rounds until all permutations are equally likely: 4 samples need 6, 6 need 14."""
+    """Return the number of rounds.
+
+    Smaller grids need more rounds until all permutations are equally likely: 6 for 4 samples, 14 for 6 samples.
+    """
     return 16 if size < SMALL_PERMUTATION else 8
 
 
 class Permutation:
-    """One of the permutations of ``range(size)``, chosen by ``key``."""
+    """Permutation of ``range(size)``, selected by ``key``."""
 
     def __init__(self, size: int, key: int) -> None:
         if not 0 < size <= MAX_SAMPLES:
@@ -70,16 +73,16 @@ class Permutation:
         self.size = size
         rows = isqrt(size - 1) + 1
         columns = -(-size // rows)
-        columns += columns % 2  # with both odd, half of all permutations could not come up
+        columns += columns % 2  # if both were odd, half of all permutations could not occur
         self._rows, self._columns = np.uint64(rows), np.uint64(columns)
         self._keys = [np.uint64(hash_key("round", key, size, number)) for number in range(rounds_for(size))]
 
     def __call__(self, positions: I64, tweak: U64 | None = None) -> I64:
-        """What is at these positions. Each ``tweak`` makes another permutation of the same size."""
+        """Return the elements at these positions. Each ``tweak`` selects another permutation of the same size."""
         return self._walk(positions, tweak, inverse=False)
 
     def inverse(self, elements: I64, tweak: U64 | None = None) -> I64:
-        """Where these are."""
+        """Return the positions of these elements."""
         return self._walk(elements, tweak, inverse=True)
 
     def _walk(self, numbers: I64, tweak: U64 | None, *, inverse: bool) -> I64:
@@ -111,7 +114,7 @@ class Permutation:
 
 
 def _below(limit: np.uint64, numbers: U64, key: np.uint64, salt: U64 | None) -> U64:
-    """A hash of each number, evenly in ``range(limit)``."""
+    """Return a hash of each number, uniform in ``range(limit)``."""
     hashed = numbers + key
     if salt is not None:
         hashed ^= salt
@@ -125,7 +128,7 @@ def _below(limit: np.uint64, numbers: U64, key: np.uint64, salt: U64 | None) -> 
 
 
 def mix64(numbers: U64) -> U64:
-    """64 bits for each number, all of them depending on all of it (murmur3's last steps)."""
+    """Return 64 bits per number, each of which depends on all its bits (murmur3's finalizer)."""
     mixed = (numbers + np.uint64(0x9E3779B97F4A7C15)) * _FIRST
     mixed ^= mixed >> np.uint64(33)
     mixed *= _SECOND
@@ -138,7 +141,7 @@ _BLOCKS = re.compile(r"blocks:([0-9]+)(?:\*([0-9]+))?", re.ASCII)
 
 @dataclass(frozen=True)
 class SampleOrder:
-    """The order of so many samples in every epoch."""
+    """Order of a dataset's samples in every epoch."""
 
     samples: int
     seed: int
@@ -153,17 +156,17 @@ class SampleOrder:
         self._sizes()
 
     def indices(self, first: int, count: int) -> I64:
-        """Which samples are at these positions; the cost is in ``count`` alone."""
+        """Return the samples at these positions, in time proportional to ``count``."""
         runs = [self._epoch(epoch, offset, size) for epoch, offset, size in self.runs(first, count)]
         return runs[0] if len(runs) == 1 else np.concatenate(runs or [np.empty(0, np.int64)])
 
     def epochs(self, first: int, count: int) -> I64:
-        """Which epoch each of these positions is in."""
+        """Return the epoch of each of these positions."""
         runs = list(self.runs(first, count))
         return np.repeat(np.array([run[0] for run in runs], np.int64), [run[2] for run in runs])
 
     def runs(self, first: int, count: int) -> Iterator[tuple[int, int, int]]:
-        """These positions, cut where epochs end: (epoch, first in it, how many)."""
+        """Yield these positions, split at epoch ends: (epoch, first position in it, count)."""
         end = first + count
         while first < end:
             epoch, offset = divmod(first, self.samples)
@@ -178,7 +181,7 @@ class SampleOrder:
         return _shuffles(self, epoch).indices(positions)
 
     def _sizes(self) -> tuple[int, int]:
-        """Of a block, and of a window; 0 for one block of everything."""
+        """Return the size of a block and of a window. Block size 0 means one block with all samples."""
         if self.shuffle in ("full", "none"):
             return 0, self.samples
         match = _BLOCKS.fullmatch(self.shuffle)
@@ -189,7 +192,7 @@ class SampleOrder:
 
 
 class _Shuffles:
-    """What one epoch needs of permutations; a few hundred bytes."""
+    """Permutations of one epoch, a few hundred bytes."""
 
     def __init__(self, order: SampleOrder, epoch: int) -> None:
         key = hash_key("order", order.seed, epoch)
@@ -200,7 +203,7 @@ class _Shuffles:
         self._last = Permutation(rest, hash_key("last", key)) if rest else None
         if self._block:
             self._short = order.samples % self._block
-            """The last block of the dataset has so many samples, if not all blocks are alike."""
+            """Size of the dataset's last block; 0 if all blocks have the same size."""
             blocks = -(-order.samples // self._block)
             self._blocks = Permutation(blocks, hash_key("blocks", key))
             last = np.array([blocks - 1], np.int64)
@@ -221,7 +224,7 @@ class _Shuffles:
         return np.concatenate([shuffled, rest])
 
     def _in_blocks(self, stream: I64) -> I64:
-        """The stream has the short block somewhere; what is behind it is as if it had been a whole one."""
+        """Map the stream to indices. Beyond the short block, positions shift as if that block were a full one."""
         behind = stream >= self._short_at + self._short
         padded = stream + np.where(behind, self._block - self._short, 0) if self._short else stream
         at = padded // self._block
@@ -234,37 +237,37 @@ def _shuffles(order: SampleOrder, epoch: int) -> _Shuffles:
 
 
 CURSOR_VERSION = 1
-"""Of the order and of the state; a cursor of another version means other samples."""
+"""Version of the order and of the state. A cursor of another version means other samples."""
 EPOCH_ENDS = ("wrap", "drop", "short")
 _ORDERING = ("samples", "seed", "shuffle")
 ALLOWED_CHANGES = (*_ORDERING, "epoch_end")
-"""What a job may change on purpose between saving a cursor and using it."""
+"""Settings that a job may change on purpose between saving a cursor and loading it."""
 
 
 class DataPosition(NamedTuple):
-    """Where in the data a job stands."""
+    """Position of a job in its data."""
 
     step: int
-    """So many steps are committed."""
+    """Number of committed steps."""
     cursor: int
-    """So many positions are behind them, over all epochs."""
+    """Number of positions that these steps used, over all epochs."""
 
 
 START_POSITION = DataPosition(0, 0)
 
 
 class BatchRange(NamedTuple):
-    """The positions of one global batch."""
+    """Positions of one global batch."""
 
     first: int
     size: int
     end_cursor: int
-    """The cursor when this batch is done."""
+    """Cursor after this batch."""
 
 
 @dataclass(frozen=True)
 class SampleSchedule:
-    """An order of samples, taken so many at a step."""
+    """Order of samples, divided into steps."""
 
     order: SampleOrder
     global_batch: int
@@ -282,7 +285,7 @@ class SampleSchedule:
             )
 
     def batch_at(self, cursor: int) -> BatchRange:
-        """What the step takes that begins here."""
+        """Return the batch of the step that begins at ``cursor``."""
         first = self._settled(cursor)
         size = self.global_batch
         if self.epoch_end == "short":
@@ -290,22 +293,22 @@ class SampleSchedule:
         return BatchRange(first, size, self._settled(first + size))
 
     def epoch_at(self, cursor: int) -> int:
-        """Of the next sample."""
+        """Return the data epoch of the sample at ``cursor``."""
         return self._settled(cursor) // self.order.samples
 
     def position_after_steps(self, step: int) -> DataPosition:
-        """Where a job stands that has had this course from its beginning."""
+        """Return the position after ``step`` steps of this schedule."""
         epochs, steps = divmod(step, self.steps_per_epoch) if self.epoch_end != "wrap" else (0, step)
         return DataPosition(step, self._settled(epochs * self.order.samples + steps * self.global_batch))
 
     @property
     def steps_per_epoch(self) -> int:
-        """Beginning with the first sample of one."""
+        """Number of steps of an epoch that begins with its first sample."""
         whole, rest = divmod(self.order.samples, self.global_batch)
         return whole + (rest > 0 and self.epoch_end != "drop")
 
     def remaining_in_epoch(self, cursor: int, epoch: int) -> tuple[int, int]:
-        """What is left until this epoch, the next one, begins: steps of a whole batch, and samples of a short one."""
+        """Return the rest before ``epoch`` begins: steps with a whole batch, and samples of a short one."""
         left = epoch * self.order.samples - self._settled(cursor)
         if left <= 0:
             return 0, 0
@@ -315,14 +318,14 @@ class SampleSchedule:
         return whole, rest if self.epoch_end == "short" else 0
 
     def consumed_by_epoch(self, cursor: int) -> Iterator[tuple[int, int, int]]:
-        """What a job has had that came this far on this course, by epoch: (epoch, first in it, how many)."""
+        """Yield the samples used up to ``cursor``, by epoch: (epoch, first position in it, count)."""
         samples = self.order.samples
         used = samples - samples % self.global_batch if self.epoch_end == "drop" else samples
         for epoch, offset, count in self.order.runs(0, cursor):
             yield epoch, offset, min(count, used)
 
     def to_state(self, place: DataPosition) -> dict[str, Any]:
-        """What a checkpoint has to have of this."""
+        """Return the state of ``place`` for a checkpoint."""
         order = self.order
         return {
             "version": CURSOR_VERSION,
@@ -334,10 +337,10 @@ class SampleSchedule:
         }
 
     def position_from_state(self, state: Mapping[str, Any], allow_changes: Collection[str] = ()) -> DataPosition:
-        """Where to go on, by what a checkpoint has.
+        """Return the position to continue from, from the state of a checkpoint.
 
-        After an allowed change of what the order is made of, a job goes on with the first whole epoch of the new order:
-        it does not repeat a sample within an epoch, and leaves out the rest of the one it was in.
+        After an allowed change of the order, the job continues with the first whole epoch of the new order. It repeats
+        no sample within an epoch, and skips the rest of the current one.
         """
         _check_state(state)
         mine = self.to_state(START_POSITION)
@@ -354,7 +357,7 @@ class SampleSchedule:
         return DataPosition(state["step"], self._settled(cursor))
 
     def _settled(self, cursor: int) -> int:
-        """Past what is left out at an epoch's end."""
+        """Return ``cursor`` past the samples that are dropped at an epoch's end."""
         left = self.order.samples - cursor % self.order.samples
         return cursor + left if self.epoch_end == "drop" and left < self.global_batch else cursor
 
@@ -374,27 +377,27 @@ def _check_state(state: Mapping[str, Any]) -> None:
 
 
 class MicrobatchSlice(NamedTuple):
-    """One microbatch: a run of the global batch."""
+    """One microbatch: a consecutive part of the global batch."""
 
     first: int
-    """Place of its first sample in the global batch. Names the microbatch, whoever computes it."""
+    """Position of its first sample in the global batch. Identifies the microbatch on any rank."""
     size: int
 
 
 class ShareSource(Protocol):
-    """One rank's share of every step.
+    """Share of one rank in every step.
 
-    Promises every plan makes: over all ranks of a world the slices cover the batch, each sample once; the slices of a
-    rank ascend. Where random numbers are to be independent of the world (:mod:`elastic.samples.rng`), the batch is
-    cut at the same places in every world.
+    Every implementation guarantees: over all ranks of a world the slices cover the batch, each sample once, and the
+    slices of a rank ascend. For random numbers that do not depend on the world (:mod:`elastic.samples.rng`), the batch
+    is split at the same positions in every world.
     """
 
     @property
     def global_batch(self) -> int:
-        """Samples that all ranks together take at a step."""
+        """Samples that all ranks together use in a step."""
 
     def slices(self, samples: int) -> Sequence[tuple[int, int]]:
-        """This rank's microbatches of a batch of so many samples, each as (first, size); there may be none.
+        """Return this rank's microbatches of a batch of ``samples``, each as (first, size), possibly none.
 
         ``samples`` is the global batch, or less at the end of an epoch with ``epoch_end="short"``.
         """
@@ -402,20 +405,20 @@ class ShareSource(Protocol):
 
 @dataclass(frozen=True)
 class RankShare:
-    """What a :class:`~elastic.batch_scaling.batch_plan.BatchPlan` gives to one rank."""
+    """Share of one rank in a :class:`~elastic.batch_scaling.batch_plan.BatchPlan`."""
 
     plan: BatchPlan
     rank: int
 
     def __post_init__(self) -> None:
-        self.plan.for_rank(self.rank)  # so that a rank that is not in the plan says so here
+        self.plan.for_rank(self.rank)  # raises for a rank outside the plan
 
     @property
     def global_batch(self) -> int:
         return self.plan.global_batch
 
     def slices(self, samples: int) -> list[MicrobatchSlice]:
-        # Of a batch that is cut short at an epoch's end there may be too little for all ranks, however it was planned.
+        # A short batch at an epoch's end may be too small for all ranks.
         plan = self.plan if samples == self.plan.global_batch else self._of(samples)
         return [MicrobatchSlice(piece.first, piece.samples) for piece in plan.for_rank(self.rank).microbatches]
 
@@ -424,7 +427,7 @@ class RankShare:
 
 
 def validated_slices(share: ShareSource, samples: int) -> tuple[MicrobatchSlice, ...]:
-    """What a plan says this rank computes, if it can be."""
+    """Return this rank's slices of a batch, or raise :class:`PolicyError` if they are invalid."""
     slices = tuple(MicrobatchSlice(first, size) for first, size in share.slices(samples))
     end = 0
     for piece in slices:

@@ -1,6 +1,6 @@
-"""The same sample order for torch's DataLoader and torchdata's StatefulDataLoader.
+"""Same sample order for torch's DataLoader and torchdata's StatefulDataLoader.
 
-A loader asks for indices ahead of what the model has learnt from, so that only the training loop knows what is done::
+A loader requests indices ahead of the training, so only the training loop knows which steps are complete::
 
     sampler = ElasticSampler(dataset, share, seed=0)
     for batch in DataLoader(dataset, batch_sampler=sampler.batches(), num_workers=4):
@@ -12,8 +12,9 @@ A loader asks for indices ahead of what the model has learnt from, so that only 
 
     loader = StatefulDataLoader(dataset, batch_sampler=StatefulMicrobatchSampler(sampler), num_workers=4)
 
-Nothing is committed on the sampler here: a state of torchdata's is past the batch that it gave last. Saved at the end
-of a step it can be loaded by any rank of any world with as many workers; within a step, only for the same microbatches.
+The second example needs no commit: a state of torchdata is past its last delivered batch. If it was saved at the end of
+a step, any rank of any world can load it with the same number of workers. Within a step it fits only the same
+microbatches.
 """
 
 from __future__ import annotations
@@ -36,10 +37,10 @@ from elastic.samples.sample_schedule import (
 
 
 class ElasticSampler(Sampler[int]):
-    """This rank's samples from the committed place to the end of the data epoch, one by one.
+    """Sampler of this rank's samples from the committed position to the end of the data epoch.
 
-    By :meth:`batches` they come as microbatches, as ``batch_sampler=`` takes them; one by one, it is up to the loader's
-    ``batch_size`` to meet the ends of steps.
+    :meth:`batches` returns them as microbatches for ``batch_sampler=``. If they are requested one by one, the loader's
+    ``batch_size`` must match the ends of steps.
     """
 
     def __init__(
@@ -52,27 +53,30 @@ class ElasticSampler(Sampler[int]):
         epoch_end: str = "wrap",
         allow_changes: Collection[str] = (),
     ) -> None:
-        """``dataset`` may be a number of samples; the rest is as in an ``ElasticDataLoader``."""
+        """Create a sampler.
+
+        ``dataset`` may be a number of samples; the rest is as in an ``ElasticDataLoader``.
+        """
         samples = dataset if isinstance(dataset, int) else dataset_size(dataset)
         self.schedule = SampleSchedule(SampleOrder(samples, seed, shuffle), share.global_batch, epoch_end)
         self.share = share
         validated_slices(share, share.global_batch)
         self.allow_changes = tuple(allow_changes)
         self._place = START_POSITION
-        self._handed = START_POSITION
-        """Where the newest iteration is; ahead of what is committed."""
+        self._issued = START_POSITION
+        """Position of the newest iteration, ahead of the committed one."""
         self._exhausted = False
 
     @property
     def position(self) -> DataPosition:
-        """After the last committed step."""
+        """Position after the last committed step."""
         return self._place
 
     def commit(self, steps: int = 1) -> DataPosition:
-        """The model has learnt from the next so many steps."""
-        if self._place.step + steps > self._handed.step:
+        """Commit the next ``steps`` steps: the model was trained with them."""
+        if self._place.step + steps > self._issued.step:
             raise StepOrderError(
-                f"step {self._place.step + steps - 1} cannot be committed: {self._handed.step} were handed out so far"
+                f"step {self._place.step + steps - 1} cannot be committed: {self._issued.step} were handed out so far"
             )
         for _ in range(steps):
             self._place = DataPosition(self._place.step + 1, self.schedule.batch_at(self._place.cursor).end_cursor)
@@ -80,19 +84,19 @@ class ElasticSampler(Sampler[int]):
         return self._place
 
     def state_dict(self) -> dict[str, Any]:
-        """What a checkpoint needs: a few integers, the same on every rank."""
+        """Return the state for a checkpoint: a few integers, the same on every rank."""
         return self.schedule.to_state(self._place)
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """The next iteration begins where this was saved."""
+        """Let the next iteration begin at the saved position."""
         self.set_share(self.share, self.schedule.position_from_state(state, self.allow_changes))
 
     def set_share(self, share: ShareSource, at: DataPosition | None = None) -> None:
-        """The next iteration has this share of every step, and begins at the committed place, or at ``at``."""
-        course = SampleSchedule(self.schedule.order, share.global_batch, self.schedule.epoch_end)
+        """Use this share in the next iteration, which begins at the committed position, or at ``at``."""
+        schedule = SampleSchedule(self.schedule.order, share.global_batch, self.schedule.epoch_end)
         validated_slices(share, share.global_batch)
-        self.schedule, self.share = course, share
-        self._place = self._handed = self._place if at is None else at
+        self.schedule, self.share = schedule, share
+        self._place = self._issued = self._place if at is None else at
         self._exhausted = False
 
     def __iter__(self) -> Iterator[int]:
@@ -100,15 +104,15 @@ class ElasticSampler(Sampler[int]):
             yield from piece
 
     def __len__(self) -> int:
-        """Samples left of this data epoch for this rank."""
+        """Return the number of this rank's remaining samples in this data epoch."""
         return sum(self._left(lambda size: sum(piece.size for piece in validated_slices(self.share, size))))
 
     def batches(self) -> MicrobatchSampler:
-        """Microbatches, for ``batch_sampler=``."""
+        """Return the microbatches, for ``batch_sampler=``."""
         return MicrobatchSampler(self)
 
     def portions(self, place: DataPosition, until: int) -> Iterator[StepPortion]:
-        """This rank's part of each step, until this data epoch begins."""
+        """Yield this rank's share of each step until data epoch ``until`` begins."""
         while self.schedule.epoch_at(place.cursor) < until:
             batch = self.schedule.batch_at(place.cursor)
             yield StepPortion(place, batch, validated_slices(self.share, batch.size))
@@ -120,7 +124,7 @@ class ElasticSampler(Sampler[int]):
                 "an iteration went to the end of the epoch and none of its steps was committed, so that this one would"
                 " be the same again: call commit() after each step"
             )
-        self._handed = self._place
+        self._issued = self._place
         return self._place
 
     def hand_out(self, portion: StepPortion) -> list[list[int]]:
@@ -130,7 +134,7 @@ class ElasticSampler(Sampler[int]):
                 f"none:"
                 " use fewer ranks or smaller microbatches, or an ElasticDataLoader"
             )
-        self._handed = DataPosition(portion.position.step + 1, portion.batch.end_cursor)
+        self._issued = DataPosition(portion.position.step + 1, portion.batch.end_cursor)
         return [indices.tolist() for indices in portion_indices(self.schedule, portion)]
 
     def _left(self, measure: Callable[[int], int]) -> list[int]:
@@ -140,7 +144,7 @@ class ElasticSampler(Sampler[int]):
 
 
 class MicrobatchSampler(Sampler[list[int]]):
-    """Lists of indices, one for each of this rank's microbatches."""
+    """Sampler of index lists, one for each of this rank's microbatches."""
 
     def __init__(self, sampler: ElasticSampler) -> None:
         self._sampler = sampler
@@ -157,19 +161,22 @@ class MicrobatchSampler(Sampler[list[int]]):
 
 
 class StatefulMicrobatchSampler(Sampler[list[int]]):
-    """Lists of indices, one for each of this rank's microbatches; an iteration has one data epoch of them."""
+    """Sampler of index lists, one for each of this rank's microbatches.
+
+    An iteration covers one data epoch.
+    """
 
     def __init__(self, sampler: ElasticSampler) -> None:
         self.sampler = sampler
         self.next_place = sampler.position
-        """Where an iteration begins that is not told otherwise: behind the one before."""
+        """Position of the next iteration, after the previous one."""
 
     def __iter__(self) -> StatefulMicrobatchIterator:
         return StatefulMicrobatchIterator(self)
 
 
 class StatefulMicrobatchIterator(Iterator[list[int]]):
-    """One data epoch of microbatches, that can be saved after any of them."""
+    """Iterator over the microbatches of one data epoch, which can be saved after any of them."""
 
     def __init__(self, batches: StatefulMicrobatchSampler) -> None:
         self._batches = batches
@@ -178,23 +185,23 @@ class StatefulMicrobatchIterator(Iterator[list[int]]):
         self._until = self._sampler.schedule.epoch_at(self._place.cursor) + 1
         self._portions = self._sampler.portions(self._place, self._until)
         self._portion: StepPortion | None = None
-        """The step whose microbatches are handed out, where some are left of it."""
-        self._waiting: list[list[int]] = []
+        """Step with remaining microbatches; ``None`` between two steps."""
+        self._pending: list[list[int]] = []
 
     def __next__(self) -> list[int]:
         portion = self._portion or self._open()
         if portion is None:
             self._batches.next_place = self._place
             raise StopIteration
-        found = self._waiting.pop(0)
-        if not self._waiting:
+        found = self._pending.pop(0)
+        if not self._pending:
             self._place = DataPosition(portion.position.step + 1, portion.batch.end_cursor)
             self._portion = None
         return found
 
     def state_dict(self) -> dict[str, Any]:
         slices = self._portion.slices if self._portion is not None else ()
-        read = slices[: len(slices) - len(self._waiting)]
+        read = slices[: len(slices) - len(self._pending)]
         return {
             **self._sampler.schedule.to_state(self._place),
             "until": self._until,
@@ -206,7 +213,7 @@ class StatefulMicrobatchIterator(Iterator[list[int]]):
         self._batches.next_place = self._place = place
         self._until = state["until"]
         self._portions = self._sampler.portions(place, self._until)
-        self._portion, self._waiting = None, []
+        self._portion, self._pending = None, []
         if read := [tuple(piece) for piece in state["read"]]:
             portion = self._open()
             if portion is None or list(portion.slices[: len(read)]) != read:
@@ -214,9 +221,9 @@ class StatefulMicrobatchIterator(Iterator[list[int]]):
                     f"this was saved within step {place.step}, when another share of it had been read: save at the end"
                     " of steps"
                 )
-            self._waiting = self._waiting[len(read) :]
+            self._pending = self._pending[len(read) :]
 
     def _open(self) -> StepPortion | None:
         self._portion = next(self._portions, None)
-        self._waiting = [] if self._portion is None else self._sampler.hand_out(self._portion)
+        self._pending = [] if self._portion is None else self._sampler.hand_out(self._portion)
         return self._portion

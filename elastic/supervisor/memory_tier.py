@@ -384,7 +384,7 @@ def newest_step_holders(environs: Mapping[str, Mapping[str, str]]) -> tuple[str,
             if not settings.enabled:
                 continue
             connect_to_agent(settings.agent_place.socket).close()  # a client would retry for seconds
-            steps[node] = {job: step for job, (step, _) in _on_node(settings, 0).items()}
+            steps[node] = {job: step for job, (step, _) in _newest_steps(settings, 0).items()}
         except (TieredCheckpointError, PeerStoreError, OSError) as error:
             log.info("the steps in memory of node %s are unknown: %s", node, error)
     newest: dict[str, int] = {}

@@ -1,1 +1,1 @@
-"""A rank's side of elastic training: the loop that enters worlds, and the handle it trains with."""
+"""Training side of elastic jobs: the loop that enters worlds, and the :class:`World` handle."""

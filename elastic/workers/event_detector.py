@@ -1,7 +1,7 @@
-"""``elastic_event_detected``: one call per step, for loops that are not written for ``elastic.run``.
+"""``elastic_event_detected``: one call per step, for training loops that do not use ``elastic.run``.
 
-``True`` means: save now and exit with status 0, because the world changes. A call needs no collective. All ranks get
-their ``True`` at the same step, even where one received its signal much earlier than another.
+``True`` means: save now and exit with status 0, because the world changes. A call needs no collective. All ranks return
+``True`` at the same step, even if their signals arrive at different times.
 """
 
 from __future__ import annotations
@@ -32,44 +32,49 @@ _GRACE_S = 25.0
 
 
 class EventDetector:
-    """This process's answer, step by step, in a world that ends with the process."""
+    """Event detection of this process, in a world that ends with the process."""
 
     def __init__(self, plane: ControlPlane) -> None:
         self._plane = plane
         self._calls = 0
         self._detected = False
-        self._is_late_told = has_hang_limit()
-        self._undo = ExitStack()
+        self._has_hang_limit = has_hang_limit()
+        self._cleanup = ExitStack()
         self._signals: set[int] = set()
-        self._undo.callback(plane.close)
-        place = plane.wait_for_assignment()
-        self._gate = StepBarrier(plane, place.epoch)
-        self._undo.callback(self._gate.close)
+        self._cleanup.callback(plane.close)
+        assignment = plane.wait_for_assignment()
+        self._barrier = StepBarrier(plane, assignment.epoch)
+        self._cleanup.callback(self._barrier.close)
         self._watch = NoticeWatcher(plane, lambda _notice: None)
-        self._undo.callback(self._watch.close)
-        self._watch.watch_barrier(self._gate)
+        self._cleanup.callback(self._watch.close)
+        self._watch.watch_barrier(self._barrier)
         self.add_signal(signal.SIGTERM)
 
     def add_signal(self, number: int) -> None:
-        """Have this signal, at any rank, mean the event at all of them."""
+        """Report an event at all ranks when this rank receives signal ``number``.
+
+        Does nothing outside the main thread.
+        """
         if number not in self._signals and threading.current_thread() is threading.main_thread():
             self._signals.add(number)
-            wish = default_signal_requests(_GRACE_S).get(number, SignalRequest(NoticeKind.RESIZE, f"signal {number}"))
-            self._undo.enter_context(forward_signals(self._watch, {number: wish}))
+            request = default_signal_requests(_GRACE_S).get(
+                number, SignalRequest(NoticeKind.RESIZE, f"signal {number}")
+            )
+            self._cleanup.enter_context(forward_signals(self._watch, {number: request}))
 
     def is_detected(self) -> bool:
-        """Having come to the next step: whether it is not to be begun."""
+        """Return whether the event was detected, so that this rank must not begin the next step."""
         if self._detected:
             return True
-        # It cannot say that it evaluates: how long a step may take is asked of it only where somebody has said so.
-        self._plane.report_progress(rank_progress(self._calls or -1, idle=not self._is_late_told))
-        way = self._gate.pass_boundary(self._calls)
-        if way is BoundaryDecision.CONTINUE:
+        # A script cannot announce its evaluations. Limit the time of a step only if the user has set a limit.
+        self._plane.report_progress(rank_progress(self._calls or -1, idle=not self._has_hang_limit))
+        decision = self._barrier.pass_boundary(self._calls)
+        if decision is BoundaryDecision.CONTINUE:
             self._calls += 1
             return False
-        if way is BoundaryDecision.ABORT:  # no common step any more: what the others get is their own matter
-            log.warning("the world is broken: %s", self._gate.broken_reason)
-            self._plane.report_progress(rank_progress(self._calls or -1, idle=True))  # out of it, and may save
+        if decision is BoundaryDecision.ABORT:  # without a common step, each rank saves separately
+            log.warning("the world is broken: %s", self._barrier.broken_reason)
+            self._plane.report_progress(rank_progress(self._calls or -1, idle=True))  # left the world, and may save
         self._detected = True
         return True
 
@@ -79,7 +84,7 @@ class EventDetector:
                 self._plane.report_sealed(self._calls)
             except ElasticError as error:
                 log.debug("nobody heard that this rank has stopped: %s", error)
-        self._undo.close()
+        self._cleanup.close()
 
 
 _detectors: list[EventDetector] = []
@@ -87,10 +92,11 @@ _lock = threading.Lock()
 
 
 def elastic_event_detected(sig: int = signal.SIGUSR1) -> bool:
-    """Called by all ranks once a step, at its beginning: whether the world is to change, so save and exit.
+    """Return whether the world is about to change, so that the script has to save and exit.
 
-    The first call of a process waits for that of all others, and begins to listen for ``sig`` and SIGTERM (what
-    handled them before is called as well). Inside :func:`elastic.run` it answers for the world that is trained in.
+    All ranks call it once per step, at the beginning of the step. The first call waits until every rank has called it,
+    and installs handlers for ``sig`` and SIGTERM; earlier handlers still run. Inside :func:`elastic.run` it reports the
+    change of the current world.
     """
     world = current_world()
     if world is not None:
@@ -106,7 +112,7 @@ def elastic_event_detected(sig: int = signal.SIGUSR1) -> bool:
 
 
 def close_detectors() -> None:
-    """Give signals back and let go of whoever runs the job; the next call begins anew."""
+    """Restore the signal handlers and close the control plane; the next call of the API starts again."""
     with _lock:
         while _detectors:
             _detectors.pop().close()

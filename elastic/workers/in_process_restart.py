@@ -1,17 +1,17 @@
-"""Between two worlds in one process: health check, reset of cached state, hydration from survivors.
+"""Change of worlds in one process: health check, reset of cached state, hydration from survivors.
 
-- DTensor remembers, per operation, the sharding of its result and with it the *mesh* it was computed for. Two meshes of
-  the same ranks are equal whoever asks, so a process that was rank 3 of 4 and is rank 1 of 4 later is handed its old
-  mesh, with its old coordinate: it would take itself for rank 3, and save the wrong rows under the wrong name.
-- DCP keeps plans per planner class (a replaced rank has none, and its peers wait for a plan that never comes), and for
-  ``async_save`` a helper process that is in a world of its own.
-- A session of tieredckpt writes for one incarnation, with one world size.
+- DTensor caches, per operation, the sharding of its result and the *mesh* of that sharding. Two meshes of the same
+  ranks compare equal on every rank. A process that was rank 3 of 4 and is now rank 1 of 4 would receive its old mesh
+  with its old coordinate. It would act as rank 3 and save the wrong rows under the wrong name.
+- DCP caches plans per planner class. A replacement rank has none, and its peers would wait for a plan that never
+  arrives. For ``async_save``, DCP also runs a helper process with its own world.
+- A tieredckpt session writes for one incarnation, with one world size.
 
-Only what was imported can have kept something, so nothing is imported for it.
+Only imported modules can hold such state, so this module imports none of them.
 
-What a process has before its first world is most of all that Python tracks: torch's modules, some hundred thousand
-objects. To look through them for garbage takes a fifth of a second or more, at the end of every world, while all
-others wait. So they are set apart, and only what came later is looked through.
+Most objects that Python tracks exist before the first world: torch's modules, some hundred thousand objects. A garbage
+collection that scans them takes 0.2 s or more at the end of every world, while all other ranks wait. So they are
+frozen, and the collector scans only later objects.
 """
 
 from __future__ import annotations
@@ -38,14 +38,15 @@ log = logging.getLogger(__name__)
 
 
 ProcessHealthCheck = Callable[[], Any]
-"""Raises where this process is not fit for another world."""
+"""Callable that raises if this process is not fit for another world."""
 
 
 class DeviceHealthCheck:
-    """The device does what it is given within ``limit_s``, and has its memory back.
+    """Health check of the device: it completes its work within ``limit_s`` seconds and frees its memory.
 
-    ``most_left_bytes``: so much more than after the first world may be allocated after a later one; not given: as much
-    as it likes. Nothing is looked at where this process has not used a device; else it is the calling thread's.
+    ``most_left_bytes`` limits how much more memory may be allocated after a later world than after the first one;
+    ``None``: no limit. The check does nothing if this process has not used a device. It checks the current device of
+    the calling thread.
     """
 
     def __init__(self, limit_s: float = 30.0, most_left_bytes: int | None = None) -> None:
@@ -59,7 +60,7 @@ class DeviceHealthCheck:
         device = accelerator()
         if not device.is_initialized():
             return
-        place = device.current()  # asked here: a new thread's is the first one, whichever this rank has
+        place = device.current()  # read it in this thread: in a new thread the current device is the first one
         run_within(self._limit_s, lambda: device.synchronize(place), f"the device {place}")
         if self._most_left_bytes is None:
             return
@@ -77,7 +78,7 @@ class DeviceHealthCheck:
 
 
 def run_within(limit_s: float, call: Callable[[], Any], what: str) -> None:
-    """:class:`UnhealthyProcessError` where ``call`` raises, or does not come back within ``limit_s``."""
+    """Raise :class:`UnhealthyProcessError` if ``call`` raises, or takes more than ``limit_s`` seconds."""
     from tieredckpt.tensors.device import answered
 
     try:
@@ -93,9 +94,10 @@ _TENSOR = "torch.distributed.tensor."
 
 @contextlib.contextmanager
 def freeze_startup_objects() -> Iterator[None]:
-    """In this block the collector looks through nothing that was there before; whoever froze more keeps it frozen.
+    """Exempt all objects that exist now from garbage collection, within this block.
 
-    A cycle of such objects that nobody needs any more stays until the end. What a world has made is never one of them.
+    Objects that the caller froze before stay frozen. Unreachable cycles among the frozen objects live until the block
+    ends. Objects of a world are never among them.
     """
     others = gc.get_freeze_count()
     gc.collect()
@@ -108,25 +110,25 @@ def freeze_startup_objects() -> Iterator[None]:
 
 
 def reset_process_state() -> None:
-    """Forget what belongs to the world that was left."""
+    """Drop all cached state of the world that this process has left."""
     clear_dtensor_caches()
     planner: Any = sys.modules.get("torch.distributed.checkpoint.planner")
     if planner is not None:
         for name, value in vars(planner.SavePlanner).items():
             if name.startswith("_cached_"):
                 value.clear()
-    _end_helper(sys.modules.get("torch.distributed.checkpoint._async_process_executor"))
+    _kill_helper(sys.modules.get("torch.distributed.checkpoint._async_process_executor"))
     session: Any = sys.modules.get("tieredckpt.session.session")
     if session is not None:
         session.leave_worlds()
-    gc.collect()  # modules and their hooks are cycles: their memory is wanted for the next world
+    gc.collect()  # modules and their hooks form cycles, and the next world needs their memory
 
 
 def drop_traceback_frames(error: BaseException) -> None:
-    """Keep what an error and those before it say, also where they were raised, but nothing that was at hand there.
+    """Drop the tracebacks of ``error`` and of its causes, after adding their text as notes.
 
-    A model, say, with its groups and their threads. Frames that are only cleared would still hold their functions, and
-    these what they close over.
+    The frames hold objects such as a model, with its groups and their threads. Clearing the frames is not enough: they
+    still hold their functions, and those hold their closures.
     """
     known: set[int] = set()
     left: list[BaseException | None] = [error]
@@ -137,7 +139,7 @@ def drop_traceback_frames(error: BaseException) -> None:
         known.add(id(one))
         left += [one.__cause__, one.__context__]
         if one.__traceback__ is not None:
-            traceback.clear_frames(one.__traceback__)  # somebody else may have kept it
+            traceback.clear_frames(one.__traceback__)  # another object may hold it
             note = getattr(one, "add_note", None)  # not before Python 3.11
             if note is not None:
                 note(
@@ -147,13 +149,13 @@ def drop_traceback_frames(error: BaseException) -> None:
 
 
 def clear_dtensor_caches() -> None:
-    """Have DTensor compute every sharding anew, with the meshes of the next world."""
+    """Clear DTensor's sharding caches, so that they are computed with the meshes of the next world."""
     api: Any = sys.modules.get(f"{_TENSOR}_api")
     if api is None:
         return
     propagator = api.DTensor._op_dispatcher.sharding_propagator
     per_thread = propagator.propagate_op_sharding
-    # One cache per thread, of which only the own one could be cleared: a new one has none for any of them.
+    # The cache is per thread, and only the cache of this thread could be cleared. A new cache is empty in all threads.
     propagator.propagate_op_sharding = type(per_thread)(propagator.propagate_op_sharding_non_cached)
     for module, path in (
         ("_redistribute", ("_gen_transform_infos",)),
@@ -162,26 +164,29 @@ def clear_dtensor_caches() -> None:
         ("_collective_utils", ("MeshTopoInfo", "build_from_mesh")),
     ):
         _clear(sys.modules.get(_TENSOR + module), path)
-    # Their keys hold the mesh weakly, their values hold it, and all its groups with their threads, for good.
-    getattr(sys.modules.get(f"{_TENSOR}_redistribute"), "clear_redistribute_planner_cache", _nothing)()
-    _on_every_thread(getattr(sys.modules["torch"]._C, "_clear_DTensor_sharding_propagator_cache", _nothing))
+    # Their keys hold the mesh weakly, but their values hold it, with its groups and their threads, forever.
+    getattr(sys.modules.get(f"{_TENSOR}_redistribute"), "clear_redistribute_planner_cache", _do_nothing)()
+    _clear_in_all_threads(getattr(sys.modules["torch"]._C, "_clear_DTensor_sharding_propagator_cache", _do_nothing))
 
 
 def _clear(owner: Any, path: tuple[str, ...]) -> None:
     for name in path:
         owner = getattr(owner, name, None)
-    getattr(owner, "cache_clear", _nothing)()
+    getattr(owner, "cache_clear", _do_nothing)()
 
 
-def _nothing() -> None:
+def _do_nothing() -> None:
     pass
 
 
-def _on_every_thread(clear: Callable[[], None]) -> None:
-    """DTensor's fast path has a cache per thread: here, and where autograd runs the backward pass of a device."""
+def _clear_in_all_threads(clear: Callable[[], None]) -> None:
+    """Call ``clear`` in this thread and in autograd's backward thread.
+
+    DTensor's fast path has a cache per thread.
+    """
     from tieredckpt.tensors.device import accelerator
 
-    class There(torch.autograd.Function):
+    class ClearInBackward(torch.autograd.Function):
         @staticmethod
         def forward(_context: Any, value: torch.Tensor) -> torch.Tensor:
             return value.clone()
@@ -194,13 +199,16 @@ def _on_every_thread(clear: Callable[[], None]) -> None:
     clear()
     device = accelerator()
     if device.is_initialized():
-        with contextlib.suppress(RuntimeError):  # a device that is broken computes nothing any more
+        with contextlib.suppress(RuntimeError):  # a broken device does not compute
             on_device = torch.ones(1, device=device.current(), requires_grad=True)
-            There.apply(on_device).backward()  # type: ignore[no-untyped-call]
+            ClearInBackward.apply(on_device).backward()  # type: ignore[no-untyped-call]
 
 
-def _end_helper(executor: Any) -> None:
-    """``async_save`` in a process of its own: it is in a world too, and never made again once it is there."""
+def _kill_helper(executor: Any) -> None:
+    """Kill the ``async_save`` helper process.
+
+    It belongs to the old world, and DCP never replaces an existing one.
+    """
     helper = getattr(executor, "_CHECKPOINT_PROCESS", None)
     if helper is None:
         return
@@ -211,27 +219,26 @@ def _end_helper(executor: Any) -> None:
 
 
 class SurvivorRecovery:
-    """One process's, for all the worlds it is in.
+    """Recovery of one process from survivors, over all its worlds.
 
-    Nothing is noted where nobody could be given anything: where whoever started the process starts all of them anew
-    after a fault, and where the train function makes its own groups.
+    It is off if the launcher restarts all processes after a fault, or if the train function makes its own groups.
     """
 
     def __init__(self, plane: ControlPlane, *, own_groups: bool, settle_s: float) -> None:
         self._settle_s = settle_s
-        self._keeper: SurvivorState | None = None
+        self._survivor_state: SurvivorState | None = None
         self._stack = contextlib.ExitStack()
-        self._why_not = ""
+        self._disabled_reason = ""
         if isinstance(plane, StoreControlPlane):
-            self._why_not = "after a fault all processes are started anew"
+            self._disabled_reason = "after a fault all processes are started anew"
         elif own_groups:
-            self._why_not = "the train function makes its own groups"
+            self._disabled_reason = "the train function makes its own groups"
 
     def __enter__(self) -> SurvivorRecovery:
-        if self._why_not:
-            log.info("recovery is from what was saved: %s", self._why_not)
+        if self._disabled_reason:
+            log.info("recovery is from what was saved: %s", self._disabled_reason)
         else:
-            self._keeper = self._stack.enter_context(track_step_boundaries())
+            self._survivor_state = self._stack.enter_context(track_step_boundaries())
         return self
 
     def __exit__(
@@ -240,11 +247,12 @@ class SurvivorRecovery:
         self._stack.close()
 
     def restore_into(self, world: World, *, silent: bool) -> None:
-        """In the groups of the new world, before it trains. Another fault leaves what is kept for the next one.
+        """Restore the survivors' state in the groups of the new world, before it trains.
 
-        ``silent``: its collectives end without an error when they are aborted.
+        Retains the recorded state if another fault interrupts it. ``silent``: collectives end without an error when
+        they are aborted.
         """
-        if self._keeper is None:
+        if self._survivor_state is None:
             return
         from elastic.reshard.state_checksum import name_seed, weighted_sum
         from tieredckpt.checkpointer.hydrate_from_survivors import hydrate_from_survivors
@@ -253,17 +261,17 @@ class SurvivorRecovery:
             return weighted_sum(name_seed(name), tensor, shape, offsets)
 
         store = dist.distributed_c10d._get_default_store()
-        found = hydrate_from_survivors(self._keeper, store, world.rank, world.size, weigh=weigh)
+        found = hydrate_from_survivors(self._survivor_state, store, world.rank, world.size, weigh=weigh)
         if any(one.failed for one in found) and world.wait_broken(self._settle_s):
             raise WorldChanged("another rank was lost before it had what survivors gave")
         world.hydration = found[0] if found else None
-        self._keeper.enter_world(world.epoch, silent=silent)
+        self._survivor_state.enter_world(world.epoch, silent=silent)
 
     def keep_state(self, *, sealed: bool) -> None:
-        """The world was left; ``sealed``: with nothing that is not safe."""
-        if self._keeper is None:
+        """Retain this rank's state after it left a world. ``sealed``: the whole state is sealed."""
+        if self._survivor_state is None:
             return
         if sealed:
-            self._keeper.end_world()
+            self._survivor_state.end_world()
         else:
-            self._keeper.retain_after_fault()
+            self._survivor_state.retain_after_fault()

@@ -1,4 +1,4 @@
-"""Installs a fault injector in this rank on request; imports and hooks nothing before."""
+"""Fault injection in this rank, on request. Without a request it imports and hooks nothing."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-_NAME_S = 5.0
+_RESOLVE_S = 5.0
 
 
 class RankFaults:
-    """What is to be injected into this process, from its environment and, later, from its supervisor."""
+    """Faults to inject into this process, from its environment and later from its supervisor."""
 
     def __init__(self, plane: ControlPlane, environ: Mapping[str, str] = os.environ) -> None:
         self._plane = plane
@@ -34,22 +34,22 @@ class RankFaults:
         self._injector: FaultInjector | None = None
         self._world: InjectionWorld | None = None
         self._hooks = ExitStack()
-        self._given: tuple[FaultInjection, ...] = ()
+        self._injections: tuple[FaultInjection, ...] = ()
         if environ.get(INJECT_VARIABLE):
             if not isinstance(plane, SupervisorClient):
                 raise PolicyError(
                     f"${INJECT_VARIABLE} is for ranks of `elastic run`, which keeps what has happened already"
                 )
-            self._given = parse_injections(environ[INJECT_VARIABLE])
+            self._injections = parse_injections(environ[INJECT_VARIABLE])
             self._arm()
         if isinstance(plane, SupervisorClient):
-            plane.on_injections(self._more, self._cut)
+            plane.on_injections(self._add_injections, self._close_connections)
 
     def enter_world(self, world: InjectionWorld) -> None:
-        """Before the ranks of a world meet."""
+        """Enter ``world`` before its ranks connect."""
         self._world = world
         with self._lock:
-            if self._given:
+            if self._injections:
                 self._arm()
         if self._injector is not None:
             self._injector.enter_world(world)
@@ -62,25 +62,28 @@ class RankFaults:
     def close(self) -> None:
         self._hooks.close()
 
-    def _more(self, given: tuple[FaultInjection, ...]) -> None:
-        """In a thread of the plane; a rank that has not begun hooks nothing yet, but hears of it when it does."""
+    def _add_injections(self, injections: tuple[FaultInjection, ...]) -> None:
+        """Add injections; called by a thread of the plane.
+
+        A rank without a world installs no hooks until it enters one.
+        """
         with self._lock:
-            self._given = (*self._given, *given)
+            self._injections = (*self._injections, *injections)
             world = self._world
             if world is not None:
                 self._arm()
                 if self._injector is not None:
                     self._injector.attach_world(world)
 
-    def _cut(self) -> None:
-        """The node is cut off: this rank's connections to other ranks and to their store end."""
+    def _close_connections(self) -> None:
+        """Close this rank's connections to other ranks and to their store: its node is partitioned."""
         from elastic.rendezvous.rootless_tcpstore import resolve_store
         from elastic.workers.process_groups import close_gloo_connections, close_store_connections
 
         found = close_gloo_connections()
         if "MASTER_PORT" in os.environ:
             host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
-            found += close_store_connections(resolve_store(host, port, within_s=_NAME_S))
+            found += close_store_connections(resolve_store(host, port, within_s=_RESOLVE_S))
         log.warning("this node is cut off on purpose: %d connections ended", found)
 
     def _arm(self) -> None:
@@ -89,19 +92,19 @@ class RankFaults:
 
         if self._injector is None:
             plane = self._plane
-            assert isinstance(plane, SupervisorClient)  # noqa: S101 - only such a one is given anything
+            assert isinstance(plane, SupervisorClient)  # noqa: S101 - only a supervisor sends injections
             run = RunDirectory(run_directory(self._environ), self._environ["ELASTIC_JOB"])
             record, node = InjectionRecord(run.directory), self._environ["ELASTIC_NODE"]
             self._injector = FaultInjector(
                 (), record, node, request_partition=plane.request_partition, on_fault=log_injection
             )
             self._hooks.enter_context(fault_hooks(self._injector))
-        self._injector.add(self._given)
+        self._injector.add(self._injections)
 
 
 @contextmanager
 def rank_faults(plane: ControlPlane) -> Iterator[RankFaults]:
-    """What a rank's loop tells of the worlds that it enters."""
+    """Yield the fault injection of this rank, and remove its hooks at the end."""
     arming = RankFaults(plane)
     try:
         yield arming

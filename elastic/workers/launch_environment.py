@@ -1,4 +1,4 @@
-"""The control plane of this process, detected from its environment: elastic run, a platform, torchrun, or alone."""
+"""Detection of this process's control plane: elastic run, a platform, torchrun, or one process alone."""
 
 from __future__ import annotations
 
@@ -19,54 +19,63 @@ from elastic.settings import abort_timeout_in, hang_limits_in, is_supervised, su
 from elastic.workers.process_groups import close_store_connections
 from elastic.workers.store_control_plane import StoreControlPlane
 
-_NEEDED = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
-_PATIENCE = timedelta(minutes=5)
-_REACH_S = 5.0
-_AGAIN_S = 0.2
+_RANK_VARIABLES = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+_STORE_TIMEOUT = timedelta(minutes=5)
+_CONNECT_S = 5.0
+_RETRY_S = 0.2
 
 
 def detect_control_plane(environ: Mapping[str, str] = os.environ) -> ControlPlane:
-    """Of ``elastic run``, of a platform that brings one, of ``torchrun`` and what is like it, or of this process alone
-    where nobody started it.
+    """Return the control plane of this process.
+
+    That is the plane of ``elastic run``, of a platform plugin, or of a launcher with torchrun's variables. A process
+    without a launcher is a world of one rank.
+
+    Raises :class:`~elastic.errors.PolicyError` if only some of the launcher's variables are set.
     """
     if is_supervised(environ):
         return SupervisorClient(supervisor_endpoint(environ))
-    brought = platform_control_plane(environ)
-    if brought is not None:
-        return brought
-    found = [name for name in _NEEDED if name in environ]
+    platform_plane = platform_control_plane(environ)
+    if platform_plane is not None:
+        return platform_plane
+    found = [name for name in _RANK_VARIABLES if name in environ]
     if not found:
         return single_process_control_plane()
-    if len(found) < len(_NEEDED):
-        missing = ", ".join(name for name in _NEEDED if name not in environ)
+    if len(found) < len(_RANK_VARIABLES):
+        missing = ", ".join(name for name in _RANK_VARIABLES if name not in environ)
         raise PolicyError(f"{', '.join(found)} are set and {missing} are not: a launcher sets all of them, or none")
     return launcher_control_plane(environ)
 
 
 def launcher_control_plane(environ: Mapping[str, str]) -> StoreControlPlane:
-    """The ranks that ``environ`` speaks of meet at its store, which the launcher keeps or the first rank makes."""
-    place = assignment_from_environ(environ)
+    """Return the control plane of the ranks in ``environ``.
+
+    The launcher or rank 0 serves its store.
+    """
+    assignment = assignment_from_environ(environ)
     host, port = environ["MASTER_ADDR"], int(environ["MASTER_PORT"])
     made = (
         [start_store_server(host, port)]
-        if place.rank == 0 and environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
+        if assignment.rank == 0 and environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
         else []
     )
-    return _kept(host, port, place, made, limits=hang_limits_in(environ), leave_s=abort_timeout_in(environ))
+    return _plane_with_servers(
+        host, port, assignment, made, limits=hang_limits_in(environ), leave_s=abort_timeout_in(environ)
+    )
 
 
 def assignment_from_environ(environ: Mapping[str, str], *, epoch: int = 0) -> RankAssignment:
-    """The rank that ``environ`` speaks of, in torchrun's words.
+    """Return this process's rank from torchrun's variables.
 
-    What it says of nodes is taken where ranks can be so: some launchers count other things there.
+    The variables for nodes are used only if they can describe this world: some launchers count other things there.
     """
     host, port = environ["MASTER_ADDR"], int(environ["MASTER_PORT"])
     rank, size = int(environ["RANK"]), int(environ["WORLD_SIZE"])
     local = int(environ.get("LOCAL_WORLD_SIZE", "1"))
     node, nodes = rank // local, -(-size // local)
-    told, of = int(environ.get("GROUP_RANK", node)), int(environ.get("GROUP_WORLD_SIZE", nodes))
-    if 0 <= told < of <= size - local + 1 and (of > 1 or local == size):
-        node, nodes = told, of
+    group_rank, group_count = int(environ.get("GROUP_RANK", node)), int(environ.get("GROUP_WORLD_SIZE", nodes))
+    if 0 <= group_rank < group_count <= size - local + 1 and (group_count > 1 or local == size):
+        node, nodes = group_rank, group_count
     return RankAssignment(
         epoch=epoch,
         rank=rank,
@@ -82,49 +91,55 @@ def assignment_from_environ(environ: Mapping[str, str], *, epoch: int = 0) -> Ra
 
 
 def single_process_control_plane() -> StoreControlPlane:
-    """A world of one, which nobody else can see, and which nobody would start again."""
+    """Return the control plane of a world with one rank.
+
+    No other process uses its store, and no launcher restarts it.
+    """
     server = start_store_server("127.0.0.1", 0)
-    place = RankAssignment(0, 0, 1, 0, 1, 0, 1, f"127.0.0.1:{server.port}", reason="started alone")
-    return _kept("127.0.0.1", server.port, place, [server])
+    assignment = RankAssignment(0, 0, 1, 0, 1, 0, 1, f"127.0.0.1:{server.port}", reason="started alone")
+    return _plane_with_servers("127.0.0.1", server.port, assignment, [server])
 
 
-def _kept(
+def _plane_with_servers(
     host: str,
     port: int,
-    place: RankAssignment,
+    assignment: RankAssignment,
     servers: list[dist.TCPStore],
     *,
     limits: HangTimeouts | None = None,
     leave_s: float | None = None,
 ) -> StoreControlPlane:
-    """The plane holds on to the servers that were made for it."""
+    """Return a control plane that holds ``servers``, so that they live as long as it."""
 
     def connect(_servers: list[dist.TCPStore] = servers) -> RootlessStore:
         return connect_store(host, port)
 
-    return StoreControlPlane(connect, place, limits=limits, leave_s=leave_s)
+    return StoreControlPlane(connect, assignment, limits=limits, leave_s=leave_s)
 
 
 def start_store_server(host: str, port: int) -> dist.TCPStore:
-    """A store of this process's own, for as long as it is held."""
-    return dist.TCPStore(host, port, is_master=True, wait_for_workers=False, timeout=_PATIENCE)
+    """Return a store server, which runs as long as the caller holds it."""
+    return dist.TCPStore(host, port, is_master=True, wait_for_workers=False, timeout=_STORE_TIMEOUT)
 
 
 def connect_store(host: str, port: int, *, timeouts: StoreTimeouts | None = None) -> RootlessStore:
-    """A client of a ``TCPStore`` whose calls end: torch's own waits for ever where the server is stopped.
+    """Return a ``TCPStore`` client with time limits.
 
-    To be closed. :class:`torch.distributed.DistNetworkError` where nobody comes to listen there.
+    Calls of torch's client never return if the server is stopped.
+
+    The caller closes it. Raises :class:`torch.distributed.DistNetworkError` if no server listens there within five
+    minutes.
     """
-    until = time.monotonic() + _PATIENCE.total_seconds()
+    until = time.monotonic() + _STORE_TIMEOUT.total_seconds()
     while True:
         try:
-            socket.create_connection((host, port), _REACH_S).close()
+            socket.create_connection((host, port), _CONNECT_S).close()
             break
         except OSError as error:
             if time.monotonic() > until:
                 raise dist.DistNetworkError(f"no store answers at {host}:{port}: {error}") from error
-            time.sleep(_AGAIN_S)
+            time.sleep(_RETRY_S)
     address = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
     return RootlessStore(
-        (address,), close_connections=close_store_connections, copies=1, timeout=_PATIENCE, timeouts=timeouts
+        (address,), close_connections=close_store_connections, copies=1, timeout=_STORE_TIMEOUT, timeouts=timeouts
     )

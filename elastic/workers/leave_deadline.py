@@ -1,9 +1,9 @@
-"""The time that a process has to leave a broken world, and its end when it takes longer.
+"""Deadline of a process for leaving a broken world.
 
 One deadline covers all stages of leaving (:class:`~elastic.control.control_plane.LeaveStage`). Past it the process logs
-the stage and the stacks of all threads and exits, so that another process replaces it. Where native code holds the
-interpreter's lock no thread of Python sees the deadline. Then the supervisor sends a signal, whose handler in C writes
-the stacks. Without a supervisor a timer in C does the same, if the lock was free when the world broke.
+the stage and the stacks of all threads and exits, so that another process replaces it. If native code holds the
+interpreter's lock, no Python thread can act on the deadline. Then the supervisor sends a signal, whose handler in C
+writes the stacks. Without a supervisor a timer in C does the same, if the lock was free when the world broke.
 """
 
 from __future__ import annotations
@@ -25,13 +25,16 @@ from elastic.control.supervisor_client import SupervisorClient
 log = logging.getLogger(__name__)
 
 _SHARE = 0.9
-"""Share of the time limit after which the process exits by itself."""
+"""Share of the time limit after which the process exits without a signal."""
 _STDERR = 2
 """Descriptor that the supervisor reads. ``sys.stderr`` may be replaced."""
 
 
 def exit_with_stacks() -> NoReturn:
-    """End a process that hangs, with the stacks of its threads in its log. Errors and handlers could not end it."""
+    """Write the stacks of all threads to stderr and exit at once.
+
+    Errors and handlers cannot end a process that hangs.
+    """
     with contextlib.suppress(ValueError, OSError, AttributeError):  # stderr may be replaced
         faulthandler.dump_traceback(sys.stderr, all_threads=True)
     os._exit(LEAVE_STATUS)
@@ -39,7 +42,7 @@ def exit_with_stacks() -> NoReturn:
 
 @contextlib.contextmanager
 def stacks_on_signal() -> Iterator[None]:
-    """Write the stacks of all threads and end, when the supervisor sends its signal within this block."""
+    """Write the stacks of all threads when the supervisor ends the process within this block."""
     faulthandler.register(STACKS_SIGNAL, file=_STDERR, all_threads=True, chain=True)
     try:
         yield
@@ -48,23 +51,29 @@ def stacks_on_signal() -> Iterator[None]:
 
 
 class LeaveDeadline:
-    """Deadline of one process. The training thread reports stages; a notice from the plane starts it."""
+    """Deadline of one process for leaving a broken world.
+
+    The training thread reports stages; a notice from the plane starts the deadline.
+    """
 
     def __init__(
         self, plane: ControlPlane, end: Callable[[], None] = exit_with_stacks, *, native_timer: bool = True
     ) -> None:
-        """``native_timer``: without a supervisor, end the process by a timer in C as well."""
+        """Register with ``plane``.
+
+        ``native_timer``: without a supervisor, also end the process by a timer in C.
+        """
         self._changed = threading.Condition()
         self._end = end
         self._supervisor = plane if isinstance(plane, SupervisorClient) else None
         self._native_timer = native_timer and self._supervisor is None
         self._epoch = -1
-        """The world this process is in; -1 for none."""
+        """Epoch of the world of this process; -1 for none."""
         self._armed = -1
         self._stage, self._since = LeaveStage.ENTER, 0.0
         self._aborting = ""
-        """The step of the abort that runs now."""
-        plane.on_broken(self._broken)
+        """The running step of the abort; "" for none."""
+        plane.on_broken(self._start_deadline)
 
     def enter(self, epoch: int) -> None:
         with self._changed:
@@ -72,7 +81,7 @@ class LeaveDeadline:
         self.at(LeaveStage.ENTER)
 
     def at(self, stage: LeaveStage) -> None:
-        """Note the stage that begins."""
+        """Record the stage that begins."""
         with self._changed:
             self._stage, self._since = stage, time.monotonic()
             if self._armed == self._epoch >= 0:
@@ -80,7 +89,7 @@ class LeaveDeadline:
 
     @contextlib.contextmanager
     def aborting(self, step: str) -> Iterator[None]:
-        """Note a step of the abort, which runs in another thread than the stages."""
+        """Record a step of the abort, which runs in another thread than the stages."""
         self._aborting = step
         try:
             yield
@@ -101,7 +110,7 @@ class LeaveDeadline:
         if self._supervisor is not None:
             self._supervisor.report_leave_stage(stage)
 
-    def _broken(self, notice: ControlNotice) -> None:
+    def _start_deadline(self, notice: ControlNotice) -> None:
         with self._changed:
             if notice.deadline_s is None or notice.epoch != self._epoch or self._armed == notice.epoch:
                 return

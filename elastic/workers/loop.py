@@ -1,4 +1,4 @@
-"""Loop: data, exact gradients, optimizer, learning rate and checkpoints of a training loop, in the right order.
+"""Training loop: data, exact gradients, optimizer, learning rate and checkpoints, in order.
 
 ::
 
@@ -8,9 +8,9 @@
             step.backward(loss_sum(model(x), y), weight=len(x))
         print(step.number, step.loss)
 
-A step ends at the end of the loop's body, or earlier where its loss is read. Then the gradients of all ranks are summed
-and clipped, the optimizer and the schedule step, the samples are committed, and the state is saved: in this order, so
-that a fault at any point neither loses nor repeats a sample.
+A step ends at the end of the loop's body, or when the body reads its loss. Then the loop sums and clips the
+gradients of all ranks, steps the optimizer and the schedule, commits the samples, and saves the state. In this order, a
+fault at any point neither loses nor repeats a sample.
 
 The loop composes :meth:`World.steps <elastic.World.steps>`, :class:`elastic.ElasticDataLoader`,
 :class:`elastic.ExactGradients`, :class:`elastic.seeded`, :class:`elastic.LRScaler` and
@@ -47,7 +47,7 @@ _OWN_OPTIONS = ("epochs", "epoch_end")
 
 
 class Loop:
-    """The training loop of one world: it restores on construction, and saves at the end of each step."""
+    """Training loop of one world: it restores on construction, and saves at the end of each step."""
 
     def __init__(
         self,
@@ -73,8 +73,9 @@ class Loop:
     ) -> None:
         """Restore the newest step of ``checkpoint``; all ranks call this with the same arguments.
 
-        ``model`` is a plain module, or one wrapped by DDP or ``fully_shard``. ``global_batch`` is the number of samples
-        of a step, ``microbatch`` that of a forward pass; neither depends on the world. A rank may have no microbatch of
+        ``model`` is a plain module, or one wrapped by DDP or ``fully_shard``. ``global_batch`` is the number of
+        samples of a step, ``microbatch`` the number of a forward pass; neither depends on the world. A rank may have
+        no microbatch of
         a step.
 
         ``checkpoint`` is the target of a :class:`tieredckpt.Checkpointer` with ``every``, ``durable`` and
@@ -132,10 +133,10 @@ class Loop:
     def until(self, total: int) -> Iterator[LoopStep]:
         """Yield each step from :attr:`first` up to ``total`` steps, and end it after the loop's body.
 
-        The last step is saved whatever ``every`` says, and becomes durable where there is a durable tier. When another
-        world is wanted, all ranks stop after the same step; its state is sealed and :class:`WorldChanged` leaves the
-        train function. ``break`` drops the step of this body, unless its loss was read before. The loop is closed at
-        the end, and cannot be continued: :class:`~elastic.errors.StepOrderError`.
+        The last step is saved regardless of ``every``, and uploaded if a durable tier exists. When the world is about
+        to change, all ranks stop after the same step; its state is sealed, and :class:`WorldChanged` leaves the train
+        function. ``break`` drops the current step, unless its loss was read before. The loop closes at the end: another
+        call raises :class:`~elastic.errors.StepOrderError`.
         """
         if self._is_closed:
             raise StepOrderError("this Loop is closed: construct another one to do more steps")
@@ -148,12 +149,12 @@ class Loop:
             self.close()
 
     def close(self) -> None:
-        """Seal what is staged and end the data workers; idempotent, and called when the world is left."""
+        """Seal staged state and stop the data workers. Idempotent; also called when the world is left."""
         self._is_closed = True
         self._open.close()
 
     def _batch_of_idle_rank(self) -> Any:
-        """Return samples for the empty passes of a rank without a microbatch; they count for nothing."""
+        """Return samples for the empty passes of a rank without a microbatch; they have no weight."""
         return self._data.collate_samples(range(min(self._plan.microbatch_size, self._data.schedule.order.samples)))
 
     def _save(self, step: int, *, is_last: bool) -> None:
@@ -163,11 +164,15 @@ class Loop:
 
 
 class LoopStep:
-    """One step of a :class:`Loop`: iterate over its microbatches, and call :meth:`backward` for each of them."""
+    """One step of a :class:`Loop`.
+
+    The caller iterates over its microbatches and calls :meth:`backward` for each of them.
+
+    """
 
     def __init__(self, loop: Loop, number: int, *, is_last: bool) -> None:
         self.number = number
-        """The number of this step, counted from 0 over all runs of the job."""
+        """Number of this step, counted from 0 over all runs of the job."""
         self._loop = loop
         self._is_last = is_last
         self._data: DataStep | None = None
@@ -198,7 +203,7 @@ class LoopStep:
     def backward(
         self, loss: torch.Tensor, *, weight: torch.Tensor | float, reduction: Literal["sum", "mean"] = "sum"
     ) -> None:
-        """Add the gradients of ``loss``, which is a sum or a mean over ``weight`` samples or tokens of this microbatch.
+        """Add the gradients of ``loss``: a sum or a mean over ``weight`` samples or tokens of this microbatch.
 
         The step's loss and gradients are those of the mean over all samples of all ranks. Call it once per microbatch.
         """
@@ -207,10 +212,10 @@ class LoopStep:
         self._pass.backward(loss * weight if reduction == "mean" else loss, weight=weight)
 
     def finish(self) -> StepTotal:
-        """End this step on all ranks, if that has not happened, and return its loss, weight and gradient norm.
+        """End this step on all ranks, unless it has ended, and return its loss, weight and gradient norm.
 
-        Every rank ends each step, at the latest after the loop's body. Change entries of ``state`` before: they are
-        saved here. Raises :class:`~elastic.errors.StepOrderError` before the last microbatch.
+        Every rank ends each step, at the latest after the loop's body. Change entries of ``state`` before this call,
+        which saves them. Raises :class:`~elastic.errors.StepOrderError` before the last microbatch.
         """
         if self._total is not None:
             return self._total
@@ -234,12 +239,12 @@ class LoopStep:
 
     @property
     def loss(self) -> float:
-        """The mean loss over the whole step, the same on every rank; reading it ends the step (:meth:`finish`)."""
+        """Mean loss over the whole step, the same on every rank. Reading it ends the step (:meth:`finish`)."""
         return self.finish().loss
 
     @property
     def data(self) -> DataStep:
-        """This rank's share of the samples; it is known once the microbatches are iterated."""
+        """This rank's share of the samples. Available once the caller iterates over the microbatches."""
         if self._data is None:
             raise StepOrderError(f"the microbatches of step {self.number} were not iterated yet")
         return self._data
@@ -248,7 +253,7 @@ class LoopStep:
 def _check_arguments(
     checkpoint: object, state: Mapping[str, Any] | None, loader: Mapping[str, Any], **saving: object
 ) -> None:
-    """Raise :class:`PolicyError` for what would be ignored or break the order of steps."""
+    """Raise :class:`PolicyError` for arguments that would be ignored or would break the order of steps."""
     taken = [name for name in _OWN_ENTRIES if name in (state or {})]
     if taken:
         raise PolicyError(f"state has {', '.join(map(repr, taken))}: Loop saves these entries itself, use other names")

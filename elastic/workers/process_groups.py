@@ -1,13 +1,13 @@
-"""Process groups of one epoch: initialized, aborted from any thread, destroyed.
+"""Process groups of one epoch: initialization, abort from any thread, destruction.
 
 NCCL's groups can be aborted. Gloo's cannot: ``abort``, ``shutdown`` and ``destroy_process_group`` return at once, and
-the collective goes on waiting until its timeout (30 minutes). What it does notice is the end of a connection, within
-milliseconds; so its connections are ended from this side. They are found by who waits for them: each of gloo's devices
-has a thread named ``gloo_tcp_loop`` that sits in ``epoll_wait``, and the kernel tells on which descriptors.
+the collective waits until its timeout (30 minutes). Gloo does notice the end of a connection, within milliseconds, so
+this module shuts its connections down. It finds them by the waiting thread: each gloo device has a thread named
+``gloo_tcp_loop`` in ``epoll_wait``, and the kernel lists the descriptors.
 
-The destructor of ``ProcessGroupNCCL`` joins the group's watchdog. After an error that watchdog sleeps, and Python is
-free to run the destructor wherever the last reference goes: on the thread that trains. So a reaper holds one more
-reference, joins the watchdogs itself, and only then drops it. A destructor that runs after that returns at once.
+The destructor of ``ProcessGroupNCCL`` joins the group's watchdog. After an error that watchdog sleeps, and Python may
+run the destructor on the thread that drops the last reference: the training thread. So a reaper holds one more
+reference, joins the watchdogs, and then drops it. A destructor that runs after that returns at once.
 """
 
 from __future__ import annotations
@@ -48,16 +48,25 @@ log = logging.getLogger(__name__)
 
 _STORE_PATIENCE = timedelta(minutes=5)
 _LONGER = 1.5
-"""By how much a collective waits longer than it takes to find a hang: that may wait for one more report, and the limit
+"""Ratio of a collective's timeout to the time that finds a hang.
+
+Detection may take longer: the judge may wait for one more report, and the limit
 grows with the longest step."""
 _MOST_S = 7 * 24 * 3600.0
 
 
 def default_backend() -> str:
-    """Of ``init_process_group``: gloo for the CPU, and for the devices of this process what torch has for them."""
+    """Return the backend for ``init_process_group``.
+
+    It is gloo for the CPU, and torch's default for this process's devices.
+    """
     kind = accelerator().type
-    theirs = dist.Backend.default_device_backend_map.get(kind, "gloo")
-    return "gloo" if theirs == "gloo" or not dist.is_backend_available(theirs) else f"cpu:gloo,{kind}:{theirs}"
+    device_backend = dist.Backend.default_device_backend_map.get(kind, "gloo")
+    return (
+        "gloo"
+        if device_backend == "gloo" or not dist.is_backend_available(device_backend)
+        else f"cpu:gloo,{kind}:{device_backend}"
+    )
 
 
 def parse_store_address(store: str) -> tuple[str, int]:
@@ -68,7 +77,7 @@ def parse_store_address(store: str) -> tuple[str, int]:
 
 
 class ProcessGroups:
-    """The groups of one epoch. Everything but ``abort`` is called by the thread that trains."""
+    """Process groups of one epoch. The training thread calls every method except ``abort``."""
 
     def __init__(
         self, assignment: RankAssignment, *, backend: str | None = None, timeout: timedelta | None = None
@@ -78,14 +87,14 @@ class ProcessGroups:
         self._timeout = timeout
         self._address = parse_store_address(assignment.store)
         self._addresses: frozenset[SocketAddress] = frozenset()
-        """Of the store, once this rank is on its way in."""
+        """Addresses of the store, once this rank joins the world."""
         self._lock = threading.Lock()
         self._open = True
         self._excepthook = sys.excepthook
-        """Torch puts a new one before it in every world, and takes none away."""
-        self._spread: RootlessStore | None = None
+        """Hook before this world: torch installs a new one in every world, and removes none."""
+        self._replicated_store: RootlessStore | None = None
         if assignment.stores:
-            self._spread = RootlessStore(
+            self._replicated_store = RootlessStore(
                 assignment.stores, close_connections=close_store_connections, timeout=timeout or _STORE_PATIENCE
             )
         self._sweeping: OldKeyCleanup | None = None
@@ -95,35 +104,41 @@ class ProcessGroups:
         return self._assignment.epoch
 
     def initialize(self) -> None:
-        """Meet the other ranks of the epoch. Keys of other epochs are not seen: each has its own prefix."""
-        place = self._assignment
+        """Initialize the groups with the other ranks of the epoch.
+
+        Each epoch has its own key prefix in the store.
+        """
+        assignment = self._assignment
         device = accelerator()
         if device.device_count():
-            device.set_current(place.local_rank % device.device_count())
+            device.set_current(assignment.local_rank % device.device_count())
         if self.aborts_silently:
             disable_nccl_watchdog(os.environ)
         dist.init_process_group(
             self._backend,
-            store=dist.PrefixStore(epoch_prefix(place.epoch), self._store()),
-            rank=place.rank,
-            world_size=place.world_size,
-            timeout=self._collectives_wait(),
+            store=dist.PrefixStore(epoch_prefix(assignment.epoch), self._store()),
+            rank=assignment.rank,
+            world_size=assignment.world_size,
+            timeout=self._collective_timeout(),
         )
-        self._sweep()
+        self._clean_old_keys()
 
-    def _collectives_wait(self) -> timedelta | None:
-        """Longer than it takes to find a hang: else the ranks that wait report errors of their own, and who does not
-        answer is not to blame. ``None``: as torch has it.
+    def _collective_timeout(self) -> timedelta | None:
+        """Return the timeout of collectives; ``None`` for torch's default.
+
+        It is longer than the time that finds a hang.
+
+        With a shorter timeout, the waiting ranks would report errors of their own and hide the rank that hangs.
         """
         hang_s = self._assignment.hang_s
         if self._timeout is not None:
-            own_s = self._timeout.total_seconds()
-            if hang_s is not None and own_s <= hang_s:
+            timeout_s = self._timeout.total_seconds()
+            if hang_s is not None and timeout_s <= hang_s:
                 log.warning(
                     "Policy(timeout=) is %g s, and a hang is found after up to %g s: until then collectives may end by "
                     "themselves, and ranks that waited are taken for the fault. Set --hang-timeout and "
                     "--first-step-timeout below it, or leave it out",
-                    own_s,
+                    timeout_s,
                     hang_s,
                 )
             return self._timeout
@@ -132,68 +147,80 @@ class ProcessGroups:
         return max(default_pg_timeout, timedelta(seconds=min(_LONGER * hang_s, _MOST_S)))
 
     def _store(self) -> torch.distributed.Store:
-        if self._spread is not None:
-            return self._spread
+        if self._replicated_store is not None:
+            return self._replicated_store
         host, port = self._address
-        patience = self._timeout or _STORE_PATIENCE
+        timeout = self._timeout or _STORE_PATIENCE
         try:
-            self._addresses = resolve_store(host, port, within_s=patience.total_seconds())
+            self._addresses = resolve_store(host, port, within_s=timeout.total_seconds())
         except PeerStoreError as error:
             raise dist.DistNetworkError(f"the store of epoch {self._assignment.epoch}: {error}") from error
-        return dist.TCPStore(host, port, is_master=False, wait_for_workers=False, timeout=patience)
+        return dist.TCPStore(host, port, is_master=False, wait_for_workers=False, timeout=timeout)
 
-    def _sweep(self) -> None:
-        """All have met: what earlier worlds left is not needed any more. One rank for each server does it."""
-        place = self._assignment
-        servers = place.stores or (place.store,)
-        if place.rank < len(servers) and place.epoch > 0:
-            self._sweeping = OldKeyCleanup(servers[place.rank], place.epoch, close_connections=close_store_connections)
+    def _clean_old_keys(self) -> None:
+        """Delete the keys of earlier worlds, on one rank per store server.
+
+        All ranks have joined and no longer need them.
+        """
+        assignment = self._assignment
+        servers = assignment.stores or (assignment.store,)
+        if assignment.rank < len(servers) and assignment.epoch > 0:
+            self._sweeping = OldKeyCleanup(
+                servers[assignment.rank], assignment.epoch, close_connections=close_store_connections
+            )
 
     def abort(self) -> None:
-        """From any thread: whoever hangs in a collective of this epoch, or on its way in, gets an error."""
+        """Abort collectives and initialization of this epoch, from any thread.
+
+        Every thread that waits there raises.
+        """
         self.abort_groups()
         self.close_connections()
 
     @property
     def aborts_silently(self) -> bool:
-        """Whether a collective that is aborted ends without an error, with anything in its outputs. Gloo's raises."""
+        """Whether an aborted collective ends without an error, with undefined outputs. Gloo's raises."""
         return self._backend != "gloo"
 
     def abort_groups(self) -> None:
-        """As far as their backends can: NCCL's."""
+        """Abort the groups of backends that support it: NCCL's."""
         with self._lock:
             if self._open:
                 abort_groups(list(c10d._world.pg_map))
 
     def close_connections(self) -> None:
-        """Of gloo's groups, and to the store."""
+        """Close the connections of gloo's groups and to the store."""
         with self._lock:
             if self._open:
-                cut = close_gloo_connections() + self._cut_store()
-                if cut:
-                    log.info("epoch %d was aborted, %d connections cut", self._assignment.epoch, cut)
+                closed = close_gloo_connections() + self._close_store()
+                if closed:
+                    log.info("epoch %d was aborted, %d connections cut", self._assignment.epoch, closed)
 
-    def _cut_store(self) -> int:
-        return close_store_connections(self._addresses) if self._spread is None else self._spread.abort()
+    def _close_store(self) -> int:
+        return (
+            close_store_connections(self._addresses)
+            if self._replicated_store is None
+            else self._replicated_store.abort()
+        )
 
     def destroy(self, *, broken: bool) -> None:
-        """Forget the groups. In a broken world nobody is waited for."""
+        """Destroy the groups. In a broken world, do not wait for other ranks."""
         with self._lock:
             self._open = False
         if getattr(sys.excepthook, "__name__", "") == "_distributed_excepthook":
             sys.excepthook = self._excepthook
         try:
-            self._forget(broken=broken)
+            self._destroy_groups(broken=broken)
         finally:
             if self._sweeping is not None:
                 self._sweeping.stop()
-            if self._spread is not None:
-                self._spread.close()
+            if self._replicated_store is not None:
+                self._replicated_store.close()
 
-    def _forget(self, *, broken: bool) -> None:
+    def _destroy_groups(self, *, broken: bool) -> None:
         if not dist.is_initialized():
-            # It ended on the way in, after torch had counted a group, and the next one's keys are named by the count:
-            # this rank and one that was not in this world would wait for each other under two names.
+            # The initialization failed after torch had counted a group, and that count names the next group's keys. A
+            # rank that was not in this world would use another name, and the two would wait for each other.
             c10d._world.group_count = 0
             return
         groups = list(c10d._world.pg_map)
@@ -214,33 +241,36 @@ class ProcessGroups:
 
 
 def abort_groups(groups: Sequence[dist.ProcessGroup]) -> None:
-    """One communicator that is aborted alone may wait for kernels of another one for ever (pytorch#119797)."""
-    opened = [backend for backend in map(_grouping, groups) if backend is not None][:1]
-    for backend in opened:
+    """Abort ``groups`` together.
+
+    A communicator that is aborted alone may wait for another one's kernels forever (pytorch#119797).
+    """
+    grouped = [backend for backend in map(_groupable_backend, groups) if backend is not None][:1]
+    for backend in grouped:
         backend._group_start()
     try:
-        for group in reversed(groups):  # NCCL does not abort what was split from an aborted communicator
+        for group in reversed(groups):  # NCCL does not abort communicators that were split from an aborted one
             for backend in backends_of(group):
-                with contextlib.suppress(RuntimeError):  # of a backend that cannot: it is cut
+                with contextlib.suppress(RuntimeError):  # not supported: its connections are closed instead
                     backend.abort()
     finally:
-        for backend in opened:
+        for backend in grouped:
             backend._group_end()
 
 
-def _grouping(group: dist.ProcessGroup) -> Any:
-    """The backend of it that has its calls grouped, as NCCL has."""
-    with contextlib.suppress(RuntimeError):  # it has none for that device
+def _groupable_backend(group: dist.ProcessGroup) -> Any:
+    """Return the backend of ``group`` that can group its calls, such as NCCL; ``None`` if it has none."""
+    with contextlib.suppress(RuntimeError):  # no backend for that device
         backend = group._get_backend(torch.device("cuda"))
         return backend if hasattr(backend, "_group_start") else None
     return None
 
 
 class UserProcessGroups:
-    """Where the train function makes its own groups (``RecoveryPolicy(backend="none")``), and leaves none behind."""
+    """Groups that the train function creates and destroys itself (``RecoveryPolicy(backend="none")``)."""
 
     aborts_silently = True
-    """It may be anything."""
+    """The backend is unknown, so assume the unsafe case."""
 
     def __init__(self, epoch: int) -> None:
         self.epoch = epoch
@@ -273,24 +303,30 @@ _WATCHED = re.compile(r"^tfd:\s*(\d+).*\bino:([0-9a-f]+)", re.MULTILINE)
 
 
 def close_gloo_connections() -> int:
-    """End every connection that gloo has; returns how many. Whoever waits for one gets an error, here and elsewhere."""
+    """Shut down every connection of gloo and return their number.
+
+    Ranks that wait for one get an error, on both sides.
+    """
     watched = [each for poll in _polls() for each in _watched(poll)]
-    return sum(_cut(number, lambda one, inode=inode: _inode(one) == inode) for number, inode in watched)  # type: ignore[misc]
+    return sum(_shut_down_socket(number, lambda one, inode=inode: _inode(one) == inode) for number, inode in watched)  # type: ignore[misc]
 
 
 def close_store_connections(addresses: Collection[SocketAddress]) -> int:
-    """End this process's connections to a store at these addresses: its client waits without looking up."""
+    """Shut down this process's connections to a store at ``addresses``, and return their number.
+
+    The store's client would otherwise wait.
+    """
     numbers = [int(entry.name) for entry in Path("/proc/self/fd").iterdir()]
-    return sum(_cut(number, lambda one: _remote(one) in addresses) for number in numbers)
+    return sum(_shut_down_socket(number, lambda one: _remote(one) in addresses) for number in numbers)
 
 
 def _polls() -> Iterator[int]:
-    """The epoll descriptors of gloo's loops."""
+    """Yield the epoll descriptors of gloo's loops."""
     loops = _tasks()
     if not loops:
-        yield from _polls_of_unnamed()
+        yield from _unnamed_polls()
     for task in loops:
-        for _ in range(_TRIES):  # a loop that is just handling something waits again in a moment
+        for _ in range(_TRIES):  # a loop that handles an event waits again soon
             if (number := _poll_of(task)) is not None:
                 yield number
                 break
@@ -299,13 +335,13 @@ def _polls() -> Iterator[int]:
             log.warning("a loop of gloo's was always busy; a collective that hangs there goes on until its timeout")
 
 
-def _polls_of_unnamed() -> Iterator[int]:
-    """Epoll descriptors of native threads without a name of their own.
+def _unnamed_polls() -> Iterator[int]:
+    """Yield the epoll descriptors of native threads without a name of their own.
 
-    Before torch 2.13 gloo's loops are among them: they inherit the name of the Python thread that made the group.
+    Before torch 2.13 gloo's loops are among them: they inherit the name of the Python thread that created the group.
     """
     python = {str(thread.native_id) for thread in threading.enumerate()}
-    names = {task: _read(task / "comm").strip() for task in _listed()}
+    names = {task: _read(task / "comm").strip() for task in _thread_directories()}
     inherited = {name for task, name in names.items() if task.name in python}
     unseen = [task for task, name in names.items() if name in inherited and task.name not in python]
     for attempt in range(_TRIES):
@@ -315,7 +351,7 @@ def _polls_of_unnamed() -> Iterator[int]:
         for task in unseen:
             number = _poll_of(task)
             if number is None:
-                busy.append(task)  # a loop at work, or a thread of another library
+                busy.append(task)  # a busy loop, or a thread of another library
             else:
                 yield number
         unseen = busy
@@ -324,42 +360,48 @@ def _polls_of_unnamed() -> Iterator[int]:
 
 
 def _poll_of(task: Path) -> int | None:
-    """The epoll descriptor that the thread waits on."""
+    """Return the epoll descriptor that the thread waits on; ``None`` if it does not wait."""
     call = _read(task / "syscall").split()
     return number if len(call) > 1 and call[0] != "-1" and _is_poll(number := int(call[1], 16)) else None
 
 
-def _listed() -> list[Path]:
+def _thread_directories() -> list[Path]:
     with contextlib.suppress(OSError):
         return list(_TASKS.iterdir())
     return []
 
 
 def _tasks() -> list[Path]:
-    return [task for task in _listed() if _read(task / "comm").strip() == _LOOP]
+    return [task for task in _thread_directories() if _read(task / "comm").strip() == _LOOP]
 
 
 def _is_poll(number: int) -> bool:
-    """Whatever else a loop calls has another number first, or none."""
+    """Return whether descriptor ``number`` is an epoll.
+
+    Other system calls of a loop have another first argument, or none.
+    """
     with contextlib.suppress(OSError):
         return str(Path(f"/proc/self/fd/{number}").readlink()) == "anon_inode:[eventpoll]"
     return False
 
 
 def _watched(poll: int) -> list[tuple[int, int]]:
-    """The descriptors, and the inodes of their sockets: a number may be somebody else's a moment later."""
+    """Return the watched descriptors with the inodes of their sockets.
+
+    A descriptor number may be reused a moment later.
+    """
     return [
         (int(number), int(inode, 16)) for number, inode in _WATCHED.findall(_read(Path(f"/proc/self/fdinfo/{poll}")))
     ]
 
 
 def _read(path: Path) -> str:
-    with contextlib.suppress(OSError):  # the thread or the descriptor has gone meanwhile
+    with contextlib.suppress(OSError):  # the thread or the descriptor no longer exists
         return path.read_text()
     return ""
 
 
-def _cut(number: int, is_meant: Callable[[socket.socket], bool]) -> bool:
+def _shut_down_socket(number: int, is_meant: Callable[[socket.socket], bool]) -> bool:
     with contextlib.suppress(OSError), _borrowed(number) as one:
         if is_meant(one) and not one.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN):
             one.shutdown(socket.SHUT_RDWR)
@@ -380,7 +422,10 @@ def _remote(one: socket.socket) -> SocketAddress | None:
 
 @contextlib.contextmanager
 def _borrowed(number: int) -> Iterator[socket.socket]:
-    """Somebody else's descriptor as a socket; closing this one leaves the other open."""
+    """Yield a socket for a descriptor that another object owns.
+
+    Closing the socket leaves that descriptor open.
+    """
     if not stat.S_ISSOCK(os.fstat(number).st_mode):
         raise OSError(f"descriptor {number} is no socket")
     with socket.socket(fileno=os.dup(number)) as one:
@@ -395,7 +440,7 @@ def backends_of(group: dist.ProcessGroup) -> list[Any]:
     """Return the backends of ``group``, each of them once."""
     found: list[Any] = []  # torch's types do not declare abort and shutdown
     for device in group._device_types:
-        with contextlib.suppress(RuntimeError):  # torch makes some of them on first use
+        with contextlib.suppress(RuntimeError):  # torch creates some of them on first use
             backend = group._get_backend(device)
             if backend not in found:
                 found.append(backend)
@@ -405,7 +450,7 @@ def backends_of(group: dist.ProcessGroup) -> list[Any]:
 def shut_down_in_background(groups: list[dist.ProcessGroup]) -> threading.Thread:
     """Move aborted ``groups`` out of the list to a new thread, which shuts them down and drops them.
 
-    Wait as long as that takes in the usual case, so that the next world finds no threads of this one.
+    Wait up to ``_USUAL_S`` seconds for it, so that the next world usually finds no threads of this one.
     """
     owned = list(groups)
     groups.clear()
@@ -429,13 +474,16 @@ def _shut_down(owned: list[dist.ProcessGroup]) -> None:
 
 
 def disable_nccl_watchdog(environ: MutableMapping[str, str]) -> None:
-    """Before the first group: set what is not set; :class:`PolicyError` where something contradicts it."""
+    """Set the environment that disables NCCL's watchdog. Call it before the first group.
+
+    Raises :class:`PolicyError` for a variable that contradicts it.
+    """
     found = check_nccl_environment(environ)
     wrong = [one for one in found if one.state is NcclRuleState.CONTRADICTED]
     if wrong:
-        said = "; ".join(f"{one}: {one.why}" for one in wrong)
+        reasons = "; ".join(f"{one}: {one.why}" for one in wrong)
         raise PolicyError(
-            f"{said}. Unset {' and '.join(one.name for one in wrong)}; without recovery in the process use torchrun"
+            f"{reasons}. Unset {' and '.join(one.name for one in wrong)}; without recovery in the process use torchrun"
         )
     for one in found:
         if one.state is NcclRuleState.UNSET:

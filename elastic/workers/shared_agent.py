@@ -1,4 +1,4 @@
-"""Steps that another launcher left in this machine's agent, while simulated nodes have agents of their own."""
+"""Steps of another launcher in this machine's agent, for jobs with simulated nodes."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ log = logging.getLogger(__name__)
 
 
 class SharedAgentSteps:
-    """A :class:`~tieredckpt.checkpointer.progress_hook.ProgressHook` that asks the agent in ``directory``."""
+    """A ``ProgressHook`` that reads the steps of the agent in ``directory``."""
 
     def __init__(self, directory: Path) -> None:
         self._directory = directory
@@ -43,7 +43,7 @@ class SharedAgentSteps:
 
 @contextmanager
 def expect_steps_of_shared_agent() -> Iterator[None]:
-    """In this block a restore refuses to begin from nothing if this machine's agent has a step of the job."""
+    """Make a restore from scratch raise, within this block, if this machine's agent has a step."""
     directory = shared_agent_directory()
     if not directory:
         yield

@@ -1,10 +1,9 @@
-"""How all ranks stop after the same step: the barrier, and the thread that watches notices and signals.
+"""Common stop of all ranks after one step: the barrier, and the watcher of notices and signals.
 
-A rank that waited at a step boundary until it knows the common target would wait for ever for one that is inside the
-next step and waits for it in a collective. Therefore each says how many steps it has *begun*, and says it as soon as
-it hears that a stop is wanted, in a thread of its own. From then on it begins a step only when the target is known and
-not reached. The target is the greatest number said, so everybody who is inside a step can finish it, and whoever is
-behind finds all others taking part.
+A rank must not wait at a step boundary for the common target: another rank may wait in a collective of the next step.
+So each rank reports how many steps it has *begun* as soon as it receives the request to stop, in a separate thread.
+From then on, it begins a step only if the target is known and not reached. The target is the greatest reported number.
+So every rank can finish the step that it is in, and slower ranks find all others in their collectives.
 """
 
 from __future__ import annotations
@@ -35,20 +34,20 @@ log = logging.getLogger(__name__)
 
 
 class BoundaryDecision(enum.Enum):
-    """What a rank does at a step boundary."""
+    """Decision of a rank at a step boundary."""
 
     CONTINUE = "on"
     """Begin the next step."""
     PAUSE = "stop"
-    """Here is where all of them stop: seal, and leave."""
+    """Seal and leave: all ranks stop here."""
     ABORT = "leave"
-    """The world is broken: leave at once."""
+    """Leave at once: the world is broken."""
 
 
 class StepBarrier:
-    """One epoch's step boundaries, as this rank passes them.
+    """Step boundaries of one epoch on this rank.
 
-    ``pass_boundary`` is called by the thread that trains, ``poll`` and ``mark_broken`` by others.
+    The training thread calls ``pass_boundary``; other threads call ``poll`` and ``mark_broken``.
     """
 
     def __init__(self, plane: ControlPlane, epoch: int, *, retry_s: float = 0.2) -> None:
@@ -57,12 +56,12 @@ class StepBarrier:
         self._retry_s = retry_s
         self._changed = threading.Condition()
         self._begun = 0
-        self._asked: int | None = None
-        """What was said when a stop was wanted; no step is begun from then on until the target is known."""
+        self._reported: int | None = None
+        """Begun steps that this rank reported after a stop request. No other begins without a target."""
         self._target: int | None = None
         self._broken: str | None = None
         self._closed = False
-        self._asking: threading.Thread | None = None
+        self._reporter: threading.Thread | None = None
 
     @property
     def epoch(self) -> int:
@@ -70,15 +69,17 @@ class StepBarrier:
 
     @property
     def broken_reason(self) -> str | None:
-        """Why the world is broken; ``None`` while it is not."""
+        """Reason why the world is broken; ``None`` while it is not."""
         return self._broken
 
     def pass_boundary(self, completed: int) -> BoundaryDecision:
-        """Having completed so many steps: whether to begin the next one. Waits only when a stop is wanted."""
+        """Return whether to begin the next step after ``completed`` steps. Waits only after a stop request."""
         self._begun = max(self._begun, completed)
         self.poll()
         with self._changed:
-            self._changed.wait_for(lambda: self._asked is None or self._target is not None or self._broken is not None)
+            self._changed.wait_for(
+                lambda: self._reported is None or self._target is not None or self._broken is not None
+            )
             if self._broken is not None:
                 return BoundaryDecision.ABORT
             if self._target is not None and completed >= self._target:
@@ -87,32 +88,34 @@ class StepBarrier:
             return BoundaryDecision.CONTINUE
 
     def poll(self) -> None:
-        """Hear what is wanted by now. Costs a read of memory while nothing is."""
+        """Read the plane's notice and act on it. Without a notice this only reads memory."""
         notice = self._plane.notice()
         if notice is None or notice.epoch != self._epoch:
             return
         if notice.kind is NoticeKind.RESTART:
             self.mark_broken(notice)
-        elif self._asked is None:
-            self._stop(notice)
+        elif self._reported is None:
+            self._request_target(notice)
 
     def mark_broken(self, notice: ControlNotice) -> None:
-        """The world is broken: whoever waits here, and whoever comes, leaves."""
+        """Mark the world as broken: every current and later wait at a boundary returns ``ABORT``."""
         if notice.epoch == self._epoch:
             self._break(notice.reason)
 
     def wait_broken(self, timeout_s: float) -> bool:
-        """Until the world is known to be broken, or for so long; whether it is."""
+        """Wait up to ``timeout_s`` seconds until the world is broken, and return whether it is."""
         with self._changed:
             return self._changed.wait_for(lambda: self._broken is not None, timeout_s)
 
     def close(self) -> None:
-        """The epoch has been left; nothing is asked in its name any more."""
+        """End the epoch: send no further requests for it."""
         self._closed = True
         self._break("left")
-        asking = self._asking
+        asking = self._reporter
         if asking is not None:
-            asking.join(2 * self._retry_s)  # no longer: a call to the control plane may take until its own time limit
+            asking.join(
+                2 * self._retry_s
+            )  # no longer: a request to the control plane may take until its own time limit
 
     def _break(self, reason: str) -> None:
         with self._changed:
@@ -120,16 +123,18 @@ class StepBarrier:
                 self._broken = reason
             self._changed.notify_all()
 
-    def _stop(self, notice: ControlNotice) -> None:
+    def _request_target(self, notice: ControlNotice) -> None:
         with self._changed:
-            if self._asked is not None or self._broken is not None:
+            if self._reported is not None or self._broken is not None:
                 return
-            self._asked = self._begun
-            log.info("%s (%s): stopping after step %d or later", notice.kind.value, notice.reason, self._asked - 1)
-            self._asking = threading.Thread(target=self._ask, args=(self._asked,), name="elastic-pause", daemon=True)
-            self._asking.start()
+            self._reported = self._begun
+            log.info("%s (%s): stopping after step %d or later", notice.kind.value, notice.reason, self._reported - 1)
+            self._reporter = threading.Thread(
+                target=self._report_and_wait, args=(self._reported,), name="elastic-pause", daemon=True
+            )
+            self._reporter.start()
 
-    def _ask(self, begun: int) -> None:
+    def _report_and_wait(self, begun: int) -> None:
         while not self._closed:
             try:
                 target = self._plane.agree_on_step(begun)
@@ -147,12 +152,12 @@ class StepBarrier:
             return
 
 
-_LOOK_S = 0.05
+_POLL_S = 0.05
 _AGAIN_S = 0.5
 
 
 class SignalRequest(msgspec.Struct, frozen=True):
-    """What a signal asks the control plane for."""
+    """Change that a signal requests from the control plane."""
 
     kind: NoticeKind
     reason: str
@@ -160,7 +165,7 @@ class SignalRequest(msgspec.Struct, frozen=True):
 
 
 def default_signal_requests(grace_s: float) -> dict[int, SignalRequest]:
-    """SIGUSR1: somebody wants another world. SIGTERM: this machine goes away, and so much time is left."""
+    """Return the requests of SIGUSR1 (another world) and SIGTERM (this process stops in ``grace_s``)."""
     return {
         signal.SIGUSR1: SignalRequest(NoticeKind.RESIZE, "SIGUSR1"),
         signal.SIGTERM: SignalRequest(NoticeKind.RESIZE, "SIGTERM: this process is to go", grace_s),
@@ -168,10 +173,10 @@ def default_signal_requests(grace_s: float) -> dict[int, SignalRequest]:
 
 
 class NoticeWatcher:
-    """Looks at the notice of the current epoch even when no step ends, and calls ``on_broken`` when it is broken.
+    """Thread that watches the notice of the current epoch, even if no step ends.
 
-    ``while_broken`` is called with that epoch now and then, until it has been left: a group that was just being made
-    when the world was aborted has connections that were not there to be cut.
+    It calls ``on_broken`` when the world is broken. Then it calls ``while_broken`` with the epoch until the world is
+    left. A group that was being created during the abort had no connections to close.
     """
 
     def __init__(
@@ -182,66 +187,69 @@ class NoticeWatcher:
     ) -> None:
         self._plane = plane
         self._on_broken = on_broken
-        self._still_broken = while_broken
+        self._while_broken = while_broken
         self._aborted: tuple[int, float] = (-1, 0.0)
-        """Which epoch was, and when last."""
-        self._gate: StepBarrier | None = None
-        self._wishes: collections.deque[SignalRequest] = collections.deque()
+        """Epoch of the last abort, and its time."""
+        self._barrier: StepBarrier | None = None
+        self._requests: collections.deque[SignalRequest] = collections.deque()
         self._ended = threading.Event()
         self._thread = threading.Thread(target=self._run, name="elastic-watch", daemon=True)
         plane.on_broken(self._broken)
         self._thread.start()
 
-    def watch_barrier(self, gate: StepBarrier | None) -> None:
-        """From now on this is the epoch to look at."""
-        self._gate = gate
+    def watch_barrier(self, barrier: StepBarrier | None) -> None:
+        """Watch the epoch of ``barrier`` from now on; ``None`` for no epoch."""
+        self._barrier = barrier
 
-    def enqueue(self, wish: SignalRequest) -> None:
-        """Have the control plane asked by the thread that looks: a signal handler must not wake it, only write down."""
-        self._wishes.append(wish)
+    def enqueue(self, request: SignalRequest) -> None:
+        """Queue ``request`` for the watching thread, which sends it.
+
+        It takes no lock, so a signal handler may call it.
+        """
+        self._requests.append(request)
 
     def close(self) -> None:
         self._ended.set()
         self._thread.join()
 
     def _broken(self, notice: ControlNotice) -> None:
-        """In a thread of the plane."""
-        gate = self._gate
-        if gate is not None and gate.epoch == notice.epoch:
-            gate.mark_broken(notice)
+        """Abort the world; called by a thread of the plane."""
+        barrier = self._barrier
+        if barrier is not None and barrier.epoch == notice.epoch:
+            barrier.mark_broken(notice)
             self._on_broken(notice)
             self._aborted = (notice.epoch, time.monotonic())
 
     def _run(self) -> None:
-        while not self._ended.wait(_LOOK_S):
-            self._pass_on()
-            gate = self._gate
-            if gate is not None:
-                gate.poll()
-                self._again(gate.epoch, time.monotonic())
+        while not self._ended.wait(_POLL_S):
+            self._send_requests()
+            barrier = self._barrier
+            if barrier is not None:
+                barrier.poll()
+                self._repeat_abort(barrier.epoch, time.monotonic())
 
-    def _again(self, epoch: int, now: float) -> None:
+    def _repeat_abort(self, epoch: int, now: float) -> None:
         aborted, last = self._aborted
         if aborted == epoch and now - last >= _AGAIN_S:
             self._aborted = (epoch, now)
-            self._still_broken(epoch)
+            self._while_broken(epoch)
 
-    def _pass_on(self) -> None:
-        while self._wishes:
-            wish = self._wishes[0]
+    def _send_requests(self) -> None:
+        while self._requests:
+            request = self._requests[0]
             try:
-                self._plane.request_change(wish.kind, wish.reason, deadline_s=wish.deadline_s)
+                self._plane.request_change(request.kind, request.reason, deadline_s=request.deadline_s)
             except ElasticError as error:
-                log.warning("%s was not passed on yet: %s", wish.reason, error)
+                log.warning("%s was not passed on yet: %s", request.reason, error)
                 return
-            self._wishes.popleft()
+            self._requests.popleft()
 
 
 @contextmanager
-def forward_signals(watch: NoticeWatcher, wishes: Mapping[int, SignalRequest]) -> Iterator[None]:
-    """While the block runs these signals are wishes; handlers that were there before are called as well.
+def forward_signals(watch: NoticeWatcher, requests: Mapping[int, SignalRequest]) -> Iterator[None]:
+    """Turn these signals into requests within this block. Earlier handlers still run.
 
-    Python lets only the main thread set handlers: elsewhere nothing is changed, and who runs the job is asked directly.
+    Python lets only the main thread set handlers. In other threads this changes nothing.
     """
     if threading.current_thread() is not threading.main_thread():
         yield
@@ -249,13 +257,13 @@ def forward_signals(watch: NoticeWatcher, wishes: Mapping[int, SignalRequest]) -
     before: dict[int, Any] = {}
 
     def received(number: int, frame: FrameType | None) -> None:
-        watch.enqueue(wishes[number])
+        watch.enqueue(requests[number])
         earlier = before.get(number)
         if callable(earlier):
             earlier(number, frame)
 
     try:
-        for number in wishes:
+        for number in requests:
             before[number] = signal.signal(number, received)
         yield
     finally:

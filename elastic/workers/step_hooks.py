@@ -24,7 +24,7 @@ State = dict[str, Any]
 
 
 class StepHooks:
-    """:meth:`World.steps <elastic.World.steps>` as two calls, for callbacks at the begin and the end of a step."""
+    """:meth:`World.steps <elastic.World.steps>` as two calls, for callbacks before and after a step."""
 
     def __init__(
         self,
@@ -34,10 +34,10 @@ class StepHooks:
         *,
         seal: SealFunction | None = None,
     ) -> None:
-        """Seal a stop with ``checkpointer`` and ``state``, which are given together, or with ``seal(step)``.
+        """Seal a stop with ``checkpointer`` and ``state``, or with ``seal(step)``.
 
-        ``state`` is the state that ``checkpointer`` saves, or a function that returns it. Saves between stops are the
-        caller's. Raises :class:`~elastic.errors.PolicyError` for any other combination.
+        ``state`` is the state that ``checkpointer`` saves, or a function that returns it; pass both or neither. Saves
+        between stops are up to the caller. Raises :class:`~elastic.errors.PolicyError` for any other combination.
         """
         if (checkpointer is None) != (state is None) or (checkpointer is not None and seal is not None):
             raise PolicyError("StepHooks takes checkpointer and state together, or seal, or none of them")
@@ -45,20 +45,22 @@ class StepHooks:
         self._checkpoint = None if checkpointer is None or state is None else (checkpointer, state)
         self._seal = seal if self._checkpoint is None else world.sealing(*self._checkpoint)
         self._next: int | None = None
-        """The step that may begin; ``None`` before the first."""
+        """Step that may begin; ``None`` before the first."""
         self._is_running = False
         self._is_stopped = False
 
     @property
     def is_stopped(self) -> bool:
-        """Whether all ranks have stopped after a sealed step, so that the loop is to end."""
+        """Whether all ranks have stopped after a sealed step, so that the loop has to end."""
         return self._is_stopped
 
     def begin(self, step: int) -> bool:
-        """Return whether to do ``step``. All ranks get False at the same step: return from the train function then.
+        """Return whether to do ``step``.
 
-        Raises :class:`~elastic.errors.WorldChanged`, which is no ``Exception``, where the world is broken or the stop
-        could not be sealed, and :class:`~elastic.errors.StepOrderError` where ``step`` does not follow the last one.
+        All ranks get False at the same step: return from the train function then.
+
+        Raises :class:`~elastic.errors.WorldChanged`, which is not an ``Exception``, if the world is broken or the stop
+        could not be sealed. Raises :class:`~elastic.errors.StepOrderError` if ``step`` does not follow the last one.
         """
         if self._is_stopped:
             return False

@@ -1,25 +1,24 @@
-"""A ControlPlane over a torch.distributed store, for launchers that restart whole worlds.
+"""ControlPlane over a torch.distributed store, for launchers that restart whole worlds.
 
-``torchrun`` cannot give a living process another place. So a world that is to change ends: all ranks stop at a common
-step, seal, and end with status 0; one that is broken ends with an error, and the launcher starts everybody again. What
-was sealed is in the nodes' memory, and the next start goes on from it.
+``torchrun`` cannot assign another rank to a running process. So the processes of a world end when the world changes.
+For a planned change, all ranks stop at a common step, seal, and exit with status 0. In a broken world they exit with an
+error, and the launcher restarts all processes. Sealed steps stay in the nodes' memory, and the next start resumes.
 
 Keys, below ``elastic/plane``::
 
-    epochs              how often a first rank has asked who is there
-    asked               what it asked last, as a number; answered by every rank with a word of its own
-    N/here/R            that word, and the least epoch that this rank can be in; N/come counts them. When the first rank
-                        has all of them
-    N/all               it says them back: so a rank knows that it is meant, and that this is not left over from an
-                        earlier start. With them the epoch, which is N where no rank has been in a later one
-    N/beat/R            how far a rank is (:mod:`elastic.workers.peer_hang_detector`)
-    E/event/K           what happened in epoch E, in order: a Notice, the target, or that all have come to something
-    E/wake/K/R          rank R waits for this, and reads event K then
-    E/paused, E/pause/R who has said where it stands, and where
-    E/came/WHAT         how many have come to it
+    epochs              number of times that a rank 0 has asked for the ranks
+    asked               number N of its last question; every rank answers with a random word
+    N/here/R            word of rank R, with the lowest epoch that it can be in; N/come counts these keys
+    N/all               all words, which rank 0 returns when it has them: a rank finds its own word, so the answer is
+                        not from an earlier start. The epoch follows: N, or the epoch of a rank that was in a later one
+    N/beat/R            progress of rank R (:mod:`elastic.workers.peer_hang_detector`)
+    E/event/K           event K of epoch E, in order: a notice, the target, or a point that all ranks have reached
+    E/wake/K/R          rank R waits for this key, and reads event K then
+    E/paused, E/pause/R number of ranks that reported their step, and the step of rank R
+    E/came/WHAT         number of ranks that have reached WHAT
 
-Nobody asks anything once per step. A rank has one request at the store that waits, and a heartbeat; both are the same
-in a world of any size.
+No rank sends a request per step. Each rank has one waiting request at the store, and a heartbeat; both cost the same in
+a world of any size.
 """
 
 from __future__ import annotations
@@ -55,26 +54,29 @@ from peerstore.message_codec import from_json
 log = logging.getLogger(__name__)
 
 _PREFIX = "elastic/plane"
-_LONG = timedelta(days=1)
+_EVENT_TIMEOUT = timedelta(days=1)
 LEAVE_S = ScalingPolicy().abort_timeout_s
 
 
 class _Event(msgspec.Struct, frozen=True):
-    """Something that all ranks of an epoch are to know. A wish, the target, or what all have come to."""
+    """Event for all ranks of an epoch: a notice, the target, or a point that all ranks have reached."""
 
     want: NoticeKind | None = None
     reason: str = ""
     within_s: float | None = None
-    """When who has not stopped is stopped, from when this is heard: clocks of two machines do not say the same."""
+    """Seconds after receipt within which all ranks must stop; ``None``: no limit.
+
+    Clocks of two machines differ.
+    """
     target: int | None = None
     came: str = ""
     hangs: bool = False
-    """Somebody does not get on: it may be who hears this."""
+    """Whether a rank hangs. It may be the receiving rank."""
     by: str = ""
 
 
 class StoreControlPlane:
-    """One rank's control plane, over a store that ``connect`` gives a client of."""
+    """Control plane of one rank, over the store client that ``connect`` returns."""
 
     def __init__(
         self,
@@ -88,31 +90,32 @@ class StoreControlPlane:
         leave_s: float | None = LEAVE_S,
         beat_s: float = HEARTBEAT_S,
     ) -> None:
-        """``place``: with the least epoch this can be. ``last``: no process here has a place in another world.
+        """Connect to the store. ``place`` has the lowest possible epoch.
 
-        ``limits``: how long no rank may get on; ``None``: nobody looks. ``leave_s``: seconds that a process may take to
-        leave a broken world, which notices carry as their deadline; ``None``: no limit. After a hang the plane itself
-        ends a process that takes longer, also one whose loop is not in ``elastic.run``.
+        With ``last``, no process here can be in another world. ``limits``: time without progress after which a rank
+        hangs; ``None``: no hang detection. ``leave_s``: seconds that a process may take to leave a broken world, which
+        notices carry as their deadline; ``None``: no limit. After a hang the plane itself ends a process that takes
+        longer, even if its loop does not use ``elastic.run``.
         """
-        self._connect = connect  # and what it holds on to: a server that lives as long as this plane
+        self._connect = connect  # holds a server that must live as long as this plane
         self._store = connect()
         self._place = place
-        self._last = last
+        self._is_last_world = last
         self._prefix = f"{prefix}{_PREFIX}"
         self._limits, self._pace = limits, pace or StepTimes()
         self._leave_s, self._beat_s = leave_s, beat_s
         self._changed = threading.Condition()
         self._number = -1
-        """Of the question that was answered by all ranks."""
+        """Number of the question that all ranks have answered."""
         self._epoch = -1
         self._event: _Event | None = None
-        """The wish that counts."""
+        """Notice that applies."""
         self._until: float | None = None
-        """Its deadline."""
-        self._heard_events = 0
-        self._said_events = 0
+        """Its deadline, on the clock since boot."""
+        self._received_events = 0
+        self._sent_events = 0
         self._target: int | None = None
-        self._came: set[str] = set()
+        self._gathered: set[str] = set()
         self._progress = RankProgress(-1)
         self._heartbeats: RankHeartbeats | None = None
         self._paused = self._sealed = self._finished = self._left = self._closed = False
@@ -120,16 +123,17 @@ class StoreControlPlane:
         self._broken_calls: list[Callable[[ControlNotice], None]] = []
         self._threads: list[threading.Thread] = []
 
-    # -- ControlPlane -------------------------------------------------------------------------------------------------
-
     def wait_for_assignment(self, *, timeout_s: float | None = None) -> RankAssignment:
-        """The first time: a place among those that were started together. Later: why there is no second one."""
+        """Return the assignment in the started world.
+
+        The second call raises the reason why no other world follows.
+        """
         if self._epoch >= 0:
             self._no_further()
         until = None if timeout_s is None else time.monotonic() + timeout_s
-        with _lost():
-            self._number, self._epoch = self._first(until) if self._place.rank == 0 else self._other(until)
-        self._heartbeats = self._beating()
+        with _store_errors():
+            self._number, self._epoch = self._meet_as_first_rank(until) if self._place.rank == 0 else self._meet(until)
+        self._heartbeats = self._make_heartbeats()
         self._start(self._watch)
         self._start(self._beat, self._heartbeats)
         hang_s = None if self._limits is None else self._limits.longest_s(self._pace)
@@ -144,7 +148,7 @@ class StoreControlPlane:
 
     def agree_on_step(self, step: int, *, timeout_s: float | None = None) -> int:
         self._check()
-        with _lost():
+        with _store_errors():
             self._say_pause(step)
         with self._changed:
             found = self._changed.wait_for(lambda: self._target is not None or self._is_stale, timeout_s)
@@ -160,22 +164,27 @@ class StoreControlPlane:
     def report_progress(self, progress: RankProgress) -> None:
         self._progress = progress
         if progress.idle and self._is_broken:
-            self._leaves()
+            self._mark_left()
 
     def report_fault(self, reason: str, *, final: bool = False, position: ErrorPosition | None = None) -> None:
-        """The launcher counts its restarts, and no fault is final to it; a broken world takes no second one."""
+        """Report a fault, unless this rank has to leave a broken world: that world takes no second fault.
+
+        The launcher counts restarts, so ``final`` and ``position`` have no effect.
+        """
         if self._is_broken and not self._left:
             return
         self._check()
-        self._tell(_Event(NoticeKind.RESTART, f"rank {self._place.rank}: {reason}"))
+        self._publish(_Event(NoticeKind.RESTART, f"rank {self._place.rank}: {reason}"))
 
     def request_change(
         self, want: NoticeKind, reason: str, *, deadline_s: float | None = None, nodes: int | None = None
     ) -> None:
-        """Where another size is another start of all processes it is a stop for these ranks."""
+        """Request a change. If another size needs a restart of all processes, a resize stops these ranks."""
         if self._epoch < 0:
             raise ControlPlaneUnavailableError(f"{reason}: not known yet who else is there")
-        self._tell(_Event(NoticeKind.STOP if self._last and want is NoticeKind.RESIZE else want, reason, deadline_s))
+        self._publish(
+            _Event(NoticeKind.STOP if self._is_last_world and want is NoticeKind.RESIZE else want, reason, deadline_s)
+        )
 
     def on_broken(self, call: Callable[[ControlNotice], None]) -> None:
         with self._changed:
@@ -189,26 +198,29 @@ class StoreControlPlane:
         self._finished = True
 
     def mark_broken(self, reason: str) -> None:
-        """This rank knows from elsewhere that the world is broken. Who waits here to be in it waits no longer."""
-        self._heard(_Event(NoticeKind.RESTART, reason))
+        """Mark the world as broken from another source, so that pending waits of this rank end."""
+        self._apply(_Event(NoticeKind.RESTART, reason))
 
     def gather(self, what: str, *, timeout_s: float | None = None, wait: bool = True) -> None:
-        """This rank has come to ``what``. Until all ranks of the epoch have: who went on before would take them along.
+        """Report that this rank has reached ``what``, and wait for all ranks of the epoch.
 
-        To be said once by each. :class:`~elastic.errors.StaleEpochError` where the world breaks meanwhile.
+        Call it once per point.
+
+        A rank that continued earlier could end the world for the others. Raises
+        :class:`~elastic.errors.StaleEpochError` if the world breaks meanwhile.
         """
-        with _lost():
+        with _store_errors():
             if self._store.add(self._name(f"came/{what}"), 1) == self._place.world_size:
-                self._tell(_Event(came=what))
+                self._publish(_Event(came=what))
         if wait and not self.has_gathered(what, timeout_s=timeout_s):
             raise ControlDeadlineError(f"not all others came to {what!r} within {timeout_s:g} s")
-        if wait and what not in self._came:
+        if wait and what not in self._gathered:
             self._check()
 
     def has_gathered(self, what: str, *, timeout_s: float | None) -> bool:
-        """Wait until all ranks have come to ``what``, or nobody is to wait for that any more; whether that came."""
+        """Wait until all ranks have reached ``what`` or the epoch is over, and return False on timeout."""
         with self._changed:
-            return self._changed.wait_for(lambda: what in self._came or self._is_stale, timeout_s)
+            return self._changed.wait_for(lambda: what in self._gathered or self._is_stale, timeout_s)
 
     def close(self) -> None:
         with self._changed:
@@ -218,9 +230,9 @@ class StoreControlPlane:
             try:
                 if self._heartbeats is not None and (self._finished or self._sealed):
                     self._heartbeats.write(self._progress, over=True)
-                self._wake(self._heard_events)
+                self._wake(self._received_events)
             except RuntimeError:
-                self._store.abort()  # who waits there would wait on
+                self._store.abort()  # a thread that waits there would never return
         for thread in self._threads:
             if thread is not threading.current_thread():
                 thread.join()
@@ -229,11 +241,9 @@ class StoreControlPlane:
     def _name(self, what: str) -> str:
         return f"{self._prefix}/{self._epoch}/{what}"
 
-    # -- meeting ------------------------------------------------------------------------------------------------------
-
-    def _first(self, until: float | None) -> tuple[int, int]:
+    def _meet_as_first_rank(self, until: float | None) -> tuple[int, int]:
         number = self._store.add(f"{self._prefix}/epochs", 1) - 1
-        word = self._say_here(number)
+        word = self._announce(number)
         self._store.set(f"{self._prefix}/asked", str(number))
         size = self._place.world_size
         names = [f"{self._prefix}/{number}/here/{rank}" for rank in range(size)]
@@ -242,29 +252,32 @@ class StoreControlPlane:
                 break
             self._wait_for_others(pause_s, until)
         words = [found.decode() for found in self._store.multi_get(names)]
-        assert words[0] == word  # noqa: S101 - nobody else is rank 0
+        assert words[0] == word  # noqa: S101 - only this process is rank 0
         epoch = max(number, *(int(word.partition(":")[2]) for word in words))
         if epoch > number:
             self._store.add(f"{self._prefix}/epochs", epoch - number)
         self._store.set(f"{self._prefix}/{number}/all", " ".join([*words, str(epoch)]))
         return number, epoch
 
-    def _other(self, until: float | None) -> tuple[int, int]:
-        """An answer to an earlier start's question does no harm: the words that come back are not this rank's."""
-        said: dict[int, str] = {}
+    def _meet(self, until: float | None) -> tuple[int, int]:
+        """Return the question's number and the epoch.
+
+        An answer to a question of an earlier start is ignored: its words differ.
+        """
+        reported: dict[int, str] = {}
         for pause_s in pauses_s():
             if self._store.check([f"{self._prefix}/asked"]):
                 number = int(self._store.get(f"{self._prefix}/asked"))
-                if number not in said:
-                    said[number] = self._say_here(number)
+                if number not in reported:
+                    reported[number] = self._announce(number)
                 if self._store.check([f"{self._prefix}/{number}/all"]):
                     *words, epoch = self._store.get(f"{self._prefix}/{number}/all").decode().split()
-                    if words[self._place.rank : self._place.rank + 1] == [said[number]]:
+                    if words[self._place.rank : self._place.rank + 1] == [reported[number]]:
                         return number, int(epoch)
             self._wait_for_others(pause_s, until)
-        raise AssertionError  # there is always another pause
+        raise AssertionError  # pauses_s never ends
 
-    def _say_here(self, number: int) -> str:
+    def _announce(self, number: int) -> str:
         word = f"{secrets.token_hex(8)}:{self._place.epoch}"
         names = (f"beat/{self._place.rank}", f"here/{self._place.rank}")
         self._store.multi_set([f"{self._prefix}/{number}/{name}" for name in names], [FIRST_HEARTBEAT, word])
@@ -281,62 +294,58 @@ class StoreControlPlane:
         if until is not None and time.monotonic() >= until:
             raise ControlDeadlineError("not all ranks came in time")
 
-    # -- what happens -------------------------------------------------------------------------------------------------
-
-    def _tell(self, event: _Event) -> None:
-        """Events have an order: who comes second finds the first one's in its place."""
-        with _lost():
-            self._said_events += 1
-            told = msgspec.json.encode(
-                msgspec.structs.replace(event, by=f"{self._place.rank}.{self._said_events}")
+    def _publish(self, event: _Event) -> None:
+        """Append ``event`` at the next free position, and wake all ranks."""
+        with _store_errors():
+            self._sent_events += 1
+            encoded = msgspec.json.encode(
+                msgspec.structs.replace(event, by=f"{self._place.rank}.{self._sent_events}")
             ).decode()
-            number = self._heard_events
-            while self._store.compare_set(self._name(f"event/{number}"), "", told) != told.encode():
+            number = self._received_events
+            while self._store.compare_set(self._name(f"event/{number}"), "", encoded) != encoded.encode():
                 number += 1
             ranks = range(self._place.world_size)
             self._store.multi_set([self._name(f"wake/{number}/{rank}") for rank in ranks], ["1"] * len(ranks))
 
     def _wake(self, number: int) -> None:
-        """This rank's own thread, which waits for that event."""
+        """Wake this rank's watching thread, which waits for event ``number``."""
         self._store.set(self._name(f"wake/{number}/{self._place.rank}"), "1")
 
     def _say_pause(self, step: int) -> None:
-        """The last one to say where it stands says the target to all."""
+        """Report the step of this rank; the last rank to report publishes the target."""
         if self._paused:
             return
         ranks = range(self._place.world_size)
         self._store.set(self._name(f"pause/{self._place.rank}"), str(step))
         self._paused = True
         if self._store.add(self._name("paused"), 1) == len(ranks):
-            said = self._store.multi_get([self._name(f"pause/{rank}") for rank in ranks])
-            self._tell(_Event(target=max(map(int, said))))
+            reported = self._store.multi_get([self._name(f"pause/{rank}") for rank in ranks])
+            self._publish(_Event(target=max(map(int, reported))))
 
     def _watch(self) -> None:
         try:
             while not self._closed:
-                event = self._next_event(self._heard_events)
+                event = self._next_event(self._received_events)
                 if event is not None:
-                    self._heard_events += 1
-                    self._heard(event)
-        except (RuntimeError, msgspec.MsgspecError) as error:  # it is gone, or says what no rank has said
+                    self._received_events += 1
+                    self._apply(event)
+        except (RuntimeError, msgspec.MsgspecError) as error:  # the store is gone, or has invalid content
             self._store_lost(error)
 
     def _next_event(self, number: int) -> _Event | None:
-        """Waits for it; ``None`` where this rank was woken for something else, or nothing happened all day long."""
+        """Wait for the event and return it; ``None`` for another wake-up, or after a day."""
         with contextlib.suppress(dist.DistStoreError):
-            self._store.wait([self._name(f"wake/{number}/{self._place.rank}")], _LONG)
+            self._store.wait([self._name(f"wake/{number}/{self._place.rank}")], _EVENT_TIMEOUT)
             return None if self._closed else from_json(self._store.get(self._name(f"event/{number}")), _Event)
         return None
 
     def _store_lost(self, error: Exception) -> None:
-        if not self._closed and not self._is_broken:  # else its connections are cut on purpose
+        if not self._closed and not self._is_broken:  # after both, connections are closed on purpose
             self._is_store_lost = True
-            self._store.abort()  # who waits there would wait on
-            self._heard(_Event(NoticeKind.RESTART, f"the store that the ranks met at is gone: {error}"))
+            self._store.abort()  # a thread that waits there would never return
+            self._apply(_Event(NoticeKind.RESTART, f"the store that the ranks met at is gone: {error}"))
 
-    # -- who hangs ----------------------------------------------------------------------------------------------------
-
-    def _beating(self) -> RankHeartbeats:
+    def _make_heartbeats(self) -> RankHeartbeats:
         size, limits = self._place.world_size, self._limits
         keys = [f"{self._prefix}/{self._number}/beat/{rank}" for rank in range(size)]
         judge = (
@@ -345,7 +354,7 @@ class StoreControlPlane:
         return RankHeartbeats(self._store, keys, self._place.rank, judge)
 
     def _beat(self, heartbeats: RankHeartbeats) -> None:
-        """That the store answers is seen here: who waits for an event would not see it."""
+        """Send heartbeats. They also detect a lost store: the thread that waits for an event would not notice."""
         beats = 0
         try:
             while not self._closed and not self._is_broken:
@@ -353,27 +362,31 @@ class StoreControlPlane:
                 reason = heartbeats.beat(self._progress, time.monotonic(), over=over, stopping=stopping)
                 if reason is not None:
                     log.error("epoch %d: %s", self._epoch, reason)
-                    self._tell(_Event(NoticeKind.RESTART, reason, hangs=True))
-                beats, number = beats + 1, self._heard_events
+                    self._publish(_Event(NoticeKind.RESTART, reason, hangs=True))
+                beats, number = beats + 1, self._received_events
                 if beats % IDLE_HEARTBEATS == 0 and self._store.check([self._name(f"event/{number}")]):
-                    self._wake(number)  # who told it ended before it could wake all
+                    self._wake(number)  # the publishing rank ended before it could wake all ranks
                 with self._changed:
                     self._changed.wait_for(lambda: self._closed or self._is_broken, self._beat_s)
         except (RuntimeError, ControlPlaneUnavailableError) as error:
             self._store_lost(error)
 
-    def _must_leave(self, reason: str, leave_s: float) -> None:
-        """A process that hangs does not come to its end by an error, and no launcher sees it."""
+    def _end_if_not_left(self, reason: str, leave_s: float) -> None:
+        """End this process if it has not left the world after ``leave_s`` seconds.
+
+        No launcher detects a process that hangs.
+
+        """
         with self._changed:
             if self._changed.wait_for(lambda: self._left, leave_s):
                 return
         log.error("epoch %d: %s; this process has not left it for %g s and ends", self._epoch, reason, leave_s)
         exit_with_stacks()
 
-    def _heard(self, event: _Event) -> None:
+    def _apply(self, event: _Event) -> None:
         with self._changed:
             if event.came:
-                self._came.add(event.came)
+                self._gathered.add(event.came)
             elif event.target is not None:
                 self._target = event.target
             elif self._event is None or self._event.want is not NoticeKind.RESTART:
@@ -387,7 +400,7 @@ class StoreControlPlane:
             notice = self.notice()
             calls = tuple(self._broken_calls)
         if event.hangs and self._leave_s is not None:
-            self._start(self._must_leave, event.reason, self._leave_s)
+            self._start(self._end_if_not_left, event.reason, self._leave_s)
         if event.want is NoticeKind.RESTART and notice is not None and notice.reason == event.reason:
             for call in calls:
                 call(notice)
@@ -406,13 +419,13 @@ class StoreControlPlane:
             reason = self._event.reason if self._event is not None else "it has not begun, or was left"
             raise StaleEpochError(f"epoch {self._epoch} is over: {reason}")
 
-    def _leaves(self) -> None:
+    def _mark_left(self) -> None:
         with self._changed:
             self._left = True
             self._changed.notify_all()
 
     def _no_further(self) -> None:
-        self._leaves()
+        self._mark_left()
         if self._finished or self._sealed:
             raise Dismissed("whoever started this process starts the next ones")
         reason = self._event.reason if self._event is not None else "left without being asked"
@@ -425,7 +438,7 @@ class StoreControlPlane:
 
 
 def pauses_s() -> Iterator[float]:
-    """Between two looks at something that comes by itself: a tenth of what it has taken, at the most a second."""
+    """Yield pauses between polls, in seconds: a tenth of the time waited so far, from 0.02 s to 1 s."""
     waited_s = 0.0
     while True:
         pause_s = min(1.0, max(0.02, waited_s / 10))
@@ -434,8 +447,8 @@ def pauses_s() -> Iterator[float]:
 
 
 @contextlib.contextmanager
-def _lost() -> Iterator[None]:
-    """A store that does not answer leaves open what is wanted."""
+def _store_errors() -> Iterator[None]:
+    """Raise :class:`ControlPlaneUnavailableError` if the store does not answer."""
     try:
         yield
     except RuntimeError as error:

@@ -1,4 +1,4 @@
-"""``elastic.run`` and ``recoverable``: enter a world, train, leave, enter the next, in the same process."""
+"""``elastic.run`` and ``recoverable``: one process trains in one world after the other."""
 
 from __future__ import annotations
 
@@ -57,7 +57,10 @@ from tieredckpt.live.abort_fence import AbortFence, use_fence
 
 log = logging.getLogger(__name__)
 _STEP_ERRORS = (CheckpointNotFoundError, CheckpointLostError, CheckpointDamagedError)
-"""Errors of a restore whose step cannot be loaded. Retrying a requested step fails the same way."""
+"""Errors of a restore that cannot load its step.
+
+A second attempt at a requested step fails the same way.
+"""
 
 T = TypeVar("T")
 TrainFunction = Callable[[World], T]
@@ -65,26 +68,26 @@ WarmupFunction = Callable[[], Any]
 
 
 class RunOutcome(enum.Enum):
-    """How a rank's part in a job ended."""
+    """Outcome of a rank's part in a job."""
 
     FINISHED = "finished"
     STOPPED = "stopped"
-    """The job stopped at a sealed step, to be resumed another time."""
+    """The job stopped at a sealed step. A later run resumes it."""
     DISMISSED = "dismissed"
-    """The job goes on without this process."""
+    """The job continues without this process."""
 
 
 @dataclass(frozen=True)
 class RunResult(Generic[T]):
-    """What became of this rank. A process that gets one of these ends with status 0."""
+    """Result of this rank. A process whose run returns one exits with status 0."""
 
     outcome: RunOutcome
     value: T | None = None
-    """What the train function returned, when it finished."""
+    """Return value of the train function, if it finished."""
     steps: int = 0
-    """Steps completed."""
+    """Number of completed steps."""
     worlds: int = 0
-    """In how many worlds this process was."""
+    """Number of worlds that this process was in."""
 
     def __str__(self) -> str:
         if self.outcome is RunOutcome.STOPPED:
@@ -96,33 +99,47 @@ class RunResult(Generic[T]):
 
 @dataclass(frozen=True)
 class RecoveryPolicy:
-    """How a rank takes part."""
+    """Options of a rank's recovery loop."""
 
     backend: str | None = None
-    """Of the default process group; ``None``: NCCL for CUDA tensors where there is a GPU, gloo for the others;
-    ``"none"``: the train function makes its groups, and leaves none behind."""
+    """Backend of the default process group.
+
+    ``None``: NCCL for CUDA tensors if there is a GPU, and gloo for the others. ``"none"``: the train function creates
+    its groups, and destroys them.
+    """
     timeout: timedelta | None = None
-    """Of its collectives; ``None``: longer than it takes who runs the job to find a hang, and torch's own at least."""
+    """Timeout of its collectives.
+
+    ``None``: longer than hang detection takes, and at least torch's default.
+    """
     on_error: Literal["retry", "raise"] = "retry"
-    """After an exception of the train function: take part in the next world (who runs the job counts, and gives up in
-    the end), or report it and end."""
+    """Reaction to an exception of the train function.
+
+    ``"retry"``: join the next world; the launcher or coordinator limits
+    the number of faults. ``"raise"``: report it and raise.
+    """
     peer_loss_wait_s: float = 10.0
-    """How long an error that could come of the loss of another rank waits for word of one."""
+    """Seconds to wait for a reported loss of another rank, after an error that such a loss can cause."""
     sigterm_grace_s: float = 25.0
-    """What SIGTERM leaves."""
+    """Seconds that the process has left after SIGTERM."""
     nonfinite: NonFiniteMode = "fault"
-    """What becomes of a loss that ``world.check`` finds not to be finite. ``"fault"``: all ranks try the step again,
-    and the job fails after so many attempts; ``"skip"``: it is left out by all of them then; ``"ignore"``: nothing.
+    """Reaction to a loss that ``world.check_finite`` finds not to be finite.
+
+    ``"fault"``: all ranks retry the step, and the job fails after ``nonfinite_attempts``. ``"skip"``: all ranks skip
+    the step after these attempts. ``"ignore"``: none.
     """
     nonfinite_attempts: int = 2
     """Attempts at one step."""
     nonfinite_max_skips: int = 10
-    """Steps that may be left out; with one more the job fails."""
+    """Steps that the job may skip; one more fails the job."""
     health_check: ProcessHealthCheck = field(default_factory=DeviceHealthCheck)
-    """Called between two worlds; where it raises, this process ends and another one takes its seat."""
+    """Function called between two worlds. If it raises, this process ends and another one replaces it."""
     abort_steps: tuple[Literal["groups", "connections"] | Callable[[], Any], ...] = ("groups", "connections")
-    """What is done, in this order and from a thread of its own, when a world breaks while this rank may hang in it.
-    A function closes or wakes what the script itself waits for, before, between or after the two."""
+    """Steps of the abort, in this order, when a world breaks while this rank may hang in it.
+
+    They run in a separate thread. A function closes or wakes objects that the script itself waits for, before, between
+    or after the two.
+    """
 
 
 @overload
@@ -140,7 +157,7 @@ def recoverable(
     policy: RecoveryPolicy | None = None,
     warmup: WarmupFunction | None = None,
 ) -> Any:
-    """The decorated function runs as :func:`run` runs it: called without arguments, it is entered with every world."""
+    """Decorate a train function: the result takes no arguments and calls :func:`run` with it."""
 
     def decorate(inner: TrainFunction[T]) -> Callable[[], RunResult[T]]:
         @functools.wraps(inner)
@@ -159,15 +176,15 @@ def run(
     policy: RecoveryPolicy | None = None,
     warmup: WarmupFunction | None = None,
 ) -> RunResult[T]:
-    """Call ``train`` with every world this process has a place in, until it returns.
+    """Call ``train`` with every world that this process joins, until it returns.
 
-    ``plane`` is who runs the job; by default the one that started this process: ``elastic run``, a platform that
-    brings its own, ``torchrun``, or nobody. Faults of other ranks, resizes and (``policy.on_error``) its own exceptions
-    end one call of ``train`` and begin the next; what the process has imported, compiled and cached stays. Raises
-    :class:`~elastic.errors.JobFailedError` when there is no further world, from the last exception of ``train``.
+    ``plane`` is the control plane, by default the plane of the launcher: ``elastic run``, a platform plugin,
+    ``torchrun``, or none. Faults of other ranks, resizes and (``policy.on_error``) exceptions of ``train`` end one call
+    and begin the next. Imported modules, compiled code and caches of the process remain. Raises
+    :class:`~elastic.errors.JobFailedError` from the last exception of ``train`` when no further world follows.
 
-    ``warmup`` is called once, before this process asks for a place, in no process group: what it imports, compiles or
-    maps is there when a spare takes the place of a rank that was lost.
+    ``warmup`` is called once, before this process requests an assignment, and without a process group. A spare that
+    replaces a lost rank has then imported, compiled or mapped what it needs.
     """
     if plane is None:
         from elastic.workers.launch_environment import detect_control_plane
@@ -194,7 +211,7 @@ def run(
 
 
 class _Rank(Generic[T]):
-    """One process's way through the worlds."""
+    """Recovery loop of one process through its worlds."""
 
     def __init__(
         self,
@@ -212,21 +229,21 @@ class _Rank(Generic[T]):
         self._faults = faults
         self._plane = plane
         self._policy = policy
-        self._deadline = LeaveDeadline(plane)  # before any watch, whose abort may hang
+        self._deadline = LeaveDeadline(plane)  # before any watch thread: its abort may hang
         self._groups: ProcessGroups | UserProcessGroups | None = None
         self._fence: AbortFence | None = None
-        """Of the world whose groups these are."""
+        """Fence of the world that ``_groups`` belongs to."""
         self._sealed_before = -1
-        """The newest step that this process had sealed when it entered its world."""
+        """Newest step that this process had sealed when it entered its world."""
         self._worlds = 0
         self._steps = 0
         self._last_error: BaseException | None = None
         self._losses = NonFiniteGuard(policy.nonfinite, policy.nonfinite_attempts, policy.nonfinite_max_skips)
         self._finished: list[T] = []
-        """What the train function returned, once it has and that was heard."""
+        """Return value of the train function, once it finished and the plane accepted the report."""
 
     def run(self) -> RunResult[T]:
-        watch = NoticeWatcher(self._plane, self._abort, self._cut_again)
+        watch = NoticeWatcher(self._plane, self._abort, self._close_connections_again)
         try:
             with forward_signals(watch, default_signal_requests(self._policy.sigterm_grace_s)):
                 while True:
@@ -235,25 +252,25 @@ class _Rank(Generic[T]):
                     try:
                         place = self._plane.wait_for_assignment()
                     except Dismissed:
-                        return self._ended(RunOutcome.DISMISSED)
+                        return self._result(RunOutcome.DISMISSED)
                     except JobFailedError as error:
                         raise error from self._last_error
                     self._record.assigned(place)
-                    world = self._one_world(watch, place)
+                    world = self._run_world(watch, place)
                     if self._finished:
-                        return self._ended(RunOutcome.FINISHED)
+                        return self._result(RunOutcome.FINISHED)
                     if world.stop_notice is not None and world.stop_notice.kind is NoticeKind.STOP and world.is_sealed:
-                        return self._ended(RunOutcome.STOPPED)
-                    self._examine()
+                        return self._result(RunOutcome.STOPPED)
+                    self._check_health()
         finally:
             self._deadline.left()
             watch.close()
 
-    def _ended(self, how: RunOutcome) -> RunResult[T]:
+    def _result(self, how: RunOutcome) -> RunResult[T]:
         return RunResult(how, self._finished[0] if self._finished else None, self._steps, self._worlds)
 
     @contextmanager
-    def _saving(self, place: RankAssignment) -> Iterator[None]:
+    def _use_world_for_saves(self, place: RankAssignment) -> Iterator[None]:
         """Use the world's epoch for incarnations that begin in it, and the nodes outside it for replicas."""
         from tieredckpt.session.agent_discovery import use_standby_nodes
         from tieredckpt.session.incarnation import use_world_epoch
@@ -268,23 +285,26 @@ class _Rank(Generic[T]):
         groups = self._groups
         if groups is not None:
             if self._fence is not None:
-                self._fence.close()  # what completes from here on may be garbage
+                self._fence.close()  # later completions may be garbage
             log.warning("epoch %d is broken: %s", notice.epoch, notice.reason)
-            ours = {"groups": groups.abort_groups, "connections": groups.close_connections}
+            named_steps = {"groups": groups.abort_groups, "connections": groups.close_connections}
             for step in self._policy.abort_steps:
                 try:
                     with self._deadline.aborting(str(step)):
-                        (ours[step] if isinstance(step, str) else step)()
-                except Exception as error:  # what comes after it is done all the same
+                        (named_steps[step] if isinstance(step, str) else step)()
+                except Exception as error:  # the following steps run all the same
                     log.error("%s failed when the world was aborted", step, exc_info=error)
 
-    def _cut_again(self, epoch: int) -> None:
+    def _close_connections_again(self, epoch: int) -> None:
         groups = self._groups
         if groups is not None and groups.epoch == epoch and "connections" in self._policy.abort_steps:
             groups.close_connections()
 
-    def _examine(self) -> None:
-        """A process that is not fit for another world ends: it is better to start a new one than to find out later."""
+    def _check_health(self) -> None:
+        """Raise :class:`UnhealthyProcessError` if the process is not fit for another world.
+
+        Starting a new process costs less than a failure in the next world.
+        """
         self._deadline.at(LeaveStage.HEALTH)
         try:
             self._policy.health_check()
@@ -293,17 +313,23 @@ class _Rank(Generic[T]):
         except Exception as error:
             raise UnhealthyProcessError(f"this process is not fit for another world: {error}") from error
 
-    def _one_world(self, watch: NoticeWatcher, place: RankAssignment) -> World:
+    def _run_world(self, watch: NoticeWatcher, place: RankAssignment) -> World:
         self._deadline.enter(place.epoch)
-        gate = StepBarrier(self._plane, place.epoch)
-        world = World(place, self._plane, gate, record=self._record, losses=self._losses)
+        barrier = StepBarrier(self._plane, place.epoch)
+        world = World(place, self._plane, barrier, record=self._record, losses=self._losses)
         self._fence = fence = AbortFence(world.raise_if_broken)
         self._groups = groups = process_groups_for(place, self._policy.backend, self._policy.timeout)
         self._sealed_before = newest_step_sealed_here()
-        well = False
-        watch.watch_barrier(gate)
+        is_clean = False
+        watch.watch_barrier(barrier)
         try:
-            with _environment(place), _current(world), use_fence(fence), _resume_from(place), self._saving(place):
+            with (
+                _environment(place),
+                _current(world),
+                use_fence(fence),
+                _resume_from(place),
+                self._use_world_for_saves(place),
+            ):
                 self._faults.enter_world(world)
                 groups.initialize()
                 self._record.groups_ready()
@@ -315,16 +341,16 @@ class _Rank(Generic[T]):
                 self._record.survivors_asked(world.hydration is not None)
                 self._deadline.at(LeaveStage.TRAIN)
                 value = self._train(world)
-            well = True
+            is_clean = True
             self._returned(world, value)
         except WorldChanged as change:
-            well = world.stop_notice is not None
-            if not well:
+            is_clean = world.stop_notice is not None
+            if not is_clean:
                 self._record.fault_detected()
             log.info("epoch %d has ended: %s", place.epoch, change)
         except (Exception, CheckpointException) as error:  # noqa: BLE001 - a user's callback; torch derives the latter from BaseException
-            well = self._failed(world, gate, error, requested=place.requested_step is not None)
-            drop_traceback_frames(error)  # else what they hold, a model say, stays beside the next one
+            is_clean = self._failed(world, barrier, error, requested=place.requested_step is not None)
+            drop_traceback_frames(error)  # its frames hold objects such as the model
         finally:
             self._faults.leave_world()
             self._steps = max(self._steps, world.completed)
@@ -336,35 +362,38 @@ class _Rank(Generic[T]):
             world.run_cleanups()
             watch.watch_barrier(None)
             at(LeaveStage.BARRIER)
-            gate.close()
+            barrier.close()
             at(LeaveStage.GROUPS)
-            groups.destroy(broken=not well)
+            groups.destroy(broken=not is_clean)
             at(LeaveStage.RESET)
             reset_process_state()
         return world
 
     def _returned(self, world: World, value: T) -> None:
-        """The train function came back by itself: it has finished, or it saw that the world is to end."""
+        """End a world whose train function returned: it finished, or it saw the stop notice."""
         if world.stop_notice is not None:
             if not world.is_sealed:
                 world.report_sealed()
             return
         try:
             self._plane.report_finished()
-        except ElasticError as error:  # another rank was lost on its last steps: they are done again
+        except ElasticError as error:  # another rank was lost in its last steps, which are repeated
             log.warning("it was not heard that this rank has finished: %s", error)
             return
         self._finished.append(value)
 
-    def _failed(self, world: World, gate: StepBarrier, error: BaseException, *, requested: bool = False) -> bool:
-        """Whether the world ended well all the same. ``requested``: the run names the step that it restores."""
+    def _failed(self, world: World, barrier: StepBarrier, error: BaseException, *, requested: bool = False) -> bool:
+        """Report the error of the train function, and return whether the world still ended well.
+
+        ``requested``: the run names the step that it restores.
+        """
         if world.stop_notice is not None:
             log.warning("on the way out of epoch %d: %s: %s", world.epoch, type(error).__name__, error)
             return True
         self._record.fault_detected()
-        patience_s = self._policy.peer_loss_wait_s if may_follow_from_lost_rank(error) else 0.0
-        if gate.wait_broken(patience_s):
-            log.info("epoch %d is broken (%s): %s", world.epoch, gate.broken_reason, error)
+        wait_s = self._policy.peer_loss_wait_s if may_follow_from_lost_rank(error) else 0.0
+        if barrier.wait_broken(wait_s):
+            log.info("epoch %d is broken (%s): %s", world.epoch, barrier.broken_reason, error)
             return False
         self._last_error = error
         log.error("epoch %d, rank %d: the train function failed", world.epoch, world.rank, exc_info=error)
@@ -381,8 +410,8 @@ class _Rank(Generic[T]):
                 final=final,
                 position=position if is_own else None,
             )
-        except ElasticError as unheard:
-            log.warning("the fault was not heard: %s", unheard)
+        except ElasticError as report_error:
+            log.warning("the fault was not heard: %s", report_error)
         if self._policy.on_error == "raise":
             raise error
         return False
@@ -390,7 +419,7 @@ class _Rank(Generic[T]):
 
 @contextmanager
 def _resume_from(place: RankAssignment) -> Iterator[None]:
-    """The first restore in this world restores the step that the assignment names, or raises."""
+    """Make the first restore in this world restore the step that the assignment names, or raise."""
     sealed, requested = place.resume_from, place.requested_step
     if sealed is None and requested is None:
         yield
@@ -408,7 +437,7 @@ def _resume_from(place: RankAssignment) -> Iterator[None]:
 
 
 def _waive_required_step() -> None:
-    """Have this world restore the newest step: the survivors' step, which continues from the requested one."""
+    """Let this world restore the newest step: the survivors' step, which continues from the requested one."""
     from tieredckpt.checkpointer.progress_hook import waive_required_step
 
     waive_required_step()
@@ -416,7 +445,7 @@ def _waive_required_step() -> None:
 
 @contextmanager
 def _environment(place: RankAssignment) -> Iterator[None]:
-    """What every launcher tells its processes; as long as this world lasts."""
+    """Set the environment variables of a launcher within this block."""
     host, port = parse_store_address(place.store)
     values = {
         "RANK": place.rank,
@@ -431,7 +460,7 @@ def _environment(place: RankAssignment) -> Iterator[None]:
         "MASTER_PORT": port,
         "TORCHELASTIC_RESTART_COUNT": place.restarts,
         "TORCHELASTIC_USE_AGENT_STORE": "True",
-        # Frameworks take a process for one of a launcher where this is set.
+        # Frameworks use this variable to detect a launcher.
         "TORCHELASTIC_RUN_ID": os.environ.get("TORCHELASTIC_RUN_ID") or os.environ.get("ELASTIC_JOB") or "elastic",
     }
     before = {name: os.environ.get(name) for name in values}
@@ -459,36 +488,39 @@ def _current(world: World) -> Iterator[None]:
 
 
 def current_world() -> World | None:
-    """The world that this process trains in now."""
+    """Return the world in which this process trains now, or ``None``."""
     return _worlds[-1] if _worlds else None
 
 
-_KINDS = (dist.DistError, ConnectionError, TieredCheckpointError)
-_DEEP = 20
+_LOSS_ERRORS = (dist.DistError, ConnectionError, TieredCheckpointError)
+_MAX_CHAIN = 20
 
 
 def may_follow_from_lost_rank(error: BaseException) -> bool:
-    """Whether this could come of the loss of another rank. Then it is worth a moment to hear whether one was lost."""
-    return any(_looks_so(one) for one in error_chain(error))
+    """Return whether the loss of another rank can cause this error.
+
+    Then the caller waits a moment for a report of that loss.
+    """
+    return any(_may_be_loss(one) for one in error_chain(error))
 
 
 _LIBRARIES = (*{sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib")},)
-_OWN = str(Path(__file__).parents[1])
+_PACKAGE_PATH = str(Path(__file__).parents[1])
 
 
 def error_location(error: BaseException) -> str:
-    """Return " (FILE:LINE in FUNCTION)": the innermost frame of the script itself, or "" if the error has none."""
+    """Return " (FILE:LINE in FUNCTION)" of the script's innermost frame, or "" if the error has none."""
     frames = traceback.extract_tb(error.__traceback__)
-    own = [frame for frame in frames if not frame.filename.startswith((*_LIBRARIES, _OWN))]
+    own = [frame for frame in frames if not frame.filename.startswith((*_LIBRARIES, _PACKAGE_PATH))]
     if not own:
         return ""
     return f" ({Path(own[-1].filename).name}:{own[-1].lineno} in {own[-1].name})"
 
 
 def error_chain(error: BaseException) -> Iterator[BaseException]:
-    """The error, and what it came of."""
+    """Yield the error and its causes, at most ``_MAX_CHAIN`` of them."""
     waiting, seen = [error], set[int]()
-    while waiting and len(seen) < _DEEP:
+    while waiting and len(seen) < _MAX_CHAIN:
         one = waiting.pop(0)
         if id(one) in seen:
             continue
@@ -499,7 +531,7 @@ def error_chain(error: BaseException) -> Iterator[BaseException]:
         waiting += [other for other in (one.__cause__, one.__context__) if other is not None]
 
 
-def _looks_so(error: BaseException) -> bool:
-    if isinstance(error, _KINDS):
+def _may_be_loss(error: BaseException) -> bool:
+    if isinstance(error, _LOSS_ERRORS):
         return True
     return isinstance(error, RuntimeError) and blames_another_rank(str(error))

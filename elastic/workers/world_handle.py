@@ -1,9 +1,8 @@
-"""World, the object a train function receives: ranks, steps, finite-loss check, cleanup.
+"""World, the argument of a train function: ranks, steps, check for finite losses, cleanup.
 
-A rank that sees one makes a fault of it, before its optimizer steps: everybody drops the step and goes back to the last
-whole one. A flip of a bit is gone at the second attempt; what is in the batch or in the state is not, and then the job
-ends and says so, or the step is left out by all ranks. They agree on that where they meet again after a fault, so that
-asking costs no collective.
+A rank with a non-finite loss raises a fault before its optimizer steps: all ranks drop the step and return to the last
+complete one. The second attempt corrects a flipped bit. If the batch or the state causes it, the job fails with a
+message, or all ranks skip the step. They agree on that when they meet after a fault, so the check needs no collective.
 """
 
 from __future__ import annotations
@@ -34,15 +33,15 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 SealFunction = Callable[[int], object]
-"""Makes sure that the state after a step is safe; returns when it is."""
+"""Function that seals the state after a step, and returns when it is sealed."""
 TrainState = dict[str, Any]
-_PATIENCE_S = 600.0
-_KEPT_BACK = 0.2
-"""Of the time left, what is kept for everything that comes after sealing."""
+_SEAL_TIMEOUT_S = 600.0
+_RESERVED_SHARE = 0.2
+"""Share of the remaining time that is reserved for the work after sealing."""
 
 
 class World:
-    """The ranks that train together now. Its groups are initialised; they end when the train function is left.
+    """The ranks that train together now. Its process groups exist until the train function is left.
 
     ::
 
@@ -56,7 +55,7 @@ class World:
         self,
         assignment: RankAssignment,
         plane: ControlPlane,
-        gate: StepBarrier,
+        barrier: StepBarrier,
         *,
         record: RankTimeline | None = None,
         losses: NonFiniteGuard | None = None,
@@ -64,21 +63,21 @@ class World:
         self._place = assignment
         self._record = record or open_rank_timeline()
         self._plane = plane
-        self._gate = gate
+        self._gate = barrier
         self._losses = losses or NonFiniteGuard("fault", 1, 0)
-        self._finalizers = CleanupStack()
+        self._cleanups = CleanupStack()
         self._calls = 0
         self._steps_taken = False
-        self._done = -1
-        """How many steps are completed, once one was in this world: what comes before that is no step."""
+        self._reported_steps = -1
+        """Number of completed steps; -1 until this world completes one."""
         self.completed = 0
-        """Steps completed, as far as :meth:`steps` was told."""
+        """Number of completed steps, as far as :meth:`steps` knows."""
         self.stop_notice: ControlNotice | None = None
-        """Why all ranks stopped at a common step; ``None`` while they have not."""
+        """Reason why all ranks stopped at a common step; ``None`` while they have not."""
         self.is_sealed = False
-        """Whether the step they stopped after is safe."""
+        """Whether the step before the stop is sealed."""
         self.hydration: Hydration | None = None
-        """After a fault: where the state comes from, ``live`` or ``snapshot``, and which step had been reached."""
+        """After a fault: source of the state, ``live`` or ``snapshot``, and the step that had been reached."""
 
     @property
     def rank(self) -> int:
@@ -110,7 +109,7 @@ class World:
 
     @property
     def device(self) -> torch.device:
-        """Where this rank computes."""
+        """Device of this rank."""
         import torch
 
         from tieredckpt.tensors.device import accelerator
@@ -126,35 +125,36 @@ class World:
 
     @property
     def step(self) -> int:
-        """The step that is being done, as far as it is known here; -1 before the first."""
+        """Number of the running step, as far as this object knows; -1 before the first."""
         return self.completed if self._steps_taken else self._calls - 1
 
     @property
     def has_completed_step(self) -> bool:
         """Whether this rank has completed a step in this world."""
-        return self._done >= 0
+        return self._reported_steps >= 0
 
     @property
     def restarts(self) -> int:
-        """How many worlds ended by a fault so far."""
+        """Number of worlds that ended with a fault so far."""
         return self._place.restarts
 
     @property
     def reason(self) -> str:
-        """Why there is a new world; for people."""
+        """Reason for this world, for logs."""
         return self._place.reason
 
     def mesh(
         self, shape: Sequence[int] | None = None, names: Sequence[str] = ("dp",), *, device_type: str | None = None
     ) -> DeviceMesh:
-        """A device mesh over all ranks. One entry of ``shape`` may be -1: what is left. Default: one dimension."""
+        """Return a device mesh over all ranks, by default with one dimension.
+
+        One entry of ``shape`` may be -1: its size follows from the others.
+        """
         from torch.distributed.device_mesh import init_device_mesh
 
         return init_device_mesh(
             device_type or self.device.type, resolve_mesh_shape(self.size, shape or (-1,)), mesh_dim_names=tuple(names)
         )
-
-    # -- steps --------------------------------------------------------------------------------------------------------
 
     def steps(
         self,
@@ -164,11 +164,11 @@ class World:
         checkpoint: tuple[Checkpointer | NullCheckpointer, TrainState | Callable[[], TrainState]] | None = None,
         seal: SealFunction | None = None,
     ) -> Iterator[int]:
-        """The steps from ``first`` up to ``total``, or until this world ends.
+        """Yield the steps from ``first`` up to ``total``, or until this world ends.
 
-        Between two steps costs a look at memory. When another world is wanted all ranks go on to the same step; then
-        what it left is sealed, by ``checkpoint`` (and what its state is then) or by ``seal(step)``, and
-        :class:`WorldChanged` leaves the train function through its ``with`` blocks.
+        Between two steps this only reads memory. When the world is about to change, all ranks stop after the same step.
+        Then ``checkpoint`` (with its state at that time) or ``seal(step)`` seals it, and :class:`WorldChanged` leaves
+        the train function through its ``with`` blocks.
         """
         if checkpoint is not None and seal is not None:
             raise PolicyError("steps(checkpoint=, seal=): one of the two seals, not both")
@@ -180,14 +180,14 @@ class World:
             self.end_step(checkpoint)
 
     def begin_step(self, total: int | None, seal: SealFunction | None) -> bool:
-        """Begin the step after the completed ones, as :meth:`steps` does; False if ``total`` steps are completed."""
-        way = self._gate.pass_boundary(self.completed)
-        if way is BoundaryDecision.ABORT:
+        """Begin the next step, as :meth:`steps` does; return False if ``total`` steps are completed."""
+        decision = self._gate.pass_boundary(self.completed)
+        if decision is BoundaryDecision.ABORT:
             raise WorldChanged(self._gate.broken_reason)
         if total is not None and self.completed >= total:
-            self._say(free=True)
+            self._report_progress(idle=True)
             return False
-        if way is BoundaryDecision.PAUSE:
+        if decision is BoundaryDecision.PAUSE:
             self._stop(seal)
         self._steps_taken = True
         self._record.step_began(self.completed)
@@ -199,71 +199,74 @@ class World:
         """Complete the step that :meth:`begin_step` began, as :meth:`steps` does."""
         self._record.step_ended(self.completed)
         if checkpoint is not None:
-            _note(*checkpoint, self.completed)
+            _record_boundary(*checkpoint, self.completed)
         self.completed += 1
-        self._done = self.completed
-        self._say()
+        self._reported_steps = self.completed
+        self._report_progress()
 
-    def _say(self, *, free: bool = False) -> None:
-        self._plane.report_progress(rank_progress(self._done, idle=free))
+    def _report_progress(self, *, idle: bool = False) -> None:
+        self._plane.report_progress(rank_progress(self._reported_steps, idle=idle))
 
     @contextmanager
     def pause_watchdog(self) -> Iterator[None]:
-        """In this block, an evaluation say, no rank is expected to get on: however long it takes, it does not hang."""
-        self._say(free=True)
+        """Expect no progress of this rank within this block, for example an evaluation: it may take any time."""
+        self._report_progress(idle=True)
         try:
             yield
         finally:
-            self._say()
+            self._report_progress()
 
     def check_finite(self, loss: float | torch.Tensor, *, step: int | None = None, what: str = "the loss") -> bool:
-        """Whether the gradients of this step may be used; asked after ``backward`` and before the optimizer steps.
+        """Return whether to use the gradients of this step.
 
-        In a world that is known to be broken by then it raises, as a boundary between two steps does: what an aborted
-        collective left in the gradients is not used. A loss that is not finite is what
-        :class:`elastic.workers.train_loop.RecoveryPolicy` makes of it: a fault, by which all ranks drop the step and
-        try it again, and in the end the job's, or a step that all ranks leave out: then all of them get False, and go
-        on to the next
-        step. ``step`` is the one of :meth:`steps`, where it is not given. The loss is read from its device, which takes
-        as long as the device does.
+        Call it after ``backward`` and before the optimizer steps.
+
+        In a broken world it raises, as a step boundary does: an aborted collective may have left garbage in the
+        gradients. For a non-finite loss :class:`elastic.workers.train_loop.RecoveryPolicy` decides. Either all ranks
+        drop the step and retry it, and the job fails after the last attempt. Or all ranks skip the step: then every
+        rank gets False and continues with the next step. ``step`` is the running step of :meth:`steps` by default.
+        Reading the loss waits for its device.
         """
         return self._losses.check(
             max(0, self.step) if step is None else step, loss, what, raise_if_broken=self.raise_if_broken
         )
 
     def raise_if_broken(self) -> None:
-        """Raises :class:`WorldChanged` once this world is known to be broken: before anything of it is aborted."""
+        """Raise :class:`WorldChanged` if this world is known to be broken.
+
+        That is known before the abort begins.
+        """
         if self._gate.broken_reason is not None:
             raise WorldChanged(self._gate.broken_reason)
 
     def add_cleanup(self, call: CleanupCall) -> CleanupCall:
-        """Have ``call`` called when this world is left, whichever way; what was added last is called first.
+        """Call ``call`` when this world is left for any reason, in reverse order of addition.
 
-        The process groups are still there, and may be broken.
+        The process groups still exist then, and may be broken.
         """
-        return self._finalizers.add(call)
+        return self._cleanups.add(call)
 
     def run_cleanups(self) -> None:
-        """The train function has been left: what it wanted to be called is."""
-        self._finalizers.run()
-        with suppress(ElasticError):  # nobody is there to be told
-            self._say()
+        """Run the cleanups, after the train function was left."""
+        self._cleanups.run()
+        with suppress(ElasticError):  # the coordinator may not run
+            self._report_progress()
 
     def event_detected(self) -> bool:
-        """Called once a step by all ranks: whether to save and leave, with the same answer for all of them.
+        """Return whether to save and leave. All ranks call it once per step and get the same answer.
 
-        For loops that count steps themselves. Who gets True saves and returns from the train function.
+        For loops that count steps themselves. On True, save and return from the train function.
         """
         if self.stop_notice is not None:
             return True
         if self._calls > 0:
             self._record.step_ended(self._record.next_step + self._calls - 1)
-            self._done = self._calls
-            self._say()
-        way = self._gate.pass_boundary(self._calls)
-        if way is BoundaryDecision.ABORT:
+            self._reported_steps = self._calls
+            self._report_progress()
+        decision = self._gate.pass_boundary(self._calls)
+        if decision is BoundaryDecision.ABORT:
             raise WorldChanged(self._gate.broken_reason)
-        if way is BoundaryDecision.CONTINUE:
+        if decision is BoundaryDecision.CONTINUE:
             self._record.step_began(self._record.next_step + self._calls)
             self._calls += 1
             return False
@@ -275,14 +278,16 @@ class World:
     def report(
         self, *, loss: SupportsFloat | None = None, tokens: int | None = None, samples: int | None = None
     ) -> None:
-        """What is to be known of the step that runs, in the run's event log. Tokens and samples are those of all ranks.
+        """Write metrics of the running step to the run's event log.
 
-        Only the first rank's words count; on all others, and where there is no log, ``loss`` is not even looked at.
+        Tokens and samples are totals of all ranks.
+
+        Only rank 0 writes. Other ranks, and runs without a log, do not read ``loss``.
         """
         self._record.step_metrics(loss, tokens, samples)
 
     def wait_broken(self, within_s: float) -> bool:
-        """Whether it is known by then that this world has lost a rank."""
+        """Wait up to ``within_s`` seconds, and return whether this world is known to be broken."""
         return self._gate.wait_broken(within_s)
 
     def _stop(self, seal: SealFunction | None) -> None:
@@ -292,7 +297,7 @@ class World:
             if self.completed > 0 and seal is not None:
                 seal(self.completed - 1)
         except TieredCheckpointError as error:
-            # An older step is whole: better to lose some than to keep a world that is to end.
+            # An older step is complete: losing some steps is better than staying in a world that ends.
             log.error("step %d could not be sealed before this world ended: %s", self.completed - 1, error)
             self.stop_notice = notice
         else:
@@ -301,12 +306,12 @@ class World:
         raise WorldChanged(notice.reason)
 
     def report_sealed(self) -> None:
-        """Tell who runs the job that this rank may be asked to go from here on."""
+        """Report to the control plane that this rank's state is sealed, so that the rank may be stopped."""
         try:
             self._plane.report_sealed(self.completed, checkpoint=sealed_here())
             self.is_sealed = True
             self._record.sealed()
-        except ElasticError as error:  # what comes next is the same
+        except ElasticError as error:  # the next steps are the same
             log.warning("it was not heard that the state after %d steps is sealed: %s", self.completed, error)
 
     def _notice(self) -> ControlNotice:
@@ -315,24 +320,24 @@ class World:
     def sealing(
         self, ckpt: Checkpointer | NullCheckpointer, state: TrainState | Callable[[], TrainState]
     ) -> SealFunction:
-        """Return the function that seals ``state`` when this world stops, within the time that the notice leaves."""
+        """Return the function that seals ``state`` when this world stops, within the time limit of the notice."""
 
         def seal(step: int) -> None:
             notice = self._notice()
             left = notice.deadline_s
-            patience_s = _PATIENCE_S if left is None else max(0.0, left * (1 - _KEPT_BACK))
+            timeout_s = _SEAL_TIMEOUT_S if left is None else max(0.0, left * (1 - _RESERVED_SHARE))
             ckpt.seal(
                 state() if callable(state) else state,
                 step,
                 durable=notice.kind is NoticeKind.STOP,
-                timeout_s=patience_s,
+                timeout_s=timeout_s,
             )
 
         return seal
 
 
 def newest_step_sealed_here() -> int:
-    """The newest step that this process has sealed, in any job; -1 for none."""
+    """Return the newest step that this process has sealed, in any job; -1 for none."""
     key = _newest_sealed_key()
     return -1 if key is None else key.version
 
@@ -340,13 +345,13 @@ def newest_step_sealed_here() -> int:
 def rank_progress(steps: int, *, idle: bool) -> RankProgress:
     """Return the progress of this process, which has completed ``steps`` in its world; -1 for none."""
     session: Any = sys.modules.get("tieredckpt.session.session")
-    saves_elsewhere = session is None or not session.has_sessions()  # which is not seen here
+    saves_elsewhere = session is None or not session.has_sessions()  # sealed outside tieredckpt, unknown here
     has_sealed = steps >= 0 if saves_elsewhere else sealed_here() is not None
     return RankProgress(steps, newest_step_sealed_here(), idle, has_sealed)
 
 
 def sealed_here() -> SealedStep | None:
-    """The newest step that this process has sealed for what it writes now; ``None`` where it wrote nothing yet."""
+    """Return the newest step that this process sealed in its current sessions; ``None`` for none."""
     key = _newest_sealed_key(current=True)
     return None if key is None else SealedStep(key.job, key.version, key.epoch)
 
@@ -356,14 +361,19 @@ def _newest_sealed_key(*, current: bool = False) -> ShardKey | None:
     return None if session is None else session.newest_sealed_key(current=current)
 
 
-def _note(ckpt: Checkpointer | NullCheckpointer, state: TrainState | Callable[[], TrainState], step: int) -> None:
-    """Also where the train function saves seldom. What is made by calling is noted by who saves, alone."""
+def _record_boundary(
+    ckpt: Checkpointer | NullCheckpointer, state: TrainState | Callable[[], TrainState], step: int
+) -> None:
+    """Record the step boundary, even if the train function saves seldom.
+
+    A callable state is recorded only by saves.
+    """
     if not callable(state):
         ckpt.record_boundary(state, step)
 
 
 def resolve_mesh_shape(size: int, shape: Sequence[int]) -> tuple[int, ...]:
-    """``shape`` with its -1 replaced so that it has ``size`` places."""
+    """Return ``shape`` with its -1 replaced, so that the mesh has ``size`` ranks."""
     known = 1
     for one in shape:
         known *= one if one != -1 else 1
@@ -380,7 +390,7 @@ _KNOWN = ("fault", "skip", "ignore")
 
 
 class NonFiniteGuard:
-    """What this process knows of losses that were not finite, in all worlds it was in."""
+    """Non-finite losses of this process, over all its worlds."""
 
     def __init__(self, mode: NonFiniteMode, attempts: int, max_skips: int) -> None:
         if mode not in _KNOWN or attempts < 1 or max_skips < 0:
@@ -388,24 +398,24 @@ class NonFiniteGuard:
                 f"nonfinite={mode!r}, nonfinite_attempts={attempts}, nonfinite_max_skips={max_skips}: the first is one "
                 f"of {', '.join(_KNOWN)}, the second at least 1, the third at least 0"
             )
-        self._how = mode
-        self._tries = attempts
-        self._most = max_skips
+        self._mode = mode
+        self._attempts = attempts
+        self._max_skips = max_skips
         self.seen: dict[int, int] = {}
-        """Step, and in how many worlds its loss was not finite."""
+        """Per step, the number of worlds in which its loss was not finite."""
         self._agreed: frozenset[int] = frozenset()
 
     def synchronize(self, restarts: int) -> None:
-        """In the groups of a new world, all ranks at once: everybody knows from here on what any of them did."""
+        """Exchange the counts of all ranks. Collective, in the groups of a new world."""
         import torch.distributed as dist
 
-        if self._how == "ignore" or restarts == 0 or not dist.is_initialized():
+        if self._mode == "ignore" or restarts == 0 or not dist.is_initialized():
             return
         known: list[dict[int, int]] = [{} for _ in range(dist.get_world_size())]
         dist.all_gather_object(known, self.seen)
         self.seen = {step: max(one.get(step, 0) for one in known) for step in set[int]().union(*known)}
-        if self._how == "skip":
-            self._agreed = frozenset(step for step, count in self.seen.items() if count >= self._tries)
+        if self._mode == "skip":
+            self._agreed = frozenset(step for step, count in self.seen.items() if count >= self._attempts)
 
     def check(
         self,
@@ -415,24 +425,28 @@ class NonFiniteGuard:
         *,
         raise_if_broken: Callable[[], None] = lambda: None,
     ) -> bool:
-        """Whether the step's gradients are to be used: the same answer at all ranks, or a fault that says ``what``.
+        """Return whether to use the gradients of ``step``, or raise a fault that names ``what``.
 
-        ``raise_if_broken`` raises where the world is broken, and what was read of ``loss`` may be anything.
+        All ranks get the same result.
+
+        ``raise_if_broken`` raises in a broken world, where the value of ``loss`` may be garbage.
         """
         if step in self._agreed:
             return False
-        is_good = self._how == "ignore" or _is_finite(loss)
+        is_usable = self._mode == "ignore" or _is_finite(loss)
         raise_if_broken()
-        if is_good:
+        if is_usable:
             return True
         count = self.seen[step] = self.seen.get(step, 0) + 1
         what = f"{what} of step {step} is not finite ({_shown(loss)})"
-        if count < self._tries:
+        if count < self._attempts:
             raise NonFiniteLossError(f"{what}; trying again")
-        if self._how == "fault" or count > self._tries:  # the latter where there were no groups to agree in
-            raise NonFiniteLossError(f"{what}, in {count} attempts of {self._tries} (nonfinite_attempts)", final=True)
-        if len(self._agreed) >= self._most:
-            left_out = f"{len(self._agreed)} steps were left out before (nonfinite_max_skips={self._most})"
+        if self._mode == "fault" or count > self._attempts:  # the second case: no groups to agree in
+            raise NonFiniteLossError(
+                f"{what}, in {count} attempts of {self._attempts} (nonfinite_attempts)", final=True
+            )
+        if len(self._agreed) >= self._max_skips:
+            left_out = f"{len(self._agreed)} steps were left out before (nonfinite_max_skips={self._max_skips})"
             raise NonFiniteLossError(f"{what}, in {count} attempts, and {left_out}", final=True)
         raise NonFiniteLossError(f"{what}, in {count} attempts; all ranks leave it out from here on")
 
@@ -453,7 +467,10 @@ CleanupCall = TypeVar("CleanupCall", bound=Callable[[], Any])
 
 
 class CleanupStack:
-    """Called once, the last one added first. One that fails is told of, and keeps no other from being called."""
+    """Functions to call once, in reverse order of addition.
+
+    If one fails, log its error and call the others.
+    """
 
     def __init__(self) -> None:
         self._calls: list[Callable[[], Any]] = []
