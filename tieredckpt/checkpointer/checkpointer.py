@@ -138,10 +138,10 @@ class Checkpointer:
             memory={"every": every, "on_busy": on_busy, "trust_objects": trust_objects, "proof": proof},
         )
         self._on_failure = on_failure
-        self._together = RankGroup(process_group)
-        self._restorer = CheckpointRestorer(self._location.job, self.settings, self._together)
+        self._ranks = RankGroup(process_group)
+        self._restorer = CheckpointRestorer(self._location.job, self.settings, self._ranks)
         self._event_log = SaveRestoreLog()
-        self._is_first = self._together.rank == 0
+        self._is_first = self._ranks.rank == 0
         self._queue = SaveQueue(self._location.job, self.settings, self._event_log, is_first=self._is_first)
         self._boundaries = BoundaryRecorder(self._location.job, self.settings)
         self._planned_before = False
@@ -161,7 +161,7 @@ class Checkpointer:
         self.last_restore: RestoreReport | None = None
         """Report of the last :meth:`restore`: bytes read from each tier, or the reason why none were read."""
         self._preemption = PreemptionHandler(self._flush, grace_s) if on_sigterm == "save" else None
-        self._last_step = last_step_agreement(self._location.job, self._together.rank, self._together.size)
+        self._last_step = last_step_agreement(self._location.job, self._ranks.rank, self._ranks.size)
 
     @property
     def session(self) -> Session:
@@ -191,7 +191,7 @@ class Checkpointer:
             found = call()
         except (TieredCheckpointError, PeerStoreError) as problem:
             error = problem if isinstance(problem, TieredCheckpointError) else TierUnavailableError(str(problem))
-        answers = enumerate(self._together.all_gather(str(error) if error is not None else ""))
+        answers = enumerate(self._ranks.all_gather(str(error) if error is not None else ""))
         problems = [text if text.startswith("rank ") else f"rank {rank}: {text}" for rank, text in answers if text]
         if error is not None:
             raise error
@@ -307,9 +307,9 @@ class Checkpointer:
         if session.agents_are_isolated:
             return self._save_first(state, step, durable=durable, keep=keep, wait_s=wait_s)
         agreed = session.incarnation.agreed_rank_count
-        if agreed is not None and agreed < self._together.size:
+        if agreed is not None and agreed < self._ranks.size:
             raise SaveFailedError(
-                f"{agreed} of the {self._together.size} ranks of this checkpointer have loaded or saved a step of "
+                f"{agreed} of the {self._ranks.size} ranks of this checkpointer have loaded or saved a step of "
                 f"{self._location.job} without the others, which do not know what the job goes on from. Restore on all "
                 "ranks; to look at an old step use a process of its own, and for a part of the state another job"
             )
@@ -388,12 +388,12 @@ class Checkpointer:
         session = self.session
         mine = _SealVote(bool(good), session.incarnation.attempts_at(step))
         answers = [
-            from_json(answer, _SealVote) for answer in self._together.all_gather(msgspec.json.encode(mine).decode())
+            from_json(answer, _SealVote) for answer in self._ranks.all_gather(msgspec.json.encode(mine).decode())
         ]
         if all(answer.good for answer in answers):
             return saved
         # Ranks may have made different numbers of attempts, and parts of different attempts do not form a step.
-        session.align_attempts(step, max(answer.attempts for answer in answers), self._together.rank)
+        session.align_attempts(step, max(answer.attempts for answer in answers), self._ranks.rank)
         return None
 
     def _wait_for_copies(self, saved: SaveHandle, timeout_s: float) -> None:
@@ -428,7 +428,7 @@ class Checkpointer:
             self._location.job, step, finite=self._wants_finite, settings=self.settings, options=options
         )
         try:
-            self._together.call_dcp(dcp.save, state, storage_writer=writer)
+            self._ranks.call_dcp(dcp.save, state, storage_writer=writer)
         except CheckpointException as failure:
             writer.discard_written()
             error = unwrap_save_error(failure)
@@ -465,7 +465,7 @@ class Checkpointer:
         # New nodes do not know the durable tier, so their parts of the step would be missing there.
         settings = override_settings(self.settings, durable={"url": ""})
         writer = TieredWriter(self._location.job, step, finite=self._wants_finite, settings=settings)
-        self._together.call_dcp(dcp.save, {}, storage_writer=writer, planner=planner)
+        self._ranks.call_dcp(dcp.save, {}, storage_writer=writer, planner=planner)
         if writer.record is None:
             raise writer.error or SaveFailedError(f"step {step} of {self._location.job} left no shard")
         self.session.report_complete(writer.record.key.version_id)
@@ -485,8 +485,8 @@ class Checkpointer:
             if step is not None:
                 self.session.check_step_order(step)
         except (TieredCheckpointError, PeerStoreError) as error:
-            problem = f"rank {self._together.rank}: {error}"
-        answers = [text.partition(" ") for text in self._together.all_gather(f"{names} {problem}")]
+            problem = f"rank {self._ranks.rank}: {error}"
+        answers = [text.partition(" ") for text in self._ranks.all_gather(f"{names} {problem}")]
         if names and all(named == names for named, _, _ in answers):
             self._boundaries.mark_names_complete()
         problems = [text for _, _, text in answers if text]
@@ -497,7 +497,7 @@ class Checkpointer:
         if step % self.settings.durable.every and not durable:
             return SaveHandle(step, SaveState.NOT_DUE)
         writer = plain_writer(self.settings.durable, self._location.job, step)
-        self._together.call_dcp(dcp.save, state, storage_writer=writer)
+        self._ranks.call_dcp(dcp.save, state, storage_writer=writer)
         return SaveHandle(step, SaveState.DURABLE)
 
     def _report_step_made(self) -> None:
@@ -585,7 +585,7 @@ class Checkpointer:
             check_step(step)
         self._check_open()
         with self._event_log.record_restore() as outcome, deadlines.timeout_scope(timeout_s):
-            expected = gather_expected_step(job, self._together.all_gather) if step is None else None
+            expected = gather_expected_step(job, self._ranks.all_gather) if step is None else None
             if step is None and self.settings.enabled and (expected is None or not expected.is_required):
                 expected = self._last_stop() or expected
             epoch = None
@@ -603,7 +603,7 @@ class Checkpointer:
         """Return the step that the last run sealed at its graceful stop, or ``None``; all ranks agree."""
         self._join(restoring=True)
         mine = self._call_on_all(lambda: report_last_stop(self.session.agent, self._location.job))
-        answers = self._together.all_gather(msgspec.json.encode(mine).decode())
+        answers = self._ranks.all_gather(msgspec.json.encode(mine).decode())
         reports = [from_json(answer, StopReport) for answer in answers]
         stopped = newest_stop(reports)
         if stopped is None:
@@ -625,7 +625,7 @@ class Checkpointer:
             return self._restorer.restore_plain(state, step)
         wait_for_overlapped_copies()
         self._join(restoring=True)
-        if self._together.rank == 0:
+        if self._ranks.rank == 0:
             self.session.warn_memory_only()
         restored, report = self._restorer.restore(
             state, step, epoch, strict=strict, on_lost=on_lost, exclude_from_proof=exclude_from_proof
@@ -635,7 +635,7 @@ class Checkpointer:
             notify_progress_hook(self.session)
         else:
             self.session.rewind_to(-1)
-            if self._together.rank == 0:
+            if self._ranks.rank == 0:
                 warn_of_steps_elsewhere(self._location.job, self.settings)
                 self.session.add_metrics(**{f"begun_{'absent' if report is None else report.mode}": 1})
         self.prepare(state)
@@ -663,8 +663,8 @@ class Checkpointer:
                 own += tensor.nbytes
             else:
                 shared += tensor.nbytes
-        size = own + shared // self._together.size + names * _BYTES_BESIDE_TENSOR
-        self.session.prepare_slots(self._together.rank, size, target)
+        size = own + shared // self._ranks.size + names * _BYTES_BESIDE_TENSOR
+        self.session.prepare_slots(self._ranks.rank, size, target)
 
     def steps(self) -> list[StepInfo]:
         """Return every step that this node can see, oldest first."""
@@ -716,7 +716,7 @@ class Checkpointer:
             session.stop_watching_agent()
         if self._preemption is not None:
             self._preemption.close()
-        self._together.close()
+        self._ranks.close()
 
     def _report_nothing_saved(self) -> None:
         """Log an error at the end if none of the saves succeeded."""
@@ -724,7 +724,7 @@ class Checkpointer:
         if self._due_saves and self._queue.last_sealed is None and saved is not None and saved.error is not None:
             log.error(
                 "%s: none of the %d saves of rank %d succeeded, so this run cannot be restored. The last error: %s",
-                *(self._location.job, self._due_saves, self._together.rank, saved.error),
+                *(self._location.job, self._due_saves, self._ranks.rank, saved.error),
             )
 
     def __enter__(self) -> Checkpointer:

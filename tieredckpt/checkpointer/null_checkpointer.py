@@ -14,7 +14,7 @@ from tieredckpt.tensors.state_dict import StateDict
 
 
 class NullCheckpointer:
-    """Checkpointer that saves and restores nothing, for ranks, tests and scripts that run without checkpoints."""
+    """Checkpointer that saves and restores nothing, for code that runs without checkpoints."""
 
     last_restore: RestoreReport | None = None
 
