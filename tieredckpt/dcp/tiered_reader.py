@@ -1,9 +1,9 @@
 """TieredReader: DCP's StorageReader. Ranks vote on a step and read exactly the bytes they need.
 
-The ranks agree within DCP's own exchange of plans. Every rank lists the steps of its node and plans
-against the step that it prefers. The agent verifies the bytes that the rank needs. Then the rank votes for the steps
-that it can load, and the coordinator chooses the newest step with the votes of all ranks. Reads are in global coordinates, so a rank can read its plan from
-another step than it planned against.
+The ranks agree within DCP's own exchange of plans. Every rank lists the steps of its node and plans against the step
+that it prefers. The agent verifies the bytes that the rank needs. Then the rank votes for the steps that it can load,
+and the coordinator chooses the newest step with the votes of all ranks. Reads are in global coordinates, so a rank can
+read its plan from another step than it planned against.
 """
 
 from __future__ import annotations
