@@ -1,9 +1,11 @@
 """The only module that talks to accelerators: streams, events, pinned memory.
 
 A device works asynchronously: a copy is done only when an event after it has completed, or its stream is synchronized.
-So code that moves bytes names streams and events, as in torch. The same code runs on three kinds of backends: without a
-device (:class:`CpuBackend`), on torch's accelerator (:class:`AcceleratorBackend`), and on devices of the tests, which
-work as late as they may.
+So code that moves bytes names streams and events, as in torch. The same code runs on every backend:
+
+- :class:`CpuBackend`, without a device.
+- :class:`AcceleratorBackend`, on the accelerator that torch reports.
+- Devices of the tests, which do their work as late as possible.
 """
 
 from __future__ import annotations
