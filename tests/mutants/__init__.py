@@ -43,8 +43,8 @@ MUTANTS = (
     Mutant(
         "a load does not wait for the compute stream",
         "tieredckpt/tensors/slot_copy.py",
-        "stream.wait_stream(self._device.current_stream(place))  # what still",
-        "pass  # what still",
+        "stream.wait_stream(self._device.current_stream(place))  # pending work",
+        "pass  # pending work",
         _LOADING,
     ),
     Mutant(
@@ -57,7 +57,7 @@ MUTANTS = (
     Mutant(
         "a load returns before its copies are done",
         "tieredckpt/tensors/slot_copy.py",
-        '"""Everything that was sent is where it belongs."""\n        for stream in self._streams.values():',
+        '"""Wait until all submitted copies are done."""\n        for stream in self._streams.values():',
         '"""Nothing is waited for."""\n        for stream in ():',
         "tests/unit/tieredckpt/restore/test_read_executor_devices.py::test_other_dtypes_are_converted_during_a_restore",
     ),

@@ -1,1 +1,1 @@
-"""The training loop's interface: Checkpointer, its save handles, its restore, preemption and progress hooks."""
+"""The training loop's interface: Checkpointer, save handles, restore, preemption, progress hooks."""

@@ -74,25 +74,26 @@ from tieredckpt.tensors.state_dict import (
 
 log = logging.getLogger(__name__)
 
-_SAY_S = 60.0
+_SKIP_WARNING_S = 60.0
+"""Minimum seconds between two warnings about skipped steps."""
 _BYTES_BESIDE_TENSOR = 256
-"""Room in a slot beside each tensor, for alignment and small objects."""
+"""Additional bytes of a slot for each entry of the state, for alignment and small objects."""
 _SEALING_S = 2.0
-"""A seal ends in less, where the node keeps up; a save that may be skipped waits no longer for the one before it."""
+"""Seconds that a skippable save waits for the previous seal. Only an overloaded node needs longer."""
 T = TypeVar("T")
 
 
 class _SealVote(msgspec.Struct, frozen=True):
-    """What a rank tells the others before a step is sealed."""
+    """Vote of one rank on whether its last save can serve as the sealed step."""
 
     good: bool
-    """Its last save was of that step, and is sealed."""
+    """Whether its last save wrote that step and is sealed."""
     attempts: int
-    """How often it has tried."""
+    """Number of times that it has tried to write the step."""
 
 
 class Checkpointer:
-    """Keeps a training loop's state in the tiers.
+    """A training loop's interface to the tiers: save, restore, list and drop steps.
 
     ::
 
@@ -102,9 +103,10 @@ class Checkpointer:
                 train_one_step()
                 ckpt.save(state, step)
 
-    All ranks construct it, and call ``restore`` and ``save``, at the same points. ``state`` is what ``dcp.save`` takes:
-    nested dicts of tensors, DTensors and Python objects, and ``Stateful`` objects. A save that fails is reported in
-    its :class:`SaveHandle` and in the metrics; it does not end the training unless ``on_failure="raise"``.
+    All ranks construct it, and call ``restore`` and ``save``, at the same points. ``state`` is the same as for
+    ``dcp.save``: nested dicts of tensors, DTensors and Python objects, and ``Stateful`` objects. A failed save is
+    reported in its :class:`SaveHandle` and in the metrics. It does not stop the training unless
+    ``on_failure="raise"``.
     """
 
     def __init__(
@@ -136,35 +138,35 @@ class Checkpointer:
             memory={"every": every, "on_busy": on_busy, "trust_objects": trust_objects, "proof": proof},
         )
         self._on_failure = on_failure
-        self._together = RankGroup(process_group)
-        self._restoring = CheckpointRestorer(self._location.job, self.settings, self._together)
-        self._recorded = SaveRestoreLog()
-        self._is_first = self._together.rank == 0
-        self._queue = SaveQueue(self._location.job, self.settings, self._recorded, is_first=self._is_first)
-        self._noter = BoundaryRecorder(self._location.job, self.settings)
+        self._ranks = RankGroup(process_group)
+        self._restorer = CheckpointRestorer(self._location.job, self.settings, self._ranks)
+        self._event_log = SaveRestoreLog()
+        self._is_first = self._ranks.rank == 0
+        self._queue = SaveQueue(self._location.job, self.settings, self._event_log, is_first=self._is_first)
+        self._boundaries = BoundaryRecorder(self._location.job, self.settings)
         self._planned_before = False
         self._joined = False
         self._closed = False
-        self._may_save = False
-        """The checks before the first save have passed on all ranks."""
-        self._asked_to_join: set[bool] = set()
-        """For restoring, for saving."""
-        self._part = 0
-        """Which part of a step this rank wrote last."""
+        self._first_save_checked = False
+        """Whether the checks before the first save have passed on all ranks."""
+        self._joined_for: set[bool] = set()
+        """Whether the agents joined for a restore (``True``), for a save (``False``), or both."""
+        self._last_part = 0
+        """Number of the part that this rank wrote last."""
         self._last_saved: SaveHandle | None = None
-        self._tried_saves = 0
-        """Calls of save that were due."""
-        self._skip_said = -math.inf
-        """When it was last said that a step was skipped."""
+        self._due_saves = 0
+        """Number of calls of :meth:`save` that were due."""
+        self._skip_warned_at = -math.inf
+        """Monotonic time of the last warning about a skipped step."""
         self.last_restore: RestoreReport | None = None
-        """What :meth:`restore` read, and from which tiers; why it read nothing, where there had been saves."""
+        """Report of the last :meth:`restore`: bytes read from each tier, or the reason why none were read."""
         self._preemption = PreemptionHandler(self._flush, grace_s) if on_sigterm == "save" else None
-        self._last_step = last_step_agreement(self._location.job, self._together.rank, self._together.size)
+        self._last_step = last_step_agreement(self._location.job, self._ranks.rank, self._ranks.size)
 
     @property
     def session(self) -> Session:
         if self._closed and session_if_open(self._location.job, self.settings) is None:
-            self._check_open()  # a session that is opened has an agent started
+            self._check_open()  # opening a session would start an agent
         return open_session(self._location.job, self.settings)
 
     @property
@@ -172,24 +174,24 @@ class Checkpointer:
         return self.settings.memory.nonfinite == "refuse"
 
     def _join(self, *, restoring: bool = False) -> None:
-        """Once before the first restore and once before the first save: have the job's nodes know each other."""
-        if restoring in self._asked_to_join:
+        """Exchange the agents' addresses, once before the first restore and once before the first save."""
+        if restoring in self._joined_for:
             return
-        self._all_do(lambda: self.session)  # who has no agent to tell others about would have them wait in the store
-        self._joined = self._all_do(lambda: join_peer_agents(self.session, restoring=restoring))
-        self._asked_to_join.add(restoring)
+        self._call_on_all(lambda: self.session)  # a rank without an agent would block the others in the store
+        self._joined = self._call_on_all(lambda: join_peer_agents(self.session, restoring=restoring))
+        self._joined_for.add(restoring)
 
-    def _all_do(self, call: Callable[[], T]) -> T:
-        """What ``call`` gives, once all ranks have called it; where one has an error, all of them raise and quote it.
+    def _call_on_all(self, call: Callable[[], T]) -> T:
+        """Return the result of ``call`` after all ranks have called it; one failure makes all ranks raise.
 
-        So nobody asks a node for its copies before it knows the job, nor waits for a rank that is not coming.
+        So no rank requests shards from a node that has not joined the job, or waits for a rank that has failed.
         """
         error: TieredCheckpointError | None = None
         try:
             found = call()
         except (TieredCheckpointError, PeerStoreError) as problem:
             error = problem if isinstance(problem, TieredCheckpointError) else TierUnavailableError(str(problem))
-        answers = enumerate(self._together.all_gather(str(error) if error is not None else ""))
+        answers = enumerate(self._ranks.all_gather(str(error) if error is not None else ""))
         problems = [text if text.startswith("rank ") else f"rank {rank}: {text}" for rank, text in answers if text]
         if error is not None:
             raise error
@@ -197,27 +199,29 @@ class Checkpointer:
             raise TierUnavailableError("; ".join(dict.fromkeys(problems)))
         return found
 
-    # -- saving -----------------------------------------------------------------------------------------------
-
     def save(
         self, state: StateDict, step: int, *, force: bool = False, keep: bool = False, durable: bool = False
     ) -> SaveHandle:
-        """Stage ``state`` as ``step``; returns as soon as the training may change it again.
+        """Stage ``state`` as ``step``, and return as soon as the training may change it.
 
-        ``keep``: the step stays, in memory and in the durable tier, until :meth:`drop` or ``tieredckpt unpin``: it
-        counts towards no number of newest ones, and no save takes its room (one that finds none says so). ``durable``:
-        the step becomes durable whatever ``durable.every`` says, and is not left out when a newer one is there first;
-        ``saved.wait("durable")`` says when, and raises :class:`SaveFailedError` where it had to give way to saves in
-        memory, which go on while the store is away. :class:`UsageError` where there is no durable tier. With either one
-        the step is saved also when it is not due, and waits up to ``memory.wait_s`` for a slot. All ranks say the same.
+        ``keep``: retain the step in memory and in the durable tier until :meth:`drop` or ``tieredckpt unpin``. It does
+        not count as one of the newest steps, and no later save evicts it. ``durable``: upload the step regardless of
+        ``durable.every``, and do not skip it for a newer one. ``saved.wait("durable")`` waits for the upload. It raises
+        :class:`SaveFailedError` if the step was evicted for newer saves while the store was unreachable. Without a
+        durable tier ``durable`` raises :class:`UsageError`. With ``keep`` or ``durable`` the step is saved even if it
+        is not due, and the save waits up to ``memory.wait_s`` for a slot. All ranks pass the same arguments.
 
-        The first save raises :class:`UsageError` where the job has a newer step of an earlier run and nothing was
-        restored, :class:`DurableRefusedError` where the durable tier takes no object, and
-        :class:`TierUnavailableError` where it does not answer and nothing was restored
-        (``durable.on_unreachable="continue"``: a warning). A later save of an older step fails.
+        The first save checks the job:
 
-        After SIGTERM all ranks agree on a step, this one or the next, as the last: it is saved by all of them, made
-        durable within the grace period, and the signal is delivered to whoever got it.
+        - :class:`UsageError`: an earlier run has a newer step and nothing was restored.
+        - :class:`DurableRefusedError`: the durable tier accepts no object.
+        - :class:`TierUnavailableError`: the durable tier does not answer and nothing was restored. With
+          ``durable.on_unreachable="continue"`` this is a warning.
+
+        A later save of an older step fails.
+
+        After SIGTERM all ranks agree on this step or the next one as the last. All of them save it and make it durable
+        within the grace period. Then the signal goes to the handler that was installed before.
         """
         check_step(step)
         _check_state(state)
@@ -227,8 +231,8 @@ class Checkpointer:
                 f"save(durable=True): {self._location.job} has no durable tier to keep step {step} in. Name one: "
                 "Checkpointer(durable='s3://bucket/prefix'), or durable.url ($TIEREDCKPT_DURABLE_URL)"
             )
-        self._noter.record(state, step)
-        self._came_further()
+        self._boundaries.record(state, step)
+        self._report_step_made()
         last = self._is_last(step)
         if step % self.settings.memory.every and not (force or keep or durable or last):
             return SaveHandle(step, SaveState.NOT_DUE)
@@ -242,8 +246,8 @@ class Checkpointer:
                 else:
                     saved = self._save_plain(state, step, durable=last or durable)
         except StoreBusyError as error:
-            # Once a minute: the agent says up to which step the job is protected, and since when not.
-            again = time.monotonic() - self._skip_said < _SAY_S
+            # One warning a minute is enough: the agent reports the protected step, and the time since it is old.
+            again = time.monotonic() - self._skip_warned_at < _SKIP_WARNING_S
             level = logging.DEBUG if again else logging.WARNING
             log.log(
                 level,
@@ -251,17 +255,17 @@ class Checkpointer:
                 "agent.burst_slots",
                 *(step, self._location.job, error),
             )
-            self._skip_said = self._skip_said if again else time.monotonic()
+            self._skip_warned_at = self._skip_warned_at if again else time.monotonic()
             saved = SaveHandle(step, SaveState.SKIPPED, error)
         except (TieredCheckpointError, CheckpointException, PeerStoreError) as failure:
-            abort_fence.raise_if_aborted()  # of a broken world, in whose collectives it failed
+            abort_fence.raise_if_aborted()  # the failure comes from the collectives of an aborted world
             saved = SaveHandle(step, SaveState.FAILED, unwrap_save_error(failure))
             log.error("step %d of %s was not saved: %s", step, self._location.job, saved.error)
         if self.settings.enabled:
             self._observe(saved, time.perf_counter() - began)
         self._last_saved = saved
-        self._tried_saves += saved.state is not SaveState.NOT_DUE
-        self._recorded.record_save(saved, time.perf_counter() - began)
+        self._due_saves += saved.state is not SaveState.NOT_DUE
+        self._event_log.record_save(saved, time.perf_counter() - began)
         if self._preemption is not None and last and self._preemption.requested:
             self._preemption.flush_and_exit()
         if saved.error is not None and self._on_failure == "raise":
@@ -269,8 +273,8 @@ class Checkpointer:
         return saved
 
     def _check_first_save(self, step: int) -> None:
-        """Raise on all ranks before the first save where saving cannot have the result that the caller expects."""
-        if self._may_save or not self.settings.enabled:
+        """Raise on all ranks before the first save if the job's steps or the durable tier make saves useless."""
+        if self._first_save_checked or not self.settings.enabled:
             return
 
         def check() -> None:
@@ -281,15 +285,15 @@ class Checkpointer:
                 with contextlib.suppress(PeerStoreError):
                     self.session.check_durable()
 
-        self._all_do(check)
-        self._may_save = True
+        self._call_on_all(check)
+        self._first_save_checked = True
 
     def _is_last(self, step: int) -> bool:
-        """Whether all ranks save ``step`` and then some of them, or all, have to go."""
+        """Return whether all ranks save ``step`` as the last one, because some of them received SIGTERM."""
         if self._preemption is None or not self._preemption.active:
             return False
-        told = self._preemption.requested
-        return told if self._last_step is None else self._last_step.is_last(step, told=told)
+        requested = self._preemption.requested
+        return requested if self._last_step is None else self._last_step.is_last(step, told=requested)
 
     def _save(
         self, state: StateDict, step: int, *, durable: bool, keep: bool = False, wait_s: float | None = None
@@ -302,10 +306,10 @@ class Checkpointer:
         self._joined = join_standby_nodes(session) or self._joined
         if session.agents_are_isolated:
             return self._save_first(state, step, durable=durable, keep=keep, wait_s=wait_s)
-        knowing = session.incarnation.agreed_rank_count
-        if knowing is not None and knowing < self._together.size:
+        agreed = session.incarnation.agreed_rank_count
+        if agreed is not None and agreed < self._ranks.size:
             raise SaveFailedError(
-                f"{knowing} of the {self._together.size} ranks of this checkpointer have loaded or saved a step of "
+                f"{agreed} of the {self._ranks.size} ranks of this checkpointer have loaded or saved a step of "
                 f"{self._location.job} without the others, which do not know what the job goes on from. Restore on all "
                 "ranks; to look at an old step use a process of its own, and for a part of the state another job"
             )
@@ -317,7 +321,7 @@ class Checkpointer:
             if found is not None:
                 key = session.incarnation.next_key(step, found.planned.part)
                 self._queue.finish_last(wait_s=max(wait_s, _SEALING_S))
-                session.check_step_order(step)  # once it is known what was sealed last
+                session.check_step_order(step)  # only now is the last sealed step known
                 if self._joined:
                     self._queue.require_copies(session)
                 if wanted and self.settings.durable.on_busy == "wait":
@@ -325,7 +329,7 @@ class Checkpointer:
                 options = SaveOptions(wanted, required=required, keep=keep, finite=self._wants_finite)
                 job = self._queue.stage(session, found, key, options, wait_s=wait_s)
         except BaseException:
-            self._leave_out(session, key, step)
+            self._report_part_aborted(session, key, step)
             raise
         if found is None:
             return self._save_first(state, step, durable=durable, keep=keep)
@@ -335,19 +339,19 @@ class Checkpointer:
         self._queue.start_seal(job)
         return SaveHandle(job.key.version, SaveState.STAGED, job=job, has_replicas=self._joined)
 
-    def _leave_out(self, session: Session, key: ShardKey | None, step: int) -> None:
-        """In the background: what the other ranks have of this step can never be whole."""
+    def _report_part_aborted(self, session: Session, key: ShardKey | None, step: int) -> None:
+        """Report in the background that this rank writes no part of the step, so it can never be complete."""
         if session.incarnation.part_count < 2 or session.incarnation.current is None or not self._planned_before:
             return
-        # Also where it is not known yet what would have been written: the next try has the others' number then.
-        self._queue.submit(session.report_part_aborted, key or session.incarnation.next_key(step, self._part))
+        # Without a key this uses up the next one, so that this rank and the others count the same attempts.
+        self._queue.submit(session.report_part_aborted, key or session.incarnation.next_key(step, self._last_part))
 
     def seal(self, state: StateDict, step: int, *, durable: bool = False, timeout_s: float = 600.0) -> SaveHandle:
-        """Have ``step`` safe on every rank before all of them leave: sealed, and with its copies on other nodes.
+        """Seal ``step`` on every rank and wait for its replicas, before the ranks exit.
 
-        All ranks call it with the state that ``step`` left. Where every rank's last save was that one nothing is saved
-        again. ``durable``: also in the durable tier, where there is one. Copies that do not come in time are warned of
-        (what is sealed outlives this process all the same); raises when the step is not sealed, or not durable.
+        All ranks call this with the state after ``step``. If it was every rank's last save, it is not saved again.
+        ``durable``: wait for the durable tier too, if one is configured. Raise if the step does not become sealed, or
+        durable. Missing replicas are only a warning, because a sealed shard outlives this process.
         """
         abort_fence.raise_if_aborted()
         _check_state(state)
@@ -363,7 +367,7 @@ class Checkpointer:
                 if saved is None:
                     saved = self._last_saved = self._save(state, check_step(step), durable=durable, wait_s=timeout_s)
                 saved.wait(timeout_s=max(0.0, deadline - time.monotonic()))
-                self._copied(saved, max(0.0, deadline - time.monotonic()))
+                self._wait_for_copies(saved, max(0.0, deadline - time.monotonic()))
             except PeerStoreError as error:
                 raise TierUnavailableError(f"step {step} of {self._location.job}: {error}") from error
             except CheckpointException as failure:
@@ -373,45 +377,47 @@ class Checkpointer:
         return saved
 
     def _sealed_by_all(self, step: int, timeout_s: float, *, durable: bool) -> SaveHandle | None:
-        """The last save, where it was of this step and came to its end on every rank."""
+        """Return the last save if it sealed ``step`` on every rank; otherwise align the ranks' attempts."""
         saved = self._last_saved
         good = saved is not None and saved.step == step and not (durable and not saved.becomes_durable)
         if good and saved is not None:
             try:
                 good = saved.wait(timeout_s=timeout_s) in (SaveState.SEALED, SaveState.COPIED, SaveState.DURABLE)
-            except (TieredCheckpointError, PeerStoreError):  # it is saved again
+            except (TieredCheckpointError, PeerStoreError):  # the caller saves the step again
                 good = False
         session = self.session
         mine = _SealVote(bool(good), session.incarnation.attempts_at(step))
         answers = [
-            from_json(answer, _SealVote) for answer in self._together.all_gather(msgspec.json.encode(mine).decode())
+            from_json(answer, _SealVote) for answer in self._ranks.all_gather(msgspec.json.encode(mine).decode())
         ]
         if all(answer.good for answer in answers):
             return saved
-        # Some may have tried more often than others, and parts of different attempts make no step.
-        session.align_attempts(step, max(answer.attempts for answer in answers), self._together.rank)
+        # Ranks may have made different numbers of attempts, and parts of different attempts do not form a step.
+        session.align_attempts(step, max(answer.attempts for answer in answers), self._ranks.rank)
         return None
 
-    def _copied(self, saved: SaveHandle, timeout_s: float) -> None:
-        """Wait for the copies of what was sealed last."""
+    def _wait_for_copies(self, saved: SaveHandle, timeout_s: float) -> None:
+        """Wait for the replicas of the last sealed part, and log a warning if some are missing."""
         last = self._queue.last_sealed
         if last is None or not self._joined:
             return
         found = await_copies(self.session, last, timeout_s)
         if found.missing_copies:
-            said = describe_replication(found)
-            log.warning("step %d of %s has %s after %.0f s", saved.step, self._location.job, said, timeout_s)
+            replication = describe_replication(found)
+            log.warning("step %d of %s has %s after %.0f s", saved.step, self._location.job, replication, timeout_s)
 
     def _save_first(
         self, state: StateDict, step: int, *, durable: bool, keep: bool, wait_s: float | None = None
     ) -> SaveHandle:
-        """Through DCP's planning, with its collectives: a state that was not planned before, or every one where nobody
-        but the ranks could tell the agents that a step is whole.
+        """Save with DCP's planning and collectives.
+
+        This is for a state without a plan, or for any state if the agents do not know each other. Then only the ranks
+        can report to the agents that a step is complete.
         """
-        self._all_ready(self._noter.names, step)
+        self._require_all_ready(self._boundaries.names, step)
         self._join()
         options = WriterOptions(
-            # Agents that do not know each other learn from DCP that all ranks have sealed.
+            # Agents that do not know each other learn through DCP that all ranks have sealed.
             seals=self.session.agents_are_isolated,
             required=durable and bool(self.settings.durable.url),
             keep=keep,
@@ -422,7 +428,7 @@ class Checkpointer:
             self._location.job, step, finite=self._wants_finite, settings=self.settings, options=options
         )
         try:
-            self._together.call_dcp(dcp.save, state, storage_writer=writer)
+            self._ranks.call_dcp(dcp.save, state, storage_writer=writer)
         except CheckpointException as failure:
             writer.discard_written()
             error = unwrap_save_error(failure)
@@ -434,39 +440,41 @@ class Checkpointer:
         if job is None:
             raise writer.error or SaveFailedError(f"step {step} of {self._location.job} left no shard")
         self._planned_before = True
-        self._part = job.key.part
+        self._last_part = job.key.part
         if writer.record is None:
             return self._seal_later(job)
         self._queue.add_sealed(job, writer.record)
         return SaveHandle(step, SaveState.SEALED, job=job, has_replicas=self._joined)
 
     def record_boundary(self, state: StateDict, step: int) -> None:
-        """``state`` is what ``step`` has left: where a fault finds it unchanged, survivors can go on from it.
+        """Record ``state`` as the state after ``step``; survivors of a fault can resume from it.
 
-        Every :meth:`save` does this also, whether it is due or not; needed only by who does not call it at every step.
+        Every :meth:`save` does this too, even if it is not due. Call this only for steps without a :meth:`save`.
+        Survivors use the state only if it is unchanged.
         """
         check_step(step)
         _check_state(state)
-        self._noter.record(state, step)
-        self._came_further()
+        self._boundaries.record(state, step)
+        self._report_step_made()
 
-    def _give(self, planner: SavePlanner, step: int) -> None:
-        """Save as ``step`` what the planners of all ranks have kept of it, and know it to be whole."""
-        self._all_ready()
+    def _save_survivor_step(self, planner: SavePlanner, step: int) -> None:
+        """Save the survivors' state as ``step`` with the planners of all ranks, and report it as complete."""
+        self._require_all_ready()
         self._join()
-        self.session.rewind_to(step)  # what was sealed of later steps is of a past that the job leaves
-        # In the durable tier some nodes' part of it would be missing: new ones do not know where that is.
+        self.session.rewind_to(step)  # the job leaves the branch of later sealed steps
+        # New nodes do not know the durable tier, so their parts of the step would be missing there.
         settings = override_settings(self.settings, durable={"url": ""})
         writer = TieredWriter(self._location.job, step, finite=self._wants_finite, settings=settings)
-        self._together.call_dcp(dcp.save, {}, storage_writer=writer, planner=planner)
+        self._ranks.call_dcp(dcp.save, {}, storage_writer=writer, planner=planner)
         if writer.record is None:
             raise writer.error or SaveFailedError(f"step {step} of {self._location.job} left no shard")
         self.session.report_complete(writer.record.key.version_id)
 
-    def _all_ready(self, names: str = "", step: int | None = None) -> None:
-        """Before a collective: a rank that cannot reach its node must not leave the others waiting in it.
+    def _require_all_ready(self, names: str = "", step: int | None = None) -> None:
+        """Raise on all ranks before a collective if any rank cannot take part, so that none waits for it.
 
-        ``names``: a digest of what this rank's state has; where all have the same, each of them knows what there is.
+        ``names``: a digest of the names in this rank's state. If it is the same on all ranks, each rank knows all
+        names of the state.
         """
         problem = ""
         try:
@@ -477,10 +485,10 @@ class Checkpointer:
             if step is not None:
                 self.session.check_step_order(step)
         except (TieredCheckpointError, PeerStoreError) as error:
-            problem = f"rank {self._together.rank}: {error}"
-        answers = [text.partition(" ") for text in self._together.all_gather(f"{names} {problem}")]
+            problem = f"rank {self._ranks.rank}: {error}"
+        answers = [text.partition(" ") for text in self._ranks.all_gather(f"{names} {problem}")]
         if names and all(named == names for named, _, _ in answers):
-            self._noter.mark_names_complete()
+            self._boundaries.mark_names_complete()
         problems = [text for _, _, text in answers if text]
         if problems:
             raise SaveFailedError("; ".join(problems))
@@ -489,27 +497,25 @@ class Checkpointer:
         if step % self.settings.durable.every and not durable:
             return SaveHandle(step, SaveState.NOT_DUE)
         writer = plain_writer(self.settings.durable, self._location.job, step)
-        self._together.call_dcp(dcp.save, state, storage_writer=writer)
+        self._ranks.call_dcp(dcp.save, state, storage_writer=writer)
         return SaveHandle(step, SaveState.DURABLE)
 
-    def _came_further(self) -> None:
-        """To the step after the one that was loaded, whether it is due to be saved or not."""
+    def _report_step_made(self) -> None:
+        """Report that the training has made a step after its load, whether or not the step is due."""
         session = session_if_open(self._location.job, self.settings)
         if session is not None:
             session.report_load_survived()
 
     def _observe(self, saved: SaveHandle, blocked_s: float) -> None:
-        """What this call knows; a save that got as far as its seal is counted by whoever seals it."""
+        """Report this call to the agent's metrics; a save with a job is counted when it seals or fails."""
         ended = {SaveState.SKIPPED: "skipped", SaveState.FAILED: "failed"}.get(saved.state)
         counts = {ended: 1.0} if ended and saved.job is None else {}
-        # Without a session there is no agent to tell, and asking for one again takes as long as before.
+        # Without a session no agent is connected, and another attempt to start one would take as long again.
         session = session_if_open(self._location.job, self.settings)
         self._queue.submit(self._queue.report, session, blocked_seconds=blocked_s, **counts)
 
-    # -- waiting ----------------------------------------------------------------------------------------------
-
     def wait(self, tier: Literal["memory", "durable"] = "memory", *, timeout_s: float = 600.0) -> bool:
-        """Until all saves so far have reached ``tier``; False when the time was not enough or some cannot get there."""
+        """Wait for all saves to reach ``tier``; return ``False`` on a timeout or if some cannot reach it."""
         if not self.settings.enabled:
             return True
         deadline = time.monotonic() + timeout_s
@@ -529,10 +535,8 @@ class Checkpointer:
         return False
 
     def _flush(self, deadline_s: float) -> None:
-        """What SIGTERM leaves time for: seal what is staged, and make it durable."""
+        """Wait within the grace period of SIGTERM until the staged saves are sealed and durable."""
         self.wait("durable" if self.settings.durable.url else "memory", timeout_s=deadline_s)
-
-    # -- restoring --------------------------------------------------------------------------------------------
 
     def restore(
         self,
@@ -544,58 +548,63 @@ class Checkpointer:
         exclude_from_proof: Collection[str] = (),
         timeout_s: float | None = None,
     ) -> int:
-        """Fill ``state`` from the newest whole step (or ``step``) and return which one it was.
+        """Fill ``state`` from the newest complete step, or from ``step``, and return the step restored.
 
-        After a graceful stop of the job that is exactly the version that its ranks sealed, or an error: see
+        After a graceful stop of the job this is exactly the version that its ranks sealed, or an error: see
         :mod:`tieredckpt.agent.stopped_step`.
 
-        Every entry that was saved has to have a place in ``state``, and the other way round: else
-        :class:`MismatchError` names them, and ``strict=False`` restores what both have. A ``Stateful`` of your own is
-        given all it saved, also what it has no place for yet.
+        Saved entries and ``state`` must match, or :class:`MismatchError` names the differences. ``strict=False``
+        restores the entries that both have. A user's ``Stateful`` receives all entries that it saved, including those
+        missing from its current ``state_dict()``.
 
-        Returns -1 only when every tier was asked and no step was ever whole: nothing is lost, and training begins.
-        ``last_restore`` is ``None`` then where nothing was ever saved. Where saves were begun and none came to be whole
-        its ``mode`` is ``"torn"``, and ``refused`` names the steps and the parts they lack; a ``step`` that is named is
-        a ``CheckpointTornError`` then. A damaged step is reported and the next older whole one is used. Where there is
-        none: ``CheckpointDamagedError`` and ``CheckpointLostError`` (there were whole steps, and parts of them are on
-        no node that answers) name the steps and what is missing of them, ``TierUnavailableError`` the tier that could
-        not be asked. ``on_lost="start_fresh"`` starts from nothing in the first two cases.
+        Return -1 only if every tier answered and no step was ever complete, so that training begins and nothing is
+        lost. Then ``last_restore`` is ``None`` if nothing was ever saved. If saves were started and none became
+        complete, its ``mode`` is ``"torn"``, and ``refused`` names the steps and their missing parts. With an explicit
+        ``step`` this case raises :class:`CheckpointTornError`.
 
-        At the end ``state`` is asked what it is made of now, and that is compared with what was saved:
-        :class:`RestoreProofError` names what differs. ``exclude_from_proof`` names what may differ in ``state`` after a
-        load; ``last_restore.proof`` says what was compared. ``proof=False`` (or ``memory.proof``) turns it off.
+        A damaged step is reported, and the next older complete one is used. If no step is left:
 
-        ``timeout_s``: when it is not known by then what there is, because the agent, other nodes or the durable tier do
-        not answer, that is a ``TierUnavailableError`` too. What is being read then is read to its end.
+        - :class:`CheckpointDamagedError` names the damaged steps.
+        - :class:`CheckpointLostError` names the steps with parts on no node that answers, and these parts.
+        - :class:`TierUnavailableError` names the tier that did not answer.
 
-        After an error ``state`` may hold parts of what was being read: do not train on it.
+        With ``on_lost="start_fresh"`` the restore returns -1 in the first two cases.
+
+        At the end the live state is compared with the saved one, and :class:`RestoreProofError` names the differences.
+        ``exclude_from_proof`` names entries that may differ after a load. ``last_restore.proof`` reports what was
+        compared. ``proof=False`` (or ``memory.proof``) disables the comparison.
+
+        ``timeout_s``: seconds until :class:`TierUnavailableError` is raised because the agent, other nodes or the
+        durable tier do not answer which steps exist. A read that has begun runs to completion.
+
+        After an error ``state`` may be partly overwritten: do not train on it.
         """
         job = self._location.job
         _check_state(state)
         if step is not None:
             check_step(step)
         self._check_open()
-        with self._recorded.record_restore() as told, deadlines.timeout_scope(timeout_s):
-            expected = gather_expected_step(job, self._together.all_gather) if step is None else None
+        with self._event_log.record_restore() as outcome, deadlines.timeout_scope(timeout_s):
+            expected = gather_expected_step(job, self._ranks.all_gather) if step is None else None
             if step is None and self.settings.enabled and (expected is None or not expected.is_required):
                 expected = self._last_stop() or expected
             epoch = None
             if expected is not None and expected.is_required:
                 step, epoch = expected.step, expected.epoch
             with explain_expected(expected):
-                told.step = self._restore_any(
+                outcome.step = self._restore_any(
                     state, step, epoch, strict=strict, on_lost=on_lost, exclude_from_proof=exclude_from_proof
                 )
-            told.report = self.last_restore
-            check_restored_step(job, expected, told.step)
-            return told.step
+            outcome.report = self.last_restore
+            check_restored_step(job, expected, outcome.step)
+            return outcome.step
 
     def _last_stop(self) -> ExpectedStep | None:
-        """Return the step that the last run sealed when it was stopped; all ranks get the same one."""
+        """Return the step that the last run sealed at its graceful stop, or ``None``; all ranks agree."""
         self._join(restoring=True)
-        mine = self._all_do(lambda: report_last_stop(self.session.agent, self._location.job))
-        told = self._together.all_gather(msgspec.json.encode(mine).decode())
-        reports = [from_json(one, StopReport) for one in told]
+        mine = self._call_on_all(lambda: report_last_stop(self.session.agent, self._location.job))
+        answers = self._ranks.all_gather(msgspec.json.encode(mine).decode())
+        reports = [from_json(answer, StopReport) for answer in answers]
         stopped = newest_stop(reports)
         if stopped is None:
             return None
@@ -613,12 +622,12 @@ class Checkpointer:
         exclude_from_proof: Collection[str],
     ) -> int:
         if not self.settings.enabled:
-            return self._restoring.restore_plain(state, step)
+            return self._restorer.restore_plain(state, step)
         wait_for_overlapped_copies()
         self._join(restoring=True)
-        if self._together.rank == 0:
+        if self._ranks.rank == 0:
             self.session.warn_memory_only()
-        restored, report = self._restoring.restore(
+        restored, report = self._restorer.restore(
             state, step, epoch, strict=strict, on_lost=on_lost, exclude_from_proof=exclude_from_proof
         )
         self.last_restore = report
@@ -626,41 +635,39 @@ class Checkpointer:
             notify_progress_hook(self.session)
         else:
             self.session.rewind_to(-1)
-            if self._together.rank == 0:
+            if self._ranks.rank == 0:
                 warn_of_steps_elsewhere(self._location.job, self.settings)
                 self.session.add_metrics(**{f"begun_{'absent' if report is None else report.mode}": 1})
         self.prepare(state)
         return restored
 
     def prepare(self, state: StateDict) -> None:
-        """Make, populate and register the memory of the next saves of ``state`` in the background.
+        """Create, populate and register the memory of the next saves of ``state`` in the background.
 
-        :meth:`restore` does the same. A save that comes before the memory is ready waits for the slot that it needs.
+        :meth:`restore` does the same. A save that begins before the memory is ready waits for its slot.
         """
         _check_state(state)
         self._check_open()
         if not self.settings.enabled:
             return
         own = shared = names = 0
-        place: torch.device | None = None
+        target: torch.device | None = None
         device = accelerator()
         for value in flatten_state(resolve_stateful(state)).values():
             tensor = value._local_tensor if isinstance(value, DTensor) else value
             names += 1
             if not isinstance(tensor, torch.Tensor) or tensor.layout is not torch.strided:
                 continue
-            place = device.device_of(tensor) or place
+            target = device.device_of(tensor) or target
             if isinstance(value, DTensor):
                 own += tensor.nbytes
             else:
                 shared += tensor.nbytes
-        size = own + shared // self._together.size + names * _BYTES_BESIDE_TENSOR
-        self.session.prepare_slots(self._together.rank, size, place)
-
-    # -- the rest ---------------------------------------------------------------------------------------------
+        size = own + shared // self._ranks.size + names * _BYTES_BESIDE_TENSOR
+        self.session.prepare_slots(self._ranks.rank, size, target)
 
     def steps(self) -> list[StepInfo]:
-        """Every step this node can see, oldest first."""
+        """Return every step that this node can see, oldest first."""
         self._check_open()
         if not self.settings.enabled:
             found = plain_steps(self.settings.durable, self._location.job)
@@ -668,10 +675,10 @@ class Checkpointer:
         return step_infos(self.session.agent.list_steps(self._location.job, fresh=True))
 
     def drop(self, step: int) -> bool:
-        """Give up ``step``, kept or not, in every tier and on every node; whether there was something of it.
+        """Drop ``step`` in every tier and on every node, even if retained; return whether any of it existed.
 
-        One rank calls it; more than one may. :class:`TierUnavailableError` names who could not be told and may still
-        have it, :class:`UsageError` says where steps that the job has left would be taken for its newest ones.
+        One rank calls this, and more may. :class:`TierUnavailableError` names nodes that did not answer and may still
+        have the step. :class:`UsageError` is raised if steps of an abandoned branch would become the newest ones.
         """
         self._check_open()
         check_step(step)
@@ -694,30 +701,30 @@ class Checkpointer:
             raise UsageError(f"this Checkpointer of {self._location.job} is closed; make another one")
 
     def close(self) -> None:
-        """Seal what is staged and let go of the agent; what is draining goes on without this process."""
+        """Seal the staged saves and release the agent, which continues to upload without this process."""
         self._closed = True
-        self._noter.release_tensors()
+        self._boundaries.release_tensors()
         self._queue.close()
         self._report_nothing_saved()
         session = session_if_open(self._location.job, self.settings)
         if session is not None:
-            session.wait_until_prepared()  # a thread that came later might start an agent again
+            session.wait_until_prepared()  # its threads could start an agent again later
         if session is not None:
-            if self._is_first and self._last_saved is not None:  # copies may have come since the last save
+            if self._is_first and self._last_saved is not None:  # replicas may have been added since the last save
                 self._queue.report(session)
                 self._queue.report_not_durable(session)
             session.stop_watching_agent()
         if self._preemption is not None:
             self._preemption.close()
-        self._together.close()
+        self._ranks.close()
 
     def _report_nothing_saved(self) -> None:
-        """Warn at the end where none of the saves succeeded."""
+        """Log an error at the end if none of the saves succeeded."""
         saved = self._last_saved
-        if self._tried_saves and self._queue.last_sealed is None and saved is not None and saved.error is not None:
+        if self._due_saves and self._queue.last_sealed is None and saved is not None and saved.error is not None:
             log.error(
                 "%s: none of the %d saves of rank %d succeeded, so this run cannot be restored. The last error: %s",
-                *(self._location.job, self._tried_saves, self._together.rank, saved.error),
+                *(self._location.job, self._due_saves, self._ranks.rank, saved.error),
             )
 
     def __enter__(self) -> Checkpointer:
@@ -730,10 +737,13 @@ class Checkpointer:
 
 
 def _with_arguments(settings: Settings, **sections: Mapping[str, Any]) -> Settings:
-    """``settings`` with the arguments that were given; steps become durable no more often than they are saved."""
+    """Return ``settings`` with these arguments.
+
+    Without an argument for it, a ``durable.every`` that is not a multiple of ``memory.every`` becomes the same.
+    """
     changes = {name: {k: v for k, v in values.items() if v is not None} for name, values in sections.items()}
     every = changes["memory"].get("every", settings.memory.every)
-    follows = "every" not in changes["durable"] and isinstance(every, int)  # override_settings refuses all others
+    follows = "every" not in changes["durable"] and isinstance(every, int)  # override_settings rejects other types
     if follows and every > 0 and settings.durable.every % every:
         changes["durable"]["every"] = every
     return override_settings(settings, **changes)

@@ -1,9 +1,9 @@
-"""Saves the survivors' live state of a broken world as a step before the next world trains.
+"""Hydration after a fault: save the survivors' live state as a step before the next world trains.
 
-All ranks of the world take part, before any of them trains. What they ask each other goes through the store that they
-met at: only when somebody has something that is wanted there is more than one small message. A save in the new world
-gives everything that a save gives: a check that nothing is missing, one writer for every replicated tensor, copies on
-other nodes. And whoever restores finds it as the newest whole step, in whatever world.
+All ranks of the new world take part, before any of them trains. They exchange messages through their rendezvous store,
+and each rank sends only one small message if no survivor has a usable state. The state becomes an ordinary save of the
+new world: complete, with one writer for every replicated tensor, and with replicas on other nodes. A restore in any
+world finds it as the newest complete step.
 """
 
 from __future__ import annotations
@@ -55,130 +55,139 @@ log = logging.getLogger(__name__)
 
 _PREFIX = "tieredckpt/live"
 _PATIENCE = timedelta(minutes=5)
+"""Maximum wait for the messages of other ranks."""
 _MOST_TRIES = 3
+"""Number of worlds that a state is retained for."""
 _MOST_BYTES = 256 << 20
-"""Of one message: some hundred thousand tensors."""
+"""Maximum bytes of one message: some hundred thousand tensors."""
 TensorChecksum = Callable[[str, torch.Tensor, tuple[int, ...], tuple[int, ...]], int]
-"""A checksum of a box of the tensor of that name: also its shape, and where the box begins."""
+"""Function of name, tensor, shape and offsets that returns the checksum of a box of the tensor."""
 
 
 class _JobHoldings(msgspec.Struct, frozen=True):
-    """What all ranks are told of a job."""
+    """States of one job on all ranks, as rank 0 reports them."""
 
     reached: int
+    """Last step that any rank completed in the last world."""
     holdings: Mapping[int, SurvivorHolding]
-    """Who has something that may be wanted, by rank."""
+    """Usable state of each rank that has one, by rank."""
     proven: int | None = None
-    """No step after this one is believed."""
+    """Newest step that survivors trust; ``None`` for any."""
     off: str = ""
-    """Why a survivor noted nothing."""
+    """Reason why a survivor recorded no state, or an empty string."""
 
 
 def hydrate_from_survivors(
-    keeper: SurvivorState, store: torch.distributed.Store, rank: int, size: int, *, weigh: TensorChecksum
+    state: SurvivorState, store: torch.distributed.Store, rank: int, size: int, *, weigh: TensorChecksum
 ) -> list[Hydration]:
-    """Before a world's training begins, on all of its ranks: save the newest step that survivors have whole.
+    """Save the newest step that the survivors' states form, on all ranks before their world trains.
 
-    What they have is kept until that is done, so that after another fault the next world can try again. Where it
-    cannot be done nothing is lost but these steps: :class:`Hydration` says why. Who says to have the same as another
-    one is believed when both weigh the same.
+    The survivors retain their states until that succeeds, so that the next world can retry after another fault. If it
+    fails, only these steps are lost, and :class:`Hydration` has the reason. Ranks with the same slices must have the
+    same checksums, which ``weigh`` computes.
     """
-    meeting = _StoreExchange(store, rank, size)
-    keeper.contribute_attempts += 1
-    if keeper.contribute_attempts > _MOST_TRIES and keeper.retained:
-        log.warning("what was kept of %s is given up after %d worlds", ", ".join(keeper.retained), _MOST_TRIES)
-        keeper.clear()
-    covers = {job: _cover_of(kept) for job, kept in keeper.retained.items()}
-    asked = _asked(keeper, meeting, covers)
+    exchange = _StoreExchange(store, rank, size)
+    state.contribute_attempts += 1
+    if state.contribute_attempts > _MOST_TRIES and state.retained:
+        log.warning("what was kept of %s is given up after %d worlds", ", ".join(state.retained), _MOST_TRIES)
+        state.clear()
+    coverages = {job: _coverage_of(retained) for job, retained in state.retained.items()}
+    job_holdings = _gather_holdings(state, exchange, coverages)
     found = [
-        _hydrate(meeting, job, asked[job], keeper.retained.get(job), covers.get(job), weigh=weigh)
-        for job in sorted(asked)
+        _hydrate(exchange, job, job_holdings[job], state.retained.get(job), coverages.get(job), weigh=weigh)
+        for job in sorted(job_holdings)
     ]
     for hydration in found if rank == 0 else ():
         log.log(logging.WARNING if hydration.failed else logging.INFO, "%s", hydration)
-    keeper.hydrations = {one.job: one for one in found}
+    state.hydrations = {one.job: one for one in found}
     return found
 
 
-def _asked(
-    keeper: SurvivorState, meeting: _StoreExchange, covers: Mapping[str, SurvivorCoverage]
+def _gather_holdings(
+    state: SurvivorState, exchange: _StoreExchange, coverages: Mapping[str, SurvivorCoverage]
 ) -> dict[str, _JobHoldings]:
-    """Who has what, by job: the first rank hears everybody, and tells all."""
+    """Return the states that all ranks have, by job: rank 0 collects them and sends them to all."""
     holdings = {
-        job: SurvivorHolding(one.step, one.world_epoch, covers[job].digest, one.has_all_names)
-        for job, one in keeper.retained.items()
+        job: SurvivorHolding(one.step, one.world_epoch, coverages[job].digest, one.has_all_names)
+        for job, one in state.retained.items()
     }
-    proved = keeper.trusted_steps if keeper.aborts_silently else None
-    meeting.say(
-        f"stand/{meeting.rank}",
-        SurvivorReport(keeper.last_world_epoch, holdings, keeper.reached_steps, proved, keeper.why_not()),
+    proved = state.trusted_steps if state.aborts_silently else None
+    exchange.send(
+        f"stand/{exchange.rank}",
+        SurvivorReport(state.last_world_epoch, holdings, state.reached_steps, proved, state.why_not()),
     )
-    if meeting.rank == 0:
-        stands = meeting.hear_all([f"stand/{rank}" for rank in range(meeting.size)], SurvivorReport)
-        held, most, off = holdings_by_job(stands), trusted_steps(stands), why_off(stands)
-        said = {
+    if exchange.rank == 0:
+        reports = exchange.receive_all([f"stand/{rank}" for rank in range(exchange.size)], SurvivorReport)
+        held, most, off = holdings_by_job(reports), trusted_steps(reports), why_off(reports)
+        job_holdings = {
             job: _JobHoldings(step, held.get(job, {}), most.get(job), off)
-            for job, step in reached_steps(stands).items()
+            for job, step in reached_steps(reports).items()
         }
-        meeting.say("asked", said)
-    return meeting.hear("asked", dict[str, _JobHoldings])
+        exchange.send("asked", job_holdings)
+    return exchange.receive("asked", dict[str, _JobHoldings])
 
 
 def _hydrate(
-    meeting: _StoreExchange,
+    exchange: _StoreExchange,
     job: str,
-    asked: _JobHoldings,
-    kept: RetainedState | None,
-    cover: SurvivorCoverage | None,
+    job_holdings: _JobHoldings,
+    retained: RetainedState | None,
+    coverage: SurvivorCoverage | None,
     *,
     weigh: TensorChecksum,
 ) -> Hydration:
-    if not asked.holdings:
-        return Hydration(job, "snapshot", -1, asked.reached, asked.off or "no survivor stood between two steps")
-    telling = coverage_reporters(asked.holdings)
-    chooser = min(telling)  # a survivor: its node knows all tiers
-    if meeting.rank in telling:
-        meeting.say(f"{job}/{meeting.rank}", cover)
-    replicas = [rank for ranks in ranks_to_compare(asked.holdings).values() for rank in ranks]
-    if meeting.rank in replicas and kept is not None:
-        meeting.say(f"{job}/content/{meeting.rank}", _content_of(kept, weigh))
-    if meeting.rank == chooser and kept is not None:
-        meeting.say(f"{job}/peer", {**dataclasses.asdict(kept.settings.peer), "secret": ""})
-    settings = _settings(kept, meeting.hear(f"{job}/peer", dict[str, Any]))
+    if not job_holdings.holdings:
+        return Hydration(
+            job, "snapshot", -1, job_holdings.reached, job_holdings.off or "no survivor stood between two steps"
+        )
+    reporters = coverage_reporters(job_holdings.holdings)
+    chooser = min(reporters)  # a survivor, because its node knows all tiers
+    if exchange.rank in reporters:
+        exchange.send(f"{job}/{exchange.rank}", coverage)
+    replicas = [rank for ranks in ranks_to_compare(job_holdings.holdings).values() for rank in ranks]
+    if exchange.rank in replicas and retained is not None:
+        exchange.send(f"{job}/content/{exchange.rank}", _content_digest(retained, weigh))
+    if exchange.rank == chooser and retained is not None:
+        exchange.send(f"{job}/peer", {**dataclasses.asdict(retained.settings.peer), "secret": ""})
+    settings = _settings_for(retained, exchange.receive(f"{job}/peer", dict[str, Any]))
     try:
         with Checkpointer(f"tiered://{job}", settings=settings, on_sigterm="ignore") as ckpt:
             ckpt._join(restoring=True)
-            if meeting.rank == chooser:
-                covers = meeting.hear_all([f"{job}/{rank}" for rank in telling], SurvivorCoverage)
-                contents = meeting.hear_all([f"{job}/content/{rank}" for rank in replicas], ContentDigest)
-                wrong = diverging_replicas(asked.holdings, dict(zip(replicas, contents, strict=True)))
-                meeting.say(f"{job}/choice", _choice(ckpt, asked, covers, wrong))
-            choice = meeting.hear(f"{job}/choice", SurvivorChoice)
+            if exchange.rank == chooser:
+                coverages = exchange.receive_all([f"{job}/{rank}" for rank in reporters], SurvivorCoverage)
+                contents = exchange.receive_all([f"{job}/content/{rank}" for rank in replicas], ContentDigest)
+                wrong = diverging_replicas(job_holdings.holdings, dict(zip(replicas, contents, strict=True)))
+                exchange.send(f"{job}/choice", _choose(ckpt, job_holdings, coverages, wrong))
+            choice = exchange.receive(f"{job}/choice", SurvivorChoice)
             if choice.why:
-                return Hydration(job, "snapshot", -1, asked.reached, choice.why)
+                return Hydration(job, "snapshot", -1, job_holdings.reached, choice.why)
             failpoint("live.chosen")
-            held = asked.holdings.get(meeting.rank)
-            ckpt._give(_Planner(kept if held is not None and held.step == choice.step else None), choice.step)
-            return Hydration(job, "live", choice.step, asked.reached)
+            held = job_holdings.holdings.get(exchange.rank)
+            ckpt._save_survivor_step(
+                _Planner(retained if held is not None and held.step == choice.step else None), choice.step
+            )
+            return Hydration(job, "live", choice.step, job_holdings.reached)
     except (TieredCheckpointError, PeerStoreError, CheckpointException) as error:
-        # Of a save, and of what is asked before it, all ranks hear together that it failed.
-        return Hydration(job, "snapshot", -1, asked.reached, f"it could not be given: {error}", failed=True)
+        # These calls fail on all ranks together, so no rank waits for another one.
+        return Hydration(job, "snapshot", -1, job_holdings.reached, f"it could not be given: {error}", failed=True)
 
 
-def _choice(
-    ckpt: Checkpointer, asked: _JobHoldings, covers: Sequence[SurvivorCoverage], wrong: Mapping[int, str]
+def _choose(
+    ckpt: Checkpointer, job_holdings: _JobHoldings, coverages: Sequence[SurvivorCoverage], wrong: Mapping[int, str]
 ) -> SurvivorChoice:
     needed, unknown = None, ""
     try:
-        needed = _needed(ckpt)
+        needed = _required_names(ckpt)
     except (TieredCheckpointError, PeerStoreError) as error:
         unknown = str(error)
-    known = {one.digest: one for one in covers}
-    return choose_survivor_step(asked.holdings.values(), known, needed, unknown=unknown, most=asked.proven, wrong=wrong)
+    known = {one.digest: one for one in coverages}
+    return choose_survivor_step(
+        job_holdings.holdings.values(), known, needed, unknown=unknown, most=job_holdings.proven, wrong=wrong
+    )
 
 
-def _needed(ckpt: Checkpointer) -> RequiredNames | None:
-    """What the newest whole step has."""
+def _required_names(ckpt: Checkpointer) -> RequiredNames | None:
+    """Return the names in the newest complete step, or ``None`` if no step is complete."""
     node, job = ckpt.session.agent, ckpt.session.job
     seen = node.list_steps(job, fresh=True)
     bad = {view.version_id for view in seen.views if view.quarantined}
@@ -190,17 +199,17 @@ def _needed(ckpt: Checkpointer) -> RequiredNames | None:
     return RequiredNames(chosen.version_id.version, frozenset(step.tensors), frozenset(step.objects))
 
 
-def _settings(kept: RetainedState | None, peer: Mapping[str, Any]) -> Settings:
-    """Who saved goes on as before; who is new has its own secret, and everything else that nodes agree on from them."""
-    if kept is not None:
-        return kept.settings
+def _settings_for(retained: RetainedState | None, peer: Mapping[str, Any]) -> Settings:
+    """Return a survivor's own settings; a new rank uses a survivor's peer settings with its own secret."""
+    if retained is not None:
+        return retained.settings
     own = load_settings()
     return override_settings(own, peer={**peer, "secret": own.peer.secret})
 
 
-def _cover_of(kept: RetainedState) -> SurvivorCoverage:
+def _coverage_of(retained: RetainedState) -> SurvivorCoverage:
     held, objects = [], []
-    for item in kept.plan.items:
+    for item in retained.plan.items:
         plan = item.tensor_data
         if plan is None:
             objects.append(item.index.fqn)
@@ -210,31 +219,31 @@ def _cover_of(kept: RetainedState) -> SurvivorCoverage:
     return SurvivorCoverage(tuple(held), tuple(objects))
 
 
-def _content_of(kept: RetainedState, weigh: TensorChecksum) -> ContentDigest:
-    """Reads every byte of it once."""
+def _content_digest(retained: RetainedState, weigh: TensorChecksum) -> ContentDigest:
+    """Return a digest of the replicated tensors, which reads each of their bytes once."""
     weights = []
     try:
-        for item in kept.plan.items:
+        for item in retained.plan.items:
             plan = item.tensor_data
-            if plan is not None and item.index.fqn in kept.replicated_names:
-                name, value = item.index.fqn, kept.values[item.index.fqn]
+            if plan is not None and item.index.fqn in retained.replicated_names:
+                name, value = item.index.fqn, retained.values[item.index.fqn]
                 weights.append((name, weigh(name, value, (*plan.size,), (*plan.chunk.offsets,))))
-    except RuntimeError as error:  # of a device that is broken
+    except RuntimeError as error:  # raised by a broken device
         return ContentDigest(why=str(error))
     return ContentDigest(xxhash.xxh3_128_hexdigest(msgspec.msgpack.encode(weights)))
 
 
 class _Planner(DefaultSavePlanner):
-    """Plans what was kept, as it was planned in its own world; nothing, for a rank that has nothing."""
+    """Planner that returns the plan of a retained state, or an empty plan for a rank without one."""
 
-    def __init__(self, kept: RetainedState | None) -> None:
+    def __init__(self, retained: RetainedState | None) -> None:
         super().__init__()
-        self._values = {} if kept is None else kept.values
-        self._kept_plan = SavePlan([], planner_data={}) if kept is None else kept.plan
+        self._values = {} if retained is None else retained.values
+        self._retained_plan = SavePlan([], planner_data={}) if retained is None else retained.plan
 
     def create_local_plan(self) -> SavePlan:
-        self.mappings = self._kept_plan.planner_data
-        self.plan = self._kept_plan
+        self.mappings = self._retained_plan.planner_data
+        self.plan = self._retained_plan
         return self.plan
 
     def resolve_data(self, write_item: WriteItem) -> torch.Tensor | io.BytesIO:
@@ -243,29 +252,29 @@ class _Planner(DefaultSavePlanner):
 
 
 class _StoreExchange:
-    """What the ranks of a world tell each other through their store."""
+    """Messages between the ranks of a world through their store."""
 
     def __init__(self, store: torch.distributed.Store, rank: int, size: int) -> None:
         self._store = store
         self.rank = rank
         self.size = size
 
-    def say(self, name: str, message: object) -> None:
+    def send(self, name: str, message: object) -> None:
         packed = zlib.compress(msgspec.msgpack.encode(message), 1)
         self._store.set(f"{_PREFIX}/{name}", packed)  # type: ignore[arg-type]
 
-    def hear(self, name: str, kind: Any) -> Any:
-        (heard,) = self.hear_all([name], kind)
-        return heard
+    def receive(self, name: str, kind: Any) -> Any:
+        (message,) = self.receive_all([name], kind)
+        return message
 
-    def hear_all(self, names: Sequence[str], kind: Any) -> list[Any]:
+    def receive_all(self, names: Sequence[str], kind: Any) -> list[Any]:
         keys = [f"{_PREFIX}/{name}" for name in names]
         self._store.wait(keys, _PATIENCE)
-        return [_unpacked(key, self._store.get(key), kind) for key in keys]
+        return [_unpack(key, self._store.get(key), kind) for key in keys]
 
 
-def _unpacked(key: str, packed: bytes, kind: Any) -> Any:
-    """A message as it was said; what is damaged, or would be too large, is refused before there is room made for it."""
+def _unpack(key: str, packed: bytes, kind: Any) -> Any:
+    """Return a message; raise :class:`CheckpointDamagedError` if it is damaged or too large to unpack."""
     unpacking = zlib.decompressobj()
     try:
         plain = unpacking.decompress(packed, _MOST_BYTES)

@@ -1,4 +1,4 @@
-"""NullCheckpointer: the same interface, stores nothing."""
+"""NullCheckpointer: the interface of Checkpointer without any storage."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from tieredckpt.tensors.state_dict import StateDict
 
 
 class NullCheckpointer:
-    """A :class:`Checkpointer` that keeps nothing: for ranks, tests and scripts that are to run without one."""
+    """Checkpointer that saves and restores nothing, for code that runs without checkpoints."""
 
     last_restore: RestoreReport | None = None
 

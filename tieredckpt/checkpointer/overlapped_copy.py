@@ -129,7 +129,7 @@ class OverlappedStaging:
         self._changed: set[str] = set()
         """Names of tensors that changed outside of an optimizer's step."""
         self._choice: _Choice | None = None
-        self._said = False
+        self._problem_logged = False
 
     def start(
         self, step: int, slot: MappedSlot, layout: Layout, writes: Sequence[SlotWrite], copier: Copier
@@ -150,9 +150,9 @@ class OverlappedStaging:
         """Return the tensors of each optimizer that has stepped since the last save."""
         before, self._steps = self._steps, WeakKeyDictionary(self._watch.steps)
         if problem := self._watch.problem:
-            if not self._said:
+            if not self._problem_logged:
                 log.info("saves return when everything is copied: %s", problem)
-            self._said = True
+            self._problem_logged = True
             return []
         found: list[_OwnedTensors] = []
         for optimizer, steps in self._steps.items():

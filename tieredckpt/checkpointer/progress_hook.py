@@ -1,10 +1,9 @@
 """Reports of saves and restores: to the launcher's progress hook, and to the run's event log.
 
-It hears of whole steps (:meth:`ProgressHook.on_sealed`), and before a restore it is asked what it knows of
-(:meth:`ProgressHook.expected_step`). What the tiers hold decides: the newest whole step wins, whether the overseer
-knows of it or not. What an overseer can do is to insist on a step, and to make sure that a job which was somewhere
-never begins
-from nothing because its steps cannot be found.
+The hook is called after each seal and restore (:meth:`ProgressHook.on_sealed`). Before a restore it returns the newest
+step that it knows (:meth:`ProgressHook.expected_step`). The tiers decide: a restore takes the newest complete step,
+even if the hook does not know it. A hook can require a step. It also prevents a job with progress from starting from
+nothing because its steps cannot be found.
 """
 
 from __future__ import annotations
@@ -45,49 +44,49 @@ log = logging.getLogger(__name__)
 
 
 class ExpectedStep(msgspec.Struct, frozen=True):
-    """What an overseer believes to be the newest whole step of a job."""
+    """Newest complete step of a job, as known to a progress hook."""
 
     step: int | None
-    """``None``: it knows of something, but not of what."""
+    """Step number; ``None`` if the job made progress but the step is not known."""
     source: str
-    """For people: who says so, and how."""
+    """Source of this knowledge, as a clause for messages."""
     is_required: bool = False
-    """Go on from this step, or not at all."""
+    """Whether the job must resume from exactly this step."""
     epoch: int | None = None
-    """Of the incarnation that saved it; ``None``: any."""
+    """Epoch of the incarnation that saved it; ``None`` for any."""
 
 
 class ProgressHook(Protocol):
-    """Called by every rank, at the same points."""
+    """Interface of a launcher's hook, called by every rank at the same points."""
 
     def expected_step(self, job: str) -> ExpectedStep | None:
-        """Before a restore; ``None``: this process was told nothing. The newest that any rank was told counts."""
+        """Return the newest step known to this process, or ``None``; the newest of all ranks counts."""
 
     def on_sealed(self, session: Session) -> None:
-        """This process has sealed or restored a step of the session's job. Any thread; does not wait for anybody."""
+        """Record that this process has sealed or restored a step. Any thread calls this; it must not block."""
 
 
-_overseers: list[ProgressHook] = []
+_hooks: list[ProgressHook] = []
 
 
 @contextmanager
-def use_progress_hook(overseer: ProgressHook) -> Iterator[None]:
-    """While the block runs; of several, the one that came last."""
-    _overseers.append(overseer)
+def use_progress_hook(hook: ProgressHook) -> Iterator[None]:
+    """Use ``hook`` while the block runs; the hook of the innermost block is used."""
+    _hooks.append(hook)
     try:
         yield
     finally:
-        _overseers.remove(overseer)
+        _hooks.remove(hook)
 
 
 ANY_JOB = ""
-"""For :func:`require_step`: whichever job the first restore is of."""
+"""Job name for :func:`require_step` that matches the job of the first restore."""
 _required: dict[str, ExpectedStep] = {}
 
 
 @contextmanager
 def require_step(job: str, step: int, epoch: int | None, source: str) -> Iterator[None]:
-    """Have the first restore in the block that names no step restore this one, or raise. All ranks require the same."""
+    """Make the first restore without a step in the block restore this one or raise; all ranks must agree."""
     _required[job] = ExpectedStep(step, source, is_required=True, epoch=epoch)
     try:
         yield
@@ -96,35 +95,35 @@ def require_step(job: str, step: int, epoch: int | None, source: str) -> Iterato
 
 
 def waive_required_step() -> None:
-    """Let the first restore take the newest step: this world has saved one that continues from the required step."""
+    """Allow the first restore to take the newest step, which this world saved after the required one."""
     _required.clear()
 
 
 def notify_progress_hook(session: Session) -> None:
-    """Who keeps account may have something to write down."""
-    for overseer in _overseers[-1:]:
-        overseer.on_sealed(session)
+    """Call the progress hook, if any, because a step was sealed or restored."""
+    for hook in _hooks[-1:]:
+        hook.on_sealed(session)
 
 
 def gather_expected_step(job: str, from_all: Callable[[str], Sequence[str]]) -> ExpectedStep | None:
-    """One answer for all ranks, which tell each other by ``from_all`` where there is an overseer."""
+    """Return the step that all ranks expect; with a hook, they exchange theirs with ``from_all``."""
     if required := _required.get(job) or _required.get(ANY_JOB):
         return required
-    for overseer in _overseers[-1:]:
-        mine = msgspec.json.encode(overseer.expected_step(job)).decode()
+    for hook in _hooks[-1:]:
+        mine = msgspec.json.encode(hook.expected_step(job)).decode()
         return newest_expected_step([from_json(one, ExpectedStep | None) for one in from_all(mine)])
     return None
 
 
-def newest_expected_step(told: Sequence[ExpectedStep | None]) -> ExpectedStep | None:
-    """Of what each rank was told: the newest step, and before that what is not known."""
-    found = [one for one in told if one is not None]
+def newest_expected_step(steps: Sequence[ExpectedStep | None]) -> ExpectedStep | None:
+    """Return the newest of the ranks' expected steps; a known step precedes an unknown one."""
+    found = [one for one in steps if one is not None]
     return max(found, key=lambda one: (-1 if one.step is None else one.step, one.is_required, one.source), default=None)
 
 
 @contextmanager
 def explain_expected(expected: ExpectedStep | None) -> Iterator[None]:
-    """Say in an error of the block why this step, and no other, was to be restored."""
+    """Add to an error in the block the reason why exactly this step was required."""
     try:
         yield
     except (CheckpointNotFoundError, CheckpointLostError, CheckpointDamagedError) as error:
@@ -134,7 +133,7 @@ def explain_expected(expected: ExpectedStep | None) -> Iterator[None]:
 
 
 def check_restored_step(job: str, expected: ExpectedStep | None, restored: int) -> None:
-    """Having restored a step, or found none (-1): say where that differs, and refuse to begin from nothing."""
+    """Log how the restored step differs from the expected one; raise if none (-1) was restored."""
     if expected is None:
         return
     for name in (job, ANY_JOB):
@@ -163,32 +162,38 @@ def check_restored_step(job: str, expected: ExpectedStep | None, restored: int) 
 
 
 def newest_complete_step(session: Session, *, ask: bool, fresh: bool = False) -> int:
-    """The newest whole step of a session's job that its process knows of, or (``ask``) its node; -1 for none.
+    """Return the newest complete step of a session's job that this process knows, or -1.
 
-    A node knows it as soon as its agent has counted, or heard from the one that counts.
+    ``ask``: request it from the agent if this process has sealed a newer step. ``fresh`` with ``ask``: request it in
+    any case. The agent knows a step once the commit leader has counted its parts.
     """
     known = session.newest_complete_step()
     if not ask or (known >= session.sealed_step and not fresh):
         return known
-    survey = session.agent.list_steps(session.job, fresh=fresh)
-    spoilt = [view.version_id for view in survey.views if view.quarantined]
-    unreachable = tuple(tier for tier in Tier if tier in survey.unreachable)
-    chosen = resolve_step([view.candidate for view in survey.views], quarantined=spoilt, unreachable=unreachable).chosen
+    inventory = session.agent.list_steps(session.job, fresh=fresh)
+    quarantined = [view.version_id for view in inventory.views if view.quarantined]
+    unreachable = tuple(tier for tier in Tier if tier in inventory.unreachable)
+    chosen = resolve_step(
+        [view.candidate for view in inventory.views], quarantined=quarantined, unreachable=unreachable
+    ).chosen
     return known if chosen is None else max(known, chosen.version_id.version)
 
 
 @dataclass
 class RestoreOutcome:
-    """What a restore came to, filled in while it runs."""
+    """Result of a restore, filled in while it runs."""
 
     step: int | None = None
-    """``None``: it failed."""
+    """Restored step; ``None`` if the restore failed."""
     report: RestoreReport | None = None
-    """Of the newest restore, which may be another one."""
+    """Report of the newest restore, possibly an earlier one."""
 
 
 class SaveRestoreLog:
-    """Where this process is, the event log knows from who has it enter worlds; else its environment may."""
+    """Event log entries of this process's saves and restores.
+
+    The rank comes from the event log's position, or from ``RANK`` if no train loop has set it.
+    """
 
     def __init__(self, event_log: EventLog | None = None) -> None:
         self._event_log = event_log or event_log_from_environ()
@@ -196,18 +201,18 @@ class SaveRestoreLog:
 
     @property
     def _rank(self) -> int:
-        known, told = self._event_log.position.rank, os.environ.get("RANK", "")
-        return known if known >= 0 or not told.isdecimal() else int(told)
+        known, value = self._event_log.position.rank, os.environ.get("RANK", "")
+        return known if known >= 0 or not value.isdecimal() else int(value)
 
     def record_save(self, saved: SaveHandle, blocked_s: float) -> None:
-        """A call of ``save`` that was due."""
+        """Record a call of ``save`` that was due."""
         if saved.state is not SaveState.NOT_DUE:
             began = time.time() - blocked_s
             epoch = self._event_log.position.epoch
             self._event_log.write(SaveEvent(self._rank, saved.step, saved.state.value, began, blocked_s, epoch))
 
     def protection(self, found: ProtectionStatus | None, *, missed: int = 0) -> None:
-        """What the agent says, where it has changed. One that says nothing has not heard of the ``missed`` saves."""
+        """Record a changed protection status; without one, ``missed`` saves are added to the last status."""
         if found is None:
             if not missed:
                 return
@@ -220,28 +225,28 @@ class SaveRestoreLog:
 
     @contextmanager
     def record_restore(self) -> Iterator[RestoreOutcome]:
-        """However it ends, its time is written down as a stage, where this process is on its way into a world."""
-        told, where, began = RestoreOutcome(), self._event_log.position, time.time()
-        entering = where.stage_began_at is not None
-        if where.stage_began_at is not None:
-            self._stage(STAGE_LOADER, where.stage_began_at, began)
-            where.stage_began_at = None
+        """Record a restore; while this process enters a world, also its time as a stage, even if it fails."""
+        outcome, position, began = RestoreOutcome(), self._event_log.position, time.time()
+        entering = position.stage_began_at is not None
+        if position.stage_began_at is not None:
+            self._record_stage(STAGE_LOADER, position.stage_began_at, began)
+            position.stage_began_at = None
         try:
-            yield told
+            yield outcome
         finally:
             ended = time.time()
             if entering:
-                self._stage(STAGE_HYDRATE, began, ended)
-                where.stage_began_at = ended
-            if told.step is not None:
-                self._restored(told, began, ended)
+                self._record_stage(STAGE_HYDRATE, began, ended)
+                position.stage_began_at = ended
+            if outcome.step is not None:
+                self._record_restored(outcome, began, ended)
 
-    def _restored(self, told: RestoreOutcome, began: float, ended: float) -> None:
-        where, step = self._event_log.position, told.step if told.step is not None else -1
-        report = told.report if told.report is not None and told.report.step == step else None
+    def _record_restored(self, outcome: RestoreOutcome, began: float, ended: float) -> None:
+        position, step = self._event_log.position, outcome.step if outcome.step is not None else -1
+        report = outcome.report if outcome.report is not None and outcome.report.step == step else None
         lost = None if report is None else report.steps_redone
         if lost is None:
-            lost = where.newest_begun_step - step if where.newest_begun_step >= step else -1
+            lost = position.newest_begun_step - step if position.newest_begun_step >= step else -1
         self._event_log.write(
             RestoreEvent(
                 rank=self._rank,
@@ -251,11 +256,11 @@ class SaveRestoreLog:
                 seconds=max(0.0, ended - began),
                 bytes_by_tier={} if report is None else dict(report.bytes_by_tier),
                 steps_redone=lost,
-                epoch=where.epoch,
+                epoch=position.epoch,
             )
         )
-        where.next_step = step + 1
+        position.next_step = step + 1
 
-    def _stage(self, name: str, began: float, ended: float) -> None:
-        where = self._event_log.position
-        self._event_log.write(StageEvent(where.epoch, self._rank, name, began, max(0.0, ended - began)))
+    def _record_stage(self, name: str, began: float, ended: float) -> None:
+        position = self._event_log.position
+        self._event_log.write(StageEvent(position.epoch, self._rank, name, began, max(0.0, ended - began)))

@@ -52,19 +52,20 @@ from tieredckpt.tensors.state_dict import StateDict, flatten_state, is_stateful,
 log = logging.getLogger(__name__)
 
 _MAX_RETRIES = 8
-"""How often a restore looks again after nodes or steps went away during a load."""
-_TRIES = 15
-_LOOK_AGAIN_S = 1.0
+"""Maximum retries of a load after nodes or steps disappeared during it."""
+_MAX_TRIES = 15
+"""Maximum attempts to find the newest step while nodes do not answer."""
+_POLL_S = 1.0
 OnLost = Literal["raise", "start_fresh"]
 
 
 class CheckpointRestorer:
-    """Of one job, by all ranks together."""
+    """Restores of one job by all ranks together."""
 
     def __init__(self, job: str, settings: Settings, together: RankGroup) -> None:
         self._job = job
         self._settings = settings
-        self._together = together
+        self._ranks = together
 
     def restore(
         self,
@@ -76,17 +77,15 @@ class CheckpointRestorer:
         on_lost: OnLost = "raise",
         exclude_from_proof: Collection[str] = (),
     ) -> tuple[int, RestoreReport | None]:
-        """Fill ``state``: with which step, or -1 where every tier was asked and nothing was ever whole; what was read.
+        """Fill ``state``, and return the restored step and the report of the read.
 
-        ``epoch`` is that of the incarnation that saved ``step``; ``None``: the newest that did.
-
-        With -1 there is a report only where something had been saved, and of a plain checkpoint none. ``strict``: every
-        entry that was saved has a place in ``state`` and the other way round, else :class:`MismatchError` names them
-        before anything is read.
+        The step is -1 if every tier answered and no step was ever complete. Then a report is returned only if
+        something had been saved. ``epoch``: the epoch of the incarnation that saved ``step``; ``None`` for the newest.
+        ``strict``: raise :class:`MismatchError` before any read if ``state`` and the saved entries do not match.
         """
-        held = current_survivor_state()
-        given = None if held is None else held.hydrations.get(self._job)
-        fresh = given is not None  # what was given was not there a moment ago
+        survivor = current_survivor_state()
+        hydration = None if survivor is None else survivor.hydrations.get(self._job)
+        fresh = hydration is not None  # the survivors' step was saved only now
         error: BaseException | None = None
         failed: dict[VersionId | int, str] = {}
         retries = 0
@@ -96,21 +95,21 @@ class CheckpointRestorer:
             reader = TieredReader(self._job, step, settings=self._settings)
             reader.fresh, reader.strict, reader.defers_proof, reader.epoch = fresh, strict, True, epoch
             reader.failed, reader.tries_one_kind = failed, True
-            reader.selective_prefixes = tuple(f"{name}." for name, value in state.items() if _chooses(value))
+            reader.selective_prefixes = tuple(f"{name}." for name, value in state.items() if _is_selective(value))
             try:
-                self._look(reader)
-            except (CheckpointNotFoundError, CheckpointDamagedError, CheckpointLostError) as nothing:
-                absent = isinstance(nothing, CheckpointNotFoundError)
+                self._wait_for_choice(reader)
+            except (CheckpointNotFoundError, CheckpointDamagedError, CheckpointLostError) as problem:
+                absent = isinstance(problem, CheckpointNotFoundError)
                 if step is not None or (on_lost == "raise" and not absent):
                     raise
-                return -1, self._begins(nothing)
-            _make_moments(state, reader)
-            _tell_saved(state, reader)
+                return -1, self._report_empty_start(problem)
+            _create_moments(state, reader)
+            _send_saved_names(state, reader)
             in_place = {name for name, value in state.items() if takes_over_in_place(value)}
-            reader.in_place = functools.partial(_belongs_to, in_place, state)
+            reader.in_place = functools.partial(_is_part_of, in_place, state)
             reader.verifies_while_reading = strict
-            filled = _with_room(state, reader)
-            filled |= {
+            target = _with_placeholders(state, reader)
+            target |= {
                 name: _OrdinaryModule(value)
                 for name, value in state.items()
                 if name in in_place and isinstance(value, torch.nn.Module)
@@ -118,17 +117,17 @@ class CheckpointRestorer:
             planner = RestorePlanner(allow_partial_load=not strict)
             try:
                 with contextlib.closing(reader):
-                    self._together.load(filled, reader, planner)
+                    self._ranks.load(target, reader, planner)
             except CheckpointException as failure:
                 error = unwrap_load_error(failure)
-                # What is left may be whole all the same, or another step is.
+                # The remaining shards may still form this step, or another one.
                 if isinstance(error, PeersLostError) or (step is None and isinstance(error, CheckpointDeletedError)):
                     log.error("restore of %s: %s; looking again what there is", self._job, error)
                     fresh = True
                     retries += 1
                     continue
                 if isinstance(error, MismatchError):
-                    raise self._explain_mismatch(error, filled, reader) from failure
+                    raise self._explain_mismatch(error, target, reader) from failure
                 if step is not None or not isinstance(error, CheckpointDamagedError):
                     raise error from failure
                 log.error("restore of %s: %s; trying the next older step", self._job, error)
@@ -138,21 +137,21 @@ class CheckpointRestorer:
             state.update(
                 {
                     name: value
-                    for name, value in filled.items()
+                    for name, value in target.items()
                     if not isinstance(value, _StatefulWithPlaceholders | _OrdinaryModule)
                 }
             )
             self._prove(state, reader, exclude_from_proof, began)
-            self._hydrated(reader.report, given)
-            if held is not None:
-                held.mark_names_complete(self._job, names_digest(reader.restored_names))
-            self._say(state, reader, strict=strict)
+            self._report_hydration(reader.report, hydration)
+            if survivor is not None:
+                survivor.mark_names_complete(self._job, names_digest(reader.restored_names))
+            self._log_restored(state, reader, strict=strict)
             return reader.restored_step, reader.report
         assert error is not None  # noqa: S101 - the loop ends only after one
         raise error
 
     def _explain_mismatch(self, error: MismatchError, state: StateDict, reader: TieredReader) -> MismatchError:
-        """Return ``error``, or one that names the entries that only the state has, and those that only the step has."""
+        """Return ``error``, or an error that names the entries only in the state and only in the step."""
         if "Missing key" not in str(error):
             return error
         saved, step = reader.read_metadata().state_dict_metadata.keys(), reader.chosen_step
@@ -167,9 +166,9 @@ class CheckpointRestorer:
         )
 
     def _share_failed(self, reader: TieredReader, error: Exception, known: set[VersionId | int]) -> bool:
-        """Mark what failed on any rank as failed on all ranks; return whether any of it is not in ``known``."""
+        """Mark steps that failed on any rank as failed on all; return whether any of them is not in ``known``."""
         steps = [[step, str(error)] for step in reader.tried] + [[*item] for item in reader.failed.items()]
-        gathered = self._together.all_gather(msgspec.json.encode(steps).decode())
+        gathered = self._ranks.all_gather(msgspec.json.encode(steps).decode())
         new = False
         for text in gathered:
             for step, why in from_json(text, list[tuple[VersionId | int, str]]):
@@ -178,25 +177,25 @@ class CheckpointRestorer:
         return new
 
     def _prove(self, state: StateDict, reader: TieredReader, exclude_from_proof: Collection[str], began: float) -> None:
-        """Compare what is live now with what the save recorded: one answer for all ranks."""
+        """Compare the live state with the saved one; raise on all ranks if they differ on any rank."""
         evidence, reader.evidence = reader.evidence, None
         if evidence is None or reader.report is None:
             return
         proving = time.perf_counter()
-        live = RestoredState(state, evidence, reader.session.agent.store, exclude_from_proof, _chooses)
+        live = RestoredState(state, evidence, reader.session.agent.store, exclude_from_proof, _is_selective)
         try:
             with gc_paused():
                 live.prove()
         except Exception as error:
             log.exception("%s: the live state could not be compared with what was saved", self._job)
             live.mark_unproven(f"{type(error).__name__}: {error}")
-        # A state_dict() may have collectives: either all ranks ask a second time, or none does.
-        told = self._together.all_gather("\n".join(live.mismatched_names))
-        again = sorted({name for doubtful in told for name in doubtful.split("\n") if name})
+        # A state_dict() may have collectives: either all ranks call it a second time, or none does.
+        mismatched = self._ranks.all_gather("\n".join(live.mismatched_names))
+        again = sorted({name for doubtful in mismatched for name in doubtful.split("\n") if name})
         if again:
             live.recheck(again)
-            wrong = describe_mismatches(self._job, reader.report.step, self._together.rank, live.proof)
-            problems = [text for text in self._together.all_gather(wrong) if text]
+            wrong = describe_mismatches(self._job, reader.report.step, self._ranks.rank, live.proof)
+            problems = [text for text in self._ranks.all_gather(wrong) if text]
             if problems:
                 raise RestoreProofError(wrong or problems[0])
         proof = live.proof
@@ -204,82 +203,87 @@ class CheckpointRestorer:
         proof.share = proof.seconds / max(1e-9, time.perf_counter() - began)
         reader.report.proof = proof
 
-    def _hydrated(self, report: RestoreReport | None, found: Hydration | None) -> None:
-        """Say what the fault before this world has cost, where there was one."""
-        if report is None or found is None:
+    def _report_hydration(self, report: RestoreReport | None, hydration: Hydration | None) -> None:
+        """Report and log the cost of the fault before this world, if there was a fault."""
+        if report is None or hydration is None:
             return
-        report.mode = "live" if found.mode == "live" and found.step == report.step else "snapshot"
-        report.steps_redone = max(0, found.reached - report.step)
+        report.mode = "live" if hydration.mode == "live" and hydration.step == report.step else "snapshot"
+        report.steps_redone = max(0, hydration.reached - report.step)
         tiers = ", ".join(f"{show_size(size)} from {tier}" for tier, size in sorted(report.bytes_by_tier.items()))
         source = "state of the surviving ranks" if report.mode == "live" else "checkpoint"
         redone = f"{report.steps_redone} steps are done again" if report.steps_redone else "nothing is lost"
         log.info("%s: resumed from step %d (%s: %s); %s", self._job, report.step, source, tiers, redone)
 
-    def _say(self, state: StateDict, reader: TieredReader, *, strict: bool) -> None:
-        """One line: which step, from where, how much, how long. And what a restore that is not strict left out."""
+    def _log_restored(self, state: StateDict, reader: TieredReader, *, strict: bool) -> None:
+        """Log the restored step, its tiers, bytes and time, and the entries that a non-strict restore skipped."""
         report, step = reader.report, reader.restored_step
         if report is not None:
             tiers = ", ".join(f"{show_size(n)} from {tier}" for tier, n in sorted(report.bytes_by_tier.items()))
             log.info(
                 "%s: rank %d restored step %d: %s in %.2f s%s",
-                *(self._job, self._together.rank, step, tiers or "0 bytes", report.seconds, _show(report.proof)),
+                *(self._job, self._ranks.rank, step, tiers or "0 bytes", report.seconds, _show(report.proof)),
             )
             if report.proof is not None and report.proof.not_compared:
                 left_out = [f"{name} ({why})" for name, why in report.proof.not_compared.items()]
                 log.info(
                     "%s step %d: %d entries were not compared: %s", self._job, step, len(left_out), abbreviate(left_out)
                 )
-            if self._together.rank == 0 and (newer := reader.describe_newer_steps()):
+            if self._ranks.rank == 0 and (newer := reader.describe_newer_steps()):
                 log.warning("%s", newer)
         if strict:
             return
         missing = sorted(
             flatten_state(resolve_stateful(state)).keys() - reader.read_metadata().state_dict_metadata.keys()
         )
-        for what, names in (("saved and not restored", reader.unused), ("not in the checkpoint, left as is", missing)):
+        for description, names in (
+            ("saved and not restored", reader.unused),
+            ("not in the checkpoint, left as is", missing),
+        ):
             if names:
-                log.warning("%s step %d: %d entries %s: %s", self._job, step, len(names), what, abbreviate(names))
+                log.warning(
+                    "%s step %d: %d entries %s: %s", self._job, step, len(names), description, abbreviate(names)
+                )
 
-    def _begins(self, nothing: TieredCheckpointError) -> RestoreReport | None:
-        """From nothing; where anything had been saved, a line and a report say why."""
-        report = RestoreReport(-1, None, {}, refused=(str(nothing),))
-        if isinstance(nothing, CheckpointTornError):
-            log.warning("%s begins from nothing, and nothing that was whole is lost: %s", self._job, nothing)
+    def _report_empty_start(self, error: TieredCheckpointError) -> RestoreReport | None:
+        """Log and report why the job starts from nothing; return ``None`` if nothing was ever saved."""
+        report = RestoreReport(-1, None, {}, refused=(str(error),))
+        if isinstance(error, CheckpointTornError):
+            log.warning("%s begins from nothing, and nothing that was whole is lost: %s", self._job, error)
             report.mode = "torn"
-        elif isinstance(nothing, CheckpointNotFoundError):
+        elif isinstance(error, CheckpointNotFoundError):
             return None
         else:
-            log.error("%s begins from nothing, as on_lost='start_fresh' says: %s", self._job, nothing)
-            report.mode = "lost" if isinstance(nothing, CheckpointLostError) else "damaged"
+            log.error("%s begins from nothing, as on_lost='start_fresh' says: %s", self._job, error)
+            report.mode = "lost" if isinstance(error, CheckpointLostError) else "damaged"
         return report
 
-    def _look(self, reader: TieredReader) -> None:
-        """:meth:`_find`, once nodes answer whose agents are being started again."""
+    def _wait_for_choice(self, reader: TieredReader) -> None:
+        """Run :meth:`_check_choice` until nodes with a restarting agent answer, or the attempts end."""
         for tries in itertools.count(1):
             unknown: TierUnavailableError | None = None
             try:
-                self._find(reader)
+                self._check_choice(reader)
             except TierUnavailableError as error:
                 unknown = error
             proves = self._settings.memory.proof
             why = "late" if deadlines.expired() else "awaited" if reader.peers_pending else ""
-            said = [one.partition(" ") for one in self._together.all_gather(f"{why} {'' if proves else 'unproven'}")]
-            if proves and any(unproven for _, _, unproven in said):
-                # The comparison asks states that may have collectives, and what it finds is said to all.
+            answers = [one.partition(" ") for one in self._ranks.all_gather(f"{why} {'' if proves else 'unproven'}")]
+            if proves and any(unproven for _, _, unproven in answers):
+                # The comparison has collectives, so all ranks take part in it or none.
                 log.warning("%s: some ranks say memory.proof=False, so no rank compares what is restored", self._job)
                 reader.settings = override_settings(reader.settings, memory={"proof": False})
-            told = [one for one, _, _ in said]
-            if tries >= _TRIES or "late" in told or not any(told):
+            reasons = [one for one, _, _ in answers]
+            if tries >= _MAX_TRIES or "late" in reasons or not any(reasons):
                 break
             if tries == 1:
                 log.warning("%s: nodes that may have newer steps do not answer; they are waited for", self._job)
-            time.sleep(deadlines.remaining_s(_LOOK_AGAIN_S))
+            time.sleep(deadlines.remaining_s(_POLL_S))
             reader.fresh = True
         if unknown is not None:
             raise unknown
 
-    def _find(self, reader: TieredReader) -> None:
-        """Return if there is something to load: one answer for all ranks, absent, torn, lost and unknown kept apart."""
+    def _check_choice(self, reader: TieredReader) -> None:
+        """Return if a step can be loaded; otherwise raise the same kind of error on all ranks."""
         try:
             found: str = reader.describe_choice()
         except CheckpointTornError as error:
@@ -294,7 +298,7 @@ class CheckpointRestorer:
             found = f"format {error}"
         except (TieredCheckpointError, PeerStoreError) as error:
             found = f"unknown {error}"
-        answers = self._together.all_gather(found)
+        answers = self._ranks.all_gather(found)
         unknown = [answer for answer in answers if answer.startswith("unknown ")]
         damaged = [answer for answer in answers if answer.startswith("damaged ")]
         lost = [answer for answer in answers if answer.startswith("lost ")]
@@ -330,7 +334,7 @@ class CheckpointRestorer:
         for found in reversed(steps):
             reader = plain_reader(durable, job, found, trust_objects=self._settings.memory.trust_objects)
             try:
-                self._together.call_dcp(dcp.load, state, storage_reader=reader)
+                self._ranks.call_dcp(dcp.load, state, storage_reader=reader)
             except CheckpointException as failure:
                 error = unwrap_load_error(failure)
                 if step is not None or not isinstance(error, CheckpointDamagedError):
@@ -352,42 +356,42 @@ def _show(proof: RestoreProof | None) -> str:
     )
 
 
-def _make_moments(state: StateDict, reader: TieredReader) -> None:
-    """An optimizer that never stepped has no moments to be filled: make them, where the checkpoint has some."""
+def _create_moments(state: StateDict, reader: TieredReader) -> None:
+    """Create the moments of optimizers without a step, if the checkpoint has moments for them."""
     empty = [name for name, value in state.items() if isinstance(value, torch.optim.Optimizer) and not value.state]
     if not empty:
         return
     try:
         saved = reader.read_metadata().state_dict_metadata
     except TieredCheckpointError:
-        return  # the load that follows says so to all ranks
+        return  # the next load reports this to all ranks
     for name in empty:
         if any(key.startswith(f"{name}.state.") for key in saved):
             init_optimizer_state(state[name])
 
 
-def _tell_saved(state: StateDict, reader: TieredReader) -> None:
-    """A ``Stateful`` whose names depend on the ranks hears which of them the checkpoint has."""
-    asking = {name: value for name, value in state.items() if _chooses(value)}
-    if not asking:
+def _send_saved_names(state: StateDict, reader: TieredReader) -> None:
+    """Pass the names in the checkpoint to each part of the state that selects its entries."""
+    selective = {name: value for name, value in state.items() if _is_selective(value)}
+    if not selective:
         return
     try:
         saved = reader.read_metadata().state_dict_metadata
     except TieredCheckpointError:
-        return  # the load that follows says so to all ranks
-    for name, value in asking.items():
+        return  # the next load reports this to all ranks
+    for name, value in selective.items():
         value.before_restore([key.removeprefix(f"{name}.") for key in saved if key.startswith(f"{name}.")])
 
 
-def _chooses(value: object) -> bool:
-    """Whether this part of the state looks at what was saved and says itself which of it to restore."""
+def _is_selective(value: object) -> bool:
+    """Return whether this part of the state selects the saved entries that it restores."""
     return hasattr(value, "before_restore")
 
 
 class _StatefulWithPlaceholders:
-    """A ``Stateful`` whose state has a place for every entry its saved self had.
+    """Wrapper of a ``Stateful`` that adds a placeholder for every saved entry that its state lacks.
 
-    What fills up while training (best scores, histories) is empty in a fresh process, and DCP fills only what is there.
+    Best scores and histories are empty in a fresh process, and DCP fills only entries that exist.
     """
 
     def __init__(self, own: Stateful, missing: Mapping[tuple[str | int, ...], object]) -> None:
@@ -395,81 +399,84 @@ class _StatefulWithPlaceholders:
         self._missing = missing
 
     def state_dict(self) -> StateDict:
-        state: StateDict = _copied(self._own.state_dict())
-        for path, place in self._missing.items():
-            set_element(state, path, place)
+        state: StateDict = _copy_containers(self._own.state_dict())
+        for path, placeholder in self._missing.items():
+            set_element(state, path, placeholder)
         return state
 
     def load_state_dict(self, state: StateDict) -> None:
         self._own.load_state_dict(state)
 
 
-def _belongs_to(names: Collection[str], state: StateDict, fqn: str) -> bool:
+def _is_part_of(names: Collection[str], state: StateDict, fqn: str) -> bool:
     return top_level_name(state, fqn) in names
 
 
 class _OrdinaryModule:
-    """A module without loading of its own: what was filled in place is not copied onto itself."""
+    """Wrapper of a module that is filled in place: it does not copy its tensors onto themselves."""
 
     def __init__(self, module: torch.nn.Module) -> None:
         self._module = module
-        self._given: StateDict = {}
+        self._state: StateDict = {}
 
     def state_dict(self) -> StateDict:
         state: StateDict = self._module.state_dict()
-        self._given = dict(state)
+        self._state = dict(state)
         return state
 
     def load_state_dict(self, state: StateDict) -> None:
-        same = state.keys() == self._given.keys()
-        if not same or not all(state[name] is value and _is_view(value) for name, value in self._given.items()):
+        same = state.keys() == self._state.keys()
+        if not same or not all(state[name] is value and _is_view(value) for name, value in self._state.items()):
             self._module.load_state_dict(state)
 
 
 def _is_view(value: object) -> bool:
-    """Whether an entry of a module's state dict is the memory of its parameter: of a sparse one it is not."""
+    """Return whether an entry of a module's state dict is its parameter's memory; a sparse entry is not."""
     return type(value) in (torch.Tensor, torch.nn.Parameter) and value.layout is torch.strided  # type: ignore[attr-defined]
 
 
-def _copied(value: Any) -> Any:
-    """With containers of its own: a restore that fails must leave nothing in those of the object."""
+def _copy_containers(value: Any) -> Any:
+    """Copy the containers of a state: a failed restore must not change the object's own containers."""
     if isinstance(value, Mapping):
-        return {key: _copied(inner) for key, inner in value.items()}
-    return [_copied(inner) for inner in value] if isinstance(value, list) else value
+        return {key: _copy_containers(inner) for key, inner in value.items()}
+    return [_copy_containers(inner) for inner in value] if isinstance(value, list) else value
 
 
-def _with_room(state: StateDict, reader: TieredReader) -> StateDict:
-    """``state``, with a place for each entry that a ``Stateful`` of the user's saved and does not have yet.
+def _with_placeholders(state: StateDict, reader: TieredReader) -> StateDict:
+    """Return ``state`` with placeholders for entries that a user's ``Stateful`` saved and now lacks.
 
-    Modules and optimizers say themselves what they are made of: an entry they have no place for is an error.
+    Modules and optimizers have no placeholders: a saved entry that they lack is an error.
     """
     own = (torch.nn.Module, torch.optim.Optimizer)
-    asking = {
+    stateful = {
         name: value
         for name, value in state.items()
-        if is_stateful(value) and not isinstance(value, own) and not _chooses(value)
+        if is_stateful(value) and not isinstance(value, own) and not _is_selective(value)
     }
-    if not asking:
+    if not stateful:
         return dict(state)
     try:
         metadata = reader.read_metadata()
     except TieredCheckpointError:
-        return dict(state)  # the load that follows says so to all ranks
+        return dict(state)  # the next load reports this to all ranks
     filled = dict(state)
-    for name, value in asking.items():
-        missing = _missing(name, flatten_state({name: value.state_dict()}).keys(), metadata)
+    for name, value in stateful.items():
+        missing = _placeholders(name, flatten_state({name: value.state_dict()}).keys(), metadata)
         if missing:
             filled[name] = _StatefulWithPlaceholders(value, missing)
     return filled
 
 
-def _missing(name: str, there: Collection[str], metadata: Metadata) -> dict[tuple[str | int, ...], object]:
-    """By their paths, places for what was saved below ``name``. Not for tensors in pieces: each rank would hold all."""
+def _placeholders(name: str, present: Collection[str], metadata: Metadata) -> dict[tuple[str | int, ...], object]:
+    """Return placeholders, by path, for the saved entries below ``name`` that are not in ``present``.
+
+    Sharded tensors have none, because each rank would hold the whole tensor.
+    """
     paths = metadata.planner_data or {}
     found: dict[tuple[str | int, ...], object] = {}
     entries = metadata.state_dict_metadata
     for entry, kind in sorted(entries.items()):
-        if not entry.startswith(f"{name}.") or entry in there:
+        if not entry.startswith(f"{name}.") or entry in present:
             continue
         path = paths.get(entry, tuple(entry.split(".")))[1:]
         if not isinstance(kind, TensorStorageMetadata):

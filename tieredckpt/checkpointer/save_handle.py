@@ -15,12 +15,12 @@ from tieredckpt.errors import SaveFailedError, StoreBusyError, TierUnavailableEr
 from tieredckpt.session.save_job import SaveJob
 from tieredckpt.session.session import Session
 
-_LOOK_AGAIN_S = 1.0
+_POLL_S = 1.0
 """Seconds between queries. A node chosen for a replica may leave, and then the wait must end."""
 
 
 class SaveState(str, enum.Enum):
-    """How far a save has come. Each state includes the ones before it."""
+    """Progress of a save. ``STAGED`` and each later state include the ones before it."""
 
     NOT_DUE = "not due"
     SKIPPED = "skipped"
@@ -32,7 +32,7 @@ class SaveState(str, enum.Enum):
 
 
 class SaveHandle:
-    """One save: done with its part in the training loop, still on its way through the tiers."""
+    """One save, which continues through the tiers after it has returned to the training loop."""
 
     def __init__(
         self,
@@ -52,18 +52,18 @@ class SaveHandle:
 
     @property
     def error(self) -> BaseException | None:
-        """Why it failed or was skipped."""
-        self._note_seal()
+        """Error that made the save fail or skip, or ``None``."""
+        self._update_from_seal()
         return self._error
 
     @property
     def state(self) -> SaveState:
-        self._note_seal()
+        self._update_from_seal()
         return self._state
 
     @property
     def ok(self) -> bool:
-        """Whether the step is (or will be, unless :meth:`wait` says otherwise) saved."""
+        """Whether the save has neither failed nor been skipped; :meth:`wait` raises if it fails later."""
         return self.state not in (SaveState.SKIPPED, SaveState.FAILED, SaveState.NOT_DUE)
 
     @property
@@ -109,21 +109,21 @@ class SaveHandle:
                 "cannot say more. `tieredckpt ls` can"
             )
         if copies > 1 or domains > 1:
-            self._wait_copied(job.session, record.key, copies, domains, max(0.0, deadline - time.monotonic()))
+            self._wait_for_copies(job.session, record.key, copies, domains, max(0.0, deadline - time.monotonic()))
         if tier == "durable" and self.state is not SaveState.DURABLE:
             left_s = max(0.0, deadline - time.monotonic())
             if _wait_until_durable(job.session, record.key.version_id, left_s):
                 self._state = SaveState.DURABLE
         return self.state
 
-    def _note_seal(self) -> None:
-        """Follow the seal, which runs in the background."""
+    def _update_from_seal(self) -> None:
+        """Update the state from the seal, which runs in the background."""
         sealed = None if self.job is None else self.job.sealed
         if self._state is SaveState.STAGED and sealed is not None and sealed.done():
             self._error = sealed.exception()
             self._state = SaveState.SEALED if self._error is None else SaveState.FAILED
 
-    def _wait_copied(self, session: Session, key: ShardKey, copies: int, domains: int, timeout_s: float) -> None:
+    def _wait_for_copies(self, session: Session, key: ShardKey, copies: int, domains: int, timeout_s: float) -> None:
         if not self._has_replicas:
             raise TierUnavailableError(f"step {self.step} has one copy: no other node keeps copies for this job")
         wanted = f"{copies} copies in {domains} domain{'' if domains == 1 else 's'}"
@@ -143,7 +143,7 @@ class SaveHandle:
 
     @property
     def durability(self) -> str:
-        """How well this rank's part is kept by now: "2 copies in 2 racks, durable pending"."""
+        """Redundancy of this rank's part, for example "2 copies in 2 racks, durable pending"."""
         job, error = self.job, self.error
         if job is None or job.sealed is None or not job.sealed.done() or error is not None or job.session.is_closed:
             return f"{self._state.value}{f' ({error})' if error else ''}"
@@ -163,7 +163,7 @@ def await_copies(session: Session, key: ShardKey, timeout_s: float) -> ShardRepl
     found = session.agent.replication_status(key, copies=0, domains=0, timeout_s=0.0)
     while found.missing_copies and (left := deadline - time.monotonic()) > 0:
         wanted = found.copies + found.missing_copies
-        found = session.agent.replication_status(key, copies=wanted, domains=1, timeout_s=min(left, _LOOK_AGAIN_S))
+        found = session.agent.replication_status(key, copies=wanted, domains=1, timeout_s=min(left, _POLL_S))
     return found
 
 
@@ -193,7 +193,7 @@ def _durable_state(session: Session, group: VersionId) -> str:
 
 
 def describe_replication(found: ShardReplication) -> str:
-    """``2 copies in 2 racks``, or ``parity over 4 nodes``."""
+    """Describe replication: ``2 copies in 2 racks``, or ``parity over 4 nodes``."""
     if found.parity_nodes:
         coming = ", parity on the way" if found.missing_copies else ", no parity"
         return f"parity over {found.parity_nodes} nodes" if found.copies > 1 else f"1 copy{coming}"
@@ -213,10 +213,10 @@ class StepInfo:
     quarantined: str = ""
 
 
-def step_infos(survey: StepInventory) -> list[StepInfo]:
-    """A survey, a line per step."""
+def step_infos(inventory: StepInventory) -> list[StepInfo]:
+    """Return the steps of an inventory, oldest first."""
     lines = []
-    for view in survey.views:
+    for view in inventory.views:
         tiers = {tier.value for where in view.found.values() for tier in where}
         if view.durable:
             tiers.add("durable")

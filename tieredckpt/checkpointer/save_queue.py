@@ -47,9 +47,7 @@ class SaveQueue:
         self.last_sealed: ShardKey | None = None
         self._wanted_durable: deque[VersionId] = deque(maxlen=_REMEMBERED)
         """The newest sealed steps whose upload was requested."""
-        self._upload_problem_said = False
-
-    # -- a save -----------------------------------------------------------------------------------------------
+        self._upload_problem_logged = False
 
     def planned(self, session: Session, state: Mapping[str, Any]) -> PlannedState | None:
         """Return the state with the plan of an earlier save, or ``None`` if this world has no such plan."""
@@ -82,7 +80,7 @@ class SaveQueue:
         return None
 
     def start_seal(self, job: SaveJob) -> None:
-        """Seal in the background; the sealed step does not depend on this process."""
+        """Seal in the background. A sealed step does not depend on this process."""
         self._sealing = job.start_seal(self._sealer, partial(self.add_sealed, job))
 
     def add_sealed(self, job: SaveJob, record: ShardRecord) -> None:
@@ -95,8 +93,6 @@ class SaveQueue:
     def submit(self, call: Callable[..., object], *args: Any, **named: Any) -> None:
         """Run ``call`` in the background, after the seals that were started before."""
         self._sealer.submit(call, *args, **named)
-
-    # -- waiting ----------------------------------------------------------------------------------------------
 
     def finish_last(self, *, wait_s: float) -> None:
         """Wait for the last seal, so that at most one seal runs at a time."""
@@ -118,13 +114,11 @@ class SaveQueue:
         if found.missing_copies:
             raise StoreBusyError(f"the last save has {describe_replication(found)} after {wait_s:g} s")
 
-    # -- reports ----------------------------------------------------------------------------------------------
-
     def report(self, session: Session | None, **values: float) -> None:
         """Add to the agent's metrics; the first rank records which step the agent reports as protected."""
         found = session.add_metrics(**values) if session is not None else None
-        if self._is_first and found is not None and found.upload_problem and not self._upload_problem_said:
-            self._upload_problem_said = True
+        if self._is_first and found is not None and found.upload_problem and not self._upload_problem_logged:
+            self._upload_problem_logged = True
             log.warning("%s: %s. Training continues", self._job, found.upload_problem)
         if self._is_first:
             self._recorded.protection(found, missed=round(values.get("skipped", 0) + values.get("failed", 0)))

@@ -1,1 +1,1 @@
-"""DCP's interfaces (torch.distributed.checkpoint): TieredWriter, TieredReader, URLs, plain checkpoints."""
+"""Interfaces of torch.distributed.checkpoint (DCP): TieredWriter, TieredReader, URLs."""

@@ -30,27 +30,27 @@ def load(
     durable: str | None = None,
     settings: Settings | None = None,
 ) -> dict[str, Any]:
-    """The whole state of the newest step of ``target`` (or of ``step``), nested as it was saved (keys in any order).
+    """Return the state of the newest step of ``target``, or of ``step``, nested as it was saved.
 
-    ``target`` is a job's name, ``tiered://JOB`` or ``tiered://JOB/step-N``. All tensors are on ``device``, whole,
-    however many ranks saved them. This process loads alone, whatever others do, and no job goes on from it: to resume
-    training use ``Checkpointer.restore`` or ``dcp.load``. Raises :class:`~tieredckpt.errors.CheckpointNotFoundError`
-    when there is no such step, and the other errors of a load.
+    ``target`` is a job's name, ``tiered://JOB`` or ``tiered://JOB/step-N``. All tensors are complete and on ``device``,
+    for any number of ranks that saved them. The order of keys may differ. This process loads without other ranks, and
+    the job does not resume from the load. To resume training, use ``Checkpointer.restore`` or ``dcp.load``. Raise
+    :class:`~tieredckpt.errors.CheckpointNotFoundError` if the step does not exist, or the other errors of a load.
     """
     reader = TieredReader(target, step, durable=durable, settings=settings)
-    found = reader.read_metadata()
-    # DCP reads the metadata once more: by then there may be a newer step.
+    metadata = reader.read_metadata()
+    # DCP reads the metadata again, when a newer step may exist.
     reader = TieredReader(target, reader.chosen_step, durable=durable, settings=settings)
     reader.resumes_job = False
-    state = _blank(found, torch.device(device))
+    state = _empty_state(metadata, torch.device(device))
     planner = _TemplateFreeLoadPlanner()
     try:
-        with _quiet(), closing(reader):
+        with _without_warning(), closing(reader):
             dcp.load(state, storage_reader=reader, planner=planner, no_dist=True)
     except CheckpointException as failure:
         raise unwrap_load_error(failure) from failure
     state = {**state, **{name: tensor.to(device) for name, tensor in planner.taken.items()}}
-    paths = found.planner_data
+    paths = metadata.planner_data
     if not isinstance(paths, Mapping) or not state.keys() <= paths.keys():  # saved flat
         return state
     nested: dict[str, Any] = unflatten_state_dict(state, {name: paths[name] for name in state})
@@ -66,23 +66,25 @@ def save(
     start_over: bool = False,
     settings: Settings | None = None,
 ) -> None:
-    """Save ``state`` as ``step`` of ``target``, which is a job's name, ``tiered://JOB`` or ``tiered://JOB/step-N``.
+    """Save ``state`` as ``step`` of ``target``.
 
-    Returns when it is sealed in this node's memory. Where ``torch.distributed`` is initialised all ranks call it, each
-    with its part, as with ``dcp.save``. Raises :class:`~tieredckpt.errors.MissingStepError` when nothing says which
-    step this is, :class:`~tieredckpt.errors.UsageError` when the job has a newer step, and the other errors of a save.
-    ``start_over``: unless this process has loaded or saved a step, the job's earlier steps stay behind.
+    ``target`` is a job's name, ``tiered://JOB`` or ``tiered://JOB/step-N``.
+
+    Return when the step is sealed in this node's memory. If ``torch.distributed`` is initialized, all ranks call this
+    with their parts, as with ``dcp.save``. Raise :class:`~tieredckpt.errors.MissingStepError` without a step number,
+    :class:`~tieredckpt.errors.UsageError` if the job has a newer step, or the other errors of a save. ``start_over``:
+    abandon the job's earlier steps, unless this process has loaded or saved a step.
     """
     writer = TieredWriter(target, step, durable=durable, start_over=start_over, settings=settings)
     try:
-        with _quiet():
+        with _without_warning():
             dcp.save(state, storage_writer=writer, no_dist=not dist.is_initialized())
     except CheckpointException as failure:
         raise unwrap_save_error(failure) from failure
 
 
 class _TemplateFreeLoadPlanner(DefaultLoadPlanner):
-    """Fills tensors made after the metadata; takes those it cannot make (sparse, subclasses) as they were saved."""
+    """Load planner for empty tensors; tensors that it cannot create (sparse, subclasses) arrive as saved."""
 
     def __init__(self) -> None:
         super().__init__(flatten_state_dict=False, flatten_sharded_tensors=False)
@@ -92,8 +94,8 @@ class _TemplateFreeLoadPlanner(DefaultLoadPlanner):
         self.taken[fqn] = tensor
 
 
-def _blank(metadata: Metadata, device: torch.device) -> dict[str, Any]:
-    """A flat state of that form: tensors without values, and nothing where objects will be."""
+def _empty_state(metadata: Metadata, device: torch.device) -> dict[str, Any]:
+    """Return a flat state with uninitialized tensors, and ``None`` for objects."""
     return {
         name: torch.empty(entry.size, dtype=entry.properties.dtype, device=device)
         if isinstance(entry, TensorStorageMetadata)
@@ -103,8 +105,8 @@ def _blank(metadata: Metadata, device: torch.device) -> dict[str, Any]:
 
 
 @contextmanager
-def _quiet() -> Iterator[None]:
-    """Without DCP's remark that it works alone."""
+def _without_warning() -> Iterator[None]:
+    """Suppress DCP's warning that it runs without other ranks."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "torch.distributed is (disabled|unavailable)", UserWarning)
         yield

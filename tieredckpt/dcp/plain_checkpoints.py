@@ -1,4 +1,4 @@
-"""Plain DCP checkpoints in the durable tier, written while the package is disabled, read without unpickling."""
+"""Plain DCP checkpoints in the durable tier, used while the package is disabled."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from tieredckpt.tensors.safe_objects import check_safe_object, load_dcp_metadata
 
 
 def plain_writer(durable: DurableSettings, job: str, step: int) -> StorageWriter:
-    """DCP's own writer for one step's folder below the durable URL."""
+    """Return DCP's own writer for one step's folder below the durable URL."""
     path = _directory(durable.url)
     if path is not None:
         return FileSystemWriter(path / object_keys.plain_prefix(job, step))
@@ -36,7 +36,7 @@ def plain_writer(durable: DurableSettings, job: str, step: int) -> StorageWriter
 
 
 def plain_reader(durable: DurableSettings, job: str, step: int, *, trust_objects: bool = False) -> StorageReader:
-    """DCP's own reader for one step's folder below the durable URL, which runs nothing that is written there."""
+    """Return DCP's own reader of one step's folder below the durable URL, without unpickling."""
     path = _directory(durable.url)
     if path is not None:
         return folder_reader(path / object_keys.plain_prefix(job, step), trust_objects=trust_objects)
@@ -52,7 +52,7 @@ def plain_reader(durable: DurableSettings, job: str, step: int, *, trust_objects
 
 
 def folder_reader(path: Path, *, trust_objects: bool = False) -> StorageReader:
-    """DCP's own reader of the folder of a checkpoint, which runs nothing that is written there."""
+    """Return DCP's own reader of a checkpoint's folder, without unpickling."""
     found = _SafeFileSystemReader(path)
     found.trust_objects = trust_objects
     return found
@@ -62,19 +62,22 @@ _DAMAGE = (
     *(AssertionError, EOFError, FileNotFoundError, LookupError, RuntimeError, TypeError, ValueError),
     *(pickle.UnpicklingError, zipfile.BadZipFile),
 )
-"""What DCP and torch raise for a data file that is missing or damaged."""
+"""Errors of DCP and torch for a missing or damaged data file."""
 _DEVICE_ERRORS = (torch.OutOfMemoryError, getattr(torch, "AcceleratorError", torch.OutOfMemoryError))
 
 
 class _SafeFileSystemReader(FileSystemReader):
-    """DCP's reader unpickles ``.metadata``, and its planner each object: here both are read as data."""
+    """DCP's reader with ``.metadata`` and objects read as data. DCP unpickles both."""
 
     trust_objects = False
     _error: CheckpointDamagedError | None = None
     _found: Metadata | None = None
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
-        """DCP asks again for each rank's own after an error, and would report only that there is none."""
+        """Return the metadata, or an empty one for DCP's second call with a rank after an error.
+
+        :meth:`set_up_storage_reader` raises the error then; DCP would only report missing metadata.
+        """
         rank = kwargs.get("rank")
         if rank is not None:
             return Metadata({}) if self._error is not None else self._metadata(rank)
@@ -119,7 +122,7 @@ class _SafeFileSystemReader(FileSystemReader):
 
 
 class _SafeLoadPlanner(LoadPlanner):
-    """A planner that looks at what it is to unpickle."""
+    """Planner that checks objects before it unpickles them."""
 
     def __init__(self, inner: LoadPlanner) -> None:
         self._inner = inner
@@ -148,7 +151,7 @@ class _SafeLoadPlanner(LoadPlanner):
 
 
 def plain_steps(durable: DurableSettings, job: str) -> list[int]:
-    """Steps whose plain checkpoint is complete."""
+    """Return the steps with a complete plain checkpoint, in order."""
     store = open_store(durable.url, durable)
     try:
         found = (object_keys.parse_plain_key(info.name, job) for info in store.list(object_keys.plain_prefix(job)))

@@ -1,10 +1,10 @@
-"""Agreement between the ranks of one DCP call: a process group, messages in plans, a vote through the store.
+"""Agreement between the ranks of one DCP call: process group, messages in plans, store.
 
-With collectives, what each rank proposes goes to the coordinator with its plan, and what it decides comes back with the
-final one. A planner may drop or keep whatever is in a plan (with plan caching it does both), so nothing is left in it:
-a message is taken out as it arrives, when the plan that it came with is unpickled, by the thread that saves.
+With collectives, each rank's proposal goes to DCP's coordinator with its plan, and the decision returns with the final
+plan. A planner may drop or cache the contents of a plan, so a message does not remain in it. The thread that saves
+receives the message when the plan is unpickled.
 
-Without collectives it goes through the store that the ranks met at.
+Without collectives the messages go through the ranks' rendezvous store.
 """
 
 from __future__ import annotations
@@ -47,13 +47,13 @@ _PLAN_TIMEOUT = timedelta(minutes=10)
 
 
 class RankGroup:
-    """The ranks of ``group``, of a new one where none is given, or this process alone."""
+    """Ranks of a process group, by default of a new one, or this process without a group."""
 
     def __init__(self, group: dist.ProcessGroup | None) -> None:
-        self._own = None
+        self._own_group = None
         if group is None and dist.is_initialized():
-            # Planning must not meet the training's own collectives on one group.
-            group = self._own = dist.new_group(backend="gloo", timeout=_PLAN_TIMEOUT)
+            # Collectives of a save must not mix with those of the training on one group.
+            group = self._own_group = dist.new_group(backend="gloo", timeout=_PLAN_TIMEOUT)
         self._group = group
 
     @property
@@ -65,7 +65,7 @@ class RankGroup:
         return dist.get_world_size(self._group) if dist.is_initialized() else 1
 
     def all_gather(self, text: str) -> list[str]:
-        """What every rank says, in order of ranks."""
+        """Return the texts of all ranks, in order of ranks."""
         if not dist.is_initialized():
             return [text]
         gathered: list[Any] = [None] * self.size
@@ -73,11 +73,11 @@ class RankGroup:
         return gathered
 
     def call_dcp(self, call: Callable[..., object], state: dict[str, Any], **storage: object) -> None:
-        """DCP's own save or load, between all ranks or, where there is no process group, in this process alone."""
+        """Run DCP's save or load on all ranks, or without ``torch.distributed`` in this process only."""
         with warnings.catch_warnings():
-            if alone := not dist.is_initialized():
+            if is_alone := not dist.is_initialized():
                 warnings.filterwarnings("ignore", "torch.distributed is disabled", UserWarning)
-            call(state, process_group=self._group, no_dist=alone, **storage)
+            call(state, process_group=self._group, no_dist=is_alone, **storage)
 
     def load(self, state: StateDict, reader: StorageReader, planner: LoadPlanner) -> None:
         """Load as ``dcp.load`` does; raise a failure of any rank on all ranks, as ``CheckpointException``."""
@@ -105,20 +105,23 @@ class RankGroup:
                 state[name] = filled[name]
 
     def close(self) -> None:
-        if self._own is not None and dist.is_initialized():
-            dist.destroy_process_group(self._own)
-            self._own = None
+        if self._own_group is not None and dist.is_initialized():
+            dist.destroy_process_group(self._own_group)
+            self._own_group = None
 
 
-_WITHIN_S = 120.0
+_TIMEOUT_S = 120.0
+"""Seconds that a rank waits for a key in the store."""
 _FRAMES = 24
-_ROUND = 0.001, 0.05
+"""Stack frames that are searched for DCP's call."""
+_PAUSES_S = 0.001, 0.05
+"""First and longest pause in seconds between two checks of the store."""
 MessageT = TypeVar("MessageT")
-_arrived = threading.local()
+_received = threading.local()
 
 
 class PlanMessage:
-    """A message that travels in a plan and is taken out on arrival; ``stays``: it is left in the plan, too."""
+    """Message in a plan, removed when the plan is unpickled; ``stays``: it also remains in the plan."""
 
     def __init__(self, message: object, *, stays: bool = False) -> None:
         self.message = message
@@ -130,34 +133,34 @@ class PlanMessage:
 
 
 def _take_out(name: str, message: object, stays: bool) -> object:
-    """Called where a plan arrives, or is copied; what is left in the plan is what this returns."""
+    """Record a message of an unpickled or copied plan; return its replacement in the plan."""
     _messages()[name] = message
     return message if stays else None
 
 
 def _messages() -> dict[str, object]:
-    if not hasattr(_arrived, "messages"):
-        _arrived.messages = {}
-    messages: dict[str, object] = _arrived.messages
+    if not hasattr(_received, "messages"):
+        _received.messages = {}
+    messages: dict[str, object] = _received.messages
     return messages
 
 
 def clear_plan_messages() -> None:
-    """What arrived in this thread before was for another save or load."""
+    """Discard messages that this thread received for another save or load."""
     _messages().clear()
 
 
 def received_plan_messages(kind: type[MessageT]) -> list[MessageT]:
-    """What has arrived in this thread."""
+    """Return the messages of this kind that this thread has received."""
     return [message for message in _messages().values() if isinstance(message, kind)]
 
 
 @dataclass(frozen=True)
 class SaveRanks:
-    """The ranks that one call of DCP's saves with."""
+    """Ranks that take part in one call of DCP's save."""
 
     ranks: tuple[int, ...]
-    """In the whole world; empty where this process saves alone."""
+    """Global ranks; empty if this process saves without others."""
 
     @property
     def part_count(self) -> int:
@@ -165,31 +168,31 @@ class SaveRanks:
 
     @property
     def part(self) -> int:
-        """This rank's place among them."""
+        """Position of this rank among them."""
         return self.ranks.index(dist.get_rank()) if self.ranks else 0
 
 
 def current_save_ranks() -> SaveRanks:
-    """Those of the save that has called.
+    """Return the ranks of the DCP save that is running in this thread.
 
-    DCP tells a writer its rank and not in which group, and without collectives nothing else does. What it saves with is
-    in a variable of its own that all its versions have; where a caller has none, it is the default group.
+    DCP passes a rank and no group to a writer. All its versions store the group in the local variable ``distW``, so
+    this function searches the stack for it. Without such a variable it is the default group.
     """
-    found = _call()
+    found = _find_dcp_call()
     if found is None:
         return _members(None) if dist.is_initialized() else SaveRanks(())
     return _members(found.group) if found.use_dist else SaveRanks(())
 
 
 def dcp_call_world_size() -> int | None:
-    """How many ranks do together what the call of DCP's does that has called; ``None``: it was none of DCP's."""
-    found = _call()
+    """Return the number of ranks in the DCP call on this thread's stack, or ``None`` without such a call."""
+    found = _find_dcp_call()
     if found is None:
         return None
     return _members(found.group).part_count if found.use_dist else 1
 
 
-def _call() -> _DistWrapper | None:
+def _find_dcp_call() -> _DistWrapper | None:
     frame: Any = sys._getframe(2)
     for _ in range(_FRAMES):
         if frame is None:
@@ -212,18 +215,18 @@ def decide_for_ranks(proposals: Sequence[SaveProposal]) -> SaveDecision:
 
 
 def agree_via_store(proposal: SaveProposal, saving: SaveRanks) -> SaveDecision:
-    """One decision for all ranks of a save, without a collective. All of them call it."""
+    """Agree on one decision for all ranks of a save through the store; all of them call this."""
     if saving.part_count == 1:
         return decide_for_ranks([proposal])
     store = dist.distributed_c10d._get_default_store()
     rank = saving.part
     name = f"tieredckpt/{proposal.job}/saves/{_digest(saving.ranks)}/{proposal.step}"
-    # Counted in the store itself: a rank that is started again finds the count that the others know.
+    # The store counts the attempts, so that a restarted rank continues with the same count as the others.
     prefix = f"{name}/{store.add(f'{name}/{rank}', 1)}"
     store.set(f"{prefix}/{rank}", msgspec.json.encode(proposal).decode())
     if rank == 0:
-        store.set(f"{prefix}/decision", _decided(store, prefix, saving))
-    answer = from_json(_told(store, f"{prefix}/decision", "the first rank did not say"), _Answer)
+        store.set(f"{prefix}/decision", _decide(store, prefix, saving))
+    answer = from_json(_wait_for_key(store, f"{prefix}/decision", "the first rank did not say"), _Answer)
     if store.add(f"{prefix}/heard", 1) == saving.part_count:
         for each in range(saving.part_count):
             store.delete_key(f"{prefix}/{each}")
@@ -240,10 +243,10 @@ class _Answer(msgspec.Struct, frozen=True):
     problem: SaveProblem = SaveProblem("")
 
 
-def _decided(store: torch.distributed.Store, prefix: str, saving: SaveRanks) -> str:
+def _decide(store: torch.distributed.Store, prefix: str, saving: SaveRanks) -> str:
     try:
         proposals = [
-            from_json(_told(store, f"{prefix}/{rank}", f"rank {rank} did not come"), SaveProposal)
+            from_json(_wait_for_key(store, f"{prefix}/{rank}", f"rank {rank} did not come"), SaveProposal)
             for rank in range(saving.part_count)
         ]
         answer = _Answer(decide_for_ranks(proposals))
@@ -252,13 +255,13 @@ def _decided(store: torch.distributed.Store, prefix: str, saving: SaveRanks) -> 
     return msgspec.json.encode(answer).decode()
 
 
-def _told(store: torch.distributed.Store, key: str, otherwise: str) -> bytes:
-    """Asked for again and again: waiting inside the store would keep this process's other threads out of it."""
-    deadline = time.monotonic() + _WITHIN_S
-    pause, longest = _ROUND
+def _wait_for_key(store: torch.distributed.Store, key: str, otherwise: str) -> bytes:
+    """Poll for a key of the store; a blocking wait would lock out this process's other threads."""
+    deadline = time.monotonic() + _TIMEOUT_S
+    pause, longest = _PAUSES_S
     while not store.check([key]):
         if time.monotonic() > deadline:
-            raise SaveFailedError(f"{otherwise} within {_WITHIN_S:.0f} s: without collectives, too, all ranks save")
+            raise SaveFailedError(f"{otherwise} within {_TIMEOUT_S:.0f} s: without collectives, too, all ranks save")
         time.sleep(pause)
         pause = min(2 * pause, longest)
     return store.get(key)
@@ -269,7 +272,10 @@ def _digest(ranks: Sequence[int]) -> str:
 
 
 def unwrap_save_error(failure: BaseException) -> BaseException:
-    """Our own error inside DCP's: what tells the caller most, damaged before unknown before the rest."""
+    """Return the package's most specific error inside DCP's exception, or ``failure`` itself.
+
+    A damaged checkpoint comes before an unavailable tier, and that before other errors.
+    """
     if isinstance(failure, CheckpointException):
         errors = [error for error, _ in failure.failures.values() if isinstance(error, TieredCheckpointError)]
         for kind in (
@@ -286,12 +292,12 @@ def unwrap_save_error(failure: BaseException) -> BaseException:
 
 
 def unwrap_load_error(failure: CheckpointException) -> BaseException:
-    """What a load that failed inside DCP raises."""
+    """Return the error to raise for a load that failed inside DCP."""
     own = unwrap_save_error(failure)
     if own is not failure:
         return own
     first = next(iter(failure.failures.values()))[0]
-    if isinstance(first, ValueError | RuntimeError):  # how DCP's planner says that names or shapes differ
+    if isinstance(first, ValueError | RuntimeError):  # from DCP's planner, for different names or shapes
         hint = " With strict=False what there is of the state is restored" if "Missing key" in str(first) else ""
         return MismatchError(f"the state and the checkpoint do not fit: {first}{hint}")
     return failure

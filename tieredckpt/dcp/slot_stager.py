@@ -53,9 +53,9 @@ class SlotStager:
         self._point: CapturePoint | None = None
         """The job's incarnation at the capture of the staged state."""
         self._handed_over: IncarnationHandover | None = None
-        """The trainer's owner, in a process that saves for it."""
+        """Incarnation state of the trainer, in a process that saves for it."""
         self._in_use = threading.Semaphore(1)
-        self._holding = False
+        self._is_staging = False
 
     @property
     @abc.abstractmethod
@@ -74,19 +74,19 @@ class SlotStager:
         wait_s = self.settings.memory.wait_s
         if not self._in_use.acquire(timeout=wait_s):
             raise StoreBusyError(f"the last asynchronous save of this writer did not end within {wait_s:.0f} s")
-        self._holding = True
+        self._is_staging = True
         try:
             if not self.settings.enabled:
-                return _private(state_dict)
+                return _private_state(state_dict)
             self.capture_point()
             with gc_paused():
                 flat = flatten_state(state_dict)
                 planned = self.session.cached_plan(state_fingerprint(flat))
                 if planned is None or any(tensor_shards(one) for one in flat.values() if isinstance(one, torch.Tensor)):
-                    return _private(state_dict)
+                    return _private_state(state_dict)
                 self._staged = self.session.lease_slot_before_step(planned, wait_s=wait_s)
                 if self._staged is None:
-                    return _private(state_dict)
+                    return _private_state(state_dict)
                 return self._stage_into(self._staged, planned, state_dict, flat)
         except BaseException:
             self._discard_staged()
@@ -95,10 +95,10 @@ class SlotStager:
     def capture_point(self) -> None:
         """Record that this writer or another stager has just staged the state of the next save."""
         if self.settings.enabled:
-            self._leave_earlier_steps()
+            self._abandon_earlier_steps()
             self._point = self.session.incarnation.capture()
 
-    def _leave_earlier_steps(self) -> None:
+    def _abandon_earlier_steps(self) -> None:
         if self._starts_over:
             self.session.start_over()
 
@@ -108,15 +108,15 @@ class SlotStager:
 
     def __getstate__(self) -> dict[str, Any]:
         """Return the state for a background process that writes; it takes over the slot without a copy."""
-        kept = {name: value for name, value in self.__dict__.items() if name not in ("_in_use", "_staged")}
-        kept["_slot"] = None if self._staged is None else (self._staged.lease, self._staged.layout, self._staged.owner)
-        kept["_holding"] = False
+        state = {name: value for name, value in self.__dict__.items() if name not in ("_in_use", "_staged")}
+        state["_slot"] = None if self._staged is None else (self._staged.lease, self._staged.layout, self._staged.owner)
+        state["_is_staging"] = False
         if self.settings.enabled:
-            self.session.report_continued()  # a process that saves there has loaded nothing
-            self._leave_earlier_steps()
-            kept["_handed_over"] = self.session.incarnation.hand_over()
+            self.session.report_continued()  # the save process has not loaded the step
+            self._abandon_earlier_steps()
+            state["_handed_over"] = self.session.incarnation.hand_over()
         self._end_staging()
-        return kept
+        return state
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         slot = state.pop("_slot")
@@ -125,8 +125,6 @@ class SlotStager:
         self._staged = None
         if slot is not None:
             self._staged = self.session.adopt_slot(*slot)
-
-    # -- for the writer ---------------------------------------------------------------------------------------
 
     def _stage_into(
         self, staged: StagedShard, planned: PlannedSave, state_dict: STATE_DICT_TYPE, flat: Mapping[str, Any]
@@ -140,7 +138,7 @@ class SlotStager:
             )
             for entry, piece in zip(layout.tensors, pieces, strict=True)
         }
-        return _rebuilt(state_dict, "", views)
+        return _rebuild(state_dict, "", views)
 
     def _take_staged(self, work: PlannedWrites, part: int, parts: int) -> StagedShard | None:
         """Return the staged slot with all data of ``work``, or ``None`` if it does not fit."""
@@ -160,8 +158,8 @@ class SlotStager:
 
     def _end_staging(self) -> None:
         self._staged = self._point = None
-        if self._holding:
-            self._holding = False
+        if self._is_staging:
+            self._is_staging = False
             self._in_use.release()
 
     def _discard_staged(self) -> None:
@@ -186,7 +184,7 @@ def _in_place(staged: StagedShard, entry: TensorEntry, tensor: torch.Tensor) -> 
     )
 
 
-def _rebuilt(value: Any, name: str, views: Mapping[str, torch.Tensor]) -> Any:
+def _rebuild(value: Any, name: str, views: Mapping[str, torch.Tensor]) -> Any:
     """Return ``value`` with its tensors as views of the slot, or as shapes if another rank writes them."""
     if isinstance(value, torch.Tensor):
         view = views.get(name)
@@ -195,24 +193,24 @@ def _rebuilt(value: Any, name: str, views: Mapping[str, torch.Tensor]) -> Any:
             return _like(value, local)
         return view if view is not None else torch.empty(value.shape, dtype=value.dtype, device="meta")
     if isinstance(value, Mapping):
-        return {key: _rebuilt(inner, f"{name}.{key}" if name else str(key), views) for key, inner in value.items()}
+        return {key: _rebuild(inner, f"{name}.{key}" if name else str(key), views) for key, inner in value.items()}
     if isinstance(value, list):
-        return [_rebuilt(inner, f"{name}.{index}", views) for index, inner in enumerate(value)]
+        return [_rebuild(inner, f"{name}.{index}", views) for index, inner in enumerate(value)]
     return copy.deepcopy(value)
 
 
-def _private(value: Any, name: str = "") -> Any:
+def _private_state(value: Any, name: str = "") -> Any:
     """Return a copy in private memory; a tensor's copy is as large as its elements, even for a view."""
     if type(value) is DTensor:
-        return _like(value, _private(value._local_tensor, name))
+        return _like(value, _private_state(value._local_tensor, name))
     if isinstance(value, torch.Tensor):
         if is_plain_tensor(value):
             require_materialized(name, value)
         return private_copy(value)
     if isinstance(value, Mapping):
-        return {key: _private(inner, f"{name}.{key}" if name else str(key)) for key, inner in value.items()}
+        return {key: _private_state(inner, f"{name}.{key}" if name else str(key)) for key, inner in value.items()}
     if isinstance(value, list):
-        return [_private(inner, f"{name}.{index}") for index, inner in enumerate(value)]
+        return [_private_state(inner, f"{name}.{index}") for index, inner in enumerate(value)]
     return copy.deepcopy(value)
 
 

@@ -1,9 +1,9 @@
 """TieredReader: DCP's StorageReader. Ranks vote on a step and read exactly the bytes they need.
 
-How the ranks agree, inside DCP's own exchange of plans: every rank surveys its node, plans against the step it would
-choose, has the bytes it needs verified, and votes for the steps it could load; the coordinator takes the newest that
-everybody voted for. Reads are in global coordinates, so a rank can serve its plan from another step than it planned
-against.
+The ranks agree within DCP's own exchange of plans. Every rank lists the steps of its node and plans against the step
+that it prefers. The agent verifies the bytes that the rank needs. Then the rank votes for the steps that it can load,
+and the coordinator chooses the newest step with the votes of all ranks. Reads are in global coordinates, so a rank can
+read its plan from another step than it planned against.
 """
 
 from __future__ import annotations
@@ -72,68 +72,72 @@ from tieredckpt.tensors.state_dict import dtype_from_name
 log = logging.getLogger(__name__)
 
 _MAX_VOTES = 8
-_SHOWN = 5
+_MAX_NAMES = 5
 _DOCTOR = "`tieredckpt doctor` tries the store from here"
 START_FRESH_HINT = "To start from nothing on purpose: restore(..., on_lost='start_fresh'), or another job name"
 _REBUILD_S = 60.0
-"""How long a load waits for a newer step that the other nodes are rebuilding, before it takes an older one."""
+"""Seconds that a load waits for a newer step that other nodes are rebuilding."""
 
 
 @dataclass(frozen=True)
 class LoadVote:
-    """The steps a rank could load, best first, and why not the others."""
+    """Steps that a rank can load, best first, and the reasons against the others."""
 
     versions: tuple[VersionId, ...]
     refused: tuple[str, ...] = ()
     avoided: tuple[VersionId, ...] = ()
-    """Those whose loads have ended their process on this rank's node: taken when there is no other."""
+    """Steps with crashed loads on this rank's node, which are chosen only if no other step remains."""
     plain: int | None = None
-    """The plain DCP checkpoint that it found newer than every step."""
+    """Step of a plain DCP checkpoint that is newer than every other step."""
 
 
 @dataclass(frozen=True)
 class LoadDecision:
+    """Step that all ranks load."""
+
     version_id: VersionId
     ranks: int = 1
-    """How many load it together."""
+    """Number of ranks that load it together."""
 
 
 @dataclass
 class RestoreReport:
-    """What a load read, and from where; or why there was nothing to load, where there had been saves."""
+    """Result of a load: the step and its sources, or the reasons why no saved step was loaded."""
 
     step: int
-    """-1: nothing was loaded."""
+    """Loaded step; -1 for none."""
     version_id: VersionId | None
     bytes_by_tier: dict[str, int]
     seconds: float = 0.0
     refused: tuple[str, ...] = ()
-    """Steps that were newer but could not be used, and why."""
+    """Newer steps that could not be used, with the reasons."""
     bytes_by_node: dict[str, int] = field(default_factory=dict)
-    """Of the peer tier's bytes, what came from which node."""
+    """Bytes of the peer tier by node."""
     mode: Literal["live", "snapshot", "torn", "lost", "damaged"] = "snapshot"
-    """``live``: this step is what survivors of a fault had in their tensors. With step -1: ``torn``, no save ever came
-    to be whole; ``lost`` or ``damaged``, and ``on_lost="start_fresh"``."""
+    """``live`` for the state of a fault's survivors, ``snapshot`` for a saved step.
+
+    With step -1: ``torn`` if no save ever became complete, ``lost`` or ``damaged`` with ``on_lost="start_fresh"``.
+    """
     steps_redone: int | None = None
-    """Steps that were completed before a fault and are done again; ``None`` where no fault came before this."""
+    """Number of steps that a fault makes the training repeat; ``None`` without a fault."""
     newer_steps: tuple[VersionId, ...] = ()
-    """Complete newer steps of other branches, oldest first: the job left them behind and does them again."""
+    """Complete newer steps of other branches, oldest first, which the job abandons and repeats."""
     proof: RestoreProof | None = None
-    """What was compared with what the save recorded, after it was loaded; ``None`` where nothing was."""
+    """Comparison of the loaded state with the saved one; ``None`` without a comparison."""
 
 
 class TieredReader(StorageReader):
-    """Loads with ``dcp.load``: the newest whole step (or the one named), from the nearest good copies.
+    """Reader for ``dcp.load``: the newest complete step, or an explicit one, from the nearest copies.
 
-    ``on_dtype_mismatch="cast"`` (or ``?cast=1`` behind the URL) fills tensors of another element type than was saved,
-    as DCP's own readers do silently; by default that is an error.
+    ``on_dtype_mismatch="cast"`` (or ``?cast=1`` behind the URL) converts tensors to the element types of the state, as
+    DCP's own readers do silently. By default a different element type is an error.
 
-    An object that is more than data is an :class:`~tieredckpt.errors.UntrustedObjectError`, because loading it runs
-    what its bytes say. ``trust_objects=True`` loads it all the same; by default ``memory.trust_objects`` decides.
+    An object that is more than data raises :class:`~tieredckpt.errors.UntrustedObjectError`, because a load would run
+    its code. ``trust_objects=True`` loads it anyway. The default is the setting ``memory.trust_objects``.
     """
 
     resumes_job = True
-    """Whether the job goes on from what is loaded; ``False`` for who only looks at it."""
+    """Whether the job resumes from the load; ``False`` for a caller that only reads."""
 
     def __init__(
         self,
@@ -155,58 +159,63 @@ class TieredReader(StorageReader):
         self._rank = 0
         self._steps: dict[VersionId, RankReadPlan] = {}
         self._unreadable: defaultdict[VersionId, set[int]] = defaultdict(set)
-        """Parts that this node's memory has and cannot read for now."""
-        self._unread: TieredCheckpointError | None = None
-        """What to report of newer steps that this release cannot read."""
+        """Parts in this node's memory that it cannot read for now."""
+        self._newer_format_error: TieredCheckpointError | None = None
+        """Error for newer steps in a format that this release cannot read."""
         self._undescribed: dict[VersionId, Exception] = {}
         self._order: list[Candidate] = []
         self._usable: list[Candidate] = []
-        """The complete steps of all branches that the last survey found usable."""
+        """Usable complete steps of all branches from the last list of steps."""
         self._reluctant: dict[VersionId, int] = {}
-        """Steps whose loads have ended their process on this node, and how many times."""
+        """Number of crashed loads on this node of steps that are avoided for it."""
         self._described_step = -1
         self._refused: list[str] = []
         self._pinned: PinnedShards | None = None
         self._ready: VersionId | None = None
-        """The step whose pieces were verified and are pinned."""
+        """Step with verified and pinned pieces."""
         self._plain: tuple[int, StorageReader] | None = None
-        """A plain DCP checkpoint that is newer than everything else, and DCP's own reader of it."""
+        """Step and reader of a plain DCP checkpoint that is newer than all other steps."""
         self._plain_readers: dict[int, StorageReader] = {}
-        """Readers of plain checkpoints, which read the metadata once."""
+        """Readers of plain checkpoints, reused because each reads the metadata once."""
         self.failed: dict[VersionId | int, str] = {}
-        """Steps that failed and why: this reader does not try them again. A plain checkpoint has only a number."""
+        """Reasons by step that failed and is not tried again. A plain checkpoint has only a number."""
         self.tries_one_kind = False
-        """Whether the caller falls back itself: a load does not pass over a plain checkpoint to an older step."""
+        """Whether a load never skips a plain checkpoint for an older step, because the caller falls back."""
         self._needed: tuple[list[ReadItem], _Needs] = [], ([], [])
-        """The items of the last vote, and the tensors and objects that they need."""
+        """Items of the last vote, and the tensors and objects that they need."""
         self._voted = LoadVote(())
         self._decided: LoadDecision | None = None
-        """What this rank has decided for all, where nothing travels between ranks."""
+        """Decision on this rank, for a load without other ranks."""
         self.epoch: int | None = None
-        """Of the incarnation that saved the step to load; ``None``: any."""
+        """Epoch of the incarnation that saved the step to load; ``None`` for any."""
         self.fresh = False
-        """Ask every node and the durable tier again, instead of taking an answer of a few seconds ago."""
+        """Whether every node and the durable tier are queried again, without cached answers."""
         self.strict = False
-        """An entry that the step has and no rank asks for is an error."""
+        """Whether an entry of the step that no rank reads is an error."""
         self.selective_prefixes: tuple[str, ...] = ()
-        """Prefixes of entries of which the state itself says which it takes."""
+        """Prefixes of parts of the state that select their entries, for which ``strict`` does not apply."""
         self.peers_pending = False
-        """Whether :meth:`describe_choice` found less than there was, and nodes that may have it do not answer now."""
+        """Whether :meth:`describe_choice` found an old step because nodes with newer ones do not answer."""
         self.defers_proof = False
-        """Whoever loads compares the live state himself, with :attr:`evidence`; else the targets are compared."""
+        """Whether the caller compares the live state with :attr:`evidence`, instead of the targets here."""
         self.verifies_while_reading = False
-        """Compare shards with their checksums while they are copied, and not before the vote: where they are damaged,
-        the targets hold some of it when the load takes another copy, or fails."""
+        """Whether shards are verified during the copy instead of before the vote.
+
+        If they are damaged, the targets hold damaged bytes until another copy replaces them, or the load fails.
+        """
         self.in_place: Callable[[str], bool] = lambda _: True
-        """Whether only torch's own code takes an entry over after the load: its target may be its live tensor."""
+        """Function that returns whether only torch's own code handles an entry after the load.
+
+        Then its target may be its live tensor.
+        """
         self.evidence: LoadEvidence | None = None
-        """What the last load brought can be told by."""
+        """Evidence of the last load."""
         self.error: TieredCheckpointError | None = None
-        """Why the last load failed on this rank."""
+        """Error of the last load on this rank."""
         self.report: RestoreReport | None = None
-        """What the last load did."""
+        """Report of the last load."""
         self.unused: tuple[str, ...] = ()
-        """What the step has and no rank asked for; known to the coordinator."""
+        """Entries of the step that no rank has read, on DCP's coordinator."""
 
     @property
     def checkpoint_id(self) -> str:
@@ -218,7 +227,7 @@ class TieredReader(StorageReader):
 
     @property
     def restored_step(self) -> int:
-        """The step the last load read."""
+        """Step that the last load read."""
         if self._plain is not None:
             return self._plain[0]
         if self.report is None:
@@ -227,17 +236,15 @@ class TieredReader(StorageReader):
 
     @property
     def chosen_step(self) -> int:
-        """The step that :meth:`read_metadata` described."""
+        """Step that :meth:`read_metadata` described."""
         return self._plain[0] if self._plain is not None else self._described_step
 
     @property
     def restored_names(self) -> tuple[str, ...]:
-        """All that the step has that the last load read; nothing, where that was a plain checkpoint."""
+        """Names of all entries of the loaded step; empty for a plain checkpoint."""
         group = self.report.version_id if self.report is not None and self._plain is None else None
         step = self._steps.get(group) if group is not None else None
         return (*step.names.names, *step.names.objects) if step is not None else ()
-
-    # -- StorageReader ----------------------------------------------------------------------------------------
 
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
         if checkpoint_id is not None:
@@ -248,10 +255,10 @@ class TieredReader(StorageReader):
         return os.fspath(checkpoint_id).startswith("tiered:/")
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
-        """The metadata of the step this rank would choose.
+        """Return the metadata of the step that this rank prefers.
 
-        DCP asks a second time, naming the rank, when the first answer was an error, and would then report only its
-        text. That second answer is empty, and the error itself is raised by :meth:`set_up_storage_reader`.
+        After an error DCP calls this again with a rank, and would report only the text of a second error. So the second
+        call returns empty metadata, and :meth:`set_up_storage_reader` raises the error.
         """
         if "rank" in kwargs and self.error is not None:
             return Metadata({})
@@ -306,14 +313,14 @@ class TieredReader(StorageReader):
             )
         if self._plain:
             return self._plain[1].prepare_global_plan(plans)
-        decision = self._decided = LoadDecision(_agree(votes, self._location), len(plans))
-        step = self._described(decision.version_id)
+        decision = self._decided = LoadDecision(_elect(votes, self._location), len(plans))
+        step = self._read_plan(decision.version_id)
         if step is not None:
-            asked = {item.storage_index.fqn for plan in plans for item in plan.items}
-            # A tensor without elements is asked for by nobody.
-            held = (fqn for fqn, shape in zip(step.names.names, step.names.shapes, strict=True) if math.prod(shape))
-            left = {*held, *step.names.objects} - asked
-            self.unused = tuple(sorted(name for name in left if not name.startswith(self.selective_prefixes)))
+            requested = {item.storage_index.fqn for plan in plans for item in plan.items}
+            # No rank reads a tensor without elements.
+            nonempty = (fqn for fqn, shape in zip(step.names.names, step.names.shapes, strict=True) if math.prod(shape))
+            unread = {*nonempty, *step.names.objects} - requested
+            self.unused = tuple(sorted(name for name in unread if not name.startswith(self.selective_prefixes)))
             if self.strict and self.unused:
                 raise MismatchError(
                     f"step {decision.version_id.version} of {self._location.job} has {len(self.unused)} entries "
@@ -327,25 +334,23 @@ class TieredReader(StorageReader):
             return self._plain[1].read_data(plan, planner)
         try:
             with gc_paused(), deadlines.no_deadline():
-                self.report = self._read(plan, planner)
+                self.report = self._read_step(plan, planner)
         except TieredCheckpointError as error:
             self.error = error
             raise
         finally:
-            self._let_go()
+            self._unpin()
         future: Future[None] = Future()
         future.set_result(None)
         return future
 
     def close(self) -> None:
-        """Give up what a load that failed on another rank, or between the ranks, has left pinned here."""
-        self._let_go()
-
-    # -- choosing ---------------------------------------------------------------------------------------------
+        """Unpin the shards of a load that failed on another rank or between the ranks."""
+        self._unpin()
 
     @property
     def tried(self) -> list[VersionId | int]:
-        """The steps that the last load tried: the one that the ranks agreed on, or all that they voted on."""
+        """Steps that the last load tried: the agreed one, or all that were voted on."""
         if self._plain is not None:
             return [self._plain[0]]
         if self._decided is not None:
@@ -359,7 +364,7 @@ class TieredReader(StorageReader):
             log.error("step %d of %s cannot be used: %s", number, self._location.job, error)
             self.failed[step] = f"step {number}: {error}"
 
-    def _nothing_left(self, resolution: Resolution) -> TieredCheckpointError:
+    def _exhausted_error(self, resolution: Resolution) -> TieredCheckpointError:
         if self.failed and not resolution.unreachable:
             return CheckpointDamagedError(
                 f"no step of {self._location} can be used: {'; '.join(self.failed.values())}. {START_FRESH_HINT}"
@@ -367,51 +372,57 @@ class TieredReader(StorageReader):
         return no_step_error(self._location, resolution)
 
     def describe_choice(self) -> str:
-        """What would be loaded, in words; raises what a load would raise when there is nothing."""
-        resolution, plain = self._survey()
+        """Return a description of the step that a load would choose; raise if no step can be loaded."""
+        resolution, plain = self._list_choices()
         chosen, known = resolution.chosen, resolution.newest_known_complete
         found_all = chosen is not None and (known is None or chosen.version_id >= known)
         self.peers_pending = not found_all and resolution.unreachable == (Tier.PEER,)
         if plain is not None:
             return f"step {plain} (plain)"
         if resolution.chosen is None:
-            raise self._nothing_left(resolution)
+            raise self._exhausted_error(resolution)
         return f"step {resolution.chosen.version_id.version}"
 
-    def _survey(self) -> tuple[Resolution, int | None]:
-        """What could be loaded right now, as this node sees it; or the plain checkpoint that is newer."""
+    def _list_choices(self) -> tuple[Resolution, int | None]:
+        """Return the resolution of the steps that this node sees, and a newer plain checkpoint if any."""
         job, step = self._location.job, self._location.step
         if not self.settings.enabled:
             return Resolution(None, {}), self._newest_plain(plain_steps(self.settings.durable, job))
-        seen = self.session.agent.list_steps(job, fresh=self.fresh, patience_s=_REBUILD_S)
+        inventory = self.session.agent.list_steps(job, fresh=self.fresh, patience_s=_REBUILD_S)
         epoch = self._location.epoch if self.epoch is None else self.epoch
-        candidates = [view.candidate for view in seen.views]
-        bad = {view.version_id for view in seen.views if view.quarantined or view.version_id in self.failed}
+        candidates = [view.candidate for view in inventory.views]
+        unusable = {view.version_id for view in inventory.views if view.quarantined or view.version_id in self.failed}
         limit = self.settings.memory.avoid_after_crashed_loads
-        often = {view.version_id: view.crashed_loads for view in seen.views if limit and view.crashed_loads >= limit}
-        self._reluctant = often if step is None else {}
-        usable = (view for view in seen.views if view.version_id not in bad and view.version_id not in self._reluctant)
+        crashed = {
+            view.version_id: view.crashed_loads for view in inventory.views if limit and view.crashed_loads >= limit
+        }
+        self._reluctant = crashed if step is None else {}
+        usable = (
+            view
+            for view in inventory.views
+            if view.version_id not in unusable and view.version_id not in self._reluctant
+        )
         self._usable = [view.candidate for view in usable]
         found = resolve_step(
             candidates,
             step=step,
             epoch=epoch,
-            quarantined=bad,
+            quarantined=unusable,
             reluctant=self._reluctant,
-            unreachable=seen.unreachable,
-            once_whole=seen.once_whole,
-            torn=seen.torn,
-            forgotten=seen.forgotten,
+            unreachable=inventory.unreachable,
+            once_whole=inventory.once_whole,
+            torn=inventory.torn,
+            forgotten=inventory.forgotten,
         )
-        plain = self._newest_plain(seen.plain) if epoch is None else None
+        plain = self._newest_plain(inventory.plain) if epoch is None else None
         newest = max(
             found.chosen.version_id.version if found.chosen is not None else -1, -1 if plain is None else plain
         )
-        slots = (one for one in seen.unrecognized if epoch is None or one.key is None or one.key.epoch == epoch)
-        problem = unrecognized_error(job, slots, candidates, newest=newest, step=step, quarantined=bad)
+        slots = (one for one in inventory.unrecognized if epoch is None or one.key is None or one.key.epoch == epoch)
+        problem = unrecognized_error(job, slots, candidates, newest=newest, step=step, quarantined=unusable)
         if problem is not None and newest < 0:
             raise problem
-        self._unread = problem
+        self._newer_format_error = problem
         if plain is not None and (found.chosen is None or found.chosen.version_id.version < plain):
             return found, plain
         if plain is not None and self.tries_one_kind:
@@ -424,9 +435,9 @@ class TieredReader(StorageReader):
         return max((one for one in steps if step in (None, one) and one not in self.failed), default=None)
 
     def _choose(self) -> RankReadPlan | None:
-        """The step this rank would load; ``None`` when that is a plain checkpoint."""
-        resolution, plain = self._survey()
-        self._let_go()
+        """Return the step that this rank prefers; ``None`` for a plain checkpoint."""
+        resolution, plain = self._list_choices()
+        self._unpin()
         self._steps.clear()
         self._unreadable.clear()
         self._refused[:] = self.failed.values()
@@ -443,7 +454,7 @@ class TieredReader(StorageReader):
             self._plain = plain, self._plain_readers[plain]
             return None
         if resolution.chosen is None:
-            raise self._nothing_left(resolution)
+            raise self._exhausted_error(resolution)
         for tier in resolution.unreachable:
             why, newest = resolution.reasons.get(tier, "no answer"), resolution.chosen.version_id.version
             log.warning(
@@ -453,9 +464,9 @@ class TieredReader(StorageReader):
         for group in resolution.lost:
             if group.version > resolution.chosen.version_id.version and not resolution.unreachable:
                 self._refuse(group, CheckpointLostError(resolution.describe(group)))
-        if self._unread is not None:
-            log.error("%s; step %d is restored", self._unread, resolution.chosen.version_id.version)
-            self._refused.append(str(self._unread))
+        if self._newer_format_error is not None:
+            log.error("%s; step %d is restored", self._newer_format_error, resolution.chosen.version_id.version)
+            self._refused.append(str(self._newer_format_error))
         forgotten = resolution.forgotten
         if forgotten is not None and forgotten.newest_committed.version > resolution.chosen.version_id.version:
             self._refuse(forgotten.newest_committed, CheckpointLostError(describe_forgotten(forgotten)))
@@ -470,15 +481,15 @@ class TieredReader(StorageReader):
                     *(self._location.job, group.version),
                 )
         for candidate in self._order:
-            step = self._described(candidate.version_id)
+            step = self._read_plan(candidate.version_id)
             if step is not None:
                 return step
         for candidate in self._order:
             self.mark_failed(candidate.version_id, self._undescribed[candidate.version_id])
         return self._choose()
 
-    def _described(self, group: VersionId) -> RankReadPlan | None:
-        """The step in full, or ``None`` when it cannot be used after all."""
+    def _read_plan(self, group: VersionId) -> RankReadPlan | None:
+        """Return the read plan of a step, or ``None`` if the step cannot be used."""
         if group not in self._steps:
             try:
                 step = RankReadPlan(self.session.agent, self._location.job, group, self._unreadable[group])
@@ -492,26 +503,26 @@ class TieredReader(StorageReader):
         return self._steps[group]
 
     def _vote(self, needs: Sequence[tuple[str, Box]], objects: Sequence[str]) -> LoadVote:
-        """Every step this rank could load; the best one is verified before it is offered."""
+        """Return the vote for all steps that this rank can load, the best of which is verified."""
         offered: list[VersionId] = []
         for candidate in self._order:
             group = candidate.version_id
             if offered:
                 offered.append(group)  # only needed when another rank cannot load the first
-            elif self._verified(group, needs, objects, by_agent=not self.verifies_while_reading):
+            elif self._verify(group, needs, objects, by_agent=not self.verifies_while_reading):
                 offered.append(group)
         failpoint("load.voted")
         return LoadVote(tuple(offered), tuple(self._refused), tuple(self._reluctant))
 
-    def _verified(
+    def _verify(
         self, group: VersionId, needs: Sequence[tuple[str, Box]], objects: Sequence[str], *, by_agent: bool
     ) -> bool:
-        """Whether everything this rank needs of ``group`` is there, and good where it is near.
+        """Pin and verify the pieces of ``group`` that this rank needs; return whether all are readable.
 
-        Without ``by_agent`` the tensors of shards that are read whole are left to the copy.
+        Without ``by_agent`` the copy verifies the tensors of shards that are read mostly.
         """
         for _ in range(len(Tier) + 1):
-            step = self._described(group)
+            step = self._read_plan(group)
             if step is None:
                 return False
             try:
@@ -520,7 +531,7 @@ class TieredReader(StorageReader):
                 self._refuse(group, error)
                 return False
             if self._pinned is None or self._pinned.version_id != group:
-                self._let_go()
+                self._unpin()
                 self._pinned = PinnedShards(self.session.agent.store, group)
             pinned = self._pinned
             near = {part: wanted for part, wanted in ranges.items() if step.tier(part) is Tier.MEMORY}
@@ -528,52 +539,50 @@ class TieredReader(StorageReader):
                 archives = step.archive_ranges(objects)
                 near |= {part: archives.get(part, []) for part in step.whole_parts}
             found = {part: pinned.verify(step.shards[part], wanted) for part, wanted in near.items()}
-            bad = {part: what for part, what in found.items() if what is not ShardCheck.GOOD}
+            bad = {part: check for part, check in found.items() if check is not ShardCheck.GOOD}
             if not bad:
                 self._ready = group
                 return True
-            self._look_elsewhere(step, bad)
+            self._discard_plan(step, bad)
         return False
 
-    def _look_elsewhere(self, step: RankReadPlan, bad: Mapping[int, ShardCheck]) -> None:
-        """Have the step described again: the agent has dropped what was damaged, and another tier may have it."""
+    def _discard_plan(self, step: RankReadPlan, bad: Mapping[int, ShardCheck]) -> None:
+        """Discard the read plan: the agent has dropped damaged shards, and another tier may have them."""
         group = step.version_id
-        for part, what in bad.items():
-            level = logging.ERROR if what is ShardCheck.DAMAGED else logging.WARNING
-            log.log(level, "%s in memory: %s; looking for another copy", step.shards[part].key, what.value)
-        self._unreadable[group] |= {part for part, what in bad.items() if what is ShardCheck.UNREADABLE}
-        part, what = next(iter(bad.items()))
-        self._refused.append(f"step {group.version}: part {part} in memory: {what.value}")
-        self._let_go()
+        for part, check in bad.items():
+            level = logging.ERROR if check is ShardCheck.DAMAGED else logging.WARNING
+            log.log(level, "%s in memory: %s; looking for another copy", step.shards[part].key, check.value)
+        self._unreadable[group] |= {part for part, check in bad.items() if check is ShardCheck.UNREADABLE}
+        part, check = next(iter(bad.items()))
+        self._refused.append(f"step {group.version}: part {part} in memory: {check.value}")
+        self._unpin()
         del self._steps[group]
 
-    def _reject(self, step: RankReadPlan, pinned: PinnedShards, found: ReadMismatchError) -> None:
-        """Have the agent look at bytes that differed here: they differ in the slot, or only on their way."""
+    def _check_mismatch(self, step: RankReadPlan, pinned: PinnedShards, found: ReadMismatchError) -> None:
+        """Let the agent check mismatched bytes, which are damaged in the slot or only in this copy."""
         shard = step.shards[found.part]
         check = pinned.verify(shard, found.ranges, again=True)
         if check is not ShardCheck.GOOD:
-            self._look_elsewhere(step, {found.part: check})
+            self._discard_plan(step, {found.part: check})
             return
         log.error(
             "%s: %d chunks differed from their checksums when they were read, and are good in memory: the step is read "
             "again. Two entries that overlap in memory do this every time; else memory of this node is failing",
             *(shard.key, len(found.ranges)),
         )
-        self._let_go()
+        self._unpin()
 
     def _refuse(self, group: VersionId, error: Exception) -> None:
         log.error("step %d of %s cannot be used: %s", group.version, self._location.job, error)
         self._refused.append(f"step {group.version}: {error}")
 
-    def _let_go(self) -> bool:
+    def _unpin(self) -> bool:
         pinned, self._pinned = self._pinned, None
         self._ready = None
         return pinned.release() if pinned is not None else True
 
-    # -- reading ----------------------------------------------------------------------------------------------
-
-    def _decision(self) -> LoadDecision:
-        """As it has arrived for this load, whatever the planner made of the plan that it came with."""
+    def _receive_decision(self) -> LoadDecision:
+        """Return the coordinator's decision for this load, from the plan's message."""
         decided = next(iter(received_plan_messages(LoadDecision)), self._decided)
         clear_plan_messages()
         if decided is None:
@@ -584,25 +593,25 @@ class TieredReader(StorageReader):
         self._decided = decided
         return decided
 
-    def _read(self, plan: LoadPlan, planner: LoadPlanner) -> RestoreReport:
+    def _read_step(self, plan: LoadPlan, planner: LoadPlanner) -> RestoreReport:
         began = time.perf_counter()
         session = self.session
-        decision = self._decision()
+        decision = self._receive_decision()
         group = decision.version_id
         items, needed = self._needed
         needs, objects = needed if plan.items is items else _needs(plan)
         planned = self._steps[group].pieces if group in self._steps else {}
         if any(need not in planned for need in needs):  # the planner changed the plan after the vote
-            self._let_go()
+            self._unpin()
         in_one_pass, interrupted = True, False
         while True:
             by_agent = not (in_one_pass and self.verifies_while_reading)
-            if self._ready != group and not self._verified(group, needs, objects, by_agent=by_agent):
+            if self._ready != group and not self._verify(group, needs, objects, by_agent=by_agent):
                 raise CheckpointDamagedError(
                     f"step {group.version} of {self._location.job}: {'; '.join(self._refused)}"
                 )
             step, pinned = self._steps[group], self._pinned
-            assert pinned is not None  # noqa: S101 - _verified made it
+            assert pinned is not None  # noqa: S101 - _verify has pinned it
             cast = self._cast or self._location.cast
             proven = self.settings.memory.proof and (self.defers_proof or load_planner_is_transparent(planner))
             self.evidence = LoadEvidence(step, session.copier, self.in_place) if proven else None
@@ -621,12 +630,12 @@ class TieredReader(StorageReader):
                     work.run(plan.items)
                     proof = None if self.defers_proof else self._prove(planner, pinned)
             except ReadMismatchError as mismatch:
-                self._reject(step, pinned, mismatch)
-                in_one_pass = False  # from here on the agent compares everything first
+                self._check_mismatch(step, pinned, mismatch)
+                in_one_pass = False  # the agent verifies everything before the next copy
                 continue
             except (CheckpointDamagedError, ObjectNotFoundError) as error:
-                raise self._unusable(group, error) from error
-            if self._let_go():
+                raise self._unusable_error(group, error) from error
+            if self._unpin():
                 break
             if interrupted:
                 raise TierUnavailableError(f"the node agent went away twice while step {group.version} was read")
@@ -635,7 +644,8 @@ class TieredReader(StorageReader):
         if self.resumes_job:
             session.report_restored(group, decision.ranks)
         else:
-            session.report_load_survived(stepped=False)  # what becomes of who only looks says nothing of the step
+            # A later crash of a process that only reads does not count against the step.
+            session.report_load_survived(stepped=False)
         failpoint("load.done")
         session.add_metrics(
             loads=1, load_seconds=seconds, **{f"loaded_{t}_bytes": n for t, n in work.bytes_by_tier.items()}
@@ -654,35 +664,35 @@ class TieredReader(StorageReader):
             return ""
         newest = report.newer_steps[-1]
         tiers = next(one.found.values() for one in self._usable if one.version_id == newest)
-        found = {tier for where in tiers for tier in where}
-        places = ["this node's memory"] * (Tier.MEMORY in found)
+        found = {tier for tiers_of_part in tiers for tier in tiers_of_part}
+        locations = ["this node's memory"] * (Tier.MEMORY in found)
         try:
             described = self.session.agent.describe_step(job, newest)
         except (TieredCheckpointError, PeerStoreError) as error:
             log.debug("%s: the agent did not describe step %d: %s", job, newest.version, error)
-            places += ["the memory of other nodes"] * (Tier.PEER in found)
+            locations += ["the memory of other nodes"] * (Tier.PEER in found)
         else:
             nodes = sorted({source.node for sources in described.sources.values() for source in sources})
-            places += [f"the memory of {abbreviate(nodes)}"] if nodes else []
-            found |= {tier for where in described.found.values() for tier in where}
-        places += ["the durable tier"] * (Tier.DURABLE in found)
+            locations += [f"the memory of {abbreviate(nodes)}"] if nodes else []
+            found |= {tier for tiers_of_part in described.found.values() for tier in tiers_of_part}
+        locations += ["the durable tier"] * (Tier.DURABLE in found)
         epochs = sorted({one.epoch for one in report.newer_steps})
         branches = [
             f"step{'s' * (len(steps) > 1)} {abbreviate([str(step) for step in steps])} of epoch {epoch}"
             for epoch in epochs
             for steps in [sorted({one.version for one in report.newer_steps if one.epoch == epoch}, reverse=True)]
         ]
-        again = newest.version - report.step
+        repeated = newest.version - report.step
         return (
             f"{job}: step {report.step} was restored, which leaves complete newer steps behind: "
-            f"{'; '.join(branches)} (step {newest.version}: {', '.join(places) or 'unknown tier'}). The job does "
-            f"{again} step{'s' * (again > 1)} again. To keep step {newest.version}: tieredckpt pin {job} "
+            f"{'; '.join(branches)} (step {newest.version}: {', '.join(locations) or 'unknown tier'}). The job does "
+            f"{repeated} step{'s' * (repeated > 1)} again. To keep step {newest.version}: tieredckpt pin {job} "
             f"{newest.version}@{newest.epoch}. To continue from it: elastic run --resume-from "
             f"{newest.version}@{newest.epoch}"
         )
 
     def _prove(self, planner: LoadPlanner, pinned: PinnedShards) -> RestoreProof | None:
-        """Compare what is in the targets, once all of them are filled. What becomes of them later is not seen here."""
+        """Compare the filled targets with the evidence. Later changes of the state are not covered."""
         if self.evidence is None:
             return None
         began = time.perf_counter()
@@ -694,15 +704,15 @@ class TieredReader(StorageReader):
             raise RestoreProofError(describe_mismatches(self._location.job, step, self._rank, proof))
         return proof
 
-    def _unusable(self, group: VersionId, error: Exception) -> TieredCheckpointError:
-        """What was near has been verified: it is the durable copy that is damaged, and it was the last one."""
+    def _unusable_error(self, group: VersionId, error: Exception) -> TieredCheckpointError:
+        """Return the error for a durable copy that is damaged or gone and was the last one."""
         session = self.session
         what = f"step {group.version} of {session.job}"
         if isinstance(error, ObjectNotFoundError):
-            seen = session.agent.list_steps(session.job, fresh=True)
-            if Tier.DURABLE in seen.unreachable:
+            inventory = session.agent.list_steps(session.job, fresh=True)
+            if Tier.DURABLE in inventory.unreachable:
                 return TierUnavailableError(f"{what}: {error}, and the store cannot be asked why")
-            if not any(view.version_id == group and view.durable for view in seen.views):
+            if not any(view.version_id == group and view.durable for view in inventory.views):
                 return CheckpointDeletedError(
                     f"{what} was deleted from the durable tier while it was read (retention: durable.keep_last, or "
                     "tieredckpt gc). Load again: newer steps are there"
@@ -712,35 +722,35 @@ class TieredReader(StorageReader):
 
 
 def describe_mismatches(job: str, step: int, rank: int, proof: RestoreProof) -> str:
-    """What is to be said of entries that are not what was saved, where there are some."""
+    """Return a message about mismatched entries, or an empty string."""
     if not proof.mismatched:
         return ""
-    told = abbreviate([f"{name} ({what})" if what else name for name, what in proof.mismatched.items()])
+    shown = abbreviate([f"{name} ({what})" if what else name for name, what in proof.mismatched.items()])
     count = "1 entry is" if len(proof.mismatched) == 1 else f"{len(proof.mismatched)} entries are"
     return (
         f"step {step} of {job} was restored, and on rank {rank} {count} not what was saved: "
-        f"{told}. Do not train on it. Two entries with the same memory, or a load_state_dict() that leaves something "
+        f"{shown}. Do not train on it. Two entries with the same memory, or a load_state_dict() that leaves something "
         "out, say so every time; where another restore is good, memory was damaged on the way. To go on without this "
         "check: TIEREDCKPT_MEMORY_PROOF=0, or Checkpointer(..., proof=False)"
     )
 
 
 def abbreviate(names: Sequence[str]) -> str:
-    """The first few of many names."""
-    return ", ".join(names[:_SHOWN]) + (f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else "")
+    """Return the first few of many names, and the number of the others."""
+    return ", ".join(names[:_MAX_NAMES]) + (f" and {len(names) - _MAX_NAMES} more" if len(names) > _MAX_NAMES else "")
 
 
 _Needs = tuple[list[tuple[str, Box]], list[str]]
 
 
 def _needs(plan: LoadPlan) -> _Needs:
-    """The pieces of tensors and the objects a plan asks for."""
+    """Return the pieces of tensors and the objects that a plan reads."""
     tensors = [(item.storage_index.fqn, read_item_box(item)) for item in plan.items if item.type is LoadItemType.TENSOR]
     return tensors, [item.storage_index.fqn for item in plan.items if item.type is LoadItemType.BYTE_IO]
 
 
-def _agree(votes: Sequence[LoadVote], location: Location) -> VersionId:
-    """The newest step that every rank can load."""
+def _elect(votes: Sequence[LoadVote], location: Location) -> VersionId:
+    """Return the newest step that every rank can load."""
     reluctant = {group for vote in votes for group in vote.avoided}
     chosen = elect_step([vote.versions for vote in votes], reluctant=reluctant)
     if chosen is None:
@@ -752,7 +762,7 @@ def _agree(votes: Sequence[LoadVote], location: Location) -> VersionId:
 
 
 def no_step_error(location: Location, resolution: Resolution) -> TieredCheckpointError:
-    """Why there is nothing to load: unreachable, damaged, lost, torn and absent are five answers."""
+    """Return the error for no step to load, with a type for each reason."""
     if resolution.unreachable:
         return TierUnavailableError(
             f"{location}: nothing to load in the tiers that answered, and the {', '.join(resolution.unreachable)} tier "
@@ -783,10 +793,10 @@ def no_step_error(location: Location, resolution: Resolution) -> TieredCheckpoin
 
 
 def _metadata(step: RankReadPlan, location: Location) -> Metadata:
-    """DCP's view of a stored step.
+    """Return DCP's metadata of a stored step.
 
-    Each tensor is one chunk, however it is cut in the shards: reads are in its own coordinates, so that a rank plans
-    its own pieces and not all that every rank wrote.
+    Each tensor is one chunk, independent of the shards. Reads are in its own coordinates, so a rank plans only its own
+    pieces and not those of all ranks.
     """
     meta = dcp_storage_meta(location, step.version_id)
     meta.load_id = secrets.token_hex(8)
@@ -797,7 +807,7 @@ def _metadata(step: RankReadPlan, location: Location) -> Metadata:
 def _paths(names: StateNames) -> dict[str, tuple[str | int, ...]] | None:
     if not names.split:
         return None
-    given = names.paths or {}
-    paths = {name: given.get(name) or tuple(name.split(".")) for name in (*names.names, *names.objects)}
+    known = names.paths or {}
+    paths = {name: known.get(name) or tuple(name.split(".")) for name in (*names.names, *names.objects)}
     check_nested_paths(paths)
     return paths

@@ -1,10 +1,9 @@
 """``enable_urls``: ``checkpoint_id="tiered://..."`` for callers that pass nothing else.
 
-DCP has no registration for storage: it looks for a class that accepts the URL in a fixed list. While URLs are enabled,
-a stand-in is at the head of that list; it makes this package's writer or reader for ``tiered://`` and passes
-everything else to the class it stands for. What saves in the background gets its writer from the process that trains:
-DCP's background process has no stand-in, and would know nothing of the incarnation that the job is in. Nothing is
-changed on import.
+DCP has no registration for storage: it searches a fixed list for a class that accepts the URL. While URLs are enabled,
+a wrapper is at the head of that list. It creates this package's writer or reader for ``tiered://`` and passes other
+URLs to the original class. DCP's background process has no wrapper and does not know the job's incarnation, so it
+receives its writer from the trainer process. An import changes nothing.
 """
 
 from __future__ import annotations
@@ -24,14 +23,14 @@ _EXECUTORS = ("_ThreadBasedAsyncCheckpointExecutor", "_ProcessBasedAsyncCheckpoi
 
 
 class EnabledUrls:
-    """URLs are enabled until this is closed, or its block ends."""
+    """Handle of enabled URLs, until it is closed or its block ends."""
 
     def __init__(self, settings: Settings | None) -> None:
         self.settings = settings
-        """``None``: those of the environment, at each save or load."""
+        """Settings of saves and loads; ``None`` for those of the environment at each call."""
 
     def close(self) -> None:
-        """DCP is as it was, unless somebody else has enabled URLs too."""
+        """Restore DCP, unless another handle is still open."""
         with _lock:
             if self in _enabled:
                 _enabled.remove(self)
@@ -48,16 +47,16 @@ class EnabledUrls:
 
 
 def enable_urls(*, durable: str | None = None, settings: Settings | None = None) -> EnabledUrls:
-    """From now on, ``dcp.save``, ``dcp.async_save`` and ``dcp.load`` take ``checkpoint_id="tiered://JOB/step-N"``.
+    """Make ``dcp.save``, ``dcp.async_save`` and ``dcp.load`` accept ``tiered://`` as ``checkpoint_id``.
 
     ::
 
         tieredckpt.enable_urls()
         dcp.save(state, checkpoint_id="tiered://llama-8b/step-120")
-        dcp.load(state, checkpoint_id="tiered://llama-8b")            # the newest whole step
+        dcp.load(state, checkpoint_id="tiered://llama-8b")            # the newest complete step
 
-    It is undone by ``close()`` of what it returns, or by using that in a ``with``. Other URLs and paths go where they
-    went before.
+    The returned handle's ``close()`` or the end of its ``with`` block disables them again. Other URLs and paths work as
+    before.
     """
     if durable is not None:
         settings = override_settings(settings or load_settings(), durable={"url": durable})
@@ -69,8 +68,8 @@ def enable_urls(*, durable: str | None = None, settings: Settings | None = None)
     return urls
 
 
-class _StandIn:
-    """Where DCP looks for its own file writer or reader."""
+class _StorageClass:
+    """Wrapper of DCP's own file writer or reader class."""
 
     def __init__(self, own: Any, *, reader: bool) -> None:
         self.own = own
@@ -92,8 +91,8 @@ class _StandIn:
         return getattr(self.own, name)
 
 
-class _Executor:
-    """Where ``dcp.async_save`` looks for what saves in the background."""
+class _ExecutorClass:
+    """Wrapper of an executor class of ``dcp.async_save``."""
 
     def __init__(self, own: Any) -> None:
         self.own = own
@@ -107,19 +106,19 @@ class _Executor:
             *,
             checkpoint_id: str | os.PathLike[str] | None = None,
             storage_writer: Any = None,
-            **how: Any,
+            **options: Any,
         ) -> Any:
             if storage_writer is None and checkpoint_id is not None and _is_tiered(checkpoint_id):
                 storage_writer = _writer(checkpoint_id)
                 storage_writer.capture_point()
-            return save(staged, checkpoint_id=checkpoint_id, storage_writer=storage_writer, **how)
+            return save(staged, checkpoint_id=checkpoint_id, storage_writer=storage_writer, **options)
 
         executor.execute_save = execute_save
         return executor
 
 
-class _LocalFolders:
-    """DCP's making of local folders, which a URL that was taken for a path must not reach."""
+class _Mkdir:
+    """Wrapper of DCP's ``mkdir`` that rejects a URL used as a path."""
 
     def __init__(self, own: Any) -> None:
         self.own = own
@@ -149,9 +148,9 @@ def _is_tiered(checkpoint_id: str | os.PathLike[str]) -> bool:
 
 
 def _install() -> None:
-    """Put the stand-ins in their places, and make sure that this torch looks there."""
+    """Install the wrappers, and raise :class:`UsageError` if this torch does not use them."""
     import torch
-    from torch.distributed.checkpoint import _storage_utils as places
+    from torch.distributed.checkpoint import _storage_utils as storage_utils
     from torch.distributed.checkpoint import filesystem, state_dict_saver
 
     from tieredckpt.dcp.tiered_reader import TieredReader
@@ -159,13 +158,13 @@ def _install() -> None:
 
     found: list[object] = []
     try:
-        places.FileSystemWriter = _StandIn(places.FileSystemWriter, reader=False)  # type: ignore[misc,assignment]
-        places.FileSystemReader = _StandIn(places.FileSystemReader, reader=True)  # type: ignore[misc,assignment]
-        filesystem.FileSystem.mkdir = _LocalFolders(filesystem.FileSystem.mkdir)  # type: ignore[assignment,method-assign]
+        storage_utils.FileSystemWriter = _StorageClass(storage_utils.FileSystemWriter, reader=False)  # type: ignore[misc,assignment]
+        storage_utils.FileSystemReader = _StorageClass(storage_utils.FileSystemReader, reader=True)  # type: ignore[misc,assignment]
+        filesystem.FileSystem.mkdir = _Mkdir(filesystem.FileSystem.mkdir)  # type: ignore[assignment,method-assign]
         for name in _EXECUTORS:
-            if hasattr(state_dict_saver, name):  # older ones save in a thread of async_save's own
-                setattr(state_dict_saver, name, _Executor(getattr(state_dict_saver, name)))
-        found = [type(places._storage_setup(None, _PROBE, reader=reader)) for reader in (False, True)]
+            if hasattr(state_dict_saver, name):  # older releases use a thread of async_save itself
+                setattr(state_dict_saver, name, _ExecutorClass(getattr(state_dict_saver, name)))
+        found = [type(storage_utils._storage_setup(None, _PROBE, reader=reader)) for reader in (False, True)]
     except (AttributeError, TypeError, RuntimeError):
         pass
     if found != [TieredWriter, TieredReader]:
@@ -177,14 +176,14 @@ def _install() -> None:
 
 
 def _uninstall() -> None:
-    from torch.distributed.checkpoint import _storage_utils as places
+    from torch.distributed.checkpoint import _storage_utils as storage_utils
     from torch.distributed.checkpoint import filesystem, state_dict_saver
 
-    for module, names in ((places, ("FileSystemWriter", "FileSystemReader")), (state_dict_saver, _EXECUTORS)):
+    for module, names in ((storage_utils, ("FileSystemWriter", "FileSystemReader")), (state_dict_saver, _EXECUTORS)):
         for name in names:
-            standing = getattr(module, name, None)
-            if isinstance(standing, _StandIn | _Executor):
-                setattr(module, name, standing.own)
-    making = vars(filesystem.FileSystem)["mkdir"]
-    if isinstance(making, _LocalFolders):
-        filesystem.FileSystem.mkdir = making.own  # type: ignore[method-assign]
+            wrapper = getattr(module, name, None)
+            if isinstance(wrapper, _StorageClass | _ExecutorClass):
+                setattr(module, name, wrapper.own)
+    mkdir = vars(filesystem.FileSystem)["mkdir"]
+    if isinstance(mkdir, _Mkdir):
+        filesystem.FileSystem.mkdir = mkdir.own  # type: ignore[method-assign]

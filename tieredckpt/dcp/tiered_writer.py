@@ -62,12 +62,12 @@ from tieredckpt.tensors.state_dict import (
 log = logging.getLogger(__name__)
 
 _WINDOW_BYTES = 64 << 20
-_NOWHERE = CapturePoint("", None, 0, None, -1)
+_NO_POINT = CapturePoint("", None, 0, None, -1)
 
 
 @dataclasses.dataclass(frozen=True)
 class SaveAssignment:
-    """What all ranks of a save write for, and which part of it is this rank's."""
+    """Decision of all ranks of a save, and this rank's part."""
 
     decision: SaveDecision
     part: int
@@ -78,7 +78,7 @@ class WriterOptions:
     """Options of a ``Checkpointer`` for the writer of one save."""
 
     seals: bool = True
-    """``write_data`` seals what it wrote; otherwise the caller seals :attr:`TieredWriter.job`."""
+    """Whether ``write_data`` seals the shard; otherwise the caller seals :attr:`TieredWriter.job`."""
     required: bool = False
     """Upload the step regardless of policy, and do not skip it for newer steps."""
     keep: bool = False
@@ -98,27 +98,27 @@ class _SaveCall:
     rank: int = 0
     ranks: SaveRanks = dataclasses.field(default_factory=lambda: SaveRanks(()))
     plain: StorageWriter | None = None
-    """DCP's own writer, while this package is switched off."""
-    point: CapturePoint = _NOWHERE
+    """DCP's own writer, while this package is disabled."""
+    point: CapturePoint = _NO_POINT
     proposal: SaveProposal | None = None
     assignment: SaveAssignment | None = None
     plans: list[SavePlan] | None = None
-    """All ranks' final plans, where this rank coordinates."""
+    """Final plans of all ranks, on DCP's coordinator."""
     job: SaveJob | None = None
     """This rank's part, after the ranks have agreed on its key; ``None`` after an abort."""
 
 
 class TieredWriter(SlotStager, StorageWriter):
-    """Saves with ``dcp.save`` and ``dcp.async_save`` into this node's memory, and from there to the durable tier.
+    """Writer for ``dcp.save`` and ``dcp.async_save`` into this node's memory and the durable tier.
 
-    ``target`` is ``tiered://JOB``, ``tiered://JOB/step-N`` or a job's name. A save returns when the shard is sealed:
-    from then on it survives this process; the node agent makes it durable behind its back.
+    ``target`` is ``tiered://JOB``, ``tiered://JOB/step-N`` or a job's name. A save returns when the shard is sealed.
+    The shard then survives this process, and the node agent uploads it in the background.
 
-    A step behind one that the job has is a :class:`~tieredckpt.errors.UsageError`: a load without a step would pass
-    over it. ``start_over``: unless this process has loaded or saved a step, the job's earlier steps stay behind.
+    A step behind an existing one raises :class:`~tieredckpt.errors.UsageError`, because a load without a step would
+    skip it. ``start_over``: abandon the job's earlier steps, unless this process has loaded or saved a step.
 
-    ``finite``: a state with NaN in it, or with infinities that were not there at this process's first save, is a
-    :class:`~tieredckpt.errors.NonFiniteStateError`.
+    ``finite``: raise :class:`~tieredckpt.errors.NonFiniteStateError` for a state with NaN, or with infinities that this
+    process's first save did not have.
     """
 
     def __init__(
@@ -138,13 +138,13 @@ class TieredWriter(SlotStager, StorageWriter):
         self._starts_over = start_over
         settings = settings or load_settings()
         self.settings = settings if durable is None else override_settings(settings, durable={"url": durable})
-        self._location = _to_save(location_at_step(parse_location(target), step))
+        self._location = _check_save_location(location_at_step(parse_location(target), step))
         self._step_given = step
         self._call = _SaveCall()
         self.error: TieredCheckpointError | None = None
-        """Why the last save did not happen, where it could not be raised (``use_collectives=False``)."""
+        """Error of the last save if it could not be raised (``use_collectives=False``)."""
         self.record: ShardRecord | None = None
-        """What the last save sealed."""
+        """Record of the shard that the last save sealed."""
 
     @property
     def job(self) -> SaveJob | None:
@@ -162,11 +162,11 @@ class TieredWriter(SlotStager, StorageWriter):
     def __getstate__(self) -> dict[str, Any]:
         return super().__getstate__() | {"_call": _SaveCall()}
 
-    # -- StorageWriter ----------------------------------------------------------------------------------------
-
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
         if checkpoint_id is not None:
-            self._location = _to_save(location_for_checkpoint_id(checkpoint_id, self._location, self._step_given))
+            self._location = _check_save_location(
+                location_for_checkpoint_id(checkpoint_id, self._location, self._step_given)
+            )
 
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
@@ -191,7 +191,7 @@ class TieredWriter(SlotStager, StorageWriter):
             return call.plain.prepare_local_plan(plan)
         call.proposal = self._propose(call)
         clear_plan_messages()
-        return _with(plan, PlanMessage(call.proposal))
+        return _with_message(plan, PlanMessage(call.proposal))
 
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
         call = self._call
@@ -209,11 +209,11 @@ class TieredWriter(SlotStager, StorageWriter):
                 "said what they write for: all of them have to save with a TieredWriter"
             )
         decision = decide_for_ranks(proposals)
-        call.plans = plans if all(plan.usable for plan in plans) else None  # else the planner has them
+        call.plans = plans if all(plan.usable for plan in plans) else None  # otherwise the planner has cached them
         assignments = [SaveAssignment(decision, part) for part in range(len(plans))]
         call.assignment = assignments[call.rank]
         clear_plan_messages()
-        return [_with(plan, PlanMessage(one)) for plan, one in zip(plans, assignments, strict=True)]
+        return [_with_message(plan, PlanMessage(one)) for plan, one in zip(plans, assignments, strict=True)]
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
         call = self._call
@@ -230,7 +230,7 @@ class TieredWriter(SlotStager, StorageWriter):
                     self.record = job.seal()
                 self._end_staging()
         except Exception as problem:
-            self._leave_out()
+            self._abort_part()
             self._count_failure()
             error = _save_error(self._location, problem)
             if call.collectives and isinstance(problem, PeerStoreError):
@@ -241,18 +241,18 @@ class TieredWriter(SlotStager, StorageWriter):
             log.error("step %s of %s was not saved by this rank: %s", self._location.step, self._location.job, error)
             self.error = error
         except BaseException:
-            self._leave_out()
+            self._abort_part()
             raise
         future.set_result([])
         return future
 
     def discard_written(self) -> None:
-        """Release what was written and not sealed, and report that the step has no part of this rank."""
+        """Abort this rank's part unless it is sealed."""
         if self.record is None:
-            self._leave_out()
+            self._abort_part()
 
-    def _leave_out(self) -> None:
-        """This rank has no part of the step, which therefore is torn: what the others have of it is given up."""
+    def _abort_part(self) -> None:
+        """Abort this rank's part, so the step can never be complete and all nodes drop their parts."""
         self._discard_staged()
         job, self._call.job = self._call.job, None
         if job is not None:
@@ -264,7 +264,7 @@ class TieredWriter(SlotStager, StorageWriter):
             session.add_metrics(failed=1)
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
-        """Only the coordinator, and only when every rank has written: the step is whole now."""
+        """Report the step as complete. DCP's coordinator calls this after every rank has written."""
         call = self._call
         if call.plain is not None:
             call.plain.finish(metadata, results)
@@ -273,8 +273,6 @@ class TieredWriter(SlotStager, StorageWriter):
         metadata.storage_meta = self.storage_meta()
         if self.record is not None and call.collectives:
             self.session.report_complete(self.record.key.version_id)
-
-    # -- inside -----------------------------------------------------------------------------------------------
 
     @property
     def _step(self) -> int:
@@ -286,15 +284,15 @@ class TieredWriter(SlotStager, StorageWriter):
         return self._location.step
 
     def _propose(self, call: _SaveCall) -> SaveProposal:
-        """What this rank says before a save; without collectives also why it cannot, for nobody may wait for it."""
+        """Return this rank's proposal; without collectives it carries an error, so no rank waits for it."""
         step = self._step
         try:
-            owner = self.session.incarnation
+            tracker = self.session.incarnation
             if self._handed_over is not None:
-                owner.take_over(self._handed_over)
+                tracker.take_over(self._handed_over)
                 self._handed_over = None
-            self._leave_earlier_steps()
-            call.point = self._point or owner.capture()
+            self._abandon_earlier_steps()
+            call.point = self._point or tracker.capture()
             proposal = self.session.propose(step, call.point)
             if call.rank == 0:
                 self.session.check_step_order(step)
@@ -303,20 +301,20 @@ class TieredWriter(SlotStager, StorageWriter):
         except (TieredCheckpointError, PeerStoreError) as error:
             if call.collectives:
                 raise
-            return SaveProposal(self._location.job, step, _NOWHERE, False, 0, 0, problem=SaveProblem.of(error))
+            return SaveProposal(self._location.job, step, _NO_POINT, False, 0, 0, problem=SaveProblem.of(error))
 
     def _agree_without_collectives(self, call: _SaveCall, proposal: SaveProposal) -> None:
-        """A rank that raises here would leave the others waiting at DCP's barrier: :meth:`write_data` does."""
+        """Agree through the store. An error is stored for :meth:`write_data`, because DCP's barrier follows."""
         try:
             decision = agree_via_store(proposal, call.ranks)
             call.assignment = SaveAssignment(decision, call.ranks.part)
         except TieredCheckpointError as error:
             self.error = error
-        except RuntimeError as error:  # of torch's stores
+        except RuntimeError as error:  # raised by torch's stores
             self.error = TierUnavailableError(f"{self._location}: the ranks' store did not answer: {error}")
 
-    def _assigned(self, call: _SaveCall) -> SaveAssignment:
-        """As it has arrived for this save; nothing travels where a process saves alone."""
+    def _receive_assignment(self, call: _SaveCall) -> SaveAssignment:
+        """Return the assignment from the coordinator, or this rank's own if it saves without others."""
         arrived = received_plan_messages(SaveAssignment) if call.collectives else []
         clear_plan_messages()
         assignment = arrived[-1] if arrived else call.assignment
@@ -327,21 +325,21 @@ class TieredWriter(SlotStager, StorageWriter):
             )
         return assignment
 
-    def _whole_table(self, call: _SaveCall, planner: SavePlanner) -> StateTable | None:
-        """The names of the whole state, from whoever coordinates.
+    def _collect_table(self, call: _SaveCall, planner: SavePlanner) -> StateTable | None:
+        """Return the table of the whole state on DCP's coordinator, otherwise ``None``.
 
-        With plan caching the plans that did not change arrive empty, and the planner has all of them.
+        With plan caching unchanged plans arrive empty, and the planner has all of them.
         """
         plans, call.plans = call.plans, None
         if plans is None and call.is_coordinator and call.collectives:
-            kept = getattr(planner, "global_plan", None)
-            plans = kept if kept and all(plan.usable for plan in kept) else None
+            cached = getattr(planner, "global_plan", None)
+            plans = cached if cached and all(plan.usable for plan in cached) else None
         return state_table_for_planner(planner, None if plans is None else state_table_of_plans(plans))
 
     def _write(self, call: _SaveCall, plan: SavePlan, planner: SavePlanner) -> SaveJob:
-        """Copy this rank's tensors into a slot and remember the plan."""
+        """Copy this rank's tensors into a slot and cache the plan."""
         session = self.session
-        assigned = self._assigned(call)
+        assigned = self._receive_assignment(call)
         decision, part = assigned.decision, assigned.part
         options = SaveOptions(self._becomes_durable(session), self._options.required, self._options.keep, self._finite)
         job = call.job = SaveJob(session, decision.key(part), options, self._options.report)
@@ -353,13 +351,13 @@ class TieredWriter(SlotStager, StorageWriter):
             work.warn_unsafe_objects()
         if options.durable and self.settings.durable.on_busy == "wait":
             session.wait_for_drain(self.settings.durable.retry_s)
-        staged = self._staged_for(job, work, decision.parts)
+        staged = self._slot_for(job, work, decision.parts)
         table = work.planned.table if isinstance(work, CachedWrites) and decision.parts == 1 else None
-        table = table or self._whole_table(call, planner)
+        table = table or self._collect_table(call, planner)
         if isinstance(work, CachedWrites):
             session.cache_plan(dataclasses.replace(work.planned, part=part, table=table))
         else:
-            self._remember(session, PlannedSave(staged.layout, part, decision.parts, table), plan, planner)
+            self._cache_plan(session, PlannedSave(staged.layout, part, decision.parts, table), plan, planner)
         job.describe(work.item_bytes(staged.layout), table)
         return job
 
@@ -371,10 +369,10 @@ class TieredWriter(SlotStager, StorageWriter):
                 return CachedWrites(planned, plan, planner)
         return PlannedWrites(plan, planner, staged=self._staged is not None)
 
-    def _staged_for(self, job: SaveJob, work: PlannedWrites, parts: int) -> StagedShard:
+    def _slot_for(self, job: SaveJob, work: PlannedWrites, parts: int) -> StagedShard:
         """Return the slot that was staged before, or a new slot with all data of ``work``."""
         session, before = job.session, self._staged
-        earlier = self._staged = self._under(session, before, job.key)
+        earlier = self._staged = self._relabel(session, before, job.key)
         staged = self._take_staged(work, job.key.part, parts)
         if staged is not None:
             self._staged = None
@@ -397,7 +395,7 @@ class TieredWriter(SlotStager, StorageWriter):
         return staged
 
     def _fill(self, session: Session, staged: StagedShard, work: PlannedWrites) -> None:
-        """Copy window by window, so that a planner that makes new tensors never has many of them at once."""
+        """Copy in windows, so that a planner that creates new tensors never has many of them at once."""
         header = staged.layout.header_bytes
         window: list[SlotWrite] = []
         size = 0
@@ -409,28 +407,29 @@ class TieredWriter(SlotStager, StorageWriter):
                 window, size = [], 0
         staged.memory.copy_in(window, session.copier)
 
-    def _under(self, session: Session, staged: StagedShard | None, key: ShardKey) -> StagedShard | None:
-        """The slot that was staged, as one of the incarnation that the save is for.
+    def _relabel(self, session: Session, staged: StagedShard | None, key: ShardKey) -> StagedShard | None:
+        """Return the staged slot, moved to the incarnation of ``key``.
 
-        ``None`` also where another rank's write has ended it: the state is still read from its memory, and is copied.
+        Return ``None`` if no slot is staged, or if another rank's write has ended its lease. Then the state is copied
+        from the mapped memory into a new slot.
         """
         if staged is None or (staged.lease.key.epoch, staged.lease.key.incarnation) == (key.epoch, key.incarnation):
             return staged
         return session.relabel_slot(staged, key)
 
-    def _remember(self, session: Session, planned: PlannedSave, plan: SavePlan, planner: SavePlanner) -> None:
+    def _cache_plan(self, session: Session, planned: PlannedSave, plan: SavePlan, planner: SavePlanner) -> None:
         if is_default_save_planner(planner) and not any(item.tensor for item in planned.layout.items):
-            known = tuple(state_fingerprint(planner.state_dict))  # type: ignore[attr-defined]
-            planned = dataclasses.replace(planned, fingerprint=known, signature=plan_signature(plan))
+            fingerprint = tuple(state_fingerprint(planner.state_dict))  # type: ignore[attr-defined]
+            planned = dataclasses.replace(planned, fingerprint=fingerprint, signature=plan_signature(plan))
         session.cache_plan(planned)
 
     def _becomes_durable(self, session: Session) -> bool:
-        """Whether the step that is being written is wanted in the durable tier, too."""
+        """Return whether this save uploads the step to the durable tier."""
         return self._options.required or session.wants_durable(self._step)
 
 
 def dcp_storage_meta(location: Location, group: VersionId | None) -> StorageMeta:
-    """What DCP's metadata says of where a step is; which attempt at it this is takes the place of DCP's random name."""
+    """Return DCP's storage metadata of a step; the attempt's name replaces DCP's random name."""
     name = group and f"{group.epoch}.{group.version}.{group.attempt}.{group.incarnation}"
     return StorageMeta(checkpoint_id=str(location), save_id=name)
 
@@ -443,7 +442,7 @@ def _save_error(location: Location, problem: Exception) -> TieredCheckpointError
     return SaveFailedError(f"step {location.step} of {location.job} was not saved: {problem!r}")
 
 
-def _to_save(location: Location) -> Location:
+def _check_save_location(location: Location) -> Location:
     if location.cast:
         raise UsageError(f"{location}?cast=1 is for loading: what is saved keeps its types")
     if location.epoch is not None:
@@ -451,5 +450,5 @@ def _to_save(location: Location) -> Location:
     return location
 
 
-def _with(plan: SavePlan, message: PlanMessage) -> SavePlan:
+def _with_message(plan: SavePlan, message: PlanMessage) -> SavePlan:
     return dataclasses.replace(plan, storage_data=message)

@@ -1,8 +1,11 @@
-"""Tensors that were hashed while a load filled them, and whether anything has written to them since.
+"""Tensors that were verified while a load filled them, and the check that they are unchanged since.
 
-Such a tensor need not be read again after the load when all of this holds: the load wrote all of its bytes through its
-own memory and compared them with the seal there; no other target shares that memory; only torch's own code took the
-state over; the live tensor has the same address, shape, strides and type; and its version counter is the same.
+Such a tensor is not read again after the load if all of this holds:
+
+- The load wrote all of its bytes through its own memory and compared them with the seal there.
+- No other target shares that memory.
+- Only torch's own code loaded the state.
+- The live tensor has the same address, shape, strides, type and version counter.
 """
 
 from __future__ import annotations
@@ -38,26 +41,26 @@ _OPTIMIZER_HOOKS = (
 
 
 class FilledTensors:
-    """The targets of one load, by the numbers of their read items."""
+    """Targets of one load, by the numbers of their read items."""
 
     def __init__(self) -> None:
         self._spans: list[tuple[int, int, int]] = []
-        """Where each target in this process's memory begins and ends, and its number."""
+        """Start and end address of each target in this process's memory, and its number."""
         self._verified: dict[int, tuple[torch.Tensor, int]] = {}
-        """Targets that were compared with the seal while they were filled, and their versions before that."""
+        """Targets that were verified while they were filled, with their versions before that."""
 
     def add_target(self, number: int, target: torch.Tensor) -> None:
-        """Remember the memory of a target, whichever way it is filled."""
+        """Record the memory of a target, however it is filled."""
         if target.layout is torch.strided and target.is_cpu and target.numel() and has_ordinary_dispatch(target):
             self._spans.append((target.data_ptr(), target.data_ptr() + _extent_bytes(target), number))
 
     def add_verified(self, number: int, target: torch.Tensor) -> None:
-        """Remember that a target is compared with the seal while it is filled."""
+        """Record that a target is compared with the seal while it is filled."""
         if not target.is_inference():
             self._verified[number] = target, target._version
 
     def drop_shared(self) -> None:
-        """Forget the targets that share memory with another one: what was filled first is overwritten."""
+        """Discard targets that share memory, because the later load overwrites the earlier one."""
         end, last = 0, -1
         for start, stop, number in sorted(self._spans):
             if start < end:
@@ -68,7 +71,7 @@ class FilledTensors:
         self._spans.clear()
 
     def is_unchanged(self, number: int, live: torch.Tensor) -> bool:
-        """Whether ``live`` is the target and holds what was compared with the seal."""
+        """Return whether ``live`` is the target and still holds the verified bytes."""
         target, version = self._verified.get(number, (None, -1))
         return (
             target is not None
@@ -81,7 +84,7 @@ class FilledTensors:
 
 
 def takes_over_in_place(value: object) -> bool:
-    """Whether only torch's own code, without hooks, takes a state over into ``value``."""
+    """Return whether only torch's own code, without hooks, loads a state into ``value``."""
     if isinstance(value, torch.nn.Module):
         return all(map(_is_ordinary_module, value.modules()))
     if isinstance(value, Optimizer):

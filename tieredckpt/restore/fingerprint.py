@@ -1,13 +1,13 @@
-"""A fingerprint of bytes that is the same number in host memory, where numpy computes it, and on a device.
+"""Fingerprint of bytes, with the same value from numpy in host memory and from a device.
 
 ::
 
     sum of  word(j) * column(lo) * row(hi)  mod 2^64        j = hi * 8192 + lo: number of the word
 
-A word is a signed little-endian integer of 32 bits. The numbers of both tables are odd, so every weight is odd: a
-change of one word always changes the fingerprint. Words of 64 bits would not do: two flipped signs would cancel.
-Each bit adds its own number, so the fingerprints of parts add up, wherever they are cut. Zeros at the end add nothing:
-fingerprints are compared between runs of one size.
+A word is a signed little-endian integer of 32 bits. The numbers of both tables are odd, so every weight is odd, and a
+change of one word always changes the fingerprint. Words of 64 bits do not work, because two flipped signs would cancel.
+Each bit adds its own number, so the fingerprints of parts add up at any cut. Zeros at the end add nothing, so only
+fingerprints of the same size are compared.
 """
 
 from __future__ import annotations
@@ -30,9 +30,9 @@ if TYPE_CHECKING:
 
 MASK64 = (1 << 64) - 1
 ROW_WORDS = 1 << 13
-"""Words that share the number of the table of rows."""
+"""Words of one row, which share a row weight."""
 CARRIER_DTYPES = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64, 16: torch.complex128}
-"""Element types by size that torch copies without a look at their values."""
+"""Element types, by size, that torch copies bit by bit."""
 _ROW_BYTES = 4 * ROW_WORDS
 _WINDOW_BYTES = 16 << 20
 """Bytes of one batch. A device needs about four times as much memory for it."""
@@ -41,7 +41,7 @@ _COLUMN_SEED, _ROW_SEED = 0x243F6A8885A308D3, 0x452821E638D01377
 
 
 def bytes_fingerprint(data: memoryview, position: int = 0) -> int:
-    """Return the fingerprint of bytes that begin ``position`` bytes behind the start of what they are a part of."""
+    """Return the fingerprint of a part of a sequence of bytes, which begins at ``position``."""
     import numpy as np
 
     lead, tail = position % 4, -(position + len(data)) % 4
@@ -68,22 +68,22 @@ def bytes_fingerprint(data: memoryview, position: int = 0) -> int:
 
 
 def tensor_fingerprints(tensors: Sequence[torch.Tensor]) -> list[int]:
-    """Return the fingerprint of each tensor's elements in row-major order, computed where the tensors are.
+    """Return the fingerprint of each tensor's elements in row-major order, computed on their device.
 
-    All tensors are plain ones of one device. Only the results are copied to the host, once.
+    All tensors are plain tensors of one device. Only the results are copied to the host, once.
     """
     if not tensors:
         return []
-    place = tensors[0].device
+    device = tensors[0].device
     with torch.no_grad():
-        totals = torch.zeros(len(tensors), dtype=torch.int64, device=place)
+        totals = torch.zeros(len(tensors), dtype=torch.int64, device=device)
         for window in _windows(tensors):
             _add_window(totals, window)
         return [number & MASK64 for number in accelerator().to_host(totals).tolist()]
 
 
 def fingerprints_by_device(tensors: Sequence[torch.Tensor]) -> list[int]:
-    """Return the fingerprint of each tensor, computed where it is: on its device, or on the host by numpy."""
+    """Return the fingerprint of each tensor, computed on its device, or by numpy on the host."""
     device = accelerator()
     groups: defaultdict[torch.device, list[int]] = defaultdict(list)
     found = [0] * len(tensors)
@@ -101,12 +101,12 @@ def fingerprints_by_device(tensors: Sequence[torch.Tensor]) -> list[int]:
 
 
 def can_be_fingerprinted(tensor: torch.Tensor) -> bool:
-    """Whether type, shape and elements are all there is to a tensor, and torch itself can copy them."""
+    """Return whether a tensor consists of type, shape and elements only, and torch can copy it."""
     return is_plain_tensor(tensor) and has_ordinary_dispatch(tensor) and not tensor.is_meta
 
 
 class _Part(NamedTuple):
-    """Some of a tensor, and where its bytes begin in it."""
+    """Part of a tensor and the position of its bytes in the tensor."""
 
     owner: int
     tensor: torch.Tensor
@@ -146,24 +146,24 @@ def _parts(tensors: Sequence[torch.Tensor]) -> Iterator[_Part]:
 
 
 def _add_window(totals: torch.Tensor, window: Sequence[_Part]) -> None:
-    """Add the parts' fingerprints to the totals of their owners: a few operations, however many parts there are."""
-    place = totals.device
+    """Add the parts' fingerprints to the totals of their owners, in a constant number of operations."""
+    device = totals.device
     counts = torch.tensor([part.row_count for part in window], device="cpu")
     firsts = torch.tensor([part.position // _ROW_BYTES for part in window], device="cpu")
     owners = torch.tensor([part.owner for part in window], device="cpu")
     starts = counts.cumsum(0) - counts
-    data = torch.zeros(int(counts.sum()) * _ROW_BYTES, dtype=torch.uint8, device=place)
+    data = torch.zeros(int(counts.sum()) * _ROW_BYTES, dtype=torch.uint8, device=device)
     flat: tuple[list[torch.Tensor], list[torch.Tensor]] = ([], [])
     strided: tuple[list[torch.Tensor], list[torch.Tensor]] = ([], [])
     for part, row in zip(window, starts.tolist(), strict=True):
-        # Copies between integers keep every bit; between booleans or NaNs they need not.
+        # Copies of integers preserve every bit. Copies of booleans or NaNs may not.
         plain = part.tensor.detach().resolve_conj().resolve_neg().view(CARRIER_DTYPES[part.tensor.itemsize])
         start = row * _ROW_BYTES + part.lead
         room = data[start : start + plain.nbytes]
         targets, sources = flat if plain.is_contiguous() else strided
         if plain.is_contiguous():
             targets.append(room)
-            # Not reshape(): a single element keeps whichever stride it had.
+            # Not reshape(): it preserves the stride of a single element.
             sources.append(plain.as_strided((plain.numel(),), (1,)).view(torch.uint8))
         else:
             targets.append(room.view(plain.dtype).view(plain.shape))
@@ -173,12 +173,9 @@ def _add_window(totals: torch.Tensor, window: Sequence[_Part]) -> None:
             torch._foreach_copy_(targets, sources)
     number = torch.arange(int(counts.sum()), device="cpu")
     numbers = number + torch.repeat_interleave(firsts - starts, counts)
-    indices = torch.stack([numbers, torch.repeat_interleave(owners, counts)]).to(place)
-    sums = (data.view(torch.int32).view(-1, ROW_WORDS) * column_weights(place)).sum(1)
+    indices = torch.stack([numbers, torch.repeat_interleave(owners, counts)]).to(device)
+    sums = (data.view(torch.int32).view(-1, ROW_WORDS) * column_weights(device)).sum(1)
     totals.index_add_(0, indices[1], sums * row_weights(indices[0]))
-
-
-# -- weights ----------------------------------------------------------------------------------------------------------
 
 
 @functools.lru_cache(maxsize=16)
@@ -198,19 +195,19 @@ def seeded_numbers(seed: int, numbers: torch.Tensor) -> torch.Tensor:
 
 
 def _mix64(x: torch.Tensor) -> torch.Tensor:
-    """splitmix64's finalizer. Products of int64 wrap, which is intended."""
+    """Return splitmix64's finalizer of each element. Products of int64 wrap, which is intended."""
     x = (x ^ _shift(x, 30)) * _as_int64(0xBF58476D1CE4E5B9)
     x = (x ^ _shift(x, 27)) * _as_int64(0x94D049BB133111EB)
     return x ^ _shift(x, 31)
 
 
 def _shift(x: torch.Tensor, count: int) -> torch.Tensor:
-    """To the right, without the sign."""
+    """Shift right without the sign."""
     return (x >> count) & ((1 << (64 - count)) - 1)
 
 
 def _as_int64(value: int) -> int:
-    """The signed number with these 64 bits."""
+    """Return the signed number with these 64 bits."""
     value &= MASK64
     return value - (1 << 64) if value >> 63 else value
 
@@ -221,7 +218,7 @@ def _host_columns() -> NDArray[np.int64]:
 
 
 def _host_rows(count: int) -> NDArray[np.int64]:
-    """The weights of at least ``count`` rows."""
+    """Return the weights of at least ``count`` rows."""
     return _host_row_table(max(1024, 1 << (count - 1).bit_length()))
 
 

@@ -1,4 +1,4 @@
-"""The live state after a restore, read again and compared with the evidence entry by entry."""
+"""Live state after a restore, compared entry by entry with the evidence of the load."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ log = logging.getLogger(__name__)
 
 
 def top_level_name(state: Mapping[str, Any], fqn: str) -> str:
-    """The name in the state itself, which may have dots."""
+    """Return the top-level name in ``state``, which may have dots, of a flattened name."""
     end = fqn.find(".")
     while end >= 0:
         if fqn[:end] in state:
@@ -35,7 +35,7 @@ def top_level_name(state: Mapping[str, Any], fqn: str) -> str:
 
 
 class RestoredState:
-    """A state after a restore, asked again what it is made of."""
+    """State after a restore, flattened again and compared with the load."""
 
     def __init__(
         self,
@@ -43,25 +43,25 @@ class RestoredState:
         evidence: LoadEvidence,
         store: Store,
         exclude_from_proof: Collection[str],
-        chooses: Callable[[object], bool],
+        is_selective: Callable[[object], bool],
     ) -> None:
-        """``chooses`` says whether a part of the state takes some of what was saved only."""
+        """``is_selective`` returns whether a part of the state restores only some of its saved entries."""
         self._state = state
         self._evidence = evidence
         self._store = store
         self._excluded = exclude_from_proof
-        self._chooses = chooses
+        self._is_selective = is_selective
         self._flat: dict[str, Any] = {}
         self.proof = RestoreProof()
-        """What was compared so far."""
+        """Result of the comparisons so far."""
 
     def prove(self) -> None:
-        """Compare everything with what was saved."""
-        mute: dict[str, str] = dict.fromkeys(self._excluded, "as said")
-        self._flat = self._asked(sorted(self._state), mute)
+        """Compare all entries with the saved ones."""
+        excluded: dict[str, str] = dict.fromkeys(self._excluded, "as said")
+        self._flat = self._flatten(sorted(self._state), excluded)
         skip = {}
-        if mute or any(map(self._chooses, self._state.values())):
-            skip = {fqn: why for fqn in self._names() if (why := self._why_not(fqn, mute))}
+        if excluded or any(map(self._is_selective, self._state.values())):
+            skip = {fqn: why for fqn in self._names() if (why := self._skip_reason(fqn, excluded))}
         pinned = PinnedShards(self._store, self._evidence.step.version_id)
         try:
             self.proof = RestoreProver(self._evidence, target_lookup(self._flat), pinned).run(skip)
@@ -70,29 +70,29 @@ class RestoredState:
         compare_objects(self._evidence, self._flat, skip, self.proof)
 
     def mark_unproven(self, why: str) -> None:
-        """Nothing is known of any entry."""
+        """Replace the result: no entry was compared, because of ``why``."""
         self.proof = RestoreProof(not_compared=dict.fromkeys(self._names(), why))
 
     def _names(self) -> Iterator[str]:
         yield from (brought.fqn for brought in self._evidence.brought)
         yield from self._evidence.objects
 
-    def _why_not(self, fqn: str, mute: Mapping[str, str]) -> str:
+    def _skip_reason(self, fqn: str, excluded: Mapping[str, str]) -> str:
         top = self._top_of(fqn)
-        if top in mute:
-            return mute[top]
-        if fqn not in self._flat and self._chooses(self._state.get(top)):
+        if top in excluded:
+            return excluded[top]
+        if fqn not in self._flat and self._is_selective(self._state.get(top)):
             return "taken by who chooses what to restore"
         return ""
 
     def _top_of(self, fqn: str) -> str:
         return top_level_name(self._state, fqn)
 
-    def _asked(self, names: Sequence[str], mute: dict[str, str]) -> dict[str, Any]:
-        """In an order that is the same on every rank."""
+    def _flatten(self, names: Sequence[str], excluded: dict[str, str]) -> dict[str, Any]:
+        """Return the flattened state of these names, in the given order, which is the same on every rank."""
         flattened: dict[str, Any] = {}
         for name in names:
-            if name not in self._state or name in mute:
+            if name not in self._state or name in excluded:
                 continue
             value = self._state[name]
             if type(value) is torch.Tensor:
@@ -102,25 +102,22 @@ class RestoredState:
                 flattened.update(flatten_state(resolve_stateful({name: value})))
             except Exception as error:
                 log.warning("the state_dict() of %s failed after it was restored", name, exc_info=True)
-                mute[name] = f"its state_dict() failed: {error!r}"
+                excluded[name] = f"its state_dict() failed: {error!r}"
         return flattened
 
     @property
     def mismatched_names(self) -> list[str]:
-        """Names in the state of which something is not what was saved, as it seems."""
+        """Top-level names with entries that seem to differ from the saved ones."""
         return sorted({self._top_of(fqn) for fqn in self.proof.mismatched})
 
     def recheck(self, names: Sequence[str]) -> None:
-        """What says something else whenever it is asked (a clock, a counter of its own) cannot be compared."""
-        other = self._asked(names, dict.fromkeys(self._excluded, ""))
+        """Flatten the state again, and exclude entries that change at every call, such as a clock."""
+        other = self._flatten(names, dict.fromkeys(self._excluded, ""))
         for fqn in [*self.proof.mismatched]:
-            there = fqn in self._flat
-            if there != (fqn in other) or (there and _equal(self._flat[fqn], other[fqn]) is False):
+            is_present = fqn in self._flat
+            if is_present != (fqn in other) or (is_present and _is_equal(self._flat[fqn], other[fqn]) is False):
                 del self.proof.mismatched[fqn]
                 self.proof.not_compared[fqn] = "says something else whenever it is asked"
-
-
-# -- objects ----------------------------------------------------------------------------------------------------------
 
 
 def compare_objects(
@@ -143,33 +140,33 @@ def compare_objects(
             elif same:
                 proof.objects += 1
             else:
-                proof.mismatched[fqn] = f"is {_shown(live[fqn])}, saved was {_shown(_loaded(data))}"
+                proof.mismatched[fqn] = f"is {_abbreviate(live[fqn])}, saved was {_abbreviate(_unpickle(data))}"
 
 
 def object_matches(live: Any, data: bytes) -> bool | None:
-    """Whether an object is what was saved; ``None`` where its class cannot tell."""
+    """Return whether an object equals the saved one; ``None`` if its class cannot compare it."""
     try:
-        saved = _loaded(data)
-        same = _equal(live, saved)
-        # NaNs are not equal, in whatever class, and the same all the same.
+        saved = _unpickle(data)
+        same = _is_equal(live, saved)
+        # NaNs of any class compare as different and have the same archive.
         return True if same is not True and archive_object(live) == archive_object(saved) else same
-    except Exception:  # noqa: BLE001 - whatever the object's own comparison or pickling raises
+    except Exception:  # noqa: BLE001 - the object's own comparison or pickling may raise any exception
         return None
 
 
-def _loaded(data: bytes) -> Any:
-    return torch.load(io.BytesIO(data), weights_only=False)  # the same bytes that were looked at, and loaded, before
+def _unpickle(data: bytes) -> Any:
+    return torch.load(io.BytesIO(data), weights_only=False)  # the load has checked and unpickled these bytes before
 
 
-def _equal(a: Any, b: Any) -> bool | None:
+def _is_equal(a: Any, b: Any) -> bool | None:
     if a is b:
         return True
     if isinstance(a, torch.Tensor) or isinstance(b, torch.Tensor):
         return tensors_match(a, b)
     if isinstance(a, Mapping) and isinstance(b, Mapping):
-        return a.keys() == b.keys() and _all(_equal(a[key], b[key]) for key in a)
+        return a.keys() == b.keys() and _all(_is_equal(a[key], b[key]) for key in a)
     if isinstance(a, list | tuple) and isinstance(b, list | tuple):
-        return len(a) == len(b) and _all(map(_equal, a, b))
+        return len(a) == len(b) and _all(map(_is_equal, a, b))
     if isinstance(a, float) and isinstance(b, float) and a != a and b != b:  # noqa: PLR0124 - both are NaN
         return True
     equal = a == b
@@ -194,12 +191,12 @@ def tensors_match(a: Any, b: Any) -> bool | None:
         return False
     if (a.shape, a.dtype, a.layout) != (b.shape, b.dtype, b.layout):
         return False
-    own, other = inner_tensors(a), inner_tensors(b)
-    if not own or not other:
+    inner_a, inner_b = inner_tensors(a), inner_tensors(b)
+    if not inner_a or not inner_b:
         return None
-    return list(map(tensor_bytes, own)) == list(map(tensor_bytes, other))
+    return list(map(tensor_bytes, inner_a)) == list(map(tensor_bytes, inner_b))
 
 
-def _shown(value: Any) -> str:
+def _abbreviate(value: Any) -> str:
     text = repr(value)
     return text if len(text) <= 40 else f"{text[:37]}..."

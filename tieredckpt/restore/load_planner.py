@@ -1,4 +1,4 @@
-"""RestorePlanner: DCP's load plan of a whole state, made directly where an entry is one tensor of one piece."""
+"""RestorePlanner: DCP's load plan, created directly for tensors that were saved as one piece."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ class RestorePlanner(DefaultLoadPlanner):
 
 
 class _FlatState:
-    """The leaves of a state by the names that DCP's ``flatten_state_dict`` has for them."""
+    """Leaves of a state by their names in DCP's ``flatten_state_dict``."""
 
     def __init__(self) -> None:
         self.values: StateDict = {}
@@ -127,41 +127,41 @@ def _has_elements(chunk: ChunkStorageMetadata) -> bool:
 
 
 class LazyStateMetadata(Mapping[str, TensorStorageMetadata | BytesStorageMetadata]):
-    """Metadata of a step's entries, each created when it is looked up."""
+    """Metadata of a step's entries, each created at its lookup."""
 
     def __init__(self, names: StateNames) -> None:
         self._names = names
-        self._at = {name: at for at, name in enumerate(names.names)}
+        self._index_of = {name: index for index, name in enumerate(names.names)}
         self._objects = dict.fromkeys(names.objects)
         self._dtype_of = array("H", names.dtype_of)
 
     def __getitem__(self, name: str) -> TensorStorageMetadata | BytesStorageMetadata:
-        at = self._at.get(name)
-        if at is None:
+        index = self._index_of.get(name)
+        if index is None:
             if name in self._objects:
                 return BytesStorageMetadata()
             raise KeyError(name)
-        size = torch.Size(self._names.shapes[at])
-        dtype = dtype_from_name(self._names.dtypes[self._dtype_of[at]])
-        properties = TensorProperties(dtype=dtype, requires_grad=bool(self._names.requires_grad[at]))
+        size = torch.Size(self._names.shapes[index])
+        dtype = dtype_from_name(self._names.dtypes[self._dtype_of[index]])
+        properties = TensorProperties(dtype=dtype, requires_grad=bool(self._names.requires_grad[index]))
         return TensorStorageMetadata(properties, size, [ChunkStorageMetadata(torch.Size([0] * len(size)), size)])
 
     def shape(self, name: str) -> tuple[int, ...] | None:
         """Return the shape of a tensor, ``None`` for an object."""
-        at = self._at.get(name)
-        return None if at is None else self._names.shapes[at]
+        index = self._index_of.get(name)
+        return None if index is None else self._names.shapes[index]
 
     def in_pieces(self, name: str) -> bool:
-        """Whether several ranks have written parts of this tensor."""
-        at = self._at.get(name, len(self._names.in_pieces))
-        return any(self._names.in_pieces[at : at + 1])
+        """Return whether several ranks have written parts of this tensor."""
+        index = self._index_of.get(name, len(self._names.in_pieces))
+        return any(self._names.in_pieces[index : index + 1])
 
     def __iter__(self) -> Iterator[str]:
-        yield from self._at
-        yield from (name for name in self._objects if name not in self._at)
+        yield from self._index_of
+        yield from (name for name in self._objects if name not in self._index_of)
 
     def __contains__(self, name: object) -> bool:
-        return name in self._at or name in self._objects
+        return name in self._index_of or name in self._objects
 
     def __len__(self) -> int:
-        return len(self._at.keys() | self._objects.keys())
+        return len(self._index_of.keys() | self._objects.keys())

@@ -1,13 +1,14 @@
 """Evidence of a load, and its comparison with the live tensors.
 
-While it reads, a load keeps what its bytes can be told by (:class:`LoadEvidence`). Where most of a shard goes into this
-process that is the seal itself: the checksums of the shard's chunks, taken when it was saved. What is cut otherwise,
-converted, or comes from other tiers has a digest of what was put into the target. After everybody's
-``load_state_dict`` the state is asked again what it is made of, and its memory is hashed, in the copying threads, piece
-by piece in the order of the shard (:class:`RestoreProof`): the same whatever the sharding was, and is.
+A load records evidence of the bytes that it reads (:class:`LoadEvidence`). If this process reads most of a shard, the
+evidence is the seal itself: the checksums of the shard's chunks from the save. Pieces with other cuts, converted
+tensors and bytes from other tiers have a digest of the filled target instead.
 
-What is on a device stays there: its evidence is a fingerprint of the bytes in the buffer that the device copied them
-from, and the device computes the fingerprint of the live tensor (:mod:`tieredckpt.restore.fingerprint`).
+After all calls of ``load_state_dict`` the state is flattened again (:class:`RestoreProof`). The copy threads hash its
+memory in the order of the shard. So the proof does not depend on the sharding at the save or at the restore.
+
+Tensors on a device stay there. Their evidence is a fingerprint of the bytes in the buffer that the device copied. The
+device computes the fingerprint of the live tensor (:mod:`tieredckpt.restore.fingerprint`).
 """
 
 from __future__ import annotations
@@ -49,21 +50,24 @@ from tieredckpt.tensors.state_dict import has_ordinary_dispatch
 log = logging.getLogger(__name__)
 
 _WINDOW_BYTES = 256 << 20
-"""Of what has to be brought together before it can be hashed (from a device, out of strides)."""
+"""Bytes of one batch of tensors that are copied for the hash, because of a device or strides."""
 _RUN_BYTES = 64 << 10
-"""Runs that are shorter on average are told by a digest of all of them."""
+"""Average size below which runs have one digest instead of the seal as evidence."""
 _LARGEST_OBJECT = 4 << 20
+"""Bytes of the largest object that is stored as evidence."""
 _EXPLAINED = 5
+"""Number of mismatched entries that are described in detail."""
 _COMPARED_WITH = 64
+"""Number of other entries that a mismatched tensor is compared with."""
 ABSENT_REASON = "is not in the live state any more"
 
 
 SealedRun = tuple[int, int, int, int]
-"""Where in a shard bytes are, how many, the number of who has them, and where in that."""
+"""Offset in a shard, size in bytes, number of the loaded item, and offset in its target."""
 
 
 class CopiedBox(NamedTuple):
-    """A digest of what was put into a part of a target."""
+    """Digest of a filled part of a target."""
 
     box: Box | None
     """Relative to the target; ``None``: all of it."""
@@ -71,7 +75,7 @@ class CopiedBox(NamedTuple):
 
 
 class FingerprintedBox(NamedTuple):
-    """The fingerprint of what was put into a part of a target on a device."""
+    """Fingerprint of a filled part of a target on a device."""
 
     box: Box | None
     """Relative to the target; ``None``: all of it."""
@@ -82,70 +86,70 @@ class FingerprintedBox(NamedTuple):
 
 @dataclass(slots=True)
 class LoadedItem:
-    """What one read item has brought, and what its bytes can be told by."""
+    """One read item and the evidence of its bytes."""
 
     fqn: str
     item: ReadItem
     box: Box
     dtype: torch.dtype
     number: int
-    """How many were brought before it."""
+    """Position in :attr:`LoadEvidence.brought`."""
     sealed: list[TensorPiece] = field(default_factory=list)
     copied: list[CopiedBox] = field(default_factory=list)
     fingerprinted: list[FingerprintedBox] = field(default_factory=list)
 
     @property
     def is_sealed(self) -> bool:
-        """Whether all its bytes can be told by seals, and read from the shards again."""
+        """Whether seals cover all its bytes, so that they can be read from the shards again."""
         return bool(self.sealed) and not self.copied and all(one.is_sealed for one in self.fingerprinted)
 
 
 class LoadEvidence:
-    """What a load has brought to one rank."""
+    """Evidence of one rank's load."""
 
     def __init__(self, step: RankReadPlan, copier: Copier, in_place: Callable[[str], bool] = lambda _: True) -> None:
-        """``in_place`` says of an entry whether only torch's own code runs between the load and the proof."""
+        """``in_place`` returns whether only torch's own code runs between an entry's load and the proof."""
         self.step = step
         self._in_place = in_place
         self.copier = copier
         self.brought: list[LoadedItem] = []
         self.objects: dict[str, bytes | None] = {}
-        """``None``: too large to be kept."""
+        """Pickled objects by name; ``None`` for objects that are too large."""
         self.moves: defaultdict[int, list[SealedRun]] = defaultdict(list)
-        """What can be told by the seal, for each shard."""
+        """Runs with the seal as evidence, by part."""
         self.filled = FilledTensors()
 
     def start_item(self, item: ReadItem, box: Box, target: torch.Tensor) -> LoadedItem:
-        brought = LoadedItem(item.storage_index.fqn, item, box, target.dtype, len(self.brought))
-        self.brought.append(brought)
-        self.filled.add_target(brought.number, target)
-        return brought
+        loaded = LoadedItem(item.storage_index.fqn, item, box, target.dtype, len(self.brought))
+        self.brought.append(loaded)
+        self.filled.add_target(loaded.number, target)
+        return loaded
 
-    def add_verified(self, brought: LoadedItem, target: torch.Tensor) -> None:
-        """Remember that all bytes of ``target`` are compared with the seal while they are copied."""
-        if self._in_place(brought.fqn):
-            self.filled.add_verified(brought.number, target)
+    def add_verified(self, loaded: LoadedItem, target: torch.Tensor) -> None:
+        """Record that all bytes of ``target`` are compared with the seal while they are copied."""
+        if self._in_place(loaded.fqn):
+            self.filled.add_verified(loaded.number, target)
 
-    def add_sealed(self, brought: LoadedItem, piece: TensorPiece, base: int, found: Sequence[ByteRun]) -> bool:
-        """Whether what these runs bring can be told by the seal of their shard: it is remembered then."""
+    def add_sealed(self, loaded: LoadedItem, piece: TensorPiece, base: int, found: Sequence[ByteRun]) -> bool:
+        """Record runs with the seal as evidence; return ``False`` if the seal does not fit them."""
         if not fits_seal(self.step, piece, found):
             return False
-        brought.sealed.append(piece)
-        moves, index = self.moves[piece.part], brought.number
+        loaded.sealed.append(piece)
+        moves, index = self.moves[piece.part], loaded.number
         for source, target, size_bytes in found:
             moves.append((base + source, size_bytes, index, target))
         return True
 
     def add_copied(self, parts: Sequence[tuple[LoadedItem, Box | None, torch.Tensor]]) -> None:
-        """Remember what was put into these tensors, just now."""
-        here = [part for part in parts if not _is_on_device(part[2])]
-        digests = tensor_digests([tensor for _, _, tensor in here], self.copier)
-        for (brought, box, _), digest in zip(here, digests, strict=True):
-            brought.copied.append(CopiedBox(box, digest))
-        there = [part for part in parts if _is_on_device(part[2])]
-        fingerprints = fingerprints_by_device([tensor for _, _, tensor in there])
-        for (brought, box, _), fingerprint in zip(there, fingerprints, strict=True):
-            brought.fingerprinted.append(FingerprintedBox(box, fingerprint))
+        """Record digests or fingerprints of tensors that were filled just now."""
+        on_host = [part for part in parts if not _is_on_device(part[2])]
+        digests = tensor_digests([tensor for _, _, tensor in on_host], self.copier)
+        for (loaded, box, _), digest in zip(on_host, digests, strict=True):
+            loaded.copied.append(CopiedBox(box, digest))
+        on_device = [part for part in parts if _is_on_device(part[2])]
+        fingerprints = fingerprints_by_device([tensor for _, _, tensor in on_device])
+        for (loaded, box, _), fingerprint in zip(on_device, fingerprints, strict=True):
+            loaded.fingerprinted.append(FingerprintedBox(box, fingerprint))
 
     def add_object(self, fqn: str, data: bytes) -> None:
         self.objects[fqn] = data if len(data) <= _LARGEST_OBJECT else None
@@ -156,7 +160,7 @@ def _is_on_device(tensor: torch.Tensor) -> bool:
 
 
 def fits_seal(step: RankReadPlan, piece: TensorPiece, found: Sequence[ByteRun]) -> bool:
-    """Whether these runs are compared with the chunk checksums of their shard without reading much else."""
+    """Return whether the chunk checksums fit these runs without many additional reads."""
     if piece.part not in step.whole_parts:
         return False
     return len(found) < 2 or (len(found) - 1) * _RUN_BYTES <= sum(run.size_bytes for run in found)
@@ -164,26 +168,27 @@ def fits_seal(step: RankReadPlan, piece: TensorPiece, found: Sequence[ByteRun]) 
 
 @dataclass
 class RestoreProof:
-    """What was compared after a restore, and what came of it."""
+    """Result of the comparison after a restore."""
 
     size_bytes: int = 0
-    """Of live tensors that are what was saved."""
+    """Bytes of live tensors that equal the saved ones."""
     objects: int = 0
-    """Python objects that are."""
+    """Number of Python objects that equal the saved ones."""
     seconds: float = 0.0
+    """Seconds that the comparison took."""
     share: float = 0.0
-    """Of the time that the restore took."""
+    """Share of the restore's time, from 0 to 1."""
     not_compared: dict[str, str] = field(default_factory=dict)
-    """Entries that could not be compared, and why."""
+    """Reasons by name of the entries that were not compared."""
     mismatched: dict[str, str] = field(default_factory=dict)
-    """Entries that are not what was saved, and what they are instead."""
+    """Descriptions by name of the entries that differ from the saved ones."""
 
 
 FindTarget = Callable[[ReadItem], torch.Tensor | None]
 
 
 def load_planner_is_transparent(planner: LoadPlanner) -> bool:
-    """Whether the planner gives the state's own tensors, however often it is asked."""
+    """Return whether the planner always resolves to the state's own tensors."""
     kind: Any = type(planner)
     return issubclass(kind, DefaultLoadPlanner) and all(
         getattr(kind, name) is getattr(DefaultLoadPlanner, name)
@@ -192,7 +197,10 @@ def load_planner_is_transparent(planner: LoadPlanner) -> bool:
 
 
 def target_lookup(live: Mapping[str, Any]) -> FindTarget:
-    """Looks a read item's target up in a flat state, as DCP's planner does; ``None`` where there is none."""
+    """Return a function that finds a read item's target in a flat state, as DCP's planner does.
+
+    It returns ``None`` if the state has no such target.
+    """
 
     def find(item: ReadItem) -> torch.Tensor | None:
         index = item.dest_index
@@ -215,7 +223,7 @@ def target_lookup(live: Mapping[str, Any]) -> FindTarget:
 
 
 class RestoreProver:
-    """Compares live tensors with what a load has brought."""
+    """Comparison of live tensors with the evidence of a load."""
 
     def __init__(self, evidence: LoadEvidence, find: FindTarget, pinned: PinnedShards) -> None:
         self._evidence = evidence
@@ -223,81 +231,77 @@ class RestoreProver:
         self._find = find
         self._pinned = pinned
         self._proof = RestoreProof()
-        self._seen: list[tuple[LoadedItem, torch.Tensor]] = []
+        self._compared: list[tuple[LoadedItem, torch.Tensor]] = []
         self._live: list[torch.Tensor | None] = [None] * len(evidence.brought)
-        """Those of which something can be told by a seal."""
-        self._wrong: dict[str, tuple[LoadedItem, torch.Tensor | None, str]] = {}
+        """Live tensors by item number, for items that are compared with a seal."""
+        self._mismatched: dict[str, tuple[LoadedItem, torch.Tensor | None, str]] = {}
 
     def run(self, skip: Mapping[str, str]) -> RestoreProof:
-        """Everything but what ``skip`` says, by name, why it is not compared."""
+        """Compare all entries except those in ``skip``, which has the reasons by name."""
         proof = self._proof
         self._evidence.filled.drop_shared()
         copied: list[tuple[LoadedItem, torch.Tensor]] = []
         fingerprinted: list[tuple[LoadedItem, torch.Tensor]] = []
-        for brought in self._evidence.brought:
-            if skip and brought.fqn in skip:
-                proof.not_compared[brought.fqn] = skip[brought.fqn]
+        for loaded in self._evidence.brought:
+            if skip and loaded.fqn in skip:
+                proof.not_compared[loaded.fqn] = skip[loaded.fqn]
                 continue
-            live = self._find(brought.item)
+            live = self._find(loaded.item)
             if live is None:
-                self._wrong[brought.fqn] = brought, None, ABSENT_REASON
+                self._mismatched[loaded.fqn] = loaded, None, ABSENT_REASON
                 continue
-            if live.dtype != brought.dtype:
-                self._converted(brought, live)
+            if live.dtype != loaded.dtype:
+                self._compare_converted(loaded, live)
                 continue
-            self._seen.append((brought, live))
-            if self._evidence.filled.is_unchanged(brought.number, live):
+            self._compared.append((loaded, live))
+            if self._evidence.filled.is_unchanged(loaded.number, live):
                 continue
-            if brought.copied:
-                copied.append((brought, live))
-            if brought.fingerprinted:
-                fingerprinted.append((brought, live))
-            if brought.sealed:
-                self._live[brought.number] = live
+            if loaded.copied:
+                copied.append((loaded, live))
+            if loaded.fingerprinted:
+                fingerprinted.append((loaded, live))
+            if loaded.sealed:
+                self._live[loaded.number] = live
         self._compare_copied(copied)
         self._compare_fingerprints(fingerprinted)
         for part, moves in self._evidence.moves.items():
             self._compare_sealed(part, moves)
-        for brought, _ in self._seen:
-            if brought.fqn not in self._wrong and brought.fqn not in proof.not_compared:
-                proof.size_bytes += brought.box.volume * brought.dtype.itemsize
-        for number, (fqn, (brought, live, what)) in enumerate(self._wrong.items()):
+        for loaded, _ in self._compared:
+            if loaded.fqn not in self._mismatched and loaded.fqn not in proof.not_compared:
+                proof.size_bytes += loaded.box.volume * loaded.dtype.itemsize
+        for number, (fqn, (loaded, live, description)) in enumerate(self._mismatched.items()):
             proof.not_compared.pop(fqn, None)
-            proof.mismatched[fqn] = what
-            if number < _EXPLAINED and live is not None and not what:
+            proof.mismatched[fqn] = description
+            if number < _EXPLAINED and live is not None and not description:
                 try:
-                    proof.mismatched[fqn] = self._what_it_is(brought, live)
-                except Exception as error:  # noqa: BLE001 - that it is wrong is known, whatever cannot be looked at
+                    proof.mismatched[fqn] = self._describe_live(loaded, live)
+                except Exception as error:  # noqa: BLE001 - the mismatch is reported without a description
                     log.info("what %s is instead cannot be said: %s", fqn, error)
         return proof
 
-    # -- what was told by digests ---------------------------------------------------------------------------------
-
     def _compare_copied(self, entries: Sequence[tuple[LoadedItem, torch.Tensor]]) -> None:
         for window in _windows(entries):
-            parts = [(brought, live, one) for brought, live in window for one in brought.copied]
+            parts = [(loaded, live, one) for loaded, live in window for one in loaded.copied]
             digests = tensor_digests([part_of_tensor(live, one.box) for _, live, one in parts], self._evidence.copier)
-            for (brought, live, one), digest in zip(parts, digests, strict=True):
+            for (loaded, live, one), digest in zip(parts, digests, strict=True):
                 if not digest or not one.digest:
-                    self._proof.not_compared[brought.fqn] = _unreadable(live)
+                    self._proof.not_compared[loaded.fqn] = _describe_unreadable(live)
                 elif digest != one.digest:
-                    self._wrong.setdefault(brought.fqn, (brought, live, ""))
+                    self._mismatched.setdefault(loaded.fqn, (loaded, live, ""))
 
     def _compare_fingerprints(self, entries: Sequence[tuple[LoadedItem, torch.Tensor]]) -> None:
         parts: list[tuple[LoadedItem, torch.Tensor, FingerprintedBox]] = []
-        for brought, live in entries:
+        for loaded, live in entries:
             if not can_be_fingerprinted(live):
-                self._proof.not_compared[brought.fqn] = _unreadable(live)
-            elif tuple(live.shape) != brought.box.sizes:
-                self._wrong.setdefault(brought.fqn, (brought, live, f"has the shape {tuple(live.shape)} now"))
+                self._proof.not_compared[loaded.fqn] = _describe_unreadable(live)
+            elif tuple(live.shape) != loaded.box.sizes:
+                self._mismatched.setdefault(loaded.fqn, (loaded, live, f"has the shape {tuple(live.shape)} now"))
             else:
-                parts.extend((brought, live, one) for one in brought.fingerprinted)
+                parts.extend((loaded, live, one) for one in loaded.fingerprinted)
         found = fingerprints_by_device([part_of_tensor(live, one.box) for _, live, one in parts])
-        for (brought, live, one), fingerprint in zip(parts, found, strict=True):
+        for (loaded, live, one), fingerprint in zip(parts, found, strict=True):
             if fingerprint != one.fingerprint:
-                self._wrong.setdefault(brought.fqn, (brought, live, ""))
-
-    # -- what the seal tells --------------------------------------------------------------------------------------
+                self._mismatched.setdefault(loaded.fqn, (loaded, live, ""))
 
     def _compare_sealed(self, part: int, moves: Sequence[SealedRun]) -> None:
         live = self._live
@@ -315,10 +319,10 @@ class RestoreProver:
         unread: list[_Chunk] = []
 
         def compare(chunk: _Chunk) -> None:
-            got = chunk.digest(fd, shard)
-            if got is None:
+            digest = chunk.digest(fd, shard)
+            if digest is None:
                 unread.append(chunk)
-            elif got != seal[chunk.number]:
+            elif digest != seal[chunk.number]:
                 bad.append(chunk)
 
         for chunks in _chunk_windows(moves, shard.chunk_bytes, _Views(live)):
@@ -327,23 +331,25 @@ class RestoreProver:
             for index in chunk.owners:
                 self._proof.not_compared[self._evidence.brought[index].fqn] = "its shard is not in memory any more"
         if bad:
-            self._find_wrong(shard, fd, bad)
+            self._find_mismatched(shard, fd, bad)
 
-    def _find_wrong(self, shard: ShardIndex, fd: int, bad: Sequence[_Chunk]) -> None:
-        """Which of the entries in these chunks differ: the shard is good, or it is not what it was when it was read."""
+    def _find_mismatched(self, shard: ShardIndex, fd: int, bad: Sequence[_Chunk]) -> None:
+        """Find the entries in mismatched chunks that differ from the shard, if the shard is still intact."""
         size = shard.chunk_bytes
         spans = [ByteRange(c.number * size, min((c.number + 1) * size, shard.size_bytes)) for c in bad]
-        found = self._looked_at(shard, fd, spans)
+        found = self._verify_again(shard, fd, spans)
         for index in sorted({index for chunk in bad for index in chunk.owners}):
-            brought, live = self._evidence.brought[index], self._live[index]
-            assert live is not None  # noqa: S101 - chunks are made of what is there
+            loaded, live = self._evidence.brought[index], self._live[index]
+            assert live is not None  # noqa: S101 - chunks consist of live tensors
             if found is not ShardCheck.GOOD:
-                what = f"or another entry beside it: their shard in memory is {found.value} since it was verified"
-                self._wrong.setdefault(brought.fqn, (brought, live, what))
-            elif not self._is_in_slot(brought, live, shard.key.part, fd):
-                self._wrong.setdefault(brought.fqn, (brought, live, ""))
+                description = (
+                    f"or another entry beside it: their shard in memory is {found.value} since it was verified"
+                )
+                self._mismatched.setdefault(loaded.fqn, (loaded, live, description))
+            elif not self._equals_shard(loaded, live, shard.key.part, fd):
+                self._mismatched.setdefault(loaded.fqn, (loaded, live, ""))
 
-    def _looked_at(self, shard: ShardIndex, fd: int, spans: Sequence[ByteRange]) -> ShardCheck:
+    def _verify_again(self, shard: ShardIndex, fd: int, spans: Sequence[ByteRange]) -> ShardCheck:
         if fd < 0:
             return ShardCheck.EVICTED
         try:
@@ -352,75 +358,77 @@ class RestoreProver:
             log.warning("%s", error)
             return ShardCheck.UNREADABLE
 
-    def _is_in_slot(self, brought: LoadedItem, live: torch.Tensor, part: int, fd: int) -> bool:
-        there = flat_in_memory(live)
-        view = tensor_memory(there)
-        for base, run in self._runs(brought, part):
-            if _read(fd, base + run.source, run.size_bytes) != view[run.target : run.target + run.size_bytes]:
+    def _equals_shard(self, loaded: LoadedItem, live: torch.Tensor, part: int, fd: int) -> bool:
+        flat = flat_in_memory(live)
+        view = tensor_memory(flat)
+        for base, run in self._runs(loaded, part):
+            if _read_exactly(fd, base + run.source, run.size_bytes) != view[run.target : run.target + run.size_bytes]:
                 return False
         return True
 
-    def _runs(self, brought: LoadedItem, part: int) -> Iterator[tuple[int, ByteRun]]:
-        for piece in brought.sealed:
+    def _runs(self, loaded: LoadedItem, part: int) -> Iterator[tuple[int, ByteRun]]:
+        for piece in loaded.sealed:
             if piece.part == part:
                 base = self._step.start(piece)
-                for run in byte_runs(piece.box, piece.entry.box, brought.box, piece.entry.itemsize):
+                for run in byte_runs(piece.box, piece.entry.box, loaded.box, piece.entry.itemsize):
                     yield base, run
 
-    # -- what is there instead ------------------------------------------------------------------------------------
-
-    def _converted(self, brought: LoadedItem, live: torch.Tensor) -> None:
-        """An optimizer may keep a moment in another type than was saved: it is what was saved, converted."""
-        saved = self._saved(brought)
-        what = f"is {str(live.dtype).removeprefix('torch.')} now, {str(brought.dtype).removeprefix('torch.')} when read"
+    def _compare_converted(self, loaded: LoadedItem, live: torch.Tensor) -> None:
+        """Compare a tensor of another type with the converted saved one: an optimizer may convert its moments."""
+        saved = self._read_saved(loaded)
+        description = (
+            f"is {str(live.dtype).removeprefix('torch.')} now, {str(loaded.dtype).removeprefix('torch.')} when read"
+        )
         if saved is None or live.layout is not torch.strided:
-            self._proof.not_compared[brought.fqn] = what
+            self._proof.not_compared[loaded.fqn] = description
         elif tensor_bytes(saved.to(live.dtype)) == tensor_bytes(live):
             self._proof.size_bytes += live.nbytes
         else:
-            self._wrong[brought.fqn] = brought, live, f"{what}, and not what was saved"
+            self._mismatched[loaded.fqn] = loaded, live, f"{description}, and not what was saved"
 
-    def _saved(self, brought: LoadedItem) -> torch.Tensor | None:
-        """The tensor as its shards in memory have it; ``None`` where that cannot be known any more."""
-        if not brought.is_sealed:
+    def _read_saved(self, loaded: LoadedItem) -> torch.Tensor | None:
+        """Read a tensor from its shards in memory; return ``None`` if they are not intact."""
+        if not loaded.is_sealed:
             return None
-        saved = torch.empty(brought.box.sizes, dtype=brought.dtype)
+        saved = torch.empty(loaded.box.sizes, dtype=loaded.dtype)
         view = tensor_memory(saved)
-        for part in {piece.part for piece in brought.sealed}:
+        for part in {piece.part for piece in loaded.sealed}:
             shard = self._step.shards[part]
             try:
-                spans = [self._step.tensor_range(piece) for piece in brought.sealed if piece.part == part]
+                spans = [self._step.tensor_range(piece) for piece in loaded.sealed if piece.part == part]
                 if self._pinned.verify(shard, spans) is not ShardCheck.GOOD:
                     return None
                 fd = self._pinned.open(shard)
-                for base, run in self._runs(brought, part):
-                    view[run.target : run.target + run.size_bytes] = _read(fd, base + run.source, run.size_bytes)
+                for base, run in self._runs(loaded, part):
+                    view[run.target : run.target + run.size_bytes] = _read_exactly(
+                        fd, base + run.source, run.size_bytes
+                    )
             except (TieredCheckpointError, OSError):
                 return None
         return saved
 
-    def _what_it_is(self, brought: LoadedItem, live: torch.Tensor) -> str:
+    def _describe_live(self, loaded: LoadedItem, live: torch.Tensor) -> str:
         if live.layout is not torch.strided:
             return ""
         if not has_ordinary_dispatch(live):
             return ""
-        for other, where in self._seen:
-            if other.fqn == brought.fqn or where.layout is not torch.strided or not has_ordinary_dispatch(where):
+        for other, tensor in self._compared:
+            if other.fqn == loaded.fqn or tensor.layout is not torch.strided or not has_ordinary_dispatch(tensor):
                 continue
-            if where.numel() and where.data_ptr() == live.data_ptr():
+            if tensor.numel() and tensor.data_ptr() == live.data_ptr():
                 return f"is the same memory as {other.fqn}"
-        there = tensor_bytes(live)
-        if not there.strip(b"\0"):
+        live_bytes = tensor_bytes(live)
+        if not live_bytes.strip(b"\0"):
             return "is all zeros"
         candidates = [
             one
             for one in self._evidence.brought
-            if one is not brought and (one.box.sizes, one.dtype) == (brought.box.sizes, brought.dtype)
+            if one is not loaded and (one.box.sizes, one.dtype) == (loaded.box.sizes, loaded.dtype)
         ]
         for one in candidates[:_COMPARED_WITH]:
-            saved = self._saved(one)
+            saved = self._read_saved(one)
             if saved is not None:
-                equal = tensor_bytes(saved) == there
+                equal = tensor_bytes(saved) == live_bytes
             elif one.fingerprinted and not one.copied:
                 parts = [part_of_tensor(live, part.box) for part in one.fingerprinted]
                 equal = fingerprints_by_device(parts) == [part.fingerprint for part in one.fingerprinted]
@@ -433,55 +441,55 @@ class RestoreProver:
         return ""
 
 
-def _unreadable(live: torch.Tensor) -> str:
+def _describe_unreadable(live: torch.Tensor) -> str:
     return f"a {type(live).__name__} whose elements cannot be looked at"
 
 
 class _Views:
-    """The bytes of tensors; those that do not lie in order are brought together, and let go of again."""
+    """Addresses of tensors' bytes in order. Strided tensors have temporary contiguous copies."""
 
     def __init__(self, tensors: Sequence[torch.Tensor | None]) -> None:
         self._tensors = tensors
         self._flat: dict[int, int] = {}
-        self._made: dict[int, torch.Tensor] = {}
-        self.made_bytes = 0
+        self._copies: dict[int, torch.Tensor] = {}
+        self.copied_bytes = 0
 
     def address_of(self, index: int) -> int:
         address = self._flat.get(index)
         if address is not None:
             return address
-        if index in self._made:
-            return self._made[index].data_ptr()
+        if index in self._copies:
+            return self._copies[index].data_ptr()
         tensor = self._tensors[index]
-        assert tensor is not None  # noqa: S101 - who asks has looked
+        assert tensor is not None  # noqa: S101 - the caller has checked
         if is_flat_in_memory(tensor):
             address = self._flat[index] = tensor.data_ptr()
             return address
-        made = self._made[index] = flat_in_memory(tensor)
-        self.made_bytes += made.nbytes
-        return made.data_ptr()
+        copy = self._copies[index] = flat_in_memory(tensor)
+        self.copied_bytes += copy.nbytes
+        return copy.data_ptr()
 
-    def let_go(self, *, but: int = -1) -> None:
-        self._made = {index: made for index, made in self._made.items() if index == but}
-        self.made_bytes = 0
+    def release(self, *, keep: int = -1) -> None:
+        self._copies = {index: copy for index, copy in self._copies.items() if index == keep}
+        self.copied_bytes = 0
 
 
 class _Chunk:
-    """One chunk of a shard: where its bytes are in live memory. What is not there is read from the shard."""
+    """One chunk of a shard and its bytes in live memory. Other bytes are read from the shard."""
 
     __slots__ = ("number", "segments")
 
     def __init__(self, number: int) -> None:
         self.number = number
         self.segments: list[tuple[int, memoryview, int]] = []
-        """Where in the shard, the bytes, whose they are."""
+        """Offset in the shard, bytes, and number of the loaded item."""
 
     @property
     def owners(self) -> set[int]:
         return {index for _, _, index in self.segments}
 
     def digest(self, fd: int, shard: ShardIndex) -> int | None:
-        """As the seal has it; ``None`` when what is missing cannot be read."""
+        """Return the checksum as in the seal, or ``None`` if missing bytes cannot be read."""
         at = self.number * shard.chunk_bytes
         stop = min(at + shard.chunk_bytes, shard.size_bytes)
         start, view, _ = self.segments[0]
@@ -491,18 +499,18 @@ class _Chunk:
         try:
             for start, view, _ in self.segments:
                 if at < start:
-                    state.update(_read(fd, at, start - at))
+                    state.update(_read_exactly(fd, at, start - at))
                 state.update(view)
                 at = start + len(view)
             if at < stop:
-                state.update(_read(fd, at, stop - at))
+                state.update(_read_exactly(fd, at, stop - at))
         except OSError:
             return None
         return state.intdigest()
 
 
 def _chunk_windows(moves: Sequence[SealedRun], size: int, views: _Views) -> Iterator[list[_Chunk]]:
-    """``moves``, in their order, by chunks. Bytes that several entries have are in as many chunks of that number."""
+    """Yield batches of chunks for ``moves``; bytes of several entries are in one chunk for each entry."""
     while moves:
         later, end = [], 0
         chunks: list[_Chunk] = []
@@ -517,21 +525,21 @@ def _chunk_windows(moves: Sequence[SealedRun], size: int, views: _Views) -> Iter
             while left:
                 number = start // size
                 if number != chunk.number:
-                    if views.made_bytes > _WINDOW_BYTES:
+                    if views.copied_bytes > _WINDOW_BYTES:
                         yield chunks
                         chunks = []
-                        views.let_go(but=index)
+                        views.release(keep=index)
                     chunk = _Chunk(number)
                     chunks.append(chunk)
                 count = min(left, (number + 1) * size - start)
                 chunk.segments.append((start, memory_at_address(address, count), index))
                 start, left, address = start + count, left - count, address + count
         yield chunks
-        views.let_go()
+        views.release()
         moves = later
 
 
-def _read(fd: int, start: int, size: int) -> bytes:
+def _read_exactly(fd: int, start: int, size: int) -> bytes:
     if fd < 0:
         raise OSError("not open")
     found = os.pread(fd, size, start)

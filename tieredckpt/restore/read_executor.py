@@ -1,6 +1,6 @@
 """One rank's reads: from each piece's nearest copy into its tensor, through pinned buffers to devices.
 
-What belongs on a device goes through registered buffers: some threads fill one while the device empties the other.
+Tensors on a device are filled through registered buffers: threads fill one while the device empties the other.
 """
 
 from __future__ import annotations
@@ -45,33 +45,34 @@ from tieredckpt.tensors.state_dict import (
 log = logging.getLogger(__name__)
 
 _WINDOW_BYTES = 256 << 20
-_MOVED_BYTES = 32 << 20
-"""Of what was fetched, so much is copied to its place at a time."""
+"""Bytes of targets that are planned before they are filled."""
+_COPY_BYTES = 32 << 20
+"""Bytes from the durable tier that are copied to their targets at a time."""
 _Wanted = list[tuple[ByteRange, int]]
 _FINGERPRINTED_BYTES = 1 << 20
-"""Bytes of a buffer that one thread computes a fingerprint of at a time."""
+"""Bytes of a buffer that one thread fingerprints at a time."""
 _ALIGNED = 64
-"""Elements of any type may begin there."""
+"""Alignment in a buffer that suits elements of any type."""
 
 
 class _DeviceRead(NamedTuple):
-    """A piece and the tensor on a device that has room for it."""
+    """Piece and the tensor on a device that contains it."""
 
     piece: TensorPiece
     base: int
-    """Where its entry begins in the shard."""
+    """Offset of its entry in the shard."""
     target: torch.Tensor
     wanted: Box
-    """What ``target`` is of the whole tensor."""
+    """Position of ``target`` in the whole tensor."""
     place: torch.device
     evidence: LoadedItem | None
-    """What is to have the fingerprints of its bytes."""
+    """Item that records the fingerprints of its bytes, if any."""
     in_one_pass: bool
-    """Whether it is compared with the seal while it is copied into the buffer."""
+    """Whether the copy into the buffer compares it with the seal."""
 
 
 class _BufferPart(NamedTuple):
-    """Some of a target while it is in a buffer."""
+    """Part of a target in a buffer."""
 
     address: int
     size_bytes: int
@@ -79,7 +80,7 @@ class _BufferPart(NamedTuple):
     box: Box
     """Relative to the target."""
     sums: list[int]
-    """Fingerprints of parts of it."""
+    """Fingerprints of ranges of it."""
 
     def add_fingerprint(self, start: int, size_bytes: int) -> None:
         if self.read.evidence is not None:
@@ -88,15 +89,15 @@ class _BufferPart(NamedTuple):
 
 
 class _Batch:
-    """What goes through one buffer, and where from."""
+    """Parts in one buffer, and the copies that fill and empty it."""
 
     def __init__(self) -> None:
         self.parts: list[_BufferPart] = []
-        """In the order of their addresses."""
+        """Parts in the order of their addresses."""
         self.whole: defaultdict[int, list[MemoryCopy]] = defaultdict(list)
-        """What is compared with the seal while it is copied."""
+        """Copies by part that are compared with the seal in the same pass."""
         self.end = 0
-        """Of what is used of the buffer."""
+        """Bytes of the buffer that are in use."""
         self.near: defaultdict[int, list[MemoryCopy]] = defaultdict(list)
         self.far: defaultdict[int, _Wanted] = defaultdict(list)
         self.copies: defaultdict[torch.device, list[DeviceCopy]] = defaultdict(list)
@@ -108,13 +109,13 @@ class _Batch:
 
 @runtime_checkable
 class TensorTaker(Protocol):
-    """A planner that has no template: where more than type and shape was saved, it gets the tensor as it was."""
+    """Planner without a template, which receives archived tensors with their original class and layout."""
 
     def take_tensor(self, fqn: str, tensor: torch.Tensor) -> None: ...
 
 
 class ReadExecutor:
-    """One rank's reads of one step."""
+    """Reads of one step by one rank."""
 
     def __init__(
         self,
@@ -128,7 +129,7 @@ class ReadExecutor:
         evidence: LoadEvidence | None = None,
         verifies: bool = False,
     ) -> None:
-        """``verifies``: compare the shards that are read whole while they are copied; the agent has not done it."""
+        """``verifies``: verify mostly read shards during the copy, because the agent has not verified them."""
         self._session = session
         self._cast = cast
         self._trust = trust
@@ -136,47 +137,47 @@ class ReadExecutor:
         self._pinned = pinned
         self._planner = planner
         self._evidence = evidence
-        self._to_note: list[tuple[LoadedItem, Box | None, torch.Tensor]] = []
-        """What the evidence is to have digests of, once it is there."""
-        self._begun: set[int] = set()
-        """Where targets begin that are filled together."""
+        self._undigested: list[tuple[LoadedItem, Box | None, torch.Tensor]] = []
+        """Targets whose digests are recorded once they are filled."""
+        self._window_addresses: set[int] = set()
+        """Addresses of the targets in the current window."""
         self._near: dict[int, list[MemoryCopy]] = defaultdict(list)
-        """For shards in memory: which bytes (by their place in the shard) go to which address."""
+        """Copies from offsets in shards in memory to addresses, by part."""
         self._verifies = verifies
         self._whole: dict[int, list[MemoryCopy]] = defaultdict(list)
-        """The same, for bytes that are compared with the seal while they are copied."""
+        """The same for copies that are compared with the seal in the same pass."""
         self._unverified: dict[int, list[ByteRange]] = defaultdict(list)
-        """What the agent has to compare before it is copied."""
+        """Ranges, by part, that the agent must verify before the copy."""
         self._far: dict[int, list[tuple[ByteRange, int]]] = defaultdict(list)
-        """For shards on other nodes and in the durable tier: which bytes go to which address."""
-        self._after: list[tuple[torch.Tensor, torch.Tensor]] = []
-        """Targets that are filled from a buffer of their own at the end, and the buffer."""
+        """Ranges of shards on other nodes or in the durable tier, and their target addresses, by part."""
+        self._deferred: list[tuple[torch.Tensor, torch.Tensor]] = []
+        """Targets that are filled at the end of the window, each with its buffer."""
         self._device = accelerator()
-        self._on_devices: list[_DeviceRead] = []
+        self._device_reads: list[_DeviceRead] = []
         self._buffers: StagingBuffers | None = None
-        self._done: list[tuple[ReadItem, torch.Tensor]] = []
+        self._uncommitted: list[tuple[ReadItem, torch.Tensor]] = []
         self.bytes_by_tier: dict[str, int] = defaultdict(int)
         self.bytes_by_node: dict[str, int] = defaultdict(int)
-        """What came from the memory of each other node."""
+        """Bytes read from the memory of each other node."""
 
     def run(self, items: Sequence[ReadItem]) -> None:
         try:
-            self._run(items)
+            self._read_all(items)
         finally:
             if self._buffers is not None:
                 self._buffers.close()
 
-    def _run(self, items: Sequence[ReadItem]) -> None:
+    def _read_all(self, items: Sequence[ReadItem]) -> None:
         size = 0
         for item in items:
             if item.type is LoadItemType.BYTE_IO:
                 self._load_object(item)
                 continue
             target = self._planner.resolve_tensor(item)
-            if target.layout is torch.strided:  # a sparse one would get its new elements in the detached copy alone
+            if target.layout is torch.strided:  # a sparse target would be changed only in its detached copy
                 target = target.detach()
             whole = self._plan_tensor(item, target)
-            self._done.append((item, target))
+            self._uncommitted.append((item, target))
             size += 0 if whole else target.numel() * target.element_size()
             if size >= _WINDOW_BYTES:
                 self._flush()
@@ -184,8 +185,8 @@ class ReadExecutor:
         self._flush()
 
     def _load_object(self, item: ReadItem) -> None:
-        """Planners unpickle what they are given, so that is looked at first."""
-        data = self._object(item.storage_index.fqn)
+        """Load an object through the planner, which unpickles it, after a safety check."""
+        data = self._read_object(item.storage_index.fqn)
         if not self._trust:
             check_safe_object(item.storage_index.fqn, data)
         if self._evidence is not None:
@@ -196,23 +197,23 @@ class ReadExecutor:
         self._verify_pending()
         self._copy_whole(self._whole)
         self._whole.clear()
-        self._bring(self._near, self._far)
-        if self._on_devices:
+        self._copy_bytes(self._near, self._far)
+        if self._device_reads:
             self._fill_devices()
-        for target, buffer in self._after:
+        for target, buffer in self._deferred:
             target.copy_(buffer)
         if self._evidence is not None:
-            self._evidence.add_copied(self._to_note)
-        self._to_note = []
-        self._begun.clear()
-        for item, target in self._done:
+            self._evidence.add_copied(self._undigested)
+        self._undigested = []
+        self._window_addresses.clear()
+        for item, target in self._uncommitted:
             self._planner.commit_tensor(item, target)
-        self._after, self._done, self._on_devices = [], [], []
+        self._deferred, self._uncommitted, self._device_reads = [], [], []
         self._near.clear()
         self._far.clear()
 
     def _verify_pending(self) -> None:
-        """Have the agent compare bytes of shards in this node's memory, once."""
+        """Let the agent verify the pending ranges of shards in this node's memory."""
         for part, ranges in self._unverified.items():
             if self._pinned.verify(self._step.shards[part], ranges) is not ShardCheck.GOOD:
                 raise ReadMismatchError(part, ranges)
@@ -221,11 +222,11 @@ class ReadExecutor:
     def _copy_whole(
         self, whole: Mapping[int, list[MemoryCopy]], then: Callable[[MemoryCopy], None] | None = None
     ) -> None:
-        """Copy what is compared with the seal on its way."""
+        """Copy and compare with the seal in one pass; raise :class:`ReadMismatchError` for damaged chunks."""
         for part, moves in whole.items():
             shard = self._step.shards[part]
             fd = self._pinned.file(part)
-            mapped = self._session.populated_mapping(fd, shard.size_bytes)  # stays mapped while it is referenced
+            mapped = self._session.populated_mapping(fd, shard.size_bytes)  # the reference preserves the mapping
             file = ShardFile(fd, 0 if mapped is None else mapped.address)
             bad = copy_verified(self._session.copier, file, shard, moves, then=then)
             if bad:
@@ -233,29 +234,29 @@ class ReadExecutor:
                 ranges = [ByteRange(at * size, min((at + 1) * size, shard.size_bytes)) for at in bad]
                 raise ReadMismatchError(part, ranges)
 
-    def _bring(self, near: Mapping[int, list[MemoryCopy]], far: Mapping[int, _Wanted]) -> None:
-        """Bytes of shards to addresses of this process, from wherever they are."""
+    def _copy_bytes(self, near: Mapping[int, list[MemoryCopy]], far: Mapping[int, _Wanted]) -> None:
+        """Copy bytes of shards from any tier to addresses of this process."""
         copier = self._session.copier
         for part, moves in near.items():
             try:
                 copier.copy_from_file(self._pinned.file(part), moves)
             except OSError as error:
                 raise TierUnavailableError(f"{self._step.shards[part].key} cannot be read: {error}") from error
-        for part, wanted in self._pull(far).items():
-            self._fetch(part, wanted)
+        for part, wanted in self._read_from_peers(far).items():
+            self._read_from_durable(part, wanted)
 
     def _fill_devices(self) -> None:
-        """A buffer full after the other, in the order of the shards. Returns when the devices have everything."""
-        buffers = self._buffers = self._buffers or StagingBuffers(self._device, self._on_devices[0].place)
+        """Fill the targets on devices, buffer by buffer in the order of the shards, and wait for the devices."""
+        buffers = self._buffers = self._buffers or StagingBuffers(self._device, self._device_reads[0].place)
         buffer, batch = buffers.acquire(), _Batch()
-        for one in sorted(self._on_devices, key=lambda one: (one.piece.part, one.base)):
+        for one in sorted(self._device_reads, key=lambda one: (one.piece.part, one.base)):
             entry = one.piece.entry
             dtype = dtype_from_name(entry.dtype)
             near = self._step.tier(one.piece.part) is Tier.MEMORY
             for box in split_box(one.piece.box, buffers.size_bytes // entry.itemsize):
                 size = box.volume * entry.itemsize
                 if batch.end + size > buffers.size_bytes:
-                    self._send(buffers, batch)
+                    self._transfer(buffers, batch)
                     buffer, batch = buffers.acquire(), _Batch()
                 at, part = batch.end, one.piece.part
                 for run in byte_runs(box, entry.box, box, entry.itemsize):
@@ -271,12 +272,12 @@ class ReadExecutor:
                 target = narrow_to_box(one.target, inside)
                 batch.copies[one.place].append(DeviceCopy(target, buffer.tensor(at, dtype, box.sizes)))
                 batch.end += -(-size // _ALIGNED) * _ALIGNED
-        self._send(buffers, batch)
+        self._transfer(buffers, batch)
         buffers.synchronize()
 
-    def _send(self, buffers: StagingBuffers, batch: _Batch) -> None:
+    def _transfer(self, buffers: StagingBuffers, batch: _Batch) -> None:
         self._copy_whole(batch.whole, batch.add_fingerprint)
-        self._bring(batch.near, batch.far)
+        self._copy_bytes(batch.near, batch.far)
         jobs = [
             (part, start, min(_FINGERPRINTED_BYTES, part.size_bytes - start))
             for part in batch.parts
@@ -294,7 +295,7 @@ class ReadExecutor:
                 read.evidence.fingerprinted.append(found)
 
     def _plan_tensor(self, item: ReadItem, target: torch.Tensor) -> bool:
-        """Whether all of it is compared with the seal while it is copied."""
+        """Plan the reads of a tensor; return whether the copy compares all of it with the seal."""
         fqn, wanted = item.storage_index.fqn, read_item_box(item)
         if tuple(target.shape) != wanted.sizes:
             raise MismatchError(f"{fqn}: {wanted.sizes} elements are to be read into a tensor of {tuple(target.shape)}")
@@ -302,23 +303,24 @@ class ReadExecutor:
             require_materialized(fqn, target)
         place = self._device.device_of(target)
         if place is not None and not (is_plain_tensor(target) and has_ordinary_dispatch(target)):
-            place = None  # what its elements are made of is known to its class alone
+            place = None  # only its class can copy its elements
         bytewise = place is None and is_writable_in_place(target)
         if bytewise and not target.is_inference():
-            increment_version(target)  # autograd has to see that what it kept of it is gone
-        brought = None
+            increment_version(target)  # autograd must see that saved references are stale
+        loaded = None
         if self._evidence is not None:
             if target.layout is torch.strided and target.numel() and has_ordinary_dispatch(target):
-                if target.data_ptr() in self._begun:  # bound twice: what is there is noted before it is filled again
+                # Two items share the target: record the first fill before the second.
+                if target.data_ptr() in self._window_addresses:
                     self._flush()
-                self._begun.add(target.data_ptr())
-            brought = self._evidence.start_item(item, wanted, target)
+                self._window_addresses.add(target.data_ptr())
+            loaded = self._evidence.start_item(item, wanted, target)
         whole = True
         for piece in self._step.pieces[fqn, wanted]:
             self._check_dtype(fqn, piece.entry.dtype, target)
-            whole &= self._plan_piece(piece, target, wanted, brought, place=place, bytewise=bytewise)
-        if whole and place is None and brought is not None and self._evidence is not None:
-            self._evidence.add_verified(brought, target)
+            whole &= self._plan_piece(piece, target, wanted, loaded, place=place, bytewise=bytewise)
+        if whole and place is None and loaded is not None and self._evidence is not None:
+            self._evidence.add_verified(loaded, target)
         return whole
 
     def _plan_piece(
@@ -326,42 +328,42 @@ class ReadExecutor:
         piece: TensorPiece,
         target: torch.Tensor,
         wanted: Box,
-        brought: LoadedItem | None,
+        loaded: LoadedItem | None,
         *,
         place: torch.device | None,
         bytewise: bool,
     ) -> bool:
-        """Whether it is compared with the seal while it is copied."""
+        """Plan the reads of a piece; return whether the copy compares it with the seal."""
         step, entry = self._step, piece.entry
         near = step.tier(piece.part) is Tier.MEMORY
         if piece.item >= 0:
-            saved = self._from_archive(piece)
+            saved = self._read_archived(piece)
             if isinstance(self._planner, TensorTaker) and piece.box.sizes == entry.shape:
                 self._planner.take_tensor(entry.fqn, saved)
             else:
-                _put(target, relative_box(piece.box, wanted), saved, entry.fqn)
-                self._note(brought, piece, target, wanted)
+                _copy_archived(target, relative_box(piece.box, wanted), saved, entry.fqn)
+                self._digest_later(loaded, piece, target, wanted)
             return False
         if near:
             self.bytes_by_tier[Tier.MEMORY.value] += piece.box.volume * entry.itemsize
         base = step.start(piece)
-        alike = dtype_name(target.dtype) == entry.dtype
+        same_dtype = dtype_name(target.dtype) == entry.dtype
         if place is not None:
-            found = list(byte_runs(piece.box, entry.box, wanted, entry.itemsize)) if alike and near else []
+            found = list(byte_runs(piece.box, entry.box, wanted, entry.itemsize)) if same_dtype and near else []
             in_one_pass = self._verifies and bool(found) and fits_seal(step, piece, found)
             if near and not in_one_pass:
                 self._verify_first(piece)
-            evidence = brought if alike else None
-            if in_one_pass and brought is not None:
-                brought.sealed.append(piece)
-            elif found and self._is_sealed(brought, piece, base, found):
+            evidence = loaded if same_dtype else None
+            if in_one_pass and loaded is not None:
+                loaded.sealed.append(piece)
+            elif found and self._add_sealed(loaded, piece, base, found):
                 evidence = None  # the proof compares the live tensor with the seal
-            if not alike:
-                self._note(brought, piece, target, wanted)
+            if not same_dtype:
+                self._digest_later(loaded, piece, target, wanted)
             if piece.box.volume:
-                self._on_devices.append(_DeviceRead(piece, base, target, wanted, place, evidence, in_one_pass))
+                self._device_reads.append(_DeviceRead(piece, base, target, wanted, place, evidence, in_one_pass))
             return in_one_pass
-        simple = bytewise and alike
+        simple = bytewise and same_dtype
         if near and not simple:
             self._verify_first(piece)
             self._verify_pending()
@@ -369,17 +371,17 @@ class ReadExecutor:
             narrow_to_box(target, relative_box(piece.box, wanted)).copy_(
                 narrow_to_box(source, relative_box(piece.box, entry.box))
             )
-            self._note(brought, piece, target, wanted)
+            self._digest_later(loaded, piece, target, wanted)
             return False
         frame, whole = wanted, target
         if not simple:
             buffer = torch.empty(piece.box.sizes, dtype=dtype_from_name(entry.dtype))
-            self._after.append((narrow_to_box(target, relative_box(piece.box, wanted)), buffer))
+            self._deferred.append((narrow_to_box(target, relative_box(piece.box, wanted)), buffer))
             target, frame = buffer, piece.box
         address = target.data_ptr()
         found = list(byte_runs(piece.box, entry.box, frame, entry.itemsize))
-        if not near or not self._is_sealed(brought, piece, base, found):
-            self._note(brought, piece, whole, wanted)
+        if not near or not self._add_sealed(loaded, piece, base, found):
+            self._digest_later(loaded, piece, whole, wanted)
         if near:
             in_one_pass = self._verifies and fits_seal(step, piece, found)
             if not in_one_pass:
@@ -395,23 +397,21 @@ class ReadExecutor:
         return False
 
     def _verify_first(self, piece: TensorPiece) -> None:
-        """Have the agent compare what was left to this process and cannot be compared while it is copied."""
+        """Let the agent verify a piece that this process should verify and cannot verify during the copy."""
         if self._verifies and piece.part in self._step.whole_parts and piece.box.volume:
             self._unverified[piece.part].append(self._step.tensor_range(piece))
 
-    def _is_sealed(self, brought: LoadedItem | None, piece: TensorPiece, base: int, found: Sequence[ByteRun]) -> bool:
-        """Whether what was brought can be told by the seal of its shard."""
+    def _add_sealed(self, loaded: LoadedItem | None, piece: TensorPiece, base: int, found: Sequence[ByteRun]) -> bool:
+        """Record the seal as evidence of a piece; return ``False`` if the piece needs a digest."""
         return (
-            brought is not None
-            and self._evidence is not None
-            and self._evidence.add_sealed(brought, piece, base, found)
+            loaded is not None and self._evidence is not None and self._evidence.add_sealed(loaded, piece, base, found)
         )
 
-    def _note(self, brought: LoadedItem | None, piece: TensorPiece, target: torch.Tensor, wanted: Box) -> None:
-        if brought is not None:
+    def _digest_later(self, loaded: LoadedItem | None, piece: TensorPiece, target: torch.Tensor, wanted: Box) -> None:
+        if loaded is not None:
             box = relative_box(piece.box, wanted) if target.layout is torch.strided else None
             part = target if box is None else narrow_to_box(target, box)
-            self._to_note.append((brought, box, part))
+            self._undigested.append((loaded, box, part))
 
     def _near_tensor(self, part: int, start: int, dtype: str, sizes: tuple[int, ...]) -> torch.Tensor:
         kind = dtype_from_name(dtype)
@@ -420,15 +420,15 @@ class ReadExecutor:
             return torch.empty(sizes, dtype=kind)
         view = self._pinned.view(part)[start : start + size]
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore", UserWarning)  # "not writable": nobody writes through it
+            warnings.simplefilter("ignore", UserWarning)  # "not writable": it is only read
             return torch.frombuffer(view, dtype=torch.uint8).view(kind).view(sizes)
 
-    def _pull(self, far: Mapping[int, _Wanted]) -> dict[int, _Wanted]:
-        """What other nodes have of it, straight to where it is to be; the rest is the answer: the durable tier's."""
+    def _read_from_peers(self, far: Mapping[int, _Wanted]) -> dict[int, _Wanted]:
+        """Read from other nodes straight to the targets; return the rest, for the durable tier."""
         step = self._step
         near = {part: wanted for part, wanted in far.items() if step.tier(part) is Tier.PEER}
         left = {part: wanted for part, wanted in far.items() if part not in near}
-        failed = self._pull_targets(
+        failed = self._read_peer_targets(
             {
                 part: [ReadTarget(first, last, memory_at_address(at, last - first)) for (first, last), at in wanted]
                 for part, wanted in near.items()
@@ -436,8 +436,8 @@ class ReadExecutor:
         )
         return {**left, **{part: near[part] for part in failed}}
 
-    def _pull_targets(self, targets: Mapping[int, Sequence[ReadTarget]]) -> list[int]:
-        """Fill ``targets`` from other nodes; the answer is the parts that have to come from the durable tier."""
+    def _read_peer_targets(self, targets: Mapping[int, Sequence[ReadTarget]]) -> list[int]:
+        """Fill ``targets`` from other nodes; return the parts that remain for the durable tier."""
         step = self._step
         left, by_node = self._session.peers.read(targets, step.shards, step.sources, step.found)
         for node, count in by_node.items():
@@ -445,13 +445,13 @@ class ReadExecutor:
             self.bytes_by_tier[Tier.PEER.value] += count
         return left
 
-    def _fetch(self, part: int, wanted: _Wanted) -> None:
+    def _read_from_durable(self, part: int, wanted: _Wanted) -> None:
         shard = self._step.shards[part]
         self.bytes_by_tier[Tier.DURABLE.value] += sum(last - first for (first, last), _ in wanted)
         order = sorted(wanted)
         begun, at = list[tuple[ByteRange, int]](), 0
         moves: list[MemoryCopy] = []
-        kept: list[memoryview] = []
+        references: list[memoryview] = []
         size = 0
         for found in read_durable_shard(self._session.durable_store(), shard, [one for one, _ in order]):
             stop = found.start + len(found.data)
@@ -464,34 +464,36 @@ class ReadExecutor:
                 if low < high:
                     moves.append(MemoryCopy(target + low - first, address + low - found.start, high - low))
             begun = [one for one in begun if one[0].stop > stop]
-            kept.append(found.data)
+            references.append(found.data)
             size += len(found.data)
-            if size >= _MOVED_BYTES:
+            if size >= _COPY_BYTES:
                 self._session.copier.copy(moves)
-                moves, kept, size = [], [], 0
+                moves, references, size = [], [], 0
         self._session.copier.copy(moves)
 
-    def _object(self, fqn: str) -> bytes:
-        return self._item(*self._step.object(fqn))
+    def _read_object(self, fqn: str) -> bytes:
+        return self._read_item(*self._step.object(fqn))
 
-    def _item(self, part: int, span: ByteRange) -> bytes:
+    def _read_item(self, part: int, span: ByteRange) -> bytes:
         if self._step.tier(part) is Tier.MEMORY:
             self.bytes_by_tier[Tier.MEMORY.value] += span.stop - span.start
             return bytes(self._pinned.view(part)[span.start : span.stop])
         if self._step.tier(part) is Tier.PEER:
-            data = bytearray(span.stop - span.start)  # no larger than its shard, whose layout has been checked
-            if not self._pull_targets({part: [ReadTarget(span.start, span.stop, memoryview(data))]}):
+            data = bytearray(span.stop - span.start)  # bounded by the size of its shard, whose layout was checked
+            if not self._read_peer_targets({part: [ReadTarget(span.start, span.stop, memoryview(data))]}):
                 return bytes(data)
         self.bytes_by_tier[Tier.DURABLE.value] += span.stop - span.start
-        out = bytearray()  # grown by what is there: its claimed size is not to be trusted with memory
+        out = bytearray()  # grows with the received bytes, because its claimed size is not trusted
         for found in read_durable_shard(self._session.durable_store(), self._step.shards[part], [span]):
             low, high = max(span.start, found.start), min(span.stop, found.start + len(found.data))
             out += found.data[low - found.start : high - found.start]
         return bytes(out)
 
-    def _from_archive(self, piece: TensorPiece) -> torch.Tensor:
+    def _read_archived(self, piece: TensorPiece) -> torch.Tensor:
         saved = torch.load(
-            io.BytesIO(self._item(piece.part, self._step.archive_range(piece))), map_location="cpu", weights_only=True
+            io.BytesIO(self._read_item(piece.part, self._step.archive_range(piece))),
+            map_location="cpu",
+            weights_only=True,
         )
         if not isinstance(saved, torch.Tensor):
             raise CheckpointDamagedError(f"{piece.entry.fqn}: the archive holds a {type(saved).__name__}")
@@ -507,7 +509,7 @@ class ReadExecutor:
 
 
 def read_item_box(item: ReadItem) -> Box:
-    """What a read item wants, in global coordinates: independent of how the step it was planned against is cut."""
+    """Return the box of a read item in global coordinates, independent of the saved sharding."""
     index: MetadataIndex = item.storage_index
     start = index.offset if index.offset is not None else (0,) * len(item.lengths)
     return Box(tuple(map(operator.add, start, item.storage_offsets)), tuple(item.lengths))
@@ -519,8 +521,8 @@ def _address(data: memoryview) -> int:
         return torch.frombuffer(data, dtype=torch.uint8).data_ptr()
 
 
-def _put(target: torch.Tensor, box: Box, saved: torch.Tensor, fqn: str) -> None:
-    """Copy a tensor out of an archive: unlike others it has a layout, which the target may or may not share."""
+def _copy_archived(target: torch.Tensor, box: Box, saved: torch.Tensor, fqn: str) -> None:
+    """Copy an archived tensor, whose layout may differ from the target's, into a target."""
     if target.layout is torch.strided:
         narrow_to_box(target, box).copy_(saved if saved.layout is torch.strided else saved.to_dense())
     elif target.layout is saved.layout:

@@ -1,4 +1,4 @@
-"""Index of one stored step: which shard holds which piece, and each rank's read plan. Pure but for its agent."""
+"""Index of one stored step: the shard of each piece, and each rank's read plan."""
 
 from __future__ import annotations
 
@@ -15,20 +15,21 @@ from tieredckpt.format.shard_layout import Layout, TensorEntry, check_nested_pat
 from tieredckpt.format.slice_boxes import Box, Tiling
 from tieredckpt.resolve_step import Tier
 
-_ASKED_AT_ONCE = 5_000
-"""Pieces in one question: half a megabyte, or a few with long names."""
-_LOST_AGAIN = 4
+_PIECES_PER_REQUEST = 5_000
+"""Maximum pieces in one request: about half a megabyte."""
+_MAX_PLANS = 4
+"""Maximum plans of one load, each after a loss of shards."""
 
 
 class TensorPiece(NamedTuple):
-    """Part of a tensor, out of one shard."""
+    """Part of a tensor in one shard."""
 
     part: int
     entry: TensorEntry
     box: Box
-    """In the tensor's global coordinates."""
+    """Position in the tensor's global coordinates."""
     item: int = -1
-    """For a tensor kept as an archive: the number of the item it is in."""
+    """Number of the item that contains an archived tensor; -1 for other tensors."""
 
 
 class ByteRange(NamedTuple):
@@ -39,14 +40,14 @@ class ByteRange(NamedTuple):
 
 
 @dataclass(frozen=True)
-class _Place:
+class _Location:
     part: int
     entry: TensorEntry
     item: int
 
 
 class StepIndex:
-    """Everything there is to know about one step before any of its tensors is read."""
+    """Shards, tensors and objects of one step, before any tensor is read."""
 
     def __init__(self, described: StepDescription) -> None:
         self.manifest: Manifest = described.manifest
@@ -54,9 +55,9 @@ class StepIndex:
         self.sources: Mapping[int, tuple[PeerSource, ...]] = described.sources
         self.shards: dict[int, ShardIndex] = {shard.key.part: shard for shard in self.manifest.shards}
         self.layouts: dict[int, Layout] = {}
-        self.tensors: dict[str, list[_Place]] = {}
+        self.tensors: dict[str, list[_Location]] = {}
         self.objects: dict[str, dict[int, int]] = {}
-        """Name to part to item number: several ranks may have written one name."""
+        """Item numbers by name and part, because several ranks may have written one name."""
         decoded: dict[str, Layout] = {}
         for part, shard in self.shards.items():
             digest = shard.meta.layout
@@ -64,10 +65,10 @@ class StepIndex:
             self._check(shard, layout)
             self.layouts[part] = layout
             for entry in layout.tensors:
-                self.tensors.setdefault(entry.fqn, []).append(_Place(part, entry, -1))
+                self.tensors.setdefault(entry.fqn, []).append(_Location(part, entry, -1))
             for number, item in enumerate(layout.items):
                 if item.tensor is not None:
-                    self.tensors.setdefault(item.fqn, []).append(_Place(part, item.tensor, number))
+                    self.tensors.setdefault(item.fqn, []).append(_Location(part, item.tensor, number))
                 else:
                     self.objects.setdefault(item.fqn, {})[part] = number
 
@@ -88,7 +89,7 @@ class StepIndex:
 
     @property
     def paths(self) -> dict[str, tuple[str | int, ...]] | None:
-        """Where every name was in the nested state dict, as the planner had it."""
+        """Paths of all names in the nested state dict of the planner; ``None`` if unknown."""
         known = [layout.paths for layout in self.layouts.values() if layout.paths is not None]
         if not known:
             return None
@@ -99,36 +100,39 @@ class StepIndex:
         return merged
 
     def chunks(self, fqn: str) -> list[TensorEntry]:
-        """The distinct pieces of a tensor, in order of their offsets."""
-        unique = {place.entry.box: place.entry for place in self.tensors[fqn]}
+        """Return the distinct pieces of a tensor, in order of their offsets."""
+        unique = {location.entry.box: location.entry for location in self.tensors[fqn]}
         return [unique[box] for box in sorted(unique)]
 
     def pieces(self, fqn: str, box: Box) -> Iterator[TensorPiece]:
-        """``box`` out of as near and as few shards as there are; raises when some of it is nowhere."""
-        places = self.tensors.get(fqn)
-        if places is None:
+        """Yield the pieces of ``box`` from the nearest and fewest shards; raise if a part of it is missing."""
+        locations = self.tensors.get(fqn)
+        if locations is None:
             raise MismatchError(f"step {self.group.version} has no tensor {fqn}")
-        if len(places) == 1 and places[0].entry.box == box:
-            yield TensorPiece(places[0].part, places[0].entry, box, places[0].item)
+        if len(locations) == 1 and locations[0].entry.box == box:
+            yield TensorPiece(locations[0].part, locations[0].entry, box, locations[0].item)
             return
-        if len(places) > 1:
-            places = sorted(places, key=lambda place: (self._distance(place.part), place.part))
-        if len(places[0].entry.shape) != len(box.offsets):
-            raise MismatchError(f"{fqn} has shape {places[0].entry.shape}, a piece at {box.offsets} was asked for")
-        shapes = {place.entry.shape for place in places}
+        if len(locations) > 1:
+            locations = sorted(locations, key=lambda location: (self._distance(location.part), location.part))
+        if len(locations[0].entry.shape) != len(box.offsets):
+            raise MismatchError(f"{fqn} has shape {locations[0].entry.shape}, a piece at {box.offsets} was asked for")
+        shapes = {location.entry.shape for location in locations}
         if len(shapes) > 1:
             raise CheckpointDamagedError(f"step {self.group.version} has {fqn} in several shapes: {sorted(shapes)}")
         tiling = Tiling(box)
-        for place in places:
-            for common in tiling.add(place.entry.box):
-                yield TensorPiece(place.part, place.entry, common, place.item)
+        for location in locations:
+            for common in tiling.add(location.entry.box):
+                yield TensorPiece(location.part, location.entry, common, location.item)
             if not tiling.missing:
                 return
         if tiling.missing:
             raise CheckpointDamagedError(f"step {self.group.version} lacks {tiling.missing[0]} of {fqn}")
 
     def object_part(self, fqn: str, rank: int) -> int:
-        """Whose value of an object this rank gets: its own where every rank saved one, else the first one's."""
+        """Return the part with this rank's value of an object.
+
+        It is the rank's own part if every rank saved a value, otherwise the nearest one.
+        """
         parts = self.objects.get(fqn)
         if parts is None:
             raise MismatchError(f"step {self.group.version} has no object {fqn}")
@@ -139,7 +143,7 @@ class StepIndex:
         )
 
     def tensor_range(self, piece: TensorPiece) -> ByteRange:
-        """The smallest run of bytes of its shard with all of ``piece`` in it."""
+        """Return the smallest range of the shard that contains all of ``piece``."""
         if piece.item >= 0:
             return self.item_range(piece.part, piece.item)
         return _range_of(piece, self.layouts[piece.part].header_bytes + piece.entry.start)
@@ -150,7 +154,7 @@ class StepIndex:
         return ByteRange(start, start + shard.meta.item_sizes[number])
 
     def tier(self, part: int) -> Tier:
-        """Where a shard is read from."""
+        """Return the tier that a shard is read from."""
         return self.tiers_by_part[part][0]
 
     def _distance(self, part: int) -> int:
@@ -158,10 +162,10 @@ class StepIndex:
 
 
 class RankReadPlan:
-    """What one rank reads of a step: it asks its node for its own pieces, and knows of nothing else where it is.
+    """Reads of one rank from a step, with the locations of this rank's pieces only.
 
-    ``names`` is about the whole state: what a load is planned against. ``unreadable`` parts are in this node's memory,
-    which cannot read them for now.
+    ``names`` covers the whole state, for DCP's load plan. ``unreadable`` parts are in this node's memory, which cannot
+    read them for now.
     """
 
     def __init__(self, node: NodeAgentAPI, job: str, group: VersionId, unreadable: Collection[int] = ()) -> None:
@@ -178,31 +182,31 @@ class RankReadPlan:
         self._objects: dict[str, ItemLocation] = {}
         self._items: dict[tuple[int, int], ItemLocation] = {}
         self.whole_parts: frozenset[int] = frozenset()
-        """Shards in this node's memory of whose chunks this rank reads about half or more."""
+        """Shards in this node's memory of which this rank reads at least half of the touched chunks."""
 
     def plan(self, rank: int, needs: Sequence[tuple[str, Box]], objects: Sequence[str]) -> dict[int, list[ByteRange]]:
-        """Find out where all of this is; the bytes of each shard that will be read."""
-        for _ in range(_LOST_AGAIN):
-            self._find(rank, needs, objects)
-            if self._describe():
-                self.whole_parts = self._mostly_whole()
+        """Locate pieces and objects through the agent; return the byte ranges to read, by part."""
+        for _ in range(_MAX_PLANS):
+            self._request_pieces(rank, needs, objects)
+            if self._request_parts():
+                self.whole_parts = self._mostly_read_parts()
                 return self._ranges(needs, objects)
         raise PeersLostError(
             f"step {self.version_id.version} of {self._job}: the nodes that hold it go away one by one"
         )
 
-    def _find(self, rank: int, needs: Sequence[tuple[str, Box]], objects: Sequence[str]) -> None:
+    def _request_pieces(self, rank: int, needs: Sequence[tuple[str, Box]], objects: Sequence[str]) -> None:
         self.pieces.clear()
         self._objects.clear()
         self._items.clear()
-        done, asked = 0, 0
-        while done < len(needs) or not asked:
-            some = needs[done : done + _ASKED_AT_ONCE]
+        done, requests = 0, 0
+        while done < len(needs) or not requests:
+            some = needs[done : done + _PIECES_PER_REQUEST]
             last = done + len(some) == len(needs)
             wanted = [(fqn, box.offsets, box.sizes) for fqn, box in some]
-            said = self._node.step_pieces(self._job, self.version_id, rank, wanted, objects if last else ())
-            found: list[list[TensorPiece]] = [[] for _ in range(said.answered)]
-            for one in said.pieces:
+            answer = self._node.step_pieces(self._job, self.version_id, rank, wanted, objects if last else ())
+            found: list[list[TensorPiece]] = [[] for _ in range(answer.answered)]
+            for one in answer.pieces:
                 fqn, _, _ = wanted[one.need]
                 stored = Box(one.offsets, one.sizes)
                 entry = TensorEntry(fqn, one.dtype, one.shape, stored, one.itemsize, start=one.start)
@@ -210,28 +214,28 @@ class RankReadPlan:
                 found[one.need].append(TensorPiece(one.part, entry, box, one.item))
             for need, pieces in zip(some, found, strict=False):
                 self.pieces[need] = tuple(pieces)
-            done, asked = done + said.answered, asked + 1
-            items = said.items
-            if last and said.answered == len(some):
+            done, requests = done + answer.answered, requests + 1
+            items = answer.items
+            if last and answer.answered == len(some):
                 items, values = items[: len(items) - len(objects)], items[len(items) - len(objects) :]
                 self._objects.update(zip(objects, values, strict=True))
             self._items.update(((item.part, item.number), item) for item in items)
 
-    def _describe(self) -> bool:
-        """Learn what the shards are that pieces are in; False when some of them are gone, so that others have to do."""
+    def _request_parts(self) -> bool:
+        """Request the shards of the pieces; return ``False`` if some are lost, so that a new plan is needed."""
         used = {piece.part for pieces in self.pieces.values() for piece in pieces}
         left = sorted(used | {item.part for item in self._objects.values()})
-        gone = False
+        is_lossy = False
         while left:
-            said = self._node.step_parts(self._job, self.version_id, left)
-            for one in said.parts:
+            answer = self._node.step_parts(self._job, self.version_id, left)
+            for one in answer.parts:
                 part = one.index.key.part
                 self.shards[part], self._headers[part] = one.index, one.header_bytes
                 self.found[part], self.sources[part] = self._readable(part, one.found), one.sources
-            done = {one.index.key.part for one in said.parts} | {*said.lost}
-            gone |= bool(said.lost)
+            done = {one.index.key.part for one in answer.parts} | {*answer.lost}
+            is_lossy |= bool(answer.lost)
             left = [part for part in left if part not in done] if done else []
-        return not gone
+        return not is_lossy
 
     def _readable(self, part: int, found: tuple[Tier, ...]) -> tuple[Tier, ...]:
         if part not in self._unreadable:
@@ -257,7 +261,7 @@ class RankReadPlan:
         return ranges
 
     def archive_ranges(self, objects: Sequence[str]) -> dict[int, list[ByteRange]]:
-        """The bytes of each shard that are read as archives: objects, and tensors that are kept as such."""
+        """Return the byte ranges, by part, of objects and archived tensors."""
         ranges: dict[int, list[ByteRange]] = {}
         for pieces in self.pieces.values():
             for piece in pieces:
@@ -268,7 +272,7 @@ class RankReadPlan:
             ranges.setdefault(part, []).append(span)
         return ranges
 
-    def _mostly_whole(self) -> frozenset[int]:
+    def _mostly_read_parts(self) -> frozenset[int]:
         ranges: defaultdict[int, list[ByteRange]] = defaultdict(list)
         wanted: defaultdict[int, int] = defaultdict(int)
         for pieces in self.pieces.values():
@@ -276,33 +280,35 @@ class RankReadPlan:
                 if piece.item < 0 and self.tier(piece.part) is Tier.MEMORY:
                     span = self.tensor_range(piece)
                     ranges[piece.part].append(span)
-                    alone = piece.box == piece.entry.box
-                    wanted[piece.part] += span.stop - span.start if alone else piece.box.volume * piece.entry.itemsize
+                    is_whole = piece.box == piece.entry.box
+                    wanted[piece.part] += (
+                        span.stop - span.start if is_whole else piece.box.volume * piece.entry.itemsize
+                    )
         found = set()
-        for part, some in ranges.items():
+        for part, spans in ranges.items():
             size = self.shards[part].chunk_bytes
-            touched = sum(stop - first for first, stop in chunk_ranges(some, size)) * size
+            touched = sum(stop - first for first, stop in chunk_ranges(spans, size)) * size
             if touched <= 2 * wanted[part] + 4 * size:
                 found.add(part)
         return frozenset(found)
 
     def tier(self, part: int) -> Tier:
-        """Where a shard is read from."""
+        """Return the tier that a shard is read from."""
         return self.found[part][0]
 
     def start(self, piece: TensorPiece) -> int:
-        """Where the shard's piece of the tensor begins."""
+        """Return the offset in the shard of the entry with this piece."""
         return self._headers[piece.part] + piece.entry.start
 
     def tensor_range(self, piece: TensorPiece) -> ByteRange:
-        """The smallest run of bytes of its shard with all of ``piece`` in it."""
+        """Return the smallest range of the shard that contains all of ``piece``."""
         return self.archive_range(piece) if piece.item >= 0 else _range_of(piece, self.start(piece))
 
     def archive_range(self, piece: TensorPiece) -> ByteRange:
         return self._range(self._items[piece.part, piece.item])
 
     def object(self, fqn: str) -> tuple[int, ByteRange]:
-        """The part this rank gets an object from, and where in it."""
+        """Return the part that this rank reads an object from, and the range in its shard."""
         item = self._objects[fqn]
         return item.part, self._range(item)
 
@@ -323,7 +329,7 @@ def _range_of(piece: TensorPiece, base: int) -> ByteRange:
 
 
 def chunk_ranges(ranges: Sequence[ByteRange], chunk_bytes: int) -> list[tuple[int, int]]:
-    """The chunks ``[first, stop)`` that together hold every range, joined where they touch."""
+    """Return the runs of chunks ``[first, stop)`` that cover every range, merged if they touch."""
     found: list[tuple[int, int]] = []
     for start, stop in sorted(ranges):
         if stop <= start:

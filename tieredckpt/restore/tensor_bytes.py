@@ -1,4 +1,4 @@
-"""The bytes of tensors: in this process's memory, brought there, and their digests."""
+"""Bytes of tensors in this process's memory, copies of others, and digests."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ _BLOCK_BYTES = 4 << 20
 
 
 def is_flat_in_memory(tensor: torch.Tensor) -> bool:
-    """Whether the elements lie in this process's memory, in order, and not on a device."""
+    """Return whether the elements are in order in this process's memory, and not on a device."""
     return is_contiguous_in_memory(tensor) and has_ordinary_dispatch(tensor) and accelerator().device_of(tensor) is None
 
 
 def flat_in_memory(tensor: torch.Tensor) -> torch.Tensor:
-    """Its elements in order, in this process's memory: itself, or a copy."""
+    """Return the tensor, or a copy, with its elements in order in this process's memory."""
     tensor = tensor.detach()
     if is_flat_in_memory(tensor):
         return tensor
@@ -34,7 +34,7 @@ def flat_in_memory(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def tensor_memory(tensor: torch.Tensor) -> memoryview:
-    """The bytes of a flat tensor, for as long as somebody has it."""
+    """Return the bytes of a flat tensor; the caller must hold the tensor while it uses them."""
     return memory_at_address(tensor.data_ptr(), tensor.nbytes) if tensor.nbytes else memoryview(b"")
 
 
@@ -44,11 +44,11 @@ def tensor_bytes(tensor: torch.Tensor) -> bytes:
 
 
 def inner_tensors(tensor: torch.Tensor) -> list[torch.Tensor]:
-    """Plain tensors that are all there is to ``tensor``; none where that cannot be said."""
+    """Return the plain tensors that ``tensor`` consists of; none if they cannot be determined."""
     tensor = tensor.detach()
-    wraps: Any = tensor
-    if is_traceable_wrapper_subclass(wraps):
-        names, _ = wraps.__tensor_flatten__()
+    wrapper: Any = tensor
+    if is_traceable_wrapper_subclass(wrapper):
+        names, _ = wrapper.__tensor_flatten__()
         return [part for name in names for part in inner_tensors(getattr(tensor, name))]
     if tensor.layout is torch.sparse_coo:
         tensor = tensor.coalesce()
@@ -63,12 +63,12 @@ def inner_tensors(tensor: torch.Tensor) -> list[torch.Tensor]:
 
 
 def tensor_digests(tensors: Sequence[torch.Tensor], copier: Copier) -> list[bytes]:
-    """Of each tensor's elements in order; nothing for those that cannot be looked at."""
-    kept, jobs = [], []
+    """Return a digest of each tensor's elements in order; empty if they cannot be read."""
+    references, jobs = [], []
     found: list[list[int]] = []
     for tensor in tensors:
         parts = inner_tensors(tensor)
-        kept.append(parts)
+        references.append(parts)
         sums: list[int] = []
         found.append(sums)
         for part in parts:
@@ -77,21 +77,21 @@ def tensor_digests(tensors: Sequence[torch.Tensor], copier: Copier) -> list[byte
                 jobs.append((sums, len(sums), view[start : start + _BLOCK_BYTES]))
                 sums.append(0)
 
-    def one(job: tuple[list[int], int, memoryview]) -> None:
+    def hash_block(job: tuple[list[int], int, memoryview]) -> None:
         sums, number, view = job
         sums[number] = xxhash.xxh3_64_intdigest(view)
 
-    copier.run_parallel(jobs, one, sum(len(view) for _, _, view in jobs))
+    copier.run_parallel(jobs, hash_block, sum(len(view) for _, _, view in jobs))
     return [struct.pack(f"<{len(sums)}Q", *sums) for sums in found]
 
 
 def part_of_tensor(tensor: torch.Tensor, box: Box | None) -> torch.Tensor:
-    """Return the part of a target that a box relative to it is; ``None`` is all of it."""
+    """Return the part of a tensor in ``box``, relative to the tensor; ``None`` is all of it."""
     return tensor if box is None or tensor.layout is not torch.strided else narrow_to_box(tensor, box)
 
 
 def narrow_to_box(tensor: torch.Tensor, box: Box) -> torch.Tensor:
-    """Return the view of a tensor that a box relative to it is."""
+    """Return the view of a tensor in ``box``, relative to the tensor."""
     for axis, (offset, size) in enumerate(zip(box.offsets, box.sizes, strict=True)):
         if tensor.size(axis) != size:
             tensor = tensor.narrow(axis, offset, size)

@@ -1,7 +1,7 @@
-"""Copies out of a sealed shard that are compared with its checksums in the same pass.
+"""Copies out of a sealed shard, compared with its checksums in the same pass.
 
-A thread reads some bytes of a chunk into their targets and hashes the targets while they are in its cache, then the
-next bytes. So every byte is read once, and what is compared is what the targets hold.
+A thread reads a block of a chunk into its target and hashes the target while it is in the core's cache. So every byte
+is read once, and the comparison covers the bytes in the targets.
 """
 
 from __future__ import annotations
@@ -19,15 +19,15 @@ from tieredckpt.tensors.slot_copy import Copier, MemoryCopy, copy_memory, memory
 _STRIDE_BYTES = 256 << 10
 """Bytes to read and hash at a time: a core's cache holds them, and threads need few Python calls."""
 _BYTES_PER_THREAD = 2 << 20
-"""Bytes that are worth another thread: fewer than for a copy, because hashing takes longer."""
+"""Bytes for which another thread pays off: fewer than for a copy, because hashing takes longer."""
 
 
 class ShardFile(NamedTuple):
-    """An open shard, and where this process has it mapped."""
+    """Open shard and its mapping in this process."""
 
     fd: int
     address: int = 0
-    """Start of a mapping with populated pages, else 0; populating a new one takes as long as reading."""
+    """Address of a mapping with populated pages, or 0. A new mapping would take as long as a read."""
 
 
 def read_shard(file: ShardFile, target: int, offset: int, size_bytes: int) -> None:
@@ -39,7 +39,7 @@ def read_shard(file: ShardFile, target: int, offset: int, size_bytes: int) -> No
 
 
 class _ChunkCopy:
-    """One chunk of a shard and the targets of its bytes. What has no target is read to be hashed."""
+    """One chunk of a shard and the targets of its bytes. Bytes without a target are only hashed."""
 
     __slots__ = ("number", "segments")
 
@@ -74,15 +74,15 @@ def copy_verified(
     *,
     then: Callable[[MemoryCopy], None] | None = None,
 ) -> list[int]:
-    """Do all moves out of a shard's file; return the numbers of the chunks that differ from the seal or are unreadable.
+    """Do all moves out of a shard's file; return the numbers of damaged or unreadable chunks.
 
-    The sources of ``moves`` are offsets in the file. The targets of a chunk that is returned hold bytes that must not
-    be used. ``then`` is called with each copy within a chunk, by the thread that has done it.
+    A chunk is damaged if it differs from the seal; the bytes in its targets must not be used. The sources of ``moves``
+    are offsets in the file. After each copy within a chunk, its thread calls ``then`` with the copy.
     """
     seal = struct.unpack(f"<{len(shard.checksums) // 8}Q", shard.checksums)
     bad: set[int] = set()
 
-    def one(chunk: _ChunkCopy) -> None:
+    def copy_chunk(chunk: _ChunkCopy) -> None:
         try:
             same = chunk.run(file, shard, then) == seal[chunk.number]
         except OSError:
@@ -92,12 +92,12 @@ def copy_verified(
 
     for chunks in _layers(moves, shard.chunk_bytes):
         size = len(chunks) * shard.chunk_bytes
-        copier.run_parallel(chunks, one, size, bytes_per_thread=_BYTES_PER_THREAD, halfway="load.half")
+        copier.run_parallel(chunks, copy_chunk, size, bytes_per_thread=_BYTES_PER_THREAD, halfway="load.half")
     return sorted(bad)
 
 
 def _layers(moves: Sequence[MemoryCopy], chunk_bytes: int) -> Iterator[list[_ChunkCopy]]:
-    """The copies by chunks. Bytes that have several targets are in as many chunks of that number."""
+    """Yield the copies by chunks; bytes with several targets are in a chunk of each list."""
     left = sorted(moves, key=lambda move: move.source)
     while left:
         later: list[MemoryCopy] = []

@@ -27,14 +27,14 @@ _WINDOW_BYTES = 32 << 20
 
 
 class VerifiedBytes(NamedTuple):
-    """Bytes of a shard from ``start`` on that were compared with their checksums."""
+    """Bytes of a shard from ``start`` that match their checksums."""
 
     start: int
     data: memoryview
 
 
 class ShardCheck(enum.Enum):
-    """What a look at a shard in this node's memory has found."""
+    """Result of the verification of a shard in this node's memory."""
 
     GOOD = "good"
     EVICTED = "given up while it was looked for"
@@ -43,7 +43,7 @@ class ShardCheck(enum.Enum):
 
 
 class ReadMismatchError(Exception):
-    """Bytes of a shard in this node's memory that differ from its checksums, as this process has read them."""
+    """Bytes of a shard in this node's memory differ from its checksums, as read by this process."""
 
     def __init__(self, part: int, ranges: Sequence[ByteRange]) -> None:
         super().__init__(f"part {part}: {len(ranges)} ranges of bytes are not what was sealed")
@@ -52,7 +52,7 @@ class ReadMismatchError(Exception):
 
 
 class PinnedShards:
-    """Shards of one step in this node's memory, kept in place while they are read."""
+    """Shards of one step in this node's memory, pinned against eviction while they are read."""
 
     def __init__(self, store: Store, group: VersionId) -> None:
         self._store = store
@@ -62,7 +62,7 @@ class PinnedShards:
         self._checked: dict[int, set[tuple[int, int]]] = {}
 
     def verify(self, shard: ShardIndex, ranges: Sequence[ByteRange], *, again: bool = False) -> ShardCheck:
-        """Pin the shard and have its bytes in ``ranges`` compared with their checksums, once or ``again``."""
+        """Pin the shard, and let the agent verify its bytes in ``ranges`` once, or ``again``."""
         part = shard.key.part
         wanted = chunk_ranges(ranges, shard.chunk_bytes)
         try:
@@ -86,7 +86,7 @@ class PinnedShards:
         return ShardCheck.GOOD
 
     def open(self, shard: ShardIndex) -> int:
-        """The shard's file, pinned if it was not. :class:`TierUnavailableError` when it is gone or cannot be read."""
+        """Pin the shard and return its file; raise :class:`TierUnavailableError` if it cannot be read."""
         part = shard.key.part
         if part not in self._pins:
             try:
@@ -96,7 +96,7 @@ class PinnedShards:
         return self._pins[part].fd
 
     def file(self, part: int) -> int:
-        """The shard as an open file: reading a byte once costs less than mapping its page first."""
+        """Return the pinned shard's file, because a single read costs less than a new mapping."""
         return self._pins[part].fd
 
     def view(self, part: int) -> memoryview:
@@ -113,10 +113,10 @@ class PinnedShards:
         return known
 
     def release(self) -> bool:
-        """Let go of everything; False when a shard was not held all the time, so that what was read is unproven."""
+        """Unpin all shards; return ``False`` if one was not pinned all the time, so the reads are unproven."""
         held = True
         for mapping in self._maps.values():
-            with contextlib.suppress(BufferError):  # somebody's view is collected later
+            with contextlib.suppress(BufferError):  # a view still exists and is collected later
                 mapping.close()
         for pin in self._pins.values():
             pin.close()
@@ -131,8 +131,8 @@ class PinnedShards:
 
 
 def read_durable_shard(store: ObjectStore, shard: ShardIndex, ranges: Sequence[ByteRange]) -> Iterator[VerifiedBytes]:
-    """The chunks that hold ``ranges``, window by window, so that memory stays bounded whatever is asked for."""
-    places = _places(shard)
+    """Yield the chunks that hold ``ranges``, in windows of bounded memory."""
+    offsets = _chunk_offsets(shard)
     window: list[tuple[int, int]] = []
     size = 0
     for first, stop in chunk_ranges(ranges, shard.chunk_bytes):
@@ -142,50 +142,50 @@ def read_durable_shard(store: ObjectStore, shard: ShardIndex, ranges: Sequence[B
             window.append(chunks)
             size += (chunks[1] - chunks[0]) * shard.chunk_bytes
             if size >= _WINDOW_BYTES:
-                yield from _window(store, shard, window, places)
+                yield from _read_window(store, shard, window, offsets)
                 window, size = [], 0
     if window:
-        yield from _window(store, shard, window, places)
+        yield from _read_window(store, shard, window, offsets)
 
 
 def damaged_chunks(store: ObjectStore, shard: ShardIndex, advance: Callable[[int], None] = lambda _: None) -> list[int]:
-    """Read all of a shard's object and compare it with its checksums; the chunks that differ or are not there.
+    """Read a shard's object; return the chunks that differ from their checksums or are missing.
 
-    An object that is not there at all is an error: that is another finding than damage.
+    A missing object raises an error, because it is not damage.
     """
     count = checksums.chunk_count(shard.size_bytes, shard.chunk_bytes)
     step = max(1, _WINDOW_BYTES // shard.chunk_bytes)
-    places = _places(shard)
+    offsets = _chunk_offsets(shard)
     bad: list[int] = []
     for first in range(0, count, step):
         stop = min(count, first + step)
-        if _differs(store, shard, (first, stop), places):
-            bad += [chunk for chunk in range(first, stop) if _differs(store, shard, (chunk, chunk + 1), places)]
+        if _differs(store, shard, (first, stop), offsets):
+            bad += [chunk for chunk in range(first, stop) if _differs(store, shard, (chunk, chunk + 1), offsets)]
         advance(min(stop * shard.chunk_bytes, shard.size_bytes) - first * shard.chunk_bytes)
     return bad
 
 
-def _differs(store: ObjectStore, shard: ShardIndex, chunks: tuple[int, int], places: Sequence[int]) -> bool:
+def _differs(store: ObjectStore, shard: ShardIndex, chunks: tuple[int, int], offsets: Sequence[int]) -> bool:
     bad: list[int] = []
     try:
-        (buffer,) = store.get_ranges(shard.object, [_stored(chunks, places)])
+        (buffer,) = store.get_ranges(shard.object, [_object_range(chunks, offsets)])
     except CheckpointDamagedError:  # the object ends early
         return True
-    _verified(shard, chunks, buffer, bad)
+    _verify_chunks(shard, chunks, buffer, bad)
     return bool(bad)
 
 
-def _window(
-    store: ObjectStore, shard: ShardIndex, window: Sequence[tuple[int, int]], places: Sequence[int]
+def _read_window(
+    store: ObjectStore, shard: ShardIndex, window: Sequence[tuple[int, int]], offsets: Sequence[int]
 ) -> Iterator[VerifiedBytes]:
     for again in (False, True):
-        buffers = store.get_ranges(shard.object, [_stored(chunks, places) for chunks in window])
+        buffers = store.get_ranges(shard.object, [_object_range(chunks, offsets) for chunks in window])
         bad: list[int] = []
-        found = [_verified(shard, chunks, buffer, bad) for chunks, buffer in zip(window, buffers, strict=True)]
+        found = [_verify_chunks(shard, chunks, buffer, bad) for chunks, buffer in zip(window, buffers, strict=True)]
         if not bad:
             yield from found
             return
-        # The object may be good and the way to it bad: it is asked for once more before it is called damaged.
+        # The object may be intact and the transfer faulty, so one retry comes before it counts as damaged.
         log.warning(
             "%s: chunk %d of %s differs%s", shard.key, bad[0], shard.object, " again" if again else ", asking again"
         )
@@ -194,25 +194,25 @@ def _window(
     )
 
 
-def _places(shard: ShardIndex) -> Sequence[int]:
-    """Where each chunk begins in the object, and where the last one ends."""
+def _chunk_offsets(shard: ShardIndex) -> Sequence[int]:
+    """Return the offset of each chunk in the object, and the end of the last one."""
     if shard.encoding == "zstd":
         return [*itertools.accumulate(shard.frames, initial=0)]
     return [*range(0, shard.size_bytes, shard.chunk_bytes), shard.size_bytes]
 
 
-def _stored(chunks: tuple[int, int], places: Sequence[int]) -> tuple[int, int]:
-    last = len(places) - 1  # who asks for what is behind it gets too little, and so damage
-    return places[min(chunks[0], last)], places[min(chunks[1], last)]
+def _object_range(chunks: tuple[int, int], offsets: Sequence[int]) -> tuple[int, int]:
+    last = len(offsets) - 1  # a range behind the end returns too few bytes, which count as damage
+    return offsets[min(chunks[0], last)], offsets[min(chunks[1], last)]
 
 
-def _verified(shard: ShardIndex, chunks: tuple[int, int], buffer: Buffer, bad: list[int]) -> VerifiedBytes:
+def _verify_chunks(shard: ShardIndex, chunks: tuple[int, int], buffer: Buffer, bad: list[int]) -> VerifiedBytes:
     first, stop = chunks
     start = first * shard.chunk_bytes
     size = min(stop * shard.chunk_bytes, shard.size_bytes) - start
     data = memoryview(buffer).cast("B")
     if shard.encoding == "zstd":
-        data = memoryview(_unpacked(shard, chunks, data, bad))
+        data = memoryview(_decompress(shard, chunks, data, bad))
     if len(data) != size:
         bad.extend(range(first, stop))
         return VerifiedBytes(start, data)
@@ -221,7 +221,7 @@ def _verified(shard: ShardIndex, chunks: tuple[int, int], buffer: Buffer, bad: l
     return VerifiedBytes(start, data)
 
 
-def _unpacked(shard: ShardIndex, chunks: tuple[int, int], data: memoryview, bad: list[int]) -> bytes:
+def _decompress(shard: ShardIndex, chunks: tuple[int, int], data: memoryview, bad: list[int]) -> bytes:
     import zstandard
 
     out, at = [], 0

@@ -38,44 +38,45 @@ from tieredckpt.settings import PeerSettings, is_local_rank_zero, local_world_si
 
 log = logging.getLogger(__name__)
 
-_WITHIN_S = 120.0
-_LOOK_AGAIN_S = 0.5
+_TIMEOUT_S = 120.0
+"""Seconds that a rank waits for the messages of the other ranks."""
+_POLL_S = 0.5
 _FILE_PREFIX = "peer-secret."
 _BOOT, _NAMESPACE = Path("/proc/sys/kernel/random/boot_id"), Path("/proc/self/ns/mnt")
 
 
 class _PeerPlanOffer(msgspec.Struct, frozen=True):
-    """What the first rank tells all others."""
+    """List of nodes that rank 0 sends to all ranks."""
 
     member_list: MemberList | None
     secret: bytes
-    """Where none is configured. Every process that reaches the store can read it; empty with ``secret_file``."""
+    """Generated secret if none is configured, readable by the store's clients; empty with ``secret_file``."""
     problem: str = ""
     unreachable: str = ""
-    """Which ranks cannot reach their node's agent, and why."""
+    """Ranks that cannot reach their node's agent, with the reasons."""
     one_agent: bool = False
-    """There is only one node, whatever the launcher says."""
+    """Whether all ranks use one agent, even if the launcher reports several nodes."""
     nonce: bytes = b""
     secret_file: str = ""
-    """The file with the secret, which only this user can read, where all nodes are on one machine."""
+    """File with the secret, readable only by this user, if all nodes are on one machine."""
     proof: bytes = b""
-    """Where one is configured: of ``nonce`` and the nodes, and only who has the same secret can have made it."""
+    """MAC of ``nonce`` and the nodes with the configured secret, if any."""
 
 
 class _NodeHello(msgspec.Struct, frozen=True):
-    """What the first rank of a node tells the first rank of all."""
+    """Message from the first rank of a node to rank 0."""
 
     node: PeerNode | None
     version: int | None
-    """Of the list of nodes it knows from an earlier world of the job; ``None``: it was in none."""
+    """Version of the node's list of nodes from an earlier world; ``None`` without one."""
     problem: str = ""
-    """Why it does not know its node."""
+    """Reason why the rank does not know its node, or an empty string."""
     machine: str = ""
     """The machine, as :func:`_machine` names it."""
 
 
 class _Reporter(msgspec.Struct, frozen=True):
-    """The first rank's choice of the rank that reports what its node knows of earlier worlds."""
+    """Rank 0's choice of the rank that reports its node's knowledge of earlier worlds."""
 
     rank: int
     one_machine: bool = False
@@ -83,7 +84,7 @@ class _Reporter(msgspec.Struct, frozen=True):
 
 
 class _Report(msgspec.Struct, frozen=True):
-    """What the reporter's node knows of earlier worlds."""
+    """Knowledge of earlier worlds on the reporter's node."""
 
     known: KnownPeers
     secret_file: str = ""
@@ -117,14 +118,14 @@ def join_peer_agents(session: Session, *, restoring: bool = False) -> bool:
     session.standby_nodes = _standby_nodes()
     try:
         plan = (
-            _plan_of_world(session, peer, restoring)
+            _exchange_plan(session, peer, restoring)
             if peer.discovery == DISCOVERY_WORLD
             else configured_peer_plan(peer)
         )
         if plan is not None:
             session.join_peers(plan)
             first = peer.discovery == DISCOVERY_WORLD and is_local_rank_zero()
-            session.refresh_peer_plan = partial(_renewed, session) if first else None
+            session.refresh_peer_plan = partial(_refresh_plan, session) if first else None
         return plan is not None and not is_unreplicated(peer)
     except PeerStoreError as error:
         raise TierUnavailableError(f"{session.job}: its nodes cannot keep copies for each other: {error}") from error
@@ -168,79 +169,86 @@ def _outside(session: Session) -> tuple[PeerNode, ...]:
     return session.standby_nodes if peer.secret and not is_unreplicated(peer) else ()
 
 
-def _plan_of_world(session: Session, peer: PeerSettings, restoring: bool) -> JobPeersConfig | None:
-    """The nodes of all ranks, told through the store that the ranks met at; ``None`` on a single node."""
+def _exchange_plan(session: Session, peer: PeerSettings, restoring: bool) -> JobPeersConfig | None:
+    """Exchange the nodes of all ranks through their store; return their plan, or ``None`` for one node."""
     local = local_world_size()
     if not dist.is_initialized() or local == 0:
         return None
     if local == dist.get_world_size():
-        return _plan_of_last(session, peer, restoring)
+        return _plan_of_single_node(session, peer, restoring)
     store = dist.distributed_c10d._get_default_store()
     prefix = f"tieredckpt/{session.job}/nodes/{'restoring' if restoring else 'saving'}"
     rank = dist.get_rank()
-    prefix = f"{prefix}/{store.add(f'{prefix}/tries/{rank}', 1)}"  # not what an earlier attempt has said
-    within = timedelta(seconds=_WITHIN_S + peer.unreachable_timeout_s)
-    known, guest, error = None, None, None
+    prefix = f"{prefix}/{store.add(f'{prefix}/tries/{rank}', 1)}"  # do not read messages of an earlier attempt
+    timeout = timedelta(seconds=_TIMEOUT_S + peer.unreachable_timeout_s)
+    known, hello, error = None, None, None
     try:
         me = session.agent.this_node() if is_local_rank_zero() else None
         if me is not None:
             store.set(f"{prefix}/here/{me.id}", "1")
-        known = _acquaintance(session, restoring, partial(_is_here, store, prefix)) if is_local_rank_zero() else None
+        known = (
+            _wait_for_known_peers(session, restoring, partial(_is_here, store, prefix))
+            if is_local_rank_zero()
+            else None
+        )
         version = known.version if known is not None else None
-        guest = None if me is None else _NodeHello(me, version, machine=_machine())
-    except PeerStoreError as problem:  # the others wait for what this rank says
-        error, guest = problem, _NodeHello(None, None, f"rank {rank}: {problem}")
-    store.set(f"{prefix}/{rank}", _text(guest))
+        hello = None if me is None else _NodeHello(me, version, machine=_machine())
+    except PeerStoreError as problem:  # the other ranks wait for a message from this rank
+        error, hello = problem, _NodeHello(None, None, f"rank {rank}: {problem}")
+    store.set(f"{prefix}/{rank}", _text(hello))
     if rank == 0:
-        guests = _guests(store, prefix, within)
-        lost = "; ".join(guest.problem for guest in guests.values() if guest.problem)
-        reporter = _Reporter(-1 if lost else _teller(guests), _is_one_machine(guests.values()))
+        hellos = _receive_hellos(store, prefix, timeout)
+        problems = "; ".join(hello.problem for hello in hellos.values() if hello.problem)
+        reporter = _Reporter(-1 if problems else _choose_reporter(hellos), _is_one_machine(hellos.values()))
         store.set(f"{prefix}/teller", _text(reporter))
-        if lost:
-            store.set(f"{prefix}/all", _text(_PeerPlanOffer(None, b"", unreachable=lost)))
+        if problems:
+            store.set(f"{prefix}/all", _text(_PeerPlanOffer(None, b"", unreachable=problems)))
     if error is not None:
         raise error
-    if known is not None and (chosen := from_json(_told(store, f"{prefix}/teller", within), _Reporter)).rank == rank:
+    if (
+        known is not None
+        and (chosen := from_json(_receive(store, f"{prefix}/teller", timeout), _Reporter)).rank == rank
+    ):
         store.set(f"{prefix}/known", _text(_report(session, known, peer, one_machine=chosen.one_machine)))
-    if rank == 0 and not lost:
+    if rank == 0 and not problems:
         newest = None
         if reporter.rank >= 0:
-            newest = _reported(from_json(_told(store, f"{prefix}/known", within), _Report))
-        offer = _invite(
-            list(guests.values()), newest, peer, session.job, restoring=restoring, outside=_outside(session)
+            newest = _read_report(from_json(_receive(store, f"{prefix}/known", timeout), _Report))
+        offer = _make_offer(
+            list(hellos.values()), newest, peer, session.job, restoring=restoring, outside=_outside(session)
         )
         if offer.secret and reporter.one_machine and (path := _write_secret(session, offer.secret)):
             offer = msgspec.structs.replace(offer, secret=b"", secret_file=path)
         store.set(f"{prefix}/all", _text(offer))
-    invitation = from_json(_told(store, f"{prefix}/all", within), _PeerPlanOffer)
-    if invitation.secret_file and not peer.secret:
-        invitation = msgspec.structs.replace(invitation, secret=read_secret(Path(invitation.secret_file)))
+    offer = from_json(_receive(store, f"{prefix}/all", timeout), _PeerPlanOffer)
+    if offer.secret_file and not peer.secret:
+        offer = msgspec.structs.replace(offer, secret=read_secret(Path(offer.secret_file)))
     if not peer.secret:
-        _forget(store, prefix, invitation.secret_file)
-    if invitation.unreachable:
-        raise TierUnavailableError(invitation.unreachable)
-    if invitation.problem:
-        raise SettingsError(invitation.problem)
-    session.has_single_agent = invitation.one_agent
-    if invitation.member_list is None:
+        _delete_read_secret(store, prefix, offer.secret_file)
+    if offer.unreachable:
+        raise TierUnavailableError(offer.unreachable)
+    if offer.problem:
+        raise SettingsError(offer.problem)
+    session.has_single_agent = offer.one_agent
+    if offer.member_list is None:
         return None
     return JobPeersConfig(
-        _agreed(invitation, peer, session.job), replication_settings(peer), member_list=invitation.member_list
+        _agreed_secret(offer, peer, session.job), replication_settings(peer), member_list=offer.member_list
     )
 
 
-def _agreed(invitation: _PeerPlanOffer, peer: PeerSettings, job: str) -> bytes:
-    """The secret, as it is configured here or as it was told."""
+def _agreed_secret(offer: _PeerPlanOffer, peer: PeerSettings, job: str) -> bytes:
+    """Return the secret: the configured one if its MAC matches the offer, otherwise the offered one."""
     mine = peer_secret(peer) if peer.secret else b""
-    if not mine and invitation.proof:
+    if not mine and offer.proof:
         raise SettingsError(
             "peer.secret: the first rank's node has one, and this node has none: configure the same on all nodes"
         )
     if not mine:
-        if dist.get_rank() == 0 and not invitation.secret_file:
+        if dist.get_rank() == 0 and not offer.secret_file:
             _warn_of_open_secret(job)
-        return invitation.secret
-    if not hmac.compare_digest(invitation.proof, _proof(mine, job, invitation)):
+        return offer.secret
+    if not hmac.compare_digest(offer.proof, _proof(mine, job, offer)):
         raise SettingsError(
             "peer.secret: this node's is not the first rank's, or somebody else has changed the list of nodes on its "
             "way: configure the same secret on all nodes"
@@ -256,14 +264,14 @@ def _machine() -> str:
         return ""
 
 
-def _is_one_machine(guests: Iterable[_NodeHello]) -> bool:
+def _is_one_machine(hellos: Iterable[_NodeHello]) -> bool:
     """Return whether all nodes are agents of one machine, as with two ``torchrun`` on it."""
-    machines = {guest.machine for guest in guests}
+    machines = {hello.machine for hello in hellos}
     return len(machines) == 1 and "" not in machines
 
 
 def _write_secret(session: Session, secret: bytes) -> str:
-    """Write the secret for the other ranks of this machine; return the file, or "" if it cannot be written."""
+    """Write the secret for the other ranks of this machine; return the file, or "" on an error."""
     path = session.settings.agent_directory / f"{_FILE_PREFIX}{os.getpid()}"
     try:
         path.unlink(missing_ok=True)
@@ -284,12 +292,12 @@ def _delete_secret(path: str) -> None:
 
 
 def _report(session: Session, known: KnownPeers, peer: PeerSettings, *, one_machine: bool) -> _Report:
-    """Report what this node knows of earlier worlds, without the secret if it is configured or goes in a file."""
+    """Return this node's knowledge of earlier worlds, without a secret that is configured or in a file."""
     path = _write_secret(session, known.secret) if one_machine and known.secret and not peer.secret else ""
     return _Report(msgspec.structs.replace(known, secret=b"") if peer.secret or path else known, path)
 
 
-def _reported(report: _Report) -> KnownPeers:
+def _read_report(report: _Report) -> KnownPeers:
     if not report.secret_file:
         return report.known
     secret = read_secret(Path(report.secret_file))
@@ -297,7 +305,7 @@ def _reported(report: _Report) -> KnownPeers:
     return msgspec.structs.replace(report.known, secret=secret)
 
 
-@functools.cache  # once is enough: ranks meet in every world
+@functools.cache  # warn once, not in every world
 def _warn_of_open_secret(job: str) -> None:
     log.warning(
         "%s: peer.secret is not set, so its nodes share one through torch.distributed's store, which does not "
@@ -307,13 +315,13 @@ def _warn_of_open_secret(job: str) -> None:
     )
 
 
-def _proof(secret: bytes, job: str, invitation: _PeerPlanOffer) -> bytes:
-    """That who made this list of nodes knows the secret; of another purpose than what the agents prove."""
-    said = (b"tieredckpt invitation 1", job.encode(), invitation.nonce, _text(invitation.member_list).encode())
-    return hmac.digest(secret, b"".join(len(part).to_bytes(4, "big") + part for part in said), "sha256")
+def _proof(secret: bytes, job: str, offer: _PeerPlanOffer) -> bytes:
+    """Return a MAC of the list of nodes; its prefix separates it from the MACs between agents."""
+    parts = (b"tieredckpt invitation 1", job.encode(), offer.nonce, _text(offer.member_list).encode())
+    return hmac.digest(secret, b"".join(len(part).to_bytes(4, "big") + part for part in parts), "sha256")
 
 
-def _forget(store: torch.distributed.Store, prefix: str, secret_file: str) -> None:
+def _delete_read_secret(store: torch.distributed.Store, prefix: str, secret_file: str) -> None:
     """Delete the secret from the store, and its file, if this rank is the last one that has read it."""
     if store.add(f"{prefix}/read", 1) % dist.get_world_size() == 0:
         for key in ("all", "known"):
@@ -323,12 +331,12 @@ def _forget(store: torch.distributed.Store, prefix: str, secret_file: str) -> No
             _delete_secret(secret_file)
 
 
-def _plan_of_last(session: Session, peer: PeerSettings, restoring: bool) -> JobPeersConfig | None:
+def _plan_of_single_node(session: Session, peer: PeerSettings, restoring: bool) -> JobPeersConfig | None:
     """Return a single node's plan if it knows other nodes; ``None`` otherwise, and during a restore.
 
     The first save makes them standby nodes. Then this node alone is the quorum, even if all others are dead.
     """
-    known = _acquaintance(session, restoring)
+    known = _wait_for_known_peers(session, restoring)
     if restoring:
         return None
     members = _list_of_first_rank(session, known)
@@ -344,7 +352,7 @@ def _list_of_first_rank(session: Session, known: KnownPeers | None) -> MemberLis
     prefix, rank = f"tieredckpt/{session.job}/nodes/single", dist.get_rank()
     prefix = f"{prefix}/{store.add(f'{prefix}/tries/{rank}', 1)}"
     if rank:
-        return from_json(_told(store, f"{prefix}/list", timedelta(seconds=_WITHIN_S)), MemberList | None)
+        return from_json(_receive(store, f"{prefix}/list", timedelta(seconds=_TIMEOUT_S)), MemberList | None)
     members = None
     try:
         me = session.agent.this_node() if known is not None or _outside(session) else None
@@ -361,20 +369,20 @@ def _with_standby(nodes: Mapping[str, PeerNode], known: KnownPeers | None, outsi
     return member_list(time.time_ns(), [*nodes.values(), *standby.values()], standby)
 
 
-def _acquaintance(
+def _wait_for_known_peers(
     session: Session, restoring: bool, is_here: Callable[[str], bool] = lambda _node: False
 ) -> KnownPeers | None:
     """Return what this node knows of the job, after a wait for nodes that continued it without this one.
 
-    If they do not answer in time, the job resumes here from an older step. ``is_here`` says of a node that it has a
-    rank of this world: the two nodes meet here, and not before.
+    If they do not answer in time, the job resumes here from an older step. ``is_here`` returns whether a node has a
+    rank in this world. Such a node needs no wait, because the agents connect only after this exchange.
     """
     known = session.agent.known_peers(session.job)
     if not restoring or known is None:
         return known
     timeout_s = session.settings.peer.unreachable_timeout_s
     deadline = time.monotonic() + timeout_s
-    waited_for = ""
+    announced = ""
     while known is not None and (silent := ", ".join(node for node in known.unreachable if not is_here(node))):
         if time.monotonic() >= deadline:
             log.error(
@@ -383,14 +391,14 @@ def _acquaintance(
                 *(session.job, silent, timeout_s),
             )
             return known
-        if silent != waited_for:
+        if silent != announced:
             log.warning(
                 "%s: the job continued without this node, on %s, which does not answer. Waiting up to %g s for it "
                 "(peer.unreachable_timeout_s)",
                 *(session.job, silent, timeout_s),
             )
-            waited_for = silent
-        time.sleep(_LOOK_AGAIN_S)
+            announced = silent
+        time.sleep(_POLL_S)
         known = session.agent.known_peers(session.job)
     return known
 
@@ -399,8 +407,8 @@ def _is_here(store: torch.distributed.Store, prefix: str, node: str) -> bool:
     return store.check([f"{prefix}/here/{node}"])
 
 
-def _renewed(session: Session, plan: JobPeersConfig) -> JobPeersConfig:
-    """This node's agent has begun again: say where it listens now, and hear where those of the other nodes do."""
+def _refresh_plan(session: Session, plan: JobPeersConfig) -> JobPeersConfig:
+    """Publish the address of this node's restarted agent; return the plan with all current addresses."""
     me = session.agent.this_node()
     if plan.member_list is None or me is None or not dist.is_initialized():
         return plan
@@ -411,7 +419,7 @@ def _renewed(session: Session, plan: JobPeersConfig) -> JobPeersConfig:
             from_json(store.get(f"{prefix}/{node.id}"), PeerNode) if store.check([f"{prefix}/{node.id}"]) else node
             for node in plan.member_list.nodes
         ]
-    except RuntimeError as error:  # the next world says it anyway
+    except RuntimeError as error:  # the next world exchanges the addresses anyway
         log.warning("%s: where this node's agent listens now was not told: %s", session.job, error)
         return plan
     if tuple(sorted(nodes)) == plan.member_list.nodes:
@@ -419,23 +427,23 @@ def _renewed(session: Session, plan: JobPeersConfig) -> JobPeersConfig:
     return msgspec.structs.replace(plan, member_list=member_list(time.time_ns(), nodes, plan.member_list.standby))
 
 
-def _guests(store: torch.distributed.Store, prefix: str, within: timedelta) -> dict[int, _NodeHello]:
-    """The nodes, by their first rank."""
+def _receive_hellos(store: torch.distributed.Store, prefix: str, timeout: timedelta) -> dict[int, _NodeHello]:
+    """Return the messages of all nodes, by the first rank of each node."""
     found = {
-        rank: from_json(_told(store, f"{prefix}/{rank}", within), _NodeHello | None)
+        rank: from_json(_receive(store, f"{prefix}/{rank}", timeout), _NodeHello | None)
         for rank in range(dist.get_world_size())
     }
-    return {rank: guest for rank, guest in found.items() if guest is not None}
+    return {rank: hello for rank, hello in found.items() if hello is not None}
 
 
-def _teller(guests: Mapping[int, _NodeHello]) -> int:
-    """Whose knowledge of earlier worlds counts: of the one with the newest list of nodes; -1: nobody has any."""
-    knowing = {rank: guest.version for rank, guest in guests.items() if guest.version is not None}
+def _choose_reporter(hellos: Mapping[int, _NodeHello]) -> int:
+    """Return the rank with the newest list of nodes of earlier worlds, or -1 if no node has one."""
+    knowing = {rank: hello.version for rank, hello in hellos.items() if hello.version is not None}
     return max(knowing, key=lambda rank: (knowing[rank], -rank), default=-1)
 
 
-def _told(store: torch.distributed.Store, key: str, within: timedelta) -> bytes:
-    store.wait([key], within)
+def _receive(store: torch.distributed.Store, key: str, timeout: timedelta) -> bytes:
+    store.wait([key], timeout)
     return store.get(key)
 
 
@@ -443,8 +451,8 @@ def _text(message: object) -> str:
     return msgspec.json.encode(message).decode()
 
 
-def _invite(
-    guests: Sequence[_NodeHello],
+def _make_offer(
+    hellos: Sequence[_NodeHello],
     known: KnownPeers | None,
     peer: PeerSettings,
     job: str,
@@ -452,9 +460,9 @@ def _invite(
     restoring: bool,
     outside: Sequence[PeerNode],
 ) -> _PeerPlanOffer:
-    """What the first rank makes of everybody's node."""
+    """Return rank 0's offer from the messages of all nodes."""
     nodes: dict[str, PeerNode] = {}
-    for node in (guest.node for guest in guests if guest.node is not None):
+    for node in (hello.node for hello in hellos if hello.node is not None):
         if node.id in nodes and nodes[node.id] != node:
             both = f"{nodes[node.id].address} and {node.address}"
             return _PeerPlanOffer(
@@ -472,5 +480,5 @@ def _invite(
         secret = peer_secret(peer)
     except SettingsError as error:
         return _PeerPlanOffer(None, b"", str(error))
-    told = _PeerPlanOffer(members, b"", nonce=secrets.token_bytes(16))
-    return msgspec.structs.replace(told, proof=_proof(secret, job, told))
+    offer = _PeerPlanOffer(members, b"", nonce=secrets.token_bytes(16))
+    return msgspec.structs.replace(offer, proof=_proof(secret, job, offer))

@@ -1,6 +1,6 @@
 """The incarnation (fencing epoch) of this process, agreed by all ranks of a save.
 
-An owner is in one of two states::
+A tracker is in one of two states::
 
                       adopt: the ranks of a save agreed          agree again: same incarnation, or a newer one
                  ┌──────────────────────────────────────┐        ┌─────┐
@@ -8,24 +8,24 @@ An owner is in one of two states::
         between incarnations                      writes for an incarnation
                  ▲                                      │
                  └──────────────────────────────────────┘
-                      go_back: a step was loaded · leave_world
+                      rewind_to: a step was loaded · leave_world
 
-Before every save that goes through DCP each rank proposes what it knows (:class:`SaveProposal`), one of them decides
-for all (:func:`decide_save`), and each adopts the decision. Ranks go on with their incarnation only when all of them
-are in the same one, with as many parts, and nobody has heard of a newer one. So a load on any rank, a rank that came or
-left, and a writer elsewhere all lead to a new incarnation that every rank hears of. What is decided belongs to that
-one save: it is kept in no plan, because DCP keeps plans by the class of their planner, for whatever job and for good.
+Before a save through DCP each rank makes a proposal (:class:`SaveProposal`). One rank decides for all
+(:func:`decide_save`), and each rank adopts the decision. Ranks retain an incarnation that all of them have, with the
+same number of parts, if none knows a newer one. So a load on any rank, a change of the ranks and another writer all
+lead to a new incarnation on every rank. A decision belongs to one save. It is not stored in a plan, because DCP caches
+plans by the class of their planner, across jobs and without expiry.
 
-The epoch of a new incarnation is a hybrid logical clock: greater than every epoch that the ranks know of, and not below
-the one that the coordinator allocated for their world (:func:`use_world_epoch`). Without a coordinator it is not below
-the time in milliseconds. So a later incarnation has the greater epoch also where all processes that knew the earlier
-ones have lost their memory, and two that begin without knowing of each other do not share one.
+The epoch of a new incarnation is a hybrid logical clock. It is greater than every epoch that the ranks know of, and not
+below the epoch that the coordinator allocated for their world (:func:`use_world_epoch`). Without a coordinator it is
+not below the time in milliseconds. So a later incarnation has a greater epoch even if all processes that knew the
+earlier ones have lost their memory. Two incarnations that begin independently do not share an epoch.
 
-A state is saved for the incarnation in which it was captured (:class:`CapturePoint`). When a step was loaded since, it
-is of a past that the job has left: it may still be written for its own incarnation, and never for the next one.
+A state is saved for the incarnation in which it was captured (:class:`CapturePoint`). After a load, a state captured
+earlier may still be written for its own incarnation, but never for the next one.
 
-A process that DCP saves in writes for the process that trains. It is handed the trainer's owner with every save
-(:class:`IncarnationHandover`), and what is agreed there comes back through a page of shared memory that only it writes.
+A process in which DCP saves writes for the trainer process. It receives the trainer's state with every save
+(:class:`IncarnationHandover`). It returns the agreed incarnation through a page of shared memory that only it writes.
 """
 
 from __future__ import annotations
@@ -52,37 +52,37 @@ from tieredckpt.errors import (
     UsageError,
 )
 
-_TRIES_KEPT = 64
+_KEPT_ENTRIES = 64
 _PAGE_BYTES = 16 << 10
 _HEADER = 8
 _KINDS: tuple[type[TieredCheckpointError], ...] = (UsageError, DurableRefusedError, TierUnavailableError)
-"""The kinds of errors that ranks report to each other; every other one is a :class:`SaveFailedError`."""
+"""Errors that ranks report to each other by kind; any other is a :class:`SaveFailedError`."""
 
 
 class Incarnation(NamedTuple):
-    """On whose behalf a process writes."""
+    """Epoch and name of the incarnation that a process writes for."""
 
     epoch: int
     name: str
 
 
 class CapturePoint(msgspec.Struct, frozen=True):
-    """Where an owner stood when a state was captured."""
+    """State of a tracker when a training state was captured."""
 
     lifetime_id: str
-    """Changes whenever a step is loaded or the world is left."""
+    """Random id that changes after each load and when the world is left."""
     current: Incarnation | None
     parts: int
     base: int | None
-    """The step that was loaded last; -1 for none; ``None`` when nobody said."""
+    """Step that was loaded last; -1 for none; ``None`` if unknown."""
     newest_sealed: int
-    """The newest step sealed for ``current``; -1 for none."""
+    """Newest step sealed for ``current``; -1 for none."""
     world_epoch: int = 0
-    """What the coordinator allocated for the incarnations of this world; 0 where there is none."""
+    """Epoch that the coordinator allocated for this world; 0 without a coordinator."""
 
 
 class SaveProblem(msgspec.Struct, frozen=True):
-    """Why a rank cannot save: the message and the kind of an error, as the other ranks receive it."""
+    """Reason why a rank cannot save: message and kind of its error, as sent to the other ranks."""
 
     message: str
     kind: str = SaveFailedError.__name__
@@ -99,27 +99,27 @@ class SaveProblem(msgspec.Struct, frozen=True):
 
 
 class SaveProposal(msgspec.Struct, frozen=True):
-    """What one rank says before a save."""
+    """Proposal of one rank for a save."""
 
     job: str
     step: int
     point: CapturePoint
     is_stale: bool
-    """The state was captured before a step was loaded, or in another world."""
+    """Whether the state was captured before a load or in another world."""
     attempts: int
-    """How often this rank has tried to write the step for this incarnation."""
+    """Number of times that this rank has tried to write the step for this incarnation."""
     known_epoch: int
-    """The newest epoch its node has heard of."""
+    """Newest epoch that its node knows."""
     newest_complete: VersionId | None = None
-    """The newest version that it knows to be whole."""
+    """Newest version that it knows as complete."""
     problem: SaveProblem | None = None
-    """Why it cannot save."""
+    """Reason why it cannot save, if any."""
     aborted_parts: tuple[tuple[VersionId, int], ...] = ()
-    """Parts that it will never seal, where agents do not tell each other: the version, and its part of it."""
+    """Version and part of each shard that it never seals; empty if agents know each other."""
 
 
 class SaveDecision(msgspec.Struct, frozen=True):
-    """What all ranks of one save write for."""
+    """Incarnation, attempt and number of parts that all ranks of one save write for."""
 
     job: str
     step: int
@@ -139,7 +139,7 @@ _world_epochs: list[int] = []
 
 @contextmanager
 def use_world_epoch(epoch: int) -> Iterator[None]:
-    """Begin incarnations in the block with the epoch that the coordinator allocated for their world; 0: none did."""
+    """Begin incarnations in the block with the epoch that the coordinator allocated; 0 for none."""
     _world_epochs.append(epoch)
     try:
         yield
@@ -148,9 +148,10 @@ def use_world_epoch(epoch: int) -> Iterator[None]:
 
 
 def decide_save(proposals: Sequence[SaveProposal], name: str, at_ms: int) -> SaveDecision:
-    """Return what the ranks of a save write for.
+    """Return the decision for a save from the proposals of all ranks; raise if they cannot save.
 
-    A new incarnation has this name. Its epoch is not below the one of the ranks' world, or ``at_ms`` where it has none.
+    A new incarnation has the name ``name``. Its epoch is at least the epoch of the ranks' world, or ``at_ms`` without
+    one (milliseconds since 1970).
     """
     first, parts = proposals[0], len(proposals)
     for rank, one in enumerate(proposals):
@@ -165,11 +166,11 @@ def decide_save(proposals: Sequence[SaveProposal], name: str, at_ms: int) -> Sav
     current = points[0].current
     same = all((point.current, point.parts) == (current, parts) for point in points)
     if current is None or not same or known > current.epoch:
-        gone = [rank for rank, one in enumerate(proposals) if one.is_stale]
-        if gone:
+        old = [rank for rank, one in enumerate(proposals) if one.is_stale]
+        if old:
             raise SaveFailedError(
                 f"step {first.step} of {first.job} was staged before this job went back to an older step or left its "
-                f"world (rank {gone[0]}), and another incarnation writes now: this state is of a past that the job has "
+                f"world (rank {old[0]}), and another incarnation writes now: this state is of a past that the job has "
                 "left, and is not saved. Wait for a save before loading another step"
             )
         at_least = max(point.world_epoch for point in points) or at_ms
@@ -189,18 +190,18 @@ def decide_save(proposals: Sequence[SaveProposal], name: str, at_ms: int) -> Sav
 
 
 def _base(points: Sequence[CapturePoint]) -> int | None:
-    """What a new incarnation goes on from: where a rank went back to, else all that was saved so far."""
-    went_back = [one.base for one in points if one.current is None and one.base is not None]
-    if went_back:
-        return min(went_back)
-    had = [
+    """Return the base of a new incarnation: the oldest step rewound to, or the newest saved one."""
+    rewound = [one.base for one in points if one.current is None and one.base is not None]
+    if rewound:
+        return min(rewound)
+    saved = [
         max(one.base if one.base is not None else -1, one.newest_sealed) for one in points if one.current is not None
     ]
-    return max(had, default=None)
+    return max(saved, default=None)
 
 
 class IncarnationState(msgspec.Struct, frozen=True):
-    """What an owner knows that somebody else may need to know."""
+    """State of a tracker, as exchanged between a trainer and its save process."""
 
     lifetime_id: str
     current: Incarnation | None
@@ -212,16 +213,16 @@ class IncarnationState(msgspec.Struct, frozen=True):
 
 @dataclass(frozen=True)
 class IncarnationHandover:
-    """What a process that saves for this one is given with every save."""
+    """State that a save process receives from its trainer with every save."""
 
     adopted: IncarnationState
     page: torch.Tensor
-    """Shared memory in which it says what it has agreed on."""
+    """Shared memory in which the save process returns its state."""
 
 
 @dataclass
-class _Life:
-    """From one load, or one world, to the next."""
+class _Lifetime:
+    """Time from one load, or one world, to the next."""
 
     name: str = field(default_factory=lambda: secrets.token_hex(6))
     current: Incarnation | None = None
@@ -231,70 +232,72 @@ class _Life:
 
 
 class IncarnationTracker:
-    """One process's answer for one job. Any thread may ask."""
+    """Incarnation of one job in one process. Any thread may call it."""
 
     def __init__(self, job: str) -> None:
         self.job = job
         self._lock = threading.RLock()
-        self._life = _Life()
-        self._tries: dict[tuple[str, int], int] = {}
-        """By incarnation and step; the oldest are forgotten."""
+        self._lifetime = _Lifetime()
+        self._attempts: dict[tuple[str, int], int] = {}
+        """Number of attempts by name of incarnation and step, for the newest entries."""
         self._bases: dict[Incarnation, int | None] = {}
-        """What each incarnation that this process writes for goes on from; the oldest are forgotten."""
-        self._changed_by: int | None = None
-        self._hears: _SharedMessage | None = None
-        """Written by a process that saves for this one."""
-        self._tells: _SharedMessage | None = None
-        """Written by this one, which saves for another."""
-
-    # -- asking -----------------------------------------------------------------------------------------------
+        """Base step of each incarnation of this process, for the newest ones."""
+        self._agreed_ranks: int | None = None
+        """Number of ranks in the last save or load; ``None`` for all."""
+        self._incoming: _SharedMessage | None = None
+        """Message from the process that saves for this one."""
+        self._outgoing: _SharedMessage | None = None
+        """Message from this process to the trainer that it saves for."""
 
     @property
     def current(self) -> Incarnation | None:
-        """What this process writes for; ``None`` until the ranks of a save have agreed."""
+        """Incarnation that this process writes for; ``None`` until the ranks of a save have agreed."""
         with self._lock:
-            self._hear()
-            return self._life.current
+            self._receive()
+            return self._lifetime.current
 
     @property
     def part_count(self) -> int:
-        """How many ranks write for it."""
+        """Number of ranks that write for the current incarnation."""
         with self._lock:
-            return self._life.parts
+            return self._lifetime.parts
 
     def base_step_of(self, key: ShardKey) -> int | None:
-        """The step that the incarnation of a shard goes on from; -1 for nothing; ``None`` when nobody said.
+        """Return the base step of a shard's incarnation; -1 for nothing; ``None`` if unknown.
 
-        Whatever was loaded since: what was captured before that may still be written for its own incarnation.
+        Later loads do not change it, because an older state may still be written for its own incarnation.
         """
         with self._lock:
             return self._bases.get(Incarnation(key.epoch, key.incarnation))
 
     @property
     def newest_step(self) -> int | None:
-        """The step that the next save follows: the newest one saved or, before that, loaded; -1 for none. ``None``
-        where nothing was loaded and no save was agreed on.
+        """Step that the next save follows: the newest one saved, or the one loaded; -1 for none.
+
+        ``None`` if no step was loaded and no save was agreed on.
         """
         with self._lock:
-            self._hear()
-            life = self._life
-            if life.current is None:
-                return life.base
-            return max(life.base if life.base is not None else -1, life.reached)
+            self._receive()
+            lifetime = self._lifetime
+            if lifetime.current is None:
+                return lifetime.base
+            return max(lifetime.base if lifetime.base is not None else -1, lifetime.reached)
 
     @property
     def agreed_rank_count(self) -> int | None:
-        """How many ranks know of what this owner was told last: those of that save or load. ``None``: all there are."""
+        """Number of ranks in the last save or load; ``None`` for all."""
         with self._lock:
-            return self._changed_by
+            return self._agreed_ranks
 
     def capture(self) -> CapturePoint:
-        """To be taken when a state is captured, and given to :meth:`propose` when it is saved."""
+        """Return the point of a state that is captured now, for :meth:`propose` when it is saved."""
         with self._lock:
-            self._hear()
-            life = self._life
+            self._receive()
+            lifetime = self._lifetime
             world_epoch = _world_epochs[-1] if _world_epochs else 0
-            return CapturePoint(life.name, life.current, life.parts, life.base, life.reached, world_epoch)
+            return CapturePoint(
+                lifetime.name, lifetime.current, lifetime.parts, lifetime.base, lifetime.reached, world_epoch
+            )
 
     def propose(
         self,
@@ -305,139 +308,137 @@ class IncarnationTracker:
         left_out: Sequence[tuple[VersionId, int]] = (),
     ) -> SaveProposal:
         with self._lock:
-            left = point.lifetime_id != self._life.name
+            is_stale = point.lifetime_id != self._lifetime.name
             name = point.current.name if point.current is not None else ""
-            tried = self._tries.get((name, step), 0)
-            return SaveProposal(self.job, step, point, left, tried, known_epoch, whole, aborted_parts=tuple(left_out))
+            attempts = self._attempts.get((name, step), 0)
+            return SaveProposal(
+                self.job, step, point, is_stale, attempts, known_epoch, whole, aborted_parts=tuple(left_out)
+            )
 
     def next_key(self, step: int, part: int) -> ShardKey:
-        """For a save that needs no agreement, because nothing has changed since the last one that had it."""
+        """Return the key of a save that needs no agreement, because nothing changed since the last one."""
         with self._lock:
             current = self.current
             if current is None:
                 raise SaveFailedError(f"step {step} of {self.job}: no incarnation was agreed on before writing")
             attempt = self.attempts_at(step)
-            self._tried(current, step, attempt)
+            self._count_attempt(current, step, attempt)
             return ShardKey(self.job, step, current.epoch, current.name, attempt, part)
 
     def attempts_at(self, step: int) -> int:
-        """How often this process has tried to write ``step`` for this incarnation."""
+        """Return the number of times that this process has tried to write ``step`` for this incarnation."""
         with self._lock:
             current = self.current
-            return self._tries.get((current.name, step), 0) if current is not None else 0
-
-    # -- events -----------------------------------------------------------------------------------------------
+            return self._attempts.get((current.name, step), 0) if current is not None else 0
 
     def adopt(self, decision: SaveDecision, point: CapturePoint) -> None:
-        """The ranks of a save have agreed. What was captured before a step was loaded changes nothing of that."""
+        """Use the decision of a save, unless its state was captured before the last load."""
         with self._lock:
-            self._tried(decision.incarnation, decision.step, decision.attempt)
-            self._goes_on_from(decision.incarnation, decision.base)
-            life, current = self._life, self._life.current
-            if point.lifetime_id == life.name and (current is None or decision.incarnation.epoch >= current.epoch):
+            self._count_attempt(decision.incarnation, decision.step, decision.attempt)
+            self._record_base(decision.incarnation, decision.base)
+            lifetime, current = self._lifetime, self._lifetime.current
+            if point.lifetime_id == lifetime.name and (current is None or decision.incarnation.epoch >= current.epoch):
                 if decision.incarnation != current:
-                    life.reached = -1
-                life.current, life.parts, life.base = decision.incarnation, decision.parts, decision.base
-                self._changed_by = decision.parts
-            self._tell()
+                    lifetime.reached = -1
+                lifetime.current, lifetime.parts, lifetime.base = decision.incarnation, decision.parts, decision.base
+                self._agreed_ranks = decision.parts
+            self._send()
 
     def record_sealed(self, key: ShardKey) -> None:
-        """This process has sealed its part of a version."""
+        """Record that this process has sealed its part of a version."""
         with self._lock:
-            if (key.epoch, key.incarnation) == self._life.current:
-                self._life.reached = max(self._life.reached, key.version)
-                self._tell()
+            if (key.epoch, key.incarnation) == self._lifetime.current:
+                self._lifetime.reached = max(self._lifetime.reached, key.version)
+                self._send()
 
     def skip_attempts(self, step: int, count: int) -> None:
-        """The next try at ``step`` is at least the one that others would call ``count``."""
+        """Make ``count`` the lowest attempt number of the next try at ``step``."""
         with self._lock:
             if (current := self.current) is not None and count > self.attempts_at(step):
-                self._tried(current, step, count - 1)
+                self._count_attempt(current, step, count - 1)
 
     def rewind_to(self, step: int, ranks: int | None = None) -> None:
-        """A step was loaded (-1: there was none), by so many ranks together: what is saved next goes on from it."""
+        """Make the next save continue from ``step`` (-1: none existed), which ``ranks`` ranks loaded together."""
         with self._lock:
-            self._hear()
-            self._changed_by = ranks
-            self._begin(_Life(base=step))
+            self._receive()
+            self._agreed_ranks = ranks
+            self._begin(_Lifetime(base=step))
 
     def leave_world(self) -> None:
-        """What is saved next is of a new incarnation, also where the next world is as large as this one."""
+        """Begin a new incarnation at the next save, even if the next world has the same size."""
         with self._lock:
-            self._hear()
-            old = self._life
-            reached = max(old.base if old.base is not None else -1, old.reached)
-            self._begin(_Life(base=old.base if old.current is None else reached))
-            self._changed_by = None
+            self._receive()
+            previous = self._lifetime
+            reached = max(previous.base if previous.base is not None else -1, previous.reached)
+            self._begin(_Lifetime(base=previous.base if previous.current is None else reached))
+            self._agreed_ranks = None
 
-    def _begin(self, life: _Life) -> None:
-        self._life, self._hears, self._tells = life, None, None
+    def _begin(self, lifetime: _Lifetime) -> None:
+        self._lifetime, self._incoming, self._outgoing = lifetime, None, None
 
-    def _tried(self, incarnation: Incarnation, step: int, attempt: int) -> None:
-        place = (incarnation.name, step)
-        count = max(self._tries.pop(place, 0), attempt + 1)
-        self._tries[place] = count
-        while len(self._tries) > _TRIES_KEPT:
-            del self._tries[next(iter(self._tries))]
+    def _count_attempt(self, incarnation: Incarnation, step: int, attempt: int) -> None:
+        entry = (incarnation.name, step)
+        count = max(self._attempts.pop(entry, 0), attempt + 1)
+        self._attempts[entry] = count
+        while len(self._attempts) > _KEPT_ENTRIES:
+            del self._attempts[next(iter(self._attempts))]
 
-    def _goes_on_from(self, incarnation: Incarnation, base: int | None) -> None:
+    def _record_base(self, incarnation: Incarnation, base: int | None) -> None:
         self._bases.pop(incarnation, None)
         self._bases[incarnation] = base
-        while len(self._bases) > _TRIES_KEPT:
+        while len(self._bases) > _KEPT_ENTRIES:
             del self._bases[next(iter(self._bases))]
 
-    # -- another process that saves for this one --------------------------------------------------------------
-
     def hand_over(self) -> IncarnationHandover:
-        """For the process that saves next what this one has captured."""
+        """Return the state for a process that saves the state captured here."""
         with self._lock:
-            self._hear()
-            if self._hears is None:
-                self._hears = _SharedMessage(torch.zeros(_PAGE_BYTES, dtype=torch.uint8).share_memory_())
-            return IncarnationHandover(self._adopted(), self._hears.memory)
+            self._receive()
+            if self._incoming is None:
+                self._incoming = _SharedMessage(torch.zeros(_PAGE_BYTES, dtype=torch.uint8).share_memory_())
+            return IncarnationHandover(self._state(), self._incoming.memory)
 
     def take_over(self, given: IncarnationHandover) -> None:
-        """This process saves for the one that gave this."""
+        """Save for the trainer that created ``given``."""
         with self._lock:
-            if given.adopted.lifetime_id != self._life.name:
-                self._begin(_Life(given.adopted.lifetime_id))
-                self._tries.clear()
+            if given.adopted.lifetime_id != self._lifetime.name:
+                self._begin(_Lifetime(given.adopted.lifetime_id))
+                self._attempts.clear()
             self._merge(given.adopted)
-            self._tells = _SharedMessage(given.page)
+            self._outgoing = _SharedMessage(given.page)
 
-    def _adopted(self) -> IncarnationState:
-        life = self._life
-        tries = [(name, step, count) for (name, step), count in self._tries.items()]
-        return IncarnationState(life.name, life.current, life.parts, life.base, life.reached, tries)
+    def _state(self) -> IncarnationState:
+        lifetime = self._lifetime
+        tries = [(name, step, count) for (name, step), count in self._attempts.items()]
+        return IncarnationState(lifetime.name, lifetime.current, lifetime.parts, lifetime.base, lifetime.reached, tries)
 
     def _merge(self, other: IncarnationState) -> None:
-        life = self._life
-        if other.lifetime_id != life.name:
+        lifetime = self._lifetime
+        if other.lifetime_id != lifetime.name:
             return
         for name, step, count in other.attempts:
-            self._tried(Incarnation(0, name), step, count - 1)
+            self._count_attempt(Incarnation(0, name), step, count - 1)
         if other.current is None:
-            if life.current is None:
-                life.base = other.base
-        elif other.current == life.current:
-            life.reached = max(life.reached, other.newest_sealed)
-        elif life.current is None or other.current.epoch > life.current.epoch:
-            life.current, life.parts, life.base = other.current, other.parts, other.base
-            life.reached = other.newest_sealed
-            self._goes_on_from(other.current, other.base)
+            if lifetime.current is None:
+                lifetime.base = other.base
+        elif other.current == lifetime.current:
+            lifetime.reached = max(lifetime.reached, other.newest_sealed)
+        elif lifetime.current is None or other.current.epoch > lifetime.current.epoch:
+            lifetime.current, lifetime.parts, lifetime.base = other.current, other.parts, other.base
+            lifetime.reached = other.newest_sealed
+            self._record_base(other.current, other.base)
 
-    def _hear(self) -> None:
-        text = self._hears.read() if self._hears is not None else b""
+    def _receive(self) -> None:
+        text = self._incoming.read() if self._incoming is not None else b""
         if text:
             self._merge(from_json(text, IncarnationState))
 
-    def _tell(self) -> None:
-        if self._tells is not None:
-            self._tells.write(msgspec.json.encode(self._adopted()))
+    def _send(self) -> None:
+        if self._outgoing is not None:
+            self._outgoing.write(msgspec.json.encode(self._state()))
 
 
 class _SharedMessage:
-    """A message in shared memory, written by one process and read by another: the last one, whole."""
+    """Message in shared memory from one process to another; each write replaces the last one."""
 
     def __init__(self, memory: torch.Tensor) -> None:
         self.memory = memory
@@ -449,7 +450,7 @@ class _SharedMessage:
         self._bytes[:_HEADER] = _header(text)
 
     def read(self) -> bytes:
-        """Empty while nothing was written, and what was read last while something is being written."""
+        """Return the message: empty before the first write, the previous one during a write."""
         header = bytes(self._bytes[:_HEADER])
         if header != self._last[0]:
             text = bytes(self._bytes[_HEADER : _HEADER + int.from_bytes(header[:4], "little")])

@@ -32,20 +32,20 @@ PlanSignature = tuple[Any, ...]
 
 @dataclass(frozen=True)
 class PlannedSave:
-    """One process's part of a save, reusable as long as the state keeps its names, types and shapes."""
+    """One process's part of a save, reusable while names, types and shapes of the state are unchanged."""
 
     layout: Layout
     part: int
     parts: int
     table: StateTable | None
     fingerprint: tuple[Fingerprint, ...] | None = None
-    """Of the state it was planned for; ``None`` when the planner is not the default one."""
+    """Fingerprint of the planned state; ``None`` if the planner is not the default one."""
     signature: PlanSignature | None = None
     """Signature of the plan, in addition to the state's fingerprint."""
 
 
 def save_planner_is_transparent(planner: SavePlanner) -> bool:
-    """Whether the planner gives the state's own tensors, so that asking for one costs and changes nothing."""
+    """Return whether the planner resolves to the state's own tensors, without cost or side effects."""
     kind: Any = type(planner)
     return (
         issubclass(kind, DefaultSavePlanner)
@@ -56,7 +56,7 @@ def save_planner_is_transparent(planner: SavePlanner) -> bool:
 
 
 def is_default_save_planner(planner: SavePlanner) -> bool:
-    """Whether this is DCP's own planner, whose plan follows from the state alone."""
+    """Return whether this is DCP's own planner, which plans from the state alone."""
     return type(planner) is DefaultSavePlanner and planner.flatten_state_dict
 
 
@@ -70,7 +70,7 @@ def plan_signature(plan: SavePlan) -> PlanSignature:
 
 
 def resolve_write_item(planner: SavePlanner, item: WriteItem) -> Any:
-    """The planner's data for an item: a detached local tensor, or bytes."""
+    """Return the planner's data for an item: a detached local tensor, or bytes."""
     data = planner.resolve_data(item)
     if item.type is WriteItemType.BYTE_IO:
         if not hasattr(data, "getvalue"):
@@ -86,7 +86,7 @@ def resolve_write_item(planner: SavePlanner, item: WriteItem) -> Any:
 
 
 def tensor_entry(item: WriteItem, tensor: torch.Tensor) -> TensorEntry:
-    """Where ``tensor`` belongs, by its plan item."""
+    """Return the layout entry of ``tensor`` from its plan item."""
     plan = item.tensor_data
     if plan is None:
         raise UsageError(f"the plan's item {item.index.fqn} has no tensor data")
@@ -105,18 +105,21 @@ def tensor_entry(item: WriteItem, tensor: torch.Tensor) -> TensorEntry:
 
 
 def _fits(tensor: torch.Tensor, sizes: tuple[int, ...]) -> bool:
-    """Whether it has these sizes. An empty one may be empty in another way: FSDP2's own are, over an empty TP shard."""
+    """Return whether the tensor has these sizes; an empty one may have another empty shape.
+
+    FSDP2 creates such tensors over an empty TP shard.
+    """
     return tuple(tensor.shape) == sizes or tensor.numel() == math.prod(sizes) == 0
 
 
 class PlannedWrites:
-    """One final plan, taken apart into tensors that are copied and items that are written as bytes."""
+    """One final plan, split into tensors to copy and items to write as bytes."""
 
     def __init__(self, plan: SavePlan, planner: SavePlanner, *, staged: bool = False) -> None:
         self._planner = planner
         self.is_transparent = save_planner_is_transparent(planner)
-        """Whether the planner's tensors are the state's own: holding on to them costs nothing."""
-        self._by_place: dict[tuple[str, tuple[int, ...]], WriteItem] = {}
+        """Whether the planner's tensors are the state's own, so that references to them cost nothing."""
+        self._by_key: dict[tuple[str, tuple[int, ...]], WriteItem] = {}
         self._tensors: dict[tuple[str, tuple[int, ...]], torch.Tensor] = {}
         self._bytes: dict[str, bytes | memoryview] = {}
         entries: list[TensorEntry] = []
@@ -128,13 +131,13 @@ class PlannedWrites:
                 continue
             tensor = resolve_write_item(planner, item)
             if tensor.is_meta:
-                raise _without_values(item.index.fqn, staged=staged)
+                raise _meta_tensor_error(item.index.fqn, staged=staged)
             entry = tensor_entry(item, tensor)
             if is_plain_tensor(tensor):
                 entries.append(entry)
-                self._by_place[_place(entry)] = item
+                self._by_key[_entry_key(entry)] = item
                 if self.is_transparent:
-                    self._tensors[_place(entry)] = tensor
+                    self._tensors[_entry_key(entry)] = tensor
             else:
                 items.append(ItemEntry(entry.fqn, ARCHIVE_ITEM, entry))
                 self._bytes[_archive_name(entry)] = _archived(entry, tensor)
@@ -142,16 +145,16 @@ class PlannedWrites:
         self.paths = plan.planner_data if isinstance(plan.planner_data, Mapping) else None
 
     def layout(self, known: Sequence[Layout]) -> Layout:
-        """The layout of this work: a known one when it is the same."""
+        """Return the layout of these writes: an equal one of ``known``, or a new one."""
         wanted = build_layout(self.entries, self.items, _clean_paths(self.paths))
         return next((one for one in known if one == wanted), wanted)
 
     def tensor(self, entry: TensorEntry) -> torch.Tensor:
-        """The tensor of one entry; for planners that transform, made now and not kept."""
-        kept = self._tensors.get(_place(entry))
+        """Return the tensor of an entry; a transforming planner computes it at each call."""
+        kept = self._tensors.get(_entry_key(entry))
         if kept is not None:
             return kept
-        tensor: torch.Tensor = resolve_write_item(self._planner, self._by_place[_place(entry)])
+        tensor: torch.Tensor = resolve_write_item(self._planner, self._by_key[_entry_key(entry)])
         if dtype_name(tensor.dtype) != entry.dtype or not _fits(tensor, entry.box.sizes):
             raise SaveFailedError(
                 f"{entry.fqn}: the planner gave {entry.dtype} {entry.box.sizes} at first and then "
@@ -185,11 +188,11 @@ class CachedWrites(PlannedWrites):
     def tensor(self, entry: TensorEntry) -> torch.Tensor:
         tensor = local_tensor(self._state, entry)
         if tensor.is_meta:
-            raise _without_values(entry.fqn, staged=False)
+            raise _meta_tensor_error(entry.fqn, staged=False)
         return tensor
 
 
-def _without_values(fqn: str, *, staged: bool) -> SaveFailedError:
+def _meta_tensor_error(fqn: str, *, staged: bool) -> SaveFailedError:
     if staged:
         return SaveFailedError(
             f"{fqn} is to be written by this rank, but when the state was staged another rank wrote it: the plan "
@@ -202,14 +205,14 @@ def _without_values(fqn: str, *, staged: bool) -> SaveFailedError:
 
 
 def state_table_of_plans(plans: Sequence[SavePlan]) -> StateTable:
-    """The names of the whole state, out of every rank's final plan."""
+    """Return the table of the whole state from the final plans of all ranks."""
     tensors: dict[str, TableTensor] = {}
     objects: dict[str, int] = {}
     paths: dict[str, tuple[str | int, ...]] | None = None
     for part, plan in enumerate(plans):
         known = _clean_paths(plan.planner_data if isinstance(plan.planner_data, Mapping) else None)
         if known is not None:
-            # Most are the name split at its dots, and need not be said.
+            # Most paths are the name split at its dots, and the table omits those.
             odd = {name: path for name, path in known.items() if path != tuple(name.split("."))}
             paths = odd if paths is None else paths | odd
         for item in plan.items:
@@ -232,7 +235,7 @@ def state_table_of_plans(plans: Sequence[SavePlan]) -> StateTable:
 
 
 def state_table_for_planner(planner: SavePlanner, table: StateTable | None) -> StateTable | None:
-    """What is known of the state where this planner wrote it: one that transforms may have saved other types."""
+    """Return the table that holds for this planner; a transforming one may have saved other types."""
     if table is None or save_planner_is_transparent(planner):
         return table
     return msgspec.structs.replace(table, described=False, paths=None, split=False)
@@ -245,11 +248,11 @@ def _clean_paths(paths: Mapping[str, Any] | None) -> dict[str, tuple[str | int, 
 def _archived(entry: TensorEntry, tensor: torch.Tensor) -> bytes:
     try:
         return archive_object(tensor)
-    except Exception as error:  # whatever the class's own pickling raises
+    except Exception as error:  # the class's own pickling may raise any exception
         raise UsageError(f"{entry.fqn} is a {type(tensor).__name__} that cannot be pickled: {error}") from error
 
 
-def _place(entry: TensorEntry) -> tuple[str, tuple[int, ...]]:
+def _entry_key(entry: TensorEntry) -> tuple[str, tuple[int, ...]]:
     return entry.fqn, entry.box.offsets
 
 

@@ -1,4 +1,4 @@
-"""Session: one job's agent connection, incarnation, mapped slots, cached plans and seals in this process."""
+"""Session of one job in one process: agent connection, incarnation, slots, cached plans, seals."""
 
 from __future__ import annotations
 
@@ -60,11 +60,14 @@ from tieredckpt.tensors.state_dict import Fingerprint
 log = logging.getLogger(__name__)
 
 _SLOT_STEP = 1 << 20
+"""Bytes that sizes of large leases are multiples of."""
 _SMALL = 16 << 20
+"""Bytes up to which leases have finer sizes and slots are not prepared."""
 _PROVISIONAL = 1 << 40
+"""First attempt number of slots that are leased before their step is known."""
 _KEPT_PLANS = 4
 _REMEMBERED = 64
-_RESUMED, _KEPT_RESUMED = "resumed.", 32
+_LOAD_PREFIX, _KEPT_LOADS = "resumed.", 32
 
 AgentFactory = Callable[[Settings, str], NodeAgentAPI]
 _sessions: dict[tuple[int, str, str], Session] = {}
@@ -73,7 +76,7 @@ _factory: AgentFactory = NodeAgentClient
 
 
 def open_session(job: str, settings: Settings) -> Session:
-    """This process's session for ``job``: one per process and agent, whoever asks."""
+    """Return this process's session for ``job``, opened by the first call: one per process and agent."""
     name = (os.getpid(), job, str(settings.agent_directory))
     with _sessions_lock:
         session = _sessions.get(name)
@@ -94,7 +97,7 @@ def open_session(job: str, settings: Settings) -> Session:
 
 
 def session_if_open(job: str, settings: Settings) -> Session | None:
-    """The session :func:`open_session` would give, where nothing has to be opened for it."""
+    """Return the session of :func:`open_session` if it is already open."""
     with _sessions_lock:
         return _sessions.get((os.getpid(), job, str(settings.agent_directory)))
 
@@ -106,7 +109,7 @@ def has_sessions() -> bool:
 
 
 def close_sessions() -> None:
-    """Let go of every agent, and say goodbye to it. What was sealed stays with them."""
+    """Close this process's sessions and their agent connections. Sealed shards remain with the agents."""
     with _sessions_lock:
         mine = [name for name in _sessions if name[0] == os.getpid()]
         for session in [_sessions.pop(name) for name in mine]:
@@ -114,7 +117,10 @@ def close_sessions() -> None:
 
 
 def newest_sealed_key(*, current: bool = False) -> ShardKey | None:
-    """The newest step that this process has sealed, whichever job's; ``current``: for the incarnation it writes for."""
+    """Return the newest key that this process has sealed for any job, or ``None``.
+
+    ``current``: consider only keys of the incarnation that the session writes for now.
+    """
     with _sessions_lock:
         mine = [one for name, one in _sessions.items() if name[0] == os.getpid()]
     keys = [
@@ -127,9 +133,9 @@ def newest_sealed_key(*, current: bool = False) -> ShardKey | None:
 
 
 def leave_worlds() -> None:
-    """The ranks of this process have left the world they were in, and will be in another one.
+    """Make all sessions begin a new incarnation at their next save, because the world was left.
 
-    Connections, mapped slots and what is sealed stay.
+    Connections, mapped slots and sealed shards remain.
     """
     with _sessions_lock:
         for name, session in _sessions.items():
@@ -139,8 +145,8 @@ def leave_worlds() -> None:
 
 @contextlib.contextmanager
 def use_agent_factory(factory: AgentFactory) -> Iterator[None]:
-    """While the block runs, new sessions get their node from ``factory``."""
-    global _factory  # noqa: PLW0603 - one switch for the whole process is what a test wants
+    """Create the agents of new sessions with ``factory`` while the block runs."""
+    global _factory  # noqa: PLW0603 - tests switch the whole process
     before, _factory = _factory, factory
     try:
         yield
@@ -150,22 +156,22 @@ def use_agent_factory(factory: AgentFactory) -> Iterator[None]:
 
 
 class _FencedSaveError(SaveFailedError):
-    """Another incarnation of the job writes now."""
+    """Failure of a save because a newer incarnation of the job writes now."""
 
 
 @dataclass
 class StagedShard:
-    """A slot that is filled (or being filled) and not sealed yet."""
+    """Slot that is filled, or being filled, before its seal."""
 
     lease: Lease
     layout: Layout
     memory: MappedSlot
     owner: ProcessIdentity = field(default_factory=current_process)
-    """Who has leased it; it may be filled and sealed by another process of the same rank."""
+    """Process that leased the slot. Another process of the same rank may fill and seal it."""
 
 
 class Session:
-    """One job, as this process takes part in it. Any thread may call."""
+    """One job in this process: agent, incarnation, slots and plans. Any thread may call it."""
 
     def __init__(self, job: str, settings: Settings, node: NodeAgentAPI) -> None:
         self.job = job
@@ -173,57 +179,58 @@ class Session:
         self.agent = node
         self.copier = Copier(copy_thread_count(settings))
         self.incarnation = IncarnationTracker(job)
-        self._found: StepInventory | None = None
-        """The job's steps as they were listed before the first save."""
+        self._inventory: StepInventory | None = None
+        """Steps of the job as listed before the first save."""
         self._finite = FiniteChecker()
         self.sealed_key: ShardKey | None = None
-        """What this process sealed last."""
-        self._speaks = False
-        """This process has said that no durable tier keeps the job's steps, and says so again when it ends."""
-        self._followed = ""
-        """What the process that this one saves for had loaded when it was asked last."""
-        self._told_children = False
-        self._loading = False
-        """The agent has heard of a load, and not yet that this process came further."""
+        """Key of the last shard that this process sealed."""
+        self._has_warned_memory_only = False
+        """Whether this process has warned that no durable tier stores the steps. It warns again when it ends."""
+        self._trainer_lifetime = ""
+        """Last known lifetime of the trainer process that this process saves for."""
+        self._has_published_load = False
+        """Whether this process has published a load for processes that save for it."""
+        self._is_loading = False
+        """Whether the agent knows of a load of this process, and not of its end."""
         self._loaded: VersionId | None = None
-        """What was loaded and not gone on from yet: who never comes to a step, or to a save, has only looked."""
+        """Loaded version without a later step or save. A process that only reads a step stays here."""
         self.committed: VersionId | None = None
-        """The newest version that all ranks have written or loaded, as DCP told them."""
-        self._told_whole: VersionId | None = None
-        """Of which the agent has heard, where it cannot count by itself."""
+        """Newest version that all ranks have written or loaded, as agreed through DCP."""
+        self._reported_committed: VersionId | None = None
+        """Last committed version that was reported to an agent without peers."""
         self.has_single_agent = False
-        """All ranks have this node's agent, whatever the launcher says of nodes."""
-        self._unsaid: list[tuple[VersionId, int]] = []
-        """Parts that this rank left out, and of which its agent has not heard."""
-        self._unagreed: list[tuple[VersionId, int]] = []
-        """The same, of which the ranks of a save have not heard."""
+        """Whether all ranks use this node's agent, even if the launcher reports several nodes."""
+        self._unreported_parts: list[tuple[VersionId, int]] = []
+        """Aborted parts that were not reported to the agent yet."""
+        self._unshared_parts: list[tuple[VersionId, int]] = []
+        """Aborted parts that were not reported to the other ranks yet."""
         self._planned: list[PlannedSave] = []
         self._item_bytes = 0
         self._provisional = itertools.count()
         self._durable: ObjectStore | None = None
         self._memories: dict[str, MappedSlot] = {}
         self._prepared: set[tuple[int, int]] = set()
-        """Parts and sizes whose slots were prepared after a save."""
+        """Part and size of slots that were prepared after a save."""
         self._preparing: list[threading.Thread] = []
         self._is_closing = False
         self._known_blobs: set[str] = set()
         self._arena_id, self._agent_start = node.store.arena_id, node.store.start_id
         self.refresh_peer_plan: Callable[[JobPeersConfig], JobPeersConfig] | None = None
-        """The plan with the addresses that the job's nodes have by now, of which this one may have changed."""
+        """Function that updates a plan with the current addresses of the job's nodes."""
         self._plan: JobPeersConfig | None = None
         self.standby_nodes: tuple[PeerNode, ...] = ()
-        """Nodes outside the world that may get replicas, as this process last saw them."""
+        """Nodes outside the world that accept replicas, as last seen by this process."""
         transport = peer_transport(settings.agent.interface, settings.agent.tls, settings.agent.transport)
         self.peers = PeerReader(node, job, transport, streams=settings.peer.streams)
         self._lock = threading.RLock()
         self._checked_durable = ""
-        """The durable URL that a save was last begun with, which takes objects."""
+        """Durable URL of the last save, which was checked."""
         self._used_durable: DurableSettings | None = None
-        """The durable tier that the agent remembers, because all ranks began a save with it."""
+        """Durable tier that the agent has recorded, because all ranks began a save with it."""
         self._configure()
 
     def _configure(self) -> None:
-        """Only a save changes the durable tier that the agent remembers; until then this process reads its own."""
+        """Send the settings to the agent. Only a save changes the durable tier that the agent records."""
         durable = self.settings.durable
         used = bool(durable.url) and durable == self._used_durable
         self.agent.configure(self.job, durable, check="none" if used else "open")
@@ -232,19 +239,19 @@ class Session:
             self.join_peers(plan)
 
     def join_peers(self, plan: JobPeersConfig) -> None:
-        """Keep copies with the job's other nodes from now on."""
+        """Send the plan of the job's nodes to the agent, which then replicates shards to them."""
         if plan != self._plan:
             self.agent.join_peers(self.job, plan)
             self._plan = plan
 
     @property
     def peer_plan(self) -> JobPeersConfig | None:
-        """The plan that this process last sent to its agent."""
+        """Plan that this process last sent to its agent."""
         return self._plan
 
     def update_settings(self, settings: Settings) -> None:
-        """Settings may change between saves (another durable URL, say)."""
-        settings = replace(settings, agent=self.settings.agent)  # a session stays with its agent
+        """Use changed settings from the next save, for example another durable URL."""
+        settings = replace(settings, agent=self.settings.agent)  # a session uses the same agent until it is closed
         if settings != self.settings:
             before, self.settings = self.settings, settings
             if (settings.durable, settings.peer) != (before.durable, before.peer):
@@ -252,7 +259,7 @@ class Session:
                 try:
                     self._configure()
                 except TieredCheckpointError:
-                    self.settings = before  # what was refused is refused again
+                    self.settings = before  # so that the next call raises again
                     raise
 
     def check_durable(self) -> None:
@@ -276,39 +283,37 @@ class Session:
 
     @property
     def is_closed(self) -> bool:
-        """Whether this process has let go of the agent."""
+        """Whether the session is closed."""
         return self._is_closing
 
     @property
     def sealed_step(self) -> int:
-        """The step that this process sealed last; -1 for none."""
+        """Step that this process sealed last; -1 for none."""
         return -1 if self.sealed_key is None else self.sealed_key.version
 
     @property
     def agents_are_isolated(self) -> bool:
-        """Whether ranks are on several nodes whose agents do not know each other. Those hear from the ranks what is
-        whole, and what was left out, by what the ranks agree on at each save.
+        """Whether ranks are on several nodes whose agents do not know each other.
+
+        The ranks then report committed versions and aborted parts to their agents at each save.
         """
         if self._plan is not None or self.has_single_agent or not dist.is_initialized():
             return False
         return local_world_size() not in (0, dist.get_world_size())
 
-    # -- incarnation ------------------------------------------------------------------------------------------
-
     def propose(self, step: int, point: CapturePoint) -> SaveProposal:
-        """What this rank says to the others of a save of what was captured at ``point``."""
-        self.report_continued()  # before any rank writes for the incarnation that this save may begin
-        left_out = self._unagreed if self.agents_are_isolated else ()
+        """Return this rank's proposal for a save of the state captured at ``point``."""
+        self.report_continued()  # before any rank writes for a new incarnation
+        left_out = self._unshared_parts if self.agents_are_isolated else ()
         return self.incarnation.propose(step, point, self.newest_known_epoch(), self.committed, left_out)
 
     def adopt(self, decision: SaveDecision, point: CapturePoint) -> None:
-        """Write for what the ranks of a save have decided."""
+        """Write for the incarnation that the ranks of a save have decided on."""
         with self._lock:
             before = self.incarnation.current
             self.incarnation.adopt(decision, point)
-            if (
-                self.incarnation.current != before
-            ):  # alike on all ranks: with something planned, a rank plans with no other
+            # On all ranks alike, because a rank with a cached plan would skip DCP's collectives.
+            if self.incarnation.current != before:
                 self._planned.clear()
         durable = self.settings.durable
         if durable.url and durable != self._used_durable:
@@ -317,20 +322,20 @@ class Session:
         if decision.newest_complete is not None:
             self.report_complete(decision.newest_complete)
         with self._lock:
-            self._unsaid += [left for left in decision.aborted_parts if left not in self._unagreed]
-            self._unagreed = [left for left in self._unagreed if left not in decision.aborted_parts]
-        self._say_left_out()
+            self._unreported_parts += [left for left in decision.aborted_parts if left not in self._unshared_parts]
+            self._unshared_parts = [left for left in self._unshared_parts if left not in decision.aborted_parts]
+        self._report_aborted_parts()
 
     def leave_world(self) -> None:
-        """What is saved next is of a new incarnation, also where the next world is as large as the last one was."""
+        """Begin a new incarnation at the next save, even if the next world has the same size."""
         with self._lock:
             self.incarnation.leave_world()
             self._planned.clear()
 
     def rewind_to(self, step: int, ranks: int | None = None) -> None:
-        """What is saved next goes on from ``step`` (-1: from nothing): what was saved after it is of a past.
+        """Make the next save continue from ``step`` (-1: from nothing); the job abandons later steps.
 
-        ``ranks``: how many have loaded it together; ``None``: all.
+        ``ranks``: number of ranks that loaded it together; ``None`` for all.
         """
         with self._lock:
             self.incarnation.rewind_to(step, ranks)
@@ -338,19 +343,19 @@ class Session:
             self._loaded = None
 
     def newest_known_epoch(self) -> int:
-        """The newest epoch anybody has heard of: this node's agent, or who wrote what is in the durable tier."""
+        """Return the newest epoch known to the agent or present in the job's steps in any tier."""
         known = self.agent.store.epoch(self.job)
         current = self.incarnation.current
         if current is not None:
             return max(known, current.epoch)
-        # An agent that lost its memory has forgotten the epochs, but the job's steps are still there.
-        seen = self._found = self.agent.list_steps(self.job)
-        return max([known, *(view.version_id.epoch for view in seen.views)])
+        # An agent that lost its memory has no epochs, but the steps in other tiers have them.
+        inventory = self._inventory = self.agent.list_steps(self.job)
+        return max([known, *(view.version_id.epoch for view in inventory.views)])
 
     def check_step_order(self, step: int) -> None:
-        """Raise :class:`UsageError` where a restore would prefer a step that the job has to ``step``.
+        """Raise :class:`UsageError` if a restore would prefer an existing step to ``step``.
 
-        No agent is asked: the first save has just listed the steps, and later ones know what they follow.
+        This sends no request: the first save has just listed the steps, and later saves know their predecessor.
         """
         newest = self.incarnation.newest_step
         if newest is not None and newest > step:
@@ -359,7 +364,7 @@ class Session:
                 "restore would pass over it. Number the steps upwards, restore an earlier step first, or use another "
                 "job name"
             )
-        if newest is None and (found := _newest_loadable(self._found)) > step:
+        if newest is None and (found := _newest_loadable(self._inventory)) > step:
             raise UsageError(
                 f"Step {step} of job {self.job!r} is behind step {found} of an earlier run, and nothing was restored. "
                 "Restore before the first save to continue that run (Checkpointer.restore, or dcp.load with a "
@@ -367,21 +372,21 @@ class Session:
             )
 
     def start_over(self) -> None:
-        """Leave the job's earlier steps behind, unless this process has restored or saved one."""
+        """Abandon the job's earlier steps, unless this process has restored or saved one."""
         if self.incarnation.newest_step is None:
             self.rewind_to(-1)
 
     def report_part_aborted(self, key: ShardKey) -> None:
-        """This rank will never seal this part: its agent hears it, which has all nodes give the version up."""
+        """Report to the agent that this rank never seals this part; all nodes then abort the version."""
         with self._lock:
-            self._unsaid.append((key.version_id, key.part))
-            self._unagreed = [*self._unagreed, (key.version_id, key.part)][-_REMEMBERED:]
-        self._say_left_out()
+            self._unreported_parts.append((key.version_id, key.part))
+            self._unshared_parts = [*self._unshared_parts, (key.version_id, key.part)][-_REMEMBERED:]
+        self._report_aborted_parts()
 
-    def _say_left_out(self) -> None:
+    def _report_aborted_parts(self) -> None:
         with self._lock:
-            unsaid, self._unsaid = self._unsaid, []
-        for number, (group, part) in enumerate(unsaid):
+            unreported, self._unreported_parts = self._unreported_parts, []
+        for number, (group, part) in enumerate(unreported):
             try:
                 self.agent.store.abort_part(self.job, group, part)
             except PeerStoreError as error:
@@ -389,11 +394,12 @@ class Session:
                     "%s: the node agent has not heard that step %d was left out: %s", *(self.job, group.version, error)
                 )
                 with self._lock:
-                    self._unsaid = [*unsaid[number:], *self._unsaid][-_REMEMBERED:]  # with the next save
+                    # The next save retries.
+                    self._unreported_parts = [*unreported[number:], *self._unreported_parts][-_REMEMBERED:]
                 return
 
     def align_attempts(self, step: int, attempts: int, part: int) -> None:
-        """Others have tried ``step`` so often: of tries that this rank has not made it has left its part out."""
+        """Advance to ``attempts`` attempts at ``step``, and abort this rank's parts of the ones it missed."""
         current = self.incarnation.current
         if current is None:
             return
@@ -402,37 +408,38 @@ class Session:
         self.incarnation.skip_attempts(step, attempts)
 
     def drop_steps(self, groups: Sequence[VersionId]) -> None:
-        """The user gives up these steps, wherever they are."""
+        """Drop these versions in all tiers and on all nodes, on a user's request."""
         self.agent.drop_steps(self.job, groups)
         if self.committed in groups:
             self.committed = None
 
     def report_complete(self, group: VersionId) -> None:
-        """All ranks have written their parts of a version, as DCP told one of them. Agents that know each other count
-        by themselves.
+        """Record that all ranks have written their parts of a version, as known through DCP.
+
+        Isolated agents receive this report. Agents that know each other count the parts themselves.
         """
         self.committed = group if self.committed is None else max(group, self.committed)
-        if self.agents_are_isolated and self._told_whole != self.committed:
+        if self.agents_are_isolated and self._reported_committed != self.committed:
             try:
                 self.agent.store.mark_committed(self.job, self.committed)
-                self._told_whole = self.committed
-            except PeerStoreError as error:  # it is whole all the same, and said again with the next save
+                self._reported_committed = self.committed
+            except PeerStoreError as error:  # the version is complete anyway, and the next save repeats the report
                 log.warning("%s: its agent has not heard that step %d is whole: %s", self.job, group.version, error)
 
     def newest_complete_step(self) -> int:
-        """The newest step that this node knows to be whole; -1 for none."""
+        """Return the newest step that this node knows as complete, or -1."""
         group = self.agent.store.newest_committed(self.job)
         known = [one.version for one in (group, self.committed) if one is not None]
         return max(known, default=-1)
 
     @contextlib.contextmanager
     def track_load(self, group: VersionId, rank: int) -> Iterator[None]:
-        """In the block, and until :meth:`report_load_survived`, this process's death is put down to its load."""
+        """Attribute a death of this process to its load, in the block and until :meth:`report_load_survived`."""
         try:
             self.agent.report_load_started(self.job, group, rank)
         except PeerStoreError as error:
             log.debug("the node agent was not told of a load: %s", error)
-        self._loading = True
+        self._is_loading = True
         try:
             yield
         except BaseException:
@@ -440,68 +447,68 @@ class Session:
             raise
 
     def report_continued(self) -> None:
-        """This process trains on from what it has loaded: the node hears that the job has left what is newer."""
+        """Report to the agent that the job continues from the loaded version, so newer ones are abandoned."""
         with self._lock:
             if self._loaded is not None:
                 self.agent.report_restored(self.job, self._loaded, goes_on=True)
                 self._loaded = None
 
     def report_load_survived(self, *, stepped: bool = True) -> None:
-        """The load did not end this process: it comes to a step, or ends as it should."""
+        """Report that the process survived its load; ``stepped``: it has also made a step or a save."""
         if stepped:
             try:
                 self.report_continued()
             except (PeerStoreError, OSError) as error:
                 log.debug("the node agent was not told what is gone on from: %s", error)
-        if self._loading:
-            self._loading = False
+        if self._is_loading:
+            self._is_loading = False
             try:
                 self.agent.report_load_ended(self.job, stepped=stepped)
             except (PeerStoreError, OSError) as error:
                 log.debug("the node agent was not told that a load is over: %s", error)
 
     def report_restored(self, group: VersionId, ranks: int) -> None:
-        """This process has ``group``, which so many ranks have loaded; what it saves next says so."""
+        """Record that this process has loaded ``group`` together with ``ranks`` ranks in all."""
         with self._lock:
             self.rewind_to(group.version, ranks)
             self._loaded = group
         try:
             self.committed = group if self.committed is None else max(group, self.committed)
             self.agent.report_restored(self.job, group, goes_on=False)
-            self._tell_children(group)
-        except PeerStoreError as error:  # every byte is where it belongs: no reason to fail the load
+            self._publish_load(group)
+        except PeerStoreError as error:  # the state is loaded, so the load does not fail
             log.warning("the node agent did not note that step %d of %s was loaded: %s", group.version, self.job, error)
 
-    def _tell_children(self, group: VersionId) -> None:
-        """For processes that DCP saves in: they are handed what they save, and not what was loaded before."""
-        said = msgspec.msgpack.encode((group, self.incarnation.capture().lifetime_id))
+    def _publish_load(self, group: VersionId) -> None:
+        """Publish a load in the agent for DCP's save processes, which receive the state and not the load."""
+        message = msgspec.msgpack.encode((group, self.incarnation.capture().lifetime_id))
         store = self.agent.store
-        store.put_blob(self.job, _resumed(current_process()), said)
-        if not self._told_children:
-            self._told_children = True
-            for name in _left_behind(store.list_blobs(self.job)):
+        store.put_blob(self.job, _load_blob_name(current_process()), message)
+        if not self._has_published_load:
+            self._has_published_load = True
+            for name in _stale_load_blobs(store.list_blobs(self.job)):
                 store.remove_blob(self.job, name)
 
     def follow_trainer_rewind(self, trainer: ProcessIdentity) -> None:
-        """Go back where the process that this one saves for has loaded a step since this was called last.
+        """Rewind if the trainer process that this one saves for has loaded a step since the last call.
 
-        Not where this one has loaded one itself: a child of somebody who loads is not always one that DCP saves in.
+        A process that has itself loaded a step does not rewind, because it is not a save process of DCP.
         """
-        if self._told_children:
+        if self._has_published_load:
             return
         try:
-            said = self.agent.store.get_blob(self.job, _resumed(trainer))
+            message = self.agent.store.get_blob(self.job, _load_blob_name(trainer))
         except ShardNotFoundError:
             return
-        group, life = from_msgpack(said, tuple[VersionId, str])
-        if life != self._followed:
-            self._followed = life
+        group, lifetime = from_msgpack(message, tuple[VersionId, str])
+        if lifetime != self._trainer_lifetime:
+            self._trainer_lifetime = lifetime
             with self._lock:
                 self.rewind_to(group.version)
-                self._loaded = group  # who saves for a process that loaded goes on from there
+                self._loaded = group  # the next save continues from the trainer's load
 
     def durable_store(self) -> ObjectStore:
-        """The durable tier, opened by this process for reading."""
+        """Return the durable tier, opened by this process for reads."""
         with self._lock:
             if self._durable is None:
                 durable = self.settings.durable
@@ -510,14 +517,12 @@ class Session:
                 self._durable = open_store(durable.url, durable)
             return self._durable
 
-    # -- plans ------------------------------------------------------------------------------------------------
-
     @property
     def cached_layouts(self) -> list[Layout]:
         return [planned.layout for planned in self._planned]
 
     def cached_plan(self, found: Sequence[Fingerprint]) -> PlannedSave | None:
-        """What was planned for a state like this one, in this world."""
+        """Return this world's plan for a state with these fingerprints, or ``None``."""
         wanted = tuple(found)
         return next(
             (p for p in self._planned if p.fingerprint == wanted and p.parts == self.incarnation.part_count), None
@@ -533,23 +538,24 @@ class Session:
         ]
         self._planned = [planned, *others][:_KEPT_PLANS]
 
-    # -- writing ----------------------------------------------------------------------------------------------
-
     def lease_slot(self, key: ShardKey, parts: int, layout: Layout, item_bytes: int, *, wait_s: float) -> StagedShard:
-        """A slot for ``layout`` and ``item_bytes`` more, mapped."""
+        """Lease and map a slot for ``layout`` and ``item_bytes`` bytes of objects.
+
+        Wait up to ``wait_s`` seconds for a free slot.
+        """
         self.report_load_survived()
         if isinstance(self.agent, NodeAgentClient):
             self.agent.watch_agent()
-        if self._unsaid:
-            self._say_left_out()
+        if self._unreported_parts:
+            self._report_aborted_parts()
         size = _lease_bytes(layout.header_bytes + layout.tensor_bytes + item_bytes)
-        self._notice_new_agent()
-        self._let_go_of_dropped()
+        self._follow_agent_restart()
+        self._unmap_evicted()
         try:
-            lease = self._leased(key, size, parts, wait_s)
-            self._notice_new_agent()  # the one before may have ended only now
+            lease = self._lease(key, size, parts, wait_s)
+            self._follow_agent_restart()  # the old agent may have ended only now
             failpoint("stage.leased")
-            memory = self._memory(lease)
+            memory = self._map_slot(lease)
             self._wait_for_preparation(lease, memory)
             return StagedShard(lease, layout, memory)
         except ArenaBusyError as error:
@@ -566,27 +572,28 @@ class Session:
         except (PeerStoreError, OSError, ValueError) as error:
             raise TierUnavailableError(f"no slot for {key}: {error}") from error
 
-    def _leased(self, key: ShardKey, size: int, parts: int, wait_s: float) -> Lease:
+    def _lease(self, key: ShardKey, size: int, parts: int, wait_s: float) -> Lease:
         store = self.agent.store
         try:
             return store.lease(key, size, parts, wait_s=wait_s)
         except (ArenaBusyError, ArenaFullError):
-            if not self._let_go_of_dropped():
+            if not self._unmap_evicted():
                 raise
-            return store.lease(key, size, parts, wait_s=wait_s)  # what was dropped for it has just become free memory
+            return store.lease(key, size, parts, wait_s=wait_s)  # the memory of unmapped slots is free now
 
-    def _let_go_of_dropped(self) -> bool:
-        """Unmap slots that the agent has given up: their memory counts until then. Whether there were any."""
+    def _unmap_evicted(self) -> bool:
+        """Unmap evicted slots, whose memory counts until then; return whether any were mapped."""
         with self._lock:
             dropped = [name for name, memory in self._memories.items() if memory.is_evicted]
             for name in dropped:
                 self._memories.pop(name).close()
             return bool(dropped)
 
-    def _notice_new_agent(self) -> None:
-        """An agent that lost its arena has none of the layouts it was given before, and knows no other node.
+    def _follow_agent_restart(self) -> None:
+        """Send the plan of the nodes, and after a lost arena everything else, to a restarted agent.
 
-        One that only began again knows them as they were, and may listen elsewhere, as may theirs.
+        An agent that lost its arena has no layouts and no peers. An agent that kept it may listen on another address,
+        as may its peers.
         """
         with self._lock:
             store = self.agent.store
@@ -603,7 +610,7 @@ class Session:
             if self._plan is not None:
                 self.agent.join_peers(self.job, self._plan)
 
-    def _memory(self, lease: Lease) -> MappedSlot:
+    def _map_slot(self, lease: Lease) -> MappedSlot:
         with self._lock:
             known = self._memories.get(lease.slot)
             if known is None or known.generation != lease.generation:
@@ -611,7 +618,7 @@ class Session:
                     known.close()
                 fd = self.agent.store.open_slot(lease.slot)
                 known = self._memories[lease.slot] = MappedSlot(fd, lease.slot_bytes, lease.generation)
-            self._let_go_of_dropped()
+            self._unmap_evicted()
             return known
 
     def populated_mapping(self, fd: int, size_bytes: int) -> MappedSlot | None:
@@ -620,9 +627,9 @@ class Session:
             return next((memory for memory in self._memories.values() if memory.maps_file(fd, size_bytes)), None)
 
     def lease_slot_before_step(self, planned: PlannedSave, *, wait_s: float) -> StagedShard | None:
-        """A slot for a planned save whose step is not known yet; :meth:`seal` gives it its key.
+        """Lease a slot for a planned save before its step is known; :meth:`seal` sets the key.
 
-        ``None`` where a newer incarnation has begun that this rank hears of when the ranks of this save agree.
+        Return ``None`` if a newer incarnation has begun. This rank learns its name when the ranks of the save agree.
         """
         current = self.incarnation.current
         if current is None:
@@ -633,19 +640,21 @@ class Session:
         except _FencedSaveError:
             return None
         except (StoreBusyError, SaveFailedError, TierUnavailableError) as error:
-            what = f"what part {planned.part} of {self.job} stages (epoch {current.epoch} {current.name})"
-            raise type(error)(str(error).replace(str(key), what)) from error
+            description = f"what part {planned.part} of {self.job} stages (epoch {current.epoch} {current.name})"
+            raise type(error)(str(error).replace(str(key), description)) from error
 
     def relabel_slot(self, staged: StagedShard, key: ShardKey) -> StagedShard | None:
-        """The same slot, as one of the incarnation of ``key``; :meth:`seal` gives it its key.
+        """Return the slot moved to the incarnation of ``key``; :meth:`seal` sets the final key.
 
-        ``None`` where another rank of this node has begun that incarnation first, which ended this slot. Its memory is
-        as it was for whoever has mapped it, and nobody else is given it while its owner lives.
+        Return ``None`` if another rank of this node has begun that incarnation first, which ended this lease. The
+        mapped memory is unchanged, and the agent does not lease it again while its owner lives.
         """
-        mine = staged.lease.key
-        later = ShardKey(self.job, 0, key.epoch, key.incarnation, _PROVISIONAL + next(self._provisional), mine.part)
+        lease_key = staged.lease.key
+        provisional = ShardKey(
+            self.job, 0, key.epoch, key.incarnation, _PROVISIONAL + next(self._provisional), lease_key.part
+        )
         try:
-            lease = self.agent.store.relabel(staged.lease.id, later)
+            lease = self.agent.store.relabel(staged.lease.id, provisional)
         except LeaseLostError:
             return None
         except PeerStoreError as error:
@@ -653,8 +662,8 @@ class Session:
         return replace(staged, lease=lease)
 
     def adopt_slot(self, lease: Lease, layout: Layout, owner: ProcessIdentity) -> StagedShard:
-        """Go on with a slot that another process of this rank has staged."""
-        return StagedShard(lease, layout, self._memory(lease), owner)
+        """Use a slot that another process of this rank has staged."""
+        return StagedShard(lease, layout, self._map_slot(lease), owner)
 
     def seal(
         self,
@@ -668,10 +677,10 @@ class Session:
         keep: bool = False,
         finite: bool = False,
     ) -> ShardRecord:
-        """Write header and items beside the staged tensors, and make the shard immutable.
+        """Write the header and items next to the staged tensors, and make the shard immutable.
 
-        ``required``: this very step is to become durable, whatever comes after it. ``keep``: it is not given up.
-        ``finite``: tensors that have become NaN or infinite are a :class:`NonFiniteStateError`.
+        ``durable``: upload the step. ``required``: upload it even if newer steps follow. ``keep``: never evict it.
+        ``finite``: raise :class:`NonFiniteStateError` for tensors that have become NaN or infinite.
         """
         if finite:
             self._finite.check(staged.memory, staged.layout, f"step {key.version} of {self.job}, rank {key.part}")
@@ -681,7 +690,7 @@ class Session:
             self._prepare_following(staged)
         self._item_bytes = sum(sizes)
         try:
-            staged = self._labelled(staged, key, total)
+            staged = self._relabel_and_grow(staged, key, total)
             memory = staged.memory
             memory.write(0, layout.header(sizes))
             for start, item in zip(layout.item_starts(sizes), items, strict=True):
@@ -696,13 +705,13 @@ class Session:
                 saved_ns=time.time_ns(),
                 required=required or msgspec.UNSET,
             )
-            if keep:  # before it is there: no newer one takes its place in between
+            if keep:  # before the seal, so that no newer step evicts it in between
                 self.agent.store.retain(self.job, key.version_id)
             try:
-                record = self._sealed(staged.lease, total, meta, layout, table)
+                record = self._send_seal(staged.lease, total, meta, layout, table)
             except BaseException:
                 if keep:
-                    with contextlib.suppress(PeerStoreError):  # as many as there may be are not for what is not there
+                    with contextlib.suppress(PeerStoreError):  # a failed step must not use up a retained one's place
                         self.agent.store.retain(self.job, key.version_id, kept=False)
                 raise
         except PeerStoreError as error:
@@ -712,37 +721,37 @@ class Session:
         failpoint("seal.asked")
         return record
 
-    def _sealed(
+    def _send_seal(
         self, lease: Lease, total: int, meta: ShardMeta, layout: Layout, table: StateTable | None
     ) -> ShardRecord:
-        """With what describes it; that is given once, and again where the agent has forgotten the job since."""
+        """Seal with the layout and the table; send these once, and again if the agent has forgotten the job."""
         described: dict[str, Callable[[], bytes]] = {LAYOUT_BLOB_PREFIX + layout.digest: lambda: encode_layout(layout)}
         if table is not None:
             described[TABLE_BLOB_PREFIX + table.digest] = lambda: encode_table(table)
 
-        def ask() -> ShardRecord:
+        def request() -> ShardRecord:
             for name, make in described.items():
                 self._put_packed(name, make)
             return self.agent.store.seal(lease.id, total, encode_meta(meta), tuple(described))
 
         try:
-            return ask()
+            return request()
         except ShardNotFoundError:
             with self._lock:
                 self._known_blobs.clear()
                 self._configure()
                 if self._plan is not None:
                     self.agent.join_peers(self.job, self._plan)
-        return ask()
+        return request()
 
-    def _labelled(self, staged: StagedShard, key: ShardKey, total: int) -> StagedShard:
-        """The same slot under its final key, and large enough."""
+    def _relabel_and_grow(self, staged: StagedShard, key: ShardKey, total: int) -> StagedShard:
+        """Return the slot with its final key, grown to ``total`` bytes if necessary."""
         lease = staged.lease
         if lease.key != key:
             lease = self.agent.store.relabel(lease.id, key)
-        if total > lease.size_bytes:  # perhaps another file then, with what was staged in it
+        if total > lease.size_bytes:  # this may copy the staged bytes into another file
             lease = self.agent.store.grow(lease.id, round_up(total, _SLOT_STEP))
-        return staged if lease is staged.lease else replace(staged, lease=lease, memory=self._memory(lease))
+        return staged if lease is staged.lease else replace(staged, lease=lease, memory=self._map_slot(lease))
 
     def prepare_slots(self, part: int, size_bytes: int, place: torch.device | None) -> None:
         """Map, populate and register in the background the slots that the next saves of ``part`` write into."""
@@ -757,13 +766,13 @@ class Session:
 
     def _prepare(self, part: int, size_bytes: int, place: torch.device | None) -> None:
         try:
-            # Threads of its own: a save that comes meanwhile copies with those of the session.
+            # Own threads, because a save may use those of the session at the same time.
             with contextlib.closing(Copier(self.copier.threads)) as copier:
                 for slot in self.agent.store.reserve(self.job, part, _lease_bytes(size_bytes)):
                     if not self._is_closing:
                         self._prepare_slot(slot, place, copier)
         except (PeerStoreError, OSError, ValueError) as error:
-            # A save may take a slot at any time: it is only not prepared then.
+            # Saves work without prepared slots.
             log.debug("slots for %s were not prepared: %s", self.job, error)
 
     def _prepare_slot(self, slot: SlotInfo, place: torch.device | None, copier: Copier) -> None:
@@ -784,7 +793,7 @@ class Session:
             memory.ready.set()
 
     def _prepare_following(self, staged: StagedShard) -> None:
-        """Once for each size that is saved: the next save finds its slot prepared, as the tenth does."""
+        """Prepare the slot of the next save, once for each part and size."""
         lease = staged.lease
         with self._lock:
             is_new = (lease.key.part, lease.size_bytes) not in self._prepared
@@ -810,13 +819,13 @@ class Session:
             thread.join()
 
     def wait_for_drain(self, timeout_s: float) -> None:
-        """Until everything that was to become durable is, or cannot, or the time is over."""
+        """Wait until every requested upload has succeeded or failed, or the timeout has passed."""
         view = self.agent.wait_durable(self.job, None, timeout_s)
         if view is not None and view.state in ("waiting", "running"):
             log.warning("step %d of %s is still not durable after %.0f s", view.version_id.version, self.job, timeout_s)
 
     def release_slot(self, staged: StagedShard) -> None:
-        """Give the slot back; errors do not matter, the lease would expire anyway."""
+        """Release the slot. Errors are only logged, because the lease expires anyway."""
         try:
             self.agent.store.release(staged.lease.id)
         except PeerStoreError as error:
@@ -835,15 +844,15 @@ class Session:
             self._known_blobs.add(name)
 
     def wants_durable(self, step: int) -> bool:
-        """Whether policy wants ``step`` in the durable tier."""
+        """Return whether the policy requests an upload of ``step``."""
         durable = self.settings.durable
         return bool(durable.url) and step % durable.every == 0
 
     def warn_memory_only(self) -> None:
-        """Once: where the job's steps are, and for how long, when no durable tier keeps them. For one of its ranks."""
-        if self._speaks or self.settings.durable.url:
+        """Warn once if no durable tier stores the steps: where they are, and for how long. For one rank."""
+        if self._has_warned_memory_only or self.settings.durable.url:
             return
-        self._speaks = True
+        self._has_warned_memory_only = True
         log.warning(
             "%s has no durable tier: its steps are in memory only. They go with the nodes that hold them, and %s after "
             "the job's last process. Checkpointer(durable='s3://bucket/prefix'), or durable.url, keeps them",
@@ -851,9 +860,9 @@ class Session:
             f"{self.settings.agent.job_ttl_s / 3600:.3g} hours",
         )
 
-    def _say_what_is_left(self) -> None:
-        """At the end of the process: until when the newest step is there."""
-        if not self._speaks or self.sealed_step < 0 or self.settings.durable.url:
+    def _warn_remaining(self) -> None:
+        """Warn at the end of the process how long the newest step remains in memory."""
+        if not self._has_warned_memory_only or self.sealed_step < 0 or self.settings.durable.url:
             return
         until = time.time() + self.settings.agent.job_ttl_s
         log.warning(
@@ -863,12 +872,12 @@ class Session:
         )
 
     def stop_watching_agent(self) -> None:
-        """Nothing is saved for now: this process does not look after the agent any more."""
+        """Stop restarting the agent after a failure, until the next save."""
         if isinstance(self.agent, NodeAgentClient):
             self.agent.stop_watching_agent()
 
     def add_metrics(self, **values: float) -> ProtectionStatus | None:
-        """Tell the agent's metrics, and hear up to which step the job is protected; never worth an error."""
+        """Add to the agent's metrics; return the job's protection status, or ``None`` on an error."""
         try:
             return self.agent.add_metrics(self.job, values)
         except PeerStoreError as error:
@@ -876,11 +885,11 @@ class Session:
             return None
 
     def close(self) -> None:
-        self._say_what_is_left()
+        self._warn_remaining()
         self.report_load_survived(stepped=False)
-        if self._told_children:
+        if self._has_published_load:
             with contextlib.suppress(PeerStoreError, OSError):
-                self.agent.store.remove_blob(self.job, _resumed(current_process()))
+                self.agent.store.remove_blob(self.job, _load_blob_name(current_process()))
         self._is_closing = True
         self.wait_until_prepared()
         for memory in self._memories.values():
@@ -898,25 +907,30 @@ class Session:
 
 
 def _lease_bytes(size_bytes: int) -> int:
-    """The size of the lease for a shard of ``size_bytes``, alike for shards that differ a little."""
+    """Return the lease size for a shard of ``size_bytes``, rounded so that similar shards share slots."""
     return round_up(size_bytes, _SLOT_STEP if size_bytes > _SMALL else 1 << 16)
 
 
-def _newest_loadable(seen: StepInventory | None) -> int:
-    """The step that a restore would take; -1 for none."""
-    if seen is None:
+def _newest_loadable(inventory: StepInventory | None) -> int:
+    """Return the step that a restore would load; -1 for none."""
+    if inventory is None:
         return -1
-    marked = [view.version_id for view in seen.views if view.quarantined]
-    chosen = resolve_step([view.candidate for view in seen.views], quarantined=marked, torn=seen.torn).chosen
-    return max([-1 if chosen is None else chosen.version_id.version, *seen.plain])
+    quarantined = [view.version_id for view in inventory.views if view.quarantined]
+    chosen = resolve_step(
+        [view.candidate for view in inventory.views], quarantined=quarantined, torn=inventory.torn
+    ).chosen
+    return max([-1 if chosen is None else chosen.version_id.version, *inventory.plain])
 
 
-def _resumed(process: ProcessIdentity) -> str:
-    return f"{_RESUMED}{process.pid}.{process.start_time}"
+def _load_blob_name(process: ProcessIdentity) -> str:
+    return f"{_LOAD_PREFIX}{process.pid}.{process.start_time}"
 
 
-def _left_behind(blobs: Iterable[str]) -> list[str]:
-    """What processes that were killed have said, but for the latest: of another namespace they only seem to be gone."""
-    said = [name.removeprefix(_RESUMED).split(".") for name in blobs if name.startswith(_RESUMED)]
-    gone = [one for one in (ProcessIdentity(int(pid), int(started)) for pid, started in said) if not one.is_alive]
-    return [_resumed(one) for one in sorted(gone, key=lambda one: one.start_time)[:-_KEPT_RESUMED]]
+def _stale_load_blobs(blobs: Iterable[str]) -> list[str]:
+    """Return the published loads of dead processes, except the latest.
+
+    Processes in another PID namespace seem dead too, so the latest remain.
+    """
+    processes = [name.removeprefix(_LOAD_PREFIX).split(".") for name in blobs if name.startswith(_LOAD_PREFIX)]
+    dead = [one for one in (ProcessIdentity(int(pid), int(started)) for pid, started in processes) if not one.is_alive]
+    return [_load_blob_name(one) for one in sorted(dead, key=lambda one: one.start_time)[:-_KEPT_LOADS]]

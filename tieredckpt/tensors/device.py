@@ -1,9 +1,11 @@
 """The only module that talks to accelerators: streams, events, pinned memory.
 
-A device does what it is given *later*: a call that returns says nothing about the bytes. Only an event that has
-completed, or a stream that was synchronised, does. So whoever moves bytes names streams and events (torch's own words
-for them), and the same code runs on any implementation: without a device (:class:`CpuBackend`), on the accelerator that
-torch reports (:class:`AcceleratorBackend`), and on the devices of the tests, which are as late as they may be.
+A device works asynchronously: a copy is done only when an event after it has completed, or its stream is synchronized.
+So code that moves bytes names streams and events, as in torch. The same code runs on every backend:
+
+- :class:`CpuBackend`, without a device.
+- :class:`AcceleratorBackend`, on the accelerator that torch reports.
+- Devices of the tests, which do their work as late as possible.
 """
 
 from __future__ import annotations
@@ -25,110 +27,111 @@ T = TypeVar("T")
 
 
 class DeviceEvent(Protocol):
-    """A point in what a stream was given."""
+    """Point in the work of a stream."""
 
     def query(self) -> bool:
-        """Whether everything before it has completed."""
+        """Return whether all work before the event has completed."""
 
     def synchronize(self) -> None:
-        """Wait until everything before it has completed."""
+        """Wait until all work before the event has completed."""
 
 
 class DeviceStream(Protocol):
-    """What one device does in order."""
+    """Ordered work of one device."""
 
     def record_event(self) -> DeviceEvent:
-        """The end of what the stream was given so far."""
+        """Return an event after the work enqueued so far."""
 
     def wait_event(self, event: Any) -> None:
-        """What the stream is given from now on begins after ``event``."""
+        """Make later work on this stream wait for ``event``."""
 
     def wait_stream(self, stream: Any) -> None:
-        """What the stream is given from now on begins after what ``stream`` was given so far."""
+        """Make later work on this stream wait for the work enqueued on ``stream`` so far."""
 
     def synchronize(self) -> None:
-        """Wait until the stream has done all it was given."""
+        """Wait until all enqueued work has completed."""
 
 
 class DeviceCopy(NamedTuple):
-    """The elements of ``source`` go to ``target``, which has the same shape."""
+    """Copy of the elements of ``source`` to ``target``, which has the same shape."""
 
     target: torch.Tensor
     source: torch.Tensor
 
 
 class DeviceBackend(Protocol):
-    """The devices of one kind, as this process sees them.
+    """Devices of one kind, as seen by this process.
 
-    Promises every implementation makes (``tests/contract/test_device.py`` holds it to them):
+    Every implementation has these properties, which ``tests/contract/test_device.py`` tests:
 
-    - ``copy`` is done in the stream's order, at some time before ``synchronize`` of the stream, or of an event that was
-      recorded behind it, returns. Until then nobody reads a target, and nobody changes, frees or unregisters a source.
-      Whoever gives a stream other tensors than those of its own work keeps them until then.
-    - Two streams have no order but by ``wait_stream`` and ``wait_event``.
-    - Registered memory keeps its pages until it is unregistered. A registration that fails is said, not raised.
-    - The current device and the current stream are the calling thread's.
+    - ``copy`` runs in the stream's order. It is done when ``synchronize`` of the stream, or of an event recorded after
+      it, returns. Until then the caller must not read a target, and must not change, free or unregister a source. It
+      must hold references to the tensors until then.
+    - Two streams are ordered only by ``wait_stream`` and ``wait_event``.
+    - Registered memory retains its pages until it is unregistered. A failed registration returns an error text and
+      raises no exception.
+    - The current device and the current stream belong to the calling thread.
     """
 
     type: str
-    """As in ``torch.device(type)``; ``cpu`` where there is none."""
+    """Type as in ``torch.device(type)``; ``cpu`` without a device."""
 
     def device_count(self) -> int: ...
 
     def is_initialized(self) -> bool:
-        """Whether this process has begun to use them: what asks before does not make it begin."""
+        """Return whether this process uses the devices already, without initializing them."""
 
     def current(self) -> torch.device:
-        """The calling thread's."""
+        """Return the calling thread's current device."""
 
     def set_current(self, index: int) -> None:
-        """For the calling thread."""
+        """Set the calling thread's current device."""
 
     def device_of(self, tensor: torch.Tensor) -> torch.device | None:
-        """Which of these devices has the tensor's elements; ``None``: none of them has."""
+        """Return the device with the tensor's elements, or ``None`` if it is none of these devices."""
 
     def current_stream(self, place: torch.device) -> DeviceStream:
-        """The calling thread's stream on ``place``: what it computes next is done there."""
+        """Return the calling thread's current stream on the device ``place``."""
 
     def new_stream(self, place: torch.device) -> DeviceStream:
-        """Another one, with no order to any that there is."""
+        """Return a new stream on the device ``place``, without an order to other streams."""
 
     def copy(self, copies: Sequence[DeviceCopy], stream: DeviceStream) -> None:
-        """Between memory of this process and the device of ``stream``."""
+        """Enqueue copies between memory of this process and the device of ``stream``."""
 
     def to_host(self, tensor: torch.Tensor) -> torch.Tensor:
-        """A copy in this process's memory, with all that the calling thread's stream did to the tensor."""
+        """Return a copy in this process's memory, after the work of the calling thread's stream."""
 
     def synchronize(self, place: torch.device) -> None:
-        """Wait until the device has done all it was given by anybody. From any thread."""
+        """Wait until all work of the device has completed. Any thread may call it."""
 
     def register_host_memory(self, address: int, size_bytes: int, place: torch.device) -> str:
-        """Let the devices reach memory of this process by themselves. What went wrong, or nothing.
+        """Register memory of this process for direct access by devices; return an error text, or "".
 
-        From any thread: ``place``, a device that this process uses, is asked, not the one that is current there.
+        Any thread may call it. It uses the device ``place``, not the thread's current device.
         """
 
     def unregister_host_memory(self, address: int, place: torch.device) -> str:
-        """What :meth:`register_host_memory` did is undone, before the memory goes. What went wrong, or nothing."""
+        """Unregister memory, which the caller must do before it frees it; return an error text, or ""."""
 
     def default_generator(self) -> torch.Generator | None:
-        """What random numbers on the current device are drawn from; ``None``: there is no device. Begins to use it."""
+        """Return the current device's random generator, or ``None`` without a device; may initialize it."""
 
     def memory_allocated(self) -> int:
-        """Of the current device's memory, by this process's tensors."""
+        """Return the bytes of the current device's memory in use by this process's tensors."""
 
     def empty_cache(self) -> None:
-        """Give memory back to the devices that no tensor of this process needs."""
+        """Release unused cached memory of this process to the devices."""
 
     def is_capturing(self) -> bool:
         """Return whether the calling thread's stream is capturing a graph."""
 
     def on_replay(self, call: Callable[[], None]) -> contextlib.AbstractContextManager[None]:
-        """While the block runs ``call`` is called, in whichever thread, before work captured in a graph is replayed."""
+        """Call ``call`` before each replay of a captured graph while the block runs, in the replaying thread."""
 
 
 class CpuBackend:
-    """A process that computes on its CPU: a call that returns has done its work, and there is nothing to wait for."""
+    """Backend without a device: all work is done when a call returns."""
 
     type = "cpu"
 
@@ -185,7 +188,7 @@ class CpuBackend:
 
 
 class _CompletedStream:
-    """The stream, and the event, of who has done everything."""
+    """Stream and event whose work has always completed."""
 
     def query(self) -> bool:
         return True
@@ -204,7 +207,7 @@ class _CompletedStream:
 
 
 class AcceleratorBackend:
-    """The devices that torch reports (CUDA and ROCm as ``cuda``, XPU and others where they have the generic calls)."""
+    """Backend of the devices that torch reports: CUDA, ROCm (as ``cuda``), XPU and similar ones."""
 
     def __init__(self, type: str) -> None:  # noqa: A002 - torch's own word
         self.type = type
@@ -234,8 +237,8 @@ class AcceleratorBackend:
     def copy(self, copies: Sequence[DeviceCopy], stream: Any) -> None:
         if not copies:
             return
-        with self._on(stream):
-            # One call for all of them: a step of Python for each of thousands of tensors is what takes the time.
+        with self._use_stream(stream):
+            # One call for all tensors, because a Python call for each of thousands would be slow.
             torch._foreach_copy_([to for to, _ in copies], [of for _, of in copies], non_blocking=True)
 
     def to_host(self, tensor: torch.Tensor) -> torch.Tensor:
@@ -247,22 +250,22 @@ class AcceleratorBackend:
     def register_host_memory(self, address: int, size_bytes: int, place: torch.device) -> str:
         if not hasattr(self._module, "cudart"):
             return f"torch cannot register memory with {self.type} devices"
-        return self._called("cudaHostRegister", place, address, size_bytes, 0)
+        return self._call_runtime("cudaHostRegister", place, address, size_bytes, 0)
 
     def unregister_host_memory(self, address: int, place: torch.device) -> str:
-        return self._called("cudaHostUnregister", place, address)
+        return self._call_runtime("cudaHostUnregister", place, address)
 
-    def _called(self, name: str, place: torch.device, *arguments: int) -> str:
-        with self._module.device(place):  # where nothing was done yet, the call would take memory of another device
+    def _call_runtime(self, name: str, place: torch.device, *arguments: int) -> str:
+        with self._module.device(place):  # otherwise the call may allocate memory on another device
             code = int(getattr(self._module.cudart(), name)(*arguments))
             if code:
-                # The runtime keeps the error for whoever asks next, and torch asks after each kernel of the training.
+                # Clear the error of the runtime, which the next kernel of the training would report otherwise.
                 with contextlib.suppress(RuntimeError):
                     torch.ones(1, device=place)
         return f"{name}: error {code}" if code else ""
 
     def default_generator(self) -> torch.Generator | None:
-        index = self._module.current_device()  # first: there are none before the devices are in use
+        index = self._module.current_device()  # this call initializes the devices and their generators
         generators = getattr(self._module, "default_generators", ())
         return generators[index] if generators else None
 
@@ -279,18 +282,18 @@ class AcceleratorBackend:
     def on_replay(self, call: Callable[[], None]) -> Iterator[None]:
         with contextlib.ExitStack() as watched:
             for graph in self._graphs():
-                watched.enter_context(_replays(graph, call))
+                watched.enter_context(_on_graph_replay(graph, call))
             yield
 
     def _graphs(self) -> list[type]:
-        """``torch.compile(mode="reduce-overhead")`` and ``make_graphed_callables`` use them, too."""
+        """Return the graph classes, which ``torch.compile(mode="reduce-overhead")`` uses too."""
         own = getattr(self._module, f"{self.type.upper()}Graph", None)
         generic = getattr(torch.accelerator, "Graph", None)  # from torch 2.12 on
         return [graph for graph in (own, generic) if graph is not None]
 
     @contextlib.contextmanager
-    def _on(self, stream: torch.Stream) -> Iterator[None]:
-        """``with stream``, which torch has from 2.8 on."""
+    def _use_stream(self, stream: torch.Stream) -> Iterator[None]:
+        """Use ``stream`` as the current one in the block; ``with stream`` needs torch 2.8."""
         with self._module.device(stream.device):
             before = torch.accelerator.current_stream(stream.device)
             torch.accelerator.set_stream(stream)
@@ -301,8 +304,8 @@ class AcceleratorBackend:
 
 
 @contextlib.contextmanager
-def _replays(graph: type, call: Callable[[], None]) -> Iterator[None]:
-    """Call ``call`` before each replay. Torch has no hook, so the method is replaced while there are watchers."""
+def _on_graph_replay(graph: type, call: Callable[[], None]) -> Iterator[None]:
+    """Call ``call`` before each replay. Torch has no hook, so this replaces the method while in use."""
     replay: Any = graph.replay  # type: ignore[attr-defined]
     if not hasattr(replay, "watchers"):
         replay = _watched_replay(replay)
@@ -330,13 +333,13 @@ def _watched_replay(before: Callable[[object], None]) -> Any:
 
 
 class DeviceWork:
-    """What the devices had been given at one moment. Any thread may ask whether it has completed."""
+    """Work that the devices had at one moment. Any thread may query or wait for it."""
 
     def __init__(self, events: Sequence[DeviceEvent]) -> None:
         self._events = events
 
     def has_completed(self) -> bool:
-        """Never waits. Also ``False`` where a device is broken and cannot say."""
+        """Return whether the work has completed, without a wait; ``False`` for a broken device."""
         try:
             return all(event.query() for event in self._events)
         except RuntimeError as error:
@@ -344,15 +347,15 @@ class DeviceWork:
             return False
 
     def wait(self) -> None:
-        """Until it has completed. What a broken device raises is raised."""
+        """Wait until the work has completed; raise the error of a broken device."""
         for event in self._events:
             event.synchronize()
 
 
 def record_device_work(tensors: Iterable[torch.Tensor] | None = None) -> DeviceWork:
-    """What the calling thread has given its current streams: on the devices of ``tensors``, or on the current one.
+    """Return the work of the calling thread's current streams on the devices of ``tensors``.
 
-    On the CPU there is nothing: what was called has been done.
+    ``None``: on the current device. Without a device there is no work.
     """
     device = accelerator()
     if tensors is None:
@@ -363,16 +366,16 @@ def record_device_work(tensors: Iterable[torch.Tensor] | None = None) -> DeviceW
 
 
 def answered(limit_s: float, call: Callable[[], T]) -> T:
-    """What ``call`` returns or raises; ``TimeoutError`` where it does not come back within ``limit_s``.
+    """Return the result of ``call``, or raise ``TimeoutError`` after ``limit_s`` seconds.
 
-    It runs on a thread that is left behind then: a driver that hangs cannot be woken.
+    The call runs in a daemon thread, which remains after a timeout because a driver that hangs cannot be interrupted.
     """
     done: queue.SimpleQueue[tuple[T | None, BaseException | None]] = queue.SimpleQueue()
 
     def work() -> None:
         try:
             done.put((call(), None))
-        except BaseException as error:  # noqa: BLE001 - handed over
+        except BaseException as error:  # noqa: BLE001 - the caller raises it
             done.put((None, error))
 
     threading.Thread(target=work, name="tieredckpt-device", daemon=True).start()
@@ -386,18 +389,18 @@ def answered(limit_s: float, call: Callable[[], T]) -> T:
 
 
 def nccl_version() -> str:
-    """Of the one torch was built with; empty where it has none."""
+    """Return the version of torch's NCCL, or an empty string without NCCL."""
     return ".".join(map(str, torch.cuda.nccl.version())) if torch.distributed.is_nccl_available() else ""
 
 
 def accelerator() -> DeviceBackend:
-    """The devices of this process."""
-    return _installed[-1] if _installed else _reported()
+    """Return the device backend of this process."""
+    return _installed[-1] if _installed else _detect()
 
 
 @contextlib.contextmanager
 def use_device_backend(device: DeviceBackend) -> Iterator[DeviceBackend]:
-    """While the block runs, in all threads, :func:`accelerator` is ``device``: for tests."""
+    """Make :func:`accelerator` return ``device`` in all threads while the block runs, for tests."""
     _installed.append(device)
     try:
         yield device
@@ -409,6 +412,6 @@ _installed: list[DeviceBackend] = []
 
 
 @functools.cache
-def _reported() -> DeviceBackend:
+def _detect() -> DeviceBackend:
     kind = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
     return CpuBackend() if kind is None else AcceleratorBackend(kind.type)

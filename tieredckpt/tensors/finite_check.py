@@ -1,7 +1,7 @@
-"""Check of a staged state for NaN and infinity, in the background, from the slot it was staged in.
+"""Check of a staged state for NaN and infinity, in the background, in its slot.
 
-Element types next to each other are summed in one operation: a sum of finite numbers that is not finite has overflowed,
-and only then is it looked at tensor by tensor. Small floats (float8 and narrower) are not looked at.
+Adjacent tensors of one element type are summed in one operation. Only if the sum is not finite (possibly by an
+overflow), each tensor is checked. Small floats (float8 and narrower) are not checked.
 """
 
 from __future__ import annotations
@@ -17,27 +17,27 @@ from tieredckpt.tensors.slot_copy import MappedSlot
 from tieredckpt.tensors.state_dict import dtype_from_name
 
 _SUMMED = ("float64", "float32", "float16", "bfloat16", "complex64", "complex128")
-_NAMED = 3
-_AT_ONCE = 1 << 20
-"""Elements that are compared one by one at a time, which takes memory."""
+_MAX_NAMES = 3
+_CHECKED_ELEMENTS = 1 << 20
+"""Elements that are checked one by one in one operation, which takes memory."""
 
 
 class FiniteChecker:
-    """What of a job's state is infinite on purpose (a mask, a best loss) is so when this process first saves."""
+    """Checks of one job's saves. Infinities at the first save count as intended, such as in masks."""
 
     def __init__(self) -> None:
-        self._meant: frozenset[str] | None = None
+        self._intended: frozenset[str] | None = None
 
     def check(self, memory: MappedSlot, layout: Layout, what: str) -> None:
-        """Raise for tensors that have NaN, or infinities and had none before. ``what`` names the step and the rank."""
+        """Raise for tensors with NaN, or with new infinities; ``what`` names the step and the rank."""
         found = {entry.fqn: kind for entry, kind in _not_finite(memory, layout)}
-        if self._meant is None:
-            self._meant = frozenset(name for name, kind in found.items() if kind == "inf")
-        wrong = [f"{name} ({kind})" for name, kind in found.items() if kind == "nan" or name not in self._meant]
+        if self._intended is None:
+            self._intended = frozenset(name for name, kind in found.items() if kind == "inf")
+        wrong = [f"{name} ({kind})" for name, kind in found.items() if kind == "nan" or name not in self._intended]
         if wrong:
-            more = f" and {len(wrong) - _NAMED} more" if len(wrong) > _NAMED else ""
+            more = f" and {len(wrong) - _MAX_NAMES} more" if len(wrong) > _MAX_NAMES else ""
             raise NonFiniteStateError(
-                f"{what}: not finite: {', '.join(wrong[:_NAMED])}{more}. It is not saved, and the last finite "
+                f"{what}: not finite: {', '.join(wrong[:_MAX_NAMES])}{more}. It is not saved, and the last finite "
                 "step stays the newest: restore that. If these are meant to be so, set memory.nonfinite=save "
                 "(TIEREDCKPT_MEMORY_NONFINITE)"
             )
@@ -47,18 +47,18 @@ def _not_finite(memory: MappedSlot, layout: Layout) -> Iterator[tuple[TensorEntr
     header = layout.header_bytes
     for dtype, entries in _runs(layout.tensors):
         start, end = entries[0].start, entries[-1].start + entries[-1].size_bytes
-        if not _is_infinite(memory.tensor(header + start, dtype, ((end - start) // dtype.itemsize,))):
+        if not _sum_is_infinite(memory.tensor(header + start, dtype, ((end - start) // dtype.itemsize,))):
             continue
         for entry in entries:
             one = memory.tensor(header + entry.start, dtype, (entry.size_bytes // dtype.itemsize,))
-            if _is_infinite(one):
-                kinds = {kind for part in one.split(_AT_ONCE) if (kind := _kind(part))}
+            if _sum_is_infinite(one):
+                kinds = {kind for part in one.split(_CHECKED_ELEMENTS) if (kind := _kind(part))}
                 if kinds:
                     yield entry, "nan" if "nan" in kinds else "inf"
 
 
 def _runs(tensors: Sequence[TensorEntry]) -> Iterator[tuple[torch.dtype, list[TensorEntry]]]:
-    """Tensors of one type, one right behind the other."""
+    """Yield runs of adjacent tensors of one type."""
     for name, group in itertools.groupby(tensors, key=lambda entry: entry.dtype):
         if name not in _SUMMED:
             continue
@@ -71,8 +71,8 @@ def _runs(tensors: Sequence[TensorEntry]) -> Iterator[tuple[torch.dtype, list[Te
         yield dtype_from_name(name), run
 
 
-def _is_infinite(tensor: torch.Tensor) -> bool:
-    """Whether the sum of its elements is not finite."""
+def _sum_is_infinite(tensor: torch.Tensor) -> bool:
+    """Return whether the sum of the elements is not finite."""
     return not bool(tensor.sum(dtype=torch.float32 if tensor.dtype.itemsize == 2 else None).isfinite())
 
 

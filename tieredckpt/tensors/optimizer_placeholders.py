@@ -10,10 +10,10 @@ from torch.distributed.tensor import DTensor
 
 
 def init_optimizer_state(optimizer: torch.optim.Optimizer) -> None:
-    """DCP has any optimizer make them by a step with zero gradients at a rate of zero.
+    """Create an optimizer's moments, unless it has some.
 
-    Adam's own can be asked for them without that step, which took most of a load: it computes on every element, and
-    on pages that nobody has touched before. What is made is the same.
+    DCP creates them by a step with zero gradients and a learning rate of zero. Such a step can take most of the time of
+    a load, because it computes on every element and on new pages. Adam can create the same moments without it.
     """
     params = [param for group in optimizer.param_groups for param in group["params"]]
     if optimizer.state:
@@ -25,22 +25,22 @@ def init_optimizer_state(optimizer: torch.optim.Optimizer) -> None:
     try:
         for param in params:
             if param.requires_grad:
-                param.grad = _no_gradient(param)
+                param.grad = _zero_gradient(param)
         for group in optimizer.param_groups:
             adam._init_group(group, [], [], [], [], [], [])
     finally:
         optimizer.zero_grad(set_to_none=True)
 
 
-def _no_gradient(param: torch.Tensor) -> torch.Tensor:
-    """A gradient that takes no memory: all its elements are one."""
+def _zero_gradient(param: torch.Tensor) -> torch.Tensor:
+    """Return a zero gradient that takes no memory, because all its elements share one."""
     if not isinstance(param, DTensor):
-        return _one_zero(param)
-    local: Any = _one_zero(param._local_tensor)
+        return _expanded_zero(param)
+    local: Any = _expanded_zero(param._local_tensor)
     return DTensor.from_local(
         local, param.device_mesh, param.placements, run_check=False, shape=param.shape, stride=param.stride()
     )
 
 
-def _one_zero(like: torch.Tensor) -> torch.Tensor:
+def _expanded_zero(like: torch.Tensor) -> torch.Tensor:
     return torch.zeros((), dtype=like.dtype, device=like.device).expand(like.shape)

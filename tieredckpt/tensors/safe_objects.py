@@ -1,9 +1,9 @@
 """Python objects and ``.metadata`` files, loaded as data and never executed.
 
-An object is an archive of ``torch.save``, which is a pickle, and unpickling calls whatever the pickle names. Here it is
-read by ``torch.load(weights_only=True)``, which calls only what is on a list: tensors, containers, numbers, strings,
-and what else training states hold (:func:`_listed`). ``torch.serialization.add_safe_globals`` adds a project's own
-classes; ``memory.trust_objects`` skips all of this.
+An object is an archive of ``torch.save``, which is a pickle, and unpickling calls any function that the pickle names.
+``torch.load(weights_only=True)`` calls only functions on a list: tensors, containers, numbers, strings, and other types
+of training states (:func:`_allowed_types`). ``torch.serialization.add_safe_globals`` adds a project's own classes, and
+``memory.trust_objects`` skips the check.
 """
 
 from __future__ import annotations
@@ -48,16 +48,16 @@ _HOW = (
 )
 _NAMED = re.compile(r"(?:GLOBAL|class) ([\w.]+)")
 _loading = threading.Lock()
-"""The list of what may be called belongs to the process."""
-_seen: set[str] = set()
-"""Entries that have been looked at before they were saved."""
+"""Lock of the list of safe types, which is global to the process."""
+_checked_names: set[str] = set()
+"""Names of entries that were checked at a save."""
 
 
 def check_safe_object(name: str, data: bytes) -> None:
-    """Raise :class:`UntrustedObjectError` unless loading ``data`` only makes what is on the list.
+    """Raise :class:`UntrustedObjectError` unless ``data`` creates only types on the list.
 
-    The same bytes may then be loaded by ``torch.load(weights_only=False)``, as DCP's planners do: what calls nothing
-    else for one unpickler calls nothing else for the other.
+    Then ``torch.load(weights_only=False)``, which DCP's planners use, may load the same bytes: both unpicklers call the
+    same functions.
     """
     try:
         _load(data)
@@ -65,32 +65,32 @@ def check_safe_object(name: str, data: bytes) -> None:
         raise UntrustedObjectError(
             f"{name} is an object that would run code of its own when it is loaded ({_short(error)}): {_HOW}"
         ) from None
-    except Exception as error:  # an archive that is damaged raises whatever it meets first
+    except Exception as error:  # a damaged archive may raise any exception
         raise CheckpointDamagedError(f"{name}: the object cannot be loaded: {_short(error)}") from error
 
 
 def _load(data: bytes) -> Any:
-    """``pickle.UnpicklingError`` where it is more than data. What it makes is not kept: torch takes some data amiss."""
-    with _loading, torch.serialization.safe_globals(_listed()):
+    """Load an archive as a check; raise ``pickle.UnpicklingError`` if it is more than data."""
+    with _loading, torch.serialization.safe_globals(_allowed_types()):
         return torch.load(io.BytesIO(data), map_location="cpu", weights_only=True)
 
 
 def warn_unsafe_object(name: str, data: bytes) -> None:
-    """Once for every entry: say that it is saved and a restore will refuse it."""
-    if name in _seen:
+    """Warn once for every entry that is saved and that a restore will reject."""
+    if name in _checked_names:
         return
-    _seen.add(name)
+    _checked_names.add(name)
     try:
         _load(data)
     except pickle.UnpicklingError as error:
         log.warning("%s is saved, but a restore will refuse to load it (%s): %s", name, _short(error), _HOW)
-    except Exception as error:  # noqa: BLE001 - a class whose making fails, say: then its restore fails as well
+    except Exception as error:  # noqa: BLE001 - a class may raise any exception, and then its restore fails too
         log.warning("%s is saved, but cannot be loaded again: %s", name, _short(error))
 
 
 @functools.cache
-def _listed() -> list[Any]:
-    """What may be called besides what torch allows, under the names that pickles have for it."""
+def _allowed_types() -> list[Any]:
+    """Return the types that are allowed in addition to torch's, with their names in pickles."""
     found: dict[str, Any] = {
         f"{kind.__module__}.{kind.__qualname__}": kind
         for kind in (
@@ -102,12 +102,12 @@ def _listed() -> list[Any]:
     }
     for path in (pathlib.PurePosixPath, pathlib.PosixPath):
         found |= {f"{module}.{path.__name__}": path for module in ("pathlib", "pathlib._local")}
-    found |= _of_numpy()
+    found |= _numpy_types()
     return [(kind, name) for name, kind in found.items()]
 
 
-def _of_numpy() -> dict[str, Any]:
-    """Arrays, scalars and their types. Both releases' names, since one may load what the other has saved."""
+def _numpy_types() -> dict[str, Any]:
+    """Return numpy's arrays, scalars and types, with the names of numpy 1 and 2."""
     try:
         import numpy as np
     except ImportError:
@@ -116,12 +116,9 @@ def _of_numpy() -> dict[str, Any]:
     found: dict[str, Any] = {"numpy.ndarray": np.ndarray, "numpy.dtype": np.dtype}
     for module in ("numpy.core.multiarray", "numpy._core.multiarray"):
         found |= {f"{module}._reconstruct": rebuild, f"{module}.scalar": scalar}
-    for kind in {type(np.dtype(code)) for code in np.typecodes["All"]}:  # what a made dtype is an instance of
+    for kind in {type(np.dtype(code)) for code in np.typecodes["All"]}:  # the classes of dtype objects
         found[f"{kind.__module__}.{kind.__qualname__}"] = kind
     return found
-
-
-# -- metadata of DCP's own file format --------------------------------------------------------------------------------
 
 
 _OPCODES = (
@@ -136,10 +133,9 @@ _WORK_PER_BYTE, _WORK = 4, 1000
 
 
 class _MetadataUnpickler(pickle._Unpickler):
-    """Makes the classes that DCP's ``.metadata`` consists of, with work in proportion to the file's size.
+    """Unpickler of the classes in DCP's ``.metadata``, with work proportional to the file's size.
 
-    The unpickler in C hashes whatever key a pickle builds. A tuple of tuples that names each one many times takes
-    minutes to hash and a kilobyte to write.
+    The unpickler in C hashes any key of a pickle. A nested tuple of one kilobyte can take minutes to hash.
     """
 
     dispatch: ClassVar[dict[int, Callable[[Any], None]]] = {
@@ -172,13 +168,13 @@ class _MetadataUnpickler(pickle._Unpickler):
                 raise pickle.UnpicklingError(f"a {type(key).__name__} is no key of metadata")
 
     def _check_call(self) -> None:
-        made, given = self.stack[-2:]
-        if type(given) is not tuple:
+        called, arguments = self.stack[-2:]
+        if type(arguments) is not tuple:
             raise pickle.UnpicklingError("it calls something with no arguments")
-        if made is torch.Size:
-            given = given[0] if len(given) == 1 and type(given[0]) is tuple else ()
-        self._spend(len(given))
-        if not all(type(one) in (*_SIMPLE, enum.EnumMeta) for one in given):
+        if called is torch.Size:
+            arguments = arguments[0] if len(arguments) == 1 and type(arguments[0]) is tuple else ()
+        self._spend(len(arguments))
+        if not all(type(one) in (*_SIMPLE, enum.EnumMeta) for one in arguments):
             raise pickle.UnpicklingError("it calls something with more than names and numbers")
 
     def _load_reduce(self) -> None:
@@ -191,7 +187,7 @@ class _MetadataUnpickler(pickle._Unpickler):
 
     def _load_build(self) -> None:
         target, state = self.stack[-2:]
-        if type(target) not in _described_kinds() or type(state) not in (dict, tuple):
+        if type(target) not in _metadata_classes() or type(state) not in (dict, tuple):
             raise pickle.UnpicklingError(f"it gives a {type(target).__name__} a state")
         if type(state) is tuple and type(target) is not TensorProperties:
             raise pickle.UnpicklingError(f"it sets attributes of a {type(target).__name__}")
@@ -217,14 +213,14 @@ class _MetadataUnpickler(pickle._Unpickler):
     )
 
     def find_class(self, module: str, name: str) -> Any:
-        found = _of_metadata().get((module, name))
+        found = _metadata_globals().get((module, name))
         if found is None:
             raise pickle.UnpicklingError(f"it names {module}.{name}, which no checkpoint's metadata needs")
         return found
 
 
 def load_dcp_metadata(file: IO[bytes]) -> Metadata:
-    """A ``.metadata`` file as data; ``pickle.UnpicklingError`` for one that holds anything else."""
+    """Load a ``.metadata`` file as data; raise ``pickle.UnpicklingError`` for other contents."""
     found = _MetadataUnpickler(file.read()).load()
     if not isinstance(found, Metadata):
         raise pickle.UnpicklingError(f"it holds a {type(found).__name__}")
@@ -233,7 +229,7 @@ def load_dcp_metadata(file: IO[bytes]) -> Metadata:
 
 
 def _check_metadata(found: Metadata) -> None:
-    """Raise ``pickle.UnpicklingError`` where a field is not what DCP writes there."""
+    """Raise ``pickle.UnpicklingError`` if a field has a type that DCP does not write."""
     for name, value in vars(found).items():
         if name in ("state_dict_metadata", "storage_data", "planner_data") and not isinstance(value, dict | None):
             raise pickle.UnpicklingError(f"its {name} is a {type(value).__name__}")
@@ -253,8 +249,8 @@ def _check_metadata(found: Metadata) -> None:
             raise pickle.UnpicklingError(f"it stores a {type(index).__name__} in a {type(place).__name__}")
 
 
-def _described_kinds() -> tuple[type, ...]:
-    """The classes whose instances get their fields from a pickle."""
+def _metadata_classes() -> tuple[type, ...]:
+    """Return the classes whose instances get their fields from a pickle."""
     return (
         *(Metadata, MetadataIndex, StorageMeta, BytesStorageMetadata, TensorStorageMetadata, TensorProperties),
         *(ChunkStorageMetadata, _StorageInfo),
@@ -262,28 +258,28 @@ def _described_kinds() -> tuple[type, ...]:
 
 
 @functools.cache
-def _of_metadata() -> dict[tuple[str, str], Any]:
-    kinds: tuple[Any, ...] = (*_described_kinds(), _MEM_FORMAT_ENCODING, collections.OrderedDict)
+def _metadata_globals() -> dict[tuple[str, str], Any]:
+    kinds: tuple[Any, ...] = (*_metadata_classes(), _MEM_FORMAT_ENCODING, collections.OrderedDict)
     found: dict[tuple[str, str], Any] = {(kind.__module__, kind.__qualname__): kind for kind in kinds}
     found[("torch", "Size")] = torch.Size
     found[("torch.serialization", "_get_layout")] = torch.serialization._get_layout
     for path in (pathlib.PurePosixPath, pathlib.PosixPath):
         found |= {(module, path.__name__): path for module in ("pathlib", "pathlib._local")}
     for module in ("builtins", "__builtin__"):
-        found[(module, "getattr")] = _member
+        found[(module, "getattr")] = _enum_member
     dtypes = {value for value in vars(torch).values() if isinstance(value, torch.dtype)}
     return found | {("torch", str(dtype).removeprefix("torch.")): dtype for dtype in dtypes}
 
 
-def _member(kind: Any, name: Any) -> Any:
-    """Python 3.11 and later pickle a member of an enum as ``getattr(kind, name)``; of nothing else is it needed."""
+def _enum_member(kind: Any, name: Any) -> Any:
+    """Return an enum member, which Python 3.11 and later pickle as ``getattr(kind, name)``."""
     if kind is not _MEM_FORMAT_ENCODING or type(name) is not str or name not in _MEM_FORMAT_ENCODING.__members__:
         raise pickle.UnpicklingError("it asks for an attribute of something")
     return _MEM_FORMAT_ENCODING[name]
 
 
 def _short(error: BaseException) -> str:
-    """Of torch's advice only what it refused."""
+    """Return only the rejected name from torch's message."""
     named = _NAMED.search(str(error))
     if named:
         return f"it names {named[1]}"

@@ -1,8 +1,8 @@
 """Copies between tensors, devices and mapped slots: threads, memcpy, pinned double buffers.
 
-A copy of memory is done piece by piece with ``memcpy`` by a few threads (each call releases the interpreter), what is
-on a device is copied by that device straight into the slot, on a stream of its own; everything else (strides,
-conjugates) is a ``copy_`` into a view of the slot.
+A few threads copy contiguous memory with ``memcpy``, which releases the interpreter. Devices copy their tensors
+straight into the slot on separate streams. All other tensors (strides, conjugates) are copied with ``copy_`` into a
+view of the slot.
 
 ::
 
@@ -47,31 +47,31 @@ _pread.restype = ctypes.c_ssize_t
 
 
 class SlotWrite(NamedTuple):
-    """A tensor and where its bytes go in a slot."""
+    """Tensor and the offset of its bytes in a slot."""
 
     tensor: torch.Tensor
     start: int
 
 
 class MemoryCopy(NamedTuple):
-    """``size_bytes`` from one address to another."""
+    """Copy of ``size_bytes`` from one address to another."""
 
     target: int
     source: int
     size_bytes: int
 
 
-_everywhere = memoryview((ctypes.c_char * (1 << 62)).from_address(1)).cast("B")
-"""All addresses there are, as one view: cutting some out of it is a tenth of the work of making a new one."""
+_address_space = memoryview((ctypes.c_char * (1 << 62)).from_address(1)).cast("B")
+"""View of the whole address space. A slice of it costs a tenth of a new view."""
 
 
 def memory_at_address(address: int, size_bytes: int) -> memoryview:
-    """The bytes at an address, writable. Whoever owns them has to keep them there."""
-    return _everywhere[address - 1 : address - 1 + size_bytes]
+    """Return a writable view of the bytes at an address, whose owner must outlive the view."""
+    return _address_space[address - 1 : address - 1 + size_bytes]
 
 
 def read_into(fd: int, target: int, offset: int, size_bytes: int) -> None:
-    """Read bytes of a file to an address. ``OSError`` when they cannot be read, or the file ends before."""
+    """Read bytes of a file to an address; raise ``OSError`` if the file is unreadable or too short."""
     while size_bytes:
         count = _pread(fd, target, size_bytes, offset)
         if count <= 0:
@@ -86,21 +86,21 @@ def copy_memory(target: int, source: int, size_bytes: int) -> None:
 
 
 class Copier:
-    """A few threads that move memory."""
+    """Threads that copy memory."""
 
     def __init__(self, threads: int) -> None:
         self.threads = threads
         self._pool = ThreadPoolExecutor(max(1, threads - 1), thread_name_prefix="tieredckpt-copy")
 
     def copy(self, moves: Sequence[MemoryCopy], *, before: Callable[[MemoryCopy], None] | None = None) -> None:
-        """Do all moves; ``before`` is called with each piece's target range first (to put pages behind it)."""
+        """Do all copies; ``before`` runs ahead of each piece, for example to populate its target."""
 
-        def one(move: MemoryCopy) -> None:
+        def copy_piece(move: MemoryCopy) -> None:
             if before is not None:
                 before(move)
             _memcpy(move.target, move.source, move.size_bytes)
 
-        self._share(moves, one, "stage.half")
+        self._run_batches(moves, copy_piece, "stage.half")
 
     def run_parallel(
         self,
@@ -112,34 +112,34 @@ class Copier:
         halfway: str = "",
     ) -> None:
         """Run ``do`` for every job in the caller and one thread per ``bytes_per_thread`` of ``size_bytes``."""
-        tickets = itertools.count()
+        numbers = itertools.count()
         failed: list[BaseException] = []
 
         def work() -> None:
             while not failed:
-                number = next(tickets)
+                number = next(numbers)
                 if number >= len(jobs):
                     return
                 try:
                     do(jobs[number])
                     if halfway and number == len(jobs) // 2:
                         failpoint(halfway)
-                except BaseException as error:  # noqa: BLE001 - raised by the thread that asked
+                except BaseException as error:  # noqa: BLE001 - the calling thread raises it
                     failed.append(error)
                     return
 
-        most = min(self.threads, len(jobs), -(-size_bytes // bytes_per_thread))
-        helpers = [self._pool.submit(work) for _ in range(most - 1)]
+        thread_count = min(self.threads, len(jobs), -(-size_bytes // bytes_per_thread))
+        helpers = [self._pool.submit(work) for _ in range(thread_count - 1)]
         work()
         wait(helpers)
         if failed:
             raise failed[0]
 
     def copy_from_file(self, fd: int, moves: Sequence[MemoryCopy]) -> None:
-        """Do all moves out of a file: their sources are offsets in it. Raises when the file is too short."""
-        self._share(moves, lambda move: read_into(fd, *move), "load.half")
+        """Do all copies out of a file, with offsets as sources; raise ``OSError`` if the file is too short."""
+        self._run_batches(moves, lambda move: read_into(fd, *move), "load.half")
 
-    def _share(self, moves: Sequence[MemoryCopy], do: Callable[[MemoryCopy], None], halfway: str) -> None:
+    def _run_batches(self, moves: Sequence[MemoryCopy], do: Callable[[MemoryCopy], None], halfway: str) -> None:
         def batch(moves: list[MemoryCopy]) -> None:
             for one in moves:
                 do(one)
@@ -151,7 +151,7 @@ class Copier:
 
 
 def _batches(moves: Sequence[MemoryCopy]) -> Iterator[list[MemoryCopy]]:
-    """Moves in groups of about the same size, large ones split."""
+    """Yield the copies in batches of about the same size, and split large ones."""
     batch: list[MemoryCopy] = []
     size = 0
     for move in moves:
@@ -172,14 +172,14 @@ def _batches(moves: Sequence[MemoryCopy]) -> Iterator[list[MemoryCopy]]:
 
 
 class MappedSlot:
-    """A slot of the node's arena in this process's address space, writable.
+    """Writable mapping of a slot of the node's arena in this process.
 
-    A slot's file has one size for its life, and the pages it once has are its own: what was mapped, touched or
-    registered with a device stays so until the file is another one (of another generation).
+    A slot's file has a fixed size and keeps its pages. So a mapping, populated pages and a registration with a device
+    remain valid until the slot has another file (of another generation).
     """
 
     def __init__(self, fd: int, size_bytes: int, generation: int) -> None:
-        """``fd`` is this object's from here on."""
+        """Take over ``fd``, which :meth:`close` closes."""
         self.size_bytes = size_bytes
         self.generation = generation
         self._fd = fd
@@ -191,28 +191,28 @@ class MappedSlot:
         except BaseException:
             os.close(fd)
             raise
-        self._named = found.st_nlink > 0
+        self._had_name = found.st_nlink > 0
         self._file = found.st_dev, found.st_ino
         self.address = ctypes.addressof(ctypes.c_char.from_buffer(self._map))
         self._bytes = torch.frombuffer(self._map, dtype=torch.uint8)
         self._shared: torch.Tensor | None = None
-        self._touched = 0
-        """How many bytes from the front on have been touched by this process."""
+        self._populated_bytes = 0
+        """Number of bytes from the start whose pages this process has populated."""
         self._device: DeviceBackend | None = None
-        """Who was asked to register the slot, and has to be asked to undo it; in the name of ``_place``."""
+        """Backend that has registered the slot through the device ``_place``, and must unregister it."""
         self._place = torch.device("cpu")
         self._is_registered = False
         self._is_closed = False
         self._in_flight = 0
-        """How many threads have given devices copies into the slot and have not seen them done."""
+        """Number of unfinished copies of devices into the slot."""
         self._lock = threading.Lock()
         self.ready = threading.Event()
-        """Not set while the slot is being populated and registered ahead of a save."""
+        """Set unless the slot is being populated and registered ahead of a save."""
         self.ready.set()
 
     @property
     def place(self) -> torch.device | None:
-        """The device that copies into the slot by itself; ``None`` where none was asked to."""
+        """Device that the slot was registered for; ``None`` before :meth:`register`."""
         return None if self._device is None else self._place
 
     def maps_file(self, fd: int, size_bytes: int) -> bool:
@@ -223,18 +223,18 @@ class MappedSlot:
 
     @property
     def is_evicted(self) -> bool:
-        """Whether the agent has given the slot up: nothing but this mapping keeps its memory."""
-        return self._named and os.fstat(self._fd).st_nlink == 0
+        """Whether the agent has deleted the slot's file, so that only this mapping holds its memory."""
+        return self._had_name and os.fstat(self._fd).st_nlink == 0
 
     def tensor(self, start: int, dtype: torch.dtype, sizes: Sequence[int]) -> torch.Tensor:
-        """A tensor over bytes of the slot."""
+        """Return a tensor over bytes of the slot."""
         return tensor_view(self._bytes, start, dtype, sizes)
 
     def shared_tensor(self, lease_bytes: int, start: int, dtype: torch.dtype, sizes: Sequence[int]) -> torch.Tensor:
-        """The same, to be handed to another process: all tensors of a slot travel as one descriptor.
+        """Return a tensor over bytes of the slot for another process, with one descriptor per slot.
 
-        Only while the slot is leased, with the lease's size: no more than the file has. Torch's own mapping of a file
-        that is shorter extends it, and writes a zero over its first byte.
+        Call this only while the slot is leased, with the lease's size, which must not exceed the file's. Torch would
+        extend a shorter file and overwrite its first byte with zero.
         """
         shared = self._shared
         if shared is None or shared.numel() != lease_bytes:
@@ -249,13 +249,13 @@ class MappedSlot:
     def write(self, start: int, data: bytes | memoryview) -> None:
         if len(data):
             end = start + len(data)
-            if end > self._touched:
-                self._put_pages(start, len(data))
-                self._touched = end if start <= self._touched else self._touched
+            if end > self._populated_bytes:
+                self._populate_pages(start, len(data))
+                self._populated_bytes = end if start <= self._populated_bytes else self._populated_bytes
             ctypes.memmove(self.address + start, bytes(data) if isinstance(data, memoryview) else data, len(data))
 
     def copy_in(self, pieces: Sequence[SlotWrite], copier: Copier) -> None:
-        """Copy every piece to its place. Returns when the sources may change again."""
+        """Copy all pieces into the slot, and return when the sources may change."""
         copy = SlotCopy(self, CopyPlan(pieces))
         copy.start()
         copy.finish(copier)
@@ -263,15 +263,15 @@ class MappedSlot:
 
     def is_populated(self, size_bytes: int) -> bool:
         """Return whether the first ``size_bytes`` have pages in this process."""
-        return self._touched >= size_bytes
+        return self._populated_bytes >= size_bytes
 
     def populate(self, start: int, size_bytes: int) -> None:
-        """Populate the pages of these bytes if this process has touched none of them yet."""
-        if start + size_bytes > self._touched:
-            self._put_pages(start, size_bytes)
+        """Populate the pages of these bytes unless the process has populated them before."""
+        if start + size_bytes > self._populated_bytes:
+            self._populate_pages(start, size_bytes)
 
     def hold(self) -> None:
-        """Stay registered until :meth:`unhold`, even if the slot is closed meanwhile."""
+        """Preserve the registration until :meth:`unhold`, even if the slot is closed before."""
         with self._lock:
             self._in_flight += 1
 
@@ -282,15 +282,15 @@ class MappedSlot:
 
     def note_populated(self, first: int, end: int) -> None:
         """Record that the bytes from ``first`` to ``end`` have been written."""
-        warm = self._touched
-        if warm < first <= warm + _BATCH_BYTES:  # the header, which is written last
-            self._put_pages(warm, first - warm)
-            warm = first
-        if first <= warm < end:
-            self._touched = max(self._touched, end)
+        populated = self._populated_bytes
+        if populated < first <= populated + _BATCH_BYTES:  # the header, which is written last
+            self._populate_pages(populated, first - populated)
+            populated = first
+        if first <= populated < end:
+            self._populated_bytes = max(self._populated_bytes, end)
 
     def register(self, device: DeviceBackend, place: torch.device) -> bool:
-        """Let devices copy straight into the slot: once, for as long as the mapping lives; whether they can."""
+        """Register the slot, once, for direct copies by devices; return whether that succeeded."""
         with self._lock:
             if self._device is None and not self._is_closed:
                 self._device = device
@@ -307,7 +307,7 @@ class MappedSlot:
             return self._is_registered
 
     def _unregister_if_done(self) -> None:
-        """Before the mapping goes, and never under a copy."""
+        """Unregister a closed slot once no device copies into it, before the mapping ends."""
         if self._is_closed and not self._in_flight and self._is_registered and self._device is not None:
             self._is_registered = False
             problem = self._device.unregister_host_memory(self.address, self._place)
@@ -315,7 +315,7 @@ class MappedSlot:
                 log.warning("a slot of %d bytes stays registered with the device: %s", self.size_bytes, problem)
 
     def close(self) -> None:
-        """Let go of the file; tensors over the mapping keep it until they are gone."""
+        """Close the file. Tensors over the mapping hold the mapping until they are collected."""
         with self._lock:
             self._is_closed = True
             self._unregister_if_done()
@@ -323,28 +323,28 @@ class MappedSlot:
         os.close(self._fd)
 
     def prefault(self, copier: Copier, stopped: Callable[[], bool]) -> None:
-        """Put a page behind every byte, in the copier's threads, unless it is ``stopped``."""
+        """Populate all pages in the copier's threads, until ``stopped`` returns ``True``."""
 
-        def put(start: int) -> None:
+        def populate(start: int) -> None:
             if not stopped():
-                self._put_pages(start, min(_BATCH_BYTES, self.size_bytes - start))
+                self._populate_pages(start, min(_BATCH_BYTES, self.size_bytes - start))
 
-        copier.run_parallel(range(0, self.size_bytes, _BATCH_BYTES), put, self.size_bytes)
+        copier.run_parallel(range(0, self.size_bytes, _BATCH_BYTES), populate, self.size_bytes)
         if not stopped():
-            self._touched = self.size_bytes
+            self._populated_bytes = self.size_bytes
 
-    def _put_pages(self, start: int, size_bytes: int) -> None:
+    def _populate_pages(self, start: int, size_bytes: int) -> None:
         first = (self.address + start) // _PAGE * _PAGE
         stop = self.address + start + size_bytes
         prefault_address(first, stop - first)
 
 
 class CopyPlan:
-    """Tensors grouped by the way in which they are copied; usable with any slot."""
+    """Tensors grouped by their kind of copy, for any slot."""
 
     def __init__(self, pieces: Sequence[SlotWrite]) -> None:
         self.moves: list[MemoryCopy] = []
-        """Targets are offsets in the slot."""
+        """Copies with offsets in the slot as targets."""
         self.others: list[SlotWrite] = []
         self.on_devices: dict[torch.device, list[SlotWrite]] = {}
         self.first, self.end = (pieces[0].start if pieces else 0), 0
@@ -364,7 +364,7 @@ class CopyPlan:
 
 
 class SlotCopy:
-    """One copy of tensors into a slot. Nothing may change them before it has ended.
+    """One copy of tensors into a slot. The tensors must not change before its end.
 
     :meth:`start` enqueues the devices' copies, :meth:`finish` copies the tensors in this process's memory and waits for
     the devices. Any thread may finish.
@@ -440,7 +440,7 @@ class SlotCopy:
 
 
 def tensor_view(data: torch.Tensor, start: int, dtype: torch.dtype, sizes: Sequence[int]) -> torch.Tensor:
-    """A tensor over some of the bytes of ``data``."""
+    """Return a tensor over a range of the bytes of ``data``."""
     return data[start : start + math.prod(sizes) * dtype.itemsize].view(dtype).view(tuple(sizes))
 
 
@@ -448,10 +448,10 @@ BUFFER_BYTES = 32 << 20
 
 
 class StagingBuffers:
-    """Two buffers, for one load, used by the thread that loads."""
+    """Two buffers of one load, for the loading thread only."""
 
     def __init__(self, device: DeviceBackend, place: torch.device, size_bytes: int = BUFFER_BYTES) -> None:
-        """``place``: one of the devices, in whose name the buffers are registered."""
+        """``place``: one of the devices, which registers the buffers."""
         self.size_bytes = size_bytes
         self._device = device
         self._place = place
@@ -460,7 +460,7 @@ class StagingBuffers:
         self._buffers = (_PinnedBuffer(size_bytes), _PinnedBuffer(size_bytes))
 
     def acquire(self) -> _PinnedBuffer:
-        """The buffer that is filled next: the devices are done with what it held."""
+        """Return the buffer to fill next, after the devices have emptied it."""
         self._buffers = self._buffers[::-1]
         buffer = self._buffers[0]
         buffer.wait()
@@ -477,24 +477,24 @@ class StagingBuffers:
         return buffer
 
     def submit(self, copies: Mapping[torch.device, Sequence[DeviceCopy]]) -> None:
-        """Have the devices empty the buffer that was filled last."""
+        """Enqueue the devices' copies out of the buffer that was filled last."""
         for place, some in copies.items():
             stream = self._streams.get(place)
             if stream is None:
                 stream = self._streams[place] = self._device.new_stream(place)
-            stream.wait_stream(self._device.current_stream(place))  # what still computes with the targets
+            stream.wait_stream(self._device.current_stream(place))  # pending work on the targets
             try:
                 self._device.copy(some, stream)
             finally:
                 self._buffers[0].emptied.append(stream.record_event())
 
     def synchronize(self) -> None:
-        """Everything that was sent is where it belongs."""
+        """Wait until all submitted copies are done."""
         for stream in self._streams.values():
             stream.synchronize()
 
     def close(self) -> None:
-        """Nothing reads the buffers any more, whatever has failed; then they go."""
+        """Wait for the devices, even after an error, and unregister the buffers."""
         with contextlib.ExitStack() as stack:
             for buffer in self._buffers:
                 if buffer.is_registered:
@@ -511,12 +511,12 @@ class StagingBuffers:
 
 class _PinnedBuffer:
     def __init__(self, size_bytes: int) -> None:
-        self._map = mmap.mmap(-1, size_bytes)  # whole pages, and none before they are used
+        self._map = mmap.mmap(-1, size_bytes)  # whole pages, populated at their first use
         self.address = ctypes.addressof(ctypes.c_char.from_buffer(self._map))
         self._bytes = torch.frombuffer(self._map, dtype=torch.uint8)
         self.is_registered = False
         self.emptied: list[DeviceEvent] = []
-        """What the devices copy out of it has ended with these."""
+        """Events after the devices' copies out of this buffer."""
 
     def wait(self) -> None:
         for event in self.emptied:

@@ -1,4 +1,4 @@
-"""A state dict as DCP sees it: flattened names, fingerprints, local tensors and their bytes."""
+"""State dicts in DCP's form: flattened names, fingerprints, local tensors and their bytes."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def dtype_name(dtype: torch.dtype) -> str:
 
 
 def dtype_from_name(name: str) -> torch.dtype:
-    """The type of that name, or :class:`CheckpointDamagedError` when this torch has none."""
+    """Return the element type of this name; raise :class:`CheckpointDamagedError` if torch has none."""
     found = getattr(torch, name, None)
     if not isinstance(found, torch.dtype):
         raise CheckpointDamagedError(f"this torch ({torch.__version__}) has no element type {name!r}")
@@ -37,35 +37,35 @@ def dtype_from_name(name: str) -> torch.dtype:
 
 
 def is_plain_tensor(tensor: torch.Tensor) -> bool:
-    """Whether type, shape and bytes are all there is to it."""
+    """Return whether the tensor consists of type, shape and bytes only."""
     return (
         tensor.layout is torch.strided and not tensor.is_quantized and not tensor.is_nested and not _is_wrapper(tensor)
     )
 
 
 def _is_wrapper(tensor: torch.Tensor) -> bool:
-    """Whether it is a subclass that keeps its elements somewhere else, be it one that says where or not."""
+    """Return whether the tensor's class holds its elements in other tensors or elsewhere."""
     if type(tensor) in (torch.Tensor, torch.nn.Parameter):
         return False
-    says: bool = is_traceable_wrapper_subclass(tensor)
-    if says or tensor.is_meta or isinstance(tensor, FakeTensor):
-        return says
+    is_traceable: bool = is_traceable_wrapper_subclass(tensor)
+    if is_traceable or tensor.is_meta or isinstance(tensor, FakeTensor):
+        return is_traceable
     return not has_ordinary_dispatch(tensor) and not _has_storage(tensor)
 
 
 def has_ordinary_dispatch(tensor: torch.Tensor) -> bool:
-    """Whether operations on it are torch's own."""
+    """Return whether operations on the tensor are torch's own."""
     kind = type(tensor)
     return kind is torch.Tensor or kind.__torch_dispatch__ is torch._C._disabled_torch_dispatch_impl
 
 
 def is_contiguous_in_memory(tensor: torch.Tensor) -> bool:
-    """Whether its bytes lie in this process's memory, in order, as they are to be saved."""
+    """Return whether the tensor's bytes are in this process's memory, in the order of a save."""
     return tensor.is_cpu and tensor.is_contiguous() and not tensor.is_conj() and not tensor.is_neg()
 
 
 def is_writable_in_place(target: torch.Tensor) -> bool:
-    """Whether writing bytes to where it lies is all that its ``copy_`` would do, but for the version it counts."""
+    """Return whether ``copy_`` only writes the bytes to its memory and counts the version."""
     return (
         has_ordinary_dispatch(target)
         and target.layout is torch.strided
@@ -75,21 +75,21 @@ def is_writable_in_place(target: torch.Tensor) -> bool:
 
 
 def require_materialized(name: str, tensor: torch.Tensor) -> None:
-    """Refuse a plain tensor whose elements are not in memory: to read from or write to there would end the process."""
+    """Raise :class:`UsageError` for a plain tensor without its memory, which would crash the process."""
     if type(tensor) not in (torch.Tensor, torch.nn.Parameter) and isinstance(tensor, FakeTensor):
         raise UsageError(f"{name} is a fake tensor, a shape without elements: use the real one")
     try:
-        address, has = tensor.data_ptr(), tensor.untyped_storage().nbytes()
-    except (RuntimeError, NotImplementedError):  # kept by a device's own means, or by a subclass
-        address = has = 0
-    if address and has >= (needs := _last_byte(tensor)):
+        address, available = tensor.data_ptr(), tensor.untyped_storage().nbytes()
+    except (RuntimeError, NotImplementedError):  # stored by a device or by a subclass
+        address = available = 0
+    if address and available >= (needed := _last_byte(tensor)):
         return
     if not tensor.numel() or (tensor.device.type != "cpu" and has_ordinary_dispatch(tensor)):
         return
     if tensor._is_zerotensor():
         why = "is a zero tensor of autograd's, without elements: use a real one (torch.zeros)"
     elif address:
-        sizes = f"has {show_size(has)} of memory and needs {show_size(needs)}"
+        sizes = f"has {show_size(available)} of memory and needs {show_size(needed)}"
         why = f"{sizes}: some of it was freed (untyped_storage().resize_)"
     else:
         why = "has no memory: it was freed (untyped_storage().resize_(0)), or its class keeps its elements elsewhere"
@@ -115,16 +115,16 @@ def _has_storage(tensor: torch.Tensor) -> bool:
 
 
 def compact_storage(tensor: torch.Tensor) -> torch.Tensor:
-    """``tensor``, or a copy where its storage holds more than its own elements (a pickle takes storages whole)."""
+    """Return ``tensor``, or a copy if its storage is larger, because a pickle contains whole storages."""
     try:
         larger = tensor.untyped_storage().nbytes() != tensor.nbytes
-    except (RuntimeError, NotImplementedError):  # a sparse one has several; a wrapper has none
+    except (RuntimeError, NotImplementedError):  # a sparse tensor has several storages, a wrapper none
         return tensor
     return tensor.clone() if larger else tensor
 
 
 def private_copy(tensor: torch.Tensor) -> torch.Tensor:
-    """A copy in this process's memory, of the same kind, that shares nothing with ``tensor``."""
+    """Return a copy in this process's memory, of the same kind and without shared storage."""
     shards, tensor = tensor_shards(tensor), tensor.detach()
     if is_plain_tensor(tensor):
         tensor = tensor.to(device="cpu", memory_format=torch.contiguous_format, copy=True)
@@ -134,7 +134,7 @@ def private_copy(tensor: torch.Tensor) -> torch.Tensor:
 
 
 class TensorShards(NamedTuple):
-    """What a tensor says of the larger one that it has slices of (``CheckpointableTensor``, from torch 2.14 on)."""
+    """Position of a tensor's slices in a larger tensor (``CheckpointableTensor``, from torch 2.14 on)."""
 
     global_shape: tuple[int, ...]
     global_offsets: tuple[tuple[int, ...], ...]
@@ -146,14 +146,14 @@ _HAS_SHARDS = importlib.util.find_spec("torch.distributed.checkpoint.protocol") 
 
 
 def tensor_shards(tensor: torch.Tensor) -> TensorShards | None:
-    """Its shards, where this torch asks tensors for them and this one answers."""
+    """Return the tensor's shards, or ``None`` if it or this torch does not support them."""
     if not _HAS_SHARDS or not all(hasattr(tensor, name) for name in TensorShards._fields):
         return None
     return TensorShards(*(getattr(tensor, name) for name in TensorShards._fields))
 
 
 def with_shards(tensor: torch.Tensor, shards: TensorShards | None) -> torch.Tensor:
-    """``tensor``, saying so of itself."""
+    """Return ``tensor`` with these shards as its attributes."""
     if shards is not None:
         for name, value in shards._asdict().items():
             setattr(tensor, name, value)
@@ -164,7 +164,7 @@ Fingerprint = tuple[Any, ...]
 
 
 def flatten_state(state: Mapping[str, Any]) -> dict[str, Any]:
-    """Leaves by their dotted names: the same names and leaves as ``dcp``'s ``flatten_state_dict``."""
+    """Return the leaves by their dotted names, the same as in DCP's ``flatten_state_dict``."""
     flat: dict[str, Any] = {}
 
     def visit(prefix: str, value: Any) -> None:
@@ -185,7 +185,7 @@ def flatten_state(state: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def is_leaf_list(values: list[Any]) -> bool:
-    """Whether a list holds neither a tensor nor a mapping: DCP keeps it as one object."""
+    """Return whether a list has neither a tensor nor a mapping, so that DCP saves it as one object."""
     for value in values:
         if isinstance(value, torch.Tensor | Mapping):
             return False
@@ -195,18 +195,18 @@ def is_leaf_list(values: list[Any]) -> bool:
 
 
 def resolve_stateful(state: Mapping[str, Any]) -> dict[str, Any]:
-    """``state`` with ``Stateful`` objects replaced by their state dicts."""
+    """Return ``state`` with ``Stateful`` objects replaced by their state dicts."""
     return {key: value.state_dict() if is_stateful(value) else value for key, value in state.items()}
 
 
 def is_stateful(value: Any) -> TypeGuard[Stateful]:
     """Return whether a value has its own state dict."""
-    # Asking a protocol takes 10 µs; thousands of tensors at the top of a state are asked at every step.
+    # A check of a protocol takes 10 µs, and a state may have thousands of tensors at the top level.
     return not isinstance(value, torch.Tensor) and isinstance(value, Stateful)
 
 
 def state_fingerprint(flat: Mapping[str, Any]) -> list[Fingerprint]:
-    """What a save plan depends on: equal fingerprints give equal plans."""
+    """Return the fingerprint of a state: equal fingerprints mean equal save plans."""
     return [(name, *_shape_of(value)) for name, value in flat.items()]
 
 
@@ -221,7 +221,7 @@ def _shape_of(value: Any) -> Fingerprint:
 
 
 def local_tensor(flat: Mapping[str, Any], entry: TensorEntry) -> torch.Tensor:
-    """The tensor of ``entry`` that this process holds; refuses one whose elements are nowhere."""
+    """Return this process's tensor of ``entry``; raise :class:`UsageError` if it has no memory."""
     value = flat[entry.fqn]
     found: Any = value._local_tensor if type(value) is DTensor else value
     if type(found) not in (torch.Tensor, torch.nn.Parameter) or found.shape != entry.box.sizes:
@@ -237,27 +237,27 @@ def local_tensor(flat: Mapping[str, Any], entry: TensorEntry) -> torch.Tensor:
 
 
 class ObjectArchiveCache:
-    """``torch.save`` archives of Python objects, kept while the objects stay the same.
+    """Cache of ``torch.save`` archives of Python objects, valid while the objects are unchanged.
 
-    Most of a state's objects (hyper-parameters, counters) do not change from step to step, and an archive costs
-    far more than a comparison.
+    Most of a state's objects (hyper-parameters, counters) do not change between steps, and an archive costs far more
+    than a comparison.
     """
 
     def __init__(self, *, trusted: bool = False) -> None:
         self._trusted = trusted
-        self._kept: dict[str, tuple[bytes, bytes]] = {}
+        self._archives: dict[str, tuple[bytes, bytes]] = {}
 
     def archive(self, name: str, value: Any) -> bytes:
         token = _token(value)
-        kept = self._kept.get(name)
-        if kept is not None and token is not None and kept[0] == token:
-            return kept[1]
+        cached = self._archives.get(name)
+        if cached is not None and token is not None and cached[0] == token:
+            return cached[1]
         try:
             data = archive_object(value)
-        except Exception as error:  # whatever the object's own pickling raises
+        except Exception as error:  # the object's own pickling may raise any exception
             raise UsageError(f"{name} is a {type(value).__name__} that cannot be pickled: {error}") from error
         if token is not None:
-            self._kept[name] = (token, data)
+            self._archives[name] = (token, data)
         elif not self._trusted:
             warn_unsafe_object(name, data)
         return data
@@ -272,7 +272,7 @@ def archive_object(value: Any) -> bytes:
 
 
 def _token(value: Any) -> bytes | None:
-    """Bytes that change when a small plain value changes; ``None`` for everything that cannot be compared so."""
+    """Return bytes that change with a small plain value; ``None`` for other values."""
     if not _is_plain_value(value, 100):
         return None
     return pickle.dumps(value, protocol=4)

@@ -113,21 +113,21 @@ def _module_tensors(name: str, module: torch.nn.Module) -> StatefulTensors | Non
         return None
     buffers = {id(one) for one in module.buffers()}
     owners = _owners(tensors, [*module.parameters(), *module.buffers()])
-    strangers = tensors.keys() - owners.keys()
-    if strangers:
+    foreign = tensors.keys() - owners.keys()
+    if foreign:
         # Creating them at every boundary could need collectives.
-        raise ValueError(f"the state dict of {name} has tensors that are not the module's own: {min(strangers)}")
-    unseen = frozenset(key for key, owner in owners.items() if id(owner) in buffers)
-    inside = [one.__dict__ for one in module.modules()]
-    places = tuple(chain.from_iterable((one["_parameters"], one["_buffers"], one["_modules"]) for one in inside))
-    return StatefulTensors(tensors, owners, unseen, places, tuple(chain.from_iterable(map(dict.values, places))))
+        raise ValueError(f"the state dict of {name} has tensors that are not the module's own: {min(foreign)}")
+    uncounted = frozenset(key for key, owner in owners.items() if id(owner) in buffers)
+    attributes = [one.__dict__ for one in module.modules()]
+    places = tuple(chain.from_iterable((one["_parameters"], one["_buffers"], one["_modules"]) for one in attributes))
+    return StatefulTensors(tensors, owners, uncounted, places, tuple(chain.from_iterable(map(dict.values, places))))
 
 
-def _owners(tensors: Mapping[str, torch.Tensor], own: list[torch.Tensor]) -> dict[str, torch.Tensor]:
-    by_place = {(tensor_address(one), one.shape, one.dtype): one for one in reversed(own)}
+def _owners(tensors: Mapping[str, torch.Tensor], candidates: list[torch.Tensor]) -> dict[str, torch.Tensor]:
+    by_address = {(tensor_address(one), one.shape, one.dtype): one for one in reversed(candidates)}
     found = {}
     for name, tensor in tensors.items():
-        owner = by_place.get((tensor_address(tensor), tensor.shape, tensor.dtype))
+        owner = by_address.get((tensor_address(tensor), tensor.shape, tensor.dtype))
         if owner is not None:
             found[name] = owner
         elif not local_values(tensor).numel():
@@ -135,7 +135,7 @@ def _owners(tensors: Mapping[str, torch.Tensor], own: list[torch.Tensor]) -> dic
     return found
 
 
-def _nested(value: Any) -> bool:
+def _is_nested(value: Any) -> bool:
     """Return whether a flat state has ``value`` as a tensor or as several entries."""
     return list(flatten_state({"": value})) != [""] or isinstance(value, torch.Tensor)
 
@@ -143,19 +143,19 @@ def _nested(value: Any) -> bool:
 def _optimizer_tensors(name: str, optimizer: torch.optim.Optimizer) -> StatefulTensors | None:
     if optimizer._optimizer_state_dict_pre_hooks or optimizer._optimizer_state_dict_post_hooks:
         return None
-    said = optimizer.state_dict()
-    tensors = flatten_state({name: {"state": said["state"]}})
+    state_dict = optimizer.state_dict()
+    tensors = flatten_state({name: {"state": state_dict["state"]}})
     groups = tuple(optimizer.param_groups)
     if not all(isinstance(one, torch.Tensor) for one in tensors.values()):
         return None
-    if any(_nested(value) for group in said["param_groups"] for value in group.values()):
+    if any(_is_nested(value) for group in state_dict["param_groups"] for value in group.values()):
         return None
     places = (optimizer.state, *optimizer.state.values())
     if not all(type(one) is dict for one in places[1:]):
         return None
     of_groups = chain(groups, chain.from_iterable(group["params"] for group in groups))
     found = (*chain.from_iterable(map(dict.values, places)), *of_groups)
-    numbers = tuple(group["params"] for group in said["param_groups"])
+    numbers = tuple(group["params"] for group in state_dict["param_groups"])
     sizes = tuple(map(len, groups))
     return StatefulTensors(tensors, tensors, frozenset(), places, found, optimizer, groups, sizes, numbers, name)
 
@@ -181,8 +181,8 @@ class StateStructure:
             return None
         if not all(part.is_same() for part in self.parts.values()):
             return None
-        made = _loose_entries(state, self.parts)
-        return made if state_fingerprint(made) == self._fingerprint else None
+        entries = _loose_entries(state, self.parts)
+        return entries if state_fingerprint(entries) == self._fingerprint else None
 
     def objects(self) -> dict[str, Any]:
         """Return the current values of the parts that are not tensors."""

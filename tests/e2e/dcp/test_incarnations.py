@@ -182,10 +182,10 @@ def save_what_is_staged_last(say, kind):
 class WritesLast(TieredWriter):
     """Goes on with what was staged when another rank of this node writes for the new incarnation."""
 
-    def _under(self, session, staged, key):
+    def _relabel(self, session, staged, key):
         assert staged is not None
         wait_until(lambda: session.agent.store.epoch("incarnations") == key.epoch, "the other rank's write")
-        return super()._under(session, staged, key)
+        return super()._relabel(session, staged, key)
 
 
 @pytest.mark.parametrize(

@@ -725,7 +725,7 @@ def restore_where_one_rank_has_it_off():
     with Checkpointer(JOB, on_sigterm="ignore", proof=proof) as ckpt:
         ckpt.save({"x": torch.ones(3)}, 1).wait()
         ckpt.restore({"x": torch.zeros(3)})
-        return ckpt.last_restore.proof, ckpt._together.all_gather("still together")
+        return ckpt.last_restore.proof, ckpt._ranks.all_gather("still together")
 
 
 def test_rank_with_the_proof_disabled_blocks_no_other(agent_dir, ranks):

@@ -24,12 +24,12 @@ def nobody(*_):
 def refused(job, how):
     """What a restore says, and that the next one in the same world is not told the same again."""
     unreachable = contextlib.ExitStack()
-    with unreachable, mock.patch.object(agent_discovery, "_WITHIN_S", 5.0 - 30.0):
+    with unreachable, mock.patch.object(agent_discovery, "_TIMEOUT_S", 5.0 - 30.0):
         if dist.get_rank() == 1:
             unreachable.enter_context(
                 use_agent_factory(nobody)
                 if how == "never there"
-                else mock.patch.object(agent_discovery, "_acquaintance", nobody)
+                else mock.patch.object(agent_discovery, "_wait_for_known_peers", nobody)
             )
         with Checkpointer(f"tiered://{job}", on_sigterm="ignore") as ckpt:
             with pytest.raises(TierUnavailableError) as caught:

@@ -11,7 +11,7 @@ from peerstore.membership.topology import NodeId, PeerNode, member_list
 from tests.support.clusters import make_cluster
 from tieredckpt import Checkpointer
 from tieredckpt.errors import SettingsError, TieredCheckpointError
-from tieredckpt.session.agent_discovery import _agreed, _invite, _NodeHello
+from tieredckpt.session.agent_discovery import _agreed_secret, _make_offer, _NodeHello
 from tieredckpt.settings import PeerSettings
 
 SECRET, OTHER = "a secret of the job's nodes", "another secret of other nodes"
@@ -89,7 +89,7 @@ def peer_node(name):
 
 
 def invite_members(peer, *names):
-    return _invite(
+    return _make_offer(
         [_NodeHello(peer_node(name), None) for name in names], None, peer, "job", restoring=False, outside=()
     )
 
@@ -98,7 +98,7 @@ def test_tampered_member_list_is_refused():
     peer = PeerSettings(secret=SECRET)
     invitation = invite_members(peer, "n1", "n2")
     assert invitation.secret == b""
-    assert _agreed(invitation, peer, "job") == SECRET.encode()
+    assert _agreed_secret(invitation, peer, "job") == SECRET.encode()
     changed = member_list(invitation.member_list.version, [peer_node("n1"), peer_node("n9")])
     for wrong in (
         msgspec.structs.replace(invitation, member_list=changed),
@@ -106,19 +106,19 @@ def test_tampered_member_list_is_refused():
         msgspec.structs.replace(invite_members(PeerSettings(secret=OTHER), "n1", "n2")),
     ):
         with pytest.raises(SettingsError, match=r"peer\.secret: this node's is not the first rank's"):
-            _agreed(wrong, peer, "job")
+            _agreed_secret(wrong, peer, "job")
     with pytest.raises(SettingsError, match=r"peer\.secret"):
-        _agreed(invitation, peer, "another")
+        _agreed_secret(invitation, peer, "another")
 
 
 def test_node_without_the_secret_of_the_others_is_refused():
     with pytest.raises(SettingsError, match=r"peer\.secret: the first rank's node has one, and this node has none"):
-        _agreed(invite_members(PeerSettings(secret=SECRET), "n1", "n2"), PeerSettings(), "job")
+        _agreed_secret(invite_members(PeerSettings(secret=SECRET), "n1", "n2"), PeerSettings(), "job")
 
 
 def test_missing_secret_warns_once(caplog, monkeypatch):
     monkeypatch.setattr(dist, "get_rank", lambda: 0)
     peer = PeerSettings()
     for _ in range(2):
-        assert _agreed(invite_members(peer, "n1", "n2"), peer, "a job of its own")
+        assert _agreed_secret(invite_members(peer, "n1", "n2"), peer, "a job of its own")
     assert caplog.text.count("whoever reaches that store while they meet can read and replace") == 1

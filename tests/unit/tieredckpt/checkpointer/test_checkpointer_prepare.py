@@ -25,7 +25,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 
 JOB = "tiered://job"
 WAIT_S = 60.0
-WORK = {SlotTable: ("create",), MappedSlot: ("__init__", "_put_pages")}
+WORK = {SlotTable: ("create",), MappedSlot: ("__init__", "_populate_pages")}
 
 
 @pytest.fixture

@@ -45,7 +45,7 @@ def test_skipped_save_uses_the_attempt_of_the_other_ranks(node, state):
     with Checkpointer("tiered://seal") as ckpt:
         ckpt.save(state, 0).wait()
         ckpt._last_saved = None  # as after a save that was skipped
-        ckpt._together.all_gather = lambda mine: [mine, '{"good": true, "attempts": 3}']  # the other rank
+        ckpt._ranks.all_gather = lambda mine: [mine, '{"good": true, "attempts": 3}']  # the other rank
         ckpt.seal(state, 8)
         assert attempts(node, "seal", 8) == [3]
 

@@ -201,7 +201,7 @@ def test_snapshot_is_used_when_saving_survivor_state_fails(job, monkeypatch, cap
     def full(*_args):
         raise SaveFailedError("there is no room")
 
-    monkeypatch.setattr(Checkpointer, "_give", full)
+    monkeypatch.setattr(Checkpointer, "_save_survivor_step", full)
     found = job.enter()
     assert (said(found), found.failed, job.first) == (("snapshot", -1, 8), True, 6)
     assert any("it could not be given: there is no room" in one.message for one in caplog.records)
@@ -213,7 +213,7 @@ def test_survivor_state_is_retained_for_the_world_after_next(job, monkeypatch):
     job.train(9)
     job.leave()
     with monkeypatch.context() as broken:
-        broken.setattr("tieredckpt.checkpointer.hydrate_from_survivors._choice", lambda *_args: 1 / 0)
+        broken.setattr("tieredckpt.checkpointer.hydrate_from_survivors._choose", lambda *_args: 1 / 0)
         for _ in range(2):
             with pytest.raises(ZeroDivisionError):
                 job.enter()
@@ -225,7 +225,7 @@ def test_failed_hydration_is_not_retried_forever(job, monkeypatch):
     job.enter()
     job.train(9)
     job.leave()
-    monkeypatch.setattr("tieredckpt.checkpointer.hydrate_from_survivors._choice", lambda *_args: 1 / 0)
+    monkeypatch.setattr("tieredckpt.checkpointer.hydrate_from_survivors._choose", lambda *_args: 1 / 0)
     for _ in range(3):
         with pytest.raises(ZeroDivisionError):
             job.enter()

@@ -23,12 +23,12 @@ def meeting():
 
 def heard_of(meeting, packed: bytes):
     meeting._store.set(f"{hydrate_from_survivors._PREFIX}/{NAME}", packed)
-    return meeting.hear(NAME, dict)
+    return meeting.receive(NAME, dict)
 
 
 def test_message_round_trips(meeting):
-    meeting.say(NAME, SAID)
-    assert meeting.hear(NAME, dict) == SAID
+    meeting.send(NAME, SAID)
+    assert meeting.receive(NAME, dict) == SAID
     assert heard_of(meeting, PACKED) == SAID
 
 

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from peerstore.shard_records import ShardKey
 from tests.support.chunk_sums import chunk_checksums
 from tieredckpt.format.manifest import ShardIndex, ShardMeta, compressed_shard, decompress_chunk
-from tieredckpt.restore.verified_reads import _places, _stored, _verified
+from tieredckpt.restore.verified_reads import _chunk_offsets, _object_range, _verify_chunks
 
 
 def index_of(data, chunk_bytes, **more):
@@ -35,9 +35,9 @@ def test_every_window_of_chunks_round_trips(tmp_path_factory, data, chunk_bytes)
     count = len(frames)
     for first in range(count):
         for stop in (first + 1, count):
-            low, high = _stored((first, stop), _places(packed))
+            low, high = _object_range((first, stop), _chunk_offsets(packed))
             bad = []
-            found = _verified(packed, (first, stop), stored[low:high], bad)
+            found = _verify_chunks(packed, (first, stop), stored[low:high], bad)
             assert (found.start, bytes(found.data), bad) == (
                 first * chunk_bytes,
                 data[first * chunk_bytes : stop * chunk_bytes],
@@ -53,11 +53,11 @@ def test_a_damaged_chunk_is_seen(data, draw):
     changed[at] ^= 1 << draw.draw(st.integers(0, 7))
     count = len(raw.checksums) // 8
     bad = []
-    _verified(raw, (0, count), bytes(changed), bad)
+    _verify_chunks(raw, (0, count), bytes(changed), bad)
     assert bad == [at // 64]
     for other in (data[:-1], data + b"\0", b""):
         bad = []
-        _verified(raw, (0, count), other, bad)
+        _verify_chunks(raw, (0, count), other, bad)
         assert bad == list(range(count))
 
 
@@ -67,7 +67,7 @@ def test_a_damaged_frame_is_seen(data, draw):
     packed = index_of(data, 1000, encoding="zstd", frames=(len(frame),))
     frame[draw.draw(st.integers(0, len(frame) - 1))] ^= 1 << draw.draw(st.integers(0, 7))
     bad = []
-    found = _verified(packed, (0, 1), bytes(frame), bad)
+    found = _verify_chunks(packed, (0, 1), bytes(frame), bad)
     assert set(bad) == {0} or bytes(found.data) == data
 
 

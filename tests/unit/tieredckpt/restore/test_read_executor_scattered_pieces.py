@@ -54,7 +54,7 @@ def test_pieces_of_every_other_chunk(stored, data):
         session = SimpleNamespace(durable_store=lambda: store, copier=copier)
         reading = ReadExecutor(session, SimpleNamespace(shards={0: index}), None, None, cast=False, trust=False)
         places = range(5, len(data), 2 * CHUNK)
-        reading._fetch(0, [(ByteRange(at, at + 1), target.data_ptr() + n) for n, at in enumerate(places)])
+        reading._read_from_durable(0, [(ByteRange(at, at + 1), target.data_ptr() + n) for n, at in enumerate(places)])
     assert np.array_equal(target.numpy(), data[5 :: 2 * CHUNK])
 
 
@@ -69,5 +69,7 @@ def test_overlapping_pieces_across_windows_are_read(stored, data):
         at += stop - start
     with contextlib.closing(Copier(1)) as copier:
         session = SimpleNamespace(durable_store=lambda: store, copier=copier)
-        ReadExecutor(session, SimpleNamespace(shards={0: index}), None, None, cast=False, trust=False)._fetch(0, wanted)
+        ReadExecutor(
+            session, SimpleNamespace(shards={0: index}), None, None, cast=False, trust=False
+        )._read_from_durable(0, wanted)
     assert np.array_equal(target.numpy(), np.concatenate([data[start:stop] for start, stop in ranges]))

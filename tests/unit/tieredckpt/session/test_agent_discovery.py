@@ -113,7 +113,7 @@ def test_secret_in_the_store_is_a_warning_of_the_first_rank(monkeypatch, caplog,
     monkeypatch.setattr(dist, "get_rank", lambda: rank)
     offer = agent_discovery._PeerPlanOffer(member_list(1, [ME, OTHER]), b"secret")
     agent_discovery._warn_of_open_secret.cache_clear()
-    assert agent_discovery._agreed(offer, Settings().peer, "job") == b"secret"
+    assert agent_discovery._agreed_secret(offer, Settings().peer, "job") == b"secret"
     assert len([one for one in caplog.records if "peer.secret" in one.getMessage()]) == warnings
 
 

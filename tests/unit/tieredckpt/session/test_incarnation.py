@@ -177,7 +177,7 @@ def test_an_owner_does_not_remember_every_step():
     owner = IncarnationTracker(JOB)
     for step in range(1000):
         agree([owner], step)
-    assert len(owner._tries) < 100
+    assert len(owner._attempts) < 100
 
 
 def test_save_in_progress_during_a_load_does_not_revive_its_incarnation():
