@@ -313,9 +313,8 @@ def _hover_areas(one: Analysis, box: PlotFrame) -> list[Markup]:
 
 
 def describe_transition(transition: TransitionRecord, one: Analysis) -> str:
-    text = [
-        f"{run_time_text((transition.start_us - one.start_us) / 1e6)}  {transition.category.value}, {duration_text(transition.seconds)}"
-    ]
+    began = run_time_text((transition.start_us - one.start_us) / 1e6)
+    text = [f"{began}  {transition.category.value}, {duration_text(transition.seconds)}"]
     text += [describe_fault(fault, one) for fault in transition.faults[:3]]
     if transition.category is not TimeCategory.STARTUP and transition.ranks != transition.next_ranks:
         text.append(f"{transition.ranks} ranks become {transition.next_ranks}")
