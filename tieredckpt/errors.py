@@ -1,4 +1,4 @@
-"""The package's errors, grouped by what the caller can do about each.
+"""Errors of the package, grouped by the possible reactions of the caller.
 
 ::
 
@@ -95,7 +95,10 @@ class CheckpointDamagedError(TieredCheckpointError):
 
 
 class CheckpointLostError(TieredCheckpointError):
-    """A step was complete, and no node that answers has some of its parts. It is neither absent nor damaged."""
+    """A step was complete, and no node that answers has some of its parts.
+
+    It is neither absent nor damaged.
+    """
 
 
 class RestoreProofError(TieredCheckpointError):

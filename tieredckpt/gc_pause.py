@@ -18,7 +18,10 @@ _was_enabled = False
 
 @contextlib.contextmanager
 def gc_paused() -> Iterator[None]:
-    """Disable the cyclic collector while the block runs. Nested and concurrent uses are counted, in any thread."""
+    """Disable the cyclic collector while the block runs.
+
+    Nested and concurrent uses are counted, in any thread.
+    """
     global _depth, _was_enabled  # noqa: PLW0603 - the collector is global to the process
     with _lock:
         if _depth == 0:

@@ -35,7 +35,7 @@ class Location:
 
 
 def parse_location(target: str | os.PathLike[str]) -> Location:
-    """Return the location that ``target`` names: a URL or a bare job name, with an optional step and epoch."""
+    """Return the location of a URL or bare job name, with an optional step and epoch."""
     text = os.fspath(target) if isinstance(target, str | os.PathLike) else target
     if not isinstance(text, str):
         raise UsageError(
@@ -91,7 +91,10 @@ def check_step(step: int) -> int:
 
 
 def reject_local_tiered_folder() -> None:
-    """Raise :class:`UsageError` if the working directory has a folder ``tiered:``: some code used a URL as a path."""
+    """Raise :class:`UsageError` if the working directory has a folder ``tiered:``.
+
+    Such a folder means that some code used a URL as a path.
+    """
     if Path(f"{TIERED_SCHEME}:").is_dir():
         raise UsageError(
             f"there is a local folder {TIERED_SCHEME}: in {Path.cwd()}: something (a framework, pathlib, os.path) "
@@ -103,7 +106,10 @@ def reject_local_tiered_folder() -> None:
 
 
 def location_at_step(location: Location, step: int | None) -> Location:
-    """Return ``location`` with its step set to ``step``. ``None`` leaves it. Raise if the two name different steps."""
+    """Return ``location`` with its step set to ``step``.
+
+    ``None`` leaves it. Raise if the two name different steps.
+    """
     if step is None:
         return location
     check_step(step)

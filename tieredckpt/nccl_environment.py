@@ -1,8 +1,8 @@
 """Environment variables that stop NCCL's watchdog from ending a process that can recover. Pure.
 
-By default torch's watchdog ends the process when a peer is lost, or aborts the communicator before the recovery loop
-has checked which device work completed. The coordinator detects a lost rank sooner, and all ranks abort all groups.
-Torch reads these variables when it creates a process group, so they must be set before the first one.
+By default torch's watchdog ends the process when a peer is lost. Or it aborts the communicator before the recovery
+loop has checked which device work completed. The coordinator detects a lost rank sooner, and all ranks abort all
+groups. Torch reads these variables when it creates a process group, so they must be set before the first one.
 """
 
 from __future__ import annotations
@@ -94,7 +94,10 @@ NCCL_RULES = (
 
 
 def check_nccl_environment(environ: Mapping[str, str]) -> list[NcclFinding]:
-    """Return the findings for ``environ``, in the order of the rules. Rules without a variable or value have none."""
+    """Return the findings for ``environ``, in the order of the rules.
+
+    Rules without a variable or value have none.
+    """
     return [found for rule in NCCL_RULES if (found := _check_rule(rule, environ)) is not None]
 
 

@@ -113,7 +113,7 @@ class Resolution:
 
     @property
     def torn(self) -> tuple[VersionId, ...]:
-        """Versions newer than every version that was ever complete, and never complete themselves, oldest first."""
+        """Never complete versions that are newer than every version that was complete, oldest first."""
         torn = (group for group, verdict in self.verdicts.items() if verdict is StepVerdict.TORN)
         return tuple(sorted(group for group in torn if self.newest_complete is None or group > self.newest_complete))
 
@@ -241,7 +241,10 @@ def unrecognized_error(
     step: int | None = None,
     quarantined: Collection[VersionId] = (),
 ) -> TieredCheckpointError | None:
-    """Return the error if a load cannot ignore unreadable ``slots`` newer than step ``newest``, else ``None``."""
+    """Return the error if a load cannot ignore unreadable ``slots`` newer than step ``newest``.
+
+    ``None``: it can.
+    """
     branches = IncarnationBranches(candidates if step is None else (), quarantined)
     known = {one.version_id for one in candidates if one.is_complete}
     found = [
@@ -282,7 +285,9 @@ def describe_forgotten(forgotten: ExpiredJob) -> str:
 
 
 def elect_step(votes: Sequence[Collection[VersionId]], *, reluctant: Collection[VersionId] = ()) -> VersionId | None:
-    """Return the newest step that every rank can load, or ``None``. Each vote lists the steps that one rank can load.
+    """Return the newest step that every rank can load, or ``None``.
+
+    Each vote lists the steps that one rank can load.
 
     ``reluctant`` versions are chosen only if no other is common to all ranks.
     """
@@ -347,7 +352,10 @@ class LeftBehind:
 
 
 def newer_steps(candidates: Iterable[Candidate], chosen: VersionId) -> tuple[Candidate, ...]:
-    """Return the complete steps newer than ``chosen``, oldest first. A job that restores ``chosen`` repeats them."""
+    """Return the complete steps newer than ``chosen``, oldest first.
+
+    A job that restores ``chosen`` repeats them.
+    """
     newer = [one for one in candidates if one.is_complete and one.version_id.version > chosen.version]
     return tuple(sorted(newer, key=lambda one: _order(one.version_id)))
 
@@ -373,7 +381,10 @@ class IncarnationBranches:
         return later < len(self._epochs) and self._lowest[later] < group.version
 
     def left_behind_by(self, group: VersionId) -> LeftBehind | None:
-        """Return the first later incarnation that continued from before this step. ``None``: the step is current."""
+        """Return the first later incarnation that continued from before this step.
+
+        ``None``: the step is current.
+        """
         if not self.supersede(group):
             return None
         later = self._epochs[bisect.bisect_right(self._epochs, group.epoch) :]

@@ -3,8 +3,8 @@
 Unknown keys, invalid values and values that contradict each other are errors. One exception reports all of them by
 name.
 
-A plug-in is an entry point of the group ``tieredckpt.platforms``: a function that receives the text after ``NAME:`` and
-returns settings in the form of a configuration file.
+A plug-in is an entry point of the group ``tieredckpt.platforms``. It is a function that receives the text after
+``NAME:`` and returns settings in the form of a configuration file.
 """
 
 from __future__ import annotations
@@ -428,7 +428,7 @@ def _section(name: str, tree: Any, problems: list[str]) -> Any:
 
 
 def _convert(key: str, value: Any, kind: Any, into: dict[str, Any], problems: list[str]) -> None:
-    """Store ``value`` in ``into`` under the last part of ``key``. An invalid value is only added to ``problems``."""
+    """Store ``value`` in ``into`` under the last part of ``key``, or add to ``problems``."""
     name = key.rpartition(".")[2]
     if isinstance(value, int) and value.bit_length() > 64:
         problems.append(f"{key}: the number has {value.bit_length()} bits, at most 64 make sense")

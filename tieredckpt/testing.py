@@ -27,8 +27,9 @@ class _Shared:
 
 @contextlib.contextmanager
 def memory_node(budget: str = "1GiB") -> Iterator[NodeAgentService]:
-    """Run a node agent in this process; its ``TieredWriter``, ``TieredReader`` and ``Checkpointer`` use it.
+    """Run a node agent in this process while the block runs.
 
+    ``TieredWriter``, ``TieredReader`` and ``Checkpointer`` of this process use it.
     Store and drain are the real ones. The memory belongs to this process and is freed when the block ends::
 
         with memory_node():

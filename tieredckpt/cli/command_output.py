@@ -25,7 +25,8 @@ _PIPE_WIDTH = 400
 _CONTROL_CHARACTERS = {
     number: f"\\x{number:02x}" for number in (*range(0x20), *range(0x7F, 0xA0)) if chr(number) not in "\n\t"
 } | {number: f"\\u{number:04x}" for number in (0x200E, 0x200F, *range(0x202A, 0x202F), *range(0x2066, 0x206A))}
-"""Control characters, and characters that change the text direction. Names and reasons come from untrusted jobs."""
+"""Control characters, and characters that change the text direction.
+Names and reasons come from untrusted jobs."""
 
 _LINE_BREAKS = _CONTROL_CHARACTERS | {ord("\n"): "\\x0a", ord("\t"): "\\x09", 0x2028: "\\u2028", 0x2029: "\\u2029"}
 

@@ -101,7 +101,7 @@ def parse_step_target(target: str) -> Location:
 
 
 def parse_job_and_step(target: str, step: str | None, epoch: int | None = None) -> Location:
-    """Return the location that ``JOB STEP``, ``JOB STEP@EPOCH`` or ``JOB/step-N@EPOCH`` names, with ``--epoch``."""
+    """Return the location that ``JOB STEP[@EPOCH]`` or ``JOB/step-N[@EPOCH]`` and ``--epoch`` name."""
     location = parse_location(target)
     number, branch = (location.step, None) if step is None else parse_step(step)
     if number is None:

@@ -112,7 +112,7 @@ class _DeviceCheck:
                 _left.extend((memory, there))
 
     def _is_quiet(self) -> bool:
-        """Return whether no copy runs. A device that raises has stopped; one that hangs may still copy."""
+        """Return whether no copy runs. A device that raises has stopped; a device that hangs may still copy."""
         try:
             answered(self._limit_s / 4, lambda: self._device.synchronize(self._place))
         except TimeoutError:

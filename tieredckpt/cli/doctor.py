@@ -1,4 +1,4 @@
-"""``tieredckpt doctor``: measure memory, agent, durable tier, credentials, clock, bandwidth; report findings."""
+"""``tieredckpt doctor``: checks of memory, agent, durable tier, credentials, clock and bandwidth."""
 
 from __future__ import annotations
 

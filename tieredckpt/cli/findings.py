@@ -112,7 +112,7 @@ def check_clock_skew(skew_s: float, *, signed: bool) -> CheckResult:
 
 
 def about_nccl(environ: Mapping[str, str], *, needed: bool) -> CheckResult:
-    """Check whether ``elastic.run`` can recover in process in this environment, and list the variables it would set.
+    """Check whether ``elastic.run`` can recover in process, and list the variables it would set.
 
     ``needed``: whether wrong variables are a failure instead of a warning.
     """

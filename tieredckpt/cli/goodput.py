@@ -35,7 +35,10 @@ _Sample = tuple[Mapping[str, str], float]
 
 
 def prometheus_text(found: Analysis) -> str:
-    """Return the analysis as Prometheus metrics. All are gauges: a later read of the log can lower their values."""
+    """Return the analysis as Prometheus metrics.
+
+    All are gauges: a later read of the log can lower their values.
+    """
     from prometheus_client import CollectorRegistry, generate_latest
     from prometheus_client.core import GaugeMetricFamily
 

@@ -20,7 +20,10 @@ class HelpFormatter(click.HelpFormatter):
 
 
 class SuggestingGroup(click.Group):
-    """Group that suggests the closest command for an unknown one. Click 8.4 does so for static groups only."""
+    """Group that suggests the closest command for an unknown one.
+
+    Click 8.4 does so for static groups only.
+    """
 
     def resolve_command(
         self, ctx: click.Context, args: list[str]

@@ -115,7 +115,10 @@ def step_row(
     damaged: str,
     drain: DrainStatus | None,
 ) -> StepRow:
-    """Return the row of an attempt. ``manifest``: that of a durable step. ``damaged``: why it cannot be read."""
+    """Return the row of an attempt.
+
+    ``manifest``: that of a durable step. ``damaged``: why it cannot be read.
+    """
     parts = view.parts or (manifest.parts if manifest else 0)
     durable = {shard.key.part for shard in manifest.shards} if manifest else set()
     if parts == UNKNOWN_PART_COUNT:

@@ -106,7 +106,10 @@ def _rebuild(screen: CommandOutput, catalog: DurableCatalog, group: VersionId) -
 
 
 def _missing_names(manifest: Manifest) -> list[str] | None:
-    """Return the names that the existing shards do not hold. ``None``: the names of the whole state are unknown."""
+    """Return the names that the existing shards do not hold.
+
+    ``None``: the names of the whole state are unknown.
+    """
     if not manifest.tables:
         return None
     table = decode_table(next(iter(manifest.tables.values())))

@@ -548,7 +548,10 @@ class SimulateOptions:
 
     @property
     def recovery_by_stage(self) -> dict[str, float]:
-        """Seconds of each recovery stage, in order. ``--stage`` overrides the event log, and its last value wins."""
+        """Seconds of each recovery stage, in order.
+
+        ``--stage`` overrides the event log, and its last value wins.
+        """
         known = {} if self.measured is None else self.measured.stages
         fields = {**known, **dict(self.stages)}
         names = (*STAGES, *sorted(fields.keys() - set(STAGES)))

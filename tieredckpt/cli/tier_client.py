@@ -43,7 +43,8 @@ from tieredckpt.session.peer_reader import PeerReader
 from tieredckpt.settings import DurableSettings, Settings, override_settings
 
 _TIMEOUT_S = 5.0
-"""Seconds to wait for the durable tier. After that it is reported as unreachable: a user waits for the command."""
+"""Seconds to wait for the durable tier.
+After that it is reported as unreachable: a user waits for the command."""
 
 
 class TierClient:
@@ -170,7 +171,10 @@ class TierClient:
         return known
 
     def catalog(self, job: str) -> DurableCatalog:
-        """Return the catalog of the job's manifests, which this process reads. Raise if its durable tier is unknown."""
+        """Return the catalog of the job's manifests, which this process reads.
+
+        Raise if its durable tier is unknown.
+        """
         durable = self.durable_settings(job)
         if not durable.url:
             if self.agent is None:
@@ -199,7 +203,10 @@ class TierClient:
         return self._stores[durable.url]
 
     def peers(self, job: str) -> PeerReader | None:
-        """Return a reader of the memory of the job's other nodes. ``None``: no agent answers, so they are unknown."""
+        """Return a reader of the memory of the job's other nodes.
+
+        ``None``: no agent answers, so they are unknown.
+        """
         if self.agent is None:
             return None
         if job not in self._peers:
@@ -238,7 +245,10 @@ class TierClient:
 
 @contextlib.contextmanager
 def open_tier_client(settings: Settings, *, memory: bool = True) -> Iterator[TierClient]:
-    """Open a client that uses this node's agent. Without its answer, or without ``memory``, it only reads the store."""
+    """Open a client that uses this node's agent.
+
+    Without its answer, or without ``memory``, it only reads the store.
+    """
     place = settings.agent_place
     arena = MemfdArena()
     with contextlib.ExitStack() as cleanup:
@@ -268,7 +278,10 @@ def is_unclear(survey: StepInventory) -> bool:
 
 
 def step_not_found_error(location: Location, survey: StepInventory, why: str = "") -> TieredCheckpointError:
-    """Return the error for a step that was not found: absent only if other nodes and the durable tier answered."""
+    """Return the error for a step that was not found.
+
+    It is absent only if the other nodes and the durable tier answered.
+    """
     epochs = sorted({view.version_id.epoch for view in survey.views if view.version_id.version == location.step})
     if location.epoch is not None and epochs:
         why = f"{list_epochs(epochs)} saved step {location.step}"
@@ -304,7 +317,10 @@ def list_epochs(epochs: Sequence[int]) -> str:
 
 
 def describe_other_branches(location: Location, chosen: VersionId, survey: StepInventory) -> str:
-    """Return which epoch is used, if ``location`` names none and several saved its step completely. Otherwise ""."""
+    """Return which epoch is used, if ``location`` names none and several saved its step completely.
+
+    Otherwise "".
+    """
     others = sorted(
         {
             view.version_id.epoch
@@ -379,7 +395,10 @@ def _suggest_job(client: TierClient, job: str) -> str:
 
 
 def resolve_job_name(client: TierClient, named: str | None) -> str:
-    """Return the job that ``named`` names. Without a name, this node's only job; raise unless it has exactly one."""
+    """Return the job that ``named`` names.
+
+    Without a name, this node's only job; raise unless it has exactly one.
+    """
     known = known_job_names(client)
     if named is not None:
         job = str(parse_location(named).job)

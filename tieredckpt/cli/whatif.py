@@ -92,7 +92,10 @@ def whatif_command(
 
 
 def open_loss_analysis(client: TierClient, job: str) -> tuple[ClusterStatus, LossAnalysis]:
-    """Return the cluster status of a job and its loss analysis. Raise if no complete step is known or possible."""
+    """Return the cluster status of a job and its loss analysis.
+
+    Raise if no complete step is known or possible.
+    """
     agent = require_agent(client)
     view = agent.cluster_status(job)
     survey = client.survey(job)

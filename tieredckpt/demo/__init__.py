@@ -78,7 +78,10 @@ class _Node:
 
 
 def main(*, as_json: bool = False, keep: Path | None = None) -> int:
-    """Run the demo. Return 0 if all losses are bitwise equal. ``keep``: directory that retains the bucket's files."""
+    """Run the demo.
+
+    Return 0 if all losses are bitwise equal. ``keep``: directory that retains the bucket's files.
+    """
     console = Console(stderr=as_json, soft_wrap=True)
     keep = empty_demo_folder(keep or Path(tempfile.gettempdir()) / f"tieredckpt-demo-{os.getuid()}")
     began = time.monotonic()
@@ -120,7 +123,10 @@ def main(*, as_json: bool = False, keep: Path | None = None) -> int:
 
 
 def empty_demo_folder(folder: Path) -> Path:
-    """Create ``folder``, or empty it if an earlier demo made it. Raise :class:`UsageError` for other files."""
+    """Create ``folder``, or empty it if an earlier demo made it.
+
+    Raise :class:`UsageError` for other files.
+    """
     folder = folder.absolute()
     if folder.exists() and not (folder / _MARK).is_file() and any(folder.iterdir()):
         raise UsageError(f"{folder} exists and was not made by the demo; name another one with --keep")

@@ -43,7 +43,8 @@ class FileOpened(_Event, frozen=True, tag="opened"):
     host: str = ""
     version: int = EVENT_LOG_VERSION
     part: int = 0
-    """Number of the file. A process that writes much continues in a new file, and finally deletes its oldest."""
+    """Number of the file.
+    A process that writes much continues in a new file, and finally deletes its oldest."""
 
 
 class ProcessBegan(_Event, frozen=True, tag="began"):
@@ -91,7 +92,7 @@ class FaultEvent(_Event, frozen=True, tag="fault"):
     node: str = ""
     local_rank: int = -1
     kind: str = ""
-    """``process`` (it ended), ``node``, ``error`` (reported by a rank), ``hang`` or ``late`` (no stop in time)."""
+    """``process`` (it ended), ``node``, ``error``, ``hang`` or ``late`` (no stop in time)."""
     reason: str = ""
     since: float | None = None
     """Time of the fault, if known: the end of a process, or the last sign of life of a node."""
@@ -124,10 +125,14 @@ class StopRequested(_Event, frozen=True, tag="notice"):
 
 
 class StageEvent(_Event, frozen=True, tag="stage"):
-    """A stage of one rank in a transition. ``detect`` has no duration: the rank learned of the fault at that time."""
+    """A stage of one rank in a transition.
+
+    ``detect`` has no duration: the rank learned of the fault at that time.
+    """
 
     epoch: int
-    """World that the rank enters; for ``detect``, ``abort``, ``seal`` and ``leave``, the world that it leaves."""
+    """World that the rank enters.
+    For ``detect``, ``abort``, ``seal`` and ``leave``: the world that it leaves."""
     rank: int
     """Rank in that world."""
     name: str

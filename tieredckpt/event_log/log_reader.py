@@ -28,7 +28,7 @@ _LATEST = 1e11
 
 
 class UnreadableLine(enum.Enum):
-    """Why a line is not an event."""
+    """Reason why a line is not an event."""
 
     DAMAGED = "damaged"
     UNKNOWN = "unknown"
@@ -141,9 +141,9 @@ _LOGS = "elastic-logs"
 
 
 def find_event_log(where: str | None, environ: Mapping[str, str] = os.environ) -> Path:
-    """Return the event log directory for ``where``: a job, a directory, or ``None`` for ``$TIEREDCKPT_EVENT_LOG``.
+    """Return the event log directory of a job or directory.
 
-    Raise :class:`EventLogNotFoundError` if it does not exist.
+    ``None``: ``$TIEREDCKPT_EVENT_LOG``. Raise :class:`EventLogNotFoundError` if it does not exist.
     """
     if where is None:
         if not environ.get(EVENT_LOG_ENV):

@@ -52,7 +52,10 @@ _FLAGS = os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_EXCL | os.O_CLOEXEC
 
 
 class EventLog(Protocol):
-    """Sink for events. ``write`` takes a few microseconds and never raises, in any thread and any forked child."""
+    """Sink for events.
+
+    ``write`` takes a few microseconds and never raises, in any thread and any forked child.
+    """
 
     @property
     def position(self) -> RunPosition:

@@ -93,6 +93,9 @@ _M_MMAP_THRESHOLD = -3  # of glibc's mallopt
 
 
 def return_freed_memory_to_os() -> None:
-    """Set glibc to return large buffers to the system when they are freed. By default it retains and fragments them."""
+    """Set glibc to return large buffers to the system when they are freed.
+
+    By default it retains and fragments them.
+    """
     with contextlib.suppress(AttributeError, OSError):  # another C library
         ctypes.CDLL(None).mallopt(_M_MMAP_THRESHOLD, 1 << 20)

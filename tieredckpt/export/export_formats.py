@@ -47,7 +47,10 @@ class SafetensorsEntry:
 
 
 def safetensors_entries(source: StepSource, names: Mapping[str, str]) -> list[SafetensorsEntry]:
-    """Return the tensors of ``names`` in file order. Raise :class:`UsageError` for all that the format cannot hold."""
+    """Return the tensors of ``names`` in file order.
+
+    Raise :class:`UsageError` for all that the format cannot hold.
+    """
     found = []
     for name, shown in names.items():
         if name in source.step.tensors:
@@ -104,7 +107,10 @@ def write_safetensors(
 
 
 def split_by_size(tensors: Sequence[SafetensorsEntry], most_bytes: int) -> list[list[SafetensorsEntry]]:
-    """Group tensors into files of at most ``most_bytes``, in order of names. A larger tensor has its own file."""
+    """Group tensors into files of at most ``most_bytes``, in order of names.
+
+    A larger tensor has its own file.
+    """
     files: list[list[SafetensorsEntry]] = []
     size = 0
     for one in sorted(tensors, key=lambda one: one.name):
@@ -123,7 +129,10 @@ def write_safetensors_folder(
     most_bytes: int,
     advance: Callable[[int], None],
 ) -> int:
-    """Write one file, or several and their index, for ``from_pretrained``. Return the number of tensor files."""
+    """Write one file, or several and their index, for ``from_pretrained``.
+
+    Return the number of tensor files.
+    """
     order = {one.name: number for number, one in enumerate(tensors)}
     files = split_by_size(tensors, most_bytes)
     if len(files) == 1:

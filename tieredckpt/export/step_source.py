@@ -82,7 +82,10 @@ class StepSource:
         return out.view(dtype_from_name(entry.dtype))
 
     def object_bytes(self, name: str) -> bytes:
-        """Return the bytes of an object as the planner wrote them. Of several ranks' objects, the first is used."""
+        """Return the bytes of an object as the planner wrote them.
+
+        Of several ranks' objects, the first is used.
+        """
         part = self.step.object_part(name, 0)
         return self._item(part, self.step.objects[name][part])
 

@@ -1,4 +1,4 @@
-"""Written files: the files of a step until ``.metadata`` completes it, and side files beside the steps.
+"""Written files: the files of a step until ``.metadata`` completes it, and side files.
 
 While it is written, a file is a shard with one item: its bytes. Several processes of a node write one step, so its
 files lie in a separate job space (``.JOB`` for ``JOB``). The rename to ``.metadata`` saves the step as tensors, like
@@ -66,7 +66,8 @@ def file_space_job(job: str) -> str:
 class _Attempt:
     version_id: VersionId
     writer: TieredWriter
-    """Writer that saves the step when its files are complete, for the incarnation at the begin of the attempt."""
+    """Writer that saves the step when its files are complete.
+    It saves for the incarnation at the begin of the attempt."""
 
 
 class StepFileSpace:
@@ -223,7 +224,10 @@ class StepFileSpace:
         return writer is not None
 
     def _table(self, step: int, writer: SlotFile, metadata: Metadata) -> StateTable:
-        """Return the table of the files in ``metadata``. Raise :class:`SaveFailedError` if this node lacks one."""
+        """Return the table of the files in ``metadata``.
+
+        Raise :class:`SaveFailedError` if this node lacks one.
+        """
         try:
             names = sorted({str(info.relative_path) for info in metadata.storage_data.values()})
         except AttributeError as error:
@@ -325,7 +329,7 @@ _MAX_STEM_LENGTH = 230
 
 
 class SideFile(msgspec.Struct, frozen=True):
-    """A small file beside the steps, stored as one blob."""
+    """A small file that is not part of a step, stored as one blob."""
 
     path: str
     """Path below its job."""
@@ -443,7 +447,10 @@ class SideFileStore:
 
 
 def _encode_path(path: str) -> str:
-    """Return ``path`` encoded as a part of a name that agents and durable stores allow. The encoding is unique."""
+    """Return ``path`` encoded as a part of a name that agents and durable stores allow.
+
+    The encoding is unique.
+    """
     stem = "".join(one if one in _PLAIN else "".join(f"@{byte:02x}" for byte in one.encode()) for one in path)
     if len(stem) > _MAX_STEM_LENGTH:
         raise UsageError(f"{path!r} is too long a name for a file beside checkpoints")

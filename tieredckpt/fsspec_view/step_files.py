@@ -74,7 +74,10 @@ _Segment = bytes | tuple[int, ByteRange]
 
 
 def save_from_files(writer: TieredWriter, metadata: Metadata, source: StepSource) -> None:
-    """Save with ``writer`` the state in the files that ``source`` has as objects. ``metadata`` describes the files."""
+    """Save with ``writer`` the state in the files that ``source`` has as objects.
+
+    ``metadata`` describes the files.
+    """
     items = [_write_item(metadata, index) for index in metadata.storage_data]
     planner = _FilesSavePlanner(metadata.storage_data, source)
     writer.set_up_storage_writer(True, rank=0)
@@ -178,7 +181,10 @@ class StepAsFiles:
         self.saved_ns = max(shard.meta.saved_ns for shard in step.shards.values())
 
     def open(self, name: str, source: StepSource, read: Callable[[], None]) -> io.BufferedReader:
-        """Open a file with verified reads. Its close closes ``source`` and, after a successful read, calls ``read``."""
+        """Open a file with verified reads.
+
+        Its close closes ``source`` and, after a successful read, calls ``read``.
+        """
         return io.BufferedReader(_File(self._segments[name], source, read), _READ_BYTES)
 
 
@@ -217,7 +223,7 @@ class JobStepFiles:
         return open_session(self.job, load_settings())
 
     def steps(self) -> list[int]:
-        """Return the steps that a load can choose, oldest first. Steps of other branches are left out."""
+        """Return the steps that a load can choose, oldest first. Steps of other branches are skipped."""
         seen = self._survey()
         quarantined = {view.version_id for view in seen.views if view.quarantined}
         found = resolve_step([view.candidate for view in seen.views], quarantined=quarantined)

@@ -2,7 +2,7 @@
 
 DCP's own file writer and reader work on it unmodified, without ``enable_urls()``. They are slower than
 :class:`~tieredckpt.dcp.tiered_writer.TieredWriter`, because DCP pickles every tensor. Steps of all writers are listed
-and readable here, and a step written here is like any other. Other files may lie beside the steps.
+and readable here, and a step written here is like any other. Other files may lie next to the steps.
 """
 
 from __future__ import annotations
@@ -33,7 +33,10 @@ _lock = threading.Lock()
 
 @dataclass(frozen=True)
 class _JobFiles:
-    """Files of one job, shared by the process: fsspec creates a file system per thread, and a save may use several."""
+    """Files of one job, shared by all file systems of the process.
+
+    fsspec creates a file system per thread, and a save may use several.
+    """
 
     writing: StepFileSpace
     steps: JobStepFiles
@@ -113,7 +116,10 @@ class TieredFileSystem(AbstractFileSystem):  # type: ignore[misc]  # fsspec has 
         return datetime.fromtimestamp(at, tz=timezone.utc)
 
     def mv(self, path1: str, path2: str, recursive: bool = False, maxdepth: int | None = None, **kwargs: Any) -> None:  # noqa: FBT002
-        """Rename a DCP file that this process has written to its final name. Other files are copied and removed."""
+        """Rename a DCP file that this process has written to its final name.
+
+        Other files are copied and removed.
+        """
         old, new = self._parse_path(path1), self._parse_path(path2)
         if not old.name and not new.name:
             super().mv(path1, path2, recursive=recursive, maxdepth=maxdepth, **kwargs)

@@ -231,7 +231,10 @@ def fault_records(
 
 
 def _fits(injected: FaultInjected, fault: FaultEvent) -> bool:
-    """Return whether ``injected`` can have caused ``fault``: it is not later, and no known location differs."""
+    """Return whether ``injected`` can have caused ``fault``.
+
+    It can if it is not later and no known location differs.
+    """
     return (
         injected.at <= fault.at
         and injected.epoch in (-1, fault.epoch)
@@ -266,7 +269,10 @@ def transition_began_at(transition: Transition, faults: Sequence[FaultRecord], s
 def stage_claims(
     transition: Transition, began: int, faults: Sequence[FaultRecord], stages: Sequence[StageEvent]
 ) -> Iterator[TimeClaim]:
-    """Yield the claims of a transition's stages. The earliest stage with a rank in it wins: all ranks wait for it."""
+    """Yield the claims of a transition's stages.
+
+    The earliest stage with a rank in it wins: all ranks wait for it.
+    """
     for stage in stages:
         first, last = stage_span(stage, began, faults)
         if stage.name != STAGE_FIRST_STEP:
@@ -290,7 +296,10 @@ def stage_claims(
 
 
 def stage_span(stage: StageEvent, began: int, faults: Sequence[FaultRecord]) -> tuple[int, int]:
-    """Return start and end of a stage in microseconds, not before ``began``. ``detect`` starts at the fault."""
+    """Return start and end of a stage in microseconds, not before ``began``.
+
+    ``detect`` starts at the fault.
+    """
     first = to_us(stage.began)
     last = to_us(stage.began + stage.seconds)
     if stage.name == STAGE_DETECT:

@@ -83,7 +83,8 @@ class UnnoticedInjection(msgspec.Struct, frozen=True):
 
 class FaultRecord(msgspec.Struct, frozen=True):
     at_us: int
-    """Time of the fault: of its injection, or its first symptom, or its detection. The first that is known is used."""
+    """Time of the fault: of its injection, or its first symptom, or its detection.
+    The first that is known is used."""
     noticed_us: int
     epoch: int
     node: str = ""
@@ -102,7 +103,8 @@ class TransitionRecord(msgspec.Struct, frozen=True):
     start_us: int
     """Time of the fault. Without a fault: the end of the last step."""
     end_us: int
-    """Start of the next world's first step, plus its delay over a typical step. Without one: the end of the run."""
+    """Start of the next world's first step, plus its delay over a typical step.
+    Without one: the end of the run."""
     resumed: bool
     epoch: int = -1
     """World that it left. -1: none."""
@@ -147,7 +149,8 @@ class TimeTotals(msgspec.Struct, frozen=True):
 
     total: int
     by: dict[str, int]
-    """Total of each category. Capacity also has ``missing``: ranks of the largest world that smaller worlds lack."""
+    """Total of each category.
+    Capacity also has ``missing``: ranks of the largest world that smaller worlds lack."""
 
     def share(self, name: str) -> float:
         return self.by.get(name, 0) / self.total if self.total else 0.0
@@ -166,7 +169,8 @@ class Unprotected(msgspec.Struct, frozen=True):
 
     start_us: int
     end_us: int
-    """Time at which newer steps were protected again. If that is not recorded: the end of the job's last run."""
+    """Time at which newer steps were protected again.
+    If that is not recorded: the end of the job's last run."""
     step: int
     """Newest protected step at that time. -1: none."""
     left_out: int = 0
@@ -176,7 +180,7 @@ class Unprotected(msgspec.Struct, frozen=True):
 
 
 class RunRecord(msgspec.Struct, frozen=True):
-    """One run of the job, from a start to its end."""
+    """One run of the job, between a start and its end."""
 
     start_us: int
     end_us: int
@@ -209,11 +213,13 @@ class Analysis(msgspec.Struct, frozen=True):
     ettr: float
     """Effective training time ratio: the share of time in steps that count."""
     goodput: float
-    """Share of the capacity in steps that count. It is below ``ettr`` if worlds were smaller than the largest one."""
+    """Share of the capacity in steps that count.
+    It is below ``ettr`` if worlds were smaller than the largest one."""
     mttr_s: float | None
-    """Mean seconds from a fault to the next step, over recoveries that reached one. ``None``: there were none."""
+    """Mean seconds from a fault to the next step, over recoveries that reached one.
+    ``None``: none occurred."""
     mtbf_s: float | None
-    """Seconds in which worlds ran steps, per interruption by faults. ``None``: there were none."""
+    """Seconds in which worlds ran steps, per interruption by faults. ``None``: none occurred."""
     step_s: DurationStats
     save_s: DurationStats
     restores: dict[str, int]
@@ -238,7 +244,7 @@ class Analysis(msgspec.Struct, frozen=True):
 
     @property
     def unattributed_us(self) -> int:
-        """Microseconds of the timeline without a report: unknown time, and parts of transitions without a stage."""
+        """Microseconds without a report: unknown time, and parts of transitions without a stage."""
         return sum(
             one.duration_us
             for one in self.timeline

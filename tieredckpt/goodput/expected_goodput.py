@@ -1,4 +1,6 @@
-"""Expected goodput in closed form: failure rates, costs of saves and faults, best checkpoint interval. Pure.
+"""Expected goodput in closed form: failure rates, costs of saves and faults, best checkpoint interval.
+
+Pure.
 
 A fault has one of three kinds, by the state that it destroys:
 
@@ -7,7 +9,7 @@ A fault has one of three kinds, by the state that it destroys:
 - ``durable``: memory is lost as well; the job restores the newest durable save.
 
 With one kind of faults goodput is ``T / (M e^{R/M} (e^{(T+d)/M} - 1))`` with interval T, mean time between failures M,
-recovery R and stall d. :func:`expected_round_s` generalizes this to several kinds of faults: between two durable saves
+recovery R and stall d. :func:`expected_round_s` generalizes this to several kinds of faults. Between two durable saves
 the expected remaining time is a linear function of itself, so it is solved, not iterated. Neither covers spares,
 smaller worlds or waiting for a node; ``monte_carlo.py`` simulates them.
 
@@ -49,7 +51,10 @@ class Mtbf:
 
 
 MTBF_PRESETS = {"llama-3": Mtbf(54 * DAY_S * 16384 / 419, MtbfUnit.GPU)}
-"""``llama-3``: 419 unexpected interruptions in 54 days on 16,384 GPUs ("The Llama 3 Herd of Models", table 5)."""
+"""``llama-3``: 419 unexpected interruptions in 54 days on 16,384 GPUs.
+
+Source: "The Llama 3 Herd of Models", table 5.
+"""
 
 
 @dataclass(frozen=True)
@@ -62,7 +67,10 @@ class FaultCost:
 
 @dataclass(frozen=True)
 class CheckpointScheme:
-    """Checkpoint scheme of a job. ``interval_s``: seconds of work between two saves, without their ``stall_s``."""
+    """Checkpoint scheme of a job.
+
+    ``interval_s``: seconds of work between two saves, without their ``stall_s``.
+    """
 
     interval_s: float
     stall_s: float
@@ -72,7 +80,8 @@ class CheckpointScheme:
     durable_every: int = 1
     """Saves per durable save: every n-th save is durable as well."""
     step_s: float = 0.0
-    """Seconds of a step, which a live fault repeats; intervals are whole steps. 0: a live fault repeats nothing."""
+    """Seconds of a step, which a live fault repeats; an interval is a multiple of it.
+    0: a live fault repeats nothing."""
 
     def __post_init__(self) -> None:
         positive = [("interval_s", self.interval_s)]
@@ -112,7 +121,7 @@ class CheckpointScheme:
         return sum(one.share * one.recovery_s for one in (self.live, self.snapshot, self.durable))
 
     def with_interval(self, interval_s: float) -> CheckpointScheme:
-        """Return the scheme with this interval, rounded to whole steps."""
+        """Return the scheme with this interval, rounded to a multiple of a step."""
         if self.step_s:
             interval_s = max(1, round(interval_s / self.step_s)) * self.step_s
         return replace(self, interval_s=interval_s)
@@ -195,7 +204,7 @@ class _Terms:
         return (cost + far * once) * factor / ahead**scheme.saves_per_round
 
     def _in_live(self) -> tuple[float, float, float]:
-        """Return the expected seconds of a live recovery, and the chances of a snapshot or durable fault in it."""
+        """Return the expected seconds of a live recovery, and the chances of worse faults in it."""
         hit = -math.expm1(-self._scheme.live.recovery_s / self._mtbf_s)
         stays = math.exp(-self._scheme.live.recovery_s / self._mtbf_s) + hit * (self._back + self._far)
         return self._mtbf_s * hit / stays, hit * self._back / stays, hit * self._far / stays
@@ -259,7 +268,10 @@ def goodput_by_interval(
 
 
 def _candidate_schemes(scheme: CheckpointScheme, mtbf_s: float) -> Iterator[CheckpointScheme]:
-    """Yield candidates around Young's approximation, in whole steps. Live faults do not count: they need no save."""
+    """Yield candidates around Young's approximation, in multiples of a step.
+
+    Live faults do not count: they need no save.
+    """
     near = math.sqrt(2 * max(scheme.stall_s, 1e-6) * mtbf_s / max(1 - scheme.live.share, 1e-15))
     seen = set()
     for number in range(_CANDIDATES):

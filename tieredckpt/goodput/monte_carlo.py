@@ -19,12 +19,15 @@ from tieredckpt.goodput.expected_goodput import CheckpointScheme, expected_goodp
 
 Floats = NDArray[np.float64]
 _CLOSE = 1e-7
-"""Tolerance, as a share of an interval: work that was reset to a save counts as at it despite rounding."""
+"""Tolerance for rounding, as a share of an interval, of work that was reset to a save."""
 
 
 @dataclass(frozen=True)
 class SimulatedNodes:
-    """Nodes of the simulated job. ``mtbf_s``: mean seconds between failures of the whole job, with all nodes."""
+    """Nodes of the simulated job.
+
+    ``mtbf_s``: mean seconds between failures of the whole job, with all nodes.
+    """
 
     mtbf_s: float
     count: int = 1
@@ -84,7 +87,7 @@ class _Phase(enum.IntEnum):
 def simulate_runs(
     scheme: CheckpointScheme, nodes: SimulatedNodes, *, rounds: int, runs: int, seed: int
 ) -> SimulatedRuns:
-    """Simulate ``runs`` histories of a job that completes ``rounds`` rounds (see :class:`CheckpointScheme`)."""
+    """Simulate ``runs`` histories of a job with ``rounds`` rounds of :class:`CheckpointScheme`."""
     return _Simulation(scheme, nodes, rounds, runs, np.random.default_rng(seed)).run()
 
 
@@ -210,7 +213,7 @@ class _Simulation:
 
 
 MAX_SIMULATED_FAULTS = 10_000
-"""Expected faults of a run above which it is not simulated: it takes long, and such a job makes no progress."""
+"""Expected faults above which a run is not simulated: such a job makes no progress."""
 
 
 @dataclass(frozen=True)

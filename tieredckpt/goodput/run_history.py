@@ -340,7 +340,7 @@ def _save_span(save: SaveEvent | None, start: int, end: int) -> tuple[int, int]:
 
 
 def _mark_undone(done: Sequence[ExecutedStep], restores: Sequence[tuple[int, RestoreEvent]]) -> None:
-    """Mark steps that do not count: those at or above the lowest step that was executed or resumed after them."""
+    """Mark steps that do not count: training later executed or resumed a step at or below them."""
     least: float = math.inf
     waiting = list(restores)
     for one in reversed(done):
@@ -364,7 +364,7 @@ def _set_undone_by(done: Sequence[ExecutedStep]) -> None:
 def typical_step_us(done: Iterable[ExecutedStep]) -> dict[tuple[int, int], int]:
     """Return the median microseconds of a step without its save, by run and epoch.
 
-    The first step of a world is left out. A world with only that step has the median of all worlds.
+    The first step of a world is ignored. A world with only that step has the median of all worlds.
     """
     worlds: dict[tuple[int, int], list[int]] = {}
     for one in done:

@@ -25,7 +25,7 @@ class AbortFence:
         self._refuse = refuse
         self._lock = threading.Lock()
         self._recorded: weakref.WeakSet[DeviceWork] = weakref.WeakSet()
-        self._trusted: frozenset[DeviceWork] | None = None
+        self._believed: frozenset[DeviceWork] | None = None
         """Work that had completed when the fence was closed. ``None``: it is open."""
 
     def raise_if_aborted(self) -> None:
@@ -40,15 +40,21 @@ class AbortFence:
         return work
 
     def close(self) -> None:
-        """Fix the set of trusted work. Call it before groups are aborted, from any thread. Later calls do nothing."""
+        """Fix the set of trusted work.
+
+        Call it before groups are aborted, from any thread. Later calls do nothing.
+        """
         with self._lock:
-            if self._trusted is None:
-                self._trusted = frozenset(work for work in self._recorded if work.has_completed())
+            if self._believed is None:
+                self._believed = frozenset(work for work in self._recorded if work.has_completed())
 
     def trusts(self, work: DeviceWork) -> bool:
-        """Return whether ``work`` has completed. If the fence is closed: whether it had completed at that time."""
+        """Return whether ``work`` has completed.
+
+        If the fence is closed: whether it had completed at that time.
+        """
         with self._lock:
-            return work.has_completed() if self._trusted is None else work in self._trusted
+            return work.has_completed() if self._believed is None else work in self._believed
 
 
 def _never_broken() -> None:

@@ -43,7 +43,7 @@ class SurvivorHolding(msgspec.Struct, frozen=True):
     coverage_digest: str
     """Digest of the rank's :class:`SurvivorCoverage`."""
     complete: bool = False
-    """Whether its names are known to be those of the whole state: every rank of that world had the same names."""
+    """Whether its names are known to be all names: every rank of that world had the same."""
 
 
 class SurvivorReport(msgspec.Struct, frozen=True):
@@ -56,8 +56,8 @@ class SurvivorReport(msgspec.Struct, frozen=True):
     reached_steps: Mapping[str, int] = {}
     """Last step of each job that the rank recorded in that world."""
     trusted_steps: Mapping[str, int] | None = None
-    """Last step of each job whose device work had completed before this rank aborted its groups. ``None``: aborted
-    collectives raise, so no rank can mistake their outputs for results."""
+    """Last step of each job with completed device work before this rank aborted its groups.
+    ``None``: aborted collectives raise, so no rank can mistake their outputs for results."""
     off: str = ""
     """Reason why the rank recorded no boundaries in that world. Empty: it did record them."""
 
@@ -129,7 +129,7 @@ def trusted_steps(stands: Sequence[SurvivorReport]) -> dict[str, int]:
 
 
 def ranks_to_compare(holdings: Mapping[int, SurvivorHolding]) -> dict[int, list[int]]:
-    """Return the groups of ranks that report the same coverage of the same step, by the first rank of each group."""
+    """Return groups of ranks with equal coverage of the same step, by the first rank of each group."""
     found: dict[tuple[int, str], list[int]] = {}
     for rank in sorted(holdings):
         found.setdefault((holdings[rank].step, holdings[rank].coverage_digest), []).append(rank)
@@ -168,7 +168,7 @@ def choose_survivor_step(
     most: int | None = None,
     wrong: Mapping[int, str] = {},
 ) -> SurvivorChoice:
-    """Choose the newest step that is newer than the newest complete checkpoint and completely held by survivors.
+    """Choose the newest step after the newest checkpoint that survivors completely hold.
 
     ``needed``: names of that checkpoint. ``None``: no step is complete, or the lookup failed (``unknown`` is the
     reason). Then only steps count of which a survivor knows the names of the whole state. This cannot lose an older

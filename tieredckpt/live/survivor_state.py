@@ -1,4 +1,4 @@
-"""State of the last step boundary in this process, retained from a fault until the next world has loaded it.
+"""State of the last step boundary, retained from a fault until the next world has loaded it.
 
 A process without a recovery loop has no next world, so it
 records no boundaries.
@@ -70,7 +70,7 @@ class RetainedState:
     has_all_names: bool = False
     """Whether its names are known to be those of the whole state."""
     replicated_names: frozenset[str] = frozenset()
-    """Names of tensors that are equal on replicas: parameters and moments, not buffers or other small tensors."""
+    """Names of tensors that are equal on replicas: parameters and moments, not small tensors."""
 
 
 class RecordedBoundary(Protocol):
@@ -92,7 +92,10 @@ class RecordedBoundary(Protocol):
 
 @dataclass
 class SurvivorState:
-    """Survivor state of one process, for the training thread and optimizer hooks. Any thread may set ``replays``."""
+    """Survivor state of one process, for the training thread and optimizer hooks.
+
+    Any thread may set ``replays``.
+    """
 
     boundaries: dict[str, RecordedBoundary] = field(default_factory=dict)
     """The newest boundary of each job in this world."""
@@ -100,7 +103,7 @@ class SurvivorState:
     reached_steps: dict[str, int] = field(default_factory=dict)
     """Newest step of each job that was recorded in the last world."""
     trusted_steps: dict[str, int] = field(default_factory=dict)
-    """Newest step of each job whose device work had completed before the groups of that world were aborted."""
+    """Newest step of each job with completed device work before that world's groups were aborted."""
     aborts_silently: bool = False
     """Whether aborted collectives of that world end without an error, with undefined outputs."""
     last_world_epoch: int = -1
@@ -112,7 +115,7 @@ class SurvivorState:
     complete_name_digests: dict[str, set[str]] = field(default_factory=dict)
     """For each job, digests of names that are known to be those of the whole state on every rank."""
     replays: bool = False
-    """Whether device work was replayed from a graph in this world: it changes tensors without calling a hook."""
+    """Whether this world replayed device work from a graph, which changes tensors without a hook."""
     hydrations: dict[str, Hydration] = field(default_factory=dict)
     contribute_attempts: int = 0
     """Number of worlds that tried to load the retained state."""

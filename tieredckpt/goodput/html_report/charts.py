@@ -284,7 +284,10 @@ def _timeline_columns(one: Analysis, box: PlotFrame) -> list[Markup]:
 
 
 def _stacked_path(floor: Sequence[float], ceiling: Sequence[float], wide: float, box: PlotFrame) -> str:
-    """Return the SVG path of columns from ``floor`` to ``ceiling``. Neighbours of equal heights are merged."""
+    """Return the SVG path of columns from ``floor`` to ``ceiling``.
+
+    Neighbours of equal heights are merged.
+    """
     edges = [(svg_number(box.y(high)), svg_number(box.y(low))) for low, high in zip(floor, ceiling, strict=True)]
     text = []
     first = 0

@@ -28,7 +28,10 @@ MarkupPart: TypeAlias = "str | int | float | Iterable[MarkupPart] | None"
 
 
 def to_markup(part: MarkupPart) -> Markup:
-    """Return ``part`` as markup. Strings are escaped, ``None`` is empty, items of iterables are concatenated."""
+    """Return ``part`` as markup.
+
+    Strings are escaped, ``None`` is empty, items of iterables are concatenated.
+    """
     if isinstance(part, Markup):
         return part
     if part is None:
@@ -39,7 +42,7 @@ def to_markup(part: MarkupPart) -> Markup:
 
 
 def element(name: str, /, *parts: MarkupPart, **attributes: str | float | None) -> Markup:
-    """Return an element with escaped content. Attributes that are ``None`` are left out.
+    """Return an element with escaped content. Attributes that are ``None`` are skipped.
 
     ``element("p", "a < b", class_="x")`` returns ``<p class="x">a &lt; b</p>``.
     """
@@ -233,7 +236,10 @@ def round_up_tick(value: float, most: int = 4) -> float:
 
 
 def downsampled(points: Sequence[tuple[float, float]], most: int) -> list[tuple[float, float]]:
-    """Return about ``most`` points: minimum and maximum of each piece, so that peaks remain. x must ascend."""
+    """Return about ``most`` points: minimum and maximum of each piece, so that peaks remain.
+
+    The x values must ascend.
+    """
     if len(points) <= most:
         return list(points)
     low, high = points[0][0], points[-1][0]
