@@ -1,4 +1,4 @@
-"""PyTorch checkpoints in node memory first, in an object store later, restored bit for bit."""
+"""PyTorch checkpoints in node memory, drained to an object store, restored bit for bit."""
 
 from __future__ import annotations
 
@@ -76,10 +76,10 @@ _LAZY = {
 }
 
 
-if not TYPE_CHECKING:  # a checker that saw it would take any name for one of this package's
+if not TYPE_CHECKING:  # with __getattr__, a type checker would accept every name
 
     def __getattr__(name: str) -> object:
-        """Import what needs torch only when it is asked for: the node agent never does."""
+        """Import the names that need torch on first use, so that the node agent never imports torch."""
         if name in _LAZY:
             from importlib import import_module
 

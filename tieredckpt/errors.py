@@ -1,41 +1,41 @@
-"""The package's errors, grouped by what the caller can do about each.
+"""Errors of the package, grouped by the possible reactions of the caller.
 
 ::
 
     TieredCheckpointError
     ├── UsageError                  the call or the configuration is wrong: fix it
-    │   ├── SettingsError               every bad key of a configuration, all at once
-    │   ├── MissingStepError            a save that does not say which step it is
+    │   ├── SettingsError               bad keys of a configuration, all in one message
+    │   ├── MissingStepError            a save names no training step
     │   ├── MismatchError               the state and the checkpoint differ in shape, dtype or names
-    │   ├── UntrustedObjectError        an object that is more than data: allow its class, or trust who wrote it
+    │   ├── UntrustedObjectError        an object is more than data: allow its class, or trust its writer
     │   ├── FormatVersionError          written by a newer release: upgrade
-    │   └── PluginError                 what another package adds cannot be loaded: install it anew, or without it
-    ├── CheckpointNotFoundError     absent: there is no such (whole) step; starting fresh is a decision, not an accident
-    │   ├── CheckpointTornError         a step was begun and never came to be whole: nothing that was whole is lost
-    │   └── EventLogNotFoundError         nothing was written down of such a job
-    ├── TierUnavailableError        unknown: a tier could not be asked; retry, do not start fresh
-    │   ├── StoreBusyError              the store asks to slow down, or a slot or an upload is still in use
-    │   ├── PeersLostError              the nodes that held some of the bytes went away while they were read
-    │   └── CheckpointDeletedError      retention deleted the step while it was read: newer ones are there
-    ├── CheckpointDamagedError      bytes are not what was saved, and no other copy of them is left
-    ├── CheckpointLostError         there was a whole step, and no node that answers has all of it any more
-    ├── RestoreProofError           after a restore the live state is not what was saved: do not train on it
-    ├── DurableRefusedError         the object store says no (credentials, permission, no such bucket)
-    └── SaveFailedError             this save did not happen; training may go on and the last whole step is kept
-        └── NonFiniteStateError         the state has NaN, or infinities that were not there: go back to the last step
+    │   └── PluginError                 a plug-in cannot be loaded: reinstall it or remove it
+    ├── CheckpointNotFoundError     absent: no such complete step exists; the caller decides about a fresh start
+    │   ├── CheckpointTornError         a step was never complete: no complete step is lost
+    │   └── EventLogNotFoundError         the job has no event log
+    ├── TierUnavailableError        unknown: a tier did not answer; retry, do not start fresh
+    │   ├── StoreBusyError              the store throttles, or a slot or an upload is in use
+    │   ├── PeersLostError              the nodes that held some of the bytes failed during a read
+    │   └── CheckpointDeletedError      retention deleted the step during a read: newer steps exist
+    ├── CheckpointDamagedError      bytes differ from the saved ones, and no good copy exists
+    ├── CheckpointLostError         a step was complete, and the nodes that answer lack parts of it
+    ├── RestoreProofError           after a restore the live state differs from the saved one: do not train on it
+    ├── DurableRefusedError         the object store refuses (credentials, permission, no such bucket)
+    └── SaveFailedError             this save failed; training can continue and the newest complete step remains
+        └── NonFiniteStateError         the state has NaN or new infinities: restore the newest step
 
-They travel over the agent's socket by class name, pickle, and are found inside DCP's ``CheckpointException``.
+The agent's socket carries them by class name. They can be pickled, and DCP may wrap them in ``CheckpointException``.
 """
 
 from __future__ import annotations
 
 
 class TieredCheckpointError(Exception):
-    """Root of everything this package raises on purpose."""
+    """Base class of the errors of this package."""
 
 
 class UsageError(TieredCheckpointError):
-    """The call or the configuration is wrong; repeating it gives the same answer."""
+    """The call or the configuration is wrong; a retry fails the same way."""
 
 
 class SettingsError(UsageError):
@@ -43,79 +43,82 @@ class SettingsError(UsageError):
 
 
 class MissingStepError(UsageError):
-    """A save has to say which training step it belongs to."""
+    """A save names no training step."""
 
 
 class MismatchError(UsageError):
-    """What is to be filled and what was saved do not fit each other."""
+    """The state to fill and the saved state do not match."""
 
 
 class UntrustedObjectError(UsageError):
-    """Loading an entry would call what the entry names, which nobody has allowed."""
+    """Loading an entry would call code that the entry names and the user has not allowed."""
 
 
 class FormatVersionError(UsageError):
-    """Written in a format this release does not know."""
+    """The data has a format that this release does not know."""
 
 
 class PluginError(UsageError):
-    """What another package adds to this one cannot be loaded."""
+    """A plug-in of another package cannot be loaded."""
 
 
 class CheckpointNotFoundError(TieredCheckpointError):
-    """No whole step as asked for in any tier, and every tier could be asked."""
+    """No tier has the requested complete step, and every tier answered."""
 
 
 class CheckpointTornError(CheckpointNotFoundError):
-    """A step was begun and never came to be whole, as far as anybody knows: nothing that was whole is lost."""
+    """A step was started and never complete, as far as the tiers know. No complete step is lost."""
 
 
 class EventLogNotFoundError(CheckpointNotFoundError):
-    """There is no event log there, or nothing in it yet."""
+    """The event log does not exist or is empty."""
 
 
 class TierUnavailableError(TieredCheckpointError):
-    """A tier could not be asked: what it holds is unknown, which is not the same as nothing."""
+    """A tier did not answer. Its contents are unknown, which differs from empty."""
 
 
 class StoreBusyError(TierUnavailableError):
-    """Try again later."""
+    """The store throttles, or a slot or an upload is in use. Retry later."""
 
 
 class PeersLostError(TierUnavailableError):
-    """Every node that held some of the bytes went away while they were read: look again what there is."""
+    """All nodes that held some of the bytes failed during a read. Resolve the step again."""
 
 
 class CheckpointDeletedError(TierUnavailableError):
-    """The step was deleted while it was read, because newer ones are kept: look again what there is."""
+    """Retention deleted the step during a read. Resolve the step again: newer steps exist."""
 
 
 class CheckpointDamagedError(TieredCheckpointError):
-    """Bytes differ from what was saved and no good copy of them was found."""
+    """Bytes differ from the saved ones, and no good copy was found."""
 
 
 class CheckpointLostError(TieredCheckpointError):
-    """A step was whole once, and parts of it are on no node that answers: neither absent nor damaged."""
+    """A step was complete, and no node that answers has some of its parts.
+
+    It is neither absent nor damaged.
+    """
 
 
 class RestoreProofError(TieredCheckpointError):
-    """Entries of the live state are not what was saved, although good bytes were read for them."""
+    """Entries of the live state differ from the saved ones, although their bytes were read correctly."""
 
 
 class DurableRefusedError(TieredCheckpointError):
-    """The object store answered, and the answer is no."""
+    """The object store refused the request."""
 
 
 class SaveFailedError(TieredCheckpointError):
-    """The step was not saved (or not to every tier asked for)."""
+    """The step was not saved, or not to every requested tier."""
 
 
 class NonFiniteStateError(SaveFailedError):
-    """A tensor of the state has become NaN or infinite, so it does not take the place of a step that is finite."""
+    """A tensor of the state became NaN or infinite. The step does not replace the last finite one."""
 
 
 def errors_by_name() -> dict[str, type[Exception]]:
-    """Every class above by name, for the agent's client."""
+    """Return the error classes of this module by name, for the agent's client."""
     found: dict[str, type[Exception]] = {}
     pending: list[type[TieredCheckpointError]] = [TieredCheckpointError]
     while pending:

@@ -1,7 +1,7 @@
-"""Pauses garbage collection during a save or a load. No torch.
+"""Pause of the garbage collector during a save or a load. No torch.
 
-A full collection in a process with a model in it takes longer than saving a step does, and the thousands of small
-tuples of a plan would set one off.
+A full collection in a process with a model takes longer than a save. The thousands of small tuples of a plan would
+trigger one.
 """
 
 from __future__ import annotations
@@ -18,8 +18,11 @@ _was_enabled = False
 
 @contextlib.contextmanager
 def gc_paused() -> Iterator[None]:
-    """Keep the cyclic collector off while the block runs, whoever else asks for the same at the same time."""
-    global _depth, _was_enabled  # noqa: PLW0603 - the collector is one for the whole process
+    """Disable the cyclic collector while the block runs.
+
+    Nested and concurrent uses are counted, in any thread.
+    """
+    global _depth, _was_enabled  # noqa: PLW0603 - the collector is global to the process
     with _lock:
         if _depth == 0:
             _was_enabled = gc.isenabled()

@@ -21,21 +21,21 @@ class Location:
     job: JobName
     step: int | None = None
     epoch: int | None = None
-    """Epoch of the incarnation that saved the step; ``None``: the newest."""
+    """Epoch of the incarnation that saved the step. ``None``: the newest one."""
     cast: bool = False
-    """To be loaded into tensors of other element types than were saved (``?cast=1``)."""
+    """Whether tensors of other element types than the saved ones may be filled (``?cast=1``)."""
 
     def __str__(self) -> str:
         branch = "" if self.epoch is None else f"@{self.epoch}"
         return f"{TIERED_SCHEME}://{self.job}" + ("" if self.step is None else f"/step-{self.step}{branch}")
 
     def includes(self, version_id: VersionId) -> bool:
-        """Return whether this location names ``version_id``, alone or among others."""
+        """Return whether ``version_id`` matches the step and epoch of this location. The job is not compared."""
         return self.step in (None, version_id.version) and self.epoch in (None, version_id.epoch)
 
 
 def parse_location(target: str | os.PathLike[str]) -> Location:
-    """The job and step ``target`` names; a bare job name is fine too."""
+    """Return the location of a URL or bare job name, with an optional step and epoch."""
     text = os.fspath(target) if isinstance(target, str | os.PathLike) else target
     if not isinstance(text, str):
         raise UsageError(
@@ -43,7 +43,7 @@ def parse_location(target: str | os.PathLike[str]) -> Location:
         )
     scheme, separator, rest = text.partition("://")
     if not separator:
-        # Path("tiered://job") has lost one slash
+        # pathlib turns "tiered://job" into "tiered:/job"
         rest = text.removeprefix(f"{TIERED_SCHEME}:/") if text.startswith(f"{TIERED_SCHEME}:/") else text
     elif scheme != TIERED_SCHEME:
         raise UsageError(
@@ -76,7 +76,7 @@ def _wants_cast(text: str, query: str) -> bool:
 
 
 def parse_step(text: str) -> tuple[int, int | None]:
-    """Return the step and the epoch that ``STEP`` or ``STEP@EPOCH`` names; the epoch is ``None`` if it names none."""
+    """Return the step and epoch of ``STEP`` or ``STEP@EPOCH``. Without an epoch the second is ``None``."""
     match = _STEP.fullmatch(f"step-{text}")
     if match is None:
         raise UsageError(f"{text!r} is not a step: write STEP or STEP@EPOCH, as `tieredckpt ls JOB` shows them")
@@ -84,14 +84,17 @@ def parse_step(text: str) -> tuple[int, int | None]:
 
 
 def check_step(step: int) -> int:
-    """A training step: an integer from 0 on."""
+    """Return ``step``, or raise :class:`UsageError` unless it is an integer from 0 to 2**62 - 1."""
     if isinstance(step, bool) or not isinstance(step, int) or not 0 <= step < 1 << 62:
         raise UsageError(f"step {step!r} is not a training step: an integer from 0 on")
     return step
 
 
 def reject_local_tiered_folder() -> None:
-    """Refuse to go on where something has taken a URL for a path: it writes to a local folder ``tiered:``."""
+    """Raise :class:`UsageError` if the working directory has a folder ``tiered:``.
+
+    Such a folder means that some code used a URL as a path.
+    """
     if Path(f"{TIERED_SCHEME}:").is_dir():
         raise UsageError(
             f"there is a local folder {TIERED_SCHEME}: in {Path.cwd()}: something (a framework, pathlib, os.path) "
@@ -103,7 +106,10 @@ def reject_local_tiered_folder() -> None:
 
 
 def location_at_step(location: Location, step: int | None) -> Location:
-    """``location`` with its step named, unless it names another one already."""
+    """Return ``location`` with its step set to ``step``.
+
+    ``None`` leaves it. Raise if the two name different steps.
+    """
     if step is None:
         return location
     check_step(step)
@@ -113,10 +119,13 @@ def location_at_step(location: Location, step: int | None) -> Location:
 
 
 def location_for_checkpoint_id(checkpoint_id: str | os.PathLike[str], location: Location, step: int | None) -> Location:
-    """What ``checkpoint_id`` names. Where it names no step, the writer or reader keeps the one that it was given."""
-    given = parse_location(checkpoint_id)
-    if given.step is not None:
-        return given
-    if given.job != location.job:
-        return dataclasses.replace(given, step=step)
-    return dataclasses.replace(given, step=location.step if step is None else step, epoch=location.epoch)
+    """Return the location that ``checkpoint_id`` names.
+
+    If it names no step, ``step`` is used. For the same job, the step and epoch of ``location`` are the default.
+    """
+    parsed = parse_location(checkpoint_id)
+    if parsed.step is not None:
+        return parsed
+    if parsed.job != location.job:
+        return dataclasses.replace(parsed, step=step)
+    return dataclasses.replace(parsed, step=location.step if step is None else step, epoch=location.epoch)

@@ -17,7 +17,7 @@ _FILE = "file:"
 
 @dataclass(frozen=True)
 class MemoryServiceOptions:
-    """What an agent serves over HTTP beside its own protocol."""
+    """Options of the HTTP memory service of an agent."""
 
     address: str = MEMORY_SERVICE_OFF
     auth: AuthMode = "token"
@@ -33,12 +33,12 @@ class MemoryServiceOptions:
 
     @property
     def host_and_port(self) -> tuple[str, int]:
-        """Host and port of an address that has no problem."""
+        """Host and port of a valid address."""
         host, _, port = self.address.rpartition(":")
         return host.strip("[]"), int(port)
 
     def problems(self) -> list[tuple[str, str]]:
-        """What cannot be: the setting's name, and why."""
+        """Return the invalid settings: name and reason."""
         if not self.enabled:
             return []
         _, colon, port = self.address.rpartition(":")
@@ -122,7 +122,7 @@ def memory_service_options_of(args: argparse.Namespace) -> MemoryServiceOptions:
 
 
 def memory_service_arguments(options: MemoryServiceOptions) -> list[str]:
-    """The same options as words of a command."""
+    """Return the command-line arguments that yield ``options``."""
     if not options.enabled:
         return []
     words = ["--memory-service", options.address, "--memory-service-auth", options.auth]
@@ -134,7 +134,7 @@ def memory_service_arguments(options: MemoryServiceOptions) -> list[str]:
 
 
 MEMORY_SERVICE_JOB = "memory-service"
-"""The job under which every namespace's shards are kept, on every node. A trainer's job should not be called so."""
+"""Job that stores the shards of all namespaces, on every node. A training job must not use this name."""
 MEMORY_SERVICE_EPOCH, MEMORY_SERVICE_INCARNATION = 1, "memory-service"
 REGISTRY_BLOB_PREFIX = "registry."
-"""With a node's name: what that node knows of all namespaces."""
+"""Name prefix of the blob with one node's registry of all namespaces. The node's name follows."""

@@ -1,8 +1,8 @@
-"""The environment variables that keep NCCL's watchdog from ending a process that recovers by itself. Pure.
+"""Environment variables that stop NCCL's watchdog from ending a process that can recover. Pure.
 
-By default torch's watchdog ends the process when a peer is lost, or aborts the communicator before anybody has asked
-which device work was complete. Who runs the job hears of a lost rank sooner, and aborts all groups of all ranks. Torch
-reads these variables when it makes a group; so they are set before the first one. Pure.
+By default torch's watchdog ends the process when a peer is lost. Or it aborts the communicator before the recovery
+loop has checked which device work completed. The coordinator detects a lost rank sooner, and all ranks abort all
+groups. Torch reads these variables when it creates a process group, so they must be set before the first one.
 """
 
 from __future__ import annotations
@@ -12,35 +12,35 @@ from collections.abc import Callable, Mapping
 from typing import NamedTuple
 
 NONBLOCKING_VARIABLE = "TORCH_NCCL_USE_COMM_NONBLOCKING"
-_LONGEST_DUMP_MS = 500
-"""A survivor is to be in the next world 2 s after a fault, and torch multiplies this by four."""
+_MAX_DUMP_MS = 500
+"""Survivors must join the next world 2 s after a fault, and torch multiplies this value by four."""
 
 
 class NcclRuleState(str, enum.Enum):
     SET = "set"
-    """As it has to be."""
+    """The variable has an allowed value."""
     UNSET = "unset"
-    """``elastic.run`` sets it."""
+    """The variable is unset; ``elastic.run`` sets it."""
     CONTRADICTED = "contradicted"
-    """``elastic.run`` refuses."""
+    """The variable has a wrong value; ``elastic.run`` refuses to start."""
 
 
 class NcclRule(NamedTuple):
     names: tuple[str, ...]
-    """The last ones are older, and torch reads them as well."""
+    """Names of the variable; after the first come older names that torch also reads."""
     fits: Callable[[str], bool]
     sets: str | None
-    """The value where it is unset; ``None``: it stays unset."""
+    """Value to set if the variable is unset. ``None``: it stays unset."""
     why: str
-    """What would happen otherwise."""
+    """Consequence of a wrong value."""
 
 
 class NcclFinding(NamedTuple):
-    """What the environment says to one rule."""
+    """Result of one rule for an environment."""
 
     name: str
     value: str
-    """What it is; where it is unset, what it will be."""
+    """Value of the variable; if it is unset, the value that will be set."""
     state: NcclRuleState
     why: str
 
@@ -49,7 +49,7 @@ class NcclFinding(NamedTuple):
 
 
 def is_switched_on(value: str) -> bool:
-    """As torch reads its switches: what it refuses is not on either."""
+    """Return whether torch reads ``value`` as true. Values that torch rejects count as false."""
     return value.strip().lower() in ("y", "yes", "1", "t", "true")
 
 
@@ -85,24 +85,27 @@ NCCL_RULES = (
     ),
     NcclRule(
         ("TORCH_NCCL_WAIT_TIMEOUT_DUMP_MILSEC",),
-        lambda value: value.strip().isdecimal() and int(value) <= _LONGEST_DUMP_MS,
+        lambda value: value.strip().isdecimal() and int(value) <= _MAX_DUMP_MS,
         "0",
         "after an error NCCL's watchdog sleeps four times as long and holds the lock that collectives start under; "
-        f"{_LONGEST_DUMP_MS} ms is the most that recovery allows",
+        f"{_MAX_DUMP_MS} ms is the most that recovery allows",
     ),
 )
 
 
 def check_nccl_environment(environ: Mapping[str, str]) -> list[NcclFinding]:
-    """What ``environ`` says to each of the rules, in their order."""
-    return [found for rule in NCCL_RULES if (found := _examined(rule, environ)) is not None]
+    """Return the findings for ``environ``, in the order of the rules.
+
+    Rules without a variable or value have none.
+    """
+    return [found for rule in NCCL_RULES if (found := _check_rule(rule, environ)) is not None]
 
 
-def _examined(rule: NcclRule, environ: Mapping[str, str]) -> NcclFinding | None:
-    there = [(name, environ[name]) for name in rule.names if name in environ]
-    for name, value in there:
+def _check_rule(rule: NcclRule, environ: Mapping[str, str]) -> NcclFinding | None:
+    present = [(name, environ[name]) for name in rule.names if name in environ]
+    for name, value in present:
         if not rule.fits(value):
             return NcclFinding(name, value, NcclRuleState.CONTRADICTED, rule.why)
-    if there:
-        return NcclFinding(*there[0], NcclRuleState.SET, rule.why)
+    if present:
+        return NcclFinding(*present[0], NcclRuleState.SET, rule.why)
     return None if rule.sets is None else NcclFinding(rule.names[0], rule.sets, NcclRuleState.UNSET, rule.why)

@@ -1,7 +1,7 @@
-"""The step to load and its tiers; absent, torn, lost, unreachable and damaged are distinct answers. Pure.
+"""Choice of the step to load and its tiers. Pure.
 
-Absent, torn, lost, unreachable and damaged stay five answers: a tier that could not be asked is named in the result,
-and "nothing found" is only said when everybody was asked.
+Absent, torn, lost, unreachable and damaged are five distinct results. The result names each tier that did not answer;
+"nothing found" means that all tiers answered.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ from peerstore.shard_records import ExpiredJob, UnrecognizedSlot, VersionId
 from tieredckpt.errors import FormatVersionError, TieredCheckpointError, TierUnavailableError
 from tieredckpt.format.manifest import UNKNOWN_PART_COUNT
 
-_NAMED = 8
+_MAX_LISTED = 8
 
 
 class Tier(str, enum.Enum):
-    """Where sealed shards live, nearest first."""
+    """Tiers of sealed shards, nearest first."""
 
     MEMORY = "memory"
     PEER = "peer"
@@ -30,19 +30,19 @@ class Tier(str, enum.Enum):
 
 @dataclass(frozen=True)
 class Candidate:
-    """One attempt to write one step, as far as anybody has seen it."""
+    """One attempt to write one step, as seen in the tiers that answered."""
 
     version_id: VersionId
     parts: int
-    """How many parts a whole one has."""
+    """Number of parts of the complete version."""
     found: Mapping[int, tuple[Tier, ...]]
-    """The parts that were seen, and where."""
+    """Tiers of each part that was found."""
     base_step: int | None = None
-    """The step its incarnation was restored from, when it said so."""
+    """Step that its incarnation restored, if recorded."""
     covered: bool = False
-    """The parts that were seen hold the whole state although some are missing."""
+    """Whether the parts that were found hold the whole state, although some parts are missing."""
     damaged: Mapping[int, str] = field(default_factory=dict)
-    """The parts whose copies were found damaged and dropped, and how."""
+    """Reason for each part that was dropped because its copies are damaged."""
     saved_ns: int = 0
 
     @property
@@ -51,7 +51,7 @@ class Candidate:
 
     @property
     def tiers(self) -> tuple[Tier, ...]:
-        """The tiers it would be read from."""
+        """Tiers that a load would read: the nearest one of each part."""
         return tuple(tier for tier in Tier if any(where[:1] == (tier,) for where in self.found.values()))
 
 
@@ -70,35 +70,38 @@ class StepVerdict(str, enum.Enum):
 
 @dataclass(frozen=True)
 class Resolution:
-    """The chosen step (or none), and what was decided about every other one."""
+    """The chosen step (or none), and the verdict on every other step."""
 
     chosen: Candidate | None
     verdicts: Mapping[VersionId, StepVerdict]
     unreachable: tuple[Tier, ...] = ()
-    """Tiers that could not be asked."""
+    """Tiers that did not answer."""
     alternatives: tuple[Candidate, ...] = field(default=())
-    """Whole steps to fall back to, best first."""
+    """Complete steps to fall back to, best first."""
     incomplete: Mapping[VersionId, Candidate] = field(default_factory=dict)
-    """Steps that are not whole, of which parts are there."""
+    """Incomplete steps of which parts exist."""
     newest_known_complete: VersionId | None = None
-    """The newest version that somebody knows to have been whole, whether anything is left of it or not."""
+    """Newest version that is known to have been complete, whether or not parts of it remain."""
     newest_complete: VersionId | None = None
-    """The newest version that is whole or was, whichever step was asked for."""
+    """Newest version that is or was complete, regardless of the requested step."""
     forgotten: ExpiredJob | None = None
-    """When and why this node gave back what it had."""
+    """When and why this node deleted the job's memory."""
     reasons: Mapping[Tier, str] = field(default_factory=dict)
-    """Why tiers could not be asked."""
+    """Reason for each tier that did not answer, if known."""
     names_epoch: bool = False
-    """Whether the step of one epoch was named."""
+    """Whether the caller requested the step of one epoch."""
 
     @property
     def damaged(self) -> bool:
-        """There was a step that cannot be used any more."""
+        """Whether a step is damaged or quarantined."""
         return any(verdict in (StepVerdict.DAMAGED, StepVerdict.QUARANTINED) for verdict in self.verdicts.values())
 
     @property
     def lost(self) -> tuple[VersionId, ...]:
-        """Versions that were whole, and of which nobody has all parts now, oldest first; where all could be asked."""
+        """Versions that were complete and have lost parts, oldest first.
+
+        While a tier does not answer, only versions with the verdict ``LOST`` are listed.
+        """
         gone = (
             {self.newest_known_complete}
             if self.newest_known_complete is not None and self.newest_known_complete not in self.verdicts
@@ -110,20 +113,20 @@ class Resolution:
 
     @property
     def torn(self) -> tuple[VersionId, ...]:
-        """Versions that were begun after all that was ever whole, and never came to be whole, oldest first."""
+        """Never complete versions that are newer than every version that was complete, oldest first."""
         torn = (group for group, verdict in self.verdicts.items() if verdict is StepVerdict.TORN)
         return tuple(sorted(group for group in torn if self.newest_complete is None or group > self.newest_complete))
 
     @property
     def other_steps(self) -> list[str]:
-        """The steps that are there instead of the one that was named, oldest first, with epochs if it names one."""
+        """Steps that exist instead of the requested one, oldest first. With epochs if the request names one."""
         groups = sorted((one for one, why in self.verdicts.items() if why is StepVerdict.OTHER_STEP), key=_order)
         return list(
             dict.fromkeys(f"{one.version}@{one.epoch}" if self.names_epoch else f"{one.version}" for one in groups)
         )
 
     def explain(self) -> str:
-        """One line per candidate, newest first."""
+        """Return the verdicts, newest step first, and the tiers that did not answer."""
         verdicts = {**(dict.fromkeys(self.lost, StepVerdict.LOST) if self.chosen is None else {}), **self.verdicts}
         lines = [
             f"step {group.version} (epoch {group.epoch}): {verdict.value}{self._missing(group)}"
@@ -132,9 +135,9 @@ class Resolution:
         ]
         if self.other_steps:
             known = self.other_steps
-            older = f"{len(known) - _NAMED} older ones and " * (len(known) > _NAMED)
+            older = f"{len(known) - _MAX_LISTED} older ones and " * (len(known) > _MAX_LISTED)
             noun = "is step" if len(known) == 1 else f"are {older}steps"
-            lines.append(f"there {noun} {', '.join(known[-_NAMED:])}")
+            lines.append(f"there {noun} {', '.join(known[-_MAX_LISTED:])}")
         for tier in self.unreachable:
             why = f": {self.reasons[tier]}" if tier in self.reasons else ""
             lines.append(f"{tier.value} tier: could not be asked{why}")
@@ -142,7 +145,7 @@ class Resolution:
         return "; ".join(lines) or "nothing is saved in any tier"
 
     def describe(self, group: VersionId) -> str:
-        """What became of a step that is lost."""
+        """Return a description of a lost step: its missing parts and the time it was saved."""
         return f"it {StepVerdict.LOST.value}{self._missing(group)}"
 
     def _missing(self, group: VersionId) -> str:
@@ -155,8 +158,8 @@ class Resolution:
         if torn.parts >= UNKNOWN_PART_COUNT:
             return saved
         count = torn.parts - len(torn.found)
-        first = itertools.islice((part for part in range(torn.parts) if part not in torn.found), _NAMED)
-        more = f" and {count - _NAMED} more" if count > _NAMED else ""
+        first = itertools.islice((part for part in range(torn.parts) if part not in torn.found), _MAX_LISTED)
+        more = f" and {count - _MAX_LISTED} more" if count > _MAX_LISTED else ""
         nobody = "nobody who answered" if self.verdicts.get(group) is StepVerdict.UNKNOWN else "nobody"
         return f"{saved}, {nobody} has part{'s' * (count > 1)} {', '.join(map(str, first))}{more} of {torn.parts}"
 
@@ -173,16 +176,15 @@ def resolve_step(
     torn: Collection[VersionId] = (),
     forgotten: ExpiredJob | None = None,
 ) -> Resolution:
-    """The newest whole step, or the newest attempt at ``step`` when one is named, by ``epoch`` if that is named too.
+    """Choose the newest complete step, or the newest attempt at ``step``, optionally of ``epoch``.
 
-    ``unreachable`` may say why; what is not whole without those is neither torn nor lost then.
-    ``once_whole`` is the newest version that somebody knows to have been whole: where it
-    is not, it is lost. ``torn`` ones were given up because a rank left its part out.
-    ``forgotten`` says when and why memory was given back.
+    ``unreachable`` names the tiers that did not answer, optionally with reasons. While there are any, an incomplete
+    version is unknown instead of torn or lost. ``once_whole`` is the newest version known to have been complete; if it
+    is incomplete now, it is lost. ``torn`` versions were aborted because a rank did not seal its part. ``forgotten``
+    records when and why this node deleted the job's memory. ``reluctant`` versions are chosen only if no other remains.
 
-    Newest means the highest step; between attempts at one step, the later incarnation. A step above the point
-    where a later incarnation branched off belongs to a past that the job has left. ``reluctant`` ones are taken when
-    there is no other.
+    Newest means the highest step; among attempts at one step, the later incarnation. A step above the point
+    where a later incarnation branched off belongs to another branch and is not chosen.
     """
     known = {one.version_id for one in candidates if one.is_complete} | (
         {once_whole} if once_whole is not None else set()
@@ -200,13 +202,15 @@ def resolve_step(
         if verdict is StepVerdict.TORN and once_whole is not None and candidate.version_id == once_whole:
             verdict = StepVerdict.LOST
         if verdict in (StepVerdict.TORN, StepVerdict.LOST) and unreachable and candidate.version_id not in torn:
-            verdict = StepVerdict.UNKNOWN  # who could not be asked may have the parts that are missing
+            verdict = StepVerdict.UNKNOWN  # a tier that did not answer may have the missing parts
         if verdict is None:
             left.append(candidate)
         else:
             verdicts[candidate.version_id] = verdict
     verdicts |= {
-        one: StepVerdict.TORN for one in sorted(torn)[-_NAMED:] if one not in verdicts and step in (None, one.version)
+        one: StepVerdict.TORN
+        for one in sorted(torn)[-_MAX_LISTED:]
+        if one not in verdicts and step in (None, one.version)
     }
     left.sort(key=lambda candidate: (candidate.version_id not in reluctant, _order(candidate.version_id)), reverse=True)
     for number, candidate in enumerate(left):
@@ -237,7 +241,10 @@ def unrecognized_error(
     step: int | None = None,
     quarantined: Collection[VersionId] = (),
 ) -> TieredCheckpointError | None:
-    """Return why a load cannot ignore ``slots`` that this release cannot read, newer than step ``newest``."""
+    """Return the error if a load cannot ignore unreadable ``slots`` newer than step ``newest``.
+
+    ``None``: it can.
+    """
     branches = IncarnationBranches(candidates if step is None else (), quarantined)
     known = {one.version_id for one in candidates if one.is_complete}
     found = [
@@ -255,7 +262,7 @@ def unrecognized_error(
     if not found:
         return None
     steps = sorted({one.key.version for one in found if one.key is not None})
-    what = f"step{'s' * (len(steps) > 1)} {', '.join(map(str, steps[-_NAMED:]))}" if steps else "steps"
+    what = f"step{'s' * (len(steps) > 1)} {', '.join(map(str, steps[-_MAX_LISTED:]))}" if steps else "steps"
     formats = sorted({one.format for one in found if one.format is not None})
     if not formats:
         return TierUnavailableError(f"Cannot read {what} of job {job!r} in this node's memory: {found[0].reason}")
@@ -268,7 +275,7 @@ def unrecognized_error(
 
 
 def describe_forgotten(forgotten: ExpiredJob) -> str:
-    """What became of a job's memory."""
+    """Return when and why the job's memory was deleted."""
     at = time.strftime("%Y-%m-%d %H:%M:%SZ", time.gmtime(forgotten.at_ns / 1e9))
     return (
         f"what memory had of {forgotten.job}, up to step {forgotten.newest_committed.version}, was forgotten at {at} "
@@ -278,8 +285,11 @@ def describe_forgotten(forgotten: ExpiredJob) -> str:
 
 
 def elect_step(votes: Sequence[Collection[VersionId]], *, reluctant: Collection[VersionId] = ()) -> VersionId | None:
-    """The newest step that every rank can load, rather one that none is ``reluctant`` to load; each vote has all that
-    one rank can.
+    """Return the newest step that every rank can load, or ``None``.
+
+    Each vote lists the steps that one rank can load.
+
+    ``reluctant`` versions are chosen only if no other is common to all ranks.
     """
     common = set(votes[0]).intersection(*votes[1:]) if votes else set()
     return max(common, key=lambda group: (group not in reluctant, _order(group)), default=None)
@@ -315,8 +325,8 @@ def incomplete_state(
 ) -> str:
     """Return the state of an incomplete version: torn, unknown, superseded or lost.
 
-    A newer complete version lets nodes evict the parts of older ones, so those are superseded, not lost. That excludes
-    versions that are ``needed``: pinned, or still to be uploaded. ``unsure``: some tier or node did not answer.
+    A newer complete version lets nodes evict the parts of older ones, so those are superseded, not lost. This excludes
+    ``needed`` versions: pinned, or not uploaded so far. ``unsure``: a tier or node did not answer.
     """
     if group in aborted:
         return "torn"
@@ -329,12 +339,12 @@ def incomplete_state(
 
 @dataclass(frozen=True)
 class LeftBehind:
-    """The later incarnation that a step is not part of."""
+    """Later incarnation whose branch does not contain a step."""
 
     epoch: int
     """Epoch of the incarnation that continued from an older step."""
     base_step: int
-    """The step that it continued from; -1: it restored none."""
+    """Step that it continued from. -1: it restored none."""
 
     def __str__(self) -> str:
         start = f"continued from step {self.base_step}" if self.base_step >= 0 else "began without a checkpoint"
@@ -342,33 +352,39 @@ class LeftBehind:
 
 
 def newer_steps(candidates: Iterable[Candidate], chosen: VersionId) -> tuple[Candidate, ...]:
-    """Return the complete steps newer than ``chosen``, oldest first: a job that restores ``chosen`` redoes them."""
+    """Return the complete steps newer than ``chosen``, oldest first.
+
+    A job that restores ``chosen`` repeats them.
+    """
     newer = [one for one in candidates if one.is_complete and one.version_id.version > chosen.version]
     return tuple(sorted(newer, key=lambda one: _order(one.version_id)))
 
 
 class IncarnationBranches:
-    """Where incarnations branched off, as whole steps that may be loaded say."""
+    """Steps from which incarnations branched off, as recorded in complete steps that are not quarantined."""
 
     def __init__(self, candidates: Iterable[Candidate], quarantined: Collection[VersionId] = ()) -> None:
         lowest: dict[int, int] = {}
         self._bases = lowest
-        """For each epoch the step that it continued from, as its complete steps report it."""
+        """For each epoch, the step that it continued from."""
         for one in candidates:
             if one.base_step is not None and one.is_complete and one.version_id not in quarantined:
                 lowest[one.version_id.epoch] = min(one.base_step, lowest.get(one.version_id.epoch, one.base_step))
         self._epochs = sorted(lowest)
         bases = [lowest[epoch] for epoch in self._epochs]
         self._lowest = list(itertools.accumulate(reversed(bases), min))[::-1]
-        """For each epoch the lowest base of it and of all later ones."""
+        """For each epoch, the lowest base step of it and all later epochs."""
 
     def supersede(self, group: VersionId) -> bool:
-        """Whether an incarnation branched off before this step, and after its epoch."""
+        """Return whether an incarnation of a later epoch branched off before this step."""
         later = bisect.bisect_right(self._epochs, group.epoch)
         return later < len(self._epochs) and self._lowest[later] < group.version
 
     def left_behind_by(self, group: VersionId) -> LeftBehind | None:
-        """Return the first later incarnation that continued from before this step; ``None`` for a current step."""
+        """Return the first later incarnation that continued from before this step.
+
+        ``None``: the step is current.
+        """
         if not self.supersede(group):
             return None
         later = self._epochs[bisect.bisect_right(self._epochs, group.epoch) :]

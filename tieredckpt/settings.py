@@ -1,10 +1,10 @@
 """Settings from defaults, the platform's plug-in, a YAML file and the environment, validated as a whole.
 
-A key that is not known, a value that is not valid and values that contradict each other are errors; all of them
-are reported at once, by name.
+Unknown keys, invalid values and values that contradict each other are errors. One exception reports all of them by
+name.
 
-A plug-in is an entry point of the group ``tieredckpt.platforms``: a function that is given what stands behind
-``NAME:`` and returns settings, as a configuration file would have them.
+A plug-in is an entry point of the group ``tieredckpt.platforms``. It is a function that receives the text after
+``NAME:`` and returns settings in the form of a configuration file.
 """
 
 from __future__ import annotations
@@ -33,11 +33,11 @@ from tieredckpt.memory_service_options import MemoryServiceOptions
 
 log = logging.getLogger(__name__)
 _CLOSE = 0.8
-"""Similarity (:func:`difflib.get_close_matches`) from which a name is taken for a misspelled one."""
+"""Similarity (:func:`difflib.get_close_matches`) from which a name counts as misspelled."""
 OnBusy = Literal["wait", "skip"]
 OnUnreachable = Literal["raise", "continue"]
 TCP, NIXL = TRANSPORTS = ("tcp", "nixl")
-"""How bytes go between nodes: :attr:`AgentSettings.transport`."""
+"""Transports between nodes, for :attr:`AgentSettings.transport`."""
 CONFIG_ENV = "TIEREDCKPT_CONFIG"
 """YAML file with settings."""
 CLUSTER_CONFIG_ENV = "TIEREDCKPT_CLUSTER"
@@ -251,8 +251,10 @@ class Settings:
 
 
 def load_settings(environ: Mapping[str, str] = os.environ) -> Settings:
-    """Defaults, then ``$TIEREDCKPT_CLUSTER`` (what the platform says), ``$TIEREDCKPT_CONFIG`` (YAML), and at last
-    ``$TIEREDCKPT_ENABLED`` and ``$TIEREDCKPT_<SECTION>_<KEY>``.
+    """Return the settings, or raise :class:`SettingsError` with all problems.
+
+    Later sources override earlier ones: defaults, the platform of ``$TIEREDCKPT_CLUSTER``, the YAML file of
+    ``$TIEREDCKPT_CONFIG``, ``$TIEREDCKPT_ENABLED`` and ``$TIEREDCKPT_<SECTION>_<KEY>``.
     """
     tree: dict[str, Any] = {}
     problems: list[str] = []
@@ -273,7 +275,7 @@ def load_settings(environ: Mapping[str, str] = os.environ) -> Settings:
     if not source:
         return _build(tree, problems)
     try:
-        return _build(_beneath(tree, platform_settings(source)), problems)
+        return _build(_with_platform_defaults(tree, platform_settings(source)), problems)
     except SettingsError as error:
         raise SettingsError(f"{error} (beneath the other settings: ${CLUSTER_CONFIG_ENV}={source})") from error
 
@@ -289,12 +291,12 @@ def run_directory(environ: Mapping[str, str] = os.environ) -> Path:
 
 
 def cluster_config_source(environ: Mapping[str, str] = os.environ) -> str:
-    """Where the platform's settings are; "" when nobody says."""
+    """Return the source of the platform's settings. Empty: none."""
     return environ.get(CLUSTER_CONFIG_ENV, "")
 
 
-def _beneath(tree: dict[str, Any], platform: dict[str, Any]) -> dict[str, Any]:
-    """``platform``'s keys where ``tree`` has none."""
+def _with_platform_defaults(tree: dict[str, Any], platform: dict[str, Any]) -> dict[str, Any]:
+    """Return ``tree`` with the keys of ``platform`` as defaults."""
     merged = {**platform, **{name: value for name, value in tree.items() if value is not None}}
     for name, keys in platform.items():
         if isinstance(keys, dict) and isinstance(merged[name], dict):
@@ -303,30 +305,31 @@ def _beneath(tree: dict[str, Any], platform: dict[str, Any]) -> dict[str, Any]:
 
 
 def copy_thread_count(settings: Settings, environ: Mapping[str, str] = os.environ) -> int:
-    """How many threads move bytes in this process; the other ranks of the node move theirs at the same time."""
+    """Return the number of copy threads of this process. The ranks of a node share its cores."""
     ranks = environ.get("LOCAL_WORLD_SIZE", "1")
     share = len(os.sched_getaffinity(0)) // (int(ranks) if ranks.isdigit() and int(ranks) else 1)
     return settings.memory.copy_threads or max(1, min(8, share))
 
 
 def local_world_size(environ: Mapping[str, str] | None = None) -> int:
-    """How many ranks are on this node; 0 where no launcher that starts several nodes has said so."""
+    """Return ``$LOCAL_WORLD_SIZE``, the number of ranks on this node. 0: no launcher has set it."""
     return int((os.environ if environ is None else environ).get("LOCAL_WORLD_SIZE", "0"))
 
 
 def is_local_rank_zero(environ: Mapping[str, str] = os.environ) -> bool:
-    """Whether this process does what one rank of a node does for all of them."""
+    """Return whether this process has local rank 0, or no launcher has set ``$LOCAL_RANK``."""
     return environ.get("LOCAL_RANK", "0") == "0"
 
 
 def settings_from_mapping(tree: Mapping[str, Any]) -> Settings:
-    """Settings from a nested mapping, checked the same way."""
+    """Return the settings of a nested mapping, validated as in :func:`load_settings`."""
     return _build(dict(tree), [])
 
 
 def override_settings(settings: Settings, **sections: Mapping[str, Any]) -> Settings:
-    """``settings`` with some keys changed: ``override_settings(s, durable={"url": "s3://b"})``, checked the same
-    way.
+    """Return ``settings`` with some keys changed, validated as in :func:`load_settings`.
+
+    Example: ``override_settings(s, durable={"url": "s3://b"})``.
     """
     tree = dataclasses.asdict(settings)
     for section, changes in sections.items():
@@ -361,7 +364,7 @@ def _set_from_environment(tree: dict[str, Any], name: str, value: str, problems:
         near = near or [f"TIEREDCKPT_{one.upper()}_..." for one in _SECTIONS]
         problems.append(f"{name}: no such setting; {_suggestion(key, known, near)}")
         return
-    if tree.get(section) is None:  # a section that the file only names
+    if tree.get(section) is None:  # the file has the section without keys
         tree[section] = {}
     part = tree[section]
     if isinstance(part, dict):
@@ -376,7 +379,7 @@ def _suggestion(wrong: str, known: Mapping[str, str], listed: Iterable[str]) -> 
 
 @functools.cache
 def _warn_of_misspelled_prefix(name: str) -> None:
-    """Log a warning, once for each process and variable, if ``name`` is almost one of ours."""
+    """Log a warning, once per process and variable, if the prefix of ``name`` resembles ``TIEREDCKPT``."""
     prefix, _, rest = name.partition("_")
     if difflib.get_close_matches(prefix, ["TIEREDCKPT"], 1, _CLOSE) and is_local_rank_zero():
         log.warning("$%s is ignored: did you mean $TIEREDCKPT_%s?", name, rest)
@@ -425,7 +428,7 @@ def _section(name: str, tree: Any, problems: list[str]) -> Any:
 
 
 def _convert(key: str, value: Any, kind: Any, into: dict[str, Any], problems: list[str]) -> None:
-    """Put ``value`` into ``into`` under the last part of ``key``; a bad one is told and leaves the default."""
+    """Store ``value`` in ``into`` under the last part of ``key``, or add to ``problems``."""
     name = key.rpartition(".")[2]
     if isinstance(value, int) and value.bit_length() > 64:
         problems.append(f"{key}: the number has {value.bit_length()} bits, at most 64 make sense")
@@ -446,22 +449,22 @@ def _convert(key: str, value: Any, kind: Any, into: dict[str, Any], problems: li
 def _shown(value: Any) -> str:
     try:
         return repr(value)[:200]
-    except (ValueError, RecursionError):  # thousands of digits, thousands of brackets
+    except (ValueError, RecursionError):  # thousands of digits or nested brackets
         return f"a {type(value).__name__} too large to show"
 
 
 _TRUTHS = {"1": True, "true": True, "yes": True, "on": True, "0": False, "false": False, "no": False, "off": False}
 _LONGEST_S = 10**6
-"""A wait longer than this (12 days) is more than sockets and locks can count."""
+"""Longest wait, 12 days: sockets and locks cannot represent much longer ones."""
 UNLIMITED = 10**9
-"""The greatest value of a number that needs no limit."""
+"""Maximum of numbers that need no limit."""
 _SOCKET_PATH_BYTES = 107
 _Problem = tuple[tuple[str, ...], str]
-"""The keys it concerns, and what is wrong."""
+"""The affected keys, and the problem."""
 
 
 def _contradictions(settings: Settings) -> list[_Problem]:
-    """What is wrong with values that are of the right type: the keys it concerns, and why."""
+    """Return the problems of values that have the right type."""
     memory, durable = settings.memory, settings.durable
     problems = [
         *_bad_agent(settings.agent),
@@ -499,7 +502,7 @@ def _bad_agent(agent: AgentSettings) -> list[_Problem]:
         problems.append((("agent.http",), f"{agent.http!r} is neither socket, HOST:PORT nor off"))
     problems += [((f"agent.{key}",), text) for key, text in agent.memory_service_options.problems()]
     if agent.directory and (not agent.directory.startswith("/") or "\0" in agent.directory):
-        # The agent does not run where the trainer does.
+        # The agent may run in another working directory than the trainer.
         problems.append((("agent.directory",), f"{agent.directory!r} is not an absolute path"))
     elif len(os.fsencode(agent.directory)) + len("/agent.sock") > _SOCKET_PATH_BYTES:
         most = _SOCKET_PATH_BYTES - len("/agent.sock")
@@ -555,7 +558,7 @@ RANGES: dict[str, tuple[float, float]] = {
     "durable.retry_s": (0, _LONGEST_S),
     "durable.timeout_s": (1, _LONGEST_S),
 }
-"""The least and the greatest value of each number."""
+"""Minimum and maximum of each number."""
 
 
 def _out_of_range(settings: Settings) -> list[_Problem]:
@@ -563,7 +566,7 @@ def _out_of_range(settings: Settings) -> list[_Problem]:
     for key, (least, most) in RANGES.items():
         section, _, name = key.partition(".")
         number = getattr(getattr(settings, section), name)
-        if not number >= least:  # so that NaN is below everything
+        if not number >= least:  # true for NaN as well
             problems.append(((key,), f"{number} is below {least}"))
         elif number > most:
             problems.append(((key,), f"{number} is above {most:.0f}"))
@@ -592,7 +595,7 @@ PlatformPlugin = Callable[[str], Mapping[str, Any]]
 
 
 def platform_settings(source: str) -> dict[str, Any]:
-    """Settings that ``NAME:WHERE`` says, in sections; what is said elsewhere goes before them."""
+    """Return the settings of the platform ``NAME:WHERE``, by section. All other sources override them."""
     name, colon, where = source.partition(":")
     points = list(metadata.entry_points(group=PLATFORM_ENTRY_POINTS, name=name)) if colon and where else []
     if not points:
@@ -609,11 +612,14 @@ def platform_settings(source: str) -> dict[str, Any]:
 
 
 MAX_YAML_VALUES = 200_000
-"""Every value as often as an alias repeats it. The largest recipes have some thousands."""
+"""Maximum number of values. A value counts once per alias. The largest recipes have some thousands."""
 
 
 class BoundedYamlLoader(yaml.SafeLoader):
-    """A few lines of aliases of aliases say more values than there is memory for; those are a ``YAMLError``."""
+    """YAML loader that raises ``YAMLError`` above a number of values.
+
+    Nested aliases can expand a few lines to more values than fit in memory.
+    """
 
     def __init__(self, stream: Any) -> None:
         super().__init__(stream)
@@ -658,5 +664,5 @@ def load_yaml(text: str, loader: type[BoundedYamlLoader] = BoundedYamlLoader) ->
             f"line {line}, column {column}: the character {chr(error.character)!r} is not allowed"
         ) from error
     except (ArithmeticError, AttributeError, LookupError, RecursionError, TypeError, ValueError) as error:
-        # PyYAML lets through whatever its constructors meet: a 99th of May, a number that is none, a thousand brackets.
+        # PyYAML does not wrap errors of its constructors: invalid dates and numbers, a thousand nested brackets.
         raise yaml.YAMLError(str(error) or type(error).__name__) from error

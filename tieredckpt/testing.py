@@ -1,4 +1,4 @@
-"""A node agent inside the test process, for users' tests."""
+"""Node agent in the test process, for tests of users."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from tieredckpt.settings import Settings
 
 
 class _Shared:
-    """The node of the block; sessions come and go without closing it."""
+    """Node agent that sessions share: ``close`` does nothing."""
 
     def __init__(self, node: NodeAgentService) -> None:
         self._node = node
@@ -27,9 +27,10 @@ class _Shared:
 
 @contextlib.contextmanager
 def memory_node(budget: str = "1GiB") -> Iterator[NodeAgentService]:
-    """While the block runs, ``TieredWriter``, ``TieredReader`` and ``Checkpointer`` of this process use this node.
+    """Run a node agent in this process while the block runs.
 
-    It is the real store and the real drain; only the memory is this process's own and gone when the block ends::
+    ``TieredWriter``, ``TieredReader`` and ``Checkpointer`` of this process use it.
+    Store and drain are the real ones. The memory belongs to this process and is freed when the block ends::
 
         with memory_node():
             dcp.save(state, storage_writer=TieredWriter("tiered://job", step=1))

@@ -1,7 +1,7 @@
-"""The ``tieredckpt`` command. Subcommands and other packages' plug-ins are imported when they run.
+"""The ``tieredckpt`` command. Subcommands and plug-ins of other packages are imported when they run.
 
-A plug-in is an entry point of a group such as ``tieredckpt.commands``, found when a command is asked for that the
-program does not have itself. One that cannot be loaded is still listed, and fails by itself: the others do not need it.
+A plug-in is an entry point of a group such as ``tieredckpt.commands``. It is searched only for commands that the
+program does not have. A plug-in that cannot be loaded is still listed, and only its own command fails.
 """
 
 from __future__ import annotations
@@ -44,9 +44,9 @@ _COMMANDS = {
 
 
 class LazyCommandGroup(SuggestingGroup):
-    """Each command by where it is (``module:name``), imported when it is asked for.
+    """Group that imports a command, named as ``module:name``, on its first use.
 
-    The program's own come first, in the order given, and none of them is replaced by a plug-in of the same name.
+    Built-in commands come first, in their order. A plug-in of the same name does not replace them.
     """
 
     def __init__(self, *args: Any, own: Mapping[str, str], plugins: str = "", **attributes: Any) -> None:
@@ -54,7 +54,7 @@ class LazyCommandGroup(SuggestingGroup):
         self.context_class = HelpContext
         self.builtin_commands = own
         self.plugin_group = plugins
-        """The entry points' group; "": there are none."""
+        """Group of the plug-ins' entry points. Empty: no plug-ins."""
 
     def list_commands(self, ctx: click.Context) -> list[str]:
         return [
@@ -67,11 +67,11 @@ class LazyCommandGroup(SuggestingGroup):
             module, _, name = self.builtin_commands[cmd_name].partition(":")
             return with_help_format(getattr(import_module(module), name))
         added = metadata.entry_points(group=self.plugin_group, name=cmd_name)
-        return with_help_format(_command_of(cmd_name, list(added))) if added else None
+        return with_help_format(_load_plugin(cmd_name, list(added))) if added else None
 
 
 def distribution_version() -> str:
-    """Of the distribution that has all these programs."""
+    """Return the version of the installed distribution, ``0+unknown`` without one."""
     try:
         return metadata.version("tieredckpt")
     except metadata.PackageNotFoundError:
@@ -95,34 +95,36 @@ def tieredckpt_cli() -> None:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run one command of ``tieredckpt``, and return its exit code."""
+    """Run one command of ``tieredckpt`` and return its exit code."""
     return run_program(tieredckpt_cli, CommandOutput(), argv)
 
 
-def _command_of(name: str, points: list[metadata.EntryPoint]) -> click.Command:
+def _load_plugin(name: str, points: list[metadata.EntryPoint]) -> click.Command:
     places = sorted({point.value for point in points})
     if len(places) > 1:
         text = f"`{name}` is added by several packages ({', '.join(places)}): uninstall all but one"
-        return _broken(name, PluginError(text))
+        return _failing_command(name, PluginError(text))
     try:
         found = points[0].load()
-    except Exception as cause:  # noqa: BLE001 - of somebody else's module: only this command needs it
+    except Exception as cause:  # noqa: BLE001 - from another package's module, which only this command needs
         needed = missing_extra(cause) if isinstance(cause, ModuleNotFoundError) else None
         if needed is not None:
-            return _broken(name, needed, cause)
-        return _broken(name, PluginError(f"{_whose(name, points[0])} cannot be loaded: {cause!r}"), cause)
+            return _failing_command(name, needed, cause)
+        return _failing_command(
+            name, PluginError(f"{_describe_plugin(name, points[0])} cannot be loaded: {cause!r}"), cause
+        )
     if not isinstance(found, click.Command):
-        return _broken(name, PluginError(f"{_whose(name, points[0])} is no command: {found!r:.200}"))
+        return _failing_command(name, PluginError(f"{_describe_plugin(name, points[0])} is no command: {found!r:.200}"))
     return found
 
 
-def _whose(name: str, point: metadata.EntryPoint) -> str:
+def _describe_plugin(name: str, point: metadata.EntryPoint) -> str:
     owner = f"{point.dist.name} {point.dist.version}" if point.dist is not None else "a package"
     return f"`{name}`, which {owner} adds ({point.value}),"
 
 
-def _broken(name: str, error: PluginError | CommandError, cause: Exception | None = None) -> click.Command:
-    """A command that takes anything and says why it is not there."""
+def _failing_command(name: str, error: PluginError | CommandError, cause: Exception | None = None) -> click.Command:
+    """Return a command that accepts any arguments and raises ``error``."""
 
     def fail() -> None:
         context = click.get_current_context()

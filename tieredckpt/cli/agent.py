@@ -41,7 +41,7 @@ _HANGS_S = 1.0
 
 
 class AgentGroup(SuggestingGroup):
-    """Run the agent itself if the first word is an option."""
+    """Command group that runs the agent if the first word is an option."""
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
         return super().parse_args(ctx, args if args and not args[0].startswith("-") else ["run", *args])
@@ -89,9 +89,6 @@ def _agent_help(parser: argparse.ArgumentParser) -> str:
     return command.get_help(command.context_class(command, info_name=parser.prog, help_option_names=["-h", "--help"]))
 
 
-# -- agents of this machine ---------------------------------------------------------------------------------------
-
-
 @dataclass(frozen=True)
 class RunningAgent:
     """An agent that listens on this machine, or the reason for its silence."""
@@ -107,7 +104,7 @@ class RunningAgent:
 
     @property
     def jobs(self) -> dict[str, int]:
-        """The jobs that have checkpoints or processes here, with the number of processes."""
+        """Jobs with checkpoints or processes here, with their numbers of processes."""
         known = self.status.jobs if self.status is not None else ()
         return {
             one.job: one.clients for one in known if (one.versions or one.clients) and one.job != MEMORY_SERVICE_JOB
@@ -129,15 +126,15 @@ class RunningAgent:
 
 
 def _running_agent(directory: Path) -> RunningAgent:
-    place = AgentPaths(directory, explicit=True)
+    paths = AgentPaths(directory, explicit=True)
     process = 0
     try:
-        with contextlib.closing(connect_to_agent(place.socket, named=True)) as sock:
+        with contextlib.closing(connect_to_agent(paths.socket, named=True)) as sock:
             process = peer_credentials(sock)[0]
         ports, age_s = _listening_ports(process), _process_age_s(process)
-        if silence := silence_of_agent(place):
+        if silence := silence_of_agent(paths):
             return RunningAgent(directory, process, problem=silence, ports=ports, age_s=age_s)
-        connect = lambda: connect_to_agent(place.socket, named=True)  # noqa: E731 - a client wants a connector
+        connect = lambda: connect_to_agent(paths.socket, named=True)  # noqa: E731 - a client wants a connector
         with contextlib.closing(Client(connect, retry_s=0.0)) as client:
             return RunningAgent(directory, process, client.status(), ports=ports, age_s=age_s)
     except (PeerStoreError, OSError) as error:
@@ -145,12 +142,12 @@ def _running_agent(directory: Path) -> RunningAgent:
 
 
 def _listening_ports(process: int) -> tuple[int, ...]:
-    """Return the TCP ports that a process listens on; none for a process that this user may not inspect."""
+    """Return the TCP ports that a process listens on. Empty for a process that this user may not inspect."""
     proc = Path(f"/proc/{process}")
     own, ports = set(), set()
     with contextlib.suppress(OSError):
         for entry in (proc / "fd").iterdir():
-            with contextlib.suppress(OSError):  # it was closed meanwhile
+            with contextlib.suppress(OSError):  # closed in the meantime
                 own.add(str(entry.readlink()))
         for table in ("tcp", "tcp6"):
             for line in (proc / "net" / table).read_text().splitlines()[1:]:
@@ -256,24 +253,24 @@ def stop_agent_command(
         raise UsageError("--discard and --force exclude each other: stop the jobs of the agent first")
     found = _agent_in(directory)
     _require_running(found, force=force)
-    place = AgentPaths(found.directory, explicit=True)
+    paths = AgentPaths(found.directory, explicit=True)
     if discard and not yes:
         jobs = f"{pluralized(len(found.jobs), 'job')} ({', '.join(map(repr, sorted(found.jobs)))})"
-        confirm_deletion(screen, f"delete the checkpoints of {jobs} from the memory of the agent in {place.directory}?")
-    stop_agent(place, timeout_s=_STOP_S)
-    discarded = _discard_memory(place) if discard else 0
+        confirm_deletion(screen, f"delete the checkpoints of {jobs} from the memory of the agent in {paths.directory}?")
+    stop_agent(paths, timeout_s=_STOP_S)
+    discarded = _discard_memory(paths) if discard else 0
     ending = f"{show_size(discarded)} of its memory are deleted" if discard else "its checkpoints stay in memory"
-    said = f"the agent in {found.directory} (process {found.process}) has exited; {ending}"
+    text = f"the agent in {found.directory} (process {found.process}) has exited; {ending}"
     value = {"directory": str(found.directory), "process": found.process, "discarded_bytes": discarded}
-    screen.result(value, lambda out: out.print(literal(said)))
+    screen.result(value, lambda out: out.print(literal(text)))
     return ExitCode.OK
 
 
-def _discard_memory(place: AgentPaths) -> int:
-    """Delete what a stopped agent has left in memory, and return its size in bytes."""
-    with hold_agent_lock(place):  # no new agent adopts it meanwhile
-        size = sum(path.stat().st_blocks * 512 for path in (place.directory / "slots").iterdir())
-        TmpfsArena(place.directory).purge(keep=EXPIRED_JOB_METADATA)
+def _discard_memory(paths: AgentPaths) -> int:
+    """Delete the memory of a stopped agent and return its size in bytes."""
+    with hold_agent_lock(paths):  # prevents a new agent from adopting it
+        size = sum(path.stat().st_blocks * 512 for path in (paths.directory / "slots").iterdir())
+        TmpfsArena(paths.directory).purge(keep=EXPIRED_JOB_METADATA)
     return size
 
 
@@ -297,21 +294,21 @@ def restart_agent_command(
     from tieredckpt.agent.agent_client import agent_command, agent_environment
 
     found = _agent_in(directory)
-    place = AgentPaths(found.directory, explicit=True)
+    paths = AgentPaths(found.directory, explicit=True)
     command: list[str] = []
     with contextlib.suppress(OSError):
         command = Path(f"/proc/{found.process}/cmdline").read_bytes().decode().split("\0")[:-1]
-    if "--dir" not in command:  # not started by a command line of its own
+    if "--dir" not in command:  # not started by `tieredckpt agent`
         command = agent_command(override_settings(load_settings(), agent={"directory": str(found.directory)}))
-    if found.status is not None or not replace_hung_agent(place, within_s=_HANGS_S):
+    if found.status is not None or not replace_hung_agent(paths, within_s=_HANGS_S):
         _require_running(found, force=force)
-        stop_agent(place, timeout_s=_STOP_S)
+        stop_agent(paths, timeout_s=_STOP_S)
     words = [*command, *options, "--dir", str(found.directory), "--detach"]
-    connect_or_launch_agent(place, words, environ=agent_environment()).close()
+    connect_or_launch_agent(paths, words, environ=agent_environment()).close()
     process = _running_agent(found.directory).process
     value = {"directory": str(found.directory), "process": process, "before": found.process}
-    said = f"the agent in {found.directory} runs again as process {process}, with its checkpoints"
-    screen.result(value, lambda out: out.print(literal(said)))
+    text = f"the agent in {found.directory} runs again as process {process}, with its checkpoints"
+    screen.result(value, lambda out: out.print(literal(text)))
     return ExitCode.OK
 
 

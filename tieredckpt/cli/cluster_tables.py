@@ -1,4 +1,4 @@
-"""A job's nodes and steps as tables and JSON. Pure."""
+"""Tables and JSON of a job's nodes and steps. Pure."""
 
 from __future__ import annotations
 
@@ -26,11 +26,11 @@ STATES = {
     "damaged": "red",
     "unsupported": "red",
 }
-_WEAK_SHOWN = 4
+_MAX_UNDER_REPLICATED_LINES = 4
 
 
 def node_label_levels(view: ClusterStatus) -> list[str]:
-    """The labels that any node has, the outermost level first."""
+    """Return the label levels of all nodes, the outermost first."""
     given = {level for one in view.nodes for level, _ in one.node.labels}
     known = [level for level in view.levels if level in given]
     return [*known, *sorted(given.difference(known))]
@@ -61,16 +61,13 @@ def nodes_table(view: ClusterStatus, nodes: Sequence[ClusterNode]) -> Table:
 
 
 def unreachable_lines(view: ClusterStatus) -> list[str]:
-    """Who could not be asked, and why: never shown as holding nothing."""
+    """Return a line for each node with unknown contents. Such a node is never shown as empty."""
     silent = {one.node.id for one in view.nodes if one.unreachable}
     lines = []
     for name, why in unknown_nodes(view).items():
         what = "could not be asked, what it holds is not known" if name in silent else "may hold more"
         lines.append(f"[yellow]{literal(name)}[/] {what}: {literal(why)}")
     return lines
-
-
-# -- steps --------------------------------------------------------------------------------------------------------
 
 
 def steps_table(view: ClusterStatus, survey: StepInventory, steps: Sequence[StepRedundancy], now_ns: int) -> Table:
@@ -88,7 +85,7 @@ def steps_table(view: ClusterStatus, survey: StepInventory, steps: Sequence[Step
         for one in steps
     ]
     columns = ["STEP", "STATE", "PARTS", "IN MEMORY", "REPLICATED", "DURABLE", "AGE"]
-    if not view.member_list_version:  # nobody to settle anything with
+    if not view.member_list_version:  # a single node has no replicas
         columns.remove("REPLICATED")
         rows = [row[:4] + row[5:] for row in rows]
     return text_table(columns, rows, right=("STEP", "AGE"))
@@ -111,7 +108,7 @@ def upload_percent(drain: DrainStatus) -> int:
 
 
 def step_warnings(view: ClusterStatus, steps: Iterable[StepRedundancy]) -> list[str]:
-    """Where copies are missing, and why a step must not be used."""
+    """Return lines about missing copies, damaged parts and quarantined steps."""
     lines = []
     for one in steps:
         name = f"step {one.version_id.version}"
@@ -120,14 +117,17 @@ def step_warnings(view: ClusterStatus, steps: Iterable[StepRedundancy]) -> list[
         lines += [
             f"[red]{name}[/] part {part} was damaged: {literal(why)}" for part, why in sorted(one.damaged.items())
         ]
-        lines += [f"[yellow]{name}[/] {_weak(weak, view)}" for weak in one.under_replicated[:_WEAK_SHOWN]]
-        if len(one.under_replicated) > _WEAK_SHOWN:
-            more = sum(len(weak.parts) for weak in one.under_replicated[_WEAK_SHOWN:])
+        lines += [
+            f"[yellow]{name}[/] {_under_replicated_line(weak, view)}"
+            for weak in one.under_replicated[:_MAX_UNDER_REPLICATED_LINES]
+        ]
+        if len(one.under_replicated) > _MAX_UNDER_REPLICATED_LINES:
+            more = sum(len(weak.parts) for weak in one.under_replicated[_MAX_UNDER_REPLICATED_LINES:])
             lines.append(f"[yellow]{name}[/] and {more} more parts with too few copies; --json has all")
     return lines
 
 
-def _weak(weak: UnderReplicatedParts, view: ClusterStatus) -> str:
+def _under_replicated_line(weak: UnderReplicatedParts, view: ClusterStatus) -> str:
     parts = f"part {weak.parts[0]}" if len(weak.parts) == 1 else f"parts {format_ranges(weak.parts)}"
     if weak.nodes:
         more = "+" if unknown_nodes(view) else ""
@@ -136,21 +136,21 @@ def _weak(weak: UnderReplicatedParts, view: ClusterStatus) -> str:
 
 
 def steps_to_show(steps: Sequence[StepRedundancy]) -> tuple[list[StepRedundancy], int]:
-    """Steps in memory and the newest that is not, and how many older ones there are."""
+    """Return the steps to list, and the number of hidden ones.
+
+    Of the steps without parts in memory only the newest is listed.
+    """
     far = [one for one in steps if not one.parts_in_memory and not one.damaged]
     hidden = {one.version_id for one in far[:-1]}
     return [one for one in steps if one.version_id not in hidden], len(hidden)
 
 
 def protection_line(view: ClusterStatus) -> str:
-    """Up to which step the job is protected and since when not, on a line of its own."""
+    """Return a line about the newest protected step, with a leading newline. Empty: no report."""
     if view.protected is None:
         return ""
     colour = "green" if view.protected.unprotected_since is None else "bold yellow"
     return f"\n[{colour}]{literal(describe_protection(view.protected))}[/]"
-
-
-# -- as JSON ------------------------------------------------------------------------------------------------------
 
 
 def node_json(one: ClusterNode) -> dict[str, object]:

@@ -22,19 +22,20 @@ from tieredckpt.errors import TieredCheckpointError
 
 _PIPE_WIDTH = 400
 
-_UNSEEN = {number: f"\\x{number:02x}" for number in (*range(0x20), *range(0x7F, 0xA0)) if chr(number) not in "\n\t"} | {
-    number: f"\\u{number:04x}" for number in (0x200E, 0x200F, *range(0x202A, 0x202F), *range(0x2066, 0x206A))
-}
-"""What a terminal obeys, or shows in another order than it is. Names and reasons come from whoever wrote a job."""
+_CONTROL_CHARACTERS = {
+    number: f"\\x{number:02x}" for number in (*range(0x20), *range(0x7F, 0xA0)) if chr(number) not in "\n\t"
+} | {number: f"\\u{number:04x}" for number in (0x200E, 0x200F, *range(0x202A, 0x202F), *range(0x2066, 0x206A))}
+"""Control characters, and characters that change the text direction.
+Names and reasons come from untrusted jobs."""
 
-_LINE_BREAKS = _UNSEEN | {ord("\n"): "\\x0a", ord("\t"): "\\x09", 0x2028: "\\u2028", 0x2029: "\\u2029"}
+_LINE_BREAKS = _CONTROL_CHARACTERS | {ord("\n"): "\\x0a", ord("\t"): "\\x09", 0x2028: "\\u2028", 0x2029: "\\u2029"}
 
 AdvanceProgress = Callable[[int], None]
-"""Called with the number of bytes just done."""
+"""Callback with the number of bytes processed since the last call."""
 
 
 class CommandOutput:
-    """Where one command's output goes. JSON, when asked for, is the only thing on standard output."""
+    """Output of one command. With ``--json``, standard output has nothing else."""
 
     reported_errors: ClassVar[tuple[type[Exception], ...]] = (
         TieredCheckpointError,
@@ -49,17 +50,17 @@ class CommandOutput:
 
     def __init__(self, program: str = "tieredckpt") -> None:
         self.program = program
-        """Begins its error messages."""
+        """Program name, the prefix of its error messages."""
         self.as_json = False
         self.debug = False
-        # A pipe has no width: a program that reads it wants whole values.
+        # A pipe has no width, and its reader needs whole values.
         self.out = Console(width=None if sys.stdout.isatty() else _PIPE_WIDTH, highlight=False, soft_wrap=True)
         self.err = Console(stderr=True, highlight=False, soft_wrap=True)
         for console in (self.out, self.err):
             console.push_render_hook(_EscapeControlCharacters())
 
     def result(self, value: Mapping[str, Any], show: Callable[[Console], None]) -> None:
-        """The command's answer: ``value`` as JSON, or whatever ``show`` prints."""
+        """Print the result of the command: ``value`` as JSON, or the output of ``show``."""
         if self.as_json:
             sys.stdout.write(json.dumps(value, indent=2) + "\n")
             sys.stdout.flush()
@@ -70,7 +71,7 @@ class CommandOutput:
         self.err.print(escape(text), style="yellow")
 
     def report_error(self, error: BaseException) -> ExitCode:
-        """Report what ended the command, and return its exit code."""
+        """Report the error that ended the command, and return the exit code."""
         code, advice = exit_code_for(error, self.codes_by_error), self.advice_for(error)
         if self.debug:
             traceback.print_exception(error)
@@ -83,16 +84,16 @@ class CommandOutput:
         return code
 
     def advice_for(self, error: BaseException) -> str:
-        """Return what to do next where the message itself cannot know; "" otherwise."""
+        """Return advice that the error's message does not contain. Empty: none."""
         return hint_for(error)
 
     def print_json_error(self, kind: str, message: str, advice: str, code: int) -> None:
-        said = {"kind": kind, "message": message, "advice": advice, "exit": int(code)}
-        sys.stdout.write(json.dumps({"error": said}, indent=2) + "\n")
+        fields = {"kind": kind, "message": message, "advice": advice, "exit": int(code)}
+        sys.stdout.write(json.dumps({"error": fields}, indent=2) + "\n")
 
     @contextlib.contextmanager
     def progress_bar(self, what: str, total_bytes: int) -> Iterator[AdvanceProgress]:
-        """A bar on standard error, where that is a terminal."""
+        """Show a progress bar on standard error, if that is a terminal. Yield its callback."""
         if not self.err.is_terminal:
             yield lambda _: None
             return
@@ -109,7 +110,7 @@ class CommandOutput:
 
     @contextlib.contextmanager
     def spinner(self, what: str) -> Iterator[None]:
-        """Say what takes so long, where somebody watches."""
+        """Show a spinner with ``what`` on standard error, if that is a terminal."""
         if not self.err.is_terminal:
             yield
             return
@@ -118,7 +119,7 @@ class CommandOutput:
 
 
 class _EscapeControlCharacters(RenderHook):
-    """Shows what a terminal would obey instead of sending it there; what rich itself has to say to it passes."""
+    """Render hook that escapes control characters in texts. Rich's own control sequences pass."""
 
     def process_renderables(self, renderables: list[ConsoleRenderable]) -> list[ConsoleRenderable]:
         return [_Escaped(one) for one in renderables]
@@ -130,7 +131,7 @@ class _Escaped:
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> Iterator[Segment]:
         for segment in console.render(self._shown, options):
-            yield segment if segment.control else segment._replace(text=segment.text.translate(_UNSEEN))
+            yield segment if segment.control else segment._replace(text=segment.text.translate(_CONTROL_CHARACTERS))
 
 
 def literal(text: str) -> str:
@@ -153,7 +154,7 @@ def text_table(columns: Sequence[str], rows: Sequence[Sequence[str]], *, right: 
 
 
 def format_age(seconds: float) -> str:
-    """``5400`` as ``1 h 30 min``: for people, one or two units."""
+    """Return a duration in one or two units: ``1 h 30 min``."""
     seconds = max(0, int(seconds))
     if seconds < 60:
         return f"{seconds} s"
@@ -166,19 +167,19 @@ def format_age(seconds: float) -> str:
 
 
 def iso_time(ns: int) -> str | None:
-    """A point in time as JSON has it; ``None`` for one that is not known."""
+    """Return nanoseconds since 1970 as an ISO time for JSON. ``None``: unknown time (0)."""
     if ns <= 0:
         return None
     return dt.datetime.fromtimestamp(ns / 1e9, dt.timezone.utc).isoformat(timespec="milliseconds")
 
 
 def pluralized(number: int, word: str) -> str:
-    """``1 tensor``, ``2 tensors``."""
+    """Return the number with its noun: ``1 tensor``, ``2 tensors``."""
     return f"{number} {word}" + ("" if number == 1 else "s")
 
 
 def format_ranges(parts: Sequence[int]) -> str:
-    """``0-3,7`` for 0, 1, 2, 3, 7."""
+    """Return numbers as ranges: ``0-3,7`` for 0, 1, 2, 3, 7."""
     runs: list[list[int]] = []
     for part in parts:
         if runs and part == runs[-1][1] + 1:
@@ -189,7 +190,7 @@ def format_ranges(parts: Sequence[int]) -> str:
 
 
 def print_fields(out: Console, lines: Sequence[tuple[str, str]]) -> None:
-    """A heading and a text a line; texts are markup, and go on below themselves."""
+    """Print one line per heading and text. Texts are markup and wrap in their column."""
     width = max((len(name) for name, _ in lines), default=0)
     grid = text_table(["", ""], [])
     grid.show_header = False

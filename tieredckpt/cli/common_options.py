@@ -21,27 +21,31 @@ F = TypeVar("F", bound=Callable[..., Any])
 pass_output = click.make_pass_decorator(CommandOutput)
 
 
-def _set(name: str) -> Callable[[click.Context, click.Parameter, bool], None]:
-    def keep(context: click.Context, _: click.Parameter, value: bool) -> None:
+def _flag_setter(name: str) -> Callable[[click.Context, click.Parameter, bool], None]:
+    def set_flag(context: click.Context, _: click.Parameter, value: bool) -> None:
         if value:
             setattr(context.ensure_object(CommandOutput), name, True)
 
-    return keep
+    return set_flag
 
 
 def output_options(command: F) -> F:
-    """``--json`` and ``--debug``."""
+    """Add the options ``--json`` and ``--debug``."""
     debug = click.option(
-        "--debug", is_flag=True, expose_value=False, callback=_set("debug"), help="Show where an error came from."
+        "--debug",
+        is_flag=True,
+        expose_value=False,
+        callback=_flag_setter("debug"),
+        help="Show where an error came from.",
     )
     as_json = click.option(
-        "--json", is_flag=True, expose_value=False, is_eager=True, callback=_set("as_json"), help="Print JSON."
+        "--json", is_flag=True, expose_value=False, is_eager=True, callback=_flag_setter("as_json"), help="Print JSON."
     )
     return as_json(debug(command))
 
 
 def tier_options(command: F) -> F:
-    """Where to look: this node's agent and a durable tier."""
+    """Add the options for the agent and the durable tier, and those of :func:`output_options`."""
     directory = click.option(
         "--agent-dir",
         type=click.Path(path_type=Path),
@@ -59,9 +63,9 @@ ANY_JOB = ""
 
 
 def settings_from_options(agent_dir: Path | None, durable: str | None, target: str | None = None) -> Settings:
-    """Settings of the environment, with what the command line says on top.
+    """Return the settings of the environment, overridden by the command line.
 
-    Where neither says which agent is meant, it is one that has the job that ``target`` names (``ANY_JOB``: any job).
+    If neither names an agent, an agent of this machine that has the job of ``target`` is used (``ANY_JOB``: any job).
     """
     changes: dict[str, dict[str, Any]] = {}
     if agent_dir is not None:
@@ -89,7 +93,7 @@ def with_exit_code_help(command: click.Command) -> click.Command:
 
 
 def parse_step_target(target: str) -> Location:
-    """A location that names a step."""
+    """Return the location of ``target``, or raise :class:`UsageError` if it names no step."""
     location = parse_location(target)
     if location.step is None:
         raise UsageError(f"{target!r} names no step: write {location.job}/step-N (`tieredckpt ls {location.job}`)")
@@ -97,7 +101,7 @@ def parse_step_target(target: str) -> Location:
 
 
 def parse_job_and_step(target: str, step: str | None, epoch: int | None = None) -> Location:
-    """Return the location that ``JOB STEP``, ``JOB STEP@EPOCH`` or ``JOB/step-N@EPOCH`` names, with ``--epoch``."""
+    """Return the location that ``JOB STEP[@EPOCH]`` or ``JOB/step-N[@EPOCH]`` and ``--epoch`` name."""
     location = parse_location(target)
     number, branch = (location.step, None) if step is None else parse_step(step)
     if number is None:
@@ -111,7 +115,7 @@ def parse_job_and_step(target: str, step: str | None, epoch: int | None = None) 
 
 
 def step_argument(command: F) -> F:
-    """The arguments of a command on one step of a job: JOB, STEP and ``--epoch``."""
+    """Add the arguments for one step of a job: JOB, STEP and ``--epoch``."""
     epoch = click.option(
         "--epoch", type=click.IntRange(min=0), metavar="E", help="The step that this epoch saved; as STEP@E."
     )

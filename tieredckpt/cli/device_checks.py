@@ -1,7 +1,7 @@
-"""``tieredckpt doctor --gpu``: tries on each device what staging and recovery need of it.
+"""``tieredckpt doctor --gpu``: checks on each device the functions that staging and recovery need.
 
-No wait is without an end: a device is asked on a thread that is left behind where it does not come back. Memory that
-was registered is unregistered whatever fails; only under a copy that a device never ends it has to stay as it is.
+Every wait is bounded: device calls run on a thread that is abandoned if they hang. Registered memory is unregistered
+after any failure, except while a device may still copy to it.
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ from tieredckpt.tensors.slot_copy import MappedSlot
 
 _SIZE_BYTES = 64 << 20
 _LIMIT_S = 30.0
-_LOOK_S = 0.001
+_POLL_S = 0.001
 _ROUNDS = 3
 _POISON = 0xA5
 Empty = Callable[[int, torch.device], torch.Tensor]
-"""So many bytes of a device's memory."""
+"""Allocator of a number of bytes on a device."""
 
 _left: list[object] = []
-"""What a device may still write to."""
+"""Memory that a hanging device may still write to; it must stay allocated."""
 
 
 def check_devices(
@@ -36,20 +36,20 @@ def check_devices(
     size_bytes: int = _SIZE_BYTES,
     limit_s: float = _LIMIT_S,
 ) -> list[CheckResult]:
-    """On each of the devices that torch reports; without one it is said what could not be tried."""
+    """Check each device that torch reports. Without a device the result names the skipped checks."""
     device = device or accelerator()
     torch_s = f"torch {torch.__version__}"
     if not device.device_count():
-        found = check_failed("device", f"{torch_s} reports no accelerator", _why_none())
+        found = check_failed("device", f"{torch_s} reports no accelerator", _missing_device_hint())
         return [found, check_warning("device checks", "not tried: registered memory, copies both ways, events, health")]
     names = [str(torch.device(device.type, index)) for index in range(device.device_count())]
     findings = [check_passed("device", f"{torch_s} reports {', '.join(names)}, {_nccl()}")]
     for index in range(device.device_count()):
-        findings += _Trial(device, index, empty or _empty, size_bytes, limit_s).findings()
+        findings += _DeviceCheck(device, index, empty or _empty, size_bytes, limit_s).findings()
     return findings
 
 
-def _why_none() -> str:
+def _missing_device_hint() -> str:
     built = torch.version.cuda or torch.version.hip
     if built or torch.xpu._is_compiled():
         return "torch was built for one: look at the driver (nvidia-smi, rocm-smi) and at CUDA_VISIBLE_DEVICES"
@@ -65,8 +65,8 @@ def _empty(size_bytes: int, place: torch.device) -> torch.Tensor:
     return torch.empty(size_bytes, dtype=torch.uint8, device=place)
 
 
-class _Trial:
-    """One device."""
+class _DeviceCheck:
+    """Checks of one device."""
 
     def __init__(self, device: DeviceBackend, index: int, empty: Empty, size_bytes: int, limit_s: float) -> None:
         self._device = device
@@ -81,17 +81,17 @@ class _Trial:
 
     def findings(self) -> list[CheckResult]:
         try:
-            answered(self._limit_s, self._try)
+            answered(self._limit_s, self._run_checks)
         except TimeoutError:
             self._fail(f"it does not answer within {self._limit_s:g} s", "start the node anew, or give it back")
-        except Exception as error:  # noqa: BLE001 - whatever a driver raises is the finding
+        except Exception as error:  # noqa: BLE001 - any error of a driver is the finding
             self._fail(f"{type(error).__name__}: {error}", "see the driver's log (dmesg: Xid)")
-        return list(self._found)  # a thread that was left behind may go on
+        return list(self._found)  # an abandoned thread may still append
 
     def _fail(self, text: str, advice: str) -> None:
         self._found.append(check_failed("health", f"{self._place}, {self._stage}: {text}", advice))
 
-    def _try(self) -> None:
+    def _run_checks(self) -> None:
         self._device.set_current(self._index)
         there = self._empty(self._size_bytes, self._place)
         memory = _slot(2 * self._size_bytes)
@@ -112,12 +112,12 @@ class _Trial:
                 _left.extend((memory, there))
 
     def _is_quiet(self) -> bool:
-        """Whether nothing is copied any more: a device that raises has stopped, one that hangs may go on."""
+        """Return whether no copy runs. A device that raises has stopped; a device that hangs may still copy."""
         try:
             answered(self._limit_s / 4, lambda: self._device.synchronize(self._place))
         except TimeoutError:
             return False
-        except Exception:  # noqa: BLE001 - it was said before
+        except Exception:  # noqa: BLE001 - already reported
             return True
         return True
 
@@ -179,12 +179,12 @@ class _Trial:
         while not event.query():
             if time.monotonic() > deadline:
                 return False
-            time.sleep(_LOOK_S)
+            time.sleep(_POLL_S)
         return True
 
 
 def _slot(size_bytes: int) -> MappedSlot:
-    """Memory as a slot of the arena is: a file of shared memory, of one size."""
+    """Return shared memory like a slot of the arena: a file of fixed size."""
     fd = os.memfd_create("tieredckpt-doctor", os.MFD_CLOEXEC)
     try:
         os.ftruncate(fd, size_bytes)

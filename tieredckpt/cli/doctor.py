@@ -1,4 +1,4 @@
-"""``tieredckpt doctor``: measure memory, agent, durable tier, credentials, clock, bandwidth; report findings."""
+"""``tieredckpt doctor``: checks of memory, agent, durable tier, credentials, clock and bandwidth."""
 
 from __future__ import annotations
 
@@ -51,9 +51,9 @@ from tieredckpt.errors import (
 )
 from tieredckpt.settings import DurableSettings, Settings, override_settings
 
-_PATIENCE_S = 5.0
+_TIMEOUT_S = 5.0
 _STORE = ("durable tier", "credentials", "clock")
-"""Findings without which nothing is uploaded."""
+"""Subjects of findings that stop all uploads if they fail."""
 _CGROUP_LIMITS = ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes")
 
 
@@ -87,7 +87,7 @@ def doctor_command(
         found += _about_durable(settings.durable, probe_bytes if bandwidth else 0)
     found.append(about_nccl(os.environ, needed=gpu))
     if gpu:
-        from tieredckpt.cli.device_checks import check_devices  # with torch, which takes seconds
+        from tieredckpt.cli.device_checks import check_devices  # imports torch, which takes seconds
 
         with screen.spinner("trying this node's devices"):
             found += check_devices()
@@ -128,9 +128,6 @@ def _show_findings(out: Console, found: Sequence[CheckResult]) -> None:
             )
 
 
-# -- this node ----------------------------------------------------------------------------------------------------
-
-
 def _about_settings(settings: Settings) -> CheckResult:
     path = os.environ.get("TIEREDCKPT_CONFIG")
     named = sorted(name for name in os.environ if name.startswith("TIEREDCKPT_") and name != "TIEREDCKPT_CONFIG")
@@ -144,11 +141,11 @@ def _about_settings(settings: Settings) -> CheckResult:
 
 
 def _about_node(settings: Settings) -> list[CheckResult]:
-    place = settings.agent_directory
-    existing = next(path for path in (place, *place.parents) if path.exists())
+    directory = settings.agent_directory
+    existing = next(path for path in (directory, *directory.parents) if path.exists())
     try:
-        if place.exists():
-            ensure_private_directory(place)
+        if directory.exists():
+            ensure_private_directory(directory)
     except RequestError as error:
         return [check_failed("shared memory", str(error), "choose another agent.directory")]
     if not os.access(existing, os.W_OK):
@@ -161,9 +158,9 @@ def _about_node(settings: Settings) -> list[CheckResult]:
         file_system=file_system_type(existing),
         size=state.f_blocks * state.f_frsize,
         free=state.f_bavail * state.f_frsize,
-        arena=_allocated(place),
+        arena=_allocated(directory),
     )
-    return check_memory(memory, str(place))
+    return check_memory(memory, str(directory))
 
 
 def _cgroup_limit() -> int | None:
@@ -174,47 +171,47 @@ def _cgroup_limit() -> int | None:
     return None
 
 
-def _allocated(place: Path) -> int:
+def _allocated(directory: Path) -> int:
     with contextlib.suppress(OSError):
-        return sum(entry.stat().st_blocks * 512 for entry in os.scandir(place / "slots"))
+        return sum(entry.stat().st_blocks * 512 for entry in os.scandir(directory / "slots"))
     return 0
 
 
 def _about_agent(settings: Settings) -> tuple[list[CheckResult], DurableSettings | None]:
-    place = settings.agent_place
+    paths = settings.agent_place
     try:
-        connect_to_agent(place.socket, named=place.explicit).close()
+        connect_to_agent(paths.socket, named=paths.explicit).close()
         agent = NodeAgentClient(override_settings(settings, agent={"embedded": False}), "")
     except AgentUnreachableError:
-        return [_about_no_agent(settings, place)], None
+        return [_about_no_agent(settings, paths)], None
     except PeerStoreError as error:
         return [check_failed("agent", str(error), "end it and start one of this release")], None
     with contextlib.closing(agent):
-        return _about_running(agent, place)
+        return _about_running(agent, paths)
 
 
-def _about_no_agent(settings: Settings, place: AgentPaths) -> CheckResult:
-    left = len(list(place.directory.glob("slots/*")))
-    text = f"none runs in {place.directory}"
+def _about_no_agent(settings: Settings, paths: AgentPaths) -> CheckResult:
+    left = len(list(paths.directory.glob("slots/*")))
+    text = f"none runs in {paths.directory}"
     if left:
         text += f"; {left} slots of the last one are there and are checked and taken over by the next"
     if settings.agent.embedded or not settings.enabled:
         return check_warning("agent", f"{text}; the first trainer starts one")
     return check_failed(
-        "agent", text, f"agent.embedded is off: run `tieredckpt agent --dir {place.directory}` on every node"
+        "agent", text, f"agent.embedded is off: run `tieredckpt agent --dir {paths.directory}` on every node"
     )
 
 
-def _about_running(agent: NodeAgentClient, place: AgentPaths) -> tuple[list[CheckResult], DurableSettings | None]:
+def _about_running(agent: NodeAgentClient, paths: AgentPaths) -> tuple[list[CheckResult], DurableSettings | None]:
     from tieredckpt.agent.__main__ import installed_version
 
     status = agent.store.status()
     arena = status.arena
     http = ""
     with contextlib.suppress(OSError):
-        http = (place.directory / "http").read_text().strip()
+        http = (paths.directory / "http").read_text().strip()
     text = (
-        f"release {agent.store.server_version} in {place.directory}, {show_size(arena.sealed_bytes)} sealed of "
+        f"release {agent.store.server_version} in {paths.directory}, {show_size(arena.sealed_bytes)} sealed of "
         f"{show_size(arena.budget_bytes)}" + (f", {_status_at(http)}" if http else "")
     )
     if agent.store.server_version != installed_version():
@@ -242,12 +239,12 @@ def _about_running(agent: NodeAgentClient, place: AgentPaths) -> tuple[list[Chec
         for drain in agent.drain_status(job.job):
             if drain.state == "failed" or (drain.state == "waiting" and drain.error):
                 what = f"{job.job}/step-{drain.version_id.version} is {drain.state}: {drain.error}"
-                found.append(check_failed("drain", what, f"see {place.log}"))
+                found.append(check_failed("drain", what, f"see {paths.log}"))
     return found, known
 
 
 def _about_newest_manifest(agent: NodeAgentClient, job: str) -> list[CheckResult]:
-    """Return a finding where this release cannot read the job's newest durable step."""
+    """Return a finding if this release cannot read the job's newest durable step."""
     durable = [view.version_id for view in agent.list_steps(job).views if view.durable]
     try:
         if durable:
@@ -255,7 +252,7 @@ def _about_newest_manifest(agent: NodeAgentClient, job: str) -> list[CheckResult
     except FormatVersionError as error:
         return [check_failed("metadata format", str(error), "install a newer release")]
     except (TieredCheckpointError, PeerStoreError):
-        pass  # other findings and `tieredckpt verify` name it
+        pass  # other findings and `tieredckpt verify` report these
     return []
 
 
@@ -268,9 +265,6 @@ def _with_durable(settings: Settings, known: DurableSettings) -> Settings:
     return replace(settings, durable=known)
 
 
-# -- the durable tier ---------------------------------------------------------------------------------------------
-
-
 def _about_durable(durable: DurableSettings, probe_bytes: int) -> list[CheckResult]:
     if not durable.url:
         return [
@@ -278,7 +272,7 @@ def _about_durable(durable: DurableSettings, probe_bytes: int) -> list[CheckResu
                 "durable tier", "none: what this node's memory holds is lost with the node", "set durable.url"
             )
         ]
-    settings = replace(durable, retry_s=_PATIENCE_S, timeout_s=min(durable.timeout_s, _PATIENCE_S), bandwidth="")
+    settings = replace(durable, retry_s=_TIMEOUT_S, timeout_s=min(durable.timeout_s, _TIMEOUT_S), bandwidth="")
     found = _about_credentials(settings) if urlsplit(settings.url).scheme == "s3" else []
     if any(one.status is CheckStatus.FAILED for one in found):
         return found
@@ -356,7 +350,7 @@ def _about_store(store: ObjectStore, settings: DurableSettings) -> list[CheckRes
 
 
 def _about_s3(settings: DurableSettings) -> Iterator[CheckResult]:
-    """Whether S3 checks what it is told about the bytes, and what its clock says."""
+    """Check whether S3 verifies checksums of uploads, and the clock skew."""
     from botocore.exceptions import BotoCoreError, ClientError
 
     from tieredckpt.durable.s3 import S3Account, S3Options
@@ -385,12 +379,12 @@ def _about_s3(settings: DurableSettings) -> Iterator[CheckResult]:
             yield check_warning("checksums", f"not known: {error}")
         with contextlib.suppress(ClientError, BotoCoreError):
             answer = client.delete_object(**target)
-            told = parsedate_to_datetime(answer["ResponseMetadata"]["HTTPHeaders"]["date"])
-            yield check_clock_skew((datetime.now(timezone.utc) - told).total_seconds(), signed=True)
+            server_time = parsedate_to_datetime(answer["ResponseMetadata"]["HTTPHeaders"]["date"])
+            yield check_clock_skew((datetime.now(timezone.utc) - server_time).total_seconds(), signed=True)
 
 
 class _NoJournal:
-    """The probe is not gone on with when it is interrupted."""
+    """Upload journal that stores nothing: an interrupted probe is not resumed."""
 
     def get(self, name: str) -> bytes | None:
         del name

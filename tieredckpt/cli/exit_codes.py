@@ -10,7 +10,7 @@ from tieredckpt import errors
 
 
 class ExitCode(enum.IntEnum):
-    """Absent, damaged and unknown are different answers, so they are different codes."""
+    """Exit codes of all programs. Absent, damaged and unknown have different codes."""
 
     OK = 0
     FAILED = 1
@@ -20,14 +20,14 @@ class ExitCode(enum.IntEnum):
     UNAVAILABLE = 5
     REFUSED = 6
     STOPPED = 7
-    """The job was stopped, to be resumed: `elastic run`."""
+    """The job was stopped and can be resumed (``elastic run``)."""
     JOB_FAILED = 8
-    """The job failed: `elastic run`."""
+    """The job failed (``elastic run``)."""
     INTERRUPTED = 130
 
 
 class CommandError(Exception):
-    """Of a command that a plug-in adds, which knows itself what it ends with and what to do next."""
+    """Error with its own exit code and advice, for commands of plug-ins."""
 
     def __init__(self, message: str, *, code: ExitCode = ExitCode.FAILED, advice: str = "") -> None:
         super().__init__(message)
@@ -66,7 +66,7 @@ CODES_BY_ERROR: ErrorCodes = {
     errors.DurableRefusedError: ExitCode.REFUSED,
     store_errors.PeerRefusedError: ExitCode.REFUSED,
 }
-"""The code of an error class and its subclasses; a program of another package adds its own errors."""
+"""Exit code of an error class and its subclasses. Programs of other packages add their errors."""
 
 _HINTS = {
     ExitCode.NOT_FOUND: "`tieredckpt ls` shows which jobs and steps there are",
@@ -77,14 +77,14 @@ _HINTS = {
 
 
 def exit_code_for(error: BaseException, codes: ErrorCodes = CODES_BY_ERROR) -> ExitCode:
-    """Return the code that an error ends the command with: that of its nearest class in ``codes``."""
+    """Return the exit code of the error's nearest base class in ``codes``."""
     if isinstance(error, CommandError):
         return error.code
     return next((codes[kind] for kind in type(error).__mro__ if kind in codes), ExitCode.FAILED)
 
 
 def hint_for(error: BaseException) -> str:
-    """What to do next, where the message itself cannot know; "" otherwise."""
+    """Return advice that the error's message does not contain. Empty: none."""
     if isinstance(error, CommandError):
         return error.advice
     if isinstance(error, store_errors.AgentUnreachableError):
@@ -95,7 +95,7 @@ def hint_for(error: BaseException) -> str:
 
 
 def worst_exit_code(codes: list[ExitCode]) -> ExitCode:
-    """One code for several findings: damage is said before what is unknown, what is unknown before success."""
+    """Return the exit code of several findings. Damage outranks unknown, and unknown outranks success."""
     for code in (ExitCode.DAMAGED, ExitCode.REFUSED, ExitCode.UNAVAILABLE, ExitCode.NOT_FOUND, ExitCode.FAILED):
         if code in codes:
             return code

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class ExportRequest:
-    """What is to be written, as the command line says it."""
+    """Options of an export, from the command line."""
 
     destination: Path
     file_format: str
@@ -83,16 +83,16 @@ def export_command(
 
     began = time.monotonic()
     return_freed_memory_to_os()
-    wish = ExportRequest(destination, kind, _most_bytes(max_shard_size), force, allow_pickle)
-    with open_tier_client(settings_from_options(agent_dir, durable, target)) as sight:
+    request = ExportRequest(destination, kind, _parse_max_bytes(max_shard_size), force, allow_pickle)
+    with open_tier_client(settings_from_options(agent_dir, durable, target)) as client:
         location = parse_location(target)
-        survey = sight.survey(location.job)
-        view = sight.choose_attempt(location, survey)
+        survey = client.survey(location.job)
+        view = client.choose_attempt(location, survey)
         if others := describe_other_branches(location, view.version_id, survey):
             screen.info(others)
         if view.quarantined:
             screen.info(f"step {view.version_id.version} is quarantined: {view.quarantined}")
-        source = source_of(sight, location.job, view.version_id)
+        source = source_of(client, location.job, view.version_id)
         with contextlib.closing(source):
             names = selected_names(source.step, prefix=prefix, select=select, exclude=exclude)
             total = sum(
@@ -101,7 +101,7 @@ def export_command(
                 if name in source.step.tensors and not (kind in ("safetensors", "hf") and name in source.step.objects)
             )
             with screen.progress_bar(f"writing {destination.name}", total) as advance:
-                files = _write(source, names, wish, advance)
+                files = _write(source, names, request, advance)
     left_out = sorted(name for name in names if name in source.step.objects) if kind in ("safetensors", "hf") else []
     value = {
         "job": location.job,
@@ -121,42 +121,42 @@ def export_command(
     return ExitCode.OK
 
 
-def _write(source: StepSource, names: dict[str, str], wish: ExportRequest, advance: AdvanceProgress) -> int:
+def _write(source: StepSource, names: dict[str, str], request: ExportRequest, advance: AdvanceProgress) -> int:
     from tieredckpt.export.atomic_output import atomic_file, atomic_folder, check_export_folder
 
-    if wish.file_format == "torch":
+    if request.file_format == "torch":
         from tieredckpt.export.export_formats import write_torch
 
-        with atomic_file(wish.destination, force=wish.force) as path:
-            write_torch(path, source, names, advance, allow_pickle=wish.allow_pickle)
+        with atomic_file(request.destination, force=request.force) as path:
+            write_torch(path, source, names, advance, allow_pickle=request.allow_pickle)
         return 1
-    if wish.file_format == "dcp":
+    if request.file_format == "dcp":
         from tieredckpt.export.export_formats import write_dcp
 
-        with atomic_folder(wish.destination, force=wish.force) as folder:
+        with atomic_folder(request.destination, force=request.force) as folder:
             write_dcp(folder, source, names, advance)
         return 2
     from tieredckpt.export.export_formats import safetensors_entries, write_safetensors, write_safetensors_folder
 
     tensors = safetensors_entries(source, names)
-    if wish.file_format == "safetensors":
-        with atomic_file(wish.destination, force=wish.force) as path:
+    if request.file_format == "safetensors":
+        with atomic_file(request.destination, force=request.force) as path:
             write_safetensors(path, source, tensors, advance)
         return 1
-    check_export_folder(wish.destination, force=wish.force)
-    with atomic_folder(wish.destination, force=wish.force) as folder:
-        return write_safetensors_folder(folder, source, tensors, wish.max_file_bytes, advance)
+    check_export_folder(request.destination, force=request.force)
+    with atomic_folder(request.destination, force=request.force) as folder:
+        return write_safetensors_folder(folder, source, tensors, request.max_file_bytes, advance)
 
 
-def source_of(sight: TierClient, job: str, group: VersionId) -> StepSource:
-    """The bytes of a step, out of every tier that can be seen from here."""
+def source_of(client: TierClient, job: str, group: VersionId) -> StepSource:
+    """Return a source of the step's bytes from every reachable tier."""
     from tieredckpt.export.step_source import StepSource
 
-    memory = sight.agent.store if sight.agent is not None else None
-    return StepSource(sight.describe(job, group), memory, lambda: sight.object_store(job), sight.peers(job))
+    memory = client.agent.store if client.agent is not None else None
+    return StepSource(client.describe(job, group), memory, lambda: client.object_store(job), client.peers(job))
 
 
-def _most_bytes(text: str) -> int:
+def _parse_max_bytes(text: str) -> int:
     try:
         most = parse_size(text)
     except ValueError as error:

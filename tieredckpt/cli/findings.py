@@ -1,4 +1,4 @@
-"""What ``tieredckpt doctor`` concludes from what it measured. Pure."""
+"""Findings of ``tieredckpt doctor`` from its measurements. Pure."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from tieredckpt.cli.command_output import format_age
 from tieredckpt.nccl_environment import NONBLOCKING_VARIABLE, NcclRuleState, check_nccl_environment, is_switched_on
 from tieredckpt.settings import Settings
 
-_MOST_SKEW_S, _REFUSED_SKEW_S = 60.0, 900.0
-_MUCH_OF_MEMORY = 0.8
+_MAX_SKEW_S, _REFUSED_SKEW_S = 60.0, 900.0
+_MAX_MEMORY_SHARE = 0.8
 
 
 class CheckStatus(str, enum.Enum):
@@ -29,7 +29,7 @@ class CheckResult:
     message: str
     hint: str = ""
     measured: Mapping[str, float] | None = None
-    """By name, in the unit that the name ends with."""
+    """Measurements by name. The name ends with the unit."""
 
     def as_json(self) -> dict[str, Any]:
         found = {"what": self.subject, "verdict": self.status.value, "text": self.message, "advice": self.hint or None}
@@ -50,23 +50,23 @@ def check_failed(what: str, text: str, advice: str) -> CheckResult:
 
 @dataclass(frozen=True)
 class MemoryMeasurements:
-    """This node, in bytes."""
+    """Memory of this node, in bytes."""
 
     budget: int
     total: int
-    """Of the machine."""
+    """Memory of the machine."""
     limit: int | None
-    """Of the control group; ``None`` where there is none."""
+    """Memory limit of the control group. ``None``: no limit."""
     file_system: str
-    """Type of the one the arena is on."""
+    """Type of the arena's file system."""
     size: int
     free: int
     arena: int = 0
-    """Already taken by slots."""
+    """Bytes that slots already occupy."""
 
 
 def check_memory(memory: MemoryMeasurements, place: str) -> list[CheckResult]:
-    """Whether the arena's budget fits where it is to be."""
+    """Check whether the arena's budget fits its file system and the memory."""
     return [_about_file_system(memory, place), _about_budget(memory)]
 
 
@@ -95,7 +95,7 @@ def _about_budget(memory: MemoryMeasurements) -> CheckResult:
     text += " (the container's limit)" if memory.limit and memory.limit < memory.total else " of memory"
     if memory.budget > usable:
         return check_failed(what, text, "lower agent.budget: a process is killed before the arena is full")
-    if memory.budget > _MUCH_OF_MEMORY * usable:
+    if memory.budget > _MAX_MEMORY_SHARE * usable:
         return check_warning(
             what, text, "little is left for the trainers themselves; pages of the arena count as their memory"
         )
@@ -103,18 +103,18 @@ def _about_budget(memory: MemoryMeasurements) -> CheckResult:
 
 
 def check_clock_skew(skew_s: float, *, signed: bool) -> CheckResult:
-    """``skew_s``: how far this node's clock is ahead of the store's."""
+    """Check the clock. ``skew_s``: seconds that this node's clock is ahead of the store's."""
     text = f"this node's clock and the store's differ by {format_age(abs(skew_s))}"
     advice = "let the node's time service (chrony, ntpd) run"
     if signed and abs(skew_s) > _REFUSED_SKEW_S:
         return check_failed("clock", f"{text}: signed requests are refused", advice)
-    return check_warning("clock", text, advice) if abs(skew_s) > _MOST_SKEW_S else check_passed("clock", text)
+    return check_warning("clock", text, advice) if abs(skew_s) > _MAX_SKEW_S else check_passed("clock", text)
 
 
 def about_nccl(environ: Mapping[str, str], *, needed: bool) -> CheckResult:
-    """Whether ``elastic.run`` recovers within the process in this environment, and what it would set.
+    """Check whether ``elastic.run`` can recover in process, and list the variables it would set.
 
-    ``needed``: this node is to recover so.
+    ``needed``: whether wrong variables are a failure instead of a warning.
     """
     what = "NCCL environment"
     found = check_nccl_environment(environ)
@@ -136,14 +136,14 @@ def about_nccl(environ: Mapping[str, str], *, needed: bool) -> CheckResult:
 
 @dataclass(frozen=True)
 class LossSurvival:
-    """What is left after a loss."""
+    """State that survives a loss."""
 
     loss: str
     survives: str
 
 
 def loss_survivals(settings: Settings, *, store_works: bool = True) -> list[LossSurvival]:
-    """What would survive what, with these settings, and with the store as it was found."""
+    """Return the state that survives each kind of loss, for these settings and the tested store."""
     every = settings.memory.every
     durable = settings.durable
     sealed = "every step" if every == 1 else f"one step in {every}"

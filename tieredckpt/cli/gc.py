@@ -83,37 +83,37 @@ def gc_command(
         raise UsageError(f"{job!r} names a step; gc is for a whole job: {location.job}")
     if keep_every and keep_last is None:
         raise UsageError("--keep-every has no effect without --keep-last")
-    with open_tier_client(settings_from_options(agent_dir, durable, job)) as sight:
+    with open_tier_client(settings_from_options(agent_dir, durable, job)) as client:
         if unrecognized_slots:
-            return _drop_aside(screen, sight, location.job, dry_run=dry_run)
-        catalog = sight.catalog(location.job)
-        policy = sight.durable_settings(location.job)
+            return _drop_unrecognized(screen, client, location.job, dry_run=dry_run)
+        catalog = client.catalog(location.job)
+        policy = client.durable_settings(location.job)
         last = policy.keep_last if keep_last is None else keep_last
         every = policy.keep_every if keep_last is None else keep_every or 0
         listing = catalog.listing(fresh=True)
-        lost = find_orphaned_steps(catalog, location.job, spread=policy.hashed_keys)
-        if not listing.manifests and not lost:
+        orphans = find_orphaned_steps(catalog, location.job, spread=policy.hashed_keys)
+        if not listing.manifests and not orphans:
             raise CheckpointNotFoundError(f"job {location.job} has no step in {catalog.store.url}")
         bases = {group: entry.base for group, entry in listing.manifests.items()}
-        doomed = expired_steps(
+        expired = expired_steps(
             bases, keep_last=last, keep_every=every, quarantined=listing.quarantined, kept=listing.kept
         )
-        sizes = [stored_size_bytes(catalog, group) for group in doomed]
-        good = sorted({*listing.manifests} - {*doomed} - listing.quarantined)
+        sizes = [stored_size_bytes(catalog, group) for group in expired]
+        good = sorted({*listing.manifests} - {*expired} - listing.quarantined)
         enough = sorted({group.version for group in good})[-last:][0] if last and good else -1
-        fates = _orphan_decisions(
-            sight, catalog, location.job, lost, abandoned_after * _HOUR_S, every=every, enough=enough
+        decisions = _orphan_decisions(
+            client, catalog, location.job, orphans, abandoned_after * _HOUR_S, every=every, enough=enough
         )
         uploads = 0
         if not dry_run:
-            with screen.progress_bar(f"deleting {pluralized(len(doomed), 'step')}", sum(sizes)) as advance:
-                for group, size in zip(doomed, sizes, strict=True):
+            with screen.progress_bar(f"deleting {pluralized(len(expired), 'step')}", sum(sizes)) as advance:
+                for group, size in zip(expired, sizes, strict=True):
                     delete_step(catalog, location.job, group)
                     advance(size)
-            for orphan, _, goes in fates:
-                if goes:
+            for orphan, _, delete in decisions:
+                if delete:
                     delete_orphaned_step(catalog, location.job, orphan)
-            uploads = _discard(sight, catalog, location.job, abandoned_after * _HOUR_S)
+            uploads = _abort_stale_uploads(client, catalog, location.job, abandoned_after * _HOUR_S)
     value = {
         "job": location.job,
         "durable": catalog.store.url,
@@ -122,22 +122,22 @@ def gc_command(
         "dry_run": dry_run,
         "deleted": [
             {**_json(group, size), "quarantined": group in listing.quarantined}
-            for group, size in zip(doomed, sizes, strict=True)
+            for group, size in zip(expired, sizes, strict=True)
         ],
         "deleted_bytes": sum(sizes),
         "without_manifest": [
-            {**_json(one.version_id, one.size_bytes), "objects": len(one.objects), "deleted": goes, "reason": why}
-            for one, why, goes in fates
+            {**_json(one.version_id, one.size_bytes), "objects": len(one.objects), "deleted": delete, "reason": why}
+            for one, why, delete in decisions
         ],
-        "kept": sorted(group.version for group in listing.manifests if group not in doomed),
+        "kept": sorted(group.version for group in listing.manifests if group not in expired),
         "discarded_uploads": None if dry_run else uploads,
     }
     screen.result(value, lambda out: _show(out, value))
     return ExitCode.OK
 
 
-def _drop_aside(screen: CommandOutput, sight: TierClient, job: str, *, dry_run: bool) -> ExitCode:
-    store = require_agent(sight).store
+def _drop_unrecognized(screen: CommandOutput, client: TierClient, job: str, *, dry_run: bool) -> ExitCode:
+    store = require_agent(client).store
     found = [one for one in store.status().unrecognized if one.job == job]
     if not dry_run:
         store.drop_unrecognized([one.name for one in found])
@@ -147,8 +147,8 @@ def _drop_aside(screen: CommandOutput, sight: TierClient, job: str, *, dry_run: 
         "dropped": [{"name": one.name, "size_bytes": one.size_bytes, "reason": one.reason} for one in found],
     }
     size = show_size(sum(one.size_bytes for one in found))
-    said = f"{pluralized(len(found), 'slot')} with {size} {'would be' if dry_run else 'were'} dropped"
-    screen.result(value, lambda out: out.print(said))
+    text = f"{pluralized(len(found), 'slot')} with {size} {'would be' if dry_run else 'were'} dropped"
+    screen.result(value, lambda out: out.print(text))
     return ExitCode.OK
 
 
@@ -161,9 +161,9 @@ def stored_size_bytes(catalog: DurableCatalog, group: VersionId) -> int:
     return sum(sum(shard.frames) if shard.encoding == "zstd" else shard.size_bytes for shard in shards)
 
 
-def _discard(sight: TierClient, catalog: DurableCatalog, job: str, older_than_s: float) -> int:
-    """Unfinished uploads, except for those this node's agent goes on with."""
-    journals = sight.agent.store.list_blobs(job) if sight.agent is not None else []
+def _abort_stale_uploads(client: TierClient, catalog: DurableCatalog, job: str, older_than_s: float) -> int:
+    """Abort stale uploads, except those that this node's agent will resume. Return their number."""
+    journals = client.agent.store.list_blobs(job) if client.agent is not None else []
     keep = [
         name.removeprefix(JOURNAL_BLOB_PREFIX).replace("@", "/")
         for name in journals
@@ -173,37 +173,40 @@ def _discard(sight: TierClient, catalog: DurableCatalog, job: str, older_than_s:
 
 
 def _orphan_decisions(
-    sight: TierClient,
+    client: TierClient,
     catalog: DurableCatalog,
     job: str,
-    lost: Sequence[OrphanedStep],
+    orphans: Sequence[OrphanedStep],
     older_than_s: float,
     *,
     every: int,
     enough: int,
 ) -> list[tuple[OrphanedStep, str, bool]]:
-    """What becomes of shards without a manifest, and why. ``enough``: as many steps as policy keeps are not older."""
-    if not lost:
+    """Return for each step without a manifest the reason of the decision, and whether to delete it.
+
+    ``enough``: oldest step that the policy retains. -1: it retains all.
+    """
+    if not orphans:
         return []
-    survey = sight.survey(job)
+    survey = client.survey(job)
     in_memory = {view.version_id for view in survey.views if view.found}
     silent = survey.unreachable.get(Tier.PEER)
     now, found = time.time(), []
-    for one in lost:
+    for one in orphans:
         step, age_s = one.version_id.version, now - one.written_s
         if one.version_id in in_memory:
-            why, goes = "a node has it in memory, and may still make it durable", False
+            why, delete = "a node has it in memory, and may still make it durable", False
         elif silent is not None:
-            why, goes = f"nodes that may have it in memory could not be asked: {silent}", False
+            why, delete = f"nodes that may have it in memory could not be asked: {silent}", False
         elif age_s < older_than_s:
-            why, goes = f"some of it was written {format_age(age_s)} ago", False
+            why, delete = f"some of it was written {format_age(age_s)} ago", False
         else:
             count_, parts, whole = orphaned_parts(catalog, job, one)
-            goes = not whole or (step < enough and not (every and step % every == 0))
+            delete = not whole or (step < enough and not (every and step % every == 0))
             why = f"{count_} of {parts or 'its'} parts, and no manifest"
-            if not goes:
+            if not delete:
                 why += f": `tieredckpt rebuild {job}/step-{step}` makes it a step"
-        found.append((one, why, goes))
+        found.append((one, why, delete))
     return found
 
 
@@ -233,10 +236,10 @@ def _show(out: Console, value: dict[str, Any]) -> None:
         f"({show_size(value['deleted_bytes'])}), "
         f"{len(value['kept'])} kept: {policy}"
     )
-    lost: Sequence[dict[str, Any]] = value["without_manifest"]
-    if lost:
-        out.print(f"shards of {pluralized(len(lost), 'step')} without a manifest:")
-        for one in lost:
+    orphans: Sequence[dict[str, Any]] = value["without_manifest"]
+    if orphans:
+        out.print(f"shards of {pluralized(len(orphans), 'step')} without a manifest:")
+        for one in orphans:
             verdict = "stays" if not one["deleted"] else "would be deleted" if value["dry_run"] else "deleted"
             out.print(f"  step {one['step']}, {show_size(one['size_bytes'])}: {verdict} ({literal(one['reason'])})")
     if value["discarded_uploads"]:

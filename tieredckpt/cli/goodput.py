@@ -35,7 +35,10 @@ _Sample = tuple[Mapping[str, str], float]
 
 
 def prometheus_text(found: Analysis) -> str:
-    """Seconds and shares are gauges: the same event log, read again, may say that less was productive than before."""
+    """Return the analysis as Prometheus metrics.
+
+    All are gauges: a later read of the log can lower their values.
+    """
     from prometheus_client import CollectorRegistry, generate_latest
     from prometheus_client.core import GaugeMetricFamily
 
@@ -101,7 +104,7 @@ def _families(found: Analysis) -> Iterator[tuple[str, str, list[_Sample]]]:
 
 
 def summary_lines(found: GoodputAnalysis) -> Iterator[RenderableType]:
-    """The few lines that say the most."""
+    """Yield the summary lines."""
     name, total_s = literal(found.job or "job"), found.wall.total / 1e6
     how = "goes on, or was killed" if found.is_running else found.runs[-1].how
     began = dt.datetime.fromtimestamp(found.start_us / 1e6, dt.timezone.utc).strftime("%Y-%m-%d %H:%M:%S UTC")
@@ -130,7 +133,7 @@ def summary_lines(found: GoodputAnalysis) -> Iterator[RenderableType]:
 
 
 def _protection(found: GoodputAnalysis, step: int) -> Text:
-    """The words that status and log use, and for how long it was otherwise."""
+    """Return the line about protection, worded as in status and log, with the total unprotected time."""
     since_us = found.unprotected_since_us
     left_out = found.unprotected[-1].left_out if since_us is not None else 0
     now = ProtectionStatus(step, None if since_us is None else since_us / 1e6, left_out)
@@ -143,7 +146,7 @@ def _protection(found: GoodputAnalysis, step: int) -> Text:
 
 
 def time_tables(found: GoodputAnalysis) -> Iterator[RenderableType]:
-    """What the time went into, and how long ranks took for each stage."""
+    """Yield the tables of time by category, and of stages over all ranks."""
     rows = []
     for name in [*(one.value for one in Category), "missing"]:
         wall_us, ranks_us = found.wall.by.get(name, 0), found.capacity.by.get(name, 0)
@@ -167,16 +170,16 @@ def time_tables(found: GoodputAnalysis) -> Iterator[RenderableType]:
 
 
 def recovery_table(found: GoodputAnalysis) -> Iterator[RenderableType]:
-    """A line for each way from one world to the next, and below it what it came of."""
-    ways = [one for one in found.recoveries if one.category is not Category.STARTUP or one.faults]
-    if not ways:
+    """Yield a table of the transitions, and below it their faults and reasons."""
+    transitions = [one for one in found.recoveries if one.category is not Category.STARTUP or one.faults]
+    if not transitions:
         yield Text("no fault and no resize")
         return
-    names = sorted({name for one in ways for name in one.stages}, key=_place)
-    rows = [_row(found, one, names) for one in ways]
+    names = sorted({name for one in transitions for name in one.stages}, key=_stage_order)
+    rows = [_row(found, one, names) for one in transitions]
     numbers = ("AT", "RANKS", *(name.upper() for name in names), "TOTAL", "LOST STEPS", "LOST")
     yield text_table(("WAY", "HOW", *numbers), rows, right=numbers)
-    for number, one in enumerate(ways, start=1):
+    for number, one in enumerate(transitions, start=1):
         for fault in one.faults:
             who = f"rank {fault.local_rank} of {fault.node}" if fault.local_rank >= 0 else fault.node
             injected = f" (injected: {fault.injected})" if fault.injected else ""
@@ -203,7 +206,7 @@ def _row(found: GoodputAnalysis, one: TransitionRecord, names: list[str]) -> lis
     ]
 
 
-def _place(name: str) -> tuple[int, str]:
+def _stage_order(name: str) -> tuple[int, str]:
     return (STAGES.index(name) if name in STAGES else len(STAGES), name)
 
 
@@ -212,7 +215,7 @@ def format_share(share: float) -> str:
 
 
 def format_seconds(seconds: float) -> str:
-    """``0.0123`` as ``12.3 ms``, ``5400`` as ``1 h 30 min``."""
+    """Return a duration as text: ``12.3 ms``, ``1 h 30 min``."""
     if seconds < 0.1:
         return f"{1000 * seconds:.1f} ms"
     if seconds < 100:
@@ -260,8 +263,8 @@ def goodput_command(
         sys.stdout.flush()
     else:
         screen.result(analysis_json(found), lambda out: out.print(render_analysis(found, faults=faults)))
-    for complaint in found.warnings:
-        screen.info(f"{place}: {complaint}")
+    for warning in found.warnings:
+        screen.info(f"{place}: {warning}")
     return ExitCode.OK
 
 
@@ -271,7 +274,7 @@ def read_analysis(place: Path) -> GoodputAnalysis:
 
 
 def write_html_report(path: Path, found: GoodputAnalysis) -> None:
-    """Whole or not at all; what was there before is replaced."""
+    """Write the HTML report atomically to ``path``, replacing an existing file."""
     from tieredckpt.goodput.html_report import html_report
 
     if path.is_dir() or not path.parent.is_dir():
@@ -286,7 +289,7 @@ def write_html_report(path: Path, found: GoodputAnalysis) -> None:
 
 
 def analysis_json(found: GoodputAnalysis) -> dict[str, Any]:
-    """All of it but the single steps."""
+    """Return the analysis for JSON, without the single steps."""
     value: dict[str, Any] = msgspec.to_builtins(msgspec.structs.replace(found, step_views=()))
     del value["step_views"]
     return {**value, "live": found.is_running, "unstated_us": found.unattributed_us}
@@ -300,15 +303,15 @@ def render_analysis(found: GoodputAnalysis, *, faults: bool) -> RenderableType:
 
 
 def _live(out: Console, place: Path, *, faults: bool) -> None:
-    signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell that starts it in the background ignores it
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell ignores SIGINT for background commands
     try:
         with Live(Text(f"reading {place}"), console=out, auto_refresh=False) as live:
             while True:
                 found = read_analysis(place)
-                said = [Text(complaint, style="yellow") for complaint in found.warnings]
-                live.update(Group(render_analysis(found, faults=faults), *said), refresh=True)
+                warnings = [Text(warning, style="yellow") for warning in found.warnings]
+                live.update(Group(render_analysis(found, faults=faults), *warnings), refresh=True)
                 if not found.is_running:
                     return
                 time.sleep(_REFRESH_S)
-    except KeyboardInterrupt:  # the way out
+    except KeyboardInterrupt:  # Ctrl-C ends the command
         return

@@ -1,4 +1,4 @@
-"""The layout of ``--help``, and of errors about commands: one notation for all commands and plug-ins."""
+"""Layout of ``--help`` and of errors about commands, for all commands and plug-ins."""
 
 from __future__ import annotations
 
@@ -13,14 +13,17 @@ _DEFAULT = re.compile(r"(\.?)\s*\[default: ([^\];]*?)(?:\.0)?(?:; ([^\]]*))?\]")
 
 
 class HelpFormatter(click.HelpFormatter):
-    """Writes ``(default 8)`` where click writes ``[default: 8]``."""
+    """Formatter that writes ``(default 8)`` instead of click's ``[default: 8]``."""
 
     def write_dl(self, rows: Iterable[tuple[str, str]], col_max: int = 30, col_spacing: int = 2) -> None:
         super().write_dl([(first, _DEFAULT.sub(_default, text).strip()) for first, text in rows], col_max, col_spacing)
 
 
 class SuggestingGroup(click.Group):
-    """Names the closest command for one that does not exist; click does so from 8.4 on, for static groups."""
+    """Group that suggests the closest command for an unknown one.
+
+    Click 8.4 does so for static groups only.
+    """
 
     def resolve_command(
         self, ctx: click.Context, args: list[str]
@@ -36,7 +39,7 @@ class HelpContext(click.Context):
 
 
 def with_help_format(command: click.Command) -> click.Command:
-    """Have ``command`` and its subcommands use :class:`HelpFormatter`."""
+    """Make ``command`` and its subcommands use :class:`HelpFormatter`, and return it."""
     command.context_class = HelpContext
     if isinstance(command, click.Group):
         for subcommand in command.commands.values():

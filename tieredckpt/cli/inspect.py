@@ -44,15 +44,15 @@ def inspect_command(
     JOB alone means the step that a load would use. JOB/step-N means the newest attempt at it; JOB/step-N@EPOCH names
     the run that saved it.
     """
-    with open_tier_client(settings_from_options(agent_dir, durable, target)) as sight:
+    with open_tier_client(settings_from_options(agent_dir, durable, target)) as client:
         location = parse_location(target)
-        survey = sight.survey(location.job)
-        view = sight.choose_attempt(location, survey)
+        survey = client.survey(location.job)
+        view = client.choose_attempt(location, survey)
         if others := describe_other_branches(location, view.version_id, survey):
             screen.info(others)
-        step = StepIndex(sight.describe(location.job, view.version_id))
-    tensors = [_tensor(step, name) for name in sorted(step.tensors) if _wanted(name, patterns)]
-    objects = [_object(step, name) for name in sorted(step.objects) if _wanted(name, patterns)]
+        step = StepIndex(client.describe(location.job, view.version_id))
+    tensors = [_tensor(step, name) for name in sorted(step.tensors) if _matches(name, patterns)]
+    objects = [_object(step, name) for name in sorted(step.objects) if _matches(name, patterns)]
     if patterns and not tensors and not objects:
         raise CheckpointNotFoundError(
             f"no name in step {view.version_id.version} is like {' or '.join(patterns)}; there are {len(step.tensors)} "
@@ -63,7 +63,7 @@ def inspect_command(
     return ExitCode.OK
 
 
-def _wanted(name: str, patterns: Sequence[str]) -> bool:
+def _matches(name: str, patterns: Sequence[str]) -> bool:
     return not patterns or any(fnmatchcase(name, pattern) for pattern in patterns)
 
 
@@ -123,7 +123,7 @@ def _volume(entry: TensorEntry) -> int:
 
 
 def _sharding(entry: TensorEntry, boxes: Sequence[Box]) -> str:
-    """``4 pieces along 0`` where it is cut along one axis; 0-sized pieces do not count."""
+    """Return the sharding: ``whole`` or ``4 pieces along 0``. Empty pieces do not count."""
     real = [box for box in boxes if box.volume or box.sizes == entry.shape]
     if len(real) == 1 and real[0].sizes == entry.shape:
         return "whole"

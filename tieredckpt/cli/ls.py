@@ -42,30 +42,30 @@ _MANIFEST = re.compile(r"([A-Za-z0-9._-]{1,128})/manifests/([0-9]{12,19})\..*\.m
 
 @dataclass(frozen=True)
 class StepRow:
-    """One attempt at one step, as it is listed."""
+    """A listed attempt at a step."""
 
     version_id: VersionId
     parts: int
     in_memory: int
-    """Parts of it in this node's memory."""
+    """Number of parts in this node's memory."""
     durable: bool
     complete: bool
     copies: int
-    """Of the part that has the fewest."""
+    """Copies of the part with the fewest."""
     size_bytes: int
     saved_ns: int
     quarantined: str
     damaged: str
     crashed_loads: int
-    """Loads of it that have ended their process on this node lately."""
+    """Recent loads of it that crashed on this node."""
     kept: bool
     drain: DrainStatus | None
     incomplete_state: str = "torn"
-    """The state where parts are missing."""
+    """State if parts are missing."""
     left_behind: LeftBehind | None = None
-    """The later run that continued from before this step."""
+    """Later incarnation that continued from before this step. ``None``: the step is current."""
     unsupported: str = ""
-    """Why this release cannot read the step's metadata."""
+    """Reason why this release cannot read the step's metadata. Empty: it can."""
 
     @property
     def tiers(self) -> list[str]:
@@ -115,7 +115,10 @@ def step_row(
     damaged: str,
     drain: DrainStatus | None,
 ) -> StepRow:
-    """A survey's view and, where the step is durable, its manifest."""
+    """Return the row of an attempt.
+
+    ``manifest``: that of a durable step. ``damaged``: why it cannot be read.
+    """
     parts = view.parts or (manifest.parts if manifest else 0)
     durable = {shard.key.part for shard in manifest.shards} if manifest else set()
     if parts == UNKNOWN_PART_COUNT:
@@ -130,7 +133,7 @@ def step_row(
         parts=parts,
         in_memory=sum(Tier.MEMORY in where for where in view.found.values()),
         durable=view.durable,
-        # A manifest that cannot be read does not make a step whole; its parts in memory may.
+        # An unreadable manifest does not make a step complete, but its parts in memory can.
         complete=(view.covered or len(view.found) >= parts > 0) if damaged else view.candidate.is_complete,
         copies=0 if missing else min(held, default=0),
         size_bytes=sum(shard.size_bytes for shard in manifest.shards) if manifest else view.size_bytes,
@@ -153,22 +156,19 @@ def ls_command(screen: CommandOutput, job: str | None, agent_dir: Path | None, d
 
     Without JOB: the jobs in this node's memory, and with --durable those in that store.
     """
-    with open_tier_client(settings_from_options(agent_dir, durable, job or ANY_JOB)) as sight:
+    with open_tier_client(settings_from_options(agent_dir, durable, job or ANY_JOB)) as client:
         if job is None:
-            return _jobs(screen, sight, durable)
-        return _steps(screen, sight, parse_location(job))
+            return _jobs(screen, client, durable)
+        return _steps(screen, client, parse_location(job))
 
 
-# -- one job ------------------------------------------------------------------------------------------------------
-
-
-def _steps(screen: CommandOutput, sight: TierClient, location: Location) -> ExitCode:
+def _steps(screen: CommandOutput, client: TierClient, location: Location) -> ExitCode:
     with screen.spinner(f"looking for steps of {location.job}"):
-        survey = sight.survey(location.job)
-        lines = step_rows(sight, location, survey)
+        survey = client.survey(location.job)
+        lines = step_rows(client, location, survey)
     plain = [step for step in survey.plain if location.step in (None, step) and location.epoch is None]
     if not lines and not plain:
-        raise sight.not_found_error(location, survey)
+        raise client.not_found_error(location, survey)
     now = time.time_ns()
     url = survey.durable.url if survey.durable else ""
     screen.result(
@@ -184,10 +184,10 @@ def _steps(screen: CommandOutput, sight: TierClient, location: Location) -> Exit
     return ExitCode.UNAVAILABLE if is_unclear(survey) else ExitCode.OK
 
 
-def step_rows(sight: TierClient, location: Location, survey: StepInventory) -> list[StepRow]:
-    """Every attempt at every step, the newest last."""
+def step_rows(client: TierClient, location: Location, survey: StepInventory) -> list[StepRow]:
+    """Return the rows of all attempts at all steps of ``location``, the newest last."""
     views = [view for view in survey.views if location.includes(view.version_id)]
-    drains = {view.version_id: view for view in sight.agent.drain_status(location.job)} if sight.agent else {}
+    drains = {view.version_id: view for view in client.agent.drain_status(location.job)} if client.agent else {}
     wanted = [view.version_id for view in views if view.durable]
     manifests: dict[VersionId, Manifest] = {}
     damaged: dict[VersionId, str] = {}
@@ -195,7 +195,7 @@ def step_rows(sight: TierClient, location: Location, survey: StepInventory) -> l
 
     def read(group: VersionId) -> None:
         try:
-            manifests[group] = sight.catalog(location.job).manifest(group)
+            manifests[group] = client.catalog(location.job).manifest(group)
         except CheckpointDamagedError as error:
             damaged[group] = str(error)
         except FormatVersionError as error:
@@ -203,12 +203,12 @@ def step_rows(sight: TierClient, location: Location, survey: StepInventory) -> l
         except (TierUnavailableError, DurableRefusedError):
             # The agent may have credentials that this process lacks; without it sizes and copies stay unknown.
             with contextlib.suppress(TieredCheckpointError):
-                if sight.agent is not None:
-                    manifests[group] = sight.agent.describe_step(location.job, group).manifest
+                if client.agent is not None:
+                    manifests[group] = client.agent.describe_step(location.job, group).manifest
 
     with ThreadPoolExecutor(_READERS, thread_name_prefix="tieredckpt-ls") as readers:
         list(readers.map(read, wanted))
-        views = list(readers.map(lambda view: sight.with_quarantine_reason(location.job, view), views))
+        views = list(readers.map(lambda view: client.with_quarantine_reason(location.job, view), views))
     for slot in survey.unrecognized:
         if slot.key is not None and location.includes(slot.key.version_id):
             unsupported.setdefault(slot.key.version_id, slot.reason)
@@ -259,7 +259,7 @@ def _show(
 
 def _show_block(out: Console, lines: Sequence[StepRow], plain: Sequence[int]) -> None:
     steps = [line.version_id.version for line in lines]
-    # The epoch is what `pin`, `export` and the others need to name one of several branches.
+    # Commands such as `pin` and `export` need the epoch to select one of several branches.
     twice = len(set(steps)) < len(steps) or any(line.left_behind is not None for line in lines)
     columns = [
         "STEP",
@@ -339,14 +339,11 @@ def _drain_json(view: DrainStatus) -> dict[str, Any]:
     }
 
 
-# -- all jobs -----------------------------------------------------------------------------------------------------
-
-
-def _jobs(screen: CommandOutput, sight: TierClient, durable: str | None) -> ExitCode:
+def _jobs(screen: CommandOutput, client: TierClient, durable: str | None) -> ExitCode:
     found: dict[str, dict[str, Any]] = {}
-    if sight.agent is not None:
-        for state in sight.agent.store.status().jobs:
-            # A name that begins with a dot is of files that are being written, for the job without the dot.
+    if client.agent is not None:
+        for state in client.agent.store.status().jobs:
+            # A job ".JOB" holds files that are being written for JOB.
             if (
                 state.versions or (state.clients and not state.job.startswith("."))
             ) and state.job != MEMORY_SERVICE_JOB:
@@ -358,15 +355,15 @@ def _jobs(screen: CommandOutput, sight: TierClient, durable: str | None) -> Exit
                     "forgotten_in_s": state.expires_in_s,
                 }
     elif durable is None:
-        advice = f"; {sight.agent_advice}" if sight.agent_advice else ""
+        advice = f"; {client.agent_advice}" if client.agent_advice else ""
         raise TierUnavailableError(
-            f"{sight.agent_error}, so it is not known what this node's memory holds; --durable URL lists the jobs of "
+            f"{client.agent_error}, so it is not known what this node's memory holds; --durable URL lists the jobs of "
             f"a store{advice}"
         )
     if durable is not None:
-        _add_durable_jobs(screen, sight, found)
+        _add_durable_jobs(screen, client, found)
     rows = [found[job] for job in sorted(found)]
-    screen.result({"jobs": rows, "agent": sight.agent is not None}, lambda out: _show_jobs(out, sight, rows))
+    screen.result({"jobs": rows, "agent": client.agent is not None}, lambda out: _show_jobs(out, client, rows))
     return ExitCode.OK
 
 
@@ -383,8 +380,8 @@ def _job(name: str) -> dict[str, Any]:
     }
 
 
-def _add_durable_jobs(screen: CommandOutput, sight: TierClient, found: dict[str, dict[str, Any]]) -> None:
-    settings = sight.settings.durable
+def _add_durable_jobs(screen: CommandOutput, client: TierClient, found: dict[str, dict[str, Any]]) -> None:
+    settings = client.settings.durable
     if not settings.url:
         raise UsageError("--durable is empty: write s3://bucket/prefix or /path")
     store = open_store(settings.url, settings)
@@ -402,9 +399,9 @@ def _add_durable_jobs(screen: CommandOutput, sight: TierClient, found: dict[str,
         row["durable_steps"], row["newest_durable"] = len(numbers), max(numbers)
 
 
-def _show_jobs(out: Console, sight: TierClient, rows: Sequence[dict[str, Any]]) -> None:
-    if sight.agent is None:
-        out.print(f"[yellow]memory tier not asked:[/] {literal(sight.agent_error)}")
+def _show_jobs(out: Console, client: TierClient, rows: Sequence[dict[str, Any]]) -> None:
+    if client.agent is None:
+        out.print(f"[yellow]memory tier not asked:[/] {literal(client.agent_error)}")
     if not rows:
         out.print("no jobs")
         return

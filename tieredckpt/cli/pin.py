@@ -43,7 +43,7 @@ def pin_command(
     It does not count towards durable.keep_last, and no save takes its room in memory: one that finds none says so. All
     nodes of the job hear of it. Memory still goes with its nodes, and agent.job_ttl_s after the job's last process.
     """
-    return _say(screen, parse_job_and_step(target, step, epoch), agent_dir, durable, kept=True)
+    return _set_pin(screen, parse_job_and_step(target, step, epoch), agent_dir, durable, kept=True)
 
 
 @with_exit_code_help
@@ -61,23 +61,23 @@ def unpin_command(
     durable: str | None,
 ) -> ExitCode:
     """Take back a pin of STEP of JOB (or JOB/step-N), whether it came from a command or from save(keep=True)."""
-    return _say(screen, parse_job_and_step(target, step, epoch), agent_dir, durable, kept=False)
+    return _set_pin(screen, parse_job_and_step(target, step, epoch), agent_dir, durable, kept=False)
 
 
-def _say(
+def _set_pin(
     screen: CommandOutput, location: Location, agent_dir: Path | None, durable: str | None, *, kept: bool
 ) -> ExitCode:
-    with open_tier_client(settings_from_options(agent_dir, durable, location.job)) as sight:
-        survey = sight.survey(location.job)
-        # What a load would use is kept; of what is kept, nothing stays so.
-        views = [sight.choose_attempt(location, survey)] if kept else sight.attempts_at(location, survey)
+    with open_tier_client(settings_from_options(agent_dir, durable, location.job)) as client:
+        survey = client.survey(location.job)
+        # Pin the attempt that a load would use. Unpin all attempts.
+        views = [client.choose_attempt(location, survey)] if kept else client.attempts_at(location, survey)
         before = any(view.kept for view in views)
         if kept:
-            if sight.agent is not None and not before:
+            if client.agent is not None and not before:
                 _require_no_other_pin(location, views[0], survey)
             if others := describe_other_branches(location, views[0].version_id, survey):
                 screen.info(others)
-        marked = _mark(sight, location, views, kept=kept)
+        marked = _mark_in_tiers(client, location, views, kept=kept)
     value = {
         "job": location.job,
         "step": location.step,
@@ -95,7 +95,7 @@ def _say(
 
 
 def _require_no_other_pin(location: Location, view: StepStatus, survey: StepInventory) -> None:
-    """Raise if agents would unpin one of two pinned attempts at the step: they keep only the newest complete one."""
+    """Raise if another epoch's attempt at the step is pinned: agents retain only one pin per step."""
     group = view.version_id
     for other in survey.views:
         if not (other.kept and other.found and other.version_id.version == group.version):
@@ -109,14 +109,14 @@ def _require_no_other_pin(location: Location, view: StepStatus, survey: StepInve
             )
 
 
-def _mark(sight: TierClient, location: Location, views: list[StepStatus], *, kept: bool) -> list[str]:
+def _mark_in_tiers(client: TierClient, location: Location, views: list[StepStatus], *, kept: bool) -> list[str]:
     marked = []
-    if sight.agent is not None:
+    if client.agent is not None:
         for view in views:
-            sight.agent.store.retain(location.job, view.version_id, kept=kept)
+            client.agent.store.retain(location.job, view.version_id, kept=kept)
         marked.append("memory")
     if any(view.durable for view in views):
         for view in views:
-            sight.catalog(location.job).keep(view.version_id, kept=kept)
+            client.catalog(location.job).keep(view.version_id, kept=kept)
         marked.append("durable")
     return marked

@@ -41,12 +41,12 @@ def quarantine_command(
     """
     if lift and reason:
         raise UsageError("--lift takes no --reason")
-    with open_tier_client(settings_from_options(agent_dir, durable, target)) as sight:
+    with open_tier_client(settings_from_options(agent_dir, durable, target)) as client:
         location = parse_step_target(target)
-        views = sight.attempts_at(location, sight.survey(location.job))
+        views = client.attempts_at(location, client.survey(location.job))
         before = [view.quarantined for view in views]
-        marked = _lift(sight, location, views) if lift else _mark(sight, location, views, reason or "by hand")
-        after = sight.attempts_at(location, sight.survey(location.job))
+        marked = _lift(client, location, views) if lift else _mark(client, location, views, reason or "by hand")
+        after = client.attempts_at(location, client.survey(location.job))
     value = {
         "job": location.job,
         "step": location.step,
@@ -60,27 +60,27 @@ def quarantine_command(
     return ExitCode.OK
 
 
-def _mark(sight: TierClient, location: Location, views: Sequence[StepStatus], reason: str) -> list[str]:
+def _mark(client: TierClient, location: Location, views: Sequence[StepStatus], reason: str) -> list[str]:
     marked = []
-    if sight.agent is not None:
+    if client.agent is not None:
         for view in views:
-            sight.agent.quarantine(location.job, view.version_id, reason)
+            client.agent.quarantine(location.job, view.version_id, reason)
         marked.append("memory")
     if any(view.durable for view in views):
         for view in views:
-            sight.catalog(location.job).quarantine(view.version_id, reason)
+            client.catalog(location.job).quarantine(view.version_id, reason)
         marked.append("durable")
     return marked
 
 
-def _lift(sight: TierClient, location: Location, views: Sequence[StepStatus]) -> list[str]:
+def _lift(client: TierClient, location: Location, views: Sequence[StepStatus]) -> list[str]:
     marked = []
-    if sight.agent is not None:
+    if client.agent is not None:
         for view in views:
-            sight.agent.unquarantine(location.job, view.version_id)
+            client.agent.unquarantine(location.job, view.version_id)
         marked.append("memory")
-    if sight.durable_settings(location.job).url:
-        catalog = sight.catalog(location.job)
+    if client.durable_settings(location.job).url:
+        catalog = client.catalog(location.job)
         catalog.store.delete([object_keys.quarantine_key(location.job, view.version_id) for view in views])
         catalog.invalidate()
         marked.append("durable")

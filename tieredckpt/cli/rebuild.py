@@ -1,4 +1,4 @@
-"""``tieredckpt rebuild``: rewrite a lost manifest from the shards' own indexes."""
+"""``tieredckpt rebuild``: rewrite a lost manifest from the indexes of the shards."""
 
 from __future__ import annotations
 
@@ -46,10 +46,10 @@ def rebuild_command(
     For a manifest that was lost or damaged. Every shard is read and compared with its checksums first, and the shards
     have to hold the whole state. Of several attempts at the step, the latest that can be rebuilt is taken.
     """
-    with open_tier_client(settings_from_options(agent_dir, durable, target)) as sight:
+    with open_tier_client(settings_from_options(agent_dir, durable, target)) as client:
         location = parse_step_target(target)
-        catalog = sight.catalog(location.job)
-        manifest = _latest(screen, catalog, location)
+        catalog = client.catalog(location.job)
+        manifest = _newest_good_attempt(screen, catalog, location)
         name = object_keys.manifest_key(location.job, manifest.group, _base(manifest))
         if not dry_run:
             _replace(catalog, manifest)
@@ -69,15 +69,15 @@ def rebuild_command(
     return ExitCode.OK
 
 
-def _latest(screen: CommandOutput, catalog: DurableCatalog, location: Location) -> Manifest:
-    """The newest attempt whose shards are all well; what is wrong with the newest one otherwise."""
+def _newest_good_attempt(screen: CommandOutput, catalog: DurableCatalog, location: Location) -> Manifest:
+    """Return the newest attempt with good shards. Without one, raise the error of the newest attempt."""
     found = _attempts(catalog, location)
     if not found:
         raise CheckpointNotFoundError(f"{location}: no shard of it is in {catalog.store.url}")
     first: CheckpointDamagedError | None = None
     for group in sorted(found, reverse=True):
         try:
-            return _rebuilt(screen, catalog, group)
+            return _rebuild(screen, catalog, group)
         except CheckpointDamagedError as error:
             first = first or error
     raise first or CheckpointNotFoundError(str(location))
@@ -89,14 +89,14 @@ def _attempts(catalog: DurableCatalog, location: Location) -> set[VersionId]:
     return {place[0] for place in places if place is not None and place[2] == "index" and location.includes(place[0])}
 
 
-def _rebuilt(screen: CommandOutput, catalog: DurableCatalog, group: VersionId) -> Manifest:
+def _rebuild(screen: CommandOutput, catalog: DurableCatalog, group: VersionId) -> Manifest:
     files = catalog.shard_files(group)
     manifest = manifest_from_shard_files(list(files.values()), created_ns=time.time_ns(), writer="tieredckpt rebuild")
     missing = manifest.parts - len(manifest.shards)
     if missing:
-        lacking = _lacking(manifest)
-        if lacking is None or lacking:
-            names_of = f", and with them {', '.join(lacking[:_SHOWN])}" if lacking else ""
+        absent = _missing_names(manifest)
+        if absent is None or absent:
+            names_of = f", and with them {', '.join(absent[:_SHOWN])}" if absent else ""
             raise CheckpointDamagedError(
                 f"step {group.version} ({object_keys.group_stem(group)}) lacks {missing} of {manifest.parts} "
                 f"parts{names_of}"
@@ -105,8 +105,11 @@ def _rebuilt(screen: CommandOutput, catalog: DurableCatalog, group: VersionId) -
     return manifest
 
 
-def _lacking(manifest: Manifest) -> list[str] | None:
-    """What the shards that are there do not hold; ``None`` when nobody knows what the whole state is."""
+def _missing_names(manifest: Manifest) -> list[str] | None:
+    """Return the names that the existing shards do not hold.
+
+    ``None``: the names of the whole state are unknown.
+    """
     if not manifest.tables:
         return None
     table = decode_table(next(iter(manifest.tables.values())))
@@ -130,7 +133,7 @@ def _base(manifest: Manifest) -> int | None:
 
 
 def _replace(catalog: DurableCatalog, manifest: Manifest) -> None:
-    """Put the manifest in the place of whatever is there under its own name."""
+    """Write the manifest, replacing an existing one of the same version."""
     entry = catalog.listing(fresh=True).manifests.get(manifest.group)
     base = entry.base if entry is not None else _base(manifest)
     if entry is not None:

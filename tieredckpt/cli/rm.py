@@ -76,38 +76,40 @@ def rm_command(
     location = parse_location(target)
     if location.step is not None or step is not None or epoch is not None:
         location = parse_job_and_step(target, step, epoch)
-    with open_tier_client(settings_from_options(agent_dir, durable, target)) as sight:
-        survey = sight.survey(location.job)
-        views = _attempts_in(sight, location, survey, tier)
-        why = sight.agent_error
+    with open_tier_client(settings_from_options(agent_dir, durable, target)) as client:
+        survey = client.survey(location.job)
+        views = _attempts_in(client, location, survey, tier)
+        why = client.agent_error
         if why and not force and not dry_run:
             raise TierUnavailableError(
                 f"{why}: whether a node has {location} in memory, or uploads it now and brings it back, is not known. "
                 "Run this on a node of the job; where none of its agents is left, say --force"
             )
         if location.step is None and not dry_run:
-            _require_stopped(sight, location.job)
+            _require_stopped(client, location.job)
         keep = [] if pinned else [view for view in views if view.kept]
         views = [view for view in views if view not in keep]
         if not views or (keep and location.step is not None):
             raise UsageError(_all_pinned(location, keep))
         deletion = Deletion(location, tier, views, sorted({view.version_id.version for view in keep}))
-        sizes = deletion.sizes(sight)
-        said = deletion.describe(sizes)
+        sizes = deletion.sizes(client)
+        description = deletion.describe(sizes)
         if not dry_run:
             if not yes:
-                confirm_deletion(screen, f"delete {said}?")
-            deletion.run(sight, survey)
+                confirm_deletion(screen, f"delete {description}?")
+            deletion.run(client, survey)
     value = {**deletion.as_json(), "deleted_from": list(sizes), "dry_run": dry_run, "not_asked": why}
     value["bytes"] = {"memory": 0, "durable": 0, **sizes}
-    text = f"{'would delete' if dry_run else 'deleted'} {said}" + (f"; memory was not asked: {why}" if why else "")
+    text = f"{'would delete' if dry_run else 'deleted'} {description}" + (
+        f"; memory was not asked: {why}" if why else ""
+    )
     screen.result(value, lambda out: out.print(literal(text)))
     return ExitCode.OK
 
 
 @dataclass(frozen=True)
 class Deletion:
-    """The attempts that one command deletes, and the pinned steps that it leaves."""
+    """Attempts that one command deletes, and the pinned steps that it skips."""
 
     location: Location
     tier: str
@@ -118,14 +120,14 @@ class Deletion:
     def steps(self) -> list[int]:
         return sorted({view.version_id.version for view in self.views})
 
-    def sizes(self, sight: TierClient) -> dict[str, int]:
-        """Return the bytes in each tier that has one of the attempts; of copies in memory, one counts."""
+    def sizes(self, client: TierClient) -> dict[str, int]:
+        """Return the bytes in each tier with one of the attempts. Several copies in memory count once."""
         found: dict[str, int] = {}
         if self.tier != "durable" and any(map(_in_memory, self.views)):
             found["memory"] = sum(view.size_bytes for view in self.views if _in_memory(view))
         stored = [view.version_id for view in self.views if view.durable]
         if self.tier != "memory" and stored:
-            catalog = sight.catalog(self.location.job)
+            catalog = client.catalog(self.location.job)
             found["durable"] = sum(stored_size_bytes(catalog, group) for group in stored)
         return found
 
@@ -139,14 +141,14 @@ class Deletion:
         left = f", without the pinned {', '.join(map(str, self.pinned))}" if self.pinned else ""
         return f"{what}{left} from {places}"
 
-    def run(self, sight: TierClient, survey: StepInventory) -> None:
+    def run(self, client: TierClient, survey: StepInventory) -> None:
         job, groups = self.location.job, [view.version_id for view in self.views]
         if self.tier != "durable":
-            sight.delete_attempts(job, groups, durable=self.tier == "all")
+            client.delete_attempts(job, groups, durable=self.tier == "all")
             return
         candidates = [view.candidate for view in survey.views]
         require_no_revival(job, candidates, [view.version_id for view in self.views if not _in_memory(view)])
-        catalog = sight.catalog(job)
+        catalog = client.catalog(job)
         for group in groups:
             delete_step(catalog, job, group)
 
@@ -165,8 +167,8 @@ def _in_memory(view: StepStatus) -> bool:
     return any(tier is not Tier.DURABLE for tiers in view.found.values() for tier in tiers)
 
 
-def _attempts_in(sight: TierClient, location: Location, survey: StepInventory, tier: str) -> list[StepStatus]:
-    views = sight.attempts_at(location, survey)
+def _attempts_in(client: TierClient, location: Location, survey: StepInventory, tier: str) -> list[StepStatus]:
+    views = client.attempts_at(location, survey)
     if tier == "all":
         return views
     if tier == "memory" and Tier.DURABLE in survey.unreachable:
@@ -186,9 +188,9 @@ def _all_pinned(location: Location, keep: Sequence[StepStatus]) -> str:
     return f"{first} pinned: `tieredckpt unpin {location.job} {steps[0]}`, or add --pinned"
 
 
-def _require_stopped(sight: TierClient, job: str) -> None:
+def _require_stopped(client: TierClient, job: str) -> None:
     """Raise if processes of ``job`` run on this node: they would save more steps."""
-    states = sight.agent.store.status().jobs if sight.agent is not None else []
+    states = client.agent.store.status().jobs if client.agent is not None else []
     for state in states:
         if state.job == job and state.clients:
             count = f"{state.clients} process" + ("es" if state.clients > 1 else "")

@@ -1,4 +1,4 @@
-"""How every command-line program runs one command: its exit code, and its errors as one message or as JSON."""
+"""Execution of a command of any command-line program: exit code, and errors as text or JSON."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from tieredckpt.cli.optional_packages import missing_extra
 def run_program(command: click.Command, screen: CommandOutput, argv: Sequence[str] | None = None) -> int:
     """Run ``command`` with ``argv``, or with this process's arguments, and return its exit code.
 
-    Errors of ``screen.reported_errors`` are one message; ``--debug`` adds where they came from. Others are raised.
+    Errors of ``screen.reported_errors`` are printed as one message; ``--debug`` adds the traceback. Others are raised.
     """
     words = sys.argv[1:] if argv is None else list(argv)
     screen.argv = words
@@ -29,7 +29,7 @@ def run_program(command: click.Command, screen: CommandOutput, argv: Sequence[st
         return int(result or 0)
     except click.ClickException as wrong:
         wrong.show()
-        if screen.as_json or "--json" in words:  # an option before --json may be the wrong one
+        if screen.as_json or "--json" in words:  # click may have failed before it parsed --json
             screen.print_json_error(type(wrong).__name__, wrong.format_message(), "", wrong.exit_code)
         return int(wrong.exit_code)
     except (click.Abort, KeyboardInterrupt):
@@ -41,14 +41,14 @@ def run_program(command: click.Command, screen: CommandOutput, argv: Sequence[st
             raise
         return screen.report_error(needed)
     except screen.reported_errors as error:
-        if isinstance(error, BrokenPipeError) and _is_stdout_closed():  # the reader has seen enough
+        if isinstance(error, BrokenPipeError) and _is_stdout_closed():  # the reader has closed the pipe
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
             return ExitCode.OK
         return screen.report_error(error)
 
 
 def _invoke(command: click.Command, screen: CommandOutput, words: list[str]) -> int | None:
-    """Run the command without ``click``'s own handling of a broken pipe, which also means that of any connection."""
+    """Run the command without click's handling of broken pipes, which also covers any network connection."""
     try:
         with command.make_context(screen.program, list(words), obj=screen) as context:
             result: int | None = command.invoke(context)

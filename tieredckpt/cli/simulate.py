@@ -43,7 +43,7 @@ _SECONDS = {"ms": 1e-3, "s": 1.0, "min": 60.0, "h": 3600.0, "d": 86400.0, "y": 3
 
 
 def parse_duration(text: str) -> float:
-    """``"90"``, ``"1.5h"``, ``"200 ms"``: seconds."""
+    """Return the seconds of a duration such as ``90``, ``1.5h`` or ``200 ms``."""
     match = _TIME.fullmatch(text)
     if not match:
         raise ValueError(f"{text!r} is not a time: write for example 45s, 200ms, 10min, 1.5h, 30d or 5y")
@@ -51,7 +51,7 @@ def parse_duration(text: str) -> float:
 
 
 def format_duration(seconds: float) -> str:
-    """``5400`` as ``1.5 h``: three digits, in the unit they fit."""
+    """Return a duration with three digits in a suitable unit: ``1.5 h``."""
     if not math.isfinite(seconds):
         return "for ever"
     unit = next((unit for unit, below in _BELOW if seconds < below), "d")
@@ -114,7 +114,7 @@ class MtbfType(click.ParamType):
 
 
 class StageDurationType(click.ParamType):
-    """``NAME=TIME``."""
+    """Parameter type for ``STAGE=TIME``."""
 
     name = "STAGE=TIME"
 
@@ -134,17 +134,20 @@ class StageDurationType(click.ParamType):
 
 @dataclass(frozen=True)
 class MeasuredMeans:
-    """Means, since what a recovery takes on average is what goodput depends on."""
+    """Mean times of a measured run. Goodput depends on means."""
 
     recoveries: int
     stages: dict[str, float]
-    """Seconds; their sum is the mean recovery."""
+    """Mean seconds of each stage. Their sum is the mean recovery."""
     stall_s: float | None
-    """What a save held training up; ``None`` where there was none."""
+    """Mean seconds that a save blocked training. ``None``: there were no saves."""
 
 
 def measure_run(directory: Path) -> MeasuredMeans:
-    """Of an log, as errors of :func:`read_event_log`; a run that never recovered says nothing about recoveries."""
+    """Return the means of the run with event log ``directory``.
+
+    Raise the errors of :func:`read_event_log`, and :class:`UsageError` for a run without recoveries.
+    """
     read = read_event_log(directory)
     found = measure_analysis(analyse(read.events))
     if not found.recoveries:
@@ -153,13 +156,18 @@ def measure_run(directory: Path) -> MeasuredMeans:
 
 
 def measure_analysis(analysis: Analysis) -> MeasuredMeans:
-    """The same of an analysis."""
-    ways = [way for way in analysis.recoveries if way.category is TimeCategory.RECOVERY and way.resumed]
+    """Return the means of an analysis. Only recoveries that resumed training count."""
+    recoveries = [
+        recovery for recovery in analysis.recoveries if recovery.category is TimeCategory.RECOVERY and recovery.resumed
+    ]
     order = {name: place for place, name in enumerate(STAGES)}
-    names = sorted({name for way in ways for name in way.stages}, key=lambda name: (order.get(name, len(order)), name))
-    stages = {name: sum(way.stages.get(name, 0.0) for way in ways) / len(ways) for name in names}
+    names = sorted(
+        {name for recovery in recoveries for name in recovery.stages},
+        key=lambda name: (order.get(name, len(order)), name),
+    )
+    stages = {name: sum(recovery.stages.get(name, 0.0) for recovery in recoveries) / len(recoveries) for name in names}
     saves = analysis.save_s
-    return MeasuredMeans(len(ways), stages, saves.sum_s / saves.count if saves.count else None)
+    return MeasuredMeans(len(recoveries), stages, saves.sum_s / saves.count if saves.count else None)
 
 
 GoodputCurve = Sequence[tuple[CheckpointScheme, float]]
@@ -170,17 +178,17 @@ _WORDS = {
     "waiting": "waiting for a node",
     "smaller": "fewer nodes",
 }
-_AGREE = 3.0
+_MAX_DEVIATION_SIGMAS = 3.0
 _BAR = 30
 
 
 def time_shares(forecast: GoodputForecast) -> dict[str, float]:
-    """Where the time of all runs went; they add up to 1."""
-    played = forecast.simulated
-    if played is None:
+    """Return the shares of the simulated time, which add up to 1. Empty: nothing was simulated."""
+    simulated = forecast.simulated
+    if simulated is None:
         return {}
-    total = float(played.elapsed.sum())
-    spent = {name: float(getattr(played, name).sum()) / total for name in _WORDS}
+    total = float(simulated.elapsed.sum())
+    spent = {name: float(getattr(simulated, name).sum()) / total for name in _WORDS}
     return {"work": forecast.goodput, **spent}
 
 
@@ -218,7 +226,7 @@ def _point(scheme: CheckpointScheme, worth: float) -> dict[str, float]:
 
 
 def _forecast_json(one: GoodputForecast) -> dict[str, Any]:
-    said: dict[str, Any] = {
+    fields: dict[str, Any] = {
         "goodput": one.goodput,
         "closed_form": one.closed_form,
         "interval_s": one.scheme.interval_s,
@@ -229,7 +237,7 @@ def _forecast_json(one: GoodputForecast) -> dict[str, Any]:
     }
     if one.simulated is not None:
         low, high = one.simulated.percentiles(0.05, 0.95)
-        said["played"] = {
+        fields["played"] = {
             "goodput": one.simulated.goodput,
             "within": one.confidence_95,
             "low": low,
@@ -239,7 +247,7 @@ def _forecast_json(one: GoodputForecast) -> dict[str, Any]:
             "standard_errors_apart": one.deviation_sigmas if one.is_comparable else None,
             "shares": time_shares(one),
         }
-    return said
+    return fields
 
 
 def print_simulation(
@@ -268,7 +276,7 @@ def _show_asked(out: Console, asked: SimulateOptions, forecast: GoodputForecast)
             "  " + " + ".join(f"{name} {format_duration(seconds)}" for name, seconds in asked.recovery_by_stage.items())
         )
     if asked.measured is not None:
-        out.print(f"  as {asked.event_log} has it: the mean of its {_recovered(asked.measured.recoveries)}")
+        out.print(f"  as {asked.event_log} has it: the mean of its {_recoveries_text(asked.measured.recoveries)}")
     steps = f" ({pluralized(scheme.steps_per_interval, 'step')})" if scheme.steps_per_interval else ""
     out.print(
         f"saves every {format_duration(scheme.interval_s)}{steps}, each holds training up for "
@@ -285,7 +293,7 @@ def _show_asked(out: Console, asked: SimulateOptions, forecast: GoodputForecast)
         out.print(f"{away}; {pluralized(nodes.spares, 'spare')}, {lack}")
 
 
-def _recovered(number: int) -> str:
+def _recoveries_text(number: int) -> str:
     return f"{number:,} recoveries" if number != 1 else "1 recovery"
 
 
@@ -302,19 +310,19 @@ def _recoveries(scheme: CheckpointScheme) -> str:
 
 
 def _show_goodput(out: Console, asked: SimulateOptions, forecast: GoodputForecast) -> None:
-    played = forecast.simulated
+    simulated = forecast.simulated
     lines = []
-    if played is None:
+    if simulated is None:
         why = f"not played: more than {MAX_SIMULATED_FAULTS:,} faults in {format_duration(forecast.work_s)} of work"
         lines.append(("goodput", f"[bold]{_percent(forecast.closed_form)}[/] by the closed form; {why}"))
     else:
-        low, high = played.percentiles(0.05, 0.95)
+        low, high = simulated.percentiles(0.05, 0.95)
         within = f"± {100 * forecast.confidence_95:.2g} (95 %, {pluralized(asked.runs, 'run')})"
-        lines.append(("goodput", f"[bold]{_percent(played.goodput)}[/] {within}"))
+        lines.append(("goodput", f"[bold]{_percent(simulated.goodput)}[/] {within}"))
         lines.append(("single runs", f"{_percent(low)} to {_percent(high)} (nine in ten)"))
         lines.append(("closed form", f"{_percent(forecast.closed_form)}, {_agreement(forecast)}"))
-        took = f"{format_duration(forecast.work_s)} of work take {format_duration(float(played.elapsed.mean()))}"
-        faults = f"{played.faults.mean():,.0f}"
+        took = f"{format_duration(forecast.work_s)} of work take {format_duration(float(simulated.elapsed.mean()))}"
+        faults = f"{simulated.faults.mean():,.0f}"
         lines.append(("time", f"{took}, with {faults} fault{'' if faults == '1' else 's'}"))
     spent = {name: share for name, share in time_shares(forecast).items() if share > 0 and name != "work"}
     lines += [
@@ -326,8 +334,10 @@ def _show_goodput(out: Console, asked: SimulateOptions, forecast: GoodputForecas
 def _agreement(forecast: GoodputForecast) -> str:
     if not forecast.is_comparable:
         return "which knows no missing nodes"
-    if forecast.deviation_sigmas <= _AGREE:
-        return f"{forecast.deviation_sigmas:.1f} standard errors away, within chance (up to {_AGREE:.0f})"
+    if forecast.deviation_sigmas <= _MAX_DEVIATION_SIGMAS:
+        return (
+            f"{forecast.deviation_sigmas:.1f} standard errors away, within chance (up to {_MAX_DEVIATION_SIGMAS:.0f})"
+        )
     return (
         f"[yellow]{forecast.deviation_sigmas:.1f} standard errors away[/]: another --seed or more --runs tell "
         f"whether by chance"
@@ -490,7 +500,7 @@ def simulate_command(screen: CommandOutput, /, **given: Any) -> ExitCode:
 
 @dataclass(frozen=True)
 class SimulateOptions:
-    """The options, as they were given."""
+    """Options of the command line."""
 
     gpus: int | None
     gpus_per_node: int
@@ -538,11 +548,14 @@ class SimulateOptions:
 
     @property
     def recovery_by_stage(self) -> dict[str, float]:
-        """The recovery's stages in their order; what is said here holds, and of a stage what is said last."""
+        """Seconds of each recovery stage, in order.
+
+        ``--stage`` overrides the event log, and its last value wins.
+        """
         known = {} if self.measured is None else self.measured.stages
-        said = {**known, **dict(self.stages)}
-        names = (*STAGES, *sorted(said.keys() - set(STAGES)))
-        return {name: said[name] for name in names if name in said}
+        fields = {**known, **dict(self.stages)}
+        names = (*STAGES, *sorted(fields.keys() - set(STAGES)))
+        return {name: fields[name] for name in names if name in fields}
 
     @property
     def node_count(self) -> int:
@@ -560,14 +573,14 @@ class SimulateOptions:
         if (self.spares or self.min_nodes is not None) and not self.node_loss_share:
             raise UsageError("--spares and --min-nodes play a part where nodes break: say --node-loss SHARE")
         count = self.node_count
-        least = count if self.min_nodes is None else self.min_nodes
-        if least > count:
-            raise UsageError(f"--min-nodes {least} is more than the {count} nodes there are")
+        min_nodes = count if self.min_nodes is None else self.min_nodes
+        if min_nodes > count:
+            raise UsageError(f"--min-nodes {min_nodes} is more than the {count} nodes there are")
         return SimulatedNodes(
             mtbf_s=self.mtbf.for_job(self.gpus or 1, min(self.gpus_per_node, self.gpus or 1)),
             count=count,
             spares=self.spares,
-            min_nodes=least,
+            min_nodes=min_nodes,
             node_loss_share=self.node_loss_share,
             repair_s=self.repair,
             resize_s=self.resize,
@@ -596,7 +609,7 @@ class SimulateOptions:
         return with_best_interval(scheme, mtbf_s)
 
     def policies(self, scheme: CheckpointScheme, mtbf_s: float) -> dict[str, CheckpointScheme]:
-        """What to compare with: nothing else changed, or every fault a restart at the interval that is best for it."""
+        """Return the schemes to compare with. The restart scheme uses its own best interval."""
         nothing, memory = scheme.live.recovery_s, scheme.snapshot.recovery_s
         left = 1 - scheme.durable.share
         restart = replace(restart_scheme(scheme.interval_s, scheme.stall_s, self.restart), step_s=scheme.step_s)

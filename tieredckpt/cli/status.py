@@ -55,12 +55,12 @@ def status_command(
     is 5: what it holds is not known. JOB may be left out where there is only one. The exit code is 1 where an upload
     failed and no newer step is durable.
     """
-    with open_tier_client(settings_from_options(agent_dir, durable, job or ANY_JOB)) as sight:
+    with open_tier_client(settings_from_options(agent_dir, durable, job or ANY_JOB)) as client:
         if not cluster:
-            return _node(screen, sight, None if job is None else resolve_job_name(sight, job))
-        name = resolve_job_name(sight, job)
+            return _node(screen, client, None if job is None else resolve_job_name(client, job))
+        name = resolve_job_name(client, job)
         with screen.spinner(f"asking the nodes of {name}"):
-            view, survey, steps = survey_cluster(sight, name)
+            view, survey, steps = survey_cluster(client, name)
         screen.result(cluster_json(view, survey, steps), lambda out: _show_cluster(out, view, survey, steps))
         if unknown_nodes(view) or Tier.DURABLE in survey.unreachable:
             return ExitCode.UNAVAILABLE
@@ -69,16 +69,13 @@ def status_command(
         return ExitCode.FAILED if failed and (newest is None or max(failed) > newest) else ExitCode.OK
 
 
-def survey_cluster(sight: TierClient, job: str) -> tuple[ClusterStatus, StepInventory, list[StepRedundancy]]:
-    agent = require_agent(sight)
+def survey_cluster(client: TierClient, job: str) -> tuple[ClusterStatus, StepInventory, list[StepRedundancy]]:
+    agent = require_agent(client)
     view = agent.cluster_status(job)
-    survey = sight.survey(job)
-    views = tuple(sight.with_quarantine_reason(job, one) for one in survey.views)
+    survey = client.survey(job)
+    views = tuple(client.with_quarantine_reason(job, one) for one in survey.views)
     survey = msgspec.structs.replace(survey, views=views)
     return view, survey, redundancy_by_step(view, survey, agent.drain_status(job))
-
-
-# -- all nodes of a job -------------------------------------------------------------------------------------------
 
 
 def _show_cluster(out: Console, view: ClusterStatus, survey: StepInventory, steps: list[StepRedundancy]) -> None:
@@ -112,11 +109,8 @@ def cluster_headline(view: ClusterStatus) -> str:
     return f"{text}\n{seen if view.quorum else f'[yellow]{seen}[/]'}{protection_line(view)}"
 
 
-# -- this node ----------------------------------------------------------------------------------------------------
-
-
-def _node(screen: CommandOutput, sight: TierClient, only: str | None) -> ExitCode:
-    agent = require_agent(sight)
+def _node(screen: CommandOutput, client: TierClient, only: str | None) -> ExitCode:
+    agent = require_agent(client)
     state = agent.store.status()
     jobs = [one for one in state.jobs if only in (None, one.job) and (only or one.versions or one.clients)]
     with screen.spinner("looking at the jobs of this node"):
@@ -139,7 +133,7 @@ def _node(screen: CommandOutput, sight: TierClient, only: str | None) -> ExitCod
 
 
 def _upload_failed(row: Mapping[str, Any]) -> bool:
-    """Whether an upload failed, and no newer step is durable."""
+    """Return whether an upload failed and no newer step is durable."""
     done = max((one["step"] for one in row["drains"] if one["state"] == "done"), default=-1)
     return any(one["state"] == "failed" and one["step"] > done for one in row["pending"])
 
@@ -205,7 +199,7 @@ def _cells(row: dict[str, Any]) -> list[str]:
 
 
 def _drain_cell(row: dict[str, Any]) -> str:
-    """What the drain does, in a word or two."""
+    """Return the state of the job's drain in a few words."""
     waiting = [one for one in row["pending"] if one["state"] == "waiting"]
     for one in row["pending"]:
         if one["state"] == "running":

@@ -1,4 +1,4 @@
-"""A command's access to the node agent and the durable tier. Never starts an agent."""
+"""Access of a command to the node agent and the durable tier. Never starts an agent."""
 
 from __future__ import annotations
 
@@ -43,11 +43,12 @@ from tieredckpt.session.peer_reader import PeerReader
 from tieredckpt.settings import DurableSettings, Settings, override_settings
 
 _TIMEOUT_S = 5.0
-"""A person is waiting: a store that is away for longer is reported, not waited for."""
+"""Seconds to wait for the durable tier.
+After that it is reported as unreachable: a user waits for the command."""
 
 
 class TierClient:
-    """Everything about checkpoints that can be seen from here."""
+    """Client for the checkpoints in all tiers that this process can reach."""
 
     def __init__(
         self,
@@ -62,7 +63,7 @@ class TierClient:
         self.agent = agent
         self.agent_error = why_no_agent
         self.agent_advice = ""
-        """How to replace an agent that runs and does not answer; "" for any other."""
+        """Advice for replacing an agent that runs but does not answer. Empty: none is needed."""
         if agent_hangs:
             directory = shlex.quote(str(settings.agent_directory))
             self.agent_advice = (
@@ -73,10 +74,8 @@ class TierClient:
         self._stores: dict[str, ObjectStore] = {}
         self._peers: dict[str, PeerReader] = {}
 
-    # -- steps ------------------------------------------------------------------------------------------------
-
     def survey(self, job: str) -> StepInventory:
-        """Every attempt at every step in every tier that can be asked; the others are named, not left out."""
+        """Return all attempts at all steps in the tiers that answer. Other tiers are listed as unreachable."""
         if self.agent is None:
             survey = self._survey_directly(job)
             return msgspec.structs.replace(survey, unreachable={Tier.MEMORY: self.agent_error, **survey.unreachable})
@@ -87,7 +86,7 @@ class TierClient:
         return survey
 
     def describe(self, job: str, group: VersionId) -> StepDescription:
-        """One step in full, its shards in the nearest tiers first."""
+        """Return the full description of a step, with the nearest tiers of each shard first."""
         found: list[StepDescription] = []
         absent: CheckpointNotFoundError | None = None
         for node in (self.agent, self._direct if self.durable_settings(job).url else None):
@@ -101,14 +100,14 @@ class TierClient:
         return merge_descriptions(found)
 
     def attempts_at(self, location: Location, survey: StepInventory) -> list[StepStatus]:
-        """The attempts ``location`` means, newest last: all of the job's, or all at one step."""
+        """Return the attempts that match ``location``, newest last. Raise if none match."""
         views = [view for view in survey.views if location.includes(view.version_id)]
         if not views:
             raise self.not_found_error(location, survey)
         return sorted(views, key=lambda view: (view.version_id.version, *view.version_id))
 
     def choose_attempt(self, location: Location, survey: StepInventory) -> StepStatus:
-        """The attempt a load of ``location`` would use; where none is whole, why not."""
+        """Return the attempt that a load of ``location`` would use, or raise the reason why none is complete."""
         bad = {view.version_id for view in survey.views if view.quarantined}
         candidates = [view.candidate for view in survey.views if location.epoch in (None, view.version_id.epoch)]
         if location.epoch is not None and not any(location.includes(one.version_id) for one in candidates):
@@ -134,14 +133,14 @@ class TierClient:
         return next(view for view in survey.views if view.version_id == group)
 
     def not_found_error(self, location: Location, survey: StepInventory, why: str = "") -> TieredCheckpointError:
-        """Return the error for a step that was not found, with the job that was meant if the name is misspelled."""
+        """Return the error for a step that was not found. It suggests a job if the name is misspelled."""
         error = step_not_found_error(location, survey, why)
         if survey.views or self.agent is None or not isinstance(error, CheckpointNotFoundError):
             return error
-        return CheckpointNotFoundError(f"{error}.{meant}") if (meant := _job_meant(self, location.job)) else error
+        return CheckpointNotFoundError(f"{error}.{meant}") if (meant := _suggest_job(self, location.job)) else error
 
     def with_quarantine_reason(self, job: str, view: StepStatus) -> StepStatus:
-        """With a quarantine mark's own text, instead of the fact that there is one in the durable tier."""
+        """Return ``view`` with the reason in its durable quarantine mark, if that can be read."""
         if view.quarantined and view.durable:
             with contextlib.suppress(TieredCheckpointError):
                 data = self.catalog(job).store.get(object_keys.quarantine_key(job, view.version_id))
@@ -149,7 +148,7 @@ class TierClient:
         return view
 
     def delete_attempts(self, job: str, groups: Sequence[VersionId], *, durable: bool = True) -> None:
-        """Delete these steps from the memory of all nodes, and from the durable tier unless ``durable`` is false."""
+        """Delete these steps from the memory of all nodes and, if ``durable``, from the durable tier."""
         problem: TierUnavailableError | None = None
         if self.agent is not None:
             try:
@@ -161,10 +160,8 @@ class TierClient:
         if problem is not None:
             raise problem
 
-    # -- the durable tier -------------------------------------------------------------------------------------
-
     def durable_settings(self, job: str) -> DurableSettings:
-        """Where ``job`` becomes durable: as the command line or the settings say, else as the agent knows."""
+        """Return the durable tier of ``job``: of the command line or the settings, otherwise of the agent."""
         known = self._known.get(job)
         if known is None:
             seen = None
@@ -174,7 +171,10 @@ class TierClient:
         return known
 
     def catalog(self, job: str) -> DurableCatalog:
-        """The job's manifests, read by this process."""
+        """Return the catalog of the job's manifests, which this process reads.
+
+        Raise if its durable tier is unknown.
+        """
         durable = self.durable_settings(job)
         if not durable.url:
             if self.agent is None:
@@ -191,19 +191,22 @@ class TierClient:
                 f"job {job!r} has no durable tier that this node's agent knows of: its steps are in memory only. Name "
                 "a durable tier with --durable URL or durable.url"
             )
-        with self._direct.catalog(job) as catalog:  # open until the end: it is configured once
+        with self._direct.catalog(job) as catalog:  # stays open: the job is configured once
             assert catalog is not None  # noqa: S101 - it was configured with a URL
             return catalog
 
     def object_store(self, job: str) -> ObjectStore:
-        """The job's object store, for reading shards."""
+        """Return the job's object store, for reading shards."""
         durable = self.durable_settings(job)
         if durable.url not in self._stores:
             self._stores[durable.url] = open_store(durable.url, durable)
         return self._stores[durable.url]
 
     def peers(self, job: str) -> PeerReader | None:
-        """The memory of the job's other nodes; ``None`` where no agent says which they are."""
+        """Return a reader of the memory of the job's other nodes.
+
+        ``None``: no agent answers, so they are unknown.
+        """
         if self.agent is None:
             return None
         if job not in self._peers:
@@ -242,7 +245,10 @@ class TierClient:
 
 @contextlib.contextmanager
 def open_tier_client(settings: Settings, *, memory: bool = True) -> Iterator[TierClient]:
-    """Look through this node's agent where one answers, and directly where not, or where memory is not to be asked."""
+    """Open a client that uses this node's agent.
+
+    Without its answer, or without ``memory``, it only reads the store.
+    """
     place = settings.agent_place
     arena = MemfdArena()
     with contextlib.ExitStack() as cleanup:
@@ -261,25 +267,30 @@ def open_tier_client(settings: Settings, *, memory: bool = True) -> Iterator[Tie
         cleanup.callback(store.close)
         direct = NodeAgentService(store)
         cleanup.callback(direct.close)
-        sight = TierClient(settings, agent, why, direct, agent_hangs=hangs)
-        cleanup.callback(sight.close)
-        yield sight
+        client = TierClient(settings, agent, why, direct, agent_hangs=hangs)
+        cleanup.callback(client.close)
+        yield client
 
 
 def is_unclear(survey: StepInventory) -> bool:
-    """Other nodes or the durable tier could not be asked: there may be more than was seen."""
+    """Return whether other nodes or the durable tier did not answer, so more steps may exist."""
     return not survey.unreachable.keys().isdisjoint((Tier.PEER, Tier.DURABLE))
 
 
 def step_not_found_error(location: Location, survey: StepInventory, why: str = "") -> TieredCheckpointError:
-    """The error for a step that was not found: absent only when other nodes and the durable tier could be asked."""
+    """Return the error for a step that was not found.
+
+    It is absent only if the other nodes and the durable tier answered.
+    """
     epochs = sorted({view.version_id.epoch for view in survey.views if view.version_id.version == location.step})
     if location.epoch is not None and epochs:
         why = f"{list_epochs(epochs)} saved step {location.step}"
     about = f" ({why})" if why else ""
-    told = "; ".join(f"{tier.value} tier: {text}" for tier, text in survey.unreachable.items())
+    unreachable_tiers = "; ".join(f"{tier.value} tier: {text}" for tier, text in survey.unreachable.items())
     if is_unclear(survey):
-        return TierUnavailableError(f"{location} was not found where it could be looked for{about}. {told}")
+        return TierUnavailableError(
+            f"{location} was not found where it could be looked for{about}. {unreachable_tiers}"
+        )
     problem = unrecognized_error(location.job, survey.unrecognized, step=location.step)
     if problem is not None:
         return problem
@@ -295,16 +306,21 @@ def step_not_found_error(location: Location, survey: StepInventory, why: str = "
         return CheckpointTornError(
             f"there is no {location}: a rank left its part of step {max(torn)} out, and the rest of it was given up"
         )
-    return CheckpointNotFoundError(f"there is no {location}{about}" + (f". {told}" if told else ""))
+    return CheckpointNotFoundError(
+        f"there is no {location}{about}" + (f". {unreachable_tiers}" if unreachable_tiers else "")
+    )
 
 
 def list_epochs(epochs: Sequence[int]) -> str:
-    """Return the epochs in words."""
+    """Return the epochs as text: ``epochs 3, 5``."""
     return f"epoch{'s' * (len(epochs) > 1)} {', '.join(map(str, epochs))}"
 
 
 def describe_other_branches(location: Location, chosen: VersionId, survey: StepInventory) -> str:
-    """Return which epoch a location without one means, if several epochs saved its step completely; else ""."""
+    """Return which epoch is used, if ``location`` names none and several saved its step completely.
+
+    Otherwise "".
+    """
     others = sorted(
         {
             view.version_id.epoch
@@ -322,7 +338,7 @@ def describe_other_branches(location: Location, chosen: VersionId, survey: StepI
 
 
 def without_durable_tier(survey: StepInventory) -> StepInventory:
-    """``survey`` without what it says about a durable tier that is not the one to look at."""
+    """Return ``survey`` without its durable tier, if another one is used."""
     views = (msgspec.structs.replace(view, durable=False) for view in survey.views if view.found)
     unreachable = dict(survey.unreachable)
     unreachable.pop(Tier.DURABLE, None)
@@ -330,13 +346,13 @@ def without_durable_tier(survey: StepInventory) -> StepInventory:
 
 
 def merge_descriptions(found: Sequence[StepDescription]) -> StepDescription:
-    """Two descriptions of one step as one: every part with all the places it is at, nearest first."""
+    """Merge descriptions of one step: each part has all of its tiers, nearest first."""
     shards: dict[int, ShardIndex] = {}
     for shard in (shard for one in found for shard in one.manifest.shards):
         known = shards.get(shard.key.part)
         if known is not None and known.checksums != shard.checksums:
             raise CheckpointDamagedError(f"{shard.key}: two copies of it have different checksums")
-        # An index that names an object tells where the durable copy is; that of a copy in memory does not.
+        # Only the index of a durable copy names its object.
         if known is None or not known.object:
             shards[shard.key.part] = shard
     places: dict[int, set[Tier]] = {}
@@ -356,36 +372,39 @@ def merge_descriptions(found: Sequence[StepDescription]) -> StepDescription:
     )
 
 
-def require_agent(sight: TierClient) -> NodeAgentClient:
-    """The agent, or an error: what only it can know is not known without it."""
-    if sight.agent is None:
-        why = f"{sight.agent_error}, and only it can tell"
-        if sight.agent_advice:
-            raise CommandError(why, code=ExitCode.UNAVAILABLE, advice=sight.agent_advice)
+def require_agent(client: TierClient) -> NodeAgentClient:
+    """Return the agent, or raise if none answers."""
+    if client.agent is None:
+        why = f"{client.agent_error}, and only it can tell"
+        if client.agent_advice:
+            raise CommandError(why, code=ExitCode.UNAVAILABLE, advice=client.agent_advice)
         raise AgentUnreachableError(why)
-    return sight.agent
+    return client.agent
 
 
-def known_job_names(sight: TierClient) -> list[str]:
-    """The jobs that this node's agent keeps something for."""
-    known = require_agent(sight).store.status().jobs
+def known_job_names(client: TierClient) -> list[str]:
+    """Return the jobs with checkpoints or processes at this node's agent."""
+    known = require_agent(client).store.status().jobs
     return sorted(one.job for one in known if (one.versions or one.clients) and one.job != MEMORY_SERVICE_JOB)
 
 
-def _job_meant(sight: TierClient, job: str) -> str:
-    """Return a question about the job of this node's agent whose name is closest; "" if the agent has ``job``."""
-    known = known_job_names(sight)
+def _suggest_job(client: TierClient, job: str) -> str:
+    """Return a suggestion of this node's job with the closest name. Empty: the node has ``job``."""
+    known = known_job_names(client)
     return "" if job in known else did_you_mean(job, known)
 
 
-def resolve_job_name(sight: TierClient, named: str | None) -> str:
-    """The job somebody means who named ``named``, or none: then there must be exactly one."""
-    known = known_job_names(sight)
+def resolve_job_name(client: TierClient, named: str | None) -> str:
+    """Return the job that ``named`` names.
+
+    Without a name, this node's only job; raise unless it has exactly one.
+    """
+    known = known_job_names(client)
     if named is not None:
         job = str(parse_location(named).job)
         if (
-            job not in known and not require_agent(sight).cluster_status(job).member_list_version
-        ):  # it may have nodes, and nothing here
+            job not in known and not require_agent(client).cluster_status(job).member_list_version
+        ):  # the job may exist on other nodes only
             there = f"it has {', '.join(known)}" if known else "it has none"
             raise CheckpointNotFoundError(
                 f"this node's agent keeps nothing for a job {job}: {there}.{did_you_mean(job, known)}"

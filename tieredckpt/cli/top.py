@@ -53,14 +53,14 @@ from tieredckpt.whatif.redundancy import (
 
 @dataclass(frozen=True)
 class TrafficCounters:
-    """What a node has counted by now."""
+    """Traffic counters of a node at one time."""
 
     at_s: float
     sealed_bytes: float
     sent_bytes: float
     received_bytes: float
     drained: Mapping[VersionId, int]
-    """Bytes uploaded by step: a step that is drained again begins at 0."""
+    """Bytes uploaded by step. A repeated drain of a step begins at 0."""
 
     @classmethod
     def from_view(
@@ -78,7 +78,7 @@ class TrafficCounters:
 
 @dataclass(frozen=True)
 class TrafficRates:
-    """Bytes per second."""
+    """Traffic of a node in bytes per second."""
 
     saved: float
     sent: float
@@ -87,9 +87,9 @@ class TrafficRates:
 
 
 def traffic_rates(before: Sequence[TrafficCounters], now: TrafficCounters) -> TrafficRates | None:
-    """Since the first of ``before``; ``None`` while there is nothing to compare with.
+    """Return the rates since the first of ``before``. ``None``: no earlier counters.
 
-    Counters that are lower than before are those of a new agent: what it counted is all since then.
+    A counter below its earlier value comes from a new agent, which began at 0.
     """
     moments = [*before, now]
     seconds = now.at_s - moments[0].at_s
@@ -97,28 +97,28 @@ def traffic_rates(before: Sequence[TrafficCounters], now: TrafficCounters) -> Tr
         return None
     sums = [0.0, 0.0, 0.0, 0.0]
     for one, other in itertools.pairwise(moments):
-        sums[0] += _more(one.sealed_bytes, other.sealed_bytes)
-        sums[1] += _more(one.sent_bytes, other.sent_bytes)
-        sums[2] += _more(one.received_bytes, other.received_bytes)
-        sums[3] += sum(_more(one.drained.get(group, 0), done) for group, done in other.drained.items())
+        sums[0] += _increase(one.sealed_bytes, other.sealed_bytes)
+        sums[1] += _increase(one.sent_bytes, other.sent_bytes)
+        sums[2] += _increase(one.received_bytes, other.received_bytes)
+        sums[3] += sum(_increase(one.drained.get(group, 0), done) for group, done in other.drained.items())
     return TrafficRates(*(total / seconds for total in sums))
 
 
-def _more(before: float, now: float) -> float:
+def _increase(before: float, now: float) -> float:
     return now - before if now >= before else now
 
 
-_STEPS_SHOWN = 6
-_NOTES_SHOWN = 4
-_DRAINS_SHOWN = 3
+_MAX_STEPS = 6
+_MAX_NOTES = 4
+_MAX_DRAINS = 3
 _FIXED_LINES = 15
-"""Everything but the nodes, and a little air."""
-_NODES_LEAST = 3
+"""Lines other than nodes, steps, notes and drains, with some reserve."""
+_MIN_NODES = 3
 
 
 @dataclass(frozen=True)
 class ClusterSample:
-    """What one look saw."""
+    """State of a job as of one refresh."""
 
     view: ClusterStatus
     survey: StepInventory
@@ -128,12 +128,12 @@ class ClusterSample:
 
 
 def count_missing_copies(steps: Sequence[StepRedundancy]) -> int:
-    """Parts with too few copies, of steps that are still to be replicated."""
+    """Return the number of under-replicated parts of all steps."""
     return sum(len(weak.parts) for one in steps for weak in one.under_replicated)
 
 
 def count_steps_behind(view: ClusterStatus, steps: Sequence[StepRedundancy]) -> int:
-    """Whole steps that are newer than the replicated one."""
+    """Return the number of complete steps in memory that are newer than the replicated one."""
     replicated = newest_replicated(view)
     return len(
         {
@@ -145,12 +145,12 @@ def count_steps_behind(view: ClusterStatus, steps: Sequence[StepRedundancy]) -> 
 
 
 def render_sample(seen: ClusterSample, before: Sequence[TrafficCounters], height: int) -> RenderableType:
-    """``height`` lines at most where that is possible: nodes in trouble are shown before those that are well."""
+    """Render a sample in at most ``height`` lines, if possible. Unhealthy nodes are listed first."""
     view, steps = seen.view, redundancy_by_step(seen.view, seen.survey, seen.drains)
-    shown = steps_to_show(steps)[0][-_STEPS_SHOWN:]
-    notes = [*unreachable_lines(view)[:_NOTES_SHOWN], *step_warnings(view, shown)[:_NOTES_SHOWN]]
-    drains = pending_drains(seen.drains, seen.survey)[-_DRAINS_SHOWN:]
-    room = max(_NODES_LEAST, height - _FIXED_LINES - len(shown) - len(notes) - len(drains))
+    shown = steps_to_show(steps)[0][-_MAX_STEPS:]
+    notes = [*unreachable_lines(view)[:_MAX_NOTES], *step_warnings(view, shown)[:_MAX_NOTES]]
+    drains = pending_drains(seen.drains, seen.survey)[-_MAX_DRAINS:]
+    room = max(_MIN_NODES, height - _FIXED_LINES - len(shown) - len(notes) - len(drains))
     nodes = unhealthy_first(view.nodes)[:room]
     parts: list[RenderableType] = [_head(seen, steps), Text(), nodes_table(view, nodes)]
     if len(nodes) < len(view.nodes):
@@ -182,7 +182,7 @@ def _head(seen: ClusterSample, steps: Sequence[StepRedundancy]) -> Text:
         text += f", {pluralized(newer, 'newer one')} not yet" if newer else ""
         few = count_missing_copies(steps)
         weak = f"[yellow]{pluralized(few, 'part')} with too few copies[/]" if few else "no copies lacking"
-        most = "up to " if unknown_nodes(view) and few else ""  # who could not be asked may have them
+        most = "up to " if unknown_nodes(view) and few else ""  # a node that did not answer may have them
         lines.append(f"{text}   {most}{weak}")
     return Text.from_markup("\n".join(lines))
 
@@ -207,8 +207,8 @@ def _traffic(seen: ClusterSample, speed: TrafficRates | None, drains: Sequence[D
             ("in", speed.received),
             ("uploaded", speed.drained),
         ]
-        told = ", ".join(f"{name} {show_size(value)}/s" for name, value in pairs)
-        grid.add_row("this node", told)
+        rates = ", ".join(f"{name} {show_size(value)}/s" for name, value in pairs)
+        grid.add_row("this node", rates)
     return grid
 
 
@@ -240,7 +240,7 @@ def sample_json(seen: ClusterSample, before: Sequence[TrafficCounters]) -> dict[
 
 _REFRESH_S = 1.0
 _WINDOW = 5
-"""Refreshes that rates are averaged over: a copy is counted when it is there, which comes in jumps."""
+"""Refreshes over which rates are averaged. A copy counts when it is complete, so counters jump."""
 
 
 @with_exit_code_help
@@ -256,9 +256,9 @@ def top_command(
 
     Refreshes every second until Ctrl-C; --json prints one object a line. JOB is optional if the agent has only one.
     """
-    signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell that starts it in the background ignores it
-    with open_tier_client(settings_from_options(agent_dir, durable, job or ANY_JOB)) as sight:
-        agent, name = require_agent(sight), resolve_job_name(sight, job)
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell ignores SIGINT for background commands
+    with open_tier_client(settings_from_options(agent_dir, durable, job or ANY_JOB)) as client:
+        agent, name = require_agent(client), resolve_job_name(client, job)
         if once or not (screen.as_json or screen.out.is_terminal):
             seen = sample_cluster(agent, name)
             screen.result(
@@ -270,13 +270,13 @@ def top_command(
                 _stream(agent, name)
             else:
                 _live(screen.out, agent, name)
-        except KeyboardInterrupt:  # the way out
+        except KeyboardInterrupt:  # Ctrl-C ends the command
             return ExitCode.OK
     return ExitCode.OK
 
 
 def sample_cluster(agent: NodeAgentClient, job: str) -> ClusterSample:
-    """One look: what the agent knows by now. The durable tier is not listed anew for it."""
+    """Return the state as the agent knows it, without a new listing of the durable tier."""
     view = agent.cluster_status(job)
     survey = agent.list_steps(job)
     drains = agent.drain_status(job)
@@ -290,7 +290,7 @@ def sample_cluster(agent: NodeAgentClient, job: str) -> ClusterSample:
 
 
 def _samples(agent: NodeAgentClient, job: str) -> Iterator[tuple[ClusterSample, list[TrafficCounters]]]:
-    """A look a second, and what was seen before it; each begins a second after the one before it began."""
+    """Yield a sample per second, with the counters of the previous ones."""
     before: deque[TrafficCounters] = deque(maxlen=_WINDOW)
     while True:
         began = time.monotonic()
@@ -315,7 +315,7 @@ def _live(out: Console, agent: NodeAgentClient, job: str) -> None:
                     last = render_sample(seen, before, out.height)
                     live.update(last, refresh=True)
             except (PeerStoreError, TieredCheckpointError, OSError) as error:
-                # It may come back; until then what was seen last stays, and says that it is old.
+                # The agent may restart. Until then the last sample stays on screen, below this message.
                 away = Text.from_markup(f"[bold red]the agent does not answer:[/] {literal(str(error))}")
                 live.update(Group(away, last), refresh=True)
                 time.sleep(_REFRESH_S)

@@ -1,4 +1,4 @@
-"""``tieredckpt verify``: every copy of every shard compared with its checksums."""
+"""``tieredckpt verify``: comparison of every copy of every shard with its checksums."""
 
 from __future__ import annotations
 
@@ -32,12 +32,12 @@ from tieredckpt.whatif.redundancy import unknown_nodes
 
 _SHOWN_CHUNKS = 16
 _CHUNKS_AT_ONCE = 64
-"""Of a node that looks at its own copy: what it reads before it answers."""
+"""Chunks that another node verifies per request."""
 
 
 @dataclass(frozen=True)
 class CopyCheck:
-    """One copy of one shard, looked at."""
+    """Result for one copy of one shard."""
 
     version_id: VersionId
     part: int
@@ -50,7 +50,7 @@ class CopyCheck:
     where: str = ""
     problem: str = ""
     node: str = ""
-    """Whose memory it is in."""
+    """Node that has the copy in memory. Empty: a durable copy."""
 
     def as_json(self) -> dict[str, Any]:
         return {
@@ -81,12 +81,12 @@ def verify_command(screen: CommandOutput, target: str, agent_dir: Path | None, d
     completely. A copy in memory that turns out damaged is dropped by its agent, so that nobody reads it; the durable
     tier is not changed.
     """
-    with open_tier_client(settings_from_options(agent_dir, durable, target)) as sight:
+    with open_tier_client(settings_from_options(agent_dir, durable, target)) as client:
         location = parse_location(target)
-        survey = sight.survey(location.job)
-        views = sight.attempts_at(location, survey)
-        cluster = sight.agent.cluster_status(location.job) if sight.agent else None
-        checks = _all(screen, sight, location, views, cluster)
+        survey = client.survey(location.job)
+        views = client.attempts_at(location, survey)
+        cluster = client.agent.cluster_status(location.job) if client.agent else None
+        checks = _check_all_copies(screen, client, location, views, cluster)
     silent = {} if cluster is None else unknown_nodes(cluster)
     problems = {tier.value: text for tier, text in survey.unreachable.items()}
     codes = [check.result for check in checks]
@@ -105,9 +105,9 @@ def verify_command(screen: CommandOutput, target: str, agent_dir: Path | None, d
     return code
 
 
-def _all(
+def _check_all_copies(
     screen: CommandOutput,
-    sight: TierClient,
+    client: TierClient,
     location: Location,
     views: Sequence[StepStatus],
     cluster: ClusterStatus | None,
@@ -120,19 +120,19 @@ def _all(
         if fact.key.version_id in groups and not node.unreachable
     ]
     held.sort(key=lambda one: one[1].key)
-    manifests, checks = _manifests(sight, location, views)
+    manifests, checks = _manifests(client, location, views)
     total = sum(fact.size_bytes for _, fact in held) + sum(s.size_bytes for m in manifests for s in m.shards)
     known = {shard.key: shard for manifest in manifests for shard in manifest.shards}
     with screen.progress_bar(f"verifying {location.job}", total) as advance:
         for node, fact in held:
-            if sight.agent is not None and cluster is not None and node.node.id == cluster.this_node:
-                checks.append(_in_memory(sight.agent, fact, known.get(fact.key), cluster.this_node))
+            if client.agent is not None and cluster is not None and node.node.id == cluster.this_node:
+                checks.append(_check_in_memory(client.agent, fact, known.get(fact.key), cluster.this_node))
                 advance(fact.size_bytes)
             else:
-                checks.append(_elsewhere(sight, location.job, node.node, fact, advance))
+                checks.append(_check_on_peer(client, location.job, node.node, fact, advance))
         for manifest in manifests:
             for shard in manifest.shards:
-                checks.append(_in_store(sight, location.job, shard, advance))
+                checks.append(_check_in_store(client, location.job, shard, advance))
     return sorted(
         checks,
         key=lambda check: (
@@ -146,14 +146,14 @@ def _all(
 
 
 def _manifests(
-    sight: TierClient, location: Location, views: Sequence[StepStatus]
+    client: TierClient, location: Location, views: Sequence[StepStatus]
 ) -> tuple[list[Manifest], list[CopyCheck]]:
     found, checks = [], []
     for view in views:
         if not view.durable:
             continue
         try:
-            found.append(sight.catalog(location.job).manifest(view.version_id))
+            found.append(client.catalog(location.job).manifest(view.version_id))
         except CheckpointDamagedError as error:
             checks.append(
                 CopyCheck(view.version_id, -1, Tier.DURABLE, 0, ExitCode.DAMAGED, problem=f"manifest: {error}")
@@ -163,7 +163,7 @@ def _manifests(
     return found, checks
 
 
-def _in_memory(agent: NodeAgentClient, fact: ShardInfo, durable: ShardIndex | None, node: str) -> CopyCheck:
+def _check_in_memory(agent: NodeAgentClient, fact: ShardInfo, durable: ShardIndex | None, node: str) -> CopyCheck:
     key = fact.key
 
     def check(result: ExitCode, problem: str = "", bad: tuple[int, ...] = (), chunks: int = 0) -> CopyCheck:
@@ -193,9 +193,11 @@ def _in_memory(agent: NodeAgentClient, fact: ShardInfo, durable: ShardIndex | No
     return check(ExitCode.OK, chunks=chunks)
 
 
-def _elsewhere(sight: TierClient, job: str, node: PeerNode, fact: ShardInfo, advance: AdvanceProgress) -> CopyCheck:
-    """Another node looks at its own copy."""
-    key, reader = fact.key, sight.peers(job)
+def _check_on_peer(
+    client: TierClient, job: str, node: PeerNode, fact: ShardInfo, advance: AdvanceProgress
+) -> CopyCheck:
+    """Make another node verify its own copy."""
+    key, reader = fact.key, client.peers(job)
 
     def check(result: ExitCode, problem: str = "") -> CopyCheck:
         return CopyCheck(
@@ -220,7 +222,7 @@ def _elsewhere(sight: TierClient, job: str, node: PeerNode, fact: ShardInfo, adv
     return check(ExitCode.OK)
 
 
-def _in_store(sight: TierClient, job: str, shard: ShardIndex, advance: AdvanceProgress) -> CopyCheck:
+def _check_in_store(client: TierClient, job: str, shard: ShardIndex, advance: AdvanceProgress) -> CopyCheck:
     key, chunks = shard.key, chunk_count(shard.size_bytes, shard.chunk_bytes)
 
     def check(result: ExitCode, problem: str = "", bad: tuple[int, ...] = ()) -> CopyCheck:
@@ -229,7 +231,7 @@ def _in_store(sight: TierClient, job: str, shard: ShardIndex, advance: AdvancePr
         )
 
     try:
-        bad = damaged_chunks(sight.object_store(job), shard, advance)
+        bad = damaged_chunks(client.object_store(job), shard, advance)
     except ObjectNotFoundError:
         return check(ExitCode.DAMAGED, "the object is not there", tuple(range(chunks)))
     except (TierUnavailableError, DurableRefusedError) as error:

@@ -77,34 +77,37 @@ def whatif_command(
     """
     if each == bool(lost):
         raise UsageError("say what is lost with --lose node:NAME or --lose rack:NAME, or ask for all with --each")
-    with open_tier_client(settings_from_options(agent_dir, durable, job or ANY_JOB)) as sight:
-        name = resolve_job_name(sight, job)
+    with open_tier_client(settings_from_options(agent_dir, durable, job or ANY_JOB)) as client:
+        name = resolve_job_name(client, job)
         with screen.spinner(f"looking at the nodes of {name}"):
-            view, foresight = open_loss_analysis(sight, name)
+            view, loss_analysis = open_loss_analysis(client, name)
         known = cluster_failure_domains(view)
         if each:
-            return _each(screen, view, worst_first([foresight.outcome_without([one]) for one in known]))
+            return _each(screen, view, worst_first([loss_analysis.outcome_without([one]) for one in known]))
         wanted = list(dict.fromkeys(find_failure_domain(text, known) for text in lost))
-        outcome = foresight.outcome_without(wanted)
-        reads = foresight.read_sources(outcome)
+        outcome = loss_analysis.outcome_without(wanted)
+        reads = loss_analysis.read_sources(outcome)
         screen.result(outcome_json(view, outcome, reads), lambda out: _show(out, view, outcome, reads))
         return _EXITS[outcome.outlook]
 
 
-def open_loss_analysis(sight: TierClient, job: str) -> tuple[ClusterStatus, LossAnalysis]:
-    """Everything there is to know about a job's steps right now."""
-    agent = require_agent(sight)
+def open_loss_analysis(client: TierClient, job: str) -> tuple[ClusterStatus, LossAnalysis]:
+    """Return the cluster status of a job and its loss analysis.
+
+    Raise if no complete step is known or possible.
+    """
+    agent = require_agent(client)
     view = agent.cluster_status(job)
-    survey = sight.survey(job)
-    limit = sight.settings.memory.avoid_after_crashed_loads
-    foresight = LossAnalysis(view, survey, ReplicaCoverage(agent, job).covers_state, worn_after=limit)
-    if foresight.resumable_step is None and not foresight.is_incomplete:
+    survey = client.survey(job)
+    limit = client.settings.memory.avoid_after_crashed_loads
+    loss_analysis = LossAnalysis(view, survey, ReplicaCoverage(agent, job).covers_state, worn_after=limit)
+    if loss_analysis.resumable_step is None and not loss_analysis.is_incomplete:
         raise CheckpointNotFoundError(f"job {job} has no whole step to lose yet")
-    return view, foresight
+    return view, loss_analysis
 
 
 class ReplicaCoverage:
-    """Whether what is left of a step is all of its state, because ranks that hold the same are left."""
+    """Check whether the remaining parts of a step hold its whole state, thanks to replicas."""
 
     def __init__(self, agent: NodeAgentClient, job: str) -> None:
         self._agent = agent
@@ -113,7 +116,7 @@ class ReplicaCoverage:
 
     def covers_state(self, group: VersionId, parts: Collection[int]) -> bool:
         if group not in self._known:
-            self._known[group] = self._ask(group)
+            self._known[group] = self._read_layouts(group)
         known = self._known[group]
         if known is None:
             return False
@@ -122,7 +125,7 @@ class ReplicaCoverage:
             table_, {id(layouts[part]): layouts[part] for part in parts if part in layouts}.values()
         )
 
-    def _ask(self, group: VersionId) -> tuple[StateTable, dict[int, Layout]] | None:
+    def _read_layouts(self, group: VersionId) -> tuple[StateTable, dict[int, Layout]] | None:
         try:
             manifest = self._agent.describe_step(self._job, group).manifest
             names = [shard.meta.table for shard in manifest.shards if shard.meta.table in manifest.tables]
@@ -134,11 +137,8 @@ class ReplicaCoverage:
                     layouts[shard.meta.layout] = manifest.layout_of(shard)
             by_part = {shard.key.part: layouts[shard.meta.layout] for shard in manifest.shards}
             return decode_table(manifest.tables[names[0]]), by_part
-        except (PeerStoreError, TieredCheckpointError):  # as for a load: who cannot be asked vouches for nothing
+        except (PeerStoreError, TieredCheckpointError):  # as in a load: without an answer, coverage is unknown
             return None
-
-
-# -- one loss -----------------------------------------------------------------------------------------------------
 
 
 def outcome_json(view: ClusterStatus, outcome: LossOutcome, reads: Sequence[ReadSource] = ()) -> dict[str, Any]:
@@ -188,7 +188,7 @@ def _show(out: Console, view: ClusterStatus, outcome: LossOutcome, reads: Sequen
     lines = [("resumes from", _resumes(outcome))]
     lines += _read_lines(reads)
     lines += [("lost", _lost(outcome))]
-    lines += [("", _gone(one)) for one in outcome.lost_steps]
+    lines += [("", _lost_step_line(one)) for one in outcome.lost_steps]
     if outcome.quorum is not None:
         colour = "" if outcome.quorum.enough else "yellow"
         text = literal(outcome.quorum.explain())
@@ -245,13 +245,13 @@ def _lost(outcome: LossOutcome) -> str:
     if not outcome.lost_steps:
         return "no training that is saved by now"
     back = outcome.step_before_loss - outcome.step
-    if back <= 0:  # a past that a lost step had left behind counts again
+    if back <= 0:  # without a lost step, an older branch is current again
         return f"the newest attempt, at step {outcome.step_before_loss}: an older one is left"
     span = f", {format_age(outcome.lost_s)} of training" if outcome.lost_s and outcome.lost_s >= 1 else ""
     return f"{pluralized(back, 'step')}{span}: from {outcome.step_before_loss} back to {outcome.step}"
 
 
-def _gone(one: LostStep) -> str:
+def _lost_step_line(one: LostStep) -> str:
     return f"step {one.version_id.version}: {_parts(one.parts)} only on {literal(_names(one.nodes))}"
 
 
@@ -270,9 +270,6 @@ def _names(names: Sequence[str], word: str = "and") -> str:
     if len(names) > 8:
         return f"{', '.join(names[:6])} {word} {len(names) - 6} more"
     return f" {word} ".join(filter(None, [", ".join(names[:-1]), names[-1]])) if names else ""
-
-
-# -- every loss ---------------------------------------------------------------------------------------------------
 
 
 def _each(screen: CommandOutput, view: ClusterStatus, outcomes: Sequence[LossOutcome]) -> ExitCode:

@@ -1,4 +1,4 @@
-"""``tieredckpt demo``: two nodes, a kill, a lost node, both lost; the losses stay bitwise equal."""
+"""``tieredckpt demo``: a killed rank, a lost node, both nodes lost; the losses stay bitwise equal."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from tieredckpt.errors import UsageError
 
 DEMO_WORLD_SIZE = 2
 DEMO_PHASES = (12, 18, 24, 30)
-"""Where a trainer is killed, where one node is lost, where both are lost, and the end."""
+"""Steps at which a trainer is killed, one node is lost, both nodes are lost, and training ends."""
 DEMO_NODES = ("n1", "n2")
 DEMO_SPARE = "n3"
 DURABLE_EVERY = 5
@@ -38,10 +38,10 @@ _MARK = ".made-by-tieredckpt-demo"
 
 @dataclass
 class PhaseResult:
-    """What one start of the trainers did."""
+    """Result of one start of the trainers."""
 
     events: list[list[dict[str, Any]]] = field(default_factory=list)
-    """By rank."""
+    """Events by rank."""
     seconds: float = 0.0
     exit_codes: tuple[int | None, ...] = ()
 
@@ -59,7 +59,7 @@ class PhaseResult:
 
 @dataclass(frozen=True)
 class _Node:
-    """One of the demo's nodes: a node agent with memory of its own, all on this machine."""
+    """A simulated node of the demo: a node agent with its own memory, on this machine."""
 
     name: str
     directory: Path
@@ -78,7 +78,10 @@ class _Node:
 
 
 def main(*, as_json: bool = False, keep: Path | None = None) -> int:
-    """Run the demo; 0 when every loss was equal bit for bit. ``keep`` is where the bucket's files stay afterwards."""
+    """Run the demo.
+
+    Return 0 if all losses are bitwise equal. ``keep``: directory that retains the bucket's files.
+    """
     console = Console(stderr=as_json, soft_wrap=True)
     keep = empty_demo_folder(keep or Path(tempfile.gettempdir()) / f"tieredckpt-demo-{os.getuid()}")
     began = time.monotonic()
@@ -108,7 +111,7 @@ def main(*, as_json: bool = False, keep: Path | None = None) -> int:
         for node in nodes.values():
             kill_demo_node(node.directory)
         hydrated = _train(folder / "hydrated", DEMO_PHASES[3], both, durable=bucket.url)
-        seen = _listing(both[0], bucket)
+        seen = _list_steps(both[0], bucket)
         phases = {"killed": killed, "resumed": resumed, "replaced": replaced, "hydrated": hydrated}
         result = _compare(reference, phases)
         summary = _summary(result, phases, agent, time.monotonic() - began)
@@ -120,7 +123,10 @@ def main(*, as_json: bool = False, keep: Path | None = None) -> int:
 
 
 def empty_demo_folder(folder: Path) -> Path:
-    """A folder of our own: what an earlier demo left there is removed, anything else is refused."""
+    """Create ``folder``, or empty it if an earlier demo made it.
+
+    Raise :class:`UsageError` for other files.
+    """
     folder = folder.absolute()
     if folder.exists() and not (folder / _MARK).is_file() and any(folder.iterdir()):
         raise UsageError(f"{folder} exists and was not made by the demo; name another one with --keep")
@@ -132,7 +138,7 @@ def empty_demo_folder(folder: Path) -> Path:
 
 @contextlib.contextmanager
 def _arena() -> Iterator[str]:
-    root = Path("/dev/shm")  # noqa: S108 - where memory is a file system
+    root = Path("/dev/shm")  # noqa: S108 - tmpfs
     directory = Path(tempfile.mkdtemp(prefix="tieredckpt-demo-", dir=root if os.access(root, os.W_OK) else None))
     try:
         yield str(directory)
@@ -145,9 +151,9 @@ def _arena() -> Iterator[str]:
 def _train(
     folder: Path, steps: int, nodes: Sequence[_Node], *, durable: str = "", killed_in_save: int = 0
 ) -> PhaseResult:
-    """Start the ranks and wait for their end; when one dies, the launcher ends the others.
+    """Start the ranks and wait until they exit. If one fails, the others are killed.
 
-    ``killed_in_save``: the last one dies in its so-many-th save; 0: it does not.
+    ``killed_in_save``: number of the save that kills the last rank. 0: none.
     """
     folder.mkdir()
     began, port = time.monotonic(), free_port()
@@ -198,7 +204,7 @@ def _rank_environ(rank: int, port: int, extra: Mapping[str, str]) -> dict[str, s
 
 
 def demo_environ(*others: str) -> dict[str, str]:
-    """This process's environment without settings a demo makes itself."""
+    """Return this process's environment without the settings that a demo sets."""
     ours = ("TIEREDCKPT_", "AWS_", "PEERSTORE_", *others)
     return {name: value for name, value in os.environ.items() if not name.startswith(ours)}
 
@@ -208,13 +214,13 @@ def _events(path: Path) -> list[dict[str, Any]]:
     for line in path.read_text().splitlines() if path.exists() else []:
         try:
             found.append(json.loads(line))
-        except json.JSONDecodeError:  # the line it died in
+        except json.JSONDecodeError:  # truncated by the kill
             break
     return found
 
 
 def kill_demo_node(arena: Path) -> None:
-    """As far as the job can tell: the agent and everything in its memory are gone at once."""
+    """Kill a node's agent and delete its memory, as in the loss of the node."""
     with contextlib.suppress(OSError, ValueError):
         os.kill(int((arena / "agent.lock").read_text()), signal.SIGKILL)
     shutil.rmtree(arena, ignore_errors=True)
@@ -227,8 +233,8 @@ def _agent_status(arena: Path) -> dict[str, Any]:
     return status
 
 
-def _listing(on: _Node, bucket: LocalBucket) -> list[dict[str, Any]]:
-    """What is where now, as `tieredckpt ls` would say it."""
+def _list_steps(on: _Node, bucket: LocalBucket) -> list[dict[str, Any]]:
+    """Return the steps and their tiers, as ``tieredckpt ls`` lists them."""
     from tieredckpt.agent.agent_client import NodeAgentClient
     from tieredckpt.demo.training_script import DEMO_JOB
     from tieredckpt.settings import load_settings
@@ -291,7 +297,7 @@ def _summary(
 
 
 def short_loss(loss: str) -> str:
-    """``0x1.4f23aa0000000p+0`` without the zeros that a single-precision number leaves."""
+    """Return a hexadecimal loss such as ``0x1.4f23aa0000000p+0`` without its trailing zeros."""
     digits, _, exponent = loss.partition("p")
     return f"{digits.rstrip('0')}p{exponent}"
 

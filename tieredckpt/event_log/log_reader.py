@@ -24,11 +24,11 @@ from tieredckpt.event_log.event_types import (
 from tieredckpt.event_log.log_writer import EVENT_LOG_ENV
 
 _LATEST = 1e11
-"""No clock shows this: the line is damaged."""
+"""Time in seconds that no clock shows: a line with a later time is damaged."""
 
 
 class UnreadableLine(enum.Enum):
-    """What a line is that is no event."""
+    """Reason why a line is not an event."""
 
     DAMAGED = "damaged"
     UNKNOWN = "unknown"
@@ -38,25 +38,25 @@ class EventLogContents(
     msgspec.Struct,
     frozen=True,
 ):
-    """What was found in an event log."""
+    """Contents of an event log."""
 
     events: tuple[LogEvent, ...] = ()
-    """By the time they were over."""
+    """Events in order of the time at which they were over."""
     files: int = 0
     truncated_lines: int = 0
-    """Last lines without an end: their process was killed as it wrote them, or is writing them now."""
+    """Last lines without a line end: their process was killed during the write, or is writing them now."""
     damaged_lines: int = 0
-    """Other lines that are no event."""
+    """Other lines that are not an event."""
     unknown_events: int = 0
     """Lines of a kind that this release does not know."""
     missing_files: int = 0
-    """Parts of a process's event log that are there no more."""
+    """Files of a process that no longer exist."""
     newer_files: int = 0
     """Files written by a newer release."""
 
     @property
     def warnings(self) -> tuple[str, ...]:
-        """What is to be said of it, for people. Torn lines are normal."""
+        """Warnings for the user. Truncated lines are normal, so they cause none."""
         said = (
             (self.damaged_lines, "damaged lines were passed over"),
             (self.unknown_events, "lines are of a kind that this release does not know"),
@@ -67,9 +67,9 @@ class EventLogContents(
 
 
 def read_event_log(directory: Path) -> EventLogContents:
-    """All files of an event log, also of one that is being written.
+    """Read all files of an event log. Processes may still be writing to it.
 
-    ``EventLogNotFoundError`` where there is none, or nothing in it; ``OSError`` where it cannot be read.
+    Raise :class:`EventLogNotFoundError` if it does not exist or is empty, and ``OSError`` if it cannot be read.
     """
     if not directory.exists():
         raise EventLogNotFoundError(f"there is no event log {directory}")
@@ -78,7 +78,7 @@ def read_event_log(directory: Path) -> EventLogContents:
     files = {}
     for path in sorted(directory.iterdir()):
         if path.suffix == ".jsonl":
-            with contextlib.suppress(FileNotFoundError):  # the oldest of a process that writes very much
+            with contextlib.suppress(FileNotFoundError):  # deleted by its process, which writes very much
                 files[path.name] = path.read_bytes()
     if not any(files.values()):
         raise EventLogNotFoundError(f"nothing has been written to the event log {directory} yet")
@@ -86,7 +86,7 @@ def read_event_log(directory: Path) -> EventLogContents:
 
 
 def parse_event_files(files: Mapping[str, bytes]) -> EventLogContents:
-    """The same, of files that were read."""
+    """Parse the files of an event log, by name."""
     events: list[LogEvent] = []
     counts = dict.fromkeys(UnreadableLine, 0)
     torn = missing = newer = 0
@@ -112,7 +112,7 @@ def parse_event_files(files: Mapping[str, bytes]) -> EventLogContents:
 
 
 def parse_event_line(line: bytes) -> LogEvent | UnreadableLine:
-    """One event, or why it is none."""
+    """Return the event of a line, or why it is not an event."""
     try:
         event: LogEvent = _event(line)
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
@@ -141,7 +141,10 @@ _LOGS = "elastic-logs"
 
 
 def find_event_log(where: str | None, environ: Mapping[str, str] = os.environ) -> Path:
-    """The directory that somebody means, or :class:`EventLogNotFoundError`."""
+    """Return the event log directory of a job or directory.
+
+    ``None``: ``$TIEREDCKPT_EVENT_LOG``. Raise :class:`EventLogNotFoundError` if it does not exist.
+    """
     if where is None:
         if not environ.get(EVENT_LOG_ENV):
             raise UsageError(f"say which job, or the directory of its event log; ${EVENT_LOG_ENV} is not set")

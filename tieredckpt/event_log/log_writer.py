@@ -4,11 +4,11 @@
 
     DIRECTORY/NAME.PID.START.jsonl      then NAME.PID.START.1.jsonl, ...
 
-A line is written whole by one ``write`` to a file opened to append, so that of a process that is killed at most the
-last line is torn. A disk that is full or a directory that is gone costs one warning, and is counted.
+One ``write`` to a file in append mode writes a whole line, so a killed process truncates at most its last line. On a
+full disk or a deleted directory the writer logs one warning and counts the lost events.
 
-The lines are a public interface: platforms have log rules that match them. Each starts at the
-beginning of a line, with one word; numbers are plain::
+The lines on stdout are a public interface: platforms have log rules that match them. Each begins with the same word,
+at the start of a line; numbers are plain::
 
     tieredckpt step=120 seconds=0.412 loss=2.3051
     tieredckpt save step=120 state=staged blocked_seconds=0.009
@@ -45,28 +45,31 @@ EVENT_LOG_ENV = "TIEREDCKPT_EVENT_LOG"
 _PART_BYTES = 8 << 20
 _PARTS = 32
 _CHECK_EVERY = 64
-"""Lines between two looks whether the file is still there."""
+"""Lines between two checks that the file still exists."""
 _RETRY_S = 1.0
 _ENCODE = msgspec.json.Encoder().encode
 _FLAGS = os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_EXCL | os.O_CLOEXEC
 
 
 class EventLog(Protocol):
-    """Promises: ``write`` takes a few microseconds, comes back, and raises nothing; any thread, any forked child."""
+    """Sink for events.
+
+    ``write`` takes a few microseconds and never raises, in any thread and any forked child.
+    """
 
     @property
     def position(self) -> RunPosition:
-        """Where this process is, for whoever writes without knowing."""
+        """Position of this process in the run, for writers that do not know it."""
 
     def write(self, event: LogEvent) -> None:
-        """Write it down."""
+        """Write ``event``, or count it as lost."""
 
     def close(self) -> None:
-        """Let go of the file; a later ``write`` begins a new one."""
+        """Close the file. A later ``write`` opens a new one."""
 
 
 class NullEventLog:
-    """Nothing is written."""
+    """Event log that discards events."""
 
     def __init__(self) -> None:
         self.position = RunPosition()
@@ -79,7 +82,7 @@ class NullEventLog:
 
 
 class EventLogWriter:
-    """Writes files of its own into ``directory``, which it makes where it can."""
+    """Event log that writes this process's files into ``directory``, which it creates."""
 
     def __init__(
         self, directory: str | os.PathLike[str], *, name: str = "", part_bytes: int = _PART_BYTES, parts: int = _PARTS
@@ -95,8 +98,8 @@ class EventLogWriter:
 
     def write(self, event: LogEvent) -> None:
         file = self._file
-        if file.pid != os.getpid():  # forked: the file is the parent's
-            file.let_go()
+        if file.pid != os.getpid():  # forked: the file belongs to the parent
+            file.close_fd()
             file = self._file = _File()
         try:
             with file.lock:
@@ -109,13 +112,13 @@ class EventLogWriter:
 
     def close(self) -> None:
         with self._file.lock:
-            self._file.let_go()
+            self._file.close_fd()
 
     def _append(self, file: _File, line: bytes) -> None:
         if file.fd >= 0 and file.lines % _CHECK_EVERY == 0 and os.fstat(file.fd).st_nlink == 0:
-            file.let_go()
+            file.close_fd()
         if file.fd < 0 or file.size + len(line) > self._part_bytes:
-            self._open(file)
+            self._open_next_file(file)
         if file.torn:
             line = b"\n" + line
         written = os.write(file.fd, line)
@@ -125,13 +128,13 @@ class EventLogWriter:
         if file.torn:
             raise OSError(f"{written} of {len(line)} bytes were written")
 
-    def _open(self, file: _File) -> None:
-        """The next part of this process's event log; the oldest goes when there are too many."""
+    def _open_next_file(self, file: _File) -> None:
+        """Open the next file of this process, and delete its oldest above ``self._parts`` files."""
         now = time.monotonic()
         if now < file.again_at:
             raise OSError("it could not be opened")
         file.again_at = now + _RETRY_S
-        file.let_go()
+        file.close_fd()
         self.directory.mkdir(parents=True, exist_ok=True)
         path = self._part(file, file.part)
         file.fd = os.open(path, _FLAGS, 0o644)
@@ -149,19 +152,19 @@ class EventLogWriter:
 
 
 class _File:
-    """What one process has open."""
+    """Open file of one process, with its state."""
 
     def __init__(self) -> None:
         self.pid = os.getpid()
         self.start = time.time_ns()
-        self.lock = threading.RLock()  # a signal handler may write while its thread does
+        self.lock = threading.RLock()  # a signal handler may interrupt a write of its thread
         self.fd = -1
         self.part = 0
         self.size = self.lines = 0
         self.torn = False
         self.again_at = 0.0
 
-    def let_go(self) -> None:
+    def close_fd(self) -> None:
         fd, self.fd = self.fd, -1
         if fd >= 0:
             with contextlib.suppress(OSError):
@@ -169,7 +172,7 @@ class _File:
 
 
 class StdoutEventLog:
-    """Writes into another event log, and says on standard output what is said of it."""
+    """Event log that also prints its public lines to standard output."""
 
     def __init__(self, event_log: EventLog) -> None:
         self._event_log = event_log
@@ -186,31 +189,33 @@ class StdoutEventLog:
         self._event_log.close()
 
 
-_open: dict[str, EventLogWriter] = {}
-_saying: dict[str, StdoutEventLog] = {}
+_writers: dict[str, EventLogWriter] = {}
+_stdout_logs: dict[str, StdoutEventLog] = {}
 
 
 def event_log_from_environ(environ: Mapping[str, str] = os.environ) -> EventLog:
-    """The event log of this process, the same one for all who ask, or one that writes nothing."""
+    """Return the event log of this process, shared by all callers. Without a directory it discards events."""
     directory = environ.get(EVENT_LOG_ENV, "")
     event_log: EventLog = NullEventLog()
     if directory:
-        event_log = _open.setdefault(directory, EventLogWriter(directory, name=environ.get("ELASTIC_NODE", "")))
-    return _saying.setdefault(directory, StdoutEventLog(event_log)) if stdout_events_enabled(environ) else event_log
+        event_log = _writers.setdefault(directory, EventLogWriter(directory, name=environ.get("ELASTIC_NODE", "")))
+    return (
+        _stdout_logs.setdefault(directory, StdoutEventLog(event_log)) if stdout_events_enabled(environ) else event_log
+    )
 
 
 @dataclass
 class RunPosition:
-    """Kept by whoever has the process enter worlds; one that enters none stays as it is."""
+    """Position of a process in its run. The recovery loop updates it; without one it does not change."""
 
     epoch: int = -1
     rank: int = -1
     stage_began_at: float | None = None
-    """On the way to the first step of this world: since when it is in its present stage."""
+    """Start of the current stage, before the first step of this world. ``None``: no such stage."""
     newest_begun_step: int = -1
-    """The newest step that it has begun."""
+    """Newest step that it has begun. -1: none."""
     next_step: int = 0
-    """The one after what was restored in this world."""
+    """Step after the one that was restored in this world."""
 
 
 STDOUT_EVENTS_ENV = "TIEREDCKPT_STDOUT_EVENTS"
@@ -223,7 +228,7 @@ def stdout_events_enabled(environ: Mapping[str, str]) -> bool:
 
 
 def stdout_line(event: event_types.LogEvent) -> str:
-    """One line, without its end; "" for events that are not said."""
+    """Return the public line of an event, without line end. Empty: the event has none."""
     if isinstance(event, event_types.StepEvent):
         loss = "" if event.loss is None else f" loss={event.loss:g}"
         return f"tieredckpt step={event.step} seconds={event.seconds:.3f}{loss}"
@@ -242,7 +247,7 @@ def stdout_line(event: event_types.LogEvent) -> str:
 
 
 def print_event(event: event_types.LogEvent) -> None:
-    """One system call, so that lines are whole; where nobody listens nothing happens."""
+    """Print the public line of an event in one system call, so that lines do not mix. Errors are ignored."""
     words = stdout_line(event)
     if words:
         with contextlib.suppress(OSError):

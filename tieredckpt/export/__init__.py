@@ -1,1 +1,1 @@
-"""A stored step as files for other programs, tensor by tensor."""
+"""Export of a stored step to files for other programs, tensor by tensor."""

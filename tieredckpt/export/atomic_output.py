@@ -20,7 +20,7 @@ _EXPORTED = re.compile(
 
 @contextlib.contextmanager
 def atomic_file(path: Path, *, force: bool) -> Iterator[Path]:
-    """A name to write to; it becomes ``path`` when the block ends well, and nothing stays when it does not."""
+    """Yield a temporary path and rename it to ``path`` after the block. After an error it is deleted."""
     if path.is_dir():
         raise UsageError(f"{path} is a directory; name a file in it")
     if path.exists() and not force:
@@ -38,7 +38,7 @@ def atomic_file(path: Path, *, force: bool) -> Iterator[Path]:
 
 @contextlib.contextmanager
 def atomic_folder(path: Path, *, force: bool) -> Iterator[Path]:
-    """A folder to fill; it becomes ``path`` when the block ends well, and nothing stays when it does not."""
+    """Yield a temporary folder and rename it to ``path`` after the block. After an error it is deleted."""
     check_export_folder(path, force=force)
     path.parent.mkdir(parents=True, exist_ok=True)
     token = secrets.token_hex(6)
@@ -60,7 +60,10 @@ def atomic_folder(path: Path, *, force: bool) -> Iterator[Path]:
 
 
 def check_export_folder(path: Path, *, force: bool) -> None:
-    """Refuse a place that holds anything; with ``force`` only one that holds something else than an export."""
+    """Raise :class:`UsageError` unless ``path`` can be replaced.
+
+    Without ``force`` it must be empty or missing. With ``force`` it may hold files of an earlier export.
+    """
     if not path.exists():
         return
     if not path.is_dir():
@@ -90,6 +93,9 @@ _M_MMAP_THRESHOLD = -3  # of glibc's mallopt
 
 
 def return_freed_memory_to_os() -> None:
-    """Have large buffers returned when they are freed: glibc by itself keeps and fragments them, up to the model."""
+    """Set glibc to return large buffers to the system when they are freed.
+
+    By default it retains and fragments them.
+    """
     with contextlib.suppress(AttributeError, OSError):  # another C library
         ctypes.CDLL(None).mallopt(_M_MMAP_THRESHOLD, 1 << 20)

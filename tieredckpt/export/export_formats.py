@@ -1,7 +1,7 @@
-"""Safetensors files, a torch.save file and a DCP folder, each written tensor by tensor.
+"""Writers of safetensors files, a torch.save file and a DCP folder, each tensor by tensor.
 
-``torch.save`` pickles first and writes the storages afterwards, each just after asking it for its copy on the CPU. A
-storage that reads its bytes only then makes the file as large as disks are, with one tensor in memory.
+``torch.save`` pickles first and writes the storages afterwards. It requests the CPU copy of each storage just before
+writing it. Storages that read their bytes only then allow files of any size with one tensor in memory.
 """
 
 from __future__ import annotations
@@ -36,10 +36,10 @@ _SHOWN = 8
 
 @dataclass(frozen=True)
 class SafetensorsEntry:
-    """One tensor of the file to be."""
+    """A tensor of the file to write."""
 
     source: str
-    """Its name in the checkpoint."""
+    """Name in the checkpoint."""
     name: str
     dtype: str
     shape: tuple[int, ...]
@@ -47,30 +47,33 @@ class SafetensorsEntry:
 
 
 def safetensors_entries(source: StepSource, names: Mapping[str, str]) -> list[SafetensorsEntry]:
-    """The tensors of ``names`` in file order; refuses what the format cannot hold, naming all of it."""
+    """Return the tensors of ``names`` in file order.
+
+    Raise :class:`UsageError` for all that the format cannot hold.
+    """
     found = []
     for name, shown in names.items():
         if name in source.step.tensors:
             entry = source.entry(name)
             size = full_box(entry.shape).volume * entry.itemsize
             found.append(SafetensorsEntry(name, shown, entry.dtype, entry.shape, size))
-    _check(source, found)
-    # The widest types first keeps every tensor aligned to its own elements.
+    _check_entries(source, found)
+    # The order from wide to narrow types aligns every tensor to its elements.
     width = {one.source: source.entry(one.source).itemsize for one in found}
     return sorted(found, key=lambda one: (-width[one.source], one.name))
 
 
-def _check(source: StepSource, tensors: Sequence[SafetensorsEntry]) -> None:
-    strange = [f"{one.source} ({one.dtype})" for one in tensors if one.dtype not in SAFETENSORS_DTYPES]
-    strange += [
+def _check_entries(source: StepSource, tensors: Sequence[SafetensorsEntry]) -> None:
+    unsupported = [f"{one.source} ({one.dtype})" for one in tensors if one.dtype not in SAFETENSORS_DTYPES]
+    unsupported += [
         f"{one.source} (not a plain tensor)"
         for one in tensors
         if one.dtype in SAFETENSORS_DTYPES and any(place.item >= 0 for place in source.step.tensors[one.source])
     ]
-    if strange:
-        more = f" and {len(strange) - _SHOWN} more" if len(strange) > _SHOWN else ""
+    if unsupported:
+        more = f" and {len(unsupported) - _SHOWN} more" if len(unsupported) > _SHOWN else ""
         raise UsageError(
-            f"safetensors has no type for {', '.join(strange[:_SHOWN])}{more}: use --format torch or dcp, or leave "
+            f"safetensors has no type for {', '.join(unsupported[:_SHOWN])}{more}: use --format torch or dcp, or leave "
             "them out with --exclude"
         )
     if not tensors:
@@ -78,7 +81,7 @@ def _check(source: StepSource, tensors: Sequence[SafetensorsEntry]) -> None:
 
 
 def safetensors_header(tensors: Sequence[SafetensorsEntry]) -> bytes:
-    """Length and JSON, padded so that data starts at a multiple of 8."""
+    """Return the header: length and JSON, padded so that the data starts at a multiple of 8 bytes."""
     fields: dict[str, object] = {"__metadata__": {"format": "pt"}}
     at = 0
     for one in tensors:
@@ -104,7 +107,10 @@ def write_safetensors(
 
 
 def split_by_size(tensors: Sequence[SafetensorsEntry], most_bytes: int) -> list[list[SafetensorsEntry]]:
-    """Files of at most ``most_bytes``, in order of names; a larger tensor has one to itself."""
+    """Group tensors into files of at most ``most_bytes``, in order of names.
+
+    A larger tensor has its own file.
+    """
     files: list[list[SafetensorsEntry]] = []
     size = 0
     for one in sorted(tensors, key=lambda one: one.name):
@@ -123,7 +129,10 @@ def write_safetensors_folder(
     most_bytes: int,
     advance: Callable[[int], None],
 ) -> int:
-    """What ``from_pretrained`` reads: one file, or several and their index. Returns how many files hold tensors."""
+    """Write one file, or several and their index, for ``from_pretrained``.
+
+    Return the number of tensor files.
+    """
     order = {one.name: number for number, one in enumerate(tensors)}
     files = split_by_size(tensors, most_bytes)
     if len(files) == 1:
@@ -141,7 +150,7 @@ def write_safetensors_folder(
 
 
 class _DeferredStorage(torch.UntypedStorage):
-    """A storage of known size without bytes, until it is asked for them."""
+    """Storage of known size that reads its bytes on :meth:`cpu`."""
 
     read: Callable[[], torch.Tensor]
 
@@ -150,7 +159,7 @@ class _DeferredStorage(torch.UntypedStorage):
 
 
 class _DeferredTensor:
-    """Pickles as a tensor."""
+    """Object that pickles as a tensor and reads its elements later."""
 
     def __init__(self, shape: tuple[int, ...], dtype: torch.dtype, read: Callable[[], torch.Tensor]) -> None:
         self._shape = shape
@@ -161,11 +170,11 @@ class _DeferredTensor:
         size = math.prod(self._shape) * self._dtype.itemsize
         later = _DeferredStorage(size, device="meta")  # type: ignore[no-untyped-call]
         later.read = self._read
-        new = self._dtype in torch.storage._new_dtypes()  # types younger than typed storages
+        new = self._dtype in torch.storage._new_dtypes()  # types without a typed storage
         typed = torch.storage.TypedStorage(
             wrap_storage=later, dtype=torch.uint8 if new else self._dtype, _internal=True
         )
-        typed._fake_device = torch.device("cpu")  # what a reader is told
+        typed._fake_device = torch.device("cpu")  # the device that a load sees
         strides = tuple(math.prod(self._shape[axis + 1 :]) for axis in range(len(self._shape)))
         arguments: tuple[Any, ...] = (typed, 0, self._shape, strides, False, OrderedDict())
         if new:
@@ -174,7 +183,7 @@ class _DeferredTensor:
 
 
 def deferred_tensor(shape: tuple[int, ...], dtype: torch.dtype) -> object:
-    """What pickles as a tensor of that shape, for who writes its elements elsewhere."""
+    """Return an object that pickles as a tensor of that shape. The caller writes the elements separately."""
     return _DeferredTensor(shape, dtype, lambda: torch.empty(0))
 
 
@@ -186,7 +195,7 @@ def write_torch(
     *,
     allow_pickle: bool,
 ) -> None:
-    """The nested state that was saved; flat where names were changed or it was saved so."""
+    """Write the nested state that was saved. It is flat if names were changed or it was saved flat."""
     values: dict[str, Any] = {}
     for name in names:
         if name in source.step.tensors:
@@ -198,13 +207,13 @@ def write_torch(
     else:
         state = {names[name]: value for name, value in values.items()}
     with without_torch_warnings():
-        torch.save(state, path)  # by name: into a file object it would copy everything once more
+        torch.save(state, path)  # by path: for a file object torch.save would copy all bytes again
 
 
 def _tensor(source: StepSource, name: str, advance: Callable[[int], None]) -> Any:
     entry = source.entry(name)
     if any(place.item >= 0 for place in source.step.tensors[name]):
-        return source.tensor(name)  # more than type, shape and bytes: kept as the archive has it
+        return source.tensor(name)  # an archived tensor has more than type, shape and bytes
 
     def read() -> torch.Tensor:
         found = source.tensor(name)
@@ -220,7 +229,7 @@ def _objects(source: StepSource, names: list[str], *, allow_pickle: bool) -> dic
         data = source.object_bytes(name)
         try:
             found[name] = torch.load(io.BytesIO(data), map_location="cpu", weights_only=True)
-        except Exception:  # noqa: BLE001 - whatever it says: this is not one of the types that are safe to unpickle
+        except Exception:  # noqa: BLE001 - any error means: not a type that is safe to unpickle
             if allow_pickle:
                 found[name] = torch.load(io.BytesIO(data), map_location="cpu", weights_only=False)
             else:
@@ -238,11 +247,11 @@ _FILE = "__0_0.distcp"
 
 
 class _StoredObject:
-    """Stands for an object, whose bytes are not looked into."""
+    """Placeholder for an object that is copied as bytes."""
 
 
 class _Planner(DefaultSavePlanner):
-    """Plans on shapes; the data comes out of the stored step when it is written."""
+    """Save planner that plans on shapes and reads the data of the stored step at write time."""
 
     def __init__(self, source: StepSource, stored: Mapping[str, str], *, flatten: bool) -> None:
         super().__init__(flatten_state_dict=flatten)
@@ -257,7 +266,7 @@ class _Planner(DefaultSavePlanner):
 
 
 class _Writer(FileSystemWriter):
-    """DCP's own keeps every tensor of a file until the file is written."""
+    """File writer with one tensor in memory. DCP's writer holds all tensors of a file until it is written."""
 
     def __init__(self, path: Path, advance: Callable[[int], None]) -> None:
         super().__init__(path)
@@ -282,7 +291,7 @@ class _Writer(FileSystemWriter):
 
 
 def _refuse_sparse_tensors(source: StepSource, names: Mapping[str, str]) -> None:
-    """Raise where DCP would load a tensor as something else than it is."""
+    """Raise :class:`UsageError` for sparse tensors, which DCP would not load as sparse."""
     archived = [
         name
         for name in names

@@ -1,4 +1,4 @@
-"""Tensors and objects of one stored step, verified, one at a time."""
+"""Verified reads of the tensors and objects of one stored step, one at a time."""
 
 from __future__ import annotations
 
@@ -31,8 +31,9 @@ _WINDOW_BYTES = 32 << 20
 
 
 class StepSource:
-    """Tensors and items of one step. A copy that turns out damaged or gone is left for the next one: on this node, on
-    other nodes, in the durable tier.
+    """Tensors and objects of one step.
+
+    If a copy is damaged or gone, the next one is read: from this node, from other nodes, from the durable tier.
     """
 
     def __init__(
@@ -46,18 +47,18 @@ class StepSource:
         self._pinned = PinnedShards(memory, self.step.group) if memory is not None else None
         self._durable = durable
         self._peers = peers
-        self._gone: dict[int, ShardCheck] = {}
-        """Parts whose copy in memory cannot be used."""
+        self._unusable: dict[int, ShardCheck] = {}
+        """Parts with an unusable copy in this node's memory, and the reason."""
         self._left_to_durable: set[int] = set()
-        """Parts that other nodes have not delivered."""
+        """Parts that other nodes did not deliver."""
         self.bytes_by_tier: dict[str, int] = {}
 
     def entry(self, name: str) -> TensorEntry:
-        """Type and shape of a tensor (of any of its pieces)."""
+        """Return an entry of the tensor for its type and shape; its box covers one piece."""
         return self.step.tensors[name][0].entry
 
     def tensor(self, name: str) -> torch.Tensor:
-        """The whole tensor, put together from its pieces."""
+        """Return the whole tensor, assembled from its pieces."""
         box = full_box(self.entry(name).shape)
         pieces = list(self.step.pieces(name, box))
         if len(pieces) == 1 and pieces[0].item >= 0:
@@ -65,9 +66,9 @@ class StepSource:
         return self.part(name, box)
 
     def part(self, name: str, box: Box) -> torch.Tensor:
-        """What lies in ``box``, put together from its pieces."""
+        """Return the region ``box`` of a tensor, assembled from its pieces."""
         entry = self.entry(name)
-        # Copied as integers: some element types are only stored by torch, and none is to be interpreted.
+        # Copied as integers: torch only stores some element types, and no element may be converted.
         out = torch.empty(box.sizes, dtype=_carrier(entry.itemsize))
         for piece in self.step.pieces(name, box):
             target = _cut(out, relative_box(piece.box, box))
@@ -81,12 +82,15 @@ class StepSource:
         return out.view(dtype_from_name(entry.dtype))
 
     def object_bytes(self, name: str) -> bytes:
-        """An object as the planner wrote it; where several ranks wrote one, the first one's."""
+        """Return the bytes of an object as the planner wrote them.
+
+        Of several ranks' objects, the first is used.
+        """
         part = self.step.object_part(name, 0)
         return self._item(part, self.step.objects[name][part])
 
     def read_into(self, target: memoryview, part: int, span: ByteRange) -> None:
-        """Exactly the bytes of ``span`` of a shard, or an error."""
+        """Read exactly the bytes of ``span`` of a shard into ``target``, or raise."""
         done = span.start
         for start in range(span.start, span.stop, _WINDOW_BYTES):
             window = ByteRange(start, min(span.stop, start + _WINDOW_BYTES))
@@ -98,10 +102,8 @@ class StepSource:
         if self._pinned is not None:
             self._pinned.release()
 
-    # -- inside -----------------------------------------------------------------------------------------------
-
     def _strided(self, piece: TensorPiece) -> torch.Tensor:
-        """A piece that is not one run of bytes: the run it lies in is read, and looked at with the right strides."""
+        """Return a piece that is not contiguous in its shard: read its range and view it with strides."""
         entry = piece.entry
         span = self.step.tensor_range(piece)
         buffer = torch.empty(span.stop - span.start, dtype=torch.uint8)
@@ -124,21 +126,21 @@ class StepSource:
     def _window(self, part: int, window: ByteRange) -> Iterator[memoryview]:
         shard, tiers = self.step.shards[part], self.step.tiers_by_part[part]
         size = window.stop - window.start
-        if Tier.MEMORY in tiers and part not in self._gone and self._pinned is not None:
-            look = self._pinned.verify(shard, [window])
-            if look is ShardCheck.GOOD:
+        if Tier.MEMORY in tiers and part not in self._unusable and self._pinned is not None:
+            check = self._pinned.verify(shard, [window])
+            if check is ShardCheck.GOOD:
                 self._count(Tier.MEMORY, size)
                 yield self._pinned.view(part)[window.start : window.stop]
                 return
-            log.warning("%s in memory: %s, looking for another copy", shard.key, look.value)
-            self._gone[part] = look
+            log.warning("%s in memory: %s, looking for another copy", shard.key, check.value)
+            self._unusable[part] = check
         if Tier.PEER in tiers and part not in self._left_to_durable:
             data = self._from_peers(part, window)
             if data is not None:
                 yield data
                 return
         if Tier.DURABLE not in tiers:
-            raise _no_other(shard, self._gone.get(part, ShardCheck.EVICTED))
+            raise _no_copy_error(shard, self._unusable.get(part, ShardCheck.EVICTED))
         self._count(Tier.DURABLE, size)
         try:
             for found in read_durable_shard(self._durable(), shard, [window]):
@@ -148,13 +150,15 @@ class StepSource:
             raise CheckpointDamagedError(f"{shard.key}: {error}") from error
 
     def _from_peers(self, part: int, window: ByteRange) -> memoryview | None:
-        """The bytes as other nodes have them; ``None`` where the durable tier has to be asked."""
+        """Return the bytes from other nodes. ``None``: the caller must read the durable tier."""
         step = self.step
         if self._peers is None or part not in step.sources:
             if Tier.DURABLE in step.tiers_by_part[part]:
                 return None
             raise TierUnavailableError(f"{step.shards[part].key} is in the memory of nodes that cannot be asked here")
-        data = memoryview(bytearray(window.stop - window.start))  # its shard's layout has been checked
+        data = memoryview(
+            bytearray(window.stop - window.start)
+        )  # the shard's layout was checked, so the size is plausible
         target = ReadTarget(window.start, window.stop, data)
         left, _ = self._peers.read({part: [target]}, step.shards, step.sources, step.tiers_by_part)
         if left:
@@ -178,14 +182,14 @@ def _cut(tensor: torch.Tensor, box: Box) -> torch.Tensor:
 
 
 def tensor_raw_bytes(tensor: torch.Tensor) -> memoryview:
-    """The bytes of a contiguous tensor, without a copy."""
+    """Return the bytes of a contiguous tensor, without a copy."""
     if not tensor.numel():
         return memoryview(b"")
     flat = tensor.detach().reshape(-1).view(torch.uint8)
     return memoryview(flat.numpy())  # type: ignore[arg-type]
 
 
-def _no_other(shard: ShardIndex, found: ShardCheck) -> Exception:
+def _no_copy_error(shard: ShardIndex, found: ShardCheck) -> Exception:
     if found is ShardCheck.UNREADABLE:
         return TierUnavailableError(f"{shard.key} in memory: {found.value}. There is no other copy of it: try again")
     return CheckpointDamagedError(f"{shard.key} in memory: {found.value}. There is no other copy of it")
@@ -193,7 +197,7 @@ def _no_other(shard: ShardIndex, found: ShardCheck) -> Exception:
 
 @contextlib.contextmanager
 def without_torch_warnings() -> Iterator[None]:
-    """Without torch's warnings about what it is asked to do here on purpose."""
+    """Suppress torch's warnings about deliberate uses while the block runs."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", UserWarning)
         yield
@@ -202,7 +206,7 @@ def without_torch_warnings() -> Iterator[None]:
 def selected_names(
     step: StepIndex, *, prefix: str, select: tuple[str, ...], exclude: tuple[str, ...]
 ) -> dict[str, str]:
-    """Which tensors and objects are exported, and what they are called there: stored name to new name."""
+    """Return the tensors and objects to export: stored name to exported name."""
     from fnmatch import fnmatchcase
 
     names = {

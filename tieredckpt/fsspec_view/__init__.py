@@ -1,1 +1,1 @@
-"""Checkpoints as files: ``tiered://`` for fsspec, so that unmodified DCP and frameworks can use it."""
+"""Checkpoints as files: ``tiered://`` for fsspec, for unmodified DCP and frameworks."""

@@ -1,15 +1,15 @@
-"""Files being written: those that become a step when ``.metadata`` arrives, and side files beside the steps.
+"""Written files: the files of a step until ``.metadata`` completes it, and side files.
 
-While it is written, a file is a shard with one item: its bytes. They lie in a job space beside the job's own (``.JOB``
-for ``JOB``), because several processes of a node write one step. When its ``.metadata`` takes its name, the step is
-saved as any other is, as tensors, and its files are given up::
+While it is written, a file is a shard with one item: its bytes. Several processes of a node write one step, so its
+files lie in a separate job space (``.JOB`` for ``JOB``). The rename to ``.metadata`` saves the step as tensors, like
+any other step, and deletes its files::
 
-    makedirs ──> the number of this attempt: the same on every rank, because DCP plans before anybody writes
+    makedirs ──> the number of this attempt: the same on every rank, because DCP plans before any rank writes
     open("wb") ──> a leased slot that grows ──> close: sealed as FILE
-                                         └────> close of FILE.tmp: kept until it is renamed to FILE
-    .metadata.tmp becomes .metadata ──> checked that every file it names is here ──> saved by a TieredWriter: whole
+                                         └────> close of FILE.tmp: stays open until it is renamed to FILE
+    .metadata.tmp becomes .metadata ──> check that all its files exist here ──> save by a TieredWriter: complete
 
-Until then, readers see the step as it was before.
+Until then readers see the earlier state of the step.
 """
 
 from __future__ import annotations
@@ -51,14 +51,14 @@ from tieredckpt.session.session import Session, open_session
 from tieredckpt.settings import Settings, load_settings, override_settings
 
 _DCP_FILE = re.compile(r"__([0-9]{1,6})_([0-9]{1,6})\.distcp")
-_OF_DCP = re.compile(r"(__[0-9]{1,6}(_[0-9]{1,6}\.distcp|\.metadata)|\.metadata)(\.tmp)?")
+_DCP_NAME = re.compile(r"(__[0-9]{1,6}(_[0-9]{1,6}\.distcp|\.metadata)|\.metadata)(\.tmp)?")
 _RANKS = 1024
 _ATTEMPT = "attempt."
 _FIRST_BYTES = 16 << 20
 
 
 def file_space_job(job: str) -> str:
-    """The job space that holds the files of ``job`` while they are written."""
+    """Return the job space that holds the files of ``job`` while they are written."""
     return f".{job}"
 
 
@@ -66,25 +66,26 @@ def file_space_job(job: str) -> str:
 class _Attempt:
     version_id: VersionId
     writer: TieredWriter
-    """Saves the step when its files are complete, for the incarnation the job was in when it was begun."""
+    """Writer that saves the step when its files are complete.
+    It saves for the incarnation at the begin of the attempt."""
 
 
 class StepFileSpace:
-    """The files of one job that this node's processes write."""
+    """Files of one job that this process writes, in the space shared with the other processes of the node."""
 
     def __init__(self, job: str, settings: Settings | None = None) -> None:
         self.job = job
         self.space = file_space_job(job)
-        parse_location(self.space)  # a name that is one character longer may be too long
+        parse_location(self.space)  # the name of the space has one more character: it may be too long
         self._settings = settings
         self._lock = threading.RLock()
-        self._last: Session | None = None
+        self._last_session: Session | None = None
         self._begun: dict[int, _Attempt] = {}
-        """The attempt this process writes, by step."""
+        """Attempts that this process writes, by step."""
         self._open: dict[tuple[int, str], SlotFile] = {}
-        """Files that are being written, or written under a name that is not their own yet."""
+        """Files that are being written, or wait for the rename to their final name."""
         self._sizes: dict[int, int] = {}
-        """How large the slot of each file became the last time."""
+        """Slot size in bytes of each part at its last write."""
 
     @property
     def settings(self) -> Settings:
@@ -92,21 +93,22 @@ class StepFileSpace:
 
     @property
     def session(self) -> Session:
-        """What is written here goes nowhere else: neither to other nodes nor to the durable tier."""
+        """Session of the space. Its shards are neither replicated nor uploaded."""
         here = override_settings(self.settings, durable={"url": ""}, peer={"discovery": "off"})
         session = open_session(self.space, here)
         with self._lock:
-            if session is not self._last:  # what was begun with another agent is not known to this one
+            if session is not self._last_session:  # a new agent does not know the attempts of the old one
                 writers, self._open = list(self._open.values()), {}
                 self._begun.clear()
-                self._last = session
+                self._last_session = session
                 for writer in writers:
                     writer.detach()
         return session
 
     def begin(self, step: int) -> None:
-        """A new attempt at ``step``. What earlier ones left, here and at other steps, is given up: only the step before
-        this one may still be on its way.
+        """Begin a new attempt at ``step``.
+
+        Drop the remains of earlier attempts at all steps, except for the last other step: its save may still run.
         """
         session = self.session
         with self._lock:
@@ -121,12 +123,12 @@ class StepFileSpace:
             if trainer is not None and trainer.pid is not None and self.settings.enabled:
                 saving.session.follow_trainer_rewind(
                     process_identity(trainer.pid)
-                )  # DCP's background process saves for it
+                )  # DCP's background process saves for the trainer
             saving.capture_point()
             store = session.agent.store
             incarnation = f"files-{store.arena_id}"
-            # The first claim of an arena holds for all its processes. It is not below the world's epoch or the
-            # time, like the epoch of any incarnation: two nodes do not know each other's claims.
+            # The first claim of an arena holds for all its processes. Its epoch is at least the world's epoch or the
+            # time, like any incarnation's, because two nodes do not know each other's claims.
             known = store.epoch(self.space) or session.newest_known_epoch()
             at_least = session.incarnation.capture().world_epoch or clock_ms()
             epoch = store.claim(self.space, incarnation, at_least=max(known, at_least))
@@ -137,26 +139,26 @@ class StepFileSpace:
             for key in left:
                 last[key.version] = max(key.attempt, last.get(key.version, -1))
             for at, attempt in last.items():
-                noted = self._noted(session, at)
-                last[at] = max(noted, attempt)
-                if attempt > noted:
-                    self._note(session, at, attempt)
+                recorded = self._recorded_attempt(session, at)
+                last[at] = max(recorded, attempt)
+                if attempt > recorded:
+                    self._record_attempt(session, at, attempt)
             if left:
                 store.delete_versions(self.space, sorted({key.version_id for key in left}))
         with self._lock:
             self._begun[step] = _Attempt(VersionId(epoch, step, last[step] + 1, incarnation), saving)
 
     def has_begun(self, step: int) -> bool:
-        """Whether this process writes it, for the agent there is now."""
+        """Return whether this process has begun ``step`` with the current agent."""
         with self._lock:
             known = step in self._begun
         if known:
-            _ = self.session  # forgets what was begun with another agent
+            _ = self.session  # clears the attempts that were begun with another agent
         with self._lock:
             return known and step in self._begun
 
     def writer(self, step: int, name: str) -> SlotFile:
-        """A file to write; it takes its place when it is closed, or renamed when its name ends in ``.tmp``."""
+        """Return a file to write. It becomes visible on close, or on its rename if its name ends in ``.tmp``."""
         if not self.has_begun(step):
             self.begin(step)
         session, final = self.session, name.removesuffix(PENDING_SUFFIX)
@@ -178,12 +180,12 @@ class StepFileSpace:
         return writer
 
     def file_closed(self, writer: SlotFile) -> None:
-        """The writer has written everything."""
+        """Seal a closed file under its name, unless it waits for a rename."""
         if not writer.name.endswith(PENDING_SUFFIX):
             self.rename(writer.step, writer.name, writer.name)
 
     def rename(self, step: int, name: str, final: str) -> None:
-        """Give a written file its name; ``.metadata`` makes its step whole."""
+        """Seal a written file under the name ``final``. ``.metadata`` completes its step."""
         with self._lock:
             writer = self._open.get((step, name))
         if writer is None:
@@ -209,12 +211,12 @@ class StepFileSpace:
             self._commit(step, attempt, metadata)
 
     def is_pending(self, step: int, name: str) -> bool:
-        """Whether ``name`` is about to be replaced."""
+        """Return whether a temporary file that will replace ``name`` is open."""
         with self._lock:
             return (step, name + PENDING_SUFFIX) in self._open
 
     def drop(self, step: int, name: str) -> bool:
-        """Give up a file that is being written; False when there is none."""
+        """Discard a file that is being written. False: no such file exists."""
         with self._lock:
             writer = self._open.pop((step, name), None)
         if writer is not None:
@@ -222,7 +224,10 @@ class StepFileSpace:
         return writer is not None
 
     def _table(self, step: int, writer: SlotFile, metadata: Metadata) -> StateTable:
-        """The files of the step, by what its metadata says."""
+        """Return the table of the files in ``metadata``.
+
+        Raise :class:`SaveFailedError` if this node lacks one.
+        """
         try:
             names = sorted({str(info.relative_path) for info in metadata.storage_data.values()})
         except AttributeError as error:
@@ -240,7 +245,7 @@ class StepFileSpace:
         return StateTable((), (DCP_METADATA_NAME, *names))
 
     def _commit(self, step: int, attempt: _Attempt, metadata: Metadata) -> None:
-        """Save what the files hold, and give them up."""
+        """Save the contents of the files as the step, and delete the files."""
         session = self.session
         with translated_store_errors(f"step {step} of {self.job} cannot be completed"):
             store = session.agent.store
@@ -252,17 +257,17 @@ class StepFileSpace:
                 finally:
                     source.close()
             finally:
-                self._note(session, step, attempt.version_id.attempt)
+                self._record_attempt(session, step, attempt.version_id.attempt)
                 store.delete_versions(self.space, [attempt.version_id])
             kept = {fact.key.version for fact in store.list_shards(self.space)} | {step}
             for name in store.list_blobs(self.space):
                 if name.startswith(_ATTEMPT) and int(name.removeprefix(_ATTEMPT)) not in kept:
                     store.remove_blob(self.space, name)
 
-    def _note(self, session: Session, step: int, attempt: int) -> None:
+    def _record_attempt(self, session: Session, step: int, attempt: int) -> None:
         session.agent.store.put_blob(self.space, f"{_ATTEMPT}{step}", str(attempt).encode())
 
-    def _noted(self, session: Session, step: int) -> int:
+    def _recorded_attempt(self, session: Session, step: int) -> int:
         try:
             return int(session.agent.store.get_blob(self.space, f"{_ATTEMPT}{step}"))
         except ShardNotFoundError:
@@ -271,14 +276,14 @@ class StepFileSpace:
 
 @dataclass(frozen=True)
 class TieredPath:
-    """What a path below ``tiered://`` names: a job, one of its steps, a file of DCP's in a step, or any other file."""
+    """Path below ``tiered://``: a job, one of its steps, a DCP file of a step, or any other file."""
 
     job: str
     step: int | None = None
     name: str = ""
-    """Of a file that DCP made of a step."""
+    """Name of a DCP file in the step. Empty: none."""
     other: str = ""
-    """Below the job, for any other file or folder; those of a step's folder begin with its name."""
+    """Path below the job of any other file or folder. In the folder of a step it begins with ``step-N``."""
 
     def __str__(self) -> str:
         folder = self.other or ("" if self.step is None else f"step-{self.step}")
@@ -286,17 +291,17 @@ class TieredPath:
 
 
 def parse_tiered_path(path: str) -> TieredPath:
-    """``job``, ``job/step-N``, ``job/step-N/.metadata`` (or another of DCP's files), or ``job/any/thing/else``."""
+    """Parse ``job``, ``job/step-N``, ``job/step-N/DCP_FILE`` or ``job/any/other/path``."""
     job, *rest = path.strip("/").split("/")
     location = Location(parse_location(job).job)
     if any(part in ("", ".", "..") for part in rest):
         raise UsageError(f"{path!r} is not a path below a job")
     if rest and len(rest) <= 2 and rest[0].startswith("step-") and "@" not in rest[0]:
-        with contextlib.suppress(UsageError):  # a folder of that name is any other
+        with contextlib.suppress(UsageError):  # not a step: a folder with a similar name
             location = parse_location(f"{job}/{rest[0]}")
     if not rest or (location.step is not None and len(rest) == 1):
         return TieredPath(location.job, location.step)
-    if not _OF_DCP.fullmatch(rest[-1]):
+    if not _DCP_NAME.fullmatch(rest[-1]):
         return TieredPath(location.job, other="/".join(rest))
     if location.step is None:
         raise UsageError(f"{path!r}: a checkpoint is saved as tiered://JOB/step-N, and this is none")
@@ -304,9 +309,9 @@ def parse_tiered_path(path: str) -> TieredPath:
 
 
 def file_part_number(name: str) -> int:
-    """The number a file has as a part of its step, whatever other files there are.
+    """Return the part number of a file of a step. It depends on the name alone.
 
-    What DCP calls its files never meets.
+    Numbers of DCP's file names never collide. Those of other names are hashes.
     """
     if name == DCP_METADATA_NAME:
         return 0
@@ -317,26 +322,26 @@ def file_part_number(name: str) -> int:
     return 1 + xxhash.xxh3_64_intdigest(name.encode()) % (UNKNOWN_PART_COUNT - 1)
 
 
-_NOTE, _DATA = "file.", "data."
-_MOST_BYTES = 32 << 20
+_ENTRY, _DATA = "file.", "data."
+_MAX_BYTES = 32 << 20
 _PLAIN = frozenset(string.ascii_letters + string.digits + "._-")
-_LONGEST = 230
+_MAX_STEM_LENGTH = 230
 
 
 class SideFile(msgspec.Struct, frozen=True):
-    """A small file that is no part of a step, kept whole."""
+    """A small file that is not part of a step, stored as one blob."""
 
     path: str
-    """Below its job."""
+    """Path below its job."""
     changed_ns: int
     size_bytes: int
     folder: bool = False
 
 
 class SideFileStore:
-    """Those of one job: in the durable tier where there is one, else in this node's memory.
+    """Side files of one job: in the durable tier, or without one in this node's memory.
 
-    In one place: a copy in memory would be what another node wrote over, or removed, long ago.
+    They are never in both: a copy in memory would be out of date after a write or removal by another node.
     """
 
     def __init__(self, job: str) -> None:
@@ -344,36 +349,36 @@ class SideFileStore:
 
     def write(self, path: str, data: bytes, *, folder: bool = False) -> None:
         entry = SideFile(path, time.time_ns(), len(data), folder)
-        if len(data) > _MOST_BYTES:
+        if len(data) > _MAX_BYTES:
             raise UsageError(
                 f"tiered://{self.job}/{path} has {show_size(len(data))}; files beside checkpoints have at most "
-                f"{show_size(_MOST_BYTES)}: save tensors with dcp.save, as tiered://JOB/step-N"
+                f"{show_size(_MAX_BYTES)}: save tensors with dcp.save, as tiered://JOB/step-N"
             )
-        stem = _stem(path)
+        stem = _encode_path(path)
         with translated_store_errors(f"{path} of {self.job} cannot be written"):
             durable = self._durable()
             if durable is None:
-                self._tidy(path)
-            for name, content in ((f"{_DATA}{stem}", data), (f"{_NOTE}{stem}", msgspec.msgpack.encode(entry))):
+                self._remove_stale_files(path)
+            for name, content in ((f"{_DATA}{stem}", data), (f"{_ENTRY}{stem}", msgspec.msgpack.encode(entry))):
                 if durable is not None:
                     durable.put(object_keys.side_file_key(self.job, name), content)
                 else:
                     self._store.put_blob(self.job, name, content)
 
     def find(self, path: str) -> SideFile | None:
-        data = self._get(f"{_NOTE}{_stem(path)}")
+        data = self._get(f"{_ENTRY}{_encode_path(path)}")
         return None if data is None else _entry(data)
 
     def read(self, path: str) -> bytes:
         entry = self.find(path)
-        data = None if entry is None or entry.folder else self._get(f"{_DATA}{_stem(path)}")
+        data = None if entry is None or entry.folder else self._get(f"{_DATA}{_encode_path(path)}")
         if data is None:
             raise FileNotFoundError(f"tiered://{self.job}/{path}")
         return data
 
     def list_below(self, folder: str) -> list[str]:
-        """The paths of everything below a folder ("": all there is), however deep."""
-        prefix = _NOTE + (_stem(f"{folder}/") if folder else "")
+        """Return the paths of all side files and folders below ``folder``, at any depth. Empty: below the job."""
+        prefix = _ENTRY + (_encode_path(f"{folder}/") if folder else "")
         with translated_store_errors(f"the files of {self.job} cannot be listed"):
             found = {name for name in self._store.list_blobs(self.job) if name.startswith(prefix)}
             durable = self._durable()
@@ -381,13 +386,13 @@ class SideFileStore:
                 found |= {
                     info.name.rpartition("/")[2] for info in durable.list(object_keys.side_file_key(self.job, prefix))
                 }
-        return sorted(_path(name.removeprefix(_NOTE)) for name in found)
+        return sorted(_decode_path(name.removeprefix(_ENTRY)) for name in found)
 
     def remove(self, path: str) -> bool:
-        """False where there is none."""
+        """Delete a side file or folder. False: it does not exist."""
         if self.find(path) is None:
             return False
-        both = [f"{_NOTE}{_stem(path)}", f"{_DATA}{_stem(path)}"]
+        both = [f"{_ENTRY}{_encode_path(path)}", f"{_DATA}{_encode_path(path)}"]
         with translated_store_errors(f"{path} of {self.job} cannot be removed"):
             durable = self._durable()
             if durable is not None:
@@ -396,8 +401,8 @@ class SideFileStore:
                 self._store.remove_blob(self.job, name)
         return True
 
-    def _tidy(self, path: str) -> None:
-        """Memory gives up steps for newer ones, and what lies in their folders: seen to once for each step's folder."""
+    def _remove_stale_files(self, path: str) -> None:
+        """Delete side files of evicted steps, before the first side file of a step is written."""
         own, known = self._step_of(path), self.list_below("")
         if own is None or any(self._step_of(other) == own for other in known):
             return
@@ -412,7 +417,7 @@ class SideFileStore:
                 self.remove(other)
 
     def _step_of(self, path: str) -> int | None:
-        """Of the step's folder that a file is in."""
+        """Return the step whose folder contains ``path``. ``None``: it is in no such folder."""
         folder, inside, _ = path.partition("/")
         with contextlib.suppress(UsageError):
             return parse_location(f"{self.job}/{folder}").step if inside else None
@@ -436,21 +441,24 @@ class SideFileStore:
             if durable is not None:
                 with contextlib.suppress(ObjectNotFoundError):
                     return durable.get(object_keys.side_file_key(self.job, name))
-            with contextlib.suppress(ShardNotFoundError):  # also what was written before there was a durable tier
+            with contextlib.suppress(ShardNotFoundError):  # also files from before a durable tier was configured
                 return self._store.get_blob(self.job, name)
         return None
 
 
-def _stem(path: str) -> str:
-    """The path as part of a name that agents and every durable store take; equal only for equal paths."""
+def _encode_path(path: str) -> str:
+    """Return ``path`` encoded as a part of a name that agents and durable stores allow.
+
+    The encoding is unique.
+    """
     stem = "".join(one if one in _PLAIN else "".join(f"@{byte:02x}" for byte in one.encode()) for one in path)
-    if len(stem) > _LONGEST:
+    if len(stem) > _MAX_STEM_LENGTH:
         raise UsageError(f"{path!r} is too long a name for a file beside checkpoints")
     return stem
 
 
-def _path(stem: str) -> str:
-    """What :func:`_stem` was given."""
+def _decode_path(stem: str) -> str:
+    """Return the path that :func:`_encode_path` encoded."""
     return urllib.parse.unquote(stem.replace("@", "%"))
 
 

@@ -1,11 +1,10 @@
-"""A stored step as the files of DCP's own writer, and files written into slots.
+"""View of a stored step as the files of DCP's own writer, and files written into slots.
 
-To be read, nothing is converted beforehand: ``.metadata`` is made when it is asked for, and in the data files each
-tensor's bytes are read from its shard, behind the head that ``torch.load`` expects (the format of before zip archives:
-there the size of a file follows from names, types and shapes alone).
+Reads convert nothing in advance. ``.metadata`` is built on request. A data file consists of heads that ``torch.load``
+expects, each followed by a tensor's bytes from its shard. The heads use the format before zip archives: its file sizes
+follow from names, types and shapes alone.
 
-What was written is saved by a :class:`~tieredckpt.dcp.tiered_writer.TieredWriter`, out of the files: the step is one
-like any other.
+A :class:`~tieredckpt.dcp.tiered_writer.TieredWriter` saves written files as a step like any other.
 """
 
 from __future__ import annotations
@@ -64,18 +63,21 @@ from tieredckpt.settings import load_settings
 from tieredckpt.tensors.safe_objects import load_dcp_metadata
 from tieredckpt.tensors.state_dict import dtype_from_name
 
-_KEPT = 4
+_CACHED_STEPS = 4
 _FRESH_S = 5.0
-"""A load opens a step's files one after the other; to describe all of it for each would take its size squared."""
+"""Seconds for which a description of a step is reused.
+
+A load opens all files of a step. A new description for each file would take quadratic time.
+"""
 _READ_BYTES = 8 << 20
 _Segment = bytes | tuple[int, ByteRange]
 
 
-# -- from files to tensors ----------------------------------------------------------------------------------------
-
-
 def save_from_files(writer: TieredWriter, metadata: Metadata, source: StepSource) -> None:
-    """Save with ``writer`` what the files hold that are objects of ``source``, as ``metadata`` says."""
+    """Save with ``writer`` the state in the files that ``source`` has as objects.
+
+    ``metadata`` describes the files.
+    """
     items = [_write_item(metadata, index) for index in metadata.storage_data]
     planner = _FilesSavePlanner(metadata.storage_data, source)
     writer.set_up_storage_writer(True, rank=0)
@@ -97,7 +99,7 @@ def _write_item(metadata: Metadata, index: MetadataIndex) -> WriteItem:
 
 
 class _FilesSavePlanner(DefaultSavePlanner):
-    """Gives what lies in the files, as DCP's reader reads it."""
+    """Save planner that reads the data from the files, like DCP's reader."""
 
     def __init__(self, places: Mapping[MetadataIndex, _StorageInfo], source: StepSource) -> None:
         super().__init__()
@@ -137,11 +139,8 @@ class _FilesSavePlanner(DefaultSavePlanner):
         return io.BytesIO(transforms.transform_load_stream(None, changed_by, stream).read())  # type: ignore[arg-type]
 
 
-# -- from tensors to files ----------------------------------------------------------------------------------------
-
-
 class StepAsFiles:
-    """The files of one step, and where their bytes are."""
+    """Files of one step, and the locations of their bytes."""
 
     def __init__(self, step: StepIndex, location: Location) -> None:
         self._segments: dict[str, list[_Segment]] = {}
@@ -163,7 +162,7 @@ class StepAsFiles:
                     add(index, place.part, (place.part, step.item_range(place.part, place.item)))
                     continue
                 kind = entry.dtype, entry.box.sizes
-                head = heads.get(kind) or heads.setdefault(kind, _head(entry))
+                head = heads.get(kind) or heads.setdefault(kind, _tensor_head(entry))
                 base = step.layouts[place.part].header_bytes + entry.start
                 add(index, place.part, head, (place.part, ByteRange(base, base + entry.size_bytes)))
         for name in step.objects:
@@ -182,7 +181,10 @@ class StepAsFiles:
         self.saved_ns = max(shard.meta.saved_ns for shard in step.shards.values())
 
     def open(self, name: str, source: StepSource, read: Callable[[], None]) -> io.BufferedReader:
-        """One of the files, verified as it is read; closes ``source`` with itself, and then says that it was read."""
+        """Open a file with verified reads.
+
+        Its close closes ``source`` and, after a successful read, calls ``read``.
+        """
         return io.BufferedReader(_File(self._segments[name], source, read), _READ_BYTES)
 
 
@@ -197,7 +199,7 @@ def _tensor_metadata(chunks: list[TensorEntry]) -> TensorStorageMetadata:
 
 @dataclasses.dataclass(frozen=True)
 class _Seen:
-    """A step as it was described to this process."""
+    """A step's last description by the agent."""
 
     at: float
     session: Session
@@ -206,14 +208,14 @@ class _Seen:
 
 
 class JobStepFiles:
-    """The whole steps of one job, whoever saved them, as files."""
+    """Complete steps of one job as files."""
 
     def __init__(self, job: str) -> None:
         self.job = job
-        self._made: dict[VersionId, StepAsFiles] = {}
+        self._files_by_version: dict[VersionId, StepAsFiles] = {}
         self._seen: dict[VersionId, _Seen] = {}
         self._loading: dict[int, VersionId] = {}
-        """The steps whose metadata a load has opened, and which attempt that was: it reads its data from the same."""
+        """Attempt of each step whose metadata a load has opened: it must read the data of the same attempt."""
         self._lock = threading.Lock()
 
     @property
@@ -221,7 +223,7 @@ class JobStepFiles:
         return open_session(self.job, load_settings())
 
     def steps(self) -> list[int]:
-        """Those a load would choose from, oldest first: not those of a past that the job has left."""
+        """Return the steps that a load can choose, oldest first. Steps of other branches are skipped."""
         seen = self._survey()
         quarantined = {view.version_id for view in seen.views if view.quarantined}
         found = resolve_step([view.candidate for view in seen.views], quarantined=quarantined)
@@ -229,14 +231,14 @@ class JobStepFiles:
         return sorted({candidate.version_id.version for candidate in left})
 
     def find(self, step: int) -> StepAsFiles | None:
-        """A whole step; ``None`` where there is none."""
+        """Return the files of a complete step. ``None``: the step does not exist."""
         try:
-            return self._described(self._view(step).version_id).files
+            return self._described(self._chosen_status(step).version_id).files
         except CheckpointNotFoundError:
             return None
 
     def open(self, step: int, name: str) -> io.BufferedReader:
-        """One file of a step; where ``dcp.load`` reads it, the job goes on from there."""
+        """Open one file of a step. After a read by ``dcp.load`` the job continues from this step."""
         ranks = dcp_call_world_size()
         group = self._group(step, name, loading=ranks is not None)
         seen = self._described(group, fresh=name == DCP_METADATA_NAME)
@@ -253,7 +255,7 @@ class JobStepFiles:
         )
 
     def remove(self, step: int) -> bool:
-        """Delete a step in all tiers and on all nodes; False where there is none."""
+        """Delete a step in all tiers and on all nodes. False: it does not exist."""
         groups = [view.version_id for view in self._survey().views if view.version_id.version == step]
         with translated_store_errors(f"step {step} of {self.job} cannot be deleted"):
             if groups:
@@ -265,7 +267,7 @@ class JobStepFiles:
             known = self._loading.get(step)
         if loading and known is not None and name != DCP_METADATA_NAME:
             return known
-        group = self._view(step).version_id
+        group = self._chosen_status(step).version_id
         if loading:
             with self._lock:
                 self._loading[step] = group
@@ -275,8 +277,8 @@ class JobStepFiles:
         with translated_store_errors(f"{self.job} cannot be looked up"):
             return self.session.agent.list_steps(self.job, fresh=True)
 
-    def _view(self, step: int) -> StepStatus:
-        """The whole attempt at ``step`` that counts."""
+    def _chosen_status(self, step: int) -> StepStatus:
+        """Return the attempt at ``step`` that a load would choose. Raise if none exists."""
         seen = self._survey()
         found = resolve_step(
             [view.candidate for view in seen.views],
@@ -292,10 +294,10 @@ class JobStepFiles:
         return next(view for view in seen.views if view.version_id == group)
 
     def _described(self, group: VersionId, *, fresh: bool = True) -> _Seen:
-        """Where a step's bytes are: as of now, or for its many files as of a moment ago."""
+        """Return the description of a step. Unless ``fresh``, it may be up to ``_FRESH_S`` seconds old."""
         session = self.session
         with self._lock:
-            files, seen = self._made.get(group), self._seen.get(group)
+            files, seen = self._files_by_version.get(group), self._seen.get(group)
         if not fresh and seen is not None and seen.session is session and time.monotonic() - seen.at < _FRESH_S:
             return seen
         with translated_store_errors(f"step {group.version} of {self.job} cannot be read"):
@@ -303,9 +305,9 @@ class JobStepFiles:
         files = files or StepAsFiles(step, Location(parse_location(self.job).job, group.version))
         seen = _Seen(at, session, step, files)
         with self._lock:
-            self._made[group], self._seen = files, {group: seen}
-            while len(self._made) > _KEPT:
-                del self._made[next(iter(self._made))]
+            self._files_by_version[group], self._seen = files, {group: seen}
+            while len(self._files_by_version) > _CACHED_STEPS:
+                del self._files_by_version[next(iter(self._files_by_version))]
         return seen
 
 
@@ -315,8 +317,8 @@ class _File(io.RawIOBase):
         self._segments = segments
         self._source = source
         self._read = read
-        self._good = False
-        """Something was read, and nothing failed."""
+        self._read_ok = False
+        """Whether the last read succeeded."""
         self._starts = [0, *itertools.accumulate(map(_size, segments))]
         self._at = 0
 
@@ -337,7 +339,7 @@ class _File(io.RawIOBase):
         return self._at
 
     def readinto(self, buffer: object, /) -> int:
-        self._good = False
+        self._read_ok = False
         with memoryview(buffer) as view, view.cast("B") as flat:  # type: ignore[arg-type]
             done = 0
             number = max(0, bisect.bisect_right(self._starts, self._at) - 1)
@@ -351,14 +353,14 @@ class _File(io.RawIOBase):
                     span = ByteRange(start + within, start + within + count)
                     self._source.read_into(flat[done : done + count], part, span)
                 done, self._at, number = done + count, self._at + count, number + 1
-        self._good = True
+        self._read_ok = True
         return done
 
     def close(self) -> None:
         if not self.closed:
             super().close()
             self._source.close()
-            if self._good:
+            if self._read_ok:
                 self._read()
 
 
@@ -367,7 +369,7 @@ def _size(segment: _Segment) -> int:
 
 
 class _Pickler(pickle.Pickler):
-    """Names the one storage there is, instead of pickling it."""
+    """Pickler that writes a reference instead of the single storage."""
 
     numel = 0
 
@@ -378,8 +380,8 @@ class _Pickler(pickle.Pickler):
         return "storage", getattr(torch, value._pickle_storage_type()), "0", "cpu", self.numel, None
 
 
-def _head(entry: TensorEntry) -> bytes:
-    """What ``torch.save`` writes in front of the elements of such a tensor."""
+def _tensor_head(entry: TensorEntry) -> bytes:
+    """Return the bytes that ``torch.save`` writes before the elements of such a tensor."""
     out = io.BytesIO()
     system = {"protocol_version": torch.serialization.PROTOCOL_VERSION, "little_endian": True}
     system["type_sizes"] = {"short": 2, "int": 4, "long": 4}  # type: ignore[assignment]
@@ -394,11 +396,11 @@ def _head(entry: TensorEntry) -> bytes:
 
 DCP_METADATA_NAME = ".metadata"
 PENDING_SUFFIX = ".tmp"
-_MOST_GROWTH = 1 << 30
+_MAX_GROWTH_BYTES = 1 << 30
 
 
 class SlotFile(io.RawIOBase):
-    """Bytes into a leased slot, from where the file begins in its shard."""
+    """File that writes into a leased slot, after the header of its shard."""
 
     _fd = -1
 
@@ -426,10 +428,8 @@ class SlotFile(io.RawIOBase):
 
     @property
     def slot_bytes(self) -> int:
-        """The room there is."""
+        """Size of the leased slot in bytes."""
         return self._lease.size_bytes
-
-    # -- io.RawIOBase -----------------------------------------------------------------------------------------
 
     def writable(self) -> bool:
         return True
@@ -475,10 +475,8 @@ class SlotFile(io.RawIOBase):
             self.discard()
         self.close()
 
-    def __del__(self) -> None:  # of files in general it closes them, and what was not closed is not all written
+    def __del__(self) -> None:  # unlike other files, it does not close: an unclosed file is incomplete
         self.detach()
-
-    # -- for the space ----------------------------------------------------------------------------------------
 
     def seal(self, final: str, table: StateTable | None) -> None:
         store = self._session.agent.store
@@ -503,18 +501,18 @@ class SlotFile(io.RawIOBase):
             self.detach()
 
     def discard(self) -> None:
-        """Give the slot back."""
+        """Release the slot, unless it is sealed."""
         self.detach()
         if not self._sealed:
             with contextlib.suppress(PeerStoreError):  # the lease would expire anyway
                 self._session.agent.store.release(self._lease.id)
 
     def read_dcp_metadata(self) -> Metadata:
-        """This file, which is DCP's metadata. Who copies somebody's checkpoint to here runs nothing that is in it."""
+        """Return this file as DCP's metadata. Unless objects are trusted, no code from the file runs."""
         data = io.BytesIO(os.pread(self._fd, self._size, self._start))
         trusted = self._session.settings.memory.trust_objects
         try:
-            found = pickle.load(data) if trusted else load_dcp_metadata(data)  # noqa: S301 - only where somebody asks for it
+            found = pickle.load(data) if trusted else load_dcp_metadata(data)  # noqa: S301 - only if the user trusts objects
         except Exception as error:
             raise UsageError(f"{DCP_METADATA_NAME} of step {self.step} is not what DCP writes: {error}") from error
         if not isinstance(found, Metadata):
@@ -524,7 +522,7 @@ class SlotFile(io.RawIOBase):
         return found
 
     def detach(self) -> None:
-        """Nothing more is written; the lease ends with the connection it was given on."""
+        """Close the file descriptor. The lease ends with its connection to the agent."""
         fd, self._fd = self._fd, -1
         if fd >= 0:
             os.close(fd)
@@ -532,12 +530,12 @@ class SlotFile(io.RawIOBase):
     def _require(self, size_bytes: int) -> None:
         if size_bytes <= self._lease.size_bytes:
             return
-        more = max(min(self._lease.size_bytes, _MOST_GROWTH), self._lease.size_bytes // 2)
+        more = max(min(self._lease.size_bytes, _MAX_GROWTH_BYTES), self._lease.size_bytes // 2)
         wanted = max(size_bytes, self._lease.size_bytes + more)
         with translated_store_errors(f"{self.name} of step {self.step} cannot grow"):
             wait_s = self._session.settings.memory.wait_s
             before, self._lease = self._lease, self._session.agent.store.grow(self._lease.id, wanted, wait_s=wait_s)
-            if self._lease.generation != before.generation:  # what was written so far has been copied
+            if self._lease.generation != before.generation:  # the agent moved the file to another slot
                 fd = self._session.agent.store.open_slot(self._lease.slot)
                 self.detach()
                 self._fd = fd
@@ -549,7 +547,7 @@ def one_file_layout(name: str) -> Layout:
 
 @contextlib.contextmanager
 def translated_store_errors(what: str) -> Iterator[None]:
-    """The store's errors as this package's."""
+    """Translate errors of the store to errors of this package. ``what`` begins their messages."""
     try:
         yield
     except TieredCheckpointError:

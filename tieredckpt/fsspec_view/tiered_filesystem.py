@@ -1,10 +1,8 @@
-"""TieredFileSystem: ``tiered://`` for fsspec. Torch is imported when a step is first touched.
+"""TieredFileSystem: ``tiered://`` for fsspec. Torch is imported on the first use of a step.
 
-DCP's own file writer and reader work on it unmodified, without ``enable_urls()``: slower than
-:class:`~tieredckpt.dcp.tiered_writer.TieredWriter` (DCP pickles every tensor), but nothing has to be changed or called.
-Whoever saved a step, it is listed and read here, and what is written here is a step like any other. Other files may lie
-beside
-the steps.
+DCP's own file writer and reader work on it unmodified, without ``enable_urls()``. They are slower than
+:class:`~tieredckpt.dcp.tiered_writer.TieredWriter`, because DCP pickles every tensor. Steps of all writers are listed
+and readable here, and a step written here is like any other. Other files may lie next to the steps.
 """
 
 from __future__ import annotations
@@ -35,7 +33,10 @@ _lock = threading.Lock()
 
 @dataclass(frozen=True)
 class _JobFiles:
-    """One of each per job and process: fsspec makes a file system for every thread, and a save may use several."""
+    """Files of one job, shared by all file systems of the process.
+
+    fsspec creates a file system per thread, and a save may use several.
+    """
 
     writing: StepFileSpace
     steps: JobStepFiles
@@ -43,27 +44,25 @@ class _JobFiles:
 
 
 class TieredFileSystem(AbstractFileSystem):  # type: ignore[misc]  # fsspec has no types
-    """``tiered://JOB/step-N/FILE``: a job's steps are folders, there when they are whole; other files as anywhere."""
+    """File system ``tiered://JOB/step-N/FILE``. Complete steps are folders; other files behave as usual."""
 
     protocol = "tiered"
     root_marker = ""
 
-    # -- folders ----------------------------------------------------------------------------------------------
-
     def makedirs(self, path: str, exist_ok: bool = False) -> None:  # noqa: FBT002
-        """Begin a step, or make a folder for other files; a job needs none."""
+        """Begin a step, or create a folder for other files. A job needs no folder."""
         from tieredckpt.location import reject_local_tiered_folder
 
         reject_local_tiered_folder()
-        place = self._place(path)
+        target = self._parse_path(path)
         if not exist_ok and self.exists(path):
             raise FileExistsError(path)
-        if place.step is not None and not place.name:
-            _job(place).writing.begin(place.step)
-        elif place.other:
-            found = _job(place).others.find(place.other)
+        if target.step is not None and not target.name:
+            _job(target).writing.begin(target.step)
+        elif target.other:
+            found = _job(target).others.find(target.other)
             if found is None:
-                _job(place).others.write(place.other, b"", folder=True)
+                _job(target).others.write(target.other, b"", folder=True)
             elif not found.folder:
                 raise FileExistsError(path)
 
@@ -71,31 +70,31 @@ class TieredFileSystem(AbstractFileSystem):  # type: ignore[misc]  # fsspec has 
         self.makedirs(path, exist_ok=False)
 
     def rmdir(self, path: str) -> None:
-        place = self._place(path)
-        if place.other:
-            _job(place).others.remove(place.other)
+        target = self._parse_path(path)
+        if target.other:
+            _job(target).others.remove(target.other)
 
     def ls(self, path: str, detail: bool = True, **kwargs: Any) -> list[Any]:  # noqa: FBT002
-        found = self._list(self._place(path))
+        found = self._list(self._parse_path(path))
         return found if detail else [info["name"] for info in found]
 
     def info(self, path: str, **kwargs: Any) -> dict[str, Any]:
-        place = self._place(path)
-        if place.name:
-            files = self._step(place)
-            if files is None or place.name not in files.sizes:
+        target = self._parse_path(path)
+        if target.name:
+            files = self._step(target)
+            if files is None or target.name not in files.sizes:
                 raise FileNotFoundError(path)
-            return _file(str(place), files.sizes[place.name], files.saved_ns)
-        if place.other:
-            entry = _job(place).others.find(place.other)
+            return _file(str(target), files.sizes[target.name], files.saved_ns)
+        if target.other:
+            entry = _job(target).others.find(target.other)
             if entry is not None and not entry.folder:
-                return _side_file(place.job, entry)
-        if place.step is None or not _job(place).writing.has_begun(place.step):
-            self._list(place)
-        return _folder(str(place))
+                return _side_file(target.job, entry)
+        if target.step is None or not _job(target).writing.has_begun(target.step):
+            self._list(target)
+        return _folder(str(target))
 
     def exists(self, path: str, **kwargs: Any) -> bool:
-        """Whether it is there; a tier that cannot be asked is an error, and not a no."""
+        """Return whether ``path`` exists. An unreachable tier raises."""
         from tieredckpt.errors import UsageError
 
         try:
@@ -108,19 +107,20 @@ class TieredFileSystem(AbstractFileSystem):  # type: ignore[misc]  # fsspec has 
         return self.modified(path)
 
     def modified(self, path: str) -> datetime:
-        """When it was written; of a step, when it was saved."""
-        place, info = self._place(path), self.info(path)
-        files = self._step(place) if place.step is not None else None
+        """Return the time of the last write; for a step and its files, the time of the save."""
+        target, info = self._parse_path(path), self.info(path)
+        files = self._step(target) if target.step is not None else None
         at = info.get("mtime") if files is None else files.saved_ns / 1e9
         if at is None:
             raise io.UnsupportedOperation(f"{path}: a folder has no time")
         return datetime.fromtimestamp(at, tz=timezone.utc)
 
-    # -- files ------------------------------------------------------------------------------------------------
-
     def mv(self, path1: str, path2: str, recursive: bool = False, maxdepth: int | None = None, **kwargs: Any) -> None:  # noqa: FBT002
-        """Give a file of DCP's that this process has just written its final name; others are copied and removed."""
-        old, new = self._place(path1), self._place(path2)
+        """Rename a DCP file that this process has written to its final name.
+
+        Other files are copied and removed.
+        """
+        old, new = self._parse_path(path1), self._parse_path(path2)
         if not old.name and not new.name:
             super().mv(path1, path2, recursive=recursive, maxdepth=maxdepth, **kwargs)
         elif old.step is None or (old.job, old.step) != (new.job, new.step) or not old.name or not new.name:
@@ -139,106 +139,104 @@ class TieredFileSystem(AbstractFileSystem):  # type: ignore[misc]  # fsspec has 
                 target.write(data)
 
     def rm_file(self, path: str) -> None:
-        place = self._place(path)
-        if place.other:
-            if not _job(place).others.remove(place.other):
+        target = self._parse_path(path)
+        if target.other:
+            if not _job(target).others.remove(target.other):
                 raise FileNotFoundError(path)
             return
-        if place.step is None or not place.name:
+        if target.step is None or not target.name:
             raise io.UnsupportedOperation(f"{path}: only whole steps and files are removed")
-        writing = _job(place).writing
-        # What is about to be replaced stays until then, so that the step never is without.
-        if not writing.drop(place.step, place.name) and not writing.is_pending(place.step, place.name):
+        writing = _job(target).writing
+        # A file that will be replaced stays until then, so that the step is never without it.
+        if not writing.drop(target.step, target.name) and not writing.is_pending(target.step, target.name):
             raise io.UnsupportedOperation(f"{path}: the files of a step are removed with their step")
 
     def rm(self, path: Any, recursive: bool = False, maxdepth: int | None = None) -> None:  # noqa: FBT002
         for one in path if isinstance(path, list) else [path]:
-            place = self._place(one)
-            if place.name:
+            target = self._parse_path(one)
+            if target.name:
                 self.rm_file(one)
-            elif place.other:
+            elif target.other:
                 self._remove_others(one, recursive=recursive, maxdepth=maxdepth)
-            elif place.step is None or not recursive:
+            elif target.step is None or not recursive:
                 raise io.UnsupportedOperation(f"{one}: only whole steps are removed, recursively")
             else:
-                self._remove_step(place, place.step, one)
+                self._remove_step(target, target.step, one)
 
     def _open(self, path: str, mode: str = "rb", block_size: int | None = None, **kwargs: Any) -> Any:
-        place = self._place(path)
+        target = self._parse_path(path)
         if mode not in ("rb", "wb", "xb"):
             raise io.UnsupportedOperation(f"{path}: mode {mode!r}; files are read and written as a whole (rb, wb, xb)")
         if mode == "xb" and self.exists(path):
             raise FileExistsError(path)
-        if place.other:
-            others = _job(place).others
-            return io.BytesIO(others.read(place.other)) if mode == "rb" else _SideFileBuffer(others, place.other)
-        if place.step is None or not place.name:
+        if target.other:
+            others = _job(target).others
+            return io.BytesIO(others.read(target.other)) if mode == "rb" else _SideFileBuffer(others, target.other)
+        if target.step is None or not target.name:
             raise IsADirectoryError(path)
         if mode != "rb":
-            return _job(place).writing.writer(place.step, place.name)
+            return _job(target).writing.writer(target.step, target.name)
         with _absent_files():
-            return _job(place).steps.open(place.step, place.name)
+            return _job(target).steps.open(target.step, target.name)
 
-    # -- inside -----------------------------------------------------------------------------------------------
-
-    def _place(self, path: str) -> TieredPath:
+    def _parse_path(self, path: str) -> TieredPath:
         from tieredckpt.fsspec_view.file_space import parse_tiered_path
 
         return parse_tiered_path(str(self._strip_protocol(path)))
 
-    def _list(self, place: TieredPath) -> list[dict[str, Any]]:
-        if place.name:
-            return [self.info(str(place))]
-        job, folder = _job(place), str(place)
+    def _list(self, target: TieredPath) -> list[dict[str, Any]]:
+        if target.name:
+            return [self.info(str(target))]
+        job, folder = _job(target), str(target)
         found: dict[str, dict[str, Any]] = {}
-        there = False
-        if place.step is not None:
-            files = self._step(place)
-            there = files is not None
+        exists = False
+        if target.step is not None:
+            files = self._step(target)
+            exists = files is not None
             if files is not None:
                 found = {name: _file(f"{folder}/{name}", size, files.saved_ns) for name, size in files.sizes.items()}
-        elif not place.other:
+        elif not target.other:
             found = {f"step-{step}": _folder(f"{folder}/step-{step}") for step in job.steps.steps()}
-        below = folder[len(place.job) + 1 :]
+        below = folder[len(target.job) + 1 :]
         if below:
             entry = job.others.find(below)
             if entry is not None and not entry.folder:
-                return [_side_file(place.job, entry)]
-            there = there or entry is not None
+                return [_side_file(target.job, entry)]
+            exists = exists or entry is not None
         for path in job.others.list_below(below):
             child, _, deeper = path[len(below) + 1 if below else 0 :].partition("/")
             entry = None if deeper or child in found else job.others.find(path)
             if deeper or (entry is not None and entry.folder):
                 found.setdefault(child, _folder(f"{folder}/{child}"))
             elif entry is not None:
-                found[child] = _side_file(place.job, entry)
-        if not found and not there:
-            raise FileNotFoundError(f"tiered://{place}")
-        return [found[name] for name in sorted(found, key=_in_order)]
+                found[child] = _side_file(target.job, entry)
+        if not found and not exists:
+            raise FileNotFoundError(f"tiered://{target}")
+        return [found[name] for name in sorted(found, key=_listing_key)]
 
-    def _step(self, place: TieredPath) -> StepAsFiles | None:
-        assert place.step is not None  # noqa: S101 - for the type checker; callers have looked
-        return _job(place).steps.find(place.step)
+    def _step(self, target: TieredPath) -> StepAsFiles | None:
+        assert target.step is not None  # noqa: S101 - for the type checker; callers have looked
+        return _job(target).steps.find(target.step)
 
     def _remove_others(self, path: str, *, recursive: bool, maxdepth: int | None) -> None:
         for one in reversed(self.expand_path(path, recursive=recursive, maxdepth=maxdepth)):
-            place = self._place(one)
-            others = _job(place).others
-            if not recursive and others.list_below(place.other):
+            target = self._parse_path(one)
+            others = _job(target).others
+            if not recursive and others.list_below(target.other):
                 raise IsADirectoryError(one)
-            others.remove(place.other)  # a folder that nobody made is there by what is in it
+            others.remove(target.other)  # a folder without an entry exists while it has files
 
-    def _remove_step(self, place: TieredPath, step: int, path: str) -> None:
-        job = _job(place)
+    def _remove_step(self, target: TieredPath, step: int, path: str) -> None:
+        job = _job(target)
         removed = job.steps.remove(step)
-        for inside in job.others.list_below(str(place)[len(place.job) + 1 :]):
+        for inside in job.others.list_below(str(target)[len(target.job) + 1 :]):
             removed = job.others.remove(inside) or removed
         if not removed:
             raise FileNotFoundError(path)
 
 
 class _SideFileBuffer(io.BytesIO):
-    """A file that is kept when it is closed; given up when its block ends with an error."""
+    """Side file that is stored on close, and discarded if its ``with`` block raises."""
 
     def __init__(self, others: SideFileStore, path: str) -> None:
         super().__init__()
@@ -254,7 +252,7 @@ class _SideFileBuffer(io.BytesIO):
     def discard(self) -> None:
         super().close()
 
-    def __del__(self) -> None:  # of files in general it closes them
+    def __del__(self) -> None:  # unlike other files, it does not close: an unclosed file is incomplete
         if not self.closed:
             log.warning("%s of %s was not closed, so that it is not kept", self._path, self._others.job)
             self.discard()
@@ -269,7 +267,7 @@ class _SideFileBuffer(io.BytesIO):
 
 @contextlib.contextmanager
 def _absent_files() -> Iterator[None]:
-    """A step that is not there is a file that is not there."""
+    """Translate :class:`CheckpointNotFoundError` to ``FileNotFoundError``."""
     from tieredckpt.errors import CheckpointNotFoundError
 
     try:
@@ -278,8 +276,8 @@ def _absent_files() -> Iterator[None]:
         raise FileNotFoundError(str(error)) from error
 
 
-def _in_order(name: str) -> tuple[str, int, str]:
-    """Steps by their number."""
+def _listing_key(name: str) -> tuple[str, int, str]:
+    """Return a sort key that orders steps by number."""
     number = name.removeprefix("step-")
     return ("step-", int(number), "") if name != number and number.isdigit() else (name, 0, name)
 
@@ -296,13 +294,15 @@ def _side_file(job: str, entry: SideFile) -> dict[str, Any]:
     return _file(f"{job}/{entry.path}", entry.size_bytes, entry.changed_ns)
 
 
-def _job(place: TieredPath) -> _JobFiles:
+def _job(target: TieredPath) -> _JobFiles:
     from tieredckpt.fsspec_view.file_space import SideFileStore, StepFileSpace
     from tieredckpt.fsspec_view.step_files import JobStepFiles
 
-    name = (os.getpid(), place.job)
+    name = (os.getpid(), target.job)
     with _lock:
         found = _jobs.get(name)
         if found is None:
-            found = _jobs[name] = _JobFiles(StepFileSpace(place.job), JobStepFiles(place.job), SideFileStore(place.job))
+            found = _jobs[name] = _JobFiles(
+                StepFileSpace(target.job), JobStepFiles(target.job), SideFileStore(target.job)
+            )
         return found

@@ -1,4 +1,7 @@
-"""Goodput: the share of a job's time that produced lasting work, measured or predicted. Pure, no torch."""
+"""Goodput: the share of a job's time that produced lasting work, measured or predicted.
+
+Pure, no torch.
+"""
 
 from tieredckpt.goodput.analysis import analyse
 from tieredckpt.goodput.analysis_result import (

@@ -1,4 +1,4 @@
-"""From run history to an Analysis: one timeline, faults, stages of transitions, lost work, totals. Pure."""
+"""Analysis of a run history: timeline, faults, stages of transitions, lost work, totals. Pure."""
 
 from __future__ import annotations
 
@@ -52,22 +52,22 @@ from tieredckpt.goodput.run_history import (
 )
 
 _SAVE, _SLOW_START, _STEP, _INTERRUPTED = range(4)
-"""What holds where several things are said of a moment."""
+"""Weights of claims: the lowest one wins where several claims overlap."""
 _REST = 1000
 
 
 def analyse(events: Iterable[LogEvent], *, job: str = "", warnings: Sequence[str] = ()) -> Analysis:
-    """What became of the time of the job that these events are of. Their order does not matter."""
+    """Return the analysis of one job's events. Their order does not matter."""
     runs = split_into_runs(events)
     found = PartialAnalysis(job, runs, executed_steps(runs), tuple(warnings))
     usual = typical_step_us(found.steps)
     ended = runs[0].start if runs else 0
     for run in runs:
         injections = [one for one in run.events if isinstance(one, FaultInjected)]
-        ways = [_analyse_transition(run, way, injections) for way in run.transitions]
+        analysed = [_analyse_transition(run, transition, injections) for transition in run.transitions]
         done = [one for one in found.steps if one.run == run.number]
         firsts = {step.epoch: step for step in done if step.first and step.counts}
-        for one in ways:
+        for one in analysed:
             first = firsts.get(one.transition.next_epoch) if one.transition.next_epoch is not None else None
             if first is not None:
                 slow = max(0, first.training_us - usual.get((run.number, first.epoch), first.training_us))
@@ -78,35 +78,43 @@ def analyse(events: Iterable[LogEvent], *, job: str = "", warnings: Sequence[str
             found.timeline.append(TimeInterval(ended, run.start, TimeCategory.DOWN, run=run.number))
         ended = run.end
         for start, end, label in resolve_claims(
-            _claims(ways, done), run.start, run.end, TimeLabel(TimeCategory.UNKNOWN)
+            _claims(analysed, done), run.start, run.end, TimeLabel(TimeCategory.UNKNOWN)
         ):
             found.timeline.append(
                 TimeInterval(start, end, label.category, label.stage, label.epoch, label.ranks, run.number)
             )
-        found.transitions += ways
+        found.transitions += analysed
     _attribute_lost_work(found.transitions, found.steps)
     return finish_analysis(found)
 
 
-def _analyse_transition(run: JobRun, way: Transition, injections: Sequence[FaultInjected]) -> AnalysedTransition:
-    stages = stages_of_transition(way, run.stages_of(way))
-    faults = fault_records(way, injections, [stage for stage in stages if stage.name == STAGE_DETECT])
-    return AnalysedTransition(way, faults, stages, transition_began_at(way, faults, stages))
+def _analyse_transition(run: JobRun, transition: Transition, injections: Sequence[FaultInjected]) -> AnalysedTransition:
+    stages = stages_of_transition(transition, run.stages_of(transition))
+    faults = fault_records(transition, injections, [stage for stage in stages if stage.name == STAGE_DETECT])
+    return AnalysedTransition(transition, faults, stages, transition_began_at(transition, faults, stages))
 
 
-def _claims(ways: Sequence[AnalysedTransition], done: Sequence[ExecutedStep]) -> Iterator[TimeClaim]:
-    for one in ways:
-        way = one.transition
-        yield from stage_claims(way, one.began_us, one.faults, one.stages)
+def _claims(analysed: Sequence[AnalysedTransition], done: Sequence[ExecutedStep]) -> Iterator[TimeClaim]:
+    for one in analysed:
+        transition = one.transition
+        yield from stage_claims(transition, one.began_us, one.faults, one.stages)
         if one.slow_first_step_us:
-            yield TimeClaim(way.end, way.end + one.slow_first_step_us, _SLOW_START, stage_label(way, STAGE_FIRST_STEP))
-        if way.category is TimeCategory.RECOVERY:
             yield TimeClaim(
-                way.start, one.began_us, _INTERRUPTED, TimeLabel(TimeCategory.LOST, "interrupted", way.epoch, way.ranks)
+                transition.end,
+                transition.end + one.slow_first_step_us,
+                _SLOW_START,
+                stage_label(transition, STAGE_FIRST_STEP),
             )
-        if way.category is not TimeCategory.UNKNOWN:
-            stage = "" if way.category is TimeCategory.ENDING else STAGE_UNSTATED
-            yield TimeClaim(one.began_us, way.end, _REST, stage_label(way, stage))
+        if transition.category is TimeCategory.RECOVERY:
+            yield TimeClaim(
+                transition.start,
+                one.began_us,
+                _INTERRUPTED,
+                TimeLabel(TimeCategory.LOST, "interrupted", transition.epoch, transition.ranks),
+            )
+        if transition.category is not TimeCategory.UNKNOWN:
+            stage = "" if transition.category is TimeCategory.ENDING else STAGE_UNSTATED
+            yield TimeClaim(one.began_us, transition.end, _REST, stage_label(transition, stage))
     for step in done:
         yield TimeClaim(
             step.start,
@@ -118,23 +126,23 @@ def _claims(ways: Sequence[AnalysedTransition], done: Sequence[ExecutedStep]) ->
             yield TimeClaim(*step.save_span, _SAVE, TimeLabel(TimeCategory.SAVE, "", step.epoch, step.ranks))
 
 
-def _attribute_lost_work(told: Sequence[AnalysedTransition], done: Sequence[ExecutedStep]) -> None:
-    """What was lost is put down to the way after which training went back."""
-    ways = {(one.transition.run, one.transition.next_epoch): one for one in told}
-    last = told[-1] if told else None
+def _attribute_lost_work(transitions: Sequence[AnalysedTransition], done: Sequence[ExecutedStep]) -> None:
+    """Attribute lost steps to the transition after which training repeated them."""
+    analysed = {(one.transition.run, one.transition.next_epoch): one for one in transitions}
+    last = transitions[-1] if transitions else None
     for step in done:
         if not step.counts:
-            one = ways.get(step.undone_by) if step.undone_by is not None else last
+            one = analysed.get(step.undone_by) if step.undone_by is not None else last
             if one is not None:
                 one.steps_lost += 1
                 one.lost_us += step.end - step.start
-    for one in told:
+    for one in transitions:
         if one.transition.category is TimeCategory.RECOVERY:
             one.lost_us += one.began_us - one.transition.start
 
 
 class TimeLabel(NamedTuple):
-    """What a moment was spent on."""
+    """Use of a moment of the job's time."""
 
     category: TimeCategory
     stage: str = ""
@@ -143,10 +151,12 @@ class TimeLabel(NamedTuple):
 
 
 class TimeClaim(NamedTuple):
+    """A time span, in microseconds, that one event labels."""
+
     start: int
     end: int
     weight: int
-    """The least one is the strongest."""
+    """The claim with the lowest weight wins."""
     label: TimeLabel
 
 
@@ -157,9 +167,10 @@ class LabelledSpan(NamedTuple):
 
 
 def resolve_claims(claims: Iterable[TimeClaim], start: int, end: int, rest: TimeLabel) -> list[LabelledSpan]:
-    """``[start, end)`` without a gap, neighbours with the same label joined; ``rest`` where nobody claims anything.
+    """Return labelled spans that cover ``[start, end)`` without gaps. Equal neighbours are merged.
 
-    The order of the claims does not matter: of claims as strong as each other the one that began first holds.
+    Unclaimed time has the label ``rest``. The order of the claims does not matter: of claims with equal weight the
+    earliest one wins.
     """
     clipped = sorted(
         one._replace(start=max(one.start, start), end=min(one.end, end))
@@ -185,18 +196,19 @@ def resolve_claims(claims: Iterable[TimeClaim], start: int, end: int, rest: Time
 
 
 def fault_records(
-    way: Transition, injections: Sequence[FaultInjected], known: Sequence[StageEvent]
+    transition: Transition, injections: Sequence[FaultInjected], known: Sequence[StageEvent]
 ) -> tuple[FaultRecord, ...]:
-    """In order of time. An injection is the cause of one fault, the first that fits it.
+    """Return the faults of a transition in order of time, each with the injection that caused it.
 
-    What broke a world happened before any of its ranks knew: ``known`` says when they did.
+    An injection causes at most one fault, the first that matches. ``known`` are the ranks' detect stages: the first
+    fault of a world happened no later than the first of them.
     """
     left = sorted(injections, key=lambda one: one.at)
     firsts: dict[int, float] = {}
     for stage in known:
         firsts[stage.epoch] = min(stage.began, firsts.get(stage.epoch, stage.began))
     found = []
-    for fault in sorted(way.faults, key=lambda one: (one.at, one.node, one.local_rank)):
+    for fault in sorted(transition.faults, key=lambda one: (one.at, one.node, one.local_rank)):
         fitting = [one for one in left if _fits(one, fault)]
         cause = fitting[-1] if fitting else None
         if cause is not None:
@@ -219,7 +231,10 @@ def fault_records(
 
 
 def _fits(injected: FaultInjected, fault: FaultEvent) -> bool:
-    """Whether the one may have led to the other, as far as each says where it was."""
+    """Return whether ``injected`` can have caused ``fault``.
+
+    It can if it is not later and no known location differs.
+    """
     return (
         injected.at <= fault.at
         and injected.epoch in (-1, fault.epoch)
@@ -234,38 +249,57 @@ _LAST = 90
 _FALLBACK = 100
 
 
-def stages_of_transition(way: Transition, stages: Iterable[StageEvent]) -> list[StageEvent]:
-    return [stage for stage in stages if (way.leaves(stage.epoch) if stage.name in _AWAY else way.enters(stage.epoch))]
+def stages_of_transition(transition: Transition, stages: Iterable[StageEvent]) -> list[StageEvent]:
+    return [
+        stage
+        for stage in stages
+        if (transition.leaves(stage.epoch) if stage.name in _AWAY else transition.enters(stage.epoch))
+    ]
 
 
-def transition_began_at(way: Transition, faults: Sequence[FaultRecord], stages: Sequence[StageEvent]) -> int:
-    """When what had been begun ended: at the fault, where there was one."""
-    if way.category is not TimeCategory.RECOVERY:
-        return way.start
+def transition_began_at(transition: Transition, faults: Sequence[FaultRecord], stages: Sequence[StageEvent]) -> int:
+    """Return when the transition began, in microseconds. A recovery begins with its first fault."""
+    if transition.category is not TimeCategory.RECOVERY:
+        return transition.start
     known = [to_us(stage.began) for stage in stages if stage.name == STAGE_DETECT]
-    at = min([fault.at_us for fault in faults] or known or [way.start])
-    return min(max(at, way.start), way.end)
+    at = min([fault.at_us for fault in faults] or known or [transition.start])
+    return min(max(at, transition.start), transition.end)
 
 
 def stage_claims(
-    way: Transition, began: int, faults: Sequence[FaultRecord], stages: Sequence[StageEvent]
+    transition: Transition, began: int, faults: Sequence[FaultRecord], stages: Sequence[StageEvent]
 ) -> Iterator[TimeClaim]:
-    """The earliest stage that some rank is still in is what all of them wait for."""
+    """Yield the claims of a transition's stages.
+
+    The earliest stage with a rank in it wins: all ranks wait for it.
+    """
     for stage in stages:
         first, last = stage_span(stage, began, faults)
         if stage.name != STAGE_FIRST_STEP:
-            yield TimeClaim(first, min(last, way.end), _ORDER.get(stage.name, _LAST), stage_label(way, stage.name))
-    formed = min((to_us(world.at) for world in way.worlds), default=way.end if faults else began)
-    if way.category is TimeCategory.STARTUP:
+            yield TimeClaim(
+                first, min(last, transition.end), _ORDER.get(stage.name, _LAST), stage_label(transition, stage.name)
+            )
+    formed = min((to_us(world.at) for world in transition.worlds), default=transition.end if faults else began)
+    if transition.category is TimeCategory.STARTUP:
         first = min((to_us(stage.began) for stage in stages if stage.name != STAGE_DETECT), default=formed)
-        yield TimeClaim(way.start, min(max(first, way.start), way.end), _FALLBACK, stage_label(way, STAGE_LAUNCH))
+        yield TimeClaim(
+            transition.start,
+            min(max(first, transition.start), transition.end),
+            _FALLBACK,
+            stage_label(transition, STAGE_LAUNCH),
+        )
     for fault in faults:
-        yield TimeClaim(fault.at_us, min(fault.noticed_us, way.end), _FALLBACK, stage_label(way, STAGE_DETECT))
-    yield TimeClaim(began, min(formed, way.end), _FALLBACK + 1, stage_label(way, STAGE_RENDEZVOUS))
+        yield TimeClaim(
+            fault.at_us, min(fault.noticed_us, transition.end), _FALLBACK, stage_label(transition, STAGE_DETECT)
+        )
+    yield TimeClaim(began, min(formed, transition.end), _FALLBACK + 1, stage_label(transition, STAGE_RENDEZVOUS))
 
 
 def stage_span(stage: StageEvent, began: int, faults: Sequence[FaultRecord]) -> tuple[int, int]:
-    """Of a stage, in microseconds, from ``began`` on. A rank detects from when the fault happened."""
+    """Return start and end of a stage in microseconds, not before ``began``.
+
+    ``detect`` starts at the fault.
+    """
     first = to_us(stage.began)
     last = to_us(stage.began + stage.seconds)
     if stage.name == STAGE_DETECT:
@@ -276,19 +310,24 @@ def stage_span(stage: StageEvent, began: int, faults: Sequence[FaultRecord]) -> 
     return first, max(first, last)
 
 
-def stage_label(way: Transition, stage: str) -> TimeLabel:
-    return TimeLabel(way.category, stage, -1 if way.next_epoch is None else way.next_epoch, way.next_ranks or way.ranks)
+def stage_label(transition: Transition, stage: str) -> TimeLabel:
+    return TimeLabel(
+        transition.category,
+        stage,
+        -1 if transition.next_epoch is None else transition.next_epoch,
+        transition.next_ranks or transition.ranks,
+    )
 
 
 def stage_times_by_rank(
     began: int, faults: Sequence[FaultRecord], stages: Sequence[StageEvent]
 ) -> dict[tuple[int, int, str], int]:
-    """What each rank spent in each stage, by (epoch, rank, stage), in microseconds."""
+    """Return the microseconds of each rank in each stage, by (epoch, rank, stage)."""
     spent: dict[tuple[int, int, str], int] = {}
     for stage in stages:
         first, last = stage_span(stage, began, faults)
         if first == last and to_us(stage.began) < began:
-            continue  # it was over before: a process that was warm, and waited
+            continue  # ended before the transition: a warm process that waited
         key = (stage.epoch, stage.rank, stage.name)
         spent[key] = spent.get(key, 0) + last - first
     return spent
@@ -303,7 +342,7 @@ def duration_stats(values_us: Iterable[int]) -> DurationStats:
 
 
 def stage_stats(spent: Mapping[tuple[TimeCategory, str], Sequence[int]]) -> tuple[StageStats, ...]:
-    """By category, in the order of stages."""
+    """Return the statistics of stages, by category and in the order of stages."""
     categories = list(TimeCategory)
     found = []
     for (category, name), values in sorted(
@@ -316,21 +355,21 @@ def stage_stats(spent: Mapping[tuple[TimeCategory, str], Sequence[int]]) -> tupl
 
 @dataclass
 class AnalysedTransition:
-    """A way, with what was found out about it."""
+    """A transition with its faults, stages and losses."""
 
     transition: Transition
     faults: tuple[FaultRecord, ...]
     stages: list[StageEvent]
     began_us: int
     slow_first_step_us: int = 0
-    """How much longer its world's first step took than one usually does."""
+    """Microseconds by which the first step of the new world exceeded a typical step."""
     steps_lost: int = 0
     lost_us: int = 0
 
 
 @dataclass
 class PartialAnalysis:
-    """All of it."""
+    """Intermediate results of an analysis."""
 
     job: str
     runs: list[JobRun]
@@ -339,10 +378,10 @@ class PartialAnalysis:
     transitions: list[AnalysedTransition] = field(default_factory=list)
     timeline: list[TimeInterval] = field(default_factory=list)
     stage_times: dict[tuple[TimeCategory, str], list[int]] = field(default_factory=dict)
-    """What ranks spent in a stage, each of them in each world."""
+    """Microseconds in a stage, one value for each rank of each world."""
 
 
-_WAYS = (TimeCategory.STARTUP, TimeCategory.RECOVERY, TimeCategory.RESIZE)
+_INTERRUPTIONS = (TimeCategory.STARTUP, TimeCategory.RECOVERY, TimeCategory.RESIZE)
 
 
 def finish_analysis(found: PartialAnalysis) -> Analysis:
@@ -351,7 +390,9 @@ def finish_analysis(found: PartialAnalysis) -> Analysis:
     wall, capacity = _totals(found.timeline, ranks)
     counted = [step for step in found.steps if step.counts]
     recoveries = tuple(
-        _recovery(one, found.timeline) for one in found.transitions if one.transition.category in _WAYS or one.faults
+        _recovery(one, found.timeline)
+        for one in found.transitions
+        if one.transition.category in _INTERRUPTIONS or one.faults
     )
     resumed = [one for one in recoveries if one.category is TimeCategory.RECOVERY and one.resumed]
     broken = [one for one in recoveries if one.category is TimeCategory.RECOVERY or one.faults]
@@ -395,10 +436,10 @@ def finish_analysis(found: PartialAnalysis) -> Analysis:
     )
 
 
-def _unprotected(said: Sequence[Protection], end: int) -> Iterator[Unprotected]:
-    """In order of time; what lasts over several words of it is one."""
+def _unprotected(reports: Sequence[Protection], end: int) -> Iterator[Unprotected]:
+    """Yield the unprotected periods in order of time. Consecutive reports of one period are merged."""
     now: Unprotected | None = None
-    for one in said:
+    for one in reports:
         if one.since is None:
             if now is not None:
                 yield msgspec.structs.replace(now, end_us=max(now.start_us, to_us(one.at)), lasts=False)
@@ -411,7 +452,7 @@ def _unprotected(said: Sequence[Protection], end: int) -> Iterator[Unprotected]:
 
 
 def _unnoticed(found: PartialAnalysis) -> tuple[UnnoticedInjection, ...]:
-    """What was injected and is the cause of no fault."""
+    """Return the injections that caused no recorded fault."""
     causes = Counter(
         (fault.at_us, fault.injected) for one in found.transitions for fault in one.faults if fault.injected
     )
@@ -427,7 +468,7 @@ def _unnoticed(found: PartialAnalysis) -> tuple[UnnoticedInjection, ...]:
 
 
 def _recovery(one: AnalysedTransition, timeline: Sequence[TimeInterval]) -> TransitionRecord:
-    way, start, end = one.transition, one.began_us, one.transition.end + one.slow_first_step_us
+    transition, start, end = one.transition, one.began_us, one.transition.end + one.slow_first_step_us
     stages: Counter[str] = Counter()
     first = max(0, bisect.bisect_right(timeline, start, key=lambda interval: interval.start_us) - 1)
     last = bisect.bisect_left(timeline, end, key=lambda interval: interval.start_us)
@@ -436,24 +477,24 @@ def _recovery(one: AnalysedTransition, timeline: Sequence[TimeInterval]) -> Tran
         if inside > 0:
             stages[interval.stage or interval.category.value] += inside
     known = [to_us(stage.began) for stage in one.stages if stage.name == STAGE_DETECT]
-    to = next(reversed(way.worlds), None)
+    to = next(reversed(transition.worlds), None)
     return TransitionRecord(
-        way.category,
+        transition.category,
         start,
         end,
-        way.next_epoch is not None,
-        way.epoch,
-        -1 if way.next_epoch is None else way.next_epoch,
+        transition.next_epoch is not None,
+        transition.epoch,
+        -1 if transition.next_epoch is None else transition.next_epoch,
         "" if to is None else to.how,
         "" if to is None else to.reason,
-        way.ranks,
-        way.next_ranks,
+        transition.ranks,
+        transition.next_ranks,
         one.faults,
         max(known, default=None),
         {name: time_us / 1e6 for name, time_us in stages.items()},
         one.steps_lost,
         one.lost_us / 1e6,
-        way.run,
+        transition.run,
     )
 
 

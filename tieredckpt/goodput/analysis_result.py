@@ -1,7 +1,4 @@
-"""The result of a goodput analysis, as values. docs/how-to/reports.md defines every number.
-
-``docs/how-to/reports.md`` says what every number means.
-"""
+"""Result of a goodput analysis, as values. ``docs/how-to/reports.md`` defines every number."""
 
 from __future__ import annotations
 
@@ -10,44 +7,44 @@ import enum
 import msgspec
 
 STAGE_UNSTATED = "unstated"
-"""The stage of time on the way into a world that no rank said anything of."""
+"""Stage of the time of a transition that no rank reported."""
 
 
 class TimeCategory(str, enum.Enum):
-    """What a piece of a job's time was spent on."""
+    """Use of a part of a job's time."""
 
     PRODUCTIVE = "productive"
-    """Steps that count in the end."""
+    """Steps that count."""
     SAVE = "save"
-    """The training waited for a checkpoint to be staged."""
+    """Training waited for the staging of a checkpoint."""
     LOST = "lost"
-    """Steps that were done again or undone, and the step a fault interrupted."""
+    """Steps that were repeated or undone, and the step that a fault interrupted."""
     STARTUP = "startup"
-    """Until the first step of a run."""
+    """Time until the first step of a run."""
     RECOVERY = "recovery"
-    """From a fault until the next world's first step."""
+    """Time from a fault to the first step of the next world."""
     RESIZE = "resize"
-    """From the last step of a world to the first of the next, where nothing was wrong."""
+    """Time from the last step of a world to the first step of the next, without a fault."""
     ENDING = "ending"
-    """After the last step."""
+    """Time after the last step."""
     DOWN = "down"
-    """Between two runs of the job."""
+    """Time between two runs of the job."""
     UNKNOWN = "unknown"
-    """Nobody wrote down what happened then: the last step of a run that goes on, maybe."""
+    """Time without events, such as the current step of a run in progress."""
 
 
 class TimeInterval(msgspec.Struct, frozen=True):
-    """All intervals of an analysis, in order, are the whole of its time, without a gap and without an overlap."""
+    """An interval of the timeline. The intervals of an analysis cover its time without gaps or overlaps."""
 
     start_us: int
     end_us: int
     category: TimeCategory
     stage: str = ""
-    """On the way into a world: what the job's slowest ranks were at. Of lost time: ``interrupted``, or "" for steps."""
+    """In a transition: the stage of the slowest ranks. In lost time: ``interrupted``, or "" for steps."""
     epoch: int = -1
-    """The world of the steps, or the one it leads to."""
+    """World of the steps, or the world that a transition leads to. -1: none."""
     ranks: int = 0
-    """How many the world has."""
+    """Number of ranks of the world. 0: unknown."""
     run: int = 0
 
     @property
@@ -56,7 +53,7 @@ class TimeInterval(msgspec.Struct, frozen=True):
 
 
 class StepRecord(msgspec.Struct, frozen=True):
-    """A step that was done, whether or not it counted."""
+    """A step that was executed, whether or not it counts."""
 
     step: int
     start_us: int
@@ -69,11 +66,11 @@ class StepRecord(msgspec.Struct, frozen=True):
     samples: int | None = None
     run: int = 0
     not_finite: str = ""
-    """What its loss was, where it was not finite."""
+    """The loss as text, if it was not finite."""
 
 
 class UnnoticedInjection(msgspec.Struct, frozen=True):
-    """A fault that was made on purpose and led to none that was noticed."""
+    """An injected fault that caused no recorded fault."""
 
     at_us: int
     kind: str
@@ -86,7 +83,8 @@ class UnnoticedInjection(msgspec.Struct, frozen=True):
 
 class FaultRecord(msgspec.Struct, frozen=True):
     at_us: int
-    """When it happened: when it was injected, else since when something was wrong, else when it was noticed."""
+    """Time of the fault: of its injection, or its first symptom, or its detection.
+    The first that is known is used."""
     noticed_us: int
     epoch: int
     node: str = ""
@@ -94,21 +92,22 @@ class FaultRecord(msgspec.Struct, frozen=True):
     kind: str = ""
     reason: str = ""
     injected: str = ""
-    """What was injected, where that is what it was."""
+    """Kind of the injection that caused it. Empty: none."""
 
 
 class TransitionRecord(msgspec.Struct, frozen=True):
-    """A way from one world's steps to the next one's: after a fault or several, or because another world was wanted."""
+    """A transition from the steps of one world to those of the next: after faults, or for a resize."""
 
     category: TimeCategory
-    """``RECOVERY``, ``RESIZE``, or ``STARTUP`` where no step had been done."""
+    """``RECOVERY``, ``RESIZE``, or ``STARTUP`` before the first step. With faults also ``ENDING``."""
     start_us: int
-    """The fault; without one, the end of the last step."""
+    """Time of the fault. Without a fault: the end of the last step."""
     end_us: int
-    """The next world's first step begins, or all is over."""
+    """Start of the next world's first step, plus its delay over a typical step.
+    Without one: the end of the run."""
     resumed: bool
     epoch: int = -1
-    """The world it left."""
+    """World that it left. -1: none."""
     next_epoch: int = -1
     how: str = ""
     reason: str = ""
@@ -116,13 +115,13 @@ class TransitionRecord(msgspec.Struct, frozen=True):
     next_ranks: int = 0
     faults: tuple[FaultRecord, ...] = ()
     known_us: int | None = None
-    """When all its ranks that say so knew of the fault."""
+    """Time at which the last rank detected the fault. ``None``: no rank reported it."""
     stages: dict[str, float] = {}
-    """Seconds of the job; what its slowest ranks were at. Their sum is that of its part of the timeline."""
+    """Seconds of wall-clock time by the stage of the slowest ranks. Their sum is the transition's time."""
     steps_lost: int = 0
-    """That had been done and were undone by it."""
+    """Completed steps that it undid."""
     lost_s: float = 0.0
-    """What those took, and the interrupted step."""
+    """Seconds of those steps and of the interrupted step."""
     run: int = 0
 
     @property
@@ -146,11 +145,12 @@ class StageStats(msgspec.Struct, frozen=True):
 
 
 class TimeTotals(msgspec.Struct, frozen=True):
-    """Of a time in microseconds; of its ranks, in rank-microseconds."""
+    """Totals of time in microseconds, or of capacity in rank-microseconds."""
 
     total: int
     by: dict[str, int]
-    """Every category, and in rank-time ``missing``: ranks that the largest world had and this one has not."""
+    """Total of each category.
+    Capacity also has ``missing``: ranks of the largest world that smaller worlds lack."""
 
     def share(self, name: str) -> float:
         return self.by.get(name, 0) / self.total if self.total else 0.0
@@ -165,31 +165,32 @@ class DurationStats(msgspec.Struct, frozen=True):
 
 
 class Unprotected(msgspec.Struct, frozen=True):
-    """A time in which something newer than the newest protected step lacked its copies, or was not saved at all."""
+    """A period in which steps newer than the protected one lacked copies or were not saved."""
 
     start_us: int
     end_us: int
-    """When it was protected again, as far as that was written down; else the end of the job's last run."""
+    """Time at which newer steps were protected again.
+    If that is not recorded: the end of the job's last run."""
     step: int
-    """Up to which step the job was protected then; -1: not at all."""
+    """Newest protected step at that time. -1: none."""
     left_out: int = 0
-    """Saves that were skipped or failed."""
+    """Number of saves that were skipped or failed."""
     lasts: bool = False
-    """Nothing says that it ended."""
+    """Whether no event records its end."""
 
 
 class RunRecord(msgspec.Struct, frozen=True):
-    """From one start of the job to its end."""
+    """One run of the job, between a start and its end."""
 
     start_us: int
     end_us: int
     how: str = ""
-    """``finished``, ``stopped``, ``job failed``, ``failed``; "" while it runs, or where nobody could write its end."""
+    """``finished``, ``stopped``, ``job failed`` or ``failed``. Empty: no end is recorded."""
     words: str = ""
 
 
 class Analysis(msgspec.Struct, frozen=True):
-    """A job's time, from its first start to its last end or to now."""
+    """Analysis of a job's time, from its first start to its last end, or to its last event."""
 
     job: str
     start_us: int
@@ -199,49 +200,51 @@ class Analysis(msgspec.Struct, frozen=True):
     capacity: TimeTotals
     """Wall-clock time times the ranks of the largest world."""
     ranks: int
-    """Of the largest world."""
+    """Ranks of the largest world."""
     worlds: int
     faults: int
     steps: int
-    """Done, the same one twice where it was done twice."""
+    """Number of executed steps. A repeated step counts once per execution."""
     steps_counted: int
     steps_lost: int
     tokens: int | None
-    """Of the steps that count, where they say so; as samples."""
+    """Tokens of the steps that count, as reported. The same holds for ``samples``."""
     samples: int | None
     ettr: float
-    """Effective training time ratio: the share of the time that went into steps that count."""
+    """Effective training time ratio: the share of time in steps that count."""
     goodput: float
-    """The same of the capacity: less than ``ettr`` where worlds were smaller than the largest one."""
+    """Share of the capacity in steps that count.
+    It is below ``ettr`` if worlds were smaller than the largest one."""
     mttr_s: float | None
-    """Mean time from a fault to the next step, over the recoveries that came to one; ``None`` without any."""
+    """Mean seconds from a fault to the next step, over recoveries that reached one.
+    ``None``: none occurred."""
     mtbf_s: float | None
-    """Time in which worlds did steps, per interruption by faults."""
+    """Seconds in which worlds ran steps, per interruption by faults. ``None``: none occurred."""
     step_s: DurationStats
     save_s: DurationStats
     restores: dict[str, int]
-    """How many ranks' restores, by mode."""
+    """Number of restores of ranks, by mode."""
     restored_bytes: dict[str, int]
-    """By tier."""
+    """Bytes restored, by tier."""
     stages: tuple[StageStats, ...]
     recoveries: tuple[TransitionRecord, ...]
     warnings: tuple[str, ...] = ()
     timeline: tuple[TimeInterval, ...] = ()
     step_views: tuple[StepRecord, ...] = ()
     injections: tuple[UnnoticedInjection, ...] = ()
-    """That are the cause of no fault."""
+    """Injections that caused no recorded fault."""
     protected_step: int | None = None
-    """Up to which step the job is protected, as its agents said last; -1: no step is. ``None`` where nobody said."""
+    """Newest protected step, as its agents last reported. -1: no step. ``None``: no report."""
     unprotected: tuple[Unprotected, ...] = ()
 
     @property
     def unprotected_since_us(self) -> int | None:
-        """Since when newer saves are not protected; ``None`` where they are, or nobody said."""
+        """Start of the current unprotected period. ``None``: newer saves are protected, or no agent reported."""
         return self.unprotected[-1].start_us if self.unprotected and self.unprotected[-1].lasts else None
 
     @property
     def unattributed_us(self) -> int:
-        """Of the timeline, what nobody said anything of: the unknown, and the parts of ways without a stage."""
+        """Microseconds without a report: unknown time, and parts of transitions without a stage."""
         return sum(
             one.duration_us
             for one in self.timeline
@@ -250,5 +253,5 @@ class Analysis(msgspec.Struct, frozen=True):
 
     @property
     def is_running(self) -> bool:
-        """Whether no end of the last run is written down."""
+        """Whether no end of the last run is recorded."""
         return not self.runs or not self.runs[-1].how

@@ -1,17 +1,19 @@
-"""Expected goodput in closed form: failure rates, costs of saves and faults, best checkpoint interval. Pure.
+"""Expected goodput in closed form: failure rates, costs of saves and faults, best checkpoint interval.
 
-A fault is of one of three kinds, by what it takes with it:
+Pure.
 
-- ``live``: the survivors still hold everything; at most the step that was being computed is lost.
-- ``snapshot``: the newest save that is in memory is gone back to.
-- ``durable``: memory is gone as well; the newest durable save is gone back to.
+A fault has one of three kinds, by the state that it destroys:
 
-With one kind of faults it is ``T / (M e^{R/M} (e^{(T+d)/M} - 1))`` with interval T, mean time between failures M,
-recovery R and stall d. :func:`expected_round_s` is the same for a job whose faults are of several kinds: between two
-durable saves the expected time that is left is linear in itself, so it is solved, not iterated. Neither knows spares,
-smaller worlds or waiting for a node: those are simulated (``monte_carlo.py``).
+- ``live``: the survivors still hold the whole state; at most the current step is lost.
+- ``snapshot``: the job restores the newest save in memory.
+- ``durable``: memory is lost as well; the job restores the newest durable save.
 
-A short interval pays many stalls, a long one repeats much work after a fault; between them goodput has one top.
+With one kind of faults goodput is ``T / (M e^{R/M} (e^{(T+d)/M} - 1))`` with interval T, mean time between failures M,
+recovery R and stall d. :func:`expected_round_s` generalizes this to several kinds of faults. Between two durable saves
+the expected remaining time is a linear function of itself, so it is solved, not iterated. Neither covers spares,
+smaller worlds or waiting for a node; ``monte_carlo.py`` simulates them.
+
+A short interval costs many stalls, a long one repeats much work after a fault. Between them goodput has one maximum.
 """
 
 from __future__ import annotations
@@ -27,7 +29,7 @@ DAY_S = 86400.0
 
 
 class MtbfUnit(enum.Enum):
-    """Of what a mean time between failures is said."""
+    """Object that a mean time between failures refers to."""
 
     GPU = "gpu"
     NODE = "node"
@@ -36,25 +38,28 @@ class MtbfUnit(enum.Enum):
 
 @dataclass(frozen=True)
 class Mtbf:
-    """A mean time between failures. What a job has many of fails that much more often."""
+    """Mean time between failures of one GPU, one node or the whole job."""
 
     seconds: float
     per: MtbfUnit
 
     def for_job(self, gpus: int, gpus_per_node: int) -> float:
-        """The mean time between failures, in seconds, of a job on so many GPUs."""
+        """Return the mean time between failures, in seconds, of a job on ``gpus`` GPUs."""
         if self.per is MtbfUnit.JOB:
             return self.seconds
         return self.seconds / (gpus if self.per is MtbfUnit.GPU else gpus / gpus_per_node)
 
 
 MTBF_PRESETS = {"llama-3": Mtbf(54 * DAY_S * 16384 / 419, MtbfUnit.GPU)}
-"""``llama-3``: 419 unexpected interruptions in 54 days on 16,384 GPUs ("The Llama 3 Herd of Models", table 5)."""
+"""``llama-3``: 419 unexpected interruptions in 54 days on 16,384 GPUs.
+
+Source: "The Llama 3 Herd of Models", table 5.
+"""
 
 
 @dataclass(frozen=True)
 class FaultCost:
-    """One kind of faults: how many of all are of it, and how long coming back takes."""
+    """One kind of faults: its share of all faults, and the seconds that a recovery takes."""
 
     share: float
     recovery_s: float
@@ -62,7 +67,10 @@ class FaultCost:
 
 @dataclass(frozen=True)
 class CheckpointScheme:
-    """``interval_s`` is work between two saves, without the save's own ``stall_s``."""
+    """Checkpoint scheme of a job.
+
+    ``interval_s``: seconds of work between two saves, without their ``stall_s``.
+    """
 
     interval_s: float
     stall_s: float
@@ -70,9 +78,10 @@ class CheckpointScheme:
     live: FaultCost = FaultCost(0.0, 0.0)
     durable: FaultCost = FaultCost(0.0, 0.0)
     durable_every: int = 1
-    """Every so manieth save is durable as well."""
+    """Saves per durable save: every n-th save is durable as well."""
     step_s: float = 0.0
-    """What a live fault repeats; 0: nothing. The interval is then a whole number of steps."""
+    """Seconds of a step, which a live fault repeats; an interval is a multiple of it.
+    0: a live fault repeats nothing."""
 
     def __post_init__(self) -> None:
         positive = [("interval_s", self.interval_s)]
@@ -94,17 +103,17 @@ class CheckpointScheme:
 
     @property
     def steps_per_interval(self) -> int:
-        """Steps between two saves; 0 where the length of a step plays no part."""
+        """Steps between two saves. 0: steps have no length."""
         return max(1, round(self.interval_s / self.step_s)) if self.step_s else 0
 
     @property
     def saves_per_round(self) -> int:
-        """Saves from one that every kind of fault leaves to the next."""
+        """Saves per round. A round lasts from one save that survives every kind of fault to the next."""
         return self.durable_every if self.durable.share else 1
 
     @property
     def round_s(self) -> float:
-        """Work from one save that every kind of fault leaves to the next."""
+        """Seconds of work per round."""
         return self.saves_per_round * self.interval_s
 
     @property
@@ -112,30 +121,30 @@ class CheckpointScheme:
         return sum(one.share * one.recovery_s for one in (self.live, self.snapshot, self.durable))
 
     def with_interval(self, interval_s: float) -> CheckpointScheme:
-        """With this interval, or the nearest that is whole steps."""
+        """Return the scheme with this interval, rounded to a multiple of a step."""
         if self.step_s:
             interval_s = max(1, round(interval_s / self.step_s)) * self.step_s
         return replace(self, interval_s=interval_s)
 
 
 def restart_scheme(interval_s: float, stall_s: float, recovery_s: float) -> CheckpointScheme:
-    """Every fault ends all processes; they start again and load the newest checkpoint."""
+    """Return a scheme in which every fault restarts all processes from the newest checkpoint."""
     return CheckpointScheme(interval_s, stall_s, FaultCost(1.0, recovery_s))
 
 
 def longest_recovery_s(mtbf_s: float, wanted: float) -> float:
-    """How long a recovery may take, in seconds, for this goodput where saves cost nothing and nothing is repeated."""
+    """Return the longest recovery, in seconds, for goodput ``wanted`` if saves and lost work cost nothing."""
     return -mtbf_s * math.log(wanted)
 
 
 def expected_goodput(scheme: CheckpointScheme, mtbf_s: float) -> float:
-    """The share of time that is work that stays, in the long run."""
+    """Return the long-run share of time in work that is not repeated."""
     spent = expected_round_s(scheme, mtbf_s)
     return scheme.round_s / spent if math.isfinite(spent) else 0.0
 
 
 def expected_round_s(scheme: CheckpointScheme, mtbf_s: float) -> float:
-    """The expected time from one save that every kind of fault leaves to the next; infinite where none is reached."""
+    """Return the expected seconds of a round. Infinite: the job never completes one."""
     try:
         return _Terms(scheme, mtbf_s).round()
     except (OverflowError, ZeroDivisionError):
@@ -143,15 +152,15 @@ def expected_round_s(scheme: CheckpointScheme, mtbf_s: float) -> float:
 
 
 _NEVER = 1e-290
-"""Chances that are smaller make no difference, and their quotients are no numbers."""
+"""Probability below which a fault is ignored: quotients of smaller ones are not representable."""
 
 
 @dataclass(frozen=True)
 class _Piece:
-    """Time left at the beginning of a piece of work, from what is left elsewhere.
+    """A piece of work: its expected remaining time, as a linear function of the time from other states.
 
-    ``left = ahead * (left at its end) + cost + back * (left, going back to a snapshot) + far * (a durable one)``.
-    ``ahead + back + far`` is 1; all three are kept, since each can be too small to be told from 1 minus the others.
+    ``left = ahead * (left at its end) + cost + back * (left after snapshot fault) + far * (left after durable fault)``.
+    ``ahead + back + far`` is 1. All three are stored: each can be too small to compute it from the others.
     """
 
     ahead: float
@@ -182,26 +191,26 @@ class _Terms:
             piece = self._flow(scheme.interval_s + scheme.stall_s)
         cost = far = 0.0
         if piece.back:
-            # In a snapshot's recovery: left = cost + (1 - far) * (left at the last save) + far * (in a durable one).
+            # In a snapshot recovery: left = cost + (1 - far) * (left at the last save) + far * (left in a durable one).
             hit = -math.expm1(-scheme.snapshot.recovery_s / mtbf)
             stays = math.exp(-scheme.snapshot.recovery_s / mtbf) + hit * self._far
             cost, far = mtbf * hit / stays, hit * self._far / stays
-        # Put in, that is from one save to the next.
+        # Substituted into the piece, this leads from one save to the next.
         stays = piece.ahead + piece.far + piece.back * far
         ahead, cost, far = (one / stays for one in (piece.ahead, piece.cost + piece.back * cost, stays - piece.ahead))
-        # A durable recovery begins anew with every fault, and ends where the round began.
+        # Every fault restarts a durable recovery, which ends at the start of the round.
         once = mtbf * math.expm1(scheme.durable.recovery_s / mtbf) if self._far else 0.0
         factor = _sum(far, scheme.saves_per_round)
         return (cost + far * once) * factor / ahead**scheme.saves_per_round
 
     def _in_live(self) -> tuple[float, float, float]:
-        """A live recovery: its expected time, and how likely it ends in a snapshot's, or a durable one."""
+        """Return the expected seconds of a live recovery, and the chances of worse faults in it."""
         hit = -math.expm1(-self._scheme.live.recovery_s / self._mtbf_s)
         stays = math.exp(-self._scheme.live.recovery_s / self._mtbf_s) + hit * (self._back + self._far)
         return self._mtbf_s * hit / stays, hit * self._back / stays, hit * self._far / stays
 
     def _step(self, length_s: float) -> _Piece:
-        """Work that a live fault begins anew."""
+        """Return the piece for work that a live fault restarts."""
         hit = -math.expm1(-length_s / self._mtbf_s)
         ahead = math.exp(-length_s / self._mtbf_s)
         time, back, far = self._in_live()
@@ -210,7 +219,7 @@ class _Terms:
         return _Piece(ahead / stays, hit * (self._mtbf_s + self._live * time) / stays, back / stays, far / stays)
 
     def _flow(self, length_s: float) -> _Piece:
-        """Work that a live fault only interrupts."""
+        """Return the piece for work that a live fault only interrupts."""
         time, back, far = self._in_live()
         slower = 1 + self._live * time / self._mtbf_s
         back, far = self._back + self._live * back, self._far + self._live * far
@@ -223,24 +232,24 @@ class _Terms:
 
 
 def _sum(away: float, count: int) -> float:
-    """``1 + q + q**2 + ...``, ``count`` of them, for ``q = 1 - away``."""
+    """Return the sum of the first ``count`` terms of ``1 + q + q**2 + ...`` for ``q = 1 - away``."""
     if away >= 1:
         return 1.0
     return -math.expm1(count * math.log1p(-away)) / away if away else float(count)
 
 
-_TRIED = 400
+_CANDIDATES = 400
 _GOLDEN = (math.sqrt(5) - 1) / 2
 INTERVAL_FACTORS = (1 / 16, 1 / 8, 1 / 4, 1 / 2, 1.0, 2.0, 4.0, 8.0, 16.0)
 
 
 def has_best_interval(scheme: CheckpointScheme) -> bool:
-    """Whether there is a best interval: saving costs something, and so does not saving."""
+    """Return whether a best interval exists: saves cost time, and so does the lack of them."""
     return scheme.live.share < 1 and (scheme.stall_s > 0 or scheme.step_s > 0)
 
 
 def with_best_interval(scheme: CheckpointScheme, mtbf_s: float) -> CheckpointScheme:
-    """The same scheme with the interval that has the most goodput."""
+    """Return the scheme with the interval of the highest goodput."""
     tried = sorted(_candidate_schemes(scheme, mtbf_s), key=lambda one: one.interval_s)
     worth = [expected_goodput(one, mtbf_s) for one in tried]
     top = worth.index(max(worth))
@@ -253,24 +262,27 @@ def with_best_interval(scheme: CheckpointScheme, mtbf_s: float) -> CheckpointSch
 def goodput_by_interval(
     scheme: CheckpointScheme, mtbf_s: float, around: Sequence[float] = INTERVAL_FACTORS
 ) -> list[tuple[CheckpointScheme, float]]:
-    """Schemes with shorter and longer intervals than this one, and what goodput is expected of each."""
+    """Return schemes with shorter and longer intervals, each with its expected goodput."""
     schemes = {one.interval_s: one for one in (scheme.with_interval(scheme.interval_s * factor) for factor in around)}
     return [(one, expected_goodput(one, mtbf_s)) for _, one in sorted(schemes.items())]
 
 
 def _candidate_schemes(scheme: CheckpointScheme, mtbf_s: float) -> Iterator[CheckpointScheme]:
-    """Candidates around Young's rule of thumb, all of whole steps. Live faults ask for no saves."""
+    """Yield candidates around Young's approximation, in multiples of a step.
+
+    Live faults do not count: they need no save.
+    """
     near = math.sqrt(2 * max(scheme.stall_s, 1e-6) * mtbf_s / max(1 - scheme.live.share, 1e-15))
     seen = set()
-    for number in range(_TRIED):
-        one = scheme.with_interval(near * 1000 ** (2 * number / (_TRIED - 1) - 1))
+    for number in range(_CANDIDATES):
+        one = scheme.with_interval(near * 1000 ** (2 * number / (_CANDIDATES - 1) - 1))
         if one.interval_s not in seen:
             seen.add(one.interval_s)
             yield one
 
 
 def _of_steps(scheme: CheckpointScheme, mtbf_s: float, low: int, high: int) -> CheckpointScheme:
-    """Thirds of the numbers of steps between the two."""
+    """Return the best scheme between ``low`` and ``high`` steps, by ternary search."""
 
     def worth(steps: int) -> float:
         return expected_goodput(scheme.with_interval(steps * scheme.step_s), mtbf_s)
@@ -282,7 +294,7 @@ def _of_steps(scheme: CheckpointScheme, mtbf_s: float, low: int, high: int) -> C
 
 
 def _between(scheme: CheckpointScheme, mtbf_s: float, low: float, high: float) -> CheckpointScheme:
-    """Golden section in the logarithm of the interval."""
+    """Return the best scheme between two intervals in seconds, by golden section on the logarithm."""
 
     def worth(at: float) -> float:
         return expected_goodput(scheme.with_interval(math.exp(at)), mtbf_s)

@@ -1,8 +1,8 @@
 """Expected goodput by simulation of random faults, spares and resizes (numpy).
 
-A job has nodes of which each fails as often as the others, at any time, also while it recovers. What was lost is what
-:class:`CheckpointScheme` says of the fault's kind. A fault may take its node away for a while: a spare takes its place;
-else the job goes on with fewer, as long as there are ``least`` of them; else it stands still until one is back.
+All nodes of a job fail at the same rate, at any time, also during a recovery. :class:`CheckpointScheme` defines the
+work that each kind of fault loses. A fault may remove its node until it is repaired. A spare replaces the node. Without
+a spare the job continues with fewer nodes, and below ``min_nodes`` it waits for a repair.
 """
 
 from __future__ import annotations
@@ -19,24 +19,27 @@ from tieredckpt.goodput.expected_goodput import CheckpointScheme, expected_goodp
 
 Floats = NDArray[np.float64]
 _CLOSE = 1e-7
-"""Of an interval: who went back to a save stands at it, however floats are rounded."""
+"""Tolerance for rounding, as a share of an interval, of work that was reset to a save."""
 
 
 @dataclass(frozen=True)
 class SimulatedNodes:
-    """What the job runs on. ``mtbf_s`` is the whole job's, with all its nodes."""
+    """Nodes of the simulated job.
+
+    ``mtbf_s``: mean seconds between failures of the whole job, with all nodes.
+    """
 
     mtbf_s: float
     count: int = 1
     spares: int = 0
     min_nodes: int = 1
-    """With fewer nodes than this it stands still."""
+    """The job waits while it has fewer nodes than this."""
     node_loss_share: float = 0.0
-    """The share of faults after which the node is away."""
+    """Share of faults that remove the node."""
     repair_s: float = 0.0
-    """How long it is away, on average."""
+    """Mean seconds until a removed node is repaired."""
     resize_s: float = 0.0
-    """A pause to take a node back in."""
+    """Seconds that the job pauses to add a repaired node."""
 
     def __post_init__(self) -> None:
         if self.node_loss_share and not self.repair_s:
@@ -47,7 +50,7 @@ class SimulatedNodes:
 
 @dataclass(frozen=True)
 class SimulatedRuns:
-    """What became of each run, in seconds; ``work_s`` is what each of them had to do."""
+    """Times of all runs in seconds, and their numbers of faults. ``work_s``: work of each run."""
 
     work_s: float
     elapsed: Floats
@@ -57,7 +60,7 @@ class SimulatedRuns:
     recovering: Floats
     waiting: Floats
     smaller: Floats
-    """Time that fewer nodes took longer."""
+    """Extra seconds because of missing nodes."""
 
     @property
     def goodput(self) -> float:
@@ -71,7 +74,7 @@ class SimulatedRuns:
         return self.goodput * spread / float(self.elapsed.mean()) / runs**0.5
 
     def percentiles(self, low: float, high: float) -> tuple[float, float]:
-        """The goodput of single runs: so many of them have less, and so many more."""
+        """Return the goodput of single runs at the percentiles ``low`` and ``high``, as shares from 0 to 1."""
         return tuple(self.work_s / float(one) for one in np.quantile(self.elapsed, [1 - low, 1 - high]))  # type: ignore[return-value]
 
 
@@ -84,12 +87,12 @@ class _Phase(enum.IntEnum):
 def simulate_runs(
     scheme: CheckpointScheme, nodes: SimulatedNodes, *, rounds: int, runs: int, seed: int
 ) -> SimulatedRuns:
-    """``runs`` histories of a job that has to get ``rounds`` times from one save that lasts to the next."""
-    return _Simulation(scheme, nodes, rounds, runs, np.random.default_rng(seed)).play()
+    """Simulate ``runs`` histories of a job with ``rounds`` rounds of :class:`CheckpointScheme`."""
+    return _Simulation(scheme, nodes, rounds, runs, np.random.default_rng(seed)).run()
 
 
 class _Simulation:
-    """All runs go from event to event together; those that are done stand still."""
+    """Simulation of all runs as arrays: each turn advances every unfinished run by one event."""
 
     def __init__(
         self, scheme: CheckpointScheme, nodes: SimulatedNodes, rounds: int, runs: int, rng: np.random.Generator
@@ -109,9 +112,9 @@ class _Simulation:
         self._elapsed, self._faults, self._repeated = np.zeros(runs), np.zeros(runs), np.zeros(runs)
         self._recovering, self._waiting, self._smaller = np.zeros(runs), np.zeros(runs), np.zeros(runs)
 
-    def play(self) -> SimulatedRuns:
+    def run(self) -> SimulatedRuns:
         while (running := self._done < self._goal).any():
-            self._one_event(running)
+            self._next_event(running)
         rounds = self._rounds * self._scheme.saves_per_round
         return SimulatedRuns(
             work_s=rounds * self._scheme.interval_s,
@@ -124,7 +127,7 @@ class _Simulation:
             smaller=self._smaller,
         )
 
-    def _one_event(self, running: NDArray[np.bool_]) -> None:
+    def _next_event(self, running: NDArray[np.bool_]) -> None:
         working, waiting = self._phase == _Phase.WORK, self._phase == _Phase.WAIT
         speed = self._up / self._nodes.count
         often = np.where(waiting, 0.0, speed / self._nodes.mtbf_s)
@@ -134,13 +137,13 @@ class _Simulation:
             until_done = np.where(working, (self._goal - self._done) / speed, np.where(waiting, np.inf, self._left))
         happens = running & (until_event < until_done)
         passed = np.where(running, np.minimum(until_event, until_done), 0.0)
-        self._pass(passed, working, waiting, speed, running & ~happens)
+        self._advance(passed, working, waiting, speed, running & ~happens)
         comes_back = happens & (self._rng.random(len(often)) * (often + back) < back)
         self._fault(np.flatnonzero(happens & ~comes_back))
         if self._nodes.repair_s:
-            self._repaired(np.flatnonzero(comes_back))
+            self._return_node(np.flatnonzero(comes_back))
 
-    def _pass(
+    def _advance(
         self,
         passed: Floats,
         working: NDArray[np.bool_],
@@ -161,19 +164,19 @@ class _Simulation:
         self._phase[recovered] = _Phase.WORK
         self._kind[recovered] = 0
 
-    def _fault(self, who: NDArray[np.intp]) -> None:
-        self._faults[who] += 1
-        kind = 1 + np.searchsorted(self._kinds, self._rng.random(len(who)), side="right")
-        # A fault while recovering from a worse one changes nothing of what is gone.
-        self._kind[who] = np.maximum(self._kind[who], kind)
-        before = self._done[who]
-        self._done[who] = self._kept(before, self._kind[who])
-        self._repeated[who] += before - self._done[who]
+    def _fault(self, runs: NDArray[np.intp]) -> None:
+        self._faults[runs] += 1
+        kind = 1 + np.searchsorted(self._kinds, self._rng.random(len(runs)), side="right")
+        # A fault during the recovery from a worse one loses nothing more.
+        self._kind[runs] = np.maximum(self._kind[runs], kind)
+        before = self._done[runs]
+        self._done[runs] = self._work_after_fault(before, self._kind[runs])
+        self._repeated[runs] += before - self._done[runs]
         if self._nodes.node_loss_share:
-            self._lose_node(who[self._rng.random(len(who)) < self._nodes.node_loss_share])
-        self._recover(who)
+            self._lose_node(runs[self._rng.random(len(runs)) < self._nodes.node_loss_share])
+        self._recover(runs)
 
-    def _kept(self, done: Floats, kind: NDArray[np.int64]) -> Floats:
+    def _work_after_fault(self, done: Floats, kind: NDArray[np.int64]) -> Floats:
         scheme, save_s = self._scheme, self._save_s
         last_save = np.floor(done / save_s + _CLOSE) * save_s
         round_s = scheme.saves_per_round * save_s
@@ -185,32 +188,32 @@ class _Simulation:
             live = last_save + np.where(since >= scheme.interval_s, scheme.interval_s, at_step)
         return np.minimum(done, np.choose(kind - 1, [live, last_save, last_round]))
 
-    def _lose_node(self, who: NDArray[np.intp]) -> None:
-        self._away[who] += 1
-        replaced = self._spare[who] > 0
-        self._spare[who[replaced]] -= 1
-        self._up[who[~replaced]] -= 1
+    def _lose_node(self, runs: NDArray[np.intp]) -> None:
+        self._away[runs] += 1
+        replaced = self._spare[runs] > 0
+        self._spare[runs[replaced]] -= 1
+        self._up[runs[~replaced]] -= 1
 
-    def _recover(self, who: NDArray[np.intp]) -> None:
-        enough = self._up[who] >= self._nodes.min_nodes
-        self._phase[who] = np.where(enough, _Phase.RECOVER, _Phase.WAIT)
-        self._left[who] = self._recovery[self._kind[who]]
+    def _recover(self, runs: NDArray[np.intp]) -> None:
+        enough = self._up[runs] >= self._nodes.min_nodes
+        self._phase[runs] = np.where(enough, _Phase.RECOVER, _Phase.WAIT)
+        self._left[runs] = self._recovery[self._kind[runs]]
 
-    def _repaired(self, who: NDArray[np.intp]) -> None:
-        """A node that is back is taken in at once by who waits or recovers anyway, and costs a pause else."""
-        self._away[who] -= 1
-        short = self._up[who] < self._nodes.count
-        self._spare[who[~short]] += 1
-        self._up[who[short]] += 1
-        phase = self._phase[who]
-        self._recover(who[phase == _Phase.WAIT])
-        grows = who[short & (phase == _Phase.WORK)]
+    def _return_node(self, runs: NDArray[np.intp]) -> None:
+        """Return a repaired node to each run of ``runs``: without a pause while the run waits or recovers."""
+        self._away[runs] -= 1
+        short = self._up[runs] < self._nodes.count
+        self._spare[runs[~short]] += 1
+        self._up[runs[short]] += 1
+        phase = self._phase[runs]
+        self._recover(runs[phase == _Phase.WAIT])
+        grows = runs[short & (phase == _Phase.WORK)]
         self._phase[grows] = _Phase.RECOVER
         self._left[grows] = self._nodes.resize_s
 
 
 MAX_SIMULATED_FAULTS = 10_000
-"""More faults than this in a run are not played: it would take long, and such a job gets nowhere."""
+"""Expected faults above which a run is not simulated: such a job makes no progress."""
 
 
 @dataclass(frozen=True)
@@ -219,7 +222,7 @@ class GoodputForecast:
     nodes: SimulatedNodes
     rounds: int
     closed_form: float
-    """The goodput that is worked out; it knows no missing nodes."""
+    """Goodput in closed form, which ignores missing nodes."""
     simulated: SimulatedRuns | None
 
     @property
@@ -232,17 +235,17 @@ class GoodputForecast:
 
     @property
     def confidence_95(self) -> float:
-        """Half of the 95 % interval of the mean that was played."""
+        """Half the width of the 95 % confidence interval of the simulated goodput."""
         return 0.0 if self.simulated is None else 1.96 * self.simulated.standard_error
 
     @property
     def is_comparable(self) -> bool:
-        """Whether what was played is what was worked out."""
+        """Whether simulation and closed form model the same job."""
         return self.simulated is not None and not self.nodes.node_loss_share
 
     @property
     def deviation_sigmas(self) -> float:
-        """By how many standard errors the two differ."""
+        """Difference between the two, in standard errors of the simulation."""
         if self.simulated is None or not self.simulated.standard_error:
             return 0.0
         return abs(self.simulated.goodput - self.closed_form) / self.simulated.standard_error
@@ -251,10 +254,10 @@ class GoodputForecast:
 def forecast_goodput(
     scheme: CheckpointScheme, nodes: SimulatedNodes, *, work_s: float, runs: int, seed: int
 ) -> GoodputForecast:
-    """A job that does at least ``work_s`` of work, to the next save that every kind of fault leaves."""
+    """Return the forecast for a job with at least ``work_s`` seconds of work, rounded up to whole rounds."""
     rounds = max(1, math.ceil(work_s / scheme.round_s - 1e-9))
     faults = rounds * expected_round_s(scheme, nodes.mtbf_s) / nodes.mtbf_s
-    played = (
+    simulated = (
         simulate_runs(scheme, nodes, rounds=rounds, runs=runs, seed=seed) if faults <= MAX_SIMULATED_FAULTS else None
     )
-    return GoodputForecast(scheme, nodes, rounds, expected_goodput(scheme, nodes.mtbf_s), played)
+    return GoodputForecast(scheme, nodes, rounds, expected_goodput(scheme, nodes.mtbf_s), simulated)

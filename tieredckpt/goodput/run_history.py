@@ -1,4 +1,4 @@
-"""An event log as runs, worlds and transitions, and the executed steps that count."""
+"""Runs, worlds and transitions of an event log, and the executed steps that count."""
 
 from __future__ import annotations
 
@@ -49,23 +49,26 @@ class WorldSteps:
 
 @dataclass
 class Transition:
-    """From one stretch of steps to the next, or from the start, or to the end. Times are microseconds."""
+    """A transition between the steps of two worlds, or from the start or to the end of a run.
+
+    Times are in microseconds.
+    """
 
     run: int
     epoch: int
-    """The last world with steps; -1 before the first."""
+    """Last world with steps. -1: none."""
     next_epoch: int | None
     start: int
     end: int
     category: TimeCategory = TimeCategory.UNKNOWN
     faults: list[FaultEvent] = field(default_factory=list)
     worlds: list[WorldFormed] = field(default_factory=list)
-    """That were formed on this way; in the end the one that does steps."""
+    """Worlds that were formed during the transition. The last one runs the next steps."""
     ranks: int = 0
     next_ranks: int = 0
 
     def leaves(self, epoch: int) -> bool:
-        """Whether this is about a world that was left on this way."""
+        """Return whether the job left world ``epoch`` in this transition."""
         return self.epoch <= epoch and (self.next_epoch is None or epoch < self.next_epoch)
 
     def enters(self, epoch: int) -> bool:
@@ -74,7 +77,7 @@ class Transition:
 
 @dataclass
 class JobRun:
-    """One start of the job, by kinds of what was written down."""
+    """One run of the job, with its events by kind. Times are in microseconds."""
 
     number: int
     start: int
@@ -98,15 +101,15 @@ class JobRun:
     def clamp(self, at: int) -> int:
         return min(max(at, self.start), self.end)
 
-    def stages_of(self, way: Transition) -> list[StageEvent]:
-        """Of the worlds that a way leads from, through or to: few of all there are."""
-        epochs, by_epoch = self._staged
-        first = bisect.bisect_left(epochs, way.epoch)
-        last = len(epochs) if way.next_epoch is None else bisect.bisect_right(epochs, way.next_epoch)
+    def stages_of(self, transition: Transition) -> list[StageEvent]:
+        """Return the stages of the worlds from which, through which or to which ``transition`` leads."""
+        epochs, by_epoch = self._stages_by_epoch
+        first = bisect.bisect_left(epochs, transition.epoch)
+        last = len(epochs) if transition.next_epoch is None else bisect.bisect_right(epochs, transition.next_epoch)
         return [stage for epoch in epochs[first:last] for stage in by_epoch[epoch]]
 
     @cached_property
-    def _staged(self) -> tuple[list[int], dict[int, list[StageEvent]]]:
+    def _stages_by_epoch(self) -> tuple[list[int], dict[int, list[StageEvent]]]:
         by_epoch: dict[int, list[StageEvent]] = {}
         for stage in self.stages:
             by_epoch.setdefault(stage.epoch, []).append(stage)
@@ -114,13 +117,13 @@ class JobRun:
 
 
 def sorted_events(events: Iterable[LogEvent]) -> list[LogEvent]:
-    """The same for any order they are given in, each one once."""
+    """Return the distinct events in order of time. The order of ``events`` does not matter."""
     distinct = {msgspec.json.encode(event): event for event in events}
     return [event for _, event in sorted(distinct.items(), key=lambda item: (event_time(item[1]), item[0]))]
 
 
 def split_into_runs(events: Iterable[LogEvent]) -> list[JobRun]:
-    """A run begins with its coordinator; what was over before the first one began belongs to that."""
+    """Split events into runs. A run begins with its coordinator; earlier events belong to the first run."""
     ordered = sorted_events(event for event in events if not isinstance(event, FileOpened))
     firsts = [
         one.at for one in ordered if isinstance(one, ProcessBegan) and one.who == COORDINATOR_ROLE and not one.again
@@ -128,17 +131,19 @@ def split_into_runs(events: Iterable[LogEvent]) -> list[JobRun]:
     groups: list[list[LogEvent]] = [[]] if not firsts else [[] for _ in firsts]
     for event in ordered:
         groups[max(0, bisect.bisect_right(firsts, event_time(event)) - 1)].append(event)
-    runs = [_run(number, group, firsts[number] if firsts else None) for number, group in enumerate(groups) if group]
+    runs = [
+        _build_run(number, group, firsts[number] if firsts else None) for number, group in enumerate(groups) if group
+    ]
     for run, later in itertools.pairwise(runs):
         run.end = min(run.end, later.start)
     for run in runs:
-        run.worlds_in_order = _with_unwritten_steps(_stretches(run), run)
-        run.transitions = _ways(run)
+        run.worlds_in_order = _with_unwritten_steps(_worlds_with_steps(run), run)
+        run.transitions = _transitions(run)
     return runs
 
 
-def _run(number: int, events: Sequence[LogEvent], first: float | None) -> JobRun:
-    began = min(_begin(event) for event in events) if first is None else first
+def _build_run(number: int, events: Sequence[LogEvent], first: float | None) -> JobRun:
+    began = min(_event_start(event) for event in events) if first is None else first
     run = JobRun(
         number, to_us(began), max([to_us(began), *(to_us(event_time(event)) for event in events)]), events=list(events)
     )
@@ -155,36 +160,36 @@ def _run(number: int, events: Sequence[LogEvent], first: float | None) -> JobRun
             run.restores.append(event)
         elif isinstance(event, ProcessBegan | ProcessEnded):
             run.job = run.job or event.job
-            if event.who == COORDINATOR_ROLE:  # one that begins again takes back that it had ended
+            if event.who == COORDINATOR_ROLE:  # a restarted coordinator revokes the end of the run
                 run.outcome, run.message = (event.how, event.words) if isinstance(event, ProcessEnded) else ("", "")
     return run
 
 
-def _begin(event: LogEvent) -> float:
+def _event_start(event: LogEvent) -> float:
     return event.began if isinstance(event, StageEvent | StepEvent | SaveEvent | RestoreEvent) else event.at
 
 
 def world_size_of(run: JobRun, epoch: int) -> int:
-    """A world that nobody wrote down has as many ranks as are known of."""
+    """Return the ranks of a world. If its formation is not recorded: 1 + the highest rank with an event."""
     if epoch in run.worlds:
         return run.worlds[epoch].ranks
-    told = [one.rank for one in run.stages if one.epoch == epoch] + [
+    reported = [one.rank for one in run.stages if one.epoch == epoch] + [
         one.rank for one in run.steps if one.epoch == epoch
     ]
-    return 1 + max(told, default=0)
+    return 1 + max(reported, default=0)
 
 
-def _stretches(run: JobRun) -> list[WorldSteps]:
-    """Of every world what its first rank says."""
+def _worlds_with_steps(run: JobRun) -> list[WorldSteps]:
+    """Return the steps of each world, as reported by its lowest rank."""
     epochs: dict[int, list[StepEvent]] = {}
     for step in run.steps:
         epochs.setdefault(step.epoch, []).append(step)
     found = []
     for epoch, steps in sorted(epochs.items()):
-        teller = min(step.rank for step in steps)
-        told = sorted((step for step in steps if step.rank == teller), key=lambda step: (step.began, step.step))
-        end = max(to_us(event_time(step)) for step in told)
-        found.append(WorldSteps(epoch, world_size_of(run, epoch), to_us(told[0].began), end, told))
+        first_rank = min(step.rank for step in steps)
+        reported = sorted((step for step in steps if step.rank == first_rank), key=lambda step: (step.began, step.step))
+        end = max(to_us(event_time(step)) for step in reported)
+        found.append(WorldSteps(epoch, world_size_of(run, epoch), to_us(reported[0].began), end, reported))
     return found
 
 
@@ -214,15 +219,15 @@ def _with_unwritten_steps(worlds: list[WorldSteps], run: JobRun) -> list[WorldSt
     return worlds
 
 
-def _ways(run: JobRun) -> list[Transition]:
-    ways = []
+def _transitions(run: JobRun) -> list[Transition]:
+    transitions = []
     faults = [one for one in run.events if isinstance(one, FaultEvent)]
     notices = [one for one in run.events if isinstance(one, StopRequested)]
     before: WorldSteps | None = None
     for after in [*run.worlds_in_order, None]:
         start = run.start if before is None else before.end
         end = run.end if after is None else after.start
-        way = Transition(
+        transition = Transition(
             run.number,
             -1 if before is None else before.epoch,
             None if after is None else after.epoch,
@@ -230,42 +235,50 @@ def _ways(run: JobRun) -> list[Transition]:
             run.clamp(max(start, end)),
             ranks=0 if before is None else before.ranks,
         )
-        way.worlds = [world for epoch, world in sorted(run.worlds.items()) if way.enters(epoch)]
-        way.next_ranks = after.ranks if after is not None else way.worlds[-1].ranks if way.worlds else way.ranks
-        way.faults = [one for one in faults if way.leaves(one.epoch)]
-        way.category = _category(run, way, notices, first=before is None)
-        ways.append(way)
+        transition.worlds = [world for epoch, world in sorted(run.worlds.items()) if transition.enters(epoch)]
+        transition.next_ranks = (
+            after.ranks if after is not None else transition.worlds[-1].ranks if transition.worlds else transition.ranks
+        )
+        transition.faults = [one for one in faults if transition.leaves(one.epoch)]
+        transition.category = _transition_category(run, transition, notices, first=before is None)
+        transitions.append(transition)
         before = after
-    return ways
+    return transitions
 
 
-def _category(run: JobRun, way: Transition, notices: Sequence[StopRequested], *, first: bool) -> TimeCategory:
+def _transition_category(
+    run: JobRun, transition: Transition, notices: Sequence[StopRequested], *, first: bool
+) -> TimeCategory:
     if first:
         return TimeCategory.STARTUP
-    if way.faults or any(world.how in _AFTER_A_FAULT for world in way.worlds):
+    if transition.faults or any(world.how in _AFTER_A_FAULT for world in transition.worlds):
         return TimeCategory.RECOVERY
-    asked = [one for one in notices if way.leaves(one.epoch)]
-    if way.next_epoch is not None or way.worlds or (any(one.want == "resize" for one in asked) and not run.outcome):
+    requests = [one for one in notices if transition.leaves(one.epoch)]
+    if (
+        transition.next_epoch is not None
+        or transition.worlds
+        or (any(one.want == "resize" for one in requests) and not run.outcome)
+    ):
         return TimeCategory.RESIZE
-    return TimeCategory.ENDING if run.outcome or asked else TimeCategory.UNKNOWN
+    return TimeCategory.ENDING if run.outcome or requests else TimeCategory.UNKNOWN
 
 
 @dataclass
 class ExecutedStep:
-    """A step that was done."""
+    """An executed step. Times are in microseconds."""
 
     event: StepEvent
     run: int
     ranks: int
     first: bool
-    """Of its world."""
+    """Whether it is the first step of its world."""
     start: int
     end: int
     save_span: tuple[int, int]
-    """When it waited for its state to be staged; of no length where it did not."""
+    """Start and end of its wait for the staging of a save. Equal: it did not wait."""
     counts: bool = True
     undone_by: tuple[int, int] | None = None
-    """Run and world that went back behind it; ``None`` also where nothing was done after going back."""
+    """Run and epoch of the world that repeated it. ``None``: it counts, or no step ran after its loss."""
 
     @property
     def step(self) -> int:
@@ -302,9 +315,9 @@ class ExecutedStep:
 
 
 def executed_steps(runs: Sequence[JobRun]) -> list[ExecutedStep]:
-    """All steps of all runs, in order of time, and whether they count.
+    """Return the steps of all runs in order of time, marked as counting or not.
 
-    A step counts unless training later came to it again, or to one before it, or restored a state from before it.
+    A step counts unless training later executed it or an earlier step, or restored a state from before it.
     """
     done: list[ExecutedStep] = []
     for run in runs:
@@ -312,14 +325,14 @@ def executed_steps(runs: Sequence[JobRun]) -> list[ExecutedStep]:
         for stretch in run.worlds_in_order:
             for index, step in enumerate(stretch.steps):
                 start, end = to_us(step.began), to_us(event_time(step))
-                saving = _within(saves.get((step.epoch, step.step, step.rank)), start, end)
+                saving = _save_span(saves.get((step.epoch, step.step, step.rank)), start, end)
                 done.append(ExecutedStep(step, run.number, stretch.ranks, index == 0, start, end, saving))
     restores = [(to_us(event_time(one)), one) for run in runs for one in run.restores]
     _mark_undone(done, sorted(restores, key=lambda item: (item[0], item[1].step)))
     return done
 
 
-def _within(save: SaveEvent | None, start: int, end: int) -> tuple[int, int]:
+def _save_span(save: SaveEvent | None, start: int, end: int) -> tuple[int, int]:
     if save is None:
         return start, start
     first, last = max(to_us(save.began), start), min(to_us(event_time(save)), end)
@@ -327,7 +340,7 @@ def _within(save: SaveEvent | None, start: int, end: int) -> tuple[int, int]:
 
 
 def _mark_undone(done: Sequence[ExecutedStep], restores: Sequence[tuple[int, RestoreEvent]]) -> None:
-    """From the last to the first: what is at or above the least step that came after has been undone."""
+    """Mark steps that do not count: training later executed or resumed a step at or below them."""
     least: float = math.inf
     waiting = list(restores)
     for one in reversed(done):
@@ -335,11 +348,11 @@ def _mark_undone(done: Sequence[ExecutedStep], restores: Sequence[tuple[int, Res
             least = min(least, waiting.pop()[1].step + 1)
         one.counts = one.step < least
         least = min(least, one.step)
-    _attribute(done)
+    _set_undone_by(done)
 
 
-def _attribute(done: Sequence[ExecutedStep]) -> None:
-    """The first world after it that came to the step again, or to one before it."""
+def _set_undone_by(done: Sequence[ExecutedStep]) -> None:
+    """Set ``undone_by`` to the first later world that began at the step or before it."""
     firsts = [((one.run, one.epoch), one.step) for one in done if one.first]
     order = {key: place for place, (key, _) in enumerate(firsts)}
     for one in done:
@@ -349,9 +362,9 @@ def _attribute(done: Sequence[ExecutedStep]) -> None:
 
 
 def typical_step_us(done: Iterable[ExecutedStep]) -> dict[tuple[int, int], int]:
-    """By run and world, how long a step takes without its save, of those that are not the first there.
+    """Return the median microseconds of a step without its save, by run and epoch.
 
-    Where there is only that one: of those anywhere.
+    The first step of a world is ignored. A world with only that step has the median of all worlds.
     """
     worlds: dict[tuple[int, int], list[int]] = {}
     for one in done:

@@ -1,9 +1,9 @@
-"""Trusts only the device work that completed before any abort.
+"""Record of the device work that completed before any abort: no other result is trusted.
 
-An aborted NCCL collective ends without raising: its outputs hold anything, the stream goes on, and its events complete.
-So nothing can be learned from an event that is asked afterwards. Whoever aborts asks all events first
-(:meth:`AbortFence.close`), and whoever is about to note, stage or step on what tensors hold asks whether the world
-still stands (:func:`raise_if_aborted`), which is known to be broken before anything is aborted.
+An aborted NCCL collective ends without raising: its outputs are undefined, the stream continues, and its events
+complete. So an event that is queried after an abort proves nothing. Code that aborts groups first queries all events
+(:meth:`AbortFence.close`). Code that records, stages or steps tensors first calls :func:`raise_if_aborted`: a world is
+marked as broken before its groups are aborted.
 """
 
 from __future__ import annotations
@@ -19,58 +19,64 @@ from tieredckpt.tensors.device import DeviceWork, record_device_work
 
 
 class AbortFence:
-    """One world's. ``refuse`` raises once the world is known to be broken."""
+    """Fence of one world. ``refuse`` raises once the world is known to be broken."""
 
     def __init__(self, refuse: Callable[[], None]) -> None:
         self._refuse = refuse
         self._lock = threading.Lock()
         self._recorded: weakref.WeakSet[DeviceWork] = weakref.WeakSet()
         self._believed: frozenset[DeviceWork] | None = None
-        """What had completed when the world was aborted; ``None`` while it is not."""
+        """Work that had completed when the fence was closed. ``None``: it is open."""
 
     def raise_if_aborted(self) -> None:
-        """Raises where this world is broken: nothing that tensors hold from here on is what was computed."""
+        """Raise if this world is broken: the values of its tensors can no longer be trusted."""
         self._refuse()
 
     def record(self, tensors: Iterable[torch.Tensor]) -> DeviceWork:
-        """All that the devices of ``tensors`` were given by this thread so far."""
+        """Record and return the work that this thread has queued on the devices of ``tensors``."""
         work = record_device_work(tensors)
         with self._lock:
             self._recorded.add(work)
         return work
 
     def close(self) -> None:
-        """Before groups are aborted, from any thread: from now on it is settled what is believed."""
+        """Fix the set of trusted work.
+
+        Call it before groups are aborted, from any thread. Later calls do nothing.
+        """
         with self._lock:
             if self._believed is None:
                 self._believed = frozenset(work for work in self._recorded if work.has_completed())
 
     def trusts(self, work: DeviceWork) -> bool:
-        """Whether ``work`` had completed before anything was aborted."""
+        """Return whether ``work`` has completed.
+
+        If the fence is closed: whether it had completed at that time.
+        """
         with self._lock:
             return work.has_completed() if self._believed is None else work in self._believed
 
 
-def _stands() -> None:
-    """Where no loop goes from world to world, no world is aborted under a training that goes on."""
+def _never_broken() -> None:
+    """Do nothing: without a recovery loop no world is aborted while training continues."""
 
 
-_fences: list[AbortFence] = [AbortFence(_stands)]
+_fences: list[AbortFence] = [AbortFence(_never_broken)]
 
 
 def current_fence() -> AbortFence:
-    """That of the world this process trains in."""
+    """Return the fence of the world that this process trains in."""
     return _fences[-1]
 
 
 def raise_if_aborted() -> None:
-    """Raises where the world this process trains in is broken."""
+    """Raise if the world that this process trains in is broken."""
     _fences[-1].raise_if_aborted()
 
 
 @contextmanager
 def use_fence(one: AbortFence) -> Iterator[None]:
-    """While the block runs, ``one`` is this process's."""
+    """Make ``one`` the fence of this process while the block runs."""
     _fences.append(one)
     try:
         yield

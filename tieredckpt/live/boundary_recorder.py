@@ -1,11 +1,12 @@
 """Recording of a step boundary: references and version counters, with copies of small tensors.
 
-At most boundaries nothing has changed but the numbers in tensors: names, places and the save plan are made once, and
-then only compared. What costs something every time:
+At most boundaries only the values of tensors have changed. Names, addresses and the save plan are computed once and
+then only compared. The cost of each boundary:
 
-- parameters and moments are not copied. Their version counters are read; fused optimizers and DTensors' operations on
-  lists count nothing, but those are an optimizer's step, which is seen by a hook.
-- other tensors of up to 1 MiB, buffers mostly, are copied: BatchNorm changes its own in the forward pass, uncounted.
+- Parameters and moments are not copied. Their version counters are read. Fused optimizers and DTensor operations on
+  lists do not increment counters, but they run in an optimizer's step, which a hook detects.
+- Other tensors of up to 1 MiB, mostly buffers, are copied. BatchNorm changes its buffers in the forward pass without
+  incrementing their counters.
 - Python objects (schedulers, cursors, learning rates) are copied.
 """
 
@@ -38,41 +39,44 @@ from tieredckpt.tensors.state_structure import (
 log = logging.getLogger(__name__)
 
 
-_MOST_OF_ONE = 1 << 20
-_MOST_COPIED = 64 << 20
+_MAX_COPIED_TENSOR_BYTES = 1 << 20
+_MAX_COPIED_BYTES = 64 << 20
 _version = operator.attrgetter("_version")
 
 
 class BoundaryRecorder:
-    """Notes the boundaries of one job's state."""
+    """Recorder of the step boundaries of one job's state."""
 
     def __init__(self, job: str, settings: Settings) -> None:
         self._job = job
         self._settings = settings
         self._structure: _Structure | None = None
-        self._given_up = not (settings.enabled and settings.memory.live)
-        self._said = False
+        self._disabled = not (settings.enabled and settings.memory.live)
+        self._has_warned = False
 
     def record(self, state: Mapping[str, Any], step: int) -> None:
-        """``state`` is what ``step`` has left. Never worth an error of the training, but for that of a broken world."""
+        """Record ``state`` as the state after ``step``.
+
+        Errors are logged and turn recording off. Only a broken world raises.
+        """
         abort_fence.raise_if_aborted()
         held = current_survivor_state()
-        if self._given_up or held is None:
+        if self._disabled or held is None:
             return
         noted = held.boundaries.get(self._job)
         if noted is not None and noted.step == step and not held.optimizer_stepped:
-            return  # said twice: by the loop, and by who saves
-        held.boundaries.pop(self._job, None)  # its copies are written over now
+            return  # recorded twice: by the recovery loop and by a save
+        held.boundaries.pop(self._job, None)  # its copies are overwritten below
         if why := held.why_not():
             held.reached_steps[self._job] = step
-            if not self._said:
+            if not self._has_warned:
                 log.warning("%s: after a fault only what was saved is used: %s", self._job, why)
-            self._said = True
+            self._has_warned = True
             return
         try:
             held.record(self._job, self._boundary(state, step))
-        except Exception as error:  # noqa: BLE001 - from objects of the user's; what is saved is there all the same
-            self._given_up, self._structure = True, None
+        except Exception as error:  # noqa: BLE001 - from the user's objects; saved steps are not affected
+            self._disabled, self._structure = True, None
             log.warning("%s: step boundaries are not noted: %s: %s", self._job, type(error).__name__, error)
 
     def _boundary(self, state: Mapping[str, Any], step: int) -> StepBoundary:
@@ -85,22 +89,22 @@ class BoundaryRecorder:
 
     @property
     def names(self) -> str:
-        """A digest of what the state has by name, as it was noted last."""
+        """Digest of the names in the state that was recorded last. Empty: none was recorded."""
         return "" if self._structure is None else self._structure.names
 
     def mark_names_complete(self) -> None:
-        """Every rank's state has the names that this one's has."""
+        """Record that the states of all ranks have the names of this rank's state."""
         held = current_survivor_state()
         if held is not None and self._structure is not None:
             held.mark_names_complete(self._job, self._structure.names)
 
     def release_tensors(self) -> None:
-        """Let go of the state's tensors."""
+        """Drop the references to the state's tensors."""
         self._structure = None
 
 
 class StepBoundary:
-    """One step boundary; :class:`~tieredckpt.live.survivor_state.RecordedBoundary`."""
+    """One step boundary. Implements :class:`~tieredckpt.live.survivor_state.RecordedBoundary`."""
 
     def __init__(self, structure: _Structure, step: int, settings: Settings, loose: Mapping[str, Any]) -> None:
         self.step = step
@@ -108,8 +112,8 @@ class StepBoundary:
         self._structure = structure
         self.names_digest = structure.names
         tensors = {name: one for name, one in loose.items() if isinstance(one, torch.Tensor)}
-        small, large = _sorted(tensors, tensors)
-        self._own = {name: local_values(one).detach().clone() for name, one in small.items()}
+        small, large = _split_by_size(tensors, tensors)
+        self._copies = {name: local_values(one).detach().clone() for name, one in small.items()}
         self._objects = {name: copied_value(one) for name, one in loose.items() if name not in tensors}
         self._watches = [*structure.watches, *([_Watch(large, large)] if large else [])]
         self._versions = [watch.versions() for watch in self._watches]
@@ -118,32 +122,32 @@ class StepBoundary:
         self.device_work = abort_fence.current_fence().record(
             [*structure.placed, *(local_values(one) for one in tensors.values())]
         )
-        """Of the step, and the copies above."""
+        """Device work of the step and of the copies above."""
 
     def why_changed(self) -> str:
-        """The name of something that is not what it was."""
+        """Return the name of a tensor that changed after the boundary. Empty: none changed."""
         moved = (watch.moved(before) for watch, before in zip(self._watches, self._versions, strict=True))
         return next((f"{name} was changed after it" for name in moved if name), "")
 
     def retain(self, left: int, *, complete: bool) -> RetainedState:
         values = {name: one for watch in self._watches for name, one in watch.locals().items()}
-        values |= self._structure.copies | self._own | self._objects
+        values |= self._structure.copies | self._copies | self._objects
         compared = frozenset(name for watch in self._watches for name in watch.locals())
         return RetainedState(self.step, left, values, self._structure.plan, self.settings, complete, compared)
 
 
 class _Watched(NamedTuple):
-    """A tensor that is not copied."""
+    """A tensor that is compared instead of copied."""
 
     name: str
     owner: torch.Tensor
     local: torch.Tensor
-    """Its values, without its gradient."""
+    """Local values, without gradient."""
     address: int
 
 
 class _Watch:
-    """Tensors of which it is to be known whether they were changed."""
+    """Detection of changes to tensors that are not copied."""
 
     def __init__(self, tensors: Mapping[str, torch.Tensor], owners: Mapping[str, torch.Tensor]) -> None:
         self._all = [
@@ -151,7 +155,7 @@ class _Watch:
             for name, one in tensors.items()
         ]
         counting = [(one.name, one.owner) for one in self._all]
-        # A DTensor counts for itself, or has its part count, or neither.
+        # An operation increments the counter of the DTensor, of its local tensor, or neither.
         counting += [(name, local_values(owner)) for name, owner in counting if isinstance(owner, DTensor)]
         self._names = [name for name, _ in counting]
         self._counting = [tensor for _, tensor in counting]
@@ -170,7 +174,7 @@ class _Watch:
 
 
 class _Structure:
-    """Everything about a state that is the same at the next boundary."""
+    """Properties of a state that stay the same from boundary to boundary."""
 
     def __init__(self, state: Mapping[str, Any], structure: StateStructure, loose: Mapping[str, Any]) -> None:
         self.state = structure
@@ -182,7 +186,7 @@ class _Structure:
         self._sources: list[torch.Tensor] = []
         self.copies: dict[str, torch.Tensor] = {}
         for part in structure.parts.values():
-            small, _ = _sorted({name: part.tensors[name] for name in part.uncounted_names}, part.owners)
+            small, _ = _split_by_size({name: part.tensors[name] for name in part.uncounted_names}, part.owners)
             self._sources += [local_values(one).detach() for one in small.values()]
             self.copies.update({name: local_values(one).detach().clone() for name, one in small.items()})
             watched = {name: one for name, one in part.tensors.items() if name not in small}
@@ -190,24 +194,24 @@ class _Structure:
         self._targets = list(self.copies.values())
         every = [*self._sources, *(one for watch in self.watches for one in watch.locals().values())]
         self.placed = [*{accelerator().device_of(one): one for one in every}.values()]
-        """A tensor of each device that the state is on."""
+        """One tensor for each device of the state."""
 
     def copy(self) -> None:
-        """What kernels may change uncounted, as it is now."""
+        """Copy the small tensors that kernels may change without incrementing their counters."""
         if self._targets:
             with torch.no_grad():
                 torch._foreach_copy_(self._targets, self._sources)
 
 
-def _sorted(
+def _split_by_size(
     tensors: Mapping[str, torch.Tensor], owners: Mapping[str, torch.Tensor]
 ) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
-    """Those that are small enough to be copied at every boundary, and the others."""
-    room = _MOST_COPIED
+    """Return the tensors that are small enough to copy at every boundary, and the other tensors."""
+    room = _MAX_COPIED_BYTES
     small: dict[str, torch.Tensor] = {}
     for name in tensors:
         local = local_values(owners[name])
-        if local.layout is torch.strided and local.nbytes <= min(room, _MOST_OF_ONE):
+        if local.layout is torch.strided and local.nbytes <= min(room, _MAX_COPIED_TENSOR_BYTES):
             small[name] = tensors[name]
             room -= local.nbytes
     return small, {name: one for name, one in tensors.items() if name not in small}

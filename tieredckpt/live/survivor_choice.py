@@ -1,4 +1,4 @@
-"""The newest step that survivors hold completely between them. Pure."""
+"""Choice of the newest step that the survivors together hold completely. Pure."""
 
 from __future__ import annotations
 
@@ -13,18 +13,18 @@ Dims = tuple[int, ...]
 
 
 class HeldSlice(msgspec.Struct, frozen=True):
-    """A piece of a tensor that a rank has."""
+    """A piece of a tensor that a rank holds."""
 
     fqn: str
     dtype: str
     shape: Dims
-    """Of the whole tensor."""
+    """Shape of the whole tensor."""
     offsets: Dims
     sizes: Dims
 
 
 class SurvivorCoverage(msgspec.Struct, frozen=True):
-    """What a rank has of a step. Replicas have the same."""
+    """The pieces and objects of a step that a rank holds. Replicas have equal coverage."""
 
     tensors: tuple[HeldSlice, ...]
     objects: tuple[str, ...]
@@ -35,43 +35,43 @@ class SurvivorCoverage(msgspec.Struct, frozen=True):
 
 
 class SurvivorHolding(msgspec.Struct, frozen=True):
-    """That a rank has something of a step."""
+    """Statement that a rank holds a part of a step."""
 
     step: int
     world_epoch: int
-    """The world that the step was reached in."""
+    """Epoch of the world that reached the step."""
     coverage_digest: str
-    """Its digest."""
+    """Digest of the rank's :class:`SurvivorCoverage`."""
     complete: bool = False
-    """Its names are known to be those of the whole state: every rank of that world had the same."""
+    """Whether its names are known to be all names: every rank of that world had the same."""
 
 
 class SurvivorReport(msgspec.Struct, frozen=True):
-    """What a rank says of itself before a world's training begins."""
+    """A rank's report before the training of a world begins."""
 
     world_epoch: int = -1
-    """The last world it trained in."""
+    """Epoch of the last world that the rank trained in. -1: none."""
     holdings: Mapping[str, SurvivorHolding] = {}
-    """By job."""
+    """Retained state by job."""
     reached_steps: Mapping[str, int] = {}
-    """The last step of each job that it had completed in that world."""
+    """Last step of each job that the rank recorded in that world."""
     trusted_steps: Mapping[str, int] | None = None
-    """The last step of each job that was complete here before this rank aborted anything; ``None`` where an aborted
-    collective raises, and nobody takes what another rank's abort has left for its result."""
+    """Last step of each job with completed device work before this rank aborted its groups.
+    ``None``: aborted collectives raise, so no rank can mistake their outputs for results."""
     off: str = ""
-    """Why it noted nothing in that world."""
+    """Reason why the rank recorded no boundaries in that world. Empty: it did record them."""
 
 
 class ContentDigest(msgspec.Struct, frozen=True):
-    """Of the parameters and moments that a rank has of a step."""
+    """Digest of the parameters and moments of a step on one rank."""
 
     digest: str = ""
     why: str = ""
-    """They cannot be read."""
+    """Reason why they cannot be read. Empty: they were read."""
 
 
 class RequiredNames(msgspec.Struct, frozen=True):
-    """The names of everything, as the newest whole step has them."""
+    """Names of all tensors and objects of the newest complete step."""
 
     step: int
     tensors: frozenset[str]
@@ -79,14 +79,14 @@ class RequiredNames(msgspec.Struct, frozen=True):
 
 
 class SurvivorChoice(msgspec.Struct, frozen=True):
-    """The step that is given, or why none is."""
+    """The chosen step, or the reason why none was chosen."""
 
     step: int = -1
     why: str = ""
 
 
 def holdings_by_job(stands: Sequence[SurvivorReport]) -> dict[str, dict[int, SurvivorHolding]]:
-    """Who has something, by job and rank. Where the job has trained on since, it has left that past."""
+    """Return the holdings by job and rank. Holdings of worlds older than the last one are ignored."""
     newest = max((stand.world_epoch for stand in stands), default=-1)
     found: dict[str, dict[int, SurvivorHolding]] = {}
     for rank, stand in enumerate(stands):
@@ -97,7 +97,7 @@ def holdings_by_job(stands: Sequence[SurvivorReport]) -> dict[str, dict[int, Sur
 
 
 def reached_steps(stands: Sequence[SurvivorReport]) -> dict[str, int]:
-    """The last step of each job that any rank had completed in the last world."""
+    """Return the last step of each job that any rank reached in the last world."""
     newest = max((stand.world_epoch for stand in stands), default=-1)
     found: dict[str, int] = {}
     for stand in stands:
@@ -108,7 +108,7 @@ def reached_steps(stands: Sequence[SurvivorReport]) -> dict[str, int]:
 
 
 def why_off(stands: Sequence[SurvivorReport]) -> str:
-    """Why a rank of the last world noted nothing; empty where all did."""
+    """Return why a rank of the last world recorded no boundaries. Empty: all ranks did."""
     newest = max((stand.world_epoch for stand in stands), default=-1)
     return next(
         (f"rank {rank}: {one.off}" for rank, one in enumerate(stands) if one.world_epoch == newest and one.off), ""
@@ -116,10 +116,11 @@ def why_off(stands: Sequence[SurvivorReport]) -> str:
 
 
 def trusted_steps(stands: Sequence[SurvivorReport]) -> dict[str, int]:
-    """Up to which step of each job no survivor had aborted anything, where that could be taken for a result.
+    """Return the last step of each job that all survivors completed before any of them aborted its groups.
 
-    A rank that aborts tells the others that there is something to read, and there is not: theirs ends as well. So what
-    one survivor has of a step that another one did not complete may be anything. Who was killed has aborted nothing.
+    A rank's abort also ends the collectives of the other ranks, with undefined outputs. So a survivor's state of a step
+    that another survivor did not complete cannot be trusted. A killed rank has aborted nothing. Ranks whose aborted
+    collectives raise do not restrict the result.
     """
     newest = max((stand.world_epoch for stand in stands), default=-1)
     there = [stand.trusted_steps for stand in stands if stand.world_epoch == newest and stand.trusted_steps is not None]
@@ -128,7 +129,7 @@ def trusted_steps(stands: Sequence[SurvivorReport]) -> dict[str, int]:
 
 
 def ranks_to_compare(holdings: Mapping[int, SurvivorHolding]) -> dict[int, list[int]]:
-    """By the first of them, ranks that say they have the same of the same step."""
+    """Return groups of ranks with equal coverage of the same step, by the first rank of each group."""
     found: dict[tuple[int, str], list[int]] = {}
     for rank in sorted(holdings):
         found.setdefault((holdings[rank].step, holdings[rank].coverage_digest), []).append(rank)
@@ -138,7 +139,7 @@ def ranks_to_compare(holdings: Mapping[int, SurvivorHolding]) -> dict[int, list[
 def diverging_replicas(
     holdings: Mapping[int, SurvivorHolding], contents: Mapping[int, ContentDigest]
 ) -> dict[int, str]:
-    """Steps of which replicas do not hold the same, and who."""
+    """Return the steps whose replicas differ or cannot be read, each with a description of the ranks."""
     found: dict[int, str] = {}
     for first, ranks in ranks_to_compare(holdings).items():
         for rank in ranks:
@@ -151,7 +152,7 @@ def diverging_replicas(
 
 
 def coverage_reporters(holdings: Mapping[int, SurvivorHolding]) -> dict[int, str]:
-    """For each cover the first rank that has it: it says what it is."""
+    """Return the coverage digests by the first rank of each: that rank sends its coverage."""
     found: dict[str, int] = {}
     for rank in sorted(holdings):
         found.setdefault(holdings[rank].coverage_digest, rank)
@@ -167,13 +168,13 @@ def choose_survivor_step(
     most: int | None = None,
     wrong: Mapping[int, str] = {},
 ) -> SurvivorChoice:
-    """The newest step that is newer than what is saved, and of which nothing is missing.
+    """Choose the newest step after the newest checkpoint that survivors completely hold.
 
-    ``most``: no newer one is believed (:func:`trusted_steps`); ``wrong``: nor one of these, and why
-    (:func:`diverging_replicas`).
-
-    Where no step is whole (or ``unknown``: why that could not be found out) survivors count that know themselves what
-    belongs to the state: nothing older is lost with theirs, for all that the last world saved it had reached before.
+    ``needed``: names of that checkpoint. ``None``: no step is complete, or the lookup failed (``unknown`` is the
+    reason). Then only steps count of which a survivor knows the names of the whole state. This cannot lose an older
+    step: the last world had reached all steps that it saved.
+    ``most``: newer steps are not trusted (:func:`trusted_steps`).
+    ``wrong``: steps to exclude, with the reason (:func:`diverging_replicas`).
     """
     if not holdings:
         return SurvivorChoice(why="no rank still has the state of a step boundary")
@@ -205,11 +206,11 @@ def choose_survivor_step(
 
 
 def missing_names(covers: Sequence[SurvivorCoverage], needed: RequiredNames) -> Iterator[str]:
-    """Names of which something is missing."""
+    """Yield the names that are incomplete: missing, of different shapes or dtypes, or not fully covered."""
     objects = {name for cover in covers for name in cover.objects}
     boxes: dict[str, set[Box]] = {}
     kinds: dict[str, set[tuple[str, Dims]]] = {}
-    for held in _all(covers):
+    for held in _held_slices(covers):
         boxes.setdefault(held.fqn, set()).add(Box(held.offsets, held.sizes))
         kinds.setdefault(held.fqn, set()).add((held.dtype, held.shape))
     yield from needed.objects - objects - boxes.keys()
@@ -220,6 +221,6 @@ def missing_names(covers: Sequence[SurvivorCoverage], needed: RequiredNames) -> 
             yield fqn
 
 
-def _all(covers: Iterable[SurvivorCoverage]) -> Iterator[HeldSlice]:
+def _held_slices(covers: Iterable[SurvivorCoverage]) -> Iterator[HeldSlice]:
     for cover in covers:
         yield from cover.tensors

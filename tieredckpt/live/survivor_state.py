@@ -1,6 +1,7 @@
-"""The state of the last step boundary in this process, retained from a fault until the next world has it.
+"""State of the last step boundary, retained from a fault until the next world has loaded it.
 
-Outside of a loop that goes from world to world nobody could be given anything, and nothing is noted.
+A process without a recovery loop has no next world, so it
+records no boundaries.
 """
 
 from __future__ import annotations
@@ -32,19 +33,19 @@ _REPLAYED = (
 
 @dataclass(frozen=True)
 class Hydration:
-    """Where a world's state comes from."""
+    """Origin of the state of a new world."""
 
     job: str
     mode: HydrationMode
-    """``live``: from what survivors had in their tensors; ``snapshot``: from the newest whole step that was saved."""
+    """``live``: the tensors of survivors. ``snapshot``: the newest complete checkpoint."""
     step: int
-    """The step that was given; with ``snapshot`` -1, because restoring says which one it is."""
+    """Step of the survivors' state. With ``snapshot`` -1: the restore chooses the step."""
     reached: int
-    """The last step that any rank had completed."""
+    """Last step that any rank had completed."""
     why: str = ""
-    """Why not ``live``."""
+    """Reason why the mode is not ``live``."""
     failed: bool = False
-    """It was there, and could not be saved."""
+    """Whether survivors had a state that could not be saved."""
 
     def __str__(self) -> str:
         if self.mode == "live":
@@ -57,67 +58,73 @@ class Hydration:
 
 @dataclass(frozen=True)
 class RetainedState:
-    """The state of one step boundary, in the tensors that trained it."""
+    """State of one step boundary, in the tensors of the training."""
 
     step: int
     world_epoch: int
-    """The world it was reached in."""
+    """Epoch of the world that reached the step."""
     values: Mapping[str, Any]
     """Local tensors and Python objects, by name."""
     plan: SavePlan
     settings: Settings
     has_all_names: bool = False
-    """Its names are known to be those of the whole state."""
+    """Whether its names are known to be those of the whole state."""
     replicated_names: frozenset[str] = frozenset()
-    """Tensors of which replicas have the same: parameters and moments, not buffers or what else is small."""
+    """Names of tensors that are equal on replicas: parameters and moments, not small tensors."""
 
 
 class RecordedBoundary(Protocol):
-    """A step boundary as it was noted."""
+    """A recorded step boundary."""
 
     step: int
     settings: Settings
     names_digest: str
-    """A digest of what the state has, by name."""
+    """Digest of the names in the state."""
 
     device_work: DeviceWork
-    """All that devices had to do until it was there."""
+    """Device work that must complete before the state is valid."""
 
     def why_changed(self) -> str:
-        """Why the state is not that of the boundary any more; empty while it is."""
+        """Return why the state has changed since the boundary. Empty: it has not changed."""
 
     def retain(self, left: int, *, complete: bool) -> RetainedState: ...
 
 
 @dataclass
 class SurvivorState:
-    """One process's. Used by the thread that trains; ``optimizer_stepped`` is also set by an optimizer's hook."""
+    """Survivor state of one process, for the training thread and optimizer hooks.
+
+    Any thread may set ``replays``.
+    """
 
     boundaries: dict[str, RecordedBoundary] = field(default_factory=dict)
     """The newest boundary of each job in this world."""
     retained: dict[str, RetainedState] = field(default_factory=dict)
     reached_steps: dict[str, int] = field(default_factory=dict)
-    """The newest step of each job that was noted in the world that was left last."""
+    """Newest step of each job that was recorded in the last world."""
     trusted_steps: dict[str, int] = field(default_factory=dict)
-    """The newest step of each job that was complete here before anything of that world was aborted."""
+    """Newest step of each job with completed device work before that world's groups were aborted."""
     aborts_silently: bool = False
-    """In that world collectives may have ended with garbage, without an error, once any of its ranks aborted them."""
+    """Whether aborted collectives of that world end without an error, with undefined outputs."""
     last_world_epoch: int = -1
-    """The last world that was trained in."""
+    """Epoch of the last world that this process trained in. -1: none."""
     optimizer_stepped: bool = False
-    """An optimizer's step has begun since the last note."""
+    """Whether an optimizer step has begun since the last boundary."""
     hook_has_fired: bool = False
-    """It was seen that optimizers' steps are seen."""
+    """Whether the optimizer hook has run at least once, so steps can be detected."""
     complete_name_digests: dict[str, set[str]] = field(default_factory=dict)
-    """By job digests of names that are known to be all that the state has, whatever rank one asks."""
+    """For each job, digests of names that are known to be those of the whole state on every rank."""
     replays: bool = False
-    """In this world device work was replayed from a graph: that changes tensors, and calls no hook."""
+    """Whether this world replayed device work from a graph, which changes tensors without a hook."""
     hydrations: dict[str, Hydration] = field(default_factory=dict)
     contribute_attempts: int = 0
-    """Worlds that what is kept was to be given to."""
+    """Number of worlds that tried to load the retained state."""
 
     def record(self, job: str, noted: RecordedBoundary) -> None:
-        """``noted`` is what counts now."""
+        """Make ``noted`` the newest boundary of ``job``.
+
+        After an optimizer step the boundaries of other jobs are dropped: they are out of date.
+        """
         if self.optimizer_stepped:
             for other in [name for name in self.boundaries if name != job]:
                 del self.boundaries[other]
@@ -126,7 +133,7 @@ class SurvivorState:
         self.optimizer_stepped = False
 
     def enter_world(self, epoch: int, *, silent: bool = False) -> None:
-        """The world's training begins: what an older one left is not wanted any more.
+        """Discard the state of older worlds, because the training of world ``epoch`` begins.
 
         ``silent``: its collectives end without an error when they are aborted.
         """
@@ -138,29 +145,29 @@ class SurvivorState:
         self.last_world_epoch, self.aborts_silently, self.replays = epoch, silent, False
 
     def is_replayed(self) -> None:
-        """Device work is replayed from a graph, by any thread."""
+        """Record that device work is replayed from a graph. Any thread may call this."""
         self.replays = True
 
     def why_not(self) -> str:
-        """Why boundaries of this world are not noted; empty where they are."""
+        """Return why boundaries of this world are not recorded. Empty: they are."""
         return _REPLAYED if self.replays else ""
 
     def mark_names_complete(self, job: str, names: str) -> None:
-        """Nothing belongs to the state of this world but what ``names`` is a digest of."""
+        """Record that the names with digest ``names`` are those of the whole state in this world."""
         self.complete_name_digests.setdefault(job, set()).add(names)
 
     def retain_after_fault(self) -> None:
-        """The world was left by a fault. What is intact is kept, everything else let go of.
+        """Retain the intact boundaries after a fault, and drop the others.
 
-        Called in its fence, before this thread aborts anything. What another thread has aborted let collectives end
-        with garbage, so only that is believed which had completed before.
+        Call it while the world's fence is current, before this thread aborts anything. Another thread's abort ends
+        collectives with undefined outputs, so only device work that completed before it is trusted.
         """
         for job, noted in self.boundaries.items():
             believed = current_fence().trusts(noted.device_work)
             if believed:
                 self.trusted_steps[job] = noted.step
             why = "" if believed else "its device work had not completed when the world was aborted"
-            why = why or self._not_seen() or noted.why_changed()
+            why = why or self._why_untracked() or noted.why_changed()
             if why:
                 log.info("%s: step %d cannot be given from here: %s", job, noted.step, why)
             else:
@@ -170,7 +177,7 @@ class SurvivorState:
         self.boundaries.clear()
         self.optimizer_stepped = False
 
-    def _not_seen(self) -> str:
+    def _why_untracked(self) -> str:
         if self.replays:
             return _REPLAYED
         if self.optimizer_stepped:
@@ -178,34 +185,34 @@ class SurvivorState:
         return "" if self.hook_has_fired else "no step of an optimizer of torch.optim was seen"
 
     def end_world(self) -> None:
-        """The world has ended well: nothing was lost."""
+        """Discard all state after a world that ended without a fault."""
         self.clear()
         self.reached_steps.clear()
         self.trusted_steps.clear()
 
     def clear(self) -> None:
-        """Nothing is wanted: also nothing is kept in memory."""
+        """Drop the boundaries and the retained state, to free their memory."""
         self.boundaries.clear()
         self.retained.clear()
         self.optimizer_stepped = False
 
 
 def names_digest(names: Iterable[str]) -> str:
-    """The same for the same names, in whatever order and however often."""
+    """Return a digest of the set of ``names``: order and repetitions do not matter."""
     return xxhash.xxh3_128_hexdigest("\0".join(sorted({*names})).encode())
 
 
-_keepers: list[SurvivorState] = []
+_active: list[SurvivorState] = []
 
 
 def current_survivor_state() -> SurvivorState | None:
-    """This process's, where what is noted can be given to somebody."""
-    return _keepers[-1] if _keepers else None
+    """Return the survivor state of this process. ``None``: no recovery loop runs."""
+    return _active[-1] if _active else None
 
 
 @contextmanager
 def track_step_boundaries() -> Iterator[SurvivorState]:
-    """While the block runs step boundaries are noted, and every step of an optimizer is seen."""
+    """Record step boundaries and detect optimizer steps while the block runs."""
     import torch
     from torch.optim.optimizer import register_optimizer_step_pre_hook
 
@@ -214,19 +221,17 @@ def track_step_boundaries() -> Iterator[SurvivorState]:
     one = SurvivorState()
 
     def begun(_optimizer: Any, _args: Any, _named: Any) -> None:
-        if not torch.compiler.is_compiling():  # a compiled step would be compiled anew when the answer changes
-            raise_if_aborted()  # first: a step that is refused leaves the boundary before it as it was
-        one.optimizer_stepped = (
-            True  # only written: a compiled step that read it would be compiled anew when it changes
-        )
+        if not torch.compiler.is_compiling():  # the check would recompile a compiled step whenever its result changes
+            raise_if_aborted()  # first: a refused step must not invalidate the last boundary
+        one.optimizer_stepped = True  # write only: a read would recompile a compiled step whenever the value changes
         one.hook_has_fired = True
 
     handle = register_optimizer_step_pre_hook(begun)
-    _keepers.append(one)
+    _active.append(one)
     try:
         with accelerator().on_replay(one.is_replayed):
             yield one
     finally:
-        _keepers.remove(one)
+        _active.remove(one)
         handle.remove()
         one.clear()

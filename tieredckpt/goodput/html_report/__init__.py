@@ -1,4 +1,4 @@
-"""An analysis as one self-contained HTML page. Pure: the same log gives the same bytes."""
+"""Self-contained HTML report of an analysis. Pure: equal analyses yield equal bytes."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ __all__ = ["html_report"]
 
 
 def html_report(analysis: Analysis) -> str:
-    """The whole file."""
+    """Return the HTML page of ``analysis``."""
     title = f"{analysis.job or 'a job'}: goodput"
     head = element(
         "head",
@@ -48,7 +48,7 @@ def html_report(analysis: Analysis) -> str:
         restores_section(analysis),
         other_transitions_section(analysis),
         _runs(analysis) if len(analysis.runs) > 1 else None,
-        _complaints(analysis),
+        _warnings(analysis),
         element("footer", f"Written by tieredckpt from the event log of the job, {utc_text(analysis.end_us)}."),
     )
     return f"<!DOCTYPE html>\n{element('html', head, element('body', element('main', body)), lang='en')}\n"
@@ -69,7 +69,7 @@ def _runs(one: Analysis) -> Markup:
     )
 
 
-def _complaints(one: Analysis) -> Markup | None:
+def _warnings(one: Analysis) -> Markup | None:
     if not one.warnings:
         return None
     return report_section("event-log", "The event log", element("ul", [element("li", each) for each in one.warnings]))

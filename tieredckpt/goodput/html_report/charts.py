@@ -41,14 +41,14 @@ from tieredckpt.goodput.html_report.elements import (
 
 CHART_WIDTH = 1040.0
 PLOT_LEFT, PLOT_RIGHT = 58.0, 1030.0
-_BELOW = 24.0
+_AXIS_HEIGHT = 24.0
 MAX_FAULT_LINES = 60
-_PLACES = 120
+_MARK_COLUMNS = 120
 
 
 @dataclass(frozen=True)
 class PlotFrame:
-    """A chart's plot, from ``top`` to ``bottom``; ``height`` has room for the axis below."""
+    """Scales and vertical extent of a plot. ``height`` includes the axis below it."""
 
     x: LinearScale
     y: LinearScale
@@ -57,7 +57,7 @@ class PlotFrame:
 
     @property
     def height(self) -> float:
-        return self.bottom + _BELOW
+        return self.bottom + _AXIS_HEIGHT
 
 
 def plot_frame(
@@ -75,7 +75,7 @@ def svg_chart(one: PlotFrame, title: str, *parts: MarkupPart) -> Markup:
 
 
 def value_grid(one: PlotFrame, words: Callable[[float], str], most: int = 4) -> list[Markup]:
-    """Lines and numbers of the values."""
+    """Return horizontal grid lines with their values."""
     parts = []
     for value in round_ticks(one.y.low, one.y.high, most):
         y = one.y(value)
@@ -87,7 +87,7 @@ def value_grid(one: PlotFrame, words: Callable[[float], str], most: int = 4) -> 
 
 
 def time_axis(one: PlotFrame, seconds: float) -> list[Markup]:
-    """Below, from the job's beginning on. ``x`` is in seconds."""
+    """Return the time axis below the plot. The x scale is in seconds from the start of the job."""
     parts = [
         element("path", d=f"M{svg_number(PLOT_LEFT)} {svg_number(one.bottom)}H{svg_number(PLOT_RIGHT)}", class_="axis")
     ]
@@ -113,7 +113,7 @@ def number_axis(one: PlotFrame, words: Callable[[float], str], most: int = 8) ->
 
 
 def fault_lines(one: PlotFrame, analysis: Analysis) -> list[Markup]:
-    """One line a fault; where they are many, marks along the top say how dense they are."""
+    """Return one line per fault. Above ``MAX_FAULT_LINES`` faults, marks along the top show their density."""
     faults = all_faults(analysis)
     if len(faults) > MAX_FAULT_LINES:
         return fault_marks(one, analysis)
@@ -123,7 +123,7 @@ def fault_lines(one: PlotFrame, analysis: Analysis) -> list[Markup]:
 
 
 def fault_marks(one: PlotFrame, analysis: Analysis) -> list[Markup]:
-    """Above the plot, when faults happened: triangles, or columns as high as there were many."""
+    """Return marks above the plot: a triangle per fault, or columns that count many faults."""
     faults = all_faults(analysis)
     if len(faults) <= MAX_FAULT_LINES:
         return [
@@ -136,10 +136,10 @@ def fault_marks(one: PlotFrame, analysis: Analysis) -> list[Markup]:
             for fault in faults
         ]
     places: Counter[int] = Counter()
-    width = (PLOT_RIGHT - PLOT_LEFT) / _PLACES
+    width = (PLOT_RIGHT - PLOT_LEFT) / _MARK_COLUMNS
     for fault in faults:
         x = one.x((fault.at_us - analysis.start_us) / 1e6)
-        places[min(_PLACES - 1, int((x - PLOT_LEFT) / width))] += 1
+        places[min(_MARK_COLUMNS - 1, int((x - PLOT_LEFT) / width))] += 1
     most = max(places.values())
     parts = []
     for place, there in sorted(places.items()):
@@ -159,8 +159,8 @@ def all_faults(analysis: Analysis) -> list[FaultRecord]:
 
 
 def describe_fault(fault: FaultRecord, analysis: Analysis) -> str:
-    said = f"{run_time_text((fault.at_us - analysis.start_us) / 1e6)}  {fault_location(fault)} {fault.kind}".rstrip()
-    return f"{said}: {fault.reason}" if fault.reason else said
+    text = f"{run_time_text((fault.at_us - analysis.start_us) / 1e6)}  {fault_location(fault)} {fault.kind}".rstrip()
+    return f"{text}: {fault.reason}" if fault.reason else text
 
 
 def fault_location(fault: FaultRecord) -> str:
@@ -172,16 +172,16 @@ def polyline_points(points: Sequence[tuple[float, float]]) -> str:
     return "M" + "L".join(f"{svg_number(x)} {svg_number(y)}" for x, y in points)
 
 
-_EXACT = 240
+_MAX_TIMELINE_PIECES = 240
 _TIMELINE_COLUMNS = 486
-_HOVERED = 300
+_MAX_HOVER_AREAS = 300
 
 
 def timeline_section(one: Analysis) -> Markup:
     seconds = (one.end_us - one.start_us) / 1e6
     box = plot_frame(one.ranks, across=(0.0, seconds), top=20, tall=170)
     merged = _merged(one.timeline)
-    exact = len(merged) <= _EXACT
+    exact = len(merged) <= _MAX_TIMELINE_PIECES
     shapes = _timeline_pieces(one, merged, box) if exact else _timeline_columns(one, box)
     top = element(
         "path", d=f"M{svg_number(PLOT_LEFT)} {svg_number(box.y(one.ranks))}H{svg_number(PLOT_RIGHT)}", class_="full"
@@ -192,7 +192,7 @@ def timeline_section(one: Analysis) -> Markup:
         value_grid(box, si_text, most=min(4, max(1, one.ranks))),
         shapes,
         top,
-        _hovered(one, box),
+        _hover_areas(one, box),
         fault_marks(box, one),
         _unprotected(one, box),
         time_axis(box, seconds),
@@ -215,9 +215,9 @@ def _unprotected_key(one: Analysis) -> Markup | None:
 
 
 def _unprotected(one: Analysis, box: PlotFrame) -> list[Markup]:
-    """Along the bottom, when newer saves were not protected; the longest, where there are very many."""
+    """Return bars along the bottom for the unprotected periods, at most the ``_MAX_HOVER_AREAS`` longest."""
     parts = []
-    times = sorted(one.unprotected, key=lambda part: part.start_us - part.end_us)[:_HOVERED]
+    times = sorted(one.unprotected, key=lambda part: part.start_us - part.end_us)[:_MAX_HOVER_AREAS]
     for part in sorted(times, key=lambda part: part.start_us):
         start, end = (max(0.0, (at - one.start_us) / 1e6) for at in (part.start_us, part.end_us))
         first, last = box.x(start), box.x(end)
@@ -235,7 +235,7 @@ def _unprotected(one: Analysis, box: PlotFrame) -> list[Markup]:
 
 
 def _merged(intervals: Sequence[TimeInterval]) -> list[tuple[int, int, str, int]]:
-    """Neighbours that look the same are one."""
+    """Merge neighbours of equal kind and ranks into (start, end, kind, ranks), in microseconds."""
     found: list[tuple[int, int, str, int]] = []
     for one in intervals:
         kind = display_kind(one)
@@ -247,7 +247,7 @@ def _merged(intervals: Sequence[TimeInterval]) -> list[tuple[int, int, str, int]
 
 
 def _timeline_pieces(one: Analysis, merged: Sequence[tuple[int, int, str, int]], box: PlotFrame) -> list[Markup]:
-    """What training is interrupted by is at least seen."""
+    """Return one bar per merged interval. Interruptions are at least one pixel wide."""
     parts = []
     for start, end, kind, ranks in sorted(merged, key=lambda piece: piece[2] != "productive"):
         first, last = (box.x((at - one.start_us) / 1e6) for at in (start, end))
@@ -276,17 +276,20 @@ def _timeline_columns(one: Analysis, box: PlotFrame) -> list[Markup]:
     for kind in DISPLAY_ORDER:
         if kind in piled:
             ceiling = [low + more / piled[kind].width for low, more in zip(floor, piled[kind].sums, strict=True)]
-            shape = _stacked(floor, ceiling, wide, box)
+            shape = _stacked_path(floor, ceiling, wide, box)
             if shape:
                 parts.append(element("path", element("title", DISPLAY_KINDS[kind].words), d=shape, class_=f"f-{kind}"))
             floor = ceiling
     return parts
 
 
-def _stacked(floor: Sequence[float], ceiling: Sequence[float], wide: float, box: PlotFrame) -> str:
-    """Columns from one height to the other; neighbours of the same heights are one."""
+def _stacked_path(floor: Sequence[float], ceiling: Sequence[float], wide: float, box: PlotFrame) -> str:
+    """Return the SVG path of columns from ``floor`` to ``ceiling``.
+
+    Neighbours of equal heights are merged.
+    """
     edges = [(svg_number(box.y(high)), svg_number(box.y(low))) for low, high in zip(floor, ceiling, strict=True)]
-    said = []
+    text = []
     first = 0
     for place in range(1, len(edges) + 1):
         if place < len(edges) and edges[place] == edges[first]:
@@ -294,31 +297,32 @@ def _stacked(floor: Sequence[float], ceiling: Sequence[float], wide: float, box:
         top, bottom = edges[first]
         if top != bottom:
             left, right = svg_number(PLOT_LEFT + first * wide), svg_number(PLOT_LEFT + place * wide)
-            said.append(f"M{left} {bottom}V{top}H{right}V{bottom}z")
+            text.append(f"M{left} {bottom}V{top}H{right}V{bottom}z")
         first = place
-    return "".join(said)
+    return "".join(text)
 
 
-def _hovered(one: Analysis, box: PlotFrame) -> list[Markup]:
-    """Over each way into a world, what is to be known of it; the longest, where there are very many."""
-    ways = sorted(one.recoveries, key=lambda way: -way.seconds)[:_HOVERED]
+def _hover_areas(one: Analysis, box: PlotFrame) -> list[Markup]:
+    """Return hover areas that describe the transitions, at most the ``_MAX_HOVER_AREAS`` longest."""
+    longest = sorted(one.recoveries, key=lambda transition: -transition.seconds)[:_MAX_HOVER_AREAS]
     parts = []
-    for way in sorted(ways, key=lambda way: way.start_us):
-        first, last = (box.x((at - one.start_us) / 1e6) for at in (way.start_us, way.end_us))
+    for transition in sorted(longest, key=lambda transition: transition.start_us):
+        first, last = (box.x((at - one.start_us) / 1e6) for at in (transition.start_us, transition.end_us))
         wide = max(last - first, 5.0)
         left, tall = (first + last - wide) / 2, box.bottom - box.top
-        title = element("title", describe_transition(way, one))
+        title = element("title", describe_transition(transition, one))
         parts.append(element("rect", title, x=left, y=box.top, width=wide, height=tall, class_="hover"))
     return parts
 
 
-def describe_transition(way: TransitionRecord, one: Analysis) -> str:
-    said = [f"{run_time_text((way.start_us - one.start_us) / 1e6)}  {way.category.value}, {duration_text(way.seconds)}"]
-    said += [describe_fault(fault, one) for fault in way.faults[:3]]
-    if way.category is not TimeCategory.STARTUP and way.ranks != way.next_ranks:
-        said.append(f"{way.ranks} ranks become {way.next_ranks}")
-    said += [f"{name.replace('_', ' ')} {duration_text(seconds)}" for name, seconds in way.stages.items()]
-    return "\n".join(said)
+def describe_transition(transition: TransitionRecord, one: Analysis) -> str:
+    began = run_time_text((transition.start_us - one.start_us) / 1e6)
+    text = [f"{began}  {transition.category.value}, {duration_text(transition.seconds)}"]
+    text += [describe_fault(fault, one) for fault in transition.faults[:3]]
+    if transition.category is not TimeCategory.STARTUP and transition.ranks != transition.next_ranks:
+        text.append(f"{transition.ranks} ranks become {transition.next_ranks}")
+    text += [f"{name.replace('_', ' ')} {duration_text(seconds)}" for name, seconds in transition.stages.items()]
+    return "\n".join(text)
 
 
 _POINTS = 900
@@ -328,13 +332,13 @@ Point = tuple[float, float]
 
 
 def loss_section(one: Analysis) -> Markup:
-    told = [step for step in one.step_views if step.loss is not None and math.isfinite(step.loss)]
+    reported = [step for step in one.step_views if step.loss is not None and math.isfinite(step.loss)]
     bad = [step for step in one.step_views if step.not_finite]
-    if not told:
+    if not reported:
         words = _not_finite(bad) if bad else "The script said no loss: world.report(loss=...) does"
         return report_section("loss", "Loss", note=f"{words}.")
-    undone = sum(not step.counts for step in told)
-    note = f"{count_text(len(told), 'step')} said their loss"
+    undone = sum(not step.counts for step in reported)
+    note = f"{count_text(len(reported), 'step')} said their loss"
     if undone:
         note += f"; {undone:,} of them {'was' if undone == 1 else 'were'} undone by a fault (in yellow)"
     if bad:
@@ -342,15 +346,15 @@ def loss_section(one: Analysis) -> Markup:
     lines = ", and dashed lines are faults" if one.faults else ""
     parts = (
         element("h3", "over steps"),
-        _over_steps(told, bad),
+        _over_steps(reported, bad),
         element("h3", "over time", lines),
-        _over_time(one, told, bad),
+        _over_time(one, reported, bad),
     )
     return report_section("loss", "Loss", parts, note=f"{note}.")
 
 
-def _bounds(told: Sequence[StepRecord]) -> tuple[float, float]:
-    values = [step.loss for step in told if step.loss is not None]
+def _bounds(reported: Sequence[StepRecord]) -> tuple[float, float]:
+    values = [step.loss for step in reported if step.loss is not None]
     low, high = min(values), max(values)
     room = (high - low) * 0.05 or abs(high) * 0.05 or 1.0
     return (0.0 if 0 <= low < high / 2 else low - room), high + room
@@ -363,38 +367,38 @@ def _not_finite(bad: Sequence[StepRecord]) -> str:
     return f"{count_text(len(bad), 'step')} had a loss that is not finite ({kinds}; {which})"
 
 
-def _over_steps(told: Sequence[StepRecord], bad: Sequence[StepRecord]) -> Markup:
-    low, high = _bounds(told)
-    numbers = [step.step for step in (*told, *bad)]
+def _over_steps(reported: Sequence[StepRecord], bad: Sequence[StepRecord]) -> Markup:
+    low, high = _bounds(reported)
+    numbers = [step.step for step in (*reported, *bad)]
     box = plot_frame(high, low=low, across=(min(numbers), max(*numbers, min(numbers) + 1)), tall=170)
-    counted = sorted((step for step in (*told, *bad) if step.counts), key=lambda step: step.step)
+    counted = sorted((step for step in (*reported, *bad) if step.counts), key=lambda step: step.step)
     curves = _curve_pieces(counted, lambda step: float(step.step), lambda _before, _after: False)
-    undone = sorted((step.step, step.loss or 0.0) for step in told if not step.counts)
-    marks = _marks(box, [float(step.step) for step in bad])
+    undone = sorted((step.step, step.loss or 0.0) for step in reported if not step.counts)
+    marks = _not_finite_marks(box, [float(step.step) for step in bad])
     axis = number_axis(box, lambda value: f"step {value:,.0f}" if value == int(value) else "")
-    return svg_chart(box, "loss over steps", value_grid(box, si_text), marks, _drawn(box, curves, undone), axis)
+    return svg_chart(box, "loss over steps", value_grid(box, si_text), marks, _loss_shapes(box, curves, undone), axis)
 
 
-def _over_time(one: Analysis, told: Sequence[StepRecord], bad: Sequence[StepRecord]) -> Markup:
-    low, high = _bounds(told)
+def _over_time(one: Analysis, reported: Sequence[StepRecord], bad: Sequence[StepRecord]) -> Markup:
+    low, high = _bounds(reported)
     seconds = (one.end_us - one.start_us) / 1e6
     box = plot_frame(high, low=low, across=(0.0, seconds), tall=170, top=14)
 
     def at(step: StepRecord) -> float:
         return (step.end_us - one.start_us) / 1e6
 
-    counted = sorted((step for step in (*told, *bad) if step.counts), key=at)
+    counted = sorted((step for step in (*reported, *bad) if step.counts), key=at)
     curves = _curve_pieces(counted, at, lambda before, after: (before.run, before.epoch) != (after.run, after.epoch))
-    undone = sorted((at(step), step.loss or 0.0) for step in told if not step.counts)
-    marks = (fault_lines(box, one), _marks(box, [at(step) for step in bad]))
-    shapes = (marks, _drawn(box, curves, undone))
+    undone = sorted((at(step), step.loss or 0.0) for step in reported if not step.counts)
+    marks = (fault_lines(box, one), _not_finite_marks(box, [at(step) for step in bad]))
+    shapes = (marks, _loss_shapes(box, curves, undone))
     return svg_chart(box, "loss over time", value_grid(box, si_text), shapes, time_axis(box, seconds))
 
 
 def _curve_pieces(
     steps: Sequence[StepRecord], across: Callable[[StepRecord], float], apart: Callable[[StepRecord, StepRecord], bool]
 ) -> list[list[Point]]:
-    """A curve has a gap where a loss was not finite, and where two steps are not of one stretch."""
+    """Split the loss curve at losses that were not finite, and where ``apart`` separates two steps."""
     pieces: list[list[Point]] = [[]]
     for before, step in zip([*steps[:1], *steps], steps, strict=False):
         if apart(before, step) or before.not_finite:
@@ -404,15 +408,15 @@ def _curve_pieces(
     return [piece for piece in pieces if piece]
 
 
-def _marks(box: PlotFrame, places: Sequence[float]) -> list[Markup]:
-    """Where the loss was not finite."""
+def _not_finite_marks(box: PlotFrame, places: Sequence[float]) -> list[Markup]:
+    """Return marks where the loss was not finite."""
     every = math.ceil(len(places) / _DOTS) or 1
     return [
         element("path", d=f"M{svg_number(box.x(x))} {svg_number(box.top)}v8", class_="bad") for x in places[::every]
     ]
 
 
-def _drawn(box: PlotFrame, curves: Sequence[Sequence[Point]], undone: Sequence[Point]) -> list[Markup]:
+def _loss_shapes(box: PlotFrame, curves: Sequence[Sequence[Point]], undone: Sequence[Point]) -> list[Markup]:
     every = math.ceil(len(undone) / _DOTS) or 1
     parts = [element("circle", cx=box.x(x), cy=box.y(y), r=2.2, class_="dot") for x, y in undone[::every]]
     most = max(2, _POINTS // max(1, len(curves)))

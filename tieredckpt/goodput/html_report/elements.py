@@ -13,13 +13,13 @@ from typing import TypeAlias
 from tieredckpt.event_log.event_types import STAGES
 from tieredckpt.goodput.analysis_result import TimeCategory, TimeInterval
 
-# Control characters, and halves of a character: no page may hold them.
+# Control characters and lone surrogates are not allowed in a page.
 _UNFIT = re.compile(r"[\x00-\x08\x0b\x0c\x0e-\x1f\x7f-\x9f\ud800-\udfff\ufffe\uffff]")
 _VOID = frozenset({"meta", "br"})
 
 
 class Markup(str):
-    """Text that is markup already."""
+    """Text that is already markup."""
 
     __slots__ = ()
 
@@ -28,7 +28,10 @@ MarkupPart: TypeAlias = "str | int | float | Iterable[MarkupPart] | None"
 
 
 def to_markup(part: MarkupPart) -> Markup:
-    """Anything as markup: strings are escaped, ``None`` is nothing, of others each item."""
+    """Return ``part`` as markup.
+
+    Strings are escaped, ``None`` is empty, items of iterables are concatenated.
+    """
     if isinstance(part, Markup):
         return part
     if part is None:
@@ -39,21 +42,22 @@ def to_markup(part: MarkupPart) -> Markup:
 
 
 def element(name: str, /, *parts: MarkupPart, **attributes: str | float | None) -> Markup:
-    """``element("p", "a < b", class_="x")`` is ``<p class="x">a &lt; b</p>``; attributes that are ``None`` are left
-    out.
+    """Return an element with escaped content. Attributes that are ``None`` are skipped.
+
+    ``element("p", "a < b", class_="x")`` returns ``<p class="x">a &lt; b</p>``.
     """
-    said = "".join(
+    rendered = "".join(
         f' {key.rstrip("_").replace("_", "-")}="{_attribute(value)}"'
         for key, value in attributes.items()
         if value is not None
     )
     if name in _VOID:
-        return Markup(f"<{name}{said}>")
-    return Markup(f"<{name}{said}>{to_markup(parts)}</{name}>")
+        return Markup(f"<{name}{rendered}>")
+    return Markup(f"<{name}{rendered}>{to_markup(parts)}</{name}>")
 
 
 def svg_number(value: float) -> str:
-    """A coordinate: a tenth of a pixel is enough."""
+    """Return a coordinate with at most one decimal: a tenth of a pixel is enough."""
     shown = f"{value:.1f}"
     return shown.removesuffix(".0")
 
@@ -63,18 +67,18 @@ def _attribute(value: str | float) -> str:
 
 
 def report_section(name: str, title: str, *parts: MarkupPart, note: MarkupPart = None) -> Markup:
-    """One part of the page, by which it can be linked to."""
-    said = element("p", note, class_="note") if note else None
-    return element("section", element("h2", title), said, parts, id=name)
+    """Return a section of the page. Its id is ``name``, for links."""
+    rendered = element("p", note, class_="note") if note else None
+    return element("section", element("h2", title), rendered, parts, id=name)
 
 
 def data_value(shown: str, value: float | str) -> Markup:
-    """What people read, with the number it was made from."""
+    """Return the text ``shown`` in an element that also holds the exact value."""
     return element("data", shown, value=repr(value) if isinstance(value, float) else str(value))
 
 
 _PROSE = ("in its words", "most often")
-"""Columns of error messages: those have paths and names that are wider than the page."""
+"""Columns of error messages, whose paths and names can be wider than the page."""
 
 
 def html_table(head: Iterable[str], body: Iterable[Iterable[MarkupPart]], *, right: Iterable[str] = ()) -> Markup:
@@ -97,7 +101,7 @@ _UNITS = ((86400, "d"), (3600, "h"), (60, "min"))
 
 
 def percent_text(share: float) -> str:
-    """Two digits where it matters: what is missing from 100 %, or there at all."""
+    """Return ``share`` as percent, with two decimals below 1 % and above 99 %."""
     value = 100 * share
     if 0 < value < 0.005:
         return "< 0.01 %"
@@ -106,7 +110,7 @@ def percent_text(share: float) -> str:
 
 
 def duration_text(seconds: float) -> str:
-    """``0.0123`` as ``12.3 ms``, ``75.2`` as ``75.2 s``, ``5400`` as ``1 h 30 min``."""
+    """Return a duration as text: ``12.3 ms``, ``75.2 s``, ``1 h 30 min``."""
     if seconds < 0.9995:
         return f"{seconds * 1e3:.3g} ms" if seconds else "0 s"
     if seconds < 100:
@@ -125,7 +129,7 @@ def duration_text(seconds: float) -> str:
 
 
 def run_time_text(seconds: float) -> str:
-    """A point of the job's time: ``1:02:03.4``, days in front; tenths within the first hour only."""
+    """Return seconds since the start of the job as text: ``2:03.4``, ``1:02:03`` or ``2 d 01:02:03``."""
     sign, seconds = ("-" if seconds < 0 else ""), abs(seconds)
     tenths = round(seconds * 10)
     if tenths >= 36000:
@@ -142,7 +146,7 @@ def run_time_text(seconds: float) -> str:
 
 
 def axis_time_text(seconds: float) -> str:
-    """The same where it is a round number: on an axis."""
+    """Return :func:`run_time_text` in a short form for round values on an axis."""
     if seconds >= 86400:
         days, rest = divmod(round(seconds), 86400)
         return f"{days} d" + (f" {rest // 3600:02}:{rest % 3600 // 60:02}" if rest else "")
@@ -150,7 +154,7 @@ def axis_time_text(seconds: float) -> str:
 
 
 def utc_text(time_us: int) -> str:
-    """A point in time, UTC."""
+    """Return a time as UTC text, from microseconds since 1970."""
     return dt.datetime.fromtimestamp(time_us // 1_000_000, dt.timezone.utc).strftime("%Y-%m-%d %H:%M:%S UTC")
 
 
@@ -159,7 +163,7 @@ def bytes_text(number_bytes: float) -> str:
 
 
 def si_text(value: float) -> str:
-    """``1234567`` as ``1.23 M``; whole numbers below 10,000 as they are."""
+    """Return a number with an SI prefix: ``1.23 M``. Numbers below 10,000 have no prefix."""
     if not math.isfinite(value):
         return str(value)
     if abs(value) < 10_000:
@@ -188,7 +192,7 @@ _ROUND_TIMES = (
 
 @dataclass(frozen=True)
 class LinearScale:
-    """``low`` is drawn at ``first``, ``high`` at ``last``."""
+    """Linear scale that maps ``low`` to the coordinate ``first`` and ``high`` to ``last``."""
 
     low: float
     high: float
@@ -201,7 +205,7 @@ class LinearScale:
 
 
 def round_ticks(low: float, high: float, most: int = 5) -> list[float]:
-    """Round values between the two, so many at most."""
+    """Return round values from ``low`` to ``high``, about ``most`` of them."""
     if not high > low:
         return [low]
     raw = (high - low) / most
@@ -212,19 +216,19 @@ def round_ticks(low: float, high: float, most: int = 5) -> list[float]:
 
 
 def time_ticks(seconds: float, most: int = 9) -> list[float]:
-    """Round points of time from 0 on."""
+    """Return round times from 0 to ``seconds``, about ``most`` of them."""
     step = next((step for step in _ROUND_TIMES if seconds / step <= most), _ROUND_TIMES[-1])
     step *= max(1, math.ceil(seconds / step / most))
     return [number * step for number in range(math.floor(seconds / step + 1e-9) + 1)]
 
 
 def log_time_ticks(low: float, high: float) -> list[float]:
-    """Times that people count in, of all sizes between the two."""
+    """Return round times from ``low`` to ``high`` seconds, for a logarithmic axis."""
     return [time for time in _ROUND_TIMES if low <= time <= high]
 
 
 def round_up_tick(value: float, most: int = 4) -> float:
-    """The least round number that is not less."""
+    """Return the smallest round number that is not less than ``value``."""
     if value <= 0:
         return 1.0
     step = round_ticks(0, value, most)[1]
@@ -232,7 +236,10 @@ def round_up_tick(value: float, most: int = 4) -> float:
 
 
 def downsampled(points: Sequence[tuple[float, float]], most: int) -> list[tuple[float, float]]:
-    """Of points in order of the first number, the least and the greatest of each piece: peaks stay."""
+    """Return about ``most`` points: minimum and maximum of each piece, so that peaks remain.
+
+    The x values must ascend.
+    """
     if len(points) <= most:
         return list(points)
     low, high = points[0][0], points[-1][0]
@@ -248,7 +255,7 @@ def downsampled(points: Sequence[tuple[float, float]], most: int) -> list[tuple[
 
 
 class TimeBins:
-    """Amounts that are spread evenly over stretches of time, collected in pieces of equal length."""
+    """Sums of amounts over time, in bins of equal width."""
 
     def __init__(self, low: float, high: float, count: int) -> None:
         self.low, self.high = low, high
@@ -256,7 +263,7 @@ class TimeBins:
         self.width = (high - low) / count or 1.0
 
     def add(self, start: float, end: float, amount: float) -> None:
-        """``amount`` in all, from ``start`` to ``end``; what is outside is left out."""
+        """Spread ``amount`` evenly from ``start`` to ``end``. The part outside of the bins is dropped."""
         if end <= start:
             return
         rate = amount / (end - start)
@@ -270,7 +277,7 @@ class TimeBins:
 
 
 def quantile(values: Iterable[float], share: float) -> float:
-    """The nearest rank: always one of the values."""
+    """Return a quantile by nearest rank: always one of the values."""
     ordered = sorted(values)
     return ordered[max(0, math.ceil(share * len(ordered)) - 1)]
 
@@ -311,7 +318,7 @@ _STAGES = (
 DISPLAY_KINDS = {one.name: one for one in (*CATEGORY_KINDS, *_STAGES)}
 _ORDER = ("productive", "save", "lost", "startup", "resize", *(one.name for one in _STAGES), "recovery")
 DISPLAY_ORDER = (*_ORDER, "ending", "down", "unknown", "missing")
-"""From the bottom of a stack to its top."""
+"""Kinds from the bottom of a stack to its top."""
 STAGE_NAMES = frozenset(STAGES)
 
 
@@ -320,7 +327,7 @@ def stage_kind(name: str) -> str:
 
 
 def display_kind(interval: TimeInterval) -> str:
-    """Stages of recoveries have colours of their own; other ways into a world have one each."""
+    """Return the display kind of an interval: its stage in a recovery, otherwise its category."""
     return stage_kind(interval.stage) if interval.category is TimeCategory.RECOVERY else interval.category.value
 
 
@@ -335,7 +342,7 @@ def color_legend(names: Iterable[str], more: MarkupPart = None) -> Markup:
 
 
 def color_properties(dark: bool) -> str:
-    """Custom properties, for a style sheet."""
+    """Return the colors as CSS custom properties."""
     return "".join(f"--{one.name}:{one.dark if dark else one.light};" for one in DISPLAY_KINDS.values())
 
 

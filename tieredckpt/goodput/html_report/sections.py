@@ -65,8 +65,12 @@ def summary_section(one: Analysis) -> Markup:
 
 
 def recovery_times(one: Analysis) -> list[float]:
-    """Seconds from fault to training again, of each recovery that got there."""
-    return [way.seconds for way in one.recoveries if way.category is TimeCategory.RECOVERY and way.resumed]
+    """Return the seconds of each recovery that resumed training."""
+    return [
+        transition.seconds
+        for transition in one.recoveries
+        if transition.category is TimeCategory.RECOVERY and transition.resumed
+    ]
 
 
 def _tiles(one: Analysis) -> list[tuple[str, str, MarkupPart, MarkupPart]]:
@@ -131,8 +135,8 @@ def _protected(one: Analysis, step: int) -> tuple[str, str, MarkupPart, MarkupPa
 
 
 def _tile(colour: str, name: str, value: MarkupPart, more: MarkupPart) -> Markup:
-    said = (element("dt", name), element("dd", value, class_="value"), element("dd", more, class_="more"))
-    return element("div", said, class_=f"tile {colour}".strip())
+    content = (element("dt", name), element("dd", value, class_="value"), element("dd", more, class_="more"))
+    return element("div", content, class_=f"tile {colour}".strip())
 
 
 def _ring(one: Analysis) -> Markup:
@@ -153,15 +157,15 @@ def _ring(one: Analysis) -> Markup:
 
 
 def _slice(name: str, turned: float, share: float, title: str) -> Markup:
-    said = element("title", title)
+    content = element("title", title)
     if share > 0.9999:
         ring = "M106 3a103 103 0 1 1 0 206a103 103 0 1 1 0 -206zM106 28a78 78 0 1 0 0 156a78 78 0 1 0 0 -156z"
-        return element("path", said, d=ring, class_=f"f-{name}")
+        return element("path", content, d=ring, class_=f"f-{name}")
     (a, b), (c, d) = _at(103, turned), _at(103, turned + share)
     (e, f), (g, h) = _at(78, turned + share), _at(78, turned)
     far = int(share > 0.5)
     arc = f"M{a:.2f} {b:.2f}A103 103 0 {far} 1 {c:.2f} {d:.2f}L{e:.2f} {f:.2f}A78 78 0 {far} 0 {g:.2f} {h:.2f}z"
-    return element("path", said, d=arc, class_=f"f-{name}")
+    return element("path", content, d=arc, class_=f"f-{name}")
 
 
 def _at(radius: float, turned: float) -> tuple[float, float]:
@@ -170,7 +174,7 @@ def _at(radius: float, turned: float) -> tuple[float, float]:
 
 
 def _spent(one: Analysis) -> Markup:
-    """The same of the clock's time, as one bar."""
+    """Return the shares of wall-clock time as one bar."""
     pieces = [
         element("i", class_=f"f-{kind.name}", style=f"flex:{share:.6f}", title=f"{kind.words}: {percent_text(share)}")
         for kind in CATEGORY_KINDS
@@ -184,8 +188,8 @@ def _legend(one: Analysis) -> Markup:
     for kind in CATEGORY_KINDS:
         spent = one.wall.by.get(kind.name, 0)
         if spent:
-            said = data_value(f"{duration_text(spent / 1e6)}, {percent_text(one.wall.share(kind.name))}", spent)
-            keys.append(element("span", element("i", class_=f"k f-{kind.name}"), kind.words, element("b", said)))
+            content = data_value(f"{duration_text(spent / 1e6)}, {percent_text(one.wall.share(kind.name))}", spent)
+            keys.append(element("span", element("i", class_=f"k f-{kind.name}"), kind.words, element("b", content)))
     missing = one.capacity.share("missing")
     if missing > 0:
         key = element("i", class_="k f-missing")
@@ -203,24 +207,30 @@ _APART = 60.0
 
 
 def recoveries_section(one: Analysis) -> Markup:
-    ways = [way for way in one.recoveries if way.category is TimeCategory.RECOVERY]
+    transitions = [transition for transition in one.recoveries if transition.category is TimeCategory.RECOVERY]
     title = "Recoveries"
-    if not ways:
+    if not transitions:
         return report_section("recoveries", title, note="There was nothing to recover from.")
-    resumed = [way for way in ways if way.resumed]
-    note = f"{count_text(len(ways), 'recovery').replace('recoverys', 'recoveries')}, from the fault to the next step"
-    if len(resumed) < len(ways):
-        note += f"; {len(ways) - len(resumed):,} did not get there{' yet' if one.is_running else ''}"
+    resumed = [transition for transition in transitions if transition.resumed]
+    counted = count_text(len(transitions), "recovery").replace("recoverys", "recoveries")
+    note = f"{counted}, from the fault to the next step"
+    if len(resumed) < len(transitions):
+        note += f"; {len(transitions) - len(resumed):,} did not get there{' yet' if one.is_running else ''}"
     parts: list[MarkupPart] = []
-    if len(ways) <= _EACH:
-        parts.append(_bars(one, [(_label(way, one), way) for way in ways], _quantiles(resumed)))
+    if len(transitions) <= _EACH:
+        parts.append(
+            _bars(one, [(_label(transition, one), transition) for transition in transitions], _quantiles(resumed))
+        )
     else:
         if resumed:
             parts += [element("h3", "how long they took"), _histogram(resumed)]
             parts += [element("h3", "one of each kind, by stages"), _bars(one, _typical(resumed), [])]
-        slowest = sorted(ways, key=lambda way: -way.seconds)[:_SLOWEST]
-        parts += [element("h3", "the slowest"), _bars(one, [(_label(way, one), way) for way in slowest], [])]
-    parts.append(color_legend({stage_kind(name) for way in ways for name in way.stages}))
+        slowest = sorted(transitions, key=lambda transition: -transition.seconds)[:_SLOWEST]
+        parts += [
+            element("h3", "the slowest"),
+            _bars(one, [(_label(transition, one), transition) for transition in slowest], []),
+        ]
+    parts.append(color_legend({stage_kind(name) for transition in transitions for name in transition.stages}))
     parts.append(stage_table(one, TimeCategory.RECOVERY))
     return report_section(
         "recoveries", title, parts, note=f"{note}. Each bar is one, by what its slowest ranks were at."
@@ -228,36 +238,40 @@ def recoveries_section(one: Analysis) -> Markup:
 
 
 def other_transitions_section(one: Analysis) -> Markup:
-    """Starts and resizes: nothing was wrong."""
-    ways = [way for way in one.recoveries if way.category is not TimeCategory.RECOVERY]
-    if not ways:
+    """Return the section of transitions without a recovery: starts and resizes."""
+    transitions = [transition for transition in one.recoveries if transition.category is not TimeCategory.RECOVERY]
+    if not transitions:
         return report_section("resizes", "Starts and resizes", note="Neither a start nor a resize was written down.")
-    shown = ways if len(ways) <= _EACH else sorted(ways, key=lambda way: -way.seconds)[:_EACH]
+    shown = (
+        transitions
+        if len(transitions) <= _EACH
+        else sorted(transitions, key=lambda transition: -transition.seconds)[:_EACH]
+    )
     note = "From the last step of a world to the first of the next, where nothing was wrong"
-    note += f"; the {_EACH} slowest of {len(ways):,}." if len(ways) > _EACH else "."
-    bars = _bars(one, [(_label(way, one), way) for way in shown], [])
-    keys = color_legend({stage_kind(name) for way in shown for name in way.stages})
+    note += f"; the {_EACH} slowest of {len(transitions):,}." if len(transitions) > _EACH else "."
+    bars = _bars(one, [(_label(transition, one), transition) for transition in shown], [])
+    keys = color_legend({stage_kind(name) for transition in shown for name in transition.stages})
     return report_section("resizes", "Starts and resizes", bars, keys, note=note)
 
 
-def _label(way: TransitionRecord, one: Analysis) -> str:
-    at = run_time_text((way.start_us - one.start_us) / 1e6)
-    if way.faults:
-        first = way.faults[0]
-        more = f" +{len(way.faults) - 1}" if len(way.faults) > 1 else ""
+def _label(transition: TransitionRecord, one: Analysis) -> str:
+    at = run_time_text((transition.start_us - one.start_us) / 1e6)
+    if transition.faults:
+        first = transition.faults[0]
+        more = f" +{len(transition.faults) - 1}" if len(transition.faults) > 1 else ""
         return f"{at}  {_short(f'{first.node} {first.kind}'.strip() or 'a fault')}{more}"
-    if way.category is TimeCategory.STARTUP:
-        return f"{at}  start of {way.next_ranks}"
-    return f"{at}  {way.how or way.category.value} {way.ranks} → {way.next_ranks}"
+    if transition.category is TimeCategory.STARTUP:
+        return f"{at}  start of {transition.next_ranks}"
+    return f"{at}  {transition.how or transition.category.value} {transition.ranks} → {transition.next_ranks}"
 
 
 def _short(words: str, most: int = 22) -> str:
     return words if len(words) <= most else f"{words[: most - 1]}…"
 
 
-def _typical(ways: Sequence[TransitionRecord]) -> list[tuple[str, TransitionRecord]]:
-    """The very recoveries that stand at these places."""
-    ordered = sorted(ways, key=lambda way: way.seconds)
+def _typical(transitions: Sequence[TransitionRecord]) -> list[tuple[str, TransitionRecord]]:
+    """Return the recoveries at the median, p90 and p99 of the durations."""
+    ordered = sorted(transitions, key=lambda transition: transition.seconds)
 
     def at(share: float) -> TransitionRecord:
         return ordered[max(0, math.ceil(share * len(ordered)) - 1)]
@@ -265,21 +279,23 @@ def _typical(ways: Sequence[TransitionRecord]) -> list[tuple[str, TransitionReco
     return [("median", at(0.5)), ("p90", at(0.9)), ("p99", at(0.99))]
 
 
-def _quantiles(ways: Sequence[TransitionRecord]) -> list[tuple[str, float]]:
-    """No more than the number of recoveries can tell apart."""
-    if len(ways) < 3:
+def _quantiles(transitions: Sequence[TransitionRecord]) -> list[tuple[str, float]]:
+    """Return p50 and p99 of the durations. Below three recoveries they would be meaningless: return none."""
+    if len(transitions) < 3:
         return []
-    took = [way.seconds for way in ways]
+    took = [transition.seconds for transition in transitions]
     return [("p50", quantile(took, 0.5)), ("p99", quantile(took, 0.99))]
 
 
-def _bars(one: Analysis, ways: Sequence[tuple[str, TransitionRecord]], marks: Sequence[tuple[str, float]]) -> Markup:
-    longest = max(way.seconds for _, way in ways)
-    middle = quantile([way.seconds for _, way in ways], 0.5)
-    cut = round_up_tick(_FAR * middle) if len(ways) > 2 and longest > 2 * _FAR * middle > 0 else longest
+def _bars(
+    one: Analysis, transitions: Sequence[tuple[str, TransitionRecord]], marks: Sequence[tuple[str, float]]
+) -> Markup:
+    longest = max(transition.seconds for _, transition in transitions)
+    middle = quantile([transition.seconds for _, transition in transitions], 0.5)
+    cut = round_up_tick(_FAR * middle) if len(transitions) > 2 and longest > 2 * _FAR * middle > 0 else longest
     scale = LinearScale(0.0, cut or 1.0, _LEFT, _RIGHT)
     top = 22.0
-    bottom = top + _ROW * len(ways)
+    bottom = top + _ROW * len(transitions)
     parts: list[MarkupPart] = []
     for value in time_ticks(scale.high, 6):
         x = scale(value)
@@ -291,44 +307,46 @@ def _bars(one: Analysis, ways: Sequence[tuple[str, TransitionRecord]], marks: Se
         parts.append(
             element("text", f"{name} {duration_text(value)}", x=x, y=bottom + 14 + 13 * place, text_anchor="middle")
         )
-    for place, (label, way) in enumerate(ways):
-        parts.append(_bar(one, label, way, scale, top + place * _ROW))
+    for place, (label, transition) in enumerate(transitions):
+        parts.append(_bar(one, label, transition, scale, top + place * _ROW))
     box = f"0 0 {svg_number(charts.CHART_WIDTH)} {svg_number(bottom + 6 + 13 * len(marks))}"
     picture = element("svg", element("title", "recoveries by stages"), parts, viewBox=box, class_="chart", role="img")
     return element("div", picture, class_="wide")
 
 
-def _bar(one: Analysis, label: str, way: TransitionRecord, scale: LinearScale, y: float) -> list[Markup]:
+def _bar(one: Analysis, label: str, transition: TransitionRecord, scale: LinearScale, y: float) -> list[Markup]:
     parts = [element("text", label, x=_LEFT - 10, y=y + 16, text_anchor="end")]
     at = 0.0
-    for name, seconds in _in_order(way):
+    for name, seconds in _in_order(transition):
         first, last = scale(min(at, scale.high)), scale(min(at + seconds, scale.high))
         at += seconds
         if last > first:
-            said = element("title", f"{name.replace('_', ' ')}: {duration_text(seconds)}")
+            content = element("title", f"{name.replace('_', ' ')}: {duration_text(seconds)}")
             kind = f"bar f-{stage_kind(name)}"
-            parts.append(element("rect", said, x=first, y=y + 3, width=last - first, height=_ROW - 7, class_=kind))
-    end = scale(min(way.seconds, scale.high))
-    if way.seconds > scale.high:
+            parts.append(element("rect", content, x=first, y=y + 3, width=last - first, height=_ROW - 7, class_=kind))
+    end = scale(min(transition.seconds, scale.high))
+    if transition.seconds > scale.high:
         edges = f"M{svg_number(end - 9)} {svg_number(y + 1)}l5 {svg_number(_ROW - 3)}m4 0l-5 -{svg_number(_ROW - 3)}"
         parts.append(element("path", d=edges, stroke="var(--card)", stroke_width=2.5, fill="none"))
-    lost = f" · {count_text(way.steps_lost, 'step')}" if way.steps_lost else ""
-    ended = "" if way.resumed else " so far" if one.is_running else " · not resumed"
-    words = element("title", describe_transition(way, one))
+    lost = f" · {count_text(transition.steps_lost, 'step')}" if transition.steps_lost else ""
+    ended = "" if transition.resumed else " so far" if one.is_running else " · not resumed"
+    words = element("title", describe_transition(transition, one))
     parts.append(
-        element("text", words, f"{duration_text(way.seconds)}{lost}{ended}", x=end + 7, y=y + 16, class_="strong")
+        element(
+            "text", words, f"{duration_text(transition.seconds)}{lost}{ended}", x=end + 7, y=y + 16, class_="strong"
+        )
     )
     return parts
 
 
-def _in_order(way: TransitionRecord) -> list[tuple[str, float]]:
+def _in_order(transition: TransitionRecord) -> list[tuple[str, float]]:
     order = list(DISPLAY_KINDS)
-    return sorted(way.stages.items(), key=lambda item: (order.index(stage_kind(item[0])), item[0]))
+    return sorted(transition.stages.items(), key=lambda item: (order.index(stage_kind(item[0])), item[0]))
 
 
-def _histogram(ways: Sequence[TransitionRecord]) -> Markup:
-    """Over the logarithm of the time: some take a hundred times as long as others."""
-    took = [max(way.seconds, 1e-3) for way in ways]
+def _histogram(transitions: Sequence[TransitionRecord]) -> Markup:
+    """Return a histogram over the logarithm of the durations: some exceed others by a factor of 100."""
+    took = [max(transition.seconds, 1e-3) for transition in transitions]
     low, high = math.log10(min(took)), math.log10(max(took))
     low, high = math.floor(low * 5) / 5, max(math.ceil(high * 5) / 5, math.floor(low * 5) / 5 + 0.2)
     counts = Counter(min(_COLUMNS - 1, int((math.log10(value) - low) / (high - low) * _COLUMNS)) for value in took)
@@ -354,7 +372,7 @@ def _histogram(ways: Sequence[TransitionRecord]) -> Markup:
         if x >= free:
             free = x + _APART
             parts.append(element("text", duration_text(value), x=x, y=box.bottom + 17, text_anchor="middle"))
-    for place, (name, value) in enumerate(_quantiles(ways)):
+    for place, (name, value) in enumerate(_quantiles(transitions)):
         x = box.x(math.log10(max(value, 1e-3)))
         parts.append(
             element("path", d=f"M{svg_number(x)} {svg_number(box.top)}V{svg_number(box.bottom)}", class_="mean")
@@ -416,7 +434,7 @@ _Pair = tuple[FaultRecord, TransitionRecord]
 
 
 def faults_section(one: Analysis) -> Markup:
-    pairs = [(fault, way) for way in one.recoveries for fault in way.faults]
+    pairs = [(fault, transition) for transition in one.recoveries for fault in transition.faults]
     pairs.sort(key=lambda pair: (pair[0].at_us, pair[0].noticed_us))
     if not pairs:
         return report_section("faults", "Faults", _unnoticed(one), note="No fault was written down.")
@@ -430,7 +448,7 @@ def faults_section(one: Analysis) -> Markup:
         note = f"{count_text(len(pairs), 'fault')}; each of the {_SHOWN} that cost most is listed"
     table = html_table(
         ("at", "where", "what", "in its words", "went on", "back after", "steps lost"),
-        [_row(one, fault, way, first=way.faults[0] is fault) for fault, way in shown],
+        [_row(one, fault, transition, first=transition.faults[0] is fault) for fault, transition in shown],
         right=("at", "back after", "steps lost"),
     )
     many = len(shown) > _BRIEF
@@ -443,7 +461,7 @@ def faults_section(one: Analysis) -> Markup:
 
 
 def _unnoticed(one: Analysis) -> Markup | None:
-    """Faults that were made on purpose, and broke no world."""
+    """Return the table of injections that broke no world."""
     if not one.injections:
         return None
     body = [
@@ -461,7 +479,7 @@ def _unnoticed(one: Analysis) -> Markup | None:
     return element("div", element("h3", f"{count_text(len(one.injections), 'injection')} that broke no world"), table)
 
 
-def _row(one: Analysis, fault: FaultRecord, way: TransitionRecord, *, first: bool) -> tuple[MarkupPart, ...]:
+def _row(one: Analysis, fault: FaultRecord, transition: TransitionRecord, *, first: bool) -> tuple[MarkupPart, ...]:
     noticed = (fault.noticed_us - fault.at_us) / 1e6
     after = element("div", f"noticed after {duration_text(noticed)}", class_="sub") if noticed > 0 else None
     injected = element("div", element("span", f"injected: {fault.injected}", class_="tag")) if fault.injected else None
@@ -479,23 +497,33 @@ def _row(one: Analysis, fault: FaultRecord, way: TransitionRecord, *, first: boo
             "",
         )
     change = (
-        f"{way.ranks} → {way.next_ranks} ranks" if way.ranks != way.next_ranks else count_text(way.next_ranks, "rank")
+        f"{transition.ranks} → {transition.next_ranks} ranks"
+        if transition.ranks != transition.next_ranks
+        else count_text(transition.next_ranks, "rank")
     )
-    how: MarkupPart = (_HOW.get(way.how, way.how), element("div", change, class_="sub"))
-    if not way.resumed:
+    how: MarkupPart = (_HOW.get(transition.how, transition.how), element("div", change, class_="sub"))
+    if not transition.resumed:
         how = "not yet" if one.is_running else "did not go on"
-    return at, fault_location(fault), what, (reason, after), how, duration_text(way.seconds), f"{way.steps_lost:,}"
+    return (
+        at,
+        fault_location(fault),
+        what,
+        (reason, after),
+        how,
+        duration_text(transition.seconds),
+        f"{transition.steps_lost:,}",
+    )
 
 
 def _by_kind(pairs: Sequence[_Pair]) -> Markup:
     kinds: dict[str, list[_Pair]] = {}
     for pair in pairs:
         kinds.setdefault(pair[0].kind or "not said", []).append(pair)
-    total = sum(way.cost_s for fault, way in pairs if way.faults[0] is fault) or 1.0
+    total = sum(transition.cost_s for fault, transition in pairs if transition.faults[0] is fault) or 1.0
     body = []
     for kind, found in sorted(kinds.items(), key=lambda item: (-len(item[1]), item[0])):
-        took = [way.seconds for _, way in found]
-        cost = sum(way.cost_s for fault, way in found if way.faults[0] is fault)
+        took = [transition.seconds for _, transition in found]
+        cost = sum(transition.cost_s for fault, transition in found if transition.faults[0] is fault)
         usual = max(
             {pair[0].reason for pair in found}, key=lambda reason: (sum(p[0].reason == reason for p in found), reason)
         )
