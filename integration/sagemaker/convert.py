@@ -1,4 +1,4 @@
-"""``python -m integration.sagemaker.convert``: an AWS checkpoint in this project's format, verified equal."""
+"""``python -m integration.sagemaker.convert``: convert an AWS checkpoint and verify the copy."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ _STEP = re.compile(r"step_([0-9]{1,18})")
 
 
 class NamespaceUrl(NamedTuple):
-    """A namespace, and where it is."""
+    """URL of a namespace, split."""
 
     url: str
     namespace: JobName
@@ -46,7 +46,7 @@ class NamespaceUrl(NamedTuple):
 
 
 def parse_namespace_url(text: str) -> NamespaceUrl:
-    """``s3://bucket/prefix/NAMESPACE[/step_N]``, or the same with the URL of a memory service in front."""
+    """Parse ``s3://bucket/prefix/NAMESPACE[/step_N]`` or the URL of a memory service with a namespace."""
     url, _, last = text.rstrip("/").rpartition("/")
     match = _STEP.fullmatch(last)
     if match:
@@ -149,7 +149,7 @@ def _show(out: Console, value: dict[str, Any]) -> None:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Convert one checkpoint, and return the exit code."""
+    """Convert one checkpoint and return the exit code."""
     return run_program(convert_command, CommandOutput("convert"), argv)
 
 
