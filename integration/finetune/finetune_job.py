@@ -256,7 +256,7 @@ def read_step_log(path: Path, start: int = 0) -> tuple[list[dict[str, Any]], int
 
 
 class StepLogFollower:
-    """Thread that calls ``heard`` with every new line until the block ends, then with the remaining ones."""
+    """Thread that passes new lines to a callback until the block ends, then the remaining ones."""
 
     def __init__(self, path: Path, heard: Callable[[dict[str, Any]], None]) -> None:
         self._path = path

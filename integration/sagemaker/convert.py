@@ -78,12 +78,13 @@ def convert_command(
 ) -> ExitCode:
     """Write the checkpoint SRC, which AWS's library wrote, to DST, and prove that it is the same.
 
-    SRC is s3://BUCKET/PREFIX/NAMESPACE[/step_N] (either of its layouts; any other durable URL will do) or
-    http://HOST:PORT/NAMESPACE[/step_N] of a memory service; without a step, the newest whole one. DST is a durable URL
-    that ends with JOB (file:///path/JOB, s3://bucket/prefix/JOB), or the folder of a plain DCP checkpoint.
+    SRC is s3://BUCKET/PREFIX/NAMESPACE[/step_N], in either layout of AWS's library, or any other durable URL. It may
+    also be http://HOST:PORT/NAMESPACE[/step_N] of a memory service. Without a step, the newest complete one is read.
+    DST is a durable URL that ends with JOB (file:///path/JOB, s3://bucket/prefix/JOB), or the folder of a plain DCP
+    checkpoint.
 
-    DST is there when both sides have the same checksum, which does not depend on how they are cut, and not before.
-    Metadata is read as data: nothing that was pickled runs.
+    DST appears only after both sides have the same checksum, which does not depend on the sharding. Metadata is read
+    as data: no pickled code runs.
     """
     from elastic.reshard.offline import reshard_checkpoint
     from elastic.reshard.targets import open_target

@@ -52,7 +52,7 @@ _SIGNS = (
 )
 """Messages of CUDA, NVIDIA's driver, NCCL and this project's health check, the most specific first.
 
-Errors of the program itself (an illegal access, an assertion, out of memory) are no faults of its machine.
+Errors of the program itself (an illegal access, an assertion, out of memory) do not count as faults of its machine.
 """
 
 _DEDUPLICATION_S = 120.0
