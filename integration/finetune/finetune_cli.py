@@ -1,4 +1,4 @@
-"""``elastic finetune``: check model and data, write the job, start ``elastic run``, follow the step log."""
+"""``elastic finetune``: check the inputs, write the job, start ``elastic run``, follow the step log."""
 
 from __future__ import annotations
 
@@ -69,12 +69,12 @@ def finetune_command(screen: ElasticScreen, /, **options: Any) -> int:
     ]
     last: dict[str, Any] = {}
 
-    def heard(line: dict[str, Any]) -> None:
+    def on_line(line: dict[str, Any]) -> None:
         last.update(line)
         if "step" in line and not screen.as_json:
             screen.err.print(step_text(line), markup=False)
 
-    with StepLogFollower(job.progress_file, heard), _rank_environment():
+    with StepLogFollower(job.progress_file, on_line), _rank_environment():
         status = run_command.main(
             args=[*words, "-m", _WORKER, "--from", str(job.folder / "job.json")], standalone_mode=False, obj=screen
         )
@@ -94,7 +94,7 @@ def finetune_command(screen: ElasticScreen, /, **options: Any) -> int:
 
 
 def step_text(line: dict[str, Any]) -> str:
-    """A step for people."""
+    """Return the text of a step for the terminal."""
     ranks = f"{line['ranks']} rank{'s' * (line['ranks'] != 1)}"
     return (
         f"step {line['step'] + 1}/{line['steps']}  loss {line['loss']:.4f}  {line['tokens']:,} tokens  "
@@ -103,7 +103,7 @@ def step_text(line: dict[str, Any]) -> str:
 
 
 def _policy(recipe: str | None, nodes: str | None, nproc: int | None) -> tuple[int, ScalingPolicy]:
-    """Ranks of a node, and how many nodes there may be."""
+    """Return the ranks of a node, and the policy with the allowed numbers of nodes."""
     if recipe is None:
         least, most = node_range(nodes or "1")
         return nproc or 1, ScalingPolicy(min_replicas=least, max_replicas=most)
@@ -117,7 +117,7 @@ def _policy(recipe: str | None, nodes: str | None, nproc: int | None) -> tuple[i
 
 
 def _check_inputs(job: FinetuneJob) -> None:
-    """Model, tokenizer and data, before a process is started that would only say the same."""
+    """Check model, tokenizer and data before any process starts."""
     try:
         from integration.finetune.inputs import open_job_inputs
     except ImportError as error:
@@ -126,7 +126,7 @@ def _check_inputs(job: FinetuneJob) -> None:
 
 
 def _write_job_files(job: FinetuneJob, policy: ScalingPolicy, launching: dict[str, Any]) -> list[str]:
-    """The job and its policy in the output's folder; the words that name them."""
+    """Write the job and its policy to the output's folder. Return the arguments that name them."""
     job.folder.mkdir(parents=True, exist_ok=True)
     (job.folder / "job.json").write_bytes(msgspec.json.format(msgspec.json.encode(job)))
     file = job.folder / recipe_plan.POLICY_FILE
@@ -141,7 +141,7 @@ def _write_job_files(job: FinetuneJob, policy: ScalingPolicy, launching: dict[st
 
 @contextlib.contextmanager
 def _rank_environment() -> Iterator[None]:
-    """Tokenizers warn of every fork after a thread of theirs; ranks have processes for that."""
+    """Disable tokenizer threads while the block runs: they warn at every fork, and ranks have processes."""
     before = os.environ.get("TOKENIZERS_PARALLELISM")
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     try:

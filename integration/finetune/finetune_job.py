@@ -3,10 +3,10 @@
 ::
 
     elastic.PolicyError
-    ├── DataError       lines that cannot be learned from: the message names the file and the line
+    ├── DataError       unusable lines: the message names the file and the line
     └── ModelError      a model, a tokenizer or a length that does not fit
 
-After a fault steps come again, with the same numbers; the last line of a step counts.
+After a fault steps repeat with the same numbers; the last line of a step counts.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from integration.hyperpod.recipes import Recipe, read_recipe, recipe_plan
 
 
 class DataError(PolicyError):
-    """Lines that cannot be learned from."""
+    """Lines of the data that cannot be used for training."""
 
 
 class ModelError(PolicyError):
@@ -41,39 +41,39 @@ LRScalingRule = Literal["constant", "linear", "sqrt"]
 
 
 class FinetuneJob(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """One fine-tuning; written down as JSON for its ranks."""
+    """One fine-tuning job, stored as JSON for its ranks."""
 
     name: str
     data: tuple[str, ...]
     output: str
     model: str = ""
-    """A folder that ``save_pretrained`` wrote, or a name on the hub."""
+    """Folder written by ``save_pretrained``, or a name on the hub."""
     config: str = ""
-    """Or a configuration, to begin with random weights."""
+    """Or a configuration, to start with random weights."""
     tokenizer: str = ""
-    """Where that is not the model's."""
+    """Tokenizer, if it is not the model's."""
 
     steps: int | None = None
     epochs: int = 1
-    """Of the data; without ``steps``."""
+    """Passes over the data, without ``steps``."""
     batch: int | None = None
-    """Samples of a step; without, the recipe's at each size."""
+    """Samples of a step; None: the recipe's at each size."""
     microbatch: int = 1
     length: int | None = None
-    """Tokens of a sample at the most; without, what the model can, up to 4096."""
+    """Maximum tokens of a sample; None: the model's limit, up to 4096."""
     too_long: Literal["cut", "error"] = "cut"
     exact: bool = True
-    """Every bit of what is learned is the same in any world."""
+    """Whether the results are bitwise equal in any world."""
 
     lr: float | None = None
-    """Without, the recipe's at each size."""
+    """Learning rate; None: the recipe's at each size."""
     schedule: ScheduleShape = "cosine"
     warmup: int = 0
     min_lr: float = 0.0
     rule: LRScalingRule = "constant"
-    """How the learning rate follows the batch, where that is not the same at all sizes."""
+    """Scaling of the learning rate if the batch differs between sizes."""
     rewarm: int = 0
-    """Steps to a new learning rate after a resize."""
+    """Warm-up steps to a new learning rate after a resize."""
     weight_decay: float = 0.0
     beta1: float = 0.9
     beta2: float = 0.999
@@ -82,25 +82,28 @@ class FinetuneJob(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     seed: int = 0
 
     lora: int = 0
-    """Rank of adapters; 0: all weights are trained."""
+    """Rank of the adapters; 0 trains all weights."""
     lora_alpha: float = 32.0
-    """Over the rank: how much adapters count."""
+    """LoRA scaling: adapters are multiplied by alpha / rank."""
     parallel: Literal["fsdp", "ddp"] = "fsdp"
     precision: Literal["auto", "float32", "bfloat16"] = "auto"
-    """Of forward and backward passes; weights and moments are float32. ``auto``: bfloat16 on a GPU."""
+    """Precision of forward and backward passes; ``auto`` is bfloat16 on a GPU.
+
+    Weights and moments are float32.
+    """
     recompute: bool = False
-    """Activations are computed again in the backward pass."""
+    """Whether the backward pass recomputes activations."""
     workers: int = 0
-    """Processes of each rank that tokenise."""
+    """Processes of each rank that tokenize."""
     cache: str = "4GiB"
-    """Memory of the node for what is tokenised."""
+    """Memory of the node for tokenized samples."""
 
     every: int = 1
     durable: str = ""
     durable_every: int = 100
     keep_last: int = 0
     export: Literal["auto", "float32", "bfloat16"] = "auto"
-    """Type of the weights written in the end; ``auto``: the one the model came in."""
+    """Type of the exported weights; ``auto``: the type of the loaded model."""
     recipe: str = ""
 
     @property
@@ -113,21 +116,21 @@ class FinetuneJob(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
 
     @property
     def model_folder(self) -> Path:
-        """What ``from_pretrained`` reads in the end."""
+        """Folder of the final model for ``from_pretrained``."""
         return self.folder / "model"
 
 
 class SizedJob(msgspec.Struct, frozen=True):
-    """What holds in one world."""
+    """Batch and learning rate of one world."""
 
     plan: BatchPlan
     lr: float
-    """The schedule is drawn for this one."""
+    """Peak learning rate of the schedule."""
     rule: LRRule
 
 
 def size_job(job: FinetuneJob, *, nodes: int, world_size: int) -> SizedJob:
-    """Batch and learning rate in a world, by the job's own words or else by its recipe's."""
+    """Return batch and learning rate in a world, from the job or otherwise from its recipe."""
     recipe = read_recipe(job.recipe, devices=max(1, world_size // nodes)) if job.recipe else None
     batch = job.batch or (recipe.scale.size_for(nodes).global_batch if recipe is not None else None)
     if batch is None:
@@ -145,7 +148,10 @@ def size_job(job: FinetuneJob, *, nodes: int, world_size: int) -> SizedJob:
 
 
 def largest_microbatch(recipe: Recipe, batch: int | None, sizes: tuple[int, ...], nproc: int) -> int:
-    """The largest that cuts the batch of all these sizes in the same places, idles no rank, and is known to fit."""
+    """Return the largest microbatch that is known to fit and leaves no rank idle.
+
+    It splits the batch at the same positions at all these sizes.
+    """
     most = recipe.scale.max_microbatch or 1
     worlds: dict[int, list[int]] = {}
     for nodes in sizes:
@@ -154,7 +160,7 @@ def largest_microbatch(recipe: Recipe, batch: int | None, sizes: tuple[int, ...]
 
 
 def total_steps(job: FinetuneJob, *, samples: int, done: int, step: int, batch: int) -> int:
-    """How many steps there are in all, of which ``step`` are done and took ``done`` samples."""
+    """Return the total number of steps. ``step`` of them are done and used ``done`` samples."""
     if job.steps is not None:
         return job.steps
     left = max(0, job.epochs * samples - done)
@@ -162,7 +168,10 @@ def total_steps(job: FinetuneJob, *, samples: int, done: int, step: int, batch: 
 
 
 def _rule(job: FinetuneJob, recipe: Recipe | None, batch: int) -> LRRule:
-    """Beside the job's own learning rate, which is for the recipe's smallest size where there is a recipe."""
+    """Return the rule for the job's own learning rate.
+
+    With a recipe that rate belongs to the recipe's smallest size.
+    """
     base = job.batch or (batch if recipe is None else recipe.scale.size_for(recipe.policy.smallest_size).global_batch)
     if job.rule == "constant":
         return ConstantLRRule()
@@ -172,7 +181,10 @@ def _rule(job: FinetuneJob, recipe: Recipe | None, batch: int) -> LRRule:
 def learning_rate_at(
     step: int, total: int, *, peak: float, shape: ScheduleShape, warmup: int = 0, least: float = 0.0
 ) -> float:
-    """Up to ``peak`` in ``warmup`` steps, then down to ``least``, which the step after the last would have."""
+    """Return the learning rate of a step.
+
+    It rises to ``peak`` in ``warmup`` steps, then falls to ``least``, which the step after the last would have.
+    """
     if step < warmup:
         return peak * (step + 1) / (warmup + 1)
     if shape == "constant":
@@ -188,10 +200,10 @@ _POLL_S = 0.2
 
 
 class StepLogWriter:
-    """One rank's end. Ranks but the first write nothing.
+    """Writer of the step log. Only rank 0 writes.
 
-    The line of the newest step is part of the checkpoint. A fault may interrupt the first rank before it has written
-    that line, and the next world does not repeat a completed step.
+    The line of the newest step is part of the checkpoint. A fault may interrupt rank 0 before it has written that line,
+    and the next world does not repeat a completed step.
     """
 
     def __init__(self, path: Path, *, rank: int) -> None:
@@ -217,7 +229,7 @@ class StepLogWriter:
         self.write(**values)
 
     def write(self, **values: Any) -> None:
-        """One line, all of it or, on a machine that goes down, none."""
+        """Append one line; after a crash of the machine it is complete or missing."""
         if self._path is None:
             return
         line = (json.dumps(values) + "\n").encode()
@@ -229,7 +241,10 @@ class StepLogWriter:
 
 
 def read_step_log(path: Path, start: int = 0) -> tuple[list[dict[str, Any]], int]:
-    """Complete lines from a place in the file on, and the place after them. No file yet: none yet."""
+    """Return the complete lines from position ``start``, and the position after them.
+
+    A missing file has no lines.
+    """
     try:
         with path.open("rb") as opened:
             opened.seek(start)
@@ -241,13 +256,13 @@ def read_step_log(path: Path, start: int = 0) -> tuple[list[dict[str, Any]], int
 
 
 class StepLogFollower:
-    """Calls ``heard`` with every new line, from a thread of its own, until the block is left; then with the rest."""
+    """Thread that passes new lines to a callback until the block ends, then the remaining ones."""
 
     def __init__(self, path: Path, heard: Callable[[dict[str, Any]], None]) -> None:
         self._path = path
         self._heard = heard
         self._at = path.stat().st_size if path.exists() else 0
-        self._over = threading.Event()
+        self._stopped = threading.Event()
         self._thread = threading.Thread(target=self._follow, name="finetune-progress", daemon=True)
 
     def __enter__(self) -> StepLogFollower:
@@ -257,15 +272,15 @@ class StepLogFollower:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self._over.set()
+        self._stopped.set()
         self._thread.join()
-        self._look()
+        self._read_new_lines()
 
     def _follow(self) -> None:
-        while not self._over.wait(_POLL_S):
-            self._look()
+        while not self._stopped.wait(_POLL_S):
+            self._read_new_lines()
 
-    def _look(self) -> None:
-        found, self._at = read_step_log(self._path, self._at)
-        for one in found:
-            self._heard(one)
+    def _read_new_lines(self) -> None:
+        lines, self._at = read_step_log(self._path, self._at)
+        for line in lines:
+            self._heard(line)

@@ -3,9 +3,9 @@
 ::
 
     {"text": ...}                                       every token counts
-    {"prompt": ..., "completion": ...}                  those of the completion count, and the end
-    {"input_ids": [...], "labels": [...]}               labels of -100 do not count, all others do; without, all
-    {"input_ids": [...], "weights": [...]}              each as much as is said
+    {"prompt": ..., "completion": ...}                  tokens of the completion and the end token count
+    {"input_ids": [...], "labels": [...]}               labels of -100 do not count; without labels, all count
+    {"input_ids": [...], "weights": [...]}              each token counts by its weight
 """
 
 from __future__ import annotations
@@ -21,26 +21,26 @@ import xxhash
 from integration.finetune.finetune_job import DataError, FinetuneJob, ModelError
 
 _ENDINGS = (".jsonl", ".json", ".ndjson")
-_PIECE = 1 << 24
+_BUFFER_BYTES = 1 << 24
 
 
 class _File(NamedTuple):
     path: str
     starts: np.ndarray
-    """Where each line that is not blank begins, and at the end where the file ends."""
+    """Positions of the lines that are not blank, followed by the size of the file."""
     numbers: np.ndarray
-    """Which line of the file each is, from 1."""
+    """Line numbers in the file, from 1."""
 
 
 class JsonLinesCorpus:
-    """All samples of some files, in the order of the files' names and of their lines. Can be pickled."""
+    """All samples of some files, in the order of the files and their lines. Can be pickled."""
 
     def __init__(self, files: Iterable[Path]) -> None:
         digest = xxhash.xxh3_128()
-        self._files = [_scanned(path, digest) for path in files]
+        self._files = [_scan_file(path, digest) for path in files]
         self._ends = np.cumsum([len(file.numbers) for file in self._files])
         self.digest = digest.hexdigest()
-        """Of all bytes."""
+        """Digest of all bytes."""
         if not len(self):
             raise DataError(f"there is not a single line in {', '.join(file.path for file in self._files)}")
 
@@ -48,7 +48,7 @@ class JsonLinesCorpus:
         return int(self._ends[-1])
 
     def __getitem__(self, index: int) -> Mapping[str, Any]:
-        """The line's object; or :class:`DataError` that names the line."""
+        """Return the line's object. Raise :class:`DataError` with the position if it is invalid."""
         file, place = self._find(index)
         start, end = int(file.starts[place]), int(file.starts[place + 1])
         with Path(file.path).open("rb") as opened:
@@ -63,12 +63,12 @@ class JsonLinesCorpus:
         return found
 
     def location_of(self, index: int) -> str:
-        """``data.jsonl:12``: for people."""
+        """Return the position of a sample, like ``data.jsonl:12``, for messages."""
         file, place = self._find(index)
         return f"{file.path}:{int(file.numbers[place])}"
 
     def first_index_of_files(self) -> list[int]:
-        """The first sample of each file."""
+        """Return the first sample of each file."""
         return [int(end) - len(file.numbers) for file, end in zip(self._files, self._ends, strict=True)]
 
     def _find(self, index: int) -> tuple[_File, int]:
@@ -80,7 +80,7 @@ class JsonLinesCorpus:
 
 
 def open_corpus(places: Iterable[str]) -> JsonLinesCorpus:
-    """Files, and of folders every file of JSON lines in them."""
+    """Open files, and all files of JSON lines in folders."""
     files: list[Path] = []
     for place in map(Path, places):
         if place.is_dir():
@@ -97,12 +97,12 @@ def open_corpus(places: Iterable[str]) -> JsonLinesCorpus:
     return JsonLinesCorpus(files)
 
 
-def _scanned(path: Path, digest: Any) -> _File:
+def _scan_file(path: Path, digest: Any) -> _File:
     starts: list[int] = []
     numbers: list[int] = []
     at = 0
     try:
-        with path.open("rb", buffering=_PIECE) as opened:
+        with path.open("rb", buffering=_BUFFER_BYTES) as opened:
             for number, line in enumerate(opened, start=1):
                 digest.update(line)
                 if line.strip():
@@ -111,27 +111,27 @@ def _scanned(path: Path, digest: Any) -> _File:
                 at += len(line)
     except OSError as error:
         raise DataError(f"{path}: {error.strerror or error}") from error
-    # A blank line after a sample is read with it, and does not matter to it.
+    # A blank line after a sample is read with it and has no effect.
     return _File(str(path), np.array([*starts, at], np.int64), np.array(numbers, np.int64))
 
 
 IGNORE_INDEX = -100
-"""A label that is not to be predicted, as Transformers has it."""
+"""Label without a prediction, as in Transformers."""
 _KINDS = "text; prompt and completion; or input_ids, with labels or weights"
 
 
 class EncodedSample(NamedTuple):
-    """One sample; all three as long as one another."""
+    """One sample. All three arrays have the same length."""
 
     ids: np.ndarray
     targets: np.ndarray
-    """The token after each."""
+    """The next token of each token."""
     weights: np.ndarray
-    """Of predicting it; 0: it does not count."""
+    """Weight of each prediction; 0 if it does not count."""
 
 
 class SampleEncoder:
-    """A tokenizer with the length that a sample may have. The same line always gives the same sample."""
+    """A tokenizer with the maximum length of a sample. Encoding is deterministic."""
 
     def __init__(self, tokenizer: Any, length: int, vocabulary: int, too_long: Literal["cut", "error"] = "cut") -> None:
         self._tokenizer = tokenizer
@@ -150,7 +150,7 @@ class SampleEncoder:
             end = self._length + 1
             tokens, labels, weights = tokens[:end], labels[:end], weights[:end]
         ids = np.asarray(tokens[:-1] or tokens or [0], np.int32)
-        if len(tokens) < 2:  # there is nothing after it
+        if len(tokens) < 2:  # no token follows
             return EncodedSample(ids, np.zeros(len(ids), np.int32), np.zeros(len(ids), np.float32))
         targets, counted = np.asarray(labels[1:], np.int32), np.asarray(weights[1:], np.float32)
         counted[targets == IGNORE_INDEX] = 0
@@ -159,18 +159,18 @@ class SampleEncoder:
 
     def _tokens(self, line: Mapping[str, Any], where: str) -> tuple[list[int], list[int], list[float]]:
         if "input_ids" in line:
-            return self._given(line, where)
+            return self._token_line(line, where)
         if "prompt" in line or "completion" in line:
-            prompt = self._encoded(line, "prompt", where, begins=True)
-            rest = self._encoded(line, "completion", where, begins=False) + self._end()
+            prompt = self._encode_text(line, "prompt", where, begins=True)
+            rest = self._encode_text(line, "completion", where, begins=False) + self._end()
             weights = [0.0] * len(prompt) + [1.0] * len(rest)
             return prompt + rest, prompt + rest, weights
         if "text" in line:
-            tokens = self._encoded(line, "text", where, begins=True) + self._end()
+            tokens = self._encode_text(line, "text", where, begins=True) + self._end()
             return tokens, tokens, [1.0] * len(tokens)
         raise DataError(f"{where} has {', '.join(sorted(map(str, line))) or 'nothing'}; a line needs {_KINDS}")
 
-    def _given(self, line: Mapping[str, Any], where: str) -> tuple[list[int], list[int], list[float]]:
+    def _token_line(self, line: Mapping[str, Any], where: str) -> tuple[list[int], list[int], list[float]]:
         tokens = line["input_ids"]
         labels, weights = line.get("labels", tokens), line.get("weights")
         if not _all(tokens, int) or not _all(labels, int) or not (weights is None or _all(weights, (int, float))):
@@ -187,7 +187,7 @@ class SampleEncoder:
             raise DataError(f"{where}: a weight is 0 or more")
         return list(tokens), list(labels), [float(one) for one in weights]
 
-    def _encoded(self, line: Mapping[str, Any], name: str, where: str, *, begins: bool) -> list[int]:
+    def _encode_text(self, line: Mapping[str, Any], name: str, where: str, *, begins: bool) -> list[int]:
         text = line.get(name)
         if not isinstance(text, str):
             raise DataError(f"{where}: {name} is {text!r}: it is to be text")
@@ -195,7 +195,8 @@ class SampleEncoder:
             raise DataError(f"{where} has {name}, and there is no tokenizer: say --tokenizer, or bring input_ids")
         found: list[int] = self._tokenizer(text, add_special_tokens=begins, verbose=False)["input_ids"]
         end = self._tokenizer.eos_token_id
-        while begins and found and found[-1] == end:  # some put an end to everything; ours comes once, in the end
+        # Some tokenizers append an end token; it must occur once, at the end of the sample.
+        while begins and found and found[-1] == end:
             found = found[:-1]
         beyond = [one for one in found if one >= self._vocabulary]
         if beyond:
@@ -213,11 +214,11 @@ def _all(values: Any, kind: Any) -> bool:
     return all(isinstance(one, kind) and not isinstance(one, bool) for one in values)
 
 
-_LONGEST = 4096
+_MAX_LENGTH = 4096
 
 
 class JobInputs(NamedTuple):
-    """Everything a job brings, opened and tried."""
+    """Opened and validated inputs of a job."""
 
     config: Any
     tokenizer: Any
@@ -227,7 +228,7 @@ class JobInputs(NamedTuple):
 
 
 def open_job_inputs(job: FinetuneJob) -> JobInputs:
-    """What is wrong with model, tokenizer or data is found here, before anything is started; not every line is read."""
+    """Open model, tokenizer and data. Check the first line of each file before anything starts."""
     corpus = open_corpus(job.data)
     config = load_model_config(job)
     tokenizer = load_tokenizer(job)
@@ -239,7 +240,7 @@ def open_job_inputs(job: FinetuneJob) -> JobInputs:
 
 
 def load_model_config(job: FinetuneJob) -> Any:
-    """Of the model, or from a file of its own."""
+    """Return the configuration of the model or of a separate file."""
     from transformers import AutoConfig
 
     if bool(job.model) == bool(job.config):
@@ -254,12 +255,12 @@ def load_model_config(job: FinetuneJob) -> Any:
 
 
 def max_sample_length(job: FinetuneJob, config: Any) -> int:
-    """Tokens of a sample at the most."""
+    """Return the maximum tokens of a sample."""
     text = config.get_text_config()
-    can = getattr(text, "max_position_embeddings", None) or _LONGEST
-    if job.length is not None and job.length > can:
-        raise ModelError(f"--length is {job.length}, but the model has no more than {can} positions")
-    return job.length or min(can, _LONGEST)
+    limit = getattr(text, "max_position_embeddings", None) or _MAX_LENGTH
+    if job.length is not None and job.length > limit:
+        raise ModelError(f"--length is {job.length}, but the model has no more than {limit} positions")
+    return job.length or min(limit, _MAX_LENGTH)
 
 
 def vocabulary_size(config: Any) -> int:
@@ -267,7 +268,7 @@ def vocabulary_size(config: Any) -> int:
 
 
 def load_tokenizer(job: FinetuneJob) -> Any:
-    """``None`` where nobody said one: then lines have to be tokens."""
+    """Return the tokenizer, or None without one: then lines must contain tokens."""
     from transformers import AutoTokenizer
 
     place = job.tokenizer or job.model
@@ -278,7 +279,7 @@ def load_tokenizer(job: FinetuneJob) -> Any:
     except (OSError, ValueError, TypeError, KeyError) as error:
         if job.tokenizer:
             raise ModelError(f"--tokenizer {place}: there is none: {first_line_of(error)}") from error
-        return None  # lines of tokens need none, others will say so
+        return None  # lines of tokens need none; other lines raise an error
 
 
 def first_line_of(error: BaseException) -> str:

@@ -1,11 +1,11 @@
 """The model: loading, sharding, LoRA adapters, and export for from_pretrained.
 
-A model is made without weights and cut up block by block, so that a rank never has more than one block in full. Weights
-come from a checkpoint, or, where there is none, from the first rank, which alone reads them.
+A model is created without weights and sharded block by block, so a rank never holds more than one full block. Weights
+come from a checkpoint, otherwise from rank 0, which alone reads them.
 
 ::
 
-    y = W x + (alpha / rank) · B (A x)      W is frozen; A begins at random, B at zero: nothing has changed yet
+    y = W x + (alpha / rank) · B (A x)      W is frozen; A starts random, B zero, so the model is unchanged at first
 """
 
 from __future__ import annotations
@@ -28,11 +28,11 @@ from elastic.workers.world_handle import World
 from integration.finetune.finetune_job import FinetuneJob, ModelError
 from integration.finetune.inputs import first_line_of
 
-_WHOLE = StateDictOptions(full_state_dict=True, cpu_offload=True)
+_FULL_STATE = StateDictOptions(full_state_dict=True, cpu_offload=True)
 
 
 def shard_model(config: Any, job: FinetuneJob, world: World) -> nn.Module:
-    """This rank's part of the model, with whatever was in memory for weights."""
+    """Return this rank's shard of the model, with uninitialized weights."""
     model = _without_weights(config)
     if job.lora:
         add_lora(model, job)
@@ -55,12 +55,12 @@ def shard_model(config: Any, job: FinetuneJob, world: World) -> nn.Module:
 
 
 def unwrap_model(model: nn.Module) -> Any:
-    """The model itself, without what wraps it."""
+    """Return the model without its wrapper."""
     return model.module if isinstance(model, DistributedDataParallel) else model
 
 
 def load_initial_weights(model: nn.Module, config: Any, job: FinetuneJob, world: World) -> None:
-    """All ranks call it; the first one reads, or makes, the weights and hands them out."""
+    """Load the initial weights on all ranks. Rank 0 reads or creates them and broadcasts them."""
     whole: dict[str, Any] = {}
     if world.rank == 0:
         whole = _first_weights(config, job).state_dict()
@@ -71,13 +71,13 @@ def load_initial_weights(model: nn.Module, config: Any, job: FinetuneJob, world:
 
 
 def gather_full_weights(model: nn.Module) -> dict[str, torch.Tensor]:
-    """All ranks call it; the first gets the weights, the others nothing."""
-    found: dict[str, Any] = get_model_state_dict(unwrap_model(model), options=_WHOLE)
+    """Return all weights on rank 0, and an empty dict on the others. All ranks must call it."""
+    found: dict[str, Any] = get_model_state_dict(unwrap_model(model), options=_FULL_STATE)
     return found
 
 
 def unsharded_model(config: Any, weights: dict[str, torch.Tensor]) -> Any:
-    """A model of one's own with these weights."""
+    """Return an unsharded model with these weights."""
     model = _without_weights(config)
     model.load_state_dict(weights, assign=True)
     model.tie_weights()
@@ -87,7 +87,7 @@ def unsharded_model(config: Any, weights: dict[str, torch.Tensor]) -> Any:
 def _without_weights(config: Any) -> Any:
     try:
         with torch.device("meta"):
-            return _made(config)
+            return _build_model(config)
     except ValueError as error:
         raise ModelError(f"{config.model_type} is no causal language model: {first_line_of(error)}") from error
 
@@ -99,10 +99,10 @@ def _first_weights(config: Any, job: FinetuneJob) -> Any:
         return AutoModelForCausalLM.from_pretrained(job.model, dtype=torch.float32)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(job.seed)
-        return _made(config)
+        return _build_model(config)
 
 
-def _made(config: Any) -> Any:
+def _build_model(config: Any) -> Any:
     from transformers import AutoModelForCausalLM
 
     factory: Any = AutoModelForCausalLM
@@ -110,7 +110,7 @@ def _made(config: Any) -> Any:
 
 
 def _blocks(model: Any) -> Iterator[nn.Module]:
-    """What Transformers itself never splits: a model's layers."""
+    """Yield the modules that Transformers never splits: a model's layers."""
     names = set(model._no_split_modules or ())
     found = [one for one in model.modules() if type(one).__name__ in names]
     if not found:
@@ -119,7 +119,7 @@ def _blocks(model: Any) -> Iterator[nn.Module]:
 
 
 def _materialise(module: nn.Module, device: torch.device) -> None:
-    """Memory for what has none yet. One tensor in several places stays one: they are tied again afterwards."""
+    """Allocate memory for meta tensors. Tied tensors become separate; the caller ties them again."""
     for one in module.modules():
         for name, parameter in one.named_parameters(recurse=False):
             if parameter.is_meta:
@@ -131,7 +131,7 @@ def _materialise(module: nn.Module, device: torch.device) -> None:
 
 
 def _fill_unsaved(model: Any) -> None:
-    """Buffers that no checkpoint has; those of rotary embeddings follow from the configuration."""
+    """Compute buffers that no checkpoint has, like those of rotary embeddings, from the configuration."""
     for name, one in model.named_modules():
         unsaved = one._non_persistent_buffers_set
         if not unsaved:
@@ -145,7 +145,7 @@ def _fill_unsaved(model: Any) -> None:
 
 
 def _recompute(model: Any) -> None:
-    """What Transformers calls it changed with its releases."""
+    """Enable activation checkpointing, by the method name of the installed Transformers release."""
     if hasattr(model, "activation_checkpointing_enable"):
         model.activation_checkpointing_enable({"use_reentrant": False})
     else:
@@ -163,7 +163,7 @@ _FROZEN, _A, _B = "frozen.weight", "adapter_a", "adapter_b"
 
 
 class LoRALinear(nn.Module):
-    """A linear layer that stays as it is, with what is learned beside it."""
+    """A frozen linear layer with trainable adapters."""
 
     def __init__(self, layer: nn.Linear, rank: int, alpha: float) -> None:
         super().__init__()
@@ -174,7 +174,7 @@ class LoRALinear(nn.Module):
 
     @property
     def weight(self) -> torch.Tensor:
-        """Models look at its type."""
+        """Return the frozen weight: models read its type."""
         return self.frozen.weight
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -184,7 +184,7 @@ class LoRALinear(nn.Module):
 
 
 def add_lora(model: Any, job: FinetuneJob) -> None:
-    """All linear layers but the last one; everything else is frozen."""
+    """Add adapters to all linear layers except the output layer, and freeze all other weights."""
     model.requires_grad_(False)
     last = model.get_output_embeddings()
     found = [(name, one) for name, one in model.named_modules() if isinstance(one, nn.Linear) and one is not last]
@@ -198,7 +198,7 @@ def add_lora(model: Any, job: FinetuneJob) -> None:
 def initial_lora_weights(
     weights: dict[str, torch.Tensor], names: set[str], job: FinetuneJob
 ) -> dict[str, torch.Tensor]:
-    """A model's own weights by the names they have beside adapters, and what those begin with."""
+    """Rename a model's weights for adapters, and add the adapters' initial weights."""
     found = dict(weights)
     made = torch.Generator().manual_seed(job.seed)
     for name in sorted(_lora_layers(names)):
@@ -213,7 +213,7 @@ def initial_lora_weights(
 
 
 def merge_lora(weights: dict[str, torch.Tensor], job: FinetuneJob) -> dict[str, torch.Tensor]:
-    """What a model without adapters needs to do the same."""
+    """Return the weights of an equivalent model without adapters."""
     found = dict(weights)
     for name in list(_lora_layers(set(weights))):
         added = found.pop(f"{name}.{_B}") @ found.pop(f"{name}.{_A}") * (job.lora_alpha / job.lora)
@@ -228,12 +228,12 @@ def _lora_layers(names: set[str]) -> Iterator[str]:
 
 
 def export_model(model: nn.Module, config: Any, tokenizer: Any, job: FinetuneJob, *, rank: int) -> None:
-    """All ranks call it; the first writes. ``from_pretrained`` reads back these very bits."""
+    """Write the model on rank 0. All ranks must call it. ``from_pretrained`` reads the same bits."""
     weights = gather_full_weights(model)
     if rank == 0:
         weights = merge_lora(weights, job) if job.lora else weights
         dtype = export_dtype(job, config)
-        found = unsharded_model(config, {name: _as(one, dtype) for name, one in weights.items()})
+        found = unsharded_model(config, {name: _cast(one, dtype) for name, one in weights.items()})
         with _replaced(job.model_folder) as folder:
             found.save_pretrained(folder)
             if tokenizer is not None:
@@ -242,7 +242,7 @@ def export_model(model: nn.Module, config: Any, tokenizer: Any, job: FinetuneJob
 
 
 def export_dtype(job: FinetuneJob, config: Any) -> torch.dtype:
-    """Weights that came in bfloat16 leave so."""
+    """Return the type of exported weights: the model's own type unless the job sets one."""
     if job.export != "auto":
         found: torch.dtype = getattr(torch, job.export)
         return found
@@ -252,13 +252,13 @@ def export_dtype(job: FinetuneJob, config: Any) -> torch.dtype:
     return came if isinstance(came, torch.dtype) and came.is_floating_point else torch.float32
 
 
-def _as(weight: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+def _cast(weight: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     return weight.to(dtype) if weight.is_floating_point() else weight
 
 
 @contextlib.contextmanager
 def _replaced(place: Path) -> Iterator[Path]:
-    """A new folder that takes the old one's place when it is complete."""
+    """Yield a new folder that replaces ``place`` when the block succeeds."""
     new, old = place.with_name(f"{place.name}.new"), place.with_name(f"{place.name}.old")
     for left in (new, old):
         shutil.rmtree(left, ignore_errors=True)

@@ -36,24 +36,24 @@ from tieredckpt import Checkpointer
 _STREAM = "finetune"
 
 
-def train_finetune(world: World, job: FinetuneJob, brought: JobInputs) -> int:
-    """Take part until all steps are done, and the model is written; how many steps that were."""
+def train_finetune(world: World, job: FinetuneJob, inputs: JobInputs) -> int:
+    """Train until all steps are done, write the model, and return the number of steps."""
     size = size_job(job, nodes=world.node_count, world_size=world.size)
-    with open_batch_cache(job, brought) as cache:
-        samples = TokenizedDataset(brought.corpus, brought.encoder, cache)
+    with open_batch_cache(job, inputs) as cache:
+        samples = TokenizedDataset(inputs.corpus, inputs.encoder, cache)
         with _loader(job, samples, size, world) as loader:
-            total = _steps(world, job, brought, size, loader)
-    dist.barrier()  # nobody on this node reads prepared batches any more
+            total = _run_steps(world, job, inputs, size, loader)
+    dist.barrier()  # all ranks of this node have finished reading prepared batches
     if world.local_rank == 0:
         remove_job_batches(job.name)
     return total
 
 
-def open_batch_cache(job: FinetuneJob, brought: JobInputs) -> BatchCache:
-    """Shared by a node's ranks; of other data, another tokenizer or length it knows nothing."""
-    backend: Any = getattr(brought.tokenizer, "backend_tokenizer", None)
-    tokenizer = backend.to_str() if backend is not None else str(brought.tokenizer)
-    made_of = {"data": brought.corpus.digest, "tokenizer": tokenizer, "length": brought.length, "cut": job.too_long}
+def open_batch_cache(job: FinetuneJob, inputs: JobInputs) -> BatchCache:
+    """Open the cache shared by a node's ranks. Other data, tokenizers or lengths have separate entries."""
+    backend: Any = getattr(inputs.tokenizer, "backend_tokenizer", None)
+    tokenizer = backend.to_str() if backend is not None else str(inputs.tokenizer)
+    made_of = {"data": inputs.corpus.digest, "tokenizer": tokenizer, "length": inputs.length, "cut": job.too_long}
     return BatchCache(job.name, fingerprint=made_of, stream=_STREAM, max_bytes=job.cache)
 
 
@@ -68,8 +68,8 @@ def _loader(job: FinetuneJob, samples: TokenizedDataset, size: SizedJob, world: 
     )
 
 
-def _steps(world: World, job: FinetuneJob, brought: JobInputs, size: SizedJob, loader: ElasticDataLoader) -> int:
-    model = model_module.shard_model(brought.config, job, world)
+def _run_steps(world: World, job: FinetuneJob, inputs: JobInputs, size: SizedJob, loader: ElasticDataLoader) -> int:
+    model = model_module.shard_model(inputs.config, job, world)
     optimizer = torch.optim.AdamW(
         [one for one in model_module.unwrap_model(model).parameters() if one.requires_grad],
         lr=size.lr,
@@ -99,10 +99,10 @@ def _steps(world: World, job: FinetuneJob, brought: JobInputs, size: SizedJob, l
         restored = ckpt.restore(state)
         progress.recover()
         if restored < 0:
-            model_module.load_initial_weights(model, brought.config, job, world)
+            model_module.load_initial_weights(model, inputs.config, job, world)
         place = loader.position
-        total = total_steps(job, samples=len(brought.corpus), done=place.cursor, step=place.step, batch=batch)
-        turns = _StepRunner(job, size, world, model, ExactGradients(model, tree=job.exact))
+        total = total_steps(job, samples=len(inputs.corpus), done=place.cursor, step=place.step, batch=batch)
+        runner = _StepRunner(job, size, world, model, ExactGradients(model, tree=job.exact))
         for step in world.steps(restored + 1, total, checkpoint=(ckpt, state)):
             began = time.perf_counter()
             for group in optimizer.param_groups:
@@ -111,7 +111,7 @@ def _steps(world: World, job: FinetuneJob, brought: JobInputs, size: SizedJob, l
                 )
             used = rate.learning_rates[0]
             work = next(iter(loader))
-            result = turns.of(step, work)
+            result = runner.of(step, work)
             if world.check_finite(result.loss):
                 optimizer.step()
             work.commit()
@@ -128,15 +128,15 @@ def _steps(world: World, job: FinetuneJob, brought: JobInputs, size: SizedJob, l
                 ranks=world.size,
                 seconds=round(time.perf_counter() - began, 6),
             )
-            ckpt.save(state, step)  # after the line, which is part of the state
+            ckpt.save(state, step)  # after the step's line, which is part of the state
         with world.pause_watchdog():
-            export_model(model, brought.config, brought.tokenizer, job, rank=world.rank)
+            export_model(model, inputs.config, inputs.tokenizer, job, rank=world.rank)
         progress.write(done=total, model=str(job.model_folder))
         return total
 
 
 class _StepRunner(NamedTuple):
-    """Forward and backward of one step."""
+    """Forward and backward passes of one step."""
 
     job: FinetuneJob
     size: SizedJob
@@ -145,7 +145,7 @@ class _StepRunner(NamedTuple):
     sums: ExactGradients
 
     def of(self, step: int, work: DataStep) -> StepTotal:
-        """A token counts as much as it weighs, divided once by what all tokens of the step weigh, on all ranks."""
+        """Run one step. Each token's loss counts by its weight over the weight of all tokens on all ranks."""
         mine: list[PaddedBatch] = [one.data for one in work]
         for turn in self.sums.step(self.size.plan):
             batch = mine[turn.position].to(self.world.device)
@@ -157,7 +157,7 @@ class _StepRunner(NamedTuple):
         return self.sums.finish(clip=self.job.clip)
 
     def _precision(self) -> AbstractContextManager[object]:
-        """FSDP2 casts by itself."""
+        """Return the autocast context of DDP; FSDP2 casts internally."""
         job, device = self.job, self.world.device.type
         half = job.precision == "bfloat16" or (job.precision == "auto" and device == "cuda")
         return torch.autocast(device, torch.bfloat16) if half and job.parallel == "ddp" else nullcontext()
@@ -165,11 +165,11 @@ class _StepRunner(NamedTuple):
 
 _BLOCK = 16
 _MULTIPLE = 8
-"""Lengths that devices like."""
+"""Sample lengths are padded to a multiple, which devices process faster."""
 
 
 class TokenizedDataset:
-    """A dataset. A block is prepared when the first of its samples is asked for, and mapped from then on."""
+    """Dataset of tokenized samples. A block is tokenized at the first access and mapped afterwards."""
 
     def __init__(self, corpus: JsonLinesCorpus, encoder: SampleEncoder, cache: BatchCache) -> None:
         self._corpus = corpus
@@ -186,7 +186,7 @@ class TokenizedDataset:
         return block["ids"][start:end], block["targets"][start:end], block["weights"][start:end]
 
     def tokenize_block(self, number: int) -> dict[str, torch.Tensor]:
-        """Tokenise one block."""
+        """Tokenize one block."""
         first = number * _BLOCK
         indices = range(first, min(first + _BLOCK, len(self._corpus)))
         found = [self._encoder(self._corpus[index], self._corpus.location_of(index)) for index in indices]
@@ -197,7 +197,7 @@ class TokenizedDataset:
 
 @dataclass(frozen=True)
 class PaddedBatch:
-    """What one forward and backward works on: rows of the same length."""
+    """Input of one forward and backward pass: rows of the same length."""
 
     ids: torch.Tensor
     targets: torch.Tensor
@@ -211,7 +211,7 @@ class PaddedBatch:
 
 
 def pad_samples(samples: Sequence[Any]) -> PaddedBatch:
-    """On the right, where nothing before it sees it, with what does not count."""
+    """Pad samples on the right with tokens of weight 0, which no earlier token sees."""
     longest = max(len(ids) for ids, _, _ in samples)
     width = -(-longest // _MULTIPLE) * _MULTIPLE
     shape = (len(samples), width)

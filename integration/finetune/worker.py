@@ -24,9 +24,9 @@ from peerstore.message_codec import from_json
 
 F = TypeVar("F", bound=Callable[..., Any])
 
-_BATCH, _LR = 16, 1e-5
-_LORA = 16
-"""Rank of adapters where a recipe leaves it to another file."""
+_DEFAULT_BATCH, _DEFAULT_LR = 16, 1e-5
+_DEFAULT_LORA_RANK = 16
+"""Default rank of adapters if a recipe has it in another file."""
 _POSITIVE, _NOT_NEGATIVE = click.IntRange(1), click.IntRange(0)
 _ANY_LR = click.FloatRange(0)
 _OPTIONS = (
@@ -109,24 +109,29 @@ def training_options(command: F) -> F:
 def job_from_options(
     options: Mapping[str, Any], *, sizes: tuple[int, ...] = (), nproc: int | None = None
 ) -> FinetuneJob:
-    """What was said, then what the recipe says, then what is usual. ``sizes`` are the numbers of nodes to expect."""
-    said = {name: value for name, value in options.items() if value is not None and value != ()}
-    if not said.get("data"):
+    """Return the job: options first, then the recipe's values, then defaults.
+
+    ``sizes`` are the possible numbers of nodes.
+    """
+    stated = {name: value for name, value in options.items() if value is not None and value != ()}
+    if not stated.get("data"):
         raise PolicyError("say where the data is: --data FILE or FOLDER")
-    recipe = read_recipe(said["recipe"], devices=nproc) if "recipe" in said else None
-    known = _options_from_recipe(recipe, said) if recipe is not None else {"batch": _BATCH, "lr": _LR}
-    if recipe is not None and "microbatch" not in said and said.get("exact", True):
-        known["microbatch"] = largest_microbatch(
-            recipe, said.get("batch"), sizes or recipe.policy.sizes, recipe.devices
+    recipe = read_recipe(stated["recipe"], devices=nproc) if "recipe" in stated else None
+    defaults = (
+        _options_from_recipe(recipe, stated) if recipe is not None else {"batch": _DEFAULT_BATCH, "lr": _DEFAULT_LR}
+    )
+    if recipe is not None and "microbatch" not in stated and stated.get("exact", True):
+        defaults["microbatch"] = largest_microbatch(
+            recipe, stated.get("batch"), sizes or recipe.policy.sizes, recipe.devices
         )
-    tree = {**known, **said}
-    tree["name"] = _name(said, recipe)
-    tree["output"] = str(Path(said.get("output") or f"finetuned-{tree['name']}").absolute())
-    tree["data"] = [str(Path(one).absolute()) for one in said["data"]]
+    tree = {**defaults, **stated}
+    tree["name"] = _name(stated, recipe)
+    tree["output"] = str(Path(stated.get("output") or f"finetuned-{tree['name']}").absolute())
+    tree["data"] = [str(Path(path).absolute()) for path in stated["data"]]
     for name in ("model", "config", "tokenizer", "recipe"):
         if name in tree and Path(tree[name]).exists():
             tree[name] = str(Path(tree[name]).absolute())
-    if "config" in said and "model" not in said:
+    if "config" in stated and "model" not in stated:
         tree.pop("model", None)
     try:
         return msgspec.convert(tree, FinetuneJob)
@@ -134,7 +139,7 @@ def job_from_options(
         raise PolicyError(f"the job: {error}") from error
 
 
-def _options_from_recipe(recipe: Recipe, said: Mapping[str, Any]) -> dict[str, Any]:
+def _options_from_recipe(recipe: Recipe, stated: Mapping[str, Any]) -> dict[str, Any]:
     training, checkpoints = recipe.training, recipe.checkpoints
     if training.algorithm == "dpo":
         raise PolicyError(f"{recipe.file} is for preference optimisation; this is supervised fine-tuning")
@@ -142,9 +147,9 @@ def _options_from_recipe(recipe: Recipe, said: Mapping[str, Any]) -> dict[str, A
         raise PolicyError(f"{recipe.file} splits a model over {recipe.model_parallel} ranks; here each batch is split")
     found = {
         "model": recipe.model or None,
-        "steps": None if "epochs" in said else training.steps,
+        "steps": None if "epochs" in stated else training.steps,
         "length": training.length,
-        "lora": (training.lora or _LORA) if training.method == "lora" else None,
+        "lora": (training.lora or _DEFAULT_LORA_RANK) if training.method == "lora" else None,
         "lora_alpha": training.lora_alpha,
         "weight_decay": training.weight_decay,
         "beta1": training.beta1,
@@ -161,15 +166,15 @@ def _options_from_recipe(recipe: Recipe, said: Mapping[str, Any]) -> dict[str, A
     return {name: value for name, value in found.items() if value is not None}
 
 
-def _name(said: Mapping[str, Any], recipe: Recipe | None) -> str:
-    if "name" in said:
-        return str(said["name"])
-    if "output" in said:
-        text = Path(said["output"]).name
+def _name(stated: Mapping[str, Any], recipe: Recipe | None) -> str:
+    if "name" in stated:
+        return str(stated["name"])
+    if "output" in stated:
+        text = Path(stated["output"]).name
     elif recipe is not None:
         text = recipe.name
     else:
-        text = Path(said.get("model") or said.get("config") or "model").stem
+        text = Path(stated.get("model") or stated.get("config") or "model").stem
     return re.sub(r"[^a-zA-Z0-9-]+", "-", text).strip("-")[:63] or "finetune"
 
 
@@ -184,7 +189,10 @@ def worker_command(*, job_file: Path | None, **options: Any) -> int:
 
 
 def run_rank(job: FinetuneJob) -> object:
-    """What became of this rank. Imports, tokenizer and data are there before it asks for a place."""
+    """Run this rank and return its result.
+
+    Imports, tokenizer and data are ready before the rank joins a world.
+    """
     from transformers.utils.logging import disable_progress_bar
 
     from elastic.workers.train_loop import run
@@ -193,9 +201,9 @@ def run_rank(job: FinetuneJob) -> object:
 
     quiet: Any = disable_progress_bar
     quiet()
-    brought = open_job_inputs(job)
+    inputs = open_job_inputs(job)
     job.folder.mkdir(parents=True, exist_ok=True)
-    return run(lambda world: train_finetune(world, job, brought))
+    return run(lambda world: train_finetune(world, job, inputs))
 
 
 def read_job_file(path: Path) -> FinetuneJob:
@@ -209,11 +217,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(name)s: %(message)s")
     try:
         return int(worker_command.main(args=None if argv is None else list(argv), standalone_mode=False) or 0)
-    except click.exceptions.Exit as done:
-        return int(done.exit_code)
-    except click.ClickException as wrong:
-        wrong.show()
-        return int(wrong.exit_code)
+    except click.exceptions.Exit as status:
+        return int(status.exit_code)
+    except click.ClickException as error:
+        error.show()
+        return int(error.exit_code)
     except PolicyError as error:
         print(f"finetune: {error}", file=sys.stderr, flush=True)
         return 2

@@ -1,4 +1,4 @@
-"""``elastic_event_detected()`` for scripts written for HyperPod's agent package. Importing it has an effect.
+"""``elastic_event_detected()`` for scripts of HyperPod's agent package. The import has side effects.
 
 ::
 
@@ -10,14 +10,14 @@
             sys.exit(0)
         train_one_step()
 
-As there: all ranks ask once a step, all get True at the same step, and ``HYPERPOD_SIGNAL_COORDINATION`` (``disabled``,
-which is the default, or ``distributed``) says whether anybody ever does. Different: nothing is exchanged while nothing
-is wanted, handlers of the script are called as well, its child processes survive the signal, and a process that has
-stopped ends with status 0 only when its own agent has asked for that.
+As in the agent's package, all ranks call it once a step, and it returns True on all ranks at the same step.
+``HYPERPOD_SIGNAL_COORDINATION`` (``disabled``, the default, or ``distributed``) enables it. Unlike there, ranks
+communicate only after a request, the script's own signal handlers still run, and its child processes survive the
+signal. A stopped process exits with status 0 only after the request of its own agent.
 
-As there, and as nowhere else in this package, importing it does something: under an agent, SIGUSR1 is listened to from
-then on, because loaders start their processes, and the agent sends its signal, before a loop asks for the first time;
-and what is saved and restored is accounted for with the agent.
+As in the agent's package, and unlike the rest of this package, the import has side effects. Under an agent it starts to
+listen for SIGUSR1, because data loaders start processes, and the signal may arrive, before the first call. It also
+reports saves and restores to the agent.
 """
 
 from __future__ import annotations
@@ -43,11 +43,11 @@ __all__ = ["NOT_RELEASED", "elastic_event_detected"]
 log = logging.getLogger(__name__)
 
 NOT_RELEASED = 75
-"""The status of a rank that has stopped for a change of the world while its own agent was never asked to."""
+"""Exit status of a rank that stopped for a change of the world without a request of its own agent."""
 
 
 class ExitAfterStop:
-    """How this process ends once it was told to stop."""
+    """Exit status of this process after a stop."""
 
     def __init__(self, asked: GroupSignalListener, patience_s: float) -> None:
         self._asked = asked
@@ -55,7 +55,7 @@ class ExitAfterStop:
         self.stopped = False
 
     def status(self) -> int | None:
-        """Having waited for the agent: what to end with instead of what the script ends with, if anything."""
+        """Wait for the agent's request. Return the status that replaces the script's, or None."""
         if not self.stopped or self._asked.received.wait(self._patience_s):
             return None
         log.error(
@@ -66,7 +66,7 @@ class ExitAfterStop:
         return NOT_RELEASED
 
     def at_exit(self) -> None:
-        """Registered before everything that is to be closed first."""
+        """Exit with :meth:`status`, if any. Registered first, so it runs last."""
         status = self.status()
         if status is not None:
             logging.shutdown()
@@ -79,9 +79,10 @@ _leaving: list[ExitAfterStop] = []
 
 
 def elastic_event_detected(sig: int = signal.SIGUSR1) -> bool:
-    """Called by all ranks once a step, at its beginning: whether the world is to change, so save and exit.
+    """Return whether the world will change, so that the script must save and exit.
 
-    Only ``SIGUSR1`` is an elastic event. The first call of a process waits for that of all others.
+    All ranks call it once a step, at its beginning. Only ``SIGUSR1`` is an elastic event. The first call waits for the
+    first calls of all other ranks.
     """
     if sig != signal.SIGUSR1 or signal_coordination() is SignalCoordination.DISABLED:
         return False
@@ -90,8 +91,8 @@ def elastic_event_detected(sig: int = signal.SIGUSR1) -> bool:
 
     found = detected(sig)
     if found and current_world() is None:
-        for one in _leaving:
-            one.stopped = True
+        for exit_hook in _leaving:
+            exit_hook.stopped = True
     return found
 
 

@@ -20,7 +20,7 @@ ELASTIC_POLICY_KEYS = {
     "gracefulShutdownTimeoutInSeconds": "graceful_shutdown_timeout_s",
     "faultyScaleDownTimeoutInSeconds": "faulty_scale_down_timeout_s",
 }
-"""``spec.elasticPolicy``."""
+"""Keys of ``spec.elasticPolicy``."""
 
 RECIPE_POLICY_KEYS = {
     "min_nodes": "min_replicas",
@@ -30,7 +30,7 @@ RECIPE_POLICY_KEYS = {
     "graceful_shutdown_timeout": "graceful_shutdown_timeout_s",
     "faulty_timeout": "faulty_scale_down_timeout_s",
 }
-"""``elastic_policy`` of a recipe."""
+"""Keys of a recipe's ``elastic_policy``."""
 
 RESTART_POLICY_KEYS = {
     "evalPeriodSeconds": "eval_period_s",
@@ -39,7 +39,7 @@ RESTART_POLICY_KEYS = {
     "maxNumRepeatOffendersToAvoid": "max_num_repeat_offenders_to_avoid",
     "scaleUpSnoozeTimeInSeconds": "scale_up_snooze_s",
 }
-"""``spec.runPolicy.restartPolicy``."""
+"""Keys of ``spec.runPolicy.restartPolicy``."""
 
 _SWITCHES = ("is_elastic", "use_graceful_shutdown")
 
@@ -50,7 +50,7 @@ _PARTS = ("elasticPolicy", "restartPolicy")
 def read_policy_file(tree: Mapping[str, Any]) -> PolicyFields:
     """Return the fields of a file with ``elasticPolicy``, ``restartPolicy``, or both.
 
-    Raises :class:`~elastic.errors.PolicyError` for any other key, which would have no effect.
+    Raise :class:`~elastic.errors.PolicyError` for any other key, which would have no effect.
     """
     wrong = [f"{name} stands beside {' and '.join(_PARTS)}, and would not be read" for name in tree.keys() - _PARTS]
     parts = [tree.get(name) or {} for name in _PARTS]
@@ -73,7 +73,7 @@ def policy_from_keys(
 
     ``elastic`` is the job's ``elasticPolicy`` or the recipe's ``elastic_policy``, ``restart`` its ``restartPolicy``.
 
-    ``others`` are fields of the policy that neither of the two has. A recipe's ``scale_config`` is a list of sizes:
+    ``others`` are fields that neither of the two has. A recipe's ``scale_config`` is a list of sizes:
     ``replica_discrete_values=tuple(scale_config)``. The caller decides whether the job is elastic (``is_elastic``).
     """
     return ScalingPolicy.from_fields(read_policy_fields(elastic, restart or {}), **others)
@@ -84,9 +84,9 @@ def read_policy_fields(elastic: Mapping[str, Any], restart: Mapping[str, Any]) -
     fields: dict[str, Any] = {}
     called: dict[str, str] = {}
     wrong: list[str] = []
-    for given, known in ((elastic, ELASTIC_POLICY_KEYS | RECIPE_POLICY_KEYS), (restart, RESTART_POLICY_KEYS)):
-        for key, value in given.items():
-            if key in _SWITCHES and given is elastic:
+    for section, known in ((elastic, ELASTIC_POLICY_KEYS | RECIPE_POLICY_KEYS), (restart, RESTART_POLICY_KEYS)):
+        for key, value in section.items():
+            if key in _SWITCHES and section is elastic:
                 if not isinstance(value, bool):
                     wrong.append(f"{key} is {value!r}, must be true or false")
                 continue
@@ -108,7 +108,7 @@ def read_policy_fields(elastic: Mapping[str, Any], restart: Mapping[str, Any]) -
 
 
 def _ends(fields: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the smallest and the largest size where only the list of sizes has them."""
+    """Return the smallest and the largest size if only the list of sizes defines them."""
     sizes = fields.get("replica_discrete_values", ())
     if not isinstance(sizes, tuple) or not sizes or not all(isinstance(size, int) for size in sizes):
         return {}

@@ -1,11 +1,10 @@
 """The installed ``hyperpodrun`` with any torch version, also outside of pods.
 
-Newer versions of torch have an option ``--shutdown-timeout`` of their own, and the agent's parser refuses to be made a
-second time with it; here the agent's option is the one that counts. More options are for machines that are no pods:
-``--loopback`` keeps the agent's server, which believes whoever reaches it, to this machine, and
-``--resource-config-dir`` says where it writes ``pod_resourceconfig.json``. Where several agents share a machine,
-``--local-port`` and ``--local-dir`` keep them apart, whatever the job's own command says. All else is as
-``hyperpodrun --help`` says.
+Newer versions of torch have their own option ``--shutdown-timeout``, with which the agent's parser fails; here the
+agent's option replaces it. Further options support machines that are not pods. ``--loopback`` restricts the agent's
+server, which trusts every client, to this machine. ``--resource-config-dir`` sets the folder of
+``pod_resourceconfig.json``. ``--local-port`` and ``--local-dir`` separate several agents on one machine and override
+the job's command. For all other options see ``hyperpodrun --help``.
 """
 
 from __future__ import annotations
@@ -20,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 _SHUTDOWN_TIMEOUT_S = 15
-"""The agent's own default."""
+"""Default of the agent."""
 _LOOPBACK = "127.0.0.1"
 _DIRECTORY = "resource_config_dir"
 _AGENT = "hyperpod_elastic_agent"
@@ -38,7 +37,10 @@ def main(args: Sequence[str] | None = None) -> None:
 
 
 def _advice(missing: str) -> str:
-    """The agent is installed without what it needs, as that would bring another torch."""
+    """Return the command that installs the missing package.
+
+    The agent is installed without its dependencies, which would install another torch.
+    """
     if missing.partition(".")[0] == _AGENT:
         return f"the agent is not there; pip install --no-deps {_AGENT.replace('_', '-')}"
     return f"the agent is there, and what it needs is not; pip install {_NEEDS}"
@@ -46,7 +48,7 @@ def _advice(missing: str) -> str:
 
 @contextlib.contextmanager
 def _patched_agent(agent: Any) -> Iterator[None]:
-    """The agent's module as it is meant to be, for as long as one agent runs."""
+    """Patch the agent's module while one agent runs."""
     make, run = agent.get_args_parser, agent.run
     agent.get_args_parser = lambda: _parser(make)
     agent.run = lambda args: run(resolved_arguments(args))
@@ -59,21 +61,21 @@ def _patched_agent(agent: Any) -> Iterator[None]:
 def _parser(make: Callable[[], argparse.ArgumentParser]) -> argparse.ArgumentParser:
     parser = make()
     parser.conflict_handler = parser._optionals.conflict_handler = "resolve"
-    parser.set_defaults(shutdown_timeout=_SHUTDOWN_TIMEOUT_S)  # torchrun's option of that name has none
-    ours = parser.add_argument_group("this machine")
-    ours.add_argument("--loopback", action="store_true", help=f"Serve on {_LOOPBACK} and nowhere else.")
-    ours.add_argument(
+    parser.set_defaults(shutdown_timeout=_SHUTDOWN_TIMEOUT_S)  # torchrun's option of that name has no default
+    group = parser.add_argument_group("this machine")
+    group.add_argument("--loopback", action="store_true", help=f"Serve on {_LOOPBACK} and nowhere else.")
+    group.add_argument(
         "--resource-config-dir", metavar="DIR", help="Where pod_resourceconfig.json is written. [/opt/ml/input/config]"
     )
-    ours.add_argument("--local-port", type=int, metavar="PORT", help="Serve there; counts more than --server-port.")
-    ours.add_argument(
+    group.add_argument("--local-port", type=int, metavar="PORT", help="Serve there; counts more than --server-port.")
+    group.add_argument(
         "--local-dir", metavar="DIR", help="What ranks print, and pod_resourceconfig.json, in files there."
     )
     return parser
 
 
 def resolved_arguments(args: argparse.Namespace) -> argparse.Namespace:
-    """What our options mean in the agent's own words, and what it needs in its environment."""
+    """Translate this project's options into the agent's, and set its environment."""
     if args.loopback:
         args.server_host = _LOOPBACK
     if args.local_port is not None:
@@ -82,7 +84,7 @@ def resolved_arguments(args: argparse.Namespace) -> argparse.Namespace:
         args.resource_config_dir = args.resource_config_dir or str(Path(args.local_dir) / "config")
         args.log_dir = str(Path(args.local_dir) / "logs")
         if args.redirects == args.tee == "0":
-            args.redirects = "3"  # rules for logs read files
+            args.redirects = "3"  # log rules read files
     if args.resource_config_dir:
         if "," in args.resource_config_dir or "=" in args.resource_config_dir:
             raise SystemExit(f"--resource-config-dir {args.resource_config_dir}: neither comma nor equals sign, please")

@@ -1,7 +1,7 @@
 """A HyperPodPyTorchJob built from settings and a scaling policy, including the pod's memory. Pure.
 
-Where the checkpoints' memory is, is said by :class:`MemoryLocation`; everything about sizes, patience and restarts by
-:class:`~elastic.world.scaling_policy.ScalingPolicy`, whose words are the resource's own.
+:class:`MemoryLocation` selects the memory of checkpoints. :class:`~elastic.world.scaling_policy.ScalingPolicy` defines
+sizes, timeouts and restarts, under the resource's own names.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ from tieredckpt.settings import CLUSTER_CONFIG_ENV, AgentSettings, Settings
 API_VERSION, JOB_KIND = "sagemaker.amazonaws.com/v1", "HyperPodPyTorchJob"
 TRAINER_CONTAINER = "trainer"
 MEMORY_LABEL = "tieredckpt-memory"
-"""On every pod of a job, for network policies; its value is that of :class:`Memory`."""
+"""Label of every pod of a job, for network policies. Its value is a :class:`MemoryLocation`."""
 AGENT_PORT = 8080
-"""Of HyperPod's elastic agent, which the operator speaks to."""
+"""Port of HyperPod's elastic agent, which the operator calls."""
 _CONFIG = "/opt/ml/input/config"
 _NAME = re.compile(r"[a-z0-9]([-a-z0-9]{0,61}[a-z0-9])?")
 _PROCESSES = ("auto", "cpu", "gpu")
@@ -44,49 +44,52 @@ _OPERATORS = ("gt", "lt", "eq", "gteq", "lteq")
 
 
 class JobManifestError(PolicyError):
-    """A job is described that HyperPod would not take; says everything that is wrong with it."""
+    """Error of a job that HyperPod would reject, with all its problems."""
 
 
 class MemoryLocation(enum.Enum):
     NODE = "node"
-    """The node agent's, a DaemonSet: outlives the pods."""
+    """Memory of the node agent, a DaemonSet. It outlives the pods."""
     SIDECAR = "sidecar"
-    """An agent in each pod, in a container of its own: outlives the trainers, not the pod. Needs no host path."""
+    """Agent in a separate container of each pod.
+
+    It outlives the trainers, not the pod. Needs no host path.
+    """
     EMBEDDED = "embedded"
-    """An agent that the first trainer of each pod starts: nothing else is needed."""
+    """Agent started by the first trainer of each pod. Nothing else is needed."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class TrainingJob:
-    """What a resource is made of. Impossible ones cannot be made."""
+    """Description of a resource. Invalid ones raise :class:`JobManifestError`."""
 
     name: str
     image: str
     command: Sequence[str]
-    """What each node runs: ``hyperpodrun ... train.py``."""
+    """Command of each node: ``hyperpodrun ... train.py``."""
     policy: ScalingPolicy = field(default_factory=ScalingPolicy)
     settings: Settings = field(default_factory=Settings)
-    """Where they differ from what is the default anyway, they become environment variables."""
+    """Settings. Values other than the defaults become environment variables."""
     memory: MemoryLocation = MemoryLocation.NODE
     memory_size: str = ""
-    """Of each pod's own volume ("64GiB"), where :attr:`memory` is in the pods."""
+    """Size of each pod's volume ("64GiB"), if :attr:`memory` is in the pods."""
     nproc: str = "auto"
     namespace: str = "default"
     spares: int = 0
     resources: Mapping[str, int | str] = field(default_factory=dict)
-    """Of each node: ``{"nvidia.com/gpu": 8, "vpc.amazonaws.com/efa": 32}``."""
+    """Resources of each node: ``{"nvidia.com/gpu": 8, "vpc.amazonaws.com/efa": 32}``."""
     environment: Mapping[str, str] = field(default_factory=dict)
     secret: str = ""
-    """A Kubernetes Secret whose ``secret`` is what the job's nodes prove to each other. Not given: they make one."""
+    """Kubernetes Secret whose ``secret`` authenticates the job's nodes. If "", the nodes create one."""
     cluster_config: str = ""
-    """A ConfigMap with the cluster's ``TieredStorageConfig``."""
+    """ConfigMap with the cluster's ``TieredStorageConfig``."""
     queue: str = ""
     priority: str = ""
     topology: str = ""
-    """A node label, ``topology.k8s.aws/network-node-layer-3``: nodes are preferred that share it."""
+    """Node label, like ``topology.k8s.aws/network-node-layer-3``: prefer nodes with the same value."""
     instance_type: str = ""
     user: int | None = 10001
-    """Who the trainers are; the node agent's user. ``None``: the image's, which must be root."""
+    """User id of the trainers and the node agent. None: the image's user, which must be root."""
     log_rules: Sequence[Mapping[str, Any]] = ()
 
     def __post_init__(self) -> None:
@@ -96,7 +99,7 @@ class TrainingJob:
 
 
 def job_manifest(job: TrainingJob) -> dict[str, Any]:
-    """The ``HyperPodPyTorchJob``."""
+    """Return the ``HyperPodPyTorchJob``."""
     labels = {"kueue.x-k8s.io/queue-name": job.queue, "kueue.x-k8s.io/priority-class": job.priority}
     policy = job.policy
     replicas: dict[str, Any] = {"name": "nodes", "replicas": policy.replicas or policy.smallest_size}
@@ -117,7 +120,7 @@ def job_manifest(job: TrainingJob) -> dict[str, Any]:
 
 
 def manifest_yaml(document: Mapping[str, Any]) -> str:
-    """For ``kubectl apply``; what stands there twice is written twice."""
+    """Return the YAML for ``kubectl apply``, without aliases."""
     return yaml.dump(document, Dumper=_Plain, sort_keys=False, width=120)
 
 
@@ -168,15 +171,15 @@ def _run_policy(policy: ScalingPolicy, rules: Sequence[Mapping[str, Any]]) -> di
 
 
 def _template(job: TrainingJob) -> dict[str, Any]:
-    kept = pod_memory_spec(job.memory, job.memory_size, image=job.image, user=job.user)
-    volumes: list[Mapping[str, Any]] = [*kept.volumes, {"name": "hyperpod-config", "emptyDir": {"sizeLimit": "16Mi"}}]
-    mounts: list[Mapping[str, Any]] = [*kept.mounts, {"name": "hyperpod-config", "mountPath": _CONFIG}]
+    memory = pod_memory_spec(job.memory, job.memory_size, image=job.image, user=job.user)
+    volumes: list[Mapping[str, Any]] = [*memory.volumes, {"name": "hyperpod-config", "emptyDir": {"sizeLimit": "16Mi"}}]
+    mounts: list[Mapping[str, Any]] = [*memory.mounts, {"name": "hyperpod-config", "mountPath": _CONFIG}]
     variables = {**settings_environ(job.settings, job.memory, job.memory_size), **job.environment}
     if job.cluster_config:
         volumes.append({"name": "cluster-config", "configMap": {"name": job.cluster_config}})
         mounts.append({"name": "cluster-config", "mountPath": CLUSTER_MOUNT, "readOnly": True})
         variables[CLUSTER_CONFIG_ENV] = f"hyperpod:{CLUSTER_MOUNT}"
-    env: list[Mapping[str, Any]] = [*kept.env, *({"name": key, "value": text} for key, text in variables.items())]
+    env: list[Mapping[str, Any]] = [*memory.env, *({"name": key, "value": text} for key, text in variables.items())]
     if job.secret:
         env.append(_secret(job.secret))
     container: dict[str, Any] = {
@@ -184,32 +187,30 @@ def _template(job: TrainingJob) -> dict[str, Any]:
         "image": job.image,
         "command": list(job.command),
         "env": env,
-        "ports": [{"name": "agent", "containerPort": AGENT_PORT}, *kept.ports],
+        "ports": [{"name": "agent", "containerPort": AGENT_PORT}, *memory.ports],
         "volumeMounts": mounts,
         **security_context(job.user, read_only=False),
     }
     if job.resources:
         amounts = {name: str(amount) for name, amount in job.resources.items()}
-        if (
-            "memory" in amounts and job.memory is MemoryLocation.EMBEDDED
-        ):  # what is in the volume counts as the container's
+        if "memory" in amounts and job.memory is MemoryLocation.EMBEDDED:  # the volume counts as the container's memory
             amounts["memory"] = kubernetes_quantity(parse_size(amounts["memory"]) + parse_size(job.memory_size))
         container["resources"] = {"requests": amounts, "limits": amounts}
     spec: dict[str, Any] = {
         "automountServiceAccountToken": False,
         "containers": [container],
         "volumes": volumes,
-        **({"initContainers": list(kept.sidecars)} if kept.sidecars else {}),
+        **({"initContainers": list(memory.sidecars)} if memory.sidecars else {}),
         **({"nodeSelector": {"node.kubernetes.io/instance-type": job.instance_type}} if job.instance_type else {}),
     }
-    about: dict[str, Any] = {"labels": {MEMORY_LABEL: job.memory.value}}
+    metadata: dict[str, Any] = {"labels": {MEMORY_LABEL: job.memory.value}}
     if job.topology:
-        about["annotations"] = {"kueue.x-k8s.io/podset-preferred-topology": job.topology}
-    return {"metadata": about, "spec": spec}
+        metadata["annotations"] = {"kueue.x-k8s.io/podset-preferred-topology": job.topology}
+    return {"metadata": metadata, "spec": spec}
 
 
 def _secret(name: str) -> dict[str, Any]:
-    """A variable, not a file: the file would be root's alone, and AWS's models know no ``fsGroup`` for a pod."""
+    """Return a variable, not a file: only root could read it, as AWS's models lack ``fsGroup`` for a pod."""
     return {"name": "TIEREDCKPT_PEER_SECRET", "valueFrom": {"secretKeyRef": {"name": name, "key": "secret"}}}
 
 
@@ -258,22 +259,22 @@ def _rule_problems(rules: Sequence[Mapping[str, Any]]) -> list[str]:
 
 SHM_PATH = "/dev/shm"  # noqa: S108 - of a container, or of the node as the node agent's volume
 ARENA_DIRECTORY = f"{SHM_PATH}/tieredckpt"
-"""The same on the node, in the node agent's container and in the trainers'."""
+"""Arena on the node, and in the containers of the node agent and the trainers."""
 CLUSTER_MOUNT = "/etc/tieredckpt/cluster"
 PEERS_PORT, HTTP_PORT = 7070, 9464
 POD_IP_ENV = "POD_IP"
 AGENT_OVERHEAD = "512Mi"
-"""What an agent needs beside its arena."""
+"""Memory of an agent besides its arena."""
 
 
 @dataclass(frozen=True)
 class PodMemorySpec:
-    """What a pod needs for it."""
+    """Parts of a pod that its checkpoint memory needs."""
 
     volumes: tuple[Mapping[str, Any], ...]
     mounts: tuple[Mapping[str, Any], ...]
     env: tuple[Mapping[str, Any], ...]
-    """That other variables and arguments may refer to, so they come first."""
+    """Variables that others and arguments refer to, so they come first."""
     ports: tuple[Mapping[str, Any], ...] = ()
     sidecars: tuple[Mapping[str, Any], ...] = ()
 
@@ -294,12 +295,12 @@ def pod_memory_spec(kind: MemoryLocation, size: str, *, image: str, user: int | 
 
 
 def _arena_and_more(size: str) -> int:
-    """The trainers' libraries use shared memory too, which they share with the arena."""
+    """Return the size of the shared memory. The trainers' libraries use it besides the arena."""
     return parse_size(size) + parse_size("8Gi")
 
 
 def _sidecar(size: str, image: str, user: int | None, env: tuple[Mapping[str, Any], ...]) -> dict[str, Any]:
-    """An init container that goes on beside the others: it is ready before the first trainer starts."""
+    """Return an init container that continues to run: it is ready before the first trainer starts."""
     memory = kubernetes_quantity(parse_size(size) + parse_size(AGENT_OVERHEAD))
     health = {"httpGet": {"path": "/health", "port": "http"}}
     return {
@@ -319,7 +320,7 @@ def _sidecar(size: str, image: str, user: int | None, env: tuple[Mapping[str, An
 
 
 def agent_arguments(*others: str) -> list[str]:
-    """Of an agent in a container, where its pod's address is ``$POD_IP``."""
+    """Return the arguments of an agent in a container; its pod's address is ``$POD_IP``."""
     return [
         f"--dir={ARENA_DIRECTORY}",
         f"--http=$({POD_IP_ENV}):{HTTP_PORT}",
@@ -329,7 +330,10 @@ def agent_arguments(*others: str) -> list[str]:
 
 
 def security_context(user: int | None, *, read_only: bool) -> dict[str, Any]:
-    """As little as works. Trainers write where their images have their caches; the agent writes to its volume alone."""
+    """Return the least privileges that suffice.
+
+    Trainers write to their images' caches, the agent only to its volume.
+    """
     if user is None:
         return {"securityContext": {"allowPrivilegeEscalation": False, "seccompProfile": {"type": "RuntimeDefault"}}}
     context = {
@@ -344,13 +348,13 @@ def security_context(user: int | None, *, read_only: bool) -> dict[str, Any]:
 
 
 def settings_environ(settings: Settings, memory: MemoryLocation, size: str = "") -> dict[str, str]:
-    """The environment that makes a trainer's settings what ``settings`` are, its agent being where ``memory`` says."""
+    """Return the variables that give a trainer these settings with its agent at ``memory``."""
     variables = {} if settings.enabled else {"TIEREDCKPT_ENABLED": "0"}
     for section in dataclasses.fields(settings):
-        ours, usual = getattr(settings, section.name), getattr(Settings(), section.name)
-        for key in dataclasses.fields(ours) if dataclasses.is_dataclass(ours) else ():
-            value = getattr(ours, key.name)
-            if value != getattr(usual, key.name):
+        values, defaults = getattr(settings, section.name), getattr(Settings(), section.name)
+        for key in dataclasses.fields(values) if dataclasses.is_dataclass(values) else ():
+            value = getattr(values, key.name)
+            if value != getattr(defaults, key.name):
                 variables[f"TIEREDCKPT_{section.name}_{key.name}".upper()] = _text(value)
     variables["TIEREDCKPT_AGENT_DIRECTORY"] = ARENA_DIRECTORY
     if memory is MemoryLocation.EMBEDDED:
@@ -362,14 +366,14 @@ def settings_environ(settings: Settings, memory: MemoryLocation, size: str = "")
 
 
 def _text(value: Any) -> str:
-    """``$(`` would begin a variable of Kubernetes."""
+    """Return a value as text, with Kubernetes' ``$(`` escaped."""
     if isinstance(value, Mapping):
         value = ",".join(f"{key}={text}" for key, text in value.items())
     return (str(int(value)) if isinstance(value, bool) else str(value)).replace("$(", "$$(")
 
 
 def size_error(what: str, text: str) -> str:
-    """What is wrong with a size; "" where nothing is. Kubernetes' ``64Gi`` is one, and so is ``64GiB``."""
+    """Return the error of a size, or "". Kubernetes' ``64Gi`` and ``64GiB`` are valid."""
     try:
         return "" if parse_size(text) else f"{what} is 0"
     except ValueError as error:
@@ -377,7 +381,7 @@ def size_error(what: str, text: str) -> str:
 
 
 def kubernetes_quantity(size_bytes: int) -> str:
-    """As Kubernetes has it, in the largest unit that needs no fraction."""
+    """Return the size in Kubernetes' notation, in the largest unit without a fraction."""
     for unit in ("", "Ki", "Mi"):
         if size_bytes % 1024:
             return f"{size_bytes}{unit}"

@@ -36,14 +36,14 @@ from peerstore.message_codec import from_json
 _TIMEOUT_S = 30.0
 _PAGE = 500
 _CONNECTIONS = 64
-"""That are kept open; more are made where more are needed at a time."""
+"""Connections in the pool. More are opened if more calls run at the same time."""
 _EVENT_SOURCE = "hyperpod-controller"
 _JSON = "application/json"
 _MERGE = "application/merge-patch+json"
 
 
 class ApiServerClient:
-    """One API server, as the account that the controller runs under. Any thread may call any method."""
+    """Client of one API server with the controller's account. Any thread may call any method."""
 
     def __init__(self, client: Any, timeout_s: float = _TIMEOUT_S) -> None:
         self._client, self._timeout_s = client, timeout_s
@@ -52,33 +52,42 @@ class ApiServerClient:
         return self.request("GET", _job(namespace, name))
 
     def confirm(self, job: Mapping[str, Any]) -> None:
-        """:class:`ResourceConflictError` where somebody has written since ``job`` was read."""
+        """Raise :class:`ResourceConflictError` if the job was written since ``job`` was read."""
         meta = job["metadata"]
         if self.get_job(meta["namespace"], meta["name"])["metadata"] != meta:
             raise ResourceConflictError(f"job {meta['name']} has changed since it was read")
 
     def update_status(self, job: Mapping[str, Any], status: Mapping[str, Any]) -> dict[str, Any]:
-        """Replace what ``status`` names, if nobody has written since ``job`` was read: two controllers cannot both."""
+        """Replace the fields in ``status`` if the job is unchanged since ``job`` was read.
+
+        Of two controllers that read the same version, only one succeeds.
+        """
         meta = job["metadata"]
         body = {"metadata": {"resourceVersion": meta["resourceVersion"]}, "status": dict(status)}
         return self.request("PATCH", f"{_job(meta['namespace'], meta['name'])}/status", body)
 
     def delete_job(self, job: Mapping[str, Any]) -> None:
         meta = job["metadata"]
-        self.request("DELETE", _job(meta["namespace"], meta["name"]), _this(meta["uid"]))
+        self.request("DELETE", _job(meta["namespace"], meta["name"]), _precondition(meta["uid"]))
 
     def list_pods(self, namespace: str, job: str) -> list[dict[str, Any]]:
-        found, _ = self.list_all(pods_of(namespace, job))
-        return found
+        pods, _ = self.list_all(pods_of(namespace, job))
+        return pods
 
     def create_pod(self, pod: Mapping[str, Any]) -> dict[str, Any]:
-        """As it is now; :class:`ResourceConflictError` where one of that name is there."""
+        """Create the pod and return it.
+
+        Raise :class:`ResourceConflictError` if the name is in use.
+        """
         return self.request("POST", f"/api/v1/namespaces/{pod['metadata']['namespace']}/pods", dict(pod))
 
     def delete_pod(self, pod: Mapping[str, Any], *, grace_s: int | None = None) -> None:
-        """This very pod. One that is gone already is as it should be, and so is another of its name."""
+        """Delete this pod, identified by its uid.
+
+        Succeed if it no longer exists, even if another pod has its name.
+        """
         meta = pod["metadata"]
-        body: dict[str, Any] = _this(meta["uid"])
+        body: dict[str, Any] = _precondition(meta["uid"])
         if grace_s is not None:
             body["gracePeriodSeconds"] = grace_s
         try:
@@ -87,56 +96,66 @@ class ApiServerClient:
             return
 
     def post_event(self, job: Mapping[str, Any], reason: str, message: str, *, warning: bool = False) -> None:
-        """An event about the job, for those who look."""
+        """Post an event about the job."""
         meta = job["metadata"]
-        moment = dt.datetime.now(dt.timezone.utc).strftime("%Y-%m-%dT%H:%M:%SZ")
-        about = {name: meta[name] for name in ("name", "namespace", "uid", "resourceVersion")}
+        now = dt.datetime.now(dt.timezone.utc).strftime("%Y-%m-%dT%H:%M:%SZ")
+        reference = {name: meta[name] for name in ("name", "namespace", "uid", "resourceVersion")}
         event = {
             "apiVersion": "v1",
             "kind": "Event",
             "metadata": {"generateName": f"{meta['name']}-", "namespace": meta["namespace"]},
-            "involvedObject": {"apiVersion": f"{JOB_API_GROUP}/{JOB_API_VERSION}", "kind": JOB_RESOURCE_KIND, **about},
+            "involvedObject": {
+                "apiVersion": f"{JOB_API_GROUP}/{JOB_API_VERSION}",
+                "kind": JOB_RESOURCE_KIND,
+                **reference,
+            },
             "type": "Warning" if warning else "Normal",
             "reason": reason,
             "message": message[:1000],
             "source": {"component": _EVENT_SOURCE},
-            "firstTimestamp": moment,
-            "lastTimestamp": moment,
+            "firstTimestamp": now,
+            "lastTimestamp": now,
             "count": 1,
         }
         self.request("POST", f"/api/v1/namespaces/{meta['namespace']}/events", event)
 
     def kueue_client(self) -> KueueClient | None:
-        """Its objects, where it is installed in a version that is known here."""
+        """Return a client of Kueue, or None if no supported version is installed."""
         try:
             group = self.request("GET", f"/apis/{KUEUE_GROUP}")
         except ResourceNotFoundError:
             return None
-        served = {one["version"] for one in group.get("versions") or ()}
+        served = {entry["version"] for entry in group.get("versions") or ()}
         return next(
             (KueueClient(self.request, self.list_all, version) for version in KUEUE_VERSIONS if version in served), None
         )
 
     def list_all(self, what: ResourceCollection) -> tuple[list[dict[str, Any]], str]:
-        """As it is now, not as some cache has it, page by page; and the revision of the list."""
+        """Return all objects and the revision of the list.
+
+        The list is read from the server, page by page, never from a cache.
+        """
         query = _query(what, limit=str(_PAGE))
-        found: list[dict[str, Any]] = []
+        items: list[dict[str, Any]] = []
         while True:
-            page = self.request("GET", what.path, query=query, accept=_accepted(what, "PartialObjectMetadataList"))
-            found += page["items"]
+            page = self.request("GET", what.path, query=query, accept=_accept_header(what, "PartialObjectMetadataList"))
+            items += page["items"]
             meta = page["metadata"]
             if not meta.get("continue"):
-                return found, meta["resourceVersion"]
+                return items, meta["resourceVersion"]
             query["continue"] = meta["continue"]
 
     @contextlib.contextmanager
     def watch(self, what: ResourceCollection, since: str, timeout_s: int) -> Iterator[Iterator[dict[str, Any]]]:
-        """What has changed after revision ``since``, for so long; :class:`ExpiredError` where that is too long ago."""
+        """Yield the events after revision ``since``, for ``timeout_s`` seconds.
+
+        Raise :class:`ExpiredError` if the server no longer has that revision.
+        """
         import urllib3
 
         query = _query(what, watch="true", allowWatchBookmarks="true", resourceVersion=since)
         query["timeoutSeconds"] = str(timeout_s)
-        accept = _accepted(what, "PartialObjectMetadata")
+        accept = _accept_header(what, "PartialObjectMetadata")
         limits = (self._timeout_s, timeout_s + self._timeout_s)
         try:
             reply = self._call(
@@ -146,8 +165,8 @@ class ApiServerClient:
                 yield (from_json(line, dict[str, Any]) for line in reply if line.strip())
             finally:
                 reply.close()
-        except msgspec.DecodeError as nonsense:
-            raise ApiServerUnreachableError(f"watch {what.path}: {nonsense}") from None
+        except msgspec.DecodeError as error:
+            raise ApiServerUnreachableError(f"watch {what.path}: {error}") from None
         except (urllib3.exceptions.HTTPError, OSError) as error:
             raise ApiServerUnreachableError(f"watch {what.path}: {error}") from error
 
@@ -159,7 +178,7 @@ class ApiServerClient:
         query: Mapping[str, str] | None = None,
         accept: str = _JSON,
     ) -> dict[str, Any]:
-        """One request; every answer but a good one is a :class:`ApiServerError`."""
+        """Send one request. Raise :class:`ApiServerError` unless it succeeds."""
         import urllib3
 
         try:
@@ -188,7 +207,7 @@ class ApiServerClient:
 
 
 def connect_api_server(timeout_s: float = _TIMEOUT_S) -> ApiServerClient:
-    """As the pod's service account, or as the kubeconfig says."""
+    """Connect with the pod's service account, or with the default kubeconfig."""
     from kubernetes import config
 
     try:
@@ -199,7 +218,7 @@ def connect_api_server(timeout_s: float = _TIMEOUT_S) -> ApiServerClient:
 
 
 def connected(kubeconfig: Path) -> ApiServerClient:
-    """As this kubeconfig says."""
+    """Connect with this kubeconfig."""
     from kubernetes import config
 
     config.load_kube_config(str(kubeconfig))
@@ -212,41 +231,44 @@ def _connected(timeout_s: float) -> ApiServerClient:
     configuration = client.Configuration.get_default_copy()
     configuration.retries = False
     configuration.connection_pool_maxsize = _CONNECTIONS
-    configuration.socket_options = _keeping_alive()
+    configuration.socket_options = _keepalive_options()
     return ApiServerClient(client.ApiClient(configuration), timeout_s)
 
 
 def jobs_in(namespace: str) -> ResourceCollection:
-    """Of one namespace; of all with ""."""
-    return ResourceCollection(f"/apis/{JOB_API_GROUP}/{JOB_API_VERSION}{_within(namespace)}/{JOB_PLURAL}")
+    """Return the collection of the jobs in one namespace, or in all for ""."""
+    return ResourceCollection(f"/apis/{JOB_API_GROUP}/{JOB_API_VERSION}{_namespace_path(namespace)}/{JOB_PLURAL}")
 
 
 def pods_in(namespace: str) -> ResourceCollection:
-    """Those of jobs, whichever."""
-    return ResourceCollection(f"/api/v1{_within(namespace)}/pods", selector=JOB_LABEL)
+    """Return the collection of the pods of all jobs in a namespace, or in all for ""."""
+    return ResourceCollection(f"/api/v1{_namespace_path(namespace)}/pods", selector=JOB_LABEL)
 
 
 def pods_of(namespace: str, job: str) -> ResourceCollection:
-    return ResourceCollection(f"/api/v1{_within(namespace)}/pods", selector=f"{JOB_LABEL}={job}")
+    return ResourceCollection(f"/api/v1{_namespace_path(namespace)}/pods", selector=f"{JOB_LABEL}={job}")
 
 
 NODES = ResourceCollection("/api/v1/nodes", only_metadata=True)
 
 
-def _within(namespace: str) -> str:
+def _namespace_path(namespace: str) -> str:
     return f"/namespaces/{namespace}" if namespace else ""
 
 
-def _query(what: ResourceCollection, **more: str) -> dict[str, str]:
-    return {**({"labelSelector": what.selector} if what.selector else {}), **more}
+def _query(what: ResourceCollection, **parameters: str) -> dict[str, str]:
+    return {**({"labelSelector": what.selector} if what.selector else {}), **parameters}
 
 
-def _accepted(what: ResourceCollection, kind: str) -> str:
+def _accept_header(what: ResourceCollection, kind: str) -> str:
     return f"{_JSON};as={kind};g=meta.k8s.io;v=v1,{_JSON}" if what.only_metadata else _JSON
 
 
-def _keeping_alive() -> list[tuple[int, int, int]]:
-    """A server that is gone without a word is missed within half a minute, although a watch may be quiet for longer."""
+def _keepalive_options() -> list[tuple[int, int, int]]:
+    """Return socket options that detect a dead server within half a minute.
+
+    A watch may be silent for longer, so a read timeout cannot detect it.
+    """
     options = [(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1), (socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)]
     for name, value in (("TCP_KEEPIDLE", 15), ("TCP_KEEPINTVL", 5), ("TCP_KEEPCNT", 3)):
         if hasattr(socket, name):
@@ -258,25 +280,27 @@ def _job(namespace: str, name: str) -> str:
     return f"/apis/{JOB_API_GROUP}/{JOB_API_VERSION}/namespaces/{namespace}/{JOB_PLURAL}/{name}"
 
 
-def _this(uid: str) -> dict[str, Any]:
+def _precondition(uid: str) -> dict[str, Any]:
     return {"preconditions": {"uid": uid}, "propagationPolicy": "Background"}
 
 
-def _error_for_status(status: int | None, said: str) -> ApiServerError:
+def _error_for_status(status: int | None, message: str) -> ApiServerError:
     if status == 404:
-        return ResourceNotFoundError(said)
+        return ResourceNotFoundError(message)
     if status == 409:
-        return ResourceConflictError(said)
+        return ResourceConflictError(message)
     if status == 410:
-        return ExpiredError(said)
+        return ExpiredError(message)
     if status is None or status == 429 or status >= 500:
-        return ApiServerUnreachableError(said)
-    return ApiServerRefusedError(said)
+        return ApiServerUnreachableError(message)
+    return ApiServerRefusedError(message)
 
 
 class KueueClient:
-    """Workloads of one cluster: ``ask`` and ``list_all`` are
-    :class:`integration.kubernetes.api_client.ApiServerClient`'s.
+    """Workloads of one cluster.
+
+    ``ask`` and ``list_all`` are the methods ``request`` and ``list_all`` of
+    :class:`integration.kubernetes.api_client.ApiServerClient`.
     """
 
     def __init__(
@@ -285,58 +309,70 @@ class KueueClient:
         list_all: Callable[[ResourceCollection], tuple[list[dict[str, Any]], str]],
         version: str,
     ) -> None:
-        self._ask, self._list = ask, list_all
+        self._request, self._list = ask, list_all
         self.version = version
 
     def list_workloads(self, namespace: str, job: str) -> list[dict[str, Any]]:
-        """:class:`ResourceNotFoundError` where Kueue is no longer there."""
-        found, _ = self._list(self.workloads_of(namespace, job))
-        return found
+        """Return the job's Workloads. Raise :class:`ResourceNotFoundError` if Kueue was removed."""
+        workloads, _ = self._list(self.workloads_of(namespace, job))
+        return workloads
 
     def workloads_in(self, namespace: str) -> ResourceCollection:
-        """Those of jobs, whichever; of all namespaces with ""."""
-        return ResourceCollection(self._all(namespace), selector=JOB_LABEL)
+        """Return the collection of the Workloads of all jobs in a namespace, or in all for ""."""
+        return ResourceCollection(self._workloads_path(namespace), selector=JOB_LABEL)
 
     def workloads_of(self, namespace: str, job: str) -> ResourceCollection:
-        return ResourceCollection(self._all(namespace), selector=f"{JOB_LABEL}={job}")
+        return ResourceCollection(self._workloads_path(namespace), selector=f"{JOB_LABEL}={job}")
 
     def create_workload(self, workload: KubeObject) -> dict[str, Any]:
-        """As it is now; :class:`ResourceConflictError` where one of that name is there."""
-        return self._ask("POST", self._all(workload["metadata"]["namespace"]), dict(workload))
+        """Create the Workload and return it.
+
+        Raise :class:`ResourceConflictError` if the name is in use.
+        """
+        return self._request("POST", self._workloads_path(workload["metadata"]["namespace"]), dict(workload))
 
     def delete_workload(self, workload: KubeObject) -> None:
-        """This very one, as it was read: one that has been admitted since is not deleted. It may be gone already."""
+        """Delete the Workload if it is unchanged since it was read.
+
+        A Workload admitted meanwhile remains. Succeed if it no longer exists.
+        """
         meta = workload["metadata"]
         body = {
             "preconditions": {"uid": meta["uid"], "resourceVersion": meta["resourceVersion"]},
             "propagationPolicy": "Background",
         }
         try:
-            self._ask("DELETE", self._one(workload), body)
+            self._request("DELETE", self._workload_path(workload), body)
         except (ResourceNotFoundError, ResourceConflictError):
             return
 
     def update_workload_status(self, workload: KubeObject, status: KubeObject) -> dict[str, Any]:
-        """If nobody has written since it was read: conditions are a list, and Kueue writes there, too."""
+        """Update the status if the Workload is unchanged since it was read.
+
+        A merge patch replaces the list of conditions, which Kueue writes, too.
+        """
         body = {"metadata": {"resourceVersion": workload["metadata"]["resourceVersion"]}, "status": dict(status)}
-        return self._ask("PATCH", f"{self._one(workload)}/status", body)
+        return self._request("PATCH", f"{self._workload_path(workload)}/status", body)
 
     def priority_value(self, named: PriorityClass) -> int:
-        """How much a class is worth; :class:`ApiServerRefusedError` where there is none of that name."""
+        """Return the value of a priority class.
+
+        Raise :class:`ApiServerRefusedError` if it does not exist.
+        """
         root = f"/apis/{KUEUE_GROUP}/{self.version}" if named.is_kueue_class else "/apis/scheduling.k8s.io/v1"
         path = f"{root}/{'workloadpriorityclasses' if named.is_kueue_class else 'priorityclasses'}/{named.name}"
         try:
-            return int(self._ask("GET", path)["value"])
+            return int(self._request("GET", path)["value"])
         except ResourceNotFoundError:
             raise ApiServerRefusedError(f"there is no {named.kind} {named.name}") from None
 
     def get_flavor(self, name: str) -> dict[str, Any]:
-        """A ResourceFlavor: what its nodes are labelled with, and which of their taints are to be tolerated."""
-        return self._ask("GET", f"/apis/{KUEUE_GROUP}/{self.version}/resourceflavors/{name}")
+        """Return a ResourceFlavor: its node labels, taints and tolerations."""
+        return self._request("GET", f"/apis/{KUEUE_GROUP}/{self.version}/resourceflavors/{name}")
 
-    def _all(self, namespace: str) -> str:
-        within = f"/namespaces/{namespace}" if namespace else ""
-        return f"/apis/{KUEUE_GROUP}/{self.version}{within}/workloads"
+    def _workloads_path(self, namespace: str) -> str:
+        scope = f"/namespaces/{namespace}" if namespace else ""
+        return f"/apis/{KUEUE_GROUP}/{self.version}{scope}/workloads"
 
-    def _one(self, workload: KubeObject) -> str:
-        return f"{self._all(workload['metadata']['namespace'])}/{workload['metadata']['name']}"
+    def _workload_path(self, workload: KubeObject) -> str:
+        return f"{self._workloads_path(workload['metadata']['namespace'])}/{workload['metadata']['name']}"

@@ -1,8 +1,8 @@
 """The controller process: watches, a work queue with one task per job, the command line.
 
-Watches keep what is known of jobs, pods, Workloads and nodes; what changes wakes the job it is about. Each job has a
-thread of its own, and its agents' calls a bound of their own: what one job waits for no other one does. No finalizers
-and no annotations: a job can be deleted, and its agents go on, while no controller runs.
+Watches update the caches of jobs, pods, Workloads and nodes. A change wakes the job that it concerns. Each job has its
+own thread, and a limit for the calls to its agents, so no job waits for another one. Without finalizers, a job can be
+deleted while no controller runs. Its agents continue without a controller.
 """
 
 from __future__ import annotations
@@ -33,31 +33,31 @@ from tieredckpt.cli.run_program import run_program
 
 log = logging.getLogger(__name__)
 _Key = tuple[str, str]
-_END_S = 5.0
-"""So long passes that are under way may take to end."""
+_SHUTDOWN_TIMEOUT_S = 5.0
+"""Seconds that running reconciles may take to finish during shutdown."""
 
 
 class JobController:
-    """One thread per job, which makes passes over it."""
+    """Work queue with one thread per job, which reconciles it."""
 
     def __init__(self, *, retry_s: float) -> None:
-        self._passing: JobReconciler | None = None
+        self._reconciler: JobReconciler | None = None
         self._retry_s = retry_s
         self._lock = threading.Lock()
         self._jobs: dict[_Key, _Job] = {}
         self._closed = False
 
-    def begin(self, passing: JobReconciler) -> None:
-        """Before anything is heard."""
-        self._passing = passing
+    def begin(self, reconciler: JobReconciler) -> None:
+        """Set the reconciler. Call it before the watches start."""
+        self._reconciler = reconciler
 
     def enqueue(self, namespace: str, name: str) -> None:
-        """A job, or something about it: it has a pass soon."""
+        """Schedule a reconcile of the job."""
         key = (namespace, name)
         with self._lock:
             job = self._jobs.get(key)
             if job is None and not self._closed:
-                job = self._jobs[key] = _Job(threading.Thread(target=self._care, args=(key,), daemon=True))
+                job = self._jobs[key] = _Job(threading.Thread(target=self._run_job, args=(key,), daemon=True))
                 job.thread.name = f"job {namespace}/{name}"
                 job.thread.start()
             if job is not None:
@@ -75,31 +75,31 @@ class JobController:
             jobs = list(self._jobs.values())
         for job in jobs:
             job.wake.set()
-        end_s = time.monotonic() + _END_S
+        deadline_s = time.monotonic() + _SHUTDOWN_TIMEOUT_S
         for job in jobs:
-            job.thread.join(max(0.0, end_s - time.monotonic()))
+            job.thread.join(max(0.0, deadline_s - time.monotonic()))
 
-    def _care(self, key: _Key) -> None:
+    def _run_job(self, key: _Key) -> None:
         job = self._jobs[key]
         while not self._closed:
             job.wake.clear()
-            again_in_s = self._pass(key)
+            again_in_s = self._reconcile(key)
             if again_in_s is None:
-                with self._lock:  # whoever has heard of it meanwhile has set ``wake``, or begins another thread
+                with self._lock:  # enqueue() has set ``wake`` by now, or starts another thread later
                     if not job.wake.is_set():
                         del self._jobs[key]
                         return
             job.wake.wait(again_in_s)
 
-    def _pass(self, key: _Key) -> float | None:
-        assert self._passing is not None  # noqa: S101 - it has begun
+    def _reconcile(self, key: _Key) -> float | None:
+        assert self._reconciler is not None  # noqa: S101 - set by begin()
         try:
-            return self._passing.reconcile(*key).requeue_after_s
+            return self._reconciler.reconcile(*key).requeue_after_s
         except ResourceConflictError:
-            return 0.1  # somebody has written: the next pass reads it
+            return 0.1  # another client wrote: the next reconcile reads it
         except ApiServerError as error:
             log.warning("job %s/%s: %s", *key, error)
-        except Exception:  # the top of a job's thread: the others go on, and this one is tried again
+        except Exception:  # top of a job's thread: the other jobs continue, this one is retried
             log.exception("job %s/%s: this pass has failed", *key)
         return self._retry_s
 
@@ -112,7 +112,7 @@ class _Job:
 
 @contextlib.contextmanager
 def health_at(address: str, is_well: Callable[[], bool]) -> Iterator[None]:
-    """``GET /healthz`` is answered with 200 as long as ``is_well``, with 503 from there on."""
+    """Serve ``GET /healthz``: status 200 while ``is_well`` returns True, otherwise 503."""
 
     class Handler(http.server.BaseHTTPRequestHandler):
         timeout = 10
@@ -139,20 +139,20 @@ def health_at(address: str, is_well: Callable[[], bool]) -> Iterator[None]:
 
 class _JsonLines(logging.Formatter):
     def format(self, record: logging.LogRecord) -> str:
-        moment = datetime.fromtimestamp(record.created, timezone.utc).isoformat(timespec="milliseconds")
-        said = {"message": record.getMessage(), "severity": record.levelname.lower(), "timestamp": moment}
+        timestamp = datetime.fromtimestamp(record.created, timezone.utc).isoformat(timespec="milliseconds")
+        line = {"message": record.getMessage(), "severity": record.levelname.lower(), "timestamp": timestamp}
         if record.exc_info:
-            said["traceback"] = self.formatException(record.exc_info)
-        return json.dumps(said)
+            line["traceback"] = self.formatException(record.exc_info)
+        return json.dumps(line)
 
 
-def _log_to_stderr(how: str, *, verbose: bool) -> None:
+def _log_to_stderr(log_format: str, *, verbose: bool) -> None:
     handler = logging.StreamHandler()
     plain = logging.Formatter("%(asctime)s %(levelname)s %(message)s")
-    handler.setFormatter(_JsonLines() if how == "json" else plain)
+    handler.setFormatter(_JsonLines() if log_format == "json" else plain)
     logging.basicConfig(level=logging.DEBUG if verbose else logging.INFO, handlers=[handler], force=True)
-    for chatty in ("urllib3", "kubernetes", "asyncio"):
-        logging.getLogger(chatty).setLevel(logging.ERROR)
+    for name in ("urllib3", "kubernetes", "asyncio"):
+        logging.getLogger(name).setLevel(logging.ERROR)
 
 
 @click.command(context_settings={"help_option_names": ["-h", "--help"]})
@@ -191,7 +191,7 @@ def controller_command(
     except ModuleNotFoundError:
         raise
     except Exception as error:
-        if type(error).__name__ != "ConfigException":  # of a package that this module imports late
+        if type(error).__name__ != "ConfigException":  # its package is imported on demand
             raise
         text = f"no Kubernetes cluster is configured ({error}): run it in a pod, or set $KUBECONFIG"
         raise click.ClickException(text) from error
@@ -206,31 +206,31 @@ def controller_command(
                 JobReconciler(cluster, agents, health=nodes.said, clock=time.time, every_s=every_s, settings=settings)
             )
             stack.callback(controller.close)
-            watched = nodes.informer(plain).start()
-            stack.callback(watched.close)
+            node_informer = nodes.informer(plain).start()
+            stack.callback(node_informer.close)
             cluster.start()
             stack.callback(cluster.close)
             if health:
-                stack.enter_context(health_at(health, lambda: cluster.is_alive and watched.is_alive))
+                stack.enter_context(health_at(health, lambda: cluster.is_alive and node_informer.is_alive))
             stop.wait()
     finally:
         undo()
 
 
 def _settings(silent_s: float | None, master_ports: str | None) -> dict[str, Any]:
-    found: dict[str, Any] = {}
+    settings: dict[str, Any] = {}
     if silent_s is not None:
-        found["agent_timeout_s"] = silent_s
+        settings["agent_timeout_s"] = silent_s
     if master_ports:
         first, dash, last = master_ports.partition("-")
         if not (dash and first.isdigit() and last.isdigit() and 0 < int(first) <= int(last) < 65536):
             raise click.BadParameter(f"{master_ports!r}: FIRST-LAST was expected", param_hint="--master-ports")
-        found["master_port"], found["master_ports"] = int(first), int(last) - int(first) + 1
-    return found
+        settings["master_port"], settings["master_ports"] = int(first), int(last) - int(first) + 1
+    return settings
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the controller, and return its exit code."""
+    """Run the controller and return its exit code."""
     return run_program(controller_command, CommandOutput("hyperpod-controller"), argv)
 
 

@@ -1,37 +1,37 @@
-"""Errors of the API server, grouped by what the caller can do about each.
+"""Errors of the API server, grouped by the caller's possible reaction.
 
 ::
 
     ApiServerError
-    ├── ApiServerUnreachableError   unknown: retry later
+    ├── ApiServerUnreachableError   outcome unknown: retry later
     ├── ResourceConflictError       another client wrote after the read: read again, decide again
     ├── ResourceNotFoundError       the resource does not exist, or no longer
     ├── ExpiredError                the server has forgotten the changes since then: list again
-    └── ApiServerRefusedError       the server refuses: do not retry
+    └── ApiServerRefusedError       the server refused: do not retry
 """
 
 from __future__ import annotations
 
 
 class ApiServerError(Exception):
-    """The root of what can go wrong between the controller and the API server."""
+    """Root of all errors of requests to the API server."""
 
 
 class ApiServerUnreachableError(ApiServerError):
-    """No answer, or one that says nothing about what was asked."""
+    """No response, or an invalid one."""
 
 
 class ResourceConflictError(ApiServerError):
-    """The object has changed since it was read, or one of that name is there already."""
+    """The object has changed since it was read, or an object of that name exists."""
 
 
 class ResourceNotFoundError(ApiServerError):
-    """There is no such object."""
+    """The object does not exist."""
 
 
 class ExpiredError(ApiServerError):
-    """A watch, or the next page of a list, of a revision that the server has forgotten."""
+    """The server no longer has the revision of a watch or of a list's next page."""
 
 
 class ApiServerRefusedError(ApiServerError):
-    """The server's words say what is wrong with it."""
+    """The server refused the request; its message states the reason."""

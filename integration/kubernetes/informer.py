@@ -1,11 +1,10 @@
-"""One collection of objects: listed once, watched from there on, indexed by key.
+"""Informer of one collection of objects: one list, then watches, indexed by key.
 
-An index never goes back. What a write of ours has made is in it before the next look, so that whoever reads from it
-makes no second pod and forgets none; what the watch says of it later is nothing new. What an older watch event, a late
-answer or a list of an older revision says is left out.
+An index never goes back in time. It contains the result of each own write at once, so its readers neither create a
+second pod nor miss one. Older watch events, late responses and older lists are ignored.
 
-A watch that ends is taken up where it ended. One that is too old for the server (410) begins with a list again, and
-whatever else goes wrong is tried again after a pause, each time a longer one.
+A watch that ends resumes at its last revision. If the server no longer has it (410), the informer lists again. After
+any other error it retries, with increasing pauses.
 """
 
 from __future__ import annotations
@@ -31,24 +30,27 @@ Key = tuple[str, str]
 
 
 class ObjectIndex:
-    """By name and by job. Any thread may ask, and any may say what it has heard."""
+    """Objects by name and by job. Any thread may read and update it."""
 
     def __init__(self, job_of: Callable[[Object], str], changed: Callable[[str, str], None]) -> None:
-        """``job_of``: the job that an object is about; ``changed`` is called with its namespace and that name."""
+        """Create an empty index.
+
+        ``job_of`` returns the name of an object's job; ``changed`` is called with the job's namespace and name.
+        """
         self._job_of, self._changed = job_of, changed
         self._lock = threading.Lock()
         self._objects: dict[Key, Object] = {}
         self._of_job: dict[Key, set[str]] = {}
         self._reached = 0
-        """The revision up to which the watch, or a list of all, has said everything."""
+        """Revision up to which the index reflects all changes."""
         self._gone: set[str] = set()
-        """Objects (uids) that a list of one job no longer had; the watch may not have said yet that they were there."""
+        """Uids missing from a list of one job. The watch may still deliver older events of them."""
         self._covered: dict[Key, str] = {}
         self._listed = threading.Event()
         self.is_absent = False
-        """The server knows no such kind."""
+        """Whether the server does not know this kind of object."""
         self.is_followed = False
-        """What changes is heard of; where not, only the server can be asked."""
+        """Whether the watch works; if not, only direct reads of the server are current."""
 
     @property
     def is_listed(self) -> bool:
@@ -57,106 +59,98 @@ class ObjectIndex:
     def until_listed(self, timeout_s: float) -> bool:
         return self._listed.wait(timeout_s)
 
-    # -- reading ------------------------------------------------------------------------------------------------------
-
     def get(self, namespace: str, name: str) -> Object | None:
         with self._lock:
             return self._objects.get((namespace, name))
 
     def of_job(self, namespace: str, job: str) -> list[Object]:
-        """In the order of their names."""
+        """Return the job's objects, sorted by name."""
         with self._lock:
             return [self._objects[namespace, name] for name in sorted(self._of_job.get((namespace, job), ()))]
 
     def versions(self) -> dict[Key, str]:
         with self._lock:
-            return {key: one["metadata"]["resourceVersion"] for key, one in self._objects.items()}
-
-    # -- what came of a list or a watch -------------------------------------------------------------------------------
+            return {key: resource["metadata"]["resourceVersion"] for key, resource in self._objects.items()}
 
     def replace_all(self, items: Iterable[Object], revision: str) -> None:
-        """All there are at ``revision``; what is known to be newer stays."""
-        reached, now = _number(revision), {_key(one): one for one in items}
-        told = set[Key]()
+        """Replace all objects by the list at ``revision``, except newer ones."""
+        reached, listed = _number(revision), {_key(resource): resource for resource in items}
+        jobs = set[Key]()
         with self._lock:
-            for key, one in list(self._objects.items()):
-                if key not in now and _version(one) <= reached:
-                    told.add(self._drop(key))
-            for key, one in now.items():
-                if key not in self._objects or _version(self._objects[key]) < _version(one):
-                    told.add(self._put(key, one))
+            for key, resource in list(self._objects.items()):
+                if key not in listed and _version(resource) <= reached:
+                    jobs.add(self._drop(key))
+            for key, resource in listed.items():
+                if key not in self._objects or _version(self._objects[key]) < _version(resource):
+                    jobs.add(self._put(key, resource))
             self._reached = max(self._reached, reached)
             self._gone.clear()
             self.is_absent = False
         self._listed.set()
-        self._tell(told)
+        self._notify(jobs)
 
-    def heard(self, kind: str, one: Object) -> None:
-        """One event of the watch: ``ADDED``, ``MODIFIED``, ``DELETED``, or a ``BOOKMARK``."""
-        told = set[Key]()
+    def heard(self, kind: str, resource: Object) -> None:
+        """Apply one watch event: ``ADDED``, ``MODIFIED``, ``DELETED`` or ``BOOKMARK``."""
+        jobs = set[Key]()
         with self._lock:
-            self._reached = max(self._reached, _version(one))
+            self._reached = max(self._reached, _version(resource))
             if kind == "BOOKMARK":
                 return
-            key, uid = _key(one), one["metadata"].get("uid")
+            key, uid = _key(resource), resource["metadata"].get("uid")
             held = self._objects.get(key)
             if kind == "DELETED":
                 self._gone.discard(str(uid))
                 if held is not None and held["metadata"].get("uid") == uid:
-                    told.add(self._drop(key))
-            elif uid not in self._gone and (held is None or _version(held) < _version(one)):
-                told.add(self._put(key, one))
-        self._tell(told)
+                    jobs.add(self._drop(key))
+            elif uid not in self._gone and (held is None or _version(held) < _version(resource)):
+                jobs.add(self._put(key, resource))
+        self._notify(jobs)
 
     def is_not_there(self) -> None:
-        """The server does not know what is watched."""
+        """Empty the index: the server does not know this kind of object."""
         with self._lock:
-            told = {self._drop(key) for key in list(self._objects)}
+            jobs = {self._drop(key) for key in list(self._objects)}
             self.is_absent, self.is_followed = True, False
             self._listed.clear()
-        self._tell(told)
+        self._notify(jobs)
 
-    # -- what came of our own requests --------------------------------------------------------------------------------
-
-    def answered(self, one: Object) -> None:
-        """What a write of ours, or a read of this one object, was answered with."""
+    def answered(self, resource: Object) -> None:
+        """Add the object from the response to an own write or to a read of this object."""
         with self._lock:
-            key = _key(one)
+            key = _key(resource)
             held = self._objects.get(key)
-            if held is None and _version(one) <= self._reached:
-                return  # the watch was further already: it is gone
-            if held is None or _version(held) < _version(one):
-                self._put(key, one)
+            if held is None and _version(resource) <= self._reached:
+                return  # the watch is newer: the object was deleted
+            if held is None or _version(held) < _version(resource):
+                self._put(key, resource)
 
     def leaves(self, namespace: str, name: str, uid: str) -> None:
-        """It is being deleted, or gone: the watch will say which."""
+        """Mark the object as terminating until the watch reports its state."""
         with self._lock:
             held = self._objects.get((namespace, name))
             if held is not None and held["metadata"].get("uid") == uid:
-                moment = datetime.now(timezone.utc).strftime("%Y-%m-%dT%H:%M:%SZ")
-                meta = {"deletionTimestamp": moment, **held["metadata"]}
+                now = datetime.now(timezone.utc).strftime("%Y-%m-%dT%H:%M:%SZ")
+                meta = {"deletionTimestamp": now, **held["metadata"]}
                 self._objects[namespace, name] = {**held, "metadata": meta}
 
     def replace_of_job(self, namespace: str, job: str, items: Iterable[Object], revision: str) -> None:
-        """All of one job at ``revision``, which is not said of any other one."""
+        """Replace the objects of one job by the list at ``revision``, except newer ones."""
         reached = _number(revision)
-        now = {_key(one): one for one in items}
+        listed = {_key(resource): resource for resource in items}
         with self._lock:
             if reached < self._reached:
-                return  # the watch was further already
+                return  # the watch is newer
             for name in list(self._of_job.get((namespace, job), ())):
                 key = namespace, name
-                if key not in now and _version(self._objects[key]) <= reached:
+                if key not in listed and _version(self._objects[key]) <= reached:
                     self._gone.add(str(self._objects[key]["metadata"].get("uid")))
                     self._drop(key)
-            for key, one in now.items():
-                if key not in self._objects or _version(self._objects[key]) < _version(one):
-                    self._put(key, one)
-
-    # -- how far it goes ----------------------------------------------------------------------------------------------
+            for key, resource in listed.items():
+                if key not in self._objects or _version(self._objects[key]) < _version(resource):
+                    self._put(key, resource)
 
     def covers(self, job: Key, version: str) -> bool:
-        """Whether what is here of a job is at least as new as this version of the job itself."""
+        """Return whether the job's objects are at least as new as this version of the job."""
         with self._lock:
             return self._covered.get(job) == version
 
@@ -165,18 +159,16 @@ class ObjectIndex:
             self._covered.update(versions)
 
     def uncover(self, job: Key) -> None:
-        """It is not there any more."""
+        """Remove the record of a job that no longer exists."""
         with self._lock:
             self._covered.pop(job, None)
 
-    # -- within -------------------------------------------------------------------------------------------------------
-
-    def _put(self, key: Key, one: Object) -> Key:
+    def _put(self, key: Key, resource: Object) -> Key:
         if key in self._objects:
             self._drop(key)
-        meta = {name: value for name, value in one["metadata"].items() if name != "managedFields"}
-        self._objects[key] = one = {**one, "metadata": meta}
-        job = key[0], self._job_of(one)
+        meta = {name: value for name, value in resource["metadata"].items() if name != "managedFields"}
+        self._objects[key] = resource = {**resource, "metadata": meta}
+        job = key[0], self._job_of(resource)
         self._of_job.setdefault(job, set()).add(key[1])
         return job
 
@@ -188,56 +180,65 @@ class ObjectIndex:
             del self._of_job[job]
         return job
 
-    def _tell(self, jobs: Iterable[Key]) -> None:
+    def _notify(self, jobs: Iterable[Key]) -> None:
         for job in jobs:
             self._changed(*job)
 
 
-def _key(one: Object) -> Key:
-    meta = one["metadata"]
+def _key(resource: Object) -> Key:
+    meta = resource["metadata"]
     return meta.get("namespace", ""), meta["name"]
 
 
-def _version(one: Object) -> int:
-    return _number(one["metadata"]["resourceVersion"])
+def _version(resource: Object) -> int:
+    return _number(resource["metadata"]["resourceVersion"])
 
 
 def _number(version: str) -> int:
-    """Kubernetes says that versions of one kind can be compared, as numbers."""
+    """Return a resource version as a number.
+
+    Kubernetes guarantees that versions of one kind are comparable as numbers.
+    """
     if not (version.isascii() and version.isdigit()):
         raise ApiServerUnreachableError(f"the version {version!r} of this API server's objects is no number")
     return int(version)
 
 
-_PAUSE_S = 0.2
-_LONGEST_PAUSE_S = 30.0
-_SHORT_S = 1.0
-_WATCH_S = (240, 360)
-"""Not all at once: a server that was started anew has all of its clients at the same time."""
+_MIN_PAUSE_S = 0.2
+_MAX_PAUSE_S = 30.0
+_SHORT_WATCH_S = 1.0
+_WATCH_DURATION_S = (240, 360)
+"""Range of a watch's duration in seconds.
+
+Random, because after a restart of the server all its clients reconnect at the same time.
+"""
 
 
 @dataclass(frozen=True)
 class ResourceCollection:
-    """What is listed and watched."""
+    """A collection of objects to list and watch."""
 
     path: str
     selector: str = ""
     only_metadata: bool = False
-    """Of nodes the labels are enough, and their status changes all the time."""
+    """Whether to read only metadata. Nodes need only labels, and their status changes constantly."""
 
 
 class ListWatch(Protocol):
-    """As :class:`integration.kubernetes.api_client.ApiServerClient` has it."""
+    """The methods of :class:`integration.kubernetes.api_client.ApiServerClient` that an informer needs."""
 
     def list_all(self, what: ResourceCollection) -> tuple[Sequence[Object], str]:
-        """All, and the revision of the list."""
+        """Return all objects and the revision of the list."""
 
     def watch(self, what: ResourceCollection, since: str, timeout_s: int) -> AbstractContextManager[Iterator[Object]]:
-        """Events after ``since``, for so long; :class:`ExpiredError` where that is too long ago."""
+        """Yield the events after revision ``since``, for ``timeout_s`` seconds.
+
+        Raise :class:`ExpiredError` if the server no longer has that revision.
+        """
 
 
 class WatchHandler(Protocol):
-    """Who is told; :class:`integration.kubernetes.informer.ObjectIndex` is one."""
+    """Receiver of lists and events, like :class:`integration.kubernetes.informer.ObjectIndex`."""
 
     is_followed: bool
 
@@ -249,7 +250,7 @@ class WatchHandler(Protocol):
 
 
 class Informer:
-    """Keeps ``follower`` up to date until it is closed."""
+    """Thread that updates ``follower`` until it is closed."""
 
     def __init__(
         self,
@@ -260,7 +261,10 @@ class Informer:
         before_list: Callable[[], Callable[[], None]] | None = None,
         wait: Callable[[float], object] | None = None,
     ) -> None:
-        """``before_list`` is called before a list is asked for, and what it gives once the list is taken in."""
+        """Create an informer.
+
+        ``before_list`` is called before each list request, and its result after the list was applied.
+        """
         self._source, self._what, self._follower = source, what, follower
         self._before_list = before_list
         self._since: str | None = None
@@ -274,7 +278,7 @@ class Informer:
         return self
 
     def close(self) -> None:
-        """What is under way ends by itself, within a watch's time."""
+        """Stop the thread. A running request ends within the duration of a watch."""
         self._closed.set()
 
     @property
@@ -286,7 +290,7 @@ class Informer:
             self.step()
 
     def step(self) -> None:
-        """One list, or one watch to its end; a pause where it failed."""
+        """Run one list, or one watch until it ends. Pause after an error."""
         try:
             if self._since is None:
                 self._list()
@@ -301,43 +305,43 @@ class Informer:
             self._follower.is_not_there()
         except ApiServerError as error:
             log.warning("%s is not heard of at present: %s", self._what.path, error)
-        except Exception:  # the top of a thread: nobody else would take it up again
+        except Exception:  # top of a thread: an escaping exception would end the informer
             log.exception("%s is not heard of at present", self._what.path)
             self._since = None
         self._follower.is_followed = False
         self._pause()
 
     def _list(self) -> None:
-        listed = self._before_list() if self._before_list is not None else None
+        after_list = self._before_list() if self._before_list is not None else None
         items, revision = self._source.list_all(self._what)
         self._follower.replace_all(items, revision)
         self._since = revision
         self._follower.is_followed = True
-        if listed is not None:
-            listed()
+        if after_list is not None:
+            after_list()
 
     def _watch(self, since: str) -> None:
-        seconds, began_s = random.randint(*_WATCH_S), time.monotonic()
+        seconds, began_s = random.randint(*_WATCH_DURATION_S), time.monotonic()
         with self._source.watch(self._what, since, seconds) as events:
             self._follower.is_followed = True
             for event in events:
-                kind, one = event["type"], event["object"]
+                kind, resource = event["type"], event["object"]
                 if kind == "ERROR":
-                    raise _error(one)
-                self._follower.heard(kind, one)
-                self._since = one["metadata"]["resourceVersion"]
+                    raise _error(resource)
+                self._follower.heard(kind, resource)
+                self._since = resource["metadata"]["resourceVersion"]
                 self._failed = 0
                 if self._closed.is_set():
                     return
-        if time.monotonic() - began_s < _SHORT_S:
-            self._pause()  # a server that ends every watch at once is not asked without end
+        if time.monotonic() - began_s < _SHORT_WATCH_S:
+            self._pause()  # do not flood a server that ends every watch at once
 
     def _pause(self) -> None:
-        pause_s = min(_LONGEST_PAUSE_S, _PAUSE_S * 2.0 ** min(self._failed, 10))
+        pause_s = min(_MAX_PAUSE_S, _MIN_PAUSE_S * 2.0 ** min(self._failed, 10))
         self._failed += 1
         self._wait(pause_s * random.uniform(0.5, 1.0))
 
 
 def _error(status: Object) -> ApiServerError:
-    said = f"the watch ended with {status.get('code')}: {status.get('message', '')}"
-    return ExpiredError(said) if status.get("code") == 410 else ApiServerError(said)
+    message = f"the watch ended with {status.get('code')}: {status.get('message', '')}"
+    return ExpiredError(message) if status.get("code") == 410 else ApiServerError(message)

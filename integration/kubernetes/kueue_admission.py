@@ -1,12 +1,11 @@
 """Kueue admission: a job's Workloads, the admitted replicas, and pending updates. Pure.
 
-A Workload is admitted as a whole or not at all, so what can run by itself is one: the least size, and then each step
-of the elastic policy. A step is asked for once all before it are admitted, and all of them only while the least size
-is: nothing waits for quota that would be of no use.
+Kueue admits a Workload as a whole or not at all. A job therefore has one Workload for its smallest size, and one for
+each step of its elastic policy. A step is requested after all steps before it are admitted. Without the smallest size
+no step is requested, because its quota would be useless.
 
-Whoever makes pods for a Workload is the one who gives its quota back. Kueue says ``Evicted`` and waits; once the last
-of the pods is gone ``QuotaReserved`` and ``Admitted`` are set to false here, and Kueue may give what they held to
-somebody else.
+The creator of a Workload's pods also releases its quota. Kueue sets ``Evicted`` and waits. After the last pod is gone,
+this module sets ``QuotaReserved`` and ``Admitted`` to false, and Kueue may assign the quota to another Workload.
 """
 
 from __future__ import annotations
@@ -37,7 +36,7 @@ from integration.kubernetes.pods import ReplicaSlot, has_ended, is_terminating, 
 
 @dataclass(frozen=True)
 class PriorityClass:
-    """By which name a Workload's priority is known, and to whom."""
+    """Name of a Workload's priority class, and whether Kueue or Kubernetes defines it."""
 
     name: str
     is_kueue_class: bool
@@ -49,7 +48,10 @@ class PriorityClass:
 
 @dataclass(frozen=True)
 class WorkloadStep:
-    """From ``previous_size`` replicas to ``size``; from 0 to the least size for the first one, which has the spares."""
+    """One Workload's step from ``previous_size`` to ``size`` replicas.
+
+    The first step begins at 0 and includes the spares.
+    """
 
     name: str
     previous_size: int
@@ -59,49 +61,49 @@ class WorkloadStep:
 
 
 def queue_name(job: KubeObject) -> str:
-    """The LocalQueue it waits in; "" where it is nobody's business."""
+    """Return the name of the job's LocalQueue; "" if it has none."""
     return (job["metadata"].get("labels") or {}).get(QUEUE_LABEL, "")
 
 
 def workload_steps(job: KubeObject, spec: JobSpec, admitted: Collection[str]) -> list[WorkloadStep]:
-    """What the job asks for, given the names of what it has."""
-    by_hand = job["spec"].get("replicas")
-    most = spec.policy.largest_size_within(spec.policy.max_replicas if by_hand is None else by_hand)
-    found: list[WorkloadStep] = []
+    """Return the steps to request or retain. ``admitted`` names the admitted Workloads."""
+    manual_size = job["spec"].get("replicas")
+    max_size = spec.policy.largest_size_within(spec.policy.max_replicas if manual_size is None else manual_size)
+    steps: list[WorkloadStep] = []
     if spec.suspend:
-        return found
-    left, asks, before = set(admitted), False, 0
+        return steps
+    remaining, requesting, previous = set(admitted), False, 0
     for size in _sizes(spec.policy):
-        if size > most or (asks and not left):
+        if size > max_size or (requesting and not remaining):
             break
-        step = _step(job, spec, before, size)
-        if step.name in left or not asks:
-            found.append(step)
-        if step.name not in left:
-            asks = True
-            if not before:
+        step = _step(job, spec, previous, size)
+        if step.name in remaining or not requesting:
+            steps.append(step)
+        if step.name not in remaining:
+            requesting = True
+            if not previous:
                 break
-        left.discard(step.name)
-        before = size
-    return found
+        remaining.discard(step.name)
+        previous = size
+    return steps
 
 
 def priority_class_for(job: KubeObject, step: WorkloadStep) -> PriorityClass | None:
-    """Its replica spec's where that has one of its own, the job's, or that of its pods."""
-    templates = [one["template"] for one in job["spec"]["replicaSpecs"] if step.replicas_by_group.get(one["name"])]
-    labels = [((one.get("metadata") or {}).get("labels") or {}).get(PRIORITY_LABEL) for one in templates]
+    """Return the priority class of the step's replica specs, of the job or of the pods, in this order."""
+    templates = [spec["template"] for spec in job["spec"]["replicaSpecs"] if step.replicas_by_group.get(spec["name"])]
+    labels = [((spec.get("metadata") or {}).get("labels") or {}).get(PRIORITY_LABEL) for spec in templates]
     own = labels[0] if labels and len(set(labels)) == 1 else None
     name = own or (job["metadata"].get("labels") or {}).get(PRIORITY_LABEL)
     if name:
         return PriorityClass(name, is_kueue_class=True)
-    of_pods = (one["spec"].get("priorityClassName") for one in templates)
-    return next((PriorityClass(one, is_kueue_class=False) for one in of_pods if one), None)
+    of_pods = (spec["spec"].get("priorityClassName") for spec in templates)
+    return next((PriorityClass(pod_class, is_kueue_class=False) for pod_class in of_pods if pod_class), None)
 
 
 def build_workload(
     job: KubeObject, step: WorkloadStep, version: str, named: PriorityClass | None = None, priority: int = 0
 ) -> dict[str, Any]:
-    """The object to be made, in a version of Kueue's API."""
+    """Return the Workload to create, in ``version`` of Kueue's API."""
     meta = job["metadata"]
     spec: dict[str, Any] = {"queueName": queue_name(job), "podSets": _pod_sets(job, step)}
     if named is not None:
@@ -121,10 +123,10 @@ def build_workload(
 
 
 def workload_content(job: KubeObject, step: WorkloadStep) -> str:
-    """Of the queue, the priority and the pods: one that waits and says something older is made anew."""
+    """Return a digest of queue, priority and pods. A waiting Workload with another digest is recreated."""
     named = priority_class_for(job, step)
-    said = [queue_name(job), _pod_sets(job, step), None if named is None else [named.kind, named.name]]
-    return hashlib.sha256(json.dumps(said, sort_keys=True).encode()).hexdigest()[:16]
+    content = [queue_name(job), _pod_sets(job, step), None if named is None else [named.kind, named.name]]
+    return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()[:16]
 
 
 def _sizes(policy: ScalingPolicy) -> Iterator[int]:
@@ -133,30 +135,33 @@ def _sizes(policy: ScalingPolicy) -> Iterator[int]:
     return iter(range(policy.min_replicas, policy.max_replicas + 1, policy.replica_increment_step or 1))
 
 
-def _step(job: KubeObject, spec: JobSpec, before: int, size: int) -> WorkloadStep:
-    """Another job of that name has other Workloads, and so have other steps."""
+def _step(job: KubeObject, spec: JobSpec, previous: int, size: int) -> WorkloadStep:
+    """Return the step between two sizes.
+
+    Its name contains a digest of the job's uid, so each job has its own.
+    """
     meta = job["metadata"]
-    mark = hashlib.sha256(str(meta["uid"]).encode()).hexdigest()[:5]
-    below, whole = replicas_by_group(spec.groups, before), replicas_by_group(spec.groups, size)
-    counts = {group.name: whole[group.name] - below[group.name] for group in spec.groups}
-    if not before:
+    digest = hashlib.sha256(str(meta["uid"]).encode()).hexdigest()[:5]
+    below, total = replicas_by_group(spec.groups, previous), replicas_by_group(spec.groups, size)
+    counts = {group.name: total[group.name] - below[group.name] for group in spec.groups}
+    if not previous:
         counts = {group.name: counts[group.name] + group.spares for group in spec.groups}
     counts = {name: count for name, count in counts.items() if count}
-    return WorkloadStep(f"{meta['name']}-{before}-{size}-{mark}", before, size, counts)
+    return WorkloadStep(f"{meta['name']}-{previous}-{size}-{digest}", previous, size, counts)
 
 
 def _pod_sets(job: KubeObject, step: WorkloadStep) -> list[dict[str, Any]]:
-    """As the pods will be, as far as it matters to who decides about room."""
-    found = []
-    for one in job["spec"]["replicaSpecs"]:
-        if step.replicas_by_group.get(one["name"]):
-            about = {key: (one["template"].get("metadata") or {}).get(key) for key in ("labels", "annotations")}
+    """Return the pod sets, as far as they matter for admission."""
+    pod_sets = []
+    for spec in job["spec"]["replicaSpecs"]:
+        if step.replicas_by_group.get(spec["name"]):
+            metadata = {key: (spec["template"].get("metadata") or {}).get(key) for key in ("labels", "annotations")}
             template = {
-                "metadata": {key: value for key, value in about.items() if value},
-                "spec": {**one["template"]["spec"], "restartPolicy": "Never"},
+                "metadata": {key: value for key, value in metadata.items() if value},
+                "spec": {**spec["template"]["spec"], "restartPolicy": "Never"},
             }
-            found.append({"name": one["name"], "count": step.replicas_by_group[one["name"]], "template": template})
-    return found
+            pod_sets.append({"name": spec["name"], "count": step.replicas_by_group[spec["name"]], "template": template})
+    return pod_sets
 
 
 def _reference(named: PriorityClass, version: str) -> dict[str, Any]:
@@ -167,36 +172,39 @@ def _reference(named: PriorityClass, version: str) -> dict[str, Any]:
 
 
 _REQUEUED_AT_ONCE = ("Preempted", "AdmissionCheck")
-"""After other evictions it is Kueue that says when a Workload may be considered again."""
+"""Eviction reasons after which a Workload is requeued immediately. After others, Kueue decides when."""
 _OVERDUE_S = 60.0
-"""So long after its grace a pod may be shown yet; then its machine is lost, and holds nothing that could be given."""
+"""Seconds after the end of its grace period until a terminating pod no longer counts.
+
+Its machine is lost then, and the pod occupies no quota that could be reused.
+"""
 
 
 @dataclass(frozen=True)
 class AdmissionPlan:
-    """For one pass over one job."""
+    """Plan for one reconcile of one job."""
 
     capacity: int
-    """Replicas that are admitted; nothing at all where the least size is not."""
+    """Admitted replicas; 0 if the smallest size is not admitted."""
     preempted_pods: frozenset[str]
-    """Pods whose Workload is not admitted (any more), or not wanted."""
+    """Names of the pods without an admitted or wanted Workload."""
     admitted: tuple[KubeObject, ...]
     create: tuple[WorkloadStep, ...]
     delete: tuple[KubeObject, ...]
     status_updates: tuple[tuple[KubeObject, KubeObject], ...]
-    """Workloads, and what is to be written of them."""
+    """Workloads and their new statuses."""
     waiting_for: str
-    """What is waited for before the job can run; "" where it can."""
+    """Reason why the job cannot run; "" if it can."""
 
     @property
     def is_empty(self) -> bool:
-        """Nothing is to be written."""
+        """Whether nothing must be written."""
         return not (self.create or self.delete or self.status_updates)
 
 
 def workload_condition(workload: KubeObject, kind: str) -> KubeObject:
-    found = (one for one in (workload.get("status") or {}).get("conditions") or () if one["type"] == kind)
-    return next(found, {})
+    matches = (one for one in (workload.get("status") or {}).get("conditions") or () if one["type"] == kind)
+    return next(matches, {})
 
 
 def has_condition(workload: KubeObject, kind: str) -> bool:
@@ -204,8 +212,8 @@ def has_condition(workload: KubeObject, kind: str) -> bool:
 
 
 def is_workload_admitted(workload: KubeObject) -> bool:
-    over = is_terminating(workload) or has_condition(workload, "Finished") or has_condition(workload, "Evicted")
-    return has_condition(workload, "Admitted") and not over and workload["spec"].get("active") is not False
+    ended = is_terminating(workload) or has_condition(workload, "Finished") or has_condition(workload, "Evicted")
+    return has_condition(workload, "Admitted") and not ended and workload["spec"].get("active") is not False
 
 
 def workload_name_of(pod: KubeObject) -> str:
@@ -215,40 +223,40 @@ def workload_name_of(pod: KubeObject) -> str:
 def plan_admission(
     job: KubeObject, spec: JobSpec, workloads: Sequence[KubeObject], pods: Sequence[KubeObject], now_s: float
 ) -> AdmissionPlan:
-    """``workloads`` and ``pods``: all that there are of this job."""
-    known = {one["metadata"]["name"]: one for one in workloads}
-    steps = workload_steps(job, spec, {name for name, one in known.items() if is_workload_admitted(one)})
+    """Return the plan. ``workloads`` and ``pods`` are all that exist of this job."""
+    known = {workload["metadata"]["name"]: workload for workload in workloads}
+    steps = workload_steps(job, spec, {name for name, workload in known.items() if is_workload_admitted(workload)})
     wanted = {step.name: step for step in steps}
-    runs = [step for step in steps if step.name in known and is_workload_admitted(known[step.name])]
-    names = {step.name for step in runs}
-    held = {workload_name_of(pod) for pod in pods if _is_there(pod, now_s)}
+    admitted = [step for step in steps if step.name in known and is_workload_admitted(known[step.name])]
+    names = {step.name for step in admitted}
+    held = {workload_name_of(pod) for pod in pods if _uses_quota(pod, now_s)}
     delete, statuses = [], []
-    for name, one in known.items():
-        if name not in held and not is_terminating(one) and _is_obsolete(job, one, wanted.get(name)):
-            delete.append(one)
+    for name, workload in known.items():
+        if name not in held and not is_terminating(workload) and _is_obsolete(job, workload, wanted.get(name)):
+            delete.append(workload)
         elif name in names:
-            if not has_condition(one, "PodsReady") and _ready(name, pods) >= sum(
+            if not has_condition(workload, "PodsReady") and _running_pods(name, pods) >= sum(
                 wanted[name].replicas_by_group.values()
             ):
                 ready = _condition("PodsReady", True, "Started", "all pods of this step run", now_s)
-                statuses.append((one, {"conditions": _merged_conditions(one, ready)}))
-        elif name not in held and has_condition(one, "Evicted") and has_condition(one, "QuotaReserved"):
-            statuses.append((one, released_quota_status(one, now_s)))
+                statuses.append((workload, {"conditions": _merged_conditions(workload, ready)}))
+        elif name not in held and has_condition(workload, "Evicted") and has_condition(workload, "QuotaReserved"):
+            statuses.append((workload, released_quota_status(workload, now_s)))
     return AdmissionPlan(
-        capacity=sum(step.size - step.previous_size for step in runs),
+        capacity=sum(step.size - step.previous_size for step in admitted),
         preempted_pods=frozenset(
             pod["metadata"]["name"] for pod in pods if workload_name_of(pod) not in names and not has_ended(pod)
         ),
-        admitted=tuple(known[step.name] for step in runs),
+        admitted=tuple(known[step.name] for step in admitted),
         create=tuple(step for step in steps if step.name not in known),
         delete=tuple(delete),
         status_updates=tuple(statuses),
-        waiting_for=_waiting_reason(job, spec, known, steps, bool(runs)),
+        waiting_for=_waiting_reason(job, spec, known, steps, bool(admitted)),
     )
 
 
 def released_quota_status(workload: KubeObject, now_s: float) -> dict[str, Any]:
-    """The status of one that was evicted and has no pods any more."""
+    """Return the status of an evicted Workload without pods."""
     evicted = workload_condition(workload, "Evicted")
     reason, message = evicted.get("reason") or "Pending", evicted.get("message", "")
     changed = [
@@ -263,41 +271,45 @@ def released_quota_status(workload: KubeObject, now_s: float) -> dict[str, Any]:
 def finished_workload_statuses(
     workloads: Sequence[KubeObject], pods: Sequence[KubeObject], now_s: float, *, succeeded: bool
 ) -> list[tuple[KubeObject, KubeObject]]:
-    """What is to be written once a job is over: whatever its Workloads wait for, or hold without pods, is free."""
+    """Return the final statuses of an ended job's Workloads that have no pods."""
     reason = "Succeeded" if succeeded else "Failed"
-    said = _condition("Finished", True, reason, f"the job has {reason.lower()}", now_s)
-    held = {workload_name_of(pod) for pod in pods if _is_there(pod, now_s)}
-    free = [one for one in workloads if not has_condition(one, "Finished") and one["metadata"]["name"] not in held]
-    return [(one, {"conditions": _merged_conditions(one, said)}) for one in free]
+    finished = _condition("Finished", True, reason, f"the job has {reason.lower()}", now_s)
+    held = {workload_name_of(pod) for pod in pods if _uses_quota(pod, now_s)}
+    free = [
+        workload
+        for workload in workloads
+        if not has_condition(workload, "Finished") and workload["metadata"]["name"] not in held
+    ]
+    return [(workload, {"conditions": _merged_conditions(workload, finished)}) for workload in free]
 
 
 def assign_workloads(
     plan: AdmissionPlan, slots: Sequence[ReplicaSlot], pods: Sequence[KubeObject], replaced: Sequence[str]
 ) -> list[tuple[ReplicaSlot, KubeObject]]:
-    """The admitted Workload for each seat that has room in one; the others wait."""
+    """Assign an admitted Workload with room to each slot. Slots without room wait."""
     room = {}
     for workload in plan.admitted:
         name = workload["metadata"]["name"]
-        here = [pod for pod in pods if workload_name_of(pod) == name and pod["metadata"]["name"] not in replaced]
-        here = [pod for pod in here if not (is_terminating(pod) or has_ended(pod))]
-        for group, count in _assigned(workload).items():
-            room[name, group] = count - sum(slot_of(pod).replica_spec == group for pod in here)
-    found = []
+        members = [pod for pod in pods if workload_name_of(pod) == name and pod["metadata"]["name"] not in replaced]
+        members = [pod for pod in members if not (is_terminating(pod) or has_ended(pod))]
+        for group, count in _admitted_counts(workload).items():
+            room[name, group] = count - sum(slot_of(pod).replica_spec == group for pod in members)
+    assigned = []
     for slot in slots:
         for workload in plan.admitted:
             key = workload["metadata"]["name"], slot.replica_spec
             if room.get(key, 0) > 0:
                 room[key] -= 1
-                found.append((slot, workload))
+                assigned.append((slot, workload))
                 break
-    return found
+    return assigned
 
 
-def _assigned(workload: KubeObject) -> dict[str, int]:
-    """Pods by replica spec; Kueue may have admitted fewer than were asked for."""
+def _admitted_counts(workload: KubeObject) -> dict[str, int]:
+    """Return the admitted pods by replica spec. Kueue may admit fewer than requested."""
     admission = (workload.get("status") or {}).get("admission") or {}
-    granted = {one["name"]: one.get("count") for one in admission.get("podSetAssignments") or ()}
-    asked = {one["name"]: one.get("count", 1) for one in workload["spec"]["podSets"]}
+    granted = {entry["name"]: entry.get("count") for entry in admission.get("podSetAssignments") or ()}
+    asked = {entry["name"]: entry.get("count", 1) for entry in workload["spec"]["podSets"]}
     return {name: count if granted.get(name) is None else granted[name] for name, count in asked.items()}
 
 
@@ -308,52 +320,58 @@ def _is_obsolete(job: KubeObject, workload: KubeObject, step: WorkloadStep | Non
     return not has_condition(workload, "QuotaReserved") and content != workload_content(job, step)
 
 
-def _is_there(pod: KubeObject, now_s: float) -> bool:
-    """Whether it may use what its Workload was given."""
-    until = pod["metadata"].get("deletionTimestamp")
-    lost = until is not None and _seconds(until) + _OVERDUE_S < now_s
+def _uses_quota(pod: KubeObject, now_s: float) -> bool:
+    """Return whether the pod may still use its Workload's quota."""
+    deadline = pod["metadata"].get("deletionTimestamp")
+    lost = deadline is not None and _seconds(deadline) + _OVERDUE_S < now_s
     return not (has_ended(pod) or lost)
 
 
-def _seconds(moment: str) -> float:
-    return dt.datetime.fromisoformat(moment.replace("Z", "+00:00")).timestamp()
+def _seconds(text: str) -> float:
+    return dt.datetime.fromisoformat(text.replace("Z", "+00:00")).timestamp()
 
 
-def _ready(name: str, pods: Sequence[KubeObject]) -> int:
-    here = (pod for pod in pods if workload_name_of(pod) == name and not is_terminating(pod))
-    return sum((pod.get("status") or {}).get("phase") == "Running" for pod in here)
+def _running_pods(name: str, pods: Sequence[KubeObject]) -> int:
+    members = (pod for pod in pods if workload_name_of(pod) == name and not is_terminating(pod))
+    return sum((pod.get("status") or {}).get("phase") == "Running" for pod in members)
 
 
 def _waiting_reason(
-    job: KubeObject, spec: JobSpec, known: Mapping[str, KubeObject], steps: Sequence[WorkloadStep], runs: bool
+    job: KubeObject, spec: JobSpec, known: Mapping[str, KubeObject], steps: Sequence[WorkloadStep], admitted: bool
 ) -> str:
-    if runs:
+    if admitted:
         return ""
     if not steps:
         return "no replicas are asked for"
     workload = known.get(steps[0].name, {})
-    why = ""
+    reason = ""
     for kind in ("Evicted", "QuotaReserved"):
         condition = workload_condition(workload, kind)
         if (condition.get("status") == "True") == (kind == "Evicted"):
-            why = why or condition.get("message", "")
+            reason = reason or condition.get("message", "")
     if has_condition(workload, "QuotaReserved") and not has_condition(workload, "Evicted"):
-        why = "admission checks are not done"
-    return f"{spec.policy.smallest_size} replicas wait in queue {queue_name(job)}" + (f": {why}" if why else "")
+        reason = "admission checks are not done"
+    return f"{spec.policy.smallest_size} replicas wait in queue {queue_name(job)}" + (f": {reason}" if reason else "")
 
 
 def _merged_conditions(workload: KubeObject, *changed: KubeObject) -> list[KubeObject]:
-    """All conditions, these among them; the time of one whose status stays the same is what it was."""
-    there = {one["type"]: one for one in (workload.get("status") or {}).get("conditions") or ()}
-    for one in changed:
-        old = there.get(one["type"], {})
-        same = old.get("status") == one["status"]
-        there[one["type"]] = {**one, "lastTransitionTime": old["lastTransitionTime"]} if same else one
-    return list(there.values())
+    """Return all conditions with the changed ones.
+
+    A condition with the same status retains its transition time.
+    """
+    conditions = {condition["type"]: condition for condition in (workload.get("status") or {}).get("conditions") or ()}
+    for condition in changed:
+        old = conditions.get(condition["type"], {})
+        same = old.get("status") == condition["status"]
+        conditions[condition["type"]] = (
+            {**condition, "lastTransitionTime": old["lastTransitionTime"]} if same else condition
+        )
+    return list(conditions.values())
 
 
 def _condition(kind: str, status: bool, reason: str, message: str, now_s: float) -> dict[str, Any]:
-    moment = dt.datetime.fromtimestamp(now_s, dt.timezone.utc).strftime("%Y-%m-%dT%H:%M:%SZ")
+    timestamp = dt.datetime.fromtimestamp(now_s, dt.timezone.utc).strftime("%Y-%m-%dT%H:%M:%SZ")
     return {
-        "type": kind, "status": str(status), "reason": reason, "message": message[:1000], "lastTransitionTime": moment,
+        "type": kind, "status": str(status), "reason": reason, "message": message[:1000],
+        "lastTransitionTime": timestamp,
     }  # fmt: skip

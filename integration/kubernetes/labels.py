@@ -14,13 +14,16 @@ JOB_LABEL = "HPJob"
 REPLICA_SPEC_LABEL = "HPReplicaSpec"
 INDEX_LABEL = "HPReplicaIndex"
 WORKLOAD_LABEL = "HPWorkload"
-"""Which of the job's Workloads a pod runs for. Ours, as the next one is."""
+"""Name of a pod's Workload. Defined by this project, like the next one."""
 CONTENT_ANNOTATION = "HPWorkloadContent"
-"""A digest of what a Workload asks for. A server fills in defaults, so contents themselves cannot be compared."""
+"""Digest of a Workload's content.
+
+The server fills in defaults, so contents themselves cannot be compared.
+"""
 
 KUEUE_GROUP = "kueue.x-k8s.io"
 KUEUE_VERSIONS = ("v1beta2", "v1beta1")
-"""Those that are spoken here, best first."""
+"""Supported versions, best first."""
 KUEUE_PREFIX = f"{KUEUE_GROUP}/"
 QUEUE_LABEL = f"{KUEUE_PREFIX}queue-name"
 PRIORITY_LABEL = f"{KUEUE_PREFIX}priority-class"
@@ -32,7 +35,7 @@ HOST_LABEL = "kubernetes.io/hostname"
 
 
 def owned_metadata(meta: Mapping[str, Any]) -> dict[str, Any]:
-    """What is made for the job with this metadata goes with it."""
+    """Return the owner reference that deletes an object together with the job."""
     return {
         "apiVersion": f"{JOB_API_GROUP}/{JOB_API_VERSION}",
         "kind": JOB_RESOURCE_KIND,

@@ -1,6 +1,6 @@
-"""The leader record in a ``coordination.k8s.io`` Lease: ``kubernetes://[NAMESPACE]/NAME``.
+"""Leader record in a ``coordination.k8s.io`` Lease: ``kubernetes://[NAMESPACE]/NAME``.
 
-Its spec is what ``kubectl get lease`` shows of any leader. What a job needs beside it is in annotations.
+The spec contains the usual fields that ``kubectl get lease`` shows. Annotations contain the additional fields of a job.
 """
 
 from __future__ import annotations
@@ -22,63 +22,63 @@ from integration.kubernetes.errors import ApiServerRefusedError as NotAllowedErr
 LEASE_ANNOTATION_PREFIX = "elastic.tieredckpt/"
 _NAMESPACE = Path("/var/run/secrets/kubernetes.io/serviceaccount/namespace")
 _NAME = re.compile(r"[a-z0-9]([a-z0-9.-]{0,251}[a-z0-9])?")
-_KEPT = ("term", "address", "epoch", "incarnation_epoch", "duration_s", "over", "reason")
+_ANNOTATED_FIELDS = ("term", "address", "epoch", "incarnation_epoch", "duration_s", "over", "reason")
 _CALLS = 5
-"""So many calls fit into the time that a holder leads without renewing."""
+"""Number of calls that fit into the time that a holder leads without renewal."""
 
 
 class LeaderLease:
-    """The server lets only who has read a Lease as it is change it: by its ``resourceVersion``, which no other has."""
+    """Leader record that changes only if it is unchanged since it was read, by its ``resourceVersion``."""
 
     def __init__(self, cluster: ApiServerClient, namespace: str, name: str, duration_s: float) -> None:
         self._cluster, self.duration_s = cluster, duration_s
         self._namespace, self._name = namespace, name
-        self._all = f"/apis/coordination.k8s.io/v1/namespaces/{namespace}/leases"
+        self._path = f"/apis/coordination.k8s.io/v1/namespaces/{namespace}/leases"
 
     def read(self) -> LeaderRecord | None:
         try:
-            return _record(self._cluster.request("GET", f"{self._all}/{self._name}"))
+            return _record(self._cluster.request("GET", f"{self._path}/{self._name}"))
         except ResourceNotFoundError:
             return None
         except ApiServerError as error:
-            raise self._meaning(error) from error
+            raise self._control_plane_error(error) from error
 
     def write(self, record: LeaderRecord, over: LeaderRecord | None) -> LeaderRecord | None:
         lease = self._lease(record, over)
         try:
             if over is None:
-                return _record(self._cluster.request("POST", self._all, lease))
-            return _record(self._cluster.request("PATCH", f"{self._all}/{self._name}", lease))
+                return _record(self._cluster.request("POST", self._path, lease))
+            return _record(self._cluster.request("PATCH", f"{self._path}/{self._name}", lease))
         except (ResourceConflictError, ResourceNotFoundError):
             return None
         except ApiServerError as error:
-            raise self._meaning(error) from error
+            raise self._control_plane_error(error) from error
 
     def close(self) -> None:
-        """Connections are the client's."""
+        """Do nothing: the client owns the connections."""
 
     def _lease(self, record: LeaderRecord, over: LeaderRecord | None) -> dict[str, Any]:
-        moment = dt.datetime.now(dt.timezone.utc).strftime("%Y-%m-%dT%H:%M:%S.%fZ")
-        kept = {name: getattr(record, name) for name in _KEPT}
+        now = dt.datetime.now(dt.timezone.utc).strftime("%Y-%m-%dT%H:%M:%S.%fZ")
+        annotated = {name: getattr(record, name) for name in _ANNOTATED_FIELDS}
         spec: dict[str, Any] = {
             "holderIdentity": record.holder,
             "leaseDurationSeconds": max(1, round(record.duration_s)),
-            "renewTime": moment,  # for people: no clock of one machine is compared with another one's
+            "renewTime": now,  # for users only: clocks of different machines are never compared
         }
         if over is None or (over.holder, over.term) != (record.holder, record.term):
-            spec["acquireTime"] = moment
+            spec["acquireTime"] = now
         meta: dict[str, Any] = {
             "name": self._name,
             "namespace": self._namespace,
             "annotations": {
-                LEASE_ANNOTATION_PREFIX + name.replace("_", "-"): str(value) for name, value in kept.items()
+                LEASE_ANNOTATION_PREFIX + name.replace("_", "-"): str(value) for name, value in annotated.items()
             },
         }
         if over is not None:
             meta["resourceVersion"] = over.version
         return {"apiVersion": "coordination.k8s.io/v1", "kind": "Lease", "metadata": meta, "spec": spec}
 
-    def _meaning(self, error: ApiServerError) -> ControlPlaneUnavailableError:
+    def _control_plane_error(self, error: ApiServerError) -> ControlPlaneUnavailableError:
         if isinstance(error, NotAllowedError):
             return ControlPlaneRefusedError(
                 f"Lease {self._namespace}/{self._name}: {error}. The service account needs get, create and patch on "
@@ -88,7 +88,7 @@ class LeaderLease:
 
 
 def open_leader_lease(url: SplitResult, duration_s: float) -> LeaderLease:
-    """``kubernetes://NAMESPACE/NAME``, or ``kubernetes:///NAME`` in the namespace of this pod."""
+    """Open ``kubernetes://NAMESPACE/NAME``, or ``kubernetes:///NAME`` in the namespace of this pod."""
     name = url.path.removeprefix("/")
     namespace = url.netloc or _own_namespace(url)
     for part in (namespace, name):
@@ -115,16 +115,16 @@ def _own_namespace(url: SplitResult) -> str:
 
 
 def _record(lease: dict[str, Any]) -> LeaderRecord:
-    """A Lease that somebody else has made says nothing but who holds it, and for how long."""
+    """Return the leader record. A Lease of another program contains only holder and duration."""
     meta, spec = lease["metadata"], lease.get("spec") or {}
-    said = {
+    annotations = {
         name.removeprefix(LEASE_ANNOTATION_PREFIX).replace("-", "_"): value
         for name, value in (meta.get("annotations") or {}).items()
         if name.startswith(LEASE_ANNOTATION_PREFIX)
     }
     fields: dict[str, Any] = {
         "duration_s": spec.get("leaseDurationSeconds") or 1,
-        **said,
+        **annotations,
         "holder": spec.get("holderIdentity") or "",
         "version": meta["resourceVersion"],
     }

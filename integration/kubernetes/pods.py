@@ -1,4 +1,4 @@
-"""A job's pods: the manifest for one replica, the effect of an admission, pods as ObservedJob. Pure."""
+"""Pods of a job: a replica's manifest, the effect of an admission, pods as ObservedJob. Pure."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from integration.kubernetes.labels import (
     owned_metadata,
 )
 
-_FROM_POD = {
+_POD_FIELDS = {
     "POD_NAME": "metadata.name",
     "POD_NAMESPACE": "metadata.namespace",
     "POD_IP": "status.podIP",
@@ -36,7 +36,7 @@ _FROM_POD = {
 
 @dataclass(frozen=True, order=True)
 class ReplicaSlot:
-    """One place of one replica spec: whatever pod fills it has the same name."""
+    """One replica of a replica spec. Every pod that fills it has the same name."""
 
     replica_spec: str
     index: int
@@ -46,18 +46,18 @@ class ReplicaSlot:
 
 
 def slot_of(pod: KubeObject) -> ReplicaSlot:
-    """Which place a pod fills, as its labels say."""
+    """Return the slot that the pod fills, according to its labels."""
     labels = pod["metadata"]["labels"]
     return ReplicaSlot(labels[REPLICA_SPEC_LABEL], int(labels[INDEX_LABEL]))
 
 
 def is_owned_by(pod: KubeObject, job_uid: str) -> bool:
-    """Whether this very job made it, and not one of the same name before it."""
+    """Return whether this job created the pod, and not an earlier job of the same name."""
     return any(owner["uid"] == job_uid for owner in pod["metadata"].get("ownerReferences", ()))
 
 
 def agent_port(pod: KubeObject) -> int:
-    """Where its agent listens: ``--server-port`` of its command, or a port that is called ``agent``, or 8080."""
+    """Return the agent's port: ``--server-port`` of its command, the port named ``agent``, or 8080."""
     container = pod["spec"]["containers"][0]
     for port in container.get("ports") or ():
         if port.get("name") == "agent":
@@ -73,16 +73,16 @@ def agent_port(pod: KubeObject) -> int:
 def build_pod(
     job: KubeObject, slot: ReplicaSlot, *, nodes: int, avoid: Sequence[str] = (), grant: PodAdmission | None = None
 ) -> dict[str, Any]:
-    """The pod for a seat of ``job``, in a job of so many nodes, on none of the machines to ``avoid``.
+    """Return the pod for a slot of ``job``, which runs on ``nodes`` nodes.
 
-    With a ``grant`` it is admitted already, and says nothing that would have it wait in a queue by itself. It is never
-    started again where it was (``restartPolicy: Never``): whether a node gets another process, or the job another node,
-    is decided for the job as a whole.
+    The pod prefers nodes other than those in ``avoid``. With a ``grant`` the pod is already admitted and carries no
+    labels that would queue it separately. Kubernetes never restarts it (``restartPolicy: Never``): restarts of
+    processes and nodes are decided for the whole job.
     """
     meta = job["metadata"]
-    (spec,) = (one for one in job["spec"]["replicaSpecs"] if one["name"] == slot.replica_spec)
+    (spec,) = (group for group in job["spec"]["replicaSpecs"] if group["name"] == slot.replica_spec)
     template = copy.deepcopy(dict(spec["template"]))
-    about = template.get("metadata") or {}
+    metadata = template.get("metadata") or {}
     pod = dict(template["spec"])
     pod["restartPolicy"] = "Never"
     pod["containers"] = [
@@ -90,12 +90,12 @@ def build_pod(
     ]
     pod["affinity"] = _with_anti_affinity(pod.get("affinity") or {}, avoid)
     labels = {
-        **_pod_annotations(meta.get("labels"), about.get("labels"), grant),
+        **_pod_annotations(meta.get("labels"), metadata.get("labels"), grant),
         JOB_LABEL: meta["name"],
         REPLICA_SPEC_LABEL: slot.replica_spec,
         INDEX_LABEL: str(slot.index),
     }
-    annotations = _pod_annotations(meta.get("annotations"), about.get("annotations"), grant)
+    annotations = _pod_annotations(meta.get("annotations"), metadata.get("annotations"), grant)
     if grant is not None:
         labels |= grant.labels
         annotations |= grant.annotations
@@ -118,7 +118,11 @@ def build_pod(
 def _pod_annotations(
     of_job: KubeObject | None, of_template: KubeObject | None, grant: PodAdmission | None
 ) -> dict[str, str]:
-    """A job's queue, priority and topology are its pods' where each of them is admitted, or preempted, by itself."""
+    """Return labels or annotations of a pod.
+
+    Without a grant, Kueue admits and preempts each pod separately, so pods inherit the job's queue, priority and
+    topology.
+    """
     if grant is not None:
         return {name: value for name, value in (of_template or {}).items() if not name.startswith(KUEUE_PREFIX)}
     for_kueue = {name: value for name, value in (of_job or {}).items() if name.startswith(KUEUE_PREFIX)}
@@ -126,24 +130,27 @@ def _pod_annotations(
 
 
 def _with_environment(container: KubeObject, nproc: str, nodes: int) -> dict[str, Any]:
-    """What the agent needs to start. What the template sets itself is left as it is."""
-    given = list(container.get("env") or ())
-    known = {variable["name"] for variable in given}
+    """Add the variables that the agent needs to start. Variables of the template have precedence."""
+    template_variables = list(container.get("env") or ())
+    known = {variable["name"] for variable in template_variables}
     plain = {"NNODES": str(nodes), "PET_NNODES": str(nodes), "PET_NPROC_PER_NODE": nproc}
-    ours: list[dict[str, Any]] = [{"name": name, "value": value} for name, value in plain.items()]
-    ours += [{"name": name, "valueFrom": {"fieldRef": {"fieldPath": path}}} for name, path in _FROM_POD.items()]
-    # Ours first: $(POD_IP) in a variable of the template means something only after it.
-    return {**container, "env": [one for one in ours if one["name"] not in known] + given}
+    variables: list[dict[str, Any]] = [{"name": name, "value": value} for name, value in plain.items()]
+    variables += [{"name": name, "valueFrom": {"fieldRef": {"fieldPath": path}}} for name, path in _POD_FIELDS.items()]
+    # Our variables come first: $(POD_IP) in a later variable of the template can then be expanded.
+    return {
+        **container,
+        "env": [variable for variable in variables if variable["name"] not in known] + template_variables,
+    }
 
 
-_HEAVIEST = 100
-"""Of the wishes that Kubernetes takes."""
+_MAX_PREFERENCE_WEIGHT = 100
+"""Maximum weight of a preference in Kubernetes."""
 
 
 def _with_anti_affinity(affinity: KubeObject, avoid: Sequence[str]) -> dict[str, Any]:
-    """The same wishes, and no node that is said to be unhealthy. Terms are alternatives, so each of them says it.
+    """Exclude unhealthy nodes in every term, because terms are alternatives.
 
-    Nodes to avoid are taken where there is no other: one that failed twice is better than a job that waits for ever.
+    Nodes to avoid are used if no others exist: a node that failed twice is better than waiting forever.
     """
     rule: dict[str, Any] = {"key": NODE_HEALTH_STATUS_LABEL, "operator": "NotIn", "values": list(UNHEALTHY_STATUSES)}
     on_nodes = dict(affinity.get("nodeAffinity") or {})
@@ -158,14 +165,14 @@ def _with_anti_affinity(affinity: KubeObject, avoid: Sequence[str]) -> dict[str,
         preferred = on_nodes.get("preferredDuringSchedulingIgnoredDuringExecution") or ()
         on_nodes["preferredDuringSchedulingIgnoredDuringExecution"] = [
             *preferred,
-            {"weight": _HEAVIEST, "preference": others},
+            {"weight": _MAX_PREFERENCE_WEIGHT, "preference": others},
         ]
     return {**affinity, "nodeAffinity": on_nodes}
 
 
 @dataclass(frozen=True)
 class PodAdmission:
-    """For the pods of one replica spec in one Workload."""
+    """Additions of an admission to the pods of one replica spec in one Workload."""
 
     labels: Mapping[str, str]
     annotations: Mapping[str, str]
@@ -174,50 +181,50 @@ class PodAdmission:
 
 
 def flavor_names(workload: KubeObject, replica_spec: str) -> list[str]:
-    """Names of the ResourceFlavors whose quota was given."""
+    """Return the names of the ResourceFlavors that provide the quota."""
     admission = (workload.get("status") or {}).get("admission") or {}
-    for one in admission.get("podSetAssignments") or ():
-        if one["name"] == replica_spec:
-            return sorted(set((one.get("flavors") or {}).values()))
+    for entry in admission.get("podSetAssignments") or ():
+        if entry["name"] == replica_spec:
+            return sorted(set((entry.get("flavors") or {}).values()))
     return []
 
 
 def pod_admission(workload: KubeObject, replica_spec: str, flavors: Sequence[KubeObject]) -> PodAdmission:
-    """Nodes of those flavors, and whatever admission checks want added; every pod says which Workload it is for."""
+    """Return the flavors' and admission checks' additions to a pod, and the label of its Workload."""
     checks = (workload.get("status") or {}).get("admissionChecks") or ()
-    updates = [one for check in checks for one in check.get("podSetUpdates") or () if one["name"] == replica_spec]
+    updates = [item for check in checks for item in check.get("podSetUpdates") or () if item["name"] == replica_spec]
     specs = [flavor.get("spec") or {} for flavor in flavors]
-    selectors = [*(one.get("nodeLabels") for one in specs), *(one.get("nodeSelector") for one in updates)]
-    tolerated = [toleration for one in (*specs, *updates) for toleration in one.get("tolerations") or ()]
+    selectors = [*(item.get("nodeLabels") for item in specs), *(item.get("nodeSelector") for item in updates)]
+    tolerated = [toleration for item in (*specs, *updates) for toleration in item.get("tolerations") or ()]
     return PodAdmission(
-        labels={**_joined(one.get("labels") for one in updates), WORKLOAD_LABEL: workload["metadata"]["name"]},
-        annotations=_joined(one.get("annotations") for one in updates),
-        node_selector=_joined(selectors),
-        tolerations=tuple(one for at, one in enumerate(tolerated) if one not in tolerated[:at]),
+        labels={**_merge(item.get("labels") for item in updates), WORKLOAD_LABEL: workload["metadata"]["name"]},
+        annotations=_merge(item.get("annotations") for item in updates),
+        node_selector=_merge(selectors),
+        tolerations=tuple(item for index, item in enumerate(tolerated) if item not in tolerated[:index]),
     )
 
 
-def _joined(tables: Any) -> dict[str, str]:
+def _merge(tables: Any) -> dict[str, str]:
     return {name: value for table in tables for name, value in (table or {}).items()}
 
 
-_ENDED = ("Succeeded", "Failed")
-_HEALTHY = ("", "Schedulable")
+_ENDED_PHASES = ("Succeeded", "Failed")
+_HEALTHY_LABELS = ("", "Schedulable")
 
 
 def has_ended(pod: KubeObject) -> bool:
-    """Its container will never run again."""
-    return (pod.get("status") or {}).get("phase") in _ENDED
+    """Return whether the pod's containers will never run again."""
+    return (pod.get("status") or {}).get("phase") in _ENDED_PHASES
 
 
 def has_begun(pod: KubeObject) -> bool:
-    """All of its containers have been started."""
+    """Return whether all containers of the pod have been started."""
     return (pod.get("status") or {}).get("phase", "Pending") != "Pending"
 
 
-def is_terminating(thing: KubeObject) -> bool:
-    """It is being deleted."""
-    return bool(thing["metadata"].get("deletionTimestamp"))
+def is_terminating(resource: KubeObject) -> bool:
+    """Return whether the object is being deleted."""
+    return bool(resource["metadata"].get("deletionTimestamp"))
 
 
 def pod_address(pod: KubeObject) -> str:
@@ -232,9 +239,10 @@ def observe_job(
     capacity: int | None = None,
     asked_back: Collection[str] = (),
 ) -> ObservedJob:
-    """``answers`` and ``asked_back`` by pod's name; ``health``: what the label of each node says.
+    """Return the observed job, without ended pods.
 
-    Pods that have ended are no pods.
+    ``answers`` maps a pod's name to its agent's status, and ``health`` a node's name to its health label.
+    ``asked_back`` contains the names of preempted pods.
     """
     return ObservedJob(
         pods=tuple(_observed_pod(pod, answers, health, asked_back) for pod in pods if not has_ended(pod)),
@@ -248,44 +256,44 @@ def node_health_status(node: KubeObject) -> str:
 
 
 def missing_slots(job_name: str, wanted: DesiredPods, state: JobState, pods: Sequence[KubeObject]) -> list[ReplicaSlot]:
-    """Places to be filled, so that as many pods live as are wanted.
+    """Return slots for the pods that are missing.
 
-    The operator knows pods by their names, so a new one takes the first name that neither its state nor the API server
-    knows yet. Asked again before the pod is there it is the same name, and two are never made.
+    The operator identifies pods by name. A new pod therefore receives the first name that neither its state nor the API
+    server contains. Until the pod exists, every call returns the same name, so no second pod is created.
     """
-    remembered = msgspec.json.encode(state).decode()
-    known = " ".join(pod["metadata"]["name"] for pod in pods)
-    found = []
+    state_text = msgspec.json.encode(state).decode()
+    pod_names = " ".join(pod["metadata"]["name"] for pod in pods)
+    slots = []
     for group, count in wanted.pods.items():
-        alive = sum(_counts(pod, group, state) for pod in pods)
-        used = {*_indices(job_name, group, remembered), *_indices(job_name, group, known)}
+        alive = sum(_is_counted(pod, group, state) for pod in pods)
+        used = {*_indices(job_name, group, state_text), *_indices(job_name, group, pod_names)}
         free = (index for index in range(len(used) + count) if index not in used)
-        found += [ReplicaSlot(group, index) for _, index in zip(range(count - alive), free, strict=False)]
-    return found
+        slots += [ReplicaSlot(group, index) for _, index in zip(range(count - alive), free, strict=False)]
+    return slots
 
 
-def _counts(pod: KubeObject, group: str, state: JobState) -> bool:
-    """Whether a pod is one of those that are wanted."""
-    going = is_terminating(pod) or pod["metadata"]["name"] in state.replaced_pods
-    return slot_of(pod).replica_spec == group and not going and not has_ended(pod)
+def _is_counted(pod: KubeObject, group: str, state: JobState) -> bool:
+    """Return whether the pod counts as one of the desired pods of ``group``."""
+    leaving = is_terminating(pod) or pod["metadata"]["name"] in state.replaced_pods
+    return slot_of(pod).replica_spec == group and not leaving and not has_ended(pod)
 
 
 def _indices(job_name: str, group: str, text: str) -> Iterator[int]:
-    for found in re.finditer(rf"(?<![a-z0-9-]){re.escape(job_name)}-{re.escape(group)}-(\d+)(?![a-z0-9-])", text):
-        yield int(found[1])
+    for match in re.finditer(rf"(?<![a-z0-9-]){re.escape(job_name)}-{re.escape(group)}-(\d+)(?![a-z0-9-])", text):
+        yield int(match[1])
 
 
 def _observed_pod(
     pod: KubeObject, answers: Mapping[str, AgentStatus | None], health: Mapping[str, str], asked_back: Collection[str]
 ) -> ObservedPod:
     name, node = pod["metadata"]["name"], pod["spec"].get("nodeName") or ""
-    said = health.get(node, "")
+    label = health.get(node, "")
     return ObservedPod(
         name=name,
         group=slot_of(pod).replica_spec,
         node=node,
         ip=pod_address(pod),
         agent_status=answers.get(name),
-        node_health_problem="" if said in _HEALTHY else said,
+        node_health_problem="" if label in _HEALTHY_LABELS else label,
         terminating=is_terminating(pod) or name in asked_back,
     )

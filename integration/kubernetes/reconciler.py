@@ -1,12 +1,11 @@
-"""One reconcile of one job: read, observe, ``decide_job``, store, act; and Kueue's part in it.
+"""One reconcile of one job: read, observe, ``decide_job``, store, act; including Kueue.
 
-A controller that is killed anywhere in here has either stored a decision, and the next one carries out what is not
-seen to have happened; or it has not, and the next one decides again. Two controllers cannot both act on a decision:
-the status is written only where nobody has written since it was read, before anything is done, and where there is
-nothing to write it is read again.
+After a controller is killed, the next reconcile carries out the missing actions of a stored decision. If the decision
+was not stored, the next reconcile decides again. Two controllers cannot both act on a decision: before any action, the
+status is written only if the job is unchanged since it was read. If the status does not change, the job is read again.
 
-Every name is decided by the job and its sizes, and every write can be made again: whoever is killed in here leaves
-nothing that the next pass does not see.
+All names derive from the job and its sizes, and every write can be repeated. The next reconcile therefore sees
+everything that a killed controller left behind.
 """
 
 from __future__ import annotations
@@ -79,14 +78,15 @@ from integration.kubernetes.resource_status import (
 )
 
 log = logging.getLogger(__name__)
-_BUSY_S = 0.2
-"""Until the next look while something is going on: agents do what they are told at once, and nobody says so."""
-_PODS, _WORKLOADS = "PodRefused", "WorkloadRefused"
+_ACTIVE_POLL_S = 0.2
+"""Seconds until the next reconcile after an action. Agents act at once but send no notification."""
+_POD_REFUSED, _WORKLOAD_REFUSED = "PodRefused", "WorkloadRefused"
 
 
 class AgentApi(Protocol):
-    """The agents of a job's pods, as :class:`integration.hyperpod.operator.elastic_agent_client.ElasticAgentClient`
-    reaches them.
+    """The methods of an agent client that a reconciler needs.
+
+    :class:`integration.hyperpod.operator.elastic_agent_client.ElasticAgentClient` implements them.
     """
 
     def poll_all(self, addresses: Mapping[str, str]) -> Mapping[str, AgentReply]: ...
@@ -96,17 +96,20 @@ class AgentApi(Protocol):
 
 @dataclass(frozen=True)
 class ReconcileResult:
-    """What became of a pass."""
+    """Result of one reconcile."""
 
     requeue_after_s: float | None
-    """When to look again although nothing has been heard; never, where there is nothing more to do."""
+    """Seconds until the next reconcile without an event; None if nothing remains to do."""
 
 
-_GONE = ReconcileResult(None)
+_DONE = ReconcileResult(None)
 
 
 class JobReconciler:
-    """Passes over the jobs of one cluster. Any thread may make one; those over one job come one after the other."""
+    """Reconciler of the jobs of one cluster.
+
+    Any thread may call it, but reconciles of one job must not overlap.
+    """
 
     def __init__(
         self,
@@ -128,84 +131,84 @@ class JobReconciler:
         self._refusals = RefusalBackoff(clock)
 
     def reconcile(self, namespace: str, name: str) -> ReconcileResult:
-        """Raises :class:`ApiServerError` where the API server does not answer or refuses."""
+        """Reconcile one job. Raise :class:`ApiServerError` if the API server does not respond or refuses."""
         try:
             job = self._cluster.get_job(namespace, name)
         except ResourceNotFoundError:
             self._refusals.forget_all(namespace, name)
-            return _GONE
+            return _DONE
         if job["metadata"].get("deletionTimestamp"):
-            return _GONE  # the garbage collector takes the pods
+            return _DONE  # the garbage collector takes the pods
         try:
             spec = parse_job_resource(job, **self._settings)
             state = load_job_state(job) or JobState()
-        except (JobSpecError, DamagedStateError) as problem:
-            self._leave_alone(job, str(problem))
+        except (JobSpecError, DamagedStateError) as error:
+            self._mark_invalid(job, str(error))
             return ReconcileResult(None)
         return self._drive(job, spec, state)
 
     def _drive(self, job: KubeObject, spec: JobSpec, state: JobState) -> ReconcileResult:
         meta = job["metadata"]
-        every_pod = self._cluster.list_pods(meta["namespace"], meta["name"])
-        pods = [pod for pod in every_pod if is_owned_by(pod, meta["uid"])]
+        all_pods = self._cluster.list_pods(meta["namespace"], meta["name"])
+        pods = [pod for pod in all_pods if is_owned_by(pod, meta["uid"])]
         addresses = {
             pod["metadata"]["name"]: f"{pod_address(pod)}:{agent_port(pod)}"
             for pod in pods
             if pod_address(pod) and not has_ended(pod)
         }
         now_s = max(self._clock(), state.phase_since_s)
-        heard = self._agents.poll_all(addresses)
-        answers = {name: one.status for name, one in heard.items()}
+        replies = self._agents.poll_all(addresses)
+        answers = {name: reply.status for name, reply in replies.items()}
         queued = self._queueing.queued_job(job, spec, pods, now_s)
-        situation = self._situation(job, pods, answers, queued)
-        decision = decide_job(spec, state, situation, now_s)
-        missing = missing_slots(meta["name"], decision.wanted, decision.state, every_pod)
-        with_room: Sequence[tuple[ReplicaSlot, KubeObject | None]] = [(slot, None) for slot in missing]
-        said: list[KubeObject] = []
+        observed = self._observe(job, pods, answers, queued)
+        decision = decide_job(spec, state, observed, now_s)
+        missing = missing_slots(meta["name"], decision.wanted, decision.state, all_pods)
+        to_create: Sequence[tuple[ReplicaSlot, KubeObject | None]] = [(slot, None) for slot in missing]
+        conditions: list[KubeObject] = []
         if queued is not None:
-            with_room = assign_workloads(queued.plan, missing, pods, decision.state.replaced_pods)
-            said = admission_conditions(job, decision.state, queued.plan.waiting_for, queued.plan.capacity, now_s)
-        if with_room and not self._refusals.is_due(job, _PODS):
-            with_room = []
-        if queued is not None and not self._refusals.is_due(job, _WORKLOADS):
+            to_create = assign_workloads(queued.plan, missing, pods, decision.state.replaced_pods)
+            conditions = admission_conditions(job, decision.state, queued.plan.waiting_for, queued.plan.capacity, now_s)
+        if to_create and not self._refusals.is_due(job, _POD_REFUSED):
+            to_create = []
+        if queued is not None and not self._refusals.is_due(job, _WORKLOAD_REFUSED):
             queued = queued.without_new()
-        status = build_job_status(spec, decision.state, situation, pods, said)
-        idle = not (with_room or decision.actions) and (queued is None or queued.plan.is_empty)
+        status = build_job_status(spec, decision.state, observed, pods, conditions)
+        idle = not (to_create or decision.actions) and (queued is None or queued.plan.is_empty)
         writes = status_differs(job, status)
         if writes:
-            job = self._cluster.update_status(job, status)  # whoever is second to write does nothing of this
+            job = self._cluster.update_status(job, status)  # of two controllers, the second one fails here
         elif not idle:
             self._cluster.confirm(job)
-        self._tell_people(job, decision)
+        self._publish_events(job, decision)
         if decision.finished:
             succeeded = decision.state.phase is JobPhase.SUCCEEDED
             free = queued is None or queued.release_quota(pods, now_s, succeeded=succeeded)
-            outcome = self._tidy(job, spec, decision.state, pods)
+            outcome = self._clean_up(job, spec, decision.state, pods)
             return outcome if free else ReconcileResult(self._every_s)
-        self._act(decision, pods, addresses)
-        self._create(job, decision, with_room, queued)
+        self._carry_out(decision, pods, addresses)
+        self._create(job, decision, to_create, queued)
         if queued is not None and not decision.state.phase.is_final:
-            self._settle(job, queued, decision, pods)
-        return ReconcileResult(min(_BUSY_S, self._every_s) if writes or decision.actions else self._every_s)
+            self._update_admission(job, queued, decision, pods)
+        return ReconcileResult(min(_ACTIVE_POLL_S, self._every_s) if writes or decision.actions else self._every_s)
 
-    def _situation(
+    def _observe(
         self,
         job: KubeObject,
         pods: Sequence[KubeObject],
         answers: Mapping[str, AgentStatus | None],
         queued: QueuedJob | None,
     ) -> ObservedJob:
-        by_hand = job["spec"].get("replicas")
+        manual_size = job["spec"].get("replicas")
         if queued is None:
-            return observe_job(pods, answers, self._health, capacity=by_hand)
+            return observe_job(pods, answers, self._health, capacity=manual_size)
         admitted = queued.plan.capacity
-        capacity = admitted if by_hand is None else min(admitted, by_hand)
+        capacity = admitted if manual_size is None else min(admitted, manual_size)
         return observe_job(pods, answers, self._health, capacity=capacity, asked_back=queued.plan.preempted_pods)
 
-    def _settle(
+    def _update_admission(
         self, job: KubeObject, queued: QueuedJob, decision: OperatorDecision, pods: Sequence[KubeObject]
     ) -> None:
-        """Pods that are preempted go once they have no rank any more; then Workloads are told."""
+        """Delete preempted pods that have no rank, then update the Workloads."""
         for pod in pods:
             name = pod["metadata"]["name"]
             if name in queued.plan.preempted_pods and name not in decision.state.members and not is_terminating(pod):
@@ -213,24 +216,24 @@ class JobReconciler:
                 self._cluster.delete_pod(pod)
         try:
             queued.apply_plan(job)
-        except ApiServerRefusedError as refused:  # a priority class that is not there, or a queue's name that is none
-            self._complain(job, _WORKLOADS, str(refused))
+        except ApiServerRefusedError as error:  # missing priority class or invalid queue name
+            self._report_refusal(job, _WORKLOAD_REFUSED, str(error))
         else:
             if queued.plan.create:
-                self._refusals.forget(job, _WORKLOADS)
+                self._refusals.forget(job, _WORKLOAD_REFUSED)
 
-    def _act(self, decision: OperatorDecision, pods: Sequence[KubeObject], addresses: Mapping[str, str]) -> None:
+    def _carry_out(self, decision: OperatorDecision, pods: Sequence[KubeObject], addresses: Mapping[str, str]) -> None:
         for name, problem in self._agents.send_all(decision.actions, addresses).items():
             log.warning("pod %s: %s", name, problem)
-        named = {pod["metadata"]["name"]: pod for pod in pods}
+        pod_by_name = {pod["metadata"]["name"]: pod for pod in pods}
         for action in decision.actions:
             if (
                 isinstance(action, (ReplacePod, ReleasePod))
-                and (pod := named.get(action.pod))
+                and (pod := pod_by_name.get(action.pod))
                 and not is_terminating(pod)
             ):
                 log.info("pod %s goes: %s", action.pod, action.reason)
-                # One that is lost has nothing to say goodbye to.
+                # A replaced pod is lost and needs no grace period.
                 self._cluster.delete_pod(pod, grace_s=1 if isinstance(action, ReplacePod) else None)
 
     def _create(
@@ -252,20 +255,20 @@ class JobReconciler:
                 self._cluster.create_pod(pod)
             except ResourceConflictError:
                 log.info("pod %s is there already", slot.pod_name(job["metadata"]["name"]))  # the next pass sees it
-            except ApiServerRefusedError as refused:  # a quota, or a template that is none
-                self._complain(job, _PODS, str(refused))
+            except ApiServerRefusedError as error:  # exceeded quota or invalid template
+                self._report_refusal(job, _POD_REFUSED, str(error))
                 return
         if slots:
-            self._refusals.forget(job, _PODS)
+            self._refusals.forget(job, _POD_REFUSED)
 
-    def _complain(self, job: KubeObject, reason: str, problem: str) -> None:
-        """Once, as long as it stays the same."""
+    def _report_refusal(self, job: KubeObject, reason: str, problem: str) -> None:
+        """Report a refusal once, until it changes."""
         if self._refusals.note(job, reason, problem):
             log.warning("job %s: %s", job["metadata"]["name"], problem)
             self._cluster.post_event(job, reason, problem, warning=True)
 
-    def _tidy(self, job: KubeObject, spec: JobSpec, state: JobState, pods: Sequence[KubeObject]) -> ReconcileResult:
-        """``cleanPodPolicy`` and ``ttlSecondsAfterFinished``."""
+    def _clean_up(self, job: KubeObject, spec: JobSpec, state: JobState, pods: Sequence[KubeObject]) -> ReconcileResult:
+        """Apply ``cleanPodPolicy`` and ``ttlSecondsAfterFinished``."""
         waiting = False
         for pod in pods:
             if is_terminating(pod):
@@ -273,16 +276,16 @@ class JobReconciler:
             cleaned = spec.clean_pod_policy == "All" or (
                 spec.clean_pod_policy == "OnlyComplete" and state.phase is JobPhase.SUCCEEDED
             )
-            if cleaned or not has_begun(pod):  # nobody could tell one that has not begun to end
+            if cleaned or not has_begun(pod):  # an agent that has not started cannot shut down
                 self._cluster.delete_pod(pod)
             waiting = waiting or not has_ended(pod)
-        left_s = (state.ended_s or 0.0) + spec.ttl_s - self._clock() if spec.ttl_s > 0 else None
-        if left_s is not None and left_s <= 0:
+        remaining_s = (state.ended_s or 0.0) + spec.ttl_s - self._clock() if spec.ttl_s > 0 else None
+        if remaining_s is not None and remaining_s <= 0:
             self._cluster.delete_job(job)
-            return _GONE
-        return ReconcileResult(self._every_s if waiting else left_s)
+            return _DONE
+        return ReconcileResult(self._every_s if waiting else remaining_s)
 
-    def _tell_people(self, job: KubeObject, decision: OperatorDecision) -> None:
+    def _publish_events(self, job: KubeObject, decision: OperatorDecision) -> None:
         for event in decision.events:
             log.info("%s: %s", event.reason, event.message)
             try:
@@ -290,7 +293,7 @@ class JobReconciler:
             except ApiServerError as error:
                 log.warning("an event could not be posted: %s", error)
 
-    def _leave_alone(self, job: KubeObject, problem: str) -> None:
+    def _mark_invalid(self, job: KubeObject, problem: str) -> None:
         if is_marked_invalid(job, problem):
             return
         log.warning("job %s is left alone: %s", job["metadata"]["name"], problem)
@@ -303,19 +306,20 @@ _KUEUE_CHECK_S = 30.0
 
 @dataclass(frozen=True)
 class QueuedJob:
-    """A job that Kueue decides about, as it is in this pass."""
+    """A job that Kueue manages, as seen in one reconcile."""
 
     kueue: KueueClient | CachedKueueClient
     workloads: tuple[KubeObject, ...]
     plan: AdmissionPlan
 
     def without_new(self) -> QueuedJob:
-        """The same, and no Workload is made in this pass."""
+        """Return a copy with a plan that creates no Workload."""
         return replace(self, plan=replace(self.plan, create=()))
 
     def apply_plan(self, job: KubeObject) -> None:
-        """Workloads are made, deleted, and told of their pods; :class:`ApiServerRefusedError` where one cannot be
-        made.
+        """Update, delete and create Workloads.
+
+        Raise :class:`ApiServerRefusedError` if one cannot be created.
         """
         for workload, status in self.plan.status_updates:
             self.kueue.update_workload_status(workload, status)
@@ -326,18 +330,18 @@ class QueuedJob:
             self._create(job, step)
 
     def release_quota(self, pods: Sequence[KubeObject], now_s: float, *, succeeded: bool) -> bool:
-        """The job is over: nothing of it waits or holds anything any more. Whether that is true of all of it now."""
-        free = finished_workload_statuses(self.workloads, pods, now_s, succeeded=succeeded)
-        for workload, status in free:
+        """Finish the Workloads of an ended job that have no pods. Return whether all are finished."""
+        finished = finished_workload_statuses(self.workloads, pods, now_s, succeeded=succeeded)
+        for workload, status in finished:
             self.kueue.update_workload_status(workload, status)
-        return len(free) == sum(not has_condition(one, "Finished") for one in self.workloads)
+        return len(finished) == sum(not has_condition(workload, "Finished") for workload in self.workloads)
 
     def pod_admission_for(self, workload: KubeObject, replica_spec: str) -> PodAdmission:
         names = flavor_names(workload, replica_spec)
         try:
             return pod_admission(workload, replica_spec, [self.kueue.get_flavor(name) for name in names])
-        except ResourceNotFoundError as absent:
-            raise ApiServerRefusedError(f"of workload {workload['metadata']['name']}: {absent}") from None
+        except ResourceNotFoundError as error:
+            raise ApiServerRefusedError(f"of workload {workload['metadata']['name']}: {error}") from None
 
     def _create(self, job: KubeObject, step: WorkloadStep) -> None:
         named = priority_class_for(job, step)
@@ -349,32 +353,35 @@ class QueuedJob:
 
 
 class KueueQueue:
-    """Finds out whether jobs are Kueue's business. Any thread may ask."""
+    """Detection of the jobs that Kueue manages. Any thread may use it."""
 
     def __init__(self, cluster: ApiServerClient | CachedApiClient, clock: Callable[[], float]) -> None:
         self._cluster = cluster
         self._clock = clock
         self._kueue: KueueClient | CachedKueueClient | None = None
-        self._look_at_s = float("-inf")
+        self._next_check_s = float("-inf")
 
     def queued_job(self, job: KubeObject, spec: JobSpec, pods: Sequence[KubeObject], now_s: float) -> QueuedJob | None:
-        """``None`` for a job without a queue, without Kueue, or whose pods were made before Kueue was there."""
+        """Return the queued job.
+
+        Return None for a job without a queue, without Kueue, or with pods created before Kueue was installed.
+        """
         if not queue_name(job) or any(not workload_name_of(pod) and not has_ended(pod) for pod in pods):
             return None
-        kueue = self._known()
+        kueue = self._current_kueue()
         if kueue is None:
             return None
         meta = job["metadata"]
         try:
-            every = kueue.list_workloads(meta["namespace"], meta["name"])
+            all_workloads = kueue.list_workloads(meta["namespace"], meta["name"])
         except ResourceNotFoundError:
             self._kueue = None
             return None
-        workloads = tuple(one for one in every if is_owned_by(one, meta["uid"]))
+        workloads = tuple(workload for workload in all_workloads if is_owned_by(workload, meta["uid"]))
         return QueuedJob(kueue, workloads, plan_admission(job, spec, workloads, pods, now_s))
 
-    def _known(self) -> KueueClient | CachedKueueClient | None:
-        if self._kueue is None and self._clock() >= self._look_at_s:
+    def _current_kueue(self) -> KueueClient | CachedKueueClient | None:
+        if self._kueue is None and self._clock() >= self._next_check_s:
             self._kueue = self._cluster.kueue_client()
-            self._look_at_s = self._clock() + _KUEUE_CHECK_S
+            self._next_check_s = self._clock() + _KUEUE_CHECK_S
         return self._kueue

@@ -7,51 +7,51 @@ from dataclasses import dataclass
 from typing import Any
 
 Object = Mapping[str, Any]
-_PAUSE_S = 1.0
-_LONGEST_PAUSE_S = 60.0
+_MIN_PAUSE_S = 1.0
+_MAX_PAUSE_S = 60.0
 
 
 @dataclass(frozen=True)
 class _Refusal:
     problem: str
-    asked: tuple[Any, ...]
+    content: tuple[Any, ...]
     pause_s: float
-    again_at_s: float
+    retry_at_s: float
 
 
 class RefusalBackoff:
-    """Of all jobs, by what was refused. Those of one job come one after the other."""
+    """Refusals by job and kind. Calls for one job must not overlap."""
 
     def __init__(self, clock: Callable[[], float]) -> None:
         self._clock = clock
-        self._of: dict[tuple[str, str], dict[str, _Refusal]] = {}
+        self._refusals: dict[tuple[str, str], dict[str, _Refusal]] = {}
 
     def is_due(self, job: Object, what: str) -> bool:
-        """Whether to ask: always, where the job says something else than it did."""
-        last = self._of.get(_key(job), {}).get(what)
-        return last is None or last.asked != _said(job) or self._clock() >= last.again_at_s
+        """Return whether to retry: after the pause, or if the job has changed."""
+        last = self._refusals.get(_key(job), {}).get(what)
+        return last is None or last.content != _job_content(job) or self._clock() >= last.retry_at_s
 
     def note(self, job: Object, what: str, problem: str) -> bool:
-        """It was refused; whether that is news to people."""
-        of_job = self._of.setdefault(_key(job), {})
+        """Record a refusal. Return whether the problem is new."""
+        of_job = self._refusals.setdefault(_key(job), {})
         last = of_job.get(what)
-        again = last is not None and last.asked == _said(job)
-        pause_s = min(_LONGEST_PAUSE_S, 2.0 * last.pause_s) if last is not None and again else _PAUSE_S
-        of_job[what] = _Refusal(problem, _said(job), pause_s, self._clock() + pause_s)
+        unchanged = last is not None and last.content == _job_content(job)
+        pause_s = min(_MAX_PAUSE_S, 2.0 * last.pause_s) if last is not None and unchanged else _MIN_PAUSE_S
+        of_job[what] = _Refusal(problem, _job_content(job), pause_s, self._clock() + pause_s)
         return last is None or last.problem != problem
 
     def forget(self, job: Object, what: str) -> None:
-        """It was done."""
-        self._of.get(_key(job), {}).pop(what, None)
+        """Remove the record after a success."""
+        self._refusals.get(_key(job), {}).pop(what, None)
 
     def forget_all(self, namespace: str, name: str) -> None:
-        """There is no such job any more."""
-        self._of.pop((namespace, name), None)
+        """Remove all records of a deleted job."""
+        self._refusals.pop((namespace, name), None)
 
 
 def _key(job: Object) -> tuple[str, str]:
     return job["metadata"]["namespace"], job["metadata"]["name"]
 
 
-def _said(job: Object) -> tuple[Any, ...]:
+def _job_content(job: Object) -> tuple[Any, ...]:
     return job["metadata"]["uid"], job["spec"], job["metadata"].get("labels")

@@ -1,7 +1,7 @@
-"""The ``status`` of a job resource: the operator's stored state and the conditions HyperPod's clients read. Pure.
+"""The ``status`` of a job resource: the stored state and conditions of HyperPod's clients. Pure.
 
-The operator's state is the message of a condition of its own (``OperatorState``). HyperPod's published models refuse
-every field they do not know, and a condition they do know; so their commands read the jobs of this controller, too.
+The operator's state is the message of the condition ``OperatorState``. HyperPod's published models reject unknown
+fields but accept unknown conditions, so HyperPod's commands can read these jobs.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ TOTAL_REPLICAS = "total"
 
 
 class DamagedStateError(Exception):
-    """What is stored of a job is not what was written; the job is left as it is until a person looks."""
+    """The stored state is invalid. The job remains unchanged until a user intervenes."""
 
 
 def load_job_state(job: KubeObject) -> JobState | None:
-    """What was written last; nothing for a job that is new."""
+    """Return the stored state; None for a new job. Raise :class:`DamagedStateError` if it is invalid."""
     for condition in _conditions(job):
         if condition.get("type") == STATE_CONDITION:
             try:
@@ -45,7 +45,7 @@ def load_job_state(job: KubeObject) -> JobState | None:
 def build_job_status(
     spec: JobSpec, state: JobState, seen: ObservedJob, pods: Sequence[KubeObject], more: Sequence[KubeObject] = ()
 ) -> dict[str, Any]:
-    """The whole status that belongs to ``state``, for a merge patch; with ``more`` conditions."""
+    """Return the whole status for ``state``, with ``more`` conditions, for a merge patch."""
     status = resource_status(spec, state, seen)
     stored = JobCondition(STATE_CONDITION, False, "Stored", msgspec.json.encode(state).decode(), state.phase_since_s)
     scaling = status.get("elasticScalingStatus", {})
@@ -59,49 +59,57 @@ def build_job_status(
 
 
 def invalid_spec_status(job: KubeObject, problem: str, now_s: float) -> dict[str, Any]:
-    """What there was, and why nothing is done about it."""
-    others = [one for one in _conditions(job) if one.get("type") != INVALID_CONDITION]
+    """Return the existing conditions, and the reason why the job is ignored as a further one."""
+    others = [condition for condition in _conditions(job) if condition.get("type") != INVALID_CONDITION]
     invalid = JobCondition(INVALID_CONDITION, True, "JobSpecError", problem, now_s)
     return {"conditions": [*others, _condition(invalid)]}
 
 
 def is_marked_invalid(job: KubeObject, problem: str) -> bool:
-    return any(one.get("type") == INVALID_CONDITION and one.get("message") == problem for one in _conditions(job))
+    return any(
+        condition.get("type") == INVALID_CONDITION and condition.get("message") == problem
+        for condition in _conditions(job)
+    )
 
 
 def admission_conditions(job: KubeObject, state: JobState, waits: str, capacity: int, now_s: float) -> list[KubeObject]:
-    """Whether a queue lets the job run: what it ``waits`` for, or how much it has. At its end that stays as it was."""
-    old = [one for one in _conditions(job) if one.get("type") == ADMITTED_CONDITION]
+    """Return the condition of the job's admission.
+
+    ``waits`` is the reason why the job waits, "" if it is admitted. A final job retains its condition.
+    """
+    old = [condition for condition in _conditions(job) if condition.get("type") == ADMITTED_CONDITION]
     if state.phase.is_final:
         return old
     reason, message = ("Pending", waits) if waits else ("Admitted", f"{capacity} replicas are admitted")
-    found = _condition(JobCondition(ADMITTED_CONDITION, not waits, reason, message, now_s))
-    same = bool(old) and old[0].get("status") == found["status"]
-    return [{**found, "lastTransitionTime": old[0]["lastTransitionTime"]} if same else found]
+    new = _condition(JobCondition(ADMITTED_CONDITION, not waits, reason, message, now_s))
+    same = bool(old) and old[0].get("status") == new["status"]
+    return [{**new, "lastTransitionTime": old[0]["lastTransitionTime"]} if same else new]
 
 
 def status_differs(job: KubeObject, status: KubeObject) -> bool:
-    """Whether writing ``status`` would change anything."""
+    """Return whether writing ``status`` would change the job."""
     return not _contains(job.get("status") or {}, status)
 
 
-def _contains(there: Any, wanted: Any) -> bool:
+def _contains(existing: Any, wanted: Any) -> bool:
     if isinstance(wanted, Mapping):
-        return isinstance(there, Mapping) and all(_contains(there.get(name), value) for name, value in wanted.items())
-    return bool(there == wanted)
+        return isinstance(existing, Mapping) and all(
+            _contains(existing.get(name), value) for name, value in wanted.items()
+        )
+    return bool(existing == wanted)
 
 
 def _conditions(job: KubeObject) -> Sequence[KubeObject]:
     return (job.get("status") or {}).get("conditions") or ()
 
 
-def _condition(one: JobCondition) -> dict[str, Any]:
+def _condition(condition: JobCondition) -> dict[str, Any]:
     return {
-        "type": one.type,
-        "status": str(one.status),
-        "reason": one.reason,
-        "message": one.message,
-        "lastTransitionTime": _moment(one.at_s),
+        "type": condition.type,
+        "status": str(condition.status),
+        "reason": condition.reason,
+        "message": condition.message,
+        "lastTransitionTime": _timestamp(condition.at_s),
     }
 
 
@@ -110,5 +118,5 @@ def _reference(pod: KubeObject) -> dict[str, str]:
     return {"apiVersion": "v1", "kind": "Pod", **{name: meta[name] for name in ("name", "namespace", "uid")}}
 
 
-def _moment(at_s: float) -> str:
+def _timestamp(at_s: float) -> str:
     return dt.datetime.fromtimestamp(at_s, dt.timezone.utc).strftime("%Y-%m-%dT%H:%M:%SZ")

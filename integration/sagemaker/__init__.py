@@ -1,4 +1,4 @@
-"""AWS's managed tiered checkpointing: its class names over this project's store, and its own format.
+"""AWS's managed tiered checkpointing: its class names over this project's store, and its format.
 
 ::
 
@@ -8,7 +8,7 @@
          SageMakerTieredStorageWriter,
      )
 
-Nothing of AWS's library is needed, and nothing of it is used where it is installed.
+AWS's library is not needed, and not used even if it is installed.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ __all__ = [
     "SageMakerTieredStorageWriter",
 ]
 
-_WHERE = {
+_MODULES = {
     "DefaultS3PathStrategy": "checkpoint_config",
     "RayS3PathStrategy": "checkpoint_config",
     "S3PathStrategy": "checkpoint_config",
@@ -60,12 +60,12 @@ _WHERE = {
 }
 
 
-if not TYPE_CHECKING:  # a checker that saw it would take any name for one of this package's
+if not TYPE_CHECKING:  # with it, a type checker would accept any name of this package
 
     def __getattr__(name: str) -> object:
-        """Import what needs torch only when it is asked for."""
-        if name in _WHERE:
+        """Import modules that need torch on first use."""
+        if name in _MODULES:
             from importlib import import_module
 
-            return getattr(import_module(f"integration.sagemaker.{_WHERE[name]}"), name)
+            return getattr(import_module(f"integration.sagemaker.{_MODULES[name]}"), name)
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

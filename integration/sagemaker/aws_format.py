@@ -1,7 +1,7 @@
-"""Checkpoints of AWS's library, validated before use: DCP metadata, and tensors in torch.save archives.
+"""Checkpoints of AWS's library, validated before use: DCP metadata and torch.save archives.
 
-``torch.load`` believes what an archive says of its sizes and compares no checksum. Here an archive may only hold what a
-plain tensor needs, uncompressed; its checksums are compared, and what the tensor says of itself has to fit its bytes.
+``torch.load`` trusts the sizes in an archive and compares no checksums. Here an archive may contain only the
+uncompressed members of a plain tensor. Its checksums are compared, and the tensor's description must fit its bytes.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ from tieredckpt.format.slice_boxes import Box
 from tieredckpt.tensors.state_dict import dtype_from_name, dtype_name
 
 MAX_METADATA_BYTES = 256 << 20
-_MOST_RANKS = 1 << 20
-_MOST = 1 << 62
-_MOST_DIMENSIONS = 64
-"""Of a tensor, and of a path in a nested state."""
+_MAX_RANKS = 1 << 20
+_MAX_VALUE = 1 << 62
+_MAX_DIMENSIONS = 64
+"""Maximum dimensions of a tensor, and depth of a path in a nested state."""
 
 _DCP = "torch.distributed.checkpoint.metadata"
 _METADATA, _STORAGE_META = PickledName(_DCP, "Metadata"), PickledName(_DCP, "StorageMeta")
@@ -37,11 +37,11 @@ _INFO = PickledName("amzn_sagemaker_checkpointing.checkpointing.filesystem.stora
 _SIZE = PickledName("torch", "Size")
 _LAYOUT = PickledName("torch.serialization", "_get_layout")
 _GETATTR = frozenset({PickledName("builtins", "getattr"), PickledName("__builtin__", "getattr")})
-"""How Python 3.11.0 to 3.11.3 pickle a member of an enum; protocol 2 has the older name. Nothing here ever calls it."""
+"""Pickles of enum members by Python 3.11.0 to 3.11.3; protocol 2 uses the older name. Never called."""
 
 
 class BlobRange(NamedTuple):
-    """Where an item is: bytes ``[start, start + length)`` of what ``rank`` wrote."""
+    """Location of an item: bytes ``[start, start + length)`` of the blob of ``rank``."""
 
     rank: int
     start: int
@@ -63,13 +63,13 @@ class StoredTensor:
 
 @dataclass(frozen=True)
 class CheckpointContents:
-    """A checkpoint's contents, and where in its blobs they are."""
+    """Contents of a checkpoint, and their locations in its blobs."""
 
     tensors: Mapping[str, StoredTensor]
     objects: Mapping[str, BlobRange]
     paths: Mapping[str, tuple[str | int, ...]] | None = None
     sizes: Mapping[int, int] = field(default_factory=dict)
-    """How long each rank's blob has to be; ranks that wrote nothing are not there."""
+    """Expected bytes of each rank's blob. Ranks that wrote nothing are missing."""
 
 
 @functools.cache
@@ -85,27 +85,27 @@ def _metadata_names() -> frozenset[PickledName]:
 
 
 def parse_metadata(data: bytes, name: str) -> CheckpointContents:
-    """``data`` as metadata of the checkpoint called ``name``, or :class:`CheckpointDamagedError`."""
+    """Parse the metadata of the checkpoint ``name``, or raise :class:`CheckpointDamagedError`."""
     if len(data) > MAX_METADATA_BYTES:
         raise CheckpointDamagedError(f"{name}: metadata of {len(data)} bytes, {MAX_METADATA_BYTES} are the most")
     try:
-        return _written(parse_pickle(data, _metadata_names()))
+        return _checkpoint_contents(parse_pickle(data, _metadata_names()))
     except RefusedPickleError as error:
         raise CheckpointDamagedError(f"{name}: its metadata is not what AWS's library writes: {error}") from error
 
 
-def _written(value: Any) -> CheckpointContents:
+def _checkpoint_contents(value: Any) -> CheckpointContents:
     fields = _fields(value, _METADATA)
     described = _mapping(fields.get("state_dict_metadata"), "state_dict_metadata")
     extents = dict(_extents(_mapping(fields.get("storage_data"), "storage_data")))
     tensors: dict[str, StoredTensor] = {}
     objects: dict[str, BlobRange] = {}
-    budget = len(extents)  # every chunk has a place of its own
+    budget = len(extents)  # every chunk has a separate extent
     for name, item in described.items():
         if type(name) is not str:
             raise RefusedPickleError("an entry without a name")
         if type(item) is PickledCall and item.kind == _BYTES:
-            objects[name] = _found(extents, name, None)
+            objects[name] = _extent_of(extents, name, None)
             continue
         tensor = _tensor(name, item, extents, budget)
         budget -= len(tensor.chunks)
@@ -122,14 +122,14 @@ def _extents(stored: Mapping[Any, Any]) -> Iterator[tuple[tuple[str, tuple[int, 
         fqn, offset = key.get("fqn"), key.get("offset")
         if type(fqn) is not str:
             raise RefusedPickleError("an index without a name")
-        rank, start = _integer(where.get("rank"), _MOST_RANKS), _integer(where.get("offset"), _MOST)
+        rank, start = _integer(where.get("rank"), _MAX_RANKS), _integer(where.get("offset"), _MAX_VALUE)
         yield (
             (fqn, None if offset is None else _size(offset)),
-            BlobRange(rank, start, _integer(where.get("length"), _MOST)),
+            BlobRange(rank, start, _integer(where.get("length"), _MAX_VALUE)),
         )
 
 
-def _found(
+def _extent_of(
     extents: Mapping[tuple[str, tuple[int, ...] | None], BlobRange], name: str, offset: tuple[int, ...] | None
 ) -> BlobRange:
     extent = extents.get((name, offset))
@@ -168,7 +168,7 @@ def _tensor(
             raise RefusedPickleError(f"a chunk of {name[:200]!r} has another number of dimensions")
         if any(start + size > full for start, size, full in zip(box.offsets, box.sizes, shape, strict=True)):
             raise RefusedPickleError(f"a chunk of {name[:200]!r} is not within the tensor")
-        extent = _found(extents, name, box.offsets)
+        extent = _extent_of(extents, name, box.offsets)
         if box.volume * itemsize > extent.length:
             raise RefusedPickleError(f"a chunk of {name[:200]!r} is longer than the bytes it is in")
         found.append(TensorChunk(box, extent))
@@ -176,7 +176,7 @@ def _tensor(
 
 
 def _fields(value: Any, kind: PickledName) -> Mapping[str, Any]:
-    """What a dataclass of that kind was pickled with."""
+    """Return the fields of a pickled dataclass of that kind."""
     if (
         type(value) is not PickledCall
         or value.kind != kind
@@ -207,9 +207,9 @@ def _size(value: Any) -> tuple[int, ...]:
         or type(value.args[0]) is not tuple
     ):
         raise RefusedPickleError("where a shape belongs there is something else")
-    if len(value.args[0]) > _MOST_DIMENSIONS:
+    if len(value.args[0]) > _MAX_DIMENSIONS:
         raise RefusedPickleError("a shape that no tensor has")
-    return tuple(_integer(one, _MOST) for one in value.args[0])
+    return tuple(_integer(number, _MAX_VALUE) for number in value.args[0])
 
 
 def _text_of(value: Any) -> str:
@@ -218,7 +218,7 @@ def _text_of(value: Any) -> str:
 
 
 def _is_format(value: Any) -> bool:
-    """A member of that one enum, by its value or by its name."""
+    """Return whether the value is a memory format, pickled by value or by name."""
     if type(value) is not PickledCall:
         return False
     if value.kind in _GETATTR:
@@ -227,20 +227,20 @@ def _is_format(value: Any) -> bool:
 
 
 def _paths(value: Any) -> Mapping[str, tuple[str | int, ...]] | None:
-    """Where each name was in the nested state; other planners keep other things there, which nobody here needs."""
+    """Return each name's path in the nested state; None for other planners' data, which is not needed."""
     if type(value) is not dict:
         return None
     for name, path in value.items():
-        if type(name) is not str or type(path) is not tuple or len(path) > _MOST_DIMENSIONS:
+        if type(name) is not str or type(path) is not tuple or len(path) > _MAX_DIMENSIONS:
             return None
         if not all(type(key) in (str, int) for key in path):
             return None
     return value
 
 
-_MOST_MEMBERS = 64
-_MOST_PICKLE_BYTES = 1 << 20
-_MOST_VALUES = 1 << 16
+_MAX_MEMBERS = 64
+_MAX_PICKLE_BYTES = 1 << 20
+_MAX_VALUES = 1 << 16
 _LOCAL_HEADER_BYTES = 30
 _REBUILD, _REBUILD_NEW = (
     PickledName("torch._utils", "_rebuild_tensor_v2"),
@@ -278,7 +278,10 @@ def _archive_names() -> frozenset[PickledName]:
 
 
 def read_archived_tensor(data: memoryview, sizes: tuple[int, ...], dtype: torch.dtype, name: str) -> torch.Tensor:
-    """The tensor in ``data``, which has to be of these sizes and this type, or :class:`CheckpointDamagedError`."""
+    """Return the tensor in ``data``.
+
+    Raise :class:`CheckpointDamagedError` unless it has these sizes and this type.
+    """
     try:
         return _read(data, sizes, dtype, name)
     except (RefusedPickleError, zipfile.BadZipFile, NotImplementedError, ValueError, LookupError) as error:
@@ -290,20 +293,20 @@ def _read(data: memoryview, sizes: tuple[int, ...], dtype: torch.dtype, name: st
     if bytes(members.get("byteorder", sys.byteorder.encode())).decode("ascii") != sys.byteorder:
         raise ValueError("it was written by a machine of the other byte order")
     pickle = members["data.pkl"]
-    if len(pickle) > _MOST_PICKLE_BYTES:
+    if len(pickle) > _MAX_PICKLE_BYTES:
         raise ValueError(f"the description of the tensor has {len(pickle)} bytes")
-    size, found, tensor = _rebuilt(parse_pickle(pickle, _archive_names(), most_values=_MOST_VALUES), members)
-    if size != sizes or found != dtype:  # before there is a tensor: a few bytes can say that they are very many
+    size, found, tensor = _describe_tensor(parse_pickle(pickle, _archive_names(), most_values=_MAX_VALUES), members)
+    if size != sizes or found != dtype:  # before the allocation: a few bytes can describe a huge tensor
         raise CheckpointDamagedError(f"{name} should be {dtype_name(dtype)} {sizes} and is {dtype_name(found)} {size}")
     return tensor()
 
 
 def _members(data: memoryview) -> dict[str, memoryview]:
-    """What is in the archive, by its name below the archive's own."""
+    """Return the archive's members, by their names without the archive's prefix."""
     found: dict[str, memoryview] = {}
     with zipfile.ZipFile(io.BytesIO(data)) as archive:
         infos = archive.infolist()
-    if len(infos) > _MOST_MEMBERS:
+    if len(infos) > _MAX_MEMBERS:
         raise ValueError(f"{len(infos)} members")
     for info in infos:
         if info.compress_type != zipfile.ZIP_STORED or info.compress_size != info.file_size:
@@ -314,17 +317,17 @@ def _members(data: memoryview) -> dict[str, memoryview]:
         start = info.header_offset + _LOCAL_HEADER_BYTES
         start += int.from_bytes(header[26:28], "little") + int.from_bytes(header[28:30], "little")
         member = data[start : start + info.file_size]
-        # 0: checksums were switched off (torch.serialization.set_crc32_options).
+        # 0: checksums were disabled (torch.serialization.set_crc32_options).
         if len(member) != info.file_size or (info.CRC and zlib.crc32(member) != info.CRC):
             raise ValueError(f"{info.filename[:100]!r} is not what was saved")
         found[info.filename.partition("/")[2]] = member
     return found
 
 
-def _rebuilt(
+def _describe_tensor(
     value: Any, members: Mapping[str, memoryview]
 ) -> tuple[tuple[int, ...], torch.dtype, Callable[[], torch.Tensor]]:
-    """What the tensor says it is, and how it is made."""
+    """Return the size and type of the described tensor, and a function that creates it."""
     if type(value) is not PickledCall or value.kind not in (_REBUILD, _REBUILD_NEW) or len(value.args) < 6:
         raise ValueError("it holds something else")
     storage, offset, size, stride, _, _, *more = value.args
@@ -334,10 +337,10 @@ def _rebuilt(
     if dtype is None:
         raise ValueError("its element type is not known")
     _check_view(offset, size, stride, len(data) // dtype.itemsize)
-    return size, dtype, functools.partial(_made, data, dtype, (size, stride, offset), more)
+    return size, dtype, functools.partial(_build_tensor, data, dtype, (size, stride, offset), more)
 
 
-def _made(
+def _build_tensor(
     data: memoryview, dtype: torch.dtype, view: tuple[tuple[int, ...], tuple[int, ...], int], more: list[Any]
 ) -> torch.Tensor:
     size, stride, offset = view
@@ -345,7 +348,7 @@ def _made(
         return torch.empty(size, dtype=dtype)
     flat = torch.frombuffer(bytearray(data), dtype=torch.uint8)
     flat = flat[: len(data) // dtype.itemsize * dtype.itemsize].view(dtype)
-    return _marked(flat.as_strided(size, stride, offset), more)
+    return _apply_marks(flat.as_strided(size, stride, offset), more)
 
 
 def _storage(value: Any, members: Mapping[str, memoryview]) -> tuple[torch.dtype | None, memoryview]:
@@ -373,8 +376,8 @@ def _check_view(offset: Any, size: Any, stride: Any, count: int) -> None:
         raise ValueError(f"it reaches to element {last} of {count}")
 
 
-def _marked(tensor: torch.Tensor, more: list[Any]) -> torch.Tensor:
-    """With the marks of lazily conjugated and negated tensors made good."""
+def _apply_marks(tensor: torch.Tensor, more: list[Any]) -> torch.Tensor:
+    """Apply the marks of lazily conjugated and negated tensors."""
     marks = more[0] if more and more[0] is not None else {}
     if type(marks) is not dict or not marks.keys() <= {"conj", "neg"}:
         raise ValueError("it has marks that are not known")

@@ -4,7 +4,7 @@
 
     BASE/NAMESPACE/rank_3/step_120/checkpoint.pt      default
     BASE/NAMESPACE/step_120/rank_3/checkpoint.pt      Ray
-    BASE/NAMESPACE/.../metadata.metadata              beside the coordinator's, last
+    BASE/NAMESPACE/.../metadata.metadata              next to the coordinator's, written last
 """
 
 from __future__ import annotations
@@ -25,10 +25,10 @@ from tieredckpt.settings import Settings, load_settings, override_settings
 
 @dataclass
 class SageMakerCheckpointConfig:
-    """What AWS's has, in its order, and behind it what is only here.
+    """The fields of AWS's class in its order, followed by fields of this project.
 
-    ``namespace`` is the job's name here. ``world_size`` has to be a positive integer and is otherwise not needed: any
-    world reads what any other wrote. It may be changed between saves, ``save_to_s3`` above all.
+    ``namespace`` is the job's name. ``world_size`` must be a positive integer but is not used: any world size can read
+    any checkpoint. Fields may change between saves, especially ``save_to_s3``.
     """
 
     namespace: str
@@ -40,16 +40,16 @@ class SageMakerCheckpointConfig:
     save_to_disk: bool = False
     logger: logging.Logger | None = None
     memory_url: str = field(default="", kw_only=True)
-    """Where ``/v1/cp`` is served that AWS's library wrote to; its checkpoints there can be loaded, too."""
+    """Address of a ``/v1/cp`` service with checkpoints of AWS's library to load."""
     memory_token: str = field(default="", kw_only=True)
-    """What that service wants to hear, where it wants anything."""
+    """Token of that service, if it requires one."""
 
     def __post_init__(self) -> None:
         if self.s3_tier_base_path and self.s3_path_strategy:
             raise ValueError("s3_tier_base_path and s3_path_strategy both say where S3 is: give one of them")
 
     def get_s3_strategy(self) -> S3PathStrategy | None:
-        """The layout of AWS's library below the base path. Only who reads or writes its format needs that."""
+        """Return the layout below the base path. Only readers and writers of AWS's format need it."""
         if self.s3_path_strategy is None and self.s3_tier_base_path:
             return detect_path_strategy(self.s3_tier_base_path, self.logger)
         return self.s3_path_strategy
@@ -61,12 +61,15 @@ class SageMakerCheckpointConfig:
 
     @property
     def saves_durably(self) -> bool:
-        """Whether what is saved now is to become durable."""
+        """Whether saves become durable now."""
         return self.save_to_s3 or self.save_to_disk
 
 
 def validated_config(config: SageMakerCheckpointConfig) -> SageMakerCheckpointConfig:
-    """``config``, or :class:`SageMakerTieredStorageConfigError` that says all that is wrong with it."""
+    """Return ``config``.
+
+    Raise :class:`SageMakerTieredStorageConfigError` with all problems.
+    """
     problems = []
     try:
         validate_job_name(config.namespace)
@@ -91,20 +94,20 @@ def validated_config(config: SageMakerCheckpointConfig) -> SageMakerCheckpointCo
 
 
 def settings_for_config(config: SageMakerCheckpointConfig, settings: Settings | None = None) -> Settings:
-    """The environment's settings, with the durable tier where ``config`` says."""
+    """Return the environment's settings with the durable tier of ``config``."""
     settings = settings or load_settings()
     url = config.s3_base_path or config.disk_tier_base_path
     if not url:
         return settings
-    # Which steps become durable is said save by save; one that was asked for is not left out because S3 is slow.
-    # As in AWS's library, S3 fails no save.
+    # Each save decides whether it becomes durable; a requested upload is not skipped because S3 is slow.
+    # As in AWS's library, a failure of S3 does not fail the save.
     return override_settings(
         settings, durable={"url": url, "every": settings.memory.every, "on_busy": "wait", "on_unreachable": "continue"}
     )
 
 
 def step_from_path(step: int, path: object) -> int:
-    """The step, explicit or out of ``.../step_N/...``."""
+    """Return the step, explicit or from ``.../step_N/...``."""
     text = str(path or "")
     if step == -1 and "step_" in text:
         digits = text.partition("step_")[2].partition("/")[0]
@@ -120,7 +123,7 @@ SHARD_FILE, METADATA_FILE = "checkpoint.pt", "metadata.metadata"
 
 
 class ObjectName(NamedTuple):
-    """What an object's name says."""
+    """Parts of an object's name."""
 
     step: int
     rank: int
@@ -128,7 +131,7 @@ class ObjectName(NamedTuple):
 
 
 class S3PathStrategy(abc.ABC):
-    """Where the objects of a checkpoint are, by AWS's name for that."""
+    """Layout of a checkpoint's objects, under AWS's name."""
 
     def __init__(self, base_path: str, logger: logging.Logger | None = None) -> None:
         self.base_path = base_path
@@ -136,15 +139,15 @@ class S3PathStrategy(abc.ABC):
 
     @abc.abstractmethod
     def name(self, rank: int, step: int, filename: str) -> str:
-        """Of an object, below its namespace."""
+        """Return the name of an object below its namespace."""
 
     @abc.abstractmethod
     def parse(self, name: str) -> ObjectName | None:
-        """What a name below the namespace stands for; ``None`` for a stranger's object."""
+        """Return the parts of a name below the namespace; None for foreign objects."""
 
     @abc.abstractmethod
     def get_checkpoint_dir(self, namespace: str, step: int) -> str:
-        """The one folder with everything of a step, where there is one."""
+        """Return the folder of a step, if the layout has one."""
 
     def get_s3_uri(self, namespace: str, rank: int, step: int, filename: str) -> str:
         return f"{self.base_path}/{namespace}/{self.name(rank, step, filename)}"
@@ -152,7 +155,10 @@ class S3PathStrategy(abc.ABC):
     def find_step_ranks(  # noqa: PLR0917 - as AWS calls it
         self, paginator: Any, bucket: str, base_prefix: str, namespace: str, world_size: int, log_prefix: str = ""
     ) -> dict[int, set[int]]:
-        """The ranks that have an object of each step, whatever ``world_size`` is. ``list_objects_v2`` is asked."""
+        """Return the ranks that have objects, by step. ``world_size`` has no effect.
+
+        The paginator calls ``list_objects_v2``.
+        """
         found: dict[int, set[int]] = {}
         below = f"{base_prefix}/{namespace}/" if base_prefix else f"{namespace}/"
         for key in _keys(paginator, bucket, below):
@@ -198,7 +204,7 @@ class RayS3PathStrategy(S3PathStrategy):
 
 
 def detect_path_strategy(base_path: str, logger: logging.Logger | None = None) -> S3PathStrategy:
-    """Ray's layout inside a Ray Train job, else the default one."""
+    """Return Ray's layout inside a Ray Train job, otherwise the default one."""
     try:
         train = importlib.import_module("ray.train")
     except ImportError:
@@ -212,5 +218,5 @@ def detect_path_strategy(base_path: str, logger: logging.Logger | None = None) -
 
 def _keys(paginator: Any, bucket: str, prefix: str) -> Iterator[str]:
     for page in paginator.paginate(Bucket=bucket, Prefix=prefix):
-        for found in page.get("Contents", []):
-            yield found["Key"]
+        for entry in page.get("Contents", []):
+            yield entry["Key"]

@@ -32,34 +32,34 @@ log = logging.getLogger(__name__)
 
 
 class RankBlob(Protocol):
-    """What one rank wrote in one step."""
+    """Bytes that one rank wrote in one step."""
 
     @property
     def size_bytes(self) -> int: ...
     def read(self, extents: Sequence[tuple[int, int]]) -> list[Buffer]:
-        """Bytes ``[start, stop)`` of each extent, in order. Exactly those, or an error."""
+        """Return exactly the bytes ``[start, stop)`` of each extent, in order, or raise an error."""
 
     def close(self) -> None: ...
 
 
 class CheckpointStore(Protocol):
-    """Where one namespace's checkpoints are.
+    """One namespace's checkpoints in one store.
 
-    Promises every place makes (``tests/contract/test_aws_checkpoint_stores.py`` holds it to them):
+    All stores guarantee (``tests/contract/test_aws_checkpoint_stores.py`` tests it):
 
     - ``CheckpointNotFoundError`` means absent, ``TierUnavailableError`` unknown, ``CheckpointDamagedError`` that the
-      bytes are not what was written. An empty answer is an answer.
-    - ``steps`` has every step of which there is anything, whole or not.
+      bytes were changed. An empty list means that the store has no steps.
+    - ``steps`` returns every step with any data, complete or not.
     """
 
     @property
     def name(self) -> str: ...
     def steps(self) -> Sequence[int]:
-        """Newest first."""
+        """Return the steps, newest first."""
 
     def contents(self, step: int) -> CheckpointContents: ...
     def blob_size(self, step: int, rank: int) -> int:
-        """How long the rank's blob is."""
+        """Return the bytes of the rank's blob."""
 
     def open_blob(self, step: int, rank: int) -> RankBlob: ...
     def close(self) -> None: ...
@@ -67,13 +67,13 @@ class CheckpointStore(Protocol):
 
 @dataclass
 class StoredCheckpoint:
-    """A whole step: everything it needs is there, and as long as it should be."""
+    """A complete step: all its blobs exist with their expected sizes."""
 
     store: CheckpointStore
     step: int
     contents: CheckpointContents
     skipped: tuple[str, ...] = ()
-    """Newer steps that are not whole, and why."""
+    """Newer incomplete steps, with the reason."""
     _blobs: dict[int, RankBlob] = field(default_factory=dict)
 
     @property
@@ -82,20 +82,20 @@ class StoredCheckpoint:
 
     @property
     def world_size(self) -> int:
-        """How many ranks wrote it, as far as what they wrote says."""
+        """Return the number of ranks that wrote it, as far as their blobs show."""
         return 1 + max(self.contents.sizes, default=0)
 
     def blob(self, rank: int) -> RankBlob:
         if rank not in self._blobs:
             blob = self.store.open_blob(self.step, rank)
-            if blob.size_bytes != self.contents.sizes[rank]:  # it was whole a moment ago
+            if blob.size_bytes != self.contents.sizes[rank]:  # it was complete a moment ago
                 blob.close()
                 raise CheckpointDamagedError(_length_mismatch(rank, blob.size_bytes, self.contents.sizes[rank]))
             self._blobs[rank] = blob
         return self._blobs[rank]
 
     def close_blobs(self) -> None:
-        """Of the blobs that were read so far."""
+        """Close the blobs opened so far."""
         for blob in self._blobs.values():
             blob.close()
         self._blobs.clear()
@@ -112,45 +112,45 @@ class StoredCheckpoint:
 def complete_checkpoints(
     places: Sequence[CheckpointStore], step: int | None = None
 ) -> Generator[StoredCheckpoint, None, None]:
-    """The whole steps, newest first; where several places have one, the first of them first.
+    """Yield the complete steps, newest first; of equal steps, in the order of ``places``.
 
-    Ends with an error that says why there is none (more): a place that could not be asked may have a newer one, so what
-    comes after it is only given when the others have something.
+    At the end raise the reason why no (further) one exists. A store that is unavailable may have a newer step; older
+    steps of the other stores are still yielded.
     """
     found: list[tuple[int, CheckpointStore]] = []
     unknown: list[str] = []
-    for place in places:
+    for store in places:
         try:
-            found += [(one, place) for one in place.steps() if step in (None, one)]
+            found += [(candidate, store) for candidate in store.steps() if step in (None, candidate)]
         except TierUnavailableError as error:
-            log.warning("%s could not be asked: %s", place.name, error)
-            unknown.append(f"{place.name}: {error}")
+            log.warning("%s could not be asked: %s", store.name, error)
+            unknown.append(f"{store.name}: {error}")
         except CheckpointNotFoundError:
             continue
-    found.sort(key=lambda one: -one[0])
-    passed: list[str] = []
-    for number, place in found:
+    found.sort(key=lambda candidate: -candidate[0])
+    skipped: list[str] = []
+    for number, store in found:
         try:
-            written = place.contents(number)
-            _check_complete(place, number, written)
+            contents = store.contents(number)
+            _check_complete(store, number, contents)
         except (CheckpointDamagedError, CheckpointNotFoundError) as error:
-            passed.append(f"step {number} in {place.name}: {error}")
+            skipped.append(f"step {number} in {store.name}: {error}")
             continue
         except TierUnavailableError as error:
-            unknown.append(f"step {number} in {place.name}: {error}")
+            unknown.append(f"step {number} in {store.name}: {error}")
             continue
-        yield StoredCheckpoint(place, number, written, tuple(passed))
-    where = " and ".join(place.name for place in places)
+        yield StoredCheckpoint(store, number, contents, tuple(skipped))
+    where = " and ".join(store.name for store in places)
     if unknown:
         raise TierUnavailableError(f"no (other) whole step is known, but not everything could be asked: {unknown}")
-    if passed:
-        raise CheckpointDamagedError(f"{where}: no (other) whole step: {'; '.join(passed[:5])}")
+    if skipped:
+        raise CheckpointDamagedError(f"{where}: no (other) whole step: {'; '.join(skipped[:5])}")
     wanted = "" if step is None else f" {step}"
     raise CheckpointNotFoundError(f"{where}: no (other) step{wanted} that AWS's library wrote")
 
 
 def newest_checkpoint(places: Sequence[CheckpointStore], step: int | None = None) -> StoredCheckpoint:
-    """The newest whole step, or the one asked for."""
+    """Return the newest complete step, or the requested one."""
     with contextlib.closing(complete_checkpoints(places, step)) as found:
         chosen = next(found)
     for reason in chosen.skipped:
@@ -158,15 +158,15 @@ def newest_checkpoint(places: Sequence[CheckpointStore], step: int | None = None
     return chosen
 
 
-def _check_complete(place: CheckpointStore, step: int, written: CheckpointContents) -> None:
-    """Everything a step needs is there; nothing of it is read for that."""
-    for rank, size in sorted(written.sizes.items()):
+def _check_complete(store: CheckpointStore, step: int, contents: CheckpointContents) -> None:
+    """Raise :class:`CheckpointDamagedError` if a blob is missing or has the wrong size. It reads no blob."""
+    for rank, size in sorted(contents.sizes.items()):
         try:
-            found = place.blob_size(step, rank)
+            actual = store.blob_size(step, rank)
         except CheckpointNotFoundError as error:
             raise CheckpointDamagedError(f"what rank {rank} wrote is gone") from error
-        if found != size:
-            raise CheckpointDamagedError(_length_mismatch(rank, found, size))
+        if actual != size:
+            raise CheckpointDamagedError(_length_mismatch(rank, actual, size))
 
 
 def _length_mismatch(rank: int, found: int, expected: int) -> str:
@@ -179,14 +179,14 @@ class _Step(NamedTuple):
 
 
 class S3CheckpointStore:
-    """What one namespace has in an object store. Listed once, when first asked."""
+    """Checkpoints of one namespace in an object store. Listed once, on the first use."""
 
     def __init__(self, store: ObjectStore, namespace: str) -> None:
         self.name = f"{store.url}/{namespace}"
         self._store = store
         self._below = f"{validate_job_name(namespace)}/"
         self._steps: dict[int, list[_Step]] | None = None
-        """By step: one for each layout that has anything of it."""
+        """Objects by step, one entry for each layout that has any."""
         self._chosen: dict[int, tuple[_Step, CheckpointContents]] = {}
 
     @classmethod
@@ -197,15 +197,15 @@ class S3CheckpointStore:
         return sorted(self._listed(), reverse=True)
 
     def contents(self, step: int) -> CheckpointContents:
-        """Of the layout that has metadata; of the newest metadata, wherever a coordinator has put it."""
+        """Return the contents of the newest metadata in any layout and of any coordinator."""
         if step not in self._chosen:
-            found = [(info, one) for one in self._listed().get(step, []) for info in one.metadata]
+            found = [(info, layout) for layout in self._listed().get(step, []) for info in layout.metadata]
             if not found:
                 raise CheckpointNotFoundError("its metadata was never written")
-            info, one = max(found, key=lambda each: each[0].modified_s)
+            info, layout = max(found, key=lambda entry: entry[0].modified_s)
             if info.size_bytes > MAX_METADATA_BYTES:
                 raise CheckpointDamagedError(f"{info.name} has {info.size_bytes} bytes, which no metadata has")
-            self._chosen[step] = one, parse_metadata(self._store.get(info.name), f"{self._store.url}/{info.name}")
+            self._chosen[step] = layout, parse_metadata(self._store.get(info.name), f"{self._store.url}/{info.name}")
         return self._chosen[step][1]
 
     def blob_size(self, step: int, rank: int) -> int:
@@ -245,7 +245,7 @@ class S3CheckpointStore:
 
 
 class S3RankBlob:
-    """An object, of which only what is asked for is fetched."""
+    """An object of which only the requested ranges are fetched."""
 
     def __init__(self, store: ObjectStore, info: ObjectInfo) -> None:
         self.size_bytes = info.size_bytes
@@ -262,17 +262,17 @@ class S3RankBlob:
         pass
 
 
-_MOST_STEPS = 1000
-_MOST_JSON_BYTES = 1 << 20
+_MAX_STEPS = 1000
+_MAX_JSON_BYTES = 1 << 20
 _PIECE_BYTES = 1 << 20
 _PICKLE, _ARCHIVE = b"\x80", b"PK"
 
 
 class MemoryServiceStore:
-    """What one namespace has in the memory service at ``url``.
+    """Checkpoints of one namespace in the memory service at ``url``.
 
-    Metadata is kept as if it were one more rank's, the one after the last. Which that is depends on the number of ranks
-    that saved; ``world_size`` is only the first guess, then comes what the namespace says, then looking.
+    Metadata is stored as the shard after the last rank's, so its rank depends on the number of saving ranks. The search
+    tries ``world_size`` first, then the namespace's setting, then all ranks.
     """
 
     def __init__(
@@ -281,18 +281,18 @@ class MemoryServiceStore:
         parts = urlsplit(url)
         if parts.scheme not in ("http", "https") or not parts.hostname:
             raise UsageError(f"{url!r} is not where a memory service is: write http://HOST:PORT")
-        where = parts._replace(netloc=parts.netloc.rpartition("@")[2]).geturl().rstrip("/")
-        self.name = f"{where}/v1/cp/checkpoints/{namespace}"
+        address = parts._replace(netloc=parts.netloc.rpartition("@")[2]).geturl().rstrip("/")
+        self.name = f"{address}/v1/cp/checkpoints/{namespace}"
         self._parts = parts
         self._namespace = validate_job_name(namespace)
-        self._guess = world_size
+        self._guessed_rank = world_size
         token = token or parts.password or ""
         self._headers = {"Authorization": f"Bearer {token}"} if token else {}
         self._timeout_s = timeout_s
         self._written: dict[int, CheckpointContents] = {}
 
     def steps(self) -> Sequence[int]:
-        found = self._json(f"/v1/cp/checkpoints/{self._namespace}/latest?limit={_MOST_STEPS}")
+        found = self._json(f"/v1/cp/checkpoints/{self._namespace}/latest?limit={_MAX_STEPS}")
         if not isinstance(found, list) or not all(type(step) is int and 0 <= step < 1 << 62 for step in found):
             raise CheckpointDamagedError(f"{self.name}/latest is no list of steps")
         return sorted(set(found), reverse=True)
@@ -302,7 +302,7 @@ class MemoryServiceStore:
             problem: CheckpointDamagedError | None = None
             for rank in self._metadata_ranks(step):
                 try:
-                    data = self._checked(step, rank, MAX_METADATA_BYTES)
+                    data = self._download(step, rank, MAX_METADATA_BYTES)
                     with data:
                         self._written[step] = parse_metadata(data.read(), f"{self.name}/{rank}/{step}")
                     break
@@ -319,37 +319,38 @@ class MemoryServiceStore:
             return _content_length(response, self.name)
 
     def open_blob(self, step: int, rank: int) -> MemoryRankBlob:
-        return MemoryRankBlob(self._checked(step, rank, self.blob_size(step, rank)))
+        return MemoryRankBlob(self._download(step, rank, self.blob_size(step, rank)))
 
     def close(self) -> None:
         pass
-
-    # -- inside -----------------------------------------------------------------------------------------------
 
     def _path(self, step: int, rank: int) -> str:
         return f"/v1/cp/checkpoints/{self._namespace}/{rank}/{step}"
 
     def _metadata_ranks(self, step: int) -> Iterator[int]:
-        """Where metadata may be, the likeliest first; looking costs the first bytes of what every rank wrote."""
+        """Yield the ranks that may hold metadata, likeliest first.
+
+        The search reads the first bytes of every rank's shard.
+        """
         tried = []
         config = self._json(f"/v1/cp/namespaces/{self._namespace}")
         ranks = config.get("num_ranks") if isinstance(config, dict) else None
-        for guess in (self._guess, ranks - 1 if type(ranks) is int else None):
-            if guess is not None and guess not in tried and self._begins(step, guess) == _PICKLE:
+        for guess in (self._guessed_rank, ranks - 1 if type(ranks) is int else None):
+            if guess is not None and guess not in tried and self._content_kind(step, guess) == _PICKLE:
                 tried.append(guess)
                 yield guess
         rank, gaps = 0, 0
         found = []
         while gaps < 2:  # one shard may be lost
-            begins = self._begins(step, rank)
+            begins = self._content_kind(step, rank)
             gaps = gaps + 1 if begins is None else 0
             if begins == _PICKLE and rank not in tried:
                 found.append(rank)
             rank += 1
         yield from reversed(found)
 
-    def _begins(self, step: int, rank: int) -> bytes | None:
-        """What kind of bytes a rank wrote; ``None``: nothing."""
+    def _content_kind(self, step: int, rank: int) -> bytes | None:
+        """Return the kind of a rank's shard by its first bytes; None if it does not exist."""
         try:
             with self._get(self._path(step, rank)) as response:
                 begin: bytes = response.read(2)
@@ -357,8 +358,8 @@ class MemoryServiceStore:
             return None
         return _ARCHIVE if begin == _ARCHIVE else begin[:1]
 
-    def _checked(self, step: int, rank: int, most_bytes: int) -> IO[bytes]:
-        """What a rank wrote, on disk and compared with its checksum."""
+    def _download(self, step: int, rank: int, most_bytes: int) -> IO[bytes]:
+        """Download a rank's shard into a file and verify its checksum."""
         path = self._path(step, rank)
         with self._get(path) as response, contextlib.ExitStack() as cleanup:
             length = _content_length(response, path)
@@ -382,7 +383,7 @@ class MemoryServiceStore:
 
     def _json(self, path: str) -> Any:
         with self._get(path) as response:
-            data = response.read(_MOST_JSON_BYTES)
+            data = response.read(_MAX_JSON_BYTES)
         try:
             return json.loads(data)
         except (ValueError, RecursionError) as error:
@@ -392,7 +393,7 @@ class MemoryServiceStore:
     def _get(self, path: str) -> Iterator[http.client.HTTPResponse]:
         secure = self._parts.scheme == "https"
         kind = http.client.HTTPSConnection if secure else http.client.HTTPConnection
-        assert self._parts.hostname is not None  # noqa: S101 - the constructor looked
+        assert self._parts.hostname is not None  # noqa: S101 - checked by the constructor
         connection = kind(self._parts.hostname, self._parts.port, timeout=self._timeout_s)
         try:
             connection.request("GET", self._parts.path.rstrip("/") + path, headers=self._headers)
@@ -403,21 +404,21 @@ class MemoryServiceStore:
                 raise TierUnavailableError(f"{path} answers {response.status} {response.reason}")
             yield response
         except (OSError, http.client.HTTPException) as error:
-            said = str(error) or type(error).__name__
+            reason = str(error) or type(error).__name__
             raise TierUnavailableError(
-                f"the memory service at {self._parts.hostname} cannot be asked: {said}"
+                f"the memory service at {self._parts.hostname} cannot be asked: {reason}"
             ) from error
         finally:
             connection.close()
 
 
 class MemoryRankBlob:
-    """What a rank wrote: fetched as a whole, because only the whole has a checksum."""
+    """A rank's shard, fetched completely, because only the whole shard has a checksum."""
 
     def __init__(self, file: IO[bytes]) -> None:
         self._file = file
         self.size_bytes = os.fstat(file.fileno()).st_size
-        # Where another rank fails, DCP tells this one's reader nothing.
+        # DCP does not notify this reader if another rank fails.
         self._close = weakref.finalize(self, file.close)
 
     def read(self, extents: Sequence[tuple[int, int]]) -> list[Buffer]:
@@ -425,7 +426,7 @@ class MemoryRankBlob:
         for start, stop in extents:
             data = memoryview(bytearray(stop - start))
             at = 0
-            while at < len(data):  # one call gives 2 GiB at most
+            while at < len(data):  # one call reads at most 2 GiB
                 size = os.preadv(self._file.fileno(), [data[at:]], start + at)
                 if not size:
                     raise CheckpointDamagedError(f"bytes {start} to {stop} are not all there")
@@ -445,7 +446,7 @@ def _content_length(response: http.client.HTTPResponse, path: str) -> int:
 
 
 def _checksum(text: str | None, path: str) -> bytes:
-    """The digest that ``Shard-Meta`` states."""
+    """Return the digest in ``Shard-Meta``."""
     try:
         meta = json.loads(text or "")
         if meta["algorithm"] == "xxh3_128":

@@ -1,4 +1,4 @@
-"""``python -m integration.sagemaker.convert``: an AWS checkpoint in this project's format, verified equal."""
+"""``python -m integration.sagemaker.convert``: convert an AWS checkpoint and verify the copy."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ _STEP = re.compile(r"step_([0-9]{1,18})")
 
 
 class NamespaceUrl(NamedTuple):
-    """A namespace, and where it is."""
+    """URL of a namespace, split."""
 
     url: str
     namespace: JobName
@@ -46,7 +46,7 @@ class NamespaceUrl(NamedTuple):
 
 
 def parse_namespace_url(text: str) -> NamespaceUrl:
-    """``s3://bucket/prefix/NAMESPACE[/step_N]``, or the same with the URL of a memory service in front."""
+    """Parse ``s3://bucket/prefix/NAMESPACE[/step_N]`` or the URL of a memory service with a namespace."""
     url, _, last = text.rstrip("/").rpartition("/")
     match = _STEP.fullmatch(last)
     if match:
@@ -78,12 +78,13 @@ def convert_command(
 ) -> ExitCode:
     """Write the checkpoint SRC, which AWS's library wrote, to DST, and prove that it is the same.
 
-    SRC is s3://BUCKET/PREFIX/NAMESPACE[/step_N] (either of its layouts; any other durable URL will do) or
-    http://HOST:PORT/NAMESPACE[/step_N] of a memory service; without a step, the newest whole one. DST is a durable URL
-    that ends with JOB (file:///path/JOB, s3://bucket/prefix/JOB), or the folder of a plain DCP checkpoint.
+    SRC is s3://BUCKET/PREFIX/NAMESPACE[/step_N], in either layout of AWS's library, or any other durable URL. It may
+    also be http://HOST:PORT/NAMESPACE[/step_N] of a memory service. Without a step, the newest complete one is read.
+    DST is a durable URL that ends with JOB (file:///path/JOB, s3://bucket/prefix/JOB), or the folder of a plain DCP
+    checkpoint.
 
-    DST is there when both sides have the same checksum, which does not depend on how they are cut, and not before.
-    Metadata is read as data: nothing that was pickled runs.
+    DST appears only after both sides have the same checksum, which does not depend on the sharding. Metadata is read
+    as data: no pickled code runs.
     """
     from elastic.reshard.offline import reshard_checkpoint
     from elastic.reshard.targets import open_target
@@ -149,7 +150,7 @@ def _show(out: Console, value: dict[str, Any]) -> None:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Convert one checkpoint, and return the exit code."""
+    """Convert one checkpoint and return the exit code."""
     return run_program(convert_command, CommandOutput("convert"), argv)
 
 

@@ -11,15 +11,15 @@
         ├── SageMakerS3TierError                the durable tier failed
         │   ├── S3TierUnreachableError              also TierUnavailableError
         │   └── S3RefusedError                      also DurableRefusedError
-        ├── NoCheckpointError                   also CheckpointNotFoundError: every tier was asked, there is none
-        │   └── TornCheckpointError                 also CheckpointTornError: begun, and never whole
+        ├── NoCheckpointError                   also CheckpointNotFoundError: all tiers responded, none has it
+        │   └── TornCheckpointError                 also CheckpointTornError: begun, never complete
         ├── DamagedCheckpointError              also CheckpointDamagedError
-        ├── LostCheckpointError                 also CheckpointLostError: it was whole once
-        ├── UnprovenRestoreError                also RestoreProofError: do not train on what was loaded
+        ├── LostCheckpointError                 also CheckpointLostError: it was complete once
+        ├── UnprovenRestoreError                also RestoreProofError: do not train on the loaded state
         └── MismatchedStateError                also MismatchError
 
-``except SageMakerTieredStorageError`` catches what it caught before; ``except CheckpointNotFoundError`` tells a job
-that begins from one that must not.
+``except SageMakerTieredStorageError`` catches the same errors as with AWS's library. ``except CheckpointNotFoundError``
+identifies a new job, which may begin without a checkpoint.
 """
 
 from __future__ import annotations
@@ -53,11 +53,11 @@ from tieredckpt.errors import (
 
 
 class SageMakerTieredStorageError(TieredCheckpointError):
-    """Root of what the classes of this package raise."""
+    """Root of the errors of this package."""
 
 
 class SageMakerTieredStorageConfigError(SageMakerTieredStorageError, UsageError):
-    """The configuration is wrong."""
+    """The configuration is invalid."""
 
 
 class SageMakerInMemoryTierError(SageMakerTieredStorageError):
@@ -69,43 +69,43 @@ class SageMakerS3TierError(SageMakerTieredStorageError):
 
 
 class MemoryTierUnreachableError(SageMakerInMemoryTierError, TierUnavailableError):
-    """The memory tier could not be asked."""
+    """The memory tier did not respond."""
 
 
 class MemorySaveFailedError(SageMakerInMemoryTierError, SaveFailedError):
-    """This step is not in memory."""
+    """The step was not saved to memory."""
 
 
 class S3TierUnreachableError(SageMakerS3TierError, TierUnavailableError):
-    """The durable tier could not be asked."""
+    """The durable tier did not respond."""
 
 
 class S3RefusedError(SageMakerS3TierError, DurableRefusedError):
-    """The object store answered, and the answer is no."""
+    """The object store refused the request."""
 
 
 class NoCheckpointError(SageMakerTieredStorageError, CheckpointNotFoundError):
-    """There is no whole step as asked for, and every tier could be asked."""
+    """No complete step matches the request, and all tiers responded."""
 
 
 class TornCheckpointError(NoCheckpointError, CheckpointTornError):
-    """A step was begun and never came to be whole: nothing that was whole is lost."""
+    """A step began but never became complete, so no complete step is lost."""
 
 
 class DamagedCheckpointError(SageMakerTieredStorageError, CheckpointDamagedError):
-    """Bytes are not what was saved, and no other copy of them is left."""
+    """Stored bytes differ from the saved ones, and no other copy remains."""
 
 
 class LostCheckpointError(SageMakerTieredStorageError, CheckpointLostError):
-    """A step was whole once, and parts of it are nowhere that answers."""
+    """A step was complete once, and no responding tier has some of its parts."""
 
 
 class UnprovenRestoreError(SageMakerTieredStorageError, RestoreProofError):
-    """What was loaded is not what was saved."""
+    """The loaded state differs from the saved one."""
 
 
 class MismatchedStateError(SageMakerTieredStorageError, MismatchError):
-    """The state and the checkpoint differ in shape, type or names."""
+    """The state and the checkpoint differ in shapes, types or names."""
 
 
 _BY_CAUSE: tuple[tuple[type[Exception], type[SageMakerTieredStorageError]], ...] = (
@@ -128,11 +128,11 @@ _BY_CAUSE: tuple[tuple[type[Exception], type[SageMakerTieredStorageError]], ...]
     (FencedError, MemorySaveFailedError),
     (PeerStoreError, SageMakerInMemoryTierError),
 )
-"""The first one that an error is. A shard that is absent from one node is not a checkpoint that is nowhere."""
+"""The first matching entry applies. A shard absent from one node may exist on others."""
 
 
 def to_sagemaker_error(error: Exception) -> SageMakerTieredStorageError:
-    """``error`` under the name that AWS's library has for it."""
+    """Return ``error`` as the corresponding error of AWS's library."""
     if isinstance(error, SageMakerTieredStorageError):
         return error
     kind = next((kind for cause, kind in _BY_CAUSE if isinstance(error, cause)), SageMakerTieredStorageError)
@@ -141,7 +141,7 @@ def to_sagemaker_error(error: Exception) -> SageMakerTieredStorageError:
 
 @contextmanager
 def sagemaker_errors() -> Iterator[None]:
-    """What this project raises inside the block comes out under AWS's names."""
+    """Convert errors raised in the block into AWS's errors."""
     try:
         yield
     except (TieredCheckpointError, PeerStoreError) as error:

@@ -1,4 +1,4 @@
-"""DCP's StorageReader for AWS's format at any world size, and the same checkpoint as a resharding source."""
+"""DCP's StorageReader for AWS's format at any world size, and a source for resharding."""
 
 from __future__ import annotations
 
@@ -49,13 +49,13 @@ from tieredckpt.tensors.state_dict import dtype_from_name, dtype_name
 log = logging.getLogger(__name__)
 
 _READ_THREADS = 8
-_AHEAD = 16
-"""Items in memory at a time, besides where they belong."""
+_READ_AHEAD = 16
+"""Items read ahead, in memory in addition to their targets."""
 
 
 @dataclass(frozen=True)
 class _Vote:
-    """The newest step this rank could load, and why not a newer one."""
+    """The newest step that this rank can load, and why it cannot load newer ones."""
 
     step: int
     refused: tuple[str, ...]
@@ -67,10 +67,10 @@ class _Decision:
 
 
 class SageMakerFormatReader(StorageReader):
-    """Loads with ``dcp.load``, at any world size: the newest whole step (or the one named) in any of the places.
+    """Reader for ``dcp.load`` at any world size: the newest complete step, or the given one, in any store.
 
-    Every rank verifies the bytes it needs and says which step it could load; the oldest of these is loaded by all of
-    them. Reads are in global coordinates, so it may be cut otherwise than the step that was planned against.
+    Every rank verifies the bytes it needs and votes for a step. All ranks load the oldest of these steps. Reads use
+    global coordinates, so the loaded step may be sharded differently from the planned one.
     """
 
     def __init__(
@@ -87,17 +87,17 @@ class SageMakerFormatReader(StorageReader):
         self._trust = trust_objects
         self._cast = on_dtype_mismatch == "cast"
         self._planned: list[StoredCheckpoint] = []
-        """The candidates looked at so far; the last one is what was planned against."""
+        """Candidates examined so far. The plan uses the last one."""
         self._rest = complete_checkpoints(places, step)
         self._voted: _Vote | None = None
         self._decided: _Decision | None = None
-        """What this rank has decided for all, where nothing travels between ranks."""
+        """Decision of this rank as the coordinator, for loads without communication between ranks."""
         self.error: TieredCheckpointError | None = None
-        """Why the last load failed on this rank."""
+        """Error of the last load on this rank."""
         self.restored_step: int | None = None
 
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
-        """The places were given when this was made."""
+        """Do nothing: the constructor received the stores."""
 
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:  # noqa: ARG003 - any will do
@@ -105,12 +105,12 @@ class SageMakerFormatReader(StorageReader):
 
     @property
     def planned_step(self) -> int:
-        """What this rank plans to load."""
+        """Return the step that this rank plans to load."""
         return self._planned[-1].step
 
     def choose_step(self) -> int:
-        """The newest whole step; raises what a load would raise where there is none."""
-        self._let_go()
+        """Return the newest complete step; raise the error of a load if none exists."""
+        self._close_blobs()
         self._rest = complete_checkpoints(self._places, self._step)
         self._planned = [next(self._rest)]
         for reason in self._planned[0].skipped:
@@ -118,7 +118,10 @@ class SageMakerFormatReader(StorageReader):
         return self.planned_step
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
-        """As for :meth:`tieredckpt.TieredReader.read_metadata`, the second question gets an empty answer."""
+        """Return the metadata. After an error the second call returns empty metadata.
+
+        See :meth:`tieredckpt.TieredReader.read_metadata`.
+        """
         if "rank" in kwargs and self.error is not None:
             return Metadata({})
         self.error = None
@@ -139,7 +142,7 @@ class SageMakerFormatReader(StorageReader):
             self._voted = self._vote(plan)
         except TieredCheckpointError as error:
             self.error = error
-            self._let_go()
+            self._close_blobs()
             raise
         self._decided = None
         clear_plan_messages()
@@ -163,27 +166,25 @@ class SageMakerFormatReader(StorageReader):
             )
         step = decision.step
         try:
-            checkpoint = self._at(step)
-            for item, found in self._loaded(checkpoint, plan.items):
-                self._put(item, found, planner)
+            checkpoint = self._candidate(step)
+            for item, found in self._load_items(checkpoint, plan.items):
+                self._store_item(item, found, planner)
         except TieredCheckpointError as error:
             self.error = error
             raise
         finally:
-            self._let_go()
+            self._close_blobs()
         self.restored_step = step
         future: Future[None] = Future()
         future.set_result(None)
         return future
-
-    # -- inside -----------------------------------------------------------------------------------------------
 
     def _vote(self, plan: LoadPlan) -> _Vote:
         refused: list[str] = []
         while True:
             checkpoint = self._planned[-1]
             try:
-                for _ in self._loaded(checkpoint, plan.items):
+                for _ in self._load_items(checkpoint, plan.items):
                     pass
                 break
             except UntrustedObjectError:
@@ -199,25 +200,25 @@ class SageMakerFormatReader(StorageReader):
                 raise CheckpointDamagedError("; ".join([*refused, str(error)])) from error
         return _Vote(checkpoint.step, tuple(refused))
 
-    def _at(self, step: int) -> StoredCheckpoint:
-        """The candidate of that step: one that was looked at, or an older one that others can only load."""
-        known = next((one for one in self._planned if one.step == step), None)
-        while known is None:
+    def _candidate(self, step: int) -> StoredCheckpoint:
+        """Return the candidate of that step: an examined one, or an older one that another rank requires."""
+        candidate = next((checkpoint for checkpoint in self._planned if checkpoint.step == step), None)
+        while candidate is None:
             self._planned.append(next(self._rest))
             if self._planned[-1].step < step:
                 raise CheckpointDamagedError(f"other ranks can only load step {step}, which is not whole for this one")
-            known = self._planned[-1] if self._planned[-1].step == step else None
-        return known
+            candidate = self._planned[-1] if self._planned[-1].step == step else None
+        return candidate
 
-    def _loaded(self, checkpoint: StoredCheckpoint, items: Sequence[ReadItem]) -> Any:
-        """Each item with what belongs there, verified, some of them read ahead."""
+    def _load_items(self, checkpoint: StoredCheckpoint, items: Sequence[ReadItem]) -> Any:
+        """Yield each item with its verified data, some of them read ahead."""
         source = SageMakerFormatSource(checkpoint, trust_objects=self._trust)
         waiting: list[tuple[ReadItem, Pending[torch.Tensor | bytes]]] = []
         with ThreadPoolExecutor(_READ_THREADS, thread_name_prefix="sagemaker-read") as pool:
             try:
                 for item in items:
                     waiting.append((item, pool.submit(_load, source, item)))
-                    if len(waiting) >= _AHEAD:
+                    if len(waiting) >= _READ_AHEAD:
                         done, found = waiting.pop(0)
                         yield done, found.result()
                 for done, found in waiting:
@@ -226,7 +227,7 @@ class SageMakerFormatReader(StorageReader):
                 for _, found in waiting:
                     found.cancel()
 
-    def _put(self, item: ReadItem, found: torch.Tensor | bytes, planner: LoadPlanner) -> None:
+    def _store_item(self, item: ReadItem, found: torch.Tensor | bytes, planner: LoadPlanner) -> None:
         if isinstance(found, bytes):
             planner.load_bytes(item, io.BytesIO(found))
             return
@@ -242,7 +243,7 @@ class SageMakerFormatReader(StorageReader):
         target.copy_(found)
         planner.commit_tensor(item, target)
 
-    def _let_go(self) -> None:
+    def _close_blobs(self) -> None:
         for checkpoint in self._planned:
             checkpoint.close_blobs()
 
@@ -254,14 +255,14 @@ def _load(source: SageMakerFormatSource, item: ReadItem) -> torch.Tensor | bytes
             raise CheckpointDamagedError(f"{source.name} has no object {name}")
         return source.object_bytes(name)
     box = read_item_box(item)
-    form = source.tensors.get(name)
-    if form is None or len(form.shape) != len(box.sizes):
+    tensor = source.tensors.get(name)
+    if tensor is None or len(tensor.shape) != len(box.sizes):
         raise CheckpointDamagedError(f"{source.name} has no tensor {name} like the one that is to be filled")
     return source.read(name, box)
 
 
 def _metadata(written: CheckpointContents, name: str) -> Metadata:
-    """DCP's view of it."""
+    """Return the contents as DCP metadata."""
     described: dict[str, TensorStorageMetadata | BytesStorageMetadata] = {}
     for fqn, tensor in written.tensors.items():
         described[fqn] = TensorStorageMetadata(
@@ -274,15 +275,15 @@ def _metadata(written: CheckpointContents, name: str) -> Metadata:
     return Metadata(described, planner_data=paths, storage_data={}, storage_meta=StorageMeta(checkpoint_id=name))
 
 
-_KEPT_BYTES = 64 << 20
-"""Of the chunks that were read last; at least one is kept."""
+_CACHE_BYTES = 64 << 20
+"""Bytes of the cache of recent chunks. It holds at least one chunk."""
 
 
 class SageMakerFormatSource:
-    """Implements :class:`elastic.reshard.offline.ReshardSource`. Any thread may read.
+    """Checkpoint as an :class:`elastic.reshard.offline.ReshardSource`. Any thread may read.
 
-    Objects go on as bytes, to be unpickled by whoever loads them. Unless ``trust_objects``, only those are given that
-    ``torch.load(weights_only=True)`` can read: numbers, strings, tensors and containers of them.
+    Objects remain bytes, which the program that loads them unpickles. Unless ``trust_objects``, only objects are
+    returned that ``torch.load(weights_only=True)`` can read: numbers, strings, tensors and containers of them.
     """
 
     def __init__(self, checkpoint: StoredCheckpoint, *, trust_objects: bool = False) -> None:
@@ -304,7 +305,7 @@ class SageMakerFormatSource:
             for name, tensor in sorted(written.tensors.items())
         }
         self._trust = trust_objects
-        self._kept: OrderedDict[tuple[str, Box], torch.Tensor] = OrderedDict()
+        self._cache: OrderedDict[tuple[str, Box], torch.Tensor] = OrderedDict()
         self._lock = Lock()
 
     def read(self, name: str, box: Box) -> torch.Tensor:
@@ -324,7 +325,7 @@ class SageMakerFormatSource:
                     return found.contiguous()
                 out = torch.empty(box.sizes, dtype=dtype) if out is None else out
                 _cut(out, relative_box(common, box)).copy_(found)
-        assert out is not None  # noqa: S101 - nothing was missing
+        assert out is not None  # noqa: S101 - the chunks cover the box
         return out
 
     def object_bytes(self, name: str) -> bytes:
@@ -334,27 +335,25 @@ class SageMakerFormatSource:
         return data
 
     def close(self) -> None:
-        self._kept.clear()
+        self._cache.clear()
         self.checkpoint.close_blobs()
-
-    # -- inside -----------------------------------------------------------------------------------------------
 
     def _chunk(self, name: str, chunk: TensorChunk, dtype: torch.dtype) -> torch.Tensor:
         key = name, chunk.box
         with self._lock:
-            if key in self._kept:
-                self._kept.move_to_end(key)
-                return self._kept[key]
+            if key in self._cache:
+                self._cache.move_to_end(key)
+                return self._cache[key]
         where = f"{self.name}: {name} at {chunk.box.offsets}"
         found = read_archived_tensor(memoryview(self._bytes(chunk.extent)), chunk.box.sizes, dtype, where)
         with self._lock:
-            while self._kept and sum(kept.nbytes for kept in self._kept.values()) + found.nbytes > _KEPT_BYTES:
-                self._kept.popitem(last=False)
-            self._kept[key] = found
+            while self._cache and sum(tensor.nbytes for tensor in self._cache.values()) + found.nbytes > _CACHE_BYTES:
+                self._cache.popitem(last=False)
+            self._cache[key] = found
         return found
 
     def _bytes(self, extent: BlobRange) -> Buffer:
-        with self._lock:  # a blob of the memory service is fetched once
+        with self._lock:  # so that a blob of the memory service is fetched only once
             blob = self.checkpoint.blob(extent.rank)
         return blob.read([(extent.start, extent.start + extent.length)])[0]
 
@@ -370,10 +369,10 @@ def _check_object(data: bytes, name: str) -> None:
         with without_torch_warnings():
             torch.load(io.BytesIO(data), map_location="cpu", weights_only=True)
     except pickle.UnpicklingError as error:
-        said = str(error).strip().splitlines()
+        lines = str(error).strip().splitlines()
         raise UntrustedObjectError(
-            f"{name} is not data alone, so loading it could run anything: {said[-1] if said else error}. If you trust "
-            "whoever could write to that place, say trust_objects=True (--trust-objects)"
+            f"{name} is not data alone, so loading it could run anything: {lines[-1] if lines else error}. If you "
+            "trust whoever could write to that place, say trust_objects=True (--trust-objects)"
         ) from error
     except (RuntimeError, ValueError, EOFError, LookupError, TypeError, AttributeError) as error:
         raise CheckpointDamagedError(f"{name} cannot be read: {type(error).__name__}: {str(error)[:200]}") from error

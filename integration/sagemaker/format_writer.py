@@ -1,7 +1,6 @@
-"""DCP's StorageWriter in AWS's format, for moving back.
+"""DCP's StorageWriter in AWS's format, for a return to AWS's library.
 
-It waits for S3 and for the memory service, one after the other, as AWS's does. Nothing of this project's tiers takes
-part.
+Like AWS's writer it waits for S3 and the memory service in turn. It does not use this project's tiers.
 """
 
 from __future__ import annotations
@@ -43,9 +42,9 @@ _INFO_NAME = "_SageMakerStorageInfo"
 
 
 class SageMakerFormatWriter(StorageWriter):
-    """Saves to the memory service at ``memory_url`` (where one is named) and, with ``save_to_s3``, to S3.
+    """Writer for the memory service at ``memory_url``, if set, and with ``save_to_s3`` for S3.
 
-    ``world_size`` has to be the number of ranks that save: AWS's reader looks for the metadata behind the last of them.
+    ``world_size`` must be the number of saving ranks: AWS's reader expects the metadata after the last rank.
     """
 
     def __init__(
@@ -71,7 +70,7 @@ class SageMakerFormatWriter(StorageWriter):
         self._settings = settings or load_settings()
 
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
-        """Step and namespace were given when this was made; ``checkpoint_id`` may be anything."""
+        """Do nothing: the constructor received step and namespace."""
 
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:  # noqa: ARG003 - any will do
@@ -83,10 +82,10 @@ class SageMakerFormatWriter(StorageWriter):
     def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
         config = self.checkpoint_config
         if is_coordinator and config.memory_url:
-            asked = f"?num_ranks={config.world_size + 1}&steps_retained={_STEPS_RETAINED}"
+            query = f"?num_ranks={config.world_size + 1}&steps_retained={_STEPS_RETAINED}"
             with sagemaker_errors():
                 self._post(
-                    f"/v1/cp/namespaces/{quote(config.namespace)}{asked}", b"", {}, also=http.HTTPStatus.CONFLICT
+                    f"/v1/cp/namespaces/{quote(config.namespace)}{query}", b"", {}, also=http.HTTPStatus.CONFLICT
                 )
 
     def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
@@ -98,35 +97,35 @@ class SageMakerFormatWriter(StorageWriter):
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
         blob = io.BytesIO()
         results = [self._write(item, planner, blob) for item in plan.items]
-        self._keep(blob.getvalue(), self.rank, SHARD_FILE, self.rank)
+        self._upload(blob.getvalue(), self.rank, SHARD_FILE, self.rank)
         future: Future[list[WriteResult]] = Future()
         future.set_result(results)
         return future
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
-        metadata.storage_data = {result.index: result.storage_data for one in results for result in one}
+        metadata.storage_data = {
+            result.index: result.storage_data for rank_results in results for result in rank_results
+        }
         metadata.storage_meta = self.storage_meta()
         data = io.BytesIO()
         _Pickler(data, protocol=4).dump(metadata)
-        # AWS's reader looks for it beside rank 0's shard, whoever coordinates.
-        self._keep(data.getvalue(), self.checkpoint_config.world_size, METADATA_FILE, 0)
-
-    # -- inside -----------------------------------------------------------------------------------------------
+        # AWS's reader expects it next to rank 0's shard, even if another rank coordinates.
+        self._upload(data.getvalue(), self.checkpoint_config.world_size, METADATA_FILE, 0)
 
     def _write(self, item: WriteItem, planner: SavePlanner, blob: io.BytesIO) -> WriteResult:
         start, data = blob.tell(), planner.resolve_data(item)
         if item.type is WriteItemType.BYTE_IO:
-            assert isinstance(data, io.BytesIO)  # noqa: S101 - what DCP says of such items
+            assert isinstance(data, io.BytesIO)  # noqa: S101 - guaranteed by DCP
             blob.write(data.getbuffer())
         else:
-            assert isinstance(data, torch.Tensor)  # noqa: S101 - what DCP says of such items
+            assert isinstance(data, torch.Tensor)  # noqa: S101 - guaranteed by DCP
             tensor = data.detach().cpu().contiguous()
             view = tensor.untyped_storage().nbytes() != tensor.nbytes
             torch.save(tensor.clone() if view else tensor, blob)
         size = blob.tell() - start
         return WriteResult(item.index, size, BlobRange(self.rank, start, size))
 
-    def _keep(self, data: bytes, memory_rank: int, filename: str, s3_rank: int) -> None:
+    def _upload(self, data: bytes, memory_rank: int, filename: str, s3_rank: int) -> None:
         config = self.checkpoint_config
         with sagemaker_errors():
             if config.memory_url:
@@ -153,24 +152,24 @@ class SageMakerFormatWriter(StorageWriter):
         try:
             connection.request("POST", parts.path.rstrip("/") + path, body=data, headers=headers)
             response = connection.getresponse()
-            said = response.read(1000).decode(errors="replace")
+            detail = response.read(1000).decode(errors="replace")
         except (OSError, http.client.HTTPException) as error:
             raise TierUnavailableError(f"the memory service at {parts.hostname} cannot be asked: {error}") from error
         finally:
             connection.close()
         if not http.HTTPStatus.OK <= response.status < http.HTTPStatus.MULTIPLE_CHOICES and response.status != also:
-            raise MemorySaveFailedError(f"{path}: {response.status} {response.reason}: {said}")
+            raise MemorySaveFailedError(f"{path}: {response.status} {response.reason}: {detail}")
 
 
-class _Pickler(pickle._Pickler):  # C's takes no opcodes from outside
-    """Writes an :class:`BlobRange` as AWS's class, which need not be installed."""
+class _Pickler(pickle._Pickler):  # the C pickler cannot write custom opcodes
+    """Pickler that writes a :class:`BlobRange` as AWS's class, which need not be installed."""
 
     def save(self, obj: Any, save_persistent_id: bool = True) -> None:  # noqa: FBT002 - as in pickle
         python: Any = super()
         if type(obj) is not BlobRange:
             python.save(obj, save_persistent_id)
             return
-        write: Any = getattr(self, "write")  # noqa: B009 - typeshed does not know it
+        write: Any = getattr(self, "write")  # noqa: B009 - missing in typeshed
         python.save(_INFO_MODULE)
         python.save(_INFO_NAME)
         write(pickle.STACK_GLOBAL + pickle.EMPTY_TUPLE + pickle.NEWOBJ)

@@ -1,9 +1,8 @@
 """Pickles parsed as data: names and calls become values, nothing is imported or executed. No torch.
 
-AWS's library keeps its metadata as a pickle and fetches it over plain HTTP. Here a pickle is only parsed. Every class
-or function in it becomes a :class:`PickledName`, every call of one a :class:`PickledCall`, and nothing is imported,
-looked up or called. A name that is not expected, an opcode that such pickles do not have, and more values than agreed
-are errors.
+AWS's library stores its metadata as a pickle and fetches it over plain HTTP. Here a pickle is only parsed. Every class
+or function becomes a :class:`PickledName`, every call a :class:`PickledCall`, and nothing is imported, resolved or
+called. Unexpected names, unexpected opcodes and too many values are errors.
 """
 
 from __future__ import annotations
@@ -13,17 +12,17 @@ from collections.abc import Callable, Collection
 from typing import Any, NamedTuple
 
 MAX_PICKLE_VALUES = 1 << 25
-"""Containers and made things in one pickle; each is some dozen bytes here."""
-_MOST_DIGITS = 9
-"""Bytes of an integer: enough for 64 bits and a sign."""
+"""Maximum containers and objects of one pickle; each takes some dozen bytes here."""
+_MAX_INTEGER_BYTES = 9
+"""Maximum bytes of an integer: enough for 64 bits and a sign."""
 
 
 class RefusedPickleError(ValueError):
-    """Not one of the pickles that are read here; nothing of it was acted upon."""
+    """The pickle is invalid or has unexpected content. No part of it was executed."""
 
 
 class PickledName(NamedTuple):
-    """A class or function as a pickle names it. Only a name."""
+    """Name of a class or function in a pickle, unresolved."""
 
     module: str
     name: str
@@ -33,7 +32,7 @@ class PickledName(NamedTuple):
 
 
 class PickledCall:
-    """What would come of calling ``kind`` with ``args``, and of giving the result ``state``."""
+    """Unexecuted call of ``kind`` with ``args``, followed by a change of the result's state to ``state``."""
 
     __slots__ = ("args", "kind", "state")
 
@@ -44,7 +43,7 @@ class PickledCall:
 
 
 class PersistentRef(NamedTuple):
-    """Something that the pickle refers to and that is kept beside it."""
+    """Reference to an object stored outside the pickle."""
 
     name: Any
 
@@ -52,7 +51,7 @@ class PersistentRef(NamedTuple):
 def parse_pickle(
     data: bytes | memoryview, names: Collection[PickledName], *, most_values: int = MAX_PICKLE_VALUES
 ) -> Any:
-    """The value that ``data`` describes, or :class:`RefusedPickleError`."""
+    """Return the value that ``data`` describes, or raise :class:`RefusedPickleError`."""
     try:
         return _PickleMachine(bytes(data), names, most_values).run()
     except (IndexError, struct.error) as error:
@@ -62,14 +61,14 @@ def parse_pickle(
 
 
 class _Mark:
-    """Where on the stack a container begins."""
+    """Position on the stack at which a container begins."""
 
 
 _MARK = _Mark()
 
 
 class _PickleMachine:
-    """The stack machine that a pickle is a program for, with the opcodes that data needs."""
+    """Stack machine that runs a pickle's opcodes, restricted to those of data."""
 
     def __init__(self, data: bytes, names: Collection[PickledName], most_values: int) -> None:
         self._data = data
@@ -96,7 +95,7 @@ class _PickleMachine:
 
     # -- reading ----------------------------------------------------------------------------------------------
 
-    def _take(self, size: int) -> bytes:
+    def _read_bytes(self, size: int) -> bytes:
         found = self._data[self._at : self._at + size]
         if len(found) != size:
             raise RefusedPickleError("the pickle is cut short")
@@ -141,26 +140,26 @@ class _PickleMachine:
     # -- opcodes ----------------------------------------------------------------------------------------------
 
     def proto(self) -> None:
-        if not 2 <= self._take(1)[0] <= 5:
+        if not 2 <= self._read_bytes(1)[0] <= 5:
             raise RefusedPickleError("a pickle of another protocol than 2 to 5")
 
     def frame(self) -> None:
-        self._take(8)
+        self._read_bytes(8)
 
     def mark(self) -> None:
         self._stack.append(_MARK)
 
     def integer(self) -> None:
-        size = self._take(1)[0]
-        if size > _MOST_DIGITS:
+        size = self._read_bytes(1)[0]
+        if size > _MAX_INTEGER_BYTES:
             raise RefusedPickleError(f"an integer of {size} bytes in the pickle")
-        self._stack.append(int.from_bytes(self._take(size), "little", signed=True))
+        self._stack.append(int.from_bytes(self._read_bytes(size), "little", signed=True))
 
     def text(self, form: struct.Struct) -> None:
-        self._stack.append(self._take(self._number(form)).decode())
+        self._stack.append(self._read_bytes(self._number(form)).decode())
 
     def octets(self, form: struct.Struct) -> None:
-        self._stack.append(self._take(self._number(form)))
+        self._stack.append(self._read_bytes(self._number(form)))
 
     def empty(self, kind: type) -> None:
         self._count()
@@ -194,7 +193,7 @@ class _PickleMachine:
         if type(into) is not dict or len(pairs) % 2:
             raise RefusedPickleError("the pickle sets items of what is no dict")
         for key, value in zip(pairs[::2], pairs[1::2], strict=True):
-            # A Made is its own key: its hash is its identity's. A nested tuple's could take forever.
+            # A PickledCall hashes by identity. The hash of a nested tuple could take forever.
             if type(key) not in (str, int, PickledCall):
                 raise RefusedPickleError(f"a key in the pickle is a {type(key).__name__}")
             into[key] = value
@@ -247,7 +246,7 @@ class _PickleMachine:
         self._stack.append(self._memo[index])
 
     def note(self, form: struct.Struct | None) -> None:
-        # A dict: an index is no size. C's unpickler makes room for as many entries as the highest index says.
+        # A dict, because the C unpickler's memo allocates entries up to the highest index.
         index = len(self._memo) if form is None else self._number(form)
         value = self._stack[-1]
         if value is _MARK:

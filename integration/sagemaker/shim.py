@@ -1,11 +1,11 @@
-"""``python -m integration.sagemaker.shim``: run a script with AWS's module paths bound to these classes.
+"""``python -m integration.sagemaker.shim``: run a script with AWS's module paths and these classes.
 
 ::
 
     torchrun --nproc-per-node=8 -m integration.sagemaker.shim train.py --its-own arguments
 
-runs ``train.py`` with ``amzn_sagemaker_checkpointing`` made of this package's classes. An installed library is never
-shadowed: then this is an error, because nobody could tell which of the two a script gets.
+runs ``train.py`` with ``amzn_sagemaker_checkpointing`` made of this package's classes. If AWS's library is installed,
+this is an error, because it would be unclear which of the two the script uses.
 """
 
 from __future__ import annotations
@@ -41,34 +41,37 @@ _NAMES = {
 
 @contextmanager
 def aws_modules_replaced() -> Iterator[None]:
-    """While the block runs, AWS's public module paths lead to this package."""
+    """Bind AWS's public module paths to this package while the block runs.
+
+    Raise :class:`UsageError` if AWS's library is installed.
+    """
     if _ROOT in sys.modules or importlib.util.find_spec(_ROOT) is not None:
         raise UsageError(
             f"{_ROOT} is installed, and it is not shadowed: change the import to integration.sagemaker, or uninstall it"
         )
-    made = {_ROOT + path: _module(_ROOT + path, names) for path, names in _NAMES.items()}
-    sys.modules.update(made)
-    for name, module in made.items():
+    modules = {_ROOT + path: _module(_ROOT + path, names) for path, names in _NAMES.items()}
+    sys.modules.update(modules)
+    for name, module in modules.items():
         parent, _, own = name.rpartition(".")
         if parent:
-            setattr(made[parent], own, module)
+            setattr(modules[parent], own, module)
     try:
         yield
     finally:
-        for name in made:
+        for name in modules:
             sys.modules.pop(name, None)
 
 
 def _module(name: str, public: Sequence[str]) -> ModuleType:
-    ours = import_module("integration.sagemaker")
+    package = import_module("integration.sagemaker")
     module = ModuleType(name, "Stands in for a module of AWS's library.")
     is_package = any(other.startswith(f"{name.removeprefix(_ROOT)}.") for other in _NAMES)
     module.__spec__ = importlib.machinery.ModuleSpec(name, None, is_package=is_package)
     if is_package:
         module.__path__ = []
     module.__all__ = list(public)  # type: ignore[attr-defined]
-    for one in public:
-        setattr(module, one, getattr(ours, one))
+    for attribute in public:
+        setattr(module, attribute, getattr(package, attribute))
     return module
 
 

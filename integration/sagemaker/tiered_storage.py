@@ -40,10 +40,10 @@ log = logging.getLogger(__name__)
 
 
 class SageMakerTieredStorageWriter(TieredWriter):
-    """Saves with ``dcp.save`` and ``dcp.async_save``; one for each save, as AWS's is used, or one for many.
+    """Writer for ``dcp.save`` and ``dcp.async_save``, for one save, as in AWS's library, or for many.
 
-    A save returns when this rank's shard is sealed in memory. With ``save_to_s3`` the node agent takes the step to S3
-    behind its back: :attr:`s3_success` says whether it got there, and :meth:`wait_for_s3` waits for it.
+    A save returns when this rank's shard is sealed in memory. With ``save_to_s3`` the node agent uploads the step in
+    the background: :attr:`s3_success` states whether it finished, and :meth:`wait_for_s3` waits for it.
     """
 
     def __init__(
@@ -71,32 +71,33 @@ class SageMakerTieredStorageWriter(TieredWriter):
 
     @property
     def s3_checkpoint_dir(self) -> str | None:
-        """Where the step is in the durable tier; ``elastic reshard`` takes it as it is. Known before the save."""
+        """URL of the step in the durable tier, which ``elastic reshard`` accepts. Known before the save."""
         base = self.checkpoint_config.s3_base_path
         return f"{base}/{self.checkpoint_config.namespace}/step-{self.step}" if base else None
 
     @property
     def s3_success(self) -> bool:
-        """Whether the step is in the durable tier by now."""
+        """Whether the step is in the durable tier."""
         if not self._to_s3 or self.record is None:
             return False
         view = self.session.agent.wait_durable(self._location.job, self.record.key.version_id, 0.0)
         return view is not None and view.state == "done"
 
     def wait_for_s3(self, timeout_s: float = 600.0) -> None:
-        """Until the step is in the durable tier; an error when it is not within ``timeout_s``, or never will be."""
+        """Wait until the step is in the durable tier.
+
+        Raise :class:`S3TierUnreachableError` if that fails or takes longer than ``timeout_s`` seconds.
+        """
         if not self._to_s3 or self.record is None:
             raise SageMakerTieredStorageConfigError(f"step {self.step} was not saved with save_to_s3")
         with sagemaker_errors():
             view = self.session.agent.wait_durable(self._location.job, self.record.key.version_id, timeout_s)
         if view is None or view.state != "done":
-            said = "nobody knows of it" if view is None else view.error or view.state
-            raise S3TierUnreachableError(f"step {self.step} is not durable: {said}")
-
-    # -- StorageWriter ----------------------------------------------------------------------------------------
+            reason = "nobody knows of it" if view is None else view.error or view.state
+            raise S3TierUnreachableError(f"step {self.step} is not durable: {reason}")
 
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
-        """Step and namespace were given when this was made; ``checkpoint_id`` may be anything."""
+        """Do nothing: the constructor received step and namespace."""
 
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:  # noqa: ARG003 - any will do
@@ -114,22 +115,22 @@ class SageMakerTieredStorageWriter(TieredWriter):
             return super().stage(state_dict)
 
     def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
-        with self._noted():
+        with self._recorded_failure():
             return super().prepare_local_plan(plan)
 
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
-        with self._noted():
+        with self._recorded_failure():
             return super().prepare_global_plan(plans)
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
-        with self._noted():
+        with self._recorded_failure():
             written = super().write_data(plan, planner)
         if self.error is not None:
             self.error, self.in_memory_success = to_sagemaker_error(self.error), False
         return written
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
-        with self._noted():
+        with self._recorded_failure():
             super().finish(metadata, results)
 
     # -- inside -----------------------------------------------------------------------------------------------
@@ -139,8 +140,8 @@ class SageMakerTieredStorageWriter(TieredWriter):
         return self._to_s3
 
     @contextmanager
-    def _noted(self) -> Iterator[None]:
-        """A failure inside the block is noted, and raised by AWS's name for it."""
+    def _recorded_failure(self) -> Iterator[None]:
+        """Record a failure of the block and raise it as AWS's error."""
         try:
             with sagemaker_errors():
                 yield
@@ -150,19 +151,19 @@ class SageMakerTieredStorageWriter(TieredWriter):
 
 
 class _TieredReader(TieredReader):
-    """What this project saved."""
+    """Reader of this project's checkpoints."""
 
     @property
     def planned_step(self) -> int:
-        """What :meth:`read_metadata` described."""
+        """Return the step that :meth:`read_metadata` described."""
         return self._plain[0] if self._plain is not None else self._order[0].version_id.version
 
 
 class SageMakerTieredStorageReader(StorageReader):
-    """Loads with ``dcp.load``: the newest whole step (or the one named), whichever library wrote it.
+    """Reader for ``dcp.load``: the newest complete step, or the given one, of either library.
 
-    Steps that AWS's library left below the same S3 base path, and in the memory service at ``memory_url``, are found
-    beside this project's own; of one step in both, its own is taken. After a load :attr:`step` says what was loaded.
+    It includes steps of AWS's library below the same S3 base path and in the memory service at ``memory_url``. If both
+    libraries wrote a step, this project's is loaded. After a load :attr:`step` is the loaded step.
     """
 
     def __init__(
@@ -177,7 +178,7 @@ class SageMakerTieredStorageReader(StorageReader):
         super().__init__()
         self.checkpoint_config = validated_config(checkpoint_config)
         self.step = step
-        self._asked = step
+        self._requested_step = step
         self._cast: Literal["error", "cast"] = on_dtype_mismatch
         self._trust = trust_objects
         with sagemaker_errors():
@@ -185,11 +186,11 @@ class SageMakerTieredStorageReader(StorageReader):
                 check_step(step)
             self._settings = settings_for_config(checkpoint_config, settings)
         self._own = self._own_reader()
-        self._places: list[CheckpointStore] = []
-        self._written: SageMakerFormatReader | None = None
-        """While what AWS's library wrote is being loaded."""
+        self._stores: list[CheckpointStore] = []
+        self._aws_reader: SageMakerFormatReader | None = None
+        """Reader of AWS's format during such a load, otherwise None."""
         self.error: SageMakerTieredStorageError | None = None
-        """Why the last load failed on this rank."""
+        """Error of the last load on this rank."""
 
     @property
     def checkpoint_id(self) -> str:
@@ -197,18 +198,21 @@ class SageMakerTieredStorageReader(StorageReader):
 
     @property
     def report(self) -> RestoreReport | None:
-        """What the last load read, and from which tiers, where this project had saved it."""
-        return self._own.report if self._written is None else None
+        """Bytes and tiers of the last load of a checkpoint of this project; None for AWS's."""
+        return self._own.report if self._aws_reader is None else None
 
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
-        """Step and namespace were given when this was made; ``checkpoint_id`` may be anything."""
+        """Do nothing: the constructor received step and namespace."""
 
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:  # noqa: ARG003 - any will do
         return True
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
-        """As for :meth:`tieredckpt.TieredReader.read_metadata`, the second question gets an empty answer."""
+        """Return the metadata. After an error the second call returns empty metadata.
+
+        See :meth:`tieredckpt.TieredReader.read_metadata`.
+        """
         if "rank" in kwargs and self.error is not None:
             return Metadata({})
         self.error = None
@@ -224,16 +228,19 @@ class SageMakerTieredStorageReader(StorageReader):
     def set_up_storage_reader(self, metadata: Metadata, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
         if self.error is not None:
             raise self.error
-        with self._noting():
+        with self._recorded_error():
             self._chosen.set_up_storage_reader(metadata, is_coordinator, *args, **kwargs)
 
     def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
-        with self._noting():
+        with self._recorded_error():
             return self._chosen.prepare_local_plan(plan)
 
     def prepare_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:
-        """Ranks that see different things are not to load different things."""
-        with self._noting():
+        """Plan the load.
+
+        Raise :class:`TierUnavailableError` if the ranks chose different libraries' checkpoints.
+        """
+        with self._recorded_error():
             mine = type(plans[0].storage_data)
             if any(type(plan.storage_data) is not mine for plan in plans):
                 raise TierUnavailableError(
@@ -243,35 +250,38 @@ class SageMakerTieredStorageReader(StorageReader):
             return self._chosen.prepare_global_plan(plans)
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
-        with self._noting():
+        with self._recorded_error():
             done = self._chosen.read_data(plan, planner)
-            self.step = self._own.restored_step if self._written is None else self._written.restored_step
-        self._close_places()
+            self.step = self._own.restored_step if self._aws_reader is None else self._aws_reader.restored_step
+        self._close_stores()
         return done
 
     # -- inside -----------------------------------------------------------------------------------------------
 
     @property
     def _chosen(self) -> StorageReader:
-        return self._own if self._written is None else self._written
+        return self._own if self._aws_reader is None else self._aws_reader
 
     def _own_reader(self) -> _TieredReader:
         return _TieredReader(
-            self.checkpoint_config.namespace, self._asked, settings=self._settings, on_dtype_mismatch=self._cast
+            self.checkpoint_config.namespace,
+            self._requested_step,
+            settings=self._settings,
+            on_dtype_mismatch=self._cast,
         )
 
     def _choose(self) -> Metadata:
-        """This project's newest step, or what AWS's library wrote where that is newer or all there is."""
+        """Choose this project's newest step, or AWS's if it is newer or the only one."""
         own: Metadata | None = None
         absent: CheckpointNotFoundError | None = None
         try:
             own = self._own.read_metadata()
         except CheckpointNotFoundError as error:
             absent = error
-        if own is not None and self._asked is not None:
+        if own is not None and self._requested_step is not None:
             return own
         try:
-            written = self._find_written()
+            aws_reader = self._find_aws_checkpoint()
         except CheckpointNotFoundError as error:
             if own is None:
                 raise absent or error from error
@@ -281,52 +291,52 @@ class SageMakerTieredStorageReader(StorageReader):
                 raise
             log.warning("what AWS's library may have written could not be looked at: %s", error)
             return own
-        if own is not None and self._own.planned_step >= written.planned_step:
+        if own is not None and self._own.planned_step >= aws_reader.planned_step:
             return own
-        self._written = written
-        log.info("%s: step %d, which AWS's library wrote", self.checkpoint_config.namespace, written.planned_step)
-        return written.read_metadata()
+        self._aws_reader = aws_reader
+        log.info("%s: step %d, which AWS's library wrote", self.checkpoint_config.namespace, aws_reader.planned_step)
+        return aws_reader.read_metadata()
 
-    def _find_written(self) -> SageMakerFormatReader:
-        self._places = checkpoint_stores_for(self.checkpoint_config, self._settings)
-        if not self._places:
+    def _find_aws_checkpoint(self) -> SageMakerFormatReader:
+        self._stores = checkpoint_stores_for(self.checkpoint_config, self._settings)
+        if not self._stores:
             raise CheckpointNotFoundError("no place is named where AWS's library could have written")
         reader = SageMakerFormatReader(
-            self._places, self._asked, trust_objects=self._trust, on_dtype_mismatch=self._cast
+            self._stores, self._requested_step, trust_objects=self._trust, on_dtype_mismatch=self._cast
         )
         reader.choose_step()
         return reader
 
     @contextmanager
-    def _noting(self) -> Iterator[None]:
-        """Errors inside the block come out under AWS's names, and are kept."""
+    def _recorded_error(self) -> Iterator[None]:
+        """Convert errors of the block into AWS's errors and record them."""
         try:
             with sagemaker_errors():
                 yield
         except SageMakerTieredStorageError as error:
             self.error = error
-            self._close_places()
+            self._close_stores()
             raise
 
     def _close(self) -> None:
-        self._written = None
-        self._close_places()
+        self._aws_reader = None
+        self._close_stores()
 
-    def _close_places(self) -> None:
-        for place in self._places:
-            place.close()
-        self._places = []
+    def _close_stores(self) -> None:
+        for store in self._stores:
+            store.close()
+        self._stores = []
 
 
 def checkpoint_stores_for(config: SageMakerCheckpointConfig, settings: Settings) -> list[CheckpointStore]:
-    """Where AWS's library would have written with this configuration; memory before S3."""
-    found: list[CheckpointStore] = []
+    """Return the stores that AWS's library would use with this configuration; memory before S3."""
+    stores: list[CheckpointStore] = []
     if config.memory_url:
-        found.append(
+        stores.append(
             MemoryServiceStore(
                 config.memory_url, config.namespace, world_size=config.world_size, token=config.memory_token
             )
         )
     if config.s3_base_path:
-        found.append(S3CheckpointStore.open(config.s3_base_path, config.namespace, settings.durable))
-    return found
+        stores.append(S3CheckpointStore.open(config.s3_base_path, config.namespace, settings.durable))
+    return stores

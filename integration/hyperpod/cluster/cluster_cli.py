@@ -82,8 +82,8 @@ def _one(screen: CommandOutput, node: str, value: NodeHealth | None, labels: Nod
         screen.result({"node": node, "health": health}, lambda out: out.print(f"{node} {health or 'has no label'}"))
         return ExitCode.OK
     was = labels.set_if(node, value, when=lambda now: now != value.value)
-    said = {"node": node, "health": value.value, "was": was}
-    screen.result(said, lambda out: out.print(f"{node} {value.value} (was: {was or 'no label'})"))
+    summary = {"node": node, "health": value.value, "was": was}
+    screen.result(summary, lambda out: out.print(f"{node} {value.value} (was: {was or 'no label'})"))
     return ExitCode.OK
 
 
@@ -148,10 +148,10 @@ def _labels(context: str | None, kubeconfig: str | None) -> NodeHealthLabels:
 
 
 def _pair(text: str) -> tuple[str, str]:
-    ours, found, theirs = text.partition("=")
-    if not (ours and found and theirs):
+    event_name, separator, node_name = text.partition("=")
+    if not (event_name and separator and node_name):
         raise CommandError(f"--node-name {text!r}: write OURS=THEIRS", code=ExitCode.USAGE)
-    return ours, theirs
+    return event_name, node_name
 
 
 F = TypeVar("F", bound=Callable[..., Any])
@@ -185,7 +185,7 @@ def cluster_group() -> None:
 
 
 def cluster_api_options(command: F) -> F:
-    """How the cluster is reached."""
+    """Add the options of the connection to AWS."""
     for name, metavar, text in (
         ("--endpoint-url", "URL", "Endpoint to use instead of AWS's."),
         ("--profile", "NAME", "Profile of the AWS configuration."),
@@ -196,7 +196,7 @@ def cluster_api_options(command: F) -> F:
 
 
 def cluster_change_options(command: F) -> F:
-    """What all changes have."""
+    """Add the options common to all changes."""
     command = cluster_api_options(output_options(command))
     for option in (
         click.option(
@@ -338,13 +338,13 @@ def _print_cluster(screen: CommandOutput, flag: TieredStorageConfig, about: dict
 
     settings = tiered_storage_settings(flag)
 
-    def tell(out: Console) -> None:
+    def print_text(out: Console) -> None:
         for line in lines:
             out.print(f"[bold]{escape(line)}[/]")
         out.print(f"memory for checkpoints {flag.describe()}")
         out.print(f"settings: {escape(_words(settings))}")
 
-    screen.result({**about, TIERED_STORAGE_KEY: msgspec.to_builtins(flag), "settings": settings}, tell)
+    screen.result({**about, TIERED_STORAGE_KEY: msgspec.to_builtins(flag), "settings": settings}, print_text)
 
 
 def _words(settings: dict[str, Any]) -> str:

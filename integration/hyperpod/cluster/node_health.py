@@ -1,6 +1,6 @@
 """Node health: machine faults in an event log (pure), and the health labels in Kubernetes.
 
-HyperPod reboots and replaces nodes by the label; nobody puts a pod on a node that has one of the last three.
+HyperPod reboots and replaces nodes by the label. No pods are scheduled on a node with one of the last three values.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ NODE_HEALTH_LABEL = "sagemaker.amazonaws.com/node-health-status"
 
 
 class NodeHealth(enum.Enum):
-    """The label's values, from well to worst."""
+    """Values of the label, from best to worst."""
 
     SCHEDULABLE = "Schedulable"
     UNSCHEDULABLE = "Unschedulable"
@@ -35,13 +35,13 @@ class NodeHealth(enum.Enum):
 
 class DeviceFaultKind(enum.Enum):
     LOST = "lost"
-    """The driver does not find the device any more."""
+    """The driver no longer finds the device."""
     MEMORY = "memory"
-    """Its memory has errors that cannot be corrected."""
+    """The device's memory has uncorrectable errors."""
     STUCK = "stuck"
-    """It does not do what it is given."""
+    """The device does not execute its work."""
     LINK = "link"
-    """Devices, or machines, do not reach each other by the fast way."""
+    """The fast connection between devices or machines fails."""
 
 
 _SIGNS = (
@@ -50,8 +50,10 @@ _SIGNS = (
     (DeviceFaultKind.LINK, r"NVLink.{0,40}(error|fail)|\bXid\b.{0,80}?\b74\b|NET/OFI.{0,80}(error|fail)"),
     (DeviceFaultKind.STUCK, r"the device (has not answered|is broken)|launch timed out|\bXid\b.{0,80}?\b(119|120)\b"),
 )
-"""Words of CUDA, of NVIDIA's driver and NCCL, and of this project's own health check, the most telling first. What a
-program does wrong itself (an illegal access, an assertion, no memory left) is no fault of its machine."""
+"""Messages of CUDA, NVIDIA's driver, NCCL and this project's health check, the most specific first.
+
+Errors of the program itself (an illegal access, an assertion, out of memory) do not count as faults of its machine.
+"""
 
 _DEDUPLICATION_S = 120.0
 
@@ -67,7 +69,7 @@ class DeviceFault:
 
 @dataclass(frozen=True)
 class NodeHealthRule:
-    """So many faults of a kind within the window, and a node is to be started again, or replaced."""
+    """Numbers of faults of a kind within the window that require a reboot or a replacement of the node."""
 
     window_s: float = 86400.0
     reboot: Mapping[DeviceFaultKind, int] = field(
@@ -89,13 +91,15 @@ class NodeHealthRule:
 
 
 def classify_device_fault(words: str) -> DeviceFaultKind | None:
-    """What a fault's words say of the machine; None: nothing."""
+    """Return the kind of device fault that the words describe, or None."""
     return next((kind for kind, signs in _SIGNS if re.search(signs, words, re.IGNORECASE | re.DOTALL)), None)
 
 
 def device_faults(events: Iterable[LogEvent]) -> list[DeviceFault]:
-    """Of a job's log, by time. Several ranks tell of one fault of their machine, and one that is not mended is met
-    again by the next process: what comes within two minutes of the last one that counts is the same.
+    """Return the device faults of a job's log, by time.
+
+    Several ranks report one fault of their machine, and later processes may meet it again. Faults of one node and kind
+    within two minutes of the last counted one are therefore ignored.
     """
     found: list[DeviceFault] = []
     counted: dict[tuple[str, DeviceFaultKind], float] = {}
@@ -107,7 +111,10 @@ def device_faults(events: Iterable[LogEvent]) -> list[DeviceFault]:
 
 
 def _fault_in(event: LogEvent) -> DeviceFault | None:
-    """What the coordinator was told, and a rank's own last words: it says more of itself than its supervisor knows."""
+    """Return the device fault of an event, or None.
+
+    It uses the reasons reported to the coordinator and a rank's last words, which its supervisor may not know.
+    """
     if isinstance(event, FaultEvent):
         words = event.reason
     elif isinstance(event, ProcessEnded) and event.who == "rank":
@@ -119,7 +126,7 @@ def _fault_in(event: LogEvent) -> DeviceFault | None:
 
 
 def health_after_faults(faults: Iterable[DeviceFault], now: float, rule: NodeHealthRule | None = None) -> NodeHealth:
-    """What the faults of one node ask for."""
+    """Return the health that the faults of one node require."""
     rule = rule or NodeHealthRule()
     counted = Counter(fault.kind for fault in faults if now - rule.window_s <= fault.at <= now)
     for limits, health in ((rule.replace, NodeHealth.PENDING_REPLACEMENT), (rule.reboot, NodeHealth.PENDING_REBOOT)):
@@ -129,7 +136,7 @@ def health_after_faults(faults: Iterable[DeviceFault], now: float, rule: NodeHea
 
 
 def is_worse_health(known: str | None, wanted: NodeHealth) -> bool:
-    """Whether the label is to be set: only ever to what is worse. Words nobody knows are somebody else's, and stay."""
+    """Return whether to set the label: only to a worse value. Unknown values of others remain."""
     if known is None:
         return wanted is not NodeHealth.SCHEDULABLE
     try:
@@ -143,18 +150,21 @@ _MAX_ATTEMPTS = 5
 
 @dataclass(frozen=True)
 class NodeHealthLabels:
-    """Needs ``get`` and ``patch`` of ``nodes``."""
+    """Health labels of nodes. Needs ``get`` and ``patch`` of ``nodes``."""
 
     api: Any
     """Kubernetes' ``CoreV1Api``."""
 
     def get(self, node: str) -> str | None:
-        """The label, whatever it says; None: there is none."""
+        """Return the label's value, or None without a label."""
         with _translated_errors(node):
             return _label(self.api.read_node(node))
 
     def set_if(self, node: str, value: NodeHealth, *, when: Callable[[str | None], bool]) -> str | None:
-        """Set it if ``when`` says so of what it is; what it was. What changes in between is looked at again."""
+        """Set the label if ``when(current)`` is true, and return the previous value.
+
+        After a concurrent change, check again.
+        """
         with _translated_errors(node):
             for _ in range(_MAX_ATTEMPTS):
                 found = self.api.read_node(node)
@@ -179,7 +189,7 @@ class NodeHealthLabels:
 
 
 def connect_node_labels(context: str | None = None, kubeconfig: str | None = None) -> NodeHealthLabels:
-    """With a pod's own account, or what ``kubectl`` would use."""
+    """Connect with the pod's service account, or with the configuration of ``kubectl``."""
     from kubernetes import client, config
 
     try:
@@ -203,7 +213,7 @@ def _label(node: Any) -> str | None:
 
 @contextlib.contextmanager
 def _translated_errors(node: str) -> Iterator[None]:
-    """What refusals mean."""
+    """Convert Kubernetes errors into :class:`CommandError`."""
     from kubernetes.client.exceptions import ApiException
     from urllib3.exceptions import HTTPError
 

@@ -1,7 +1,7 @@
 """TieredStorageConfig of a cluster: parsed, mapped to settings, and changed through UpdateCluster.
 
-It is found in a file (alone, or a whole answer of ``describe-cluster``), in a directory that a ConfigMap is mounted
-at, or asked for through the API. What it says is beneath everything that is said elsewhere.
+It comes from a file (alone, or a whole response of ``describe-cluster``), from the directory of a mounted ConfigMap, or
+from the API. All other sources of settings have precedence over it.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from tieredckpt.settings import load_yaml
 
 TIERED_STORAGE_KEY = "TieredStorageConfig"
 MIN_ADVISED_PERCENT = 20
-"""AWS's guide asks for 20 to 100; the API takes less."""
+"""AWS's guide recommends 20 to 100; the API accepts less."""
 _MAX_FILE_BYTES = 4 << 20
 _SUFFIXES = (".json", ".yaml", ".yml")
 
@@ -33,7 +33,7 @@ class TieredStorageMode(enum.Enum):
 
 
 class TieredStorageConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True, rename="pascal"):
-    """As in CreateCluster, UpdateCluster and DescribeCluster."""
+    """The object of CreateCluster, UpdateCluster and DescribeCluster."""
 
     mode: TieredStorageMode
     instance_memory_allocation_percentage: Annotated[int, msgspec.Meta(ge=0, le=100)] | None = None
@@ -47,7 +47,7 @@ class TieredStorageConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=Tru
         return self.mode is TieredStorageMode.ENABLE
 
     def describe(self) -> str:
-        """For people."""
+        """Return a description for users."""
         if not self.enabled:
             return "off: nothing is kept in the nodes' memory, checkpoints go to the durable tier directly"
         share = "as much as the agent's own settings say" if self.percent is None else f"{self.percent} %"
@@ -58,7 +58,10 @@ TIERED_STORAGE_DISABLED = TieredStorageConfig(TieredStorageMode.DISABLE)
 
 
 def parse_tiered_storage_config(tree: Any, where: str) -> TieredStorageConfig:
-    """The flag alone, under its name, or in a cluster's whole description; one that was never set is off."""
+    """Parse the configuration: alone, under its name, or in a cluster's description.
+
+    A cluster without one has it disabled.
+    """
     if not isinstance(tree, Mapping):
         raise SettingsError(
             f"{where}: expected {TIERED_STORAGE_KEY} or a cluster's description, found {type(tree).__name__}"
@@ -82,16 +85,19 @@ def parse_tiered_storage_config(tree: Any, where: str) -> TieredStorageConfig:
 
 
 def read_tiered_storage_config(path: Path) -> TieredStorageConfig:
-    """The flag in a file, or in a directory as Kubernetes mounts a ConfigMap: one file, or one for each key."""
+    """Read the configuration from a file or from the directory of a mounted ConfigMap.
+
+    The directory has one file, or one file for each key.
+    """
     if not path.is_dir():
         return parse_tiered_storage_config(_parsed(path), str(path))
-    found = sorted(one for one in path.iterdir() if not one.name.startswith(".") and one.is_file())
-    keys = {one.name: one for one in found if one.name in _NAMES}
+    found = sorted(file for file in path.iterdir() if not file.name.startswith(".") and file.is_file())
+    keys = {file.name: file for file in found if file.name in _NAMES}
     if keys:
-        return parse_tiered_storage_config({name: _text(one).strip() for name, one in keys.items()}, str(path))
-    whole = [one for one in found if one.name == TIERED_STORAGE_KEY or one.suffix in _SUFFIXES]
+        return parse_tiered_storage_config({name: _text(file).strip() for name, file in keys.items()}, str(path))
+    whole = [file for file in found if file.name == TIERED_STORAGE_KEY or file.suffix in _SUFFIXES]
     if len(whole) != 1:
-        listed = ", ".join(one.name for one in found) or "nothing"
+        listed = ", ".join(file.name for file in found) or "nothing"
         raise SettingsError(
             f"{path}: expected one file {TIERED_STORAGE_KEY}, or {' and '.join(_NAMES)}; there is {listed}"
         )
@@ -102,14 +108,17 @@ _NAMES = tuple(field.encode_name for field in msgspec.structs.fields(TieredStora
 
 
 def tiered_storage_settings(flag: TieredStorageConfig) -> dict[str, Any]:
-    """The flag in this project's settings, as ``$TIEREDCKPT_CONFIG`` has them."""
+    """Return this project's settings for it, as in a ``$TIEREDCKPT_CONFIG`` file."""
     if not flag.enabled:
         return {"enabled": False}
     return {"enabled": True} if flag.percent is None else {"enabled": True, "agent": {"budget": f"{flag.percent}%"}}
 
 
 def cluster_settings_from(where: str) -> dict[str, Any]:
-    """What ``hyperpod:/path`` and ``hyperpod:CLUSTER`` say, for ``$TIEREDCKPT_CLUSTER`` and ``--cluster-config``."""
+    """Return the settings of ``hyperpod:/path`` or ``hyperpod:CLUSTER``.
+
+    ``$TIEREDCKPT_CLUSTER`` and ``--cluster-config`` accept these.
+    """
     if where.startswith("/"):
         return tiered_storage_settings(read_tiered_storage_config(Path(where)))
 
@@ -147,7 +156,7 @@ _CHANGING = frozenset({"Creating", "Updating", "SystemUpdating", "RollingBack"})
 
 @dataclass(frozen=True)
 class ClusterDescription:
-    """What DescribeCluster says, as far as it matters here."""
+    """The needed parts of a DescribeCluster response."""
 
     name: str
     arn: str
@@ -165,7 +174,7 @@ class UpdateProgress(enum.Enum):
 
 
 def enabled_config(cluster: ClusterDescription, percent: int | None) -> TieredStorageConfig:
-    """The flag switched on, with the share asked for or the one it has."""
+    """Return the enabled configuration with the requested or the current share."""
     share = percent if percent is not None else cluster.tiered_storage.percent
     if not share:
         text = f"cluster {cluster.name} has no share of memory for checkpoints yet"
@@ -174,17 +183,18 @@ def enabled_config(cluster: ClusterDescription, percent: int | None) -> TieredSt
 
 
 def has_config(cluster: ClusterDescription, wanted: TieredStorageConfig) -> bool:
-    """Nothing is to be changed. The share of a flag that is off means nothing."""
+    """Return whether the cluster needs no change. The share of a disabled configuration has no meaning."""
     return cluster.tiered_storage == wanted or (not wanted.enabled and not cluster.tiered_storage.enabled)
 
 
 def update_request(
     cluster: ClusterDescription, wanted: TieredStorageConfig, node_recovery: str | None = None
 ) -> dict[str, Any]:
-    """The flag alone is refused: UpdateCluster wants instance groups or the node recovery with it.
+    """Return the UpdateCluster request.
 
-    The node recovery is repeated as it is: instance groups as they are described cannot be given back as
-    specifications, and a mistake in them would change machines.
+    UpdateCluster rejects the configuration alone: it requires instance groups or the node recovery. The node recovery
+    is repeated unchanged. Described instance groups are not valid as specifications, and a mistake in them would change
+    machines.
     """
     recovery = node_recovery or cluster.node_recovery
     if recovery is None:
@@ -198,7 +208,7 @@ def update_request(
 
 
 def update_progress(cluster: ClusterDescription, wanted: TieredStorageConfig, *, began: bool) -> UpdateProgress:
-    """How far an update is; ``began``: the cluster was seen to be changing since."""
+    """Return the progress of an update. ``began``: whether the cluster was observed changing since."""
     if cluster.status in _CHANGING:
         return UpdateProgress.IN_PROGRESS
     if cluster.status != "InService":
@@ -237,9 +247,9 @@ class HyperPodClusterApi:
     profile: str | None = None
     endpoint_url: str | None = None
     client: Any = None
-    """Of boto3, where the caller has one."""
+    """Existing boto3 client of the caller."""
     _clients: dict[str | None, Any] = field(default_factory=dict, repr=False)
-    """By region; one costs a second."""
+    """Clients by region; the creation of one takes a second."""
 
     def describe(self, name: str) -> ClusterDescription:
         answer = self._call("DescribeCluster", name, {"ClusterName": name})
@@ -264,18 +274,21 @@ class HyperPodClusterApi:
         sleep: Callable[[float], None] = time.sleep,
         clock: Callable[[], float] = time.monotonic,
     ) -> ClusterDescription:
-        """The cluster when it has what is wanted; raises when it went back to what it had, or when time is up."""
+        """Wait until the cluster has the configuration, and return the cluster.
+
+        Raise :class:`CommandError` after a rollback or a timeout.
+        """
         deadline = clock() + timeout_s
         began = False
         while True:
             cluster = self.describe(name)
-            stands = update_progress(cluster, wanted, began=began)
-            if stands is UpdateProgress.DONE:
+            progress = update_progress(cluster, wanted, began=began)
+            if progress is UpdateProgress.DONE:
                 return cluster
-            if stands is UpdateProgress.FAILED:
-                why = f": {cluster.failure_message}" if cluster.failure_message else ""
-                raise CommandError(f"cluster {name} did not take {TIERED_STORAGE_KEY}: it is {cluster.status}{why}")
-            began = began or stands is UpdateProgress.IN_PROGRESS
+            if progress is UpdateProgress.FAILED:
+                reason = f": {cluster.failure_message}" if cluster.failure_message else ""
+                raise CommandError(f"cluster {name} did not take {TIERED_STORAGE_KEY}: it is {cluster.status}{reason}")
+            began = began or progress is UpdateProgress.IN_PROGRESS
             if clock() + _POLL_S > deadline:
                 text = f"cluster {name} is still {cluster.status} after {timeout_s:g} s"
                 raise CommandError(
@@ -327,15 +340,15 @@ class HyperPodClusterApi:
 
 
 def region_of_arn(name: str) -> str | None:
-    """The region that a cluster's ARN names."""
+    """Return the region in a cluster's ARN, or None."""
     parts = name.split(":")
     return parts[3] if len(parts) == 6 and parts[0] == "arn" else None
 
 
 def error_for_response(operation: str, name: str, response: dict[str, Any]) -> CommandError:
-    """What an error's answer means, and what to do next."""
-    said = response.get("Error", {})
-    code, message = said.get("Code", ""), said.get("Message") or "no reason is given"
+    """Return the error for an AWS error response, with advice."""
+    details = response.get("Error", {})
+    code, message = details.get("Code", ""), details.get("Message") or "no reason is given"
     status = response.get("ResponseMetadata", {}).get("HTTPStatusCode", 0)
     text = f"{operation} of {name}: {code}: {message}"
     if code in ("ResourceNotFound", "ResourceNotFoundException"):
@@ -346,7 +359,7 @@ def error_for_response(operation: str, name: str, response: dict[str, Any]) -> C
         return CommandError(text, code=ExitCode.REFUSED, advice=advice)
     if code.startswith("ConflictException"):
         return CommandError(text, advice="it is being changed already: try again when `cluster show` says InService")
-    if any(code.startswith(one) for one in _RETRYABLE) or status >= 500:
+    if any(code.startswith(prefix) for prefix in _RETRYABLE) or status >= 500:
         return CommandError(text, code=ExitCode.UNAVAILABLE, advice="what the cluster has is not known; try again")
     if code.startswith("ValidationException"):
         return CommandError(text, code=ExitCode.USAGE)

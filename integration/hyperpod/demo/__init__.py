@@ -1,4 +1,4 @@
-"""``make demo-hyperpod``: a job under real agents and the simulated operator, bitwise equal to an undisturbed run."""
+"""``make demo-hyperpod``: a job with faults under real agents, bitwise equal to an undisturbed run."""
 
 from __future__ import annotations
 
@@ -26,7 +26,10 @@ from tieredckpt.demo.local_s3 import local_bucket
 
 
 def main(*, as_json: bool = False, keep: Path | None = None) -> int:
-    """Run it; 0 when every loss and the final state were equal bit for bit. ``keep`` is where its files stay."""
+    """Run the demo; return 0 when all losses and the final state are bitwise equal.
+
+    ``keep`` is the folder of its files.
+    """
     if importlib.util.find_spec("hyperpod_elastic_agent") is None:
         print("the agent is not there: pip install --no-deps hyperpod-elastic-agent", file=sys.stderr)
         return 2
@@ -34,7 +37,7 @@ def main(*, as_json: bool = False, keep: Path | None = None) -> int:
     keep = empty_demo_folder(keep or Path(tempfile.gettempdir()) / f"hyperpod-demo-{os.getuid()}")
     began = time.monotonic()
     with contextlib.ExitStack() as cleanup:
-        room = Path(cleanup.enter_context(shared_memory_directory()))
+        memory = Path(cleanup.enter_context(shared_memory_directory()))
         bucket = cleanup.enter_context(local_bucket(keep))
         environ = {
             **demo_environ("ELASTIC_", "HYPERPOD_"),
@@ -44,30 +47,30 @@ def main(*, as_json: bool = False, keep: Path | None = None) -> int:
             "PYTHONWARNINGS": "ignore",
         }
         console.print("[bold]a HyperPodPyTorchJob under hyperpodrun and our operator, and things happen to it[/]")
-        story = cleanup.enter_context(contextlib.closing(HyperPodDemo(keep, room, environ, console.print)))
-        story.run()
+        demo = cleanup.enter_context(contextlib.closing(HyperPodDemo(keep, memory, environ, console.print)))
+        demo.run()
         console.print((keep / "operator-0.log").read_text().rstrip(), markup=False)
-        losses = losses_by_step(story.events("step"))
+        losses = losses_by_step(demo.events("step"))
         console.print(f"[bold]the same {len(losses)} steps on one process, undisturbed; then from the bucket alone[/]")
-        alone = run_reference(keep, room, len(losses), environ, console.print)
-        summary = summarize_demo(story, losses, alone, time.monotonic() - began)
+        reference = run_reference(keep, memory, len(losses), environ, console.print)
+        summary = summarize_demo(demo, losses, reference, time.monotonic() - began)
         if as_json:
             print(json.dumps(summary, indent=2))
         else:
-            show_elastic_demo(console, story.acts, losses, summary)
+            show_elastic_demo(console, demo.acts, losses, summary)
             verdict = "[bold green]equal bit for bit[/]" if summary["equal"] else "[bold red]NOT equal[/]"
             console.print(f"{summary['steps']} losses compared: {verdict}, in {summary['seconds']:.0f} s")
-            console.print(f"what agents and ranks have printed: {story.place.folder / 'pods'}")
+            console.print(f"what agents and ranks have printed: {demo.place.folder / 'pods'}")
     return 0 if summary["equal"] else 1
 
 
 HYPERPOD_DEMO_NODES = ("n0", "n1", "n2")
-"""The job has two of them; the third one is there for when one is bad."""
+"""Nodes of the demo. The job uses two; the third one replaces a faulty one."""
 _COMMAND = [sys.executable, "-m", "integration.hyperpod.operator"]
 
 
 class HyperPodDemo(ElasticDemo):
-    """The operator's processes and its agents', and the node agents, which nobody ends with a pod."""
+    """Processes of the operator and its agents, and the node agents, which outlive the pods."""
 
     def __init__(self, folder: Path, memory: Path, environ: Mapping[str, str], told: Callable[[str], None]) -> None:
         super().__init__(folder, memory, environ, told)
@@ -77,9 +80,11 @@ class HyperPodDemo(ElasticDemo):
         self._environ["TIEREDCKPT_AGENT_PEERS"] = "127.0.0.1:0"
         resource = yaml.safe_load((Path(__file__).with_name("job.yaml")).read_text())
         self.place = SimDirectory(resource["metadata"]["name"], folder / "sim")
-        self._agents = {node: MemoryTierProcess({**self._environ, **self._of(node)}) for node in HYPERPOD_DEMO_NODES}
+        self._agents = {
+            node: MemoryTierProcess({**self._environ, **self._node_environ(node)}) for node in HYPERPOD_DEMO_NODES
+        }
 
-    def _of(self, node: str) -> dict[str, str]:
+    def _node_environ(self, node: str) -> dict[str, str]:
         return {"TIEREDCKPT_AGENT_DIRECTORY": str(self._memory / node), "TIEREDCKPT_AGENT_NODE": node}
 
     def run(self) -> None:
@@ -92,16 +97,16 @@ class HyperPodDemo(ElasticDemo):
         self._act("two agents with two ranks each start", lambda _: None, ranks=4)
         self._act("a rank gets SIGKILL; its agent tells the operator", self._kill_rank, ranks=4)
         self._act("a node is said to be bad, and its memory is gone", self._lose, ranks=4)
-        self._act("one replica is admitted", lambda _: self._say("scale", "1"), ranks=2)
-        self._act("and as many as the job allows", lambda _: self._say("scale", "max"), ranks=4)
+        self._act("one replica is admitted", lambda _: self._run_operator_command("scale", "1"), ranks=2)
+        self._act("and as many as the job allows", lambda _: self._run_operator_command("scale", "max"), ranks=4)
         self._finish(operator)
 
     def _lose(self, inside: list[dict[str, Any]]) -> None:
         node = inside[-1]["node"]
         kill_demo_node(self._memory / node)
-        self._say("fault", node)
+        self._run_operator_command("fault", node)
 
-    def _say(self, *words: str) -> None:
+    def _run_operator_command(self, *words: str) -> None:
         done = subprocess.run(  # noqa: S603 - ours
             [*_COMMAND, *words], env=self._environ, capture_output=True, text=True, check=False, timeout=self.limit_s
         )
@@ -110,21 +115,21 @@ class HyperPodDemo(ElasticDemo):
 
     def _start(self, *words: str) -> subprocess.Popen[bytes]:
         with (self.folder / f"operator-{len(self._started)}.log").open("wb") as out:
-            one = subprocess.Popen(  # noqa: S603 - ours
+            process = subprocess.Popen(  # noqa: S603 - ours
                 [*_COMMAND, *words], env=self._environ, stdin=subprocess.DEVNULL, stdout=out, stderr=out
             )
-        self._started.append(one)
-        return one
+        self._started.append(process)
+        return process
 
     def close(self) -> None:
-        """Nothing of it runs on."""
-        for one in self._started:
-            if one.poll() is None:
-                one.terminate()
+        """Stop all processes."""
+        for process in self._started:
+            if process.poll() is None:
+                process.terminate()
                 with contextlib.suppress(subprocess.TimeoutExpired):
-                    one.wait(self.limit_s)
-                one.kill()
-                one.wait()
+                    process.wait(self.limit_s)
+                process.kill()
+                process.wait()
         for node, agent in self._agents.items():
             agent.close()
             kill_demo_node(self._memory / node)

@@ -15,7 +15,10 @@ __all__ = ["agent_control_plane", "wait_rank"]
 
 
 def agent_control_plane(environ: Mapping[str, str]) -> ControlPlane | None:
-    """How :func:`elastic.run` finds the agent that started this process; ``None`` where none did."""
+    """Return the control plane of the agent that started this process, or None without an agent.
+
+    :func:`elastic.run` calls it.
+    """
     mode = agent_mode(environ)
     if mode is AgentMode.NONE:
         return None

@@ -1,10 +1,10 @@
-"""Checkpoint discovery: reports the newest committed step to the agent, and receives the step to resume from.
+"""Checkpoint discovery: reports complete steps to the agent, and receives the step to resume from.
 
-An agent has room for one job (it counts what all its ranks say under the name it heard last), and forgets what it was
-told when a rank introduces itself again. Therefore one rank of each node speaks, of the first job that it restores or
-saves, and of nothing but steps that are whole on all ranks: it says ``model_checkpoint: 1`` and names each step once.
+An agent serves one job: it counts the reports of all ranks under the last prefix it received. It forgets the reports of
+a rank that introduces itself again. Therefore one rank of each node reports, for the first job that it restores or
+saves, only steps that are complete on all ranks. It declares ``model_checkpoint: 1`` and reports each step once.
 
-The operator gives the greatest step that any pod has reported back with the next start.
+With the next start the operator sends the greatest step that any pod reported.
 """
 
 from __future__ import annotations
@@ -29,30 +29,36 @@ from tieredckpt.session.session import Session
 log = logging.getLogger(__name__)
 
 CHECKPOINT_TYPE = "model_checkpoint"
-_ANSWER_S = 30.0
+_REPLY_TIMEOUT_S = 30.0
 _POLL_S = 1.0
-_FLUSH_S = 5.0
+_FLUSH_TIMEOUT_S = 5.0
 
 OpenChannel = Callable[[], AgentChannel]
 
 
 def expected_step_from_path(job: str, path: object, how: ResumeFrom) -> ExpectedStep | None:
-    """What the path means that the agent has given; it is the operator's, or what a rank before this one reported."""
+    """Return the step of the agent's path, or None without a path.
+
+    The path comes from the operator or from the report of an earlier rank.
+    """
     if path is None or path == "":
         return None
     exactly = how is ResumeFrom.OPERATOR
     try:
-        found = parse_location(path) if isinstance(path, str) else None
+        location = parse_location(path) if isinstance(path, str) else None
     except TieredCheckpointError:
-        found = None
-    if found is None or found.job != job or found.step is None:
+        location = None
+    if location is None or location.job != job or location.step is None:
         shown = str(path)[:200]
         return ExpectedStep(None, f"the agent was told to go on from {shown!r}, which is no step of this job", exactly)
-    return ExpectedStep(found.step, f"the agent was told to go on from step {found.step} ({path})", exactly)
+    return ExpectedStep(location.step, f"the agent was told to go on from step {location.step} ({path})", exactly)
 
 
 class CheckpointReporter:
-    """One process's account with its agent. Told by any thread; what there is to look at is looked at by its own."""
+    """Reports of one process to its agent.
+
+    Any thread may call it; its own thread looks for complete steps.
+    """
 
     def __init__(
         self,
@@ -66,21 +72,19 @@ class CheckpointReporter:
         self._how = how
         self._speaks = speaks
         self._alone = alone
-        """No other node has ranks: only the node itself knows which steps are whole."""
+        """Whether no other node has ranks, so that only this node knows which steps are complete."""
         self._changed = threading.Condition()
         self._channel: AgentChannel | None = None
         self._job = ""
         self._lost = ""
-        """Why the agent cannot be spoken to; "" while it can."""
+        """Reason why the agent cannot be reached; "" while it can."""
         self._session: Session | None = None
-        self._news = self._closed = False
+        self._sealed_news = self._closed = False
         self._reported: int | None = None
         self._thread: threading.Thread | None = None
 
-    # -- Overseer -----------------------------------------------------------------------------------------------------
-
     def expected_step(self, job: str) -> ExpectedStep | None:
-        if not self._introduced(job):
+        if not self._reports_job(job):
             return None
         try:
             return expected_step_from_path(job, self._ask(), self._how)
@@ -91,22 +95,20 @@ class CheckpointReporter:
     def on_sealed(self, session: Session) -> None:
         if self._speaks and not self._closed and self._job in ("", session.job):
             with self._changed:
-                self._session, self._news = session, True
+                self._session, self._sealed_news = session, True
                 if self._thread is None:
                     self._thread = threading.Thread(target=self._run, name="hyperpod-progress", daemon=True)
                     self._thread.start()
                 self._changed.notify_all()
 
-    # -- what is said -------------------------------------------------------------------------------------------------
-
     def flush(self) -> None:
-        """Nothing more will be sealed: have the agent know the newest whole step before this process ends."""
+        """Report the newest complete step before the process exits. No step may be sealed afterwards."""
         session = self._session
         if session is not None:
-            self._look(session, ask=True, fresh=True)
+            self._check_steps(session, ask=True, fresh=True)
         if self._channel is not None and not self._lost:
             try:
-                self._channel.flush(_FLUSH_S)
+                self._channel.flush(_FLUSH_TIMEOUT_S)
             except ElasticError as error:
                 log.warning("the agent may not have heard of the newest step: %s", error)
 
@@ -119,23 +121,23 @@ class CheckpointReporter:
             thread.join()
 
     def _run(self) -> None:
-        waits = False
+        polling = False
         while True:
             with self._changed:
-                self._changed.wait_for(lambda: self._news or self._closed, _POLL_S if waits else None)
-                session, self._news = self._session, False
+                self._changed.wait_for(lambda: self._sealed_news or self._closed, _POLL_S if polling else None)
+                session, self._sealed_news = self._session, False
                 if self._closed or session is None:
                     return
-            waits = self._look(session, ask=self._alone()) < session.sealed_step and not self._lost
+            polling = self._check_steps(session, ask=self._alone()) < session.sealed_step and not self._lost
 
-    def _look(self, session: Session, *, ask: bool, fresh: bool = False) -> int:
+    def _check_steps(self, session: Session, *, ask: bool, fresh: bool = False) -> int:
         try:
             step = newest_complete_step(session, ask=ask, fresh=fresh)
         except (PeerStoreError, TieredCheckpointError, OSError) as error:
             log.debug("not known which step of %s is whole: %s", session.job, error)
             return -1
         with self._changed:
-            if 0 <= step != self._reported and self._introduced(session.job):
+            if 0 <= step != self._reported and self._reports_job(session.job):
                 self._report(session.job, step)
         return step
 
@@ -152,10 +154,10 @@ class CheckpointReporter:
     def _ask(self) -> object:
         if self._channel is None or self._lost:
             raise ControlPlaneUnavailableError(self._lost)
-        return self._channel.request(ipc.MSG_CHECKPOINT_GET, _ANSWER_S).get("path")
+        return self._channel.request(ipc.MSG_CHECKPOINT_GET, _REPLY_TIMEOUT_S).get("path")
 
-    def _introduced(self, job: str) -> bool:
-        """Whether the agent keeps account of ``job``, because this is the first one it hears of."""
+    def _reports_job(self, job: str) -> bool:
+        """Return whether ``job`` is the job that this process reports to the agent."""
         with self._changed:
             if not self._speaks:
                 return False
@@ -176,14 +178,17 @@ class CheckpointReporter:
             log.warning("the agent keeps no account of %s: %s", job, error)
 
 
-_ours: list[CheckpointReporter] = []
-_until_the_end = contextlib.ExitStack()
+_reporters: list[CheckpointReporter] = []
+_exit_stack = contextlib.ExitStack()
 
 
 def agent_checkpoint_reporter(environ: Mapping[str, str] = os.environ) -> CheckpointReporter | None:
-    """This process's, from the first call on, for everything that is restored and saved; ``None`` without an agent."""
-    if not _ours and environ.get(AGENT_SOCKET_ENV):
-        _ours.append(
+    """Return the reporter of this process, or None without an agent.
+
+    The first call installs it for all restores and saves.
+    """
+    if not _reporters and environ.get(AGENT_SOCKET_ENV):
+        _reporters.append(
             CheckpointReporter(
                 lambda: shared_agent_connection(environ).open_channel(ipc.CHECKPOINT_MESSAGES),
                 how=resume_from(environ),
@@ -191,7 +196,7 @@ def agent_checkpoint_reporter(environ: Mapping[str, str] = os.environ) -> Checkp
                 alone=lambda: environ.get("WORLD_SIZE") == environ.get("LOCAL_WORLD_SIZE"),
             )
         )
-        _until_the_end.enter_context(use_progress_hook(_ours[0]))
-        _until_the_end.callback(_ours[0].close)
-        atexit.register(_until_the_end.close)
-    return _ours[0] if _ours else None
+        _exit_stack.enter_context(use_progress_hook(_reporters[0]))
+        _exit_stack.callback(_reporters[0].close)
+        atexit.register(_exit_stack.close)
+    return _reporters[0] if _reporters else None

@@ -22,37 +22,43 @@ RESUME_FROM_ENV = "ELASTIC_HYPERPOD_RESUME_FROM"
 """Step to resume from under HyperPod: ``newest`` (the default), or ``operator`` for the operator's step."""
 RESTART_COUNT_ENV = "JOB_RESTART_COUNT"
 _NUMBERS = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK", RESTART_COUNT_ENV)
-"""Not GROUP_WORLD_SIZE: the agent counts ranks there, where torchrun counts nodes."""
-_PATIENCE_S = 120.0
+"""Numeric variables.
+
+GROUP_WORLD_SIZE is missing because the agent counts ranks in it, while torchrun counts nodes.
+"""
+_DEFAULT_PATIENCE_S = 120.0
 
 
 class SignalCoordination(enum.Enum):
-    """What is to become of a graceful stop: HyperPod's own words."""
+    """HyperPod's setting for graceful stops."""
 
     DISABLED = "disabled"
     DISTRIBUTED = "distributed"
 
 
 class ResumeFrom(enum.Enum):
-    """From which step a job goes on, where the operator and the tiers differ."""
+    """Step to resume from if the operator and the tiers differ."""
 
     NEWEST = "newest"
-    """The newest whole one."""
+    """The newest complete step."""
     OPERATOR = "operator"
-    """The operator's, or none."""
+    """The operator's step, or none."""
 
 
 @dataclass(frozen=True)
 class LaunchedWorker:
-    """One rank, as the agent started it."""
+    """One rank started by the agent."""
 
     assignment: RankAssignment
     master_address: tuple[str, int]
-    """Host and port at which the first rank keeps the store of this world."""
+    """Host and port of the store of this world, which rank 0 serves."""
 
 
 def launched_worker(environ: Mapping[str, str] = os.environ) -> LaunchedWorker:
-    """This process's place, or :class:`PolicyError` that names every variable that is missing or cannot be right."""
+    """Return the assignment of this process.
+
+    Raise :class:`PolicyError` with all variables that are missing or invalid.
+    """
     problems: list[str] = []
     numbers = {name: _number(environ, name, problems) for name in (*_NUMBERS, "MASTER_PORT")}
     host = environ.get("MASTER_ADDR", "")
@@ -63,7 +69,7 @@ def launched_worker(environ: Mapping[str, str] = os.environ) -> LaunchedWorker:
     if problems:
         raise PolicyError(f"the environment is not a HyperPod worker's: {'; '.join(problems)}")
     port, restarts = numbers["MASTER_PORT"], numbers[RESTART_COUNT_ENV]
-    place = RankAssignment(
+    assignment = RankAssignment(
         epoch=0,
         rank=numbers["RANK"],
         world_size=numbers["WORLD_SIZE"],
@@ -75,65 +81,69 @@ def launched_worker(environ: Mapping[str, str] = os.environ) -> LaunchedWorker:
         restarts=restarts,
         reason=f"started by HyperPod's agent after {restarts} fault{'' if restarts == 1 else 's'}",
     )
-    return LaunchedWorker(place, (host, port))
+    return LaunchedWorker(assignment, (host, port))
 
 
 def signal_coordination(environ: Mapping[str, str] = os.environ) -> SignalCoordination:
-    """``disabled`` unless the job says otherwise, as the agent has it."""
-    said = environ.get(COORDINATION_ENV, "").strip().lower() or SignalCoordination.DISABLED.value
+    """Return the setting; ``disabled`` if it is unset or unknown, as in the agent."""
+    value = environ.get(COORDINATION_ENV, "").strip().lower() or SignalCoordination.DISABLED.value
     try:
-        return SignalCoordination(said)
+        return SignalCoordination(value)
     except ValueError:
-        known = " or ".join(one.value for one in SignalCoordination)
-        log.warning("%s=%s is not known, it is %s: taken as disabled", COORDINATION_ENV, said, known)
+        known = " or ".join(setting.value for setting in SignalCoordination)
+        log.warning("%s=%s is not known, it is %s: taken as disabled", COORDINATION_ENV, value, known)
         return SignalCoordination.DISABLED
 
 
 def stop_patience_s(environ: Mapping[str, str] = os.environ) -> float:
-    """How long a rank that has stopped waits for its own agent to be asked, too."""
-    said = environ.get(STOP_PATIENCE_ENV, "")
+    """Return the seconds that a stopped rank waits until its own agent stops it, too."""
+    value = environ.get(STOP_PATIENCE_ENV, "")
     try:
-        found = float(said) if said else _PATIENCE_S
+        patience_s = float(value) if value else _DEFAULT_PATIENCE_S
     except ValueError:
-        found = -1.0
-    if not 0 <= found < float("inf"):
-        raise PolicyError(f"{STOP_PATIENCE_ENV}={said!r} is no number of seconds")
-    return found
+        patience_s = -1.0
+    if not 0 <= patience_s < float("inf"):
+        raise PolicyError(f"{STOP_PATIENCE_ENV}={value!r} is no number of seconds")
+    return patience_s
 
 
 def resume_from(environ: Mapping[str, str] = os.environ) -> ResumeFrom:
-    said = environ.get(RESUME_FROM_ENV, "") or ResumeFrom.NEWEST.value
+    value = environ.get(RESUME_FROM_ENV, "") or ResumeFrom.NEWEST.value
     try:
-        return ResumeFrom(said)
+        return ResumeFrom(value)
     except ValueError:
-        known = " or ".join(one.value for one in ResumeFrom)
-        raise PolicyError(f"{RESUME_FROM_ENV}={said!r} is not known: {known}") from None
+        known = " or ".join(setting.value for setting in ResumeFrom)
+        raise PolicyError(f"{RESUME_FROM_ENV}={value!r} is not known: {known}") from None
 
 
 def _number(environ: Mapping[str, str], name: str, problems: list[str]) -> int:
-    said = environ.get(name)
-    if said is None and name == RESTART_COUNT_ENV:
-        said = environ.get("TORCHELASTIC_RESTART_COUNT", "0")
-    if said is None:
+    value = environ.get(name)
+    if value is None and name == RESTART_COUNT_ENV:
+        value = environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+    if value is None:
         problems.append(f"{name} is not set")
-    elif not (said.isascii() and said.isdigit() and len(said) < 10):
-        problems.append(f"{name}={said[:40]!r} is no count")
+    elif not (value.isascii() and value.isdigit() and len(value) < 10):
+        problems.append(f"{name}={value[:40]!r} is no count")
     else:
-        return int(said)
+        return int(value)
     return -1
 
 
-def _contradictions(told: Mapping[str, int]) -> list[str]:
+def _contradictions(numbers: Mapping[str, int]) -> list[str]:
     pairs = (("RANK", "WORLD_SIZE"), ("LOCAL_RANK", "LOCAL_WORLD_SIZE"))
-    found = [f"{one}={told[one]} of {all_of}={told[all_of]}" for one, all_of in pairs if told[one] >= told[all_of]]
-    size = told["LOCAL_WORLD_SIZE"]
-    if size and told["WORLD_SIZE"] % size:
-        found.append(f"WORLD_SIZE={told['WORLD_SIZE']} in nodes of {size} ranks each")
-    if told["RANK"] != told["GROUP_RANK"] * size + told["LOCAL_RANK"]:
-        found.append(f"RANK={told['RANK']} as number {told['LOCAL_RANK']} of node {told['GROUP_RANK']}")
-    if not 0 < told["MASTER_PORT"] < 1 << 16:
-        found.append(f"MASTER_PORT={told['MASTER_PORT']} is no port")
-    return found
+    problems = [
+        f"{name}={numbers[name]} of {total}={numbers[total]}"
+        for name, total in pairs
+        if numbers[name] >= numbers[total]
+    ]
+    size = numbers["LOCAL_WORLD_SIZE"]
+    if size and numbers["WORLD_SIZE"] % size:
+        problems.append(f"WORLD_SIZE={numbers['WORLD_SIZE']} in nodes of {size} ranks each")
+    if numbers["RANK"] != numbers["GROUP_RANK"] * size + numbers["LOCAL_RANK"]:
+        problems.append(f"RANK={numbers['RANK']} as number {numbers['LOCAL_RANK']} of node {numbers['GROUP_RANK']}")
+    if not 0 < numbers["MASTER_PORT"] < 1 << 16:
+        problems.append(f"MASTER_PORT={numbers['MASTER_PORT']} is no port")
+    return problems
 
 
 AGENT_SOCKET_ENV = "HYPERPOD_ELASTICAGENT_SOCKET_SERVER_PATH"
@@ -146,30 +156,29 @@ _PROC = Path("/proc")
 
 class AgentMode(enum.Enum):
     IN_PROCESS = "in-process"
-    """It lives on, and is told its next place over the agent's socket."""
+    """The process continues after a fault, and receives its next rank over the agent's socket."""
     PROCESS = "process"
-    """It is ended and started again, with its place in the environment."""
+    """The agent restarts the process, with its next rank in the environment."""
     NONE = "none"
-    """No agent started it."""
+    """No agent started the process."""
 
 
 def agent_mode(environ: Mapping[str, str] = os.environ, proc: Path = _PROC) -> AgentMode:
-    """Read from the environment as far as it says so.
+    """Return the restart mode of the agent that started this process.
 
-    Before the first start there is no rank, and -1 in its place, only where ranks are told over the socket. A process
-    that such an agent had to start again finds the place of the one before it, like one in the other mode: then what
-    the agent was started with tells.
+    An in-process agent sets no rank, or -1, before the first start. After it restarts a process, the environment
+    contains the earlier rank, as in process mode; then the agent's command line decides.
     """
     path = environ.get(AGENT_SOCKET_ENV, "")
     if not path:
         return AgentMode.NONE
-    said = environ.get(AGENT_MODE_ENV, "")
-    if said:
+    mode_text = environ.get(AGENT_MODE_ENV, "")
+    if mode_text:
         try:
-            return AgentMode(said)
+            return AgentMode(mode_text)
         except ValueError:
             raise PolicyError(
-                f"${AGENT_MODE_ENV}={said!r}: one of {', '.join(mode.value for mode in AgentMode)}"
+                f"${AGENT_MODE_ENV}={mode_text!r}: one of {', '.join(mode.value for mode in AgentMode)}"
             ) from None
     if environ.get("RANK", "-1").startswith("-") or not environ.get("MASTER_ADDR"):
         return AgentMode.IN_PROCESS
@@ -177,9 +186,12 @@ def agent_mode(environ: Mapping[str, str] = os.environ, proc: Path = _PROC) -> A
 
 
 def _restarts_in_process(path: str, proc: Path) -> bool:
-    """The socket is named for the agent's process; where it is not, the agent is this process's parent."""
-    named = _PID.search(path)
-    pid = named.group(1) if named else str(os.getppid())
+    """Return whether the agent's command line selects in-process restarts.
+
+    The name of the socket contains the agent's pid; otherwise the agent is this process's parent.
+    """
+    match = _PID.search(path)
+    pid = match.group(1) if match else str(os.getppid())
     try:
         words = (proc / pid / "cmdline").read_bytes().split(b"\0")
     except OSError as error:

@@ -1,7 +1,7 @@
-"""In-process restart mode: a ControlPlane that keeps the process, and the rendezvous of the ranks of one start.
+"""In-process restart mode: a ControlPlane that retains the process, and the ranks' rendezvous.
 
-The agent knows a barrier, a start and a fault. What it does not know, a stop at a common step, the ranks agree on
-among themselves: over the store of their start, as they do under ``torchrun``.
+The agent's protocol has a barrier, a start and a fault. The ranks implement stops at a common step over the store of
+their start, as under ``torchrun``.
 """
 
 from __future__ import annotations
@@ -40,13 +40,16 @@ from integration.hyperpod.elastic_agent.worker_client import (
 
 log = logging.getLogger(__name__)
 
-_FAREWELL_S = 10.0
-_STORE_OWNER = "ElasticWorld"
-"""The reason of what is asked for by the ranks together, in the job's status."""
+_EXIT_WAIT_S = 10.0
+_WORLD_REASON = "ElasticWorld"
+"""Reason, in the job's status, of restarts that the ranks request together."""
 
 
 class InProcessControlPlane:
-    """``policy``: how often this process may be started anew before it asks for others; only that is read of it."""
+    """Control plane of one rank under an in-process agent.
+
+    Of ``policy`` only the limit of restarts of this process is used.
+    """
 
     def __init__(
         self,
@@ -60,30 +63,28 @@ class InProcessControlPlane:
         self._worker = worker
         self._limits = hang_limits_in(environ) if limits is None else limits
         self._pace = StepTimes()
-        """Of the job, as this process has seen it."""
+        """Step times of the job, as measured by this process."""
         self._environ = environ
         self._policy = policy or ScalingPolicy()
         self._clock = clock
         self._changed = threading.Condition()
         self._servers = RendezvousStore()
         self._inner: StoreControlPlane | None = None
-        """Of the world that this rank is in, or on its way into."""
+        """Control plane of the world that this rank is in or enters."""
         self._place: RankAssignment | None = None
-        """The newest one."""
+        """The newest assignment."""
         self._inside = False
         self._seen_faults = 0
-        """The agent's, before the newest start."""
+        """The agent's fault count before the newest start."""
         self._asked = False
-        """The agent knows from this rank that the newest world is over."""
+        """Whether the agent received a restart request of this rank for the newest world."""
         self._over: Exception | None = None
         self._sealed = self._stopped = self._finished = self._closed = False
         self._starts: list[float] = []
-        """When faults made this process leave a world."""
+        """Times at which faults made this process leave a world."""
         self._own_faults: list[float] = []
         self._calls: list[Callable[[ControlNotice], None]] = []
-        worker.add_fault_callback(self._left)
-
-    # -- ControlPlane -------------------------------------------------------------------------------------------------
+        worker.add_fault_callback(self._on_agent_fault)
 
     def wait_for_assignment(self, *, timeout_s: float | None = None) -> RankAssignment:
         until = None if timeout_s is None else time.monotonic() + timeout_s
@@ -102,7 +103,7 @@ class InProcessControlPlane:
                 if self._worker.lost_reason:
                     raise
                 log.info("start number %d came to nothing: %s", start.restart_count, error)
-                self._ask_again(str(error))
+                self._request_restart(str(error))
                 if isinstance(error, ControlDeadlineError):
                     raise
 
@@ -111,25 +112,28 @@ class InProcessControlPlane:
         return inner.notice() if inner is not None and self._inside else None
 
     def agree_on_step(self, step: int, *, timeout_s: float | None = None) -> int:
-        return self._here().agree_on_step(step, timeout_s=timeout_s)
+        return self._current_plane().agree_on_step(step, timeout_s=timeout_s)
 
     def report_sealed(self, step: int, *, checkpoint: SealedStep | None = None, timeout_s: float | None = None) -> None:
-        inner = self._here()
+        inner = self._current_plane()
         inner.report_sealed(step, checkpoint=checkpoint, timeout_s=timeout_s)
         notice = inner.notice()
         self._sealed = True
         self._stopped = notice is not None and notice.kind is NoticeKind.STOP
 
     def report_progress(self, progress: RankProgress) -> None:
-        """For the other ranks: the agent is told of checkpoints, not of steps."""
+        """Report progress to the other ranks. The agent receives checkpoints only, no steps."""
         inner = self._inner
         if inner is not None and self._inside:
             inner.report_progress(progress)
 
     def report_fault(self, reason: str, *, final: bool = False, position: ErrorPosition | None = None) -> None:
-        """The agent first, since it forgets nothing; then the other ranks, which need not wait for the operator."""
-        inner, place = self._here(), self._place
-        assert place is not None  # noqa: S101 - it is in a world
+        """Report a fault to the agent, then to the other ranks.
+
+        The agent comes first because it stores the report. The other ranks then need not wait for the operator.
+        """
+        inner, place = self._current_plane(), self._place
+        assert place is not None  # noqa: S101 - set by the entry into a world
         now = self._clock()
         self._own_faults.append(now)
         labels = repeat_offender_labels(self._policy, self._own_faults, now)
@@ -137,8 +141,10 @@ class InProcessControlPlane:
             self._worker.set_health_labels(labels)
         if final:
             self._over = JobFailedError(f"another attempt would end the same way: {reason}")
-        if not self._is_taken_back:
-            self._ask("WorkerFault", reason, choose_restart_mode(self._policy, self._starts, now, final=final))
+        if not self._is_revoked:
+            self._report_to_agent(
+                "WorkerFault", reason, choose_restart_mode(self._policy, self._starts, now, final=final)
+            )
         try:
             inner.report_fault(reason)
         except (ControlPlaneUnavailableError, StaleEpochError) as error:
@@ -148,7 +154,11 @@ class InProcessControlPlane:
     def request_change(
         self, want: NoticeKind, reason: str, *, deadline_s: float | None = None, nodes: int | None = None
     ) -> None:
-        """How many nodes there are next is up to the operator: it is asked for another start when all have stopped."""
+        """Request a change from the other ranks.
+
+        The operator decides the next number of nodes: after all ranks stop, the agent receives a request for another
+        start.
+        """
         inner = self._inner
         if inner is None or not self._inside:
             raise ControlPlaneUnavailableError(f"{reason}: this process is in no world")
@@ -162,42 +172,44 @@ class InProcessControlPlane:
             threading.Thread(target=call, args=(notice,), name="hyperpod-broken", daemon=True).start()
 
     def report_finished(self) -> None:
-        """Returns when all ranks have."""
-        inner = self._here()
+        """Report the end of the work, and wait until all ranks have reported theirs."""
+        inner = self._current_plane()
         inner.report_finished()
         inner.gather("finished")
         self._finished = True
 
     def close(self) -> None:
-        """The connection stays as long as this process where it has ended well: else it would be taken for lost."""
+        """Close the control plane.
+
+        After a regular end the connection to the agent stays open until the process exits: otherwise the agent counts
+        the process as lost.
+        """
         with self._changed:
             if self._closed:
                 return
             self._closed = True
             inner = self._inner
-        well = self._finished or self._stopped
+        ended_well = self._finished or self._stopped
         if inner is not None:
-            if well:
-                self._farewell(inner)
+            if ended_well:
+                self._leave_store(inner)
             inner.close()
         self._servers.close()
-        if not well:
+        if not ended_well:
             self._worker.close()
 
-    def _farewell(self, inner: StoreControlPlane) -> None:
-        """All ranks have ended well. Who keeps the store stays until they have all heard it."""
+    def _leave_store(self, inner: StoreControlPlane) -> None:
+        """Announce a regular exit. The rank that serves the store waits for all others."""
         try:
             inner.gather("left", wait=False)
         except ControlPlaneUnavailableError as error:
             log.info("nobody is there to take leave of: %s", error)
             return
         if self._servers.is_serving:
-            inner.has_gathered("left", timeout_s=_FAREWELL_S)
-
-    # -- from one world to the next -----------------------------------------------------------------------------------
+            inner.has_gathered("left", timeout_s=_EXIT_WAIT_S)
 
     def _leave(self, until: float | None) -> None:
-        """This rank is in no world any more. Where the agent does not know that it is over, it is told."""
+        """Leave the current world, and request a restart unless the agent already knows."""
         with self._changed:
             inner, place, was_inside = self._inner, self._place, self._inside
             self._inside = False
@@ -212,11 +224,14 @@ class InProcessControlPlane:
             elif notice is not None and notice.kind is NoticeKind.RESTART:
                 self._starts.append(self._clock())
             reason = notice.reason if notice is not None else "left without being asked"
-            self._ask_again(f"{notice.kind.value}: {reason}" if notice is not None else reason)
+            self._request_restart(f"{notice.kind.value}: {reason}" if notice is not None else reason)
         inner.close()
 
     def _wait_for_all_to_seal(self, inner: StoreControlPlane, until: float | None) -> None:
-        """The operator stops everybody as soon as it is asked: also who is still on the way to the common step."""
+        """Wait until all ranks have sealed the common step.
+
+        The operator stops all ranks once it receives the request, including ranks that have not reached the step.
+        """
         notice = inner.notice()
         if notice is not None and notice.deadline_s is not None:
             deadline = time.monotonic() + notice.deadline_s
@@ -227,66 +242,69 @@ class InProcessControlPlane:
             log.info("not all ranks have sealed the common step: %s", error)
 
     def _enter(self, start: JobStart, faults: int, until: float | None) -> RankAssignment:
-        least = max(start.restart_count, -1 if self._place is None else self._place.epoch + 1)
-        place = _assignment(self._environ, least)
+        min_epoch = max(start.restart_count, -1 if self._place is None else self._place.epoch + 1)
+        place = _assignment(self._environ, min_epoch)
         self._seen_faults, self._asked, self._sealed = faults, False, False
         inner = meet(
             place,
             start.restart_count,
             self._servers,
-            is_over=lambda: self._is_taken_back,
+            is_over=lambda: self._is_revoked,
             until=until,
             limits=self._limits,
             pace=self._pace,
             leave_s=abort_timeout_in(self._environ),
         )
-        inner.on_broken(self._broken)
+        inner.on_broken(self._run_callbacks)
         with self._changed:
             self._inner = inner
         try:
-            if self._is_taken_back:
+            if self._is_revoked:
                 raise StaleEpochError("the start was taken back")
-            met = inner.wait_for_assignment(timeout_s=_remaining_s(until))
+            assignment = inner.wait_for_assignment(timeout_s=_remaining_s(until))
         except BaseException:
             inner.close()
             raise
         with self._changed:
-            self._place, self._inside = met, True
+            self._place, self._inside = assignment, True
             notice = inner.notice()
-            if notice is not None and notice.kind is NoticeKind.RESTART:  # on the way in: nobody was told of it yet
+            if (
+                notice is not None and notice.kind is NoticeKind.RESTART
+            ):  # broken before it formed: no callback was called
                 self._inside = False
                 raise StaleEpochError(notice.reason)
-        return met
+        return assignment
 
     @property
-    def _is_taken_back(self) -> bool:
+    def _is_revoked(self) -> bool:
         return self._worker.fault_count > self._seen_faults or bool(self._worker.lost_reason)
 
-    def _ask_again(self, reason: str) -> None:
-        if not self._is_taken_back and not self._asked:
-            self._ask(_STORE_OWNER, reason, RequestedRestart.IN_PROCESS)
+    def _request_restart(self, reason: str) -> None:
+        if not self._is_revoked and not self._asked:
+            self._report_to_agent(_WORLD_REASON, reason, RequestedRestart.IN_PROCESS)
 
-    def _ask(self, reason: str, message: str, mode: RequestedRestart) -> None:
+    def _report_to_agent(self, reason: str, message: str, mode: RequestedRestart) -> None:
         self._asked = True
         rank = int(self._environ.get("RANK", "0"))
         self._worker.report_fault(rank, mode, reason, message)
 
-    def _here(self) -> StoreControlPlane:
+    def _current_plane(self) -> StoreControlPlane:
         inner = self._inner
         if inner is None or not self._inside:
             raise StaleEpochError("this process is in no world")
         return inner
 
-    # -- in other threads ---------------------------------------------------------------------------------------------
-
-    def _left(self, reason: str) -> None:
-        """Said by the agent, or of it: it is gone."""
+    def _on_agent_fault(self, reason: str) -> None:
+        """Mark the world as broken after the agent's fault message, or after the loss of the agent."""
         inner = self._inner
         if inner is not None:
             inner.mark_broken(reason)
 
-    def _broken(self, notice: ControlNotice) -> None:
-        """On a thread of its own: what aborts a group may wait for this very plane, and others are to be heard."""
+    def _run_callbacks(self, notice: ControlNotice) -> None:
+        """Run the callbacks on a separate thread.
+
+        A callback that aborts a group may wait for this control plane, which must remain responsive.
+        """
         calls = tuple(self._calls)
 
         def run() -> None:
@@ -298,7 +316,10 @@ class InProcessControlPlane:
 
 
 def _assignment(environ: Mapping[str, str], epoch: int) -> RankAssignment:
-    """What the agent calls the number of groups is the number of ranks."""
+    """Return the assignment.
+
+    The agent's GROUP_WORLD_SIZE counts ranks, so it is replaced by the number of nodes.
+    """
     nodes = int(environ["WORLD_SIZE"]) // int(environ.get("LOCAL_WORLD_SIZE", "1"))
     return assignment_from_environ({**environ, "GROUP_WORLD_SIZE": str(nodes)}, epoch=epoch)
 
@@ -309,11 +330,11 @@ def _remaining_s(until: float | None) -> float | None:
 
 _CONNECT_TIMEOUT_S = 2.0
 _FOREIGN_STORE_TIMEOUT_S = 5.0
-"""So long a store that somebody else keeps may not answer yet."""
+"""Seconds to wait for the response of a store that another process serves."""
 
 
 class RendezvousStore:
-    """The store that this process keeps, from one start to the next where the address is the same."""
+    """Store that this process serves. It remains across starts with the same address."""
 
     def __init__(self) -> None:
         self._address = ""
@@ -327,7 +348,7 @@ class RendezvousStore:
         try:
             self._server = start_store_server(host, port)
         except RuntimeError as error:
-            # A process that was the first rank before keeps one there. Every start has its own names in it.
+            # An earlier rank 0 may serve a store there. Keys of each start have their own prefix.
             log.info("the store at %s is kept by somebody else: %s", address, error)
             return
         self._address = address
@@ -351,23 +372,23 @@ def meet(
     pace: StepTimes,
     leave_s: float,
 ) -> StoreControlPlane:
-    """What the ranks of one start say to each other. Who cannot be reached yet is waited for.
+    """Return a control plane of the ranks of one start, after the store answers.
 
-    ``is_over`` says whether this process knows by now that it was for nothing. Where the first rank cannot keep a
-    store, and nobody does, there never will be one: another start is needed, which has another address.
+    ``is_over`` returns whether the start was revoked. If rank 0 cannot serve a store and no store answers, raise
+    :class:`ControlPlaneUnavailableError`: another start is needed, with another address.
     """
-    first, address = place.rank == 0, parse_store_address(place.store)
-    if first:
+    is_first, address = place.rank == 0, parse_store_address(place.store)
+    if is_first:
         servers.serve(place.store)
-    taken_until = time.monotonic() + _FOREIGN_STORE_TIMEOUT_S
+    foreign_deadline = time.monotonic() + _FOREIGN_STORE_TIMEOUT_S
     for pause_s in pauses_s():
-        if _answers(address):
+        if _accepts_connections(address):
             break
         if is_over():
             raise StaleEpochError("the start was taken back")
         if until is not None and time.monotonic() > until:
             raise ControlDeadlineError(f"no store answers at {place.store}, where the first rank is to keep one")
-        if first and not servers.is_serving and time.monotonic() > taken_until:
+        if is_first and not servers.is_serving and time.monotonic() > foreign_deadline:
             raise ControlPlaneUnavailableError(f"{place.store} is taken, and no store answers there")
         time.sleep(pause_s)
     try:
@@ -384,7 +405,7 @@ def meet(
         raise ControlPlaneUnavailableError(f"the store at {place.store} does not answer: {error}") from error
 
 
-def _answers(address: tuple[str, int]) -> bool:
+def _accepts_connections(address: tuple[str, int]) -> bool:
     try:
         socket.create_connection(address, timeout=_CONNECT_TIMEOUT_S).close()
     except OSError:

@@ -1,11 +1,11 @@
 """The elastic agent's Unix socket: message types, JSON frames, and this process's one connection.
 
-Every object has a ``type``. A frame that cannot be read ends the connection: what it said may have been a fault, and
-to go on without having heard it is worse than to start again.
+Every object has a ``type``. An unreadable frame ends the connection: it may have been a fault, and continuing without
+it is worse than a restart.
 
-The agent gives a process up whose connection ends, so there is no second one: lost is lost. What the agent says is
-kept until the one it is for has taken it, also where that one comes later than the message. Nobody who speaks waits for
-the agent: a thread writes, whole frames and in order.
+After the connection ends, the agent counts the process as lost: no reconnect is possible. Messages of the agent are
+stored until their receiver takes them, even if it registers later. Senders never wait for the agent: a thread writes
+complete frames in order.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from peerstore.daemon_process import peer_credentials
 log = logging.getLogger(__name__)
 
 
-# Of a worker.
+# Sent by a worker.
 MSG_INIT = "init"
 MSG_AT_BARRIER = "at_rcb_barrier"
 MSG_PAST_BARRIER = "past_rcb_barrier"
@@ -44,36 +44,36 @@ MSG_RANK_LABELS = "rank_labels"
 MSG_CHECKPOINT_INIT = "ckpt_init"
 MSG_CHECKPOINT_UPDATE = "ckpt_info_update"
 
-# Of the agent.
+# Sent by the agent.
 MSG_JOB_START = "job_start"
 MSG_RANK_INFO = "job_rank_info"
 MSG_INVALID = "invalid_response"
 
-# Of both.
+# Sent by both.
 MSG_JOB_FAULT = "job_fault"
 MSG_CHECKPOINT_GET = "ckpt_info_get"
 
 RESTART_MESSAGES = frozenset({MSG_JOB_START, MSG_RANK_INFO, MSG_JOB_FAULT})
-"""What a worker that is started anew without being ended has to hear."""
+"""Messages that a worker with in-process restarts receives."""
 CHECKPOINT_MESSAGES = frozenset({MSG_CHECKPOINT_GET, MSG_INVALID})
 RECEIVED_MESSAGES = RESTART_MESSAGES | CHECKPOINT_MESSAGES
 
 
 class RequestedRestart(enum.Enum):
-    """What a worker asks for with a fault: the cheapest that it believes to help."""
+    """Restart that a worker requests with a fault: the cheapest one that may help."""
 
     IN_PROCESS = "in_process_restart"
-    """The processes stay, the world is a new one."""
+    """The processes remain and form a new world."""
     PROCESS = "process_level_restart"
-    """The processes are started anew in the pods that there are."""
+    """The processes restart in the existing pods."""
     JOB = "job_level_restart"
-    """So are the pods."""
+    """Processes and pods restart."""
 
 
 AgentMessage = dict[str, Any]
 
 MAX_RECEIVED_FRAME_BYTES = 64 << 20
-"""What all ranks of a job say of themselves comes back in one frame."""
+"""Maximum bytes of a received frame. One frame contains the data of all ranks of a job."""
 MAX_SENT_FRAME_BYTES = 1 << 20
 
 _LENGTH = struct.Struct(">I")
@@ -81,11 +81,14 @@ _SHOWN = 60
 
 
 class DamagedFrameError(ControlPlaneUnavailableError):
-    """What came is no frame of the agent's."""
+    """The received bytes are not a valid frame."""
 
 
 def encode_agent_frame(message: Mapping[str, Any]) -> bytes:
-    """One frame, or :class:`PolicyError` where nobody could want to read it."""
+    """Return the frame of a message.
+
+    Raise :class:`PolicyError` if it is not valid JSON or too large.
+    """
     try:
         body = json.dumps(message, separators=(",", ":"), allow_nan=False).encode()
     except (TypeError, ValueError) as error:
@@ -98,9 +101,9 @@ def encode_agent_frame(message: Mapping[str, Any]) -> bytes:
 
 
 class FrameDecoder:
-    """Frames out of bytes that come in pieces of any size.
+    """Decoder of frames from bytes in pieces of any size.
 
-    No more is kept than what has come; a length above the limit is refused before the first byte of its body.
+    It buffers only received bytes. A length above the limit is rejected before the body arrives.
     """
 
     def __init__(self, limit_bytes: int = MAX_RECEIVED_FRAME_BYTES) -> None:
@@ -108,13 +111,13 @@ class FrameDecoder:
         self._bytes = bytearray()
 
     def feed(self, data: bytes) -> Iterator[AgentMessage]:
-        """The messages that are complete with ``data``, up to the first damaged one."""
+        """Yield the messages that ``data`` completes. Raise :class:`DamagedFrameError` at a damaged one."""
         self._bytes += data
         while (body := self._body()) is not None:
             yield decode_agent_frame(body)
 
     def finish(self) -> None:
-        """Nothing more comes: that is in order between two frames only."""
+        """Raise :class:`DamagedFrameError` if the data ended within a frame."""
         if self._bytes:
             raise DamagedFrameError(f"the connection ended within a frame, {len(self._bytes)} bytes of which had come")
 
@@ -133,7 +136,7 @@ class FrameDecoder:
 
 
 def decode_agent_frame(body: bytes) -> AgentMessage:
-    """``body`` as an object with a ``type``, or :class:`DamagedFrameError`."""
+    """Return ``body`` as an object with a ``type``, or raise :class:`DamagedFrameError`."""
     try:
         message = json.loads(body.decode())
     except (ValueError, RecursionError) as error:
@@ -148,14 +151,14 @@ def _shown(body: bytes) -> str:
 
 
 MAX_QUEUED_MESSAGES = 4096
-"""So many messages may wait, in each direction; with one more the other side is not there any more, only its socket."""
-_PIECE_BYTES = 1 << 16
-_CONNECT_S = 10.0
+"""Maximum queued messages in each direction. More mean that the other side hangs."""
+_RECEIVE_BYTES = 1 << 16
+_CONNECT_TIMEOUT_S = 10.0
 _FLUSH_TIMEOUT_S = 5.0
 
 
 class AgentConnection:
-    """``local_rank`` is who this process is to the agent."""
+    """Connection to the agent. ``local_rank`` identifies this process."""
 
     def __init__(self, path: Path, local_rank: int) -> None:
         self._sock = _connect(path)
@@ -167,8 +170,8 @@ class AgentConnection:
         self._writing = False
         self._lost = ""
         self._closed = False
-        self._seen: set[str] = set()
-        """Types nobody here knows, each of which is mentioned once."""
+        self._unknown_types: set[str] = set()
+        """Unknown message types already logged."""
         self._threads = [
             threading.Thread(target=work, name=f"hyperpod-{name}", daemon=True)
             for name, work in (("reader", self._read), ("writer", self._write))
@@ -179,19 +182,19 @@ class AgentConnection:
 
     @property
     def lost_reason(self) -> str:
-        """Why the agent cannot be spoken to any more; "" while it can."""
+        """Reason why the agent cannot be reached; "" while it can."""
         return self._lost
 
     @property
     def unread_bytes(self) -> int:
-        """How much of what was said the agent has not taken from its socket, in the kernel's own measure."""
-        with contextlib.suppress(OSError, ValueError):  # it is closed
+        """Sent bytes that the agent has not read, as counted by the kernel."""
+        with contextlib.suppress(OSError, ValueError):  # the socket is closed
             (size,) = struct.unpack("i", fcntl.ioctl(self._sock, termios.TIOCOUTQ, bytes(4)))
             return int(size)
         return 0
 
     def open_channel(self, kinds: Iterable[str]) -> AgentChannel:
-        """For a user of its own: it hears the messages of these types, also those that came before it."""
+        """Open a channel that receives messages of these types, including earlier ones."""
         with self._changed:
             channel = AgentChannel(self, frozenset(kinds))
             self._channels.append(channel)
@@ -202,19 +205,19 @@ class AgentConnection:
         return channel
 
     def flush(self, timeout_s: float = _FLUSH_TIMEOUT_S) -> None:
-        """Until everything that was said is on its way: from then on it is read even when this process ends."""
+        """Wait until all messages are in the socket. The agent then reads them even if this process exits."""
         with self._changed:
             self._wait(lambda: not self._outgoing and not self._writing, timeout_s, "the agent did not read")
 
     def close(self) -> None:
-        """Say what there is to say, and go. Idempotent."""
+        """Send the remaining messages and close the connection. Idempotent."""
         with contextlib.suppress(ControlPlaneUnavailableError, ControlDeadlineError):
             self.flush()
         with self._changed:
             if self._closed:
                 return
             self._closed = True
-            self._lose("closed on this side")
+            self._mark_lost("closed on this side")
         with contextlib.suppress(OSError):
             self._sock.shutdown(socket.SHUT_RDWR)
         for thread in self._threads:
@@ -222,59 +225,55 @@ class AgentConnection:
                 thread.join()
         self._sock.close()
 
-    # -- for channels -------------------------------------------------------------------------------------------------
-
-    def _say(self, client: str, kind: str, fields: AgentMessage) -> None:
+    def _queue_message(self, client: str, kind: str, fields: AgentMessage) -> None:
         frame = encode_agent_frame({**fields, "type": kind, "local_rank": self._local_rank, "client_id": client})
         with self._changed:
-            self._check()
+            self._raise_if_lost()
             if len(self._outgoing) >= MAX_QUEUED_MESSAGES:
-                self._lose(f"the agent has not read for {MAX_QUEUED_MESSAGES} messages")
-                self._check()
+                self._mark_lost(f"the agent has not read for {MAX_QUEUED_MESSAGES} messages")
+                self._raise_if_lost()
             self._outgoing.append(frame)
             self._changed.notify_all()
 
-    def _take(self, channel: AgentChannel, kinds: frozenset[str], timeout_s: float | None) -> AgentMessage:
+    def _receive(self, channel: AgentChannel, kinds: frozenset[str], timeout_s: float | None) -> AgentMessage:
         def found() -> AgentMessage | None:
-            return next((message for message in channel._kept if message["type"] in kinds), None)
+            return next((message for message in channel._messages if message["type"] in kinds), None)
 
         with self._changed:
             self._wait(lambda: found() is not None, timeout_s, f"the agent said no {' or '.join(sorted(kinds))}")
             message = found()
             assert message is not None  # noqa: S101 - what was waited for
-            channel._kept.remove(message)
+            channel._messages.remove(message)
             return message
 
-    def _wait(self, happened: Any, timeout_s: float | None, what: str) -> None:
-        """What has come counts, also where the agent is gone since."""
+    def _wait(self, is_done: Any, timeout_s: float | None, problem: str) -> None:
+        """Wait until ``happened()``. Messages received before the loss of the agent still count."""
         until = None if timeout_s is None else time.monotonic() + timeout_s
-        while not happened():
-            self._check()
-            left_s = None if until is None else until - time.monotonic()
-            if left_s is not None and left_s <= 0:
-                raise ControlDeadlineError(f"{what} within {timeout_s:g} s")
-            self._changed.wait(left_s)
+        while not is_done():
+            self._raise_if_lost()
+            remaining_s = None if until is None else until - time.monotonic()
+            if remaining_s is not None and remaining_s <= 0:
+                raise ControlDeadlineError(f"{problem} within {timeout_s:g} s")
+            self._changed.wait(remaining_s)
 
-    def _check(self) -> None:
+    def _raise_if_lost(self) -> None:
         if self._lost:
             raise ControlPlaneUnavailableError(f"the connection to the elastic agent is lost: {self._lost}")
 
-    # -- the two threads ----------------------------------------------------------------------------------------------
-
     def _read(self) -> None:
-        coming = FrameDecoder()
+        decoder = FrameDecoder()
         try:
-            while data := self._sock.recv(_PIECE_BYTES):
-                for message in coming.feed(data):
+            while data := self._sock.recv(_RECEIVE_BYTES):
+                for message in decoder.feed(data):
                     with self._changed:
                         self._deliver(message)
                         self._changed.notify_all()
-            coming.finish()
+            decoder.finish()
             reason = "the agent closed it"
         except (OSError, ControlPlaneUnavailableError) as error:
             reason = str(error)
         with self._changed:
-            self._lose(reason)
+            self._mark_lost(reason)
 
     def _write(self) -> None:
         while True:
@@ -291,34 +290,37 @@ class AgentConnection:
             except OSError as error:
                 with self._changed:
                     self._writing = False
-                    self._lose(str(error))
+                    self._mark_lost(str(error))
                 return
 
     def _deliver(self, message: AgentMessage) -> None:
-        """To the one it is addressed to; to all that hear its type where it names nobody; else it waits for one."""
-        hearing = [channel for channel in self._channels if message["type"] in channel.kinds]
-        named = [channel for channel in hearing if channel.client == message.get("client_id")]
-        for channel in named or hearing:
-            self._keep(channel._kept, message)
-        if not hearing:
+        """Store a message for its receiver.
+
+        A message without a client goes to all channels of its type. Without such a channel it waits for one.
+        """
+        receivers = [channel for channel in self._channels if message["type"] in channel.kinds]
+        addressed = [channel for channel in receivers if channel.client == message.get("client_id")]
+        for channel in addressed or receivers:
+            self._store_message(channel._messages, message)
+        if not receivers:
             if message["type"] in RECEIVED_MESSAGES:
-                self._keep(self._unclaimed, message)
-            elif message["type"] not in self._seen:
-                self._seen.add(message["type"])
+                self._store_message(self._unclaimed, message)
+            elif message["type"] not in self._unknown_types:
+                self._unknown_types.add(message["type"])
                 log.info("the agent says %r, which is not known here", message["type"])
 
-    def _keep(self, kept: collections.deque[AgentMessage], message: AgentMessage) -> None:
-        if len(kept) >= MAX_QUEUED_MESSAGES:
+    def _store_message(self, queue: collections.deque[AgentMessage], message: AgentMessage) -> None:
+        if len(queue) >= MAX_QUEUED_MESSAGES:
             raise ControlPlaneUnavailableError(f"{MAX_QUEUED_MESSAGES} messages of the agent's were not taken")
-        kept.append(message)
+        queue.append(message)
 
     def _forked(self) -> None:
-        """In a child, which has none of the threads: this connection is its parent's."""
+        """Close the parent's connection in a forked child, which has none of the threads."""
         self._changed = threading.Condition()
         self._closed, self._lost = True, "this process was forked from the one that the agent started"
         self._sock.close()
 
-    def _lose(self, reason: str) -> None:
+    def _mark_lost(self, reason: str) -> None:
         if not self._lost:
             self._lost = reason or "it ended"
         with contextlib.suppress(OSError):
@@ -327,24 +329,27 @@ class AgentConnection:
 
 
 class AgentChannel:
-    """One user's part of the connection: what it says carries its name, and so do the answers."""
+    """One client of the connection. Its messages and their replies carry its name."""
 
     def __init__(self, connection: AgentConnection, kinds: frozenset[str]) -> None:
         self.kinds = kinds
         self.client = str(uuid.uuid4())
         self._connection = connection
-        self._kept: collections.deque[AgentMessage] = collections.deque()
+        self._messages: collections.deque[AgentMessage] = collections.deque()
 
     def send(self, kind: str, /, **fields: Any) -> None:
-        """It goes out in the order in which things are said; :class:`ControlPlaneUnavailableError` where it cannot."""
-        self._connection._say(self.client, kind, fields)
+        """Queue a message. Messages are sent in order.
+
+        Raise :class:`ControlPlaneUnavailableError` if the connection is lost.
+        """
+        self._connection._queue_message(self.client, kind, fields)
 
     def receive(self, *kinds: str, timeout_s: float | None = None) -> AgentMessage:
-        """The oldest message of these types that was not taken yet; without types: of any. Waits for one."""
-        return self._connection._take(self, frozenset(kinds) or self.kinds, timeout_s)
+        """Return the oldest unread message of these types, or of any without types. Wait for one."""
+        return self._connection._receive(self, frozenset(kinds) or self.kinds, timeout_s)
 
     def request(self, kind: str, /, timeout_s: float, **fields: Any) -> AgentMessage:
-        """Say it, and take the answer of the same type."""
+        """Send a message and return the reply of the same type."""
         self.send(kind, **fields)
         return self.receive(kind, timeout_s=timeout_s)
 
@@ -354,7 +359,7 @@ class AgentChannel:
 
 def _connect(path: Path) -> socket.socket:
     sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-    sock.settimeout(_CONNECT_S)
+    sock.settimeout(_CONNECT_TIMEOUT_S)
     try:
         sock.connect(str(path))
     except OSError as error:
@@ -375,7 +380,10 @@ _creating = threading.Lock()
 
 
 def shared_agent_connection(environ: Mapping[str, str] = os.environ) -> AgentConnection:
-    """This process's, made when it is first asked for. A lost one is made again: whether that helps the agent says."""
+    """Return the connection of this process, and create it on the first call or after a loss.
+
+    The agent decides whether it accepts a new connection after a loss.
+    """
     with _creating:
         if not _shared or _shared[0].lost_reason:
             if not environ.get(AGENT_SOCKET_ENV):
@@ -391,7 +399,10 @@ _registered: list[bool] = []
 
 
 def _close_in_children(connection: AgentConnection) -> None:
-    """A forked child holds its parent's connection open: the agent would not notice that the parent has died."""
+    """Close the connection in forked children.
+
+    An open copy in a child would hide the parent's death from the agent.
+    """
     _parents.add(connection)
     if not _registered:
         _registered.append(True)

@@ -1,13 +1,12 @@
 """Process-level restart mode: a ControlPlane that stops at a common step, saves, and exits.
 
-What it says is SIGUSR1, and it says it to one pod after the other. All ranks stop at the step that the first of them
-leads to, so most have sealed before their own agent was asked. One that ended then would be taken for one whose work is
-done: an agent that nobody has asked to stop reports COMPLETED. Therefore a rank that has stopped waits until its own
-agent has asked, too, and ends with status 0 only then; where that does not come it ends with an error, which agent and
-operator take for what it is, a world that has to be started again.
+The agent requests a stop by SIGUSR1, one pod after the other. All ranks stop at a common step after the first signal,
+so most ranks seal before the signal of their own agent. An early exit would look like the end of the work: an agent
+without a stop request reports COMPLETED. Therefore a stopped rank waits for the stop request of its own agent and only
+then exits with status 0. Without the request it exits with an error, and the agent and the operator restart the world.
 
-The store in which the ranks meet lives in the first of them: it goes last, also at the end of all work. And only when
-all have sealed is the last step whole: then the agents are told of it.
+Rank 0 serves the ranks' store, so it exits last, also at the end of all work. The last step is complete only after all
+ranks seal it. The agents receive it then.
 """
 
 from __future__ import annotations
@@ -34,24 +33,24 @@ log = logging.getLogger(__name__)
 
 _STORE_TIMEOUT = timedelta(minutes=5)
 _EXIT_TIMEOUT_S = 30.0
-"""How long the first rank keeps the store for others; who has not gone by then is not going to."""
-_GONE = "gone"
+"""Seconds that rank 0 serves the store while other ranks exit."""
+_DONE_KEY = "gone"
 
 
 class ProcessControlPlane(StoreControlPlane):
-    """One rank's, for the one world that it is started for."""
+    """Control plane of one rank for its only world."""
 
     def __init__(
         self,
         worker: LaunchedWorker,
         asked: GroupSignalListener,
         patience_s: float,
-        account: CheckpointReporter | None = None,
+        reporter: CheckpointReporter | None = None,
         limits: HangTimeouts | None = None,
     ) -> None:
         host, port = worker.master_address
-        self._keeper = _server(host, port) if worker.assignment.rank == 0 else None
-        # The agent starts the next world at once, with what the nodes have in memory: nothing has to become durable.
+        self._store_server = _server(host, port) if worker.assignment.rank == 0 else None
+        # The agent starts the next world immediately from the nodes' memory: nothing must become durable.
         super().__init__(
             lambda: connect_store(host, port),
             worker.assignment,
@@ -61,38 +60,44 @@ class ProcessControlPlane(StoreControlPlane):
         )
         self._asked = asked
         self._patience_s = patience_s
-        self._account = account
-        self._may_go = threading.Event()
-        """The agent of this rank has asked for its end, or its pod has."""
-        self._telling = threading.RLock()  # a signal's handler may interrupt who holds it
-        self._told = self._gone = False
+        self._reporter = reporter
+        self._may_exit = threading.Event()
+        """Set once the agent of this rank requests its stop, or its pod is preempted."""
+        self._request_lock = threading.RLock()  # a signal handler may interrupt its holder
+        self._requested = self._announced = False
         self._completed: int | None = None
         asked.add_callback(self._agent_asks)
 
     def wait_for_assignment(self, *, timeout_s: float | None = None) -> RankAssignment:
         place = super().wait_for_assignment(timeout_s=timeout_s)
-        if self._asked.received.is_set():  # before anybody could be told
+        if self._asked.received.is_set():  # the signal came before the world formed
             self._agent_asks()
         return place
 
     def request_change(
         self, want: NoticeKind, reason: str, *, deadline_s: float | None = None, nodes: int | None = None
     ) -> None:
-        """The same wish comes by more than one way: by the agent's signal, and by whoever handles it in the script."""
+        """Request a change once.
+
+        The same request may come from the agent's signal and from the script's handler.
+        """
         if deadline_s is not None:
-            self._may_go.set()  # this pod is preempted, which its agent knows
-        with self._telling:
-            if self._gone or (self._told and want is NoticeKind.RESIZE and deadline_s is None):
+            self._may_exit.set()  # this pod is preempted, and its agent knows
+        with self._request_lock:
+            if self._announced or (self._requested and want is NoticeKind.RESIZE and deadline_s is None):
                 return
             super().request_change(want, reason, deadline_s=deadline_s, nodes=nodes)
-            self._told = self._told or want is NoticeKind.RESIZE
+            self._requested = self._requested or want is NoticeKind.RESIZE
 
     def report_progress(self, progress: RankProgress) -> None:
         super().report_progress(progress)
         self._completed = progress.step
 
     def report_finished(self) -> None:
-        """Whoever is asked to stop after the last step of all would else wait for a word of this rank."""
+        """Report the end of the work, and a pause at the last step.
+
+        A rank that receives a stop request after the last step would otherwise wait for this rank.
+        """
         super().report_finished()
         if self._completed is not None:
             with contextlib.suppress(RuntimeError):
@@ -105,63 +110,64 @@ class ProcessControlPlane(StoreControlPlane):
         super().close()
 
     def _agent_asks(self) -> None:
-        self._may_go.set()
+        self._may_exit.set()
         try:
             self.request_change(NoticeKind.RESIZE, "the elastic agent asks for a graceful stop")
-        except ElasticError as error:  # asked again when there is a world, or by who handles the signal
+        except ElasticError as error:  # repeated when a world exists, or by the script's signal handler
             log.info("%s", error)
 
     def _no_further(self) -> None:
         if self._sealed and not self._finished:
             self._depart()
-            if not self._may_go.wait(self._patience_s):
+            if not self._may_exit.wait(self._patience_s):
                 raise JobFailedError(
                     "all ranks have stopped at a common step for a change of the world, but for "
                     f"{self._patience_s:g} s the agent of this one was not asked to stop: ending with an error, so "
                     "that nobody takes this for the end of the work"
                 )
             raise Dismissed("the elastic agent starts the next world")
-        self._go()  # with nothing sealed, and nobody is to wait for it
+        self._announce_done()  # nothing is sealed, so no rank must wait for this one
         super()._no_further()
 
-    # -- the store goes last ------------------------------------------------------------------------------------------
-
     def _depart(self) -> None:
-        """This rank is done. Who keeps the store, and who keeps account, waits for all others to say so."""
-        if not self._go():
-            return
-        if self._keeper is not None or self._account is not None:
-            self._see_off()
-        if self._account is not None:
-            self._account.flush()
+        """Announce that this rank is done.
 
-    def _go(self) -> bool:
-        """From here on this rank does not need the store; whether it is the first time that this is said."""
-        with self._telling:
-            if self._gone:
+        The ranks that serve the store or report to the agent wait for all others.
+        """
+        if not self._announce_done():
+            return
+        if self._store_server is not None or self._reporter is not None:
+            self._await_departures()
+        if self._reporter is not None:
+            self._reporter.flush()
+
+    def _announce_done(self) -> bool:
+        """Announce that this rank no longer needs the store. Return whether this is the first announcement."""
+        with self._request_lock:
+            if self._announced:
                 return False
-            self._gone = True
+            self._announced = True
         with contextlib.suppress(ControlPlaneUnavailableError):
-            self.gather(_GONE, wait=False)
+            self.gather(_DONE_KEY, wait=False)
         return True
 
-    def _see_off(self) -> None:
-        if not self.has_gathered(_GONE, timeout_s=_EXIT_TIMEOUT_S):
+    def _await_departures(self) -> None:
+        if not self.has_gathered(_DONE_KEY, timeout_s=_EXIT_TIMEOUT_S):
             log.warning("not all ranks have left after %g s", _EXIT_TIMEOUT_S)
 
 
 def process_control_plane(environ: Mapping[str, str]) -> ProcessControlPlane:
-    """For a rank that the agent has started in process-level mode."""
+    """Return the control plane of a rank that an agent in process mode started."""
     worker = launched_worker(environ)
-    account = agent_checkpoint_reporter(environ)  # of all ranks: each of them is asked what it was told
-    speaks = worker.assignment.local_rank == 0
+    reporter = agent_checkpoint_reporter(environ)  # for all ranks: each reads its expected step
+    reports = worker.assignment.local_rank == 0
     return ProcessControlPlane(
-        worker, agent_stop_signal(), stop_patience_s(environ), account if speaks else None, hang_limits_in(environ)
+        worker, agent_stop_signal(), stop_patience_s(environ), reporter if reports else None, hang_limits_in(environ)
     )
 
 
 def _server(host: str, port: int) -> dist.TCPStore:
-    """The one that ``init_process_group`` of the script itself has made, or will make, at the same place."""
+    """Serve the store at the address that the script's own ``init_process_group`` uses, too."""
     try:
         return dist.TCPStore(
             host, port, is_master=True, wait_for_workers=False, timeout=_STORE_TIMEOUT, multi_tenant=True

@@ -1,8 +1,8 @@
-"""A worker's protocol with its elastic agent: barrier, start, fault, requested restart mode.
+"""Protocol of a worker with its elastic agent: barrier, start, fault, requested restart mode.
 
 ::
 
-      at_rcb_barrier ──> (all local ranks are there, and the operator starts the job) ──> job_start ──> past_rcb_barrier
+      at_rcb_barrier ──> (all local ranks arrive, and the operator starts the job) ─────> job_start ──> past_rcb_barrier
              ^                                                                                               │
              └──────────────────────────── job_fault <─── trains ── job_fault (its own) ─────────────────────┘
 """
@@ -36,24 +36,24 @@ log = logging.getLogger(__name__)
 JOB_RESTART_COUNT_ENV = "JOB_RESTART_COUNT"
 SPARE_ENV = "SPARE"
 AGENT_SILENCE_LIMIT_S = 60.0
-"""An agent reads at once: one that has taken nothing for so long while a worker waits for it never will."""
+"""Seconds without a read after which an agent counts as hung while a worker waits for it."""
 _POLL_S = 1.0
 _SEND_TIMEOUT_S = 30.0
-_TEXT = 8 << 10
-"""Of a reason or a message, what is passed on: for people, and kept in the job's status."""
+_MAX_TEXT = 8 << 10
+"""Maximum characters of a reason or a message, which the job's status stores."""
 
 
 class JobStart(msgspec.Struct, frozen=True):
-    """What the agent says when the job is to run."""
+    """The agent's start of the job."""
 
     environ: Mapping[str, str]
-    """RANK, WORLD_SIZE, MASTER_ADDR and so on, as this worker is to have them."""
+    """RANK, WORLD_SIZE, MASTER_ADDR and other variables of this worker."""
     data: Any = None
-    """What all workers said of themselves, and the addresses of their nodes."""
+    """Data of all workers, and the addresses of their nodes."""
 
     @property
     def restart_count(self) -> int:
-        """How often the job was started anew."""
+        """Return the number of restarts of the job."""
         return int(self.environ.get(JOB_RESTART_COUNT_ENV, "0"))
 
     @property
@@ -61,44 +61,46 @@ class JobStart(msgspec.Struct, frozen=True):
         return self.environ.get(SPARE_ENV, "").lower() == "true"
 
 
-_NEEDED = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
-_PORTS = 1 << 16
+_REQUIRED = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+_PORT_LIMIT = 1 << 16
 _SHOWN = 60
-_DIGITS = 9
+_MAX_DIGITS = 9
 _NUMBERS = ("RANK", "WORLD_SIZE", "MASTER_PORT", JOB_RESTART_COUNT_ENV)
 
 
 def parse_job_start(message: AgentMessage) -> JobStart:
-    """Values as the environment has them, or :class:`DamagedFrameError` where nobody could start with them."""
-    said = message.get("worker_envs")
-    environ = {name: str(value) for name, value in said.items() if value is not None} if isinstance(said, dict) else {}
-    missing = [name for name in _NEEDED if not environ.get(name)]
+    """Return the start in a message, or raise :class:`DamagedFrameError` if it is unusable."""
+    values = message.get("worker_envs")
+    environ = (
+        {name: str(value) for name, value in values.items() if value is not None} if isinstance(values, dict) else {}
+    )
+    missing = [name for name in _REQUIRED if not environ.get(name)]
     if missing:
         raise DamagedFrameError(f"{message['type']} without {', '.join(missing)}")
     for name in _NUMBERS:
-        if not environ.get(name, "0").isdecimal() or len(environ.get(name, "0")) > _DIGITS:
+        if not environ.get(name, "0").isdecimal() or len(environ.get(name, "0")) > _MAX_DIGITS:
             raise DamagedFrameError(f"{message['type']} with {name}={environ[name][:_SHOWN]!r}, which is no number")
     rank, size, port = (int(environ[name]) for name in ("RANK", "WORLD_SIZE", "MASTER_PORT"))
     start = JobStart(environ, message.get("aggregate_worker_data"))
-    behind = message["type"] == ipc.MSG_RANK_INFO or start.is_spare  # spares are numbered on
-    if (rank >= size and not behind) or not 0 < port < _PORTS:
+    is_extra = message["type"] == ipc.MSG_RANK_INFO or start.is_spare  # spares have the ranks after the last member
+    if (rank >= size and not is_extra) or not 0 < port < _PORT_LIMIT:
         raise DamagedFrameError(f"{message['type']} with rank {rank} of {size} and port {port}, which cannot be")
     return start
 
 
 class AgentWorker:
-    """One process; every method may be called by any thread."""
+    """One process as a worker of the agent. Any thread may call any method."""
 
     def __init__(self, connection: AgentConnection) -> None:
         self._connection = connection
         self._channel = connection.open_channel(ipc.RESTART_MESSAGES)
         self._changed = threading.Condition()
         self._start: JobStart | None = None
-        """Heard, and neither begun nor overtaken by a fault."""
+        """Received start, neither begun nor revoked by a fault."""
         self._begun: JobStart | None = None
-        """The one that this worker is in. The agent says it again to every other user of the connection."""
+        """Start of the current world. The agent repeats it to each other client of the connection."""
         self._known: JobStart | None = None
-        """The newest place that this worker was told of."""
+        """Newest rank assignment of this worker."""
         self._waiting = False
         self._faults = 0
         self._lost = ""
@@ -108,39 +110,39 @@ class AgentWorker:
 
     @property
     def fault_count(self) -> int:
-        """How many times the agent has said that the job is to be left."""
+        """Number of faults that the agent has reported."""
         return self._faults
 
     @property
     def lost_reason(self) -> str:
-        """Why the agent is not there any more; "" while it is."""
+        """Reason why the agent is lost; "" while it is connected."""
         return self._lost
 
     def add_fault_callback(self, call: Callable[[str], None]) -> None:
-        """Have ``call`` run with the reason, in the worker's own thread, whenever the job is to be left."""
+        """Call ``call`` with the reason of every fault, in the worker's own thread."""
         with self._changed:
             self._calls.append(call)
 
-    # -- what it is told ----------------------------------------------------------------------------------------------
-
     def wait_for_rank_info(self, *, timeout_s: float | None = None) -> JobStart:
-        """This worker's place as far as it is known; before anybody knows it, this waits.
+        """Return this worker's rank information, and wait until it is known.
 
-        An operator that says nothing of ranks before the start says it with the start: so the worker counts as being at
-        the barrier while it waits.
+        An operator that assigns ranks only with the start requires the worker at the barrier, so the worker enters it.
         """
         with self._changed:
             if self._known is None:
-                self._arrive()
+                self._enter_barrier()
             self._wait(lambda: self._known is not None, timeout_s, "the agent gave no rank")
             assert self._known is not None  # noqa: S101 - what was waited for
             return self._known
 
     def wait_at_barrier(self, *, timeout_s: float | None = None) -> tuple[JobStart, int]:
-        """Until the job starts: with what, and how many faults there had been. One that comes later is about it."""
+        """Wait until the job starts. Return the start and the fault count at that time.
+
+        A later fault concerns this start.
+        """
         with self._changed:
             if self._start is None:
-                self._arrive()
+                self._enter_barrier()
             self._wait(lambda: self._start is not None, timeout_s, "the agent did not start the job")
             start, self._start, self._waiting = self._start, None, False
             self._begun = start
@@ -149,16 +151,19 @@ class AgentWorker:
             self._channel.send(ipc.MSG_PAST_BARRIER)
         return start, faults
 
-    # -- what it says -------------------------------------------------------------------------------------------------
-
     def report_fault(self, rank: int, mode: RequestedRestart, reason: str, message: str = "") -> None:
-        """Returns when it is on its way: it is heard even when this process ends now."""
-        said = {"rank": rank, "restart_mode": mode.value, "reason": reason[:_TEXT], "message": message[:_TEXT]}
-        self._channel.send(ipc.MSG_JOB_FAULT, **said)
+        """Send a fault. After the return it reaches the agent even if this process exits."""
+        fields = {
+            "rank": rank,
+            "restart_mode": mode.value,
+            "reason": reason[:_MAX_TEXT],
+            "message": message[:_MAX_TEXT],
+        }
+        self._channel.send(ipc.MSG_JOB_FAULT, **fields)
         self._channel.flush(_SEND_TIMEOUT_S)
 
     def set_health_labels(self, labels: Mapping[str, str]) -> None:
-        """What the operator is to know of this rank's health."""
+        """Send labels that describe this rank's health to the operator."""
         self._channel.send(ipc.MSG_RANK_LABELS, labels=dict(labels))
 
     def close(self) -> None:
@@ -166,18 +171,19 @@ class AgentWorker:
         if threading.current_thread() is not self._thread:
             self._thread.join()
 
-    # -- with the lock held -------------------------------------------------------------------------------------------
-
-    def _arrive(self) -> None:
+    def _enter_barrier(self) -> None:
         if not self._waiting:
             self._waiting = True
             self._channel.send(ipc.MSG_AT_BARRIER)
 
-    def _wait(self, happened: Callable[[], bool], timeout_s: float | None, what: str) -> None:
-        """Who is not heard any more ends with an error: that is seen, while who waits would wait for ever."""
+    def _wait(self, is_done: Callable[[], bool], timeout_s: float | None, problem: str) -> None:
+        """Wait until ``happened()``.
+
+        If the agent no longer reads, raise an error, because a visible failure is better than an endless wait.
+        """
         until = None if timeout_s is None else time.monotonic() + timeout_s
         unread, since = 0, time.monotonic()
-        while not happened():
+        while not is_done():
             if self._lost:
                 raise ControlPlaneUnavailableError(self._lost)
             now, before, unread = time.monotonic(), unread, self._connection.unread_bytes
@@ -188,26 +194,26 @@ class AgentWorker:
                     f"the elastic agent has not read for {AGENT_SILENCE_LIMIT_S:g} s what this process has said"
                 )
             if until is not None and now >= until:
-                raise ControlDeadlineError(f"{what} within {timeout_s:g} s")
+                raise ControlDeadlineError(f"{problem} within {timeout_s:g} s")
             self._changed.wait(_POLL_S if until is None else min(_POLL_S, until - now))
-
-    # -- the worker's own thread --------------------------------------------------------------------------------------
 
     def _listen(self) -> None:
         try:
             while True:
                 message = self._channel.receive()
                 if message["type"] == ipc.MSG_JOB_FAULT:
-                    self._left(f"the agent asks for another start (after number {message.get('restart_count')})")
+                    self._handle_fault(
+                        f"the agent asks for another start (after number {message.get('restart_count')})"
+                    )
                 else:
-                    self._placed(message)
-        except Exception as error:  # noqa: BLE001 - the top of a thread; whoever waits is told
+                    self._receive_start(message)
+        except Exception as error:  # noqa: BLE001 - top of a thread; waiting callers receive it
             with self._changed:
                 self._lost = str(error) or type(error).__name__
                 self._changed.notify_all()
-        self._tell(self._lost)
+        self._notify(self._lost)
 
-    def _placed(self, message: AgentMessage) -> None:
+    def _receive_start(self, message: AgentMessage) -> None:
         start = parse_job_start(message)
         with self._changed:
             if message["type"] == ipc.MSG_JOB_START and start != self._begun:
@@ -215,16 +221,16 @@ class AgentWorker:
             self._known = start
             self._changed.notify_all()
 
-    def _left(self, reason: str) -> None:
+    def _handle_fault(self, reason: str) -> None:
         with self._changed:
-            overtaken, self._start, self._begun = self._start, None, None
+            revoked, self._start, self._begun = self._start, None, None
             self._faults += 1
-            if self._waiting and overtaken is not None:  # else the agent still counts it as being there
+            if self._waiting and revoked is not None:  # otherwise the agent still counts it as waiting
                 self._channel.send(ipc.MSG_AT_BARRIER)
             self._changed.notify_all()
-        self._tell(reason)
+        self._notify(reason)
 
-    def _tell(self, reason: str) -> None:
+    def _notify(self, reason: str) -> None:
         for call in tuple(self._calls):
             call(reason)
 
@@ -234,7 +240,10 @@ _creating = threading.Lock()
 
 
 def this_agent_worker(environ: Mapping[str, str] = os.environ) -> AgentWorker:
-    """This process's, made when it is first asked for: the agent wants one connection of each."""
+    """Return the worker of this process, and create it on the first call.
+
+    The agent accepts one connection of each process.
+    """
     with _creating:
         if not _workers or _workers[0].lost_reason:
             _workers[:] = [AgentWorker(shared_agent_connection(environ))]
@@ -242,11 +251,10 @@ def this_agent_worker(environ: Mapping[str, str] = os.environ) -> AgentWorker:
 
 
 def wait_rank(environ: MutableMapping[str, str] = os.environ, *, timeout_s: float | None = None) -> None:
-    """The environment first: until this process has a rank, which then stands in ``environ`` with what belongs to it.
+    """Wait until this process has a rank, and store the rank's variables in ``environ``.
 
-    For scripts that read it before they do anything else. Returns at once where whoever started this process has put it
-    there. An agent that restarts in process has not: what it puts there is of an earlier start, or of none. A process
-    that the script itself has started, and that runs these lines again, is no rank.
+    Call it before any code that reads them. Return immediately if the launcher has already set them. An in-process
+    agent has not: its variables belong to an earlier start or to none. A child process of the script has no rank.
     """
     if multiprocessing.parent_process() is None and agent_mode(environ) is AgentMode.IN_PROCESS:
         environ.update(this_agent_worker(environ).wait_for_rank_info(timeout_s=timeout_s).environ)
@@ -258,26 +266,26 @@ REPEAT_OFFENDER_LABEL = "elastic-repeat-offender"
 def choose_restart_mode(
     policy: ScalingPolicy, starts: Sequence[float], now: float, *, final: bool = False
 ) -> RequestedRestart:
-    """``starts``: when this process was started anew without being ended, by any clock that ``now`` is read from.
+    """Return the restart to request. ``starts`` are the times of this process's in-process restarts.
 
-    Processes that have been through that too often are not trusted with another world: new ones are asked for. A fault
-    that is ``final`` comes again in any process; how often the whole job may be tried is up to the operator.
+    Times use the clock of ``now``. After too many restarts within the period, request new processes. A ``final`` fault
+    would repeat in any process; the operator limits restarts of the whole job.
     """
     if final:
         return RequestedRestart.JOB
     limit = policy.num_restart_before_full_job_restart
-    lately = [at for at in starts if now - at < policy.eval_period_s]
-    if limit is not None and len(lately) >= limit:
+    recent = [time_s for time_s in starts if now - time_s < policy.eval_period_s]
+    if limit is not None and len(recent) >= limit:
         return RequestedRestart.PROCESS
     return RequestedRestart.IN_PROCESS
 
 
 def repeat_offender_labels(policy: ScalingPolicy, faults: Sequence[float], now: float) -> Mapping[str, str]:
-    """``faults``: when this rank, and no other one, was at fault. Too often in the period: its node is to be looked at.
+    """Return a label if this rank failed too often in the period, so that its node is examined.
 
-    Empty while there is nothing to say.
+    ``faults`` are the times of faults that this rank itself caused. Empty if there were too few.
     """
-    lately = [at for at in faults if now - at < policy.eval_period_s]
-    if len(lately) < policy.repeat_offender_faults:
+    recent = [time_s for time_s in faults if now - time_s < policy.eval_period_s]
+    if len(recent) < policy.repeat_offender_faults:
         return {}
-    return {REPEAT_OFFENDER_LABEL: str(len(lately))}
+    return {REPEAT_OFFENDER_LABEL: str(len(recent))}

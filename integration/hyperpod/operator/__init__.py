@@ -1,16 +1,18 @@
 """HyperPod's training operator, reimplemented: ``decide_job`` and its values. Pure.
 
-spec = read_job(resource)                               # a HyperPodPyTorchJob
+Repeat this loop for one job::
+
+    spec = parse_job_resource(resource)                      # a HyperPodPyTorchJob
     state = JobState()
     while not decision.finished:
-        decision = decide(spec, state, situation, now_s)    # pure
-        state = keep(decision.state)                        # stored before anything is done
+        decision = decide_job(spec, state, observed, now_s)  # pure
+        store(decision.state)                                # before any action
+        state = decision.state
         carry_out(decision.actions)
 
-Everything in it is told again as long as it is not seen to have happened, and nothing is told twice to an agent that
-has obeyed: an operator that is killed between any two lines goes on from the state it stored. Whoever runs pods builds
-on this: ``hyperpod-operator-sim`` with agents of one machine, the controller of :mod:`integration.kubernetes` with
-pods.
+The operator repeats an action until the observations show its effect, and sends nothing to an agent that already
+complied. An operator killed between any two lines therefore resumes from its stored state. ``hyperpod-operator-sim``
+runs this loop with agents on one machine, the controller of :mod:`integration.kubernetes` runs it with pods.
 """
 
 from integration.hyperpod.operator.decision import (

@@ -1,4 +1,4 @@
-"""A decision of the operator: calls to agents, pods to replace or release, events, and its builder. Pure."""
+"""One decision of the operator (calls to agents, pod changes, events) and its builder. Pure."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from integration.hyperpod.operator.observed_pods import AgentState, CheckpointPr
 
 
 class StartRequest(msgspec.Struct, frozen=True, kw_only=True):
-    """The body of ``/start``; of ``/update`` without its progress. ``rank`` is the node's."""
+    """Body of ``/start`` and ``/update``. ``rank`` is the node's rank."""
 
     rank: int
     nnodes: int
@@ -29,7 +29,7 @@ class StartRequest(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class StopRequest(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """The body of ``/stop``."""
+    """Body of ``/stop``."""
 
     restart_mode: str | None = None
     is_graceful: bool | None = None
@@ -44,7 +44,7 @@ class StartAgent(msgspec.Struct, frozen=True, tag=True):
 
 
 class UpdateAgent(msgspec.Struct, frozen=True, tag=True):
-    """``POST /update``: ranks for processes that wait for them before they are ready, and for spares."""
+    """``POST /update``: ranks for spares and for processes that need a rank to become ready."""
 
     pod: str
     body: StartRequest
@@ -58,20 +58,20 @@ class StopAgent(msgspec.Struct, frozen=True, tag=True):
 
 
 class ShutdownAgent(msgspec.Struct, frozen=True, tag=True):
-    """``POST /shutdown``: the agent ends, and with it the pod's container."""
+    """``POST /shutdown``: the agent exits, and the pod's container with it."""
 
     pod: str
 
 
 class ReplacePod(msgspec.Struct, frozen=True, tag=True):
-    """This pod is to go, at once, and another to come, which the number of wanted pods says anyway."""
+    """Immediate removal of a pod. :class:`DesiredPods` requests its replacement."""
 
     pod: str
     reason: str
 
 
 class ReleasePod(msgspec.Struct, frozen=True, tag=True):
-    """This pod has nothing to do any more and none is to come for it: shut its agent down and take it away."""
+    """Removal of a pod without a replacement, after its agent shuts down."""
 
     pod: str
     reason: str
@@ -81,7 +81,7 @@ OperatorAction = StartAgent | UpdateAgent | StopAgent | ShutdownAgent | ReplaceP
 
 
 class OperatorEvent(msgspec.Struct, frozen=True):
-    """Something worth telling a person; as events of Kubernetes are."""
+    """One event for the job's owner, in the form of a Kubernetes event."""
 
     reason: str
     message: str
@@ -89,33 +89,36 @@ class OperatorEvent(msgspec.Struct, frozen=True):
 
 
 class DesiredPods(msgspec.Struct, frozen=True):
-    """So many pods of each replica spec there should be, spares counted, and machines they should not be on."""
+    """Desired number of pods of each replica spec, including spares, and nodes to avoid."""
 
     pods: Mapping[str, int]
     avoid_nodes: tuple[str, ...] = ()
 
 
 class OperatorDecision(msgspec.Struct, frozen=True, kw_only=True):
-    """What to do now. ``state`` is stored before any of it is done."""
+    """Actions, events and next state of one reconcile.
+
+    Store ``state`` before carrying out any action.
+    """
 
     state: JobState
     actions: tuple[OperatorAction, ...] = ()
     events: tuple[OperatorEvent, ...] = ()
     wanted: DesiredPods
     finished: bool = False
-    """Nothing more will be decided: the job has ended, and so have its agents."""
+    """Whether the job and all its agents have ended, so no more decisions follow."""
 
 
 class DecisionBuilder:
-    """Lives within one call of ``decide``."""
+    """Mutable draft of one decision, used within one call of ``decide_job``."""
 
-    def __init__(self, spec: JobSpec, state: JobState, seen: ObservedJob, now_s: float) -> None:
-        self.spec, self.state, self.observed, self.now_s = spec, state, seen, now_s
-        self.pods = {pod.name: pod for pod in seen.pods}
+    def __init__(self, spec: JobSpec, state: JobState, observed: ObservedJob, now_s: float) -> None:
+        self.spec, self.state, self.observed, self.now_s = spec, state, observed, now_s
+        self.pods = {pod.name: pod for pod in observed.pods}
         self.actions: list[OperatorAction] = []
         self.events: list[OperatorEvent] = []
         self.waits = False
-        """For who has a reason to say it; nothing is done meanwhile."""
+        """Whether to postpone all actions until an agent reports the reason of a fault."""
 
     def update_state(self, **fields: Any) -> None:
         self.state = msgspec.structs.replace(self.state, **fields)
@@ -130,28 +133,29 @@ class DecisionBuilder:
         self.events.append(OperatorEvent(reason, message, warning))
 
     def set_condition(self, kind: str, status: bool, reason: str, message: str = "") -> None:
-        """Its time is when its status last changed, as everywhere in Kubernetes."""
-        old = next((one for one in self.state.conditions if one.type == kind), None)
+        """Set a condition. Its time is the time of the last change of its status, as in Kubernetes."""
+        old = next((condition for condition in self.state.conditions if condition.type == kind), None)
         at_s = old.at_s if old is not None and old.status is status else self.now_s
         new = JobCondition(kind, status, reason, message, at_s)
         if old is None:
             self.update_state(conditions=(*self.state.conditions, new))
         elif old != new:
-            self.update_state(conditions=tuple(new if one is old else one for one in self.state.conditions))
-
-    # -- pods ---------------------------------------------------------------------------------------------------------
+            self.update_state(
+                conditions=tuple(new if condition is old else condition for condition in self.state.conditions)
+            )
 
     @property
     def member_pods(self) -> list[ObservedPod]:
-        """Those that are there yet."""
+        """Return the existing pods of the members, by rank."""
         return [self.pods[name] for name in self.state.members if name in self.pods]
 
     @property
     def active_pods(self) -> list[ObservedPod]:
-        """Pods that are not on their way out."""
+        """Return the pods that are neither terminating nor marked for replacement."""
         return [pod for pod in self.observed.pods if pod.name not in self.state.replaced_pods and not pod.terminating]
 
     def silent_for(self, pod: ObservedPod) -> float:
+        """Return the seconds since the pod's agent stopped answering; 0 if it answers."""
         since = self.state.silent_since_s.get(pod.name)
         return 0.0 if since is None else self.now_s - since
 
@@ -159,10 +163,10 @@ class DecisionBuilder:
         return self.silent_for(pod) >= self.spec.agent_timeout_s
 
     def is_stale(self, pod: ObservedPod) -> bool:
-        """It runs, but what another world's ``/start`` said."""
-        answer = pod.agent_status
-        running = answer is not None and answer.state in {AgentState.RUNNING, AgentState.COMPLETED}
-        return running and answer is not None and answer.version not in {None, self.state.version}
+        """Return whether the agent runs a world with another version."""
+        status = pod.agent_status
+        running = status is not None and status.state in {AgentState.RUNNING, AgentState.COMPLETED}
+        return running and status is not None and status.version not in {None, self.state.version}
 
     @property
     def in_phase_s(self) -> float:
@@ -170,7 +174,7 @@ class DecisionBuilder:
 
 
 def agent_state_of(pod: ObservedPod) -> AgentState | None:
-    """Nothing for one that does not answer, or is about to end."""
+    """Return the agent's state; None if it does not answer or is shutting down."""
     if pod.agent_status is None or pod.agent_status.state is AgentState.SHUTDOWN:
         return None
     return pod.agent_status.state

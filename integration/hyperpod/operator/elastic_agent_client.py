@@ -1,9 +1,8 @@
 """HTTP client of many elastic agents at once, with deadlines and size limits.
 
-Agents run what a tenant gave them, beside other tenants'. One that is slow, gone or talks nonsense costs its own time
-limit and nobody else's: a call is over at its deadline whatever arrives, no answer is read further than any agent's
-could be, and no proxy of the environment is asked. One thread moves the bytes of all calls, so that silent agents,
-however many, hold nothing that another job's need; what came is read by whoever asked.
+Agents run tenants' code, so a slow, dead or faulty agent must not delay the calls to other agents. Every call ends at
+its deadline, the size of a response is limited, and proxies from the environment are ignored. One thread performs the
+I/O of all calls, so silent agents occupy no thread that another job needs. The calling thread parses the responses.
 """
 
 from __future__ import annotations
@@ -23,11 +22,11 @@ from integration.hyperpod.operator.observed_pods import AgentStatus, parse_agent
 from peerstore.network_addresses import join_address, split_address
 
 _LIMIT_BYTES = 1 << 20
-"""Worker data and labels of all ranks of a node are in an answer, a few kilobytes."""
+"""Bytes of one response. Worker data and labels of a node's ranks take a few kilobytes."""
 _JOB_BYTES = 64 << 20
-"""All answers of one job's agents together, as long as they are looked at."""
+"""Total bytes of the responses that one batch of calls of a job may hold."""
 _MAX_THREADS_PER_JOB = 32
-"""Calls at a time."""
+"""Concurrent calls of one job."""
 _PIECE_BYTES = 1 << 16
 
 _Call = tuple[str, str, str, "bytes | None"]
@@ -35,14 +34,17 @@ _Call = tuple[str, str, str, "bytes | None"]
 
 
 class AgentReply(NamedTuple):
-    """An answer; or none, and why."""
+    """An agent's status, or None and the error."""
 
     status: AgentStatus | None
     error: str = ""
 
 
 class ElasticAgentClient:
-    """Any number of agents; each call at most ``timeout_s``. Any thread may ask, for one job at a time."""
+    """Client of any number of agents.
+
+    Each call takes at most ``timeout_s`` seconds. Any thread may use it, for one job at a time.
+    """
 
     def __init__(self, timeout_s: float = 5.0) -> None:
         self._timeout_s = timeout_s
@@ -57,73 +59,80 @@ class ElasticAgentClient:
         self.close()
 
     def close(self) -> None:
-        """Whoever asks yet is told nothing more."""
-        asyncio.run_coroutine_threadsafe(_cancelled(), self._loop).result()
+        """Cancel all pending calls and stop the thread."""
+        asyncio.run_coroutine_threadsafe(_cancel_other_tasks(), self._loop).result()
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join()
         self._loop.close()
 
     def poll_all(self, addresses: Mapping[str, str]) -> dict[str, AgentReply]:
-        """What each agent says, by the pod's name."""
-        said = self._all({pod: (address, "GET", "/status", None) for pod, address in addresses.items()})
-        return {pod: _heard(addresses[pod], answer) for pod, answer in said.items()}
+        """Return each agent's status, by the name of its pod."""
+        responses = self._call_all({pod: (address, "GET", "/status", None) for pod, address in addresses.items()})
+        return {pod: _parse_reply(addresses[pod], response) for pod, response in responses.items()}
 
     def send_all(self, actions: Iterable[OperatorAction], addresses: Mapping[str, str]) -> dict[str, str]:
-        """Carry out every call to an agent; what went wrong, by the pod's name. The next look says it again."""
+        """Perform all calls to agents and return the errors, by the name of the pod.
+
+        The next reconcile repeats a failed call.
+        """
         problems: dict[str, str] = {}
-        calls = [(one.pod, told) for one in actions if one.pod in addresses and (told := _call(one)) is not None]
-        while calls:  # one after the other for each agent, in their order
-            now = dict(reversed(calls))
-            said = self._all({pod: (addresses[pod], "POST", *told) for pod, told in now.items()})
-            for pod, answer in said.items():
+        calls = [
+            (call.pod, request)
+            for call in actions
+            if call.pod in addresses and (request := _request_of(call)) is not None
+        ]
+        while calls:  # at most one call at a time to each agent, in the order of the actions
+            batch = dict(reversed(calls))
+            responses = self._call_all({pod: (addresses[pod], "POST", *request) for pod, request in batch.items()})
+            for pod, response in responses.items():
                 try:
-                    _body_of(answer)
-                except _WRONG as wrong:
-                    problems[pod] = f"{now[pod][0]} to {addresses[pod]}: {wrong or type(wrong).__name__}"
-            calls = [one for at, one in enumerate(calls) if one[0] in {pod for pod, _ in calls[:at]}]
+                    _response_body(response)
+                except _CALL_ERRORS as error:
+                    problems[pod] = f"{batch[pod][0]} to {addresses[pod]}: {error or type(error).__name__}"
+            calls = [call for index, call in enumerate(calls) if call[0] in {pod for pod, _ in calls[:index]}]
         return problems
 
-    def _all(self, calls: Mapping[str, _Call]) -> dict[str, bytes | Exception]:
-        """What came back of each, as it came."""
+    def _call_all(self, calls: Mapping[str, _Call]) -> dict[str, bytes | Exception]:
+        """Return the raw response or the error of each call."""
         if not calls:
             return {}
-        return asyncio.run_coroutine_threadsafe(self._of_one_job(calls), self._loop).result()
+        return asyncio.run_coroutine_threadsafe(self._run_calls(calls), self._loop).result()
 
-    async def _of_one_job(self, calls: Mapping[str, _Call]) -> dict[str, bytes | Exception]:
-        places = asyncio.Semaphore(_MAX_THREADS_PER_JOB)
-        left = [_JOB_BYTES]
+    async def _run_calls(self, calls: Mapping[str, _Call]) -> dict[str, bytes | Exception]:
+        semaphore = asyncio.Semaphore(_MAX_THREADS_PER_JOB)
+        remaining = [_JOB_BYTES]
 
-        async def one(call: _Call) -> bytes | Exception:
-            async with places:
+        async def run_call(call: _Call) -> bytes | Exception:
+            async with semaphore:
                 try:
-                    said = await asyncio.wait_for(_exchanged(*call), self._timeout_s)
+                    response = await asyncio.wait_for(_exchange(*call), self._timeout_s)
                 except asyncio.TimeoutError:
                     return TimeoutError(f"timed out: it was not done within {self._timeout_s:g} s")
-                except OSError as wrong:
-                    return OSError(wrong.errno, os.strerror(wrong.errno)) if wrong.errno else wrong
-                except ValueError as wrong:
-                    return wrong
-            left[0] -= len(said)
-            if left[0] < 0:
+                except OSError as error:
+                    return OSError(error.errno, os.strerror(error.errno)) if error.errno else error
+                except ValueError as error:
+                    return error
+            remaining[0] -= len(response)
+            if remaining[0] < 0:
                 return ValueError(f"all answers of this job's agents have more than {_JOB_BYTES} bytes together")
-            return said
+            return response
 
-        found = await asyncio.gather(*(one(call) for call in calls.values()))
-        return dict(zip(calls, found, strict=True))
-
-
-_WRONG = (OSError, http.client.HTTPException, ValueError)
+        responses = await asyncio.gather(*(run_call(call) for call in calls.values()))
+        return dict(zip(calls, responses, strict=True))
 
 
-async def _cancelled() -> None:
+_CALL_ERRORS = (OSError, http.client.HTTPException, ValueError)
+
+
+async def _cancel_other_tasks() -> None:
     others = asyncio.all_tasks() - {asyncio.current_task()}
-    for one in others:
-        one.cancel()
+    for task in others:
+        task.cancel()
     await asyncio.gather(*others, return_exceptions=True)
 
 
-async def _exchanged(address: str, method: str, path: str, body: bytes | None) -> bytes:
-    """Everything that an agent says until it closes the connection, which it is asked to do."""
+async def _exchange(address: str, method: str, path: str, body: bytes | None) -> bytes:
+    """Return the raw response, up to the end of the connection, which the agent closes."""
     host, port = split_address(address)
     reader, writer = await asyncio.open_connection(host, port)
     try:
@@ -133,49 +142,49 @@ async def _exchanged(address: str, method: str, path: str, body: bytes | None) -
         if method == "POST":
             lines.append(f"Content-Length: {len(body or b'')}")
         writer.write("\r\n".join([*lines, "", ""]).encode() + (body or b""))
-        said = bytearray()
+        response = bytearray()
         while piece := await reader.read(_PIECE_BYTES):
-            said += piece
-            if len(said) > _LIMIT_BYTES:
+            response += piece
+            if len(response) > _LIMIT_BYTES:
                 raise OSError(f"an answer of more than {_LIMIT_BYTES} bytes")
-        return bytes(said)
+        return bytes(response)
     finally:
         writer.transport.abort()
 
 
-def _heard(address: str, said: bytes | Exception) -> AgentReply:
+def _parse_reply(address: str, response: bytes | Exception) -> AgentReply:
     try:
-        return AgentReply(parse_agent_status(_body_of(said)))
-    except msgspec.MsgspecError as nonsense:
-        return AgentReply(None, f"{address} is no agent: {nonsense}")
-    except _WRONG as gone:
-        return AgentReply(None, f"{address}: {gone or type(gone).__name__}")
+        return AgentReply(parse_agent_status(_response_body(response)))
+    except msgspec.MsgspecError as error:
+        return AgentReply(None, f"{address} is no agent: {error}")
+    except _CALL_ERRORS as error:
+        return AgentReply(None, f"{address}: {error or type(error).__name__}")
 
 
-def _body_of(said: bytes | Exception) -> bytes:
-    """Of a good answer; raises what is wrong with any other."""
-    if isinstance(said, Exception):
-        raise said
-    reply = http.client.HTTPResponse(_Said(said))  # type: ignore[arg-type]
+def _response_body(response: bytes | Exception) -> bytes:
+    """Return the body of a successful response; raise the error of any other."""
+    if isinstance(response, Exception):
+        raise response
+    reply = http.client.HTTPResponse(_ResponseBytes(response))  # type: ignore[arg-type]
     reply.begin()
-    found = reply.read()
+    body = reply.read()
     if reply.status != http.client.OK:
-        raise ValueError(f"{reply.status} {found[:500].decode(errors='replace')}".strip())
-    return found
+        raise ValueError(f"{reply.status} {body[:500].decode(errors='replace')}".strip())
+    return body
 
 
-class _Said:
-    """As much of a socket as ``http.client`` reads an answer from."""
+class _ResponseBytes:
+    """The part of a socket's interface that ``http.client`` needs to read a response."""
 
-    def __init__(self, said: bytes) -> None:
-        self._said = said
+    def __init__(self, data: bytes) -> None:
+        self._data = data
 
     def makefile(self, _mode: str) -> Any:
-        return io.BytesIO(self._said)
+        return io.BytesIO(self._data)
 
 
-def _call(action: OperatorAction) -> tuple[str, bytes | None] | None:
-    """Path and body; nothing for what is done to a pod rather than said to its agent."""
+def _request_of(action: OperatorAction) -> tuple[str, bytes | None] | None:
+    """Return the path and body of an action's request; None for an action on a pod."""
     if isinstance(action, (StartAgent, UpdateAgent)):
         path = "/start" if isinstance(action, StartAgent) else "/update"
         return path, msgspec.json.encode(action.body)

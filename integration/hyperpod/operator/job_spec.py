@@ -1,4 +1,4 @@
-"""A HyperPodPyTorchJob resource as JobSpec. Errors name the resource's own fields. Pure."""
+"""Parser of a HyperPodPyTorchJob resource into a JobSpec. Errors name the resource's own fields. Pure."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _RULE_KEYS = (
     "name", "logPattern", "expectedStartCutOffInSeconds", "expectedRecurringFrequencyInSeconds", "stopPattern",
     "metricThreshold", "operator", "metricEvaluationDataPoints", "faultOnMatch",
 )  # fmt: skip
-"""What the agent reads; the last one is not in AWS's own models."""
+"""Keys of a log rule that the agent reads. AWS's own models lack the last one."""
 _UNLIMITED = {
     "numRestartBeforeFullJobRestart": "num_restart_before_full_job_restart",
     "maxFullJobRestarts": "max_full_job_restarts",
@@ -26,11 +26,11 @@ _MASTER_PORT = 23456
 
 
 class JobSpecError(PolicyError):
-    """A job's resource says what cannot be."""
+    """Error of an invalid job resource."""
 
 
 class ReplicaGroup(msgspec.Struct, frozen=True, kw_only=True):
-    """One of ``replicaSpecs``."""
+    """One entry of ``replicaSpecs``."""
 
     name: str
     replicas: int
@@ -58,14 +58,17 @@ class JobSpec(
     ttl_s: int = 0
 
     agent_timeout_s: float = 30.0
-    """How long an agent that has a rank may be silent before it counts as lost."""
+    """Seconds of silence after which an agent with a rank counts as lost."""
     stop_timeout_s: float = 60.0
-    """How long agents may take to stop, beyond what a graceful stop is granted."""
+    """Seconds agents may take to stop, in addition to the timeout of a graceful stop."""
     start_timeout_s: float = 120.0
-    """How long agents that were started may take to say that they run."""
+    """Seconds a started agent may take to report RUNNING."""
     master_port: int = _MASTER_PORT
     master_ports: int = 512
-    """Each world meets at another port of this range: the last one's may be in use yet."""
+    """Number of ports from ``master_port``.
+
+    Each world uses the next port, because the last one may still be in use.
+    """
 
     @property
     def spares(self) -> int:
@@ -73,33 +76,36 @@ class JobSpec(
 
 
 def parse_job_resource(resource: Mapping[str, Any], **ours: Any) -> JobSpec:
-    """From a resource; ``ours`` are fields of :class:`JobSpec` that no resource has."""
-    reading = _SpecParser()
+    """Parse a resource. ``ours`` sets fields of :class:`JobSpec` that no resource has.
+
+    Raise :class:`JobSpecError` with all problems of the resource.
+    """
+    parser = _SpecParser()
     if resource.get("kind") not in JOB_KINDS:
         raise JobSpecError(f"kind is {resource.get('kind')!r}, must be {JOB_KINDS[0]}")
-    meta, spec = reading.table(resource, "metadata"), reading.table(resource, "spec")
-    run = reading.table(spec, "runPolicy")
-    groups = tuple(reading.group(one) for one in reading.list_of_tables(spec, "replicaSpecs"))
+    metadata, spec = parser.table(resource, "metadata"), parser.table(resource, "spec")
+    run = parser.table(spec, "runPolicy")
+    groups = tuple(parser.group(item) for item in parser.list_of_tables(spec, "replicaSpecs"))
     if not groups:
-        reading.problems.append("replicaSpecs is empty, a job needs one")
+        parser.problems.append("replicaSpecs is empty, a job needs one")
     if len({group.name for group in groups}) < len(groups):
-        reading.problems.append("replicaSpecs has a name twice")
+        parser.problems.append("replicaSpecs has a name twice")
     clean = run.get("cleanPodPolicy") or "All"
     if clean not in _CLEAN_POLICIES:
-        reading.problems.append(f"cleanPodPolicy is {clean!r}, must be one of {', '.join(_CLEAN_POLICIES)}")
-    retries = reading.number(run, "jobMaxRetryCount", least=0)
+        parser.problems.append(f"cleanPodPolicy is {clean!r}, must be one of {', '.join(_CLEAN_POLICIES)}")
+    retries = parser.number(run, "jobMaxRetryCount", least=0)
     fields = {
-        "log_rules": tuple(reading.rule(one) for one in reading.list_of_tables(run, "logMonitoringConfiguration")),
-        "active_deadline_s": reading.number(run, "activeDeadlineSeconds", least=1),
-        "startup_deadline_s": reading.number(run, "startupDeadlineSeconds", least=1),
-        "fault_deadline_s": reading.number(run, "faultDeadlineSeconds", least=1),
-        "ttl_s": reading.number(run, "ttlSecondsAfterFinished", least=-1) or 0,
+        "log_rules": tuple(parser.rule(item) for item in parser.list_of_tables(run, "logMonitoringConfiguration")),
+        "active_deadline_s": parser.number(run, "activeDeadlineSeconds", least=1),
+        "startup_deadline_s": parser.number(run, "startupDeadlineSeconds", least=1),
+        "fault_deadline_s": parser.number(run, "faultDeadlineSeconds", least=1),
+        "ttl_s": parser.number(run, "ttlSecondsAfterFinished", least=-1) or 0,
     }
-    elastic, restart = reading.table(spec, "elasticPolicy"), reading.table(run, "restartPolicy")
-    if reading.problems:
-        raise JobSpecError("impossible job: " + "; ".join(reading.problems))
+    elastic, restart = parser.table(spec, "elasticPolicy"), parser.table(run, "restartPolicy")
+    if parser.problems:
+        raise JobSpecError("impossible job: " + "; ".join(parser.problems))
     return JobSpec(
-        name=str(meta.get("name") or "job"),
+        name=str(metadata.get("name") or "job"),
         groups=groups,
         policy=_policy(groups, elastic, restart, retries),
         nproc=str(spec.get("nprocPerNode", "auto")),
@@ -113,77 +119,82 @@ def parse_job_resource(resource: Mapping[str, Any], **ours: Any) -> JobSpec:
 def _policy(
     groups: Sequence[ReplicaGroup], elastic: Mapping[str, Any], restart: Mapping[str, Any], retries: int | None
 ) -> ScalingPolicy:
-    """What is not limited in the resource has no limit."""
+    """Return the scaling policy. A limit missing in the resource means no limit."""
     replicas = sum(group.replicas for group in groups)
     most = sum(group.max_replicas for group in groups)
     sizes = {"minReplicas": replicas, "maxReplicas": most if elastic else replicas}
     if elastic.get("replicaDiscreteValues"):
         sizes = {}
-    given = {**sizes, **{key: value for key, value in elastic.items() if value is not None}}
-    told = {key: value for key, value in restart.items() if value is not None}
+    elastic_keys = {**sizes, **{key: value for key, value in elastic.items() if value is not None}}
+    restart_keys = {key: value for key, value in restart.items() if value is not None}
     others: dict[str, Any] = {"job_max_retry_count": retries}
-    others |= {name: None for key, name in _UNLIMITED.items() if key not in told}
+    others |= {name: None for key, name in _UNLIMITED.items() if key not in restart_keys}
     try:
-        policy = policy_from_keys(given, told, **others)
-    except (PolicyError, TypeError, ValueError, OverflowError) as error:  # whoever wrote the resource is to be told
+        policy = policy_from_keys(elastic_keys, restart_keys, **others)
+    except (
+        PolicyError,
+        TypeError,
+        ValueError,
+        OverflowError,
+    ) as error:  # report every problem of the resource as a JobSpecError
         raise JobSpecError(str(error)) from error
     if policy.max_replicas > most:
         raise JobSpecError(f"maxReplicas is {policy.max_replicas}, but replicaSpecs allow {most} (their maxReplicas)")
-    begin = policy.largest_size_within(replicas) or policy.smallest_size
-    return msgspec.structs.replace(policy, replicas=begin)
+    initial = policy.largest_size_within(replicas) or policy.smallest_size
+    return msgspec.structs.replace(policy, replicas=initial)
 
 
 class _SpecParser:
-    """Collects all that is wrong."""
+    """Typed access to a resource's fields. Collects all problems."""
 
     def __init__(self) -> None:
         self.problems: list[str] = []
 
-    def table(self, where: Mapping[str, Any], key: str) -> Mapping[str, Any]:
-        found = where.get(key)
-        if found is None:
+    def table(self, parent: Mapping[str, Any], key: str) -> Mapping[str, Any]:
+        value = parent.get(key)
+        if value is None:
             return {}
-        if not isinstance(found, Mapping):
-            self.problems.append(f"{key} is {found!r}, must be a table")
+        if not isinstance(value, Mapping):
+            self.problems.append(f"{key} is {value!r}, must be a table")
             return {}
-        return found
+        return value
 
-    def list_of_tables(self, where: Mapping[str, Any], key: str) -> list[Mapping[str, Any]]:
-        found = where.get(key) or []
-        if not isinstance(found, list) or not all(isinstance(one, Mapping) for one in found):
+    def list_of_tables(self, parent: Mapping[str, Any], key: str) -> list[Mapping[str, Any]]:
+        value = parent.get(key) or []
+        if not isinstance(value, list) or not all(isinstance(item, Mapping) for item in value):
             self.problems.append(f"{key} must be a list of tables")
             return []
-        return found
+        return value
 
-    def number(self, where: Mapping[str, Any], key: str, *, least: int) -> int | None:
-        found = where.get(key)
-        if found is None:
+    def number(self, parent: Mapping[str, Any], key: str, *, least: int) -> int | None:
+        value = parent.get(key)
+        if value is None:
             return None
-        if isinstance(found, bool) or not isinstance(found, int) or found < least:
-            self.problems.append(f"{key} is {found!r}, must be a whole number, {least} or more")
+        if isinstance(value, bool) or not isinstance(value, int) or value < least:
+            self.problems.append(f"{key} is {value!r}, must be a whole number, {least} or more")
             return None
-        return found
+        return value
 
-    def group(self, one: Mapping[str, Any]) -> ReplicaGroup:
-        replicas = self.number(one, "replicas", least=0) or 0
-        most = self.number(one, "maxReplicas", least=0)
+    def group(self, item: Mapping[str, Any]) -> ReplicaGroup:
+        replicas = self.number(item, "replicas", least=0) or 0
+        most = self.number(item, "maxReplicas", least=0)
         if most is not None and most < replicas:
             self.problems.append(f"maxReplicas is {most}, less than replicas ({replicas})")
-        if not one.get("name"):
+        if not item.get("name"):
             self.problems.append("a replica spec has no name")
         return ReplicaGroup(
-            name=str(one.get("name", "")),
+            name=str(item.get("name", "")),
             replicas=replicas,
             max_replicas=replicas if most is None else most,
-            spares=self.number(one, "spares", least=0) or 0,
-            template=self.table(one, "template"),
+            spares=self.number(item, "spares", least=0) or 0,
+            template=self.table(item, "template"),
         )
 
-    def rule(self, one: Mapping[str, Any]) -> Mapping[str, Any]:
-        unknown = [key for key in one if key not in _RULE_KEYS]
+    def rule(self, rule: Mapping[str, Any]) -> Mapping[str, Any]:
+        unknown = [key for key in rule if key not in _RULE_KEYS]
         if unknown:
             self.problems.append(f"a log rule has {', '.join(unknown)}, which nobody reads")
-        missing = [key for key in ("name", "logPattern") if not one.get(key)]
+        missing = [key for key in ("name", "logPattern") if not rule.get(key)]
         if missing:
             self.problems.append(f"a log rule has no {' and no '.join(missing)}")
-        return {key: value for key, value in one.items() if value is not None}
+        return {key: value for key, value in rule.items() if value is not None}

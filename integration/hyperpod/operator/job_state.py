@@ -1,4 +1,4 @@
-"""The operator's state of a job between two reconciles, and the resource's ``status`` derived from it. Pure.
+"""The operator's state of a job between two reconciles, and the resource's ``status``. Pure.
 
 CREATED -> FORMING -> ARRANGED -> STARTING -> RUNNING -> SUCCEEDED
               ^           a fault |               | a fault, another size, suspended
@@ -21,9 +21,9 @@ from integration.hyperpod.operator.observed_pods import AgentRestartMode, Checkp
 
 class JobPhase(enum.Enum):
     FORMING = "Forming"
-    """Waiting for enough agents that are ready, or (in-process) about to be."""
+    """Waiting for enough agents that are ready or, in-process, about to be."""
     RANKS_ASSIGNED = "Arranged"
-    """Ranks are given out; in-process agents get them and gather at their barrier."""
+    """Ranks are assigned; in-process agents receive them and wait at their barrier."""
     STARTING = "Starting"
     RUNNING = "Running"
     STOPPING = "Stopping"
@@ -37,7 +37,7 @@ class JobPhase(enum.Enum):
 
 
 class TransitionCause(enum.Enum):
-    """Why a world is stopped, or formed."""
+    """Reason to stop or form a world."""
 
     BEGIN = "Begin"
     FAULT = "Fault"
@@ -46,7 +46,7 @@ class TransitionCause(enum.Enum):
 
 
 class JobFault(msgspec.Struct, frozen=True):
-    """What is being remediated."""
+    """The fault under remediation."""
 
     reason: str
     message: str
@@ -63,7 +63,7 @@ class NodeFaultRecord(msgspec.Struct, frozen=True):
 
 
 class JobCondition(msgspec.Struct, frozen=True):
-    """As Kubernetes has them; the time is in seconds."""
+    """A Kubernetes condition. Its time is in seconds since 1970."""
 
     type: str
     status: bool
@@ -76,14 +76,14 @@ class ScalingState(
     msgspec.Struct,
     frozen=True,
 ):
-    """What the elastic part of the status says."""
+    """Source of ``elasticScalingStatus``."""
 
     target: int = 0
     updated_at_s: float | None = None
     scaled_at_s: float | None = None
     after_fault: bool = False
     consecutive_failures: int = 0
-    """Changes of size in a row that ended in a fault before the job ran again."""
+    """Consecutive changes of size that a fault interrupted before the job ran again."""
 
 
 class JobState(
@@ -94,94 +94,100 @@ class JobState(
     phase: JobPhase = JobPhase.FORMING
     cause: TransitionCause = TransitionCause.BEGIN
     phase_since_s: float = 0.0
-    """When this phase began."""
+    """Time at which this phase began."""
     created_s: float | None = None
     admitted_s: float | None = None
-    """Since when it has been allowed to run without a break; nothing while it waits in a queue."""
+    """Time since which the job has been admitted without interruption; None while it waits in a queue."""
     started_s: float | None = None
-    """When the job ran for the first time."""
+    """Time at which the job first ran."""
     ended_s: float | None = None
 
     epoch: int = 0
-    """Worlds so far. An agent hears ``epoch - 1`` as its count of faults: no two worlds have the same."""
+    """Number of worlds so far.
+
+    Agents receive ``epoch - 1`` as their fault count, which is unique for each world.
+    """
     version: str = ""
     """The ``ipVersion`` of this world."""
     members: tuple[str, ...] = ()
-    """Pods by rank."""
+    """Names of the pods, by rank."""
     spares: tuple[str, ...] = ()
-    """Pods that have a rank behind the last one, and wait."""
+    """Waiting pods, with the ranks after the last member."""
     previous_members: tuple[str, ...] = ()
-    """Who had which rank in the last world: as few as possible get another one."""
+    """Members of the last world, by rank. Ranks change only if necessary."""
     master_addr: str = ""
     master_port: str = ""
 
     target: int = 0
-    """So many members are waited for until ``deadline_s``; then as many as there are."""
+    """Number of members to wait for until ``deadline_s``. After that, fewer suffice."""
     deadline_s: float | None = None
     grow_since_s: float | None = None
-    """Since when more could have a rank than have one."""
+    """Time since which a larger world has been possible; None if it is not."""
     no_scale_up_until_s: float = 0.0
     scaling: ScalingState = ScalingState()
 
     restart_mode: AgentRestartMode = AgentRestartMode.PROCESS
-    """How the world is stopped."""
+    """Mode of the current stop."""
     graceful: bool = False
     stop_escalated: tuple[str, ...] = ()
-    """Pods that did not stop in time and were told so in harder words."""
+    """Pods that did not stop in time and received a more severe stop request."""
     fault: JobFault | None = None
     last_fault: JobFault | None = None
 
     restarts: int = 0
-    """After faults, in the whole life of the job."""
+    """Restarts after faults since the job was created."""
     period: int = 0
     period_restarts: int = 0
-    """In this evaluation period since the last restart of the whole job."""
+    """Restarts in this evaluation period since the last restart of the whole job."""
     period_full_restarts: int = 0
     node_faults: tuple[NodeFaultRecord, ...] = ()
 
     unexplained_since_s: float | None = None
-    """Since when agents are faulted that only saw another one's end, or say nothing."""
+    """Time since which faulted agents report only another rank's failure, or no reason."""
     silent_since_s: Mapping[str, float] = {}
-    """Pods that do not answer."""
+    """Time of the first unanswered poll, by the name of the pod."""
     stale_since_s: Mapping[str, float] = {}
-    """Pods that run what an earlier ``/start`` said."""
+    """Time since which a pod has run a world of an earlier ``/start``, by its name."""
     replaced_pods: tuple[str, ...] = ()
-    """Pods that are to go; they count no more."""
+    """Pods to be removed. They no longer count."""
     progress: Mapping[str, CheckpointProgress] = {}
     conditions: tuple[JobCondition, ...] = ()
 
 
 def resource_status(spec: JobSpec, state: JobState, seen: ObservedJob) -> dict[str, Any]:
-    """What people and other programs read. The operator itself reads only the state it stored."""
+    """Return the resource's ``status`` for users and other programs.
+
+    The operator itself reads only its stored state.
+    """
     restart_status = {
         "currentEvalPeriod": state.period,
         "fullJobRestartCount": state.period_full_restarts,
         "restartCount": state.period_restarts,
     }
-    found: dict[str, Any] = {
-        "startTime": _time(state.created_s),
-        "completionTime": _time(state.ended_s),
+    status: dict[str, Any] = {
+        "startTime": _format_time(state.created_s),
+        "completionTime": _format_time(state.ended_s),
         "conditions": [
             {
-                "type": one.type,
-                "status": str(one.status),
-                "reason": one.reason,
-                "message": one.message,
-                "lastTransitionTime": _time(one.at_s),
+                "type": condition.type,
+                "status": str(condition.status),
+                "reason": condition.reason,
+                "message": condition.message,
+                "lastTransitionTime": _format_time(condition.at_s),
             }
-            for one in state.conditions
+            for condition in state.conditions
         ],
         "masterAddr": state.master_addr or None,
         "masterPort": state.master_port or None,
         "restartCount": state.restarts,
         "restartStatus": restart_status,
-        "latestFaultyPodInstanceList": _faulty(state.fault or state.last_fault),
-        "elasticScalingStatus": _scaling(spec, state, seen) if spec.elastic else None,
+        "latestFaultyPodInstanceList": _fault_status(state.fault or state.last_fault),
+        "elasticScalingStatus": _scaling_status(spec, state, seen) if spec.elastic else None,
     }
-    return {name: value for name, value in found.items() if value is not None}
+    return {name: value for name, value in status.items() if value is not None}
 
 
-def _faulty(fault: JobFault | None) -> dict[str, Any] | None:
+def _fault_status(fault: JobFault | None) -> dict[str, Any] | None:
     if fault is None:
         return None
     return {
@@ -192,26 +198,26 @@ def _faulty(fault: JobFault | None) -> dict[str, Any] | None:
     }
 
 
-def _scaling(spec: JobSpec, state: JobState, seen: ObservedJob) -> dict[str, Any]:
+def _scaling_status(spec: JobSpec, state: JobState, seen: ObservedJob) -> dict[str, Any]:
     groups = {pod.name: pod.group or spec.groups[0].name for pod in seen.pods}
     counts = dict.fromkeys((group.name for group in spec.groups), 0)
     for name in state.members:
         if name in groups:
             counts[groups[name]] += 1
     scaling = state.scaling
-    found = {
+    status = {
         "targetReplicas": counts,
-        "lastUpdated": _time(scaling.updated_at_s),
-        "lastScalingTime": _time(scaling.scaled_at_s),
-        "lastRestartTime": _time(state.last_fault.at_s if state.last_fault is not None else None),
+        "lastUpdated": _format_time(scaling.updated_at_s),
+        "lastScalingTime": _format_time(scaling.scaled_at_s),
+        "lastRestartTime": _format_time(state.last_fault.at_s if state.last_fault is not None else None),
         "podsScaled": state.phase is JobPhase.RUNNING,
         "isFaultyPodScaleDown": scaling.after_fault,
         "consecutiveScalingFailures": scaling.consecutive_failures,
     }
-    return {name: value for name, value in found.items() if value is not None}
+    return {name: value for name, value in status.items() if value is not None}
 
 
-def _time(at_s: float | None) -> str | None:
+def _format_time(at_s: float | None) -> str | None:
     if at_s is None:
         return None
     return datetime.fromtimestamp(at_s, timezone.utc).isoformat(timespec="seconds").replace("+00:00", "Z")

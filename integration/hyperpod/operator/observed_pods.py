@@ -1,4 +1,4 @@
-"""A job's observed pods, and each agent's answer to GET /status. Pure."""
+"""Observed pods of a job, and the parser of an agent's reply to GET /status. Pure."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from peerstore.message_codec import from_json
 
 
 class AgentState(enum.Enum):
-    """What an agent says it is; in the spelling of its answers."""
+    """State that an agent reports, in the spelling of its replies."""
 
     INIT = "init"
     READY = "ready"
@@ -23,7 +23,7 @@ class AgentState(enum.Enum):
 
 
 class AgentRestartMode(enum.Enum):
-    """How much is started anew after a fault, least first; in the spelling of ``/stop`` and ``/status``."""
+    """Extent of a restart after a fault, least first, in the spelling of ``/stop`` and ``/status``."""
 
     IN_PROCESS = "in_process_restart"
     PROCESS = "process_level_restart"
@@ -38,29 +38,32 @@ class AgentRestartMode(enum.Enum):
 
 
 class CheckpointProgress(msgspec.Struct, frozen=True, rename="camel"):
-    """The newest checkpoint under one prefix: where it is, and of which step."""
+    """The newest checkpoint under one prefix: its location and its step."""
 
     progress_data: str
     progress_count: int
 
 
 class AgentStatus(msgspec.Struct, frozen=True):
-    """What ``GET /status`` said, as far as the operator acts on it."""
+    """The fields of an agent's ``GET /status`` that the operator uses."""
 
     state: AgentState
     reason: str = ""
     message: str = ""
     restart_mode: AgentRestartMode = AgentRestartMode.PROCESS
     version: str | None = None
-    """The ``ipVersion`` of the last ``/start`` or ``/update`` that arrived."""
+    """The ``ipVersion`` of the last ``/start`` or ``/update`` received."""
     rank: int | None = None
     spare: bool = False
-    """It takes itself for one: in-process agents do before they are told anything, others always."""
+    """Whether the agent considers itself a spare.
+
+    In-process agents do before their first request, others always.
+    """
     transition_times: Mapping[str, str] = {}
-    """When it came into each state, by the state's name in capitals."""
+    """Time of the entry into each state, by the state's name in capitals."""
     progress: Mapping[str, CheckpointProgress] = {}
     worker_data: tuple[msgspec.Raw, ...] = ()
-    """What its workers told it, to be passed on as it is."""
+    """Data of its workers, passed on unchanged."""
 
 
 class ObservedPod(
@@ -68,51 +71,51 @@ class ObservedPod(
     frozen=True,
     kw_only=True,
 ):
-    """One pod. Whoever takes its place later has another name."""
+    """One observed pod. Its replacement has another name."""
 
     name: str
     group: str = ""
-    """The replica spec it belongs to."""
+    """Name of its replica spec."""
     node: str = ""
-    """The machine it is on; repeated offenders are machines."""
+    """Name of its machine. Repeated offenders are machines."""
     ip: str = ""
-    """Where other pods reach it."""
+    """Address at which other pods reach it."""
     agent_status: AgentStatus | None = None
-    """Nothing when its agent was asked and did not answer, or has no address yet."""
+    """None if its agent did not answer, or has no address so far."""
     node_health_problem: str = ""
-    """What its machine's health label says, where that is anything but schedulable."""
+    """Value of the machine's health label; "" if schedulable."""
     terminating: bool = False
-    """Somebody has asked for the machine back: a pod that is being deleted, or preempted."""
+    """Whether the pod is being deleted or preempted."""
 
 
 class ObservedJob(msgspec.Struct, frozen=True, kw_only=True):
-    """All that is seen of a job at one time."""
+    """All observations of a job at one time."""
 
     pods: tuple[ObservedPod, ...] = ()
     capacity: int | None = None
-    """So many replicas, spares not counted, are admitted (Kueue, or a person who scales by hand)."""
+    """Number of admitted replicas without spares (by Kueue, or by manual scaling); None for no limit."""
     can_replace: bool = True
-    """Whether pods can be made anew. Where not, a restart of the whole job is one of all its processes."""
+    """Whether pods can be recreated. If not, a restart of the whole job restarts all its processes."""
 
 
 def parse_agent_status(body: bytes) -> AgentStatus:
-    """What an agent said; raises ``msgspec.DecodeError`` for what no agent says."""
-    return _agent_status(from_json(body, _Status))
+    """Return an agent's status; raise ``msgspec.DecodeError`` if it is not valid."""
+    return _agent_status(from_json(body, _StatusReply))
 
 
 _MAX_PREFIXES = 64
-_MOST_NUMBER = 1 << 62
-_MOST_TEXT = 4000
+_MAX_NUMBER = 1 << 62
+_MAX_TEXT = 4000
 _STATES = frozenset(state.name for state in AgentState)
-"""They go into the job's status, which the API server keeps."""
+"""State names that the job's status may hold. The API server stores it."""
 
 
-class _Data(msgspec.Struct, rename={"data": "progressData", "count": "progressCount"}):
+class _ProgressReply(msgspec.Struct, rename={"data": "progressData", "count": "progressCount"}):
     count: int | str
     data: str | None = None
 
 
-class _Status(msgspec.Struct):
+class _StatusReply(msgspec.Struct):
     status: str
     transitions: dict[str, str] = {}
     reason: str | None = None
@@ -120,54 +123,54 @@ class _Status(msgspec.Struct):
     restart_mode: str | None = msgspec.field(default=None, name="restartMode")
     worker_data: list[msgspec.Raw] | None = None
     version: str | None = msgspec.field(default=None, name="ipversion")
-    progress: dict[str, _Data] | None = None
+    progress: dict[str, _ProgressReply] | None = None
     assigned_rank: str | int | None = None
     spare: str | bool | None = None
 
 
-def _agent_status(said: _Status) -> AgentStatus:
+def _agent_status(reply: _StatusReply) -> AgentStatus:
     try:
-        state = AgentState(said.status.lower())
-        rank = None if said.assigned_rank is None else _number(said.assigned_rank)
-        if len(said.progress or {}) > _MAX_PREFIXES:
-            raise ValueError(f"progress under {len(said.progress or {})} prefixes, at most {_MAX_PREFIXES} are kept")
+        state = AgentState(reply.status.lower())
+        rank = None if reply.assigned_rank is None else _number(reply.assigned_rank)
+        if len(reply.progress or {}) > _MAX_PREFIXES:
+            raise ValueError(f"progress under {len(reply.progress or {})} prefixes, at most {_MAX_PREFIXES} are kept")
         progress = {
-            _short(prefix): CheckpointProgress(_short(one.data), _number(one.count))
-            for prefix, one in (said.progress or {}).items()
-            if one.data is not None
+            _checked_text(prefix): CheckpointProgress(_checked_text(entry.data), _number(entry.count))
+            for prefix, entry in (reply.progress or {}).items()
+            if entry.data is not None
         }
-    except ValueError as wrong:
-        raise msgspec.ValidationError(f"an agent's status: {wrong}") from None
+    except ValueError as error:
+        raise msgspec.ValidationError(f"an agent's status: {error}") from None
     return AgentStatus(
         state=state,
-        reason=(said.reason or "")[:_MOST_TEXT],
-        message=(said.message or "")[:_MOST_TEXT],
-        restart_mode=_mode(said.restart_mode),
-        version=None if said.version is None else said.version[:_MOST_TEXT],
+        reason=(reply.reason or "")[:_MAX_TEXT],
+        message=(reply.message or "")[:_MAX_TEXT],
+        restart_mode=_restart_mode(reply.restart_mode),
+        version=None if reply.version is None else reply.version[:_MAX_TEXT],
         rank=rank,
-        spare=str(said.spare).lower() == "true",
-        transition_times={state: moment[:_MOST_TEXT] for state, moment in said.transitions.items() if state in _STATES},
+        spare=str(reply.spare).lower() == "true",
+        transition_times={state: moment[:_MAX_TEXT] for state, moment in reply.transitions.items() if state in _STATES},
         progress=progress,
-        worker_data=tuple(said.worker_data or ()),
+        worker_data=tuple(reply.worker_data or ()),
     )
 
 
-def _number(said: str | int) -> int:
-    number = int(said)
-    if not -1 <= number < _MOST_NUMBER:
+def _number(text: str | int) -> int:
+    number = int(text)
+    if not -1 <= number < _MAX_NUMBER:
         raise ValueError(f"{str(number)[:30]} is no number that is counted to here")
     return number
 
 
-def _short(text: str) -> str:
-    if len(text) > _MOST_TEXT:
+def _checked_text(text: str) -> str:
+    if len(text) > _MAX_TEXT:
         raise ValueError(f"a text of {len(text)} characters")
     return text
 
 
-def _mode(said: str | None) -> AgentRestartMode:
-    """Its own, or what a worker asked for. A mode nobody knows here is served by new processes."""
+def _restart_mode(text: str | None) -> AgentRestartMode:
+    """Return the agent's mode or a worker's request. An unknown mode means a restart of the processes."""
     try:
-        return AgentRestartMode((said or "").lower())
+        return AgentRestartMode((text or "").lower())
     except ValueError:
         return AgentRestartMode.PROCESS

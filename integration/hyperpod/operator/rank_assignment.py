@@ -19,68 +19,74 @@ from integration.hyperpod.operator.job_state import JobPhase
 from integration.hyperpod.operator.observed_pods import AgentRestartMode, AgentState, ObservedPod
 
 
-def max_allowed_size(turn: DecisionBuilder) -> int:
-    """The greatest size that is allowed now; 0 when less is admitted than the least there can be."""
-    most, admitted = turn.spec.policy.max_replicas, turn.observed.capacity
-    return turn.spec.policy.largest_size_within(most if admitted is None else min(most, admitted))
+def max_allowed_size(builder: DecisionBuilder) -> int:
+    """Return the largest size allowed now; 0 if fewer replicas are admitted than the smallest size."""
+    limit, admitted = builder.spec.policy.max_replicas, builder.observed.capacity
+    return builder.spec.policy.largest_size_within(limit if admitted is None else min(limit, admitted))
 
 
-def rank_candidates(turn: DecisionBuilder) -> list[ObservedPod]:
-    """Who could have a rank, best first: no repeated offenders, who had a rank, the lower ranks, who came first."""
-    previous = {name: member for member, name in enumerate(turn.state.previous_members)}
-    avoid = fault_detection.nodes_to_avoid(turn.state, turn.spec.policy, turn.now_s)
-    usable = [pod for pod in turn.active_pods if not pod.node_health_problem and _is_waiting(pod)]
+def rank_candidates(builder: DecisionBuilder) -> list[ObservedPod]:
+    """Return the pods that may get a rank, best first.
+
+    Pods on nodes to avoid come last. Otherwise members of the last world come first, by rank, then the oldest pods.
+    """
+    previous = {name: rank for rank, name in enumerate(builder.state.previous_members)}
+    avoid = fault_detection.nodes_to_avoid(builder.state, builder.spec.policy, builder.now_s)
+    usable = [pod for pod in builder.active_pods if not pod.node_health_problem and _is_waiting(pod)]
     return sorted(usable, key=lambda pod: (pod.node in avoid, previous.get(pod.name, len(previous))))
 
 
 def _is_waiting(pod: ObservedPod) -> bool:
-    """In-process agents are not ready before their processes know their ranks and wait at the barrier."""
+    """Return whether the agent can join a world.
+
+    In-process agents become ready only after their processes receive their ranks and wait at the barrier.
+    """
     if agent_state_of(pod) is AgentState.READY:
         return True
     in_process = pod.agent_status is not None and pod.agent_status.restart_mode is AgentRestartMode.IN_PROCESS
     return in_process and agent_state_of(pod) is AgentState.INIT
 
 
-def startable_size(turn: DecisionBuilder, there: int) -> int:
-    """With how many of ``there`` candidates the world begins now; 0 to wait."""
-    state, policy, most = turn.state, turn.spec.policy, max_allowed_size(turn)
-    target = policy.largest_size_within(min(state.target or policy.initial_nodes, most))
+def startable_size(builder: DecisionBuilder, candidates: int) -> int:
+    """Return the size of a world to start now with ``there`` candidates; 0 to wait."""
+    state, policy, allowed = builder.state, builder.spec.policy, max_allowed_size(builder)
+    target = policy.largest_size_within(min(state.target or policy.initial_nodes, allowed))
     if not target:
         return 0
-    if there >= target:
-        beyond = (
+    if candidates >= target:
+        larger = (
             0
-            if turn.now_s < state.no_scale_up_until_s
-            else policy.largest_size_within(min(most, there - turn.spec.spares))
+            if builder.now_s < state.no_scale_up_until_s
+            else policy.largest_size_within(min(allowed, candidates - builder.spec.spares))
         )
-        return max(target, beyond)
-    if state.deadline_s is not None and turn.now_s >= state.deadline_s:
-        return policy.largest_size_within(min(there, most))
+        return max(target, larger)
+    if state.deadline_s is not None and builder.now_s >= state.deadline_s:
+        return policy.largest_size_within(min(candidates, allowed))
     return 0
 
 
-def growable_size(turn: DecisionBuilder) -> int:
-    """How large a running world could be with the pods that wait beside it."""
-    members = set(turn.state.members)
-    waiting = [pod for pod in rank_candidates(turn) if pod.name not in members]
-    there = len(members) + len(waiting) - turn.spec.spares
-    return turn.spec.policy.largest_size_within(min(max_allowed_size(turn), there))
+def growable_size(builder: DecisionBuilder) -> int:
+    """Return the size that the running world could have with the waiting pods."""
+    members = set(builder.state.members)
+    waiting = [pod for pod in rank_candidates(builder) if pod.name not in members]
+    available = len(members) + len(waiting) - builder.spec.spares
+    return builder.spec.policy.largest_size_within(min(max_allowed_size(builder), available))
 
 
-def desired_pods(turn: DecisionBuilder) -> DesiredPods:
-    """So many there should be; nobody takes a pod away because of it, only because of an action."""
-    if turn.state.phase.is_final or turn.state.phase is JobPhase.SUSPENDED:
-        return DesiredPods(dict.fromkeys((group.name for group in turn.spec.groups), 0))
-    counts = replicas_by_group(turn.spec.groups, max_allowed_size(turn) or turn.spec.policy.smallest_size)
-    for group in turn.spec.groups:
+def desired_pods(builder: DecisionBuilder) -> DesiredPods:
+    """Return the desired number of pods. A lower number removes no pod; only an action does."""
+    if builder.state.phase.is_final or builder.state.phase is JobPhase.SUSPENDED:
+        return DesiredPods(dict.fromkeys((group.name for group in builder.spec.groups), 0))
+    counts = replicas_by_group(builder.spec.groups, max_allowed_size(builder) or builder.spec.policy.smallest_size)
+    for group in builder.spec.groups:
         counts[group.name] += group.spares
-    return DesiredPods(counts, fault_detection.nodes_to_avoid(turn.state, turn.spec.policy, turn.now_s))
+    return DesiredPods(counts, fault_detection.nodes_to_avoid(builder.state, builder.spec.policy, builder.now_s))
 
 
 def replicas_by_group(groups: Sequence[ReplicaGroup], size: int) -> dict[str, int]:
-    """How many of so many replicas are whose: first what each spec begins with, then what it may grow to.
+    """Distribute ``size`` replicas over the replica specs.
 
-    With a greater size no spec has fewer of them.
+    Each spec first receives its ``replicas``, then up to ``maxReplicas``. A larger size never reduces a spec's count.
     """
     counts, left = {}, size
     for group in groups:
@@ -93,24 +99,27 @@ def replicas_by_group(groups: Sequence[ReplicaGroup], size: int) -> dict[str, in
     return counts
 
 
-def surplus_pods(turn: DecisionBuilder) -> list[ObservedPod]:
-    """Pods that nobody wants: none with a rank, and of the others those that came last."""
-    wants = desired_pods(turn).pods
-    placed = {*turn.state.members, *turn.state.spares}
-    found: list[ObservedPod] = []
-    first = turn.spec.groups[0].name
-    for group, count in wants.items():
-        here = [pod for pod in turn.active_pods if (pod.group or first) == group]
-        idle = [pod for pod in here if pod.name not in placed]
-        found += idle[::-1][: max(0, len(here) - count)]
-    return found
+def surplus_pods(builder: DecisionBuilder) -> list[ObservedPod]:
+    """Return pods beyond the desired number, newest first. Pods with a rank are never among them."""
+    desired = desired_pods(builder).pods
+    assigned = {*builder.state.members, *builder.state.spares}
+    surplus: list[ObservedPod] = []
+    first = builder.spec.groups[0].name
+    for group, count in desired.items():
+        group_pods = [pod for pod in builder.active_pods if (pod.group or first) == group]
+        idle = [pod for pod in group_pods if pod.name not in assigned]
+        surplus += idle[::-1][: max(0, len(group_pods) - count)]
+    return surplus
 
 
-_MARK = "+"
+_EPOCH_SEPARATOR = "+"
 
 
 def keep_ranks(chosen: Sequence[str], previous: Sequence[str]) -> tuple[str, ...]:
-    """Who had a seat keeps it; who is new takes the seat of one who went, or the end."""
+    """Return the chosen pods by rank.
+
+    Previous members retain their order. New pods fill the gaps, then the end.
+    """
     staying = set(chosen).intersection(previous)
     new = iter([name for name in chosen if name not in staying])
     filled = (member if member in staying else next(new, None) for member in previous)
@@ -118,62 +127,62 @@ def keep_ranks(chosen: Sequence[str], previous: Sequence[str]) -> tuple[str, ...
 
 
 def world_version(epoch: int, now_s: float) -> str:
-    """A moment, as AWS's versions are; with the world's number, so that no two are the same."""
+    """Return a timestamp, like AWS's versions, followed by the epoch, which makes it unique."""
     moment = datetime.fromtimestamp(now_s, timezone.utc).isoformat(timespec="milliseconds")
-    return f"{moment.replace('+00:00', 'Z')}{_MARK}{epoch}"
+    return f"{moment.replace('+00:00', 'Z')}{_EPOCH_SEPARATOR}{epoch}"
 
 
 def epoch_of_version(version: str | None) -> int:
-    """The world's number; 0 for a version that no operator of this kind has made."""
-    number = (version or "").rpartition(_MARK)[2]
+    """Return the epoch of a version; 0 if another kind of operator made it."""
+    number = (version or "").rpartition(_EPOCH_SEPARATOR)[2]
     return int(number) if number.isdecimal() else 0
 
 
-def assign_ranks(turn: DecisionBuilder, chosen: Sequence[ObservedPod], waiting: Sequence[ObservedPod]) -> None:
-    """A new world of ``chosen``; the first of those who wait are its spares."""
-    members = keep_ranks([pod.name for pod in chosen], turn.state.previous_members)
-    epoch = turn.state.epoch + 1
-    port = turn.spec.master_port + epoch % turn.spec.master_ports
-    turn.update_state(
+def assign_ranks(builder: DecisionBuilder, chosen: Sequence[ObservedPod], waiting: Sequence[ObservedPod]) -> None:
+    """Form a new world of ``chosen``. The first of the ``waiting`` pods become its spares."""
+    members = keep_ranks([pod.name for pod in chosen], builder.state.previous_members)
+    epoch = builder.state.epoch + 1
+    port = builder.spec.master_port + epoch % builder.spec.master_ports
+    builder.update_state(
         epoch=epoch,
-        version=world_version(epoch, turn.now_s),
+        version=world_version(epoch, builder.now_s),
         members=members,
-        spares=tuple(pod.name for pod in waiting[: turn.spec.spares]),
-        master_addr=turn.pods[members[0]].ip,
+        spares=tuple(pod.name for pod in waiting[: builder.spec.spares]),
+        master_addr=builder.pods[members[0]].ip,
         master_port=str(port),
     )
 
 
-def start_action(turn: DecisionBuilder, pod: ObservedPod) -> StartAgent:
-    return StartAgent(pod.name, _start_request(turn, pod))
+def start_action(builder: DecisionBuilder, pod: ObservedPod) -> StartAgent:
+    return StartAgent(pod.name, _start_request(builder, pod))
 
 
-def update_action(turn: DecisionBuilder, pod: ObservedPod) -> UpdateAgent:
-    return UpdateAgent(pod.name, _start_request(turn, pod))
+def update_action(builder: DecisionBuilder, pod: ObservedPod) -> UpdateAgent:
+    return UpdateAgent(pod.name, _start_request(builder, pod))
 
 
-def _start_request(turn: DecisionBuilder, pod: ObservedPod) -> StartRequest:
-    state = turn.state
-    everybody = (*state.members, *state.spares)
-    ips = [(rank, turn.pods.get(name)) for rank, name in enumerate(state.members)]
+def _start_request(builder: DecisionBuilder, pod: ObservedPod) -> StartRequest:
+    state = builder.state
+    ranked = (*state.members, *state.spares)
+    ips = [(rank, builder.pods.get(name)) for rank, name in enumerate(state.members)]
     return StartRequest(
-        rank=everybody.index(pod.name),
+        rank=ranked.index(pod.name),
         nnodes=len(state.members),
         fault_count=state.epoch - 1,
         master_addr=state.master_addr,
         master_port=state.master_port,
         version=state.version,
-        rank_ips=tuple({"rank": rank, "ip": each.ip} for rank, each in ips if each is not None),
-        worker_data=_worker_data(turn),
+        rank_ips=tuple({"rank": rank, "ip": pod_of_rank.ip} for rank, pod_of_rank in ips if pod_of_rank is not None),
+        worker_data=_worker_data(builder),
         spare=pod.name in state.spares,
         progress=dict(state.progress),
-        log_rules=turn.spec.log_rules or None,
+        log_rules=builder.spec.log_rules or None,
     )
 
 
-def _worker_data(turn: DecisionBuilder) -> list[object] | None:
-    """What workers have told their agents, of all of them: every worker gets it back with its rank."""
-    found: list[object] = []
-    for pod in turn.member_pods:
-        found += pod.agent_status.worker_data if pod.agent_status is not None else ()
-    return found or None
+def _worker_data(builder: DecisionBuilder) -> list[object] | None:
+    """Return the data of all members' workers. Every worker receives it with its rank."""
+    data: list[object] = []
+    for pod in builder.member_pods:
+        data += pod.agent_status.worker_data if pod.agent_status is not None else ()
+    return data or None

@@ -44,35 +44,37 @@ __all__ = ["SIM_DIRECTORY_ENV", "main"]
 _MARKS = {"Running": "green", "Succeeded": "green", "Failed": "red", "Stopping": "yellow"}
 
 
-def print_job(out: Console, kept: StoredSimulation) -> None:
-    state, policy = kept.state, kept.spec.policy
-    colour = _MARKS.get(state.phase.value, "cyan")
-    sizes = f"{policy.smallest_size} to {policy.max_replicas}" if kept.spec.elastic else str(policy.max_replicas)
-    out.print(f"[bold]{escape(kept.spec.name)}[/]  [{colour}]{state.phase.value}[/]", end="")
+def print_job(out: Console, stored: StoredSimulation) -> None:
+    state, policy = stored.state, stored.spec.policy
+    color = _MARKS.get(state.phase.value, "cyan")
+    sizes = f"{policy.smallest_size} to {policy.max_replicas}" if stored.spec.elastic else str(policy.max_replicas)
+    out.print(f"[bold]{escape(stored.spec.name)}[/]  [{color}]{state.phase.value}[/]", end="")
     out.print(f"  {len(state.members)} of {sizes} replicas, {state.restarts} restarts")
     rows = []
-    for pod in kept.observed.pods:
-        answer = pod.agent_status
+    for pod in stored.observed.pods:
+        status = pod.agent_status
         rank = state.members.index(pod.name) if pod.name in state.members else None
-        place = "spare" if pod.name in state.spares else "-" if rank is None else str(rank)
-        said = "[dim]silent[/]" if answer is None else answer.state.value
-        steps = "" if answer is None else ", ".join(str(one.progress_count) for one in answer.progress.values())
+        rank_text = "spare" if pod.name in state.spares else "-" if rank is None else str(rank)
+        agent_text = "[dim]silent[/]" if status is None else status.state.value
+        steps = (
+            "" if status is None else ", ".join(str(condition.progress_count) for condition in status.progress.values())
+        )
         note = (
             pod.node_health_problem
             or ("leaving" if pod.terminating else "")
-            or (answer.reason if answer is not None else "")
+            or (status.reason if status is not None else "")
         )
-        rows.append([escape(pod.name), escape(pod.node), place, said, steps or "-", escape(note)])
+        rows.append([escape(pod.name), escape(pod.node), rank_text, agent_text, steps or "-", escape(note)])
     if rows:
         out.print(text_table(["pod", "node", "rank", "agent", "step", ""], rows, right=["rank", "step"]))
-    for one in state.conditions:
-        mark = "[green]yes[/]" if one.status else "[dim]no[/] "
-        out.print(f"{mark} {one.type:<12} {escape(one.message or one.reason)}")
+    for condition in state.conditions:
+        mark = "[green]yes[/]" if condition.status else "[dim]no[/] "
+        out.print(f"{mark} {condition.type:<12} {escape(condition.message or condition.reason)}")
 
 
 _PROGRAM = "hyperpod-operator-sim"
 _PORTS = range(15_000, 28_000)
-"""Where worlds of one machine meet: below what the kernel gives out by itself."""
+"""Ports at which worlds of one machine meet, below the kernel's ephemeral ports."""
 _EXITS = """\b
 Exit codes:
   0  done; `run`: the job completed
@@ -83,7 +85,7 @@ Exit codes:
 
 
 class SimScreen(ElasticScreen):
-    """The output of a command about a simulated operator: its errors have no advice."""
+    """Output of a command about a simulated operator. Its errors carry no advice."""
 
     def advice_for(self, error: BaseException) -> str:
         del error
@@ -99,10 +101,10 @@ pass_sim_output = click.make_pass_decorator(CommandOutput)
     epilog=_EXITS,
 )
 def operator_sim_cli() -> None:
-    """Operates a HyperPodPyTorchJob: drives real HyperPod agents over HTTP, as the operator of a cluster does.
+    """Operate a HyperPodPyTorchJob: drive HyperPod agents over HTTP, as a cluster's operator does.
 
-    `sim_run_command` starts and keeps it; `sim_status_command`, `sim_scale_command` and `sim_fault_command` are about a
-    job that runs. Node faults and the number of admitted replicas, which a cluster would know, are said by hand.
+    `sim_run_command` starts and operates it; `sim_status_command`, `sim_scale_command` and `sim_fault_command` act on a
+    running job. Node faults and the number of admitted replicas, which a cluster would report, are set by commands.
     """
 
 
@@ -128,37 +130,39 @@ def sim_run_command(
 ) -> int:
     """Operate the job of JOB.yaml until it has ended.
 
-    With --spawn the first container's command of every replica spec is run here, with `hyperpodrun` on loopback; what
-    agents and ranks print is in the job's folder. Started again, it goes on with whatever runs already.
+    With --spawn, run the first container's command of every replica spec here, with `hyperpodrun` on loopback. The
+    job's folder contains the output of agents and ranks. After a restart, the command adopts the agents that still run.
     """
     if bool(agents) is bool(spawn):
         raise PolicyError("either --agents HOST:PORT,... or --spawn N")
     spec = _read(job, agent_timeout_s=limits["lost_after"], master_port=random.choice(_PORTS))
-    place = SimDirectory(spec.name)
-    with place.lock(), ElasticAgentClient(limits["timeout"]) as client, _interrupted() as stop:
+    directory = SimDirectory(spec.name)
+    with directory.lock(), ElasticAgentClient(limits["timeout"]) as client, _interrupted() as stop:
         pods: PodProvider = (
-            LocalPods(spec, spawn, place.folder)
+            LocalPods(spec, spawn, directory.folder)
             if spawn
-            else ExternalAgents([one.strip() for one in agents.split(",") if one.strip()], spec.groups[0].name)
+            else ExternalAgents(
+                [address.strip() for address in agents.split(",") if address.strip()], spec.groups[0].name
+            )
         )
-        screen.info(f"job {spec.name}: what is kept of it is in {place.folder}")
+        screen.info(f"job {spec.name}: what is kept of it is in {directory.folder}")
         try:
-            operating = SimulatedOperator(spec, pods, place, client, told=_event_printer(screen), every_s=every)
-            ended = operating.run(stop)
+            operator = SimulatedOperator(spec, pods, directory, client, told=_event_printer(screen), every_s=every)
+            finished = operator.run(stop)
         finally:
             pods.close()
-        state = operating.state
-        kept = place.load()
-        if kept is not None:
+        state = operator.state
+        stored = directory.load()
+        if stored is not None:
             value = {
                 "job": spec.name,
                 "phase": state.phase.value,
-                "status": resource_status(spec, state, kept.observed),
+                "status": resource_status(spec, state, stored.observed),
             }
-            screen.result(value, lambda out: print_job(out, kept))
-        if ended or spawn:
-            place.clear()
-    if not ended:
+            screen.result(value, lambda out: print_job(out, stored))
+        if finished or spawn:
+            directory.clear()
+    if not finished:
         return ExitCode.INTERRUPTED
     return 0 if state.phase is JobPhase.SUCCEEDED else 1
 
@@ -169,21 +173,23 @@ def sim_run_command(
 @pass_sim_output
 def sim_status_command(screen: CommandOutput, /, *, job: str | None) -> int:
     """How a job is: its phase, its agents, its conditions."""
-    place = find_sim_directory(job)
-    kept = place.load()
-    if kept is None:
-        raise ControlPlaneUnavailableError(f"no job {place.job} is operated on this machine (looked in {place.root})")
+    directory = find_sim_directory(job)
+    stored = directory.load()
+    if stored is None:
+        raise ControlPlaneUnavailableError(
+            f"no job {directory.job} is operated on this machine (looked in {directory.root})"
+        )
     value = {
-        "job": place.job,
-        "phase": kept.state.phase.value,
-        "age_s": round(time.time() - kept.at_s, 3),
-        "members": list(kept.state.members),
-        "spares": list(kept.state.spares),
-        "pods": [msgspec.to_builtins(pod) for pod in kept.observed.pods],
-        "capacity": kept.observed.capacity,
-        "status": resource_status(kept.spec, kept.state, kept.observed),
+        "job": directory.job,
+        "phase": stored.state.phase.value,
+        "age_s": round(time.time() - stored.at_s, 3),
+        "members": list(stored.state.members),
+        "spares": list(stored.state.spares),
+        "pods": [msgspec.to_builtins(pod) for pod in stored.observed.pods],
+        "capacity": stored.observed.capacity,
+        "status": resource_status(stored.spec, stored.state, stored.observed),
     }
-    screen.result(value, lambda out: print_job(out, kept))
+    screen.result(value, lambda out: print_job(out, stored))
     return 0
 
 
@@ -195,14 +201,19 @@ def sim_status_command(screen: CommandOutput, /, *, job: str | None) -> int:
 def sim_scale_command(screen: CommandOutput, /, *, replicas: str, job: str | None) -> int:
     """Let N replicas be admitted; max: as many as the job allows.
 
-    What a queue does on a cluster. The job changes its size gracefully, to the greatest one its elasticPolicy has.
+    On a cluster, a queue does this. The job changes its size gracefully, to the largest size that its elasticPolicy
+    allows.
     """
     if replicas != "max" and not (replicas.isascii() and replicas.isdigit()):
         raise PolicyError(f"{replicas!r}: write a number, or max")
-    place = find_sim_directory(job)
-    wishes = msgspec.structs.replace(place.load_overrides(), capacity=None if replicas == "max" else int(replicas))
-    place.save_overrides(wishes)
-    screen.result({"job": place.job, "capacity": wishes.capacity}, lambda out: out.print(f"{replicas} are admitted"))
+    directory = find_sim_directory(job)
+    overrides = msgspec.structs.replace(
+        directory.load_overrides(), capacity=None if replicas == "max" else int(replicas)
+    )
+    directory.save_overrides(overrides)
+    screen.result(
+        {"job": directory.job, "capacity": overrides.capacity}, lambda out: out.print(f"{replicas} are admitted")
+    )
     return 0
 
 
@@ -217,14 +228,16 @@ def sim_scale_command(screen: CommandOutput, /, *, replicas: str, job: str | Non
 @pass_sim_output
 def sim_fault_command(screen: CommandOutput, /, *, node: str, health: str, healthy: bool, job: str | None) -> int:
     """Say that NODE is bad, as the health label of a cluster's node does."""
-    place = find_sim_directory(job)
-    wishes = place.load_overrides()
-    bad = {name: said for name, said in wishes.bad_nodes.items() if name != node}
+    directory = find_sim_directory(job)
+    overrides = directory.load_overrides()
+    bad = {name: status for name, status in overrides.bad_nodes.items() if name != node}
     if not healthy:
         bad[node] = health
-    place.save_overrides(msgspec.structs.replace(wishes, bad_nodes=bad))
-    said = "schedulable" if healthy else health
-    screen.result({"job": place.job, "bad_nodes": bad}, lambda out: out.print(f"{escape(node)} is {escape(said)}"))
+    directory.save_overrides(msgspec.structs.replace(overrides, bad_nodes=bad))
+    status = "schedulable" if healthy else health
+    screen.result(
+        {"job": directory.job, "bad_nodes": bad}, lambda out: out.print(f"{escape(node)} is {escape(status)}")
+    )
     return 0
 
 
@@ -233,27 +246,27 @@ def _read(path: Path, **ours: Any) -> JobSpec:
 
     try:
         resource = load_yaml(path.read_text())
-    except yaml.YAMLError as wrong:
-        raise PolicyError(f"{path} is no YAML: {wrong}") from None
+    except yaml.YAMLError as error:
+        raise PolicyError(f"{path} is no YAML: {error}") from None
     if not isinstance(resource, dict):
         raise PolicyError(f"{path} has no resource")
     return parse_job_resource(resource, **ours)
 
 
 def _event_printer(screen: CommandOutput) -> Callable[[float, OperatorEvent], None]:
-    """A line for each event, on standard error."""
+    """Return a function that prints one line per event to standard error."""
 
-    def told(at_s: float, event: OperatorEvent) -> None:
-        moment = datetime.fromtimestamp(at_s).astimezone().strftime("%H:%M:%S")
+    def print_event(at_s: float, event: OperatorEvent) -> None:
+        time_text = datetime.fromtimestamp(at_s).astimezone().strftime("%H:%M:%S")
         style = "bold red" if event.warning else "bold green"
-        screen.err.print(f"[dim]{moment}[/] [{style}]{escape(event.reason)}[/] {escape(event.message)}")
+        screen.err.print(f"[dim]{time_text}[/] [{style}]{escape(event.reason)}[/] {escape(event.message)}")
 
-    return told
+    return print_event
 
 
 @contextlib.contextmanager
 def _interrupted() -> Iterator[threading.Event]:
-    """Set by SIGINT and SIGTERM."""
+    """Yield an event that SIGINT and SIGTERM set."""
     stop = threading.Event()
     undo = handle_signals({signal.SIGINT: stop.set, signal.SIGTERM: stop.set})
     try:
@@ -263,5 +276,5 @@ def _interrupted() -> Iterator[threading.Event]:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run one command of ``hyperpod-operator-sim``, and return its exit code."""
+    """Run one command of ``hyperpod-operator-sim`` and return its exit code."""
     return run_program(operator_sim_cli, SimScreen(_PROGRAM), argv)

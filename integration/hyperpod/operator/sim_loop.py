@@ -31,11 +31,11 @@ from peerstore.server.store_server import ensure_private_directory
 from peerstore.shard_records import validate_job_name
 
 _ACTIVE_POLL_S = 0.1
-"""Between two looks while something is going on: nobody waits for a job that runs."""
+"""Seconds between two reconciles while the operator acts; a running job needs no fast polling."""
 
 
 class SimulatedOperator:
-    """One job and its pods, from whatever was stored of it until it has ended."""
+    """Operator of one job and its pods, from the stored state to the end of the job."""
 
     def __init__(
         self,
@@ -48,14 +48,14 @@ class SimulatedOperator:
         every_s: float,
         clock: Callable[[], float] = time.time,
     ) -> None:
-        self._spec, self._pods, self._place, self._client = spec, pods, place, client
-        self._told, self._every_s, self._clock = told, every_s, clock
-        kept = place.load()
-        self.state = JobState() if kept is None else kept.state
+        self._spec, self._pods, self._directory, self._client = spec, pods, place, client
+        self._on_event, self._every_s, self._clock = told, every_s, clock
+        stored = place.load()
+        self.state = JobState() if stored is None else stored.state
         self._problems: dict[str, str] = {}
 
     def run(self, stop: threading.Event) -> bool:
-        """Until the job has ended (true), or ``stop`` is set."""
+        """Operate the job until it ends (return True) or ``stop`` is set (return False)."""
         while not stop.is_set():
             decision = self.reconcile_once()
             if decision.finished:
@@ -64,33 +64,34 @@ class SimulatedOperator:
         return False
 
     def reconcile_once(self) -> OperatorDecision:
-        wishes = self._place.load_overrides()
-        places = self._pods.endpoints(wishes.bad_nodes)
-        addresses = {one.name: one.address for one in places}
-        heard = self._client.poll_all(addresses)
+        overrides = self._directory.load_overrides()
+        endpoints = self._pods.endpoints(overrides.bad_nodes)
+        addresses = {endpoint.name: endpoint.address for endpoint in endpoints}
+        replies = self._client.poll_all(addresses)
         pods = tuple(
             ObservedPod(
-                name=one.name, group=one.group, node=one.node, ip=one.ip, agent_status=heard[one.name].status,
-                node_health_problem=one.node_health_problem, terminating=one.terminating,
+                name=endpoint.name, group=endpoint.group, node=endpoint.node, ip=endpoint.ip,
+                agent_status=replies[endpoint.name].status,
+                node_health_problem=endpoint.node_health_problem, terminating=endpoint.terminating,
             )
-            for one in places
+            for endpoint in endpoints
         )  # fmt: skip
-        seen = ObservedJob(pods=pods, capacity=wishes.capacity, can_replace=self._pods.can_replace)
+        observed = ObservedJob(pods=pods, capacity=overrides.capacity, can_replace=self._pods.can_replace)
         now_s = self._clock()
-        decision = decide_job(self._spec, self.state, seen, now_s)
-        self._place.save(StoredSimulation(self._spec, decision.state, seen, now_s))
+        decision = decide_job(self._spec, self.state, observed, now_s)
+        self._directory.save(StoredSimulation(self._spec, decision.state, observed, now_s))
         self.state = decision.state
         for event in (*self._pods.take_events(), *decision.events):
-            self._told(now_s, event)
-        self._do(decision, addresses)
-        self._pods.scale_to(decision.wanted, wishes.bad_nodes)
+            self._on_event(now_s, event)
+        self._carry_out(decision, addresses)
+        self._pods.scale_to(decision.wanted, overrides.bad_nodes)
         return decision
 
-    def _do(self, decision: OperatorDecision, addresses: dict[str, str]) -> None:
+    def _carry_out(self, decision: OperatorDecision, addresses: dict[str, str]) -> None:
         problems = self._client.send_all(decision.actions, addresses)
         for pod, problem in problems.items():
             if self._problems.get(pod) != problem:
-                self._told(self._clock(), OperatorEvent("CallFailed", problem, warning=True))
+                self._on_event(self._clock(), OperatorEvent("CallFailed", problem, warning=True))
         self._problems = problems
         for action in decision.actions:
             if isinstance(action, ReplacePod):
@@ -103,7 +104,7 @@ SIM_DIRECTORY_ENV = "HYPERPOD_SIM_DIRECTORY"
 
 
 class StoredSimulation(msgspec.Struct, frozen=True):
-    """Stored before anything is done."""
+    """State of a simulation, stored before any action."""
 
     spec: JobSpec
     state: JobState
@@ -112,7 +113,7 @@ class StoredSimulation(msgspec.Struct, frozen=True):
 
 
 class SimOverrides(msgspec.Struct, frozen=True):
-    """What a cluster would say by itself."""
+    """Facts that a real cluster would report."""
 
     capacity: int | None = None
     bad_nodes: dict[str, str] = {}
@@ -123,11 +124,14 @@ class SimDirectory:
         self.root = root or default_sim_root()
         self.job = str(validate_job_name(job))
         self.folder = self.root / self.job
-        self._kept, self._wishes = self.folder / "state.json", self.folder / "overrides.json"
+        self._state_file, self._overrides_file = self.folder / "state.json", self.folder / "overrides.json"
 
     @contextlib.contextmanager
     def lock(self) -> Iterator[None]:
-        """Nobody else on this machine operates this job."""
+        """Lock the job against other operators on this machine.
+
+        Raise :class:`ControlPlaneRefusedError` if another operator holds the lock.
+        """
         ensure_private_directory(self.root)
         ensure_private_directory(self.folder)
         fd = os.open(self.folder / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
@@ -140,42 +144,42 @@ class SimDirectory:
         finally:
             os.close(fd)
 
-    def save(self, kept: StoredSimulation) -> None:
-        write_private_file(self._kept, msgspec.json.encode(kept))
+    def save(self, stored: StoredSimulation) -> None:
+        write_private_file(self._state_file, msgspec.json.encode(stored))
 
     def load(self) -> StoredSimulation | None:
         try:
-            return from_json(self._kept.read_bytes(), StoredSimulation)
+            return from_json(self._state_file.read_bytes(), StoredSimulation)
         except FileNotFoundError:
             return None
-        except (OSError, msgspec.MsgspecError) as damaged:
-            raise ControlPlaneUnavailableError(f"{self._kept} cannot be read: {damaged}") from damaged
+        except (OSError, msgspec.MsgspecError) as error:
+            raise ControlPlaneUnavailableError(f"{self._state_file} cannot be read: {error}") from error
 
     def load_overrides(self) -> SimOverrides:
         try:
-            return from_json(self._wishes.read_bytes(), SimOverrides)
+            return from_json(self._overrides_file.read_bytes(), SimOverrides)
         except FileNotFoundError:
             return SimOverrides()
-        except (OSError, msgspec.MsgspecError) as damaged:
-            raise ControlPlaneUnavailableError(f"{self._wishes} cannot be read: {damaged}") from damaged
+        except (OSError, msgspec.MsgspecError) as error:
+            raise ControlPlaneUnavailableError(f"{self._overrides_file} cannot be read: {error}") from error
 
-    def save_overrides(self, wishes: SimOverrides) -> None:
-        write_private_file(self._wishes, msgspec.json.encode(wishes))
+    def save_overrides(self, overrides: SimOverrides) -> None:
+        write_private_file(self._overrides_file, msgspec.json.encode(overrides))
 
     def clear(self) -> None:
-        """The job is over; what its pods printed stays."""
-        self._kept.unlink(missing_ok=True)
-        self._wishes.unlink(missing_ok=True)
+        """Delete the stored state. The pods' logs remain."""
+        self._state_file.unlink(missing_ok=True)
+        self._overrides_file.unlink(missing_ok=True)
 
 
 def default_sim_root() -> Path:
-    """``$HYPERPOD_SIM_DIRECTORY``, or on the machine's shared memory."""
+    """Return ``$HYPERPOD_SIM_DIRECTORY``, or a directory on the machine's shared memory."""
     named = os.environ.get(SIM_DIRECTORY_ENV)
     return Path(named) if named else Path("/dev/shm") / f"hyperpod-sim-{os.getuid()}"  # noqa: S108
 
 
 def find_sim_directory(job: str | None) -> SimDirectory:
-    """The job somebody means who named it, or the only one that is here."""
+    """Return the directory of ``job``; of the only job on this machine if ``job`` is None."""
     root = default_sim_root()
     if job is not None:
         return SimDirectory(job, root)

@@ -23,262 +23,296 @@ from integration.hyperpod.operator.job_spec import JobSpec
 from integration.hyperpod.operator.job_state import JobFault, JobPhase, JobState, TransitionCause
 from integration.hyperpod.operator.observed_pods import AgentRestartMode, AgentState, ObservedJob, ObservedPod
 
-_IDLE = {AgentState.INIT, AgentState.READY}
-_RUNS = {AgentState.RUNNING, AgentState.COMPLETED}
+_IDLE_STATES = {AgentState.INIT, AgentState.READY}
+_RUNNING_STATES = {AgentState.RUNNING, AgentState.COMPLETED}
 _SPARE_UPDATE_TIMEOUT_S = 10.0
-"""What a spare does not take in so long is left to ``/start``, which says the same."""
+"""Seconds a spare may take to apply ``/update``. After that, ``/start`` carries the same data."""
 
 
-def accept_job(turn: DecisionBuilder) -> None:
-    """The first look at a job."""
-    turn.update_state(created_s=turn.now_s)
-    turn.set_condition("Created", True, "JobCreated", f"job {turn.spec.name} was accepted")
-    await_world_members(turn, TransitionCause.BEGIN)
+def accept_job(builder: DecisionBuilder) -> None:
+    """Accept a new job and wait for its first world."""
+    builder.update_state(created_s=builder.now_s)
+    builder.set_condition("Created", True, "JobCreated", f"job {builder.spec.name} was accepted")
+    await_world_members(builder, TransitionCause.BEGIN)
 
 
-def await_world_members(turn: DecisionBuilder, cause: TransitionCause, *, patience_s: float | None = None) -> None:
-    """Jobs that are not elastic wait for all of them, however long it takes."""
+def await_world_members(builder: DecisionBuilder, cause: TransitionCause, *, patience_s: float | None = None) -> None:
+    """Wait for members of the next world.
+
+    A job that is not elastic waits for all of them, without a deadline.
+    """
     if patience_s is None:
-        patience_s = turn.spec.policy.scaling_timeout_s
-    deadline_s = turn.now_s + patience_s if turn.spec.elastic else None
-    turn.enter_phase(JobPhase.FORMING, cause=cause, members=(), spares=(), deadline_s=deadline_s)
+        patience_s = builder.spec.policy.scaling_timeout_s
+    deadline_s = builder.now_s + patience_s if builder.spec.elastic else None
+    builder.enter_phase(JobPhase.FORMING, cause=cause, members=(), spares=(), deadline_s=deadline_s)
 
 
-def handle_forming(turn: DecisionBuilder) -> None:
-    if turn.spec.suspend:
-        turn.enter_phase(JobPhase.SUSPENDED)
+def handle_forming(builder: DecisionBuilder) -> None:
+    if builder.spec.suspend:
+        builder.enter_phase(JobPhase.SUSPENDED)
         return
-    if turn.state.epoch == 0 and _adopt_running_world(turn):
+    if builder.state.epoch == 0 and _adopt_running_world(builder):
         return
-    there = rank_assignment.rank_candidates(turn)
-    size = rank_assignment.startable_size(turn, len(there))
+    candidates = rank_assignment.rank_candidates(builder)
+    size = rank_assignment.startable_size(builder, len(candidates))
     if size:
-        turn.set_condition("PodsRunning", True, "AgentsAnswer", f"{len(there)} agents wait, {size} get a rank")
-        rank_assignment.assign_ranks(turn, there[:size], there[size:])
-        turn.enter_phase(JobPhase.RANKS_ASSIGNED)
+        builder.set_condition("PodsRunning", True, "AgentsAnswer", f"{len(candidates)} agents wait, {size} get a rank")
+        rank_assignment.assign_ranks(builder, candidates[:size], candidates[size:])
+        builder.enter_phase(JobPhase.RANKS_ASSIGNED)
         return
     body = StopRequest(restart_mode=AgentRestartMode.PROCESS.value)
-    turn.add_actions(*(StopAgent(pod.name, body) for pod in turn.active_pods if agent_state_of(pod) in _RUNS))
+    builder.add_actions(
+        *(StopAgent(pod.name, body) for pod in builder.active_pods if agent_state_of(pod) in _RUNNING_STATES)
+    )
 
 
-def handle_ranks_assigned(turn: DecisionBuilder) -> None:
-    """``/update`` to processes that wait for their ranks, and to spares that take a place; then all start."""
-    spares = [pod for pod in turn.member_pods if _is_still_spare(turn, pod)]
-    waiting = [pod for pod in turn.member_pods if _wants_rank(turn, pod, {AgentState.INIT})]
-    turn.add_actions(*(rank_assignment.update_action(turn, pod) for pod in (*waiting, *spares)))
-    states = [agent_state_of(pod) for pod in turn.member_pods]
+def handle_ranks_assigned(builder: DecisionBuilder) -> None:
+    """Send ``/update`` to agents without a rank and spares that become members; then start all."""
+    spares = [pod for pod in builder.member_pods if _is_still_spare(builder, pod)]
+    waiting = [pod for pod in builder.member_pods if _wants_rank(builder, pod, {AgentState.INIT})]
+    builder.add_actions(*(rank_assignment.update_action(builder, pod) for pod in (*waiting, *spares)))
+    states = [agent_state_of(pod) for pod in builder.member_pods]
     if all(state is AgentState.READY for state in states) and not spares:
-        turn.enter_phase(JobPhase.STARTING)
-    elif any(state not in {*_IDLE, None} for state in states):
-        turn.enter_phase(JobPhase.FORMING, previous_members=turn.state.members, members=(), spares=())
-    elif turn.in_phase_s >= turn.spec.policy.restart_timeout_s and turn.observed.can_replace:
-        late = tuple(pod.name for pod in turn.member_pods if agent_state_of(pod) is not AgentState.READY)
-        turn.add_event("StartTimeout", f"not ready in time, replaced: {', '.join(late)}", warning=True)
-        previous = turn.state.members
-        turn.enter_phase(
+        builder.enter_phase(JobPhase.STARTING)
+    elif any(state not in {*_IDLE_STATES, None} for state in states):
+        builder.enter_phase(JobPhase.FORMING, previous_members=builder.state.members, members=(), spares=())
+    elif builder.in_phase_s >= builder.spec.policy.restart_timeout_s and builder.observed.can_replace:
+        late = tuple(pod.name for pod in builder.member_pods if agent_state_of(pod) is not AgentState.READY)
+        builder.add_event("StartTimeout", f"not ready in time, replaced: {', '.join(late)}", warning=True)
+        previous = builder.state.members
+        builder.enter_phase(
             JobPhase.FORMING,
             previous_members=previous,
             members=(),
             spares=(),
-            replaced_pods=(*turn.state.replaced_pods, *late),
+            replaced_pods=(*builder.state.replaced_pods, *late),
         )
 
 
-def update_spares(turn: DecisionBuilder) -> None:
-    """Theirs come behind the last one; a spare that began anew has forgotten it. One may come after the world began."""
-    kept = [name for name in turn.state.spares if name in turn.pods and name not in turn.state.replaced_pods]
-    placed = {*turn.state.members, *kept}
-    late = [pod.name for pod in rank_assignment.rank_candidates(turn) if pod.name not in placed]
-    turn.update_state(spares=(*kept, *late[: max(0, turn.spec.spares - len(kept))]))
-    spares = (turn.pods[name] for name in turn.state.spares if name in turn.pods)
-    turn.add_actions(*(rank_assignment.update_action(turn, pod) for pod in spares if _wants_rank(turn, pod, _IDLE)))
+def update_spares(builder: DecisionBuilder) -> None:
+    """Assign ranks after the last member to spares.
+
+    A restarted spare has lost its rank and receives it again. A spare may join after the world began.
+    """
+    existing = [
+        name for name in builder.state.spares if name in builder.pods and name not in builder.state.replaced_pods
+    ]
+    assigned = {*builder.state.members, *existing}
+    late = [pod.name for pod in rank_assignment.rank_candidates(builder) if pod.name not in assigned]
+    builder.update_state(spares=(*existing, *late[: max(0, builder.spec.spares - len(existing))]))
+    spares = (builder.pods[name] for name in builder.state.spares if name in builder.pods)
+    builder.add_actions(
+        *(rank_assignment.update_action(builder, pod) for pod in spares if _wants_rank(builder, pod, _IDLE_STATES))
+    )
 
 
-def _wants_rank(turn: DecisionBuilder, pod: ObservedPod, states: set[AgentState]) -> bool:
-    answer = pod.agent_status
-    if answer is None or answer.restart_mode is not AgentRestartMode.IN_PROCESS or answer.version == turn.state.version:
+def _wants_rank(builder: DecisionBuilder, pod: ObservedPod, states: set[AgentState]) -> bool:
+    status = pod.agent_status
+    if (
+        status is None
+        or status.restart_mode is not AgentRestartMode.IN_PROCESS
+        or status.version == builder.state.version
+    ):
         return False
-    return answer.state in states
+    return status.state in states
 
 
-def _is_still_spare(turn: DecisionBuilder, pod: ObservedPod) -> bool:
-    """It has a rank, and its processes, which stand at the barrier, were told of another one or of none."""
+def _is_still_spare(builder: DecisionBuilder, pod: ObservedPod) -> bool:
+    """Return whether a former spare still has its old rank, or none, at the barrier."""
     spare = pod.agent_status is not None and pod.agent_status.spare
-    return spare and turn.in_phase_s < _SPARE_UPDATE_TIMEOUT_S and _wants_rank(turn, pod, {AgentState.READY})
+    return spare and builder.in_phase_s < _SPARE_UPDATE_TIMEOUT_S and _wants_rank(builder, pod, {AgentState.READY})
 
 
-def _adopt_running_world(turn: DecisionBuilder) -> bool:
-    """A world that runs already, of an operator that has not left its state: it is taken over as it is."""
+def _adopt_running_world(builder: DecisionBuilder) -> bool:
+    """Adopt a running world if its operator left no state. Return whether it did."""
     ranked = {}
-    for pod in turn.active_pods:
-        answer = pod.agent_status
-        if answer is not None and answer.state in _RUNS and answer.rank is not None and answer.version:
-            ranked[answer.rank, answer.version] = pod
+    for pod in builder.active_pods:
+        status = pod.agent_status
+        if status is not None and status.state in _RUNNING_STATES and status.rank is not None and status.version:
+            ranked[status.rank, status.version] = pod
     versions = {version for _, version in ranked}
     ranks = sorted(rank for rank, _ in ranked)
-    everybody = len(ranks) + turn.spec.spares >= len(turn.active_pods)
-    whole = len(versions) == 1 and ranks == list(range(len(ranks))) and everybody
-    if not whole or not turn.spec.policy.allows(len(ranks)):
+    complete = len(ranks) + builder.spec.spares >= len(builder.active_pods)
+    whole = len(versions) == 1 and ranks == list(range(len(ranks))) and complete
+    if not whole or not builder.spec.policy.allows(len(ranks)):
         return False
     (version,) = versions
     members = [ranked[rank, version] for rank in ranks]
-    turn.enter_phase(
+    builder.enter_phase(
         JobPhase.RUNNING,
         epoch=max(1, rank_assignment.epoch_of_version(version)),
         version=version,
         members=tuple(pod.name for pod in members),
         master_addr=members[0].ip,
-        started_s=turn.now_s,
+        started_s=builder.now_s,
     )
-    turn.set_condition("Running", True, "Adopted", f"{len(members)} agents ran already")
-    turn.add_event("Adopted", f"{len(members)} agents run already; they are left alone")
+    builder.set_condition("Running", True, "Adopted", f"{len(members)} agents ran already")
+    builder.add_event("Adopted", f"{len(members)} agents run already; they are left alone")
     return True
 
 
-def handle_starting(turn: DecisionBuilder) -> None:
-    """``/start`` again to whoever has not obeyed; the world runs when all say so."""
-    for pod in turn.member_pods:
+def handle_starting(builder: DecisionBuilder) -> None:
+    """Send ``/start`` to ready agents until all members run."""
+    for pod in builder.member_pods:
         if agent_state_of(pod) is AgentState.READY:
-            turn.add_actions(rank_assignment.start_action(turn, pod))
-    size = len(turn.state.members)
-    if sum(agent_state_of(pod) in _RUNS and not turn.is_stale(pod) for pod in turn.member_pods) == size:
-        _enter_running(turn)
+            builder.add_actions(rank_assignment.start_action(builder, pod))
+    size = len(builder.state.members)
+    if sum(agent_state_of(pod) in _RUNNING_STATES and not builder.is_stale(pod) for pod in builder.member_pods) == size:
+        _enter_running(builder)
 
 
-def _enter_running(turn: DecisionBuilder) -> None:
-    state, size = turn.state, len(turn.state.members)
+def _enter_running(builder: DecisionBuilder) -> None:
+    state, size = builder.state, len(builder.state.members)
     message = f"{size} agents run"
     reason = "Started"
     if state.fault is not None:
-        took_ms = round(1000 * (turn.now_s - state.fault.at_s))
+        took_ms = round(1000 * (builder.now_s - state.fault.at_s))
         reason, message = (
             "FaultRemediated",
             (f"The fault of reason {state.fault.reason} was remediated in {took_ms} milliseconds."),
         )
-        turn.update_state(no_scale_up_until_s=turn.now_s + turn.spec.policy.scale_up_snooze_s)
+        builder.update_state(no_scale_up_until_s=builder.now_s + builder.spec.policy.scale_up_snooze_s)
     elif state.cause is TransitionCause.SCALE:
         reason, message = "Scaled", f"the job runs with {size} replicas now"
         scaling = msgspec.structs.replace(
-            state.scaling, scaled_at_s=turn.now_s, updated_at_s=turn.now_s, consecutive_failures=0
+            state.scaling, scaled_at_s=builder.now_s, updated_at_s=builder.now_s, consecutive_failures=0
         )
-        turn.update_state(scaling=scaling)
-    turn.set_condition("Running", True, reason, message)
-    turn.add_event(reason, message)
-    turn.enter_phase(
+        builder.update_state(scaling=scaling)
+    builder.set_condition("Running", True, reason, message)
+    builder.add_event(reason, message)
+    builder.enter_phase(
         JobPhase.RUNNING,
-        started_s=turn.now_s if state.started_s is None else state.started_s,
+        started_s=builder.now_s if state.started_s is None else state.started_s,
         last_fault=state.fault or state.last_fault,
         fault=None,
         grow_since_s=None,
     )
 
 
-def handle_running(turn: DecisionBuilder) -> None:
-    states = [agent_state_of(pod) for pod in turn.member_pods]
-    if len(states) == len(turn.state.members) and all(one is AgentState.COMPLETED for one in states):
-        complete_job(turn)
+def handle_running(builder: DecisionBuilder) -> None:
+    states = [agent_state_of(pod) for pod in builder.member_pods]
+    if len(states) == len(builder.state.members) and all(state is AgentState.COMPLETED for state in states):
+        complete_job(builder)
         return
-    if turn.spec.suspend:
-        stop_gracefully(turn, TransitionCause.SUSPEND, "the job is suspended")
+    if builder.spec.suspend:
+        stop_gracefully(builder, TransitionCause.SUSPEND, "the job is suspended")
         return
-    if not (_shrink_if_needed(turn) or _grow_if_possible(turn, finishing=AgentState.COMPLETED in states)):
-        turn.add_actions(*(ReleasePod(pod.name, "not wanted any more") for pod in rank_assignment.surplus_pods(turn)))
+    if not (_shrink_if_needed(builder) or _grow_if_possible(builder, finishing=AgentState.COMPLETED in states)):
+        builder.add_actions(
+            *(ReleasePod(pod.name, "not wanted any more") for pod in rank_assignment.surplus_pods(builder))
+        )
 
 
-def _shrink_if_needed(turn: DecisionBuilder) -> bool:
-    """Less is admitted than runs, or members are preempted: the rest goes on without them, or with spares."""
-    size, most = len(turn.state.members), rank_assignment.max_allowed_size(turn)
-    leaving = [pod.name for pod in turn.member_pods if pod.terminating]
+def _shrink_if_needed(builder: DecisionBuilder) -> bool:
+    """Stop the world if members are preempted or fewer replicas are admitted. Return whether it did.
+
+    The job continues with the other members, or with spares.
+    """
+    size, allowed = len(builder.state.members), rank_assignment.max_allowed_size(builder)
+    leaving = [pod.name for pod in builder.member_pods if pod.terminating]
     if leaving:
-        stop_gracefully(turn, TransitionCause.SCALE, f"preempted: {', '.join(leaving)}", target=min(size, most))
-    elif most < size:
-        stop_gracefully(turn, TransitionCause.SCALE, f"{turn.observed.capacity} replicas are admitted", target=most)
-    return bool(leaving) or most < size
+        stop_gracefully(builder, TransitionCause.SCALE, f"preempted: {', '.join(leaving)}", target=min(size, allowed))
+    elif allowed < size:
+        stop_gracefully(
+            builder, TransitionCause.SCALE, f"{builder.observed.capacity} replicas are admitted", target=allowed
+        )
+    return bool(leaving) or allowed < size
 
 
-def _grow_if_possible(turn: DecisionBuilder, *, finishing: bool) -> bool:
-    """Once more can have a rank for long enough, or all there can ever be."""
-    size = rank_assignment.growable_size(turn)
-    if finishing or turn.now_s < turn.state.no_scale_up_until_s or size <= len(turn.state.members):
-        turn.update_state(grow_since_s=None)
+def _grow_if_possible(builder: DecisionBuilder, *, finishing: bool) -> bool:
+    """Stop the world to grow it, and return whether it did.
+
+    It grows if the larger size was possible for ``scaling_timeout_s``, or at once if it is the maximum.
+    """
+    size = rank_assignment.growable_size(builder)
+    if finishing or builder.now_s < builder.state.no_scale_up_until_s or size <= len(builder.state.members):
+        builder.update_state(grow_since_s=None)
         return False
-    since = turn.now_s if turn.state.grow_since_s is None else turn.state.grow_since_s
-    if size < rank_assignment.max_allowed_size(turn) and turn.now_s - since < turn.spec.policy.scaling_timeout_s:
-        turn.update_state(grow_since_s=since)
+    since = builder.now_s if builder.state.grow_since_s is None else builder.state.grow_since_s
+    if (
+        size < rank_assignment.max_allowed_size(builder)
+        and builder.now_s - since < builder.spec.policy.scaling_timeout_s
+    ):
+        builder.update_state(grow_since_s=since)
         return False
-    stop_gracefully(turn, TransitionCause.SCALE, f"{size} replicas can run", target=size)
+    stop_gracefully(builder, TransitionCause.SCALE, f"{size} replicas can run", target=size)
     return True
 
 
-_BUSY = {AgentState.RUNNING, AgentState.COMPLETED, AgentState.FAULTED}
+_BUSY_STATES = {AgentState.RUNNING, AgentState.COMPLETED, AgentState.FAULTED}
 
 
-def remediate_fault(turn: DecisionBuilder, fault: JobFault) -> None:
-    """A fault: all are stopped. One that comes before an earlier one is remediated takes new processes."""
-    before = turn.state
-    mode = fault_detection.requested_restart_mode(turn.member_pods)
+def remediate_fault(builder: DecisionBuilder, fault: JobFault) -> None:
+    """Stop all members after a fault.
+
+    A second fault before the first one is remediated restarts the processes.
+    """
+    before = builder.state
+    mode = fault_detection.requested_restart_mode(builder.member_pods)
     if before.fault is not None or not before.members:
         mode = mode.at_least(AgentRestartMode.PROCESS)
-    state, mode, beyond = fault_detection.count_restart(before, turn.spec.policy, mode, turn.now_s)
-    turn.state = fault_detection.record_node_faults(state, turn.spec.policy, fault.nodes, turn.now_s)
+    state, mode, beyond = fault_detection.count_restart(before, builder.spec.policy, mode, builder.now_s)
+    builder.state = fault_detection.record_node_faults(state, builder.spec.policy, fault.nodes, builder.now_s)
     at_s = fault.at_s if before.fault is None else before.fault.at_s
     fault = msgspec.structs.replace(fault, mode=mode, at_s=at_s)
-    turn.add_event(fault.reason, fault.message.strip() or fault.reason, warning=True)
-    turn.set_condition("Running", False, fault.reason, fault.message.strip())
-    turn.update_state(fault=fault, unexplained_since_s=None)
+    builder.add_event(fault.reason, fault.message.strip() or fault.reason, warning=True)
+    builder.set_condition("Running", False, fault.reason, fault.message.strip())
+    builder.update_state(fault=fault, unexplained_since_s=None)
     if beyond:
-        fail_job(turn, "RestartLimitExceeded", f"the job failed after {fault.reason}: more than {beyond}")
+        fail_job(builder, "RestartLimitExceeded", f"the job failed after {fault.reason}: more than {beyond}")
         return
     if before.cause is TransitionCause.SCALE and before.phase is not JobPhase.RUNNING:
-        turn.update_state(
+        builder.update_state(
             scaling=msgspec.structs.replace(
                 before.scaling, consecutive_failures=before.scaling.consecutive_failures + 1
             )
         )
-    turn.add_event("Restarting", f"restart {turn.state.restarts}, {mode.value}")
-    _stop(turn, TransitionCause.FAULT, mode, target=len(before.members) or before.target)
-    mark_replaced(turn, [pod for pod in turn.observed.pods if mode is AgentRestartMode.JOB or _is_unusable(turn, pod)])
+    builder.add_event("Restarting", f"restart {builder.state.restarts}, {mode.value}")
+    _stop(builder, TransitionCause.FAULT, mode, target=len(before.members) or before.target)
+    mark_replaced(
+        builder, [pod for pod in builder.observed.pods if mode is AgentRestartMode.JOB or _is_unusable(builder, pod)]
+    )
 
 
-def explained(turn: DecisionBuilder, fault: JobFault) -> None:
-    """The same fault, for the reason that it really had; machines that were blamed for it are not any more."""
-    before = turn.state.fault
-    wrongly = () if before is None else before.nodes
-    offences = list(turn.state.node_faults)
-    for one in reversed(turn.state.node_faults):
-        if one.node in wrongly:
-            offences.remove(one)
+def correct_fault_reason(builder: DecisionBuilder, fault: JobFault) -> None:
+    """Replace the reason of the current fault. Nodes wrongly blamed for it lose their last fault."""
+    before = builder.state.fault
+    wrong_nodes = () if before is None else before.nodes
+    offences = list(builder.state.node_faults)
+    for offence in reversed(builder.state.node_faults):
+        if offence.node in wrong_nodes:
+            offences.remove(offence)
             break
-    turn.state = fault_detection.record_node_faults(
-        msgspec.structs.replace(turn.state, fault=fault, node_faults=tuple(offences)),
-        turn.spec.policy, fault.nodes, turn.now_s,
+    builder.state = fault_detection.record_node_faults(
+        msgspec.structs.replace(builder.state, fault=fault, node_faults=tuple(offences)),
+        builder.spec.policy, fault.nodes, builder.now_s,
     )  # fmt: skip
-    turn.add_event(fault.reason, fault.message.strip() or fault.reason, warning=True)
-    turn.set_condition("Running", False, fault.reason, fault.message.strip())
+    builder.add_event(fault.reason, fault.message.strip() or fault.reason, warning=True)
+    builder.set_condition("Running", False, fault.reason, fault.message.strip())
 
 
-def stop_gracefully(turn: DecisionBuilder, cause: TransitionCause, why: str, *, target: int = 0) -> None:
-    """Gracefully: ranks agree on a step, save, and end."""
-    turn.add_event("Scaling" if cause is TransitionCause.SCALE else "Suspending", why)
-    turn.set_condition("Running", False, cause.value, why)
+def stop_gracefully(builder: DecisionBuilder, cause: TransitionCause, why: str, *, target: int = 0) -> None:
+    """Stop the world gracefully: the ranks agree on a step, save it, and exit."""
+    builder.add_event("Scaling" if cause is TransitionCause.SCALE else "Suspending", why)
+    builder.set_condition("Running", False, cause.value, why)
     if cause is TransitionCause.SCALE:
         scaling = msgspec.structs.replace(
-            turn.state.scaling,
+            builder.state.scaling,
             target=target,
-            updated_at_s=turn.now_s,
-            after_fault=any(pod.terminating for pod in turn.member_pods),
+            updated_at_s=builder.now_s,
+            after_fault=any(pod.terminating for pod in builder.member_pods),
         )
-        turn.update_state(scaling=scaling)
-    _stop(turn, cause, fault_detection.requested_restart_mode(turn.member_pods), graceful=True, target=target)
+        builder.update_state(scaling=scaling)
+    _stop(builder, cause, fault_detection.requested_restart_mode(builder.member_pods), graceful=True, target=target)
 
 
 def _stop(
-    turn: DecisionBuilder, cause: TransitionCause, mode: AgentRestartMode, *, target: int, graceful: bool = False
+    builder: DecisionBuilder, cause: TransitionCause, mode: AgentRestartMode, *, target: int, graceful: bool = False
 ) -> None:
-    if mode is AgentRestartMode.JOB and not turn.observed.can_replace:
+    if mode is AgentRestartMode.JOB and not builder.observed.can_replace:
         mode = AgentRestartMode.PROCESS
-    previous = turn.state.members or turn.state.previous_members
-    turn.enter_phase(
+    previous = builder.state.members or builder.state.previous_members
+    builder.enter_phase(
         JobPhase.STOPPING,
         cause=cause,
         restart_mode=mode,
@@ -289,97 +323,101 @@ def _stop(
     )
 
 
-def _is_unusable(turn: DecisionBuilder, pod: ObservedPod) -> bool:
-    ranked = pod.name in turn.state.members
-    return bool(pod.node_health_problem) or (ranked and turn.is_lost(pod))
+def _is_unusable(builder: DecisionBuilder, pod: ObservedPod) -> bool:
+    ranked = pod.name in builder.state.members
+    return bool(pod.node_health_problem) or (ranked and builder.is_lost(pod))
 
 
-def mark_replaced(turn: DecisionBuilder, pods: Iterable[ObservedPod]) -> None:
-    """These count no more, where others can be had."""
-    if turn.observed.can_replace:
-        names = [pod.name for pod in pods if pod.name not in turn.state.replaced_pods and not pod.terminating]
-        turn.update_state(replaced_pods=(*turn.state.replaced_pods, *names))
+def mark_replaced(builder: DecisionBuilder, pods: Iterable[ObservedPod]) -> None:
+    """Exclude these pods from the job if replacements can be created."""
+    if builder.observed.can_replace:
+        names = [pod.name for pod in pods if pod.name not in builder.state.replaced_pods and not pod.terminating]
+        builder.update_state(replaced_pods=(*builder.state.replaced_pods, *names))
 
 
-def handle_stopping(turn: DecisionBuilder) -> None:
-    """``/stop`` to whoever is not stopped; in time all wait again, or are given up."""
-    mark_replaced(turn, [pod for pod in turn.active_pods if _is_unusable(turn, pod)])
+def handle_stopping(builder: DecisionBuilder) -> None:
+    """Send ``/stop`` to busy agents until all wait. Replace the pods that do not stop in time."""
+    mark_replaced(builder, [pod for pod in builder.active_pods if _is_unusable(builder, pod)])
     busy = [
-        pod for pod in turn.observed.pods if pod.name not in turn.state.replaced_pods and _still_stopping(turn, pod)
+        pod
+        for pod in builder.observed.pods
+        if pod.name not in builder.state.replaced_pods and _still_stopping(builder, pod)
     ]
     for pod in busy:
-        if agent_state_of(pod) in _BUSY:
-            turn.add_actions(StopAgent(pod.name, _stop_request(turn)))
-    limit_s = turn.spec.stop_timeout_s + (turn.spec.policy.graceful_shutdown_timeout_s if turn.state.graceful else 0.0)
-    if busy and turn.in_phase_s >= limit_s:
-        _escalate_stop(turn, [pod for pod in busy if pod.name not in turn.state.stop_escalated])
-    if busy and turn.in_phase_s >= limit_s + turn.spec.stop_timeout_s:
-        turn.add_event("StopTimeout", f"did not stop: {', '.join(pod.name for pod in busy)}", warning=True)
-        mark_replaced(turn, busy)
+        if agent_state_of(pod) in _BUSY_STATES:
+            builder.add_actions(StopAgent(pod.name, _stop_request(builder)))
+    limit_s = builder.spec.stop_timeout_s + (
+        builder.spec.policy.graceful_shutdown_timeout_s if builder.state.graceful else 0.0
+    )
+    if busy and builder.in_phase_s >= limit_s:
+        _escalate_stop(builder, [pod for pod in busy if pod.name not in builder.state.stop_escalated])
+    if busy and builder.in_phase_s >= limit_s + builder.spec.stop_timeout_s:
+        builder.add_event("StopTimeout", f"did not stop: {', '.join(pod.name for pod in busy)}", warning=True)
+        mark_replaced(builder, busy)
         busy = []
     if not busy:
-        _stopped(turn)
+        _finish_stop(builder)
 
 
-def _still_stopping(turn: DecisionBuilder, pod: ObservedPod) -> bool:
+def _still_stopping(builder: DecisionBuilder, pod: ObservedPod) -> bool:
     state = agent_state_of(pod)
     if state is None:
-        return pod.name in turn.state.members and not turn.is_lost(pod)
-    return state in _BUSY or state is AgentState.STOPPING
+        return pod.name in builder.state.members and not builder.is_lost(pod)
+    return state in _BUSY_STATES or state is AgentState.STOPPING
 
 
-def _stop_request(turn: DecisionBuilder) -> StopRequest:
-    """In-process agents know nothing of graceful stops: theirs is the barrier, whatever the reason."""
-    state = turn.state
+def _stop_request(builder: DecisionBuilder) -> StopRequest:
+    """Return the body of ``/stop``. In-process agents ignore a graceful stop: they stop at their barrier."""
+    state = builder.state
     if not state.graceful:
         return StopRequest(restart_mode=state.restart_mode.value)
-    grace_s = math.ceil(turn.spec.policy.graceful_shutdown_timeout_s)
+    grace_s = math.ceil(builder.spec.policy.graceful_shutdown_timeout_s)
     return StopRequest(restart_mode=state.restart_mode.value, is_graceful=True, timeout=max(1, grace_s))
 
 
-def _escalate_stop(turn: DecisionBuilder, pods: list[ObservedPod]) -> None:
-    """Once, since every such word begins a restart of processes anew."""
+def _escalate_stop(builder: DecisionBuilder, pods: list[ObservedPod]) -> None:
+    """Request a restart of the processes, once per pod: each request restarts them again."""
     body = StopRequest(restart_mode=AgentRestartMode.PROCESS.value)
-    told = [pod.name for pod in pods if agent_state_of(pod) is AgentState.STOPPING]
-    turn.add_actions(*(StopAgent(name, body) for name in told))
-    turn.update_state(stop_escalated=(*turn.state.stop_escalated, *told))
+    names = [pod.name for pod in pods if agent_state_of(pod) is AgentState.STOPPING]
+    builder.add_actions(*(StopAgent(name, body) for name in names))
+    builder.update_state(stop_escalated=(*builder.state.stop_escalated, *names))
 
 
-def _stopped(turn: DecisionBuilder) -> None:
-    if turn.state.cause is TransitionCause.SUSPEND:
-        turn.enter_phase(JobPhase.SUSPENDED, members=(), spares=())
+def _finish_stop(builder: DecisionBuilder) -> None:
+    if builder.state.cause is TransitionCause.SUSPEND:
+        builder.enter_phase(JobPhase.SUSPENDED, members=(), spares=())
         return
-    policy = turn.spec.policy
-    if turn.state.cause is TransitionCause.FAULT and turn.state.fault is not None:
-        whole = turn.state.fault.mode is AgentRestartMode.JOB
-        patience_s = max(policy.faulty_scale_down_timeout_s, policy.scaling_timeout_s if whole else 0.0)
-        await_world_members(turn, TransitionCause.FAULT, patience_s=patience_s)
+    policy = builder.spec.policy
+    if builder.state.cause is TransitionCause.FAULT and builder.state.fault is not None:
+        whole_job = builder.state.fault.mode is AgentRestartMode.JOB
+        patience_s = max(policy.faulty_scale_down_timeout_s, policy.scaling_timeout_s if whole_job else 0.0)
+        await_world_members(builder, TransitionCause.FAULT, patience_s=patience_s)
     else:
-        await_world_members(turn, turn.state.cause)
+        await_world_members(builder, builder.state.cause)
 
 
-_ENDS_WHEN_TOLD = set(AgentState) - {AgentState.STOPPING, AgentState.SHUTDOWN}
-"""An agent that is stopping listens again when it has stopped."""
+_SHUTDOWN_STATES = set(AgentState) - {AgentState.STOPPING, AgentState.SHUTDOWN}
+"""States in which an agent obeys ``/shutdown``. A stopping agent obeys it after the stop."""
 
 
-def complete_job(turn: DecisionBuilder) -> None:
-    message = f"all {len(turn.state.members)} agents completed"
-    turn.add_event("Completed", message)
-    turn.set_condition("Running", False, "Completed", message)
-    turn.set_condition("Succeeded", True, "Completed", message)
-    turn.enter_phase(JobPhase.SUCCEEDED, ended_s=turn.now_s)
+def complete_job(builder: DecisionBuilder) -> None:
+    message = f"all {len(builder.state.members)} agents completed"
+    builder.add_event("Completed", message)
+    builder.set_condition("Running", False, "Completed", message)
+    builder.set_condition("Succeeded", True, "Completed", message)
+    builder.enter_phase(JobPhase.SUCCEEDED, ended_s=builder.now_s)
 
 
-def fail_job(turn: DecisionBuilder, reason: str, message: str) -> None:
-    turn.add_event(reason, message, warning=True)
-    turn.set_condition("Running", False, reason, message)
-    turn.set_condition("Failed", True, reason, message)
-    turn.enter_phase(JobPhase.FAILED, ended_s=turn.now_s)
+def fail_job(builder: DecisionBuilder, reason: str, message: str) -> None:
+    builder.add_event(reason, message, warning=True)
+    builder.set_condition("Running", False, reason, message)
+    builder.set_condition("Failed", True, reason, message)
+    builder.enter_phase(JobPhase.FAILED, ended_s=builder.now_s)
 
 
-def exceeded_deadline(turn: DecisionBuilder) -> tuple[str, str] | None:
-    """Which deadline has passed."""
-    spec, state, now_s = turn.spec, turn.state, turn.now_s
+def exceeded_deadline(builder: DecisionBuilder) -> tuple[str, str] | None:
+    """Return reason and message of the exceeded deadline, or None."""
+    spec, state, now_s = builder.spec, builder.state, builder.now_s
     created_s = now_s if state.created_s is None else state.created_s
     if spec.active_deadline_s is not None and now_s - created_s >= spec.active_deadline_s:
         return "DeadlineExceeded", f"active for {spec.active_deadline_s:g} s (activeDeadlineSeconds)"
@@ -394,24 +432,29 @@ def exceeded_deadline(turn: DecisionBuilder) -> tuple[str, str] | None:
     return None
 
 
-def handle_ended(turn: DecisionBuilder) -> None:
-    """Agents are told to end; those that do not in time hold a machine, and a queue's quota, for nothing."""
-    turn.add_actions(*(ShutdownAgent(pod.name) for pod in turn.observed.pods if agent_state_of(pod) in _ENDS_WHEN_TOLD))
-    grace_s = turn.spec.policy.graceful_shutdown_timeout_s if turn.state.graceful else 0.0
-    if turn.in_phase_s >= grace_s + 2 * turn.spec.stop_timeout_s:
-        stuck = (pod for pod in turn.active_pods if agent_state_of(pod) is not None)
-        turn.add_actions(*(ReleasePod(pod.name, "the job has ended, and its agent does not") for pod in stuck))
+def handle_ended(builder: DecisionBuilder) -> None:
+    """Shut the agents down.
+
+    Release the pods of agents that do not exit: they hold a machine and queue quota.
+    """
+    builder.add_actions(
+        *(ShutdownAgent(pod.name) for pod in builder.observed.pods if agent_state_of(pod) in _SHUTDOWN_STATES)
+    )
+    grace_s = builder.spec.policy.graceful_shutdown_timeout_s if builder.state.graceful else 0.0
+    if builder.in_phase_s >= grace_s + 2 * builder.spec.stop_timeout_s:
+        stuck = (pod for pod in builder.active_pods if agent_state_of(pod) is not None)
+        builder.add_actions(*(ReleasePod(pod.name, "the job has ended, and its agent does not") for pod in stuck))
 
 
-def handle_suspended(turn: DecisionBuilder) -> None:
-    """No pod is kept; the job goes on where it was when it is asked to."""
-    if turn.spec.suspend:
-        turn.set_condition("Suspended", True, "Suspended", "the job is suspended")
-        turn.add_actions(*(ReleasePod(pod.name, "the job is suspended") for pod in turn.active_pods))
+def handle_suspended(builder: DecisionBuilder) -> None:
+    """Release all pods while the job is suspended, and form a world when it resumes."""
+    if builder.spec.suspend:
+        builder.set_condition("Suspended", True, "Suspended", "the job is suspended")
+        builder.add_actions(*(ReleasePod(pod.name, "the job is suspended") for pod in builder.active_pods))
         return
-    turn.set_condition("Suspended", False, "Resumed", "the job goes on")
-    deadline_s = turn.now_s + turn.spec.policy.scaling_timeout_s if turn.spec.elastic else None
-    turn.enter_phase(JobPhase.FORMING, cause=TransitionCause.BEGIN, target=0, deadline_s=deadline_s)
+    builder.set_condition("Suspended", False, "Resumed", "the job goes on")
+    deadline_s = builder.now_s + builder.spec.policy.scaling_timeout_s if builder.spec.elastic else None
+    builder.enter_phase(JobPhase.FORMING, cause=TransitionCause.BEGIN, target=0, deadline_s=deadline_s)
 
 
 _PHASES: Mapping[JobPhase, Callable[[DecisionBuilder], None]] = {
@@ -424,57 +467,60 @@ _PHASES: Mapping[JobPhase, Callable[[DecisionBuilder], None]] = {
     JobPhase.SUCCEEDED: handle_ended,
     JobPhase.FAILED: handle_ended,
 }
-_WITH_RANKS = {JobPhase.RANKS_ASSIGNED, JobPhase.STARTING, JobPhase.RUNNING}
+_RANKED_PHASES = {JobPhase.RANKS_ASSIGNED, JobPhase.STARTING, JobPhase.RUNNING}
 
 
 def decide_job(spec: JobSpec, state: JobState, seen: ObservedJob, now_s: float) -> OperatorDecision:
-    """What an operator does that sees this, remembers that, and is asked at ``now_s`` (seconds since 1970)."""
-    turn = DecisionBuilder(spec, state, seen, now_s)
+    """Return the operator's decision for these observations at ``now_s`` (seconds since 1970).
+
+    ``state`` is the state of the last decision, ``JobState()`` for a new job.
+    """
+    builder = DecisionBuilder(spec, state, seen, now_s)
     if state.created_s is None:
-        accept_job(turn)
-    fault_detection.record_observations(turn)
-    if not turn.state.phase.is_final:
-        _handle_faults(turn)
-    for _ in () if turn.waits else JobPhase:
-        phase = turn.state.phase
-        _PHASES[phase](turn)
-        if turn.state.phase is phase:
+        accept_job(builder)
+    fault_detection.record_observations(builder)
+    if not builder.state.phase.is_final:
+        _handle_faults(builder)
+    for _ in () if builder.waits else JobPhase:
+        phase = builder.state.phase
+        _PHASES[phase](builder)
+        if builder.state.phase is phase:
             break
-    if turn.state.phase in _WITH_RANKS and not turn.waits:
-        update_spares(turn)
-    if not turn.waits:
-        turn.add_actions(*_side_actions(turn))
+    if builder.state.phase in _RANKED_PHASES and not builder.waits:
+        update_spares(builder)
+    if not builder.waits:
+        builder.add_actions(*_side_actions(builder))
     return OperatorDecision(
-        state=turn.state,
-        actions=tuple(turn.actions),
-        events=tuple(turn.events),
-        wanted=rank_assignment.desired_pods(turn),
-        finished=turn.state.phase.is_final and all(agent_state_of(pod) is None for pod in seen.pods),
+        state=builder.state,
+        actions=tuple(builder.actions),
+        events=tuple(builder.events),
+        wanted=rank_assignment.desired_pods(builder),
+        finished=builder.state.phase.is_final and all(agent_state_of(pod) is None for pod in seen.pods),
     )
 
 
-def _handle_faults(turn: DecisionBuilder) -> None:
-    late = exceeded_deadline(turn)
-    if late is not None:
-        fail_job(turn, *late)
+def _handle_faults(builder: DecisionBuilder) -> None:
+    deadline = exceeded_deadline(builder)
+    if deadline is not None:
+        fail_job(builder, *deadline)
         return
-    idle = (pod for pod in turn.active_pods if pod.name not in turn.state.members)
-    mark_replaced(turn, (pod for pod in idle if pod.node_health_problem))
-    found, better = fault_detection.detect_fault(turn), fault_detection.explain(turn)
-    if found is not None:
-        remediate_fault(turn, found)
-    elif better is not None:
-        explained(turn, better)
+    idle = (pod for pod in builder.active_pods if pod.name not in builder.state.members)
+    mark_replaced(builder, (pod for pod in idle if pod.node_health_problem))
+    fault, explained = fault_detection.detect_fault(builder), fault_detection.explain(builder)
+    if fault is not None:
+        remediate_fault(builder, fault)
+    elif explained is not None:
+        correct_fault_reason(builder, explained)
 
 
-def _side_actions(turn: DecisionBuilder) -> list[OperatorAction]:
-    """What goes on beside the world: pods on their way out, and those without a rank that do what only ranks do."""
-    found: list[OperatorAction] = []
-    if turn.observed.can_replace:
-        why = turn.state.fault.reason if turn.state.fault is not None else "replaced"
-        found += [ReplacePod(name, why) for name in turn.state.replaced_pods if name in turn.pods]
-    if turn.state.phase in _WITH_RANKS:
+def _side_actions(builder: DecisionBuilder) -> list[OperatorAction]:
+    """Return removals of replaced pods and stops of busy agents without a rank."""
+    actions: list[OperatorAction] = []
+    if builder.observed.can_replace:
+        reason = builder.state.fault.reason if builder.state.fault is not None else "replaced"
+        actions += [ReplacePod(name, reason) for name in builder.state.replaced_pods if name in builder.pods]
+    if builder.state.phase in _RANKED_PHASES:
         body = StopRequest(restart_mode=AgentRestartMode.PROCESS.value)
-        idle = (pod for pod in turn.active_pods if pod.name not in turn.state.members)
-        found += [StopAgent(pod.name, body) for pod in idle if agent_state_of(pod) in _BUSY]
-    return found
+        idle = (pod for pod in builder.active_pods if pod.name not in builder.state.members)
+        actions += [StopAgent(pod.name, body) for pod in idle if agent_state_of(pod) in _BUSY_STATES]
+    return actions

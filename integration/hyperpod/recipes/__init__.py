@@ -2,12 +2,12 @@
 
 ::
 
-    yaml_document ──> recipe     a YAML file that remembers which keys were read, and the values of a recipe
-    scale_config                 its table of sizes: batch, microbatch and learning rate at each number of nodes
+    yaml_document ──> recipe     a YAML file that records the keys read, and the values of a recipe
+    scale_config                 its table of sizes: batch, microbatch and learning rate by number of nodes
     recipe_plan                  batch and learning rate at every number of nodes, and the job's command and resource
     recipe_cli                   `elastic recipe`
 
-Keys that nothing here reads are left alone and named.
+Unread keys are ignored and reported.
 """
 
 from integration.hyperpod.recipes.recipe import Recipe, read_recipe

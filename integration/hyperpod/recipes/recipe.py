@@ -1,7 +1,7 @@
 """Recipe: sizes, checkpointless keys, batches and methods of a recipe file, parsed and checked. Pure.
 
-What HyperPod does with a second copy of the optimizer on the devices, this system does with copies of every shard in
-the memory of nodes: as many as there would be instances.
+HyperPod stores a second copy of the optimizer on the devices. This system stores copies of every shard in the memory of
+nodes instead, one for each such instance.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from integration.hyperpod.recipes.yaml_document import RecipeDocument, open_reci
 
 
 class RecipeKind(enum.Enum):
-    """Which of HyperPod's ways of training a recipe was written for."""
+    """HyperPod's way of training for which the recipe was written."""
 
     ELASTIC = "elastic"
     CHECKPOINTLESS = "checkpointless"
@@ -29,7 +29,7 @@ class RecipeKind(enum.Enum):
 
 @dataclass(frozen=True)
 class RecipeCheckpoints:
-    """Where steps are kept, and how often. Every step is in memory; a few are in the durable tier."""
+    """Location and frequency of checkpoints. All are in memory; a few are in the durable tier."""
 
     every: int = 1
     durable_every: int = 100
@@ -37,7 +37,7 @@ class RecipeCheckpoints:
     keep_last: int = 0
 
     def settings_document(self, recovery: RecipeRecovery) -> dict[str, Any]:
-        """The tree of a ``$TIEREDCKPT_CONFIG`` file; what is as it would be anyway is left out."""
+        """Return the content of a ``$TIEREDCKPT_CONFIG`` file. Some defaults are omitted."""
         durable: dict[str, Any] = {"every": self.durable_every}
         if self.durable:
             durable["url"] = self.durable
@@ -51,19 +51,19 @@ class RecipeCheckpoints:
 
 @dataclass(frozen=True)
 class RecipeRecovery:
-    """What happens after a fault."""
+    """Recovery from a fault."""
 
     in_process: bool = True
-    """Processes that survive are not started anew."""
+    """Whether surviving processes continue without a restart."""
     live: bool = True
-    """Their state is given to those that come instead, before anything is read."""
+    """Whether new processes first receive the state of surviving ones."""
     copies: int = 2
-    """Of every shard in the memory of nodes."""
+    """Copies of every shard in the memory of nodes."""
 
 
 @dataclass(frozen=True)
 class RecipeTraining:
-    """What a loop needs besides batch and learning rate; ``None`` where the recipe does not say."""
+    """Options of a training loop besides batch and learning rate; None if the recipe has no value."""
 
     method: str = "full"
     """``full`` or ``lora``."""
@@ -85,7 +85,7 @@ class RecipeTraining:
 
 @dataclass(frozen=True)
 class RecipePrefetch:
-    """Batches prepared before they are needed."""
+    """Batches prepared in advance."""
 
     batches: int
     directory: str = ""
@@ -93,16 +93,16 @@ class RecipePrefetch:
 
 @dataclass(frozen=True)
 class Recipe:
-    """One recipe, checked: everything in it can be, and fits together."""
+    """One recipe with consistent, valid values."""
 
     file: str
-    """Its name."""
+    """Name of the file."""
     name: str
-    """Of the job."""
+    """Name of the job."""
     title: str
     kind: RecipeKind
     model: str
-    """Name or path of the pretrained model; "" where others say it."""
+    """Name or path of the pretrained model; "" if the recipe has none."""
     devices: int
     """Ranks of a node."""
     model_parallel: int
@@ -110,18 +110,18 @@ class Recipe:
     scale: ScaleConfig
     policy: ScalingPolicy
     elastic: bool
-    """Whether the recipe itself switches elasticity on."""
+    """Whether the recipe itself enables elasticity."""
     nodes: int
-    """Where the job is not elastic."""
+    """Number of nodes if the job is not elastic."""
     checkpoints: RecipeCheckpoints = field(default_factory=RecipeCheckpoints)
     recovery: RecipeRecovery = field(default_factory=RecipeRecovery)
     training: RecipeTraining = field(default_factory=RecipeTraining)
     prefetch: RecipePrefetch | None = None
     environ: Mapping[str, str] = field(default_factory=dict)
     notes: tuple[str, ...] = ()
-    """What is not as somebody who wrote it might expect."""
+    """Differences from the recipe author's likely expectations."""
     unread_keys: tuple[str, ...] = ()
-    """Keys that are others', by their topmost name."""
+    """Ignored keys, by their topmost name."""
 
 
 ELASTIC_SWITCHES = ("is_elastic", "use_graceful_shutdown")
@@ -134,7 +134,10 @@ class RecipeScaling(NamedTuple):
 
 
 def parse_scaling(doc: RecipeDocument, scale: ScaleConfig) -> RecipeScaling:
-    """Sizes are those that the recipe states a batch for, or the steps it names; within its own limits."""
+    """Return the scaling policy.
+
+    Sizes are the recipe's stated sizes or its step, within its limits.
+    """
     stated = doc.section("elastic_policy")
     known = {key: value for key, value in stated.items() if key in RECIPE_POLICY_KEYS or key in ELASTIC_SWITCHES}
     doc.mark_read(*(f"elastic_policy.{key}" for key in known))
@@ -167,7 +170,10 @@ def parse_scaling(doc: RecipeDocument, scale: ScaleConfig) -> RecipeScaling:
 
 
 def limit_nodes(policy: ScalingPolicy, least: int, most: int, *, where: str) -> ScalingPolicy:
-    """The same, kept to so many nodes; or what makes that impossible."""
+    """Return the policy limited to ``least`` to ``most`` nodes.
+
+    Raise :class:`~elastic.errors.PolicyError` if no size remains.
+    """
     import msgspec
 
     sizes = [size for size in policy.sizes if least <= size <= most]
@@ -217,7 +223,7 @@ def is_checkpointless(doc: RecipeDocument) -> bool:
 
 
 def parse_recovery(doc: RecipeDocument) -> tuple[RecipeRecovery, tuple[str, ...]]:
-    """What happens after a fault, and what of it is different from what the recipe's author would expect."""
+    """Return the recovery, and notes on differences from the recipe author's likely expectations."""
     switches = {name: _switch(doc, name) for name in _KEPT}
     instances = doc.integer("strategy.num_distributed_optimizer_instances") or 1
     doc.mark_read("callbacks", "resume", "run.model_type")
@@ -280,16 +286,18 @@ def parse_prefetch(doc: RecipeDocument) -> RecipePrefetch | None:
 
 
 def recovery_environ(recovery: RecipeRecovery) -> dict[str, str]:
-    """Where ranks meet without a root, as such recipes are launched."""
+    """Return the environment of a rendezvous without a root, which such recipes use."""
     return {"ELASTIC_ROOTLESS": "1"} if recovery.in_process else {}
 
 
 def _callback(doc: RecipeDocument) -> Mapping[Any, Any] | None:
-    return next((one for one in doc.mappings("callbacks") if str(one.get(_TARGET)).endswith(_CALLBACK)), None)
+    return next(
+        (callback for callback in doc.mappings("callbacks") if str(callback.get(_TARGET)).endswith(_CALLBACK)), None
+    )
 
 
 def _switch(doc: RecipeDocument, name: str) -> bool:
-    """As the callback has it: off where it does not say."""
+    """Return a switch of the callback; False if it is absent."""
     value = (_callback(doc) or {}).get(name, False)
     if not isinstance(value, bool):
         raise PolicyError(f"{doc.name}: callbacks.{_CALLBACK}.{name} is {value!r}: it must be true or false")
@@ -297,7 +305,7 @@ def _switch(doc: RecipeDocument, name: str) -> bool:
 
 
 DEFAULT_DEVICES = 8
-"""Of a node, where a recipe does not say: what HyperPod's own sizes are for."""
+"""Default ranks of a node, for which HyperPod's sizes are made."""
 _ARGS = "training_config.training_args"
 _MODEL = "training_config.model_config"
 _CONTRADICTIONS = ("trainer.num_nodes", "num_dp_groups_with_small_batch_size", "train_batch_size")
@@ -305,9 +313,10 @@ _PARALLEL = ("tensor_model_parallel_size", "pipeline_model_parallel_size", "cont
 
 
 def read_recipe(path: str | Path, *, devices: int | None = None) -> Recipe:
-    """A recipe's file; or :class:`~elastic.errors.PolicyError` that names the file, the key and what is wrong.
+    """Read a recipe's file.
 
-    ``devices`` are the ranks of a node, where they are not those that the recipe was written for.
+    Raise :class:`~elastic.errors.PolicyError` with the file, the key and the problem. ``devices`` overrides the
+    recipe's ranks of a node.
     """
     doc = open_recipe_document(path)
     doc.mark_read("display_name", "run.name", "defaults")
@@ -394,7 +403,7 @@ def _checkpointless(doc: RecipeDocument, devices: int | None) -> Recipe:
 
 
 def _scale(doc: RecipeDocument, path: Path) -> ScaleConfig:
-    """The table, or one size where a recipe has only a batch of its own."""
+    """Return the table of sizes, or a single size if the recipe has only a batch."""
     doc.mark_read("scale_config", *(f"{_ARGS}.{name}" for name in ("train_batch_size", "micro_train_batch_size")))
     doc.mark_read(f"{_ARGS}.learning_rate", f"{_ARGS}.uneven_batch")
     if doc.tree.get("scale_config") is not None:
@@ -411,15 +420,18 @@ def _scale(doc: RecipeDocument, path: Path) -> ScaleConfig:
 
 
 def _refuse_contradictions(doc: RecipeDocument, scale: ScaleConfig, stated: int, *, given: int | None) -> None:
-    """What cannot be true at once. For other machines than the recipe's own its uneven batches say nothing."""
+    """Raise :class:`~elastic.errors.PolicyError` for contradictory values.
+
+    For other devices than the recipe's own its uneven batches have no meaning.
+    """
     fields = _CONTRADICTIONS if given in (None, stated) else _CONTRADICTIONS[:1]
-    wrong = [one for one in scale.disagreements(ranks_per_node=stated) if one.field in fields]
+    wrong = [mismatch for mismatch in scale.disagreements(ranks_per_node=stated) if mismatch.field in fields]
     if wrong:
-        raise PolicyError("; ".join(f"{doc.name}: {one}" for one in wrong))
+        raise PolicyError("; ".join(f"{doc.name}: {mismatch}" for mismatch in wrong))
 
 
 def _method(doc: RecipeDocument) -> RecipeTraining:
-    """By its own keys where it has them, else by the parts that it is put together from."""
+    """Return the method and algorithm from the recipe's keys, otherwise from the names of its parts."""
     parts = " ".join(doc.strings("defaults"))
     peft = doc.string(f"{_MODEL}.peft_config.peft_type") or ""
     doc.section(f"{_MODEL}.peft_config")
@@ -436,5 +448,5 @@ def _method(doc: RecipeDocument) -> RecipeTraining:
 
 
 def _job(doc: RecipeDocument) -> str:
-    said = doc.string("run.name") or Path(doc.name).stem
-    return re.sub(r"[^a-z0-9-]+", "-", said.lower()).strip("-")[:63] or "recipe"
+    name = doc.string("run.name") or Path(doc.name).stem
+    return re.sub(r"[^a-z0-9-]+", "-", name.lower()).strip("-")[:63] or "recipe"

@@ -86,9 +86,14 @@ def print_recipe(out: Console, recipe: Recipe, policy: ScalingPolicy, *, elastic
 
 def plans_json(plans: Sequence[PlanAtSize], rank: int | None = None) -> list[dict[str, Any]]:
     return [
-        {"nodes": one.nodes, "stated": one.stated, "learning_rate": one.learning_rate, **plan.batch_plan_json(one.plan)}
-        | ({} if rank is None else {"share": plan.rank_plan_json(one.plan.for_rank(rank))})
-        for one in plans
+        {
+            "nodes": size.nodes,
+            "stated": size.stated,
+            "learning_rate": size.learning_rate,
+            **plan.batch_plan_json(size.plan),
+        }
+        | ({} if rank is None else {"share": plan.rank_plan_json(size.plan.for_rank(rank))})
+        for size in plans
     ]
 
 
@@ -96,14 +101,14 @@ def plans_table(plans: Sequence[PlanAtSize]) -> Any:
     numbers = ("NODES", "RANKS", "BATCH", "PASSES", "LEARNING RATE")
     rows = [
         (
-            str(one.nodes) + ("" if one.stated else " *"),
-            str(one.plan.world_size),
-            str(one.plan.global_batch),
-            str(one.plan.accumulation_steps),
-            "" if one.learning_rate is None else f"{one.learning_rate:g}",
-            " + ".join(f"{quota.ranks} x {quota.samples}" for quota in one.plan.quotas),
+            str(size.nodes) + ("" if size.stated else " *"),
+            str(size.plan.world_size),
+            str(size.plan.global_batch),
+            str(size.plan.accumulation_steps),
+            "" if size.learning_rate is None else f"{size.learning_rate:g}",
+            " + ".join(f"{quota.ranks} x {quota.samples}" for quota in size.plan.quotas),
         )
-        for one in plans
+        for size in plans
     ]
     return text_table((*numbers, "SAMPLES OF A RANK"), rows, right=numbers)
 
@@ -241,7 +246,7 @@ def recipe_job_command(
 
 
 def _sized(file: Path, nproc: int | None, nodes: Sequence[str], *, elastic: bool) -> tuple[Recipe, ScalingPolicy, bool]:
-    """The recipe, kept to the numbers of nodes that were asked for; and whether it is elastic then."""
+    """Return the recipe, its policy for the requested nodes, and whether the job is elastic."""
     found = read_recipe(file, devices=nproc)
     wanted = recipe_plan.parse_node_counts(nodes)
     policy = found.policy

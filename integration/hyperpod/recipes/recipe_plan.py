@@ -19,17 +19,17 @@ from integration.hyperpod.recipes.scale_config import RecipeMismatch, data_paral
 from tieredckpt.settings import settings_from_mapping
 
 _RANGE = re.compile(r"([0-9]{1,6}):([0-9]{1,6})", re.ASCII)
-_MOST = 4096
+_MAX_NODE_COUNTS = 4096
 
 
 class PlanAtSize(NamedTuple):
-    """What holds at one number of nodes."""
+    """Plan for one number of nodes."""
 
     nodes: int
     plan: BatchPlan
     learning_rate: float | None
     stated: bool
-    """Whether the recipe has this size; between two, the batch of the smaller one is shared out."""
+    """Whether the recipe has this size. Between two sizes the batch of the smaller one is distributed."""
 
 
 def plans_at_sizes(
@@ -37,20 +37,23 @@ def plans_at_sizes(
 ) -> tuple[PlanAtSize, ...]:
     """Return the plans at these numbers of nodes, or at all sizes that the recipe's policy allows.
 
-    Raises :class:`~elastic.errors.PolicyError`, which names the limit, where one of them is impossible.
+    Raise :class:`~elastic.errors.PolicyError` with the limit if one of them is impossible.
     """
-    return tuple(_at(recipe, one, max_microbatch) for one in nodes or recipe.policy.sizes)
+    return tuple(_plan_at(recipe, count, max_microbatch) for count in nodes or recipe.policy.sizes)
 
 
 def disagreements(recipe: Recipe, nodes: Sequence[int] = ()) -> list[RecipeMismatch]:
-    """What the recipe states otherwise than it is planned, at these sizes or at all."""
+    """Return the differences between the recipe and the plan, at these sizes or at all."""
     found = recipe.scale.disagreements(ranks_per_node=recipe.devices, model_parallel=recipe.model_parallel)
     wanted = set(nodes or recipe.policy.sizes)
-    return [one for one in found if one.nodes in wanted]
+    return [mismatch for mismatch in found if mismatch.nodes in wanted]
 
 
 def learning_rate_table(recipe: Recipe) -> LRTable | None:
-    """Learning rates by world, on top of the recipe's at its smallest size; ``None`` where it states none at all."""
+    """Return learning rates by world size, relative to the recipe's at its smallest size.
+
+    None if the recipe has none.
+    """
     stated = {size.nodes: size.learning_rate for size in recipe.scale.sizes.values()}
     if all(rate is None for rate in stated.values()):
         return None
@@ -70,20 +73,22 @@ def learning_rate_table(recipe: Recipe) -> LRTable | None:
 
 
 def parse_node_counts(texts: Sequence[str]) -> tuple[int, ...]:
-    """``2``, ``1,2,4`` or ``1:16``, once or several times."""
+    """Parse ``2``, ``1,2,4`` or ``1:16``, once or several times."""
     found: list[int] = []
     for part in (part.strip() for text in texts for part in text.split(",")):
         ends = _RANGE.fullmatch(part)
         if not part.isdecimal() and ends is None:
             raise PolicyError(f"--nodes {part!r}: write a number, a list as 1,2,4 or a range as 1:16")
         least, most = (int(ends[1]), int(ends[2])) if ends else (int(part), int(part))
-        if not 1 <= least <= most or most - least >= _MOST:
-            raise PolicyError(f"--nodes {part!r}: 1 or more, the smaller number first, {_MOST} at once at the most")
+        if not 1 <= least <= most or most - least >= _MAX_NODE_COUNTS:
+            raise PolicyError(
+                f"--nodes {part!r}: 1 or more, the smaller number first, {_MAX_NODE_COUNTS} at once at the most"
+            )
         found += range(least, most + 1)
     return tuple(dict.fromkeys(found))
 
 
-def _at(recipe: Recipe, nodes: int, max_microbatch: int | None) -> PlanAtSize:
+def _plan_at(recipe: Recipe, nodes: int, max_microbatch: int | None) -> PlanAtSize:
     try:
         size = recipe.scale.size_for(nodes)
         plan = recipe.scale.plan(
@@ -95,7 +100,9 @@ def _at(recipe: Recipe, nodes: int, max_microbatch: int | None) -> PlanAtSize:
     except PolicyError as error:
         text = str(error)
         raise PolicyError(text if text.startswith(recipe.file) else f"{recipe.file}: {nodes} nodes: {text}") from error
-    return PlanAtSize(nodes, plan, size.learning_rate, nodes in {one.nodes for one in recipe.scale.sizes.values()})
+    return PlanAtSize(
+        nodes, plan, size.learning_rate, nodes in {stated_size.nodes for stated_size in recipe.scale.sizes.values()}
+    )
 
 
 POLICY_FILE, SETTINGS_FILE = "policy.yaml", "tieredckpt.yaml"
@@ -103,21 +110,23 @@ _LOGS = "/tmp/hyperpod"  # noqa: S108 - where HyperPod's log agent reads
 
 
 def policy_document(policy: ScalingPolicy) -> dict[str, Any]:
-    """A file for ``elastic run --policy``: the sizes, and what is not as it would be anyway."""
-    said, usual = msgspec.structs.asdict(policy), msgspec.structs.asdict(ScalingPolicy())
+    """Return a file for ``elastic run --policy``: the sizes, and values other than the defaults."""
+    values, defaults = msgspec.structs.asdict(policy), msgspec.structs.asdict(ScalingPolicy())
     tree = {
-        name: value for name, value in said.items() if name in ("min_replicas", "max_replicas") or value != usual[name]
+        name: value
+        for name, value in values.items()
+        if name in ("min_replicas", "max_replicas") or value != defaults[name]
     }
     return {name: list(value) if isinstance(value, tuple) else value for name, value in tree.items()}
 
 
 def settings_document(recipe: Recipe) -> dict[str, Any]:
-    """A file for ``$TIEREDCKPT_CONFIG``."""
+    """Return a file for ``$TIEREDCKPT_CONFIG``."""
     return recipe.checkpoints.settings_document(recipe.recovery)
 
 
 def recipe_environ(recipe: Recipe) -> dict[str, str]:
-    """What a rank's environment has to say besides."""
+    """Return further variables of a rank's environment."""
     environ = {"TIEREDCKPT_CONFIG": SETTINGS_FILE, **recipe.environ}
     if recipe.prefetch is not None and recipe.prefetch.directory:
         environ["ELASTIC_BATCH_CACHE_DIRECTORY"] = recipe.prefetch.directory
@@ -125,7 +134,7 @@ def recipe_environ(recipe: Recipe) -> dict[str, str]:
 
 
 def elastic_run_command(recipe: Recipe, policy: ScalingPolicy, script: Sequence[str]) -> list[str]:
-    """On one machine; on several with ``--coordinator`` and ``--secret`` besides."""
+    """Return the command for one machine. Several also need ``--coordinator`` and ``--secret``."""
     return [
         "elastic",
         "run",
@@ -142,7 +151,10 @@ def elastic_run_command(recipe: Recipe, policy: ScalingPolicy, script: Sequence[
 
 
 def hyperpodrun_command(recipe: Recipe, script: Sequence[str]) -> list[str]:
-    """In a pod: how many there are is the operator's to say, by ``$NNODES`` and by what it sends the agent."""
+    """Return the command of a pod.
+
+    The operator sets the number of nodes, by ``$NNODES`` and its requests to the agent.
+    """
     restart = ["--inprocess-restart"] if recipe.recovery.in_process else []
     ranks = f"--nproc-per-node={recipe.devices}"
     return ["hyperpodrun", "--nnodes=$(NNODES)", ranks, "--tee=3", f"--log-dir={_LOGS}", *restart, *script]
@@ -159,10 +171,10 @@ _GPU = "nvidia.com/gpu"
 def recipe_training_job(
     recipe: Recipe, policy: ScalingPolicy, script: Sequence[str], *, elastic: bool, memory_size: str = "", **pods: Any
 ) -> TrainingJob:
-    """``script`` is for ``hyperpodrun``: a file, or ``-m`` and a module, and its arguments.
+    """Return the job. ``script`` is for ``hyperpodrun``: a file, or ``-m`` and a module, with arguments.
 
-    ``memory_size``: the memory tier is in the pods, and so large in each; else it is the node agent's. ``pods`` are
-    other fields of the job that a recipe knows nothing of.
+    With ``memory_size`` each pod has a memory tier of that size; otherwise the node agent's is used. ``pods`` are
+    further fields of the job that a recipe lacks.
     """
     if not elastic:
         policy = recipe_module.limit_nodes(policy, recipe.nodes, recipe.nodes, where=recipe.file)

@@ -1,7 +1,7 @@
 """A training recipe's ``scale_config``: read, planned, compared with BatchPlan.
 
-A size overrides parts of the recipe it stands in, so what it leaves out is taken from there. What nobody states is
-planned. Keys that have nothing to do with batch or learning rate are other people's and left alone.
+A size overrides parts of its recipe, so missing values come from the recipe. Values missing in both are planned. Keys
+that concern neither batch nor learning rate are ignored.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _Number = TypeVar("_Number", int, float)
 
 @dataclass(frozen=True)
 class UnevenBatch:
-    """``uneven_batch``: so many ranks have the small number of samples, all others the large one."""
+    """``uneven_batch``: ``small_ranks`` ranks have the small number of samples, all others the large one."""
 
     small_ranks: int
     small: int
@@ -36,7 +36,7 @@ class UnevenBatch:
         return self.small * self.small_ranks + self.large * (world_size - self.small_ranks)
 
     def split(self, world_size: int) -> Counter[int]:
-        """How many ranks have how many samples."""
+        """Return the number of ranks, by number of samples."""
         return +Counter({self.small: self.small_ranks}) + Counter({self.large: world_size - self.small_ranks})
 
     def __str__(self) -> str:
@@ -45,20 +45,20 @@ class UnevenBatch:
 
 @dataclass(frozen=True)
 class RecipeSize:
-    """What a recipe states for one number of nodes."""
+    """Values of a recipe for one number of nodes."""
 
     key: int
     nodes: int
     global_batch: int
     microbatch: int | None
-    """``micro_train_batch_size``; ``None`` where neither the size nor the recipe says."""
+    """``micro_train_batch_size``; None if neither the size nor the recipe has it."""
     learning_rate: float | None
     uneven: UnevenBatch | None
 
 
 @dataclass(frozen=True)
 class RecipeMismatch:
-    """A number of a recipe that cannot be, or that we would plan otherwise."""
+    """A number of a recipe that is impossible or differs from the plan."""
 
     nodes: int
     field: str
@@ -79,11 +79,11 @@ class ScaleConfig:
 
     @property
     def max_microbatch(self) -> int | None:
-        """The largest microbatch stated for any size: what is known to fit into a device."""
+        """Return the largest microbatch of any size, which is known to fit into a device."""
         return max((size.microbatch for size in self.sizes.values() if size.microbatch is not None), default=None)
 
     def size_for(self, nodes: int) -> RecipeSize:
-        """What holds at this many nodes: each size holds until the next larger one."""
+        """Return the size for this number of nodes. Each size applies up to the next larger one."""
         below = [key for key in self.sizes if key <= nodes]
         if not below:
             raise PolicyError(
@@ -94,21 +94,21 @@ class ScaleConfig:
     def plan(
         self, nodes: int, *, ranks_per_node: int = 8, model_parallel: int = 1, max_microbatch: int | None = None
     ) -> BatchPlan:
-        """The plan for any number of nodes, in the table or between: the batch of the table, shared out exactly.
+        """Return the plan for any number of nodes, also between two sizes.
 
-        One number is enough for a whole table: passes hold at most ``max_microbatch``, or the largest microbatch that
-        the recipe states anywhere, or one sample where it states none.
+        The batch of the table is distributed exactly. Passes have at most ``max_microbatch`` samples, by default the
+        largest microbatch of the recipe, or one sample if it has none.
         """
         size = self.size_for(nodes)
         limit = self.max_microbatch or 1 if max_microbatch is None else max_microbatch
         return BatchPlan(size.global_batch, data_parallel_size(nodes, ranks_per_node, model_parallel), limit)
 
     def disagreements(self, *, ranks_per_node: int = 8, model_parallel: int = 1) -> list[RecipeMismatch]:
-        """Every number that does not add up, or that is not what :meth:`plan` says."""
+        """Return every number that is inconsistent or differs from :meth:`plan`."""
         found = []
         for size in self.sizes.values():
             world = data_parallel_size(size.nodes, ranks_per_node, model_parallel)
-            found += _against_itself(size, world)
+            found += _inconsistencies(size, world)
             try:
                 plan = self.plan(size.nodes, ranks_per_node=ranks_per_node, model_parallel=model_parallel)
             except PolicyError as impossible:
@@ -116,12 +116,12 @@ class ScaleConfig:
                     RecipeMismatch(size.key, "train_batch_size", size.global_batch, "nothing", str(impossible))
                 )
             else:
-                found += _against(size, plan)
+                found += _plan_differences(size, plan)
         return found
 
 
 def data_parallel_size(nodes: int, ranks_per_node: int, model_parallel: int = 1) -> int:
-    """Ranks with samples of their own on so many nodes."""
+    """Return the number of data-parallel ranks on these nodes."""
     ranks = nodes * ranks_per_node
     if model_parallel < 1 or ranks % model_parallel:
         raise PolicyError(
@@ -132,7 +132,10 @@ def data_parallel_size(nodes: int, ranks_per_node: int, model_parallel: int = 1)
 
 
 def read_scale_config(recipe: str | Path | Mapping[Any, Any]) -> ScaleConfig:
-    """A recipe's file or its content; or :class:`~elastic.errors.PolicyError` that names what is missing or wrong."""
+    """Read a recipe's file or content.
+
+    Raise :class:`~elastic.errors.PolicyError` with the missing or invalid values.
+    """
     if isinstance(recipe, Mapping):
         return _scale_config("recipe", recipe)
     path = Path(recipe)
@@ -148,7 +151,10 @@ def read_scale_config(recipe: str | Path | Mapping[Any, Any]) -> ScaleConfig:
 def lr_table_of_recipe(
     recipe: str | Path | Mapping[Any, Any], base: float, *, ranks_per_node: int = 8, model_parallel: int = 1
 ) -> LRTable:
-    """Return the learning rates of a recipe's ``scale_config`` by world size, for an optimizer made with ``base``."""
+    """Return the learning rates of a recipe's ``scale_config`` by world size.
+
+    ``base`` is the learning rate with which the optimizer was created.
+    """
     config = read_scale_config(recipe)
     rates = {}
     for size in config.sizes.values():
@@ -229,7 +235,7 @@ def _rate(where: str, value: object) -> float:
 
 
 def _number(kind: type[_Number], value: object) -> _Number | None:
-    """Numbers are also written as text: YAML takes ``1e-4`` and quoted keys for that."""
+    """Return a number, or None. YAML parses ``1e-4`` and quoted keys as text, so text is accepted."""
     if isinstance(value, bool) or (isinstance(value, float) and kind is int):
         return None
     if not isinstance(value, (int, float, str)):
@@ -240,7 +246,7 @@ def _number(kind: type[_Number], value: object) -> _Number | None:
         return None
 
 
-def _against_itself(size: RecipeSize, world: int) -> list[RecipeMismatch]:
+def _inconsistencies(size: RecipeSize, world: int) -> list[RecipeMismatch]:
     found = []
     if size.nodes != size.key:
         found.append(RecipeMismatch(size.key, "trainer.num_nodes", size.nodes, size.key, "the size is another one"))
@@ -255,17 +261,17 @@ def _against_itself(size: RecipeSize, world: int) -> list[RecipeMismatch]:
             found.append(RecipeMismatch(size.key, "train_batch_size", size.global_batch, total, why))
     elif size.global_batch % world:
         small, why = size.global_batch // world, f"{size.global_batch} samples are not the same number on {world} ranks"
-        ours = UnevenBatch(world - size.global_batch % world, small, small + 1)
-        found.append(RecipeMismatch(size.key, "uneven_batch", None, ours, why))
+        even = UnevenBatch(world - size.global_batch % world, small, small + 1)
+        found.append(RecipeMismatch(size.key, "uneven_batch", None, even, why))
     return found
 
 
-def _against(size: RecipeSize, plan: BatchPlan) -> list[RecipeMismatch]:
+def _plan_differences(size: RecipeSize, plan: BatchPlan) -> list[RecipeMismatch]:
     found = []
     if size.uneven is not None:
-        ours = Counter({quota.samples: quota.ranks for quota in plan.quotas})
-        if size.uneven.split(plan.world_size) != ours:
-            even = UnevenBatch(ours[plan.min_rank_samples], plan.min_rank_samples, plan.max_rank_samples)
+        planned = Counter({quota.samples: quota.ranks for quota in plan.quotas})
+        if size.uneven.split(plan.world_size) != planned:
+            even = UnevenBatch(planned[plan.min_rank_samples], plan.min_rank_samples, plan.max_rank_samples)
             found.append(RecipeMismatch(size.key, "uneven_batch", size.uneven, even, "no split is more even"))
     elif size.microbatch is not None and size.microbatch != plan.microbatch_size:
         why = f"of {plan.max_rank_samples} samples a rank, at most {plan.max_microbatch} in a pass"

@@ -13,13 +13,13 @@ import yaml
 from elastic.errors import PolicyError
 from tieredckpt.settings import BoundedYamlLoader, load_yaml
 
-_WHOLE = re.compile(r"\$\{(?:recipes\.)?([A-Za-z0-9_.]+)\}")
+_REFERENCE = re.compile(r"\$\{(?:recipes\.)?([A-Za-z0-9_.]+)\}")
 _MISSING = "???"
-_DEEPEST = 64
+_MAX_REFERENCES = 64
 
 
 class _Loader(BoundedYamlLoader):
-    """One that refuses a key that is there twice: YAML's readers keep the last, and the first is lost unseen."""
+    """Loader that rejects duplicate keys: YAML's loaders silently use the last one."""
 
 
 def _mapping(loader: _Loader, node: yaml.MappingNode) -> dict[Any, Any]:
@@ -38,7 +38,10 @@ _Loader.add_constructor("tag:yaml.org,2002:map", _mapping)
 
 
 class RecipeDocument:
-    """Dotted paths in, checked values out. What is null, ``???`` or refers to other files counts as not said."""
+    """Checked values by dotted paths.
+
+    Null, ``???`` and references to other files count as absent.
+    """
 
     def __init__(self, name: str, tree: Mapping[Any, Any]) -> None:
         self.name = name
@@ -49,17 +52,17 @@ class RecipeDocument:
         return PolicyError(f"{self.name}: {path} {why}")
 
     def get(self, path: str) -> Any:
-        """What is there, references within the file resolved; ``None`` where nothing is said."""
+        """Return the value, with references within the file resolved; None if absent."""
         self._read.add(path)
         value, hops = _at(self.tree, path), 0
-        while isinstance(value, str) and (found := _WHOLE.fullmatch(value)):
+        while isinstance(value, str) and (found := _REFERENCE.fullmatch(value)):
             value, hops = _at(self.tree, found[1]), hops + 1
-            if hops > _DEEPEST:
+            if hops > _MAX_REFERENCES:
                 raise self.error(path, "refers to itself")
         return None if isinstance(value, str) and value == _MISSING else value
 
     def section(self, path: str) -> Mapping[Any, Any]:
-        """A mapping; an empty one where nothing is said. What is read of it is said by asking for it."""
+        """Return a mapping, empty if absent. Only its values read later count as read."""
         value = self.get(path)
         self._read.discard(path)
         if value is None:
@@ -78,7 +81,7 @@ class RecipeDocument:
         return number
 
     def number(self, path: str, *, least: float = 0.0) -> float | None:
-        """YAML takes ``1e-4`` for text."""
+        """Return a number, or None. YAML parses ``1e-4`` as text, so text is accepted."""
         value = self.get(path)
         if value is None:
             return None
@@ -97,7 +100,7 @@ class RecipeDocument:
         return value
 
     def string(self, path: str) -> str | None:
-        """``None`` also for what only another file completes."""
+        """Return text, or None if it is absent or refers to another file."""
         value = self.get(path)
         if value is None or isinstance(value, (Mapping, list)):
             return None
@@ -108,17 +111,17 @@ class RecipeDocument:
         return tuple(one for one in value if isinstance(one, str)) if isinstance(value, list) else ()
 
     def mappings(self, path: str) -> list[Mapping[Any, Any]]:
-        """The mappings of a list."""
+        """Return the mappings of a list."""
         value = self.get(path)
         self._read.discard(path)
         return [one for one in value if isinstance(one, Mapping)] if isinstance(value, list) else []
 
     def mark_read(self, *paths: str) -> None:
-        """Somebody else here reads these."""
+        """Mark keys as read that other code reads."""
         self._read.update(paths)
 
     def unread_keys(self) -> tuple[str, ...]:
-        """The topmost keys of which nothing was read, as dotted paths."""
+        """Return the topmost unread keys, as dotted paths."""
         return tuple(self._unread(self.tree, ""))
 
     def _unread(self, tree: Mapping[Any, Any], above: str) -> Iterator[str]:
@@ -134,7 +137,10 @@ class RecipeDocument:
 
 
 def open_recipe_document(path: str | Path) -> RecipeDocument:
-    """A recipe's file, or :class:`~elastic.errors.PolicyError` that names it and says what it is instead."""
+    """Open a recipe's file.
+
+    Raise :class:`~elastic.errors.PolicyError` with its name if it is not a recipe.
+    """
     path = Path(path)
     try:
         tree = load_yaml(path.read_text(encoding="utf-8"), _Loader)

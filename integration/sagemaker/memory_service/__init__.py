@@ -1,10 +1,11 @@
-"""SageMaker's memory service: whole shards over HTTP (``/v1/cp/*``).
+"""SageMaker's memory service: complete shards over HTTP (``/v1/cp/*``).
 
 ::
 
     POST shard ──> limits ──> a slot of the arena ──> sealed ──> replicas on other nodes' agents
-    GET shard  ──> this node's slot, else another node that has it, compared with the seal before it leaves
 
-What is listed and what is evicted follow from what all nodes hold (``namespace_inventory``) and from each namespace's
-settings (``namespaces``). Each shard is a version of its own of one job without trainers.
+    GET shard  ──> this node's slot, otherwise another node's, compared with the seal before it is sent
+
+The shards of all nodes (``namespace_inventory``) and each namespace's settings (``namespaces``) determine the listed
+and the evicted steps. Each shard is a separate version of one job without trainers.
 """

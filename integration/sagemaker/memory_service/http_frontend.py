@@ -63,12 +63,12 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 _IDLE_S = 75.0
-"""How long a connection may be silent: between two requests, and in the middle of a body."""
-_SHAKE_S = 10.0
-_MOST_HEADER_BYTES = 16 << 10
-_SMALL_BYTES = 16 << 10
-"""A body that nobody wants, and that is not worth a new connection."""
-_DISCARDED_S = 10.0
+"""Seconds a connection may be silent, between two requests or within a body."""
+_HANDSHAKE_TIMEOUT_S = 10.0
+_MAX_HEADER_BYTES = 16 << 10
+_MAX_DISCARDED_BYTES = 16 << 10
+"""Maximum bytes of an unwanted body that is read instead of closing the connection."""
+_DISCARD_TIMEOUT_S = 10.0
 
 
 @contextlib.contextmanager
@@ -81,7 +81,10 @@ def serve_shards(
     *,
     within_s: float = HTTP_REQUEST_TIMEOUT_S,
 ) -> Iterator[str]:
-    """Serve while the block runs; yields ``host:port``. Who shows no token within ``within_s`` is hung up on."""
+    """Serve while the block runs; yield ``host:port``.
+
+    Connections without a valid token within ``within_s`` seconds are closed.
+    """
 
     class Handler(_Handler):
         pass
@@ -103,13 +106,13 @@ class _Handler(HttpHandler, BaseHTTPRequestHandler):
     connection: socket.socket
     server: HttpServer
     _body: SizedBody | ChunkedBody | None = None
-    _begun = False
+    _response_started = False
 
     def setup(self) -> None:
         if hasattr(self.request, "do_handshake"):
-            self.request.settimeout(_SHAKE_S)
+            self.request.settimeout(_HANDSHAKE_TIMEOUT_S)
             self.request.do_handshake()
-        self._leftover = bytearray(_SMALL_BYTES)
+        self._leftover = bytearray(_MAX_DISCARDED_BYTES)
         super().setup()
 
     def do_GET(self) -> None:
@@ -134,13 +137,11 @@ class _Handler(HttpHandler, BaseHTTPRequestHandler):
         self._serve()
 
     def handle_expect_100(self) -> bool:
-        """Not before it is known that the body is wanted."""
+        """Postpone ``100 Continue`` until the body is known to be wanted."""
         return True
 
-    # -- one request --------------------------------------------------------------------------------------------------
-
     def _serve(self) -> None:
-        self._body, self._begun = None, False
+        self._body, self._response_started = None, False
         try:
             self._body = request_body(self.headers, self.rfile)  # type: ignore[arg-type]
             self._answer()
@@ -170,14 +171,14 @@ class _Handler(HttpHandler, BaseHTTPRequestHandler):
         elif isinstance(want, Get):
             self._get(want)
         else:
-            self._tell(HTTPStatus.OK, self._done(want))
+            self._respond(HTTPStatus.OK, self._execute(want))
 
-    def _done(self, want: ShardRequest) -> Any:
+    def _execute(self, want: ShardRequest) -> Any:
         service = self.service
         match want:
             case ShowNamespace(name):
-                found = service.namespace(name)
-                return {"num_ranks": found.num_ranks, "steps_to_retain_per_rank": found.steps_retained}
+                namespace = service.namespace(name)
+                return {"num_ranks": namespace.num_ranks, "steps_to_retain_per_rank": namespace.steps_retained}
             case CreateNamespace(name, num_ranks, steps_retained):
                 service.create(name, num_ranks=num_ranks, steps_retained=steps_retained)
                 return {"status": "created"}
@@ -204,33 +205,33 @@ class _Handler(HttpHandler, BaseHTTPRequestHandler):
             self.end_headers()
         if self._body is not None:
             self.service.put(want.name, want.rank, want.step, header, self._body)
-        self._tell(HTTPStatus.OK, {"status": "ok"})
+        self._respond(HTTPStatus.OK, {"status": "ok"})
 
     def _shard_meta(self) -> bytes | None:
         value = self.headers.get("Shard-Meta")
         if value is None:
             return None
         raw = value.encode("latin-1", "replace")
-        if len(raw) > _MOST_HEADER_BYTES or any(byte < 0x20 and byte != 0x09 for byte in raw):
+        if len(raw) > _MAX_HEADER_BYTES or any(byte < 0x20 and byte != 0x09 for byte in raw):
             raise RequestRefusedError(
                 HTTPStatus.BAD_REQUEST, "Shard-Meta is too long, or has characters that no header has"
             )
         return raw
 
     def _get(self, want: Get) -> None:
-        found = self.service.find(want.name, want.rank, want.step)
-        part = parse_range(self.headers.get("Range"), found.size_bytes)
-        start, stop = part or (0, found.size_bytes)
-        with self.service.reading(found, start, stop) as pieces:
-            self._begun = True
+        shard = self.service.find(want.name, want.rank, want.step)
+        part = parse_range(self.headers.get("Range"), shard.size_bytes)
+        start, stop = part or (0, shard.size_bytes)
+        with self.service.reading(shard, start, stop) as pieces:
+            self._response_started = True
             self.send_response(HTTPStatus.PARTIAL_CONTENT if part else HTTPStatus.OK)
             self.send_header("Content-Length", str(stop - start))
-            if found.header:
-                self.send_header("Shard-Meta", found.header.decode("latin-1"))
+            if shard.header:
+                self.send_header("Shard-Meta", shard.header.decode("latin-1"))
             self.send_header("Content-Type", "application/octet-stream")
             self.send_header("Accept-Ranges", "bytes")
             if part:
-                self.send_header("Content-Range", f"bytes {start}-{stop - 1}/{found.size_bytes}")
+                self.send_header("Content-Range", f"bytes {start}-{stop - 1}/{shard.size_bytes}")
             self.end_headers()
             for piece in pieces:
                 self._send(piece)
@@ -245,12 +246,10 @@ class _Handler(HttpHandler, BaseHTTPRequestHandler):
             with FileMapping(piece.fd, piece.stop) as mapping, mapping.view as view, view[piece.start :] as part:
                 self.connection.sendall(part)
 
-    # -- answers ------------------------------------------------------------------------------------------------------
-
-    def _tell(self, status: HTTPStatus, said: Any, headers: dict[str, str] | None = None) -> None:
-        body = msgspec.json.encode(said)
-        over = not self._at_end()
-        self.close_connection = self.close_connection or over
+    def _respond(self, status: HTTPStatus, content: Any, headers: dict[str, str] | None = None) -> None:
+        body = msgspec.json.encode(content)
+        unread = not self._at_end()
+        self.close_connection = self.close_connection or unread
         self.send_response(status)
         self.send_header("Content-Length", str(len(body)))
         self.send_header("Content-Type", "application/json")
@@ -261,11 +260,11 @@ class _Handler(HttpHandler, BaseHTTPRequestHandler):
         self.end_headers()
         if self.command != "HEAD":
             self.wfile.write(body)
-        if over:
+        if unread:
             self._discard()
 
     def _at_end(self) -> bool:
-        """Whether the next thing on the connection is the next request."""
+        """Return whether the connection is at the start of the next request."""
         body = self._body
         if isinstance(body, SizedBody) and not body.problem and (body.size_bytes or 0) <= len(self._leftover):
             body.fill(memoryview(self._leftover))
@@ -273,7 +272,7 @@ class _Handler(HttpHandler, BaseHTTPRequestHandler):
 
     def _refuse(self, error: RequestRefusedError) -> None:
         self.service.counted["refused"] += 1
-        if self._begun:  # of an answer that has begun nothing can be taken back: it ends too early, which is noticed
+        if self._response_started:  # a started response cannot be replaced: the client notices its early end
             log.warning("memory service: an answer to %s was cut off: %s", self.path[:200], error.detail)
             self.close_connection = True
             return
@@ -281,23 +280,26 @@ class _Handler(HttpHandler, BaseHTTPRequestHandler):
         if error.status in (HTTPStatus.INSUFFICIENT_STORAGE, HTTPStatus.SERVICE_UNAVAILABLE):
             headers["Retry-After"] = "1"
         with contextlib.suppress(OSError):
-            self._tell(error.status, {"detail": error.detail}, headers)
+            self._respond(error.status, {"detail": error.detail}, headers)
 
     def _discard(self) -> None:
-        """Closed with bytes unread, the kernel would throw the answer away: let the client send some of the rest."""
+        """Read some of the unwanted body before closing.
+
+        With unread bytes the kernel would discard the response.
+        """
         with contextlib.suppress(OSError):
-            self.connection.settimeout(_DISCARDED_S)
+            self.connection.settimeout(_DISCARD_TIMEOUT_S)
             socket.socket.shutdown(self.connection, socket.SHUT_WR)
-            until, buffer = time.monotonic() + _DISCARDED_S, bytearray(1 << 16)
+            until, buffer = time.monotonic() + _DISCARD_TIMEOUT_S, bytearray(1 << 16)
             while time.monotonic() < until and self.connection.recv_into(buffer):
                 pass
 
 
 class TokenCheck:
-    """Asks for a token, or (``token`` is empty) for nothing.
+    """Check of the requests' token. With an empty ``token`` no token is required.
 
-    The token comes as ``Authorization: Bearer TOKEN``, or as the password of ``Authorization: Basic``: that is what a
-    client sends that knows nothing of tokens and was given ``http://any:TOKEN@host:port`` as its address.
+    The token arrives as ``Authorization: Bearer TOKEN``, or as the password of ``Authorization: Basic``. Clients
+    without support for tokens send the latter if their address is ``http://any:TOKEN@host:port``.
     """
 
     def __init__(self, token: bytes = b"") -> None:
@@ -308,7 +310,7 @@ class TokenCheck:
         return bool(self._token)
 
     def check(self, authorization: str | None) -> None:
-        if self._token and not hmac.compare_digest(_shown(authorization or ""), self._token):
+        if self._token and not hmac.compare_digest(_token_of(authorization or ""), self._token):
             raise RequestRefusedError(
                 HTTPStatus.UNAUTHORIZED,
                 "The memory service asks for its token: send 'Authorization: Bearer TOKEN', or use "
@@ -316,7 +318,7 @@ class TokenCheck:
             )
 
 
-def _shown(authorization: str) -> bytes:
+def _token_of(authorization: str) -> bytes:
     scheme, _, value = authorization.partition(" ")
     if scheme.lower() == "bearer":
         return value.strip().encode("latin-1", "replace")
@@ -327,20 +329,23 @@ def _shown(authorization: str) -> bytes:
 
 
 def token_check(auth: AuthMode, token: str, directory: Path) -> TokenCheck:
-    """Who may come, by the settings. Where a token is asked for and none was given, one is made and kept here."""
+    """Return the check that the settings require.
+
+    If a token is required but not set, create one and store it in ``directory``.
+    """
     return TokenCheck(_token(token, directory)) if auth == "token" else TokenCheck()
 
 
-def _token(given: str, directory: Path) -> bytes:
-    if given:
+def _token(secret: str, directory: Path) -> bytes:
+    if secret:
         try:
-            return read_secret(given)
+            return read_secret(secret)
         except RequestError as error:
             raise UsageError(f"agent.memory_service_token: {error}") from error
     path = directory / MEMORY_SERVICE_TOKEN_FILE
     try:
         fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
-    except FileExistsError:  # of an agent before this one: its clients know it
+    except FileExistsError:  # an earlier agent created it, and its clients use it
         try:
             return read_secret(path)
         except RequestError as error:
@@ -355,33 +360,33 @@ _REQUESTS = ("ShowNamespace", "CreateNamespace", "DeleteNamespace", "Put", "Get"
 
 
 class MemoryServiceMetrics:
-    """What is told of one node's memory service."""
+    """Status and metrics of one node's memory service."""
 
     def __init__(self, service: MemoryService, address: str) -> None:
         self._service = service
         self._address = address
 
     def status(self) -> dict[str, Any]:
-        look = self._service.holdings.snapshot()
+        snapshot = self._service.holdings.snapshot()
         return {
             "address": self._address,
             "namespaces": {
                 name: {
-                    "num_ranks": one.num_ranks,
-                    "steps_retained": one.steps_retained,
-                    "whole_steps": look.complete_steps(name, one),
-                    "steps": sorted(look.view.of(name), reverse=True),
-                    "size_bytes": sum(s.size_bytes for of in look.view.of(name).values() for s in of.values()),
+                    "num_ranks": namespace.num_ranks,
+                    "steps_retained": namespace.steps_retained,
+                    "whole_steps": snapshot.complete_steps(name, namespace),
+                    "steps": sorted(snapshot.view.of(name), reverse=True),
+                    "size_bytes": sum(s.size_bytes for of in snapshot.view.of(name).values() for s in of.values()),
                 }
-                for name, one in sorted(look.registry.live_namespaces.items())
+                for name, namespace in sorted(snapshot.registry.live_namespaces.items())
             },
-            "not_asked": dict(look.unanswered),
+            "not_asked": dict(snapshot.unanswered),
             "counted": dict(self._service.counted),
             "evictions": self._service.holdings.evicted_count,
         }
 
     def collect(self) -> Iterator[Metric]:
-        """What this node itself knows: a scrape asks no other node."""
+        """Yield metrics of this node only: a scrape must not query other nodes."""
         from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 
         counted, holdings = self._service.counted, self._service.holdings

@@ -44,7 +44,7 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class FoundShard:
-    """A shard that was asked for."""
+    """Result of a search for a shard."""
 
     shard: NamespaceShard
     size_bytes: int
@@ -52,11 +52,12 @@ class FoundShard:
 
 
 class MemoryService:
-    """Namespaces of whole shards in the memory of all nodes, as one of them serves them. Any thread may call.
+    """Namespaces of shards in the memory of all nodes, served by one node. Any thread may call it.
 
-    - What was answered with 200 is sealed on this node; copies are made behind that, as for every other shard.
-    - A step is listed when nothing is missing of it, on whatever nodes it is (:func:`~.views.is_whole`).
-    - Absent is 404. What is there and cannot be reached, or kept, is 5xx and a reason: never an empty answer.
+    - After status 200 a shard is sealed on this node; replicas follow in the background, as for other shards.
+    - A step is listed if no shard of it is missing on the nodes together
+      (:func:`integration.sagemaker.memory_service.namespaces.has_all_ranks`).
+    - A missing shard returns 404. An unreachable or unstorable one returns 5xx and a reason, never an empty response.
     """
 
     def __init__(self, store: NodeStore, me: str, *, clock_ns: Callable[[], int] = time.time_ns) -> None:
@@ -68,27 +69,25 @@ class MemoryService:
             memory_service_options.MEMORY_SERVICE_INCARNATION,
         )
         self.holdings = NamespaceInventory(store, me, clock_ns=clock_ns)
-        self._receiving = ShardReceiver(store, self.holdings.evict_surplus)
-        self._lending = ShardSender(store, me)
-        self._stamping = threading.Lock()
+        self._receiver = ShardReceiver(store, self.holdings.evict_surplus)
+        self._sender = ShardSender(store, me)
+        self._stamp_lock = threading.Lock()
         self._stamp = 0
         self.counted: Counter[str] = Counter()
 
     def start(self, team: JobPeers | None) -> None:
-        """Go on with what is here; from now on with other nodes, too, where there are any."""
-        self._lending.team = team
+        """Serve this node's shards, and other nodes' shards with a team."""
+        self._sender.team = team
         self.holdings.start(team)
 
     def close(self) -> None:
         self.holdings.close()
 
-    # -- namespaces ---------------------------------------------------------------------------------------------------
-
     def namespace(self, name: str) -> Namespace:
-        found = self.holdings.gossip.registry().get(name)
-        if found is None:
+        namespace = self.holdings.gossip.registry().get(name)
+        if namespace is None:
             raise no_namespace_error(name)
-        return found
+        return namespace
 
     def create(self, name: str, *, num_ranks: int, steps_retained: int) -> None:
         def create(registry: Registry) -> Registry:
@@ -118,23 +117,21 @@ class MemoryService:
         self.holdings.shard_changed()
         log.warning("memory service: every namespace is deleted")
 
-    # -- shards -------------------------------------------------------------------------------------------------------
-
     def put(self, name: str, rank: int, step: int, header: bytes | None, body: IncomingBody) -> None:
-        """Keep a rank's bytes of a step; what was put for it before goes."""
+        """Store a rank's bytes of a step. They replace earlier ones."""
         namespace = self.namespace(name)
         key = namespace_shard_key(rank, step, self._next_stamp())
-        with self._receiving.slot(key, body) as (lease, size, is_plan):
+        with self._receiver.slot(key, body) as (lease, size, is_plan):
             note = ShardNote(name, namespace.generation, header, is_plan)
             if self.namespace(name).generation != namespace.generation:
                 raise no_namespace_error(name)
             seal_shard(self._store, lease, size, encode_note(note))
         self.counted["put_bytes"] += size
-        self._give_up_before(name, rank, step, key.attempt)
+        self._delete_older(name, rank, step, key.attempt)
         self.holdings.shard_changed()
 
-    def _give_up_before(self, name: str, rank: int, step: int, stamp: int) -> None:
-        """What this node itself had for the same rank and step goes at once."""
+    def _delete_older(self, name: str, rank: int, step: int, stamp: int) -> None:
+        """Delete this node's earlier shards of the same rank and step immediately."""
         older = [
             fact.key.version_id
             for fact in self.holdings.local_facts()
@@ -145,32 +142,35 @@ class MemoryService:
             self._store.delete_versions(memory_service_options.MEMORY_SERVICE_JOB, older)
 
     def _next_stamp(self) -> int:
-        with self._stamping:
+        with self._stamp_lock:
             self._stamp = max(self._stamp + 1, self._clock_ns())
             return self._stamp
 
     def find(self, name: str, rank: int, step: int) -> FoundShard:
-        """The shard that was put last, wherever it is."""
+        """Return the newest shard of the rank and step, on any node."""
         if self.holdings.gossip.registry().get(name) is None:
             raise not_found_error()
         shard = self._find(name, rank, step)
         return FoundShard(shard, shard.size_bytes, shard.note.header)
 
     def _find(self, name: str, rank: int, step: int) -> NamespaceShard:
-        near = self.holdings.nearest(name, rank, step)
-        if near is not None and self.holdings.team is None:
-            return near
-        look = self.holdings.snapshot()
-        shard = look.view.of(name).get(step, {}).get(rank)
+        local = self.holdings.nearest(name, rank, step)
+        if local is not None and self.holdings.team is None:
+            return local
+        snapshot = self.holdings.snapshot()
+        shard = snapshot.view.of(name).get(step, {}).get(rank)
         if shard is not None:
             return shard
-        self._check_heard(look, f"Shard {rank} of step {step}")
+        self._require_all_answers(snapshot, f"Shard {rank} of step {step}")
         raise not_found_error()
 
     @contextlib.contextmanager
     def reading(self, found: FoundShard, start: int, stop: int) -> Iterator[Iterator[BodyPiece]]:
-        """Bytes ``start`` to ``stop``, piece by piece. Whether the first is to be had is known before the block."""
-        with contextlib.closing(self._lending.pieces(found.shard, start, stop)) as pieces:
+        """Yield the pieces of bytes ``start`` to ``stop``.
+
+        Raise :class:`RequestRefusedError` before the block if the first piece is not available.
+        """
+        with contextlib.closing(self._sender.pieces(found.shard, start, stop)) as pieces:
             try:
                 first = next(pieces, None)
             except ShardNotFoundError as error:
@@ -185,26 +185,29 @@ class MemoryService:
     def remove(self, name: str, rank: int, step: int) -> None:
         found = self.find(name, rank, step)
         note, until = found.shard.note, found.shard.key.attempt
-        gone = RemovedShard(name, note.generation, rank, step, until)
-        self.holdings.gossip.change(lambda known: with_removed_shard(known, gone, now_ns=self._clock_ns()))
+        removed = RemovedShard(name, note.generation, rank, step, until)
+        self.holdings.gossip.change(lambda known: with_removed_shard(known, removed, now_ns=self._clock_ns()))
         self._store.delete_versions(memory_service_options.MEMORY_SERVICE_JOB, [found.shard.key.version_id])
         self.holdings.shard_changed()
 
     def latest(self, name: str, limit: int) -> list[int]:
-        """The newest steps of which nothing is missing."""
+        """Return the newest complete steps, newest first."""
         namespace = self.holdings.gossip.registry().get(name)
         if namespace is None:
             raise not_found_error()
-        look = self.holdings.snapshot()
-        if look.unanswered:
-            log.warning("memory service: steps of %s are listed without having asked %s", name, _named(look))
-        return look.complete_steps(name, namespace)[:limit]
+        snapshot = self.holdings.snapshot()
+        if snapshot.unanswered:
+            log.warning(
+                "memory service: steps of %s are listed without having asked %s", name, _format_unanswered(snapshot)
+            )
+        return snapshot.complete_steps(name, namespace)[:limit]
 
-    def _check_heard(self, look: NamespaceSnapshot, what: str) -> None:
-        """That something is absent can only be said when everybody was asked."""
-        if look.unanswered:
+    def _require_all_answers(self, snapshot: NamespaceSnapshot, what: str) -> None:
+        """Raise :class:`RequestRefusedError` if a node did not respond: the shard may exist there."""
+        if snapshot.unanswered:
             raise RequestRefusedError(
-                HTTPStatus.SERVICE_UNAVAILABLE, f"{what} may be on a node that does not answer: {_named(look)}"
+                HTTPStatus.SERVICE_UNAVAILABLE,
+                f"{what} may be on a node that does not answer: {_format_unanswered(snapshot)}",
             )
 
 
@@ -213,5 +216,5 @@ def _namespace_of(meta: bytes) -> str:
     return note.namespace if note is not None else ""
 
 
-def _named(look: NamespaceSnapshot) -> str:
-    return "; ".join(f"{node}: {why}" if node else why for node, why in sorted(look.unanswered.items()))
+def _format_unanswered(snapshot: NamespaceSnapshot) -> str:
+    return "; ".join(f"{node}: {why}" if node else why for node, why in sorted(snapshot.unanswered.items()))

@@ -1,8 +1,7 @@
 """Namespaces as all nodes know them, their shards, and retention. Pure.
 
-A namespace that is deleted and made again is another one: its *generation* is higher, and what was put into an earlier
-one does not count any more, also on a node that was away meanwhile. Nothing has to be agreed on for that: of two
-things that were said, each node takes the same one.
+A deleted and recreated namespace has a higher *generation*. Shards of earlier generations no longer count, even on a
+node that was away meanwhile. This needs no agreement: of two versions, every node chooses the same one.
 
 A rank retains its newest ``steps_retained`` steps, the namespace's newest complete step, and the step that it stored
 last. So failed saves replace each other and never a step that can be loaded.
@@ -24,7 +23,10 @@ from tieredckpt.memory_service_options import MEMORY_SERVICE_EPOCH, MEMORY_SERVI
 
 MAX_REMOVED_SHARDS = 10_000
 REMOVED_SHARD_TTL_NS = 3600 * 10**9
-"""How long it is remembered that one shard was deleted: a node that was away longer may bring it back."""
+"""Nanoseconds for which the deletion of a shard is remembered.
+
+A node that was away longer may bring the shard back.
+"""
 
 
 class Namespace(msgspec.Struct, frozen=True):
@@ -41,19 +43,19 @@ class Namespace(msgspec.Struct, frozen=True):
         return self.generation, self.deleted, self.changed_ns, self.num_ranks, self.steps_retained
 
     def is_superseded(self, generation: int) -> bool:
-        """Whether nothing of that generation counts any more."""
+        """Return whether shards of that generation no longer count."""
         return self.generation > generation or (self.generation == generation and self.deleted)
 
 
 class RemovedShard(msgspec.Struct, frozen=True, array_like=True):
-    """A shard that somebody deleted, whatever was put for it until then."""
+    """Deletion of one shard and of all earlier shards of its rank and step."""
 
     namespace: str
     generation: int
     rank: int
     step: int
     until: int
-    """Stamps up to this one."""
+    """Greatest deleted stamp."""
 
 
 ShardPlace = tuple[str, int, int, int]
@@ -61,25 +63,25 @@ ShardPlace = tuple[str, int, int, int]
 
 
 class Registry(msgspec.Struct, frozen=True):
-    """Everything that was said, as far as one node has heard."""
+    """All namespaces and deletions known to one node."""
 
     namespaces: dict[str, Namespace] = {}
     removed: tuple[RemovedShard, ...] = ()
 
     def get(self, name: str) -> Namespace | None:
-        found = self.namespaces.get(name)
-        return None if found is None or found.deleted else found
+        namespace = self.namespaces.get(name)
+        return None if namespace is None or namespace.deleted else namespace
 
     @property
     def live_namespaces(self) -> dict[str, Namespace]:
-        return {name: one for name, one in self.namespaces.items() if not one.deleted}
+        return {name: namespace for name, namespace in self.namespaces.items() if not namespace.deleted}
 
     def removals(self) -> dict[ShardPlace, int]:
-        return {_place(one): one.until for one in self.removed}
+        return {_place_of(removal): removal.until for removal in self.removed}
 
 
 def with_namespace(registry: Registry, name: str, *, num_ranks: int, steps_retained: int, now_ns: int) -> Registry:
-    """With a new generation of ``name``, which is not there."""
+    """Return the registry with a new generation of ``name``, which must not exist."""
     before = registry.namespaces.get(name)
     generation = before.generation + 1 if before is not None else 1
     fresh = Namespace(generation, num_ranks, steps_retained, now_ns)
@@ -87,48 +89,48 @@ def with_namespace(registry: Registry, name: str, *, num_ranks: int, steps_retai
 
 
 def with_deleted_namespaces(registry: Registry, *names: str, now_ns: int) -> Registry:
-    """Without ``names``: that they were there is remembered."""
-    gone = {
-        name: msgspec.structs.replace(one, deleted=True, changed_ns=now_ns)
+    """Return the registry with ``names`` marked as deleted."""
+    deleted = {
+        name: msgspec.structs.replace(namespace, deleted=True, changed_ns=now_ns)
         for name in names
-        if (one := registry.get(name)) is not None
+        if (namespace := registry.get(name)) is not None
     }
-    return _tidied(Registry({**registry.namespaces, **gone}, registry.removed), now_ns)
+    return _without_old_removals(Registry({**registry.namespaces, **deleted}, registry.removed), now_ns)
 
 
 def with_removed_shard(registry: Registry, removed: RemovedShard, *, now_ns: int) -> Registry:
-    """Without one shard."""
+    """Return the registry with the deletion of one shard."""
     return merge_registries(registry, Registry({}, (removed,)), now_ns=now_ns)
 
 
 def merge_registries(one: Registry, other: Registry, *, now_ns: int) -> Registry:
-    """What both were told. The order in which nodes hear of things does not matter."""
+    """Return the union of both registries. The order of merges does not matter."""
     namespaces = dict(one.namespaces)
-    for name, said in other.namespaces.items():
+    for name, namespace in other.namespaces.items():
         known = namespaces.get(name)
-        if known is None or said.order > known.order:
-            namespaces[name] = said
+        if known is None or namespace.order > known.order:
+            namespaces[name] = namespace
     until = one.removals()
     for place, stamp in other.removals().items():
         until[place] = max(stamp, until.get(place, 0))
     removed = tuple(RemovedShard(*place, stamp) for place, stamp in sorted(until.items()))
-    return _tidied(Registry(namespaces, removed), now_ns)
+    return _without_old_removals(Registry(namespaces, removed), now_ns)
 
 
-def _tidied(registry: Registry, now_ns: int) -> Registry:
-    """Without what is of generations that are gone, and of too long ago."""
+def _without_old_removals(registry: Registry, now_ns: int) -> Registry:
+    """Return the registry without deletions that are too old or of superseded generations."""
     kept = [
-        one
-        for one in registry.removed
-        if one.until > now_ns - REMOVED_SHARD_TTL_NS
-        if one.namespace not in registry.namespaces
-        or not registry.namespaces[one.namespace].is_superseded(one.generation)
+        removal
+        for removal in registry.removed
+        if removal.until > now_ns - REMOVED_SHARD_TTL_NS
+        if removal.namespace not in registry.namespaces
+        or not registry.namespaces[removal.namespace].is_superseded(removal.generation)
     ]
-    latest = sorted(kept, key=lambda one: one.until)[-MAX_REMOVED_SHARDS:]
-    return Registry(registry.namespaces, tuple(sorted(latest, key=_place)))
+    latest = sorted(kept, key=lambda removal: removal.until)[-MAX_REMOVED_SHARDS:]
+    return Registry(registry.namespaces, tuple(sorted(latest, key=_place_of)))
 
 
-def _place(removed: RemovedShard) -> ShardPlace:
+def _place_of(removed: RemovedShard) -> ShardPlace:
     return removed.namespace, removed.generation, removed.rank, removed.step
 
 
@@ -140,57 +142,60 @@ def decode_registry(data: bytes) -> Registry:
     return from_msgpack(data, Registry)
 
 
-_PLAN = b"torch.distributed.checkpoint.metadata"
-_PICKLE = 0x80
+_DCP_MODULE = b"torch.distributed.checkpoint.metadata"
+_PICKLE_MARK = 0x80
 SNIFFED_BYTES = 128
-"""How much of a shard has to be seen to know whether it is a plan."""
+"""Bytes at the start of a shard that show whether it is a plan."""
 
 
 class ShardNote(msgspec.Struct, frozen=True, array_like=True):
-    """What is kept beside a shard."""
+    """Metadata stored with a shard."""
 
     namespace: str
     generation: int
     header: bytes | None
-    """``Shard-Meta`` as it came."""
+    """Value of ``Shard-Meta``, unchanged."""
     is_plan: bool = False
 
 
 @dataclass(frozen=True)
 class NamespaceShard:
-    """One rank's bytes of one step, as they were put last."""
+    """Newest shard of one rank and step."""
 
     key: ShardKey
     size_bytes: int
     note: ShardNote
     nodes: tuple[str, ...] = ()
-    """Who has it."""
+    """Nodes that hold it."""
 
 
 ShardsByStep = dict[int, dict[int, NamespaceShard]]
-"""By step and rank."""
+"""Shards by step and rank."""
 
 
 @dataclass
 class NamespaceView:
-    """All namespaces."""
+    """Shards of all namespaces."""
 
     steps: dict[str, ShardsByStep] = field(default_factory=dict)
     outdated: list[ShardKey] = field(default_factory=list)
-    """Shards that were put again since, deleted, or put into a namespace that is gone."""
+    """Shards that were replaced, deleted, or stored in a deleted namespace."""
 
     def of(self, namespace: str) -> ShardsByStep:
         return self.steps.get(namespace, {})
 
 
 def namespace_shard_key(rank: int, step: int, stamp: int) -> ShardKey:
-    """Every shard is a version of its own: its stamp tells it from what was put for the same rank and step before."""
+    """Return the key of a shard. Its stamp distinguishes it from earlier shards of the rank and step."""
     return ShardKey(MEMORY_SERVICE_JOB, step, MEMORY_SERVICE_EPOCH, MEMORY_SERVICE_INCARNATION, stamp, rank)
 
 
 def is_dcp_metadata(head: bytes) -> bool:
-    """Whether a shard that begins so is what DCP's coordinator writes last: a pickle of its ``Metadata``."""
-    return head[:1] == bytes([_PICKLE]) and _PLAN in head[:SNIFFED_BYTES]
+    """Return whether a shard is a plan: a pickle of DCP's ``Metadata``.
+
+    DCP's coordinator writes it last.
+    """
+    return head[:1] == bytes([_PICKLE_MARK]) and _DCP_MODULE in head[:SNIFFED_BYTES]
 
 
 def encode_note(note: ShardNote) -> bytes:
@@ -205,7 +210,7 @@ def decode_note(data: bytes) -> ShardNote | None:
 
 
 def namespace_view(held: Mapping[str, Iterable[ShardInfo]], registry: Registry) -> NamespaceView:
-    """What the nodes in ``held`` have, by what ``registry`` says of namespaces."""
+    """Return the shards of the nodes in ``held``, according to the registry."""
     found: dict[ShardKey, tuple[ShardInfo, list[str]]] = {}
     for node, facts in held.items():
         for fact in facts:
@@ -226,7 +231,7 @@ def namespace_view(held: Mapping[str, Iterable[ShardInfo]], registry: Registry) 
         removed_until = removed.get((note.namespace, note.generation, key.part, key.version), -1)
         known = registry.namespaces.get(note.namespace)
         if known is None or known.generation < note.generation:
-            continue  # this node has not heard of it yet
+            continue  # this node does not know the namespace or its generation so far
         if known.is_superseded(note.generation) or key.attempt <= removed_until:
             view.outdated.append(key)
             continue
@@ -240,15 +245,15 @@ def namespace_view(held: Mapping[str, Iterable[ShardInfo]], registry: Registry) 
 
 
 def complete_namespace_steps(steps: ShardsByStep, num_ranks: int) -> list[int]:
-    """Steps that nothing is missing of, the newest first."""
+    """Return the complete steps, newest first."""
     return sorted((step for step, ranks in steps.items() if has_all_ranks(ranks, num_ranks)), reverse=True)
 
 
 def has_all_ranks(ranks: Mapping[int, NamespaceShard], num_ranks: int) -> bool:
-    """Whether all ranks' shards are there.
+    """Return whether the shards of all ranks exist.
 
-    How many there are to be was said when the namespace was made. A job that comes back to it with another number of
-    ranks says it by its plan, which is one rank's behind the last of them.
+    The namespace's settings define the number of ranks. A job that returns with another number declares it by its plan,
+    stored as the shard after the last rank.
     """
     if all(rank in ranks for rank in range(num_ranks)):
         return True
@@ -257,16 +262,16 @@ def has_all_ranks(ranks: Mapping[int, NamespaceShard], num_ranks: int) -> bool:
 
 
 def surplus_steps(steps: Collection[int], *, retained: int, newest_whole: int | None, last_put: int) -> list[int]:
-    """Which of one rank's steps go: as many of the lowest as there are too many."""
+    """Return the steps of one rank to delete: the lowest ones beyond ``retained``."""
     others = sorted(step for step in steps if step not in (newest_whole, last_put))
     return others[: max(0, len(steps) - retained)]
 
 
 def surplus_shards(view: NamespaceView, registry: Registry, *, sure: bool) -> list[ShardKey]:
-    """All shards that go.
+    """Return all shards to delete.
 
-    Unless it is ``sure`` that nobody holds anything that is not in view, a step that seems to lack something may be the
-    newest whole one: then only what is older than a whole one goes.
+    Unless ``sure`` that all shards are in view, an incomplete step may be the newest complete one. Then only steps
+    older than a complete one are deleted.
     """
     found = list(view.outdated)
     for name, namespace in registry.live_namespaces.items():
@@ -274,8 +279,8 @@ def surplus_shards(view: NamespaceView, registry: Registry, *, sure: bool) -> li
         newest = next(iter(complete_namespace_steps(steps, namespace.num_ranks)), None)
         for rank, of in _by_rank(steps).items():
             last_put = max(of, key=lambda step: of[step].attempt)
-            gone = surplus_steps(of, retained=namespace.steps_retained, newest_whole=newest, last_put=last_put)
-            found += [steps[step][rank].key for step in gone if sure or (newest is not None and step < newest)]
+            surplus = surplus_steps(of, retained=namespace.steps_retained, newest_whole=newest, last_put=last_put)
+            found += [steps[step][rank].key for step in surplus if sure or (newest is not None and step < newest)]
     return found
 
 

@@ -1,4 +1,4 @@
-"""Request bodies into slots, and shards out of slots of this node or others."""
+"""Transfer of request bodies into slots, and of shards out of slots of this node or others."""
 
 from __future__ import annotations
 
@@ -36,31 +36,37 @@ _WAIT_S = 2.0
 
 
 class IncomingBody(Protocol):
-    """What a request brings."""
+    """Body of a request."""
 
     size_bytes: int | None
-    """``None`` when it is not known before it has come."""
+    """None until the whole body has arrived, if its size is not declared."""
 
     problem: str
-    """What is wrong with the body, once that has come to light."""
+    """Error of the body; "" if none was found."""
 
     @property
     def at_end(self) -> bool: ...
 
     def fill(self, view: memoryview) -> int:
-        """As much of the body as is left and fits; less than fits only at its end, or where there is a problem."""
+        """Read as much of the body as fits, and return the bytes read.
+
+        Fewer bytes than fit mean the end of the body, or a problem.
+        """
 
 
 class ShardReceiver:
-    """Takes in shards on one node. Any thread may call."""
+    """Receiver of shards on one node. Any thread may call it."""
 
-    def __init__(self, store: NodeStore, tidy: Callable[[], int]) -> None:
+    def __init__(self, store: NodeStore, evict: Callable[[], int]) -> None:
         self._store = store
-        self._tidy = tidy
+        self._evict = evict
 
     @contextlib.contextmanager
     def slot(self, key: ShardKey, body: IncomingBody) -> Iterator[tuple[Lease, int, bool]]:
-        """A leased slot with the body in it, its size, and whether it is a plan; abandoned unless it was sealed."""
+        """Yield a leased slot with the body, its size, and whether it is a plan.
+
+        The slot is released unless it was sealed.
+        """
         lease = self._lease(key, _FIRST_BYTES if body.size_bytes is None else body.size_bytes)
         try:
             if body.size_bytes is None:
@@ -69,7 +75,7 @@ class ShardReceiver:
                 size, head = body.size_bytes, self._fill(lease, 0, body.size_bytes, body)
             yield lease, size, is_dcp_metadata(head)
         finally:
-            self._store.release(lease.id)  # of a sealed one there is nothing to give back
+            self._store.release(lease.id)  # does nothing after a seal
 
     def _lease(self, key: ShardKey, size_bytes: int) -> Lease:
         budget = self._store.status().arena.budget_bytes
@@ -79,21 +85,21 @@ class ShardReceiver:
                 f"A shard of {show_size(size_bytes)} does not fit this node's agent at all: its budget is "
                 f"{show_size(budget)} (--budget)",
             )
-        with self._room(size_bytes):
+        with self._translate_full(size_bytes):
             try:
                 return self._store.lease(key, size_bytes, NAMESPACE_PARTS)
             except ArenaBusyError:
-                self._tidy()
+                self._evict()
                 return self._store.lease(key, size_bytes, NAMESPACE_PARTS, wait_s=_WAIT_S)
 
     def _fill(self, lease: Lease, start: int, stop: int, body: IncomingBody) -> bytes:
-        """Bytes ``start`` to ``stop`` of the slot; the first few of them."""
-        with self._room(stop):
-            mapped = self._mapped(lease, stop, start)
+        """Write bytes ``start`` to ``stop`` of the slot. Return the first bytes of the slot."""
+        with self._translate_full(stop):
+            mapped = self._map_slot(lease, stop, start)
         with mapped as mapping, mapping.view as view:
-            count = _filled(view, start, body)
+            count = _fill_view(view, start, body)
             head = bytes(view[:SNIFFED_BYTES])
-        _check(body)
+        _raise_problem(body)
         if count != stop - start:
             raise RequestRefusedError(HTTPStatus.BAD_REQUEST, "The body is shorter than it was said to be")
         return head
@@ -101,24 +107,24 @@ class ShardReceiver:
     def _fill_growing(self, lease: Lease, body: IncomingBody) -> tuple[int, bytes]:
         size, head = 0, b""
         while True:
-            with self._room(lease.size_bytes):
-                mapped = self._mapped(lease, lease.size_bytes, size)
+            with self._translate_full(lease.size_bytes):
+                mapped = self._map_slot(lease, lease.size_bytes, size)
             with mapped as mapping, mapping.view as view:
-                size += _filled(view, size, body)
+                size += _fill_view(view, size, body)
                 head = bytes(view[: min(SNIFFED_BYTES, size)])
-            _check(body)
+            _raise_problem(body)
             if body.at_end:
                 return size, head
-            with self._room(2 * lease.size_bytes):
+            with self._translate_full(2 * lease.size_bytes):
                 lease = self._store.grow(lease.id, 2 * lease.size_bytes, wait_s=_WAIT_S)
 
-    def _mapped(self, lease: Lease, size_bytes: int, start: int) -> FileMapping:
+    def _map_slot(self, lease: Lease, size_bytes: int, start: int) -> FileMapping:
         with closing_fd(self._store.open_slot(lease.slot)) as fd:
             prefault_file(fd, size_bytes, lambda: False, start=max(start, lease.prefaulted_bytes))
             return FileMapping(fd, size_bytes, writable=True)
 
     @contextlib.contextmanager
-    def _room(self, size_bytes: int) -> Iterator[None]:
+    def _translate_full(self, size_bytes: int) -> Iterator[None]:
         try:
             yield
         except (ArenaFullError, ArenaBusyError) as error:
@@ -132,18 +138,18 @@ class ShardReceiver:
             ) from error
 
 
-def _filled(view: memoryview, start: int, body: IncomingBody) -> int:
+def _fill_view(view: memoryview, start: int, body: IncomingBody) -> int:
     with view[start:] as rest:
         return body.fill(rest)
 
 
-def _check(body: IncomingBody) -> None:
+def _raise_problem(body: IncomingBody) -> None:
     if body.problem:
         raise RequestRefusedError(HTTPStatus.BAD_REQUEST, body.problem)
 
 
 def seal_shard(store: NodeStore, lease: Lease, size_bytes: int, note: bytes) -> None:
-    """What is in the slot counts from here on."""
+    """Seal the slot, so that its shard counts."""
     try:
         store.seal(lease.id, size_bytes, note)
     except PeerStoreError as error:
@@ -156,7 +162,7 @@ _VERIFIED_CHUNKS = 8
 
 @dataclass(frozen=True)
 class FilePiece:
-    """Bytes of an open file that can be sent as they are, before the next piece is asked for."""
+    """Bytes of an open file to send before the next piece is requested."""
 
     fd: int
     start: int
@@ -167,7 +173,7 @@ BodyPiece = FilePiece | memoryview
 
 
 class _VerifyAhead:
-    """Chunks of this node's copy, compared while those before them are sent."""
+    """Verification of this node's chunks while earlier ones are sent."""
 
     def __init__(self, store: NodeStore, key: ShardKey, windows: Sequence[tuple[int, int]]) -> None:
         self._store = store
@@ -202,7 +208,7 @@ class _VerifyAhead:
 
 
 class ShardSender:
-    """Reads for one node's clients. Any thread may call."""
+    """Reader of shards for one node's clients. Any thread may call it."""
 
     def __init__(self, store: NodeStore, me: str) -> None:
         self._store = store
@@ -210,24 +216,25 @@ class ShardSender:
         self.team: JobPeers | None = None
 
     def pieces(self, shard: NamespaceShard, start: int, stop: int) -> Generator[BodyPiece, None, None]:
-        """Bytes ``[start, stop)`` of a shard, one piece behind the other, each compared with the seal before it is
-        handed on. A copy that turns out damaged on the way is dropped, and the rest comes from other nodes.
+        """Yield bytes ``[start, stop)`` of a shard in pieces, each verified against the seal.
+
+        If this node's copy turns out damaged, it is dropped, and the rest comes from other nodes.
         """
         at = start
         try:
-            for piece in self._here(shard, start, stop):
+            for piece in self._local_pieces(shard, start, stop):
                 yield piece
                 at = piece.stop
             return
-        except ShardNotFoundError:  # it is on other nodes
+        except ShardNotFoundError:  # other nodes have it
             pass
         except ShardDamagedError as error:
             log.error("memory service: %s", error)
         except ShardUnreadableError as error:
             log.warning("memory service: %s", error)
-        yield from self._elsewhere(shard, at, stop)
+        yield from self._remote_pieces(shard, at, stop)
 
-    def _here(self, shard: NamespaceShard, start: int, stop: int) -> Iterator[FilePiece]:
+    def _local_pieces(self, shard: NamespaceShard, start: int, stop: int) -> Iterator[FilePiece]:
         pin = self._store.pin(shard.key)
         try:
             first, last = start // pin.record.chunk_bytes, -(-stop // pin.record.chunk_bytes)
@@ -240,13 +247,13 @@ class ShardSender:
             pin.close()
             self._store.unpin(pin.id)
 
-    def _elsewhere(self, shard: NamespaceShard, start: int, stop: int) -> Iterator[memoryview]:
+    def _remote_pieces(self, shard: NamespaceShard, start: int, stop: int) -> Iterator[memoryview]:
         others = [node for node in shard.nodes if node != self._me]
         if self.team is None or not others:
             raise ShardNotFoundError(f"{shard.key} is not on this node")
         if start >= stop:
             return
-        record, nodes = self._described(self.team, shard, others)
+        record, nodes = self._fetch_record(self.team, shard, others)
         size = min(_WINDOW_BYTES, stop - start)
         with mmap.mmap(-1, size) as window, memoryview(window) as view:
             puller = RangeReader(self.team.membership.client_for)
@@ -260,8 +267,8 @@ class ShardSender:
                     yield piece
                 at = end
 
-    def _described(self, team: JobPeers, shard: NamespaceShard, nodes: list[str]) -> tuple[ShardRecord, list[str]]:
-        said: dict[str, ShardRecord] = {}
+    def _fetch_record(self, team: JobPeers, shard: NamespaceShard, nodes: list[str]) -> tuple[ShardRecord, list[str]]:
+        records_by_node: dict[str, ShardRecord] = {}
         problem: PeerStoreError | OSError | None = None
         for node in nodes:
             try:
@@ -270,10 +277,10 @@ class ShardSender:
                 log.warning("memory service: %s did not describe %s: %s", node, shard.key, error)
                 problem = error
                 continue
-            said.update((node, record) for record in records if record.key == shard.key)
-        if not said:
+            records_by_node.update((node, record) for record in records if record.key == shard.key)
+        if not records_by_node:
             if problem is not None:
                 raise PeerUnreachableError(f"who has {shard.key} does not answer: {problem}")
             raise ShardNotFoundError(f"{shard.key} was given up meanwhile")
-        record, having = team.resolve_record(said)
-        return record, list(having)
+        record, holders = team.resolve_record(records_by_node)
+        return record, list(holders)

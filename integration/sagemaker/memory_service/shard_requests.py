@@ -73,11 +73,14 @@ _Query = dict[str, str]
 
 
 def parse_request(method: str, target: str) -> ShardRequest:
-    """What is asked for, or :class:`RequestRefusedError`: no such path, no such method, values that cannot be."""
+    """Return the request.
+
+    Raise :class:`RequestRefusedError` for an unknown path or method, or invalid values.
+    """
     path, _, query = target.partition("?")
     values = dict(parse_qsl(query, keep_blank_values=True))
     if path == "/health":
-        return _one_of(method, {"GET": HealthCheck})
+        return _dispatch(method, {"GET": HealthCheck})
     if not path.startswith(_PREFIX):
         raise not_found_error("Not Found")
     parts = [unquote(part, errors="replace") for part in path.removeprefix(_PREFIX).split("/")]
@@ -85,9 +88,9 @@ def parse_request(method: str, target: str) -> ShardRequest:
         raise not_found_error("Not Found")
     match parts:
         case ["cluster", "reset"]:
-            return _one_of(method, {"POST": Reset})
+            return _dispatch(method, {"POST": Reset})
         case ["namespaces", name]:
-            return _one_of(
+            return _dispatch(
                 method,
                 {
                     "GET": lambda: ShowNamespace(parse_namespace(name)),
@@ -96,17 +99,17 @@ def parse_request(method: str, target: str) -> ShardRequest:
                 },
             )
         case ["checkpoints", name, "latest"]:
-            return _one_of(method, {"GET": lambda: _latest(name, values)})
+            return _dispatch(method, {"GET": lambda: _latest(name, values)})
         case ["checkpoints", name, rank, step]:
             kinds: dict[str, type[Put | Get | Remove]] = {"GET": Get, "POST": Put, "DELETE": Remove}
-            return _one_of(method, {verb: _shard(kind, name, rank, step) for verb, kind in kinds.items()})
+            return _dispatch(method, {verb: _shard(kind, name, rank, step) for verb, kind in kinds.items()})
     raise not_found_error("Not Found")
 
 
-def _one_of(method: str, ways: Mapping[str, Callable[[], ShardRequest]]) -> ShardRequest:
-    if method not in ways:
+def _dispatch(method: str, handlers: Mapping[str, Callable[[], ShardRequest]]) -> ShardRequest:
+    if method not in handlers:
         raise RequestRefusedError(HTTPStatus.METHOD_NOT_ALLOWED, "Method Not Allowed")
-    return ways[method]()
+    return handlers[method]()
 
 
 def _create(name: str, values: _Query) -> CreateNamespace:
@@ -135,7 +138,7 @@ def _shard(kind: type[Put | Get | Remove], name: str, rank: str, step: str) -> C
 
 
 def parse_range(header: str | None, size_bytes: int) -> tuple[int, int] | None:
-    """Bytes ``[start, stop)`` of ``size_bytes``, or all of them (``None``): also where several ranges are asked for."""
+    """Return bytes ``[start, stop)`` of the header, or None for all bytes or several ranges."""
     found = _RANGE.fullmatch((header or "").strip())
     if found is None or not (found[1] or found[2]):
         return None
@@ -151,7 +154,7 @@ def parse_range(header: str | None, size_bytes: int) -> tuple[int, int] | None:
 
 
 NAMESPACE_PARTS = 1 << 20
-"""More than any namespace has, so that nothing ever takes a shard for a whole version."""
+"""More parts than any namespace has, so no shard counts as a complete version."""
 MAX_STEP = (1 << 62) - 1
 MAX_STEPS_RETAINED = 1 << 20
 
@@ -160,7 +163,7 @@ _NUMBER = re.compile(r"[+-]?[0-9]{1,40}", re.ASCII)
 
 
 def parse_namespace(text: str) -> str:
-    """``text`` as a namespace, or what is wrong with it."""
+    """Return ``text`` if it is a valid namespace; raise :class:`InvalidRequestError` otherwise."""
     if not _NAMESPACE.fullmatch(text) or set(text) == {"."}:
         raise InvalidRequestError(
             FieldProblem(
@@ -176,7 +179,7 @@ def parse_namespace(text: str) -> str:
 def parse_number(
     text: str, where: tuple[str, str], *, least: int | None = None, most: int | None = None
 ) -> int | FieldProblem:
-    """``text`` as a whole number from ``least`` to ``most``, or what is wrong with it."""
+    """Return ``text`` as a number from ``least`` to ``most``, or a problem."""
     if not _NUMBER.fullmatch(text):
         message = "Input should be a valid integer, unable to parse string as an integer"
         return FieldProblem("int_parsing", where, message, text[:200])
@@ -189,22 +192,22 @@ def parse_number(
 
 
 def all_valid(*found: int | FieldProblem) -> list[int]:
-    """All of them, or everything that is wrong with them."""
-    problems = [one for one in found if isinstance(one, FieldProblem)]
+    """Return all numbers, or raise :class:`InvalidRequestError` with all problems."""
+    problems = [value for value in found if isinstance(value, FieldProblem)]
     if problems:
         raise InvalidRequestError(*problems)
-    return [one for one in found if isinstance(one, int)]
+    return [value for value in found if isinstance(value, int)]
 
 
 _LENGTH = re.compile(r"[0-9]{1,18}", re.ASCII)
 _CHUNK = re.compile(rb"([0-9A-Fa-f]{1,15})[ \t]*(?:;[^\r\n]*)?\r\n")
 _LINE_BYTES = 1024
-_TRAILERS = 64
+_MAX_TRAILERS = 64
 _CUT_OFF = "The connection ended in the middle of the body"
 
 
 class SizedBody:
-    """A body whose length was said."""
+    """A body of declared length."""
 
     def __init__(self, file: BinaryIO, size_bytes: int) -> None:
         self.size_bytes: int | None = size_bytes
@@ -231,7 +234,7 @@ class SizedBody:
 
 
 class ChunkedBody:
-    """A body that comes in chunks, each with its own length in front."""
+    """A body in chunks, each after its length."""
 
     def __init__(self, file: BinaryIO) -> None:
         self.size_bytes: int | None = None
@@ -253,12 +256,12 @@ class ChunkedBody:
             self._left -= got
             count += got
         if count == len(view) and not self._left and not self.at_end and not self.problem:
-            self._next_chunk()  # perhaps that was all
+            self._next_chunk()  # the body may end here
         return count
 
     def _next_chunk(self) -> None:
         line = self._line()
-        if self._begun:  # what ends the chunk before
+        if self._begun:  # the end of the previous chunk
             if line != b"\r\n":
                 self.problem = self.problem or "A chunk of the body does not end where it should"
                 return
@@ -273,7 +276,7 @@ class ChunkedBody:
             self._end()
 
     def _end(self) -> None:
-        for _ in range(_TRAILERS):
+        for _ in range(_MAX_TRAILERS):
             line = self._line()
             if line == b"\r\n":
                 self.at_end = True
@@ -291,8 +294,9 @@ class ChunkedBody:
 
 
 def request_body(headers: Message, file: BinaryIO) -> SizedBody | ChunkedBody:
-    """What a request brings by its headers. Where they say two things nothing is believed: somebody else on the way
-    may have believed the other one.
+    """Return the body that the headers declare.
+
+    Reject contradictory headers: a proxy may have interpreted them differently.
     """
     lengths = {value.strip(" \t") for value in headers.get_all("Content-Length", [])}
     encodings = [value.strip(" \t").lower() for value in headers.get_all("Transfer-Encoding", [])]
@@ -309,15 +313,15 @@ def request_body(headers: Message, file: BinaryIO) -> SizedBody | ChunkedBody:
 
 
 def _read_into(file: BinaryIO, view: memoryview) -> int:
-    """Nothing when the connection has ended, or nothing came for too long."""
+    """Read into ``view`` and return the bytes read; 0 after the end, an error or a timeout."""
     try:
-        return file.readinto(view) or 0  # type: ignore[attr-defined]  # of a buffered reader
+        return file.readinto(view) or 0  # type: ignore[attr-defined]  # a buffered reader has readinto
     except OSError:
         return 0
 
 
 class RequestRefusedError(Exception):
-    """The request is not done: a status, and why."""
+    """Refusal of a request, with its status and reason."""
 
     def __init__(self, status: HTTPStatus, detail: Any, *, retry_after_s: int = 0) -> None:
         super().__init__(status, detail)
@@ -328,7 +332,7 @@ class RequestRefusedError(Exception):
 
 @dataclass(frozen=True)
 class FieldProblem:
-    """One thing that is wrong with a request's values."""
+    """One invalid value of a request."""
 
     kind: str
     where: tuple[str, str]
@@ -341,7 +345,7 @@ class FieldProblem:
 
 
 class InvalidRequestError(RequestRefusedError):
-    """The request's values are not what they should be."""
+    """The request has invalid values."""
 
     def __init__(self, *problems: FieldProblem) -> None:
         super().__init__(HTTPStatus.UNPROCESSABLE_ENTITY, [problem.as_dict for problem in problems])
