@@ -73,7 +73,7 @@ class CrashedLoads:
             self._loads[owner, job] = _Load(group, rank)
 
     def load_done(self, owner: ProcessIdentity, job: str) -> None:
-        """Every byte is where it belongs; what is done with them may still end the process."""
+        """Record that the load is complete. A process that dies before its next step still counts as crashed."""
         with self._lock:
             load = self._loads.get((owner, job))
             if load is not None and load.done_at is None:
