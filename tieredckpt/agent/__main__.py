@@ -63,7 +63,7 @@ def installed_version() -> str:
 
 
 def run_agent(place: AgentPaths, args: argparse.Namespace) -> None:
-    """Run the node agent of ``place`` with all its services, until a signal stops it or it is no longer needed."""
+    """Run the node agent of ``place`` until a signal stops it or it is no longer needed."""
 
     @contextlib.contextmanager
     def extend(store: NodeStore) -> Iterator[AgentExtension]:
@@ -193,7 +193,10 @@ def add_agent_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def _parse_arguments(parser: argparse.ArgumentParser, argv: list[str] | None) -> argparse.Namespace | None:
-    """Return the arguments, with the platform's settings as defaults, or ``None`` if it disables the memory tier."""
+    """Return the arguments, with the platform's settings as defaults.
+
+    Return ``None`` if the platform disables the memory tier.
+    """
     args = parser.parse_args(argv)
     if not args.cluster_config:
         return args

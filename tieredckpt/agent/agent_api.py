@@ -57,7 +57,7 @@ class StepInventory(msgspec.Struct, frozen=True):
     views: tuple[StepStatus, ...]
     unreachable: dict[Tier, str] = {}
     plain: tuple[int, ...] = ()
-    """Steps in the durable tier that were written as plain DCP checkpoints while this package was disabled."""
+    """Steps of plain DCP checkpoints, written while this package was disabled."""
     durable: DurableSettings | None = None
     """The job's durable tier, or ``None`` if the agent knows none."""
     once_whole: VersionId | None = None
@@ -103,8 +103,10 @@ class StateNames(msgspec.Struct, frozen=True):
     requires_grad: bytes
     objects: list[str]
     paths: dict[str, tuple[str | int, ...]] | None
-    """Path of each name in the nested state dict, as the planner had it, without paths equal to the name split at its
-    dots."""
+    """Path of each name in the nested state dict, as the planner had it.
+
+    Paths equal to the name split at its dots are omitted.
+    """
     split: bool
     """Whether the state dict was flattened. Without flattening no paths exist."""
     in_pieces: bytes
@@ -192,7 +194,7 @@ class ShardLocations(msgspec.Struct, frozen=True):
 
 
 class LayoutsPage(msgspec.Struct, frozen=True):
-    """Packed layouts and tables by digest, layouts first, as many as fit into a page."""
+    """One page of packed layouts and tables by digest, layouts first."""
 
     layouts: dict[str, bytes]
     tables: dict[str, bytes]
@@ -209,7 +211,7 @@ class ReaderCredentials(msgspec.Struct, frozen=True):
 
 
 class KnownPeers(msgspec.Struct, frozen=True):
-    """What a node from an earlier world of a job knows of the job's nodes."""
+    """View of a job's nodes from a node that was in an earlier world."""
 
     secret: bytes
     nodes: tuple[PeerNode, ...]
@@ -217,7 +219,10 @@ class KnownPeers(msgspec.Struct, frozen=True):
     version: int
     """Version of this node's member list; 0 without a list."""
     unreachable: tuple[str, ...] = ()
-    """Nodes with ranks that do not answer. Empty if this node has a rank or the job's newest replicated step."""
+    """Nodes with ranks that do not answer.
+
+    Empty if this node has a rank or the job's newest replicated step.
+    """
 
 
 class ShardReplication(msgspec.Struct, frozen=True):
@@ -232,11 +237,14 @@ class ShardReplication(msgspec.Struct, frozen=True):
     missing_copies: int = 0
     """Number of replicas still to be made."""
     is_replicated: bool = False
-    """Whether its whole step is replicated."""
+    """Whether its step is replicated."""
     problem: str = ""
-    """Why replicas are missing."""
+    """Reason for missing replicas; "" if none are missing."""
     parity_nodes: int = 0
-    """Nodes that protect it by parity, including this node; ``copies`` is then the equivalent number of copies."""
+    """Nodes that protect it by parity, including this node.
+
+    With parity, ``copies`` is the equivalent number of copies.
+    """
 
 
 class ClusterNode(msgspec.Struct, frozen=True):
@@ -259,13 +267,15 @@ class ClusterNode(msgspec.Struct, frozen=True):
 
 
 class ProtectionStatus(msgspec.Struct, frozen=True):
-    """How much progress a job would lose with a node."""
+    """Extent of a job's protection against the loss of a node."""
 
     step: int
     """Newest step that is replicated or durable; -1 for none."""
     unprotected_since: float | None = None
-    """Unix time of the first newer save without protection; ``None`` while there is none or its replicas are in
-    progress."""
+    """Unix time of the first newer save without protection, or ``None``.
+
+    It is ``None`` while such saves do not exist or their replicas are in progress.
+    """
     missed_saves: int = 0
     """Number of this node's saves that were skipped or failed since that step was protected."""
     upload_problem: str = ""
@@ -392,8 +402,8 @@ class NodeAgentAPI(Protocol):
 
         With ``check``, the agent only reads from a changed URL, until the calling process exits or configures another
         one. Uploads still use the stored settings. A wrong URL raises :class:`UsageError`, a directory that cannot be
-        created raises :class:`DurableRefusedError`. With ``"write"``, a store that rejects an object raises
-        :class:`DurableRefusedError`, and one that does not answer raises :class:`TierUnavailableError`.
+        created raises :class:`DurableRefusedError`. With ``"write"``, a store that rejects an object also raises
+        :class:`DurableRefusedError`, and an unreachable store raises :class:`TierUnavailableError`.
         """
 
     def list_steps(self, job: str, *, fresh: bool = False, patience_s: float = 0.0) -> StepInventory:
@@ -408,7 +418,10 @@ class NodeAgentAPI(Protocol):
     def step_pieces(
         self, job: str, group: VersionId, rank: int, needs: Sequence[TensorSliceNeed], objects: Sequence[str]
     ) -> PieceLocations:
-        """Return the nearest locations of the first pieces and, once all ``needs`` are answered, of ``objects``."""
+        """Return the nearest locations of the first pieces, one page of them.
+
+        Once all ``needs`` are answered, the page includes ``objects``.
+        """
 
     def step_parts(self, job: str, group: VersionId, parts: Sequence[int]) -> ShardLocations:
         """Return one page of these shards, with their checksums."""
@@ -420,7 +433,9 @@ class NodeAgentAPI(Protocol):
         """Remove this node's mark and the crash count of a step, so that the node may choose it again."""
 
     def drop_steps(self, job: str, groups: Sequence[VersionId], *, durable: bool = True) -> None:
-        """Delete these steps from the memory of all nodes, and from the durable tier unless ``durable`` is false.
+        """Delete these steps from the memory of all nodes.
+
+        With ``durable``, also delete them from the durable tier.
 
         :class:`TierUnavailableError` names the nodes and the store that did not answer: they may still have the steps.
         """
@@ -457,7 +472,10 @@ class NodeAgentAPI(Protocol):
         """Return a shard's redundancy, after at most ``timeout_s`` or once it has ``copies`` in ``domains``."""
 
     def add_metrics(self, job: str, values: Mapping[str, float]) -> ProtectionStatus | None:
-        """Add the trainer's metrics to the agent's; return the job's protection, or ``None`` without an answer."""
+        """Add the trainer's metrics to the agent's; return the job's protection.
+
+        Return ``None`` if the agent does not answer.
+        """
 
     def close(self) -> None: ...
 
@@ -469,7 +487,7 @@ LAYOUT_BLOB_PREFIX, TABLE_BLOB_PREFIX, DURABLE_SETTINGS_BLOB, QUARANTINE_BLOB_PR
     "quarantine.",
 )
 CHECKED_SETTINGS_BLOB, DAMAGED_BLOB_PREFIX = "durable-checked", "damaged."
-"""Names and name prefixes of the blobs that this package stores beside a job's shards."""
+"""Names and name prefixes of the blobs that this package stores with a job's shards."""
 
 MAX_AGENT_WAIT_S = 120.0
 """Most seconds that the agent delays one response. A client that waits longer repeats its request."""
@@ -490,7 +508,10 @@ class ListStepsRequest(msgspec.Struct, frozen=True):
 
 
 class StepNamesRequest(msgspec.Struct, frozen=True):
-    """A request for one page of a step's names. The first one, with an empty ``digest``, locates the shards again."""
+    """A request for one page of a step's names.
+
+    The first one, with an empty ``digest``, locates the shards again.
+    """
 
     job: str
     version_id: VersionId

@@ -295,7 +295,10 @@ def warn_unless_in_memory(directory: Path) -> None:
 
 
 def agent_environment() -> dict[str, str]:
-    """Return the agent's environment. The agent runs in ``/``, so PYTHONPATH names this package's location."""
+    """Return the agent's environment.
+
+    The agent runs in ``/``, so PYTHONPATH names this package's location.
+    """
     root = str(Path(__file__).resolve().parents[2])
     known = os.environ.get("PYTHONPATH", "")
     return {**os.environ, "PYTHONPATH": f"{root}{os.pathsep}{known}" if known else root}

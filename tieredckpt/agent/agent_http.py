@@ -37,7 +37,10 @@ log = logging.getLogger(__name__)
 
 UNIX = "unix:"
 HTTP_REQUEST_TIMEOUT_S = 10.0
-"""Seconds an unauthenticated client may take for a request, and for the response too if clients never authenticate."""
+"""Seconds that an unauthenticated client may take for a request.
+
+If clients never authenticate, this includes the response.
+"""
 _MOST_CONNECTIONS = 1024
 _PAUSE_S = 0.1
 _CLOSE_S = 5.0
@@ -217,7 +220,9 @@ def _check_line(line: bytes) -> bytes:
 
 
 def browser_refusal(headers: Message) -> tuple[HTTPStatus, str] | None:
-    """Return status and reason to reject a request of a web page or for a public host name, or ``None`` to serve it.
+    """Return status and reason to reject a request, or ``None`` to serve it.
+
+    Requests of web pages and requests for a public host name are rejected.
 
     Any web page can make its reader's browser send requests to this machine. With a host name of its own that resolves
     to this machine (DNS rebinding), it can also read the response. Programs send no ``Origin`` and use a name or

@@ -1,4 +1,4 @@
-"""NodeAgentService: a node's answers about steps in memory, on peers and in the durable tier, and quarantine."""
+"""NodeAgentService: steps in memory, on peers and in the durable tier, and quarantine."""
 
 from __future__ import annotations
 
@@ -378,7 +378,10 @@ class NodeAgentService(StoreListener):
         return data
 
     def _unpacked(self, job: str, name: str) -> bytes | None:
-        """Return a layout or table of this node; ``None`` also if damaged, because another node's may be intact."""
+        """Return a layout or table of this node.
+
+        Return ``None`` if it is missing or damaged: another node may have an intact one.
+        """
         try:
             packed = self._blob(job, name)
             return None if packed is None else unpack_named_blob(name, packed)

@@ -22,7 +22,10 @@ class SettingsChange:
     """Difference between the agent's settings and the cluster's current settings."""
 
     budget: str | None
-    """Budget to apply; ``None`` if it is unchanged, fixed by the command line, or the memory tier is disabled."""
+    """Budget to apply, or ``None``.
+
+    It is ``None`` if the budget is unchanged, if the command line fixes it, or if the memory tier is disabled.
+    """
     needs_restart: tuple[str, ...]
     """Changed settings that an agent reads only at its start."""
 

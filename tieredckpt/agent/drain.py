@@ -1,5 +1,4 @@
-"""Drain: the background upload of sealed shards to the durable tier, then index, manifest and retention.
-
+"""Drain: the background upload of sealed shards, indexes and manifests, and retention.
 ::
 
     waiting ──> running ──> done          its manifest is written: the step is durable
@@ -58,11 +57,17 @@ _RETRY_S = 15.0
 _POLL_PARTS_S = 2.0
 """Seconds between two checks for the parts of other nodes. This node's slots stay in use meanwhile."""
 _TAKE_OVER_S = 60.0
-"""Seconds after which any node may commit a step: the committing node may be alive and still fail to do so."""
+"""Seconds after which any node may commit a step.
+
+The committing node may be alive and still fail to do so.
+"""
 _DROP_S = 30.0
 """Seconds that dropping a step waits for its upload to end."""
 _UNSURE_S = 600.0
-"""Seconds after which uploaded shards are checked again: garbage collection may have deleted them as orphans."""
+"""Seconds after which uploaded shards are checked again.
+
+Garbage collection may have deleted them as orphans.
+"""
 _ABANDONED_S = 24 * 3600.0
 _MAX_CLOSED_STEPS = 32
 _PAGE = 1000
@@ -77,7 +82,10 @@ class DrainContext(Protocol):
     def catalog(self, job: str) -> AbstractContextManager[DurableCatalog | None]: ...
     def durable_settings(self, job: str) -> DurableSettings: ...
     def is_committer(self, job: str, group: VersionId) -> bool:
-        """Return whether this node, of all that hold parts of the step, commits it once all parts are uploaded."""
+        """Return whether this node commits the step once all parts are uploaded.
+
+        One of the nodes with parts of the step does so.
+        """
 
     def announce_not_durable(self, job: str, group: VersionId, why: str) -> None:
         """Report to the job's other nodes, in the background, that a step will not become durable."""
@@ -99,11 +107,14 @@ class _DrainingStep:
     bytes_done: int = 0
     error: str = ""
     required: bool = False
-    """Whether the save requested durability explicitly. Only saves in memory displace the step; it then fails."""
+    """Whether the save requested durability explicitly.
+
+    Only saves in memory displace the step; it then fails.
+    """
     over: str = ""
     """Why it can no longer become durable, even if an upload is in progress; "" if it can."""
     dropped: bool = False
-    """Whether its owner dropped it, so that nothing of it may remain in the durable tier."""
+    """Whether its owner dropped it. Its objects in the durable tier are then deleted."""
     cancel: threading.Event = field(default_factory=threading.Event)
     """Set to stop its upload."""
     url: str = ""
@@ -192,7 +203,9 @@ class Drain(StoreListener):
                 self._changed.notify_all()
 
     def _supersede(self, newer: _DrainingStep) -> None:
-        """Skip waiting steps older than the complete step ``newer``, unless durable.on_busy is "wait". Lock held.
+        """Skip waiting steps older than the complete step ``newer``, unless durable.on_busy is "wait".
+
+        Lock held.
 
         Required steps and steps with uploaded shards remain.
         """
@@ -433,7 +446,10 @@ class Drain(StoreListener):
         return True
 
     def _recheck_uploads(self, step: _DrainingStep, catalog: DurableCatalog) -> None:
-        """Recheck the uploads of a step that has long waited for other nodes' parts; missing shards leave ``done``."""
+        """Recheck the uploads of a step that has long waited for other nodes' parts.
+
+        Shards that the store no longer has leave ``done``.
+        """
         if step.checked_at and self._clock() - step.checked_at > _UNSURE_S:
             step.checked_at = self._clock()
             uploaded = {key for key in step.done if self._is_uploaded(step.job, key, catalog)}
@@ -441,7 +457,10 @@ class Drain(StoreListener):
                 step.done = uploaded
 
     def _is_uploaded(self, job: str, key: ShardKey, catalog: DurableCatalog) -> bool:
-        """Return whether a shard noted as uploaded still exists in the store; if not, delete the note."""
+        """Return whether the store still has a shard that was recorded as uploaded.
+
+        If not, delete the record.
+        """
         note = self._read_note(job, DRAINED_BLOB_PREFIX + _shard_stem(key))
         if note is None:
             return False
@@ -558,7 +577,10 @@ class Drain(StoreListener):
             log.warning("old steps of %s were not deleted: %s", step.job, error)
 
     def _skip_incomplete(self, newer: _DrainingStep) -> None:
-        """Skip older steps that are uploaded here and lack parts of other nodes, unless durable.on_busy is "wait"."""
+        """Skip older steps that are uploaded here and lack parts of other nodes.
+
+        With durable.on_busy "wait", skip none.
+        """
         with self._changed:
             if self._context.durable_settings(newer.job).on_busy == "wait":
                 return
@@ -694,8 +716,8 @@ class Drain(StoreListener):
 class _Journal:
     """Journal of started uploads, stored as blobs of the job for the next agent.
 
-    A complete upload remains in the journal until :meth:`flush`, which the drain calls after it noted the shard. If the
-    agent is killed in between, the entry identifies the finished object.
+    A complete upload remains in the journal until :meth:`flush`, which the drain calls after it recorded the shard. If
+    the agent is killed in between, the entry identifies the finished object.
     """
 
     def __init__(self, store: NodeStore, job: str) -> None:

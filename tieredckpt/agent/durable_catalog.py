@@ -35,9 +35,12 @@ from tieredckpt.format.object_keys import ManifestKey
 from tieredckpt.format.shard_layout import decode_layout
 
 _FRESH_S = 5.0
-"""Seconds for which one listing, or one failure to list, serves all ranks of a node that request it together."""
+"""Seconds for which one listing, or one failure to list, is reused.
+
+The ranks of a node request listings at the same time.
+"""
 _MAX_TIME_SHARE, _MAX_AGE_S = 0.01, 600.0
-"""Largest share of the time that listings for the drain may take, and largest age of its listing in seconds."""
+"""Largest share of time for the drain's listings, and largest age of a listing in seconds."""
 _PATIENCE_S = 5.0
 """Seconds to retry a failed listing. A starting trainer waits for it."""
 _KEPT_MANIFESTS = 4
@@ -188,7 +191,10 @@ class DurableCatalog:
         self._update_listing(lambda known: replace(known, quarantined=known.quarantined | {group}))
 
     def keep(self, group: VersionId, *, kept: bool, at_ns: int = 0) -> None:
-        """Mark the step to be retained, or release it. A mark without ``at_ns`` is newer than all earlier marks."""
+        """Mark the step to be retained, or release it.
+
+        A mark without ``at_ns`` is newer than all earlier marks.
+        """
         keep_key, release_key = object_keys.keep_key(self._job, group), object_keys.release_key(self._job, group)
         added, removed = (keep_key, release_key) if kept else (release_key, keep_key)
         at_ns = at_ns or max(time.time_ns(), self._marked_at(removed) + 1)
@@ -208,7 +214,7 @@ class DurableCatalog:
         return int(data) if data.isdigit() and len(data) < 20 else 1  # a mark without a valid time
 
     def shard_files(self, group: VersionId, *, at_least: int = 1) -> dict[int, tuple[ShardIndex, bytes, bytes]]:
-        """Return index, layout and table of each uploaded shard of ``group``, by part, to build a manifest from.
+        """Return index, layout and table of each uploaded shard of ``group``, by part.
 
         With fewer than ``at_least`` of them, return nothing and read none.
         """
@@ -277,7 +283,10 @@ def manifest_from_shard_files(
 
 
 def has_all_parts(files: Mapping[int, tuple[ShardIndex, bytes, bytes]], parts: int) -> bool:
-    """Return whether these are all parts. If their number is unknown, they must hold all entries of the state table."""
+    """Return whether these are all parts.
+
+    If their number is unknown, they must hold all entries of the state table.
+    """
     if parts != UNKNOWN_PART_COUNT:
         return len(files) >= parts
     table = next((table for _, _, table in files.values() if table), b"")
@@ -320,7 +329,9 @@ class OrphanedStep:
 
 
 def find_orphaned_steps(catalog: DurableCatalog, job: str, *, spread: bool) -> list[OrphanedStep]:
-    """Return all orphaned steps, oldest first. With ``spread``, search the whole store for shards under spread names.
+    """Return all orphaned steps, oldest first.
+
+    With ``spread``, search the whole store for shards under spread names.
 
     Shards are listed before manifests, so that a step committed meanwhile is not taken for an orphan.
     """
@@ -335,7 +346,10 @@ def find_orphaned_steps(catalog: DurableCatalog, job: str, *, spread: bool) -> l
 
 
 def orphaned_parts(catalog: DurableCatalog, job: str, orphan: OrphanedStep) -> tuple[int, int, bool]:
-    """Return the number of complete parts, the total number of parts (0 if unknown), and whether all are complete."""
+    """Return the number of complete parts, the total, and whether all are complete.
+
+    The total is 0 if unknown.
+    """
     names = {info.name for info in orphan.objects}
     known = list(_index_files(catalog, job, orphan))
     files = {
@@ -362,7 +376,10 @@ def delete_orphaned_step(catalog: DurableCatalog, job: str, orphan: OrphanedStep
 
 
 def _index_files(catalog: DurableCatalog, job: str, orphan: OrphanedStep) -> Iterator[tuple[ShardIndex, bytes, bytes]]:
-    """Yield the orphan's shard index files, except damaged ones and those that name another shard's object."""
+    """Yield the decoded shard indexes of the orphan.
+
+    Damaged indexes and indexes that name another shard's object are skipped.
+    """
     for info in orphan.objects:
         if _is_index(info, job):
             try:

@@ -48,7 +48,10 @@ def describe_protection(status: ProtectionStatus) -> str:
 CRASHED_LOAD_EXPIRY_S = 3600.0
 """Seconds for which a crashed load counts."""
 _FIRST_STEP_S = 600.0
-"""Seconds after a load from which the end of its process is no crash of the load, even before a first step."""
+"""Seconds after a load for which the end of its process counts as a crash.
+
+A process that reaches its next step earlier has not crashed.
+"""
 
 
 @dataclass

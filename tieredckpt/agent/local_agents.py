@@ -1,4 +1,7 @@
-"""Agents of this machine that have a job, found by their sockets. Each simulated node has its own agent."""
+"""Agents of this machine that have a job, found by their sockets.
+
+Each simulated node has its own agent.
+"""
 
 from __future__ import annotations
 
@@ -118,7 +121,10 @@ def list_agent_steps(job: str, settings: Settings, directory: Path) -> StepInven
 
 
 def newest_version(*surveys: StepInventory) -> VersionId | None:
-    """Return the version that a restore of no particular step would choose from all surveys, or ``None``."""
+    """Return the version that a restore without a step would choose from all inventories.
+
+    Return ``None`` if no version can be restored.
+    """
     if not surveys:
         return None
     survey = surveys[0]
@@ -199,7 +205,7 @@ def _agent_has_job(place: AgentPaths, job: str | None, *, warn: bool = False) ->
 
 
 def merge_surveys(a: StepInventory, b: StepInventory) -> StepInventory:
-    """Return the union of two surveys of one job."""
+    """Return the union of two inventories of one job."""
     views = {view.version_id: view for view in a.views}
     for other in b.views:
         view = views.get(other.version_id)

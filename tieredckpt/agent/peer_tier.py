@@ -50,7 +50,10 @@ def peer_facts(nodes: Mapping[str, NodeInventory], me: str) -> FactsByGroup:
 def memory_step_statuses(
     inventory: Iterable[ShardInfo], others: FactsByGroup, covers: Callable[[Sequence[ShardMeta]], bool]
 ) -> list[StepStatus]:
-    """Return the status of each step in memory. ``covers``: whether fewer than all parts hold the whole state."""
+    """Return the status of each step in memory.
+
+    ``covers`` returns whether fewer than all parts hold the whole state.
+    """
     here: dict[VersionId, dict[int, ShardInfo]] = defaultdict(dict)
     for fact in inventory:
         here[fact.key.version_id][fact.key.part] = fact
@@ -87,16 +90,25 @@ _MAX_OTHER_NODES = 32
 
 
 SHARED_BLOBS = BlobAccess(common=(LAYOUT_BLOB_PREFIX, TABLE_BLOB_PREFIX), own=(REGISTRY_BLOB_PREFIX,))
-"""Blobs that agents may read from each other. Settings, marks and the drain's notes are private to each agent."""
+"""Blobs that agents may read from each other.
+
+Settings, marks and the drain's notes are private to each agent.
+"""
 
 
 def unpack_named_blob(name: str, packed: bytes) -> bytes:
-    """Return the unpacked layout or table; raise :class:`CheckpointDamagedError` unless it matches ``name``."""
+    """Return the unpacked layout or table with this name.
+
+    Raise :class:`CheckpointDamagedError` if the data does not match the digest in ``name``.
+    """
     return checked_layout(name.removeprefix(LAYOUT_BLOB_PREFIX).removeprefix(TABLE_BLOB_PREFIX), unpack_blob(packed))
 
 
 def blobs_needed(fact: ShardInfo) -> tuple[str, ...]:
-    """Return the names of the layout and table that are needed to read a shard; none if it is no shard of a step."""
+    """Return the names of the layout and table that are needed to read a shard.
+
+    A shard of the memory service needs none.
+    """
     try:
         meta = decode_meta(fact.meta)
     except CheckpointDamagedError:  # not a shard of a step
@@ -122,8 +134,9 @@ class PeerTier:
             team.wait_for_recovery(timeout_s)
 
     def peer_facts(self, job: str) -> tuple[FactsByGroup, str, VersionId | None]:
-        """Return other nodes' shards as of now, the problems of nodes that did not answer ("" for none), and the newest
-        version that a node knows as complete.
+        """Return the shards on other nodes, the problems of silent nodes, and a version.
+
+        Problems are "" if all nodes answered. The version is the newest that another node knows as complete.
         """
         team = self.team(job)
         if team is None:
@@ -157,7 +170,10 @@ class PeerTier:
         return facts, {part: tuple(sources) for part, sources in found.items()}
 
     def committer_of(self, job: str, group: VersionId) -> str | None:
-        """Return the live node that wrote or took over the lowest part of a version; ``None`` if no part is seen."""
+        """Return the live node that wrote or took over the lowest part of a version.
+
+        Return ``None`` if no node is known to have a part.
+        """
         team = self.team(job)
         if team is None:
             return None
@@ -208,7 +224,9 @@ class PeerTier:
         return found
 
     def blobs(self, job: str, names: Collection[str]) -> tuple[dict[str, bytes], bool]:
-        """Return layouts and tables from other nodes, fetched in parallel, and whether all queried nodes answered.
+        """Return layouts and tables from other nodes, and whether all queried nodes answered.
+
+        Nodes are queried in parallel.
 
         Each is checked against the digest in its name. If it does not match, the next node is queried.
         """

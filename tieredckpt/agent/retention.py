@@ -55,7 +55,7 @@ def _revived_steps(candidates: Collection[Candidate], gone: Collection[VersionId
 
 
 def require_no_revival(job: str, candidates: Collection[Candidate], gone: Collection[VersionId]) -> None:
-    """Raise ``UsageError`` if a restore would choose steps that the job has left once ``gone`` are deleted."""
+    """Raise ``UsageError`` if deleting ``gone`` lets a restore choose superseded steps."""
     revived = _revived_steps(candidates, gone)
     if revived:
         raise UsageError(

@@ -4,8 +4,8 @@ A job's layouts name millions of pieces, and a rank needs a few thousand of them
 them, and Python objects are created only for the pieces in an answer.
 
 A rank that resumes as the same part finds nearly all its pieces in this node's shards. Layouts are therefore searched
-in three stages: the layouts of this node's shards and of the rank's own part, then the layout of the part that the
-state table names, then all layouts.
+in three stages. The first has the layouts of this node's shards and of the rank's own part. The second has the layout
+of the part that the state table names, and the third has all layouts.
 """
 
 from __future__ import annotations
@@ -143,7 +143,9 @@ class PieceIndex:
         return {name: path for paths in known for name, path in paths.items()} if known else None
 
     def find(self, fqn: str, box: Box, order: PieceOrder) -> list[LayoutPiece] | None:
-        """Return pieces that cover ``box``, nearest shards first, or ``None`` if these layouts lack some of it.
+        """Return pieces that cover ``box``, nearest shards first.
+
+        Return ``None`` if these layouts lack some of it.
 
         Raise ``KeyError`` if they have nothing with this name.
         """
@@ -330,7 +332,10 @@ class StepLocator:
         return self._table
 
     def pieces(self, rank: int, needs: Sequence[TensorSliceNeed], objects: Sequence[str]) -> PieceLocations:
-        """Return the locations of the first needs, one page of them, and of the objects once all needs are answered."""
+        """Return the locations of the first needs, one page of them.
+
+        Once all needs are answered, the page includes the objects.
+        """
         best = self._nearest_shards(rank)
         order = {digest: (distance, number) for digest, (distance, number, _) in best.items()}.__getitem__
         stages = self._search_stages(rank)
@@ -355,7 +360,7 @@ class StepLocator:
         )
 
     def _nearest_shards(self, rank: int) -> dict[str, tuple[int, int, int]]:
-        """Return the distance, the order among equal distances and the part of the nearest shard with each layout.
+        """Return distance, order and part of the nearest shard with each layout.
 
         The rank's own part is the first of equally distant ones.
         """
@@ -369,7 +374,10 @@ class StepLocator:
         return best
 
     def _search_stages(self, rank: int) -> Callable[[str, int], PieceIndex | None]:
-        """Return a function from a name and a search stage (0 to 2) to the index to search, or ``None`` to skip it."""
+        """Return a function from a name and a search stage (0 to 2) to an index.
+
+        It returns ``None`` to skip the stage.
+        """
         near = {self.metas[part].layout for part, tiers in self.found.items() if tiers[0] is Tier.MEMORY}
         if rank in self.metas and rank not in self._lost:
             near.add(self.metas[rank].layout)
@@ -418,7 +426,9 @@ class StepLocator:
         )
 
     def _object(self, stages: Callable[[str, int], PieceIndex | None], name: str, rank: int) -> ItemLocation:
-        """Return the location of an object: the rank's own if every part has it, else that in the nearest part.
+        """Return the location of an object for this rank.
+
+        It is the rank's own if every part has the object, otherwise that in the nearest part.
 
         Of equally near parts it is the lowest.
         """

@@ -56,7 +56,10 @@ class UploadJob:
     bandwidth: RateLimiter
 
     def pieces(self) -> Generator[memoryview, None, None]:
-        """Yield the whole source within the bandwidth limit. Each piece is valid until the next; ``stop`` raises."""
+        """Yield the whole source within the bandwidth limit.
+
+        Each piece is valid until the next; ``stop`` raises.
+        """
         for start in range(0, self.source.size_bytes, _WINDOW_BYTES):
             with self.source.window(start, min(start + _WINDOW_BYTES, self.source.size_bytes)) as window:
                 yield from self.pieces_of(window)
@@ -178,7 +181,10 @@ def classify_response(status: int, code: str = "", message: str = "", *, retry_a
 
 
 def parse_retry_after(value: str, date: str = "") -> float:
-    """Return the seconds of a ``Retry-After`` header, 0 if invalid. A date counts from the response's ``Date``."""
+    """Return the seconds of a ``Retry-After`` header, 0 if invalid.
+
+    A date counts from the response's ``Date``.
+    """
     if re.fullmatch(r"\s*[0-9]+(\.[0-9]*)?\s*", value):
         return float(value)
     try:
@@ -393,13 +399,19 @@ class UploadGoneError(TierUnavailableError):
 
 
 def backoff_s(attempt: int, uniform: Callable[[float, float], float], retry_after_s: float = 0.0) -> float:
-    """Return the seconds to wait after attempt ``attempt`` (from 0): full jitter on top of the store's own request."""
+    """Return the seconds to wait after attempt ``attempt``, counted from 0.
+
+    The wait has full jitter and is added to the seconds that the store requests.
+    """
     return retry_after_s + uniform(0.0, min(BACKOFF_CAP_S, BACKOFF_BASE_S * 2.0 ** min(attempt, 30)))
 
 
 @dataclass(frozen=True)
 class RetryPolicy:
-    """Retry policy of one store. ``retry_s`` counts from an operation's first failure, however long attempts take."""
+    """Retry policy of one store.
+
+    ``retry_s`` counts from an operation's first failure, however long attempts take.
+    """
 
     retry_s: float
     clock: Callable[[], float] = time.monotonic

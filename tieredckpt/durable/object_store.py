@@ -65,7 +65,10 @@ class UploadJournal(Protocol):
 
 
 ProgressCallback = Callable[[int], None]
-"""Callback, from any thread, with the number of bytes just uploaded. Parts of an earlier upload do not count."""
+"""Callback, from any thread, with the number of bytes just uploaded.
+
+Parts of an earlier upload do not count.
+"""
 
 
 class ObjectStore(Protocol):
@@ -98,7 +101,7 @@ class ObjectStore(Protocol):
         """
 
     def delete(self, names: Sequence[str]) -> None:
-        """Delete these objects. Absent ones are no error."""
+        """Delete these objects. Absent names raise no error."""
 
     def upload(
         self,
@@ -118,7 +121,10 @@ class ObjectStore(Protocol):
         """
 
     def abort_stale_uploads(self, prefix: str, *, older_than_s: float, keep: Iterable[str] = ()) -> int:
-        """Delete remains of interrupted uploads below ``prefix``, except those of ``keep``; return their number."""
+        """Delete remains of interrupted uploads below ``prefix``; return their number.
+
+        Those of the names in ``keep`` remain.
+        """
 
     def capabilities(self) -> StoreCapabilities:
         """Return the store's capabilities, which the first call probes."""
@@ -245,7 +251,10 @@ def reusable_parts(
 
 
 class UploadSource:
-    """The first ``size_bytes`` of a file. Only windows in use are mapped, so memory does not grow with the file."""
+    """The first ``size_bytes`` of a file.
+
+    Only windows in use are mapped, so memory does not grow with the file.
+    """
 
     def __init__(self, path: Path, size_bytes: int) -> None:
         self.path = path
@@ -357,7 +366,10 @@ class StopSignal:
 
     @contextlib.contextmanager
     def shutting_down_on_stop(self, sock: socket.socket) -> Iterator[None]:
-        """Shut ``sock`` down when this signal is set, while the block runs, and raise its errors as a cancellation."""
+        """Shut ``sock`` down when this signal is set, while the block runs.
+
+        Errors of the socket are then raised as a cancellation.
+        """
         with self._lock:
             self._sockets.add(sock)
         try:

@@ -35,7 +35,10 @@ def obstore_client_options(timeout_s: float) -> dict[str, Any]:
 
 
 def open_obstore_backend(url: str, settings: DurableSettings) -> ObstoreBackend:
-    """Open ``gs://``, ``az://``, ``abfs://`` or ``memory://`` with obstore's options and environment variables."""
+    """Open ``gs://``, ``az://``, ``abfs://`` or ``memory://``.
+
+    ``durable.options`` are obstore's options; its environment variables also apply.
+    """
     import obstore.store
     from obstore.exceptions import BaseError
 

@@ -295,7 +295,10 @@ def plan_range_requests(ranges: Iterable[tuple[int, int]], *, gap_bytes: int, mo
 def assemble_ranges(
     ranges: Sequence[tuple[int, int]], fetches: Sequence[RangeRequest], results: Sequence[Buffer]
 ) -> list[Buffer]:
-    """Return the ranges from the results of ``fetches``: a view if one result has all of a range, else a copy."""
+    """Return the ranges from the results of ``fetches``.
+
+    A range is a view if one result has all of it, otherwise a copy.
+    """
     starts = [fetch.start for fetch in fetches]
     views = [memoryview(result) for result in results]
 
@@ -355,7 +358,9 @@ _READ_THREADS = 8
 
 
 def open_store(url: str, settings: DurableSettings, *, bandwidth: RateLimiter | None = None) -> RetryingStore:
-    """Return the store at ``url``. Before the first call, S3 and directories are not accessed and no SDK is imported.
+    """Return the store at ``url``.
+
+    Before the first call, S3 and directories are not accessed, and no SDK is imported for them.
 
     ``bandwidth`` is a limit that several stores share. By default this store has its own, ``settings.bandwidth``.
     """

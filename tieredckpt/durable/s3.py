@@ -1,7 +1,7 @@
 """S3 and compatible stores: requests, listings, and credentials as the AWS SDK finds them.
 
-One credential chain serves all clients: profiles, SSO, roles, pod identity, environment and shared config files, with
-renewal. obstore and the sender of parts receive the credentials and endpoint that the SDK chose.
+The SDK's credential chain serves all clients: profiles, SSO, roles, pod identity, environment and config files. The SDK
+also renews credentials. obstore and the sender of parts receive the credentials that the SDK chose.
 """
 
 from __future__ import annotations
@@ -138,7 +138,10 @@ class S3Backend:
 
 
 def _store_time(page: dict[str, Any]) -> datetime:
-    """Return the time of the store's clock, which also set the times in the listing. The header omits fractions."""
+    """Return the time of the store's clock, which also set the times in the listing.
+
+    The header omits fractions.
+    """
     try:
         return parsedate_to_datetime(page["ResponseMetadata"]["HTTPHeaders"]["date"]) + timedelta(seconds=1)
     except (KeyError, ValueError):

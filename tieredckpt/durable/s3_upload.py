@@ -7,8 +7,8 @@
             └──> list its parts, reuse those with the expected bytes ───────────────────────────┴──> send the others,
                  complete, delete the journal's entry
 
-The store may lose an upload at any moment: by a lifecycle rule, by an abort, or because a completion succeeded although
-its response was lost. The token in the object's metadata identifies the last case. In other cases the upload restarts.
+The store may lose an upload at any moment, by a lifecycle rule or an abort. The upload then restarts. An upload is also
+gone after a completion with a lost response. The token in the object's metadata identifies that case.
 """
 
 from __future__ import annotations
@@ -74,7 +74,10 @@ class BegunUpload(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class MultipartUploader:
-    """Uploads to one bucket. Any thread may call. All uploads share ``pool``; its size limits the parts in flight."""
+    """Uploads to one bucket.
+
+    Any thread may call. All uploads share ``pool``; its size limits the parts in flight.
+    """
 
     def __init__(self, account: S3Account, pool: Executor, options: S3Options, *, part_bytes: int) -> None:
         self._account = account

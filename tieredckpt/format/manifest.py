@@ -28,13 +28,18 @@ from tieredckpt.format.slice_boxes import Box, full_box, uncovered
 FORMAT_VERSION = 1
 MAX_DECODED_BYTES = 1 << 33
 _MIN_UNPACKED_BYTES, _MAX_RATIO = 1 << 20, 256
-"""Bytes, and multiples of the packed size, to which a blob may unpack. No writer exceeds the sum; a damaged or forged
-blob could otherwise exhaust memory."""
+"""Bytes, and multiples of the packed size, to which a blob may unpack.
+
+No writer exceeds the sum; a damaged or forged blob could otherwise exhaust memory.
+"""
 MAX_STORED_CHUNK_BYTES = 64 << 20
 """Largest chunk that is accepted. A chunk is read as a whole, so this bounds the memory of a read."""
 _KINDS = {"raw": "safetensors", "zstd": "safetensors.zst"}
 UNKNOWN_PART_COUNT = 1 << 20
-"""Value of ``parts`` if the number is not known in advance. The state table then defines a complete step."""
+"""Value of ``parts`` if the number is not known in advance.
+
+The state table then defines a complete step.
+"""
 _MAGIC = b"TCKP"
 _LEVEL = 3
 T = TypeVar("T")
@@ -88,7 +93,10 @@ class ShardMeta(msgspec.Struct, frozen=True):
     """Whether the policy requests this step in the durable tier."""
     saved_ns: int = 0
     required: bool | msgspec.UnsetType = msgspec.UNSET
-    """Whether the caller requested this step in the durable tier explicitly. It is never skipped for newer steps."""
+    """Whether the caller requested this step in the durable tier explicitly.
+
+    It is never skipped for newer steps.
+    """
 
 
 class ShardIndex(msgspec.Struct, frozen=True):
@@ -134,7 +142,10 @@ class ShardIndex(msgspec.Struct, frozen=True):
 
 
 class Manifest(msgspec.Struct, frozen=True):
-    """One complete step: the index of every shard, and the layouts and tables they name. Independent of the world."""
+    """One complete step: the index of every shard, and the layouts and tables they name.
+
+    Independent of the world.
+    """
 
     job: str
     step: int
@@ -157,7 +168,7 @@ class Manifest(msgspec.Struct, frozen=True):
 
 
 class _ShardFile(msgspec.Struct, frozen=True):
-    """Content of the index object beside each shard in the durable tier."""
+    """Content of a shard's index object in the durable tier."""
 
     index: ShardIndex
     layout: bytes

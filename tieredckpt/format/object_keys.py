@@ -86,7 +86,7 @@ def parse_manifest_key(name: str, job: str) -> ManifestKey | None:
 
 
 def side_file_key(job: str, name: str) -> str:
-    """Return the key of a file beside the steps, or of its description."""
+    """Return the key of a file that is stored with the steps, or of its description."""
     return f"{job}/files/{name}"
 
 
@@ -112,13 +112,19 @@ def shards_prefix(job: str, group: VersionId | None = None) -> str:
 
 
 def shard_object_key(key: ShardKey, *, spread: bool, compressed: bool) -> str:
-    """Return the key of a shard's object. Spread keys start with a hash, so that a store can distribute its load."""
+    """Return the key of a shard's object.
+
+    Spread keys start with a hash, so that a store can distribute its load.
+    """
     name = f"{shards_prefix(key.job, key.version_id)}{key.part:06d}.safetensors" + (".zst" if compressed else "")
     return f"{xxhash.xxh3_64_hexdigest(name.encode())[:4]}/{name}" if spread else name
 
 
 def shard_index_key(key: ShardKey) -> str:
-    """Return the key of a shard's index. It is never spread, so that one listing finds all indexes of a step."""
+    """Return the key of a shard's index.
+
+    It is never spread, so that one listing finds all indexes of a step.
+    """
     return f"{shards_prefix(key.job, key.version_id)}{key.part:06d}.index"
 
 
@@ -128,7 +134,10 @@ def plain_prefix(job: str, step: int | None = None) -> str:
 
 
 def parse_plain_key(name: str, job: str) -> int | None:
-    """Return the step with a complete plain checkpoint if an object with this name exists; ``None`` if none."""
+    """Return the step whose plain checkpoint has this object as its last one, or ``None``.
+
+    The plain checkpoint is complete if the object exists.
+    """
     match = re.fullmatch(r"([0-9]{1,18})/\.metadata", name.removeprefix(plain_prefix(job)))
     return int(match[1]) if match else None
 

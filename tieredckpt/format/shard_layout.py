@@ -48,7 +48,10 @@ SAFETENSORS_DTYPES = {
     "float8_e4m3fn": "F8_E4M3",
     "float8_e5m2": "F8_E5M2",
 }
-"""Types that every safetensors reader knows. Tensors of other types are written as bytes; the layout has the type."""
+"""Types that every safetensors reader knows.
+
+Tensors of other types are written as bytes; the layout has the type.
+"""
 
 _BY_WIDTH = {
     1: "bool uint8 int8 quint8 qint8 bits8 bits1x8 bits2x4 bits4x2 quint4x2 quint2x4 float4_e2m1fn_x2 float8_e4m3fn "
@@ -101,8 +104,10 @@ class TensorEntry(msgspec.Struct, frozen=True):
 OBJECT_ITEM: Final = "object"
 """Kind of an item with a Python object, as bytes that only the planner reads."""
 ARCHIVE_ITEM: Final = "archive"
-"""Kind of an item with a ``torch.save`` archive of a tensor, for tensors that bytes do not describe (sparse, a
-subclass)."""
+"""Kind of an item with a ``torch.save`` archive of a tensor.
+
+Archives are for tensors that their bytes do not describe: sparse tensors and subclasses.
+"""
 
 
 class ItemEntry(msgspec.Struct, frozen=True):
@@ -364,7 +369,10 @@ def _numbers(columns: _Columns) -> memoryview:
 
 
 def _check_columns(columns: _Columns) -> tuple[memoryview, int]:
-    """Return the index of each tensor's first number and the bytes of all tensors; raise for inconsistent columns."""
+    """Return the index of each tensor's first number, and the bytes of all tensors.
+
+    Raise ``ValueError`` if the columns are inconsistent.
+    """
     import numpy as np
 
     count = len(columns.names)

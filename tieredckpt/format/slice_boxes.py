@@ -9,8 +9,11 @@ from typing import NamedTuple
 from tieredckpt.errors import CheckpointDamagedError
 
 _MAX_SPLITS, _MAX_OPEN_BOXES = 16, 1024
-"""Limits on the number of boxes into which missing space may split. Pieces of a tensor lie side by side in any
-sharding. A few forged pieces that cross in every direction would leave a product of splits."""
+"""Limits on the number of boxes into which missing space may split.
+
+Pieces of a tensor lie side by side in any sharding. A few forged pieces that cross in every direction would leave a
+product of splits.
+"""
 
 
 class Box(NamedTuple):
@@ -29,7 +32,10 @@ def full_box(shape: tuple[int, ...]) -> Box:
 
 
 def intersection(a: Box, b: Box) -> Box | None:
-    """Return the common box, or ``None`` if it is empty. Two 0-dimensional boxes are the same single element."""
+    """Return the common box, or ``None`` if it is empty.
+
+    Two 0-dimensional boxes are the same single element.
+    """
     offsets = tuple(max(x, y) for x, y in zip(a.offsets, b.offsets, strict=True))
     sizes = tuple(
         min(x + n, y + m) - o for x, n, y, m, o in zip(a.offsets, a.sizes, b.offsets, b.sizes, offsets, strict=True)
@@ -122,7 +128,10 @@ class ByteRun(NamedTuple):
 
 
 def byte_runs(box: Box, stored: Box, wanted: Box, itemsize: int) -> Iterator[ByteRun]:
-    """Yield the contiguous runs that copy ``box`` from a row-major ``stored`` block into a row-major ``wanted`` one."""
+    """Yield the contiguous runs that copy ``box`` from the block ``stored`` into ``wanted``.
+
+    Both blocks are row-major.
+    """
     if box == stored == wanted:
         if box.volume:
             yield ByteRun(0, 0, box.volume * itemsize)

@@ -27,16 +27,19 @@ from tieredckpt.whatif.redundancy import (
 )
 
 CoverageCheck = Callable[[VersionId, Collection[int]], bool]
-"""Function that returns whether these parts of a step hold the whole state although others are missing."""
+"""Function that returns whether these parts of a step hold the whole state."""
 
 
 class LossAnalysis:
-    """Analysis of several possible losses, from one survey of a job."""
+    """Analysis of several possible losses, from one inventory of a job."""
 
     def __init__(
         self, view: ClusterStatus, survey: StepInventory, covers: CoverageCheck, *, worn_after: int = 0
     ) -> None:
-        """Prepare the analysis. ``worn_after``: crashed loads after which a load prefers an older step; 0 for never."""
+        """Prepare the analysis.
+
+        A load prefers older steps to one with ``worn_after`` crashed loads; 0 for no limit.
+        """
         self._view = view
         self._covers = covers
         self._statuses = {one.version_id: one for one in survey.views}
@@ -223,7 +226,10 @@ class LossAnalysis:
 
 
 class _RemainingParts(Mapping[int, tuple[Tier, ...]]):
-    """View of the parts that remain in some node's memory: all except the missing ones, without copying the mapping."""
+    """View of the parts that remain in some node's memory.
+
+    It omits the missing parts without copying the mapping.
+    """
 
     def __init__(self, nodes: Mapping[int, tuple[str, ...]], missing: frozenset[int]) -> None:
         self._nodes = nodes

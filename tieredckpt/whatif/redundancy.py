@@ -50,7 +50,10 @@ def cluster_failure_domains(view: ClusterStatus) -> tuple[FailureDomain, ...]:
 
 
 def find_failure_domain(text: str, known: Sequence[FailureDomain]) -> FailureDomain:
-    """Return the domain with a name such as ``rack:r1``; raise :class:`UsageError` with the known names if unknown."""
+    """Return the domain with a name such as ``rack:r1``.
+
+    Raise :class:`UsageError` with the known names if no domain has this name.
+    """
     level, colon, name = text.partition(":")
     if not colon:
         raise UsageError(f"--lose {text}: say what it is, as in node:n1 or rack:r1; {_list_domains(known)}")
@@ -67,7 +70,10 @@ def find_failure_domain(text: str, known: Sequence[FailureDomain]) -> FailureDom
 
 
 def innermost_domains(view: ClusterStatus) -> tuple[str, Mapping[str, str]]:
-    """Return the innermost level with labels, and every node's domain at it. A node without a label fails alone."""
+    """Return the innermost level with labels, and every node's domain at it.
+
+    A node without a label fails alone.
+    """
     labelled = {level for one in view.nodes for level, _ in one.node.labels}
     level = next((level for level in reversed(view.levels) if level in labelled), NODE_LEVEL)
     names: dict[str, str] = {}
@@ -203,7 +209,10 @@ class StepRedundancy:
     saved_ns: int
 
     def describe(self, *, or_more: bool = False) -> str:
-        """Return text such as ``2 copies in 2 racks`` for the weakest part; ``or_more`` if some node did not answer."""
+        """Return text such as ``2 copies in 2 racks`` for the weakest part.
+
+        With ``or_more``, the text states minimums, because some node did not answer.
+        """
         if not self.copies:
             return "none"
         more = "+" if or_more else ""
@@ -381,7 +390,7 @@ class LossOutcome:
     """Names of the lost nodes."""
     resolution: Resolution
     plain_step: int | None
-    """Step of a plain checkpoint in the durable tier that is newer than any other remaining step, or ``None``."""
+    """Step of a plain checkpoint that is newer than any other remaining step, or ``None``."""
     step_before_loss: int | None
     """Step that the job would resume from without the loss."""
     from_memory: bool = False
@@ -414,7 +423,10 @@ class LossOutcome:
 
 
 def worst_first(outcomes: Sequence[LossOutcome]) -> list[LossOutcome]:
-    """Return the outcomes sorted: no step left, then unknown, then by the oldest step. Equal ones remain in order."""
+    """Return the outcomes, worst first.
+
+    An outcome without a step is worst, then unknown ones, then those with the oldest steps. Equal ones remain in order.
+    """
     order = (ResumeOutlook.NOTHING, ResumeOutlook.UNKNOWN, ResumeOutlook.RESUMES)
 
     def badness(one: LossOutcome) -> tuple[int, int, bool, bool]:
