@@ -45,13 +45,13 @@ from tieredckpt.settings import (
 )
 
 SERVICES = "tieredckpt.agent_services"
-"""Entry-point group of services that other packages add to a node agent."""
+"""Entry-point group of the services that other packages add to the node agent."""
 _CLUSTER_HELP = (
     "read the memory budget from the cluster, PLATFORM:/path; command-line options override it "
     f"(default ${CLUSTER_CONFIG_ENV})"
 )
 _ARGUMENTS = {"slots_per_rank": "slots_per_part", "directory": "dir"}
-"""Settings that are called otherwise on the command line."""
+"""Settings with another name on the command line."""
 
 
 @functools.cache  # each call parses the distribution's metadata
@@ -63,12 +63,12 @@ def installed_version() -> str:
 
 
 def run_agent(place: AgentPaths, args: argparse.Namespace) -> None:
-    """Serve ``place`` with everything a checkpoint needs, until told to stop or no longer needed."""
+    """Run the node agent of ``place`` until a signal stops it or it is no longer needed."""
 
     @contextlib.contextmanager
     def extend(store: NodeStore) -> Iterator[AgentExtension]:
-        for told in ("http", MEMORY_SERVICE_JOB):  # where an agent that was killed was to be found
-            (place.directory / told).unlink(missing_ok=True)
+        for address_file in ("http", MEMORY_SERVICE_JOB):  # a killed agent leaves its addresses behind
+            (place.directory / address_file).unlink(missing_ok=True)
         with contextlib.ExitStack() as cleanup:
             node_peers = _node_peers(store, args)
             options = memory_service_options_of(args)
@@ -76,20 +76,20 @@ def run_agent(place: AgentPaths, args: argparse.Namespace) -> None:
             if options.enabled:
                 store.jobs.incarnations.manage(
                     MEMORY_SERVICE_JOB, MEMORY_SERVICE_EPOCH, MEMORY_SERVICE_INCARNATION
-                )  # before a copy of it may come
+                )  # before other nodes can send replicas of it
             if node_peers is not None:
                 cleanup.callback(node_peers.close)
                 node_peers.start()
             cleanup.callback(node.close)
-            named = args.node or socket.gethostname()
-            service = _memory_service(store, options, named, place.directory, node_peers)
-            reporting = cleanup.enter_context(service)
-            followed = _followed(store, args)
-            if followed is not None:
-                cleanup.callback(followed.close)
-                followed.start()
-                node.cluster_settings = followed
-            address = cleanup.enter_context(serve_metrics(node, args.http, reporting, directory=place.directory))
+            node_name = args.node or socket.gethostname()
+            memory_service_context = _memory_service(store, options, node_name, place.directory, node_peers)
+            memory_service = cleanup.enter_context(memory_service_context)
+            watcher = _cluster_settings_watcher(store, args)
+            if watcher is not None:
+                cleanup.callback(watcher.close)
+                watcher.start()
+                node.cluster_settings = watcher
+            address = cleanup.enter_context(serve_metrics(node, args.http, memory_service, directory=place.directory))
             (place.directory / "http").write_text(address)
             yield AgentExtension(
                 agent_operations(node), (TieredCheckpointError,), lambda: options.enabled or node.drain.busy
@@ -101,7 +101,7 @@ def run_agent(place: AgentPaths, args: argparse.Namespace) -> None:
     )
 
 
-def _followed(store: NodeStore, args: argparse.Namespace) -> ClusterSettingsWatcher | None:
+def _cluster_settings_watcher(store: NodeStore, args: argparse.Namespace) -> ClusterSettingsWatcher | None:
     if not args.cluster_config:
         return None
     return ClusterSettingsWatcher(
@@ -192,41 +192,44 @@ def add_agent_arguments(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def _parsed(parser: argparse.ArgumentParser, argv: list[str] | None) -> argparse.Namespace | None:
-    """The arguments, with what the platform says where they say nothing; None: it wants no agent."""
+def _parse_arguments(parser: argparse.ArgumentParser, argv: list[str] | None) -> argparse.Namespace | None:
+    """Return the arguments, with the platform's settings as defaults.
+
+    Return ``None`` if the platform disables the memory tier.
+    """
     args = parser.parse_args(argv)
     if not args.cluster_config:
         return args
     defaults = {name: parser.get_default(option) for name, option in _options().items()}
-    said = platform_settings(args.cluster_config)
-    if said.get("enabled") is False:
+    cluster = platform_settings(args.cluster_config)
+    if cluster.get("enabled") is False:
         print(
             f"tieredckpt agent: not started: {args.cluster_config} switches the memory tier off. Jobs that are told so "
             f"(${CLUSTER_CONFIG_ENV}) write to their durable tier directly",
             file=sys.stderr,
         )
         return None
-    agent = settings_from_mapping({"agent": said.get("agent", {})}).agent
-    parser.set_defaults(**{_ARGUMENTS.get(key, key): getattr(agent, key) for key in said.get("agent", {})})
+    agent = settings_from_mapping({"agent": cluster.get("agent", {})}).agent
+    parser.set_defaults(**{_ARGUMENTS.get(key, key): getattr(agent, key) for key in cluster.get("agent", {})})
     parsed = parser.parse_args(argv)
-    parsed.cluster_said, parsed.defaults, parsed.given = said, defaults, _given(parser, argv)
+    parsed.cluster_said, parsed.defaults, parsed.given = cluster, defaults, _settings_on_command_line(parser, argv)
     return parsed
 
 
 def _options() -> dict[str, str]:
-    """The agent's settings, and what they are called on the command line."""
+    """Return the name of each agent setting on the command line."""
     return {field.name: _ARGUMENTS.get(field.name, field.name) for field in dataclasses.fields(AgentSettings)}
 
 
-def _given(parser: argparse.ArgumentParser, argv: list[str] | None) -> frozenset[str]:
-    """The settings that the command line says, whatever their defaults."""
-    unsaid = object()
-    bare = parser.parse_args(argv, argparse.Namespace(**dict.fromkeys(_options().values(), unsaid)))
-    return frozenset(name for name, option in _options().items() if getattr(bare, option) is not unsaid)
+def _settings_on_command_line(parser: argparse.ArgumentParser, argv: list[str] | None) -> frozenset[str]:
+    """Return the settings that the command line names, including values equal to the default."""
+    missing = object()
+    bare = parser.parse_args(argv, argparse.Namespace(**dict.fromkeys(_options().values(), missing)))
+    return frozenset(name for name, option in _options().items() if getattr(bare, option) is not missing)
 
 
 def agent_parser() -> argparse.ArgumentParser:
-    """Return the parser of an agent's command line."""
+    """Return the parser of the agent's command line."""
     parser = SuggestingParser(
         prog="tieredckpt agent",
         description="Run this node's agent: memory tier, drain, metrics.",
@@ -239,7 +242,7 @@ def agent_parser() -> argparse.ArgumentParser:
 def main(argv: list[str] | None = None) -> int:
     parser = agent_parser()
     try:
-        args = _parsed(parser, argv)
+        args = _parse_arguments(parser, argv)
         if args is None:
             return 0
         start_agent_process(args)

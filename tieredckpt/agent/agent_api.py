@@ -1,4 +1,4 @@
-"""The interface of a node's agent to its trainers: the protocol, its requests and replies."""
+"""The node agent's interface to its trainers: the protocol, its requests and its replies."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from tieredckpt.settings import DurableSettings
 
 
 class StepStatus(msgspec.Struct, frozen=True):
-    """One attempt at one step, as this node can see it."""
+    """One version (an attempt at a step) as this node sees it."""
 
     version_id: VersionId
     parts: int
@@ -26,17 +26,17 @@ class StepStatus(msgspec.Struct, frozen=True):
     base: int | None = None
     covered: bool = False
     durable: bool = False
-    """Its manifest is in the durable tier."""
+    """Whether its manifest is in the durable tier."""
     quarantined: str = ""
-    """Why it must not be loaded."""
+    """Reason not to load it; "" if it is not quarantined."""
     size_bytes: int = 0
     saved_ns: int = 0
     kept: bool = False
-    """Somebody wants it kept."""
+    """Whether a user marked it to be retained."""
     crashed_loads: int = 0
-    """How many loads of it have ended their process on this node lately."""
+    """Number of recent loads that crashed a process of this node."""
     damaged: dict[int, str] = {}
-    """Parts that were found damaged in this node's memory and dropped, and how; kept until a newer step is whole."""
+    """Reason by part for parts that this node dropped as damaged, listed until a newer step is complete."""
 
     @property
     def candidate(self) -> Candidate:
@@ -52,26 +52,26 @@ class StepStatus(msgspec.Struct, frozen=True):
 
 
 class StepInventory(msgspec.Struct, frozen=True):
-    """Every attempt at every step this node can see, and the tiers it could not ask."""
+    """All versions that this node sees, and the tiers that did not answer."""
 
     views: tuple[StepStatus, ...]
     unreachable: dict[Tier, str] = {}
     plain: tuple[int, ...] = ()
-    """Steps that were written as plain DCP checkpoints to the durable tier while this package was switched off."""
+    """Steps of plain DCP checkpoints, written while this package was disabled."""
     durable: DurableSettings | None = None
-    """Where this job becomes durable, when the agent knows."""
+    """The job's durable tier, or ``None`` if the agent knows none."""
     once_whole: VersionId | None = None
-    """The newest version that a node which answers knows to have been whole, whether it still is or not."""
+    """Newest version that any responding node knows was once complete; parts of it may be lost since."""
     forgotten: ExpiredJob | None = None
-    """When and why this node gave back what it had of the job, where nobody had said so and nothing is whole since."""
+    """When and why this node expired the job's shards, unless a complete step was saved since."""
     torn: tuple[VersionId, ...] = ()
-    """Versions of which a rank left its part out, so that what the others had of it was given up."""
+    """Aborted versions: a rank did not seal its part, so the other parts were dropped."""
     unrecognized: tuple[UnrecognizedSlot, ...] = ()
     """Slots of the job in this node's memory that this release cannot read."""
 
     @property
     def newest_complete(self) -> VersionId | None:
-        """The newest complete version that is not quarantined."""
+        """The newest complete version that is not quarantined, or ``None``."""
         complete = (view.version_id for view in self.views if view.candidate.is_complete and not view.quarantined)
         return max(complete, default=None)
 
@@ -84,78 +84,80 @@ class PeerSource(msgspec.Struct, frozen=True):
 
 
 class StepDescription(msgspec.Struct, frozen=True):
-    """One step in full: its shards' indexes and layouts, and where each shard is."""
+    """One step in full: the indexes and layouts of its shards, and their locations."""
 
     manifest: Manifest
     found: dict[int, tuple[Tier, ...]]
     sources: dict[int, tuple[PeerSource, ...]] = {}
-    """The nodes whose memory has a part, other than this one."""
+    """Other nodes that hold each part in memory."""
 
 
 class StateNames(msgspec.Struct, frozen=True):
-    """What a step has, by name: a type and a shape for each tensor, and which objects there are."""
+    """Names of a step's tensors and objects, with the dtype and shape of each tensor."""
 
     names: list[str]
     dtypes: list[str]
     dtype_of: bytes
-    """For each tensor the number of its type, two bytes in this machine's order."""
+    """Index into ``dtypes`` for each tensor, two bytes in native byte order."""
     shapes: list[tuple[int, ...]]
     requires_grad: bytes
     objects: list[str]
     paths: dict[str, tuple[str | int, ...]] | None
-    """Where every name was in the nested state dict, as the planner had it; without those that are the name split at
-    its dots."""
+    """Path of each name in the nested state dict, as the planner had it.
+
+    Paths equal to the name split at its dots are omitted.
+    """
     split: bool
-    """False: nothing was flattened, and there are no paths."""
+    """Whether the state dict was flattened. Without flattening no paths exist."""
     in_pieces: bytes
-    """For each tensor whether several ranks have written parts of it."""
+    """One byte for each tensor: whether several ranks wrote parts of it."""
 
 
 class StepSummary(msgspec.Struct, frozen=True):
-    """A step without what describes its shards."""
+    """A step without the descriptions of its shards."""
 
     parts: tuple[int, ...]
     created_ns: int
     writer: str
     layouts: tuple[str, ...]
     tables: tuple[str, ...]
-    """Digests, both of them."""
+    """Digests, like ``layouts``."""
 
 
 class BlobPage(msgspec.Struct, frozen=True):
-    """Some bytes of something that may have more than fit into a message."""
+    """One page of a blob that may be too large for a message."""
 
     digest: str
-    """Of all of it: what is said later may be about something else."""
+    """Digest of the whole blob. It differs between pages if the blob changed."""
     size_bytes: int
     data: bytes
 
 
 TensorSliceNeed = tuple[str, tuple[int, ...], tuple[int, ...]]
-"""A piece of a tensor that somebody wants: its name, offsets and sizes."""
+"""A requested piece of a tensor: its name, offsets and sizes."""
 
 
 class PieceLocation(msgspec.Struct, frozen=True, array_like=True):
-    """Part of a tensor in a shard."""
+    """Location of a part of a tensor in a shard."""
 
     need: int
-    """Which one it is for, by its place in the question."""
+    """Index in the request of the need that it serves."""
     part: int
     item: int
-    """For a tensor kept as an archive: the number of the item it is in; else -1."""
+    """Number of the item that holds a tensor stored as an archive; -1 for other tensors."""
     dtype: str
     itemsize: int
     start: int
     shape: tuple[int, ...]
     offsets: tuple[int, ...]
-    """Of what the shard has of the tensor."""
+    """Offsets of the shard's slice of the tensor."""
     sizes: tuple[int, ...]
     box: tuple[tuple[int, ...], tuple[int, ...]] | None
-    """What of that is wanted; all of it where nothing is said."""
+    """Offsets and sizes of the requested part of that slice; ``None`` for all of it."""
 
 
 class ItemLocation(msgspec.Struct, frozen=True, array_like=True):
-    """A byte string in a shard: bytes ``[start, stop)``, counted from the end of its header."""
+    """A byte string in a shard: bytes ``[start, stop)``, counted from the end of the shard's header."""
 
     part: int
     number: int
@@ -164,111 +166,120 @@ class ItemLocation(msgspec.Struct, frozen=True, array_like=True):
 
 
 class PieceLocations(msgspec.Struct, frozen=True):
-    """Where the first ``answered`` of the pieces are that were asked for."""
+    """Locations of the first ``answered`` requested pieces."""
 
     answered: int
     pieces: list[PieceLocation]
     items: list[ItemLocation]
-    """Those that pieces are in, and one for each object that was asked for, at the end."""
+    """Items that hold ``pieces``, followed by one item for each requested object."""
 
 
 class ShardLocation(msgspec.Struct, frozen=True):
-    """One shard, and where it is."""
+    """One shard and its locations."""
 
     index: ShardIndex
-    """Without the sizes of its items."""
+    """Index of the shard, without item sizes unless the request includes them."""
     header_bytes: int
     found: tuple[Tier, ...]
     sources: tuple[PeerSource, ...]
-    """The nodes whose memory has it, other than this one."""
+    """Other nodes that hold it in memory."""
 
 
 class ShardLocations(msgspec.Struct, frozen=True):
-    """As many of the shards that were asked for as fit into a message, at least one unless all others are lost."""
+    """The requested shards that fit into a message: at least one, unless all are lost."""
 
     parts: list[ShardLocation]
     lost: list[int]
-    """Nobody who had one of these answers any more."""
+    """Parts that no responding node or store can describe."""
 
 
 class LayoutsPage(msgspec.Struct, frozen=True):
-    """Some of the layouts and tables that were asked for, packed, by digest: the layouts first."""
+    """One page of packed layouts and tables by digest, layouts first."""
 
     layouts: dict[str, bytes]
     tables: dict[str, bytes]
-    """Those that anybody has: one can do without."""
+    """Tables that were found. Tables are optional."""
     more: bool
-    """There is more than fitted."""
+    """Whether some did not fit into this page."""
 
 
 class ReaderCredentials(msgspec.Struct, frozen=True):
-    """What a trainer needs to read from other nodes' agents itself."""
+    """Credentials with which a trainer reads directly from other nodes' agents."""
 
     node: str
     secret: bytes
 
 
 class KnownPeers(msgspec.Struct, frozen=True):
-    """What a node that was in an earlier world of a job knows of it."""
+    """View of a job's nodes from a node that was in an earlier world."""
 
     secret: bytes
     nodes: tuple[PeerNode, ...]
-    """Those that live, this one included, as far as it has seen them."""
+    """Live nodes that this node sees, including itself."""
     version: int
-    """Of the list of nodes it goes by."""
+    """Version of this node's member list; 0 without a list."""
     unreachable: tuple[str, ...] = ()
-    """Nodes with ranks that do not answer, where this node has neither a rank nor the job's newest step."""
+    """Nodes with ranks that do not answer.
+
+    Empty if this node has a rank or the job's newest replicated step.
+    """
 
 
 class ShardReplication(msgspec.Struct, frozen=True):
-    """How well one shard of this node is kept in memory."""
+    """Redundancy of one of this node's shards in memory."""
 
     copies: int
-    """Living nodes that hold it, this one included."""
+    """Live nodes that hold it, including this node."""
     domains: int
-    """Failure domains they are in."""
+    """Number of failure domains of these nodes."""
     level: str
-    """What a failure domain is: rack, zone, or node where nobody said."""
+    """Label of a failure domain, for example rack or zone; node without labels."""
     missing_copies: int = 0
-    """Copies that are still on their way."""
+    """Number of replicas still to be made."""
     is_replicated: bool = False
-    """Every part of the whole step has the copies it was to have."""
+    """Whether its step is replicated."""
     problem: str = ""
-    """Why copies are missing."""
+    """Reason for missing replicas; "" if none are missing."""
     parity_nodes: int = 0
-    """Nodes that protect it by parity, this one included; ``copies`` then is how many copies that is as good as."""
+    """Nodes that protect it by parity, including this node.
+
+    With parity, ``copies`` is the equivalent number of copies.
+    """
 
 
 class ClusterNode(msgspec.Struct, frozen=True):
-    """One of a job's nodes, and what its memory holds of the job."""
+    """One node of a job, and the job's shards in its memory."""
 
     node: PeerNode
     state: str
-    """alive, suspect or dead, as the node that was asked sees it."""
+    """alive, suspect or dead, as the reporting node sees it."""
     shards: tuple[ShardInfo, ...] = ()
     epoch: int = 0
     newest_replicated: VersionId | None = None
     unreachable: str = ""
-    """Why it could not be asked: what it holds is not known then."""
+    """Why it did not answer, so that its shards are unknown; "" if it answered."""
     path_bytes_per_s: float = 0.0
-    """How fast copies go there from the node that was asked; 0 when none went yet."""
+    """Bytes per second of replicas from the reporting node to this one; 0 before the first replica."""
     verifying: int = 0
-    """Shards that a killed agent left there and that are not verified yet: it may hold more than it says."""
+    """Shards of a killed agent that are not verified yet. The node may hold more shards than it lists."""
     standby: bool = False
-    """It has no rank: it holds replicas where the others do not suffice, and has no vote."""
+    """Whether it is a standby node: no rank and no vote, but replicas if the other nodes do not suffice."""
 
 
 class ProtectionStatus(msgspec.Struct, frozen=True):
-    """How much of a job the loss of a node would cost."""
+    """Extent of a job's protection against the loss of a node."""
 
     step: int
-    """The newest step that other nodes have all the copies of that it was to have, or that is durable; -1 for none."""
+    """Newest step that is replicated or durable; -1 for none."""
     unprotected_since: float | None = None
-    """Unix time of the first newer save that is not; ``None`` while all of them are, or are on their way."""
+    """Unix time of the first newer save without protection, or ``None``.
+
+    It is ``None`` while such saves do not exist or their replicas are in progress.
+    """
     missed_saves: int = 0
-    """Saves of this node's ranks that were skipped or failed since then."""
+    """Number of this node's saves that were skipped or failed since that step was protected."""
     upload_problem: str = ""
-    """Why the step that failed to upload last is not durable; "" once a later one is."""
+    """Why the last failed upload failed; "" once a later step is durable."""
 
 
 class ClusterStatus(msgspec.Struct, frozen=True):
@@ -276,38 +287,38 @@ class ClusterStatus(msgspec.Struct, frozen=True):
 
     job: str
     this_node: str
-    """The node that was asked."""
+    """Name of the reporting node."""
     nodes: tuple[ClusterNode, ...]
     member_list_version: int = 0
-    """Version of the list of nodes; 0 when the job has only this one."""
+    """Version of the member list; 0 if the job has no list."""
     quorum: bool = True
     sees: str = ""
-    """How many of the nodes are seen, in words."""
+    """Text with the number of nodes that the reporting node sees."""
     copies: int = 1
-    """Copies of each shard that are asked for, the writer's included."""
+    """Configured copies of each shard, including the writer's."""
     levels: tuple[str, ...] = ()
-    """Labels that say what fails together, the outermost first."""
+    """Labels of the failure domains, outermost first."""
     partners: tuple[str, ...] = ()
-    """Where copies of what the asked node writes go."""
+    """Nodes that store the replicas of the reporting node."""
     sending: str = ""
-    """What it sends right now."""
+    """Shard and target node of the replica that is being sent; "" if none is."""
     sent_bytes: int = 0
-    """What the asked node has sent for copies since its agent started."""
+    """Bytes of replicas that the reporting node has sent since its agent started."""
     lag_s: float = 0.0
-    """From the seal of the shard it copied last to that copy."""
+    """Seconds from the seal of the shard replicated last to its replica."""
     mode: str = "mirror"
     """mirror or parity."""
     protected: ProtectionStatus | None = None
-    """As the node that was asked knows it."""
+    """Protection as the reporting node knows it."""
 
 
 DurableCheck = Literal["none", "open", "write"]
-"""What a durable tier must allow that a process names; with "none" the agent remembers it."""
+"""Check of a configured durable tier. Without a check ("none") the agent stores the settings at once."""
 DrainState = Literal["waiting", "running", "done", "skipped", "failed"]
 
 
 class DrainStatus(msgspec.Struct, frozen=True):
-    """How far a step is on its way to the durable tier."""
+    """Progress of one step's upload to the durable tier."""
 
     version_id: VersionId
     state: DrainState
@@ -317,7 +328,7 @@ class DrainStatus(msgspec.Struct, frozen=True):
 
 
 class StepDescriptionPages(Protocol):
-    """Who describes a step in as many answers as it takes."""
+    """A source of step descriptions that answers in pages."""
 
     def step_summary(self, job: str, group: VersionId) -> StepSummary: ...
     def step_parts(
@@ -329,115 +340,128 @@ class StepDescriptionPages(Protocol):
 
 
 def describe_step(node: StepDescriptionPages, job: str, group: VersionId) -> StepDescription:
-    """All of a step, put together."""
+    """Return the full description of a step, assembled from the pages of ``node``."""
     summary = node.step_summary(job, group)
-    places: list[ShardLocation] = []
-    left = list(summary.parts)
-    while left:
-        said = node.step_parts(job, group, left, item_sizes=True)
-        places += said.parts
-        done = {place.index.key.part for place in said.parts} | {*said.lost}
+    locations: list[ShardLocation] = []
+    remaining = list(summary.parts)
+    while remaining:
+        page = node.step_parts(job, group, remaining, item_sizes=True)
+        locations += page.parts
+        done = {location.index.key.part for location in page.parts} | {*page.lost}
         if not done:
-            raise CheckpointNotFoundError(f"job {job} step {group.version}: none of parts {left[:8]} was described")
-        left = [part for part in left if part not in done]
-    if not places:
+            raise CheckpointNotFoundError(
+                f"job {job} step {group.version}: none of parts {remaining[:8]} was described"
+            )
+        remaining = [part for part in remaining if part not in done]
+    if not locations:
         raise CheckpointNotFoundError(f"job {job} has no step {group.version} here")
     layouts: dict[str, bytes] = {}
     tables: dict[str, bytes] = {}
-    named = {place.index.meta.layout for place in places}
-    rest, optional = [digest for digest in summary.layouts if digest in named], list(summary.tables)
-    while rest or optional:
-        some = node.step_layouts(job, group, rest, optional)
-        if (rest or some.more) and not (some.layouts or some.tables):
-            raise CheckpointNotFoundError(f"job {job} step {group.version}: layouts {rest[:8]} were not described")
-        layouts |= {digest: checked_layout(digest, unpack_blob(data)) for digest, data in some.layouts.items()}
-        tables |= {digest: unpack_blob(data) for digest, data in some.tables.items()}
-        rest = [digest for digest in rest if digest not in some.layouts]
-        if not rest and not some.more:
+    named = {location.index.meta.layout for location in locations}
+    missing_layouts, missing_tables = [digest for digest in summary.layouts if digest in named], list(summary.tables)
+    while missing_layouts or missing_tables:
+        layouts_page = node.step_layouts(job, group, missing_layouts, missing_tables)
+        if (missing_layouts or layouts_page.more) and not (layouts_page.layouts or layouts_page.tables):
+            raise CheckpointNotFoundError(
+                f"job {job} step {group.version}: layouts {missing_layouts[:8]} were not described"
+            )
+        layouts |= {digest: checked_layout(digest, unpack_blob(data)) for digest, data in layouts_page.layouts.items()}
+        tables |= {digest: unpack_blob(data) for digest, data in layouts_page.tables.items()}
+        missing_layouts = [digest for digest in missing_layouts if digest not in layouts_page.layouts]
+        if not missing_layouts and not layouts_page.more:
             break
-        optional = [digest for digest in optional if digest not in some.tables]
+        missing_tables = [digest for digest in missing_tables if digest not in layouts_page.tables]
     manifest = build_manifest(
-        [place.index for place in places], layouts, tables, created_ns=summary.created_ns, writer=summary.writer
+        [location.index for location in locations],
+        layouts,
+        tables,
+        created_ns=summary.created_ns,
+        writer=summary.writer,
     )
     return StepDescription(
         manifest,
-        {place.index.key.part: place.found for place in places},
-        {place.index.key.part: place.sources for place in places if place.sources},
+        {location.index.key.part: location.found for location in locations},
+        {location.index.key.part: location.sources for location in locations if location.sources},
     )
 
 
 class NodeAgentAPI(Protocol):
-    """A node agent, or the same thing inside this process.
+    """A node agent, in its own process or in this one.
 
-    Promises:
+    Guarantees:
 
-    - ``list_steps`` never turns a tier it could not ask into an empty one.
-    - ``describe_step`` gives what it can vouch for: every index in it was checksummed or came from a whole manifest.
+    - ``list_steps`` never reports an unreachable tier as an empty one.
+    - ``describe_step`` returns only indexes that were checksummed or come from a complete manifest.
     - ``wait_durable`` returns the state after at most ``timeout_s``.
     """
 
     @property
     def store(self) -> Store: ...
     def configure(self, job: str, durable: DurableSettings, *, check: DurableCheck = "none") -> None:
-        """Set where and how this job's steps become durable; the agent remembers it across restarts.
+        """Set the job's durable tier. The agent stores the settings and uses them again after a restart.
 
-        With ``check``, a changed URL is only read, while the calling process runs and names no other one. Uploads stay
-        with the remembered one. A wrong URL (:class:`UsageError`) and a directory that cannot be created raise. With
-        ``"write"``, so does a store that takes no object (:class:`DurableRefusedError`) or does not answer
-        (:class:`TierUnavailableError`).
+        With ``check``, the agent only reads from a changed URL, until the calling process exits or configures another
+        one. Uploads still use the stored settings. A wrong URL raises :class:`UsageError`, a directory that cannot be
+        created raises :class:`DurableRefusedError`. With ``"write"``, a store that rejects an object also raises
+        :class:`DurableRefusedError`, and an unreachable store raises :class:`TierUnavailableError`.
         """
 
     def list_steps(self, job: str, *, fresh: bool = False, patience_s: float = 0.0) -> StepInventory:
-        """What there is; waits up to ``patience_s`` for a newer step that other nodes are about to make whole."""
+        """Return all steps; wait up to ``patience_s`` for a newer step that other nodes are committing."""
 
     def describe_step(self, job: str, group: VersionId) -> StepDescription:
-        """All of a step: for tools. A rank asks for what it needs by the three methods that follow."""
+        """Return a full step, for tools. A rank requests the pieces it needs by the three methods that follow."""
 
     def step_names(self, job: str, group: VersionId) -> StateNames:
-        """What the step has. Looks anew at where its shards are; the answers to the next questions go by that."""
+        """Return the names in a step. This locates its shards again; later requests use these locations."""
 
     def step_pieces(
         self, job: str, group: VersionId, rank: int, needs: Sequence[TensorSliceNeed], objects: Sequence[str]
     ) -> PieceLocations:
-        """Where some of these pieces and, once all needs are answered, these objects are, nearest first."""
+        """Return the nearest locations of the first pieces, one page of them.
+
+        Once all ``needs`` are answered, the page includes ``objects``.
+        """
 
     def step_parts(self, job: str, group: VersionId, parts: Sequence[int]) -> ShardLocations:
-        """Some of these shards, with their checksums."""
+        """Return one page of these shards, with their checksums."""
 
     def quarantine(self, job: str, group: VersionId, reason: str) -> None:
-        """This node does not choose the step any more: it is damaged, or somebody says so."""
+        """Mark a damaged or unwanted step, so that this node no longer chooses it."""
 
     def unquarantine(self, job: str, group: VersionId) -> None:
-        """This node may choose the step again: no mark of it is left here, nor what was counted of it."""
+        """Remove this node's mark and the crash count of a step, so that the node may choose it again."""
 
     def drop_steps(self, job: str, groups: Sequence[VersionId], *, durable: bool = True) -> None:
-        """Delete these steps from the memory of all nodes, and from the durable tier unless ``durable`` is false.
+        """Delete these steps from the memory of all nodes.
+
+        With ``durable``, also delete them from the durable tier.
 
         :class:`TierUnavailableError` names the nodes and the store that did not answer: they may still have the steps.
         """
 
     def report_load_started(self, job: str, group: VersionId, rank: int) -> None:
-        """A rank begins to load this step: where that ends its process, it is counted."""
+        """Report that a rank begins to load this step. The agent counts the load if it crashes the process."""
 
     def report_restored(self, job: str, group: VersionId, *, goes_on: bool) -> None:
-        """A rank has loaded this step. ``goes_on``: it trains on from there, so that what is newer is of a past that
-        the job leaves; not said of who may only have looked.
+        """Report that a rank has loaded this step.
+
+        With ``goes_on`` it continues training there, so newer steps belong to a branch that the job leaves. A process
+        that may only inspect the step does not set it.
         """
 
     def report_load_ended(self, job: str, *, stepped: bool) -> None:
-        """The process that loaded has come to its next step, or ends as it should."""
+        """Report that the process reached the step after its load (``stepped``), or exits normally."""
 
     def drain_status(self, job: str) -> tuple[DrainStatus, ...]: ...
     def wait_durable(self, job: str, group: VersionId | None, timeout_s: float) -> DrainStatus | None:
-        """Wait for one step, or (``None``) for all that were begun; the last state seen."""
-
-    # -- with the job's other nodes --
+        """Wait for the upload of one step, or of all started steps for ``None``; return the last state seen."""
 
     def join_peers(self, job: str, plan: JobPeersConfig) -> None:
-        """Keep copies of this job's shards on other nodes, and theirs here."""
+        """Exchange replicas of this job's shards with its other nodes."""
 
     def this_node(self) -> PeerNode | None:
-        """This node as others reach it; ``None`` when it does not listen."""
+        """Return this node's name and address, or ``None`` if the agent does not listen for other nodes."""
 
     def peer_credentials(self, job: str) -> ReaderCredentials | None: ...
     def known_peers(self, job: str) -> KnownPeers | None: ...
@@ -445,11 +469,12 @@ class NodeAgentAPI(Protocol):
     def replication_status(
         self, key: ShardKey, *, copies: int = 0, domains: int = 0, timeout_s: float = 0.0
     ) -> ShardReplication:
-        """How well a shard is kept; waits up to ``timeout_s`` for so many copies in so many domains."""
+        """Return a shard's redundancy, after at most ``timeout_s`` or once it has ``copies`` in ``domains``."""
 
     def add_metrics(self, job: str, values: Mapping[str, float]) -> ProtectionStatus | None:
-        """Add to the agent's metrics what only the trainer can measure; up to which step the job is protected, as the
-        agent knows it then. ``None`` where it did not answer.
+        """Add the trainer's metrics to the agent's; return the job's protection.
+
+        Return ``None`` if the agent does not answer.
         """
 
     def close(self) -> None: ...
@@ -462,12 +487,12 @@ LAYOUT_BLOB_PREFIX, TABLE_BLOB_PREFIX, DURABLE_SETTINGS_BLOB, QUARANTINE_BLOB_PR
     "quarantine.",
 )
 CHECKED_SETTINGS_BLOB, DAMAGED_BLOB_PREFIX = "durable-checked", "damaged."
-"""Prefixes of the blobs this package keeps beside a job's shards."""
+"""Names and name prefixes of the blobs that this package stores with a job's shards."""
 
 MAX_AGENT_WAIT_S = 120.0
-"""The longest the agent keeps one request waiting; a client that wants longer asks again."""
+"""Most seconds that the agent delays one response. A client that waits longer repeats its request."""
 MAX_ISOLATION_S = 3600.0
-"""The longest it stays away from other nodes because somebody wants to see what happens then."""
+"""Most seconds of a simulated network partition."""
 
 
 class ConfigureRequest(msgspec.Struct, frozen=True):
@@ -483,7 +508,10 @@ class ListStepsRequest(msgspec.Struct, frozen=True):
 
 
 class StepNamesRequest(msgspec.Struct, frozen=True):
-    """A page of what a step has. The first one (``digest`` is empty) looks anew at where its shards are."""
+    """A request for one page of a step's names.
+
+    The first one, with an empty ``digest``, locates the shards again.
+    """
 
     job: str
     version_id: VersionId
@@ -546,7 +574,7 @@ class StepRestoredRequest(msgspec.Struct, frozen=True):
     job: str
     version_id: VersionId
     goes_on: bool
-    """The job goes on from it."""
+    """Whether the job continues training from it."""
 
 
 class LoadEndedRequest(msgspec.Struct, frozen=True):

@@ -1,4 +1,4 @@
-"""Client of the node's agent over its Unix socket. Starts an agent where none answers."""
+"""Client of the node agent's Unix socket. It starts an agent if none answers."""
 
 from __future__ import annotations
 
@@ -76,12 +76,12 @@ _ADOPTION_S = 660.0
 _RETRY_S = 20.0
 _DROP_S = 300.0
 _SLACK_S = 1.0
-"""What an agent has for an answer that is not waited for."""
+"""Seconds the agent has for its response when the caller does not wait."""
 _WAIT_AGAIN_S = 300.0
 _HINT_S = 5.0
 _MEMORY_FILE_SYSTEMS = ("tmpfs", "ramfs", "unknown")
 agent_watchdogs = WatchdogRegistry()
-"""Of the agents that this process uses."""
+"""Watchdogs of the agents that this process uses."""
 
 
 class NodeAgentClient:
@@ -92,36 +92,39 @@ class NodeAgentClient:
         self.place = place
         command, environ = agent_command(settings), agent_environment()
         self._embedded = settings.agent.embedded
-        self._seek: AgentConnector = partial(connect_to_agent, place.socket, named=place.explicit)
+        self._connect_existing: AgentConnector = partial(connect_to_agent, place.socket, named=place.explicit)
         self._connector: AgentConnector = (
-            partial(connect_or_launch_agent, place, command, environ=environ) if self._embedded else self._seek
+            partial(connect_or_launch_agent, place, command, environ=environ)
+            if self._embedded
+            else self._connect_existing
         )
         self._replace = partial(replace_hung_agent if self._embedded else raise_if_agent_hangs, place)
-        self._looks_after = False
+        self._watching = False
         if settings.enabled and is_local_rank_zero():
             warn_unless_in_memory(settings.agent_directory)
-        self.store = _client(place, self._connector, job, self._replace)
+        self.store = _open_client(place, self._connector, job, self._replace)
 
     def watch_agent(self) -> None:
-        """From here on the agent is started again when it dies, and replaced when it hangs, also while nobody calls it:
-        by one process of the node, whichever has the lock.
+        """Restart the agent when it dies and replace it when it hangs, from now on and also between calls.
+
+        The process of this node that holds the lock does this.
         """
-        if self._embedded and not self._looks_after:
-            with contextlib.suppress(PeerStoreError, OSError):  # the next save tries again
+        if self._embedded and not self._watching:
+            with contextlib.suppress(PeerStoreError, OSError):  # the next save retries
                 agent_watchdogs.acquire(self.place, self._connector, self._replace)
-                self._looks_after = True
+                self._watching = True
 
     def stop_watching_agent(self) -> None:
-        if self._looks_after:
-            self._looks_after = False
+        if self._watching:
+            self._watching = False
             agent_watchdogs.release(self.place)
 
     def configure(self, job: str, durable: DurableSettings, *, check: DurableCheck = "none") -> None:
         self.store.call("configure", ConfigureRequest(job, durable, check), type(None))
 
     def list_steps(self, job: str, *, fresh: bool = False, patience_s: float = 0.0) -> StepInventory:
-        ask = ListStepsRequest(job, fresh, patience_s)
-        return self.store.call("list_steps", ask, StepInventory, timeout_s=patience_s + _ADOPTION_S)
+        request = ListStepsRequest(job, fresh, patience_s)
+        return self.store.call("list_steps", request, StepInventory, timeout_s=patience_s + _ADOPTION_S)
 
     def describe_step(self, job: str, group: VersionId) -> StepDescription:
         return describe_step(self, job, group)
@@ -130,33 +133,33 @@ class NodeAgentClient:
         return self.store.call("step_summary", StepSummaryRequest(job, group), StepSummary, timeout_s=_ADOPTION_S)
 
     def step_layouts(self, job: str, group: VersionId, layouts: Sequence[str], tables: Sequence[str]) -> LayoutsPage:
-        ask = StepLayoutsRequest(job, group, tuple(layouts), tuple(tables))
-        return self.store.call("step_layouts", ask, LayoutsPage, timeout_s=_ADOPTION_S)
+        request = StepLayoutsRequest(job, group, tuple(layouts), tuple(tables))
+        return self.store.call("step_layouts", request, LayoutsPage, timeout_s=_ADOPTION_S)
 
     def step_names(self, job: str, group: VersionId) -> StateNames:
         packed, digest = bytearray(), ""
         while True:
-            ask = StepNamesRequest(job, group, digest, len(packed))
-            page: BlobPage = self.store.call("step_names", ask, BlobPage, timeout_s=_ADOPTION_S)
+            request = StepNamesRequest(job, group, digest, len(packed))
+            page: BlobPage = self.store.call("step_names", request, BlobPage, timeout_s=_ADOPTION_S)
             if page.digest != digest:
                 digest = page.digest
                 packed.clear()
             packed += page.data
             if len(packed) >= page.size_bytes or not page.data:
-                with gc_paused():  # millions of names, and none of them in a circle
+                with gc_paused():  # millions of new objects without reference cycles
                     return message_codec.decode_message(unpack_blob(bytes(packed)), StateNames)
 
     def step_pieces(
         self, job: str, group: VersionId, rank: int, needs: Sequence[TensorSliceNeed], objects: Sequence[str]
     ) -> PieceLocations:
-        ask = StepPiecesRequest(job, group, rank, tuple(needs), tuple(objects))
-        return self.store.call("step_pieces", ask, PieceLocations, timeout_s=_ADOPTION_S)
+        request = StepPiecesRequest(job, group, rank, tuple(needs), tuple(objects))
+        return self.store.call("step_pieces", request, PieceLocations, timeout_s=_ADOPTION_S)
 
     def step_parts(
         self, job: str, group: VersionId, parts: Sequence[int], *, item_sizes: bool = False
     ) -> ShardLocations:
-        ask = StepPartsRequest(job, group, tuple(parts), item_sizes)
-        return self.store.call("step_parts", ask, ShardLocations, timeout_s=_ADOPTION_S)
+        request = StepPartsRequest(job, group, tuple(parts), item_sizes)
+        return self.store.call("step_parts", request, ShardLocations, timeout_s=_ADOPTION_S)
 
     def quarantine(self, job: str, group: VersionId, reason: str) -> None:
         self.store.call("quarantine", QuarantineRequest(job, group, reason), type(None))
@@ -176,7 +179,7 @@ class NodeAgentClient:
     def report_load_ended(self, job: str, *, stepped: bool) -> None:
         if stepped:
             self.store.call("load_ended", LoadEndedRequest(job, stepped), type(None), timeout_s=_HINT_S)
-        else:  # a process that ends has no agent started for its goodbye
+        else:  # a process that exits must not start an agent for this report
             self.store.notify("load_ended", LoadEndedRequest(job, stepped), timeout_s=_HINT_S)
 
     def drain_status(self, job: str) -> tuple[DrainStatus, ...]:
@@ -185,11 +188,13 @@ class NodeAgentClient:
     def wait_durable(self, job: str, group: VersionId | None, timeout_s: float) -> DrainStatus | None:
         deadline = time.monotonic() + timeout_s
         while True:
-            left = max(0.0, deadline - time.monotonic())
-            ask = WaitDurableRequest(job, group, min(left, MAX_AGENT_WAIT_S))
-            view = self.store.call("wait_durable", ask, DrainStatus | None, within_s=max(_SLACK_S, ask.timeout_s))
-            if view is None or view.state not in ("waiting", "running") or left <= MAX_AGENT_WAIT_S:
-                return view
+            remaining_s = max(0.0, deadline - time.monotonic())
+            request = WaitDurableRequest(job, group, min(remaining_s, MAX_AGENT_WAIT_S))
+            status = self.store.call(
+                "wait_durable", request, DrainStatus | None, within_s=max(_SLACK_S, request.timeout_s)
+            )
+            if status is None or status.state not in ("waiting", "running") or remaining_s <= MAX_AGENT_WAIT_S:
+                return status
 
     def join_peers(self, job: str, plan: JobPeersConfig) -> None:
         self.store.call("join", JoinPeersRequest(job, plan), type(None))
@@ -211,19 +216,21 @@ class NodeAgentClient:
     ) -> ShardReplication:
         deadline = time.monotonic() + timeout_s
         while True:
-            left = max(0.0, deadline - time.monotonic())
-            ask = ShardReplicationRequest(key, copies, domains, min(left, MAX_AGENT_WAIT_S))
-            within_s = max(_SLACK_S, ask.timeout_s)
-            found: ShardReplication = self.store.call("replication_status", ask, ShardReplication, within_s=within_s)
-            if left <= MAX_AGENT_WAIT_S or (found.copies >= copies and found.domains >= domains):
-                return found
+            remaining_s = max(0.0, deadline - time.monotonic())
+            request = ShardReplicationRequest(key, copies, domains, min(remaining_s, MAX_AGENT_WAIT_S))
+            within_s = max(_SLACK_S, request.timeout_s)
+            status: ShardReplication = self.store.call(
+                "replication_status", request, ShardReplication, within_s=within_s
+            )
+            if remaining_s <= MAX_AGENT_WAIT_S or (status.copies >= copies and status.domains >= domains):
+                return status
 
     def add_metrics(self, job: str, values: Mapping[str, float]) -> ProtectionStatus | None:
-        told = AddMetricsRequest(job, dict(values))
-        found: ProtectionStatus | None = self.store.notify(
-            "observe", told, timeout_s=_HINT_S, seek=self._seek, answer=ProtectionStatus | None
+        request = AddMetricsRequest(job, dict(values))
+        status: ProtectionStatus | None = self.store.notify(
+            "observe", request, timeout_s=_HINT_S, seek=self._connect_existing, answer=ProtectionStatus | None
         )
-        return found
+        return status
 
     def close(self) -> None:
         self.stop_watching_agent()
@@ -231,11 +238,11 @@ class NodeAgentClient:
 
 
 _unreachable: dict[Path, float] = {}
-"""Sockets that nobody answered on when this process waited for it, and when that was."""
+"""Monotonic time at which this process last waited for a socket without an answer."""
 
 
-def _client(place: AgentPaths, connector: AgentConnector, job: str, replace: Callable[[], bool]) -> Client:
-    """A client, waited for once: a training loop that tries again with every save must not wait every time."""
+def _open_client(place: AgentPaths, connector: AgentConnector, job: str, replace: Callable[[], bool]) -> Client:
+    """Return a client. It waits for an agent only once, because a training loop retries with every save."""
     waited = time.monotonic() - _unreachable.get(place.socket, -math.inf) < _WAIT_AGAIN_S
     try:
         client = Client(
@@ -249,10 +256,10 @@ def _client(place: AgentPaths, connector: AgentConnector, job: str, replace: Cal
 
 
 def agent_command(settings: Settings, *, detach: bool = True, linger: bool = True) -> list[str]:
-    """How an agent with these settings is started."""
+    """Return the command that starts an agent with these settings."""
     agent = settings.agent
     command = [sys.executable, "-m", "tieredckpt.agent", "--dir", str(settings.agent_directory)]
-    command += ["--cluster-config", ""]  # what the cluster says is in these settings already
+    command += ["--cluster-config", ""]  # these settings already include the cluster's
     command += ["--budget", agent.budget, "--slots-per-part", str(agent.slots_per_rank)]
     command += ["--burst-slots", str(agent.burst_slots), "--job-ttl-s", str(agent.job_ttl_s), "--http", agent.http]
     command += ["--node", agent.node, "--peers", agent.peers, "--labels", agent.labels]
@@ -275,9 +282,9 @@ def file_system_type(path: Path) -> str:
     return kind
 
 
-@functools.cache  # once a process is enough
+@functools.cache  # warn once per process
 def warn_unless_in_memory(directory: Path) -> None:
-    """Warn where the agent's directory is on a disk."""
+    """Log a warning if the agent's directory is on a disk."""
     kind = file_system_type(directory)
     if kind not in _MEMORY_FILE_SYSTEMS:
         log.warning(
@@ -288,7 +295,10 @@ def warn_unless_in_memory(directory: Path) -> None:
 
 
 def agent_environment() -> dict[str, str]:
-    """The agent runs from ``/``, so it must find this package where this process found it."""
+    """Return the agent's environment.
+
+    The agent runs in ``/``, so PYTHONPATH names this package's location.
+    """
     root = str(Path(__file__).resolve().parents[2])
     known = os.environ.get("PYTHONPATH", "")
     return {**os.environ, "PYTHONPATH": f"{root}{os.pathsep}{known}" if known else root}

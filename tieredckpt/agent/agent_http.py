@@ -37,16 +37,22 @@ log = logging.getLogger(__name__)
 
 UNIX = "unix:"
 HTTP_REQUEST_TIMEOUT_S = 10.0
-"""How long somebody may take who has proven nothing: over a request, and its answer where nothing is ever proven."""
+"""Seconds that an unauthenticated client may take for a request.
+
+If clients never authenticate, this includes the response.
+"""
 _MOST_CONNECTIONS = 1024
 _PAUSE_S = 0.1
-_FAREWELL_S = 5.0
+_CLOSE_S = 5.0
 _OWN_DOMAINS = ("localhost", "local", "internal", "svc", "home.arpa")
-"""Nobody on the internet has a name that ends so, and can have a browser ask for it."""
+"""Private domains. No website can own such a name and point a browser to this machine with it."""
 
 
 class HttpServer(ThreadingHTTPServer):
-    """A thread for every connection; a handler tells ``mark_authenticated`` when its client has shown who it is."""
+    """HTTP server with a thread for each connection and limits on unauthenticated ones.
+
+    A handler calls ``mark_authenticated`` once its client has authenticated.
+    """
 
     daemon_threads = True
     block_on_close = False
@@ -64,7 +70,7 @@ class HttpServer(ThreadingHTTPServer):
     ) -> None:
         self._path = address if isinstance(address, Path) else None
         if self._path is not None:
-            self._path.unlink(missing_ok=True)  # of an agent that was killed
+            self._path.unlink(missing_ok=True)  # left by a killed agent
             self.address_family = socket.AF_UNIX
         elif not isinstance(address, Path) and ":" in address[0]:
             self.address_family = socket.AF_INET6
@@ -75,7 +81,7 @@ class HttpServer(ThreadingHTTPServer):
         super().__init__(address, handler)  # type: ignore[arg-type]  # AF_UNIX takes a path
 
     def server_bind(self) -> None:
-        """A socket of this machine is for this user alone, and has no name or port."""
+        """Bind. Only this user may open a Unix socket, and it has no port."""
         if self._path is None:
             super().server_bind()
             return
@@ -97,29 +103,29 @@ class HttpServer(ThreadingHTTPServer):
 
     @contextlib.contextmanager
     def running(self) -> Iterator[str]:
-        """Serve while the block runs; yields where."""
+        """Serve while the block runs. Yield the address."""
         thread = threading.Thread(target=self.serve_forever, args=(0.05,), name="tieredckpt-http", daemon=True)
         thread.start()
         try:
             yield self.address
         finally:
-            if self._path is not None and is_same_file(self._path, self._socket_file):  # else it is another agent's
+            if self._path is not None and is_same_file(self._path, self._socket_file):  # not another agent's by now
                 self._path.unlink(missing_ok=True)
             self._admission.close()
             self.shutdown()
-            self._end()
+            self._close_connections()
             thread.join()
 
     def mark_authenticated(self, request: Any) -> None:
         with self._changed:
-            stranger = self._open.get(request)
-        if stranger is not None:
-            stranger.mark_authenticated()
+            pending = self._open.get(request)
+        if pending is not None:
+            pending.mark_authenticated()
 
     def get_request(self) -> tuple[Any, Any]:
         try:
             connection, address = self.socket.accept()
-        except OSError as error:  # too many open files, most likely: they become fewer
+        except OSError as error:  # probably too many open files: retry after a pause
             self._admission.record_rejected(f"it could not be accepted: {error}")
             time.sleep(_PAUSE_S)
             raise
@@ -136,20 +142,20 @@ class HttpServer(ThreadingHTTPServer):
         if full:
             self._admission.record_rejected("there are too many connections", client_address[0])
             return False
-        stranger = self._admission.admit(request, client_address[0])
-        if stranger is None:
+        pending = self._admission.admit(request, client_address[0])
+        if pending is None:
             return False
         with self._changed:
-            self._open[request] = stranger
+            self._open[request] = pending
         return True
 
     def shutdown_request(self, request: Any) -> None:
         super().shutdown_request(request)
         with self._changed:
-            stranger = self._open.pop(request, None)
+            pending = self._open.pop(request, None)
             self._changed.notify_all()
-        if stranger is not None:
-            stranger.leave()
+        if pending is not None:
+            pending.leave()
 
     def service_actions(self) -> None:
         self._admission.sweep()
@@ -157,25 +163,28 @@ class HttpServer(ThreadingHTTPServer):
     def handle_error(self, request: Any, client_address: Any) -> None:
         log.debug("a connection ended: %s", sys.exc_info()[1])
 
-    def _end(self) -> None:
-        """End all connections; requests in progress end with them."""
+    def _close_connections(self) -> None:
+        """Close all connections, including those with a request in progress."""
         self.server_close()
         with self._changed:
             for one in self._open:
                 with contextlib.suppress(OSError):
                     socket.socket.shutdown(one, socket.SHUT_RDWR)
-            self._changed.wait_for(lambda: not self._open, _FAREWELL_S)
+            self._changed.wait_for(lambda: not self._open, _CLOSE_S)
 
 
 class HttpHandler(BaseHTTPRequestHandler):
-    """Requests whose lines mean one thing to everybody: a proxy in front may read a lone CR, or a VT, as their end."""
+    """Handler that rejects control characters in the request head.
+
+    A proxy in front may treat a lone CR or a VT as the end of a line, and would then see another request.
+    """
 
     server_version = "tieredckpt"
     sys_version = ""
     raw_requestline: bytes
 
     def parse_request(self) -> bool:
-        lines = _Lines(self.rfile)
+        lines = _CheckedLines(self.rfile)
         try:
             _check_line(self.raw_requestline)
             self.rfile = lines  # type: ignore[assignment]
@@ -193,10 +202,10 @@ class HttpHandler(BaseHTTPRequestHandler):
 
 
 class _LineError(Exception):
-    """A line of a request's head has something in it that no line has."""
+    """A line of the request head contains control characters."""
 
 
-class _Lines:
+class _CheckedLines:
     def __init__(self, file: BufferedIOBase) -> None:
         self.file = file
 
@@ -211,10 +220,13 @@ def _check_line(line: bytes) -> bytes:
 
 
 def browser_refusal(headers: Message) -> tuple[HTTPStatus, str] | None:
-    """Why a request is not served: it was made by a web page, or under a name that a web page may have made up.
+    """Return status and reason to reject a request, or ``None`` to serve it.
 
-    A page of any site can have its reader's browser ask an address of this machine, and under a name of its own that
-    leads here it also reads the answer. Programs send no ``Origin``, and use a name or an address of this machine.
+    Requests of web pages and requests for a public host name are rejected.
+
+    Any web page can make its reader's browser send requests to this machine. With a host name of its own that resolves
+    to this machine (DNS rebinding), it can also read the response. Programs send no ``Origin`` and use a name or
+    address of this machine.
     """
     if headers.get("Origin") is not None or headers.get("Sec-Fetch-Site", "none") not in ("none", "same-origin"):
         return HTTPStatus.FORBIDDEN, "Web pages are not served here: the request has an Origin"
@@ -228,7 +240,7 @@ def browser_refusal(headers: Message) -> tuple[HTTPStatus, str] | None:
 
 
 def is_public_hostname(host: str) -> bool:
-    """Whether this may be a name that somebody on the internet has."""
+    """Return whether the host may be a public name, not an address or name of this machine or its network."""
     name = host.strip().lower()
     bracketed = name.startswith("[")
     name = name[1:].partition("]")[0] if bracketed else name.partition(":")[0].rstrip(".")
@@ -243,11 +255,11 @@ def is_public_hostname(host: str) -> bool:
 
 
 SOCKET = "http.sock"
-"""In the agent's directory."""
+"""Name of the listener's Unix socket in the agent's directory."""
 
 
 class StatusSource(Protocol):
-    """A service on the agent that reports its own state."""
+    """A service in the agent process that reports its own state."""
 
     def status(self) -> dict[str, Any]:
         """Return plain values for ``/status``."""
@@ -265,30 +277,29 @@ def serve_metrics(
     directory: Path | None = None,
     within_s: float = HTTP_REQUEST_TIMEOUT_S,
 ) -> Iterator[str]:
-    """Serve while the block runs; yields ``host:port``, ``unix:/path``, or "" when ``address`` is "off".
+    """Serve while the block runs; yield ``host:port``, ``unix:/path``, or "" when ``address`` is "off".
 
-    ``socket`` is a Unix socket in ``directory``, which no other user can reach.
-
-    Nobody proves anything here: a request and its answer together take at most ``within_s``.
+    The address "socket" is a Unix socket in ``directory``, which no other user can open. Clients do not authenticate,
+    so request and response together take at most ``within_s`` seconds.
     """
     if address == "off":
         yield ""
         return
-    place = _place(address, directory)
+    bind_address = _bind_address(address, directory)
 
     class Handler(_MetricsHandler):
         service = node
         reporting = memory
 
     try:
-        server = HttpServer("/metrics and /status", place, Handler, within_s=within_s)
+        server = HttpServer("/metrics and /status", bind_address, Handler, within_s=within_s)
     except (OSError, OverflowError, UnicodeError) as error:
         raise UsageError(f"agent.http: {address} cannot be served: {error}") from error
     with server.running() as bound:
         yield bound
 
 
-def _place(address: str, directory: Path | None) -> tuple[str, int] | Path:
+def _bind_address(address: str, directory: Path | None) -> tuple[str, int] | Path:
     if address == "socket" and directory is not None:
         return directory / SOCKET
     host, _, port = address.rpartition(":")
@@ -325,7 +336,7 @@ class _MetricsHandler(HttpHandler, BaseHTTPRequestHandler):
 
 
 def agent_status(node: NodeAgentService, memory: StatusSource | None = None) -> dict[str, Any]:
-    """Everything the agent knows about itself, as plain values."""
+    """Return the state of the agent as plain values."""
     store = node.store.status()
     jobs = [job.job for job in store.jobs]
     return {
@@ -342,15 +353,15 @@ def agent_status(node: NodeAgentService, memory: StatusSource | None = None) -> 
     }
 
 
-def _cluster(followed: ClusterSettingsWatcher | None) -> dict[str, Any] | None:
-    """What the cluster says, where the agent follows it."""
-    if followed is None:
+def _cluster(watcher: ClusterSettingsWatcher | None) -> dict[str, Any] | None:
+    """Return the state of the cluster settings watcher, or ``None`` without one."""
+    if watcher is None:
         return None
     return {
-        "source": followed.source,
-        "budget": followed.budget,
-        "needs_restart": list(followed.needs_restart),
-        "problem": followed.problem or None,
+        "source": watcher.source,
+        "budget": watcher.budget,
+        "needs_restart": list(watcher.needs_restart),
+        "problem": watcher.problem or None,
     }
 
 
@@ -379,7 +390,7 @@ def _metrics(node: NodeAgentService, memory: StatusSource | None) -> bytes:
 
 
 class _Collector:
-    """The agent's numbers in Prometheus' words; made anew for each scrape, so nothing is counted twice."""
+    """The agent's state as Prometheus metrics. A new one serves each scrape, so nothing is counted twice."""
 
     def __init__(self, node: NodeAgentService) -> None:
         self._node = node
@@ -497,23 +508,23 @@ class _Collector:
                 newest.add_metric([state.job], state.newest_committed)
         yield newest
         yield epoch
-        upto = GaugeMetricFamily(
+        protected = GaugeMetricFamily(
             "tieredckpt_protected_step",
             "Newest step with all the copies it was to have, or durable; -1 for none.",
             labels=["job"],
         )
-        without = GaugeMetricFamily(
+        unprotected = GaugeMetricFamily(
             "tieredckpt_unprotected_seconds", "How long newer saves have lacked it; 0: none does.", labels=["job"]
         )
         for state in self._node.store.status().jobs:
-            found, now = self._node.protection(state.job), time.time()
-            upto.add_metric([state.job], found.step)
-            since = found.unprotected_since
-            without.add_metric([state.job], 0.0 if since is None else max(0.0, now - since))
-        yield upto
-        yield without
-        seen = CounterMetricFamily("tieredckpt_trainer", "What the trainers measured.", labels=["job", "what"])
+            protection, now = self._node.protection(state.job), time.time()
+            protected.add_metric([state.job], protection.step)
+            since = protection.unprotected_since
+            unprotected.add_metric([state.job], 0.0 if since is None else max(0.0, now - since))
+        yield protected
+        yield unprotected
+        measured = CounterMetricFamily("tieredckpt_trainer", "What the trainers measured.", labels=["job", "what"])
         for job, values in list(self._node.trainer_metrics.items()):
-            for what, value in list(values.items()):
-                seen.add_metric([job, what], value)
-        yield seen
+            for name, value in list(values.items()):
+                measured.add_metric([job, name], value)
+        yield measured

@@ -47,40 +47,36 @@ from tieredckpt.agent.agent_service import NodeAgentService
 from tieredckpt.errors import UsageError
 from tieredckpt.settings import Settings, override_settings
 
-# -- over the socket ----------------------------------------------------------------------------------------------
-
 
 def agent_operations(node: NodeAgentService) -> dict[str, Operation]:
-    """The operations a checkpoint's agent answers beyond those of a store."""
+    """Return the operations that the node agent serves on its socket besides those of the store."""
     none = type(None)
 
-    def configure(args: ConfigureRequest, who: ProcessIdentity | None) -> None:
+    def configure(args: ConfigureRequest, client: ProcessIdentity | None) -> None:
         if args.durable.url.startswith("memory:"):
             raise UsageError("a memory:// durable tier would end with the agent: it is for tests in one process")
-        override_settings(
-            Settings(), durable=dataclasses.asdict(args.durable)
-        )  # a size or a number that cannot be is refused
-        node.configure(args.job, args.durable, check=args.check, owner=who)
+        override_settings(Settings(), durable=dataclasses.asdict(args.durable))  # raises for an invalid size or number
+        node.configure(args.job, args.durable, check=args.check, owner=client)
 
-    def survey(args: ListStepsRequest, _: object) -> StepInventory:
+    def list_steps(args: ListStepsRequest, _: object) -> StepInventory:
         patience_s = min(max(args.patience_s, 0.0), MAX_AGENT_WAIT_S)
         return node.list_steps(args.job, fresh=args.fresh, patience_s=patience_s)
 
-    def wait(args: WaitDurableRequest, _: object) -> DrainStatus | None:
+    def wait_durable(args: WaitDurableRequest, _: object) -> DrainStatus | None:
         return node.wait_durable(args.job, args.version_id, min(max(args.timeout_s, 0.0), MAX_AGENT_WAIT_S))
 
-    def durability(args: ShardReplicationRequest, _: object) -> ShardReplication:
+    def replication_status(args: ShardReplicationRequest, _: object) -> ShardReplication:
         timeout_s = min(max(args.timeout_s, 0.0), MAX_AGENT_WAIT_S)
         return node.replication_status(args.key, copies=args.copies, domains=args.domains, timeout_s=timeout_s)
 
-    def observe(args: AddMetricsRequest, _: object) -> ProtectionStatus:
+    def add_metrics(args: AddMetricsRequest, _: object) -> ProtectionStatus:
         if len(args.values) > 100:
             raise RequestError("too many metrics at once")
         return node.add_metrics(args.job, args.values)
 
     return {
         "configure": Operation(ConfigureRequest, none, configure),
-        "list_steps": Operation(ListStepsRequest, StepInventory, survey),
+        "list_steps": Operation(ListStepsRequest, StepInventory, list_steps),
         "step_summary": Operation(StepSummaryRequest, StepSummary, lambda a, _: node.step_summary(a.job, a.version_id)),
         "step_names": Operation(
             StepNamesRequest, BlobPage, lambda a, _: node.step_names_page(a.job, a.version_id, a.digest, a.start)
@@ -104,15 +100,17 @@ def agent_operations(node: NodeAgentService) -> dict[str, Operation]:
             DropStepsRequest, none, lambda a, _: node.drop_steps(a.job, a.versions, durable=a.durable)
         ),
         "load_started": Operation(
-            LoadStartedRequest, none, lambda a, who: node.report_load_started(a.job, a.version_id, a.rank, owner=who)
+            LoadStartedRequest,
+            none,
+            lambda a, client: node.report_load_started(a.job, a.version_id, a.rank, owner=client),
         ),
         "step_restored": Operation(
             StepRestoredRequest,
             none,
-            lambda a, who: node.report_restored(a.job, a.version_id, goes_on=a.goes_on, owner=who),
+            lambda a, client: node.report_restored(a.job, a.version_id, goes_on=a.goes_on, owner=client),
         ),
         "load_ended": Operation(
-            LoadEndedRequest, none, lambda a, who: node.report_load_ended(a.job, stepped=a.stepped, owner=who)
+            LoadEndedRequest, none, lambda a, client: node.report_load_ended(a.job, stepped=a.stepped, owner=client)
         ),
         "join": Operation(JoinPeersRequest, none, lambda a, _: node.join_peers(a.job, a.plan)),
         "isolate": Operation(
@@ -124,9 +122,9 @@ def agent_operations(node: NodeAgentService) -> dict[str, Operation]:
         "peer_credentials": Operation(
             AgentJobRequest, ReaderCredentials | None, lambda a, _: node.peer_credentials(a.job)
         ),
-        "replication_status": Operation(ShardReplicationRequest, ShardReplication, durability),
+        "replication_status": Operation(ShardReplicationRequest, ShardReplication, replication_status),
         "cluster": Operation(AgentJobRequest, ClusterStatus, lambda a, _: node.cluster_status(a.job)),
         "drain_status": Operation(AgentJobRequest, tuple[DrainStatus, ...], lambda a, _: node.drain_status(a.job)),
-        "wait_durable": Operation(WaitDurableRequest, DrainStatus | None, wait),
-        "observe": Operation(AddMetricsRequest, ProtectionStatus, observe),
+        "wait_durable": Operation(WaitDurableRequest, DrainStatus | None, wait_durable),
+        "observe": Operation(AddMetricsRequest, ProtectionStatus, add_metrics),
     }

@@ -1,4 +1,4 @@
-"""NodeAgentService: answers about steps here, on peers and in the durable tier, and quarantine."""
+"""NodeAgentService: steps in memory, on peers and in the durable tier, and quarantine."""
 
 from __future__ import annotations
 
@@ -97,8 +97,8 @@ from tieredckpt.settings import DurableSettings
 
 log = logging.getLogger(__name__)
 
-_KEPT_MAPS = 4
-_SAY_S = 60.0
+_MAX_LOCATORS = 4
+_LOG_S = 60.0
 
 
 class _DamageNote(msgspec.Struct, frozen=True):
@@ -108,7 +108,7 @@ class _DamageNote(msgspec.Struct, frozen=True):
 
 
 class _CheckedSettings(msgspec.Struct, frozen=True):
-    """The durable tier that a process has named, before a save has used it."""
+    """Durable settings that a process has checked and no save has used yet."""
 
     durable: DurableSettings
     owner: ProcessIdentity
@@ -116,7 +116,7 @@ class _CheckedSettings(msgspec.Struct, frozen=True):
 
 @dataclasses.dataclass(eq=False)
 class _OpenCatalog:
-    """A durable tier, and how many use it now."""
+    """An open durable tier and the number of its current users."""
 
     settings: DurableSettings
     catalog: DurableCatalog | None
@@ -128,7 +128,7 @@ class _OpenCatalog:
 
 
 class NodeAgentService(StoreListener):
-    """A :class:`~tieredckpt.agent.agent_api.NodeAgentAPI` over this process's own store."""
+    """A :class:`~tieredckpt.agent.agent_api.NodeAgentAPI` over the store of this process."""
 
     def __init__(
         self,
@@ -141,36 +141,34 @@ class NodeAgentService(StoreListener):
     ) -> None:
         self.store = store
         self._page_bytes = page_bytes
-        self._maps: dict[tuple[str, VersionId], StepLocator] = {}
-        """The steps that were described last."""
+        self._locators: dict[tuple[str, VersionId], StepLocator] = {}
+        """Locators of the steps described last."""
         self.peers = PeerTier(node_peers) if node_peers is not None else None
         self._open = open_durable
         self._writer = writer
         self._lock = threading.Lock()
-        self._opening = threading.Lock()
-        """Of what is opened at a URL, and of which URL that is; before the other lock."""
+        self._catalogs_lock = threading.Lock()
+        """Guards the open catalogs and their settings. Taken before ``_lock``."""
         self._catalogs: dict[str, _OpenCatalog] = {}
         self._checked_catalogs: dict[str, _OpenCatalog] = {}
-        """Durable tiers that a process named and no save has used yet."""
-        self._checking = threading.Lock()
-        """Held while those are replaced."""
+        """Durable tiers by job that a process has checked and no save has used yet."""
+        self._checked_lock = threading.Lock()
+        """Held while a job's checked settings are replaced."""
         self._opened: list[_OpenCatalog] = []
-        """Those, and what is still used of what was opened with settings that do not count any more."""
+        """All open catalogs, including replaced ones that are still in use."""
         self._crashed = CrashedLoads()
         self._settings: dict[str, DurableSettings] = {}
         self.cluster_settings: ClusterSettingsWatcher | None = None
-        """Where the agent follows what the cluster says."""
+        """Watcher of the cluster's settings; ``None`` if the agent does not follow them."""
         self.trainer_metrics: dict[str, Counter[str]] = defaultdict(Counter)
-        self._left_out: dict[str, tuple[int, int, float]] = {}
-        """By job: the newest protected step, how many saves were left out since, and when the first one was."""
-        self._said: dict[str, tuple[bool, float]] = {}
-        """By job: whether it was said last that it is unprotected, and when."""
-        self._telling = ThreadPoolExecutor(1, thread_name_prefix="tieredckpt-tell")
+        self._missed_saves: dict[str, tuple[int, int, float]] = {}
+        """By job: newest protected step, number of saves missed since, and the Unix time of the first of them."""
+        self._logged_protection: dict[str, tuple[bool, float]] = {}
+        """By job: whether the last log line reported it as unprotected, and the monotonic time of that line."""
+        self._notifier = ThreadPoolExecutor(1, thread_name_prefix="tieredckpt-tell")
         self.drain = Drain(store, self, writer=writer)
         store.subscribe(self)
         store.subscribe(self.drain)
-
-    # -- Node -------------------------------------------------------------------------------------------------
 
     def configure(
         self,
@@ -180,59 +178,59 @@ class NodeAgentService(StoreListener):
         check: DurableCheck = "none",
         owner: ProcessIdentity | None = None,
     ) -> None:
-        """Remember where this job's steps become durable. A changed URL takes effect with the next step."""
+        """Store the job's durable settings. A changed URL takes effect with the next step."""
         if check == "none":
-            self._remember(job, durable)
+            self._store_settings(job, durable)
             return
         known = self.durable_settings(job)
         if durable.url:
             check_durable(self._open, job, durable, writes=check == "write")
         if durable.url and (known.url, known.options) == (durable.url, durable.options):
-            self._remember(job, durable)
+            self._store_settings(job, durable)
         else:
             self._set_checked(job, durable, owner or current_process())
 
-    def _remember(self, job: str, durable: DurableSettings) -> None:
+    def _store_settings(self, job: str, durable: DurableSettings) -> None:
         data = msgspec.msgpack.encode(durable)
         if (
             self._blob(job, DURABLE_SETTINGS_BLOB) != data
-        ):  # what is kept counts, not what this agent remembers: the job may be new
+        ):  # compare the stored blob: the cached settings may be those of an expired job
             self.store.put_blob(job, DURABLE_SETTINGS_BLOB, data)
-        before = self.durable_settings(job)
-        with self._checking:
+        previous = self.durable_settings(job)
+        with self._checked_lock:
             if self._blob(job, CHECKED_SETTINGS_BLOB) is not None:
                 self.store.remove_blob(job, CHECKED_SETTINGS_BLOB)
-        if before != durable:
+        if previous != durable:
             self._forget_catalog(job)
-        if (before.url, before.options) != (durable.url, durable.options):
+        if (previous.url, previous.options) != (durable.url, durable.options):
             self.drain.destination_changed(job)
         self.drain.retry_now()
 
     def list_steps(self, job: str, *, fresh: bool = False, patience_s: float = 0.0) -> StepInventory:
-        if job == MEMORY_SERVICE_JOB:  # shards of somebody else's, which are nobody's steps
+        if job == MEMORY_SERVICE_JOB:  # shards of the memory service are not steps
             return StepInventory((), {})
         unreachable: dict[Tier, str] = {}
-        elsewhere: FactsByGroup = {}
-        known_here = self.store.jobs.versions(job)
-        torn = tuple(sorted(known_here.aborted))
-        once_whole = [known_here.last_committed()]
+        on_peers: FactsByGroup = {}
+        versions = self.store.jobs.versions(job)
+        aborted = tuple(sorted(versions.aborted))
+        once_complete = [versions.last_committed()]
         if self.peers is not None:
             try:
                 if patience_s > 0:
                     self.peers.wait_for_pending_commits(job, patience_s)
-                # What was sealed a moment ago counts: a job that goes on at once must not find an older step.
-                elsewhere, silent, whole = self.peers.peer_facts(job)
+                # Query the peers again: a job that resumes at once must find a step sealed a moment ago.
+                on_peers, unreachable_peers, newest_on_peers = self.peers.peer_facts(job)
             except UnavailableError as error:
-                silent, whole = str(error), None
-            once_whole.append(whole)
-            if silent:
-                unreachable[Tier.PEER] = silent
+                unreachable_peers, newest_on_peers = str(error), None
+            once_complete.append(newest_on_peers)
+            if unreachable_peers:
+                unreachable[Tier.PEER] = unreachable_peers
         covers = functools.partial(self._covers, job)
-        views = {view.version_id: view for view in memory_step_statuses(self.store.list_shards(job), elsewhere, covers)}
-        plain: tuple[int, ...] = ()
+        views = {view.version_id: view for view in memory_step_statuses(self.store.list_shards(job), on_peers, covers)}
+        plain_steps: tuple[int, ...] = ()
         self._add_damaged(job, views)
         try:
-            plain = self._add_durable(job, views, fresh=fresh)
+            plain_steps = self._add_durable(job, views, fresh=fresh)
         except (TierUnavailableError, DurableRefusedError, UsageError) as error:
             unreachable[Tier.DURABLE] = str(error)
         for group, count in self._crashed.count(job).items():
@@ -245,24 +243,24 @@ class NodeAgentService(StoreListener):
             views[group] = msgspec.structs.replace(views[group], kept=True)
         settings = self._settings_for_reading(job)
         known = settings if settings.url else None
-        newest = max((group for group in once_whole if group is not None), default=None)
-        found = tuple(views[group] for group in sorted(views))
-        forgotten = self.store.jobs.clients.expired_job(job)
-        if forgotten is not None and any(one.candidate.is_complete and one.saved_ns > forgotten.at_ns for one in found):
-            forgotten = None  # the job has begun again since
+        newest = max((group for group in once_complete if group is not None), default=None)
+        inventory = tuple(views[group] for group in sorted(views))
+        expired = self.store.jobs.clients.expired_job(job)
+        if expired is not None and any(one.candidate.is_complete and one.saved_ns > expired.at_ns for one in inventory):
+            expired = None  # the job has saved a complete step since
         return StepInventory(
-            found, unreachable, plain, known, newest, forgotten, torn, self.store.table.unrecognized(job=job)
+            inventory, unreachable, plain_steps, known, newest, expired, aborted, self.store.table.unrecognized(job=job)
         )
 
     def describe_step(self, job: str, group: VersionId) -> StepDescription:
         return describe_step(self, job, group)
 
     def step_names(self, job: str, group: VersionId) -> StateNames:
-        return from_msgpack(unpack_blob(self._look(job, group).names()[1]), StateNames)
+        return from_msgpack(unpack_blob(self._locate(job, group).names()[1]), StateNames)
 
     def step_names_page(self, job: str, group: VersionId, digest: str, start: int) -> BlobPage:
-        """A page of :meth:`object_keys`, packed; from the beginning when ``digest`` is not what it is by now."""
-        step = self._map(job, group) if digest else self._look(job, group)
+        """Return a page of the packed names, from the beginning if ``digest`` is not the current digest."""
+        step = self._locator(job, group) if digest else self._locate(job, group)
         named, data = step.names()
         start = start if named == digest else 0
         return BlobPage(named, len(data), data[start : start + self._page_bytes])
@@ -270,15 +268,15 @@ class NodeAgentService(StoreListener):
     def step_pieces(
         self, job: str, group: VersionId, rank: int, needs: Sequence[TensorSliceNeed], objects: Sequence[str]
     ) -> PieceLocations:
-        return self._map(job, group).pieces(rank, needs, objects)
+        return self._locator(job, group).pieces(rank, needs, objects)
 
     def step_parts(
         self, job: str, group: VersionId, parts: Sequence[int], *, item_sizes: bool = False
     ) -> ShardLocations:
-        return self._map(job, group).parts(parts, item_sizes=item_sizes)
+        return self._locator(job, group).parts(parts, item_sizes=item_sizes)
 
     def step_summary(self, job: str, group: VersionId) -> StepSummary:
-        step = self._look(job, group)
+        step = self._locate(job, group)
         return StepSummary(
             tuple(step.metas),
             step.durable.created_ns if step.durable else time.time_ns(),
@@ -288,81 +286,85 @@ class NodeAgentService(StoreListener):
         )
 
     def step_layouts(self, job: str, group: VersionId, layouts: Sequence[str], tables: Sequence[str]) -> LayoutsPage:
-        step = self._map(job, group)
+        step = self._locator(job, group)
         room = self._page_bytes
-        found, beside = dict[str, bytes](), dict[str, bytes]()
+        layouts_found, tables_found = dict[str, bytes](), dict[str, bytes]()
         known = step.durable.tables if step.durable is not None else {}
         for digest in [*layouts, *tables]:
             if room < 0:
-                return LayoutsPage(found, beside, more=True)
+                return LayoutsPage(layouts_found, tables_found, more=True)
             if digest in layouts:
-                data = found[digest] = pack_blob(self._layouts(job, [digest], step.durable)[digest])
+                data = layouts_found[digest] = pack_blob(self._layouts(job, [digest], step.durable)[digest])
             else:
                 table = known.get(digest) or self._table(job, digest)
                 data = b"" if table is None else pack_blob(table)
                 if data:
-                    beside[digest] = data
+                    tables_found[digest] = data
             room -= len(data)
-        return LayoutsPage(found, beside, more=False)
+        return LayoutsPage(layouts_found, tables_found, more=False)
 
-    def _look(self, job: str, group: VersionId) -> StepLocator:
-        """Where everything of a step is by now."""
-        facts, sources = self.peers.holders_of_parts(job, group) if self.peers is not None else ({}, {})
-        here = {record.key.part: record for record in self.store.reader.records(job, group)}
-        seen: dict[int, ShardInfo | ShardRecord] = {**facts, **here}
-        metas = [decode_meta(fact.meta) for fact in seen.values()]
-        in_all = next((fact.parts for fact in seen.values()), 0)
-        whole = bool(metas) and (len(metas) >= in_all or self._covers(job, metas))
-        durable = self._durable_manifest(job, group, needed=not whole)
+    def _locate(self, job: str, group: VersionId) -> StepLocator:
+        """Locate all shards of a step again and cache the locator."""
+        on_peers, sources = self.peers.holders_of_parts(job, group) if self.peers is not None else ({}, {})
+        local = {record.key.part: record for record in self.store.reader.records(job, group)}
+        shards: dict[int, ShardInfo | ShardRecord] = {**on_peers, **local}
+        metas = [decode_meta(fact.meta) for fact in shards.values()]
+        parts = next((fact.parts for fact in shards.values()), 0)
+        is_complete = bool(metas) and (len(metas) >= parts or self._covers(job, metas))
+        durable = self._durable_manifest(job, group, needed=not is_complete)
         if durable is None and not metas:
             raise CheckpointNotFoundError(
                 f"job {job} has no step {group.version} ({object_keys.group_stem(group)}) here"
             )
         with self._lock:
-            before = self._maps.pop((job, group), None)
+            previous = self._locators.pop((job, group), None)
         step = StepLocator(
             group,
-            here=here,
-            elsewhere=facts,
+            here=local,
+            elsewhere=on_peers,
             sources=sources,
             durable=durable,
             layouts=lambda digests: self._layouts(job, digests, durable),
             records=lambda wanted: self.peers.records(job, group, wanted) if self.peers is not None else {},
             table=lambda digest: self._decoded_table(job, digest, durable),
-            known=StepLayoutCache() if before is None else before.known,
+            known=StepLayoutCache() if previous is None else previous.known,
             page_bytes=self._page_bytes,
         )
         with self._lock:
-            self._maps[job, group] = step
-            while len(self._maps) > _KEPT_MAPS:
-                self._maps.pop(next(iter(self._maps)))
+            self._locators[job, group] = step
+            while len(self._locators) > _MAX_LOCATORS:
+                self._locators.pop(next(iter(self._locators)))
         return step
 
-    def _map(self, job: str, group: VersionId) -> StepLocator:
+    def _locator(self, job: str, group: VersionId) -> StepLocator:
         with self._lock:
-            known = self._maps.get((job, group))
-        return known or self._look(job, group)
+            known = self._locators.get((job, group))
+        return known or self._locate(job, group)
 
     def _layouts(self, job: str, digests: Collection[str], durable: Manifest | None) -> dict[str, bytes]:
-        """Layouts, wherever they are; raises where one is nowhere."""
+        """Return layouts from the manifest, this node or other nodes.
+
+        Raise :class:`PeersLostError` if a node that may have a missing layout does not answer, or
+        :class:`CheckpointDamagedError` if no node has it.
+        """
         found: dict[str, bytes] = {}
         for digest in digests:
             stored = durable.layouts.get(digest) if durable is not None else None
             if stored is not None:
                 found[digest] = checked_layout(digest, stored)
-            elif (kept := self._unpacked(job, LAYOUT_BLOB_PREFIX + digest)) is not None:
-                found[digest] = kept
-        lacking = [digest for digest in digests if digest not in found]
-        if not lacking:
+            elif (local := self._unpacked(job, LAYOUT_BLOB_PREFIX + digest)) is not None:
+                found[digest] = local
+        missing = [digest for digest in digests if digest not in found]
+        if not missing:
             return found
-        said, everybody = (
-            self.peers.blobs(job, [LAYOUT_BLOB_PREFIX + digest for digest in lacking])
+        from_peers, all_answered = (
+            self.peers.blobs(job, [LAYOUT_BLOB_PREFIX + digest for digest in missing])
             if self.peers is not None
             else ({}, True)
         )
-        for digest in lacking:
-            layout = said.get(LAYOUT_BLOB_PREFIX + digest)
-            if layout is None and not everybody:
+        for digest in missing:
+            layout = from_peers.get(LAYOUT_BLOB_PREFIX + digest)
+            if layout is None and not all_answered:
                 raise PeersLostError(f"job {job}: nodes that may have layout {digest} do not answer")
             if layout is None:
                 raise CheckpointDamagedError(f"job {job}: layout {digest} is on no node, nor in a manifest")
@@ -370,13 +372,16 @@ class NodeAgentService(StoreListener):
         return found
 
     def _table(self, job: str, digest: str) -> bytes | None:
-        kept = self._unpacked(job, TABLE_BLOB_PREFIX + digest)
-        if kept is None and self.peers is not None:
-            kept = self.peers.blobs(job, [TABLE_BLOB_PREFIX + digest])[0].get(TABLE_BLOB_PREFIX + digest)
-        return kept
+        data = self._unpacked(job, TABLE_BLOB_PREFIX + digest)
+        if data is None and self.peers is not None:
+            data = self.peers.blobs(job, [TABLE_BLOB_PREFIX + digest])[0].get(TABLE_BLOB_PREFIX + digest)
+        return data
 
     def _unpacked(self, job: str, name: str) -> bytes | None:
-        """A layout or table of this node; ``None`` where it is damaged, too: another node's may be good."""
+        """Return a layout or table of this node.
+
+        Return ``None`` if it is missing or damaged: another node may have an intact one.
+        """
         try:
             packed = self._blob(job, name)
             return None if packed is None else unpack_named_blob(name, packed)
@@ -389,8 +394,10 @@ class NodeAgentService(StoreListener):
         return None if data is None else decode_table(data)
 
     def quarantine(self, job: str, group: VersionId, reason: str) -> None:
-        """Noted here. In the durable tier the drain says so, once this node's job writes there again: whoever finds
-        the damage may be somebody who only reads.
+        """Mark the step on this node.
+
+        The drain marks it in the durable tier after its next upload, because the process that found the damage may only
+        read that tier.
         """
         log.error("job %s step %d (%s) is quarantined: %s", job, group.version, object_keys.group_stem(group), reason)
         self.store.put_blob(job, QUARANTINE_BLOB_PREFIX + object_keys.group_stem(group), reason.encode())
@@ -403,7 +410,7 @@ class NodeAgentService(StoreListener):
                 catalog.invalidate()
 
     def quarantine_reasons(self, job: str) -> dict[VersionId, str]:
-        """What is noted on this node, and why."""
+        """Return the steps marked on this node, with the reasons."""
         stems = [
             name.removeprefix(QUARANTINE_BLOB_PREFIX)
             for name in self.store.list_blobs(job)
@@ -416,15 +423,15 @@ class NodeAgentService(StoreListener):
 
     def drop_steps(self, job: str, groups: Sequence[VersionId], *, durable: bool = True) -> None:
         survey = self.list_steps(job, fresh=True)
-        stay = set() if durable else {view.version_id for view in survey.views if view.durable}
-        gone = [group for group in groups if group not in stay]
-        require_no_revival(job, [view.candidate for view in survey.views], gone)
+        retained = set() if durable else {view.version_id for view in survey.views if view.durable}
+        dropped = [group for group in groups if group not in retained]
+        require_no_revival(job, [view.candidate for view in survey.views], dropped)
         log.info("job %s: steps %s are dropped, as somebody asked", job, sorted(group.version for group in groups))
         self.drain.cancel_steps(job, groups)
-        silent: dict[str, str] = {}
+        unreachable: dict[str, str] = {}
         team = self.peers.team(job) if self.peers is not None else None
         if team is not None:
-            silent |= team.broadcast_delete(groups)
+            unreachable |= team.broadcast_delete(groups)
         self.store.delete_versions(job, list(groups))
         for name in self.store.list_blobs(job):
             if name.startswith(DAMAGED_BLOB_PREFIX) and any(
@@ -434,15 +441,15 @@ class NodeAgentService(StoreListener):
         try:
             with self._catalog_for_reading(job) as catalog:
                 if catalog is not None and durable:
-                    catalog.listing(fresh=True)  # what other nodes have made durable goes, too
+                    catalog.listing(fresh=True)  # includes steps that other nodes made durable
                     for group in groups:
                         delete_step(catalog, job, group)
         except (TierUnavailableError, DurableRefusedError) as error:
-            silent["the durable tier"] = str(error)
-        if silent:
-            said = "; ".join(f"{who}: {why}" for who, why in sorted(silent.items()))
+            unreachable["the durable tier"] = str(error)
+        if unreachable:
+            problems = "; ".join(f"{node}: {problem}" for node, problem in sorted(unreachable.items()))
             raise TierUnavailableError(
-                f"job {job}: what was to be dropped may still be where nobody could be told: {said}"
+                f"job {job}: what was to be dropped may still be where nobody could be told: {problems}"
             )
 
     def report_load_started(
@@ -454,7 +461,7 @@ class NodeAgentService(StoreListener):
         self, job: str, group: VersionId, *, goes_on: bool, owner: ProcessIdentity | None = None
     ) -> None:
         self._crashed.load_done(owner or current_process(), job)
-        self.store.mark_committed(job, group)  # what was loaded is
+        self.store.mark_committed(job, group)  # a step that loads is complete
         if goes_on:
             self.store.jobs.incarnations.resume_from(job, group)
 
@@ -468,7 +475,7 @@ class NodeAgentService(StoreListener):
         self._crashed.forget(job)
 
     def on_shard_damaged(self, key: ShardKey, record: ShardRecord, reason: str) -> None:
-        """A shard is gone because it was damaged: remembered, so that nobody takes its step for one that never was."""
+        """Record the damage, so that the step is listed as damaged and not as one that never existed."""
         note = _DamageNote(key, record.parts, reason)
         self.store.put_blob(
             key.job,
@@ -477,18 +484,18 @@ class NodeAgentService(StoreListener):
         )
 
     def on_shard_sealed(self, record: ShardRecord) -> None:
-        """The job got past every older step: those were fine, and nobody asks for their pieces now."""
+        """Drop crash counts and locators of older steps: the job has passed them, so no rank will load them."""
         self._crashed.forget(record.key.job, before=record.key.version)
         with self._lock:
-            for key in [key for key in self._maps if key[0] == record.key.job and key[1] < record.key.version_id]:
-                del self._maps[key]
+            for key in [key for key in self._locators if key[0] == record.key.job and key[1] < record.key.version_id]:
+                del self._locators[key]
 
     def drain_status(self, job: str) -> tuple[DrainStatus, ...]:
-        self._tell_drain(job)
+        self._queue_recovered_shards(job)
         return self.drain.status(job)
 
     def wait_durable(self, job: str, group: VersionId | None, timeout_s: float) -> DrainStatus | None:
-        self._tell_drain(job)
+        self._queue_recovered_shards(job)
         return self.drain.wait(job, group, timeout_s)
 
     def join_peers(self, job: str, plan: JobPeersConfig) -> None:
@@ -498,7 +505,7 @@ class NodeAgentService(StoreListener):
         self._node_peers().partition(seconds)
 
     def accept_standby(self, secret: bytes) -> PeerNode | None:
-        """Let nodes that prove ``secret`` store replicas here; return this node, or ``None`` without a port."""
+        """Accept replicas from nodes with ``secret``; return this node, or ``None`` if it does not listen."""
         return self.peers.node_peers.accept_standby(secret) if self.peers is not None else None
 
     def this_node(self) -> PeerNode | None:
@@ -515,11 +522,13 @@ class NodeAgentService(StoreListener):
         roster = team.membership.member_list
         version = roster.version if roster is not None else 0
         ranks = {node.id for node in roster.nodes} - set(roster.standby) if roster is not None else set()
-        silent = () if self._is_current(team, ranks) else sorted(ranks & team.inventory(fresh=True).unreachable.keys())
-        return KnownPeers(team.credentials.secret, tuple(team.membership.alive.values()), version, tuple(silent))
+        unreachable = (
+            () if self._is_current(team, ranks) else sorted(ranks & team.inventory(fresh=True).unreachable.keys())
+        )
+        return KnownPeers(team.credentials.secret, tuple(team.membership.alive.values()), version, tuple(unreachable))
 
     def _is_current(self, team: JobPeers, ranks: Collection[str]) -> bool:
-        """Whether this node has a rank, or all shards of the newest step that is known to be replicated."""
+        """Return whether this node has a rank, or all shards of the newest replicated step that it knows."""
         if team.this_node.id in ranks:
             return True
         newest = team.newest_replicated
@@ -550,40 +559,42 @@ class NodeAgentService(StoreListener):
         return msgspec.structs.replace(cluster_status_of(team), protected=self.protection(job))
 
     def protection(self, job: str) -> ProtectionStatus:
-        """Up to which step this node knows the job to be safe, and since when not; waits for nobody."""
+        """Return the job's protection as this node knows it, without waiting for other nodes."""
         team = self.peers.team(job) if self.peers is not None else None
-        safe = -1
-        # The only copy is lost with its node, also where no other node is left that could hold one.
+        protected = -1
+        # Without another live node nothing counts as replicated: the only copy is lost with this node.
         if team is not None and team.settings.requires_replication and len(team.membership.alive) > 1:
-            safe = team.newest_replicated.version if team.newest_replicated is not None else -1
-        safe = max([safe, *(view.version_id.version for view in self.drain.status(job) if view.state == "done")])
+            protected = team.newest_replicated.version if team.newest_replicated is not None else -1
+        protected = max(
+            [protected, *(view.version_id.version for view in self.drain.status(job) if view.state == "done")]
+        )
         epoch = self.store.epoch(job)
         own = [fact for fact in self.store.replicas.list_shards(job) if not fact.holders and fact.key.epoch == epoch]
-        newer = [fact.sealed_ns / 1e9 for fact in own if fact.key.version > safe]
+        newer = [fact.sealed_ns / 1e9 for fact in own if fact.key.version > protected]
         now = time.time()
         with self._lock:
-            at, missed, first = self._left_out.get(job, (safe, 0, 0.0))
-            if at != safe:
-                missed, first = 0, 0.0
-            self._left_out[job] = safe, missed, first
-        found = protection_status(safe, newer, (missed, first), now=now)
-        return msgspec.structs.replace(found, upload_problem=self.drain.problem(job))
+            counted_from, missed_saves, first = self._missed_saves.get(job, (protected, 0, 0.0))
+            if counted_from != protected:
+                missed_saves, first = 0, 0.0
+            self._missed_saves[job] = protected, missed_saves, first
+        status = protection_status(protected, newer, (missed_saves, first), now=now)
+        return msgspec.structs.replace(status, upload_problem=self.drain.problem(job))
 
-    def _say_protection(self, job: str) -> ProtectionStatus:
-        """One line when it changes, and no more than one a minute."""
-        found, now = self.protection(job), time.monotonic()
+    def _log_protection(self, job: str) -> ProtectionStatus:
+        """Return the job's protection and log its changes, at most one line a minute."""
+        status, now = self.protection(job), time.monotonic()
         with self._lock:
-            was, said_at = self._said.get(job, (False, -math.inf))
-            is_bad = found.unprotected_since is not None
-            if is_bad == was or now - said_at < _SAY_S:
-                return found
-            self._said[job] = is_bad, now
-        log.log(logging.WARNING if is_bad else logging.INFO, "job %s: %s", job, describe_protection(found))
-        return found
+            was_bad, logged_at = self._logged_protection.get(job, (False, -math.inf))
+            is_bad = status.unprotected_since is not None
+            if is_bad == was_bad or now - logged_at < _LOG_S:
+                return status
+            self._logged_protection[job] = is_bad, now
+        log.log(logging.WARNING if is_bad else logging.INFO, "job %s: %s", job, describe_protection(status))
+        return status
 
     @property
     def teams(self) -> list[JobPeers]:
-        """The jobs of this node that have other nodes."""
+        """Peers of each job that has other nodes."""
         return self.peers.node_peers.all_job_peers if self.peers is not None else []
 
     def _node_peers(self) -> NodePeers:
@@ -598,39 +609,38 @@ class NodeAgentService(StoreListener):
                 counter[name] += value  # type: ignore[assignment]
         missed = int(values.get("skipped", 0) + values.get("failed", 0))
         if missed:
-            self.protection(job)  # what was left out before the newest protected step does not count any more
+            self.protection(job)  # resets the count if a newer step is protected
             with self._lock:
-                at, before, first = self._left_out[job]
-                self._left_out[job] = at, before + missed, first or time.time()
-        return self._say_protection(job)
+                protected, earlier, first = self._missed_saves[job]
+                self._missed_saves[job] = protected, earlier + missed, first or time.time()
+        return self._log_protection(job)
 
     def close(self) -> None:
         self.drain.stop()
-        with self._opening:
+        with self._catalogs_lock:
             for one in self._opened:
                 if one.catalog is not None:
                     one.catalog.store.interrupt()
         self.drain.close()
-        self._telling.shutdown(cancel_futures=True)
-        with self._opening:
+        self._notifier.shutdown(cancel_futures=True)
+        with self._catalogs_lock:
             opened, self._opened, self._catalogs, self._checked_catalogs = self._opened, [], {}, {}
         for one in opened:
             one.close()
 
-    # -- for the drain ----------------------------------------------------------------------------------------
-
     def durable_settings(self, job: str) -> DurableSettings:
         with self._lock:
-            kept = self._settings.get(job)
-            if kept is None:
+            settings = self._settings.get(job)
+            if settings is None:
                 blob = self._blob(job, DURABLE_SETTINGS_BLOB)
-                kept = from_msgpack(blob, DurableSettings) if blob else DurableSettings()
-                self._settings[job] = kept
-            return kept
+                settings = from_msgpack(blob, DurableSettings) if blob else DurableSettings()
+                self._settings[job] = settings
+            return settings
 
     def catalog(self, job: str) -> contextlib.AbstractContextManager[DurableCatalog | None]:
-        """The job's durable tier, opened once; ``None`` when it has none. While it is used it stays open, also where
-        other settings come.
+        """Return a context with the job's durable tier, or ``None`` if it has none.
+
+        The tier is opened once and stays open while in use, even if the settings change.
         """
         return self._catalog(job, self._catalogs, self.durable_settings)
 
@@ -638,7 +648,7 @@ class NodeAgentService(StoreListener):
     def _catalog(
         self, job: str, catalogs: dict[str, _OpenCatalog], settings_of: Callable[[str], DurableSettings]
     ) -> Iterator[DurableCatalog | None]:
-        with self._opening:
+        with self._catalogs_lock:
             settings = settings_of(job)
             opened = catalogs.get(job)
             if opened is None or opened.settings != settings:
@@ -649,7 +659,7 @@ class NodeAgentService(StoreListener):
         try:
             yield opened.catalog
         finally:
-            with self._opening:
+            with self._catalogs_lock:
                 opened.users -= 1
             self._close_unused()
 
@@ -659,34 +669,34 @@ class NodeAgentService(StoreListener):
         return self.peers.committer_of(job, group) in (None, self.peers.node_peers.node_id)
 
     def announce_not_durable(self, job: str, group: VersionId, why: str) -> None:
-        with contextlib.suppress(RuntimeError):  # this agent ends
-            self._telling.submit(self._tell_not_durable, job, group, why)
+        with contextlib.suppress(RuntimeError):  # the agent is shutting down
+            self._notifier.submit(self._broadcast_not_durable, job, group, why)
 
-    def _tell_not_durable(self, job: str, group: VersionId, why: str) -> None:
+    def _broadcast_not_durable(self, job: str, group: VersionId, why: str) -> None:
         team = self.peers.team(job) if self.peers is not None else None
-        silent = team.broadcast_not_durable(group, why) if team is not None else {}
-        if silent:
-            said = "; ".join(f"{node}: {problem}" for node, problem in sorted(silent.items()))
-            log.warning("job %s: not all nodes have heard that step %d is not durable: %s", job, group.version, said)
+        unreachable = team.broadcast_not_durable(group, why) if team is not None else {}
+        if unreachable:
+            problems = "; ".join(f"{node}: {problem}" for node, problem in sorted(unreachable.items()))
+            log.warning(
+                "job %s: not all nodes have heard that step %d is not durable: %s", job, group.version, problems
+            )
 
     def describe_shard(self, record: ShardRecord) -> tuple[ShardIndex, bytes, bytes]:
-        """A sealed shard's index, layout and table."""
+        """Return a sealed shard's index, layout and table; the table is empty if the shard has none."""
         meta = decode_meta(record.meta)
         index = ShardIndex(record.key, record.parts, record.size_bytes, record.chunk_bytes, record.checksums, meta)
         job = record.key.job
         layout = self._layouts(job, [meta.layout], None)[meta.layout]
         return index, layout, (self._table(job, meta.table) or b"") if meta.table else b""
 
-    # -- a durable tier that no save has used yet -------------------------------------------------------------
-
     def _set_checked(self, job: str, durable: DurableSettings, owner: ProcessIdentity) -> None:
-        """Have reads of ``job`` use ``durable`` while ``owner`` runs; without a URL, no longer."""
-        with self._checking:
-            kept = [one for one in self._checked(job) if one.owner != owner]
+        """Read ``job`` from the tier ``durable`` while ``owner`` runs. Settings without a URL end this."""
+        with self._checked_lock:
+            settings = [one for one in self._checked(job) if one.owner != owner]
             if durable.url:
-                kept.append(_CheckedSettings(durable, owner))
-            if kept:
-                self.store.put_blob(job, CHECKED_SETTINGS_BLOB, msgspec.msgpack.encode(kept))
+                settings.append(_CheckedSettings(durable, owner))
+            if settings:
+                self.store.put_blob(job, CHECKED_SETTINGS_BLOB, msgspec.msgpack.encode(settings))
             elif self._blob(job, CHECKED_SETTINGS_BLOB) is not None:
                 self.store.remove_blob(job, CHECKED_SETTINGS_BLOB)
 
@@ -697,7 +707,7 @@ class NodeAgentService(StoreListener):
         return [one for one in from_msgpack(blob, list[_CheckedSettings]) if one.owner.is_alive]
 
     def _settings_for_reading(self, job: str) -> DurableSettings:
-        """Return the settings that a running process named last, or those that the job's saves use."""
+        """Return the settings that a running process checked last, or those of the job's saves."""
         checked = self._checked(job)
         return checked[-1].durable if checked else self.durable_settings(job)
 
@@ -707,18 +717,17 @@ class NodeAgentService(StoreListener):
             return self.catalog(job)
         return self._catalog(job, self._checked_catalogs, lambda _: checked[-1].durable)
 
-    # -- inside -----------------------------------------------------------------------------------------------
-
-    def _tell_drain(self, job: str) -> None:
-        """What a killed agent left is drained once it is verified; that nothing is to do would be wrong until then."""
+    def _queue_recovered_shards(self, job: str) -> None:
+        """Queue a killed agent's shards for the drain. Before they are verified it does not list them."""
         own = {fact.key for fact in self.store.list_shards(job) if not fact.holders}
-        unknown = {key.version_id for key in own if not self.drain.is_tracking(job, key.version_id)}
-        for group in sorted(unknown):
+        untracked = {key.version_id for key in own if not self.drain.is_tracking(job, key.version_id)}
+        for group in sorted(untracked):
             for record in self.store.reader.records(job, group):
                 if record.key in own:
                     self.drain.on_shard_sealed(record)
 
     def _covers(self, job: str, metas: Sequence[ShardMeta]) -> bool:
+        """Return whether these shards hold the whole state; false if a table or layout cannot be read."""
         digests = dict.fromkeys(meta.table for meta in metas if meta.table)
         try:
             table = next((found for one in digests if (found := self._decoded_table(job, one, None)) is not None), None)
@@ -727,11 +736,11 @@ class NodeAgentService(StoreListener):
             layouts = self._layouts(job, {meta.layout for meta in metas}, None)
             return not missing_entries(table, map(decode_layout, layouts.values()))
         except (PeerStoreError, PeersLostError, CheckpointDamagedError):
-            return False  # who has it does not answer, or nobody has: it is not known to be covered
+            return False
 
     def _add_damaged(self, job: str, views: dict[VersionId, StepStatus]) -> None:
-        """Put what was lost to damage beside what is there, until a newer step is whole."""
-        whole = max((group for group, view in views.items() if view.candidate.is_complete), default=None)
+        """Add damaged parts to ``views``; delete notes of parts that exist again or precede a complete step."""
+        newest_complete = max((group for group, view in views.items() if view.candidate.is_complete), default=None)
         for name in self.store.list_blobs(job):
             blob = self._blob(job, name) if name.startswith(DAMAGED_BLOB_PREFIX) else None
             if blob is None:
@@ -739,19 +748,19 @@ class NodeAgentService(StoreListener):
             note = from_msgpack(blob, _DamageNote)
             group, part = note.key.version_id, note.key.part
             view = views.get(group) or StepStatus(group, note.parts, {})
-            if part in view.found or (whole is not None and whole > group):
+            if part in view.found or (newest_complete is not None and newest_complete > group):
                 self.store.remove_blob(job, name)
             else:
                 views[group] = msgspec.structs.replace(view, damaged={**view.damaged, part: note.reason})
 
     def _add_durable(self, job: str, views: dict[VersionId, StepStatus], *, fresh: bool) -> tuple[int, ...]:
-        """Put what the durable tier has beside what is in memory; the answer is the plain checkpoints there."""
+        """Add the durable tier's steps to ``views``; return the steps of plain checkpoints there."""
 
         def listed() -> CatalogListing | None:
             with self._catalog_for_reading(job) as catalog:
                 return None if catalog is None else catalog.listing(fresh=fresh)
 
-        listing = deadlines.run_within_deadline(listed, functools.partial(self._late, job))
+        listing = deadlines.run_within_deadline(listed, functools.partial(self._timeout_error, job))
         if listing is None:
             return ()
         for group, entry in listing.manifests.items():
@@ -774,7 +783,7 @@ class NodeAgentService(StoreListener):
                 return catalog.manifest(group)
 
         try:
-            return deadlines.run_within_deadline(read, functools.partial(self._late, job))
+            return deadlines.run_within_deadline(read, functools.partial(self._timeout_error, job))
         except ObjectNotFoundError:
             return None
         except (TierUnavailableError, DurableRefusedError):
@@ -782,7 +791,7 @@ class NodeAgentService(StoreListener):
                 raise
             return None
 
-    def _late(self, job: str) -> TierUnavailableError:
+    def _timeout_error(self, job: str) -> TierUnavailableError:
         return TierUnavailableError(
             f"{self._settings_for_reading(job).url} has not answered in the time that was given"
         )
@@ -798,7 +807,7 @@ class NodeAgentService(StoreListener):
             return None
 
     def _forget_catalog(self, job: str) -> None:
-        with self._opening:
+        with self._catalogs_lock:
             with self._lock:
                 self._settings.pop(job, None)
             self._catalogs.pop(job, None)
@@ -808,8 +817,8 @@ class NodeAgentService(StoreListener):
         self._close_unused()
 
     def _close_unused(self) -> None:
-        """Of what other settings have taken the place of."""
-        with self._opening:
+        """Close replaced catalogs that have no users."""
+        with self._catalogs_lock:
             current = [*self._catalogs.values(), *self._checked_catalogs.values()]
             unused = [one for one in self._opened if not one.users and one not in current]
             self._opened = [one for one in self._opened if one not in unused]

@@ -1,4 +1,4 @@
-"""Follows the cluster's settings while the agent runs: applies the budget, reports what needs a restart."""
+"""The cluster's settings while the agent runs: the budget is applied, other changes need a restart."""
 
 from __future__ import annotations
 
@@ -14,37 +14,42 @@ from tieredckpt.errors import TieredCheckpointError
 log = logging.getLogger(__name__)
 
 FILE_S, ASKED_S = 10.0, 300.0
-"""How often a file is read again, and something that all nodes ask over the network."""
+"""Seconds between two reads of a file, and of a source that all nodes read over the network."""
 
 
 @dataclass(frozen=True)
 class SettingsChange:
-    """From what the agent was started with, or went on with, to what the cluster says now."""
+    """Difference between the agent's settings and the cluster's current settings."""
 
     budget: str | None
-    """The one to go on with; ``None``: it is the same, or the command line says it."""
+    """Budget to apply, or ``None``.
+
+    It is ``None`` if the budget is unchanged, if the command line fixes it, or if the memory tier is disabled.
+    """
     needs_restart: tuple[str, ...]
-    """Settings that an agent has from its start on."""
+    """Changed settings that an agent reads only at its start."""
 
 
 def settings_change(
     started: Mapping[str, Any], now: Mapping[str, Any], *, budget: str, default: str, fixed: Collection[str]
 ) -> SettingsChange:
-    """``started`` and ``now`` are what the cluster said then and says now, ``budget`` what holds, ``default`` what an
-    agent has where nobody says anything, and ``fixed`` what the command line says. Pure.
+    """Return the changes of the cluster's settings from the agent's start (``started``) to ``now``. Pure.
+
+    ``budget`` is the current budget, ``default`` the budget if the cluster sets none, and ``fixed`` the names of the
+    settings on the command line.
     """
     before, after = dict(started.get("agent", {})), dict(now.get("agent", {}))
-    wanted = str(after.pop("budget", default))
+    new_budget = str(after.pop("budget", default))
     before.pop("budget", None)
-    differ = {key for key in before.keys() | after.keys() if before.get(key) != after.get(key)} - set(fixed)
-    needs = [f"agent.{key}" for key in sorted(differ)]
-    if now.get("enabled", True) is False:  # jobs that begin from here on write to their durable tier
-        return SettingsChange(None, ("enabled", *needs))
-    return SettingsChange(None if "budget" in fixed or wanted == budget else wanted, tuple(needs))
+    changed = {key for key in before.keys() | after.keys() if before.get(key) != after.get(key)} - set(fixed)
+    needs_restart = [f"agent.{key}" for key in sorted(changed)]
+    if now.get("enabled", True) is False:  # new jobs write to their durable tier directly
+        return SettingsChange(None, ("enabled", *needs_restart))
+    return SettingsChange(None if "budget" in fixed or new_budget == budget else new_budget, tuple(needs_restart))
 
 
 class ClusterSettingsWatcher:
-    """Follows ``source`` in a thread of its own, from ``start`` to ``close``."""
+    """Thread that follows the settings in ``source`` from ``start`` to ``close``."""
 
     def __init__(
         self,
@@ -61,12 +66,12 @@ class ClusterSettingsWatcher:
         self.source = source
         self.needs_restart: tuple[str, ...] = ()
         self.problem = ""
-        """Why it could not be read last time; what was said before holds."""
+        """Why the last read failed, so that earlier settings still apply; "" if it succeeded."""
         self._read, self._started, self._apply = read, started, apply
         self.budget, self._default, self._fixed = budget, default, frozenset(fixed)
         self._every_s = every_s or (FILE_S if source.partition(":")[2].startswith("/") else ASKED_S)
         self._stop = threading.Event()
-        self._thread = threading.Thread(target=self._work, name="tieredckpt-cluster", daemon=True)
+        self._thread = threading.Thread(target=self._run, name="tieredckpt-cluster", daemon=True)
 
     def start(self) -> None:
         self._thread.start()
@@ -74,29 +79,31 @@ class ClusterSettingsWatcher:
     def close(self) -> None:
         self._stop.set()
         if self._thread.ident is not None:
-            self._thread.join(1.0)  # one that asks over the network ends by itself
+            self._thread.join(1.0)  # a read over the network may take longer; the thread is a daemon
 
     def look(self) -> None:
-        """Once."""
+        """Read the settings once and apply a changed budget; log failures and changes that need a restart."""
         try:
-            said = self._read(self.source)
-            found = settings_change(self._started, said, budget=self.budget, default=self._default, fixed=self._fixed)
-            if found.budget is not None:
-                self._apply(found.budget)
+            settings = self._read(self.source)
+            change = settings_change(
+                self._started, settings, budget=self.budget, default=self._default, fixed=self._fixed
+            )
+            if change.budget is not None:
+                self._apply(change.budget)
         except (TieredCheckpointError, PeerStoreError, OSError) as error:
             if str(error) != self.problem:
                 log.warning("%s is not followed for now, what it said before holds: %s", self.source, error)
             self.problem = str(error)
             return
         self.problem = ""
-        if found.budget is not None:
-            log.info("%s: the arena's budget is %s from here on, it was %s", self.source, found.budget, self.budget)
-            self.budget = found.budget
-        if found.needs_restart and found.needs_restart != self.needs_restart:
-            what = ", ".join(found.needs_restart)
-            log.warning("%s has changed %s: run `tieredckpt agent restart` to apply it", self.source, what)
-        self.needs_restart = found.needs_restart
+        if change.budget is not None:
+            log.info("%s: the arena's budget is %s from here on, it was %s", self.source, change.budget, self.budget)
+            self.budget = change.budget
+        if change.needs_restart and change.needs_restart != self.needs_restart:
+            names = ", ".join(change.needs_restart)
+            log.warning("%s has changed %s: run `tieredckpt agent restart` to apply it", self.source, names)
+        self.needs_restart = change.needs_restart
 
-    def _work(self) -> None:
+    def _run(self) -> None:
         while not self._stop.wait(self._every_s):
             self.look()

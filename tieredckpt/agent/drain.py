@@ -1,14 +1,14 @@
-"""Drain: sealed shards uploaded to the durable tier, then index, manifest, retention.
-
+"""Drain: the background upload of sealed shards, indexes and manifests, and retention.
 ::
 
-    waiting ──> running ──> done          the manifest is there: the step is durable
-       │           ├──────> failed        the store said no; the next step tries again
-       │           └──────> waiting       the store is away; tried again later, shard by shard
-       └──> skipped                       a newer step was sealed first and policy says skip, a save in memory needs the
-                                          slots (those go on whatever the store does), or its owner has dropped it.
-                                          Where somebody has asked for this very step it gives way to saves in memory
-                                          only, after all others, and then it has failed: that is said to who asked
+    waiting ──> running ──> done          its manifest is written: the step is durable
+       │           ├──────> failed        the store rejected it; later steps are still uploaded
+       │           └──────> waiting       the store does not answer; retried later, shard by shard
+       └──> skipped                       a newer step was sealed and durable.on_busy is "skip", a save in memory needs
+                                          the slots (such saves never wait for the store), or its owner dropped it
+
+A required step is one whose save requested durability explicitly. Only saves in memory displace it, after all other
+steps. It then counts as failed, and callers that wait for it see the failure.
 """
 
 from __future__ import annotations
@@ -54,32 +54,41 @@ from tieredckpt.settings import DurableSettings
 log = logging.getLogger(__name__)
 
 _RETRY_S = 15.0
-_OTHERS_S = 2.0
-"""Between two looks whether other nodes have done their part; this node's slots wait for it."""
+_POLL_PARTS_S = 2.0
+"""Seconds between two checks for the parts of other nodes. This node's slots stay in use meanwhile."""
 _TAKE_OVER_S = 60.0
-"""After that a node looks for all parts itself: who was to commit the step may be there and yet not do it."""
+"""Seconds after which any node may commit a step.
+
+The committing node may be alive and still fail to do so.
+"""
 _DROP_S = 30.0
-"""How long whoever drops a step waits for an upload of it."""
+"""Seconds that dropping a step waits for its upload to end."""
 _UNSURE_S = 600.0
-"""What was uploaded so long ago is looked for before it is counted on: somebody may have taken it for a dead job's."""
+"""Seconds after which uploaded shards are checked again.
+
+Garbage collection may have deleted them as orphans.
+"""
 _ABANDONED_S = 24 * 3600.0
-_REMEMBERED = 32
+_MAX_CLOSED_STEPS = 32
 _PAGE = 1000
-"""Names in a page of a listing, as S3 has them."""
+"""Names in one page of an S3 listing."""
 DRAINED_BLOB_PREFIX, JOURNAL_BLOB_PREFIX = "drained.", "upload."
-"""Prefixes of the notes a drain keeps beside a job's shards."""
+"""Prefixes of the drain's notes, which are blobs of the job."""
 
 
 class DrainContext(Protocol):
-    """What a drain has to know about jobs."""
+    """Settings, durable tiers and quarantine of jobs, as the drain needs them."""
 
     def catalog(self, job: str) -> AbstractContextManager[DurableCatalog | None]: ...
     def durable_settings(self, job: str) -> DurableSettings: ...
     def is_committer(self, job: str, group: VersionId) -> bool:
-        """Whether it is this node that looks for all parts of a step and makes it exist, of all that have some."""
+        """Return whether this node commits the step once all parts are uploaded.
+
+        One of the nodes with parts of the step does so.
+        """
 
     def announce_not_durable(self, job: str, group: VersionId, why: str) -> None:
-        """Have the job's other nodes hear that a step does not become durable. Waits for nobody."""
+        """Report to the job's other nodes, in the background, that a step will not become durable."""
 
     def describe_shard(self, record: ShardRecord) -> tuple[ShardIndex, bytes, bytes]: ...
     def quarantine_reasons(self, job: str) -> Mapping[VersionId, str]: ...
@@ -93,28 +102,31 @@ class _DrainingStep:
     base: int | None
     state: DrainState = "waiting"
     shards: dict[ShardKey, int] = field(default_factory=dict)
-    """The shards of this node, and their sizes."""
+    """Sizes of this node's shards, in bytes."""
     done: set[ShardKey] = field(default_factory=set)
     bytes_done: int = 0
     error: str = ""
     required: bool = False
-    """Somebody has asked for this very step: it gives way to saves in memory only, and not without a word."""
+    """Whether the save requested durability explicitly.
+
+    Only saves in memory displace the step; it then fails.
+    """
     over: str = ""
-    """Why it does not become durable any more, whatever is under way."""
+    """Why it can no longer become durable, even if an upload is in progress; "" if it can."""
     dropped: bool = False
-    """Its owner has said so: nothing of it stays in the durable tier."""
+    """Whether its owner dropped it. Its objects in the durable tier are then deleted."""
     cancel: threading.Event = field(default_factory=threading.Event)
-    """Ends its upload."""
+    """Set to stop its upload."""
     url: str = ""
-    """Where what is ``done`` is."""
+    """URL of the store that has the ``done`` shards."""
     held: bool = False
-    """Its shards keep their slots."""
+    """Whether its shards hold their slots."""
     not_before: float = 0.0
     sealed_at: float = 0.0
     uploaded_at: float = 0.0
-    """When this node's parts were all in the durable tier."""
+    """Time when all of this node's parts were uploaded; 0 before."""
     checked_at: float = 0.0
-    """When they were seen there last."""
+    """Time when these uploads were last checked; 0 before."""
 
     @property
     def view(self) -> DrainStatus:
@@ -127,7 +139,7 @@ class _DrainingStep:
 
 @dataclass
 class DrainTotals:
-    """Counted since the agent started."""
+    """Totals since the agent started."""
 
     steps: int = 0
     bytes: int = 0
@@ -136,17 +148,17 @@ class DrainTotals:
     errors: int = 0
     deleted: int = 0
     lag_s: float = 0.0
-    """From the last drained step's seal to its manifest."""
+    """Seconds from the last drained step's seal to its manifest."""
 
 
 class Drain(StoreListener):
-    """One background thread that makes steps durable, one after the other."""
+    """Background thread that makes steps durable, one at a time."""
 
     def __init__(
-        self, store: NodeStore, places: DrainContext, *, writer: str = "", clock: Callable[[], float] = time.monotonic
+        self, store: NodeStore, context: DrainContext, *, writer: str = "", clock: Callable[[], float] = time.monotonic
     ) -> None:
         self._store = store
-        self._places = places
+        self._context = context
         self._writer = writer
         self._clock = clock
         self._steps: dict[tuple[str, VersionId], _DrainingStep] = {}
@@ -154,18 +166,16 @@ class Drain(StoreListener):
         self._stop = threading.Event()
         self._cleaned: set[str] = set()
         self._problems: dict[str, str] = {}
-        """By job: why the newest upload failed, until one succeeds."""
+        """By job: why the last failed upload failed, until an upload succeeds."""
         self.totals = DrainTotals()
         self._thread = threading.Thread(target=self._run, name="tieredckpt-drain", daemon=True)
         self._thread.start()
-
-    # -- what comes in ----------------------------------------------------------------------------------------
 
     def on_shard_sealed(self, record: ShardRecord) -> None:
         try:
             meta = decode_meta(record.meta)
         except CheckpointDamagedError:
-            return  # a shard of somebody else's
+            return  # not a shard of a step
         key = record.key
         with self._changed:
             if not meta.durable and (key.job, key.version_id) not in self._steps:
@@ -185,7 +195,7 @@ class Drain(StoreListener):
             self._changed.notify_all()
 
     def marked(self, job: str, group: VersionId) -> None:
-        """The step is whole, although some of its parts are on other nodes."""
+        """Skip older steps: the step ``group`` is complete, with parts on other nodes."""
         with self._changed:
             step = self._steps.get((job, group))
             if step is not None:
@@ -193,8 +203,13 @@ class Drain(StoreListener):
                 self._changed.notify_all()
 
     def _supersede(self, newer: _DrainingStep) -> None:
-        """Where policy says skip, a step that waits gives up its slots for a newer whole one. Lock held."""
-        if self._places.durable_settings(newer.job).on_busy == "wait":
+        """Skip waiting steps older than the complete step ``newer``, unless durable.on_busy is "wait".
+
+        Lock held.
+
+        Required steps and steps with uploaded shards remain.
+        """
+        if self._context.durable_settings(newer.job).on_busy == "wait":
             return
         for step in list(self._steps.values()):
             older = step.job == newer.job and step.version_id < newer.version_id and step.state == "waiting"
@@ -202,9 +217,10 @@ class Drain(StoreListener):
                 self._skip(step, "a newer one is ready")
 
     def free_a_slot(self, job: str, last: bool) -> bool:
-        """A save finds no slot: first what is uploaded already need not be held, then the oldest step that waits goes.
+        """Release the slots of uploaded shards for a save, or else skip the oldest waiting step.
 
-        One that is running goes on: with it, the newest whole step and the one being written each rank has a slot.
+        A running upload continues. Each rank has slots for that step, the newest complete step and the step being
+        written.
         """
         with self._changed:
             waiting = sorted(
@@ -214,30 +230,28 @@ class Drain(StoreListener):
             uploaded = [step for step in waiting if step.held and step.done.issuperset(step.shards)]
             for step in uploaded:
                 self._unhold(step)
-            # What was asked for waits as long as the save does, unless the store is known to be away.
+            # A required step remains while the save can wait, unless its upload has failed.
             held = [step for step in waiting if step.held and (last or step.error or not step.required)]
             if not uploaded and held:
                 trouble = f"; the store: {held[0].error}" if held[0].error else ""
                 self._skip(held[0], f"it gave way to saves in memory{trouble}")
-                self._say(held[0])
+                self._announce_failure(held[0])
             return bool(uploaded or held)
 
     def retry_now(self) -> None:
-        """Settings changed: what failed may work now."""
+        """Retry failed uploads now, because the settings changed."""
         with self._changed:
             for step in self._steps.values():
                 step.not_before = 0.0
             self._changed.notify_all()
 
     def destination_changed(self, job: str) -> None:
-        """The job's durable tier is elsewhere, or another account's: what is under way begins again there."""
+        """Restart the job's uploads from the beginning, because its URL or its options changed."""
         with self._changed:
             for step in self._steps.values():
                 if step.job == job:
                     step.url = ""
                     step.cancel.set()
-
-    # -- what others see --------------------------------------------------------------------------------------
 
     @property
     def busy(self) -> bool:
@@ -253,28 +267,32 @@ class Drain(StoreListener):
             return tuple(step.view for (owner, _), step in sorted(self._steps.items()) if owner == job)
 
     def wait(self, job: str, group: VersionId | None, timeout_s: float) -> DrainStatus | None:
-        """Until ``group`` (or everything of ``job``) is not open any more."""
+        """Wait until ``group``, or every step of ``job`` for ``None``, is no longer open; return one status.
+
+        It is the status of the newest open step. With none open, it is the newest failed step's, unless a newer one is
+        durable, or else the newest step's. Return ``None`` without any step.
+        """
 
         def is_finished() -> bool:
-            steps = self._wanted(job, group)
+            steps = self._steps_of(job, group)
             return not any(step.open for step in steps)
 
         with self._changed:
             self._changed.wait_for(lambda: is_finished() or self._stop.is_set(), deadlines.remaining_s(timeout_s))
-            steps = self._wanted(job, group)
-            still = [step for step in steps if step.open]
+            steps = self._steps_of(job, group)
+            unfinished = [step for step in steps if step.open]
             failed = [step for step in steps if step.state == "failed"]
             done = [step for step in steps if step.state == "done"]
-            if not still and failed and not (done and done[-1].version_id > failed[-1].version_id):
+            if not unfinished and failed and not (done and done[-1].version_id > failed[-1].version_id):
                 return failed[-1].view
-            return (still or steps)[-1].view if steps else None
+            return (unfinished or steps)[-1].view if steps else None
 
-    def _wanted(self, job: str, group: VersionId | None) -> list[_DrainingStep]:
+    def _steps_of(self, job: str, group: VersionId | None) -> list[_DrainingStep]:
         steps = [step for (owner, found), step in self._steps.items() if owner == job and group in (None, found)]
         return sorted(steps, key=lambda step: step.version_id)
 
     def stop(self) -> None:
-        """Begin nothing new, and stop between two parts; the next agent goes on from there."""
+        """Stop the running upload between two of its parts and start no other; the next agent resumes it."""
         self._stop.set()
         with self._changed:
             for step in self._steps.values():
@@ -284,8 +302,6 @@ class Drain(StoreListener):
     def close(self) -> None:
         self.stop()
         self._thread.join()
-
-    # -- the thread -------------------------------------------------------------------------------------------
 
     def _run(self) -> None:
         while not self._stop.is_set():
@@ -311,14 +327,14 @@ class Drain(StoreListener):
             return None
 
     def _pick(self, ready: list[_DrainingStep]) -> _DrainingStep:
-        """The oldest step that waits. Called with the lock held."""
+        """Return the oldest waiting step and mark it as running. Lock held."""
         step = min(ready, key=lambda step: step.version_id)
         step.state = "running"
         step.cancel.clear()
         return step
 
     def _skip(self, step: _DrainingStep, why: str) -> None:
-        """Lock held. Whoever has asked for this very step, and not dropped it since, is told that it has failed."""
+        """Skip the step, or fail it if it is required and was not dropped. Lock held."""
         step.over = why
         if step.required and not step.dropped:
             log.error("%s step %d was to be durable and does not become so: %s", step.job, step.version_id.version, why)
@@ -331,8 +347,8 @@ class Drain(StoreListener):
         self._release(step)
         self._changed.notify_all()
 
-    def _end(self, step: _DrainingStep, why: str) -> None:
-        """It does not become durable any more, also where its upload is under way. Lock held."""
+    def _cancel(self, step: _DrainingStep, why: str) -> None:
+        """Prevent the step from becoming durable and cancel its upload. Lock held."""
         step.over = step.over or why
         step.cancel.set()
         if step.state == "waiting":
@@ -340,7 +356,7 @@ class Drain(StoreListener):
 
     def _drain(self, step: _DrainingStep) -> None:
         try:
-            with self._places.catalog(step.job) as catalog:
+            with self._context.catalog(step.job) as catalog:
                 if catalog is None:
                     self._settle(step, "failed" if step.required else "skipped", "the job has no durable tier")
                     return
@@ -348,7 +364,7 @@ class Drain(StoreListener):
                     self._drain_to(catalog, step)
                 finally:
                     if step.dropped:
-                        self._take_back(step, catalog)
+                        self._delete_dropped(step, catalog)
         except UploadCancelledError:
             with self._changed:
                 step.state = "waiting"
@@ -373,14 +389,14 @@ class Drain(StoreListener):
             self._problems[step.job] = f"step {step.version_id.version} {what}: {error}"
 
     def problem(self, job: str) -> str:
-        """Return why the newest upload of ``job`` failed; "" where none did since one succeeded."""
+        """Return why the last failed upload of ``job`` failed; "" if an upload has succeeded since."""
         with self._changed:
             return self._problems.get(job, "")
 
     def _drain_to(self, catalog: DurableCatalog, step: _DrainingStep) -> None:
         began = self._clock()
         with self._changed:
-            if step.url != catalog.store.url:  # what was uploaded to another place does not count for this one
+            if step.url != catalog.store.url:  # uploads to another store do not count
                 step.url, step.done = catalog.store.url, set()
                 step.uploaded_at = step.checked_at = 0.0
         committed = not catalog.has(step.version_id, step.base)
@@ -390,16 +406,16 @@ class Drain(StoreListener):
             raise UploadCancelledError("it is not wanted here any more")
         self._finish(step, catalog, began, committed=committed)
 
-    def _take_back(self, step: _DrainingStep, catalog: DurableCatalog) -> None:
+    def _delete_dropped(self, step: _DrainingStep, catalog: DurableCatalog) -> None:
         try:
             delete_step(catalog, step.job, step.version_id)
         except (TieredCheckpointError, OSError) as error:
             log.warning("what is in %s of %s step %d: %s", catalog.store.url, step.job, step.version_id.version, error)
 
     def _make_durable(self, step: _DrainingStep, catalog: DurableCatalog) -> bool:
-        """Upload this node's shards and, when every part is there, the manifest. False: others' parts are missing."""
-        self._gather(step)
-        self._look_again(step, catalog)
+        """Upload this node's shards and, with all parts uploaded, the manifest; return whether all parts were."""
+        self._add_local_parts(step)
+        self._recheck_uploads(step, catalog)
         step.bytes_done = sum(step.shards[key] for key in step.done)
         while True:
             with self._changed:
@@ -411,12 +427,12 @@ class Drain(StoreListener):
                 step.done.add(todo[0])
         step.uploaded_at = step.uploaded_at or self._clock()
         step.checked_at = step.checked_at or self._clock()
-        files = self._all_files(step, catalog)
+        files = self._uploaded_files(step, catalog)
         if not has_all_parts(files, step.parts):
             with self._changed:
                 if all(key in step.done for key in step.shards):
-                    # A part of this node that is sealed later wakes the step up; others' are looked for again.
-                    step.error, step.not_before = "other parts are not durable yet", self._clock() + _OTHERS_S
+                    # A shard that this node seals later resets not_before. Parts of other nodes must be polled.
+                    step.error, step.not_before = "other parts are not durable yet", self._clock() + _POLL_PARTS_S
                 step.state = "waiting"
             return False
         manifest = manifest_from_shard_files(list(files.values()), created_ns=time.time_ns(), writer=self._writer)
@@ -429,21 +445,27 @@ class Drain(StoreListener):
         failpoint("drain.committed")
         return True
 
-    def _look_again(self, step: _DrainingStep, catalog: DurableCatalog) -> None:
-        """Of what waits for other nodes' parts for long, what is not in the durable tier any more is uploaded again."""
+    def _recheck_uploads(self, step: _DrainingStep, catalog: DurableCatalog) -> None:
+        """Recheck the uploads of a step that has long waited for other nodes' parts.
+
+        Shards that the store no longer has leave ``done``.
+        """
         if step.checked_at and self._clock() - step.checked_at > _UNSURE_S:
             step.checked_at = self._clock()
-            there = {key for key in step.done if self._is_there(step.job, key, catalog)}
+            uploaded = {key for key in step.done if self._is_uploaded(step.job, key, catalog)}
             with self._changed:
-                step.done = there
+                step.done = uploaded
 
-    def _is_there(self, job: str, key: ShardKey, catalog: DurableCatalog) -> bool:
-        """Whether a shard that was noted as uploaded can still be counted on; if not, nothing is noted of it now."""
-        noted = self._note(job, DRAINED_BLOB_PREFIX + _shard_stem(key))
-        if noted is None:
+    def _is_uploaded(self, job: str, key: ShardKey, catalog: DurableCatalog) -> bool:
+        """Return whether the store still has a shard that was recorded as uploaded.
+
+        If not, delete the record.
+        """
+        note = self._read_note(job, DRAINED_BLOB_PREFIX + _shard_stem(key))
+        if note is None:
             return False
         try:
-            for name in (decode_shard_file(noted)[0].object, object_keys.shard_index_key(key)):
+            for name in (decode_shard_file(note)[0].object, object_keys.shard_index_key(key)):
                 catalog.store.get_ranges(name, [(0, 1)])
         except (ObjectNotFoundError, CheckpointDamagedError):
             log.warning("%s is not in %s any more, and uploaded again", key, catalog.store.url)
@@ -451,38 +473,43 @@ class Drain(StoreListener):
             return False
         return True
 
-    def _gather(self, step: _DrainingStep) -> None:
-        """All parts of the step that are here, also those that did not ask for it.
+    def _add_local_parts(self, step: _DrainingStep) -> None:
+        """Add this node's other parts of the step, including parts that were not sealed as durable.
 
-        The parts of a preempted rank's last step do not all know that it is the last one; of a step of files only the
-        last one knows whether it is to be durable.
+        In a preempted job not every rank knows that a step is its last one. In a step of files only the last part knows
+        whether the step is to be durable.
         """
-        copies = {fact.key for fact in self._store.list_shards(step.job) if fact.holders}
+        replicas = {fact.key for fact in self._store.list_shards(step.job) if fact.holders}
         for record in self._store.reader.records(step.job, step.version_id):
-            if record.key in copies:  # the node that wrote it makes it durable, or who took it over
+            if record.key in replicas:  # the node that wrote it, or took it over, uploads it
                 continue
             with self._changed:
                 if record.key not in step.shards:
                     self._hold(record.key)
                     step.held, step.shards[record.key] = True, record.size_bytes
 
-    def _all_files(self, step: _DrainingStep, catalog: DurableCatalog) -> dict[int, tuple[ShardIndex, bytes, bytes]]:
-        """Every part's index, or too few: of many nodes one looks for those of all, the others for what it commits."""
+    def _uploaded_files(
+        self, step: _DrainingStep, catalog: DurableCatalog
+    ) -> dict[int, tuple[ShardIndex, bytes, bytes]]:
+        """Return index, layout and table of all uploaded parts, or only of this node's.
+
+        Only the committing node lists the parts of all nodes. Other nodes do so after ``_TAKE_OVER_S``.
+        """
         own = {}
         for key in step.done:
-            note = self._note(step.job, DRAINED_BLOB_PREFIX + _shard_stem(key))
+            note = self._read_note(step.job, DRAINED_BLOB_PREFIX + _shard_stem(key))
             if note is not None:
                 own[key.part] = decode_shard_file(note)
         first_look = not step.error
         if has_all_parts(own, step.parts) or (first_look and 0 not in own):
             return own
         waited_s = self._clock() - step.uploaded_at
-        if waited_s < _TAKE_OVER_S and not self._places.is_committer(step.job, step.version_id):
+        if waited_s < _TAKE_OVER_S and not self._context.is_committer(step.job, step.version_id):
             return own
         return {**catalog.shard_files(step.version_id, at_least=step.parts), **own}
 
     def _drain_shard(self, step: _DrainingStep, catalog: DurableCatalog, key: ShardKey) -> None:
-        if self._is_there(step.job, key, catalog):  # an agent before this one has uploaded it
+        if self._is_uploaded(step.job, key, catalog):  # uploaded by an earlier agent
             step.bytes_done += step.shards[key]
             return
         try:
@@ -492,8 +519,8 @@ class Drain(StoreListener):
             raise CheckpointDamagedError(f"{key} left this node's memory before it was durable") from error
         if bad:
             raise CheckpointDamagedError(f"{key} changed in memory after it was sealed, so it is not uploaded")
-        settings = self._places.durable_settings(step.job)
-        index, layout, table = self._places.describe_shard(record)
+        settings = self._context.durable_settings(step.job)
+        index, layout, table = self._context.describe_shard(record)
         journal = _Journal(self._store, step.job)
         failpoint("drain.began")
         index = self._upload(step, catalog, settings, index, journal)
@@ -540,19 +567,22 @@ class Drain(StoreListener):
         self._store.mark_committed(step.job, step.version_id)
         self._settle(step, "done")
         log.info("%s step %d is durable in %s", step.job, step.version_id.version, catalog.store.url)
-        self._leave_torn(step)
+        self._skip_incomplete(step)
         try:
-            self._say_quarantined(step.job, catalog)
-            self._say_kept(step.job, catalog)
-            if committed:  # one node deletes for all
-                self._retain(step.job, catalog)
+            self._upload_quarantine(step.job, catalog)
+            self._exchange_retention_marks(step.job, catalog)
+            if committed:  # only the node that committed the step deletes old ones
+                self._delete_expired(step.job, catalog)
         except (TieredCheckpointError, OSError) as error:
             log.warning("old steps of %s were not deleted: %s", step.job, error)
 
-    def _leave_torn(self, newer: _DrainingStep) -> None:
-        """An older step whose part here is uploaded has waited long enough for parts that other nodes left out."""
+    def _skip_incomplete(self, newer: _DrainingStep) -> None:
+        """Skip older steps that are uploaded here and lack parts of other nodes.
+
+        With durable.on_busy "wait", skip none.
+        """
         with self._changed:
-            if self._places.durable_settings(newer.job).on_busy == "wait":
+            if self._context.durable_settings(newer.job).on_busy == "wait":
                 return
             for step in list(self._steps.values()):
                 older = step.job == newer.job and step.version_id < newer.version_id and step.state == "waiting"
@@ -560,71 +590,74 @@ class Drain(StoreListener):
                     self._skip(step, "other nodes left it out, and a newer one is durable")
             self._changed.notify_all()
 
-    def _say_quarantined(self, job: str, catalog: DurableCatalog) -> None:
+    def _upload_quarantine(self, job: str, catalog: DurableCatalog) -> None:
         listing = catalog.cached_listing()
-        for group, reason in self._places.quarantine_reasons(job).items():
+        for group, reason in self._context.quarantine_reasons(job).items():
             if group in listing.manifests and group not in listing.quarantined:
                 catalog.quarantine(group, reason)
 
-    def _say_kept(self, job: str, catalog: DurableCatalog) -> None:
-        """What was said last counts, in memory or in the durable tier: who has not heard of it says nothing older."""
+    def _exchange_retention_marks(self, job: str, catalog: DurableCatalog) -> None:
+        """Exchange retention marks between memory and the durable tier; the newer mark of a step wins."""
         listing = catalog.cached_listing()
-        for said in self._store.jobs.versions(job).retention.values():
-            if said.version_id not in listing.manifests or said.retained == (said.version_id in listing.kept):
+        for mark in self._store.jobs.versions(job).retention.values():
+            if mark.version_id not in listing.manifests or mark.retained == (mark.version_id in listing.kept):
                 continue
-            at_ns = catalog.keep_changed_at(said.version_id, kept=not said.retained)
-            if at_ns > said.at_ns:
-                self._store.replicas.apply_retention(job, (RetentionMark(said.version_id, not said.retained, at_ns),))
-            elif at_ns or said.retained:
-                catalog.keep(said.version_id, kept=said.retained, at_ns=said.at_ns)
+            at_ns = catalog.keep_changed_at(mark.version_id, kept=not mark.retained)
+            if at_ns > mark.at_ns:
+                self._store.replicas.apply_retention(job, (RetentionMark(mark.version_id, not mark.retained, at_ns),))
+            elif at_ns or mark.retained:
+                catalog.keep(mark.version_id, kept=mark.retained, at_ns=mark.at_ns)
 
     def on_version_decided(self, job: str, group: VersionId, *, torn: bool) -> None:
         with self._changed:
             step = self._steps.get((job, group))
             if torn and step is not None:
-                self._end(step, "a rank left its part out")
+                self._cancel(step, "a rank left its part out")
 
     def on_not_durable(self, job: str, group: VersionId, why: str) -> None:
-        """A part on another node: nobody here waits for it, nor uploads what can never be whole there."""
+        """Fail a step whose part on another node will not become durable, and stop its upload here."""
         with self._changed:
             step = self._steps.setdefault((job, group), _DrainingStep(job, group, 0, None, "failed", error=why))
             step.required = True
             if step.open:
-                self._end(step, why)
-            elif not step.shards:  # its parts here are sealed later
+                self._cancel(step, why)
+            elif not step.shards:  # this node may seal its parts later
                 step.over = why
                 self._forget_closed(job)
             self._changed.notify_all()
 
-    def _say(self, step: _DrainingStep) -> None:
-        """What was asked for and has failed here has failed for good, and on all nodes. Lock held."""
+    def _announce_failure(self, step: _DrainingStep) -> None:
+        """Announce a required step that failed here, so that it fails on all nodes for good. Lock held."""
         if step.required and step.state == "failed":
             step.over = step.over or step.error
-            self._places.announce_not_durable(step.job, step.version_id, step.error)
+            self._context.announce_not_durable(step.job, step.version_id, step.error)
 
     def on_versions_deleted(self, job: str, groups: Collection[VersionId]) -> None:
         with self._changed:
-            for step in self._these(job, groups):
+            for step in self._known_steps(job, groups):
                 step.dropped = True
-                self._end(step, "it was dropped")
+                self._cancel(step, "it was dropped")
 
     def cancel_steps(self, job: str, groups: Collection[VersionId]) -> None:
-        """Their owner gives these steps up: nothing more of them is uploaded, and what was goes again."""
+        """Cancel the uploads of dropped steps and wait until they end, at most ``_DROP_S`` seconds.
+
+        A canceled upload deletes its step from the durable tier.
+        """
         self.on_versions_deleted(job, groups)
         with self._changed:
-            steps = self._these(job, groups)
+            steps = self._known_steps(job, groups)
             left_s = deadlines.remaining_s(_DROP_S)
             self._changed.wait_for(lambda: not any(step.open for step in steps) or self._stop.is_set(), left_s)
 
-    def _these(self, job: str, groups: Collection[VersionId]) -> list[_DrainingStep]:
+    def _known_steps(self, job: str, groups: Collection[VersionId]) -> list[_DrainingStep]:
         return [self._steps[job, group] for group in groups if (job, group) in self._steps]
 
-    def _retain(self, job: str, catalog: DurableCatalog) -> None:
+    def _delete_expired(self, job: str, catalog: DurableCatalog) -> None:
         known = catalog.cached_listing()
-        # Others delete, mark and keep steps, too: all of it is looked at before anything goes. A listing of many pages
-        # is not for one step.
-        if len(self._victims(job, known)) > len(known.manifests) // _PAGE:
-            for group in self._victims(job, catalog.listing(fresh=True)):
+        # Other nodes and users also delete, quarantine and retain steps, so list again before deleting. If a listing
+        # has many pages, wait until it is worth deleting several steps.
+        if len(self._expired_steps(job, known)) > len(known.manifests) // _PAGE:
+            for group in self._expired_steps(job, catalog.listing(fresh=True)):
                 delete_step(catalog, job, group)
                 self.totals.deleted += 1
                 log.info("%s step %d was deleted from %s", job, group.version, catalog.store.url)
@@ -634,8 +667,8 @@ class Drain(StoreListener):
             keep = [name.removeprefix(JOURNAL_BLOB_PREFIX).replace("@", "/") for name in journals]
             catalog.store.abort_stale_uploads(f"{job}/", older_than_s=_ABANDONED_S, keep=keep)
 
-    def _victims(self, job: str, listing: CatalogListing) -> list[VersionId]:
-        settings = self._places.durable_settings(job)
+    def _expired_steps(self, job: str, listing: CatalogListing) -> list[VersionId]:
+        settings = self._context.durable_settings(job)
         return expired_steps(
             {group: entry.base for group, entry in listing.manifests.items()},
             keep_last=settings.keep_last,
@@ -644,13 +677,11 @@ class Drain(StoreListener):
             kept=listing.kept,
         )
 
-    # -- bookkeeping ------------------------------------------------------------------------------------------
-
     def _settle(self, step: _DrainingStep, state: DrainState, error: str = "") -> None:
         with self._changed:
             step.state, step.error = state, error
             self._release(step)
-            self._say(step)
+            self._announce_failure(step)
             self._changed.notify_all()
 
     def _unhold(self, step: _DrainingStep) -> None:
@@ -666,7 +697,7 @@ class Drain(StoreListener):
 
     def _forget_closed(self, job: str) -> None:
         closed = sorted((k for k, s in self._steps.items() if k[0] == job and not s.open), key=lambda k: k[1])
-        for old in closed[:-_REMEMBERED]:
+        for old in closed[:-_MAX_CLOSED_STEPS]:
             del self._steps[old]
 
     def _hold(self, key: ShardKey) -> None:
@@ -675,7 +706,7 @@ class Drain(StoreListener):
         except (ShardNotFoundError, ShardDamagedError):
             log.warning("%s was given up before it could be drained", key)
 
-    def _note(self, job: str, name: str) -> bytes | None:
+    def _read_note(self, job: str, name: str) -> bytes | None:
         try:
             return self._store.get_blob(job, name)
         except (ShardNotFoundError, ShardDamagedError):
@@ -683,10 +714,10 @@ class Drain(StoreListener):
 
 
 class _Journal:
-    """Where uploads note what they began: beside the job's shards, so that the next agent finds it.
+    """Journal of started uploads, stored as blobs of the job for the next agent.
 
-    An upload that is complete stays noted until :meth:`flush`, when the drain has noted the shard itself: an agent
-    that is killed in between leaves enough to recognise the finished object.
+    A complete upload remains in the journal until :meth:`flush`, which the drain calls after it recorded the shard. If
+    the agent is killed in between, the entry identifies the finished object.
     """
 
     def __init__(self, store: NodeStore, job: str) -> None:
@@ -698,12 +729,12 @@ class _Journal:
         if name in self._removed:
             return None
         try:
-            return self._store.get_blob(self._job, JOURNAL_BLOB_PREFIX + _flat(name))
+            return self._store.get_blob(self._job, JOURNAL_BLOB_PREFIX + _blob_name(name))
         except (ShardNotFoundError, ShardDamagedError):
             return None
 
     def put(self, name: str, data: bytes) -> None:
-        self._store.put_blob(self._job, JOURNAL_BLOB_PREFIX + _flat(name), data)
+        self._store.put_blob(self._job, JOURNAL_BLOB_PREFIX + _blob_name(name), data)
         self._removed.discard(name)
 
     def remove(self, name: str) -> None:
@@ -711,7 +742,7 @@ class _Journal:
 
     def flush(self) -> None:
         for name in self._removed:
-            self._store.remove_blob(self._job, JOURNAL_BLOB_PREFIX + _flat(name))
+            self._store.remove_blob(self._job, JOURNAL_BLOB_PREFIX + _blob_name(name))
         self._removed.clear()
 
 
@@ -719,5 +750,5 @@ def _shard_stem(key: ShardKey) -> str:
     return f"{object_keys.group_stem(key.version_id)}.{key.part}"
 
 
-def _flat(name: str) -> str:
+def _blob_name(name: str) -> str:
     return name.replace("/", "@")

@@ -35,12 +35,14 @@ from tieredckpt.format.object_keys import ManifestKey
 from tieredckpt.format.shard_layout import decode_layout
 
 _FRESH_S = 5.0
-"""The ranks of a node ask at the same time; one listing (or one failure to list) serves them all."""
-_SHARE, _OLD_S = 0.01, 600.0
-"""What the drain knows is listed again so rarely that listing takes this much of the time, or when it is so old."""
+"""Seconds for which one listing, or one failure to list, is reused.
+
+The ranks of a node request listings at the same time.
+"""
+_MAX_TIME_SHARE, _MAX_AGE_S = 0.01, 600.0
+"""Largest share of time for the drain's listings, and largest age of a listing in seconds."""
 _PATIENCE_S = 5.0
-"""Somebody waits for a listing: a trainer that starts. So long after the first try that failed it does without, or says
-what is wrong."""
+"""Seconds to retry a failed listing. A starting trainer waits for it."""
 _KEPT_MANIFESTS = 4
 
 
@@ -50,18 +52,18 @@ class CatalogListing:
     quarantined: frozenset[VersionId]
     plain_steps: tuple[int, ...]
     kept: frozenset[VersionId] = frozenset()
-    """Those that somebody wants kept."""
+    """Versions that a user marked to be retained."""
 
 
 @dataclass
 class _CachedListing:
-    """A listing, with what this process did since."""
+    """A listing, updated with this process's later changes."""
 
     at: float
     took_s: float
     listing: CatalogListing
     shared: bool = False
-    """Somebody was given it: it has to be copied before it changes."""
+    """Whether a caller holds the listing, so that it must be copied before a change."""
 
 
 class DurableCatalog:
@@ -77,23 +79,23 @@ class DurableCatalog:
         self._manifests: dict[VersionId, Manifest] = {}
 
     def listing(self, *, fresh: bool = False) -> CatalogListing:
-        """All steps there are. Errors of the store pass through: they do not mean that there are none."""
-        return self._shared(lambda: 0.0 if fresh else _FRESH_S)
+        """Return all steps. Errors of the store propagate, because they do not mean that no step exists."""
+        return self._shared_listing(lambda: 0.0 if fresh else _FRESH_S)
 
     def cached_listing(self) -> CatalogListing:
-        """All steps as this process knows them: with what it did itself, and perhaps not yet with what others did.
+        """Return all steps as this process knows them, possibly without recent changes of other processes.
 
-        So that n steps do not cost n listings of n. Nothing may be deleted for what this says alone.
+        The cache saves a listing for every new step. Do not delete anything because of this listing alone.
         """
-        return self._shared(self._age_s)
+        return self._shared_listing(self._age_s)
 
     def entry(self, group: VersionId) -> ManifestKey | None:
-        """One of the steps that are remembered."""
+        """Return a step's entry in the cached listing, or ``None``."""
         with self._lock:
-            return self._at_most(self._age_s()).listing.manifests.get(group)
+            return self._listing_at_most(self._age_s()).listing.manifests.get(group)
 
     def has(self, group: VersionId, base: int | None) -> bool:
-        """Whether a step exists by now, whoever made it: one small read, and none where that is known."""
+        """Return whether a step exists. This costs one small read unless the cached listing has it."""
         if self.entry(group) is not None:
             return True
         try:
@@ -101,23 +103,26 @@ class DurableCatalog:
         except ObjectNotFoundError:
             return False
         except CheckpointDamagedError:
-            pass  # it is there, whatever is in it
-        self._add(ManifestKey(group, quarantine=False, base=base))
+            pass  # the object exists, even if it is damaged
+        self._add_entry(ManifestKey(group, quarantine=False, base=base))
         return True
 
-    def _shared(self, age_s: Callable[[], float]) -> CatalogListing:
+    def _shared_listing(self, age_s: Callable[[], float]) -> CatalogListing:
         with self._lock:
-            known = self._at_most(age_s())
+            known = self._listing_at_most(age_s())
             known.shared = True
             return known.listing
 
     def _age_s(self) -> float:
-        """How old what is remembered may be."""
+        """Return the largest age of the cached listing, in seconds."""
         took_s = self._listing.took_s if self._listing else 0.0
-        return min(max(_FRESH_S, took_s / _SHARE), _OLD_S)
+        return min(max(_FRESH_S, took_s / _MAX_TIME_SHARE), _MAX_AGE_S)
 
-    def _at_most(self, age_s: float) -> _CachedListing:
-        """A listing no older than that; where it is 0, one that begins now. For who has the lock."""
+    def _listing_at_most(self, age_s: float) -> _CachedListing:
+        """Return a listing of at most this age in seconds, or a new one for 0. Lock held.
+
+        A failure of the last ``_FRESH_S`` seconds is raised again.
+        """
         known = self._listing
         if known and self._clock() - known.at < age_s:
             return known
@@ -151,7 +156,7 @@ class DurableCatalog:
         )
 
     def manifest(self, group: VersionId) -> Manifest:
-        """One step's manifest; read once."""
+        """Return a step's manifest, from the cache if possible."""
         with self._lock:
             kept = self._manifests.get(group)
         if kept is not None:
@@ -170,93 +175,98 @@ class DurableCatalog:
             raise CheckpointDamagedError(
                 f"the manifest of {self._job} step {group.version} describes {manifest.job} step {manifest.step}"
             )
-        self._keep(manifest)
+        self._cache_manifest(manifest)
         return manifest
 
     def commit(self, manifest: Manifest, base: int | None) -> None:
-        """Make the step exist. Whoever comes second with the same step finds it done."""
+        """Create the step's manifest, unless another node already did."""
         name = object_keys.manifest_key(self._job, manifest.group, base)
         with contextlib.suppress(ObjectExistsError):
             self.store.put(name, encode_manifest(manifest), create_only=True)
-        self._keep(manifest)
-        self._add(ManifestKey(manifest.group, quarantine=False, base=base))
+        self._cache_manifest(manifest)
+        self._add_entry(ManifestKey(manifest.group, quarantine=False, base=base))
 
     def quarantine(self, group: VersionId, reason: str) -> None:
         self.store.put(object_keys.quarantine_key(self._job, group), reason.encode())
-        self._change(lambda known: replace(known, quarantined=known.quarantined | {group}))
+        self._update_listing(lambda known: replace(known, quarantined=known.quarantined | {group}))
 
     def keep(self, group: VersionId, *, kept: bool, at_ns: int = 0) -> None:
-        """Have retention pass over the step, or not any more; said at ``at_ns``, or now and so after all before."""
-        yes, no = object_keys.keep_key(self._job, group), object_keys.release_key(self._job, group)
-        now, before = (yes, no) if kept else (no, yes)
-        at_ns = at_ns or max(time.time_ns(), self._said_at(before) + 1)
-        self.store.put(now, str(at_ns).encode())
-        self.store.delete([before])
-        self._change(lambda known: replace(known, kept=known.kept | {group} if kept else known.kept - {group}))
+        """Mark the step to be retained, or release it.
+
+        A mark without ``at_ns`` is newer than all earlier marks.
+        """
+        keep_key, release_key = object_keys.keep_key(self._job, group), object_keys.release_key(self._job, group)
+        added, removed = (keep_key, release_key) if kept else (release_key, keep_key)
+        at_ns = at_ns or max(time.time_ns(), self._marked_at(removed) + 1)
+        self.store.put(added, str(at_ns).encode())
+        self.store.delete([removed])
+        self._update_listing(lambda known: replace(known, kept=known.kept | {group} if kept else known.kept - {group}))
 
     def keep_changed_at(self, group: VersionId, *, kept: bool) -> int:
-        """When that was said of the step last, whoever said it; 0 where nobody has, or it was taken back."""
-        return self._said_at((object_keys.keep_key if kept else object_keys.release_key)(self._job, group))
+        """Return the time of the step's mark of this kind in Unix nanoseconds, or 0 without one."""
+        return self._marked_at((object_keys.keep_key if kept else object_keys.release_key)(self._job, group))
 
-    def _said_at(self, name: str) -> int:
+    def _marked_at(self, name: str) -> int:
         try:
-            said = self.store.get(name)
+            data = self.store.get(name)
         except ObjectNotFoundError:
             return 0
-        return int(said) if said.isdigit() and len(said) < 20 else 1  # there, and nobody noted when
+        return int(data) if data.isdigit() and len(data) < 20 else 1  # a mark without a valid time
 
     def shard_files(self, group: VersionId, *, at_least: int = 1) -> dict[int, tuple[ShardIndex, bytes, bytes]]:
-        """The indexes of the shards of ``group`` that were uploaded, by part: what a manifest is rebuilt from.
+        """Return index, layout and table of each uploaded shard of ``group``, by part.
 
-        They are only read when there are ``at_least`` so many; else the answer is empty.
+        With fewer than ``at_least`` of them, return nothing and read none.
         """
-        places = [
+        parsed = [
             (info.name, object_keys.parse_shard_object_key(info.name, self._job))
             for info in self.store.list(object_keys.shards_prefix(self._job, group))
         ]
-        found = [name for name, place in places if place is not None and place[2] == "index"]
+        found = [name for name, parsed_key in parsed if parsed_key is not None and parsed_key[2] == "index"]
         if len(found) < at_least:
             return {}
         files = [decode_shard_file(self.store.get(name)) for name in found]
         return {index.key.part: (index, layout, table) for index, layout, table in files}
 
     def mark_deleted(self, group: VersionId) -> None:
-        """A step is not there any more."""
+        """Remove a deleted step from the cache."""
         with self._lock:
             self._manifests.pop(group, None)
-            known = self._own()
+            known = self._mutable_listing()
             if known is not None:
                 known.manifests.pop(group, None)
             marked = known is not None and (group in known.quarantined or group in known.kept)
         if marked:
-            self._change(lambda one: replace(one, quarantined=one.quarantined - {group}, kept=one.kept - {group}))
+            self._update_listing(
+                lambda one: replace(one, quarantined=one.quarantined - {group}, kept=one.kept - {group})
+            )
 
     def invalidate(self) -> None:
         with self._lock:
             self._listing = None
             self._manifests.clear()
 
-    def _add(self, entry: ManifestKey) -> None:
+    def _add_entry(self, entry: ManifestKey) -> None:
         with self._lock:
-            known = self._own()
+            known = self._mutable_listing()
             if known is not None:
                 known.manifests[entry.version_id] = entry
 
-    def _change(self, how: Callable[[CatalogListing], CatalogListing]) -> None:
-        """What this process did needs no listing to be known."""
+    def _update_listing(self, how: Callable[[CatalogListing], CatalogListing]) -> None:
+        """Apply a change of this process to the cached listing."""
         with self._lock:
             if self._listing is not None:
                 self._listing.listing = how(self._listing.listing)
 
-    def _own(self) -> CatalogListing | None:
-        """The listing, to change its steps in place; a copy where somebody was given it. For who has the lock."""
+    def _mutable_listing(self) -> CatalogListing | None:
+        """Return the cached listing for changes in place, copied first if a caller holds it. Lock held."""
         known = self._listing
         if known is not None and known.shared:
             known.listing = replace(known.listing, manifests=dict(known.listing.manifests))
             known.shared = False
         return None if known is None else known.listing
 
-    def _keep(self, manifest: Manifest) -> None:
+    def _cache_manifest(self, manifest: Manifest) -> None:
         with self._lock:
             self._manifests[manifest.group] = manifest
             while len(self._manifests) > _KEPT_MANIFESTS:
@@ -266,14 +276,17 @@ class DurableCatalog:
 def manifest_from_shard_files(
     files: Sequence[tuple[ShardIndex, bytes, bytes]], *, created_ns: int, writer: str
 ) -> Manifest:
-    """A step's manifest out of what lies beside its shards."""
+    """Return a step's manifest, built from the index files of its shards."""
     layouts = {index.meta.layout: layout for index, layout, _ in files}
     tables = {index.meta.table: table for index, _, table in files if table}
     return build_manifest([index for index, _, _ in files], layouts, tables, created_ns=created_ns, writer=writer)
 
 
 def has_all_parts(files: Mapping[int, tuple[ShardIndex, bytes, bytes]], parts: int) -> bool:
-    """Whether these are all parts; of a step with an open number of them, all that its table names."""
+    """Return whether these are all parts.
+
+    If their number is unknown, they must hold all entries of the state table.
+    """
     if parts != UNKNOWN_PART_COUNT:
         return len(files) >= parts
     table = next((table for _, _, table in files.values() if table), b"")
@@ -283,11 +296,11 @@ def has_all_parts(files: Mapping[int, tuple[ShardIndex, bytes, bytes]], parts: i
 
 
 def delete_step(catalog: DurableCatalog, job: str, group: VersionId) -> None:
-    """Remove a step: first what makes it exist, then its shards."""
+    """Delete a step: first its manifest, then its shards and marks."""
     entry = catalog.entry(group)
     objects: set[str] = set()
     if entry is not None:
-        with suppress(ObjectNotFoundError):  # somebody else deletes it, too
+        with suppress(ObjectNotFoundError):  # another process deletes it too
             objects.update(shard.object for shard in catalog.manifest(group).shards if shard.object)
         catalog.store.delete([object_keys.manifest_key(job, group, entry.base)])
     objects.update(info.name for info in catalog.store.list(object_keys.shards_prefix(job, group)))
@@ -300,7 +313,7 @@ def delete_step(catalog: DurableCatalog, job: str, group: VersionId) -> None:
 
 @dataclass(frozen=True)
 class OrphanedStep:
-    """What is left of, or was begun for, a step that does not exist."""
+    """Objects of a step without a manifest: deleted in part, or never committed."""
 
     version_id: VersionId
     objects: tuple[ObjectInfo, ...]
@@ -311,42 +324,49 @@ class OrphanedStep:
 
     @property
     def written_s(self) -> float:
-        """When the last of it was written."""
+        """Unix time at which the newest object was written."""
         return max(info.modified_s for info in self.objects)
 
 
 def find_orphaned_steps(catalog: DurableCatalog, job: str, *, spread: bool) -> list[OrphanedStep]:
-    """All there are, oldest step first. ``spread``: also look for shards under spread names, among all that is there.
+    """Return all orphaned steps, oldest first.
 
-    The shards are looked at first: one that becomes part of a step meanwhile is not taken for an orphan.
+    With ``spread``, search the whole store for shards under spread names.
+
+    Shards are listed before manifests, so that a step committed meanwhile is not taken for an orphan.
     """
     found: dict[VersionId, list[ObjectInfo]] = defaultdict(list)
     for info in catalog.store.list("" if spread else object_keys.shards_prefix(job)):
-        place = object_keys.parse_shard_object_key(info.name, job)
-        if place is not None:
-            found[place[0]].append(info)
+        parsed = object_keys.parse_shard_object_key(info.name, job)
+        if parsed is not None:
+            found[parsed[0]].append(info)
     known = catalog.listing(fresh=True).manifests
-    left = [OrphanedStep(group, tuple(objects)) for group, objects in found.items() if group not in known]
-    return sorted(left, key=lambda one: (one.version_id.version, one.version_id))
+    orphans = [OrphanedStep(group, tuple(objects)) for group, objects in found.items() if group not in known]
+    return sorted(orphans, key=lambda one: (one.version_id.version, one.version_id))
 
 
 def orphaned_parts(catalog: DurableCatalog, job: str, orphan: OrphanedStep) -> tuple[int, int, bool]:
-    """How many parts are there completely, of how many (0 where nothing says that), and whether these are all."""
-    there = {info.name for info in orphan.objects}
-    known = list(_files(catalog, job, orphan))
+    """Return the number of complete parts, the total, and whether all are complete.
+
+    The total is 0 if unknown.
+    """
+    names = {info.name for info in orphan.objects}
+    known = list(_index_files(catalog, job, orphan))
     files = {
         file[0].key.part: file
         for file in known
-        if file[0].object in there
-        or not file[0].object.startswith(object_keys.shards_prefix(job))  # spread, and not looked for
+        if file[0].object in names
+        or not file[0].object.startswith(object_keys.shards_prefix(job))  # under a spread name, not searched for
     }
     parts = max((index.parts for index, _, _ in known), default=0)
     return len(files), 0 if parts == UNKNOWN_PART_COUNT else parts, bool(files) and has_all_parts(files, parts)
 
 
 def delete_orphaned_step(catalog: DurableCatalog, job: str, orphan: OrphanedStep) -> None:
-    """First what a manifest would be made of, then what that would name."""
-    objects = {info.name for info in orphan.objects} | {index.object for index, _, _ in _files(catalog, job, orphan)}
+    """Delete an orphaned step: first the indexes, from which a manifest could be built, then the shards."""
+    objects = {info.name for info in orphan.objects} | {
+        index.object for index, _, _ in _index_files(catalog, job, orphan)
+    }
     first = [info.name for info in orphan.objects if _is_index(info, job)]
     catalog.store.delete(first)
     catalog.store.delete(sorted(objects - {*first}))
@@ -355,16 +375,19 @@ def delete_orphaned_step(catalog: DurableCatalog, job: str, orphan: OrphanedStep
     )
 
 
-def _files(catalog: DurableCatalog, job: str, orphan: OrphanedStep) -> Iterator[tuple[ShardIndex, bytes, bytes]]:
-    """What its shards say of themselves, each with an object that is really its own."""
+def _index_files(catalog: DurableCatalog, job: str, orphan: OrphanedStep) -> Iterator[tuple[ShardIndex, bytes, bytes]]:
+    """Yield the decoded shard indexes of the orphan.
+
+    Damaged indexes and indexes that name another shard's object are skipped.
+    """
     for info in orphan.objects:
         if _is_index(info, job):
             try:
                 file = decode_shard_file(catalog.store.get(info.name))
             except (CheckpointDamagedError, ObjectNotFoundError):
                 continue
-            place = object_keys.parse_shard_object_key(file[0].object, job)
-            if place is not None and place[:2] == (orphan.version_id, file[0].key.part):
+            parsed = object_keys.parse_shard_object_key(file[0].object, job)
+            if parsed is not None and parsed[:2] == (orphan.version_id, file[0].key.part):
                 yield file
 
 

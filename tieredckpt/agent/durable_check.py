@@ -1,4 +1,4 @@
-"""The check of a durable tier before the first save: refused, unreachable, or in order."""
+"""Check of a durable tier before the first save."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ StoreOpener = Callable[[str, DurableSettings], ObjectStore]
 def check_durable(open_durable: StoreOpener, job: str, durable: DurableSettings, *, writes: bool) -> None:
     """Raise :class:`DurableRefusedError` if no step of ``job`` can become durable.
 
-    With ``writes`` the store takes, returns and deletes one small object, and :class:`TierUnavailableError` says that
-    it does not answer. Without, only a directory is looked at.
+    With ``writes``, write, read and delete one small object, and raise :class:`TierUnavailableError` if the store does
+    not answer. Without, check only a directory.
     """
     brief = dataclasses.replace(durable, retry_s=0.0, timeout_s=min(durable.timeout_s, _TIMEOUT_S))
     with contextlib.closing(open_durable(durable.url, brief)) as store:
@@ -47,12 +47,12 @@ def check_durable(open_durable: StoreOpener, job: str, durable: DurableSettings,
 
 
 def _check_writes(store: ObjectStore) -> None:
-    """Check that ``store`` takes objects; repeat for a short time if it does not answer."""
+    """Check that ``store`` accepts objects; retry for ``_RETRY_S`` seconds if it does not answer."""
     deadline = time.monotonic() + _RETRY_S
     while True:
         try:
             store.check_writes()
-        except StoreBusyError:  # it answers, and asks to slow down
+        except StoreBusyError:  # the store answers, but limits the request rate
             return
         except TierUnavailableError:
             if time.monotonic() + _PAUSE_S > deadline:

@@ -1,8 +1,8 @@
 """The newest protected step of a job, and loads that crashed their process.
 
-A load counts here when its process died in it, or after it and before its first step. Who says goodbye (a notebook, an
-evaluation, a script that was at its end already, an exception) has ended no load; who came to a step shows that the
-step can be loaded. The count is this agent's alone: it is in no file, and it expires.
+A load counts as crashed if its process died during the load, or after it and before the first step. A process that
+reports its normal end (a notebook, an evaluation, a finished script, an exception) does not count. A process that
+reaches a step shows that the step can be loaded. Each agent counts in its own memory only, and counts expire.
 """
 
 from __future__ import annotations
@@ -18,37 +18,40 @@ from peerstore.shard_records import VersionId
 from tieredckpt.agent.agent_api import ProtectionStatus
 
 UNPROTECTED_GRACE_S = 30.0
-"""Copies take a moment: until then what is newer is on its way, and nothing to warn of."""
+"""Seconds after its seal in which a shard may lack replicas without a warning."""
 
 
 def protection_status(
     step: int, newer: Collection[float], left_out: tuple[int, float], *, now: float
 ) -> ProtectionStatus:
-    """``step`` is the newest that has all the copies it was to have, or is durable; -1 for none.
+    """Return a job's protection. ``step`` is the newest replicated or durable step; -1 for none.
 
-    ``newer`` has the times of what was sealed after it and has not; ``left_out`` how many saves were skipped or failed
-    since it had them, and when the first one was.
+    ``newer`` holds the Unix times at which newer shards were sealed. ``left_out`` is the number of saves that were
+    skipped or failed since ``step`` was protected, and the Unix time of the first of them.
     """
-    missed, first = left_out
-    since = min([*newer, *([first] if missed else [])], default=None)
-    if since is None or (not missed and now - since < UNPROTECTED_GRACE_S):
-        return ProtectionStatus(step, None, missed)
-    return ProtectionStatus(step, since, missed)
+    missed_saves, first = left_out
+    since = min([*newer, *([first] if missed_saves else [])], default=None)
+    if since is None or (not missed_saves and now - since < UNPROTECTED_GRACE_S):
+        return ProtectionStatus(step, None, missed_saves)
+    return ProtectionStatus(step, since, missed_saves)
 
 
-def describe_protection(found: ProtectionStatus) -> str:
-    upto = f"protected up to step {found.step}" if found.step >= 0 else "no step is protected yet"
-    if found.unprotected_since is None:
-        return upto
-    since = time.strftime("%Y-%m-%d %H:%M:%SZ", time.gmtime(found.unprotected_since))
-    missed = f" ({found.missed_saves} saves skipped or failed)" if found.missed_saves else ""
-    return f"{upto}, unprotected since {since}{missed}"
+def describe_protection(status: ProtectionStatus) -> str:
+    protected = f"protected up to step {status.step}" if status.step >= 0 else "no step is protected yet"
+    if status.unprotected_since is None:
+        return protected
+    since = time.strftime("%Y-%m-%d %H:%M:%SZ", time.gmtime(status.unprotected_since))
+    missed = f" ({status.missed_saves} saves skipped or failed)" if status.missed_saves else ""
+    return f"{protected}, unprotected since {since}{missed}"
 
 
 CRASHED_LOAD_EXPIRY_S = 3600.0
-"""How long a load that ended its process is remembered."""
+"""Seconds for which a crashed load counts."""
 _FIRST_STEP_S = 600.0
-"""A process that lived so much longer than its load did not die of it, whether it came to a step or only looked."""
+"""Seconds after a load for which the end of its process counts as a crash.
+
+A process that reaches its next step earlier has not crashed.
+"""
 
 
 @dataclass
@@ -60,7 +63,7 @@ class _Load:
 
 
 class CrashedLoads:
-    """What the processes of this node are loading, and whom it has ended. Any thread may call."""
+    """Loads of this node's processes, and counts of those that crashed their process. Thread-safe."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
@@ -73,31 +76,31 @@ class CrashedLoads:
             self._loads[owner, job] = _Load(group, rank)
 
     def load_done(self, owner: ProcessIdentity, job: str) -> None:
-        """Every byte is where it belongs; what is done with them may still end the process."""
+        """Record that the load is complete. A process that dies before its next step still counts as crashed."""
         with self._lock:
             load = self._loads.get((owner, job))
             if load is not None and load.done_at is None:
                 load.done_at = self._clock()
 
     def load_ended(self, owner: ProcessIdentity, job: str, *, stepped: bool) -> None:
-        """The process has come to its next step, or says goodbye."""
+        """Record that the process reached its next step (``stepped``), or reports its normal end."""
         with self._lock:
             load = self._loads.pop((owner, job), None)
-            self._look()
+            self._collect_crashes()
             if stepped and load is not None:
                 self._crashes[job].pop((load.version_id, load.rank), None)
 
     def process_left(self, owner: ProcessIdentity, job: str) -> None:
-        """The last connection of the process is closed."""
+        """Record that the last connection of the process was closed."""
         with self._lock:
             load = self._loads.get((owner, job))
             if load is not None:
                 load.left_at = self._clock()
 
     def count(self, job: str) -> dict[VersionId, int]:
-        """How many loads of each step have ended their process lately; where ranks differ, the most of one rank."""
+        """Return the number of recent crashed loads of each step, the maximum over its ranks."""
         with self._lock:
-            self._look()
+            self._collect_crashes()
             found: dict[VersionId, int] = {}
             since = self._clock() - CRASHED_LOAD_EXPIRY_S
             for (group, rank), times in list(self._crashes[job].items()):
@@ -105,7 +108,7 @@ class CrashedLoads:
                 found[group] = max(found.get(group, 0), len(recent))
             return {group: count for group, count in found.items() if count}
 
-    def _look(self) -> None:
+    def _collect_crashes(self) -> None:
         for (owner, job), load in list(self._loads.items()):
             if load.left_at is None or owner.is_alive:
                 continue
@@ -114,9 +117,9 @@ class CrashedLoads:
                 self._crashes[job].setdefault((load.version_id, load.rank), []).append(load.left_at)
 
     def forget(self, job: str, *, before: int | None = None, group: VersionId | None = None) -> None:
-        """Drop what was counted of the job: all, of steps ``before`` one, or of one ``group``."""
+        """Drop the job's counts: all, those of steps ``before`` this one, or those of ``group``."""
         with self._lock:
-            self._look()
+            self._collect_crashes()
             if before is None and group is None:
                 self._crashes.pop(job, None)
                 return

@@ -1,4 +1,7 @@
-"""Agents of this machine that have a job, found by their sockets: simulated nodes have one agent each."""
+"""Agents of this machine that have a job, found by their sockets.
+
+Each simulated node has its own agent.
+"""
 
 from __future__ import annotations
 
@@ -31,7 +34,7 @@ _STILL_S = 0.25
 def find_agent_directory(settings: Settings, job: str | None) -> Path:
     """Return the directory of an agent of this machine that has ``job``, or any job for ``None``.
 
-    The agent of the settings comes first, and its directory is the answer if no agent has the job or it is silent.
+    The settings' agent comes first. Its directory is also returned if it does not answer, or if no agent has the job.
     """
     own = settings.agent_place.directory
     if _is_silent(AgentPaths(own)) or _agent_has_job(AgentPaths(own), job):
@@ -42,8 +45,8 @@ def find_agent_directory(settings: Settings, job: str | None) -> Path:
 def settings_of_newest_agent(job: str, settings: Settings) -> Settings:
     """Return the settings with the agent of this machine that has the newest complete step of ``job``.
 
-    An earlier run with simulated nodes has left one agent a node. A configured directory stays, and so does the agent
-    of the settings unless one of those has a newer step. Agents in directories that somebody chose are never used.
+    An earlier run with simulated nodes leaves an agent for each node. The settings' own agent is used unless one of
+    these has a newer step. A configured directory is not changed, and agents in configured directories are never used.
     """
     if settings.agent.directory or not settings.enabled:
         return settings
@@ -95,7 +98,7 @@ def warn_of_steps_elsewhere(job: str, settings: Settings) -> None:
 
 
 def _has_agent(settings: Settings) -> bool:
-    """Whether the agent of the settings runs. It is started if an earlier one has left slots behind."""
+    """Return whether the settings' agent runs; start it if an earlier one has left slots behind."""
     place = settings.agent_place
     try:
         connect_to_agent(place.socket).close()
@@ -108,8 +111,8 @@ def _has_agent(settings: Settings) -> bool:
 
 
 def list_agent_steps(job: str, settings: Settings, directory: Path) -> StepInventory:
-    """Return the steps that the agent in ``directory`` knows of. Never starts an agent, nor waits for one."""
-    connect_to_agent(AgentPaths(directory).socket).close()  # a client would try again for long
+    """Return the steps that the agent in ``directory`` knows, without starting it or waiting for it."""
+    connect_to_agent(AgentPaths(directory).socket).close()  # fails at once, while a client would retry
     agent = NodeAgentClient(override_settings(settings, agent={"directory": str(directory), "embedded": False}), "")
     try:
         return agent.list_steps(job, fresh=True)
@@ -118,7 +121,10 @@ def list_agent_steps(job: str, settings: Settings, directory: Path) -> StepInven
 
 
 def newest_version(*surveys: StepInventory) -> VersionId | None:
-    """Return what a restore without a step would choose from all surveys together."""
+    """Return the version that a restore without a step would choose from all inventories.
+
+    Return ``None`` if no version can be restored.
+    """
     if not surveys:
         return None
     survey = surveys[0]
@@ -147,7 +153,7 @@ def _node_name(settings: Settings) -> str:
 
 
 def agent_directories() -> set[Path]:
-    """Return where agents seem to listen on this machine, from the kernel's list of Unix sockets."""
+    """Return the directories in which agents seem to listen, from the kernel's list of Unix sockets."""
     try:
         lines = Path("/proc/net/unix").read_text(errors="replace").splitlines()[1:]
     except OSError:
@@ -168,7 +174,7 @@ def _jobs_of(place: AgentPaths) -> list[str]:
 
 
 def _is_silent(place: AgentPaths) -> bool:
-    """Return whether an agent may hang; the command that uses the agent then waits for the proof."""
+    """Return whether an agent may hang. The command that uses it then waits until that is certain."""
     try:
         return bool(silence_of_agent(place, still_s=_STILL_S))
     except (PeerStoreError, OSError):
@@ -189,9 +195,9 @@ def _agent_has_job(place: AgentPaths, job: str | None, *, warn: bool = False) ->
     try:
         silence = silence_of_agent(place)
         known = [] if silence else _jobs_of(place)
-    except AgentUnreachableError:  # it has ended meanwhile
+    except AgentUnreachableError:  # it has stopped meanwhile
         return False
-    except (PeerStoreError, OSError) as error:  # of another user, or of another release
+    except (PeerStoreError, OSError) as error:  # an agent of another user or another release
         silence, known = f"the agent in {place.directory} does not answer: {error}", []
     if silence and warn:
         log.warning("%s: the steps of another agent are unknown: %s", job, silence)
@@ -199,26 +205,26 @@ def _agent_has_job(place: AgentPaths, job: str | None, *, warn: bool = False) ->
 
 
 def merge_surveys(a: StepInventory, b: StepInventory) -> StepInventory:
-    """Two views of one job as one."""
+    """Return the union of two inventories of one job."""
     views = {view.version_id: view for view in a.views}
     for other in b.views:
-        one = views.get(other.version_id)
-        if one is None:
+        view = views.get(other.version_id)
+        if view is None:
             views[other.version_id] = other
             continue
         views[other.version_id] = msgspec.structs.replace(
-            one,
-            durable=one.durable or other.durable,
-            quarantined=one.quarantined or other.quarantined,
-            kept=one.kept or other.kept,
+            view,
+            durable=view.durable or other.durable,
+            quarantined=view.quarantined or other.quarantined,
+            kept=view.kept or other.kept,
         )
     return StepInventory(
         tuple(views[group] for group in sorted(views)),
         {**a.unreachable, **b.unreachable},
         tuple(sorted({*a.plain, *b.plain})),
         b.durable or a.durable,
-        max((one.once_whole for one in (a, b) if one.once_whole is not None), default=None),
+        max((survey.once_whole for survey in (a, b) if survey.once_whole is not None), default=None),
         a.forgotten or b.forgotten,
         tuple(sorted({*a.torn, *b.torn})),
-        (*a.unrecognized, *(one for one in b.unrecognized if one not in a.unrecognized)),
+        (*a.unrecognized, *(slot for slot in b.unrecognized if slot not in a.unrecognized)),
     )

@@ -18,7 +18,7 @@ DISCOVERY_WORLD, DISCOVERY_OFF = "world", "off"
 
 
 def is_unreplicated(peer: PeerSettings) -> bool:
-    """Whether nothing is to be kept on other nodes. Their agents know each other all the same, to say what is whole."""
+    """Return whether other nodes hold no replicas. Their agents still exchange which steps are complete."""
     return peer.discovery == DISCOVERY_OFF or (peer.copies == 1 and peer.mode == "mirror")
 
 
@@ -36,7 +36,7 @@ def replication_settings(peer: PeerSettings) -> ReplicationSettings:
 
 
 def configured_peer_plan(peer: PeerSettings) -> JobPeersConfig | None:
-    """The plan, where the configuration alone says who the nodes are; ``None`` where the ranks tell each other."""
+    """Return the job's peers configuration, or ``None`` if the ranks exchange it or the job has no peers."""
     if peer.discovery in (DISCOVERY_OFF, DISCOVERY_WORLD) or (is_unreplicated(peer) and not peer.secret):
         return None
     if not peer.secret:
@@ -55,7 +55,7 @@ def peer_secret(peer: PeerSettings) -> bytes:
 
 
 def peer_transport(interface: str, tls: str, kind: str = TCP) -> Transport:
-    """How this node's processes reach other nodes."""
+    """Return the transport between this node and other nodes."""
     folder = Path(tls)
     files = TlsFiles(folder / "tls.crt", folder / "tls.key", folder / "ca.crt") if tls else None
     tcp = TcpTransport(interface=interface, tls=files)

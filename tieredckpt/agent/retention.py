@@ -17,12 +17,12 @@ def expired_steps(
     quarantined: Collection[VersionId] = (),
     kept: Collection[VersionId] = (),
 ) -> list[VersionId]:
-    """Whole steps to delete, oldest first, out of all (with the step each one's incarnation began from).
+    """Return the complete steps to delete, oldest first.
 
-    ``keep_last`` counts steps, not attempts at them; 0 keeps all. Those that somebody wants ``kept`` stay and are not
-    counted. What a restore would choose is never deleted. Steps
-    that are quarantined, or of a past that the job has left, do not count as kept and go once enough good ones are
-    newer.
+    ``whole`` has all complete steps, each with the step that its incarnation resumed from. ``keep_last`` counts steps,
+    not attempts; 0 retains all. Steps in ``kept`` remain and do not count. The step that a restore would choose always
+    remains. Quarantined steps and steps of branches that the job has left do not count. They are deleted once enough
+    good steps are newer.
     """
     if keep_last <= 0:
         return []
@@ -41,20 +41,21 @@ def expired_steps(
 
 
 def _revived_steps(candidates: Collection[Candidate], gone: Collection[VersionId]) -> list[VersionId]:
-    """Steps of a past that the job has left, and that would be chosen again if ``gone`` were deleted: nothing else says
-    that it did.
+    """Return steps of left branches that a restore would choose again if ``gone`` were deleted.
+
+    Only the steps in ``gone`` show that the job left these branches.
     """
 
-    def left(seen: Collection[Candidate]) -> set[VersionId]:
-        found = resolve_step([one for one in seen if one.is_complete]).verdicts
+    def superseded(steps: Collection[Candidate]) -> set[VersionId]:
+        found = resolve_step([one for one in steps if one.is_complete]).verdicts
         return {group for group, verdict in found.items() if verdict is StepVerdict.SUPERSEDED}
 
-    stay = [one for one in candidates if one.version_id not in gone]
-    return sorted(left(candidates) - {*gone} - left(stay))
+    remaining = [one for one in candidates if one.version_id not in gone]
+    return sorted(superseded(candidates) - {*gone} - superseded(remaining))
 
 
 def require_no_revival(job: str, candidates: Collection[Candidate], gone: Collection[VersionId]) -> None:
-    """Raise ``UsageError`` if a restore would choose steps that the job has left once ``gone`` are deleted."""
+    """Raise ``UsageError`` if deleting ``gone`` lets a restore choose superseded steps."""
     revived = _revived_steps(candidates, gone)
     if revived:
         raise UsageError(
@@ -70,12 +71,12 @@ def _still_needed(
     left: Collection[VersionId],
     quarantined: Collection[VersionId],
 ) -> set[VersionId]:
-    """Steps whose deletion would bring back a past that the job has left: nothing else says that it did."""
-    stay = IncarnationBranches((one for group, one in seen.items() if group not in gone), quarantined)
-    lost = [group for group in left if not stay.supersede(group)]
-    proofs = sorted(gone - {*quarantined}, reverse=True) if lost else []
+    """Return the steps of ``gone`` to retain, because only they show that the job left an older branch."""
+    remaining = IncarnationBranches((one for group, one in seen.items() if group not in gone), quarantined)
+    revived = [group for group in left if not remaining.supersede(group)]
+    proofs = sorted(gone - {*quarantined}, reverse=True) if revived else []
     needed: list[Candidate] = []
-    for group in lost:
+    for group in revived:
         if not IncarnationBranches(needed).supersede(group):
             needed.append(next(seen[proof] for proof in proofs if IncarnationBranches([seen[proof]]).supersede(group)))
     return {one.version_id for one in needed}

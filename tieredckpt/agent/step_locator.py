@@ -1,11 +1,11 @@
 """Location of every piece of one step, answered page by page.
 
-A job's layouts name millions of pieces, and a rank needs a few thousand of them: names are kept once for all layouts
-that have the same ones, and an object is made only of a piece that is the answer to something.
+A job's layouts name millions of pieces, and a rank needs a few thousand of them. Layouts with the same names share
+them, and Python objects are created only for the pieces in an answer.
 
-A rank that goes on as the part it was finds nearly all it needs in the shards of this node, so layouts are looked at in
-three turns: those of the shards that are here and of the rank's own part, then those of the parts that the table names,
-then all.
+A rank that resumes as the same part finds nearly all its pieces in this node's shards. Layouts are therefore searched
+in three stages. The first has the layouts of this node's shards and of the rank's own part. The second has the layout
+of the part that the state table names, and the third has all layouts.
 """
 
 from __future__ import annotations
@@ -38,25 +38,25 @@ from tieredckpt.format.slice_boxes import Box, Tiling
 from tieredckpt.gc_pause import gc_paused
 from tieredckpt.resolve_step import Tier
 
-_STACKED_FROM = 8
-"""From so many layouts with the same names on, their boxes are compared all at once."""
+_MIN_STACKED = 8
+"""Number of layouts with the same names from which their boxes are compared in one numpy operation."""
 PieceOrder = Callable[[str], tuple[int, int]]
-"""How far away the nearest shard with a layout is, and which part it is."""
+"""Sort key of a layout: the distance of its nearest shard, and the part of that shard."""
 
 
 class LayoutPiece(NamedTuple):
-    """Part of a tensor, in a shard with this layout."""
+    """Part of a tensor in a shard with this layout."""
 
     layout: str
     entry: TensorEntry
     box: Box
-    """In the tensor's global coordinates."""
+    """Box in the tensor's global coordinates."""
     item: int
-    """For a tensor kept as an archive: the number of the item it is in; else -1."""
+    """Number of the item that holds a tensor stored as an archive; -1 for other tensors."""
 
 
 class _LayoutGroup:
-    """Layouts with the same names in the same order: most often those of all ranks."""
+    """Layouts with the same names in the same order, usually those of all ranks."""
 
     def __init__(self, names: list[str]) -> None:
         self.digests: list[str] = []
@@ -74,8 +74,8 @@ class _LayoutGroup:
         self.columns.append(columns)
 
     def overlapping(self, row: int, box: Box) -> Iterator[int]:
-        """The layouts, by number, whose piece in ``row`` has something of ``box`` or is exactly that."""
-        if len(self.columns) < _STACKED_FROM:
+        """Yield the numbers of the layouts with a piece in ``row`` that may overlap ``box``."""
+        if len(self.columns) < _MIN_STACKED:
             yield from range(len(self.columns))
             return
         import numpy as np
@@ -90,7 +90,7 @@ class _LayoutGroup:
         yield from np.nonzero(common)[0].tolist()
 
     def shape_differs(self, row: int) -> bool:
-        """Whether layouts that were compared all at once disagree about the shape of the tensor in ``row``."""
+        """Return whether layouts that were compared at once disagree about the shape of the tensor in ``row``."""
         if self._stack is None:
             return False
         rank, at = self.columns[0].ranks[row], self.columns[0].numbers_offset(row) + 1
@@ -99,13 +99,13 @@ class _LayoutGroup:
 
 
 class PieceIndex:
-    """Everything in some layouts, by name."""
+    """Index by name of everything in some layouts."""
 
     def __init__(self, layouts: Mapping[str, LayoutColumns]) -> None:
         self.layouts = layouts
         groups: dict[tuple[tuple[str, ...], bytes], _LayoutGroup] = {}
         self.objects: dict[str, dict[str, int]] = {}
-        """By name the layouts with an object of that name, and its number as an item."""
+        """By object name: its item number in each layout that has it."""
         self._archives: dict[str, list[tuple[str, int, TensorEntry]]] = {}
         for digest, columns in layouts.items():
             if columns.names:
@@ -118,43 +118,45 @@ class PieceIndex:
                 else:
                     self._archives.setdefault(item.fqn, []).append((digest, number, item.tensor))
         self._groups = list(groups.values())
-        self._where: dict[str, int | tuple[int, ...]] = {}
+        self._groups_by_name: dict[str, int | tuple[int, ...]] = {}
         if len(self._groups) > 1:
             for number, group in enumerate(self._groups):
                 for name in group.rows:
-                    known = self._where.get(name)
-                    self._where[name] = number if known is None else (*_several(known), number)
+                    known = self._groups_by_name.get(name)
+                    self._groups_by_name[name] = number if known is None else (*_as_tuple(known), number)
 
     def tensors(self) -> Iterator[TensorEntry]:
-        """One piece of every tensor."""
+        """Yield one piece of every tensor."""
         seen: set[str] = set()
         for group in self._groups:
             for name, rows in group.rows.items():
                 if name not in seen:
                     seen.add(name)
-                    yield group.columns[0].entry(_several(rows)[0])
+                    yield group.columns[0].entry(_as_tuple(rows)[0])
         for name, kept in self._archives.items():
             if name not in seen:
                 yield kept[0][2]
 
     def paths(self) -> dict[str, tuple[str | int, ...]] | None:
-        """Where every name was in the nested state dict, as the planner had it."""
+        """Return the path of each name in the nested state dict, or ``None`` if no layout has paths."""
         known = [paths for columns in self.layouts.values() if (paths := columns.paths) is not None]
         return {name: path for paths in known for name, path in paths.items()} if known else None
 
     def find(self, fqn: str, box: Box, order: PieceOrder) -> list[LayoutPiece] | None:
-        """``box`` out of as near and as few shards as there are; ``None`` when some of it is in no layout here.
+        """Return pieces that cover ``box``, nearest shards first.
 
-        ``KeyError``: nothing of that name is.
+        Return ``None`` if these layouts lack some of it.
+
+        Raise ``KeyError`` if they have nothing with this name.
         """
-        groups = self._in(fqn)
+        groups = self._groups_with(fqn)
         if len(groups) == 1 and len(groups[0].columns) == 1 and fqn not in self._archives:
             group, rows = groups[0], groups[0].rows[fqn]
             if isinstance(rows, int) and group.columns[0].box(rows) == box:
                 return [LayoutPiece(group.digests[0], group.columns[0].entry(rows), box, -1)]
-        places = sorted(self._places(fqn, box, groups), key=lambda place: order(place[0]))
-        if not places and (groups or fqn in self._archives):  # what there is, is elsewhere in the tensor
-            self._check_rank(next(self._any(fqn, groups)), box)
+        places = sorted(self._candidates(fqn, box, groups), key=lambda place: order(place[0]))
+        if not places and (groups or fqn in self._archives):  # the layouts have other parts of the tensor
+            self._check_rank(next(self._entries_named(fqn, groups)), box)
         shapes: set[tuple[int, ...]] = set()
         tiling, found = Tiling(box), list[LayoutPiece]()
         for digest, entry, item in places:
@@ -166,23 +168,23 @@ class PieceIndex:
                 found += [LayoutPiece(digest, entry, common, item) for common in tiling.add(entry.box)]
         return None if tiling.missing else found
 
-    def _in(self, fqn: str) -> list[_LayoutGroup]:
+    def _groups_with(self, fqn: str) -> list[_LayoutGroup]:
         if len(self._groups) == 1:
             return self._groups if fqn in self._groups[0].rows else []
-        known = self._where.get(fqn)
-        return [] if known is None else [self._groups[number] for number in _several(known)]
+        known = self._groups_by_name.get(fqn)
+        return [] if known is None else [self._groups[number] for number in _as_tuple(known)]
 
-    def _any(self, fqn: str, groups: Iterable[_LayoutGroup]) -> Iterator[TensorEntry]:
+    def _entries_named(self, fqn: str, groups: Iterable[_LayoutGroup]) -> Iterator[TensorEntry]:
         for group in groups:
-            yield group.columns[0].entry(_several(group.rows[fqn])[0])
+            yield group.columns[0].entry(_as_tuple(group.rows[fqn])[0])
         for _, _, tensor in self._archives.get(fqn, ()):
             yield tensor
 
-    def _places(self, fqn: str, box: Box, groups: Iterable[_LayoutGroup]) -> Iterator[tuple[str, TensorEntry, int]]:
+    def _candidates(self, fqn: str, box: Box, groups: Iterable[_LayoutGroup]) -> Iterator[tuple[str, TensorEntry, int]]:
         known = False
         for group in groups:
             known = True
-            for row in _several(group.rows[fqn]):
+            for row in _as_tuple(group.rows[fqn]):
                 if group.columns[0].ranks[row] != len(box.sizes):
                     self._check_rank(group.columns[0].entry(row), box)
                 for number in group.overlapping(row, box):
@@ -201,14 +203,14 @@ class PieceIndex:
             raise MismatchError(f"{entry.fqn} has shape {entry.shape}, a piece at {box.offsets} was asked for")
 
 
-def _several(numbers: int | tuple[int, ...]) -> tuple[int, ...]:
+def _as_tuple(numbers: int | tuple[int, ...]) -> tuple[int, ...]:
     return (numbers,) if isinstance(numbers, int) else numbers
 
 
 STEP_PAGE_BYTES = 8 << 20
-"""About as much is said in one message, whatever there is to say."""
+"""Approximate size of a page, in bytes."""
 _NEED_BYTES = 150
-"""A piece in an answer, names left out."""
+"""Approximate size of one piece in a page without names, in bytes."""
 _TIERS = {tier: number for number, tier in enumerate(Tier)}
 
 FetchLayouts = Callable[[Collection[str]], Mapping[str, bytes]]
@@ -216,11 +218,11 @@ FetchRecords = Callable[[Mapping[int, tuple[PeerSource, ...]]], Mapping[int, Sha
 
 
 class StepLayoutCache:
-    """The layouts of one step and what it has by name, decoded once for all who ask, however often it is looked at."""
+    """Decoded layouts and names of one step, shared by all requests and by later locators of the step."""
 
     def __init__(self) -> None:
-        self._naming = threading.Lock()
-        """Before the other lock."""
+        self._names_lock = threading.Lock()
+        """Guards tables and packed names. Taken before ``_lock``."""
         self._tables: dict[str, StateTable] = {}
         self._packed: dict[str | frozenset[str], tuple[str, bytes]] = {}
         self._lock = threading.Lock()
@@ -228,22 +230,23 @@ class StepLayoutCache:
         self._indexes: dict[frozenset[str], PieceIndex] = {}
 
     def index(self, digests: Collection[str], fetch: FetchLayouts) -> PieceIndex:
-        """All that is in these layouts, by name."""
+        """Return the index of these layouts."""
         wanted = frozenset(digests)
-        # The ranks of a node ask at the same time: one of them has it made. Millions of pieces, and none in a circle.
+        # The ranks of a node request the index together, and one of them builds it. Its millions of objects have no
+        # reference cycles.
         with self._lock, gc_paused():
             known = self._indexes.get(wanted)
             if known is None:
-                lacking = wanted - self._columns.keys()
-                for digest, data in fetch(sorted(lacking)).items() if lacking else ():
+                missing = wanted - self._columns.keys()
+                for digest, data in fetch(sorted(missing)).items() if missing else ():
                     self._columns[digest] = LayoutColumns(data)
                 known = PieceIndex({digest: self._columns[digest] for digest in sorted(wanted)})
                 self._indexes[wanted] = known
             return known
 
     def table(self, digests: Iterable[str], fetch: Callable[[str], StateTable | None]) -> tuple[str, StateTable] | None:
-        """The first of these that anybody has."""
-        with self._naming, gc_paused():
+        """Return digest and content of the first of these tables that exists, or ``None``."""
+        with self._names_lock, gc_paused():
             for digest in digests:
                 found = self._tables.get(digest) or fetch(digest)
                 if found is not None:
@@ -252,8 +255,8 @@ class StepLayoutCache:
             return None
 
     def packed(self, source: str | frozenset[str], names: Callable[[], StateNames]) -> tuple[str, bytes]:
-        """A digest, and the names that follow from the table or the layouts ``source``, packed."""
-        with self._naming, gc_paused():
+        """Return a digest and the packed names of ``source``, which is a table or a set of layouts."""
+        with self._names_lock, gc_paused():
             known = self._packed.get(source)
             if known is None:
                 data = pack_blob(msgspec.msgpack.encode(names()))
@@ -268,7 +271,7 @@ class StepLayoutCache:
 
 
 class StepLocator:
-    """One step. Any thread may call."""
+    """Locations of everything in one step. Any thread may call its methods."""
 
     def __init__(
         self,
@@ -296,8 +299,8 @@ class StepLocator:
         self._lost: set[int] = set()
         self._indexes: dict[int, ShardIndex] = {}
         self._table: tuple[str, StateTable] | None = None
-        self._sought = False
-        """Whether the table was looked for."""
+        self._table_requested = False
+        """Whether the table was requested."""
         self.metas: dict[int, ShardMeta] = {}
         self.sizes: dict[int, int] = {}
         self.found: dict[int, tuple[Tier, ...]] = {}
@@ -314,35 +317,34 @@ class StepLocator:
         self.in_all = next((fact.parts for fact in facts.values()), 0) or (durable.parts if durable else 0)
         self._starts: dict[int, list[int]] = {}
 
-    # -- what there is ----------------------------------------------------------------------------------------
-
     def names(self) -> tuple[str, bytes]:
-        """A digest, and :class:`~tieredckpt.agent.agent_api.StateNames`, packed."""
+        """Return a digest and the packed :class:`~tieredckpt.agent.agent_api.StateNames`."""
         found = self._state_table()
         if found is not None and found[1].described:
             return self.known.packed(found[0], lambda: _from_table(found[1]))
-        return self.known.packed(self._left(), lambda: _from_layouts(self._all()))
+        return self.known.packed(self._available_layouts(), lambda: _from_layouts(self._full_index()))
 
     def _state_table(self) -> tuple[str, StateTable] | None:
-        if not self._sought:
+        if not self._table_requested:
             digests = dict.fromkeys(meta.table for meta in self.metas.values() if meta.table)
             self._table = self.known.table(digests, self._table_of)
-            self._sought = True
+            self._table_requested = True
         return self._table
 
-    # -- where it is ------------------------------------------------------------------------------------------
-
     def pieces(self, rank: int, needs: Sequence[TensorSliceNeed], objects: Sequence[str]) -> PieceLocations:
-        """As many of the needs, in their order, as fit into a page; the objects once all of them do."""
-        best = self._best(rank)
+        """Return the locations of the first needs, one page of them.
+
+        Once all needs are answered, the page includes the objects.
+        """
+        best = self._nearest_shards(rank)
         order = {digest: (distance, number) for digest, (distance, number, _) in best.items()}.__getitem__
-        turns = self._turns(rank)
+        stages = self._search_stages(rank)
         found: list[PieceLocation] = []
         items: dict[tuple[int, int], ItemLocation] = {}
-        room = self._page_bytes
+        room_bytes = self._page_bytes
         for number, (fqn, offsets, sizes) in enumerate(needs):
             box = Box(offsets, sizes)
-            for one in self._find(turns, fqn, box, order):
+            for one in self._find(stages, fqn, box, order):
                 part = best[one.layout][2]
                 entry = one.entry
                 wanted = None if one.box == entry.box else (one.box.offsets, one.box.sizes)
@@ -350,15 +352,18 @@ class StepLocator:
                 found.append(PieceLocation(number, part, one.item, *place, wanted))
                 if one.item >= 0:
                     items[part, one.item] = self.item(part, one.item)
-                room -= _NEED_BYTES + 8 * len(sizes)
-            if room < 0 and number + 1 < len(needs):
+                room_bytes -= _NEED_BYTES + 8 * len(sizes)
+            if room_bytes < 0 and number + 1 < len(needs):
                 return PieceLocations(number + 1, found, list(items.values()))
         return PieceLocations(
-            len(needs), found, [*items.values(), *(self._object(turns, name, rank) for name in objects)]
+            len(needs), found, [*items.values(), *(self._object(stages, name, rank) for name in objects)]
         )
 
-    def _best(self, rank: int) -> dict[str, tuple[int, int, int]]:
-        """For each layout how near its nearest shard is, that one's place among those as near, and its part."""
+    def _nearest_shards(self, rank: int) -> dict[str, tuple[int, int, int]]:
+        """Return distance, order and part of the nearest shard with each layout.
+
+        The rank's own part is the first of equally distant ones.
+        """
         best: dict[str, tuple[int, int, int]] = {}
         for part, meta in self.metas.items():
             if part in self._lost:
@@ -368,35 +373,38 @@ class StepLocator:
                 best[meta.layout] = place
         return best
 
-    def _turns(self, rank: int) -> Callable[[str, int], PieceIndex | None]:
-        """The layouts to look at, turn by turn; ``None`` when there is no other turn."""
+    def _search_stages(self, rank: int) -> Callable[[str, int], PieceIndex | None]:
+        """Return a function from a name and a search stage (0 to 2) to an index.
+
+        It returns ``None`` to skip the stage.
+        """
         near = {self.metas[part].layout for part, tiers in self.found.items() if tiers[0] is Tier.MEMORY}
         if rank in self.metas and rank not in self._lost:
             near.add(self.metas[rank].layout)
 
         nearest = functools.cache(lambda: self._index(near) if near else None)
-        everywhere = functools.cache(self._all)  # not for each piece anew: a job may have thousands of layouts
+        everywhere = functools.cache(self._full_index)  # a job may have thousands of layouts
 
-        def turn(name: str, number: int) -> PieceIndex | None:
+        def stage(name: str, number: int) -> PieceIndex | None:
             if number == 0:
                 return nearest()
             if number == 1:
-                home = self._homes().get(name, -1)
+                home = self._single_parts().get(name, -1)
                 return self._index({self.metas[home].layout}) if home in self.metas and home not in self._lost else None
             return everywhere()
 
-        return turn
+        return stage
 
     def _find(
         self,
-        turns: Callable[[str, int], PieceIndex | None],
+        stages: Callable[[str, int], PieceIndex | None],
         fqn: str,
         box: Box,
         order: Callable[[str], tuple[int, int]],
     ) -> list[LayoutPiece]:
         known = False
         for number in range(3):
-            index = turns(fqn, number)
+            index = stages(fqn, number)
             if index is None:
                 continue
             try:
@@ -417,15 +425,20 @@ class StepLocator:
             f"step {self.version_id.version} lacks some of {fqn} at {box.offsets} of {box.sizes}"
         )
 
-    def _object(self, turns: Callable[[str, int], PieceIndex | None], name: str, rank: int) -> ItemLocation:
-        """Whose value of an object this rank gets: its own where every rank saved one, else the first one's."""
-        home = self._homes().get(name, -1)
+    def _object(self, stages: Callable[[str, int], PieceIndex | None], name: str, rank: int) -> ItemLocation:
+        """Return the location of an object for this rank.
+
+        It is the rank's own if every part has the object, otherwise that in the nearest part.
+
+        Of equally near parts it is the lowest.
+        """
+        home = self._single_parts().get(name, -1)
         if home in self.metas and home not in self._lost:
             digest = self.metas[home].layout
             number = self._index({digest}).objects.get(name, {}).get(digest)
             if number is not None:
                 return self.item(home, number)
-        index = turns(name, 2)
+        index = stages(name, 2)
         numbers = index.objects.get(name, {}) if index is not None else {}
         parts = {
             part: numbers[meta.layout]
@@ -446,7 +459,7 @@ class StepLocator:
         return ItemLocation(part, number, starts[number], starts[number + 1])
 
     def _item_starts(self, part: int) -> list[int]:
-        """Where each item of a shard begins, and where the last one ends."""
+        """Return the start of each item of a shard, and the end of the last one."""
         known = self._starts.get(part)
         if known is None:
             meta = self.metas[part]
@@ -460,26 +473,24 @@ class StepLocator:
             self._starts[part] = known
         return known
 
-    def _homes(self) -> Mapping[str, int]:
-        """The part that a name is only in, as far as somebody said."""
+    def _single_parts(self) -> Mapping[str, int]:
+        """Return the only part that has each name, for names that the state table lists with one part."""
         found = self._state_table()
         return found[1].single_parts if found is not None else {}
 
-    def _all(self) -> PieceIndex:
-        return self._index(self._left())
+    def _full_index(self) -> PieceIndex:
+        return self._index(self._available_layouts())
 
-    def _left(self) -> frozenset[str]:
-        """The layouts of the shards that are not lost."""
+    def _available_layouts(self) -> frozenset[str]:
+        """Return the layouts of the shards that are not lost."""
         return frozenset(meta.layout for part, meta in self.metas.items() if part not in self._lost)
 
     def _index(self, digests: Collection[str]) -> PieceIndex:
         return self.known.index(digests, self._layouts)
 
-    # -- the shards themselves --------------------------------------------------------------------------------
-
     def parts(self, wanted: Sequence[int], *, item_sizes: bool = False) -> ShardLocations:
-        """As many of these shards as fit into a page, at least one of those that anybody can still describe."""
-        self._look_up(wanted)
+        """Return one page of these shards: at least one, unless no node or store can still describe any."""
+        self._load_indexes(wanted)
         found: list[ShardLocation] = []
         lost: list[int] = []
         room = self._page_bytes
@@ -499,10 +510,10 @@ class StepLocator:
             found.append(ShardLocation(index, header, tiers, sources))
         return ShardLocations(found, lost)
 
-    def _look_up(self, wanted: Iterable[int]) -> None:
+    def _load_indexes(self, wanted: Iterable[int]) -> None:
         missing = {part for part in wanted if part in self.metas and part not in self._indexes}
-        ask = {part: self._sources[part] for part in missing if part not in self._here and part in self._sources}
-        records = {**(self._records(ask) if ask else {}), **self._here}
+        to_fetch = {part: self._sources[part] for part in missing if part not in self._here and part in self._sources}
+        records = {**(self._records(to_fetch) if to_fetch else {}), **self._here}
         for part in missing:
             record, stored = records.get(part), self._stored.get(part)
             if record is None and stored is None:
@@ -525,7 +536,7 @@ class StepLocator:
             self._indexes[part] = index
 
     def _header_bytes(self, index: ShardIndex) -> int:
-        """A shard is its header, its tensors and its items: what is left is the header."""
+        """Return the size of a shard's header: the shard without its tensors and items."""
         rest = self._item_starts(index.key.part)[-1]
         header = index.size_bytes - rest
         if header <= 0 or header % HEADER_ALIGNMENT:
@@ -541,7 +552,7 @@ def _index_of(record: ShardRecord) -> ShardIndex:
     )
 
 
-def _named(
+def _state_names(
     tensors: Sequence[TableTensor | TensorEntry],
     objects: Iterable[str],
     paths: Mapping[str, tuple[str | int, ...]] | None,
@@ -558,18 +569,18 @@ def _named(
         list(objects),
         None if paths is None else {name: path for name, path in paths.items() if path != tuple(name.split("."))},
         split,
-        bytes(_in_pieces(tensor) for tensor in tensors),
+        bytes(_is_split(tensor) for tensor in tensors),
     )
 
 
-def _in_pieces(tensor: TableTensor | TensorEntry) -> bool:
+def _is_split(tensor: TableTensor | TensorEntry) -> bool:
     return tensor.part < 0 if isinstance(tensor, TableTensor) else tensor.box.sizes != tensor.shape
 
 
 def _from_table(table: StateTable) -> StateNames:
-    return _named(table.tensors, table.objects, table.paths, split=table.split)
+    return _state_names(table.tensors, table.objects, table.paths, split=table.split)
 
 
 def _from_layouts(index: PieceIndex) -> StateNames:
     paths = index.paths()
-    return _named(list(index.tensors()), index.objects, paths, split=paths is not None)
+    return _state_names(list(index.tensors()), index.objects, paths, split=paths is not None)

@@ -42,11 +42,11 @@ class DirectoryBackend:
         return False
 
     def check_root(self) -> None:
-        there = next(path for path in (self._root, *self._root.parents) if path.exists())
-        if not there.is_dir():
-            raise NotADirectoryError(errno.ENOTDIR, os.strerror(errno.ENOTDIR), str(there))
-        if there != self._root:
-            probe = there / f".probe.{secrets.token_hex(8)}.staged"
+        existing = next(path for path in (self._root, *self._root.parents) if path.exists())
+        if not existing.is_dir():
+            raise NotADirectoryError(errno.ENOTDIR, os.strerror(errno.ENOTDIR), str(existing))
+        if existing != self._root:
+            probe = existing / f".probe.{secrets.token_hex(8)}.staged"
             probe.mkdir()
             probe.rmdir()
 
@@ -114,11 +114,11 @@ class DirectoryBackend:
 
     def _files(self, prefix: str) -> Iterator[tuple[Path, str]]:
         top = str(self._root / listable_folder(prefix))
-        begins = prefix.rpartition("/")[2]
-        for directory, folders, files in os.walk(top, onerror=_not_absent):
+        name_prefix = prefix.rpartition("/")[2]
+        for directory, folders, files in os.walk(top, onerror=_raise_unless_absent):
             if directory == top:
-                folders[:] = [name for name in folders if name.startswith(begins)]
-                files[:] = [name for name in files if name.startswith(begins)]
+                folders[:] = [name for name in folders if name.startswith(name_prefix)]
+                files[:] = [name for name in files if name.startswith(name_prefix)]
             for file in files:
                 path = Path(directory, file)
                 yield path, str(path.relative_to(self._root))
@@ -130,7 +130,7 @@ class DirectoryBackend:
 
     @contextlib.contextmanager
     def _staged(self, name: str, *, create_only: bool) -> Iterator[BinaryIO]:
-        """A file that takes its place, whole and on disk, when the block ends well."""
+        """Yield a file that replaces the object, complete and synced to disk, if the block ends without error."""
         path = self._path(name)
         staged = path.with_name(f".{path.name}.{secrets.token_hex(8)}.staged")
         try:
@@ -142,21 +142,21 @@ class DirectoryBackend:
                 _link(staged, path)
             else:
                 staged.replace(path)
-            with contextlib.suppress(FileNotFoundError):  # it was deleted already, with the last object in it
+            with contextlib.suppress(FileNotFoundError):  # already deleted, with the last object in it
                 _sync_directory(path.parent)
         finally:
             staged.unlink(missing_ok=True)
 
 
-def _not_absent(error: OSError) -> None:
-    """A directory that is gone lists as empty; one that cannot be read must not."""
+def _raise_unless_absent(error: OSError) -> None:
+    """Ignore a missing directory, which lists as empty, but raise for one that cannot be read."""
     if not isinstance(error, FileNotFoundError | NotADirectoryError):
         raise error
 
 
 def _create(path: Path) -> BinaryIO:
     for _ in range(_TRIES):
-        with contextlib.suppress(FileNotFoundError):  # no such directory yet, or a delete() just found it empty
+        with contextlib.suppress(FileNotFoundError):  # the directory is missing, or delete() just removed it
             return path.open("xb")
         with contextlib.suppress(FileNotFoundError):
             _make_directory(path.parent)
@@ -181,7 +181,7 @@ def _remove_if_empty(path: Path) -> bool:
 
 
 def _link(staged: Path, path: Path) -> None:
-    """Give the file its name unless that is taken, in one step where the file system has hard links."""
+    """Give the file its name unless that exists; atomically if the file system has hard links."""
     try:
         os.link(staged, path)
     except OSError as error:
@@ -197,7 +197,7 @@ def _sync_directory(path: Path) -> None:
     try:
         os.fsync(fd)
     except OSError as error:
-        if error.errno != errno.EINVAL:  # file systems that have nothing to sync here
+        if error.errno != errno.EINVAL:  # the file system does not sync directories
             raise
     finally:
         os.close(fd)
@@ -208,9 +208,10 @@ _MODIFIED = ("mtime", "LastModified", "last_modified", "updated", "modified", "c
 
 
 class FsspecBackend:
-    """Writes beside the object's place and moves where the file system has a move of its own.
+    """Backend over any fsspec file system.
 
-    The others are object stores: what is written there appears when it is closed, so it is closed only when whole.
+    If the file system has its own move, an object is written under another name and then moved. The other file systems
+    are object stores: an object appears when its file is closed, so the file is closed only when complete.
     """
 
     resumes_uploads = False
@@ -283,7 +284,7 @@ class FsspecBackend:
 
     @property
     def _fs(self) -> Any:
-        """Of this thread: synchronous file systems of fsspec must not be shared."""
+        """File system of this thread. Threads must not share synchronous file systems of fsspec."""
         if not hasattr(self._local, "fs"):
             self._local.fs = _open(self.url, self._options)[0]
         return self._local.fs
@@ -298,7 +299,7 @@ class FsspecBackend:
         try:
             if prefix.endswith("/") or not prefix:
                 found = fs.find(top, detail=True)
-            else:  # not all that is beside what is asked for
+            else:  # search only folders that match the prefix
                 there = [info for info in fs.ls(top, detail=True) if info["name"].startswith(self._path(prefix))]
                 found = {info["name"]: info for info in there if info["type"] != "directory"}
                 for info in there:
@@ -320,10 +321,10 @@ class FsspecBackend:
                 for piece in pieces:
                     out.write(piece)
             fs.mv(staged, path)
-            if fs.exists(staged):  # WebHDFS says so instead of raising
+            if fs.exists(staged):  # WebHDFS does not raise if a move fails
                 raise OSError(f"{staged} could not be moved to {path}")
         except BaseException:
-            with contextlib.suppress(Exception):  # the first error is the one to tell; discard_uploads finds the rest
+            with contextlib.suppress(Exception):  # report the first error; abort_stale_uploads deletes the file later
                 fs.rm_file(staged)
             raise
 
@@ -336,10 +337,10 @@ def _write_uncommitted(fs: Any, path: str, pieces: Iterable[bytes | memoryview])
         out.close()
         out.commit()
     except BaseException:
-        with contextlib.suppress(Exception):  # the first error is the one to tell
+        with contextlib.suppress(Exception):  # report the first error
             out.discard()
         with contextlib.suppress(AttributeError):
-            out.closed = True  # or its finaliser would close, and so publish, what there is
+            out.closed = True  # its finalizer would otherwise close and so publish the incomplete object
         raise
 
 
@@ -375,7 +376,7 @@ def _is_staged(name: str) -> bool:
 
 
 def _modified_s(info: Mapping[str, Any]) -> float:
-    """Unknown counts as now, so that nothing is deleted for its age."""
+    """Return the Unix time of an object's last change, or now if unknown, so that its age deletes nothing."""
     for key in _MODIFIED:
         value = info.get(key)
         if isinstance(value, datetime):

@@ -1,6 +1,6 @@
-"""Backend, one attempt at one request, the meaning of its errors, and the retry loop around it.
+"""Backends of object stores: single attempts, the meaning of their errors, and the retry policy.
 
-:class:`~tieredckpt.durable.retrying_store.RetryingStore` makes an ``ObjectStore`` of it.
+:class:`~tieredckpt.durable.retrying_store.RetryingStore` builds an ``ObjectStore`` on a backend.
 """
 
 from __future__ import annotations
@@ -42,11 +42,11 @@ _WINDOW_BYTES = 32 << 20
 
 @dataclass(frozen=True)
 class UploadJob:
-    """Everything one upload needs; ``retry`` sleeps with ``stop``."""
+    """Parameters of one upload. Setting ``stop`` also ends the waits of ``retry``."""
 
     name: str
     what: str
-    """Begins error messages."""
+    """Start of error messages."""
     source: UploadSource
     identity: str
     journal: UploadJournal
@@ -56,13 +56,16 @@ class UploadJob:
     bandwidth: RateLimiter
 
     def pieces(self) -> Generator[memoryview, None, None]:
-        """The whole source, no faster than the limit allows, until told to stop; each piece is valid until the next."""
+        """Yield the whole source within the bandwidth limit.
+
+        Each piece is valid until the next; ``stop`` raises.
+        """
         for start in range(0, self.source.size_bytes, _WINDOW_BYTES):
             with self.source.window(start, min(start + _WINDOW_BYTES, self.source.size_bytes)) as window:
                 yield from self.pieces_of(window)
 
     def pieces_of(self, view: memoryview) -> Generator[memoryview, None, None]:
-        """The same for a part of it."""
+        """Yield a part of the source in the same way."""
         step = self.bandwidth.slice_bytes
         for start in range(0, len(view), step):
             self.stop.raise_if_set()
@@ -72,34 +75,34 @@ class UploadJob:
 
 
 class ObjectBackend(Protocol):
-    """Any thread may call any method. Names were checked by the caller."""
+    """Single attempts at requests to one store. Any thread may call any method; callers check names."""
 
     @property
     def url(self) -> str: ...
     @property
     def resumes_uploads(self) -> bool:
-        """Whether an interrupted upload leaves something to go on with."""
+        """Whether an interrupted upload can resume."""
 
     @property
     def lists_in_pages(self) -> bool:
-        """Whether listings come in pages, so that a long silence means that it is away."""
+        """Whether listings come in pages, so that a long silence means an unreachable store."""
 
     def refresh_credentials(self) -> bool:
-        """Look for other credentials after a refusal; whether there are any."""
+        """Reload the credentials after a refusal; return whether they changed."""
 
     def check_root(self) -> None:
-        """Raise if a directory cannot be created. Other stores are not asked."""
+        """Raise if a directory cannot be created. Other stores are not contacted."""
 
     def put(self, name: str, data: bytes, *, create_only: bool) -> None:
-        """All or nothing. Where the store cannot enforce ``create_only``, it is ignored."""
+        """Write an object atomically. ``create_only`` is ignored if the store cannot enforce it."""
 
     def exists(self, name: str) -> bool: ...
     def get(self, name: str) -> bytes: ...
     def get_range(self, name: str, start: int, stop: int) -> Buffer:
-        """Fewer bytes only where the object ends."""
+        """Return these bytes, fewer only if the object ends before ``stop``."""
 
     def list(self, prefix: str) -> Iterable[ObjectInfo]:
-        """In any order; what does not start with ``prefix`` may be among it."""
+        """Return objects in any order, possibly with names that do not start with ``prefix``."""
 
     def delete(self, names: Sequence[str]) -> None: ...
     def upload(self, upload: UploadJob) -> None: ...
@@ -108,7 +111,7 @@ class ObjectBackend(Protocol):
 
 
 class FailureKind(Enum):
-    """What a caller can do about it."""
+    """Kind of a failed request, by the caller's possible reaction."""
 
     UNAVAILABLE = "no answer, or one that another try may change"
     BUSY = "asked to slow down"
@@ -126,11 +129,11 @@ class StoreFailure:
     detail: str
     retry_after_s: float = 0.0
     credentials: bool = False
-    """Other credentials may get another answer."""
+    """Whether the request may succeed with other credentials."""
 
 
 class HttpStatusError(Exception):
-    """An HTTP answer that is not a success, from this package's own sender."""
+    """An HTTP error response, received by this package's own sender."""
 
     def __init__(self, status: int, code: str, message: str, retry_after_s: float = 0.0) -> None:
         super().__init__(status, code, message, retry_after_s)
@@ -141,35 +144,35 @@ class HttpStatusError(Exception):
 
 
 def classify_error(error: BaseException) -> StoreFailure:
-    """What ``error`` (of obstore, botocore, fsspec, this package's sender, or the operating system) means."""
+    """Classify an error of obstore, botocore, fsspec, this package's sender or the operating system."""
     if isinstance(error, HttpStatusError):
         return classify_response(error.status, error.code, error.message, retry_after_s=error.retry_after_s)
-    for each in (error, error.__cause__):  # s3fs raises an OSError from what botocore said
+    for each in (error, error.__cause__):  # s3fs raises an OSError with botocore's error as its cause
         response = getattr(each, "response", None)
         if isinstance(response, dict):
-            return _botocore_answer(response)
+            return _classify_botocore(response)
     text = str(error)
     if type(error).__module__.startswith("obstore") or "\n\nDebug source" in text:
-        return _obstore(error, text.partition("\n\nDebug source")[0])
-    named = _by_name(type(error), text)
+        return _classify_obstore(error, text.partition("\n\nDebug source")[0])
+    named = _classify_by_name(type(error), text)
     if named is not None:
         return named
     if isinstance(error, OSError):
-        return _os_error(error)
+        return _classify_os_error(error)
     if type(error).__module__ == "builtins" or not isinstance(error, Exception):
         return StoreFailure(FailureKind.NOT_FROM_STORE, text)
     if type(error).__module__.startswith("tieredckpt"):
         return StoreFailure(FailureKind.NOT_FROM_STORE, text)
-    return StoreFailure(FailureKind.UNAVAILABLE, _line(f"{type(error).__name__}: {text}"))
+    return StoreFailure(FailureKind.UNAVAILABLE, _one_line(f"{type(error).__name__}: {text}"))
 
 
 def classify_response(status: int, code: str = "", message: str = "", *, retry_after_s: float = 0.0) -> StoreFailure:
-    """What an HTTP answer of an object store means."""
+    """Classify an HTTP response of an object store."""
     meaning = _BY_CODE.get(code) or _BY_STATUS.get(status)
     if meaning is None:
         meaning = FailureKind.UNAVAILABLE if status >= 500 else FailureKind.REFUSED
     what = " ".join(filter(None, (str(status or ""), code)))
-    detail = _line(f"{what}: {message}" if message else what)
+    detail = _one_line(f"{what}: {message}" if message else what)
     advice = _ADVICE.get(code) or _ADVICE.get(str(status), "")
     if advice and meaning is FailureKind.REFUSED:
         detail = f"{detail}. {advice}"
@@ -178,7 +181,10 @@ def classify_response(status: int, code: str = "", message: str = "", *, retry_a
 
 
 def parse_retry_after(value: str, date: str = "") -> float:
-    """Seconds that a ``Retry-After`` header asks for; a moment is read against the same answer's ``Date``."""
+    """Return the seconds of a ``Retry-After`` header, 0 if invalid.
+
+    A date counts from the response's ``Date``.
+    """
     if re.fullmatch(r"\s*[0-9]+(\.[0-9]*)?\s*", value):
         return float(value)
     try:
@@ -188,60 +194,60 @@ def parse_retry_after(value: str, date: str = "") -> float:
 
 
 def parse_error_document(document: str) -> tuple[str, str]:
-    """Code and message of an XML error document; empty where there are none."""
+    """Return code and message of an XML error document, each "" if absent."""
     code = re.search(r"<Code>([^<]+)</Code>", document)
     message = re.search(r"<Message>([^<]+)</Message>", document)
     return code[1] if code else "", message[1].strip() if message else ""
 
 
-def _botocore_answer(response: dict[str, Any]) -> StoreFailure:
-    said, meta = response.get("Error", {}), response.get("ResponseMetadata", {})
+def _classify_botocore(response: dict[str, Any]) -> StoreFailure:
+    problem, meta = response.get("Error", {}), response.get("ResponseMetadata", {})
     headers = {str(k).lower(): str(v) for k, v in meta.get("HTTPHeaders", {}).items()}
     status = int(meta.get("HTTPStatusCode", 0))
-    code = str(said.get("Code", ""))
-    if code.isdigit():  # an answer without a document, to HEAD
+    code = str(problem.get("Code", ""))
+    if code.isdigit():  # a response to HEAD, which has no document
         status, code = int(code), ""
     wait_s = parse_retry_after(headers.get("retry-after", ""), headers.get("date", ""))
-    return classify_response(status, code, str(said.get("Message", "")), retry_after_s=wait_s)
+    return classify_response(status, code, str(problem.get("Message", "")), retry_after_s=wait_s)
 
 
-def _obstore(error: BaseException, text: str) -> StoreFailure:
+def _classify_obstore(error: BaseException, text: str) -> StoreFailure:
     status = re.search(r"status code: (\d{3})", text)
     code, message = parse_error_document(text)
     if status:
         if not code and status[1] == "409" and type(error).__name__ == "AlreadyExistsError":
-            return StoreFailure(FailureKind.EXISTS, _line(text))
-        return classify_response(int(status[1]), code, message or _line(text))
+            return StoreFailure(FailureKind.EXISTS, _one_line(text))
+        return classify_response(int(status[1]), code, message or _one_line(text))
     provider = re.search(r"credential provider: (\w+): (.*)", text, re.DOTALL)
     if provider:
         named = _NAMES.get(provider[1], FailureKind.REFUSED)
-        return StoreFailure(named, _line(provider[2]), credentials=named is FailureKind.REFUSED)
+        return StoreFailure(named, _one_line(provider[2]), credentials=named is FailureKind.REFUSED)
     if re.search(r"Wanted range starting at", text):
-        return StoreFailure(FailureKind.TRUNCATED, _line(text))
+        return StoreFailure(FailureKind.TRUNCATED, _one_line(text))
     if "redirect without LOCATION" in text:
-        return classify_response(301, "", _line(text))
-    return StoreFailure(_NAMES.get(type(error).__name__, FailureKind.UNAVAILABLE), _line(text))
+        return classify_response(301, "", _one_line(text))
+    return StoreFailure(_NAMES.get(type(error).__name__, FailureKind.UNAVAILABLE), _one_line(text))
 
 
-def _by_name(kind: type[BaseException], text: str) -> StoreFailure | None:
+def _classify_by_name(kind: type[BaseException], text: str) -> StoreFailure | None:
     for each in kind.__mro__:
         meaning = _NAMES.get(each.__name__)
         if meaning is not None:
             if "CERTIFICATE_VERIFY_FAILED" in text:
                 meaning = FailureKind.REFUSED
-            return StoreFailure(meaning, _line(text or kind.__name__), credentials=meaning is FailureKind.REFUSED)
+            return StoreFailure(meaning, _one_line(text or kind.__name__), credentials=meaning is FailureKind.REFUSED)
     return None
 
 
-def _os_error(error: OSError) -> StoreFailure:
-    detail = _line(str(error) or type(error).__name__)
+def _classify_os_error(error: OSError) -> StoreFailure:
+    detail = _one_line(str(error) or type(error).__name__)
     for kind, meaning in _OS_KINDS:
         if isinstance(error, kind):
             return StoreFailure(meaning, detail, credentials=kind is PermissionError)
     return StoreFailure(_ERRNO.get(error.errno or 0, FailureKind.UNAVAILABLE), detail)
 
 
-def _line(text: str) -> str:
+def _one_line(text: str) -> str:
     return " ".join(text.split())[:500]
 
 
@@ -289,12 +295,12 @@ _BY_CODE = {
     ),
     **dict.fromkeys(
         (
-            # the request was damaged or cut on its way
+            # the request was damaged or truncated in transit
             "BadDigest",
             "XAmzContentChecksumMismatch",
             "IncompleteBody",
             "RequestTimeout",
-            # another request was at work on the same name
+            # a concurrent request used the same name
             "OperationAborted",
             "ConditionalRequestConflict",
             "InternalError",
@@ -393,20 +399,26 @@ class UploadGoneError(TierUnavailableError):
 
 
 def backoff_s(attempt: int, uniform: Callable[[float, float], float], retry_after_s: float = 0.0) -> float:
-    """How long to wait after try number ``attempt`` (from 0): full jitter, on top of what the store asked for."""
+    """Return the seconds to wait after attempt ``attempt``, counted from 0.
+
+    The wait has full jitter and is added to the seconds that the store requests.
+    """
     return retry_after_s + uniform(0.0, min(BACKOFF_CAP_S, BACKOFF_BASE_S * 2.0 ** min(attempt, 30)))
 
 
 @dataclass(frozen=True)
 class RetryPolicy:
-    """The rule of one store. ``retry_s`` counts from an operation's first failure, however long a try takes."""
+    """Retry policy of one store.
+
+    ``retry_s`` counts from an operation's first failure, however long attempts take.
+    """
 
     retry_s: float
     clock: Callable[[], float] = time.monotonic
     sleep: Callable[[float], object] = time.sleep
     uniform: Callable[[float, float], float] = random.uniform
     refresh_credentials: Callable[[], bool] = lambda: False
-    """Looks for other credentials when these are refused; whether there are any."""
+    """Reloads refused credentials; returns whether they changed."""
 
     def run(
         self,
@@ -415,10 +427,9 @@ class RetryPolicy:
         *,
         absent: type[TieredCheckpointError] = DurableRefusedError,
     ) -> T:
-        """The result of ``operation``, tried as often as it takes.
+        """Return the result of ``operation``, which is retried for up to ``retry_s`` seconds.
 
-        ``what`` begins the message of the error ("reading s3://b/x"), ``absent`` is raised when the store knows no
-        such object.
+        ``what`` starts the error message ("reading s3://b/x"). ``absent`` is raised if the object does not exist.
         """
         deadline = 0.0
         attempt = 0
@@ -428,7 +439,7 @@ class RetryPolicy:
                 return operation()
             except TieredCheckpointError:
                 raise
-            except Exception as error:  # noqa: BLE001 - every library has a tree of its own; classify() knows them
+            except Exception as error:  # noqa: BLE001 - each library has its own errors; classify_error() knows them
                 failure = classify_error(error)
                 if failure.credentials and not renewed and self.refresh_credentials():
                     renewed = True
@@ -437,13 +448,13 @@ class RetryPolicy:
                 deadline = deadline or now + self.retry_s
                 wait_s = backoff_s(attempt, self.uniform, failure.retry_after_s)
                 if failure.meaning not in (FailureKind.UNAVAILABLE, FailureKind.BUSY) or now + wait_s > deadline:
-                    _raise(what, failure, error, absent, tries=attempt + 1)
+                    _raise_failure(what, failure, error, absent, tries=attempt + 1)
                 attempt += 1
                 _log.info("%s: %s; try %d in %s", what, failure.detail, attempt + 1, show_seconds(wait_s))
                 self.sleep(wait_s)
 
 
-def _raise(
+def _raise_failure(
     what: str, failure: StoreFailure, error: Exception, absent: type[TieredCheckpointError], *, tries: int
 ) -> None:
     if failure.meaning is FailureKind.NOT_FROM_STORE:

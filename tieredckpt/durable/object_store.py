@@ -1,6 +1,6 @@
 """ObjectStore, the interface to object stores: its errors, object names, upload parts, stop signal.
 
-Where an object ``a`` is, stores made of folders cannot keep ``a/b`` as well; nothing here needs both.
+A store with folders cannot hold both an object ``a`` and an object ``a/b``. This package never writes both.
 """
 
 from __future__ import annotations
@@ -27,15 +27,15 @@ if TYPE_CHECKING:
 
 
 class ObjectNotFoundError(CheckpointNotFoundError):
-    """No object of that name. Absent, not unknown."""
+    """The object does not exist. This is certain, not merely unknown."""
 
 
 class ObjectExistsError(UsageError):
-    """``put(create_only=True)`` found an object of that name."""
+    """``put(create_only=True)`` found an object with this name."""
 
 
 class UploadCancelledError(UsageError):
-    """``upload`` was told to stop; what was finished is kept for a later call."""
+    """``upload`` was canceled. Finished parts remain for a later call."""
 
 
 @dataclass(frozen=True)
@@ -48,16 +48,16 @@ class ObjectInfo:
 
 @dataclass(frozen=True)
 class StoreCapabilities:
-    """What this store was seen to honour, not what its vendor says."""
+    """Capabilities that this store has in practice, not according to its vendor."""
 
     conditional_put: bool
-    """``create_only`` is enforced by the store. Where it is not, two racing writers both win."""
+    """Whether the store enforces ``create_only``. If not, two racing writers both succeed."""
     resumable_upload: bool
-    """An interrupted ``upload`` continues after the parts that were finished."""
+    """Whether an interrupted ``upload`` continues after its finished parts."""
 
 
 class UploadJournal(Protocol):
-    """Where ``upload`` notes what it has begun, so that it can go on after this process was killed."""
+    """Journal of started uploads. With it ``upload`` can resume after its process was killed."""
 
     def get(self, name: str) -> bytes | None: ...
     def put(self, name: str, data: bytes) -> None: ...
@@ -65,18 +65,22 @@ class UploadJournal(Protocol):
 
 
 ProgressCallback = Callable[[int], None]
-"""Called, from any thread, with the number of bytes the store just took; parts it had from before are not counted."""
+"""Callback, from any thread, with the number of bytes just uploaded.
+
+Parts of an earlier upload do not count.
+"""
 
 
 class ObjectStore(Protocol):
     """Objects by name below one URL. Names use ``/`` and never leave the URL.
 
-    Promises every store makes (``tests/contract/test_object_store.py`` holds it to them):
+    Guarantees of every store, tested by ``tests/contract/test_object_store.py``:
 
-    - ``put`` and ``upload`` are all or nothing: until they return, readers see the old object or none.
-    - ``get`` and ``get_ranges`` return exactly the bytes asked for, or raise. Never fewer.
-    - :class:`ObjectNotFoundError` means absent, ``TierUnavailableError`` unknown (after retries), and
-      ``DurableRefusedError`` that the store said no; ``StoreBusyError`` is a throttled kind of unknown.
+    - ``put`` and ``upload`` are atomic: until they return, readers see the old object or none.
+    - ``get`` and ``get_ranges`` return exactly the requested bytes, never fewer, or raise.
+    - :class:`ObjectNotFoundError` means that the object is absent, ``TierUnavailableError`` that the result is unknown
+      after retries, and ``DurableRefusedError`` that the store rejected the request. ``StoreBusyError`` is the
+      ``TierUnavailableError`` of a store that limits the request rate.
     - Any thread may call any method. No operation is retried beyond the settings' ``retry_s``.
     """
 
@@ -85,15 +89,19 @@ class ObjectStore(Protocol):
     def put(self, name: str, data: bytes, *, create_only: bool = False) -> None: ...
     def get(self, name: str) -> bytes: ...
     def get_ranges(self, name: str, ranges: Sequence[tuple[int, int]]) -> list[Buffer]:
-        """The bytes ``[start, stop)`` of each range, in order; close ones fetched together, far ones in parallel."""
+        """Return the bytes ``[start, stop)`` of each range, in order.
+
+        Nearby ranges share a request. Distant ones are read in parallel.
+        """
 
     def list(self, prefix: str, *, patience_s: float = math.inf) -> Iterable[ObjectInfo]:
-        """Objects whose names start with ``prefix``, in name order. Given up when it was tried for
-        ``patience_s``, or, where pages come, when none did for so long.
+        """Return the objects with names that start with ``prefix``, in name order.
+
+        Raise after ``patience_s`` seconds of retries or, if the store lists in pages, without a new page.
         """
 
     def delete(self, names: Sequence[str]) -> None:
-        """Absent names are fine."""
+        """Delete these objects. Absent names raise no error."""
 
     def upload(
         self,
@@ -106,26 +114,32 @@ class ObjectStore(Protocol):
         progress: ProgressCallback = lambda _: None,
         cancel: threading.Event | None = None,
     ) -> None:
-        """Put the first ``size_bytes`` of a file, in parallel parts where the store has them.
+        """Upload the first ``size_bytes`` of a file, in parallel parts if the store supports them.
 
-        ``identity`` says which bytes these are (a digest, or what their seal is called). Parts of an interrupted
-        upload are used again only for the same identity; without one, only where the store can prove what they hold.
+        ``identity`` identifies the bytes, for example by a digest. Parts of an interrupted upload are reused only for
+        the same identity. Without one, they are reused only if the store can prove their content.
         """
 
     def abort_stale_uploads(self, prefix: str, *, older_than_s: float, keep: Iterable[str] = ()) -> int:
-        """Remove what interrupted uploads left below ``prefix``, except for the names in ``keep``; how many."""
+        """Delete remains of interrupted uploads below ``prefix``; return their number.
+
+        Those of the names in ``keep`` remain.
+        """
 
     def capabilities(self) -> StoreCapabilities:
-        """Probed once, by trying."""
+        """Return the store's capabilities, which the first call probes."""
 
     def check_root(self) -> None:
-        """Raise if a directory cannot be created. Other stores are not asked."""
+        """Raise if a directory cannot be created. Other stores are not contacted."""
 
     def check_writes(self) -> None:
-        """Write, read and delete one small object, or raise. A store that refuses only the deletion passes."""
+        """Write, read and delete one small object, or raise. A store may refuse only the deletion."""
 
     def interrupt(self) -> None:
-        """Whoever waits for a store that is away waits no longer: :class:`UploadCancelledError`. For good."""
+        """End all waits before a retry with :class:`UploadCancelledError`, also in later calls.
+
+        An upload ends by its own ``cancel``.
+        """
 
     def close(self) -> None: ...
 
@@ -144,7 +158,7 @@ def is_valid_object_name(name: str) -> bool:
 
 
 def check_object_name(name: str) -> str:
-    """``name``, or :class:`UsageError`."""
+    """Return ``name``, or raise :class:`UsageError` if it is invalid."""
     if not is_valid_object_name(name):
         raise UsageError(
             f"{name!r} is not an object name: expected printable parts between single slashes, without '.', '..' or "
@@ -154,14 +168,14 @@ def check_object_name(name: str) -> str:
 
 
 def check_object_prefix(prefix: str) -> str:
-    """A name, its beginning, or nothing at all."""
+    """Return ``prefix`` if it is empty, a name or a name with a slash; else raise :class:`UsageError`."""
     if prefix:
         check_object_name(prefix.removesuffix("/") if prefix != "/" else prefix)
     return prefix
 
 
 def listable_folder(prefix: str) -> str:
-    """The longest part of ``prefix`` that ends with a slash, without it: what stores with folders can list."""
+    """Return the folder of ``prefix`` without its last slash, for stores that list whole folders."""
     return prefix.rpartition("/")[0]
 
 
@@ -178,7 +192,7 @@ _ROUND_BYTES = 1 << 20
 @dataclass(frozen=True)
 class UploadPart:
     number: int
-    """From 1."""
+    """Number of the part, from 1."""
     start: int
     stop: int
 
@@ -189,17 +203,17 @@ class UploadPart:
 
 @dataclass(frozen=True)
 class UploadedPart:
-    """What the store says about a part it has."""
+    """An uploaded part, as the store reports it."""
 
     number: int
     size_bytes: int
     etag: str
     checksum: str = ""
-    """As this package computes it; empty where the store keeps none."""
+    """Checksum as this package computes it; "" if the store has none."""
 
 
 def part_size_for(size_bytes: int, wanted_bytes: int) -> int:
-    """``wanted_bytes``, or as much more as it takes to stay within the number of parts S3 allows."""
+    """Return ``wanted_bytes``, adjusted to S3's limits on the size and number of parts."""
     if size_bytes > MAX_UPLOAD_PARTS * MAX_UPLOAD_PART_BYTES:
         raise UsageError(f"{show_size(size_bytes)} is more than one object can hold: save on more ranks")
     least = -(-size_bytes // MAX_UPLOAD_PARTS)
@@ -208,7 +222,7 @@ def part_size_for(size_bytes: int, wanted_bytes: int) -> int:
 
 
 def split_upload(size_bytes: int, part_bytes: int) -> list[UploadPart]:
-    """Parts of ``part_bytes`` each; the last one is what is left."""
+    """Return parts of ``part_bytes`` each. The last one may be smaller."""
     starts = range(0, size_bytes, part_bytes)
     return [UploadPart(i, start, min(start + part_bytes, size_bytes)) for i, start in enumerate(starts, 1)]
 
@@ -220,24 +234,27 @@ def reusable_parts(
     same_source: bool,
     checksum: Callable[[UploadPart], str],
 ) -> dict[int, UploadedPart]:
-    """The parts that need not be sent again, by number.
+    """Return by number the parts that need not be sent again.
 
-    Where the store kept a checksum it decides. Where it kept none, the size does, and only if the caller vouches that
-    the source is the one the parts came from.
+    If the store has a checksum of a part, it decides. If not, the size decides, and only if the caller states that the
+    part came from the same source.
     """
-    there = {part.number: part for part in stored}
-    kept = {}
+    stored_parts = {part.number: part for part in stored}
+    reusable = {}
     for part in parts:
-        found = there.get(part.number)
+        found = stored_parts.get(part.number)
         if found is None or found.size_bytes != part.size_bytes or not found.etag:
             continue
         if found.checksum == checksum(part) if found.checksum else same_source:
-            kept[part.number] = found
-    return kept
+            reusable[part.number] = found
+    return reusable
 
 
 class UploadSource:
-    """The first ``size_bytes`` of a file. Only the windows in use are mapped, so memory does not grow with the file."""
+    """The first ``size_bytes`` of a file.
+
+    Only windows in use are mapped, so memory does not grow with the file.
+    """
 
     def __init__(self, path: Path, size_bytes: int) -> None:
         self.path = path
@@ -251,13 +268,13 @@ class UploadSource:
 
     @contextlib.contextmanager
     def window(self, start: int, stop: int) -> Iterator[memoryview]:
-        """The bytes ``[start, stop)``; the view must not be kept."""
+        """Yield the bytes ``[start, stop)``. The view is valid only within the block."""
         if start == stop:
             yield memoryview(b"")
             return
         self._check()
         skip = start % mmap.ALLOCATIONGRANULARITY
-        # Not populated: that would hold the interpreter's lock, and the kernel maps the pages around a touched one.
+        # Do not populate the mapping: that holds the interpreter's lock. The kernel maps pages around a touched one.
         with (
             mmap.mmap(self.fd, stop - start + skip, prot=mmap.PROT_READ, offset=start - skip) as mapped,
             memoryview(mapped) as whole,
@@ -277,7 +294,7 @@ class UploadSource:
         self.close()
 
     def _check(self) -> None:
-        """Touching a mapped page behind the end of the file would kill the process."""
+        """Raise if the file has become too short: touching a mapped page past its end would kill the process."""
         have = os.fstat(self.fd).st_size
         if have < self.size_bytes:
             raise UsageError(f"{self.path} has {have} bytes, the upload was to send {self.size_bytes}")
@@ -294,7 +311,7 @@ class StopSignal:
         self._children: list[StopSignal] = []
 
     def child(self) -> StopSignal:
-        """One that this one stops, but not the other way round."""
+        """Return a signal that is set with this one, but not the other way round."""
         child = StopSignal()
         with self._lock:
             self._children.append(child)
@@ -315,7 +332,7 @@ class StopSignal:
         return self._event.is_set()
 
     def wait(self, seconds: float) -> None:
-        """Sleep, unless told to stop; then raise."""
+        """Sleep for ``seconds``; raise :class:`UploadCancelledError` once the signal is set."""
         self._event.wait(seconds)
         self.raise_if_set()
 
@@ -327,7 +344,7 @@ class StopSignal:
 
     @contextlib.contextmanager
     def linked_to(self, cancel: threading.Event | None) -> Iterator[None]:
-        """While in here, stop when somebody sets ``cancel``."""
+        """Set this signal when ``cancel`` is set, while the block runs."""
         if cancel is None:
             yield
             return
@@ -349,7 +366,10 @@ class StopSignal:
 
     @contextlib.contextmanager
     def shutting_down_on_stop(self, sock: socket.socket) -> Iterator[None]:
-        """While in here, ``set`` from another thread makes this socket's calls fail, and that is raised as a stop."""
+        """Shut ``sock`` down when this signal is set, while the block runs.
+
+        Errors of the socket are then raised as a cancellation.
+        """
         with self._lock:
             self._sockets.add(sock)
         try:

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 
 def obstore_client_options(timeout_s: float) -> dict[str, Any]:
-    """obstore's: a limit for silence, not for the length of a transfer."""
+    """Return obstore's client options. ``timeout_s`` limits silence, not the length of a transfer."""
     return {
         "connect_timeout": timedelta(seconds=min(CONNECT_TIMEOUT_S, timeout_s)),
         "read_timeout": timedelta(seconds=timeout_s),
@@ -35,7 +35,10 @@ def obstore_client_options(timeout_s: float) -> dict[str, Any]:
 
 
 def open_obstore_backend(url: str, settings: DurableSettings) -> ObstoreBackend:
-    """``gs://``, ``az://``, ``abfs://`` or ``memory://``; ``durable.options`` are obstore's, plus its environment."""
+    """Open ``gs://``, ``az://``, ``abfs://`` or ``memory://``.
+
+    ``durable.options`` are obstore's options; its environment variables also apply.
+    """
     import obstore.store
     from obstore.exceptions import BaseError
 
@@ -62,7 +65,7 @@ def open_obstore_backend(url: str, settings: DurableSettings) -> ObstoreBackend:
 
 
 class ObstoreClient:
-    """Small requests to one bucket; one try each."""
+    """Small requests to one bucket, with one attempt each."""
 
     def __init__(self, store: ObstoreStore) -> None:
         self._store = store
@@ -88,19 +91,19 @@ class ObstoreClient:
         return self._store.get_range(name, start=start, end=stop)
 
     def list(self, prefix: str) -> Iterator[ObjectInfo]:
-        places: list[str | None] = [listable_folder(prefix) or None]
-        if prefix and not prefix.endswith("/"):  # obstore lists folders: not all that is beside what is asked for
-            top = self._store.list_with_delimiter(places[0])
+        folders: list[str | None] = [listable_folder(prefix) or None]
+        if prefix and not prefix.endswith("/"):  # obstore lists whole folders: list only those that match the prefix
+            top = self._store.list_with_delimiter(folders[0])
             yield from (_info(each) for each in top["objects"] if each["path"].startswith(prefix))
-            places = [name for name in top["common_prefixes"] if name.startswith(prefix)]
-        for place in places:
-            for batch in self._store.list(place):
+            folders = [name for name in top["common_prefixes"] if name.startswith(prefix)]
+        for folder in folders:
+            for batch in self._store.list(folder):
                 yield from map(_info, batch)
 
     def delete(self, names: Sequence[str]) -> None:
         try:
             self._store.delete(names)
-        except FileNotFoundError as error:  # of a store that minds; which ones it deleted before that is unknown
+        except FileNotFoundError as error:  # an absent name is an error in this store: others may not be deleted
             _raise_unless_absent(error)
             for name in names:
                 with contextlib.suppress(FileNotFoundError):
@@ -108,7 +111,10 @@ class ObstoreClient:
 
 
 class ObstoreBackend(ObstoreClient):
-    """One try each, except for ``upload``: obstore cannot go on after the parts that are there, so it retries them."""
+    """Backend with one attempt for each request except ``upload``.
+
+    obstore cannot resume an upload after its finished parts, so obstore itself retries parts.
+    """
 
     resumes_uploads = False
     lists_in_pages = True
@@ -127,7 +133,7 @@ class ObstoreBackend(ObstoreClient):
 
     def upload(self, upload: UploadJob) -> None:
         def send() -> None:
-            # obstore keeps what it is handed until it is sent, so it cannot be handed views into a window.
+            # obstore retains its input until it is sent, so the input must not be views into a window.
             with contextlib.closing(upload.pieces()) as pieces:
                 copies = (bytes(piece) for piece in pieces)
                 self._patient.put(upload.name, copies, chunk_size=self._part_bytes, max_concurrency=self._concurrency)
@@ -147,6 +153,6 @@ def _info(each: ObjectMeta) -> ObjectInfo:
 
 
 def _raise_unless_absent(error: FileNotFoundError) -> None:
-    """By its class, an absent bucket is the same as an absent object."""
+    """Raise ``error`` unless an object is absent. An absent bucket has the same exception class."""
     if classify_error(error).meaning is not FailureKind.NOT_FOUND:
         raise error

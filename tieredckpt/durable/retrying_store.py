@@ -54,7 +54,7 @@ _PROBE_PREFIX = ".probe-"
 
 
 class RetryingStore:
-    """The :class:`~tieredckpt.durable.object_store.ObjectStore` that users of this package get."""
+    """An :class:`~tieredckpt.durable.object_store.ObjectStore` over any backend."""
 
     def __init__(
         self,
@@ -110,15 +110,15 @@ class RetryingStore:
         what = self._what("listing", prefix)
         retry = replace(self._retry, retry_s=min(self._retry.retry_s, patience_s))
 
-        def ask(heard: Callable[[], None]) -> Sequence[ObjectInfo]:
-            return retry.run(what, partial(self._listed, prefix, heard))
+        def fetch(on_progress: Callable[[], None]) -> Sequence[ObjectInfo]:
+            return retry.run(what, partial(self._listed, prefix, on_progress))
 
         if self._backend.lists_in_pages and patience_s < math.inf:
-            found = call_with_idle_timeout(what, ask, patience_s=patience_s, stop=self._stop)
+            found = call_with_idle_timeout(what, fetch, patience_s=patience_s, stop=self._stop)
         else:
-            found = ask(lambda: None)
-        mine = (info for info in found if info.name.startswith(prefix) and is_valid_object_name(info.name))
-        return sorted(mine, key=lambda info: info.name)
+            found = fetch(lambda: None)
+        matching = (info for info in found if info.name.startswith(prefix) and is_valid_object_name(info.name))
+        return sorted(matching, key=lambda info: info.name)
 
     def delete(self, names: Sequence[str]) -> None:
         for name in names:
@@ -188,21 +188,22 @@ class RetryingStore:
         self._readers.shutdown(cancel_futures=True)
         self._backend.close()
 
-    def _listed(self, prefix: str, heard: Callable[[], None]) -> Sequence[ObjectInfo]:
+    def _listed(self, prefix: str, on_progress: Callable[[], None]) -> Sequence[ObjectInfo]:
         found = []
-        heard()
+        on_progress()
         try:
             for info in self._backend.list(prefix):
                 found.append(info)
-                heard()
+                on_progress()
         finally:
-            heard()
+            on_progress()
         return found
 
     def _create(self, name: str, data: bytes) -> None:
-        """A try without an answer may have written the object that the next one finds: then it is ours.
+        """Create an object, or raise :class:`ObjectExistsError`.
 
-        That is told by its bytes, so callers who race put something of their own into them.
+        An attempt without a response may have written the object that the next attempt finds. Its bytes identify it,
+        so racing callers must write different bytes.
         """
         if not self.capabilities().conditional_put and self._run(
             "looking for", name, partial(self._backend.exists, name)
@@ -241,12 +242,12 @@ class RetryingStore:
 
     def _fetch(self, name: str, fetch: RangeRequest, retry: RetryPolicy) -> Buffer:
         what = self._what(f"reading [{fetch.start}, {fetch.stop}) of", name)
-        ask = partial(self._backend.get_range, name, fetch.start, fetch.stop)
-        got = retry.run(what, ask, absent=ObjectNotFoundError)
-        size = memoryview(got).nbytes
+        read = partial(self._backend.get_range, name, fetch.start, fetch.stop)
+        data = retry.run(what, read, absent=ObjectNotFoundError)
+        size = memoryview(data).nbytes
         if size != fetch.stop - fetch.start:
             raise CheckpointDamagedError(f"{what}: got {size} bytes; the object is shorter than what was saved")
-        return got
+        return data
 
     def _run(
         self,
@@ -263,7 +264,7 @@ class RetryingStore:
 
 
 MAX_GAP_BYTES = 1 << 20
-"""Bytes nobody asked for cost less than another request up to about here."""
+"""Largest gap between two ranges of one request. Reading such a gap costs less than another request."""
 
 
 @dataclass(frozen=True)
@@ -273,7 +274,7 @@ class RangeRequest:
 
 
 def plan_range_requests(ranges: Iterable[tuple[int, int]], *, gap_bytes: int, most_bytes: int) -> list[RangeRequest]:
-    """Disjoint requests in order that cover every range, none of them longer than ``most_bytes``."""
+    """Return disjoint requests, in order, that cover every range and have at most ``most_bytes`` each."""
     runs: list[list[int]] = []
     for start, stop in sorted(ranges):
         if not 0 <= start <= stop:
@@ -294,11 +295,14 @@ def plan_range_requests(ranges: Iterable[tuple[int, int]], *, gap_bytes: int, mo
 def assemble_ranges(
     ranges: Sequence[tuple[int, int]], fetches: Sequence[RangeRequest], results: Sequence[Buffer]
 ) -> list[Buffer]:
-    """The ranges, out of what the fetches returned: views where one fetch holds it all, copies where several do."""
+    """Return the ranges from the results of ``fetches``.
+
+    A range is a view if one result has all of it, otherwise a copy.
+    """
     starts = [fetch.start for fetch in fetches]
     views = [memoryview(result) for result in results]
 
-    def one(start: int, stop: int) -> Buffer:
+    def assemble(start: int, stop: int) -> Buffer:
         if start == stop:
             return b""
         at = bisect_right(starts, start) - 1
@@ -307,12 +311,12 @@ def assemble_ranges(
         whole = bytearray(stop - start)
         done = start
         while done < stop:
-            upto = min(stop, fetches[at].stop)
-            whole[done - start : upto - start] = views[at][done - starts[at] : upto - starts[at]]
-            done, at = upto, at + 1
+            end = min(stop, fetches[at].stop)
+            whole[done - start : end - start] = views[at][done - starts[at] : end - starts[at]]
+            done, at = end, at + 1
         return whole
 
-    return [one(start, stop) for start, stop in ranges]
+    return [assemble(start, stop) for start, stop in ranges]
 
 
 _POLL_S = 0.05
@@ -321,24 +325,24 @@ _POLL_S = 0.05
 def call_with_idle_timeout(
     what: str, ask: Callable[[Callable[[], None]], T], *, patience_s: float, stop: StopSignal
 ) -> T:
-    """The answer to ``ask``, however long it takes, while that calls what it is given now and then.
+    """Return the result of ``ask``, which must call its argument at least every ``patience_s`` seconds.
 
-    Where it does not for ``patience_s``, :class:`TierUnavailableError`; it ends by itself, in a thread of its own.
+    If it does not, raise :class:`TierUnavailableError`; ``ask`` then continues in a daemon thread.
     """
     answer = Future[T]()
-    heard_at = time.monotonic()
+    progress_at = time.monotonic()
 
-    def heard() -> None:
-        nonlocal heard_at
-        heard_at = time.monotonic()
+    def on_progress() -> None:
+        nonlocal progress_at
+        progress_at = time.monotonic()
 
-    def work() -> None:
+    def run() -> None:
         try:
-            answer.set_result(ask(heard))
-        except BaseException as error:  # noqa: BLE001 - it is for whoever waits
+            answer.set_result(ask(on_progress))
+        except BaseException as error:  # noqa: BLE001 - the waiting caller raises it
             answer.set_exception(error)
 
-    threading.Thread(target=work, name="tieredckpt-ask", daemon=True).start()
+    threading.Thread(target=run, name="tieredckpt-ask", daemon=True).start()
     while True:
         try:
             return answer.result(_POLL_S)
@@ -346,7 +350,7 @@ def call_with_idle_timeout(
             if answer.done():
                 return answer.result()
         stop.raise_if_set()
-        if time.monotonic() - heard_at > patience_s:
+        if time.monotonic() - progress_at > patience_s:
             raise TierUnavailableError(f"{what}: timed out, nothing was heard of it for {patience_s:g} s")
 
 
@@ -354,9 +358,11 @@ _READ_THREADS = 8
 
 
 def open_store(url: str, settings: DurableSettings, *, bandwidth: RateLimiter | None = None) -> RetryingStore:
-    """The store at ``url``. Nothing is asked of it, nor is its library imported, before the first call.
+    """Return the store at ``url``.
 
-    ``bandwidth`` is for several stores that share one limit; by default ``settings.bandwidth`` is this store's own.
+    Before the first call, S3 and directories are not accessed, and no SDK is imported for them.
+
+    ``bandwidth`` is a limit that several stores share. By default this store has its own, ``settings.bandwidth``.
     """
     limit = bandwidth or RateLimiter(parse_size(settings.bandwidth) if settings.bandwidth else 0)
     return RetryingStore(
@@ -369,14 +375,14 @@ def open_store(url: str, settings: DurableSettings, *, bandwidth: RateLimiter | 
 
 
 def _backend(url: str, settings: DurableSettings) -> ObjectBackend:
-    # Each library is imported only where its scheme is used: the node agent starts without any of them.
+    # Import each library only for its scheme: the node agent starts without any of them.
     parts = urlsplit(url)
     if url.startswith("/") or parts.scheme == "file":
         from tieredckpt.durable.filesystem_backends import DirectoryBackend
 
         if parts.netloc not in ("", "localhost"):
             raise UsageError(f"durable.url {url}: a file URL names this machine, write file:///path")
-        _no_options(url, settings)
+        _reject_options(url, settings)
         return DirectoryBackend(Path(url if url.startswith("/") else unquote(parts.path)))
     if not parts.scheme:
         raise UsageError(f"durable.url {url!r} is neither a URL (s3://bucket/prefix) nor an absolute path")
@@ -395,6 +401,6 @@ def _backend(url: str, settings: DurableSettings) -> ObjectBackend:
     return FsspecBackend(url, settings.options)
 
 
-def _no_options(url: str, settings: DurableSettings) -> None:
+def _reject_options(url: str, settings: DurableSettings) -> None:
     if settings.options:
         raise UsageError(f"durable.options: {url} takes none, found {', '.join(sorted(settings.options))}")

@@ -1,7 +1,7 @@
 """S3 and compatible stores: requests, listings, and credentials as the AWS SDK finds them.
 
-One chain decides for every client used here: profiles, SSO, roles, pod identity, environment and the shared config
-files, with their renewal. obstore and the sender of parts are handed what the SDK decided.
+The SDK's credential chain serves all clients: profiles, SSO, roles, pod identity, environment and config files. The SDK
+also renews credentials. obstore and the sender of parts receive the credentials that the SDK chose.
 """
 
 from __future__ import annotations
@@ -80,7 +80,7 @@ class S3Backend:
         return self._range_by_sdk(name, start, stop)
 
     def list(self, prefix: str) -> Iterator[ObjectInfo]:
-        """Not by obstore, which cannot list a bucket that holds a name it finds invalid."""
+        """Yield objects with the SDK: obstore cannot list a bucket with a name that it finds invalid."""
         for page in self._pages("list_objects_v2", prefix):
             for each in page.get("Contents", ()):
                 yield ObjectInfo(self._name(each["Key"]), each["Size"], each["LastModified"].timestamp())
@@ -97,7 +97,7 @@ class S3Backend:
             for page in self._upload_pages(prefix)
             for each in page.get("Uploads", ())
             if self._name(each["Key"]) not in keep
-            and each["Initiated"] <= _moment(page) - timedelta(seconds=older_than_s)
+            and each["Initiated"] <= _store_time(page) - timedelta(seconds=older_than_s)
         ]
         return sum(self._abort(each["Key"], each["UploadId"]) for each in found)
 
@@ -115,7 +115,7 @@ class S3Backend:
     def _upload_pages(self, prefix: str) -> Iterable[dict[str, Any]]:
         try:
             return tuple(self._pages("list_multipart_uploads", prefix))
-        except self._account.connection().client.exceptions.NoSuchUpload:  # how rclone says that there are none
+        except self._account.connection().client.exceptions.NoSuchUpload:  # rclone's response without uploads
             return ()
 
     def _abort(self, key: str, upload_id: str) -> bool:
@@ -127,37 +127,40 @@ class S3Backend:
         return True
 
     def _range_by_sdk(self, name: str, start: int, stop: int) -> bytes:
-        answer = self._account.connection().client.get_object(
+        response = self._account.connection().client.get_object(
             Bucket=self._account.bucket, Key=join_object_name(self._root, name), Range=f"bytes={start}-{stop - 1}"
         )
-        with answer["Body"] as body:
-            given = str(answer.get("ContentRange", "no range"))
-            if not given.startswith(f"bytes {start}-"):
-                raise ConnectionError(f"asked for bytes {start}-{stop - 1}, the answer has {given}")
+        with response["Body"] as body:
+            content_range = str(response.get("ContentRange", "no range"))
+            if not content_range.startswith(f"bytes {start}-"):
+                raise ConnectionError(f"asked for bytes {start}-{stop - 1}, the answer has {content_range}")
             return bytes(body.read())
 
 
-def _moment(page: dict[str, Any]) -> datetime:
-    """Now by the store's clock, which also set the times in the listing; the header leaves out fractions."""
+def _store_time(page: dict[str, Any]) -> datetime:
+    """Return the time of the store's clock, which also set the times in the listing.
+
+    The header omits fractions.
+    """
     try:
         return parsedate_to_datetime(page["ResponseMetadata"]["HTTPHeaders"]["date"]) + timedelta(seconds=1)
     except (KeyError, ValueError):
         return datetime.now(timezone.utc)
 
 
-_CACHE_S = 480.0  # less than the ten minutes that the SDK's credentials are good for when it hands them out
+_CACHE_S = 480.0  # less than the ten minutes for which credentials from the SDK are valid at least
 
 
 @dataclass(frozen=True)
 class S3Options:
-    """``durable.options`` for ``s3://``; what is left out comes from the AWS environment and config files."""
+    """``durable.options`` of ``s3://``. Omitted options come from the AWS environment and config files."""
 
     endpoint: str = ""
     region: str = ""
     profile: str = ""
     checksum: ChecksumKind = "crc32"
     server_side_encryption: str = ""
-    """``AES256`` or ``aws:kms``; empty: what the bucket does by default."""
+    """``AES256`` or ``aws:kms``; "" for the bucket's default."""
     sse_kms_key_id: str = ""
 
     @staticmethod
@@ -176,27 +179,27 @@ class S3Options:
         return S3Options(**options)  # type: ignore[arg-type]
 
     def encryption(self) -> dict[str, str]:
-        """Parameters of the SDK's calls that begin an object."""
-        asked = {"ServerSideEncryption": self.server_side_encryption, "SSEKMSKeyId": self.sse_kms_key_id}
-        return {name: value for name, value in asked.items() if value}
+        """Return the encryption parameters of SDK calls that create an object."""
+        parameters = {"ServerSideEncryption": self.server_side_encryption, "SSEKMSKeyId": self.sse_kms_key_id}
+        return {name: value for name, value in parameters.items() if value}
 
 
 @dataclass(frozen=True)
 class S3Clients:
-    """Clients that share one set of credentials."""
+    """Clients with the same credentials."""
 
     client: Any
-    """The SDK's S3 client; one try per call."""
+    """The SDK's S3 client, with one attempt for each call."""
     objects: ObstoreClient
     secrets: tuple[str | None, ...]
 
     def presign(self, operation: str, params: Mapping[str, object]) -> str:
-        """A URL that allows one request, signed with the credentials of this moment."""
+        """Return a URL for one request, signed with the current credentials and valid for an hour."""
         return str(self.client.generate_presigned_url(operation, Params=params, ExpiresIn=3600))
 
 
 def aws_session(profile: str) -> Any:
-    """The SDK's own chain, with the variable for the region that all other SDKs of AWS read beside its own."""
+    """Return an SDK session that also reads ``AWS_REGION``, like all other AWS SDKs."""
     import botocore.session
 
     region = {"region": ("region", ["AWS_DEFAULT_REGION", "AWS_REGION"], None, None)}
@@ -207,14 +210,14 @@ def aws_session(profile: str) -> Any:
 
 @functools.cache
 def _loader(data_path: str | None) -> Any:
-    """What the SDK knows of AWS, read from its files once: nine tenths of the time that a client takes to be made."""
+    """Return the SDK's data loader. Reading its files takes nine tenths of the time to create a client."""
     import botocore.loaders
 
     return botocore.loaders.create_loader(data_path)
 
 
 class S3Account:
-    """Any thread may call. Nothing is imported, read or opened before it is asked for."""
+    """Clients and credentials of one bucket. Any thread may call; the first use imports and connects."""
 
     def __init__(self, bucket: str, root: str, options: S3Options, *, timeout_s: float) -> None:
         self.bucket = bucket
@@ -223,9 +226,9 @@ class S3Account:
         self._timeout_s = timeout_s
         self._lock = threading.Lock()
         self._connection: S3Clients | None = None
-        self._retired: list[S3Clients] = []  # other threads may still be in the middle of a call
+        self._retired: list[S3Clients] = []  # other threads may still use them
         self._used = threading.local()
-        self._wire: PartSender | None = None
+        self._sender: PartSender | None = None
 
     def connection(self) -> S3Clients:
         with self._lock:
@@ -235,12 +238,12 @@ class S3Account:
             return self._connection
 
     def refresh_credentials(self) -> bool:
-        """Read the credentials anew; whether there are others now than those this thread used last."""
+        """Reload the credentials; return whether they differ from those that this thread used last."""
         with self._lock:
             old = self._connection
             if old is None:
                 return False
-            if old is not self._used.connection:  # another thread was faster
+            if old is not self._used.connection:  # another thread has reloaded them
                 return True
             fresh = self._connect()
             if fresh.secrets == old.secrets:
@@ -251,11 +254,11 @@ class S3Account:
             return True
 
     def part_sender(self) -> PartSender:
-        """The sender of parts."""
+        """Return the sender of parts, which the first call creates."""
         with self._lock:
-            if self._wire is None:
-                self._wire = PartSender(self._wire_settings())
-            return self._wire
+            if self._sender is None:
+                self._sender = PartSender(self._sender_settings())
+            return self._sender
 
     def close(self) -> None:
         with self._lock:
@@ -263,13 +266,13 @@ class S3Account:
             if self._connection is not None:
                 retired.append(self._connection)
                 self._connection = None
-            wire, self._wire = self._wire, None
+            sender, self._sender = self._sender, None
         for connection in retired:
             connection.client.close()
-        if wire is not None:
-            wire.close()
+        if sender is not None:
+            sender.close()
 
-    def _wire_settings(self) -> PartSenderSettings:
+    def _sender_settings(self) -> PartSenderSettings:
         import botocore.httpsession
         from botocore.utils import get_environ_proxies
 
@@ -344,7 +347,7 @@ class S3Account:
 
         config: dict[str, Any] = {
             "endpoint": endpoint,
-            "aws_endpoint_url_s3": endpoint,  # or its variable in the environment would win over ours
+            "aws_endpoint_url_s3": endpoint,  # overrides this variable in the environment
             "region": client.meta.region_name.replace("aws-global", "us-east-1"),
             "virtual_hosted_style_request": not in_path,
             "unsigned_payload": True,  # hashing gigabytes for the signature costs more than sending them

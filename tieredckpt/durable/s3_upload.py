@@ -4,11 +4,11 @@
 
     journal has an upload of the same bytes? ──no──> create, note id and token in the journal ──┐
             │yes                                                                                │
-            └──> list its parts, keep those that hold what they should ─────────────────────────┴──> send the others,
-                 complete, forget the journal's entry
+            └──> list its parts, reuse those with the expected bytes ───────────────────────────┴──> send the others,
+                 complete, delete the journal's entry
 
-The store may lose an upload at any moment (a lifecycle rule, an abort, or because a completion whose answer was lost
-did happen). The token, in the object's metadata, tells the last case from the others, which start over.
+The store may lose an upload at any moment, by a lifecycle rule or an abort. The upload then restarts. An upload is also
+gone after a completion with a lost response. The token in the object's metadata identifies that case.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ if TYPE_CHECKING:
     from tieredckpt.durable.s3 import S3Account, S3Options
 
 _ATTEMPTS = 3
-_MARK = "tieredckpt-upload"
+_UPLOAD_MARK = "tieredckpt-upload"
 _CHECKSUM_HEADERS = {"crc32": "x-amz-checksum-crc32", "md5": "content-md5"}
 _CHECKSUM_PARAMS = {"crc32": "ChecksumCRC32", "md5": "ContentMD5"}
 _HEADERS = {
@@ -62,7 +62,7 @@ _HEADERS = {
 
 
 class BegunUpload(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """What the journal keeps of an upload."""
+    """Journal entry of an upload."""
 
     bucket: str
     key: str
@@ -74,7 +74,10 @@ class BegunUpload(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class MultipartUploader:
-    """Any thread may call; all uploads share ``pool``, whose size is the number of parts in flight."""
+    """Uploads to one bucket.
+
+    Any thread may call. All uploads share ``pool``; its size limits the parts in flight.
+    """
 
     def __init__(self, account: S3Account, pool: Executor, options: S3Options, *, part_bytes: int) -> None:
         self._account = account
@@ -102,18 +105,16 @@ class MultipartUploader:
                     raise
         upload.journal.remove(upload.name)
 
-    # -- steps ------------------------------------------------------------------------------------------------
-
     def _resume(self, upload: UploadJob, key: str) -> BegunUpload | None:
-        noted = upload.journal.get(upload.name)
-        if noted is None:
+        entry = upload.journal.get(upload.name)
+        if entry is None:
             return None
         try:
-            begun = from_json(noted, BegunUpload)
-        except msgspec.MsgspecError:  # of another release; discard_uploads finds what it stands for
+            begun = from_json(entry, BegunUpload)
+        except msgspec.MsgspecError:  # of another release; abort_stale_uploads deletes that upload later
             return None
-        here = (self._account.bucket, key, upload.source.size_bytes, upload.identity)
-        if (begun.bucket, begun.key, begun.size_bytes, begun.identity) == here:
+        expected = (self._account.bucket, key, upload.source.size_bytes, upload.identity)
+        if (begun.bucket, begun.key, begun.size_bytes, begun.identity) == expected:
             return begun
         self._abandon(upload, begun)
         return None
@@ -123,14 +124,14 @@ class MultipartUploader:
         algorithm = {"ChecksumAlgorithm": "CRC32"} if self._options.checksum == "crc32" else {}
 
         def create() -> str:
-            answer = self._account.connection().client.create_multipart_upload(
+            response = self._account.connection().client.create_multipart_upload(
                 Bucket=self._account.bucket,
                 Key=key,
-                Metadata={_MARK: token},
+                Metadata={_UPLOAD_MARK: token},
                 **algorithm,
                 **self._options.encryption(),
             )
-            return str(answer["UploadId"])
+            return str(response["UploadId"])
 
         size = upload.source.size_bytes
         begun = BegunUpload(
@@ -147,10 +148,10 @@ class MultipartUploader:
 
     def _finish(self, upload: UploadJob, begun: BegunUpload, *, fresh: bool) -> None:
         parts = split_upload(begun.size_bytes, begun.part_bytes)
-        ask = partial(self._stored, begun)
+        list_parts = partial(self._list_parts, begun)
         done = reusable_parts(
             parts,
-            [] if fresh else upload.retry.run(upload.what, ask, absent=UploadGoneError),
+            [] if fresh else upload.retry.run(upload.what, list_parts, absent=UploadGoneError),
             same_source=bool(begun.identity),
             checksum=partial(self._checksum, upload),
         )
@@ -159,7 +160,7 @@ class MultipartUploader:
             done[sent.number] = sent
         self._complete(upload, begun, [done[part.number] for part in parts])
 
-    def _stored(self, begun: BegunUpload) -> list[UploadedPart]:
+    def _list_parts(self, begun: BegunUpload) -> list[UploadedPart]:
         pages = self._account.connection().client.get_paginator("list_parts")
         return [
             UploadedPart(part["PartNumber"], part["Size"], part["ETag"], part.get("ChecksumCRC32", ""))
@@ -168,7 +169,7 @@ class MultipartUploader:
         ]
 
     def _send_parts(self, upload: UploadJob, begun: BegunUpload, parts: Iterable[UploadPart]) -> list[UploadedPart]:
-        """The first part that fails for good ends the others."""
+        """Send parts in parallel. The first part that fails after its retries stops the others."""
         stop = upload.stop.child()
         upload = replace(upload, stop=stop, retry=replace(upload.retry, sleep=stop.wait))
         pending = [self._pool.submit(self._send_part, upload, begun, part) for part in parts]
@@ -179,7 +180,7 @@ class MultipartUploader:
             wait(pending)
         errors = [error for future in pending if (error := future.exception()) is not None]
         for error in sorted(errors, key=lambda error: isinstance(error, UploadCancelledError)):
-            raise error  # what made the others stop, if there is such a thing
+            raise error  # prefer the error that stopped the other parts
         return [future.result() for future in pending]
 
     def _send_part(self, upload: UploadJob, begun: BegunUpload, part: UploadPart) -> UploadedPart:
@@ -219,19 +220,19 @@ class MultipartUploader:
         upload.retry.run(upload.what, complete, absent=UploadGoneError)
 
     def _completed(self, upload: UploadJob, begun: BegunUpload) -> bool:
-        """Whether the object is the one this upload was to make."""
+        """Return whether the object in the store is the result of this upload."""
 
         def look() -> Mapping[str, str]:
             head = self._account.connection().client.head_object(Bucket=begun.bucket, Key=begun.key)
             return {name.lower(): value for name, value in head["Metadata"].items()}
 
         try:
-            return upload.retry.run(upload.what, look, absent=ObjectNotFoundError).get(_MARK) == begun.token
+            return upload.retry.run(upload.what, look, absent=ObjectNotFoundError).get(_UPLOAD_MARK) == begun.token
         except ObjectNotFoundError:
             return False
 
     def _abandon(self, upload: UploadJob, begun: BegunUpload) -> None:
-        """One try: what it leaves behind is for discard_uploads."""
+        """Abort an upload with one attempt; abort_stale_uploads deletes any remains later."""
         with contextlib.suppress(TieredCheckpointError):
             replace(upload.retry, retry_s=0.0).run(
                 upload.what,
@@ -247,31 +248,29 @@ class MultipartUploader:
             self._put(upload, window, base64_checksum(window, self._options.checksum), "put_object", target)
         upload.progress(upload.source.size_bytes)
 
-    # -- bytes ------------------------------------------------------------------------------------------------
-
     def _put(
         self, upload: UploadJob, window: memoryview, checksum: str, operation: str, target: Mapping[str, object]
     ) -> str:
-        """Send a window with a signed URL, as often as it takes; the ETag it got."""
+        """Send a window to a signed URL, with retries; return the ETag."""
         params, headers = dict(target), {}
         if checksum:
             params[_CHECKSUM_PARAMS[self._options.checksum]] = checksum
             headers[_CHECKSUM_HEADERS[self._options.checksum]] = checksum
         headers |= {header: str(target[name]) for name, header in _HEADERS.items() if name in target}
 
-        def once() -> str:
+        def attempt() -> str:
             upload.stop.raise_if_set()
             url = self._account.connection().presign(operation, params)
             with contextlib.closing(upload.pieces_of(window)) as pieces:
-                answer = self._account.part_sender().put(url, pieces, len(window), headers, upload.stop)
-            if "etag" not in answer:
+                response_headers = self._account.part_sender().put(url, pieces, len(window), headers, upload.stop)
+            if "etag" not in response_headers:
                 raise ConnectionError("an answer without ETag, which no S3 store gives")
-            return answer["etag"]
+            return response_headers["etag"]
 
         if "PartNumber" not in target:
-            return upload.retry.run(upload.what, once)
-        # Without its upload a part has nowhere to go, which some servers call NoSuchKey.
-        return upload.retry.run(f"{upload.what}, part {target['PartNumber']}", once, absent=UploadGoneError)
+            return upload.retry.run(upload.what, attempt)
+        # Some servers respond with NoSuchKey to a part of an upload that no longer exists.
+        return upload.retry.run(f"{upload.what}, part {target['PartNumber']}", attempt, absent=UploadGoneError)
 
     def _checksum(self, upload: UploadJob, part: UploadPart) -> str:
         with upload.source.window(part.start, part.stop) as window:
@@ -286,13 +285,13 @@ CONNECT_TIMEOUT_S = 5.0
 class PartSenderSettings:
     timeout_s: float
     proxy_for: Callable[[str], str] = lambda _: ""
-    """The proxy's URL for a URL; empty for none."""
+    """Function from a URL to the URL of its proxy; "" for none."""
     trusted: str = ""
-    """Certificate authorities, as a file or a directory; empty: those of the system."""
+    """File or directory of certificate authorities; "" for those of the system."""
 
 
 class PartSender:
-    """Any thread may call; a connection is used by one at a time."""
+    """HTTP client that sends parts. Any thread may call; each connection serves one call at a time."""
 
     def __init__(self, settings: PartSenderSettings) -> None:
         self._settings = settings
@@ -304,9 +303,9 @@ class PartSender:
     def put(
         self, url: str, body: Iterator[memoryview], size_bytes: int, headers: Mapping[str, str], stop: StopSignal
     ) -> Mapping[str, str]:
-        """Send ``body``; the answer's headers by lower-case name, or :class:`HttpStatusError`, or ``OSError``."""
+        """Send ``body``; return the headers by lower-case name. Raise :class:`HttpStatusError` or ``OSError``."""
         parts = urlsplit(url)
-        connection = self._take(parts)
+        connection = self._acquire(parts)
         try:
             with stop.shutting_down_on_stop(connection.sock):
                 request = {"Content-Length": str(size_bytes), **headers}
@@ -317,7 +316,7 @@ class PartSender:
         if reply.will_close:
             connection.close()
         else:
-            self._give_back(parts, connection)
+            self._release(parts, connection)
         found = {name.lower(): value for name, value in reply.getheaders()}
         if not 200 <= reply.status < 300:
             code, message = parse_error_document(document.decode(errors="replace"))
@@ -338,7 +337,7 @@ class PartSender:
             return parts.geturl()
         return f"{parts.path}?{parts.query}" if parts.query else parts.path
 
-    def _take(self, parts: SplitResult) -> http.client.HTTPConnection:
+    def _acquire(self, parts: SplitResult) -> http.client.HTTPConnection:
         key = (parts.scheme, parts.netloc)
         while True:
             with self._lock:
@@ -348,9 +347,9 @@ class PartSender:
                 return self._open(parts)
             if not _readable(connection):
                 return connection
-            connection.close()  # the server has closed it, or says something nobody asked for
+            connection.close()  # the server has closed it or sent unexpected data
 
-    def _give_back(self, parts: SplitResult, connection: http.client.HTTPConnection) -> None:
+    def _release(self, parts: SplitResult, connection: http.client.HTTPConnection) -> None:
         with self._lock:
             if not self._closed:
                 self._idle.setdefault((parts.scheme, parts.netloc), []).append(connection)
@@ -381,10 +380,10 @@ class PartSender:
     def _context(self) -> ssl.SSLContext:
         with self._lock:
             if self._tls is None:
-                where = self._settings.trusted
-                directory = bool(where) and Path(where).is_dir()
+                trusted = self._settings.trusted
+                directory = bool(trusted) and Path(trusted).is_dir()
                 self._tls = ssl.create_default_context(
-                    cafile=where if where and not directory else None, capath=where if directory else None
+                    cafile=trusted if trusted and not directory else None, capath=trusted if directory else None
                 )
             return self._tls
 
@@ -395,17 +394,17 @@ def _exchange(
     try:
         connection.request("PUT", target, body, dict(headers))
     except (BrokenPipeError, ConnectionResetError) as broken:
-        # A server that says no before it has read everything: its answer says more than the broken pipe.
-        return _early_answer(connection, broken)
+        # The server rejected the request before reading all of it. Its response explains more than the broken pipe.
+        return _early_response(connection, broken)
     reply = connection.getresponse()
-    return reply, _document(reply)
+    return reply, _read_document(reply)
 
 
-def _early_answer(connection: http.client.HTTPConnection, broken: OSError) -> tuple[http.client.HTTPResponse, bytes]:
+def _early_response(connection: http.client.HTTPConnection, broken: OSError) -> tuple[http.client.HTTPResponse, bytes]:
     reply = http.client.HTTPResponse(connection.sock, method="PUT")
     try:
         reply.begin()
-        document = _document(reply)
+        document = _read_document(reply)
     except (OSError, http.client.HTTPException):
         reply.close()
         raise broken from None
@@ -415,7 +414,7 @@ def _early_answer(connection: http.client.HTTPConnection, broken: OSError) -> tu
     return reply, document
 
 
-def _document(reply: http.client.HTTPResponse) -> bytes:
+def _read_document(reply: http.client.HTTPResponse) -> bytes:
     try:
         document = reply.read(_MAX_DOCUMENT_BYTES)
         if not reply.isclosed():
@@ -432,7 +431,7 @@ def _readable(connection: http.client.HTTPConnection) -> bool:
 
 
 ChecksumKind = Literal["crc32", "md5", "none"]
-"""CRC-32 is fast and S3 checks it; some stores that speak like S3 check nothing but Content-MD5."""
+"""CRC-32 is fast, and S3 verifies it. Some compatible stores verify only Content-MD5."""
 
 
 class _Crc32(Protocol):
@@ -449,7 +448,7 @@ def _crc32() -> _Crc32:
 
 
 def base64_checksum(data: Buffer, kind: ChecksumKind) -> str:
-    """In base64, as the headers have it."""
+    """Return the checksum in base64, as HTTP headers have it; "" for "none"."""
     if kind == "crc32":
         return base64.b64encode(_crc32()(data).to_bytes(4, "big")).decode()
     if kind == "md5":

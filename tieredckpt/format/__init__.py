@@ -1,1 +1,1 @@
-"""The on-disk format of docs/reference/format.md: shard layout, manifest, slices, object keys. No torch."""
+"""The on-disk format of docs/reference/format.md: layouts, manifests, slices, keys. No torch."""

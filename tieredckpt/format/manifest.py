@@ -1,7 +1,6 @@
 """The manifest of a step and the index of a shard as bytes, coverage of a state, compressed chunks.
 
-Everything is msgpack decoded into declared types, compressed, with a magic number in front and a checksum behind.
-Nothing is pickled.
+Files are compressed msgpack between a magic number and a checksum, decoded into declared types. Nothing is pickled.
 """
 
 from __future__ import annotations
@@ -28,14 +27,19 @@ from tieredckpt.format.slice_boxes import Box, full_box, uncovered
 
 FORMAT_VERSION = 1
 MAX_DECODED_BYTES = 1 << 33
-_UNPACKED, _RATIO = 1 << 20, 256
-"""What was written unpacks to no more than so many bytes and so many times its size: whoever claims more asks for
-memory that nothing it holds is worth."""
+_MIN_UNPACKED_BYTES, _MAX_RATIO = 1 << 20, 256
+"""Bytes, and multiples of the packed size, to which a blob may unpack.
+
+No writer exceeds the sum; a damaged or forged blob could otherwise exhaust memory.
+"""
 MAX_STORED_CHUNK_BYTES = 64 << 20
-"""A chunk is read whole before any of it is used, so whoever claims a large one asks for that much memory."""
+"""Largest chunk that is accepted. A chunk is read as a whole, so this bounds the memory of a read."""
 _KINDS = {"raw": "safetensors", "zstd": "safetensors.zst"}
 UNKNOWN_PART_COUNT = 1 << 20
-"""As the number of a step's parts: not known in advance, its table says what makes it whole."""
+"""Value of ``parts`` if the number is not known in advance.
+
+The state table then defines a complete step.
+"""
 _MAGIC = b"TCKP"
 _LEVEL = 3
 T = TypeVar("T")
@@ -47,20 +51,20 @@ class TableTensor(msgspec.Struct, frozen=True, array_like=True, gc=False):
     shape: tuple[int, ...]
     requires_grad: bool = False
     part: int = -1
-    """The only part that has something of it; -1 where several do, or nobody said."""
+    """The only part that has data of it; -1 if several have, or if unknown."""
 
 
 class StateTable(msgspec.Struct, frozen=True, dict=True, omit_defaults=True):
-    """The names of the whole state, known to whoever planned the save: what coverage is measured against."""
+    """Names of the whole state, from the planner of the save. Coverage is checked against them."""
 
     tensors: tuple[TableTensor, ...]
     objects: tuple[str, ...]
     object_parts: tuple[int, ...] = ()
-    """For each object the only part that has it, or -1."""
+    """The only part that has each object, or -1."""
     described: bool = False
-    """Whether types and paths are those of what was saved, so that no layout is needed to know them."""
+    """Whether types and paths are those of the saved state, so that no layout is needed for them."""
     paths: dict[str, tuple[str | int, ...]] | None = None
-    """As in a layout: only the paths that are not the name split at its dots."""
+    """Paths that differ from the name split at its dots, as in a layout."""
     split: bool = False
 
     @functools.cached_property
@@ -69,31 +73,34 @@ class StateTable(msgspec.Struct, frozen=True, dict=True, omit_defaults=True):
 
     @functools.cached_property
     def single_parts(self) -> dict[str, int]:
-        """By name the only part that has something of it, where one was named."""
-        homes = dict(zip(self.objects, self.object_parts, strict=False))
-        homes.update((tensor.fqn, tensor.part) for tensor in self.tensors)
-        return {name: part for name, part in homes.items() if part >= 0}
+        """The only part that has each name, for names with a known one."""
+        parts = dict(zip(self.objects, self.object_parts, strict=False))
+        parts.update((tensor.fqn, tensor.part) for tensor in self.tensors)
+        return {name: part for name, part in parts.items() if part >= 0}
 
 
 class ShardMeta(msgspec.Struct, frozen=True):
-    """What the trainer tells the agent about a shard it seals, beside the bytes."""
+    """Metadata that the trainer sends to the agent with the seal of a shard."""
 
     layout: str
-    """Digest."""
+    """Digest of the layout."""
     item_sizes: tuple[int, ...]
     base: int | None = None
-    """The step this incarnation was restored from; -1 when it started from nothing; None when it did not say."""
+    """Step that this incarnation was restored from; -1 if it started without one; ``None`` if unknown."""
     table: str = ""
-    """Digest of the :class:`StateTable`, where one is known."""
+    """Digest of the :class:`StateTable`; "" if unknown."""
     durable: bool = False
-    """Whether policy wants this step in the durable tier."""
+    """Whether the policy requests this step in the durable tier."""
     saved_ns: int = 0
     required: bool | msgspec.UnsetType = msgspec.UNSET
-    """Whether somebody has asked for this very step in the durable tier: it is never left out for newer ones."""
+    """Whether the caller requested this step in the durable tier explicitly.
+
+    It is never skipped for newer steps.
+    """
 
 
 class ShardIndex(msgspec.Struct, frozen=True):
-    """One shard completely described: enough to read it and to rebuild a manifest."""
+    """Complete description of one shard: enough to read it and to rebuild a manifest."""
 
     key: ShardKey
     parts: int
@@ -102,11 +109,11 @@ class ShardIndex(msgspec.Struct, frozen=True):
     checksums: bytes
     meta: ShardMeta
     object: str = ""
-    """Its name in the durable tier, relative to the job's URL."""
+    """Name of its object in the durable tier, relative to durable.url."""
     encoding: Literal["raw", "zstd"] = "raw"
-    """How the object's bytes are stored; checksums are always of the raw bytes."""
+    """Encoding of the object's bytes. Checksums are always of the raw bytes."""
     frames: tuple[int, ...] = ()
-    """For zstd: the stored size of each chunk, in order."""
+    """Stored size of each chunk in order, with zstd."""
 
     def __post_init__(self) -> None:
         if not 0 < self.chunk_bytes <= MAX_STORED_CHUNK_BYTES:
@@ -135,7 +142,10 @@ class ShardIndex(msgspec.Struct, frozen=True):
 
 
 class Manifest(msgspec.Struct, frozen=True):
-    """One whole step: every shard's index and every layout and table they name. World-independent."""
+    """One complete step: the index of every shard, and the layouts and tables they name.
+
+    Independent of the world.
+    """
 
     job: str
     step: int
@@ -158,7 +168,7 @@ class Manifest(msgspec.Struct, frozen=True):
 
 
 class _ShardFile(msgspec.Struct, frozen=True):
-    """What lies beside each shard in the durable tier."""
+    """Content of a shard's index object in the durable tier."""
 
     index: ShardIndex
     layout: bytes
@@ -194,12 +204,12 @@ def decode_table(data: bytes) -> StateTable:
 
 
 def pack_blob(data: bytes) -> bytes:
-    """A layout or table as it is kept and sent: it names much the same thing over and over."""
+    """Return a layout or table, compressed for storage and messages. Its repetitive names compress well."""
     return zstandard.ZstdCompressor(level=_LEVEL, write_checksum=True).compress(data)
 
 
 def unpack_blob(packed: bytes) -> bytes:
-    """What was packed, or :class:`CheckpointDamagedError`."""
+    """Return the unpacked layout or table, or raise :class:`CheckpointDamagedError`."""
     try:
         return _decompressed(packed)
     except (ValueError, MemoryError, zstandard.ZstdError) as error:
@@ -208,25 +218,25 @@ def unpack_blob(packed: bytes) -> bytes:
 
 def _decompressed(packed: bytes) -> bytes:
     size = zstandard.frame_content_size(packed)
-    most = min(MAX_DECODED_BYTES, _UNPACKED + _RATIO * len(packed))
+    most = min(MAX_DECODED_BYTES, _MIN_UNPACKED_BYTES + _MAX_RATIO * len(packed))
     if not 0 <= size <= most:
         raise ValueError(f"{len(packed)} bytes that unpack to {size}, at most {most} are believed")
     return zstandard.ZstdDecompressor().decompress(packed, max_output_size=max(size, 1))
 
 
 def checked_layout(digest: str, data: bytes) -> bytes:
-    """The layout that is called so, or :class:`CheckpointDamagedError`."""
+    """Return ``data`` if it has this digest; else raise :class:`CheckpointDamagedError`."""
     if xxhash.xxh3_128_hexdigest(data) != digest:
         raise CheckpointDamagedError(f"a layout is not the one it is called, {digest}")
     return data
 
 
 def encode_manifest(manifest: Manifest) -> bytes:
-    return _seal("manifest", manifest)
+    return _encode_envelope("manifest", manifest)
 
 
 def decode_manifest(data: bytes) -> Manifest:
-    manifest = _open("manifest", data, Manifest)
+    manifest = _decode_envelope("manifest", data, Manifest)
     _check_manifest(manifest)
     if not manifest.shards or (len(manifest.shards) < manifest.parts and not manifest.tables):
         raise CheckpointDamagedError(
@@ -236,12 +246,12 @@ def decode_manifest(data: bytes) -> Manifest:
 
 
 def encode_shard_file(index: ShardIndex, layout: bytes, table: bytes = b"") -> bytes:
-    return _seal("shard", _ShardFile(index, layout, table))
+    return _encode_envelope("shard", _ShardFile(index, layout, table))
 
 
 def decode_shard_file(data: bytes) -> tuple[ShardIndex, bytes, bytes]:
-    """A shard's index, its layout and the state table (``b""`` when it has none)."""
-    file = _open("shard", data, _ShardFile)
+    """Return a shard's index, its layout and its state table (``b""`` if it has none)."""
+    file = _decode_envelope("shard", data, _ShardFile)
     LayoutColumns(checked_layout(file.index.meta.layout, file.layout))
     return file.index, file.layout, file.table
 
@@ -254,7 +264,7 @@ def build_manifest(
     created_ns: int,
     writer: str,
 ) -> Manifest:
-    """The manifest of one step out of its shards' own indexes."""
+    """Return the manifest of one step, built from the indexes of its shards."""
     shards = sorted(shards, key=lambda shard: shard.key.part)
     first = shards[0]
     key = first.key
@@ -287,7 +297,7 @@ def _check_manifest(manifest: Manifest) -> None:
             shard.key.part,
             _KINDS[shard.encoding],
         ):
-            # Also what is deleted with the step: it must not be another's, nor anything outside.
+            # Deleting the step also deletes this object, so it must belong to this shard.
             raise CheckpointDamagedError(f"a manifest names {shard.object!r} as the object of {shard.key}")
         if shard.key.part in seen:
             raise CheckpointDamagedError(f"a manifest names part {shard.key.part} twice")
@@ -296,13 +306,13 @@ def _check_manifest(manifest: Manifest) -> None:
         seen.add(shard.key.part)
 
 
-def _seal(kind: str, body: object) -> bytes:
+def _encode_envelope(kind: str, body: object) -> bytes:
     inner = msgspec.msgpack.encode(_Envelope(FORMAT_VERSION, kind, msgspec.Raw(msgspec.msgpack.encode(body))))
     packed = zstandard.ZstdCompressor(level=_LEVEL, write_checksum=False).compress(inner)
     return _MAGIC + packed + xxhash.xxh3_64_digest(packed)
 
 
-def _open(kind: str, data: bytes, into: type[T]) -> T:
+def _decode_envelope(kind: str, data: bytes, into: type[T]) -> T:
     packed = data[len(_MAGIC) : -8]
     if data[: len(_MAGIC)] != _MAGIC or xxhash.xxh3_64_digest(packed) != data[-8:]:
         raise CheckpointDamagedError(f"not a {kind}, or damaged: {len(data)} bytes")
@@ -321,9 +331,9 @@ def _open(kind: str, data: bytes, into: type[T]) -> T:
 
 
 def missing_entries(table: StateTable, layouts: Iterable[Layout]) -> list[str]:
-    """Names of which something is missing from ``layouts``; empty when they cover the whole state."""
+    """Return the names that ``layouts`` do not cover completely; empty if they cover the whole state."""
     boxes: dict[tuple[str, tuple[int, ...]], list[Box]] = {}
-    """By name and global shape: a piece of another shape covers nothing."""
+    """Boxes by name and global shape. A piece with another shape covers nothing."""
     objects = set()
     for layout in layouts:
         for entry in layout.tensors:
@@ -333,26 +343,30 @@ def missing_entries(table: StateTable, layouts: Iterable[Layout]) -> list[str]:
                 boxes.setdefault((item.fqn, item.tensor.shape), []).append(item.tensor.box)
             else:
                 objects.add(item.fqn)
-    torn = [t.fqn for t in table.tensors if (t.fqn, t.shape) not in boxes or not _whole(t.shape, boxes[t.fqn, t.shape])]
-    return torn + [name for name in table.objects if name not in objects]
+    incomplete = [
+        t.fqn
+        for t in table.tensors
+        if (t.fqn, t.shape) not in boxes or not _covers_shape(t.shape, boxes[t.fqn, t.shape])
+    ]
+    return incomplete + [name for name in table.objects if name not in objects]
 
 
-def _whole(shape: tuple[int, ...], found: list[Box]) -> bool:
+def _covers_shape(shape: tuple[int, ...], found: list[Box]) -> bool:
     try:
         return not uncovered(full_box(shape), found)
-    except CheckpointDamagedError:  # pieces that no save writes cover nothing
+    except CheckpointDamagedError:  # pieces that no save would write cover nothing
         return False
 
 
 _SAMPLES = 16
-_WORTH = 0.95
+_MAX_COMPRESSED_SHARE = 0.95
 _SHARD_COMPRESSION_LEVEL = 1
 
 
 @contextlib.contextmanager
 def compressed_shard(source: Path, index: ShardIndex, *, wanted: bool) -> Iterator[tuple[Path, list[int] | None]]:
-    """The file to upload and, when it is a compressed one, the stored size of each chunk."""
-    if not wanted or not index.size_bytes or not _gains(source, index):
+    """Yield the file to upload and, if it is compressed, the stored size of each chunk."""
+    if not wanted or not index.size_bytes or not _is_compressible(source, index):
         yield source, None
         return
     with tempfile.NamedTemporaryFile(prefix="tieredckpt-", suffix=".zst") as spool:
@@ -369,14 +383,14 @@ def compressed_shard(source: Path, index: ShardIndex, *, wanted: bool) -> Iterat
 
 
 def decompress_chunk(frame: bytes | memoryview, size_bytes: int) -> bytes:
-    """One chunk back; raises ``zstandard.ZstdError`` for anything that is not exactly that chunk."""
+    """Return one chunk; raise ``zstandard.ZstdError`` unless ``frame`` holds exactly ``size_bytes``."""
     if zstandard.frame_content_size(frame) != size_bytes:
         raise zstandard.ZstdError(f"a frame of {zstandard.frame_content_size(frame)} bytes, expected {size_bytes}")
     return zstandard.ZstdDecompressor().decompress(frame, max_output_size=size_bytes)
 
 
-def _gains(source: Path, index: ShardIndex) -> bool:
-    """Whether a sample of its chunks shrinks enough to be worth the time."""
+def _is_compressible(source: Path, index: ShardIndex) -> bool:
+    """Return whether a sample of the chunks compresses enough to be worth the time."""
     count = -(-index.size_bytes // index.chunk_bytes)
     packer = zstandard.ZstdCompressor(level=_SHARD_COMPRESSION_LEVEL)
     before = after = 0
@@ -385,4 +399,4 @@ def _gains(source: Path, index: ShardIndex) -> bool:
             with view[chunk * index.chunk_bytes : (chunk + 1) * index.chunk_bytes] as sample:
                 before += len(sample)
                 after += len(packer.compress(sample))
-    return after < before * _WORTH
+    return after < before * _MAX_COMPRESSED_SHARE

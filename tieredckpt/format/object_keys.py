@@ -2,13 +2,13 @@
 
 ::
 
-    JOB/manifests/000000000120.000003.0.1f2e3d.from-100.manifest      a step is there when this is
+    JOB/manifests/000000000120.000003.0.1f2e3d.from-100.manifest      the step exists if this does
     JOB/manifests/000000000120.000003.0.1f2e3d.quarantine             do not load it
     JOB/manifests/000000000120.000003.0.1f2e3d.kept                   retention does not delete it
-    JOB/manifests/000000000120.000003.0.1f2e3d.released               nor does it pass over it any more; since when
+    JOB/manifests/000000000120.000003.0.1f2e3d.released               retention may delete it again; since when
     JOB/steps/000000000120/000003.0.1f2e3d/000007.safetensors
     JOB/steps/000000000120/000003.0.1f2e3d/000007.index
-    JOB/files/data.step-120@2fstate.json                     a file beside the steps; file.* says when it was written
+    JOB/files/data.step-120@2fstate.json                     a file beside the steps; file.* has its time of writing
     JOB/step-120/.metadata                                   a plain DCP checkpoint (TIEREDCKPT_ENABLED=0)
 """
 
@@ -28,12 +28,12 @@ _SHARD = re.compile(r"([0-9]{12,19})/([0-9]{6,19})\.([0-9]{1,19})\.([A-Za-z0-9-]
 
 
 class ManifestKey(NamedTuple):
-    """What an object below ``manifest_prefix`` says by its name alone."""
+    """Parsed name of an object below ``manifest_prefix``."""
 
     version_id: VersionId
     quarantine: bool
     base: int | None
-    """The step the incarnation began from, -1 for nothing, None when it did not say."""
+    """Step that the incarnation was restored from; -1 if it started without one; ``None`` if unknown."""
     keep: bool = False
 
 
@@ -47,7 +47,7 @@ def parse_group_stem(text: str) -> VersionId | None:
 
 
 def _group(match: re.Match[str]) -> VersionId | None:
-    """The attempt that a name speaks of; ``None`` where one of its numbers is larger than anybody counts."""
+    """Return the version in a name, or ``None`` if one of its numbers is too large."""
     group = VersionId(int(match[2]), int(match[1]), int(match[3]), match[4])
     return group if max(group.epoch, group.version, group.attempt) < MAX_NUMBER else None
 
@@ -74,7 +74,7 @@ def release_key(job: str, group: VersionId) -> str:
 
 
 def parse_manifest_key(name: str, job: str) -> ManifestKey | None:
-    """What a name below ``manifest_prefix`` stands for; ``None`` for a stranger's object."""
+    """Parse a name below ``manifest_prefix``; return ``None`` for a foreign object."""
     match = _ENTRY.fullmatch(name.removeprefix(manifest_prefix(job)))
     if match is None:
         return None
@@ -86,15 +86,15 @@ def parse_manifest_key(name: str, job: str) -> ManifestKey | None:
 
 
 def side_file_key(job: str, name: str) -> str:
-    """Where a file is that lies beside the steps, or what describes it."""
+    """Return the key of a file that is stored with the steps, or of its description."""
     return f"{job}/files/{name}"
 
 
 def newest_epoch(epochs: Iterable[int]) -> int:
-    """The newest incarnation there can have been, by the names that are there.
+    """Return the newest epoch that an incarnation of the job can have had.
 
-    They count one by one. What stands alone far above all others was put there by somebody else: taken for an
-    incarnation it would be the last one, because nothing can be saved after the largest number there is.
+    Epochs increase one by one, so an epoch far above all others is foreign. If it counted, no later incarnation could
+    save anything newer than the largest number.
     """
     newest = 0
     for epoch in sorted(epochs):
@@ -105,37 +105,47 @@ def newest_epoch(epochs: Iterable[int]) -> int:
 
 
 def shards_prefix(job: str, group: VersionId | None = None) -> str:
-    """Where a job's (or one attempt's) shards are, when they are not spread."""
+    """Return the prefix of a job's shards, or of one version's, without spread names."""
     if group is None:
         return f"{job}/steps/"
     return f"{job}/steps/{group.version:012d}/{group.epoch:06d}.{group.attempt}.{group.incarnation}/"
 
 
 def shard_object_key(key: ShardKey, *, spread: bool, compressed: bool) -> str:
-    """A shard's object; spread names start with a hash, so that a store can split its load between them."""
-    place = f"{shards_prefix(key.job, key.version_id)}{key.part:06d}.safetensors" + (".zst" if compressed else "")
-    return f"{xxhash.xxh3_64_hexdigest(place.encode())[:4]}/{place}" if spread else place
+    """Return the key of a shard's object.
+
+    Spread keys start with a hash, so that a store can distribute its load.
+    """
+    name = f"{shards_prefix(key.job, key.version_id)}{key.part:06d}.safetensors" + (".zst" if compressed else "")
+    return f"{xxhash.xxh3_64_hexdigest(name.encode())[:4]}/{name}" if spread else name
 
 
 def shard_index_key(key: ShardKey) -> str:
-    """A shard's own index, never spread: finding all of a step's takes one listing."""
+    """Return the key of a shard's index.
+
+    It is never spread, so that one listing finds all indexes of a step.
+    """
     return f"{shards_prefix(key.job, key.version_id)}{key.part:06d}.index"
 
 
 def plain_prefix(job: str, step: int | None = None) -> str:
-    """Where plain DCP checkpoints of a job are: a folder per step."""
+    """Return the prefix of a job's plain DCP checkpoints, or of the one of ``step``."""
     return f"{job}/step-" + ("" if step is None else str(step))
 
 
 def parse_plain_key(name: str, job: str) -> int | None:
-    """The step whose plain checkpoint is complete when an object of this name exists."""
+    """Return the step whose plain checkpoint has this object as its last one, or ``None``.
+
+    The plain checkpoint is complete if the object exists.
+    """
     match = re.fullmatch(r"([0-9]{1,18})/\.metadata", name.removeprefix(plain_prefix(job)))
     return int(match[1]) if match else None
 
 
 def parse_shard_object_key(name: str, job: str) -> tuple[VersionId, int, str] | None:
-    """Group, part and kind ("index", "safetensors", ...) of an object below ``shards_prefix``; ``None`` for a
-    stranger's.
+    """Return version, part and kind ("index", "safetensors", ...) of an object below ``shards_prefix``.
+
+    Return ``None`` for a foreign object.
     """
     head, found, rest = name.partition(shards_prefix(job))
     if not found or not re.fullmatch(r"([0-9a-f]{4}/)?", head):

@@ -9,8 +9,8 @@ A shard is one valid safetensors file::
     │        │                      │ each starts at a multiple of 64│ change every save   │
     └────────┴──────────────────────┴───────────────────────────────┴────────────────────┘
 
-The tensors' place depends on names, types and shapes alone, so it is computed once and used for every save; only
-the tail and the header are written anew.
+The positions of tensors depend only on names, types and shapes. They are computed once and used for every save, and
+each save writes a new tail and header.
 """
 
 from __future__ import annotations
@@ -48,7 +48,10 @@ SAFETENSORS_DTYPES = {
     "float8_e4m3fn": "F8_E4M3",
     "float8_e5m2": "F8_E5M2",
 }
-"""Types every safetensors reader knows. All others are written as bytes; our index keeps their type."""
+"""Types that every safetensors reader knows.
+
+Tensors of other types are written as bytes; the layout has the type.
+"""
 
 _BY_WIDTH = {
     1: "bool uint8 int8 quint8 qint8 bits8 bits1x8 bits2x4 bits4x2 quint4x2 quint2x4 float4_e2m1fn_x2 float8_e4m3fn "
@@ -60,38 +63,38 @@ _BY_WIDTH = {
     16: "complex128",
 }
 DTYPE_WIDTHS = {name: width for width, names in _BY_WIDTH.items() for name in names.split()}
-"""Bytes per element of every type torch has."""
+"""Bytes per element of every torch type."""
 
 
 def safetensors_dtype_and_shape(dtype: str, sizes: tuple[int, ...], size_bytes: int) -> tuple[str, tuple[int, ...]]:
-    """The type and shape under which safetensors shows a tensor."""
+    """Return the type and shape of a tensor in the safetensors header."""
     name = SAFETENSORS_DTYPES.get(dtype)
     return (name, sizes) if name is not None else ("U8", (size_bytes,))
 
 
 TENSOR_ALIGNMENT = 64
 HEADER_ALIGNMENT = 4096
-_MOST_ELEMENTS, _MOST_BYTES = 1 << 60, 1 << 62
-_NAMELESS = 1 << 16
-"""So many elements of lists may have no name."""
+_MAX_ELEMENTS, _MAX_BYTES = 1 << 60, 1 << 62
+_MAX_NAMELESS = 1 << 16
+"""Most list elements of a state that may have no name."""
 _WIDEST_ITEM = len('":{"dtype":"U8","shape":[],"data_offsets":[,]},') + 3 * 20
 
 
 class TensorEntry(msgspec.Struct, frozen=True):
-    """One tensor, or one slice of one, in a shard."""
+    """One tensor, or one slice of a tensor, in a shard."""
 
     fqn: str
     dtype: str
     shape: tuple[int, ...]
-    """Of the whole tensor."""
+    """Shape of the whole tensor."""
     box: Box
-    """Which part of it is here."""
+    """Part of the tensor in this shard."""
     itemsize: int
     sharded: bool = False
-    """Saved as a slice of a distributed tensor (DCP tells them apart)."""
+    """Whether it was saved as a slice of a distributed tensor, which DCP distinguishes."""
     requires_grad: bool = False
     start: int = 0
-    """Where its bytes begin, counted from the end of the header."""
+    """Offset of its first byte from the end of the header."""
 
     @property
     def size_bytes(self) -> int:
@@ -99,32 +102,35 @@ class TensorEntry(msgspec.Struct, frozen=True):
 
 
 OBJECT_ITEM: Final = "object"
-"""An item with what the planner made of a Python object; only the planner reads it."""
+"""Kind of an item with a Python object, as bytes that only the planner reads."""
 ARCHIVE_ITEM: Final = "archive"
-"""An item with a ``torch.save`` archive of a tensor whose bytes alone do not describe it (sparse, a subclass)."""
+"""Kind of an item with a ``torch.save`` archive of a tensor.
+
+Archives are for tensors that their bytes do not describe: sparse tensors and subclasses.
+"""
 
 
 class ItemEntry(msgspec.Struct, frozen=True):
-    """One byte string of a shard; where it is depends on the save."""
+    """One byte string of a shard. Its position differs between saves."""
 
     fqn: str
     kind: Literal["object", "archive"]
     tensor: TensorEntry | None = None
-    """For an archive: the tensor in it."""
+    """Tensor in an archive; ``None`` for an object."""
 
 
 @dataclass(frozen=True)
 class Layout:
-    """Tensors in file order, then items in file order."""
+    """Layout of a shard: tensors in file order, then items in file order."""
 
     tensors: tuple[TensorEntry, ...]
     items: tuple[ItemEntry, ...]
     paths: Mapping[str, tuple[str | int, ...]] | None
-    """Where each name was in the nested state dict; ``None`` when the planner did not flatten it."""
+    """Path of each name in the nested state dict; ``None`` if the planner did not flatten it."""
 
     @functools.cached_property
     def digest(self) -> str:
-        """Names this layout everywhere; equal digests are equal layouts."""
+        """Digest that identifies this layout. Equal digests mean equal layouts."""
         return xxhash.xxh3_128_hexdigest(encode_layout(self))
 
     @functools.cached_property
@@ -138,9 +144,9 @@ class Layout:
 
     @functools.cached_property
     def names(self) -> tuple[str, ...]:
-        """The safetensors name of every tensor and item: its own, ``fqn@offsets`` for a slice, made unique."""
+        """Unique safetensors names of all tensors and items: the name itself, or ``fqn@offsets`` for a slice."""
         taken = {"__metadata__"}
-        return tuple(_unique(_wanted_name(entry), taken) for entry in self._entries)
+        return tuple(_unique(_base_name(entry), taken) for entry in self._entries)
 
     @functools.cached_property
     def _tensor_json(self) -> str:
@@ -152,7 +158,7 @@ class Layout:
 
     @functools.cached_property
     def header_bytes(self) -> int:
-        """Room for the header whatever the items' sizes turn out to be."""
+        """Size of the header, sufficient for items of any size."""
         widest = sum(len(json.dumps(name)) + _WIDEST_ITEM for name in self.names[len(self.tensors) :])
         return round_up(8 + len(_META_JSON) + len(self._tensor_json) + widest + 8, HEADER_ALIGNMENT)
 
@@ -160,7 +166,7 @@ class Layout:
         return self.header_bytes + self.tensor_bytes + sum(item_sizes)
 
     def item_starts(self, item_sizes: Sequence[int]) -> list[int]:
-        """Where each item begins, counted from the end of the header."""
+        """Return the offset of each item from the end of the header."""
         starts, at = [], self.tensor_bytes
         for size in item_sizes:
             starts.append(at)
@@ -168,14 +174,14 @@ class Layout:
         return starts
 
     def header(self, item_sizes: Sequence[int]) -> bytes:
-        """The safetensors header of this save, exactly :attr:`header_bytes` long."""
+        """Return the safetensors header of a save, exactly :attr:`header_bytes` long."""
         names = self.names[len(self.tensors) :]
         fields = [_META_JSON, self._tensor_json] if self.tensors else [_META_JSON]
         for name, start, size in zip(names, self.item_starts(item_sizes), item_sizes, strict=True):
             fields.append(_field(name, "U8", (size,), start, size))
         text = ("{" + ",".join(fields) + "}").encode()
-        room = self.header_bytes - 8
-        return room.to_bytes(8, "little") + text.ljust(room)
+        json_bytes = self.header_bytes - 8
+        return json_bytes.to_bytes(8, "little") + text.ljust(json_bytes)
 
 
 _META_JSON = '"__metadata__":{"format":"pt","tieredckpt":"1"}'
@@ -184,7 +190,10 @@ _META_JSON = '"__metadata__":{"format":"pt","tieredckpt":"1"}'
 def build_layout(
     tensors: Sequence[TensorEntry], items: Sequence[ItemEntry], paths: Mapping[str, tuple[str | int, ...]] | None
 ) -> Layout:
-    """Give every tensor its place; the order given is kept within each alignment class."""
+    """Return a layout with a position for every tensor.
+
+    Aligned tensors come first, the others follow by decreasing item size. Equal ones remain in the given order.
+    """
 
     def rank(entry: TensorEntry) -> tuple[bool, int]:
         aligned = entry.size_bytes % TENSOR_ALIGNMENT == 0
@@ -195,15 +204,15 @@ def build_layout(
         placed.append(msgspec.structs.replace(entry, start=at))
         at += entry.size_bytes
     names = [entry.fqn for entry in tensors] + [item.fqn for item in items]
-    kept = None if paths is None else {name: paths[name] for name in names if name in paths}
-    return Layout(tuple(placed), tuple(items), kept)
+    known_paths = None if paths is None else {name: paths[name] for name in names if name in paths}
+    return Layout(tuple(placed), tuple(items), known_paths)
 
 
 def round_up(value: int, step: int) -> int:
     return -(-value // step) * step
 
 
-def _wanted_name(entry: TensorEntry | ItemEntry) -> str:
+def _base_name(entry: TensorEntry | ItemEntry) -> str:
     tensor = entry if isinstance(entry, TensorEntry) else entry.tensor
     if tensor is None or tensor.box.sizes == tensor.shape:
         return entry.fqn
@@ -211,12 +220,12 @@ def _wanted_name(entry: TensorEntry | ItemEntry) -> str:
 
 
 def _unique(name: str, taken: set[str]) -> str:
-    fresh, number = name, 1
-    while fresh in taken:
+    unique, number = name, 1
+    while unique in taken:
         number += 1
-        fresh = f"{name}#{number}"
-    taken.add(fresh)
-    return fresh
+        unique = f"{name}#{number}"
+    taken.add(unique)
+    return unique
 
 
 def _field(name: str, kind: str, shape: Sequence[int], start: int, size_bytes: int) -> str:
@@ -224,11 +233,8 @@ def _field(name: str, kind: str, shape: Sequence[int], start: int, size_bytes: i
     return f'{json.dumps(name)}:{{"dtype":"{kind}","shape":[{dims}],"data_offsets":[{start},{start + size_bytes}]}}'
 
 
-# -- as bytes -----------------------------------------------------------------------------------------------------
-
-
 class _Columns(msgspec.Struct, frozen=True):
-    """A layout column by column: a few strings and one array of integers, small and fast to decode."""
+    """A layout by columns: a few strings and one array of integers, which are small and fast to decode."""
 
     names: list[str]
     dtypes: list[str]
@@ -236,17 +242,17 @@ class _Columns(msgspec.Struct, frozen=True):
     itemsizes: bytes
     ranks: bytes
     flags: bytes
-    """1: sharded, 2: requires_grad."""
+    """One byte for each tensor: 1 for sharded plus 2 for requires_grad."""
     numbers: bytes
-    """Little-endian int64 per tensor: start, then shape, offsets and sizes."""
+    """Little-endian int64 for each tensor: start, then shape, offsets and sizes."""
     items: list[ItemEntry]
     paths: dict[str, tuple[str | int, ...]] | None
-    """Only the paths that are not the name split at its dots."""
+    """Paths that differ from the name split at its dots."""
     split: bool
 
 
 def encode_layout(layout: Layout) -> bytes:
-    """The layout as msgpack; the same layout always gives the same bytes."""
+    """Return the layout as msgpack. Equal layouts have equal bytes."""
     numbers = array("q")
     dtypes: dict[str, int] = {}
     for entry in layout.tensors:
@@ -272,10 +278,10 @@ def encode_layout(layout: Layout) -> bytes:
 
 
 def check_nested_paths(paths: Mapping[str, tuple[str | int, ...]]) -> None:
-    """Raises :class:`CheckpointDamagedError` where lists would be much longer than what is in them.
+    """Raise :class:`CheckpointDamagedError` if lists would be much longer than their contents.
 
-    One name that says that it is the thousand-millionth of a list has that list made. What has nothing in it (``{}``)
-    has a place in a list, and no name.
+    A single name with a huge list index would create a list of that length. An empty container (``{}``) is a list
+    element without a name, so lists may be somewhat longer than the names.
     """
     lengths: dict[tuple[str | int, ...], int] = {}
     for name, path in paths.items():
@@ -284,23 +290,23 @@ def check_nested_paths(paths: Mapping[str, tuple[str | int, ...]]) -> None:
                 if key < 0:
                     raise CheckpointDamagedError(f"{name} is in place {key} of a list")
                 lengths[path[:at]] = max(lengths.get(path[:at], 0), key + 1)
-    if sum(lengths.values()) > _NAMELESS + sum(map(len, paths.values())):
+    if sum(lengths.values()) > _MAX_NAMELESS + sum(map(len, paths.values())):
         raise CheckpointDamagedError("the lists of this state would be longer than all that is in them")
 
 
 def decode_layout(data: bytes) -> Layout:
-    """The layout in ``data``, or :class:`CheckpointDamagedError`; everything in it is checked before it is used."""
+    """Return the layout in ``data``, completely checked, or raise :class:`CheckpointDamagedError`."""
     columns = LayoutColumns(data)
     return Layout(tuple(map(columns.entry, range(len(columns.names)))), tuple(columns.items), columns.paths)
 
 
 class LayoutColumns:
-    """A layout as it is stored, checked as a whole: an object is made of a piece only when somebody asks for it."""
+    """A layout in its stored form, completely checked. Entries become Python objects only on request."""
 
     def __init__(self, data: bytes) -> None:
         try:
             columns = from_msgpack(data, _Columns)
-            self._at, self.tensor_bytes = _checked(columns)
+            self._at, self.tensor_bytes = _check_columns(columns)
             for item in columns.items:
                 if (item.kind == ARCHIVE_ITEM) != (item.tensor is not None):
                     raise ValueError(f"item {item.fqn} of kind {item.kind}")
@@ -311,21 +317,21 @@ class LayoutColumns:
         self._columns = columns
         self._numbers = _numbers(columns)
         self.names = columns.names
-        """Of the tensors, in file order."""
+        """Names of the tensors, in file order."""
         self.items = columns.items
         self.ranks = columns.ranks
 
     @property
     def paths(self) -> dict[str, tuple[str | int, ...]] | None:
-        """Where every name was in the nested state dict; ``None`` when the planner did not flatten it."""
+        """Path of each name in the nested state dict; ``None`` if the planner did not flatten it."""
         if not self._columns.split:
             return None
-        given = self._columns.paths or {}
+        stored = self._columns.paths or {}
         names = [*self.names, *(item.fqn for item in self.items)]
-        return {name: tuple(given.get(name, _split(name))) for name in names}
+        return {name: tuple(stored.get(name, _split(name))) for name in names}
 
     def numbers_offset(self, row: int) -> int:
-        """Where the numbers of a row begin: its start, then shape, offsets and sizes."""
+        """Return the index of a row's first number. Its numbers are start, shape, offsets and sizes."""
         return self._at[row]
 
     @property
@@ -362,8 +368,11 @@ def _numbers(columns: _Columns) -> memoryview:
     return memoryview(numbers)
 
 
-def _checked(columns: _Columns) -> tuple[memoryview, int]:
-    """Where each tensor's numbers begin, and the bytes of all tensors; raises where anything is out of place."""
+def _check_columns(columns: _Columns) -> tuple[memoryview, int]:
+    """Return the index of each tensor's first number, and the bytes of all tensors.
+
+    Raise ``ValueError`` if the columns are inconsistent.
+    """
     import numpy as np
 
     count = len(columns.names)
@@ -378,11 +387,11 @@ def _checked(columns: _Columns) -> tuple[memoryview, int]:
     dtype_of = np.frombuffer(columns.dtype_of, np.uint8)
     if count and dtype_of.max() >= len(columns.dtypes):
         raise ValueError(f"a type that is not among {len(columns.dtypes)}")
-    # Bytes are copied by this width to where a tensor of that type lies.
+    # A read copies bytes into a tensor of this type by this width.
     widths = (
         np.array([DTYPE_WIDTHS.get(dtype, 0) for dtype in columns.dtypes], np.int64)[dtype_of] if count else itemsizes
     )
-    fine = (itemsizes >= 1) & (itemsizes <= 16) & ((widths == 0) | (widths == itemsizes))
+    valid = (itemsizes >= 1) & (itemsizes <= 16) & ((widths == 0) | (widths == itemsizes))
     volumes = np.ones(count, np.int64)
     for rank in set(columns.ranks):
         rows = np.nonzero(ranks == rank)[0]
@@ -390,11 +399,11 @@ def _checked(columns: _Columns) -> tuple[memoryview, int]:
         shape, offsets, sizes = table[:, :rank], table[:, rank : 2 * rank], table[:, 2 * rank :]
         inside = (offsets >= 0) & (sizes >= 0) & (shape >= offsets)
         inside[inside] = sizes[inside] <= (shape - offsets)[inside]
-        fine[rows] &= inside.all(axis=1) & (shape.astype(np.float64).prod(axis=1) < _MOST_ELEMENTS)
+        valid[rows] &= inside.all(axis=1) & (shape.astype(np.float64).prod(axis=1) < _MAX_ELEMENTS)
         volumes[rows] = sizes.prod(axis=1)
-    if not fine.all():
-        raise ValueError(f"{columns.names[int(np.argmin(fine))]} does not lie within its shape, or has no such type")
-    if float((volumes.astype(np.float64) * itemsizes).sum()) >= _MOST_BYTES:
+    if not valid.all():
+        raise ValueError(f"{columns.names[int(np.argmin(valid))]} does not lie within its shape, or has no such type")
+    if float((volumes.astype(np.float64) * itemsizes).sum()) >= _MAX_BYTES:
         raise ValueError("more bytes than any file has")
     ends = np.cumsum(volumes * itemsizes)
     starts = numbers[at[:-1]]
@@ -408,10 +417,10 @@ def _check_entry(entry: TensorEntry) -> None:
     inside = len(entry.shape) == len(box.offsets) == len(box.sizes) and all(
         o >= 0 and n >= 0 and o + n <= s for o, n, s in zip(box.offsets, box.sizes, entry.shape, strict=True)
     )
-    # Bytes are copied by this width to where a tensor of that type lies.
+    # A read copies bytes into a tensor of this type by this width.
     if not inside or DTYPE_WIDTHS.get(entry.dtype, entry.itemsize) != entry.itemsize:
         raise ValueError(f"{entry.fqn} at {box} of {entry.shape}, {entry.itemsize} bytes a {entry.dtype}")
-    if not 1 <= entry.itemsize <= 16 or math.prod(entry.shape) >= _MOST_ELEMENTS:
+    if not 1 <= entry.itemsize <= 16 or math.prod(entry.shape) >= _MAX_ELEMENTS:
         raise ValueError(f"{entry.fqn} at {box} of {entry.shape}, {entry.itemsize} bytes an element")
 
 

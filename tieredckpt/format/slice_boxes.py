@@ -8,13 +8,16 @@ from typing import NamedTuple
 
 from tieredckpt.errors import CheckpointDamagedError
 
-_SPLITS, _OPEN = 16, 1024
-"""How many boxes what is missing may fall into: pieces of one tensor lie beside each other, whatever the sharding. Some
-that cross each other in every direction leave a product of splits, out of a few bytes that describe them."""
+_MAX_SPLITS, _MAX_OPEN_BOXES = 16, 1024
+"""Limits on the number of boxes into which missing space may split.
+
+Pieces of a tensor lie side by side in any sharding. A few forged pieces that cross in every direction would leave a
+product of splits.
+"""
 
 
 class Box(NamedTuple):
-    """``sizes`` elements from ``offsets``, in a tensor's global coordinates."""
+    """A box of ``sizes`` elements from ``offsets``, in a tensor's global coordinates."""
 
     offsets: tuple[int, ...]
     sizes: tuple[int, ...]
@@ -29,7 +32,10 @@ def full_box(shape: tuple[int, ...]) -> Box:
 
 
 def intersection(a: Box, b: Box) -> Box | None:
-    """Where both are; ``None`` when that is nothing. Two 0-dimensional boxes are the same single element."""
+    """Return the common box, or ``None`` if it is empty.
+
+    Two 0-dimensional boxes are the same single element.
+    """
     offsets = tuple(max(x, y) for x, y in zip(a.offsets, b.offsets, strict=True))
     sizes = tuple(
         min(x + n, y + m) - o for x, n, y, m, o in zip(a.offsets, a.sizes, b.offsets, b.sizes, offsets, strict=True)
@@ -38,12 +44,12 @@ def intersection(a: Box, b: Box) -> Box | None:
 
 
 def relative_box(inner: Box, outer: Box) -> Box:
-    """``inner`` in the coordinates of ``outer``."""
+    """Return ``inner`` in the coordinates of ``outer``."""
     return Box(tuple(i - o for i, o in zip(inner.offsets, outer.offsets, strict=True)), inner.sizes)
 
 
 def split_box(box: Box, most: int, axis: int = 0) -> Iterator[Box]:
-    """``box``, which is not empty, as boxes of at most ``most`` elements, in order."""
+    """Yield a nonempty box as boxes of at most ``most`` elements, in order."""
     if box.volume <= most:
         yield box
         return
@@ -59,7 +65,7 @@ def split_box(box: Box, most: int, axis: int = 0) -> Iterator[Box]:
 
 
 def subtract_box(box: Box, hole: Box) -> list[Box]:
-    """``box`` without ``hole``, as boxes that do not overlap."""
+    """Return ``box`` without ``hole``, as boxes that do not overlap."""
     common = intersection(box, hole)
     if common is None:
         return [box] if box.volume or not box.sizes else []
@@ -78,16 +84,16 @@ def subtract_box(box: Box, hole: Box) -> list[Box]:
 
 
 class Tiling:
-    """A box that is put together from others, one after the other; no element of it comes from two of them."""
+    """A box that is filled from other boxes, one at a time. Each element comes from only one of them."""
 
     def __init__(self, target: Box) -> None:
         self._target = target
-        self._laid = 0
+        self._pieces = 0
         self.missing = [target] if target.volume else []
-        """What none of them had so far. An empty box needs nothing."""
+        """Boxes that are not covered so far. An empty target has none."""
 
     def add(self, cover: Box) -> list[Box]:
-        """What ``cover`` has of what is missing."""
+        """Cover missing boxes with ``cover``; return the boxes that it newly covers."""
         found, rest = [], []
         for hole in self.missing:
             common = intersection(hole, cover)
@@ -96,15 +102,15 @@ class Tiling:
             else:
                 found.append(common)
                 rest += subtract_box(hole, common)
-        self._laid += bool(found)
-        if len(rest) > _OPEN + _SPLITS * self._laid * len(cover.sizes):
-            raise CheckpointDamagedError(f"{self._laid} pieces split {self._target} into {len(rest)} boxes and more")
+        self._pieces += bool(found)
+        if len(rest) > _MAX_OPEN_BOXES + _MAX_SPLITS * self._pieces * len(cover.sizes):
+            raise CheckpointDamagedError(f"{self._pieces} pieces split {self._target} into {len(rest)} boxes and more")
         self.missing = rest
         return found
 
 
 def uncovered(target: Box, covers: Iterable[Box]) -> list[Box]:
-    """What of ``target`` no cover has. An empty target needs nothing."""
+    """Return the boxes of ``target`` that no cover has. An empty target has none."""
     tiling = Tiling(target)
     for cover in covers:
         if not tiling.missing:
@@ -114,7 +120,7 @@ def uncovered(target: Box, covers: Iterable[Box]) -> list[Box]:
 
 
 class ByteRun(NamedTuple):
-    """``size_bytes`` at ``source`` that belong at ``target``; both relative to the start of their tensor."""
+    """``size_bytes`` to copy from ``source`` to ``target``, each relative to the start of its block."""
 
     source: int
     target: int
@@ -122,7 +128,10 @@ class ByteRun(NamedTuple):
 
 
 def byte_runs(box: Box, stored: Box, wanted: Box, itemsize: int) -> Iterator[ByteRun]:
-    """The contiguous runs that bring ``box`` from a row-major ``stored`` block into a row-major ``wanted`` one."""
+    """Yield the contiguous runs that copy ``box`` from the block ``stored`` into ``wanted``.
+
+    Both blocks are row-major.
+    """
     if box == stored == wanted:
         if box.volume:
             yield ByteRun(0, 0, box.volume * itemsize)

@@ -14,12 +14,12 @@ from tieredckpt.format.manifest import UNKNOWN_PART_COUNT, decode_meta
 from tieredckpt.resolve_step import Resolution, incomplete_state
 
 NODE_LEVEL = "node"
-_NAMED = 12
+_MAX_NAMES = 12
 
 
 @dataclass(frozen=True)
 class FailureDomain:
-    """Nodes that are lost together: all of a rack, say, or one node alone."""
+    """Nodes that fail together: all nodes of a rack, for example, or one node alone."""
 
     level: str
     name: str
@@ -30,10 +30,10 @@ class FailureDomain:
 
 
 def cluster_failure_domains(view: ClusterStatus) -> tuple[FailureDomain, ...]:
-    """Every node alone, then every failure domain, the innermost level first.
+    """Return every node alone, then every failure domain, innermost level first.
 
-    Domains are nested, as for placement: rack r1 of zone a is another one than r1 of zone b. Where that happens they
-    are called ``a/r1`` and ``b/r1``.
+    Domains are nested, as for placement: rack r1 of zone a and rack r1 of zone b differ. They are then named ``a/r1``
+    and ``b/r1``.
     """
     found = [FailureDomain(NODE_LEVEL, one.node.id, (one.node.id,)) for one in view.nodes]
     for level in _levels(view):
@@ -50,24 +50,30 @@ def cluster_failure_domains(view: ClusterStatus) -> tuple[FailureDomain, ...]:
 
 
 def find_failure_domain(text: str, known: Sequence[FailureDomain]) -> FailureDomain:
-    """The domain that ``rack:r1`` means; an error that names what there is when there is no such one."""
+    """Return the domain with a name such as ``rack:r1``.
+
+    Raise :class:`UsageError` with the known names if no domain has this name.
+    """
     level, colon, name = text.partition(":")
     if not colon:
-        raise UsageError(f"--lose {text}: say what it is, as in node:n1 or rack:r1; {_there_is(known)}")
+        raise UsageError(f"--lose {text}: say what it is, as in node:n1 or rack:r1; {_list_domains(known)}")
     of_level = [one for one in known if one.level == level]
     if not of_level:
-        raise UsageError(f"--lose {text}: no node has a {level}; {_there_is(known)}")
+        raise UsageError(f"--lose {text}: no node has a {level}; {_list_domains(known)}")
     for one in of_level:
         if one.name == name:
             return one
     alike = [one for one in of_level if one.name.rpartition("/")[2] == name]
     if alike:
         raise UsageError(f"--lose {text}: there is more than one, say which: {', '.join(map(str, alike))}")
-    raise UsageError(f"--lose {text}: there is no such {level}; {_there_is(of_level)}")
+    raise UsageError(f"--lose {text}: there is no such {level}; {_list_domains(of_level)}")
 
 
 def innermost_domains(view: ClusterStatus) -> tuple[str, Mapping[str, str]]:
-    """The innermost level that anybody is labelled with, and every node's domain there. Unlabelled ones fail alone."""
+    """Return the innermost level with labels, and every node's domain at it.
+
+    A node without a label fails alone.
+    """
     labelled = {level for one in view.nodes for level, _ in one.node.labels}
     level = next((level for level in reversed(view.levels) if level in labelled), NODE_LEVEL)
     names: dict[str, str] = {}
@@ -78,56 +84,56 @@ def innermost_domains(view: ClusterStatus) -> tuple[str, Mapping[str, str]]:
 
 
 def _levels(view: ClusterStatus) -> list[str]:
-    """The levels that placement looks at, innermost first; then other labels nodes have."""
+    """Return the levels that placement uses, innermost first, then the other labels of nodes."""
     labelled = {level for one in view.nodes for level, _ in one.node.labels if level != NODE_LEVEL}
     known = [level for level in reversed(view.levels) if level in labelled]
     return [*known, *sorted(labelled.difference(known))]
 
 
 def _path(labels: Mapping[str, str], level: str, levels: Sequence[str]) -> tuple[str, ...]:
-    """Where a node is at ``level``, from the outermost level that it is nested in; empty for one without a label."""
+    """Return a node's domains from the outermost level to ``level``; empty for a node without this label."""
     if level not in labels:
         return ()
     outer = levels[: levels.index(level)] if level in levels else ()
     return (*(labels.get(name, "") for name in outer), labels[level])
 
 
-def _there_is(known: Sequence[FailureDomain]) -> str:
+def _list_domains(known: Sequence[FailureDomain]) -> str:
     by_level: dict[str, list[str]] = defaultdict(list)
     for one in known:
         by_level[one.level].append(one.name)
-    return "there is " + "; ".join(f"{level}: {_list(names)}" for level, names in by_level.items())
+    return "there is " + "; ".join(f"{level}: {_list_names(names)}" for level, names in by_level.items())
 
 
-def _list(names: Sequence[str]) -> str:
-    more = len(names) - _NAMED
-    return ", ".join(names[:_NAMED]) + (f" and {more} more" if more > 0 else "")
+def _list_names(names: Sequence[str]) -> str:
+    more = len(names) - _MAX_NAMES
+    return ", ".join(names[:_MAX_NAMES]) + (f" and {more} more" if more > 0 else "")
 
 
-_MISSING_NAMED = 1 << 17
-"""Of a step with more missing parts than any job has ranks only that there are some is said."""
+_MAX_LISTED_PARTS = 1 << 17
+"""Most parts of a step for which missing parts are listed; no job has as many ranks."""
 
 
 @dataclass(frozen=True)
 class HeldStep:
-    """One attempt at one step in the nodes' memory."""
+    """One version in the nodes' memory."""
 
     version_id: VersionId
     parts: int
     nodes: Mapping[int, tuple[str, ...]]
-    """By part, the nodes that said they hold it, in the order of their names."""
+    """Nodes that report each part, sorted by name."""
     sizes: Mapping[int, int]
     base: int | None = None
     saved_ns: int = 0
 
     @property
     def size_bytes(self) -> int:
-        """Of one copy of everything."""
+        """Bytes of one copy of all parts in memory."""
         return sum(self.sizes.values())
 
 
 def held_steps(view: ClusterStatus) -> dict[VersionId, HeldStep]:
-    """Everything that was seen, the oldest step first. Nodes that could not be asked add nothing and prove nothing."""
+    """Return all versions in memory, oldest step first. Nodes that did not answer contribute nothing."""
     found: dict[VersionId, dict[int, list[str]]] = defaultdict(lambda: defaultdict(list))
     facts: dict[VersionId, dict[int, ShardInfo]] = defaultdict(dict)
     for one in view.nodes:
@@ -148,7 +154,7 @@ def held_steps(view: ClusterStatus) -> dict[VersionId, HeldStep]:
 
 
 def unknown_nodes(view: ClusterStatus) -> dict[str, str]:
-    """The nodes that may hold more than they said, and why that is not known."""
+    """Return the nodes that may hold more shards than they reported, with the reasons."""
     found: dict[str, str] = {one.node.id: one.unreachable for one in view.nodes if one.unreachable}
     for one in view.nodes:
         if one.verifying and not one.unreachable:
@@ -157,44 +163,41 @@ def unknown_nodes(view: ClusterStatus) -> dict[str, str]:
 
 
 def step_sort_key(group: VersionId) -> tuple[int, int, int, int, str]:
-    """A step's place in a list: attempts at one step beside each other."""
+    """Return a sort key that groups the attempts at each step."""
     return group.version, *group
 
 
 def _base(fact: ShardInfo) -> int | None:
     try:
         return decode_meta(fact.meta).base
-    except CheckpointDamagedError:  # a shard of somebody else's
+    except CheckpointDamagedError:  # not a shard of a step
         return None
-
-
-# -- how well each step is kept -----------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
 class UnderReplicatedParts:
-    """Parts of a step that have fewer copies than was asked for."""
+    """Parts of a step with fewer copies than configured."""
 
     parts: tuple[int, ...]
     nodes: tuple[str, ...]
-    """Where the copies are; none: no node that was asked has one."""
+    """Nodes with copies; empty if no node that answered has one."""
 
 
 @dataclass(frozen=True)
 class StepRedundancy:
-    """How well one step is kept, over all nodes that could be asked and the durable tier."""
+    """Redundancy of one step, over all nodes that answered and the durable tier."""
 
     version_id: VersionId
     parts: int
-    """How many a whole one has; 0 where nobody said."""
+    """Number of parts of the complete step; 0 if unknown."""
     parts_in_memory: int
-    """Parts in the memory of some node."""
+    """Number of parts in some node's memory."""
     state: str
     """State as listed: whole, damaged, quarantined, or a result of ``incomplete_state``."""
     copies: int
-    """Of the part in memory that has the fewest."""
+    """Smallest number of copies of any part in memory."""
     domains: int
-    """Failure domains of the part that is in the fewest."""
+    """Smallest number of failure domains of any part in memory."""
     level: str
     under_replicated: tuple[UnderReplicatedParts, ...]
     is_replicated: bool
@@ -206,7 +209,10 @@ class StepRedundancy:
     saved_ns: int
 
     def describe(self, *, or_more: bool = False) -> str:
-        """``2 copies in 2 racks``: what the weakest part has; ``or_more`` where not every node could be asked."""
+        """Return text such as ``2 copies in 2 racks`` for the weakest part.
+
+        With ``or_more``, the text states minimums, because some node did not answer.
+        """
         if not self.copies:
             return "none"
         more = "+" if or_more else ""
@@ -217,28 +223,31 @@ class StepRedundancy:
 def redundancy_by_step(
     view: ClusterStatus, survey: StepInventory, drains: Iterable[DrainStatus] = ()
 ) -> list[StepRedundancy]:
-    """Every attempt at every step that was seen anywhere, the newest last."""
+    """Return the redundancy of every version in any tier, newest last."""
     seen = {one.version_id: one for one in survey.views}
-    here = held_steps(view)
+    held = held_steps(view)
     draining = {one.version_id: one for one in drains}
-    groups = sorted(here.keys() | seen.keys(), key=step_sort_key)
-    judge = _Judge(view, survey)
-    return [judge.kept(group, here.get(group), seen.get(group), draining.get(group)) for group in groups]
+    groups = sorted(held.keys() | seen.keys(), key=step_sort_key)
+    assessor = _RedundancyAssessor(view, survey)
+    return [assessor.assess(group, held.get(group), seen.get(group), draining.get(group)) for group in groups]
 
 
 def pending_drains(drains: Iterable[DrainStatus], survey: StepInventory) -> tuple[DrainStatus, ...]:
-    """What is still to become durable. Who uploads only its own parts learns late that all others are there."""
+    """Return the unfinished drains of steps that are not durable.
+
+    A node that uploads only its own parts updates its status late after another node has committed the step.
+    """
     durable = {one.version_id for one in survey.views if one.durable}
     return tuple(one for one in drains if one.state not in ("done", "skipped") and one.version_id not in durable)
 
 
 def newest_replicated(view: ClusterStatus) -> VersionId | None:
-    """The newest version all of whose parts have their copies, as far as any node that was asked knows."""
+    """Return the newest replicated version that any node that answered knows, or ``None``."""
     return max((one.newest_replicated for one in view.nodes if one.newest_replicated is not None), default=None)
 
 
-class _Judge:
-    """What all steps of a job are measured by."""
+class _RedundancyAssessor:
+    """Criteria that are common to all steps of a job."""
 
     def __init__(self, view: ClusterStatus, survey: StepInventory) -> None:
         self._once_whole = survey.once_whole
@@ -249,7 +258,7 @@ class _Judge:
         self._replicated = newest_replicated(view)
         self._level, self._domain = innermost_domains(view)
 
-    def kept(
+    def assess(
         self, group: VersionId, held: HeldStep | None, seen: StepStatus | None, drain: DrainStatus | None
     ) -> StepRedundancy:
         nodes = held.nodes if held is not None else {}
@@ -277,7 +286,7 @@ class _Judge:
             copies=min(map(len, nodes.values()), default=0),
             domains=min((len({self._domain[node] for node in there}) for there in nodes.values()), default=0),
             level=self._level,
-            under_replicated=_weak(nodes, needed, self._copies) if wanted else (),
+            under_replicated=_under_replicated(nodes, needed, self._copies) if wanted else (),
             is_replicated=self._replicated is not None and group <= self._replicated and whole,
             durable=seen is not None and seen.durable,
             drain=drain,
@@ -288,33 +297,32 @@ class _Judge:
         )
 
 
-def _weak(nodes: Mapping[int, tuple[str, ...]], parts: int, copies: int) -> tuple[UnderReplicatedParts, ...]:
-    """Parts with too few copies, those with the same copies together, the worst first."""
+def _under_replicated(
+    nodes: Mapping[int, tuple[str, ...]], parts: int, copies: int
+) -> tuple[UnderReplicatedParts, ...]:
+    """Return the parts with too few copies, grouped by the nodes that hold them, fewest copies first."""
     found: dict[tuple[str, ...], list[int]] = defaultdict(list)
-    if nodes and parts <= _MISSING_NAMED:
+    if nodes and parts <= _MAX_LISTED_PARTS:
         found[()] = [part for part in range(parts) if part not in nodes]
-    for part, there in nodes.items():
-        if len(there) < copies:
-            found[there].append(part)
+    for part, holders in nodes.items():
+        if len(holders) < copies:
+            found[holders].append(part)
     return tuple(
-        UnderReplicatedParts(tuple(which), there)
-        for there, which in sorted(found.items(), key=lambda i: (len(i[0]), i))
-        if which
+        UnderReplicatedParts(tuple(numbers), holders)
+        for holders, numbers in sorted(found.items(), key=lambda i: (len(i[0]), i))
+        if numbers
     )
-
-
-# -- what each node holds -----------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
 class NodeShare:
-    """What one node holds of a job."""
+    """Amount of a job's data that one node holds."""
 
     steps: int
     parts: int
     own_bytes: int
     copied_bytes: int
-    """Of shards that another node wrote."""
+    """Bytes of shards that other nodes wrote."""
 
 
 def node_share(node: ClusterNode) -> NodeShare:
@@ -324,43 +332,43 @@ def node_share(node: ClusterNode) -> NodeShare:
 
 
 def loadable_steps(survey: StepInventory) -> list[int]:
-    """Steps a load could use, in any tier."""
+    """Return the steps that a load could use, in any tier."""
     return sorted({one.version_id.version for one in survey.views if one.candidate.is_complete and not one.quarantined})
 
 
 class ResumeOutlook(str, enum.Enum):
-    """What would become of the job."""
+    """Whether the job could resume after a loss."""
 
     RESUMES = "resumes"
     UNKNOWN = "unknown"
-    """Nothing that is known of would be left; what could not be asked may have something."""
+    """No known step would remain, but nodes or a tier that did not answer may have one."""
     NOTHING = "nothing"
 
 
 @dataclass(frozen=True)
 class ReadSource:
-    """Parts that would be read from the same places."""
+    """Parts that would be read from the same nodes or the durable tier."""
 
     parts: tuple[int, ...]
-    """Empty: all of them, however many there are."""
+    """Part numbers; empty for all parts."""
     nodes: tuple[str, ...]
-    """Whose memory has them; none: the durable tier."""
+    """Nodes that hold them in memory; empty for the durable tier."""
 
 
 @dataclass(frozen=True)
 class LostStep:
-    """A whole step that would not be whole any more."""
+    """A complete step that would no longer be complete."""
 
     version_id: VersionId
     parts: tuple[int, ...]
-    """The parts all of whose known copies would be lost."""
+    """Parts with no known copy on the remaining nodes."""
     nodes: tuple[str, ...]
-    """The lost nodes that had them."""
+    """Lost nodes that held these parts."""
 
 
 @dataclass(frozen=True)
 class QuorumAfterLoss:
-    """Whether those who are left may begin a new incarnation of the job."""
+    """Whether the remaining nodes may start a new incarnation of the job."""
 
     enough: bool
     alive: int
@@ -375,34 +383,34 @@ class QuorumAfterLoss:
 
 @dataclass(frozen=True)
 class LossOutcome:
-    """What losing something comes to."""
+    """Outcome of losing some failure domains at once."""
 
     lost: tuple[FailureDomain, ...]
     nodes: tuple[str, ...]
-    """The nodes that would be lost."""
+    """Names of the lost nodes."""
     resolution: Resolution
     plain_step: int | None
-    """A plain checkpoint in the durable tier that is newer than anything else left."""
+    """Step of a plain checkpoint that is newer than any other remaining step, or ``None``."""
     step_before_loss: int | None
-    """The step the job would be resumed from if nothing were lost."""
+    """Step that the job would resume from without the loss."""
     from_memory: bool = False
-    """Some of it would be read from the memory of nodes that are left."""
+    """Whether some of the step would be read from the memory of remaining nodes."""
     from_durable: bool = False
-    """Some of it would be read from the durable tier."""
+    """Whether some of the step would be read from the durable tier."""
     lost_steps: tuple[LostStep, ...] = ()
-    """What would have been used rather than what is left, the best first."""
+    """Lost steps that a load prefers to the remaining one, best first."""
     lost_s: float | None = None
-    """Time between the saves of the step that is there and the one that would be left, where both are known."""
+    """Seconds between the saves of the step without the loss and the step after it; ``None`` if unknown."""
     quorum: QuorumAfterLoss | None = None
-    """None where the job has only one node."""
+    """Quorum of the remaining nodes; ``None`` if the job has no member list."""
     unknown: Mapping[str, str] = field(default_factory=dict)
-    """What could not be asked and would not be lost (nodes, the durable tier), and why."""
+    """Reasons why remaining nodes or the durable tier did not answer, by name."""
     uncertain_steps: tuple[VersionId, ...] = ()
-    """Steps that would be used if the unknown has what is missing from them."""
+    """Steps that would be used if the unknown nodes or tier have their missing parts."""
 
     @property
     def step(self) -> int | None:
-        """The step the job would be resumed from, as far as is known."""
+        """The step that the job would resume from, as far as known, or ``None``."""
         if self.plain_step is not None:
             return self.plain_step
         return self.resolution.chosen.version_id.version if self.resolution.chosen is not None else None
@@ -415,11 +423,14 @@ class LossOutcome:
 
 
 def worst_first(outcomes: Sequence[LossOutcome]) -> list[LossOutcome]:
-    """Nothing left, then what is not known, then the oldest steps; losses as bad as each other in the given order."""
-    fates = (ResumeOutlook.NOTHING, ResumeOutlook.UNKNOWN, ResumeOutlook.RESUMES)
+    """Return the outcomes, worst first.
+
+    An outcome without a step is worst, then unknown ones, then those with the oldest steps. Equal ones remain in order.
+    """
+    order = (ResumeOutlook.NOTHING, ResumeOutlook.UNKNOWN, ResumeOutlook.RESUMES)
 
     def badness(one: LossOutcome) -> tuple[int, int, bool, bool]:
         enough = one.quorum is None or one.quorum.enough
-        return fates.index(one.outlook), -1 if one.step is None else one.step, not one.from_durable, enough
+        return order.index(one.outlook), -1 if one.step is None else one.step, not one.from_durable, enough
 
     return sorted(outcomes, key=badness)
