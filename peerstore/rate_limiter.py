@@ -40,7 +40,7 @@ class RateLimiter:
         clock: Callable[[], float] = time.monotonic,
         sleep: Callable[[float], object] = time.sleep,
     ) -> None:
-        # An eighth of a second at most, so that waiting threads notice a cancellation and connections do not become idle.
+        # At most 1/8 s, so that waiting threads notice a cancellation and connections do not become idle.
         limited = int(min(SEND_SLICE_BYTES, max(_SMALLEST_SLICE_BYTES, rate / 8)))
         self.slice_bytes = limited if rate else SEND_SLICE_BYTES
         """Bytes to send between two calls of ``acquire``."""
