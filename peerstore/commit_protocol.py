@@ -248,7 +248,7 @@ class JobVersions:
     def rollback_target(self, whole: Collection[VersionId], mending: VersionId | None = None) -> VersionId | None:
         """Return the version that the job can always resume from; older versions may be evicted.
 
-        A version that lost a part here is no target, except while that very part is received again (``mending``).
+        A version that lost a part here is not a target, except while that very part is received again (``mending``).
         Otherwise the part would get no slot, the version would stay damaged, nothing could be evicted, and the job
         could not continue.
         """
@@ -499,7 +499,7 @@ class PartsTally:
                     said.whole = True
                     sealed.append(group)
         newest = max(safe, default=None)
-        if newest is not None:  # decided once, also if the job has left that version
+        if newest is not None:  # decided once, even if the job has left that version
             del self._reports[newest]
         return CommitDecision(_newer(newest, max(sealed, default=None)), newest)
 
@@ -510,7 +510,7 @@ class PartsTally:
 def commit_leader(living: Mapping[str, object] | Collection[str], standby: Collection[str] = ()) -> str | None:
     """Return the first living node with a vote, or the first of all if no node with a vote lives.
 
-    A standby node may not have been told of the world, and would count for an older member list.
+    A standby node may not know the world, and would count for an older member list.
     """
     return min((node for node in living if node not in standby), default=min(living, default=None))
 

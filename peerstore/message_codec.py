@@ -5,7 +5,7 @@ This module serializes that step.
 
 A connection starts with a greeting from each side; then the client sends requests and the server responds, one at a
 time. Everything is decoded into a declared type before use, and every length is compared with a limit. A response may
-contain an open file, as a descriptor beside its first byte (SCM_RIGHTS).
+contain an open file, as a descriptor with its first byte (SCM_RIGHTS).
 """
 
 from __future__ import annotations

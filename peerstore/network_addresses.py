@@ -56,7 +56,7 @@ def is_loopback_host(host: str) -> bool:
 
 
 def resolve_host(host: str, port: int, *, within_s: float) -> list[AddressInfo]:
-    """Return the addresses of ``host``; raise :class:`PeerUnreachableError`, also if no name server responds."""
+    """Return the addresses of ``host``; raise :class:`PeerUnreachableError`, even if no name server responds."""
     with contextlib.suppress(socket.gaierror):
         return _look_up(host, port, socket.AI_NUMERICHOST)
     answers: queue.SimpleQueue[list[AddressInfo] | Exception] = queue.SimpleQueue()

@@ -181,7 +181,7 @@ class ReplicationSettings(msgspec.Struct, frozen=True):
 
 
 class JobPeersConfig(msgspec.Struct, frozen=True):
-    """A job's use of several nodes' memory; stored beside its shards for a restarted agent."""
+    """A job's use of several nodes' memory; stored with its shards for a restarted agent."""
 
     secret: bytes
     settings: ReplicationSettings = ReplicationSettings()

@@ -1,4 +1,4 @@
-"""Validated names, and the records that the store writes beside its slots and sends to other processes."""
+"""Validated names, and the records that the store writes next to its slots and sends to other processes."""
 
 from __future__ import annotations
 

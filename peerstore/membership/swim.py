@@ -6,7 +6,7 @@
                                                      ^     (nor reached by two others)  │            │
                                                      └──── a higher generation of its own ───────────┘
 
-In every period each node pings a few neighbors on a ring of the living nodes and one random node of the whole member
+In every period each node pings a few neighbors on a ring of the live nodes and one random node of the whole member
 list. So a node's traffic does not grow with the job, and a partition heals without intervention. Changes are gossiped
 with the pings. Only a node itself can refute a suspicion: it learns of it and raises its generation. While a node sends
 messages to this one, another node's report of its death only makes it a suspect.
@@ -113,7 +113,7 @@ class BroadcastQueue:
             self._times_sent[subject] = times
 
     def _in_turn(self) -> Iterator[NodeId]:
-        """Yield every subject at most once, from the last position on."""
+        """Yield every subject at most once, starting after the last position."""
         for _ in range(len(self._subjects)):
             self._position = (self._position + 1) % len(self._subjects)
             yield self._subjects[self._position]

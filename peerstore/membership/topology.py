@@ -292,7 +292,7 @@ def member_list(version: int, nodes: Iterable[PeerNode], standby: Iterable[NodeI
 PARTITION_MIN_NODES = 64
 """Number of nodes below which a node queries all others directly, with one message each."""
 MAX_DELEGATES = 3
-"""Number of members of a partition that are asked before its nodes are queried directly."""
+"""Number of members of a partition that receive a request before its nodes are queried directly."""
 _POINT_BITS = 64
 
 

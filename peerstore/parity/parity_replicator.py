@@ -192,7 +192,7 @@ class ParityReplicator:
         return found
 
     def holders(self, key: ShardKey) -> tuple[PeerNode, ...]:
-        """Return the living nodes that are known to hold a shard of this node, this node first."""
+        """Return the live nodes that are known to hold a shard of this node, this node first."""
         living = self._membership.alive
         with self._changed:
             there = sorted(self._confirmed_holders(key))
@@ -216,7 +216,7 @@ class ParityReplicator:
         return copies, 1 if copies < 2 or len(apart) < len(members) else copies
 
     def last_errors(self, key: ShardKey) -> str:
-        """Return the last error of the protection of a shard's version; empty if there is none."""
+        """Return the last error of the protection of a shard's version, or ""."""
         with self._changed:
             return next(
                 (a.why for (_, group), a in self._member_reports.items() if group == key.version_id and a.why), ""

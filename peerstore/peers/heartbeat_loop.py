@@ -459,7 +459,7 @@ class PendingMembers:
         self._until = now + self._longest_s
 
     def alive_or_pending(self, now: float, living: Collection[PeerNode]) -> dict[str, PeerNode]:
-        """Return the living and the pending nodes; a node that has been contacted is no longer pending."""
+        """Return the live and the pending nodes; a node that has been contacted is no longer pending."""
         found: dict[str, PeerNode] = {node.id: node for node in living}
         if self._nodes:
             self._nodes = {name: node for name, node in self._nodes.items() if name not in found}

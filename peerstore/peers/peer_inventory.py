@@ -76,7 +76,7 @@ class _PartitionResult:
         }
 
     def select(self, nodes: Iterable[str]) -> tuple[dict[str, msgspec.Raw], dict[str, str]]:
-        """Return the nodes' inventories, as many as fit into one response, and the other nodes with the reason."""
+        """Return the nodes' inventories that fit into one response, and the other nodes with the reason."""
         room, reported, missing = MAX_PARTITION_REPLY_BYTES, dict[str, msgspec.Raw](), dict[str, str]()
         for node in nodes:
             data = self.encoded.get(node)
@@ -232,7 +232,7 @@ def _result_by(deadline: float, future: Future[InventoryOrError]) -> InventoryOr
 
 
 DELEGATE_HEDGE_S = 2.0
-"""Seconds after which the next delegate is asked as well; the slow delegate's response still counts."""
+"""Seconds after which the next delegate is queried as well; the slow delegate's response still counts."""
 DELEGATE_TIMEOUT_S = 11.0
 """Seconds for a delegate's response. It may have to finish one query before it starts the requested one."""
 MAX_PARTITION_REPLY_BYTES = 32 << 20
@@ -296,7 +296,7 @@ class _DelegateRound:
         self._answers: list[PartitionInventory | None] = [None] * len(errands)
         self._asked: dict[Future[PartitionInventory], int] = {}
         self._hedge_at: dict[int, float] = {}
-        """Time at which a partition's next delegate is asked."""
+        """Time at which a partition's next delegate is queried."""
 
     def answers(self) -> list[PartitionInventory | None]:
         """Return the response for each partition, or ``None`` if none of its delegates responded."""

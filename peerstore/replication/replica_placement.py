@@ -222,7 +222,7 @@ class ReplicaAssignment:
         return list(short)
 
     def fill_up(self, short: Sequence[NodeId], *, partners: int) -> None:
-        """Assign ``partners`` hosts to each of ``short``, where there is most room, regardless of domains."""
+        """Assign ``partners`` hosts to each of ``short``, on the nodes with most room, regardless of domains."""
         alone = {node: str(node) for node in self.where.order}
         fill = 0
         while short := [node for node in short if len(self.partners[node]) < partners]:

@@ -295,7 +295,7 @@ class ReplicationState:
         return tuple(sorted(_confirmed_now(known.confirmed, life))) if known is not None else ()
 
     def last_errors(self, key: ShardKey) -> str:
-        """Return the last errors of a shard's replication; empty if there are none."""
+        """Return the last errors of a shard's replication, or ""."""
         known = self._known.get(key)
         return "; ".join(f"{node}: {why}" for node, why in known.why.items()) if known is not None else ""
 
@@ -355,7 +355,7 @@ class ReplicationState:
     # -- tasks --------------------------------------------------------------------------------------------------------
 
     def next_task(self, look: ReplicationView) -> ReplicationTask | float:
-        """Return the next task, or the seconds to wait if there is none."""
+        """Return the next task, or the seconds to wait for one."""
         waiting = [node for node, until in self._retry_at.items() if until > look.now]
         shards, candidates = self._view(look)
         tasks = pending_tasks(

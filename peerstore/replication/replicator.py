@@ -132,7 +132,7 @@ class Replicator:
             return self._replication.statuses(look)
 
     def holders(self, key: ShardKey) -> tuple[PeerNode, ...]:
-        """Return the living nodes that are known to hold a shard of this node, this node first."""
+        """Return the live nodes that are known to hold a shard of this node, this node first."""
         living = self._membership.alive
         with self._changed:
             confirmed = self._replication.confirmed_holders(key, self._membership.generation_of)
@@ -144,7 +144,7 @@ class Replicator:
         return len(holders), len({node.failure_domain(level) for node in holders})
 
     def last_errors(self, key: ShardKey) -> str:
-        """Return the last errors of a shard's replication; empty if there are none."""
+        """Return the last errors of a shard's replication, or ""."""
         with self._changed:
             return self._replication.last_errors(key)
 

@@ -360,7 +360,7 @@ class AgentWatchdog:
 
 
 class ElectedWatchdog:
-    """Watchdog of a node's agent in one of the processes that use it: the holder of the lock beside the socket.
+    """Watchdog of a node's agent in one of the processes that use it: the holder of the lock next to the socket.
 
     An agent that exits in order removes its socket and is not restarted. An agent that died leaves its socket behind.
     """

@@ -115,7 +115,7 @@ class NodePeers(StoreListener):
         self._transport.close()
 
     def partition(self, seconds: float) -> None:
-        """Block all traffic between this node and others for so many seconds, as an injected fault."""
+        """Block all traffic between this node and others for ``seconds``, as an injected fault."""
         log.warning("cut off from all other nodes for %g s, on purpose", seconds)
         self._transport.partition(seconds)
 

@@ -234,7 +234,7 @@ class _PeerSession:
         )
 
     def _of_this_job(self, key: Any) -> Any:
-        """Return the key, or raise :class:`RequestError` if it is of another job than the connection."""
+        """Return the key, or raise :class:`RequestError` if it belongs to another job than the connection."""
         if key.job != self._job_peers.job:
             raise RequestError(f"{key} was named on a connection of job {self._job_peers.job}")
         return key
@@ -272,7 +272,7 @@ class _PeerSession:
         self._offered.discard(abort.transfer)
 
     def _delete_versions(self, dropped: DeleteVersions) -> None:
-        """Delete the versions; it is no error if none of them is on this node."""
+        """Delete the versions; versions that are not on this node are ignored."""
         self._store.delete_versions(self._job_peers.job, list(dropped.versions))
 
     def _not_durable(self, said: VersionNotDurable) -> None:

@@ -1,4 +1,4 @@
-"""Arena: slot files whose pages are memory, on tmpfs or memfd, with small metadata files beside them.
+"""Arena: slot files whose pages are memory, on tmpfs or memfd, with small metadata files next to them.
 
 Two arenas have the same contract (``tests/contract/test_arena.py``):
 
@@ -59,11 +59,11 @@ class Arena(Protocol):
       allocated yet count as used. The file never changes its size.
     - A process that has mapped or opened a slot can use it after ``remove``. ``removed_in_use`` returns the sizes of
       removed slots that a process still uses, as far as the kernel reports it.
-    - ``open`` returns a descriptor of a slot, for reading or also for writing; the caller closes it. ``path`` is valid
+    - ``open`` returns a descriptor of a slot, for reading, or for reading and writing; the caller closes it. ``path`` is valid
       in this process while the slot exists.
-    - ``put_metadata`` is atomic, also with concurrent writers of the same name: a reader sees the old value or a new
+    - ``put_metadata`` is atomic, even with concurrent writers of the same name: a reader sees the old value or a new
       one.
-    - ``get_metadata`` returns exactly the bytes that were put, or ``None`` if there are none. It raises
+    - ``get_metadata`` returns exactly the bytes that were put, or ``None`` without any. It raises
       :class:`ShardDamagedError` if the bytes have changed, :class:`UnsupportedFormatError` if another release wrote
       them, and :class:`UnavailableError` if they cannot be read.
     - ``list_slots`` and ``list_metadata`` return sorted names of this arena's files; files of other programs are

@@ -64,7 +64,7 @@ class Incarnations:
             )
 
     def manage(self, job: str, epoch: int, incarnation: str) -> None:
-        """Make this process the only owner of the job, also if an earlier agent recorded another owner."""
+        """Make this process the only owner of the job, even if an earlier agent recorded another owner."""
         with self._table.exclusive():
             self.managed.add(validate_job_name(job))
             known = self._jobs.get_or_create(job)

@@ -87,7 +87,7 @@ class JobTable:
             return sorted(self.entries)
 
     def versions(self, job: str) -> JobVersions:
-        """Return a copy of what this node knows of the job's versions."""
+        """Return a copy of the node's view of the job's versions."""
         with self._table.exclusive():
             return self._known(job).copy()
 

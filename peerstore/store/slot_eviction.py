@@ -277,7 +277,7 @@ def choose_slot(slots: Collection[SlotView], request: SlotRequest) -> SlotDecisi
 def evictions_to_grow(
     slots: Collection[SlotView], request: SlotRequest, *, growing: str
 ) -> EvictSlots | SlotsBusy | BudgetExceeded:
-    """Choose what to evict so that a slot of the request's size fits beside the leased slot ``growing``.
+    """Choose what to evict so that a slot of the request's size fits next to the leased slot ``growing``.
 
     The leased slot is removed after its bytes were copied.
     """

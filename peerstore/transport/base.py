@@ -113,7 +113,7 @@ IOV_MAX = 1024
 class BufferCursor:
     """Views with the position of a transfer.
 
-    Views that the cursor creates are released at its end, also after an error, because a mapping with an unreleased
+    Views that the cursor creates are released at its end, even after an error, because a mapping with an unreleased
     view cannot be closed.
     """
 

@@ -58,7 +58,7 @@ from peerstore.transport.tcp import TcpTransport
 class NixlTransport:
     """Transport with a ``carrier`` for connections and small messages, and a NIXL ``backend`` with ``options``.
 
-    UCX selects its adapters by its own variables (``UCX_NET_DEVICES=mlx5_0:1``). From the first use on, ``buffers``
+    UCX selects its adapters by its own variables (``UCX_NET_DEVICES=mlx5_0:1``). Starting with the first use, ``buffers``
     times ``buffer_bytes`` of memory are registered for all channels together.
     """
 
@@ -125,7 +125,7 @@ _encode = msgspec.msgpack.Encoder().encode
 
 
 class NixlChannel:
-    """A :class:`~peerstore.transport.base.MessageChannel` with large payloads over RDMA, beside another channel."""
+    """A :class:`~peerstore.transport.base.MessageChannel` with large payloads over RDMA, next to another channel."""
 
     def __init__(self, carrier: MessageChannel, memory: RegisteredMemory, least_bytes: int) -> None:
         self.peer = carrier.peer
@@ -395,7 +395,7 @@ def payload_part_size(part: memoryview | FileSlice) -> int:
 
 
 def copy_payload_part(room: memoryview, part: memoryview | FileSlice, start: int) -> int:
-    """Copy ``part`` from ``start`` on, as much as fits, and return the number of bytes."""
+    """Copy ``part`` from ``start``, as far as it fits, and return the number of bytes."""
     size = min(payload_part_size(part) - start, room.nbytes)
     with room[:size] as target:
         if isinstance(part, FileSlice):
