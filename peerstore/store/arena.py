@@ -59,7 +59,7 @@ class Arena(Protocol):
       allocated yet count as used. The file never changes its size.
     - A process that has mapped or opened a slot can use it after ``remove``. ``removed_in_use`` returns the sizes of
       removed slots that a process still uses, as far as the kernel reports it.
-    - ``open`` returns a descriptor of a slot, for reading, or for reading and writing; the caller closes it. ``path`` is valid
+    - ``open`` returns a descriptor of a slot, read-only or writable; the caller closes it. ``path`` is valid
       in this process while the slot exists.
     - ``put_metadata`` is atomic, even with concurrent writers of the same name: a reader sees the old value or a new
       one.

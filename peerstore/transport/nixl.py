@@ -58,7 +58,7 @@ from peerstore.transport.tcp import TcpTransport
 class NixlTransport:
     """Transport with a ``carrier`` for connections and small messages, and a NIXL ``backend`` with ``options``.
 
-    UCX selects its adapters by its own variables (``UCX_NET_DEVICES=mlx5_0:1``). Starting with the first use, ``buffers``
+    UCX selects its adapters by its own variables (``UCX_NET_DEVICES=mlx5_0:1``). After the first use, ``buffers``
     times ``buffer_bytes`` of memory are registered for all channels together.
     """
 
