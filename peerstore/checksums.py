@@ -11,11 +11,11 @@ import xxhash
 
 from peerstore.shard_records import CHUNK_BYTES
 
-_RUN_BYTES = 32 << 20  # work handed to one thread at a time
+_RUN_BYTES = 32 << 20  # bytes that one thread hashes at a time
 
 
 class TruncatedFileError(OSError):
-    """A file has fewer bytes than were written to it: what is behind its end is lost, whoever asks."""
+    """A file has fewer bytes than were written to it, so that the rest is lost."""
 
 
 def chunk_count(size_bytes: int, chunk_bytes: int = CHUNK_BYTES) -> int:
@@ -23,12 +23,12 @@ def chunk_count(size_bytes: int, chunk_bytes: int = CHUNK_BYTES) -> int:
 
 
 def chunk_checksum(data: bytes | bytearray | memoryview) -> int:
-    """The checksum of one run of bytes."""
+    """Return the xxh3-64 of one run of bytes."""
     return xxhash.xxh3_64_intdigest(data)
 
 
 def mismatched_chunks(data: memoryview, expected: bytes, *, chunk_bytes: int = CHUNK_BYTES) -> tuple[int, ...]:
-    """Numbers of the chunks whose bytes are not what ``expected`` says."""
+    """Return the indexes of the chunks whose bytes do not match ``expected``."""
     count = chunk_count(len(data), chunk_bytes)
     if len(expected) != 8 * count:
         return tuple(range(count))
@@ -37,11 +37,11 @@ def mismatched_chunks(data: memoryview, expected: bytes, *, chunk_bytes: int = C
 
 
 def file_checksums(fd: int, size_bytes: int, *, chunk_bytes: int = CHUNK_BYTES, pool: Executor) -> bytes:
-    """Every chunk's checksum of an open file. :class:`TruncatedFileError` when it has fewer bytes; any other
-    ``OSError`` says nothing about them.
+    """Return the checksums of all chunks of an open file.
 
-    The bytes are read, not mapped: a file that lost its tail, or that has no memory behind a hole, is an error here
-    and would be SIGBUS there.
+    Raise :class:`TruncatedFileError` if it has fewer bytes; another ``OSError`` proves nothing about the bytes. The
+    bytes are read, not mapped: a truncated file, or a hole without memory, raises an error here, and SIGBUS with a
+    mapping.
     """
     return b"".join(_hash_file(fd, range(chunk_count(size_bytes, chunk_bytes)), size_bytes, chunk_bytes, pool))
 
@@ -49,9 +49,9 @@ def file_checksums(fd: int, size_bytes: int, *, chunk_bytes: int = CHUNK_BYTES, 
 def file_mismatched_chunks(
     fd: int, size_bytes: int, expected: bytes, *, chunks: range, chunk_bytes: int = CHUNK_BYTES, pool: Executor
 ) -> tuple[int, ...]:
-    """Numbers of the ``chunks`` of an open file whose bytes are not what ``expected`` says, or are not there.
+    """Return the indexes of the ``chunks`` of an open file that do not match ``expected``, or are missing.
 
-    ``OSError`` when they cannot be read: nothing is known of any of them then.
+    Raise ``OSError`` if they cannot be read, which proves nothing about them.
     """
     try:
         got = b"".join(_hash_file(fd, chunks, size_bytes, chunk_bytes, pool))

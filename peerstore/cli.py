@@ -43,7 +43,7 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def add_serve_arguments(parser: argparse.ArgumentParser) -> None:
-    """The options every agent has, whatever it adds."""
+    """Add the options that every agent has."""
     settings = StoreSettings()
     parser.add_argument(
         "--budget",
@@ -92,7 +92,7 @@ def store_settings_from_args(args: argparse.Namespace) -> StoreSettings:
 
 
 def start_agent_process(args: argparse.Namespace) -> None:
-    """What every agent does first: leave the foreground if told so, and log to standard error."""
+    """Detach from the foreground if requested, and log to standard error."""
     if args.detach:
         daemonize()
     logging.basicConfig(
@@ -139,7 +139,7 @@ def _status(args: argparse.Namespace, place: AgentPaths) -> int:
 
 
 def format_store_status(status: StoreStatus) -> str:
-    """The status as a person reads it."""
+    """Return the status as text."""
     arena = status.arena
     used = f"{show_size(arena.sealed_bytes)} sealed, {show_size(arena.allocated_bytes)} in {arena.slots} slots"
     state = f"{arena.free_slots} free, {arena.leases} being written"

@@ -2,20 +2,20 @@
 
 ::
 
-    a writer     sealed its part ─┐
-                 or left it out ──┤ tells its own agent, and nobody else
-    an agent     ─────────────────┴─> tells the one node that counts, which parts it answers for
-    that node    every part sealed ──────────> WHOLE    ┐
-                 every part has its copies ──> SETTLED  ├─ told to all, noted beside the slots, never taken back
-                 one part left out ──────────> TORN     ┘
+    a writer         sealed its part ─┐
+                     or aborted it ───┤ tells its own agent only
+    its agent        ─────────────────┴─> reports the parts that it owns to the commit leader
+    commit leader    every part sealed ───────> COMMITTED   ┐
+                     every part replicated ───> REPLICATED  ├─ broadcast, stored beside the slots, never revoked
+                     one part aborted ────────> ABORTED     ┘
 
-A version is whole by what its parts say, never by what one that writes believes of the others. Where nobody keeps
-copies, what is whole is settled. An agent that has all parts here counts by itself; where no other nodes are known
-there is nobody else to ask.
+Only the reports on its parts decide that a version is committed, never one writer's assumptions about the others.
+Without replication every committed version counts as replicated. An agent with all parts of a version counts by itself,
+and so does an agent that knows no other nodes.
 
-:class:`JobVersions` is what one node knows of one job, and answers both questions there are: *is it whole*, and *may it
-go*. :class:`CommitReports` is what a node says of the parts it answers for; where it is the one that counts, also what
-all said. It keeps nothing that is not said again: when that node dies, the next one is told anew.
+:class:`JobVersions` is one node's knowledge of one job, and answers two questions: is a version committed, and may it
+be evicted. :class:`CommitReports` holds the reports of a node on its parts and, on the commit leader, the reports of
+all nodes. It stores nothing that is not reported again: when the leader dies, the nodes report to the next one.
 """
 
 from __future__ import annotations
@@ -32,41 +32,41 @@ from peerstore.shard_records import MAX_EPOCH_LEAD, ResumePoint, RetentionMark, 
 
 MAX_REMEMBERED_VERSIONS = 256
 MAX_ABORTED_VERSIONS = 64
-"""Versions that are known to be torn, the newest: nodes say them with every ping."""
+"""Number of aborted versions to remember, the newest; every ping contains them."""
 MAX_RETAINED_VERSIONS = 64
-"""Versions of a job that may be kept on request: nodes say the attempts at them with every ping."""
+"""Largest number of a job's versions retained on request; every ping contains their attempts."""
 MAX_RETAINED_ATTEMPTS = MAX_RETAINED_VERSIONS + MAX_RETAINED_VERSIONS // 2
-"""Attempts at them: of each the newest whole one, and those after it that may become whole."""
+"""Largest number of attempts at them: of each version the newest complete one, and later ones."""
 BROADCAST_FANOUT = 128
-"""How many nodes the one that counts tells itself what it has decided."""
+"""Number of nodes that the leader sends a decision to directly."""
 
 
-# -- what one node knows ----------------------------------------------------------------------------------------------
+# -- one node's view --------------------------------------------------------------------------------------------------
 
 
 @dataclass
 class JobVersions:
-    """One job's versions, as one node knows them. Whatever changes it says whether that is news."""
+    """One job's versions, as one node knows them. Methods that change them return whether that is new."""
 
     epoch: int = 0
     incarnation: str = ""
     committed: dict[VersionId, tuple[int, ...]] = field(default_factory=dict)
-    """Versions that are whole, as this node was told, with the parts that were here then."""
+    """Committed versions, with the parts that were on this node when that was decided."""
     damaged: set[VersionId] = field(default_factory=set)
-    """Versions that lost a part here: nobody's word makes them whole again, only the part itself does."""
+    """Versions that lost a part here. Only the repaired part makes such a version complete again."""
     lost_parts: dict[VersionId, set[int]] = field(default_factory=dict)
-    """The parts they lost, as far as this node has seen it."""
+    """The lost parts, as far as this node knows."""
     requires_replication: bool = False
-    """Copies are kept on other nodes: only a settled version makes older ones superfluous."""
+    """Whether shards are replicated, so that only a replicated version supersedes older ones."""
     replicated: VersionId | None = None
     resume_point: ResumePoint | None = None
-    """The version the job went on from: of the past before it, that one and what is settled are still needed."""
+    """The version that the job resumed from. Of earlier epochs only it and the replicated version are needed."""
     retention: dict[VersionId, RetentionMark] = field(default_factory=dict)
-    """What was said of versions that are not to be given up for newer ones."""
+    """Marks of versions that newer ones must not evict, or no longer must not."""
     dropped: set[VersionId] = field(default_factory=set)
-    """Versions that were given up by name lately: nobody's word brings them back."""
+    """Versions that were deleted recently; later reports on them are ignored."""
     aborted: dict[VersionId, set[int]] = field(default_factory=dict)
-    """Versions of which a part was left out, and the parts that writers of this node have left out."""
+    """Versions with an aborted part, and the parts that writers of this node aborted."""
 
     def copy(self) -> JobVersions:
         """Return a copy that later changes do not affect."""
@@ -99,10 +99,10 @@ class JobVersions:
         """The parts that writers of this node did not seal, by version."""
         return {group: tuple(parts) for group, parts in self.aborted.items() if parts}
 
-    # -- what happens -------------------------------------------------------------------------------------------------
+    # -- changes ------------------------------------------------------------------------------------------------------
 
     def mark_committed(self, group: VersionId, here: Collection[int]) -> bool:
-        """Every part of it is sealed somewhere; ``here`` are those on this node."""
+        """Record that every part is sealed on some node; ``here`` are the parts on this node."""
         if group in self.committed or group in self.damaged or group in self.aborted or group in self.dropped:
             return False
         if self.resume_point is not None and self.resume_point.abandons(group):
@@ -111,27 +111,27 @@ class JobVersions:
         return True
 
     def prune(self, here: Callable[[VersionId], Collection[int]]) -> None:
-        """Forget of what was whole and has nothing here any more, but for the newest."""
+        """Forget committed versions without parts on this node, except the newest one."""
         newest = max(self.committed, default=None)
         self.committed = {group: parts for group, parts in self.committed.items() if group == newest or here(group)}
 
     def mark_replicated(self, group: VersionId) -> bool:
-        """Every part of it has the copies it was to have."""
+        """Record that every part has its replicas."""
         if (
             group in self.dropped
             or group in self.aborted
             or (self.resume_point is not None and self.resume_point.abandons(group))
         ):
-            return False  # whoever says so has not heard what the job went on from
+            return False  # the sender does not know the version that the job resumed from
         if self.replicated is not None and group <= self.replicated:
             return False
         self.replicated = group
         return True
 
     def abort_part(self, group: VersionId, part: int, here: Collection[int]) -> bool:
-        """A writer of this node will never seal its part: the version is torn.
+        """Record that a writer of this node will never seal its part; the version is aborted.
 
-        Not where the part is here, or was: its writer has not heard that it was sealed.
+        Ignored if the part is or was here: the writer has not learned that it was sealed.
         """
         if part in here or part in self.lost_parts.get(group, ()):
             return False
@@ -143,20 +143,20 @@ class JobVersions:
         return True
 
     def mark_aborted(self, groups: Iterable[VersionId]) -> list[VersionId]:
-        """A part of these was left out somewhere: they will never be whole. Those of them that are news."""
+        """Record that a part of these versions was aborted; return the versions for which this is new."""
         news = [group for group in groups if group not in self.aborted and not self.is_committed(group)]
         self.aborted |= {group: set() for group in news}
         self.aborted = {group: self.aborted[group] for group in sorted(self.aborted)[-MAX_ABORTED_VERSIONS:]}
         return [group for group in news if group in self.aborted]
 
     def lose_part(self, group: VersionId, part: int) -> None:
-        """A part of it turned out damaged here, or is gone."""
+        """Record that a part is damaged or missing on this node."""
         self.committed.pop(group, None)
         self.lost_parts.setdefault(group, set()).add(part)
         self.damaged = set(sorted(self.damaged | {group})[-MAX_REMEMBERED_VERSIONS:])
 
     def repair_part(self, group: VersionId, part: int) -> bool:
-        """A part that was lost here has been fetched from another node."""
+        """Record that a lost part was fetched from another node; return whether all are repaired."""
         lost = self.lost_parts.get(group, set())
         lost.discard(part)
         if group not in self.lost_parts or lost:
@@ -166,12 +166,10 @@ class JobVersions:
         return True
 
     def drop(self, groups: Collection[VersionId] | None, now_ns: int) -> bool:
-        """These versions (all, when none is named) are given up by name, whoever called them whole."""
-        vouched = {*self.committed, *([self.replicated] if self.replicated is not None else [])}
-        news = bool(
-            vouched | self.retention.keys() if groups is None else (vouched | self.retention.keys()) & {*groups}
-        )
-        gone = vouched if groups is None else set(groups)
+        """Forget these versions (``None``: all), also committed ones, and ignore later reports on them."""
+        known = {*self.committed, *([self.replicated] if self.replicated is not None else [])}
+        news = bool(known | self.retention.keys() if groups is None else (known | self.retention.keys()) & {*groups})
+        gone = known if groups is None else set(groups)
         self.dropped = set(sorted(self.dropped | gone)[-MAX_REMEMBERED_VERSIONS:])
         if groups is None:
             self.retention.clear()
@@ -183,17 +181,17 @@ class JobVersions:
         return news
 
     def new_retention_mark(self, group: VersionId, *, kept: bool, now_ns: int) -> RetentionMark:
-        """What is said of it here and now: later than all that was heard of it, whatever the clocks of others say."""
+        """Return a mark that is newer than all known marks of the version, regardless of other nodes' clocks."""
         known = self.retention.get(group)
         return RetentionMark(group, kept, now_ns if known is None else max(now_ns, known.at_ns + 1))
 
     def apply_retention(
         self, said: Collection[RetentionMark], whole: Callable[[], Collection[VersionId]] = tuple
     ) -> bool:
-        """These stay, whatever is newer, or do not have to any more; :class:`TooManyRetainedError` if they are too
-        many.
+        """Apply marks that retain versions, or no longer do; raise :class:`TooManyRetainedError` beyond the limit.
 
-        Versions are counted, not attempts: one that is ``whole`` releases those before it, as it does to be torn.
+        The limit counts versions, not attempts. A complete attempt (in ``whole``) releases earlier ones, and so does an
+        abort.
         """
         news = {one.version_id: one for one in said if one.at_ns > self.retention.get(one.version_id, one).at_ns}
         news |= {
@@ -204,8 +202,8 @@ class JobVersions:
         if not news:
             return False
         after = self.retention | news
-        asked = {one.version_id for one in after.values() if one.retained}
-        for group in asked - retained_versions(asked - self.aborted.keys(), whole()):
+        wanted = {one.version_id for one in after.values() if one.retained}
+        for group in wanted - retained_versions(wanted - self.aborted.keys(), whole()):
             after[group] = RetentionMark(group, False, after[group].at_ns + 1)
         stay = sorted((one for one in after.values() if one.retained), key=lambda one: one.at_ns)
         versions = dict.fromkeys(one.version_id.version for one in stay)
@@ -216,80 +214,81 @@ class JobVersions:
         return True
 
     def resume_from(self, base: ResumePoint, here: Collection[int]) -> None:
-        """The job goes on from a version: what was called whole or settled after it is of a past that it left."""
+        """Record that the job resumed from a version; later committed versions belong to a branch that it left."""
         self.resume_point = base
         self.committed = {group: parts for group, parts in self.committed.items() if not base.abandons(group)}
         if self.replicated is not None and base.abandons(self.replicated):
             self.replicated = base.version_id
         if base.version_id not in self.damaged:
             self.committed.setdefault(base.version_id, tuple(sorted(here)))
-        self.aborted.pop(base.version_id, None)  # it was loaded, so what was left out of it is in what was there
+        self.aborted.pop(base.version_id, None)  # the job loaded it, so no part is missing
 
-    # -- is it whole --------------------------------------------------------------------------------------------------
+    # -- is it committed ----------------------------------------------------------------------------------------------
 
     def is_committed(self, group: VersionId) -> bool:
-        """Whether it is whole as far as this node was told, wherever its parts are."""
+        """Return whether the version is committed as far as this node knows, on any nodes."""
         return group in self.committed or group == self.replicated
 
     def committed_here(
         self, here: Mapping[VersionId, AbstractSet[int]], parts: Mapping[VersionId, int]
     ) -> set[VersionId]:
-        """The versions that are whole, by what was verified here."""
+        """Return the committed versions, according to the verified shards on this node."""
         return committed_versions(here, parts, self.committed)
 
     def would_be_newest(self, whole: VersionId) -> bool:
-        """Whether it would be the newest whole version that this node knows of, and is not given up by name."""
+        """Return whether it would be the newest committed version that this node knows, and is not deleted."""
         return whole not in self.dropped and all(whole > known for known in self.committed)
 
     def last_committed(self) -> VersionId | None:
-        """The newest version that is known to have been whole, whether it is still there or not."""
+        """Return the newest version known to have been committed, even if its shards no longer exist."""
         return max({*self.committed, *([self.replicated] if self.replicated is not None else [])}, default=None)
 
-    # -- may it go ----------------------------------------------------------------------------------------------------
+    # -- may it be evicted --------------------------------------------------------------------------------------------
 
     def rollback_target(self, whole: Collection[VersionId], mending: VersionId | None = None) -> VersionId | None:
-        """The version that the job can always go back to: what is older may be given up.
+        """Return the version that the job can always resume from; older versions may be evicted.
 
-        Not one that lost a part here, except to take in a part of that very version again (``mending``): without a slot
-        for it the version would stay damaged, nothing else would be given up either, and the job could not go on.
+        A version that lost a part here is not a target, except while that very part is received again (``mending``).
+        Otherwise the part would get no slot, the version would stay damaged, nothing could be evicted, and the job
+        could not continue.
         """
         if not self.requires_replication:
             return max(whole, default=None)
         return self.replicated if self.replicated not in self.damaged or self.replicated == mending else None
 
     def retained(self, whole: Collection[VersionId]) -> set[VersionId]:
-        """What is not given up for newer ones, because somebody said so."""
+        """Return the versions retained on request, which newer ones must not evict."""
         return retained_versions([one.version_id for one in self.retention.values() if one.retained], whole)
 
     def needed(self, whole: Collection[VersionId]) -> set[VersionId]:
-        """What is not given up for lack of room: whole versions, and of the past only what can be gone back to."""
+        """Return the versions that are not evicted for lack of memory: complete ones, less those of left branches."""
         if not self.requires_replication or self.resume_point is None:
             return set(whole)
-        back = {self.resume_point.version_id, self.replicated or self.resume_point.version_id}
-        asked = {one.version_id for one in self.retention.values() if one.retained and one.version_id in whole}
-        return {group for group in whole if group.epoch >= self.resume_point.first_current_epoch} | back | asked
+        resumable = {self.resume_point.version_id, self.replicated or self.resume_point.version_id}
+        retained = {one.version_id for one in self.retention.values() if one.retained and one.version_id in whole}
+        return {group for group in whole if group.epoch >= self.resume_point.first_current_epoch} | resumable | retained
 
     def oldest_active_epoch(self) -> int:
-        """What incarnations before this one left unfinished is given up when room is short."""
+        """Return the epoch before which unfinished versions may be evicted for lack of memory."""
         return max(self.epoch, self.resume_point.first_current_epoch if self.resume_point is not None else 0)
 
     def is_needed(self, group: VersionId) -> bool:
-        """Whether somebody may still need it, or a part of it."""
+        """Return whether a restore may still need the version."""
         return group not in self.aborted and is_needed(
             group, epoch=self.epoch, replicated=self.replicated, whole=self.is_committed(group), base=self.resume_point
         )
 
     def may_still_write(self, group: VersionId) -> bool:
-        """Whether a slot of an older incarnation is filled with what counts: a copy of what is whole, on its way."""
+        """Return whether a lease of this version stays: current, or a replica of a committed version."""
         return group.epoch >= self.epoch or self.is_committed(group)
 
     def is_plausible_epoch(self, epoch: int) -> bool:
-        """Whether the job can have come so far since this node heard of it."""
+        """Return whether the job can have reached this epoch since this node first knew it."""
         return epoch <= self.epoch + MAX_EPOCH_LEAD
 
 
 class TooManyRetainedError(ValueError):
-    """More versions than may be kept on request."""
+    """More versions are retained on request than the limit allows."""
 
     def __init__(self, versions: list[int]) -> None:
         super().__init__(versions)
@@ -301,28 +300,31 @@ def committed_versions(
     parts: Mapping[VersionId, int],
     marked: Mapping[VersionId, Collection[int]] | None = None,
 ) -> set[VersionId]:
-    """The versions all of whose parts are here, and those somebody called whole that lost no part here since.
+    """Return versions with all parts here, and those in ``marked`` that lost no part here since then.
 
-    ``here`` are the parts that were verified; ``marked`` has the parts that were here when the word was given.
+    ``here`` has the verified parts. ``marked`` has committed versions, with the parts that were here when that was
+    decided.
     """
     complete = {group for group, found in here.items() if len(found) >= parts[group]}
     return complete | {
         group
-        for group, then in (marked or {}).items()
-        if group not in complete and all(part in here.get(group, ()) for part in then)
+        for group, marked_parts in (marked or {}).items()
+        if group not in complete and all(part in here.get(group, ()) for part in marked_parts)
     }
 
 
 def newest_committed(whole: Mapping[str, Collection[VersionId]]) -> dict[str, VersionId]:
-    """What each job goes on from when nobody else keeps copies for it."""
+    """Return the newest complete version of each job, the rollback target without replication."""
     return {job: max(groups) for job, groups in whole.items() if groups}
 
 
 def is_needed(
     group: VersionId, *, epoch: int, replicated: VersionId | None, whole: bool, base: ResumePoint | None
 ) -> bool:
-    """Whether somebody may still need this version: it is not older than the settled one, nor of a past that was left
-    unfinished. Of a past that the job has left only what it went on from is needed, and what is settled.
+    """Return whether a restore may still need this version.
+
+    It is not needed if it is older than the replicated version, or unfinished in an earlier epoch. Of epochs that the
+    job has left, only the resumed and the replicated version are needed.
     """
     if replicated is not None and group <= replicated:
         return group == replicated
@@ -332,7 +334,7 @@ def is_needed(
 
 
 def retained_versions(kept: Collection[VersionId], whole: Collection[VersionId]) -> set[VersionId]:
-    """Of the attempts at one version that somebody wants kept, a whole one makes those before it superfluous."""
+    """Return the versions to retain: a complete attempt at a version supersedes earlier attempts."""
     newest: dict[int, VersionId] = {}
     for group in kept:
         if group in whole:
@@ -341,14 +343,14 @@ def retained_versions(kept: Collection[VersionId], whole: Collection[VersionId])
 
 
 def is_superseded(group: VersionId, safe: VersionId | None, kept: Collection[VersionId] = ()) -> bool:
-    """Whether a newer version can be gone back to, so that this one may go. Without one nothing may."""
+    """Return whether the job can resume from a newer version, so that this one may be evicted."""
     return safe is not None and group < safe and group not in kept
 
 
 def is_abandoned(group: VersionId, epoch: int, whole: Collection[VersionId], safe: VersionId | None) -> bool:
-    """Whether an incarnation before ``epoch`` ended without it: it may go when room is short.
+    """Return whether an incarnation before ``epoch`` left the version unfinished; it may be evicted if memory is short.
 
-    What is safe is whole, also where this node has not all of it and nobody has told it so.
+    The ``safe`` version counts as complete, even if this node has not all parts and received no decision.
     """
     return group.epoch < epoch and group not in whole and group != safe
 
@@ -357,38 +359,38 @@ def is_abandoned(group: VersionId, epoch: int, whole: Collection[VersionId], saf
 
 
 class PartsReport(msgspec.Struct, frozen=True):
-    """What a node says of one version to the one that counts; what it said before does not count any more."""
+    """A node's report on one version to the commit leader; it replaces the node's previous report."""
 
     version_id: VersionId
     total_parts: int
-    """0: the node does not know."""
+    """Number of the version's parts; 0 if the node does not know."""
     replicated_parts: tuple[int, ...]
-    """Parts it answers for that have all the copies they were to have, or all they can get."""
+    """Parts that the node owns and that have all their replicas, or all that they can get."""
     node: str = ""
-    """The node that answers for these parts, and for no others of this version any more."""
+    """The node that owns these parts, and no other part of this version."""
     generation: int = 0
-    """Which of its lives: what it said in an earlier one may not be so any more."""
+    """The node's generation: a report of an earlier generation may be outdated."""
     sealed_parts: tuple[int, ...] = ()
-    """Parts it answers for that still lack copies."""
+    """Parts that the node owns and that still lack replicas."""
     aborted_parts: tuple[int, ...] = ()
     """Parts that their writers on this node will never seal."""
 
 
 class CommitDecision(msgspec.Struct, frozen=True):
-    """What is known of versions from here on. None of it is ever taken back."""
+    """Decisions on versions. They are never revoked."""
 
     committed: VersionId | None = None
-    """The newest version all of whose parts are sealed, where that is news."""
+    """The newest version with all parts sealed, if that is new."""
     replicated: VersionId | None = None
-    """The newest one all of whose parts have their copies."""
+    """The newest version with all parts replicated."""
     aborted: Annotated[tuple[VersionId, ...], msgspec.Meta(max_length=MAX_REMEMBERED_VERSIONS)] = ()
-    """Versions that will never be whole."""
+    """Versions that can never be complete."""
 
     def __bool__(self) -> bool:
         return self.committed is not None or self.replicated is not None or bool(self.aborted)
 
     def __or__(self, later: CommitDecision) -> CommitDecision:
-        """Both of them, for whoever has heard of neither."""
+        """Return both decisions combined."""
         return CommitDecision(
             _newer(self.committed, later.committed),
             _newer(self.replicated, later.replicated),
@@ -401,7 +403,7 @@ def _newer(one: VersionId | None, other: VersionId | None) -> VersionId | None:
 
 
 class ReportedShard(Protocol):
-    """How well one shard is kept; see :mod:`peerstore.replication.replication_policy`."""
+    """The replication state of one shard; see :mod:`peerstore.replication.replication_policy`."""
 
     @property
     def key(self) -> _Key: ...
@@ -418,67 +420,68 @@ class _Key(Protocol):
     def part(self) -> int: ...
 
 
-class _Said:
-    """What was said of one version."""
+class _VersionReports:
+    """The reports on one version."""
 
     def __init__(self) -> None:
         self.notes: dict[str, PartsReport] = {}
         self.whole = False
-        """It was decided that it is."""
-        self._safe = self._sealed = 0
-        """How many parts were named so; some of them by several."""
-        self._least = sys.maxsize
-        """The fewest parts in all that anybody spoke of."""
+        """Whether the version was decided to be committed."""
+        self._replicated_count = self._sealed_count = 0
+        """Number of parts in all reports; a part may be counted several times."""
+        self._min_total = sys.maxsize
+        """The smallest total number of parts that a report states."""
 
     def add(self, note: PartsReport) -> None:
         known = self.notes.get(note.node)
         if known is None or note.generation >= known.generation:
             self.notes[note.node] = note
-            self._safe += len(note.replicated_parts) - (len(known.replicated_parts) if known is not None else 0)
-            self._sealed += len(note.sealed_parts) - (len(known.sealed_parts) if known is not None else 0)
-            self._least = min(self._least, note.total_parts or sys.maxsize)
+            self._replicated_count += len(note.replicated_parts) - (
+                len(known.replicated_parts) if known is not None else 0
+            )
+            self._sealed_count += len(note.sealed_parts) - (len(known.sealed_parts) if known is not None else 0)
+            self._min_total = min(self._min_total, note.total_parts or sys.maxsize)
 
     @property
     def may_be_news(self) -> bool:
-        """Whether it is worth counting: with each of thousands of notes that would be slow."""
-        return self._safe + (0 if self.whole else self._sealed) >= self._least
+        """Whether the version may be complete: a quick check, because an exact count per report would be slow."""
+        return self._replicated_count + (0 if self.whole else self._sealed_count) >= self._min_total
 
 
 class PartsTally:
-    """Counts sealed and protected parts per version, for the whole job. One node keeps it; losing it costs a
-    repetition.
+    """Count of sealed and replicated parts per version, on the commit leader. Its loss costs repeated reports.
 
-    What a node said counts while it lives. When it dies or starts again, somebody else answers for its parts, or it
-    says so anew: else a version could count as safe of which a part went with its last holder. Only that a part was
-    left out stays so for good.
+    A node's report counts while the node lives. When the node dies or restarts, another node owns its parts, or the
+    node reports again. Otherwise a version could count as replicated although a part was lost with its last holder.
+    Only an abort stays forever.
     """
 
     def __init__(self) -> None:
-        self._said: dict[VersionId, _Said] = {}
-        self._torn: dict[VersionId, bool] = {}
-        """And whether that was decided, and told."""
+        self._reports: dict[VersionId, _VersionReports] = {}
+        self._aborted: dict[VersionId, bool] = {}
+        """Aborted versions, and whether that was decided and broadcast."""
 
     def add(self, note: PartsReport) -> None:
-        if note.aborted_parts and note.version_id not in self._torn and not self._is_whole(note.version_id):
-            self._torn[note.version_id] = False
-        if note.version_id not in self._torn:
-            self._said.setdefault(note.version_id, _Said()).add(note)
+        if note.aborted_parts and note.version_id not in self._aborted and not self._is_committed(note.version_id):
+            self._aborted[note.version_id] = False
+        if note.version_id not in self._aborted:
+            self._reports.setdefault(note.version_id, _VersionReports()).add(note)
 
-    def _is_whole(self, group: VersionId) -> bool:
-        return group in self._said and self._said[group].whole
+    def _is_committed(self, group: VersionId) -> bool:
+        return group in self._reports and self._reports[group].whole
 
     def newly_aborted(self) -> tuple[VersionId, ...]:
-        """Versions of which a part was left out, when that is news."""
-        news = tuple(sorted(group for group, told in self._torn.items() if not told))
-        self._torn = dict.fromkeys(sorted(self._torn)[-MAX_REMEMBERED_VERSIONS:], True)
+        """Return the versions with an aborted part that were not returned before."""
+        news = tuple(sorted(group for group, decided in self._aborted.items() if not decided))
+        self._aborted = dict.fromkeys(sorted(self._aborted)[-MAX_REMEMBERED_VERSIONS:], True)
         for group in news:
-            self._said.pop(group, None)
+            self._reports.pop(group, None)
         return news
 
     def newly_complete(self, *, me: str, living: Collection[str], life: Callable[[str], int]) -> CommitDecision:
-        """The newest versions all of whose parts are sealed, or protected, when that is news."""
+        """Return the newest versions with all parts sealed or replicated, if that is new."""
         sealed, safe = [], []
-        for group, said in self._said.items():
+        for group, said in self._reports.items():
             if not said.may_be_news:
                 continue
             counted = [
@@ -496,33 +499,33 @@ class PartsTally:
                     said.whole = True
                     sealed.append(group)
         newest = max(safe, default=None)
-        if newest is not None:  # it is said once: also when the job has left that version and nobody wants to know
-            del self._said[newest]
+        if newest is not None:  # decided once, even if the job has left that version
+            del self._reports[newest]
         return CommitDecision(_newer(newest, max(sealed, default=None)), newest)
 
     def drop_until(self, replicated: VersionId) -> None:
-        self._said = {group: said for group, said in self._said.items() if group > replicated}
+        self._reports = {group: said for group, said in self._reports.items() if group > replicated}
 
 
 def commit_leader(living: Mapping[str, object] | Collection[str], standby: Collection[str] = ()) -> str | None:
     """Return the first living node with a vote, or the first of all if no node with a vote lives.
 
-    A standby node may not have been told of the world, and would count for an older member list.
+    A standby node may not know the world, and would count for an older member list.
     """
     return min((node for node in living if node not in standby), default=min(living, default=None))
 
 
 def broadcast_targets(living: Iterable[str], me: str) -> list[str]:
-    """Whom the leader tells what is decided: everybody in a small job, in a large one some of all, who pass it on.
+    """Return the nodes that the leader sends a decision to: all nodes of a small job, a sample of a large one.
 
-    Pings carry it too, and reach everybody within a few of their periods; telling thousands one by one takes longer.
+    Pings spread the decision to all nodes within a few periods, which is faster than thousands of messages.
     """
     others = sorted(node for node in living if node != me)
     return others[:: max(1, -(-len(others) // BROADCAST_FANOUT))]
 
 
 class CommitReports:
-    """What a node says of the parts it answers for; and, where it is the commit leader, what all of them said."""
+    """A node's reports on the parts that it owns and, on the commit leader, the reports of all nodes."""
 
     def __init__(self, me: str) -> None:
         self._me = me
@@ -540,10 +543,13 @@ class CommitReports:
         left_out: Mapping[VersionId, Collection[int]] | None = None,
         standby: Collection[str] = (),
     ) -> tuple[str, list[PartsReport]]:
-        """Who keeps the tally, and what it has not been told yet. ``parts_of``: how many parts a version has in all."""
-        teller = commit_leader(living, standby) or self._me
+        """Return the commit leader, and the reports that it has not received.
+
+        ``parts_of`` maps a version to its total number of parts.
+        """
+        leader = commit_leader(living, standby) or self._me
         self._reported = {
-            group: told for group, told in self._reported.items() if replicated is None or group > replicated
+            group: reported for group, reported in self._reported.items() if replicated is None or group > replicated
         }
         mine: dict[VersionId, tuple[list[int], list[int]]] = {}
         for one in standings:
@@ -555,27 +561,28 @@ class CommitReports:
         for group in sorted(mine.keys() | self._reported.keys() | torn.keys()):
             if replicated is None or group > replicated:
                 safe, lacking = mine.get(group, ([], []))
-                out = tuple(sorted(torn.get(group, ())))
+                aborted = tuple(sorted(torn.get(group, ())))
                 count = in_all.get(group, 0)
                 notes.append(
-                    PartsReport(group, count, tuple(sorted(safe)), self._me, life, tuple(sorted(lacking)), out)
+                    PartsReport(group, count, tuple(sorted(safe)), self._me, life, tuple(sorted(lacking)), aborted)
                 )
-        return teller, [note for note in notes if self._reported.get(note.version_id) != (teller, note)]
+        return leader, [note for note in notes if self._reported.get(note.version_id) != (leader, note)]
 
-    def mark_reported(self, teller: str, note: PartsReport) -> None:
-        self._reported[note.version_id] = (teller, note)
+    def mark_reported(self, leader: str, note: PartsReport) -> None:
+        self._reported[note.version_id] = (leader, note)
 
     def add(self, note: PartsReport) -> None:
-        """A node says which parts it answers for, and how they are kept."""
+        """Add a node's report."""
         self._tally.add(note)
 
     def decide(
         self, *, living: Collection[str], life: Callable[[str], int], replicated: VersionId | None, quorum: bool
     ) -> CommitDecision:
-        """What follows from all that was said, as far as it is news.
+        """Return the new decisions that follow from all reports.
 
-        Without a quorum nothing is whole or settled: the other side of a partition may have gone on from a version that
-        this one would give up. What was told is kept until the others are back. One word is enough for what is torn.
+        Without a quorum no version becomes committed or replicated: the other partition side may have resumed from a
+        version that this side would evict. Reports are retained until the quorum returns. An abort needs only one
+        report and no quorum.
         """
         if replicated is not None:
             self._tally.drop_until(replicated)

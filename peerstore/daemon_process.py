@@ -1,7 +1,7 @@
 """Process identity and peer credentials, the open-file limit, and signals delivered to a thread.
 
-Python runs a handler between any two steps of the main thread, also inside another handler. One that takes a lock
-(``Event.set``, ``Condition.notify``) waits for itself when the step it interrupted has that lock.
+Python runs a signal handler between two steps of the main thread, also inside another handler. A handler that takes a
+lock (``Event.set``, ``Condition.notify``) would deadlock if the interrupted step holds that lock.
 """
 
 from __future__ import annotations
@@ -28,14 +28,16 @@ log = logging.getLogger(__name__)
 
 
 class ProcessIdentity(NamedTuple):
-    """A process, told apart from a later one that was given the same number."""
+    """A process, distinguished from a later process with the same pid."""
 
     pid: int
     start_time: int
 
     @property
     def is_alive(self) -> bool:
-        """Whether it still runs. One that cannot be seen counts as alive: of another namespace, or for now."""
+        """Whether the process runs. A process that cannot be checked counts as alive, such as one of
+        another namespace.
+        """
         try:
             return self.pid <= 0 or process_start_time(self.pid) == self.start_time
         except OSError:
@@ -51,19 +53,20 @@ def current_process() -> ProcessIdentity:
 
 
 def peer_credentials(sock: socket.socket) -> tuple[int, int]:
-    """The process on the other end of a Unix socket and its user, as the kernel noted them when it was made."""
+    """Return the pid and user id of the process on the other end of a Unix socket, as of its connection."""
     raw = sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i"))
     pid, uid, _ = struct.unpack("3i", raw)
     return pid, uid
 
 
 def trusted_users(directory: Path, *, named: bool = False, setting: str = "agent.directory") -> frozenset[int]:
-    """The users whose processes may serve this one from ``directory``: this one and root, and no other can change it.
+    """Return the users whose processes may serve this one from ``directory``: this user and root.
 
-    ``named``: an operator has named the directory. Then root also trusts the user it belongs to: that is whose agent
-    was meant. Nobody else does, because an agent serves its own user and root alone.
+    With ``named``, an operator chose the directory. Then root also trusts the directory's owner, whose agent was meant.
+    Other users do not, because an agent serves only its own user and root.
 
-    Raises ``FileNotFoundError`` when there is no such directory, ``PermissionError`` when it is not to be trusted.
+    Raise ``FileNotFoundError`` if the directory does not exist, and ``PermissionError`` if it cannot be trusted,
+    because another user owns it or can write to it.
     """
     found = directory.lstat()
     trusted = {os.getuid(), 0}
@@ -81,9 +84,9 @@ def trusted_users(directory: Path, *, named: bool = False, setting: str = "agent
 
 
 def process_start_time(pid: int) -> int:
-    """Clock ticks after boot at which ``pid`` started, or -1 when it is gone or only a zombie.
+    """Return the clock ticks after boot at which ``pid`` started, or -1 if it has exited or is a zombie.
 
-    ``OSError`` when that cannot be seen for now: too many open files, say.
+    Raise ``OSError`` if that cannot be read, for example because of too many open files.
     """
     try:
         stat = Path(f"/proc/{pid}/stat").read_bytes()
@@ -93,13 +96,13 @@ def process_start_time(pid: int) -> int:
     return -1 if fields[0] in (b"Z", b"X") else int(fields[19])
 
 
-_KEPT_BACK = 48
-"""For work that has begun: a seal, a note, an answer, each of which needs one or two for a moment."""
-_KNOWN_S = 0.05
+_RESERVED_FILES = 48
+"""File descriptors reserved for work in progress: a seal, its metadata, a response."""
+_CACHE_S = 0.05
 
 
 def raise_open_file_limit() -> int:
-    """As many as this process may have without asking anybody; the new limit."""
+    """Raise the soft limit to the hard limit and return the new limit."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if soft != hard:
         try:
@@ -110,13 +113,13 @@ def raise_open_file_limit() -> int:
 
 
 def open_file_limit() -> int:
-    """How many it may have."""
+    """Return the largest number of open files."""
     soft = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
     return soft if soft != resource.RLIM_INFINITY else 1 << 30
 
 
 def open_file_count() -> int:
-    """How many this process has open; its limit, where not even one is left to count them."""
+    """Return the number of open files, or the limit if no descriptor remains to count them."""
     try:
         return len(os.listdir("/proc/self/fd")) - 1  # noqa: PTH208 - names are enough
     except OSError:
@@ -124,7 +127,7 @@ def open_file_count() -> int:
 
 
 class OpenFileGuard:
-    """Refuses new work while too few are left for what has begun."""
+    """Refusal of new work while few file descriptors remain."""
 
     def __init__(self, count: Callable[[], int] = open_file_count, limit: Callable[[], int] = open_file_limit) -> None:
         self._count = count
@@ -137,12 +140,12 @@ class OpenFileGuard:
         return {"files_open": self._count(), "files_limit": self._limit(), "rejected_busy": self.rejected}
 
     def check(self, what: str) -> None:
-        """:class:`AgentBusyError` when ``what`` had better come again."""
+        """Raise :class:`AgentBusyError` if too few file descriptors remain for ``what``."""
         with self._lock:
             most = self._limit()
-            enough = most - min(_KEPT_BACK, most // 4)
+            enough = most - min(_RESERVED_FILES, most // 4)
             now = time.monotonic()
-            if now - self._known[0] <= _KNOWN_S and self._known[1] < enough:
+            if now - self._known[0] <= _CACHE_S and self._known[1] < enough:
                 return
             self._known = now, self._count()
             used = self._known[1]
@@ -159,21 +162,21 @@ _END = b"\0"
 
 
 def handle_signals(calls: Mapping[int, Callable[[], None]]) -> Callable[[], None]:
-    """Have these signals call their functions, in a thread, from now on; the answer gives the signals back.
+    """Call the functions in a thread when their signals arrive; return a function that restores the handlers.
 
-    Only the main thread can. A process that ends with its work may leave them as they are: the interpreter's own end
-    ignores them, so that none that comes late changes the exit status.
+    Only the main thread may call it. A process need not restore the handlers before it exits: the interpreter's exit
+    ignores these signals, so that a late signal does not change the exit status.
     """
-    heard, written = os.pipe2(os.O_CLOEXEC)
-    os.set_blocking(written, False)
+    read_end, write_end = os.pipe2(os.O_CLOEXEC)
+    os.set_blocking(write_end, False)
 
     def handler(number: int, frame: FrameType | None) -> None:
         del frame
-        with contextlib.suppress(BlockingIOError):  # as many are waiting already
-            os.write(written, bytes([number]))
+        with contextlib.suppress(BlockingIOError):  # the pipe is full of pending signals
+            os.write(write_end, bytes([number]))
 
     before: dict[int, Any] = {number: signal.signal(number, handler) for number in calls}
-    thread = threading.Thread(target=_listen, args=(heard, calls), name="peerstore-signals", daemon=True)
+    thread = threading.Thread(target=_listen, args=(read_end, calls), name="peerstore-signals", daemon=True)
     thread.start()
 
     def ignore() -> None:
@@ -186,18 +189,18 @@ def handle_signals(calls: Mapping[int, Callable[[], None]]) -> Callable[[], None
         atexit.unregister(ignore)
         for number, earlier in before.items():
             signal.signal(number, earlier if earlier is not None else signal.SIG_DFL)
-        os.set_blocking(written, True)
-        os.write(written, _END)
+        os.set_blocking(write_end, True)
+        os.write(write_end, _END)
         thread.join()
-        os.close(written)
-        os.close(heard)
+        os.close(write_end)
+        os.close(read_end)
 
     return undo
 
 
-def _listen(heard: int, calls: Mapping[int, Callable[[], None]]) -> None:
-    while (said := os.read(heard, 1)) not in (_END, b""):
+def _listen(read_end: int, calls: Mapping[int, Callable[[], None]]) -> None:
+    while (received := os.read(read_end, 1)) not in (_END, b""):
         try:
-            calls[said[0]]()
-        except Exception:  # the next signal is heard all the same
-            log.exception("%s could not be acted upon", signal.Signals(said[0]).name)
+            calls[received[0]]()
+        except Exception:  # later signals must still be handled
+            log.exception("%s could not be acted upon", signal.Signals(received[0]).name)

@@ -1,6 +1,6 @@
 """One time budget for a call and everything done on its behalf, carried across threads and processes.
 
-Who asks sets it; a request to an agent carries what is left of it, and so does what that agent does for it.
+The caller sets it. A request to an agent carries the remaining time, and so do the agent's own requests for it.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _ends: ContextVar[float] = ContextVar("peerstore-deadline", default=math.inf)
 
 @contextlib.contextmanager
 def timeout_scope(seconds: float | None) -> Iterator[None]:
-    """While the block runs, nobody waits beyond so many seconds from now; ``None`` sets no limit of its own."""
+    """Limit all waits in the block to ``seconds`` from now; ``None`` adds no limit to the outer one."""
     ends = _ends.get() if seconds is None else min(_ends.get(), time.monotonic() + max(0.0, seconds))
     before = _ends.set(ends)
     try:
@@ -33,7 +33,7 @@ def timeout_scope(seconds: float | None) -> Iterator[None]:
 
 @contextlib.contextmanager
 def no_deadline() -> Iterator[None]:
-    """While the block runs, what was set outside of it does not count."""
+    """Ignore outer deadlines in the block."""
     before = _ends.set(math.inf)
     try:
         yield
@@ -42,7 +42,7 @@ def no_deadline() -> Iterator[None]:
 
 
 def remaining_s(at_most: float = math.inf) -> float:
-    """How long to wait, where nobody would wait longer than ``at_most``."""
+    """Return the seconds to wait: the rest of the deadline, at most ``at_most``."""
     return min(at_most, max(0.0, _ends.get() - time.monotonic()))
 
 
@@ -51,7 +51,7 @@ def expired() -> bool:
 
 
 def inherit_deadline(work: Callable[..., T]) -> Callable[..., T]:
-    """``work``, for other threads to do it within the same time."""
+    """Return ``work`` bound to the current deadline, for use in another thread."""
     ends = _ends.get()
 
     def run(*args: Any) -> T:
@@ -65,7 +65,7 @@ def inherit_deadline(work: Callable[..., T]) -> Callable[..., T]:
 
 
 def run_within_deadline(work: Callable[[], T], late: Callable[[], Exception]) -> T:
-    """What ``work`` gives. Where the time is over first ``late`` is raised, and ``work`` comes to its end by itself."""
+    """Return the result of ``work``, or raise ``late()`` at the deadline; ``work`` then continues in its thread."""
     if math.isinf(_ends.get()):
         return work()
     done: Future[T] = Future()
@@ -74,13 +74,13 @@ def run_within_deadline(work: Callable[[], T], late: Callable[[], Exception]) ->
     def run() -> None:
         try:
             done.set_result(work())
-        except BaseException as error:  # noqa: BLE001 - the caller's, whatever it is
+        except BaseException as error:  # noqa: BLE001 - raised again by the caller
             done.set_exception(error)
 
     threading.Thread(target=run, name="peerstore-in-time", daemon=True).start()
     try:
         return done.result(remaining_s())
     except FutureTimeoutError:
-        if done.done():  # it is the work's own
+        if done.done():  # work itself raised this error
             raise
         raise late() from None

@@ -4,53 +4,53 @@
 
     PeerStoreError
     ├── RequestError            the call itself is wrong: fix it, retrying does not help
-    │   ├── InvalidNameError        a job name that could not be a file name
-    │   ├── ProtocolError           a frame nobody who follows the protocol would send
-    │   └── PeerRefusedError        a peer that could not prove that it belongs to the job, or to which we could not
-    ├── ShardNotFoundError      absent: ask the next tier
-    ├── ShardDamagedError       the bytes are not what was sealed: use another copy, report it
-    ├── UnsupportedFormatError      another version of this package wrote it: kept as it is
-    ├── UnavailableError        unknown, not absent: retry, or ask somebody else
-    │   ├── AgentUnreachableError   nobody answers on the socket
+    │   ├── InvalidNameError        a job name that is not allowed as a file name
+    │   ├── ProtocolError           a frame that violates the protocol
+    │   └── PeerRefusedError        one side could not prove to the other that it belongs to the job
+    ├── ShardNotFoundError      absent: read from the next tier
+    ├── ShardDamagedError       the bytes are not the sealed ones: use another copy, report the damage
+    ├── UnsupportedFormatError      another release of this package wrote it: it stays unchanged
+    ├── UnavailableError        unknown, not absent: retry, or use another source
+    │   ├── AgentUnreachableError   no agent answers on the socket
     │   ├── PeerUnreachableError    another node's agent does not answer, or too slowly
     │   ├── JobNotJoinedError       another node's agent has the job's secret and has not joined it: invite it first
-    │   ├── ShardUnreadableError    the shard is kept and cannot be read for now (descriptors, memory, I/O): ask another
+    │   ├── ShardUnreadableError    the shard exists and cannot be read now (descriptors, memory, I/O): use another copy
     │   ├── NoQuorumError           this node sees too few of the job's nodes to decide alone
-    │   └── ArenaBusyError          every slot is in use for now; wait or skip this save
-    │       ├── AgentBusyError          the agent has as much to do as it has files for: ask again
-    │       └── ShardPendingError       what was offered is here and not verified, or on its way: ask again
+    │   └── ArenaBusyError          every slot is in use now; wait or skip this save
+    │       ├── AgentBusyError          the agent is near its limit of open files: retry
+    │       └── ShardPendingError       the offered shard is not verified yet, or is being received: retry
     ├── ArenaFullError          the budget or the machine is too small: enlarge it or save less
     └── FencedError             a newer incarnation owns the job: stop writing
-        └── LeaseLostError          this lease is gone (expired, fenced, never given)
+        └── LeaseLostError          this lease does not exist (expired, fenced, never granted)
 
-All of them travel over the wire by class name and message, and pickle.
+All of them are sent by class name and message, and can be pickled.
 """
 
 from __future__ import annotations
 
 
 class PeerStoreError(Exception):
-    """Root of everything this package raises on purpose."""
+    """Base class of all errors that this package raises on purpose."""
 
 
 class RequestError(PeerStoreError):
-    """The call is wrong; repeating it gives the same answer."""
+    """The call is wrong; a retry fails in the same way."""
 
 
 class InvalidNameError(RequestError):
-    """A job name outside ``[A-Za-z0-9._-]{1,128}``, or one that means a directory."""
+    """A job name outside ``[A-Za-z0-9._-]{1,128}``, or one of dots only."""
 
 
 class ProtocolError(RequestError):
-    """The other side sent something that is not this protocol."""
+    """The other side violated the protocol."""
 
 
 class PeerRefusedError(RequestError):
-    """One of two agents did not accept the other: another secret, another job, another certificate."""
+    """One agent refused the other: another secret, job or certificate."""
 
 
 class ShardNotFoundError(PeerStoreError):
-    """No such sealed shard here. Absent, not unknown."""
+    """The sealed shard is absent on this node, not unknown."""
 
 
 class ShardDamagedError(PeerStoreError):
@@ -58,11 +58,11 @@ class ShardDamagedError(PeerStoreError):
 
 
 class UnsupportedFormatError(PeerStoreError):
-    """Intact, and nothing that this version writes. Another version does, so that it is kept."""
+    """Intact data of another release of this package; it stays unchanged."""
 
 
 class UnavailableError(PeerStoreError):
-    """The answer is not known right now; it may be later."""
+    """The answer is unknown now; a retry may succeed."""
 
 
 class AgentUnreachableError(UnavailableError):
@@ -70,7 +70,7 @@ class AgentUnreachableError(UnavailableError):
 
 
 class PeerUnreachableError(UnavailableError):
-    """Another node's agent does not answer: down, cut off or too slow. What it holds is not known."""
+    """Another node's agent does not answer: down, disconnected or too slow. Its shards are unknown."""
 
 
 class JobNotJoinedError(UnavailableError):
@@ -78,35 +78,35 @@ class JobNotJoinedError(UnavailableError):
 
 
 class ShardUnreadableError(UnavailableError):
-    """The shard is here and cannot be read for now: too many open files, no memory, an I/O error. That is no damage."""
+    """The shard exists and cannot be read now: too many open files, no memory, an I/O error. It is not damaged."""
 
 
 class NoQuorumError(UnavailableError):
-    """Fewer than half of the job's nodes are seen from here, so this side of a partition must not decide alone."""
+    """This node sees too few of the job's nodes, so this side of a partition must not decide alone."""
 
 
 class ArenaBusyError(UnavailableError):
-    """Every slot holds something that may not be given up yet."""
+    """Every slot has contents that must not be evicted now."""
 
 
 class AgentBusyError(ArenaBusyError):
-    """The agent is near its limit of open files: it finishes what it has begun, and takes on nothing new for now."""
+    """The agent is near its limit of open files: it finishes work in progress and refuses new work."""
 
 
 class ShardPendingError(ArenaBusyError):
-    """There is no lack of room: the shard has one already, and is not readable yet."""
+    """Memory suffices, but the shard's slot is not readable yet."""
 
 
 class ArenaFullError(PeerStoreError):
-    """What was asked for does not fit the budget or the machine."""
+    """The request does not fit into the budget or the machine."""
 
 
 class FencedError(PeerStoreError):
-    """A newer incarnation of the job has taken over; this writer is of the past."""
+    """A newer incarnation of the job has taken over; this writer must stop."""
 
 
 class LeaseLostError(FencedError):
-    """The lease is not known (any more)."""
+    """The lease does not exist, or no longer exists."""
 
 
 def _tree(root: type[PeerStoreError]) -> dict[str, type[PeerStoreError]]:
@@ -117,6 +117,6 @@ def _tree(root: type[PeerStoreError]) -> dict[str, type[PeerStoreError]]:
 
 
 def error_from_wire(name: str, message: str) -> PeerStoreError:
-    """The error another process raised, or the root class when its name is not ours."""
+    """Return the error that another process raised, or the base class for an unknown name."""
     kind = _tree(PeerStoreError).get(name)
     return kind(message) if kind else PeerStoreError(f"{name}: {message}")

@@ -1,7 +1,7 @@
-"""Named points at which a test kills this process. One dictionary lookup when disabled.
+"""Named points at which a test kills this process.
 
-Off, a point costs one look at an empty dictionary. ``FAILPOINTS`` lists them all, so that a test that goes through
-every point cannot miss a new one.
+When disabled, a point costs one lookup in an empty dictionary. ``FAILPOINTS`` lists all points, so that a test over all
+of them includes new ones.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ FAILPOINTS = (
     "load.voted",
     "load.half",
     "load.done",
-    # a rank of a world that survivors give their step to
+    # a rank of a world that receives the survivors' step
     "live.chosen",
-    # the agent that keeps shards
+    # the agent that stores shards
     "agent.claimed",
     "agent.metadata",
     "agent.created",
@@ -37,21 +37,21 @@ FAILPOINTS = (
     "agent.dropped",
     "agent.recovering",
     "agent.recovered",
-    # an agent that sends a copy of a shard to another node
+    # an agent that sends a replica to another node
     "peer.offered",
     "peer.sending",
-    # an agent that takes a copy of another node's shard
+    # an agent that receives a replica
     "peer.receiving",
     "replica.sealing",
     "replica.sealed",
     "replica.committed",
-    # an agent that fetches a shard again that was damaged here
+    # an agent that repairs a damaged shard
     "peer.repairing",
     # an agent that other nodes read from
     "peer.reading",
-    # the agent that says which version has all its copies
+    # the commit leader
     "peer.replicated",
-    # the agent that makes a step durable
+    # the agent that drains a step
     "drain.began",
     "drain.uploaded",
     "drain.indexed",
@@ -65,14 +65,14 @@ _left: dict[str, int] = {}
 
 
 def arm_failpoints(points: Mapping[str, int]) -> None:
-    """Have this process killed at one of these, and at no other: when it comes there for the so-many-th time."""
+    """Kill this process when it reaches one of these points for the n-th time; replaces earlier points."""
     with _lock:
         _left.clear()
         _left.update(points)
 
 
 def failpoint(point: str) -> None:
-    """Die here, if a test said so."""
+    """Kill this process if a test armed this point."""
     if point not in _left:
         return
     with _lock:

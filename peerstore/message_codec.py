@@ -1,11 +1,11 @@
 """Typed msgpack messages, and length-prefixed frames on a Unix socket that can carry an open file descriptor.
 
-msgspec makes a type ready when something is decoded as it for the first time, and two threads that do that at once end
-the process (seen with 0.22). Here one thread at a time does.
+msgspec prepares a type at its first decoding, and two threads that do so at once crash the process (seen with 0.22).
+This module serializes that step.
 
-A connection starts with a greeting from each side; then the client asks and the server answers, one at a time.
-Everything is decoded into a declared type before anybody looks at it, and no length is trusted before it was
-compared with a limit. An answer may bring an open file with it, as a descriptor beside its first byte (SCM_RIGHTS).
+A connection starts with a greeting from each side; then the client sends requests and the server responds, one at a
+time. Everything is decoded into a declared type before use, and every length is compared with a limit. A response may
+contain an open file, as a descriptor with its first byte (SCM_RIGHTS).
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ def from_msgpack(data: bytes | bytearray | memoryview | msgspec.Raw, kind: type[
 @overload
 def from_msgpack(data: bytes | bytearray | memoryview | msgspec.Raw, kind: Any) -> Any: ...
 def from_msgpack(data: bytes | bytearray | memoryview | msgspec.Raw, kind: Any) -> Any:
-    """``data`` as a ``kind``; raises what ``msgspec.msgpack.decode`` raises."""
+    """Decode ``data`` as a ``kind``; raise the errors of ``msgspec.msgpack.decode``."""
     return _decoder(msgspec.msgpack.Decoder, kind).decode(data)
 
 
@@ -42,7 +42,7 @@ def from_json(data: bytes | bytearray | memoryview | str, kind: type[T]) -> T: .
 @overload
 def from_json(data: bytes | bytearray | memoryview | str, kind: Any) -> Any: ...
 def from_json(data: bytes | bytearray | memoryview | str, kind: Any) -> Any:
-    """``data`` as a ``kind``; raises what ``msgspec.json.decode`` raises."""
+    """Decode ``data`` as a ``kind``; raise the errors of ``msgspec.json.decode``."""
     return _decoder(msgspec.json.Decoder, kind).decode(data)
 
 
@@ -69,22 +69,22 @@ class AgentHello(msgspec.Struct, frozen=True):
 
     protocol: int
     job: str
-    """What the client works on; "" to only look."""
+    """The client's job; "" for a client without one."""
     server: str = ""
-    """The server's version, in its answer."""
+    """Release of the server; only in its greeting."""
     arena: str = ""
-    """Which arena it serves, in its answer."""
+    """Id of the arena; only in the server's greeting."""
     start_id: str = ""
-    """Which start of the agent it is, in its answer."""
+    """Id of the agent's start; only in the server's greeting."""
     refused: str = ""
-    """Why the server does not go on, in its answer."""
+    """Why the server refuses the client; only in the server's greeting."""
 
 
 class AgentRequest(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
     op: str
     body: msgspec.Raw
     remaining_s: float = math.inf
-    """How long the client waits for the answer."""
+    """Seconds that the client waits for the response."""
 
 
 class AgentResponse(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
@@ -96,7 +96,7 @@ class AgentResponse(msgspec.Struct, frozen=True, array_like=True, forbid_unknown
 def send_frame(
     sock: socket.socket, message: object, *, limit_bytes: int = MAX_FRAME_BYTES, fd: int | None = None
 ) -> None:
-    """One frame out; the message must stay below the limit the other side enforces. ``fd`` goes with its first byte."""
+    """Send one frame, at most ``limit_bytes``, the receiver's limit; ``fd`` is sent with its first byte."""
     body = encode_message(message)
     if len(body) > limit_bytes:
         raise ProtocolError(f"a message of {len(body)} bytes is above the limit of {limit_bytes}")
@@ -110,16 +110,16 @@ def send_frame(
 def receive_frame(
     sock: socket.socket, kind: type[T], *, limit_bytes: int = MAX_FRAME_BYTES, within_s: float | None = None
 ) -> T | None:
-    """One frame in, as a ``kind``; ``None`` when the other side closed the connection between frames.
+    """Receive one frame as a ``kind``; return ``None`` if the peer closed the connection between frames.
 
-    A frame that has begun must be complete ``within_s``; how long its first byte takes is the socket's own timeout.
+    A frame must be complete ``within_s`` seconds after its first byte, which has the socket's own timeout.
     """
-    first = sock.recv(1)  # a descriptor that comes with it is closed by the kernel
+    first = sock.recv(1)  # the kernel closes a descriptor that comes with it
     return decode_message(_rest(sock, first, limit_bytes, within_s), kind) if first else None
 
 
 def receive_frame_with_fd(sock: socket.socket, kind: type[T]) -> tuple[T | None, int | None]:
-    """One frame in, and the descriptor that came with it, which is the caller's from here on."""
+    """Receive one frame and its descriptor, which the caller closes."""
     first, ancillary, _, _ = sock.recvmsg(1, socket.CMSG_SPACE(_FD.size), socket.MSG_CMSG_CLOEXEC)
     fds = [
         _FD.unpack_from(data)[0]
@@ -150,7 +150,7 @@ def _rest(sock: socket.socket, first: bytes, limit_bytes: int, within_s: float |
 
 
 def decode_message(body: bytes | bytearray | msgspec.Raw, kind: type[T]) -> T:
-    """``body`` as a ``kind``, or :class:`ProtocolError`."""
+    """Decode ``body`` as a ``kind``; raise :class:`ProtocolError` if it is none."""
     try:
         return from_msgpack(body, kind)
     except (msgspec.DecodeError, RecursionError, ValueError, OverflowError) as error:
@@ -162,7 +162,7 @@ def encode_raw_message(value: object) -> msgspec.Raw:
 
 
 def _read(sock: socket.socket, size: int, deadline: float | None) -> bytearray:
-    """``size`` bytes; memory is taken for what has come, not for what was announced."""
+    """Receive ``size`` bytes; memory is allocated for received bytes, not for announced ones."""
     data = bytearray()
     while len(data) < size:
         if deadline is not None:

@@ -19,16 +19,16 @@ from peerstore.errors import PeerStoreError, PeerUnreachableError, RequestError
 log = logging.getLogger(__name__)
 
 
-_ANY = ("", "*", "0.0.0.0", "::")  # noqa: S104 - what it is called when somebody asks for it
-_NOWHERE = {socket.AF_INET: "192.0.2.1", socket.AF_INET6: "2001:db8::1"}
-"""Addresses for documentation: nothing is sent there, the kernel only says by which way it would be."""
+_ANY = ("", "*", "0.0.0.0", "::")  # noqa: S104 - compared, not bound
+_PROBE_ADDRESSES = {socket.AF_INET: "192.0.2.1", socket.AF_INET6: "2001:db8::1"}
+"""Documentation addresses: the kernel only reports its route to them, and nothing is sent."""
 _SIOCGIFADDR = 0x8915
 
 AddressInfo = tuple[int, int, int, str, Any]
 
 
 def split_address(address: str) -> tuple[str, int]:
-    """``host:port`` or ``[host]:port``; an empty host is every address of this machine."""
+    """Split ``host:port`` or ``[host]:port``; an empty host means every address of this machine."""
     host, colon, port = address.rpartition(":")
     if host.startswith("[") and host.endswith("]"):
         host = host[1:-1]
@@ -50,13 +50,13 @@ def is_wildcard_host(host: str) -> bool:
 
 
 def is_loopback_host(host: str) -> bool:
-    """Whether nobody but this machine reaches it there."""
+    """Return whether the host is reachable only from this machine."""
     found = _ip(host.strip("[]"))
     return host == "localhost" or bool(found and found.is_loopback)
 
 
 def resolve_host(host: str, port: int, *, within_s: float) -> list[AddressInfo]:
-    """The addresses of ``host``, or :class:`PeerUnreachableError`, also when who knows names does not answer."""
+    """Return the addresses of ``host``; raise :class:`PeerUnreachableError`, even if no name server responds."""
     with contextlib.suppress(socket.gaierror):
         return _look_up(host, port, socket.AI_NUMERICHOST)
     answers: queue.SimpleQueue[list[AddressInfo] | Exception] = queue.SimpleQueue()
@@ -82,7 +82,7 @@ def _look_up(host: str, port: int, flags: int) -> list[AddressInfo]:
 
 
 def interface_addresses(interface: str) -> list[str]:
-    """The addresses of an interface by its name (``eth1``), or the address itself when it is one already."""
+    """Return the addresses of an interface by its name (``eth1``); an address is returned itself."""
     try:
         return [str(ipaddress.ip_address(interface.partition("%")[0])) if "%" not in interface else interface]
     except ValueError:
@@ -97,7 +97,7 @@ def interface_addresses(interface: str) -> list[str]:
 
 
 def interface_address(interface: str, family: int) -> str:
-    """This machine's address on ``interface`` in one family of addresses."""
+    """Return this machine's address on ``interface`` in one address family."""
     wanted = ":" if family == socket.AF_INET6 else "."
     for address in interface_addresses(interface):
         if (":" if ":" in address else ".") == wanted:
@@ -106,7 +106,7 @@ def interface_address(interface: str, family: int) -> str:
 
 
 def interface_with_address(address: str) -> str | None:
-    """The name of the interface that has ``address``."""
+    """Return the name of the interface that has ``address``."""
     for _, name in socket.if_nameindex():
         if address in _ipv4_of(name):
             return name
@@ -114,7 +114,7 @@ def interface_with_address(address: str) -> str | None:
 
 
 def local_address_for(peer_address: str) -> str:
-    """By which of its own addresses this machine would reach ``peer_address`` (``host:port``). Sends nothing."""
+    """Return the local address on the route to ``peer_address`` (``host:port``); sends nothing."""
     host, port = split_address(peer_address)
     for family, _, _, _, where in resolve_host(host, port or 9, within_s=5.0):
         if (found := _source(family, where)) is not None:
@@ -123,8 +123,8 @@ def local_address_for(peer_address: str) -> str:
 
 
 def outbound_address() -> str:
-    """The address by which this machine would reach others in general; for who listens on all of them."""
-    for family, nowhere in _NOWHERE.items():
+    """Return this machine's address on the default route, to announce for a listener on all addresses."""
+    for family, nowhere in _PROBE_ADDRESSES.items():
         if (found := _source(family, (nowhere, 9))) is not None:
             return found
     for _, name in socket.if_nameindex():
@@ -135,7 +135,7 @@ def outbound_address() -> str:
 
 
 def link_speed_bytes_per_s(interface: str, sysfs: Path = Path("/sys/class/net")) -> float | None:
-    """The speed of an interface's link, where it has one: virtual interfaces do not say."""
+    """Return the speed of an interface's link; ``None`` for virtual interfaces, which report none."""
     try:
         megabits = int((sysfs / interface / "speed").read_text())
     except (OSError, ValueError):
@@ -160,7 +160,7 @@ def _ipv4_of(interface: str) -> list[str]:
 
 
 def _ipv6() -> list[tuple[str, str]]:
-    """(interface, address) of every IPv6 address but the link-local ones, which mean nothing to others."""
+    """Return (interface, address) of every IPv6 address except link-local ones, which other hosts cannot use."""
     try:
         lines = Path("/proc/net/if_inet6").read_text().splitlines()
     except OSError:
@@ -178,20 +178,20 @@ def _ip(address: str) -> Any:
         return None
 
 
-_FAR_BELOW = 0.1
-"""One stream of one process does not fill a fast link; a tenth of it is the wrong way."""
+_SLOW_FRACTION = 0.1
+"""Fraction of the link speed below which a path is slow. One stream does not fill a fast link."""
 
 
 def route_to(peer_address: str) -> tuple[str, float | None]:
-    """The interface by which this machine reaches ``peer_address``, and its link's bytes per second, if it says."""
+    """Return the interface on the route to ``peer_address``, and its link's bytes per second if known."""
     local = local_address_for(peer_address)
     interface = interface_with_address(local)
     return (interface, link_speed_bytes_per_s(interface)) if interface else (local, None)
 
 
 def slow_path_warning(measured: float, link: float | None, *, way: str = "the way to this peer") -> str | None:
-    """What to tell the operator when ``measured`` is far below ``link`` (both in bytes per second)."""
-    if link is None or measured >= link * _FAR_BELOW:
+    """Return a warning if ``measured`` is far below ``link`` (both in bytes per second), else ``None``."""
+    if link is None or measured >= link * _SLOW_FRACTION:
         return None
     return (
         f"{way} moves {measured / 1e9:.3g} GB/s, {measured / link:.1%} of what its link could ({link / 1e9:.3g} GB/s): "
@@ -199,16 +199,16 @@ def slow_path_warning(measured: float, link: float | None, *, way: str = "the wa
     )
 
 
-_LEAST_BYTES = 8 << 20
-"""What is sent in less time than a few round trips says little about the way."""
+_MIN_MEASURED_BYTES = 8 << 20
+"""Smallest transfer that is measured; smaller ones are dominated by round trips."""
 _EWMA_WEIGHT = 0.3
-"""How much the newest transfer counts."""
+"""Weight of the newest transfer in the average."""
 
 RouteLookup = Callable[[str], tuple[str, float | None]]
 
 
 class PathMonitor:
-    """What transfers have shown. Any thread may call."""
+    """Transfer rates to each node, with a warning for slow paths. Thread-safe."""
 
     def __init__(self, *, link: RouteLookup = route_to) -> None:
         self._link = link
@@ -217,8 +217,8 @@ class PathMonitor:
         self._warned: set[str] = set()
 
     def record_transfer(self, node: str, address: str, size_bytes: int, seconds: float) -> None:
-        """So many bytes went to ``node`` without a limit on them."""
-        if size_bytes < _LEAST_BYTES or seconds <= 0:
+        """Record an unlimited transfer of ``size_bytes`` to ``node``."""
+        if size_bytes < _MIN_MEASURED_BYTES or seconds <= 0:
             return
         with self._lock:
             before = self._rates.get(node)
@@ -242,6 +242,6 @@ class PathMonitor:
 
     @property
     def bytes_per_s(self) -> dict[str, float]:
-        """Bytes per second to each node, as measured last."""
+        """Average bytes per second to each node."""
         with self._lock:
             return dict(self._rates)

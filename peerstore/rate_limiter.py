@@ -14,7 +14,7 @@ _SMALLEST_SLICE_BYTES = 16 << 10
 
 
 class TokenBucket:
-    """Pure: who takes goes into debt and is told how long to wait, so that nobody overtakes."""
+    """Token bucket with debt, so that callers are served in order. Pure."""
 
     def __init__(self, rate: float, burst: float, now: float) -> None:
         self._rate = rate
@@ -23,7 +23,7 @@ class TokenBucket:
         self._at = now
 
     def take(self, amount: float, now: float) -> float:
-        """Seconds from ``now`` until ``amount`` may go out."""
+        """Return the seconds from ``now`` until ``amount`` may be sent."""
         self._tokens = min(self._burst, self._tokens + max(0.0, now - self._at) * self._rate)
         self._at = max(self._at, now)
         self._tokens -= amount
@@ -31,7 +31,7 @@ class TokenBucket:
 
 
 class RateLimiter:
-    """Any thread may call. ``rate`` 0 means no limit."""
+    """Bandwidth limit in bytes per second; ``rate`` 0 means no limit. Thread-safe."""
 
     def __init__(
         self,
@@ -40,10 +40,10 @@ class RateLimiter:
         clock: Callable[[], float] = time.monotonic,
         sleep: Callable[[float], object] = time.sleep,
     ) -> None:
-        # An eighth of a second at most, so that waiting threads notice a cancel and servers see no idle connection.
+        # At most 1/8 s, so that waiting threads notice a cancellation and connections do not become idle.
         limited = int(min(SEND_SLICE_BYTES, max(_SMALLEST_SLICE_BYTES, rate / 8)))
         self.slice_bytes = limited if rate else SEND_SLICE_BYTES
-        """How much to send between two calls of ``acquire``."""
+        """Bytes to send between two calls of ``acquire``."""
         self._clock = clock
         self._sleep = sleep
         self._lock = threading.Lock()
@@ -56,11 +56,11 @@ class RateLimiter:
 
     @property
     def throttled_s(self) -> float:
-        """What the limit has cost so far, summed over the threads that waited."""
+        """Seconds that threads have waited, in total."""
         return self._waited_s
 
     def acquire(self, size_bytes: int, sleep: Callable[[float], object] | None = None) -> None:
-        """Return when ``size_bytes`` may be sent."""
+        """Wait until ``size_bytes`` may be sent."""
         if self._bucket is None:
             return
         with self._lock:

@@ -26,19 +26,21 @@ DIRECTORY_ENV = "PEERSTORE_DIR"
 
 @dataclass(frozen=True)
 class StoreSettings:
-    """How a node keeps shards."""
+    """Settings of one node's store."""
 
     budget: str = "50%"
     """Arena size: bytes ("64GiB") or a share of this node's memory ("30%")."""
     slots_per_part: int = 2
-    """Slots a writer has in steady state: one with the newest whole version, one to write the next."""
+    """Regular slots of a writer: one with the newest complete version, one for the next."""
     burst_slots: int = 1
-    """Extra slots a writer may get while older versions cannot be given up (a slow upload, a reader)."""
+    """Extra slots of a writer while older versions cannot be evicted (a slow upload, a reader)."""
     lease_grace_s: float = 30.0
-    """How long a lease survives when its live owner lost the connection."""
+    """Seconds for which a lease survives after its live owner lost the connection."""
     job_ttl_s: float = 86400.0
-    """How long a job's shards are kept after its last process went away. Those of jobs that nobody has used for an hour
-    go before, where another job needs the room."""
+    """Seconds for which a job's shards are stored after its last process ended.
+
+    A job that was unused for an hour is dropped earlier if another job needs the memory.
+    """
 
     def __post_init__(self) -> None:
         if not parse_budget(self.budget, memory_bytes=1 << 40):
@@ -60,7 +62,7 @@ class AgentPaths:
 
     directory: Path
     explicit: bool = False
-    """An operator has chosen the directory: root may use the agent of the user it belongs to."""
+    """Whether an operator chose the directory, so that root may use its owner's agent."""
 
     @property
     def socket(self) -> Path:
@@ -84,14 +86,14 @@ class AgentPaths:
 
 
 def default_agent_paths(environ: Mapping[str, str] = os.environ) -> AgentPaths:
-    """``$PEERSTORE_DIR``, or this user's own directory on the machine's shared memory."""
+    """Return the paths for ``$PEERSTORE_DIR``, or for this user's directory in shared memory."""
     named = environ.get(DIRECTORY_ENV)
     default = Path("/dev/shm") / f"peerstore-{os.getuid()}"  # noqa: S108
     return AgentPaths(Path(named) if named else default, explicit=bool(named))
 
 
 def parse_budget(text: str, *, memory_bytes: int | None = None) -> int:
-    """``text`` ("64GiB", "30%", "123") in bytes; a share is of the memory this process may use."""
+    """Return ``text`` ("64GiB", "30%", "123") in bytes; a share is of the memory that this process may use."""
     share = _SHARE.fullmatch(text)
     if share is None:
         try:
@@ -105,7 +107,7 @@ def parse_budget(text: str, *, memory_bytes: int | None = None) -> int:
 
 
 def usable_memory_bytes() -> int:
-    """This machine's memory, or the control group's limit where that is lower."""
+    """Return this machine's memory in bytes, or the control group's limit if that is lower."""
     total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     for limit_file in ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes"):
         try:
@@ -116,32 +118,32 @@ def usable_memory_bytes() -> int:
 
 
 MAX_PARITY_GROUP = 31
-"""Where domains do not work out, a group may have nearly twice as many nodes; a parity takes 64."""
+"""Largest group size. With uneven domains a group has up to twice as many nodes; a parity supports 64."""
 
 
 JOB_PEERS_BLOB = "peers"
-"""The blob that remembers a job's team across a restart of the agent; no other node reads or writes it."""
+"""Blob with a job's peer configuration, for a restarted agent; other nodes neither read nor write it."""
 
 
 class BlobAccess(msgspec.Struct, frozen=True):
-    """Which of the small things beside a job's shards nodes may ask of each other and give each other: no others."""
+    """The job's blobs that nodes may read from and write to each other; no other blobs are shared."""
 
     common: tuple[str, ...] = ()
-    """Their names begin so and say what is in them: they are the same everywhere, and stay as they are."""
+    """Prefixes of names that contain a hash of the blob: it is equal on all nodes and never changes."""
     own: tuple[str, ...] = ()
-    """Their names begin so and end with a node's: that node alone changes them."""
+    """Prefixes of names that end with a node's id: only that node changes the blob."""
 
     def is_common(self, name: str) -> bool:
         return name.startswith(self.common)
 
     def check_readable(self, name: str) -> str:
-        """``name``, or :class:`RequestError`."""
+        """Return ``name`` if nodes may read it; raise :class:`RequestError` if not."""
         if not validate_blob_name(name).startswith((*self.common, *self.own)):
             raise RequestError(f"blob {name} is this node's own: nodes share {self._described}")
         return name
 
     def check_writable(self, name: str, by: str) -> str:
-        """``name`` where node ``by`` may put it, or :class:`RequestError`."""
+        """Return ``name`` if node ``by`` may write it; raise :class:`RequestError` if not."""
         if not self.is_common(validate_blob_name(name)) and name not in {first + by for first in self.own}:
             raise RequestError(f"blob {name} is not for node {by} to change: nodes share {self._described}")
         return name
@@ -152,39 +154,39 @@ class BlobAccess(msgspec.Struct, frozen=True):
 
 
 class ReplicationSettings(msgspec.Struct, frozen=True):
-    """What a job asks of its nodes."""
+    """A job's settings for the protection of its shards."""
 
     copies: int = 2
-    """Copies in memory in all, the writer's own included."""
+    """Number of copies in memory, including the writer's."""
     levels: tuple[str, ...] = ("zone", "rack")
-    """Labels that say what fails together, the outermost first."""
+    """Labels of failure domains, the outermost first."""
     streams: int = 2
-    """Connections one copy is sent over."""
+    """Number of connections for one replica's transfer."""
     bandwidth: int = 0
-    """Bytes per second this node sends for the job's copies, or reads for the parities it makes; 0: no limit."""
+    """Bytes per second that this node sends for replicas, or reads for its parities; 0: no limit."""
     mode: Literal["mirror", "parity"] = "mirror"
-    """Copies of everything, or parities of groups of nodes: less memory, one lost node per group."""
+    """Replicas, or parities of groups of nodes: less memory, one lost node per group."""
     parity_group_size: int = 4
-    """With parity: a group has one node more than this, and a parity takes 1/``group`` of a shard."""
+    """With parity: one less than the nodes of a group; a parity takes 1/``parity_group_size`` of a shard."""
     partition_min_nodes: int = PARTITION_MIN_NODES
-    """From so many nodes on they look at each other by partitions, and do not all ask all others."""
+    """Number of nodes from which they query each other by partitions instead of directly."""
 
     evicts_superseded: bool = True
-    """Whether versions make older ones superfluous; not where their owner gives them up by name."""
+    """Whether newer versions supersede older ones; false if the owner deletes versions by name."""
 
     @property
     def requires_replication(self) -> bool:
-        """Whether other nodes' memory is to hold something before an older version may go."""
+        """Whether other nodes must protect a version before an older one may be evicted."""
         return self.mode == "parity" or self.copies > 1
 
 
 class JobPeersConfig(msgspec.Struct, frozen=True):
-    """How a job uses the memory of several nodes; kept beside its shards, so that a restarted agent goes on."""
+    """A job's use of several nodes' memory; stored with its shards for a restarted agent."""
 
     secret: bytes
     settings: ReplicationSettings = ReplicationSettings()
     discovery: str = ""
-    """Where the list of nodes comes from, as in ``static:n1=10.0.0.1:7070``; empty: ``member list`` is the list."""
+    """Source of the member list, such as ``static:n1=10.0.0.1:7070``; empty: ``member_list`` is used."""
     member_list: MemberList | None = None
 
     def __post_init__(self) -> None:
@@ -198,5 +200,5 @@ class JobPeersConfig(msgspec.Struct, frozen=True):
             )
 
     def same_except_members(self, other: JobPeersConfig) -> bool:
-        """Whether only who belongs to the job differs."""
+        """Return whether only the members differ."""
         return (self.secret, self.settings) == (other.secret, other.settings)

@@ -1,4 +1,4 @@
-"""Validated names, and the records that the store keeps beside its slots and sends over the wire."""
+"""Validated names, and the records that the store writes next to its slots and sends to other processes."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ JobName = NewType("JobName", str)
 
 MAX_NUMBER = 1 << 62
 NonNegativeInt = Annotated[int, msgspec.Meta(ge=0, lt=MAX_NUMBER)]
-"""Whatever is counted and comes from outside: what is larger fits no message, and nothing can follow it."""
+"""A count from another process; a larger one fits no message and has no successor."""
 NonNegativeIntOrMinusOne = Annotated[int, msgspec.Meta(ge=-1, lt=MAX_NUMBER)]
-"""The same, with -1 before the first one."""
+"""A count that is -1 before the first item."""
 MAX_EPOCH_LEAD = 1 << 44
-"""An epoch that somebody else tells of is at most this far beyond the newest one known here.
+"""Largest accepted distance of a reported epoch above the newest known one.
 
-Epochs carry the time in milliseconds, so this is 557 years. An epoch near the largest number would be the last one, and
-nobody could save any more.
+Epochs contain the time in milliseconds, so this is 557 years. An epoch near the largest number would have no successor,
+and no process could save again.
 """
 
 EPOCHS_PER_WORLD = 1 << 10
@@ -38,8 +38,8 @@ def clock_ms() -> int:
 def next_epoch(known: int, at_least: int, *, reserved: int = 1) -> int:
     """Return the epoch of a new incarnation: ``reserved`` above ``known``, the newest one, and not below ``at_least``.
 
-    ``at_least`` is the time, or what a coordinator allocated at some time. So a later incarnation has the greater epoch
-    also where the earlier ones were forgotten.
+    ``at_least`` is the current time, or an epoch that a coordinator allocated. So a later incarnation has the greater
+    epoch even if earlier ones were forgotten.
     """
     return max(known + reserved, at_least)
 
@@ -50,7 +50,7 @@ _INCARNATION = re.compile(r"[A-Za-z0-9-]{1,64}")
 
 
 def validate_job_name(text: str) -> JobName:
-    """``text`` as a job name, or :class:`InvalidNameError` that says what is allowed."""
+    """Return ``text`` as a job name; raise :class:`InvalidNameError` if it is not allowed."""
     if not isinstance(text, str) or not _JOB.fullmatch(text) or set(text) == {"."}:
         raise InvalidNameError(
             f"job name {text!r} is not allowed: use 1 to 128 letters, digits, '.', '_' or '-', and not only dots"
@@ -59,14 +59,14 @@ def validate_job_name(text: str) -> JobName:
 
 
 def validate_incarnation(text: str) -> str:
-    """``text`` as the name of one incarnation of a job."""
+    """Return ``text`` as the name of an incarnation; raise :class:`InvalidNameError` if it is not allowed."""
     if not isinstance(text, str) or not _INCARNATION.fullmatch(text):
         raise InvalidNameError(f"incarnation {text!r} is not allowed: use 1 to 64 letters, digits or '-'")
     return text
 
 
 def validate_blob_name(text: str) -> str:
-    """``text`` as the name of something small that is kept beside a job's shards."""
+    """Return ``text`` as the name of a blob; raise :class:`InvalidNameError` if it is not allowed."""
     if not isinstance(text, str) or not _BLOB.fullmatch(text):
         raise InvalidNameError(
             f"blob name {text!r} is not allowed: use up to 240 letters, digits, '.', '_', '@' or '-'"
@@ -75,11 +75,11 @@ def validate_blob_name(text: str) -> str:
 
 
 CHUNK_BYTES = 1 << 20
-"""How much one checksum covers: small enough to verify a slice, large enough to hash at memory speed."""
+"""Bytes per checksum: small enough to verify a slice, large enough to hash at memory speed."""
 
 
 class VersionId(NamedTuple):
-    """All shards of one attempt to write one version; whole when every part is there."""
+    """One attempt to write a version; it is complete when every part exists."""
 
     epoch: NonNegativeInt
     version: NonNegativeInt
@@ -88,20 +88,22 @@ class VersionId(NamedTuple):
 
 
 class ShardKey(msgspec.Struct, frozen=True, order=True, omit_defaults=True):
-    """What one writer wrote for one version of one job."""
+    """Identity of one writer's bytes for one version of one job."""
 
     job: str
     version: NonNegativeInt
     epoch: NonNegativeInt
-    """The job's incarnation, counted: a higher one fences all lower ones."""
+    """Number of the job's incarnation: a higher one fences all lower ones."""
     incarnation: str
-    """The same incarnation's own name: two that were given one number stay apart."""
+    """Random name of the incarnation, which distinguishes two with the same epoch."""
     attempt: NonNegativeInt
-    """Which try at this version, counted by the incarnation."""
+    """Number of the attempt at this version within the incarnation."""
     part: NonNegativeInt
     kind: str = ""
-    """Empty for a writer's shard. What agents themselves make of shards, a parity, says here what it is made of: it is
-    no part of the version, and nobody who counts parts is shown it."""
+    """Empty for a writer's shard; for a parity, a hash of its sources.
+
+    A parity is not part of the version and is not counted as a part.
+    """
 
     @property
     def version_id(self) -> VersionId:
@@ -109,21 +111,21 @@ class ShardKey(msgspec.Struct, frozen=True, order=True, omit_defaults=True):
 
     @property
     def slot_part(self) -> int:
-        """Whose slots it may use: a part's are its writer's, those below 0 are for parities."""
+        """The writer whose slots it may use: its part, or a negative number for parities."""
         return -1 - self.part if self.kind else self.part
 
     def __str__(self) -> str:
-        again = f", attempt {self.attempt}" if self.attempt else ""
-        what = "parity" if self.kind else "part"
-        return f"{self.job}/{self.version} {what} {self.part} (epoch {self.epoch} {self.incarnation}{again})"
+        attempt = f", attempt {self.attempt}" if self.attempt else ""
+        kind = "parity" if self.kind else "part"
+        return f"{self.job}/{self.version} {kind} {self.part} (epoch {self.epoch} {self.incarnation}{attempt})"
 
 
 class ShardRecord(msgspec.Struct, frozen=True):
-    """A sealed shard: how many bytes, what they must hash to, and its owner's own notes."""
+    """A sealed shard: its size, checksums and metadata."""
 
     key: ShardKey
     parts: int
-    """How many parts a whole version has."""
+    """Number of parts of a complete version."""
     size_bytes: int
     chunk_bytes: int
     checksums: bytes
@@ -134,10 +136,10 @@ class ShardRecord(msgspec.Struct, frozen=True):
 
 
 class ResumePoint(msgspec.Struct, frozen=True, array_like=True):
-    """The version a job went on from. Of two that are said, the one with the later ``order`` counts.
+    """The version that a job resumed from. Of two resume points the one with the greater ``order`` counts.
 
-    The processes that loaded it say so first, as a ``sequence`` number within the incarnation that was there before
-    them, and the incarnation that they become says it again when it begins (number 0).
+    The processes that loaded the version announce it first, with a ``sequence`` number within the previous incarnation.
+    The new incarnation announces it again at its start, with sequence 0.
     """
 
     epoch: NonNegativeInt
@@ -151,16 +153,16 @@ class ResumePoint(msgspec.Struct, frozen=True, array_like=True):
 
     @property
     def first_current_epoch(self) -> int:
-        """Incarnations with lower numbers are of the past that this speaks of."""
+        """Versions of lower epochs belong to branches that the job may have left."""
         return self.epoch + (self.sequence > 0)
 
     def abandons(self, group: VersionId) -> bool:
-        """Whether the job has left this version behind."""
+        """Return whether the job has left this version's branch."""
         return group.epoch < self.first_current_epoch and group > self.version_id
 
 
 class Lease(msgspec.Struct, frozen=True):
-    """Permission to fill one slot, until it is sealed or given back."""
+    """Permission to write one slot, until it is sealed or released."""
 
     id: str
     key: ShardKey
@@ -168,15 +170,15 @@ class Lease(msgspec.Struct, frozen=True):
     size_bytes: int
     slot: str
     generation: int
-    """Changes when the slot's file is another one: a mapping of an older generation is stale."""
+    """Changes with the slot's file: a mapping of an older generation is stale."""
     prefaulted_bytes: int
-    """How much of the file already has pages behind it."""
+    """Bytes of the file that already have pages."""
     slot_bytes: int = 0
-    """How large the file is, for its whole life: what a mapping of it covers."""
+    """Size of the file in bytes, which never changes; a mapping covers all of it."""
 
 
 class SlotInfo(msgspec.Struct, frozen=True):
-    """A slot that is ready for a writer, so that it can be mapped ahead of time."""
+    """A slot that a writer can map in advance."""
 
     slot: str
     size_bytes: int
@@ -184,17 +186,17 @@ class SlotInfo(msgspec.Struct, frozen=True):
 
 
 class PinResponse(msgspec.Struct, frozen=True):
-    """A pin as it is sent; the shard's file goes with it."""
+    """A pin as it is sent, together with the shard's file."""
 
     id: str
     record: ShardRecord
 
 
 class Pin:
-    """A promise that a sealed shard stays as it is until it is unpinned, and the shard as a file open for reading.
+    """A guarantee that a sealed shard does not change until it is unpinned, with its file open for reading.
 
-    The file is the shard's whatever becomes of the store: it is never made shorter, and while somebody may have it open
-    it is not written again. It is closed by :meth:`close`, at the latest when nobody has the pin any more.
+    The file stays valid even if the store ends: it is never shortened, and not written again while a process may have
+    it open. :meth:`close` closes it, or the garbage collection of the pin.
     """
 
     def __init__(self, pin_id: str, record: ShardRecord, fd: int) -> None:
@@ -205,12 +207,12 @@ class Pin:
         self._closing.atexit = False
 
     def close(self) -> None:
-        """Close the file. Doing it again is fine."""
+        """Close the file; idempotent."""
         self._closing()
 
 
 class ShardInfo(msgspec.Struct, frozen=True):
-    """One line of the inventory: what is here, without the checksums."""
+    """An inventory entry: a shard without its checksums."""
 
     key: ShardKey
     parts: int
@@ -219,11 +221,11 @@ class ShardInfo(msgspec.Struct, frozen=True):
     sealed_ns: int
     marked_committed: bool
     holders: tuple[str, ...] = ()
-    """Empty when it was written on this node; else the nodes that were to hold it, the writer's first."""
+    """Empty if this node wrote it; else the nodes chosen to hold it, the writer's node first."""
 
 
 class DamageReport(msgspec.Struct, frozen=True):
-    """A copy that could not be trusted, and how that came to light."""
+    """A damaged copy, and how it was detected."""
 
     job: str
     what: str
@@ -232,7 +234,7 @@ class DamageReport(msgspec.Struct, frozen=True):
 
 
 class RetentionMark(msgspec.Struct, frozen=True, array_like=True):
-    """Somebody said that a version is to be kept, or not any more. What was said last counts."""
+    """A request to retain a version, or to end that. The latest mark of a version counts."""
 
     version_id: VersionId
     retained: bool
@@ -240,17 +242,17 @@ class RetentionMark(msgspec.Struct, frozen=True, array_like=True):
 
 
 class ExpiredJob(msgspec.Struct, frozen=True):
-    """What is known of a job whose shards were given back although nobody had said so."""
+    """A job whose shards were dropped without a request of its owner."""
 
     job: str
     newest_committed: VersionId
-    """The newest version that was whole."""
+    """The newest committed version."""
     at_ns: int
     reason: str
 
 
 class UnrecognizedSlot(msgspec.Struct, frozen=True):
-    """A slot that another version of the agent left, or that cannot be opened: kept, counted, given to nobody."""
+    """A slot of another release, or one that cannot be opened: it stays, and no writer uses it."""
 
     name: str
     size_bytes: int
@@ -258,9 +260,9 @@ class UnrecognizedSlot(msgspec.Struct, frozen=True):
     job: str = ""
     """The job of a slot; empty for metadata without one."""
     key: ShardKey | None = None
-    """The sealed shard, where its metadata still states it."""
+    """The sealed shard, if its metadata states it."""
     format: int | None = None
-    """Format that the metadata states; ``None`` where it states none."""
+    """Format that the metadata states; ``None`` if it states none."""
     readable_format: int = 0
     """Newest format that this agent reads."""
 
@@ -274,7 +276,7 @@ class ArenaStatus(msgspec.Struct, frozen=True):
     leases: int
     pins: int
     unrecognized_bytes: int = 0
-    """In slots that were set aside: part of the budget, and of no use to this version of the agent."""
+    """Bytes in unrecognized slots: part of the budget, unusable for this release of the agent."""
 
 
 class JobStatus(msgspec.Struct, frozen=True):
@@ -285,7 +287,7 @@ class JobStatus(msgspec.Struct, frozen=True):
     newest_committed: int | None
     expires_in_s: float | None
     newest_replicated: int | None = None
-    """The newest version with all the copies it was to have, where copies are kept on other nodes."""
+    """The newest replicated version, if the job's shards are replicated."""
 
 
 class StoreStatus(msgspec.Struct, frozen=True):

@@ -1,4 +1,4 @@
-"""Sizes and durations as people write and read them: parse and format."""
+"""Sizes and durations in text form: parse and format."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ _MOST = 1 << 63
 
 
 def parse_size(text: str | int) -> int:
-    """``"64MiB"``, ``"64M"`` (both binary), ``"64MB"`` (decimal) or a number of bytes."""
+    """Return the bytes of ``"64MiB"``, ``"64M"`` (both binary), ``"64MB"`` (decimal) or a number."""
     if isinstance(text, int):
         if text < 0:
             raise ValueError(f"{text} is negative")
@@ -27,7 +27,7 @@ def parse_size(text: str | int) -> int:
 
 
 def show_size(size_bytes: float) -> str:
-    """``1536`` as ``1.5 KiB``."""
+    """Format bytes: ``1536`` as ``1.5 KiB``."""
     for unit in ("B", "KiB", "MiB", "GiB", "TiB"):
         if size_bytes < 1024 or unit == "TiB":
             return f"{size_bytes:.0f} {unit}" if unit == "B" else f"{size_bytes:.1f} {unit}"
@@ -36,7 +36,7 @@ def show_size(size_bytes: float) -> str:
 
 
 def show_seconds(seconds: float) -> str:
-    """``0.0123`` as ``12.3 ms``, ``86400`` as ``24.0 h``."""
+    """Format seconds: ``0.0123`` as ``12.3 ms``, ``86400`` as ``24.0 h``."""
     if seconds < 1:
         return f"{seconds * 1e3:.1f} ms" if seconds < 0.1 else f"{seconds * 1e3:.0f} ms"
     if seconds < 60:

@@ -34,9 +34,9 @@ from peerstore.transport.tcp import ConnectionThreads
 
 
 class MemoryNetwork:
-    """Nodes, the ways between them, and what is wrong with those. Faults hold for channels that are open already, too.
+    """Nodes, links and faults. Faults also apply to open channels.
 
-    A channel holds at most ``capacity_bytes`` in each direction, as the buffers of a socket would.
+    A channel buffers at most ``capacity_bytes`` in each direction, like a socket.
     """
 
     def __init__(self, *, clock: NetworkClock | None = None, capacity_bytes: int = 256 << 10) -> None:
@@ -44,51 +44,52 @@ class MemoryNetwork:
         self._clock.on_change(self._wake)
         self._capacity = capacity_bytes
         self._lock = threading.RLock()
-        self._ways: dict[tuple[str, str], LinkState] = {}
+        self._links: dict[tuple[str, str], LinkState] = {}
         self._listeners: dict[str, MemoryListener] = {}
-        self._between: weakref.WeakKeyDictionary[Pipe, frozenset[str]] = weakref.WeakKeyDictionary()
+        self._endpoints: weakref.WeakKeyDictionary[Pipe, frozenset[str]] = weakref.WeakKeyDictionary()
         self._ports = itertools.count(50_000)
 
     def transport(self, node: str, *, timeout_s: float = 30.0) -> MemoryTransport:
-        """How ``node`` sees the network."""
+        """Return the transport of ``node``."""
         return MemoryTransport(self, node, timeout_s)
 
     # -- faults ---------------------------------------------------------------------------------------------------
 
     def cut(self, source: str, target: str, *, both: bool = True) -> None:
-        """Nothing gets from ``source`` to ``target``, and (``both``) back. What is under way waits, as TCP would
-        send it again; no new channel comes about in either direction.
+        """Block all bytes from ``source`` to ``target`` and, with ``both``, back.
+
+        Bytes in flight wait, as TCP would retransmit them. No new channel can be opened in either direction.
         """
         self._change(source, target, both=both, open=False, flowing=False)
 
     def stall(self, source: str, target: str) -> None:
-        """``source`` goes silent towards ``target``: its bytes wait, but it still accepts."""
+        """Block the bytes from ``source`` to ``target``; channels can still be opened."""
         self._change(source, target, both=False, flowing=False)
 
     def delay(self, source: str, target: str, seconds: float) -> None:
-        """Everything sent from now on arrives so much later."""
+        """Delay all later bytes by ``seconds``."""
         self._change(source, target, both=False, delay_s=seconds)
 
     def heal(self, source: str, target: str) -> None:
-        """Both ways are as they were at first; what waited goes on."""
+        """Remove all faults in both directions; waiting bytes are delivered."""
         self._change(source, target, both=True, open=True, flowing=True, delay_s=0.0, drop_after=None, flips={})
 
     def drop_after(self, source: str, target: str, size_bytes: int) -> None:
-        """Once so many bytes more were sent this way, the channel that sent the last of them breaks."""
+        """Break the channel that sends the last of the next ``size_bytes`` bytes."""
         self._change(source, target, both=False, drop_after=size_bytes)
 
     def flip_bit(self, source: str, target: str, *, payload: int = 0, byte: int = 0, bit: int = 0) -> None:
-        """One bit of a payload arrives turned; ``payload`` counts those that begin from now on, from 0."""
+        """Flip one bit of a payload; ``payload`` counts payloads that begin from now on, from 0."""
         with self._lock:
             way = self._way(source, target)
             way.flips[way.payloads + payload] = (byte, bit)
 
     def kill_node(self, node: str) -> None:
-        """The node is gone at once: its channels break and nobody listens there, until it listens again."""
+        """Break all channels of the node and remove its listeners, until it listens again."""
         with self._lock:
             for address in [at for at, listener in self._listeners.items() if listener.node == node]:
                 del self._listeners[address]
-            for pipe, nodes in list(self._between.items()):
+            for pipe, nodes in list(self._endpoints.items()):
                 if node in nodes:
                     pipe.reset(f"{node} is gone")
 
@@ -100,11 +101,11 @@ class MemoryNetwork:
             self._wake()
 
     def _way(self, source: str, target: str) -> LinkState:
-        return self._ways.setdefault((source, target), LinkState())
+        return self._links.setdefault((source, target), LinkState())
 
     def _wake(self) -> None:
         with self._lock:
-            for pipe in list(self._between):
+            for pipe in list(self._endpoints):
                 pipe.wake()
 
     # -- channels -------------------------------------------------------------------------------------------------
@@ -128,7 +129,7 @@ class MemoryNetwork:
                 del self._listeners[listener.address]
 
     def connect(self, node: str, address: str, timeout_s: float) -> MessageChannel:
-        """A way that is cut is said at once: nobody's time is wasted in a double."""
+        """Return a channel; raise at once if the link is cut, instead of after a timeout."""
         with self._lock:
             listener = self._listeners.get(address)
             if listener is None:
@@ -140,8 +141,8 @@ class MemoryNetwork:
                 Pipe(*ways, self._clock, self._lock, self._capacity) for ways in ((there, back), (back, there))
             )
             for pipe in (out, into):
-                self._between[pipe] = frozenset((node, listener.node))
-                pipe.on_drop = partial(_tear, out, into)
+                self._endpoints[pipe] = frozenset((node, listener.node))
+                pipe.on_drop = partial(_reset_pipes, out, into)
             here = PipeStream(out, into, self._clock, self._lock)
             far = PipeStream(into, out, self._clock, self._lock)
             peer = f"{node}:{next(self._ports)}"
@@ -154,13 +155,13 @@ class MemoryNetwork:
         return MemoryChannel(stream, way, self._lock, peer, timeout_s)
 
 
-def _tear(*pipes: Pipe) -> None:
+def _reset_pipes(*pipes: Pipe) -> None:
     for pipe in pipes:
         pipe.reset("the connection was reset")
 
 
 class MemoryChannel(FramedChannel):
-    """Knows where payloads begin, so that one of them can be damaged."""
+    """A channel that can damage a payload, because it knows where payloads begin."""
 
     def __init__(self, stream: PipeStream, way: LinkState, lock: threading.RLock, peer: str, timeout_s: float) -> None:
         super().__init__(stream, peer, timeout_s)
@@ -207,7 +208,7 @@ class MemoryTransport:
         return self._network.connect(self._node, address, self._timeout_s)
 
     def close(self) -> None:
-        """Nothing is held beside the channels."""
+        """Do nothing: the transport has no shared resources."""
 
 
 _BLOCK_BYTES = 64 << 10
@@ -215,22 +216,22 @@ _BLOCK_BYTES = 64 << 10
 
 @dataclass
 class LinkState:
-    """The way from one node to another, for all channels that use it."""
+    """The link from one node to another, for all its channels."""
 
     open: bool = True
-    """Whether new channels come about; bytes of old ones wait while it is not."""
+    """Whether new channels can be opened; while false, bytes of open ones wait."""
     flowing: bool = True
     delay_s: float = 0.0
     drop_after: int | None = None
-    """After so many bytes more, the channel whose turn it is breaks."""
+    """Number of bytes after which the sending channel breaks."""
     payloads: int = 0
-    """How many payloads were sent this way."""
+    """Number of payloads sent on this link."""
     flips: dict[int, tuple[int, int]] = field(default_factory=dict)
-    """Payload number to (byte, bit) that arrives the other way round."""
+    """Bit to flip as (byte, bit), by payload number."""
 
 
 class Pipe:
-    """One direction of a channel. Every method is called with the network's lock held, which all conditions share."""
+    """One direction of a channel. Callers hold the network's lock, which all conditions share."""
 
     def __init__(
         self, way: LinkState, back: LinkState, clock: NetworkClock, lock: threading.RLock, capacity_bytes: int
@@ -246,7 +247,7 @@ class Pipe:
         self._changed = threading.Condition(lock)
         self._ended = False
         """The writer has closed."""
-        self._deaf = False
+        self._reader_closed = False
         """The reader has closed."""
         self._broken = ""
         self.on_drop: Callable[[], None] = self.wake
@@ -259,7 +260,7 @@ class Pipe:
         self.wake()
 
     def stop_reading(self) -> None:
-        self._deaf = True
+        self._reader_closed = True
         self.wake()
 
     def reset(self, why: str) -> None:
@@ -267,12 +268,12 @@ class Pipe:
         self.wake()
 
     def flip_at(self, ahead: int, bit: int) -> None:
-        """The byte ``ahead`` bytes from here arrives with ``bit`` turned."""
+        """Flip ``bit`` of the byte that is sent ``ahead`` bytes later."""
         self._flips[self._sent + ahead] = self._flips.get(self._sent + ahead, 0) ^ 1 << bit
 
     def put(self, views: list[memoryview], within_s: float) -> int:
-        self._wait(lambda: self._held < self._capacity or self._unheard() or bool(self._broken), within_s)
-        if why := self._broken or self._unheard():
+        self._wait(lambda: self._held < self._capacity or self._send_error() or bool(self._broken), within_s)
+        if why := self._broken or self._send_error():
             raise PeerUnreachableError(why)
         ready_at = self._clock.now() + self._way.delay_s
         total = 0
@@ -288,7 +289,7 @@ class Pipe:
 
     def take(self, views: list[memoryview], within_s: float | None) -> int:
         self._wait(lambda: self._ready() or self._at_end() or bool(self._broken), within_s)
-        if self._deaf:
+        if self._reader_closed:
             return 0
         if self._broken and not self._ready():
             raise PeerUnreachableError(self._broken)
@@ -330,13 +331,13 @@ class Pipe:
         return bool(self._pieces) and self._way.flowing and self._pieces[0][0] <= self._clock.now()
 
     def _at_end(self) -> bool:
-        return self._deaf or (self._ended and not self._pieces and self._way.flowing)
+        return self._reader_closed or (self._ended and not self._pieces and self._way.flowing)
 
-    def _unheard(self) -> str:
-        """Why there is no point in sending. That the reader has closed is known when word of it comes through."""
+    def _send_error(self) -> str:
+        """Return why sending is useless, or "". The reader's close is known only while the reverse link works."""
         if self._ended:
             return "closed on this side"
-        return "the peer has closed the connection" if self._deaf and self._back.flowing else ""
+        return "the peer has closed the connection" if self._reader_closed and self._back.flowing else ""
 
     def _wait(self, done: Callable[[], object], within_s: float | None) -> None:
         deadline = None if within_s is None else self._clock.now() + within_s
@@ -383,22 +384,22 @@ class PipeStream:
             self._into.stop_reading()
 
     def close(self) -> None:
-        """Nothing but memory is held."""
+        """Do nothing: the stream only holds memory."""
 
 
 class NetworkClock(Protocol):
-    """What is waited for has a condition, which is held in every call that is given one."""
+    """Time of a memory network. Callers hold the lock of the condition that they pass."""
 
     def now(self) -> float: ...
 
     def wait(self, condition: threading.Condition, until: float | None) -> None:
-        """Wait until somebody notifies, or the time is ``until``. May return early."""
+        """Wait until the condition is notified, or the time is ``until``; may return early."""
 
     def notify(self, condition: threading.Condition) -> None:
-        """Wake all who wait."""
+        """Wake all waiting threads."""
 
     def on_change(self, wake: Callable[[], None]) -> None:
-        """``wake`` whenever the time has moved and nobody's wait ended by itself."""
+        """Register ``wake``, which is called when the time has moved without ending waits."""
 
 
 class RealClock:
@@ -412,11 +413,11 @@ class RealClock:
         condition.notify_all()
 
     def on_change(self, wake: Callable[[], None]) -> None:
-        """Real waits end by themselves."""
+        """Do nothing: real waits end at their time."""
 
 
 class StepClock:
-    """Stands still until it is told to move."""
+    """A clock that only :meth:`advance` moves."""
 
     def __init__(self, now: float = 0.0) -> None:
         self._now = now
@@ -433,7 +434,7 @@ class StepClock:
             wake()
 
     def until_waiting(self, threads: int = 1, *, patience_s: float = 20.0) -> None:
-        """Return once so many threads wait: only then is it certain what moving the time does."""
+        """Wait until ``threads`` threads wait for the clock, so that the effect of :meth:`advance` is certain."""
         with self._changed:
             if not self._changed.wait_for(lambda: sum(self._waiting.values()) >= threads, patience_s):
                 waiting = sum(self._waiting.values())
@@ -456,7 +457,7 @@ class StepClock:
 
 @contextlib.contextmanager
 def memory_store(budget: str = "256MiB", **settings: object) -> Iterator[NodeStore]:
-    """A store of this process's own; everything in it is gone when the block ends."""
+    """Yield a store in this process's memory; its contents are lost when the block ends."""
     arena = MemfdArena()
     store = NodeStore(arena, StoreSettings(budget=budget, **settings))  # type: ignore[arg-type]
     try:

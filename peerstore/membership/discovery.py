@@ -1,6 +1,6 @@
 """Sources of a job's member list: static, a file, headless DNS, and sources of other packages.
 
-``tests/contract/test_discovery.py`` holds every source to what the seam promises.
+``tests/contract/test_discovery.py`` tests that every source fulfills :class:`Discovery`.
 """
 
 from __future__ import annotations
@@ -33,20 +33,20 @@ _NEXT_LABEL = re.compile(r"/(?=[^/=]+=)")
 
 
 class Discovery(Protocol):
-    """Who belongs to a job.
+    """Source of a job's member list.
 
-    - ``member_list`` asks anew each time and returns all nodes of the job, never some of them and never none.
-    - :class:`~peerstore.errors.UnavailableError`: not known right now (not there, half-written, no answer). Ask again,
-      and keep to the last member list until then.
-    - :class:`~peerstore.errors.RequestError`: what it says cannot be right, and will not be until somebody corrects it.
-    - The version rises when the nodes change. Two nodes that were told the same have the same member list.
+    - ``member_list`` queries the source at each call and returns all nodes of the job, never some or none of them.
+    - :class:`~peerstore.errors.UnavailableError`: temporarily unknown (missing, half-written, no response). The caller
+      retries, and uses the last member list until then.
+    - :class:`~peerstore.errors.RequestError`: the content is wrong and must be corrected.
+    - The version rises when the nodes change. Two nodes with the same information have the same member list.
     """
 
     def member_list(self) -> MemberList: ...
 
 
 class StaticMembers:
-    """``n1=10.0.0.1:7070/rack=r1/zone=a, n2=10.0.0.2:7070``: a list that stays as it is."""
+    """A constant list: ``n1=10.0.0.1:7070/rack=r1/zone=a, n2=10.0.0.2:7070``."""
 
     def __init__(self, text: str) -> None:
         entries = [entry.strip() for entry in text.split(",") if entry.strip()]
@@ -80,15 +80,15 @@ def resolve_with_system(name: str, port: int) -> list[str]:
 
 
 class HeadlessServiceDns:
-    """The addresses behind a headless Kubernetes service: a node is called what its address is.
+    """The addresses of a headless Kubernetes service; a node's name is its address.
 
-    Where pods have addresses of both families, the IPv4 ones count.
+    If pods have addresses of both families, only the IPv4 addresses count.
 
-    Such a service should have ``publishNotReadyAddresses: true``: otherwise who is not ready is not in the list, and
-    the quorum is one of those who are.
+    The service should have ``publishNotReadyAddresses: true``. Otherwise pods that are not ready are missing from the
+    list, and the quorum counts only ready pods.
 
-    DNS knows no versions. The first answer has version 1; a change has the time at which it was seen, in milliseconds,
-    so that of two nodes' member lists the one that saw something change last is the newer one.
+    DNS has no versions. The first result has version 1. After a change the version is the time at which it was seen, in
+    milliseconds, so that the list of the node that saw a change last is the newest one.
     """
 
     def __init__(
@@ -111,8 +111,8 @@ class HeadlessServiceDns:
             raise UnavailableError(f"{self._name} could not be resolved: {error}") from error
         if not addresses:
             raise UnavailableError(f"{self._name} has no addresses right now")
-        old_style = {address for address in addresses if ":" not in address}
-        now = member_list(1, (node_from_ip(address, self._port) for address in old_style or addresses))
+        ipv4 = {address for address in addresses if ":" not in address}
+        now = member_list(1, (node_from_ip(address, self._port) for address in ipv4 or addresses))
         with self._lock:
             if self._last is None:
                 self._last = now
@@ -124,7 +124,7 @@ class HeadlessServiceDns:
 
 
 DISCOVERY_ENTRY_POINTS = "peerstore.discovery"
-"""Entry points of packages that add sources, by name."""
+"""Group of entry points through which packages add sources."""
 DiscoveryFactory = Callable[[str], Discovery]
 """Opens the source. The argument is the text after ``NAME:``, or an empty string."""
 
@@ -133,8 +133,8 @@ def parse_discovery(text: str) -> Discovery:
     """Return the source that one line of configuration names.
 
     ``static:n1=10.0.0.1:7070/rack=r1,n2=10.0.0.2:7070``, ``file:/path.json``, ``dns:name:port``, or ``NAME`` or
-    ``NAME:ARGUMENT`` of a source that an installed package adds. The job's ``torch.distributed`` store is handed over
-    by code. Raises :class:`~peerstore.errors.RequestError` where no source has that name.
+    ``NAME:ARGUMENT`` of a source that an installed package adds. The job's ``torch.distributed`` store is passed by
+    code. Raise :class:`~peerstore.errors.RequestError` if no source has that name.
     """
     kind, colon, rest = text.partition(":")
     if kind == "static":
@@ -158,7 +158,7 @@ def parse_discovery(text: str) -> Discovery:
     )
 
 
-_MOST_BYTES = 64 << 20
+_MAX_BYTES = 64 << 20
 
 T = TypeVar("T")
 
@@ -176,38 +176,38 @@ class _MembersFileContent(msgspec.Struct, forbid_unknown_fields=True):
 
 
 class MembersFile:
-    """A JSON file ``{"version": 3, "nodes": [{"id", "address", "labels": {}, "memory_bytes"}]}``, read each time.
+    """A JSON file ``{"version": 3, "nodes": [{"id", "address", "labels": {}, "memory_bytes"}]}``, read at each call.
 
-    Whoever changes it raises the version. Replace it by a rename, so that nobody reads half of it.
+    Each change of the file must raise its version and replace it by a rename, so that it is never read half-written.
     """
 
     def __init__(self, path: str | Path) -> None:
         self._path = Path(path)
 
     def member_list(self) -> MemberList:
-        told = read_member_json(self._path, _MembersFileContent)
+        content = read_member_json(self._path, _MembersFileContent)
         try:
-            return member_list(told.version, map(_from_file, told.nodes))
+            return member_list(content.version, map(_from_file, content.nodes))
         except RequestError as error:
             raise RequestError(f"{self._path}: {error}") from error
 
 
-def _from_file(told: _FileNode) -> PeerNode:
-    labels = parse_labels(",".join(f"{level}={name}" for level, name in told.labels.items()))
-    return PeerNode(validate_node_id(told.id), validate_address(told.address), labels, told.memory_bytes)
+def _from_file(node: _FileNode) -> PeerNode:
+    labels = parse_labels(",".join(f"{level}={name}" for level, name in node.labels.items()))
+    return PeerNode(validate_node_id(node.id), validate_address(node.address), labels, node.memory_bytes)
 
 
 def read_member_json(path: Path, kind: type[T]) -> T:
     """Return the content of a JSON file that lists members.
 
-    Raises :class:`~peerstore.errors.UnavailableError` where the file is missing or half-written, and
-    :class:`~peerstore.errors.RequestError` where its content is not such a list.
+    Raise :class:`~peerstore.errors.UnavailableError` if the file is missing or half-written, and
+    :class:`~peerstore.errors.RequestError` if its content is not such a list.
     """
     try:
         with path.open("rb") as file:
-            text = file.read(_MOST_BYTES + 1)
-        if len(text) > _MOST_BYTES:
-            raise RequestError(f"{path} is longer than {_MOST_BYTES >> 20} MiB, so it is no list of nodes")
+            text = file.read(_MAX_BYTES + 1)
+        if len(text) > _MAX_BYTES:
+            raise RequestError(f"{path} is longer than {_MAX_BYTES >> 20} MiB, so it is no list of nodes")
         return from_json(text, kind)
     except msgspec.ValidationError as error:
         raise RequestError(f"{path} is not a list of nodes: {error}") from error

@@ -1,14 +1,14 @@
 """Nodes, addresses, failure domains, and the versioned member list with its quorum, partitions and delegates. Pure.
 
-The nodes are cut into about ``sqrt(n)`` partitions of about ``sqrt(n)`` nodes. In its own partition a node looks at
-everybody itself; of every other one it asks a member to do that for it, its delegate there::
+The nodes are split into about ``sqrt(n)`` partitions of about ``sqrt(n)`` nodes. A node queries the nodes of its own
+partition directly, and one member of every other partition, its delegate there, which queries that partition::
 
-    partition 0   a  b  c  d        b asks f for e f g h, and k for i j k l; f looks at e g h, once for all
-    partition 1   e  f  g  h        who ask at one time. So every node sends, and gets, about 2 * sqrt(n) messages.
-    partition 2   i  j  k  l
+    partition 0   a  b  c  d        b asks f for e f g h, and k for i j k l; f queries e g h once for all
+    partition 1   e  f  g  h        requests of the same time. So every node sends and receives about
+    partition 2   i  j  k  l        2 * sqrt(n) messages.
 
-Whoever has the same nodes cuts in the same way. A node that comes or goes changes its own partition alone; each time
-the job has become four times as large, every partition is cut in two.
+All nodes with the same list compute the same partitions. A node that joins or leaves changes only its own partition.
+Each time the job has become four times as large, every partition is split in two.
 """
 
 from __future__ import annotations
@@ -35,23 +35,23 @@ _LABEL = re.compile(r"[A-Za-z0-9][A-Za-z0-9._/-]{0,62}")
 
 
 class PeerNode(msgspec.Struct, frozen=True, order=True):
-    """One node agent: what it is called, where it listens, and what it would fail together with."""
+    """One node agent: its name, its address, and its failure domains."""
 
     id: NodeId
     address: str
-    """``host:port`` where its agent listens for other agents; "" when it does not."""
+    """``host:port`` where its agent listens for other agents; "" if it does not listen."""
     labels: tuple[tuple[str, str], ...] = ()
-    """Its failure domains by level, sorted by level: ``(("rack", "r1"), ("zone", "a"))``."""
+    """Failure domains, sorted by level: ``(("rack", "r1"), ("zone", "a"))``."""
     memory_bytes: int = 0
-    """Its arena's budget; 0 when it is not known, which counts as much as any other."""
+    """Budget of its arena in bytes; 0 if unknown, which counts as an average node."""
 
     def failure_domain(self, level: str) -> str:
-        """Its failure domain at ``level``. A node nobody labelled fails alone."""
+        """Return its failure domain at ``level``; a node without a label is a domain of its own."""
         return next((name for known, name in self.labels if known == level), f"node:{self.id}")
 
 
 def validate_node_id(text: str) -> NodeId:
-    """``text`` as a node's name, or :class:`InvalidNameError` that says what is allowed."""
+    """Return ``text`` as a node's name; raise :class:`InvalidNameError` if it is not allowed."""
     if not isinstance(text, str) or not _NODE.fullmatch(text):
         raise InvalidNameError(
             f"node name {text!r} is not allowed: use 1 to 128 letters, digits, '.', '_' or '-', "
@@ -61,7 +61,7 @@ def validate_node_id(text: str) -> NodeId:
 
 
 def parse_labels(text: str) -> tuple[tuple[str, str], ...]:
-    """``rack=r1,zone=a`` as labels."""
+    """Parse labels such as ``rack=r1,zone=a``."""
     labels: dict[str, str] = {}
     for pair in filter(None, text.split(",")):
         level, _, name = pair.partition("=")
@@ -79,7 +79,7 @@ _HOST = re.compile(r"\[[0-9A-Fa-f:.]+\]|[^\s:/\[\],=]+")
 
 
 def validate_address(text: str) -> str:
-    """``host:port`` (``[::1]:7070`` for IPv6) as it is, or :class:`RequestError`."""
+    """Return ``host:port`` (``[::1]:7070`` for IPv6) unchanged; raise :class:`RequestError` if it is invalid."""
     host, _, port = text.rpartition(":")
     if not _HOST.fullmatch(host) or not (port.isascii() and port.isdigit() and 0 < int(port) < 1 << 16):
         raise RequestError(
@@ -89,7 +89,7 @@ def validate_address(text: str) -> str:
 
 
 def node_from_ip(address: str, port: int) -> PeerNode:
-    """The node at an IP address that has no other name: ``10.0.0.1``, ``fd00-0000-…`` for IPv6."""
+    """Return a node named by its IP address: ``10.0.0.1``, or ``fd00-0000-…`` for IPv6."""
     try:
         found = ipaddress.ip_address(address)
     except ValueError:
@@ -102,59 +102,59 @@ def node_from_ip(address: str, port: int) -> PeerNode:
 DomainLabels = tuple[tuple[str, str], ...]
 
 _LAYERS = tuple(f"topology.k8s.aws/network-node-layer-{layer}" for layer in (4, 3, 2, 1))
-"""AWS counts its network from the top; the last layer there is is the one the machine is attached to."""
+"""AWS numbers network layers from the top; the machine is attached to the last existing one."""
 _LEVELS = ("rack", "switch", "spine")
-_OTHERS = {
-    "topology.k8s.aws/zone-id": "zone",  # where a cluster has no names for its zones
+_KUBERNETES_LABELS = {
+    "topology.k8s.aws/zone-id": "zone",  # for clusters without zone names
     "topology.kubernetes.io/zone": "zone",
     "topology.k8s.aws/ultraserver-id": "ultraserver",
 }
-_OURS = dict.fromkeys((*_LEVELS, *_OTHERS.values()))
+_LABEL_NAMES = dict.fromkeys((*_LEVELS, *_KUBERNETES_LABELS.values()))
 _FILE = "file:"
 _LINE = re.compile(r'([^=\s]+)=("(?:[^"\\]|\\.)*")')
 
 
 def labels_from_kubernetes(labels: Mapping[str, str]) -> DomainLabels:
-    """``rack`` (what the machine is attached to), ``switch`` and ``spine`` above it, ``zone``: those that are told.
+    """Return the known labels of ``rack`` (the machine's network layer), ``switch``, ``spine`` and ``zone``.
 
-    Works for plain Kubernetes and for managed clusters, which use the same labels. A label with one of our
-    own names overrides them. All other labels are ignored.
+    Works for plain Kubernetes and for managed clusters, which use the same labels. Labels with these short names
+    override them. All other labels are ignored.
     """
-    told = filter(None, (labels.get(layer) for layer in _LAYERS))
-    found = dict(zip(_LEVELS, told, strict=False))
-    found.update({ours: labels[theirs] for theirs, ours in _OTHERS.items() if labels.get(theirs)})
-    found.update({ours: labels[ours] for ours in _OURS if labels.get(ours)})
+    layers = filter(None, (labels.get(layer) for layer in _LAYERS))
+    found = dict(zip(_LEVELS, layers, strict=False))
+    found.update({ours: labels[theirs] for theirs, ours in _KUBERNETES_LABELS.items() if labels.get(theirs)})
+    found.update({ours: labels[ours] for ours in _LABEL_NAMES if labels.get(ours)})
     return parse_labels(",".join(f"{level}={name}" for level, name in found.items()))
 
 
 def load_node_labels(text: str) -> DomainLabels:
-    """``rack=r1,zone=a``, or ``file:/path`` to the labels of a Kubernetes node or pod.
+    """Return labels from ``rack=r1,zone=a``, or from ``file:/path`` with the labels of a Kubernetes node or pod.
 
-    The file is what ``kubectl get node NAME -o json`` prints, the labels alone as JSON, or what the downward API
-    writes for ``metadata.labels``.
+    The file is the output of ``kubectl get node NAME -o json``, the labels alone as JSON, or the downward API's file
+    for ``metadata.labels``.
     """
     if not text.startswith(_FILE):
         return parse_labels(text)
     path = Path(text.removeprefix(_FILE))
     try:
-        return labels_from_kubernetes(_told(path.read_text(encoding="utf-8")))
+        return labels_from_kubernetes(_parse_label_file(path.read_text(encoding="utf-8")))
     except (OSError, ValueError, RequestError) as error:
         raise RequestError(f"the labels in {path} cannot be used: {error}") from error
 
 
-def _told(text: str) -> Mapping[str, str]:
+def _parse_label_file(text: str) -> Mapping[str, str]:
     if text.lstrip().startswith("{"):
-        told = json.loads(text)
-        about = told.get("metadata")
-        labels = about.get("labels") if isinstance(about, dict) else told
+        content = json.loads(text)
+        metadata = content.get("metadata")
+        labels = metadata.get("labels") if isinstance(metadata, dict) else content
     else:
-        labels = dict(map(_line, filter(None, map(str.strip, text.splitlines()))))
+        labels = dict(map(_parse_label_line, filter(None, map(str.strip, text.splitlines()))))
     if not isinstance(labels, dict) or not all(isinstance(name, str) for name in labels.values()):
         raise ValueError("that is neither a node with labels, nor names of labels and their values")
     return labels
 
 
-def _line(line: str) -> tuple[str, str]:
+def _parse_label_line(line: str) -> tuple[str, str]:
     found = _LINE.fullmatch(line)
     if found is None:
         raise ValueError(f'a line is not of the form NAME="VALUE": {line[:80]!r}')
@@ -163,21 +163,21 @@ def _line(line: str) -> tuple[str, str]:
 
 DEFAULT_DOMAIN_LEVELS = ("zone", "rack")
 
-_SAME = 1 / 8
-"""Memory that differs from the usual by less than this is the usual: firmware takes a little, not always as much."""
+_MEMORY_TOLERANCE = 1 / 8
+"""Relative difference of memory that is ignored, because firmware reserves a varying amount."""
 
 
 def stable_hash(*words: str) -> int:
-    """The same number for the same words, on every machine and in every process."""
+    """Return a hash that is equal on every machine and in every process."""
     return xxhash.xxh3_64_intdigest("\x1f".join(words).encode())
 
 
 @dataclass(frozen=True)
 class FailureDomains:
-    """The nodes of one decision, each with its domains from the outermost level to the innermost."""
+    """The nodes of one decision, with their domains from the outermost level to the innermost."""
 
     order: tuple[NodeId, ...]
-    """In hash order, the order in which all decisions look at nodes."""
+    """Nodes by hash, the order in which all decisions process them."""
     hashes: Mapping[NodeId, int]
     levels: tuple[Mapping[NodeId, str], ...]
 
@@ -186,15 +186,15 @@ class FailureDomains:
         return self.levels[-1]
 
     def levels_apart(self, one: NodeId, other: NodeId) -> int:
-        """At how many levels two nodes are in different domains."""
+        """Return the number of levels at which two nodes are in different domains."""
         return sum(names[one] != names[other] for names in self.levels)
 
 
 def failure_domains(nodes: Collection[PeerNode], levels: Sequence[str]) -> FailureDomains:
-    """Domains are nested: rack r1 of zone a is another rack than r1 of zone b.
+    """Return the nested failure domains of the nodes: rack r1 of zone a differs from r1 of zone b.
 
-    A node without a label at the innermost level fails alone. Nodes without a label further out share one unknown
-    domain there, because nothing says that they would not fail together.
+    A node without a label at the innermost level is a domain of its own. Nodes without a label at an outer level share
+    one unknown domain there, because they may fail together.
     """
     if not levels:
         raise RequestError("name at least one level of failure domains, for example rack")
@@ -213,22 +213,23 @@ def failure_domains(nodes: Collection[PeerNode], levels: Sequence[str]) -> Failu
 
 
 def memory_shares(nodes: Collection[PeerNode]) -> dict[NodeId, float]:
-    """How much of all copies each node should keep, 1 being the average: by memory, 1 where that is not known."""
+    """Return each node's share of all copies, by memory; 1 is the average, also used if memory is unknown."""
     known = {node.id: node.memory_bytes for node in nodes if node.memory_bytes > 0}
     if not known:
         return dict.fromkeys((node.id for node in nodes), 1.0)
     usual = sorted(known.values())[(len(known) - 1) // 2]
-    weights = {node: usual if abs(memory - usual) <= usual * _SAME else memory for node, memory in known.items()}
+    weights = {
+        node: usual if abs(memory - usual) <= usual * _MEMORY_TOLERANCE else memory for node, memory in known.items()
+    }
     total = sum(weights.values())
     return {node.id: weights[node.id] * len(weights) / total if node.id in weights else 1.0 for node in nodes}
 
 
 class MemberListVersion(NamedTuple):
-    """Which of two member lists is the newer one: compare their marks.
+    """Sort key of member lists: the greatest one is the newest.
 
-    A higher version always wins. Of two different rosters with one version the one with more voters wins, because it
-    makes a quorum harder, and then the one with the greater digest, so that everybody who has heard of both ends up
-    with the same.
+    A higher version always wins. Of two different lists with one version, the one with more voters wins, because it
+    makes a quorum harder. Then the greater digest wins, so that all nodes choose the same list.
     """
 
     version: int
@@ -237,13 +238,13 @@ class MemberListVersion(NamedTuple):
 
 
 class MemberList(msgspec.Struct, frozen=True):
-    """The nodes of a job, whether anybody has seen them or not. Make one with :func:`member_list`."""
+    """The nodes of a job, seen or not. Create one with :func:`member_list`."""
 
     version: int
     nodes: tuple[PeerNode, ...]
-    """In the order of their ids."""
+    """Nodes sorted by id."""
     standby: tuple[NodeId, ...] = ()
-    """Nodes without a rank, in order: they hold replicas where the others do not suffice, and have no vote."""
+    """Nodes without a rank, sorted: they store replicas if the other nodes do not suffice, and have no vote."""
 
     def __post_init__(self) -> None:
         if not 0 <= self.version < 1 << 62:
@@ -274,10 +275,10 @@ class MemberList(msgspec.Struct, frozen=True):
         return MemberListVersion(self.version, self.voters, digest)
 
     def has_quorum(self, seen: Collection[NodeId]) -> bool:
-        """Whether ``seen`` may decide for all: more than half, or exactly half and the lowest id among them.
+        """Return whether ``seen`` is a quorum: more than half of the voters, or half including the lowest id.
 
-        Two disjoint sets of nodes never both may. That holds for one member list: while two sides of a partition were
-        told different ones, it is for whoever publishes member lists to let go of a node only once it is gone.
+        Two disjoint sets of nodes are never both a quorum. This holds for one member list only. While partition sides
+        have different lists, their publisher must not remove a node before it has stopped.
         """
         voters = [node.id for node in self.nodes if node.id not in self.standby]
         count = sum(1 for node in voters if node in seen)
@@ -289,14 +290,14 @@ def member_list(version: int, nodes: Iterable[PeerNode], standby: Iterable[NodeI
 
 
 PARTITION_MIN_NODES = 64
-"""With fewer nodes everybody is asked directly: that is one message a node, and no way round."""
+"""Number of nodes below which a node queries all others directly, with one message each."""
 MAX_DELEGATES = 3
-"""How many members of a partition are asked before its nodes are looked at directly."""
+"""Number of members of a partition that receive a request before its nodes are queried directly."""
 _POINT_BITS = 64
 
 
 class NodePartitions:
-    """The nodes of a job, cut into partitions."""
+    """The nodes of a job, split into partitions."""
 
     def __init__(self, nodes: Collection[str], *, split_from: int = PARTITION_MIN_NODES) -> None:
         self._bits = len(nodes).bit_length() // 2 if len(nodes) >= split_from else 0
@@ -306,23 +307,23 @@ class NodePartitions:
         self._members = {number: tuple(node for _, node in sorted(cut[number])) for number in sorted(cut)}
 
     def partition_of(self, node: str) -> tuple[str, ...]:
-        """All members of the partition in which ``node`` is, or would be."""
+        """Return all members of the partition that ``node`` is in, or would be in."""
         return self._members.get(self._number(stable_hash(node)), ())
 
     def other_partitions(self, node: str) -> list[tuple[str, ...]]:
-        """The members of every other partition, in the order in which ``node`` asks them to be its delegate.
+        """Return the members of every other partition, in the order in which ``node`` asks them as delegates.
 
-        Each node begins with another member, so that as many ask the one as the other.
+        The first member depends on the asking node, so that all members have the same load.
         """
         mine, begin = self._number(stable_hash(node)), stable_hash(node) & 0xFFFFFFFF
-        return [_turned(members, begin) for number, members in self._members.items() if number != mine]
+        return [_rotated(members, begin) for number, members in self._members.items() if number != mine]
 
     def _number(self, place: int) -> int:
         return place >> (_POINT_BITS - self._bits)
 
 
 class DelegateCandidates:
-    """One partition that somebody else is to look at: whom to ask next."""
+    """The members of another partition, and the next one to ask as a delegate."""
 
     def __init__(self, members: Sequence[str], *, gone: Callable[[str], bool]) -> None:
         self.members = tuple(members)
@@ -330,7 +331,7 @@ class DelegateCandidates:
         self._next = self._delegates()
 
     def next_delegate(self) -> str | None:
-        """The next delegate; ``None`` when nobody else is asked."""
+        """Return the next delegate; ``None`` after the last one."""
         return next(self._next, None)
 
     def _delegates(self) -> Iterator[str]:
@@ -343,6 +344,6 @@ class DelegateCandidates:
                 yield node
 
 
-def _turned(members: tuple[str, ...], begin: int) -> tuple[str, ...]:
+def _rotated(members: tuple[str, ...], begin: int) -> tuple[str, ...]:
     first = begin % len(members)
     return members[first:] + members[:first]

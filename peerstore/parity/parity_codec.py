@@ -1,23 +1,22 @@
 """Parity arithmetic: stripes and segments, encoding parities from shards, decoding a lost shard.
 
-A group has g + 1 nodes. Each cuts its shard into g segments, one for each of the others, and keeps the XOR of the
-segments it is sent: 1/g of a shard more memory, where a mirror takes a whole one. With g = 3::
+A group has g + 1 nodes. Each node cuts its shard into g segments, one for each of the others, and stores the XOR of the
+segments that it receives. This takes 1/g of a shard of memory, where a replica takes a whole shard. With g = 3::
 
                n0        n1        n2        n3
     shard    a0 a1 a2  b0 b1 b2  c0 c1 c2  d0 d1 d2
     parity   b2^c1^d0  a0^c2^d1  a1^b0^d2  a2^b1^c0
 
-No segment of a lost shard is mixed with another one of the same shard, nor kept on the node that was lost with it: each
-is its parity XOR what the survivors have of that parity. With g = 1 a parity is a copy of the other's shard.
+No two segments of a shard are in one parity, and no segment is stored on its shard's node. So each segment of a lost
+shard is its parity XOR the survivors' segments in that parity. With g = 1 a parity is a copy of the other node's shard.
 
-Segments are whole chunks and start at the beginning of their parity; a shorter one counts as followed by zeros. Where
-a shard's segments go follows from its own size and the members alone, so that a node can send them before it knows what
-the others saved. Nothing about segments is written down or sent: it is worked out from the records, and cannot
-contradict them.
+Segments are whole chunks and start at the beginning of their parity; a shorter segment counts as padded with zeros. A
+shard's segments depend only on its size and the members, so that a node can send them before it knows the other nodes'
+shards. Segments are not stored or sent: they are computed from the records and cannot contradict them.
 
-Whoever calls brings the readers: ``read(start, stop)`` returns those bytes of a shard or of a parity, from wherever
-they are, or raises. Memory is bounded by one chunk per member of the group, whatever the shards' sizes. No byte is
-handed out that was not compared with a checksum taken when the shard was sealed.
+The caller passes the readers: ``read(start, stop)`` returns these bytes of a shard or of a parity, or raises. Memory is
+bounded by one chunk per member of the group, for shards of any size. All returned bytes were compared with a checksum
+taken when the shard was sealed.
 """
 
 from __future__ import annotations
@@ -35,20 +34,23 @@ from peerstore.shard_records import CHUNK_BYTES, ShardRecord
 from peerstore.store.crash_recovery import validate_stored_record
 
 MAX_PARITY_MEMBERS = 64
-"""A rebuild reads all survivors of a group, so that large groups are slow to rebuild and likely to lose two."""
+"""Largest number of nodes in a group.
+
+A rebuild reads all survivors, so large groups are slow to rebuild and more likely to lose two nodes.
+"""
 
 
 class ParitySegment(NamedTuple):
-    """One run of whole chunks of a member's shard, mixed into one parity."""
+    """A run of whole chunks of a member's shard that is part of one parity."""
 
     member: NodeId
     keeper: NodeId
-    """Whose parity it is mixed into."""
+    """The node that stores the parity."""
     chunks: range
-    """Which of the shard's chunks; the first is mixed into the parity's first."""
+    """Indexes of the shard's chunks; the first one is in the parity's first chunk."""
     start: int
     stop: int
-    """Which of the shard's bytes."""
+    """Range of the shard's bytes."""
 
     @property
     def size_bytes(self) -> int:
@@ -56,24 +58,24 @@ class ParitySegment(NamedTuple):
 
 
 class ParityLayout(NamedTuple):
-    """What one node keeps for the others of its group."""
+    """The segments in the parity of one node."""
 
     keeper: NodeId
     segments: tuple[ParitySegment, ...]
-    """The ones that are not empty, by member."""
+    """Segments that are not empty, by member."""
     size_bytes: int
-    """As much as the longest segment."""
+    """Size of the longest segment."""
 
 
 class Stripe(msgspec.Struct, frozen=True):
-    """One shard of each member of a group, protected together. What is not a stripe cannot be made or decoded."""
+    """One shard of each member of a group, protected together; invalid combinations raise :class:`RequestError`."""
 
     number: int
-    """Counts the stripes of one version in one group."""
+    """Number of the stripe among those of one version in one group."""
     members: tuple[NodeId, ...]
     """All nodes of the group, sorted."""
     shards: tuple[ShardRecord | None, ...]
-    """By member; ``None`` for one that has fewer shards than others, or whose record is not needed."""
+    """Shards by member; ``None`` if the member has fewer shards, or if the record is not needed."""
 
     def __post_init__(self) -> None:
         _check_stripe(self)
@@ -91,12 +93,12 @@ class Stripe(msgspec.Struct, frozen=True):
         return self.members.index(member)
 
     def segments(self, member: NodeId) -> tuple[ParitySegment, ...]:
-        """Where a member's shard is protected, in the order of its bytes; empty ones included."""
+        """Return the segments of a member's shard in the order of its bytes, including empty ones."""
         shard = self.shard(member)
         return split_segments(member, self.members, shard.size_bytes if shard else 0, chunk_bytes=self.chunk_bytes)
 
     def parity(self, keeper: NodeId) -> ParityLayout:
-        """What ``keeper`` keeps. Its own shard has no part in it."""
+        """Return the layout of ``keeper``'s parity, which does not include its own shard."""
         place = self.index_of(keeper)
         sent = [
             self.segments(member)[(place - other - 1) % len(self.members)]
@@ -107,10 +109,9 @@ class Stripe(msgspec.Struct, frozen=True):
 
 
 class ParityRecord(msgspec.Struct, frozen=True):
-    """A parity that is kept: what it was made of, and what it must hash to.
+    """A stored parity: its sources and its checksums.
 
-    It has the records of all shards in it, so that any survivor knows what a lost node had, and what the rebuilt bytes
-    must hash to.
+    It contains the records of all its shards, so that any survivor knows a lost node's shards and their checksums.
     """
 
     stripe: Stripe
@@ -137,7 +138,7 @@ class ParityRecord(msgspec.Struct, frozen=True):
 def split_segments(
     member: NodeId, members: tuple[NodeId, ...], size_bytes: int, *, chunk_bytes: int = CHUNK_BYTES
 ) -> tuple[ParitySegment, ...]:
-    """A shard of ``size_bytes`` as segments, one for each of the other ``members``, beginning with the next one."""
+    """Split a shard of ``size_bytes`` into one segment for each other member, beginning with the next one."""
     place, others = members.index(member), len(members) - 1
     count = chunk_count(size_bytes, chunk_bytes)
     cuts = [count * number // others for number in range(others + 1)]
@@ -170,12 +171,12 @@ def _check_stripe(stripe: Stripe) -> None:
         if shard.chunk_bytes > CHUNK_BYTES:
             raise RequestError(f"{shard.key}: chunks of {shard.chunk_bytes} bytes, parities take up to {CHUNK_BYTES}")
     if len({(shard.key.job, shard.key.version_id, shard.parts, shard.chunk_bytes) for shard in shards}) > 1:
-        raise RequestError(f"not of one version, or not in chunks of one size: {_named(shards)}")
+        raise RequestError(f"not of one version, or not in chunks of one size: {_shard_names(shards)}")
     if len({shard.key.part for shard in shards}) < len(shards):
-        raise RequestError(f"one shard on two nodes: {_named(shards)}. Copies are no parts of a stripe")
+        raise RequestError(f"one shard on two nodes: {_shard_names(shards)}. Copies are no parts of a stripe")
 
 
-def _named(shards: list[ShardRecord]) -> str:
+def _shard_names(shards: list[ShardRecord]) -> str:
     return ", ".join(str(shard.key) for shard in shards)
 
 
@@ -184,11 +185,11 @@ ReadBytes = Callable[[int, int], BytesLike]
 
 
 def xor_into(target: bytearray | memoryview, source: BytesLike) -> None:
-    """``target ^= source``, for the length of ``source``."""
+    """Compute ``target ^= source`` in place, for the length of ``source``."""
     if len(source) > len(target):
         raise RequestError(f"{len(source)} bytes do not fit {len(target)}")
     if source:
-        import numpy as np  # here, so that an agent without parities does not load it
+        import numpy as np  # an agent without parities does not load numpy
 
         view = np.frombuffer(target, np.uint8, len(source))
         np.bitwise_xor(view, np.frombuffer(source, np.uint8), out=view)
@@ -197,15 +198,14 @@ def xor_into(target: bytearray | memoryview, source: BytesLike) -> None:
 def encode_parity(
     stripe: Stripe, keeper: NodeId, shards: Mapping[NodeId, ReadBytes]
 ) -> Iterator[tuple[int, bytearray]]:
-    """The chunks of ``keeper``'s parity, in order, from the other members' ``shards``.
+    """Return the chunks of ``keeper``'s parity, in order, from the other members' ``shards``.
 
-    Each contribution is compared with its shard's checksums first: a parity of damaged bytes would be of no use on the
-    day it is needed.
+    Each contribution is first compared with its shard's checksums, because a parity of damaged bytes would be useless.
     """
     parity = stripe.parity(keeper)
     sources = _sources(stripe, parity.segments, shards)
     return (
-        (inside, _mixed([source for source in sources if inside < len(source.chunks)], inside))
+        (inside, _xor_chunks([source for source in sources if inside < len(source.chunks)], inside))
         for inside in range(chunk_count(parity.size_bytes, stripe.chunk_bytes))
     )
 
@@ -218,12 +218,12 @@ def decode_shard(
     *,
     chunks: range | None = None,
 ) -> Iterator[tuple[int, bytearray]]:
-    """The chunks of a lost member's shard, in order, bit for bit as it was; all, or those in ``chunks``.
+    """Return the chunks of a lost member's shard, in order and bit-exact: all, or those in ``chunks``.
 
-    ``shards`` reads the survivors' own shards, ``kept`` their parities, which ``parities`` describe. What is missing is
-    told before anything is read.
+    ``shards`` reads the survivors' shards, ``kept`` their parities, which ``parities`` describe. Raise before any read
+    if a source is missing.
     """
-    records, lost = _agreed(member, parities)
+    records, lost = _matching_records(member, parities)
     count = chunk_count(lost.size_bytes, lost.chunk_bytes)
     wanted = range(count) if chunks is None else chunks
     if wanted.step != 1 or not 0 <= wanted.start <= max(wanted.start, wanted.stop) <= count:
@@ -232,17 +232,19 @@ def decode_shard(
     for segment in next(iter(records.values())).stripe.segments(member):
         part = range(max(segment.chunks.start, wanted.start), min(segment.chunks.stop, wanted.stop))
         if part:
-            plan.append((part, segment.chunks.start, _mixed_with(segment, records, shards, kept)))
-    return ((index, _rebuilt(lost, index, index - first, sources)) for part, first, sources in plan for index in part)
+            plan.append((part, segment.chunks.start, _segment_sources(segment, records, shards, kept)))
+    return (
+        (index, _rebuild_chunk(lost, index, index - first, sources)) for part, first, sources in plan for index in part
+    )
 
 
 class _Source(NamedTuple):
-    """A shard or a parity that something is made from."""
+    """A shard or a parity that another one is computed from."""
 
     name: str
     read: ReadBytes
     chunks: range
-    """Which of its chunks; the first meets the first of a parity."""
+    """Indexes of its chunks; the first one corresponds to the parity's first chunk."""
     size_bytes: int
     chunk_bytes: int
     checksums: bytes
@@ -274,13 +276,13 @@ def _sources(stripe: Stripe, segments: Iterable[ParitySegment], shards: Mapping[
     return found
 
 
-def _mixed_with(
+def _segment_sources(
     segment: ParitySegment,
     records: Mapping[NodeId, ParityRecord],
     shards: Mapping[NodeId, ReadBytes],
     kept: Mapping[NodeId, ReadBytes],
 ) -> list[_Source]:
-    """What a lost segment is made from: its parity first, then what else is in it."""
+    """Return the sources of a lost segment: its parity first, then the other segments in it."""
     record, read = records.get(segment.keeper), kept.get(segment.keeper)
     if record is None or read is None:
         raise ShardNotFoundError(f"the parity on node {segment.keeper} is needed, and is not there with its record")
@@ -293,7 +295,7 @@ def _mixed_with(
     ]
 
 
-def _mixed(sources: list[_Source], inside: int) -> bytearray:
+def _xor_chunks(sources: list[_Source], inside: int) -> bytearray:
     whole = bytearray()
     for source in sources:
         data = source.fetch(inside)
@@ -304,7 +306,7 @@ def _mixed(sources: list[_Source], inside: int) -> bytearray:
     return whole
 
 
-def _rebuilt(lost: ShardRecord, index: int, inside: int, sources: list[_Source]) -> bytearray:
+def _rebuild_chunk(lost: ShardRecord, index: int, inside: int, sources: list[_Source]) -> bytearray:
     inputs = [(source, source.fetch(inside)) for source in sources if inside < len(source.chunks)]
     size = min(lost.chunk_bytes, lost.size_bytes - index * lost.chunk_bytes)
     whole = bytearray(memoryview(inputs[0][1])[:size])
@@ -312,19 +314,25 @@ def _rebuilt(lost: ShardRecord, index: int, inside: int, sources: list[_Source])
         xor_into(whole, memoryview(data)[:size])
     if chunk_checksum(whole) == _checksum(lost.checksums, index):
         return whole
-    bad = [source.chunk(inside) for source, data in inputs if not source.matches(inside, data)]
+    damaged = [source.chunk(inside) for source, data in inputs if not source.matches(inside, data)]
     raise ShardDamagedError(
         f"chunk {index} of {lost.key} cannot be rebuilt from "
         f"{', '.join(source.chunk(inside) for source, _ in inputs)}: "
-        + (f"damaged is {', '.join(bad)}" if bad else "each is what its record says, but they do not belong together")
+        + (
+            f"damaged is {', '.join(damaged)}"
+            if damaged
+            else "each is what its record says, but they do not belong together"
+        )
     )
 
 
-def _agreed(member: NodeId, parities: Iterable[ParityRecord]) -> tuple[dict[NodeId, ParityRecord], ShardRecord]:
-    """The records by keeper that know ``member``'s shard, and that shard's, on which all of them must agree."""
-    told = [(record, record.stripe.shard(member)) for record in parities]
-    records = {record.keeper: record for record, shard in told if shard is not None}
-    found = {shard for _, shard in told if shard is not None}
+def _matching_records(
+    member: NodeId, parities: Iterable[ParityRecord]
+) -> tuple[dict[NodeId, ParityRecord], ShardRecord]:
+    """Return the records that include ``member``'s shard, by keeper, and that shard; raise if they disagree."""
+    described = [(record, record.stripe.shard(member)) for record in parities]
+    records = {record.keeper: record for record, shard in described if shard is not None}
+    found = {shard for _, shard in described if shard is not None}
     if not found:
         raise ShardNotFoundError(f"no parity that is left knows of a shard of node {member}")
     lost = found.pop()

@@ -2,14 +2,14 @@
 
 ::
 
-    sealed here ──> tell the group which stripe it is in ──> each of them reads its segment, compares it, XORs it with
-                                                             the other members' and seals the parity ──> told back:
-    protected, when all of them have ──> counted (settling) like a shard that has its copies
+    sealed shard ──> report its stripe to the group ──> each member reads its segment, verifies it, XORs it with those
+                                                        of the other members, seals the parity and reports that
+    protected when all members have done so ──> reported to the commit leader like a replicated shard
 
-    a member is gone, or starts again ──> who keeps parities with its shards in them looks for those
-                                      ──> the first of the living makes what nobody has again, from the others' shards
-                                          and parities
-    a member is gone ──> the groups are formed anew, and everything is protected in the new ones
+    a member dies or restarts ──> the nodes whose parities include its shards look for those shards
+                              ──> the first living one rebuilds shards without a holder, from the others' shards and
+                                  parities
+    a member dies ──> the groups change, and all shards are protected in the new groups
 """
 
 from __future__ import annotations
@@ -40,33 +40,33 @@ from peerstore.store.node_store import NodeStore
 
 log = logging.getLogger(__name__)
 
-_LOOK_S = 5.0
-_ASK_AGAIN_S = 20.0
-"""A node that lost everything and came back before anybody missed it is noticed by then."""
-_PATIENCE_S = 2.0
-"""How long a stripe waits for a member that has told nothing: it may have nothing to tell."""
+_RESYNC_S = 5.0
+_REPEAT_REPORT_S = 20.0
+"""Seconds after which a confirmed report is repeated; detects a node that lost its memory unnoticed."""
+_MEMBER_WAIT_S = 2.0
+"""Seconds for which a stripe waits for a member without a report, which may have no shard."""
 
 
 @dataclass
-class _Asked:
-    """What one member of the group was told of one version, and answered."""
+class _MemberReport:
+    """This node's report to one member on one version, and the member's status."""
 
     members: tuple[str, ...]
     parts: dict[int, int]
     life: int
-    """Rises when the member starts again: it may have lost what it kept."""
+    """Generation of the member: a restarted member may have lost its parities."""
     mine: int
-    """In which of its lives this node told it."""
+    """Generation of this node at the time of the report."""
     at: float
     kept: set[int] = field(default_factory=set)
     refused: set[int] = field(default_factory=set)
     why: str = ""
     said: int = 0
-    """How often it said something of itself; its answer may be older than that."""
+    """Number of statuses received; the response to the report may be older than the latest one."""
 
 
 class ParityReplicator:
-    """One job's parities, beside :class:`~peerstore.replication.replicator.Replicator` and asked the same questions."""
+    """One job's parities, with the interface of :class:`~peerstore.replication.replicator.Replicator`."""
 
     def __init__(
         self,
@@ -85,10 +85,10 @@ class ParityReplicator:
         self._job = job
         self._membership = membership
         self.policy = protection
-        self._sight = sight
+        self._inventory = sight
         self._clock = clock
         self._changed = threading.Condition()
-        self._keeping = ParityStore(
+        self._parity_store = ParityStore(
             store,
             job,
             membership,
@@ -96,19 +96,19 @@ class ParityReplicator:
             streams=protection.streams,
             blobs_of=blobs_of,
             fetch_blob=fetch_blob,
-            patience_s=_PATIENCE_S,
+            patience_s=_MEMBER_WAIT_S,
             clock=clock,
         )
-        self._recovering = ShardRebuilder(store, job, membership, pace=pace, streams=protection.streams, sight=sight)
+        self._rebuilder = ShardRebuilder(store, job, membership, pace=pace, streams=protection.streams, sight=sight)
         self._numbers: dict[ShardKey, int] = {}
-        self._asked: dict[tuple[str, VersionId], _Asked] = {}
-        self._again_s = _LOOK_S
+        self._member_reports: dict[tuple[str, VersionId], _MemberReport] = {}
+        self._next_task_s = _RESYNC_S
         self._holders: dict[ShardKey, dict[str, int]] = defaultdict(dict)
-        """Who holds it beside this node, and since which of its lives: what is here, or in a parity that is."""
-        self._later: dict[str, float] = {}
-        self._missed: dict[ShardKey, float] = {}
-        """What is in parities here and nobody is known to hold, and when it is looked for."""
-        self._news = True
+        """Other holders of a shard that is stored here or in a parity here, with their generation."""
+        self._retry_at: dict[str, float] = {}
+        self._search_at: dict[ShardKey, float] = {}
+        """Shards in parities here without a known holder, with the time of the next search."""
+        self._woken = True
         self._stop = threading.Event()
         self.totals = ReplicationTotals()
         self._reports = CommitReports(membership.this_node.id)
@@ -116,7 +116,7 @@ class ParityReplicator:
             store, job, membership, reports=self._reports, totals=self.totals, changed=self._changed
         )
         self.path_monitor = PathMonitor()
-        """Parities are made of what is read, not sent: nothing is measured here."""
+        """Unused: parities are computed from reads, so no transfer rate is measured."""
         self.in_flight: tuple[ReplicationTask, int] | None = None
         self._thread = threading.Thread(target=self._run, name="peerstore-share", daemon=True)
 
@@ -124,7 +124,7 @@ class ParityReplicator:
         self._thread.start()
 
     def close(self) -> None:
-        """What is on its way may come to its end, if it does that soon."""
+        """Stop the thread; work in progress gets ``SHUTDOWN_GRACE_S`` seconds to finish."""
         self._stop.set()
         self.wake()
         if self._thread.ident is not None:
@@ -135,21 +135,19 @@ class ParityReplicator:
         self.commit_tracker.close()
 
     def wake(self) -> None:
-        """Something changed: a shard was sealed, a node came or went, somebody told something."""
+        """Check for new work, because shards, members or reports changed."""
         with self._changed:
-            self._news = True
+            self._woken = True
             self._changed.notify_all()
-
-    # -- how things stand ---------------------------------------------------------------------------------------------
 
     @property
     def members(self) -> tuple[str, ...]:
-        """This node's group, as of now; nobody when it is alone."""
+        """This node's current group; empty if the node is alone."""
         return self._members(self._membership.alive)
 
     @property
     def partners(self) -> tuple[str, ...]:
-        """Who keeps parities of what this node writes."""
+        """The nodes that store parities of this node's shards."""
         return tuple(member for member in self.members if member != self._membership.this_node.id)
 
     def _members(self, living: Mapping[str, PeerNode]) -> tuple[str, ...]:
@@ -158,33 +156,33 @@ class ParityReplicator:
         return next((tuple(group) for group in found if me in group), ())
 
     def statuses(self) -> list[ReplicationStatus]:
-        """How well every shard that this node answers for is kept; a sealed parity counts as one copy more."""
+        """Return the state of every shard that this node owns; a complete set of parities counts as one copy."""
         living = self._membership.alive
         members = self._members(living)
-        return [self._standing(fact, members, living) for fact in self._mine(living)]
+        return [self._status(fact, members, living) for fact in self._owned_shards(living)]
 
-    def _standing(self, fact: ShardInfo, members: tuple[str, ...], living: Collection[str]) -> ReplicationStatus:
+    def _status(self, fact: ShardInfo, members: tuple[str, ...], living: Collection[str]) -> ReplicationStatus:
         key = fact.key
         with self._changed:
-            more = sum(node in living for node in self._holding(key))
+            more = sum(node in living for node in self._confirmed_holders(key))
             others = [member for member in members if member != self._membership.this_node.id]
-            said = [self._stake(member, key.version_id, members) for member in others]
-            kept = sum(stake is not None and key.part in stake.kept for stake in said)
-            refused = sum(stake is not None and key.part in stake.refused for stake in said)
-        if more:  # as good as a mirror
+            reports = [self._valid_report(member, key.version_id, members) for member in others]
+            kept = sum(report is not None and key.part in report.kept for report in reports)
+            refused = sum(report is not None and key.part in report.refused for report in reports)
+        if more:  # another full copy protects the shard
             return ReplicationStatus(key, True, 1 + more, 0, 0)
-        if not said:
+        if not reports:
             return ReplicationStatus(key, True, 1, 0, 1)
-        return ReplicationStatus(key, True, 1 + (kept == len(said)), len(said) - kept - refused, refused)
+        return ReplicationStatus(key, True, 1 + (kept == len(reports)), len(reports) - kept - refused, refused)
 
-    def _stake(self, member: str, group: VersionId, members: tuple[str, ...]) -> _Asked | None:
-        """What a member said that still holds."""
-        asked = self._asked.get((member, group))
+    def _valid_report(self, member: str, group: VersionId, members: tuple[str, ...]) -> _MemberReport | None:
+        """Return the member's report and status, or ``None`` if it restarted or the group changed."""
+        asked = self._member_reports.get((member, group))
         holds = asked is not None and asked.members == members and asked.life == self._membership.generation_of(member)
         return asked if holds else None
 
-    def _mine(self, living: Collection[str]) -> list[ShardInfo]:
-        """The shards this node answers for: its own, and copies of which it is the first living holder."""
+    def _owned_shards(self, living: Collection[str]) -> list[ShardInfo]:
+        """Return the shards that this node owns: its own, and replicas of which it is the first living holder."""
         me = self._membership.this_node.id
         found, known = [], self._store.jobs.versions(self._job)
         for fact in self._store.replicas.list_shards(self._job):
@@ -194,57 +192,59 @@ class ParityReplicator:
         return found
 
     def holders(self, key: ShardKey) -> tuple[PeerNode, ...]:
-        """The living nodes that are known to hold a shard of this node, this one first."""
+        """Return the live nodes that are known to hold a shard of this node, this node first."""
         living = self._membership.alive
         with self._changed:
-            there = sorted(self._holding(key))
+            there = sorted(self._confirmed_holders(key))
         return (self._membership.this_node, *(living[node] for node in there if node in living))
 
-    def _holding(self, key: ShardKey) -> list[str]:
-        """Who has said that it holds the shard, and has not started again since."""
+    def _confirmed_holders(self, key: ShardKey) -> list[str]:
+        """Return the nodes that hold the shard and have not restarted since they reported it."""
         return [
             node for node, then in self._holders.get(key, {}).items() if self._membership.generation_of(node) <= then
         ]
 
     def redundancy(self, key: ShardKey, level: str) -> tuple[int, int]:
-        """How many copies a shard is as good as, and in how many domains: what may be lost is one less."""
+        """Return the number of copies that the protection equals, and of failure domains; all but one may be lost."""
         living = self._membership.alive
         members = self._members(living)
-        fact = next((fact for fact in self._mine(living) if fact.key == key), None)
+        fact = next((fact for fact in self._owned_shards(living) if fact.key == key), None)
         if fact is None:
             return len(self.holders(key)), len({node.failure_domain(level) for node in self.holders(key)})
-        copies = self._standing(fact, members, living).copies
+        copies = self._status(fact, members, living).copies
         apart = {living[member].failure_domain(level) for member in members if member in living}
         return copies, 1 if copies < 2 or len(apart) < len(members) else copies
 
     def last_errors(self, key: ShardKey) -> str:
-        """Why a shard is not protected, as far as it is known."""
+        """Return the last error of the protection of a shard's version, or ""."""
         with self._changed:
-            return next((a.why for (_, group), a in self._asked.items() if group == key.version_id and a.why), "")
+            return next(
+                (a.why for (_, group), a in self._member_reports.items() if group == key.version_id and a.why), ""
+            )
 
     def wait_until(self, ready: Callable[[], bool], timeout_s: float) -> bool:
-        """Until ``ready`` says so; it is asked again after everything that changes."""
+        """Wait until ``ready()`` is true, which is checked after every change; return ``False`` at the timeout."""
         with self._changed:
             return self._changed.wait_for(lambda: ready() or self._stop.is_set(), timeout_s) and not self._stop.is_set()
 
     @property
     def has_pending(self) -> bool:
-        """Whether something is to be protected, or to be made again, that can be."""
-        lost = self._missing(self._keeping.stored(), self._membership.alive)
+        """Whether a shard can still be protected or rebuilt by this node."""
+        lost = self._missing(self._parity_store.stored(), self._membership.alive)
         return any(one.missing for one in self.statuses()) or any(
             one.rebuilders[0] == self._membership.this_node.id for one in lost
         )
 
     @property
     def stored_parities(self) -> list[StoredParity]:
-        """The parities on this node."""
-        return self._keeping.stored()
+        """The sealed parities on this node."""
+        return self._parity_store.stored()
 
-    # -- what others say ----------------------------------------------------------------------------------------------
+    # -- messages of members ------------------------------------------------------------------------------------------
 
     def handle_stripe_report(self, sender: str, note: StripeReport) -> ParityStatus:
-        """A member of the group says what it has; the answer is what it may count on."""
-        if self._keeping.record_report(sender, note):
+        """Record a member's report and return the state of its parities on this node."""
+        if self._parity_store.record_report(sender, note):
             for part in note.parts.values():
                 key = ShardKey(
                     self._job,
@@ -256,34 +256,34 @@ class ParityReplicator:
                 )
                 self.confirm_holder(key, sender, note.generation)
             self.wake()
-        return self._keeping.status_for(sender, note.version_id, note.members)
+        return self._parity_store.status_for(sender, note.version_id, note.members)
 
     def handle_parity_status(self, sender: str, stake: ParityStatus) -> None:
-        """A member of the group says what it keeps."""
+        """Record the state of this node's shards in a member's parities."""
         with self._changed:
-            asked = self._asked.get((sender, stake.version_id))
+            asked = self._member_reports.get((sender, stake.version_id))
             if asked is not None and asked.members == stake.members:
                 asked.kept, asked.refused, asked.why = set(stake.stored), set(stake.rejected), stake.why
                 asked.said += 1
         self.wake()
 
     def confirm_holder(self, key: ShardKey, node: str, life: int) -> None:
-        """``node`` has been seen, in this one of its lives, to hold a shard that is here or in a parity here."""
+        """Record that ``node``, in its generation ``life``, holds a shard that is here or in a parity here."""
         with self._changed:
             self._holders[key][node] = max(life, self._holders[key].get(node, life))
             self._changed.notify_all()
 
     @property
     def protected_keys(self) -> set[ShardKey]:
-        """What is in the parities on this node."""
-        return {shard.key for one in self._keeping.stored() for shard in one.shards.values()}
+        """Keys of the shards in this node's parities."""
+        return {shard.key for one in self._parity_store.stored() for shard in one.shards.values()}
 
     def rebuild(self, shard: ShardRecord, holders: tuple[str, ...] = ()) -> bool:
-        """Have a shard here again that nobody has any more, out of parities; False when it is here already."""
-        kept = self._keeping.stored()
+        """Rebuild a shard without a holder from parities; return ``False`` if it is stored already."""
+        kept = self._parity_store.stored()
         near = {member for one in kept if one.info.version_id == shard.key.version_id for member in one.members}
         nodes = {node for node in near | set(self.members) if node in self._membership.alive}
-        return self._recovering.rebuild(shard, nodes, holders=holders, stopped=self._stop.is_set)
+        return self._rebuilder.rebuild(shard, nodes, holders=holders, stopped=self._stop.is_set)
 
     # -- the thread ---------------------------------------------------------------------------------------------------
 
@@ -291,62 +291,62 @@ class ParityReplicator:
         while not self._stop.is_set():
             try:
                 if not self._step():
-                    self._rest()
+                    self._wait()
             except Exception:  # the thread must outlive any one shard
                 log.exception("job %s: sharing failed", self._job)
                 self._stop.wait(PARITY_RETRY_S)
 
     def _step(self) -> bool:
-        """One piece of work; whether there may be more."""
+        """Do one piece of work; return whether more may be due."""
         with self._changed:
-            self._news = False
+            self._woken = False
         living = self._membership.alive
         members = self._members(living)
-        kept = self._keeping.stored()
+        kept = self._parity_store.stored()
         if self._rebuild_missing(self._missing(kept, living), living):
             return True
         self._report_stripes(members, living)
-        due, self._again_s = self._keeping.pending_tasks(members, kept)
-        made = self._make(due[0]) if due else False
-        self._keeping.prune(self._keeping.stored() if made else kept)
-        facts = self._mine(living)
-        standings = [self._standing(fact, members, living) for fact in facts]
-        self._report(facts, standings, living)
+        due, self._next_task_s = self._parity_store.pending_tasks(members, kept)
+        made = self._make_parity(due[0]) if due else False
+        self._parity_store.prune(self._parity_store.stored() if made else kept)
+        facts = self._owned_shards(living)
+        statuses_here = [self._status(fact, members, living) for fact in facts]
+        self._report(facts, statuses_here, living)
         return bool(due)
 
     def _report(
-        self, facts: Sequence[ShardInfo], standings: Sequence[ReplicationStatus], living: Mapping[str, PeerNode]
+        self, facts: Sequence[ShardInfo], statuses_here: Sequence[ReplicationStatus], living: Mapping[str, PeerNode]
     ) -> None:
         parts_of = {fact.key.version_id: fact.parts for fact in facts}
         known = self._store.jobs.versions(self._job)
         with self._changed:
             life = self._membership.generation_of(self._membership.this_node.id)
             sender, notes = self._reports.pending(
-                *(standings, parts_of),
+                *(statuses_here, parts_of),
                 living=living,
                 replicated=known.replicated,
                 life=life,
                 left_out=known.aborted_parts,
                 standby=self._membership.standby,
             )
-        if self._later.get(sender, 0.0) <= self._clock() and not self.commit_tracker.report(sender, notes):
-            self._later.setdefault(sender, self._clock() + PARITY_RETRY_S)
+        if self._retry_at.get(sender, 0.0) <= self._clock() and not self.commit_tracker.report(sender, notes):
+            self._retry_at.setdefault(sender, self._clock() + PARITY_RETRY_S)
 
-    def _rest(self) -> None:
+    def _wait(self) -> None:
         with self._changed:
-            self._changed.wait_for(lambda: self._news or self._stop.is_set(), self._rest_s())
+            self._changed.wait_for(lambda: self._woken or self._stop.is_set(), self._wait_s())
 
-    def _rest_s(self) -> float:
-        """How long there is nothing to do, unless something changes."""
+    def _wait_s(self) -> float:
+        """Return the seconds until the next work, unless a change wakes the thread earlier."""
         now = self._clock()
-        until = [*self._later.values(), *self._missed.values()]
-        return max(0.01, min([at - now for at in until if at > now] + [self._again_s, _LOOK_S]))
+        until = [*self._retry_at.values(), *self._search_at.values()]
+        return max(0.01, min([at - now for at in until if at > now] + [self._next_task_s, _RESYNC_S]))
 
-    # -- what was lost ------------------------------------------------------------------------------------------------
+    # -- lost shards --------------------------------------------------------------------------------------------------
 
     def _missing(self, kept: Collection[StoredParity], living: Collection[str]) -> list[LostShard]:
-        """What is in parities here and neither here nor known to be held by somebody who lives."""
-        if self._membership.member_list is None:  # nobody is known yet: that is not to say that they are gone
+        """Return shards in this node's parities that are not stored here and have no known living holder."""
+        if self._membership.member_list is None:  # without a member list, unknown nodes are not dead
             return []
         here = {fact.key for fact in self._store.replicas.list_shards(self._job)}
         known = self._store.jobs.versions(self._job)
@@ -355,36 +355,36 @@ class ParityReplicator:
             found = lost_shards(
                 wanted,
                 living=living,
-                held=lambda key: key in here or any(node in living for node in self._holding(key)),
+                held=lambda key: key in here or any(node in living for node in self._confirmed_holders(key)),
             )
         return [one for one in found if self._membership.this_node.id in one.rebuilders]
 
     def _rebuild_missing(self, missing: Sequence[LostShard], living: Collection[str]) -> bool:
-        """Look for what is missing, and make one of those again that nobody has; whether one was made.
+        """Search for missing shards and rebuild one without a holder; return whether one was rebuilt.
 
-        Whose it is may say so itself, when it lives. Then the first heir looks, and each other one a while after the
-        one before it: most often it is there by then.
+        A living owner has ``_MEMBER_WAIT_S`` seconds to report the shard. Then the first rebuilder searches, and
+        each further one ``_RESYNC_S`` seconds later, when the shard usually exists again.
         """
         now, me = self._clock(), self._membership.this_node.id
-        before = self._missed
-        self._missed = {}
+        before = self._search_at
+        self._search_at = {}
         for one in missing:
-            patience_s = _PATIENCE_S if one.member in living else 0.0
-            first = now + patience_s + _LOOK_S * one.rebuilders.index(me)
-            self._missed[one.shard.key] = before.get(one.shard.key, first)
-        due = [one for one in missing if self._missed[one.shard.key] <= now]
+            patience_s = _MEMBER_WAIT_S if one.member in living else 0.0
+            first = now + patience_s + _RESYNC_S * one.rebuilders.index(me)
+            self._search_at[one.shard.key] = before.get(one.shard.key, first)
+        due = [one for one in missing if self._search_at[one.shard.key] <= now]
         if not due:
             return False
-        sight = self._sight()
-        held = {fact.key for looked in sight.nodes.values() for fact in looked.shards}
+        inventory = self._inventory()
+        held = {fact.key for looked in inventory.nodes.values() for fact in looked.shards}
         for one in due:
             key = one.shard.key
-            self._missed[key] = self._clock() + _LOOK_S
+            self._search_at[key] = self._clock() + _RESYNC_S
             with self._changed:
                 owners = {one.member, *self._holders.get(key, {})}
-            if any(node in living and node in sight.unreachable for node in owners):  # it may have it
-                self._missed[key] = self._clock() + PARITY_RETRY_S
-            elif key not in held and is_first_rebuilder(one, me, sight.nodes) and self._rebuild_lost(one):
+            if any(node in living and node in inventory.unreachable for node in owners):  # the node may have the shard
+                self._search_at[key] = self._clock() + PARITY_RETRY_S
+            elif key not in held and is_first_rebuilder(one, me, inventory.nodes) and self._rebuild_lost(one):
                 return True
         return False
 
@@ -393,7 +393,7 @@ class ParityReplicator:
         try:
             self.rebuild(lost.shard)
         except (PeerStoreError, OSError) as error:
-            self._missed[key] = self._clock() + PARITY_RETRY_S
+            self._search_at[key] = self._clock() + PARITY_RETRY_S
             self.totals.errors += 1
             log.warning("job %s: %s, lost with %s, was not rebuilt: %s", self._job, key, lost.member, error)
             return False
@@ -401,35 +401,40 @@ class ParityReplicator:
             self._changed.notify_all()
         return True
 
-    # -- what is to be protected --------------------------------------------------------------------------------------
+    # -- protection ---------------------------------------------------------------------------------------------------
 
     def _report_stripes(self, members: tuple[str, ...], living: Mapping[str, PeerNode]) -> None:
-        """Say which stripes this node's shards are in, to those of the group who have not confirmed them."""
-        facts = self._mine(living)
+        """Report the stripes of this node's shards to members that have not confirmed them."""
+        facts = self._owned_shards(living)
         here = {fact.key for fact in self._store.replicas.list_shards(self._job)}
         wanted = self._store.jobs.versions(self._job).is_needed
         known = {k: n for k, n in self._numbers.items() if k in here or wanted(k.version_id)}
         self._numbers = {**known, **assign_stripe_numbers(facts, known)}
-        told: dict[VersionId, dict[int, int]] = defaultdict(dict)
+        numbers: dict[VersionId, dict[int, int]] = defaultdict(dict)
         for fact in facts:
-            told[fact.key.version_id][self._numbers[fact.key]] = fact.key.part
+            numbers[fact.key.version_id][self._numbers[fact.key]] = fact.key.part
         with self._changed:
-            self._asked = {(who, group): asked for (who, group), asked in self._asked.items() if group in told}
+            self._member_reports = {
+                (member, group): asked for (member, group), asked in self._member_reports.items() if group in numbers
+            }
             for key in [key for key in self._holders if key not in here and not wanted(key.version_id)]:
                 del self._holders[key]
-        for group in sorted(told):
+        for group in sorted(numbers):
             for member in members:
                 if member != self._membership.this_node.id:
                     self._send_report(
                         member,
                         StripeReport(
-                            group, members, told[group], self._membership.generation_of(self._membership.this_node.id)
+                            group,
+                            members,
+                            numbers[group],
+                            self._membership.generation_of(self._membership.this_node.id),
                         ),
                     )
 
     def _send_report(self, member: str, note: StripeReport) -> None:
         now = self._clock()
-        asked = self._asked.get((member, note.version_id))
+        asked = self._member_reports.get((member, note.version_id))
         life = self._membership.generation_of(member)
         if asked is not None and (asked.members, asked.parts, asked.life, asked.mine) == (
             note.members,
@@ -438,32 +443,34 @@ class ParityReplicator:
             note.generation,
         ):
             replicated = asked.kept >= set(note.parts.values())
-            if now - asked.at < (_ASK_AGAIN_S if replicated else _LOOK_S):
+            if now - asked.at < (_REPEAT_REPORT_S if replicated else _RESYNC_S):
                 return
-        if self._later.get(member, 0.0) > now:
+        if self._retry_at.get(member, 0.0) > now:
             return
-        fresh = _Asked(note.members, note.parts, life, note.generation, now)
+        fresh = _MemberReport(note.members, note.parts, life, note.generation, now)
         with self._changed:
-            before = self._stake(member, note.version_id, note.members)
+            before = self._valid_report(member, note.version_id, note.members)
             if before is not None:
                 fresh.kept, fresh.refused, fresh.why = before.kept, before.refused, before.why
-            said = fresh.said
-            self._asked[member, note.version_id] = fresh  # before it is asked: it may say more before it has answered
+            statuses = fresh.said
+            self._member_reports[member, note.version_id] = (
+                fresh  # before the call: the member may send a newer status before it responds
+            )
         try:
             stake = self._membership.client_for(member).call("report_stripe", note, ParityStatus, timeout_s=5.0)
         except (PeerStoreError, OSError) as error:
             log.debug("job %s: %s was not told of version %d: %s", self._job, member, note.version_id.version, error)
-            self._later[member] = now + PARITY_RETRY_S
+            self._retry_at[member] = now + PARITY_RETRY_S
             with self._changed:
                 fresh.at, fresh.why = float("-inf"), f"{member}: {error}"
             return
-        if fresh.said == said:
+        if fresh.said == statuses:
             self.handle_parity_status(member, stake)
 
-    def _make(self, due: ParityTask) -> bool:
+    def _make_parity(self, due: ParityTask) -> bool:
         began = self._clock()
         try:
-            size = self._keeping.make(due, self._stop.is_set)
+            size = self._parity_store.make(due, self._stop.is_set)
         except (PeerStoreError, OSError):
             self.totals.errors += 1
             return False

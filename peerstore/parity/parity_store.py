@@ -44,32 +44,32 @@ log = logging.getLogger(__name__)
 PARITY_RETRY_S = 1.0
 _NO_ROOM_S = 20.0
 _BUSY_S = 3.0
-_MOST_VERSIONS = 64
+_MAX_VERSIONS = 64
 
 
 @dataclass
-class _Told:
-    """What one member said of its shards of one version."""
+class _ReceivedReport:
+    """One member's report on its shards of one version."""
 
     members: tuple[str, ...]
     parts: dict[int, int]
     life: int
-    """What it said in an earlier life does not count: it may have lost what it had."""
+    """Generation of the member: reports of an earlier generation do not count, because shards may be lost."""
 
 
 @dataclass(frozen=True)
 class ParityTask:
-    """A parity that is to be made."""
+    """A parity that this node has to make."""
 
     version_id: VersionId
     number: int
     members: tuple[str, ...]
     parts: dict[str, int]
-    """By member."""
+    """Part by member."""
 
 
 class ParityStore:
-    """One job's parities on this node. Any thread may call; one makes them."""
+    """One job's parities on this node. Thread-safe, but only one thread makes parities."""
 
     def __init__(
         self,
@@ -88,27 +88,27 @@ class ParityStore:
         self._job = job
         self._membership = membership
         self._pace = pace
-        self._puller = RangeReader(membership.client_for, streams=streams)
+        self._reader = RangeReader(membership.client_for, streams=streams)
         self._blobs_of = blobs_of
         self._fetch_blob = fetch_blob
         self._patience_s = patience_s
         self._clock = clock
         self._lock = threading.Lock()
-        self._told: dict[str, dict[VersionId, _Told]] = defaultdict(dict)
-        self._lives: dict[str, tuple[int, float]] = {}
-        """The members' lives as they were seen last, and until when what was said in the one before still counts."""
-        self._news_at: dict[VersionId, float] = {}
-        self._later: dict[tuple[VersionId, int], tuple[float, str]] = {}
-        self._full: set[tuple[VersionId, int]] = set()
+        self._reports: dict[str, dict[VersionId, _ReceivedReport]] = defaultdict(dict)
+        self._generations: dict[str, tuple[int, float]] = {}
+        """Each member's last known generation, and the time until which reports of the previous one count."""
+        self._reported_at: dict[VersionId, float] = {}
+        self._retry_at: dict[tuple[VersionId, int], tuple[float, str]] = {}
+        self._no_room: set[tuple[VersionId, int]] = set()
         self._busy: dict[tuple[VersionId, int], float] = {}
-        """For which there was no room for the moment, and since when."""
-        self._read: dict[ShardKey, StoredParity] = {}
-        """Records of parities that were decoded already."""
+        """Stripes that temporarily had no room, with the time of the first failure."""
+        self._decoded: dict[ShardKey, StoredParity] = {}
+        """Decoded records of parities."""
 
-    # -- what the members say -----------------------------------------------------------------------------------------
+    # -- reports of members -------------------------------------------------------------------------------------------
 
     def record_report(self, sender: str, note: StripeReport) -> bool:
-        """A member says what it has; whether that is news."""
+        """Record a member's report; return whether it is new."""
         if (
             len(note.members) > MAX_PARITY_MEMBERS
             or len(note.parts) > MAX_PARTS_PER_VERSION
@@ -117,27 +117,29 @@ class ParityStore:
             raise RequestError(f"{sender} is in a group of {len(note.members)} with {len(note.parts)} parts")
         if sender not in note.members:
             raise RequestError(f"{sender} told of a group that it is not in: {', '.join(note.members)}")
-        told = _Told(note.members, dict(note.parts), note.generation)
+        told = _ReceivedReport(note.members, dict(note.parts), note.generation)
         with self._lock:
-            versions = self._told[sender]
+            versions = self._reports[sender]
             before = versions.get(note.version_id)
             if before is not None and (before == told or before.life > told.life):
                 return False
             versions[note.version_id] = told
-            for group in sorted(versions)[:-_MOST_VERSIONS]:
+            for group in sorted(versions)[:-_MAX_VERSIONS]:
                 del versions[group]
-            self._news_at[note.version_id] = self._clock()
+            self._reported_at[note.version_id] = self._clock()
             return True
 
     def status_for(self, sender: str, group: VersionId, members: tuple[str, ...]) -> ParityStatus:
-        """What a member may count on here."""
+        """Return the state of a member's shards in this node's parities."""
         kept = [one for one in self.stored() if one.info.version_id == group and one.members == members]
-        kept = self._useful(kept)
+        kept = self._undisturbed(kept)
         with self._lock:
-            said = {member: versions[group] for member, versions in self._current().items() if group in versions}
+            said = {
+                member: versions[group] for member, versions in self._current_reports().items() if group in versions
+            }
             mine = dict(said[sender].parts) if sender in said and said[sender].members == members else {}
-            full = {number: self._later[group, number][1] for at, number in self._full if at == group}
-        # A part that another member has too is safe with either of them.
+            full = {number: self._retry_at[group, number][1] for at, number in self._no_room if at == group}
+        # A part that two members have is protected in the parity of either.
         there = {
             part
             for one in kept
@@ -148,19 +150,21 @@ class ParityStore:
         why = next((full[number] for number in mine if number in full), "")
         return ParityStatus(group, members, tuple(part for part in mine.values() if part in there), refused, why)
 
-    def _useful(self, kept: Iterable[StoredParity]) -> list[StoredParity]:
-        """Those all of whose shards are where they were. Who lost one may have its part back on another member: two
-        shards in one parity that are on one node are lost with it both.
+    def _undisturbed(self, kept: Iterable[StoredParity]) -> list[StoredParity]:
+        """Return parities whose shards are all on their original members.
+
+        A member that lost a shard may find its part on another member. Two shards of one parity on one node would be
+        lost together.
         """
         with self._lock:
-            current = self._current()
+            current = self._current_reports()
             found = []
             for one in kept:
                 group = one.info.version_id
                 at = {
                     member: versions[group].parts.values() for member, versions in current.items() if group in versions
                 }
-                told = {member for member, versions in self._told.items() if group in versions}
+                told = {member for member, versions in self._reports.items() if group in versions}
                 elsewhere = {part for parts in at.values() for part in parts}
                 if all(
                     part in at[member] if member in at else member not in told and part not in elsewhere
@@ -169,66 +173,67 @@ class ParityStore:
                     found.append(one)
         return found
 
-    def _current(self) -> dict[str, dict[VersionId, _Told]]:
-        """What members said since they started last. The caller has the lock.
+    def _current_reports(self) -> dict[str, dict[VersionId, _ReceivedReport]]:
+        """Return members' reports of their current generation; the caller holds the lock.
 
-        For a moment also what they said before: who only refuted a rumour has a higher number too, and tells all anew.
+        For ``patience_s`` seconds, reports of the previous generation count too: a member that only refuted a suspicion
+        also has a higher generation, and reports again.
         """
-        now, found = self._clock(), dict[str, dict[VersionId, _Told]]()
-        for member, versions in self._told.items():
+        now, found = self._clock(), dict[str, dict[VersionId, _ReceivedReport]]()
+        for member, versions in self._reports.items():
             life = self._membership.generation_of(member)
-            known, until = self._lives.get(member, (life, now))
+            known, until = self._generations.get(member, (life, now))
             if known != life:
                 until = now + self._patience_s
-            self._lives[member] = life, until
+            self._generations[member] = life, until
             found[member] = {group: told for group, told in versions.items() if told.life >= life or now < until}
         return found
 
-    # -- what is kept -------------------------------------------------------------------------------------------------
+    # -- stored parities ----------------------------------------------------------------------------------------------
 
     def stored(self) -> list[StoredParity]:
-        """The sealed parities of this node."""
+        """Return the sealed parities of this node; undecodable ones are reported as damaged."""
         found = {}
         for record in self._store.replicas.list_parities(self._job):
-            known = self._read.get(record.key)
+            known = self._decoded.get(record.key)
             try:
                 found[record.key] = known if known is not None else parse_stored_parity(record)
             except RequestError as error:
                 self._store.report_damage(record.key, str(error))
-        self._read = found
+        self._decoded = found
         return list(found.values())
 
     def prune(self, kept: Sequence[StoredParity]) -> None:
-        """Let go of what is of no more use, and of what was told of versions nobody needs."""
-        for key in superseded_parities(kept, self._useful(kept)):
+        """Delete superseded parities, and reports on versions that are not needed."""
+        for key in superseded_parities(kept, self._undisturbed(kept)):
             self._store.replicas.delete_parity(key)
         with self._lock:
-            old = {group for told in self._told.values() for group in told}
+            old = {group for told in self._reports.values() for group in told}
             known = self._store.jobs.versions(self._job)
             old = {group for group in old if not known.is_needed(group)}
-            for told in self._told.values():
+            for told in self._reports.values():
                 for group in old & told.keys():
                     del told[group]
-            self._news_at = {group: at for group, at in self._news_at.items() if group not in old}
-            self._later = {which: later for which, later in self._later.items() if which[0] not in old}
-            self._full &= self._later.keys()
+            self._reported_at = {group: at for group, at in self._reported_at.items() if group not in old}
+            self._retry_at = {which: later for which, later in self._retry_at.items() if which[0] not in old}
+            self._no_room &= self._retry_at.keys()
             self._busy = {which: since for which, since in self._busy.items() if which[0] not in old}
 
-    # -- making -------------------------------------------------------------------------------------------------------
+    # -- new parities -------------------------------------------------------------------------------------------------
 
     def pending_tasks(self, members: tuple[str, ...], kept: Iterable[StoredParity]) -> tuple[list[ParityTask], float]:
-        """What is to be made now, the oldest version first; and after how many seconds to look again."""
-        now, useful = self._clock(), self._useful(kept)
+        """Return the parities to make now, oldest version first, and the seconds until the next check."""
+        now, useful = self._clock(), self._undisturbed(kept)
         mine: dict[VersionId, set[int]] = defaultdict(set)
         parts_of: dict[VersionId, int] = {}
         for fact in self._store.replicas.list_shards(self._job):
             mine[fact.key.version_id].add(fact.key.part)
             parts_of[fact.key.version_id] = fact.parts
         with self._lock:
-            told = {member: versions for member, versions in self._current().items() if member in members}
-            news_at = dict(self._news_at)
-            later = {which: until for which, (until, _) in self._later.items() if until > now}
-            ends = [until for _, until in self._lives.values() if until > now]
+            told = {member: versions for member, versions in self._current_reports().items() if member in members}
+            news_at = dict(self._reported_at)
+            later = {which: until for which, (until, _) in self._retry_at.items() if until > now}
+            ends = [until for _, until in self._generations.values() if until > now]
         found, again = [], min((until - now for until in (*later.values(), *ends)), default=float("inf"))
         known = self._store.jobs.versions(self._job)
         for group in sorted({group for versions in told.values() for group in versions}):
@@ -239,9 +244,9 @@ class ParityStore:
                 for member, versions in told.items()
                 if group in versions and versions[group].members == members
             }
-            heard = mine[group] | {part for parts in numbers.values() for part in parts.values()}
+            reported = mine[group] | {part for parts in numbers.values() for part in parts.values()}
             left_s = news_at.get(group, now) + self._patience_s - now
-            complete = left_s <= 0 or len(heard) >= parts_of.get(group, 1 << 62)
+            complete = left_s <= 0 or len(reported) >= parts_of.get(group, 1 << 62)
             there = [one.info.parts for one in useful if one.info.version_id == group and one.members == members]
             me = self._membership.this_node.id
             for number, parts in parities_to_make(me, members, numbers, there, complete=complete).items():
@@ -252,7 +257,7 @@ class ParityStore:
         return found, again
 
     def make(self, due: ParityTask, stopped: Callable[[], bool]) -> int:
-        """Make one parity and tell the members; the answer is how many bytes were read for it."""
+        """Make one parity and report its state to the members; return the number of bytes read."""
         size = 0
         which = (due.version_id, due.number)
         try:
@@ -263,22 +268,22 @@ class ParityStore:
             full = isinstance(error, ArenaFullError)
             with self._lock:
                 if isinstance(error, ArenaBusyError) and not isinstance(error, ShardPendingError):
-                    # What is kept here may go only once a newer version is settled, and that must not wait for it.
+                    # Old shards can be evicted only after a newer version is replicated, which must not wait for them.
                     full = now - self._busy.setdefault(which, now) >= _BUSY_S
-                self._later[which] = (now + (_NO_ROOM_S if full else PARITY_RETRY_S), f"{self._me}: {error}")
-                (self._full.add if full else self._full.discard)(which)
+                self._retry_at[which] = (now + (_NO_ROOM_S if full else PARITY_RETRY_S), f"{self._me}: {error}")
+                (self._no_room.add if full else self._no_room.discard)(which)
             if not full:
                 raise
         else:
             with self._lock:
-                self._later.pop(which, None)
+                self._retry_at.pop(which, None)
                 self._busy.pop(which, None)
-                self._full.discard(which)
+                self._no_room.discard(which)
         for member in due.parts:
             note = self.status_for(member, due.version_id, due.members)
             try:
                 self._membership.client_for(member).call("parity_status", note, type(None), timeout_s=5.0)
-            except (PeerStoreError, OSError) as error:  # it asks again by itself
+            except (PeerStoreError, OSError) as error:  # the member repeats its report
                 log.debug("job %s: %s was not told of its parity: %s", self._job, member, error)
         return size
 
@@ -289,10 +294,10 @@ class ParityStore:
     def _make(self, due: ParityTask, stopped: Callable[[], bool]) -> int:
         records = {NodeId(member): self._record(member, due.version_id, part) for member, part in due.parts.items()}
         for member, record in records.items():
-            self._take_blobs(member, record)
+            self._fetch_blobs(member, record)
         members = tuple(NodeId(member) for member in due.members)
         stripe = Stripe(due.number, members, tuple(records.get(member) for member in members))
-        with ShardSources(self._store, self._puller, self._pace, me=self._me, sources=len(records)) as ranges:
+        with ShardSources(self._store, self._reader, self._pace, me=self._me, sources=len(records)) as ranges:
             reads = {
                 segment.member: ranges.reader(records[segment.member], [segment.member], stop=segment.stop)
                 for segment in stripe.parity(self._me).segments
@@ -310,8 +315,8 @@ class ParityStore:
                 return record
         raise ShardNotFoundError(f"{member} told of part {part} of version {group.version}, and has it no more")
 
-    def _take_blobs(self, member: str, record: ShardRecord) -> None:
-        """What one needs beside the shard to make sense of it must not be lost with its node."""
+    def _fetch_blobs(self, member: str, record: ShardRecord) -> None:
+        """Fetch the blobs that readers of the shard need, so that they are not lost with its node."""
         fact = ShardInfo(record.key, record.parts, record.size_bytes, record.meta, record.sealed_ns, False)
         here = set(self._store.list_blobs(self._job))
         for name in self._blobs_of(fact):
@@ -320,7 +325,7 @@ class ParityStore:
 
 
 class ShardRebuilder:
-    """Rebuilds shards of one job onto this node."""
+    """Rebuilds lost shards of one job on this node."""
 
     def __init__(
         self,
@@ -336,16 +341,16 @@ class ShardRebuilder:
         self._job = job
         self._membership = membership
         self._pace = pace
-        self._puller = RangeReader(membership.client_for, streams=streams)
-        self._sight = sight
+        self._reader = RangeReader(membership.client_for, streams=streams)
+        self._inventory = sight
 
     def rebuild(
         self, shard: ShardRecord, nodes: Collection[str], *, holders: tuple[str, ...], stopped: Callable[[], bool]
     ) -> bool:
-        """Have ``shard`` here again, out of parities on ``nodes``; False when it is here already."""
+        """Rebuild ``shard`` from parities on ``nodes``; return ``False`` if it is stored already."""
         began = time.monotonic()
         parities, silent = self._parities(shard.key.version_id, nodes)
-        sources = self._sight().sources
+        sources = self._inventory().sources
         rows = parity_sets_for(shard.key, [kept for kept, _ in parities.values()], held=sources.__contains__)
         if not rows and silent:
             raise PeerUnreachableError(
@@ -369,7 +374,7 @@ class ShardRebuilder:
     def _parities(
         self, group: VersionId, nodes: Collection[str]
     ) -> tuple[dict[ShardKey, tuple[ParityRecord, ShardRecord]], list[str]]:
-        """The parities of a version, and the nodes that could not be asked for theirs."""
+        """Return the parities of a version, and the unreachable nodes."""
         found, silent = {}, []
         for node in sorted(nodes):
             try:
@@ -409,7 +414,7 @@ class ShardRebuilder:
         holders: tuple[str, ...],
         stopped: Callable[[], bool],
     ) -> bool:
-        beside = {
+        others = {
             other: there
             for parity in row
             for other, there in zip(parity.stripe.members, parity.stripe.shards, strict=True)
@@ -419,13 +424,13 @@ class ShardRebuilder:
         if wanted is None or wanted.checksums != shard.checksums:
             raise RequestError(f"{shard.key} is another shard in the parities of {', '.join(row[0].stripe.members)}")
         kept = {parity.keeper: record for parity, record in parities.values() if parity in row}
-        many = len(beside) + len(kept)
+        count = len(others) + len(kept)
         with ShardSources(
-            self._store, self._puller, self._pace, me=self._membership.this_node.id, sources=many
+            self._store, self._reader, self._pace, me=self._membership.this_node.id, sources=count
         ) as ranges:
             shards = {
                 other: ranges.reader(record, sources[record.key])
-                for other, record in beside.items()
+                for other, record in others.items()
                 if record.key in sources
             }
             parts = {keeper: ranges.reader(record, [keeper]) for keeper, record in kept.items()}

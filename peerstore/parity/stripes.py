@@ -1,10 +1,10 @@
 """Which parities a node computes and which lost shards it rebuilds, with read-ahead of their sources.
 
-Every member numbers its own shards of a version in the order in which they were sealed; the first of everybody are one
-stripe, the second another. A node can tell its number before it knows what the others have, and those who keep the
-parities need nothing else to agree.
+Every member numbers its shards of a version in the order of their seals. The first shards of all members form one
+stripe, the second ones another. A node knows a shard's number before it knows the other nodes' shards, and the members
+need no other agreement.
 
-Two windows of each source are in memory at a time: the one that is used, and the next one on its way.
+Two windows of each source are in memory at a time: the current one, and the next one, which is being read.
 """
 
 from __future__ import annotations
@@ -35,11 +35,11 @@ from peerstore.store.node_store import NodeStore
 from peerstore.store.received_replicas import MAX_REPLICA_META_BYTES
 
 StripeParts = Mapping[int, int]
-"""Number of a stripe -> part of the version that a member has in it."""
+"""A member's parts of a version by stripe number."""
 
 
 class ParityContents(msgspec.Struct, frozen=True):
-    """What a parity is made of, kept as the meta of its own record."""
+    """The sources of a parity, stored as the meta of its record."""
 
     stripe: Stripe
     keeper: NodeId
@@ -58,7 +58,7 @@ class StoredParity:
 
     @property
     def shards(self) -> dict[NodeId, ShardRecord]:
-        """What is in it, by member; the keeper's own shard never is."""
+        """The parity's shards by member, without the keeper's own shard."""
         stripe = self.parity.stripe
         return {
             member: shard
@@ -72,11 +72,11 @@ class StoredParity:
         return ParityInfo(self.key.version_id, self.parity.stripe.number, self.members, self.parity.keeper, parts)
 
 
-# -- a parity as it is kept -------------------------------------------------------------------------------------------
+# -- stored parities --------------------------------------------------------------------------------------------------
 
 
 def parity_key(stripe: Stripe, keeper: NodeId) -> ShardKey:
-    """Where a parity is kept: the same contents have the same key, so that it is made once."""
+    """Return the key of a parity; equal contents have the same key, so that a parity is made once."""
     first = next(shard for shard in stripe.shards if shard is not None)
     made_of = [(shard.key.part, chunk_checksum(shard.checksums)) if shard else None for shard in stripe.shards]
     name = hashlib.blake2b(msgspec.msgpack.encode((keeper, stripe.members, made_of)), digest_size=8).hexdigest()
@@ -84,7 +84,7 @@ def parity_key(stripe: Stripe, keeper: NodeId) -> ShardKey:
 
 
 def parity_shard_record(stripe: Stripe, keeper: NodeId, checksums: bytes, sealed_ns: int) -> ShardRecord:
-    """The record a parity is kept under."""
+    """Return the record that a parity is stored under."""
     parity = ParityRecord(stripe, keeper, checksums)
     parts = next(shard.parts for shard in stripe.shards if shard is not None)
     meta = message_codec.encode_raw_message(ParityContents(stripe, keeper))
@@ -93,7 +93,7 @@ def parity_shard_record(stripe: Stripe, keeper: NodeId, checksums: bytes, sealed
 
 
 def parse_stored_parity(record: ShardRecord) -> StoredParity:
-    """A parity's record, read; or a :class:`RequestError` that says what is wrong with it."""
+    """Decode a parity's record; raise :class:`RequestError` if it is invalid."""
     contents = message_codec.decode_message(record.meta, ParityContents)
     parity = ParityRecord(contents.stripe, contents.keeper, record.checksums)
     if parity_key(contents.stripe, contents.keeper) != record.key or parity.size_bytes != record.size_bytes:
@@ -101,11 +101,11 @@ def parse_stored_parity(record: ShardRecord) -> StoredParity:
     return StoredParity(record.key, parity)
 
 
-# -- making them ------------------------------------------------------------------------------------------------------
+# -- new parities -----------------------------------------------------------------------------------------------------
 
 
 def assign_stripe_numbers(facts: Iterable[ShardInfo], known: Mapping[ShardKey, int]) -> dict[ShardKey, int]:
-    """A number for every shard, the one it is ``known`` by or the next free one of its version."""
+    """Return a number for every shard: its ``known`` number or the next free one of its version."""
     found = {}
     taken: dict[VersionId, set[int]] = defaultdict(set)
     for key, number in known.items():
@@ -128,10 +128,10 @@ def parities_to_make(
     *,
     complete: bool,
 ) -> dict[int, dict[str, int]]:
-    """The parities of one version that this node is to make now: number -> member -> part.
+    """Return the parities of one version that this node must make now: number -> member -> part.
 
-    ``told`` is what the members said they have, ``kept`` what is in the parities that are sealed here, by member. A
-    stripe waits for all members, unless ``complete`` says that nobody is going to tell more.
+    ``told`` has the members' reported parts, ``kept`` the parts in parities that are sealed here, by member. A stripe
+    waits for all members unless ``complete`` states that no more reports are expected.
     """
     others = [member for member in members if member != me]
     done = list(kept)
@@ -145,7 +145,7 @@ def parities_to_make(
 
 
 def parts_of_stripe(others: Sequence[str], told: Mapping[str, StripeParts], number: int) -> dict[str, int]:
-    """One part per member; where two have the same one (a copy), the first of them: the other one keeps it safe."""
+    """Return one part per member; of two members with the same part, only the first is included."""
     chosen: dict[str, int] = {}
     for member in others:
         part = told.get(member, {}).get(number)
@@ -155,7 +155,7 @@ def parts_of_stripe(others: Sequence[str], told: Mapping[str, StripeParts], numb
 
 
 def superseded_parities(kept: Collection[StoredParity], useful: Collection[StoredParity]) -> list[ShardKey]:
-    """Parities all of whose shards are in a useful one of the same stripe: somebody was late."""
+    """Return parities whose shards are all in a useful, larger parity of the same stripe."""
     found = []
     for one in kept:
         for other in useful:
@@ -166,34 +166,34 @@ def superseded_parities(kept: Collection[StoredParity], useful: Collection[Store
     return found
 
 
-# -- what was lost ----------------------------------------------------------------------------------------------------
+# -- lost shards ------------------------------------------------------------------------------------------------------
 
 
 class LostShard(NamedTuple):
-    """A shard in a parity of this node that nobody is known to hold."""
+    """A shard in a parity of this node without a known holder."""
 
     shard: ShardRecord
     member: NodeId
-    """Whose it was when the parity was made."""
+    """The shard's node when the parity was made."""
     rebuilders: tuple[NodeId, ...]
-    """Who could make it again, in the order in which they look for it: the others of that group that live."""
+    """Living members of the group that could rebuild it, in the order in which they search for it."""
 
 
 def lost_shards(
     kept: Iterable[StoredParity], *, living: Collection[str], held: Callable[[ShardKey], bool]
 ) -> list[LostShard]:
-    """What is in these parities and was lost, or may have been: its holder is gone, or has started again since."""
+    """Return the shards in these parities that have no confirmed holder."""
     found: dict[ShardKey, LostShard] = {}
     for one in kept:
         for member, shard in one.shards.items():
             if shard.key not in found and not held(shard.key):
-                heirs = tuple(other for other in one.members if other in living and other != member)
-                found[shard.key] = LostShard(shard, member, heirs)
+                rebuilders = tuple(other for other in one.members if other in living and other != member)
+                found[shard.key] = LostShard(shard, member, rebuilders)
     return [found[key] for key in sorted(found, key=lambda key: (key.version_id, key.part))]
 
 
 def is_first_rebuilder(lost: LostShard, me: str, nodes: Mapping[str, NodeInventory]) -> bool:
-    """Whether this node is the first that has a parity with the shard in it, by what all said they hold."""
+    """Return whether this node is the first, by all inventories, with a parity that includes the shard."""
     key = lost.shard.key
     keepers = [
         node
@@ -213,10 +213,10 @@ def _parities(looked: NodeInventory | None) -> tuple[ParityInfo, ...]:
 def parity_sets_for(
     key: ShardKey, parities: Iterable[ParityRecord], *, held: Callable[[ShardKey], bool]
 ) -> list[tuple[NodeId, tuple[ParityRecord, ...]]]:
-    """The parities that give a shard back, in sets of one stripe each, and whose shard it is there. Whole sets only.
+    """Return complete sets of parities that restore a shard, one set per stripe, with the shard's member in it.
 
-    Of two that one node keeps, the one is taken that needs no other shard which nobody has (``held``), and then the one
-    with more in it: that was made later.
+    Of two parities on one node, the better one needs no other lost shard (``held``); then the one with more shards,
+    which was made later.
     """
 
     def rank(parity: ParityRecord) -> tuple[bool, int]:
@@ -243,7 +243,7 @@ def parity_sets_for(
 def versions_being_rebuilt(
     parts: Mapping[VersionId, Collection[int]], in_all: Mapping[VersionId, int], facts: Iterable[ParityInfo]
 ) -> dict[VersionId, set[int]]:
-    """Versions newer than the newest whole one that a rebuild is going to complete, and the parts it makes."""
+    """Return versions newer than the newest complete one that rebuilds will complete, and the rebuilt parts."""
     coming = rebuildable_parts(facts, parts)
     found = {}
     for group in sorted(parts, reverse=True):
@@ -258,9 +258,9 @@ def versions_being_rebuilt(
 def rebuildable_parts(
     facts: Iterable[ParityInfo], parts: Mapping[VersionId, Collection[int]]
 ) -> dict[VersionId, set[int]]:
-    """Parts that nobody has and that the parities which are there give back, by version.
+    """Return parts without a holder that the existing parities restore, by version.
 
-    ``parts`` are the ones that somebody has: a parity is worth something only together with all else in it.
+    ``parts`` are the parts with a holder: a parity restores a shard only together with all its other shards.
     """
     keepers: dict[tuple[VersionId, int, tuple[str, ...], str, int], set[str]] = defaultdict(set)
     for fact in facts:
@@ -278,7 +278,7 @@ def rebuildable_parts(
 
 
 def pending_recovery(nodes: Mapping[str, NodeInventory], silent: Collection[str], living: Collection[str]) -> str:
-    """What may still make a newer version whole, in words; nothing when nothing will."""
+    """Return what may still complete a newer version, as text; empty if nothing can."""
     parts: dict[VersionId, set[int]] = defaultdict(set)
     in_all: dict[VersionId, int] = {}
     for looked in nodes.values():
@@ -288,9 +288,9 @@ def pending_recovery(nodes: Mapping[str, NodeInventory], silent: Collection[str]
     newest = max(parts, default=None)
     if newest is not None and len(parts[newest]) >= in_all[newest]:
         return ""
-    unheard = [node for node in silent if node in living]
-    if unheard:
-        return f"nothing was heard of {', '.join(sorted(unheard))}"
+    silent_alive = [node for node in silent if node in living]
+    if silent_alive:
+        return f"nothing was heard of {', '.join(sorted(silent_alive))}"
     pending = versions_being_rebuilt(parts, in_all, [fact for looked in nodes.values() for fact in looked.parities])
     if not pending:
         return ""
@@ -303,7 +303,7 @@ READ_AHEAD_BYTES = 2 << 20
 
 
 class ReadAhead:
-    """Reads what comes next before it is asked for. Used by one thread."""
+    """A reader that reads the next window in advance. Used by one thread."""
 
     def __init__(self, fetch: FetchBytes, size_bytes: int, window_bytes: int, pool: ThreadPoolExecutor) -> None:
         self._fetch = fetch
@@ -315,7 +315,7 @@ class ReadAhead:
         self._next: tuple[int, Future[memoryview]] | None = None
 
     def read(self, start: int, stop: int) -> memoryview:
-        """Bytes ``[start, stop)``, no more than a window, beginning where a chunk begins."""
+        """Return bytes ``[start, stop)``, at most a window, from the beginning of a chunk."""
         if not (self._base <= start and stop <= self._base + len(self._data)):
             self._move(start)
         return self._data[start - self._base : stop - self._base]
@@ -334,11 +334,11 @@ class ReadAhead:
 
 
 class ShardSources:
-    """Readers for one piece of work; close them when it is done."""
+    """Readers of the sources of one parity or rebuild; a context manager."""
 
     def __init__(self, store: NodeStore, puller: RangeReader, pace: RateLimiter, *, me: str, sources: int) -> None:
         self._store = store
-        self._puller = puller
+        self._reader = puller
         self._pace = pace
         self._me = me
         self._pool = ThreadPoolExecutor(max(1, sources), thread_name_prefix="peerstore-ahead")
@@ -346,34 +346,34 @@ class ShardSources:
         self.bytes_read = 0
 
     def reader(self, record: ShardRecord, nodes: Sequence[str], *, stop: int | None = None) -> FetchBytes:
-        """Reads ``record`` up to ``stop``, here if it is here, else from ``nodes``; what comes was compared with it."""
-        fetch = self._here(record) if self._me in nodes else self._there(record, nodes)
+        """Return a reader of ``record`` up to ``stop``, from this node if it is in ``nodes``, else from the others."""
+        fetch = self._local_reader(record) if self._me in nodes else self._remote_reader(record, nodes)
         window = max(1, READ_AHEAD_BYTES // record.chunk_bytes) * record.chunk_bytes
         return ReadAhead(fetch, record.size_bytes if stop is None else stop, window, self._pool).read
 
-    def _here(self, record: ShardRecord) -> FetchBytes:
+    def _local_reader(self, record: ShardRecord) -> FetchBytes:
         fd = self._exit.enter_context(_pinned(self._store, record))
 
         def fetch(start: int, stop: int) -> memoryview:
             data = memoryview(bytearray(stop - start))
-            got = 0
-            while got < len(data):
-                count = os.preadv(fd, [data[got:]], start + got)
+            read_bytes = 0
+            while read_bytes < len(data):
+                count = os.preadv(fd, [data[read_bytes:]], start + read_bytes)
                 if not count:
-                    raise ShardDamagedError(f"{record.key} ends at byte {start + got} of {record.size_bytes}")
-                got += count
+                    raise ShardDamagedError(f"{record.key} ends at byte {start + read_bytes} of {record.size_bytes}")
+                read_bytes += count
             return data
 
         return fetch
 
-    def _there(self, record: ShardRecord, nodes: Sequence[str]) -> FetchBytes:
+    def _remote_reader(self, record: ShardRecord, nodes: Sequence[str]) -> FetchBytes:
         if not nodes:
             raise PeerUnreachableError(f"no node that is reached holds {record.key}")
 
         def fetch(start: int, stop: int) -> memoryview:
             data = memoryview(bytearray(stop - start))
             self._pace.acquire(len(data))
-            pulled = self._puller.read([ReadRequest(record, [ReadTarget(start, stop, data)], list(nodes))])
+            pulled = self._reader.read([ReadRequest(record, [ReadTarget(start, stop, data)], list(nodes))])
             if record.key in pulled.failed:
                 raise pulled.failed[record.key]
             self.bytes_read += len(data)
@@ -385,7 +385,7 @@ class ShardSources:
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._pool.shutdown(cancel_futures=True)  # first: what it reads from is closed next
+        self._pool.shutdown(cancel_futures=True)  # before the files that its threads read are closed
         self._exit.close()
 
 
@@ -411,9 +411,9 @@ def write_parity(
     whole: bool,
     stopped: StopCheck,
 ) -> ShardRecord | None:
-    """``keeper``'s parity of ``stripe``, sealed on this node; ``None`` when it was here already.
+    """Make and seal ``keeper``'s parity of ``stripe``; return ``None`` if it is stored already.
 
-    Every contribution has been compared with its shard's checksums, and the parity's own are of what came of them.
+    Every contribution is compared with its shard's checksums, and the parity's checksums are computed from the result.
     """
     size = stripe.parity(keeper).size_bytes
     parts = next(shard.parts for shard in stripe.shards if shard is not None)
@@ -421,7 +421,9 @@ def write_parity(
     if lease is None:
         return None
     try:
-        sums = _written(store, lease, size, stripe.chunk_bytes, encode_parity(stripe, keeper, reads), stopped=stopped)
+        sums = _write_chunks(
+            store, lease, size, stripe.chunk_bytes, encode_parity(stripe, keeper, reads), stopped=stopped
+        )
         record = parity_shard_record(stripe, keeper, sums, time.time_ns())
         if len(record.meta) > MAX_REPLICA_META_BYTES:
             raise RequestError(f"{record.key}: what it is made of takes {len(record.meta)} bytes to tell")
@@ -443,13 +445,13 @@ def write_rebuilt_shard(
     holders: tuple[str, ...],
     stopped: StopCheck,
 ) -> bool:
-    """A lost shard, here again bit for bit, as a copy that ``holders`` have; False when it was here already."""
+    """Rebuild a lost shard, bit-exact, as a copy with these ``holders``; return ``False`` if it is stored already."""
     lease = store.begin_replica(shard, whole=True)
     if lease is None:
         return False
     try:
         chunks = decode_shard(member, parities, shards, kept)
-        sums = _written(store, lease, shard.size_bytes, shard.chunk_bytes, chunks, stopped=stopped)
+        sums = _write_chunks(store, lease, shard.size_bytes, shard.chunk_bytes, chunks, stopped=stopped)
         if sums != shard.checksums:
             raise ShardDamagedError(f"{shard.key} was rebuilt, but is not what was sealed")
         store.seal_replica(lease.id, shard, holders)
@@ -459,7 +461,7 @@ def write_rebuilt_shard(
     return True
 
 
-def _written(
+def _write_chunks(
     store: NodeStore,
     lease: Lease,
     size_bytes: int,
@@ -468,7 +470,7 @@ def _written(
     *,
     stopped: StopCheck,
 ) -> bytes:
-    """Write ``chunks`` into the slot; the checksums of what is there then."""
+    """Write ``chunks`` into the slot and return the checksums of the slot's bytes."""
     sums = bytearray()
     with closing_fd(store.open_slot(lease.slot)) as fd:
         prefault_file(fd, size_bytes, stopped, start=lease.prefaulted_bytes)

@@ -25,15 +25,15 @@ from peerstore.transport.base import Transport
 log = logging.getLogger(__name__)
 
 _DISCOVER_S = 10.0
-_PINGERS = 24
-_CONNECT_S = 5.0
-"""How long one ping may take, a connection that is made for it included; its answer has less."""
+_PING_THREADS = 24
+_PING_TOTAL_S = 5.0
+"""Seconds that a ping may take, including connection setup; its reply has less time."""
 SHUTDOWN_GRACE_S = 2.0
-"""How long what is on its way has to come to its end, once this node's agent ends."""
+"""Seconds that in-flight requests get to finish when the agent shuts down."""
 
 
 class HeartbeatLoop:
-    """Membership of one job with a clock, connections and threads. Any thread may call."""
+    """Membership of one job: heartbeats, gossip and discovery in background threads. Thread-safe."""
 
     def __init__(
         self,
@@ -55,21 +55,21 @@ class HeartbeatLoop:
         self._changed = changed
         self._clock = clock
         self._lock = threading.RLock()
-        self._seen = threading.Condition(self._lock)
+        self._members_changed = threading.Condition(self._lock)
         self._members = SwimMembership(me, time.time_ns() // 1000, settings or MembershipSettings(), seed=hash(me.id))
         self._discovery: Discovery | None = None
         self._discovered_at = float("-inf")
         self._pending = PendingMembers(self._members.settings)
         self._peers: dict[str, PeerClient] = {}
-        self._lived: set[str] = set()
+        self._previously_alive: set[str] = set()
         self._pings_in_flight: set[str] = set()
-        """Nodes that a ping is on its way to."""
-        self._unmet: set[str] = set()
-        """Those of them that were to be met meanwhile: what they answer now may be of the member list before."""
-        self._living: tuple[int, Mapping[str, PeerNode]] = (-1, {})
-        self._waited = False
+        """Nodes with a ping in flight."""
+        self._ping_again: set[str] = set()
+        """Nodes with a ping in flight that a new member list wants pinged again: that reply may predate the list."""
+        self._cached_alive: tuple[int, Mapping[str, PeerNode]] = (-1, {})
+        self._was_resolved = False
         self._stop = threading.Event()
-        self._pool = ThreadPoolExecutor(_PINGERS, thread_name_prefix="peerstore-ping")
+        self._pool = ThreadPoolExecutor(_PING_THREADS, thread_name_prefix="peerstore-ping")
         self._connections_closed = False
         self._thread = threading.Thread(target=self._run, name="peerstore-tend", daemon=True)
 
@@ -77,7 +77,7 @@ class HeartbeatLoop:
         self._thread.start()
 
     def close_connections(self) -> None:
-        """Nobody is called any more, and who waits for an answer has none."""
+        """Close all peer connections. Pending requests fail."""
         with self._lock:
             self._connections_closed = True
             peers = list(self._peers.values())
@@ -91,22 +91,22 @@ class HeartbeatLoop:
             self._thread.join()
         self._pool.shutdown(cancel_futures=True)
 
-    # -- what is known ------------------------------------------------------------------------------------------------
+    # -- state --------------------------------------------------------------------------------------------------------
 
     @property
     def alive(self) -> Mapping[str, PeerNode]:
-        """The nodes that take part, this one included, and those that were just announced and not met yet."""
+        """Live members, including this node and nodes announced but not contacted so far."""
         with self._lock:
             if self._pending.any_pending:
                 return self._pending.alive_or_pending(self._clock(), self._members.alive or (self.this_node,))
             changes = self._members.changes
-            if self._living[0] != changes:
-                self._living = changes, {node.id: node for node in self._members.alive or (self.this_node,)}
-            return self._living[1]
+            if self._cached_alive[0] != changes:
+                self._cached_alive = changes, {node.id: node for node in self._members.alive or (self.this_node,)}
+            return self._cached_alive[1]
 
     @property
     def node_ids(self) -> list[str]:
-        """The job's nodes, whether they live or not."""
+        """Ids of the job's nodes, live or not."""
         with self._lock:
             member_list = self._members.member_list
             return sorted({*self.alive, *((node.id for node in member_list.nodes) if member_list is not None else ())})
@@ -118,23 +118,24 @@ class HeartbeatLoop:
 
     @property
     def standby(self) -> tuple[NodeId, ...]:
-        """Nodes of the job that have no rank and no vote."""
+        """Nodes of the job without a rank and without a vote."""
         with self._lock:
             return self._members.standby
 
     def state_of(self, node: str) -> str:
+        """Return the node's state, or "stranger" if it is not in the member list."""
         with self._lock:
             found = self._members.state_of(NodeId(node))
             return found.value if found is not None else "stranger"
 
     def generation_of(self, node: str) -> int:
-        """What changes when a node starts again: it may have lost what it held."""
+        """Return a number that rises when the node restarts, because it may have lost its shards."""
         with self._lock:
             return self._members.generation_of(NodeId(node))
 
     @property
     def generations(self) -> Mapping[str, int]:
-        """The same of all nodes of the job, as of now."""
+        """The current generation of every node of the job."""
         with self._lock:
             member_list = self._members.member_list
             return (
@@ -145,12 +146,12 @@ class HeartbeatLoop:
 
     @property
     def is_converged(self) -> bool:
-        """Whether it has heard of all others, or waited for them long enough, to say who lives and who does not."""
+        """Whether membership is known: every node has answered, or the join timeout has passed."""
         with self._lock:
             return self._pending.all_resolved(self._clock(), self._members.alive)
 
     def is_dead(self, node: str) -> bool:
-        """Whether a node is dead, and not only one that was not met yet."""
+        """Return whether the node is dead, and not only announced and not contacted so far."""
         with self._lock:
             return self.state_of(node) == "dead" and not self._pending.is_pending(self._clock(), node)
 
@@ -164,7 +165,7 @@ class HeartbeatLoop:
             return self._members.has_quorum
 
     def check_quorum(self) -> None:
-        """Raise when this side of a partition must not let a new incarnation begin."""
+        """Raise :class:`NoQuorumError` if this partition side must not start a new incarnation."""
         with self._lock:
             if not self._members.has_quorum:
                 raise NoQuorumError(
@@ -174,13 +175,14 @@ class HeartbeatLoop:
                 )
 
     def wait_quorum(self, timeout_s: float) -> bool:
-        with self._seen:
-            return self._seen.wait_for(
+        """Wait until this node has a quorum; return ``False`` at the timeout."""
+        with self._members_changed:
+            return self._members_changed.wait_for(
                 lambda: self._members.has_quorum or self._stop.is_set(), deadlines.remaining_s(timeout_s)
             )
 
     def client_for(self, node: str) -> PeerClient:
-        """A node's agent, to be called."""
+        """Return the client of a node's agent; a new address replaces it."""
         with self._lock:
             address = self._address(node)
             known = self._peers.get(node)
@@ -197,7 +199,7 @@ class HeartbeatLoop:
         """Make a standby node join the job; it may have no rank that configures its agent."""
         members = self.member_list
         if members is not None and node in members.standby:
-            line.call("join_job", JoinJob(members, self._replication), type(None), timeout_s=_CONNECT_S, until=until)
+            line.call("join_job", JoinJob(members, self._replication), type(None), timeout_s=_PING_TOTAL_S, until=until)
 
     def _address(self, node: str) -> str:
         found = self._members.node(NodeId(node))
@@ -208,15 +210,16 @@ class HeartbeatLoop:
         with self._lock:
             return self._members.fence
 
-    # -- what comes in ------------------------------------------------------------------------------------------------
+    # -- member lists and pings ---------------------------------------------------------------------------------------
 
     def set_discovery(self, discovery: Discovery) -> None:
-        """Ask ``discovery`` who belongs to the job, now and from time to time."""
+        """Query ``discovery`` for the job's nodes, now and every ``_DISCOVER_S`` seconds."""
         with self._lock:
             self._discovery, self._discovered_at = discovery, float("-inf")
         self._discover()
 
     def set_member_list(self, member_list: MemberList) -> None:
+        """Apply a member list if it is newer, and ping its new nodes."""
         with self._lock:
             news = self._members.set_member_list(self._clock(), member_list)
             if news:
@@ -228,16 +231,16 @@ class HeartbeatLoop:
                 member_list.version,
                 len(member_list.nodes),
             )
-            self._meet()
+            self._ping_new_members()
             self._notify_changed()
 
-    def _meet(self) -> None:
+    def _ping_new_members(self) -> None:
         with self._lock:
             pings = self._members.ping_new_members(self._clock())
-            flying = [ping.node.id for ping in pings if ping.node.id in self._pings_in_flight]
-            self._members.unsent(flying)
-            self._unmet.update(flying)
-        self._send([ping for ping in pings if ping.node.id not in flying])
+            in_flight = [ping.node.id for ping in pings if ping.node.id in self._pings_in_flight]
+            self._members.unsent(in_flight)
+            self._ping_again.update(in_flight)
+        self._send([ping for ping in pings if ping.node.id not in in_flight])
 
     def handle_ping(self, sender: NodeId, ping: PingMessage) -> PingMessage:
         before = self._members.changes
@@ -269,7 +272,7 @@ class HeartbeatLoop:
             self._stop.wait(self._members.settings.heartbeat_s)
 
     def run_period(self) -> None:
-        """One period: discover when it is time, ping, and see what came of it."""
+        """Run one period: discovery if it is due, pings, and change notifications."""
         try:
             if self._clock() - self._discovered_at >= _DISCOVER_S:
                 self._discover()
@@ -279,14 +282,17 @@ class HeartbeatLoop:
                 pings = self._members.tick(self._clock())
                 indirect = self._members.indirect_pings()
             self._send(pings)
-            self._ask_others(indirect)
-            waited, self._waited = self._waited, self._pending.all_resolved(self._clock(), self._members.alive)
-            if self._members.changes != before or waited != self._waited:
+            self._ping_via_helpers(indirect)
+            waited, self._was_resolved = (
+                self._was_resolved,
+                self._pending.all_resolved(self._clock(), self._members.alive),
+            )
+            if self._members.changes != before or waited != self._was_resolved:
                 self._notify_changed()
             wanted = self._members.newer_list_holder
             if wanted is not None:
                 self._pool.submit(self._fetch_member_list, wanted)
-        except Exception:  # the next period may be better
+        except Exception:  # the next period may succeed
             log.exception("job %s: watching the other nodes failed", self._credentials.job)
 
     def _discover(self) -> None:
@@ -300,12 +306,15 @@ class HeartbeatLoop:
             log.warning("job %s: who belongs to it could not be found out: %s", self._credentials.job, error)
 
     def _send(self, pings: Iterable[PingToSend]) -> None:
-        """Each counts from when its turn comes: one that waits behind others is not late. One at a time per node."""
+        """Queue the pings, at most one per node.
+
+        A ping's timeout starts when a thread sends it, not when it is queued.
+        """
         with self._lock:
             due = [ping for ping in pings if ping.node.id not in self._pings_in_flight]
             self._pings_in_flight |= {ping.node.id for ping in due}
             self._members.pings_queued([ping.node.id for ping in due])
-        with contextlib.suppress(RuntimeError):  # it is closed meanwhile, and nobody waits for an answer any more
+        with contextlib.suppress(RuntimeError):  # the pool was closed meanwhile
             for ping in due:
                 self._pool.submit(self._ping, ping)
 
@@ -314,7 +323,7 @@ class HeartbeatLoop:
         try:
             with self._lock:
                 self._members.ping_sent(self._clock(), node)
-            answer = self._asked(node, ping.gossip)
+            answer = self._call_ping(node, ping.gossip)
         except (PeerStoreError, OSError) as error:
             log.debug("job %s: %s did not answer: %s", self._credentials.job, node, error)
             with self._lock:
@@ -324,16 +333,16 @@ class HeartbeatLoop:
         finally:
             with self._lock:
                 self._pings_in_flight.discard(node)
-                is_met = node not in self._unmet
-                self._unmet.discard(node)
+                is_met = node not in self._ping_again
+                self._ping_again.discard(node)
         if not is_met:
-            self._meet()
+            self._ping_new_members()
         if self._members.changes != before:
             self._notify_changed()
 
-    def _asked(self, node: NodeId, gossip: GossipMessage) -> PingMessage:
+    def _call_ping(self, node: NodeId, gossip: GossipMessage) -> PingMessage:
         timeout_s = self._members.settings.ping_timeout_s
-        within_s = max(_CONNECT_S, timeout_s)
+        within_s = max(_PING_TOTAL_S, timeout_s)
         answer: PingMessage = self.client_for(node).call(
             "ping", self._ping_with(gossip), PingMessage, timeout_s=timeout_s, within_s=within_s
         )
@@ -345,19 +354,22 @@ class HeartbeatLoop:
             self._members.receive_gossip(self._clock(), node, answer.gossip)
         self._apply_ping(answer)
 
-    def _ask_others(self, asked: Iterable[IndirectPingToSend]) -> None:
+    def _ping_via_helpers(self, indirect: Iterable[IndirectPingToSend]) -> None:
         with contextlib.suppress(RuntimeError):
-            for one in asked:
-                self._pool.submit(self._ask_another, one)
+            for ping in indirect:
+                self._pool.submit(self._ping_via_helper, ping)
 
-    def _ask_another(self, asked: IndirectPingToSend) -> None:
-        helper, node = asked.helper.id, asked.node
-        within_s = _CONNECT_S + self._members.settings.ping_timeout_s
+    def _ping_via_helper(self, ping: IndirectPingToSend) -> None:
+        helper, node = ping.helper.id, ping.node
+        within_s = _PING_TOTAL_S + self._members.settings.ping_timeout_s
         try:
             reached = self.client_for(helper).call(
                 "indirect_ping", IndirectPing(node), bool, timeout_s=within_s, within_s=within_s
             )
-        except (PeerStoreError, OSError) as error:  # of another release, or gone: nothing is known by it
+        except (
+            PeerStoreError,
+            OSError,
+        ) as error:  # the helper is unreachable or of another release, which proves nothing
             log.debug("job %s: %s did not say whether %s lives: %s", self._credentials.job, helper, node, error)
             return
         if reached:
@@ -365,14 +377,14 @@ class HeartbeatLoop:
                 self._members.indirect_ack(self._clock(), node)
 
     def can_reach(self, node: NodeId) -> bool:
-        """Whether a node that did not answer another one answers this one."""
+        """Return whether a node that did not answer another node answers this one."""
         with self._lock:
             if node == self.this_node.id or self.state_of(node) in ("stranger", "dead"):
                 return node == self.this_node.id
             gossip = self._members.gossip_for(node)
         before = self._members.changes
         try:
-            self._ping_acked(node, self._asked(node, gossip))
+            self._ping_acked(node, self._call_ping(node, gossip))
         except (PeerStoreError, OSError):
             return False
         if self._members.changes != before:
@@ -386,22 +398,22 @@ class HeartbeatLoop:
             log.debug("job %s: %s did not tell its member list: %s", self._credentials.job, node, error)
 
     def _notify_changed(self) -> None:
-        with self._seen:
-            self._seen.notify_all()
+        with self._members_changed:
+            self._members_changed.notify_all()
         self._close_dead_connections()
         self._changed()
 
     def _close_dead_connections(self) -> None:
-        """Nobody waits any longer for the answer of a node that is dead by now."""
+        """Close the connections to nodes that died, so that no request waits for them."""
         with self._lock:
-            before, self._lived = self._lived, {node.id for node in self._members.alive}
-            gone = [self._peers.pop(node) for node in before - self._lived if node in self._peers]
+            before, self._previously_alive = self._previously_alive, {node.id for node in self._members.alive}
+            gone = [self._peers.pop(node) for node in before - self._previously_alive if node in self._peers]
         for peer in gone:
             peer.close()
 
 
 def build_ping(gossip: GossipMessage, copies: ReplicaStore, job: str) -> PingMessage:
-    """Gossip, and what this node's store knows of the job."""
+    """Return a ping with the gossip and the store's knowledge of the job."""
     known = copies.jobs.versions(job)
     decided = known.decision
     return PingMessage(
@@ -416,7 +428,7 @@ def build_ping(gossip: GossipMessage, copies: ReplicaStore, job: str) -> PingMes
 
 
 def apply_ping(copies: ReplicaStore, job: str, fence: tuple[int, str], ping: PingMessage) -> None:
-    """What others have learned, for this node's store."""
+    """Apply another node's knowledge of the job to this node's store."""
     if ping.resume_point is not None:
         copies.jobs.incarnations.learn_resume_point(job, ping.resume_point)
     if fence > copies.jobs.versions(job).owner:
@@ -428,9 +440,9 @@ def apply_ping(copies: ReplicaStore, job: str, fence: tuple[int, str], ping: Pin
 
 
 class PendingMembers:
-    """Who was announced and is neither known to live nor, for as long as it takes to find out, taken for dead.
+    """Announced nodes that are neither known to live nor taken for dead, until a timeout.
 
-    Without them the first version would be protected by nobody, before a node has met its partners.
+    Without them the first version would have no replicas, because this node has not contacted its partners.
     """
 
     def __init__(self, settings: MembershipSettings) -> None:
@@ -441,13 +453,13 @@ class PendingMembers:
         self._until = float("-inf")
 
     def announce(self, now: float, member_list: MemberList, living: Iterable[PeerNode]) -> None:
-        """A new member list is in use; some of its nodes are known to live already."""
+        """Start the timeout for a new member list; nodes in ``living`` are not pending."""
         seen = {node.id for node in living}
         self._nodes = {node.id: node for node in member_list.nodes if node.id not in seen}
         self._until = now + self._longest_s
 
     def alive_or_pending(self, now: float, living: Collection[PeerNode]) -> dict[str, PeerNode]:
-        """The living, and the newcomers. Those that are met are none any more: they may die like any other."""
+        """Return the live and the pending nodes; a node that has been contacted is no longer pending."""
         found: dict[str, PeerNode] = {node.id: node for node in living}
         if self._nodes:
             self._nodes = {name: node for name, node in self._nodes.items() if name not in found}
@@ -459,13 +471,13 @@ class PendingMembers:
 
     @property
     def any_pending(self) -> bool:
-        """Whether anybody may be missing among the living."""
+        """Whether any announced node may be pending."""
         return bool(self._nodes)
 
     def all_resolved(self, now: float, living: Iterable[PeerNode]) -> bool:
-        """Whether all were met, or waited for long enough, to say who lives and who does not."""
+        """Return whether every announced node has been contacted, or the timeout has passed."""
         return not self._nodes or now >= self._until or not self._nodes.keys() - {node.id for node in living}
 
     def is_pending(self, now: float, node: str) -> bool:
-        """Whether a node that does not live by what is known may just not have been met yet."""
+        """Return whether the node was announced and has not been contacted, within the timeout."""
         return node in self._nodes and now < self._until

@@ -17,12 +17,12 @@ from peerstore.transport.authentication import HANDSHAKE_TIMEOUT_S, authenticate
 from peerstore.transport.base import MessageChannel, Payload, ProgressCallback, Transport
 
 _CONNECT_S = 5.0
-_ANSWER_S = 60.0
+_RESPONSE_S = 60.0
 T = TypeVar("T")
 
 
 class PeerCredentials:
-    """What lets this process talk to the agents of a job: whose name it uses, and the job's secret."""
+    """Credentials for the agents of a job: the job's name, this node's id, and the job's secret."""
 
     def __init__(self, job: str, me: NodeId, secret: bytes) -> None:
         self.job = job
@@ -30,7 +30,7 @@ class PeerCredentials:
         self.secret = secret
 
     def __repr__(self) -> str:
-        return f"Pass(job={self.job!r}, me={self.node_id!r})"  # the secret is nobody's business
+        return f"Pass(job={self.job!r}, me={self.node_id!r})"  # without the secret
 
 
 class PeerConnection:
@@ -40,7 +40,7 @@ class PeerConnection:
         self._channel = channel
 
     def send(self, op: str, body: object, payload: Payload = ()) -> None:
-        """A message that is not answered."""
+        """Send a message that has no response."""
         self._channel.send(_encode(op, body), payload)
 
     def call(
@@ -51,12 +51,12 @@ class PeerConnection:
         *,
         payload: Payload = (),
         into: Sequence[memoryview] = (),
-        timeout_s: float = _ANSWER_S,
+        timeout_s: float = _RESPONSE_S,
         until: float | None = None,
     ) -> Any:
-        """The answer as a ``result``; the bytes that come with it go ``into`` the views, which they must fill.
+        """Send a request and return the response as ``result``; its payload must fill the views ``into`` exactly.
 
-        ``until`` is when even an answer that has begun is not waited for any longer.
+        ``until`` is the monotonic time at which the call fails even if a response has begun.
         """
         self.send(op, body, payload)
         return self.receive_response(op, result, into=into, timeout_s=timeout_s, until=until)
@@ -68,14 +68,14 @@ class PeerConnection:
         *,
         into: Sequence[memoryview] = (),
         watch: Callable[[Any], ProgressCallback] | None = None,
-        timeout_s: float = _ANSWER_S,
+        timeout_s: float = _RESPONSE_S,
         until: float | None = None,
     ) -> Any:
-        """What is said to the first question that has had no answer yet: they come in the order of the questions.
+        """Return the response to the oldest request without one: responses arrive in the order of the requests.
 
-        ``watch`` is given the answer, and what it makes of it sees the bytes arrive.
+        ``watch`` receives the decoded response and returns a callback for the progress of the payload.
         """
-        incoming = self._channel.receive(idle_s=timeout_s, within_s=_left(until))
+        incoming = self._channel.receive(idle_s=timeout_s, within_s=_remaining_s(until))
         if incoming is None:
             raise PeerUnreachableError(f"{self._channel.peer} closed the connection instead of answering {op!r}")
         answer = message_codec.decode_message(incoming.header, PeerResponse)
@@ -96,7 +96,7 @@ class PeerConnection:
 
 
 class PeerClient:
-    """One other node's agent. Any thread may call; connections are opened as they are needed and kept."""
+    """Client of one other node's agent. Thread-safe; connections are opened on demand and pooled."""
 
     def __init__(
         self,
@@ -107,7 +107,7 @@ class PeerClient:
         connect_s: float = _CONNECT_S,
         greet: Callable[[PeerConnection, float | None], None] = lambda _line, _until: None,
     ) -> None:
-        """Call ``greet`` with each new connection and a deadline, before the first request."""
+        """Initialize; ``greet`` is called with each new connection and a deadline before its first request."""
         self.address = address
         self._transport = transport
         self._credentials = credentials
@@ -127,13 +127,16 @@ class PeerClient:
         *,
         payload: Payload = (),
         into: Sequence[memoryview] = (),
-        timeout_s: float = _ANSWER_S,
+        timeout_s: float = _RESPONSE_S,
         within_s: float | None = None,
     ) -> Any:
-        """``timeout_s`` is for the answer to begin, ``within_s`` for all of it, a connection that is made included."""
+        """Send a request on a pooled connection and return the response.
+
+        ``timeout_s`` limits the time until the response begins, ``within_s`` the whole call including connection setup.
+        """
         limit_s = deadlines.remaining_s(math.inf if within_s is None else within_s)
         until = None if math.isinf(limit_s) else time.monotonic() + limit_s
-        if self._idle:  # one that was kept may lead to an agent that was restarted since
+        if self._idle:  # a pooled connection may lead to an agent that has restarted
             with contextlib.suppress(PeerUnreachableError), self.connection(until=until) as line:
                 return line.call(op, body, result, payload=payload, into=into, timeout_s=timeout_s, until=until)
         with self.connection(fresh=True, until=until) as line:
@@ -141,7 +144,7 @@ class PeerClient:
 
     @contextlib.contextmanager
     def connection(self, *, fresh: bool = False, until: float | None = None) -> Iterator[PeerConnection]:
-        """A connection to oneself; one that failed is not used again."""
+        """Yield a connection for exclusive use; it is closed after a transport error."""
         with self._lock:
             line = self._idle.pop() if self._idle and not fresh else None
         line = line or self._open(until)
@@ -155,7 +158,7 @@ class PeerClient:
         except (PeerUnreachableError, ProtocolError):
             line.close()
             raise
-        except PeerStoreError:  # the other side's answer: the connection is as good as before
+        except PeerStoreError:  # an error response: the connection is still usable
             self._return(line)
             raise
         except BaseException:
@@ -172,7 +175,7 @@ class PeerClient:
             raise PeerUnreachableError("this node's agent does not listen for others")
         if self._closed:
             raise PeerUnreachableError(f"{self.address} was given up")
-        left_s = _left(until)
+        left_s = _remaining_s(until)
         connect_s = self._connect_s if left_s is None else min(self._connect_s, left_s)
         channel = self._transport.connect(self.address, timeout_s=connect_s)
         with self._lock:
@@ -181,7 +184,7 @@ class PeerClient:
         try:
             if closed:
                 raise PeerUnreachableError(f"{self.address} was given up")
-            left_s = _left(until)
+            left_s = _remaining_s(until)
             within_s = HANDSHAKE_TIMEOUT_S if left_s is None else min(HANDSHAKE_TIMEOUT_S, left_s)
             authenticate_to_server(
                 channel,
@@ -208,7 +211,7 @@ class PeerClient:
         line.close()
 
     def close(self) -> None:
-        """End all connections, also those that somebody waits on, and those on which nobody has answered yet."""
+        """Close all connections, also busy and opening ones."""
         with self._lock:
             self._closed = True
             ended: list[PeerConnection | MessageChannel] = [*self._idle, *self._busy, *self._opening]
@@ -217,7 +220,7 @@ class PeerClient:
             one.close()
 
 
-def _left(until: float | None) -> float | None:
+def _remaining_s(until: float | None) -> float | None:
     if until is None:
         return None
     left_s = until - time.monotonic()

@@ -1,7 +1,7 @@
 """Messages between the node agents of a job. Every request except a replica's chunk has a response.
 
-A connection belongs to one job: both sides have proven that they know its secret, and nothing of another job can be
-named on it.
+A connection belongs to one job: both sides have proven that they know its secret, and requests for
+other jobs are refused.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ from peerstore.settings import ReplicationSettings
 from peerstore.shard_records import ResumePoint, RetentionMark, ShardInfo, ShardKey, ShardRecord, VersionId
 
 MAX_RANGES_PER_READ = 4096
-"""Ranges in one read: enough to fill a message, few enough to check first."""
+"""Largest number of ranges in one read: enough to fill a message, and few enough to check first."""
 MAX_BLOBS_PER_REQUEST = 1024
-"""Small things that one question may be for."""
+"""Largest number of blobs in one request."""
 MAX_NODES_PER_REQUEST = 1024
-"""Nodes that one other may be asked to look for."""
+"""Largest number of nodes that one request to a delegate lists."""
 MAX_REASON_CHARS = 1000
 """Characters of a reason."""
 
@@ -37,48 +37,48 @@ class PeerResponse(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_
     body: msgspec.Raw
 
 
-# -- copies -----------------------------------------------------------------------------------------------------------
+# -- replicas ---------------------------------------------------------------------------------------------------------
 
 
 class OfferReplica(msgspec.Struct, frozen=True):
-    """Take a copy of this shard."""
+    """Offer a replica of this shard."""
 
     record: ShardRecord
     holders: tuple[str, ...]
-    """Who is to hold it, the writer's node first."""
+    """Nodes chosen to hold it, the writer's node first."""
     committed: bool
-    """Every part of its version is sealed, as far as the sender knows."""
+    """Whether every part of its version is sealed, as far as the sender knows."""
     blobs: tuple[str, ...] = ()
-    """What one needs beside it to make sense of it."""
+    """Names of the job's blobs that a reader of the shard needs."""
     resume_point: ResumePoint | None = None
-    """What the job went on from: a copy of a new incarnation must not take the place of that."""
+    """The version that the job resumed from: a replica of a new incarnation must not evict it."""
 
 
 class OfferReply(msgspec.Struct, frozen=True):
-    """What the receiver does not have of an offered shard."""
+    """The parts of an offered shard that the receiver lacks."""
 
     transfer: str
-    """Empty when the whole copy is there already."""
+    """Id of the transfer; empty if the replica is stored already."""
     missing: tuple[tuple[int, int], ...] = ()
     """Runs ``[first, stop)`` of chunks to send."""
     blobs: tuple[str, ...] = ()
 
 
 class ReplicaChunk(msgspec.Struct, frozen=True, array_like=True):
-    """One chunk of a transfer; its bytes follow. Not answered, so that the next one can follow at once."""
+    """One chunk of a transfer; its bytes follow. It has no response, so that the next chunk can follow at once."""
 
     transfer: str
     number: int
 
 
 class FlushChunks(msgspec.Struct, frozen=True):
-    """Which of the chunks sent on this connection are not what the record says? The answer is their numbers."""
+    """Request the numbers of the chunks sent on this connection that do not match the record."""
 
     transfer: str
 
 
 class CommitReplica(msgspec.Struct, frozen=True):
-    """Everything was sent. Answered when every chunk has been verified and the copy is sealed."""
+    """Complete the transfer; the response is sent after every chunk is verified and the replica is sealed."""
 
     transfer: str
 
@@ -88,7 +88,7 @@ class AbortReplica(msgspec.Struct, frozen=True):
 
 
 class UpdateHolders(msgspec.Struct, frozen=True):
-    """Who holds a shard has changed."""
+    """New holders of a shard."""
 
     key: ShardKey
     holders: tuple[str, ...]
@@ -103,55 +103,55 @@ class PutPeerBlob(msgspec.Struct, frozen=True):
 
 
 class StripeReport(msgspec.Struct, frozen=True):
-    """Which parts of a version the sender has to protect, each in a numbered stripe of its group."""
+    """The parts of a version that the sender wants protected, each in a numbered stripe of its group."""
 
     version_id: VersionId
     members: tuple[str, ...]
     parts: dict[int, int]
-    """Number of the stripe -> part."""
+    """Part by stripe number."""
     generation: int
-    """Which of its lives the sender is in: one that starts again may have lost them."""
+    """Generation of the sender: a restarted node may have lost the parts."""
 
 
 class ParityStatus(msgspec.Struct, frozen=True):
-    """What became of the parts that a member told of: the answer, and said again when it changes."""
+    """The state of a member's reported parts: the response, sent again after each change."""
 
     version_id: VersionId
     members: tuple[str, ...]
     stored: tuple[int, ...] = ()
     """Parts that are in a sealed parity of these members on the sender."""
     rejected: tuple[int, ...] = ()
-    """Parts for which it has no room, for now."""
+    """Parts for which the sender currently has no room."""
     why: str = ""
 
 
 class GetParities(msgspec.Struct, frozen=True):
-    """The records of the parities of this version; they can be read like shards."""
+    """Request the records of this version's parities, which are read like shards."""
 
     version_id: VersionId
 
 
 class ParityInfo(msgspec.Struct, frozen=True):
-    """One line about a parity, for those who want to know what could be rebuilt."""
+    """A summary of one parity, to determine which parts can be rebuilt."""
 
     version_id: VersionId
     number: int
     members: tuple[str, ...]
     keeper: str
     parts: dict[str, int]
-    """Which part of the version is in it, by member."""
+    """The part that the parity includes, by member."""
 
     @property
     def stripe_id(self) -> tuple[VersionId, int, tuple[str, ...]]:
-        """The same for all parities of one stripe."""
+        """Identity of the stripe, equal for all its parities."""
         return self.version_id, self.number, self.members
 
 
-# -- looking and reading ----------------------------------------------------------------------------------------------
+# -- inventories and reads --------------------------------------------------------------------------------------------
 
 
 class GetNodeInventory(msgspec.Struct, frozen=True):
-    """What is there of the job."""
+    """Request the node's inventory of the job."""
 
 
 class NodeInventory(msgspec.Struct, frozen=True):
@@ -160,14 +160,14 @@ class NodeInventory(msgspec.Struct, frozen=True):
     incarnation: str
     replicated: VersionId | None
     verifying: int
-    """Shards that are there and not verified yet."""
+    """Number of recovered shards that are not verified yet."""
     parities: tuple[ParityInfo, ...] = ()
     last_committed: VersionId | None = None
-    """The newest version that is known there to have been whole, whether any of it is left or not."""
+    """The newest version that the node knew to be committed, even if none of it remains."""
 
 
 class GetPartitionInventory(msgspec.Struct, frozen=True):
-    """Look, as of now, at these nodes of your partition, yourself included. They are sent a ``GetNodeInventory``."""
+    """Request current inventories of these nodes of the receiver's partition, which sends them ``GetNodeInventory``."""
 
     nodes: Annotated[
         tuple[Annotated[str, msgspec.Meta(max_length=128)], ...], msgspec.Meta(max_length=MAX_NODES_PER_REQUEST)
@@ -176,15 +176,15 @@ class GetPartitionInventory(msgspec.Struct, frozen=True):
 
 class PartitionInventory(msgspec.Struct, frozen=True):
     nodes: dict[str, msgspec.Raw]
-    """What each of them said, a ``NodeInventory``; decoded only for nodes that were asked for."""
+    """A ``NodeInventory`` by node, decoded only for requested nodes."""
     unreachable: dict[str, str]
-    """Of whom nothing can be said here, and why."""
+    """Nodes without an inventory, and the reason."""
 
 
 class GetShardRecords(msgspec.Struct, frozen=True):
     version_id: VersionId
     parts: tuple[int, ...] = ()
-    """Only of these; of all that are there where none is named."""
+    """Parts to return; empty: all parts on the node."""
 
 
 class GetPeerBlob(msgspec.Struct, frozen=True):
@@ -192,78 +192,78 @@ class GetPeerBlob(msgspec.Struct, frozen=True):
 
 
 class GetPeerBlobs(msgspec.Struct, frozen=True):
-    """As many of these as are there and fit into one answer, in this order; at least the first that is there."""
+    """Request these blobs, in this order, as far as they exist and fit into one response (at least one)."""
 
     names: Annotated[tuple[str, ...], msgspec.Meta(max_length=MAX_BLOBS_PER_REQUEST)]
 
 
 class ReadRanges(msgspec.Struct, frozen=True):
-    """Bytes ``[start, stop)`` of a sealed shard, for every range; they follow the answer, one behind the other."""
+    """Request bytes ``[start, stop)`` of a sealed shard for every range; they follow the response, concatenated."""
 
     key: ShardKey
     checksums: int
-    """xxh3-64 of the record's checksums: both sides mean the same bytes."""
+    """xxh3-64 of the record's checksums, so that both nodes mean the same bytes."""
     ranges: tuple[tuple[int, int], ...]
 
 
 class RangeDigests(msgspec.Struct, frozen=True):
     digests: bytes
-    """xxh3-64 of each range (8 bytes, little-endian), taken from bytes that were compared with the seal's checksums."""
+    """xxh3-64 of each unaligned range (8 bytes, little-endian), of bytes that matched the seal's checksums."""
 
 
 class VerifyChunks(msgspec.Struct, frozen=True):
-    """What came from there differs from what was sealed: the holder looks at it itself."""
+    """Request that the holder verify these chunks, because the received bytes did not match the seal."""
 
     key: ShardKey
     chunks: tuple[tuple[int, int], ...]
 
 
-# -- who is there -----------------------------------------------------------------------------------------------------
+# -- membership and versions ------------------------------------------------------------------------------------------
 
 
 class PingMessage(msgspec.Struct, frozen=True):
-    """Both the question and the answer."""
+    """A ping, and its response."""
 
     gossip: GossipMessage
     replicated: VersionId | None = None
-    """The newest version the sender knows to have all its copies."""
+    """The newest version that the sender knows to be replicated."""
     has_clients: bool = False
-    """Processes of the sender's node take part in the job: what is kept for it is still wanted."""
+    """Whether processes of the sender's node work on the job, so that its shards do not expire."""
     resume_point: ResumePoint | None = None
-    """What the job went on from, as far as the sender has heard."""
+    """The version that the job resumed from, as far as the sender knows."""
     retention: Annotated[tuple[RetentionMark, ...], msgspec.Meta(max_length=2 * MAX_RETAINED_VERSIONS)] = ()
-    """Versions that somebody wants kept, or not any more."""
+    """Marks that retain versions on request, or no longer do."""
     committed: VersionId | None = None
-    """The newest version the sender knows to be whole."""
+    """The newest version that the sender knows to be committed."""
     aborted: Annotated[tuple[VersionId, ...], msgspec.Meta(max_length=MAX_ABORTED_VERSIONS)] = ()
-    """Versions the sender knows to be torn."""
+    """Versions that the sender knows to be aborted."""
 
 
 class DeleteVersions(msgspec.Struct, frozen=True):
-    """The job's owner gives up these versions, wherever they are."""
+    """Request to delete these versions of the job, on behalf of its owner."""
 
     versions: Annotated[tuple[VersionId, ...], msgspec.Meta(max_length=1024)]
 
 
 class VersionNotDurable(msgspec.Struct, frozen=True):
-    """The sender's part of this version does not become durable, so the version does not. It stays where it is."""
+    """Report that the sender failed to upload its part, so the version is not durable; it stays in memory."""
 
     version_id: VersionId
     why: Annotated[str, msgspec.Meta(max_length=MAX_REASON_CHARS)]
 
 
 class IndirectPing(msgspec.Struct, frozen=True):
-    """Whether who is asked reaches ``node``, which did not answer who asks: a bool."""
+    """Request whether the receiver reaches ``node``, which did not answer the sender; the response is a bool."""
 
     node: str
 
 
 class JoinJob(msgspec.Struct, frozen=True):
-    """Join this connection's job, which the receiver does not know yet."""
+    """Request to join this connection's job, which the receiver does not know so far."""
 
     member_list: MemberList
     settings: ReplicationSettings
 
 
 class GetMemberList(msgspec.Struct, frozen=True):
-    """Who belongs to the job, as far as the other node knows?"""
+    """Request the receiver's member list of the job."""

@@ -1,11 +1,11 @@
 """Ranged reads from many nodes at once: coalesce, split into pieces, assign to the fastest source, verify.
 
-Every source has streams of its own that take the next piece it can serve: a fast one serves more. What a source did not
-deliver goes to the others; what was delivered stays. A piece is done when it was compared: whole chunks with the seal's
-checksums, the rest with a digest of bytes that their holder has compared.
+Every source has its own streams, which take the next piece that it can serve, so a fast source serves more. Pieces that
+a source did not deliver go to other sources; delivered pieces stay. A piece is done when it is verified: whole chunks
+against the seal's checksums, the rest against a digest of bytes that the holder has verified.
 
-What lies side by side in the shard is asked for as one, wherever its parts are to be: most of it is whole chunks then,
-which their holder sends as they are.
+Adjacent targets in the shard are requested as one span, wherever their bytes are stored. Most of a span is whole
+chunks, which the holder sends without a check.
 """
 
 from __future__ import annotations
@@ -33,11 +33,11 @@ log = logging.getLogger(__name__)
 
 
 _GAP_BYTES = 64
-"""Between two targets, most that is read along with them: what aligns one tensor behind another."""
+"""Largest gap between two targets that is read along with them: padding between aligned tensors."""
 
 
 class ReadTarget(NamedTuple):
-    """Bytes ``[start, stop)`` of a shard, and where they are to be."""
+    """Bytes ``[start, stop)`` of a shard, and the memory for them."""
 
     start: int
     stop: int
@@ -45,7 +45,7 @@ class ReadTarget(NamedTuple):
 
 
 class ReadSpan(NamedTuple):
-    """Bytes ``[start, stop)`` of a shard, and the views they fill one behind the other."""
+    """Bytes ``[start, stop)`` of a shard, and the views that they fill in order."""
 
     start: int
     stop: int
@@ -53,7 +53,7 @@ class ReadSpan(NamedTuple):
 
 
 def coalesce_targets(targets: Iterable[ReadTarget]) -> list[ReadSpan]:
-    """Targets that lie side by side in the shard as one span; a small gap between two goes to a view of its own."""
+    """Return adjacent targets as one span; a small gap between two targets is read into a scratch view."""
     found: list[ReadSpan] = []
     views: list[memoryview] = []
     first = last = 0
@@ -72,7 +72,7 @@ def coalesce_targets(targets: Iterable[ReadTarget]) -> list[ReadSpan]:
 
 
 def split_span(span: ReadSpan, chunk_bytes: int, step_bytes: int) -> Iterable[ReadSpan]:
-    """The start up to the first chunk, whole chunks ``step_bytes`` at a time, and the rest."""
+    """Yield the start up to the first chunk, whole chunks ``step_bytes`` at a time, and the rest."""
     start, stop, views = span
     edge = min(stop, -(-start // chunk_bytes) * chunk_bytes)
     last = max(edge, stop // chunk_bytes * chunk_bytes)
@@ -91,7 +91,7 @@ def split_span(span: ReadSpan, chunk_bytes: int, step_bytes: int) -> Iterable[Re
 
 
 def span_digest(span: ReadSpan) -> bytes:
-    """Of all its bytes, little-endian."""
+    """Return the xxh3-64 of the span's bytes, little-endian."""
     if len(span.views) == 1:
         return xxhash.xxh3_64_digest(span.views[0])[::-1]
     state = xxhash.xxh3_64()
@@ -103,17 +103,17 @@ def span_digest(span: ReadSpan) -> bytes:
 _PIECE_BYTES = 4 << 20
 _PIECE_RANGES = 512
 _LATE_S = 2.0
-"""A piece is nobody's fault before it has been on its way for so long."""
-_TIMES = 4.0
-"""A source that takes so many times as long as another one for a piece is slow."""
-_LOOK_S = 0.5
-"""What came of a late piece in so long is its source's pace."""
+"""Seconds in flight before which a piece never counts as late."""
+_SLOW_FACTOR = 4.0
+"""A source is slow if a piece takes this many times as long as another source would need."""
+_PROGRESS_S = 0.5
+"""Seconds between two checks of a late piece's progress."""
 _UNMEASURED_BYTES_PER_S = 4 << 20
 """Expected rate of a source for bytes beyond its measured pieces."""
 
 
 class ReadableShard(Protocol):
-    """What a reader has to know of a shard."""
+    """The fields of a shard that a reader needs."""
 
     @property
     def key(self) -> ShardKey: ...
@@ -127,7 +127,7 @@ class ReadableShard(Protocol):
 
 @dataclass(frozen=True)
 class ReadRequest:
-    """What is wanted of one shard, and who has it, the preferred source first."""
+    """Targets within one shard, and its holders, the preferred source first."""
 
     shard: ReadableShard
     targets: Sequence[ReadTarget]
@@ -136,17 +136,19 @@ class ReadRequest:
 
 @dataclass
 class ReadResult:
-    """What came, from where, and what did not come."""
+    """Bytes read from each source, and the failures."""
 
     bytes_from: dict[str, int] = field(default_factory=lambda: defaultdict(int))
     failed: dict[ShardKey, PeerStoreError] = field(default_factory=dict)
-    """Shards of which something came from nobody, and the last reason."""
+    """Shards with targets that no source delivered, and the last error."""
     rejected_replicas: list[tuple[str, ShardKey, str]] = field(default_factory=list)
-    """Copies that were not what was sealed: who has them, and what was wrong."""
+    """Damaged copies: the node, the shard and the problem."""
 
 
 @dataclass
 class ReadPiece:
+    """One request to a source: spans of one shard, and the state of their delivery."""
+
     wish: ReadRequest
     spans: list[ReadSpan]
     size_bytes: int
@@ -154,16 +156,17 @@ class ReadPiece:
     busy: bool = False
     done: bool = False
     doubted: set[str] = field(default_factory=set)
-    """Sources whose answer was not what they hold: they are asked once more."""
+    """Sources whose response did not match although their copy is intact: they get one more attempt."""
     holder: str = ""
-    """Who was asked for it last."""
+    """The source of the last request."""
     asked_at: float = 0.0
     arrived_bytes: int = 0
     looked_at: float | None = None
-    """When it was late and seemed to come in time, and what had arrived then."""
+    """Time of the last progress check of a late piece that seemed to arrive in time."""
     looked_bytes: int = 0
+    """Bytes that had arrived at the last progress check."""
     cut: Callable[[], object] = lambda: None
-    """Ends the connection that it is to come on."""
+    """Closes the connection that the piece is expected on."""
 
 
 class _Pace(NamedTuple):
@@ -180,10 +183,11 @@ class _Pace(NamedTuple):
 
 
 class PieceQueue:
-    """The pieces of one pull, and who may still serve them. Any thread may call.
+    """The pieces of one read, and the sources that can still serve them. Thread-safe.
 
-    A source that keeps a piece much longer than another one would need for it is slow: the connection is cut, so that
-    nothing of it can arrive any more, and the piece is the other one's. What nobody else has still comes from it.
+    A source that takes much longer for a piece than another one would need is slow. Its connection is closed, so that
+    none of its bytes can arrive later, and the other source gets the piece. Pieces without another source still come
+    from it.
     """
 
     def __init__(self, wishes: Iterable[ReadRequest], *, clock: Callable[[], float] = time.monotonic) -> None:
@@ -192,14 +196,14 @@ class PieceQueue:
         self._paces: dict[str, _Pace] = {}
         self._serving = 0
         self._streaming: set[int] = set()
-        """Threads that are connected, and may have targets in their hands."""
-        self._away: dict[int, ReadPiece] = {}
-        """Those that somebody was asked for."""
+        """Ids of connected threads, which may hold views of targets."""
+        self._in_flight: dict[int, ReadPiece] = {}
+        """Pieces that were requested from a source."""
         self._pieces = [piece for wish in wishes for piece in _pieces(wish)]
         self._left: dict[str, int] = defaultdict(int)
-        """How many pieces that have not come yet each source could serve."""
+        """Number of undelivered pieces that each source could serve."""
         self._free: dict[str, list[tuple[int, int, int, ReadPiece]]] = defaultdict(list)
-        """For each source a heap of pieces to take next; some have been taken by others since."""
+        """Heap of the next pieces for each source; some of them are taken already."""
         self._numbers = itertools.count()
         self._changed = threading.Condition()
         self.report = ReadResult()
@@ -211,7 +215,7 @@ class PieceQueue:
                 self._left[source] += 1
 
     def pieces_per_source(self) -> dict[str, int]:
-        """How many pieces each source could serve."""
+        """Return the number of undelivered pieces that each source could serve."""
         return dict(self._left)
 
     def bytes_from(self, source: str) -> int:
@@ -219,85 +223,90 @@ class PieceQueue:
             return self.report.bytes_from.get(source, 0)
 
     def wait_for_work(self, source: str) -> bool:
-        """Once there is something that ``source`` may serve; False when there never will be."""
+        """Wait for a piece that ``source`` can serve; return ``False`` if there will be none."""
         with self._changed:
             while self.error is None and self._left[source]:
-                if self._top(source) is not None:
+                if self._next_piece(source) is not None:
                     return True
                 self._changed.wait()
             return False
 
     def take(self, source: str, *, wait: bool, cut: Callable[[], object] = lambda: None) -> ReadPiece | None:
-        """A piece for ``source``: first what fewest others can serve, and what prefers it. May ``wait`` while some of
-        its pieces are in other hands and may come back. ``split_span`` ends the connection that it is to come on.
+        """Return a piece for ``source``: pieces with the fewest sources first, then those that prefer it.
+
+        With ``wait``, wait while other sources hold pieces that may be returned. ``cut`` closes the connection that the
+        piece is expected on.
         """
         with self._changed:
             while self.error is None and self._left[source]:
-                piece = self._top(source)
+                piece = self._next_piece(source)
                 if piece is not None:
                     heapq.heappop(self._free[source])
                     piece.busy, piece.holder, piece.cut = True, source, cut
                     piece.asked_at, piece.arrived_bytes, piece.looked_at = self._clock(), 0, None
-                    self._away[id(piece)] = piece
+                    self._in_flight[id(piece)] = piece
                     return piece
                 if not wait:
                     return None
                 self._changed.wait(self._take_from_slow_sources(source))
             return None
 
-    def _top(self, source: str) -> ReadPiece | None:
-        """What ``source`` is to take next, and stays where it is."""
+    def _next_piece(self, source: str) -> ReadPiece | None:
+        """Return the next piece for ``source`` without removing it, or ``None``."""
         free = self._free[source]
         while free:
             piece = free[0][-1]
-            if not (piece.done or piece.busy) and source in piece.sources and not self._passed_over(source, piece):
+            if not (piece.done or piece.busy) and source in piece.sources and not self._yields_to_others(source, piece):
                 return piece
-            heapq.heappop(free)  # whatever makes it this source's after all offers it again
+            heapq.heappop(free)  # if the source can serve it later, it is offered again
         return None
 
-    def _passed_over(self, source: str, piece: ReadPiece) -> bool:
+    def _yields_to_others(self, source: str, piece: ReadPiece) -> bool:
         return source in self._slow and any(other not in self._slow for other in piece.sources)
 
     def _take_from_slow_sources(self, source: str) -> float | None:
-        """``source`` has nothing to do: take from slow ones what it would be done with sooner. When to look again."""
+        """Take pieces from slow sources that the idle ``source`` would deliver sooner.
+
+        Return the seconds until the next check, or ``None`` if no piece can become late.
+        """
         if source in self._slow:
             return None
         now, again = self._clock(), []
-        for piece in list(self._away.values()):
+        for piece in list(self._in_flight.values()):
             if piece.holder == source or source not in piece.sources:
                 continue
             own_s = self._paces.get(source, _Pace()).expected_s(piece.size_bytes)
             since = now - piece.asked_at
-            if since < _LATE_S + _TIMES * own_s:
-                again.append(_LATE_S + _TIMES * own_s - since)
-            elif self._needs_more(piece, now, _TIMES * own_s):
-                self._take_from(piece)
+            if since < _LATE_S + _SLOW_FACTOR * own_s:
+                again.append(_LATE_S + _SLOW_FACTOR * own_s - since)
+            elif self._will_be_late(piece, now, _SLOW_FACTOR * own_s):
+                self._cut_off(piece)
             else:
-                again.append(_LOOK_S)
+                again.append(_PROGRESS_S)
         return min(again, default=None)
 
-    def _needs_more(self, piece: ReadPiece, now: float, limit_s: float) -> bool:
-        """Whether what is left of a late piece will take longer, at the pace since it was asked for or of late."""
+    def _will_be_late(self, piece: ReadPiece, now: float, limit_s: float) -> bool:
+        """Return whether the rest of a late piece will exceed the limit, at its overall or its recent rate."""
         left = piece.size_bytes - piece.arrived_bytes
         if left * (now - piece.asked_at) > piece.arrived_bytes * limit_s:
             return True
         if piece.looked_at is not None:
             passed_s = now - piece.looked_at
-            if passed_s < _LOOK_S:
+            if passed_s < _PROGRESS_S:
                 return False
             if left * passed_s > (piece.arrived_bytes - piece.looked_bytes) * limit_s:
                 return True
         piece.looked_at, piece.looked_bytes = now, piece.arrived_bytes
         return False
 
-    def _take_from(self, piece: ReadPiece) -> None:
+    def _cut_off(self, piece: ReadPiece) -> None:
         log.warning(
             "%s is slow: %d of %d bytes in %.1f s; others are asked",
             *(piece.holder, piece.arrived_bytes, piece.size_bytes, self._clock() - piece.asked_at),
         )
         self._slow.add(piece.holder)
-        piece.asked_at = self._clock()  # it is free once its connection has ended
-        for other in self._pieces:  # some may have only slow sources now
+        piece.asked_at = self._clock()  # the piece is free after its connection has ended
+        for other in self._pieces:  # the free pieces may have only slow sources now
             if not (other.done or other.busy):
                 self._offer(other)
         piece.cut()
@@ -306,36 +315,36 @@ class PieceQueue:
         self._serving = streams
 
     def stream_ended(self) -> None:
-        """A stream takes nothing any more."""
+        """Record that the calling stream takes no more pieces."""
         with self._changed:
             self._serving -= 1
             self._streaming.discard(threading.get_ident())
             self._changed.notify_all()
 
     def stream_connected(self) -> None:
-        """This thread is connected."""
+        """Record that the calling thread is connected."""
         with self._changed:
             self._streaming.add(threading.get_ident())
 
     def stream_idle(self) -> None:
-        """This thread has nothing in its hands any more."""
+        """Record that the calling thread no longer holds views of targets."""
         with self._changed:
             self._streaming.discard(threading.get_ident())
             self._changed.notify_all()
 
     def wait(self) -> None:
-        """Until everything has come, or no stream is left. Who still tries to connect then is not waited for."""
+        """Wait until all pieces are delivered or no stream remains, not for threads that still connect."""
         with self._changed:
             self._changed.wait_for(
                 lambda: not self._serving or (self.error is None and not self._undone and not self._streaming)
             )
 
     def release_targets(self) -> None:
-        """Of all targets: whoever still tries to connect keeps none of them open."""
+        """Drop all views of targets, which threads that still connect would hold."""
         with self._changed:
             self._pieces = []
             self._free.clear()
-            self._away.clear()
+            self._in_flight.clear()
 
     def complete(self, source: str, piece: ReadPiece) -> None:
         with self._changed:
@@ -343,7 +352,7 @@ class PieceQueue:
             if piece.size_bytes >= measured.size_bytes / 2:
                 self._paces[source] = _Pace(piece.size_bytes, self._clock() - piece.asked_at)
             piece.done = True
-            self._came_back(piece)
+            self._return_piece(piece)
             self._undone -= 1
             self.report.bytes_from[source] += piece.size_bytes
             for other in piece.sources:
@@ -352,7 +361,7 @@ class PieceQueue:
 
     def requeue(self, piece: ReadPiece, *, without: str = "", because: PeerStoreError | None = None) -> None:
         with self._changed:
-            self._came_back(piece)
+            self._return_piece(piece)
             if because is not None:
                 self.report.failed[piece.wish.shard.key] = because
             self._remove_source(without, piece)
@@ -360,13 +369,13 @@ class PieceQueue:
             self._changed.notify_all()
 
     def reject_replica(self, source: str, piece: ReadPiece, error: ShardDamagedError) -> None:
-        """This source's copy of the shard is not asked for again."""
+        """Record that this source's copy of the shard is damaged, and do not read it again."""
         log.error("%s has a damaged copy: %s", source, error)
         with self._changed:
             key = piece.wish.shard.key
             self.report.rejected_replicas.append((source, key, str(error)))
             self.report.failed[key] = error
-            self._came_back(piece)
+            self._return_piece(piece)
             for other in self._pieces:
                 if other.wish.shard.key == key:
                     self._remove_source(source, other)
@@ -374,7 +383,7 @@ class PieceQueue:
             self._changed.notify_all()
 
     def drop_source(self, source: str, error: PeerStoreError) -> None:
-        """This source does not answer any more."""
+        """Stop reading from this source."""
         log.warning("%s is not read from any more: %s", source, error)
         with self._changed:
             for piece in self._pieces:
@@ -388,33 +397,33 @@ class PieceQueue:
             self._changed.notify_all()
 
     def finish(self) -> None:
-        """What is left was delivered by nobody; reasons of shards that came in the end are forgotten."""
+        """Record an error for every shard with undelivered pieces, and drop the errors of complete shards."""
         left = {piece.wish.shard.key for piece in self._pieces if not piece.done}
-        nobody = PeerUnreachableError("no node that is reached has it")
-        self.report.failed = {key: self.report.failed.get(key, nobody) for key in left}
+        no_source = PeerUnreachableError("no node that is reached has it")
+        self.report.failed = {key: self.report.failed.get(key, no_source) for key in left}
 
-    def _came_back(self, piece: ReadPiece) -> None:
+    def _return_piece(self, piece: ReadPiece) -> None:
         piece.busy = False
-        del self._away[id(piece)]
+        del self._in_flight[id(piece)]
 
     def _offer(self, piece: ReadPiece) -> None:
-        """Whoever can serve it may take it."""
+        """Add the piece to the heaps of all its sources."""
         for place, source in enumerate(piece.sources):
             heapq.heappush(self._free[source], (len(piece.sources), place, next(self._numbers), piece))
 
     def _remove_source(self, source: str, piece: ReadPiece) -> bool:
-        """``source`` does not serve it any more; whether it would have had to."""
+        """Remove ``source`` from the piece; return ``False`` if the piece is done or has no such source."""
         if piece.done or source not in piece.sources:
             return False
         piece.sources.remove(source)
         self._left[source] -= 1
         if not piece.busy:
-            self._offer(piece)  # there are fewer to choose from: it is taken earlier
+            self._offer(piece)  # fewer sources remain, so its rank changes
         return True
 
 
 def _pieces(wish: ReadRequest) -> list[ReadPiece]:
-    """Cut into requests of about one size; long ranges are cut at chunks, so that most of them are whole ones."""
+    """Split the targets into requests of about one size, at chunk borders, so that most of them are whole chunks."""
     pieces: list[ReadPiece] = []
     spans: list[ReadSpan] = []
     size = 0
@@ -431,89 +440,92 @@ def _pieces(wish: ReadRequest) -> list[ReadPiece]:
     return pieces
 
 
-_AHEAD = 2
-"""Pieces that are asked for on one connection before the first of them has come."""
+_PIPELINE_DEPTH = 2
+"""Number of pieces in flight on one connection."""
 
 
 class RangeReader:
-    """Reads from the agents of one job. ``peer_of`` gives a node's agent."""
+    """Reader of shards from the agents of one job. ``peer_of`` returns a node's client."""
 
     def __init__(self, peer_of: Callable[[str], PeerClient], *, streams: int = 2) -> None:
         self._peer_of = peer_of
         self._streams = streams
 
     def read(self, wishes: Iterable[ReadRequest]) -> ReadResult:
-        board = PieceQueue(wishes)
+        queue = PieceQueue(wishes)
         threads = [
-            threading.Thread(target=self._serve, args=(board, source), name="peerstore-pull", daemon=True)
-            for source, count in board.pieces_per_source().items()
+            threading.Thread(target=self._serve, args=(queue, source), name="peerstore-pull", daemon=True)
+            for source, count in queue.pieces_per_source().items()
             for _ in range(min(self._streams, count))
         ]
-        board.start_streams(len(threads))
+        queue.start_streams(len(threads))
         for thread in threads:
             thread.start()
-        board.wait()
-        board.finish()
-        board.release_targets()
-        if board.error is not None:
-            raise board.error
-        return board.report
+        queue.wait()
+        queue.finish()
+        queue.release_targets()
+        if queue.error is not None:
+            raise queue.error
+        return queue.report
 
-    def _serve(self, board: PieceQueue, source: str) -> None:
-        """One stream of one source, until there is nothing left that it could serve.
+    def _serve(self, queue: PieceQueue, source: str) -> None:
+        """Serve one stream of a source until no piece remains for it.
 
-        A connection that breaks says little about the node behind it: as long as a new one gets anywhere, it goes on.
+        After a broken connection the stream continues on a new one as long as that delivers something, because a broken
+        connection says little about the node.
         """
         try:
-            self._serve_all(board, source)
+            self._serve_all(queue, source)
         finally:
-            board.stream_ended()
+            queue.stream_ended()
 
-    def _serve_all(self, board: PieceQueue, source: str) -> None:
+    def _serve_all(self, queue: PieceQueue, source: str) -> None:
         fresh = False
         try:
             while True:
-                before = board.bytes_from(source)
-                lost = self._serve_once(board, source, fresh=fresh)
-                board.stream_idle()
-                if lost is None or not board.wait_for_work(source):
+                before = queue.bytes_from(source)
+                lost = self._serve_once(queue, source, fresh=fresh)
+                queue.stream_idle()
+                if lost is None or not queue.wait_for_work(source):
                     return
-                if fresh and board.bytes_from(source) == before:
+                if fresh and queue.bytes_from(source) == before:
                     raise lost
                 fresh = True
         except PeerStoreError as error:
-            board.drop_source(source, error)
-        except BaseException as error:  # noqa: BLE001 - raised again by whoever pulls
-            board.fail(error)
+            queue.drop_source(source, error)
+        except BaseException as error:  # noqa: BLE001 - raised again by the reading thread
+            queue.fail(error)
 
-    def _serve_once(self, board: PieceQueue, source: str, *, fresh: bool) -> PeerUnreachableError | None:
-        """Why the connection broke; nothing of what it was bringing is held by that any more."""
+    def _serve_once(self, queue: PieceQueue, source: str, *, fresh: bool) -> PeerUnreachableError | None:
+        """Serve pieces on one connection; return the error that broke it. The returned error references no target."""
         try:
             with self._peer_of(source).connection(fresh=fresh) as line:
-                board.stream_connected()
-                _Stream(board, source, line).run()
+                queue.stream_connected()
+                _Stream(queue, source, line).run()
         except PeerUnreachableError as error:
             return PeerUnreachableError(str(error))
         return None
 
 
 class _Stream:
-    """One connection to one source. The next piece is asked for before this one has come: the source sends it while
-    this one is compared.
+    """One connection to one source.
+
+    The next piece is requested before the previous one has arrived, so that the source sends it during the
+    verification.
     """
 
-    def __init__(self, board: PieceQueue, source: str, line: PeerConnection) -> None:
-        self._board = board
+    def __init__(self, queue: PieceQueue, source: str, line: PeerConnection) -> None:
+        self._queue = queue
         self._source = source
         self._line = line
         self._asked: deque[ReadPiece] = deque()
         self._doubtful: deque[tuple[ReadPiece, ShardDamagedError]] = deque()
-        """Came, and not as they were sealed. The source is asked about them once nothing else is on the way."""
+        """Pieces that did not match the seal. The source verifies them after all other pieces have arrived."""
 
     def run(self) -> None:
         try:
             while True:
-                self._ask()
+                self._request_pieces()
                 if self._asked:
                     self._receive_next()
                 elif self._doubtful:
@@ -522,11 +534,11 @@ class _Stream:
                     return
         finally:
             for piece in [*self._asked, *(piece for piece, _ in self._doubtful)]:
-                self._board.requeue(piece)
+                self._queue.requeue(piece)
 
-    def _ask(self) -> None:
-        while len(self._asked) < _AHEAD and not self._doubtful:
-            piece = self._board.take(self._source, wait=not self._asked, cut=self._line.close)
+    def _request_pieces(self) -> None:
+        while len(self._asked) < _PIPELINE_DEPTH and not self._doubtful:
+            piece = self._queue.take(self._source, wait=not self._asked, cut=self._line.close)
             if piece is None:
                 return
             self._asked.append(piece)
@@ -535,7 +547,7 @@ class _Stream:
             self._line.send("read_ranges", ReadRanges(record.key, checksums.chunk_checksum(record.checksums), ranges))
 
     def _receive_next(self) -> None:
-        """The first of the pieces that were asked for: what comes, comes in that order."""
+        """Receive the oldest requested piece: responses arrive in the order of the requests."""
         piece = self._asked[0]
         try:
             self._receive(piece)
@@ -544,9 +556,9 @@ class _Stream:
         except (PeerUnreachableError, ProtocolError):
             raise
         except PeerStoreError as error:
-            self._board.requeue(piece, without=self._source, because=error)
+            self._queue.requeue(piece, without=self._source, because=error)
         else:
-            self._board.complete(self._source, piece)
+            self._queue.complete(self._source, piece)
         self._asked.popleft()
 
     def _receive(self, piece: ReadPiece) -> None:
@@ -565,34 +577,35 @@ class _Stream:
     def _ask_holder_to_verify(self) -> None:
         piece, error = self._doubtful[0]
         try:
-            refused = self._source in piece.doubted or self._damaged_there(piece)
+            refused = self._source in piece.doubted or self._is_damaged_at_source(piece)
         except (PeerUnreachableError, ProtocolError):
             raise
         except PeerStoreError as problem:
-            self._board.requeue(piece, without=self._source, because=problem)
+            self._queue.requeue(piece, without=self._source, because=problem)
         else:
             if refused:
-                self._board.reject_replica(self._source, piece, error)
+                self._queue.reject_replica(self._source, piece, error)
             else:
                 log.warning("%s is asked again for what changed on the way: %s", self._source, error)
                 piece.doubted.add(self._source)
-                self._board.requeue(piece)
+                self._queue.requeue(piece)
         self._doubtful.popleft()
 
-    def _damaged_there(self, piece: ReadPiece) -> bool:
-        """Have the holder look at its copy itself: it may be good and the way to it bad."""
+    def _is_damaged_at_source(self, piece: ReadPiece) -> bool:
+        """Request that the holder verify its copy; return whether it is damaged there."""
         size = piece.wish.shard.chunk_bytes
         chunks = tuple((span.start // size, -(-span.stop // size)) for span in piece.spans[:64])
         try:
             damaged: bool = self._line.call("verify_chunks", VerifyChunks(piece.wish.shard.key, chunks), bool)
-        except ShardNotFoundError:  # it has looked, and dropped it
+        except ShardNotFoundError:  # the holder verified its copy and dropped it
             return True
         return damaged
 
 
 class _Comparison:
-    """Compares a piece while it comes: whole chunks with the seal's checksums, ends of chunks with what their holder
-    says of them.
+    """Verification of a piece while it arrives.
+
+    Whole chunks are compared with the seal's checksums, other bytes with the holder's digests.
     """
 
     def __init__(self, piece: ReadPiece, sent: RangeDigests) -> None:
@@ -611,7 +624,7 @@ class _Comparison:
 
 class _Expected(NamedTuple):
     end: int
-    """Of the piece's bytes, when the span's last one is there."""
+    """Offset in the piece's bytes at which the span is complete."""
     span: ReadSpan
     digest: bytes
     problem: str

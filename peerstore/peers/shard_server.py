@@ -2,9 +2,9 @@
 
 ::
 
-    offer ──> what is missing ──> chunk, chunk, … (several connections) ──> flush ──> commit: sealed
+    offer ──> missing chunks ──> chunk, chunk, … (several connections) ──> flush ──> commit: sealed
                 │
-                └─ what an older version here has already is copied over, and compared like the rest
+                └─ chunks of an older version on this node are copied, and verified like the others
 """
 
 from __future__ import annotations
@@ -43,19 +43,19 @@ log = logging.getLogger(__name__)
 
 
 def is_chunk_aligned(start: int, stop: int, *, size_bytes: int, chunk_bytes: int) -> bool:
-    """Whether a range is made of whole chunks, so that whoever reads it can compare it with the seal itself."""
+    """Return whether a range consists of whole chunks, so that the reader can verify it with the seal's checksums."""
     return start % chunk_bytes == 0 and (stop % chunk_bytes == 0 or stop == size_bytes)
 
 
 class RangeServer:
-    """Answers reads of one node's store."""
+    """Server of reads from one node's store."""
 
     def __init__(self, store: NodeStore) -> None:
         self._store = store
         self.sent_bytes = 0
 
     def open(self, job: str, read: ReadRanges) -> RangeReply:
-        """Pin the shard, and have what is asked for ready to be sent."""
+        """Pin the shard and check the ranges; the caller closes the returned reply."""
         if read.key.job != job:
             raise RequestError(f"{read.key} was asked for on a connection of job {job}")
         pin = self._store.pin(read.key)
@@ -68,19 +68,19 @@ class RangeServer:
         return RangeReply(self._store, pin, read)
 
     def try_verify_chunks(self, key: ShardKey, chunks: Sequence[tuple[int, int]]) -> None:
-        """What was to be sent is not what was sealed: look again, and keep what cannot be looked at."""
+        """Verify chunks that were about to be sent and do not match; a shard that cannot be read stays."""
         try:
             self.verify_chunks(key, chunks)
         except PeerStoreError as error:
             log.warning("%s was not looked at again: %s", key, error)
 
     def verify_chunks(self, key: ShardKey, chunks: Sequence[tuple[int, int]]) -> bool:
-        """Another node got something else than was sealed: look again; whether it is damaged here."""
+        """Verify chunks that another node received damaged; return whether they are damaged here."""
         return any(self._store.verify(key, (first, stop)) for first, stop in chunks)
 
 
 class RangeReply:
-    """One answer to a read: the digests, and the bytes behind them. Close it when it was sent."""
+    """The response to one read: digests and bytes. The caller closes it after sending."""
 
     def __init__(self, store: NodeStore, pin: Pin, read: ReadRanges) -> None:
         self._store = store
@@ -95,7 +95,11 @@ class RangeReply:
         return self._record.chunk_bytes
 
     def fill(self) -> RangeDigests:
-        """Whole chunks go as they are: the reader compares them with the seal. Of others the chunk is compared here."""
+        """Prepare the payload and return the digests of unaligned ranges.
+
+        Whole chunks are sent without a check, because the reader verifies them. The chunks of other ranges are verified
+        here.
+        """
         digests = []
         window = _VerifiedWindow(self._pin.fd, self._record)
         for start, stop in self._read.ranges:
@@ -116,7 +120,7 @@ class RangeReply:
 
 
 class _VerifiedWindow:
-    """Verified bytes of a shard; ranges that follow each other in one chunk cost one look at it."""
+    """Verified bytes of a shard; consecutive ranges in one chunk cost one verification."""
 
     def __init__(self, fd: int, record: ShardRecord) -> None:
         self._fd = fd
@@ -135,14 +139,14 @@ class _VerifiedWindow:
     def _read(self, first: int, stop: int) -> None:
         record = self._record
         start, end = first * record.chunk_bytes, min(stop * record.chunk_bytes, record.size_bytes)
-        got = 0
+        read_bytes = 0
         with raise_as_unreadable(record.key):
             data = memoryview(bytearray(end - start))
-            while got < len(data):
-                count = os.preadv(self._fd, [data[got:]], start + got)
+            while read_bytes < len(data):
+                count = os.preadv(self._fd, [data[read_bytes:]], start + read_bytes)
                 if not count:
-                    raise ShardDamagedError(f"{record.key} ends at byte {start + got} of {record.size_bytes}")
-                got += count
+                    raise ShardDamagedError(f"{record.key} ends at byte {start + read_bytes} of {record.size_bytes}")
+                read_bytes += count
         expected = record.checksums[8 * first : 8 * stop]
         bad = checksums.mismatched_chunks(data, expected, chunk_bytes=record.chunk_bytes)
         if bad:
@@ -166,12 +170,12 @@ def _check(read: ReadRanges, record: ShardRecord) -> None:
 
 _MAX_TRANSFERS = 256
 _NO_ROOM = (errno.ENOSPC, errno.ENOMEM, errno.EDQUOT)
-_MISSING, _HERE, _COMING = 0, 1, 2
+_MISSING, _VERIFIED, _WRITING = 0, 1, 2
 
 
 @dataclass
 class _Transfer:
-    """One copy on its way in."""
+    """One replica that is being received."""
 
     sender: str
     record: ShardRecord
@@ -179,7 +183,7 @@ class _Transfer:
     holders: tuple[str, ...]
     view: memoryview
     done: bytearray
-    """For each chunk one of ``_MISSING``, ``_HERE`` (it has been compared) and ``_COMING``."""
+    """State of each chunk: ``_MISSING``, ``_VERIFIED`` (verified) or ``_WRITING`` (being written)."""
     given_up: bool = False
     lock: threading.Lock = field(default_factory=threading.Lock)
 
@@ -191,35 +195,35 @@ class _Transfer:
         return self.record.checksums[8 * number : 8 * number + 8]
 
     def take(self, number: int) -> bool:
-        """Compare what lies in the slot; whether it is right."""
+        """Verify the chunk in the slot and record its state; return whether it is right."""
         right = checksums.chunk_checksum(self.chunk(number)).to_bytes(8, "little") == self.expected(number)
-        self.done[number] = _HERE if right else _MISSING
+        self.done[number] = _VERIFIED if right else _MISSING
         return right
 
     def begin(self, number: int) -> bool:
-        """Whether somebody may write this chunk now: only one at a time does, and nobody after it was compared."""
+        """Return whether the caller may write this chunk: one thread at a time, and not after its verification."""
         with self.lock:
             if self.given_up or self.done[number] != _MISSING:
                 return False
-            self.done[number] = _COMING
+            self.done[number] = _WRITING
             return True
 
     def end(self, number: int) -> bool:
-        """The chunk is not written any more. Whether the slot can be given back now."""
+        """End the write of a chunk; return whether the slot can be released now."""
         with self.lock:
-            if self.done[number] == _COMING:
+            if self.done[number] == _WRITING:
                 self.done[number] = _MISSING
-            return self.given_up and _COMING not in self.done
+            return self.given_up and _WRITING not in self.done
 
     def give_up(self) -> bool:
-        """Nothing more is written. Whether the slot can be given back: else whoever still writes into it does that."""
+        """Abort the transfer; return whether the slot can be released now, or is by the last writer."""
         with self.lock:
             self.given_up = True
-            return _COMING not in self.done
+            return _WRITING not in self.done
 
 
 class ReplicaReceiver:
-    """Every copy that is on its way to this node. Any thread may call."""
+    """All replicas that this node is receiving. Thread-safe."""
 
     def __init__(self, store: NodeStore, me: str) -> None:
         self._store = store
@@ -227,7 +231,7 @@ class ReplicaReceiver:
         self._lock = threading.Lock()
         self._transfers: dict[str, _Transfer] = {}
         self._maps: dict[str, FileMapping] = {}
-        """Slots stay mapped: the next copy into one then finds its pages there."""
+        """Mapped slots. They stay mapped, so that the next replica in a slot finds its pages."""
         self.damaged_chunks = 0
 
     def handle_offer(self, job: str, sender: str, offer: OfferReplica) -> OfferReply:
@@ -246,7 +250,7 @@ class ReplicaReceiver:
         except BaseException:
             self._store.release(lease.id)
             raise
-        # The next version will need the other slot of this part.
+        # The next version needs another slot of this part.
         self._store.reserve(job, record.key.part, lease.size_bytes)
         name = secrets.token_hex(8)
         with self._lock:
@@ -260,18 +264,18 @@ class ReplicaReceiver:
 
     def _begin(self, sender: str, record: ShardRecord, lease: Lease, holders: tuple[str, ...]) -> _Transfer:
         try:
-            view = self._mapped(lease, record.size_bytes).view[: record.size_bytes]
+            view = self._map_slot(lease, record.size_bytes).view[: record.size_bytes]
         except (OSError, ValueError) as error:
             if isinstance(error, OSError) and error.errno not in _NO_ROOM:
                 raise UnavailableError(f"no copy of {record.key} can be taken in now: {error}") from error
             raise ArenaFullError(f"no memory for a copy of {record.key}: {error}") from error
         count = checksums.chunk_count(record.size_bytes, record.chunk_bytes)
         transfer = _Transfer(sender, record, lease, holders, view, bytearray(count))
-        self._reuse(transfer)
+        self._copy_from_older(transfer)
         return transfer
 
-    def _mapped(self, lease: Lease, size_bytes: int) -> FileMapping:
-        known = self._known(lease.slot)
+    def _map_slot(self, lease: Lease, size_bytes: int) -> FileMapping:
+        known = self._mapping(lease.slot)
         if known is None or lease.prefaulted_bytes < size_bytes:
             with closing_fd(self._store.open_slot(lease.slot)) as fd:
                 prefault_file(fd, size_bytes, lambda: False, start=lease.prefaulted_bytes)
@@ -280,7 +284,7 @@ class ReplicaReceiver:
                 self._maps[lease.slot] = known
         return known
 
-    def _known(self, slot_name: str) -> FileMapping | None:
+    def _mapping(self, slot_name: str) -> FileMapping | None:
         with self._lock:
             for slot, mapping in list(self._maps.items()):
                 if slot not in self._store.table:
@@ -289,17 +293,17 @@ class ReplicaReceiver:
                         mapping.close()
             return self._maps.get(slot_name)
 
-    def _reuse(self, transfer: _Transfer) -> None:
-        """Fill in what an older version of the same part has: frozen layers, embeddings nobody looked up."""
+    def _copy_from_older(self, transfer: _Transfer) -> None:
+        """Copy chunks that an older version of the same part has, such as frozen layers and unused embeddings."""
         record = transfer.record
         found = self._store.replicas.previous_version(record.key)
         if found is None:
             return
         older, fd = found
         with closing_fd(fd):
-            self._take_over(transfer, older, fd)
+            self._copy_matching_chunks(transfer, older, fd)
 
-    def _take_over(self, transfer: _Transfer, older: ShardRecord, fd: int) -> None:
+    def _copy_matching_chunks(self, transfer: _Transfer, older: ShardRecord, fd: int) -> None:
         record = transfer.record
         if older.chunk_bytes != record.chunk_bytes:
             return
@@ -311,21 +315,21 @@ class ReplicaReceiver:
                 chunk = transfer.chunk(number)
                 if os.preadv(fd, [chunk], at * record.chunk_bytes) == len(chunk):
                     transfer.take(number)
-        except OSError as error:  # what could not be read is sent
+        except OSError as error:  # unread chunks are sent by the peer
             log.debug("%s: nothing more is taken over from an older version: %s", record.key, error)
 
     def receive_chunk(
         self, sender: str, name: str, number: int, channel: MessageChannel, payload_bytes: int
     ) -> int | None:
-        """Take one chunk off the connection; its number, when it is not what the record says."""
-        transfer = self._of(sender, name)
-        if transfer is None:  # taken back in between: the sender is told when it asks
+        """Receive one chunk from the connection; return its number if it does not match the record."""
+        transfer = self._transfer(sender, name)
+        if transfer is None:  # aborted meanwhile: the sender learns it from the flush or commit
             channel.discard()
             return None
         if not 0 <= number < len(transfer.done) or payload_bytes != len(transfer.chunk(number)):
             raise ProtocolError(f"{sender} sent {payload_bytes} bytes as chunk {number} of {transfer.record.key}")
         if not transfer.begin(number):
-            channel.discard()  # twice is once
+            channel.discard()  # another connection delivers the same chunk
             return None
         try:
             channel.receive_into([transfer.chunk(number)])
@@ -341,11 +345,11 @@ class ReplicaReceiver:
         return number
 
     def commit(self, sender: str, name: str) -> ShardKey:
-        """The copy counts from here on; whose it is."""
-        transfer = self._of(sender, name)
+        """Seal the replica and return its key; raise if chunks are missing."""
+        transfer = self._transfer(sender, name)
         if transfer is None:
             raise LeaseLostError(f"transfer {name} is not known: it was given up")
-        missing = len(transfer.done) - transfer.done.count(_HERE)
+        missing = len(transfer.done) - transfer.done.count(_VERIFIED)
         if missing:
             raise ShardDamagedError(f"{transfer.record.key}: {missing} chunks are missing or damaged")
         with self._lock:
@@ -360,8 +364,8 @@ class ReplicaReceiver:
         return transfer.record.key
 
     def abort(self, sender: str, name: str) -> None:
-        """The sender gives up: the slot is free again."""
-        transfer = self._of(sender, name)
+        """Abort the sender's transfer and release its slot."""
+        transfer = self._transfer(sender, name)
         if transfer is None:
             return
         with self._lock:
@@ -369,7 +373,7 @@ class ReplicaReceiver:
         if transfer.give_up():
             self._store.release(transfer.lease.id)
 
-    def _of(self, sender: str, name: str) -> _Transfer | None:
+    def _transfer(self, sender: str, name: str) -> _Transfer | None:
         with self._lock:
             transfer = self._transfers.get(name)
         return transfer if transfer is not None and transfer.sender == sender else None
@@ -387,10 +391,10 @@ class ReplicaReceiver:
 
 
 def _runs(done: bytearray) -> tuple[tuple[int, int], ...]:
-    """The chunks that are not there, as runs."""
+    """Return the missing chunks as runs ``[first, stop)``."""
     found: list[tuple[int, int]] = []
-    for number, there in enumerate(done):
-        if there:
+    for number, state in enumerate(done):
+        if state:
             continue
         if found and found[-1][1] == number:
             found[-1] = (found[-1][0], number + 1)

@@ -14,20 +14,20 @@ from peerstore.errors import UnavailableError
 T = TypeVar("T")
 
 
-def _left() -> float | None:
+def _remaining_s() -> float | None:
     left_s = deadlines.remaining_s()
     return None if math.isinf(left_s) else left_s
 
 
-def _late() -> UnavailableError:
+def _deadline_error() -> UnavailableError:
     return UnavailableError("the answers that were asked for have not all come in the time that was given")
 
 
 class SingleFlight(Generic[T]):
-    """One turn at a time. Any thread may ask.
+    """At most one run of ``work`` at a time, shared by its callers. Thread-safe.
 
-    Who asks while somebody works waits for the next turn and shares it with everybody else who waited: what was so
-    before the question was asked is in the answer, and however many ask, two turns serve all of them.
+    Callers that arrive during a run wait for the next run and share its result. So the result is never older than the
+    call, and two runs serve any number of concurrent callers.
     """
 
     def __init__(self, work: Callable[[], T], *, clock: Callable[[], float] = time.monotonic) -> None:
@@ -37,23 +37,23 @@ class SingleFlight(Generic[T]):
         self._working = False
         self._begun = 0
         self._last: tuple[float, int, T] | None = None
-        """When the last turn was begun, which one it was, and what came of it."""
+        """Start time, number and result of the last run."""
         self.waiting = 0
-        """How many have asked and have no answer yet."""
+        """Number of callers that wait for a result."""
 
     def run(self) -> T:
-        """What comes of a turn that begins from now on; :class:`UnavailableError` where who asks cannot wait for it."""
+        """Return the result of a run that starts after this call; raise :class:`UnavailableError` at the deadline."""
         with self._changed:
             begun = self._begun
             self.waiting += 1
         try:
             with self._changed:
-                if not self._changed.wait_for(lambda: not self._working or self._found_after(begun), _left()):
-                    raise _late()
+                if not self._changed.wait_for(lambda: not self._working or self._found_after(begun), _remaining_s()):
+                    raise _deadline_error()
                 if self._last is not None and self._found_after(begun):
                     return self._last[2]
                 self._working = True
-            return deadlines.run_within_deadline(self._run_once, _late)
+            return deadlines.run_within_deadline(self._run_once, _deadline_error)
         finally:
             with self._changed:
                 self.waiting -= 1
@@ -66,7 +66,7 @@ class SingleFlight(Generic[T]):
             with self._changed:
                 self._begun = number = self._begun + 1
                 since = self._clock()
-            with deadlines.no_deadline():  # others share it, who may have more time
+            with deadlines.no_deadline():  # other callers, with later deadlines, share the run
                 found = self._work()
             with self._changed:
                 self._last = (since, number, found)
@@ -77,13 +77,13 @@ class SingleFlight(Generic[T]):
                 self._changed.notify_all()
 
     def cached(self, within_s: float) -> T:
-        """What came of a turn that was begun within the last ``within_s``; else of the next."""
+        """Return the result of a run that started within the last ``within_s`` seconds, or of a new run."""
         with self._changed:
             if self._last is not None and self._clock() - self._last[0] < within_s:
                 return self._last[2]
         return self.run()
 
     def invalidate(self) -> None:
-        """What was found is not so any more."""
+        """Drop the cached result."""
         with self._changed:
             self._last = None

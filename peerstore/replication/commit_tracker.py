@@ -17,15 +17,15 @@ from peerstore.store.node_store import NodeStore
 
 log = logging.getLogger(__name__)
 
-_TOLD_S = 5.0
-_TELLERS = 16
-_MESSENGERS = 2
-"""How many others are asked to pass on what the commit leader is to know."""
+_CALL_TIMEOUT_S = 5.0
+_BROADCAST_THREADS = 16
+_RELAYS = 2
+"""Number of other nodes that are tried as relays if the commit leader is unreachable."""
 
 
 @dataclass
 class ReplicationTotals:
-    """Counted since the agent started."""
+    """Counters since the agent started."""
 
     copies: int = 0
     sent_bytes: int = 0
@@ -34,11 +34,11 @@ class ReplicationTotals:
     errors: int = 0
     replicated: int = 0
     lag_s: float = 0.0
-    """From the last shard's seal to its last copy."""
+    """Seconds from the last shard's seal to its last replica."""
 
 
 class CommitTracker:
-    """One job's :class:`~peerstore.commit_protocol.CommitReports`, sent and received. ``changed`` guards them."""
+    """Sender and receiver of one job's :class:`~peerstore.commit_protocol.CommitReports`, which ``changed`` guards."""
 
     def __init__(
         self,
@@ -56,26 +56,26 @@ class CommitTracker:
         self._reports = reports
         self._totals = totals
         self._changed = changed
-        self._first: tuple[Mapping[str, object], tuple[str, ...], str | None] = ({}, (), None)
-        self._announcing = threading.Lock()
+        self._cached_leader: tuple[Mapping[str, object], tuple[str, ...], str | None] = ({}, (), None)
+        self._broadcast_lock = threading.Lock()
         self._undelivered: dict[str, CommitDecision] = {}
-        """What nodes are to be told, whose turn has not come."""
-        self._tellers = ThreadPoolExecutor(_TELLERS, thread_name_prefix="peerstore-settled")
+        """Decisions that wait to be sent, by node."""
+        self._broadcast_pool = ThreadPoolExecutor(_BROADCAST_THREADS, thread_name_prefix="peerstore-settled")
 
     def report(self, sender: str, notes: Iterable[PartsReport]) -> bool:
-        """Tell the leader which parts of which versions are here and have copies; whether it heard all of that."""
-        heard = True
+        """Report the sealed and replicated parts to the leader; return whether all reports were delivered."""
+        delivered = True
         for note in notes:
             if self._deliver(sender, note):
                 with self._changed:
                     self._reports.mark_reported(sender, note)
             else:
-                heard = False
-        self._decide()  # somebody may answer by now for what a dead node did
-        return heard
+                delivered = False
+        self._decide()  # another node may have taken over the parts of a dead node
+        return delivered
 
     def _deliver(self, sender: str, note: PartsReport) -> bool:
-        """Whether the leader heard it: from here, or by way of others, so that one bad path holds up no version."""
+        """Deliver a report to the leader, directly or through a relay; return whether that succeeded."""
         me = self._membership.this_node.id
         if sender == me:
             self.handle_report(note)
@@ -83,38 +83,40 @@ class CommitTracker:
         others = [
             node for node in sorted(self._membership.alive) if node not in (me, sender, *self._membership.standby)
         ]
-        for node in [sender, *others[:_MESSENGERS]]:
+        for node in [sender, *others[:_RELAYS]]:
             try:
-                self._tell(node, note, timeout_s=_TOLD_S if node == sender else 2 * _TOLD_S)
+                self._send_report(node, note, timeout_s=_CALL_TIMEOUT_S if node == sender else 2 * _CALL_TIMEOUT_S)
             except (PeerStoreError, OSError) as error:
                 log.debug("job %s: %s was not told by %s what is here: %s", self._job, sender, node, error)
             else:
                 return True
         return False
 
-    def _tell(self, node: str, note: PartsReport, *, timeout_s: float) -> None:
+    def _send_report(self, node: str, note: PartsReport, *, timeout_s: float) -> None:
         self._membership.client_for(node).call("report_parts", note, type(None), timeout_s=timeout_s)
 
     def handle_report(self, note: PartsReport) -> None:
-        """A node of the job says which parts it answers for. Raises when the commit leader cannot be told."""
+        """Add a node's report, and decide or forward it; raise if the commit leader is unreachable."""
         with self._changed:
             self._reports.add(note)
         if not self._decide():
             sender = self._leader()
-            if sender is not None and sender < self._membership.this_node.id:  # always down, so never in circles
-                self._tell(sender, note, timeout_s=_TOLD_S)
+            if (
+                sender is not None and sender < self._membership.this_node.id
+            ):  # only to a smaller id, so reports cannot circulate
+                self._send_report(sender, note, timeout_s=_CALL_TIMEOUT_S)
 
     def _leader(self) -> str | None:
-        """Thousands of nodes tell of one version: who the first of the living is is not found out for each."""
+        """Return the commit leader, cached: in a large job thousands of reports arrive for each version."""
         living, standby = self._membership.alive, self._membership.standby
-        known, without_vote, found = self._first
+        known, without_vote, found = self._cached_leader
         if known is not living or without_vote != standby:
             found = commit_leader(living, standby)
-            self._first = living, standby, found
+            self._cached_leader = living, standby, found
         return found
 
     def _decide(self) -> bool:
-        """Whether something follows from what was told so far. Then all hear of it."""
+        """Apply and broadcast the decision that follows from all reports; return whether there was a new one."""
         living, replicated = self._membership.alive, self._store.jobs.versions(self._job).replicated
         quorum = self._membership.has_quorum
         with self._changed:
@@ -130,31 +132,35 @@ class CommitTracker:
         return True
 
     def _broadcast(self, found: CommitDecision, nodes: Iterable[str]) -> None:
-        """Have these nodes told, several at a time: whoever reported the last part does not wait for all of them."""
-        with self._announcing:
+        """Send the decision to these nodes in background threads, so that the reporter does not wait."""
+        with self._broadcast_lock:
             new = [node for node in nodes if node not in self._undelivered]
             for node in nodes:
                 self._undelivered[node] = self._undelivered.get(node, CommitDecision()) | found
         for node in new:
-            with contextlib.suppress(RuntimeError):  # this agent ends, and the others hear it by the pings
-                self._tellers.submit(self._tell_decided, node)
+            with contextlib.suppress(
+                RuntimeError
+            ):  # this agent is closing; the other nodes learn the decision from pings
+                self._broadcast_pool.submit(self._send_decision, node)
 
-    def _tell_decided(self, node: str) -> None:
-        with self._announcing:
-            found = self._undelivered.pop(node)  # all that was decided while it waited for its turn
+    def _send_decision(self, node: str) -> None:
+        with self._broadcast_lock:
+            found = self._undelivered.pop(node)  # all decisions since it was queued
         try:
-            self._say(node, "commit_decision", found)
-        except (PeerStoreError, OSError) as error:  # it learns with the next version, or by the next ping
+            self._send(node, "commit_decision", found)
+        except (PeerStoreError, OSError) as error:  # the node learns it with the next version or from a ping
             log.debug("job %s: %s was not told %s: %s", self._job, node, found, error)
 
-    def _say(self, node: str, what: str, body: object) -> None:
-        self._membership.client_for(node).call(what, body, type(None), timeout_s=_TOLD_S, within_s=_TOLD_S)
+    def _send(self, node: str, what: str, body: object) -> None:
+        self._membership.client_for(node).call(
+            what, body, type(None), timeout_s=_CALL_TIMEOUT_S, within_s=_CALL_TIMEOUT_S
+        )
 
     def close(self) -> None:
-        self._tellers.shutdown(cancel_futures=True)
+        self._broadcast_pool.shutdown(cancel_futures=True)
 
     def handle_decision(self, found: CommitDecision) -> None:
-        """What the commit leader has come to: noted here, and what is given up for it goes."""
+        """Apply a decision of the commit leader in this node's store."""
         before = self._store.jobs.versions(self._job).replicated
         self._store.replicas.apply_decision(self._job, found)
         if found.replicated is not None and (before is None or before < found.replicated):

@@ -1,28 +1,28 @@
-r"""Placement: which nodes hold whose replicas (copysets across failure domains), which share a parity. Pure.
+r"""Placement: which nodes store a node's replicas, and which nodes share a parity. Pure.
 
-What it aims at, the first first:
+Copysets are spread across failure domains. The goals, the most important first:
 
-1. The copies of a shard are in different domains of the innermost level ("rack") while another one has room.
-2. Nobody keeps more than its share by memory, and whom larger nodes can serve keeps nothing on a small one.
-3. Copies are apart at the outer levels ("zone") too, as far as that overloads nobody.
-4. Few sets of nodes, and of racks, are fatal: nodes keep each other's copies in closed cells of ``copies`` nodes,
-   made of the same few racks. Two racks that share nothing may fail together.
-5. A node or rack that comes or goes changes few others' partners.
+1. The copies of a shard are in different domains of the innermost level ("rack") while another domain has room.
+2. No node stores more than its share by memory, and a small node stores nothing if larger nodes can serve its peers.
+3. Copies are also apart at the outer levels ("zone"), as far as that overloads no node.
+4. Few sets of nodes, and of racks, are fatal: nodes store each other's copies in closed cells of ``copies`` nodes, made
+   of the same few racks. Two racks that share no cell may fail together.
+5. A node or rack that joins or leaves changes few other nodes' partners.
 
-The innermost level is a rule and outer ones a wish, because racks fail often and are of like size, while zones fail
-seldom, are few and uneven, and a rule would let the smallest one carry the copies of all the others.
+The innermost level is a rule and the outer levels are a preference. Racks fail often and have similar sizes. Zones fail
+rarely, are few and uneven, and a rule would make the smallest zone store the copies of all others.
 
 Domains are the leaves of a binary trie over their hashes. From the leaves up, every branch makes as many cells as it
-can of what its two halves could not use, and hands up the rest::
+can of the nodes that its two halves could not use, and passes the rest up::
 
-            rest of A..D ── with ──> rest of E..H          what is left here joins a finished cell
+            rest of A..D ── with ──> rest of E..H          nodes that remain here join a finished cell
            /            \
-     A with B          C with D                            A and B keep each other's copies, node by node
+     A with B          C with D                            A and B store each other's copies, node by node
      /      \          /      \
     A        B        C        D                           racks, by hash
 
-A branch whose domains are equal in size and even in number leaves nothing, so what happens in it stays in it; a node
-that comes or goes changes at most one cell on each level between its leaf and the root.
+A branch whose domains are equal in size and even in number passes nothing up, so changes in it stay in it. A node that
+joins or leaves changes at most one cell on each level between its leaf and the root.
 """
 
 from __future__ import annotations
@@ -49,21 +49,21 @@ MAX_COPIES = 3
 
 @dataclass(frozen=True)
 class ReplicaPlacement:
-    """For each node, the nodes that keep copies of its shards, in order of preference."""
+    """For each node, the nodes that store replicas of its shards, in order of preference."""
 
     partners: Mapping[NodeId, tuple[NodeId, ...]]
 
     def copysets(self) -> frozenset[frozenset[NodeId]]:
-        """The sets of nodes that hold all copies of some shard: losing all of one at once loses that shard."""
+        """Return the sets of nodes that hold all copies of some shard: losing one set at once loses the shard."""
         return frozenset(frozenset((node, *partners)) for node, partners in self.partners.items())
 
 
 def place_replicas(
     nodes: Collection[PeerNode], *, copies: int = 2, levels: Sequence[str] = DEFAULT_DOMAIN_LEVELS
 ) -> ReplicaPlacement:
-    """Partners for ``copies`` copies of everything, a node's own included; fewer where there are too few nodes.
+    """Return partners for ``copies`` copies of every shard, fewer if there are too few nodes.
 
-    ``levels`` are the labels that name failure domains, outermost first.
+    ``copies`` includes the node's own copy. ``levels`` are the labels that name failure domains, outermost first.
     """
     if not 1 <= copies <= MAX_COPIES:
         raise RequestError(f"copies is {copies}: choose 1 to {MAX_COPIES}, this node's own included")
@@ -76,19 +76,21 @@ def place_replicas(
     cells, left = domain_disjoint_cells([node for node in where.order if node not in guests], where, size=wanted + 1)
     assignment.assign_rings(cells)
     left = assignment.assign(_ordered({*left, *guests}, where), distinct=wanted)
-    for distinct in range(wanted, 0, -1):  # fewer domains than copies, or no room in the others
+    for distinct in range(wanted, 0, -1):  # fewer domains than copies, or no room in other domains
         cells, left = _crowded_cells(left, guests, where, size=wanted + 1, distinct=distinct)
         assignment.assign_rings(cells)
         if distinct > 1:
             left = assignment.assign(_ordered(left, where), distinct=distinct - 1)
     assignment.fill_up(where.order, partners=wanted)
-    return ReplicaPlacement({node: _preferred(node, assignment.partners[node], where) for node in sorted(where.order)})
+    return ReplicaPlacement(
+        {node: _by_distance(node, assignment.partners[node], where) for node in sorted(where.order)}
+    )
 
 
 def domain_disjoint_cells(
     nodes: Sequence[NodeId], where: FailureDomains, *, size: int
 ) -> tuple[list[Cell], list[NodeId]]:
-    """Cells of nodes that are all in different innermost domains, and at outer levels in as many as possible."""
+    """Return cells of nodes in different innermost domains, and in as many outer domains as possible."""
     cells: list[Cell] = []
     left = list(nodes)
     for level in where.levels:
@@ -108,7 +110,10 @@ def domain_disjoint_cells(
 def _mix_in(
     cells: Sequence[Cell], left: Sequence[NodeId], where: FailureDomains, level: Mapping[NodeId, str], *, size: int
 ) -> tuple[list[Cell], list[NodeId]]:
-    """Where a cell has fewer domains of ``level`` than nodes, a node can join one that has at most one of its own."""
+    """Add remaining nodes to cells that have at most one node of their domain.
+
+    Used where a cell has fewer domains of ``level`` than nodes.
+    """
     known, homeless = list(cells), list[NodeId]()
     for domain in sorted({level[node] for node in left}):
         mixed = [cell for cell in known if sum(level[node] == domain for node in cell) <= 1]
@@ -127,7 +132,7 @@ def _mix_in(
 def _crowded_cells(
     left: Sequence[NodeId], guests: Collection[NodeId], where: FailureDomains, *, size: int, distinct: int
 ) -> tuple[list[Cell], list[NodeId]]:
-    """Cells of nodes in at least ``distinct`` domains, of which some share one; guests stay out."""
+    """Return cells in at least ``distinct`` domains, where nodes may share a domain; guests are not included."""
     alone = {node: str(node) for node in left}
     members = [node for node in left if node not in guests]
     cells, rest = make_cells(
@@ -142,20 +147,20 @@ def _ordered(nodes: Collection[NodeId], where: FailureDomains) -> list[NodeId]:
     return sorted(nodes, key=lambda node: (where.hashes[node], node))
 
 
-def _preferred(node: NodeId, partners: Sequence[NodeId], where: FailureDomains) -> tuple[NodeId, ...]:
+def _by_distance(node: NodeId, partners: Sequence[NodeId], where: FailureDomains) -> tuple[NodeId, ...]:
     return tuple(sorted(partners, key=lambda partner: -where.levels_apart(node, partner)))
 
 
 MAX_SHARE_FACTOR = 3
-"""A node has room while it keeps less than this many times its share.
+"""A node has room while it stores less than this many times its share.
 
-With equal memory that is enough to keep copies apart until one domain has more than three quarters of the nodes.
+With equal memory this separates copies until one domain has more than three quarters of the nodes.
 """
 
 
 @dataclass
 class ReplicaAssignment:
-    """The copies each node keeps, counted against its share of ``each`` copies per node."""
+    """The copies that each node stores, compared with its share of ``each`` copies per node."""
 
     where: FailureDomains
     each: int
@@ -168,9 +173,9 @@ class ReplicaAssignment:
         self.load[partner] += 1
 
     def assign_rings(self, cells: Iterable[Cell]) -> None:
-        """In a cell everybody keeps the copies of those before it."""
+        """Make each node of a cell the partner of the ``each`` nodes before it in the ring."""
         for cell in cells:
-            for node, partner in self._links(self._mixed(cell)):
+            for node, partner in self._links(self._best_ring_order(cell)):
                 self.add(node, partner)
 
     def _links(self, cell: Cell) -> list[tuple[NodeId, NodeId]]:
@@ -180,8 +185,8 @@ class ReplicaAssignment:
             for step in range(1, self.each + 1)
         ]
 
-    def _mixed(self, cell: Cell) -> Cell:
-        """The members of a larger ring in the order in which most have a partner that is apart at all levels."""
+    def _best_ring_order(self, cell: Cell) -> Cell:
+        """Return a larger ring's nodes in the order in which most have a partner that is apart at all levels."""
         if len(cell) == self.each + 1 or len({self.where.levels[0][node] for node in cell}) in (1, len(cell)):
             return cell
         first, *others = cell
@@ -193,19 +198,22 @@ class ReplicaAssignment:
         return max(((first, *order) for order in itertools.permutations(others)), key=mixed)
 
     def allowance(self, node: NodeId, fill: int) -> int:
-        """How many copies a node may keep when everybody keeps ``fill`` times its share; hashes decide on fractions."""
+        """Return the number of copies that a node may store if every node stores ``fill`` times its share.
+
+        Hashes decide on fractions.
+        """
         return int(self.shares[node] * fill + self.where.hashes[node] / 2**64)
 
     def overflow_nodes(self) -> set[NodeId]:
-        """Nodes of little memory that keep nothing, smallest first: as many as larger ones can serve besides."""
+        """Return nodes of little memory that store nothing, smallest first, as many as larger nodes can replace."""
         beyond = (max(0, self.allowance(node, self.each) - self.each) for node in self.shares)
         small = sorted((share, self.where.hashes[node], node) for node, share in self.shares.items() if share < 1)
         return {node for _, _, node in small[: sum(beyond) // self.each]}
 
     def assign(self, short: Sequence[NodeId], *, distinct: int) -> list[NodeId]:
-        """Find hosts in ``distinct`` other domains for each of ``short``; who did not find that many gets none.
+        """Assign hosts in ``distinct`` other domains to each node; return the nodes without enough hosts.
 
-        Everybody gets its share before anybody gets more.
+        Such a node gets no host. Every node's share is used before any node stores more.
         """
         for fill in range(self.each, MAX_SHARE_FACTOR * self.each + 1):
             if not short:
@@ -214,7 +222,7 @@ class ReplicaAssignment:
         return list(short)
 
     def fill_up(self, short: Sequence[NodeId], *, partners: int) -> None:
-        """Find ``partners`` for each of ``short``, wherever there is most room."""
+        """Assign ``partners`` hosts to each of ``short``, on the nodes with most room, regardless of domains."""
         alone = {node: str(node) for node in self.where.order}
         fill = 0
         while short := [node for node in short if len(self.partners[node]) < partners]:
@@ -233,26 +241,26 @@ class ReplicaAssignment:
             if own not in start:
                 start[own] = stable_hash("guest", own)
             used = {own, *(units[partner] for partner in self.partners[node])}
-            found = _next(ring, start[own], wanted, used)
+            found = _next_units(ring, start[own], wanted, used)
             if len(found) < wanted:
                 homeless.append(node)
                 continue
-            for spot in found:
-                hosts = free[spot[1]]
+            for entry in found:
+                hosts = free[entry[1]]
                 self.add(node, hosts.pop())
                 if not hosts:
-                    del ring[bisect.bisect_left(ring, spot)]
+                    del ring[bisect.bisect_left(ring, entry)]
         return homeless
 
 
-def _next(ring: Sequence[tuple[int, str]], start: int, wanted: int, used: set[str]) -> list[tuple[int, str]]:
-    """The first ``wanted`` units after ``start`` that are not ``used``; fewer when there are not so many."""
+def _next_units(ring: Sequence[tuple[int, str]], start: int, wanted: int, used: set[str]) -> list[tuple[int, str]]:
+    """Return the first ``wanted`` units after ``start`` that are not ``used``, or all of them if there are fewer."""
     first = bisect.bisect_left(ring, (start,))
     found: list[tuple[int, str]] = []
     for step in range(min(len(ring), wanted + len(used))):
-        spot = ring[(first + step) % len(ring)]
-        if spot[1] not in used:
-            found.append(spot)
+        entry = ring[(first + step) % len(ring)]
+        if entry[1] not in used:
+            found.append(entry)
         if len(found) == wanted:
             break
     return found
@@ -262,7 +270,7 @@ Cell = tuple[NodeId, ...]
 HashPoints = Mapping[NodeId, int]
 _BLOCK = 64
 _SPREAD, _ALL = 0x9E3779B97F4A7C15, (1 << 64) - 1
-_Pool = dict[str, dict[str, list[NodeId]]]  # colour -> unit -> nodes that are in no cell yet
+_Pool = dict[str, dict[str, list[NodeId]]]  # color -> unit -> nodes without a cell
 
 
 def make_cells(
@@ -274,9 +282,9 @@ def make_cells(
     units: Mapping[NodeId, str],
     points: HashPoints,
 ) -> tuple[list[Cell], list[NodeId]]:
-    """Cells of ``size`` nodes, each from another unit and from ``distinct`` colours or more; and who is left.
+    """Return cells of ``size`` nodes from different units and at least ``distinct`` colors, and the remaining nodes.
 
-    Units lie within colours (racks within zones). Whole units meet whole units, so that few of them share copies.
+    Units lie within colors (racks within zones). Whole units are combined, so that few of them share copies.
     """
     members: dict[str, list[NodeId]] = defaultdict(list)
     for node in nodes:
@@ -304,16 +312,16 @@ def make_cells(
 def _middle(
     leaves: Sequence[tuple[int, str] | tuple[int, NodeId, Cell]], first: int, last: int, bit: int
 ) -> tuple[int, int]:
-    """Where the highest bit from ``bit`` down that differs between sorted hashes changes, and the next bit."""
+    """Return where the highest bit that differs between sorted hashes changes (from ``bit`` down), and the next bit."""
     middle = first
     while middle in (first, last) and bit >= 0:
         middle = bisect.bisect_left(leaves, ((leaves[first][0] >> bit | 1) << bit,), first, last)
         bit -= 1
-    return (first + 1 if middle in (first, last) else middle), bit  # two names may have one hash
+    return (first + 1 if middle in (first, last) else middle), bit  # two names may have the same hash
 
 
 def _use_up(pool: _Pool, cells: list[Cell], *, size: int, distinct: int, points: HashPoints) -> None:
-    """Make cells of ``pool`` until it has not enough colours or units for another one."""
+    """Make cells of ``pool`` until it has too few colors or units for another one."""
     while chosen := _choose(pool, size=size, distinct=distinct):
         rows: list[Cell] = [(node,) for node in pool[chosen[0][0]][chosen[0][1]]]
         rest: dict[str, list[NodeId]] = defaultdict(list)
@@ -333,7 +341,7 @@ def _use_up(pool: _Pool, cells: list[Cell], *, size: int, distinct: int, points:
 
 
 def _choose(pool: _Pool, *, size: int, distinct: int) -> list[tuple[str, str]]:
-    """The units that meet next: of as many colours as there are, then more of the colour with most nodes."""
+    """Return the units of the next cells: of as many colors as possible, then more of the color with most nodes."""
     if len(pool) < distinct:
         return []
     chosen = [(colour, next(iter(units))) for colour, units in pool.items()][:size]
@@ -351,11 +359,11 @@ def _choose(pool: _Pool, *, size: int, distinct: int) -> list[tuple[str, str]]:
 def extend_cells(
     rows: Iterable[Cell], nodes: Iterable[NodeId], points: HashPoints
 ) -> tuple[list[Cell], list[Cell], list[NodeId]]:
-    """Lengthen each row by one of ``nodes``; and the rows and nodes for which there was no other.
+    """Add one of ``nodes`` to each row; return the longer rows, and the rows and nodes without a match.
 
-    The closest two go together, then the closest of the rest, and so on: a row that goes frees one node, which is
-    further from all others than what they have, except from few. Only near nodes are compared first, in blocks that
-    are branches of a trie, for comparing all with all would take too long.
+    The closest pair is matched first, then the closest of the rest, and so on. A row that leaves then frees one node,
+    and few other rows are closer to it than to their own node. Nodes are first compared within blocks, which are
+    branches of a trie, because comparing all pairs would take too long.
     """
     leaves = sorted([(points[row[0]], row[0], row) for row in rows] + [(points[node], node, ()) for node in nodes])
     longer: list[Cell] = []
@@ -400,10 +408,10 @@ def absorb_leftover(
     colours: Mapping[NodeId, str],
     points: HashPoints,
 ) -> tuple[list[Cell], list[NodeId]]:
-    """Give the nodes that ``make_cells`` left a place in cells without their colour; and who found none.
+    """Add nodes that ``make_cells`` left to cells without their color; return the cells and the remaining nodes.
 
-    Pairs are re-cut as long as there are two such nodes: a-b and the odd c, c' become a-c and b-c', and no cell is
-    larger than it must be. Otherwise a node joins a cell, which becomes a ring of one more, up to ``2 * size - 1``.
+    With ``size`` 2, a cell a-b and two nodes c and c' of one color become a-c and b-c', so that no cell is larger than
+    needed. Otherwise a node joins a cell, which becomes a ring of one more, up to ``2 * size - 1``.
     """
     by_colour: dict[str, list[NodeId]] = defaultdict(list)
     for node in left:
@@ -416,7 +424,7 @@ def absorb_leftover(
             found = tuple(sorted(colours[node] for node in cell))
             if len(cell) < 2 * size - 1 and colour not in found:
                 alike[found].append(head)
-        # the same few cells' domains for all nodes of one colour: fewer domains have copies of each other
+        # All nodes of one color join cells of the same few domains, so that fewer domains share copies.
         near = [alike[found] for found in sorted(alike, key=lambda found: stable_hash("absorb", colour, *found))]
         couples, single = _couples(odd, points) if size == 2 else ([], odd)
         for heads in near:
@@ -443,13 +451,13 @@ def _couples(nodes: Iterable[NodeId], points: HashPoints) -> tuple[list[Cell], l
 def parity_groups(
     nodes: Collection[PeerNode], size: int, *, levels: Sequence[str] = DEFAULT_DOMAIN_LEVELS
 ) -> tuple[tuple[NodeId, ...], ...]:
-    """Disjoint groups of about ``size`` nodes; every node is in one of them, when there are two or more.
+    """Return disjoint groups of about ``size`` nodes, which include every node if there are two or more.
 
-    - A group has 2 to ``2 * size - 1`` nodes, and is smaller than ``size`` rather than have two of one domain: with
-      four racks and a size of eight there are groups of four.
-    - No group has two nodes of one domain of the innermost level when all domains are of one size, or none has more
-      than one in ``2 * size - 1`` of the nodes. What a larger domain has too many makes groups of its own.
-    - The same nodes give the same groups, whatever their order; a node that comes or goes changes few of them.
+    - A group has 2 to ``2 * size - 1`` nodes. It is smaller than ``size`` rather than have two nodes of one domain:
+      with four racks and a size of eight, groups have four nodes.
+    - No group has two nodes of one innermost domain if all domains have the same size, or if none has more than one in
+      ``2 * size - 1`` of the nodes. The excess nodes of a larger domain form separate groups.
+    - The groups do not depend on the order of the nodes. A node that joins or leaves changes few groups.
     """
     if size < 2:
         raise RequestError(f"a group of {size} cannot share a parity: choose 2 or more")
@@ -469,7 +477,7 @@ def parity_groups(
     cells, left = _disjoint_groups(cells, left, where, range(wide, half - 1, -1))
     cells, left = absorb_leftover(cells, left, size=wide, colours=where.innermost, points=where.hashes)
     cells, left = _disjoint_groups(cells, left, where, range(half - 1, 1, -1))
-    return tuple(sorted(tuple(sorted(cell)) for cell in _groups_of_the_rest(cells, left, where, size=size)))
+    return tuple(sorted(tuple(sorted(cell)) for cell in _group_remaining(cells, left, where, size=size)))
 
 
 def _disjoint_groups(
@@ -483,8 +491,8 @@ def _disjoint_groups(
     return cells, left
 
 
-def _groups_of_the_rest(cells: list[Cell], left: list[NodeId], where: FailureDomains, *, size: int) -> list[Cell]:
-    """What is left is of one domain, and nobody else has place for it."""
+def _group_remaining(cells: list[Cell], left: list[NodeId], where: FailureDomains, *, size: int) -> list[Cell]:
+    """Group the remaining nodes, which share one domain and fit into no other group."""
     alone = {node: str(node) for node in left}
     made, rest = make_cells(left, size=size, distinct=1, colours=alone, units=alone, points=where.hashes)
     if len(rest) > 1:

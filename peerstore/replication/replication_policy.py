@@ -1,12 +1,12 @@
 """The next shard to replicate, takeover for dead nodes, and the known replicas of every shard. Pure.
 
-Every copy carries the list of nodes that were to hold its shard, the writer's first. As long as the first one lives and
-has it, the copies are its business. When one of the list dies, or the first one starts again and may have lost what it
-had, everybody left on it makes sure that the others left have the shard (asking one that has it costs a message), and
-the first one left looks for new partners.
+Every copy stores the list of its shard's holders, the writer's node first. While the first holder lives and has the
+shard, it alone makes the copies. When a holder dies, or the first one restarts and may have lost its shards, each
+remaining holder makes sure that the others have the shard; a check of a holder that has it costs one message. The first
+remaining holder then chooses new partners.
 
-The shell (:mod:`~peerstore.replication.replicator`) says what this node sees right now, does what comes out, and says
-how it went.
+The caller (:mod:`~peerstore.replication.replicator`) passes this node's current view in, carries out the tasks, and
+reports their results.
 """
 
 from __future__ import annotations
@@ -32,41 +32,41 @@ from peerstore.shard_records import ResumePoint, ShardInfo, ShardKey, ShardRecor
 
 
 class HeldShard(msgspec.Struct, frozen=True):
-    """A sealed shard on this node, as far as its copies go."""
+    """A sealed shard on this node, with the state of its replicas."""
 
     key: ShardKey
     size_bytes: int
     holders: tuple[str, ...]
-    """Who was to hold it, the writer's node first; this node is one of them."""
+    """Nodes chosen to hold it, the writer's node first; this node is one of them."""
     confirmed: frozenset[str] = frozenset()
-    """Other nodes that have said they hold it, and have not started again since."""
+    """Other nodes that confirmed that they hold it, and have not restarted since."""
     refused: frozenset[str] = frozenset()
-    """Nodes that have no room for it, for now."""
+    """Nodes that currently have no room for it."""
     needed: bool = True
-    """Somebody may still need this version: it is not older than the settled one, nor of a past that was left."""
+    """Whether a restore may need this version: not older than the replicated one, nor of a left branch."""
 
 
 class ReplicationTask(msgspec.Struct, frozen=True):
-    """Have ``target`` hold ``key``."""
+    """Replicate ``key`` to ``target``."""
 
     key: ShardKey
     target: str
     holders: tuple[str, ...]
-    """Who is to hold it from then on, the one who answers for it first."""
+    """The holders after the task, the owner first."""
 
 
 class ReplicationStatus(msgspec.Struct, frozen=True):
-    """How well one shard is kept."""
+    """The replication state of one shard."""
 
     key: ShardKey
     is_owner: bool
-    """This node answers for it: the first of its living holders."""
+    """Whether this node is the first of the shard's living holders."""
     copies: int
-    """Living nodes that are known to hold it, this one included."""
+    """Number of living nodes known to hold it, including this node."""
     missing: int
-    """Copies that are still to be made, and can be."""
+    """Number of copies that are not made yet and can be made."""
     unplaceable: int
-    """Copies that cannot be made: there is no node for them, or none with room."""
+    """Number of copies that cannot be made, because no other node has room."""
 
 
 def alive_holders(held: HeldShard, living: Collection[str]) -> tuple[str, ...]:
@@ -76,7 +76,7 @@ def alive_holders(held: HeldShard, living: Collection[str]) -> tuple[str, ...]:
 def target_holders(
     held: HeldShard, *, me: str, living: Collection[str], partners: Sequence[str], copies: int
 ) -> tuple[str, ...]:
-    """Who is to hold the shard, as of now: the living of its list, then this node's partners, up to ``copies``."""
+    """Return the nodes to hold the shard now: living holders, then this node's partners, up to ``copies``."""
     there = alive_holders(held, living)
     if me not in there:
         there = (*there, me)
@@ -95,14 +95,14 @@ def partners_of(
     if not standby or len(partners) >= copies - 1:
         return partners
     others = substitute_partners(me, living, partners, levels)
-    more = sorted(others, key=lambda node: node in standby)  # stable: the furthest first among each
+    more = sorted(others, key=lambda node: node in standby)  # stable: the most distant first within each group
     return (*partners, *more[: copies - 1 - len(partners)])
 
 
 def substitute_partners(
     me: NodeId, living: Collection[PeerNode], partners: Collection[str], levels: Sequence[str]
 ) -> tuple[NodeId, ...]:
-    """Who else could take a copy: the nodes that are furthest away first, in an order that each node has its own of."""
+    """Return the other nodes that could store a replica, the most distant first, in an order specific to ``me``."""
     where = failure_domains(living, levels)
     others = [node for node in where.order if node != me and node not in partners]
     if me not in where.order:
@@ -113,7 +113,7 @@ def substitute_partners(
 def pending_tasks(
     shards: Iterable[HeldShard], *, me: str, living: Collection[str], partners: Sequence[str], copies: int
 ) -> list[ReplicationTask]:
-    """What is to be sent, the oldest version first, so that each gets its turn to be settled."""
+    """Return the replication tasks, oldest version first, so that each version can become replicated."""
     found = []
     for held in shards:
         if not held.needed:
@@ -121,7 +121,7 @@ def pending_tasks(
         there = alive_holders(held, living)
         whole_list = len(there) == len(held.holders)
         if there and there[0] != me and there[0] in held.confirmed and whole_list:
-            continue  # its first holder has it and looks after it
+            continue  # the first holder has it and makes the copies
         holders = target_holders(held, me=me, living=living, partners=partners, copies=copies)
         found += [
             ReplicationTask(held.key, node, holders)
@@ -134,7 +134,7 @@ def pending_tasks(
 def shards_to_take_over(
     facts: Iterable[ShardInfo], *, me: str, living: Collection[str], dead: Collection[str]
 ) -> list[ShardInfo]:
-    """Copies whose writer's node is dead, and of whose living holders ``me`` is the first: they are its own now."""
+    """Return the replicas whose writer's node is dead and whose first living holder is ``me``."""
     return [
         fact
         for fact in facts
@@ -144,7 +144,7 @@ def shards_to_take_over(
 
 
 def original_holders(me: str, said: Mapping[str, tuple[str, ...]]) -> tuple[str, ...]:
-    """Who was to hold a shard that ``me`` lost, by what the others say of it; empty when ``me`` wrote it."""
+    """Return the holders of a shard that ``me`` lost, as other nodes report them; empty if ``me`` wrote it."""
     listed = next((holders for holders in said.values() if me in holders), ())
     if listed:
         return listed if listed[0] != me else ()
@@ -153,7 +153,7 @@ def original_holders(me: str, said: Mapping[str, tuple[str, ...]]) -> tuple[str,
 
 
 def should_retry_repair(record: ShardRecord, error: Exception, replicated: VersionId | None) -> bool:
-    """Whether to try again to fetch a damaged shard that could not be: not what is of the past by now."""
+    """Return whether to retry the repair of a damaged shard: not if its version is superseded."""
     if isinstance(error, FencedError) and not isinstance(error, LeaseLostError):
         return False
     return replicated is None or record.key.version_id >= replicated
@@ -162,7 +162,7 @@ def should_retry_repair(record: ShardRecord, error: Exception, replicated: Versi
 def replication_status(
     held: HeldShard, *, me: str, living: Collection[str], partners: Sequence[str], copies: int
 ) -> ReplicationStatus:
-    """How well the shard is kept, as this node knows."""
+    """Return the replication state of the shard, as this node knows it."""
     holders = target_holders(held, me=me, living=living, partners=partners, copies=copies)
     there = 1 + sum(node in held.confirmed for node in holders if node != me)
     if not held.needed:
@@ -176,143 +176,146 @@ REPLICATION_RETRY_S = 1.0
 REFUSED_RETRY_S = 20.0
 RESYNC_S = 5.0
 UNREACHABLE_AFTER = 3
-"""Tries in a row that did not reach a node, which others say is alive, until another takes its copies."""
+"""Consecutive failed attempts to reach a living node after which another node gets its replicas."""
 MAX_BUSY_S = 3.0
-"""How long a node may have no room "for the moment": what it keeps it may give up only once a newer version is settled,
-and that must not wait for it."""
+"""Seconds for which a node may report that it temporarily has no room.
+
+A node can evict old versions only after a newer version is replicated, so that must not wait for this node.
+"""
 
 
 @dataclass(frozen=True)
 class ReplicationPolicy:
-    """What is asked for."""
+    """How many replicas a job needs, and where."""
 
     copies: int = 2
     levels: tuple[str, ...] = ("zone", "rack")
     streams: int = 2
     parity_group_size: int = 4
-    """With parity: nodes of a group that one of its nodes may be lost of, not counting that one."""
+    """With parity: number of nodes in a group besides the one that may be lost."""
     reports_commits: bool = True
-    """Whether it is told which versions have all their copies."""
+    """Whether this node reports replicated parts to the commit leader."""
 
 
 @dataclass(frozen=True)
 class ReplicationView:
-    """The job as this node sees it right now."""
+    """The job as this node sees it at one moment."""
 
     now: float
     alive: Mapping[str, PeerNode]
-    """The nodes that take part, this one included."""
+    """The live nodes of the job, including this node."""
     shards: Sequence[ShardInfo]
-    """What is sealed here."""
+    """The sealed shards on this node."""
     newest_replicated: VersionId | None
     epoch: int
-    """The newest incarnation this node has heard of."""
+    """The newest epoch that this node knows."""
     resume_point: ResumePoint | None
-    """What that one went on from, as far as this node has heard."""
+    """The version that the newest incarnation resumed from, as far as this node knows."""
     generation_of: Callable[[str], int]
-    """A number for each node that rises when it starts again: it may have lost what it held."""
+    """Returns a node's generation, which rises when it restarts and may have lost its shards."""
     aborted_parts: Mapping[VersionId, Collection[int]] = field(default_factory=dict)
     """Parts that their writers on this node will never seal."""
     standby: tuple[NodeId, ...] = ()
-    """Nodes without a rank: they get replicas only where the others do not suffice."""
+    """Nodes without a rank: they get replicas only if the other nodes do not suffice."""
 
 
 @dataclass
 class _ReplicaKnowledge:
-    """What this node has learned about the copies of one shard."""
+    """This node's knowledge about the replicas of one shard."""
 
     listed: tuple[str, ...] = ()
     confirmed: dict[str, int] = field(default_factory=dict)
-    """Who has said that it holds the shard, and in which of its lives."""
+    """Nodes that confirmed that they hold the shard, with their generation at that time."""
     refused: dict[str, float] = field(default_factory=dict)
-    """Who has no room, and until when nobody asks again."""
+    """Nodes without room, with the time until which they are not tried."""
     busy: dict[str, float] = field(default_factory=dict)
-    """Who had no room for the moment, and since when."""
+    """Nodes that temporarily have no room, with the time of the first refusal."""
     obsolete_until: float = float("-inf")
-    """Another node holds this version for one of the past, and may be asked again from then on."""
+    """Time until which the shard is not sent, because another node refused its version as obsolete."""
     why: dict[str, str] = field(default_factory=dict)
-    """What kept the last copy from each node."""
+    """The last error of each node."""
 
 
 class ReplicationState:
-    """One job's copies as ``me`` knows them. Whoever calls sees to it that nobody else does at the same time."""
+    """One job's replicas as ``me`` knows them. Not thread-safe: the caller holds a lock."""
 
     def __init__(self, me: NodeId, protection: ReplicationPolicy) -> None:
         self._me = me
         self._protection = protection
         self._known: dict[ShardKey, _ReplicaKnowledge] = {}
-        self._later: dict[str, float] = {}
-        """Nodes that did not answer, and when they are tried again."""
-        self._misses: dict[str, int] = {}
-        """How often in a row they did not."""
-        self._away: dict[str, float] = {}
-        """Who did not too often, and until when nobody asks again."""
+        self._retry_at: dict[str, float] = {}
+        """Nodes to which a transfer failed, with the time of the next attempt."""
+        self._failed_attempts: dict[str, int] = {}
+        """Number of consecutive failed attempts to reach each node."""
+        self._unreachable_until: dict[str, float] = {}
+        """Nodes that were unreachable too often, with the time until which they are not tried."""
         self.reports = CommitReports(me)
-        self._placed: tuple[tuple[PeerNode, ...], tuple[NodeId, ...], tuple[str, ...]] | None = None
+        self._cached_partners: tuple[tuple[PeerNode, ...], tuple[NodeId, ...], tuple[str, ...]] | None = None
         self._base: ResumePoint | None = None
-        self._seen: tuple[ReplicationView, list[HeldShard], tuple[str, ...]] | None = None
-        """What the last look came to; nothing was learned since."""
-
-    # -- how things stand ---------------------------------------------------------------------------------------------
+        self._cached_view: tuple[ReplicationView, list[HeldShard], tuple[str, ...]] | None = None
+        """The result for the last view; ``None`` after new information."""
 
     def partners(self, living: Mapping[str, PeerNode], standby: tuple[NodeId, ...] = ()) -> tuple[str, ...]:
         """The nodes that hold replicas of the shards of this node."""
         nodes = tuple(living.values())
-        if self._placed is None or self._placed[:2] != (nodes, standby):  # placing thousands of nodes takes a while
+        if self._cached_partners is None or self._cached_partners[:2] != (
+            nodes,
+            standby,
+        ):  # placing thousands of nodes is slow
             partners = partners_of(
                 self._me, nodes, standby, copies=self._protection.copies, levels=self._protection.levels
             )
-            self._placed = nodes, standby, partners
-        return self._placed[2]
+            self._cached_partners = nodes, standby, partners
+        return self._cached_partners[2]
 
     def _candidates(self, look: ReplicationView) -> tuple[str, ...]:
-        """This node's partners, and then who else could take a copy that one of them cannot take."""
+        """Return this node's partners, and then substitutes if a partner refuses replicas or is unreachable."""
         partners = self.partners(look.alive, look.standby)
         refused = any(until > look.now for known in self._known.values() for until in known.refused.values())
-        if not refused and not self._replaced(look):  # nobody looks at all nodes for nothing
+        if not refused and not self._unreachable_nodes(look):  # substitutes cost a look at all nodes
             return partners
         return (*partners, *substitute_partners(self._me, look.alive.values(), partners, self._protection.levels))
 
-    def _replaced(self, look: ReplicationView) -> frozenset[str]:
-        """Living nodes that this one does not reach, as long as there are enough others: else it waits."""
-        away = frozenset(node for node, until in self._away.items() if until > look.now)
+    def _unreachable_nodes(self, look: ReplicationView) -> frozenset[str]:
+        """Return living nodes that this node cannot reach; empty if too few other nodes remain."""
+        away = frozenset(node for node, until in self._unreachable_until.items() if until > look.now)
         if not away:
             return away
         enough = len(look.alive.keys() - away - {self._me}) >= self._protection.copies - 1
         return away if enough else frozenset()
 
     def statuses(self, look: ReplicationView) -> list[ReplicationStatus]:
-        """How well every shard here is kept."""
+        """Return the replication state of every shard on this node."""
         shards, candidates = self._view(look)
-        return [self._standing(held, look, candidates) for held in shards]
+        return [self._status(held, look, candidates) for held in shards]
 
     def confirmed_holders(self, key: ShardKey, life: Callable[[str], int]) -> tuple[str, ...]:
-        """Other nodes that are known to hold a shard."""
+        """Return the other nodes that are known to hold a shard."""
         known = self._known.get(key)
-        return tuple(sorted(_still(known.confirmed, life))) if known is not None else ()
+        return tuple(sorted(_confirmed_now(known.confirmed, life))) if known is not None else ()
 
     def last_errors(self, key: ShardKey) -> str:
-        """Why a shard lacks copies, as far as it is known."""
+        """Return the last errors of a shard's replication, or ""."""
         known = self._known.get(key)
         return "; ".join(f"{node}: {why}" for node, why in known.why.items()) if known is not None else ""
 
-    def _standing(self, held: HeldShard, look: ReplicationView, partners: Sequence[str]) -> ReplicationStatus:
+    def _status(self, held: HeldShard, look: ReplicationView, partners: Sequence[str]) -> ReplicationStatus:
         return replication_status(
             held, me=self._me, living=look.alive, partners=partners, copies=self._protection.copies
         )
 
     def _view(self, look: ReplicationView) -> tuple[list[HeldShard], tuple[str, ...]]:
-        """What is kept here as far as its copies go, and who could take some."""
-        if self._seen is None or self._seen[0] is not look:
-            self._go_back(look.resume_point)
-            self._seen = look, self._held(look), self._candidates(look)
-        return self._seen[1:]
+        """Return the shards on this node and the nodes that can store replicas."""
+        if self._cached_view is None or self._cached_view[0] is not look:
+            self._set_resume_point(look.resume_point)
+            self._cached_view = look, self._held(look), self._candidates(look)
+        return self._cached_view[1:]
 
-    def _go_back(self, base: ResumePoint | None) -> None:
-        """The job went on from another version than before: what other nodes said of what they hold counts no more.
+    def _set_resume_point(self, base: ResumePoint | None) -> None:
+        """Forget all confirmations if the job resumed from another version than before.
 
-        Who had not heard of it took that version for superfluous, and may have given it up or not have mended it; now
-        it is the one to be kept. Who holds it still says so again for a message.
+        Until a node knew the resumed version, it may have evicted it as superseded, or not have repaired it. A node
+        that still holds it confirms that again at the cost of one message.
         """
         if base != self._base:
             self._base = base
@@ -323,10 +326,10 @@ class ReplicationState:
     def _held(self, look: ReplicationView) -> list[HeldShard]:
         here = {fact.key for fact in look.shards}
         self._known = {key: known for key, known in self._known.items() if key in here}
-        replaced = self._replaced(look)
-        return [self._one_held(fact, look, replaced) for fact in look.shards]
+        replaced = self._unreachable_nodes(look)
+        return [self._held_shard(fact, look, replaced) for fact in look.shards]
 
-    def _one_held(self, fact: ShardInfo, look: ReplicationView, replaced: frozenset[str]) -> HeldShard:
+    def _held_shard(self, fact: ShardInfo, look: ReplicationView, replaced: frozenset[str]) -> HeldShard:
         known = self._known.get(fact.key)
         if known is None:
             known = self._known[fact.key] = _ReplicaKnowledge()
@@ -335,7 +338,7 @@ class ReplicationState:
             fact.key,
             fact.size_bytes,
             listed if self._me in listed else (*listed, self._me),
-            _still(known.confirmed, look.generation_of),
+            _confirmed_now(known.confirmed, look.generation_of),
             replaced.union(node for node, until in known.refused.items() if until > look.now)
             if known.refused
             else replaced,
@@ -349,11 +352,11 @@ class ReplicationState:
             ),
         )
 
-    # -- what to send -------------------------------------------------------------------------------------------------
+    # -- tasks --------------------------------------------------------------------------------------------------------
 
     def next_task(self, look: ReplicationView) -> ReplicationTask | float:
-        """The next thing to send; or for how many seconds there is nothing to do, unless something changes."""
-        waiting = [node for node, until in self._later.items() if until > look.now]
+        """Return the next task, or the seconds to wait for one."""
+        waiting = [node for node, until in self._retry_at.items() if until > look.now]
         shards, candidates = self._view(look)
         tasks = pending_tasks(
             shards, me=self._me, living=look.alive, partners=candidates, copies=self._protection.copies
@@ -361,66 +364,68 @@ class ReplicationState:
         ready = next((task for task in tasks if task.target not in waiting), None)
         if ready is not None:
             return ready
-        soon = min((self._later[node] - look.now for node in waiting), default=RESYNC_S) if tasks else RESYNC_S
+        soon = min((self._retry_at[node] - look.now for node in waiting), default=RESYNC_S) if tasks else RESYNC_S
         return min(soon, RESYNC_S)
 
     def task_done(self, task: ReplicationTask, life: int, base: ResumePoint | None) -> None:
-        """The copy is there, verified. ``life`` is what the other node's was when this began, and ``base`` what it was
-        told then that the job went on from.
+        """Record that the copy is verified on the target.
+
+        ``life`` is the target's generation when the task began, and ``base`` the resume point that was sent to it.
         """
-        known = self._learning(task.key)
+        known = self._update_knowledge(task.key)
         known.listed = task.holders
         if base == self._base:
             known.confirmed[task.target] = life
         known.busy.pop(task.target, None)
         known.why.pop(task.target, None)
-        self._misses.pop(task.target, None)
-        self._away.pop(task.target, None)
+        self._failed_attempts.pop(task.target, None)
+        self._unreachable_until.pop(task.target, None)
 
     def task_failed(self, task: ReplicationTask, error: Exception, now: float) -> bool:
-        """The copy was not made. Whether this node should look at its own: it may be the bad one."""
-        known = self._learning(task.key)
+        """Record the error; return whether this node should verify its own shard, which may be the damaged one."""
+        known = self._update_knowledge(task.key)
         known.why[task.target] = str(error)
         no_room = isinstance(error, ArenaBusyError) and not isinstance(error, ShardPendingError)
         busy_since = known.busy.setdefault(task.target, now) if no_room else now
         if not no_room:
             known.busy.pop(task.target, None)
         if isinstance(error, FencedError) and not isinstance(error, LeaseLostError):
-            # The other node knows of a newer incarnation, or of a newer version that is safe. So will this one soon,
-            # and it may also learn that the job goes on from this version.
+            # The other node knows a newer incarnation or a newer replicated version. This node will learn it soon,
+            # and may also learn that the job resumed from this version.
             known.obsolete_until = now + REFUSED_RETRY_S
         elif isinstance(error, ArenaFullError | ShardDamagedError) or now - busy_since >= MAX_BUSY_S:
             known.refused[task.target] = now + REFUSED_RETRY_S
             known.busy.pop(task.target, None)
         elif isinstance(error, ArenaBusyError | LeaseLostError | PeerUnreachableError):
-            self._later[task.target] = now + REPLICATION_RETRY_S
+            self._retry_at[task.target] = now + REPLICATION_RETRY_S
             if isinstance(error, PeerUnreachableError):
-                self._misses[task.target] = self._misses.get(task.target, 0) + 1
-                if self._misses[task.target] >= UNREACHABLE_AFTER:
-                    self._away[task.target] = now + REFUSED_RETRY_S
+                self._failed_attempts[task.target] = self._failed_attempts.get(task.target, 0) + 1
+                if self._failed_attempts[task.target] >= UNREACHABLE_AFTER:
+                    self._unreachable_until[task.target] = now + REFUSED_RETRY_S
         else:
-            self._later[task.target] = now + 5 * REPLICATION_RETRY_S
+            self._retry_at[task.target] = now + 5 * REPLICATION_RETRY_S
         return isinstance(error, ShardDamagedError)
 
     def confirm_holder(self, key: ShardKey, node: str, life: int) -> None:
-        """``node`` has been seen, in this one of its lives, to hold a shard of this node."""
-        known = self._learning(key)
+        """Record that ``node`` holds a shard, in its generation ``life``."""
+        known = self._update_knowledge(key)
         known.confirmed[node] = max(life, known.confirmed.get(node, life))
         known.why.pop(node, None)
 
-    def _learning(self, key: ShardKey) -> _ReplicaKnowledge:
-        self._seen = None
+    def _update_knowledge(self, key: ShardKey) -> _ReplicaKnowledge:
+        """Return the shard's entry for a change, and drop the cached view."""
+        self._cached_view = None
         return self._known.setdefault(key, _ReplicaKnowledge())
 
-    # -- what is to be counted ----------------------------------------------------------------------------------------
+    # -- reports to the commit leader ---------------------------------------------------------------------------------
 
     def pending_reports(self, look: ReplicationView) -> tuple[str, list[PartsReport]]:
-        """Who keeps the tally, and what it has not been told yet."""
+        """Return the commit leader and the reports that it has not received."""
         shards, candidates = self._view(look)
-        standings = [self._standing(held, look, candidates) for held in shards if held.needed]
+        statuses_here = [self._status(held, look, candidates) for held in shards if held.needed]
         parts_of = {fact.key.version_id: fact.parts for fact in look.shards}
         return self.reports.pending(
-            standings,
+            statuses_here,
             parts_of,
             living=look.alive,
             replicated=look.newest_replicated,
@@ -430,14 +435,14 @@ class ReplicationState:
         )
 
     def leader_unreachable(self, sender: str, now: float) -> None:
-        """The commit leader was not told: it is asked for nothing else for a while."""
-        self._later.setdefault(sender, now + REPLICATION_RETRY_S)
+        """Delay other transfers to the commit leader after a report to it failed."""
+        self._retry_at.setdefault(sender, now + REPLICATION_RETRY_S)
 
 
-def _still(confirmed: Mapping[str, int], life: Callable[[str], int]) -> frozenset[str]:
+def _confirmed_now(confirmed: Mapping[str, int], life: Callable[[str], int]) -> frozenset[str]:
     return frozenset([node for node, then in confirmed.items() if life(node) == then])
 
 
 def is_committed(fact: ShardInfo, replicated: VersionId | None) -> bool:
-    """Whether all parts of a shard's version were sealed, as far as this node knows."""
+    """Return whether all parts of the shard's version are sealed, as far as this node knows."""
     return fact.marked_committed or fact.key.version_id == replicated

@@ -48,7 +48,7 @@ log = logging.getLogger(__name__)
 
 
 class Replicator:
-    """One job's duties to other nodes: one thread that sends, and a tally of what is settled."""
+    """Replication of one job: a thread that sends replicas and reports replicated parts."""
 
     def __init__(
         self,
@@ -70,7 +70,7 @@ class Replicator:
         self._clock = clock
         self._replication = ReplicationState(membership.this_node.id, protection)
         self._changed = threading.Condition()
-        self._news = True
+        self._woken = True
         self._stop = threading.Event()
         self.totals = ReplicationTotals()
         self.commit_tracker = CommitTracker(
@@ -78,14 +78,14 @@ class Replicator:
         )
         self.path_monitor = PathMonitor()
         self.in_flight: tuple[ReplicationTask, int] | None = None
-        """What is on its way right now, and its size."""
+        """The running task and its shard's size in bytes."""
         self._thread = threading.Thread(target=self._run, name="peerstore-protect", daemon=True)
 
     def start(self) -> None:
         self._thread.start()
 
     def close(self) -> None:
-        """What is on its way may come to its end, if it does that soon."""
+        """Stop the thread; a running transfer gets ``SHUTDOWN_GRACE_S`` seconds to finish."""
         self._stop.set()
         self.wake()
         if self._thread.ident is not None:
@@ -96,15 +96,13 @@ class Replicator:
         self.commit_tracker.close()
 
     def wake(self) -> None:
-        """Something changed: a shard was sealed, a node came or went."""
+        """Check for new tasks, because a shard was sealed or the members changed."""
         with self._changed:
-            self._news = True
+            self._woken = True
             self._changed.notify_all()
 
-    # -- how things stand ---------------------------------------------------------------------------------------------
-
     def _view(self) -> ReplicationView:
-        """The job as this node sees it right now."""
+        """Return the job as this node sees it now."""
         facts = self._store.replicas.list_shards(self._job)
         known = self._store.jobs.versions(self._job)
         living, life = self._membership.alive, self._membership.generation_of
@@ -122,42 +120,42 @@ class Replicator:
 
     @property
     def partners(self) -> tuple[str, ...]:
-        """Where copies of what this node writes go."""
+        """The nodes that store replicas of this node's shards."""
         living, standby = self._membership.alive, self._membership.standby
         with self._changed:
             return self._replication.partners(living, standby)
 
     def statuses(self) -> list[ReplicationStatus]:
-        """How well every shard here is kept."""
+        """Return the replication state of every shard on this node."""
         look = self._view()
         with self._changed:
             return self._replication.statuses(look)
 
     def holders(self, key: ShardKey) -> tuple[PeerNode, ...]:
-        """The living nodes that are known to hold a shard of this node, this one first."""
+        """Return the live nodes that are known to hold a shard of this node, this node first."""
         living = self._membership.alive
         with self._changed:
             confirmed = self._replication.confirmed_holders(key, self._membership.generation_of)
         return (self._membership.this_node, *(living[node] for node in confirmed if node in living))
 
     def redundancy(self, key: ShardKey, level: str) -> tuple[int, int]:
-        """In how many copies a shard is kept, and in how many domains."""
+        """Return the number of the shard's copies, and of failure domains with a copy."""
         holders = self.holders(key)
         return len(holders), len({node.failure_domain(level) for node in holders})
 
     def last_errors(self, key: ShardKey) -> str:
-        """Why a shard lacks copies, as far as it is known."""
+        """Return the last errors of a shard's replication, or ""."""
         with self._changed:
             return self._replication.last_errors(key)
 
     def wait_until(self, ready: Callable[[], bool], timeout_s: float) -> bool:
-        """Until ``ready`` says so; it is asked again after every copy."""
+        """Wait until ``ready()`` is true, which is checked after every copy; return ``False`` at the timeout."""
         with self._changed:
             return self._changed.wait_for(lambda: ready() or self._stop.is_set(), timeout_s) and not self._stop.is_set()
 
     @property
     def has_pending(self) -> bool:
-        """Whether there are copies to be made that can be made."""
+        """Whether copies are missing that can be made."""
         return any(one.is_owner and one.missing for one in self.statuses())
 
     # -- the thread ---------------------------------------------------------------------------------------------------
@@ -165,7 +163,7 @@ class Replicator:
     def _run(self) -> None:
         while not self._stop.is_set():
             try:
-                task = self._next()
+                task = self._next_task()
                 if task is not None:
                     self._run_task(task)
                 self._report_to_leader()
@@ -173,10 +171,10 @@ class Replicator:
                 log.exception("job %s: protecting failed", self._job)
                 self._stop.wait(REPLICATION_RETRY_S)
 
-    def _next(self) -> ReplicationTask | None:
-        """The next thing to send; ``None`` when something changed, or it is time to look again."""
+    def _next_task(self) -> ReplicationTask | None:
+        """Return the next task, or ``None`` after a change or a timeout."""
         with self._changed:
-            self._news = False
+            self._woken = False
         look = self._view()
         with self._changed:
             found = self._replication.next_task(look)
@@ -184,7 +182,7 @@ class Replicator:
             return found
         self._report_to_leader()
         with self._changed:
-            self._changed.wait_for(lambda: self._news or self._stop.is_set(), found)
+            self._changed.wait_for(lambda: self._woken or self._stop.is_set(), found)
         return None
 
     def _run_task(self, task: ReplicationTask) -> None:
@@ -212,7 +210,7 @@ class Replicator:
             base = self._store.jobs.versions(self._job).resume_point
             done = push.run(holders=task.holders, whole=whole, blobs=self._blobs_of(fact), base=base)
         except (PeerStoreError, OSError) as error:
-            self._failed(task, error)
+            self._record_failure(task, error)
         else:
             with self._changed:
                 self._replication.task_done(task, life, base)
@@ -231,36 +229,34 @@ class Replicator:
             pin.close()
             self._store.unpin(pin.id)
 
-    def _failed(self, task: ReplicationTask, error: Exception) -> None:
+    def _record_failure(self, task: ReplicationTask, error: Exception) -> None:
         self.totals.errors += 1
         log.warning("job %s: no copy of %s on %s: %s", self._job, task.key, task.target, error)
         with self._changed:
-            doubtful = self._replication.task_failed(task, error, self._clock())
+            verify = self._replication.task_failed(task, error, self._clock())
             self._changed.notify_all()
-        if doubtful:
+        if verify:
             with contextlib.suppress(PeerStoreError, OSError):
                 self._verify_both(task)
 
     def _verify_both(self, task: ReplicationTask) -> None:
-        """Two nodes do not mean the same bytes: who has others than it says drops them, and gets them elsewhere."""
+        """Verify the shard on both nodes because their checksums differ; a damaged copy is dropped."""
         for record in self._store.reader.records(self._job, task.key.version_id):
             if record.key == task.key and not self._store.verify(task.key):
                 chunks = (0, chunk_count(record.size_bytes, record.chunk_bytes))
                 self._membership.client_for(task.target).call("verify_chunks", VerifyChunks(task.key, (chunks,)), bool)
 
     def confirm_holder(self, key: ShardKey, node: str, life: int) -> None:
-        """``node`` has been seen, in this one of its lives, to hold a shard of this node."""
+        """Record that ``node`` holds a shard, in its generation ``life``."""
         with self._changed:
             self._replication.confirm_holder(key, node, life)
             self._changed.notify_all()
 
-    # -- what is decided ----------------------------------------------------------------------------------------------
-
     def _report_to_leader(self) -> None:
-        """Say which parts of which versions are here, and have their copies; who counts says what follows."""
+        """Report the sealed and replicated parts of this node to the commit leader."""
         if not (
             self.policy.reports_commits and self._membership.is_converged
-        ):  # others may be there that have no copies yet
+        ):  # other members may be unknown, and without replicas
             return
         look = self._view()
         with self._changed:
@@ -272,22 +268,22 @@ class Replicator:
 
 _COMMIT_S = 120.0
 _FLUSH_CHUNKS = 64
-"""Chunks between two looks at what arrived damaged."""
+"""Number of chunks after which the sender requests the list of damaged chunks."""
 
 
 @dataclass(frozen=True)
 class PushResult:
-    """What one push took."""
+    """Sent bytes and duration of one push."""
 
     sent_bytes: int
     skipped_bytes: int
-    """Bytes the other node had already."""
+    """Bytes that the other node already had."""
     seconds: float
 
 
 @dataclass
 class _Work:
-    """Chunks that are still to be sent, handed out to the streams one run at a time."""
+    """Chunks to send, handed out to the streams in runs."""
 
     runs: list[tuple[int, int]]
     lock: threading.Lock = field(default_factory=threading.Lock)
@@ -306,7 +302,7 @@ class _Work:
 
 
 class ReplicaPush:
-    """Sends one shard to one node; ``run`` returns when the copy counts, or raises why it does not."""
+    """Transfer of one shard to one node; ``run`` returns when the copy is sealed, or raises."""
 
     def __init__(
         self,
@@ -354,16 +350,16 @@ class ReplicaPush:
 
     def _send(self, transfer: str, runs: list[tuple[int, int]]) -> None:
         bad = self._send_all(transfer, runs)
-        # The way may be bad and the bytes good: what arrived damaged is sent once more.
+        # The transfer may have damaged the bytes, so damaged chunks are sent a second time.
         if bad and self._send_all(transfer, [(number, number + 1) for number in bad]):
             raise ShardDamagedError(f"{self._record.key}: {len(bad)} chunks arrived damaged twice, first: {bad[0]}")
 
     def _send_all(self, transfer: str, runs: list[tuple[int, int]]) -> list[int]:
         work = _Work(sorted(runs, reverse=True))
-        many = min(self._streams, sum(-(-(stop - first) // _FLUSH_CHUNKS) for first, stop in runs))
+        streams = min(self._streams, sum(-(-(stop - first) // _FLUSH_CHUNKS) for first, stop in runs))
         helpers = [
             threading.Thread(target=self._stream, args=(transfer, work), name="peerstore-push", daemon=True)
-            for _ in range(many - 1)
+            for _ in range(streams - 1)
         ]
         for thread in helpers:
             thread.start()
@@ -375,7 +371,7 @@ class ReplicaPush:
         return work.bad
 
     def _stream(self, transfer: str, work: _Work) -> None:
-        """Runs of chunks over one connection, until there are no more."""
+        """Send runs of chunks over one connection until none remain."""
         try:
             with self._peer.connection() as line:
                 while (run := work.next()) is not None:
@@ -384,7 +380,7 @@ class ReplicaPush:
                     bad = line.call("flush_chunks", FlushChunks(transfer), tuple[int, ...])
                     with work.lock:
                         work.bad += bad
-        except BaseException as error:  # noqa: BLE001 - raised again by whoever started the streams
+        except BaseException as error:  # noqa: BLE001 - raised again by the thread that started the streams
             with work.lock:
                 work.failure = work.failure or error
 

@@ -1,4 +1,4 @@
-"""Starts exactly one agent where none answers, replaces a hung one, and watches it while ranks run."""
+"""Launch of one agent per directory, replacement of a hung agent, and a watchdog while ranks run."""
 
 from __future__ import annotations
 
@@ -28,21 +28,20 @@ log = logging.getLogger(__name__)
 
 _LOG_TAIL_BYTES = 2000
 _PROBE_S = 3.0
-_END_S = 10.0
+_KILL_S = 10.0
 _SOCKET_S = 10.0
 """Seconds in which a running agent makes a new socket in place of a deleted one, or ends."""
 _RETRY_S = 0.02
-_STILL_S = 1.0
-_GREETS_S = 10.0
+_MAX_IDLE_S = 1.0
+_GREETING_S = 10.0
 
 
 def connect_or_launch_agent(
     place: AgentPaths, command: Sequence[str], *, environ: Mapping[str, str] | None = None, timeout_s: float = 30.0
 ) -> socket.socket:
-    """A connection to this place's agent; ``command`` is run first if nobody answers.
+    """Return a connection to the agent of ``place``; run ``command`` first if no agent answers.
 
-    ``command`` must detach itself (``--detach``): the agent outlives the process that asked for it and is not its
-    child.
+    ``command`` must detach itself (``--detach``): the agent outlives this process and is not its child.
     """
     try:
         return connect_to_agent(place.socket, named=place.explicit)
@@ -62,25 +61,25 @@ def connect_or_launch_agent(
 
 
 def replace_hung_agent(place: AgentPaths, *, within_s: float = _PROBE_S) -> bool:
-    """End the agent if it hangs, so that another one can take over what it keeps; whether it did and is gone.
+    """Kill the agent if it hangs, so that another one can take over its memory; return whether it was killed.
 
-    The proof: it accepts nobody's greeting for ``within_s``, holds the lock of its directory, and meanwhile none of its
-    threads ran, was about to, or waited for a disk. One that is only slow on a busy machine is left alone.
+    An agent hangs if it answers no greeting for ``within_s`` seconds, holds the lock of its directory, and none of its
+    threads ran, was runnable, or waited for a disk meanwhile. A slow agent on a busy machine is left alone.
     """
-    with _hung(place, within_s) as (pid, agent):
+    with _hung_agent(place, within_s) as (pid, agent):
         if not pid:
             return False
         log.warning("the agent in %s (process %d) hangs: it is ended, and another one takes over", place.directory, pid)
         try:
             signal.pidfd_send_signal(agent, signal.SIGKILL)
-            return bool(select.select([agent], [], [], _END_S)[0])
-        except OSError:  # it is gone
+            return bool(select.select([agent], [], [], _KILL_S)[0])
+        except OSError:  # it has exited
             return False
 
 
 def raise_if_agent_hangs(place: AgentPaths, *, within_s: float = _PROBE_S) -> bool:
-    """Raise :class:`AgentUnreachableError` if the agent hangs: whoever manages it has to end it. Else false."""
-    with _hung(place, within_s) as (pid, _):
+    """Raise :class:`AgentUnreachableError` if the agent hangs; return ``False`` otherwise."""
+    with _hung_agent(place, within_s) as (pid, _):
         if pid:
             raise AgentUnreachableError(
                 f"the agent in {place.directory} (process {pid}) hangs, or was stopped, and this process may not "
@@ -90,11 +89,11 @@ def raise_if_agent_hangs(place: AgentPaths, *, within_s: float = _PROBE_S) -> bo
     return False
 
 
-def silence_of_agent(place: AgentPaths, *, still_s: float = _STILL_S, within_s: float = _GREETS_S) -> str:
+def silence_of_agent(place: AgentPaths, *, still_s: float = _MAX_IDLE_S, within_s: float = _GREETING_S) -> str:
     """Return why the agent of ``place`` does not answer, or "" if it greets.
 
-    An agent that did not run at all for ``still_s`` counts as silent; a busy one has ``within_s``.
-    :class:`AgentUnreachableError` if none listens.
+    An agent that did not run at all for ``still_s`` seconds counts as silent; a busy one has ``within_s`` seconds.
+    Raise :class:`AgentUnreachableError` if none listens.
     """
     began = time.monotonic()
     with connect_to_agent(place.socket, timeout_s=still_s, named=place.explicit) as sock:
@@ -118,14 +117,14 @@ def silence_of_agent(place: AgentPaths, *, still_s: float = _STILL_S, within_s: 
 
 
 def signal_agent(place: AgentPaths, number: int) -> bool:
-    """Send a signal to this place's agent; False where it does not run. Nobody who was given its number gets one."""
+    """Send a signal to the agent of ``place``, never to another process that reused its pid; return whether it runs."""
     try:
         pid = int(place.lock.read_text())
         agent = os.pidfd_open(pid)
     except (OSError, ValueError, OverflowError):
         return False
     try:
-        if not _holds(place, pid):
+        if not _holds_lock(place, pid):
             return False
         signal.pidfd_send_signal(agent, number)
     except (OSError, ValueError):
@@ -136,9 +135,9 @@ def signal_agent(place: AgentPaths, number: int) -> bool:
 
 
 def stop_agent(place: AgentPaths, *, timeout_s: float) -> bool:
-    """Send SIGTERM to the agent of ``place`` and wait until it has exited; return False if none runs.
+    """Send SIGTERM to the agent of ``place`` and wait until it has exited; return ``False`` if none runs.
 
-    :class:`AgentUnreachableError` if it does not exit within ``timeout_s``.
+    Raise :class:`AgentUnreachableError` if it does not exit within ``timeout_s`` seconds.
     """
     try:
         pid = int(place.lock.read_text())
@@ -158,8 +157,8 @@ def stop_agent(place: AgentPaths, *, timeout_s: float) -> bool:
 
 
 @contextlib.contextmanager
-def _hung(place: AgentPaths, within_s: float) -> Iterator[tuple[int, int]]:
-    """The agent's process and an open descriptor of it, where it hangs; else (0, -1)."""
+def _hung_agent(place: AgentPaths, within_s: float) -> Iterator[tuple[int, int]]:
+    """Yield the pid and an open pidfd of the agent if it hangs, else (0, -1)."""
     with contextlib.ExitStack() as cleanup:
         found = (0, -1)
         try:
@@ -167,11 +166,11 @@ def _hung(place: AgentPaths, within_s: float) -> Iterator[tuple[int, int]]:
             pid = peer_credentials(sock)[0]
             agent = os.pidfd_open(pid)
             cleanup.callback(os.close, agent)
-            before = _stands_still(pid)
-            still = before >= 0 and not _greets(sock, within_s) and _stands_still(pid) == before
-            if still and _holds(place, pid):
+            before = _idle_cpu_ticks(pid)
+            hangs = before >= 0 and not _greets(sock, within_s) and _idle_cpu_ticks(pid) == before
+            if hangs and _holds_lock(place, pid):
                 found = pid, agent
-        except (PeerStoreError, OSError, ValueError):  # it is gone, or somebody else's
+        except (PeerStoreError, OSError, ValueError):  # it has exited, or belongs to another user
             pass
         yield found
 
@@ -183,13 +182,13 @@ def _greets(sock: socket.socket, within_s: float) -> bool:
         message_codec.receive_frame(sock, AgentHello, limit_bytes=message_codec.MAX_AGENT_HELLO_BYTES)
     except TimeoutError:
         return False
-    except PeerStoreError:  # it says something
+    except PeerStoreError:  # an answer, though not a greeting
         return True
     return True
 
 
-def _stands_still(pid: int) -> int:
-    """The time that a process has computed so far, or -1 while any of its threads runs, or waits for a disk."""
+def _idle_cpu_ticks(pid: int) -> int:
+    """Return the CPU ticks of a process, or -1 while a thread runs or waits for a disk."""
     computed = 0
     for task in Path(f"/proc/{pid}/task").iterdir():
         fields = task.joinpath("stat").read_text().rpartition(")")[2].split()
@@ -200,15 +199,15 @@ def _stands_still(pid: int) -> int:
 
 
 def _cpu_ticks_at_rest(pid: int) -> int:
-    """Return the same for an agent that may start and end threads meanwhile, which counts as running."""
+    """Return the same, or -1 if a thread starts or ends meanwhile, which counts as running."""
     try:
-        return _stands_still(pid)
+        return _idle_cpu_ticks(pid)
     except (OSError, ValueError):
         return -1
 
 
-def _holds(place: AgentPaths, pid: int) -> bool:
-    """Whether it is the agent of this directory: who has locked it wrote its number there."""
+def _holds_lock(place: AgentPaths, pid: int) -> bool:
+    """Return whether the process holds the lock of the directory; the holder writes its pid into the lock file."""
     with place.lock.open("r") as lock:
         try:
             fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
@@ -232,14 +231,14 @@ def _lock(fd: int, place: AgentPaths, deadline: float) -> None:
 
 
 def _await_running(place: AgentPaths, deadline: float) -> socket.socket | None:
-    """Connect to a running agent without a socket once it has made one; None if none runs."""
+    """Connect to a running agent after it has recreated its socket; return ``None`` if none runs."""
     try:
         pid = int(place.lock.read_text())
         agent = os.pidfd_open(pid)
     except (OSError, ValueError, OverflowError):
         return None
     try:
-        if not _holds(place, pid):
+        if not _holds_lock(place, pid):
             return None
         deadline = min(deadline, time.monotonic() + _SOCKET_S)
         while not select.select([agent], [], [], _RETRY_S)[0]:
@@ -260,10 +259,10 @@ def _await_running(place: AgentPaths, deadline: float) -> socket.socket | None:
 def _launch(
     place: AgentPaths, command: Sequence[str], environ: Mapping[str, str] | None, deadline: float
 ) -> socket.socket:
-    """Run ``command``, which detaches itself, and wait until it answers or ends.
+    """Run ``command``, which detaches itself, and wait until the agent answers or exits.
 
-    The agent inherits the write end of a pipe and never uses it: the pipe closes when the agent dies, which is how
-    this process, no longer its parent, learns of that.
+    The agent inherits the write end of a pipe and never uses it. The pipe closes when the agent exits, so that this
+    process, which is not its parent, notices that.
     """
     alive, inherited = os.pipe()
     try:
@@ -307,19 +306,19 @@ def _tail(path: Path, start: int) -> str:
         return log.read().decode(errors="replace").strip() or "it said nothing"
 
 
-_LOOK_S = 1.0
+_CHECK_S = 1.0
 _ANSWER_S = 10.0
-_FAREWELL_S = 1.0
-_START_S = 35.0
-"""A start that is under way has ended after this long, whether there is an agent then or not."""
+_JOIN_S = 1.0
+_LAUNCH_S = 35.0
+"""Seconds after which a launch in progress has ended, successful or not."""
 
 
 class AgentWatchdog:
-    """Has an agent that died started again, and one that hangs replaced, within seconds.
+    """Thread that restarts a dead agent and replaces a hung one within seconds.
 
-    What an agent keeps is in memory that outlives it. Until there is another one other nodes cannot read it: nodes that
-    a job has left, or that wait outside of its world, have nobody else who would notice. The connection also tells the
-    agent that it is needed.
+    The agent's memory outlives it, but other nodes cannot read it until another agent runs. On nodes that a job has
+    left, or that wait outside of its world, no other process would notice. The connection also shows the agent that it
+    is needed.
     """
 
     def __init__(
@@ -329,8 +328,10 @@ class AgentWatchdog:
         *,
         its_turn: Callable[[], bool] = lambda: True,
     ) -> None:
-        """``connector`` starts an agent where none answers; ``replace`` ends one that hangs. ``its_turn``: nobody else
-        looks after the agent.
+        """Start the thread.
+
+        ``connector`` launches an agent if none answers, ``replace`` kills a hung one, and ``its_turn`` returns whether
+        this process is responsible for the agent.
         """
         self._client = Client(connector, retry_s=0.0, replace=replace)
         self._its_turn = its_turn
@@ -340,7 +341,7 @@ class AgentWatchdog:
 
     def _run(self) -> None:
         missing = False
-        while not self._stop.wait(_LOOK_S):
+        while not self._stop.wait(_CHECK_S):
             try:
                 if not self._its_turn():
                     continue
@@ -352,17 +353,16 @@ class AgentWatchdog:
                 missing = True
 
     def close(self) -> None:
-        """Nothing is started from here on; a look, or a start, that is under way ends by itself."""
+        """Stop the watchdog; a check or launch in progress may still finish."""
         self._stop.set()
         self._client.close()
-        self._thread.join(_FAREWELL_S)
+        self._thread.join(_JOIN_S)
 
 
 class ElectedWatchdog:
-    """Of a node's agent, for one of the processes that use it: the one that has the lock beside its socket looks.
+    """Watchdog of a node's agent in one of the processes that use it: the holder of the lock next to the socket.
 
-    An agent that was asked to end, or that nobody needed, has taken its socket with it, and is not started again. One
-    that died has left it behind.
+    An agent that exits in order removes its socket and is not restarted. An agent that died leaves its socket behind.
     """
 
     def __init__(self, place: AgentPaths, launch: AgentConnector, replace: Callable[[], bool]) -> None:
@@ -374,15 +374,15 @@ class ElectedWatchdog:
         flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW
         with contextlib.ExitStack() as undo:
             self._lock = undo.enter_context(os.fdopen(os.open(place.watchdog_lock, flags, 0o600), "r+"))
-            self._has_lock()  # from now on: who comes later leaves the agent to this process
+            self._has_lock()  # later processes leave the agent to this one
             self._watch = AgentWatchdog(self._connect, self._replaced, its_turn=self._has_lock)
             undo.pop_all()
 
     def _has_lock(self) -> bool:
-        """A lock of this process: a child that it forks has no part in it, and may live longer."""
+        """Acquire the lock of this process and return whether it is held; forked children do not inherit it."""
         try:
             fcntl.lockf(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except (BlockingIOError, PermissionError, ValueError):  # somebody else has it, or this has ended
+        except (BlockingIOError, PermissionError, ValueError):  # another process has it, or the file is closed
             return False
         return True
 
@@ -400,35 +400,35 @@ class ElectedWatchdog:
             return not self._ended and self._replace()
 
     def close(self) -> None:
-        """Nothing is started, or ended, from here on; what is under way is waited for."""
+        """Stop the watchdog, and wait for a launch or a kill in progress."""
         self._ended = True
         self._watch.close()
-        if self._action_lock.acquire(timeout=_START_S):
+        if self._action_lock.acquire(timeout=_LAUNCH_S):
             self._action_lock.release()
         self._lock.close()
 
 
 class WatchdogRegistry:
-    """Those of this process: one for each agent, while anybody wants it looked after."""
+    """The watchdogs of this process: one for each agent, while a user has acquired it."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._here: dict[Path, tuple[ElectedWatchdog, int]] = {}
+        self._watchdogs: dict[Path, tuple[ElectedWatchdog, int]] = {}
         os.register_at_fork(after_in_child=self._forked)
 
     def acquire(self, place: AgentPaths, launch: AgentConnector, replace: Callable[[], bool]) -> None:
         with self._lock:
-            there, wanted = self._here.get(place.directory) or (ElectedWatchdog(place, launch, replace), 0)
-            self._here[place.directory] = there, wanted + 1
+            watchdog, users = self._watchdogs.get(place.directory) or (ElectedWatchdog(place, launch, replace), 0)
+            self._watchdogs[place.directory] = watchdog, users + 1
 
     def release(self, place: AgentPaths) -> None:
         with self._lock:
-            there, wanted = self._here.pop(place.directory, (None, 0))
-            if there is not None and wanted > 1:
-                self._here[place.directory] = there, wanted - 1
-        if there is not None and wanted == 1:
-            there.close()
+            watchdog, users = self._watchdogs.pop(place.directory, (None, 0))
+            if watchdog is not None and users > 1:
+                self._watchdogs[place.directory] = watchdog, users - 1
+        if watchdog is not None and users == 1:
+            watchdog.close()
 
     def _forked(self) -> None:
-        """What its parent looks after is none of a child's business."""
-        self._lock, self._here = threading.Lock(), {}
+        """Forget the parent's watchdogs in a forked child."""
+        self._lock, self._watchdogs = threading.Lock(), {}

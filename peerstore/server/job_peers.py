@@ -56,14 +56,14 @@ from peerstore.transport.base import Transport
 log = logging.getLogger(__name__)
 
 _REPAIRS = 64
-_MEND_S, _MEND_MAX_S = 1.0, 60.0
-_TELLERS, _TELL_S = 64, 5.0
-_REBUILT_S = 0.3
-"""Between two looks whether others have rebuilt what was lost."""
+_REPAIR_RETRY_S, _MAX_REPAIR_RETRY_S = 1.0, 60.0
+_BROADCAST_THREADS, _BROADCAST_S = 64, 5.0
+_RECOVERY_POLL_S = 0.3
+"""Seconds between two checks whether other nodes have rebuilt lost shards."""
 
 
 class JobPeers:
-    """The peer tier of one job on one node. Any thread may call."""
+    """The peer tier of one job on one node. Thread-safe."""
 
     def __init__(
         self,
@@ -122,7 +122,7 @@ class JobPeers:
             clock=clock,
         )
         self._repairs: deque[tuple[ShardRecord, float]] = deque(maxlen=_REPAIRS)
-        """What was damaged here, and how long to wait when it cannot be fetched yet."""
+        """Damaged shards to fetch again, and the seconds to wait after a failed attempt."""
         self._repairing = threading.Condition()
         self._stop = threading.Event()
         self._repair_thread = threading.Thread(target=self._repair_loop, name="peerstore-mend", daemon=True)
@@ -150,13 +150,13 @@ class JobPeers:
         self.inventory_service.close()
 
     def _changed(self) -> None:
-        """A node came, went or is suspected."""
+        """Handle a change of the members: drop caches, wake the replicator, and take over shards."""
         self.inventory_service.invalidate()
         self.replicator.wake()
         self._take_over()
 
     def _take_over(self) -> None:
-        """Shards whose writer's node is gone, and which this node answers for now, are its own: it drains them."""
+        """Take ownership of shards of dead nodes for which this node is first, so that it drains them."""
         living, facts = self.membership.alive, self._store.replicas.list_shards(self.job)
         dead = {node for fact in facts for node in fact.holders[:1] if self.membership.is_dead(node)}
         for fact in shards_to_take_over(facts, me=self.this_node.id, living=living, dead=dead):
@@ -166,7 +166,7 @@ class JobPeers:
 
     @property
     def uses_parity(self) -> bool:
-        """Whether parities are kept instead of copies."""
+        """Whether the job uses parities instead of replicas."""
         return isinstance(self.replicator, ParityReplicator)
 
     @property
@@ -177,26 +177,26 @@ class JobPeers:
 
     @property
     def newest_replicated(self) -> VersionId | None:
-        """The newest version all of whose parts have their copies, as far as this node knows."""
+        """The newest version with all parts replicated, as far as this node knows."""
         return self._store.jobs.versions(self.job).replicated
 
-    # -- looking ------------------------------------------------------------------------------------------------------
+    # -- inventory ----------------------------------------------------------------------------------------------------
 
     def local_inventory(self) -> NodeInventory:
-        """What this node itself holds of the job."""
+        """Return this node's inventory of the job."""
         facts, known = tuple(self._store.replicas.list_shards(self.job)), self._store.jobs.versions(self.job)
         parities = tuple(one.info for one in self.parity_replicator.stored_parities) if self.uses_parity else ()
         verifying = self._store.status().verifying
         return NodeInventory(facts, *known.owner, known.replicated, verifying, parities, known.last_committed())
 
     def inventory(self, *, fresh: bool = False) -> JobInventory:
-        """What all nodes hold, ``fresh`` as of now. Those that do not answer are named, not left out."""
+        """Return the inventory of all nodes; nodes that do not respond are listed as unreachable."""
         return self.inventory_service.get(fresh=fresh)
 
     def _on_inventory(self, others: Mapping[str, NodeInventory], lives: Mapping[str, int]) -> None:
-        """Who owns the job, as those say who were looked at, and what they hold of what is here, or in parities here.
+        """Apply inventories of other nodes: the job's owner, and holders of shards that this node has or protects.
 
-        ``lives``: which of its lives each was in when it was asked.
+        ``lives`` has each node's generation before its query.
         """
         owner = max(((looked.epoch, looked.incarnation) for looked in others.values()), default=(0, ""))
         self._store.jobs.incarnations.fence(self.job, *owner)
@@ -209,13 +209,13 @@ class JobPeers:
                     self.replicator.confirm_holder(fact.key, node, lives.get(node, 0))
 
     def fetch_records(self, node: str, group: VersionId, parts: tuple[int, ...] = ()) -> list[ShardRecord]:
-        """The sealed parts of a version on another node, or only these of them."""
+        """Return the records of a version's parts on another node (all, or only ``parts``)."""
         asked = GetShardRecords(group, parts)
         found: list[ShardRecord] = self.membership.client_for(node).call("shard_records", asked, list[ShardRecord])
         return [record for record in found if record.key.job == self.job and record.key.version_id == group]
 
     def fetch_blob(self, name: str, nodes: tuple[str, ...]) -> bytes:
-        """Something small that is kept beside the shards, from the first of ``nodes`` that has it; kept here then."""
+        """Fetch a blob from the first of ``nodes`` that has it, and store it on this node."""
         problem: PeerStoreError = ShardNotFoundError(f"job {self.job}: no node was asked for {name}")
         for node in nodes:
             try:
@@ -228,46 +228,48 @@ class JobPeers:
         raise problem
 
     def fetch_blobs(self, node: str, names: Sequence[str]) -> dict[str, bytes]:
-        """What another node has of these small things; several questions where they do not fit into one answer."""
+        """Return the blobs that another node has, in several requests if they do not fit into one response."""
         found: dict[str, bytes] = {}
         left = list(names)
         while left:
             asked = GetPeerBlobs(tuple(left[:MAX_BLOBS_PER_REQUEST]))
-            said: dict[str, bytes] = self.membership.client_for(node).call("blobs", asked, dict[str, bytes])
-            found |= said
-            # Left out are those that are not there, and those behind the last one that still fitted.
-            last = max((at for at, name in enumerate(asked.names) if name in said), default=len(asked.names) - 1)
+            received: dict[str, bytes] = self.membership.client_for(node).call("blobs", asked, dict[str, bytes])
+            found |= received
+            # Missing are blobs that the node does not have, and blobs after the last one that fit.
+            last = max((at for at, name in enumerate(asked.names) if name in received), default=len(asked.names) - 1)
             left = left[last + 1 :]
         return found
 
     def broadcast_delete(self, groups: Sequence[VersionId]) -> dict[str, str]:
-        """Have the other nodes give up these versions; who could not be told, and why. Silent ones delay no other."""
+        """Delete these versions on all other nodes in parallel; return the unreachable nodes with the reason."""
         return self._broadcast("delete_versions", DeleteVersions(tuple(groups)))
 
     def broadcast_not_durable(self, group: VersionId, why: str) -> dict[str, str]:
-        """Have the other nodes hear that this version does not become durable; who could not be told, and why."""
+        """Report to all other nodes that this version is not durable; return the unreachable nodes and why."""
         return self._broadcast("version_not_durable", VersionNotDurable(group, why[:MAX_REASON_CHARS]))
 
-    def _broadcast(self, op: str, said: object) -> dict[str, str]:
+    def _broadcast(self, op: str, body: object) -> dict[str, str]:
         others = [node for node in self.membership.node_ids if node != self.this_node.id]
 
-        def tell(node: str) -> str:
+        def send(node: str) -> str:
             try:
-                self.membership.client_for(node).call(op, said, type(None), timeout_s=_TELL_S, within_s=2 * _TELL_S)
+                self.membership.client_for(node).call(
+                    op, body, type(None), timeout_s=_BROADCAST_S, within_s=2 * _BROADCAST_S
+                )
             except (PeerStoreError, OSError) as error:
                 return str(error) or repr(error)
             return ""
 
-        with ThreadPoolExecutor(_TELLERS, thread_name_prefix="peerstore-tell") as senders:
-            return {node: why for node, why in zip(others, senders.map(tell, others), strict=True) if why}
+        with ThreadPoolExecutor(_BROADCAST_THREADS, thread_name_prefix="peerstore-tell") as senders:
+            return {node: why for node, why in zip(others, senders.map(send, others), strict=True) if why}
 
-    # -- mending ------------------------------------------------------------------------------------------------------
+    # -- repair -------------------------------------------------------------------------------------------------------
 
     def schedule_repair(self, record: ShardRecord) -> None:
-        """A shard of this node turned out damaged and was dropped: it is fetched again from a node that has it."""
+        """Schedule a damaged shard, which was dropped, to be fetched again from another node."""
         self.inventory_service.invalidate()
         with self._repairing:
-            self._repairs.append((record, _MEND_S))
+            self._repairs.append((record, _REPAIR_RETRY_S))
             self._repairing.notify_all()
 
     def _repair_loop(self) -> None:
@@ -281,25 +283,25 @@ class JobPeers:
                 if self.fetch_replica(record):
                     self.repaired += 1
                     self.replicator.wake()
-            except Exception as error:  # noqa: BLE001 - the next one may work, and this one has been reported as damaged
+            except Exception as error:  # noqa: BLE001 - the damage is recorded, and other repairs may succeed
                 log.warning("job %s: %s was not fetched again: %s", self.job, record.key, error)
                 if should_retry_repair(record, error, self.newest_replicated):
                     self._retry_later(record, wait_s)
 
     def _retry_later(self, record: ShardRecord, wait_s: float) -> None:
-        """Who has the shard cannot be reached, or there is no slot for it: again, a little later."""
+        """Retry after a pause, because no holder is reachable or no slot is free."""
         with self._repairing:
             self._repairing.wait_for(self._stop.is_set, wait_s)
-            self._repairs.append((record, min(2 * wait_s, _MEND_MAX_S)))
+            self._repairs.append((record, min(2 * wait_s, _MAX_REPAIR_RETRY_S)))
 
     def fetch_replica(self, record: ShardRecord) -> bool:
-        """Have a shard here that other nodes hold, verified; False when it is here already."""
+        """Fetch a shard from other nodes and verify it; return ``False`` if it is stored already."""
         others = [node for node in self.shard_sources().get(record.key, ()) if node != self.this_node.id]
         if not others and self.uses_parity:
             return self.parity_replicator.rebuild(record, self._original_holders(record.key))
         if not others:
             raise PeerUnreachableError(f"no node that is reached holds {record.key}")
-        record = self._as_described(record, others)
+        record = self._undamaged_record(record, others)
         lease = self._store.begin_replica(record, whole=True)
         if lease is None:
             return False
@@ -320,8 +322,8 @@ class JobPeers:
             raise
         return True
 
-    def _as_described(self, record: ShardRecord, others: list[str]) -> ShardRecord:
-        """What a shard is that turned out damaged here: it may be its record that was, and not its bytes."""
+    def _undamaged_record(self, record: ShardRecord, others: list[str]) -> ShardRecord:
+        """Return the record of a damaged shard as other nodes have it, because this node's record may be damaged."""
         said: dict[str, ShardRecord] = {}
         for node in others:
             with contextlib.suppress(PeerStoreError, OSError):
@@ -333,7 +335,7 @@ class JobPeers:
         return self.resolve_record(said)[0]
 
     def _original_holders(self, key: ShardKey) -> tuple[str, ...]:
-        """Who was to hold a shard, as the others remember it; empty when this node wrote it."""
+        """Return the shard's holders as other nodes recorded them; empty if this node wrote it."""
         said = {
             node: fact.holders
             for node, looked in self.inventory().nodes.items()
@@ -343,50 +345,54 @@ class JobPeers:
         return original_holders(self.this_node.id, said)
 
     def wait_for_recovery(self, timeout_s: float) -> None:
-        """With parity, until the newest version is whole, or nothing that is under way can make it so: nodes that have
-        not answered yet and are not known to be gone, and rebuilds of what was lost with others.
+        """With parity, wait until the newest version is complete or no pending recovery can complete it.
+
+        Pending are responses of nodes that are not known to be dead, and rebuilds of lost shards.
         """
         began = self._clock()
-        told = ""
+        logged = ""
         while self.uses_parity and not self._stop.is_set():
             waited_s = self._clock() - began
             reason = self._pending_recovery()
             if not reason or waited_s >= timeout_s or deadlines.expired():
                 break
-            if reason != told:
+            if reason != logged:
                 log.warning("job %s: waiting, up to %.0f s: %s", self.job, timeout_s, reason)
-                told = reason
-            self._stop.wait(_REBUILT_S)
-        if told:
+                logged = reason
+            self._stop.wait(_RECOVERY_POLL_S)
+        if logged:
             what = f"going on without: {reason}" if reason else "going on"
             log.warning("job %s: waited %.1f s, %s", self.job, self._clock() - began, what)
 
     def _pending_recovery(self) -> str:
-        """What may still make a newer version whole, in words; nothing when nothing will."""
-        sight = self.inventory(fresh=True)
-        return pending_recovery(sight.nodes, sight.unreachable, self.membership.alive)
+        """Return what may still complete a newer version, as text; empty if nothing can."""
+        inventory = self.inventory(fresh=True)
+        return pending_recovery(inventory.nodes, inventory.unreachable, self.membership.alive)
 
     def shard_sources(self, *, fresh: bool = False) -> dict[ShardKey, tuple[str, ...]]:
-        """Which nodes hold each shard, this one first."""
+        """Return the nodes that hold each shard, this node first."""
         return self.inventory(fresh=fresh).sources
 
     def resolve_record(self, records: Mapping[str, ShardRecord]) -> tuple[ShardRecord, tuple[str, ...]]:
-        """What several nodes say one shard is. Where they differ each compares its own bytes with what it says."""
-        kinds = _kinds(records)
+        """Return the right record of a shard, and the nodes that have it.
+
+        If the nodes' records differ, each node verifies its own bytes.
+        """
+        kinds = _nodes_by_record(records)
         if len(kinds) > 1:
             key = next(iter(records.values())).key
             log.error("job %s: %s is described in different ways: by %s", self.job, key, list(kinds.values()))
-            stands = {node: self._verifies(node, record) for node, record in records.items()}
-            kinds = _kinds({node: record for node, record in records.items() if stands[node]})
-            if not kinds and None in stands.values():
+            verified = {node: self._is_intact(node, record) for node, record in records.items()}
+            kinds = _nodes_by_record({node: record for node, record in records.items() if verified[node]})
+            if not kinds and None in verified.values():
                 raise UnavailableError(f"{key}: nodes describe it in different ways, and not all could look at theirs")
             if not kinds:
                 raise ShardDamagedError(f"{key}: no node has the bytes that it describes")
         nodes = max(kinds.values(), key=lambda nodes: (len(nodes), self.this_node.id in nodes, nodes))
         return records[nodes[0]], tuple(nodes)
 
-    def _verifies(self, node: str, record: ShardRecord) -> bool | None:
-        """Whether a node's bytes are what it says they are; it drops them when they are not. None: it cannot tell."""
+    def _is_intact(self, node: str, record: ShardRecord) -> bool | None:
+        """Return whether a node's bytes match its record, ``None`` if it cannot tell; a damaged shard is dropped."""
         chunks = (0, chunk_count(record.size_bytes, record.chunk_bytes))
         try:
             if node == self.this_node.id:
@@ -397,8 +403,8 @@ class JobPeers:
             return None
 
 
-def _kinds(records: Mapping[str, ShardRecord]) -> dict[bytes, list[str]]:
-    """Who says the same; when it was sealed does not matter."""
+def _nodes_by_record(records: Mapping[str, ShardRecord]) -> dict[bytes, list[str]]:
+    """Return the nodes by their record, regardless of the time of the seal."""
     kinds: dict[bytes, list[str]] = defaultdict(list)
     for node, record in records.items():
         kinds[msgspec.msgpack.encode(msgspec.structs.replace(record, sealed_ns=0))].append(node)

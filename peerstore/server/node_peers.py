@@ -34,7 +34,7 @@ _JOIN_S = 5.0
 
 @dataclass(frozen=True)
 class NodeIdentity:
-    """This node among others."""
+    """This node's id, address and labels."""
 
     node: NodeId
     listen: str
@@ -42,12 +42,12 @@ class NodeIdentity:
     labels: tuple[tuple[str, str], ...] = ()
     memory_bytes: int = 0
     port_file: Path | None = None
-    """Where the port is noted that was picked, so that the next agent of this node is found where this one was."""
+    """File that stores the chosen port, so that the next agent of this node listens on the same one."""
     membership: MembershipSettings = field(default_factory=MembershipSettings)
 
 
 class FixedMembers:
-    """A list of nodes that somebody has made already."""
+    """Discovery that returns a given member list."""
 
     def __init__(self, member_list: MemberList) -> None:
         self._member_list = member_list
@@ -74,8 +74,8 @@ class NodePeers(StoreListener):
         self._transport = PartitionableTransport(transport)
         self._blobs_of = blobs_of
         self._lock = threading.RLock()
-        self._teams: dict[str, JobPeers] = {}
-        self._plans: dict[str, JobPeersConfig] = {}
+        self._job_peers: dict[str, JobPeers] = {}
+        self._configs: dict[str, JobPeersConfig] = {}
         self._listener: Listener | None = None
         self._standby_secret: bytes | None = None
         self.server = PeerServer(
@@ -89,24 +89,24 @@ class NodePeers(StoreListener):
         )
 
     def start(self) -> None:
-        """Go on for the jobs that a killed agent took part in."""
+        """Rejoin the jobs of a killed agent, and subscribe to the store's events."""
         for job in self._store.jobs.names():
             try:
                 plan = from_msgpack(self._store.get_blob(job, JOB_PEERS_BLOB), JobPeersConfig)
                 self.join(job, plan, wait_s=0.0)
-            except ShardNotFoundError:  # a job that has only this node
+            except ShardNotFoundError:  # a job without other nodes
                 continue
             except (PeerStoreError, msgspec.DecodeError, OSError) as error:
                 log.warning("job %s: its other nodes are not looked after: %s", job, error)
-        self._store.subscribe(self)  # now that somebody can mend what is found damaged
+        self._store.subscribe(self)  # from now on damaged shards can be repaired
 
     def close(self) -> None:
         with self._lock:
-            teams, self._teams = list(self._teams.values()), {}
+            teams, self._job_peers = list(self._job_peers.values()), {}
             listener, self._listener = self._listener, None
         with deadlines.timeout_scope(SHUTDOWN_GRACE_S):
             for team in teams:
-                team.replicator.close()  # nothing new goes out
+                team.replicator.close()  # stop outgoing transfers before connections close
         if listener is not None:
             listener.close()
         for team in teams:
@@ -115,15 +115,15 @@ class NodePeers(StoreListener):
         self._transport.close()
 
     def partition(self, seconds: float) -> None:
-        """Have this node reach no other, and no other this one, for so long: a partition on purpose."""
+        """Block all traffic between this node and others for ``seconds``, as an injected fault."""
         log.warning("cut off from all other nodes for %g s, on purpose", seconds)
         self._transport.partition(seconds)
 
-    # -- who I am -----------------------------------------------------------------------------------------------------
+    # -- this node ----------------------------------------------------------------------------------------------------
 
     @property
     def this_node(self) -> PeerNode:
-        """This node, reachable: from the first call on it listens."""
+        """This node with its address; the first access starts listening."""
         with self._lock:
             if self._listener is None:
                 self._listener = self._listen()
@@ -134,7 +134,7 @@ class NodePeers(StoreListener):
             )
 
     def _listen(self) -> Listener:
-        """Where the others know the agent before this one to be, if that can be had."""
+        """Listen on the previous agent's port if possible, because other nodes know it."""
         wanted, noted = self._identity.listen, self._identity.port_file
         host, _, port = wanted.rpartition(":")
         if noted is None or port != "0":
@@ -160,20 +160,20 @@ class NodePeers(StoreListener):
 
     def job_peers(self, job: str) -> JobPeers | None:
         with self._lock:
-            return self._teams.get(job)
+            return self._job_peers.get(job)
 
     @property
     def all_job_peers(self) -> list[JobPeers]:
         with self._lock:
-            return [self._teams[job] for job in sorted(self._teams)]
+            return [self._job_peers[job] for job in sorted(self._job_peers)]
 
     def join(self, job: str, plan: JobPeersConfig, *, wait_s: float = _JOIN_S) -> JobPeers:
-        """Take part in ``job`` as ``plan`` says; a plan that is in force already changes nothing."""
+        """Join ``job`` with this configuration; an equal configuration changes nothing."""
         discovery: Discovery = (
             FixedMembers(plan.member_list) if plan.member_list is not None else parse_discovery(plan.discovery)
         )
         with self._lock:
-            team, known = self._teams.get(job), self._plans.get(job)
+            team, known = self._job_peers.get(job), self._configs.get(job)
             if team is not None and known == plan:
                 return team
             replaced, fresh = None, False
@@ -181,15 +181,15 @@ class NodePeers(StoreListener):
                 self._save_config(job, plan)
                 team.membership.set_discovery(discovery)
             else:
-                replaced = self._teams.pop(job, None)
-                team = self._teams[job] = self._new_job_peers(job, plan)
+                replaced = self._job_peers.pop(job, None)
+                team = self._job_peers[job] = self._new_job_peers(job, plan)
                 self._save_config(job, plan)
                 fresh = True
         if replaced is not None:
             replaced.close()
         if fresh:
             team.start(discovery)
-        team.membership.wait_quorum(wait_s)  # also of those that only a changed list of nodes names
+        team.membership.wait_quorum(wait_s)  # a changed member list may have new nodes to contact
         return team
 
     def accept_standby(self, secret: bytes) -> PeerNode:
@@ -222,7 +222,7 @@ class NodePeers(StoreListener):
         )
 
     def _save_config(self, job: str, plan: JobPeersConfig) -> None:
-        self._plans[job] = plan
+        self._configs[job] = plan
         try:
             self._store.put_blob(job, JOB_PEERS_BLOB, msgspec.msgpack.encode(plan))
         except (ArenaFullError, UnavailableError) as error:
@@ -230,15 +230,15 @@ class NodePeers(StoreListener):
 
     def leave(self, job: str) -> None:
         with self._lock:
-            team = self._teams.pop(job, None)
-            self._plans.pop(job, None)
+            team = self._job_peers.pop(job, None)
+            self._configs.pop(job, None)
         if team is not None:
             team.close()
             if job in self._store.jobs.names():
                 self._store.remove_blob(job, JOB_PEERS_BLOB)
                 self._store.jobs.incarnations.set_replication_guard(job, guarded=False)
 
-    # -- what happens to shards ---------------------------------------------------------------------------------------
+    # -- events of the store ------------------------------------------------------------------------------------------
 
     def on_shard_sealed(self, record: ShardRecord) -> None:
         team = self.job_peers(record.key.job)

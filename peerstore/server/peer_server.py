@@ -56,13 +56,13 @@ from peerstore.transport.base import MessageChannel, Payload
 
 log = logging.getLogger(__name__)
 
-_MOST_BLOB_BYTES = 8 << 20
-"""In one answer that has several of them."""
+_MAX_BLOBS_BYTES = 8 << 20
+"""Largest size of all blobs in one response."""
 _Answer = tuple[Any, Payload]
 
 
 class PeerServer:
-    """Serves every job this node takes part in, each on connections of its own."""
+    """Server of other nodes' requests, for every job of this node; each connection belongs to one job."""
 
     def __init__(
         self,
@@ -89,7 +89,7 @@ class PeerServer:
         self.rejected = 0
 
     def serve(self, channel: MessageChannel) -> None:
-        """One connection, from its greeting to its end."""
+        """Serve one connection from its handshake to its end."""
         standby = self._standby_secret()
 
         def secret_of(job: str) -> bytes | None:
@@ -97,24 +97,24 @@ class PeerServer:
             return team.credentials.secret if team is not None else standby
 
         try:
-            who = authenticate_client(channel, me=self._me, secret_of=secret_of, version=self._version)  # type: ignore[arg-type]
+            client = authenticate_client(channel, me=self._me, secret_of=secret_of, version=self._version)  # type: ignore[arg-type]
         except PeerStoreError:
             self.rejected += 1
             raise
-        team = self._team_of(who.job)
+        team = self._team_of(client.job)
         if team is None and standby is not None:
-            team = self._wait_join(who.job, standby, channel)
+            team = self._wait_join(client.job, standby, channel)
         if team is None:
             return
-        self._verified(who)
-        conversation = _PeerSession(self, team, who, channel)
+        self._verified(client)
+        session = _PeerSession(self, team, client, channel)
         try:
-            conversation.run()
+            session.run()
         except ProtocolError:
             self.rejected += 1
             raise
         finally:
-            conversation.end()
+            session.end()
 
     def _wait_join(self, job: str, secret: bytes, channel: MessageChannel) -> JobPeers | None:
         """Join a job that this node has not joined if the peer's first request is to join; else refuse."""
@@ -140,17 +140,17 @@ class PeerServer:
 
 
 class _PeerSession:
-    """One peer's requests on one connection, one after the other."""
+    """Requests of one peer on one connection, in order."""
 
-    def __init__(self, peer_server: PeerServer, team: JobPeers, who: PeerIdentity, channel: MessageChannel) -> None:
+    def __init__(self, peer_server: PeerServer, team: JobPeers, client: PeerIdentity, channel: MessageChannel) -> None:
         self._server = peer_server
         self._store = peer_server._store
         self._job_peers = team
-        self._who = who
+        self._client = client
         self._channel = channel
-        self._bad: list[int] = []
+        self._damaged: list[int] = []
         self._offered: set[str] = set()
-        """Copies that were begun on this connection and are neither finished nor given up."""
+        """Transfers that began on this connection and are neither committed nor aborted."""
         self._payload_bytes = 0
         self._operations: dict[str, tuple[type[Any], Callable[[Any], Any]]] = {
             "offer_replica": (OfferReplica, self._offer),
@@ -163,7 +163,7 @@ class _PeerSession:
             ),
             "put_blob": (PutPeerBlob, self._put_blob),
             "node_inventory": (GetNodeInventory, lambda _: team.local_inventory()),
-            "partition_inventory": (GetPartitionInventory, self._look_for),
+            "partition_inventory": (GetPartitionInventory, self._partition_inventory),
             "shard_records": (GetShardRecords, self._records),
             "blobs": (GetPeerBlobs, self._blobs),
             "blob": (
@@ -174,15 +174,15 @@ class _PeerSession:
                 VerifyChunks,
                 lambda a: peer_server.range_server.verify_chunks(self._of_this_job(a.key), a.chunks),
             ),
-            "report_stripe": (StripeReport, lambda a: team.parity_replicator.handle_stripe_report(who.node, a)),
-            "parity_status": (ParityStatus, lambda a: team.parity_replicator.handle_parity_status(who.node, a)),
+            "report_stripe": (StripeReport, lambda a: team.parity_replicator.handle_stripe_report(client.node, a)),
+            "parity_status": (ParityStatus, lambda a: team.parity_replicator.handle_parity_status(client.node, a)),
             "parities": (GetParities, self._parities),
-            "ping": (PingMessage, lambda a: team.membership.handle_ping(who.node, a)),
+            "ping": (PingMessage, lambda a: team.membership.handle_ping(client.node, a)),
             "indirect_ping": (IndirectPing, lambda a: team.membership.can_reach(NodeId(a.node))),
             "member_list": (GetMemberList, self._member_list),
             "join_job": (JoinJob, lambda a: team.membership.set_member_list(a.member_list)),
             "report_parts": (PartsReport, team.replicator.commit_tracker.handle_report),
-            "delete_versions": (DeleteVersions, self._drop),
+            "delete_versions": (DeleteVersions, self._delete_versions),
             "version_not_durable": (VersionNotDurable, self._not_durable),
             "commit_decision": (CommitDecision, team.replicator.commit_tracker.handle_decision),
         }
@@ -199,9 +199,9 @@ class _PeerSession:
                 self._answer(request)
 
     def end(self) -> None:
-        """Copies that were offered on this connection and not finished are given up: their slots are free again."""
+        """Abort the connection's unfinished transfers, which releases their slots."""
         for transfer in self._offered:
-            self._server.replica_receiver.abort(self._who.node, transfer)
+            self._server.replica_receiver.abort(self._client.node, transfer)
 
     def _answer(self, request: PeerRequest) -> None:
         found = self._operations.get(request.op)
@@ -222,7 +222,7 @@ class _PeerSession:
         except OSError:
             raise
         except Exception as error:
-            log.exception("%s of %s failed", request.op, self._who.node)
+            log.exception("%s of %s failed", request.op, self._client.node)
             self._send("PeerStoreError", f"internal error: {type(error).__name__}: {error}")
 
     def _send(self, error: str, body: object, payload: Payload = ()) -> None:
@@ -234,71 +234,75 @@ class _PeerSession:
         )
 
     def _of_this_job(self, key: Any) -> Any:
-        """A key on this connection is of this connection's job."""
+        """Return the key, or raise :class:`RequestError` if it belongs to another job than the connection."""
         if key.job != self._job_peers.job:
             raise RequestError(f"{key} was named on a connection of job {self._job_peers.job}")
         return key
 
-    # -- copies ---------------------------------------------------------------------------------------------------
+    # -- replicas -------------------------------------------------------------------------------------------------
 
     def _offer(self, offer: OfferReplica) -> object:
         if len(offer.holders) > 8 or len(offer.blobs) > 64:
             raise RequestError(f"{offer.record.key}: {len(offer.holders)} holders and {len(offer.blobs)} blobs")
-        wanted = self._server.replica_receiver.handle_offer(self._job_peers.job, self._who.node, offer)
+        wanted = self._server.replica_receiver.handle_offer(self._job_peers.job, self._client.node, offer)
         if wanted.transfer:
             self._offered.add(wanted.transfer)
         return wanted
 
     def _chunk(self, chunk: ReplicaChunk) -> None:
         bad = self._server.replica_receiver.receive_chunk(
-            self._who.node, chunk.transfer, chunk.number, self._channel, self._payload_bytes
+            self._client.node, chunk.transfer, chunk.number, self._channel, self._payload_bytes
         )
         if bad is not None:
-            self._bad.append(bad)
+            self._damaged.append(bad)
 
     def _flush(self, _: FlushChunks) -> tuple[int, ...]:
-        bad, self._bad = tuple(self._bad), []
+        bad, self._damaged = tuple(self._damaged), []
         return bad
 
     def _commit(self, commit: CommitReplica) -> None:
-        key = self._server.replica_receiver.commit(self._who.node, commit.transfer)
+        key = self._server.replica_receiver.commit(self._client.node, commit.transfer)
         self._offered.discard(commit.transfer)
         self._job_peers.replicator.confirm_holder(
-            key, self._who.node, self._job_peers.membership.generation_of(self._who.node)
+            key, self._client.node, self._job_peers.membership.generation_of(self._client.node)
         )
 
     def _abort(self, abort: AbortReplica) -> None:
-        self._server.replica_receiver.abort(self._who.node, abort.transfer)
+        self._server.replica_receiver.abort(self._client.node, abort.transfer)
         self._offered.discard(abort.transfer)
 
-    def _drop(self, dropped: DeleteVersions) -> None:
-        """Also where nothing of them is here: that is no error."""
+    def _delete_versions(self, dropped: DeleteVersions) -> None:
+        """Delete the versions; versions that are not on this node are ignored."""
         self._store.delete_versions(self._job_peers.job, list(dropped.versions))
 
     def _not_durable(self, said: VersionNotDurable) -> None:
-        self._store.listeners.on_not_durable(self._job_peers.job, said.version_id, f"node {self._who.node}: {said.why}")
+        self._store.listeners.on_not_durable(
+            self._job_peers.job, said.version_id, f"node {self._client.node}: {said.why}"
+        )
 
     def _put_blob(self, blob: PutPeerBlob) -> None:
-        name, size = self._server.blob_access.check_writable(blob.name, self._who.node), self._payload_bytes
+        name, size = self._server.blob_access.check_writable(blob.name, self._client.node), self._payload_bytes
         if size > MAX_BLOB_BYTES:
             raise RequestError(f"blob {blob.name} has {size} bytes, at most {MAX_BLOB_BYTES} are kept")
         data = bytearray(size)
         self._payload_bytes = 0
         self._channel.receive_into([memoryview(data)])
-        if self._server.blob_access.is_common(name):  # named by what is in it: what is there is not replaced
+        if self._server.blob_access.is_common(
+            name
+        ):  # its name is a hash of its contents, so an existing blob is not replaced
             with contextlib.suppress(ShardNotFoundError, ShardDamagedError):
                 self._store.get_blob(self._job_peers.job, name)
                 return
         self._store.put_blob(self._job_peers.job, name, bytes(data))
 
-    # -- reading --------------------------------------------------------------------------------------------------
+    # -- inventories and reads ------------------------------------------------------------------------------------
 
-    def _look_for(self, asked: GetPartitionInventory) -> object:
+    def _partition_inventory(self, asked: GetPartitionInventory) -> object:
         return self._job_peers.inventory_service.serve_partition(asked)
 
     def _read(self, read: ReadRanges) -> None:
         try:
-            loan = self._server.range_server.open(self._job_peers.job, read)
+            reply = self._server.range_server.open(self._job_peers.job, read)
         except PeerStoreError as error:
             self._send(type(error).__name__, str(error))
             if isinstance(error, ShardDamagedError):
@@ -306,17 +310,17 @@ class _PeerSession:
             return
         try:
             try:
-                sent = loan.fill()
+                sent = reply.fill()
             except PeerStoreError as error:
                 self._send(type(error).__name__, str(error))
                 if isinstance(error, ShardDamagedError):
-                    self._server.range_server.try_verify_chunks(read.key, _chunks(read, loan.chunk_bytes))
+                    self._server.range_server.try_verify_chunks(read.key, _chunks(read, reply.chunk_bytes))
                 return
             failpoint("peer.reading")
-            self._send("", sent, loan.payload)
-            self._server.range_server.sent_bytes += loan.size_bytes
+            self._send("", sent, reply.payload)
+            self._server.range_server.sent_bytes += reply.size_bytes
         finally:
-            loan.close()
+            reply.close()
 
     def _records(self, asked: GetShardRecords) -> object:
         wanted = set(asked.parts)
@@ -325,11 +329,11 @@ class _PeerSession:
 
     def _blobs(self, asked: GetPeerBlobs) -> object:
         found: dict[str, bytes] = {}
-        room = _MOST_BLOB_BYTES
+        room = _MAX_BLOBS_BYTES
         for name in asked.names:
             try:
                 data = self._store.get_blob(self._job_peers.job, self._server.blob_access.check_readable(name))
-            except (ShardNotFoundError, ShardDamagedError):  # who asks looks elsewhere
+            except (ShardNotFoundError, ShardDamagedError):  # the requester tries another node
                 continue
             room -= len(data)
             if found and room < 0:

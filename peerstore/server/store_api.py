@@ -25,31 +25,31 @@ from peerstore.shard_records import (
 from peerstore.store.node_store import NodeStore
 
 MAX_REQUEST_WAIT_S = 300.0
-"""The longest a server keeps one request waiting; a client that wants longer asks again."""
+"""Seconds that a server waits for one request at most; a client that waits longer repeats it."""
 
 
 class Store(Protocol):
-    """Sealed shards in a machine's memory, wherever the store itself runs.
+    """Sealed shards in a machine's memory, in this or another process.
 
-    Promises every store makes (``tests/contract/test_store.py`` holds them to it):
+    Every store guarantees (tested by ``tests/contract/test_store.py``):
 
-    - What was sealed is read back exactly, or an error is raised; it never changes while it is pinned.
-    - The newest whole version is never given up for a newer one that is not whole.
-    - A version of which a part is left out is torn: it is given up, and never whole again.
-    - A writer of a past incarnation gets :class:`FencedError`, never a slot.
-    - ``lease``, ``grow`` and ``seal`` may be repeated after a lost answer.
-    - What is kept is given up for no newer version, nor for want of room, until its owner says so.
-    - What was forgotten or found damaged is offered to nobody, and counts for no version.
-    - A pin brings the shard's file, open for reading; ``open_slot`` gives a leased slot's, open for writing. No file is
-      ever made shorter, and none is written again that somebody may still read.
-    - :class:`ShardNotFoundError` means absent; :class:`UnavailableError` means unknown. A pin whose file is gone, or
-      shorter than what was sealed, is a :class:`ShardDamagedError`; that copy is dropped, and absent from then on.
+    - Sealed bytes are read back exactly, or an error is raised; they never change while they are pinned.
+    - The newest complete version is never evicted for a newer one that is not complete.
+    - A version with an aborted part is deleted and never becomes complete.
+    - A writer of an older incarnation gets :class:`FencedError`, never a slot.
+    - ``lease``, ``grow`` and ``seal`` may be repeated after a lost response.
+    - A retained version is evicted neither for a newer version nor for lack of memory, until its owner releases it.
+    - Deleted or damaged shards are not returned and do not count for any version.
+    - A pin contains the shard's file, open for reading; ``open_slot`` returns a leased slot's file, open for writing.
+      No file is ever shortened, and no file with possible readers is written again.
+    - :class:`ShardNotFoundError` means absent; :class:`UnavailableError` means unknown. A pin of a shard whose file is
+      missing or too short raises :class:`ShardDamagedError`; that copy is dropped, and absent from then on.
     """
 
     arena_id: str
-    """Changes when everything that was here is gone."""
+    """Changes when the contents of the arena are lost."""
     start_id: str
-    """Changes whenever the store's process begins again."""
+    """Changes when the store's process restarts."""
 
     def epoch(self, job: str) -> int: ...
     def claim(self, job: str, incarnation: str, *, at_least: int = 0) -> int: ...
@@ -116,7 +116,7 @@ class SealRequest(msgspec.Struct, frozen=True):
     size_bytes: int
     meta: bytes = b""
     blobs: tuple[str, ...] = ()
-    """What has to be kept beside it."""
+    """Names of blobs that must exist."""
 
 
 class ReleaseLeaseRequest(msgspec.Struct, frozen=True):
@@ -195,7 +195,7 @@ class StoreStatusRequest(msgspec.Struct, frozen=True):
 
 @dataclass(frozen=True)
 class ResultWithFile:
-    """A result and the open file that goes with it; ``close`` when it has been sent, ``undo`` where it was not."""
+    """A result with an open file: ``close`` is called after sending, ``undo`` if sending failed."""
 
     result: object
     fd: int
@@ -205,7 +205,7 @@ class ResultWithFile:
 
 @dataclass(frozen=True)
 class Operation:
-    """How one request is decoded and answered: with a ``result``, or with one in a :class:`ResultWithFile`."""
+    """Types and handler of one request; the handler returns a ``result`` or a :class:`ResultWithFile`."""
 
     args: type[Any]
     result: Any
@@ -213,12 +213,14 @@ class Operation:
 
 
 def store_operations(store: NodeStore) -> Mapping[str, Operation]:
-    """Every operation of :class:`Store`, answered by ``store``."""
+    """Return every operation of :class:`Store`, implemented by ``store``."""
     none = type(None)
 
-    def pin(key: ShardKey, who: ProcessIdentity) -> ResultWithFile:
-        made = store.pin(key, owner=who)
-        return ResultWithFile(PinResponse(made.id, made.record), made.fd, made.close, lambda: store.unpin(made.id))
+    def pin(key: ShardKey, client: ProcessIdentity) -> ResultWithFile:
+        pinned = store.pin(key, owner=client)
+        return ResultWithFile(
+            PinResponse(pinned.id, pinned.record), pinned.fd, pinned.close, lambda: store.unpin(pinned.id)
+        )
 
     def open_slot(slot: str) -> ResultWithFile:
         fd = store.open_slot(slot)
@@ -230,7 +232,7 @@ def store_operations(store: NodeStore) -> Mapping[str, Operation]:
         "lease": Operation(
             LeaseRequest,
             Lease,
-            lambda a, who: store.lease(a.key, a.size_bytes, a.parts, wait_s=clamp_wait_s(a.wait_s), owner=who),
+            lambda a, client: store.lease(a.key, a.size_bytes, a.parts, wait_s=clamp_wait_s(a.wait_s), owner=client),
         ),
         "grow": Operation(
             GrowRequest, Lease, lambda a, _: store.grow(a.lease_id, a.size_bytes, wait_s=clamp_wait_s(a.wait_s))
@@ -243,7 +245,7 @@ def store_operations(store: NodeStore) -> Mapping[str, Operation]:
             ReserveRequest, list[SlotInfo], lambda a, _: store.reserve(a.job, a.part, a.size_bytes, slots=a.slots)
         ),
         "list_shards": Operation(ListShardsRequest, list[ShardInfo], lambda a, _: store.list_shards(a.job)),
-        "pin": Operation(PinRequest, PinResponse, lambda a, who: pin(a.key, who)),
+        "pin": Operation(PinRequest, PinResponse, lambda a, client: pin(a.key, client)),
         "unpin": Operation(UnpinRequest, bool, lambda a, _: store.unpin(a.pin_id)),
         "verify": Operation(VerifyRequest, tuple[int, ...], lambda a, _: store.verify(a.key, a.chunks)),
         "report_damage": Operation(ReportDamageRequest, none, lambda a, _: store.report_damage(a.key, a.reason)),
@@ -265,5 +267,5 @@ def store_operations(store: NodeStore) -> Mapping[str, Operation]:
 
 
 def clamp_wait_s(wait_s: float) -> float:
-    """What a client asked for, within reason (and a number)."""
+    """Return the client's wait in seconds, limited to 0 to ``MAX_REQUEST_WAIT_S``; NaN becomes 0."""
     return min(max(0.0, wait_s), MAX_REQUEST_WAIT_S)

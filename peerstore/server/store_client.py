@@ -1,4 +1,4 @@
-"""The store as a local process calls it: connections, retries, deadlines, hung agents."""
+"""Client of the store for local processes: connections, retries, deadlines, hung agents."""
 
 from __future__ import annotations
 
@@ -41,10 +41,10 @@ from peerstore.shard_records import (
 _CALL_S = 60.0
 _GREETING_S = 10.0
 _SILENT_S = 3.0
-"""After so long without a word it is looked whether the agent hangs."""
+"""Seconds without a response after which the client checks whether the agent hangs."""
 _GRACE_S = 1.0
-"""Who is asked gives up in time; so long later nobody expects a word of it any more."""
-_LINE_S = 0.01
+"""Seconds that the client waits beyond a request's deadline, at which the agent itself gives up."""
+_CONNECT_RETRY_S = 0.01
 _SLOWEST_BYTES_PER_S = 100e6
 _ADOPTION_S = 660.0
 T = TypeVar("T")
@@ -53,10 +53,10 @@ AgentConnector = Callable[[], socket.socket]
 
 
 def connect_to_agent(path: Path, *, timeout_s: float = 5.0, named: bool = False) -> socket.socket:
-    """A connection to the agent's socket, or :class:`AgentUnreachableError`.
+    """Return a connection to the agent's socket; raise :class:`AgentUnreachableError` if that fails.
 
-    Nothing is sent to, or believed of, another user's process: :class:`PeerRefusedError` when the socket's directory is
-    not to be trusted, or who listens there is somebody else (see :func:`~peerstore.daemon_process.trusted_users`).
+    Raise :class:`PeerRefusedError` if the socket's directory is not trusted or another user's process listens (see
+    :func:`~peerstore.daemon_process.trusted_users`). Nothing is sent to such a process.
     """
     try:
         trusted = trusted_users(path.parent, named=named)
@@ -64,31 +64,31 @@ def connect_to_agent(path: Path, *, timeout_s: float = 5.0, named: bool = False)
         raise PeerRefusedError(f"the agent on {path.name} is not used: {error}") from None
     except OSError as error:
         raise AgentUnreachableError(f"no agent answers on {path}: {error}") from error
-    sock = _connected(path, timeout_s)
+    sock = _connect(path, timeout_s)
     try:
         _, uid = peer_credentials(sock)
     except OSError as error:
         sock.close()
         raise AgentUnreachableError(f"who answers on {path} cannot be seen: {error}") from error
-    if uid not in trusted:  # the directory was exchanged meanwhile
+    if uid not in trusted:  # the directory was replaced meanwhile
         sock.close()
         raise PeerRefusedError(f"a process of user {uid} listens on {path}: it is not the agent of user {os.getuid()}")
     return sock
 
 
-def _connected(path: Path, timeout_s: float) -> socket.socket:
+def _connect(path: Path, timeout_s: float) -> socket.socket:
     sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-    timeout_s = max(_LINE_S, deadlines.remaining_s(timeout_s))
+    timeout_s = max(_CONNECT_RETRY_S, deadlines.remaining_s(timeout_s))
     sock.settimeout(timeout_s)
     deadline = time.monotonic() + timeout_s
     while True:
         try:
             sock.connect(str(path))
-        except BlockingIOError as error:  # more wait to be accepted than the kernel keeps in line
+        except BlockingIOError as error:  # the kernel's queue of unaccepted connections is full
             if time.monotonic() > deadline:
                 sock.close()
                 raise AgentUnreachableError(f"the agent on {path} accepts nobody for {timeout_s:.1f} s") from error
-            time.sleep(_LINE_S)
+            time.sleep(_CONNECT_RETRY_S)
         except OSError as error:
             sock.close()
             raise AgentUnreachableError(f"no agent answers on {path}: {error}") from error
@@ -96,7 +96,7 @@ def _connected(path: Path, timeout_s: float) -> socket.socket:
             return sock
 
 
-def _silent(sock: socket.socket, what: str, since: float) -> str:
+def _silence_message(sock: socket.socket, what: str, since: float) -> str:
     return (
         f"the agent (process {peer_credentials(sock)[0]}) {what}: nothing was heard of it for "
         f"{time.monotonic() - since:.1f} s. "
@@ -104,18 +104,18 @@ def _silent(sock: socket.socket, what: str, since: float) -> str:
     )
 
 
-def _brought(fd: int | None, what: str) -> int:
-    if fd is None:  # this process has as many open files as it may have
+def _require_fd(fd: int | None, what: str) -> int:
+    if fd is None:  # this process has reached its limit of open files
         raise UnavailableError(f"the file of {what} could not be taken over: raise the limit on open files (ulimit -n)")
     return fd
 
 
 class Client:
-    """A :class:`~peerstore.server.store_api.Store` behind a socket.
+    """A :class:`~peerstore.server.store_api.Store` behind a socket. Thread-safe; each call uses its own connection.
 
-    Any thread may call; each call has a connection to itself. When the agent dies in the middle of a call, the
-    call is repeated on a new connection (``connector`` may start a new agent) for up to ``retry_s``. After that has
-    been in vain, calls are tried once until one gets through: who waits in them loses that time only once.
+    When the agent dies during a call, the call is repeated on a new connection for up to ``retry_s`` seconds
+    (``connector`` may launch a new agent). After that has failed, calls are tried once until one succeeds, so that
+    callers lose that time only once.
     """
 
     def __init__(
@@ -127,8 +127,10 @@ class Client:
         errors: Mapping[str, type[Exception]] | None = None,
         replace: Callable[[], bool] = lambda: False,
     ) -> None:
-        """``replace`` is asked when the agent says nothing: it ends one that hangs, so that there can be another; where
-        that is not this process's business it raises :class:`AgentUnreachableError`, and nobody waits any longer.
+        """Connect to the agent.
+
+        ``replace`` is called when the agent does not respond: it kills a hung agent, so that another one can start. If
+        this process must not do that, ``replace`` raises :class:`AgentUnreachableError`, which ends the call.
         """
         self._connector = connector
         self._replace = replace
@@ -142,7 +144,7 @@ class Client:
         self._pid = os.getpid()
         self.server_version = ""
         self.arena_id = self.start_id = ""
-        self._give_back(self._open(time.monotonic() + deadlines.remaining_s(retry_s)))
+        self._return_connection(self._open(time.monotonic() + deadlines.remaining_s(retry_s)))
 
     # -- Store ------------------------------------------------------------------------------------------------
 
@@ -162,7 +164,7 @@ class Client:
 
     def open_slot(self, slot: str) -> int:
         _, fd = self._call("open_slot", store_api.OpenSlotRequest(slot), type(None))
-        return _brought(fd, slot)
+        return _require_fd(fd, slot)
 
     def relabel(self, lease_id: str, key: ShardKey) -> Lease:
         return self.call("relabel", store_api.RelabelRequest(lease_id, key), Lease)
@@ -185,7 +187,7 @@ class Client:
         pinned, fd = self._call("pin", store_api.PinRequest(key), PinResponse, timeout_s=_ADOPTION_S)
         if fd is None:
             self.unpin(pinned.id)
-        return Pin(pinned.id, pinned.record, _brought(fd, str(key)))
+        return Pin(pinned.id, pinned.record, _require_fd(fd, str(key)))
 
     def unpin(self, pin_id: str) -> bool:
         return self.call("unpin", store_api.UnpinRequest(pin_id), bool)
@@ -233,7 +235,7 @@ class Client:
         return self.call("status", store_api.StoreStatusRequest(), StoreStatus)
 
     def ping(self, *, timeout_s: float) -> None:
-        """Nothing, once the agent has said anything."""
+        """Return after any response of the agent."""
         self.call("epoch", store_api.JobRequest("nobody"), int, timeout_s=timeout_s)
 
     def close(self) -> None:
@@ -255,12 +257,12 @@ class Client:
         timeout_s: float = _CALL_S,
         within_s: float | None = None,
     ) -> Any:
-        """Ask the agent for ``op``; the answer as a ``result``, or the error it raised.
+        """Send ``op`` to the agent; return its response as ``result``, or raise the agent's error.
 
-        ``timeout_s`` is for the answer to one try, ``within_s`` for everything, an agent that is started included.
+        ``timeout_s`` limits one attempt, ``within_s`` the whole call, including the launch of an agent.
         """
         found, fd = self._call(op, body, result, timeout_s=timeout_s, within_s=within_s)
-        if fd is not None:  # nobody asked for it
+        if fd is not None:  # unexpected for this operation
             os.close(fd)
         return found
 
@@ -273,16 +275,16 @@ class Client:
         timeout_s: float = _CALL_S,
         within_s: float | None = None,
     ) -> tuple[Any, int | None]:
-        """The answer, and the open file that came with it."""
+        """Return the response, and the open file that came with it."""
         if deadlines.expired():
             raise AgentUnreachableError(f"no time was left to ask the agent {op!r}")
         with deadlines.timeout_scope(within_s):
-            return self._ask(op, body, result, timeout_s)
+            return self._send_request(op, body, result, timeout_s)
 
-    def _ask(self, op: str, body: object, result: type[T] | Any, timeout_s: float) -> tuple[Any, int | None]:
+    def _send_request(self, op: str, body: object, result: type[T] | Any, timeout_s: float) -> tuple[Any, int | None]:
         raw, began = message_codec.encode_raw_message(body), time.monotonic()
         deadline = began + deadlines.remaining_s(self._retry_s)
-        sock = self._take(deadline)
+        sock = self._take_connection(deadline)
         while True:
             try:
                 left_s = deadlines.remaining_s(timeout_s)
@@ -294,7 +296,7 @@ class Client:
                     raise AgentUnreachableError("the agent closed the connection")
                 break
             except TimeoutError as error:
-                silent = _silent(sock, f"did not answer {op!r}", began)
+                silent = _silence_message(sock, f"did not answer {op!r}", began)
                 sock.close()
                 raise AgentUnreachableError(silent) from error
             except (AgentUnreachableError, OSError) as error:
@@ -305,7 +307,7 @@ class Client:
             except BaseException:
                 sock.close()
                 raise
-        self._give_back(sock)
+        self._return_connection(sock)
         try:
             if response.error:
                 raise self._error(response)
@@ -316,8 +318,9 @@ class Client:
             raise
 
     def _await_answer(self, sock: socket.socket, timeout_s: float) -> None:
-        """Until something comes. An agent that is at work may say nothing for long; one that hangs is replaced, where
-        there is time to prove that.
+        """Wait until data arrives; raise :class:`TimeoutError` after ``timeout_s`` seconds.
+
+        A working agent may be silent for long. A hung one is replaced, if enough time remains to prove that it hangs.
         """
         until = time.monotonic() + timeout_s
         waiting = select.poll()
@@ -337,8 +340,9 @@ class Client:
         seek: AgentConnector | None = None,
         answer: type[T] | Any = None,
     ) -> Any:
-        """Say something the agent may miss, on a connection that is open, or on one that ``seek`` finds: nothing is
-        repeated, and no agent is started to hear it. What it answers as an ``answer``; ``None`` without one.
+        """Send a request that may be lost, on an open connection or on one that ``seek`` returns.
+
+        Nothing is retried, and no agent is launched. Return the response as ``answer``, or ``None`` without a response.
         """
         with self._lock:
             sock = self._idle.pop() if self._idle and self._pid == os.getpid() else None
@@ -353,7 +357,7 @@ class Client:
             response = message_codec.receive_frame(sock, AgentResponse)
             if response is not None:
                 undo.pop_all()
-                self._give_back(sock)
+                self._return_connection(sock)
                 if answer is not None and not response.error:
                     return message_codec.decode_message(response.body, answer)
         return None
@@ -363,9 +367,9 @@ class Client:
         kind = self._errors.get(response.error)
         return kind(message) if kind is not None else error_from_wire(response.error, message)
 
-    def _take(self, deadline: float) -> socket.socket:
+    def _take_connection(self, deadline: float) -> socket.socket:
         with self._lock:
-            if self._pid != os.getpid():  # a forked child must not talk on its parent's connections
+            if self._pid != os.getpid():  # a forked child must not use its parent's connections
                 inherited, self._idle, self._pid = self._idle, [], os.getpid()
                 for sock in inherited:
                     sock.close()
@@ -373,7 +377,7 @@ class Client:
                 return self._idle.pop()
         return self._open(deadline)
 
-    def _give_back(self, sock: socket.socket) -> None:
+    def _return_connection(self, sock: socket.socket) -> None:
         with self._lock:
             if not self._closed:
                 self._idle.append(sock)
@@ -381,7 +385,7 @@ class Client:
         sock.close()
 
     def _open(self, deadline: float) -> socket.socket:
-        if self._closed:  # a new connection might have an agent started again
+        if self._closed:  # a new connection could launch an agent
             raise RequestError("this client is closed: its job's checkpointer or session has ended")
         pause = 0.02
         while True:
@@ -409,7 +413,7 @@ class Client:
                 message_codec.send_frame(sock, AgentHello(AGENT_PROTOCOL_VERSION, self._job))
                 answer = message_codec.receive_frame(sock, AgentHello, limit_bytes=message_codec.MAX_AGENT_HELLO_BYTES)
             except TimeoutError:
-                raise TimeoutError(_silent(sock, "takes connections and does not greet", began)) from None
+                raise TimeoutError(_silence_message(sock, "takes connections and does not greet", began)) from None
             if answer is None:
                 raise AgentUnreachableError("the agent closed the connection before it greeted")
             if answer.refused and answer.protocol == AGENT_PROTOCOL_VERSION:

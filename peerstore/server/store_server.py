@@ -38,19 +38,20 @@ log = logging.getLogger(__name__)
 _MAX_CONNECTIONS = 1024
 _GREETING_S = 10.0
 _FRAME_S = 60.0
-"""How long one frame may take, once it has begun."""
+"""Seconds that one frame may take after its first byte."""
 _PAUSE_S = 0.1
-_LAST_READS = 64
+_DRAIN_READS = 64
 _TRIES = 3
 _SWEEP_S = 1.0
 _CLOSE_GRACE_S = 5.0
 
 
 def ensure_private_directory(path: Path) -> None:
-    """Make sure ``path`` is a directory only this user can enter; refuse one that somebody else prepared.
+    """Create ``path`` as a private directory of this user, or check that it is one.
 
-    Folders above it that are made with it are private as well: one of them may be somebody's own place later. A private
-    one of this user that not even this user may enter, as after ``chmod 000``, is opened again.
+    Raise :class:`RequestError` if another user owns it or can enter it. Created parent directories are private as well,
+    because another agent may use one of them later. A private directory without access for its owner, as after ``chmod
+    000``, gets mode 0700 again.
     """
     for folder in reversed([path, *path.parents]):
         if not folder.exists():
@@ -68,17 +69,17 @@ def ensure_private_directory(path: Path) -> None:
 
 
 class AgentLock:
-    """The held lock file of an agent's directory, with the agent's process number in it."""
+    """The held lock file of an agent's directory, which contains the agent's pid."""
 
     def __init__(self, place: AgentPaths) -> None:
-        """Lock the directory; :class:`UnavailableError` if another agent serves it."""
+        """Lock the directory; raise :class:`UnavailableError` if another agent serves it."""
         self._place = place
-        self._checking = threading.Lock()
-        self._fd = self._locked(os.O_CREAT)
+        self._check_lock = threading.Lock()
+        self._fd = self._open_locked(os.O_CREAT)
         os.truncate(self._fd, 0)
         os.write(self._fd, f"{os.getpid()}\n".encode())
 
-    def _locked(self, flags: int) -> int:
+    def _open_locked(self, flags: int) -> int:
         fd = os.open(self._place.lock, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW | flags, 0o600)
         try:
             fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -88,8 +89,8 @@ class AgentLock:
         return fd
 
     def find_loss(self) -> str:
-        """Return why the directory is lost, or "". Restore a deleted lock file."""
-        with self._checking:
+        """Return why the directory is lost, or ""; restore a deleted lock file."""
+        with self._check_lock:
             return self._find_loss()
 
     def _find_loss(self) -> str:
@@ -97,13 +98,13 @@ class AgentLock:
         try:
             if is_same_file(self._place.lock, os.fstat(self._fd)):
                 return ""
-            restored = self._locked(os.O_CREAT | os.O_EXCL)
+            restored = self._open_locked(os.O_CREAT | os.O_EXCL)
             os.write(restored, f"{os.getpid()}\n".encode())
         except FileNotFoundError:
             return f"{directory} was deleted"
         except (FileExistsError, UnavailableError):
             return f"another agent serves {directory}"
-        except OSError as error:  # a full disk: the next check may work
+        except OSError as error:  # a full disk, for example: the next check may succeed
             log.warning("%s was deleted and cannot be restored: %s", self._place.lock, error)
             return ""
         log.warning("%s was deleted: the agent has restored it", self._place.lock)
@@ -117,14 +118,14 @@ class AgentLock:
 
 @contextlib.contextmanager
 def hold_agent_lock(place: AgentPaths) -> Iterator[AgentLock]:
-    """Hold the directory's lock, so that there is one agent in it; the kernel lets go when this process dies."""
+    """Hold the directory's lock, so that it has one agent; the kernel releases it when this process exits."""
     ensure_private_directory(place.directory)
     with contextlib.closing(AgentLock(place)) as lock:
         yield lock
 
 
 def is_same_file(path: Path, expected: os.stat_result) -> bool:
-    """Return whether ``path`` is still this very file."""
+    """Return whether ``path`` is still the same file."""
     try:
         return os.path.samestat(path.lstat(), expected)
     except FileNotFoundError:
@@ -132,7 +133,7 @@ def is_same_file(path: Path, expected: os.stat_result) -> bool:
 
 
 class StoreServer:
-    """Answers :class:`~peerstore.server.store_api.Store` operations, and any others given, on a Unix socket."""
+    """Server of :class:`~peerstore.server.store_api.Store` operations, and of further ones, on a Unix socket."""
 
     def __init__(
         self,
@@ -145,7 +146,7 @@ class StoreServer:
         frame_bytes: int = message_codec.MAX_FRAME_BYTES,
         may_listen: Callable[[], bool] = lambda: True,
     ) -> None:
-        """``may_listen`` returns whether the socket's directory still belongs to this server."""
+        """Listen; ``may_listen`` returns whether the socket's directory still belongs to this server."""
         self._may_listen = may_listen
         self._frame_bytes = frame_bytes
         self._store = store
@@ -155,41 +156,41 @@ class StoreServer:
         self._path = socket_path
         self._connections: set[socket.socket] = set()
         self._lock = threading.Lock()
-        self._fewer = threading.Condition(self._lock)
+        self._connection_closed = threading.Condition(self._lock)
         self._stopping = threading.Event()
         self.rejected = 0
         self._socket_lock = threading.Lock()
-        self._listener, self._socket_file = _listening(socket_path)
+        self._listener, self._socket_file = _bind(socket_path)
         self._threads = [
             threading.Thread(target=self._accept_loop, name="peerstore-accept", daemon=True),
             threading.Thread(target=self._sweep_loop, name="peerstore-sweep", daemon=True),
         ]
 
     def start(self) -> None:
-        """Answer from here on. Where there was no thread to be had for that, it may be called again."""
+        """Start to serve requests; may be repeated if no thread could be started."""
         for thread in self._threads:
             if thread.ident is None:
                 thread.start()
 
     def close(self) -> None:
-        """Stop answering; requests in progress end with their connections.
+        """Stop serving; requests in progress end with their connections.
 
-        The socket's file goes first: where it is left and nobody answers on it, the agent did not end in order.
+        The socket's file is removed first: a socket file without a listener means that the agent died.
         """
         self._stopping.set()
         with self._socket_lock:
             if is_same_file(self._path, self._socket_file):
                 self._path.unlink(missing_ok=True)
-        _shut(self._listener)
+        _shut_down(self._listener)
         self._listener.close()
         with self._lock:
             for connection in self._connections:
-                _shut(connection)
+                _shut_down(connection)
         for thread in self._threads:
             if thread.ident is not None:
                 thread.join()
-        with self._fewer:
-            self._fewer.wait_for(lambda: not self._connections, _CLOSE_GRACE_S)
+        with self._connection_closed:
+            self._connection_closed.wait_for(lambda: not self._connections, _CLOSE_GRACE_S)
 
     @property
     def connections(self) -> int:
@@ -201,7 +202,7 @@ class StoreServer:
             listener = self._listener
             try:
                 connection, _ = listener.accept()
-            except OSError as error:  # too many open files, most likely: they become fewer
+            except OSError as error:  # most likely too many open files, which is transient
                 if listener is not self._listener:
                     listener.close()
                 elif not self._stopping.wait(_PAUSE_S):
@@ -224,7 +225,7 @@ class StoreServer:
             try:
                 self._restore_socket()
                 self._store.sweep()
-            except Exception:  # the next one may work
+            except Exception:  # the next sweep may succeed
                 log.exception("sweeping failed")
 
     def _restore_socket(self) -> None:
@@ -233,11 +234,11 @@ class StoreServer:
             if self._stopping.is_set() or not self._may_listen() or is_same_file(self._path, self._socket_file):
                 return
             try:
-                before, (self._listener, self._socket_file) = self._listener, _listening(self._path)
+                before, (self._listener, self._socket_file) = self._listener, _bind(self._path)
             except OSError as error:
                 log.warning("%s was deleted and cannot be made again: %s", self._path, error)
                 return
-            _shut(before)
+            _shut_down(before)
         log.warning("%s was deleted: the agent listens on a new socket there", self._path)
 
     def _serve(self, connection: socket.socket) -> None:
@@ -256,14 +257,14 @@ class StoreServer:
         connection.close()
         with self._lock:
             self._connections.discard(connection)
-            self._fewer.notify_all()
+            self._connection_closed.notify_all()
 
     def _serve_requests(self, connection: socket.socket) -> None:
         connection.settimeout(_GREETING_S)
         try:
             owner, job = self._admit(connection)
         except RequestError as error:
-            _tell(connection, AgentHello(AGENT_PROTOCOL_VERSION, "", self._version, refused=str(error)))
+            _send_final(connection, AgentHello(AGENT_PROTOCOL_VERSION, "", self._version, refused=str(error)))
             raise
         if owner is None:
             return
@@ -272,7 +273,7 @@ class StoreServer:
         if job:
             self._store.jobs.clients.client_connected(owner, job)
         try:
-            while (request := self._next(connection)) is not None:
+            while (request := self._receive_request(connection)) is not None:
                 connection.settimeout(_FRAME_S)
                 self._send(connection, *self._answer(request, owner))
         finally:
@@ -280,8 +281,8 @@ class StoreServer:
                 self._store.client_disconnected(owner, job)
 
     def _admit(self, connection: socket.socket) -> tuple[ProcessIdentity | None, str]:
-        """Who is connected and what it works on; nobody, when it left again."""
-        owner = _peer(connection)
+        """Return the client process and its job, or (``None``, "") if it disconnected before the greeting."""
+        owner = _client_process(connection)
         greeting = message_codec.receive_frame(
             connection, AgentHello, limit_bytes=message_codec.MAX_AGENT_HELLO_BYTES, within_s=_GREETING_S
         )
@@ -291,8 +292,8 @@ class StoreServer:
             raise ProtocolError(f"client speaks protocol {greeting.protocol}, this is {AGENT_PROTOCOL_VERSION}")
         return owner, validate_job_name(greeting.job) if greeting.job else ""
 
-    def _next(self, connection: socket.socket) -> AgentRequest | None:
-        """The next request, however long the client takes to have one."""
+    def _receive_request(self, connection: socket.socket) -> AgentRequest | None:
+        """Return the next request, without a limit on the time until it begins."""
         connection.settimeout(None)
         try:
             return message_codec.receive_frame(
@@ -300,14 +301,14 @@ class StoreServer:
             )
         except ProtocolError as error:
             connection.settimeout(_FRAME_S)
-            _tell(connection, AgentResponse(type(error).__name__, message_codec.encode_raw_message(str(error))))
+            _send_final(connection, AgentResponse(type(error).__name__, message_codec.encode_raw_message(str(error))))
             raise
 
     def _send(self, connection: socket.socket, response: AgentResponse, file: ResultWithFile | None) -> None:
         try:
             fd = file.fd if file is not None else None
             message_codec.send_frame(connection, response, limit_bytes=self._frame_bytes, fd=fd)
-        except ProtocolError as error:  # the answer is too large, and nothing of it was sent
+        except ProtocolError as error:  # the response is too large, and none of it was sent
             message_codec.send_frame(
                 connection, AgentResponse("PeerStoreError", message_codec.encode_raw_message(str(error)))
             )
@@ -330,20 +331,20 @@ class StoreServer:
             return AgentResponse("", message_codec.encode_raw_message(result if file is None else file.result)), file
         except self._errors as error:  # type: ignore[misc]  # a tuple of classes, some given by the caller
             return AgentResponse(type(error).__name__, message_codec.encode_raw_message(str(error))), None
-        except (OSError, MemoryError) as error:  # of the machine: nothing is known of what was asked for
+        except (OSError, MemoryError) as error:  # a failure of the machine says nothing about the requested object
             log.warning("operation %s failed: %s", request.op, error)
-            said = f"{request.op}: {type(error).__name__}: {error}"
-            return AgentResponse(UnavailableError.__name__, message_codec.encode_raw_message(said)), None
+            message = f"{request.op}: {type(error).__name__}: {error}"
+            return AgentResponse(UnavailableError.__name__, message_codec.encode_raw_message(message)), None
         except Exception as error:
             log.exception("operation %s failed", request.op)
-            said = f"internal error: {type(error).__name__}: {error}"
-            return AgentResponse("PeerStoreError", message_codec.encode_raw_message(said)), None
+            message = f"internal error: {type(error).__name__}: {error}"
+            return AgentResponse("PeerStoreError", message_codec.encode_raw_message(message)), None
 
 
-def _listening(path: Path) -> tuple[socket.socket, os.stat_result]:
+def _bind(path: Path) -> tuple[socket.socket, os.stat_result]:
     """Return a socket at ``path`` that only this user can connect to, and its file.
 
-    It is bound to that very name, by which the kernel lists it.
+    It is bound to exactly that path, which the kernel lists.
     """
     with contextlib.ExitStack() as undo:
         listener = undo.enter_context(socket.socket(socket.AF_UNIX, socket.SOCK_STREAM))
@@ -359,8 +360,8 @@ def _listening(path: Path) -> tuple[socket.socket, os.stat_result]:
     return listener, found
 
 
-def _shut(sock: socket.socket) -> None:
-    """Wake up who waits on it: that nobody is connected is the only thing that keeps one from doing so."""
+def _shut_down(sock: socket.socket) -> None:
+    """Wake the threads that wait on the socket, with retries; an unconnected socket is left alone."""
     for _ in range(_TRIES):
         try:
             sock.shutdown(socket.SHUT_RDWR)
@@ -371,19 +372,19 @@ def _shut(sock: socket.socket) -> None:
             return
 
 
-def _tell(connection: socket.socket, message: object) -> None:
-    """Say why the conversation ends, to one who may not be listening any more."""
+def _send_final(connection: socket.socket, message: object) -> None:
+    """Send the reason for closing to a client that may not read it."""
     with contextlib.suppress(OSError):
         message_codec.send_frame(connection, message)
         connection.shutdown(socket.SHUT_WR)
         connection.settimeout(_PAUSE_S)
-        for _ in range(_LAST_READS):  # closed with bytes unread, the kernel would throw the message away
+        for _ in range(_DRAIN_READS):  # closing with unread bytes would discard the message
             if not connection.recv(1 << 16):
                 return
 
 
-def _peer(connection: socket.socket) -> ProcessIdentity:
-    """Who is connected; only this user (and root) may be."""
+def _client_process(connection: socket.socket) -> ProcessIdentity:
+    """Return the connected process; raise :class:`ProtocolError` unless it belongs to this user or root."""
     pid, uid = peer_credentials(connection)
     if uid not in (os.getuid(), 0):
         raise ProtocolError(f"user {uid} may not use the store of user {os.getuid()}")
@@ -395,12 +396,12 @@ _TICK_S = 1.0
 
 @dataclass(frozen=True)
 class AgentExtension:
-    """What a larger agent adds to the plain store."""
+    """Operations that an agent adds to the store."""
 
     operations: Mapping[str, Operation]
     errors: tuple[type[Exception], ...] = ()
     busy: Callable[[], bool] = lambda: False
-    """Whether there is work that should not be left behind (an upload)."""
+    """Whether the agent has unfinished work, such as an upload."""
 
 
 AgentExtender = Callable[[NodeStore], contextlib.AbstractContextManager[AgentExtension]]
@@ -412,7 +413,7 @@ def _plain(_: NodeStore) -> Iterator[AgentExtension]:
 
 
 def daemonize() -> None:
-    """Go on in a child of init, so that whoever started this process is neither waited for nor waits."""
+    """Continue in a child process that init adopts, so that the caller of this process does not wait for it."""
     sys.stdout.flush()
     sys.stderr.flush()
     if os.fork():
@@ -427,11 +428,14 @@ def serve_store(
     linger_s: float | None = None,
     extend: AgentExtender = _plain,
 ) -> None:
-    """Run the agent of ``place`` until SIGTERM or SIGINT, or until nobody has needed it for ``linger_s``."""
+    """Run the agent of ``place`` until SIGTERM or SIGINT, or until it was unused for ``linger_s`` seconds.
+
+    With ``linger_s`` None the agent never exits for lack of use.
+    """
     stop = threading.Event()
     handle_signals({signal.SIGTERM: stop.set, signal.SIGINT: stop.set})
     signal.signal(signal.SIGHUP, signal.SIG_IGN)
-    most = raise_open_file_limit()
+    open_files = raise_open_file_limit()
     with hold_agent_lock(place) as lock, contextlib.ExitStack() as cleanup:
         arena = TmpfsArena(place.directory)
         store = NodeStore(arena, settings)
@@ -447,8 +451,14 @@ def serve_store(
         )
         cleanup.callback(server.close)
         server.start()
-        log.info("agent %s serves %s (process %d, at most %d open files)", version, place.directory, os.getpid(), most)
-        cleanup.callback(store.table.close)  # first of all: nobody waits for a slot any more
+        log.info(
+            "agent %s serves %s (process %d, at most %d open files)",
+            version,
+            place.directory,
+            os.getpid(),
+            open_files,
+        )
+        cleanup.callback(store.table.close)  # runs first: ends all waits for a slot
 
         def needed() -> bool:
             busy = bool(server.connections) or extras.busy()
@@ -463,7 +473,7 @@ def serve_store(
         log.info("agent leaves")
         if not stop.is_set():
             server.close()
-            if not needed():  # nor did anybody come while the door was being closed
+            if not needed():  # no client connected meanwhile
                 log.info("nobody has needed this agent for %.0f s, its memory is given back", linger_s)
                 arena.purge(keep=EXPIRED_JOB_METADATA)
         else:

@@ -1,9 +1,9 @@
-"""Arena: slot files whose pages are memory, on tmpfs or memfd, with small metadata files beside them.
+"""Arena: slot files whose pages are memory, on tmpfs or memfd, with small metadata files next to them.
 
-Two arenas keep one contract (``tests/contract/test_arena.py``):
+Two arenas have the same contract (``tests/contract/test_arena.py``):
 
-- :class:`TmpfsArena` keeps *named* files, so that the next agent finds them after this one was killed.
-- :class:`MemfdArena` keeps nameless ones that end with the process: for tests and single-process use.
+- :class:`TmpfsArena` stores *named* files, so that a restarted agent finds them after this one was killed.
+- :class:`MemfdArena` stores anonymous files that end with the process: for tests and single-process use.
 """
 
 from __future__ import annotations
@@ -43,31 +43,33 @@ _NOTE_MAGIC = b"PSN1"
 _NO_FILE = (errno.ELOOP, errno.ENXIO, errno.ENOTDIR)
 _BUSY = (errno.EMFILE, errno.ENFILE, errno.EINTR, errno.EAGAIN)
 _F_SETSIG = 10
-_GONE_KEPT = 256
+_MAX_RESERVED_FDS = 256
 _NOTE_BYTES = 128 << 20
-"""More than any note has: a larger file is not one of ours."""
+"""Largest size of a metadata file; the arena did not write a larger file."""
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._@-]{0,250}")
 
 
 class Arena(Protocol):
-    """Slot files and notes under one roof.
+    """Slot files and small metadata files of one node.
 
-    Promises every arena makes:
+    Every arena guarantees:
 
-    - ``create`` gives a file of exactly ``size_bytes`` or leaves nothing behind and raises: :class:`ArenaFullError`,
-      or :class:`UnavailableError` where it is not for want of room; pages that other slots were promised and do not
-      have yet count as taken. The size is the file's for its life.
-    - Who mapped or opened a slot keeps it, also after ``remove``. ``removed_in_use`` has the sizes of removed slots
-      that some process still uses, as far as that can be known.
-    - ``open`` gives a descriptor of a slot, for reading or for writing too, which is the caller's from then on.
-      ``path`` names the slot for work of this process itself, while it is there.
-    - ``put_metadata`` is all or nothing, whoever else puts the same note: a reader sees the old one or a new one.
-    - ``get_metadata`` returns exactly what was put, ``None`` when nothing was, and raises
-      :class:`ShardDamagedError` when the bytes are not what was put, :class:`UnsupportedFormatError` when another
-      version put them, and :class:`UnavailableError` when they cannot be read.
-    - ``list_slots`` and ``list_metadata`` list what was made here, sorted; what somebody else left there is neither
-      listed nor touched. A name may have one folder in front (``folder/name``); ``list_metadata("folder/")`` lists it.
-    - Any thread may call any method.
+    - ``create`` makes a file of exactly ``size_bytes``, or leaves nothing behind and raises: :class:`ArenaFullError`,
+      or :class:`UnavailableError` if the cause is not a lack of memory. Pages that are reserved for other slots and not
+      allocated yet count as used. The file never changes its size.
+    - A process that has mapped or opened a slot can use it after ``remove``. ``removed_in_use`` returns the sizes of
+      removed slots that a process still uses, as far as the kernel reports it.
+    - ``open`` returns a descriptor of a slot, read-only or writable; the caller closes it. ``path`` is valid
+      in this process while the slot exists.
+    - ``put_metadata`` is atomic, even with concurrent writers of the same name: a reader sees the old value or a new
+      one.
+    - ``get_metadata`` returns exactly the bytes that were put, or ``None`` without any. It raises
+      :class:`ShardDamagedError` if the bytes have changed, :class:`UnsupportedFormatError` if another release wrote
+      them, and :class:`UnavailableError` if they cannot be read.
+    - ``list_slots`` and ``list_metadata`` return sorted names of this arena's files; files of other programs are
+      neither listed nor changed. A name may have one folder in front (``folder/name``); ``list_metadata("folder/")``
+      lists that folder.
+    - All methods are thread-safe.
     """
 
     def create(self, name: str, size_bytes: int) -> None: ...
@@ -82,7 +84,7 @@ class Arena(Protocol):
     def remove_metadata(self, name: str) -> None: ...
     def list_metadata(self, prefix: str) -> list[str]: ...
     def purge(self, *, keep: str = "") -> None:
-        """Remove everything but notes whose names begin with ``keep``."""
+        """Remove everything except metadata whose names begin with ``keep``."""
 
     def close(self) -> None: ...
 
@@ -95,34 +97,34 @@ class TmpfsArena:
         self._notes = directory / "notes"
         self._folders = directory / "folders"
         self._fresh = directory / "fresh"
-        """Notes that are being written: they are moved to their place when they are complete."""
+        """Metadata files that are being written; a complete file is renamed to its final path."""
         self._removed: dict[str, tuple[int, int]] = {}
-        """Removed slots that somebody used when they were looked at last: still open here, and their sizes."""
+        """Descriptor and size of removed slots that another process used at the last check."""
         self._removed_lock = threading.Lock()
-        for place in self._places:
-            place.mkdir(mode=0o700, parents=True, exist_ok=True)
+        for path in self._directories:
+            path.mkdir(mode=0o700, parents=True, exist_ok=True)
         for leftover in os.scandir(self._fresh):
             if leftover.is_file(follow_symlinks=False):
                 Path(leftover.path).unlink()
 
     def create(self, name: str, size_bytes: int) -> None:
-        path = self._slots / _checked(name)
+        path = self._slots / _validate_name(name)
         try:
             self._require_space(size_bytes)
-            with closing_fd(_made(path)) as fd:
+            with closing_fd(_create_file(path)) as fd:
                 os.ftruncate(fd, size_bytes)
         except FileExistsError:
             raise
         except (OSError, OverflowError) as error:
             path.unlink(missing_ok=True)
-            raise _not_kept(error, size_bytes, self._slots) from error
+            raise _write_error(error, size_bytes, self._slots) from error
 
     def remove(self, name: str) -> None:
-        path = self._slots / _checked(name)
+        path = self._slots / _validate_name(name)
         try:
             size_bytes = path.stat().st_size
             fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
-        except OSError:  # it is gone, or what uses it cannot be known
+        except OSError:  # it does not exist, or its users cannot be detected
             path.unlink(missing_ok=True)
             return
         try:
@@ -136,13 +138,13 @@ class TmpfsArena:
 
     def open(self, name: str, *, writable: bool = False) -> int:
         access = os.O_RDWR if writable else os.O_RDONLY
-        return os.open(self._slots / _checked(name), access | os.O_CLOEXEC | os.O_NOFOLLOW)
+        return os.open(self._slots / _validate_name(name), access | os.O_CLOEXEC | os.O_NOFOLLOW)
 
     def path(self, name: str) -> str:
-        return str(self._slots / _checked(name))
+        return str(self._slots / _validate_name(name))
 
     def size(self, name: str) -> int:
-        return (self._slots / _checked(name)).stat().st_size
+        return (self._slots / _validate_name(name)).stat().st_size
 
     def list_slots(self) -> list[str]:
         return sorted(entry.name for entry in _own_files(self._slots))
@@ -150,7 +152,7 @@ class TmpfsArena:
     def removed_in_use(self) -> dict[str, int]:
         with self._removed_lock:
             for name, (fd, _) in list(self._removed.items()):
-                if not _used_elsewhere(fd):
+                if not _has_other_users(fd):
                     del self._removed[name]
                     os.close(fd)
             return {name: size_bytes for name, (_, size_bytes) in self._removed.items()}
@@ -159,13 +161,13 @@ class TmpfsArena:
         self._note(name)
         fresh = self._fresh / secrets.token_hex(8)
         try:
-            with closing_fd(_made(fresh)) as fd, os.fdopen(fd, "wb", closefd=False) as file:
+            with closing_fd(_create_file(fresh)) as fd, os.fdopen(fd, "wb", closefd=False) as file:
                 file.write(_framed(data))
             failpoint("agent.metadata")
             self._move(fresh, name)
         except OSError as error:
             fresh.unlink(missing_ok=True)
-            raise _not_kept(error, len(data), self._notes) from error
+            raise _write_error(error, len(data), self._notes) from error
 
     def _move(self, fresh: Path, name: str) -> None:
         final = self._note(name)
@@ -175,7 +177,7 @@ class TmpfsArena:
             except FileNotFoundError:
                 if not fresh.exists() or "/" not in name:
                     raise
-                with contextlib.suppress(FileExistsError):  # perhaps again: it goes with its last note
+                with contextlib.suppress(FileExistsError):  # removal of the last file removes the folder, so retry
                     final.parent.mkdir(mode=0o700)
             else:
                 return
@@ -206,13 +208,13 @@ class TmpfsArena:
         with contextlib.suppress(IsADirectoryError, NotADirectoryError):
             path.unlink(missing_ok=True)
         if "/" in name:
-            with contextlib.suppress(OSError):  # others are still in it
+            with contextlib.suppress(OSError):  # the folder still contains other files
                 path.parent.rmdir()
 
     def list_metadata(self, prefix: str) -> list[str]:
         folder, slash, start = prefix.rpartition("/")
         try:
-            found = _own_files(self._folders / _checked(folder) if slash else self._notes)
+            found = _own_files(self._folders / _validate_name(folder) if slash else self._notes)
         except (FileNotFoundError, NotADirectoryError):
             return []
         return sorted(folder + slash + entry.name for entry in found if entry.name.startswith(start))
@@ -220,9 +222,9 @@ class TmpfsArena:
     def purge(self, *, keep: str = "") -> None:
         self.close()
         kept = self.list_metadata(keep) if keep else []
-        for place in self._places:
-            if place != self._notes or not kept:
-                shutil.rmtree(place, ignore_errors=True)
+        for path in self._directories:
+            if path != self._notes or not kept:
+                shutil.rmtree(path, ignore_errors=True)
         for name in self.list_metadata("") if kept else ():
             if name not in kept:
                 self.remove_metadata(name)
@@ -233,33 +235,33 @@ class TmpfsArena:
                 os.close(self._removed.popitem()[1][0])
 
     @property
-    def _places(self) -> tuple[Path, ...]:
+    def _directories(self) -> tuple[Path, ...]:
         return self._slots, self._notes, self._folders, self._fresh
 
     def _note(self, name: str) -> Path:
-        parts = [_checked(part) for part in _split(name)]
+        parts = [_validate_name(part) for part in _split(name)]
         return (self._folders if len(parts) == 2 else self._notes).joinpath(*parts)
 
     def _require_space(self, size_bytes: int) -> None:
         try:
-            place = os.statvfs(self._slots)
+            usage = os.statvfs(self._slots)
         except FileNotFoundError:
             raise UnavailableError(
                 f"{self._slots} was removed: run `tieredckpt agent restart --dir {self._slots.parent}`"
             ) from None
-        promised = sum(_without_pages(entry) for entry in _own_files(self._slots))
-        free = place.f_bavail * place.f_frsize - promised
+        reserved = sum(_unallocated_bytes(entry) for entry in _own_files(self._slots))
+        free = usage.f_bavail * usage.f_frsize - reserved
         if size_bytes > free:
             raise ArenaFullError(
                 f"{show_size(size_bytes)} does not fit into {self._slots}: {show_size(max(free, 0))} of its "
-                f"{show_size(place.f_blocks * place.f_frsize)} is free, and {show_size(promised)} more is reserved "
+                f"{show_size(usage.f_blocks * usage.f_frsize)} is free, and {show_size(reserved)} more is reserved "
                 "for other slots. Enlarge it (in Kubernetes: an emptyDir "
                 "with medium Memory and a sizeLimit; with Docker: --shm-size) or choose another directory"
             )
 
 
-def _made(path: Path) -> int:
-    """A file that was not there."""
+def _create_file(path: Path) -> int:
+    """Create a file and return its descriptor; raise :class:`FileExistsError` if the path exists."""
     return os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
 
 
@@ -268,13 +270,14 @@ def _own_files(folder: Path) -> list[os.DirEntry[str]]:
         return [entry for entry in entries if _NAME.fullmatch(entry.name) and entry.is_file(follow_symlinks=False)]
 
 
-def _used_elsewhere(fd: int) -> bool:
-    """Whether somebody else has the file open or mapped: only who is alone with a file is given a lease on it.
+def _has_other_users(fd: int) -> bool:
+    """Return whether another process has the file open or mapped.
 
-    Where leases are not given at all nobody knows, and nobody counts.
+    The kernel grants a write lease on a file only if this process is its only user. On file systems without leases the
+    answer is unknown, and the function returns ``False``.
     """
     try:
-        fcntl.fcntl(fd, _F_SETSIG, signal.SIGURG)  # were it broken in between: a signal that nobody minds
+        fcntl.fcntl(fd, _F_SETSIG, signal.SIGURG)  # SIGURG is ignored by default, if another open breaks the lease
         fcntl.fcntl(fd, fcntl.F_SETLEASE, fcntl.F_WRLCK)
         fcntl.fcntl(fd, fcntl.F_SETLEASE, fcntl.F_UNLCK)
     except OSError as error:
@@ -282,8 +285,8 @@ def _used_elsewhere(fd: int) -> bool:
     return False
 
 
-def _without_pages(entry: os.DirEntry[str]) -> int:
-    """How much of a file has no memory behind it yet."""
+def _unallocated_bytes(entry: os.DirEntry[str]) -> int:
+    """Return the number of the file's bytes that have no page yet."""
     try:
         found = entry.stat(follow_symlinks=False)
     except FileNotFoundError:
@@ -292,36 +295,39 @@ def _without_pages(entry: os.DirEntry[str]) -> int:
 
 
 class MemfdArena:
-    """An arena of anonymous memory files; it ends with its process."""
+    """An arena of anonymous memory files, which end with their process."""
 
     def __init__(self) -> None:
         self._fds: dict[str, int] = {}
-        self._kept: dict[str, bytes] = {}
-        self._gone: deque[int] = deque()
-        """Numbers of removed slots, kept from being given to another file: a slot's path ends with its number, and
-        whoever still knows the path must find nothing there."""
+        self._metadata: dict[str, bytes] = {}
+        self._reserved_fds: deque[int] = deque()
+        """Descriptor numbers of removed slots.
+
+        A slot's path ends with its descriptor number. The arena does not reuse the number at once, so that an old path
+        leads to an empty file and not to another slot.
+        """
 
     def create(self, name: str, size_bytes: int) -> None:
         if name in self._fds:
             raise FileExistsError(errno.EEXIST, "slot exists", name)
-        fd = os.memfd_create(_checked(name), os.MFD_CLOEXEC)
+        fd = os.memfd_create(_validate_name(name), os.MFD_CLOEXEC)
         try:
             os.ftruncate(fd, size_bytes)
         except (OSError, OverflowError) as error:
             os.close(fd)
-            raise _not_kept(error, size_bytes, Path("memory")) from error
+            raise _write_error(error, size_bytes, Path("memory")) from error
         self._fds[name] = fd
 
     def remove(self, name: str) -> None:
-        fd = self._fds.pop(_checked(name), None)
+        fd = self._fds.pop(_validate_name(name), None)
         if fd is None:
             return
         nothing = os.open(os.devnull, os.O_RDONLY | os.O_CLOEXEC)
         os.dup2(nothing, fd, inheritable=False)
         os.close(nothing)
-        self._gone.append(fd)
-        if len(self._gone) > _GONE_KEPT:
-            os.close(self._gone.popleft())
+        self._reserved_fds.append(fd)
+        if len(self._reserved_fds) > _MAX_RESERVED_FDS:
+            os.close(self._reserved_fds.popleft())
 
     def open(self, name: str, *, writable: bool = False) -> int:
         return os.open(self.path(name), (os.O_RDWR if writable else os.O_RDONLY) | os.O_CLOEXEC)
@@ -339,31 +345,31 @@ class MemfdArena:
         return {}
 
     def put_metadata(self, name: str, data: bytes) -> None:
-        self._kept["/".join(map(_checked, _split(name)))] = _framed(data)
+        self._metadata["/".join(map(_validate_name, _split(name)))] = _framed(data)
 
     def get_metadata(self, name: str) -> bytes | None:
-        raw = self._kept.get("/".join(map(_checked, _split(name))))
+        raw = self._metadata.get("/".join(map(_validate_name, _split(name))))
         return None if raw is None else _unframed(raw, name)
 
     def remove_metadata(self, name: str) -> None:
-        self._kept.pop("/".join(map(_checked, _split(name))), None)
+        self._metadata.pop("/".join(map(_validate_name, _split(name))), None)
 
     def list_metadata(self, prefix: str) -> list[str]:
         depth = prefix.count("/")
-        return sorted(name for name in list(self._kept) if name.startswith(prefix) and name.count("/") == depth)
+        return sorted(name for name in list(self._metadata) if name.startswith(prefix) and name.count("/") == depth)
 
     def purge(self, *, keep: str = "") -> None:
         for name in list(self._fds):
             self.remove(name)
-        self._kept = {name: data for name, data in self._kept.items() if keep and name.startswith(keep)}
-        while self._gone:
-            os.close(self._gone.popleft())
+        self._metadata = {name: data for name, data in self._metadata.items() if keep and name.startswith(keep)}
+        while self._reserved_fds:
+            os.close(self._reserved_fds.popleft())
 
     def close(self) -> None:
-        """What is in it stays until it is purged."""
+        """Do nothing: the contents stay until they are purged."""
 
     def _fd(self, name: str) -> int:
-        fd = self._fds.get(_checked(name))
+        fd = self._fds.get(_validate_name(name))
         if fd is None:
             raise FileNotFoundError(errno.ENOENT, "no such slot", name)
         return fd
@@ -373,7 +379,7 @@ def _split(name: str) -> list[str]:
     return name.split("/", 1)
 
 
-def _checked(name: str) -> str:
+def _validate_name(name: str) -> str:
     if not _NAME.fullmatch(name):
         raise ValueError(f"{name!r} is not a name for a slot or a note")
     return name
@@ -392,17 +398,18 @@ def _unframed(raw: bytes, name: str) -> bytes:
     return data
 
 
-def _not_kept(error: Exception, size_bytes: int, place: Path) -> PeerStoreError:
-    """What a failure says of the room there is: that it is full, or nothing."""
-    said, code = f"{show_size(size_bytes)} could not be written to {place}: {error}", getattr(error, "errno", None)
+def _write_error(error: Exception, size_bytes: int, path: Path) -> PeerStoreError:
+    """Return the error for a failed write: busy, unavailable, or (by default) full."""
+    message = f"{show_size(size_bytes)} could not be written to {path}: {error}"
+    code = getattr(error, "errno", None)
     if code in _BUSY:
-        return AgentBusyError(said)
-    return UnavailableError(said) if code == errno.EIO else ArenaFullError(said)
+        return AgentBusyError(message)
+    return UnavailableError(message) if code == errno.EIO else ArenaFullError(message)
 
 
 _POPULATE_WRITE = 23
 _STEP_BYTES = 32 << 20
-_MAP_NORESERVE = 0x4000  # Linux: a private mapping of a large file needs no memory of its own
+_MAP_NORESERVE = 0x4000  # Linux: a private mapping of a large file reserves no memory
 
 _libc = ctypes.CDLL(None, use_errno=True)
 _libc.madvise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
@@ -412,12 +419,12 @@ _libc.madvise.restype = ctypes.c_int
 class FileMapping:
     """A file mapped into this process, as a memoryview and as an address.
 
-    A mapping that is not writable is private: a stray write through its address changes nothing but itself.
-    Closing it while a view is still in use raises ``BufferError`` rather than leaving a pointer into nothing.
+    A mapping that is not writable is private: a stray write through its address does not reach the file. ``close``
+    raises ``BufferError`` while a view is in use, because its address would become invalid.
     """
 
     def __init__(self, fd: int, size_bytes: int, *, writable: bool = False) -> None:
-        """The first ``size_bytes`` of an open file, which may be closed then."""
+        """Map the first ``size_bytes`` of an open file; the caller may close the descriptor afterwards."""
         have = os.fstat(fd).st_size
         if have < size_bytes:
             raise ValueError(f"a file of {have} bytes is to be mapped, {size_bytes} were expected")
@@ -447,13 +454,13 @@ class FileMapping:
 
 
 def prefault_address(address: int, size_bytes: int) -> None:
-    """Put a page behind every byte of a writable shared mapping, or say that there is no memory for it.
+    """Allocate the pages of a writable shared mapping, or raise :class:`ArenaFullError`.
 
-    Without this a full tmpfs would be noticed as SIGBUS in the middle of a copy.
+    Without this a full tmpfs would end the process with SIGBUS in the middle of a copy.
     """
     if size_bytes and _libc.madvise(address, size_bytes, _POPULATE_WRITE):
         code = ctypes.get_errno()
-        if code == errno.EINVAL:  # a kernel before 5.14: the copy itself will fault the pages in
+        if code == errno.EINVAL:  # a kernel before 5.14: the copy faults the pages in
             return
         why = "" if code == errno.EFAULT else f" ({os.strerror(code)})"
         raise ArenaFullError(
@@ -463,14 +470,14 @@ def prefault_address(address: int, size_bytes: int) -> None:
 
 
 def copy_file_data(source: int, target: int) -> None:
-    """Write what one open file holds into another one that is at least as large."""
+    """Copy the data of one open file to another one that is at least as large; holes are skipped."""
     buffer = memoryview(bytearray(8 << 20))
     at, size = 0, os.fstat(source).st_size
     while at < size:
         try:
             at = os.lseek(source, at, os.SEEK_DATA)
         except OSError as error:
-            if error.errno == errno.ENXIO:  # nothing but holes is left
+            if error.errno == errno.ENXIO:  # only holes remain
                 return
             raise
         count = os.preadv(source, [buffer], at)
@@ -482,7 +489,7 @@ def copy_file_data(source: int, target: int) -> None:
 
 @contextlib.contextmanager
 def closing_fd(fd: int) -> Iterator[int]:
-    """An open file, closed when the block ends."""
+    """Yield the descriptor and close it when the block ends."""
     try:
         yield fd
     finally:
@@ -490,7 +497,7 @@ def closing_fd(fd: int) -> Iterator[int]:
 
 
 def prefault_file(fd: int, size_bytes: int, stop: Callable[[], bool], *, start: int = 0) -> int:
-    """Put pages behind an open file step by step; returns how far it came before ``stop()`` said so."""
+    """Allocate the pages of an open file step by step; return the position reached when ``stop()`` was true."""
     size_bytes = min(size_bytes, os.fstat(fd).st_size)
     done = start - start % mmap.ALLOCATIONGRANULARITY
     while done < size_bytes and not stop():

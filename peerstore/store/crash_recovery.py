@@ -38,26 +38,30 @@ from peerstore.store.slots import SLOT_PREFIX, UNVERIFIED_STATES, ArenaSlot, Slo
 log = logging.getLogger(__name__)
 
 _WAIT_S = 600.0
-_PATIENCE_S = 30.0
-"""How long whoever asks waits for shards that cannot be read: a storm of restarts uses up descriptors for a moment."""
+_READER_WAIT_S = 30.0
+"""Seconds for which readers wait for shards that cannot be read.
+
+Many processes that restart at once can use up all file descriptors for a moment.
+"""
 _TRIES = 3
-_AGAIN_S = 0.5
-_SELDOM_S = 60.0
-_PASSING = (errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.EINTR, errno.EAGAIN)
+_RETRY_S = 0.5
+_MAX_RETRY_S = 60.0
+_TRANSIENT_ERRNOS = (errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.EINTR, errno.EAGAIN)
 _LARGEST_CHUNK = 1 << 30
 
 
 class CrashRecovery:
-    """Reads the notes at once, and hashes the bytes in a thread of its own."""
+    """Recovery of slots: metadata at once, checksums in a background thread."""
 
     def __init__(self, table: SlotTable, jobs: JobTable, leasing: LeaseManager) -> None:
         self._table = table
         self._jobs = jobs
         self._leasing = leasing
         self.lost: list[tuple[ShardRecord, str]] = []
-        """Sealed shards whose files were found to be too short already."""
+        """Sealed shards whose files are missing or too short, and the reason."""
 
     def load_metadata(self) -> None:
+        """Restore jobs, sealed shards and leases from their metadata; call once, with the table's lock held."""
         arena, notes = self._table.arena, self._table.metadata
         for job in notes.list_names(JOB_METADATA):
             with self._recording_damage(JOB_METADATA + job, (JOB_METADATA, job)):
@@ -65,13 +69,13 @@ class CrashRecovery:
         for name in arena.list_slots():
             if not name.startswith(SLOT_PREFIX):
                 continue
-            for left in reversed(range(_TRIES)):
+            for remaining in reversed(range(_TRIES)):
                 try:
                     with self._recording_damage(name, (SEAL_METADATA, name), (LEASE_METADATA, name)):
                         self._recover_slot(name)
                     break
                 except (UnsupportedFormatError, UnavailableError, OSError) as error:
-                    if not left:
+                    if not remaining:
                         self._mark_unrecognized(name, error)
             if name not in self._table and not self._table.unrecognized(name):
                 arena.remove(name)
@@ -98,20 +102,22 @@ class CrashRecovery:
         record = note.record
         validate_stored_record(record)
         if size < record.size_bytes:
-            self._lose(record, f"{size} bytes of {record.size_bytes} are left")
+            self._record_lost(record, f"{size} bytes of {record.size_bytes} are left")
             return
         self._table.drop_metadata(LEASE_METADATA, name)
         self._table.adopt_shard(name, secrets.randbits(62), size, note)
-        if not note.holders and not record.key.kind:  # what others wrote says nothing about who writes here
+        if (
+            not note.holders and not record.key.kind
+        ):  # another node's shard does not tell the epoch of this node's writers
             self._jobs.incarnations.observe_epoch(record.key)
         failpoint("agent.recovering")
 
     def _metadata_without_slot(self, kind: str, name: str) -> None:
-        """A note without its slot: the file of a sealed shard was removed."""
+        """Record a sealed shard as lost if its file was removed, and remove its metadata."""
         try:
             note = self._table.metadata.get(SEAL_METADATA, name, SealMetadata) if kind == SEAL_METADATA else None
             if note is not None and all(note.record.key != record.key for record, _ in self.lost):
-                self._lose(note.record, "its slot is gone")
+                self._record_lost(note.record, "its slot is gone")
         except ShardDamagedError as error:
             log.warning("a note without its slot: %s", error)
         except (UnsupportedFormatError, UnavailableError) as error:
@@ -120,14 +126,14 @@ class CrashRecovery:
         self._table.metadata.remove(kind, name)
 
     def _mark_unrecognized(self, name: str, error: Exception) -> None:
-        _raise_if_passing(error)
+        _raise_if_transient(error)
         try:
             size = self._table.arena.size(name)
         except OSError:
             size = 0
         self._table.mark_unrecognized(name, size, str(error))
 
-    def _lose(self, record: ShardRecord, reason: str) -> None:
+    def _record_lost(self, record: ShardRecord, reason: str) -> None:
         self._table.record_damage(record.key.job, str(record.key), reason)
         if not record.key.kind:
             self._jobs.record_lost_part(record.key.job, record.key.version_id, record.key.part)
@@ -142,35 +148,39 @@ class CrashRecovery:
             for kind, name in drop:
                 self._table.metadata.remove(kind, name)
 
-    # -- the bytes --------------------------------------------------------------------------------------------
-
     def verify_checksums(
         self,
         damaged_chunks: Callable[[ShardRecord, str, None], tuple[int, ...]],
         sealed: Callable[[ShardRecord, tuple[str, ...]], None],
         damaged: Callable[[ShardKey, str], None],
     ) -> None:
-        """Hash what a killed agent left behind; until then nobody is offered it. What cannot be read is tried again."""
-        patient_until = self._table.clock() + _PATIENCE_S
-        pause_s = _AGAIN_S
+        """Verify the checksums of recovered shards until all are verified or the store closes.
+
+        A shard is not available before that. Shards that cannot be read are retried, at most every ``_MAX_RETRY_S``
+        seconds.
+        """
+        patient_until = self._table.clock() + _READER_WAIT_S
+        pause_s = _RETRY_S
         while (slots := self._unverified()) and not self._table.closed:
             for slot in slots:
                 record = slot.record
                 if self._table.closed or record is None or slot.state not in UNVERIFIED_STATES:
                     continue
                 try:
-                    bad = damaged_chunks(record, self._table.arena.path(slot.name), None)
+                    damaged_indexes = damaged_chunks(record, self._table.arena.path(slot.name), None)
                 except ShardUnreadableError as error:
                     self._retry_later(slot, error, patient=self._table.clock() < patient_until)
                     continue
-                if bad:
-                    damaged(record.key, f"{len(bad)} chunks differ after a restart, first: {bad[0]}")
+                if damaged_indexes:
+                    damaged(
+                        record.key, f"{len(damaged_indexes)} chunks differ after a restart, first: {damaged_indexes[0]}"
+                    )
                 elif self._make_available(slot, record):
                     sealed(record, slot.holders)
             with self._table.exclusive():
                 if self._unverified():
                     self._table.wait_closed(pause_s)
-            pause_s = min(2 * pause_s, _SELDOM_S)
+            pause_s = min(2 * pause_s, _MAX_RETRY_S)
 
     def _unverified(self) -> list[ArenaSlot]:
         with self._table.exclusive():
@@ -188,14 +198,14 @@ class CrashRecovery:
     def _make_available(self, slot: ArenaSlot, record: ShardRecord) -> bool:
         with self._table.exclusive():
             if slot.record is not record or slot.state not in UNVERIFIED_STATES:
-                return False  # its owner forgot it meanwhile
+                return False  # its owner dropped it meanwhile
             self._table.make_available(slot)
             self._table.count("recovered")
             failpoint("agent.recovered")
             return True
 
     def wait_verified(self, job: str | None) -> None:
-        """Until everything (of ``job``) is verified. Called with the lock held."""
+        """Wait until all recovered shards (of ``job``) are verified or marked unreadable; call with the lock held."""
         deadline = self._table.clock() + deadlines.remaining_s(_WAIT_S)
         while self.unverified_count(job):
             self._table.check_open()
@@ -207,15 +217,18 @@ class CrashRecovery:
         return sum(job in (None, slot.job) for slot in self._table.in_state(SlotState.VERIFYING))
 
 
-def _raise_if_passing(error: Exception) -> None:
-    """Being out of descriptors or memory is over soon: better no agent until then than one without its shards."""
+def _raise_if_transient(error: Exception) -> None:
+    """Raise the error again if it is transient: too few descriptors or too little memory.
+
+    The agent then fails to start and starts again, instead of running without its shards.
+    """
     cause = error if isinstance(error, OSError) else error.__cause__
-    if isinstance(cause, OSError) and cause.errno in _PASSING:
+    if isinstance(cause, OSError) and cause.errno in _TRANSIENT_ERRNOS:
         raise error
 
 
 def validate_stored_record(record: ShardRecord) -> None:
-    """A note may be intact and still not be one that this package wrote."""
+    """Check a stored record: its metadata may be intact although this package did not write it."""
     validate_shard_key(record.key, record.size_bytes, record.parts)
     if not 1 <= record.chunk_bytes <= _LARGEST_CHUNK:
         raise ShardDamagedError(f"{record.key}: chunks of {record.chunk_bytes} bytes")

@@ -26,7 +26,7 @@ log = logging.getLogger(__name__)
 
 
 class Incarnations:
-    """Who owns each job, and which writers are fenced; the slot table's lock guards it."""
+    """The owner incarnation of each job, and the fencing of older ones. The slot table's lock guards it."""
 
     def __init__(self, table: SlotTable, jobs: JobTable) -> None:
         self._table = table
@@ -34,13 +34,14 @@ class Incarnations:
         self._start_checks: dict[str, Callable[[], None]] = {}
         self._warned: set[str] = set()
         self.managed: set[str] = set()
-        """Jobs whose shards are removed by name only: only the budget limits their slots."""
+        """Jobs whose shards are only removed by name; their slots are limited by the budget alone."""
 
     def epoch(self, job: str) -> int:
         known = self._jobs.entries.get(validate_job_name(job))
         return known.epoch if known else 0
 
     def claim(self, job: str, incarnation: str, at_least: int) -> int:
+        """Make ``incarnation`` the job's owner, in an epoch above ``at_least``; return the epoch."""
         validate_incarnation(incarnation)
         if not 0 <= at_least < MAX_NUMBER:
             raise RequestError(f"job {job}: epoch {at_least} is not a number from 0 to 2^62")
@@ -51,7 +52,7 @@ class Incarnations:
         return known.epoch
 
     def check_fence(self, key: ShardKey) -> None:
-        """Let the newest incarnation write, and one that is newer still; refuse those of the past."""
+        """Accept writes of the newest or a newer incarnation; raise :class:`FencedError` for an older one."""
         known = self._jobs.get_or_create(key.job)
         if key.epoch > known.epoch:
             self._check_may_start(key.job)
@@ -63,7 +64,7 @@ class Incarnations:
             )
 
     def manage(self, job: str, epoch: int, incarnation: str) -> None:
-        """Make this process the only owner of the job, also where an earlier agent recorded another one."""
+        """Make this process the only owner of the job, even if an earlier agent recorded another owner."""
         with self._table.exclusive():
             self.managed.add(validate_job_name(job))
             known = self._jobs.get_or_create(job)
@@ -72,7 +73,7 @@ class Incarnations:
                 self._set_incarnation(job, epoch, incarnation)
 
     def fence(self, job: str, epoch: int, incarnation: str) -> None:
-        """Another node says who owns the job: writers of the past are refused from here on."""
+        """Record the job's owner as reported by another node: writers of older incarnations are refused."""
         with self._table.exclusive():
             known = self._jobs.get_or_create(job)
             if job in self.managed or not self.is_plausible_epoch(job, epoch):
@@ -81,7 +82,7 @@ class Incarnations:
                 self._set_incarnation(job, epoch, incarnation)
 
     def is_plausible_epoch(self, job: str, epoch: int) -> bool:
-        """Whether the job can have come so far since this node heard of it."""
+        """Return whether the job can have reached this epoch since this node first knew it."""
         known = self._jobs.get_or_create(job)
         if known.is_plausible_epoch(epoch):
             return True
@@ -91,14 +92,14 @@ class Incarnations:
         return False
 
     def observe_epoch(self, key: ShardKey) -> None:
-        """A killed agent had let this incarnation write, also where its note of that was lost."""
+        """Record the epoch of a recovered shard or lease, in case the job's own metadata was lost."""
         known = self._jobs.get_or_create(key.job)
         known.last_seen_at = self._table.clock()
         if key.epoch > known.epoch and key.job not in self.managed:
             known.epoch, known.incarnation = key.epoch, key.incarnation
 
     def _start_incarnation(self, job: str, epoch: int, incarnation: str) -> None:
-        """An incarnation of which processes of this node are part begins: it says what it goes on from."""
+        """Start an incarnation with processes of this node, and record the version that it resumed from."""
         known = self._jobs.get_or_create(job)
         if job in self.managed:
             raise RequestError(f"job {job} is this agent's own: call yours something else")
@@ -132,7 +133,10 @@ class Incarnations:
             permit()
 
     def set_replication_guard(self, job: str, *, guarded: bool, permit: Callable[[], None] | None = None) -> None:
-        """``permit`` raises when this node must not let a new incarnation of the job begin."""
+        """Set whether the job's versions require replication.
+
+        ``permit`` raises if this node must not start a new incarnation of the job.
+        """
         with self._table.exclusive():
             if permit is None:
                 self._start_checks.pop(job, None)
@@ -144,13 +148,13 @@ class Incarnations:
                 self._jobs.save(job)
 
     def resume_from(self, job: str, group: VersionId) -> None:
-        """The job goes on from this version: what was called whole or settled after it is of a past that it left.
+        """Record that the job resumed from this version: later versions belong to a branch that it left.
 
-        Else those versions, of which it found too little to go on from, would keep their slots for good, and make the
-        one it did go on from superfluous.
+        Without this record, those versions would retain their slots forever if they were committed or replicated, and
+        would supersede the version that the job resumed from.
 
-        A side of a partition that must not let a new incarnation begin does not say it either: by the time both sides
-        hear of each other, the other one may have settled versions that nobody has left.
+        A partition side that must not start a new incarnation does not announce the resume. The other side may have
+        replicated versions of a branch that the job never left.
         """
         with self._table.exclusive():
             known = self._jobs.get_or_create(job)
@@ -162,15 +166,15 @@ class Incarnations:
                 return
             known.unannounced_resume = None
             owner, base = known.owner, known.resume_point
-            said = base is not None and (base.epoch, base.incarnation) == owner
-            if base is None or not said or not base.sequence or base.version_id != group:
+            announced = base is not None and (base.epoch, base.incarnation) == owner
+            if base is None or not announced or not base.sequence or base.version_id != group:
                 self._set_resume_point(
-                    job, ResumePoint(*owner, base.sequence + 1 if base is not None and said else 1, group)
+                    job, ResumePoint(*owner, base.sequence + 1 if base is not None and announced else 1, group)
                 )
                 self._jobs.save(job)
 
     def learn_resume_point(self, job: str, base: ResumePoint) -> None:
-        """Another node says what the job went on from."""
+        """Record the version that the job resumed from, as another node reports it."""
         with self._table.exclusive():
             known = self._jobs.get_or_create(job)
             if job in self.managed or not self.is_plausible_epoch(job, max(base.epoch, base.version_id.epoch)):

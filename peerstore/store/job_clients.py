@@ -18,13 +18,16 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-_FORGOTTEN_REMEMBERED = 1000
-_SPARED_S = 3600.0
-"""Seconds after its last process in which a job is not dropped for another job: an interrupted job starts again."""
+_MAX_EXPIRED_JOBS = 1000
+_MIN_UNUSED_S = 3600.0
+"""Seconds after its last process ended in which a job is not dropped for another job's sake.
+
+An interrupted job has this time to start again.
+"""
 
 
 class JobClients:
-    """The processes that work on each job, and the jobs that expire; the slot table's lock guards it."""
+    """The client processes of each job, and the expiry of jobs. The slot table's lock guards it."""
 
     def __init__(self, table: SlotTable, jobs: JobTable, ttl_s: float) -> None:
         self._table = table
@@ -32,10 +35,10 @@ class JobClients:
         self._ttl_s = ttl_s
         self._started = table.clock()
         self.disconnected_since: dict[ProcessIdentity, float] = {}
-        """Processes without a connection, and since when."""
+        """Processes without a connection, with the clock time at which they lost it."""
 
     def has_clients(self, job: str) -> bool:
-        """Whether a process of this node takes part in it."""
+        """Return whether a process of this node works on the job."""
         with self._table.exclusive():
             known = self._jobs.entries.get(job)
             return known is not None and bool(known.clients)
@@ -46,8 +49,9 @@ class JobClients:
             self._jobs.get_or_create(job).last_seen_at = self._table.clock()
 
     def expected_parts_here(self, job: str, parts: int) -> int:
-        """How many parts of the job's versions this node is expected to hold: those of its own processes, and as many
-        copies where some are kept.
+        """Return the number of a version's parts that this node is expected to hold.
+
+        This is one part for each local client, or two if the job requires replication; at least 1, at most ``parts``.
         """
         known = self._jobs.entries.get(job)
         here = len(known.clients) * (2 if known.requires_replication else 1) if known is not None else 0
@@ -61,7 +65,7 @@ class JobClients:
             known.last_seen_at = self._table.clock()
 
     def client_disconnected(self, owner: ProcessIdentity, job: str) -> bool:
-        """A connection was closed; whether it was the process's last one for the job."""
+        """Record a closed connection; return whether it was the process's last one for the job."""
         with self._table.exclusive():
             known = self._jobs.entries.get(job)
             if known is None:
@@ -75,7 +79,7 @@ class JobClients:
             return owner not in known.clients
 
     def disconnected_s(self, owner: ProcessIdentity) -> float:
-        """How long the process has had no connection; endless when it died."""
+        """Return the seconds since the process lost its last connection: 0 if connected, infinite if it died."""
         if not owner.is_alive:
             return float("inf")
         since = self.disconnected_since.get(owner)
@@ -86,7 +90,7 @@ class JobClients:
         self.disconnected_since = {owner: at for owner, at in self.disconnected_since.items() if owner.is_alive}
 
     def expired(self) -> list[str]:
-        """Jobs whose last process left too long ago and whose shards nobody uses."""
+        """Return the jobs whose last process ended more than the TTL ago and whose shards have no reader."""
         used = {slot.job for slot in self._table.slots() if slot.users}
         now = self._table.clock()
         return [
@@ -98,14 +102,15 @@ class JobClients:
         ]
 
     def unused_jobs(self) -> list[str]:
-        """Jobs that no process takes part in and nobody reads, for longer than an interruption: the one that nobody
-        has used for the longest time first.
+        """Return jobs without clients, readers, leases and retained versions, the longest unused first.
+
+        A job is not included within an hour (or the TTL, if shorter) after its last use.
         """
         used = {slot.job for slot in self._table.slots() if slot.users or slot.lease is not None}
         idle = {
             job: known.last_seen_at
             for job, known in self._jobs.entries.items()
-            if not known.clients and self._table.clock() - known.last_seen_at > min(_SPARED_S, self._ttl_s)
+            if not known.clients and self._table.clock() - known.last_seen_at > min(_MIN_UNUSED_S, self._ttl_s)
             if not any(one.retained for one in known.retention.values())
         }
         return sorted(idle.keys() - used - self._jobs.incarnations.managed, key=lambda job: (idle[job], job))
@@ -114,9 +119,11 @@ class JobClients:
         return self._table.clock() - self._jobs.get_or_create(job).last_seen_at
 
     def record_expiry(self, job: str, reason: str) -> None:
-        """Keep in mind what the job had that nobody has told this node to forget."""
-        once = self._jobs.get_or_create(job).last_committed()
-        newest = max({*self._jobs.committed([job])[job], *([once] if once is not None else [])}, default=None)
+        """Record the newest committed version of a job that expires without a request of its owner."""
+        last_committed = self._jobs.get_or_create(job).last_committed()
+        newest = max(
+            {*self._jobs.committed([job])[job], *([last_committed] if last_committed is not None else [])}, default=None
+        )
         if newest is None:
             return
         try:
@@ -128,11 +135,11 @@ class JobClients:
             for name in self._table.metadata.list_names(EXPIRED_JOB_METADATA)
             if (found := self.expired_job(name)) is not None
         ]
-        for old in sorted(others, key=lambda one: one.at_ns)[:-_FORGOTTEN_REMEMBERED]:
+        for old in sorted(others, key=lambda one: one.at_ns)[:-_MAX_EXPIRED_JOBS]:
             self._table.metadata.remove(EXPIRED_JOB_METADATA, old.job)
 
     def expired_job(self, job: str) -> ExpiredJob | None:
-        """When and why what was kept for the job was given back, where nobody had said so."""
+        """Return when and why the job expired, or ``None`` if it did not expire or the record cannot be read."""
         with self._table.exclusive():
             try:
                 return self._table.metadata.get(EXPIRED_JOB_METADATA, validate_job_name(job), ExpiredJob)
@@ -141,7 +148,7 @@ class JobClients:
                 return None
 
     def idle_s(self) -> float:
-        """How long nobody has been connected; 0 while somebody is or while jobs still own shards."""
+        """Return the seconds since the last client left; 0 while a client is connected or a shard is stored."""
         with self._table.exclusive():
             if any(known.clients for known in self._jobs.entries.values()) or self._table.in_state(*SHARD_STATES):
                 return 0.0

@@ -39,19 +39,16 @@ log = logging.getLogger(__name__)
 
 @dataclass
 class JobEntry(JobVersions):
-    """What is known of its versions, and of the processes of this node that take part in it."""
+    """The versions of one job, and its client processes on this node."""
 
     unannounced_resume: VersionId | None = None
-    """What processes of this node went on from where there was no quorum: said once they may write."""
+    """The version that local clients resumed from without a quorum; announced once they may write."""
     clients: Counter[ProcessIdentity] = field(default_factory=Counter)
     last_seen_at: float = 0.0
 
 
 class JobTable:
-    """Every job that this node knows: its versions, its incarnations and its clients.
-
-    The slot table's lock guards it.
-    """
+    """All jobs that this node knows: versions, incarnations and clients. The slot table's lock guards it."""
 
     def __init__(self, table: SlotTable, ttl_s: float) -> None:
         self._table = table
@@ -60,7 +57,7 @@ class JobTable:
         self.clients = JobClients(table, self, ttl_s)
 
     def get_or_create(self, job: str) -> JobEntry:
-        """The job, from now on known."""
+        """Return the job's entry; create it if the job is unknown."""
         known = self.entries.get(job)
         if known is None:
             known = self.entries[validate_job_name(job)] = JobEntry(last_seen_at=self._table.clock())
@@ -90,12 +87,12 @@ class JobTable:
             return sorted(self.entries)
 
     def versions(self, job: str) -> JobVersions:
-        """Return a copy of what this node knows of the job's versions."""
+        """Return a copy of the node's view of the job's versions."""
         with self._table.exclusive():
             return self._known(job).copy()
 
     def restore(self, job: str) -> None:
-        """What a killed agent knew about the job."""
+        """Restore a job from the metadata that a killed agent left."""
         try:
             note = self._table.metadata.get(JOB_METADATA, validate_job_name(job), JobMetadata)
         except UnsupportedFormatError as error:
@@ -117,7 +114,7 @@ class JobTable:
             )
 
     def _restore_owner(self, job: str, error: UnsupportedFormatError) -> None:
-        """Of what another version noted about the job, who owns it: writers of the past stay refused."""
+        """Restore only the job's owner from another release's metadata, so that older writers stay fenced."""
         self._table.mark_unrecognized(JOB_METADATA + job, 0, str(error))
         try:
             owner = self._table.metadata.get(JOB_METADATA, job, JobOwnerMetadata)
@@ -126,10 +123,11 @@ class JobTable:
         if owner is not None and 0 <= owner.epoch < MAX_NUMBER:
             self.entries[job] = JobEntry(owner.epoch, owner.incarnation, last_seen_at=self._table.clock())
 
-    # -- wholeness: decided in peerstore.commit_protocol, noted here ---------------------------------------------------
-
     def mark_committed(self, job: str, group: VersionId) -> bool:
-        """Every part of this version is sealed, as somebody says who has counted or loaded them; whether it is news."""
+        """Record that every part of this version was sealed; return whether this is new.
+
+        The caller has counted the parts, or loaded the version.
+        """
         known = self.get_or_create(job)
         if not known.mark_committed(group, self._table.parts_here(job, group)):
             return False
@@ -138,14 +136,14 @@ class JobTable:
         return True
 
     def abort_part(self, job: str, group: VersionId, part: int) -> bool:
-        """A writer of this node will never seal its part of this version; whether it is news."""
+        """Record that a writer of this node will never seal its part of this version; return whether this is new."""
         news = self.get_or_create(job).abort_part(group, part, self._table.parts_here(job, group))
         if news:
             self._save_and_notify(job)
         return news
 
     def mark_aborted(self, job: str, groups: Iterable[VersionId]) -> list[VersionId]:
-        """These versions will never be whole, as other nodes say; those of them that are news."""
+        """Record that these versions can never be complete, as other nodes report; return the new ones."""
         news = self.get_or_create(job).mark_aborted(groups)
         if news:
             self._save_and_notify(job)
@@ -160,13 +158,13 @@ class JobTable:
         self._table.notify_changed()
 
     def drop_versions(self, job: str, groups: Collection[VersionId] | None) -> None:
-        """These versions (all, when none is named) are not kept any more, whoever called them whole."""
+        """Forget these versions (``None``: all), also committed ones."""
         known = self.entries.get(job)
         if known is not None and known.drop(groups, time.time_ns()):
             self.save(job)
 
     def record_lost_part(self, job: str, group: VersionId, part: int) -> None:
-        """A part of this version turned out damaged."""
+        """Record that a part of this version is damaged on this node."""
         self.get_or_create(job).lose_part(group, part)
         try:
             self.save(job)
@@ -174,12 +172,12 @@ class JobTable:
             log.warning("that version %s of job %s is damaged could not be noted: %s", group, job, error)
 
     def record_repaired_part(self, job: str, group: VersionId, part: int) -> None:
-        """A part that was damaged here has been fetched from another node."""
+        """Record that a part that was damaged here was fetched from another node."""
         if self.get_or_create(job).repair_part(group, part):
             self._save_and_notify(job)
 
     def apply_retention(self, job: str, said: Collection[RetentionMark]) -> bool:
-        """These versions stay, whatever is newer, or do not have to any more; whether that is news."""
+        """Apply marks that retain versions, or no longer do; return whether any mark is new."""
         try:
             news = self.get_or_create(job).apply_retention(said, lambda: self.committed([job])[job])
         except TooManyRetainedError as error:
@@ -192,7 +190,7 @@ class JobTable:
         return news
 
     def retained(self, whole: Mapping[str, Collection[VersionId]]) -> dict[str, Collection[VersionId]]:
-        """Which versions of each job are not given up for newer ones."""
+        """Return the versions of each job that newer versions must not evict."""
         return {job: known.retained(found) for job, found in whole.items() if (known := self._known(job)).retention}
 
     def committed(self, jobs: Iterable[str] | None = None) -> dict[str, set[VersionId]]:
@@ -210,26 +208,29 @@ class JobTable:
         )
 
     def _known(self, job: str) -> JobVersions:
-        return self.entries.get(job) or _NOTHING_KNOWN
+        return self.entries.get(job) or _NO_VERSIONS
 
     def rollback_targets(
         self, whole: Mapping[str, Collection[VersionId]], mending: ShardKey | None = None
     ) -> dict[str, VersionId]:
-        """The version each job can always go back to: what is older may be given up."""
+        """Return the version that each job can always resume from; older versions may be evicted.
+
+        ``mending`` is the key of a replica that is being received.
+        """
         found = {}
         for job in whole:
-            back = mending.version_id if mending is not None and mending.job == job else None
-            safe = self._known(job).rollback_target(whole[job], back)
-            if safe is not None:
-                found[job] = safe
+            repaired = mending.version_id if mending is not None and mending.job == job else None
+            target = self._known(job).rollback_target(whole[job], repaired)
+            if target is not None:
+                found[job] = target
         return found
 
     def needed(self, whole: Mapping[str, Collection[VersionId]]) -> dict[str, Collection[VersionId]]:
-        """What is not given up for lack of room: whole versions, and of the past only what can be gone back to."""
+        """Return the versions that are not evicted for lack of memory: complete ones, less those of left branches."""
         return {job: self._known(job).needed(found) for job, found in whole.items()}
 
     def mark_replicated(self, job: str, group: VersionId) -> None:
-        """Every part of this version has the copies it was to have: it is whole, then."""
+        """Record that every part of this version has its replicas; this implies that it is committed."""
         known = self.get_or_create(job)
         if known.mark_replicated(group):
             known.mark_committed(group, self._table.parts_here(job, group))
@@ -237,7 +238,7 @@ class JobTable:
             self._save_and_notify(job)
 
     def remove_if_empty(self, job: str) -> None:
-        """Nothing of the job is here any more: forget that there was one, unless somebody still takes part."""
+        """Forget the job if it has no slots and no clients on this node."""
         known = self.entries.get(job)
         if known is None or known.clients or self._table.slots_of_job(job):
             return
@@ -262,4 +263,4 @@ class JobTable:
         )
 
 
-_NOTHING_KNOWN = JobVersions()
+_NO_VERSIONS = JobVersions()

@@ -56,7 +56,7 @@ _KIND = re.compile(r"(parity\.[0-9a-f]{16})?")
 
 @dataclasses.dataclass(frozen=True)
 class _Growth:
-    """A lease that has grown, or is on its way to a larger slot."""
+    """A lease that has grown in place, or that moves to a larger slot."""
 
     slot: ArenaSlot
     larger: ArenaSlot | None
@@ -66,7 +66,9 @@ class _Growth:
 
 
 class LeaseManager:
-    """``lease``, ``grow``, ``relabel``, ``release`` of the store."""
+    """Implementation of ``lease``, ``grow``, ``relabel`` and ``release`` of
+    :class:`~peerstore.store.node_store.NodeStore`.
+    """
 
     def __init__(
         self,
@@ -78,16 +80,19 @@ class LeaseManager:
         self._table = table
         self._jobs = jobs
         self._free_a_slot = give_way
-        """Asked before a writer waits, and for the last time before it is refused; never with the table's lock held."""
+        """Called before a writer waits, and a last time before it is refused; never with the table's lock held."""
         self._expire = expire
-        """Drops a job that nobody uses, for this reason."""
+        """Drops an unused job, for the reason passed."""
         self.expired_jobs: list[str] = []
-        """Jobs that were dropped so, and of which nobody was told yet."""
+        """Jobs that were dropped for other jobs, and that listeners were not notified of."""
 
     def lease(
         self, key: ShardKey, size_bytes: int, parts: int, *, wait_s: float, owner: ProcessIdentity, copy: bool = False
     ) -> Lease:
-        """A slot for ``key``. Who may write a ``copy`` of another node's shard, or a parity, was decided before."""
+        """Return a slot for ``key``, waiting up to ``wait_s`` seconds for one.
+
+        For a ``copy`` (a replica or a parity) the caller has already checked the fence.
+        """
         validate_shard_key(key, size_bytes, parts)
 
         def attempt() -> Lease | SlotsBusy | BudgetExceeded | None:
@@ -99,14 +104,14 @@ class LeaseManager:
             slot, refused = self._choose(key, size_bytes, parts, copy=copy)
             return self._assign(slot, key, size_bytes, parts, owner) if slot is not None else refused
 
-        # Who takes a copy holds the lock already, and takes no slot that a drain could give up.
+        # The caller of a copy already holds the lock, and a copy never uses a slot that a drain could release.
         deadline = self._table.clock() + deadlines.remaining_s(wait_s)
-        lease = self._until_given(attempt, deadline, "" if copy else key.job)
-        if lease.size_bytes < size_bytes:  # asked for before, in a smaller slot
+        lease = self._retry_until_granted(attempt, deadline, "" if copy else key.job)
+        if lease.size_bytes < size_bytes:  # an earlier call got a smaller slot
             return self.grow(lease.id, size_bytes, wait_s=deadline - self._table.clock())
         return lease
 
-    def _until_given(
+    def _retry_until_granted(
         self, attempt: Callable[[], T | SlotsBusy | BudgetExceeded | None], deadline: float, job: str
     ) -> T:
         while True:
@@ -123,7 +128,7 @@ class LeaseManager:
                     self._wait(found, deadline)
 
     def _existing_lease(self, key: ShardKey, owner: ProcessIdentity) -> ArenaSlot | None:
-        """The slot ``key`` already has, when its owner asks again (its answer was lost, or staging failed)."""
+        """Return the slot that ``key`` already has, if its owner repeats the request (lost reply, failed write)."""
         slot = self._table.slot_for_key(key)
         if slot is None:
             return None
@@ -164,11 +169,11 @@ class LeaseManager:
                 slot = self._table.slot(decision.name)
                 if slot is not None and self._table.is_intact(slot):
                     self._table.evict(decision.drop)
-                    return self._emptied(slot), None
+                    return self._free_if_sealed(slot), None
                 if slot is not None:
                     self._table.drop_lost(slot)
             elif slot_bytes > size_bytes:
-                slot_bytes = size_bytes  # there may be room for that
+                slot_bytes = size_bytes  # the exact size may still fit
             elif not self._expire_unused_jobs(key, decide):
                 return None, decision
 
@@ -181,7 +186,7 @@ class LeaseManager:
         mending: ShardKey | None = None,
     ) -> SlotRequest:
         limits = self._table.limits
-        # When groups change there are several parities of one version for a while. The budget bounds those, too.
+        # While parity groups change, a version has several parities. Only the budget limits them.
         if key.kind or key.job in self._jobs.incarnations.managed:
             limits = dataclasses.replace(limits, burst=MAX_PARTS_PER_VERSION)
         return SlotRequest(
@@ -198,23 +203,23 @@ class LeaseManager:
         )
 
     def _expire_unused_jobs(self, key: ShardKey, decide: Callable[[Sequence[SlotView]], object]) -> bool:
-        """Drop jobs that nobody uses, where a writer of another one finds room then and not otherwise."""
+        """Drop unused jobs, oldest first, if that makes room for the writer of another job; return whether it did."""
         views = self._table.slot_views()
-        going: list[str] = []
+        candidates: list[str] = []
         for job in self._jobs.clients.unused_jobs():
             if job == key.job:
                 continue
-            going.append(job)
-            left = [view for view in views if view.job not in going]
-            if not isinstance(decide(left), SlotsBusy | BudgetExceeded):
-                for one in going:
-                    hours = self._jobs.clients.unused_s(one) / 3600
-                    self._expire(one, f"nobody had used it for {hours:.1f} hours, and job {key.job} needed the room")
-                self.expired_jobs += going
+            candidates.append(job)
+            remaining = [view for view in views if view.job not in candidates]
+            if not isinstance(decide(remaining), SlotsBusy | BudgetExceeded):
+                for unused in candidates:
+                    hours = self._jobs.clients.unused_s(unused) / 3600
+                    self._expire(unused, f"nobody had used it for {hours:.1f} hours, and job {key.job} needed the room")
+                self.expired_jobs += candidates
                 return True
         return False
 
-    def _emptied(self, slot: ArenaSlot) -> ArenaSlot:
+    def _free_if_sealed(self, slot: ArenaSlot) -> ArenaSlot:
         if slot.record is not None:
             self._table.free(slot)
             self._table.count("evicted")
@@ -246,17 +251,20 @@ class LeaseManager:
             grown = msgspec.structs.replace(lease, size_bytes=size_bytes)
             if size_bytes <= slot.size_bytes:
                 return _Growth(slot, None, lease, self._table.assign(slot, grown, owner), owner)
-            larger = self._larger(slot, lease.key, size_bytes)
+            larger = self._choose_larger(slot, lease.key, size_bytes)
             if not isinstance(larger, ArenaSlot):
                 return larger
             self._table.begin_move(slot, larger)
             return _Growth(slot, larger, lease, grown, owner)
 
-        growth = self._until_given(attempt, self._table.clock() + deadlines.remaining_s(wait_s), job)
-        return growth.grown if growth.larger is None else self._moved(growth, growth.larger)
+        growth = self._retry_until_granted(attempt, self._table.clock() + deadlines.remaining_s(wait_s), job)
+        return growth.grown if growth.larger is None else self._copy_and_move(growth, growth.larger)
 
-    def _moved(self, growth: _Growth, larger: ArenaSlot) -> Lease:
-        """The lease in its larger slot, with what was written in the smaller one; bytes are copied without the lock."""
+    def _copy_and_move(self, growth: _Growth, larger: ArenaSlot) -> Lease:
+        """Move the lease to its larger slot and return it.
+
+        The bytes of the smaller slot are copied without the lock.
+        """
         slot = growth.slot
         try:
             self._copy(slot, larger)
@@ -289,8 +297,8 @@ class LeaseManager:
         self._table.count("grown")
         return lease
 
-    def _larger(self, slot: ArenaSlot, key: ShardKey, size_bytes: int) -> ArenaSlot | SlotsBusy | BudgetExceeded:
-        """A slot that the leased one can be copied into, or why there is none."""
+    def _choose_larger(self, slot: ArenaSlot, key: ShardKey, size_bytes: int) -> ArenaSlot | SlotsBusy | BudgetExceeded:
+        """Return a slot that the leased one can be copied into, or the reason for a refusal."""
         slot_bytes = size_class(size_bytes)
 
         def decide(views: Sequence[SlotView]) -> EvictSlots | SlotsBusy | BudgetExceeded:
@@ -309,7 +317,7 @@ class LeaseManager:
                 return decision
 
     def open_slot(self, name: str) -> int:
-        """A slot's file, open for writing, for whoever has leased it or is about to."""
+        """Open the file of a leased or reserved slot for writing; the caller closes the descriptor."""
         with self._table.exclusive():
             slot = self._table.slot(name)
             if slot is None or (slot.use is SlotUse.SEALED and not slot.reserved):
@@ -331,7 +339,7 @@ class LeaseManager:
         return slot, slot.lease, slot.owner
 
     def _wait(self, refused: SlotsBusy | BudgetExceeded | None, deadline: float) -> None:
-        """Wait a while when that may help, or say that it does not."""
+        """Wait up to one second for a change, or raise if waiting cannot help or the deadline has passed."""
         if isinstance(refused, BudgetExceeded):
             self._table.count("leases_over_budget")
             raise ArenaFullError(refused.reason + self._table.unrecognized_hint)
@@ -352,7 +360,7 @@ class LeaseManager:
             if key != lease.key and self._table.slot_for_key(key) is not None:
                 raise RequestError(f"{key} exists already")
             relabeled = msgspec.structs.replace(lease, key=key)
-            self._table.replace_lease(slot, relabeled, owner)  # a newer incarnation ends other leases, not this one
+            self._table.replace_lease(slot, relabeled, owner)  # a newer incarnation revokes other leases, not this one
             try:
                 self._jobs.incarnations.check_fence(key)
             except BaseException:
@@ -367,7 +375,7 @@ class LeaseManager:
                 self._table.release_lease(slot)
 
     def sweep(self, grace_s: float) -> None:
-        """Take back what belonged to writers that went away."""
+        """Revoke the leases of writers that have been disconnected for more than ``grace_s`` seconds."""
         for slot in self._table.in_state(SlotState.LEASED):
             if slot.owner is not None and self._jobs.clients.disconnected_s(slot.owner) > grace_s:
                 self._table.revoke_lease(slot, "its writer went away")
@@ -410,7 +418,7 @@ def validate_shard_key(key: ShardKey, size_bytes: int, parts: int) -> None:
 
 
 class SlotPrefaulter:
-    """``reserve`` of the store, and the work of the thread behind it."""
+    """Implementation of ``reserve``, and the thread that allocates the pages of reserved slots."""
 
     def __init__(self, table: SlotTable) -> None:
         self._table = table
@@ -448,7 +456,7 @@ class SlotPrefaulter:
             return [SlotInfo(s.name, s.size_bytes, s.generation) for s in [*free, *sealed]]
 
     def run(self) -> None:
-        """Put pages behind one reserved slot after the other, until the store closes."""
+        """Allocate the pages of reserved slots, one slot after the other, until the store closes."""
         table = self._table
         while True:
             with table.exclusive():

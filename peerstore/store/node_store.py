@@ -2,14 +2,14 @@
 
 ::
 
-    lease ──> write (through a mapping of the slot) ──> seal ──> read (pinned) ──> given up for a newer version
+    lease ──> write (through a mapping of the slot) ──> seal ──> read (pinned) ──> evicted for a newer version
       │                                                  │
-      └─ abandoned, expired, fenced: the slot is free    └─ note with checksums beside the slot: survives this process
+      └─ released, expired, fenced: the slot is free     └─ checksums in the slot's metadata: survives this process
 
 Each step has its module: :mod:`~peerstore.store.leases`, :mod:`~peerstore.store.shards`,
 :mod:`~peerstore.store.crash_recovery` and :mod:`~peerstore.store.job_table`, which has the versions of each job, its
 :mod:`~peerstore.store.incarnations` and its :mod:`~peerstore.store.job_clients`. They share the slots and the lock of
-:mod:`~peerstore.store.slot_table`; :mod:`~peerstore.store.slots` draws a slot's states.
+:mod:`~peerstore.store.slot_table`; :mod:`~peerstore.store.slots` lists a slot's states.
 :mod:`~peerstore.store.slot_eviction` decides which slots may be evicted.
 """
 
@@ -63,7 +63,7 @@ MAX_BLOB_BYTES = 48 << 20
 
 
 class NodeStore:
-    """Sealed shards in this machine's memory. Every method may be called from any thread."""
+    """Sealed shards in this machine's memory. All methods are thread-safe."""
 
     def __init__(
         self,
@@ -106,29 +106,27 @@ class NodeStore:
         ]
 
     def _verify_adopted(self) -> None:
-        self._recovery.verify_checksums(self.reader.damaged_chunks, self._on_recovered, self.report_damage)
+        self._recovery.verify_checksums(self.reader.damaged_chunks, self._notify_stored, self.report_damage)
 
-    def _on_recovered(self, record: ShardRecord, holders: tuple[str, ...]) -> None:
+    def _notify_stored(self, record: ShardRecord, holders: tuple[str, ...]) -> None:
         if holders:
             self.listeners.on_replica_stored(record, holders)
         else:
             self.listeners.on_shard_sealed(record)
 
     def set_budget(self, budget: str) -> None:
-        """Another size of the arena from here on, as bytes or a share. :class:`RequestError`: it would keep nothing."""
+        """Change the arena's budget, in bytes or as a share; raise :class:`RequestError` for a budget of nothing."""
         size_bytes = parse_budget(StoreSettings(budget=budget).budget)
         with self.table.exclusive():
             self.table.set_budget(size_bytes)
 
-    # -- who owns a job ---------------------------------------------------------------------------------------
-
     def epoch(self, job: str) -> int:
-        """The newest incarnation of ``job`` this node has heard of; 0 when there was none."""
+        """Return the newest epoch of ``job`` that this node knows; 0 if the job is unknown."""
         with self.table.exclusive():
             return self.jobs.incarnations.epoch(job)
 
     def claim(self, job: str, incarnation: str, *, at_least: int = 0) -> int:
-        """Make ``incarnation`` the owner of ``job`` and return its epoch; claiming again changes nothing."""
+        """Make ``incarnation`` the owner of ``job`` and return its epoch; a repeated claim changes nothing."""
         with self.table.exclusive():
             self.table.metadata.flush_pending()
             return self.jobs.incarnations.claim(job, incarnation, at_least)
@@ -138,72 +136,74 @@ class NodeStore:
     def lease(
         self, key: ShardKey, size_bytes: int, parts: int, *, wait_s: float = 0.0, owner: ProcessIdentity | None = None
     ) -> Lease:
-        """A slot for ``size_bytes`` to write ``key`` into; waits up to ``wait_s`` for one to come free.
+        """Return a slot of at least ``size_bytes`` for ``key``, waiting up to ``wait_s`` seconds for one.
 
-        Its file may be larger, and never changes its size.
+        The slot's file may be larger, and its size never changes.
         """
-        _check_written(key)
+        _require_shard(key)
         self._descriptors.check(f"a slot for {key}")
         return self._leasing.lease(key, size_bytes, parts, wait_s=wait_s, owner=owner or current_process())
 
     def grow(self, lease_id: str, size_bytes: int, *, wait_s: float = 0.0) -> Lease:
-        """The leased slot with room for ``size_bytes``; what was written so far stays. It never shrinks.
+        """Grow the lease to ``size_bytes`` and return it; written bytes remain, and a lease never shrinks.
 
-        Where its file is too small, another one of another generation takes its place: who had mapped the old one maps
-        the new one. Nothing may be written meanwhile. Repeating the call is harmless.
+        If the file is too small, a slot of another generation replaces it, and the writer maps the new file. The writer
+        must not write during the call. Repeating the call is harmless.
         """
         return self._leasing.grow(lease_id, size_bytes, wait_s=wait_s)
 
     def open_slot(self, slot: str) -> int:
-        """The file of a leased slot, or of one that ``reserve`` returned, open for writing: the caller's to close.
+        """Open the file of a leased or reserved slot for writing; the caller closes the descriptor.
 
-        Whoever has mapped a slot of this name before needs no other: the name stays with the file.
+        A writer that has mapped a slot of this name before need not map it again: the name stays with the file.
         """
         return self._leasing.open_slot(slot)
 
     def relabel(self, lease_id: str, key: ShardKey) -> Lease:
-        """Write the leased slot under another key of the same writer: for bytes that were placed before their version
-        was known.
+        """Change the key of a lease to another key of the same writer.
+
+        Writers use this for bytes that were placed before their version was known.
         """
-        _check_written(key)
+        _require_shard(key)
         return self._leasing.relabel(lease_id, key)
 
     def seal(self, lease_id: str, size_bytes: int, meta: bytes = b"", blobs: Collection[str] = ()) -> ShardRecord:
-        """Checksum what was written, keep the note beside it, and make it immutable. Idempotent by lease.
+        """Compute the checksums of the written bytes, store them, and make the bytes immutable; idempotent per lease.
 
-        Without one of the ``blobs`` it is :class:`ShardNotFoundError`, and the lease holds: the job may have been
-        forgotten since they were put.
+        Raise :class:`ShardNotFoundError` if one of the ``blobs`` is missing, because the job may have expired since
+        they were put. The lease stays valid then.
         """
         record = self._sealing.seal(lease_id, size_bytes, meta, blobs, self.listeners.on_shard_sealed)
         with self.table.exclusive():
             torn = self.jobs.is_aborted(record.key.job, record.key.version_id)
-        if torn:  # another writer has left its part out meanwhile
+        if torn:  # another writer has aborted its part meanwhile
             self.removal.delete_versions(record.key.job, [record.key.version_id])
             self.listeners.on_version_decided(record.key.job, record.key.version_id, torn=True)
         return record
 
     def release(self, lease_id: str) -> None:
-        """Give the slot back unsealed. Unknown leases are fine: there is nothing to give back."""
+        """Release the lease without a seal; an unknown lease is ignored."""
         self._leasing.release(lease_id)
 
     def reserve(self, job: str, part: int, size_bytes: int, *, slots: int = 0) -> list[SlotInfo]:
-        """Have free slots of this size ready, with pages behind them, for a writer's next saves.
+        """Reserve slots of this size for a writer's next saves, and allocate their pages in the background.
 
-        Returns the slots of this writer's next saves, fewer than asked for where the budget ends. They include slots
-        with sealed shards: the writer maps those, and writes only once it has a lease. Pages come in the background.
+        Return the writer's slots, fewer than requested if the budget is used up. They include slots with sealed shards:
+        the writer maps those now, and writes only after it has a lease.
         """
         return self._prefaulter.reserve(job, part, size_bytes, slots)
 
     # -- reading ----------------------------------------------------------------------------------------------
 
     def list_shards(self, job: str | None = None) -> list[ShardInfo]:
-        """Every sealed shard (of ``job``) whose bytes this agent has checksummed itself."""
+        """Return the sealed shards (of ``job``) whose checksums this agent has verified."""
         return self.reader.list_shards(job)
 
     def pin(self, key: ShardKey, *, owner: ProcessIdentity | None = None) -> Pin:
-        """Keep a sealed shard as it is while somebody reads it; its file comes open with the pin.
+        """Pin a sealed shard for a reader, and open its file.
 
-        One whose file is gone or too short is dropped and recorded: :class:`~peerstore.errors.ShardDamagedError`.
+        Raise :class:`~peerstore.errors.ShardDamagedError` if the file is missing or too short; the shard is dropped
+        then.
         """
         self._descriptors.check(f"reading {key}")
         with self.table.exclusive():
@@ -220,39 +220,41 @@ class NodeStore:
         raise damaged
 
     def unpin(self, pin_id: str) -> bool:
-        """The reader is done. False when the pin did not hold until now: what was read has to be verified again."""
+        """Release the pin; return ``False`` if it had been revoked, so that the reader verifies what it read."""
         return self.reader.unpin(pin_id)
 
     def verify(self, key: ShardKey, chunks: tuple[int, int] | None = None) -> tuple[int, ...]:
-        """Hash a sealed shard's bytes again (or chunks ``[start, stop)`` of it); returns the damaged chunks.
+        """Hash a sealed shard's bytes again (or chunks ``[start, stop)``) and return the damaged chunks.
 
-        A damaged shard is dropped and recorded: it is offered to nobody again. One that cannot be read is not damaged:
-        :class:`~peerstore.errors.ShardUnreadableError`, and it stays.
+        A damaged shard is dropped and recorded. Raise :class:`~peerstore.errors.ShardUnreadableError` if the bytes
+        cannot be read; the shard stays then.
         """
         pin, record, path = self.reader.pin_unchecked(key, current_process())
         try:
-            bad = self.reader.damaged_chunks(record, path, chunks)
+            damaged = self.reader.damaged_chunks(record, path, chunks)
         except ShardUnreadableError:
             with self.table.exclusive():
                 self.table.count("unreadable_reads")
             raise
         finally:
             held = self.unpin(pin)
-        if bad and held:
-            self.report_damage(key, f"{len(bad)} of its chunks changed after it was sealed, first: {bad[0]}")
-        return bad
+        if damaged and held:
+            self.report_damage(key, f"{len(damaged)} of its chunks changed after it was sealed, first: {damaged[0]}")
+        return damaged
 
-    # -- keeping and giving up --------------------------------------------------------------------------------
+    # -- damage, commits and deletion -------------------------------------------------------------------------
 
     def report_damage(self, key: ShardKey, reason: str) -> None:
-        """This copy is not what was sealed: record it and drop it."""
+        """Record that the shard's bytes differ from the sealed ones, and drop it."""
         record = self.removal.drop_damaged(key, reason)
         if record is not None:
             self.listeners.on_shard_damaged(key, record, reason)
 
     def mark_committed(self, job: str, group: VersionId) -> None:
-        """Every part of this version was sealed, as is known from elsewhere: it was loaded, or is durable, or all ranks
-        of a job whose agents do not know each other have agreed on it. It counts while no part of it is lost here.
+        """Record that every part of this version was sealed, as the caller knows from another source.
+
+        The version was loaded, or is durable, or all ranks of a job without connected agents have agreed on it. It
+        counts as complete while none of its parts is lost here.
         """
         with self.table.exclusive():
             self.table.metadata.flush_pending()
@@ -261,7 +263,7 @@ class NodeStore:
             self.listeners.on_version_decided(job, group, torn=False)
 
     def abort_part(self, job: str, group: VersionId, part: int) -> None:
-        """The writer of this part will never seal it: what there is of the version is given up, on every node."""
+        """Record that the writer will never seal this part: every node deletes its shards of the version."""
         with self.table.exclusive():
             self.table.metadata.flush_pending()
             news = self.jobs.abort_part(validate_job_name(job), group, part)
@@ -271,14 +273,14 @@ class NodeStore:
             self.listeners.on_version_decided(job, group, torn=True)
 
     def newest_committed(self, job: str) -> VersionId | None:
-        """The newest version that is known to be whole, and lost nothing here."""
+        """Return the newest committed version that lost no part on this node."""
         with self.table.exclusive():
             return max(self.jobs.committed([job])[job], default=None)
 
     def delete_versions(self, job: str, groups: list[VersionId] | None = None) -> int:
-        """Drop versions (all when ``groups`` is None) because their owner said so. Who reads one may finish.
+        """Delete versions (``None``: all) on request of their owner and return the number of shards.
 
-        All of them: also what is noted of an earlier end of the job.
+        Readers of the shards may finish. With ``None`` the record of an earlier expiry of the job is deleted as well.
         """
         if groups is None:
             with self.table.exclusive():
@@ -289,42 +291,42 @@ class NodeStore:
         return found
 
     def retain(self, job: str, group: VersionId, *, kept: bool = True) -> None:
-        """The version is not given up for newer ones, nor for want of room; or may be again. Survives this process."""
+        """Retain the version in memory even if newer ones are complete, or end that. The mark is persistent."""
         with self.table.exclusive():
             self.table.metadata.flush_pending()
-            said = self.jobs.get_or_create(validate_job_name(job)).new_retention_mark(
+            mark = self.jobs.get_or_create(validate_job_name(job)).new_retention_mark(
                 group, kept=kept, now_ns=time.time_ns()
             )
-            self.jobs.apply_retention(job, [said])
+            self.jobs.apply_retention(job, [mark])
 
     def retained(self, job: str) -> set[VersionId]:
-        """Versions of the job that somebody wants kept, here or on other nodes."""
+        """Return the job's versions that are retained on request of this or another node."""
         return {one.version_id for one in self.jobs.versions(job).retention.values() if one.retained}
 
-    # -- for other nodes --------------------------------------------------------------------------------------
+    # -- shards of other nodes --------------------------------------------------------------------------------
 
     def begin_replica(self, record: ShardRecord, *, whole: bool) -> Lease | None:
-        """A slot for a copy of another node's shard; ``None`` when it is here already."""
+        """Return a slot for a copy of another node's shard, or ``None`` if it is stored already."""
         self._descriptors.check(f"a copy of {record.key}")
         return self.replicas.begin_replica(record, whole=whole, owner=current_process())
 
     def seal_replica(self, lease_id: str, record: ShardRecord, holders: tuple[str, ...]) -> None:
-        """The copy is here: the caller has compared every chunk of it with ``record``."""
+        """Seal the copy; the caller has compared every chunk with ``record``."""
         self.replicas.seal_replica(lease_id, record, holders)
-        self._on_recovered(record, holders)
+        self._notify_stored(record, holders)
 
     def begin_parity(self, key: ShardKey, size_bytes: int, parts: int, *, whole: bool) -> Lease | None:
-        """A slot for a parity of this node's group; ``None`` when it is here already."""
+        """Return a slot for a parity of this node's group, or ``None`` if it is stored already."""
         self._descriptors.check(f"a parity {key}")
         return self.replicas.begin_parity(key, size_bytes, parts, whole=whole, owner=current_process())
 
     def seal_parity(self, lease_id: str, record: ShardRecord) -> None:
-        """The parity is there: the caller has taken its checksums of bytes that were compared with their shards'."""
+        """Seal the parity; the caller computed its checksums from verified shards."""
         self.replicas.seal_replica(lease_id, record, ())
         self.listeners.on_parity_changed(record)
 
     def take_ownership(self, key: ShardKey) -> None:
-        """The node that wrote this shard is gone: it is this node's own now, with what that brings (a drain)."""
+        """Make a shard of a dead node this node's own, so that this node drains it."""
         if self.replicas.set_holders(key, ()):
             with self.table.exclusive():
                 _, record = self.table.find_shard(key)
@@ -333,7 +335,7 @@ class NodeStore:
     # -- blobs ------------------------------------------------------------------------------------------------
 
     def put_blob(self, job: str, name: str, data: bytes) -> None:
-        """Keep small bytes beside a job's shards (layouts, settings). Overwrites."""
+        """Store a small value of the job, such as a layout; replace an earlier value."""
         if len(data) > MAX_BLOB_BYTES:
             raise RequestError(f"blob {name} has {len(data)} bytes, at most {MAX_BLOB_BYTES} are kept")
         self.table.blobs.put(job, name, data)
@@ -350,10 +352,10 @@ class NodeStore:
     def remove_blob(self, job: str, name: str) -> None:
         self.table.blobs.remove(job, name)
 
-    # -- who is there -----------------------------------------------------------------------------------------
+    # -- clients and events -----------------------------------------------------------------------------------
 
     def client_disconnected(self, owner: ProcessIdentity, job: str) -> None:
-        """One of its connections closed."""
+        """Record that one of a client's connections closed."""
         with self.table.exclusive():
             last = self.jobs.clients.client_disconnected(owner, job)
         if last:
@@ -361,12 +363,12 @@ class NodeStore:
         self.sweep()
 
     def drop_unrecognized(self, names: list[str] | None = None) -> int:
-        """Drop slots that were set aside (all when ``names`` is None); how many bytes they had."""
+        """Drop unrecognized slots (``None``: all) and return their bytes."""
         with self.table.exclusive():
             return self.table.drop_unrecognized(names)
 
     def sweep(self) -> None:
-        """Take back what belonged to processes and jobs that went away. Call now and then."""
+        """Release the leases, pins and jobs of ended processes; the agent calls this periodically."""
         with self.table.exclusive():
             self._leasing.sweep(self._grace_s)
             self.reader.sweep(self._grace_s)
@@ -378,7 +380,7 @@ class NodeStore:
                 )
                 expired.append(job)
             self.jobs.clients.prune_disconnected()
-            self.table.arena.removed_in_use()  # what nobody uses any more is closed
+            self.table.arena.removed_in_use()  # closes the files of slots without users
             try:
                 self.table.metadata.flush_pending()
             except (ArenaFullError, UnavailableError) as error:
@@ -387,7 +389,7 @@ class NodeStore:
             self.listeners.on_job_expired(job)
 
     def subscribe(self, listener: StoreListener) -> None:
-        """From now on, tell ``listener``; it is told of everything that is here already first."""
+        """Add a listener, and notify it of all damage and shards that exist already."""
         with self.table.exclusive():
             here = [(record, slot.holders) for slot, record in self.table.available_shards()]
             damaged = self.listeners.add(listener)
@@ -418,7 +420,7 @@ class NodeStore:
             )
 
     def close(self) -> None:
-        """Stop the threads. What is sealed stays in the arena for the next agent."""
+        """Stop the threads; sealed shards stay in the arena for the next agent."""
         self.table.close()
         for thread in self._background:
             thread.join()
@@ -426,7 +428,7 @@ class NodeStore:
         self.table.arena.close()
 
 
-def _check_written(key: ShardKey) -> None:
+def _require_shard(key: ShardKey) -> None:
     if key.kind:
         raise RequestError(f"{key}: writers write shards, parities are made of them by agents")
 
@@ -435,60 +437,61 @@ def _hash_threads() -> int:
     return max(1, min(8, os.cpu_count() or 1))
 
 
-_REMEMBERED = 1000
+_MAX_DAMAGES = 1000
 
 
 class StoreListener:
-    """Told what happens to shards. Calls come from the thread that caused them and must return quickly."""
+    """Receiver of the store's events. Calls come from the thread that caused them and must return quickly."""
 
     def on_shard_sealed(self, record: ShardRecord) -> None:
-        """A shard was sealed (or adopted from a killed agent's arena)."""
+        """A shard was sealed, or recovered from a killed agent's arena."""
 
     def on_replica_stored(self, record: ShardRecord, holders: tuple[str, ...]) -> None:
-        """A copy of a shard that another node wrote is here (or was adopted); ``holders`` were to have it."""
+        """A replica of another node's shard was stored or recovered; ``holders`` are its chosen nodes."""
 
     def on_shard_damaged(self, key: ShardKey, record: ShardRecord, reason: str) -> None:
-        """A sealed shard was found to be damaged and was dropped: after a restart, or when it was looked at again."""
+        """A damaged shard was dropped, at recovery or at a later check."""
 
     def on_job_expired(self, job: str) -> None:
-        """The job's last process left long ago, and everything that was kept for it is gone."""
+        """The job expired, and its shards were dropped."""
 
     def on_client_left(self, owner: ProcessIdentity, job: str) -> None:
-        """The last connection that a process had for the job is closed."""
+        """A client's last connection for the job closed."""
 
     def on_parity_changed(self, record: ShardRecord) -> None:
-        """A parity came or went: it is no shard, and none of the above is said of it."""
+        """A parity was stored or dropped. The other methods are not called for parities."""
 
     def on_version_decided(self, job: str, group: VersionId, *, torn: bool) -> None:
-        """A version is whole, as is known from elsewhere, or torn: some writer has left its part out."""
+        """A version is committed, as another source reports, or aborted (``torn``)."""
 
     def on_versions_deleted(self, job: str, groups: Collection[VersionId]) -> None:
-        """Their owner drops these versions, here or on another node."""
+        """The owner deleted these versions, on this or another node."""
 
     def on_not_durable(self, job: str, group: VersionId, why: str) -> None:
-        """Another node's part of a version will not be where a listener there was to bring it; the version stays."""
+        """Another node failed to upload its part of a version; the version stays in memory."""
 
     def free_a_slot(self, job: str, last: bool) -> bool:
-        """A writer of ``job`` finds no slot: let go of something that is held and can be spared; False: nothing is.
+        """Release a held shard for a writer of ``job`` that finds no slot; return whether one was released.
 
-        ``last``: else the writer is refused now. Until then it waits.
+        With ``last`` the writer is refused if nothing is released; before that it waits.
         """
         return False
 
 
 class StoreListeners(StoreListener):
-    """All of them, each on its own: what one cannot do (there is no room for its note, say) keeps nobody else from
-    hearing. Never called with the store's lock held.
+    """All listeners. An exception of one listener does not affect the others.
+
+    Methods are never called with the store's lock held.
     """
 
     def __init__(self) -> None:
         self.errors = 0
         self._lock = threading.Lock()
         self._all: tuple[StoreListener, ...] = ()
-        self._damaged: deque[tuple[ShardRecord, str]] = deque(maxlen=_REMEMBERED)
+        self._damaged: deque[tuple[ShardRecord, str]] = deque(maxlen=_MAX_DAMAGES)
 
     def add(self, listener: StoreListener) -> list[tuple[ShardRecord, str]]:
-        """From now on, tell ``listener``. The answer is the damage that was found before it came."""
+        """Add a listener and return the damage that was found before."""
         with self._lock:
             self._all = (*self._all, listener)
             return list(self._damaged)
@@ -497,7 +500,7 @@ class StoreListeners(StoreListener):
         for listener in self._all if only is None else (only,):
             try:
                 tell(listener)
-            except Exception:  # whatever it is, the shard is where it is
+            except Exception:  # the event has happened, so a listener's failure is only logged
                 with self._lock:
                     self.errors += 1
                 log.exception("%s did not take in that %s", type(listener).__name__, what)

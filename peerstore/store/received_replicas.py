@@ -48,14 +48,14 @@ class ReplicaStore:
         self._table = table
         self.jobs = jobs
         self._leasing = leasing
-        self._keeping = keeping
+        self._removal = keeping
         self._on_aborted = torn
-        """Told of versions that other nodes say are torn; not with the lock held."""
+        """Called for each version that other nodes report as aborted, without the lock."""
 
     def begin_replica(self, record: ShardRecord, *, whole: bool, owner: ProcessIdentity) -> Lease | None:
-        """A slot for a copy of ``record``, or ``None`` when it is here already.
+        """Return a slot for a copy of ``record``, or ``None`` if it is stored already.
 
-        Of an incarnation before the running one only versions are taken that are ``whole``: its writers are fenced.
+        Versions of an earlier incarnation are accepted only if they are complete (``whole``): their writers are fenced.
         """
         validate_received_record(record)
         key = record.key
@@ -70,7 +70,7 @@ class ReplicaStore:
     def begin_parity(
         self, key: ShardKey, size_bytes: int, parts: int, *, whole: bool, owner: ProcessIdentity
     ) -> Lease | None:
-        """A slot for a parity that this node is about to make, or ``None`` when it is here already."""
+        """Return a slot for a parity that this node computes, or ``None`` if it is stored already."""
         if not key.kind:
             raise RequestError(f"{key} is a shard, not a parity")
         with self._table.exclusive():
@@ -103,17 +103,17 @@ class ReplicaStore:
             known.incarnation,
         ):
             raise RequestError(f"{key}: only the agents of the nodes write shards of job {key.job}")
-        if known.replicated is not None and key.version_id < known.replicated and not self._kept(key):
+        if known.replicated is not None and key.version_id < known.replicated and not self._is_retained(key):
             raise FencedError(f"{key} is older than version {known.replicated.version}, which has all its copies")
         if key.version_id in known.aborted:
             raise FencedError(f"{key}: a part of its version was left out, so that it is given up")
         base = known.resume_point
-        back = (
+        abandoned = (
             base is not None
             and key.epoch < base.first_current_epoch
             and key.version_id not in (base.version_id, known.replicated)
         )
-        if base is not None and back and not self._kept(key):
+        if base is not None and abandoned and not self._is_retained(key):
             raise FencedError(
                 f"{key}: job {key.job} went on from version {base.version_id.version}, and does not need this"
             )
@@ -122,19 +122,19 @@ class ReplicaStore:
         if (key.epoch, key.incarnation) > known.owner:
             self.jobs.incarnations.fence(key.job, key.epoch, key.incarnation)
         elif (key.epoch, key.incarnation) != known.owner and not (
-            whole or known.is_committed(key.version_id) or self._kept(key)
+            whole or known.is_committed(key.version_id) or self._is_retained(key)
         ):
             raise FencedError(
                 f"{key} is of a past incarnation and not whole: job {key.job} is now owned by epoch {known.epoch} "
                 f"({known.incarnation})"
             )
 
-    def _kept(self, key: ShardKey) -> bool:
-        said = self.jobs.get_or_create(key.job).retention.get(key.version_id)
-        return said is not None and said.retained
+    def _is_retained(self, key: ShardKey) -> bool:
+        mark = self.jobs.get_or_create(key.job).retention.get(key.version_id)
+        return mark is not None and mark.retained
 
     def seal_replica(self, lease_id: str, record: ShardRecord, holders: tuple[str, ...]) -> None:
-        """Every chunk has been compared with ``record``: from here on the copy counts."""
+        """Seal a copy after the caller has compared every chunk with ``record``."""
         with self._table.exclusive():
             slot, _ = self._table.slot_for_lease(lease_id)
             if slot.lease is None or slot.lease.key != record.key:
@@ -150,11 +150,14 @@ class ReplicaStore:
                 self._table.count("replicas_received")
                 self._table.count("replica_bytes_received", record.size_bytes)
             failpoint("replica.sealed")
-            if self.jobs.is_aborted(record.key.job, record.key.version_id):  # while it was on its way
-                self._keeping.delete_versions(record.key.job, [record.key.version_id])
+            if self.jobs.is_aborted(record.key.job, record.key.version_id):  # while the copy was being received
+                self._removal.delete_versions(record.key.job, [record.key.version_id])
 
     def set_holders(self, key: ShardKey, holders: tuple[str, ...]) -> bool:
-        """Who holds the shard has changed; no holders: it is this node's own from now on. Whether it is here."""
+        """Record the shard's holders, and return whether it is stored here.
+
+        Without holders the shard belongs to this node.
+        """
         with self._table.exclusive():
             slot = self._table.slot_for_key(key)
             if slot is None or slot.available_shard is None:
@@ -167,10 +170,10 @@ class ReplicaStore:
             return True
 
     def merge_holders(self, key: ShardKey, holders: tuple[str, ...], *, me: str) -> None:
-        """Another node that has the shard too says who holds it, itself first or not.
+        """Apply the holders that another holder of the shard reports.
 
-        Two that both answer for it, each since it took the other for dead, may say so at the same moment: if each gave
-        way, nobody would answer for it any more. The first by name does not.
+        Two nodes that each took the other for dead may both own the shard and report this at the same moment. If both
+        applied the other's report, the shard would have no owner, so the first one by name does not.
         """
         with self._table.exclusive():
             slot = self._table.slot_for_key(key)
@@ -178,32 +181,33 @@ class ReplicaStore:
                 self.set_holders(key, holders_to_store(me, holders))
 
     def list_shards(self, job: str | None) -> list[ShardInfo]:
-        """What is here and verified, now: what is still being verified is not waited for."""
+        """Return the shards that are verified now, without waiting for the others."""
         with self._table.exclusive():
-            return [self._fact(slot, record) for slot, record in self._table.available_shards(job)]
+            return [self._shard_info(slot, record) for slot, record in self._table.available_shards(job)]
 
     def list_parities(self, job: str) -> list[ShardRecord]:
-        """The verified parities that this node keeps for its group."""
+        """Return the verified parities that this node stores for its group."""
         with self._table.exclusive():
             return [record for _, record in self._table.available_shards(job, parities=True)]
 
     def delete_parity(self, key: ShardKey) -> None:
-        """A parity that another one has made superfluous."""
+        """Delete a parity that another parity replaces."""
         with self._table.exclusive():
             slot = self._table.slot_for_key(key) if key.kind else None
             if slot is not None and slot.record is not None:
                 self._table.retire(slot)
 
-    def _fact(self, slot: ArenaSlot, record: ShardRecord) -> ShardInfo:
+    def _shard_info(self, slot: ArenaSlot, record: ShardRecord) -> ShardInfo:
         marked = record.key.version_id in self.jobs.get_or_create(record.key.job).committed
         return ShardInfo(
             record.key, record.parts, record.size_bytes, record.meta, record.sealed_ns, marked, slot.holders
         )
 
     def previous_version(self, key: ShardKey) -> tuple[ShardRecord, int] | None:
-        """The newest other version of the same part that is here, and its file: what did not change needs not travel.
+        """Return the newest other version of the same part on this node, and its open file.
 
-        The file is the caller's, and not pinned: what is taken from it has to be compared.
+        The sender can skip chunks that did not change. The caller closes the descriptor. The shard is not pinned, so
+        the caller compares the bytes that it copies.
         """
         with self._table.exclusive():
             older = [
@@ -220,19 +224,17 @@ class ReplicaStore:
                 return None
 
     def apply_retention(self, job: str, said: tuple[RetentionMark, ...]) -> None:
-        """Another node says what is to be kept."""
+        """Apply retention marks of another node."""
         with self._table.exclusive():
             try:
                 self.jobs.apply_retention(job, said)
-            except RequestError as error:  # each node refuses at its own users' calls
+            except RequestError as error:  # each node checks the limit when its own users retain a version
                 log.warning("what other nodes keep of job %s is not kept here: %s", job, error)
 
-    # -- what is decided of versions ------------------------------------------------------------------------------
-
     def apply_decision(self, job: str, decided: CommitDecision) -> None:
-        """What the node that counts has come to, wherever it was heard."""
+        """Apply the commit leader's decision, from any sender."""
         with self._table.exclusive():
-            if job in self.jobs.incarnations.managed:  # its shards are removed by name only
+            if job in self.jobs.incarnations.managed:  # the shards of a managed job are removed by name only
                 return
             if decided.committed is not None and self.jobs.get_or_create(job).would_be_newest(decided.committed):
                 self.jobs.mark_committed(job, decided.committed)
@@ -241,18 +243,18 @@ class ReplicaStore:
             news = self.jobs.mark_aborted(job, decided.aborted)
             if news:
                 log.info("job %s: versions %s are torn, given up", job, [group.version for group in news])
-                self._keeping.delete_versions(job, news)
+                self._removal.delete_versions(job, news)
         for group in news:
             self._on_aborted(job, group)
 
 
 def holders_to_store(me: str, holders: tuple[str, ...]) -> tuple[str, ...]:
-    """Who is to be noted as a shard's holders: nobody, where this node is the first of them and the shard its own."""
+    """Return the holders to record for a shard: none if this node is the first of them and owns the shard."""
     return () if holders[:1] == (me,) else holders
 
 
 def validate_received_record(record: ShardRecord) -> None:
-    """A record that came from another node describes a shard that could be."""
+    """Check that a record from another node describes a possible shard; raise :class:`RequestError` if not."""
     validate_shard_key(record.key, record.size_bytes, record.parts)
     if not 1 <= record.chunk_bytes <= MAX_REPLICA_CHUNK_BYTES:
         raise RequestError(f"{record.key}: chunks of {record.chunk_bytes} bytes, {CHUNK_BYTES} are usual")
@@ -263,5 +265,5 @@ def validate_received_record(record: ShardRecord) -> None:
 
 
 def is_same_shard(one: ShardRecord, other: ShardRecord) -> bool:
-    """Whether two nodes mean the same bytes; when they were sealed does not matter."""
+    """Return whether two records describe the same bytes; the time of the seal does not matter."""
     return msgspec.structs.replace(one, sealed_ns=0) == msgspec.structs.replace(other, sealed_ns=0)

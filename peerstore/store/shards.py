@@ -36,7 +36,7 @@ MAX_SHARD_META_BYTES = 16 << 20
 
 
 class ShardSealer:
-    """``seal`` of the store. The lock is not held while bytes are hashed."""
+    """Implementation of ``seal``. The lock is not held while bytes are hashed."""
 
     def __init__(self, table: SlotTable, jobs: JobTable, pool: Executor) -> None:
         self._table = table
@@ -58,13 +58,13 @@ class ShardSealer:
             if done is not None:
                 return done
             lease = slot.lease
-        assert lease is not None  # noqa: S101 - _begin promises it
+        assert lease is not None  # noqa: S101 - _begin guarantees it
         started = time.monotonic()
         try:
             try:
-                record = self._checksummed(lease, size_bytes, meta)
+                record = self._compute_record(lease, size_bytes, meta)
             except ShardDamagedError:
-                self._lose(slot, lease)
+                self._drop_if_lost(slot, lease)
                 raise
             failpoint("agent.hashed")
             with self._table.exclusive():
@@ -82,7 +82,7 @@ class ShardSealer:
         return record
 
     def _begin(self, lease_id: str, size_bytes: int) -> tuple[ArenaSlot, ShardRecord | None]:
-        """The slot, from here on being sealed; or what the same call, repeated after a lost answer, made of it."""
+        """Begin to seal the lease's slot and return it; also return the record if an earlier, equal call sealed it."""
         self._table.check_open()
         slot, done = self._table.slot_for_lease(lease_id)
         while slot.state is not SlotState.LEASED and done is None:
@@ -98,7 +98,7 @@ class ShardSealer:
         self._table.begin_seal(slot)
         return slot, None
 
-    def _checksummed(self, lease: Lease, size_bytes: int, meta: bytes) -> ShardRecord:
+    def _compute_record(self, lease: Lease, size_bytes: int, meta: bytes) -> ShardRecord:
         with raise_as_unreadable(lease.key):
             try:
                 with closing_fd(self._table.arena.open(lease.slot)) as fd:
@@ -107,8 +107,8 @@ class ShardSealer:
                 raise ShardDamagedError(f"{lease.key} cannot be sealed: {error}") from error
         return ShardRecord(lease.key, lease.parts, size_bytes, CHUNK_BYTES, sums, meta, time.time_ns())
 
-    def _lose(self, slot: ArenaSlot, lease: Lease) -> None:
-        """Where the slot's file is gone, this save is lost with it. The next one gets another slot."""
+    def _drop_if_lost(self, slot: ArenaSlot, lease: Lease) -> None:
+        """Drop the slot if its file is not intact: this save is lost, and the next one gets another slot."""
         with self._table.exclusive():
             if slot.lease is lease and not self._table.is_intact(slot):
                 self._table.drop_lost(slot)
@@ -129,22 +129,22 @@ class ShardSealer:
 
 @contextlib.contextmanager
 def raise_as_unreadable(key: ShardKey) -> Iterator[None]:
-    """What goes wrong inside is no damage of ``key``: :class:`ShardUnreadableError`."""
+    """Raise :class:`ShardUnreadableError` for errors that do not mean that ``key`` is damaged."""
     try:
         yield
-    except (OSError, MemoryError, RuntimeError) as error:  # the last: no thread could be started
+    except (OSError, MemoryError, RuntimeError) as error:  # RuntimeError: no thread could be started
         what = str(error) or type(error).__name__
         raise ShardUnreadableError(f"{key} is kept and cannot be read for now: {what}") from error
 
 
 @dataclass(frozen=True)
-class _PinOf:
+class _PinEntry:
     slot: str
     owner: ProcessIdentity
 
 
 class ShardReader:
-    """Inventory, pins and verification of the store."""
+    """Inventory, pins and verification of the store's shards."""
 
     def __init__(
         self, table: SlotTable, jobs: JobTable, pool: Executor, await_adoption: Callable[[str | None], None]
@@ -153,7 +153,7 @@ class ShardReader:
         self._jobs = jobs
         self._pool = pool
         self._wait_recovered = await_adoption
-        self._pins: dict[str, _PinOf] = {}
+        self._pins: dict[str, _PinEntry] = {}
 
     @property
     def pins(self) -> int:
@@ -184,11 +184,11 @@ class ShardReader:
         with self._table.exclusive():
             self._wait_recovered(key.job)
             slot, record = self._table.find_shard(key)
-            fd = self._opened(slot, record)
-            return Pin(self._used(slot, owner), record, fd)
+            fd = self._open(slot, record)
+            return Pin(self._add_pin(slot, owner), record, fd)
 
-    def _opened(self, slot: ArenaSlot, record: ShardRecord) -> int:
-        """A shard's file, which has every byte that counts; :class:`ShardDamagedError` when it is gone or shorter."""
+    def _open(self, slot: ArenaSlot, record: ShardRecord) -> int:
+        """Open the shard's file; raise :class:`ShardDamagedError` if it is missing or shorter than the shard."""
         with raise_as_unreadable(record.key):
             try:
                 fd = self._table.arena.open(slot.name)
@@ -206,18 +206,21 @@ class ShardReader:
                 raise
             return fd
 
-    def _used(self, slot: ArenaSlot, owner: ProcessIdentity) -> str:
+    def _add_pin(self, slot: ArenaSlot, owner: ProcessIdentity) -> str:
         pin = f"pin-{secrets.token_hex(8)}"
-        self._pins[pin] = _PinOf(slot.name, owner)
+        self._pins[pin] = _PinEntry(slot.name, owner)
         self._table.add_reader(slot, pin)
         return pin
 
     def pin_unchecked(self, key: ShardKey, owner: ProcessIdentity) -> tuple[str, ShardRecord, str]:
-        """For whoever looks for damage itself: a pin's id, the record, and where the file is to be, if it is there."""
+        """Return a pin's id, the record, and the path of the shard's file, without opening the file.
+
+        For callers that look for damage themselves.
+        """
         with self._table.exclusive():
             self._wait_recovered(key.job)
             slot, record = self._table.find_shard(key)
-            return self._used(slot, owner), record, self._table.arena.path(slot.name)
+            return self._add_pin(slot, owner), record, self._table.arena.path(slot.name)
 
     def unpin(self, pin_id: str) -> bool:
         with self._table.exclusive():
@@ -229,6 +232,7 @@ class ShardReader:
             return True
 
     def hold(self, key: ShardKey, name: str) -> ShardRecord:
+        """Retain the shard's bytes under the hold ``name`` and return its record."""
         with self._table.exclusive():
             slot, record = self._table.find_shard(key)
             self._table.add_reader(slot, f"hold-{name}")
@@ -247,16 +251,16 @@ class ShardReader:
             raise ShardNotFoundError(f"{key} is not on this node")
 
     def damaged_chunks(self, record: ShardRecord, path: str, chunks: tuple[int, int] | None) -> tuple[int, ...]:
-        """Hash a shard's bytes again: the chunks that are not what was sealed, all of them when the file is gone.
+        """Hash a shard's bytes again and return the chunks that differ; all of them if the file is missing.
 
-        :class:`ShardUnreadableError` when they cannot be read: out of descriptors or memory, an I/O error. Such a shard
-        may be whole, so that it is kept.
+        Raise :class:`ShardUnreadableError` if the bytes cannot be read for lack of descriptors or memory, or after an
+        I/O error. Such a shard may be intact, so it stays.
         """
         count = checksums.chunk_count(record.size_bytes, record.chunk_bytes)
         first, stop = chunks or (0, count)
         if not 0 <= first <= stop <= count:
             raise RequestError(f"chunks {first}..{stop} of a shard with {count}")
-        asked = range(first, stop)
+        selected = range(first, stop)
         with raise_as_unreadable(record.key):
             try:
                 fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
@@ -267,7 +271,7 @@ class ShardReader:
                     fd,
                     record.size_bytes,
                     record.checksums,
-                    chunks=asked,
+                    chunks=selected,
                     chunk_bytes=record.chunk_bytes,
                     pool=self._pool,
                 )
@@ -275,7 +279,7 @@ class ShardReader:
                 os.close(fd)
 
     def sweep(self, grace_s: float) -> None:
-        """Let go of pins whose readers went away."""
+        """Release the pins of readers that have been disconnected for more than ``grace_s`` seconds."""
         for pin_id, pin in list(self._pins.items()):
             if self._jobs.clients.disconnected_s(pin.owner) > grace_s:
                 slot = self._table.slot(pin.slot)
@@ -285,13 +289,14 @@ class ShardReader:
 
 
 class ShardRemoval:
-    """``delete_versions`` and ``report`` of the store."""
+    """Deletion of versions, expired jobs and damaged shards."""
 
     def __init__(self, table: SlotTable, jobs: JobTable) -> None:
         self._table = table
         self._jobs = jobs
 
     def delete_versions(self, job: str, groups: Sequence[VersionId] | None) -> int:
+        """Delete the shards of these versions (``None``: of all) and return their number; readers may finish."""
         with self._table.exclusive():
             found = [
                 (slot, slot.record)
@@ -307,14 +312,14 @@ class ShardRemoval:
             return sum(not record.key.kind for _, record in found)
 
     def expire_job(self, job: str, reason: str) -> None:
-        """Drop all of a job whose owner has not said so; what it had, and why it went, stays noted."""
+        """Drop all shards of a job without a request of its owner; its newest version and the reason stay recorded."""
         with self._table.exclusive():
             log.warning("job %s: its shards are given back: %s", job, reason)
             self._jobs.clients.record_expiry(job, reason)
             self.delete_versions(job, None)
 
     def drop_unused(self) -> None:
-        """Slots that nobody is going to fill. What is known of their jobs stays."""
+        """Drop the free slots of jobs without shards and clients; the jobs' metadata stays."""
         with self._table.exclusive():
             held = {slot.job for slot in self._table.in_state(*SHARD_STATES)}
             for slot in self._table.in_state(SlotState.FREE):
@@ -329,7 +334,7 @@ class ShardRemoval:
         self._jobs.remove_if_empty(job)
 
     def drop_damaged(self, key: ShardKey, reason: str) -> ShardRecord | None:
-        """Drop the shard and what was said of its version; the record, when it was here."""
+        """Drop the shard, and mark its part as lost; return the record, or ``None`` if it is not stored here."""
         with self._table.exclusive():
             slot = self._table.slot_for_key(key)
             if slot is None or slot.record is None:
@@ -342,7 +347,7 @@ class ShardRemoval:
             return record
 
     def _drop(self, slot: ArenaSlot) -> None:
-        # Readers may still look at these bytes: only a slot nobody looks at is used again.
+        # Readers may still read these bytes, so only a slot without readers is reused.
         if slot.users:
             self._table.drop(slot)
         else:

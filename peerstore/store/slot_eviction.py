@@ -1,18 +1,17 @@
 """Which slot a writer gets, and which shards may be evicted for it. Pure.
 
-The rule that everything else serves: *a slot is only given up when a newer version is whole, or when its owner
-said so*. "Newer" follows the job's incarnations first and version numbers second, because after a rollback the
-running incarnation writes lower numbers than the one it replaced.
+The main rule: *a version is evicted only when a newer version is complete, or when its owner deletes it*. "Newer"
+compares incarnations first and version numbers second, because after a rollback the running incarnation writes lower
+numbers than the one it replaced.
 
-Where copies are kept on other nodes, "whole" is not enough: a newer version must be *settled*, that is have all the
-copies it was to have, before an older one goes. Else a node that dies while copies are on their way would take the
-last version with it that was recoverable.
+If shards are replicated, complete is not enough: an older version is evicted only when a newer one is *replicated*.
+Otherwise the loss of a node during replication could take the last version that can be restored.
 
-One exception keeps a job from locking itself out: when a writer could not get a slot otherwise, unfinished versions
-of incarnations before its own go, the oldest first. The running incarnation has chosen what it continues from, and
-that is known to be whole.
+One exception prevents a deadlock: if a writer gets no slot otherwise, unfinished versions of earlier incarnations are
+evicted, the oldest first. The running incarnation has chosen the version that it resumes from, which is complete.
 
-What is whole, settled or torn is decided in :mod:`peerstore.commit_protocol`; what is torn is given up at once.
+:mod:`peerstore.commit_protocol` decides which versions are complete, replicated or aborted; aborted versions are
+deleted at once.
 """
 
 from __future__ import annotations
@@ -28,7 +27,7 @@ from peerstore.sizes_and_durations import show_size
 
 
 class SlotUse(enum.Enum):
-    """A slot's state, as far as a decision needs it."""
+    """The state of a slot, reduced to the distinctions that eviction needs."""
 
     FREE = "free"
     LEASED = "leased"
@@ -37,20 +36,20 @@ class SlotUse(enum.Enum):
 
 @dataclass(frozen=True)
 class SlotView:
-    """What a decision needs to know about one slot."""
+    """The fields of a slot that eviction needs."""
 
     name: str
     use: SlotUse
     size_bytes: int
     job: str
     part: int
-    """Whose slot it is (or was last)."""
+    """The part that owns the slot, or owned it last."""
     version_id: VersionId | None = None
-    """The version in it, when it is sealed."""
+    """The version of the sealed shard in the slot."""
     busy: bool = False
     """Pinned by a reader, held for an upload, or not verified yet."""
     reusable: bool = True
-    """Whether its file may be written again. Else somebody may still read it of whom this agent does not know."""
+    """Whether the file may be written again. False if a reader without a pin may still read it."""
 
 
 @dataclass(frozen=True)
@@ -92,7 +91,7 @@ class SlotRequest:
 
 @dataclass(frozen=True)
 class ReuseSlot:
-    """Take this slot, whose file is large enough; when it is sealed, drop what is in it first."""
+    """Use this slot, whose file is large enough; if it is sealed, drop its shard first."""
 
     name: str
     drop: tuple[str, ...] = ()
@@ -101,28 +100,28 @@ class ReuseSlot:
 
 @dataclass(frozen=True)
 class CreateSlot:
-    """Make a new file, after these slots were removed."""
+    """Create a file after these slots were removed."""
 
     drop: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
 class EvictSlots:
-    """What to remove so that a larger slot can be made: free slots, and sealed ones nobody needs."""
+    """Remove these slots so that a larger one fits: free slots, and sealed slots that no job needs."""
 
     drop: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
 class SlotsBusy:
-    """Not now: something transient is in the way."""
+    """No slot is available now, but a retry may succeed."""
 
     reason: str
 
 
 @dataclass(frozen=True)
 class BudgetExceeded:
-    """Not ever, at this budget."""
+    """The request cannot succeed with this budget."""
 
     reason: str
 
@@ -131,15 +130,16 @@ SlotDecision = ReuseSlot | CreateSlot | SlotsBusy | BudgetExceeded
 
 
 def size_class(size_bytes: int) -> int:
-    """How large a slot for so many bytes is made: at most a sixty-fourth more, so that shards that change a little from
-    save to save find the slots of those before them large enough.
+    """Return the size of the slot for this many bytes: at most 1/64 more.
+
+    Shards whose size changes a little from save to save then fit into the slots of earlier saves.
     """
     step = max(1, (1 << max(0, size_bytes - 1).bit_length()) >> 7)
     return -(-size_bytes // step) * step
 
 
 def slot_fits(slot: SlotView, size_bytes: int) -> bool:
-    """Whether the slot's file, which never changes its size, is large enough and not a waste."""
+    """Return whether the slot's file is large enough, and at most a quarter larger than needed."""
     return slot.reusable and size_bytes <= slot.size_bytes <= size_bytes + size_bytes // 4
 
 
@@ -211,7 +211,7 @@ class _Placement:
         most = limits.slots + limits.burst
 
         def use(candidates: list[SlotView]) -> ReuseSlot | CreateSlot | None:
-            places = (self._instead_of(slot, droppable) for slot in candidates)
+            places = (self._replace(slot, droppable) for slot in candidates)
             return next((found for found in places if found is not None), None)
 
         return (
@@ -221,7 +221,7 @@ class _Placement:
             or ((new or use(self._closest(self.free)) or use(candidates)) if counted < most else None)
         )
 
-    def _instead_of(self, slot: SlotView, droppable: list[SlotView]) -> ReuseSlot | CreateSlot | None:
+    def _replace(self, slot: SlotView, droppable: list[SlotView]) -> ReuseSlot | CreateSlot | None:
         others = [other for other in droppable if other is not slot]
         over_bytes = self._allocated_bytes - self._limits.budget_bytes
         if slot_fits(slot, self._size_bytes):
@@ -249,13 +249,19 @@ def choose_own_slot(
 def choose_slot(slots: Collection[SlotView], request: SlotRequest) -> SlotDecision:
     """Choose the slot that the request's writer may write.
 
-    Slots are counted by version: those that are ``kept`` on request do not count, nor does the newest whole attempt at
-    the ``version`` that is written once more.
+    Slots are counted by version. Versions that are ``kept`` on request do not count, and neither does the newest
+    complete attempt at the ``version`` that is written again.
 
-    Preference: this writer's own free slot (its mapping is warm), a new slot up to the steady number, this
-    writer's oldest superseded version, an extra slot, another writer's free slot or superseded version. To stay within
-    the budget free slots go first, then superseded versions, then what past incarnations left unfinished. A slot that
-    would be taken and has the wrong size is removed, and a new one made in its place.
+    The order of preference is:
+
+    1. this writer's own free slot, whose mapping is warm
+    2. a new slot, up to the regular number
+    3. this writer's oldest superseded version
+    4. an extra slot
+    5. another writer's free slot or superseded version
+
+    To stay within the budget, free slots are removed first, then superseded versions, then unfinished versions of
+    earlier incarnations. A chosen slot of the wrong size is removed, and a new one is created.
     """
     place = _Placement(slots, sum(slot.size_bytes for slot in slots), request)
     old, spared = place.old, place.spared
@@ -271,7 +277,7 @@ def choose_slot(slots: Collection[SlotView], request: SlotRequest) -> SlotDecisi
 def evictions_to_grow(
     slots: Collection[SlotView], request: SlotRequest, *, growing: str
 ) -> EvictSlots | SlotsBusy | BudgetExceeded:
-    """Choose what to evict so that a slot of the request's size fits beside the leased slot ``growing``.
+    """Choose what to evict so that a slot of the request's size fits next to the leased slot ``growing``.
 
     The leased slot is removed after its bytes were copied.
     """
@@ -285,7 +291,7 @@ def evictions_to_grow(
 
 
 def _drop(over_bytes: int, candidates: list[SlotView]) -> tuple[str, ...] | None:
-    """The first candidates that free ``over_bytes``, or ``None`` when all of them do not."""
+    """Return the first candidates that free ``over_bytes``, or ``None`` if all of them are not enough."""
     dropped = []
     for slot in candidates:
         if over_bytes <= 0:
@@ -301,7 +307,7 @@ def _refusal(
     """Explain why the request got no slot; ``spared`` are the slots that may be evicted for it."""
     held = [slot for slot in slots if request.is_kept(slot)]
     beside_bytes = growing.size_bytes if growing is not None else 0
-    enough = _enough(slots, request, held, spared, beside_bytes)
+    enough = _sufficient_budget(slots, request, held, spared, beside_bytes)
     grows, budget_bytes = "a slot that grows to " if growing is not None else "", request.limits.budget_bytes
     wanted = f"part {request.part} of job {request.job} ({grows}{show_size(request.size_bytes)})"
     fixed = sum(
@@ -344,37 +350,39 @@ def _describe_slots(mine: Sequence[SlotView], settled: Mapping[str, VersionId]) 
         known = causes.setdefault(_why_kept(slot, settled.get(slot.job)), [])
         if slot.version_id is not None and slot.use is SlotUse.SEALED:
             known.append(slot.version_id.version)
-    told = [
+    descriptions = [
         f"version{'s' * (len(known) > 1)} {', '.join(map(str, sorted(known)))}: {cause}" if known else cause
         for cause, known in causes.items()
     ]
-    return f"all {len(mine)} slots are in use ({'; '.join(told)})"
+    return f"all {len(mine)} slots are in use ({'; '.join(descriptions)})"
 
 
-def _enough(
+def _sufficient_budget(
     slots: Collection[SlotView],
     request: SlotRequest,
     held_on_request: Collection[SlotView],
     spared: Collection[SlotView],
     beside_bytes: int,
 ) -> int:
-    """A budget at which no writer of the job is refused for want of room, now or at its next saves.
+    """Return a budget at which no writer of the job is refused, now or at its next saves.
 
-    That is two versions for each, the expected writers that have no slot yet included, beside all that cannot be
-    ``spared``. ``beside_bytes``: the size of a slot that stays until a larger one has taken its place.
+    It has room for two versions of each writer, including expected writers without a slot, and for all slots that
+    cannot be ``spared``. ``beside_bytes`` is the size of a slot that stays until a larger one has replaced it.
     """
     held: Counter[tuple[str, int]] = Counter()
     largest: dict[tuple[str, int], int] = {}
     names = {slot.name for slot in (*spared, *held_on_request)}
     for slot in slots:
         if slot.name not in names:
-            who = (slot.job, slot.part)
-            held[who] += slot.size_bytes
-            largest[who] = max(slot.size_bytes, largest.get(who, 0))
+            writer = (slot.job, slot.part)
+            held[writer] += slot.size_bytes
+            largest[writer] = max(slot.size_bytes, largest.get(writer, 0))
     job, size_bytes = request.job, size_class(request.size_bytes)
     mine = max(held.pop((job, request.part), 0) + size_bytes, 2 * size_bytes + beside_bytes)
-    others = sum(max(size, 2 * size_class(largest[who])) if who[0] == job else size for who, size in held.items())
-    unseen = max(0, request.writers - 1 - sum(who[0] == job and who[1] >= 0 for who in held))
+    others = sum(
+        max(size, 2 * size_class(largest[writer])) if writer[0] == job else size for writer, size in held.items()
+    )
+    unseen = max(0, request.writers - 1 - sum(writer_job == job and part >= 0 for writer_job, part in held))
     return mine + others + unseen * 2 * size_bytes + sum(slot.size_bytes for slot in held_on_request)
 
 

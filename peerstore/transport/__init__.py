@@ -1,1 +1,1 @@
-"""Messages between nodes: a header and a payload that is never copied on the way."""
+"""Messages between nodes: a header and a payload that is never copied in between."""

@@ -6,14 +6,14 @@
       Hello(job, node, nonce)      ──>
                                    <──    Challenge(node, nonce, proof)
       Proof                        ──>
-                                   <──    Welcome, or why not
+                                   <──    Welcome, or the reason for a refusal
 
-A proof is HMAC-SHA256 of everything both have said and of who proves it, so that none of it can be changed, used again
-on another connection, or sent back to where it came from. A job that the server does not know looks like a job whose
-secret the client does not know.
+A proof is HMAC-SHA256 of all fields of both sides and of the prover's role, so that it cannot be changed, used on
+another connection, or sent back to its sender. A job that the server does not know looks like a job with another
+secret.
 
-This says who is there when a connection begins. It does not hide or seal what is sent afterwards: where others can
-change what is on the network, use TLS as well.
+The handshake authenticates both sides of a new connection. It does not encrypt or protect the later bytes: use TLS as
+well where an attacker can change network traffic.
 """
 
 from __future__ import annotations
@@ -37,41 +37,41 @@ from peerstore.shard_records import JobName, validate_job_name
 from peerstore.transport.base import MAX_MESSAGE_HEADER_BYTES, MAX_PAYLOAD_BYTES, MessageChannel
 
 if TYPE_CHECKING:
-    import ssl  # imported where it is used: most agents do without it, and it costs them 10 ms
+    import ssl  # imported where it is used: most agents do not need it, and it costs 10 ms
 
 MIN_SECRET_BYTES = 16
 MAX_SECRET_BYTES = 4 << 10
 _FILE = "file:"
-_HOW = "make one with: python -c 'import secrets; print(secrets.token_urlsafe(32))'"
+_HOW_TO_CREATE = "make one with: python -c 'import secrets; print(secrets.token_urlsafe(32))'"
 
 
 def generate_secret() -> bytes:
-    """A secret nobody has; printable."""
+    """Return a new random secret; printable."""
     return secrets.token_urlsafe(32).encode()
 
 
 def read_secret(given: str | Path) -> bytes:
-    """``given`` is the secret itself, or where it is: a :class:`~pathlib.Path`, or ``file:/path/to/it``."""
+    """Return the secret ``given`` itself, or read it from a :class:`~pathlib.Path` or ``file:/path/to/it``."""
     if isinstance(given, Path):
-        return _checked_secret(_read_secret_file(given), f"the secret in {given}")
+        return _validate_secret(_read_secret_file(given), f"the secret in {given}")
     if given.startswith(_FILE):
         return read_secret(Path(given[len(_FILE) :]).expanduser())
     if "/" in given and os.path.exists(given):  # noqa: PTH110 - a Path raises for a secret too long to be one
         raise RequestError(f"the secret given is the name of a file: write file:{given} to use what is in it")
-    return _checked_secret(given.encode(), "the secret given")
+    return _validate_secret(given.encode(), "the secret given")
 
 
-def _checked_secret(raw: bytes, what: str) -> bytes:
+def _validate_secret(raw: bytes, what: str) -> bytes:
     secret = raw.strip()
     if len(secret) < MIN_SECRET_BYTES:
-        raise RequestError(f"{what} has {len(secret)} bytes, at least {MIN_SECRET_BYTES} are needed: {_HOW}")
+        raise RequestError(f"{what} has {len(secret)} bytes, at least {MIN_SECRET_BYTES} are needed: {_HOW_TO_CREATE}")
     if len(secret) > MAX_SECRET_BYTES:
-        raise RequestError(f"{what} has more than {MAX_SECRET_BYTES} bytes: {_HOW}")
+        raise RequestError(f"{what} has more than {MAX_SECRET_BYTES} bytes: {_HOW_TO_CREATE}")
     return secret
 
 
 def _read_secret_file(path: Path) -> bytes:
-    """Symbolic links are followed, because Kubernetes mounts secrets as such; what counts is who may read the file."""
+    """Read a secret; symbolic links are followed, because Kubernetes mounts secrets as such links."""
     try:
         fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
     except OSError as error:
@@ -91,7 +91,10 @@ def _read_secret_file(path: Path) -> bytes:
 
 
 def exposed_permissions(found: os.stat_result) -> str:
-    """What is wrong with who may read or write it. A group is fine where root chose it: that is Kubernetes' fsGroup."""
+    """Return why other users may read or write the file, or "".
+
+    Group access is allowed on a file of root, which is Kubernetes' fsGroup.
+    """
     mode, owner, me = found.st_mode, found.st_uid, os.getuid()
     if owner not in (me, 0):
         return f"belongs to user {owner}, not to user {me} or root"
@@ -104,10 +107,10 @@ def exposed_permissions(found: os.stat_result) -> str:
 class TlsFiles(NamedTuple):
     """This node's certificate and key, and the authority that signed the certificates of all nodes (PEM files).
 
-    Both sides show a certificate, so it has to be good for clients and servers. Names in certificates are not compared
-    unless ``check_names`` says so: nodes' addresses change, and which node it is, is proven by the job's secret. The
-    authority should therefore sign for these agents only. The files are read again for every connection, so that
-    certificates can be renewed under a running agent.
+    Both sides show a certificate, so it must be valid for clients and servers. Names in certificates are compared only
+    with ``check_names``: nodes' addresses change, and the job's secret proves the node's identity. The authority should
+    therefore sign for these agents only. The files are read for every connection, so that certificates can be renewed
+    while the agent runs.
     """
 
     certificate: Path
@@ -124,7 +127,7 @@ class TlsFiles(NamedTuple):
         context.check_hostname = self.check_names and not server
         context.verify_mode = ssl.CERT_REQUIRED
         if server:
-            context.num_tickets = 0  # every connection proves itself
+            context.num_tickets = 0  # every connection authenticates
         try:
             context.load_cert_chain(self.certificate, self.key)
             context.load_verify_locations(self.authority)
@@ -136,7 +139,7 @@ class TlsFiles(NamedTuple):
 
 
 def check_private_key(path: Path) -> None:
-    """Raises :class:`RequestError` where others than this user and root could have read a certificate's key."""
+    """Raise :class:`RequestError` if users other than this user and root can read the key."""
     try:
         problem = exposed_permissions(path.stat())
     except OSError as error:
@@ -160,7 +163,7 @@ T = TypeVar("T")
 
 
 class PeerIdentity(NamedTuple):
-    """Who has proven to be on the other side."""
+    """The authenticated peer of a connection."""
 
     job: JobName
     node: NodeId
@@ -194,12 +197,12 @@ class Welcome(msgspec.Struct, frozen=True):
 
 
 def hmac_proof(secret: bytes, role: str, hello: Hello, challenge: Challenge) -> bytes:
-    """What only somebody can say who knows ``secret``, in this role, in this conversation."""
+    """Return the proof that a side in this role of this handshake knows ``secret``."""
     if len(secret) < MIN_SECRET_BYTES:
         raise RequestError(
             f"the secret of job {hello.job} has {len(secret)} bytes, at least {MIN_SECRET_BYTES} are needed"
         )
-    said = (
+    fields = (
         _PURPOSE,
         role.encode(),
         struct.pack(">QQ", hello.protocol, challenge.protocol),
@@ -207,7 +210,7 @@ def hmac_proof(secret: bytes, role: str, hello: Hello, challenge: Challenge) -> 
         hello.nonce,
         challenge.nonce,
     )
-    return hmac.digest(secret, b"".join(struct.pack(">I", len(field)) + field for field in said), "sha256")
+    return hmac.digest(secret, b"".join(struct.pack(">I", len(field)) + field for field in fields), "sha256")
 
 
 def authenticate_to_server(
@@ -222,14 +225,14 @@ def authenticate_to_server(
     clock: Callable[[], float] = time.monotonic,
     nonce: Callable[[int], bytes] = secrets.token_bytes,
 ) -> PeerIdentity:
-    """The client's half. ``expect`` is the node that should answer: addresses change hands.
+    """Perform the client's half of the handshake and return the server's identity.
 
-    After an error the channel is of no use any more.
+    ``expect`` is the node that should answer, because addresses are reused. After an error the channel is unusable.
     """
-    talk = _HandshakeMessages(channel, clock, within_s)
+    messages = _HandshakeMessages(channel, clock, within_s)
     hello = Hello(HANDSHAKE_VERSION, validate_job_name(job), validate_node_id(me), nonce(NONCE_BYTES), version)
-    talk.say(hello)
-    challenge = talk.hear(Challenge)
+    messages.send(hello)
+    challenge = messages.receive(Challenge)
     if challenge.protocol != HANDSHAKE_VERSION:
         raise ProtocolError(f"{channel.peer} speaks protocol {challenge.protocol}, this is {HANDSHAKE_VERSION}")
     if challenge.refused:
@@ -239,14 +242,14 @@ def authenticate_to_server(
         raise PeerRefusedError(
             f"{channel.peer} could not prove that it belongs to job {job}: it does not know the job or its secret"
         )
-    found = _named(channel, challenge.node)
+    found = _validate_peer_name(channel, challenge.node)
     if expect is not None and found != expect:
         raise PeerRefusedError(f"{channel.peer} is node {found}, not {expect}")
-    talk.say(Proof(hmac_proof(secret, "client", hello, challenge)))
-    welcome = talk.hear(Welcome)
+    messages.send(Proof(hmac_proof(secret, "client", hello, challenge)))
+    welcome = messages.receive(Welcome)
     if welcome.refused:
         raise PeerRefusedError(f"{channel.peer} refused: {welcome.refused[:_MAX_TEXT]!r}")
-    talk.raise_limits()
+    messages.raise_limits()
     return PeerIdentity(JobName(hello.job), found, challenge.protocol, challenge.version[:_MAX_TEXT])
 
 
@@ -259,37 +262,40 @@ def authenticate_client(
     clock: Callable[[], float] = time.monotonic,
     nonce: Callable[[int], bytes] = secrets.token_bytes,
 ) -> PeerIdentity:
-    """The server's half. ``secret_of`` is asked for the job's secret; ``None`` is a job that is not known here."""
-    talk = _HandshakeMessages(channel, clock)
-    hello = talk.hear(Hello)
+    """Perform the server's half of the handshake and return the client's identity.
+
+    ``secret_of`` returns the job's secret, or ``None`` for an unknown job.
+    """
+    messages = _HandshakeMessages(channel, clock)
+    hello = messages.receive(Hello)
     try:
         if hello.protocol != HANDSHAKE_VERSION:
             raise ProtocolError(f"protocol {hello.protocol} is not spoken here, this is {HANDSHAKE_VERSION}")
         _check_nonce(channel, hello.nonce)
-        job, node = validate_job_name(hello.job), _named(channel, hello.node)
+        job, node = validate_job_name(hello.job), _validate_peer_name(channel, hello.node)
     except RequestError as error:
-        talk.say(Challenge(HANDSHAKE_VERSION, refused=str(error)[:_MAX_TEXT]))
+        messages.send(Challenge(HANDSHAKE_VERSION, refused=str(error)[:_MAX_TEXT]))
         raise
     known = secret_of(job)
     secret = nonce(NONCE_BYTES) if known is None else known
     ours = Challenge(HANDSHAKE_VERSION, validate_node_id(me), nonce(NONCE_BYTES), version=version)
-    talk.say(msgspec.structs.replace(ours, proof=hmac_proof(secret, "server", hello, ours)))
-    theirs = talk.hear(Proof)
+    messages.send(msgspec.structs.replace(ours, proof=hmac_proof(secret, "server", hello, ours)))
+    theirs = messages.receive(Proof)
     same = hmac.compare_digest(theirs.proof, hmac_proof(secret, "client", hello, ours))
     if not same or known is None:
-        talk.say(Welcome(refused="the job or its secret is another one here"))
+        messages.send(Welcome(refused="the job or its secret is another one here"))
         raise PeerRefusedError(
             f"{channel.peer} could not prove that it belongs to job {job}"
             + (", which is not known here" if known is None else "")
         )
     channel.mark_authenticated()
-    talk.say(Welcome())
-    talk.raise_limits()
+    messages.send(Welcome())
+    messages.raise_limits()
     return PeerIdentity(job, node, hello.protocol, hello.version[:_MAX_TEXT])
 
 
 class _HandshakeMessages:
-    """Small messages without payload, for a short time in all."""
+    """Exchange of small messages without payload, within one deadline."""
 
     def __init__(
         self, channel: MessageChannel, clock: Callable[[], float], within_s: float = HANDSHAKE_TIMEOUT_S
@@ -302,11 +308,11 @@ class _HandshakeMessages:
         channel.max_header_bytes = MAX_HANDSHAKE_BYTES
         channel.max_payload_bytes = 0
 
-    def say(self, message: object) -> None:
+    def send(self, message: object) -> None:
         self._limit_time()
         self._channel.send(_encode(message))
 
-    def hear(self, kind: type[T]) -> T:
+    def receive(self, kind: type[T]) -> T:
         incoming = self._channel.receive(within_s=self._limit_time())
         if incoming is None:
             raise PeerUnreachableError(f"{self._channel.peer} closed the connection before both knew each other")
@@ -330,7 +336,7 @@ def _check_nonce(channel: MessageChannel, nonce: bytes) -> None:
         raise ProtocolError(f"{channel.peer} sent a nonce of {len(nonce)} bytes, it has {NONCE_BYTES}")
 
 
-def _named(channel: MessageChannel, text: str) -> NodeId:
+def _validate_peer_name(channel: MessageChannel, text: str) -> NodeId:
     try:
         return validate_node_id(text)
     except InvalidNameError as error:

@@ -1,4 +1,4 @@
-"""The contract of transports, listeners and channels, a cursor over payload buffers, a partitionable transport."""
+"""Interfaces of transports, listeners and channels, a cursor over payload buffers, a partitionable transport."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class FileSlice(NamedTuple):
 
 
 class IncomingMessage(NamedTuple):
-    """One message that arrives: its header, and how many bytes follow it."""
+    """An arriving message: its header, and the size of its payload in bytes."""
 
     header: bytes
     payload_bytes: int
@@ -36,40 +36,42 @@ class IncomingMessage(NamedTuple):
 
 Payload = Sequence["memoryview | FileSlice"]
 ProgressCallback = Callable[[int], None]
-"""Is told how many bytes of a payload have arrived by now."""
+"""Called with the number of payload bytes that have arrived."""
 
 
 class MessageChannel(Protocol):
     """Messages to and from one peer, in order.
 
-    - ``send`` returns when the caller may change the bytes of the views it gave; it does not say that they arrived. The
-      bytes of a ``FileSlice`` must stay as they are until the peer has answered: they may still be sent from its pages.
-    - A file that ends before its slice does is a :class:`~peerstore.errors.ShardDamagedError`. The channel is over if a
-      part of the message was sent before that was seen.
-    - ``receive`` waits ``idle_s`` (``None``: as long as it takes) for a message to begin; once it has begun, its header
-      is complete within the channel's ``timeout_s``. ``within_s`` limits both together. ``None`` means that the peer
-      closed between two messages.
-    - A payload may take as long as it likes, but no longer than ``timeout_s`` without any progress. The same holds for
-      ``send`` when the peer does not read.
-    - ``receive_into`` fills ``views`` with exactly the payload that was announced, in order, or raises. No view is
-      written once it has raised. Views may be as many as they like and of any size, and together are the payload.
-      ``seen`` is called on the same thread as they fill, so that bytes can be looked at while they are in the cache.
-    - The payload of a message must be taken (``receive_into``, ``discard``) before the next ``receive``.
-    - Nothing is allocated for what was only announced: a header above ``max_header_bytes`` and a payload above
-      ``max_payload_bytes`` are a :class:`~peerstore.errors.ProtocolError`. The channel is over.
-    - :class:`~peerstore.errors.PeerUnreachableError`: the peer is gone, or silent for too long. The channel is over.
-    - One thread sends and one receives at a time; ``close`` may come from any thread and ends both.
-    - A channel that was accepted is a stranger's until ``mark_authenticated`` is called: a listener may end it when it
-      takes too long or when room is needed (:mod:`peerstore.transport.tcp`).
+    - ``send`` returns when the caller may change the bytes of the views; the message may not have arrived. The bytes of
+      a ``FileSlice`` must not change until the peer has responded, because the kernel may still send them from the
+      file's pages.
+    - A file that ends before its slice raises :class:`~peerstore.errors.ShardDamagedError`. The channel is unusable if
+      a part of the message was sent before.
+    - ``receive`` waits ``idle_s`` seconds (``None``: without limit) for a message to begin; its header must then be
+      complete within the channel's ``timeout_s``. ``within_s`` limits both together. ``None`` means that the peer
+      closed the channel between two messages.
+    - A payload has no time limit, but it fails after ``timeout_s`` seconds without progress. The same holds for
+      ``send`` if the peer does not read.
+    - ``receive_into`` fills ``views`` with exactly the announced payload, in order, or raises. It writes no view after
+      it has raised. Views may have any number and sizes; together they must have the payload's size. ``seen`` is called
+      on the same thread as they fill, so that bytes can be verified while they are in the cache.
+    - The payload of a message must be received (``receive_into``, ``discard``) before the next ``receive``.
+    - Memory is never allocated for announced sizes alone. A header above ``max_header_bytes`` or a payload above
+      ``max_payload_bytes`` raises :class:`~peerstore.errors.ProtocolError`, and the channel is unusable.
+    - :class:`~peerstore.errors.PeerUnreachableError`: the peer is disconnected or silent for too long. The channel is
+      unusable.
+    - One thread sends and one receives at a time; ``close`` may be called from any thread and ends both.
+    - An accepted channel is unauthenticated until ``mark_authenticated`` is called. Before that, a listener may close
+      it after a timeout or to make room (:mod:`peerstore.transport.tcp`).
     """
 
     peer: str
-    """Who is on the other side, for messages."""
+    """Description of the peer, for error messages."""
     max_header_bytes: int
-    """Lowered before the peer has proven who it is, raised after."""
+    """Largest header in bytes: low before the peer has authenticated, higher afterwards."""
     max_payload_bytes: int
     timeout_s: float
-    """How long the peer may be silent in the middle of a message."""
+    """Seconds for which the peer may be silent in the middle of a message."""
 
     def send(self, header: bytes, payload: Payload = ()) -> None: ...
     def receive(self, *, idle_s: float | None = None, within_s: float | None = None) -> IncomingMessage | None: ...
@@ -81,19 +83,19 @@ class MessageChannel(Protocol):
 
 class Listener(Protocol):
     address: str
-    """Where peers reach it."""
+    """Address for peers."""
 
     def close(self) -> None:
-        """Accept nobody any more, end all channels it accepted, and wait for their threads."""
+        """Stop accepting, close all accepted channels, and wait for their threads."""
 
 
 class Transport(Protocol):
-    """How bytes get from one node to another.
+    """A way to move bytes between nodes.
 
-    - ``listen`` calls ``serve`` with every channel it accepts, each on a thread of its own, and closes the channel when
+    - ``listen`` calls ``serve`` with every accepted channel, each on a separate thread, and closes the channel when
       ``serve`` returns or raises. Errors of one channel never end the listener.
-    - ``connect`` gives a channel or raises :class:`~peerstore.errors.PeerUnreachableError` within ``timeout_s``, or
-      :class:`~peerstore.errors.PeerRefusedError` where the transport itself (TLS) does not accept who answered.
+    - ``connect`` returns a channel, or raises :class:`~peerstore.errors.PeerUnreachableError` within ``timeout_s``
+      seconds, or :class:`~peerstore.errors.PeerRefusedError` if the transport itself (TLS) refuses the peer.
     """
 
     name: str
@@ -101,25 +103,26 @@ class Transport(Protocol):
     def listen(self, address: str, serve: Callable[[MessageChannel], None]) -> Listener: ...
     def connect(self, address: str, *, timeout_s: float = 5.0) -> MessageChannel: ...
     def close(self) -> None:
-        """Give back what is held for all channels together, after all listeners and channels were closed."""
+        """Release shared resources, after all listeners and channels were closed."""
 
 
 IOV_MAX = 1024
-"""What Linux takes in one call (IOV_MAX)."""
+"""Largest number of buffers in one Linux system call."""
 
 
 class BufferCursor:
-    """A run of views, and how far into them a transfer has come.
+    """Views with the position of a transfer.
 
-    Views made here are released at the end, also after an error: a mapping with a forgotten view cannot be closed.
+    Views that the cursor creates are released at its end, even after an error, because a mapping with an unreleased
+    view cannot be closed.
     """
 
     def __init__(self, views: Iterable[memoryview], seen: ProgressCallback | None = None) -> None:
-        self._made: list[memoryview] = []
-        self._views = [as_bytes for view in views if (as_bytes := self._flat(view)).nbytes]
+        self._cast_views: list[memoryview] = []
+        self._views = [as_bytes for view in views if (as_bytes := self._as_bytes(view)).nbytes]
         self._at = 0
         self._offset = 0
-        self._lent: list[memoryview] = []
+        self._window_views: list[memoryview] = []
         self._size = self.left = sum(view.nbytes for view in self._views)
         self._seen = seen
 
@@ -129,21 +132,21 @@ class BufferCursor:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self._take_back()
-        for view in self._made:
+        self._release_window()
+        for view in self._cast_views:
             view.release()
         self._views.clear()
 
     def window(self, most_bytes: int) -> list[memoryview]:
-        """The next views to transfer, at most ``most_bytes`` of them. Good until the next call."""
-        self._take_back()
+        """Return the next views to transfer, at most ``most_bytes`` in total; valid until the next call."""
+        self._release_window()
         window: list[memoryview] = []
         start = self._offset
         for view in itertools.islice(self._views, self._at, self._at + IOV_MAX):
             stop = min(view.nbytes, start + most_bytes)
             if start or stop < view.nbytes:
-                view = view[start:stop]  # noqa: PLW2901 - the same view, less of it
-                self._lent.append(view)
+                view = view[start:stop]  # noqa: PLW2901 - the same view, shortened
+                self._window_views.append(view)
             window.append(view)
             most_bytes -= stop - start
             start = 0
@@ -152,7 +155,7 @@ class BufferCursor:
         return window
 
     def advance(self, count: int) -> None:
-        """``count`` bytes of the last window were transferred."""
+        """Record that ``count`` bytes of the last window were transferred."""
         self.left -= count
         self._offset += count
         while self._at < len(self._views) and self._offset >= self._views[self._at].nbytes:
@@ -161,37 +164,37 @@ class BufferCursor:
         if self._seen is not None:
             self._seen(self._size - self.left)
 
-    def _flat(self, view: memoryview) -> memoryview:
+    def _as_bytes(self, view: memoryview) -> memoryview:
         if view.format == "B" and view.ndim == 1 and view.contiguous:
             return view
         try:
             flat = view.cast("B")
         except TypeError as error:
             raise RequestError(f"a view of shape {view.shape} cannot be transferred as bytes: {error}") from error
-        self._made.append(flat)
+        self._cast_views.append(flat)
         return flat
 
-    def _take_back(self) -> None:
-        for view in self._lent:
-            with contextlib.suppress(BufferError):  # a thread that was interrupted in a call still has it
+    def _release_window(self) -> None:
+        for view in self._window_views:
+            with contextlib.suppress(BufferError):  # a thread that was interrupted in a call still uses the view
                 view.release()
-        self._lent.clear()
+        self._window_views.clear()
 
 
 class PartitionableTransport:
-    """``inner``, until :meth:`partition`: then all channels end, nobody is reached, and nobody who comes is heard."""
+    """A transport with fault injection: :meth:`partition` closes all channels and blocks new ones for a time."""
 
     def __init__(self, inner: Transport, clock: Callable[[], float] = time.monotonic) -> None:
         self.name = inner.name
         self._inner = inner
         self._clock = clock
         self._lock = threading.Lock()
-        self._until = float("-inf")
+        self._partitioned_until = float("-inf")
         self._open: weakref.WeakSet[MessageChannel] = weakref.WeakSet()
 
     def partition(self, seconds: float) -> None:
         with self._lock:
-            self._until = self._clock() + seconds
+            self._partitioned_until = self._clock() + seconds
             ended = list(self._open)
         for channel in ended:
             channel.close()
@@ -216,10 +219,10 @@ class PartitionableTransport:
 
     @property
     def _is_partitioned(self) -> bool:
-        return self._clock() < self._until
+        return self._clock() < self._partitioned_until
 
     def _track(self, channel: MessageChannel) -> bool:
-        """Whether this channel is there until the next cut."""
+        """Register the channel to be closed by the next partition; return ``False`` during one."""
         with self._lock:
             if self._is_partitioned:
                 return False

@@ -4,7 +4,7 @@
 
     "tPS" | version, 1 byte | header length, uint32 | payload length, uint64 | header | payload     (big endian)
 
-What moves the bytes is a :class:`ByteStream`; limits, timeouts and what ends a channel are the same for all of them.
+A :class:`ByteStream` moves the bytes; limits, timeouts and error handling are the same for all streams.
 """
 
 from __future__ import annotations
@@ -37,35 +37,37 @@ FRAME_MAGIC = b"tPS"
 FRAME_PREFIX = struct.Struct(">3sBIQ")
 
 _WINDOW_BYTES = 256 << 10
-"""Most bytes in one call to the kernel: what has just been copied is still in the cache when it is copied again."""
+"""Largest number of bytes in one system call, so that copied bytes are still in the cache for the next copy."""
 _SLOWEST_BYTES_PER_S = 64 << 10
-"""A payload that comes more slowly than this is given up, however steadily its bytes trickle in."""
+"""Minimum average rate of a payload; a slower transfer fails."""
 _STEP_BYTES = 1 << 20
 
 
 class ByteStream(Protocol):
-    """Bytes to and from one peer. ``within_s`` is how long to wait for any progress at all.
+    """Bytes to and from one peer. ``within_s`` limits the seconds without any progress.
 
-    Whatever goes wrong is a :class:`~peerstore.errors.PeerUnreachableError` or a
-    :class:`~peerstore.errors.PeerRefusedError`. One thread sends and one receives at a time.
+    Errors are :class:`~peerstore.errors.PeerUnreachableError` or :class:`~peerstore.errors.PeerRefusedError`. One
+    thread sends and one receives at a time.
     """
 
     def now(self) -> float: ...
 
     def send(self, views: list[memoryview], *, more: bool, within_s: float) -> int:
-        """Send some of ``views``, at least a byte; ``more`` is coming at once."""
+        """Send at least one byte of ``views`` and return the count; ``more`` means that the caller
+        sends more at once.
+        """
 
     def send_file(self, piece: FileSlice, *, within_s: float) -> int:
-        """Send some of ``piece``; 0 when the file has ended."""
+        """Send some of ``piece`` and return the count; 0 at the end of the file."""
 
     def receive(self, views: list[memoryview], *, within_s: float | None) -> int:
-        """Fill some of ``views``; 0 when the peer sends nothing any more."""
+        """Fill some of ``views`` and return the count; 0 when the peer has closed its side."""
 
     def shut(self) -> None:
-        """End both directions; who waits, returns. From any thread."""
+        """End both directions and wake waiting threads; callable from any thread."""
 
     def close(self) -> None:
-        """Give everything back. Nobody is in any other method, or will be."""
+        """Release all resources; no other method runs or is called later."""
 
 
 class FramedChannel:
@@ -77,13 +79,13 @@ class FramedChannel:
         self.max_payload_bytes = MAX_PAYLOAD_BYTES
         self.timeout_s = timeout_s
         self.on_authenticated: Callable[[], None] = lambda: None
-        """Of whoever accepted the channel."""
+        """Called by ``mark_authenticated``; set by the listener."""
         self.is_authenticated = False
         self._stream = stream
         self._left = 0
-        """Bytes of a payload that were announced and not taken yet."""
+        """Announced payload bytes that have not been received."""
         self._closed_reason = ""
-        """Why nothing more can be sent or received."""
+        """Why the channel is unusable; empty while it works."""
         self._closing = threading.Lock()
         self._closed = False
         self._sending = threading.Lock()
@@ -99,7 +101,7 @@ class FramedChannel:
             )
         run = [memoryview(FRAME_PREFIX.pack(FRAME_MAGIC, FRAME_VERSION, len(header), size)), memoryview(header)]
         with self._sending:
-            self._check()
+            self._check_usable()
             with self._closing_on_error():
                 for part in payload:
                     if isinstance(part, FileSlice):
@@ -114,7 +116,7 @@ class FramedChannel:
         latest = None if within_s is None else self._stream.now() + within_s
         patience_s = min((limit for limit in (idle_s, within_s) if limit is not None), default=None)
         with self._receiving:
-            self._check()
+            self._check_usable()
             if self._left:
                 raise RequestError(f"{self._left} bytes of the message before have not been taken")
             with self._closing_on_error():
@@ -128,14 +130,14 @@ class FramedChannel:
                     deadline = self._stream.now() + self.timeout_s
                     deadline = deadline if latest is None else min(deadline, latest)
                     self._fill(view, count, deadline)
-                header_bytes, payload_bytes = self._announced(prefix)
+                header_bytes, payload_bytes = self._parse_prefix(prefix)
                 header = self._header(header_bytes, deadline)
                 self._left = payload_bytes
                 return IncomingMessage(header, payload_bytes)
 
     def receive_into(self, views: Sequence[memoryview], seen: ProgressCallback | None = None) -> None:
         with self._receiving, BufferCursor(views, seen) as cursor:
-            self._check()
+            self._check_usable()
             if cursor.left != self._left:
                 raise RequestError(f"{cursor.left} bytes were given to fill, the payload has {self._left}")
             if any(view.readonly for view in views):
@@ -143,7 +145,7 @@ class FramedChannel:
             deadline = self._stream.now() + self.timeout_s + cursor.left / _SLOWEST_BYTES_PER_S
             with self._closing_on_error():
                 while cursor.left:
-                    cursor.advance(self._some(cursor.window(_WINDOW_BYTES), deadline))
+                    cursor.advance(self._receive_some(cursor.window(_WINDOW_BYTES), deadline))
 
     def mark_authenticated(self) -> None:
         self.is_authenticated = True
@@ -151,15 +153,15 @@ class FramedChannel:
 
     def discard(self) -> None:
         with self._receiving:
-            self._check()
+            self._check_usable()
             deadline = self._stream.now() + self.timeout_s + self._left / _SLOWEST_BYTES_PER_S
             with self._closing_on_error(), memoryview(bytearray(min(self._left, _WINDOW_BYTES))) as scratch:
                 while self._left:
                     with scratch[: self._left] as room:
-                        self._some([room], deadline)
+                        self._receive_some([room], deadline)
 
     def close(self) -> None:
-        """Whoever waits in ``send`` or ``receive`` is woken first: what they use is given back only after them."""
+        """Wake the threads in ``send`` and ``receive``, and release the stream after they have returned."""
         with self._closing:
             if self._closed:
                 return
@@ -169,15 +171,13 @@ class FramedChannel:
             with self._sending, self._receiving:
                 self._stream.close()
 
-    # -- inside ---------------------------------------------------------------------------------------------------
-
-    def _check(self) -> None:
+    def _check_usable(self) -> None:
         if self._closed_reason:
             raise PeerUnreachableError(f"the channel to {self.peer} is over: {self._closed_reason}")
 
     @contextlib.contextmanager
     def _closing_on_error(self) -> Iterator[None]:
-        """Whatever interrupts a message ends the channel: the next one would begin in the middle of this."""
+        """Close the channel after any error in a message, because the next message would begin inside it."""
         try:
             yield
         except BaseException as error:
@@ -204,13 +204,13 @@ class FramedChannel:
                 )
             start, left = start + count, left - count
 
-    def _announced(self, prefix: bytearray) -> tuple[int, int]:
+    def _parse_prefix(self, prefix: bytearray) -> tuple[int, int]:
         return parse_frame_prefix(
             prefix, self.peer, max_header_bytes=self.max_header_bytes, max_payload_bytes=self.max_payload_bytes
         )
 
     def _header(self, size: int, deadline: float) -> bytes:
-        """``size`` bytes; memory is taken for what has come, not for what was announced."""
+        """Receive ``size`` bytes; memory is allocated for received bytes, not for announced ones."""
         data = bytearray()
         while len(data) < size:
             start = len(data)
@@ -230,7 +230,7 @@ class FramedChannel:
                 raise PeerUnreachableError("the connection ended in the middle of a header")
             filled += count
 
-    def _some(self, window: list[memoryview], deadline: float) -> int:
+    def _receive_some(self, window: list[memoryview], deadline: float) -> int:
         left_s = deadline - self._stream.now()
         if left_s <= 0:
             raise PeerUnreachableError(
@@ -246,7 +246,7 @@ class FramedChannel:
 def parse_frame_prefix(
     prefix: bytes | bytearray, peer: str, *, max_header_bytes: int, max_payload_bytes: int
 ) -> tuple[int, int]:
-    """How many bytes of header and of payload follow this prefix, or :class:`ProtocolError`."""
+    """Return the sizes of header and payload in bytes; raise :class:`ProtocolError` if the prefix is invalid."""
     magic, version, header_bytes, payload_bytes = FRAME_PREFIX.unpack(prefix)
     if magic != FRAME_MAGIC:
         raise ProtocolError(f"{peer} sent something else than a message: {bytes(prefix)!r}")
@@ -260,7 +260,7 @@ def parse_frame_prefix(
 
 
 def payload_size(payload: Payload) -> int:
-    """How much it is; files that are too short are found before anything is sent."""
+    """Return the payload's size in bytes; raise before anything is sent if a file is too short."""
     total = 0
     ends: dict[int, int] = {}
     for part in payload:
@@ -330,12 +330,12 @@ class TcpStream:
         except OSError as error:
             if error.errno not in (errno.EINVAL, errno.ENOSYS):
                 raise
-        data = os.pread(fd, min(size, _FILE_BYTES), start)  # a file that the kernel does not send by itself
+        data = os.pread(fd, min(size, _FILE_BYTES), start)  # a file that sendfile does not support
         return self._sock.send(data) if data else 0
 
 
 def wait_until_ready(fd: int, events: int, within_s: float | None) -> None:
-    """Until ``fd`` is ready, or :class:`PeerUnreachableError` when it is not for so long."""
+    """Wait until ``fd`` is ready; raise :class:`PeerUnreachableError` after ``within_s`` seconds."""
     poller = select.poll()
     poller.register(fd, events)
     if not poller.poll(None if within_s is None else max(0.0, within_s) * 1000):
@@ -343,7 +343,7 @@ def wait_until_ready(fd: int, events: int, within_s: float | None) -> None:
 
 
 def set_tcp_options(sock: socket.socket, timeout_s: float) -> None:
-    """Small messages go at once, and a peer that is gone is noticed. Buffers are the kernel's affair."""
+    """Send small messages at once, and detect dead peers. Buffer sizes are left to the kernel."""
     sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
     sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, _ALIVE_IDLE_S)

@@ -1,21 +1,20 @@
 """RDMA transport over NIXL: registered buffers, payloads that the receiver reads itself, TCP for everything else.
 
-Who may connect is decided over TCP, by the handshake; until then nothing is offered or read. NIXL itself asks nobody
-who they are: the network it uses has to be one where everybody is trusted. A payload that was changed is noticed by
-those who verify it, as always.
+The handshake over TCP authenticates peers; before that no payload is offered or read. NIXL itself does not
+authenticate, so all hosts of its network must be trusted. Receivers that verify payloads detect changed bytes as with
+other transports.
 
 ::
 
     sender                                      receiver
-      OFFERED | header, size, introduction ──>                     (over the other channel, as is PIECE)
+      OFFERED | header, size, metadata     ──>                     (over the TCP channel, like PIECE)
       PIECE | address, size, ticket        ──>
-              registered buffer            <──  reads it by itself
-              told: the ticket is done     <──
+              registered buffer            <──  reads it
+              notification                 <──  the ticket is done
       PIECE ...
 
-A sender fills a buffer and says where it is; the receiver reads it from there into a buffer of its own, and NIXL tells
-the sender when that is done. A buffer whose reader went away without a word is not filled again while that reader might
-still be reading.
+The sender fills a buffer and sends its address. The receiver reads it into one of its buffers, and NIXL notifies the
+sender. If the receiver disconnects without a notification, the buffer is not filled again while a read may still run.
 """
 
 from __future__ import annotations
@@ -57,10 +56,10 @@ from peerstore.transport.tcp import TcpTransport
 
 
 class NixlTransport:
-    """``carrier`` finds peers and carries what is small; ``backend`` and its ``options`` are NIXL's. Which adapters UCX
-    uses is for its own variables to say (``UCX_NET_DEVICES=mlx5_0:1``).
+    """Transport with a ``carrier`` for connections and small messages, and a NIXL ``backend`` with ``options``.
 
-    From its first use on it holds ``buffers`` times ``buffer_bytes`` of registered memory, for all channels together.
+    UCX selects its adapters by its own variables (``UCX_NET_DEVICES=mlx5_0:1``). After the first use, ``buffers``
+    times ``buffer_bytes`` of memory are registered for all channels together.
     """
 
     name = "nixl"
@@ -76,7 +75,7 @@ class NixlTransport:
         buffers: int = 16,
         least_bytes: int = 256 << 10,
     ) -> None:
-        nixl_bindings()  # or nothing will work
+        nixl_bindings()  # fails early if NIXL is not installed
         self._carrier = carrier or TcpTransport(timeout_s=timeout_s)
         self._least_bytes = least_bytes
         self._register = partial(
@@ -86,14 +85,14 @@ class NixlTransport:
         self._registered: RegisteredMemory | None = None
 
     def listen(self, address: str, serve: Callable[[MessageChannel], None]) -> Listener:
-        memory = self._memory  # so that a backend that is not there is said to who starts, not to who connects
+        memory = self._memory  # a missing backend fails here, not at the first connection
         return self._carrier.listen(address, partial(self._serve, memory, serve))
 
     def connect(self, address: str, *, timeout_s: float = 5.0) -> MessageChannel:
         return NixlChannel(self._carrier.connect(address, timeout_s=timeout_s), self._memory, self._least_bytes)
 
     def close(self) -> None:
-        """Give the registered memory back, after all listeners and channels were closed."""
+        """Release the registered memory, after all listeners and channels were closed."""
         with self._lock:
             registered, self._registered = self._registered, None
         if registered is not None:
@@ -101,7 +100,7 @@ class NixlTransport:
 
     @property
     def _memory(self) -> RegisteredMemory:
-        """Registered by the first channel: most processes of a job never open one."""
+        """The registered memory, created for the first channel: most processes of a job never open one."""
         with self._lock:
             if self._registered is None:
                 self._registered = self._register()
@@ -116,17 +115,17 @@ class NixlTransport:
 
 _ENVELOPE = struct.Struct(">BI")
 _KINDS = range(4)
-_INLINE, _OFFERED, _PIECE, _STILL_THERE = _KINDS
+_INLINE, _OFFERED, _PIECE, _KEEPALIVE = _KINDS
 _MAX_OFFER_BYTES = 64 << 10
 _MAX_NIXL_HEADER_BYTES = MAX_MESSAGE_HEADER_BYTES - _MAX_OFFER_BYTES - _ENVELOPE.size
-_ASK_EVERY_S = 0.2
-_AHEAD = 4
-"""Buffers of one channel that are filled before the first of them was read."""
+_KEEPALIVE_S = 0.2
+_PIPELINE_DEPTH = 4
+"""Number of buffers that one channel fills before the first one is read."""
 _encode = msgspec.msgpack.Encoder().encode
 
 
 class NixlChannel:
-    """A :class:`~peerstore.transport.base.MessageChannel` that carries large payloads beside another channel."""
+    """A :class:`~peerstore.transport.base.MessageChannel` with large payloads over RDMA, next to another channel."""
 
     def __init__(self, carrier: MessageChannel, memory: RegisteredMemory, least_bytes: int) -> None:
         self.peer = carrier.peer
@@ -136,13 +135,13 @@ class NixlChannel:
         self._limits = MAX_MESSAGE_HEADER_BYTES, MAX_PAYLOAD_BYTES
         self._sending = threading.Lock()
         self._receiving = threading.Lock()
-        self._introduced = False
+        self._metadata_sent = False
         self._tickets: list[int] = []
-        """Of the buffers that the peer has not read yet."""
+        """Tickets of buffers that the peer has not read."""
         self._source = ""
-        """What NIXL calls the peer."""
+        """NIXL's name of the peer."""
         self._left = 0
-        """Bytes of an offered payload that were not taken yet."""
+        """Bytes of an offered payload that have not been received."""
         self._inline = 0
         self._closed_reason = ""
 
@@ -179,7 +178,7 @@ class NixlChannel:
                 f"or {MAX_PAYLOAD_BYTES} for its payload"
             )
         with self._sending:
-            self._check()
+            self._check_usable()
             if size < self._least_bytes:
                 self._carrier.send(_ENVELOPE.pack(_INLINE, len(header)) + header, payload)
                 return
@@ -190,7 +189,7 @@ class NixlChannel:
     def receive(self, *, idle_s: float | None = None, within_s: float | None = None) -> IncomingMessage | None:
         begun = time.monotonic()
         with self._receiving:
-            self._check()
+            self._check_usable()
             if self._left or self._inline:
                 raise RequestError(f"{self._left or self._inline} bytes of the message before have not been taken")
             with self._closing_on_error():
@@ -202,13 +201,13 @@ class NixlChannel:
                     )
                     if incoming is None:
                         return None
-                    kind, header, rest = self._opened(incoming)
-                    if kind != _STILL_THERE:
-                        return self._arrived(kind, header, rest, incoming.payload_bytes)
+                    kind, header, rest = self._parse_envelope(incoming)
+                    if kind != _KEEPALIVE:
+                        return self._accept_message(kind, header, rest, incoming.payload_bytes)
 
     def receive_into(self, views: Sequence[memoryview], seen: ProgressCallback | None = None) -> None:
         with self._receiving:
-            self._check()
+            self._check_usable()
             if not self._left:
                 self._carrier.receive_into(views, seen)
                 self._inline = 0
@@ -226,7 +225,7 @@ class NixlChannel:
 
     def discard(self) -> None:
         with self._receiving:
-            self._check()
+            self._check_usable()
             if not self._left:
                 self._carrier.discard()
                 self._inline = 0
@@ -241,15 +240,13 @@ class NixlChannel:
         with self._sending, self._receiving:
             self._memory.abandon_tickets(self._tickets)
 
-    # -- inside ---------------------------------------------------------------------------------------------------
-
     def _limit(self, header_bytes: int, payload_bytes: int) -> None:
-        """Strangers, who may send no payload, may offer none either."""
+        """Set the limits; unauthenticated peers, which may send no payload, may not offer one either."""
         self._limits = header_bytes, payload_bytes
         self._carrier.max_header_bytes = header_bytes + _ENVELOPE.size + (_MAX_OFFER_BYTES if payload_bytes else 0)
         self._carrier.max_payload_bytes = payload_bytes
 
-    def _check(self) -> None:
+    def _check_usable(self) -> None:
         if self._closed_reason:
             raise PeerUnreachableError(f"the channel to {self.peer} is over: {self._closed_reason}")
 
@@ -263,16 +260,16 @@ class NixlChannel:
             raise
 
     def _offer(self, header: bytes, size: int) -> None:
-        introduction = b"" if self._introduced else self._memory.agent_metadata
+        metadata = b"" if self._metadata_sent else self._memory.agent_metadata
         envelope = _ENVELOPE.pack(_OFFERED, len(header))
-        self._carrier.send(envelope + header + _encode(PayloadOffer(size, introduction)))
-        self._introduced = True
+        self._carrier.send(envelope + header + _encode(PayloadOffer(size, metadata)))
+        self._metadata_sent = True
 
     def _send_pieces(self, parts: list[memoryview | FileSlice]) -> None:
         at, start = 0, 0
         while at < len(parts):
             self._wait_until_read()
-            buffer = self._memory.take(self._check)
+            buffer = self._memory.take(self._check_usable)
             filled = 0
             try:
                 while at < len(parts) and filled < self._memory.buffer_bytes:
@@ -289,17 +286,17 @@ class NixlChannel:
             self._carrier.send(_ENVELOPE.pack(_PIECE, 0) + _encode(PayloadPiece(buffer.address, filled, ticket)))
 
     def _wait_until_read(self) -> None:
-        """Until the peer has not too much to read. Asked whether it is still there, the kernel says if it is not."""
+        """Wait until the peer has few unread buffers; messages in between detect a dead peer."""
         asked = time.monotonic()
-        for _ in poll_until_timeout(self.timeout_s, self._check, f"silent for {self.timeout_s:g} s"):
+        for _ in poll_until_timeout(self.timeout_s, self._check_usable, f"silent for {self.timeout_s:g} s"):
             self._tickets = self._memory.unread_tickets(self._tickets)
-            if len(self._tickets) < _AHEAD:
+            if len(self._tickets) < _PIPELINE_DEPTH:
                 return
-            if time.monotonic() > asked + _ASK_EVERY_S:
-                self._carrier.send(_ENVELOPE.pack(_STILL_THERE, 0))
+            if time.monotonic() > asked + _KEEPALIVE_S:
+                self._carrier.send(_ENVELOPE.pack(_KEEPALIVE, 0))
                 asked = time.monotonic()
 
-    def _opened(self, incoming: IncomingMessage) -> tuple[int, bytes, bytes]:
+    def _parse_envelope(self, incoming: IncomingMessage) -> tuple[int, bytes, bytes]:
         if len(incoming.header) < _ENVELOPE.size:
             raise ProtocolError(f"{self.peer} sent a message without an envelope")
         kind, header_bytes = _ENVELOPE.unpack_from(incoming.header)
@@ -316,7 +313,7 @@ class NixlChannel:
             raise ProtocolError(f"{self.peer} sent {incoming.payload_bytes} bytes where none belong")
         return kind, incoming.header[_ENVELOPE.size : rest], incoming.header[rest:]
 
-    def _arrived(self, kind: int, header: bytes, rest: bytes, inline_bytes: int) -> IncomingMessage:
+    def _accept_message(self, kind: int, header: bytes, rest: bytes, inline_bytes: int) -> IncomingMessage:
         if kind == _INLINE:
             self._inline = inline_bytes
             return IncomingMessage(header, inline_bytes)
@@ -334,8 +331,8 @@ class NixlChannel:
 
     def _next_piece(self) -> PayloadPiece:
         while (incoming := self._carrier.receive(idle_s=self.timeout_s)) is not None:
-            kind, _, rest = self._opened(incoming)
-            if kind == _STILL_THERE:
+            kind, _, rest = self._parse_envelope(incoming)
+            if kind == _KEEPALIVE:
                 continue
             piece = decode_message(rest, PayloadPiece) if kind == _PIECE else None
             if piece is None or not 0 < piece.size <= self._left:
@@ -345,16 +342,16 @@ class NixlChannel:
         raise PeerUnreachableError(f"{self.peer}: the connection ended {self._left} bytes before the end of a payload")
 
     def _read_pieces(self, cursor: BufferCursor) -> None:
-        """While one buffer is being filled, the one before is copied to where it belongs."""
+        """Read all pieces; the copy of one buffer overlaps with the read of the next one."""
         before: RdmaRead | None = None
         try:
             while self._left:
                 for address, size, ticket in split_payload_piece(self._next_piece(), self._memory.buffer_bytes):
-                    read = self._memory.read(self._source, address, size, ticket, self._check)
+                    read = self._memory.read(self._source, address, size, ticket, self._check_usable)
                     try:
                         if before is not None:
                             copy_to_cursor(before, cursor)
-                        read.wait(self.timeout_s, self._check)
+                        read.wait(self.timeout_s, self._check_usable)
                     finally:
                         if before is not None:
                             before.release()
@@ -378,7 +375,7 @@ class PayloadPiece(msgspec.Struct, frozen=True, array_like=True):
 
 
 def split_payload_piece(piece: PayloadPiece, most_bytes: int) -> Iterator[tuple[int, int, int | None]]:
-    """A piece in as many reads as it takes; the sender is told after the last."""
+    """Yield the reads for a piece; only the last one has the ticket, which notifies the sender."""
     for start in range(0, piece.size, most_bytes):
         last = start + most_bytes >= piece.size
         yield piece.address + start, min(most_bytes, piece.size - start), piece.ticket if last else None
@@ -398,7 +395,7 @@ def payload_part_size(part: memoryview | FileSlice) -> int:
 
 
 def copy_payload_part(room: memoryview, part: memoryview | FileSlice, start: int) -> int:
-    """As much of ``part``, from ``start`` on, as there is room for."""
+    """Copy ``part`` from ``start``, as far as it fits, and return the number of bytes."""
     size = min(payload_part_size(part) - start, room.nbytes)
     with room[:size] as target:
         if isinstance(part, FileSlice):
@@ -412,11 +409,11 @@ def copy_payload_part(room: memoryview, part: memoryview | FileSlice, start: int
 
 
 _POLL_US = 500
-"""How long NIXL's own thread sleeps when there is nothing to do; without, it takes a core."""
+"""Microseconds that NIXL's thread sleeps when idle; without a pause it uses a full core."""
 _FIRST_PAUSE_S = 20e-6
 _LONGEST_PAUSE_S = 1e-3
 _MODULES = ("nixl_cu12._bindings", "nixl_cu13._bindings")
-"""Imported by name: the package above them asks torch which of them it is to be."""
+"""Modules of NIXL's bindings. The package above them would import torch to choose one."""
 _TICKET = struct.Struct(">Q")
 
 
@@ -425,11 +422,11 @@ class RdmaBuffer:
     address: int
     view: memoryview
     free_at: float = math.inf
-    """When nobody can be reading it any more, although nobody said so."""
+    """Time after which no read can still run, if no notification arrives."""
 
 
 class RegisteredMemory:
-    """One NIXL agent and its buffers. Every method may be called from any thread."""
+    """One NIXL agent and its buffers. Thread-safe."""
 
     def __init__(
         self, backend: str, options: Mapping[str, str], *, buffer_bytes: int, buffers: int, timeout_s: float
@@ -437,24 +434,24 @@ class RegisteredMemory:
         self._nixl = nixl_bindings()
         self.buffer_bytes = buffer_bytes
         self._timeout_s = timeout_s
-        self._agent = self._make(backend, options)
+        self._agent = self._create_agent(backend, options)
         self._memory = mmap.mmap(-1, buffer_bytes * buffers)
         start = _address(self._memory)
         self._places = self._nixl.nixlRegDList(self._nixl.DRAM_SEG, [(start, buffer_bytes * buffers, 0, "")])
         self._agent.registerMem(self._places, [])
         self.agent_metadata: bytes = self._agent.getLocalMD()
-        """What others have to be told before they can read here."""
+        """Metadata that other agents need to read from this one."""
         self._lock = threading.Lock()
         whole = memoryview(self._memory)
         starts = range(0, buffer_bytes * buffers, buffer_bytes)
         self._free = [RdmaBuffer(start + at, whole[at : at + buffer_bytes]) for at in starts]
         self._lent: dict[int, RdmaBuffer] = {}
         self._unfinished: list[tuple[int, RdmaBuffer]] = []
-        """Reads that were given up but go on, and where they write."""
+        """Handles of abandoned reads that still run, with their target buffers."""
         self._tickets = itertools.count(1)
-        self._known: dict[bytes, str] = {}
+        self._remote_agents: dict[bytes, str] = {}
 
-    def _make(self, backend: str, options: Mapping[str, str]) -> Any:
+    def _create_agent(self, backend: str, options: Mapping[str, str]) -> Any:
         config = self._nixl.nixlAgentConfig()
         config.useProgThread = True
         config.syncMode = self._nixl.NIXL_THREAD_SYNC_STRICT
@@ -462,21 +459,21 @@ class RegisteredMemory:
         agent = self._nixl.nixlAgent(uuid.uuid4().hex, config)
         try:
             agent.createBackend(backend, dict(options))
-        except Exception as error:  # NIXL has a class for each of its numbers
+        except Exception as error:  # NIXL has an exception class for each error code
             known = ", ".join(agent.getAvailPlugins())
             raise RequestError(f"NIXL cannot use {backend!r} here ({error}); it comes with {known}") from error
         return agent
 
     def close(self) -> None:
-        """Nobody uses it any more."""
+        """Release the memory and the agent; no channel uses it any longer."""
         with self._lock:
             self._agent.deregisterMem(self._places, [])
-            del self._agent  # its threads end with it
+            del self._agent  # deleting it ends its threads
 
-    # -- for who sends --------------------------------------------------------------------------------------------
+    # -- sender ---------------------------------------------------------------------------------------------------
 
     def take(self, check: Callable[[], None]) -> RdmaBuffer:
-        """A buffer nobody reads. ``check`` raises when waiting for one makes no sense any more."""
+        """Return a free buffer, waiting for one; ``check`` raises to end the wait."""
         for _ in poll_until_timeout(self._timeout_s, check, "no buffer came free"):
             with self._lock:
                 self._collect()
@@ -485,7 +482,7 @@ class RegisteredMemory:
         raise PeerUnreachableError("no buffer came free")
 
     def publish(self, buffer: RdmaBuffer) -> int:
-        """Somebody will read it; under this ticket is said later that it was done."""
+        """Return the ticket under which the peer's read of the buffer is notified."""
         with self._lock:
             ticket = next(self._tickets)
             buffer.free_at = math.inf
@@ -502,90 +499,90 @@ class RegisteredMemory:
             self._free.append(buffer)
 
     def abandon_tickets(self, tickets: Iterable[int]) -> None:
-        """Perhaps nobody will ever say that these were read."""
+        """Free these buffers after a timeout, because their notifications may never arrive."""
         with self._lock:
             for buffer in [self._lent[ticket] for ticket in tickets if ticket in self._lent]:
                 buffer.free_at = time.monotonic() + 2 * self._timeout_s
 
     def _collect(self) -> None:
-        """Take back what is free again."""
-        said = [ticket for tickets in self._agent.getNotifs({}).values() for ticket in tickets]
-        read = [_TICKET.unpack(ticket)[0] for ticket in said if len(ticket) == _TICKET.size]
+        """Free buffers that were read, timed out, or whose abandoned reads ended."""
+        notified = [ticket for tickets in self._agent.getNotifs({}).values() for ticket in tickets]
+        read = [_TICKET.unpack(ticket)[0] for ticket in notified if len(ticket) == _TICKET.size]
         now = time.monotonic()
         late = [ticket for ticket, buffer in self._lent.items() if buffer.free_at <= now]
         self._free += [self._lent.pop(ticket) for ticket in {*read, *late} if ticket in self._lent]
-        ended = [write for write in self._unfinished if self._ended(write[0])]
+        ended = [write for write in self._unfinished if self._has_ended(write[0])]
         self._unfinished = [write for write in self._unfinished if write not in ended]
         self._free += [buffer for _, buffer in ended]
 
-    # -- for who receives -----------------------------------------------------------------------------------------
+    # -- receiver -------------------------------------------------------------------------------------------------
 
-    def add_remote_agent(self, introduction: bytes) -> str:
-        """Who introduced itself so; from now on its buffers can be read."""
+    def add_remote_agent(self, metadata: bytes) -> str:
+        """Register a peer's metadata and return its name; its buffers can be read afterwards."""
         with self._lock:
-            if introduction not in self._known:
+            if metadata not in self._remote_agents:
                 try:
-                    name = self._agent.loadRemoteMD(introduction)
+                    name = self._agent.loadRemoteMD(metadata)
                 except Exception as error:
                     raise PeerUnreachableError(f"NIXL does not know how to reach it: {error}") from error
-                self._known[introduction] = name.decode()
-            return self._known[introduction]
+                self._remote_agents[metadata] = name.decode()
+            return self._remote_agents[metadata]
 
     def read(self, source: str, address: int, size: int, ticket: int | None, check: Callable[[], None]) -> RdmaRead:
-        """Begin to read ``size`` bytes at ``address`` of ``source``, which is told by ``ticket`` when it is done."""
+        """Start a read of ``size`` bytes at ``address`` of ``source``; the ``ticket`` notifies it at the end."""
         buffer = self.take(check)
         nixl, agent = self._nixl, self._agent
-        said = b"" if ticket is None else _TICKET.pack(ticket)
+        notification = b"" if ticket is None else _TICKET.pack(ticket)
         try:
             here = nixl.nixlXferDList(nixl.DRAM_SEG, [(buffer.address, size, 0)])
             there = nixl.nixlXferDList(nixl.DRAM_SEG, [(address, size, 0)])
-            handle = agent.createXferReq(nixl.NIXL_READ, here, there, source, said, [])
+            handle = agent.createXferReq(nixl.NIXL_READ, here, there, source, notification, [])
         except Exception as error:
             self.put_back(buffer)
-            raise self._lost(source, error) from error
+            raise self._peer_lost(source, error) from error
         read = RdmaRead(self, source, handle, buffer, size)
         try:
             agent.postXferReq(handle)
         except Exception as error:
             read.release()
-            raise self._lost(source, error) from error
+            raise self._peer_lost(source, error) from error
         return read
 
     def skip(self, source: str, ticket: int) -> None:
-        """What the ticket stands for will not be read."""
-        with contextlib.suppress(Exception):  # then it is left behind over there
+        """Notify the peer that the ticket's buffer will not be read."""
+        with contextlib.suppress(Exception):  # then the peer frees the buffer after its timeout
             self._agent.genNotif(source, _TICKET.pack(ticket), [])
 
     def done(self, read: RdmaRead) -> bool:
         try:
             return bool(self._agent.getXferStatus(read.handle) == self._nixl.NIXL_SUCCESS)
         except Exception as error:
-            raise self._lost(read.source, error) from error
+            raise self._peer_lost(read.source, error) from error
 
     def release(self, read: RdmaRead) -> None:
         with self._lock:
             self._unfinished.append((read.handle, read.buffer))
             self._collect()
 
-    def _ended(self, handle: int) -> bool:
-        """Whether a read writes nothing any more; one that goes on is told to stop."""
+    def _has_ended(self, handle: int) -> bool:
+        """Return whether a read has ended; a running one is canceled."""
         try:
             self._agent.releaseXferReq(handle)
-        except Exception:  # noqa: BLE001 - it could not be stopped, and will be asked again
+        except Exception:  # noqa: BLE001 - the read could not be canceled, and is checked again later
             return False
         return True
 
-    def _lost(self, source: str, error: Exception) -> PeerUnreachableError:
-        """The next channel introduces it again."""
+    def _peer_lost(self, source: str, error: Exception) -> PeerUnreachableError:
+        """Forget the peer, so that the next channel registers it again, and return the error to raise."""
         with self._lock, contextlib.suppress(Exception):
-            self._known = {said: name for said, name in self._known.items() if name != source}
+            self._remote_agents = {metadata: name for metadata, name in self._remote_agents.items() if name != source}
             self._agent.invalidateRemoteMD(source)
         return PeerUnreachableError(f"NIXL could not read from it: {error}")
 
 
 @dataclass(eq=False)
 class RdmaRead:
-    """Bytes on their way into a buffer."""
+    """A read into a buffer."""
 
     memory: RegisteredMemory
     source: str
@@ -599,12 +596,12 @@ class RdmaRead:
                 return
 
     def release(self) -> None:
-        """The buffer is somebody else's once nothing is written into it any more."""
+        """Free the buffer after the read has ended."""
         self.memory.release(self)
 
 
 def poll_until_timeout(within_s: float, check: Callable[[], None], otherwise: str) -> Iterator[None]:
-    """Again and again, at first often, until it is too late."""
+    """Yield repeatedly with growing pauses; raise :class:`PeerUnreachableError` after ``within_s`` seconds."""
     deadline = time.monotonic() + within_s
     pause_s = _FIRST_PAUSE_S
     while True:
@@ -617,7 +614,7 @@ def poll_until_timeout(within_s: float, check: Callable[[], None], otherwise: st
 
 
 def nixl_bindings() -> Any:
-    """NIXL, where it is installed."""
+    """Return NIXL's bindings; raise :class:`RequestError` if NIXL is not installed."""
     for name in _MODULES:
         with contextlib.suppress(ImportError):
             return importlib.import_module(name)

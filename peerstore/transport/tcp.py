@@ -1,8 +1,8 @@
 """TCP transport: connect, listen, admit connections before they authenticate, one thread per connection.
 
-A connection is a stranger's until its peer has proven something: a secret, or a token. Strangers share a small budget,
-whatever they do, and have a short time. Where it is used up, the oldest of the address that has most of it gives
-way, so that nobody is kept out by those who only hold connections open.
+A connection is unauthenticated until its peer has proven a secret or a token. Unauthenticated connections share a small
+budget and have little time. If the budget is used up, the oldest connection of the address with most of them is closed,
+so that idle connections cannot lock out other peers.
 """
 
 from __future__ import annotations
@@ -42,14 +42,15 @@ _HANDSHAKE_S = 10.0
 
 
 AUTHENTICATION_TIMEOUT_S = 20.0
-"""A whole greeting, or a whole request: TLS and the proof after it each have half of it."""
+"""Seconds until a connection must be authenticated; TLS and the handshake have half of it each."""
 
 
 class TcpTransport:
-    """Connections are bound to ``interface`` (its name or one of its addresses), or go where the kernel sends them.
+    """TCP connections, bound to ``interface`` (its name or one of its addresses) or routed by the kernel.
 
-    ``timeout_s`` is how long a peer may be silent in the middle of a message. ``most`` bounds how many connections a
-    listener has at a time; more are turned away. Those that have proven nothing within ``proof_s`` are ended.
+    ``timeout_s`` is the number of seconds for which a peer may be silent in the middle of a message. ``most`` limits a
+    listener's connections; further ones are refused. Connections without authentication after ``proof_s`` seconds are
+    closed.
     """
 
     name = "tcp"
@@ -74,7 +75,7 @@ class TcpTransport:
             tls.context(server=True)
 
     def listen(self, address: str, serve: Callable[[MessageChannel], None]) -> TcpListener:
-        """``address`` is ``host:port``; port 0 is any free one, and no host is the interface's (or every) address."""
+        """Listen on ``host:port``; port 0 picks a free one, an empty host means the interface's (or every) address."""
         host, port = split_address(address)
         if is_wildcard_host(host) and self._interface:
             host = interface_addresses(self._interface)[0]
@@ -87,7 +88,7 @@ class TcpTransport:
             found = resolve_host(host, port, within_s=self._timeout_s)[0]
             sock = socket.create_server(found[4], family=found[0], backlog=_BACKLOG)
         serving = ConnectionThreads(partial(self._serve_after_handshake, serve), most=self._most)
-        return TcpListener(sock, host, serving, self._accepted, self._proof_s)
+        return TcpListener(sock, host, serving, self._wrap_accepted, self._proof_s)
 
     def connect(self, address: str, *, timeout_s: float = 5.0) -> MessageChannel:
         deadline = time.monotonic() + timeout_s
@@ -95,17 +96,17 @@ class TcpTransport:
         failures = []
         for found in resolve_host(host, port, within_s=timeout_s):
             try:
-                sock = self._dial(found, max(0.001, deadline - time.monotonic()))
+                sock = self._connect_socket(found, max(0.001, deadline - time.monotonic()))
             except (OSError, RequestError) as error:
                 failures.append(f"{found[4][0]}: {error}")
             else:
-                return self._connected(sock, host, address, deadline)
+                return self._wrap_connected(sock, host, address, deadline)
         raise PeerUnreachableError(f"{address} cannot be reached: {'; '.join(failures)}")
 
     def close(self) -> None:
-        """Nothing is held beside the channels."""
+        """Do nothing: the transport has no shared resources."""
 
-    def _dial(self, found: AddressInfo, within_s: float) -> socket.socket:
+    def _connect_socket(self, found: AddressInfo, within_s: float) -> socket.socket:
         family, kind, protocol, _, where = found
         sock = socket.socket(family, kind, protocol)
         try:
@@ -118,7 +119,7 @@ class TcpTransport:
             raise
         return sock
 
-    def _connected(self, sock: socket.socket, host: str, address: str, deadline: float) -> MessageChannel:
+    def _wrap_connected(self, sock: socket.socket, host: str, address: str, deadline: float) -> MessageChannel:
         with close_on_error(sock):
             set_tcp_options(sock, self._timeout_s)
             if self._tls is None:
@@ -134,7 +135,7 @@ class TcpTransport:
             raise
         return channel
 
-    def _accepted(self, sock: socket.socket, peer: str) -> FramedChannel:
+    def _wrap_accepted(self, sock: socket.socket, peer: str) -> FramedChannel:
         with close_on_error(sock):
             set_tcp_options(sock, self._timeout_s)
             if self._tls is None:
@@ -145,7 +146,7 @@ class TcpTransport:
         return TlsChannel(stream, peer, self._timeout_s)
 
     def _serve_after_handshake(self, serve: Callable[[MessageChannel], None], channel: MessageChannel) -> None:
-        """On the connection's own thread: who is slow to show a certificate keeps nobody else waiting."""
+        """Perform the TLS handshake on the connection's thread, so that a slow peer delays no other one."""
         if self._tls is not None:
             from peerstore.transport.tls import TlsChannel
 
@@ -155,16 +156,16 @@ class TcpTransport:
 
 
 class TcpChannel(FramedChannel):
-    """A channel with nothing between it and its socket."""
+    """A channel directly on a socket."""
 
     def __init__(self, sock: socket.socket, peer: str, timeout_s: float) -> None:
         super().__init__(TcpStream(sock), peer, timeout_s)
         self._sock = sock
 
     def detach(self) -> socket.socket:
-        """The socket, between two messages: for somebody who waits for many at once. The channel is over."""
+        """Return the socket, between two messages, for use with a selector; the channel is unusable afterwards."""
         with self._closing, self._sending, self._receiving:
-            self._check()
+            self._check_usable()
             self._closed, self._closed_reason = True, "somebody else has its socket"
             return self._sock
 
@@ -181,7 +182,7 @@ class TcpListener:
         self.address = join_address(host, sock.getsockname()[1])
         self._sock = sock
         self._serving = serving
-        self._accepted = accepted
+        self._wrap_accepted = accepted
         self._admission = ConnectionAdmission(f"the listener on {self.address}", within_s=proof_s)
         self._stopping = threading.Event()
         self._thread = threading.Thread(target=self._accept_loop, name="peerstore-peers", daemon=True)
@@ -206,7 +207,7 @@ class TcpListener:
                 continue
             try:
                 sock, where = self._sock.accept()
-            except OSError as error:  # too many open files, most likely: they become fewer
+            except OSError as error:  # most likely too many open files, which is transient
                 if not self._stopping.wait(_PAUSE_S):
                     self._admission.record_rejected(f"it could not be accepted: {error}")
                 continue
@@ -214,13 +215,13 @@ class TcpListener:
             stranger = self._admission.admit(sock, where[0])
             if stranger is None:
                 sock.close()
-            elif not self._serving.serve(partial(self._accepted, sock, peer), peer, stranger):
+            elif not self._serving.serve(partial(self._wrap_accepted, sock, peer), peer, stranger):
                 self._admission.record_rejected("there are too many connections", where[0])
                 stranger.leave()
                 sock.close()
 
 
-_FAREWELL_S = 5.0
+_JOIN_S = 5.0
 
 
 class ConnectionThreads:
@@ -234,7 +235,7 @@ class ConnectionThreads:
     def serve(
         self, accepted: Callable[[], FramedChannel], peer: str, stranger: UnauthenticatedConnection | None = None
     ) -> bool:
-        """Serve one more channel; ``False`` when there are too many, or no more threads."""
+        """Serve one more channel; return ``False`` if there are too many, or no thread can be started."""
         thread = threading.Thread(target=self._run, args=(accepted, peer, stranger), name="peerstore-peer", daemon=True)
         with self._lock:
             if self._ended or len(self._channels) >= self._most:
@@ -248,20 +249,20 @@ class ConnectionThreads:
         return True
 
     def close(self) -> None:
-        """End all channels, and wait for who serves them (unless that is who asks)."""
+        """Close all channels and wait for their threads, except the calling one."""
         with self._lock:
             self._ended = True
             channels = dict(self._channels)
         for channel in channels.values():
             if channel is not None:
                 channel.close()
-        until = time.monotonic() + _FAREWELL_S
+        until = time.monotonic() + _JOIN_S
         others = channels.keys() - {threading.current_thread()}
         for thread in others:
             thread.join(max(0.0, until - time.monotonic()))
-        still = sum(thread.is_alive() for thread in others)
-        if still:
-            log.warning("the work of %d connections goes on %g s after they were ended", still, _FAREWELL_S)
+        running = sum(thread.is_alive() for thread in others)
+        if running:
+            log.warning("the work of %d connections goes on %g s after they were ended", running, _JOIN_S)
 
     def _run(
         self, accepted: Callable[[], FramedChannel], peer: str, stranger: UnauthenticatedConnection | None
@@ -283,7 +284,7 @@ class ConnectionThreads:
         except (PeerStoreError, OSError) as error:
             known = stranger is None or (channel is not None and channel.is_authenticated)
             log.log(logging.INFO if known else logging.DEBUG, "the connection of %s ended: %s", peer, error)
-        except Exception:  # one connection's trouble is nobody else's
+        except Exception:  # an error of one connection affects no other
             log.exception("the connection of %s ended unexpectedly", peer)
         finally:
             if stranger is not None:
@@ -294,26 +295,26 @@ class ConnectionThreads:
 
 MAX_UNAUTHENTICATED = 64
 MAX_UNAUTHENTICATED_PER_HOST = 8
-"""Of one address. More than that are let in for a moment, as when many nodes behind one address start together."""
+"""Per address. More are admitted for a moment, because many nodes behind one address may start together."""
 _SHARE = 8
-"""Strangers have at most this part of the files that the process may open."""
+"""Unauthenticated connections use at most 1/8 of the process's open-file limit."""
 _GRACE_S = 1.0
-"""Nobody gives way who came less than this ago: whoever is honest needs a few milliseconds."""
-_SAY_EVERY_S = 60.0
+"""Minimum age in seconds of an evicted connection; an honest peer authenticates within milliseconds."""
+_LOG_INTERVAL_S = 60.0
 
 
 class UnauthenticatedConnection:
-    """One connection that has proven nothing yet."""
+    """One connection that has not authenticated."""
 
     def __init__(self, admission: ConnectionAdmission, sock: socket.socket, host: str, now: float) -> None:
         self.host = host
         self.since = now
         self._admission = admission
-        # Its own descriptor: who serves the connection may close his, and the number would be somebody else's then.
+        # A duplicate: the serving thread may close its descriptor, whose number could then be reused.
         self._sock = socket.socket(fileno=os.dup(sock.fileno()))
 
     def mark_authenticated(self) -> None:
-        """It has shown who it is: it has no deadline any more, and takes nobody's place. Doing it again is fine."""
+        """End its deadline and free its place; idempotent."""
         self._admission._remove(self)
 
     leave = mark_authenticated
@@ -325,7 +326,10 @@ class UnauthenticatedConnection:
 
 
 class ConnectionAdmission:
-    """The strangers of one listener. ``admit`` and ``sweep`` are for the thread that accepts, the rest for any."""
+    """The unauthenticated connections of one listener.
+
+    Only the accepting thread calls ``admit`` and ``sweep``; other methods are thread-safe.
+    """
 
     def __init__(
         self,
@@ -342,68 +346,68 @@ class ConnectionAdmission:
         self._of_one = of_one
         self._within_s = within_s
         self._clock = clock
-        self._fewer = threading.Condition()
+        self._changed = threading.Condition()
         self._strangers: dict[UnauthenticatedConnection, None] = {}
-        """In the order in which they came."""
+        """In order of arrival."""
         self._closed = False
-        self._turned_away: Counter[str] = Counter()
-        self._said_at = float("-inf")
+        self._rejected: Counter[str] = Counter()
+        self._logged_at = float("-inf")
 
     def admit(self, sock: socket.socket, host: str) -> UnauthenticatedConnection | None:
-        """A place for this connection, waiting for one if there is none; ``None`` when the listener is being closed."""
-        with self._fewer:
+        """Wait for a free place and admit the connection; return ``None`` while the listener closes."""
+        with self._changed:
             while not self._closed:
                 left_s = self._make_room(host)
                 if left_s <= 0:
                     try:
                         found = UnauthenticatedConnection(self, sock, host, self._clock())
-                    except OSError as error:  # no descriptor is left
+                    except OSError as error:  # no file descriptor is available
                         self._log_rejected(host, str(error))
                         return None
                     self._strangers[found] = None
                     return found
-                self._fewer.wait(left_s)
+                self._changed.wait(left_s)
             return None
 
     def sweep(self) -> float | None:
-        """End those whose time is over; when to come again, in seconds (``None``: when somebody new is there)."""
-        with self._fewer:
+        """Close connections after their deadline; return the seconds to the next one, ``None`` without any."""
+        with self._changed:
             now = self._clock()
             for one in [one for one in self._strangers if now - one.since >= self._within_s]:
                 self._evict(one, f"nothing was proven within {self._within_s:g} s")
             return next((max(0.01, one.since + self._within_s - now) for one in self._strangers), None)
 
     def close(self) -> None:
-        """End all strangers."""
-        with self._fewer:
+        """Close all unauthenticated connections."""
+        with self._changed:
             self._closed = True
             for one in list(self._strangers):
                 self._drop(one)
 
     def record_rejected(self, why: str, host: str = "") -> None:
-        """Of a connection that the listener did not take, for another reason than those here."""
-        with self._fewer:
+        """Log a connection that the listener refused for another reason."""
+        with self._changed:
             self._log_rejected(host, why)
 
     def __len__(self) -> int:
-        with self._fewer:
+        with self._changed:
             return len(self._strangers)
 
-    # -- with the lock ------------------------------------------------------------------------------------------------
+    # -- callers hold the lock ----------------------------------------------------------------------------------------
 
     def _make_room(self, host: str) -> float:
-        """0 when there is room for one more of this address, else for how long there will be none."""
+        """Return 0 if another connection of this address fits, else the seconds until an eviction may help."""
         now, counted = self._clock(), Counter(one.host for one in self._strangers)
         if counted[host] >= self._of_one:
-            mine = next(one for one in self._strangers if one.host == host)
-            if now - mine.since >= _GRACE_S:
-                self._evict(mine, "its address has too many connections that prove nothing")
+            own_oldest = next(one for one in self._strangers if one.host == host)
+            if now - own_oldest.since >= _GRACE_S:
+                self._evict(own_oldest, "its address has too many connections that prove nothing")
         if len(self._strangers) < self._most:
             return 0.0
-        crowd, count = counted.most_common(1)[0]
-        oldest = next(one for one in self._strangers if one.host == crowd)
-        crowds = crowd != host and count > self._of_one
-        if crowds or now - oldest.since >= _GRACE_S:
+        busiest, count = counted.most_common(1)[0]
+        oldest = next(one for one in self._strangers if one.host == busiest)
+        over_limit = busiest != host and count > self._of_one
+        if over_limit or now - oldest.since >= _GRACE_S:
             self._evict(oldest, "too many connections prove nothing")
             return 0.0
         return oldest.since + _GRACE_S - now
@@ -415,29 +419,29 @@ class ConnectionAdmission:
     def _drop(self, one: UnauthenticatedConnection) -> None:
         del self._strangers[one]
         one._end()
-        self._fewer.notify_all()
+        self._changed.notify_all()
 
     def _remove(self, one: UnauthenticatedConnection) -> None:
-        with self._fewer:
+        with self._changed:
             if one in self._strangers:
                 del self._strangers[one]
                 one._sock.close()
-                self._fewer.notify_all()
+                self._changed.notify_all()
 
     def _log_rejected(self, host: str, why: str) -> None:
-        """One line a minute: a log must not grow by what strangers do."""
-        self._turned_away[host] += 1
+        """Log at most one line a minute, so that unauthenticated peers cannot fill the log."""
+        self._rejected[host] += 1
         now = self._clock()
-        if now - self._said_at < _SAY_EVERY_S:
+        if now - self._logged_at < _LOG_INTERVAL_S:
             return
-        most, of_most = self._turned_away.most_common(1)[0]
+        most, of_most = self._rejected.most_common(1)[0]
         log.warning(
             "%s: %d connections were turned away or ended, %d of them from %s; the last one: %s",
             self._name,
-            self._turned_away.total(),
+            self._rejected.total(),
             of_most,
             most or "nobody knows where",
             why,
         )
-        self._said_at = now
-        self._turned_away.clear()
+        self._logged_at = now
+        self._rejected.clear()

@@ -19,13 +19,13 @@ from peerstore.transport.framing import FramedChannel, wait_until_ready
 T = TypeVar("T")
 _RECORD_BYTES = 16 << 10
 _FILE_BYTES = 256 << 10
-_FAREWELL_S = 5.0
+_LINGER_S = 5.0
 
 
 class TlsStream:
     """A :class:`~peerstore.transport.framing.ByteStream` over TLS.
 
-    OpenSSL does not let two threads into one connection, so each call holds a lock, but never while it waits.
+    OpenSSL does not support two threads in one connection, so each call holds a lock, but never while it waits.
     """
 
     def __init__(self, sock: socket.socket, context: ssl.SSLContext, *, server: bool, name: str = "") -> None:
@@ -39,16 +39,16 @@ class TlsStream:
         return time.monotonic()
 
     def handshake(self, within_s: float) -> None:
-        """Both sides show who they are. A client learns only when it receives that it was not accepted."""
+        """Authenticate both sides. A client notices a refusal only when it receives."""
         deadline = time.monotonic() + within_s
         try:
             self._attempt(self._sock.do_handshake, lambda: deadline - time.monotonic())
         except PeerRefusedError:
-            self._let_read(min(deadline, time.monotonic() + _FAREWELL_S))
+            self._linger(min(deadline, time.monotonic() + _LINGER_S))
             raise
 
     def send(self, views: list[memoryview], *, more: bool, within_s: float) -> int:
-        """One record of small views, or some of the first large one."""
+        """Send one record of small views, or some of the first large one."""
         first = views[0]
         if first.nbytes >= _RECORD_BYTES or len(views) == 1:
             return self._attempt(lambda: self._sock.send(first), lambda: within_s)
@@ -74,7 +74,7 @@ class TlsStream:
         self._sock.close()
 
     def _receive(self, views: list[memoryview]) -> int:
-        """What has arrived already; ssl wants to wait only when that is nothing."""
+        """Return what has already arrived; wait only if that is nothing."""
         total = 0
         for view in views:
             try:
@@ -88,8 +88,8 @@ class TlsStream:
                 break
         return total
 
-    def _let_read(self, deadline: float) -> None:
-        """Until the other side has gone: closed with bytes unread, the kernel would throw away why it was refused."""
+    def _linger(self, deadline: float) -> None:
+        """Wait until the peer has closed: closing with unread bytes would discard the reason for the refusal."""
         with contextlib.suppress(OSError, PeerUnreachableError):
             socket.socket.shutdown(self._sock, socket.SHUT_WR)
             while True:
@@ -107,14 +107,14 @@ class TlsStream:
             except ssl.SSLWantWriteError:
                 events = select.POLLOUT
             except ssl.SSLError as error:
-                raise _failure(error) from error
+                raise _tls_error(error) from error
             except OSError as error:
                 raise PeerUnreachableError(str(error)) from error
             wait_until_ready(self._sock.fileno(), events, patience())
 
 
 class TlsChannel(FramedChannel):
-    """Connected, but nobody has shown a certificate yet."""
+    """A channel over TLS; ``handshake`` must be called first."""
 
     def __init__(self, stream: TlsStream, peer: str, timeout_s: float) -> None:
         super().__init__(stream, peer, timeout_s)
@@ -125,7 +125,7 @@ class TlsChannel(FramedChannel):
             self._tls.handshake(within_s)
 
 
-def _failure(error: ssl.SSLError) -> PeerRefusedError | PeerUnreachableError:
+def _tls_error(error: ssl.SSLError) -> PeerRefusedError | PeerUnreachableError:
     reason = error.reason or ""
     if isinstance(error, ssl.SSLCertVerificationError):
         return PeerRefusedError(f"its certificate was not accepted here: {error.verify_message}")

@@ -94,12 +94,12 @@ def _abort_alone(jobs: JobTable, job: str, groups: Any) -> list[VersionId]:
 
 
 def _abort_incomplete(tally: PartsTally) -> tuple[VersionId, ...]:
-    tally._torn |= {group: False for group, said in tally._said.items() if not said.whole}
+    tally._aborted |= {group: False for group, said in tally._reports.items() if not said.whole}
     return _torn(tally)
 
 
 def _abort_complete(tally: PartsTally) -> tuple[VersionId, ...]:
-    tally._torn |= {group: False for group, said in tally._said.items() if said.whole}
+    tally._aborted |= {group: False for group, said in tally._reports.items() if said.whole}
     return _torn(tally)
 
 
@@ -175,7 +175,7 @@ BROKEN = {
     "believe who started again": BrokenRule(SwimMembership, "generation_of", lambda *_: 1, "its copies again"),
     "believe parity's members who started again": BrokenRule(
         ParityReplicator,
-        "_holding",
+        "_confirmed_holders",
         lambda sharing, key: list(sharing._holders.get(key, ())),
         "is not made again from parity",
         ("save", "wait", "crash and return"),
@@ -183,7 +183,7 @@ BROKEN = {
     ),
     "count on two parts of one node": BrokenRule(
         ParityStore,
-        "_useful",
+        "_undisturbed",
         lambda _, kept: list(kept),
         "does not get its copies again",
         ("save", "wait", "crash and return"),

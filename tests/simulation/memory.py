@@ -142,7 +142,7 @@ def seeded_randomness(rng: random.Random) -> Iterator[None]:
     )
     instead: list[tuple[Any, str, Any]] = [(module, "secrets", fake) for module in (slot_table, leases, crash_recovery)]
     instead += [
-        (stripes, "_written", parity.write_parity),
+        (stripes, "_write_chunks", parity.write_parity),
         (stripes, "time", SimpleNamespace(time_ns=lambda: 0)),
         (parity_store, "ShardSources", parity.SimulatedRanges),
         (

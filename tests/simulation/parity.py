@@ -217,18 +217,18 @@ class SimulatedParityReplicator(ParityReplicator):
 
     def work(self) -> None:
         """A step, and as many as there are after it."""
-        self._news = True
+        self._woken = True
         if not self._steps:
             self._steps = True
             self._agent.world.turns.start_streams(self._work)
 
     def _work(self) -> None:
         try:
-            while self._step() or self._news:
+            while self._step() or self._woken:
                 pass
         finally:
             self._steps = False
-        self._agent.wake(self._rest_s())
+        self._agent.wake(self._wait_s())
 
     def _job_inventory(self) -> JobInventory:
         nodes, silent = self._agent.world.turns.wait_for_reply(

@@ -70,7 +70,7 @@ def planted_directory():
         return process_identity(peerstore.server.store_server.peer_credentials(connection)[0])
 
     def serve_attacker():
-        peerstore.server.store_server._peer = accept_any_peer
+        peerstore.server.store_server._client_process = accept_any_peer
         place.directory.mkdir(mode=0o700)
         serve_store(place, StoreSettings(budget="64MiB"), version="trap")
 

@@ -78,7 +78,7 @@ def test_layouts_are_fetched_once_from_their_holders(nodes, asked):
 
 
 def test_oversized_blob_reply_is_continued(nodes, asked, monkeypatch):
-    monkeypatch.setattr("peerstore.server.peer_server._MOST_BLOB_BYTES", 4)
+    monkeypatch.setattr("peerstore.server.peer_server._MAX_BLOBS_BYTES", 4)
     many = [f"{LAYOUT_BLOB_PREFIX}{number:032x}" for number in range(100, 105)]
     for name in many:
         nodes["n2"].store.put_blob(JOB, name, name.encode())

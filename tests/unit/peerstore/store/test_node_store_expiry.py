@@ -165,7 +165,7 @@ def test_expired_job_stays_recorded_with_time_and_cause(clock):
 
 
 def test_number_of_remembered_expired_jobs_is_limited(store, clock, monkeypatch):
-    monkeypatch.setattr("peerstore.store.job_clients._FORGOTTEN_REMEMBERED", 3)
+    monkeypatch.setattr("peerstore.store.job_clients._MAX_EXPIRED_JOBS", 3)
     for number in range(5):
         save_shard(store, shard_key(job=f"job{number}"), 100)
         clock.now += TTL + 1
