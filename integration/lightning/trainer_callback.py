@@ -52,13 +52,14 @@ class TieredCallback(Callback):
             return
         self._step = step
         self._ends |= trainer.strategy.reduce_boolean_decision(self._is_requested, all=False)
-        self._is_due = self._ends or step % self._every == 0
-        # Saved here, an epoch's last step would resume with an iterator at its end: the next epoch would train nothing.
+        self._is_due |= self._ends or step % self._every == 0
+        # An epoch's last step is saved with the next one: a loader that resumes at its end would train nothing in the
+        # next epoch, or repeat its order.
         if self._is_due and not trainer.is_last_batch:
             self._save(trainer)
 
     def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        if self._is_due:
+        if self._ends:
             self._save(trainer)
 
     def _save(self, trainer: Trainer) -> None:
@@ -76,6 +77,8 @@ class TieredCallback(Callback):
         raise SIGTERMException(128 + signal.SIGTERM)
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        if self._is_due:
+            self._save(trainer)
         self._give_back()
 
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:

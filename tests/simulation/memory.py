@@ -95,7 +95,7 @@ class SimulatedSealing(ShardSealer):
 
     now_ns = 0
 
-    def _checksummed(self, lease: Lease, size_bytes: int, meta: bytes) -> ShardRecord:
+    def _compute_record(self, lease: Lease, size_bytes: int, meta: bytes) -> ShardRecord:
         data = memoryview(self._table.arena.bytes[lease.slot])[:size_bytes]
         sums = chunk_checksums(data, chunk_bytes=CHUNK_BYTES)
         return ShardRecord(lease.key, lease.parts, size_bytes, CHUNK_BYTES, sums, meta, self.now_ns)

@@ -231,7 +231,7 @@ def test_agents_prove_a_secret_derived_from_the_jobs(run_directory, monkeypatch,
     if configured:
         monkeypatch.setenv("TIEREDCKPT_PEER_SECRET", configured)
     options = {"simulate_nodes": None, "coordinator": "10.0.0.1:7", "coordinator_here": False, "agent": True}
-    task = run._node_task(run_directory, run_directory.read(), "n1", {**options, "node": "", "verbose": 0})
+    task = run._supervisor_spec(run_directory, run_directory.read(), "n1", {**options, "node": "", "verbose": 0})
     settings = load_settings({**os.environ, **task.environ})
     derived = derive_peer_secret(run_directory.secret_file.read_bytes(), "job")
     assert peer_secret(settings.peer) == (configured.encode() or derived)

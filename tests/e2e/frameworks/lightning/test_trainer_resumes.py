@@ -50,7 +50,7 @@ def assert_resumed(first, second, undisturbed, *, at):
     assert second.result == undisturbed.result
 
 
-@pytest.mark.parametrize("step", [4, BATCHES, BATCHES + 3])
+@pytest.mark.parametrize("step", [4, BATCHES - 1, BATCHES, BATCHES + 3])
 def test_killed_trainer_resumes_bit_equal(agent_dir, lightning_zygote, undisturbed_run, tmp_path, step):
     first = lightning_zygote.run(partial(fit, at=partial(kill_at, step)), tmp_path)
     assert first.status == -signal.SIGKILL
@@ -58,7 +58,7 @@ def test_killed_trainer_resumes_bit_equal(agent_dir, lightning_zygote, undisturb
     assert_resumed(first, second, undisturbed_run, at=(step - 1, step))  # the seal may be late
 
 
-@pytest.mark.parametrize(("point", "unsealed"), [("stage.half", 0), ("seal.written", 1)])
+@pytest.mark.parametrize(("point", "unsealed"), [("stage.half", 1), ("seal.written", 2)])
 def test_torn_save_resumes_from_the_step_before(
     agent_dir, lightning_zygote, undisturbed_run, tmp_path, point, unsealed
 ):

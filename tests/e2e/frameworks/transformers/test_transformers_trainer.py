@@ -104,7 +104,9 @@ def test_tiers_and_folders_each_keep_their_number_of_steps(agent_dir, zygote, tm
     assert [one.name for one in (tmp_path / "folders").glob("checkpoint-*")] == [f"checkpoint-{STEPS}"]
     with Checkpointer(URL, on_sigterm="ignore", **options) as ckpt:
         assert ckpt.wait("durable")
-        assert [one.step for one in ckpt.steps() if "durable" in one.tiers] == [6, 8]
+        kept = [one.step for one in ckpt.steps() if "durable" in one.tiers]
+        assert len(kept) == 2, "an upload may be skipped for a newer one, and two are kept"
+        assert kept[-1] == STEPS
 
 
 def test_export_is_read_by_from_pretrained(agent_dir, zygote, tmp_path, in_fresh_tiers):

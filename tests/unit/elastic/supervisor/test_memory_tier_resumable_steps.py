@@ -210,10 +210,10 @@ def test_node_and_its_agent_share_a_name(monkeypatch, place, configured, expecte
     if configured:
         monkeypatch.setenv("TIEREDCKPT_AGENT_NODE", configured)
     options = {"node": "A", "simulate_nodes": None, "agent": True, "coordinator": "", "coordinator_here": False}
-    task = run._node_task(place, local_run(place), "A", {**options, "verbose": 0})
+    task = run._supervisor_spec(place, local_run(place), "A", {**options, "verbose": 0})
     assert task.environ.get("TIEREDCKPT_AGENT_NODE") == expected
     assert Path(task.directory).name == "A"
-    named = run._node_task(place, local_run(place), os.uname().nodename, {**options, "node": "", "verbose": 0})
+    named = run._supervisor_spec(place, local_run(place), os.uname().nodename, {**options, "node": "", "verbose": 0})
     assert "TIEREDCKPT_AGENT_NODE" not in named.environ
 
 
@@ -222,7 +222,7 @@ def test_simulated_nodes_listen_on_loopback_only(monkeypatch, place):
     options = {"node": "", "simulate_nodes": 2, "agent": True, "coordinator": "", "coordinator_here": False}
 
     def address(**more):
-        environ = run._node_task(place, local_run(place), "n0", {**options, "verbose": 0, **more}).environ
+        environ = run._supervisor_spec(place, local_run(place), "n0", {**options, "verbose": 0, **more}).environ
         return environ.get("TIEREDCKPT_AGENT_PEERS")
 
     assert address() == "127.0.0.1:0"
@@ -236,7 +236,7 @@ def test_single_node_resumes_from_simulated_nodes(monkeypatch, place):
 
     def memory(name="here", **more):
         options = {"node": "", "simulate_nodes": None, "agent": True, "coordinator": "", "coordinator_here": False}
-        task = run._node_task(place, local_run(place), name, {**options, "verbose": 0, **more})
+        task = run._supervisor_spec(place, local_run(place), name, {**options, "verbose": 0, **more})
         return task.environ.get("TIEREDCKPT_AGENT_DIRECTORY"), task.environ.get("TIEREDCKPT_AGENT_NODE")
 
     n0, n8 = place.node_directory("n0") / "agent", place.node_directory("n8") / "agent"
