@@ -29,6 +29,6 @@ def test_killed_rank_and_resizes_do_not_change_the_result(training_run, referenc
     job.allow_steps(16)
     job.wait_finished(run)
     moved = committed_steps(job)
-    assert {one["size"] for one in moved} == {2, 3}
+    assert {one["size"] for one in moved} >= {2, 3}, "one rank may do steps alone while the killed one is replaced"
     assert_same_results(moved, reference_steps)
     assert_each_sample_once(moved)
