@@ -30,7 +30,7 @@ class PeerCredentials:
         self.secret = secret
 
     def __repr__(self) -> str:
-        return f"Pass(job={self.job!r}, me={self.node_id!r})"  # without the secret
+        return f"PeerCredentials(job={self.job!r}, me={self.node_id!r})"  # without the secret
 
 
 class PeerConnection:

@@ -194,14 +194,6 @@ class Drain(StoreListener):
                 self._supersede(step)
             self._changed.notify_all()
 
-    def marked(self, job: str, group: VersionId) -> None:
-        """Skip older steps: the step ``group`` is complete, with parts on other nodes."""
-        with self._changed:
-            step = self._steps.get((job, group))
-            if step is not None:
-                self._supersede(step)
-                self._changed.notify_all()
-
     def _supersede(self, newer: _DrainingStep) -> None:
         """Skip waiting steps older than the complete step ``newer``, unless durable.on_busy is "wait".
 

@@ -154,7 +154,7 @@ class SaveHandle:
         return f"{memory}, {_durable_state(job.session, key.version_id)}" if self.becomes_durable else memory
 
     def __repr__(self) -> str:
-        return f"Saved(step={self.step}, {self.state.value}{f', {self._error}' if self._error else ''})"
+        return f"SaveHandle(step={self.step}, {self.state.value}{f', {self._error}' if self._error else ''})"
 
 
 def await_copies(session: Session, key: ShardKey, timeout_s: float) -> ShardReplication:
