@@ -146,6 +146,7 @@ class WorldReconciler:
         self._held_back: set[str] = set()
         """Nodes that have joined, and that the first world does not use before a holder of the newest step is ready."""
         self._holders_deadline: float | None = None
+        self._is_holder_missed = False
         self._warned_of: WorldRecord | None = None
         self._changed: set[str] = set()
         self._last_command = 0
@@ -194,7 +195,7 @@ class WorldReconciler:
             return ""
         if has_other_peer:
             self._update_standby()
-        if self._is_held_back(status.node, now):
+        if status.node not in self.settings.holders and self._waits_for_holder(now):
             self._held_back.add(status.node)
             return ""
         if self.progress is not None:
@@ -316,28 +317,30 @@ class WorldReconciler:
             if self.progress is not None:
                 self.progress.forget(node)
 
-    def _is_held_back(self, node: str, now: float) -> bool:
-        """Whether the first world waits for a holder of the newest step, and the node is none."""
-        holders = self.settings.holders
-        if self.world.epoch >= 0 or not holders or node in holders:
+    def _waits_for_holder(self, now: float) -> bool:
+        """Whether the first world waits for a holder of the newest step. Logs the start and the failure of the wait."""
+        holders, wait_s = self.settings.holders, self.settings.policy.lost_state_timeout_s
+        if self.world.epoch >= 0 or not holders or self._is_holder_missed:
             return False
         if any(one in self.nodes and self.nodes[one].status.ready for one in holders):
             return False
         if self._holders_deadline is None:
-            wait_s = self.settings.policy.lost_state_timeout_s
             self._holders_deadline = now + wait_s
-            log.info("the first world waits up to %g s for %s, which has the newest step", wait_s, shortened(holders))
+            log.warning(
+                "the first world waits up to %g s for %s, which has the newest step", wait_s, shortened(holders)
+            )
         if now < self._holders_deadline:
             return True
+        self._is_holder_missed = True
         log.error(
             "no node with the newest step (%s) was ready in %g s: the job starts without it, and repeats steps",
-            *(shortened(holders), self.settings.policy.lost_state_timeout_s),
+            *(shortened(holders), wait_s),
         )
         return False
 
     def _admit_held_back(self, now: float) -> None:
         """Let nodes join that waited for a holder of the newest step, after the holder's own events."""
-        if not self._held_back or any(self._is_held_back(node, now) for node in self._held_back):
+        if not self._held_back or self._waits_for_holder(now):
             return
         admitted, self._held_back = sorted(self._held_back), set()
         reports = [self.nodes[node].status for node in admitted if node in self.nodes]

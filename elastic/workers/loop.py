@@ -74,9 +74,8 @@ class Loop:
         """Restore the newest step of ``checkpoint``; all ranks call this with the same arguments.
 
         ``model`` is a plain module, or one wrapped by DDP or ``fully_shard``. ``global_batch`` is the number of
-        samples of a step, ``microbatch`` the number of a forward pass; neither depends on the world. A rank may have
-        no microbatch of
-        a step.
+        samples of a step, and ``microbatch`` that of a forward pass. Neither depends on the world, and a rank may have
+        no microbatch in a step.
 
         ``checkpoint`` is the target of a :class:`tieredckpt.Checkpointer` with ``every``, ``durable`` and
         ``durable_every``, or a checkpointer, which the caller closes. ``None`` saves nothing. ``state`` has further
