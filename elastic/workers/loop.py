@@ -166,7 +166,6 @@ class LoopStep:
     """One step of a :class:`Loop`.
 
     The caller iterates over its microbatches and calls :meth:`backward` for each of them.
-
     """
 
     def __init__(self, loop: Loop, number: int, *, is_last: bool) -> None:
