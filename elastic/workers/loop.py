@@ -78,8 +78,9 @@ class Loop:
         no microbatch in a step.
 
         ``checkpoint`` is the target of a :class:`tieredckpt.Checkpointer` with ``every``, ``durable`` and
-        ``durable_every``, or a checkpointer, which the caller closes. ``None`` saves nothing. ``state`` has further
-        entries to save and restore, for example ``{"random": elastic.RNGState()}``.
+        ``durable_every``, or a checkpointer, which the caller closes: its ``wait()`` or ``close()`` seals the last
+        step. ``None`` saves nothing. ``state`` has further entries to save and restore, for example
+        ``{"random": elastic.RNGState()}``.
 
         ``clip`` is the maximum norm of the gradients. ``schedule`` steps once per step. ``lr_rule`` and ``rewarm`` are
         those of :class:`elastic.LRScaler`. ``seed`` determines the order of the samples and the random numbers of each
@@ -148,7 +149,7 @@ class Loop:
             self.close()
 
     def close(self) -> None:
-        """Seal staged state and stop the data workers. Idempotent; also called when the world is left."""
+        """Close the data workers and the checkpointer that this loop made. Idempotent; the world calls it too."""
         self._is_closed = True
         self._open.close()
 

@@ -192,6 +192,7 @@ def test_loop_that_was_never_iterated_is_closed_with_its_world(node):
 def test_checkpointer_of_the_caller_stays_open(node):
     with Checkpointer("tiered://job") as ckpt:
         run_once(train_to(2, checkpoint=ckpt))
+        assert ckpt.wait()
         assert [one.step for one in ckpt.steps()][-1] == 1
 
 
