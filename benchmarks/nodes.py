@@ -60,7 +60,7 @@ def introduce(sessions: Sequence[Session], nodes: Sequence[PeerNode], version: i
         _SECRET, ReplicationSettings(copies=1, streams=STREAMS), member_list=member_list(version, nodes)
     )
     with ThreadPoolExecutor(max(1, len(sessions))) as pool:  # each waits until it sees most of the others
-        list(pool.map(lambda session: session.join_peers(plan), sessions))
+        list(pool.map(lambda session: session.registration.join_peers(plan), sessions))
 
 
 def start_nodes(scene: Scene, count: int) -> None:

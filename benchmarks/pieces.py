@@ -75,7 +75,7 @@ def save(directory: str, kind: str, ranks: int, pieces: int) -> dict[str, float]
         laid += time.perf_counter() - began
         began = time.perf_counter()
         key = ShardKey(JOB, STEP, GROUP.epoch, GROUP.incarnation, GROUP.attempt, part)
-        staged = session.lease_slot(key, ranks, layout, 0, wait_s=60.0)
+        staged = session.slots.lease(key, ranks, layout, 0, wait_s=60.0)
         session.seal(staged, key, (), durable=False, table=table if part == 0 else None)
         sealed += time.perf_counter() - began
     return {"lay out, s a rank": laid / ranks, "seal, s a rank": sealed / ranks}

@@ -247,7 +247,7 @@ def _prepared_and_overlapped(state: Tensors, settings: Settings, limit: Limit) -
             checkpointer.restore(fresh)
             return difference(state, fresh)
 
-        took_s, _ = timed(lambda: (checkpointer.prepare(state), session.wait_until_prepared()))
+        took_s, _ = timed(lambda: (checkpointer.prepare(state), session.slots.wait_until_prepared()))
         yield Figure("Checkpointer.prepare, in the background", took_s, "s", where())
         for name, took_s in zip(("first", "second"), saves(2), strict=True):
             yield from _row(f"Checkpointer.save after prepare, {name}", took_s, limit.out_s, bits(), "blocked")

@@ -283,7 +283,7 @@ class Checkpointer:
                 self.session.check_step_order(step)
             if session_if_open(self._location.job, self.settings) is not None:
                 with contextlib.suppress(PeerStoreError):
-                    self.session.check_durable()
+                    self.session.durable.check(self.session.incarnation.newest_step)
 
         self._call_on_all(check)
         self._first_save_checked = True
@@ -304,7 +304,7 @@ class Checkpointer:
             return self._save_first(state, step, durable=durable, keep=keep)
         session = self.session
         self._joined = join_standby_nodes(session) or self._joined
-        if session.agents_are_isolated:
+        if session.registration.agents_are_isolated:
             return self._save_first(state, step, durable=durable, keep=keep, wait_s=wait_s)
         agreed = session.incarnation.agreed_rank_count
         if agreed is not None and agreed < self._ranks.size:
@@ -314,7 +314,7 @@ class Checkpointer:
                 "ranks; to look at an old step use a process of its own, and for a part of the state another job"
             )
         required = durable and bool(self.settings.durable.url)
-        wanted = required or session.wants_durable(step)
+        wanted = required or session.durable.wants(step)
         key: ShardKey | None = None
         try:
             found = self._queue.planned(session, state)
@@ -325,7 +325,7 @@ class Checkpointer:
                 if self._joined:
                     self._queue.require_copies(session)
                 if wanted and self.settings.durable.on_busy == "wait":
-                    session.wait_for_drain(self.settings.durable.retry_s)
+                    session.durable.wait_for_drain(self.settings.durable.retry_s)
                 options = SaveOptions(wanted, required=required, keep=keep, finite=self._wants_finite)
                 job = self._queue.stage(session, found, key, options, wait_s=wait_s)
         except BaseException:
@@ -344,7 +344,7 @@ class Checkpointer:
         if session.incarnation.part_count < 2 or session.incarnation.current is None or not self._planned_before:
             return
         # Without a key this uses up the next one, so that this rank and the others count the same attempts.
-        self._queue.submit(session.report_part_aborted, key or session.incarnation.next_key(step, self._last_part))
+        self._queue.submit(session.commits.abort_part, key or session.incarnation.next_key(step, self._last_part))
 
     def seal(self, state: StateDict, step: int, *, durable: bool = False, timeout_s: float = 600.0) -> SaveHandle:
         """Seal ``step`` on every rank and wait for its replicas, before the ranks exit.
@@ -418,7 +418,7 @@ class Checkpointer:
         self._join()
         options = WriterOptions(
             # Agents that do not know each other learn through DCP that all ranks have sealed.
-            seals=self.session.agents_are_isolated,
+            seals=self.session.registration.agents_are_isolated,
             required=durable and bool(self.settings.durable.url),
             keep=keep,
             wait_s=wait_s,
@@ -461,14 +461,14 @@ class Checkpointer:
         """Save the survivors' state as ``step`` with the planners of all ranks, and report it as complete."""
         self._require_all_ready()
         self._join()
-        self.session.rewind_to(step)  # the job leaves the branch of later sealed steps
+        self.session.loads.rewind_to(step)  # the job leaves the branch of later sealed steps
         # New nodes do not know the durable tier, so their parts of the step would be missing there.
         settings = override_settings(self.settings, durable={"url": ""})
         writer = TieredWriter(self._location.job, step, finite=self._wants_finite, settings=settings)
         self._ranks.call_dcp(dcp.save, {}, storage_writer=writer, planner=planner)
         if writer.record is None:
             raise writer.error or SaveFailedError(f"step {step} of {self._location.job} left no shard")
-        self.session.report_complete(writer.record.key.version_id)
+        self.session.commits.report_complete(writer.record.key.version_id)
 
     def _require_all_ready(self, names: str = "", step: int | None = None) -> None:
         """Raise on all ranks before a collective if any rank cannot take part, so that none waits for it.
@@ -504,7 +504,7 @@ class Checkpointer:
         """Report that the training has made a step after its load, whether or not the step is due."""
         session = session_if_open(self._location.job, self.settings)
         if session is not None:
-            session.report_load_survived()
+            session.loads.report_survived()
 
     def _observe(self, saved: SaveHandle, blocked_s: float) -> None:
         """Report this call to the agent's metrics; a save with a job is counted when it seals or fails."""
@@ -626,7 +626,7 @@ class Checkpointer:
         wait_for_overlapped_copies()
         self._join(restoring=True)
         if self._ranks.rank == 0:
-            self.session.warn_memory_only()
+            self.session.durable.warn_memory_only()
         restored, report = self._restorer.restore(
             state, step, epoch, strict=strict, on_lost=on_lost, exclude_from_proof=exclude_from_proof
         )
@@ -634,7 +634,7 @@ class Checkpointer:
         if restored >= 0:
             notify_progress_hook(self.session)
         else:
-            self.session.rewind_to(-1)
+            self.session.loads.rewind_to(-1)
             if self._ranks.rank == 0:
                 warn_of_steps_elsewhere(self._location.job, self.settings)
                 self.session.add_metrics(**{f"begun_{'absent' if report is None else report.mode}": 1})
@@ -664,7 +664,7 @@ class Checkpointer:
             else:
                 shared += tensor.nbytes
         size = own + shared // self._ranks.size + names * _BYTES_BESIDE_TENSOR
-        self.session.prepare_slots(self._ranks.rank, size, target)
+        self.session.slots.prepare(self._ranks.rank, size, target)
 
     def steps(self) -> list[StepInfo]:
         """Return every step that this node can see, oldest first."""
@@ -691,7 +691,7 @@ class Checkpointer:
             views = session.agent.list_steps(job, fresh=True).views
             groups = [view.version_id for view in views if view.version_id.version == step]
             if groups:
-                session.drop_steps(groups)
+                session.commits.drop_steps(groups)
         except PeerStoreError as error:
             raise TierUnavailableError(f"step {step} of {job}: {error}") from error
         return bool(groups)
@@ -708,7 +708,7 @@ class Checkpointer:
         self._report_nothing_saved()
         session = session_if_open(self._location.job, self.settings)
         if session is not None:
-            session.wait_until_prepared()  # its threads could start an agent again later
+            session.slots.wait_until_prepared()  # its threads could start an agent again later
         if session is not None:
             if self._is_first and self._last_saved is not None:  # replicas may have been added since the last save
                 self._queue.report(session)

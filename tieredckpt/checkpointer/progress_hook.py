@@ -167,7 +167,7 @@ def newest_complete_step(session: Session, *, ask: bool, fresh: bool = False) ->
     ``ask``: request it from the agent if this process has sealed a newer step. ``fresh`` with ``ask``: request it in
     any case. The agent knows a step once the commit leader has counted its parts.
     """
-    known = session.newest_complete_step()
+    known = session.commits.newest_complete_step()
     if not ask or (known >= session.sealed_step and not fresh):
         return known
     inventory = session.agent.list_steps(session.job, fresh=fresh)

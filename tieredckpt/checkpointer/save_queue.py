@@ -18,7 +18,8 @@ from tieredckpt.checkpointer.save_handle import await_copies, describe_replicati
 from tieredckpt.checkpointer.save_template import PlannedState, StateTemplates
 from tieredckpt.errors import StoreBusyError, TieredCheckpointError
 from tieredckpt.session.save_job import SaveJob, SaveOptions
-from tieredckpt.session.session import Session, StagedShard
+from tieredckpt.session.session import Session
+from tieredckpt.session.slot_pool import StagedShard
 from tieredckpt.settings import Settings
 from tieredckpt.tensors.slot_copy import SlotWrite
 from tieredckpt.tensors.state_dict import ObjectArchiveCache

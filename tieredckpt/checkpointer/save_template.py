@@ -35,14 +35,14 @@ class StateTemplates:
     def find(self, session: Session, state: Mapping[str, Any]) -> PlannedState | None:
         """Return the state with the plan of an earlier save, or ``None`` if this world has no such plan."""
         template = self._template
-        if template is not None and session.has_plan(template.planned):
+        if template is not None and session.plans.has(template.planned):
             flat = template.flat(state)
             if flat is not None:
                 self._misses = 0
                 return PlannedState(template.planned, flat, template.writes(flat))
         self._template = None
         flat = flatten_state(resolve_stateful(state))
-        planned = session.cached_plan(state_fingerprint(flat))
+        planned = session.plans.find(state_fingerprint(flat))
         if planned is None:
             return None
         writes = [_write(planned, number, flat) for number in range(len(planned.layout.tensors))]

@@ -27,7 +27,8 @@ from tieredckpt.session.save_plan import (
     PlannedSave,
     PlannedWrites,
 )
-from tieredckpt.session.session import Session, StagedShard
+from tieredckpt.session.session import Session
+from tieredckpt.session.slot_pool import StagedShard
 from tieredckpt.settings import Settings
 from tieredckpt.tensors.slot_copy import SlotWrite
 from tieredckpt.tensors.state_dict import (
@@ -81,10 +82,10 @@ class SlotStager:
             self.capture_point()
             with gc_paused():
                 flat = flatten_state(state_dict)
-                planned = self.session.cached_plan(state_fingerprint(flat))
+                planned = self.session.plans.find(state_fingerprint(flat))
                 if planned is None or any(tensor_shards(one) for one in flat.values() if isinstance(one, torch.Tensor)):
                     return _private_state(state_dict)
-                self._staged = self.session.lease_slot_before_step(planned, wait_s=wait_s)
+                self._staged = self.session.slots.lease_before_step(planned, wait_s=wait_s)
                 if self._staged is None:
                     return _private_state(state_dict)
                 return self._stage_into(self._staged, planned, state_dict, flat)
@@ -112,7 +113,7 @@ class SlotStager:
         state["_slot"] = None if self._staged is None else (self._staged.lease, self._staged.layout, self._staged.owner)
         state["_is_staging"] = False
         if self.settings.enabled:
-            self.session.report_continued()  # the save process has not loaded the step
+            self.session.loads.report_continued()  # the save process has not loaded the step
             self._abandon_earlier_steps()
             state["_handed_over"] = self.session.incarnation.hand_over()
         self._end_staging()
@@ -124,7 +125,7 @@ class SlotStager:
         self._in_use = threading.Semaphore(1)
         self._staged = None
         if slot is not None:
-            self._staged = self.session.adopt_slot(*slot)
+            self._staged = self.session.slots.adopt(*slot)
 
     def _stage_into(
         self, staged: StagedShard, planned: PlannedSave, state_dict: STATE_DICT_TYPE, flat: Mapping[str, Any]
@@ -166,7 +167,7 @@ class SlotStager:
         staged = self._staged
         self._end_staging()
         if staged is not None:
-            self.session.release_slot(staged)
+            self.session.slots.release(staged)
 
 
 def _in_place(staged: StagedShard, entry: TensorEntry, tensor: torch.Tensor) -> bool:

@@ -626,7 +626,7 @@ class TieredReader(StorageReader):
                 verifies=in_one_pass and (proven or self.verifies_while_reading),
             )
             try:
-                with session.track_load(group, self._rank):
+                with session.loads.track(group, self._rank):
                     work.run(plan.items)
                     proof = None if self.defers_proof else self._prove(planner, pinned)
             except ReadMismatchError as mismatch:
@@ -642,10 +642,10 @@ class TieredReader(StorageReader):
             interrupted = True
         seconds = time.perf_counter() - began
         if self.resumes_job:
-            session.report_restored(group, decision.ranks)
+            session.loads.report_restored(group, decision.ranks)
         else:
             # A later crash of a process that only reads does not count against the step.
-            session.report_load_survived(stepped=False)
+            session.loads.report_survived(stepped=False)
         failpoint("load.done")
         session.add_metrics(
             loads=1, load_seconds=seconds, **{f"loaded_{t}_bytes": n for t, n in work.bytes_by_tier.items()}

@@ -52,7 +52,8 @@ from tieredckpt.session.save_plan import (
     state_table_for_planner,
     state_table_of_plans,
 )
-from tieredckpt.session.session import Session, StagedShard, open_session, session_if_open
+from tieredckpt.session.session import Session, open_session, session_if_open
+from tieredckpt.session.slot_pool import StagedShard
 from tieredckpt.settings import Settings, load_settings, override_settings
 from tieredckpt.tensors.slot_copy import SlotWrite
 from tieredckpt.tensors.state_dict import (
@@ -272,7 +273,7 @@ class TieredWriter(SlotStager, StorageWriter):
         metadata.storage_data = {}
         metadata.storage_meta = self.storage_meta()
         if self.record is not None and call.collectives:
-            self.session.report_complete(self.record.key.version_id)
+            self.session.commits.report_complete(self.record.key.version_id)
 
     @property
     def _step(self) -> int:
@@ -296,7 +297,7 @@ class TieredWriter(SlotStager, StorageWriter):
             proposal = self.session.propose(step, call.point)
             if call.rank == 0:
                 self.session.check_step_order(step)
-            self.session.check_durable()
+            self.session.durable.check(self.session.incarnation.newest_step)
             return proposal
         except (TieredCheckpointError, PeerStoreError) as error:
             if call.collectives:
@@ -345,17 +346,17 @@ class TieredWriter(SlotStager, StorageWriter):
         job = call.job = SaveJob(session, decision.key(part), options, self._options.report)
         session.adopt(decision, call.point)
         if part == 0:
-            session.warn_memory_only()
+            session.durable.warn_memory_only()
         work = self._planned_writes(session, plan, planner)
         if not self.settings.memory.trust_objects:
             work.warn_unsafe_objects()
         if options.durable and self.settings.durable.on_busy == "wait":
-            session.wait_for_drain(self.settings.durable.retry_s)
+            session.durable.wait_for_drain(self.settings.durable.retry_s)
         staged = self._slot_for(job, work, decision.parts)
         table = work.planned.table if isinstance(work, CachedWrites) and decision.parts == 1 else None
         table = table or self._collect_table(call, planner)
         if isinstance(work, CachedWrites):
-            session.cache_plan(dataclasses.replace(work.planned, part=part, table=table))
+            session.plans.add(dataclasses.replace(work.planned, part=part, table=table))
         else:
             self._cache_plan(session, PlannedSave(staged.layout, part, decision.parts, table), plan, planner)
         job.describe(work.item_bytes(staged.layout), table)
@@ -364,7 +365,7 @@ class TieredWriter(SlotStager, StorageWriter):
     def _planned_writes(self, session: Session, plan: SavePlan, planner: SavePlanner) -> PlannedWrites:
         """Return this rank's writes; an earlier save with the same plan provides the layout."""
         if self._staged is None and is_default_save_planner(planner):
-            planned = session.cached_plan(state_fingerprint(planner.state_dict))  # type: ignore[attr-defined]
+            planned = session.plans.find(state_fingerprint(planner.state_dict))  # type: ignore[attr-defined]
             if planned is not None and planned.signature == plan_signature(plan):
                 return CachedWrites(planned, plan, planner)
         return PlannedWrites(plan, planner, staged=self._staged is not None)
@@ -386,12 +387,12 @@ class TieredWriter(SlotStager, StorageWriter):
                     f"{job.key}: the process that staged it has ended, and its slot may have been overwritten"
                 )
 
-        layout = work.layout(session.cached_layouts)
+        layout = work.layout(session.plans.layouts)
         wait_s = self.settings.memory.wait_s if self._options.wait_s is None else self._options.wait_s
         staged = job.stage(layout, parts, sum(map(len, work.item_bytes(layout))), fill, wait_s=wait_s)
         self._staged = None
         if earlier is not None:
-            session.release_slot(earlier)
+            session.slots.release(earlier)
         return staged
 
     def _fill(self, session: Session, staged: StagedShard, work: PlannedWrites) -> None:
@@ -415,17 +416,17 @@ class TieredWriter(SlotStager, StorageWriter):
         """
         if staged is None or (staged.lease.key.epoch, staged.lease.key.incarnation) == (key.epoch, key.incarnation):
             return staged
-        return session.relabel_slot(staged, key)
+        return session.slots.relabel(staged, key)
 
     def _cache_plan(self, session: Session, planned: PlannedSave, plan: SavePlan, planner: SavePlanner) -> None:
         if is_default_save_planner(planner) and not any(item.tensor for item in planned.layout.items):
             fingerprint = tuple(state_fingerprint(planner.state_dict))  # type: ignore[attr-defined]
             planned = dataclasses.replace(planned, fingerprint=fingerprint, signature=plan_signature(plan))
-        session.cache_plan(planned)
+        session.plans.add(planned)
 
     def _becomes_durable(self, session: Session) -> bool:
         """Return whether this save uploads the step to the durable tier."""
-        return self._options.required or session.wants_durable(self._step)
+        return self._options.required or session.durable.wants(self._step)
 
 
 def dcp_storage_meta(location: Location, group: VersionId | None) -> StorageMeta:

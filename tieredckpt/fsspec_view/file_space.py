@@ -121,7 +121,7 @@ class StepFileSpace:
         with translated_store_errors(f"step {step} of {self.job} cannot be begun"):
             trainer = multiprocessing.parent_process()
             if trainer is not None and trainer.pid is not None and self.settings.enabled:
-                saving.session.follow_trainer_rewind(
+                saving.session.loads.follow_trainer(
                     process_identity(trainer.pid)
                 )  # DCP's background process saves for the trainer
             saving.capture_point()
@@ -251,7 +251,7 @@ class StepFileSpace:
             store = session.agent.store
             try:
                 seen = session.agent.describe_step(self.space, attempt.version_id)
-                source = StepSource(seen, store, session.durable_store, session.peers)
+                source = StepSource(seen, store, session.durable.open, session.peers)
                 try:
                     save_from_files(attempt.writer, metadata, source)
                 finally:
@@ -433,7 +433,7 @@ class SideFileStore:
 
     def _durable(self) -> ObjectStore | None:
         session = self._session
-        return session.durable_store() if session.settings.durable.url else None
+        return session.durable.open() if session.settings.durable.url else None
 
     def _get(self, name: str) -> bytes | None:
         with translated_store_errors(f"{self.job} cannot be looked up"):

@@ -248,10 +248,10 @@ class JobStepFiles:
 
         def read() -> None:
             if ranks is not None and name != DCP_METADATA_NAME:
-                session.report_restored(group, ranks)
+                session.loads.report_restored(group, ranks)
 
         return seen.files.open(
-            name, StepSource(seen.step, session.agent.store, session.durable_store, session.peers), read
+            name, StepSource(seen.step, session.agent.store, session.durable.open, session.peers), read
         )
 
     def remove(self, step: int) -> bool:
@@ -259,7 +259,7 @@ class JobStepFiles:
         groups = [view.version_id for view in self._survey().views if view.version_id.version == step]
         with translated_store_errors(f"step {step} of {self.job} cannot be deleted"):
             if groups:
-                self.session.drop_steps(groups)
+                self.session.commits.drop_steps(groups)
         return bool(groups)
 
     def _group(self, step: int, name: str, *, loading: bool) -> VersionId:

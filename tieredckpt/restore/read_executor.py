@@ -226,7 +226,7 @@ class ReadExecutor:
         for part, moves in whole.items():
             shard = self._step.shards[part]
             fd = self._pinned.file(part)
-            mapped = self._session.populated_mapping(fd, shard.size_bytes)  # the reference preserves the mapping
+            mapped = self._session.slots.populated_mapping(fd, shard.size_bytes)  # the reference preserves the mapping
             file = ShardFile(fd, 0 if mapped is None else mapped.address)
             bad = copy_verified(self._session.copier, file, shard, moves, then=then)
             if bad:
@@ -453,7 +453,7 @@ class ReadExecutor:
         moves: list[MemoryCopy] = []
         references: list[memoryview] = []
         size = 0
-        for found in read_durable_shard(self._session.durable_store(), shard, [one for one, _ in order]):
+        for found in read_durable_shard(self._session.durable.open(), shard, [one for one, _ in order]):
             stop = found.start + len(found.data)
             address = _address(found.data)
             while at < len(order) and order[at][0].start < stop:
@@ -484,7 +484,7 @@ class ReadExecutor:
                 return bytes(data)
         self.bytes_by_tier[Tier.DURABLE.value] += span.stop - span.start
         out = bytearray()  # grows with the received bytes, because its claimed size is not trusted
-        for found in read_durable_shard(self._session.durable_store(), self._step.shards[part], [span]):
+        for found in read_durable_shard(self._session.durable.open(), self._step.shards[part], [span]):
             low, high = max(span.start, found.start), min(span.stop, found.start + len(found.data))
             out += found.data[low - found.start : high - found.start]
         return bytes(out)

@@ -115,7 +115,7 @@ def join_peer_agents(session: Session, *, restoring: bool = False) -> bool:
     peer = session.settings.peer
     if peer.discovery == DISCOVERY_OFF:
         return False
-    session.standby_nodes = _standby_nodes()
+    session.registration.standby_nodes = _standby_nodes()
     try:
         plan = (
             _exchange_plan(session, peer, restoring)
@@ -123,9 +123,9 @@ def join_peer_agents(session: Session, *, restoring: bool = False) -> bool:
             else configured_peer_plan(peer)
         )
         if plan is not None:
-            session.join_peers(plan)
+            session.registration.join_peers(plan)
             first = peer.discovery == DISCOVERY_WORLD and is_local_rank_zero()
-            session.refresh_peer_plan = partial(_refresh_plan, session) if first else None
+            session.registration.refresh_peer_plan = partial(_refresh_plan, session) if first else None
         return plan is not None and not is_unreplicated(peer)
     except PeerStoreError as error:
         raise TierUnavailableError(f"{session.job}: its nodes cannot keep copies for each other: {error}") from error
@@ -137,9 +137,9 @@ def join_standby_nodes(session: Session) -> bool:
     Rank 0 adds them for all. Nodes that have left need no change: they get no replicas once their agents are dead.
     """
     nodes = _standby_nodes()
-    if nodes == session.standby_nodes:
+    if nodes == session.registration.standby_nodes:
         return False
-    before, session.standby_nodes = session.standby_nodes, nodes
+    before, session.registration.standby_nodes = session.registration.standby_nodes, nodes
     peer = session.settings.peer
     if peer.discovery != DISCOVERY_WORLD or not _outside(session) or not dist.is_initialized():
         return False
@@ -147,26 +147,26 @@ def join_standby_nodes(session: Session) -> bool:
         try:
             _add_standby_nodes(session, peer)
         except (PeerStoreError, TierUnavailableError) as error:  # the next save tries again
-            session.standby_nodes = before
+            session.registration.standby_nodes = before
             log.warning("%s: nodes outside the world get no replicas yet: %s", session.job, error)
     return True
 
 
 def _add_standby_nodes(session: Session, peer: PeerSettings) -> None:
-    plan, known, me = session.peer_plan, session.agent.known_peers(session.job), session.agent.this_node()
+    plan, known, me = session.registration.peer_plan, session.agent.known_peers(session.job), session.agent.this_node()
     members = plan.member_list if plan is not None else None
     if me is None or (members is not None and set(_outside(session)) <= set(members.nodes)):
         return
     voters = [me] if members is None else [node for node in members.nodes if node.id not in members.standby]
     secret = plan.secret if plan is not None else peer_secret(peer)
     nodes = _with_standby({node.id: node for node in voters}, known, _outside(session))
-    session.join_peers(JobPeersConfig(secret, replication_settings(peer), member_list=nodes))
+    session.registration.join_peers(JobPeersConfig(secret, replication_settings(peer), member_list=nodes))
 
 
 def _outside(session: Session) -> tuple[PeerNode, ...]:
     """Return the nodes outside the world that know the job's secret, if the ranks did not generate it."""
     peer = session.settings.peer
-    return session.standby_nodes if peer.secret and not is_unreplicated(peer) else ()
+    return session.registration.standby_nodes if peer.secret and not is_unreplicated(peer) else ()
 
 
 def _exchange_plan(session: Session, peer: PeerSettings, restoring: bool) -> JobPeersConfig | None:
@@ -229,7 +229,7 @@ def _exchange_plan(session: Session, peer: PeerSettings, restoring: bool) -> Job
         raise TierUnavailableError(offer.unreachable)
     if offer.problem:
         raise SettingsError(offer.problem)
-    session.has_single_agent = offer.one_agent
+    session.registration.has_single_agent = offer.one_agent
     if offer.member_list is None:
         return None
     return JobPeersConfig(

@@ -34,7 +34,7 @@ import ctypes
 import secrets
 import threading
 import zlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import NamedTuple
@@ -248,6 +248,8 @@ class IncarnationTracker:
         """Message from the process that saves for this one."""
         self._outgoing: _SharedMessage | None = None
         """Message from this process to the trainer that it saves for."""
+        self.on_change: Callable[[], object] = lambda: None
+        """Function to call, with the lock held, when a decision, a load or a left world changes the incarnation."""
 
     @property
     def current(self) -> Incarnation | None:
@@ -342,6 +344,8 @@ class IncarnationTracker:
                     lifetime.reached = -1
                 lifetime.current, lifetime.parts, lifetime.base = decision.incarnation, decision.parts, decision.base
                 self._agreed_ranks = decision.parts
+                if decision.incarnation != current:
+                    self.on_change()
             self._send()
 
     def record_sealed(self, key: ShardKey) -> None:
@@ -363,6 +367,7 @@ class IncarnationTracker:
             self._receive()
             self._agreed_ranks = ranks
             self._begin(_Lifetime(base=step))
+            self.on_change()
 
     def leave_world(self) -> None:
         """Begin a new incarnation at the next save, even if the next world has the same size."""
@@ -372,6 +377,7 @@ class IncarnationTracker:
             reached = max(previous.base if previous.base is not None else -1, previous.reached)
             self._begin(_Lifetime(base=previous.base if previous.current is None else reached))
             self._agreed_ranks = None
+            self.on_change()
 
     def _begin(self, lifetime: _Lifetime) -> None:
         self._lifetime, self._incoming, self._outgoing = lifetime, None, None

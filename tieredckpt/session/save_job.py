@@ -22,7 +22,8 @@ from tieredckpt.errors import SaveFailedError, TieredCheckpointError
 from tieredckpt.format.manifest import StateTable
 from tieredckpt.format.shard_layout import Layout
 from tieredckpt.live import abort_fence
-from tieredckpt.session.session import Session, StagedShard
+from tieredckpt.session.session import Session
+from tieredckpt.session.slot_pool import StagedShard
 
 log = logging.getLogger(__name__)
 
@@ -75,7 +76,7 @@ class SaveJob:
         wait_s: float,
     ) -> StagedShard:
         """Lease a slot and copy into it with ``fill``, which returns the copy in the background, if any."""
-        staged = self.session.lease_slot(self.key, parts, layout, item_bytes, wait_s=wait_s)
+        staged = self.session.slots.lease(self.key, parts, layout, item_bytes, wait_s=wait_s)
         began = time.perf_counter()
         try:
             self.copied = fill(staged)
@@ -83,7 +84,7 @@ class SaveJob:
         except BaseException:
             if self.copied is not None:
                 wait([self.copied])
-            self.session.release_slot(staged)
+            self.session.slots.release(staged)
             raise
         self._copy_s = time.perf_counter() - began
         self.staged = staged
@@ -128,8 +129,8 @@ class SaveJob:
         staged, self.staged = self.staged, None
         self._items, self._table = (), None
         if staged is not None:
-            self.session.release_slot(staged)
-        self.session.report_part_aborted(self.key)
+            self.session.slots.release(staged)
+        self.session.commits.abort_part(self.key)
 
     def _seal_or_abort(self) -> ShardRecord:
         try:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import threading
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -17,6 +18,7 @@ from tieredckpt.errors import SaveFailedError, UsageError
 from tieredckpt.format.manifest import StateTable, TableTensor
 from tieredckpt.format.shard_layout import ARCHIVE_ITEM, OBJECT_ITEM, ItemEntry, Layout, TensorEntry, build_layout
 from tieredckpt.format.slice_boxes import Box
+from tieredckpt.session.incarnation import IncarnationTracker
 from tieredckpt.tensors.safe_objects import warn_unsafe_object
 from tieredckpt.tensors.state_dict import (
     Fingerprint,
@@ -28,6 +30,7 @@ from tieredckpt.tensors.state_dict import (
 )
 
 PlanSignature = tuple[Any, ...]
+_KEPT_PLANS = 4
 
 
 @dataclass(frozen=True)
@@ -42,6 +45,41 @@ class PlannedSave:
     """Fingerprint of the planned state; ``None`` if the planner is not the default one."""
     signature: PlanSignature | None = None
     """Signature of the plan, in addition to the state's fingerprint."""
+
+
+class PlanCache:
+    """Plans of the last saves of one job, for the current incarnation. Any thread may call it."""
+
+    def __init__(self, incarnation: IncarnationTracker) -> None:
+        self._incarnation = incarnation
+        self._plans: list[PlannedSave] = []
+        self._lock = threading.Lock()
+        # On all ranks alike, because a rank with a cached plan would skip DCP's collectives.
+        incarnation.on_change = self._clear
+
+    @property
+    def layouts(self) -> list[Layout]:
+        return [planned.layout for planned in self._plans]
+
+    def find(self, found: Sequence[Fingerprint]) -> PlannedSave | None:
+        """Return this world's plan for a state with these fingerprints, or ``None``."""
+        wanted, parts = tuple(found), self._incarnation.part_count
+        return next((one for one in self._plans if one.fingerprint == wanted and one.parts == parts), None)
+
+    def has(self, planned: PlannedSave) -> bool:
+        """Return whether ``planned`` is still this world's plan for such a state."""
+        return planned.parts == self._incarnation.part_count and any(one is planned for one in self._plans)
+
+    def add(self, planned: PlannedSave) -> None:
+        with self._lock:
+            others = [
+                old for old in self._plans if old.fingerprint != planned.fingerprint or old.layout != planned.layout
+            ]
+            self._plans = [planned, *others][:_KEPT_PLANS]
+
+    def _clear(self) -> None:
+        with self._lock:
+            self._plans = []
 
 
 def save_planner_is_transparent(planner: SavePlanner) -> bool:

@@ -50,11 +50,11 @@ def test_close_waits_for_slots_that_are_being_prepared(agent_dir, monkeypatch):
     """However often it restored: who came too late would find no agent, and start one."""
     threads = []
 
-    def prepare_slots(session, *_):
+    def prepare(slots, *_):
         threads.append(Awaited())
-        session._preparing.append(threads[-1])
+        slots._preparing.append(threads[-1])
 
-    monkeypatch.setattr("tieredckpt.session.session.Session.prepare_slots", prepare_slots)
+    monkeypatch.setattr("tieredckpt.session.slot_pool.SlotPool.prepare", prepare)
     with Checkpointer("tiered://loop") as ckpt:
         ckpt.restore({"w": torch.zeros(4)})
         ckpt.restore({"w": torch.zeros(4)})

@@ -124,7 +124,7 @@ def save_as(session, step, tensors, boxes_of, owners):
                 )
         layout = build_layout(mine, [], None)
         key = ShardKey(JOB, step, step + 1, f"i{step}", 0, part)
-        staged = session.lease_slot(key, parts, layout, 0, wait_s=5)
+        staged = session.slots.lease(key, parts, layout, 0, wait_s=5)
         header = layout.header_bytes
         pieces = [SlotWrite(part_of(tensors[e.fqn], e.box).contiguous(), header + e.start) for e in layout.tensors]
         staged.memory.copy_in(pieces, session.copier)

@@ -545,7 +545,7 @@ def test_repeated_restores_leak_nothing_and_never_start_at_zero(agent_dir):
         seen, memory = [], []
         for _ in range(20):
             assert ckpt.restore(fresh) == 7
-            ckpt.session.wait_until_prepared()
+            ckpt.session.slots.wait_until_prepared()
             seen.append(footprint())
             memory.append(psutil.Process().memory_full_info().uss)
         assert ckpt.last_restore.proof.size_bytes

@@ -30,7 +30,8 @@ from tieredckpt import (
 from tieredckpt.agent.agent_client import NodeAgentClient
 from tieredckpt.checkpointer.save_handle import SaveState
 from tieredckpt.errors import MismatchError, StoreBusyError, UsageError
-from tieredckpt.session.session import Session, close_sessions, use_agent_factory
+from tieredckpt.session.session import close_sessions, use_agent_factory
+from tieredckpt.session.slot_pool import SlotPool
 from tieredckpt.settings import DurableSettings, load_settings, override_settings
 from tieredckpt.testing import memory_node
 
@@ -121,7 +122,7 @@ def saves_while_deaf():
             states.append(saved.wait().value)
             dist.barrier()
             ckpt.session.agent.deaf = step in (0, 1, 2)
-        return states, ckpt.session.committed.version >= 3
+        return states, ckpt.session.commits.committed.version >= 3
 
 
 def test_saves_continue_after_an_agent_outage(agent_dir, ranks):
@@ -132,15 +133,15 @@ def test_saves_continue_after_an_agent_outage(agent_dir, ranks):
 
 
 def leaves_out_while_deaf():
-    rank, stage, left = dist.get_rank(), Session.lease_slot, {0: (2,), 1: (3,)}
+    rank, stage, left = dist.get_rank(), SlotPool.lease, {0: (2,), 1: (3,)}
 
-    def busy(session, key, *args, **more):
+    def busy(slots, key, *args, **more):
         if key.version in left[rank]:
             raise StoreBusyError("no room just now")
-        return stage(session, key, *args, **more)
+        return stage(slots, key, *args, **more)
 
     with use_agent_factory(UnreachableAgent), Checkpointer(JOB) as ckpt:
-        Session.lease_slot = busy
+        SlotPool.lease = busy
         try:
             for step in range(6):
                 ckpt.session.agent.deaf = step in (2, 3)
@@ -148,7 +149,7 @@ def leaves_out_while_deaf():
                 ckpt.wait()
                 dist.barrier()
         finally:
-            Session.lease_slot = stage
+            SlotPool.lease = stage
         return sorted({fact.key.version for fact in ckpt.session.agent.store.list_shards("loop")})
 
 

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from tieredckpt import Checkpointer
 from tieredckpt.checkpointer.save_handle import SaveState
 from tieredckpt.errors import StoreBusyError
-from tieredckpt.session.session import Session
+from tieredckpt.session.slot_pool import SlotPool
 
 pytestmark = pytest.mark.e2e
 
@@ -22,14 +22,14 @@ LEFT_OUT = {0: (3, 5, 7), 1: (4, 6, 8)}
 def apart():
     """Each rank leaves out steps of its own; what became of all of them, and what a restart finds."""
     rank = dist.get_rank()
-    stage = Session.lease_slot
+    stage = SlotPool.lease
 
-    def busy(session, key, *args, **more):
+    def busy(slots, key, *args, **more):
         if key.version in LEFT_OUT[rank]:
             raise StoreBusyError("no room just now")
-        return stage(session, key, *args, **more)
+        return stage(slots, key, *args, **more)
 
-    Session.lease_slot = busy
+    SlotPool.lease = busy
     try:
         state = {"w": torch.zeros(1000)}
         with Checkpointer("tiered://apart") as ckpt:
@@ -42,7 +42,7 @@ def apart():
                 dist.barrier()
                 ends.append(saved.state)
     finally:
-        Session.lease_slot = stage
+        SlotPool.lease = stage
     other = {"w": torch.zeros(1000)}
     with Checkpointer("tiered://apart") as ckpt:
         found = ckpt.restore(other)

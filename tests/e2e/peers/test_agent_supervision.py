@@ -81,7 +81,7 @@ def end_own_agent(job):
     with Checkpointer(job, on_sigterm="ignore") as ckpt:
         ckpt.restore(zeros_like_state(sharded(0)))
         ckpt.save(sharded(5), 5).wait(timeout_s=60)
-        ckpt.session.wait_until_prepared()  # which needs one, too
+        ckpt.session.slots.wait_until_prepared()  # which needs one, too
         ckpt.session.add_metrics(saves=0)
         stop_agent(agent_directory(), signal.SIGTERM)
         ckpt.session.add_metrics(saves=1)  # by a thread that was a moment slower

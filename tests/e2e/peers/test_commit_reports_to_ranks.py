@@ -12,7 +12,7 @@ from tests.support.clusters import make_cluster
 from tieredckpt import Checkpointer
 from tieredckpt.checkpointer.save_handle import SaveState
 from tieredckpt.errors import StoreBusyError
-from tieredckpt.session.session import Session
+from tieredckpt.session.slot_pool import SlotPool
 
 pytestmark = pytest.mark.e2e
 
@@ -26,14 +26,14 @@ WAYS = {
 
 def saves(job, left_out):
     """Return which steps this rank sealed, which parts its node still has, and what a restart finds."""
-    mine, stage = left_out.get(dist.get_rank(), ()), Session.lease_slot
+    mine, stage = left_out.get(dist.get_rank(), ()), SlotPool.lease
 
-    def busy(session, key, *args, **more):
+    def busy(slots, key, *args, **more):
         if key.version in mine:
             raise StoreBusyError("no room just now")
-        return stage(session, key, *args, **more)
+        return stage(slots, key, *args, **more)
 
-    Session.lease_slot = busy
+    SlotPool.lease = busy
     state = {"w": torch.zeros(1000)}
     try:
         with Checkpointer(job, on_busy="wait", on_sigterm="ignore") as ckpt:
@@ -46,7 +46,7 @@ def saves(job, left_out):
                 ends.append(saved.state.name)
                 dist.barrier()
     finally:
-        Session.lease_slot = stage
+        SlotPool.lease = stage
     other = {"w": torch.zeros(1000)}
     with Checkpointer(job, on_sigterm="ignore") as ckpt:
         alone = ckpt.settings.peer.discovery == "off"  # one node's memory has no whole step then

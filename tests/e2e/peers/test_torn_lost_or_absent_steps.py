@@ -20,6 +20,7 @@ from tieredckpt.cli import main
 from tieredckpt.dcp.rank_group import unwrap_load_error
 from tieredckpt.errors import CheckpointLostError, CheckpointNotFoundError, CheckpointTornError, StoreBusyError
 from tieredckpt.session.session import Session
+from tieredckpt.session.slot_pool import SlotPool
 
 pytestmark = pytest.mark.e2e
 
@@ -95,19 +96,19 @@ def test_job_killed_in_its_first_save_restarts_and_reports_it(ranks, capsys):
 
 def leaves_out(job, step):
     """One rank has no room for its part, so that what the others have of the step is given up."""
-    stage = Session.lease_slot
+    stage = SlotPool.lease
 
     def busy(*args, **more):
         raise StoreBusyError("no room just now")
 
-    Session.lease_slot = busy if dist.get_rank() == 1 else stage
+    SlotPool.lease = busy if dist.get_rank() == 1 else stage
     try:
         with Checkpointer(job, on_busy="wait", on_sigterm="ignore") as ckpt:
             assert ckpt.restore(zeros_like_state(sharded(0))) == -1
             ckpt.save(sharded(step), step)
             ckpt.wait()
     finally:
-        Session.lease_slot = stage
+        SlotPool.lease = stage
 
 
 def test_incomplete_step_dropped_everywhere_is_reported(ranks):

@@ -136,7 +136,7 @@ def test_missing_sealed_step_is_a_fault_and_the_next_world_restores_the_newest()
     def delete(other):
         session = other.session
         groups = {view.version_id for view in session.agent.list_steps("job").views}
-        session.drop_steps([group for group in groups if group.version == 9])
+        session.commits.drop_steps([group for group in groups if group.version == 9])
 
     ended, restored, faults = resized_once(delete)
     assert (ended.outcome, ended.worlds) == (RunOutcome.FINISHED, 3)

@@ -8,7 +8,8 @@ import torch
 from tieredckpt import Checkpointer
 from tieredckpt.checkpointer.save_handle import SaveState
 from tieredckpt.errors import DurableRefusedError, TierUnavailableError, UsageError
-from tieredckpt.session.session import Session, close_sessions
+from tieredckpt.session.durable_tier import DurableTier
+from tieredckpt.session.session import close_sessions
 from tieredckpt.settings import AgentSettings, Settings
 from tieredckpt.testing import memory_node
 
@@ -77,10 +78,10 @@ def test_unavailable_durable_tier_does_not_hide_the_steps_of_an_earlier_run(node
         ckpt.save(state, 9).wait()
     close_sessions()
 
-    def is_away(session):
+    def is_away(tier, newest_step):
         raise TierUnavailableError("the store is away")
 
-    monkeypatch.setattr(Session, "check_durable", is_away)
+    monkeypatch.setattr(DurableTier, "check", is_away)
     with Checkpointer("tiered://job") as ckpt, pytest.raises(UsageError, match="behind step 9 of an earlier run"):
         ckpt.save(state, 0)
 

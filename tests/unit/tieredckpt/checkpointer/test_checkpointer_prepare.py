@@ -61,7 +61,7 @@ def state_at(step):
 
 
 def prepared(job="job"):
-    open_session(job, load_settings()).wait_until_prepared()
+    open_session(job, load_settings()).slots.wait_until_prepared()
 
 
 def work_of(counts, call):

@@ -69,7 +69,7 @@ def test_a_failure_is_an_error_and_not_a_report(node, state):
         def failing(*_args, **_named):
             raise SaveFailedError("no slot")
 
-        ckpt.session.lease_slot = failing
+        ckpt.session.slots.lease = failing
         with pytest.raises(SaveFailedError, match="no slot"):
             ckpt.seal(state, 8)
 

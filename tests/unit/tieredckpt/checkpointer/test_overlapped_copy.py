@@ -93,7 +93,7 @@ class Training:
             self.gradients(step)
             self.optimizer.step()
             self.checkpointer.save(self.state, step).wait(timeout_s=WAIT_S)
-        open_session("job", load_settings()).wait_until_prepared()
+        open_session("job", load_settings()).slots.wait_until_prepared()
         self.gradients(2)
         self.optimizer.step()
 
@@ -159,7 +159,7 @@ def test_tensors_of_no_optimizer_are_copied_before_the_save_returns(node, gate):
     training.state["average"] = average
     with training.checkpointer as checkpointer:
         checkpointer.save(training.state, 2).wait(timeout_s=WAIT_S)
-        open_session("job", load_settings()).wait_until_prepared()
+        open_session("job", load_settings()).slots.wait_until_prepared()
         training.gradients(3)
         training.optimizer.step()
         expected = {name: one.clone() for name, one in average.items()}

@@ -36,10 +36,7 @@ class Agent:
 
 
 @dataclass
-class Session:
-    agent: Agent
-    job: str = "job"
-    settings: Settings = field(default_factory=Settings)
+class Registration:
     has_single_agent: bool = False
     refresh_peer_plan: object = None
     standby_nodes: tuple[PeerNode, ...] = ()
@@ -51,6 +48,14 @@ class Session:
     @property
     def peer_plan(self):
         return self.joined[-1] if self.joined else None
+
+
+@dataclass
+class Session:
+    agent: Agent
+    job: str = "job"
+    settings: Settings = field(default_factory=Settings)
+    registration: Registration = field(default_factory=Registration)
 
 
 @pytest.fixture
@@ -79,7 +84,7 @@ def test_node_of_the_same_world_is_not_awaited(store, slept):
     session = Session(Agent([("n1",)]))
     agent_discovery.join_peer_agents(session, restoring=True)
     assert slept == []
-    (plan,) = session.joined
+    (plan,) = session.registration.joined
     assert [node.id for node in plan.member_list.nodes] == ["n0", "n1"]
 
 
@@ -156,7 +161,7 @@ def test_nodes_of_one_machine_exchange_the_secret_in_a_private_file(store, monke
     if not knows:
         monkeypatch.setattr(session.agent, "known_peers", lambda _job: None)
     agent_discovery.join_peer_agents(session)
-    (plan,) = session.joined
+    (plan,) = session.registration.joined
     packed = agent_discovery._text(plan.secret).strip('"')
     assert not [value for value in heard.values if packed in value]
     assert set(modes) == {0o600}
@@ -170,7 +175,7 @@ def test_nodes_of_several_machines_exchange_the_secret_in_the_store(store, tmp_p
     settings = settings_from_mapping({"agent": {"directory": str(tmp_path)}})
     session = Session(Agent([()], knows=(ME, OTHER)), settings=settings)
     agent_discovery.join_peer_agents(session)
-    (plan,) = session.joined
+    (plan,) = session.registration.joined
     assert plan.secret == b"s" * 32
     assert list(tmp_path.iterdir()) == []
     assert caplog.text.count("peer.secret is not set") == 1
@@ -181,7 +186,7 @@ def test_nodes_of_earlier_worlds_stay_as_standby(store):
     store.set("tieredckpt/job/nodes/saving/1/1", agent_discovery._text(agent_discovery._NodeHello(OTHER, None)))
     session = Session(Agent([()], knows=(ME, OTHER, third)))
     agent_discovery.join_peer_agents(session)
-    (plan,) = session.joined
+    (plan,) = session.registration.joined
     assert [node.id for node in plan.member_list.nodes] == ["n0", "n1", "n2"]
     assert plan.member_list.standby == ("n2",)
 
@@ -190,7 +195,7 @@ def test_single_node_keeps_those_of_earlier_worlds_as_standby(store, monkeypatch
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
     session = Session(Agent([()], knows=(ME, OTHER)))
     agent_discovery.join_peer_agents(session)
-    (plan,) = session.joined
+    (plan,) = session.registration.joined
     assert plan.member_list.standby == ("n1",)
 
 
@@ -223,7 +228,7 @@ def alone(monkeypatch, settings):
 def test_nodes_outside_the_world_are_standby(outside, monkeypatch, configured):
     session = alone(monkeypatch, configured)
     assert agent_discovery.join_peer_agents(session)
-    (plan,) = session.joined
+    (plan,) = session.registration.joined
     assert (plan.secret, plan.member_list.standby) == (SHARED, ("n3",))
     assert plan.member_list.nodes == (ME, OUTSIDE)
 
@@ -233,7 +238,7 @@ def test_nodes_outside_a_world_of_several_nodes_are_standby(outside, store, conf
     session = Session(Agent([()]), settings=configured)
     monkeypatch.setattr(session.agent, "known_peers", lambda _job: None)
     agent_discovery.join_peer_agents(session)
-    (plan,) = session.joined
+    (plan,) = session.registration.joined
     assert plan.member_list.nodes == (ME, OTHER, OUTSIDE)
     assert plan.member_list.standby == ("n3",)
 
@@ -245,17 +250,17 @@ def test_ranks_of_one_node_use_the_list_of_the_first_one(outside, monkeypatch, c
     monkeypatch.setattr(dist, "get_rank", lambda: 1)
     second = alone(monkeypatch, configured)
     agent_discovery.join_peer_agents(second)
-    assert second.joined == first.joined
+    assert second.registration.joined == first.registration.joined
 
 
 @pytest.mark.parametrize("peer", [{}, {"secret": SHARED.decode(), "copies": 1}], ids=["no secret", "one copy"])
 def test_nodes_outside_the_world_are_left_out_without_a_use_or_a_secret(outside, monkeypatch, peer):
     session = alone(monkeypatch, settings_from_mapping({"peer": peer}))
     assert not agent_discovery.join_peer_agents(session)
-    assert session.joined == []
+    assert session.registration.joined == []
     outside.append(LATE)
     assert not agent_discovery.join_standby_nodes(session)
-    assert session.joined == []
+    assert session.registration.joined == []
 
 
 def test_nodes_that_join_during_the_world_are_added(outside, monkeypatch, configured):
@@ -268,34 +273,34 @@ def test_nodes_that_join_during_the_world_are_added(outside, monkeypatch, config
     assert not agent_discovery.join_standby_nodes(session)  # nothing new
     outside.append(LATE)
     assert agent_discovery.join_standby_nodes(session)
-    one, two = session.joined
+    one, two = session.registration.joined
     assert (one.member_list.nodes, one.member_list.standby) == ((ME, OUTSIDE), ("n3",))
     assert (two.member_list.nodes, two.member_list.standby) == ((ME, OUTSIDE, LATE), ("n3", "n4"))
     assert two.member_list.version > one.member_list.version
     outside.pop()
     assert agent_discovery.join_standby_nodes(session)
-    assert len(session.joined) == 2  # the dead node gets no replicas
+    assert len(session.registration.joined) == 2  # the dead node gets no replicas
 
 
 def test_later_ranks_leave_new_nodes_to_the_first_one(outside, monkeypatch, configured):
     session = alone(monkeypatch, configured)
     monkeypatch.setattr(dist, "get_rank", lambda: 1)
     assert agent_discovery.join_standby_nodes(session)
-    assert session.joined == []
+    assert session.registration.joined == []
 
 
 def test_new_nodes_are_added_at_the_next_save_if_the_agent_fails(outside, monkeypatch, configured, caplog):
     session = alone(monkeypatch, configured)
     agent_discovery.join_peer_agents(session)
     outside.append(LATE)
-    join = session.join_peers
+    join = session.registration.join_peers
 
     def fail(_plan):
         raise AgentUnreachableError("no agent")
 
-    monkeypatch.setattr(session, "join_peers", fail)
+    monkeypatch.setattr(session.registration, "join_peers", fail)
     agent_discovery.join_standby_nodes(session)
     assert "nodes outside the world get no replicas yet: no agent" in caplog.text
-    monkeypatch.setattr(session, "join_peers", join)
+    monkeypatch.setattr(session.registration, "join_peers", join)
     agent_discovery.join_standby_nodes(session)
-    assert session.joined[-1].member_list.standby == ("n3", "n4")
+    assert session.registration.joined[-1].member_list.standby == ("n3", "n4")

@@ -396,7 +396,7 @@ def test_save_that_ends_after_a_load_keeps_its_own_base():
         seal = ckpt.session.seal
 
         def late(*args, **named):
-            ckpt.session.rewind_to(7)
+            ckpt.session.loads.rewind_to(7)
             return seal(*args, **named)
 
         ckpt.session.seal = late

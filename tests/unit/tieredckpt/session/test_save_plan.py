@@ -14,7 +14,8 @@ from tieredckpt import TieredWriter, load
 from tieredckpt.dcp.rank_group import unwrap_save_error
 from tieredckpt.errors import SaveFailedError
 from tieredckpt.session import save_plan
-from tieredckpt.session.session import open_session
+from tieredckpt.session.incarnation import decide_save
+from tieredckpt.session.session import leave_worlds, open_session
 from tieredckpt.settings import load_settings
 from tieredckpt.testing import memory_node
 
@@ -39,7 +40,7 @@ def state_of(step):
 
 
 def newest_plan():
-    return open_session(JOB, load_settings())._planned[0]
+    return open_session(JOB, load_settings()).plans._plans[0]
 
 
 def test_known_layout_is_not_built_again(monkeypatch):
@@ -87,3 +88,32 @@ def test_save_after_one_without_collectives_has_the_table_of_the_state():
     save(state_of(2), 2)
     assert [one.fqn for one in newest_plan().table.tensors] == ["model.view", "model.weight"]
     assert_same_bits(state_of(2), load(JOB))
+
+
+def adopt(session, *, known_epoch):
+    point = session.incarnation.capture()
+    session.adopt(decide_save([session.incarnation.propose(2, point, known_epoch, None)], "newer", 0), point)
+
+
+def test_plan_cache_is_empty_after_a_decision_for_a_newer_incarnation():
+    save(state_of(1), 1)
+    session, planned = open_session(JOB, load_settings()), newest_plan()
+    current = session.incarnation.current
+    adopt(session, known_epoch=current.epoch)
+    assert session.incarnation.current == current
+    assert session.plans.has(planned)
+    adopt(session, known_epoch=current.epoch + 1)
+    assert session.incarnation.current.name == "newer"
+    assert not session.plans.has(planned)
+    assert session.plans.layouts == []
+
+
+@pytest.mark.parametrize("change", ["rewind", "left world"])
+def test_plan_cache_is_empty_after_the_incarnation_ends(change):
+    save(state_of(1), 1)
+    session = open_session(JOB, load_settings())
+    if change == "rewind":
+        session.loads.rewind_to(0)
+    else:
+        leave_worlds()
+    assert session.plans.layouts == []

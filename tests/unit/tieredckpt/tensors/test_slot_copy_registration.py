@@ -28,7 +28,7 @@ def layout_of(elements):
 def saved(session, device, step, elements):
     """One save the way a writer does it, of what is on a device: the slot and what it must hold."""
     tensor = torch.arange(elements, dtype=torch.float32) + 1000 * step
-    staged = session.lease_slot(ShardKey("job", step, 1, "a", 0, 0), 1, layout_of(elements), 0, wait_s=5)
+    staged = session.slots.lease(ShardKey("job", step, 1, "a", 0, 0), 1, layout_of(elements), 0, wait_s=5)
     with use_device_backend(device):
         staged.memory.copy_in([SlotWrite(device.to_device(tensor), staged.layout.header_bytes)], session.copier)
     record = session.seal(staged, staged.lease.key, [], durable=False, table=None)

@@ -66,18 +66,25 @@ def torn(step: int) -> StepStatus:
     return StepStatus(VersionId(1, step, 0, "i1"), 2, {0: (Tier.MEMORY,)})
 
 
+class Commits:
+    """The part of a session that knows its newest complete step."""
+
+    def __init__(self, committed: VersionId | None) -> None:
+        self.committed = committed
+
+    def newest_complete_step(self) -> int:
+        return -1 if self.committed is None else self.committed.version
+
+
 class Session:
     """As much of a session as an account looks at."""
 
     def __init__(self, job: str = "job", *views: StepStatus, sealed: int = -1, committed: int | None = None) -> None:
         self.job, self.views, self.sealed_step = job, views, sealed
-        self.committed = None if committed is None else VersionId(1, committed, 0, "i1")
+        self.commits = Commits(None if committed is None else VersionId(1, committed, 0, "i1"))
         self.surveys = 0
         self.agent = SimpleNamespace(list_steps=self._survey)
         self.away = False
-
-    def newest_complete_step(self) -> int:
-        return -1 if self.committed is None else self.committed.version
 
     def _survey(self, job: str, *, fresh: bool = False) -> StepInventory:
         self.surveys += 1
@@ -260,7 +267,7 @@ def test_newest_complete_step_is_the_one_a_restore_loads():
     session = Session("job", whole(3), torn(8), spoilt, sealed=9)
     assert newest_complete_step(session, ask=False) == -1  # type: ignore[arg-type]
     assert newest_complete_step(session, ask=True) == 3  # type: ignore[arg-type]
-    session.committed = VersionId(1, 9, 0, "i1")
+    session.commits.committed = VersionId(1, 9, 0, "i1")
     session.surveys = 0
     assert newest_complete_step(session, ask=True) == 9  # type: ignore[arg-type]
     assert session.surveys == 0
