@@ -20,7 +20,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from peerstore.errors import PeerStoreError
-from peerstore.membership.topology import PeerNode
+from peerstore.membership.topology import NodeId, PeerNode
 from peerstore.parity.parity_store import PARITY_RETRY_S, ParityStore, ParityTask, ShardRebuilder
 from peerstore.parity.stripes import LostShard, StoredParity, assign_stripe_numbers, is_first_rebuilder, lost_shards
 from peerstore.peers.peer_inventory import JobInventory
@@ -74,20 +74,9 @@ class ParityStrategy:
         self._clock = shared.clock
         self._changed = shared.changed
         self._inventory = sight
-        self._parity_store = ParityStore(
-            shared.store,
-            shared.job,
-            shared.membership,
-            pace=shared.pace,
-            streams=shared.policy.streams,
-            blobs_of=shared.blobs_of,
-            fetch_blob=fetch_blob,
-            patience_s=_MEMBER_WAIT_S,
-            clock=shared.clock,
-        )
-        self._rebuilder = ShardRebuilder(
-            shared.store, shared.job, shared.membership, pace=shared.pace, streams=shared.policy.streams, sight=sight
-        )
+        self._parity_store = ParityStore(shared, fetch_blob=fetch_blob, patience_s=_MEMBER_WAIT_S)
+        self._rebuilder = ShardRebuilder(shared, sight)
+        self._cached_members: tuple[Mapping[str, PeerNode], tuple[str, ...]] = ({}, ())
         self._numbers: dict[ShardKey, int] = {}
         self._member_reports: dict[tuple[str, VersionId], _MemberReport] = {}
         self._holders: dict[ShardKey, dict[str, int]] = defaultdict(dict)
@@ -101,15 +90,19 @@ class ParityStrategy:
         """This node's current group; empty if the node is alone."""
         return self._members(self._membership.alive)
 
-    @property
-    def partners(self) -> tuple[str, ...]:
-        return tuple(member for member in self.members if member != self._membership.this_node.id)
+    def partners(self, living: Mapping[str, PeerNode], _standby: tuple[NodeId, ...]) -> tuple[str, ...]:
+        return self._others(self._members(living))
 
     def _members(self, living: Mapping[str, PeerNode]) -> tuple[str, ...]:
-        me = self._membership.this_node.id
-        policy = self._shared.policy
-        found = parity_groups(living.values(), policy.parity_group_size + 1, levels=policy.levels)
-        return next((tuple(group) for group in found if me in group), ())
+        if self._cached_members[0] is not living:  # grouping thousands of nodes is slow
+            policy = self._shared.policy
+            found = parity_groups(living.values(), policy.parity_group_size + 1, levels=policy.levels)
+            mine = next((tuple(group) for group in found if self._membership.this_node.id in group), ())
+            self._cached_members = living, mine
+        return self._cached_members[1]
+
+    def _others(self, members: tuple[str, ...]) -> tuple[str, ...]:
+        return tuple(member for member in members if member != self._membership.this_node.id)
 
     def statuses(self, look: ReplicationView) -> list[ReplicationStatus]:
         """Return the state of every shard that this node owns; a complete set of parities counts as one copy."""
@@ -118,12 +111,10 @@ class ParityStrategy:
 
     def _status(self, fact: ShardInfo, members: tuple[str, ...], living: Collection[str]) -> ReplicationStatus:
         key = fact.key
-        with self._changed:
-            more = sum(node in living for node in self._confirmed_holders(key))
-            others = [member for member in members if member != self._membership.this_node.id]
-            reports = [self._valid_report(member, key.version_id, members) for member in others]
-            kept = sum(report is not None and key.part in report.kept for report in reports)
-            refused = sum(report is not None and key.part in report.refused for report in reports)
+        more = sum(node in living for node in self.confirmed_holders(key, self._membership.generation_of))
+        reports = [self._valid_report(member, key.version_id, members) for member in self._others(members)]
+        kept = sum(report is not None and key.part in report.kept for report in reports)
+        refused = sum(report is not None and key.part in report.refused for report in reports)
         if more:  # another full copy protects the shard
             return ReplicationStatus(key, True, 1 + more, 0, 0)
         if not reports:
@@ -146,18 +137,13 @@ class ParityStrategy:
                 found.append(fact)
         return found
 
-    def confirmed_holders(self, key: ShardKey) -> list[str]:
-        with self._changed:
-            return sorted(self._confirmed_holders(key))
+    def confirmed_holders(self, key: ShardKey, life: Callable[[str], int]) -> tuple[str, ...]:
+        """Return the other nodes that hold the shard and have not restarted since they reported it."""
+        return tuple(sorted(node for node, then in self._holders.get(key, {}).items() if life(node) <= then))
 
-    def _confirmed_holders(self, key: ShardKey) -> list[str]:
-        """Return the nodes that hold the shard and have not restarted since they reported it."""
-        return [
-            node for node, then in self._holders.get(key, {}).items() if self._membership.generation_of(node) <= then
-        ]
-
-    def redundancy(self, key: ShardKey, holders: Collection[PeerNode], level: str) -> tuple[int, int]:
-        look = self._shared.view()
+    def redundancy(
+        self, key: ShardKey, holders: Collection[PeerNode], look: ReplicationView, level: str
+    ) -> tuple[int, int]:
         fact = next((fact for fact in self._owned_shards(look) if fact.key == key), None)
         if fact is None:
             return redundancy_of_copies(holders, level)
@@ -168,10 +154,7 @@ class ParityStrategy:
 
     def last_errors(self, key: ShardKey) -> str:
         """Return the last error of the protection of a shard's version, or ""."""
-        with self._changed:
-            return next(
-                (a.why for (_, group), a in self._member_reports.items() if group == key.version_id and a.why), ""
-            )
+        return next((a.why for (_, group), a in self._member_reports.items() if group == key.version_id and a.why), "")
 
     def has_pending(self, look: ReplicationView) -> bool:
         lost = self._missing(self._parity_store.stored(), look)
@@ -192,16 +175,11 @@ class ParityStrategy:
     def handle_stripe_report(self, sender: str, note: StripeReport) -> ParityStatus:
         """Record a member's report and return the state of its parities on this node."""
         if self._parity_store.record_report(sender, note):
-            for part in note.parts.values():
-                key = ShardKey(
-                    self._job,
-                    note.version_id.version,
-                    note.version_id.epoch,
-                    note.version_id.incarnation,
-                    note.version_id.attempt,
-                    part,
-                )
-                self.confirm_holder(key, sender, note.generation)
+            of = note.version_id
+            with self._changed:
+                for part in note.parts.values():
+                    key = ShardKey(self._job, of.version, of.epoch, of.incarnation, of.attempt, part)
+                    self.confirm_holder(key, sender, note.generation)
             self._shared.wake()
         return self._parity_store.status_for(sender, note.version_id, note.members)
 
@@ -216,8 +194,7 @@ class ParityStrategy:
 
     def confirm_holder(self, key: ShardKey, node: str, life: int) -> None:
         """Record that ``node``, in its generation ``life``, holds a shard that is here or in a parity here."""
-        with self._changed:
-            self._holders[key][node] = max(life, self._holders[key].get(node, life))
+        self._holders[key][node] = max(life, self._holders[key].get(node, life))
 
     @property
     def protected_keys(self) -> set[ShardKey]:
@@ -229,7 +206,7 @@ class ParityStrategy:
         kept = self._parity_store.stored()
         near = {member for one in kept if one.info.version_id == shard.key.version_id for member in one.members}
         nodes = {node for node in near | set(self.members) if node in self._membership.alive}
-        return self._rebuilder.rebuild(shard, nodes, holders=holders, stopped=self._shared.stop.is_set)
+        return self._rebuilder.rebuild(shard, nodes, holders=holders)
 
     # -- the next piece of work ---------------------------------------------------------------------------------------
 
@@ -260,11 +237,12 @@ class ParityStrategy:
         here = {fact.key for fact in look.shards}
         known = self._store.jobs.versions(self._job)
         wanted = [one for one in kept if known.is_needed(one.info.version_id)]
+        life = self._membership.generation_of
         with self._changed:
             found = lost_shards(
                 wanted,
                 living=look.alive,
-                held=lambda key: key in here or any(node in look.alive for node in self._confirmed_holders(key)),
+                held=lambda key: key in here or any(node in look.alive for node in self.confirmed_holders(key, life)),
             )
         return [one for one in found if self._membership.this_node.id in one.rebuilders]
 
@@ -328,18 +306,10 @@ class ParityStrategy:
             }
             for key in [key for key in self._holders if key not in here and not wanted(key.version_id)]:
                 del self._holders[key]
+        life = self._membership.generation_of(self._membership.this_node.id)
         for group in sorted(numbers):
-            for member in members:
-                if member != self._membership.this_node.id:
-                    self._send_report(
-                        member,
-                        StripeReport(
-                            group,
-                            members,
-                            numbers[group],
-                            self._membership.generation_of(self._membership.this_node.id),
-                        ),
-                    )
+            for member in self._others(members):
+                self._send_report(member, StripeReport(group, members, numbers[group], life))
 
     def _send_report(self, member: str, note: StripeReport) -> None:
         now = self._clock()
@@ -357,14 +327,13 @@ class ParityStrategy:
         if self._retry_at.get(member, 0.0) > now:
             return
         fresh = _MemberReport(note.members, note.parts, life, note.generation, now)
+        statuses = fresh.said
         with self._changed:
             before = self._valid_report(member, note.version_id, note.members)
             if before is not None:
                 fresh.kept, fresh.refused, fresh.why = before.kept, before.refused, before.why
-            statuses = fresh.said
-            self._member_reports[member, note.version_id] = (
-                fresh  # before the call: the member may send a newer status before it responds
-            )
+            # before the call: the member may send a newer status before it responds
+            self._member_reports[member, note.version_id] = fresh
         try:
             stake = self._membership.client_for(member).call("report_stripe", note, ParityStatus, timeout_s=5.0)
         except (PeerStoreError, OSError) as error:
@@ -379,7 +348,7 @@ class ParityStrategy:
     def _make_parity(self, due: ParityTask) -> bool:
         began = self._clock()
         try:
-            size = self._parity_store.make(due, self._shared.stop.is_set)
+            size = self._parity_store.make(due)
         except (PeerStoreError, OSError):
             self._shared.totals.errors += 1
             return False

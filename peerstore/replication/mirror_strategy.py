@@ -6,7 +6,7 @@ import contextlib
 import logging
 import threading
 import time
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 
 from peerstore.checksums import chunk_count
@@ -24,10 +24,8 @@ from peerstore.peers.peer_messages import (
     ReplicaChunk,
     VerifyChunks,
 )
-from peerstore.rate_limiter import RateLimiter
 from peerstore.replication.replication_policy import (
     ReplicationState,
-    ReplicationStatus,
     ReplicationTask,
     ReplicationView,
     is_committed,
@@ -39,57 +37,30 @@ from peerstore.transport.base import FileSlice
 log = logging.getLogger(__name__)
 
 
-class MirrorStrategy:
-    """Replicas of this node's shards on its partners, a :class:`~peerstore.replication.replicator.ReplicationStrategy`.
-
-    The shared lock guards :class:`~peerstore.replication.replication_policy.ReplicationState`.
-    """
+class MirrorStrategy(ReplicationState):
+    """Replicas on partner nodes, a :class:`~peerstore.replication.replicator.ReplicationStrategy`."""
 
     def __init__(self, shared: ReplicationContext) -> None:
+        super().__init__(shared.membership.this_node.id, shared.policy)
         self._shared = shared
         self._store = shared.store
         self._job = shared.job
         self._membership = shared.membership
-        self._state = ReplicationState(shared.membership.this_node.id, shared.policy)
 
-    @property
-    def partners(self) -> tuple[str, ...]:
-        living, standby = self._membership.alive, self._membership.standby
-        with self._shared.changed:
-            return self._state.partners(living, standby)
-
-    def statuses(self, look: ReplicationView) -> list[ReplicationStatus]:
-        with self._shared.changed:
-            return self._state.statuses(look)
-
-    def confirm_holder(self, key: ShardKey, node: str, life: int) -> None:
-        with self._shared.changed:
-            self._state.confirm_holder(key, node, life)
-
-    def confirmed_holders(self, key: ShardKey) -> tuple[str, ...]:
-        with self._shared.changed:
-            return self._state.confirmed_holders(key, self._membership.generation_of)
-
-    def redundancy(self, _key: ShardKey, holders: Collection[PeerNode], level: str) -> tuple[int, int]:
+    def redundancy(
+        self, _key: ShardKey, holders: Collection[PeerNode], _look: ReplicationView, level: str
+    ) -> tuple[int, int]:
         return redundancy_of_copies(holders, level)
-
-    def last_errors(self, key: ShardKey) -> str:
-        with self._shared.changed:
-            return self._state.last_errors(key)
 
     def has_pending(self, look: ReplicationView) -> bool:
         return any(one.is_owner and one.missing for one in self.statuses(look))
 
-    def leader_unreachable(self, leader: str, now: float) -> None:
-        with self._shared.changed:
-            self._state.leader_unreachable(leader, now)
-
     def step(self, look: ReplicationView) -> float:
         """Make the next copy; return the seconds to wait for the next one, 0 after a copy."""
         with self._shared.changed:
-            task = self._state.next_task(look)
+            task = self.next_task(look)
             if task is None:
-                return self._state.retry_s(look)
+                return self.retry_s(look)
         self._copy(task, next(fact for fact in look.shards if fact.key == task.key))
         return 0.0
 
@@ -102,22 +73,14 @@ class MirrorStrategy:
         life = self._membership.generation_of(task.target)
         whole = is_committed(fact, self._store.jobs.versions(self._job).replicated)
         try:
-            push = ReplicaPush(
-                self._membership.client_for(task.target),
-                pin.record,
-                pin.fd,
-                pace=self._shared.pace,
-                streams=self._shared.policy.streams,
-                blob=lambda name: self._store.get_blob(self._job, name),
-                stopped=self._shared.stop.is_set,
-            )
+            push = ReplicaPush(self._shared, self._membership.client_for(task.target), pin.record, pin.fd)
             base = self._store.jobs.versions(self._job).resume_point
             done = push.run(holders=task.holders, whole=whole, blobs=self._shared.blobs_of(fact), base=base)
         except (PeerStoreError, OSError) as error:
             self._record_failure(task, error)
         else:
             with self._shared.changed:
-                self._state.task_done(task, life, base)
+                self.task_done(task, life, base)
                 self._shared.changed.notify_all()
             totals = self._shared.totals
             totals.record_copy(done.sent_bytes, done.seconds, skipped_bytes=done.skipped_bytes)
@@ -135,7 +98,7 @@ class MirrorStrategy:
         self._shared.totals.errors += 1
         log.warning("job %s: no copy of %s on %s: %s", self._job, task.key, task.target, error)
         with self._shared.changed:
-            verify = self._state.task_failed(task, error, self._shared.clock())
+            verify = self.task_failed(task, error, self._shared.clock())
             self._shared.changed.notify_all()
         if verify:
             with contextlib.suppress(PeerStoreError, OSError):
@@ -187,33 +150,21 @@ class _Work:
 class ReplicaPush:
     """Transfer of one shard to one node; ``run`` returns when the copy is sealed, or raises."""
 
-    def __init__(
-        self,
-        peer: PeerClient,
-        record: ShardRecord,
-        fd: int,
-        *,
-        pace: RateLimiter,
-        streams: int = 2,
-        blob: Callable[[str], bytes] = lambda _name: b"",
-        stopped: Callable[[], bool] = lambda: False,
-    ) -> None:
+    def __init__(self, shared: ReplicationContext, peer: PeerClient, record: ShardRecord, fd: int) -> None:
+        self._shared = shared
         self._peer = peer
         self._record = record
         self._fd = fd
-        self._pace = pace
-        self._streams = streams
-        self._blob = blob
-        self._stopped = stopped
 
     def run(
-        self, *, holders: tuple[str, ...], whole: bool, blobs: tuple[str, ...] = (), base: ResumePoint | None = None
+        self, *, holders: tuple[str, ...], whole: bool, blobs: tuple[str, ...], base: ResumePoint | None
     ) -> PushResult:
         began = time.monotonic()
         offer = OfferReplica(self._record, holders, whole, blobs, base)
         wanted: OfferReply = self._peer.call("offer_replica", offer, OfferReply, timeout_s=_COMMIT_S)
         for name in wanted.blobs:
-            self._peer.call("put_blob", PutPeerBlob(name), type(None), payload=[memoryview(self._blob(name))])
+            data = self._shared.store.get_blob(self._shared.job, name)
+            self._peer.call("put_blob", PutPeerBlob(name), type(None), payload=[memoryview(data)])
         if not wanted.transfer:
             return PushResult(0, self._record.size_bytes, time.monotonic() - began)
         failpoint("peer.offered")
@@ -239,7 +190,7 @@ class ReplicaPush:
 
     def _send_all(self, transfer: str, runs: list[tuple[int, int]]) -> list[int]:
         work = _Work(sorted(runs, reverse=True))
-        streams = min(self._streams, sum(-(-(stop - first) // _FLUSH_CHUNKS) for first, stop in runs))
+        streams = min(self._shared.policy.streams, sum(-(-(stop - first) // _FLUSH_CHUNKS) for first, stop in runs))
         helpers = [
             threading.Thread(target=self._stream, args=(transfer, work), name="peerstore-push", daemon=True)
             for _ in range(streams - 1)
@@ -268,10 +219,10 @@ class ReplicaPush:
                 work.failure = work.failure or error
 
     def _send_chunk(self, line: PeerConnection, transfer: str, number: int) -> None:
-        if self._stopped():
+        if self._shared.stop.is_set():
             raise PeerStoreError("this agent is stopping")
         start = number * self._record.chunk_bytes
         size = min(self._record.chunk_bytes, self._record.size_bytes - start)
-        self._pace.acquire(size)
+        self._shared.pace.acquire(size)
         failpoint("peer.sending")
         line.send("replica_chunk", ReplicaChunk(transfer, number), [FileSlice(self._fd, start, size)])

@@ -11,13 +11,13 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
 from typing import Protocol
 
 from peerstore import deadlines
 from peerstore.commit_protocol import CommitReports
-from peerstore.membership.topology import PeerNode
+from peerstore.membership.topology import NodeId, PeerNode
 from peerstore.network_addresses import PathMonitor
 from peerstore.peers.heartbeat_loop import SHUTDOWN_GRACE_S, HeartbeatLoop
 from peerstore.rate_limiter import RateLimiter
@@ -79,30 +79,31 @@ class ReplicationContext:
 
 
 class ReplicationStrategy(Protocol):
-    """The way to protect shards: what to send to which node, and the redundancy that results. Thread-safe."""
+    """The way to protect shards: what to send to which node, and the redundancy that results.
 
-    @property
-    def partners(self) -> tuple[str, ...]: ...
+    The loop holds ``changed`` while it calls any method but ``step``.
+    """
 
     def step(self, look: ReplicationView) -> float:
         """Do one piece of work; return the seconds to wait for the next one, 0 if it may be due."""
+
+    def partners(self, living: Mapping[str, PeerNode], standby: tuple[NodeId, ...]) -> tuple[str, ...]: ...
 
     def statuses(self, look: ReplicationView) -> list[ReplicationStatus]: ...
 
     def confirm_holder(self, key: ShardKey, node: str, life: int) -> None: ...
 
-    def confirmed_holders(self, key: ShardKey) -> Sequence[str]:
-        """Return the other nodes that are known to hold a shard."""
+    def confirmed_holders(self, key: ShardKey, life: Callable[[str], int]) -> tuple[str, ...]: ...
 
-    def redundancy(self, key: ShardKey, holders: Collection[PeerNode], level: str) -> tuple[int, int]:
-        """Return the number of copies that the protection equals, and of failure domains."""
+    def redundancy(
+        self, key: ShardKey, holders: Collection[PeerNode], look: ReplicationView, level: str
+    ) -> tuple[int, int]: ...
 
     def last_errors(self, key: ShardKey) -> str: ...
 
     def has_pending(self, look: ReplicationView) -> bool: ...
 
-    def leader_unreachable(self, leader: str, now: float) -> None:
-        """Delay other messages to the commit leader after a report to it failed."""
+    def leader_unreachable(self, leader: str, now: float) -> None: ...
 
 
 class Replicator:
@@ -111,6 +112,8 @@ class Replicator:
     def __init__(self, shared: ReplicationContext, strategy: ReplicationStrategy) -> None:
         self._shared = shared
         self._strategy = strategy
+        self._changed = shared.changed
+        self._stop = shared.stop
         self._me = shared.membership.this_node
         self.totals = shared.totals
         self.path_monitor = shared.path_monitor
@@ -132,7 +135,7 @@ class Replicator:
 
     def close(self) -> None:
         """Stop the thread; work in progress gets ``SHUTDOWN_GRACE_S`` seconds to finish."""
-        self._shared.stop.set()
+        self._stop.set()
         self.wake()
         if self._thread.ident is not None:
             self._thread.join(deadlines.remaining_s(SHUTDOWN_GRACE_S))
@@ -153,57 +156,67 @@ class Replicator:
     @property
     def partners(self) -> tuple[str, ...]:
         """The nodes that store replicas or parities of this node's shards."""
-        return self._strategy.partners
+        living, standby = self._shared.membership.alive, self._shared.membership.standby
+        with self._changed:
+            return self._strategy.partners(living, standby)
 
     def statuses(self) -> list[ReplicationStatus]:
         """Return the replication state of the shards on this node; with parity, of those that this node owns."""
-        return self._strategy.statuses(self._shared.view())
+        look = self._shared.view()
+        with self._changed:
+            return self._strategy.statuses(look)
 
     def holders(self, key: ShardKey) -> tuple[PeerNode, ...]:
         """Return the live nodes that are known to hold a shard of this node, this node first."""
         living = self._shared.membership.alive
-        return (self._me, *(living[node] for node in self._strategy.confirmed_holders(key) if node in living))
+        with self._changed:
+            confirmed = self._strategy.confirmed_holders(key, self._shared.membership.generation_of)
+        return (self._me, *(living[node] for node in confirmed if node in living))
 
     def redundancy(self, key: ShardKey, level: str) -> tuple[int, int]:
         """Return the number of copies that the protection equals, and of failure domains; all but one may be lost."""
-        return self._strategy.redundancy(key, self.holders(key), level)
+        holders, look = self.holders(key), self._shared.view()
+        with self._changed:
+            return self._strategy.redundancy(key, holders, look, level)
 
     def last_errors(self, key: ShardKey) -> str:
         """Return the last errors of a shard's protection, or ""."""
-        return self._strategy.last_errors(key)
+        with self._changed:
+            return self._strategy.last_errors(key)
 
     def confirm_holder(self, key: ShardKey, node: str, life: int) -> None:
         """Record that ``node``, in its generation ``life``, holds a shard."""
-        self._strategy.confirm_holder(key, node, life)
-        with self._shared.changed:
-            self._shared.changed.notify_all()
+        with self._changed:
+            self._strategy.confirm_holder(key, node, life)
+            self._changed.notify_all()
 
     def wait_until(self, ready: Callable[[], bool], timeout_s: float) -> bool:
         """Wait until ``ready()`` is true, which is checked after every change; return ``False`` at the timeout."""
-        stop = self._shared.stop
-        with self._shared.changed:
-            return self._shared.changed.wait_for(lambda: ready() or stop.is_set(), timeout_s) and not stop.is_set()
+        with self._changed:
+            return self._changed.wait_for(lambda: ready() or self._stop.is_set(), timeout_s) and not self._stop.is_set()
 
     @property
     def has_pending(self) -> bool:
         """Whether this node can still protect or rebuild a shard."""
-        return self._strategy.has_pending(self._shared.view())
+        look = self._shared.view()
+        with self._changed:
+            return self._strategy.has_pending(look)
 
     # -- the thread ---------------------------------------------------------------------------------------------------
 
     def _run(self) -> None:
-        while not self._shared.stop.is_set():
+        while not self._stop.is_set():
             try:
                 wait_s = self._step()
                 if wait_s and self._wait(wait_s):
                     self._report_to_leader()  # before the next transfer, which takes longer
             except Exception:  # the thread must outlive any one shard
                 log.exception("job %s: protecting failed", self._shared.job)
-                self._shared.stop.wait(REPLICATION_RETRY_S)
+                self._stop.wait(REPLICATION_RETRY_S)
 
     def _step(self) -> float:
         """Do one piece of work and report; return the seconds to wait for the next one, 0 if it may be due."""
-        with self._shared.changed:
+        with self._changed:
             self._shared.woken = False
         wait_s = self._strategy.step(self._shared.view())
         self._report_to_leader()
@@ -214,18 +227,17 @@ class Replicator:
         until_report_s = self._undelivered[1] - self._shared.clock()
         if until_report_s > 0:
             wait_s = min(wait_s, until_report_s)
-        with self._shared.changed:
-            self._shared.changed.wait_for(lambda: self._shared.woken or self._shared.stop.is_set(), wait_s)
-        return not self._shared.stop.is_set()
+        with self._changed:
+            self._changed.wait_for(lambda: self._shared.woken or self._stop.is_set(), wait_s)
+        return not self._stop.is_set()
 
     def _report_to_leader(self) -> None:
         """Report the sealed and protected parts of this node to the commit leader."""
         if not (self._shared.policy.reports_commits and self._shared.membership.is_converged):
             return  # other members may be unknown, and without replicas
         look = self._shared.view()
-        statuses = self._strategy.statuses(look)
-        with self._shared.changed:
-            leader, notes = pending_reports(self.reports, statuses, look, me=self._me.id)
+        with self._changed:
+            leader, notes = pending_reports(self.reports, self._strategy.statuses(look), look, me=self._me.id)
         unreached, retry_at = self._undelivered
         if leader == unreached and look.now < retry_at:
             return
@@ -234,7 +246,8 @@ class Replicator:
         else:
             now = self._shared.clock()
             self._undelivered = (leader, now + REPLICATION_RETRY_S)
-            self._strategy.leader_unreachable(leader, now)
+            with self._changed:
+                self._strategy.leader_unreachable(leader, now)
 
 
 def redundancy_of_copies(holders: Collection[PeerNode], level: str) -> tuple[int, int]:

@@ -175,8 +175,8 @@ BROKEN = {
     "believe who started again": BrokenRule(SwimMembership, "generation_of", lambda *_: 1, "its copies again"),
     "believe parity's members who started again": BrokenRule(
         ParityStrategy,
-        "_confirmed_holders",
-        lambda sharing, key: list(sharing._holders.get(key, ())),
+        "confirmed_holders",
+        lambda sharing, key, _life: tuple(sharing._holders.get(key, ())),
         "is not made again from parity",
         ("save", "wait", "crash and return"),
         _PARITY,
