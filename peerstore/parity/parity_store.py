@@ -30,14 +30,12 @@ from peerstore.parity.stripes import (
     write_parity,
     write_rebuilt_shard,
 )
-from peerstore.peers.heartbeat_loop import HeartbeatLoop
 from peerstore.peers.peer_inventory import JobInventory
 from peerstore.peers.peer_messages import GetParities, GetShardRecords, ParityStatus, StripeReport
 from peerstore.peers.range_reader import RangeReader
-from peerstore.rate_limiter import RateLimiter
+from peerstore.replication.replicator import ReplicationContext
 from peerstore.shard_records import ShardInfo, ShardKey, ShardRecord, VersionId
 from peerstore.store.leases import MAX_PARTS_PER_VERSION
-from peerstore.store.node_store import NodeStore
 
 log = logging.getLogger(__name__)
 
@@ -72,27 +70,16 @@ class ParityStore:
     """One job's parities on this node. Thread-safe, but only one thread makes parities."""
 
     def __init__(
-        self,
-        store: NodeStore,
-        job: str,
-        membership: HeartbeatLoop,
-        *,
-        pace: RateLimiter,
-        streams: int,
-        blobs_of: Callable[[ShardInfo], tuple[str, ...]],
-        fetch_blob: Callable[[str, tuple[str, ...]], bytes],
-        patience_s: float,
-        clock: Callable[[], float] = time.monotonic,
+        self, shared: ReplicationContext, *, fetch_blob: Callable[[str, tuple[str, ...]], bytes], patience_s: float
     ) -> None:
-        self._store = store
-        self._job = job
-        self._membership = membership
-        self._pace = pace
-        self._reader = RangeReader(membership.client_for, streams=streams)
-        self._blobs_of = blobs_of
+        self._shared = shared
+        self._store = shared.store
+        self._job = shared.job
+        self._membership = shared.membership
+        self._reader = RangeReader(shared.membership.client_for, streams=shared.policy.streams)
         self._fetch_blob = fetch_blob
         self._patience_s = patience_s
-        self._clock = clock
+        self._clock = shared.clock
         self._lock = threading.Lock()
         self._reports: dict[str, dict[VersionId, _ReceivedReport]] = defaultdict(dict)
         self._generations: dict[str, tuple[int, float]] = {}
@@ -256,12 +243,12 @@ class ParityStore:
                 again = min(again, left_s)
         return found, again
 
-    def make(self, due: ParityTask, stopped: Callable[[], bool]) -> int:
+    def make(self, due: ParityTask) -> int:
         """Make one parity and report its state to the members; return the number of bytes read."""
         size = 0
         which = (due.version_id, due.number)
         try:
-            size = self._make(due, stopped)
+            size = self._make(due)
         except (PeerStoreError, OSError) as error:
             log.warning("job %s: no parity %d of version %d: %s", self._job, due.number, due.version_id.version, error)
             now = self._clock()
@@ -291,19 +278,19 @@ class ParityStore:
     def _me(self) -> NodeId:
         return self._membership.this_node.id
 
-    def _make(self, due: ParityTask, stopped: Callable[[], bool]) -> int:
+    def _make(self, due: ParityTask) -> int:
         records = {NodeId(member): self._record(member, due.version_id, part) for member, part in due.parts.items()}
         for member, record in records.items():
             self._fetch_blobs(member, record)
         members = tuple(NodeId(member) for member in due.members)
         stripe = Stripe(due.number, members, tuple(records.get(member) for member in members))
-        with ShardSources(self._store, self._reader, self._pace, me=self._me, sources=len(records)) as ranges:
+        with ShardSources(self._store, self._reader, self._shared.pace, me=self._me, sources=len(records)) as ranges:
             reads = {
                 segment.member: ranges.reader(records[segment.member], [segment.member], stop=segment.stop)
                 for segment in stripe.parity(self._me).segments
             }
             whole = self._store.jobs.versions(self._job).is_committed(due.version_id)
-            write_parity(self._store, stripe, self._me, reads, whole=whole, stopped=stopped)
+            write_parity(self._store, stripe, self._me, reads, whole=whole, stopped=self._shared.stop.is_set)
             return ranges.bytes_read
 
     def _record(self, member: str, group: VersionId, part: int) -> ShardRecord:
@@ -319,7 +306,7 @@ class ParityStore:
         """Fetch the blobs that readers of the shard need, so that they are not lost with its node."""
         fact = ShardInfo(record.key, record.parts, record.size_bytes, record.meta, record.sealed_ns, False)
         here = set(self._store.list_blobs(self._job))
-        for name in self._blobs_of(fact):
+        for name in self._shared.blobs_of(fact):
             if name not in here:
                 self._fetch_blob(name, (member,))
 
@@ -327,26 +314,15 @@ class ParityStore:
 class ShardRebuilder:
     """Rebuilds lost shards of one job on this node."""
 
-    def __init__(
-        self,
-        store: NodeStore,
-        job: str,
-        membership: HeartbeatLoop,
-        *,
-        pace: RateLimiter,
-        streams: int,
-        sight: Callable[[], JobInventory],
-    ) -> None:
-        self._store = store
-        self._job = job
-        self._membership = membership
-        self._pace = pace
-        self._reader = RangeReader(membership.client_for, streams=streams)
+    def __init__(self, shared: ReplicationContext, sight: Callable[[], JobInventory]) -> None:
+        self._shared = shared
+        self._store = shared.store
+        self._job = shared.job
+        self._membership = shared.membership
+        self._reader = RangeReader(shared.membership.client_for, streams=shared.policy.streams)
         self._inventory = sight
 
-    def rebuild(
-        self, shard: ShardRecord, nodes: Collection[str], *, holders: tuple[str, ...], stopped: Callable[[], bool]
-    ) -> bool:
+    def rebuild(self, shard: ShardRecord, nodes: Collection[str], *, holders: tuple[str, ...]) -> bool:
         """Rebuild ``shard`` from parities on ``nodes``; return ``False`` if it is stored already."""
         began = time.monotonic()
         parities, silent = self._parities(shard.key.version_id, nodes)
@@ -361,7 +337,7 @@ class ShardRebuilder:
         problem: PeerStoreError | None = None
         for member, row in rows:
             try:
-                made = self._rebuild(shard, member, row, parities, sources=sources, holders=holders, stopped=stopped)
+                made = self._rebuild(shard, member, row, parities, sources=sources, holders=holders)
             except (ShardNotFoundError, RequestError) as error:
                 problem = error
                 continue
@@ -412,7 +388,6 @@ class ShardRebuilder:
         *,
         sources: Mapping[ShardKey, tuple[str, ...]],
         holders: tuple[str, ...],
-        stopped: Callable[[], bool],
     ) -> bool:
         others = {
             other: there
@@ -425,9 +400,8 @@ class ShardRebuilder:
             raise RequestError(f"{shard.key} is another shard in the parities of {', '.join(row[0].stripe.members)}")
         kept = {parity.keeper: record for parity, record in parities.values() if parity in row}
         count = len(others) + len(kept)
-        with ShardSources(
-            self._store, self._reader, self._pace, me=self._membership.this_node.id, sources=count
-        ) as ranges:
+        me, stopped = self._membership.this_node.id, self._shared.stop.is_set
+        with ShardSources(self._store, self._reader, self._shared.pace, me=me, sources=count) as ranges:
             shards = {
                 other: ranges.reader(record, sources[record.key])
                 for other, record in others.items()

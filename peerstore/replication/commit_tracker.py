@@ -36,6 +36,12 @@ class ReplicationTotals:
     lag_s: float = 0.0
     """Seconds from the last shard's seal to its last replica."""
 
+    def record_copy(self, sent_bytes: int, seconds: float, *, skipped_bytes: int = 0) -> None:
+        self.copies += 1
+        self.sent_bytes += sent_bytes
+        self.skipped_bytes += skipped_bytes
+        self.seconds += seconds
+
 
 class CommitTracker:
     """Sender and receiver of one job's :class:`~peerstore.commit_protocol.CommitReports`, which ``changed`` guards."""

@@ -5,8 +5,8 @@ shard, it alone makes the copies. When a holder dies, or the first one restarts 
 remaining holder makes sure that the others have the shard; a check of a holder that has it costs one message. The first
 remaining holder then chooses new partners.
 
-The caller (:mod:`~peerstore.replication.replicator`) passes this node's current view in, carries out the tasks, and
-reports their results.
+The caller (:mod:`~peerstore.replication.mirror_strategy`) passes this node's current view in, carries out the tasks,
+and reports their results.
 """
 
 from __future__ import annotations
@@ -67,6 +67,8 @@ class ReplicationStatus(msgspec.Struct, frozen=True):
     """Number of copies that are not made yet and can be made."""
     unplaceable: int
     """Number of copies that cannot be made, because no other node has room."""
+    is_needed: bool = True
+    """Whether a restore may need this version; the leader gets no report on others."""
 
 
 def alive_holders(held: HeldShard, living: Collection[str]) -> tuple[str, ...]:
@@ -166,7 +168,7 @@ def replication_status(
     holders = target_holders(held, me=me, living=living, partners=partners, copies=copies)
     there = 1 + sum(node in held.confirmed for node in holders if node != me)
     if not held.needed:
-        return ReplicationStatus(held.key, holders[0] == me, there, 0, 0)
+        return ReplicationStatus(held.key, holders[0] == me, there, 0, 0, is_needed=False)
     lacking = sum(node not in held.confirmed and node not in held.refused for node in holders if node != me)
     short = max(0, copies - there - lacking)
     return ReplicationStatus(held.key, holders[0] == me, there, lacking, short)
@@ -249,7 +251,6 @@ class ReplicationState:
         """Number of consecutive failed attempts to reach each node."""
         self._unreachable_until: dict[str, float] = {}
         """Nodes that were unreachable too often, with the time until which they are not tried."""
-        self.reports = CommitReports(me)
         self._cached_partners: tuple[tuple[PeerNode, ...], tuple[NodeId, ...], tuple[str, ...]] | None = None
         self._base: ResumePoint | None = None
         self._cached_view: tuple[ReplicationView, list[HeldShard], tuple[str, ...]] | None = None
@@ -354,18 +355,20 @@ class ReplicationState:
 
     # -- tasks --------------------------------------------------------------------------------------------------------
 
-    def next_task(self, look: ReplicationView) -> ReplicationTask | float:
-        """Return the next task, or the seconds to wait for one."""
-        waiting = [node for node, until in self._retry_at.items() if until > look.now]
+    def next_task(self, look: ReplicationView) -> ReplicationTask | None:
+        """Return the next task to carry out now."""
+        return next((task for task in self._tasks(look) if self._retry_at.get(task.target, look.now) <= look.now), None)
+
+    def retry_s(self, look: ReplicationView) -> float:
+        """Return the seconds until the next look for a task."""
+        waiting = [until - look.now for until in self._retry_at.values() if until > look.now]
+        return min([*waiting, RESYNC_S]) if self._tasks(look) else RESYNC_S
+
+    def _tasks(self, look: ReplicationView) -> list[ReplicationTask]:
         shards, candidates = self._view(look)
-        tasks = pending_tasks(
+        return pending_tasks(
             shards, me=self._me, living=look.alive, partners=candidates, copies=self._protection.copies
         )
-        ready = next((task for task in tasks if task.target not in waiting), None)
-        if ready is not None:
-            return ready
-        soon = min((self._retry_at[node] - look.now for node in waiting), default=RESYNC_S) if tasks else RESYNC_S
-        return min(soon, RESYNC_S)
 
     def task_done(self, task: ReplicationTask, life: int, base: ResumePoint | None) -> None:
         """Record that the copy is verified on the target.
@@ -417,26 +420,24 @@ class ReplicationState:
         self._cached_view = None
         return self._known.setdefault(key, _ReplicaKnowledge())
 
-    # -- reports to the commit leader ---------------------------------------------------------------------------------
-
-    def pending_reports(self, look: ReplicationView) -> tuple[str, list[PartsReport]]:
-        """Return the commit leader and the reports that it has not received."""
-        shards, candidates = self._view(look)
-        statuses_here = [self._status(held, look, candidates) for held in shards if held.needed]
-        parts_of = {fact.key.version_id: fact.parts for fact in look.shards}
-        return self.reports.pending(
-            statuses_here,
-            parts_of,
-            living=look.alive,
-            replicated=look.newest_replicated,
-            life=look.generation_of(self._me),
-            left_out=look.aborted_parts,
-            standby=look.standby,
-        )
-
     def leader_unreachable(self, sender: str, now: float) -> None:
         """Delay other transfers to the commit leader after a report to it failed."""
         self._retry_at.setdefault(sender, now + REPLICATION_RETRY_S)
+
+
+def pending_reports(
+    reports: CommitReports, statuses: Iterable[ReplicationStatus], look: ReplicationView, *, me: str
+) -> tuple[str, list[PartsReport]]:
+    """Return the commit leader and the reports that it has not received."""
+    return reports.pending(
+        [one for one in statuses if one.is_needed],
+        {fact.key.version_id: fact.parts for fact in look.shards},
+        living=look.alive,
+        replicated=look.newest_replicated,
+        life=look.generation_of(me),
+        left_out=look.aborted_parts,
+        standby=look.standby,
+    )
 
 
 def _confirmed_now(confirmed: Mapping[str, int], life: Callable[[str], int]) -> frozenset[str]:

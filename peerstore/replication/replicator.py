@@ -1,394 +1,255 @@
-"""The transfer of one shard to one node, and the thread that keeps a job's shards replicated."""
+"""The thread that keeps a job's shards protected, by replicas or by parities, and reports that to the commit leader.
+
+::
+
+    wake ──> strategy.step: one transfer, one parity or one rebuild ──> report to the commit leader ──> next step
+                                                                        └──> nothing to do: wait, report
+"""
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
+from typing import Protocol
 
 from peerstore import deadlines
-from peerstore.checksums import chunk_count
-from peerstore.errors import PeerStoreError, ShardDamagedError, ShardNotFoundError
-from peerstore.failpoints import failpoint
-from peerstore.membership.topology import PeerNode
+from peerstore.commit_protocol import CommitReports
+from peerstore.membership.topology import NodeId, PeerNode
 from peerstore.network_addresses import PathMonitor
 from peerstore.peers.heartbeat_loop import SHUTDOWN_GRACE_S, HeartbeatLoop
-from peerstore.peers.peer_client import PeerClient, PeerConnection
-from peerstore.peers.peer_messages import (
-    AbortReplica,
-    CommitReplica,
-    FlushChunks,
-    OfferReplica,
-    OfferReply,
-    PutPeerBlob,
-    ReplicaChunk,
-    VerifyChunks,
-)
 from peerstore.rate_limiter import RateLimiter
 from peerstore.replication.commit_tracker import CommitTracker, ReplicationTotals
 from peerstore.replication.replication_policy import (
     REPLICATION_RETRY_S,
     ReplicationPolicy,
-    ReplicationState,
     ReplicationStatus,
     ReplicationTask,
     ReplicationView,
-    is_committed,
+    pending_reports,
 )
-from peerstore.shard_records import ResumePoint, ShardInfo, ShardKey, ShardRecord
+from peerstore.shard_records import ShardInfo, ShardKey
 from peerstore.store.node_store import NodeStore
-from peerstore.transport.base import FileSlice
-
-__all__ = ["ReplicationPolicy", "ReplicationTotals", "Replicator"]
 
 log = logging.getLogger(__name__)
 
 
-class Replicator:
-    """Replication of one job: a thread that sends replicas and reports replicated parts."""
+@dataclass
+class ReplicationContext:
+    """One job's store, members, lock and counters, which the loop and its strategy share."""
 
-    def __init__(
-        self,
-        store: NodeStore,
-        job: str,
-        membership: HeartbeatLoop,
-        protection: ReplicationPolicy,
-        *,
-        pace: RateLimiter,
-        blobs_of: Callable[[ShardInfo], tuple[str, ...]] = lambda _fact: (),
-        clock: Callable[[], float] = time.monotonic,
-    ) -> None:
-        self._store = store
-        self._job = job
-        self._membership = membership
-        self.policy = protection
-        self._pace = pace
-        self._blobs_of = blobs_of
-        self._clock = clock
-        self._replication = ReplicationState(membership.this_node.id, protection)
-        self._changed = threading.Condition()
-        self._woken = True
-        self._stop = threading.Event()
-        self.totals = ReplicationTotals()
-        self.commit_tracker = CommitTracker(
-            store, job, membership, reports=self._replication.reports, totals=self.totals, changed=self._changed
+    store: NodeStore
+    job: str
+    membership: HeartbeatLoop
+    policy: ReplicationPolicy
+    pace: RateLimiter
+    blobs_of: Callable[[ShardInfo], tuple[str, ...]] = lambda _fact: ()
+    clock: Callable[[], float] = time.monotonic
+    totals: ReplicationTotals = field(default_factory=ReplicationTotals)
+    path_monitor: PathMonitor = field(default_factory=PathMonitor)
+    in_flight: tuple[ReplicationTask, int] | None = None
+    """The running transfer of a shard to another node, and the shard's size in bytes."""
+    changed: threading.Condition = field(default_factory=threading.Condition)
+    """Notified after every change of the protection, and by a wake-up."""
+    stop: threading.Event = field(default_factory=threading.Event)
+    woken: bool = True
+
+    def wake(self) -> None:
+        with self.changed:
+            self.woken = True
+            self.changed.notify_all()
+
+    def view(self) -> ReplicationView:
+        """Return the job as this node sees it now."""
+        facts = self.store.replicas.list_shards(self.job)
+        known = self.store.jobs.versions(self.job)
+        return ReplicationView(
+            self.clock(),
+            self.membership.alive,
+            facts,
+            known.replicated,
+            known.epoch,
+            known.resume_point,
+            self.membership.generation_of,
+            known.aborted_parts,
+            self.membership.standby,
         )
-        self.path_monitor = PathMonitor()
-        self.in_flight: tuple[ReplicationTask, int] | None = None
-        """The running task and its shard's size in bytes."""
+
+
+class ReplicationStrategy(Protocol):
+    """The way to protect shards: what to send to which node, and the redundancy that results.
+
+    The loop holds ``changed`` while it calls any method but ``step``.
+    """
+
+    def step(self, look: ReplicationView) -> float:
+        """Do one piece of work; return the seconds to wait for the next one, 0 if it may be due."""
+
+    def partners(self, living: Mapping[str, PeerNode], standby: tuple[NodeId, ...]) -> tuple[str, ...]: ...
+
+    def statuses(self, look: ReplicationView) -> list[ReplicationStatus]: ...
+
+    def confirm_holder(self, key: ShardKey, node: str, life: int) -> None: ...
+
+    def confirmed_holders(self, key: ShardKey, life: Callable[[str], int]) -> tuple[str, ...]: ...
+
+    def redundancy(
+        self, key: ShardKey, holders: Collection[PeerNode], look: ReplicationView, level: str
+    ) -> tuple[int, int]: ...
+
+    def last_errors(self, key: ShardKey) -> str: ...
+
+    def has_pending(self, look: ReplicationView) -> bool: ...
+
+    def leader_unreachable(self, leader: str, now: float) -> None: ...
+
+
+class Replicator:
+    """Replication of one job: the thread that runs the strategy's steps and reports protected parts."""
+
+    def __init__(self, shared: ReplicationContext, strategy: ReplicationStrategy) -> None:
+        self._shared = shared
+        self._strategy = strategy
+        self._changed = shared.changed
+        self._stop = shared.stop
+        self._me = shared.membership.this_node
+        self.totals = shared.totals
+        self.path_monitor = shared.path_monitor
+        self.reports = CommitReports(self._me.id)
+        self.commit_tracker = CommitTracker(
+            shared.store,
+            shared.job,
+            shared.membership,
+            reports=self.reports,
+            totals=shared.totals,
+            changed=shared.changed,
+        )
+        self._undelivered: tuple[str, float] = ("", 0.0)
+        """The leader that the last report did not reach, and the time of the next attempt."""
         self._thread = threading.Thread(target=self._run, name="peerstore-protect", daemon=True)
 
     def start(self) -> None:
         self._thread.start()
 
     def close(self) -> None:
-        """Stop the thread; a running transfer gets ``SHUTDOWN_GRACE_S`` seconds to finish."""
+        """Stop the thread; work in progress gets ``SHUTDOWN_GRACE_S`` seconds to finish."""
         self._stop.set()
         self.wake()
         if self._thread.ident is not None:
             self._thread.join(deadlines.remaining_s(SHUTDOWN_GRACE_S))
             if self._thread.is_alive():
-                self._membership.close_connections()
+                self._shared.membership.close_connections()
                 self._thread.join()
         self.commit_tracker.close()
 
     def wake(self) -> None:
-        """Check for new tasks, because a shard was sealed or the members changed."""
-        with self._changed:
-            self._woken = True
-            self._changed.notify_all()
+        """Check for new work, because shards, members or reports changed."""
+        self._shared.wake()
 
-    def _view(self) -> ReplicationView:
-        """Return the job as this node sees it now."""
-        facts = self._store.replicas.list_shards(self._job)
-        known = self._store.jobs.versions(self._job)
-        living, life = self._membership.alive, self._membership.generation_of
-        return ReplicationView(
-            self._clock(),
-            living,
-            facts,
-            known.replicated,
-            known.epoch,
-            known.resume_point,
-            life,
-            known.aborted_parts,
-            self._membership.standby,
-        )
+    @property
+    def in_flight(self) -> tuple[ReplicationTask, int] | None:
+        """The running transfer, and its shard's size in bytes."""
+        return self._shared.in_flight
 
     @property
     def partners(self) -> tuple[str, ...]:
-        """The nodes that store replicas of this node's shards."""
-        living, standby = self._membership.alive, self._membership.standby
+        """The nodes that store replicas or parities of this node's shards."""
+        living, standby = self._shared.membership.alive, self._shared.membership.standby
         with self._changed:
-            return self._replication.partners(living, standby)
+            return self._strategy.partners(living, standby)
 
     def statuses(self) -> list[ReplicationStatus]:
-        """Return the replication state of every shard on this node."""
-        look = self._view()
+        """Return the replication state of the shards on this node; with parity, of those that this node owns."""
+        look = self._shared.view()
         with self._changed:
-            return self._replication.statuses(look)
+            return self._strategy.statuses(look)
 
     def holders(self, key: ShardKey) -> tuple[PeerNode, ...]:
         """Return the live nodes that are known to hold a shard of this node, this node first."""
-        living = self._membership.alive
+        living = self._shared.membership.alive
         with self._changed:
-            confirmed = self._replication.confirmed_holders(key, self._membership.generation_of)
-        return (self._membership.this_node, *(living[node] for node in confirmed if node in living))
+            confirmed = self._strategy.confirmed_holders(key, self._shared.membership.generation_of)
+        return (self._me, *(living[node] for node in confirmed if node in living))
 
     def redundancy(self, key: ShardKey, level: str) -> tuple[int, int]:
-        """Return the number of the shard's copies, and of failure domains with a copy."""
-        holders = self.holders(key)
-        return len(holders), len({node.failure_domain(level) for node in holders})
+        """Return the number of copies that the protection equals, and of failure domains; all but one may be lost."""
+        holders, look = self.holders(key), self._shared.view()
+        with self._changed:
+            return self._strategy.redundancy(key, holders, look, level)
 
     def last_errors(self, key: ShardKey) -> str:
-        """Return the last errors of a shard's replication, or ""."""
+        """Return the last errors of a shard's protection, or ""."""
         with self._changed:
-            return self._replication.last_errors(key)
+            return self._strategy.last_errors(key)
+
+    def confirm_holder(self, key: ShardKey, node: str, life: int) -> None:
+        """Record that ``node``, in its generation ``life``, holds a shard."""
+        with self._changed:
+            self._strategy.confirm_holder(key, node, life)
+            self._changed.notify_all()
 
     def wait_until(self, ready: Callable[[], bool], timeout_s: float) -> bool:
-        """Wait until ``ready()`` is true, which is checked after every copy; return ``False`` at the timeout."""
+        """Wait until ``ready()`` is true, which is checked after every change; return ``False`` at the timeout."""
         with self._changed:
             return self._changed.wait_for(lambda: ready() or self._stop.is_set(), timeout_s) and not self._stop.is_set()
 
     @property
     def has_pending(self) -> bool:
-        """Whether copies are missing that can be made."""
-        return any(one.is_owner and one.missing for one in self.statuses())
+        """Whether this node can still protect or rebuild a shard."""
+        look = self._shared.view()
+        with self._changed:
+            return self._strategy.has_pending(look)
 
     # -- the thread ---------------------------------------------------------------------------------------------------
 
     def _run(self) -> None:
         while not self._stop.is_set():
             try:
-                task = self._next_task()
-                if task is not None:
-                    self._run_task(task)
-                self._report_to_leader()
+                wait_s = self._step()
+                if wait_s and self._wait(wait_s):
+                    self._report_to_leader()  # before the next transfer, which takes longer
             except Exception:  # the thread must outlive any one shard
-                log.exception("job %s: protecting failed", self._job)
+                log.exception("job %s: protecting failed", self._shared.job)
                 self._stop.wait(REPLICATION_RETRY_S)
 
-    def _next_task(self) -> ReplicationTask | None:
-        """Return the next task, or ``None`` after a change or a timeout."""
+    def _step(self) -> float:
+        """Do one piece of work and report; return the seconds to wait for the next one, 0 if it may be due."""
         with self._changed:
-            self._woken = False
-        look = self._view()
-        with self._changed:
-            found = self._replication.next_task(look)
-        if isinstance(found, ReplicationTask):
-            return found
+            self._shared.woken = False
+        wait_s = self._strategy.step(self._shared.view())
         self._report_to_leader()
+        return wait_s
+
+    def _wait(self, wait_s: float) -> bool:
+        """Wait for a change or the next attempt to report; return whether the loop continues."""
+        until_report_s = self._undelivered[1] - self._shared.clock()
+        if until_report_s > 0:
+            wait_s = min(wait_s, until_report_s)
         with self._changed:
-            self._changed.wait_for(lambda: self._woken or self._stop.is_set(), found)
-        return None
-
-    def _run_task(self, task: ReplicationTask) -> None:
-        key = task.key
-        fact = next((fact for fact in self._store.replicas.list_shards(self._job) if fact.key == key), None)
-        if fact is None:
-            return
-        try:
-            pin = self._store.pin(key)
-        except (ShardNotFoundError, ShardDamagedError):
-            return
-        self.in_flight = task, fact.size_bytes
-        life = self._membership.generation_of(task.target)
-        whole = is_committed(fact, self._store.jobs.versions(self._job).replicated)
-        try:
-            push = ReplicaPush(
-                self._membership.client_for(task.target),
-                pin.record,
-                pin.fd,
-                pace=self._pace,
-                streams=self.policy.streams,
-                blob=lambda name: self._store.get_blob(self._job, name),
-                stopped=self._stop.is_set,
-            )
-            base = self._store.jobs.versions(self._job).resume_point
-            done = push.run(holders=task.holders, whole=whole, blobs=self._blobs_of(fact), base=base)
-        except (PeerStoreError, OSError) as error:
-            self._record_failure(task, error)
-        else:
-            with self._changed:
-                self._replication.task_done(task, life, base)
-                self._changed.notify_all()
-            self.totals.copies += 1
-            self.totals.sent_bytes += done.sent_bytes
-            self.totals.skipped_bytes += done.skipped_bytes
-            self.totals.seconds += done.seconds
-            if not self._pace.is_limited:
-                self.path_monitor.record_transfer(
-                    task.target, self._membership.client_for(task.target).address, done.sent_bytes, done.seconds
-                )
-            self.totals.lag_s = max(0.0, time.time() - fact.sealed_ns / 1e9)
-        finally:
-            self.in_flight = None
-            pin.close()
-            self._store.unpin(pin.id)
-
-    def _record_failure(self, task: ReplicationTask, error: Exception) -> None:
-        self.totals.errors += 1
-        log.warning("job %s: no copy of %s on %s: %s", self._job, task.key, task.target, error)
-        with self._changed:
-            verify = self._replication.task_failed(task, error, self._clock())
-            self._changed.notify_all()
-        if verify:
-            with contextlib.suppress(PeerStoreError, OSError):
-                self._verify_both(task)
-
-    def _verify_both(self, task: ReplicationTask) -> None:
-        """Verify the shard on both nodes because their checksums differ; a damaged copy is dropped."""
-        for record in self._store.reader.records(self._job, task.key.version_id):
-            if record.key == task.key and not self._store.verify(task.key):
-                chunks = (0, chunk_count(record.size_bytes, record.chunk_bytes))
-                self._membership.client_for(task.target).call("verify_chunks", VerifyChunks(task.key, (chunks,)), bool)
-
-    def confirm_holder(self, key: ShardKey, node: str, life: int) -> None:
-        """Record that ``node`` holds a shard, in its generation ``life``."""
-        with self._changed:
-            self._replication.confirm_holder(key, node, life)
-            self._changed.notify_all()
+            self._changed.wait_for(lambda: self._shared.woken or self._stop.is_set(), wait_s)
+        return not self._stop.is_set()
 
     def _report_to_leader(self) -> None:
-        """Report the sealed and replicated parts of this node to the commit leader."""
-        if not (
-            self.policy.reports_commits and self._membership.is_converged
-        ):  # other members may be unknown, and without replicas
-            return
-        look = self._view()
+        """Report the sealed and protected parts of this node to the commit leader."""
+        if not (self._shared.policy.reports_commits and self._shared.membership.is_converged):
+            return  # other members may be unknown, and without replicas
+        look = self._shared.view()
         with self._changed:
-            sender, notes = self._replication.pending_reports(look)
-        if not self.commit_tracker.report(sender, notes):
+            leader, notes = pending_reports(self.reports, self._strategy.statuses(look), look, me=self._me.id)
+        unreached, retry_at = self._undelivered
+        if leader == unreached and look.now < retry_at:
+            return
+        if self.commit_tracker.report(leader, notes):
+            self._undelivered = ("", 0.0)
+        else:
+            now = self._shared.clock()
+            self._undelivered = (leader, now + REPLICATION_RETRY_S)
             with self._changed:
-                self._replication.leader_unreachable(sender, self._clock())
+                self._strategy.leader_unreachable(leader, now)
 
 
-_COMMIT_S = 120.0
-_FLUSH_CHUNKS = 64
-"""Number of chunks after which the sender requests the list of damaged chunks."""
-
-
-@dataclass(frozen=True)
-class PushResult:
-    """Sent bytes and duration of one push."""
-
-    sent_bytes: int
-    skipped_bytes: int
-    """Bytes that the other node already had."""
-    seconds: float
-
-
-@dataclass
-class _Work:
-    """Chunks to send, handed out to the streams in runs."""
-
-    runs: list[tuple[int, int]]
-    lock: threading.Lock = field(default_factory=threading.Lock)
-    bad: list[int] = field(default_factory=list)
-    failure: BaseException | None = None
-
-    def next(self) -> tuple[int, int] | None:
-        with self.lock:
-            if not self.runs or self.failure is not None:
-                return None
-            first, stop = self.runs.pop()
-            if stop - first > _FLUSH_CHUNKS:
-                self.runs.append((first + _FLUSH_CHUNKS, stop))
-                stop = first + _FLUSH_CHUNKS
-            return first, stop
-
-
-class ReplicaPush:
-    """Transfer of one shard to one node; ``run`` returns when the copy is sealed, or raises."""
-
-    def __init__(
-        self,
-        peer: PeerClient,
-        record: ShardRecord,
-        fd: int,
-        *,
-        pace: RateLimiter,
-        streams: int = 2,
-        blob: Callable[[str], bytes] = lambda _name: b"",
-        stopped: Callable[[], bool] = lambda: False,
-    ) -> None:
-        self._peer = peer
-        self._record = record
-        self._fd = fd
-        self._pace = pace
-        self._streams = streams
-        self._blob = blob
-        self._stopped = stopped
-
-    def run(
-        self, *, holders: tuple[str, ...], whole: bool, blobs: tuple[str, ...] = (), base: ResumePoint | None = None
-    ) -> PushResult:
-        began = time.monotonic()
-        offer = OfferReplica(self._record, holders, whole, blobs, base)
-        wanted: OfferReply = self._peer.call("offer_replica", offer, OfferReply, timeout_s=_COMMIT_S)
-        for name in wanted.blobs:
-            self._peer.call("put_blob", PutPeerBlob(name), type(None), payload=[memoryview(self._blob(name))])
-        if not wanted.transfer:
-            return PushResult(0, self._record.size_bytes, time.monotonic() - began)
-        failpoint("peer.offered")
-        sent = self._bytes_of(wanted.missing)
-        try:
-            self._send(wanted.transfer, list(wanted.missing))
-            self._peer.call("commit_replica", CommitReplica(wanted.transfer), type(None), timeout_s=_COMMIT_S)
-        except BaseException:
-            with contextlib.suppress(PeerStoreError):
-                self._peer.call("abort_replica", AbortReplica(wanted.transfer), type(None), timeout_s=5.0)
-            raise
-        return PushResult(sent, self._record.size_bytes - sent, time.monotonic() - began)
-
-    def _bytes_of(self, runs: Sequence[tuple[int, int]]) -> int:
-        size, total = self._record.chunk_bytes, self._record.size_bytes
-        return sum(min(stop * size, total) - first * size for first, stop in runs)
-
-    def _send(self, transfer: str, runs: list[tuple[int, int]]) -> None:
-        bad = self._send_all(transfer, runs)
-        # The transfer may have damaged the bytes, so damaged chunks are sent a second time.
-        if bad and self._send_all(transfer, [(number, number + 1) for number in bad]):
-            raise ShardDamagedError(f"{self._record.key}: {len(bad)} chunks arrived damaged twice, first: {bad[0]}")
-
-    def _send_all(self, transfer: str, runs: list[tuple[int, int]]) -> list[int]:
-        work = _Work(sorted(runs, reverse=True))
-        streams = min(self._streams, sum(-(-(stop - first) // _FLUSH_CHUNKS) for first, stop in runs))
-        helpers = [
-            threading.Thread(target=self._stream, args=(transfer, work), name="peerstore-push", daemon=True)
-            for _ in range(streams - 1)
-        ]
-        for thread in helpers:
-            thread.start()
-        self._stream(transfer, work)
-        for thread in helpers:
-            thread.join()
-        if work.failure is not None:
-            raise work.failure
-        return work.bad
-
-    def _stream(self, transfer: str, work: _Work) -> None:
-        """Send runs of chunks over one connection until none remain."""
-        try:
-            with self._peer.connection() as line:
-                while (run := work.next()) is not None:
-                    for number in range(*run):
-                        self._send_chunk(line, transfer, number)
-                    bad = line.call("flush_chunks", FlushChunks(transfer), tuple[int, ...])
-                    with work.lock:
-                        work.bad += bad
-        except BaseException as error:  # noqa: BLE001 - raised again by the thread that started the streams
-            with work.lock:
-                work.failure = work.failure or error
-
-    def _send_chunk(self, line: PeerConnection, transfer: str, number: int) -> None:
-        if self._stopped():
-            raise PeerStoreError("this agent is stopping")
-        start = number * self._record.chunk_bytes
-        size = min(self._record.chunk_bytes, self._record.size_bytes - start)
-        self._pace.acquire(size)
-        failpoint("peer.sending")
-        line.send("replica_chunk", ReplicaChunk(transfer, number), [FileSlice(self._fd, start, size)])
+def redundancy_of_copies(holders: Collection[PeerNode], level: str) -> tuple[int, int]:
+    """Return the number of copies, and of failure domains with a copy."""
+    return len(holders), len({node.failure_domain(level) for node in holders})

@@ -26,7 +26,7 @@ from peerstore.failpoints import failpoint
 from peerstore.membership.discovery import Discovery
 from peerstore.membership.swim import MembershipSettings
 from peerstore.membership.topology import PeerNode
-from peerstore.parity.parity_replicator import ParityReplicator
+from peerstore.parity.parity_strategy import ParityStrategy
 from peerstore.parity.stripes import pending_recovery
 from peerstore.peers.heartbeat_loop import HeartbeatLoop
 from peerstore.peers.peer_client import PeerCredentials
@@ -44,8 +44,14 @@ from peerstore.peers.peer_messages import (
 )
 from peerstore.peers.range_reader import RangeReader, ReadRequest, ReadTarget
 from peerstore.rate_limiter import RateLimiter
-from peerstore.replication.replication_policy import original_holders, shards_to_take_over, should_retry_repair
-from peerstore.replication.replicator import ReplicationPolicy, Replicator
+from peerstore.replication.mirror_strategy import MirrorStrategy
+from peerstore.replication.replication_policy import (
+    ReplicationPolicy,
+    original_holders,
+    shards_to_take_over,
+    should_retry_repair,
+)
+from peerstore.replication.replicator import ReplicationContext, Replicator
 from peerstore.settings import ReplicationSettings
 from peerstore.shard_records import ShardInfo, ShardKey, ShardRecord, VersionId
 from peerstore.store.arena import FileMapping, closing_fd, prefault_file
@@ -97,23 +103,15 @@ class JobPeers:
         protection = ReplicationPolicy(
             settings.copies, settings.levels, settings.streams, settings.parity_group_size, settings.evicts_superseded
         )
-        self.replicator: Replicator | ParityReplicator
-        if settings.mode == "parity":
-            self.replicator = ParityReplicator(
-                store,
-                self.job,
-                self.membership,
-                protection,
-                pace=self.rate_limiter,
-                blobs_of=blobs_of,
-                fetch_blob=self.fetch_blob,
-                sight=lambda: self.inventory(fresh=True),
-                clock=clock,
-            )
-        else:
-            self.replicator = Replicator(
-                store, self.job, self.membership, protection, pace=self.rate_limiter, blobs_of=blobs_of, clock=clock
-            )
+        shared = ReplicationContext(
+            store, self.job, self.membership, protection, self.rate_limiter, blobs_of=blobs_of, clock=clock
+        )
+        self._parity = (
+            ParityStrategy(shared, fetch_blob=self.fetch_blob, sight=lambda: self.inventory(fresh=True))
+            if settings.mode == "parity"
+            else None
+        )
+        self.replicator = Replicator(shared, self._parity if self._parity is not None else MirrorStrategy(shared))
         self.inventory_service = InventoryService(
             self.membership,
             self.local_inventory,
@@ -167,13 +165,13 @@ class JobPeers:
     @property
     def uses_parity(self) -> bool:
         """Whether the job uses parities instead of replicas."""
-        return isinstance(self.replicator, ParityReplicator)
+        return self._parity is not None
 
     @property
-    def parity_replicator(self) -> ParityReplicator:
-        if not isinstance(self.replicator, ParityReplicator):
+    def parity(self) -> ParityStrategy:
+        if self._parity is None:
             raise RequestError(f"job {self.job} keeps copies here, not parities: its nodes have different settings")
-        return self.replicator
+        return self._parity
 
     @property
     def newest_replicated(self) -> VersionId | None:
@@ -185,7 +183,7 @@ class JobPeers:
     def local_inventory(self) -> NodeInventory:
         """Return this node's inventory of the job."""
         facts, known = tuple(self._store.replicas.list_shards(self.job)), self._store.jobs.versions(self.job)
-        parities = tuple(one.info for one in self.parity_replicator.stored_parities) if self.uses_parity else ()
+        parities = tuple(one.info for one in self.parity.stored_parities) if self.uses_parity else ()
         verifying = self._store.status().verifying
         return NodeInventory(facts, *known.owner, known.replicated, verifying, parities, known.last_committed())
 
@@ -202,7 +200,7 @@ class JobPeers:
         self._store.jobs.incarnations.fence(self.job, *owner)
         mine = {fact.key for fact in self._store.replicas.list_shards(self.job)}
         if self.uses_parity:
-            mine |= self.parity_replicator.protected_keys
+            mine |= self.parity.protected_keys
         for node, looked in others.items():
             for fact in looked.shards:
                 if fact.key in mine:
@@ -298,7 +296,7 @@ class JobPeers:
         """Fetch a shard from other nodes and verify it; return ``False`` if it is stored already."""
         others = [node for node in self.shard_sources().get(record.key, ()) if node != self.this_node.id]
         if not others and self.uses_parity:
-            return self.parity_replicator.rebuild(record, self._original_holders(record.key))
+            return self.parity.rebuild(record, self._original_holders(record.key))
         if not others:
             raise PeerUnreachableError(f"no node that is reached holds {record.key}")
         record = self._undamaged_record(record, others)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from peerstore.membership.swim import MembershipSettings
 from peerstore.settings import ReplicationSettings
 from peerstore.shard_records import CHUNK_BYTES, VersionId
 from tests.support.local_store_nodes import JOB, PATIENT, store_nodes, wait_until
@@ -173,6 +174,28 @@ def test_restarted_agent_continues_with_its_shards(nodes, lost):
     wait_until(lambda: all(nodes.holders(record.key) for record in records))
     wait_until(nodes.has_no_pending_copies)
     assert_readable(nodes, records)
+
+
+def test_restarted_agent_reports_nothing_before_it_knows_the_other_nodes(mode, monkeypatch):
+    waiting = MembershipSettings(heartbeat_s=0.2, ping_timeout_s=100.0)
+    with store_nodes(SETTINGS[mode], *NAMES, membership=waiting) as nodes:
+        save_everywhere(nodes, 1)
+        wait_until(lambda: nodes.is_replicated(1))
+        nodes["n0"].stop()
+        for other in NAMES[1:]:
+            nodes.network.cut("n0", other)
+        nodes["n0"].start()
+        team, reports = nodes["n0"].job_peers, []
+        monkeypatch.setattr(team.replicator.commit_tracker, "report", lambda *report: reports.append(report) or True)
+        wait_until(lambda: nodes["n0"].store.status().verifying == 0)
+        save_shard(nodes["n0"].store, shard_key(2), MIB)
+        team.replicator._report_to_leader()
+        assert not team.membership.is_converged
+        assert reports == []
+        for other in NAMES[1:]:
+            nodes.network.heal("n0", other)
+        wait_until(lambda: reports)
+        assert team.membership.is_converged
 
 
 def test_damaged_shard_is_found_and_restored(nodes):

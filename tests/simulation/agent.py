@@ -18,9 +18,9 @@ from peerstore.peers.peer_messages import NodeInventory, PingMessage
 from peerstore.replication.replication_policy import (
     ReplicationPolicy,
     ReplicationState,
-    ReplicationTask,
     ReplicationView,
     original_holders,
+    pending_reports,
     shards_to_take_over,
     should_retry_repair,
 )
@@ -75,6 +75,7 @@ class SimulatedAgent:
         self.accounts = ReplicationState(machine.node.id, ReplicationPolicy(world.copies, ("zone", "rack")))
         self.sharing = SimulatedParityReplicator(self) if world.shape.parity else None
         """In the place of the accounts, where parities are kept."""
+        self.reports = CommitReports(self.name) if self.sharing is None else self.sharing.reports
         self.incoming, self.outgoing = IncomingTransfers(self), OutgoingTransfer(self)
         self.jobs.incarnations.set_replication_guard(JOB, guarded=world.redundant, permit=self.check_quorum)
         self._partitions: tuple[MemberList | None, NodePartitions] = (None, NodePartitions(()))
@@ -226,7 +227,7 @@ class SimulatedAgent:
             self.world.log(f"{self.name} takes over {self.world.short_name(fact.key)} from {fact.holders[0]}")
             self.copies.set_holders(fact.key, ())
 
-    # -- copies, as in peerstore/replication/replicator.py
+    # -- copies, as in peerstore/replication/mirror_strategy.py
     # ----------------------------------------------------------------------------
 
     def replication_view(self) -> ReplicationView:
@@ -263,32 +264,28 @@ class SimulatedAgent:
             return
         look = self.replication_view()
         found = self.accounts.next_task(look)
-        if isinstance(found, ReplicationTask):  # what is to be told is told once there is nothing to send
+        if found is not None:  # what is to be told is told once there is nothing to send
             self.outgoing.begin(found, look)
             return
-        self.wake(max(found, 0.01))
+        self.wake(max(self.accounts.retry_s(look), 0.01))
         if not self.newcomers.all_resolved(self.world.now, self.members.alive):
             return
-        self.send_reports(*self.accounts.pending_reports(look), self.accounts.reports)
+        self.send_reports(*pending_reports(self.reports, self.accounts.statuses(look), look, me=self.name))
 
-    def send_reports(self, teller: str, notes: Iterable[PartsReport], reports: CommitReports) -> None:
+    def send_reports(self, teller: str, notes: Iterable[PartsReport]) -> None:
         for note in notes:
             if teller == self.name:
-                reports.add(note)
-                reports.mark_reported(teller, note)
+                self.reports.add(note)
+                self.reports.mark_reported(teller, note)
             else:
                 self.call(
                     teller,
                     "report_parts",
                     note,
-                    lambda _, note=note: reports.mark_reported(teller, note),
+                    lambda _, note=note: self.reports.mark_reported(teller, note),
                     lambda _: self.accounts.leader_unreachable(teller, self.world.now),
                 )
         self._decide()
-
-    @property
-    def reports(self) -> CommitReports:
-        return self.accounts.reports if self.sharing is None else self.sharing.reports
 
     def receive_report(self, note: PartsReport) -> None:
         self.reports.add(note)
@@ -345,7 +342,7 @@ class SimulatedAgent:
     def local_inventory(self) -> NodeInventory:
         epoch, incarnation = self.jobs.versions(JOB).owner
         facts = tuple(self.copies.list_shards(JOB))
-        parities = tuple(one.info for one in self.sharing.stored_parities) if self.sharing is not None else ()
+        parities = tuple(one.info for one in self.sharing.parity.stored_parities) if self.sharing is not None else ()
         return NodeInventory(
             facts, epoch, incarnation, self.jobs.versions(JOB).replicated, self.adoption.unverified_count(), parities
         )
@@ -511,7 +508,7 @@ class SimulatedAgent:
     def _note_holders(self, found: Mapping[str, NodeInventory], lives: Mapping[str, int]) -> None:
         mine = {fact.key for fact in self.copies.list_shards(JOB)}
         if self.sharing is not None:
-            mine |= self.sharing.protected_keys
+            mine |= self.sharing.parity.protected_keys
         for node, looked in found.items():
             shared = self.world.keys_of(looked) & mine if node != self.name else ()
             if shared:
@@ -564,7 +561,7 @@ class SimulatedAgent:
     def _rebuild(self, record: ShardRecord, holders: tuple[str, ...], wait_s: float) -> None:
         try:
             if self.sharing is not None:
-                self.sharing.rebuild(record, holders)
+                self.sharing.parity.rebuild(record, holders)
         except PeerStoreError as error:
             self._retry_repair(record, error, wait_s)
 

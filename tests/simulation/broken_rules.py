@@ -22,8 +22,8 @@ from peerstore.commit_protocol import (
 )
 from peerstore.errors import FencedError
 from peerstore.membership.swim import SwimMembership
-from peerstore.parity.parity_replicator import ParityReplicator
 from peerstore.parity.parity_store import ParityStore
+from peerstore.parity.parity_strategy import ParityStrategy
 from peerstore.replication import replication_policy
 from peerstore.replication.replica_placement import ReplicaPlacement, place_replicas
 from peerstore.replication.replication_policy import HeldShard, ReplicationState
@@ -174,9 +174,9 @@ BROKEN = {
     ),
     "believe who started again": BrokenRule(SwimMembership, "generation_of", lambda *_: 1, "its copies again"),
     "believe parity's members who started again": BrokenRule(
-        ParityReplicator,
-        "_confirmed_holders",
-        lambda sharing, key: list(sharing._holders.get(key, ())),
+        ParityStrategy,
+        "confirmed_holders",
+        lambda sharing, key, _life: tuple(sharing._holders.get(key, ())),
         "is not made again from parity",
         ("save", "wait", "crash and return"),
         _PARITY,

@@ -14,7 +14,7 @@ import xxhash
 from peerstore.checksums import mismatched_chunks
 from peerstore.errors import ArenaFullError
 from peerstore.membership.topology import NodeId, PeerNode
-from peerstore.parity import parity_replicator, parity_store, stripes
+from peerstore.parity import parity_store, parity_strategy, stripes
 from peerstore.replication import replication_policy
 from peerstore.replication.replica_placement import ReplicaPlacement, parity_groups, place_replicas
 from peerstore.replication.replication_policy import substitute_partners
@@ -146,7 +146,7 @@ def seeded_randomness(rng: random.Random) -> Iterator[None]:
         (stripes, "time", SimpleNamespace(time_ns=lambda: 0)),
         (parity_store, "ShardSources", parity.SimulatedRanges),
         (
-            parity_replicator,
+            parity_strategy,
             "parity_groups",
             lambda nodes, size, *, levels: _cached_groups(tuple(nodes), size, tuple(levels)),
         ),

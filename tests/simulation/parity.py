@@ -9,11 +9,12 @@ from typing import TYPE_CHECKING, Any
 from peerstore import checksums
 from peerstore.commit_protocol import PartsReport
 from peerstore.errors import LeaseLostError, PeerStoreError, PeerUnreachableError, ShardDamagedError, ShardNotFoundError
-from peerstore.parity.parity_replicator import ParityReplicator
+from peerstore.parity.parity_strategy import ParityStrategy
 from peerstore.peers.peer_inventory import JobInventory
 from peerstore.peers.peer_messages import GetParities, GetShardRecords
 from peerstore.rate_limiter import RateLimiter
 from peerstore.replication.replication_policy import ReplicationPolicy
+from peerstore.replication.replicator import ReplicationContext, Replicator
 from peerstore.shard_records import Lease, ShardKey, ShardRecord
 from tests.simulation.memory import damaged_chunks
 
@@ -89,6 +90,10 @@ class SimulatedMembership:
     @property
     def member_list(self) -> Any:
         return self._agent.members.member_list
+
+    @property
+    def is_converged(self) -> bool:
+        return self._agent.newcomers.all_resolved(self._agent.world.now, self._agent.members.alive)
 
     def generation_of(self, node: Any) -> int:
         return self._agent.members.generation_of(node)
@@ -171,64 +176,66 @@ class SimulatedRanges:
 class SimulatedReporter:
     """The commit leader is told by messages that nobody waits for, as with copies."""
 
-    def __init__(self, agent: SimulatedAgent, sharing: ParityReplicator) -> None:
-        self._agent, self._reports = agent, sharing._reports
+    def __init__(self, agent: SimulatedAgent) -> None:
+        self._agent = agent
 
     def report(self, teller: str, notes: Iterable[PartsReport]) -> bool:
-        self._agent.send_reports(teller, notes, self._reports)
+        self._agent.send_reports(teller, notes)
         return True
 
 
-class SimulatedParityReplicator(ParityReplicator):
+class SimulatedContext(ReplicationContext):
+    """The agent is woken in place of a thread."""
+
+    agent: SimulatedAgent
+
+    def wake(self) -> None:
+        self.agent.wake()
+
+
+class SimulatedParityReplicator(Replicator):
     """One agent's parities. What its thread would do is done whenever the agent is woken."""
 
     def __init__(self, agent: SimulatedAgent) -> None:
         world = agent.world
         store: Any = SimulatedStore(agent)
         tending: Any = SimulatedMembership(agent)
-        super().__init__(
+        shared = SimulatedContext(
             store,
             "job",
             tending,
             ReplicationPolicy(1, ("zone", "rack"), parity_group_size=world.shape.parity),
-            pace=RateLimiter(0),
-            blobs_of=lambda _: (),
-            fetch_blob=_raise_no_blob,
-            sight=self._job_inventory,
+            RateLimiter(0),
             clock=lambda: world.now,
         )
+        shared.agent = agent
+        self.parity = ParityStrategy(shared, fetch_blob=_raise_no_blob, sight=self._job_inventory)
+        super().__init__(shared, self.parity)
         self._agent = agent
-        settlement: Any = SimulatedReporter(agent, self)
+        settlement: Any = SimulatedReporter(agent)
         self.commit_tracker = settlement
         self._steps = False
         self.handlers: dict[str, Callable[[str, Any], Any]] = {
-            "report_stripe": self.handle_stripe_report,
-            "parity_status": self.handle_parity_status,
+            "report_stripe": self.parity.handle_stripe_report,
+            "parity_status": self.parity.handle_parity_status,
             "shard_records": lambda _, asked: self._records(asked),
             "parities": lambda _, asked: self._parities(asked),
         }
 
-    def wake(self) -> None:
-        self._agent.wake()
-
-    @property
-    def reports(self) -> Any:
-        return self._reports
-
     def work(self) -> None:
         """A step, and as many as there are after it."""
-        self._woken = True
+        self._shared.woken = True
         if not self._steps:
             self._steps = True
             self._agent.world.turns.start_streams(self._work)
 
     def _work(self) -> None:
         try:
-            while self._step() or self._woken:
+            while not (wait_s := self._step()) or self._shared.woken:
                 pass
         finally:
             self._steps = False
-        self._agent.wake(self._wait_s())
+        self._agent.wake(wait_s)
 
     def _job_inventory(self) -> JobInventory:
         nodes, silent = self._agent.world.turns.wait_for_reply(

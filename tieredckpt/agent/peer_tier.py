@@ -292,7 +292,7 @@ class PeerTier:
 def shard_replication_status(team: JobPeers, key: ShardKey) -> ShardReplication:
     """Return the current redundancy of one of this node's shards."""
     alive = team.membership.alive
-    group = team.parity_replicator.members if team.uses_parity else ()
+    group = team.parity.members if team.uses_parity else ()
     nodes = [alive[node] for node in group if node in alive] or team.replicator.holders(key)
     levels = team.settings.levels
     level = next((name for name in reversed(levels) if any(dict(node.labels).get(name) for node in nodes)), "node")

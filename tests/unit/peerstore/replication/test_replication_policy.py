@@ -1,5 +1,6 @@
 import pytest
 
+from peerstore.commit_protocol import CommitReports
 from peerstore.errors import (
     ArenaBusyError,
     ArenaFullError,
@@ -18,6 +19,7 @@ from peerstore.replication.replication_policy import (
     ReplicationState,
     ReplicationTask,
     ReplicationView,
+    pending_reports,
 )
 from peerstore.shard_records import ResumePoint, ShardInfo, ShardKey, VersionId
 
@@ -35,6 +37,10 @@ def look(now=0.0, *, living=("n1", "n2"), facts=None, settled=None, epoch=1, bas
 
 def accounts(copies=2):
     return ReplicationState(NodeId("n1"), ReplicationPolicy(copies))
+
+
+def notes(book, seen):
+    return pending_reports(CommitReports("n1"), book.statuses(seen), seen, me="n1")[1]
 
 
 def test_sealed_shard_is_replicated_once_to_the_partner():
@@ -79,15 +85,21 @@ def test_copy_on_one_node_keeps_the_error_of_another():
     assert book.last_errors(KEY) == ""
 
 
+def test_shard_that_is_not_needed_is_not_reported():
+    book = accounts()
+    assert [note.sealed_parts for note in notes(book, look())] == [(0,)]
+    assert notes(book, look(epoch=2)) == []
+    book.task_failed(book.next_task(look()), FencedError("obsolete"), 0.0)
+    assert notes(book, look()) == []
+
+
 def test_busy_partner_is_passed_over_after_a_limit():
     book = accounts()
     duty = book.next_task(look())
     book.task_failed(duty, ArenaBusyError(""), 0.0)
-    assert [(note.replicated_parts, note.sealed_parts) for note in book.pending_reports(look(MAX_BUSY_S))[1]] == [
-        ((), (0,))
-    ]
+    assert [(note.replicated_parts, note.sealed_parts) for note in notes(book, look(MAX_BUSY_S))] == [((), (0,))]
     book.task_failed(duty, ArenaBusyError(""), MAX_BUSY_S)
-    assert [note.replicated_parts for note in book.pending_reports(look(MAX_BUSY_S + 0.1))[1]] == [(0,)]
+    assert [note.replicated_parts for note in notes(book, look(MAX_BUSY_S + 0.1))] == [(0,)]
     three = {"living": ("n1", "n2", "n3")}
     assert book.next_task(look(MAX_BUSY_S + 0.1, **three)) == ReplicationTask(KEY, "n3", ("n1", "n3"))
     assert book.next_task(look(MAX_BUSY_S + REFUSED_RETRY_S + 0.1)) == duty

@@ -1,4 +1,4 @@
-"""The thread that protects a job's shards by parity and rebuilds lost ones; same interface as the replicator.
+"""Protection by parities, and the rebuild of lost shards from them.
 
 ::
 
@@ -15,28 +15,20 @@
 from __future__ import annotations
 
 import logging
-import threading
-import time
 from collections import defaultdict
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from peerstore import deadlines
-from peerstore.commit_protocol import CommitReports
 from peerstore.errors import PeerStoreError
-from peerstore.membership.topology import PeerNode
-from peerstore.network_addresses import PathMonitor
+from peerstore.membership.topology import NodeId, PeerNode
 from peerstore.parity.parity_store import PARITY_RETRY_S, ParityStore, ParityTask, ShardRebuilder
 from peerstore.parity.stripes import LostShard, StoredParity, assign_stripe_numbers, is_first_rebuilder, lost_shards
-from peerstore.peers.heartbeat_loop import SHUTDOWN_GRACE_S, HeartbeatLoop
 from peerstore.peers.peer_inventory import JobInventory
 from peerstore.peers.peer_messages import ParityStatus, StripeReport
-from peerstore.rate_limiter import RateLimiter
-from peerstore.replication.commit_tracker import CommitTracker, ReplicationTotals
 from peerstore.replication.replica_placement import parity_groups
-from peerstore.replication.replication_policy import ReplicationPolicy, ReplicationStatus, ReplicationTask
+from peerstore.replication.replication_policy import ReplicationStatus, ReplicationView
+from peerstore.replication.replicator import ReplicationContext, redundancy_of_copies
 from peerstore.shard_records import ShardInfo, ShardKey, ShardRecord, VersionId
-from peerstore.store.node_store import NodeStore
 
 log = logging.getLogger(__name__)
 
@@ -65,110 +57,64 @@ class _MemberReport:
     """Number of statuses received; the response to the report may be older than the latest one."""
 
 
-class ParityReplicator:
-    """One job's parities, with the interface of :class:`~peerstore.replication.replicator.Replicator`."""
+class ParityStrategy:
+    """One job's parities, a :class:`~peerstore.replication.replicator.ReplicationStrategy`."""
 
     def __init__(
         self,
-        store: NodeStore,
-        job: str,
-        membership: HeartbeatLoop,
-        protection: ReplicationPolicy,
+        shared: ReplicationContext,
         *,
-        pace: RateLimiter,
-        blobs_of: Callable[[ShardInfo], tuple[str, ...]],
         fetch_blob: Callable[[str, tuple[str, ...]], bytes],
         sight: Callable[[], JobInventory],
-        clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self._store = store
-        self._job = job
-        self._membership = membership
-        self.policy = protection
+        self._shared = shared
+        self._store = shared.store
+        self._job = shared.job
+        self._membership = shared.membership
+        self._clock = shared.clock
+        self._changed = shared.changed
         self._inventory = sight
-        self._clock = clock
-        self._changed = threading.Condition()
-        self._parity_store = ParityStore(
-            store,
-            job,
-            membership,
-            pace=pace,
-            streams=protection.streams,
-            blobs_of=blobs_of,
-            fetch_blob=fetch_blob,
-            patience_s=_MEMBER_WAIT_S,
-            clock=clock,
-        )
-        self._rebuilder = ShardRebuilder(store, job, membership, pace=pace, streams=protection.streams, sight=sight)
+        self._parity_store = ParityStore(shared, fetch_blob=fetch_blob, patience_s=_MEMBER_WAIT_S)
+        self._rebuilder = ShardRebuilder(shared, sight)
+        self._cached_members: tuple[Mapping[str, PeerNode], tuple[str, ...]] = ({}, ())
         self._numbers: dict[ShardKey, int] = {}
         self._member_reports: dict[tuple[str, VersionId], _MemberReport] = {}
-        self._next_task_s = _RESYNC_S
         self._holders: dict[ShardKey, dict[str, int]] = defaultdict(dict)
         """Other holders of a shard that is stored here or in a parity here, with their generation."""
         self._retry_at: dict[str, float] = {}
         self._search_at: dict[ShardKey, float] = {}
         """Shards in parities here without a known holder, with the time of the next search."""
-        self._woken = True
-        self._stop = threading.Event()
-        self.totals = ReplicationTotals()
-        self._reports = CommitReports(membership.this_node.id)
-        self.commit_tracker = CommitTracker(
-            store, job, membership, reports=self._reports, totals=self.totals, changed=self._changed
-        )
-        self.path_monitor = PathMonitor()
-        """Unused: parities are computed from reads, so no transfer rate is measured."""
-        self.in_flight: tuple[ReplicationTask, int] | None = None
-        self._thread = threading.Thread(target=self._run, name="peerstore-share", daemon=True)
-
-    def start(self) -> None:
-        self._thread.start()
-
-    def close(self) -> None:
-        """Stop the thread; work in progress gets ``SHUTDOWN_GRACE_S`` seconds to finish."""
-        self._stop.set()
-        self.wake()
-        if self._thread.ident is not None:
-            self._thread.join(deadlines.remaining_s(SHUTDOWN_GRACE_S))
-            if self._thread.is_alive():
-                self._membership.close_connections()
-                self._thread.join()
-        self.commit_tracker.close()
-
-    def wake(self) -> None:
-        """Check for new work, because shards, members or reports changed."""
-        with self._changed:
-            self._woken = True
-            self._changed.notify_all()
 
     @property
     def members(self) -> tuple[str, ...]:
         """This node's current group; empty if the node is alone."""
         return self._members(self._membership.alive)
 
-    @property
-    def partners(self) -> tuple[str, ...]:
-        """The nodes that store parities of this node's shards."""
-        return tuple(member for member in self.members if member != self._membership.this_node.id)
+    def partners(self, living: Mapping[str, PeerNode], _standby: tuple[NodeId, ...]) -> tuple[str, ...]:
+        return self._others(self._members(living))
 
     def _members(self, living: Mapping[str, PeerNode]) -> tuple[str, ...]:
-        me = self._membership.this_node.id
-        found = parity_groups(living.values(), self.policy.parity_group_size + 1, levels=self.policy.levels)
-        return next((tuple(group) for group in found if me in group), ())
+        if self._cached_members[0] is not living:  # grouping thousands of nodes is slow
+            policy = self._shared.policy
+            found = parity_groups(living.values(), policy.parity_group_size + 1, levels=policy.levels)
+            mine = next((tuple(group) for group in found if self._membership.this_node.id in group), ())
+            self._cached_members = living, mine
+        return self._cached_members[1]
 
-    def statuses(self) -> list[ReplicationStatus]:
+    def _others(self, members: tuple[str, ...]) -> tuple[str, ...]:
+        return tuple(member for member in members if member != self._membership.this_node.id)
+
+    def statuses(self, look: ReplicationView) -> list[ReplicationStatus]:
         """Return the state of every shard that this node owns; a complete set of parities counts as one copy."""
-        living = self._membership.alive
-        members = self._members(living)
-        return [self._status(fact, members, living) for fact in self._owned_shards(living)]
+        members = self._members(look.alive)
+        return [self._status(fact, members, look.alive) for fact in self._owned_shards(look)]
 
     def _status(self, fact: ShardInfo, members: tuple[str, ...], living: Collection[str]) -> ReplicationStatus:
         key = fact.key
-        with self._changed:
-            more = sum(node in living for node in self._confirmed_holders(key))
-            others = [member for member in members if member != self._membership.this_node.id]
-            reports = [self._valid_report(member, key.version_id, members) for member in others]
-            kept = sum(report is not None and key.part in report.kept for report in reports)
-            refused = sum(report is not None and key.part in report.refused for report in reports)
+        more = sum(node in living for node in self.confirmed_holders(key, self._membership.generation_of))
+        reports = [self._valid_report(member, key.version_id, members) for member in self._others(members)]
+        kept = sum(report is not None and key.part in report.kept for report in reports)
+        refused = sum(report is not None and key.part in report.refused for report in reports)
         if more:  # another full copy protects the shard
             return ReplicationStatus(key, True, 1 + more, 0, 0)
         if not reports:
@@ -181,59 +127,43 @@ class ParityReplicator:
         holds = asked is not None and asked.members == members and asked.life == self._membership.generation_of(member)
         return asked if holds else None
 
-    def _owned_shards(self, living: Collection[str]) -> list[ShardInfo]:
+    def _owned_shards(self, look: ReplicationView) -> list[ShardInfo]:
         """Return the shards that this node owns: its own, and replicas of which it is the first living holder."""
         me = self._membership.this_node.id
         found, known = [], self._store.jobs.versions(self._job)
-        for fact in self._store.replicas.list_shards(self._job):
-            there = [node for node in fact.holders if node in living]
+        for fact in look.shards:
+            there = [node for node in fact.holders if node in look.alive]
             if (not there or there[0] == me) and known.is_needed(fact.key.version_id):
                 found.append(fact)
         return found
 
-    def holders(self, key: ShardKey) -> tuple[PeerNode, ...]:
-        """Return the live nodes that are known to hold a shard of this node, this node first."""
-        living = self._membership.alive
-        with self._changed:
-            there = sorted(self._confirmed_holders(key))
-        return (self._membership.this_node, *(living[node] for node in there if node in living))
+    def confirmed_holders(self, key: ShardKey, life: Callable[[str], int]) -> tuple[str, ...]:
+        """Return the other nodes that hold the shard and have not restarted since they reported it."""
+        return tuple(sorted(node for node, then in self._holders.get(key, {}).items() if life(node) <= then))
 
-    def _confirmed_holders(self, key: ShardKey) -> list[str]:
-        """Return the nodes that hold the shard and have not restarted since they reported it."""
-        return [
-            node for node, then in self._holders.get(key, {}).items() if self._membership.generation_of(node) <= then
-        ]
-
-    def redundancy(self, key: ShardKey, level: str) -> tuple[int, int]:
-        """Return the number of copies that the protection equals, and of failure domains; all but one may be lost."""
-        living = self._membership.alive
-        members = self._members(living)
-        fact = next((fact for fact in self._owned_shards(living) if fact.key == key), None)
+    def redundancy(
+        self, key: ShardKey, holders: Collection[PeerNode], look: ReplicationView, level: str
+    ) -> tuple[int, int]:
+        fact = next((fact for fact in self._owned_shards(look) if fact.key == key), None)
         if fact is None:
-            return len(self.holders(key)), len({node.failure_domain(level) for node in self.holders(key)})
-        copies = self._status(fact, members, living).copies
-        apart = {living[member].failure_domain(level) for member in members if member in living}
+            return redundancy_of_copies(holders, level)
+        members = self._members(look.alive)
+        copies = self._status(fact, members, look.alive).copies
+        apart = {look.alive[member].failure_domain(level) for member in members}
         return copies, 1 if copies < 2 or len(apart) < len(members) else copies
 
     def last_errors(self, key: ShardKey) -> str:
         """Return the last error of the protection of a shard's version, or ""."""
-        with self._changed:
-            return next(
-                (a.why for (_, group), a in self._member_reports.items() if group == key.version_id and a.why), ""
-            )
+        return next((a.why for (_, group), a in self._member_reports.items() if group == key.version_id and a.why), "")
 
-    def wait_until(self, ready: Callable[[], bool], timeout_s: float) -> bool:
-        """Wait until ``ready()`` is true, which is checked after every change; return ``False`` at the timeout."""
-        with self._changed:
-            return self._changed.wait_for(lambda: ready() or self._stop.is_set(), timeout_s) and not self._stop.is_set()
-
-    @property
-    def has_pending(self) -> bool:
-        """Whether a shard can still be protected or rebuilt by this node."""
-        lost = self._missing(self._parity_store.stored(), self._membership.alive)
-        return any(one.missing for one in self.statuses()) or any(
+    def has_pending(self, look: ReplicationView) -> bool:
+        lost = self._missing(self._parity_store.stored(), look)
+        return any(one.missing for one in self.statuses(look)) or any(
             one.rebuilders[0] == self._membership.this_node.id for one in lost
         )
+
+    def leader_unreachable(self, leader: str, now: float) -> None:
+        self._retry_at.setdefault(leader, now + PARITY_RETRY_S)
 
     @property
     def stored_parities(self) -> list[StoredParity]:
@@ -245,17 +175,12 @@ class ParityReplicator:
     def handle_stripe_report(self, sender: str, note: StripeReport) -> ParityStatus:
         """Record a member's report and return the state of its parities on this node."""
         if self._parity_store.record_report(sender, note):
-            for part in note.parts.values():
-                key = ShardKey(
-                    self._job,
-                    note.version_id.version,
-                    note.version_id.epoch,
-                    note.version_id.incarnation,
-                    note.version_id.attempt,
-                    part,
-                )
-                self.confirm_holder(key, sender, note.generation)
-            self.wake()
+            of = note.version_id
+            with self._changed:
+                for part in note.parts.values():
+                    key = ShardKey(self._job, of.version, of.epoch, of.incarnation, of.attempt, part)
+                    self.confirm_holder(key, sender, note.generation)
+            self._shared.wake()
         return self._parity_store.status_for(sender, note.version_id, note.members)
 
     def handle_parity_status(self, sender: str, stake: ParityStatus) -> None:
@@ -265,13 +190,11 @@ class ParityReplicator:
             if asked is not None and asked.members == stake.members:
                 asked.kept, asked.refused, asked.why = set(stake.stored), set(stake.rejected), stake.why
                 asked.said += 1
-        self.wake()
+        self._shared.wake()
 
     def confirm_holder(self, key: ShardKey, node: str, life: int) -> None:
         """Record that ``node``, in its generation ``life``, holds a shard that is here or in a parity here."""
-        with self._changed:
-            self._holders[key][node] = max(life, self._holders[key].get(node, life))
-            self._changed.notify_all()
+        self._holders[key][node] = max(life, self._holders[key].get(node, life))
 
     @property
     def protected_keys(self) -> set[ShardKey]:
@@ -283,79 +206,43 @@ class ParityReplicator:
         kept = self._parity_store.stored()
         near = {member for one in kept if one.info.version_id == shard.key.version_id for member in one.members}
         nodes = {node for node in near | set(self.members) if node in self._membership.alive}
-        return self._rebuilder.rebuild(shard, nodes, holders=holders, stopped=self._stop.is_set)
+        return self._rebuilder.rebuild(shard, nodes, holders=holders)
 
-    # -- the thread ---------------------------------------------------------------------------------------------------
+    # -- the next piece of work ---------------------------------------------------------------------------------------
 
-    def _run(self) -> None:
-        while not self._stop.is_set():
-            try:
-                if not self._step():
-                    self._wait()
-            except Exception:  # the thread must outlive any one shard
-                log.exception("job %s: sharing failed", self._job)
-                self._stop.wait(PARITY_RETRY_S)
-
-    def _step(self) -> bool:
-        """Do one piece of work; return whether more may be due."""
-        with self._changed:
-            self._woken = False
-        living = self._membership.alive
-        members = self._members(living)
+    def step(self, look: ReplicationView) -> float:
+        """Rebuild a lost shard, or report stripes and make a parity; return the seconds until more may be due."""
+        members = self._members(look.alive)
         kept = self._parity_store.stored()
-        if self._rebuild_missing(self._missing(kept, living), living):
-            return True
-        self._report_stripes(members, living)
-        due, self._next_task_s = self._parity_store.pending_tasks(members, kept)
+        if self._rebuild_missing(self._missing(kept, look), look.alive):
+            return 0.0
+        self._report_stripes(members, look)
+        due, next_task_s = self._parity_store.pending_tasks(members, kept)
         made = self._make_parity(due[0]) if due else False
         self._parity_store.prune(self._parity_store.stored() if made else kept)
-        facts = self._owned_shards(living)
-        statuses_here = [self._status(fact, members, living) for fact in facts]
-        self._report(facts, statuses_here, living)
-        return bool(due)
+        return 0.0 if due else self._wait_s(next_task_s)
 
-    def _report(
-        self, facts: Sequence[ShardInfo], statuses_here: Sequence[ReplicationStatus], living: Mapping[str, PeerNode]
-    ) -> None:
-        parts_of = {fact.key.version_id: fact.parts for fact in facts}
-        known = self._store.jobs.versions(self._job)
-        with self._changed:
-            life = self._membership.generation_of(self._membership.this_node.id)
-            sender, notes = self._reports.pending(
-                *(statuses_here, parts_of),
-                living=living,
-                replicated=known.replicated,
-                life=life,
-                left_out=known.aborted_parts,
-                standby=self._membership.standby,
-            )
-        if self._retry_at.get(sender, 0.0) <= self._clock() and not self.commit_tracker.report(sender, notes):
-            self._retry_at.setdefault(sender, self._clock() + PARITY_RETRY_S)
-
-    def _wait(self) -> None:
-        with self._changed:
-            self._changed.wait_for(lambda: self._woken or self._stop.is_set(), self._wait_s())
-
-    def _wait_s(self) -> float:
+    def _wait_s(self, next_task_s: float) -> float:
         """Return the seconds until the next work, unless a change wakes the thread earlier."""
         now = self._clock()
         until = [*self._retry_at.values(), *self._search_at.values()]
-        return max(0.01, min([at - now for at in until if at > now] + [self._next_task_s, _RESYNC_S]))
+        return max(0.01, min([at - now for at in until if at > now] + [next_task_s, _RESYNC_S]))
 
     # -- lost shards --------------------------------------------------------------------------------------------------
 
-    def _missing(self, kept: Collection[StoredParity], living: Collection[str]) -> list[LostShard]:
+    def _missing(self, kept: Collection[StoredParity], look: ReplicationView) -> list[LostShard]:
         """Return shards in this node's parities that are not stored here and have no known living holder."""
         if self._membership.member_list is None:  # without a member list, unknown nodes are not dead
             return []
-        here = {fact.key for fact in self._store.replicas.list_shards(self._job)}
+        here = {fact.key for fact in look.shards}
         known = self._store.jobs.versions(self._job)
         wanted = [one for one in kept if known.is_needed(one.info.version_id)]
+        life = self._membership.generation_of
         with self._changed:
             found = lost_shards(
                 wanted,
-                living=living,
-                held=lambda key: key in here or any(node in living for node in self._confirmed_holders(key)),
+                living=look.alive,
+                held=lambda key: key in here or any(node in look.alive for node in self.confirmed_holders(key, life)),
             )
         return [one for one in found if self._membership.this_node.id in one.rebuilders]
 
@@ -394,7 +281,7 @@ class ParityReplicator:
             self.rebuild(lost.shard)
         except (PeerStoreError, OSError) as error:
             self._search_at[key] = self._clock() + PARITY_RETRY_S
-            self.totals.errors += 1
+            self._shared.totals.errors += 1
             log.warning("job %s: %s, lost with %s, was not rebuilt: %s", self._job, key, lost.member, error)
             return False
         with self._changed:
@@ -403,10 +290,10 @@ class ParityReplicator:
 
     # -- protection ---------------------------------------------------------------------------------------------------
 
-    def _report_stripes(self, members: tuple[str, ...], living: Mapping[str, PeerNode]) -> None:
+    def _report_stripes(self, members: tuple[str, ...], look: ReplicationView) -> None:
         """Report the stripes of this node's shards to members that have not confirmed them."""
-        facts = self._owned_shards(living)
-        here = {fact.key for fact in self._store.replicas.list_shards(self._job)}
+        facts = self._owned_shards(look)
+        here = {fact.key for fact in look.shards}
         wanted = self._store.jobs.versions(self._job).is_needed
         known = {k: n for k, n in self._numbers.items() if k in here or wanted(k.version_id)}
         self._numbers = {**known, **assign_stripe_numbers(facts, known)}
@@ -419,18 +306,10 @@ class ParityReplicator:
             }
             for key in [key for key in self._holders if key not in here and not wanted(key.version_id)]:
                 del self._holders[key]
+        life = self._membership.generation_of(self._membership.this_node.id)
         for group in sorted(numbers):
-            for member in members:
-                if member != self._membership.this_node.id:
-                    self._send_report(
-                        member,
-                        StripeReport(
-                            group,
-                            members,
-                            numbers[group],
-                            self._membership.generation_of(self._membership.this_node.id),
-                        ),
-                    )
+            for member in self._others(members):
+                self._send_report(member, StripeReport(group, members, numbers[group], life))
 
     def _send_report(self, member: str, note: StripeReport) -> None:
         now = self._clock()
@@ -448,14 +327,13 @@ class ParityReplicator:
         if self._retry_at.get(member, 0.0) > now:
             return
         fresh = _MemberReport(note.members, note.parts, life, note.generation, now)
+        statuses = fresh.said
         with self._changed:
             before = self._valid_report(member, note.version_id, note.members)
             if before is not None:
                 fresh.kept, fresh.refused, fresh.why = before.kept, before.refused, before.why
-            statuses = fresh.said
-            self._member_reports[member, note.version_id] = (
-                fresh  # before the call: the member may send a newer status before it responds
-            )
+            # before the call: the member may send a newer status before it responds
+            self._member_reports[member, note.version_id] = fresh
         try:
             stake = self._membership.client_for(member).call("report_stripe", note, ParityStatus, timeout_s=5.0)
         except (PeerStoreError, OSError) as error:
@@ -470,11 +348,9 @@ class ParityReplicator:
     def _make_parity(self, due: ParityTask) -> bool:
         began = self._clock()
         try:
-            size = self._parity_store.make(due, self._stop.is_set)
+            size = self._parity_store.make(due)
         except (PeerStoreError, OSError):
-            self.totals.errors += 1
+            self._shared.totals.errors += 1
             return False
-        self.totals.copies += 1
-        self.totals.sent_bytes += size
-        self.totals.seconds += self._clock() - began
+        self._shared.totals.record_copy(size, self._clock() - began)
         return True
