@@ -327,7 +327,9 @@ class WorldReconciler:
         if self._holders_deadline is None:
             self._holders_deadline = now + wait_s
             log.warning(
-                "the first world waits up to %g s for %s, which has the newest step", wait_s, shortened(holders)
+                "the first world waits up to %g s for %s, which may have the newest step",
+                wait_s,
+                shortened(holders),
             )
         if now < self._holders_deadline:
             return True

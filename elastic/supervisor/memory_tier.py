@@ -23,6 +23,7 @@ from peerstore.server.agent_launcher import connect_or_launch_agent, replace_hun
 from peerstore.server.store_client import Client, connect_to_agent
 from peerstore.settings import AgentPaths
 from peerstore.shard_records import JobStatus, VersionId
+from peerstore.store.slot_metadata import jobs_in_directory
 from tieredckpt.agent.agent_api import AcceptStandbyRequest, IsolateRequest, StepInventory
 from tieredckpt.agent.agent_client import NodeAgentClient, agent_command, agent_watchdogs
 from tieredckpt.agent.local_agents import newest_version
@@ -375,14 +376,18 @@ def resumable_steps(environs: Iterable[Mapping[str, str]], since_ns: int, run: R
 def newest_step_holders(environs: Mapping[str, Mapping[str, str]]) -> tuple[str, ...]:
     """Return the nodes of this machine whose agents hold the newest complete step of a job, by node name.
 
-    ``environs`` are the environments of the nodes' supervisors. Without an agent that answers the result is empty.
+    ``environs`` are the environments of the nodes' supervisors. If no agent that answers has a step, return the nodes
+    whose agents do not answer and have a job in memory: a stopped or killed agent may have the newest step.
     """
     steps: dict[str, dict[str, int]] = {}
+    unknown: list[str] = []
     for node, environ in environs.items():
         try:
             settings = load_settings(environ)
             if not settings.enabled:
                 continue
+            if jobs_in_directory(settings.agent_directory):
+                unknown.append(node)
             connect_to_agent(settings.agent_place.socket).close()  # a client would retry for seconds
             steps[node] = {job: step for job, (step, _) in _newest_steps(settings, 0).items()}
         except (TieredCheckpointError, PeerStoreError, OSError) as error:
@@ -391,7 +396,10 @@ def newest_step_holders(environs: Mapping[str, Mapping[str, str]]) -> tuple[str,
     for held in steps.values():
         for job, step in held.items():
             newest[job] = max(step, newest.get(job, -1))
-    return tuple(node for node, held in steps.items() if held and all(held.get(job) == newest[job] for job in newest))
+    holders = tuple(
+        node for node, held in steps.items() if held and all(held.get(job) == newest[job] for job in newest)
+    )
+    return holders or tuple(node for node in unknown if node not in steps)
 
 
 def began_ns(boot_s: float, wall_ns: int, *, wall: Callable[[], int] = time.time_ns) -> int:

@@ -9,6 +9,7 @@ from pathlib import Path
 
 from elastic.settings import shared_agent_directory
 from peerstore.errors import PeerStoreError
+from peerstore.store.slot_metadata import jobs_in_directory
 from tieredckpt.agent.local_agents import list_agent_steps, newest_version
 from tieredckpt.checkpointer.progress_hook import ExpectedStep, use_progress_hook
 from tieredckpt.errors import TieredCheckpointError
@@ -28,8 +29,12 @@ class SharedAgentSteps:
         try:
             newest = newest_version(list_agent_steps(job, load_settings(), self._directory))
         except (PeerStoreError, TieredCheckpointError, OSError) as error:
-            log.info("the agent in %s was not asked for steps of %s: %s", self._directory, job, error)
-            return None
+            if job not in jobs_in_directory(self._directory):
+                log.info("the agent in %s was not asked for steps of %s: %s", self._directory, job, error)
+                return None
+            return ExpectedStep(
+                None, f"the agent in {self._directory} does not answer, and has {job!r} in its memory: {error}"
+            )
         if newest is None:
             return None
         where = (
@@ -43,7 +48,7 @@ class SharedAgentSteps:
 
 @contextmanager
 def expect_steps_of_shared_agent() -> Iterator[None]:
-    """Make a restore from scratch raise, within this block, if this machine's agent has a step."""
+    """Make a restore from scratch raise, within this block, if this machine's agent has a step, or may have one."""
     directory = shared_agent_directory()
     if not directory:
         yield

@@ -40,6 +40,7 @@ from peerstore.failpoints import failpoint
 from peerstore.sizes_and_durations import show_size
 
 _NOTE_MAGIC = b"PSN1"
+_NOTES = "notes"
 _NO_FILE = (errno.ELOOP, errno.ENXIO, errno.ENOTDIR)
 _BUSY = (errno.EMFILE, errno.ENFILE, errno.EINTR, errno.EAGAIN)
 _F_SETSIG = 10
@@ -94,7 +95,7 @@ class TmpfsArena:
 
     def __init__(self, directory: Path) -> None:
         self._slots = directory / "slots"
-        self._notes = directory / "notes"
+        self._notes = directory / _NOTES
         self._folders = directory / "folders"
         self._fresh = directory / "fresh"
         """Metadata files that are being written; a complete file is renamed to its final path."""
@@ -263,6 +264,14 @@ class TmpfsArena:
 def _create_file(path: Path) -> int:
     """Create a file and return its descriptor; raise :class:`FileExistsError` if the path exists."""
     return os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+
+
+def metadata_in_directory(directory: Path) -> list[str]:
+    """Return the names of the metadata in another process's :class:`TmpfsArena`, without opening that arena."""
+    try:
+        return sorted(entry.name for entry in _own_files(directory / _NOTES))
+    except (FileNotFoundError, NotADirectoryError):
+        return []
 
 
 def _own_files(folder: Path) -> list[os.DirEntry[str]]:

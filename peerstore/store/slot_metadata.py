@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import contextlib
 import secrets
+from pathlib import Path
 from typing import TypeVar
 
 import msgspec
@@ -33,7 +34,7 @@ from peerstore.shard_records import (
     validate_blob_name,
     validate_job_name,
 )
-from peerstore.store.arena import Arena
+from peerstore.store.arena import Arena, metadata_in_directory
 
 SEAL_METADATA, LEASE_METADATA, JOB_METADATA, EXPIRED_JOB_METADATA = "seal.", "lease.", "job.", "expired."
 METADATA_FORMAT = 2
@@ -169,6 +170,17 @@ class MetadataStore:
             known = secrets.token_hex(8).encode()
             self._arena.put_metadata("arena", known)
         return known.decode(errors="replace")
+
+
+def jobs_in_directory(directory: Path) -> list[str]:
+    """Return the jobs that an agent's directory records, or nothing if no shard is sealed there.
+
+    This needs no answer of the agent, so it also works for an agent that was stopped or killed.
+    """
+    names = metadata_in_directory(directory)
+    if not any(name.startswith(SEAL_METADATA) for name in names):
+        return []
+    return [name.removeprefix(JOB_METADATA) for name in names if name.startswith(JOB_METADATA)]
 
 
 class BlobStore:

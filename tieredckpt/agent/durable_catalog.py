@@ -305,9 +305,7 @@ def delete_step(catalog: DurableCatalog, job: str, group: VersionId) -> None:
         catalog.store.delete([object_keys.manifest_key(job, group, entry.base)])
     objects.update(info.name for info in catalog.store.list(object_keys.shards_prefix(job, group)))
     catalog.store.delete(sorted(objects))
-    catalog.store.delete(
-        [object_keys.quarantine_key(job, group), object_keys.keep_key(job, group), object_keys.release_key(job, group)]
-    )
+    catalog.store.delete(_marks(job, group))
     catalog.mark_deleted(group)
 
 
@@ -370,9 +368,16 @@ def delete_orphaned_step(catalog: DurableCatalog, job: str, orphan: OrphanedStep
     first = [info.name for info in orphan.objects if _is_index(info, job)]
     catalog.store.delete(first)
     catalog.store.delete(sorted(objects - {*first}))
-    catalog.store.delete(
-        [object_keys.quarantine_key(job, orphan.version_id), object_keys.keep_key(job, orphan.version_id)]
-    )
+    catalog.store.delete(_marks(job, orphan.version_id))
+
+
+def _marks(job: str, group: VersionId) -> list[str]:
+    """Return the keys of all marks that a step can have."""
+    return [
+        object_keys.quarantine_key(job, group),
+        object_keys.keep_key(job, group),
+        object_keys.release_key(job, group),
+    ]
 
 
 def _index_files(catalog: DurableCatalog, job: str, orphan: OrphanedStep) -> Iterator[tuple[ShardIndex, bytes, bytes]]:

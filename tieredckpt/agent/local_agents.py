@@ -7,9 +7,11 @@ from __future__ import annotations
 
 import contextlib
 import logging
-from collections.abc import Sequence
+import shlex
+from collections.abc import Collection, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import NamedTuple
 
 import msgspec
 
@@ -18,9 +20,10 @@ from peerstore.server.agent_launcher import connect_or_launch_agent, silence_of_
 from peerstore.server.store_client import Client, connect_to_agent
 from peerstore.settings import AgentPaths
 from peerstore.shard_records import VersionId
+from peerstore.store.slot_metadata import jobs_in_directory
 from tieredckpt.agent.agent_api import StepInventory
 from tieredckpt.agent.agent_client import NodeAgentClient, agent_command, agent_environment
-from tieredckpt.errors import TieredCheckpointError
+from tieredckpt.errors import TieredCheckpointError, TierUnavailableError
 from tieredckpt.memory_service_options import MEMORY_SERVICE_JOB
 from tieredckpt.resolve_step import resolve_step
 from tieredckpt.settings import Settings, override_settings, run_directory
@@ -35,11 +38,13 @@ def find_agent_directory(settings: Settings, job: str | None) -> Path:
     """Return the directory of an agent of this machine that has ``job``, or any job for ``None``.
 
     The settings' agent comes first. Its directory is also returned if it does not answer, or if no agent has the job.
+    An agent that does not answer is returned only if no other agent has ``job``.
     """
     own = settings.agent_place.directory
-    if _is_silent(AgentPaths(own)) or _agent_has_job(AgentPaths(own), job):
+    if _is_silent(AgentPaths(own)) or _has_job(_query_agent(own), job):
         return own
-    return next(iter(_agents_with_job(_other_directories(own), job)), own)
+    having = [found for found in _query_agents(_other_directories(own)) if _has_job(found, job)]
+    return next((found.directory for found in sorted(having, key=lambda one: bool(one.silence))), own)
 
 
 def settings_of_newest_agent(job: str, settings: Settings) -> Settings:
@@ -47,12 +52,20 @@ def settings_of_newest_agent(job: str, settings: Settings) -> Settings:
 
     An earlier run with simulated nodes leaves an agent for each node. The settings' own agent is used unless one of
     these has a newer step. A configured directory is not changed, and agents in configured directories are never used.
+    Raise :class:`TierUnavailableError` if an agent has the job and does not answer: its steps may be the newest.
     """
     if settings.agent.directory or not settings.enabled:
         return settings
     own = settings.agent_place.directory
     simulated = [place for place in _other_directories(own) if place.is_relative_to(run_directory())]
-    others = _agents_with_job(simulated, job, warn=True)
+    others: list[Path] = []
+    for each in _query_agents(simulated):
+        if each.silence and job in each.jobs:
+            raise _unknown_steps(job, each.directory, each.silence)
+        if each.silence:
+            log.warning("%s: the steps of another agent are unknown: %s", job, each.silence)
+        elif job in each.jobs:
+            others.append(each.directory)
     if not others:
         return settings
     found: dict[Path, StepInventory] = {}
@@ -66,7 +79,7 @@ def settings_of_newest_agent(job: str, settings: Settings) -> Settings:
         try:
             found[place] = list_agent_steps(job, settings, place)
         except (PeerStoreError, TieredCheckpointError, OSError) as error:
-            log.warning("%s: the steps in memory of the agent in %s are unknown: %s", job, place, error)
+            raise _unknown_steps(job, place, str(error)) from error
     newest = newest_version(*found.values())
     if newest is None:
         return settings
@@ -83,7 +96,13 @@ def warn_of_steps_elsewhere(job: str, settings: Settings) -> None:
     """Warn if an agent outside the configured directory has a complete step of ``job``."""
     if not settings.agent.directory:
         return
-    for place in _agents_with_job(_other_directories(settings.agent_directory), job):
+    for each in _query_agents(_other_directories(settings.agent_directory)):
+        place = each.directory
+        if job not in each.jobs:
+            continue
+        if each.silence:
+            log.warning("%s starts without a checkpoint. %s, and has %r in its memory", job, each.silence, job)
+            continue
         try:
             newest = newest_version(list_agent_steps(job, settings, place))
         except (PeerStoreError, TieredCheckpointError, OSError) as error:
@@ -181,27 +200,48 @@ def _is_silent(place: AgentPaths) -> bool:
         return False
 
 
-def _agents_with_job(places: Sequence[Path], job: str | None, *, warn: bool = False) -> list[Path]:
-    """Return those of ``places`` whose agent has ``job``. All agents are queried at the same time."""
+class _AgentJobs(NamedTuple):
+    directory: Path
+    jobs: Collection[str]
+    """Jobs that the agent has, from the metadata in its directory if it does not answer."""
+    silence: str
+    """Why the agent does not answer, or an empty string."""
+
+
+def _has_job(agent: _AgentJobs, job: str | None) -> bool:
+    """Return whether the agent has ``job``; ``None`` means any job of an agent that answers."""
+    return job in agent.jobs if job is not None else bool(agent.jobs) and not agent.silence
+
+
+def _query_agents(places: Sequence[Path]) -> list[_AgentJobs]:
+    """Query all agents at the same time."""
     if not places:
         return []
     with ThreadPoolExecutor(len(places)) as queries:
-        has_job = list(queries.map(lambda place: _agent_has_job(AgentPaths(place), job, warn=warn), places))
-    return [place for place, has in zip(places, has_job, strict=True) if has]
+        return list(queries.map(_query_agent, places))
 
 
-def _agent_has_job(place: AgentPaths, job: str | None, *, warn: bool = False) -> bool:
-    """Return whether an agent has ``job``; an agent that does not answer has none."""
+def _query_agent(directory: Path) -> _AgentJobs:
+    place = AgentPaths(directory)
     try:
         silence = silence_of_agent(place)
-        known = [] if silence else _jobs_of(place)
+        if not silence:
+            return _AgentJobs(directory, _jobs_of(place), "")
     except AgentUnreachableError:  # it has stopped meanwhile
-        return False
+        return _AgentJobs(directory, (), "")
     except (PeerStoreError, OSError) as error:  # an agent of another user or another release
-        silence, known = f"the agent in {place.directory} does not answer: {error}", []
-    if silence and warn:
-        log.warning("%s: the steps of another agent are unknown: %s", job, silence)
-    return job in known if job is not None else bool(known)
+        silence = f"the agent in {directory} does not answer: {error}"
+    try:
+        return _AgentJobs(directory, jobs_in_directory(directory), silence)
+    except PermissionError:  # the agent of another user, whose jobs are not this user's
+        return _AgentJobs(directory, (), silence)
+
+
+def _unknown_steps(job: str, directory: Path, reason: str) -> TierUnavailableError:
+    return TierUnavailableError(
+        f"{job}: {reason}. It has {job!r} in its memory, so the newest step is unknown. Let it continue, or run "
+        f"`tieredckpt agent restart --dir {shlex.quote(str(directory))}`"
+    )
 
 
 def merge_surveys(a: StepInventory, b: StepInventory) -> StepInventory:

@@ -51,8 +51,8 @@ from tieredckpt.tensors.state_dict import StateDict, flatten_state, is_stateful,
 
 log = logging.getLogger(__name__)
 
-_MAX_RETRIES = 8
-"""Maximum retries of a load after nodes or steps disappeared during it."""
+_MAX_LOADS = 8
+"""Maximum attempts of a load whose nodes or steps disappear during it."""
 _MAX_TRIES = 15
 """Maximum attempts to find the newest step while nodes do not answer."""
 _POLL_S = 1.0
@@ -86,10 +86,9 @@ class CheckpointRestorer:
         survivor = current_survivor_state()
         hydration = None if survivor is None else survivor.hydrations.get(self._job)
         fresh = hydration is not None  # the survivors' step was saved only now
-        error: BaseException | None = None
         failed: dict[VersionId | int, str] = {}
-        retries = 0
-        while retries < _MAX_RETRIES:
+        losses = 0
+        while True:
             began = time.perf_counter()
             known = set(failed)
             reader = TieredReader(self._job, step, settings=self._settings)
@@ -122,9 +121,14 @@ class CheckpointRestorer:
                 error = unwrap_load_error(failure)
                 # The remaining shards may still form this step, or another one.
                 if isinstance(error, PeersLostError) or (step is None and isinstance(error, CheckpointDeletedError)):
+                    losses += 1
+                    if losses == _MAX_LOADS:
+                        raise type(error)(
+                            f"{self._job} was not restored after {losses} attempts, each of which lost what it read. "
+                            f"The last one: {error}"
+                        ) from failure
                     log.error("restore of %s: %s; looking again what there is", self._job, error)
                     fresh = True
-                    retries += 1
                     continue
                 if isinstance(error, MismatchError):
                     raise self._explain_mismatch(error, target, reader) from failure
@@ -147,8 +151,6 @@ class CheckpointRestorer:
                 survivor.mark_names_complete(self._job, names_digest(reader.restored_names))
             self._log_restored(state, reader, strict=strict)
             return reader.restored_step, reader.report
-        assert error is not None  # noqa: S101 - the loop ends only after one
-        raise error
 
     def _explain_mismatch(self, error: MismatchError, state: StateDict, reader: TieredReader) -> MismatchError:
         """Return ``error``, or an error that names the entries only in the state and only in the step."""

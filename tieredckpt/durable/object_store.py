@@ -11,6 +11,7 @@ import mmap
 import os
 import socket
 import threading
+import weakref
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
@@ -141,7 +142,8 @@ class ObjectStore(Protocol):
         An upload ends by its own ``cancel``.
         """
 
-    def close(self) -> None: ...
+    def close(self) -> None:
+        """Interrupt the store, wait for the reads that have begun, and close its connections."""
 
 
 MAX_OBJECT_NAME_BYTES = 1024
@@ -308,13 +310,13 @@ class StopSignal:
         self._event = threading.Event()
         self._lock = threading.Lock()
         self._sockets: set[socket.socket] = set()
-        self._children: list[StopSignal] = []
+        self._children: weakref.WeakSet[StopSignal] = weakref.WeakSet()
 
     def child(self) -> StopSignal:
         """Return a signal that is set with this one, but not the other way round."""
         child = StopSignal()
         with self._lock:
-            self._children.append(child)
+            self._children.add(child)
         if self.is_set():
             child.set()
         return child
@@ -322,7 +324,7 @@ class StopSignal:
     def set(self) -> None:
         self._event.set()
         with self._lock:
-            for child in self._children:
+            for child in list(self._children):
                 child.set()
             for sock in self._sockets:
                 with contextlib.suppress(OSError):  # closed by its own thread meanwhile

@@ -95,7 +95,7 @@ class RetryingStore:
 
         if len(fetches) == 1:
             return assemble_ranges(ranges, fetches, [self._fetch(name, fetches[0], self._retry)])
-        stop = StopSignal()
+        stop = self._stop.child()
         retry = replace(self._retry, sleep=stop.wait)
         pending = [self._readers.submit(self._fetch, name, each, retry) for each in fetches]
         try:
@@ -185,6 +185,7 @@ class RetryingStore:
         self._stop.set()
 
     def close(self) -> None:
+        self.interrupt()
         self._readers.shutdown(cancel_futures=True)
         self._backend.close()
 

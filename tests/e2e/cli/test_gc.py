@@ -182,6 +182,21 @@ def test_gc_deletes_old_shards_of_incomplete_steps(cli, job_of_six_steps, job_wi
     job_of_six_steps.assert_restores(6, tiers={"durable"})
 
 
+def test_gc_deletes_the_marks_of_a_step_without_a_manifest(cli, job_of_six_steps, tmp_path, store_options):
+    manifests = tmp_path / "durable" / "llama" / "manifests"
+    assert cli("pin", "llama", 4, *store_options).code == 0
+    assert cli("unpin", "llama", 4, *store_options).code == 0
+    job_of_six_steps.lose_memory()
+    (manifest,) = manifests.glob(f"{4:012d}.*.manifest")
+    manifest.unlink()
+    assert [path.suffix for path in manifests.glob(f"{4:012d}.*")] == [".released"]
+    make_older(tmp_path / "durable" / "llama" / "steps" / f"{4:012d}", 48)
+    found = steps_without_manifest(cli("gc", "llama", *store_options, "--keep-last", "2", "--json"))
+    assert found[4] == (True, "1 of 1 parts, and no manifest")
+    assert [path.name for path in manifests.glob(f"{4:012d}.*")] == []
+    job_of_six_steps.assert_restores(6, tiers={"durable"})
+
+
 def test_complete_step_without_a_manifest_is_left_for_rebuild_within_retention(
     cli, job_of_six_steps, job_without_manifests, store_options
 ):

@@ -154,7 +154,7 @@ def test_first_world_waits_for_a_holder_no_longer_than_lost_state_timeout(caplog
     assert table.desk.world.ranked_nodes in (("n0",), ("n1",))
     waits = [one.getMessage() for one in caplog.records if "the newest step" in one.getMessage()]
     assert waits == [
-        "the first world waits up to 60 s for n2, which has the newest step",
+        "the first world waits up to 60 s for n2, which may have the newest step",
         "no node with the newest step (n2) was ready in 60 s: the job starts without it, and repeats steps",
     ]
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import time
 from pathlib import Path
 
@@ -18,13 +19,15 @@ from elastic.control.running_clock import since_boot
 from elastic.control.supervisor_client import SupervisorClient
 from elastic.errors import ControlPlaneUnavailableError, JobFailedError
 from elastic.launcher import CoordinatorSpec, JobEnd
-from elastic.supervisor.memory_tier import began_ns, describe_resumable, resumable_steps
+from elastic.supervisor.memory_tier import began_ns, describe_resumable, newest_step_holders, resumable_steps
 from elastic.testing import InMemoryCoordinator
 from elastic.workers.train_loop import RecoveryPolicy, RunOutcome
 from elastic.workers.train_loop import run as train_loop_run
 from elastic.world.scaling_policy import ScalingPolicy
+from tests.support.agents import agent_pid, stop_agent, stop_process
 from tieredckpt import Checkpointer
 from tieredckpt.errors import SettingsError
+from tieredckpt.session.session import close_sessions
 
 
 def local_run(place):
@@ -85,6 +88,27 @@ def test_resumable_steps_include_seals_after_the_clock_was_set_back(agent_dir, p
         ckpt.save({"w": torch.ones(3)}, 7).wait()
     assert resumable_steps([os.environ], began[1], place) == {}
     assert resumable_steps([os.environ], began_ns(*began), place) == {"new": 7}
+
+
+@pytest.mark.e2e
+@pytest.mark.parametrize("number", [signal.SIGSTOP, signal.SIGKILL], ids=["stopped", "killed"])
+def test_node_whose_agent_does_not_answer_is_awaited_if_no_other_node_has_a_step(agent_dir, number):
+    with Checkpointer("tiered://job") as ckpt:
+        ckpt.save({"w": torch.ones(3)}, 0).wait()
+    close_sessions()
+    environs = {"n0": {**os.environ, "TIEREDCKPT_AGENT_DIRECTORY": str(agent_dir / "n0")}, "n1": os.environ}
+    assert newest_step_holders(environs) == ("n1",)
+    pid = agent_pid(agent_dir)
+    if number == signal.SIGSTOP:
+        stop_process(pid)
+    else:
+        stop_agent(agent_dir, number)
+    try:
+        assert newest_step_holders(environs) == ("n1",)
+        assert newest_step_holders({"n0": environs["n0"]}) == ()
+    finally:
+        if number == signal.SIGSTOP:
+            os.kill(pid, signal.SIGCONT)
 
 
 def test_clock_set_ahead_does_not_change_the_start_of_a_job():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 
@@ -10,11 +11,12 @@ import torch
 
 from peerstore.errors import AgentUnreachableError, UnavailableError
 from tests.support.agents import agent_pid, stop_agent, stop_process
+from tests.support.bits import assert_same_bits
 from tieredckpt import Checkpointer
 from tieredckpt.agent import local_agents
 from tieredckpt.agent.agent_client import NodeAgentClient
-from tieredckpt.agent.local_agents import settings_of_newest_agent
-from tieredckpt.errors import UsageError
+from tieredckpt.agent.local_agents import find_agent_directory, settings_of_newest_agent
+from tieredckpt.errors import TierUnavailableError, UsageError
 from tieredckpt.session.session import close_sessions, open_session
 from tieredckpt.settings import Settings, load_settings, override_settings
 
@@ -101,28 +103,65 @@ def test_absent_agent_is_not_waited_for(tmp_path, monkeypatch):
         local_agents.list_agent_steps("local", load_settings(), tmp_path)
 
 
-def test_simulated_agent_that_does_not_answer_is_reported(places, monkeypatch, caplog):
+@contextlib.contextmanager
+def stopped(place):
+    """Stop the agent of ``place`` in the block."""
+    pid = agent_pid(place)
+    stop_process(pid)
+    try:
+        yield pid
+    finally:
+        os.kill(pid, signal.SIGCONT)
+
+
+def test_simulated_agent_that_does_not_answer_makes_the_step_unknown(places, monkeypatch, caplog):
     saves(monkeypatch, places[1], "local", 5)
 
     def fails(place):
         raise UnavailableError("busy")
 
     monkeypatch.setattr(local_agents, "_jobs_of", fails)
-    assert settings_of_newest_agent("local", load_settings()).agent.directory == ""
+    with pytest.raises(TierUnavailableError, match=f"the agent in {places[1]} does not answer: busy"):
+        settings_of_newest_agent("local", load_settings())
+    assert settings_of_newest_agent("nobody", load_settings()).agent.directory == ""
     assert f"the steps of another agent are unknown: the agent in {places[1]} does not answer: busy" in caplog.text
 
 
-def test_simulated_agents_that_hang_are_passed_over(places, monkeypatch, caplog):
+@pytest.mark.parametrize("older", [False, True], ids=["no other step", "an older step elsewhere"])
+def test_restore_does_not_pass_over_a_stopped_simulated_agent(places, monkeypatch, older):
     saves(monkeypatch, places[1], "local", 5)
-    saves(monkeypatch, places[2], "local", 4)
-    hung = agent_pid(places[1])
-    stop_process(hung)
-    try:
-        assert settings_of_newest_agent("local", load_settings()).agent.directory == str(places[2])
-    finally:
-        os.kill(hung, signal.SIGCONT)
-    assert f"the agent in {places[1]} (process {hung}) does not answer: no greeting within" in caplog.text
-    assert "It hangs or was stopped" in caplog.text
+    if older:
+        saves(monkeypatch, places[2], "local", 4)
+    state = {"w": torch.zeros(3)}
+    with stopped(places[1]) as pid:
+        unknown = pytest.raises(
+            TierUnavailableError, match=rf"{places[1]} \(process {pid}\) does not answer.* has 'local'"
+        )
+        with unknown, Checkpointer("tiered://local") as ckpt:
+            ckpt.restore(state)
+        with Checkpointer("tiered://nobody") as ckpt:
+            assert ckpt.restore({"w": torch.zeros(3)}) == -1
+    assert_same_bits({"w": torch.zeros(3)}, state)
+    with Checkpointer("tiered://local") as ckpt:
+        assert ckpt.restore(state) == 5
+    assert_same_bits({"w": torch.full((3,), 5.0)}, state)
+
+
+def test_commands_choose_a_stopped_agent_only_if_no_other_one_has_the_job(places, monkeypatch):
+    saves(monkeypatch, places[1], "local", 5)
+    with stopped(places[1]):
+        assert find_agent_directory(load_settings(), "local") == places[1]
+        assert find_agent_directory(load_settings(), "nobody") == places[0]
+        saves(monkeypatch, places[2], "local", 4)
+        assert find_agent_directory(load_settings(), "local") == places[2]
+
+
+def test_restore_from_a_configured_agent_warns_of_a_stopped_agent_with_the_job(places, monkeypatch, caplog):
+    saves(monkeypatch, places[1], "local", 5)
+    monkeypatch.setenv("TIEREDCKPT_AGENT_DIRECTORY", str(places[2]))
+    with stopped(places[1]) as pid, Checkpointer("tiered://local") as ckpt:
+        assert ckpt.restore({"w": torch.zeros(3)}) == -1
+    assert f"the agent in {places[1]} (process {pid}) does not answer" in caplog.text
 
 
 def test_own_agent_stays_unless_another_one_has_a_newer_step(places, monkeypatch):
