@@ -35,7 +35,8 @@ from elastic.coordinator.node_reports import LastCommittedStep
 from elastic.coordinator.rejoin import CollectedReports, HolderWait, Rejoin
 from elastic.world import world_state
 from elastic.world.action_text import describe_action
-from elastic.world.next_world import initial_world, next_world, rebuild_world
+from elastic.world.next_world import initial_world, next_world
+from elastic.world.rebuilt_world import rebuild_world
 from elastic.world.world_state import WorldPhase, WorldState
 from peerstore.membership.topology import PeerNode
 from peerstore.shard_records import EPOCHS_PER_WORLD, MAX_EPOCH_LEAD, clock_ms, next_epoch
