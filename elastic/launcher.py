@@ -160,8 +160,8 @@ def main(text: str) -> int:
 def run_coordinator(task: CoordinatorSpec, secret: bytes) -> JobEnd:
     """Run a job's coordinator until the job has ended or SIGTERM arrives."""
     from elastic.coordinator.coordinator import Coordinator, can_write_epoch
+    from elastic.coordinator.job_snapshot import CoordinatorSettings
     from elastic.coordinator.job_status import EVENT_LOG_NAME
-    from elastic.coordinator.world_reconciler import CoordinatorSettings
     from tieredckpt.event_log import EventLogWriter, event_log_from_environ
 
     raise_open_file_limit()
@@ -200,10 +200,10 @@ def run_coordinator(task: CoordinatorSpec, secret: bytes) -> JobEnd:
     if task.address_file and task.fresh:  # a restarted coordinator listens on its old address
         write_private_file(Path(task.address_file), coordinator.address.encode())
     over, reason = coordinator.run()
-    if task.epoch_file and over is not ExitReason.REFUSED and coordinator.reconciler.exit is not None:
+    if task.epoch_file and over is not ExitReason.REFUSED and coordinator.snapshot.outcome.exit is not None:
         with contextlib.suppress(OSError):  # the next job of that name starts with world 0
             os.truncate(task.epoch_file, 0)
-    failure, step = coordinator.reconciler.failure, coordinator.last_committed_step.step
+    failure, step = coordinator.snapshot.outcome.failure, coordinator.last_committed_step.step
     if over is ExitReason.JOB_FAILED and failure is not None:
         return JobEnd(over, failure.reason, failure.attempts, step)
     return JobEnd(over, reason, step=step if over is ExitReason.STOPPED else -1)

@@ -40,9 +40,10 @@ from elastic.control.leader_election import JOB_FINISHED, LeaderElector, LeaderR
 from elastic.control.running_clock import RunningClock, since_boot
 from elastic.coordinator import job_status
 from elastic.coordinator.desired_state import node_desired, why_refused
+from elastic.coordinator.job_snapshot import CoordinatorSettings, JobSnapshot
 from elastic.coordinator.job_status import WorldEventRecorder
 from elastic.coordinator.node_reports import LastCommittedStep
-from elastic.coordinator.world_reconciler import CoordinatorSettings, WorldReconciler
+from elastic.coordinator.world_reconciler import WorldReconciler
 from elastic.errors import PolicyError
 from elastic.world import world_state as act
 from elastic.world import world_state as happen
@@ -105,9 +106,10 @@ class Coordinator:
         self._recorder = (
             None if leadership is not None else WorldEventRecorder(self._event_log, settings.job, again=not fresh)
         )
+        self._incarnation = secrets.token_hex(8)
         self.reconciler = WorldReconciler(
             settings,
-            incarnation=secrets.token_hex(8),
+            incarnation=self._incarnation,
             now=self._clock(),
             fresh=fresh,
             min_epoch=floor,
@@ -115,7 +117,7 @@ class Coordinator:
             observer=self._observe_decision,
         )
         self._epoch_file, self._epoch, self._epoch_write_failed = epoch_file, floor, False
-        self._secret, self._farewell_s = secret, farewell_s
+        self._job, self._secret, self._farewell_s = settings.job, secret, farewell_s
         self._inbox: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         self._connections = NodeConnections()
         self._nodes: dict[str, NodeConnection] = {}
@@ -148,13 +150,14 @@ class Coordinator:
                 self._ending.wait(_WAIT_S)
                 continue
             self._run_once()
-            if self.reconciler.exit is not None:
+            if self.snapshot.outcome.exit is not None:
                 over_at = self._clock() if over_at is None else over_at
                 if not self._nodes or self._clock() - over_at > self._farewell_s:
                     break
         self.close()
-        over = self.reconciler.exit or ExitReason.STOPPED
-        reason = self.reconciler.reason if self.reconciler.exit is not None else "the coordinator was told to end"
+        outcome = self.snapshot.outcome
+        over = outcome.exit or ExitReason.STOPPED
+        reason = outcome.reason if outcome.exit is not None else "the coordinator was told to end"
         if self._recorder is not None:
             step = str(self.last_committed_step) if over in (ExitReason.STOPPED, ExitReason.JOB_FAILED) else ""
             self._recorder.record_end(over, f"{reason} ({step})" if step else reason)
@@ -162,32 +165,37 @@ class Coordinator:
 
     def _observe_decision(
         self,
-        reconciler: WorldReconciler,
+        snapshot: JobSnapshot,
         before: WorldState,
         event: happen.WorldEvent,
         actions: Sequence[act.WorldAction],
         now: float,
     ) -> None:
         if self._recorder is not None:
-            self._recorder.record_decision(reconciler, before, event, actions, now)
+            self._recorder.record_decision(snapshot, before, event, actions, now)
 
     def _why_never_leader(self, elector: LeaderElector) -> tuple[ExitReason, str] | None:
         """Return why this candidate can never lead, or ``None`` while it may. Connected nodes wait meanwhile."""
-        over, reason = elector.finished
+        term, (over, reason) = self.snapshot.term, elector.finished
         if elector.lost:
             return ExitReason.DISMISSED, f"this coordinator leads no longer: {elector.lost}"
-        if self.reconciler.term == 0 and over == JOB_FINISHED:
+        if term == 0 and over == JOB_FINISHED:
             return ExitReason.FINISHED, f"{reason}; delete the record of who leads to run the job again"
-        if self.reconciler.term == 0 and over and (elector.follows or self._since_term):
+        if term == 0 and over and (elector.follows or self._since_term):
             return ExitReason(over), reason
-        if self.reconciler.term == 0 and elector.follows and not self._stands_by:
+        if term == 0 and elector.follows and not self._stands_by:
             return ExitReason.DISMISSED, f"{elector.follows} leads"
         return None
 
     @property
+    def snapshot(self) -> JobSnapshot:
+        """State of the job after the last decision."""
+        return self.reconciler.snapshot()
+
+    @property
     def last_committed_step(self) -> LastCommittedStep:
         """Newest step that all ranks reported as sealed. The nodes' agents may have a newer one."""
-        return self.reconciler.last_committed_step
+        return self.snapshot.last_committed_step
 
     def request_stop(self) -> None:
         """Make :meth:`run` return at once, whatever the state of the job. Thread-safe."""
@@ -205,11 +213,9 @@ class Coordinator:
 
     def _run_once(self) -> None:
         """Run one iteration: read what has arrived, decide once, send new desired states."""
-        if self._elector is not None and self.reconciler.term == 0:
+        if self._elector is not None and self.snapshot.term == 0:
             self.reconciler.leads(self._elector.term, self._elector.epoch, self._elector.incarnation_epoch)
-            self._recorder = WorldEventRecorder(
-                self._event_log, self.reconciler.settings.job, again=self._elector.epoch >= 0
-            )
+            self._recorder = WorldEventRecorder(self._event_log, self._job, again=self._elector.epoch >= 0)
         ready = self._connections.wait(_WAIT_S)
         now = self._clock()
         self.reconciler.was_away(self._clock.skipped(), now)
@@ -227,21 +233,21 @@ class Coordinator:
         self._send_desired({*self.reconciler.nodes_to_notify(), *self._delayed}, now)
 
     def _report_missing_nodes(self, now: float) -> None:
-        missing = job_status.missing_nodes(self.reconciler)
+        missing = job_status.missing_nodes(self.snapshot)
         if missing and now >= self._report_missing_s:
             self._report_missing_s = now + _REPORT_MISSING_S
             log.warning("%s", missing)
 
     def _send_desired(self, nodes: Iterable[str], now: float) -> None:
-        self._delayed = set()
+        self._delayed, snapshot = set(), self.snapshot
         for node in sorted(nodes):
             connection = self._nodes.get(node)
-            if connection is None or node not in self.reconciler.nodes:
+            if connection is None or node not in snapshot.nodes:
                 continue
             if connection.is_sending:
                 self._delayed.add(node)
             else:
-                self._send(connection, node_desired(self.reconciler, node, now), now)
+                self._send(connection, node_desired(snapshot, node, now), now)
 
     def _send(self, connection: NodeConnection, desired: NodeDesired, now: float) -> None:
         try:
@@ -268,29 +274,27 @@ class Coordinator:
 
         No node learns of the world before, so no two worlds share a number even if every process is lost.
         """
+        snapshot = self.snapshot
+        epoch, outcome = snapshot.world.epoch, snapshot.outcome
         if self._elector is not None:
-            over = "" if self.reconciler.exit is None else self.reconciler.exit.value
-            reconciler = self.reconciler
-            return self._elector.noted(
-                reconciler.world.epoch, reconciler.allocated_epoch, over=over, reason=reconciler.reason
-            )
-        if self._epoch_file is not None and self.reconciler.world.epoch > self._epoch:
+            over = "" if outcome.exit is None else outcome.exit.value
+            return self._elector.noted(epoch, snapshot.allocated_epoch, over=over, reason=outcome.reason)
+        if self._epoch_file is not None and epoch > self._epoch:
             try:
-                _write_epochs(self._epoch_file, self.reconciler.world.epoch, self.reconciler.allocated_epoch)
+                _write_epochs(self._epoch_file, epoch, snapshot.allocated_epoch)
             except OSError as error:  # for example too many open files: nodes train on until the write succeeds
                 if not self._epoch_write_failed:
                     log.error("the world's number cannot be written to %s, so nodes wait: %s", self._epoch_file, error)
                 self._epoch_write_failed = True
                 return False
-            self._epoch, self._epoch_write_failed = self.reconciler.world.epoch, False
+            self._epoch, self._epoch_write_failed = epoch, False
         return True
 
     # -- on a connection's own thread -----------------------------------------------------------------------------
 
     def _serve(self, channel: MessageChannel) -> None:
-        job = self.reconciler.settings.job
         who = authenticate_client(
-            channel, me=COORDINATOR_NODE, secret_of=lambda named: self._secret if named == job else None
+            channel, me=COORDINATOR_NODE, secret_of=lambda named: self._secret if named == self._job else None
         )
         channel.max_header_bytes, channel.max_payload_bytes = MAX_NODE_MESSAGE_BYTES, 0
         incoming = channel.receive(within_s=_GREETING_S)
@@ -307,10 +311,10 @@ class Coordinator:
         future: Future[ElasticJobStatus] = Future()
 
         def answer() -> None:
-            now, refused = self._clock(), why_refused(self.reconciler, request)
+            now, refused = self._clock(), why_refused(self.snapshot, request)
             if not refused:
                 self.reconciler.handle_request(request, now)
-            future.set_result(job_status.elastic_job_status(self.reconciler, now, refused=refused))
+            future.set_result(job_status.elastic_job_status(self.snapshot, now, refused=refused))
 
         self._post(answer)
         return future.result(_ANSWER_S)
@@ -361,15 +365,13 @@ class Coordinator:
             log.info("the clock of node %s has gone back: it is told to begin after its last supervisor", status.node)
             self._send(
                 connection,
-                NodeDesired(self.reconciler.incarnation, status.generation, superseded=True, min_generation=above),
+                NodeDesired(self._incarnation, status.generation, superseded=True, min_generation=above),
                 now,
             )
             return
         if refused:
             log.warning("a supervisor was refused: %s", refused)
-            desired = NodeDesired(
-                self.reconciler.incarnation, status.generation, exit=ExitReason.REFUSED, reason=refused
-            )
+            desired = NodeDesired(self._incarnation, status.generation, exit=ExitReason.REFUSED, reason=refused)
             self._send(connection, desired, now)
             return
         before = self._nodes.get(status.node)
@@ -377,7 +379,7 @@ class Coordinator:
             reason = f"a newer supervisor runs as node {status.node}"
             self._send(
                 before,
-                NodeDesired(self.reconciler.incarnation, before.generation, exit=ExitReason.REFUSED, reason=reason),
+                NodeDesired(self._incarnation, before.generation, exit=ExitReason.REFUSED, reason=reason),
                 now,
             )
         connection.generation = status.generation
@@ -385,8 +387,8 @@ class Coordinator:
 
     def _is_of_another(self, status: NodeStatus) -> bool:
         """Whether the node obeyed another coordinator in this term or a later one."""
-        mine, its = self.reconciler.term, status.term
-        return its > mine or (its == mine > 0 and status.leader != self.reconciler.incarnation)
+        mine, its = self.snapshot.term, status.term
+        return its > mine or (its == mine > 0 and status.leader != self._incarnation)
 
     def _drop(self, connection: NodeConnection) -> None:
         self._connections.remove(connection)

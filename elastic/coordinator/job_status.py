@@ -8,21 +8,22 @@ from collections.abc import Callable, Iterator, Sequence
 from elastic.control.control_messages import ElasticJobStatus, ExitReason, NodeSummary
 from elastic.control.control_plane import RankProgress
 from elastic.coordinator.desired_state import pause_order
-from elastic.coordinator.world_reconciler import NodeRecord, WorldReconciler
+from elastic.coordinator.job_snapshot import JobSnapshot
+from elastic.coordinator.node_liveness import NodeRecord
 from elastic.rendezvous.store_servers import ROOTLESS
 from elastic.world import world_state
 from elastic.world.world_state import WorldState
 from tieredckpt.event_log import EventLog, event_types
 
 
-def elastic_job_status(reconciler: WorldReconciler, now: float, *, refused: str = "") -> ElasticJobStatus:
+def elastic_job_status(snapshot: JobSnapshot, now: float, *, refused: str = "") -> ElasticJobStatus:
     """Return the status of the job."""
-    world = reconciler.world
+    world = snapshot.world
     places = {node: place for place, node in enumerate(world.ranked_nodes)} if world.phase.is_running else {}
-    nodes = tuple(_node(reconciler, record, places.get(node), now) for node, record in sorted(reconciler.nodes.items()))
+    nodes = tuple(_node(snapshot, record, places.get(node), now) for node, record in sorted(snapshot.nodes.items()))
     placed = [node for node in nodes if node.node_rank is not None]
     return ElasticJobStatus(
-        job=reconciler.settings.job,
+        job=snapshot.settings.job,
         phase=world.phase,
         epoch=world.epoch,
         nodes=nodes,
@@ -30,19 +31,19 @@ def elastic_job_status(reconciler: WorldReconciler, now: float, *, refused: str 
         target_nodes=world.target_nodes,
         max_nodes=world.max_nodes,
         restarts=world.restarts,
-        reason=reconciler.reason or world.reason,
+        reason=snapshot.outcome.reason or world.reason,
         step=min((node.step for node in placed), default=-1),
         sealed=min((node.sealed for node in placed), default=-1),
-        store=_store(reconciler),
-        requested_nodes=reconciler.requested_nodes,
-        pause=pause_order(reconciler, now),
+        store=_store(snapshot),
+        requested_nodes=snapshot.requested_nodes,
+        pause=pause_order(snapshot, now),
         refused=refused,
     )
 
 
-def missing_nodes(reconciler: WorldReconciler) -> str:
+def missing_nodes(snapshot: JobSnapshot) -> str:
     """Return a message about the nodes that the first world waits for and how to start them, or ""."""
-    world, settings = reconciler.world, reconciler.settings
+    world, settings = snapshot.world, snapshot.settings
     here, wanted = len(world.members), settings.policy.initial_nodes
     if world.epoch >= 0 or world.phase.is_over or not 0 < settings.local_nodes <= here < wanted:
         return ""
@@ -59,23 +60,23 @@ def missing_nodes(reconciler: WorldReconciler) -> str:
     )
 
 
-def _store(reconciler: WorldReconciler) -> str:
-    if reconciler.world_spec is None:
+def _store(snapshot: JobSnapshot) -> str:
+    if snapshot.world_spec is None:
         return ""
     return (
-        f"{ROOTLESS}, on {len(reconciler.world_spec.stores)} nodes"
-        if reconciler.world_spec.stores
-        else reconciler.world_spec.store
+        f"{ROOTLESS}, on {len(snapshot.world_spec.stores)} nodes"
+        if snapshot.world_spec.stores
+        else snapshot.world_spec.store
     )
 
 
-def _node(reconciler: WorldReconciler, record: NodeRecord, place: int | None, now: float) -> NodeSummary:
+def _node(snapshot: JobSnapshot, record: NodeRecord, place: int | None, now: float) -> NodeSummary:
     status = record.status
     ranks = [progress if progress is not None else RankProgress(-1) for progress in status.rank_progress]
     return NodeSummary(
         node=status.node,
         node_rank=place,
-        state=_state(reconciler, record, inside=place is not None),
+        state=_state(snapshot, record, inside=place is not None),
         local_ranks=status.local_ranks,
         spares=status.spares,
         spawn_count=status.spawn_count,
@@ -85,11 +86,11 @@ def _node(reconciler: WorldReconciler, record: NodeRecord, place: int | None, no
     )
 
 
-def _state(reconciler: WorldReconciler, record: NodeRecord, *, inside: bool) -> str:
+def _state(snapshot: JobSnapshot, record: NodeRecord, *, inside: bool) -> str:
     status = record.status
     if not record.connected:
         return "disconnected"
-    if status.node not in reconciler.world.members:
+    if status.node not in snapshot.world.members:
         return "leaving"
     if status.finished:
         return "finished"
@@ -97,7 +98,7 @@ def _state(reconciler: WorldReconciler, record: NodeRecord, *, inside: bool) -> 
         return "draining"
     if not inside:
         return "standby" if status.ready else "starting"
-    return "sealed" if status.sealed is not None else "pausing" if reconciler.pause is not None else "training"
+    return "sealed" if status.sealed is not None else "pausing" if snapshot.pause is not None else "training"
 
 
 EVENT_LOG_NAME = "coordinator"
@@ -114,7 +115,7 @@ class WorldEventRecorder:
 
     def record_decision(
         self,
-        reconciler: WorldReconciler,
+        snapshot: JobSnapshot,
         before: WorldState,
         event: world_state.WorldEvent,
         actions: Sequence[world_state.WorldAction],
@@ -124,8 +125,8 @@ class WorldEventRecorder:
         breaking = next((action for action in actions if isinstance(action, world_state.BreakWorld)), None)
         causes = _causes([one for one in _flatten(event) if _is_fault(before, one, breaks=breaking is not None)])
         for one in causes:
-            self._fault(reconciler, before.epoch, one, at, now)
-        if breaking is not None and not causes and reconciler.world.restarts > before.restarts:
+            self._fault(snapshot, before.epoch, one, at, now)
+        if breaking is not None and not causes and snapshot.world.restarts > before.restarts:
             self._event_log.write(event_types.FaultEvent(at, before.epoch, reason=breaking.reason))
         for action in actions:
             if isinstance(action, world_state.FormWorld):
@@ -155,11 +156,9 @@ class WorldEventRecorder:
             )
         )
 
-    def _fault(
-        self, reconciler: WorldReconciler, epoch: int, event: world_state.WorldEvent, at: float, now: float
-    ) -> None:
+    def _fault(self, snapshot: JobSnapshot, epoch: int, event: world_state.WorldEvent, at: float, now: float) -> None:
         if isinstance(event, world_state.RankLost):
-            record = reconciler.nodes.get(event.node)
+            record = snapshot.nodes.get(event.node)
             exited = () if record is None else record.status.exited_ranks
             since = next((lost.ended_at for lost in exited if lost.local_rank == event.local_rank), None)
             key = (event.node, event.generation, event.local_rank, since)
@@ -170,7 +169,7 @@ class WorldEventRecorder:
                     event_types.FaultEvent(at, epoch, event.node, event.local_rank, kind, event.reason, since)
                 )
         elif isinstance(event, world_state.NodeLost | world_state.NodeLeft):
-            record = reconciler.nodes.get(event.node)
+            record = snapshot.nodes.get(event.node)
             since = None if record is None else at - max(0.0, now - record.last_heartbeat)
             self._event_log.write(event_types.FaultEvent(at, epoch, event.node, -1, "node", event.reason, since))
         elif isinstance(event, world_state.RankFault):

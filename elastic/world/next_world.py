@@ -1,4 +1,4 @@
-"""The state and actions that follow from one event, and a world rebuilt from reports. Pure.
+"""The state and actions that follow from one event. Pure.
 
 After a loss, the decision tries these in order:
 
@@ -17,13 +17,12 @@ ranks restart even if other nodes are ready. The exception: all of them are repe
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from typing import Any
 
 from elastic.world import world_transition
 from elastic.world.scaling_policy import ScalingPolicy
 from elastic.world.world_state import (
-    BreakWorld,
     EventBatch,
     FinishJob,
     HangDetected,
@@ -39,14 +38,12 @@ from elastic.world.world_state import (
     PauseWorld,
     RankFault,
     RankLost,
-    RejoinReport,
     ReleaseNode,
     RepeatedError,
     RequestedStep,
     RequestNodes,
     ResizeRequested,
     RespawnStragglers,
-    SealedStep,
     StepSealed,
     Tick,
     WorldAction,
@@ -54,9 +51,9 @@ from elastic.world.world_state import (
     WorldPhase,
     WorldState,
 )
-from elastic.world.world_transition import WorldTransition, replace
+from elastic.world.world_transition import WorldTransition
 
-__all__ = ["initial_world", "next_world", "rebuild_world"]
+__all__ = ["apply_event", "initial_world", "next_world", "reconcile_world"]
 
 
 def initial_world(
@@ -89,6 +86,7 @@ _MAX_STANDBY_STARTS = 3
 
 
 def apply_event(transition: WorldTransition, event: WorldEvent) -> None:
+    """Apply an event to the world of a transition, unless the job is over."""
     if not transition.world.phase.is_over:
         _HANDLERS[type(event)](transition, event)
 
@@ -110,7 +108,7 @@ def _joined(transition: WorldTransition, event: NodeJoined) -> None:
         if transition.world.phase.is_over:
             return
     if event.local_ranks != world.nproc:
-        transition.world.departed[event.node] = event.generation
+        transition.mark_departed(event.node, event.generation)
         reason = f"it runs {event.local_ranks} ranks, all others run {world.nproc}"
         transition.emit(ReleaseNode(event.node, event.generation, reason, force=True))
         return
@@ -188,7 +186,7 @@ def _finished(transition: WorldTransition, event: NodeFinished) -> None:
 def _lost(transition: WorldTransition, event: NodeLost | NodeLeft) -> None:
     member = transition.world.members.get(event.node)
     if member is None or event.generation < member.generation:
-        transition.world.departed[event.node] = max(event.generation, transition.world.departed.get(event.node, -1))
+        transition.mark_departed(event.node, event.generation)
         return
     transition.lose_node(member, event.reason, blame=isinstance(event, NodeLost), generation=event.generation)
     if isinstance(event, NodeLeft) and transition.world.epoch < 0 and not member.is_draining:
@@ -348,6 +346,7 @@ _HANDLERS: dict[type, Callable[[WorldTransition, Any], None]] = {
 
 
 def reconcile_world(transition: WorldTransition) -> None:
+    """Decide on deadlines, and follow the phases until none leads to another."""
     _handle_deadlines(transition)
     before = None
     while before is not transition.world.phase and not transition.world.phase.is_over:
@@ -666,90 +665,3 @@ def _timers(transition: WorldTransition) -> list[float]:
     if world.epoch < 0 and policy.startup_timeout_s is not None:
         times_s.append(world.formed_s + policy.startup_timeout_s)
     return [time_s for time_s in times_s if time_s is not None and transition.now_s < time_s < math.inf]
-
-
-def rebuild_world(
-    reports: Iterable[RejoinReport],
-    policy: ScalingPolicy,
-    *,
-    nproc: int,
-    now_s: float,
-    requested_step: RequestedStep | None = None,
-    resume_from: SealedStep | None = None,
-    min_next_epoch: int = 0,
-) -> tuple[WorldState, tuple[WorldAction, ...]]:
-    """Rebuild the world from reports. Nodes without a report count as lost and may join later.
-
-    If all nodes of a world report it, the world continues unchanged. Planned changes start again. The next world has at
-    least the number ``min_next_epoch``. Counts of node faults, and of restarts within a period, begin again at 0. The
-    next world restores ``requested_step`` or ``resume_from``. ``resume_from`` is used only if the newest world is
-    broken because some of its nodes have not reported.
-    """
-    latest: dict[str, RejoinReport] = {}
-    for report in sorted(reports, key=lambda report: (report.generation, report.epoch, report.spawn_count)):
-        latest[report.node] = report
-    known = sorted(
-        (report for report in latest.values() if report.local_ranks == nproc), key=lambda report: report.node
-    )
-    transition = WorldTransition(_reported_world(known, nproc, now_s, policy), policy, now_s)
-    transition.update(requested_step=requested_step, min_next_epoch=min_next_epoch)
-    missing = sorted(set(transition.world.ranked_nodes) - {member.node for member in transition.members_with_ranks})
-    if missing:
-        transition.break_world(f"the new coordinator found nobody of {', '.join(missing)} in the world")
-        transition.update(resume_from=resume_from)
-        if resume_from is not None:
-            transition.update(requested_step=None)
-    for epoch in sorted({report.epoch for report in known if not report.ready} - {-1, transition.world.epoch}):
-        transition.emit(BreakWorld(epoch, "it was left behind", policy.abort_limit_s))
-    for report in known:
-        for local_rank in report.lost_ranks:
-            apply_event(
-                transition,
-                RankLost(report.node, report.generation, report.spawn_count, local_rank, "reported to be lost"),
-            )
-        if report.finished:
-            apply_event(transition, NodeFinished(report.node, report.generation, report.epoch))
-        if report.ready:
-            apply_event(
-                transition, NodeReady(report.node, report.generation, report.spawn_count, report.epoch, report.spares)
-            )
-    if not transition.world.phase.is_over:
-        reconcile_world(transition)
-    return transition.world, tuple(transition.actions)
-
-
-def _reported_world(known: list[RejoinReport], nproc: int, now_s: float, policy: ScalingPolicy) -> WorldState:
-    """Return the newest world of any report as a running world."""
-    newest = max((report.epoch for report in known), default=-1)
-    ranked_nodes = next(
-        (report.ranked_nodes for report in known if report.epoch == newest >= 0 and report.ranked_nodes), ()
-    )
-    inside = frozenset(ranked_nodes)
-    members = {
-        report.node: NodeMember(
-            node=report.node,
-            generation=report.generation,
-            join_order=number,
-            joined_s=now_s,
-            epoch=report.epoch,
-            has_ranks=report.epoch == newest and report.node in inside,
-            spawn_count=max(report.spawn_count, nproc),
-            spares=report.spares,
-        )
-        for number, report in enumerate(known)
-    }
-    due_s = now_s + policy.restart_timeout_s
-    return WorldState(
-        nproc=nproc,
-        formed_s=now_s,
-        phase=WorldPhase.RUNNING if ranked_nodes else WorldPhase.FORMING,
-        epoch=newest,
-        ranked_nodes=ranked_nodes,
-        members={
-            name: member if member.has_ranks else replace(member, ready_deadline_s=due_s)
-            for name, member in members.items()
-        },
-        join_count=len(known),
-        target_nodes=len(ranked_nodes) or policy.initial_nodes,
-        restarts=max((report.restarts for report in known), default=0),
-    )

@@ -202,7 +202,7 @@ class WorldState(
     members: dict[str, NodeMember] = {}
     """Nodes of the job by name. Never changed in place."""
     departed: dict[str, int] = {}
-    """Highest generation of each node that was lost, left or was released."""
+    """Highest generation of each node that was lost, left or was released. Never changed in place."""
     finished_nodes: frozenset[str] = frozenset()
     """Nodes of the newest world whose ranks have all finished."""
     join_count: int = 0
@@ -271,6 +271,11 @@ class WorldState(
     def standby(self) -> tuple[str, ...]:
         """Names of the members without ranks."""
         return tuple(member.node for member in self.members.values() if not member.has_ranks)
+
+    def with_departed(self, node: str, generation: int) -> WorldState:
+        """Return the world after a node departed. A greater generation that departed earlier stays recorded."""
+        departed = {**self.departed, node: max(generation, self.departed.get(node, -1))}
+        return msgspec.structs.replace(self, departed=departed)
 
 
 class _Event(msgspec.Struct, frozen=True, tag=True):

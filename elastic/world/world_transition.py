@@ -41,7 +41,7 @@ class WorldTransition:
     """Changes of a world and the actions of one decision."""
 
     def __init__(self, world: WorldState, policy: ScalingPolicy, now_s: float) -> None:
-        self.world = replace(world, members=dict(world.members), departed=dict(world.departed))
+        self.world = replace(world, members=dict(world.members))
         self.policy = policy
         self.now_s = now_s
         self.actions: list[WorldAction] = []
@@ -64,7 +64,10 @@ class WorldTransition:
 
     def remove_member(self, member: NodeMember, generation: int | None = None) -> None:
         del self.world.members[member.node]
-        self.world.departed[member.node] = max(member.generation, generation or member.generation)
+        self.mark_departed(member.node, max(member.generation, generation or member.generation))
+
+    def mark_departed(self, node: str, generation: int) -> None:
+        self.world = self.world.with_departed(node, generation)
 
     def release_node(
         self, member: NodeMember, reason: str, *, force: bool = False, sealed_step: SealedStep | None = None

@@ -16,7 +16,7 @@ import pytest
 from elastic.control.control_messages import StatusRequest
 from elastic.control.coordinator_client import call_coordinator
 from elastic.coordinator.coordinator import Coordinator
-from elastic.coordinator.world_reconciler import CoordinatorSettings
+from elastic.coordinator.job_snapshot import CoordinatorSettings
 from elastic.world.scaling_policy import ScalingPolicy
 from integration.sagemaker.memory_service.http_frontend import TokenCheck, serve_shards
 from peerstore.membership.topology import NodeId

@@ -17,7 +17,7 @@ from elastic.control.control_plane import ControlPlane, NoticeKind
 from elastic.control.coordinator_client import call_coordinator
 from elastic.control.supervisor_client import SupervisorClient
 from elastic.coordinator.coordinator import Coordinator
-from elastic.coordinator.world_reconciler import CoordinatorSettings
+from elastic.coordinator.job_snapshot import CoordinatorSettings
 from elastic.rendezvous.store_servers import ROOTLESS
 from elastic.settings import supervisor_endpoint
 from elastic.supervisor.supervisor import Supervisor, SupervisorSettings

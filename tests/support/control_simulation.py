@@ -18,7 +18,8 @@ from elastic.control.control_messages import (
 from elastic.control.control_plane import NoticeKind, RankAssignment, RankProgress
 from elastic.control.hang_detector import HangTimeouts
 from elastic.coordinator.desired_state import node_desired, why_refused
-from elastic.coordinator.world_reconciler import CoordinatorSettings, WorldReconciler
+from elastic.coordinator.job_snapshot import CoordinatorSettings
+from elastic.coordinator.world_reconciler import WorldReconciler
 from elastic.supervisor import node_state
 from elastic.supervisor.node_state import EndProcess, InjectFault, NodeState, PartitionNode, StartProcess
 from elastic.world.scaling_policy import ScalingPolicy
@@ -190,7 +191,7 @@ class ControlSimulation:
             requested_step=self.requested_step,
             holders=self.holders,
         )
-        floor = -1 if fresh or not remembers else max(self.desk.min_epoch, self.desk.world.epoch)
+        floor = -1 if fresh or not remembers else max(self.desk._min_epoch, self.desk.snapshot().world.epoch)
         return WorldReconciler(
             settings,
             incarnation=f"c{self.desks}",
@@ -204,7 +205,7 @@ class ControlSimulation:
         """Every rank of the newest world has sealed a step in it."""
         for node in self.nodes.values():
             for rank in node.ranks.values():
-                rank.has_sealed = rank.stand is RankPhase.IN_WORLD and rank.epoch == self.desk.world.epoch
+                rank.has_sealed = rank.stand is RankPhase.IN_WORLD and rank.epoch == self.desk.snapshot().world.epoch
 
     # -- what happens -------------------------------------------------------------------------------------------------
 
@@ -249,12 +250,12 @@ class ControlSimulation:
 
     def resize(self, nodes: int) -> None:
         question = ResizeRequest(nodes, "resized")
-        if not why_refused(self.desk, question):
+        if not why_refused(self.desk.snapshot(), question):
             self.desk.handle_request(question, self.now)
 
     def stop(self) -> None:
         question = StopJobRequest("stopped")
-        if not why_refused(self.desk, question):
+        if not why_refused(self.desk.snapshot(), question):
             self.desk.handle_request(question, self.now)
 
     def fault(self, number: int) -> None:
@@ -289,20 +290,20 @@ class ControlSimulation:
                 node.report(alone=False)
         self.desk.reconcile(self.now)
         for node in list(self.nodes.values()):
-            if node.linked and not self.desk.is_rejoining and node.name in self.desk.nodes:
+            if node.linked and not self.desk.snapshot().is_rejoining and node.name in self.desk.snapshot().nodes:
                 self._apply_desired(node)
 
     def _exchange(self, node: SimulatedNode) -> None:
         node.run_turn()
         if node.linked and node.name in self.nodes:
             node.report()
-            if not self.desk.is_rejoining:
+            if not self.desk.snapshot().is_rejoining:
                 self._apply_desired(node)
             node.run_turn()
 
     def _apply_desired(self, node: SimulatedNode) -> None:
         self.desk.nodes_to_notify()
-        orders = node_desired(self.desk, node.name, self.now)
+        orders = node_desired(self.desk.snapshot(), node.name, self.now)
         if orders.superseded and node.seats.exit is None:
             node.seats.begin_generation()
         else:
@@ -345,16 +346,18 @@ class ControlSimulation:
     def check_one_world(self) -> None:
         """Everybody who is left is in one world, or stands by."""
         desk = self.desk
-        if desk.exit is not None:
-            assert desk.exit in (ExitReason.STOPPED, ExitReason.JOB_FAILED)
+        if desk.snapshot().outcome.exit is not None:
+            assert desk.snapshot().outcome.exit in (ExitReason.STOPPED, ExitReason.JOB_FAILED)
             return
-        size = self.policy.largest_size_within(min(len(self.nodes), desk.world.max_nodes or self.policy.max_replicas))
+        size = self.policy.largest_size_within(
+            min(len(self.nodes), desk.snapshot().world.max_nodes or self.policy.max_replicas)
+        )
         if size == 0:
             return
         inside = [
             rank
             for node in self.nodes.values()
             for rank in node.ranks.values()
-            if rank.stand is RankPhase.IN_WORLD and rank.epoch == desk.world.epoch
+            if rank.stand is RankPhase.IN_WORLD and rank.epoch == desk.snapshot().world.epoch
         ]
-        assert len(inside) == size * self.nproc, f"{desk.world}"
+        assert len(inside) == size * self.nproc, f"{desk.snapshot().world}"

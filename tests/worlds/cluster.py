@@ -11,7 +11,8 @@ import random
 from collections.abc import Callable
 from functools import partial
 
-from elastic.world.next_world import initial_world, next_world, rebuild_world
+from elastic.world.next_world import initial_world, next_world
+from elastic.world.rebuilt_world import rebuild_world
 from elastic.world.scaling_policy import ScalingPolicy
 from elastic.world.world_state import (
     BreakWorld,

@@ -27,7 +27,7 @@ from elastic.control.control_plane import NoticeKind
 from elastic.control.coordinator_client import call_coordinator, connect_to_coordinator
 from elastic.control.supervisor_client import SupervisorClient
 from elastic.coordinator.coordinator import Coordinator
-from elastic.coordinator.world_reconciler import CoordinatorSettings
+from elastic.coordinator.job_snapshot import CoordinatorSettings
 from elastic.errors import ControlPlaneRefusedError, ControlPlaneUnavailableError
 from elastic.supervisor.supervisor import Supervisor, SupervisorSettings
 from elastic.world.scaling_policy import ScalingPolicy
@@ -103,7 +103,7 @@ def test_malformed_messages_of_an_authenticated_node_are_rejected(coordinator, s
         assert channel.receive(within_s=10) is None
     channel.close()
     assert is_serving(coordinator)
-    assert coordinator.reconciler.nodes == {}
+    assert coordinator.snapshot.nodes == {}
 
 
 def test_another_secret_and_another_job(coordinator):
@@ -153,7 +153,7 @@ def test_garbage_after_a_report_ends_only_its_connection(coordinator, changed):
             pass
     channel.close()
     assert is_serving(coordinator)
-    assert coordinator.reconciler.nodes.keys() <= {"n1"}
+    assert coordinator.snapshot.nodes.keys() <= {"n1"}
 
 
 def test_changes_without_a_base_report_are_refused(coordinator):
@@ -176,7 +176,7 @@ def test_supervisor_with_a_slow_clock_receives_the_minimum_generation(coordinato
     first = connect()
     assert send_status(first, 3_600_000).exit is None
     first.close()
-    wait_until(lambda: not coordinator.reconciler.nodes.get("n1") or not coordinator.reconciler.nodes["n1"].connected)
+    wait_until(lambda: not coordinator.snapshot.nodes.get("n1") or not coordinator.snapshot.nodes["n1"].connected)
     second = connect()
     heard = send_status(second, 5)
     assert (heard.exit, heard.superseded, heard.min_generation) == (None, True, 3_600_000)
@@ -216,7 +216,7 @@ def test_oversized_number_closes_its_own_connection(coordinator, formed):
         assert channel.receive(within_s=10) is None
     channel.close()
     assert is_serving(coordinator)
-    assert coordinator.reconciler.nodes == {}
+    assert coordinator.snapshot.nodes == {}
 
 
 def test_impossible_world_is_refused(coordinator):
@@ -228,7 +228,7 @@ def test_impossible_world_is_refused(coordinator):
     assert (heard.exit, "speaks of world" in heard.reason) == (ExitReason.REFUSED, True)
     channel.close()
     assert is_serving(coordinator)
-    assert coordinator.reconciler.world.epoch < 10
+    assert coordinator.snapshot.world.epoch < 10
 
 
 def test_coordinator_that_cannot_record_a_world_waits_and_continues(tmp_path):
@@ -333,7 +333,7 @@ def test_reports_about_a_past_world_are_ignored(job):
         seat._send_status(epoch=before.epoch, paused=99, sealed=99, phase=RankPhase.IN_WORLD)
         number = seat._sent
     wait_until(lambda: seat._desired.acknowledged >= number)
-    nodes = job.coordinator.reconciler.nodes
+    nodes = job.coordinator.snapshot.nodes
     wait_until(lambda: nodes["n0"].status is not None and nodes["n0"].status.world.epoch == after.epoch)
     assert (nodes["n0"].status.paused, nodes["n0"].status.sealed) == (None, None)
     assert seat.notice() is None

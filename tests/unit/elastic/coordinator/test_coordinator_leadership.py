@@ -12,7 +12,7 @@ from elastic.control.control_messages import ExitReason, NodeCodec, NodeDesired,
 from elastic.control.coordinator_client import connect_to_coordinator
 from elastic.control.leader_election import LeaderRecord
 from elastic.coordinator.coordinator import Coordinator
-from elastic.coordinator.world_reconciler import CoordinatorSettings
+from elastic.coordinator.job_snapshot import CoordinatorSettings
 from elastic.supervisor.node_state import NodeState
 from elastic.testing import MemoryLeadership
 from elastic.world.scaling_policy import ScalingPolicy
@@ -75,8 +75,8 @@ def test_leader_of_a_job_that_obeyed_a_higher_term_steps_down(of_its_own_term) -
     leadership = MemoryLeadership()
     leadership.write(LeaderRecord("", 8, epoch=3), None)
     with leading(leadership, "b") as (coordinator, ends):
-        wait_until(lambda: coordinator.reconciler.term)
-        term = coordinator.reconciler.term if of_its_own_term else 70
+        wait_until(lambda: coordinator.snapshot.term)
+        term = coordinator.snapshot.term if of_its_own_term else 70
         says = NodeStatus(1, "n0", 1, 1, spawn_count=1, ready=True, term=term, leader="another one")
         channel = connect_to_coordinator(coordinator.address, job="job", me=NodeId("n0"), secret=SECRET)
         channel.send(NodeCodec().encode(says))
@@ -84,12 +84,12 @@ def test_leader_of_a_job_that_obeyed_a_higher_term_steps_down(of_its_own_term) -
         channel.close()
     assert over is ExitReason.DISMISSED
     assert "another one has led" in why
-    assert coordinator.reconciler.nodes == {}
+    assert coordinator.snapshot.nodes == {}
     record = leadership.read()
     assert (record.holder, record.term, record.epoch) == ("", term, 3)
     with leading(leadership, "c") as (coordinator, _):
-        wait_until(lambda: coordinator.reconciler.term)
-        assert (coordinator.reconciler.term, coordinator.reconciler.min_epoch) == (term + 1, 3)
+        wait_until(lambda: coordinator.snapshot.term)
+        assert (coordinator.snapshot.term, coordinator.reconciler._min_epoch) == (term + 1, 3)
     assert leadership.read().holder == ""  # given up at its end
 
 
@@ -107,21 +107,23 @@ def test_world_is_announced_only_after_its_number_is_recorded() -> None:
     leadership = Slow()
     leadership.write(LeaderRecord("", 1), None)
     with leading(leadership, "b") as (coordinator, _):
-        wait_until(lambda: coordinator.reconciler.term)
+        wait_until(lambda: coordinator.snapshot.term)
         channel = connect_to_coordinator(coordinator.address, job="job", me=NodeId("n0"), secret=SECRET)
         end = NodeCodec()
         says = NodeStatus(1, "n0", 1, 1, spawn_count=1, ready=True, store="n0:1")
         channel.send(end.encode(says))
-        wait_until(lambda: "n0" in coordinator.reconciler.nodes)
-        desk, world = coordinator.reconciler, replace(coordinator.reconciler.world, epoch=5)
-        coordinator._post(
-            lambda: desk.__dict__.update(is_rejoining=False, world=world)
-        )  # at once: else world -1 is told
+        wait_until(lambda: "n0" in coordinator.snapshot.nodes)
+        desk, world = coordinator.reconciler, replace(coordinator.snapshot.world, epoch=5)
+
+        def raise_world_number() -> None:  # both at once, so that no node receives world -1
+            desk._rejoin.is_active, desk._world = False, world
+
+        coordinator._post(raise_world_number)
         wait_until(lambda: coordinator._elector._election.epoch == 5)
         assert leadership.read().epoch == -1
         channel.send(end.encode(replace(says, number=2)))
         leadership.may.set()
         hears = end.decode(channel.receive(within_s=60).header)
         assert leadership.read().epoch == 5
-        assert hears.term == coordinator.reconciler.term
+        assert hears.term == coordinator.snapshot.term
         channel.close()

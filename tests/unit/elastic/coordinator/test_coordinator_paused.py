@@ -13,7 +13,7 @@ from elastic.control.control_plane import RankProgress
 from elastic.control.coordinator_client import connect_to_coordinator
 from elastic.control.hang_detector import HangTimeouts
 from elastic.coordinator.coordinator import Coordinator
-from elastic.coordinator.world_reconciler import CoordinatorSettings
+from elastic.coordinator.job_snapshot import CoordinatorSettings
 from elastic.world.scaling_policy import ScalingPolicy
 from elastic.world.world_state import WorldPhase
 from peerstore.membership.topology import NodeId
@@ -46,11 +46,11 @@ class Node:
 
     def _is_heard(self) -> bool:
         self._coordinator._run_once()
-        seen = self._coordinator.reconciler.nodes.get(self.name)
+        seen = self._coordinator.snapshot.nodes.get(self.name)
         return seen is not None and seen.status.number == self.says.number
 
     def step(self, number: int) -> None:
-        self.say(rank_progress=(RankProgress(number),), world=self._coordinator.reconciler.world_spec, ready=False)
+        self.say(rank_progress=(RankProgress(number),), world=self._coordinator.snapshot.world_spec, ready=False)
 
 
 @contextlib.contextmanager
@@ -63,7 +63,7 @@ def two_nodes(**limits: float) -> Iterator[tuple[Coordinator, Hand, list[Node]]]
         try:
             for node in nodes:
                 node.say()
-            assert coordinator.reconciler.world_spec is not None
+            assert coordinator.snapshot.world_spec is not None
             for node in nodes:
                 node.step(1)
             yield coordinator, hand, nodes
@@ -81,11 +81,11 @@ def run(coordinator: Coordinator, hand: Hand, seconds: float) -> None:
 
 def test_paused_coordinator_loses_no_node():
     with two_nodes() as (coordinator, hand, _nodes):
-        before = coordinator.reconciler.world.epoch
+        before = coordinator.snapshot.world.epoch
         hand.now += 600.0
         coordinator._run_once()
-        assert coordinator.reconciler.world.phase is WorldPhase.RUNNING
-        assert (coordinator.reconciler.world.epoch, coordinator.reconciler.broken_reason) == (before, None)
+        assert coordinator.snapshot.world.phase is WorldPhase.RUNNING
+        assert (coordinator.snapshot.world.epoch, coordinator.snapshot.broken_reason) == (before, None)
 
 
 def test_node_silent_after_the_pause_is_lost():
@@ -95,7 +95,7 @@ def test_node_silent_after_the_pause_is_lost():
         for number in range(2, 14):
             run(coordinator, hand, 1.0)
             nodes[0].step(number)
-        assert "silent" in str(coordinator.reconciler.broken_reason)
+        assert "silent" in str(coordinator.snapshot.broken_reason)
 
 
 def test_paused_coordinator_detects_no_hang():
@@ -104,8 +104,8 @@ def test_paused_coordinator_detects_no_hang():
         for node in nodes:  # what they last said; their steps stood as long as the coordinator
             node.say()
         run(coordinator, hand, 5.0)
-        assert coordinator.reconciler.broken_reason is None
-        assert coordinator.reconciler.hang_detector._moved_at is not None
+        assert coordinator.snapshot.broken_reason is None
+        assert coordinator.reconciler._hang_detector._moved_at is not None
 
 
 def test_preempted_node_leaves_on_time_despite_the_pause():
@@ -116,8 +116,8 @@ def test_preempted_node_leaves_on_time_despite_the_pause():
         hand.now += 60.0
         coordinator._run_once()
         nodes[1].say()
-        assert coordinator.reconciler.nodes["n1"].drain_deadline == pytest.approx(coordinator._clock() + 60.0, abs=2.0)
+        assert coordinator.snapshot.nodes["n1"].drain_deadline == pytest.approx(coordinator._clock() + 60.0, abs=2.0)
         hand.now += 70.0
         nodes[0].say(paused=1)
         run(coordinator, hand, 1.0)
-        assert coordinator.reconciler.broken_reason is not None
+        assert coordinator.snapshot.broken_reason is not None

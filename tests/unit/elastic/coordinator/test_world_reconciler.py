@@ -25,7 +25,7 @@ steps = st.lists(st.tuples(st.sampled_from(HAPPENINGS), st.integers(0, 11)), max
 
 @pytest.fixture(autouse=True, scope="module")
 def _no_log():
-    logger = logging.getLogger("elastic.coordinator.world_reconciler")
+    logger = logging.getLogger("elastic.coordinator")
     before = logger.level
     logger.setLevel(logging.WARNING)
     yield
@@ -69,7 +69,7 @@ def test_a_coordinator_that_starts_again_changes_nothing():
     table.restart_coordinator()
     table.run_without_faults(15)
     assert table.places == worlds
-    assert table.desk.world.restarts == 0
+    assert table.desk.snapshot().world.restarts == 0
 
 
 def run_without(table, silent, seconds):
@@ -85,7 +85,7 @@ def alone(table):
     table.run_without_faults(15)
     table.resize(1)
     table.run_without_faults(30)
-    (node,) = table.desk.world.ranked_nodes
+    (node,) = table.desk.snapshot().world.ranked_nodes
     return int(node.removeprefix("n"))
 
 
@@ -93,11 +93,11 @@ def test_new_coordinator_keeps_a_world_that_is_smaller_than_the_one_before():
     """Nodes outside it still name the older world that they were in; they answer first."""
     table = ControlSimulation(3)
     inside = alone(table)
-    world, places = table.desk.world, dict(table.places)
+    world, places = table.desk.snapshot().world, dict(table.places)
     table.restart_coordinator()
     run_without(table, inside, 1)
     table.run_without_faults(15)
-    assert (table.desk.world.epoch, table.desk.world.restarts) == (world.epoch, world.restarts)
+    assert (table.desk.snapshot().world.epoch, table.desk.snapshot().world.restarts) == (world.epoch, world.restarts)
     assert table.places == places
 
 
@@ -105,28 +105,28 @@ def test_new_coordinator_waits_for_the_newest_world_that_only_others_were_in(cap
     """Two nodes outside the world answer at once; the node that has the newest steps is silent for a while."""
     table = ControlSimulation(3)
     inside = alone(table)
-    world, places = table.desk.world, dict(table.places)
+    world, places = table.desk.snapshot().world, dict(table.places)
     table.disconnect_node(inside)
     table.restart_coordinator()
     run_without(table, inside, 30)
-    assert table.desk.is_rejoining
+    assert table.desk.snapshot().is_rejoining
     assert f"(epoch {world.epoch}: n{inside}) answers: waiting for one of them for" in caplog.text
     table.heal_all()
     table.run_without_faults(15)
-    assert (table.desk.world.epoch, table.desk.world.restarts) == (world.epoch, world.restarts)
+    assert (table.desk.snapshot().world.epoch, table.desk.snapshot().world.restarts) == (world.epoch, world.restarts)
     assert table.places == places
 
 
 def test_new_coordinator_waits_no_longer_than_lost_state_timeout(caplog):
     table = ControlSimulation(3)
     inside = alone(table)
-    epoch = table.desk.world.epoch
+    epoch = table.desk.snapshot().world.epoch
     table.disconnect_node(inside)
     table.restart_coordinator()
     run_without(table, inside, 90)
-    assert table.desk.world.phase.is_running
-    assert f"n{inside}" not in table.desk.world.ranked_nodes
-    assert table.desk.world.epoch > epoch
+    assert table.desk.snapshot().world.phase.is_running
+    assert f"n{inside}" not in table.desk.snapshot().world.ranked_nodes
+    assert table.desk.snapshot().world.epoch > epoch
     assert "the job continues with what the other nodes have" in caplog.text
 
 
@@ -134,24 +134,24 @@ def test_first_world_begins_on_the_node_that_has_the_newest_step():
     """One node is enough, and the others join first."""
     table = ControlSimulation(3, most=1, holders=("n2",))
     run_without(table, 2, 30)
-    assert table.desk.world.epoch == -1
+    assert table.desk.snapshot().world.epoch == -1
     table.run_without_faults(15)
-    assert table.desk.world.phase.is_running
-    assert table.desk.world.ranked_nodes == ("n2",)
-    assert set(table.desk.world.members) == {"n0", "n1", "n2"}
+    assert table.desk.snapshot().world.phase.is_running
+    assert table.desk.snapshot().world.ranked_nodes == ("n2",)
+    assert set(table.desk.snapshot().world.members) == {"n0", "n1", "n2"}
 
 
 def test_one_holder_of_the_newest_step_is_enough():
     table = ControlSimulation(3, most=2, holders=("n1", "n2"))
     run_without(table, 2, 30)
-    assert set(table.desk.world.ranked_nodes) == {"n0", "n1"}
+    assert set(table.desk.snapshot().world.ranked_nodes) == {"n0", "n1"}
 
 
 def test_first_world_waits_for_a_holder_no_longer_than_lost_state_timeout(caplog):
     table = ControlSimulation(3, most=1, holders=("n2",))
     run_without(table, 2, 90)
-    assert table.desk.world.phase.is_running
-    assert table.desk.world.ranked_nodes in (("n0",), ("n1",))
+    assert table.desk.snapshot().world.phase.is_running
+    assert table.desk.snapshot().world.ranked_nodes in (("n0",), ("n1",))
     waits = [one.getMessage() for one in caplog.records if "the newest step" in one.getMessage()]
     assert waits == [
         "the first world waits up to 60 s for n2, which may have the newest step",
@@ -166,9 +166,9 @@ def test_request_outlives_the_coordinator():
     table.exchange_node(0)
     table.restart_coordinator()
     table.run_without_faults(30)
-    assert table.desk.world.max_nodes == 2
-    assert table.desk.world.size == 2
-    assert table.desk.world.restarts == 0
+    assert table.desk.snapshot().world.max_nodes == 2
+    assert table.desk.snapshot().world.size == 2
+    assert table.desk.snapshot().world.restarts == 0
 
 
 def test_partitioned_node_rejoins_with_its_processes():
@@ -179,9 +179,9 @@ def test_partitioned_node_rejoins_with_its_processes():
     for _ in range(20):
         table.exchange_node(0)
         table.advance(1.0)
-    assert table.desk.world.size == 1
+    assert table.desk.snapshot().world.size == 1
     table.run_without_faults(30)
-    assert table.desk.world.size == 2
+    assert table.desk.snapshot().world.size == 2
     assert {token for node in table.nodes.values() for token in node.ranks} == ranks
 
 
@@ -193,14 +193,14 @@ def test_every_lost_rank_is_replaced_by_a_warm_spare():
         table.lose_rank(0)
         table.run_without_faults(8)
         assert spare.local_rank is not None
-        assert spare.formed_epoch == table.desk.world.epoch
+        assert spare.formed_epoch == table.desk.snapshot().world.epoch
 
 
 def test_used_spare_is_replaced_after_the_ranks_resume():
     """Starting and importing takes the cores that the ranks need to come back."""
     table = ControlSimulation(1, nproc=2, spares=1)
     table.run_without_faults(15)
-    seats, before = table.nodes["n0"].seats, table.desk.world.epoch
+    seats, before = table.nodes["n0"].seats, table.desk.snapshot().world.epoch
     table.lose_rank(0)
     turns = 0
     while not (
@@ -239,12 +239,12 @@ def test_an_older_supervisor_of_a_node_is_refused():
 def test_a_report_that_comes_again_changes_nothing():
     table = ControlSimulation(2)
     table.run_without_faults(15)
-    world = table.desk.world
+    world = table.desk.snapshot().world
     again = node_status(table.nodes["n0"].seats, table.now)
     for _ in range(3):
         table.desk.record_status(again, table.now)
         table.desk.reconcile(table.now)
-    assert table.desk.world == world
+    assert table.desk.snapshot().world == world
 
 
 def test_impossible_request_is_refused_with_a_reason():
@@ -252,9 +252,9 @@ def test_impossible_request_is_refused_with_a_reason():
     table.policy = msgspec.structs.replace(table.policy, min_replicas=2)
     table.desk = table._new_reconciler(fresh=True)
     table.run_without_faults(15)
-    assert "too few" in why_refused(table.desk, ResizeRequest(1, "less"))
-    assert "no node n9" in why_refused(table.desk, DrainRequest(("n9",), 1.0, "gone"))
-    assert why_refused(table.desk, ResizeRequest(3, "more")) == ""
+    assert "too few" in why_refused(table.desk.snapshot(), ResizeRequest(1, "less"))
+    assert "no node n9" in why_refused(table.desk.snapshot(), DrainRequest(("n9",), 1.0, "gone"))
+    assert why_refused(table.desk.snapshot(), ResizeRequest(3, "more")) == ""
 
 
 def test_node_learns_its_world_ended_even_if_the_next_world_excludes_it():
@@ -262,16 +262,16 @@ def test_node_learns_its_world_ended_even_if_the_next_world_excludes_it():
     table.run_without_faults(60)
     table.resize(1)
     table.run_without_faults(60)
-    (alone,) = table.desk.world_spec.ranked_nodes
+    (alone,) = table.desk.snapshot().world_spec.ranked_nodes
     table.lose_rank(sorted(table.nodes).index(alone))
     table.nodes[alone].report()  # it says so, and hears nothing before the other node is the next world
     table.advance(0.0)
-    assert table.desk.world_spec.ranked_nodes == tuple(table.nodes.keys() - {alone})
+    assert table.desk.snapshot().world_spec.ranked_nodes == tuple(table.nodes.keys() - {alone})
     table.run_without_faults(60)
     assert table.nodes[alone].seats.broken_reason
     table.resize(2)
     table.run_without_faults(60)
-    assert set(table.desk.world_spec.ranked_nodes) == set(table.nodes)
+    assert set(table.desk.snapshot().world_spec.ranked_nodes) == set(table.nodes)
     table.check_one_world()
 
 
@@ -283,12 +283,12 @@ def test_node_restarted_during_a_drain_is_still_drained(away):
     if away:
         table.lose_node(sorted(table.nodes).index("n1"))
         table.run_without_faults(away)
-        assert table.desk.world_spec.ranked_nodes == ("n0",)
+        assert table.desk.snapshot().world_spec.ranked_nodes == ("n0",)
     table.nodes["n1"] = SimulatedNode(
         table, "n1", table.nproc, table.spares
     )  # what ran there was killed, and heard nothing
     table.run_without_faults(15)
-    assert table.desk.world_spec.ranked_nodes == ("n0",)
+    assert table.desk.snapshot().world_spec.ranked_nodes == ("n0",)
     assert "n1" not in table.nodes
 
 
@@ -300,12 +300,12 @@ def lost_supervisor(told_before):
     if told_before:
         desk.handle_request(SupervisorExited("n1"), table.now)
         desk.tick(table.now)
-        assert desk.broken_reason is None
+        assert desk.snapshot().broken_reason is None
     del table.nodes["n1"]
     desk.connection_lost("n1", life, table.now)
     if not told_before:
         desk.tick(table.now)
-        assert desk.broken_reason is None  # it may come back
+        assert desk.snapshot().broken_reason is None  # it may come back
         desk.handle_request(SupervisorExited("n1"), table.now)
     desk.tick(table.now)
     return table
@@ -314,17 +314,17 @@ def lost_supervisor(told_before):
 @pytest.mark.parametrize("told_before", [True, False])
 def test_exited_supervisor_breaks_the_world_at_once(told_before):
     table = lost_supervisor(told_before)
-    assert table.desk.broken_reason == "n1 was lost: its supervisor has ended"
+    assert table.desk.snapshot().broken_reason == "n1 was lost: its supervisor has ended"
 
 
 def test_exit_of_an_older_supervisor_does_not_break_the_world():
     table = lost_supervisor(told_before=True)
     table.nodes["n1"] = SimulatedNode(table, "n1", table.nproc, table.spares)
     table.run_without_faults(60)
-    assert set(table.desk.world_spec.ranked_nodes) == {"n0", "n1"}
+    assert set(table.desk.snapshot().world_spec.ranked_nodes) == {"n0", "n1"}
     table.desk.connection_lost("n1", table.nodes["n1"].seats.generation, table.now)
     table.desk.tick(table.now)
-    assert table.desk.broken_reason is None
+    assert table.desk.snapshot().broken_reason is None
 
 
 def test_exit_of_an_unknown_node_is_ignored():
@@ -332,7 +332,7 @@ def test_exit_of_an_unknown_node_is_ignored():
     table.run_without_faults(15)
     table.desk.handle_request(SupervisorExited("n9"), table.now)
     table.desk.tick(table.now)
-    assert table.desk.broken_reason is None
+    assert table.desk.snapshot().broken_reason is None
 
 
 def test_drained_node_may_rejoin():
@@ -343,7 +343,7 @@ def test_drained_node_may_rejoin():
     assert "n1" not in table.nodes
     table.nodes["n1"] = SimulatedNode(table, "n1", table.nproc, table.spares)
     table.run_without_faults(60)
-    assert set(table.desk.world_spec.ranked_nodes) == {"n0", "n1"}
+    assert set(table.desk.snapshot().world_spec.ranked_nodes) == {"n0", "n1"}
 
 
 def test_drained_node_may_rejoin_after_its_clock_went_back():
@@ -355,7 +355,7 @@ def test_drained_node_may_rejoin_after_its_clock_went_back():
     table._lives = itertools.chain([0], table._lives)  # an hour ago, by the clock that it has now
     table.nodes["n1"] = SimulatedNode(table, "n1", table.nproc, table.spares)
     table.run_without_faults(60)
-    assert set(table.desk.world_spec.ranked_nodes) == {"n0", "n1"}
+    assert set(table.desk.snapshot().world_spec.ranked_nodes) == {"n0", "n1"}
     assert table.nodes["n1"].seats.exit is None
 
 
@@ -366,4 +366,4 @@ def test_dismissed_node_stays_dismissed_despite_new_reports():
     node = table.nodes["n1"]
     table.run_without_faults(5)
     node.report()
-    assert node_desired(table.desk, "n1", table.now).release_reason is not None
+    assert node_desired(table.desk.snapshot(), "n1", table.now).release_reason is not None

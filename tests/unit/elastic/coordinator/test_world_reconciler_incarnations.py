@@ -52,13 +52,13 @@ def test_nodes_outside_the_world_know_its_epochs():
     table.run_without_faults(15)
     table.resize(1)
     table.run_without_faults(30)
-    (inside,) = table.desk.world.ranked_nodes
-    newest = table.desk.world_spec.incarnation_epoch
+    (inside,) = table.desk.snapshot().world.ranked_nodes
+    newest = table.desk.snapshot().world_spec.incarnation_epoch
     table.clock_offset_s = -900.0
     table.restart_coordinator(remembers=False)
     table.lose_node(int(inside.removeprefix("n")))
     table.run_without_faults(120)
-    assert table.desk.world_spec.incarnation_epoch > newest
+    assert table.desk.snapshot().world_spec.incarnation_epoch > newest
 
 
 def test_new_coordinator_exceeds_the_number_of_an_unreachable_world():
@@ -74,7 +74,7 @@ def test_new_coordinator_exceeds_the_number_of_an_unreachable_world():
     assert second > first
     table.run_without_faults(40)
     table.check_one_world()
-    assert table.desk.world.epoch > second
+    assert table.desk.snapshot().world.epoch > second
 
 
 class History(RuleBasedStateMachine):

@@ -14,13 +14,13 @@ WANTED = RequestedStep(7, 17)
 def first_world() -> ControlSimulation:
     table = ControlSimulation(3, requested_step=WANTED)
     table.run_without_faults(15)
-    assert table.desk.world_spec.requested_step == WANTED
+    assert table.desk.snapshot().world_spec.requested_step == WANTED
     return table
 
 
 def restored(table: ControlSimulation) -> set[tuple[SealedStep | None, RequestedStep | None]]:
     """What the ranks of the newest world were to restore when they entered it."""
-    newest = table.desk.world.epoch
+    newest = table.desk.snapshot().world.epoch
     return {(one.resume_from, one.requested_step) for one in table.assignments if one.epoch == newest}
 
 
@@ -32,7 +32,7 @@ def test_first_world_that_is_lost_before_it_sealed_a_step_is_begun_again(loss, r
     if restarted:
         table.restart_coordinator()
     table.run_without_faults(40)
-    assert table.desk.world.epoch > 0
+    assert table.desk.snapshot().world.epoch > 0
     assert restored(table) == {(None, WANTED)}
 
 
@@ -46,7 +46,7 @@ def test_world_after_the_first_sealed_step_restores_the_newest_one(loss, restart
     if restarted:
         table.restart_coordinator()
     table.run_without_faults(40)
-    assert table.desk.world.epoch > 0
+    assert table.desk.snapshot().world.epoch > 0
     assert restored(table) == {(None, None)}
 
 
@@ -66,8 +66,8 @@ def test_nodes_outside_the_world_remember_the_requested_step():
     table = first_world()
     table.resize(1)
     table.run_without_faults(30)
-    (inside,) = table.desk.world.ranked_nodes
-    assert table.desk.world_spec.resume_from is not None
+    (inside,) = table.desk.snapshot().world.ranked_nodes
+    assert table.desk.snapshot().world_spec.resume_from is not None
     assert {node.seats.newest_world.requested_step for node in table.nodes.values() if node.name != inside} == {None}
 
 
@@ -77,11 +77,11 @@ def paused(table: ControlSimulation) -> SealedStep:
     while any(rank.stand is RankPhase.IN_WORLD for node in table.nodes.values() for rank in node.ranks.values()):
         for node in list(table.nodes.values()):
             node.run_turn()
-            if table.desk.pause_target is None:
+            if table.desk.snapshot().pause_target is None:
                 node.report()
             table._apply_desired(node)
     (step,) = set(table.targets.values())
-    return SealedStep("job", step, table.desk.world.epoch + 1)
+    return SealedStep("job", step, table.desk.snapshot().world.epoch + 1)
 
 
 def recorded(table: ControlSimulation) -> set[SealedStep]:
@@ -133,7 +133,7 @@ def test_coordinator_that_starts_again_between_two_worlds_names_the_sealed_step(
     if missing is not None:
         table.lose_node(missing)
     table.run_without_faults(40)
-    assert table.desk.world.epoch == 1
+    assert table.desk.snapshot().world.epoch == 1
     assert restored(table) == {(sealed, None)}
 
 
@@ -141,14 +141,14 @@ def test_world_that_few_of_its_nodes_heard_of_is_begun_again_with_the_step_it_wa
     table = ControlSimulation(3)
     table.run_without_faults(15)
     sealed = paused(table)
-    while table.desk.world.epoch == 0:
+    while table.desk.snapshot().world.epoch == 0:
         for node in list(table.nodes.values()):
             node.run_turn()
             node.report()
-    table._apply_desired(table.nodes[table.desk.world.ranked_nodes[0]])
+    table._apply_desired(table.nodes[table.desk.snapshot().world.ranked_nodes[0]])
     table.restart_coordinator()
     table.run_without_faults(40)
-    assert table.desk.world.epoch == 2
+    assert table.desk.snapshot().world.epoch == 2
     assert restored(table) == {(sealed, None)}
 
 
@@ -157,7 +157,7 @@ def test_world_that_ran_is_not_begun_again_with_the_step_it_restored():
     table.run_without_faults(15)
     paused(table)
     table.run_without_faults(30)
-    assert table.desk.world_spec.resume_from is not None
+    assert table.desk.snapshot().world_spec.resume_from is not None
     table.lose_node(0)
     table.restart_coordinator()
     table.run_without_faults(40)

@@ -17,7 +17,7 @@ def offer_all(table):
 
 def standby_of_ranks(table):
     """Return the nodes that each rank of the world may send replicas to; all ranks know the same."""
-    ranked = table.desk.world.ranked_nodes
+    ranked = table.desk.snapshot().world.ranked_nodes
     known = {
         tuple(peer.id for peer in rank_desired(table.nodes[name].seats, token, table.now).standby)
         for name in ranked
@@ -31,7 +31,7 @@ def world_of_one(nodes=3):
     """One node has ranks; the others were in no world."""
     table = ControlSimulation(nodes, most=1)
     table.run_without_faults(15)
-    (inside,) = table.desk.world.ranked_nodes
+    (inside,) = table.desk.snapshot().world.ranked_nodes
     outside = sorted(set(table.nodes) - {inside})
     return table, inside, outside
 
@@ -46,7 +46,7 @@ def test_nodes_outside_the_world_offer_their_memory_to_its_ranks():
 
 def test_standby_list_follows_joined_left_and_lost_nodes():
     table, inside, outside = world_of_one()
-    epoch = table.desk.world.epoch
+    epoch = table.desk.snapshot().world.epoch
     table.add()
     table.run_without_faults(5)
     joined = max(table.nodes)
@@ -60,7 +60,7 @@ def test_standby_list_follows_joined_left_and_lost_nodes():
     table.lose_node(sorted(table.nodes).index(outside[1]))
     table.run_without_faults(15)
     assert standby_of_ranks(table) == (joined,)
-    assert (table.desk.world.epoch, table.desk.world.ranked_nodes) == (epoch, (inside,))
+    assert (table.desk.snapshot().world.epoch, table.desk.snapshot().world.ranked_nodes) == (epoch, (inside,))
 
 
 def test_node_with_ranks_is_not_in_the_list():
@@ -69,7 +69,7 @@ def test_node_with_ranks_is_not_in_the_list():
     table.run_without_faults(2)
     table.lose_node(sorted(table.nodes).index(inside))
     table.run_without_faults(30)
-    assert table.desk.world.ranked_nodes == tuple(outside)
+    assert table.desk.snapshot().world.ranked_nodes == tuple(outside)
     assert standby_of_ranks(table) == ()
 
 

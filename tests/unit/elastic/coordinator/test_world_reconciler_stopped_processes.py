@@ -34,10 +34,10 @@ def test_resumed_spare_counts_again():
     spare = rank_of(table, "n0", spare=True)
     spare.is_stopped = True
     table.run_without_faults(12)
-    assert table.desk.nodes["n0"].status.spares == 0
+    assert table.desk.snapshot().nodes["n0"].status.spares == 0
     spare.is_stopped = False
     table.run_without_faults(3)
-    assert table.desk.nodes["n0"].status.spares == 1
+    assert table.desk.snapshot().nodes["n0"].status.spares == 1
 
 
 @pytest.mark.parametrize("spares", [0, 1])

@@ -8,15 +8,15 @@ from tests.support.control_simulation import HEARTBEAT_S, ControlSimulation
 def test_running_store_is_used_instead_of_a_new_one():
     table = ControlSimulation(3)
     table.run_without_faults(15)
-    assert table.desk.store_node == "n0"
+    assert table.desk.snapshot().store_node == "n0"
     table.disconnect_node(0)
     table.lose_rank(1)
-    while table.desk.store_node == "n0":
+    while table.desk.snapshot().store_node == "n0":
         turn(table)
     table.heal_all()
-    while table.desk.world_spec.epoch == 0:
+    while table.desk.snapshot().world_spec.epoch == 0:
         turn(table)
-    assert table.desk.world_spec.store == "n0:1"
+    assert table.desk.snapshot().world_spec.store == "n0:1"
     table.run_without_faults()
     table.check_one_world()
     assert [node.seats.run_store for node in table.nodes.values()].count(True) == 1

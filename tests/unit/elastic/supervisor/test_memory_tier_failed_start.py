@@ -59,27 +59,27 @@ def test_job_continues_without_the_node_that_left():
     node.seats.leave(WHY)
     table.run_without_faults(40)
     table.check_one_world()
-    assert table.desk.world_spec.ranked_nodes == ("n0",)
+    assert table.desk.snapshot().world_spec.ranked_nodes == ("n0",)
     assert (node.seats.exit, node.seats.leave_reason) == (ExitReason.DISMISSED, WHY)
 
 
 def test_running_job_continues_without_the_node_that_left():
     table = ControlSimulation(2, nproc=1)
     table.run_without_faults(20)
-    worlds = table.desk.world.epoch
+    worlds = table.desk.snapshot().world.epoch
     table.nodes["n1"].seats.leave(WHY)
     table.run_without_faults(60)
-    assert table.desk.world_spec.ranked_nodes == ("n0",)
-    assert table.desk.world.epoch == worlds + 1
-    assert WHY in table.desk.world_spec.reason
+    assert table.desk.snapshot().world_spec.ranked_nodes == ("n0",)
+    assert table.desk.snapshot().world.epoch == worlds + 1
+    assert WHY in table.desk.snapshot().world_spec.reason
 
 
 def test_job_that_cannot_continue_ends_with_the_reason():
     table = ControlSimulation(1, nproc=1)
     table.nodes["n0"].seats.leave(WHY)
     table.run_without_faults(40)
-    assert table.desk.exit is ExitReason.JOB_FAILED
-    assert f"n0 left: {WHY}" in table.desk.reason
+    assert table.desk.snapshot().outcome.exit is ExitReason.JOB_FAILED
+    assert f"n0 left: {WHY}" in table.desk.snapshot().outcome.reason
 
 
 def test_wrong_setting_is_a_reason_to_leave(attempts, tmp_path):

@@ -29,7 +29,10 @@ def test_script_that_never_joins_ends_the_job_after_one_run(status):
     exits(table, "n0", status)
     nodes = list(table.nodes.values())
     table.run_without_faults(20)
-    assert (table.desk.exit, table.desk.reason) == (ExitReason.NEVER_JOINED, f"status {status}")
+    assert (table.desk.snapshot().outcome.exit, table.desk.snapshot().outcome.reason) == (
+        ExitReason.NEVER_JOINED,
+        f"status {status}",
+    )
     assert {node.seats.exit for node in nodes} == {ExitReason.NEVER_JOINED}
     assert sum(node.seats.attempts for node in nodes) == started
 
@@ -47,7 +50,7 @@ def test_process_killed_by_a_signal_is_replaced():
     exits(table, "n0", -9)
     table.run_without_faults(20)
     table.check_one_world()
-    assert table.desk.exit is None
+    assert table.desk.snapshot().outcome.exit is None
 
 
 def test_process_that_connected_is_replaced():
@@ -57,7 +60,7 @@ def test_process_that_connected_is_replaced():
     exits(table, "n0", 1)
     table.run_without_faults(20)
     table.check_one_world()
-    assert table.desk.exit is None
+    assert table.desk.snapshot().outcome.exit is None
 
 
 def test_unjoined_exit_names_the_script_and_what_to_do(tmp_path):

@@ -22,7 +22,7 @@ def table():
 
 
 def ask(table, injection):
-    assert why_refused(table.desk, Asked(injection)) == ""
+    assert why_refused(table.desk.snapshot(), Asked(injection)) == ""
     table.desk.handle_request(Asked(injection), table.now)
     table.run_without_faults(4)
 
@@ -44,7 +44,7 @@ def hears(table, node, token):
 )
 def test_immediate_fault_reaches_the_supervisor_of_its_rank(table, kind):
     ask(table, FaultInjection(kind=kind, rank=3, name="a"))
-    node = table.desk.world_spec.ranked_nodes[1]
+    node = table.desk.snapshot().world_spec.ranked_nodes[1]
     told = {one.name: one.injected for one in table.nodes.values() if one.injected}
     assert told == {node: [InjectFault(FaultInjection(kind=kind, node=node, local_rank=1, name="a"))]}
     assert not any(heard(table).values())
@@ -90,8 +90,8 @@ def test_partition_is_injected_once(table):
     ],
 )
 def test_mistaken_injection_is_refused(table, injection, why):
-    assert why_refused(table.desk, Asked(injection)) == why
+    assert why_refused(table.desk.snapshot(), Asked(injection)) == why
     assert (
-        why_refused(ControlSimulation(1).desk, Asked(FaultInjection(kind=InjectionKind.OOM, rank=0)))
+        why_refused(ControlSimulation(1).desk.snapshot(), Asked(FaultInjection(kind=InjectionKind.OOM, rank=0)))
         == "rank=0: the job has no ranks yet"
     )

@@ -133,4 +133,4 @@ def test_ranks_receive_the_time_left_to_leave_a_broken_world():
     table.run_without_faults(2)
     left_s = [one.notice.deadline_s for one in given if one.notice is not None]
     assert left_s
-    assert all(0 < one <= table.desk.settings.policy.abort_limit_s for one in left_s)
+    assert all(0 < one <= table.desk.snapshot().settings.policy.abort_limit_s for one in left_s)

@@ -22,6 +22,7 @@ from elastic.world.world_state import (
     ResizeRequested,
     StepSealed,
     Tick,
+    WorldState,
 )
 from tests.worlds.reconciler_driver import ReconcilerDriver
 
@@ -265,3 +266,10 @@ def test_nothing_follows_when_the_job_is_over(name):
 
 def test_the_table_has_every_kind_of_event():
     assert {type(event) for event in EVENTS.values()} == set(world_state.WorldEvent.__args__)
+
+
+def test_departed_node_is_recorded_in_a_new_world_only():
+    before = WorldState(nproc=1, departed={"a": 3})
+    after = before.with_departed("a", 2).with_departed("b", 1)
+    assert before.departed == {"a": 3}
+    assert after.departed == {"a": 3, "b": 1}

@@ -53,13 +53,13 @@ def test_coordinator_with_only_the_lease_allocates_greater_epochs(
     with leader(lease, "a") as elector:
         desk = new_desk(table, elector)
         table.run_without_faults(15)
-        first = desk.world_spec
-        wait_until(lambda: elector.noted(desk.world.epoch, desk.allocated_epoch))
+        first = desk.snapshot().world_spec
+        wait_until(lambda: elector.noted(desk.snapshot().world.epoch, desk.snapshot().allocated_epoch))
     table.lose_node(0)  # the only node that knows
     table.clock_offset_s = -900.0
     with leader(lease, "b") as elector:
         desk = new_desk(table, elector)
         table.add()
         table.run_without_faults(15)
-    assert desk.world_spec.epoch > first.epoch
-    assert desk.world_spec.incarnation_epoch == first.incarnation_epoch + EPOCHS_PER_WORLD
+    assert desk.snapshot().world_spec.epoch > first.epoch
+    assert desk.snapshot().world_spec.incarnation_epoch == first.incarnation_epoch + EPOCHS_PER_WORLD

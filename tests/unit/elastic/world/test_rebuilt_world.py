@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from elastic.world.next_world import next_world, rebuild_world
+from elastic.world.next_world import next_world
+from elastic.world.rebuilt_world import rebuild_world
 from elastic.world.scaling_policy import ScalingPolicy
 from elastic.world.world_state import (
     BreakWorld,

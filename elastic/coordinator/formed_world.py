@@ -1,0 +1,167 @@
+"""The newest world as its nodes receive it: specification, totals, breakage, pause and store. No I/O."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Collection, Iterable, Mapping, Sequence
+
+import msgspec
+
+from elastic.control.control_messages import NodeStatus, PauseOrder, WorldRecord, WorldSpec
+from elastic.coordinator.node_liveness import NodeLiveness, NodeRecord, is_superseded_generation
+from elastic.coordinator.node_reports import WorldProgress
+from elastic.rendezvous.store_servers import ROOTLESS, store_nodes
+from elastic.world.world_state import PauseWorld, RankLost, StepSealed, WorldPhase, WorldState
+
+log = logging.getLogger(__name__)
+replace = msgspec.structs.replace
+
+
+class FormedWorld:
+    """Specification of the newest world, totals over its reports, and why it is broken."""
+
+    def __init__(self) -> None:
+        self.spec: WorldSpec | None = None
+        self.record: WorldRecord | None = None
+        """Record of :attr:`spec` for nodes outside the world."""
+        self.progress: WorldProgress | None = None
+        self.broken_reason: str | None = None
+        self.leave_until = 0.0
+        """Time by which the ranks of the broken world must have left it."""
+
+    @property
+    def ranked(self) -> Collection[str]:
+        """Nodes of the world."""
+        return () if self.progress is None else self.progress.places
+
+    def form(self, spec: WorldSpec, reports: Iterable[NodeStatus]) -> None:
+        """Start with a new world, and count the reports that its nodes have sent."""
+        self.spec, self.broken_reason = spec, None
+        self.record = _record_of(spec)
+        self.progress = WorldProgress(spec)
+        for status in reports:
+            self.progress.update(status)
+
+    def break_up(self, epoch: int, reason: str, leave_until: float) -> bool:
+        """Mark this world as broken; return whether it has this epoch. Nodes of an older one learn that it is over."""
+        if self.spec is None or epoch != self.spec.epoch:
+            return False
+        self.broken_reason, self.leave_until = reason, leave_until
+        return True
+
+    def sealed_events(self, world: WorldState) -> list[StepSealed]:
+        """Return an event for the first step that a world of this run sealed after the requested one was restored."""
+        if world.requested_step is None or self.progress is None or not self.progress.has_sealed_step:
+            return []
+        return [StepSealed(self.progress.epoch)]
+
+    def forget_requested_step(self) -> bool:
+        """Remove the requested step and return whether there was one: a restarted coordinator must not restore it."""
+        if self.spec is None or self.spec.requested_step is None:
+            return False
+        self.spec = replace(self.spec, requested_step=None)
+        self.record = _record_of(self.spec)
+        return True
+
+
+def _record_of(spec: WorldSpec) -> WorldRecord:
+    return WorldRecord(spec.epoch, spec.ranked_nodes, spec.requested_step, spec.incarnation_epoch)
+
+
+class PauseAgreement:
+    """Pause of the newest world, and the step after which all its ranks stop."""
+
+    def __init__(self) -> None:
+        self.request: PauseWorld | None = None
+        self.target: int | None = None
+
+    def end(self) -> None:
+        self.request = self.target = None
+
+    def agree(self, progress: WorldProgress | None) -> bool:
+        """Set the target to the greatest step of any rank, once all have reported one; return whether it was set."""
+        if self.request is None or self.target is not None or progress is None:
+            return False
+        self.target = progress.pause_target
+        if self.target is None:
+            return False
+        log.info("epoch %d: all stop after step %d", progress.epoch, self.target)
+        return True
+
+    def late_ranks(self, spec: WorldSpec | None, nodes: NodeLiveness, now: float) -> list[RankLost]:
+        """Return the loss of each rank that has not reached the target by the deadline.
+
+        Ranks that only waited for those are not lost.
+        """
+        if self.request is None or spec is None or now < self.request.deadline_s:
+            return []
+        return [
+            RankLost(one.node, one.generation, one.spawn_count, local_rank, "it did not stop in time")
+            for one in nodes.reports_of(spec)
+            if one.world is not None and one.world.epoch == spec.epoch
+            for local_rank in one.lagging_ranks
+        ]
+
+    def resume(self, received: Sequence[PauseOrder], world: WorldState, now: float) -> WorldState:
+        """Continue the pause that some ranks have received, for all ranks; return the world with that pause."""
+        if not received or world.phase is not WorldPhase.RUNNING:
+            return world
+        order = min(received, key=lambda one: (not one.stop, one.within_s))
+        until = now + order.within_s
+        self.request = PauseWorld(world.epoch, order.reason, until, order.stop)
+        return replace(
+            world,
+            phase=WorldPhase.PAUSING,
+            reason=order.reason,
+            pause_deadline_s=until,
+            stopping=order.stop,
+            next_tick_s=until if world.next_tick_s is None else min(until, world.next_tick_s),
+        )
+
+
+class StorePlacement:
+    """Where the store of the newest world is: at a fixed address, on one node, or on every node."""
+
+    def __init__(self, address: str) -> None:
+        self._address = address
+        self.node = ""
+        """Node that runs the store, "" for none."""
+
+    @property
+    def is_rootless(self) -> bool:
+        return self._address == ROOTLESS
+
+    def with_stores(self, spec: WorldSpec, nodes: Mapping[str, NodeRecord]) -> WorldSpec:
+        """Return the world with the addresses of its stores, if they are known."""
+
+        def store_of(node: str) -> str:
+            record = nodes.get(node)
+            return record.status.store if record is not None and record.connected else ""
+
+        if not self.is_rootless:
+            return replace(spec, store=self._address or store_of(self.node))
+        stores = tuple(map(store_of, store_nodes(spec.epoch, spec.ranked_nodes)))
+        return replace(spec, store=stores[0], stores=stores) if all(stores) else spec
+
+    def place(self, nodes: NodeLiveness, world: WorldState, ranked: Collection[str], now: float) -> bool:
+        """Choose the node of the store; return whether it is another one than before."""
+        if self._address:
+            return False
+        before, self.node = self.node, self._best_node(nodes, world, ranked, now)
+        return self.node != before
+
+    def _best_node(self, nodes: NodeLiveness, world: WorldState, ranked: Collection[str], now: float) -> str:
+        """Return the node of the store: the current one while it has a store or no other node has one."""
+        current = nodes.records.get(self.node)
+        if current is not None and (
+            is_superseded_generation(world, current.status) or nodes.is_silent(current, world.members, now)
+        ):
+            current = None
+        if current is not None and current.status.store:
+            return self.node
+        here = [status for status in nodes.reports() if not is_superseded_generation(world, status)]
+        having = [status.node for status in here if status.store]
+        if current is not None and not having:
+            return self.node
+        placed = [status.node for status in here if status.node in ranked]
+        return next(iter((*having, *placed, *(status.node for status in here))), "")

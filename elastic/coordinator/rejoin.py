@@ -1,0 +1,170 @@
+"""Two waits before a decision: of a restarted coordinator for reports, and of the first world for the newest step.
+
+No I/O.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
+
+import msgspec
+
+from elastic.control.control_messages import NodeStatus, WorldRecord, WorldSpec
+from elastic.coordinator import node_reports
+from elastic.coordinator.node_liveness import NodeRecord
+from elastic.world.scaling_policy import ScalingPolicy
+from elastic.world.world_state import RankFault, WorldEvent
+
+log = logging.getLogger(__name__)
+_NAMED = 4
+
+
+def _shortened(names: Sequence[str]) -> str:
+    """Return the first few names and the number of the others."""
+    more = f" and {len(names) - _NAMED} more" if len(names) > _NAMED else ""
+    return ", ".join(names[:_NAMED]) + more
+
+
+@dataclass(frozen=True)
+class CollectedReports:
+    """Reports from which a restarted coordinator resumes."""
+
+    reports: Sequence[NodeStatus]
+    newest: WorldSpec | None
+    """Newest world of a node that reports."""
+    lost_world: WorldRecord | None
+    """A newer world, which only nodes outside it know."""
+
+    def inside(self) -> list[NodeStatus]:
+        """Return the reports of nodes in the newest world."""
+        if self.newest is None:
+            return []
+        epoch = self.newest.epoch
+        return [one for one in self.reports if one.world is not None and one.world.epoch == epoch]
+
+    def faults(self) -> list[WorldEvent]:
+        """Return a fault of each node whose world is broken."""
+        return [
+            RankFault(one.node, one.generation, -1 if one.world is None else one.world.epoch, 0, one.broken_reason)
+            for one in self.inside()
+            if one.broken_reason is not None
+        ]
+
+    def events(self, now: float) -> list[WorldEvent]:
+        """Return what the nodes report beside having joined."""
+        found: list[WorldEvent] = []
+        for one in self.reports:
+            joined = msgspec.structs.replace(
+                one,
+                sealed=None,
+                checkpoint=None,
+                finished=False,
+                ready=False,
+                drain_within_s=None,
+                exited_ranks=(),
+                faulty_ranks=(),
+            )
+            found += node_reports.events_between(joined, one, now)
+        return found
+
+
+class Rejoin:
+    """Wait of a restarted coordinator: until all nodes of the newest world have reported, or a timeout has passed."""
+
+    def __init__(self, policy: ScalingPolicy, timeout_s: float, *, is_active: bool) -> None:
+        self.is_active = is_active
+        self._policy, self._timeout_s = policy, timeout_s
+        self._deadline: float | None = None
+        self._warned_of: WorldRecord | None = None
+
+    def collect(self, reports: Sequence[NodeStatus], now: float) -> CollectedReports | None:
+        """Return the reports and end the wait, or return ``None`` while it continues."""
+        newest = max((one.world for one in reports if one.world is not None), key=lambda one: one.epoch, default=None)
+        here = {one.node for one in reports}
+        records = [one.newest_world for one in reports if one.newest_world is not None]
+        lost_world = max(records, key=lambda one: one.epoch, default=None)
+        if lost_world is not None and newest is not None and lost_world.epoch <= newest.epoch:
+            lost_world = None
+        if reports and self._deadline is None:
+            self._deadline = now + self._timeout_s
+        collect_by = self._deadline
+        if lost_world is not None and collect_by is not None and here.isdisjoint(lost_world.nodes):
+            collect_by += max(0.0, self._policy.lost_state_timeout_s - self._timeout_s)
+            self._warn_state_lost(lost_world, collect_by - now)
+        if not self._is_complete(here, newest, lost_world) and (collect_by is None or now < collect_by):
+            return None
+        self.is_active = False
+        return CollectedReports(reports, newest, lost_world)
+
+    def _is_complete(self, here: Collection[str], newest: WorldSpec | None, lost_world: WorldRecord | None) -> bool:
+        """Whether no further report is expected."""
+        expected = {
+            *(() if newest is None else newest.ranked_nodes),
+            *(() if lost_world is None else lost_world.nodes),
+        }
+        return expected.issubset(here) and (newest is not None or len(here) >= self._policy.max_replicas)
+
+    def _warn_state_lost(self, record: WorldRecord, left_s: float) -> None:
+        """Log that no node of the newest world has reported: first the wait, then the steps that are abandoned."""
+        names = _shortened(record.nodes)
+        if left_s <= 0:
+            log.error(
+                "no node of the newest world (epoch %d: %s) has answered in %g s: the job continues with what the "
+                "other nodes have, and repeats the steps that only those nodes have",
+                *(record.epoch, names, self._policy.lost_state_timeout_s),
+            )
+        elif self._warned_of != record:
+            self._warned_of = record
+            log.warning(
+                "no node of the newest world (epoch %d: %s) answers: waiting for one of them for %.0f s "
+                "(lost_state_timeout_s), because the job would go back to an older step without them",
+                *(record.epoch, names, left_s),
+            )
+
+
+class HolderWait:
+    """Wait of the first world for a holder of the newest step; other nodes are held back meanwhile."""
+
+    def __init__(self, holders: tuple[str, ...], timeout_s: float) -> None:
+        self._holders, self._timeout_s = holders, timeout_s
+        self._held_back: set[str] = set()
+        """Nodes that have reported, and that the first world does not use before a holder is ready."""
+        self._deadline: float | None = None
+        self._has_timed_out = False
+
+    def holds_back(self, node: str, nodes: Mapping[str, NodeRecord], epoch: int, now: float) -> bool:
+        """Whether the node, which has reported, has to wait for a holder. Remembers it if so."""
+        if node in self._holders or not self._is_waiting(nodes, epoch, now):
+            return False
+        self._held_back.add(node)
+        return True
+
+    def admitted(self, nodes: Mapping[str, NodeRecord], epoch: int, now: float) -> list[NodeStatus]:
+        """Return the reports of the nodes that were held back, once, when the wait is over."""
+        if not self._held_back or self._is_waiting(nodes, epoch, now):
+            return []
+        admitted, self._held_back = sorted(self._held_back), set()
+        return [nodes[node].status for node in admitted if node in nodes]
+
+    def _is_waiting(self, nodes: Mapping[str, NodeRecord], epoch: int, now: float) -> bool:
+        """Whether no holder is ready yet. Logs the start and the failure of the wait."""
+        if epoch >= 0 or not self._holders or self._has_timed_out:
+            return False
+        if any(one in nodes and nodes[one].status.ready for one in self._holders):
+            return False
+        if self._deadline is None:
+            self._deadline = now + self._timeout_s
+            log.warning(
+                "the first world waits up to %g s for %s, which may have the newest step",
+                *(self._timeout_s, _shortened(self._holders)),
+            )
+        if now < self._deadline:
+            return True
+        self._has_timed_out = True
+        log.error(
+            "no node with the newest step (%s) was ready in %g s: the job starts without it, and repeats steps",
+            *(_shortened(self._holders), self._timeout_s),
+        )
+        return False
