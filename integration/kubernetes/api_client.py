@@ -11,6 +11,7 @@ from typing import Any
 
 import msgspec
 
+from integration.hyperpod.cluster.node_health import KUBERNETES_EXTRA
 from integration.kubernetes.errors import (
     ApiServerError,
     ApiServerRefusedError,
@@ -32,6 +33,7 @@ from integration.kubernetes.labels import (
     KubeObject,
 )
 from peerstore.message_codec import from_json
+from peerstore.optional_packages import optional_imports
 
 _TIMEOUT_S = 30.0
 _PAGE = 500
@@ -208,7 +210,8 @@ class ApiServerClient:
 
 def connect_api_server(timeout_s: float = _TIMEOUT_S) -> ApiServerClient:
     """Connect with the pod's service account, or with the default kubeconfig."""
-    from kubernetes import config
+    with optional_imports(*KUBERNETES_EXTRA):
+        from kubernetes import config
 
     try:
         config.load_incluster_config()
@@ -219,7 +222,8 @@ def connect_api_server(timeout_s: float = _TIMEOUT_S) -> ApiServerClient:
 
 def connected(kubeconfig: Path) -> ApiServerClient:
     """Connect with this kubeconfig."""
-    from kubernetes import config
+    with optional_imports(*KUBERNETES_EXTRA):
+        from kubernetes import config
 
     config.load_kube_config(str(kubeconfig))
     return _connected(_TIMEOUT_S)
