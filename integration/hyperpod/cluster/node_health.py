@@ -14,24 +14,10 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from integration.hyperpod.job_resource import NODE_HEALTH_LABEL, NodeHealth
 from peerstore.optional_packages import optional_imports
 from tieredckpt.cli.exit_codes import CommandError, ExitCode
 from tieredckpt.event_log.event_types import FaultEvent, LogEvent, ProcessEnded
-
-NODE_HEALTH_LABEL = "sagemaker.amazonaws.com/node-health-status"
-
-
-class NodeHealth(enum.Enum):
-    """Values of the label, from best to worst."""
-
-    SCHEDULABLE = "Schedulable"
-    UNSCHEDULABLE = "Unschedulable"
-    PENDING_REBOOT = "UnschedulablePendingReboot"
-    PENDING_REPLACEMENT = "UnschedulablePendingReplacement"
-
-    @property
-    def severity(self) -> int:
-        return list(NodeHealth).index(self)
 
 
 class DeviceFaultKind(enum.Enum):
