@@ -87,6 +87,7 @@ ERRORS: dict[str, tuple[str, str]] = {
     "PeerStoreError": ("Root of the errors of the store in memory", "Catch it to catch all of them"),
     "RequestError": ("The call is wrong", "Correct it; a retry fails again"),
     "InvalidNameError": ("The job name has other characters than `A-Z a-z 0-9 . _ -`", "Rename the job"),
+    "MissingPackageError": ("An optional package is missing, or too old", "Install what the message names"),
     "ProtocolError": ("The other side does not follow the protocol", "Use one version on all nodes"),
     "PeerRefusedError": ("Another agent has another secret, job or certificate", "Configure the same on all nodes"),
     "ShardNotFoundError": ("This node has no such shard", "None: the reader uses the next tier"),

@@ -5,6 +5,7 @@
     PeerStoreError
     ├── RequestError            the call itself is wrong: fix it, retrying does not help
     │   ├── InvalidNameError        a job name that is not allowed as a file name
+    │   ├── MissingPackageError     an optional package is not installed: install the extra that the message names
     │   ├── ProtocolError           a frame that violates the protocol
     │   └── PeerRefusedError        one side could not prove to the other that it belongs to the job
     ├── ShardNotFoundError      absent: read from the next tier
@@ -39,6 +40,10 @@ class RequestError(PeerStoreError):
 
 class InvalidNameError(RequestError):
     """A job name outside ``[A-Za-z0-9._-]{1,128}``, or one of dots only."""
+
+
+class MissingPackageError(RequestError, ImportError):
+    """A package that only an extra installs is missing, or has the wrong version."""
 
 
 class ProtocolError(RequestError):

@@ -13,7 +13,6 @@ import msgspec
 import yaml
 
 from elastic.cli.common import ElasticScreen, pass_elastic_screen
-from elastic.errors import PolicyError
 from elastic.schedulers.allocation import node_range
 from elastic.world.scaling_policy import ScalingPolicy
 from integration.finetune.finetune_job import FinetuneJob, StepLogFollower, size_job
@@ -118,10 +117,8 @@ def _policy(recipe: str | None, nodes: str | None, nproc: int | None) -> tuple[i
 
 def _check_inputs(job: FinetuneJob) -> None:
     """Check model, tokenizer and data before any process starts."""
-    try:
-        from integration.finetune.inputs import open_job_inputs
-    except ImportError as error:
-        raise PolicyError("fine-tuning needs Transformers: install tieredckpt[finetune]") from error
+    from integration.finetune.inputs import open_job_inputs
+
     open_job_inputs(job)
 
 

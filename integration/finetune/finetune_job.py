@@ -38,6 +38,8 @@ class ModelError(PolicyError):
 
 ScheduleShape = Literal["cosine", "linear", "constant"]
 LRScalingRule = Literal["constant", "linear", "sqrt"]
+FINETUNE_EXTRA = ("fine-tuning", "'tieredckpt[finetune]'")
+"""Arguments of :func:`~peerstore.optional_packages.optional_imports` for Transformers."""
 
 
 class FinetuneJob(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

@@ -18,7 +18,8 @@ from typing import Any, Literal, NamedTuple
 import numpy as np
 import xxhash
 
-from integration.finetune.finetune_job import DataError, FinetuneJob, ModelError
+from integration.finetune.finetune_job import FINETUNE_EXTRA, DataError, FinetuneJob, ModelError
+from peerstore.optional_packages import optional_imports
 
 _ENDINGS = (".jsonl", ".json", ".ndjson")
 _BUFFER_BYTES = 1 << 24
@@ -241,7 +242,8 @@ def open_job_inputs(job: FinetuneJob) -> JobInputs:
 
 def load_model_config(job: FinetuneJob) -> Any:
     """Return the configuration of the model or of a separate file."""
-    from transformers import AutoConfig
+    with optional_imports(*FINETUNE_EXTRA):
+        from transformers import AutoConfig
 
     if bool(job.model) == bool(job.config):
         raise ModelError("say --model FOLDER or NAME, or --config FILE to begin with random weights; one of the two")
@@ -269,7 +271,8 @@ def vocabulary_size(config: Any) -> int:
 
 def load_tokenizer(job: FinetuneJob) -> Any:
     """Return the tokenizer, or None without one: then lines must contain tokens."""
-    from transformers import AutoTokenizer
+    with optional_imports(*FINETUNE_EXTRA):
+        from transformers import AutoTokenizer
 
     place = job.tokenizer or job.model
     if not place:

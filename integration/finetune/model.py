@@ -25,8 +25,9 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 from elastic.workers.world_handle import World
-from integration.finetune.finetune_job import FinetuneJob, ModelError
+from integration.finetune.finetune_job import FINETUNE_EXTRA, FinetuneJob, ModelError
 from integration.finetune.inputs import first_line_of
+from peerstore.optional_packages import optional_imports
 
 _FULL_STATE = StateDictOptions(full_state_dict=True, cpu_offload=True)
 
@@ -93,7 +94,8 @@ def _without_weights(config: Any) -> Any:
 
 
 def _first_weights(config: Any, job: FinetuneJob) -> Any:
-    from transformers import AutoModelForCausalLM
+    with optional_imports(*FINETUNE_EXTRA):
+        from transformers import AutoModelForCausalLM
 
     if job.model:
         return AutoModelForCausalLM.from_pretrained(job.model, dtype=torch.float32)
@@ -103,7 +105,8 @@ def _first_weights(config: Any, job: FinetuneJob) -> Any:
 
 
 def _build_model(config: Any) -> Any:
-    from transformers import AutoModelForCausalLM
+    with optional_imports(*FINETUNE_EXTRA):
+        from transformers import AutoModelForCausalLM
 
     factory: Any = AutoModelForCausalLM
     return factory.from_config(config, dtype=torch.float32)

@@ -18,9 +18,11 @@ import click
 import msgspec
 
 from elastic.errors import PolicyError
-from integration.finetune.finetune_job import FinetuneJob, largest_microbatch
+from integration.finetune.finetune_job import FINETUNE_EXTRA, FinetuneJob, largest_microbatch
 from integration.hyperpod.recipes import Recipe, read_recipe
+from peerstore.errors import MissingPackageError
 from peerstore.message_codec import from_json
+from peerstore.optional_packages import optional_imports
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -193,7 +195,8 @@ def run_rank(job: FinetuneJob) -> object:
 
     Imports, tokenizer and data are ready before the rank joins a world.
     """
-    from transformers.utils.logging import disable_progress_bar
+    with optional_imports(*FINETUNE_EXTRA):
+        from transformers.utils.logging import disable_progress_bar
 
     from elastic.workers.train_loop import run
     from integration.finetune.inputs import open_job_inputs
@@ -222,7 +225,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except click.ClickException as error:
         error.show()
         return int(error.exit_code)
-    except PolicyError as error:
+    except (PolicyError, MissingPackageError) as error:
         print(f"finetune: {error}", file=sys.stderr, flush=True)
         return 2
 

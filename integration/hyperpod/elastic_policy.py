@@ -34,8 +34,8 @@ RECIPE_POLICY_KEYS = {
 
 RESTART_POLICY_KEYS = {
     "evalPeriodSeconds": "eval_period_s",
-    "maxFullJobRestarts": "max_full_job_restarts",
     "numRestartBeforeFullJobRestart": "num_restart_before_full_job_restart",
+    "maxFullJobRestarts": "max_full_job_restarts",
     "maxNumRepeatOffendersToAvoid": "max_num_repeat_offenders_to_avoid",
     "scaleUpSnoozeTimeInSeconds": "scale_up_snooze_s",
 }

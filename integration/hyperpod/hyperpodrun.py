@@ -18,11 +18,15 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+from peerstore.optional_packages import missing_package_error
+
 _SHUTDOWN_TIMEOUT_S = 15
 """Default of the agent."""
 _LOOPBACK = "127.0.0.1"
 _DIRECTORY = "resource_config_dir"
 _AGENT = "hyperpod_elastic_agent"
+AGENT_INSTALL = "--no-deps hyperpod-elastic-agent"
+"""Arguments of ``pip install``. The agent's dependencies would install another torch."""
 _NEEDS = 'fastapi==0.131.0 "uvicorn[standard]" psutil'
 
 
@@ -30,20 +34,13 @@ def main(args: Sequence[str] | None = None) -> None:
     """Run an agent until its operator shuts it down."""
     try:
         agent: Any = importlib.import_module(f"{_AGENT}.run")
-    except ModuleNotFoundError as missing:
-        raise SystemExit(f"{missing}: {_advice(missing.name or '')}") from None
+    except ModuleNotFoundError as error:
+        package = (error.name or "").partition(".")[0]
+        install = AGENT_INSTALL if package == _AGENT else _NEEDS
+        print(missing_package_error("hyperpodrun", package, install), file=sys.stderr)
+        raise SystemExit(2) from None
     with _patched_agent(agent):
         agent.main(list(sys.argv[1:] if args is None else args))
-
-
-def _advice(missing: str) -> str:
-    """Return the command that installs the missing package.
-
-    The agent is installed without its dependencies, which would install another torch.
-    """
-    if missing.partition(".")[0] == _AGENT:
-        return f"the agent is not there; pip install --no-deps {_AGENT.replace('_', '-')}"
-    return f"the agent is there, and what it needs is not; pip install {_NEEDS}"
 
 
 @contextlib.contextmanager

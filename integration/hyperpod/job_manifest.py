@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import dataclasses
 import enum
-import math
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -18,29 +17,25 @@ import yaml
 
 from elastic.errors import PolicyError
 from elastic.world.scaling_policy import ScalingPolicy
+from integration.hyperpod.job_resource import (
+    AGENT_PORT,
+    FAULT_ON_MATCH,
+    PRIORITY_LABEL,
+    QUEUE_LABEL,
+    JobSpec,
+    ReplicaGroup,
+    log_rule_problems,
+    write_job_resource,
+)
 from peerstore.sizes_and_durations import parse_size
 from tieredckpt.settings import CLUSTER_CONFIG_ENV, AgentSettings, Settings
 
-API_VERSION, JOB_KIND = "sagemaker.amazonaws.com/v1", "HyperPodPyTorchJob"
 TRAINER_CONTAINER = "trainer"
 MEMORY_LABEL = "tieredckpt-memory"
 """Label of every pod of a job, for network policies. Its value is a :class:`MemoryLocation`."""
-AGENT_PORT = 8080
-"""Port of HyperPod's elastic agent, which the operator calls."""
 _CONFIG = "/opt/ml/input/config"
 _NAME = re.compile(r"[a-z0-9]([-a-z0-9]{0,61}[a-z0-9])?")
 _PROCESSES = ("auto", "cpu", "gpu")
-_RULE_KEYS: Mapping[str, type] = {
-    "name": str,
-    "logPattern": str,
-    "expectedRecurringFrequencyInSeconds": int,
-    "expectedStartCutOffInSeconds": int,
-    "metricEvaluationDataPoints": int,
-    "metricThreshold": int,
-    "operator": str,
-    "stopPattern": str,
-}
-_OPERATORS = ("gt", "lt", "eq", "gteq", "lteq")
 
 
 class JobManifestError(PolicyError):
@@ -93,30 +88,29 @@ class TrainingJob:
     log_rules: Sequence[Mapping[str, Any]] = ()
 
     def __post_init__(self) -> None:
-        problems = [*_problems(self), *_rule_problems(self.log_rules)]
+        problems = _problems(self)
         if problems:
             raise JobManifestError(f"job {self.name}: {'; '.join(problems)}")
 
 
 def job_manifest(job: TrainingJob) -> dict[str, Any]:
     """Return the ``HyperPodPyTorchJob``."""
-    labels = {"kueue.x-k8s.io/queue-name": job.queue, "kueue.x-k8s.io/priority-class": job.priority}
     policy = job.policy
-    replicas: dict[str, Any] = {"name": "nodes", "replicas": policy.replicas or policy.smallest_size}
-    if is_elastic(policy):
-        replicas["maxReplicas"] = policy.max_replicas
-    if job.spares:
-        replicas["spares"] = job.spares
-    spec = {
-        "nprocPerNode": job.nproc,
-        "replicaSpecs": [{**replicas, "template": _template(job)}],
-        "runPolicy": _run_policy(policy, job.log_rules),
-        **({"elasticPolicy": elastic_policy(policy)} if is_elastic(policy) else {}),
-    }
-    metadata: dict[str, Any] = {"name": job.name, "namespace": job.namespace}
-    if any(labels.values()):
-        metadata["labels"] = {name: value for name, value in labels.items() if value}
-    return {"apiVersion": API_VERSION, "kind": JOB_KIND, "metadata": metadata, "spec": spec}
+    elastic, replicas = len(policy.sizes) > 1, policy.replicas or policy.smallest_size
+    most = policy.max_replicas if elastic else replicas
+    group = ReplicaGroup(name="nodes", replicas=replicas, max_replicas=most, spares=job.spares, template=_template(job))
+    spec = JobSpec(
+        name=job.name,
+        groups=(group,),
+        policy=policy,
+        nproc=job.nproc,
+        elastic=elastic,
+        log_rules=tuple(job.log_rules),
+        startup_deadline_s=policy.startup_timeout_s,
+        clean_pod_policy="None",
+    )
+    labels = {QUEUE_LABEL: job.queue, PRIORITY_LABEL: job.priority}
+    return write_job_resource(spec, namespace=job.namespace, labels=labels)
 
 
 def manifest_yaml(document: Mapping[str, Any]) -> str:
@@ -127,47 +121,6 @@ def manifest_yaml(document: Mapping[str, Any]) -> str:
 class _Plain(yaml.SafeDumper):
     def ignore_aliases(self, data: Any) -> bool:
         return True
-
-
-def is_elastic(policy: ScalingPolicy) -> bool:
-    return len(policy.sizes) > 1
-
-
-def elastic_policy(policy: ScalingPolicy) -> dict[str, Any]:
-    """Return ``elasticPolicy``, which :func:`~integration.hyperpod.elastic_policy.policy_from_keys` reads.
-
-    Fractions of a second are rounded up.
-    """
-    if policy.replica_discrete_values:
-        sizes: dict[str, Any] = {"replicaDiscreteValues": list(policy.sizes)}
-    else:
-        sizes = {"replicaIncrementStep": policy.replica_increment_step or 1}
-    return {
-        "minReplicas": policy.smallest_size,
-        "maxReplicas": policy.max_replicas,
-        **sizes,
-        "scalingTimeoutInSeconds": math.ceil(policy.scaling_timeout_s),
-        "gracefulShutdownTimeoutInSeconds": math.ceil(policy.graceful_shutdown_timeout_s),
-        "faultyScaleDownTimeoutInSeconds": math.ceil(policy.faulty_scale_down_timeout_s),
-    }
-
-
-def _run_policy(policy: ScalingPolicy, rules: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    restart = {
-        "evalPeriodSeconds": math.ceil(policy.eval_period_s),
-        "numRestartBeforeFullJobRestart": policy.num_restart_before_full_job_restart,
-        "maxFullJobRestarts": policy.max_full_job_restarts,
-        "maxNumRepeatOffendersToAvoid": policy.max_num_repeat_offenders_to_avoid,
-        "scaleUpSnoozeTimeInSeconds": math.ceil(policy.scale_up_snooze_s),
-    }
-    startup_s = policy.startup_timeout_s
-    return {
-        "cleanPodPolicy": "None",
-        "restartPolicy": {key: value for key, value in restart.items() if value is not None},
-        **({} if policy.job_max_retry_count is None else {"jobMaxRetryCount": policy.job_max_retry_count}),
-        **({} if startup_s is None else {"startupDeadlineSeconds": math.ceil(startup_s)}),
-        **({"logMonitoringConfiguration": [dict(rule) for rule in rules]} if rules else {}),
-    }
 
 
 def _template(job: TrainingJob) -> dict[str, Any]:
@@ -232,28 +185,16 @@ def _problems(job: TrainingJob) -> list[str]:
         wrong.append("settings.agent has no effect: the agent is started by its own manifest, not by the trainers")
     if any("," in f"{key}{value}" or "=" in key for key, value in job.settings.durable.options.items()):
         wrong.append("settings.durable.options with commas do not go into a variable: put them into a file")
+    for rule in job.log_rules:
+        wrong += log_rule_problems(rule)
+        if FAULT_ON_MATCH in rule:
+            wrong.append(f"log rule {rule.get('name')}: {FAULT_ON_MATCH} is not known to AWS's resource")
     if job.settings.peer.secret:
         wrong.append("settings.peer.secret would be readable in the resource: name a Kubernetes Secret (secret=)")
     ours = {CLUSTER_CONFIG_ENV, "TIEREDCKPT_PEER_SECRET", POD_IP_ENV, *settings_environ(job.settings, job.memory)}
     clash = sorted(ours & job.environment.keys())
     if clash:
         wrong.append(f"{', '.join(clash)} is made of the settings, and cannot be given beside them")
-    return wrong
-
-
-def _rule_problems(rules: Sequence[Mapping[str, Any]]) -> list[str]:
-    wrong: list[str] = []
-    for rule in rules:
-        called = rule.get("name", "without a name")
-        for key, value in rule.items():
-            kind = _RULE_KEYS.get(key)
-            if kind is None:
-                wrong.append(f"log rule {called}: {key} is not known to AWS's resource")
-            elif not isinstance(value, kind) or isinstance(value, bool):
-                wrong.append(f"log rule {called}: {key} is {value!r}, must be {kind.__name__}")
-        wrong += [f"log rule {called}: {key} is missing" for key in ("name", "logPattern") if not rule.get(key)]
-        if rule.get("operator", "gt") not in _OPERATORS:
-            wrong.append(f"log rule {called}: operator is none of {', '.join(_OPERATORS)}")
     return wrong
 
 

@@ -11,6 +11,8 @@ from typing import Any
 
 import msgspec
 
+from integration.hyperpod.cluster.node_health import KUBERNETES_EXTRA
+from integration.hyperpod.job_resource import JOB_API_VERSION, JOB_KIND, JOB_PLURAL, KUEUE_GROUP
 from integration.kubernetes.errors import (
     ApiServerError,
     ApiServerRefusedError,
@@ -21,17 +23,9 @@ from integration.kubernetes.errors import (
 )
 from integration.kubernetes.informer import ResourceCollection
 from integration.kubernetes.kueue_admission import PriorityClass
-from integration.kubernetes.labels import (
-    JOB_API_GROUP,
-    JOB_API_VERSION,
-    JOB_LABEL,
-    JOB_PLURAL,
-    JOB_RESOURCE_KIND,
-    KUEUE_GROUP,
-    KUEUE_VERSIONS,
-    KubeObject,
-)
+from integration.kubernetes.labels import JOB_LABEL, KUEUE_VERSIONS, KubeObject
 from peerstore.message_codec import from_json
+from peerstore.optional_packages import optional_imports
 
 _TIMEOUT_S = 30.0
 _PAGE = 500
@@ -105,8 +99,8 @@ class ApiServerClient:
             "kind": "Event",
             "metadata": {"generateName": f"{meta['name']}-", "namespace": meta["namespace"]},
             "involvedObject": {
-                "apiVersion": f"{JOB_API_GROUP}/{JOB_API_VERSION}",
-                "kind": JOB_RESOURCE_KIND,
+                "apiVersion": JOB_API_VERSION,
+                "kind": JOB_KIND,
                 **reference,
             },
             "type": "Warning" if warning else "Normal",
@@ -208,7 +202,8 @@ class ApiServerClient:
 
 def connect_api_server(timeout_s: float = _TIMEOUT_S) -> ApiServerClient:
     """Connect with the pod's service account, or with the default kubeconfig."""
-    from kubernetes import config
+    with optional_imports(*KUBERNETES_EXTRA):
+        from kubernetes import config
 
     try:
         config.load_incluster_config()
@@ -219,7 +214,8 @@ def connect_api_server(timeout_s: float = _TIMEOUT_S) -> ApiServerClient:
 
 def connected(kubeconfig: Path) -> ApiServerClient:
     """Connect with this kubeconfig."""
-    from kubernetes import config
+    with optional_imports(*KUBERNETES_EXTRA):
+        from kubernetes import config
 
     config.load_kube_config(str(kubeconfig))
     return _connected(_TIMEOUT_S)
@@ -237,7 +233,7 @@ def _connected(timeout_s: float) -> ApiServerClient:
 
 def jobs_in(namespace: str) -> ResourceCollection:
     """Return the collection of the jobs in one namespace, or in all for ""."""
-    return ResourceCollection(f"/apis/{JOB_API_GROUP}/{JOB_API_VERSION}{_namespace_path(namespace)}/{JOB_PLURAL}")
+    return ResourceCollection(f"/apis/{JOB_API_VERSION}{_namespace_path(namespace)}/{JOB_PLURAL}")
 
 
 def pods_in(namespace: str) -> ResourceCollection:
@@ -277,7 +273,7 @@ def _keepalive_options() -> list[tuple[int, int, int]]:
 
 
 def _job(namespace: str, name: str) -> str:
-    return f"/apis/{JOB_API_GROUP}/{JOB_API_VERSION}/namespaces/{namespace}/{JOB_PLURAL}/{name}"
+    return f"/apis/{JOB_API_VERSION}/namespaces/{namespace}/{JOB_PLURAL}/{name}"
 
 
 def _precondition(uid: str) -> dict[str, Any]:

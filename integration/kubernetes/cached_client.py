@@ -13,11 +13,12 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+from integration.hyperpod.job_resource import NODE_HEALTH_LABEL
 from integration.kubernetes.api_client import NODES, ApiServerClient, KueueClient, jobs_in, pods_in, pods_of
 from integration.kubernetes.errors import ApiServerUnreachableError, ResourceConflictError, ResourceNotFoundError
 from integration.kubernetes.informer import Informer, Key, ObjectIndex, ResourceCollection
 from integration.kubernetes.kueue_admission import PriorityClass
-from integration.kubernetes.labels import JOB_LABEL, NODE_HEALTH_STATUS_LABEL
+from integration.kubernetes.labels import JOB_LABEL
 from integration.kubernetes.pods import node_health_status
 
 Object = Mapping[str, Any]
@@ -262,7 +263,7 @@ class NodeHealthCache:
     def _note(self, name: str, health: str) -> None:
         if self.said.get(name, "") == health:
             return
-        log.info("node %s: %s is %s", name, NODE_HEALTH_STATUS_LABEL, health or "not there any more")
+        log.info("node %s: %s is %s", name, NODE_HEALTH_LABEL, health or "not there any more")
         if health:
             self.said[name] = health
         else:

@@ -188,8 +188,6 @@ def controller_command(
     settings = _settings(silent_s, master_ports)
     try:
         plain = connect_api_server()
-    except ModuleNotFoundError:
-        raise
     except Exception as error:
         if type(error).__name__ != "ConfigException":  # its package is imported on demand
             raise

@@ -18,15 +18,13 @@ from dataclasses import dataclass
 from typing import Any
 
 from elastic.world.scaling_policy import ScalingPolicy
+from integration.hyperpod.job_resource import KUEUE_GROUP, PRIORITY_LABEL, QUEUE_LABEL
 from integration.hyperpod.operator import JobSpec
 from integration.hyperpod.operator.rank_assignment import replicas_by_group
 from integration.kubernetes.labels import (
     CONTENT_ANNOTATION,
     JOB_LABEL,
-    KUEUE_GROUP,
     KUEUE_PREFIX,
-    PRIORITY_LABEL,
-    QUEUE_LABEL,
     WORKLOAD_LABEL,
     KubeObject,
     owned_metadata,

@@ -96,8 +96,6 @@ def open_leader_lease(url: SplitResult, duration_s: float) -> LeaderLease:
             raise PolicyError(f"{url.geturl()}: write kubernetes://NAMESPACE/NAME, or kubernetes:///NAME in a pod")
     try:
         cluster = connect_api_server(max(0.5, duration_s / _CALLS))
-    except ImportError as error:
-        raise PolicyError(f"{url.geturl()}: pip install 'tieredckpt[kubernetes]' ({error})") from error
     except Exception as error:
         if type(error).__name__ != "ConfigException":
             raise

@@ -11,15 +11,14 @@ from typing import Any
 
 import msgspec
 
+from integration.hyperpod.job_resource import AGENT_PORT, NODE_HEALTH_LABEL, NodeHealth
 from integration.hyperpod.operator import AgentStatus, DesiredPods, JobState, ObservedJob, ObservedPod
 from integration.kubernetes.labels import (
     HOST_LABEL,
     INDEX_LABEL,
     JOB_LABEL,
     KUEUE_PREFIX,
-    NODE_HEALTH_STATUS_LABEL,
     REPLICA_SPEC_LABEL,
-    UNHEALTHY_STATUSES,
     WORKLOAD_LABEL,
     KubeObject,
     owned_metadata,
@@ -57,7 +56,7 @@ def is_owned_by(pod: KubeObject, job_uid: str) -> bool:
 
 
 def agent_port(pod: KubeObject) -> int:
-    """Return the agent's port: ``--server-port`` of its command, the port named ``agent``, or 8080."""
+    """Return the agent's port: ``--server-port`` of its command, the port named ``agent``, or the default."""
     container = pod["spec"]["containers"][0]
     for port in container.get("ports") or ():
         if port.get("name") == "agent":
@@ -67,7 +66,7 @@ def agent_port(pod: KubeObject) -> int:
         name, equals, value = str(word).partition("=")
         if name == "--server-port" and (value if equals else following).isdigit():
             return int(value if equals else following)
-    return 8080
+    return AGENT_PORT
 
 
 def build_pod(
@@ -145,6 +144,7 @@ def _with_environment(container: KubeObject, nproc: str, nodes: int) -> dict[str
 
 _MAX_PREFERENCE_WEIGHT = 100
 """Maximum weight of a preference in Kubernetes."""
+_UNHEALTHY_STATUSES = [health.value for health in NodeHealth if health is not NodeHealth.SCHEDULABLE]
 
 
 def _with_anti_affinity(affinity: KubeObject, avoid: Sequence[str]) -> dict[str, Any]:
@@ -152,7 +152,7 @@ def _with_anti_affinity(affinity: KubeObject, avoid: Sequence[str]) -> dict[str,
 
     Nodes to avoid are used if no others exist: a node that failed twice is better than waiting forever.
     """
-    rule: dict[str, Any] = {"key": NODE_HEALTH_STATUS_LABEL, "operator": "NotIn", "values": list(UNHEALTHY_STATUSES)}
+    rule: dict[str, Any] = {"key": NODE_HEALTH_LABEL, "operator": "NotIn", "values": _UNHEALTHY_STATUSES}
     on_nodes = dict(affinity.get("nodeAffinity") or {})
     required = dict(on_nodes.get("requiredDuringSchedulingIgnoredDuringExecution") or {})
     terms = required.get("nodeSelectorTerms") or [{}]
@@ -209,7 +209,7 @@ def _merge(tables: Any) -> dict[str, str]:
 
 
 _ENDED_PHASES = ("Succeeded", "Failed")
-_HEALTHY_LABELS = ("", "Schedulable")
+_HEALTHY_LABELS = ("", NodeHealth.SCHEDULABLE.value)
 
 
 def has_ended(pod: KubeObject) -> bool:
@@ -252,7 +252,7 @@ def observe_job(
 
 
 def node_health_status(node: KubeObject) -> str:
-    return (node["metadata"].get("labels") or {}).get(NODE_HEALTH_STATUS_LABEL, "")
+    return (node["metadata"].get("labels") or {}).get(NODE_HEALTH_LABEL, "")
 
 
 def missing_slots(job_name: str, wanted: DesiredPods, state: JobState, pods: Sequence[KubeObject]) -> list[ReplicaSlot]:

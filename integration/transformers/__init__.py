@@ -2,6 +2,9 @@
 remain as exports.
 """
 
-from integration.transformers.tiered_trainer import TieredTrainerMixin, tiered
+from peerstore.optional_packages import optional_imports
+
+with optional_imports("integration.transformers", "'tieredckpt[transformers]'"):
+    from integration.transformers.tiered_trainer import TieredTrainerMixin, tiered
 
 __all__ = ["TieredTrainerMixin", "tiered"]

@@ -39,6 +39,7 @@ import msgspec
 
 from peerstore.errors import PeerUnreachableError, ProtocolError, RequestError, ShardDamagedError
 from peerstore.message_codec import decode_message
+from peerstore.optional_packages import missing_package_error
 from peerstore.transport.base import (
     MAX_MESSAGE_HEADER_BYTES,
     MAX_PAYLOAD_BYTES,
@@ -614,11 +615,11 @@ def poll_until_timeout(within_s: float, check: Callable[[], None], otherwise: st
 
 
 def nixl_bindings() -> Any:
-    """Return NIXL's bindings; raise :class:`RequestError` if NIXL is not installed."""
+    """Return NIXL's bindings; raise :class:`MissingPackageError` if NIXL is not installed."""
     for name in _MODULES:
         with contextlib.suppress(ImportError):
             return importlib.import_module(name)
-    raise RequestError("the nixl transport is not installed here: pip install 'tieredckpt[nixl]'")
+    raise missing_package_error("the nixl transport", "nixl", "'tieredckpt[nixl]'")
 
 
 def _address(memory: mmap.mmap) -> int:

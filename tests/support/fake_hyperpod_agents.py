@@ -9,7 +9,6 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from integration.hyperpod.operator import (
-    AgentRestartMode,
     AgentState,
     AgentStatus,
     JobSpec,
@@ -20,6 +19,7 @@ from integration.hyperpod.operator import (
     OperatorDecision,
     ReleasePod,
     ReplacePod,
+    RestartMode,
     ShutdownAgent,
     StartAgent,
     StopAgent,
@@ -66,7 +66,7 @@ class FakeHyperPodAgent:
     version: str | None = None
     fault_count: int | None = None
     updates: list[Any] = field(default_factory=list)
-    asks: AgentRestartMode | None = None
+    asks: RestartMode | None = None
     gone: bool = False
     """It does not exist any more."""
     silent: bool = False
@@ -114,7 +114,7 @@ class FakeHyperPodAgent:
         if self.state is INIT and (self.ranked or not self.in_process):
             self.transition_to(READY)
         elif self.state is STOPPING and not self.stuck:
-            new = self.in_process and self.asks is AgentRestartMode.PROCESS
+            new = self.in_process and self.asks is RestartMode.PROCESS
             self.transition_to(INIT if new else READY)
             self.asks = None
             if new:
@@ -131,8 +131,8 @@ class FakeHyperPodAgent:
             self._store_assignment(action.body)
         elif isinstance(action, StopAgent):
             self.stops.append((self.state, action.body))
-            if action.body.restart_mode == AgentRestartMode.PROCESS.value:
-                self.asks = AgentRestartMode.PROCESS
+            if action.body.restart_mode == RestartMode.PROCESS.value:
+                self.asks = RestartMode.PROCESS
             self.transition_to(STOPPING)
         elif isinstance(action, ShutdownAgent):
             self.gone = self.transition_to(SHUTDOWN) or self.gone
@@ -144,7 +144,7 @@ class FakeHyperPodAgent:
     def answer(self) -> AgentStatus | None:
         if self.silent or self.gone:
             return None
-        capability = AgentRestartMode.IN_PROCESS if self.in_process else AgentRestartMode.PROCESS
+        capability = RestartMode.IN_PROCESS if self.in_process else RestartMode.PROCESS
         asked = self.asks if self.state is FAULTED and self.asks is not None else capability
         progress = {} if self.step is None else {"s3://b": CheckpointProgress(f"s3://b/{self.step}", self.step)}
         return AgentStatus(

@@ -24,9 +24,9 @@ import msgspec
 import pytest
 import torch.distributed as dist
 
+from integration.hyperpod.job_resource import parse_job_resource
 from integration.hyperpod.operator.decision import OperatorEvent
 from integration.hyperpod.operator.elastic_agent_client import ElasticAgentClient
-from integration.hyperpod.operator.job_spec import parse_job_resource
 from integration.hyperpod.operator.job_state import JobState
 from integration.hyperpod.operator.observed_pods import AgentStatus
 from integration.hyperpod.operator.sim_cli import _PORTS

@@ -239,14 +239,17 @@ def agent_parser() -> argparse.ArgumentParser:
     return parser
 
 
-def main(argv: list[str] | None = None) -> int:
-    parser = agent_parser()
-    try:
-        args = _parse_arguments(parser, argv)
-        if args is None:
-            return 0
+def run_agent_command(argv: list[str] | None = None) -> None:
+    """Run an agent with these arguments until it is stopped. Return at once if the platform disables it."""
+    args = _parse_arguments(agent_parser(), argv)
+    if args is not None:
         start_agent_process(args)
         run_agent(AgentPaths(args.dir), args)
+
+
+def main(argv: list[str] | None = None) -> int:
+    try:
+        run_agent_command(argv)
     except (PeerStoreError, TieredCheckpointError) as error:
         print(f"tieredckpt agent: {error}", file=sys.stderr)
         return 1

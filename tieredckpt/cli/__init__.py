@@ -12,10 +12,10 @@ from typing import Any
 
 import click
 
+from peerstore.errors import MissingPackageError
 from tieredckpt.cli.command_output import CommandOutput
-from tieredckpt.cli.exit_codes import EXIT_CODES_HELP, CommandError
+from tieredckpt.cli.exit_codes import EXIT_CODES_HELP
 from tieredckpt.cli.help_format import HelpContext, SuggestingGroup, with_help_format
-from tieredckpt.cli.optional_packages import missing_extra
 from tieredckpt.cli.run_program import run_program
 from tieredckpt.errors import PluginError
 
@@ -107,12 +107,8 @@ def _load_plugin(name: str, points: list[metadata.EntryPoint]) -> click.Command:
     try:
         found = points[0].load()
     except Exception as cause:  # noqa: BLE001 - from another package's module, which only this command needs
-        needed = missing_extra(cause) if isinstance(cause, ModuleNotFoundError) else None
-        if needed is not None:
-            return _failing_command(name, needed, cause)
-        return _failing_command(
-            name, PluginError(f"{_describe_plugin(name, points[0])} cannot be loaded: {cause!r}"), cause
-        )
+        text = f"{_describe_plugin(name, points[0])} cannot be loaded: {cause!r}"
+        return _failing_command(name, cause if isinstance(cause, MissingPackageError) else PluginError(text), cause)
     if not isinstance(found, click.Command):
         return _failing_command(name, PluginError(f"{_describe_plugin(name, points[0])} is no command: {found!r:.200}"))
     return found
@@ -123,7 +119,9 @@ def _describe_plugin(name: str, point: metadata.EntryPoint) -> str:
     return f"`{name}`, which {owner} adds ({point.value}),"
 
 
-def _failing_command(name: str, error: PluginError | CommandError, cause: Exception | None = None) -> click.Command:
+def _failing_command(
+    name: str, error: PluginError | MissingPackageError, cause: Exception | None = None
+) -> click.Command:
     """Return a command that accepts any arguments and raises ``error``."""
 
     def fail() -> None:

@@ -56,15 +56,16 @@ def agent_group() -> None:
 @click.argument("options", nargs=-1, type=click.UNPROCESSED)
 def start_agent_command(options: tuple[str, ...]) -> int:
     """Run this node's agent: memory tier, drain, metrics."""
-    from tieredckpt.agent.__main__ import agent_parser, main
+    from tieredckpt.agent.__main__ import agent_parser, run_agent_command
 
     if not {"-h", "--help"}.isdisjoint(options):
         click.echo(_agent_help(agent_parser()))
         return ExitCode.OK
     try:
-        return main(list(options))
+        run_agent_command(list(options))
     except SystemExit as done:  # argparse: a wrong option
         return done.code if isinstance(done.code, int) else ExitCode.USAGE
+    return ExitCode.OK
 
 
 def _agent_help(parser: argparse.ArgumentParser) -> str:

@@ -11,7 +11,6 @@ import click
 
 from tieredckpt.cli.command_output import CommandOutput
 from tieredckpt.cli.exit_codes import ExitCode
-from tieredckpt.cli.optional_packages import missing_extra
 
 
 def run_program(command: click.Command, screen: CommandOutput, argv: Sequence[str] | None = None) -> int:
@@ -35,11 +34,6 @@ def run_program(command: click.Command, screen: CommandOutput, argv: Sequence[st
     except (click.Abort, KeyboardInterrupt):
         screen.err.print("interrupted")
         return ExitCode.INTERRUPTED
-    except ModuleNotFoundError as error:
-        needed = missing_extra(error)
-        if needed is None:
-            raise
-        return screen.report_error(needed)
     except screen.reported_errors as error:
         if isinstance(error, BrokenPipeError) and _is_stdout_closed():  # the reader has closed the pipe
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

@@ -16,6 +16,7 @@ from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner, ReadItem
 from torch.distributed.checkpoint.storage import StorageReader, StorageWriter
 from torch.futures import Future
 
+from peerstore.optional_packages import optional_imports
 from tieredckpt.durable.retrying_store import open_store
 from tieredckpt.errors import CheckpointDamagedError, CheckpointDeletedError, UsageError
 from tieredckpt.format import object_keys
@@ -172,9 +173,7 @@ def _require_fsspec(url: str) -> None:
 
     scheme = urlsplit(url).scheme
     try:
-        fsspec.get_filesystem_class(scheme)
+        with optional_imports(f"a plain checkpoint on {scheme}://", "'tieredckpt[s3fs]'" if scheme == "s3" else ""):
+            fsspec.get_filesystem_class(scheme)
     except (ImportError, ValueError) as error:
-        raise UsageError(
-            f"plain checkpoints on {scheme}:// are written by DCP through fsspec: {error}. "
-            "For s3:// install tieredckpt[s3fs]"
-        ) from error
+        raise UsageError(str(error)) from error

@@ -14,6 +14,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO
 
+from peerstore.optional_packages import optional_imports
 from tieredckpt.durable.object_store import ObjectInfo, join_object_name, listable_folder
 from tieredckpt.errors import UsageError
 
@@ -349,9 +350,10 @@ def _open(url: str, options: Mapping[str, str]) -> tuple[Any, str]:
 
     scheme = url.partition("://")[0]
     try:
-        fs, root = fsspec.core.url_to_fs(url, **options)
+        with optional_imports(f"durable.url {url}"):
+            fs, root = fsspec.core.url_to_fs(url, **options)
     except ImportError as error:
-        raise UsageError(f"durable.url {url}: {error}") from error
+        raise UsageError(str(error)) from error
     except ValueError as error:
         raise UsageError(
             f"durable.url {url}: no file system is installed for {scheme}:// ({error}). Install the fsspec "

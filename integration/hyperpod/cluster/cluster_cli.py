@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import click
 from rich.console import Console
 
-from integration.hyperpod.cluster.node_health import NodeHealth
+from integration.hyperpod.job_resource import NodeHealth
 from tieredckpt.cli import LazyCommandGroup
 from tieredckpt.cli.command_output import CommandOutput, format_age, text_table
 from tieredckpt.cli.common_options import output_options, pass_output

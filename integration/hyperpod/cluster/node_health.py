@@ -14,23 +14,10 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from integration.hyperpod.job_resource import NODE_HEALTH_LABEL, NodeHealth
+from peerstore.optional_packages import optional_imports
 from tieredckpt.cli.exit_codes import CommandError, ExitCode
 from tieredckpt.event_log.event_types import FaultEvent, LogEvent, ProcessEnded
-
-NODE_HEALTH_LABEL = "sagemaker.amazonaws.com/node-health-status"
-
-
-class NodeHealth(enum.Enum):
-    """Values of the label, from best to worst."""
-
-    SCHEDULABLE = "Schedulable"
-    UNSCHEDULABLE = "Unschedulable"
-    PENDING_REBOOT = "UnschedulablePendingReboot"
-    PENDING_REPLACEMENT = "UnschedulablePendingReplacement"
-
-    @property
-    def severity(self) -> int:
-        return list(NodeHealth).index(self)
 
 
 class DeviceFaultKind(enum.Enum):
@@ -146,6 +133,8 @@ def is_worse_health(known: str | None, wanted: NodeHealth) -> bool:
 
 
 _MAX_ATTEMPTS = 5
+KUBERNETES_EXTRA = ("a connection to Kubernetes", "'tieredckpt[kubernetes]'")
+"""Arguments of :func:`~peerstore.optional_packages.optional_imports` for Kubernetes' client."""
 
 
 @dataclass(frozen=True)
@@ -190,7 +179,8 @@ class NodeHealthLabels:
 
 def connect_node_labels(context: str | None = None, kubeconfig: str | None = None) -> NodeHealthLabels:
     """Connect with the pod's service account, or with the configuration of ``kubectl``."""
-    from kubernetes import client, config
+    with optional_imports(*KUBERNETES_EXTRA):
+        from kubernetes import client, config
 
     try:
         if context is None and kubeconfig is None:

@@ -20,7 +20,9 @@ from rich.console import Console
 from elastic.demo import run_reference, shared_memory_directory, show_elastic_demo, summarize_demo
 from elastic.demo.scenario import DemoFailedError, ElasticDemo, losses_by_step
 from elastic.supervisor.memory_tier import MemoryTierProcess
+from integration.hyperpod.hyperpodrun import AGENT_INSTALL
 from integration.hyperpod.operator.sim_loop import SIM_DIRECTORY_ENV, SimDirectory
+from peerstore.optional_packages import missing_package_error
 from tieredckpt.demo import demo_environ, empty_demo_folder, kill_demo_node
 from tieredckpt.demo.local_s3 import local_bucket
 
@@ -31,7 +33,7 @@ def main(*, as_json: bool = False, keep: Path | None = None) -> int:
     ``keep`` is the folder of its files.
     """
     if importlib.util.find_spec("hyperpod_elastic_agent") is None:
-        print("the agent is not there: pip install --no-deps hyperpod-elastic-agent", file=sys.stderr)
+        print(missing_package_error("the demo", "hyperpod_elastic_agent", AGENT_INSTALL), file=sys.stderr)
         return 2
     console = Console(stderr=as_json, soft_wrap=True, highlight=False)
     keep = empty_demo_folder(keep or Path(tempfile.gettempdir()) / f"hyperpod-demo-{os.getuid()}")

@@ -30,13 +30,13 @@ from elastic.workers.process_groups import parse_store_address
 from elastic.workers.store_control_plane import StoreControlPlane, pauses_s
 from elastic.world.scaling_policy import ScalingPolicy
 from elastic.world.world_state import ErrorPosition, SealedStep
-from integration.hyperpod.elastic_agent.ipc import RequestedRestart
 from integration.hyperpod.elastic_agent.worker_client import (
     AgentWorker,
     JobStart,
     choose_restart_mode,
     repeat_offender_labels,
 )
+from integration.hyperpod.job_resource import RestartMode
 
 log = logging.getLogger(__name__)
 
@@ -281,9 +281,9 @@ class InProcessControlPlane:
 
     def _request_restart(self, reason: str) -> None:
         if not self._is_revoked and not self._asked:
-            self._report_to_agent(_WORLD_REASON, reason, RequestedRestart.IN_PROCESS)
+            self._report_to_agent(_WORLD_REASON, reason, RestartMode.IN_PROCESS)
 
-    def _report_to_agent(self, reason: str, message: str, mode: RequestedRestart) -> None:
+    def _report_to_agent(self, reason: str, message: str, mode: RestartMode) -> None:
         self._asked = True
         rank = int(self._environ.get("RANK", "0"))
         self._worker.report_fault(rank, mode, reason, message)

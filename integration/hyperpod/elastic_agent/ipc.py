@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import collections
 import contextlib
-import enum
 import fcntl
 import json
 import logging
@@ -57,18 +56,6 @@ RESTART_MESSAGES = frozenset({MSG_JOB_START, MSG_RANK_INFO, MSG_JOB_FAULT})
 """Messages that a worker with in-process restarts receives."""
 CHECKPOINT_MESSAGES = frozenset({MSG_CHECKPOINT_GET, MSG_INVALID})
 RECEIVED_MESSAGES = RESTART_MESSAGES | CHECKPOINT_MESSAGES
-
-
-class RequestedRestart(enum.Enum):
-    """Restart that a worker requests with a fault: the cheapest one that may help."""
-
-    IN_PROCESS = "in_process_restart"
-    """The processes remain and form a new world."""
-    PROCESS = "process_level_restart"
-    """The processes restart in the existing pods."""
-    JOB = "job_level_restart"
-    """Processes and pods restart."""
-
 
 AgentMessage = dict[str, Any]
 

@@ -27,9 +27,9 @@ from integration.hyperpod.elastic_agent.ipc import (
     AgentConnection,
     AgentMessage,
     DamagedFrameError,
-    RequestedRestart,
     shared_agent_connection,
 )
+from integration.hyperpod.job_resource import RestartMode
 
 log = logging.getLogger(__name__)
 
@@ -151,7 +151,7 @@ class AgentWorker:
             self._channel.send(ipc.MSG_PAST_BARRIER)
         return start, faults
 
-    def report_fault(self, rank: int, mode: RequestedRestart, reason: str, message: str = "") -> None:
+    def report_fault(self, rank: int, mode: RestartMode, reason: str, message: str = "") -> None:
         """Send a fault. After the return it reaches the agent even if this process exits."""
         fields = {
             "rank": rank,
@@ -265,19 +265,19 @@ REPEAT_OFFENDER_LABEL = "elastic-repeat-offender"
 
 def choose_restart_mode(
     policy: ScalingPolicy, starts: Sequence[float], now: float, *, final: bool = False
-) -> RequestedRestart:
+) -> RestartMode:
     """Return the restart to request. ``starts`` are the times of this process's in-process restarts.
 
     Times use the clock of ``now``. After too many restarts within the period, request new processes. A ``final`` fault
     would repeat in any process; the operator limits restarts of the whole job.
     """
     if final:
-        return RequestedRestart.JOB
+        return RestartMode.JOB
     limit = policy.num_restart_before_full_job_restart
     recent = [time_s for time_s in starts if now - time_s < policy.eval_period_s]
     if limit is not None and len(recent) >= limit:
-        return RequestedRestart.PROCESS
-    return RequestedRestart.IN_PROCESS
+        return RestartMode.PROCESS
+    return RestartMode.IN_PROCESS
 
 
 def repeat_offender_labels(policy: ScalingPolicy, faults: Sequence[float], now: float) -> Mapping[str, str]:

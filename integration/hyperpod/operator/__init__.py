@@ -15,6 +15,7 @@ complied. An operator killed between any two lines therefore resumes from its st
 runs this loop with agents on one machine, the controller of :mod:`integration.kubernetes` runs it with pods.
 """
 
+from integration.hyperpod.job_resource import JobSpec, JobSpecError, ReplicaGroup, RestartMode, parse_job_resource
 from integration.hyperpod.operator.decision import (
     DesiredPods,
     OperatorAction,
@@ -29,7 +30,6 @@ from integration.hyperpod.operator.decision import (
     StopRequest,
     UpdateAgent,
 )
-from integration.hyperpod.operator.job_spec import JobSpec, JobSpecError, ReplicaGroup, parse_job_resource
 from integration.hyperpod.operator.job_state import (
     JobCondition,
     JobFault,
@@ -39,7 +39,6 @@ from integration.hyperpod.operator.job_state import (
     resource_status,
 )
 from integration.hyperpod.operator.observed_pods import (
-    AgentRestartMode,
     AgentState,
     AgentStatus,
     ObservedJob,
@@ -49,7 +48,6 @@ from integration.hyperpod.operator.observed_pods import (
 from integration.hyperpod.operator.state_machine import decide_job
 
 __all__ = [
-    "AgentRestartMode",
     "AgentState",
     "AgentStatus",
     "DesiredPods",
@@ -67,6 +65,7 @@ __all__ = [
     "ReleasePod",
     "ReplacePod",
     "ReplicaGroup",
+    "RestartMode",
     "ShutdownAgent",
     "StartAgent",
     "StartRequest",

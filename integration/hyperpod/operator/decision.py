@@ -7,7 +7,7 @@ from typing import Any
 
 import msgspec
 
-from integration.hyperpod.operator.job_spec import JobSpec
+from integration.hyperpod.job_resource import JobSpec
 from integration.hyperpod.operator.job_state import JobCondition, JobPhase, JobState
 from integration.hyperpod.operator.observed_pods import AgentState, CheckpointProgress, ObservedJob, ObservedPod
 

@@ -11,9 +11,10 @@ import msgspec
 
 from elastic.world.peer_loss import blames_another_rank
 from elastic.world.scaling_policy import ScalingPolicy
+from integration.hyperpod.job_resource import RestartMode
 from integration.hyperpod.operator.decision import DecisionBuilder, agent_state_of
 from integration.hyperpod.operator.job_state import JobFault, JobPhase, JobState, NodeFaultRecord, TransitionCause
-from integration.hyperpod.operator.observed_pods import AgentRestartMode, AgentState, CheckpointProgress, ObservedPod
+from integration.hyperpod.operator.observed_pods import AgentState, CheckpointProgress, ObservedPod
 
 _STALE_S = 5.0
 """Seconds an agent may report the old version: it reports RUNNING before the new version."""
@@ -216,9 +217,9 @@ def _seconds(moment: str) -> float:
         return float("inf")
 
 
-def requested_restart_mode(members: Iterable[ObservedPod]) -> AgentRestartMode:
+def requested_restart_mode(members: Iterable[ObservedPod]) -> RestartMode:
     """Return the most severe restart mode that any member's agent reports, or ``IN_PROCESS``."""
-    mode = AgentRestartMode.IN_PROCESS
+    mode = RestartMode.IN_PROCESS
     for pod in members:
         if pod.agent_status is not None:
             mode = mode.at_least(pod.agent_status.restart_mode)
@@ -234,16 +235,16 @@ def in_current_period(state: JobState, policy: ScalingPolicy, now_s: float) -> J
 
 
 def count_restart(
-    state: JobState, policy: ScalingPolicy, mode: AgentRestartMode, now_s: float
-) -> tuple[JobState, AgentRestartMode, str]:
+    state: JobState, policy: ScalingPolicy, mode: RestartMode, now_s: float
+) -> tuple[JobState, RestartMode, str]:
     """Count one restart. Return the state, the final restart mode, and the exceeded limit ("" if none)."""
     state = in_current_period(state, policy, now_s)
     state = msgspec.structs.replace(state, restarts=state.restarts + 1)
     before_full = policy.num_restart_before_full_job_restart
-    if mode is AgentRestartMode.JOB or (before_full is not None and state.period_restarts >= before_full):
+    if mode is RestartMode.JOB or (before_full is not None and state.period_restarts >= before_full):
         full = state.period_full_restarts + 1
         state = msgspec.structs.replace(state, period_full_restarts=full, period_restarts=0)
-        mode = AgentRestartMode.JOB
+        mode = RestartMode.JOB
     else:
         state = msgspec.structs.replace(state, period_restarts=state.period_restarts + 1)
     return state, mode, _exceeded_limit(state, policy)

@@ -15,8 +15,8 @@ from typing import Any
 
 import msgspec
 
-from integration.hyperpod.operator.job_spec import JobSpec
-from integration.hyperpod.operator.observed_pods import AgentRestartMode, CheckpointProgress, ObservedJob
+from integration.hyperpod.job_resource import JobSpec, RestartMode
+from integration.hyperpod.operator.observed_pods import CheckpointProgress, ObservedJob
 
 
 class JobPhase(enum.Enum):
@@ -54,7 +54,7 @@ class JobFault(msgspec.Struct, frozen=True):
     ranks: tuple[int, ...]
     nodes: tuple[str, ...]
     at_s: float
-    mode: AgentRestartMode = AgentRestartMode.PROCESS
+    mode: RestartMode = RestartMode.PROCESS
 
 
 class NodeFaultRecord(msgspec.Struct, frozen=True):
@@ -126,7 +126,7 @@ class JobState(
     no_scale_up_until_s: float = 0.0
     scaling: ScalingState = ScalingState()
 
-    restart_mode: AgentRestartMode = AgentRestartMode.PROCESS
+    restart_mode: RestartMode = RestartMode.PROCESS
     """Mode of the current stop."""
     graceful: bool = False
     stop_escalated: tuple[str, ...] = ()
@@ -191,7 +191,7 @@ def _fault_status(fault: JobFault | None) -> dict[str, Any] | None:
     if fault is None:
         return None
     return {
-        "restartType": "JLR" if fault.mode is AgentRestartMode.JOB else "PLR",
+        "restartType": "JLR" if fault.mode is RestartMode.JOB else "PLR",
         "faultyInstanceIdList": list(fault.nodes),
         "faultyPodList": list(fault.pods),
         "faultyRankList": [str(rank) for rank in fault.ranks],

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 
 import msgspec
 
+from integration.hyperpod.job_resource import RestartMode
 from peerstore.message_codec import from_json
 
 
@@ -22,21 +23,6 @@ class AgentState(enum.Enum):
     SHUTDOWN = "shutdown"
 
 
-class AgentRestartMode(enum.Enum):
-    """Extent of a restart after a fault, least first, in the spelling of ``/stop`` and ``/status``."""
-
-    IN_PROCESS = "in_process_restart"
-    PROCESS = "process_level_restart"
-    JOB = "job_level_restart"
-
-    @property
-    def severity(self) -> int:
-        return list(AgentRestartMode).index(self)
-
-    def at_least(self, other: AgentRestartMode) -> AgentRestartMode:
-        return max(self, other, key=lambda mode: mode.severity)
-
-
 class CheckpointProgress(msgspec.Struct, frozen=True, rename="camel"):
     """The newest checkpoint under one prefix: its location and its step."""
 
@@ -50,7 +36,7 @@ class AgentStatus(msgspec.Struct, frozen=True):
     state: AgentState
     reason: str = ""
     message: str = ""
-    restart_mode: AgentRestartMode = AgentRestartMode.PROCESS
+    restart_mode: RestartMode = RestartMode.PROCESS
     version: str | None = None
     """The ``ipVersion`` of the last ``/start`` or ``/update`` received."""
     rank: int | None = None
@@ -66,11 +52,7 @@ class AgentStatus(msgspec.Struct, frozen=True):
     """Data of its workers, passed on unchanged."""
 
 
-class ObservedPod(
-    msgspec.Struct,
-    frozen=True,
-    kw_only=True,
-):
+class ObservedPod(msgspec.Struct, frozen=True, kw_only=True):
     """One observed pod. Its replacement has another name."""
 
     name: str
@@ -168,9 +150,9 @@ def _checked_text(text: str) -> str:
     return text
 
 
-def _restart_mode(text: str | None) -> AgentRestartMode:
+def _restart_mode(text: str | None) -> RestartMode:
     """Return the agent's mode or a worker's request. An unknown mode means a restart of the processes."""
     try:
-        return AgentRestartMode((text or "").lower())
+        return RestartMode((text or "").lower())
     except ValueError:
-        return AgentRestartMode.PROCESS
+        return RestartMode.PROCESS

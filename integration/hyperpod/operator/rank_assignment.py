@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from datetime import datetime, timezone
 
+from integration.hyperpod.job_resource import ReplicaGroup, RestartMode
 from integration.hyperpod.operator import fault_detection
 from integration.hyperpod.operator.decision import (
     DecisionBuilder,
@@ -14,9 +15,8 @@ from integration.hyperpod.operator.decision import (
     UpdateAgent,
     agent_state_of,
 )
-from integration.hyperpod.operator.job_spec import ReplicaGroup
 from integration.hyperpod.operator.job_state import JobPhase
-from integration.hyperpod.operator.observed_pods import AgentRestartMode, AgentState, ObservedPod
+from integration.hyperpod.operator.observed_pods import AgentState, ObservedPod
 
 
 def max_allowed_size(builder: DecisionBuilder) -> int:
@@ -43,7 +43,7 @@ def _is_waiting(pod: ObservedPod) -> bool:
     """
     if agent_state_of(pod) is AgentState.READY:
         return True
-    in_process = pod.agent_status is not None and pod.agent_status.restart_mode is AgentRestartMode.IN_PROCESS
+    in_process = pod.agent_status is not None and pod.agent_status.restart_mode is RestartMode.IN_PROCESS
     return in_process and agent_state_of(pod) is AgentState.INIT
 
 

@@ -19,9 +19,9 @@ from rich.markup import escape
 
 from elastic.cli.common import ElasticScreen
 from elastic.errors import ControlPlaneUnavailableError, PolicyError
+from integration.hyperpod.job_resource import JobSpec, NodeHealth, parse_job_resource
 from integration.hyperpod.operator.decision import OperatorEvent
 from integration.hyperpod.operator.elastic_agent_client import ElasticAgentClient
-from integration.hyperpod.operator.job_spec import JobSpec, parse_job_resource
 from integration.hyperpod.operator.job_state import JobPhase, resource_status
 from integration.hyperpod.operator.sim_loop import (
     SIM_DIRECTORY_ENV,
@@ -220,7 +220,7 @@ def sim_scale_command(screen: CommandOutput, /, *, replicas: str, job: str | Non
 @operator_sim_cli.command("fault")
 @click.argument("node")
 @click.option(
-    "--health", default="UnschedulablePendingReplacement", show_default=True, help="What the health label says."
+    "--health", default=NodeHealth.PENDING_REPLACEMENT.value, show_default=True, help="What the health label says."
 )
 @click.option("--healthy", is_flag=True, help="The node is schedulable again.")
 @click.option("--job", default=None, metavar="NAME", help="Which job. [default: the only one here]")

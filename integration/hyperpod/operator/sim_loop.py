@@ -19,9 +19,9 @@ import msgspec
 
 from elastic.control.run_directory import write_private_file
 from elastic.errors import ControlPlaneRefusedError, ControlPlaneUnavailableError, PolicyError
+from integration.hyperpod.job_resource import JobSpec
 from integration.hyperpod.operator.decision import OperatorDecision, OperatorEvent, ReleasePod, ReplacePod
 from integration.hyperpod.operator.elastic_agent_client import ElasticAgentClient
-from integration.hyperpod.operator.job_spec import JobSpec
 from integration.hyperpod.operator.job_state import JobState
 from integration.hyperpod.operator.observed_pods import ObservedJob, ObservedPod
 from integration.hyperpod.operator.sim_pods import PodProvider

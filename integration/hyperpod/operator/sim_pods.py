@@ -22,8 +22,8 @@ from typing import Any, NamedTuple, Protocol
 import msgspec
 
 from elastic.control.run_directory import write_private_file
+from integration.hyperpod.job_resource import JobSpec, JobSpecError, ReplicaGroup
 from integration.hyperpod.operator.decision import DesiredPods, OperatorEvent
-from integration.hyperpod.operator.job_spec import JobSpec, JobSpecError, ReplicaGroup
 from peerstore.daemon_process import ProcessIdentity, process_start_time
 from peerstore.message_codec import from_json
 from peerstore.network_addresses import split_address

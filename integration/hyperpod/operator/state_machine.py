@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterable, Mapping
 
 import msgspec
 
+from integration.hyperpod.job_resource import JobSpec, RestartMode
 from integration.hyperpod.operator import fault_detection, rank_assignment
 from integration.hyperpod.operator.decision import (
     DecisionBuilder,
@@ -19,9 +20,8 @@ from integration.hyperpod.operator.decision import (
     StopRequest,
     agent_state_of,
 )
-from integration.hyperpod.operator.job_spec import JobSpec
 from integration.hyperpod.operator.job_state import JobFault, JobPhase, JobState, TransitionCause
-from integration.hyperpod.operator.observed_pods import AgentRestartMode, AgentState, ObservedJob, ObservedPod
+from integration.hyperpod.operator.observed_pods import AgentState, ObservedJob, ObservedPod
 
 _IDLE_STATES = {AgentState.INIT, AgentState.READY}
 _RUNNING_STATES = {AgentState.RUNNING, AgentState.COMPLETED}
@@ -60,7 +60,7 @@ def handle_forming(builder: DecisionBuilder) -> None:
         rank_assignment.assign_ranks(builder, candidates[:size], candidates[size:])
         builder.enter_phase(JobPhase.RANKS_ASSIGNED)
         return
-    body = StopRequest(restart_mode=AgentRestartMode.PROCESS.value)
+    body = StopRequest(restart_mode=RestartMode.PROCESS.value)
     builder.add_actions(
         *(StopAgent(pod.name, body) for pod in builder.active_pods if agent_state_of(pod) in _RUNNING_STATES)
     )
@@ -108,11 +108,7 @@ def update_spares(builder: DecisionBuilder) -> None:
 
 def _wants_rank(builder: DecisionBuilder, pod: ObservedPod, states: set[AgentState]) -> bool:
     status = pod.agent_status
-    if (
-        status is None
-        or status.restart_mode is not AgentRestartMode.IN_PROCESS
-        or status.version == builder.state.version
-    ):
+    if status is None or status.restart_mode is not RestartMode.IN_PROCESS or status.version == builder.state.version:
         return False
     return status.state in states
 
@@ -250,7 +246,7 @@ def remediate_fault(builder: DecisionBuilder, fault: JobFault) -> None:
     before = builder.state
     mode = fault_detection.requested_restart_mode(builder.member_pods)
     if before.fault is not None or not before.members:
-        mode = mode.at_least(AgentRestartMode.PROCESS)
+        mode = mode.at_least(RestartMode.PROCESS)
     state, mode, beyond = fault_detection.count_restart(before, builder.spec.policy, mode, builder.now_s)
     builder.state = fault_detection.record_node_faults(state, builder.spec.policy, fault.nodes, builder.now_s)
     at_s = fault.at_s if before.fault is None else before.fault.at_s
@@ -270,7 +266,7 @@ def remediate_fault(builder: DecisionBuilder, fault: JobFault) -> None:
     builder.add_event("Restarting", f"restart {builder.state.restarts}, {mode.value}")
     _stop(builder, TransitionCause.FAULT, mode, target=len(before.members) or before.target)
     mark_replaced(
-        builder, [pod for pod in builder.observed.pods if mode is AgentRestartMode.JOB or _is_unusable(builder, pod)]
+        builder, [pod for pod in builder.observed.pods if mode is RestartMode.JOB or _is_unusable(builder, pod)]
     )
 
 
@@ -307,10 +303,10 @@ def stop_gracefully(builder: DecisionBuilder, cause: TransitionCause, why: str, 
 
 
 def _stop(
-    builder: DecisionBuilder, cause: TransitionCause, mode: AgentRestartMode, *, target: int, graceful: bool = False
+    builder: DecisionBuilder, cause: TransitionCause, mode: RestartMode, *, target: int, graceful: bool = False
 ) -> None:
-    if mode is AgentRestartMode.JOB and not builder.observed.can_replace:
-        mode = AgentRestartMode.PROCESS
+    if mode is RestartMode.JOB and not builder.observed.can_replace:
+        mode = RestartMode.PROCESS
     previous = builder.state.members or builder.state.previous_members
     builder.enter_phase(
         JobPhase.STOPPING,
@@ -377,7 +373,7 @@ def _stop_request(builder: DecisionBuilder) -> StopRequest:
 
 def _escalate_stop(builder: DecisionBuilder, pods: list[ObservedPod]) -> None:
     """Request a restart of the processes, once per pod: each request restarts them again."""
-    body = StopRequest(restart_mode=AgentRestartMode.PROCESS.value)
+    body = StopRequest(restart_mode=RestartMode.PROCESS.value)
     names = [pod.name for pod in pods if agent_state_of(pod) is AgentState.STOPPING]
     builder.add_actions(*(StopAgent(name, body) for name in names))
     builder.update_state(stop_escalated=(*builder.state.stop_escalated, *names))
@@ -389,7 +385,7 @@ def _finish_stop(builder: DecisionBuilder) -> None:
         return
     policy = builder.spec.policy
     if builder.state.cause is TransitionCause.FAULT and builder.state.fault is not None:
-        whole_job = builder.state.fault.mode is AgentRestartMode.JOB
+        whole_job = builder.state.fault.mode is RestartMode.JOB
         patience_s = max(policy.faulty_scale_down_timeout_s, policy.scaling_timeout_s if whole_job else 0.0)
         await_world_members(builder, TransitionCause.FAULT, patience_s=patience_s)
     else:
@@ -520,7 +516,7 @@ def _side_actions(builder: DecisionBuilder) -> list[OperatorAction]:
         reason = builder.state.fault.reason if builder.state.fault is not None else "replaced"
         actions += [ReplacePod(name, reason) for name in builder.state.replaced_pods if name in builder.pods]
     if builder.state.phase in _RANKED_PHASES:
-        body = StopRequest(restart_mode=AgentRestartMode.PROCESS.value)
+        body = StopRequest(restart_mode=RestartMode.PROCESS.value)
         idle = (pod for pod in builder.active_pods if pod.name not in builder.state.members)
         actions += [StopAgent(pod.name, body) for pod in idle if agent_state_of(pod) in _BUSY_STATES]
     return actions

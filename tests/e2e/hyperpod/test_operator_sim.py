@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import yaml
 
-from integration.hyperpod.operator import AgentRestartMode, JobPhase
+from integration.hyperpod.operator import JobPhase, RestartMode
 from integration.hyperpod.operator.sim_loop import SIM_DIRECTORY_ENV, SimDirectory, StoredSimulation
 from integration.hyperpod.operator.sim_pods import kill_pod_processes
 from tests.support.hyperpod_agents import ROOT, running_agents, wait_for_states
@@ -202,7 +202,7 @@ def test_in_process_ranks_are_assigned_and_restarted(tmp_path):
             (tmp_path / "crash").touch()
             second = operator.wait_running(2, after=first.epoch).state
             assert second.last_fault.reason == "Broken"
-            assert second.last_fault.mode is AgentRestartMode.IN_PROCESS
+            assert second.last_fault.mode is RestartMode.IN_PROCESS
             assert [(tmp_path / f"in-{second.epoch - 1}-2-{rank}").read_text() for rank in range(2)] == ranks
             (tmp_path / "finish").touch()
             assert operator.wait() == 0, operator.log()

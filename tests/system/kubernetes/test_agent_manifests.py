@@ -9,7 +9,11 @@ from pathlib import Path
 import pytest
 import yaml
 
-from integration.hyperpod.cluster.node_health import NODE_HEALTH_LABEL, NodeHealth, connect_node_labels, is_worse_health
+from integration.hyperpod.cluster.node_health import (
+    connect_node_labels,
+    is_worse_health,
+)
+from integration.hyperpod.job_resource import NODE_HEALTH_LABEL, NodeHealth
 from tests.support.kube_jobs import ROOT
 from tests.support.kube_server import ApiRefusedError, KubeClient, add_node
 from tieredckpt.cli.exit_codes import CommandError, ExitCode

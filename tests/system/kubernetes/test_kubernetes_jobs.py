@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from integration.hyperpod.operator import AgentRestartMode
+from integration.hyperpod.operator import RestartMode
 from integration.kubernetes.resource_status import load_job_state
 from tests.support import kube_recoverable
 from tests.support.kube_jobs import RunningJob
@@ -133,7 +133,7 @@ def test_in_process_ranks_recover_without_new_pods_or_processes(job: RunningJob,
     state = load_job_state(kube.get(job.path))
     assert state is not None
     assert state.last_fault is not None
-    assert state.last_fault.mode is AgentRestartMode.IN_PROCESS
+    assert state.last_fault.mode is RestartMode.IN_PROCESS
     assert "ZeroDivisionError" in state.last_fault.message
     assert "1" in job.status()["latestFaultyPodInstanceList"]["faultyRankList"]
 

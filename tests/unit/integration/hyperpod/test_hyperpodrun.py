@@ -84,11 +84,13 @@ def test_config_directory_with_a_comma_is_refused(agent):
     assert not agent.ran
 
 
-def test_missing_agent_package_names_the_command_to_install_it(monkeypatch):
+def test_missing_agent_package_names_the_command_to_install_it(monkeypatch, capsys):
     monkeypatch.setitem(sys.modules, "hyperpod_elastic_agent", None)
     monkeypatch.delitem(sys.modules, "hyperpod_elastic_agent.run", raising=False)
-    with pytest.raises(SystemExit, match="pip install"):
+    with pytest.raises(SystemExit) as caught:
         hyperpodrun.main(["train.py"])
+    assert caught.value.code == 2
+    assert "pip install" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
@@ -99,11 +101,12 @@ def test_missing_agent_package_names_the_command_to_install_it(monkeypatch):
         ("uvicorn", 'pip install fastapi==0.131.0 "uvicorn[standard]" psutil'),
     ],
 )
-def test_missing_package_is_named_for_installation(monkeypatch, missing, advice):
+def test_missing_package_is_named_for_installation(monkeypatch, capsys, missing, advice):
     def without(_):
         raise ModuleNotFoundError(f"No module named {missing!r}", name=missing)
 
     monkeypatch.setattr(hyperpodrun.importlib, "import_module", without)
     with pytest.raises(SystemExit) as caught:
         hyperpodrun.main([])
-    assert str(caught.value).endswith(advice)
+    assert caught.value.code == 2
+    assert capsys.readouterr().err.endswith(f": {advice}\n")

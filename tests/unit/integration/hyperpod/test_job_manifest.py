@@ -15,11 +15,9 @@ from integration.hyperpod.job_manifest import (
     JobManifestError,
     MemoryLocation,
     TrainingJob,
-    elastic_policy,
-    is_elastic,
     job_manifest,
 )
-from integration.hyperpod.operator.job_spec import parse_job_resource
+from integration.hyperpod.job_resource import JobSpecError, parse_job_resource, write_elastic_policy, write_job_resource
 from tests.support.example_counts import examples
 from tieredckpt.settings import Settings, load_settings, settings_from_mapping
 
@@ -189,7 +187,7 @@ def test_aws_models_reject_unknown_fields():
 def test_policy_round_trips_through_the_manifest(policy):
     document = job_manifest(TrainingJob(name="llama", image="i", command=RUN, policy=policy))
     run = document["spec"]["runPolicy"]
-    if not is_elastic(policy):
+    if not len(policy.sizes) > 1:
         assert "elasticPolicy" not in document["spec"]
         assert "maxReplicas" not in document["spec"]["replicaSpecs"][0]
         return
@@ -203,7 +201,7 @@ def test_policy_round_trips_through_the_manifest(policy):
         if key not in restart
     }
     again = policy_from_keys(
-        elastic_policy(policy),
+        write_elastic_policy(policy),
         restart,
         job_max_retry_count=run.get("jobMaxRetryCount"),
         startup_timeout_s=policy.startup_timeout_s,
@@ -219,14 +217,61 @@ def test_policy_round_trips_through_the_manifest(policy):
 @given(policies())
 def test_the_reference_operator_reads_the_same_job(policy):
     job = parse_job_resource(job_manifest(TrainingJob(name="llama", image="i", command=RUN, policy=policy, spares=1)))
-    assert job.elastic is is_elastic(policy)
-    assert job.policy.sizes == (policy.sizes if is_elastic(policy) else (policy.smallest_size,))
+    assert job.elastic is (len(policy.sizes) > 1)
+    assert job.policy.sizes == (policy.sizes if len(policy.sizes) > 1 else (policy.smallest_size,))
     assert job.policy.initial_nodes == policy.smallest_size
     assert job.spares == 1
     names = ["eval_period_s", "num_restart_before_full_job_restart", "max_full_job_restarts", "job_max_retry_count"]
-    if is_elastic(policy):
+    if len(policy.sizes) > 1:
         names += ["scaling_timeout_s", "graceful_shutdown_timeout_s", "faulty_scale_down_timeout_s"]
     assert [getattr(job.policy, name) for name in names] == [getattr(policy, name) for name in names]
+
+
+@settings(max_examples=examples(40))
+@given(jobs())
+def test_parsed_resource_is_written_unchanged(job):
+    document = job_manifest(job)
+    metadata = document["metadata"]
+    again = write_job_resource(
+        parse_job_resource(document), namespace=metadata["namespace"], labels=metadata.get("labels")
+    )
+    assert again == document
+
+
+def test_every_field_of_the_run_policy_is_written_and_parsed():
+    document = job_manifest(TrainingJob(name="llama", image="i", command=RUN))
+    document["spec"]["runPolicy"] |= {
+        "cleanPodPolicy": "All",
+        "suspend": True,
+        "jobMaxRetryCount": 0,
+        "startupDeadlineSeconds": 1,
+        "activeDeadlineSeconds": 2,
+        "faultDeadlineSeconds": 3,
+        "ttlSecondsAfterFinished": 60,
+        "logMonitoringConfiguration": [{"name": "a", "logPattern": "x", "faultOnMatch": True}],
+    }
+    assert write_job_resource(parse_job_resource(document)) == document
+
+
+@pytest.mark.parametrize(
+    ("rule", "text"),
+    [
+        ({"name": "a", "logPattern": "x", "pattern": "y"}, "log rule a: pattern is unknown"),
+        ({"logPattern": "x"}, "log rule without a name: name is missing"),
+        ({"name": "a", "logPattern": "x", "operator": "near"}, "log rule a: operator is none of gt, lt"),
+        ({"name": "a", "logPattern": "x", "metricThreshold": True}, "metricThreshold is True, must be int"),
+        ({"name": "a", "logPattern": "x", "faultOnMatch": 1}, "faultOnMatch is 1, must be bool"),
+    ],
+)
+def test_wrong_log_rule_has_the_same_error_in_both_directions(rule, text):
+    with pytest.raises(JobManifestError) as written:
+        TrainingJob(name="llama", image="i", command=RUN, log_rules=[rule])
+    document = job_manifest(TrainingJob(name="llama", image="i", command=RUN))
+    document["spec"]["runPolicy"]["logMonitoringConfiguration"] = [rule]
+    with pytest.raises(JobSpecError) as parsed:
+        parse_job_resource(document)
+    assert text in str(written.value)
+    assert text in str(parsed.value)
 
 
 def environment(document):

@@ -10,13 +10,13 @@ from typing import Any
 
 import pytest
 
+from integration.hyperpod.job_resource import NODE_HEALTH_LABEL
 from integration.hyperpod.operator import JobPhase
 from integration.hyperpod.operator.elastic_agent_client import AgentReply
 from integration.kubernetes.api_client import ApiServerClient
 from integration.kubernetes.cached_client import CachedApiClient, NodeHealthCache
 from integration.kubernetes.controller import JobController
 from integration.kubernetes.errors import ResourceConflictError
-from integration.kubernetes.labels import NODE_HEALTH_STATUS_LABEL
 from integration.kubernetes.pods import ReplicaSlot, build_pod
 from integration.kubernetes.reconciler import JobReconciler
 from integration.kubernetes.resource_status import load_job_state
@@ -289,7 +289,7 @@ def test_unhealthy_node_is_left(running: Running) -> None:
     running.create("llama")
     running.until(lambda: running.runs("llama"), "it runs")
     bad = running.api.get("pods", running.state("llama").members[0])
-    node = {"metadata": {"name": bad["spec"]["nodeName"], "labels": {NODE_HEALTH_STATUS_LABEL: "Unschedulable"}}}
+    node = {"metadata": {"name": bad["spec"]["nodeName"], "labels": {NODE_HEALTH_LABEL: "Unschedulable"}}}
     running.api.put("nodes", node)
     running.until(lambda: running.runs("llama", restarts=1), "it runs elsewhere")
     assert running.state("llama").last_fault.reason == "NodeFault"

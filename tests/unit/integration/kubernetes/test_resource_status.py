@@ -7,11 +7,11 @@ import json
 import pytest
 
 from integration.hyperpod.operator import (
-    AgentRestartMode,
     JobCondition,
     JobFault,
     JobPhase,
     JobState,
+    RestartMode,
     parse_job_resource,
 )
 from integration.kubernetes.pods import observe_job
@@ -35,7 +35,7 @@ STATE = JobState(
     restarts=3,
     last_fault=JobFault(
         reason="WorkerCrash", message="", pods=("llama-workers-1",), ranks=(1,), nodes=("n1",), at_s=1.0,
-        mode=AgentRestartMode.JOB,
+        mode=RestartMode.JOB,
     ),
     conditions=(JobCondition("Running", status=True, reason="Running", message="all of them", at_s=1_700_000_001.5),),
 )  # fmt: skip

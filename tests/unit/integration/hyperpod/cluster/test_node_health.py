@@ -16,10 +16,8 @@ from elastic.workers.in_process_restart import run_within
 from elastic.workers.rank_timeline import RankTimeline
 from integration.hyperpod.cluster import node_health
 from integration.hyperpod.cluster.node_health import (
-    NODE_HEALTH_LABEL,
     DeviceFault,
     DeviceFaultKind,
-    NodeHealth,
     NodeHealthLabels,
     NodeHealthRule,
     classify_device_fault,
@@ -27,6 +25,7 @@ from integration.hyperpod.cluster.node_health import (
     health_after_faults,
     is_worse_health,
 )
+from integration.hyperpod.job_resource import NODE_HEALTH_LABEL, NodeHealth
 from tieredckpt.cli import main
 from tieredckpt.cli.exit_codes import CommandError, ExitCode
 from tieredckpt.event_log import read_event_log

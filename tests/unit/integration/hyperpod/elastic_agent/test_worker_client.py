@@ -18,7 +18,6 @@ from integration.hyperpod.elastic_agent.environment import AGENT_MODE_ENV, AGENT
 from integration.hyperpod.elastic_agent.ipc import (
     AgentConnection,
     DamagedFrameError,
-    RequestedRestart,
     encode_agent_frame,
 )
 from integration.hyperpod.elastic_agent.worker_client import (
@@ -29,6 +28,7 @@ from integration.hyperpod.elastic_agent.worker_client import (
     repeat_offender_labels,
     wait_rank,
 )
+from integration.hyperpod.job_resource import RestartMode
 from tests.support.control_planes import start_all
 from tests.support.hyperpod_socket import agent_listener
 from tests.support.local_nodes import wait_until
@@ -97,7 +97,7 @@ def test_start_repeated_to_another_channel_is_begun_once(both):
     agent.send(ipc.MSG_JOB_START, client_id=other.client, worker_envs=envs(1), aggregate_worker_data={"rank_ips": []})
     agent.send(ipc.MSG_RANK_INFO, worker_envs=envs(2))
     wait_until(lambda: worker.wait_for_rank_info().restart_count == 2)
-    worker.report_fault(8, RequestedRestart.PROCESS, "WorkerFault")
+    worker.report_fault(8, RestartMode.PROCESS, "WorkerFault")
     again = start_all(lambda: worker.wait_at_barrier(timeout_s=PATIENCE_S))
     assert [agent.receive()["type"] for _ in range(2)] == [ipc.MSG_JOB_FAULT, ipc.MSG_AT_BARRIER]
     assert not again[0].done()
@@ -195,7 +195,7 @@ def test_silent_agent_that_reads_is_awaited(both, monkeypatch):
 
 def test_fault_report_carries_the_restart_mode_and_is_sent_on_return(both):
     worker, agent = both
-    worker.report_fault(8, RequestedRestart.PROCESS, "WorkerFault", "x" * 100_000)
+    worker.report_fault(8, RestartMode.PROCESS, "WorkerFault", "x" * 100_000)
     said = agent.receive()
     assert (said["type"], said["rank"], said["restart_mode"]) == ("job_fault", 8, "process_level_restart")
     assert len(said["message"]) < 10_000
@@ -322,12 +322,12 @@ def test_rank_of_a_spare_follows_the_last_rank():
 def test_restart_mode_escalates_with_repeated_restarts():
     policy = ScalingPolicy(num_restart_before_full_job_restart=3, eval_period_s=100)
     asked = [choose_restart_mode(policy, range(count), 10.0) for count in range(5)]
-    assert asked == [RequestedRestart.IN_PROCESS] * 3 + [RequestedRestart.PROCESS] * 2
-    assert choose_restart_mode(policy, range(5), 104.5) is RequestedRestart.IN_PROCESS  # long ago
-    assert choose_restart_mode(policy, [], 0.0, final=True) is RequestedRestart.JOB
+    assert asked == [RestartMode.IN_PROCESS] * 3 + [RestartMode.PROCESS] * 2
+    assert choose_restart_mode(policy, range(5), 104.5) is RestartMode.IN_PROCESS  # long ago
+    assert choose_restart_mode(policy, [], 0.0, final=True) is RestartMode.JOB
     assert (
         choose_restart_mode(ScalingPolicy(num_restart_before_full_job_restart=None), range(99), 99)
-        is RequestedRestart.IN_PROCESS
+        is RestartMode.IN_PROCESS
     )
 
 

@@ -16,8 +16,8 @@ import yaml
 import integration.hyperpod.demo
 from elastic.errors import PolicyError
 from integration.hyperpod.operator import (
-    AgentRestartMode,
     AgentState,
+    RestartMode,
     ShutdownAgent,
     StartRequest,
     StopAgent,
@@ -75,7 +75,7 @@ def test_answer_with_unknown_fields_is_read(agent):
     assert heard.error == ""
     answer = heard.status
     assert (answer.state, answer.rank, answer.version) == (AgentState.RUNNING, 1, "v+3")
-    assert answer.restart_mode is AgentRestartMode.IN_PROCESS
+    assert answer.restart_mode is RestartMode.IN_PROCESS
     assert answer.progress["p"].progress_count == 4
 
 
@@ -163,7 +163,7 @@ def test_demo_job_is_valid_for_aws():
         ),
         (
             {"replicaSpecs": [{"name": "a", "replicas": 1}], "runPolicy": {"logMonitoringConfiguration": [{"x": 1}]}},
-            "no name and no logPattern",
+            "name is missing; .*logPattern is missing",
         ),
         (
             {"replicaSpecs": [{"name": "a", "replicas": 1}], "elasticPolicy": {"minReplicas": 1, "maxReplicas": 9}},

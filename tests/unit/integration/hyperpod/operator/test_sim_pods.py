@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
+from integration.hyperpod.job_resource import parse_job_resource
 from integration.hyperpod.operator import sim_pods
 from integration.hyperpod.operator.decision import DesiredPods
-from integration.hyperpod.operator.job_spec import parse_job_resource
 from integration.hyperpod.operator.sim_pods import LocalPods
 from tieredckpt.settings import load_yaml
 

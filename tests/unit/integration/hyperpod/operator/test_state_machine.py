@@ -8,11 +8,11 @@ import msgspec
 import pytest
 
 from integration.hyperpod.operator import (
-    AgentRestartMode,
     JobPhase,
     JobSpec,
     JobState,
     ReplacePod,
+    RestartMode,
     StartAgent,
     StopAgent,
     UpdateAgent,
@@ -105,7 +105,7 @@ def test_a_fault_stops_all_and_starts_all_again(in_process):
     ports = {one.starts[0][1].master_port for one in cluster.members}
     cluster.members[1].fail("LogHang_JobHang")
     cluster.run_until(lambda: cluster.is_running(2) and cluster.state.restarts)
-    mode = AgentRestartMode.IN_PROCESS if in_process else AgentRestartMode.PROCESS
+    mode = RestartMode.IN_PROCESS if in_process else RestartMode.PROCESS
     for one in cluster.members:
         assert [body.restart_mode for _, body in one.stops] == [mode.value]
         assert len(one.starts) == 2
@@ -329,14 +329,14 @@ def test_fault_during_remediation_takes_new_processes():
         one.fail()
     cluster.run_until(lambda: cluster.is_running(2))
     modes = [body.restart_mode for _, body in cluster.members[0].stops]
-    assert modes[0] == AgentRestartMode.IN_PROCESS.value
-    assert AgentRestartMode.PROCESS.value in modes[1:]
+    assert modes[0] == RestartMode.IN_PROCESS.value
+    assert RestartMode.PROCESS.value in modes[1:]
 
 
 def test_worker_may_request_a_stronger_restart():
     cluster = running(job(2), 2, in_process=True)
     cluster.members[1].fail()
-    cluster.members[1].asks = AgentRestartMode.JOB
+    cluster.members[1].asks = RestartMode.JOB
     before = {one.name for one in cluster.members}
     cluster.run_until(lambda: cluster.is_running(2) and cluster.state.restarts)
     assert before.isdisjoint(cluster.state.members)
@@ -390,7 +390,7 @@ def test_full_restart_without_new_pods_restarts_all_processes():
     cluster.run_cycle()
     cluster.run_until(lambda: cluster.is_running(2))
     assert cluster.state.members == before
-    assert [body.restart_mode for _, body in cluster.members[1].stops] == [AgentRestartMode.PROCESS.value]
+    assert [body.restart_mode for _, body in cluster.members[1].stops] == [RestartMode.PROCESS.value]
     assert cluster.state.period_full_restarts == 1
 
 
@@ -414,7 +414,7 @@ def test_agent_that_does_not_stop_is_stopped_harder_and_then_replaced():
     cluster.run_until(lambda: cluster.is_running(2) and cluster.state.restarts, turns=600)
     assert stuck.gone
     modes = [body.restart_mode for _, body in stuck.stops]
-    assert modes == [AgentRestartMode.IN_PROCESS.value, AgentRestartMode.PROCESS.value]
+    assert modes == [RestartMode.IN_PROCESS.value, RestartMode.PROCESS.value]
 
 
 # -- sizes ------------------------------------------------------------------------------------------------------------

@@ -1,0 +1,154 @@
+"""Every command and public entry that needs a package of an extra, in a process that cannot import the package."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+CONFIG = '{"model_type": "gpt2", "n_embd": 8, "n_layer": 1, "n_head": 1, "vocab_size": 16}'
+BLOCK = """
+import os, sys
+
+sys.modules.update(dict.fromkeys(os.environ["BLOCKED_PACKAGES"].split()))
+"""
+
+
+def install(package, extra):
+    return f"needs the {package} package: pip install {extra}"
+
+
+KUBERNETES = "a connection to Kubernetes " + install("kubernetes", "'tieredckpt[kubernetes]'")
+FINETUNE = "fine-tuning " + install("transformers", "'tieredckpt[finetune]'")
+NIXL = "the nixl transport " + install("nixl", "'tieredckpt[nixl]'")
+S3FS = "a plain checkpoint on s3:// " + install("s3fs", "'tieredckpt[s3fs]'")
+GCSFS = "a plain checkpoint on gs:// " + install("gcsfs", "gcsfs")
+HDFS = "durable.url hdfs://h/x " + install("pyarrow", "pyarrow")
+LIGHTNING = "integration.lightning " + install("lightning", "'tieredckpt[lightning]'")
+TRANSFORMERS = "integration.transformers " + install("transformers", "'tieredckpt[transformers]'")
+AGENT = install("hyperpod_elastic_agent", "--no-deps hyperpod-elastic-agent")
+AGENT_SERVER = install("fastapi", 'fastapi==0.131.0 "uvicorn[standard]" psutil')
+
+
+@pytest.fixture
+def run_without(tmp_path):
+    """Return a function that runs ``python WORDS`` without some packages, and returns code, stdout and stderr."""
+    (tmp_path / "blocked").mkdir()
+    (tmp_path / "blocked" / "sitecustomize.py").write_text(BLOCK)
+    (tmp_path / "config.json").write_text(CONFIG)
+    (tmp_path / "data.jsonl").write_text('{"input_ids": [1, 2, 3]}\n')
+    root = Path(__file__).parents[3]
+
+    def run(packages, *words):
+        environ = {name: value for name, value in os.environ.items() if not name.startswith("TIEREDCKPT_")}
+        environ |= {
+            "PYTHONPATH": f"{tmp_path / 'blocked'}:{root}",
+            "BLOCKED_PACKAGES": packages,
+            "ELASTIC_SECRET": "s" * 32,
+        }
+        done = subprocess.run(
+            [sys.executable, *words], cwd=tmp_path, env=environ, capture_output=True, text=True, timeout=120
+        )
+        return done.returncode, done.stdout, done.stderr
+
+    return run
+
+
+@pytest.mark.parametrize(
+    ("packages", "words", "text"),
+    [
+        ("kubernetes", "-m integration.kubernetes.controller -A", f"hyperpod-controller: {KUBERNETES}"),
+        ("kubernetes", "-m tieredckpt cluster node-health n1", f"tieredckpt: {KUBERNETES}"),
+        (
+            "kubernetes",
+            "-m elastic coordinator --job j --listen :0 --leadership kubernetes://ns/job",
+            f"elastic: {KUBERNETES}",
+        ),
+        ("kubernetes", "-m elastic run --coordinator kubernetes://ns/job train.py", f"elastic: {KUBERNETES}"),
+        ("transformers", "-m elastic finetune --config config.json --data data.jsonl", f"elastic: {FINETUNE}"),
+        (
+            "transformers",
+            "-m integration.finetune.worker --config config.json --data data.jsonl",
+            f"finetune: {FINETUNE}",
+        ),
+        ("nixl_cu12 nixl_cu13", "-m tieredckpt agent run --dir a --transport nixl", f"tieredckpt: {NIXL}"),
+        ("hyperpod_elastic_agent", "-m integration.hyperpod.hyperpodrun train.py", f"hyperpodrun {AGENT}"),
+        ("hyperpod_elastic_agent", "-m integration.hyperpod.demo", f"the demo {AGENT}"),
+        ("fastapi", "-m integration.hyperpod.hyperpodrun train.py", f"hyperpodrun {AGENT_SERVER}"),
+    ],
+)
+def test_command_names_the_missing_package_in_one_line(run_without, packages, words, text):
+    code, out, err = run_without(packages, *words.split())
+    assert (code, out, err) == (2, "", f"{text}\n")
+
+
+def test_missing_package_is_an_error_in_json(run_without):
+    code, out, _ = run_without("kubernetes", "-m", "tieredckpt", "cluster", "node-health", "n1", "--json")
+    error = json.loads(out)["error"]
+    assert (code, error["exit"], error["kind"], error["message"]) == (2, 2, "MissingPackageError", KUBERNETES)
+
+
+ENTRIES = {
+    LIGHTNING: ("lightning", "integration.lightning", "integration.lightning.trainer_plugins"),
+    TRANSFORMERS: ("transformers", "integration.transformers"),
+    KUBERNETES: (
+        "kubernetes",
+        "integration.kubernetes.api_client:connect_api_server()",
+        "integration.kubernetes.api_client:connected('config')",
+        "integration.hyperpod.cluster.node_health:connect_node_labels()",
+    ),
+    NIXL: ("nixl_cu12 nixl_cu13", "peerstore.transport.nixl:NixlTransport()"),
+    S3FS: (
+        "s3fs",
+        "tieredckpt.dcp.plain_checkpoints:plain_reader(DurableSettings(url='s3://b/x'), 'job', 1)",
+        "tieredckpt.dcp.plain_checkpoints:plain_writer(DurableSettings(url='s3://b/x'), 'job', 1)",
+    ),
+    GCSFS: ("gcsfs", "tieredckpt.dcp.plain_checkpoints:plain_writer(DurableSettings(url='gs://b/x'), 'job', 1)"),
+    HDFS: ("pyarrow", "tieredckpt.durable.filesystem_backends:FsspecBackend('hdfs://h/x', {})"),
+}
+CALL_ENTRIES = """
+import importlib, sys
+from tieredckpt.settings import DurableSettings
+
+for entry in sys.argv[1:]:
+    module, _, call = entry.partition(":")
+    try:
+        found = importlib.import_module(module)
+        eval(call, {**vars(found), "DurableSettings": DurableSettings})
+    except Exception as error:
+        print(type(error).__name__, error, sep=": ")
+"""
+
+
+@pytest.mark.parametrize("text", ENTRIES)
+def test_public_entry_raises_one_line(run_without, text):
+    packages, *entries = ENTRIES[text]
+    kind = "UsageError" if text in {S3FS, GCSFS, HDFS} else "MissingPackageError"
+    code, out, err = run_without(packages, "-c", CALL_ENTRIES, *entries)
+    assert (code, out, err) == (0, f"{kind}: {text}\n" * len(entries), "")
+
+
+SHOW_HELP = """
+import integration.finetune.worker, integration.hyperpod.operator.sim_cli, integration.kubernetes.controller
+import elastic.cli, tieredckpt.cli
+
+codes = [
+    tieredckpt.cli.main(["--help"]), tieredckpt.cli.main(["cluster", "node-health", "--help"]),
+    tieredckpt.cli.main(["export", "--help"]), tieredckpt.cli.main(["agent", "run", "--help"]),
+    elastic.cli.main(["--help"]), elastic.cli.main(["finetune", "--help"]), elastic.cli.main(["recipe", "--help"]),
+    integration.kubernetes.controller.main(["--help"]), integration.hyperpod.operator.sim_cli.main(["--help"]),
+    integration.finetune.worker.main(["--help"]),
+]
+assert not any(codes), codes
+"""
+
+
+def test_help_needs_no_extra(run_without):
+    packages = (
+        "kubernetes transformers accelerate safetensors lightning nixl_cu12 nixl_cu13 s3fs hyperpod_elastic_agent"
+    )
+    code, out, err = run_without(packages, "-c", SHOW_HELP)
+    assert (code, err) == (0, "")
+    assert out.count("sage: ") == 10
