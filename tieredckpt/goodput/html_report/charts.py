@@ -199,10 +199,10 @@ def timeline_section(one: Analysis) -> Markup:
     )
     there = {display_kind(interval) for interval in one.timeline}
     marks = element("span", element("i", class_="k f-detect"), "▼ fault") if one.faults else None
-    note = "Ranks of the world, by what they were at; faults are marked above."
+    note = "Number of ranks, colored by their activity. Triangles mark faults."
     if not exact:
         each = duration_text(seconds / _TIMELINE_COLUMNS)
-        note += f" Each column is {each} of the job: it is divided as that time was."
+        note += f" Each column covers {each} of the job and is divided by activity."
     if one.unprotected:
         note += " The line along the bottom: newer saves were not protected."
     return report_section(

@@ -84,7 +84,7 @@ def _tiles(one: Analysis) -> list[tuple[str, str, MarkupPart, MarkupPart]]:
             data_value(percent_text(one.goodput), one.goodput),
             "of all ranks' time made steps that count",
         ),
-        ("", "ETTR", data_value(percent_text(one.ettr), one.ettr), "of the time did, with whatever ranks there were"),
+        ("", "ETTR", data_value(percent_text(one.ettr), one.ettr), "of the time was spent in steps that count"),
         ("bad" if one.faults else "good", "faults", data_value(f"{one.faults:,}", one.faults), between),
     ]
     if took:
@@ -233,7 +233,10 @@ def recoveries_section(one: Analysis) -> Markup:
     parts.append(color_legend({stage_kind(name) for transition in transitions for name in transition.stages}))
     parts.append(stage_table(one, TimeCategory.RECOVERY))
     return report_section(
-        "recoveries", title, parts, note=f"{note}. Each bar is one, by what its slowest ranks were at."
+        "recoveries",
+        title,
+        parts,
+        note=f"{note}. Each bar is one recovery, divided by the stages of its slowest ranks.",
     )
 
 
