@@ -37,6 +37,7 @@ from _pytest.runner import CallInfo, TestReport
 
 from tests.support import forked_starts, zygote
 from tests.support.flaky import RetryFailed
+from tests.support.huge_pages import collapse_private_memory
 
 _END_S = 30.0
 _SECONDS = "workers/seconds"
@@ -313,6 +314,7 @@ class _Session:
             forked_starts.prepare()
         gc.collect()
         gc.freeze()  # what all workers share stays shared
+        collapse_private_memory()
         try:
             self._run(min(self._count, len(self._session.items)))
             if not self._is_stopping and not self._queue:

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 
 from tests.nightly.record import FlakyTest
 from tests.support.flaky import RECORD
+from tests.support.huge_pages import collapse_private_memory
 from tests.support.revision import revision
 from tests.support.workers import TIMED, Concurrency, Queue, Unit, make_units
 
@@ -335,3 +336,10 @@ def test_retry_failed_requires_workers(tmp_path):
     done = run_in(tmp_path, "--retry-failed", "5")
     assert done.returncode == 4
     assert "--retry-failed N requires --workers N" in done.stderr
+
+
+def test_memory_in_huge_pages_is_unchanged():
+    bits = os.urandom(32 << 20)
+    before = bytes(memoryview(bits)[::-1])
+    collapse_private_memory()
+    assert bits == before[::-1]
