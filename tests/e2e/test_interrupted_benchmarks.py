@@ -78,6 +78,7 @@ def test_a_signal_is_passed_on(tmp_path):
     assert processes_about(tmp_path) == []
 
 
+@pytest.mark.nightly
 def test_an_interrupted_benchmark_leaves_nothing(tmp_path):
     before = set(SHM.glob("tieredckpt-bench-*"))
     small = ("--only", "P13", "--size", "16MiB", "--rounds", "1", "--out", str(tmp_path / "raw.json"))

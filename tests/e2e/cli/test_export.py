@@ -314,7 +314,9 @@ def export_and_measure(say, name, url, place, kind):
     return (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) << 10
 
 
-@pytest.mark.parametrize("kind", ["safetensors", "torch", "hf", "dcp"])
+@pytest.mark.parametrize(
+    "kind", ["safetensors", *(pytest.param(kind, marks=pytest.mark.nightly) for kind in ("torch", "hf", "dcp"))]
+)
 def test_export_peak_memory_is_about_a_single_tensor(agent_dir, durable, tmp_path, zygote, kind):
     job = CheckpointJob(agent_dir, durable)
     with job.checkpointer() as ckpt:

@@ -276,7 +276,7 @@ def restore_newest(say, job):
     return (None, []) if newest(job) is None else Rank().load(job, None, "reader")
 
 
-@pytest.mark.parametrize("seed", range(2))
+@pytest.mark.parametrize("seed", [0, pytest.param(1, marks=pytest.mark.nightly)])
 def test_random_history_of_incarnations_is_consistent(agent_dir, zygote, monkeypatch, tmp_path, seed):
     monkeypatch.setenv("TIEREDCKPT_AGENT_SLOTS_PER_RANK", "64")
     run_history(zygote, seed, tmp_path, worlds=2, length=8)

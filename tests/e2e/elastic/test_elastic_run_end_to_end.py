@@ -8,7 +8,7 @@ from tests.support.elastic_runs import kill
 from tests.support.local_nodes import wait_until
 from tests.support.training_runs import assert_each_sample_once, assert_same_results, committed_steps
 
-pytestmark = pytest.mark.e2e
+pytestmark = [pytest.mark.e2e, pytest.mark.nightly]  # test_loop_under_elastic_run.py is the short case
 
 TOTAL = 24
 

@@ -117,6 +117,6 @@ def test_disabled_tier_starts_no_agent(node, agent_dir):
 def test_invalid_config_flag_ends_the_agent_with_a_message(node):
     process = node(Mode="Enable", InstanceMemoryAllocationPercentage=300)
     said = process.communicate(timeout=200)[1]
-    assert process.returncode == 1
+    assert process.returncode == 2
     assert "InstanceMemoryAllocationPercentage" in said
     assert "Traceback" not in said

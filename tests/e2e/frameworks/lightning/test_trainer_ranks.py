@@ -49,7 +49,7 @@ def references(lightning_zygote, tmp_path_factory):
     return run
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", [pytest.param("plugin", marks=pytest.mark.nightly), "sharded"])
 def test_sigterm_on_one_rank_stops_all_ranks_at_the_same_step(agent_dir, lightning_zygote, references, tmp_path, kind):
     told = partial(as_rank, strategy=kind, every=100, at=partial(terminate_rank_one, 3))  # while step 4 is computed
     first = [one.wait() for one in lightning_zygote.start_world(2, told, tmp_path)]

@@ -50,7 +50,9 @@ def assert_resumed(first, second, undisturbed, *, at):
     assert second.result == undisturbed.result
 
 
-@pytest.mark.parametrize("step", [4, BATCHES - 1, BATCHES, BATCHES + 3])
+@pytest.mark.parametrize(
+    "step", [BATCHES - 1, *(pytest.param(step, marks=pytest.mark.nightly) for step in (4, BATCHES, BATCHES + 3))]
+)
 def test_killed_trainer_resumes_bit_equal(agent_dir, lightning_zygote, undisturbed_run, tmp_path, step):
     first = lightning_zygote.run(partial(fit, at=partial(kill_at, step)), tmp_path)
     assert first.status == -signal.SIGKILL
