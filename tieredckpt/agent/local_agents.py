@@ -227,8 +227,10 @@ def _query_agent(directory: Path) -> _AgentJobs:
         silence = silence_of_agent(place)
         if not silence:
             return _AgentJobs(directory, _jobs_of(place), "")
-    except AgentUnreachableError:  # it has stopped meanwhile
-        return _AgentJobs(directory, (), "")
+    except AgentUnreachableError as error:
+        if directory not in agent_directories():  # it has stopped meanwhile
+            return _AgentJobs(directory, (), "")
+        silence = str(error)
     except (PeerStoreError, OSError) as error:  # an agent of another user or another release
         silence = f"the agent in {directory} does not answer: {error}"
     try:

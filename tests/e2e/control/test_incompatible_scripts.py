@@ -37,9 +37,9 @@ def test_batch_too_small_for_the_ranks_fails_the_job_with_a_reason(job: ElasticR
     said = " ".join(job.output().split())
     assert "attempts: 2 faults; at most 1 restart allowed (job_max_retry_count)" in said
     assert "PolicyError: world_size is 2, but global_batch has 1 samples: 1 ranks would have nothing to do" in said
-    for log in (job.folder / "logs").glob("*/*.log"):
-        assert "JobFailedError" in log.read_text()  # from the PolicyError, with where it was raised
-        assert "BatchPlan(1, world.size)" in log.read_text()
+    logs = [log.read_text() for log in (job.folder / "logs").glob("*/*.log")]
+    assert all("JobFailedError" in log for log in logs)
+    assert any("BatchPlan(1, world.size)" in log for log in logs)  # a rank may learn of the other's fault first
 
 
 FAILS_AT_ONCE = """

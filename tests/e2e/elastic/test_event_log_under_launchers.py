@@ -18,6 +18,8 @@ def training(_say, first: int) -> str:
     from elastic.workers.train_loop import run
 
     def train(world) -> None:
+        if world.size > 1:
+            dist.barrier()  # no rank leaves the world before the other one has connected to it
         for step in world.steps(first, STEPS):
             world.report(loss=float(step), samples=4)
 
