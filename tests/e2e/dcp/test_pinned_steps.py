@@ -1,7 +1,7 @@
 """Steps that somebody wants kept, wants durable, or gives up."""
 
-import shutil
 import os
+import shutil
 import signal
 
 import pytest

@@ -5,11 +5,15 @@ from __future__ import annotations
 import contextlib
 import os
 import signal
+import socket
+import tempfile
+from pathlib import Path
 
 import pytest
 import torch
 
 from peerstore.errors import AgentUnreachableError, UnavailableError
+from peerstore.settings import AgentPaths
 from tests.support.agents import agent_pid, stop_agent, stop_process
 from tests.support.bits import assert_same_bits
 from tieredckpt import Checkpointer
@@ -185,3 +189,19 @@ def test_restore_from_a_configured_agent_warns_of_a_step_in_another_one(places, 
     with Checkpointer("tiered://another") as ckpt:
         assert ckpt.restore({"w": torch.zeros(3)}) == -1
     assert "has step" not in caplog.text
+
+
+@pytest.fixture
+def agent_with_full_queue():
+    """A socket that listens in an agent's directory, and whose queue of connections is full."""
+    with tempfile.TemporaryDirectory(dir="/dev/shm") as directory, socket.socket(socket.AF_UNIX) as listener:
+        place = AgentPaths(Path(directory))
+        listener.bind(str(place.socket))
+        listener.listen(0)
+        with socket.socket(socket.AF_UNIX) as only:
+            only.connect(str(place.socket))
+            yield place
+
+
+def test_agent_that_accepts_no_connection_is_silent_and_not_absent(agent_with_full_queue):
+    assert "accepts nobody" in local_agents._query_agent(agent_with_full_queue.directory).silence
