@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import statistics
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -41,6 +42,11 @@ class Verdict:
     least: bool
     """Whether the goal is a lower bound."""
     unit: str
+
+    @property
+    def is_measured(self) -> bool:
+        """Whether the group has the rows that the value needs: older results lack some."""
+        return not math.isnan(self.value)
 
     @property
     def met(self) -> bool:

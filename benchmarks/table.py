@@ -85,6 +85,8 @@ def _ratio(upper: Mapping[str, Any], lower: Mapping[str, Any]) -> float:
 def verdict_cells(verdict: Verdict) -> Cells:
     bound = "at least" if verdict.least else "at most"
     goal = f"{bound} {verdict.goal:g} {verdict.unit}".rstrip()
+    if not verdict.is_measured:
+        return (verdict.what, verdict.setting, "", goal, "not measured")
     said = "met" if verdict.met else f"missed by {verdict.missed_by:.0%}" if verdict.goal else "missed"
     return (verdict.what, verdict.setting, f"{verdict.value:.2f} {verdict.unit}".rstrip(), goal, said)
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from benchmarks.table import joined
+from benchmarks.goals import Verdict
+from benchmarks.table import joined, verdict_cells
 
 
 def run(revision, *titles):
@@ -19,3 +20,8 @@ def test_last_file_wins_for_a_scene_in_several_files():
 def test_single_file_is_returned_unchanged():
     only = run("new", "a rank")
     assert joined({"a": only}) == only["groups"]
+
+
+def test_target_without_its_rows_is_not_measured_and_not_missed():
+    verdict = Verdict("P1", "state A", "trainer blocked", float("nan"), 0.1, False, "R")
+    assert verdict_cells(verdict) == ("trainer blocked", "state A", "", "at most 0.1 R", "not measured")
