@@ -33,6 +33,7 @@ def optional_imports(user: str, install: str = "") -> Iterator[None]:
         if not package or package in _OWN_PACKAGES:
             raise
         if sys.modules.get(package) is not None:  # the package is installed, and lacks a module or a name
-            package = f"{package} package in another version ({error}): pip install {install or package}"
-            raise MissingPackageError(f"{user} needs the {package}") from error
+            raise MissingPackageError(
+                f"{user} needs the {package} package in another version ({error}): pip install {install or package}"
+            ) from error
         raise missing_package_error(user, package, install) from error

@@ -33,6 +33,7 @@ MEANT = {
     store.PeerStoreError: aws.SageMakerInMemoryTierError,
     store.RequestError: aws.SageMakerTieredStorageConfigError,
     store.InvalidNameError: aws.SageMakerTieredStorageConfigError,
+    store.MissingPackageError: aws.SageMakerTieredStorageConfigError,
     store.ProtocolError: aws.SageMakerTieredStorageConfigError,
     store.PeerRefusedError: aws.SageMakerTieredStorageConfigError,
     store.ShardNotFoundError: aws.SageMakerInMemoryTierError,

@@ -152,12 +152,13 @@ def test_restore_does_not_pass_over_a_stopped_simulated_agent(places, monkeypatc
 
 
 def test_commands_choose_a_stopped_agent_only_if_no_other_one_has_the_job(places, monkeypatch):
-    saves(monkeypatch, places[1], "local", 5)
+    """No other test has a job of this name: all agents of the machine are queried."""
+    saves(monkeypatch, places[1], "chosen", 5)
     with stopped(places[1]):
-        assert find_agent_directory(load_settings(), "local") == places[1]
+        assert find_agent_directory(load_settings(), "chosen") == places[1]
         assert find_agent_directory(load_settings(), "nobody") == places[0]
-        saves(monkeypatch, places[2], "local", 4)
-        assert find_agent_directory(load_settings(), "local") == places[2]
+        saves(monkeypatch, places[2], "chosen", 4)
+        assert find_agent_directory(load_settings(), "chosen") == places[2]
 
 
 def test_restore_from_a_configured_agent_warns_of_a_stopped_agent_with_the_job(places, monkeypatch, caplog):

@@ -21,13 +21,11 @@ from tieredckpt.settings import DurableSettings
         ("gs://bucket/x", {"nonsense": "1"}, "nonsense"),
         ("az://container/x", {}, "[Aa]ccount"),
         ("nonsense://x", {}, "no file system is installed for nonsense://"),
-        ("missing://x", {}, "pip install missingfs"),
+        ("missing://x", {}, "pip install no_such_module_anywhere"),
     ],
 )
 def test_unopenable_store_is_refused_with_a_reason(url: str, options: dict[str, str], message: str):
-    fsspec.register_implementation(
-        "missing", "no_such_module_anywhere.FS", clobber=True, errtxt="pip install missingfs to use missing://"
-    )
+    fsspec.register_implementation("missing", "no_such_module_anywhere.FS", clobber=True)
     with pytest.raises(UsageError, match=message):
         open_store(url, DurableSettings(options=options))
 
