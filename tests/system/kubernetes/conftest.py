@@ -22,6 +22,7 @@ def bare_kube(tmp_path_factory: pytest.TempPathFactory) -> Iterator[KubeClient]:
     if reason := missing_reason():
         pytest.skip(reason)
     with control_plane(tmp_path_factory.mktemp("kube")) as kube:
+        kube.wait_served("/api/v1/namespaces/default/serviceaccounts/default")  # its controller creates it later
         yield kube
 
 

@@ -108,7 +108,6 @@ def test_leadership_account_may_only_use_its_lease(account: KubeClient, lease: s
 
 
 def test_missing_lease_rights_are_named(bare_kube: KubeClient, lease: str, tmp_path: Path, monkeypatch) -> None:
-    wait_until(lambda: bare_kube.find("/api/v1/namespaces/default/serviceaccounts/default"))
     other = bare_kube.as_service_account("default", "default")
     _use(other.kubeconfig(tmp_path / "other"), monkeypatch)
     other.close()
