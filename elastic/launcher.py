@@ -38,7 +38,7 @@ from elastic.control.run_directory import write_private_file
 from elastic.control.running_clock import RunningClock
 from elastic.errors import ControlPlaneUnavailableError, ElasticError, JobFailedError
 from elastic.world.scaling_policy import ScalingPolicy
-from elastic.world.world_state import RequestedStep
+from elastic.world.world_state import NO_STEP_HOLDERS, RequestedStep, StepHolders
 from peerstore.daemon_process import handle_signals, raise_open_file_limit
 from peerstore.message_codec import from_json
 from peerstore.transport.authentication import read_secret
@@ -96,8 +96,8 @@ class CoordinatorSpec(msgspec.Struct, frozen=True, tag="coordinator"):
     """Command line that starts another node, for messages."""
     requested_step: RequestedStep | None = None
     """The step that the first world restores."""
-    holders: tuple[str, ...] = ()
-    """Nodes whose agents hold the newest step of an earlier run."""
+    holders: StepHolders = NO_STEP_HOLDERS
+    """Nodes whose agents have the newest step of an earlier run, or may have it."""
     verbose: int = 0
 
 

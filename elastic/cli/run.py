@@ -45,7 +45,6 @@ from elastic.schedulers.shared_secret import shared_secret
 from elastic.schedulers.slurm import remaining_nodes, requeue_job
 from elastic.supervisor.memory_tier import (
     began_ns,
-    describe_resumable,
     newest_step_holders,
     resumable_steps,
     shut_down_left_agent,
@@ -498,7 +497,7 @@ def _launch(
             end = end or JobEnd(next(over for over, code in EXIT_STATUS.items() if code == status), "")
             environs = [supervisor_environ(task) for task in nodes if task.starts_agent]
             steps = resumable_steps(environs, began_ns(*began), place)
-            screen.info(end_message(end, describe_resumable(steps), _same_command(screen.argv)))
+            screen.info(end_message(end, str(steps), _same_command(screen.argv)))
         elif leader is not None and end is not None and end.over is ExitReason.NEVER_JOINED:
             screen.info(end_message(end))
         if leader is not None or has_leader_record:

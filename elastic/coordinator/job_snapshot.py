@@ -12,12 +12,14 @@ from elastic.coordinator.node_liveness import NodeRecord, is_superseded_generati
 from elastic.coordinator.node_reports import LastCommittedStep
 from elastic.world.scaling_policy import ScalingPolicy
 from elastic.world.world_state import (
+    NO_STEP_HOLDERS,
     FailJob,
     FinishJob,
     PauseWorld,
     ReleaseNode,
     RequestedStep,
     SealedStep,
+    StepHolders,
     StopJob,
     WorldState,
 )
@@ -44,8 +46,8 @@ class CoordinatorSettings:
     """Command line that starts another node, for messages."""
     requested_step: RequestedStep | None = None
     """The step that the first world restores."""
-    holders: tuple[str, ...] = ()
-    """Nodes whose agents hold the newest step of an earlier run. The first world waits for one of them."""
+    holders: StepHolders = NO_STEP_HOLDERS
+    """Nodes that have the newest step of an earlier run, or may have it. The first world waits for them."""
 
 
 @dataclass(frozen=True)

@@ -15,7 +15,7 @@ from elastic.control.control_messages import NodeStatus, WorldRecord, WorldSpec
 from elastic.coordinator import node_reports
 from elastic.coordinator.node_liveness import NodeRecord
 from elastic.world.scaling_policy import ScalingPolicy
-from elastic.world.world_state import RankFault, WorldEvent
+from elastic.world.world_state import RankFault, StepHolders, WorldEvent
 
 log = logging.getLogger(__name__)
 _NAMED = 4
@@ -125,46 +125,48 @@ class Rejoin:
 
 
 class HolderWait:
-    """Wait of the first world for a holder of the newest step; other nodes are held back meanwhile."""
+    """Wait of the first world for the newest step; all nodes are held back meanwhile."""
 
-    def __init__(self, holders: tuple[str, ...], timeout_s: float) -> None:
+    def __init__(self, holders: StepHolders, timeout_s: float) -> None:
         self._holders, self._timeout_s = holders, timeout_s
         self._held_back: set[str] = set()
-        """Nodes that have reported, and that the first world does not use before a holder is ready."""
+        """Nodes that have reported, and that the first world does not use before the wait is over."""
         self._deadline: float | None = None
         self._has_timed_out = False
 
     def holds_back(self, node: str, nodes: Mapping[str, NodeRecord], epoch: int, now: float) -> bool:
-        """Whether the node, which has reported, has to wait for a holder. Remembers it if so."""
-        if node in self._holders or not self._is_waiting(nodes, epoch, now):
+        """Whether the node, which has reported, has to wait. Remembers it if so."""
+        if not self._held_back and not self._is_waiting(nodes, epoch, now):
             return False
         self._held_back.add(node)
         return True
 
     def admitted(self, nodes: Mapping[str, NodeRecord], epoch: int, now: float) -> list[NodeStatus]:
-        """Return the reports of the nodes that were held back, once, when the wait is over."""
+        """Return the reports of the nodes that were held back, once, when the wait is over: first the holders'."""
         if not self._held_back or self._is_waiting(nodes, epoch, now):
             return []
         admitted, self._held_back = sorted(self._held_back), set()
+        admitted.sort(key=lambda node: node not in self._holders.newest)
         return [nodes[node].status for node in admitted if node in nodes]
 
     def _is_waiting(self, nodes: Mapping[str, NodeRecord], epoch: int, now: float) -> bool:
-        """Whether no holder is ready yet. Logs the start and the failure of the wait."""
-        if epoch >= 0 or not self._holders or self._has_timed_out:
+        """Whether a node with the newest step is not ready yet. Logs the start and the failure of the wait."""
+        if epoch >= 0 or self._has_timed_out:
             return False
-        if any(one in nodes and nodes[one].status.ready for one in self._holders):
+        missing = self._holders.missing({name for name, record in nodes.items() if record.status.ready})
+        if not missing:
             return False
         if self._deadline is None:
             self._deadline = now + self._timeout_s
             log.warning(
                 "the first world waits up to %g s for %s, which may have the newest step",
-                *(self._timeout_s, _shortened(self._holders)),
+                *(self._timeout_s, _shortened(missing)),
             )
         if now < self._deadline:
             return True
         self._has_timed_out = True
         log.error(
-            "no node with the newest step (%s) was ready in %g s: the job starts without it, and repeats steps",
-            *(_shortened(self._holders), self._timeout_s),
+            "%s, which may have the newest step, was not ready in %g s: the job starts without it and may repeat steps",
+            *(_shortened(missing), self._timeout_s),
         )
         return False

@@ -371,7 +371,7 @@ class WorldReconciler:
         self._world = replace(self._world, epoch=epoch, replacement_deadline_s=wait_until_s, next_tick_s=now)
 
     def _admit_held_back(self, now: float) -> None:
-        """Let nodes join that waited for a holder of the newest step, after the holder's own events."""
+        """Let nodes join that waited for the newest step."""
         admitted = self._holder_wait.admitted(self._nodes.records, self._world.epoch, now)
         if admitted:
             self._decide([event for one in admitted for event in node_reports.events_between(None, one, now)], now)

@@ -16,10 +16,10 @@ from typing import NamedTuple
 from elastic.control.child_processes import last_line, with_import_path
 from elastic.control.run_directory import RunDirectory
 from elastic.control.running_clock import since_boot
-from elastic.world.world_state import SealedStep
-from peerstore.errors import PeerStoreError
+from elastic.world.world_state import SealedStep, StepHolders
+from peerstore.errors import AgentUnreachableError, PeerStoreError
 from peerstore.membership.topology import PeerNode
-from peerstore.server.agent_launcher import connect_or_launch_agent, replace_hung_agent, signal_agent
+from peerstore.server.agent_launcher import connect_or_launch_agent, replace_hung_agent, signal_agent, silence_of_agent
 from peerstore.server.store_client import Client, connect_to_agent
 from peerstore.settings import AgentPaths
 from peerstore.shard_records import JobStatus, VersionId
@@ -348,36 +348,52 @@ def _job_statuses(agent: NodeAgentClient, job: str) -> list[JobStatus]:
     return [status for status in agent.store.status().jobs if status.job == job]
 
 
-def resumable_steps(environs: Iterable[Mapping[str, str]], since_ns: int, run: RunDirectory) -> dict[str, int]:
+class ResumableSteps(NamedTuple):
+    """Newest complete step of each checkpointed job, and the number of agents that may have a newer one."""
+
+    by_job: dict[str, int]
+    unanswered: int = 0
+
+    def __str__(self) -> str:
+        several = len(self.by_job) > 1
+        steps = ", ".join(f"step {step}{f' of {job}' * several}" for job, step in sorted(self.by_job.items()))
+        if not steps or not self.unanswered:
+            return steps
+        return f"{steps} or a later one ({self.unanswered} of this machine's agents did not answer)"
+
+
+def resumable_steps(environs: Iterable[Mapping[str, str]], since_ns: int, run: RunDirectory) -> ResumableSteps:
     """Return the newest complete step by checkpointed job, for the jobs that ``run`` resumes from.
 
     Those are the jobs that saved or loaded a step since ``since_ns``. Without any, they are the jobs of the run's own
     agents, and the job with the name of the run. ``environs`` are the environments of this machine's supervisors.
-    Agents that do not answer are skipped.
     """
     found: dict[str, int] = {}
     earlier: dict[str, int] = {}
+    unanswered = 0
     for environ in environs:
+        has_jobs = False
         try:
             settings = load_settings(environ)
             if not settings.enabled:
                 continue
             is_own = run.directory in settings.agent_place.directory.parents
+            has_jobs = bool(jobs_in_directory(settings.agent_directory))
             for job, (step, recent) in _newest_steps(settings, since_ns).items():
                 if recent:
                     found[job] = max(step, found.get(job, -1))
                 elif is_own or job == run.job:
                     earlier[job] = max(step, earlier.get(job, -1))
         except (TieredCheckpointError, PeerStoreError, OSError) as error:
-            log.info("which step is there was not asked of every node: %s", error)
-    return found or earlier
+            unanswered += has_jobs
+            log.info("the steps of an agent are unknown: %s", error)
+    return ResumableSteps(found or earlier, unanswered)
 
 
-def newest_step_holders(environs: Mapping[str, Mapping[str, str]]) -> tuple[str, ...]:
-    """Return the nodes of this machine whose agents hold the newest complete step of a job, by node name.
+def newest_step_holders(environs: Mapping[str, Mapping[str, str]]) -> StepHolders:
+    """Return the nodes of this machine whose agents have the newest complete step of a job, or may have it.
 
-    ``environs`` are the environments of the nodes' supervisors. If no agent that answers has a step, return the nodes
-    whose agents do not answer and have a job in memory: a stopped or killed agent may have the newest step.
+    ``environs`` are the environments of the nodes' supervisors, by node name.
     """
     steps: dict[str, dict[str, int]] = {}
     unknown: list[str] = []
@@ -388,7 +404,6 @@ def newest_step_holders(environs: Mapping[str, Mapping[str, str]]) -> tuple[str,
                 continue
             if jobs_in_directory(settings.agent_directory):
                 unknown.append(node)
-            connect_to_agent(settings.agent_place.socket).close()  # a client would retry for seconds
             steps[node] = {job: step for job, (step, _) in _newest_steps(settings, 0).items()}
         except (TieredCheckpointError, PeerStoreError, OSError) as error:
             log.info("the steps in memory of node %s are unknown: %s", node, error)
@@ -396,10 +411,10 @@ def newest_step_holders(environs: Mapping[str, Mapping[str, str]]) -> tuple[str,
     for held in steps.values():
         for job, step in held.items():
             newest[job] = max(step, newest.get(job, -1))
-    holders = tuple(
-        node for node, held in steps.items() if held and all(held.get(job) == newest[job] for job in newest)
+    return StepHolders(
+        tuple(node for node, held in steps.items() if held and all(held.get(job) == newest[job] for job in newest)),
+        tuple(node for node in unknown if node not in steps),
     )
-    return holders or tuple(node for node in unknown if node not in steps)
 
 
 def began_ns(boot_s: float, wall_ns: int, *, wall: Callable[[], int] = time.time_ns) -> int:
@@ -411,15 +426,13 @@ def began_ns(boot_s: float, wall_ns: int, *, wall: Callable[[], int] = time.time
     return min(wall_ns, wall() - int((since_boot() - boot_s) * 1e9))
 
 
-def describe_resumable(steps: Mapping[str, int]) -> str:
-    """Return the steps in words, or "" for none."""
-    if len(steps) == 1:
-        return f"step {next(iter(steps.values()))}"
-    return ", ".join(f"step {step} of {job}" for job, step in sorted(steps.items()))
-
-
 def _newest_steps(settings: Settings, since_ns: int) -> dict[str, tuple[int, bool]]:
-    """Return each job's newest restorable step, and whether it saved or loaded one since ``since_ns``."""
+    """Return each job's newest restorable step, and whether it saved or loaded one since ``since_ns``.
+
+    A dead or stopped agent is an error at once, while a client would retry for seconds.
+    """
+    if silence := silence_of_agent(settings.agent_place):
+        raise AgentUnreachableError(silence)
     agent = NodeAgentClient(override_settings(settings, agent={"embedded": False}), "")
     try:
         jobs = [

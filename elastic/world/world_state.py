@@ -21,6 +21,7 @@ an action as lost.
 from __future__ import annotations
 
 import enum
+from collections.abc import Container
 from typing import TypeAlias
 
 import msgspec
@@ -74,6 +75,23 @@ class RequestedStep(msgspec.Struct, frozen=True):
 
     def __str__(self) -> str:
         return str(self.step) if self.epoch is None else f"{self.step}@{self.epoch}"
+
+
+class StepHolders(msgspec.Struct, frozen=True):
+    """Nodes that the first world of a run waits for, because their agents have the newest step or may have it."""
+
+    newest: tuple[str, ...] = ()
+    """Nodes that have the newest step of all agents that answered. One of them is enough."""
+    unknown: tuple[str, ...] = ()
+    """Nodes with steps in memory whose agents did not answer. Each of them may have a newer step."""
+
+    def missing(self, ready: Container[str]) -> tuple[str, ...]:
+        """Return the nodes that the world still waits for."""
+        newest = () if any(node in ready for node in self.newest) else self.newest
+        return *newest, *(node for node in self.unknown if node not in ready)
+
+
+NO_STEP_HOLDERS = StepHolders()
 
 
 class ErrorPosition(msgspec.Struct, frozen=True):

@@ -23,7 +23,7 @@ from elastic.coordinator.world_reconciler import WorldReconciler
 from elastic.supervisor import node_state
 from elastic.supervisor.node_state import EndProcess, InjectFault, NodeState, PartitionNode, StartProcess
 from elastic.world.scaling_policy import ScalingPolicy
-from elastic.world.world_state import RequestedStep, SealedStep
+from elastic.world.world_state import NO_STEP_HOLDERS, RequestedStep, SealedStep, StepHolders
 
 HEARTBEAT_S = 1.0
 STORE_TURNS = 3
@@ -137,7 +137,7 @@ class ControlSimulation:
         most: int = 6,
         hang: HangTimeouts | None = None,
         requested_step: RequestedStep | None = None,
-        holders: tuple[str, ...] = (),
+        holders: StepHolders = NO_STEP_HOLDERS,
     ) -> None:
         self.now = 1000.0
         self.requested_step = requested_step

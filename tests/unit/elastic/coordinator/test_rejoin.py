@@ -6,7 +6,7 @@ from elastic.control.control_messages import NodeStatus, RankFailure, WorldRecor
 from elastic.coordinator.node_liveness import NodeRecord
 from elastic.coordinator.rejoin import CollectedReports, HolderWait, Rejoin
 from elastic.world.scaling_policy import ScalingPolicy
-from elastic.world.world_state import NodeReady, RankFault, RankLost
+from elastic.world.world_state import NodeReady, RankFault, RankLost, StepHolders
 
 WORLD = WorldSpec(3, ("n0", "n1"), 0, "")
 
@@ -58,17 +58,25 @@ def test_collected_reports_become_events_without_a_second_join():
 
 
 def test_nodes_are_held_back_until_a_holder_is_ready():
-    wait, nodes = HolderWait(("n9",), 30.0), {"n0": NodeRecord(status("n0"), 0.0)}
+    wait, nodes = HolderWait(StepHolders(newest=("n9",)), 30.0), {"n0": NodeRecord(status("n0"), 0.0)}
     assert wait.holds_back("n0", nodes, -1, 0.0)
-    assert not wait.holds_back("n9", nodes, -1, 0.0)
+    assert wait.holds_back("n9", nodes, -1, 0.0)
     assert wait.admitted(nodes, -1, 1.0) == []
     nodes["n9"] = NodeRecord(status("n9", ready=True), 1.0)
-    assert wait.admitted(nodes, -1, 1.0) == [nodes["n0"].status]
+    assert wait.admitted(nodes, -1, 1.0) == [nodes["n9"].status, nodes["n0"].status]
     assert wait.admitted(nodes, -1, 1.0) == []
+
+
+def test_one_holder_and_all_nodes_with_unknown_steps_have_to_be_ready():
+    holders = StepHolders(newest=("n1", "n2"), unknown=("n3", "n4"))
+    assert holders.missing(()) == ("n1", "n2", "n3", "n4")
+    assert holders.missing({"n2", "n4"}) == ("n3",)
+    assert holders.missing({"n1", "n3", "n4"}) == ()
+    assert StepHolders().missing(()) == ()
 
 
 def test_wait_for_a_holder_ends_with_an_error_after_its_timeout(caplog):
-    wait, nodes = HolderWait(("n9",), 30.0), {"n0": NodeRecord(status("n0"), 0.0)}
+    wait, nodes = HolderWait(StepHolders(newest=("n9",)), 30.0), {"n0": NodeRecord(status("n0"), 0.0)}
     assert wait.holds_back("n0", nodes, -1, 0.0)
     assert wait.admitted(nodes, -1, 30.0) == [nodes["n0"].status]
     assert not wait.holds_back("n0", nodes, -1, 31.0)
@@ -76,4 +84,4 @@ def test_wait_for_a_holder_ends_with_an_error_after_its_timeout(caplog):
 
 
 def test_later_worlds_wait_for_no_holder():
-    assert not HolderWait(("n9",), 30.0).holds_back("n0", {}, 0, 0.0)
+    assert not HolderWait(StepHolders(newest=("n9",)), 30.0).holds_back("n0", {}, 0, 0.0)

@@ -1,4 +1,4 @@
-"""Desk and seats, message by message: whatever is lost, late or repeated, the ranks end up in one world."""
+"""WorldReconciler and supervisors: the ranks reach one world even if messages are lost, late or repeated."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from elastic.control.control_messages import DrainRequest, ResizeRequest, SupervisorExited
 from elastic.coordinator.desired_state import node_desired, why_refused
 from elastic.supervisor.node_state import node_status
+from elastic.world.world_state import StepHolders
 from tests.support.control_simulation import ControlSimulation, SimulatedNode
 
 HAPPENINGS = (
@@ -132,7 +133,7 @@ def test_new_coordinator_waits_no_longer_than_lost_state_timeout(caplog):
 
 def test_first_world_begins_on_the_node_that_has_the_newest_step():
     """One node is enough, and the others join first."""
-    table = ControlSimulation(3, most=1, holders=("n2",))
+    table = ControlSimulation(3, most=1, holders=StepHolders(newest=("n2",)))
     run_without(table, 2, 30)
     assert table.desk.snapshot().world.epoch == -1
     table.run_without_faults(15)
@@ -142,21 +143,31 @@ def test_first_world_begins_on_the_node_that_has_the_newest_step():
 
 
 def test_one_holder_of_the_newest_step_is_enough():
-    table = ControlSimulation(3, most=2, holders=("n1", "n2"))
+    table = ControlSimulation(3, most=2, holders=StepHolders(newest=("n1", "n2")))
     run_without(table, 2, 30)
     assert set(table.desk.snapshot().world.ranked_nodes) == {"n0", "n1"}
 
 
 def test_first_world_waits_for_a_holder_no_longer_than_lost_state_timeout(caplog):
-    table = ControlSimulation(3, most=1, holders=("n2",))
+    table = ControlSimulation(3, most=1, holders=StepHolders(newest=("n2",)))
     run_without(table, 2, 90)
     assert table.desk.snapshot().world.phase.is_running
     assert table.desk.snapshot().world.ranked_nodes in (("n0",), ("n1",))
     waits = [one.getMessage() for one in caplog.records if "the newest step" in one.getMessage()]
     assert waits == [
         "the first world waits up to 60 s for n2, which may have the newest step",
-        "no node with the newest step (n2) was ready in 60 s: the job starts without it, and repeats steps",
+        "n2, which may have the newest step, was not ready in 60 s: the job starts without it and may repeat steps",
     ]
+
+
+def test_first_world_waits_for_each_node_whose_steps_are_unknown():
+    table = ControlSimulation(3, most=1, holders=StepHolders(newest=("n1",), unknown=("n2",)))
+    run_without(table, 2, 30)
+    assert table.desk.snapshot().world.epoch == -1
+    table.run_without_faults(15)
+    assert table.desk.snapshot().world.phase.is_running
+    assert table.desk.snapshot().world.ranked_nodes == ("n1",)
+    assert set(table.desk.snapshot().world.members) == {"n0", "n1", "n2"}
 
 
 def test_request_outlives_the_coordinator():

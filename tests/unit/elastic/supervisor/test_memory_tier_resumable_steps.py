@@ -1,7 +1,8 @@
-"""What the next start goes on from, and from whose memory; what gives the same answer again is not tried again."""
+"""Steps that the next run can restore, and the nodes that have them in memory."""
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import time
@@ -19,12 +20,13 @@ from elastic.control.running_clock import since_boot
 from elastic.control.supervisor_client import SupervisorClient
 from elastic.errors import ControlPlaneUnavailableError, JobFailedError
 from elastic.launcher import CoordinatorSpec, JobEnd
-from elastic.supervisor.memory_tier import began_ns, describe_resumable, newest_step_holders, resumable_steps
+from elastic.supervisor.memory_tier import ResumableSteps, began_ns, newest_step_holders, resumable_steps
 from elastic.testing import InMemoryCoordinator
 from elastic.workers.train_loop import RecoveryPolicy, RunOutcome
 from elastic.workers.train_loop import run as train_loop_run
 from elastic.world.scaling_policy import ScalingPolicy
-from tests.support.agents import agent_pid, stop_agent, stop_process
+from elastic.world.world_state import StepHolders
+from tests.support.agents import agent_directory, agent_pid, stop_agent, stop_process
 from tieredckpt import Checkpointer
 from tieredckpt.errors import SettingsError
 from tieredckpt.session.session import close_sessions
@@ -62,10 +64,10 @@ def test_resumable_steps_come_from_the_agents(agent_dir, place):
     with Checkpointer("tiered://new") as ckpt:
         for step in (7, 8):
             ckpt.save({"w": torch.ones(3)}, step).wait()
-    assert resumable_steps([os.environ, os.environ], middle, place) == {"new": 8}
-    assert resumable_steps([os.environ], began, place) == {"new": 8, "old": 90}
+    assert resumable_steps([os.environ, os.environ], middle, place) == ResumableSteps({"new": 8})
+    assert resumable_steps([os.environ], began, place) == ResumableSteps({"new": 8, "old": 90})
     nobody = {**os.environ, "TIEREDCKPT_AGENT_DIRECTORY": str(agent_dir / "nobody")}
-    assert resumable_steps([nobody], began, place) == {}
+    assert resumable_steps([nobody], began, place) == ResumableSteps({})
 
 
 @pytest.mark.e2e
@@ -74,10 +76,10 @@ def test_resumable_steps_of_an_earlier_run_count_for_its_job(agent_dir, tmp_path
         ckpt.save({"w": torch.ones(3)}, 819).wait()
         other.save({"w": torch.ones(3)}, 90).wait()
     now = time.time_ns()
-    assert resumable_steps([os.environ], now, RunDirectory(tmp_path, "job")) == {"job": 819}
-    assert resumable_steps([os.environ], now, RunDirectory(tmp_path, "third")) == {}
+    assert resumable_steps([os.environ], now, RunDirectory(tmp_path, "job")) == ResumableSteps({"job": 819})
+    assert resumable_steps([os.environ], now, RunDirectory(tmp_path, "third")) == ResumableSteps({})
     own = RunDirectory(agent_dir.parent.parent, agent_dir.parent.name)
-    assert resumable_steps([os.environ], now, own) == {"job": 819, "other": 90}
+    assert resumable_steps([os.environ], now, own) == ResumableSteps({"job": 819, "other": 90})
 
 
 @pytest.mark.e2e
@@ -86,26 +88,38 @@ def test_resumable_steps_include_seals_after_the_clock_was_set_back(agent_dir, p
     began = since_boot(), time.time_ns() + hour_ns  # so it said when the job began
     with Checkpointer("tiered://new") as ckpt:
         ckpt.save({"w": torch.ones(3)}, 7).wait()
-    assert resumable_steps([os.environ], began[1], place) == {}
-    assert resumable_steps([os.environ], began_ns(*began), place) == {"new": 7}
+    assert resumable_steps([os.environ], began[1], place) == ResumableSteps({})
+    assert resumable_steps([os.environ], began_ns(*began), place) == ResumableSteps({"new": 7})
+
+
+@pytest.fixture
+def three_agents(monkeypatch):
+    """Environments of three nodes: n0 has no agent, n1 has step 8 of a job, n2 has step 5."""
+    with contextlib.ExitStack() as stack:
+        directories = {node: str(stack.enter_context(agent_directory())) for node in ("n0", "n1", "n2")}
+        for node, step in (("n1", 8), ("n2", 5)):
+            monkeypatch.setenv("TIEREDCKPT_AGENT_DIRECTORY", directories[node])
+            with Checkpointer("tiered://job") as ckpt:
+                ckpt.save({"w": torch.ones(3)}, step).wait()
+            close_sessions()
+        yield {node: {**os.environ, "TIEREDCKPT_AGENT_DIRECTORY": directory} for node, directory in directories.items()}
 
 
 @pytest.mark.e2e
 @pytest.mark.parametrize("number", [signal.SIGSTOP, signal.SIGKILL], ids=["stopped", "killed"])
-def test_node_whose_agent_does_not_answer_is_awaited_if_no_other_node_has_a_step(agent_dir, number):
-    with Checkpointer("tiered://job") as ckpt:
-        ckpt.save({"w": torch.ones(3)}, 0).wait()
-    close_sessions()
-    environs = {"n0": {**os.environ, "TIEREDCKPT_AGENT_DIRECTORY": str(agent_dir / "n0")}, "n1": os.environ}
-    assert newest_step_holders(environs) == ("n1",)
-    pid = agent_pid(agent_dir)
+def test_steps_of_an_agent_that_does_not_answer_are_unknown(three_agents, place, number):
+    assert newest_step_holders(three_agents) == StepHolders(newest=("n1",))
+    assert resumable_steps(three_agents.values(), 0, place) == ResumableSteps({"job": 8})
+    directory = Path(three_agents["n1"]["TIEREDCKPT_AGENT_DIRECTORY"])
+    pid = agent_pid(directory)
     if number == signal.SIGSTOP:
         stop_process(pid)
     else:
-        stop_agent(agent_dir, number)
+        stop_agent(directory, number)
     try:
-        assert newest_step_holders(environs) == ("n1",)
-        assert newest_step_holders({"n0": environs["n0"]}) == ()
+        assert newest_step_holders(three_agents) == StepHolders(newest=("n2",), unknown=("n1",))
+        assert newest_step_holders({"n0": three_agents["n0"]}) == StepHolders()
+        assert resumable_steps(three_agents.values(), 0, place) == ResumableSteps({"job": 5}, unanswered=1)
     finally:
         if number == signal.SIGSTOP:
             os.kill(pid, signal.SIGCONT)
@@ -118,9 +132,15 @@ def test_clock_set_ahead_does_not_change_the_start_of_a_job():
 
 
 def test_message_names_the_job_when_there_are_several():
-    assert describe_resumable({}) == ""
-    assert describe_resumable({"a": 3}) == "step 3"
-    assert describe_resumable({"b": 4, "a": 3}) == "step 3 of a, step 4 of b"
+    assert str(ResumableSteps({})) == ""
+    assert str(ResumableSteps({"a": 3})) == "step 3"
+    assert str(ResumableSteps({"b": 4, "a": 3})) == "step 3 of a, step 4 of b"
+
+
+def test_message_says_how_many_agents_may_have_a_later_step():
+    message = str(ResumableSteps({"a": 3}, unanswered=2))
+    assert message == "step 3 or a later one (2 of this machine's agents did not answer)"
+    assert str(ResumableSteps({}, unanswered=2)) == ""
 
 
 def launched(monkeypatch, place, end, *, steps, raises=None, status=7):
@@ -136,7 +156,7 @@ def launched(monkeypatch, place, end, *, steps, raises=None, status=7):
             return status
 
     monkeypatch.setattr(run, "JobLauncher", Launcher)
-    monkeypatch.setattr(run, "resumable_steps", lambda environs, since_ns, run: steps)
+    monkeypatch.setattr(run, "resumable_steps", lambda environs, since_ns, run: ResumableSteps(steps))
     place.write_secret(b"s" * 32)
     leader = CoordinatorSpec("job", "", "", ScalingPolicy(), 1, True)
     record = LocalRun("job", "", str(place.secret_file), 1, 0, ("x",), "/", "/logs", 1.0)
