@@ -406,6 +406,9 @@ class NodeAgentAPI(Protocol):
         :class:`DurableRefusedError`, and an unreachable store raises :class:`TierUnavailableError`.
         """
 
+    def check_durable(self, job: str) -> None:
+        """Write, read and delete one small object in the job's durable tier; raise as :meth:`configure` does."""
+
     def list_steps(self, job: str, *, fresh: bool = False, patience_s: float = 0.0) -> StepInventory:
         """Return all steps; wait up to ``patience_s`` for a newer step that other nodes are committing."""
 

@@ -122,6 +122,9 @@ class NodeAgentClient:
     def configure(self, job: str, durable: DurableSettings, *, check: DurableCheck = "none") -> None:
         self.store.call("configure", ConfigureRequest(job, durable, check), type(None))
 
+    def check_durable(self, job: str) -> None:
+        self.store.call("check_durable", AgentJobRequest(job), type(None), timeout_s=_ADOPTION_S)
+
     def list_steps(self, job: str, *, fresh: bool = False, patience_s: float = 0.0) -> StepInventory:
         request = ListStepsRequest(job, fresh, patience_s)
         return self.store.call("list_steps", request, StepInventory, timeout_s=patience_s + _ADOPTION_S)

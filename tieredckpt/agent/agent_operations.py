@@ -76,6 +76,7 @@ def agent_operations(node: NodeAgentService) -> dict[str, Operation]:
 
     return {
         "configure": Operation(ConfigureRequest, none, configure),
+        "check_durable": Operation(AgentJobRequest, none, lambda a, _: node.check_durable(a.job)),
         "list_steps": Operation(ListStepsRequest, StepInventory, list_steps),
         "step_summary": Operation(StepSummaryRequest, StepSummary, lambda a, _: node.step_summary(a.job, a.version_id)),
         "step_names": Operation(

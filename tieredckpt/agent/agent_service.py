@@ -190,6 +190,11 @@ class NodeAgentService(StoreListener):
         else:
             self._set_checked(job, durable, owner or current_process())
 
+    def check_durable(self, job: str) -> None:
+        durable = self.durable_settings(job)
+        if durable.url:
+            check_durable(self._open, job, durable, writes=True)
+
     def _store_settings(self, job: str, durable: DurableSettings) -> None:
         data = msgspec.msgpack.encode(durable)
         if (

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import secrets
+import shlex
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -52,7 +53,8 @@ from tieredckpt.errors import (
 from tieredckpt.settings import DurableSettings, Settings, override_settings
 
 _TIMEOUT_S = 5.0
-_STORE = ("durable tier", "credentials", "clock")
+_AGENT_STORE = "agent's uploads"
+_STORE = ("durable tier", "credentials", "clock", _AGENT_STORE)
 """Subjects of findings that stop all uploads if they fail."""
 _CGROUP_LIMITS = ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes")
 
@@ -67,9 +69,10 @@ _CGROUP_LIMITS = ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.lim
 def doctor_command(
     screen: CommandOutput, *, bandwidth: bool, size: str, gpu: bool, agent_dir: Path | None, durable: str | None
 ) -> ExitCode:
-    """Check this node, its agent and the durable tier, and say what would survive what.
+    """Check this node, its agent and the durable tier, and list what survives each kind of loss.
 
-    Writes, reads and deletes one small object in the durable tier. Exit code 1 when something is wrong.
+    Writes, reads and deletes one small object in the durable tier, from this shell and from the agent. Exit code 1 if
+    something is wrong.
     """
     try:
         settings = settings_from_options(agent_dir, durable)
@@ -84,7 +87,11 @@ def doctor_command(
         found += [*_about_node(settings), *agent_findings]
     settings = settings if settings.durable.url or known is None else _with_durable(settings, known)
     with screen.spinner(f"trying {settings.durable.url}"):
-        found += _about_durable(settings.durable, probe_bytes if bandwidth else 0)
+        about_store = _about_durable(settings.durable, probe_bytes if bandwidth else 0)
+    is_agents = known is not None and (known.url, known.options) == (settings.durable.url, settings.durable.options)
+    if is_agents and any(one.subject == _AGENT_STORE and one.status is CheckStatus.PASSED for one in found):
+        about_store = [_only_this_shell(one) for one in about_store]
+    found += about_store
     found.append(about_nccl(os.environ, needed=gpu))
     if gpu:
         from tieredckpt.cli.device_checks import check_devices  # imports torch, which takes seconds
@@ -233,14 +240,40 @@ def _about_running(agent: NodeAgentClient, paths: AgentPaths) -> tuple[list[Chec
             )
         )
     known = None
+    checked: list[DurableSettings] = []
     for job in status.jobs:
         found += _about_newest_manifest(agent, job.job)
-        known = agent.list_steps(job.job).durable or known
+        durable = agent.list_steps(job.job).durable
+        known = durable or known
+        if durable is not None and durable.url and durable not in checked:
+            checked.append(durable)
+            found.append(_about_agent_store(agent, job.job, durable, paths))
         for drain in agent.drain_status(job.job):
             if drain.state == "failed" or (drain.state == "waiting" and drain.error):
                 what = f"{job.job}/step-{drain.version_id.version} is {drain.state}: {drain.error}"
                 found.append(check_failed("drain", what, f"see {paths.log}"))
     return found, known
+
+
+def _about_agent_store(agent: NodeAgentClient, job: str, durable: DurableSettings, paths: AgentPaths) -> CheckResult:
+    """Return whether the agent, which has the credentials it was started with, can upload."""
+    try:
+        agent.check_durable(job)
+    except (TieredCheckpointError, PeerStoreError) as error:
+        hint = (
+            "the agent uses the environment it was started with: correct the store's permissions, or run `tieredckpt "
+            f"agent restart --dir {shlex.quote(str(paths.directory))}` in an environment with the right credentials"
+        )
+        return check_failed(_AGENT_STORE, str(error), hint)
+    return check_passed(_AGENT_STORE, f"{durable.url}: the agent writes, reads and deletes")
+
+
+def _only_this_shell(finding: CheckResult) -> CheckResult:
+    """Return a failure of the store as a warning: the agent can use the store, and this shell cannot."""
+    if finding.status is not CheckStatus.FAILED or finding.subject not in ("durable tier", "credentials"):
+        return finding
+    text = f"{finding.message}. The agent, which uploads, has access"
+    return check_warning(finding.subject, text, "commands in this shell that read the durable tier will fail")
 
 
 def _about_newest_manifest(agent: NodeAgentClient, job: str) -> list[CheckResult]:

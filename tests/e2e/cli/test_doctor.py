@@ -1,10 +1,13 @@
-"""``tieredckpt doctor`` against what is really there, and against what is really wrong."""
+"""``tieredckpt doctor`` with real agents, directories and servers, working and broken."""
 
 import shutil
 
 import pytest
 
+from peerstore.server.agent_launcher import connect_or_launch_agent
 from tests.support.jobs import CheckpointJob, bucket_url, durable_settings
+from tieredckpt.agent.agent_client import agent_command, agent_environment
+from tieredckpt.session.session import close_sessions
 from tieredckpt.settings import DurableSettings
 from tieredckpt.tensors.device import accelerator
 
@@ -105,6 +108,34 @@ def test_wrong_credentials(cli, agent_dir, rclone, monkeypatch):
     assert said.code == 1
     assert verdicts(said)["durable tier"] == "bad"
     assert "allow" in cli("doctor", "--durable", bucket_url()).out
+
+
+def test_agent_with_wrong_credentials_fails_though_this_shell_has_the_right_ones(cli, agent_dir, rclone, monkeypatch):
+    job = CheckpointJob(agent_dir, durable_settings(rclone))
+    job.save(1)
+    close_sessions()
+    job.kill_agent()
+    with monkeypatch.context() as wrong:
+        wrong.setenv("AWS_SECRET_ACCESS_KEY", "wrong")
+        place = job.settings.agent_place
+        connect_or_launch_agent(place, agent_command(job.settings), environ=agent_environment()).close()
+    said = cli("doctor", "--json")
+    assert said.code == 1
+    found = verdicts(said)
+    assert (found["agent's uploads"], found["durable tier"], found["credentials"]) == ("bad", "good", "good")
+    assert job.settings.durable.url in finding_text(said, "agent's uploads")
+    assert "tieredckpt agent restart --dir" in cli("doctor").out
+
+
+def test_wrong_credentials_of_this_shell_are_a_note_if_the_agent_can_upload(cli, agent_dir, rclone, monkeypatch):
+    job = CheckpointJob(agent_dir, durable_settings(rclone))
+    job.save(1)
+    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "wrong")
+    said = cli("doctor", "--json")
+    assert said.code == 0, said.out
+    assert (verdicts(said)["agent's uploads"], verdicts(said)["durable tier"]) == ("good", "note")
+    assert "The agent, which uploads, has access" in finding_text(said, "durable tier")
+    assert cli("doctor", "--durable", bucket_url(), "--json").code == 1, "the agent does not use this URL"
 
 
 def test_no_credentials(cli, agent_dir, monkeypatch):
