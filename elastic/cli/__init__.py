@@ -34,10 +34,10 @@ _OWN = {
 )
 @click.version_option(version=distribution_version(), prog_name="elastic")
 def elastic_commands() -> None:
-    """Training that goes on when machines come, go and break.
+    """Train while machines join, leave and fail.
 
-    `elastic run train.py` starts ranks that keep their processes when the number of nodes changes; `join` to
-    `inject` are about a job that runs. `plan` shows who computes what of a batch, `reshard` cuts a checkpoint anew.
+    `elastic run train.py` starts a job whose ranks keep their processes when the number of nodes changes. `join` to
+    `inject` control a running job. `plan` shows how a batch is split, and `reshard` changes a checkpoint's sharding.
     """
 
 

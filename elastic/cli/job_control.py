@@ -64,16 +64,14 @@ def job_status_command(screen: ElasticScreen, /, *, job: str | None, coordinator
 
 
 @click.command("resize")
-@click.option(
-    "--nodes", required=True, metavar="N|max", help="Largest number of nodes; max: as many as the policy allows."
-)
+@click.option("--nodes", required=True, metavar="N|max", help="Largest number of nodes; max: the policy's limit.")
 @click.option("--reason", default="elastic resize", show_default=True, help="Reason to log and show.")
 @job_options
 @pass_elastic_screen
 def resize_command(
     screen: ElasticScreen, /, *, nodes: str, reason: str, job: str | None, coordinator: str, secret: str
 ) -> int:
-    """Change the number of nodes. Returns as soon as the job knows; `elastic status` shows the progress.
+    """Change the number of nodes. Returns once the job has the request; `elastic status` shows the progress.
 
     All ranks stop after the same step, save it, and continue in the next world. Unused nodes wait as spares.
     """

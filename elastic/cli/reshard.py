@@ -49,17 +49,17 @@ def reshard_command(
     agent_dir: Path | None,
     durable: str | None,
 ) -> ExitCode:
-    """Write the checkpoint SRC to DST, cut for M ranks, and prove that it is the same.
+    """Write the checkpoint SRC to DST, sharded for M ranks, and compare both.
 
     SRC is tiered://JOB[/step-N], a durable URL that ends with JOB[/step-N], or the folder of a plain DCP checkpoint;
-    without a step, the newest whole one. DST is a durable URL (file:///path/JOB, s3://bucket/prefix/JOB), which
+    without a step, the newest complete one. DST is a durable URL (file:///path/JOB, s3://bucket/prefix/JOB), which
     TieredReader and Checkpointer load, or the folder of a plain DCP checkpoint, which dcp.load loads.
 
-    Loading at another number of ranks needs none of this: any sharding loads into any other. It is for moving
-    checkpoints, and for a restore in which each rank is to read one file of its own.
+    A load at another number of ranks does not need this command: any sharding loads into any other. Use it to move a
+    checkpoint, or to let each rank read one file of its own.
 
-    Both sides are read in the pieces they are stored in and added up to a checksum that does not depend on the
-    sharding. DST is there when they are equal, and not before. One tensor's slice is in memory at a time.
+    Reads both checkpoints in their stored pieces, and compares checksums that do not depend on the sharding. DST
+    appears if they are equal. One slice of a tensor is in memory at a time.
     """
     if (ranks is None) == (like is None):
         raise UsageError("say for how many ranks (--ranks M), or which checkpoint it is to be like (--like CHECKPOINT)")

@@ -318,9 +318,9 @@ def restart_agent_command(
 @output_options
 @pass_output
 def demo_command(screen: CommandOutput, keep: Path | None) -> int:
-    """Train, kill a trainer, restore, lose the node, restore again; the losses are bit for bit equal.
+    """Train, kill a trainer, restore, lose the node, restore again, and compare all losses bit for bit.
 
-    Needs nothing and leaves nothing running. Exit code 0 when every loss was equal.
+    Needs no other program and leaves no process running. Exit code 0 if all losses are equal.
     """
     from tieredckpt.demo import main
 

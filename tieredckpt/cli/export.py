@@ -73,11 +73,11 @@ def export_command(
     agent_dir: Path | None,
     durable: str | None,
 ) -> ExitCode:
-    """Write a step to DEST for other programs: bit for bit, whole or not at all.
+    """Write a step to DEST in the format of another program, bit for bit.
 
-    Tensors are put together from their shards one after the other, out of the nearest good copies; the model never is
-    in memory at once. JOB alone means the step that a load would use. JOB/step-N means the newest attempt at
-    it; JOB/step-N@EPOCH names the run that saved it.
+    DEST appears when it is complete. Tensors are read one by one from their nearest undamaged copies, so that the
+    model need not fit in memory. JOB alone means the step that a load would use. JOB/step-N means the newest attempt at
+    the step, and JOB/step-N@EPOCH the attempt of one run.
     """
     from tieredckpt.export.step_source import selected_names
 

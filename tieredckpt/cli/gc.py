@@ -66,17 +66,17 @@ def gc_command(
     agent_dir: Path | None,
     durable: str | None,
 ) -> ExitCode:
-    """Delete steps of JOB from its durable tier that are not to be kept, and what interrupted uploads left behind.
+    """Delete old steps of JOB and the remains of interrupted uploads from its durable tier.
 
-    Without --keep-last the job's own policy decides (durable.keep_last, durable.keep_every; 0 keeps all). The newest
-    whole step that is not quarantined is never deleted. Memory is not touched.
+    Without --keep-last, the job's own policy applies (durable.keep_last, durable.keep_every; 0 keeps all steps). The
+    newest complete step that is not quarantined is never deleted. Steps in memory are not deleted.
 
-    Shards of a step without a manifest go, too, once nothing was written of it for --abandoned-after hours by this
-    machine's clock, except where a node still has the step in memory, or all of its parts are there and policy would
-    keep it: `tieredckpt rebuild` makes a step of them.
+    A step without a manifest is deleted if the last write to it is --abandoned-after hours old by this machine's clock.
+    It is kept if a node has it in memory. It is also kept if all of its parts exist and the policy would keep it:
+    `tieredckpt rebuild` writes its manifest.
 
-    With --unrecognized-slots nothing durable is touched. Dropped are slots in this node's memory that another version
-    of the agent left and this one cannot read.
+    With --unrecognized-slots, nothing durable is deleted. The command drops slots in this node's memory that an agent
+    of another release left and this one cannot read.
     """
     location = parse_location(job)
     if location.step is not None:

@@ -242,10 +242,10 @@ _REFRESH_S = 2.0
 def goodput_command(
     screen: CommandOutput, *, where: str | None, faults: bool, prometheus: bool, html: Path | None, watch: bool
 ) -> ExitCode:
-    """Show how much of a job's time went into steps that count, and what the rest went into.
+    """Show a job's goodput: its time in steps that count, and the causes of all lost time.
 
-    Reads the event log that `elastic run` keeps beside what its ranks print, also while the job runs: DIR is that log
-    directory or the event log itself, JOB one below ./elastic-logs. Without either, $TIEREDCKPT_EVENT_LOG.
+    Reads the event log of `elastic run`, also while the job runs. DIR is the job's log directory or the event log, and
+    JOB is a directory in ./elastic-logs. Without either, the event log is $TIEREDCKPT_EVENT_LOG.
     """
     if prometheus and (screen.as_json or faults):
         raise UsageError("--prometheus prints nothing but metrics: leave out --json and --faults")

@@ -27,7 +27,7 @@ from tieredckpt.restore.step_index import StepIndex
 @click.command("inspect", short_help="Tensors and objects of a step.")
 @click.argument("target", metavar="JOB[/step-N[@EPOCH]]")
 @click.option("--match", "-m", "patterns", multiple=True, metavar="GLOB", help="Only names like this; may be repeated.")
-@click.option("--pieces", is_flag=True, help="Where each piece of a sharded tensor is.")
+@click.option("--pieces", is_flag=True, help="Also list the pieces of each sharded tensor with their shards.")
 @tier_options
 @pass_output
 def inspect_command(
@@ -39,10 +39,10 @@ def inspect_command(
     agent_dir: Path | None,
     durable: str | None,
 ) -> ExitCode:
-    """Show the tensors and objects of a step: types, shapes, sizes, how they are sharded and which shard has them.
+    """Show the tensors and objects of a step with their types, shapes, sizes and shards.
 
-    JOB alone means the step that a load would use. JOB/step-N means the newest attempt at it; JOB/step-N@EPOCH names
-    the run that saved it.
+    JOB alone means the step that a load would use. JOB/step-N means the newest attempt at the step, and
+    JOB/step-N@EPOCH the attempt of one run.
     """
     with open_tier_client(settings_from_options(agent_dir, durable, target)) as client:
         location = parse_location(target)

@@ -152,9 +152,9 @@ def step_row(
 @tier_options
 @pass_output
 def ls_command(screen: CommandOutput, job: str | None, agent_dir: Path | None, durable: str | None) -> ExitCode:
-    """List the steps of JOB: in which tiers they are, whether they are whole, how many copies there are.
+    """List the steps of JOB with their tiers, completeness and number of copies.
 
-    Without JOB: the jobs in this node's memory, and with --durable those in that store.
+    Without JOB, lists the jobs in this node's memory, and with --durable also the jobs in that store.
     """
     with open_tier_client(settings_from_options(agent_dir, durable, job or ANY_JOB)) as client:
         if job is None:

@@ -40,8 +40,9 @@ def pin_command(
 
     If several runs saved STEP, STEP@EPOCH names one of them; `tieredckpt ls` shows the epochs. Default: the newest.
 
-    It does not count towards durable.keep_last, and no save takes its room in memory: one that finds none says so. All
-    nodes of the job hear of it. Memory still goes with its nodes, and agent.job_ttl_s after the job's last process.
+    All nodes of the job keep the step. It does not count towards durable.keep_last, and no save evicts it: a save that
+    finds no other memory fails. A pin does not protect against the loss of nodes. It ends in memory agent.job_ttl_s
+    after the job's last process.
     """
     return _set_pin(screen, parse_job_and_step(target, step, epoch), agent_dir, durable, kept=True)
 
@@ -60,7 +61,7 @@ def unpin_command(
     agent_dir: Path | None,
     durable: str | None,
 ) -> ExitCode:
-    """Take back a pin of STEP of JOB (or JOB/step-N), whether it came from a command or from save(keep=True)."""
+    """Remove the pin of STEP of JOB (or JOB/step-N), set by `tieredckpt pin` or save(keep=True)."""
     return _set_pin(screen, parse_job_and_step(target, step, epoch), agent_dir, durable, kept=False)
 
 

@@ -29,15 +29,15 @@ from tieredckpt.location import Location
 @click.command("quarantine", short_help="Keep a step from being chosen, or lift that.")
 @click.argument("target", metavar="JOB/step-N")
 @click.option("--lift", is_flag=True, help="Let the step be chosen again.")
-@click.option("--reason", default="", help="Why, for whoever sees it later.")
+@click.option("--reason", default="", help="Reason, which `tieredckpt ls` shows.")
 @tier_options
 @pass_output
 def quarantine_command(
     screen: CommandOutput, *, target: str, lift: bool, reason: str, agent_dir: Path | None, durable: str | None
 ) -> ExitCode:
-    """Keep a step from being loaded unless it is named; nothing of it is deleted.
+    """Exclude a step from restores that do not name it, without deleting it.
 
-    The mark goes where the step is: to this node's agent, and to the durable tier, where every node sees it.
+    Marks the step in this node's agent and in the durable tier, where all nodes see the mark.
     """
     if lift and reason:
         raise UsageError("--lift takes no --reason")

@@ -33,7 +33,7 @@ _SHOWN = 5
 
 
 @with_exit_code_help
-@click.command("rebuild", short_help="Write a lost manifest anew from its shards.")
+@click.command("rebuild", short_help="Write a lost manifest again from its shards.")
 @click.argument("target", metavar="JOB/step-N")
 @click.option("--dry-run", "-n", is_flag=True, help="Only say whether it can be done.")
 @tier_options
@@ -41,10 +41,10 @@ _SHOWN = 5
 def rebuild_command(
     screen: CommandOutput, target: str, dry_run: bool, agent_dir: Path | None, durable: str | None
 ) -> ExitCode:
-    """Write a step's manifest anew from its shards' own indexes in the durable tier.
+    """Write a step's manifest again from the indexes of its shards in the durable tier.
 
-    For a manifest that was lost or damaged. Every shard is read and compared with its checksums first, and the shards
-    have to hold the whole state. Of several attempts at the step, the latest that can be rebuilt is taken.
+    Use it if a manifest was lost or damaged. Reads all shards, compares them with their checksums, and checks that they
+    hold the complete state. Of several attempts at the step, the latest that can be rebuilt is used.
     """
     with open_tier_client(settings_from_options(agent_dir, durable, target)) as client:
         location = parse_step_target(target)

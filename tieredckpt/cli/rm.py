@@ -71,7 +71,7 @@ def rm_command(
     STEP@EPOCH those of one run. Pinned steps are kept unless --pinned is given. With --tier durable, an agent that
     restarts may upload a step again that it has in memory.
 
-    Exit code 5: some node or store did not answer and may still have the step.
+    Exit code 5: a node or the store did not answer and may still have the step.
     """
     location = parse_location(target)
     if location.step is not None or step is not None or epoch is not None:

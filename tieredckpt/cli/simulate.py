@@ -470,10 +470,10 @@ _STALL_S = 0.5
 @output_options
 @pass_output
 def simulate_command(screen: CommandOutput, /, **given: Any) -> ExitCode:
-    """Predict the goodput of a job: the share of its time that is work that stays.
+    """Predict a job's goodput: the share of its time in steps that it does not repeat.
 
-    Faults strike at random, also while the job recovers. Many runs are played event by event; beside them stands what
-    the closed form says. How long a recovery takes is up to you: --recovery, or --stage for each of its stages.
+    Simulates many runs event by event, with faults at random times, also during a recovery. Also prints the result of
+    the closed formula. Set the length of a recovery with --recovery, or of its stages with --stage.
     """
     from tieredckpt.goodput.monte_carlo import forecast_goodput
 

@@ -43,7 +43,7 @@ from tieredckpt.whatif.redundancy import (
 @with_exit_code_help
 @click.command("status", short_help="This node's agent; with --cluster all nodes of a job.")
 @click.argument("job", required=False)
-@click.option("--cluster", is_flag=True, help="Who of the job's nodes is there, what they hold, how safe each step is.")
+@click.option("--cluster", is_flag=True, help="Show the job's nodes, their steps, and the protection of each step.")
 @tier_options
 @pass_output
 def status_command(
@@ -51,9 +51,8 @@ def status_command(
 ) -> ExitCode:
     """Show this node's agent: memory, jobs, newest complete and replicated steps, drains.
 
-    With --cluster: the nodes of JOB as this node sees them. A node that could not be asked is named, and the exit code
-    is 5: what it holds is not known. JOB may be left out where there is only one. The exit code is 1 where an upload
-    failed and no newer step is durable.
+    With --cluster, shows the nodes of JOB from this node's view. Exit code 5: a node did not answer, so its steps are
+    unknown. JOB is optional if the agent has only one. Exit code 1: an upload failed and no newer step is durable.
     """
     with open_tier_client(settings_from_options(agent_dir, durable, job or ANY_JOB)) as client:
         if not cluster:

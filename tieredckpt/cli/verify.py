@@ -74,12 +74,11 @@ class CopyCheck:
 @tier_options
 @pass_output
 def verify_command(screen: CommandOutput, target: str, agent_dir: Path | None, durable: str | None) -> ExitCode:
-    """Compare every copy of every shard with its checksums: in the memory of the job's nodes and in the durable tier.
+    """Compare all copies of all shards in memory and in the durable tier with their checksums.
 
     JOB alone means all of its steps, JOB/step-N all attempts at that step, JOB/step-N@EPOCH those of one run. Each node
-    looks at its own memory; one that could not be asked is named, and the exit code is 5. The durable tier is read
-    completely. A copy in memory that turns out damaged is dropped by its agent, so that nobody reads it; the durable
-    tier is not changed.
+    checks its own memory. Exit code 5: a node did not answer, and its copies were not checked. Agents drop damaged
+    copies from memory. The durable tier is read completely and not changed.
     """
     with open_tier_client(settings_from_options(agent_dir, durable, target)) as client:
         location = parse_location(target)

@@ -199,7 +199,7 @@ def sim_status_command(screen: CommandOutput, /, *, job: str | None) -> int:
 @output_options
 @pass_sim_output
 def sim_scale_command(screen: CommandOutput, /, *, replicas: str, job: str | None) -> int:
-    """Let N replicas be admitted; max: as many as the job allows.
+    """Let N replicas be admitted; max: the job's limit.
 
     On a cluster, a queue does this. The job changes its size gracefully, to the largest size that its elasticPolicy
     allows.
@@ -220,7 +220,10 @@ def sim_scale_command(screen: CommandOutput, /, *, replicas: str, job: str | Non
 @operator_sim_cli.command("fault")
 @click.argument("node")
 @click.option(
-    "--health", default=NodeHealth.PENDING_REPLACEMENT.value, show_default=True, help="What the health label says."
+    "--health",
+    default=NodeHealth.PENDING_REPLACEMENT.value,
+    show_default=True,
+    help="The node's health label.",
 )
 @click.option("--healthy", is_flag=True, help="The node is schedulable again.")
 @click.option("--job", default=None, metavar="NAME", help="Which job. [default: the only one here]")
