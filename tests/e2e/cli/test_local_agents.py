@@ -38,7 +38,7 @@ def test_agent_of_a_job_is_found_in_any_run_directory(cli, two_simulated_jobs):
     assert cli("top", ONE, "--once", "--json").code == 0
     assert cli("whatif", ONE, "--each", "--json").json["job"] == ONE
     assert cli("pin", OTHER, 7, "--json").json["marked"] == ["memory"]
-    assert cli("ls", "nobody").code in (3, 5)
+    assert cli("ls", "job-of-no-agent").code in (3, 5)
     # Without a job, those of an agent that has some. Agents of other tests may end between the two questions.
     wait_until(lambda: cli("ls", "--json").json["jobs"])
 

@@ -127,7 +127,7 @@ def test_simulated_agent_that_does_not_answer_makes_the_step_unknown(places, mon
     monkeypatch.setattr(local_agents, "_jobs_of", fails)
     with pytest.raises(TierUnavailableError, match=f"the agent in {places[1]} does not answer: busy"):
         settings_of_newest_agent("local", load_settings())
-    assert settings_of_newest_agent("nobody", load_settings()).agent.directory == ""
+    assert settings_of_newest_agent("job-of-no-agent", load_settings()).agent.directory == ""
     assert f"the steps of another agent are unknown: the agent in {places[1]} does not answer: busy" in caplog.text
 
 
@@ -156,7 +156,7 @@ def test_commands_choose_a_stopped_agent_only_if_no_other_one_has_the_job(places
     saves(monkeypatch, places[1], "chosen", 5)
     with stopped(places[1]):
         assert find_agent_directory(load_settings(), "chosen") == places[1]
-        assert find_agent_directory(load_settings(), "nobody") == places[0]
+        assert find_agent_directory(load_settings(), "job-of-no-agent") == places[0]
         saves(monkeypatch, places[2], "chosen", 4)
         assert find_agent_directory(load_settings(), "chosen") == places[2]
 
@@ -174,7 +174,7 @@ def test_own_agent_stays_unless_another_one_has_a_newer_step(places, monkeypatch
     saves(monkeypatch, places[1], "local", 4)
     saves(monkeypatch, places[1], "other", 9)
     assert settings_of_newest_agent("local", load_settings()).agent.directory == ""
-    assert settings_of_newest_agent("nobody", load_settings()).agent.directory == ""
+    assert settings_of_newest_agent("job-of-no-agent", load_settings()).agent.directory == ""
     monkeypatch.setenv("TIEREDCKPT_AGENT_DIRECTORY", str(places[2]))
     assert settings_of_newest_agent("other", load_settings()).agent.directory == str(places[2])
 
