@@ -9,6 +9,7 @@ import os
 import time
 from collections.abc import Callable, Collection, Mapping
 from functools import partial
+from pathlib import Path
 from types import TracebackType
 from typing import Any, Literal, TypeVar
 
@@ -26,6 +27,7 @@ from peerstore.message_codec import from_json
 from peerstore.shard_records import ShardKey
 from tieredckpt.agent.local_agents import warn_of_steps_elsewhere
 from tieredckpt.agent.stopped_step import StopReport, describe_stop, newest_stop, report_last_stop
+from tieredckpt.checkpointer.directory_steps import directory_state, restore_directory
 from tieredckpt.checkpointer.overlapped_copy import wait_for_overlapped_copies
 from tieredckpt.checkpointer.preemption import PreemptionHandler, last_step_agreement
 from tieredckpt.checkpointer.progress_hook import (
@@ -598,6 +600,46 @@ class Checkpointer:
             outcome.report = self.last_restore
             check_restored_step(job, expected, outcome.step)
             return outcome.step
+
+    def save_directory(
+        self,
+        path: str | os.PathLike[str],
+        step: int,
+        *,
+        keep: bool = False,
+        durable: bool = False,
+    ) -> SaveHandle:
+        """Save all files below ``path`` as ``step``, as :meth:`save` does with ``force``.
+
+        The files may change as soon as this returns. All ranks call this, each with its own directory or with one that
+        they share: then each of them reads some of the files. Files of one name must be equal on all ranks. A step has
+        the names and contents of files, not their owners, modes and times.
+        """
+        check_step(step)
+        self._check_open()
+        state = directory_state(self._ranks, Path(path).absolute())
+        return self.save(state, step, force=True, keep=keep, durable=durable)
+
+    def restore_directory(
+        self,
+        path: str | os.PathLike[str],
+        step: int | None = None,
+        *,
+        overwrite: bool = False,
+        timeout_s: float | None = None,
+    ) -> int:
+        """Write the files of the newest complete step, or of ``step``, to ``path``, and return the step restored.
+
+        Like :meth:`restore`, for steps of :meth:`save_directory`. ``path`` appears with all files or not at all. If it
+        exists and is not empty, it is replaced with ``overwrite``, and without it :class:`UsageError` is raised. Every
+        node, or other place that no two ranks share, gets all files.
+        """
+
+        def restore(state: StateDict) -> int:
+            return self.restore(state, step, timeout_s=timeout_s)
+
+        self._check_open()
+        return restore_directory(self._ranks, path, restore, overwrite=overwrite)
 
     def _last_stop(self) -> ExpectedStep | None:
         """Return the step that the last run sealed at its graceful stop, or ``None``; all ranks agree."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Collection
 from types import TracebackType
 from typing import Literal
@@ -49,6 +50,28 @@ class NullCheckpointer:
         timeout_s: float | None = None,
     ) -> int:
         del state, step, strict, on_lost, exclude_from_proof, timeout_s
+        return -1
+
+    def save_directory(
+        self,
+        path: str | os.PathLike[str],
+        step: int,
+        *,
+        keep: bool = False,
+        durable: bool = False,
+    ) -> SaveHandle:
+        del path
+        return self.save({}, step, keep=keep, durable=durable)
+
+    def restore_directory(
+        self,
+        path: str | os.PathLike[str],
+        step: int | None = None,
+        *,
+        overwrite: bool = False,
+        timeout_s: float | None = None,
+    ) -> int:
+        del path, step, overwrite, timeout_s
         return -1
 
     def wait(self, tier: Literal["memory", "durable"] = "memory", *, timeout_s: float = 600.0) -> bool:

@@ -17,6 +17,7 @@ from torch.distributed.checkpoint._nested_dict import set_element  # the inverse
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 from torch.distributed.checkpoint.stateful import Stateful
+from torch.distributed.checkpoint.storage import StorageReader
 
 from peerstore import deadlines
 from peerstore.errors import PeerStoreError
@@ -335,6 +336,7 @@ class CheckpointRestorer:
         failed: list[str] = []
         for found in reversed(steps):
             reader = plain_reader(durable, job, found, trust_objects=self._settings.memory.trust_objects)
+            _send_saved_names(state, reader)
             try:
                 self._ranks.call_dcp(dcp.load, state, storage_reader=reader)
             except CheckpointException as failure:
@@ -372,8 +374,8 @@ def _create_moments(state: StateDict, reader: TieredReader) -> None:
             init_optimizer_state(state[name])
 
 
-def _send_saved_names(state: StateDict, reader: TieredReader) -> None:
-    """Pass the names in the checkpoint to each part of the state that selects its entries."""
+def _send_saved_names(state: StateDict, reader: StorageReader) -> None:
+    """Pass the saved entries, by name, to each part of the state that selects its entries."""
     selective = {name: value for name, value in state.items() if _is_selective(value)}
     if not selective:
         return
@@ -382,7 +384,8 @@ def _send_saved_names(state: StateDict, reader: TieredReader) -> None:
     except TieredCheckpointError:
         return  # the next load reports this to all ranks
     for name, value in selective.items():
-        value.before_restore([key.removeprefix(f"{name}.") for key in saved if key.startswith(f"{name}.")])
+        prefix = f"{name}."
+        value.before_restore({key.removeprefix(prefix): saved[key] for key in saved if key.startswith(prefix)})
 
 
 def _is_selective(value: object) -> bool:
