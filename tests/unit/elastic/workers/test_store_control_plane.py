@@ -249,6 +249,26 @@ def test_an_epoch_is_newer_than_all_that_any_of_its_ranks_has_been_in(server):
     assert world(6, 7) == {7}
 
 
+@pytest.mark.parametrize(
+    "call",
+    [lambda plane: plane.agree_on_step(5), lambda plane: plane.gather("end", timeout_s=PATIENCE_S)],
+    ids=["agree_on_step", "gather"],
+)
+def test_world_that_ends_before_a_request_reaches_the_store_is_over(start, monkeypatch, call):
+    """The store's client is closed with the world, and does not answer either."""
+    (plane,) = start(1)
+    wait_all_assigned([plane])
+    add = plane._store.add
+
+    def add_after_the_end(key, value):
+        plane.close()
+        return add(key, value)
+
+    monkeypatch.setattr(plane._store, "add", add_after_the_end)
+    with pytest.raises(StaleEpochError):
+        call(plane)
+
+
 def test_wait_ends_when_the_world_is_marked_broken(start):
     first, _ = start(2)
     waiting = start_all(lambda: first.wait_for_assignment(timeout_s=PATIENCE_S))
