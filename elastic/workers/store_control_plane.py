@@ -148,8 +148,13 @@ class StoreControlPlane:
 
     def agree_on_step(self, step: int, *, timeout_s: float | None = None) -> int:
         self._check()
-        with self._world_store_errors():
-            self._say_pause(step)
+        try:
+            with _store_errors():
+                self._say_pause(step)
+        except ControlPlaneUnavailableError:
+            if self._closed:  # its store was closed with it
+                self._check()
+            raise
         with self._changed:
             found = self._changed.wait_for(lambda: self._target is not None or self._is_stale, timeout_s)
         self._check()
@@ -209,7 +214,7 @@ class StoreControlPlane:
         A rank that continued earlier could end the world for the others. Raises
         :class:`~elastic.errors.StaleEpochError` if the world breaks meanwhile.
         """
-        with self._world_store_errors():
+        with _store_errors():
             if self._store.add(self._name(f"came/{what}"), 1) == self._place.world_size:
                 self._publish(_Event(came=what))
         if wait and not self.has_gathered(what, timeout_s=timeout_s):
@@ -418,16 +423,6 @@ class StoreControlPlane:
         if self._is_stale:
             reason = self._event.reason if self._event is not None else "it has not begun, or was left"
             raise StaleEpochError(f"epoch {self._epoch} is over: {reason}")
-
-    @contextlib.contextmanager
-    def _world_store_errors(self) -> Iterator[None]:
-        """Raise :class:`StaleEpochError` if the world has ended, since its store does not answer any more then."""
-        try:
-            with _store_errors():
-                yield
-        except ControlPlaneUnavailableError:
-            self._check()
-            raise
 
     def _mark_left(self) -> None:
         with self._changed:
