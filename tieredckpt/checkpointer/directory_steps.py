@@ -152,7 +152,7 @@ def _read_file(path: Path, expected: FileIdentity) -> torch.Tensor:
     data = torch.empty(expected.size, dtype=torch.uint8)
     if expected.name.endswith("/"):
         return data
-    view, at = memoryview(data.numpy()), 0
+    view, at = data.numpy().data, 0
     with (path / expected.name).open("rb", buffering=0) as file:
         while at < expected.size and (count := file.readinto(view[at:])):
             at += count
@@ -259,7 +259,7 @@ class _RestoredFiles:
                 continue
             place.parent.mkdir(parents=True, exist_ok=True)
             with place.open("xb", buffering=0) as file:
-                view, at = memoryview(data.numpy()), 0
+                view, at = data.numpy().data, 0
                 while at < len(view):
                     at += file.write(view[at:])
 
