@@ -29,6 +29,12 @@ def test_loop_example_resumes(agent_dir):
     assert "starting at step 20\nstep 39: " in run(EXAMPLES / "loop.py")
 
 
+def test_accelerate_example_resumes(agent_dir):
+    pytest.importorskip("accelerate")
+    assert "starting at step 0\nstep 19: " in run(EXAMPLES / "accelerate_loop.py")
+    assert "starting at step 20\nstep 39: " in run(EXAMPLES / "accelerate_loop.py")
+
+
 @pytest.mark.parametrize("second", [1, 3])
 def test_fsdp2_example_resumes_at_another_world_size(agent_dir, second):
     launch = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node"]

@@ -166,6 +166,11 @@ class Checkpointer:
         self._last_step = last_step_agreement(self._location.job, self._ranks.rank, self._ranks.size)
 
     @property
+    def job(self) -> str:
+        """Name of the job whose steps this object saves and restores."""
+        return self._location.job
+
+    @property
     def session(self) -> Session:
         if self._closed and session_if_open(self._location.job, self.settings) is None:
             self._check_open()  # opening a session would start an agent
@@ -628,7 +633,7 @@ class Checkpointer:
         overwrite: bool = False,
         timeout_s: float | None = None,
     ) -> int:
-        """Write the files of the newest complete step, or of ``step``, to ``path``, and return the step restored.
+        """Write the files of the newest complete step, or of ``step``, to ``path``; return the step.
 
         Like :meth:`restore`, for steps of :meth:`save_directory`. ``path`` appears with all files or not at all. If it
         exists and is not empty, it is replaced with ``overwrite``, and without it :class:`UsageError` is raised. Every

@@ -25,7 +25,7 @@ from tieredckpt.tensors.state_dict import StateDict
 _STATE = "directory"
 """Name in the step's state. The entries below it are files, named by their paths in the directory."""
 _ROOT = "./"
-"""Entry of the directory itself, so that an empty one is a step too. Names of directories end with a slash."""
+"""Entry of the directory itself. Names of directories end with a slash."""
 _READ_BYTES = 16 << 20
 StoredFiles = Mapping[str, TensorStorageMetadata | BytesStorageMetadata]
 T = TypeVar("T")
@@ -41,7 +41,7 @@ class FileIdentity(msgspec.Struct, frozen=True, array_like=True):
 
 
 class _Problem(msgspec.Struct, frozen=True, array_like=True):
-    """Error of one rank; without a message there was none."""
+    """Error of one rank; no error has no message."""
 
     kind: str = ""
     message: str = ""
@@ -66,7 +66,7 @@ def list_directory(path: Path) -> list[FileIdentity]:
         elif stat.S_ISREG(state.st_mode):
             found.append(FileIdentity(name, state.st_size, state.st_mtime_ns, state.st_ino))
         else:
-            raise UsageError(f"{entry.path} is no regular file, and a step contains files and directories only")
+            raise UsageError(f"{entry.path} is neither a file nor a directory, and a step can contain nothing else")
     return sorted(found, key=lambda file: file.name)
 
 
@@ -107,7 +107,11 @@ def assign_files(listings: Sequence[Sequence[FileIdentity]]) -> FilesToSave:
 
 
 def directory_state(ranks: RankGroup, path: Path) -> StateDict:
-    """Return this rank's share of the files below ``path`` as a state. All ranks call this, or all of them raise."""
+    """Return this rank's share of the files below ``path`` as a state, or raise on all ranks.
+
+    The files are listed after all ranks have called, so each rank calls when its own files are complete.
+    """
+    ranks.all_gather("")
     mine = _on_all(ranks, lambda: list_directory(path))
     encoded = msgspec.json.encode(mine).decode()
     digests = ranks.all_gather(hashlib.sha256(encoded.encode()).hexdigest())

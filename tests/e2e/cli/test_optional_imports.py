@@ -29,6 +29,7 @@ S3FS = "a plain checkpoint on s3:// " + install("s3fs", "'tieredckpt[s3fs]'")
 GCSFS = "a plain checkpoint on gs:// " + install("gcsfs", "gcsfs")
 HDFS = "durable.url hdfs://h/x " + install("pyarrow", "pyarrow")
 LIGHTNING = "integration.lightning " + install("lightning", "'tieredckpt[lightning]'")
+ACCELERATE = "integration.accelerate " + install("accelerate", "'tieredckpt[accelerate]'")
 TRANSFORMERS = "integration.transformers " + install("transformers", "'tieredckpt[transformers]'")
 AGENT = install("hyperpod_elastic_agent", "--no-deps hyperpod-elastic-agent")
 AGENT_SERVER = install("fastapi", 'fastapi==0.131.0 "uvicorn[standard]" psutil')
@@ -94,6 +95,7 @@ def test_missing_package_is_an_error_in_json(run_without):
 
 ENTRIES = {
     LIGHTNING: ("lightning", "integration.lightning", "integration.lightning.trainer_plugins"),
+    ACCELERATE: ("accelerate", "integration.accelerate", "integration.accelerate.accelerator_steps"),
     TRANSFORMERS: ("transformers", "integration.transformers"),
     KUBERNETES: (
         "kubernetes",
