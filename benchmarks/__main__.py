@@ -92,7 +92,7 @@ _SCENES = (
     Subject("P7", drain.run_null, "to a server that drops everything", servers=("rclone", "moto", "null")),
     Subject("P7", drain.run_real, "to rclone's S3 server", servers=("rclone",), share=4),
     Subject(
-        "P7", drain.run_steps, "a training loop beside a drain to rclone's S3 server", servers=("rclone",), share=4
+        "P7", drain.run_steps, "a training loop during a drain to rclone's S3 server", servers=("rclone",), share=4
     ),
     Subject("P8", planning.run, each_rank_count=True),
     *(

@@ -97,7 +97,7 @@ def _contender(name: str, make: Callable[[str], Send], endpoint: str, scene: Sce
         return {"object": torch.frombuffer(bytearray(stored_bytes(keeper, object_name)), dtype=torch.uint8)}
 
     kind = "ours" if name in (PLAIN, SUMMED) else "opponent"
-    note = "compared after the same upload to a server that keeps it" if endpoint == scene.null else ""
+    note = "compared after the same upload to a server that stores it" if endpoint == scene.null else ""
     return Contender(name, kind, lambda _: send(object_name), found, note=note)
 
 

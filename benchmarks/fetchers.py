@@ -197,7 +197,7 @@ def opponents(
         STAGER: (lambda: ByStager(*args), "gloo, into new tensors and a file on tmpfs"),
     }
     for name, transports in NIXL.items():
-        note = "tensors registered and connections made before"
+        note = "tensors registered and connections made beforehand"
         makers[name] = (lambda transports=transports: ByNixl(*args, transports=transports), note)
     there: list[Contender] = []
     absent: list[dict[str, Any]] = []

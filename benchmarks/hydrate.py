@@ -110,7 +110,7 @@ def run(rank: int, scene: Scene) -> list[dict[str, Any]]:
                 lambda _turn: node.load(target),
                 found,
                 before=node.replace,
-                note=f"verified, planned by DCP, {STREAMS} streams; agent and memory of the node are new each time",
+                note=f"verified, planned by DCP, {STREAMS} streams; new agent and empty memory each time",
             ),
         ]
         theirs, absent = opponents(rank, scene, state, target, undo) if not scene.device else ([], [])

@@ -21,10 +21,10 @@ from peerstore.sizes_and_durations import show_size
 from tieredckpt import Checkpointer
 
 NODES = {
-    "copies": ("node that writes", "node that keeps the copy"),
-    "hydrates": ("node that is read from", "node that reads"),
+    "copies": ("writing node", "receiving node"),
+    "hydrates": ("serving node", "reading node"),
 }
-PRIVATE, SHARED = "private", "shared, beside its slots"
+PRIVATE, SHARED = "private", "shared, without its slots"
 _ALL_SLOTS = 4
 
 

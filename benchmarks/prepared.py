@@ -213,9 +213,7 @@ def rows(raw: dict[str, Any]) -> Iterator[tuple[str, str, str, str, str]]:
 
 
 def show(raw: dict[str, Any]) -> None:
-    table = Table(
-        "", "", "", "median (least - most)", "beside ours", title=f"batches of {show_size(raw['batch_bytes'])}"
-    )
+    table = Table("", "", "", "median (least - most)", "x ours", title=f"batches of {show_size(raw['batch_bytes'])}")
     for cells in rows(raw):
         table.add_row(*cells)
     Console(width=140).print(table)

@@ -38,14 +38,14 @@ from benchmarks.resize import durations
 from benchmarks.rounds import Kind, missing
 
 SPARE, OURS, AGAIN = "elastic run, a warm spare", "elastic run", "torchrun and dcp on tmpfs"
-FT, FT_REST = "torchft, waits for the lost one", "torchft, the rest goes on"
-_EARLY = "{}: the rest's next step"
+FT, FT_REST = "torchft, waits for the lost rank", "torchft, other ranks continue"
+_EARLY = "{}: their next step"
 _JOBS: dict[str, tuple[Kind, str]] = {
     SPARE: ("ours", "every=1, copies on the other node; a warm process on each node, or a warm node"),
-    OURS: ("ours", "the same without a spare: a lost process or node is started again"),
+    OURS: ("ours", "the same without a spare: a lost process or node is restarted"),
     AGAIN: ("opponent", "dcp.save after every step; monitor interval 10 ms, a silent node is lost after 3 s"),
-    FT: ("opponent", "HTTPTransport, min_replicas: all; torchrun starts lost ranks again"),
-    FT_REST: ("opponent", "PGTransport, min_replicas: 1; until all are in it again"),
+    FT: ("opponent", "HTTPTransport, min_replicas: all; torchrun restarts lost ranks"),
+    FT_REST: ("opponent", "PGTransport, min_replicas: 1; until all ranks have rejoined"),
 }
 _FAULTS: dict[str, dict[str, type[Disturbed]]] = {
     RANK: {SPARE: Warm, OURS: Elastic, AGAIN: Torchrun, FT: Torchft, FT_REST: GoesOn},
@@ -175,7 +175,7 @@ def healed(lines: Sequence[Line], at: float, gone_at: float) -> Recovered:
     first = min(line["step"] for line in new if line["what"] == "stepped")
     step, sums = _seen(new)
     ended = {line["pid"]: line.get("error", "") for line in lines if line["what"] == "heard" and line["at"] > at}
-    trouble = f"ranks that were left ended, too ({next(iter(ended.values()))})" if ended else ""
+    trouble = f"surviving ranks ended too ({next(iter(ended.values()))})" if ended else ""
     done = max(line["step"] for line in old)
     early_s = min(early, default=None)
     return Recovered(stages, max(0, done + 1 - first), step, sums, usual(old), early_s, trouble=trouble)
@@ -242,23 +242,23 @@ def _compare(found: dict[str, list[Recovered]], task: Task, scene: Scene) -> Non
 
 def _rows(name: str, results: list[Recovered], failures: list[str]) -> list[dict[str, Any]]:
     if not results:
-        return [missing(name, f"did not come back: {failures[0].splitlines()[0]}")]
+        return [missing(name, f"did not recover: {failures[0].splitlines()[0]}")]
     lost = sorted({one.lost for one in results})
-    notes = [_JOBS[name][1], f"steps lost: {', '.join(map(str, lost))}"]
-    notes += [f"did not come back in {len(failures)} more rounds"] * bool(failures)
+    notes = [_JOBS[name][1], f"Steps lost: {', '.join(map(str, lost))}"]
+    notes += [f"Did not recover in {len(failures)} more rounds"] * bool(failures)
     troubles = [one.trouble for one in results if one.trouble]
-    notes += [f"in {len(troubles)} of {len(results)} rounds {troubles[0]}"] if troubles else []
+    notes += [f"In {len(troubles)} of {len(results)} rounds {troubles[0]}"] if troubles else []
     if name == FT_REST:
-        notes.append("compared among its ranks: steps without the lost one's share are others than undisturbed ones")
-    rows = [_row(name, name, [one.total_s for one in results], "; ".join(notes), all(one.same for one in results))]
+        notes.append("Compared among its ranks only: steps without the lost rank's share differ from undisturbed ones")
+    rows = [_row(name, name, [one.total_s for one in results], ". ".join(notes), all(one.same for one in results))]
     early = [one.early_s for one in results if one.early_s is not None]
     if early:
-        rows.append(_row(_EARLY.format(name), name, early, "without the lost rank's share of it"))
+        rows.append(_row(_EARLY.format(name), name, early, "without the lost rank's share of the batch"))
     return rows
 
 
 _ORDER = ("detect", "abort", "imports", "rendezvous", *_STAGES.values())
-USUAL = "a step that nothing happens in: {}"
+USUAL = "undisturbed step: {}"
 
 
 def _by_stage(found: dict[str, list[Recovered]]) -> list[dict[str, Any]]:

@@ -169,7 +169,7 @@ def run(rank: int, scene: Scene) -> list[dict[str, Any]]:
                 after=pair.settle,
                 warm_runs=2,
                 objects=False,
-                note="the rest is taken over from the copy before, and compared",
+                note="unchanged chunks come from the previous copy and are compared",
             ),
         ]
         rows = measure(

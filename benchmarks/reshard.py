@@ -118,9 +118,9 @@ def run(rank: int, scene: Scene) -> list[dict[str, Any]]:
     sources = from_all(len(reports[-1].bytes_by_node))
     opened = from_all([read[turn] for turn in rounds])
     needed = sum(from_all(size_of(state)))
-    note = f"{sum(from_peers) / needed:.0%} of it from other nodes, {min(sources)} to {max(sources)} for each rank"
+    note = f"{sum(from_peers) / needed:.0%} from other nodes, {min(sources)} to {max(sources)} of them per rank"
     counted = (
-        (NEEDED, "limit", [needed] * scene.rounds, "of all ranks together"),
+        (NEEDED, "limit", [needed] * scene.rounds, "all ranks together"),
         (MOVED, "ours", [sum(one) for one in zip(*moved, strict=True)], note),
         (READ, "opponent", [sum(one) for one in zip(*opened, strict=True)], "as the kernel counts them"),
     )

@@ -18,13 +18,17 @@ from benchmarks.parameters import Scene
 from benchmarks.resize_jobs import Again, Agents, Elastic, Resizable
 from benchmarks.rounds import Kind, byte_row
 
-OURS, AGENTS, AGAIN = "elastic run", "torchrun, agents come and go", "torchrun, stopped and started"
+OURS, AGENTS, AGAIN = "elastic run", "torchrun, agents join and leave", "torchrun, stopped and started"
 STILL = "{}: without training"
 STORAGE = "elastic run: read from storage"
 _JOBS: dict[str, tuple[Kind, type[Resizable], str]] = {
-    OURS: ("ours", Elastic, "nodes that are not in the world wait, with torch imported; sealed with a copy elsewhere"),
-    AGENTS: ("opponent", Agents, "last call 1 s, silent for 3 s is lost (defaults: 30 s and 15 s); its agent is there"),
-    AGAIN: ("opponent", Again, "SIGTERM, then another torchrun with as many ranks as wanted"),
+    OURS: ("ours", Elastic, "nodes outside the world wait with torch imported; sealed with a copy on another node"),
+    AGENTS: (
+        "opponent",
+        Agents,
+        "last call 1 s, a silent node is lost after 3 s (defaults: 30 s and 15 s); agents have torch imported",
+    ),
+    AGAIN: ("opponent", Again, "SIGTERM, then another torchrun with the new number of ranks"),
 }
 _BEFORE = 6
 """Steps that every rank of the old world has done when the other world is asked for."""
@@ -112,7 +116,7 @@ def _ours(old: World, new: World, asked: float, _gone: float) -> Resized:
     stages, out_s = durations(
         asked,
         [
-            ("all ranks have heard", old.last("heard")),
+            ("all ranks are notified", old.last("heard")),
             ("a common step is reached", old.last("stopped")),
             ("", old.last("sealing")),
             ("sealed and copied", old.last("sealed")),
@@ -203,5 +207,5 @@ def _bytes(results: list[Resized]) -> list[dict[str, Any]]:
     return [
         of("elastic run: read from memory", "this node's", lambda tiers: tiers.get("memory", 0)),
         of("elastic run: read from peers", "other nodes' memory", lambda tiers: tiers.get("peer", 0)),
-        of(STORAGE, "there is a durable tier, and it has steps", lambda tiers: tiers.get("durable", 0)),
+        of(STORAGE, "the durable tier has steps", lambda tiers: tiers.get("durable", 0)),
     ]
