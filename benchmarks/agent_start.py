@@ -1,4 +1,4 @@
-"""P10: how soon a node agent answers, and what it needs while it does nothing."""
+"""P10: start time of a node agent, and its memory while idle."""
 
 from __future__ import annotations
 

@@ -191,7 +191,7 @@ def _p9(group: Group) -> Iterator[Verdict]:
 
 
 def beyond_a_step(group: Group, ours: str) -> float:
-    """Return torchrun's time added to an undisturbed step, divided by ours; 0 if that step was not measured."""
+    """Return the ratio of torchrun's to our time beyond an undisturbed step; 0 without such a step."""
     theirs, mine = ([*_added(group, name)] for name in (recovery.AGAIN, ours))
     return statistics.median(a / b for a, b in zip(theirs, mine, strict=True)) if theirs and mine else 0.0
 

@@ -126,12 +126,12 @@ def test_target_verdicts_and_differing_rows_are_reported():
         *recovery._rows(SPARE, [one(1.0)], []),
         *recovery._rows(OURS, [one(4.0)], []),
         *recovery._rows(AGAIN, [one(16.0, same=False)], []),
-        *recovery._rows(FT_REST, [], ["it did not happen: 4 ranks train again\nand much more"]),
+        *recovery._rows(FT_REST, [], ["Timed out after 120 s waiting until 4 ranks train again.\nand much more"]),
     ]
     group = {"subject": "P9", "title": "64 MiB, DDP, a rank is killed", "state": "", "rows": rows}
     assert [(verdict.value, verdict.met) for verdict in judge([group])] == [(16.0, True), (4.0, False)]
     assert failed(group) == [AGAIN]
-    assert rows[-1]["note"] == "did not recover: it did not happen: 4 ranks train again"
+    assert rows[-1]["note"] == "did not recover: Timed out after 120 s waiting until 4 ranks train again."
 
 
 def test_step_slowdown_by_a_fault_is_judged():
@@ -150,7 +150,7 @@ def test_stages_are_compared_and_failed_rounds_are_noted():
     assert rows[0]["samples"] == [1.0, 2.0]
     rows += [
         *recovery._rows(SPARE, [one(1.0), one(2.0)], []),
-        *recovery._rows(AGAIN, [one(30.0)], ["it did not happen: x"]),
+        *recovery._rows(AGAIN, [one(30.0)], ["Timed out after 120 s waiting until x."]),
     ]
     group = {"subject": "P9", "title": "64 MiB, DDP, a rank is killed", "state": "", "rows": rows}
     assert [verdict.value for verdict in judge([group])] == [20.0]
