@@ -97,7 +97,7 @@ def _rows(seeds: int) -> Iterator[tuple[str, float, float, str]]:
         what = f"all permutations of {size} samples, {runs:,} seeds"
         yield what, all_permutations(our_shuffle, size, runs), all_permutations(numpy_shuffle, size, runs), "z"
     for size in (10, 64):
-        what = f"sample x position, {size} samples, {10 * seeds:,} seeds"
+        what = f"sample and position, {size} samples, {10 * seeds:,} seeds"
         yield what, positions(our_shuffle, size, 10 * seeds), positions(numpy_shuffle, size, 10 * seeds), "z"
     for size in (1000, 100_000, 1_000_000):
         yield (
@@ -111,7 +111,7 @@ def _rows(seeds: int) -> Iterator[tuple[str, float, float, str]]:
     for size in (64, 1000, 100_000):
         runs = max(10, min(seeds, 10_000_000 // size))
         yield (
-            f"samples that keep their position, {size:,} samples",
+            f"samples in their own position, {size:,} samples",
             fixed_points(our_shuffle, size, runs),
             fixed_points(numpy_shuffle, size, runs),
             "1",
