@@ -1,9 +1,12 @@
-"""Every figure of docs/benchmarks.md, measured again: ``python -m benchmarks``.
+"""Benchmarks behind docs/benchmarks.md: ``python -m benchmarks``.
 
-The modules read in this order: ``parameters`` say what is measured, ``states`` are what is saved, ``ranks`` run it in a
-``sandbox``, ``rounds`` interleave and compare, ``limits``, ``opponents`` and ``clients`` are what we stand beside;
-``blocked``, ``save``, ``load``, ``drain``, ``planning``, ``agent_start``, ``memory`` are the subjects. With several
-``nodes``, ``replicate`` and ``hydrate`` stand beside ``wires`` and ``fetchers``, then ``reshard`` and ``peer_memory``.
-``resize`` and ``recovery`` start whole ``jobs``, each under a ``warden``, whose ranks write a ``diary``.
-``goals`` judge and ``table`` shows. ``samples`` stands alone: ``python -m benchmarks.samples``.
+- Setup: ``parameters``, ``states``, ``sandbox``, ``ranks`` and ``nodes``.
+- Method: ``rounds`` interleaves contenders and compares results. ``limits``, ``opponents``, ``clients``, ``wires`` and
+  ``fetchers`` are the contenders to compare with.
+- Subjects: ``blocked``, ``save``, ``load``, ``drain``, ``planning``, ``agent_start``, ``memory``, ``replicate``,
+  ``hydrate``, ``reshard``, ``peer_memory``, ``fixed_tree``, ``resize``, ``recovery`` and ``meeting``.
+- Whole jobs: ``jobs`` starts them, each under a ``warden``; their ranks write a ``diary``.
+- Reports: ``goals`` compares with targets, ``table`` and ``summary`` write the pages.
+
+The other modules are separate programs, for example ``python -m benchmarks.samples``.
 """

@@ -1,4 +1,4 @@
-"""``python -m benchmarks``: measure everything; ``python -m benchmarks table RAW.json``: write docs/benchmarks.md."""
+"""Measure all subjects, or write docs/benchmarks.md from stored results with ``table RAW.json``."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ Run = Callable[[int, Scene], list[dict[str, Any]]]
 
 @dataclasses.dataclass(frozen=True)
 class Subject:
-    """How a subject is cut into scenes."""
+    """Scenes of one subject: its states, ranks, threads and servers."""
 
     name: str
     run: Run
@@ -66,17 +66,17 @@ class Subject:
     all_threads: bool = False
     servers: tuple[str, ...] = ()
     share: int = 1
-    """Of the size, one in so many."""
+    """Divisor of ``--size``."""
     prepare: Run | None = None
-    """Run before by the ranks that write what is measured then."""
+    """Untimed run on ``writers`` ranks that saves the state to load."""
     worlds: tuple[tuple[int, int], ...] = ()
-    """How many ranks prepare and how many run, where that is not up to ``--ranks``."""
+    """Pairs of ranks that prepare and ranks that run; empty for ``--ranks``."""
     resharded: bool = False
-    """``--worlds`` says it."""
+    """Whether ``--worlds`` sets the ranks."""
     starts_ranks: bool = False
-    """It starts jobs itself, and is run by no rank: ``worlds`` are those of the jobs."""
+    """Whether the subject starts its own jobs, whose ranks are in ``worlds``, instead of running on ranks."""
     device: str = "cpu"
-    """Of these jobs."""
+    """Device kind of these jobs."""
 
 
 _ABC = ("A", "B", "C")
@@ -92,7 +92,7 @@ _SCENES = (
     Subject("P7", drain.run_null, "to a server that drops everything", servers=("rclone", "moto", "null")),
     Subject("P7", drain.run_real, "to rclone's S3 server", servers=("rclone",), share=4),
     Subject(
-        "P7", drain.run_steps, "a training loop beside a drain to rclone's S3 server", servers=("rclone",), share=4
+        "P7", drain.run_steps, "a training loop during a drain to rclone's S3 server", servers=("rclone",), share=4
     ),
     Subject("P8", planning.run, each_rank_count=True),
     *(
@@ -139,7 +139,7 @@ _SERVERS: dict[str, Callable[[Path], Any]] = {
 
 
 def scenes(parameters: Parameters, folder: Path) -> Iterator[tuple[Subject, Scene]]:
-    """Everything that a run measures, in order."""
+    """Yield all scenes of a run, in order."""
     for subject in _SCENES:
         if subject.name not in parameters.subjects or not _is_there(subject, parameters.device):
             continue
@@ -158,21 +158,24 @@ def scenes(parameters: Parameters, folder: Path) -> Iterator[tuple[Subject, Scen
 
 
 def _is_there(subject: Subject, device: str) -> bool:
-    """On a device: of P9 a lost rank, with the smaller model where there are two."""
+    """Return whether a run with ``--device`` includes the subject.
+
+    Of P9 it includes only a lost rank; on the CPU only the smaller model.
+    """
     if not device or not subject.starts_ranks:
         return True
     return subject.device == device and recovery.RANK in subject.title and (device != "cpu" or subject.share > 2)
 
 
 def _worlds(subject: Subject, parameters: Parameters) -> tuple[tuple[int, int], ...]:
-    """How many ranks save beforehand, and how many run."""
+    """Return the pairs of ranks that save beforehand and ranks that run."""
     if subject.resharded:
         return parameters.worlds
     return subject.worlds or tuple((0, ranks) for ranks in (parameters.ranks if subject.each_rank_count else (1,)))
 
 
 def measure(ranks: Ranks, subject: Subject, scene: Scene) -> dict[str, Any]:
-    """One scene, in a sandbox of its own."""
+    """Measure one scene in its own sandbox."""
     with contextlib.ExitStack() as undo:
         folder = undo.enter_context(sandbox())
         scene = dataclasses.replace(scene, folder=folder)
@@ -180,7 +183,7 @@ def measure(ranks: Ranks, subject: Subject, scene: Scene) -> dict[str, Any]:
         scene = dataclasses.replace(scene, **endpoints)
         if subject.prepare is not None:
             ranks.run(scene.writers, subject.prepare, scene)
-        # Who starts jobs is this process: when it is told to end it ends them first.
+        # Jobs start from this process, not from a rank, so that SIGTERM ends them first.
         rows = merge([subject.run(0, scene)] if subject.starts_ranks else ranks.run(scene.ranks, subject.run, scene))
     return {
         "subject": subject.name,
@@ -206,11 +209,11 @@ def _title(subject: Subject, scene: Scene) -> str:
 
 
 def run(parameters: Parameters, out: Path) -> dict[str, Any]:
-    """All scenes; what they said, and where. ``out`` has what was measured so far after each of them.
+    """Measure all scenes and write the results to ``out`` after each of them.
 
-    Each subject has processes of its own: what another one's opponents left in theirs is memory it may need.
+    Each subject has its own processes, because opponents of another subject leave memory allocated in theirs.
     """
-    os.environ.update(ENVIRONMENT, OMP_NUM_THREADS="")  # torch's threads are set by each scene
+    os.environ.update(ENVIRONMENT, OMP_NUM_THREADS="")  # each scene sets torch's threads
     os.environ.pop("OMP_NUM_THREADS")
     raw: dict[str, Any] = {"machine": facts(), "parameters": dataclasses.asdict(parameters), "groups": []}
     todo = list(scenes(parameters, Path()))
@@ -233,12 +236,12 @@ def _say(text: str) -> None:
 
 
 def wrong(raw: dict[str, Any]) -> bool:
-    """Whether a result was not what had to be stored, or was never looked at."""
+    """Return whether a result differs from the expected state or was not compared."""
     return any(failed(group) or unchecked(group) for group in raw["groups"])
 
 
 def read_raw(sources: Sequence[Path]) -> dict[str, dict[str, Any]]:
-    """Runs by the names of their files, as the documentation calls them."""
+    """Return runs by file name, relative to the repository as the documentation quotes it."""
     resolved = [source.resolve() for source in sources]
     names = [str(path.relative_to(_ROOT)) if path.is_relative_to(_ROOT) else path.name for path in resolved]
     return {name: json.loads(path.read_text()) for name, path in zip(names, resolved, strict=True)}
@@ -271,20 +274,39 @@ def _default_out() -> Path:
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="python -m benchmarks", description=__doc__)
-    parser.add_argument("--only", type=_listed(SUBJECTS), default=SUBJECTS, help="P1,P2,... (default: all)")
-    parser.add_argument("--size", type=parse_size, default=1 << 30, help="of each state (default: 1GiB)")
-    parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--ranks", type=_counts, default=(1, 2), help="default: 1,2")
+    parser.add_argument(
+        "--only",
+        type=_listed(SUBJECTS),
+        default=SUBJECTS,
+        metavar="SUBJECTS",
+        help="subjects to measure: P1,P2,... (default: all)",
+    )
+    parser.add_argument(
+        "--size", type=parse_size, default=1 << 30, metavar="SIZE", help="bytes of each state (default: 1GiB)"
+    )
+    parser.add_argument("--rounds", type=int, default=5, metavar="N", help="rounds of each table (default: 5)")
+    parser.add_argument(
+        "--ranks", type=_counts, default=(1, 2), metavar="N,...", help="numbers of ranks (default: 1,2)"
+    )
     parser.add_argument(
         "--worlds",
         type=_pairs,
         default=WORLDS,
-        help="saved by so many ranks, loaded by so many (default: 2-3,4-3,8-6,6-8)",
+        metavar="N-M,...",
+        help="P6: pairs of saving and loading ranks (default: 2-3,4-3,8-6,6-8)",
     )
-    parser.add_argument("--threads", type=_counts, default=(), help="in each rank (default: 1, and all cores shared)")
-    parser.add_argument("--states", type=_listed(STATES), default=STATES, help="default: A,B,C,U")
-    parser.add_argument("--device", default="", metavar="KIND", help="have states and jobs on it: P1, P3, P5, P9")
-    parser.add_argument("--out", type=Path, help="default: benchmarks/results/DATE-HOST.json")
+    parser.add_argument(
+        "--threads",
+        type=_counts,
+        default=(),
+        metavar="N,...",
+        help="numbers of threads in each rank (default: 1, and an equal share of the cores)",
+    )
+    parser.add_argument(
+        "--states", type=_listed(STATES), default=STATES, metavar="STATES", help="states to measure (default: A,B,C,U)"
+    )
+    parser.add_argument("--device", default="", metavar="KIND", help="device of states and jobs, for P1, P3, P5 and P9")
+    parser.add_argument("--out", type=Path, help="file of the results (default: benchmarks/results/DATE-HOST.json)")
     parser.add_argument(
         "--spoil",
         action="append",
@@ -297,10 +319,15 @@ def _parser() -> argparse.ArgumentParser:
 
 def _table_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="python -m benchmarks table", description="Write docs/benchmarks.md.")
-    parser.add_argument("raw", type=Path, nargs="+", help="of a scene that several have, the last one counts")
-    parser.add_argument("--to", type=Path, default=_ROOT / "docs" / "benchmarks.md")
+    parser.add_argument("raw", type=Path, nargs="+", help="result files; the last file with a scene provides it")
     parser.add_argument(
-        "--readme", type=Path, metavar="GPU_JSON", help="also write the rows of README.md; GPU_JSON is a GPU's results"
+        "--to", type=Path, default=_ROOT / "docs" / "benchmarks.md", help="page to write (default: docs/benchmarks.md)"
+    )
+    parser.add_argument(
+        "--readme",
+        type=Path,
+        metavar="GPU_JSON",
+        help="write the table of README.md too, with a GPU's results in GPU_JSON",
     )
     return parser
 
@@ -314,7 +341,7 @@ def main(arguments: Sequence[str]) -> int:
             put_into(_ROOT / "README.md", readme_table({**read_raw([asked.readme]), **raws}))
         return 0
     asked = _parser().parse_args(arguments)
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that servers, agents and files go too
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # ends servers and agents and removes files
     if asked.device:
         asked.only = tuple(name for name in asked.only if name in ON_DEVICES)
     parameters = Parameters(
@@ -333,7 +360,7 @@ def main(arguments: Sequence[str]) -> int:
     console = Console(width=None if sys.stdout.isatty() else 160)
     for group in raw["groups"]:
         print_group(console, group)
-    if not parameters.device:  # what is expected was said of memory, beside opponents
+    if not parameters.device:  # targets hold for states in memory and compare with opponents
         print_verdicts(console, raw["groups"])
     _say(f"every sample: {out}")
     return 1 if wrong(raw) else 0

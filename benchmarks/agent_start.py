@@ -1,4 +1,4 @@
-"""P10: how soon a node agent answers, and what it needs while it does nothing."""
+"""P10: start time of a node agent, and its memory while idle."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from benchmarks.proc import private_bytes, resident_bytes
 from benchmarks.sandbox import agent_pid, end_agent, settings_for
 from tieredckpt.agent.agent_client import NodeAgentClient
 
-START, IDLE, PYTHON = "agent: started until it answers", "agent: resident when idle", "python -c pass"
+START, IDLE, PYTHON = "agent: start to first response", "agent: resident memory, idle", "python -c pass"
 
 
 def run(rank: int, scene: Scene) -> list[dict[str, Any]]:
@@ -42,8 +42,8 @@ def run(rank: int, scene: Scene) -> list[dict[str, Any]]:
     return [
         _row(PYTHON, "limit", "s", bare, "an interpreter that does nothing"),
         _row(START, "ours", "s", started, note),
-        _row(IDLE, "ours", "B", resident, "RssAnon + RssFile: the arena is not in it"),
-        _row("agent: of that its own", "ours", "B", private, "RssAnon"),
+        _row(IDLE, "ours", "B", resident, "RssAnon + RssFile, without the arena"),
+        _row("agent: private memory, idle", "ours", "B", private, "RssAnon"),
     ]
 
 

@@ -1,4 +1,4 @@
-"""P1: how long a save keeps the trainer from its next step."""
+"""P1: time a save blocks the trainer."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ OURS, ASYNC = "Checkpointer.save", "dcp.async_save, DefaultStager kept"
 OVERLAPPED = "Checkpointer.save, overlapped"
 STEP, STEP_WITH_SAVE = "a step alone", "a step that begins with a save"
 _ALL_SLOTS = 4
-"""Saves until every slot of the rank has been written once, and one more."""
+"""Saves that write every slot of the rank once, plus one."""
 
 
 _STEP_R = 10
@@ -30,7 +30,7 @@ _STEP_R = 10
 
 
 class Ours:
-    """The training loop's checkpointer."""
+    """A ``Checkpointer`` as a contender: start a save, wait for it, restore its result."""
 
     def __init__(self, checkpointer: Checkpointer, target: State) -> None:
         self._checkpointer = checkpointer
@@ -42,7 +42,7 @@ class Ours:
 
     def finish(self) -> None:
         if self._saved is not None:
-            self._saved.wait()  # raises when it was not saved
+            self._saved.wait()  # raises if the save failed
 
     def found(self) -> State:
         wipe(self._target)
@@ -83,7 +83,7 @@ def run(rank: int, scene: Scene) -> list[dict[str, Any]]:
     with contextlib.ExitStack() as undo:
         settings = settings_for(scene)
         checkpointer = undo.enter_context(Checkpointer(JOB, settings=settings, on_sigterm="ignore"))
-        checkpointer.restore(state)  # as a training script begins: nothing there yet, slots are prepared meanwhile
+        checkpointer.restore(state)  # as a training script does; finds no step and prepares slots in the background
         blocking = override_settings(settings, memory={"staging": "blocking"})
         ours = Ours(undo.enter_context(Checkpointer(JOB, settings=blocking, on_sigterm="ignore")), target)
         overlapped, theirs = Ours(checkpointer, target), AsyncFiles(scene.folder, rank, state)

@@ -1,6 +1,8 @@
-"""``python -m benchmarks.checksum``: what the sharding-invariant checksum costs, beside a copy and beside xxh3.
+"""Speed of the sharding-invariant checksum, compared with a copy and with xxh3.
 
-Counted in the processor time of one thread: what else the machine does is not measured.
+    python -m benchmarks.checksum
+
+Times are processor time of one thread, so other load on the machine does not count.
 """
 
 from __future__ import annotations
@@ -18,7 +20,7 @@ from elastic.reshard.state_checksum import name_seed, weighted_sum
 _SHAPE = _ROWS, _COLUMNS = 8192, 8192
 _TYPES = (torch.uint8, torch.bfloat16, torch.float32, torch.float64)
 _SHARDS = {"rows": (1024, 0, _COLUMNS), "columns": (_ROWS, 1024, 1024), "narrow columns": (_ROWS, 64, 64)}
-"""Of an 8,192 x 8,192 tensor: rows, first column, columns."""
+"""Shards of an 8,192 x 8,192 tensor: rows, first column, columns."""
 
 
 def median_s(run: Callable[[], object], rounds: int) -> float:

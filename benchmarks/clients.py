@@ -1,4 +1,4 @@
-"""What sends one large file to an object store: the agent's uploader, and the best raw clients there are."""
+"""Clients that upload one large file: the agent's uploader and the fastest raw clients."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from tieredckpt.durable.retrying_store import open_store
 from tieredckpt.settings import DurableSettings
 
 Send = Callable[[str], object]
-"""Uploads the file as the object that is named."""
+"""Upload of the file as the named object."""
 PREFIX = "bench"
 ENVIRONMENT = {
     "AWS_ACCESS_KEY_ID": ACCESS_KEY,
@@ -89,7 +89,7 @@ def by_boto3(undo: ExitStack, scene: Scene, endpoint: str, source: Path) -> Send
 
 
 def by_s3torchconnector(scene: Scene, endpoint: str, source: Path) -> Send:
-    """Raises ImportError where it is not installed."""
+    """Return an upload by s3torchconnector. Raise ImportError if it is not installed."""
     from s3torchconnector import S3ClientConfig
     from s3torchconnector._s3client import S3Client
 
@@ -116,7 +116,7 @@ def _mapped(source: Path) -> Iterator[memoryview]:
 
 
 def stored_bytes(endpoint: str, name: str) -> bytes:
-    """The object, read by the AWS SDK alone."""
+    """Return the object's bytes, read with the AWS SDK alone."""
     client = boto3.client("s3", endpoint_url=endpoint, region_name=REGION)
     try:
         return client.get_object(Bucket=BUCKET, Key=f"{PREFIX}/{name}")["Body"].read()

@@ -1,4 +1,7 @@
-"""What the ranks of a measured job write down, and when: a file each. Imports nothing that others would pay for."""
+"""Event files of a measured job's ranks, one per process.
+
+Imports only the standard library, so that no contender pays for the imports of another.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +15,7 @@ Line = dict[str, Any]
 
 
 class Diary:
-    """This rank's lines. All clocks of a machine are the same one."""
+    """Event file of this process. All processes of a machine share one clock."""
 
     def __init__(self, folder: Path) -> None:
         folder.mkdir(exist_ok=True)
@@ -23,7 +26,7 @@ class Diary:
 
 
 def read_diaries(folder: Path) -> list[Line]:
-    """Of all ranks, in order of time; the line that is just being written is not there yet."""
+    """Return the events of all ranks in order of time, without lines that are still being written."""
     found = []
     for path in folder.glob("*.jsonl"):
         found += [json.loads(line) for line in path.read_text().splitlines(keepends=True) if line.endswith("\n")]
@@ -31,7 +34,7 @@ def read_diaries(folder: Path) -> list[Line]:
 
 
 def began() -> float:
-    """When this process was started, as ``time.time`` counts."""
+    """Return the start time of this process, in seconds as from ``time.time``."""
     ticks = int(Path("/proc/self/stat").read_text().rpartition(")")[2].split()[19])
     up_s = float(Path("/proc/uptime").read_text().split()[0])
     return time.time() - up_s + ticks / os.sysconf("SC_CLK_TCK")

@@ -1,4 +1,4 @@
-"""P7: how fast sealed bytes reach an object store, and what that costs the trainer's steps."""
+"""P7: speed of uploads to an object store, and their effect on the trainer's steps."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ def _uploads(scene: Scene, endpoint: str) -> list[dict[str, Any]]:
 
 
 def _clients(undo: contextlib.ExitStack, scene: Scene, source: Path) -> dict[str, Callable[[str], Send]]:
-    """Everybody, for an endpoint."""
+    """Return a factory for each client; it takes an endpoint."""
     return {
         PLAIN: lambda at: uploader(undo, scene, at, source, "none"),
         SUMMED: lambda at: uploader(undo, scene, at, source, "crc32"),
@@ -83,12 +83,12 @@ def _clients(undo: contextlib.ExitStack, scene: Scene, source: Path) -> dict[str
 
 
 def _contender(name: str, make: Callable[[str], Send], endpoint: str, scene: Scene) -> Contender:
-    """Raises when the client cannot be had, or this server not used with it."""
+    """Return a contender. Raise if the client is not installed or does not work with this server."""
     object_name = f"{name.replace(' ', '-').replace(',', '')}.bin"
     send = make(endpoint)
     send(object_name)
-    # What a server dropped cannot be read back: the same client sends it once more to one that keeps it. rclone does
-    # not take s3torchconnector's uploads (checksums in trailers).
+    # The null server stores nothing to read back. The same client uploads once more to a server that does.
+    # rclone rejects s3torchconnector's uploads, which have checksums in trailers.
     keeper = scene.moto if name == RAW_SUMMED[1] else scene.rclone
     check = send if endpoint == keeper else make(keeper)
 
@@ -97,12 +97,12 @@ def _contender(name: str, make: Callable[[str], Send], endpoint: str, scene: Sce
         return {"object": torch.frombuffer(bytearray(stored_bytes(keeper, object_name)), dtype=torch.uint8)}
 
     kind = "ours" if name in (PLAIN, SUMMED) else "opponent"
-    note = "compared after the same upload to a server that keeps it" if endpoint == scene.null else ""
+    note = "compared after the same upload to a server that stores it" if endpoint == scene.null else ""
     return Contender(name, kind, lambda _: send(object_name), found, note=note)
 
 
 def run_steps(rank: int, scene: Scene) -> list[dict[str, Any]]:
-    """A training loop with one thread, while its agent drains to a real server on the same machine."""
+    """Time a single-threaded training loop while its agent drains to a real server on this machine."""
     use_threads(scene.threads)
     os.environ.update(ENVIRONMENT)
     state = build("A", scene.size_bytes, rank=0, world=1)
@@ -159,7 +159,7 @@ def _compare_stored(contender: Contender, state: State, scene: Scene) -> None:
 
 
 def from_store(like: State, scene: Scene) -> State:
-    """What an agent that has nothing in memory restores."""
+    """Return the state that an agent with empty memory restores from the store."""
     target = blank(like)
     wipe(target)
     settings = settings_for(scene, "elsewhere", **vars(durable_settings(scene, scene.rclone)))

@@ -1,6 +1,6 @@
-"""How others give a running job's state to a fresh rank: torchft, torch's own experiments, NIXL.
+"""Other ways to send a running job's state to a fresh rank: torchft, torch's experiments, NIXL.
 
-Rank 0 has the state, rank 1 gets it. None of them compares what arrives with anything.
+Rank 0 has the state and rank 1 receives it. None of them verifies the received bytes.
 """
 
 from __future__ import annotations
@@ -28,11 +28,11 @@ _TIMEOUT = timedelta(seconds=300)
 HTTP = tuple(f"torchft HTTPTransport, {what}" for what in ("one request", f"{STREAMS} chunks"))
 FT_GROUP, TORCH_GROUP, STAGER = "torchft PGTransport", "torch _pg_transport", "torch _ReplicationStager"
 NIXL = {"NIXL over UCX, shared memory": "", "NIXL over UCX, TCP": "tcp,self"}
-"""With UCX left to choose (on one machine it reads the other process's memory), and bound to the network."""
+"""UCX transports by name. With none set, UCX reads the other process's memory on one machine."""
 
 
 class Fetcher:
-    """One way to get the state; ``result`` is what the fresh rank has then."""
+    """One way to receive the state; ``result`` is the state on the fresh rank."""
 
     in_place = True
 
@@ -43,13 +43,13 @@ class Fetcher:
         self.result: Any = target
 
     def before(self) -> None:
-        """Not timed."""
+        """Prepare a transfer; not timed."""
 
     def fetch(self, turn: int) -> None:
         raise NotImplementedError
 
     def after(self) -> None:
-        """Not timed; the result stays until it was compared."""
+        """Clean up after a transfer; not timed. Keep the result until it is compared."""
 
     def found(self) -> State:
         result, self.result = self.result, self.target if self.in_place else None
@@ -60,7 +60,7 @@ class Fetcher:
 
 
 class ByHttp(Fetcher):
-    """torchft: an HTTP server in the healthy rank that serialises the state for whoever asks."""
+    """torchft: an HTTP server in the healthy rank that serializes the state for each request."""
 
     in_place = False
 
@@ -71,7 +71,7 @@ class ByHttp(Fetcher):
         self._transport = HTTPTransport(_TIMEOUT, num_chunks=chunks)
         self._transport._server.RequestHandlerClass.log_message = lambda *_args: None  # a line for every request
         port = urlsplit(tell(self._transport.metadata(), 0)).port
-        self._address = f"http://127.0.0.1:{port}/checkpoint/"  # the name of the machine may lead somewhere else
+        self._address = f"http://127.0.0.1:{port}/checkpoint/"  # the machine's name may resolve to another address
 
     def before(self) -> None:
         self.result = None
@@ -88,7 +88,7 @@ class ByHttp(Fetcher):
 
 
 class ByGroup(Fetcher):
-    """A tensor after the other over gloo, into the tensors that are there."""
+    """One tensor at a time over gloo, into the existing tensors."""
 
     in_place = True
 
@@ -110,7 +110,10 @@ class ByGroup(Fetcher):
 
 
 class ByStager(Fetcher):
-    """torch's stager that swaps states with a partner and keeps the partner's in a file; the fresh one has nothing."""
+    """torch's stager: exchange states with a partner and store the partner's in a file.
+
+    The fresh rank has an empty state.
+    """
 
     in_place = False
 
@@ -134,7 +137,10 @@ class ByStager(Fetcher):
 
 
 class ByNixl(Fetcher):
-    """One-sided reads of a descriptor per tensor. Agents spin, so they are there only while it is their turn."""
+    """One-sided NIXL reads, one descriptor per tensor.
+
+    NIXL agents busy-wait, so each exists only during its own turn.
+    """
 
     def __init__(self, *args: Any, transports: str) -> None:
         super().__init__(*args)
@@ -145,7 +151,7 @@ class ByNixl(Fetcher):
         self._handle: Any = None
 
     def before(self) -> None:
-        """Connections, registered memory and prepared lists are kept between transfers in real use."""
+        """Connect and register memory; not timed, because real use does it once for many transfers."""
         from nixl_cu12._api import nixl_agent, nixl_agent_config
 
         with _environment("UCX_TLS", self._transports):
@@ -173,7 +179,7 @@ class ByNixl(Fetcher):
             raise RuntimeError(f"NIXL did not transfer: {state}")
 
     def after(self) -> None:
-        from_all(None)  # the reader has everything
+        from_all(None)  # wait until the reader has everything
         if self._handle is not None:
             self._agent.release_xfer_handle(self._handle)
             self._handle = None
@@ -187,7 +193,7 @@ class ByNixl(Fetcher):
 def opponents(
     rank: int, scene: Scene, state: State, target: State, undo: contextlib.ExitStack
 ) -> tuple[list[Contender], list[dict[str, Any]]]:
-    """Everybody who is installed, and a row each for who is not."""
+    """Return a contender for each installed package, and a row for each missing one."""
     args = (rank, scene, state, target)
     makers: dict[str, tuple[Callable[[], Fetcher], str]] = {
         HTTP[0]: (lambda: ByHttp(*args, chunks=0), "into new tensors"),
@@ -197,7 +203,7 @@ def opponents(
         STAGER: (lambda: ByStager(*args), "gloo, into new tensors and a file on tmpfs"),
     }
     for name, transports in NIXL.items():
-        note = "tensors registered and connections made before"
+        note = "tensors registered and connections made beforehand"
         makers[name] = (lambda transports=transports: ByNixl(*args, transports=transports), note)
     there: list[Contender] = []
     absent: list[dict[str, Any]] = []

@@ -1,4 +1,4 @@
-"""P12: a step whose sums no number of ranks changes, beside one with an all-reduce: time, and memory at its worst."""
+"""P12: time and peak memory of a step with fixed-order sums, compared with an all-reduce."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ FSDP_OURS = "FSDP2, fixed tree"
 FSDP_DEALT = "FSDP2, fixed tree, dealt like cards"
 FSDP_EXACT = "FSDP2, exact weights, each turn"
 MICROBATCHES = 12
-"""Neither a power of two nor aligned runs: two partial sums a rank."""
+"""Not a power of two and not aligned, so that a rank has two partial sums."""
 _ROWS, _LAYERS = 32, 4
 
 
@@ -46,7 +46,7 @@ def _loss(model: nn.Module, microbatch: int) -> torch.Tensor:
 
 
 class Step:
-    """All microbatches of a step by one way of summing."""
+    """All microbatches of a step with one way to sum gradients."""
 
     def __init__(self, model: nn.Module, share: MicrobatchShare, group: dist.ProcessGroup, **how: Any) -> None:
         self.model = model
@@ -64,7 +64,7 @@ class Step:
 
 
 def _averaged(model: DistributedDataParallel, share: MicrobatchShare) -> Callable[[int], None]:
-    """What a loop with DDP does: one all-reduce, in the last backward."""
+    """Return a step as with DDP: one all-reduce, during the last backward."""
 
     def step(_: int) -> None:
         for id_ in share.own_ids:
@@ -123,7 +123,7 @@ def run(rank: int, scene: Scene) -> list[dict[str, Any]]:
 
 
 def _peak(rank: int, contender: Contender, model: nn.Module) -> dict[str, Any]:
-    """What one step needs at its worst moment beside what is there without gradients; of rank 0."""
+    """Return rank 0's peak memory growth in one step, over its memory without gradients."""
     grown: list[int] = []
     for _ in range(2):
         model.zero_grad()

@@ -1,4 +1,4 @@
-"""What was to be reached, and whether it was: pure functions of a run's groups of rows."""
+"""Targets and verdicts: pure functions of a run's groups of rows."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ class Verdict:
 
     @property
     def is_measured(self) -> bool:
-        """Whether the group has the rows that the value needs: older results lack some."""
+        """Whether the group has the rows of this target; older results lack some."""
         return not math.isnan(self.value)
 
     @property
@@ -54,17 +54,17 @@ class Verdict:
 
     @property
     def missed_by(self) -> float:
-        """As a share of the goal; 0 when it is met."""
+        """The gap as a share of the goal; 0 when the goal is met."""
         return 0.0 if self.met or not self.goal else abs(self.value - self.goal) / self.goal
 
 
 def failed(group: Group) -> list[str]:
-    """The rows whose result was not what it had to be."""
+    """Return the rows whose result differs from the expected state."""
     return [row["name"] for row in group["rows"] if row["equal"] is False]
 
 
 def unchecked(group: Group) -> list[str]:
-    """Rows that should have been compared and were not."""
+    """Return the rows that should have been compared and were not."""
     return [row["name"] for row in group["rows"] if row.get("compared") and row["equal"] is None]
 
 
@@ -76,7 +76,7 @@ def setting(group: Group) -> str:
 
 
 def row(group: Group, name: str) -> Mapping[str, Any] | None:
-    """The row, when it has anything to say."""
+    """Return the row with this name, or None when it is absent or has no samples."""
     return next((one for one in group["rows"] if one["name"] == name and one["samples"]), None)
 
 
@@ -86,7 +86,7 @@ def median(group: Group, name: str) -> float:
 
 
 def ratio(group: Group, upper: str, lower: str) -> float:
-    """The median of the ratios within each round."""
+    """Return the median of the ratios within each round."""
     above, below = row(group, upper), row(group, lower)
     if above is None or below is None:
         return float("nan")
@@ -106,7 +106,7 @@ def _p1(group: Group) -> Iterator[Verdict]:
         "P1", where, "trainer blocked, copy overlapped", ratio(group, blocked.OVERLAPPED, COPY), 0.1, False, "R"
     )
     slower = ratio(group, blocked.STEP_WITH_SAVE, blocked.STEP)
-    yield Verdict("P1", where, "step with a save, beside one without", slower, 1.1, False, "times")
+    yield Verdict("P1", where, "step with a save, compared with one without", slower, 1.1, False, "times")
     times = {"A": 1.4, "B": 2.5, "C": 1.0}[state]
     yield Verdict("P1", where, "less than async_save", ratio(group, blocked.ASYNC, blocked.OURS), times, True, "times")
 
@@ -134,15 +134,15 @@ def _p3(group: Group) -> Iterator[Verdict]:
 def _p4(group: Group) -> Iterator[Verdict]:
     where = setting(group)
     for raw in replicate.RAW:
-        yield Verdict("P4", where, f"beside {raw}", ratio(group, replicate.OURS, raw), 1.3, False, "times")
+        yield Verdict("P4", where, f"compared with {raw}", ratio(group, replicate.OURS, raw), 1.3, False, "times")
     sent = ratio(group, replicate.DELTA_SENT, replicate.DELTA_CHANGED)
-    yield Verdict("P4", where, "sent, of what changed", sent, 1.05, False, "times")
+    yield Verdict("P4", where, "bytes sent per changed byte", sent, 1.05, False, "times")
 
 
 def _p5(group: Group) -> Iterator[Verdict]:
     where = setting(group)
     for raw in hydrate.RAW:
-        yield Verdict("P5", where, f"beside {raw}", ratio(group, hydrate.OURS, raw), 1.3, False, "times")
+        yield Verdict("P5", where, f"compared with {raw}", ratio(group, hydrate.OURS, raw), 1.3, False, "times")
     there = [name for name in fetchers.HTTP if row(group, name)]
     if there and group["state"] in ("A", "B"):
         best = min(there, key=lambda name: median(group, name))
@@ -151,7 +151,7 @@ def _p5(group: Group) -> Iterator[Verdict]:
 
 def _p6(group: Group) -> Iterator[Verdict]:
     moved = ratio(group, reshard.MOVED, reshard.NEEDED)
-    yield Verdict("P6", setting(group), "moved, of what is needed", moved, 1.05, False, "times")
+    yield Verdict("P6", setting(group), "bytes moved per needed byte", moved, 1.05, False, "times")
 
 
 def _p7(group: Group) -> Iterator[Verdict]:
@@ -164,7 +164,8 @@ def _p7(group: Group) -> Iterator[Verdict]:
         there = [name for name in others if row(group, name)]
         if there:
             best = min(there, key=lambda name: median(group, name))
-            yield Verdict("P7", where, f"{ours}, beside {best}", ratio(group, best, ours), 0.9, True, "of its speed")
+            what = f"{ours}, compared with {best}"
+            yield Verdict("P7", where, what, ratio(group, best, ours), 0.9, True, "of its speed")
 
 
 def _p8(group: Group) -> Iterator[Verdict]:
@@ -190,7 +191,7 @@ def _p9(group: Group) -> Iterator[Verdict]:
 
 
 def beyond_a_step(group: Group, ours: str) -> float:
-    """How much less a fault adds to a step that would have been done anyway; 0 where no such step was measured."""
+    """Return the ratio of torchrun's to our time beyond an undisturbed step; 0 without such a step."""
     theirs, mine = ([*_added(group, name)] for name in (recovery.AGAIN, ours))
     return statistics.median(a / b for a, b in zip(theirs, mine, strict=True)) if theirs and mine else 0.0
 
@@ -220,13 +221,13 @@ def _p11(group: Group) -> Iterator[Verdict]:
         there = [found for name in (private, shared) if (found := row(group, name))]
         if there:
             most = sum(max(found["samples"]) for found in there) / MiB
-            what = f"{private.partition(':')[0]}: beside its slots"
+            what = f"{private.partition(':')[0]}, without its slots"
             yield Verdict("P11", setting(group), what, most, 64, False, "MiB")
 
 
 def _p12(group: Group) -> Iterator[Verdict]:
     value = ratio(group, fixed_tree.OURS, fixed_tree.DDP)
-    yield Verdict("P12", setting(group), "a step, beside DDP's", value, 1.5, False, "times")
+    yield Verdict("P12", setting(group), "a step, compared with DDP's", value, 1.5, False, "times")
 
 
 def _p13(group: Group) -> Iterator[Verdict]:
@@ -235,7 +236,7 @@ def _p13(group: Group) -> Iterator[Verdict]:
         value = ratio(group, others, resize.OURS)
         yield Verdict("P13", where, f"faster than {others}", value, 5, True, "times")
         value = ratio(group, resize.STILL.format(others), resize.STILL.format(resize.OURS))
-        yield Verdict("P13", where, f"without training, beside {others}", value, 5, True, "times")
+        yield Verdict("P13", where, f"without training: less than {others}", value, 5, True, "times")
     found = row(group, resize.STORAGE)
     if found:
         yield Verdict("P13", where, "read from storage", max(found["samples"]) / MiB, 0, False, "MiB")
@@ -244,7 +245,7 @@ def _p13(group: Group) -> Iterator[Verdict]:
 def _p14(group: Group) -> Iterator[Verdict]:
     for names in ("{}", meeting.LAZY):
         value = ratio(group, names.format(meeting.OURS), names.format(meeting.ONE))
-        what = f"{names.format(meeting.OURS)}, beside {meeting.ONE}"
+        what = f"{names.format(meeting.OURS)}, compared with {meeting.ONE}"
         yield Verdict("P14", group["title"], what, value, 1, False, "times")
 
 

@@ -1,7 +1,7 @@
-"""P5: a fresh rank, on a node whose memory is empty, gets its state from another node's memory.
+"""P5: a fresh rank, on a node with empty memory, loads its state from another node's memory.
 
-Rank 0 is the healthy one: its node's agent has the step, and it gives its state to the other ways of sending one.
-Rank 1 is the fresh one: before every load of ours its node is lost, with its agent, and another one takes its place.
+Rank 0 is healthy: its node's agent holds the step, and the other contenders send its state.
+Rank 1 is fresh: before every load of ours, a new node with a new agent replaces its node.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ RAW = tuple(raw_name(streams) for streams in sorted({1, STREAMS}))
 
 
 def save(rank: int, scene: Scene) -> None:
-    """The one rank of a job writes a step on its node."""
+    """Write a step on the node of a job with one rank."""
     use_threads(scene.threads)
     start_nodes(scene, 1)
     state = built(scene, rank=0, world=1)
@@ -46,7 +46,7 @@ def save(rank: int, scene: Scene) -> None:
 
 
 class FreshNode:
-    """The second node, as both ranks see it: lost and replaced before every load."""
+    """The second node, which is lost and replaced before every load."""
 
     def __init__(self, rank: int, scene: Scene) -> None:
         self._rank = rank
@@ -62,18 +62,18 @@ class FreshNode:
         introduce([session], from_all(address_of(session)), self._version)
 
     def load(self, target: State) -> None:
-        """On the fresh rank, by itself; the other one only keeps its node."""
+        """Load on the fresh rank; the other rank only keeps its node running."""
         if self._rank == 0:
             return
         reader = TieredReader(JOB, settings=node_settings(self._scene, 1))
         dcp.load(target, storage_reader=reader, no_dist=True)
         if reader.report is None or set(reader.report.bytes_by_tier) != {"peer"}:
-            raise RuntimeError(f"this was to come from the other node alone: {reader.report}")
+            raise RuntimeError(f"the load must read from the other node only, not: {reader.report}")
 
 
 def run(rank: int, scene: Scene) -> list[dict[str, Any]]:
     use_threads(scene.threads)
-    state = built(scene, rank=0, world=1)  # on both: rank 1 compares
+    state = built(scene, rank=0, world=1)  # on both ranks: rank 1 compares
     target = blank(state)
     mapping = WarmMapping(scene.folder / f"warm-{rank}", state, align=1)
     mapping.copy_in()
@@ -110,7 +110,7 @@ def run(rank: int, scene: Scene) -> list[dict[str, Any]]:
                 lambda _turn: node.load(target),
                 found,
                 before=node.replace,
-                note=f"verified, planned by DCP, {STREAMS} streams; agent and memory of the node are new each time",
+                note=f"verified, planned by DCP, {STREAMS} streams; new agent and empty memory each time",
             ),
         ]
         theirs, absent = opponents(rank, scene, state, target, undo) if not scene.device else ([], [])

@@ -1,4 +1,4 @@
-"""Jobs that a benchmark starts and ends: what their processes wrote, and nothing left of them, whoever ends first."""
+"""Jobs of a benchmark: processes, event files, and cleanup even if the benchmark dies first."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _STRANGE = ("ELASTIC_", "TIEREDCKPT_", "TORCHELASTIC_")
 
 
 class Job:
-    """The trainer's processes, and what they wrote."""
+    """The processes of a job and their events."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
@@ -30,7 +30,7 @@ class Job:
             **{name: value for name, value in os.environ.items() if not name.startswith(_STRANGE)},
             "PYTHONPATH": str(_ROOT),
             "OMP_NUM_THREADS": "1",
-            # Else an agent that joins torchrun later waits for an address that the first one has told others already.
+            # Without it, an agent that joins torchrun later waits for an address that the first agent sent earlier.
             "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1",
         }
 
@@ -43,7 +43,7 @@ class Job:
 
     @staticmethod
     def _end(one: subprocess.Popen[bytes]) -> None:
-        """At once, and all that came of it."""
+        """Kill the command and its descendants: the warden does so when its standard input closes."""
         one.stdin.close()
         one.wait()
 
@@ -66,7 +66,7 @@ class Job:
             if time.monotonic() > deadline:
                 logs = (*self._folder.glob("output-*"), *self._folder.glob("logs/*/*.log"))
                 said = "\n".join(path.read_text(errors="replace")[-3000:] for path in logs)
-                raise RuntimeError(f"it did not happen: {what}\n{said}")
+                raise RuntimeError(f"Timed out after {PATIENCE_S:.0f} s waiting until {what}.\n{said}")
             time.sleep(every_s)
 
     def _pids(self) -> set[int]:

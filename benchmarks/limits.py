@@ -1,4 +1,4 @@
-"""What nobody can beat: one plain copy of the bytes, and DCP with a storage that does nothing."""
+"""Lower bounds: one plain copy of the bytes, and DCP with a storage that does nothing."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ class WarmMapping:
             self._bytes[start : start + size].copy_(raw(source))
 
     def copier_out(self, target: State) -> Callable[[], None]:
-        """A copy of everything to the tensors of ``target``; only the copy itself is left to be done."""
+        """Return a function that copies everything to ``target``; all preparation is done here."""
         targets = list(tensors(target).values())
         addresses = [one.data_ptr() for one in targets]
 
@@ -70,7 +70,7 @@ class WarmMapping:
         return copy if all(one.is_cpu for one in targets) else copy_to_device
 
     def checksum(self) -> int:
-        """One read of all bytes, as a verification needs."""
+        """Read all bytes once, as a verification does."""
         return xxhash.xxh3_64_intdigest(self._map)
 
     def as_state(self, like: State) -> dict[str, torch.Tensor]:
@@ -88,7 +88,7 @@ def _done(value: Any) -> Future[Any]:
 
 
 class NullWriter(StorageWriter):
-    """DCP's planning, its exchanges, and nothing written."""
+    """A storage writer that writes nothing: only DCP's planning and exchanges remain."""
 
     def reset(self, checkpoint_id: Any = None) -> None:
         pass
@@ -114,7 +114,7 @@ class NullWriter(StorageWriter):
 
 
 class NullReader(StorageReader):
-    """The same for a load; the metadata are there already."""
+    """A storage reader that reads nothing and has its metadata from the start."""
 
     def __init__(self, metadata: Metadata) -> None:
         super().__init__()

@@ -1,10 +1,10 @@
-"""What ``live`` costs: noting a step boundary, and giving a step to the next world beside restoring a saved one.
+"""Cost of ``live``: recording a step boundary, and hydrating from survivors instead of a saved step.
 
     python -m benchmarks.live --output benchmarks/results/DATE-live.json
 
-Noting: a module of small layers with AdamW, a scheduler and a cursor, so that only the number of tensors counts; beside
-it the same state's state dicts, which would have to be made without :mod:`tieredckpt.live.boundary_recorder`.
-Giving: two ranks on one node with a replicated state, of which one is new; the other one gives.
+``noting`` records a module of small layers with AdamW, a scheduler and a cursor, so that only the number of tensors
+matters. It is compared with the state dicts that :mod:`tieredckpt.live.boundary_recorder` makes unnecessary.
+``giving`` has two ranks on one node with a replicated state. One rank is new and the other sends its state.
 """
 
 from __future__ import annotations
@@ -69,7 +69,10 @@ def step_of(state) -> None:
 
 
 def noting(tensors: int) -> dict[str, float]:
-    """Milliseconds; a parameter is four tensors: itself, two moments, and a count of steps."""
+    """Return times in milliseconds.
+
+    A parameter counts as four tensors: itself, two moments and a step count.
+    """
     state = state_of(max(1, round(tensors / 8)), 4)
     with track_step_boundaries() as held:
         step_of(state)
@@ -161,7 +164,7 @@ def giving(mib: int, rounds: int) -> dict[str, object]:
             with contextlib.suppress(OSError, ValueError):
                 os.kill(int((directory / "agent.lock").read_text()), signal.SIGTERM)
             shutil.rmtree(directory, ignore_errors=True)
-    found = found[2:]  # the first round makes what is made once a process
+    found = found[2:]  # the first round pays for one-time work of the process
 
     def median(name: str, *, lives: bool) -> float:
         return statistics.median(one[name] for one in found if one["live"] == lives)

@@ -1,4 +1,4 @@
-"""P3: a whole ``dcp.load`` from memory into tensors that are there already, and the proof that comes after it."""
+"""P3: a whole ``dcp.load`` from memory into existing tensors, and the proof after it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Where and with what a run was made."""
+"""Machine, packages and revision of a run."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def _version(name: str) -> str:
 
 
 def revision() -> str:
-    """The commit that was measured, and whether it was changed."""
+    """Return the measured commit, with ``-dirty`` if files had changed."""
     root = Path(__file__).parent
     try:
         found = subprocess.run(

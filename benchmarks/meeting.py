@@ -1,7 +1,7 @@
-"""P14: ranks that have a process meet again: from no group to the first all-reduce, by one store and by a spread one.
+"""P14: time from no process group to the first all-reduce, with one store or a spread store.
 
-Everything is on this one machine. The servers are processes of their own, as under ``elastic run``; every rank makes
-its connections anew each time, as it does after a fault. Leaving the group takes part of no time.
+Everything is on one machine. Each server is a process, as under ``elastic run``. Every rank reconnects in each turn, as
+it does after a fault. The time does not include leaving the group.
 """
 
 from __future__ import annotations
@@ -30,12 +30,12 @@ _PATIENCE = timedelta(minutes=5)
 
 
 def nodes_of(ranks: int) -> int:
-    """So many nodes keep keys: two even where one would have all ranks."""
+    """Return the number of nodes that store keys: at least two, even if one node has all ranks."""
     return max(2, -(-ranks // _RANKS_A_NODE))
 
 
 def run(rank: int, scene: Scene) -> list[dict[str, Any]]:
-    """``scene.ranks`` ranks meet, by turns in either way."""
+    """Form a group of ``scene.ranks`` ranks, alternating between the two stores."""
     zygote = Zygote()
     try:
         rows = _meet(zygote, scene, "{}", {})
@@ -59,13 +59,13 @@ def _meet(zygote: Zygote, scene: Scene, names: str, environ: dict[str, str]) -> 
 
 
 def _turns(rounds: int) -> list[str]:
-    """One of each to warm up, then rounds; everybody goes first in some."""
+    """Return the order of stores: one warm-up each, then rounds in alternating order."""
     names = list(_KINDS)
     return names + [name for number in range(rounds) for name in (names if number % 2 else names[::-1])]
 
 
 def _row(name: str, shown: str, turns: Sequence[str], said: Sequence[Any], nodes: int) -> dict[str, Any]:
-    """A meeting takes as long as it takes the last one."""
+    """Return the row of one store; a turn takes as long as its slowest rank."""
     mine = [number for number, turn in enumerate(turns) if turn == name]
     slowest = [max(one[number][0] for one in said) for number in mine]
     return {
@@ -122,5 +122,5 @@ def _client(address: str) -> dist.TCPStore:
 
 
 def _value(rank: int) -> torch.Tensor:
-    """Whole numbers: their sum is the same in whatever order."""
+    """Return whole numbers, whose sum does not depend on the order."""
     return torch.randint(0, 1000, (_ELEMENTS,), generator=torch.Generator().manual_seed(rank)).float()

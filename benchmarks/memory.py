@@ -1,4 +1,4 @@
-"""P11: what trainers and agent need beside the state and the slots, at the worst moment of each stage."""
+"""P11: peak memory of trainers and agent in each stage, without the state and the slots."""
 
 from __future__ import annotations
 
@@ -34,10 +34,10 @@ class Watch:
         self.rows: list[dict[str, Any]] = []
 
     def stage(self, name: str, kind: str, do: Callable[[], object], equal: Callable[[], bool], note: str = "") -> None:
-        """The growth during ``rounds`` runs of ``do``; every run is compared after it."""
+        """Record the peak growth during ``rounds`` runs of ``do``, and compare after every run."""
         grown: list[int] = []
         same = True
-        for _ in range(1 + self._scene.rounds):  # the first one pays for what is kept: plans, buffers, modules
+        for _ in range(1 + self._scene.rounds):  # the first run allocates plans, buffers and modules that stay
             gc.collect()
             pids = self._pids()
             together()

@@ -1,11 +1,11 @@
-"""AWS's own client on the memory service, beside the server that its library is tested against.
+"""AWS's own client on the memory service, compared with the server that AWS tests its library with.
 
     python -m benchmarks.memory_service --output benchmarks/results/DATE-memory-service.json
 
-One client puts a shard and gets it again, by turns from both servers, each a process of its own on this machine: theirs
-keeps bodies in a dictionary, ours is a node agent that has checksums taken and keeps nothing outside its arena. What
-comes back is compared. ``wire`` is the same without the client's own checksums and copies: put and get as far as the
-last byte that is received.
+One client puts a shard and gets it back, alternating between two servers on this machine, each in its own process.
+AWS's server keeps bodies in a dictionary. Ours is a node agent, which computes checksums and stores bodies in its
+arena. The benchmark compares the returned bytes. ``wire`` is the same without the client's checksums and copies: put
+and get up to the last received byte.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ def timed(action: Callable[[], Any]) -> tuple[float, Any]:
 def by_client(client: Any, step: int, body: bytes) -> dict[str, float]:
     put_s, _ = timed(lambda: client.put_checkpoint(step=step, data=body))
     get_s, found = timed(lambda: client.get_checkpoint(step=step))
-    assert found == body, "what came back is not what was put"
+    assert found == body, "the returned bytes differ from the bytes that were put"
     return {"put_s": put_s, "get_s": get_s}
 
 
@@ -70,7 +70,7 @@ def by_wire(address: str, namespace: str, step: int, body: bytes) -> dict[str, f
 
         put_s, _ = timed(put)
         get_s, _ = timed(get)
-    assert into == body, "what came back is not what was put"
+    assert into == body, "the returned bytes differ from the bytes that were put"
     return {"put_s": put_s, "get_s": get_s}
 
 
@@ -81,7 +81,7 @@ def measure(mib: int, rounds: int) -> dict[str, Any]:
     with aws_server() as their_address, memory_nodes("n1", memory_service_auth="off", budget="2GiB") as nodes:
         addresses = {"theirs": their_address, "ours": nodes["n1"].address}
         clients = {name: client_of(address, "bench") for name, address in addresses.items()}
-        for turn in range(rounds + STEPS):  # until every step has been kept once nothing is as it will be
+        for turn in range(rounds + STEPS):  # the first STEPS turns warm up
             body = os.urandom(mib << 20)
             for name in sorted(addresses, reverse=bool(turn % 2)):
                 found = by_client(clients[name], 2 * turn, body)
@@ -95,7 +95,7 @@ def measure(mib: int, rounds: int) -> dict[str, Any]:
 
 
 def summed(found: dict[str, list[dict[str, float]]], mib: int) -> dict[str, Any]:
-    """Medians, and how many times as fast as theirs ours is: of the ratios within each round."""
+    """Return medians, and the median speed-up over AWS's server within each round."""
     result: dict[str, Any] = {}
     for what in ("put_s", "get_s"):
         pairs = list(zip(found["theirs"], found["ours"], strict=True))

@@ -1,4 +1,4 @@
-"""Several nodes on this machine: an agent and a directory each, which reach each other over loopback TCP."""
+"""Several nodes on one machine, each an agent and a directory, connected over loopback TCP."""
 
 from __future__ import annotations
 
@@ -29,7 +29,10 @@ def name_of(number: int) -> str:
 
 
 def node_settings(scene: Scene, number: int, **peer: Any) -> Settings:
-    """Those of one node; who the others are is said by :func:`introduce` unless ``peer`` says where to look."""
+    """Return the settings of one node.
+
+    :func:`introduce` names the other nodes, unless ``peer`` sets a discovery.
+    """
     name = name_of(number)
     return settings_for(
         scene,
@@ -41,25 +44,26 @@ def node_settings(scene: Scene, number: int, **peer: Any) -> Settings:
 
 
 def open_node(scene: Scene, number: int) -> Session:
-    """This process's tie to a node's agent, which is started where there is none."""
+    """Open this process's session with a node's agent; start the agent if necessary."""
     return open_session(JOB, node_settings(scene, number))
 
 
 def address_of(session: Session) -> PeerNode:
     node = session.agent.this_node()
     if node is None:
-        raise RuntimeError(f"the agent in {session.settings.agent_directory} does not listen for others")
+        raise RuntimeError(f"the agent in {session.settings.agent_directory} does not accept peer connections")
     return node
 
 
 def introduce(sessions: Sequence[Session], nodes: Sequence[PeerNode], version: int) -> None:
-    """Tell the agents of ``sessions`` that these nodes have the job. They keep no copies for each other: what a node
-    does not have is to be read from where it was written.
+    """Make ``nodes`` the members of the job for the agents of ``sessions``.
+
+    Agents make no replicas: a node reads missing shards from the node that wrote them.
     """
     plan = JobPeersConfig(
         _SECRET, ReplicationSettings(copies=1, streams=STREAMS), member_list=member_list(version, nodes)
     )
-    with ThreadPoolExecutor(max(1, len(sessions))) as pool:  # each waits until it sees most of the others
+    with ThreadPoolExecutor(max(1, len(sessions))) as pool:  # each call waits until its agent sees most nodes
         list(pool.map(lambda session: session.registration.join_peers(plan), sessions))
 
 
@@ -69,14 +73,14 @@ def start_nodes(scene: Scene, count: int) -> None:
 
 
 def lose_node(place: Path) -> None:
-    """Its agent, and everything in its memory."""
+    """End a node's agent and delete its memory."""
     end_agent(place)
     shutil.rmtree(place, ignore_errors=True)
 
 
 @contextlib.contextmanager
 def a_node_each() -> Iterator[None]:
-    """What a launcher says when every rank is alone on its node."""
+    """Set the launcher's environment variables for one rank per node."""
     os.environ.update(LOCAL_RANK="0", LOCAL_WORLD_SIZE="1")
     try:
         yield
@@ -86,7 +90,7 @@ def a_node_each() -> Iterator[None]:
 
 
 def metric(place: Path, name: str) -> float:
-    """One of the figures that a node's agent shows, of all jobs together."""
+    """Return a metric of a node's agent, summed over all jobs."""
     address = (place / "http").read_text().strip()
     with urllib.request.urlopen(f"http://{address}/metrics", timeout=10) as answer:
         lines = answer.read().decode().splitlines()
@@ -94,14 +98,14 @@ def metric(place: Path, name: str) -> float:
 
 
 def tell(value: Any, sender: int) -> Any:
-    """What ``sender`` says, on every rank."""
+    """Return ``sender``'s value on every rank."""
     box = [value]
     dist.broadcast_object_list(box, src=sender)
     return box[0]
 
 
 def from_all(value: Any) -> list[Any]:
-    """What every rank says, in order."""
+    """Return the values of all ranks, in rank order."""
     said: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(said, value)
     return said

@@ -1,4 +1,4 @@
-"""A server that takes every upload S3 clients know, and drops it: what remains is the client's own cost."""
+"""An S3 server that accepts and drops every upload, to measure the client alone."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _COMPLETED = b'<CompleteMultipartUploadResult><ETag>"e"</ETag></CompleteMultipar
 
 @contextlib.contextmanager
 def null_server() -> Iterator[str]:
-    """The endpoint of one, in a process of its own."""
+    """Run the server in another process and yield its endpoint."""
     command = [sys.executable, "-m", "benchmarks.null_server"]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
         try:
@@ -26,7 +26,7 @@ def null_server() -> Iterator[str]:
 
 
 def serve() -> None:
-    """Say the port, then take every PUT there is."""
+    """Print the port, then accept all uploads."""
     listener = socket.create_server(("127.0.0.1", 0), backlog=64)
     print(listener.getsockname()[1], flush=True)
     while True:

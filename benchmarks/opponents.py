@@ -1,4 +1,4 @@
-"""How others keep a state on tmpfs: DCP's own writer, ``torch.save``, safetensors, ``dcp.async_save``."""
+"""Other ways to save on tmpfs: DCP's own writer, ``torch.save``, safetensors, ``dcp.async_save``."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from benchmarks.states import State, fill_from, leaves, tensors
 
 
 class DcpFiles:
-    """``FileSystemWriter`` and ``FileSystemReader``, as they come."""
+    """``FileSystemWriter`` and ``FileSystemReader`` with their defaults."""
 
     def __init__(self, folder: Path, rank: int, state: State) -> None:
         self.folder = folder / "dcp"
@@ -37,7 +37,10 @@ class DcpFiles:
 
 
 class AsyncFiles(DcpFiles):
-    """``dcp.async_save`` with one stager for all saves: the fast way to use it, it keeps its copy of the state."""
+    """``dcp.async_save`` with one stager for all saves.
+
+    This is its fast mode: the stager keeps its copy of the state allocated.
+    """
 
     def __init__(self, folder: Path, rank: int, state: State) -> None:
         super().__init__(folder, rank, state)
@@ -58,7 +61,7 @@ class AsyncFiles(DcpFiles):
 
 
 class TorchFile:
-    """``torch.save`` and ``torch.load``; on several ranks a file each."""
+    """``torch.save`` and ``torch.load``, one file per rank."""
 
     def __init__(self, folder: Path, rank: int, state: State) -> None:
         self.path = folder / f"rank-{rank}.pt"
@@ -76,7 +79,7 @@ class TorchFile:
 
 
 class SafetensorsFile:
-    """``save_file`` and ``load_file`` of the tensors; it has no place for other objects."""
+    """``save_file`` and ``load_file`` of the tensors; the format holds no other objects."""
 
     def __init__(self, folder: Path, rank: int, state: State) -> None:
         self.path = folder / f"rank-{rank}.safetensors"

@@ -1,4 +1,4 @@
-"""What a run measures, and how much of it."""
+"""Scope of a run: subjects, states, ranks, sizes and rounds."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ ON_DEVICES = ("P1", "P3", "P5", "P9")
 SUBJECTS = ("P1", "P2", "P3", "P4", "P5", "P6", "P7", "P8", "P9", "P10", "P11", "P12", "P13", "P14")
 STATES = ("A", "B", "C", "U")
 WORLDS = ((2, 3), (4, 3), (8, 6), (6, 8))
-"""How many ranks saved, and how many load."""
+"""Pairs of saving and loading ranks."""
 PART_BYTES = 32 << 20
 CONCURRENCY = 4
 
@@ -24,45 +24,45 @@ class Parameters:
     size_bytes: int = 1 << 30
     rounds: int = 5
     threads: tuple[int, ...] = ()
-    """In each rank; by default one, and a fair share of the cores."""
+    """Numbers of threads in each rank; empty for one, and an equal share of the cores."""
     spoil: tuple[str, ...] = ()
-    """Contenders whose results get one flipped byte before they are compared: shows that the comparison works."""
+    """Contenders whose results get one flipped byte before the comparison, to test the comparison."""
     device: str = ""
-    """Where the states are and P9's job computes, as torch names its kind; then only ours is measured."""
+    """torch device kind of states and of P9's job. If set, opponents are not measured."""
 
 
 @dataclass(frozen=True)
 class Scene:
-    """One subject with one state on so many ranks: what a rank has to know to take part."""
+    """One subject with one state and one number of ranks, as sent to each rank."""
 
     subject: str
     state: str
     ranks: int
     threads: int
-    """Of torch and of our copier alike, in each rank."""
+    """Threads of torch and of the copier in each rank."""
     size_bytes: int
     rounds: int
     folder: Path
-    """On tmpfs: the agent's directory, and everybody's files."""
+    """Folder on tmpfs for the agent's directory and the files of all contenders."""
     spoil: tuple[str, ...] = ()
     rclone: str = ""
-    """Endpoint of a real S3 server, where the subject needs one."""
+    """Endpoint of rclone's S3 server; empty if the subject needs none."""
     moto: str = ""
-    """Of another one, slow, which understands every client."""
+    """Endpoint of moto's S3 server, which is slow and works with every client."""
     null: str = ""
-    """Of a server that drops everything."""
+    """Endpoint of a server that drops everything."""
     writers: int = 0
-    """Ranks that saved what is loaded, where those are others."""
+    """Number of ranks that saved the state, if it differs from ``ranks``."""
     device: str = ""
-    """Where the state is; empty: in memory, and opponents take part, which move bytes by themselves."""
+    """torch device kind of the state; empty for CPU memory, with opponents."""
 
     @property
     def part_bytes(self) -> int:
-        """Of uploads; small runs have several parts too."""
+        """Size of an upload part, so that small runs have several parts too."""
         return max(5 << 20, min(PART_BYTES, self.size_bytes // 4))
 
 
 def thread_counts(ranks: int) -> tuple[int, ...]:
-    """One thread a rank, and a fair share of this machine's cores."""
+    """Return one thread per rank, and an equal share of this machine's cores."""
     share = max(1, len(os.sched_getaffinity(0)) // ranks)
     return tuple(sorted({1, share}))

@@ -1,4 +1,4 @@
-"""P11 for the peer tier: what a node's trainer and agent need beside the slots, while copies are sent and read."""
+"""P11 for the peer tier: memory of trainer and agent without slots, during copies and peer reads."""
 
 from __future__ import annotations
 
@@ -21,20 +21,20 @@ from peerstore.sizes_and_durations import show_size
 from tieredckpt import Checkpointer
 
 NODES = {
-    "copies": ("node that writes", "node that keeps the copy"),
-    "hydrates": ("node that is read from", "node that reads"),
+    "copies": ("writing node", "receiving node"),
+    "hydrates": ("serving node", "reading node"),
 }
-PRIVATE, SHARED = "private", "shared, beside its slots"
+PRIVATE, SHARED = "private", "shared, without its slots"
 _ALL_SLOTS = 4
 
 
 def row_names(what: str) -> tuple[tuple[str, str], ...]:
-    """For each node: growth of private memory, and shared memory that is no slot."""
+    """Return the two row names of each node: private growth, and shared memory without slots."""
     return tuple((f"{node}: {PRIVATE}", f"{node}: {SHARED}") for node in NODES[what])
 
 
 class Watch:
-    """Both nodes, each with its trainer and its agent, during every run of something. Rank 0 watches."""
+    """Memory of both nodes' trainers and agents during each run, sampled by rank 0."""
 
     def __init__(self, rank: int, scene: Scene, what: str) -> None:
         self._rank = rank
@@ -65,7 +65,7 @@ class Watch:
             self._shared[number].append(max(0, max(peak.shared, used_bytes(place)) - slots))
 
     def rows(self, *, equal: bool | None) -> list[dict[str, Any]]:
-        """What one rank says; only the second compares anything."""
+        """Return the rows of this rank; only rank 1 compares results."""
         found = []
         for number, (private, shared) in enumerate(row_names(self._what)):
             sides = (
@@ -84,12 +84,12 @@ def slot_bytes(place: Path) -> int:
 
 
 def used_bytes(place: Path) -> int:
-    """What the node's directory takes of tmpfs, records, blobs and the log included."""
+    """Return the tmpfs bytes of the node's directory, including records, blobs and the log."""
     return sum(path.stat().st_blocks * 512 for path in place.rglob("*") if path.is_file())
 
 
 def replicate(rank: int, scene: Scene) -> list[dict[str, Any]]:
-    """A save on one node, until its copy is verified on the other."""
+    """Measure a save on one node until the other node has verified its copy."""
     use_threads(scene.threads)
     state = build(scene.state, scene.size_bytes, rank=0, world=1)
     settings = node_settings(scene, rank, discovery="world", copies=2, streams=STREAMS)
@@ -110,7 +110,7 @@ def replicate(rank: int, scene: Scene) -> list[dict[str, Any]]:
 
 
 def hydrate(rank: int, scene: Scene) -> list[dict[str, Any]]:
-    """A load by a fresh rank, on a node that is new each time."""
+    """Measure a load by a fresh rank on a node that is new each time."""
     use_threads(scene.threads)
     state = build(scene.state, scene.size_bytes, rank=0, world=1)
     target = blank(state)

@@ -1,8 +1,10 @@
-"""``python -m benchmarks.pieces``: what a rank needs to find its pieces in a job of a million of them.
+"""Time and memory a rank needs to find its pieces in a job with a million pieces.
 
-Every part is sealed in a real agent, as ranks do it, by one process after the other: what one rank then asks for does
-not depend on who wrote the others. Measured is a process of its own for each question: seconds from the first question
-to the bytes it will read, and how much its resident memory has grown at most.
+    python -m benchmarks.pieces
+
+One process seals all parts in a real agent, one rank after the other. The result does not depend on the process that
+wrote a part. Each query then runs in a new process. Measured are the seconds from the first request to the byte ranges
+to read, and the peak growth of resident memory.
 """
 
 from __future__ import annotations
@@ -36,7 +38,7 @@ def name_of(number: int) -> str:
 
 
 def sharded(ranks: int, pieces: int) -> Iterator[tuple[list[TensorEntry], StateTable]]:
-    """Each tensor is cut into rows, one for each rank."""
+    """Yield the entries and table of each rank, with one row of every tensor per rank."""
     table = StateTable(
         tuple(TableTensor(name_of(n), "float32", (ranks, WIDTH)) for n in range(pieces)), (), described=True, split=True
     )
@@ -45,7 +47,7 @@ def sharded(ranks: int, pieces: int) -> Iterator[tuple[list[TensorEntry], StateT
 
 
 def apart(ranks: int, pieces: int) -> Iterator[tuple[list[TensorEntry], StateTable]]:
-    """Each rank has tensors of its own."""
+    """Yield the entries and table of each rank, with separate tensors per rank."""
     names = [[f"rank{rank}.{name_of(n)}" for n in range(pieces)] for rank in range(ranks)]
     table = StateTable(
         tuple(TableTensor(name, "float32", (1, WIDTH), part=rank) for rank in range(ranks) for name in names[rank]),
@@ -109,7 +111,10 @@ def own(kind: str, ranks: int, pieces: int, rank: int) -> list[tuple[str, Box]]:
 
 
 def resharded(kind: str, ranks: int, pieces: int) -> list[tuple[str, Box]]:
-    """What a rank of a world of half the size wants, from the middle: two rows of each tensor, or half of all names."""
+    """Return the boxes of a middle rank in a world of half the size.
+
+    These are two rows of each tensor, or ``pieces`` whole tensors spread over all ranks.
+    """
     if kind == "apart":
         return [(f"rank{(n % ranks)}.{name_of(n)}", Box((0, 0), (1, WIDTH))) for n in range(pieces)]
     return [(name_of(n), Box((ranks // 2, 0), (2, WIDTH))) for n in range(pieces)]
@@ -146,7 +151,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--kind", choices=("sharded", "apart"), default="sharded")
     parser.add_argument("--ranks", type=int, default=1000)
-    parser.add_argument("--pieces", type=int, default=1000, help="of each rank")
+    parser.add_argument("--pieces", type=int, default=1000, help="pieces of each rank (default: 1000)")
     args = parser.parse_args()
     print(json.dumps(measure(args.kind, args.ranks, args.pieces), indent=1))
 

@@ -1,9 +1,11 @@
-"""Probability that simultaneous failures lose every replica of some shard; for docs/explanation/placement.md.
+"""Probability that simultaneous failures lose every replica of some shard.
 
-python -m benchmarks.placement_loss --nodes 128 --racks 16 --copies 2
+    python -m benchmarks.placement_loss --nodes 128 --racks 16 --copies 2
 
-A placement has copysets: sets of nodes that hold all copies of some shard. Of all ways in which k of n nodes can fail
-together, those that contain a copyset lose something; so it is a matter of counting, exactly, cell by cell.
+docs/explanation/placement.md quotes the results.
+
+A **copyset** is a set of nodes that holds all copies of some shard. A failure of k of n nodes loses data if the failed
+nodes contain a copyset. The probability is an exact count of these sets, where counting is feasible.
 """
 
 from __future__ import annotations
@@ -21,14 +23,14 @@ from peerstore.membership.topology import DEFAULT_DOMAIN_LEVELS, NodeId, PeerNod
 from peerstore.replication.replica_placement import MAX_COPIES, ReplicaPlacement, place_replicas
 
 Fatal = frozenset[frozenset[int]]
-"""Sets of things that must not fail together."""
+"""Sets of members that must not fail together."""
 
 _WORK = 100_000
-"""How many fatal sets are looked at before giving up: a second or two."""
+"""Number of fatal sets to examine before sampling instead: one or two seconds."""
 
 
 class TooTangledError(Exception):
-    """The fatal sets hang together in too many ways to be counted one by one."""
+    """The fatal sets overlap too much for an exact count."""
 
 
 class _Memo(dict[Fatal, list[int]]):
@@ -36,10 +38,10 @@ class _Memo(dict[Fatal, list[int]]):
 
 
 def harmless(fatal: Fatal, count: int, lost: int) -> int:
-    """How many sets of ``lost`` out of ``count`` things contain none of ``fatal``.
+    """Return the number of sets of ``lost`` out of ``count`` members that contain no set of ``fatal``.
 
-    Parts that share nothing are counted each for itself, as a polynomial whose i-th coefficient says how many of its
-    sets of i things are harmless; together they are the product.
+    Disjoint parts are counted separately, as polynomials: the i-th coefficient is the number of harmless sets of i
+    members. Their product is the count of the whole.
     """
     fatal = _minimal(fatal)
     sizes = Counter(map(len, fatal))
@@ -50,7 +52,7 @@ def harmless(fatal: Fatal, count: int, lost: int) -> int:
     bound = 0
     for part in _parts(fatal):
         things = sorted(frozenset().union(*part))
-        names = dict(zip(things, range(len(things)), strict=True))  # parts of one form are then one entry of the memo
+        names = dict(zip(things, range(len(things)), strict=True))  # same structure, same memo entry
         bound += len(things)
         renamed = frozenset(frozenset(names[thing] for thing in members) for members in part)
         alike[tuple(_polynomial(renamed, lost, memo))] += 1
@@ -61,7 +63,7 @@ def harmless(fatal: Fatal, count: int, lost: int) -> int:
 
 
 def _polynomial(fatal: Fatal, lost: int, memo: _Memo) -> list[int]:
-    """By size, the harmless sets with, and those without, the thing that is in most fatal sets."""
+    """Count harmless sets by size, split by the member that is in most fatal sets."""
     if fatal in memo:
         return memo[fatal]
     if not fatal or frozenset() in fatal:
@@ -89,7 +91,7 @@ def _product(fatal: Fatal, count: int, lost: int, memo: _Memo) -> list[int]:
 
 
 def _minimal(fatal: Fatal) -> Fatal:
-    """Without the sets that contain another."""
+    """Return the sets that contain no other set."""
     kept: set[frozenset[int]] = set()
     by_thing: dict[int, list[frozenset[int]]] = defaultdict(list)
     for members in sorted(fatal, key=len):
@@ -103,7 +105,7 @@ def _minimal(fatal: Fatal) -> Fatal:
 
 
 def _parts(fatal: Fatal) -> Iterable[Fatal]:
-    """Sets that have things in common, directly or through others, together."""
+    """Yield the connected components: groups of sets that share members, directly or indirectly."""
     by_thing: dict[int, list[frozenset[int]]] = defaultdict(list)
     for members in fatal:
         for thing in members:
@@ -150,7 +152,7 @@ _Thing = TypeVar("_Thing", NodeId, str)
 
 @dataclass(frozen=True)
 class Loss:
-    """A probability; ``error`` is 0 when it was counted, else what a sample is within of it 19 times out of 20."""
+    """A probability, with the half-width of its 95% confidence interval; 0 for an exact count."""
 
     probability: float
     error: float = 0.0
@@ -165,7 +167,7 @@ class Row:
 
 
 def nodes_lost(placement: ReplicaPlacement, lost: int, *, seed: int = 0) -> Loss:
-    """When ``lost`` nodes, any with the same probability, fail together."""
+    """Return the loss probability if ``lost`` uniformly random nodes fail together."""
     return _loss(placement.copysets(), sorted(placement.partners), lost, seed=seed)
 
 
@@ -177,19 +179,19 @@ def domains_lost(
     levels: Sequence[str] = DEFAULT_DOMAIN_LEVELS,
     seed: int = 0,
 ) -> Loss:
-    """When ``lost`` whole domains of the innermost of ``levels`` fail together."""
+    """Return the loss probability if ``lost`` domains of the innermost of ``levels`` fail together."""
     domain: Mapping[NodeId, str] = failure_domains(nodes, levels).innermost
     fatal = [{domain[node] for node in copyset} for copyset in placement.copysets()]
     return _loss(fatal, sorted(set(domain.values())), lost, seed=seed)
 
 
 def mirror_pairs(nodes: int, lost: int) -> float:
-    """The closed form for an even number of nodes in pairs: who fails must be of different pairs."""
+    """Return the closed form for nodes in mirrored pairs: data survives if no pair fails entirely."""
     return 1 - math.comb(nodes // 2, lost) * 2**lost / math.comb(nodes, lost)
 
 
 def scattered(nodes: int, lost: int, *, copies: int) -> float:
-    """Every node has its copies on ``copies - 1`` others chosen by lot: the mean over all such placements."""
+    """Return the mean loss over random placements of each node's ``copies - 1`` other copies."""
     if copies > nodes:
         raise RequestError(f"{nodes} nodes cannot keep {copies} copies apart")
     all_partners_lost = math.comb(lost - 1, copies - 1) / math.comb(nodes - 1, copies - 1) if lost else 0.0
@@ -197,7 +199,7 @@ def scattered(nodes: int, lost: int, *, copies: int) -> float:
 
 
 def scattered_domains(domain_count: int, size: int, lost: int, *, copies: int) -> float:
-    """The same for domains of ``size`` nodes, every node with copies in ``copies - 1`` other domains chosen by lot."""
+    """Return the mean loss over random placements in ``copies - 1`` other domains of ``size`` nodes."""
     if copies > domain_count:
         raise RequestError(f"{domain_count} domains cannot keep {copies} copies apart")
     all_partners_lost = math.comb(lost - 1, copies - 1) / math.comb(domain_count - 1, copies - 1) if lost else 0.0
@@ -205,7 +207,7 @@ def scattered_domains(domain_count: int, size: int, lost: int, *, copies: int) -
 
 
 def table(nodes: int, racks: int, *, copies: int) -> list[Row]:
-    """Our placement and a scattered one, for some numbers of nodes and racks that fail together."""
+    """Compare our placement with a random one, for several numbers of failed nodes and racks."""
     if racks < 1 or nodes % racks:
         raise RequestError(f"{nodes} nodes do not fill {racks} racks evenly")
     if copies > racks:
@@ -256,7 +258,7 @@ def _loss(copysets: Iterable[Iterable[_Thing]], everything: Sequence[_Thing], lo
 
 
 def _sampled(fatal: Fatal, count: int, lost: int, *, seed: int) -> Loss:
-    """A share of random failures. The error is Hoeffding's, which holds whatever the probability is."""
+    """Estimate the loss from random failures, with Hoeffding's error bound."""
     draw = random.Random(seed)
     containing: dict[int, list[frozenset[int]]] = defaultdict(list)
     for copyset in fatal:

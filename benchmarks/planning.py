@@ -1,4 +1,4 @@
-"""P8: what a save costs beside moving bytes: as many tensors as state B has, with next to nothing in them."""
+"""P8: cost of a save without moving bytes: as many tensors as state B, but tiny ones."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ OURS = "Checkpointer.save, all of it"
 
 
 class Counted:
-    """A call, and the collectives it makes on any group, as the groups themselves number them."""
+    """A call that counts its collectives on all groups, by the groups' own sequence numbers."""
 
     def __init__(self, call: Callable[[int], object]) -> None:
         self._call = call
@@ -43,7 +43,7 @@ def _collectives() -> int:
 
 
 def _forget_plans() -> None:
-    """DCP caches plans by class: what another scene left would be taken for this one's, on some ranks only."""
+    """Clear DCP's plan cache, which is per class: some ranks would reuse another scene's plans."""
     for name in ("save_plan", "final_save_plan", "all_plans", "global_plan", "metadata"):
         getattr(SavePlanner, f"_cached_{name}").clear()
 

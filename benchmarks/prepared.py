@@ -1,12 +1,12 @@
-"""The batch cache beside a ``DataLoader``: ``python -m benchmarks.prepared``.
+"""The batch cache compared with a ``DataLoader``: ``python -m benchmarks.prepared``.
 
-A job reads batches that are tokenised in Python, is killed, and goes on from its checkpoint, which lies a few steps
-back. Every contender is a process of its own in every round; all hand out the same batches, compared bit for bit. A
-step is a pause: while an accelerator computes, the cores are free for whoever prepares.
+A job reads batches that are tokenized in Python. It is killed and resumes from a checkpoint a few steps back. Every
+contender runs in a new process in every round. All return the same batches, which are compared bit for bit. A step only
+sleeps, because an accelerator's step leaves the cores free to prepare batches.
 
-- *first*: from making the loader (torch is imported by then) to its first batch.
-- *waited*: how long training waited for its first batches after the restart, all together.
-- *step*: what a batch that is ready costs whoever asks for it, its tensors summed up once.
+- *first*: seconds from creating the loader, after importing torch, to its first batch.
+- *waited*: seconds that training waited for its batches after the restart, in total.
+- *step*: seconds to receive a prepared batch and sum its tensors once.
 """
 
 from __future__ import annotations
@@ -39,10 +39,10 @@ _PREFIX = "elastic-bench-"
 
 @dataclasses.dataclass(frozen=True)
 class Run:
-    """What one process is to do."""
+    """Task of one process."""
 
     kind: str
-    """``loader``, ``cache`` or ``ready`` (a cache in which everything is)."""
+    """``loader`` or ``cache``."""
     workers: int = 0
     start_method: str = "fork"
     directory: str = ""
@@ -58,7 +58,7 @@ class Run:
 
 @contextlib.contextmanager
 def _batches(run: Run) -> Iterator[Iterator[Any]]:
-    """The batches from ``first`` on; all of a contender's own costs are in here and in taking them."""
+    """Yield an iterator over the batches from number ``first``; its setup and use are timed."""
     from benchmarks.tokenised import loader
     from elastic.batch_cache import BatchCache, PrefetchIterator
     from elastic.batch_cache.cached_loader import IndexedLoader
@@ -82,10 +82,10 @@ def _batches(run: Run) -> Iterator[Iterator[Any]]:
 
 
 def trainer(run: Run) -> dict[str, Any]:
-    """What a job does with its batches, timed from here: imports and the learnt merges are everybody's."""
+    """Run one job and return its times, without imports and tokenizer merges."""
     import xxhash
 
-    import elastic.batch_cache  # noqa: F401 - everybody's import
+    import elastic.batch_cache  # noqa: F401 - every contender imports it
     from benchmarks import tokenised
 
     tokenised.merges()
@@ -114,7 +114,7 @@ def trainer(run: Run) -> dict[str, Any]:
 
 
 def _process(run: Run) -> dict[str, Any]:
-    """Run in a process of its own; over when all who have its output are gone, its workers too."""
+    """Run in a new process and wait until it and its workers have closed their output."""
     command = [sys.executable, "-m", "benchmarks.prepared", "--trainer", json.dumps(dataclasses.asdict(run))]
     ran = subprocess.run(command, cwd=_ROOT, stdout=subprocess.PIPE, text=True, timeout=600)
     if ran.returncode != (-signal.SIGKILL if run.die else 0):
@@ -137,7 +137,10 @@ OURS = next(iter(CACHES))
 
 
 def restart(asked: argparse.Namespace, *, dead: bool) -> dict[str, dict[str, Any]]:
-    """One round; with ``dead``, a job has been there before and was killed ``--back`` steps after its checkpoint."""
+    """Measure one round of a start.
+
+    With ``dead``, an earlier job filled the cache and was killed ``--back`` steps after its checkpoint.
+    """
     first = asked.back if dead else 0
     shape = {"batch_size": asked.batch_size, "length": asked.length, "step_s": asked.step_ms / 1e3}
     found = {
@@ -154,7 +157,7 @@ def restart(asked: argparse.Namespace, *, dead: bool) -> dict[str, dict[str, Any
 
 
 def steady(asked: argparse.Namespace) -> dict[str, dict[str, Any]]:
-    """One round in which every batch is ready before it is asked for."""
+    """Measure one round in which every batch is ready before training needs it."""
     shape = {"batch_size": asked.batch_size, "length": asked.length, "count": asked.count}
     slow = {**shape, "step_s": asked.slow_step_ms / 1e3}
     found = {"DataLoader, 2 workers": _process(Run("loader", 2, **slow))}
@@ -199,7 +202,7 @@ _VALUES = {
 
 
 def rows(raw: dict[str, Any]) -> Iterator[tuple[str, str, str, str, str]]:
-    """Scene, what, who, its median, and how many times ours in the same round that is."""
+    """Yield scene, quantity, contender, median, and median ratio to ours within each round."""
     for scene, rounds in raw["scenes"].items():
         ours = OURS if OURS in rounds[0] else "cache, compared with its checksum"
         for what in ("step",) if scene == "ready" else ("first", "waited"):
@@ -213,24 +216,27 @@ def rows(raw: dict[str, Any]) -> Iterator[tuple[str, str, str, str, str]]:
 
 
 def show(raw: dict[str, Any]) -> None:
-    table = Table(
-        "", "", "", "median (least - most)", "beside ours", title=f"batches of {show_size(raw['batch_bytes'])}"
-    )
+    table = Table("", "", "", "median (least - most)", "x ours", title=f"batches of {show_size(raw['batch_bytes'])}")
     for cells in rows(raw):
         table.add_row(*cells)
     Console(width=140).print(table)
-    print("every batch is bit for bit the same" if raw["equal"] else "FAILED: batches differ")
+    print("all batches are identical, bit for bit" if raw["equal"] else "FAILED: batches differ")
 
 
 def main(arguments: Sequence[str]) -> int:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.prepared", description=__doc__)
     parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--count", type=int, default=32, help="batches that are read")
-    parser.add_argument("--back", type=int, default=8, help="steps between the checkpoint and the death")
+    parser.add_argument("--count", type=int, default=32, help="number of batches to read (default: 32)")
+    parser.add_argument("--back", type=int, default=8, help="steps between the checkpoint and the kill (default: 8)")
     parser.add_argument("--batch-size", type=int, default=4)
     parser.add_argument("--length", type=int, default=2048)
     parser.add_argument("--step-ms", type=float, default=100.0)
-    parser.add_argument("--slow-step-ms", type=float, default=200.0, help="long enough for every batch to be ready")
+    parser.add_argument(
+        "--slow-step-ms",
+        type=float,
+        default=200.0,
+        help="step time that leaves every batch ready in advance (default: 200)",
+    )
     parser.add_argument("--out", type=Path)
     parser.add_argument("--trainer", help=argparse.SUPPRESS)
     asked = parser.parse_args(arguments)

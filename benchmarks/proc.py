@@ -1,7 +1,7 @@
-"""Memory of processes, as the kernel counts it; and a process that watches for the peak.
+"""Memory of processes from ``/proc``, and a process that samples the peak.
 
-``python -m benchmarks.proc PID...`` samples until its standard input ends, then prints the first and the greatest sum
-of private memory, and the most shared memory that one of them had mapped.
+``python -m benchmarks.proc PID...`` samples until its standard input ends. It then prints the first and the largest sum
+of private memory, and the largest shared memory of any process.
 """
 
 from __future__ import annotations
@@ -18,17 +18,17 @@ _EVERY_S = 0.001
 
 
 def private_bytes(pid: int) -> int:
-    """Memory of its own: neither files nor the arena's pages."""
+    """Return private memory, without files and arena pages."""
     return _status(pid, ("RssAnon:",))
 
 
 def shared_bytes(pid: int) -> int:
-    """Pages of the arena, and of whatever else is shared, that it has mapped."""
+    """Return mapped shared memory, including arena pages."""
     return _status(pid, ("RssShmem:",))
 
 
 def resident_bytes(pid: int) -> int:
-    """Everything but shared memory."""
+    """Return resident memory without shared memory."""
     return _status(pid, ("RssAnon:", "RssFile:"))
 
 
@@ -39,21 +39,21 @@ def _status(pid: int, names: tuple[str, ...]) -> int:
 
 @dataclass
 class Peak:
-    """The first sum of all watched processes, and how much more it became."""
+    """Memory of the watched processes: the first sum and its peak growth."""
 
     base: int = 0
     grown: int = 0
     shared: int = 0
-    """Of the process that had most shared memory mapped: processes map the same."""
+    """Largest shared memory of any process, not a sum: processes map the same pages."""
 
 
 @contextlib.contextmanager
 def watched(pids: Sequence[int]) -> Iterator[Peak]:
-    """While the block runs, another process looks at ``pids`` every millisecond or so."""
+    """Sample the memory of ``pids`` about every millisecond from another process."""
     peak = Peak()
     command = [sys.executable, "-m", "benchmarks.proc", *map(str, pids)]
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
-        process.stdout.readline()  # it has its first sample
+        process.stdout.readline()  # wait for the first sample
         yield peak
         out, _ = process.communicate("")
     peak.base, most, peak.shared = map(int, out.split())

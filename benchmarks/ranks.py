@@ -1,4 +1,4 @@
-"""Processes that take part in a scene as its ranks, kept for the next scene: importing torch takes seconds."""
+"""Rank processes that are reused between scenes, because importing torch takes seconds."""
 
 from __future__ import annotations
 
@@ -26,7 +26,10 @@ class Ranks:
         self._workers: list[tuple[Any, Connection]] = []
 
     def run(self, world: int, function: Callable[..., Any], *args: Any) -> list[Any]:
-        """What ``function(rank, *args)`` returned on each of ``world`` ranks; several form a gloo group."""
+        """Run ``function(rank, *args)`` on ``world`` ranks and return the results.
+
+        Several ranks form a gloo group.
+        """
         while len(self._workers) < world:
             here, there = self._context.Pipe()
             process = self._context.Process(target=_work, args=(there,))
@@ -40,7 +43,7 @@ class Ranks:
             return self._answers(world)
 
     def _answers(self, world: int) -> list[Any]:
-        """In order of ranks. When one fails the others are ended: they may wait for it in a collective."""
+        """Return the results in rank order. If a rank fails, kill all: they may wait in a collective."""
         waiting = {self._workers[rank][1]: rank for rank in range(world)}
         answers: dict[int, Any] = {}
         problem = ""

@@ -1,8 +1,8 @@
-"""P9: something happens to one of four ranks on two nodes; how long until all of them have done the next step.
+"""P9: time from a fault of one of four ranks on two nodes to the next step of all ranks.
 
-Everybody runs ``benchmarks/recovery_trainer.py``, with the same model, optimizer, loader and steps, and everything is
-on this one machine. Stages end when the last rank has come so far. After that, three steps on, what every rank has is
-compared with a run in which nothing happened.
+All contenders run ``benchmarks/recovery_trainer.py`` on one machine, with the same model, optimizer, loader and steps.
+A stage ends when the last rank has finished it. Three steps later, the state of every rank is compared with an
+undisturbed run.
 """
 
 from __future__ import annotations
@@ -38,14 +38,14 @@ from benchmarks.resize import durations
 from benchmarks.rounds import Kind, missing
 
 SPARE, OURS, AGAIN = "elastic run, a warm spare", "elastic run", "torchrun and dcp on tmpfs"
-FT, FT_REST = "torchft, waits for the lost one", "torchft, the rest goes on"
-_EARLY = "{}: the rest's next step"
+FT, FT_REST = "torchft, waits for the lost rank", "torchft, other ranks continue"
+_EARLY = "{}: their next step"
 _JOBS: dict[str, tuple[Kind, str]] = {
     SPARE: ("ours", "every=1, copies on the other node; a warm process on each node, or a warm node"),
-    OURS: ("ours", "the same without a spare: a lost process or node is started again"),
+    OURS: ("ours", "the same without a spare: a lost process or node is restarted"),
     AGAIN: ("opponent", "dcp.save after every step; monitor interval 10 ms, a silent node is lost after 3 s"),
-    FT: ("opponent", "HTTPTransport, min_replicas: all; torchrun starts lost ranks again"),
-    FT_REST: ("opponent", "PGTransport, min_replicas: 1; until all are in it again"),
+    FT: ("opponent", "HTTPTransport, min_replicas: all; torchrun restarts lost ranks"),
+    FT_REST: ("opponent", "PGTransport, min_replicas: 1; until all ranks have rejoined"),
 }
 _FAULTS: dict[str, dict[str, type[Disturbed]]] = {
     RANK: {SPARE: Warm, OURS: Elastic, AGAIN: Torchrun, FT: Torchft, FT_REST: GoesOn},
@@ -63,23 +63,23 @@ SCENES = (
     (RANK, "DDP", 2, "cuda"),
     (RANK, "FSDP2", 2, "cuda"),
 )
-"""What happens, to which model, how small a part of the size it has, and where."""
+"""Scenes: fault, model, divisor of the size, and device kind."""
 
 
 @dataclass
 class Recovered:
-    """What became of one fault."""
+    """Outcome of one fault."""
 
     stages: dict[str, float]
     lost: int
-    """Steps that were done and are done again."""
+    """Number of finished steps that had to run again."""
     step: int
-    """After this one it was looked at what the ranks have."""
+    """Step after which the states were compared; -1 if ranks differ in the step."""
     sums: list[str]
     usual_s: float = 0.0
-    """What one step took before, saved as always."""
+    """Median seconds of a step before the fault, with its save."""
     early_s: float | None = None
-    """Until a step of those that were left, where they go on alone."""
+    """Seconds to the first step of the surviving ranks, if they continue alone."""
     same: bool = True
     trouble: str = field(default="")
 
@@ -131,7 +131,7 @@ def _once(kind: type[Disturbed], task: Task, scene: Scene, number: int, fault: s
 
 
 def rebuilt(lines: Sequence[Line], at: float, gone_at: float) -> Recovered:
-    """All ranks leave the world, and all that are there then make another one."""
+    """Return the outcome for a job whose ranks all leave the world and form a new one."""
     entered = {line["pid"]: line["at"] for line in lines if line["what"] == "entered" and line["at"] > at}
     new = [line for line in lines if line["at"] >= entered.get(line["pid"], float("inf"))]
     before = [line for line in lines if line["at"] < entered.get(line["pid"], float("inf"))]
@@ -140,7 +140,7 @@ def rebuilt(lines: Sequence[Line], at: float, gone_at: float) -> Recovered:
     assigned = [line["at"] for line in before if line["what"] == "assigned" and line["at"] > at]
     ready = {line["pid"]: line["at"] for line in before if line["what"] == "ready"}
     imports = ("imports", max((line["at"] for line in fresh), default=at))
-    if assigned:  # a rank that was there comes back by itself; what is started anew is waited for then
+    if assigned:  # surviving ranks abort on their own, then wait for new processes
         known = {line["pid"] for line in before if line["at"] <= at}
         abort = max((ready[pid] for pid in entered if pid in known), default=at)
         between = [("abort", abort), imports, ("rendezvous", max(assigned))]
@@ -154,7 +154,7 @@ def rebuilt(lines: Sequence[Line], at: float, gone_at: float) -> Recovered:
 
 
 def healed(lines: Sequence[Line], at: float, gone_at: float) -> Recovered:
-    """Who is new gets what the others have; they may go on meanwhile."""
+    """Return the outcome for torchft: a new rank receives the state while others may continue."""
     fresh = [line for line in lines if line["what"] == "imported" and line["at"] > at]
     there = max(line["at"] for line in fresh)
     heard = [line["at"] for line in lines if line["what"] in ("heard", "refused") and at < line["at"] < there]
@@ -175,14 +175,14 @@ def healed(lines: Sequence[Line], at: float, gone_at: float) -> Recovered:
     first = min(line["step"] for line in new if line["what"] == "stepped")
     step, sums = _seen(new)
     ended = {line["pid"]: line.get("error", "") for line in lines if line["what"] == "heard" and line["at"] > at}
-    trouble = f"ranks that were left ended, too ({next(iter(ended.values()))})" if ended else ""
+    trouble = f"surviving ranks ended too ({next(iter(ended.values()))})" if ended else ""
     done = max(line["step"] for line in old)
     early_s = min(early, default=None)
     return Recovered(stages, max(0, done + 1 - first), step, sums, usual(old), early_s, trouble=trouble)
 
 
 def usual(lines: Sequence[Line]) -> float:
-    """The median time from the end of a step of all ranks to the end of the next one; 0 where there were no two."""
+    """Return the median seconds between the ends of two steps; 0 with fewer than two steps."""
     ends: dict[int, list[float]] = {}
     for line in lines:
         if line["what"] == "stepped" and line.get("together", RANKS) == RANKS:
@@ -195,7 +195,7 @@ _STAGES = {"entered": "groups", "built": "model", "loaded": "hydrate", "fed": "l
 
 
 def _ends(new: Sequence[Line]) -> list[tuple[str, float]]:
-    """When the last rank had come so far for the first time."""
+    """Return, for each stage, the time at which its last rank first finished it."""
     ends = []
     for what, stage in _STAGES.items():
         firsts: dict[int, float] = {}
@@ -207,7 +207,7 @@ def _ends(new: Sequence[Line]) -> list[tuple[str, float]]:
 
 
 def _seen(new: Sequence[Line]) -> tuple[int, list[str]]:
-    """After which step all ranks looked at what they have; -1 when that was not the same one."""
+    """Return the step of the compared states, or -1 if ranks differ in it, and the checksums."""
     seen = {line["rank"]: (line["step"], line["sum"]) for line in new if line["what"] == "looked"}
     steps = {step for step, _ in seen.values()}
     return (steps.pop() if len(steps) == 1 and len(seen) == RANKS else -1), sorted(sum_ for _, sum_ in seen.values())
@@ -217,7 +217,7 @@ def _seen(new: Sequence[Line]) -> tuple[int, list[str]]:
 
 
 def _compare(found: dict[str, list[Recovered]], task: Task, scene: Scene) -> None:
-    """With a run of the same script in which nothing happens: torchft's sums are added in another order."""
+    """Compare with an undisturbed run; torchft has its own, because it adds sums in another order."""
     for kind, names in ((Undisturbed, (SPARE, OURS, AGAIN)), (Torchft, (FT,))):
         results = [one for name in names for one in found.get(name, ())]
         steps = {one.step for one in results if one.step >= 0}
@@ -242,27 +242,27 @@ def _compare(found: dict[str, list[Recovered]], task: Task, scene: Scene) -> Non
 
 def _rows(name: str, results: list[Recovered], failures: list[str]) -> list[dict[str, Any]]:
     if not results:
-        return [missing(name, f"did not come back: {failures[0].splitlines()[0]}")]
+        return [missing(name, f"did not recover: {failures[0].splitlines()[0]}")]
     lost = sorted({one.lost for one in results})
-    notes = [_JOBS[name][1], f"steps lost: {', '.join(map(str, lost))}"]
-    notes += [f"did not come back in {len(failures)} more rounds"] * bool(failures)
+    notes = [_JOBS[name][1], f"Steps lost: {', '.join(map(str, lost))}"]
+    notes += [f"Did not recover in {len(failures)} more rounds"] * bool(failures)
     troubles = [one.trouble for one in results if one.trouble]
-    notes += [f"in {len(troubles)} of {len(results)} rounds {troubles[0]}"] if troubles else []
+    notes += [f"In {len(troubles)} of {len(results)} rounds {troubles[0]}"] if troubles else []
     if name == FT_REST:
-        notes.append("compared among its ranks: steps without the lost one's share are others than undisturbed ones")
-    rows = [_row(name, name, [one.total_s for one in results], "; ".join(notes), all(one.same for one in results))]
+        notes.append("Compared among its ranks only: steps without the lost rank's share differ from undisturbed ones")
+    rows = [_row(name, name, [one.total_s for one in results], ". ".join(notes), all(one.same for one in results))]
     early = [one.early_s for one in results if one.early_s is not None]
     if early:
-        rows.append(_row(_EARLY.format(name), name, early, "without the lost rank's share of it"))
+        rows.append(_row(_EARLY.format(name), name, early, "without the lost rank's share of the batch"))
     return rows
 
 
 _ORDER = ("detect", "abort", "imports", "rendezvous", *_STAGES.values())
-USUAL = "a step that nothing happens in: {}"
+USUAL = "undisturbed step: {}"
 
 
 def _by_stage(found: dict[str, list[Recovered]]) -> list[dict[str, Any]]:
-    """Everybody's, side by side."""
+    """Return the rows of all contenders, stage by stage."""
     there = {name: results for name, results in found.items() if results}
     stages = [
         _row(f"{stage}: {name}", name, [one.stages[stage] for one in results])

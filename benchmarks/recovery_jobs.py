@@ -1,4 +1,4 @@
-"""Jobs that P9 disturbs: four ranks on two simulated nodes, each started the way its own documentation says."""
+"""Jobs for P9: four ranks on two simulated nodes, started as their documentation recommends."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ RANKS, NODES = 4, 2
 PER_NODE = RANKS // NODES
 _TRAINER = ("-m", "benchmarks.recovery_trainer")
 _BEFORE = 6
-"""Steps that every rank has done, and saved, before something happens to one of them."""
+"""Number of steps that every rank finishes and saves before the fault."""
 RANK, NODE, ERROR = "a rank is killed", "a node is lost", "a rank raises"
 
 
 class Disturbed(Job):
-    """A job to one of whose ranks something happens."""
+    """A job with a fault in one rank or node."""
 
     way = ""
     options: tuple[str, ...] = ()
@@ -34,15 +34,15 @@ class Disturbed(Job):
         super().__init__(folder)
         self.task = dataclasses.replace(task, way=self.way, folder=str(folder), options=self.options)
         self.lost: set[int] = set()
-        """Processes that ended by the fault itself."""
+        """Processes that the fault kills."""
         self.gone_at = 0.0
-        """When the last of those had ended that end with them, where any do."""
+        """End of the last process that ended as a consequence, if any; in seconds since the epoch."""
 
     def begin(self) -> None:
         raise NotImplementedError
 
     def until_going(self) -> None:
-        """All ranks train together, and have done so for some steps."""
+        """Wait until all ranks have trained together for some steps."""
 
         def going() -> bool:
             counts: dict[int, int] = {}
@@ -54,7 +54,7 @@ class Disturbed(Job):
         self._until(going, f"{RANKS} ranks train")
 
     def disturb(self, fault: str) -> float:
-        """When it happened."""
+        """Inject the fault and return its time."""
         if fault == ERROR:
             (self._folder / "raise").touch()
             self._until(lambda: self._find("fault") is not None, "a rank raises", LOOK_CLOSELY_S)
@@ -70,7 +70,7 @@ class Disturbed(Job):
         return at
 
     def until_back(self, after: float) -> None:
-        """All ranks have trained together again for some steps, and have looked at what they have."""
+        """Wait until all ranks have trained together again and have recorded their state."""
         old = {line["pid"] for line in self.lines() if line["at"] <= after}
 
         def back() -> bool:
@@ -83,7 +83,7 @@ class Disturbed(Job):
         self._until(back, f"{RANKS} ranks train again", LOOK_CLOSELY_S)
 
     def reference(self, steps: set[int]) -> dict[int, list[str]]:
-        """What all ranks have after these steps when nothing happens; of a job that has not begun."""
+        """Start the job and return the checksums of all ranks after these steps, without a fault."""
         self.task = dataclasses.replace(self.task, compared=tuple(sorted(steps)))
         self.begin()
 
@@ -95,13 +95,13 @@ class Disturbed(Job):
         return {step: sorted(sums) for step, sums in found().items()}
 
     def replace_node(self) -> None:
-        """What there is instead of the lost one, where somebody has to start it."""
+        """Start a replacement for the lost node, if the job needs one."""
 
     def _last_rank(self) -> Line:
         return [line for line in self.lines() if line["what"] == "stepped" and line["rank"] == RANKS - 1][-1]
 
     def _on_node(self, rank: Line) -> set[int]:
-        """All processes of a node: whoever started its ranks, and those."""
+        """Return all processes of a node: its launcher and its ranks."""
         raise NotImplementedError
 
     def _find(self, what: str) -> Line | None:
@@ -109,18 +109,18 @@ class Disturbed(Job):
 
 
 class Elastic(Disturbed):
-    """Without a spare: a lost process is started again, a lost node is replaced by one that is started then."""
+    """``elastic run`` without a spare: it restarts a lost process, and a new node replaces a lost one."""
 
     way = "elastic"
     nodes = NODES
     more: tuple[str, ...] = ()
 
     def begin(self) -> None:
-        # Two slots of every shard, a copy of each on another node, and one more while a world is rebuilt.
+        # Two slots per shard, a copy of each on another node, and one more slot during a rebuild.
         budget = show_size(4 * self.task.size_bytes + (256 << 20)).replace(" ", "")
         self._environ |= {"ELASTIC_RUN_DIRECTORY": str(self._folder / "run"), "TIEREDCKPT_AGENT_BUDGET": budget}
         nodes = ("--nnodes", str(NODES), "--simulate-nodes", str(self.nodes), "--nproc", str(PER_NODE))
-        # A world that became smaller would be another one than the others have.
+        # The world must not shrink, because the other contenders keep its size.
         where = ("--job", "recovery", "--log-dir", str(self._folder / "logs"), "-v", "--shrink-after", "120")
         self._start("-m", "elastic", "run", *where, *nodes, *self.more, *_TRAINER, self.task.words())
 
@@ -133,7 +133,7 @@ class Elastic(Disturbed):
         self._start("-m", "elastic", "join", "recovery", "-v")
 
     def _on_node(self, rank: Line) -> set[int]:
-        """Its agent, too: what was in its memory is gone."""
+        """Include the node's agent, so that its memory is lost too."""
         mine = [line for line in self.lines() if line["what"] == "imported"]
         node = next(line["node"] for line in mine if line["pid"] == rank["pid"])
         ranks = {line["pid"] for line in mine if line["node"] == node and process_start_time(line["pid"]) >= 0}
@@ -142,13 +142,13 @@ class Elastic(Disturbed):
 
 
 class Warm(Elastic):
-    """A warm process on every node."""
+    """``elastic run`` with a warm spare process on every node."""
 
     more = ("--spares", "1")
 
 
 class WarmNode(Elastic):
-    """One node more than the world has waits, with everything imported."""
+    """``elastic run`` with a spare node that waits with everything imported."""
 
     nodes = NODES + 1
 
@@ -157,10 +157,10 @@ class WarmNode(Elastic):
 
 
 class Torchrun(Disturbed):
-    """An agent on each node, which look for ended processes ten times as often as by default.
+    """``torchrun`` with an agent on each node and a monitor interval of a tenth of the default.
 
-    A fixed number of nodes: their rendezvous is over when all are there, and no last call is waited for. A node that
-    ends without a word is missed after 3 s instead of 15.
+    The number of nodes is fixed, so a rendezvous ends without a last call once all nodes have joined. A silent node
+    counts as lost after 3 s instead of 15 s.
     """
 
     way = "torchrun"
@@ -173,7 +173,7 @@ class Torchrun(Disturbed):
         for number in range(NODES):
             self._agent(host=number == 0)
             if number == 0:
-                time.sleep(0.5)  # the second one needs the first one's store, and tries again only after a second
+                time.sleep(0.5)  # the second agent needs the first one's store and retries only after 1 s
 
     def replace_node(self) -> None:
         self._agent(host=False)
@@ -196,10 +196,10 @@ class Undisturbed(Torchrun):
 
 
 class Torchft(Disturbed):
-    """A lighthouse, and a ``torchrun`` for each replica group that starts its ranks again, as in torchft's README.
+    """torchft: a lighthouse, and a ``torchrun`` per replica group that restarts its ranks.
 
-    Each rank is a replica group, as the README recommends for DDP (HSDP is not compared). The lighthouse's options are
-    the README's; a replica is given up after 1 s without a heartbeat (default: 5 s).
+    Each rank is a replica group, as torchft's README recommends for DDP (HSDP is not compared). The lighthouse has the
+    README's options. It drops a replica after 1 s without a heartbeat (default: 5 s).
     """
 
     way = "torchft"
@@ -234,7 +234,7 @@ class Torchft(Disturbed):
 
 
 class GoesOn(Torchft):
-    """Who is left trains on, without the lost rank's share of each step."""
+    """torchft without a minimum: survivors continue without the lost rank's share of each step."""
 
     options = ()
 

@@ -1,6 +1,6 @@
-"""How torchft runs P9's training script under DDP: after its ``train_ddp.py``.
+"""P9's training loop under torchft and DDP, modeled on torchft's ``train_ddp.py``.
 
-There is no state that outlives its processes: a rank that comes back gets it from one that is there.
+No state outlives the processes: a restarted rank receives it from a running one.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ from benchmarks.diary import Diary, began
 from benchmarks.recovery_trainer import LOOKED_AT, Task, Training
 
 _TIMEOUT = timedelta(seconds=60)
-"""Its example has 5 to 30 s, for the loss of a rank whose connection stays; here all are reset at once."""
+"""Longer than the 5 to 30 s of torchft's example: here a lost rank resets its connections at once."""
 HTTP, ALL = "http", "all"
-"""Options: the state comes by HTTP and not over a process group; no step without all replica groups."""
+"""Options: send the state by HTTP instead of a process group; take no step without all groups."""
 
 
 def fault_tolerant(task: Task, diary: Diary) -> None:
@@ -40,7 +40,7 @@ def _train(task: Task, diary: Diary) -> None:
         torch.cuda.set_device((group * per_group + local) % torch.cuda.device_count())
     training = Training(task, diary, group * per_group + local, groups * per_group)
     training.model.to_empty(device=training.device)
-    training.fill()  # at the start of the job they count; who joins later is given the others'
+    training.fill()  # the initial state; a rank that joins later receives the others' state
     pg = (ProcessGroupNCCL if task.device == "cuda" else ProcessGroupGloo)(timeout=_TIMEOUT)
     configure = pg.configure
     news = {"looked": 0}
@@ -70,8 +70,8 @@ def _train(task: Task, diary: Diary) -> None:
         replica_id=f"recovery_{group}",
         timeout=_TIMEOUT,
         checkpoint_transport=_by_http() if HTTP in task.options else PGTransport(pg, _TIMEOUT, training.device),
-        hostname="127.0.0.1",  # the machine's name may lead somewhere else
-        init_sync=False,  # what it is to be where all begin with the same weights, as they do here
+        hostname="127.0.0.1",  # the machine's name may resolve to another address
+        init_sync=False,  # as torchft requires if all ranks start with the same weights
     )
     training.model = DistributedDataParallel(manager, training.model)
     training.optimizer = torch.optim.AdamW(training.model.parameters(), lr=1e-3)
@@ -99,7 +99,7 @@ def _train(task: Task, diary: Diary) -> None:
 
 
 def _with_moments(training: Training) -> None:
-    """AdamW's state, where it has made no step."""
+    """Create AdamW's state for parameters without a step."""
     for parameter in training.model.parameters():
         if not training.optimizer.state[parameter]:
             moments = {name: torch.zeros_like(parameter) for name in ("exp_avg", "exp_avg_sq")}

@@ -1,7 +1,7 @@
-"""The training script that P9 disturbs, the same for everybody: under ``elastic run``, ``torchrun`` and torchft.
+"""The training script of P9, shared by ``elastic run``, ``torchrun`` and torchft.
 
-Whoever runs it imports what it needs and no more: nobody waits for another one's packages. The argument is a
-:class:`Task`. Files in its folder tell the ranks what to do: ``raise`` has the last rank fail once.
+Each contender imports only its own packages, so that none pays for another's imports. The argument is a
+:class:`Task`. A file ``raise`` in its folder makes the last rank fail once.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch._dynamo  # else the first optimizer of a process imports it
+import torch._dynamo  # otherwise the first optimizer of a process imports it
 import torch.distributed as dist
 import xxhash
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
@@ -30,10 +30,10 @@ from benchmarks.diary import Diary, began
 
 LAYERS, ROWS = 8, 4
 _ADAM = 12
-"""Bytes of state for each parameter: its own, and two moments."""
+"""Bytes of state per parameter: its value and two moments."""
 _KEPT = 3
 LOOKED_AT = 3
-"""Of the steps after a start: its state is compared, when what is measured is over."""
+"""Steps after a start until the state is compared, outside the measured time."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -45,7 +45,7 @@ class Task:
     size_bytes: int
     device: str = "cpu"
     compared: tuple[int, ...] = ()
-    """Steps after which an undisturbed run is compared with others; it ends after the last one."""
+    """Steps after which an undisturbed run records its state; it ends after the last one."""
     options: tuple[str, ...] = ()
 
     def words(self) -> str:
@@ -65,7 +65,7 @@ class Task:
 
 
 class Rows(Dataset[torch.Tensor]):
-    """What is trained on: a row is a function of its number."""
+    """Training data: each row is a function of its number."""
 
     def __init__(self, width: int) -> None:
         self._width = width
@@ -78,15 +78,15 @@ class Rows(Dataset[torch.Tensor]):
 
 
 def made(task: Task) -> torch.nn.Module:
-    """The model as training begins with it: the same in every process."""
+    """Return the initial model, the same in every process."""
     torch.manual_seed(3)
     return torch.nn.Sequential(*(torch.nn.Linear(task.width, task.width) for _ in range(LAYERS)))
 
 
 class Training:
-    """Model, optimizer and loader in one world, and the steps that are the same everywhere.
+    """Model, optimizer, loader and steps in one world, the same for all contenders.
 
-    The model has no numbers before they are restored, or :meth:`fill` says which they are.
+    The model is uninitialized until its state is restored or :meth:`fill` sets it.
     """
 
     def __init__(self, task: Task, diary: Diary, rank: int, size: int) -> None:
@@ -103,20 +103,20 @@ class Training:
         return torch.device("cuda", torch.cuda.current_device()) if self.task.device == "cuda" else torch.device("cpu")
 
     def spread(self, mesh: DeviceMesh | None) -> None:
-        """Over the ranks of the world, as torch does it."""
+        """Distribute the model over the ranks with DDP or FSDP2."""
         if self.task.model == "FSDP2":
             self.shard(mesh)
         self.model.to_empty(device=self.device)
         if self.task.model == "DDP":
-            # Nobody needs the first rank's numbers: they are restored everywhere, or made alike.
-            # Else buckets are made anew after the first step of a process, and add what they add in another order
-            # than in a process that has made more steps. torchft never makes them anew either.
+            # Without init_sync, because every rank restores the state or creates the same one. With
+            # find_unused_parameters, because DDP then never rebuilds its buckets after a process's first step.
+            # Rebuilt buckets add in another order, so a restarted process would differ. torchft never rebuilds.
             self.model = DistributedDataParallel(self.model, find_unused_parameters=True, init_sync=False)
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-3)
 
     @torch.no_grad()
     def fill(self) -> None:
-        """Nothing was restored."""
+        """Set the initial state, if none was restored."""
         for mine, whole in zip(self.model.parameters(), made(self.task).to(self.device).parameters(), strict=True):
             mine.copy_(
                 distribute_tensor(whole, mine.device_mesh, mine.placements) if isinstance(mine, DTensor) else whole
@@ -131,7 +131,7 @@ class Training:
         self._diary.write(what, size=self.size, rank=self.rank, **values)
 
     def feed(self, first: int) -> None:
-        """The loader, from this step's rows on, with the first batch at hand."""
+        """Create the loader from this step on and load its first batch."""
         per_step = ROWS * self.size
         numbers = (range(step * per_step + self.rank * ROWS, step * per_step + (self.rank + 1) * ROWS)
                    for step in itertools.count(first))  # fmt: skip
@@ -141,7 +141,7 @@ class Training:
         self.first = self._next = first
 
     def batch(self, step: int) -> torch.Tensor:
-        if step != self._next:  # a step that is done again
+        if step != self._next:  # a repeated step
             self.feed(step)
         self._next = step + 1
         return next(self._batches).to(self.device)
@@ -168,7 +168,7 @@ class Training:
             raise ArithmeticError("told to fail")
 
     def look(self, step: int) -> None:
-        """What this rank has after a step, to the bit."""
+        """Record a checksum of this rank's state after a step."""
         found = xxhash.xxh3_128()
         for tensor in self.tensors():
             plain = tensor.to_local() if isinstance(tensor, DTensor) else tensor
@@ -195,7 +195,7 @@ def elastic(task: Task, diary: Diary) -> None:
     diary.write("imported", began=began(), node=os.environ["ELASTIC_NODE"])
 
     class Stamped:
-        """A rank's plane, with a line for what it hears and says."""
+        """A rank's control plane that also records its events."""
 
         def __init__(self) -> None:
             self._plane = detect_control_plane()
@@ -243,7 +243,7 @@ def elastic(task: Task, diary: Diary) -> None:
 
 
 def restarted(task: Task, diary: Diary) -> None:
-    """``dcp.save`` to tmpfs after every step; whoever is started loads the newest one that is whole."""
+    """Train with ``dcp.save`` to tmpfs after every step, and resume from the newest complete save."""
     import torch.distributed.checkpoint as dcp
     from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 
@@ -273,7 +273,7 @@ def restarted(task: Task, diary: Diary) -> None:
 
 
 def undisturbed(task: Task, diary: Diary) -> None:
-    """What everybody who is disturbed must come to."""
+    """Train without a fault, for the state that disturbed runs must reach."""
     training = _under_torchrun(task, diary)
     training.fill()
     training.feed(0)
@@ -302,7 +302,7 @@ def main(words: str) -> None:
     task = Task(**json.loads(words))
     torch.set_num_threads(1)
     if task.device == "cuda":
-        # NCCL takes no two ranks of a host on one device: where there are fewer devices each rank is a host.
+        # NCCL refuses two ranks of one host on one device, so each rank claims its own host.
         os.environ["NCCL_HOSTID"] = f"rank-{os.getpid()}"
     diary = Diary(task.place / "diary")
     if task.way == "torchft":

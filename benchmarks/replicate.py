@@ -1,6 +1,6 @@
 """P4: from a shard's seal to its verified copy in another node's memory.
 
-Rank 0 writes on one node; rank 1, on the other, has next to nothing of its own and looks at what arrives there.
+Rank 0 writes on one node. Rank 1, on the other node, saves only a tiny tensor and checks the received copy.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ _SETTLE_S = 60.0
 
 
 class Pair:
-    """The job's two nodes, as one rank of it."""
+    """The job's two nodes, from one rank's view."""
 
     def __init__(self, rank: int, checkpointer: Checkpointer, state: State) -> None:
         self.place: Path = checkpointer.settings.agent_directory
@@ -50,7 +50,7 @@ class Pair:
         self._saved: SaveHandle | None = None
 
     def save(self, _turn: int = 0) -> Took:
-        """Save, and see how long it takes from the seal to the second copy."""
+        """Save, and return the seconds from the seal to the second copy."""
         self._steps += 1
         self._saved = self._checkpointer.save(self.mine, self._steps)
         self._saved.wait()
@@ -59,11 +59,11 @@ class Pair:
         return Took(time.perf_counter() - began if self._rank == 0 else 0.0)
 
     def settle(self) -> None:
-        """Until this node knows that everything has its copies: what is older may go then."""
+        """Wait until this node knows that the step is replicated, so that older steps can be evicted."""
         deadline = time.monotonic() + _SETTLE_S
         while not self._checkpointer.session.agent.replication_status(self._key).is_replicated:
             if time.monotonic() > deadline:
-                raise TimeoutError(f"step {self._steps} is not settled after {_SETTLE_S:.0f} s")
+                raise TimeoutError(f"step {self._steps} is not replicated after {_SETTLE_S:.0f} s")
             time.sleep(0.005)
 
     @property
@@ -73,10 +73,10 @@ class Pair:
         return self._saved.job.key
 
     def found(self) -> State:
-        """On the other node: its copy, read as the safetensors file it is, from that node's own memory."""
+        """Return the other node's copy, read as a safetensors file from that node's memory."""
         key = msgspec.structs.replace(self._key, part=0)
         store = self._checkpointer.session.agent.store
-        pin = store.pin(key)  # raises when it is not there, sealed and verified
+        pin = store.pin(key)  # raises if the copy is not sealed and verified
         try:
             return tensors_in(Path(f"/proc/self/fd/{pin.fd}"), pin.record.size_bytes)
         finally:
@@ -84,7 +84,7 @@ class Pair:
 
 
 def tensors_in(path: Path, size_bytes: int) -> State:
-    """The tensors of a safetensors file (which a slot is the first bytes of), by nothing but its format."""
+    """Return the tensors of the safetensors file at the start of a slot, parsed here independently."""
     kinds = {"F32": torch.float32, "U8": torch.uint8}
     found = {}
     with path.open("rb") as file, mmap.mmap(file.fileno(), size_bytes, access=mmap.ACCESS_READ) as data:
@@ -100,7 +100,7 @@ def tensors_in(path: Path, size_bytes: int) -> State:
 
 def run(rank: int, scene: Scene) -> list[dict[str, Any]]:
     use_threads(scene.threads)
-    state = build(scene.state, scene.size_bytes, rank=0, world=1)  # on both: rank 1 compares
+    state = build(scene.state, scene.size_bytes, rank=0, world=1)  # on both ranks: rank 1 compares
     mapping = WarmMapping(scene.folder / f"warm-{rank}", state, align=4)
     settings = node_settings(scene, rank, discovery="world", copies=2, streams=STREAMS)
     sent: list[float] = []
@@ -112,7 +112,7 @@ def run(rank: int, scene: Scene) -> list[dict[str, Any]]:
             undo.callback(wire.close)
         checkpointer = undo.enter_context(Checkpointer(JOB, settings=settings, on_sigterm="ignore"))
         pair = Pair(rank, checkpointer, state)
-        checkpointer.restore(pair.mine)  # as a training script begins: nothing there yet, slots are prepared
+        checkpointer.restore(pair.mine)  # as a training script does; finds no step and prepares slots
 
         def by_wire(streams: int) -> Contender:
             def run(_turn: int) -> None:
@@ -169,7 +169,7 @@ def run(rank: int, scene: Scene) -> list[dict[str, Any]]:
                 after=pair.settle,
                 warm_runs=2,
                 objects=False,
-                note="the rest is taken over from the copy before, and compared",
+                note="unchanged chunks come from the previous copy and are compared",
             ),
         ]
         rows = measure(
@@ -184,7 +184,7 @@ def run(rank: int, scene: Scene) -> list[dict[str, Any]]:
 
 
 def _bytes_rows(rank: int, rounds: int, sent: list[float], touched: list[float]) -> list[dict[str, Any]]:
-    """What the writer's agent says it sent, and what had to be."""
+    """Return the rows of the bytes that changed and of those that the writer's agent sent."""
     return [
         byte_row(DELTA_CHANGED, "limit", touched[-rounds:] if rank == 0 else [], "whole chunks of 1 MiB"),
         byte_row(DELTA_SENT, "ours", sent[-rounds:] if rank == 0 else [], "as the agent counts them"),

@@ -1,8 +1,8 @@
-"""P6: a step that so many ranks saved is loaded by another number of them, straight from the nodes' memory.
+"""P6: a load from the nodes' memory on a different number of ranks than the save.
 
-Every rank has a node to itself. Bytes that moved, from memory and from other nodes, against bytes that the new ranks
-need. A and B as everywhere; U: rows that no number of ranks divides, tensors with fewer rows than ranks, and one
-tensor that every rank has.
+Every rank has its own node. The rows compare the bytes moved, from memory and from other nodes, with the bytes that the
+new ranks need. States A and B are as in the other subjects. U has rows that do not divide evenly among the ranks,
+tensors with fewer rows than ranks, and one tensor that every rank has.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ def shapes(kind: str, size_bytes: int) -> dict[str, tuple[int, int]]:
 
 
 def slice_of(kind: str, size_bytes: int) -> State:
-    """This rank's rows of a state whose bits depend on their place in it alone."""
+    """Return this rank's rows of a state whose bits depend only on their position."""
     rank, world = dist.get_rank(), dist.get_world_size()
     mesh = init_device_mesh("cpu", (world,))
     state: State = {}
@@ -67,7 +67,7 @@ def _bits(seed: int, first: int, last: int) -> torch.Tensor:
 
 
 def save(rank: int, scene: Scene) -> None:
-    """By the ranks that were: a part each in the memory of a node each, and DCP's files on tmpfs."""
+    """Save on the old ranks: one part per node's memory, and DCP's files on tmpfs."""
     use_threads(scene.threads)
     if rank == 0:
         start_nodes(scene, max(scene.writers, scene.ranks))
@@ -80,7 +80,7 @@ def save(rank: int, scene: Scene) -> None:
 
 
 def run(rank: int, scene: Scene) -> list[dict[str, Any]]:
-    """By the ranks that are now."""
+    """Load on the new ranks."""
     use_threads(scene.threads)
     state = slice_of(scene.state, scene.size_bytes)
     target = blank(state)
@@ -118,9 +118,9 @@ def run(rank: int, scene: Scene) -> list[dict[str, Any]]:
     sources = from_all(len(reports[-1].bytes_by_node))
     opened = from_all([read[turn] for turn in rounds])
     needed = sum(from_all(size_of(state)))
-    note = f"{sum(from_peers) / needed:.0%} of it from other nodes, {min(sources)} to {max(sources)} for each rank"
+    note = f"{sum(from_peers) / needed:.0%} from other nodes, {min(sources)} to {max(sources)} of them per rank"
     counted = (
-        (NEEDED, "limit", [needed] * scene.rounds, "of all ranks together"),
+        (NEEDED, "limit", [needed] * scene.rounds, "all ranks together"),
         (MOVED, "ours", [sum(one) for one in zip(*moved, strict=True)], note),
         (READ, "opponent", [sum(one) for one in zip(*opened, strict=True)], "as the kernel counts them"),
     )

@@ -1,8 +1,8 @@
-"""P13: a job is given another number of ranks: by ``elastic run``, and by ``torchrun`` with ``dcp`` on tmpfs.
+"""P13: a change of a job's number of ranks by ``elastic run``, and by ``torchrun`` with ``dcp``.
 
-Everybody runs ``benchmarks/resize_trainer.py``, with the same model, optimizer and steps. Everything is on this one
-machine: nodes of ``elastic run`` are simulated (an agent each), those of ``torchrun`` are agents with two ranks each.
-Stages end when the last rank has come so far. Comparing the state takes part of the time and is left out.
+All contenders run ``benchmarks/resize_trainer.py`` on one machine, with the same model, optimizer and steps. Nodes of
+``elastic run`` are simulated, with an agent each. Nodes of ``torchrun`` are agents with two ranks each, and ``dcp``
+saves to tmpfs. A stage ends when the last rank has finished it. The time to compare the state does not count.
 """
 
 from __future__ import annotations
@@ -18,27 +18,31 @@ from benchmarks.parameters import Scene
 from benchmarks.resize_jobs import Again, Agents, Elastic, Resizable
 from benchmarks.rounds import Kind, byte_row
 
-OURS, AGENTS, AGAIN = "elastic run", "torchrun, agents come and go", "torchrun, stopped and started"
+OURS, AGENTS, AGAIN = "elastic run", "torchrun, agents join and leave", "torchrun, stopped and started"
 STILL = "{}: without training"
 STORAGE = "elastic run: read from storage"
 _JOBS: dict[str, tuple[Kind, type[Resizable], str]] = {
-    OURS: ("ours", Elastic, "nodes that are not in the world wait, with torch imported; sealed with a copy elsewhere"),
-    AGENTS: ("opponent", Agents, "last call 1 s, silent for 3 s is lost (defaults: 30 s and 15 s); its agent is there"),
-    AGAIN: ("opponent", Again, "SIGTERM, then another torchrun with as many ranks as wanted"),
+    OURS: ("ours", Elastic, "nodes outside the world wait with torch imported; sealed with a copy on another node"),
+    AGENTS: (
+        "opponent",
+        Agents,
+        "last call 1 s, a silent node is lost after 3 s (defaults: 30 s and 15 s); agents have torch imported",
+    ),
+    AGAIN: ("opponent", Again, "SIGTERM, then another torchrun with the new number of ranks"),
 }
 _BEFORE = 6
-"""Steps that every rank of the old world has done when the other world is asked for."""
+"""Number of steps that every rank of the old world finishes before the resize."""
 
 
 @dataclass
 class Resized:
-    """What one resize came to."""
+    """Outcome of one resize."""
 
     stages: dict[str, float]
     still_s: float
-    """From the last step of the old world to the first one of the new."""
+    """Seconds from the last step of the old world to the first step of the new one."""
     same: bool
-    """The state before and after, bit for bit."""
+    """Whether the state before and after is the same, bit for bit."""
     tiers: dict[str, int] = field(default_factory=dict)
 
     @property
@@ -47,7 +51,7 @@ class Resized:
 
 
 def run(rank: int, scene: Scene) -> list[dict[str, Any]]:
-    """``scene.writers`` ranks become ``scene.ranks``."""
+    """Resize jobs from ``scene.writers`` to ``scene.ranks`` ranks."""
     found: dict[str, list[Resized]] = {name: [] for name in _JOBS}
     names = list(_JOBS)
     for number in range(scene.rounds):
@@ -79,7 +83,7 @@ def _once(name: str, kind: type[Resizable], scene: Scene, number: int) -> Resize
 
 
 class World:
-    """What the ranks of one world wrote: of the old one up to the end, of the new one from ``after`` on."""
+    """Events of one world's ranks, later than ``after``."""
 
     def __init__(self, lines: Sequence[Line], size: int, after: float, asked: float) -> None:
         self._lines = [line for line in lines if line.get("size") == size and line["at"] > after]
@@ -88,7 +92,7 @@ class World:
         self.started = [line for line in lines if line["what"] == "imported" and line["pid"] in pids]
 
     def last(self, what: str) -> float:
-        """When the last rank came here, after the resize was asked for; its first time, where it came here often."""
+        """Return the time at which the last rank first had this event after the resize request."""
         firsts: dict[int, float] = {}
         for line in self._of(what):
             if line["at"] > self._asked:
@@ -112,7 +116,7 @@ def _ours(old: World, new: World, asked: float, _gone: float) -> Resized:
     stages, out_s = durations(
         asked,
         [
-            ("all ranks have heard", old.last("heard")),
+            ("all ranks are notified", old.last("heard")),
             ("a common step is reached", old.last("stopped")),
             ("", old.last("sealing")),
             ("sealed and copied", old.last("sealed")),
@@ -151,7 +155,7 @@ def _theirs(old: World, new: World, asked: float, gone: float) -> Resized:
 
 
 def durations(began: float, ends: Sequence[tuple[str, float]]) -> tuple[dict[str, float], float]:
-    """How long each stage took, and how long those without a name did. A stage that was over early took no time."""
+    """Return the seconds of each stage, and of unnamed ones. A stage that ended early has 0 s."""
     stages: dict[str, float] = {}
     left_out_s = 0.0
     for name, end in ends:
@@ -165,7 +169,7 @@ def durations(began: float, ends: Sequence[tuple[str, float]]) -> tuple[dict[str
 
 
 def _same(old: World, new: World) -> bool:
-    """All ranks went on from one step, and have what all had when it was saved."""
+    """Return whether all ranks resumed from one step with the state of its save."""
     steps = {line["step"] for line in new.loaded()}
     if len(steps) != 1:
         return False
@@ -203,5 +207,5 @@ def _bytes(results: list[Resized]) -> list[dict[str, Any]]:
     return [
         of("elastic run: read from memory", "this node's", lambda tiers: tiers.get("memory", 0)),
         of("elastic run: read from peers", "other nodes' memory", lambda tiers: tiers.get("peer", 0)),
-        of(STORAGE, "there is a durable tier, and it has steps", lambda tiers: tiers.get("durable", 0)),
+        of(STORAGE, "the durable tier has steps", lambda tiers: tiers.get("durable", 0)),
     ]

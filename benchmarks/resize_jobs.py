@@ -1,4 +1,4 @@
-"""Jobs that P13 resizes: each starts the same trainer its own way, and gives it another number of ranks its own way."""
+"""Jobs for P13: the same trainer, started and resized by each contender."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from peerstore.sizes_and_durations import show_size
 _TRAINER = "benchmarks.resize_trainer"
 _NODES = 4
 _PER_AGENT = 2
-"""Ranks of an agent of torchrun."""
+"""Number of ranks per torchrun agent."""
 _JOB = "resize"
 
 
@@ -30,17 +30,17 @@ class Resizable(Job):
         super().__init__(folder)
         self._size_bytes = size_bytes
         self.gone_at = 0.0
-        """When the last process of the old world had ended, where processes end."""
+        """End of the last process of the old world, if its processes end; in seconds since the epoch."""
 
     def begin(self, ranks: int) -> None:
         raise NotImplementedError
 
     def resize(self, ranks: int) -> float:
-        """When the other number was asked for; returns before it is there."""
+        """Request another number of ranks and return the time of the request. Do not wait for the resize."""
         raise NotImplementedError
 
     def until_done(self, ranks: int, steps: int, *, after: float) -> None:
-        """Wait until a world of so many ranks has done so many steps."""
+        """Wait until a world of ``ranks`` ranks has finished ``steps`` steps."""
 
         def done() -> bool:
             counts: dict[int, int] = {}
@@ -60,12 +60,12 @@ class Resizable(Job):
 
 
 class Elastic(Resizable):
-    """Four nodes of one rank each; the coordinator is asked as ``elastic resize`` asks it."""
+    """Four nodes of one rank each, resized by the request that ``elastic resize`` sends."""
 
     way = "elastic"
 
     def begin(self, ranks: int) -> None:
-        # Two slots of every shard, a copy of each on another node, and room while a world moves.
+        # Two slots per shard, a copy of each on another node, and room during a resize.
         budget = show_size(4 * self._size_bytes + (256 << 20)).replace(" ", "")
         self._environ |= {
             "ELASTIC_RUN_DIRECTORY": str(self._folder / "run"),
@@ -94,7 +94,7 @@ class Elastic(Resizable):
 
 
 class Agents(Resizable):
-    """An agent of ``torchrun`` joins or leaves; whoever is there starts all its processes again."""
+    """An agent of ``torchrun`` joins or leaves, and the other agents restart all their processes."""
 
     def __init__(self, folder: Path, size_bytes: int) -> None:
         super().__init__(folder, size_bytes)
@@ -117,7 +117,10 @@ class Agents(Resizable):
         return asked
 
     def _agent(self, *, host: bool) -> float:
-        """When it was ready to join: importing torch is not counted, as a warm node of ours has it behind it, too."""
+        """Start an agent and return the time it was ready to join.
+
+        Importing torch does not count, because our warm node has imported it as well.
+        """
         ready = self._folder / f"agent-{len(self._started)}"
         code = f"import pathlib, torch.distributed.run as r; pathlib.Path({str(ready)!r}).touch(); r.main()"
         conf = f"is_host={str(host).lower()},last_call_timeout=1,keep_alive_interval=1,keep_alive_max_attempt=3"
@@ -130,7 +133,7 @@ class Agents(Resizable):
 
 
 class Again(Resizable):
-    """What is done where nothing is elastic: the job is stopped, and started with another number of ranks."""
+    """A job that is stopped and started with another number of ranks."""
 
     def begin(self, ranks: int) -> None:
         words = ("--standalone", "--nproc-per-node", str(ranks))

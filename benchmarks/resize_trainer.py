@@ -1,6 +1,6 @@
-"""The training script that P13 resizes, the same for everybody: under ``elastic run``, and under ``torchrun``.
+"""The training script of P13, shared by ``elastic run`` and ``torchrun``.
 
-Each rank appends what it has come to, and when, to a file of its own. Arguments: whose way, the folder, bytes of state.
+Each rank appends timed events to its own file. Arguments: the contender, the folder, bytes of state.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch._dynamo  # else the first optimizer of a process imports it, when the rank has its place already
+import torch._dynamo  # otherwise the first optimizer imports it after the rank's assignment
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
@@ -30,17 +30,17 @@ from tieredckpt import Checkpointer
 LAYERS, ROWS = 8, 4
 DURABLE_EVERY = 25
 _ADAM = 12
-"""Bytes of state for each parameter: its own, and two moments."""
+"""Bytes of state per parameter: its value and two moments."""
 _KEPT = 3
 _SEAL_S = 600.0
 
 
 class Training:
-    """Model and optimizer in one world, and the steps that are the same everywhere."""
+    """Model, optimizer and steps in one world, the same for all contenders."""
 
     def __init__(self, mesh: DeviceMesh, size_bytes: int, diary: Diary) -> None:
         self.width = max(16, int((size_bytes / _ADAM / LAYERS) ** 0.5) // 16 * 16)
-        with torch.device("meta"):  # else every rank makes the whole model, of random numbers that are replaced
+        with torch.device("meta"):  # otherwise every rank creates the whole model, only to replace it
             self.model = torch.nn.Sequential(*(torch.nn.Linear(self.width, self.width) for _ in range(LAYERS)))
         for layer in self.model:
             fully_shard(layer, mesh=mesh)
@@ -51,7 +51,7 @@ class Training:
         self.size = dist.get_world_size()
 
     def begin(self) -> None:
-        """There is nothing to go on from."""
+        """Set the initial state, if none was restored."""
         chance = torch.Generator().manual_seed(dist.get_rank())
         with torch.no_grad():
             for parameter in self.model.parameters():
@@ -62,7 +62,7 @@ class Training:
         self._diary.write(what, size=self.size, **values)
 
     def check(self, before: str, after: str, step: int, **values: Any) -> None:
-        """What the state is now, between two lines: all ranks leave together, and what this takes is left out."""
+        """Record a checksum of the state between two events, whose time does not count."""
         self.say(before, step=step, **values)
         dist.barrier()
         found = state_checksum({"model": self.model, "optim": self.optimizer}).all_reduced()
@@ -81,7 +81,7 @@ class Training:
 
 
 class Stamped:
-    """A rank's plane, with a line for what it hears and says."""
+    """A rank's control plane that also records its events."""
 
     def __init__(self, diary: Diary) -> None:
         self._plane = detect_control_plane()
@@ -140,7 +140,7 @@ def elastic(folder: Path, size_bytes: int, diary: Diary) -> None:
 
 
 def restarted(folder: Path, size_bytes: int, diary: Diary) -> None:
-    """``dcp.save`` to tmpfs after every step; whoever is started loads the newest one that is whole."""
+    """Train with ``dcp.save`` to tmpfs after every step, and resume from the newest complete save."""
     dist.init_process_group("gloo")
     diary.write("entered", size=dist.get_world_size())
     training = Training(init_device_mesh("cpu", (dist.get_world_size(),)), size_bytes, diary)

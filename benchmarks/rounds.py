@@ -1,4 +1,4 @@
-"""Interleaved rounds of everybody who does the same thing, and a comparison of what came out, bit for bit."""
+"""Interleaved rounds of contenders, and bit-for-bit comparison of their results."""
 
 from __future__ import annotations
 
@@ -18,28 +18,30 @@ COPY = "copy (R)"
 
 
 class Took(NamedTuple):
-    """What a run says that took part of its time only; 0 for a rank that merely helps."""
+    """Counted seconds of a run of which only a part counts; 0 on a rank that only helps."""
 
     seconds: float
 
 
 @dataclass
 class Contender:
-    """One way to do what a row is about."""
+    """One way to do the task of a table."""
 
     name: str
     kind: Kind
     run: Callable[[int], object]
-    """The timed part; its argument counts all runs of the scene. What it did before the part that counts is left out
-    when it returns how long that took (:class:`Took`)."""
+    """Timed part; its argument counts all runs of the scene.
+
+    If only its last part counts, it returns the seconds of that part as :class:`Took`.
+    """
     found: Callable[[], Mapping[str, Any]] | None
-    """What it left behind, to be compared; ``None`` for limits that move no bytes, and on ranks that only help."""
+    """Result to compare; ``None`` for limits that move no bytes, and on ranks that only help."""
     after: Callable[[], object] = lambda: None
-    """Waits for what goes on in the background; not timed."""
+    """Wait for background work; not timed."""
     before: Callable[[], object] = lambda: None
     warm_runs: int = 1
     objects: bool = True
-    """Whether it keeps Python objects too."""
+    """Whether it stores Python objects too."""
     note: str = ""
     samples: list[float] = field(default_factory=list)
     first: float | None = None
@@ -48,18 +50,18 @@ class Contender:
 
 
 def built(scene: Scene, *, rank: int, world: int) -> State:
-    """The scene's state, where it is to be."""
+    """Build the scene's state on its device."""
     state = build(scene.state, scene.size_bytes, rank=rank, world=world)
     return moved(state, scene.device) if scene.device else state
 
 
 def those_of(scene: Scene, contenders: Sequence[Contender]) -> list[Contender]:
-    """All of them; where the state is on a device, ours beside a plain copy by the device."""
+    """Return all contenders, or for a state on a device only ours and the device's plain copy."""
     return [one for one in contenders if not scene.device or one.kind == "ours" or one.name == COPY]
 
 
 def missing(name: str, reason: str) -> dict[str, Any]:
-    """The row of an opponent that cannot take part."""
+    """Return the row of an opponent that cannot run."""
     return {"name": name, "kind": "opponent", "unit": "s", "first": None, "samples": [], "equal": None, "note": reason}
 
 
@@ -72,10 +74,10 @@ def measure(
     every_round: bool,
     spoil: tuple[str, ...],
 ) -> list[dict[str, Any]]:
-    """Run all contenders in turn, ``rounds`` times; everybody goes first in some round.
+    """Run all contenders in turn, ``rounds`` times, each round with another contender first.
 
-    ``prepare`` comes before each run. Results are compared after every run, or (where reading them back takes long)
-    after each contender's last.
+    ``prepare`` runs before each run. Results are compared after every run with ``every_round``, otherwise after each
+    contender's last run.
     """
     turn = 0
     for contender in contenders:
@@ -131,7 +133,7 @@ def as_row(contender: Contender) -> dict[str, Any]:
 
 
 def byte_row(name: str, kind: Kind, samples: Sequence[float], note: str) -> dict[str, Any]:
-    """What was counted, not timed."""
+    """Return a row of bytes instead of seconds."""
     return {
         "name": name, "kind": kind, "unit": "B", "first": None, "samples": list(samples), "equal": None,
         "compared": False, "note": note,
@@ -139,16 +141,16 @@ def byte_row(name: str, kind: Kind, samples: Sequence[float], note: str) -> dict
 
 
 def merge(by_rank: Sequence[list[dict[str, Any]]]) -> list[dict[str, Any]]:
-    """All ranks' rows as one: a run takes as long as its slowest rank, and is right when it is right everywhere."""
+    """Merge all ranks' rows: the slowest rank's time, and equal only if all ranks are equal."""
     rows = []
     for same in zip(*by_rank, strict=True):
         row = dict(same[0])
-        by_rank_samples = [one["samples"] for one in same if one["samples"]]  # some things only rank 0 measures
+        by_rank_samples = [one["samples"] for one in same if one["samples"]]  # some rows have samples on rank 0 only
         row["samples"] = [max(values) for values in zip(*by_rank_samples, strict=True)]
         row["samples_by_rank"] = by_rank_samples
         firsts = [one["first"] for one in same if one["first"] is not None]
         row["first"] = max(firsts) if firsts else None
-        equals = [one["equal"] for one in same if one.get("compared")]  # a rank that helps has nothing to compare
+        equals = [one["equal"] for one in same if one.get("compared")]  # a rank that only helps has no result
         row["compared"] = bool(equals)
         row["equal"] = None if None in equals or not equals else all(equals)
         row["note"] = next((one["note"] for one in same if one["note"]), "")
@@ -162,7 +164,7 @@ def together() -> None:
 
 
 def no_dist() -> bool:
-    """What DCP's calls are told."""
+    """Return the ``no_dist`` argument of DCP's calls."""
     return not dist.is_initialized()
 
 

@@ -1,7 +1,7 @@
-"""What handing out samples costs, beside torch's own samplers: ``python -m benchmarks.samples``.
+"""Cost of ``elastic.samples`` compared with torch's own samplers: ``python -m benchmarks.samples``.
 
-All in one process and one thread, turn by turn; of each the processor's time in the quickest turn (what else a machine
-does makes turns only slower), and how many times that of what it stands beside.
+All contenders take turns in one thread. A row shows the processor time of the fastest turn, because other load only
+slows turns down, and its ratio to the reference row.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ STEPS = 50
 
 
 class Sized:
-    """So many samples that cost nothing."""
+    """A dataset of ``samples`` samples that cost nothing to read."""
 
     def __init__(self, samples: int) -> None:
         self.samples = samples
@@ -50,7 +50,10 @@ def ours(samples: int, batch: int, world: int) -> Callable[[], None]:
 
 
 def randoms(samples: int, batch: int, world: int) -> Callable[[], None]:
-    """One rank has all of it; there is no seed that survives a restart, nor a place to go on from."""
+    """Return a run of ``RandomSampler``.
+
+    It has no ranks, no seed that survives a restart, and no position to resume from.
+    """
 
     def run() -> None:
         for _ in itertools.islice(
@@ -98,7 +101,7 @@ def one_seeded() -> None:
 
 
 def one_copied() -> None:
-    """The same by copying every state out and in."""
+    """Do the same by saving and restoring every state."""
     states = random.getstate(), np.random.get_state(), torch.get_rng_state()  # noqa: NPY002
     random.seed(1)
     np.random.seed(1)  # noqa: NPY002
@@ -120,14 +123,14 @@ def _pieces(batch: int, world: int) -> int:
 
 
 def times(calls: dict[str, Callable[[], object]], rounds: int, each: int = 1) -> dict[str, float]:
-    """Seconds of each, in the quickest of so many turns."""
+    """Return the seconds of each call in its fastest turn."""
     taken: dict[str, list[float]] = {name: [] for name in calls}
     for turn in range(rounds + 1):
         for name, call in calls.items():
             began = time.thread_time()
             for _ in range(each):
                 call()
-            if turn:  # the first one warms up
+            if turn:  # the first turn warms up
                 taken[name].append((time.thread_time() - began) / each)
     return {name: min(those) for name, those in taken.items()}
 

@@ -1,4 +1,4 @@
-"""A folder on tmpfs with a node agent of its own, and nothing left of either."""
+"""A folder on tmpfs with its own node agent, and cleanup of both."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def settings_for(
     peer: Mapping[str, Any] | None = None,
     **durable: Any,
 ) -> Settings:
-    """Defaults, but for the place, a budget that fits, the number of threads, and no limit to loads of one step."""
+    """Return default settings, with the scene's directory, memory budget and copy threads."""
     budget = 4 * scene.size_bytes + (256 << 20)
     return settings_from_mapping(
         {
@@ -53,7 +53,7 @@ def settings_for(
 
 
 def agent_pid(place: Path) -> int:
-    """The agent in this directory, 0 when there is none."""
+    """Return the process id of this directory's agent, or 0 if it has none."""
     try:
         pid = int((place / "agent.lock").read_text())
     except (OSError, ValueError):
@@ -62,7 +62,7 @@ def agent_pid(place: Path) -> int:
 
 
 def end_agent(place: Path) -> None:
-    """End the directory's agent and wait until it is gone."""
+    """Stop the directory's agent and wait until its process has ended."""
     pid = agent_pid(place)
     if not pid:
         return

@@ -1,6 +1,6 @@
 """Statistics of the shuffle compared with numpy's, quoted in docs/explanation/samples.md.
 
-Statistics that are normal with mean 0 and deviation 1 for a perfect shuffle are called z: beyond 4 something is wrong.
+A **z** statistic is normal with mean 0 and deviation 1 for a perfect shuffle. A value beyond 4 shows a defect.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import numpy as np
 from elastic.samples.sample_schedule import I64, SampleOrder
 
 Shuffle = Callable[[int, int], I64]
-"""A permutation of so many numbers, by a seed."""
+"""A function of a size and a seed that returns a permutation."""
 
 
 def our_shuffle(size: int, seed: int) -> I64:
@@ -29,14 +29,14 @@ def numpy_shuffle(size: int, seed: int) -> I64:
 
 
 def all_permutations(shuffle: Shuffle, size: int, seeds: int) -> float:
-    """The z of a chi-square test: does each permutation of a small range come up as often as any other?"""
+    """Return the z of a chi-square test: are all permutations of a small range equally frequent?"""
     seen = Counter(tuple(shuffle(size, seed).tolist()) for seed in range(seeds))
     cells = math.factorial(size)
     return _z_of_cells(np.array([*seen.values(), *[0] * (cells - len(seen))]), cells - 1)
 
 
 def positions(shuffle: Shuffle, size: int, seeds: int) -> float:
-    """The z of a chi-square test: does each sample come to each position as often as to any other?"""
+    """Return the z of a chi-square test: is each sample equally frequent at each position?"""
     seen = np.zeros((size, size), np.int64)
     for seed in range(seeds):
         seen[np.arange(size), shuffle(size, seed)] += 1
@@ -44,35 +44,35 @@ def positions(shuffle: Shuffle, size: int, seeds: int) -> float:
 
 
 def serial(shuffle: Shuffle, size: int, seed: int) -> float:
-    """The z of the correlation of each sample with the next one."""
+    """Return the z of the correlation of each sample with the next one."""
     order = shuffle(size, seed)
     return _z_of_correlation(order[:-1], order[1:])
 
 
 def next_epoch(size: int, seed: int) -> float:
-    """The z of the correlation of an epoch's order with the next one's."""
+    """Return the z of the correlation of an epoch's order with the next one's."""
     order = SampleOrder(size, seed)
     return _z_of_correlation(order.indices(0, size), order.indices(size, size))
 
 
 def fixed_points(shuffle: Shuffle, size: int, seeds: int) -> float:
-    """How many samples stay where they were; 1 by chance, whatever the size."""
+    """Return the mean number of samples that keep their position; 1 by chance, for any size."""
     places = np.arange(size)
     return float(np.mean([np.sum(shuffle(size, seed) == places) for seed in range(seeds)]))
 
 
 def neighbours(shuffle: Shuffle, size: int, seeds: int) -> float:
-    """How many samples stay beside one that was beside them; 2 (n - 1) / n by chance."""
+    """Return the mean number of adjacent pairs that stay adjacent; 2 (n - 1) / n by chance."""
     return float(np.mean([np.sum(np.abs(np.diff(shuffle(size, seed))) == 1) for seed in range(seeds)]))
 
 
 class ShuffleSpread(NamedTuple):
-    """What is left of the dataset's own order."""
+    """Remains of the dataset's own order."""
 
     moved: float
-    """How far a sample is from its place, in parts of the dataset; a third by chance."""
+    """Mean distance of a sample from its position, as a share of the dataset; a third by chance."""
     beside: float
-    """How many of 256 samples in a row are from one part of a dataset sorted into 100; at most, over all such rows."""
+    """Most samples of one hundredth of the dataset in any run of 256 consecutive samples."""
 
 
 def shuffle_spread(shuffle: str, samples: int, seed: int) -> ShuffleSpread:
@@ -97,7 +97,7 @@ def _rows(seeds: int) -> Iterator[tuple[str, float, float, str]]:
         what = f"all permutations of {size} samples, {runs:,} seeds"
         yield what, all_permutations(our_shuffle, size, runs), all_permutations(numpy_shuffle, size, runs), "z"
     for size in (10, 64):
-        what = f"sample x position, {size} samples, {10 * seeds:,} seeds"
+        what = f"sample and position, {size} samples, {10 * seeds:,} seeds"
         yield what, positions(our_shuffle, size, 10 * seeds), positions(numpy_shuffle, size, 10 * seeds), "z"
     for size in (1000, 100_000, 1_000_000):
         yield (
@@ -111,13 +111,13 @@ def _rows(seeds: int) -> Iterator[tuple[str, float, float, str]]:
     for size in (64, 1000, 100_000):
         runs = max(10, min(seeds, 10_000_000 // size))
         yield (
-            f"in their places, {size:,} samples",
+            f"samples in their own position, {size:,} samples",
             fixed_points(our_shuffle, size, runs),
             fixed_points(numpy_shuffle, size, runs),
             "1",
         )
         yield (
-            f"beside their neighbours, {size:,}",
+            f"pairs that stay adjacent, {size:,} samples",
             neighbours(our_shuffle, size, runs),
             neighbours(numpy_shuffle, size, runs),
             "2",
@@ -126,7 +126,9 @@ def _rows(seeds: int) -> Iterator[tuple[str, float, float, str]]:
 
 def main(arguments: Sequence[str]) -> int:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.shuffle_quality", description=__doc__)
-    parser.add_argument("--seeds", type=int, default=500, help="the more, the finer (default: 500)")
+    parser.add_argument(
+        "--seeds", type=int, default=500, help="number of seeds; more seeds give finer statistics (default: 500)"
+    )
     seeds = parser.parse_args(arguments).seeds
     print("| | ours | numpy | by chance |\n|---|---|---|---|")
     for what, our, numpy, chance in _rows(seeds):

@@ -1,9 +1,12 @@
 """The three states: few large tensors, many small ones, a model with its optimizer.
 
-A: 64 equal fp32 tensors. B: fp32 tensors of 256 KiB, 4,096 in 1 GiB.
-C: a Llama-like model of 6 layers (57 parameters) with AdamW's
-moments and step counts, a generator's state, and a few Python objects: 229 tensors. On several ranks every tensor that
-has rows is a DTensor, ``Shard(0)``; all ranks together hold the same bytes as one.
+- A: 64 equal fp32 tensors.
+- B: fp32 tensors of 256 KiB, 4,096 in 1 GiB.
+- C: a Llama-like model of 6 layers (57 parameters) with AdamW's moments and step counts, a generator's state, and a few
+  Python objects: 229 tensors.
+
+On several ranks every tensor with rows is a DTensor, ``Shard(0)``. All ranks together hold the same number of bytes as
+one rank.
 """
 
 from __future__ import annotations
@@ -24,8 +27,10 @@ TOP_OF_EXPONENT = 1 << 30
 
 
 def build(kind: str, size_bytes: int, *, rank: int, world: int) -> State:
-    """``size_bytes`` of random bits over all ranks, the same in every run. No element is NaN or infinite: that is not
-    saved."""
+    """Return a state of ``size_bytes`` random bytes over all ranks, the same in every run.
+
+    No element is NaN or infinite, because a ``Checkpointer`` refuses to save those.
+    """
     make = _Maker(rank, world)
     if kind == "C":
         return _llama(size_bytes, make)
@@ -35,7 +40,7 @@ def build(kind: str, size_bytes: int, *, rank: int, world: int) -> State:
 
 
 def tiny(count: int, *, rank: int, world: int) -> State:
-    """``count`` tensors of next to no bytes: what remains is planning."""
+    """Return ``count`` tensors of a few bytes, so that a save is mostly planning."""
     make = _Maker(rank, world)
     return {f"layers.{number:04}.weight": make.rows(2 * world, 8) for number in range(count)}
 
@@ -88,7 +93,7 @@ def _llama(size_bytes: int, make: _Maker) -> State:
 
 
 def moved(state: Mapping[str, Any], device: str) -> State:
-    """The same on the current device of that kind."""
+    """Return the state on the current device of that kind."""
     made: State = {}
     for key, value in state.items():
         if isinstance(value, Mapping):
@@ -99,7 +104,7 @@ def moved(state: Mapping[str, Any], device: str) -> State:
 
 
 def leaves(state: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """Names and values; of a DTensor the part that this rank holds."""
+    """Yield names and values; for a DTensor, the part on this rank."""
     for key, value in state.items():
         name = f"{prefix}{key}"
         if isinstance(value, Mapping):
@@ -113,7 +118,7 @@ def tensors(state: Mapping[str, Any]) -> dict[str, torch.Tensor]:
 
 
 def size_of(state: Mapping[str, Any]) -> int:
-    """Bytes this rank holds."""
+    """Return the number of bytes on this rank."""
     return sum(tensor.nbytes for tensor in tensors(state).values())
 
 
@@ -122,19 +127,19 @@ def raw(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def advance(state: Mapping[str, Any], turn: int) -> None:
-    """Change every tensor a little, so that what an earlier save left behind is not this one's result."""
+    """Change a byte of every tensor, so that the result of an earlier save differs from this one."""
     for tensor in tensors(state).values():
         raw(tensor)[-1] = turn % 256
 
 
 def turn_over(state: Mapping[str, Any]) -> None:
-    """Change every byte: nothing of an earlier save can stand for this one's."""
+    """Change every byte, so that no chunk of an earlier save matches this one."""
     for tensor in tensors(state).values():
         raw(tensor).add_(1)
 
 
 def touch(state: Mapping[str, Any], every_bytes: int) -> int:
-    """Change one byte in each run of so many; how many were changed."""
+    """Change one byte in every ``every_bytes`` and return the number of changed bytes."""
     at = count = 0
     for tensor in tensors(state).values():
         there = raw(tensor)[-at % every_bytes :: every_bytes]
@@ -144,7 +149,7 @@ def touch(state: Mapping[str, Any], every_bytes: int) -> int:
 
 
 def blank(state: Mapping[str, Any]) -> State:
-    """A state of the same form, allocated, with nothing of the values in it."""
+    """Return a state of the same structure with zeros and None as values."""
     made: State = {}
     for key, value in state.items():
         if isinstance(value, Mapping):
@@ -165,7 +170,7 @@ def wipe(state: State) -> None:
 
 
 def fill_from(target: State, found: Mapping[str, Any]) -> None:
-    """Copy flat ``found`` into the tensors (and over the objects) of ``target``, as a training script would."""
+    """Copy the flat values into the tensors and objects of ``target``, as a training script does."""
 
     def visit(into: State, prefix: str) -> None:
         for key, value in into.items():
@@ -181,7 +186,7 @@ def fill_from(target: State, found: Mapping[str, Any]) -> None:
 
 
 def difference(expected: Mapping[str, Any], found: Mapping[str, Any], *, objects: bool = True) -> str:
-    """The first name whose bits differ, or nothing."""
+    """Return the first name whose bits differ, or an empty string."""
     there = dict(leaves(found))
     for name, value in leaves(expected):
         other = there.get(name)

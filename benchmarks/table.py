@@ -1,4 +1,4 @@
-"""A run as people read it: Markdown for docs/benchmarks.md, and tables for a terminal."""
+"""Reports of a run: Markdown for docs/benchmarks.md and tables for a terminal."""
 
 from __future__ import annotations
 
@@ -17,20 +17,20 @@ from peerstore.sizes_and_durations import show_seconds, show_size
 
 REASONS = Path(__file__).parent / "reasons.yaml"
 SUBJECTS = {
-    "P1": "The trainer is blocked per save",
+    "P1": "Time a save blocks the trainer",
     "P2": "A whole save to memory",
     "P3": "A whole load from memory",
     "P4": "From a seal to a verified copy on another node",
     "P5": "A fresh rank from another node's memory",
-    "P6": "A load by another number of ranks, from memory",
+    "P6": "A load from memory on a different number of ranks",
     "P7": "Draining to S3",
     "P8": "Planning in steady state",
     "P9": "From a fault to the next step",
     "P10": "The node agent",
-    "P11": "Memory beside state and slots",
-    "P12": "Gradients whose bits no number of ranks changes",
-    "P13": "Another number of ranks",
-    "P14": "Meeting again: from no group to the first all-reduce",
+    "P11": "Memory in addition to state and slots",
+    "P12": "Gradients with the same bits on any number of ranks",
+    "P13": "A change of the number of ranks",
+    "P14": "From no process group to the first all-reduce",
 }
 Cells = tuple[str, ...]
 
@@ -40,7 +40,7 @@ def show(value: float, unit: str) -> str:
 
 
 def status(one: Mapping[str, Any]) -> str:
-    """What the comparison of a row said."""
+    """Return the outcome of the row's comparison."""
     if one["equal"] is False:
         return "FAILED"
     if one["equal"]:
@@ -52,11 +52,11 @@ def status(one: Mapping[str, Any]) -> str:
 
 def headings(group: Group) -> Cells:
     copies = ("x R",) if row(group, COPY) else ()
-    return ("", *copies, "beside ours", "median", "least - most", "first", "bits", "")
+    return ("", *copies, "x ours", "median", "least - most", "first", "bits", "")
 
 
 def lines(group: Group) -> Iterator[Cells]:
-    """A line for every row of a group; ratios are medians of the ratios within each round."""
+    """Yield a line for every row of a group; ratios are medians of the ratios within each round."""
     copy = row(group, COPY)
     ours = next((one for one in group["rows"] if one["kind"] == "ours" and one["samples"]), None)
     for one in group["rows"]:
@@ -112,7 +112,7 @@ def print_verdicts(console: Console, groups: Sequence[Group]) -> None:
 
 
 def joined(raws: Mapping[str, Mapping[str, Any]]) -> list[Group]:
-    """What several runs measured; of a scene that more than one has, what the last one says."""
+    """Return the groups of several runs; a scene in more than one comes from the last."""
     return [group for raw, left in zip(raws.values(), _overtaken(raws), strict=True) for group in _but(raw, left)]
 
 
@@ -121,7 +121,7 @@ def _scene(group: Group) -> tuple[str, str]:
 
 
 def _overtaken(raws: Mapping[str, Mapping[str, Any]]) -> list[set[tuple[str, str]]]:
-    """The scenes that runs after each have, too."""
+    """Return, for each run, the scenes that later runs measured again."""
     found: list[set[tuple[str, str]]] = [set()]
     for raw in reversed(list(raws.values())[1:]):
         found.append(found[-1] | set(map(_scene, raw["groups"])))
@@ -133,7 +133,7 @@ def _but(raw: Mapping[str, Any], left: set[tuple[str, str]]) -> list[Group]:
 
 
 def markdown(raws: Mapping[str, Mapping[str, Any]], *, reasons: Mapping[str, str]) -> str:
-    """The whole of docs/benchmarks.md, from runs by the name of their file."""
+    """Return docs/benchmarks.md, from runs by the name of their file."""
     groups = joined(raws)
     parts = [_preamble(raws)]
     for subject, title in SUBJECTS.items():
@@ -149,38 +149,48 @@ def _preamble(raws: Mapping[str, Mapping[str, Any]]) -> str:
     return f"""# Benchmarks
 
 Made by `python -m benchmarks table {sources}`; do not edit.
-What is said under "Why" is kept in `benchmarks/reasons.yaml`. Measure again with `make bench`.
+The paragraphs "Why" come from `benchmarks/reasons.yaml`. `make bench` measures everything again.
 
 **R** is one single-threaded copy of the same bytes between tensors and a populated shared mapping, measured in the same
-round. All contenders of a table run in turn, in as many rounds as is said below; ratios are medians of the ratios
-within each round, and "beside ours" is how many times as long as the first row of ours. After its last run (loads:
-after every run) each contender's result is compared with the state bit for bit; the column "bits" says how that ended.
-"first" is the first run of all, with cold pages and plans. Threads are those of torch and of our copier alike, in each
-rank.
+round. All contenders of a table run in turn, once per round. A ratio is the median of the ratios within each round.
 
-States: A, 64 equal fp32 tensors; B, fp32 tensors of 256 KiB; C, a Llama-like model with AdamW, 229 tensors and a few
-Python objects; U, rows that no number of ranks divides. {show_size(parameters["size_bytes"])} each, over all ranks
-together: on several ranks every tensor with rows is a DTensor, `Shard(0)`. Where there are several nodes, they are
-agents on this one machine, with a directory each, that reach each other over loopback TCP.
+- `x R`: the contender's time divided by R.
+- `x ours`: the contender's time divided by the time of the first row of this project.
+- `first`: the first run of all, with cold pages and plans.
+- `bits`: the result of a bit-for-bit comparison with the state. Loads are compared after every run, other contenders
+  after their last run.
+
+torch and this project's copier have the same number of threads in each rank.
+
+States, {show_size(parameters["size_bytes"])} each over all ranks together:
+
+- A: 64 equal fp32 tensors.
+- B: fp32 tensors of 256 KiB.
+- C: a Llama-like model with AdamW, 229 tensors and a few Python objects.
+- U: tensors whose rows do not divide evenly among the ranks.
+
+On several ranks every tensor with rows is a DTensor, `Shard(0)`. Several nodes are agents on one machine, each with its
+own directory, that reach each other over loopback TCP.
 
 {_runs(raws)}
 """
 
 
 def _runs(raws: Mapping[str, Mapping[str, Any]]) -> str:
-    """Where and when each file was made, and what of it stands here."""
-    told = []
+    """List the files: where and when each was measured, and the subjects taken from it."""
+    items = []
     for (source, raw), left in zip(raws.items(), _overtaken(raws), strict=True):
         machine = raw["machine"]
         mine = dict.fromkeys(group["subject"] for group in _but(raw, left))
         rounds = raw["parameters"]["rounds"]
         packages = ", ".join(f"{name} {number}" for name, number in machine["packages"].items())
-        told.append(
+        items.append(
             f"""- {", ".join(mine)}: `{source}`, revision {machine["revision"]}, {machine["date"]}, load before the run
   {machine["load_before"]:.1f}, {rounds} rounds. {machine["cpu"]}, {machine["cores"]} cores,
-  {show_size(machine["memory_bytes"])} of memory, Linux {machine["kernel"]}, Python {machine["python"]}, {packages}."""
+  {show_size(machine["memory_bytes"])} of memory, Linux {machine["kernel"]}, Python {machine["python"]}.
+  Packages: `{packages}`."""
         )
-    return "\n".join(told)
+    return "\n".join(items)
 
 
 def _section(subject: str, title: str, groups: Sequence[Group], reason: str) -> str:

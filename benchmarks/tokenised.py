@@ -1,4 +1,4 @@
-"""Batches that cost something: text that is made up, cut into byte pairs in Python, and packed into rows."""
+"""Batches with realistic cost: generated text, tokenized into byte pairs in Python and packed."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def vocabulary() -> list[str]:
 
 @functools.cache
 def merges() -> dict[tuple[int, int], int]:
-    """The pairs that occur most often, in the order in which they are joined; learnt from part of the vocabulary."""
+    """Return the most frequent byte pairs in merge order, learned from part of the vocabulary."""
     pieces = [list(word.encode()) for word in vocabulary()[:400]]
     learnt: dict[tuple[int, int], int] = {}
     for new in range(256, 256 + _MERGES):
@@ -53,7 +53,7 @@ def _joined(piece: list[int], pair: tuple[int, int], new: int) -> list[int]:
 
 
 def tokenise(word: str) -> list[int]:
-    """Byte pairs joined in the order they were learnt, as every such tokenizer does; nothing is remembered."""
+    """Return the tokens of a word: merge byte pairs in learned order, without a cache."""
     known, piece = merges(), list(word.encode())
     while len(piece) > 1:
         pairs = [(known[pair], pair) for pair in itertools.pairwise(piece) if pair in known]
@@ -65,7 +65,7 @@ def tokenise(word: str) -> list[int]:
 
 
 class PackedRows(Dataset[dict[str, torch.Tensor]]):
-    """Row ``n`` is filled with as many documents as go in; the last one is cut."""
+    """Rows packed with documents, of which the last one is truncated."""
 
     def __init__(self, rows: int, length: int) -> None:
         self._rows = rows
@@ -96,7 +96,7 @@ class PackedRows(Dataset[dict[str, torch.Tensor]]):
 
 
 class From:
-    """Numbers of rows, batch by batch, from one batch on: a resumed job skips numbers and no data."""
+    """A batch sampler that starts at a batch number, so that a resumed job reads no skipped data."""
 
     def __init__(self, rows: int, batch_size: int, first: int = 0) -> None:
         self._starts = range(first * batch_size, rows, batch_size)

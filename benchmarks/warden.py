@@ -1,8 +1,8 @@
-"""Run a command of which nothing is left: ``python -I -S warden.py COMMAND...``, to be run as a file.
+"""Run a command and kill all its descendants at the end: ``python -I -S warden.py COMMAND...``.
 
-When standard input ends (whoever started it has closed it, or is no more), all that came of the command is ended: also
-what is in a session of its own, or whose parent has gone, because the kernel gives orphans to this process. The same
-when the command ends by itself; then its status is this process's, too. SIGTERM is passed on.
+The end is the end of the command or of standard input, which the starting process closes or leaves by dying. The kill
+includes descendants in other sessions and orphans, because the kernel makes this process their parent. The exit status
+is the command's. SIGTERM is forwarded to the command.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ def main() -> int:
         file_actions=[(os.POSIX_SPAWN_OPEN, 0, os.devnull, os.O_RDONLY, 0)],
         setsigdef=[signal.SIGINT],
     )
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # of a terminal: the command hears it, too
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # a terminal sends it to the command as well
     signal.signal(signal.SIGTERM, lambda *_: _send(command, signal.SIGTERM))
     status: int | None = None
     while status is None:
@@ -54,7 +54,7 @@ def main() -> int:
 
 
 def _reaped(flags: int) -> Iterator[tuple[int, int]]:
-    """Those that have ended; without a flag it waits for one, while there are any."""
+    """Yield ended children with their status. Without WNOHANG, wait for the next one."""
     with contextlib.suppress(ChildProcessError):
         while (found := os.waitpid(-1, flags))[0]:
             yield found
@@ -64,7 +64,7 @@ def _descendants() -> list[int]:
     parents: dict[int, int] = {}
     for entry in Path("/proc").iterdir():
         if entry.name.isdigit():
-            with contextlib.suppress(OSError):  # it has gone meanwhile
+            with contextlib.suppress(OSError):  # the process has ended meanwhile
                 parents[int(entry.name)] = int((entry / "stat").read_bytes().rpartition(b")")[2].split()[1])
     found = {os.getpid()}
     while new := {pid for pid, parent in parents.items() if parent in found} - found:

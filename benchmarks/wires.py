@@ -1,6 +1,6 @@
-"""The same bytes over bare sockets: ``sendfile`` on one side, ``recv_into`` where they are to be on the other.
+"""The state's bytes over plain sockets: ``sendfile`` to ``recv_into`` the final buffers.
 
-No framing, no checksums, no second look: what a peer tier on TCP can be measured by. Rank 0 sends, rank 1 receives.
+Without framing, checksums or verification, it is the reference for a peer tier on TCP. Rank 0 sends to rank 1.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from pathlib import Path
 from benchmarks.nodes import tell
 
 _WINDOW_BYTES = 256 << 10
-"""Of one receive; the fastest there is over loopback."""
+"""Bytes of one receive, the fastest size over loopback."""
 _ACK = b"+"
 _CONNECT_S = 30.0
 
@@ -25,7 +25,7 @@ def raw_name(streams: int) -> str:
 
 
 class Wire:
-    """Connections between the two ranks, open from here on; each carries its share of the bytes."""
+    """Open connections between the two ranks; each carries an equal share of the bytes."""
 
     def __init__(self, rank: int, streams: int) -> None:
         self._sockets = _accept(streams) if rank else _dial(streams)
@@ -35,7 +35,7 @@ class Wire:
             sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
 
     def send(self, path: Path, size_bytes: int) -> None:
-        """Returns when the other side has said that it has everything."""
+        """Send the file and wait for the acknowledgment."""
         fd = os.open(path, os.O_RDONLY)
         try:
             self._each(size_bytes, lambda sock, start, stop: _send(sock, fd, start, stop))
@@ -43,7 +43,7 @@ class Wire:
             os.close(fd)
 
     def receive(self, views: Sequence[memoryview]) -> None:
-        """Fill ``views``, one behind the other."""
+        """Fill ``views`` in order."""
         size = sum(map(len, views))
         self._each(size, lambda sock, start, stop: _receive(sock, cut(views, start, stop)))
 
@@ -62,7 +62,7 @@ class Wire:
 
 
 def cut(views: Sequence[memoryview], start: int, stop: int) -> list[memoryview]:
-    """Bytes ``[start, stop)`` of ``views`` taken as one run."""
+    """Return bytes ``[start, stop)`` of the concatenated views."""
     found, at = [], 0
     for view in views:
         first, last = max(start - at, 0), min(stop - at, len(view))
@@ -97,7 +97,7 @@ def _send(sock: socket.socket, fd: int, start: int, stop: int) -> None:
     while start < stop:
         start += os.sendfile(sock.fileno(), fd, start, stop - start)
     if sock.recv(1) != _ACK:
-        raise ConnectionError("the other side closed instead of saying that it has everything")
+        raise ConnectionError("the receiver closed the connection without an acknowledgment")
 
 
 def _receive(sock: socket.socket, views: Sequence[memoryview]) -> None:
@@ -106,6 +106,8 @@ def _receive(sock: socket.socket, views: Sequence[memoryview]) -> None:
         while at < len(view):
             count = sock.recv_into(view[at : at + _WINDOW_BYTES])
             if not count:
-                raise ConnectionError(f"the other side closed {len(view) - at} bytes early")
+                raise ConnectionError(
+                    f"the sender closed the connection {len(view) - at} bytes before the end of a tensor"
+                )
             at += count
     sock.sendall(_ACK)

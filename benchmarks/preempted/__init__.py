@@ -1,1 +1,1 @@
-"""A job that nodes are taken from and given back to for minutes, and the picture that its own ranks' records make."""
+"""A job whose nodes are preempted and returned for minutes, and a figure from its records."""

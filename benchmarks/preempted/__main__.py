@@ -1,9 +1,11 @@
-"""``python -m benchmarks.preempted --minutes 3 --out docs/figures/preemption``: write that ``.svg`` and ``.json``.
+"""Preempt the nodes of a job repeatedly, and write the ``.svg`` and ``.json`` of its records.
 
-A job runs under ``elastic run --simulate-nodes 4``. Something more important takes one to three of its nodes and gives
-them back, again and again: mostly with 10 s notice, after which a node's processes and its memory are gone whatever
-they were doing, and sometimes by killing a node without a word. Then the job is stopped, its records are read, and the
-same number of steps is trained again by one rank that nobody disturbs, to compare the losses bit for bit.
+    python -m benchmarks.preempted --minutes 3 --out docs/figures/preemption
+
+A job runs under ``elastic run --simulate-nodes 4``. The benchmark repeatedly preempts one to three of its nodes and
+returns them later. Most preemptions have 10 s notice; then the node's processes and memory are gone. Some kill a node
+without notice. At the end the benchmark stops the job and reads its records. One undisturbed rank then trains the same
+steps, to compare the losses bit for bit.
 """
 
 from __future__ import annotations
@@ -32,19 +34,19 @@ from tests.support.local_nodes import wait_until
 
 NODES, NOTICE_S = 4, 10.0
 TRAINER = Path(__file__).with_name("trainer.py")
-NOTICE, KILLED, BACK = "asked back, 10 s notice", "taken without notice", "given back"
+NOTICE, KILLED, BACK = "preempted, 10 s notice", "killed without notice", "returned"
 _KINDS = (
     Kind(NOTICE, "#b3690b", "M-5 -4H5L0 5Z"),
     Kind(KILLED, "#c22b34", "M-5 -3L-3 -5L0 -2L3 -5L5 -3L2 0L5 3L3 5L0 2L-3 5L-5 3L-2 0Z"),
     Kind(BACK, "#2c7a3f", "M-5 4H5L0 -5Z"),
 )
 _ROUNDS = ((NOTICE, 1), (KILLED, 1), (NOTICE, 2), (NOTICE, 3), (KILLED, 1))
-"""What is taken in turn; one node at a time without notice: of what two nodes lost at once kept, nobody has a copy."""
+"""Preemptions in turn. Only one node at a time has no notice, because a shard has two copies."""
 _HELD_S, _QUIET_S = 14.0, 14.0
 
 
 class Cluster:
-    """Nodes of one machine that a job has, and that are taken from it."""
+    """The simulated nodes of a job, with methods to preempt and return them."""
 
     def __init__(self, job: ElasticRun) -> None:
         self.job = job
@@ -65,7 +67,7 @@ class Cluster:
         self.events[-1]["processes_gone_s"] = None if still else round(time.time() - self.events[-1]["at"], 2)
         time.sleep(max(0.0, deadline - time.monotonic()))
         for node in nodes:
-            self.job.lose_node(node)  # the machine is away, whoever still runs there
+            self.job.lose_node(node)  # the machine is gone, even if processes still run there
         return nodes
 
     def give_back(self, nodes: Sequence[str]) -> None:
@@ -113,7 +115,7 @@ def lines_of(job: ElasticRun) -> list[dict[str, Any]]:
 
 
 def disturbed(job: ElasticRun, minutes: float, seed: int) -> list[dict[str, Any]]:
-    """Run the job and take its nodes, until it is stopped; what was done to it."""
+    """Run the job, preempt its nodes, stop it, and return the events."""
     running, chance = start(job, NODES, 0, DEVICE_S), random.Random(seed)
     wait_until(lambda: any(one["size"] == NODES for one in lines_of(job) if one["what"] == "step"), "all nodes train")
     cluster = Cluster(job)
@@ -131,22 +133,22 @@ def disturbed(job: ElasticRun, minutes: float, seed: int) -> list[dict[str, Any]
     job.run_json("stop")
     status = job.wait_ended(running)
     if status != 7:
-        raise SystemExit(f"the job was to be stopped, and ended with {status}\n{job.output()[-8000:]}")
+        raise SystemExit(f"the job ended with status {status} instead of 7 (stopped)\n{job.output()[-8000:]}")
     return cluster.events
 
 
 def undisturbed(job: ElasticRun, steps: int) -> list[Step]:
-    """The same steps by one rank, without waiting for a device."""
+    """Train the same steps on one rank, without the simulated device time."""
     running = start(job, 1, steps, 0.0)
     if running.wait(600):
-        raise SystemExit(f"the run to compare with failed\n{job.output()[-8000:]}")
+        raise SystemExit(f"the undisturbed run failed\n{job.output()[-8000:]}")
     return steps_of(lines_of(job), 0.0)
 
 
 def summary(
     lines: list[dict[str, Any]], events: list[dict[str, Any]], quiet: list[Step], problems: list[str]
 ) -> dict[str, Any]:
-    """Everything the run says of itself; times count from the first world."""
+    """Return the summary of the run; times count from the first world."""
     began = min(line["at"] for line in lines if line["what"] == "world")
     steps, worlds = steps_of(lines, began), worlds_of(lines, began)
     longest: list[Gap] = gaps_of(steps, worlds)[:14]
@@ -198,7 +200,7 @@ def drawn(story: dict[str, Any]) -> str:
         Panel(
             "ranks (one a node)",
             (
-                Curve("nodes that the job may have", "#8a97a5", nodes, dashed=True),
+                Curve("available nodes", "#8a97a5", nodes, dashed=True),
                 Curve("in the world", "#2b5f9e", sizes),
             ),
             top=4.6,
@@ -207,9 +209,7 @@ def drawn(story: dict[str, Any]) -> str:
         Panel(
             "tokens per second",
             (
-                Curve(
-                    "what so many simulated devices allow", "#8a97a5", [(x, y * alone) for x, y in sizes], dashed=True
-                ),
+                Curve("limit of the simulated devices", "#8a97a5", [(x, y * alone) for x, y in sizes], dashed=True),
                 Curve("from one step to the next", "#2b5f9e", rates),
             ),
         ),
@@ -217,15 +217,17 @@ def drawn(story: dict[str, Any]) -> str:
             "loss (nats per token)", (Curve("of each step's global batch", "#2b5f9e", [(s[1], s[4]) for s in steps]),)
         ),
     )
-    return picture("A job that nodes are taken from and given back to", panels, marks, _KINDS, until_s)
+    return picture("A job whose nodes are preempted and returned", panels, marks, _KINDS, until_s)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.preempted", description=__doc__)
-    parser.add_argument("--minutes", type=float, default=3.0)
-    parser.add_argument("--seed", type=int, default=1, help="which nodes are taken")
-    parser.add_argument("--out", type=Path, required=True, metavar="PATH", help="without .svg and .json")
-    parser.add_argument("--draw", action="store_true", help="only draw what PATH.json says")
+    parser.add_argument("--minutes", type=float, default=3.0, help="minutes to run (default: 3)")
+    parser.add_argument("--seed", type=int, default=1, help="seed for the choice of nodes (default: 1)")
+    parser.add_argument(
+        "--out", type=Path, required=True, metavar="PATH", help="path of the files, without .svg and .json"
+    )
+    parser.add_argument("--draw", action="store_true", help="draw PATH.svg from PATH.json without running a job")
     given = parser.parse_args()
     raw = given.out.with_suffix(".json")
     if not given.draw:
@@ -251,7 +253,7 @@ def run(minutes: float, seed: int) -> dict[str, Any]:
 
 
 def _compact(story: dict[str, Any]) -> str:
-    """A line for each of its values."""
+    """Return JSON with one line per value."""
     said = []
     for name, value in story.items():
         if isinstance(value, list) and value and name in ("raw", "worlds", "events", "longest_gaps"):

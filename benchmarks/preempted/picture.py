@@ -1,9 +1,9 @@
-"""Panels with one time axis, as SVG that needs nothing else. Pure.
+"""Panels with one time axis, as self-contained SVG. Pure functions.
 
 ::
 
     4 |------+    +------      one Panel: curves over its own y axis,
-    2 |      +----+            with a mark for all that happened
+    2 |      +----+            with a mark for each event
     0 +------------------ s
 """
 
@@ -36,14 +36,14 @@ class Panel:
     axis: str
     curves: Sequence[Curve]
     top: float | None = None
-    """Of the y axis; as high as the curves where it is not given."""
+    """Upper end of the y axis; by default the maximum of the curves."""
     whole: bool = False
-    """Only whole numbers are on the axis."""
+    """Whether the axis shows only whole numbers."""
 
 
 @dataclass(frozen=True)
 class Mark:
-    """Something that happened: a line through all panels."""
+    """An event: a line through all panels."""
 
     at_s: float
     kind: str
@@ -52,16 +52,16 @@ class Mark:
 
 @dataclass(frozen=True)
 class Kind:
-    """How marks of one kind look."""
+    """Color and shape of one kind of marks."""
 
     name: str
     colour: str
     shape: str
-    """A path around (0, 0)."""
+    """SVG path around (0, 0)."""
 
 
 def picture(title: str, panels: Sequence[Panel], marks: Sequence[Mark], kinds: Sequence[Kind], until_s: float) -> str:
-    """The whole file."""
+    """Return the whole SVG file."""
     height = _TOP + len(panels) * _PANEL + (len(panels) - 1) * _BETWEEN + _BOTTOM
     return "\n".join(
         [
@@ -79,7 +79,7 @@ def picture(title: str, panels: Sequence[Panel], marks: Sequence[Mark], kinds: S
 
 
 def ticks(top: float, most: int = 6, *, whole: bool = False) -> list[float]:
-    """From 0 on, at a distance that people count in, up to or just below ``top``."""
+    """Return axis ticks from 0 to at most ``top``, at round distances."""
     rough = top / most
     power = 10.0 ** math.floor(math.log10(rough))
     step = next(power * one for one in (1, 2, 2.5, 5, 10) if power * one >= rough * (1 - 1e-9))
@@ -120,7 +120,7 @@ def _panel(panel: Panel, top: int, until_s: float) -> Iterator[str]:
 
 
 def _legend_of_curves(curves: Sequence[Curve], y: int) -> Iterator[str]:
-    """At the right, above a panel."""
+    """Yield the legend above the right end of a panel."""
     right = float(_WIDTH - _RIGHT)
     for curve in reversed(curves):
         yield f'  <text x="{right:.0f}" y="{y}" text-anchor="end" fill="{INK}">{escape(curve.name)}</text>'
@@ -139,7 +139,7 @@ def _legend_of_marks(kinds: Sequence[Kind]) -> Iterator[str]:
 
 
 def _broad(text: str) -> float:
-    """About how many units a text takes."""
+    """Return the approximate width of a text in SVG units."""
     return 7.0 * len(text)
 
 

@@ -1,4 +1,4 @@
-"""What the ranks' records say of the run: its steps, its throughput and its pauses. Pure."""
+"""Steps, throughput and pauses of a run, from its ranks' records. Pure functions."""
 
 from __future__ import annotations
 
@@ -12,41 +12,41 @@ Line = dict[str, Any]
 
 
 class Step(NamedTuple):
-    """A step that counts: of those done again, the last time."""
+    """A committed step; of a repeated step, the last run."""
 
     step: int
     at_s: float
-    """When its last rank had done it, since the first world began."""
+    """Seconds from the first world to the end of the step on its last rank."""
     size: int
     epoch: int
     tokens: int
     loss: str
-    """In hex."""
+    """Loss as a hexadecimal float."""
 
 
 class World(NamedTuple):
     epoch: int
     size: int
     at_s: float
-    """When its last rank was in it, with the state restored."""
+    """Seconds from the first world until the last rank had entered and restored."""
     first: int
     reason: str
     tiers: dict[str, int]
-    """Bytes restored, by where from, of all ranks."""
+    """Restored bytes of all ranks by tier."""
 
 
 class Gap(NamedTuple):
-    """Between two steps that follow each other."""
+    """The time between two consecutive steps."""
 
     seconds: float
     after: int
     at_s: float
     of: str
-    """Why there was another world between them; "" where there was none."""
+    """Reason for the new world between them; empty without a new world."""
 
 
 def steps_of(lines: Sequence[Line], began: float) -> list[Step]:
-    """The committed ones, in order."""
+    """Return the committed steps in order."""
     done: dict[int, dict[int, list[Line]]] = defaultdict(lambda: defaultdict(list))
     for line in lines:
         if line["what"] == "step":
@@ -65,7 +65,7 @@ def steps_of(lines: Sequence[Line], began: float) -> list[Step]:
 
 
 def worlds_of(lines: Sequence[Line], began: float) -> list[World]:
-    """Those that all their ranks entered."""
+    """Return the worlds that all their ranks entered."""
     entered: dict[int, list[Line]] = defaultdict(list)
     for line in lines:
         if line["what"] == "world":
@@ -84,7 +84,7 @@ def worlds_of(lines: Sequence[Line], began: float) -> list[World]:
 
 
 def repeated(lines: Iterable[Line]) -> list[int]:
-    """Steps that a rank did in one world and others did again in a later one."""
+    """Return the steps that ran in more than one world."""
     epochs: dict[int, set[int]] = defaultdict(set)
     for line in lines:
         if line["what"] == "step":
@@ -93,7 +93,7 @@ def repeated(lines: Iterable[Line]) -> list[int]:
 
 
 def gaps_of(steps: Sequence[Step], worlds: Sequence[World]) -> list[Gap]:
-    """The longest first."""
+    """Return the gaps between steps, longest first."""
     reasons = {world.epoch: world.reason for world in worlds}
     gaps = [
         Gap(
@@ -108,7 +108,7 @@ def gaps_of(steps: Sequence[Step], worlds: Sequence[World]) -> list[Gap]:
 
 
 def by_size(steps: Sequence[Step]) -> dict[int, dict[str, float]]:
-    """Tokens per second between two steps of one world: the median, by how many ranks it had."""
+    """Return the median tokens per second between two steps of one world, by its number of ranks."""
     rates: dict[int, list[float]] = defaultdict(list)
     for one, two in itertools.pairwise(steps):
         if one.epoch == two.epoch:

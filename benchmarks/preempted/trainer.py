@@ -1,9 +1,8 @@
-"""What the job trains: a small language model, on a device that is simulated by waiting.
+"""The job's training script: a small language model on a device that is simulated by sleeping.
 
-Every microbatch takes ``DEVICE_S`` however many ranks share this machine's cores: forward and backward are computed,
-and the rest of that time is waited for, as one waits for a device. Each rank writes down what it does: a line when it
-enters a world and one for each step, and every sample in a journal. Arguments: where to write, how many steps (0: until
-the job is stopped), seconds a microbatch.
+A microbatch takes ``DEVICE_S`` for any number of ranks on this machine's cores: the rank computes forward and backward,
+then sleeps for the rest. Each rank records the worlds it enters and its steps, and logs every sample. Arguments: the
+folder of the records, the number of steps (0: until the job is stopped), seconds per microbatch.
 """
 
 from __future__ import annotations
@@ -24,15 +23,15 @@ from elastic.samples.sample_audit import SampleLog
 from tieredckpt import Checkpointer
 
 SEED, SAMPLES, BATCH, MICROBATCH = 11, 4096, 24, 2
-"""Twelve microbatches: as many for each rank, be there 1, 2, 3 or 4."""
+"""Twelve microbatches divide evenly among 1, 2, 3 or 4 ranks."""
 LENGTH, WORDS, WIDTH = 128, 256, 64
 DEVICE_S = 0.1
 TOKENS = BATCH * LENGTH
-"""Of a step, whatever the world."""
+"""Tokens per step, for any world size."""
 
 
 class Sentences:
-    """Each word follows from the one before by one rule, but for one in ten, which is any word."""
+    """Sentences in which nine of ten words follow from the previous word and the tenth is random."""
 
     def __len__(self) -> int:
         return SAMPLES
@@ -60,7 +59,7 @@ def model_of(world: World) -> torch.nn.Module:
 
 
 class Records:
-    """This process's lines and its journal."""
+    """This process's records and sample log."""
 
     def __init__(self, folder: Path) -> None:
         self.journal = SampleLog(folder / f"{os.getpid()}.samples.jsonl")

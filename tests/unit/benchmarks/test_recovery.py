@@ -112,8 +112,8 @@ def test_table_note_names_the_error_of_ended_survivors():
     assert found.lost == 8
     assert "AssertionError" in found.trouble
     (row, *_) = recovery._rows(FT, [found], [])
-    assert "steps lost: 8" in row["note"]
-    assert "in 1 of 1 rounds ranks that were left ended, too (AssertionError: )" in row["note"]
+    assert "Steps lost: 8" in row["note"]
+    assert "In 1 of 1 rounds surviving ranks ended too (AssertionError: )" in row["note"]
 
 
 def one(seconds, same=True, usual_s=0.0):
@@ -126,12 +126,12 @@ def test_target_verdicts_and_differing_rows_are_reported():
         *recovery._rows(SPARE, [one(1.0)], []),
         *recovery._rows(OURS, [one(4.0)], []),
         *recovery._rows(AGAIN, [one(16.0, same=False)], []),
-        *recovery._rows(FT_REST, [], ["it did not happen: 4 ranks train again\nand much more"]),
+        *recovery._rows(FT_REST, [], ["Timed out after 120 s waiting until 4 ranks train again.\nand much more"]),
     ]
     group = {"subject": "P9", "title": "64 MiB, DDP, a rank is killed", "state": "", "rows": rows}
     assert [(verdict.value, verdict.met) for verdict in judge([group])] == [(16.0, True), (4.0, False)]
     assert failed(group) == [AGAIN]
-    assert rows[-1]["note"] == "did not come back: it did not happen: 4 ranks train again"
+    assert rows[-1]["note"] == "did not recover: Timed out after 120 s waiting until 4 ranks train again."
 
 
 def test_step_slowdown_by_a_fault_is_judged():
@@ -139,7 +139,7 @@ def test_step_slowdown_by_a_fault_is_judged():
     rows = [row for name in found for row in recovery._rows(name, found[name], [])] + recovery._by_stage(found)
     group = {"subject": "P9", "title": "64 MiB, DDP, a rank is killed", "state": "", "rows": rows}
     assert [verdict.value for verdict in judge([group])] == [(16 / 2 + 16 / 3) / 2, (15 + 7.5) / 2]
-    assert rows[-1]["name"] == f"a step that nothing happens in: {AGAIN}"
+    assert rows[-1]["name"] == f"undisturbed step: {AGAIN}"
 
 
 def test_stages_are_compared_and_failed_rounds_are_noted():
@@ -150,11 +150,11 @@ def test_stages_are_compared_and_failed_rounds_are_noted():
     assert rows[0]["samples"] == [1.0, 2.0]
     rows += [
         *recovery._rows(SPARE, [one(1.0), one(2.0)], []),
-        *recovery._rows(AGAIN, [one(30.0)], ["it did not happen: x"]),
+        *recovery._rows(AGAIN, [one(30.0)], ["Timed out after 120 s waiting until x."]),
     ]
     group = {"subject": "P9", "title": "64 MiB, DDP, a rank is killed", "state": "", "rows": rows}
     assert [verdict.value for verdict in judge([group])] == [20.0]
-    assert "did not come back in 1 more rounds" in rows[-1]["note"]
+    assert "Did not recover in 1 more rounds" in rows[-1]["note"]
 
 
 def test_rows_without_a_gpu_are_marked_skipped(monkeypatch):
