@@ -222,7 +222,7 @@ def test_a_rank_that_cannot_be_is_refused(cache, wrong):
 
 
 class Module:
-    """As Lightning's: what a user writes."""
+    """A data module as a user writes it for Lightning."""
 
     def __init__(self):
         self.data = Rows(12)
@@ -276,7 +276,7 @@ def test_data_module_resumes_without_rereading_data(tmp_path):
     assert rows([next(batches)]) == [[4, 5]]
     assert 4 not in second.data.read
     batches.close()
-    assert second.train_dataloader().position == 3  # asked for again, it goes on all the same
+    assert second.train_dataloader().position == 3  # a new loader continues from the same position
     second.teardown("fit")
 
 

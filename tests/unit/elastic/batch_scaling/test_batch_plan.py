@@ -1,4 +1,4 @@
-"""Whatever the world: every sample of a step is computed once, ranks have as much to do as others, limits hold."""
+"""Batch plans: each sample is computed once, the load is even, and limits hold."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a learning rate becomes, without an optimizer."""
+"""Learning rate rules without an optimizer."""
 
 from __future__ import annotations
 
@@ -153,7 +153,7 @@ def test_up_in_equal_steps_and_then_exactly_there():
 
 
 def test_down_at_once():
-    """A learning rate for more samples than there are is never gone on with."""
+    """A smaller batch takes effect at once: its rate is never exceeded."""
     assert factors(WarmupRamp(2.0).towards(1.0, Rewarmup(steps=3)), 2) == [1.0, 1.0]
 
 

@@ -1,4 +1,4 @@
-"""Real optimizers under real schedulers: what a step uses, to the last bit, whatever happens between steps."""
+"""``LRScaler`` with real optimizers and schedulers: the exact rates of each step."""
 
 from __future__ import annotations
 
@@ -88,7 +88,7 @@ class Run:
         self.record()
 
     def record(self):
-        """From here on, by a hook that runs after those that are there."""
+        """Record the following steps in a hook that runs after all existing hooks."""
         self.optimizer.register_step_pre_hook(self._record)
 
     def _record(self, optimizer, args, kwargs):
@@ -163,7 +163,7 @@ def test_no_rule_changes_a_bit_while_the_batch_stays(rule):
 
 @pytest.mark.parametrize(("optimizer", "scheduler"), PAIRS)
 def test_a_factor_is_of_the_schedules_own_value_in_every_step(optimizer, scheduler):
-    """Also where the schedule makes each value out of the one before: nothing is multiplied twice."""
+    """The factor is applied once, even if the schedule derives each value from the previous one."""
     plain = Run(optimizer, scheduler).train(0, STEPS)
     ruled = Run(optimizer, scheduler, SqrtLRRule(128), batch=384).train(0, STEPS)
     by = math.sqrt(3)
@@ -231,7 +231,7 @@ def json_of_rate(state):
 
 
 def test_restore_into_a_resized_world_warms_up_from_the_saved_factor():
-    """Nobody has to say that something changed: the new process was made for another batch than the state."""
+    """The new process detects the change: its batch differs from the saved one."""
     old = Run(rule=LinearLRRule(128), batch=128).train(0, 4)
     new = Run(rule=LinearLRRule(128), batch=256, world=16, rewarm=Rewarmup(1)).load(old.state()).train(4, 7)
     assert new.lrs == [[lr * by for lr in LRS] for by in (1.5, 2.0, 2.0)]
@@ -461,7 +461,7 @@ def test_scaler_state_round_trips_through_dcp(tmp_path):
 
 
 def test_steps_that_a_scaler_skips_are_not_counted():
-    """A schedule does not go on when a step was skipped for gradients that are not finite; nor does a way up."""
+    """A step skipped for non-finite gradients advances neither the schedule nor the warmup."""
     weight = torch.nn.Parameter(torch.ones(1))
     optimizer = torch.optim.SGD([weight], lr=1.0)
     rate = LRScaler(optimizer, LinearLRRule(1), global_batch=1, world_size=1, rewarm=Rewarmup(3))

@@ -1,4 +1,4 @@
-"""``elastic plan``: what it prints, and that the documentation shows just that."""
+"""``elastic plan``: its output, and that the documentation shows the same output."""
 
 from __future__ import annotations
 

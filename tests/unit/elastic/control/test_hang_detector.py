@@ -1,4 +1,4 @@
-"""Whether the ranks of a world get on, from what their nodes say: a table of reports and times."""
+"""Hang detection from the reports of a world's nodes: a table of reports and times."""
 
 from __future__ import annotations
 
@@ -142,7 +142,7 @@ def test_the_longest_that_a_rank_may_wait_is_known_when_a_world_is_formed():
 
 
 def timeouts(monkeypatch, given, hang_s):
-    """What torch was told."""
+    """Return the timeout that torch received."""
     told = []
     monkeypatch.setattr(dist, "init_process_group", lambda *_a, timeout, **_n: told.append(timeout))
     monkeypatch.setattr(ProcessGroups, "_store", lambda _self: dist.HashStore())
@@ -189,7 +189,7 @@ def test_invalid_hang_limit_is_refused(text):
     st.floats(0, 20_000),
 )
 def test_no_hang_is_found_within_ten_times_the_longest_step(moves, first, later):
-    """Whatever the ranks do: what is reported came after at least the least limit, and only once."""
+    """A hang is reported only once, and never before the minimum limit."""
     pace, now, last = StepTimes(), 0.0, 0.0
     movement, steps = HangDetector(now, pace), {"n0": [0, 0], "n1": [0, 0]}
     for node, rank, gap in moves:
@@ -205,7 +205,7 @@ def test_no_hang_is_found_within_ten_times_the_longest_step(moves, first, later)
     assert movement.find_hangs(WORLD, reports, HangTimeouts(), math.inf if first else now + later) == [] or not found
 
 
-def test_where_there_is_no_command_line_of_ours_limits_are_in_the_environment():
+def test_hang_limits_are_read_from_the_environment():
     assert hang_limits_in({}) == HangTimeouts()
     said = {"ELASTIC_HANG_TIMEOUT": "90", "ELASTIC_FIRST_STEP_TIMEOUT": "off"}
     assert hang_limits_in(said) == HangTimeouts(90.0, 0.0)

@@ -1,4 +1,4 @@
-"""What a machine says of jobs that do not run on it."""
+"""Run directories: messages on a machine without running jobs, and peer secrets."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What counts while a process runs, and what goes on while it does not."""
+"""A clock that counts only the time during which its process runs."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Whom a supervisor obeys where any machine may lead, and what a coordinator does that hears of another one."""
+"""Supervisors obey the newest leader when any machine may lead; an older leader steps down."""
 
 from __future__ import annotations
 
@@ -90,7 +90,7 @@ def test_leader_of_a_job_that_obeyed_a_higher_term_steps_down(of_its_own_term) -
     with leading(leadership, "c") as (coordinator, _):
         wait_until(lambda: coordinator.snapshot.term)
         assert (coordinator.snapshot.term, coordinator.reconciler._min_epoch) == (term + 1, 3)
-    assert leadership.read().holder == ""  # given up at its end
+    assert leadership.read().holder == ""  # released at its end
 
 
 def test_world_is_announced_only_after_its_number_is_recorded() -> None:

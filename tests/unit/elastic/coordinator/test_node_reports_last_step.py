@@ -28,5 +28,5 @@ def test_step_is_committed_when_all_ranks_sealed_it():
     said(says(8, 0, node="n8"))
     assert str(whole) == "the last complete step is 0"
     said(says(8, 6, node="n8"))
-    said(says(8, None, node="n8"))  # a process was replaced: what was whole is still so
+    said(says(8, None, node="n8"))  # a process was replaced: the step stays complete
     assert str(whole) == "the last complete step is 6"

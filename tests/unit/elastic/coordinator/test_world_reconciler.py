@@ -1,4 +1,4 @@
-"""WorldReconciler and supervisors: the ranks reach one world even if messages are lost, late or repeated."""
+"""``WorldReconciler`` and supervisors: the ranks reach one world despite message loss or delay."""
 
 from __future__ import annotations
 
@@ -90,7 +90,7 @@ def alone(table):
     return int(node.removeprefix("n"))
 
 
-def test_new_coordinator_keeps_a_world_that_is_smaller_than_the_one_before():
+def test_new_coordinator_keeps_a_world_smaller_than_the_previous_one():
     """Nodes outside it still name the older world that they were in; they answer first."""
     table = ControlSimulation(3)
     inside = alone(table)
@@ -102,8 +102,8 @@ def test_new_coordinator_keeps_a_world_that_is_smaller_than_the_one_before():
     assert table.places == places
 
 
-def test_new_coordinator_waits_for_the_newest_world_that_only_others_were_in(caplog):
-    """Two nodes outside the world answer at once; the node that has the newest steps is silent for a while."""
+def test_new_coordinator_waits_for_nodes_of_the_newest_world(caplog):
+    """Two nodes outside the world answer at once; the node with the newest steps is silent at first."""
     table = ControlSimulation(3)
     inside = alone(table)
     world, places = table.desk.snapshot().world, dict(table.places)
@@ -275,7 +275,7 @@ def test_node_learns_its_world_ended_even_if_the_next_world_excludes_it():
     table.run_without_faults(60)
     (alone,) = table.desk.snapshot().world_spec.ranked_nodes
     table.lose_rank(sorted(table.nodes).index(alone))
-    table.nodes[alone].report()  # it says so, and hears nothing before the other node is the next world
+    table.nodes[alone].report()  # it reports the loss; the next world forms before it receives a message
     table.advance(0.0)
     assert table.desk.snapshot().world_spec.ranked_nodes == tuple(table.nodes.keys() - {alone})
     table.run_without_faults(60)
@@ -297,14 +297,14 @@ def test_node_restarted_during_a_drain_is_still_drained(away):
         assert table.desk.snapshot().world_spec.ranked_nodes == ("n0",)
     table.nodes["n1"] = SimulatedNode(
         table, "n1", table.nproc, table.spares
-    )  # what ran there was killed, and heard nothing
+    )  # its processes were killed without a message
     table.run_without_faults(15)
     assert table.desk.snapshot().world_spec.ranked_nodes == ("n0",)
     assert "n1" not in table.nodes
 
 
 def lost_supervisor(told_before):
-    """Node n1's connection ends, and who started its supervisor says that it has ended."""
+    """Lose node n1: its connection ends, and its starter reports that the supervisor exited."""
     table = ControlSimulation(2)
     table.run_without_faults(60)
     desk, life = table.desk, table.nodes["n1"].seats.generation

@@ -1,4 +1,4 @@
-"""What kinds do to a process: it ends as was said, takes no more memory than was said, or hears nobody any more."""
+"""Effects of the fault kinds: the ending signal, bounded memory use, ignored signals."""
 
 from __future__ import annotations
 

@@ -47,7 +47,7 @@ def test_fault_fires_once_at_its_step(tmp_path):
     one = injector_of(tmp_path, faults, world)
     assert steps_done(one, world, InjectionPhase.SEAL, range(6)) == []
     assert steps_done(one, world, InjectionPhase.SAVE, range(6)) == [3]
-    again = injector_of(tmp_path, faults, world)  # the process that was started anew
+    again = injector_of(tmp_path, faults, world)  # the restarted process
     assert steps_done(again, world, InjectionPhase.SAVE, range(6)) == []
 
 
@@ -84,7 +84,7 @@ def test_recovery_phase_is_entering_a_world_after_a_fault(tmp_path):
     faults = FaultPlan().at(step=3, rank=1).exception().then(phase="recovery", rank=0).exception()
     world = Somewhere(rank=0)
     one = injector_of(tmp_path, faults, world)
-    one.enter_world(Somewhere(rank=0, restarts=1, epoch=1))  # of something else: what it follows has not happened
+    one.enter_world(Somewhere(rank=0, restarts=1, epoch=1))  # the injection that it follows has not happened
     InjectionRecord(tmp_path).claim(injected_here(faults.injections[0], RankLocation(1, "n1", 0)))
     one.enter_world(Somewhere(rank=0, restarts=0, epoch=2))
     with pytest.raises(InjectedFaultError):

@@ -1,4 +1,7 @@
-"""One process: types of sums, what is missing, what is not finite, what is misuse. Several: ``tests/e2e/gradients``."""
+"""Gradients in one process: sum dtypes, missing and non-finite values, misuse.
+
+Several processes: ``tests/e2e/gradients``.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +26,7 @@ from elastic.workers.world_handle import World
 
 
 class Weights(nn.Module):
-    """Its loss is a product with what it is given: the gradient is that."""
+    """A model whose loss is its weights times the input: the gradient is the input."""
 
     def __init__(self, dtype: torch.dtype = torch.float32) -> None:
         super().__init__()

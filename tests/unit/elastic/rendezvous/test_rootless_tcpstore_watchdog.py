@@ -1,4 +1,4 @@
-"""What ends calls that take too long ends those and nothing after them."""
+"""The watchdog ends calls that take too long, and no later calls."""
 
 import threading
 

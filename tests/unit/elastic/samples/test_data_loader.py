@@ -18,7 +18,7 @@ from tests.support.example_counts import examples
 
 pytestmark = [
     pytest.mark.slow,
-    # Workers are forked, since spawning them takes seconds; torch has threads, none of which holds a lock by then.
+    # Workers are forked because spawning takes seconds; no thread of torch holds a lock at that time.
     pytest.mark.filterwarnings("ignore:.*multi-threaded.*fork:DeprecationWarning"),
     pytest.mark.filterwarnings("ignore:This DataLoader will create .* worker processes:UserWarning"),
 ]
@@ -26,7 +26,7 @@ workers = pytest.mark.parametrize("num_workers", [0, 2])
 
 
 class Numbers:
-    """Samples that say which they are, and what random numbers they got."""
+    """Samples that return their index and the random numbers they drew."""
 
     def __init__(self, samples=23):
         self.samples = samples
@@ -77,7 +77,7 @@ class Job:
             iter(rank)
 
     def resize(self, world, place):
-        """In the processes that are there, and new ones."""
+        """Resize the existing processes and start new ones."""
         for rank in self.ranks[world:]:
             rank.close()
         self.ranks = self.ranks[:world]
@@ -91,7 +91,7 @@ class Job:
             iter(rank)
 
     def step(self):
-        """Whether there was one."""
+        """Return whether the ranks did a step."""
         steps = [next(rank, None) for rank in self.ranks]
         if None in steps:
             assert not any(steps)
@@ -146,7 +146,7 @@ def histories(draw):
 
 
 def live_through(job, events):
-    """Every kind of fault; what was saved last is where a job goes back to."""
+    """Run the job through every kind of fault; it restarts from its last saved state."""
     job.start(2)
     saved = job.ranks[0].state_dict()
     for what, number in events:
@@ -160,7 +160,7 @@ def live_through(job, events):
         elif what == "crash within":
             job.crash_within()
             job.start(number, saved)
-        elif what == "restart":  # some steps of which were begun are done anew
+        elif what == "restart":  # the job repeats the steps that had begun
             job.crash_within()
             for rank in job.ranks:
                 iter(rank)
@@ -355,7 +355,7 @@ def test_a_plan_that_cannot_be_changes_nothing():
 
 
 class Fatal(Numbers):
-    """Kills whoever reads a sample while a file is there."""
+    """Samples that kill their reader at one index while a flag file exists."""
 
     def __init__(self, flag, index):
         super().__init__()

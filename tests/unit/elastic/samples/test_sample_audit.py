@@ -85,7 +85,7 @@ def test_a_restored_audit_rewinds():
 
 @pytest.fixture
 def journals(tmp_path):
-    """Two ranks, of which one is killed in step 2; another world does steps 1 and 2 again and goes on."""
+    """Two ranks, one killed in step 2; another world repeats steps 1 and 2 and continues."""
     paths = [tmp_path / name for name in ("0.jsonl", "1.jsonl", "2.jsonl")]
     first, killed, new = (SampleLog(path) for path in paths)
     for step in range(3):

@@ -1,4 +1,4 @@
-"""What a scheduler's environment and the options of ``elastic run`` make of a process: a table."""
+"""Allocations from a scheduler's environment and the options of ``elastic run``: a table."""
 
 from __future__ import annotations
 
@@ -173,11 +173,11 @@ def test_every_task_of_an_array_is_a_run_of_its_own():
 
 REFUSED = [
     ({}, {"coordinator_here": True}, ("--coordinator-here needs --coordinator HOST:PORT",)),
-    # a shell: this machine would wait for the others without a word
+    # a shell: this machine would wait silently for the others
     (BATCH, {}, ("$SLURM_JOB_NODELIST=n[1-4]", "4 machines", "srun --ntasks-per-node=1 elastic run", "--nnodes 1")),
     (BATCH, {"nnodes": "1:4"}, ("$SLURM_JOB_NODELIST=n[1-4]", "srun")),
     (INTERACTIVE, {}, ("$SLURM_JOB_NODELIST=n[1-4]", "srun")),
-    # more than there is
+    # more nodes than the allocation has
     (step(), {"nnodes": "4"}, ("--nnodes 4", "$SLURM_STEP_NODELIST=n[1-3]")),
     (step(nodes="n1", count=1), {"nnodes": "2:4"}, ("--nnodes 2:4", "$SLURM_STEP_NODELIST=n1")),
     (POD, {"nnodes": "5"}, ("--nnodes 5", "$PET_NNODES=1:4")),
@@ -193,7 +193,7 @@ REFUSED = [
         ("--coordinator-here", "$PET_NNODES=3"),
     ),
     ({"PET_NNODES": "3"}, {}, ("$PET_NNODES=3", "--coordinator HOST:PORT")),
-    # what contradicts itself
+    # contradictions
     (step(SLURM_STEP_NUM_NODES="2"), {}, ("$SLURM_STEP_NODELIST=n[1-3]", "3 names", "$SLURM_STEP_NUM_NODES=2")),
     (step("n9"), {}, ("$SLURMD_NODENAME=n9", "$SLURM_STEP_NODELIST=n[1-3]")),
     (step(nodes="n[1-2],n1"), {}, ("names a node twice",)),

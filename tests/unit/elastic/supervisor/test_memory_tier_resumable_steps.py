@@ -289,7 +289,7 @@ def test_single_node_resumes_from_simulated_nodes(monkeypatch, place):
     n0.mkdir(parents=True)
     n8.mkdir(parents=True)
     (n8 / "agent.sock").touch()
-    assert memory() == (str(n8), "n8")  # which is there still
+    assert memory() == (str(n8), "n8")  # its socket still exists
     assert memory("n0", simulate_nodes=1) == (str(n0), "n0")
     assert memory(coordinator="10.0.0.1:7") == (None, None)
     monkeypatch.setenv("TIEREDCKPT_AGENT_DIRECTORY", "/elsewhere")

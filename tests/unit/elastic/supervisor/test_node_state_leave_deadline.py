@@ -78,7 +78,7 @@ def test_process_that_does_not_end_counts_as_lost(table):
     assert "(no stage reported): it did not end by itself and was killed" in lost.reason
 
 
-def test_rank_that_is_still_in_the_world_is_replaced_by_a_spare(table):
+def test_late_rank_is_replaced_by_a_spare(table):
     node, late = broken(table)
     spare = node.seats.spares()[0]
     for _ in range(40):

@@ -1,4 +1,4 @@
-"""``elastic_event_detected()``: the same answer at the same step for all ranks, and signals left as they were found."""
+"""``elastic_event_detected()``: one answer for all ranks at a step; signal handlers remain."""
 
 from __future__ import annotations
 

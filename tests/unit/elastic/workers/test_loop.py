@@ -1,4 +1,4 @@
-"""Loop: the order of a step, where it resumes, and what it refuses."""
+"""``Loop``: the order of a step, the step where it resumes, and refused uses."""
 
 from __future__ import annotations
 
@@ -275,7 +275,7 @@ def test_step_that_ends_too_early_is_refused():
         run_once(train)
 
 
-def test_loss_that_is_not_finite_is_a_fault():
+def test_nonfinite_loss_is_a_fault():
     def train(world):
         model, loop = make_loop(world)
         for step in loop.until(3):

@@ -1,4 +1,4 @@
-"""Connections are ended by number, and a number may be somebody else's a moment later."""
+"""Connections are closed by descriptor, which another connection may reuse a moment later."""
 
 import os
 import select
@@ -34,7 +34,7 @@ def works(pair):
 
 
 class _TakenMeanwhile:
-    """Addresses; whoever looks one up finds that the number of its socket is somebody else's afterwards."""
+    """Addresses whose lookup lets another socket take over the descriptor."""
 
     def __init__(self, address, number, other):
         self._address, self._number, self._other = address, number, other

@@ -1,4 +1,4 @@
-"""What a rank writes down of its way: stage after stage without a gap, whatever ends it."""
+"""A rank's recorded timeline: contiguous stages, even when a fault ends them."""
 
 from __future__ import annotations
 
@@ -94,7 +94,7 @@ def test_after_a_fault(ledger):
     into(record)
     record.step_began(0)
     record.fault_detected()
-    record.fault_detected()  # it hears of it, and its collective fails
+    record.fault_detected()  # the rank receives the notice, and its collective fails
     into(record, epoch=1)
     assert stages(ledger)[4:] == [(0, "detect"), (0, "abort"), (1, "rendezvous"), (1, "groups")]
     assert ledger.of(StepEvent) == [], "a step that was not ended is none"

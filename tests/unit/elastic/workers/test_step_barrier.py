@@ -1,4 +1,4 @@
-"""All ranks of an epoch stop after the same number of steps, whatever each was doing when it heard."""
+"""All ranks of an epoch stop after the same step, whenever the notice reaches them."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ class Lockstep:
     def run(self, act):
         ended = threading.Event()
 
-        def look():  # what the thread beside every rank does
+        def look():  # like the watcher thread of each rank
             while not ended.wait(0.001):
                 for gate in self.gates:
                     gate.poll()
@@ -81,7 +81,7 @@ def test_rank_inside_a_step_reports_at_once():
     inside, waits = threading.Event(), threading.Event()
 
     def act(number, step):
-        if step == 1 and number == 1:  # it has not heard anything yet when the other one stands at the boundary
+        if step == 1 and number == 1:  # it has not received the notice when the other rank stands at the boundary
             inside.set()
             assert waits.wait(PATIENCE_S)
 

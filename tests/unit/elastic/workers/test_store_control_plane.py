@@ -1,4 +1,4 @@
-"""A control plane that is nothing but a store: what it promises as every other one does, and where it ends."""
+"""A control plane that needs only a store: its guarantees and its limits."""
 
 from __future__ import annotations
 
@@ -81,7 +81,7 @@ def test_new_attempt_ignores_the_state_of_the_previous_one(start):
     wait_all_assigned(first)
     first[0].request_change(NoticeKind.RESIZE, "other numbers")
     assert wait_results(start_all(*(lambda p=plane: p.agree_on_step(8) for plane in first))) == [8, 8, 8]
-    second = start(2)  # what the first ones said is all still in the store
+    second = start(2)  # the messages of the first attempt are still in the store
     late = start_all(lambda: second[1].wait_for_assignment(timeout_s=PATIENCE_S))
     places = [second[0].wait_for_assignment(timeout_s=PATIENCE_S), *wait_results(late)]
     assert [(place.epoch, place.world_size) for place in places] == [(1, 2), (1, 2)]
@@ -183,7 +183,7 @@ def test_calls_before_the_assignment_are_refused(start):
 
 
 def test_deadline_is_independent_of_clock_differences(start, monkeypatch):
-    """And on one that is set meanwhile: it is asked for and read on clocks an hour apart."""
+    """The deadline is requested and read on clocks an hour apart."""
     (plane,) = start(1)
     wait_all_assigned([plane])
     real = time.time
@@ -245,7 +245,7 @@ def test_an_epoch_is_newer_than_all_that_any_of_its_ranks_has_been_in(server):
         return epochs
 
     assert world(0, 5, 0) == {5}
-    assert world(0, 0) == {6}  # also where none of those is there any more
+    assert world(0, 0) == {6}  # even though all earlier ranks have left
     assert world(6, 7) == {7}
 
 
@@ -271,12 +271,12 @@ def test_another_size_is_no_stop_where_the_processes_stay(server):
 
 
 PATIENCE = StoreTimeouts(wait_slice_s=0.2, response_timeout_s=3.0, connect_timeout_s=5.0)
-"""Torch's own client waits for ever for the answer of a server that is stopped."""
+"""Torch's own client waits for a stopped server without a limit."""
 
 
 @pytest.fixture
 def stoppable(zygote):
-    """A store's server in a process of its own, and what makes ranks of a world that meets there."""
+    """A store server in its own process, and a factory of control planes that use it."""
     with server_processes(zygote, 1) as (server,), contextlib.ExitStack() as stack:
 
         def planes(size, beat_s=0.05):
@@ -304,7 +304,7 @@ def stoppable(zygote):
 )
 def test_no_call_waits_for_a_stopped_store(stoppable, call):
     server, start = stoppable
-    (plane,) = start(1, beat_s=3600.0)  # nobody else sees that it does not answer
+    (plane,) = start(1, beat_s=3600.0)  # no other rank detects that the store does not answer
     plane.wait_for_assignment()
     server.suspend()
     (told,) = start_all(lambda: call(plane))
@@ -348,7 +348,7 @@ def test_waiting_rank_reports_a_stopped_store(stoppable, wait):
 
 
 class Counted(RootlessStore):
-    """One rank's client, and what it asks for."""
+    """A rank's client that counts its requests."""
 
     def __init__(self, port):
         super().__init__((f"127.0.0.1:{port}",), close_connections=close_store_connections, copies=1)
@@ -369,7 +369,7 @@ for _name in ("set", "get", "wait", "check", "add", "compare_set", "multi_get", 
 
 @pytest.mark.parametrize("size", [2, 6])
 def test_store_requests_of_a_rank_are_independent_of_the_world_size(server, size):
-    """At rest: one request that waits. Of an event: that one is answered, and what happened is read."""
+    """At rest one request waits. An event answers it, and the rank reads the event."""
     places = [RankAssignment(0, rank, size, 0, 1, rank, size, "n:1") for rank in range(size)]
     made = [
         StoreControlPlane(lambda: Counted(server.port), place, limits=HangTimeouts(), beat_s=3600.0, last=False)

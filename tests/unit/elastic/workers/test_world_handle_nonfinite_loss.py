@@ -1,4 +1,4 @@
-"""Losses that are not finite: what each policy makes of them, attempt by attempt, and that nobody tries for ever."""
+"""Non-finite losses: the effect of each policy, attempt by attempt, and a limit on retries."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def test_invalid_policy_is_refused(how):
         NonFiniteGuard(*how)
 
 
-def test_always_nonfinite_loss_fails_the_job_and_a_transient_one_costs_a_step():
+def test_permanent_nonfinite_loss_fails_and_a_transient_one_costs_a_step():
     plane = InMemoryCoordinator(2)
 
     def train(world):
