@@ -1,4 +1,4 @@
-"""How P9 cuts what ranks wrote into stages, and what it says when they do not hold what they should."""
+"""The stages of P9, computed from the records of ranks, and reports of incomplete records."""
 
 from __future__ import annotations
 

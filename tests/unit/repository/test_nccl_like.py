@@ -277,7 +277,7 @@ def test_an_environment_that_has_the_watchdog_act_is_refused(name, value):
     ],
 )
 def test_environment_that_ends_the_process_is_refused(name, value):
-    """The monitor by itself; the others turn error handling on again, whatever it is set to."""
+    """The monitor ends the process; the other variables override the disabled error handling."""
     environ = {_HANDLING: "0", name: value}
     with pytest.raises(PolicyError, match=f"{name}={value}: "):
         disable_nccl_watchdog(environ)

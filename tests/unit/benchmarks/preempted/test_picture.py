@@ -1,4 +1,4 @@
-"""What is read from a preempted run's records, and that its picture is one."""
+"""The records of a preempted run and the picture drawn from them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a rank is told: by the words that were said, the recipe, and what is usual."""
+"""The job of a rank: from explicit options, then the recipe, then the defaults."""
 
 from __future__ import annotations
 

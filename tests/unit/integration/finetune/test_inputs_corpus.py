@@ -1,4 +1,4 @@
-"""Lines of JSON by their number, whatever files they are in; and what is said of those that are none."""
+"""JSON lines by number across files, and the errors for invalid lines."""
 
 from __future__ import annotations
 

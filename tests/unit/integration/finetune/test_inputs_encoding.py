@@ -1,4 +1,4 @@
-"""From lines to tokens: what is predicted, and how much each counts."""
+"""Lines encoded as tokens: the labels and the weight of each token."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""With which status a process ends that was told to stop, and when asking means anything."""
+"""Exit statuses of stopped processes, and when an elastic event is detected."""
 
 from __future__ import annotations
 

@@ -31,7 +31,7 @@ def agents():
 
 @pytest.fixture
 def printed(capfd):
-    """What a rank prints that enters a world, restores, does steps, saves, and hears that the world broke."""
+    """The output of a rank that enters a world, restores, trains, saves and receives a fault."""
     ledger = StdoutEventLog(NullEventLog())
     record = RankTimeline(ledger, {"ELASTIC_NODE": "n0"})
     record.waiting_began()

@@ -1,4 +1,4 @@
-"""What the API server answers, and what the controller takes it for: over HTTP, by a server that does as told."""
+"""Answers of the API server and the controller's reaction, over HTTP with a scripted server."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Many jobs in one controller, over an API server in memory: nothing is asked for without need, and nothing is lost."""
+"""Many jobs in one controller over an in-memory API server: no needless request, no lost event."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ _PATIENCE_S = 60.0
 
 
 class Running:
-    """A controller, its watches, and agents that do as they are told."""
+    """A controller, its watches, and fake agents that follow its commands."""
 
     def __init__(self, api: FakeApiServer, cluster: ApiServerClient, *, every_s: float = 0.02) -> None:
         self.api = api

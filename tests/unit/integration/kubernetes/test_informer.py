@@ -1,4 +1,4 @@
-"""A watch that is dropped, too old, refused, or of what is not there: what is done next, step by step."""
+"""A watch that is dropped, expired, refused or of a missing kind: each following request."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ BROKEN = {"type": "ERROR", "object": {"code": 500, "message": "etcd"}}
 
 
 class Told:
-    """A source that does what it was told, one thing for each request."""
+    """A source that returns or raises one scripted result for each request."""
 
     def __init__(self, *does: Any) -> None:
         self.does = list(does)

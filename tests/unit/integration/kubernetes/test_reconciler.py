@@ -21,7 +21,7 @@ from tests.support.kube_objects import TEMPLATE, job_object
 
 ELASTIC = {
     "replicaSpecs": [{"name": "workers", "replicas": 2, "maxReplicas": 3, "template": TEMPLATE}],
-    # Longer than all controllers of a story are killed: one that waited so long would rightly begin with fewer pods.
+    # Longer than a story's controllers are down: after this time a job may start with fewer pods.
     "elasticPolicy": {"minReplicas": 1, "maxReplicas": 3, "scalingTimeoutInSeconds": 30},
 }
 
@@ -259,7 +259,7 @@ def test_decision_on_a_stale_state_has_no_effect():
 
 
 def _whole_story(cuts: list[tuple[int, bool]]) -> Story:
-    """A fault, a larger world, the end; the controller is killed at each of ``cuts``, in writes since the last one."""
+    """Run a fault, a growth and the end; kill the controller after each number of writes in ``cuts``."""
     story = Story(**ELASTIC)
     story.kube.change_spec(replicas=2)
     waiting = list(cuts)

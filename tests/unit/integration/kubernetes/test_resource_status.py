@@ -1,4 +1,4 @@
-"""The status of a job: what clients read, and the whole memory of the controller."""
+"""A job's status: read by clients, and the only memory of the controller."""
 
 from __future__ import annotations
 

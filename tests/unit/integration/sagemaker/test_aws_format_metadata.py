@@ -59,7 +59,7 @@ def test_pickle_of_the_aws_class_is_parsed(protocol):
 
 
 def by_early_311(metadata, protocol, *, asks=getattr, whose=_MEM_FORMAT_ENCODING):
-    """As Python 3.11.0 to 3.11.3 pickles, whatever Python this is: a member of an enum is asked for by its name."""
+    """Pickle as Python 3.11.0 to 3.11.3 does: a member of an enum is looked up by its name."""
 
     class Early(_Pickler):
         def reducer_override(self, obj):

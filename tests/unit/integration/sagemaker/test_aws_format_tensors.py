@@ -1,4 +1,4 @@
-"""Tensors out of ``torch.save`` archives: the same bits as torch gives, and nothing from archives that lie."""
+"""Tensors from ``torch.save`` archives: the same bits as torch's, and none from false archives."""
 
 import io
 import os
@@ -95,7 +95,7 @@ def rezipped(change=None, *, compression=zipfile.ZIP_STORED, more=()):
 
 
 def claiming(count):
-    """A storage of so many elements, where there are four."""
+    """Claim ``count`` elements for a storage of four."""
 
     def change(data):
         assert data.count(b"K\x04tq") == 1

@@ -1,4 +1,7 @@
-"""Which of the steps that AWS's library left is loaded: whole ones, newest first; absent, unknown and damaged apart."""
+"""The step that is loaded from AWS's checkpoints: complete, newest first.
+
+Absent, unknown and damaged steps are distinct.
+"""
 
 import pytest
 import torch

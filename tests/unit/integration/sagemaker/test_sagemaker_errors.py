@@ -1,4 +1,4 @@
-"""What AWS's classes raise for each of our errors: the nearest one, that is still caught as what it is."""
+"""The AWS exception for each of our errors: the nearest class, still caught as ours."""
 
 import pickle
 
@@ -52,7 +52,7 @@ MEANT = {
     store.FencedError: aws.MemorySaveFailedError,
     store.LeaseLostError: aws.MemorySaveFailedError,
 }
-"""Each of our public errors: one that is new is given its place here, and in ``_BY_CAUSE``."""
+"""Each of our public errors. A new error must be added here and in ``_BY_CAUSE``."""
 
 ANSWERS = (
     ours.UsageError,
@@ -66,7 +66,7 @@ ANSWERS = (
     ours.DurableRefusedError,
     ours.SaveFailedError,
 )
-"""What a caller can do differently about: none of them may become another."""
+"""Errors that a caller handles differently: none may become another."""
 
 
 def public(module):

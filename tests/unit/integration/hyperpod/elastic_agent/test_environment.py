@@ -1,4 +1,4 @@
-"""What the elastic agent says by the environment: read as it is meant, refused where it cannot be."""
+"""The elastic agent's environment: valid assignments are parsed, contradictions are refused."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Frames in pieces, and everything that ever was no frame."""
+"""Frames in pieces, and invalid frames of every kind."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The plane of ranks that the agent starts anew for every world: who ends when, and how."""
+"""The control plane of ranks that the agent restarts for every world: when and how each exits."""
 
 from __future__ import annotations
 
@@ -182,7 +182,7 @@ def test_rank_that_could_not_seal_fails_without_blocking_others(start):
         nodes[1].plane.wait_for_assignment(timeout_s=PATIENCE_S)
     assert (
         nodes[0].plane._store.add(nodes[0].plane._name("came/gone"), 0) == 1
-    )  # who keeps the store waits for all to say so
+    )  # the rank with the store waits until all ranks have left
     leaves(nodes[0])
 
 

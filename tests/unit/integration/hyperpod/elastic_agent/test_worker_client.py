@@ -1,4 +1,4 @@
-"""What a worker hears from its agent, in every order in which it can come."""
+"""Messages that a worker receives from its agent, in every possible order."""
 
 from __future__ import annotations
 
@@ -86,7 +86,7 @@ def test_a_start_that_a_fault_overtook_is_not_begun(both):
 
 
 def test_start_repeated_to_another_channel_is_begun_once(both):
-    """Else who was at fault in it begins it again, says so, and the agent forgets the fault."""
+    """Otherwise the faulty rank would begin it again and report it, and the agent would forget the fault."""
     worker, agent = both
     other = worker._connection.open_channel(ipc.CHECKPOINT_MESSAGES)
     begun = start_all(lambda: worker.wait_at_barrier(timeout_s=PATIENCE_S))

@@ -1,4 +1,4 @@
-"""What an operator does about each thing that can happen, with agents that keep to AWS's tables."""
+"""The operator's reaction to each event, with agents that follow AWS's tables."""
 
 from __future__ import annotations
 
@@ -119,7 +119,7 @@ def test_the_first_to_break_is_the_reason():
     first, second = cluster.members[2], cluster.members[0]
     second.fail("Second")
     first.fail("First")
-    pods = cluster.decide  # both in one look; who was first, the agents' own clocks say
+    pods = cluster.decide  # both in one cycle; the agents' clocks decide which was first
     answers = {first.name: "2026-01-01T00:00:01+00:00", second.name: "2026-01-01T00:00:02+00:00"}
     for one in (first, second):
         said = msgspec.structs.replace(one.answer(), transition_times={"FAULTED": answers[one.name]})
@@ -130,7 +130,7 @@ def test_the_first_to_break_is_the_reason():
 
 
 def said(one, reason: str, message: str, at: str = "") -> None:
-    """What an agent answers that is faulted."""
+    """Let a faulted agent answer with this reason and message."""
     one.fail(reason)
     answer = msgspec.structs.replace(one.answer(), message=message, transition_times={"FAULTED": at} if at else {})
     one.answer = lambda: answer
@@ -263,7 +263,7 @@ def test_in_process_spare_receives_its_rank_before_it_starts():
 
 
 def test_agent_that_never_becomes_ready_is_replaced_by_a_spare():
-    """One that hears its processes no more."""
+    """An agent that no longer receives messages of its processes."""
     spec = job(2, spares=1)
     spec = msgspec.structs.replace(spec, policy=msgspec.structs.replace(spec.policy, restart_timeout_s=20.0))
     cluster = running(spec, 2, in_process=True)
@@ -420,7 +420,7 @@ def test_agent_that_does_not_stop_is_stopped_harder_and_then_replaced():
 # -- sizes ------------------------------------------------------------------------------------------------------------
 
 
-def test_scaling_down_and_up_is_graceful_and_tolerates_those_that_completed():
+def test_scaling_down_and_up_is_graceful_and_tolerates_completed_agents():
     cluster = FakeHyperPodCluster(job(2, most=2, elastic={**ELASTIC, "maxReplicas": 2}))
     cluster.run_until(lambda: cluster.is_running(2))
     cluster.capacity = 1

@@ -1,7 +1,7 @@
-"""The operator against agents that do all that AWS's tables allow: in any order, late, silent, gone, and lying.
+"""The operator with agents that do anything AWS's tables allow, at any time and in any order.
 
-Agents in COMPLETED while the job is scaled, agents that began anew, calls that arrive a look later, operators that are
-killed after they stored a decision and before they stored it. What must hold at every look, and where it ends.
+Agents complete while the job is scaled, restart, fall silent and receive calls a cycle late. Operators are killed
+before and after they store a decision. The tests assert the invariants of every cycle and the final state.
 """
 
 from __future__ import annotations
@@ -165,7 +165,7 @@ class Jobs(RuleBasedStateMachine):
         assert all(len(words) == len(set(words)) for words in told.values())
 
     def world_of(self, start: StartAgent) -> None:
-        """All that is said of a world says the same, and no two worlds meet at one place."""
+        """Check that all starts of a world agree, and that no two worlds share an address."""
         body = start.body
         world = self.worlds.setdefault(
             body.version, {"ranks": {}, "what": (body.nnodes, body.fault_count, body.master_addr, body.master_port)}

@@ -1,4 +1,4 @@
-"""AWS's recipes as they are published, and others of the same shape: each plans, or its limit is named."""
+"""AWS's published recipes and others of the same shape: each plans, or its limit is named."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""HyperPod's published recipes: their numbers, our planner. Facts from ``tests/golden/hyperpod-recipes``."""
+"""HyperPod's published recipes (``tests/golden/hyperpod-recipes``) against our planner."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def test_there_are_as_many_recipes_as_are_published():
 
 @pytest.mark.parametrize("name", RECIPES)
 def test_single_microbatch_limit_reproduces_every_size_of_a_recipe(name):
-    """The largest microbatch that a recipe states anywhere is all the planner is told."""
+    """The planner gets only the largest microbatch that the recipe states."""
     rows = RECIPES[name]
     config = read_scale_config(yaml.safe_load(yaml.safe_dump(recipe(*rows))))
     assert config.max_microbatch == max((row[2] for row in rows if row[2]), default=None)

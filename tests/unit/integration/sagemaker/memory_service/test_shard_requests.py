@@ -1,4 +1,4 @@
-"""What a request asks for, and what it brings, before anything is done."""
+"""Requests parsed and validated before they are carried out: paths, ranges, bodies."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ def test_a_step_may_be_0_and_a_rank_any_of_them() -> None:
 @given(method=st.sampled_from(["GET", "POST", "DELETE", "PUT"]), target=st.text(max_size=80))
 def test_every_request_is_parsed_or_refused(method: str, target: str) -> None:
     for path in (target, "/v1/cp/" + target, "/v1/cp/checkpoints/" + target):
-        with contextlib.suppress(RequestRefusedError):  # nothing else comes of it
+        with contextlib.suppress(RequestRefusedError):  # the only error allowed
             parse_request(method, path)
 
 
