@@ -1,4 +1,4 @@
-"""The commit protocol, whatever is said in whatever order: what is whole, what is torn, and what may go."""
+"""The commit protocol under any order of reports: commits, aborts and evictions."""
 
 import pytest
 from hypothesis import example, given
@@ -100,7 +100,7 @@ def test_aborted_version_stays_aborted_unless_it_was_loaded(happened, torn):
 
 @given(st.lists(events, max_size=25), groups)
 def test_dropped_version_cannot_be_committed(happened, gone):
-    """Who says so has not heard of it: without a part here it would make older versions superfluous that are whole."""
+    """The reporting node has not learned of the drop: a commit would make complete versions surplus."""
     versions = JobVersions()
     versions.drop([gone], 0)
     for event in happened:
@@ -111,7 +111,7 @@ def test_dropped_version_cannot_be_committed(happened, gone):
 
 @given(groups, parts, st.sets(parts), st.booleans())
 def test_present_part_is_not_aborted(of, part, here, lost):
-    """Its writer has not heard that it was sealed."""
+    """Its writer has not learned that the part was sealed."""
     versions = JobVersions()
     if lost:
         versions.lose_part(of, part)
@@ -218,7 +218,7 @@ def test_merged_decision_contains_both(one, later):
 
 @st.composite
 def stories(draw):
-    """What each node says of one version, one thing after the other: parts sealed, protected, left out."""
+    """Draw each node's reports of one version in order: parts sealed, replicated or missing."""
     owners = {part: draw(st.sampled_from(NODES)) for part in range(PARTS)}
     out = draw(st.sets(parts, max_size=1))
     order = draw(st.permutations([(part, state) for part in range(PARTS) for state in ("sealed", "safe")]))
@@ -226,7 +226,7 @@ def stories(draw):
 
 
 @given(stories())
-def test_committed_needs_all_parts_replicated_all_copies_and_aborted_one_missing(story):
+def test_tally_state_follows_from_sealed_copied_and_missing_parts(story):
     owners, out, order = story
     of, tally = group(1), PartsTally()
     sealed, safe, told = set(), set(), []
@@ -291,7 +291,7 @@ def test_unacknowledged_reports_go_to_the_next_leader():
     for note in notes:
         reports.mark_reported(teller, note)
     assert said("abc") == ("a", [])
-    assert said("bc") == ("b", notes)  # the first is gone: the next is told all of it
+    assert said("bc") == ("b", notes)  # the first leader is gone: the next one receives all reports
 
 
 @pytest.mark.parametrize(

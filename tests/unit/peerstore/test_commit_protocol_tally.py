@@ -1,4 +1,4 @@
-"""Counting protected parts: what is skipped to be fast changes no answer. Who is told of it at once, and who later."""
+"""Counting replicated parts: shortcuts change no result, and large jobs are notified in part."""
 
 import itertools
 

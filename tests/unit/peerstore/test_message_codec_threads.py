@@ -1,4 +1,4 @@
-"""What comes first may come in several threads at once, and reading it must not end the process."""
+"""The first messages of a type may arrive in several threads without a crash."""
 
 import subprocess
 import sys

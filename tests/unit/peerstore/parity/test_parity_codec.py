@@ -1,4 +1,4 @@
-"""Who keeps what for whom in a parity group, and what a loss costs."""
+"""Placement of data and parity in a parity group, and the cost of a loss."""
 
 import msgspec
 import pytest
@@ -17,7 +17,7 @@ from peerstore.parity.parity_codec import (
 from peerstore.shard_records import CHUNK_BYTES
 from tests.support.parity_stripes import ParityStripe, node_names, parity_stripes, shard_record
 
-untimed = settings(deadline=None)  # a busy machine is no failure
+untimed = settings(deadline=None)  # a busy machine is not a failure
 
 
 @untimed

@@ -16,7 +16,7 @@ from peerstore.errors import PeerUnreachableError, RequestError, ShardDamagedErr
 from peerstore.parity.parity_codec import decode_shard, encode_parity, xor_into
 from tests.support.parity_stripes import ParityStripe, node_names, parity_stripes
 
-untimed = settings(deadline=None)  # a busy machine is no failure
+untimed = settings(deadline=None)  # a busy machine is not a failure
 
 
 def rebuilt(group, member, lost=None, chunks=None):

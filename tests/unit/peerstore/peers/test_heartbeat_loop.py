@@ -1,4 +1,4 @@
-"""Who is taken for gone: nobody before there was time to hear of them."""
+"""Nodes counted as gone: no unseen node before the grace time has passed."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Looking at nodes that are dead: briefly, together, and not by everybody anew. Nobody is left out of what is said."""
+"""Queries of dead nodes: seldom, short and concurrent; every node is in the inventory."""
 
 import contextlib
 import threading
@@ -149,7 +149,7 @@ def test_inventory_names_a_node_that_verifies_too_long():
 
 
 def test_dead_nodes_are_queried_concurrently():
-    """As many as there are wait at one time: a barrier that all of them have to reach."""
+    """All queries wait at one barrier, which each of them must reach."""
     names = [f"n{number}" for number in range(20)]
     watched = Watched(*names)
     watched.lose(*names)

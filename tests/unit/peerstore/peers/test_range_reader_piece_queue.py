@@ -1,4 +1,4 @@
-"""Who reads which piece from whom: each piece comes once, whatever becomes of its sources."""
+"""The queue of pieces for several sources: each piece arrives once, even if sources fail."""
 
 from __future__ import annotations
 
@@ -92,7 +92,7 @@ def test_rarest_pieces_are_read_first_then_preferred_sources():
 
 
 class Hand:
-    """A source's stream: what it has been asked for, and a connection that can be cut."""
+    """A source's stream: the pieces assigned to it, and a connection that can be cut."""
 
     def __init__(self, board, source):
         self.board, self.source, self.pieces, self.cuts = board, source, [], 0
@@ -103,7 +103,7 @@ class Hand:
         return piece
 
     def cut(self):
-        """As a connection that is closed: whoever reads from it finds out on a thread of its own."""
+        """Cut the connection: its reader notices on a thread of its own."""
         self.cuts += 1
         threading.Thread(target=self.put_back).start()
 

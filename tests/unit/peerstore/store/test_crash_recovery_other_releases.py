@@ -1,4 +1,4 @@
-"""An agent that finds what another version left: it is kept, named and counted, and it is there after the way back."""
+"""Arenas left by another release: shards are retained, named, counted and usable again."""
 
 import contextlib
 import errno

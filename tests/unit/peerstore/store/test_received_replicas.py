@@ -41,7 +41,7 @@ def take_in(store, wanted, holders=("n1", "n2")):
 
 
 def test_damaged_part_of_the_replicated_version_gets_its_slot_back():
-    """All slots of the part hold versions, none of which may go while the settled one is damaged: but for itself."""
+    """All slots of the part hold versions that must stay while the replicated one is damaged."""
     with memory_store() as store:
         store.jobs.incarnations.set_replication_guard("job", guarded=True)
         records = [seal_own(store, version) for version in (0, 1, 2)]
@@ -68,7 +68,7 @@ def test_repaired_shard_is_not_damaged():
 
 
 def test_versions_after_the_resume_point_do_not_block_new_ones():
-    """They were whole once, as somebody said, and are not any more: nobody will ever settle them."""
+    """They were complete once and are no longer, so no node will ever replicate them."""
     with memory_store() as store:
         store.jobs.incarnations.set_replication_guard("job", guarded=True)
         records = [seal_own(store, version) for version in (0, 1, 2)]
@@ -143,8 +143,8 @@ def test_latest_resume_point_wins():
         assert store.jobs.versions("job").resume_point == ResumePoint(2, "b", 0, versions[1])
 
 
-def test_side_without_quorum_announces_its_resume_point_only_when_it_may_write():
-    """Else what the other side settled meanwhile would count as left behind when both hear of each other again."""
+def test_side_without_quorum_announces_no_resume_point_until_it_may_write():
+    """Otherwise versions that the other side replicated meanwhile would count as left behind."""
     with memory_store() as store:
         cut_off = True
 

@@ -1,4 +1,4 @@
-"""A payload that trickles in is given up in the end, however steadily its bytes come."""
+"""A payload that arrives too slowly times out, however steadily its bytes arrive."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What is NIXL's own: who may be offered something, whose buffer it is, and pieces that are not what was offered."""
+"""NIXL's own behavior: permission for offers, buffer ownership, and invalid pieces."""
 
 import contextlib
 import threading
@@ -35,7 +35,7 @@ def line():
 
 @pytest.fixture
 def memory():
-    """The buffers of one node, next to which there is nobody."""
+    """The buffers of a node without peers."""
     made = RegisteredMemory("UCX", {}, buffer_bytes=MIB, buffers=3, timeout_s=PATIENCE_S)
     yield made
     made.close()
@@ -83,7 +83,7 @@ def test_buffers_return_after_they_were_read(line):
 
 
 def free_in_the_end(memory):
-    """Word of a read arrives a little after its bytes."""
+    """Wait for free buffers: the confirmation of a read follows its bytes."""
     while (count := free(memory)) not in (6, 8):
         time.sleep(0.001)
     return count

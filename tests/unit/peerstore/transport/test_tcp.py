@@ -1,4 +1,4 @@
-"""What is TCP's own: sockets, interfaces, certificates, and peers that write bytes and not messages."""
+"""TCP's own behavior: sockets, interfaces, certificates, and peers that send invalid bytes."""
 
 import contextlib
 import os
@@ -184,7 +184,7 @@ def test_interface_without_a_route_is_reported(opened):
 
 
 def test_unresponsive_peer_times_out(opened):
-    """The backlog is full: the kernel lets nobody else in, and says nothing."""
+    """The backlog is full: the kernel accepts no more connections and sends no reply."""
     full = opened(socket.socket())
     full.bind(("127.0.0.1", 0))
     full.listen(0)
@@ -223,7 +223,7 @@ def test_more_connections_than_allowed_are_turned_away_until_others_end(opened):
 
 
 def meet(opened, server, client):
-    """What the client hears from a server that is content with it."""
+    """Connect the client to the server and return the server's first message."""
     listener = opened(TcpTransport(tls=server).listen("127.0.0.1:0", hello))
     channel = opened(TcpTransport(tls=client).connect(listener.address, timeout_s=PATIENCE_S))
     return channel.receive(idle_s=PATIENCE_S)
