@@ -310,7 +310,7 @@ def test_an_explanation_names_every_candidate_newest_first():
 
 
 def one_by_one(candidates, quarantined):
-    """What the job has left, by comparing each with each."""
+    """Return the steps left to the job by comparing every pair of candidates."""
     return {
         one.version_id
         for one in candidates
@@ -375,9 +375,9 @@ def test_ten_thousand_steps_are_resolved_in_linear_time():
 
 @st.composite
 def histories(draw):
-    """Runs of a job: each continues from a step that the job then had, or from none, and saves the steps after it.
+    """Draw runs of a job: each continues from an existing step or none, and saves later steps.
 
-    The steps, and those of them that are in the past of the newest run.
+    Return the steps, and the steps in the past of the newest run.
     """
     saved, current, past = [], [], {}
     for epoch in range(1, draw(st.integers(1, 5)) + 1):

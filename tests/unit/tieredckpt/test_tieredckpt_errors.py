@@ -1,4 +1,4 @@
-"""Errors: one tree, told apart by what the caller can do, the same on both sides of a socket."""
+"""Errors: one class tree by the caller's remedy, the same on both sides of a socket."""
 
 import copy
 import pickle

@@ -1,4 +1,4 @@
-"""Configuration from files, environment and calls: right values, or one error that names every wrong key."""
+"""Settings from files, environment and calls: valid values, or one error for all wrong keys."""
 
 import contextlib
 import dataclasses

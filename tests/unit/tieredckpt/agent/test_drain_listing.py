@@ -1,4 +1,4 @@
-"""n durable steps are n times the work of one: what there is already is not listed for each of them."""
+"""Draining n durable steps costs n times one step: existing steps are not listed each time."""
 
 import contextlib
 import threading
@@ -105,7 +105,7 @@ def nodes(tmp_path):
 
 @pytest.fixture
 def outside(tmp_path):
-    """The same durable tier as somebody sees it who is no node of the job."""
+    """The same durable tier as a process outside the job sees it."""
     url = f"file://{tmp_path}/durable"
     with contextlib.closing(open_store(url, DurableSettings(url=url))) as store:
         yield DurableCatalog(store, "job")
@@ -183,7 +183,7 @@ def test_step_pinned_by_others_is_kept(nodes, outside):
 
 def test_a_step_that_another_node_committed_is_not_committed_again(nodes, outside):
     a, b = nodes("a"), nodes("b")
-    b.save(0)  # and so it has listed what there is
+    b.save(0)  # this lists the existing steps
     a.save(1)
     before = outside.store.get(object_keys.manifest_key("job", group_of(1), None))
     b.save(1)

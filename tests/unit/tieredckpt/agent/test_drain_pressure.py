@@ -1,4 +1,4 @@
-"""What a drain gives up, and what it says then: stores that are away, are slow, or are others by now."""
+"""Steps that a drain drops, and its reports, when stores are absent, slow or replaced."""
 
 import contextlib
 import threading
@@ -25,7 +25,7 @@ LONG_S = 60.0
 
 
 class Road:
-    """The way to a store: it can be closed, and what is uploaded can be made to wait."""
+    """The path to a store: it can be closed, and its uploads can be delayed."""
 
     def __init__(self):
         self.away = self.refuses = False
@@ -184,7 +184,7 @@ def test_torn_required_step_fails(node, road):
 
 
 def test_a_running_upload_that_does_not_end_refuses_no_save(node, road):
-    """With the slots of a default: one for it, one for the newest whole step, one for the step that is written."""
+    """With default slots: one for the upload, one for the newest complete step, one for the save."""
     road.may_go.clear()
     for part in range(2):
         seal(node.store, 1, part, 2, durable=True)

@@ -47,9 +47,9 @@ def test_protection_changes_are_recorded(tmp_path):
     ]
 
 
-def test_saves_without_an_agent_count_as_left_out(tmp_path):
+def test_saves_without_an_agent_count_as_missed(tmp_path):
     recorded = SaveRestoreLog(EventLogWriter(tmp_path))
-    recorded.protection(None)  # and nothing was left out: nothing is known
+    recorded.protection(None)  # no save was missed, so no event is recorded
     recorded.protection(ProtectionStatus(4))
     before = time.time()
     recorded.protection(None, missed=1)

@@ -66,7 +66,7 @@ def test_restore_finds_the_newest_step_in_another_agent(places, monkeypatch):
     assert settings_of_newest_agent("local", load_settings()).agent.directory == str(places[1])
 
 
-def test_own_agent_that_has_ended_is_started_for_what_it_left(places, monkeypatch):
+def test_stopped_own_agent_is_started_for_its_steps(places, monkeypatch):
     saves(monkeypatch, places[0], "local", 5)
     saves(monkeypatch, places[1], "local", 4)
     stop_agent(places[0])
@@ -161,7 +161,7 @@ def test_commands_choose_a_stopped_agent_only_if_no_other_one_has_the_job(places
         assert find_agent_directory(load_settings(), "chosen") == places[2]
 
 
-def test_restore_from_a_configured_agent_warns_of_a_stopped_agent_with_the_job(places, monkeypatch, caplog):
+def test_restore_from_a_configured_agent_warns_of_a_stopped_one(places, monkeypatch, caplog):
     saves(monkeypatch, places[1], "local", 5)
     monkeypatch.setenv("TIEREDCKPT_AGENT_DIRECTORY", str(places[2]))
     with stopped(places[1]) as pid, Checkpointer("tiered://local") as ckpt:

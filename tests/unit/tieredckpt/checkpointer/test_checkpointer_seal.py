@@ -1,4 +1,4 @@
-"""``Checkpointer.seal``: a step is safe before everybody leaves, whatever became of its save."""
+"""``Checkpointer.seal``: a step is safe before the ranks leave, even if its save was skipped."""
 
 from __future__ import annotations
 

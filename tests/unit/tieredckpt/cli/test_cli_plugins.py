@@ -1,4 +1,4 @@
-"""Commands that other packages add: found by entry point, loaded when asked for, and each fails by itself."""
+"""Commands of other packages: found by entry point, loaded on use, and failing alone."""
 
 import json
 import sys

@@ -1,4 +1,4 @@
-"""Pictures of a cluster, as text and as JSON: whole lines at 80 columns, trouble first, silence not for emptiness."""
+"""Tables of a cluster as text and JSON: 80 columns, trouble first, silent nodes not shown empty."""
 
 import io
 

@@ -1,4 +1,4 @@
-"""What doctor concludes, as a table."""
+"""The conclusions of ``doctor``, as a table."""
 
 import dataclasses
 

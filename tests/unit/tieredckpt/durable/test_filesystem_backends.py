@@ -1,4 +1,4 @@
-"""What a directory does beyond the contract."""
+"""Behavior of a directory as a durable tier, beyond the contract."""
 
 from __future__ import annotations
 

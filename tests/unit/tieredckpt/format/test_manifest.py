@@ -1,4 +1,4 @@
-"""Manifests and indexes as bytes: what is written comes back, what is not a manifest is told so."""
+"""Manifests and indexes as bytes: valid ones round-trip, and invalid ones are damage."""
 
 import msgspec
 import pytest

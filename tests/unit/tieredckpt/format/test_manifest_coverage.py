@@ -54,7 +54,7 @@ def missing(table, shards):
             place = tuple(slice(o, o + n) for o, n in zip(entry.box.offsets, entry.box.sizes, strict=True))
             seen[entry.fqn][place] = True
         objects.update(item.fqn for item in shard.items if item.tensor is None)
-    # a tensor without elements has to be there too: its name and shape are part of the state
+    # a tensor without elements must be present as well: its name and shape are part of the state
     torn = [name for name, mask in seen.items() if name not in known or not mask.all()]
     return torn + [name for name in table.objects if name not in objects]
 

@@ -1,4 +1,4 @@
-"""What names of objects stand for, also those that somebody else has put there."""
+"""The meaning of object names, including names that other programs wrote."""
 
 import pytest
 

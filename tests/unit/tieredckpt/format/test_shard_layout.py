@@ -97,7 +97,7 @@ def test_slices_are_named_by_their_offsets_and_names_stay_unique():
     assert "__metadata__" not in layout.names
 
 
-def test_types_safetensors_lacks_are_shown_as_bytes_and_keep_their_name_in_the_index():
+def test_dtypes_unknown_to_safetensors_are_bytes_and_keep_their_name():
     entry = TensorEntry("c", "complex128", (3,), Box((0,), (3,)), 16)
     layout = build_layout([entry], [], None)
     assert dict(deserialize(file_of(layout, [])))["c"]["dtype"] == "U8"

@@ -1,4 +1,4 @@
-"""A step as files: what opening all of them costs."""
+"""The cost of opening all files of a step."""
 
 import io
 import os

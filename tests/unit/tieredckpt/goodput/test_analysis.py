@@ -159,7 +159,7 @@ def test_final_restore_undoes_later_steps():
     assert (found.steps_counted, found.steps_lost) == (3, 2)
 
 
-def test_step_that_a_killed_first_rank_did_not_write_counts_if_it_was_restored():
+def test_restored_step_counts_although_a_killed_rank_did_not_record_it():
     told = (
         EventLogBuilder()
         .process_began(0)

@@ -1,4 +1,4 @@
-"""Whatever is in a ledger: its time is divided without a rest, and how it was written down does not matter."""
+"""Analyses of any event log: all time is attributed, and the order of events is irrelevant."""
 
 import random
 from itertools import pairwise

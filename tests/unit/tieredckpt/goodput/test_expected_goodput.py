@@ -1,4 +1,4 @@
-"""Goodput that is worked out: the published table, the formula, and what must hold for any numbers."""
+"""Computed goodput: the published table, the formula, and properties for any numbers."""
 
 import math
 

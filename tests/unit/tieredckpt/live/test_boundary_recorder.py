@@ -1,4 +1,4 @@
-"""What is noted of a step boundary, and when it is not that of the boundary any more."""
+"""Snapshots of a step boundary, and the changes that make them stale."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from tieredckpt.tensors.state_dict import flatten_state, resolve_stateful
 
 
 class Numbers(torch.optim.Optimizer):
-    """One that changes data behind everybody's back, and keeps a number that is no tensor."""
+    """An optimizer that changes data unobserved and whose state includes a plain number."""
 
     def __init__(self, own):
         super().__init__(own, {"lr": 0.1})

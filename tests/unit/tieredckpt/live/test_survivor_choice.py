@@ -103,9 +103,9 @@ def test_steps_not_completed_before_the_abort_are_not_trusted():
         return SurvivorReport(left, {}, {"job": step}, {"job": step} if silent else None)
 
     assert trusted_steps([stand(2, 8), stand(2, 7), stand(1, 3), SurvivorReport()]) == {"job": 7}
-    # One that had completed nothing before it heard of the fault.
+    # A rank that had completed no step before it received the fault.
     assert trusted_steps([stand(2, 8), SurvivorReport(2, {}, {}, {})]) == {"job": -1}
-    # Where an abort raises in everybody who waits nobody takes what it left for a result.
+    # If an abort raises in every waiting rank, no rank takes an incomplete result for a valid one.
     assert trusted_steps([stand(2, 8, silent=False), stand(2, 7, silent=False)]) == {}
 
 

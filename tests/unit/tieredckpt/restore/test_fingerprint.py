@@ -1,4 +1,4 @@
-"""Fingerprints: one number for the same bytes, from numpy and from torch, whole and in parts; what they detect."""
+"""Fingerprints from numpy and torch, in one pass or in parts, and the changes they detect."""
 
 from __future__ import annotations
 

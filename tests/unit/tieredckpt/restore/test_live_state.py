@@ -1,4 +1,4 @@
-"""The pure halves of the restore proof: chunks put together from live memory, and objects that are compared."""
+"""The pure parts of the restore proof: chunks assembled from live memory, and object comparison."""
 
 import copy
 import os

@@ -85,7 +85,7 @@ def test_the_nearest_copy_is_read():
     step = stored(([whole], {"o": 3}), ([whole], {"o": 3}), tiers=[DURABLE, MEMORY])
     assert [found.part for found in step.pieces("t", Box((0,), (4,)))] == [1]
     assert step.object_part("o", 7) == 1
-    assert [step.object_part("o", rank) for rank in (0, 1)] == [0, 1]  # everybody's own, where everybody has one
+    assert [step.object_part("o", rank) for rank in (0, 1)] == [0, 1]  # each rank's own object, if every rank has one
 
 
 def test_missing_name_is_a_mismatch_and_another_shape_damage():

@@ -1,4 +1,4 @@
-"""A node that a job went on without waits for the others; not for one that is in its own world and meets it here."""
+"""A node that returns to a job waits for the other nodes, except nodes of its own world."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ ME, OTHER = PeerNode(validate_node_id("n0"), "127.0.0.1:1"), PeerNode(validate_n
 
 @dataclass
 class Agent:
-    """This node's, which has not heard of the other one since it came back."""
+    """This node's agent, which has no report from the other node since its own return."""
 
     answers: list[tuple[str, ...]]
     asked: int = 0

@@ -1,4 +1,4 @@
-"""The owner of the incarnation: what ranks agree on, what a load or a new world changes, what another process hears."""
+"""The incarnation tracker: agreement of ranks, loads, new worlds, and other processes."""
 
 import dataclasses
 import multiprocessing as mp
@@ -71,7 +71,7 @@ def test_single_differing_rank_starts_a_new_incarnation(other):
 
 
 def test_later_incarnation_has_the_greater_epoch_even_if_unknown():
-    """An agent that lost its memory, or a node that heard of nothing, counts from nothing again."""
+    """An agent that lost its memory and a node without any report both count from zero again."""
     numbers = []
     for _ in range(3):
         with memory_node(), Checkpointer(f"tiered://{JOB}") as ckpt:
@@ -312,12 +312,12 @@ def test_trainer_and_background_share_an_incarnation(ways):
 class Rank:
     owner: IncarnationTracker
     branch: object = None
-    """What the obvious model says: the last thing that happened to this rank's incarnation."""
+    """The reference model: the last event of this rank's incarnation."""
     life: int = 0
 
 
 class Ranks(RuleBasedStateMachine):
-    """Any ranks save together, any ranks load together: those that have not done all the same since part."""
+    """Random sets of ranks save or load together; differing histories separate their incarnations."""
 
     captured = Bundle("captured")
 

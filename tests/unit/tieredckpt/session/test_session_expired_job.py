@@ -1,4 +1,4 @@
-"""A job is forgotten while a process trains it: what that process saves next is as complete as its first save."""
+"""A job that expires while a process trains it: the next save is as complete as the first."""
 
 import pytest
 import torch

@@ -33,7 +33,7 @@ def test_the_last_finite_step_is_kept_and_the_tensor_is_named(node, dtype, first
             ckpt.save(state, 1).wait()
             ckpt.save(state, 2).wait()
         state["model"]["b"][4, 1] = NAN
-        for step in (3, 4, 5):  # more than there are slots
+        for step in (3, 4, 5):  # more saves than slots
             saved = ckpt.save(state, step)
             with pytest.raises(NonFiniteStateError, match=rf"step {step}.*rank 0.*model\.b.*memory\.nonfinite"):
                 saved.wait()

@@ -1,4 +1,4 @@
-"""Slots that devices copy into: on late devices, and with what must not be left out left out."""
+"""Slots filled by asynchronous devices, and mutants without each required step."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ MANY = range(1000)
 
 
 def faults(seeds) -> list[str]:
-    """What is wrong in these lives."""
+    """Return the errors of the runs with these seeds."""
     found = []
     for seed in seeds:
         try:
@@ -81,7 +81,7 @@ def test_mutant_that_unregisters_under_a_copy(monkeypatch):
 
 
 def closed_under_a_copy() -> list[str]:
-    """Its agent gives a slot up, and another thread lets go of it, while a save fills it."""
+    """Release a slot while a save fills it: its agent evicts it and another thread closes it."""
     with use_device_backend(AsyncDevice(seed=5)) as device, contextlib.closing(Copier(1)) as copier:
         source = device.to_device(torch.randn(20_000))
         with contextlib.ExitStack() as left:

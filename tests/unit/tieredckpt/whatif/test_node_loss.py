@@ -1,4 +1,4 @@
-"""What would be left of a job, as a table: mirror pairs, racks, the durable tier, nothing, and what is not known."""
+"""The outcome of losing nodes: mirror pairs, racks, the durable tier, and silent nodes."""
 
 import pytest
 
@@ -38,7 +38,7 @@ PAIRS = cluster_status(
     cluster_node("n16", "rack=r0", {6: [2, ~3], 7: [2, ~3]}, parts=4),
     cluster_node("n24", "rack=r1", {6: [3, ~2], 7: [3]}, parts=4),
 )
-"""Two mirror pairs over two racks; the last copy of step 7 (part 2 on n24) is still on its way."""
+"""Two mirror pairs over two racks; the last copy of step 7 (part 2 on n24) is in flight."""
 
 
 @pytest.mark.parametrize(
@@ -150,7 +150,7 @@ QUIET = cluster_status(
     cluster_node("n0", "rack=r0", {6: [0, 1], 7: [0]}),
     cluster_node("n1", "rack=r1", state="suspect", unreachable="no answer within 10 s"),
 )
-"""Nobody knows what n1 holds."""
+"""The shards of n1 are unknown."""
 
 
 def test_a_silent_node_counts_neither_as_holding_nor_as_not_holding():

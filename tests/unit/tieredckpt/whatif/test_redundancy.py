@@ -1,4 +1,4 @@
-"""How well each step is kept, and what is said of nodes that could not be asked."""
+"""The redundancy of each step, and the report of nodes that did not answer."""
 
 import msgspec
 import pytest

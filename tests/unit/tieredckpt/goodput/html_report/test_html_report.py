@@ -49,7 +49,7 @@ def job(request):
 
 
 class Parsed(html.parser.HTMLParser):
-    """What a browser would make of it: tags that match, text, and every attribute."""
+    """A page as a browser parses it: matching tags, text, and every attribute."""
 
     VOID = ("meta", "br")
 
