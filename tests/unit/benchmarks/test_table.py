@@ -1,4 +1,4 @@
-"""Files of results that are put together: every scene once, from the last file that has it."""
+"""Result files merged into one: each scenario once, from the last file that has it."""
 
 from __future__ import annotations
 

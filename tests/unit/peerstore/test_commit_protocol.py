@@ -298,7 +298,7 @@ def test_unacknowledged_reports_go_to_the_next_leader():
     ("living", "standby", "leader"), [("abc", "a", "b"), ("abc", "ac", "b"), ("ac", "ac", "a"), ("abc", "", "a")]
 )
 def test_standby_node_leads_no_commit_while_a_node_with_a_vote_lives(living, standby, leader):
-    """It may know an older member list, in which the reporting nodes are not."""
+    """The node may have an older member list without the reporting nodes."""
     assert commit_leader(living, standby) == leader
     reports, of = CommitReports("b"), ShardKey("job", 1, 1, "i1", 0, 0)
     standing = [ReplicationStatus(of, is_owner=True, copies=2, missing=0, unplaceable=0)]

@@ -1,4 +1,4 @@
-"""One budget for all that is done for who waits."""
+"""One deadline for all the work of a call."""
 
 import math
 import threading

@@ -1,4 +1,4 @@
-"""The tests of a run, shared by forked workers: each runs once, and nothing that goes wrong is lost."""
+"""The tests of a run, shared by forked workers: each runs once, and no failure is lost."""
 
 import os
 import re

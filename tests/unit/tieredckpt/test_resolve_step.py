@@ -352,7 +352,7 @@ def test_superseded_steps_match_pairwise_comparison(candidates, data):
 
 
 class Counted(Candidate):
-    """Counts how often it is looked at."""
+    """An object that counts how often it is read."""
 
     looks = 0
 

@@ -198,12 +198,12 @@ def test_batches_behind_the_cursor_are_evicted_first(opened):
     cache.get(4, prepare)
     assert cache.cached_indices() == [2, 3, 4]
     cache.get(5, prepare)
-    cache.get(6, prepare)  # all four are needed sooner
+    cache.get(6, prepare)  # all four are needed earlier
     assert cache.cached_indices() == [2, 3, 4, 5]
     cache.mark_committed(3)
     cache.get(9, prepare)
     cache.get(6, prepare)
-    assert cache.cached_indices() == [3, 4, 5, 6]  # and 9 had to go for 6
+    assert cache.cached_indices() == [3, 4, 5, 6]  # batch 9 was evicted for batch 6
     assert prepare.asked == [0, 1, 2, 3, 4, 5, 6, 9, 6]
 
 
@@ -272,7 +272,7 @@ def test_full_required_cache_raises(opened):
 
 
 def full_from(monkeypatch, calls):
-    """The file system has no room for the write of that number, and those after it."""
+    """Make writes fail for lack of space, starting with the write of that number."""
     done, write = [], os.pwrite
 
     def pwrite(fd, data, at):

@@ -17,7 +17,7 @@ def sized(*indices, size=10):
         ([], 0, 0, 10, EvictionPlan(fits=True)),
         ([], 0, 0, 9, EvictionPlan(fits=False)),
         ([1, 2, 3], 0, 4, 40, EvictionPlan(fits=True)),
-        ([1, 2, 3, 8], 4, 9, 40, EvictionPlan(fits=True, evict=(1, 2, 3))),  # all that lies behind, at once
+        ([1, 2, 3, 8], 4, 9, 40, EvictionPlan(fits=True, evict=(1, 2, 3))),  # everything behind the cursor, at once
         ([4, 5, 6, 9], 4, 7, 40, EvictionPlan(fits=True, evict=(9,))),  # then the farthest ahead
         ([4, 5, 6, 7], 4, 8, 40, EvictionPlan(fits=False)),  # no batch is evicted for one that is needed later
         ([1, 4, 5, 6], 4, 8, 40, EvictionPlan(fits=True, evict=(1,))),

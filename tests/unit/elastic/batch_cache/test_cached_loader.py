@@ -188,7 +188,7 @@ def test_the_checkpoint_before_the_last_is_committed(cache, tmp_path):
             loader.state_dict()
     with BatchCache("job", fingerprint="f", directory=tmp_path / "prepared", max_bytes=size) as small:
         small.get(99, prepare)
-        assert small.cached_indices() == list(range(12))  # no room for it even when all that lies behind went
+        assert small.cached_indices() == list(range(12))  # no space even after everything behind the cursor is evicted
     with BatchCache("job", fingerprint="f", directory=tmp_path / "prepared", max_bytes=8 * size) as small:
         small.get(12, prepare)
         assert small.cached_indices() == [5, 6, 7, 8, 9, 10, 11, 12]

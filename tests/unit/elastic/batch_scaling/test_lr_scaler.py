@@ -74,7 +74,7 @@ OPTIMIZERS = {
 
 
 class Run:
-    """A small model in two parameter groups; says with which numbers each step was made."""
+    """A small model in two parameter groups that records the numbers of each step."""
 
     def __init__(self, optimizer="SGD", scheduler="none", rule=None, batch=128, world=8, rewarm=None):
         torch.manual_seed(7)
@@ -100,7 +100,7 @@ class Run:
             parameter.grad = (parameter.detach() + number).sin()
         self.optimizer.step()
         if isinstance(self.scheduler, torch_schedulers.ReduceLROnPlateau):
-            self.scheduler.step(5.0 - min(number, 6))  # gets better for a while, and then no more
+            self.scheduler.step(5.0 - min(number, 6))  # improves for a while, then stops
         elif self.scheduler is not None:
             self.scheduler.step()
 
@@ -110,7 +110,7 @@ class Run:
         return self
 
     def state(self):
-        """As a checkpoint has it: through bytes, without pickled objects."""
+        """Pass the state through bytes without pickled objects, like a checkpoint."""
         parts = {"model": self.model, "optimizer": self.optimizer, "scheduler": self.scheduler, "rate": self.rate}
         file = io.BytesIO()
         torch.save({name: part.state_dict() for name, part in parts.items() if part is not None}, file)
@@ -252,7 +252,7 @@ def test_a_table_follows_the_world():
 
 
 def test_adam_for_another_batch_is_the_adam_of_the_rule():
-    """Bit for bit the optimizer that is made with the numbers the rule gives."""
+    """The optimizer equals, bit for bit, one created with the rule's numbers."""
     betas = scaled_beta("beta1", 0.9, 4), scaled_beta("beta2", 0.95, 4)
     run = Run("AdamW", rule=AdamSqrtLRRule(128), batch=512)
     own = Run("AdamW")
@@ -435,7 +435,7 @@ def test_scheduler_in_a_step_hook_sees_its_own_rate():
 
 
 def test_torch_making_an_optimizers_state_is_no_step():
-    """``torch.distributed.checkpoint`` does that by a step with a learning rate of 0, before it loads."""
+    """``torch.distributed.checkpoint`` creates the state by a step with a learning rate of 0."""
     old = Run("AdamW", rule=LinearLRRule(128), rewarm=Rewarmup(3)).train(0, 2)
     old.rate.resize(256, 8)
     old.train(2, 3)

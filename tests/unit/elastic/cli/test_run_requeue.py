@@ -29,7 +29,7 @@ ALL, LOST = ("n1", "n2", "n3"), ("n2", "n3")
         (ALL, ExitCode.OK, True, []),
         (ALL, ExitCode.JOB_FAILED, True, []),
         (LOST, ExitCode.JOB_FAILED, False, ["n2"]),
-        ((), ExitCode.JOB_FAILED, False, []),  # Slurm does not say
+        ((), ExitCode.JOB_FAILED, False, []),  # Slurm does not report it
         (LOST, ExitCode.REFUSED, False, []),
     ],
 )

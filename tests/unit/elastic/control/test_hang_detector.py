@@ -36,7 +36,7 @@ def both(one, other):
 
 
 def moving(at, *, pace=None, began=0.0):
-    """A world whose first rank has got to step 4 by ``at``."""
+    """Return a world whose first rank reached step 4 by ``at``."""
     movement = HangDetector(began, pace)
     movement.observe(report("n0", 3, 3), report("n0", 4, 4), at)
     return movement

@@ -32,7 +32,7 @@ replace = msgspec.structs.replace
 
 
 class Store:
-    """A record that changes only for who has read it as it is."""
+    """A record that changes only for a writer that has read its current version."""
 
     def __init__(self) -> None:
         self.record: LeaderRecord | None = None
@@ -47,7 +47,7 @@ class Store:
 
 @dataclass
 class Player:
-    """A candidate and the way between it and the store."""
+    """A candidate and its connection to the store."""
 
     election: LeaderElection
     store: Store
@@ -84,7 +84,7 @@ def player(store: Store, me: str, *, terms: Callable[[], int] | None = None, **m
 
 
 def lead(one: Player, now: float) -> float:
-    """Until it leads; the time then."""
+    """Run until the candidate leads, and return the time."""
     for _ in range(100):
         one.turn(now)
         if one.election.acts(now + one.offset_s):
@@ -200,7 +200,7 @@ def test_deleted_record_is_recreated_at_once_only_by_its_holder():
 
 
 def test_leader_that_saw_a_higher_term_steps_down_and_leads_above_it():
-    """A record that was deleted and made again by a newcomer, whose clock is far behind."""
+    """A newcomer with a late clock created the deleted record again."""
     store = Store()
     one = player(store, "b", terms=lambda: 1)
     now = lead(one, 0.0)

@@ -11,7 +11,7 @@ from tests.support.example_counts import examples
 
 
 class Hand:
-    """A clock that is set by hand."""
+    """A clock that the test sets."""
 
     def __init__(self, now: float = 1000.0) -> None:
         self.now = now

@@ -31,14 +31,14 @@ STOP = ControlNotice(0, NoticeKind.STOP, "enough")
 
 @contextlib.contextmanager
 def supervised(tmp_path, over):
-    """A rank in a world, whose supervisor answers that it has sealed with the end of the job."""
+    """A rank in a world, whose supervisor acknowledges its seal together with the end of the job."""
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as door:
         door.bind(str(tmp_path / "door"))
         door.listen()
 
         def answer():
             line, _ = door.accept()
-            with line, contextlib.suppress(BrokenPipeError):  # the rank has gone, and waits for no answer
+            with line, contextlib.suppress(BrokenPipeError):  # the rank has exited and waits for no answer
                 assert message_codec.receive_frame(line, RankHello).token == "token"
                 while (
                     says := message_codec.receive_frame(line, RankStatus, limit_bytes=MAX_RANK_MESSAGE_BYTES)

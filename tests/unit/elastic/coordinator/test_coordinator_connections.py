@@ -20,7 +20,7 @@ LARGE = WorldSpec(1, tuple(f"node-{place:0100d}" for place in range(MAX_NODES)),
 
 @pytest.fixture
 def line():
-    """A connection, and its other side."""
+    """A connection and its other end."""
     ours, theirs = socket.socketpair()
     connections = NodeConnections()
     connection = NodeConnection(ours, "there", "n0", CoordinatorCodec(NodeStatus(1, "n0", 1, 1)))

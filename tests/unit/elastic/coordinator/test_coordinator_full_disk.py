@@ -1,4 +1,4 @@
-"""A disk that is full costs what would have been written to it, and not the job."""
+"""A full disk costs the record that needed it, but not the job."""
 
 from __future__ import annotations
 

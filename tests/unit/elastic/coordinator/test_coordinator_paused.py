@@ -73,7 +73,7 @@ def two_nodes(**limits: float) -> Iterator[tuple[Coordinator, Hand, list[Node]]]
 
 
 def run(coordinator: Coordinator, hand: Hand, seconds: float) -> None:
-    """Time passes in which it does run."""
+    """Advance the time while the coordinator runs."""
     for _ in range(int(seconds / 0.5)):
         hand.now += 0.5
         coordinator._run_once()

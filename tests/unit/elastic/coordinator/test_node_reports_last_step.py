@@ -22,7 +22,7 @@ def test_step_is_committed_when_all_ranks_sealed_it():
         state.update(report)
         whole.observe(state)
 
-    said(says(7, 9))  # the other node has not said anything
+    said(says(7, 9))  # the other node has not reported yet
     said(says(8, None, node="n8"))
     assert whole.step == -1
     said(says(8, 0, node="n8"))

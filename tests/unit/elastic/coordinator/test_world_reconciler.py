@@ -82,7 +82,7 @@ def run_without(table, silent, seconds):
 
 
 def alone(table):
-    """The one node that has ranks once the job was resized to one node."""
+    """Return the one node with ranks after the job was resized to one node."""
     table.run_without_faults(15)
     table.resize(1)
     table.run_without_faults(30)
@@ -208,7 +208,7 @@ def test_every_lost_rank_is_replaced_by_a_warm_spare():
 
 
 def test_used_spare_is_replaced_after_the_ranks_resume():
-    """Starting and importing takes the cores that the ranks need to come back."""
+    """Starting and importing use the cores that the ranks need to return."""
     table = ControlSimulation(1, nproc=2, spares=1)
     table.run_without_faults(15)
     seats, before = table.nodes["n0"].seats, table.desk.snapshot().world.epoch
@@ -316,7 +316,7 @@ def lost_supervisor(told_before):
     desk.connection_lost("n1", life, table.now)
     if not told_before:
         desk.tick(table.now)
-        assert desk.snapshot().broken_reason is None  # it may come back
+        assert desk.snapshot().broken_reason is None  # it may return
         desk.handle_request(SupervisorExited("n1"), table.now)
     desk.tick(table.now)
     return table
@@ -363,7 +363,7 @@ def test_drained_node_may_rejoin_after_its_clock_went_back():
     table.desk.handle_request(DrainRequest(("n1",), 20.0, "its machine goes"), table.now)
     table.run_without_faults(5)
     assert "n1" not in table.nodes
-    table._lives = itertools.chain([0], table._lives)  # an hour ago, by the clock that it has now
+    table._lives = itertools.chain([0], table._lives)  # an hour ago by its current clock
     table.nodes["n1"] = SimulatedNode(table, "n1", table.nproc, table.spares)
     table.run_without_faults(60)
     assert set(table.desk.snapshot().world_spec.ranked_nodes) == {"n0", "n1"}

@@ -25,7 +25,7 @@ def world_epochs(table: ControlSimulation) -> list[int]:
 
 def test_each_world_has_epochs_above_those_of_the_world_before():
     table = ControlSimulation(3)
-    table.clock_offset_s = -table.now  # a clock that stands at the beginning of time
+    table.clock_offset_s = -table.now  # a clock at the epoch
     for loss in (table.lose_rank, table.lose_rank, table.resize):
         table.run_without_faults(20)
         loss(1)
@@ -190,7 +190,7 @@ class History(RuleBasedStateMachine):
 
     @invariant()
     def incarnations_are_one_sequence(self):
-        by_world = sorted(self.incarnations, key=lambda one: one[0])  # a world that was cut off may save later
+        by_world = sorted(self.incarnations, key=lambda one: one[0])  # a world without a connection may save later
         numbers = [number for _, number, _ in by_world]
         assert len(set(numbers)) == len(numbers), f"two incarnations share a number: {self.incarnations}"
         assert numbers == sorted(numbers), f"a later incarnation has the smaller number: {self.incarnations}"

@@ -8,7 +8,7 @@ from tests.support.control_simulation import ControlSimulation, SimulatedRank
 
 
 def rank_of(table: ControlSimulation, node: str, *, spare: bool = False) -> SimulatedRank:
-    """The first one of this node, or its spare."""
+    """Return the first rank of this node, or its spare."""
     found = table.nodes[node]
     processes = [one for one in found.seats.processes.values() if (one.local_rank is None) == spare]
     return found.ranks[processes[0].token]

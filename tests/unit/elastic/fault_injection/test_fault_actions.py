@@ -65,7 +65,7 @@ def test_process_holding_the_gil_handles_no_signal():
 
 
 def has(pid: int, field: str, number: int) -> bool:
-    """Whether a process has a signal blocked, or waiting."""
+    """Return whether a process has a signal blocked or pending."""
     lines = Path(f"/proc/{pid}/status").read_text().splitlines()
     return bool(int(next(line for line in lines if line.startswith(f"{field}:")).split()[1], 16) & 1 << (number - 1))
 

@@ -1,4 +1,4 @@
-"""A rank's injector: what happens at which rank, at which moment, and that it happens once."""
+"""A rank's injector: faults at the right rank and moment, each only once."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from tests.support.injections import injected_faults
 
 @dataclass
 class Somewhere:
-    """As much of a world as the injector asks for."""
+    """The part of a world that the injector uses."""
 
     rank: int = 0
     local_rank: int = 0
@@ -32,7 +32,7 @@ def injector_of(tmp_path, faults: FaultPlan, world: Somewhere, *, node="n0", cut
 
 
 def steps_done(injector, world, phase, steps):
-    """In which of these steps something happened."""
+    """Return the steps in which a fault was injected."""
     found = []
     for world.step in steps:
         try:

@@ -15,7 +15,7 @@ def guard():
 
 
 def test_a_call_that_was_left_is_not_ended_any_more(guard):
-    """Two are late at the same look; while the first is ended the second one is left."""
+    """Two calls are late at one check; the second returns while the first is ended."""
     begun, left, ended = threading.Event(), threading.Event(), []
     both_in = threading.Barrier(2)
 

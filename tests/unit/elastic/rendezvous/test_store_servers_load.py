@@ -1,4 +1,4 @@
-"""How much the busiest member does, from 2 to 10,000 of them."""
+"""The load of the busiest member, for 2 to 10,000 members."""
 
 from __future__ import annotations
 

@@ -46,12 +46,12 @@ LAYOUTS = {
 
 
 def _side(world):
-    """The largest divisor that is at most 8: as many ranks as a node has."""
+    """Return the largest divisor of at most 8: the number of ranks of a node."""
     return max(size for size in range(1, 9) if world % size == 0)
 
 
 def boxes(layout, world, shape):
-    """Every rank's boxes."""
+    """Return the boxes of every rank."""
     mesh, placements = LAYOUTS[layout](world)
     coordinates = itertools.product(*map(range, mesh))
     return [[there for _, there in boxes_from_runs(shard_runs("w", shape, mesh, c, placements))] for c in coordinates]

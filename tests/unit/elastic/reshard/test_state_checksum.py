@@ -36,7 +36,7 @@ NAME = "model.layer.0.weight"
 
 
 def bits(dtype, shape, seed=0):
-    """Every bit pattern, NaNs with payloads and negative zeros among them."""
+    """Return random bit patterns, including NaNs with payloads and negative zeros."""
     generator = torch.Generator().manual_seed(seed)
     count = torch.Size(shape).numel() * dtype.itemsize
     data = torch.randint(0, 256, (count,), dtype=torch.uint8, generator=generator)
@@ -60,7 +60,7 @@ def mix(x):
 
 
 def weight(name, number):
-    """The definition of docs/explanation/resharding.md, in whole numbers."""
+    """Compute the definition of docs/explanation/resharding.md in integers."""
     high, low = divmod(number, 8192)
     golden, seed = 0x9E3779B97F4A7C15, name_seed(name)
     t, u = mix(low * golden + 0x243F6A8885A308D3) | 1, mix(low * golden + 0x13198A2E03707344)
@@ -181,7 +181,7 @@ def test_swapped_elements_are_seen(dtype, data):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.complex64])
 def test_two_flipped_signs_do_not_cancel(dtype):
-    """With one 64-bit word an element they always would: 2**63 times an odd number, twice, is 0."""
+    """With one 64-bit word per element they always would: twice an odd multiple of 2**63 is 0."""
     tensor = torch.arange(1, 101).to(dtype)
     changed = tensor.clone()
     changed[3], changed[60] = -changed[3], -changed[60]

@@ -48,14 +48,14 @@ def loader(shares, dataset=None, num_workers=0, **options):
 
 
 def read(step):
-    """All of a step, committed."""
+    """Return all samples of a step, and commit it."""
     found = torch.cat([batch.data for batch in step]).tolist() if len(step) else []
     step.commit()
     return found
 
 
 class Job:
-    """A job that any number of ranks do together; each has its loader, and all of them what one did."""
+    """A job of any number of ranks, each with its own loader."""
 
     def __init__(self, batch, microbatch, **options):
         self.batch, self.microbatch, self.options = batch, microbatch, options
@@ -68,7 +68,7 @@ class Job:
         return [even_share(self.batch, self.microbatch, rank, world) for rank in range(world)]
 
     def start(self, world, state=None):
-        """New processes."""
+        """Start new processes."""
         self.close()
         self.ranks = [loader(share, **self.options) for share in self.shares(world)]
         for rank in self.ranks:
@@ -109,7 +109,7 @@ class Job:
         return True
 
     def crash_within(self):
-        """Some ranks have begun a step, one has read of it."""
+        """Begin a step on some ranks; one of them has read a sample of it."""
         for number, rank in enumerate(self.ranks):
             step = next(rank, None)
             if step is not None and number % 2 == 0:
@@ -181,7 +181,7 @@ def undisturbed(job, steps):
 
 
 def check(job):
-    """Each sample once, in the order of a job of one rank without faults, with the same random numbers."""
+    """Check that each sample occurs once, in the order and with the numbers of a fault-free run."""
     committed = job.committed()
     assert committed == undisturbed(job, len(committed))
     course = job.ranks[0].schedule
@@ -552,7 +552,7 @@ def test_unused_loader_starts_no_workers():
 
 
 def test_journals_of_two_worlds(tmp_path):
-    """The last step of the first world was begun, and is done again by another."""
+    """The last step of the first world had begun, and another world repeats it."""
     files = []
     for world, ranks, place, steps in [(1, 3, DataPosition(0, 0), 5), (2, 2, DataPosition(4, 24), 4)]:
         for rank in range(ranks):

@@ -11,7 +11,7 @@ DROPPING = SampleSchedule(SampleOrder(10, 3), 4, "drop")
 
 
 def batch(step, course=COURSE):
-    """Epochs and indices of a step."""
+    """Return the epochs and indices of a step."""
     stretch = course.batch_at(course.position_after_steps(step).cursor)
     order = course.order
     return order.epochs(stretch.first, stretch.size), order.indices(stretch.first, stretch.size)

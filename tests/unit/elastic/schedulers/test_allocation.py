@@ -52,7 +52,7 @@ def brief(one):
 PORT = 20_000 + 12 * 8
 
 PLACES = [
-    # nothing says anything
+    # no information at all
     ({}, {}, ("1", 1, "", "", True)),
     ({}, {"nnodes": "2:4", "nproc": 2, "node": "a"}, ("2:4", 2, "a", "", True)),
     ({}, {"coordinator": "h:1"}, ("1", 1, "", "h:1", False)),
@@ -71,7 +71,7 @@ PLACES = [
     (step(nodes="n1", count=1), {}, ("1", 1, "n1", "", True)),
     (step(nodes="n1", count=1), {"simulated": 4, "nnodes": "1:4"}, ("1:4", 1, "", "", True)),
     (step(nodes="n1", count=1), {"nnodes": "2", "coordinator": "h:1"}, ("2", 1, "n1", "h:1", False)),
-    # where the coordinator is, said as an option
+    # the coordinator's address as an option
     (step("n2"), {"coordinator": ":7"}, ("3", 1, "n2", "n1:7", False)),
     (step("n2"), {"coordinator": "n2:7"}, ("3", 1, "n2", "n2:7", True)),
     (step("n2"), {"coordinator": "n2.cluster.example:7"}, ("3", 1, "n2", "n2.cluster.example:7", True)),

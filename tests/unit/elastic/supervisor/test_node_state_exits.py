@@ -13,7 +13,7 @@ from tests.support.control_simulation import ControlSimulation
 
 
 def exits(table: ControlSimulation, name: str, status: int) -> None:
-    """The first process of a node ends before it has connected."""
+    """End the first process of a node before it has connected."""
     node = table.nodes[name]
     token = next(iter(node.ranks))
     del node.ranks[token]

@@ -96,11 +96,11 @@ def test_unresponsive_device_is_unhealthy():
     with pytest.raises(UnhealthyProcessError, match="the device is broken: division"):
         run_within(PATIENCE_S, lambda: 1 / 0, "the device")
     run_within(PATIENCE_S, lambda: None, "the device")
-    DeviceHealthCheck()()  # nothing has used one
+    DeviceHealthCheck()()  # no test has used one
 
 
 def test_health_check_uses_the_device_of_the_rank():
-    """The current device is a thread's own, and a new thread's is the first one."""
+    """The current device belongs to a thread, and a new thread starts with the first device."""
 
     class Two(CpuBackend):
         def __init__(self):
@@ -200,7 +200,7 @@ def test_a_process_that_cannot_be_warmed_up_ends():
 
 
 def test_completed_device_work_is_queried_before_the_abort():
-    """Their work ends with the abort, and then it is too late to ask."""
+    """Their work ends with the abort, after which no state can be queried."""
     aborted = []
 
     class Work:

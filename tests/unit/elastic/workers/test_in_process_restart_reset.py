@@ -1,4 +1,4 @@
-"""A process that was one rank and is another one later must not be taken for the first."""
+"""A process that becomes another rank must not be taken for its earlier rank."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def test_a_rank_saves_its_own_rows_in_every_world():
 
 
 def test_dtensor_cache_is_stale_without_a_reset():
-    """Should this fail one day, torch has learned it, and there is less to forget."""
+    """If this fails, torch clears the cache itself, and this project can drop its own code."""
     reset_process_state()
     assert rows_of(3) == [6] * 4
     assert rows_of(1) != [2] * 4

@@ -69,7 +69,7 @@ def train_to(total, **options):
 
 
 def long_form(total):
-    """The same with the parts that Loop composes."""
+    """The same training with the parts that ``Loop`` composes."""
     model = make_model()
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.02)
     plan = BatchPlan(6, 1, microbatch=2)

@@ -12,7 +12,7 @@ SHORT = HangTimeouts(step_s=30.0, first_s=100.0, silent_s=20.0)
 
 
 class CountedStore:
-    """Holds what is written, and counts requests and keys."""
+    """A store that counts requests and keys."""
 
     def __init__(self, size: int) -> None:
         self.keys = [f"beat/{rank}" for rank in range(size)]
@@ -34,7 +34,7 @@ class CountedStore:
 
 
 class World:
-    """Ranks that beat once a second, but for those that are stopped."""
+    """Ranks that send a heartbeat once a second, except stopped ranks."""
 
     def __init__(self, size: int, limits: HangTimeouts = SHORT) -> None:
         self.store = CountedStore(size)

@@ -1,4 +1,4 @@
-"""A world that ends while its ranks still meet leaves nothing that the next one could stumble over."""
+"""A world that ends while its ranks still meet leaves nothing that affects the next one."""
 
 from __future__ import annotations
 
@@ -83,7 +83,7 @@ def asked_on_the_way_in_only(cutting, ask):
 
 
 def is_connected(store) -> bool:
-    """Whether a client of this process has a connection to the store by now, and waits there."""
+    """Return whether a client of this process waits in a connection to the store."""
     remote = parse_store_address(store)
     numbers = [int(entry.name) for entry in Path("/proc/self/fd").iterdir()]
     return any(leads_to(number, remote) for number in numbers)

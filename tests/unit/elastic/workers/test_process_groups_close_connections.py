@@ -108,7 +108,7 @@ def test_gloo_loop_in_another_call_is_not_taken_for_polling():
 
 @pytest.fixture
 def python_poll(stranger):
-    """A Python thread that waits in epoll for a connection that has nothing to do with gloo."""
+    """A Python thread that waits in epoll for a connection unrelated to gloo."""
     with select.epoll() as poll:
         poll.register(stranger[1], select.EPOLLIN)
         thread = threading.Thread(target=poll.poll)
@@ -137,7 +137,7 @@ def test_gloo_loops_without_a_name_are_cut_and_python_threads_are_not(python_pol
     for task in process_groups._tasks():
         (task / "comm").write_text(own)
     assert process_groups._tasks() == []
-    assert close_gloo_connections()  # one end at least: the other loop sees it, and closes its own
+    assert close_gloo_connections()  # at least one end: the other loop sees it and closes its own
     with pytest.raises(RuntimeError):
         work.wait()
     assert works(stranger)

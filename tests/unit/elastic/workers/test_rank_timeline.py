@@ -28,7 +28,7 @@ SUPERVISED = {SOCKET_VARIABLE: "/somewhere", TOKEN_VARIABLE: "t", "ELASTIC_NODE"
 
 
 class Written:
-    """A ledger that keeps what is written."""
+    """An event log that retains the events in memory."""
 
     def __init__(self) -> None:
         self.position = RunPosition()
@@ -46,7 +46,7 @@ class Written:
 
 @pytest.fixture
 def ledger(monkeypatch):
-    """Every look at a clock is a second later than the one before."""
+    """Make each reading of a clock one second later than the previous one."""
     seconds = iter(range(1000, 10_000))
     monkeypatch.setattr(module.time, "time", lambda: float(next(seconds)))
     monkeypatch.setattr(module, "own_start_time", lambda: 990.0)

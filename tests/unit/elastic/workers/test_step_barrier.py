@@ -16,7 +16,7 @@ from tests.support.control_planes import PATIENCE_S, start_all, wait_all_assigne
 
 
 class Lockstep:
-    """Ranks that meet in a collective in every step, so that none is further than one step from any other."""
+    """Ranks that meet in a collective in every step, so that none is more than one step ahead."""
 
     def __init__(self, size, steps):
         self.plane = InMemoryCoordinator(size)
@@ -26,7 +26,7 @@ class Lockstep:
         self.steps = steps
 
     def train(self, number, act):
-        """How many steps were completed, and how it ended; ``act`` runs inside every step."""
+        """Return the number of completed steps and the end; ``act`` runs inside every step."""
         gate, completed = self.gates[number], 0
         while completed < self.steps:
             way = gate.pass_boundary(completed)

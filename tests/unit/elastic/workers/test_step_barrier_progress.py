@@ -27,7 +27,7 @@ def world(seat):
 
 
 def test_progress_before_the_first_step_is_no_step(seat, world):
-    """It compiles, restores, and looks at what it has; a step takes ten minutes at the most, this an hour."""
+    """The rank compiles, restores and evaluates: a step has a limit of ten minutes, this an hour."""
     with world.pause_watchdog():
         assert seat.last_progress == RankProgress(-1, idle=True)
     assert seat.last_progress == RankProgress(-1)

@@ -38,7 +38,7 @@ def server():
 
 @pytest.fixture
 def start(server):
-    """Starts the processes of one attempt: all of them, as a launcher does."""
+    """Start all processes of one attempt, like a launcher."""
     with contextlib.ExitStack() as stack:
 
         def planes(size):
@@ -411,7 +411,7 @@ def test_malformed_event_breaks_the_world(start):
 
 
 def _hangs(say, port, leaves):
-    """A world of one whose rank does no step."""
+    """Run a world of one whose rank does no step."""
     limits = HangTimeouts(step_s=0.3, first_s=0.3)
     place = RankAssignment(0, 0, 1, 0, 1, 0, 1, "n:1")
     plane = StoreControlPlane(lambda: connect_store("127.0.0.1", port), place, limits=limits, beat_s=0.05, leave_s=0.3)

@@ -120,7 +120,7 @@ def test_resized_world_restores_the_sealed_step_despite_a_later_branch():
 
 
 def test_same_step_of_another_incarnation_is_not_restored():
-    """It has the same number."""
+    """The other incarnation's step has the same number."""
 
     def save_again(other):
         state = {"step": torch.tensor(0)}

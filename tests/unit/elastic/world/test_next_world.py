@@ -191,7 +191,7 @@ def test_node_without_a_world_shared_with_the_newest_is_not_awaited():
     job.send_event(rank_lost("d"))
     job.send_event(rank_lost("e"))
     job.node_joins("f")
-    job.rank_ready("b")  # its last world was that with c
+    job.rank_ready("b")  # its last world was the one with c
     assert job.world.phase is not WorldPhase.RUNNING
     job.rank_ready("e")
     assert "e" in job.action_of(FormWorld).nodes

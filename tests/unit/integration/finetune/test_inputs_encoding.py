@@ -14,7 +14,7 @@ BEGIN, END, VOCABULARY = 1, 2, 32
 
 
 class Letters:
-    """A tokenizer: each letter is its place in the alphabet, and 2 more."""
+    """A tokenizer that maps each letter to its place in the alphabet plus 2."""
 
     def __init__(self, ends: bool = False, end: int | None = END) -> None:
         self.eos_token_id, self._ends = end, ends
@@ -96,7 +96,7 @@ def test_unusable_line_is_named(line, named):
 
 
 class Wide(Letters):
-    """One with more words than the model."""
+    """A tokenizer with more words than the model."""
 
     def __call__(self, text, add_special_tokens, verbose):
         return {"input_ids": [VOCABULARY]}

@@ -1,4 +1,4 @@
-"""The launcher, with an agent whose parser meets a torch that has an option of the same name."""
+"""The launcher with an agent whose parser conflicts with an option of the same name in torch."""
 
 from __future__ import annotations
 

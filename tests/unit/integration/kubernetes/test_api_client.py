@@ -23,7 +23,7 @@ from tests.support.kube_objects import job_object, pod_object
 
 
 class Told:
-    """Answers with ``status`` and ``body``; a status of 0 hangs up."""
+    """A server that answers with ``status`` and ``body``; a status of 0 closes the connection."""
 
     def __init__(self) -> None:
         self.status, self.body = 200, "{}"

@@ -155,7 +155,7 @@ def test_broken_watch_falls_back_to_few_lists(running: Running) -> None:
     running.create("llama")
     running.until(lambda: running.runs("llama"), "it runs")
     for _ in range(1000):
-        running.api.fail("GET", "/api/v1/pods", 500)  # of all namespaces: the watch's
+        running.api.fail("GET", "/api/v1/pods", 500)  # of the watch over all namespaces
     running.api.cut_watches()
     lost = running.state("llama").members[0]
     running.api.remove("pods", lost)
@@ -196,7 +196,7 @@ def test_writes_that_fail_are_made_up_for(running: Running, code: int, after: bo
 
 
 def test_newer_job_status_is_used_only_with_its_pods(api: FakeApiServer) -> None:
-    """Another controller has given a rank to a pod that this one's watch has not said anything of yet."""
+    """Another controller assigned a rank to a pod that this controller's watch has not reported."""
     job = job_object("llama")
     job["metadata"] = {"name": "llama", "namespace": "default"}
     first = api.put("hyperpodpytorchjobs", job)

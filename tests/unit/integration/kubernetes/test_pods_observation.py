@@ -1,4 +1,4 @@
-"""A job as its operator sees it, and the pods that are missing from it."""
+"""A job as its operator sees it, and its missing pods."""
 
 from __future__ import annotations
 

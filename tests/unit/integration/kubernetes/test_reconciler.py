@@ -1,4 +1,4 @@
-"""Jobs from creation to their end, pass by pass, with controllers that are killed at any write."""
+"""Jobs from creation to completion, pass by pass, with controllers killed at any write."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ ELASTIC = {
 
 
 class Story:
-    """A cluster, and a controller that has no memory: each pass is another one's."""
+    """A cluster and a controller without memory: a new controller runs each pass."""
 
     def __init__(self, nodes: int = 4, **spec: Any) -> None:
         self.kube = FakeKubernetes(job_object(**spec), nodes=nodes)
@@ -231,7 +231,7 @@ def test_refused_pods_are_retried_with_backoff():
 
 
 def test_decision_on_a_stale_state_has_no_effect():
-    """A controller that is held up for a while must not start agents as it had once meant to."""
+    """A controller that was delayed must not start agents according to its old decision."""
     story = Story()
     story.until(lambda: story.phase is JobPhase.STARTING)
     old = story.kube.get_job("default", "llama")

@@ -25,7 +25,7 @@ QUEUE = {"kueue.x-k8s.io/queue-name": "team-a"}
 
 
 class Waiting:
-    """A job in a queue. Each pass is another controller's."""
+    """A job in a queue. A new controller runs each pass."""
 
     def __init__(self, *, quota: int = 0, labels: dict[str, str] | None = None, nodes: int = 5, **spec: Any) -> None:
         job = job_object(**{"replicaSpecs": [WORKERS], "elasticPolicy": POLICY, **spec})

@@ -1,4 +1,4 @@
-"""Metadata of AWS's library: believed when it fits together, refused when it does not."""
+"""Metadata of AWS's library: consistent metadata is accepted, any other is refused."""
 
 import copy
 import io
@@ -166,7 +166,7 @@ def test_inconsistent_metadata_is_damage(what):
 
 
 def test_a_shape_in_itself_is_not_walked_forever():
-    """One huge list of chunks, named a thousand times: a few bytes that would take hours."""
+    """One huge list of chunks, named a thousand times: a few bytes that would take hours to read."""
     chunk = ChunkStorageMetadata(torch.Size((0,)), torch.Size((1,)))
     many = TensorStorageMetadata(TensorProperties(dtype=torch.float32), torch.Size((1,)), [chunk] * (1 << 15))
     described = {f"w{number}": many for number in range(600)}

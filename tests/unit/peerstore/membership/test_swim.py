@@ -43,7 +43,7 @@ def view(
 
 
 def periods(member: SwimMembership, count: int, *, start: float, answers=frozenset()) -> float:
-    """``count`` periods in which only ``answers`` answer. The time after them."""
+    """Run ``count`` periods in which only ``answers`` answer, and return the time after them."""
     for _ in range(count):
         for ping in member.tick(start):
             if ping.node.id in answers:
@@ -161,7 +161,7 @@ def test_unresponsive_node_reached_through_helpers_stays_alive():
         for one in asked:
             member.indirect_ack(second + 0.5, one.node)
     assert (member.state_of(N2.id), member.has_quorum) == (ALIVE, True)
-    # Once the others do not reach it either it is suspected as before.
+    # If the others cannot reach it either, it is suspected as before.
     periods(member, 4, start=12.0, answers={N3.id, N4.id, N5.id})
     assert member.state_of(N2.id) is SUSPECT
 
@@ -202,7 +202,7 @@ def test_death_report_of_a_silent_node_is_accepted():
     member.receive_gossip(1.0, N5.id, says(lives(N5)))
     member.receive_gossip(
         5.5, N4.id, says(MemberUpdate(N5, 1, DEAD))
-    )  # which has been silent for longer than three pings take
+    )  # it has been silent for longer than three pings take
     assert member.state_of(N5.id) is DEAD
 
 
@@ -220,7 +220,7 @@ def test_unrefuted_suspicion_becomes_death():
 
 @given(st.data())
 def test_node_that_answers_every_ping_is_never_dead(data):
-    """They may repeat what is long refuted, and say of its present life that it is over."""
+    """Reports may repeat refuted news and call the node's current life dead."""
     member, other = view(sees=[N2, N3, N4, N5]), view(N3, number=data.draw(st.integers(1, 9)))
     for second in range(20):
         now = float(second)
@@ -282,7 +282,7 @@ def test_restarted_node_with_a_slower_clock_wins():
 
 
 def test_bad_path_is_not_suspected_repeatedly():
-    """Others reach n2 and refute for it; this node does not. It learns that the path is bad."""
+    """Other nodes reach n2 and refute for it; this node does not, and learns that the path is bad."""
     member = view(roster=member_list(1, [N1, N2, N3]), sees=[N2, N3])
     accusations, number, now = 0, 1, 0.0
     for _ in range(300):
@@ -442,7 +442,7 @@ def test_quorum_is_explained():
 
 
 def test_node_cut_off_from_a_thousand_loses_quorum_within_seconds():
-    """It cannot ask them all in that time; a few at random are enough to know that its beliefs are old."""
+    """It cannot query all nodes in time; a few random ones show that its beliefs are old."""
     everybody = peer_nodes(1000)
     member = view(everybody[0], member_list(1, everybody), sees=everybody)
     now = periods(member, 20, start=0.0, answers={one.id for one in everybody})
@@ -465,7 +465,7 @@ def test_clock_jump_declares_no_node_dead(leap_s):
     member.tick(now)
     assert [member.state_of(one.id) for one in FIVE.nodes] == [ALIVE, ALIVE, ALIVE, ALIVE, SUSPECT]
     periods(member, 3, start=now + 1, answers={N2.id, N3.id, N4.id})
-    assert member.state_of(N5.id) is SUSPECT  # it has its five seconds again
+    assert member.state_of(N5.id) is SUSPECT  # it gets its five seconds again
     periods(member, 3, start=now + 4, answers={N2.id, N3.id, N4.id})
     assert [member.state_of(one.id) for one in FIVE.nodes] == [ALIVE, ALIVE, ALIVE, ALIVE, DEAD]
 
@@ -481,7 +481,7 @@ def test_resumed_node_has_no_quorum_until_pings_succeed():
     periods(awake, 7, start=now, answers={one.id for one in FIVE.nodes})
     assert awake.has_quorum
     periods(asleep, 1, start=0.0)
-    for second in range(10):  # it is cut off: at no time does it believe what it believed an hour ago
+    for second in range(10):  # it is cut off: at no time does it trust its beliefs of an hour ago
         periods(asleep, 1, start=3600.0 + second)
         assert not asleep.has_quorum
 

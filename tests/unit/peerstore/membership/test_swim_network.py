@@ -1,6 +1,6 @@
-"""Many nodes that talk to each other over a network that does to messages what networks do.
+"""Many nodes on a network that delays, loses and cuts messages.
 
-Every failure names its seed; ``Network(..., seed)`` with the same calls is the same run again.
+Every failure names its seed; ``Network(..., seed)`` with the same calls repeats the run.
 """
 
 from __future__ import annotations
@@ -233,7 +233,7 @@ def test_node_without_a_member_list_gets_it_from_a_ping():
 
 
 def measure(count: int, periods: int) -> tuple[float, float]:
-    """Messages a node sends in a period: the mean, and the busiest node's."""
+    """Return the messages that a node sends in a period: the mean and the busiest node's."""
     net = GossipNetwork(peer_nodes(count), 1)
     net.run(6)
     net.messages.clear()
@@ -275,7 +275,7 @@ def test_four_hundred_nodes_notice_deaths_and_partitions_and_agree_again():
 
 
 class Lives(RuleBasedStateMachine):
-    """Anything happens to up to 60 nodes; when it stops, they agree."""
+    """Random faults hit up to 60 nodes; after the faults end, all nodes agree."""
 
     largest = 12
 

@@ -1,4 +1,4 @@
-"""A lost shard comes back bit for bit from the rest of its group, or not at all."""
+"""A lost shard is rebuilt bit for bit from the rest of its group, or not at all."""
 
 import contextlib
 import itertools
@@ -20,7 +20,7 @@ untimed = settings(deadline=None)  # a busy machine is not a failure
 
 
 def rebuilt(group, member, lost=None, chunks=None):
-    """``member``'s shard, from the nodes that are not ``lost``."""
+    """Return ``member``'s shard, rebuilt from all nodes except ``lost``."""
     lost = {member} if lost is None else lost
     found = decode_shard(
         member, group.parity_records(lost), group.shard_readers(lost), group.parity_readers(lost), chunks=chunks

@@ -18,7 +18,7 @@ def node(name):
 
 @contextlib.contextmanager
 def tending(now):
-    """Watches n0, n8 and n16, without a thread: time and messages come from the test."""
+    """A loop for n0, n8 and n16 without a thread: the test supplies time and messages."""
     with memory_store("1MiB") as store:
         network = MemoryNetwork()
         made = HeartbeatLoop(

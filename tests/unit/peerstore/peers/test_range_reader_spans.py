@@ -1,4 +1,4 @@
-"""Targets in a shard are joined and cut without a byte going astray."""
+"""Targets in a shard are joined and cut without losing a byte."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Where copies go: the promises of placement, for clusters of every size and shape."""
+"""Replica placement: its guarantees for clusters of every size and shape."""
 
 import math
 import random

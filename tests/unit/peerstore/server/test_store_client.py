@@ -1,4 +1,4 @@
-"""The client's connections: pooled while it is open, all closed when it is not."""
+"""The client's connections: pooled while the client is open, closed with it."""
 
 import contextlib
 import os
@@ -198,7 +198,7 @@ def test_agent_that_does_not_accept_costs_no_more_than_the_deadline(agent_of_nob
 
 @pytest.fixture
 def agent_of_nobody(tmp_path):
-    """It listens, and its line is full."""
+    """A server that listens with a full backlog."""
     path = tmp_path / "agent.sock"
     tmp_path.chmod(0o700)
     with contextlib.ExitStack() as open_sockets:

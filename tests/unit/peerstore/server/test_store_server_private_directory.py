@@ -37,7 +37,7 @@ def test_private_directory_keeps_existing_parents(anybody, tmp_path):
 
 
 def test_inaccessible_private_directory_is_opened_again(tmp_path):
-    """As after ``chmod 000``, which a superuser does not notice: only the mode tells."""
+    """A superuser does not notice ``chmod 000``: only the mode shows it."""
     job = tmp_path / "job"
     ensure_private_directory(job / "node")
     (job / "node").chmod(0)

@@ -35,7 +35,7 @@ class StoreLife(RuleBasedStateMachine):
         self.directory = Path("/dev/shm") / (process_prefix("peerstore") + uuid.uuid4().hex[:8])
         self.store = None
         self.patch = pytest.MonkeyPatch()
-        numbers = itertools.count(1 << 40)  # slots' names, so that a life can be lived again step by step
+        numbers = itertools.count(1 << 40)  # names of slots, so that a history can be replayed step by step
         self.patch.setattr(secrets, "randbits", lambda bits: next(numbers))
 
     @initialize()

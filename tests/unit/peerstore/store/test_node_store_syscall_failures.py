@@ -188,7 +188,7 @@ def story(directory, calls):
 
 
 def take_copy(agent, record):
-    """As another node has it brought."""
+    """Store a shard as another node sends it."""
     copy = record.__class__(COPIED, 2, record.size_bytes, record.chunk_bytes, record.checksums, b"", 1)
     lease = agent.asked(lambda: agent.store.begin_replica(copy, whole=True))
     written(agent.asked(lambda: agent.store.open_slot(lease.slot)), shard_content(record.key, SIZE))
@@ -196,7 +196,7 @@ def take_copy(agent, record):
 
 
 def lend(agent, record):
-    """As another node reads it."""
+    """Read a shard as another node does."""
 
     def lent():
         asked = ReadRanges(record.key, checksums.chunk_checksum(record.checksums), ((10, 20), (MIB, SIZE)))
@@ -247,7 +247,7 @@ def each_fails(calls, code):
 
 @pytest.mark.parametrize("code", CODES, ids=errno.errorcode.get)
 def test_failed_syscall_loses_no_data_and_the_retry_succeeds(made, code):
-    """Every place that calls fails here with one of the errors."""
+    """Each call site fails here with one of the errors."""
     places = list({(call.what, call.stack[:2]): call for call in made}.values())
     assert len(places) > 100
     each_fails(places[CODES.index(code) :: len(CODES)], code)

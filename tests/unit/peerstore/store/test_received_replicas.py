@@ -47,7 +47,7 @@ def test_damaged_part_of_the_replicated_version_gets_its_slot_back():
         records = [seal_own(store, version) for version in (0, 1, 2)]
         store.replicas.apply_decision("job", CommitDecision(replicated=records[1].key.version_id))
         store.report_damage(records[1].key, "a flipped bit")
-        seal_own(store, 3)  # takes the slot that came free
+        seal_own(store, 3)  # takes the freed slot
         with pytest.raises(ArenaBusyError):
             seal_own(store, 4)
         take_in(store, records[1])
@@ -131,7 +131,7 @@ def test_latest_resume_point_wins():
         again = ResumePoint(1, "a", 1, versions[3])
         store.jobs.incarnations.resume_from("job", versions[3])  # the next rank of this node
         assert store.jobs.versions("job").resume_point == again
-        store.jobs.incarnations.resume_from("job", versions[1])  # that one was not to be read after all
+        store.jobs.incarnations.resume_from("job", versions[1])  # that one could not be read after all
         assert store.jobs.versions("job").resume_point == ResumePoint(1, "a", 2, versions[1])
         store.jobs.incarnations.learn_resume_point("job", again)
         assert store.jobs.versions("job").resume_point == ResumePoint(1, "a", 2, versions[1])
@@ -139,7 +139,7 @@ def test_latest_resume_point_wins():
         assert store.jobs.versions("job").resume_point == ResumePoint(2, "b", 0, versions[1])
         store.jobs.incarnations.learn_resume_point(
             "job", ResumePoint(1, "a", 7, versions[2])
-        )  # a side that was cut off tried on its own
+        )  # a side that was cut off tried alone
         assert store.jobs.versions("job").resume_point == ResumePoint(2, "b", 0, versions[1])
 
 

@@ -1,4 +1,4 @@
-"""Decisions about slots, whatever the slots are."""
+"""Eviction decisions for any set of slots."""
 
 import dataclasses
 import math
@@ -66,7 +66,7 @@ def request(whole, *, job="job", part=0, size_bytes=10, limits=None, **fields):
 
 
 def given_up(decision, slots):
-    """The sealed slots that a decision costs."""
+    """Return the sealed slots that a decision evicts."""
     names = set(decision.drop) | ({decision.name} if isinstance(decision, ReuseSlot) else set())
     return [slot for slot in slots if slot.name in names and slot.use is SlotUse.SEALED]
 
@@ -258,7 +258,7 @@ def test_replicated_version_is_never_evicted(slots, whole, rollback_targets, lim
 
 
 def advised(refused):
-    """The budget that a refusal says is enough; ``None`` when it says none."""
+    """Return the budget that a refusal suggests, or ``None``."""
     said = re.search(r"raise the budget to .* \(([0-9]+) bytes\)", refused.reason)
     if said:
         assert f"`tieredckpt agent restart --budget {said[1]}`" in refused.reason
@@ -276,7 +276,7 @@ class Node:
         self.made = 0
 
     def run(self, versions):
-        """The first refusal, or ``None``."""
+        """Return the first refusal, or ``None``."""
         for version in range(1, versions + 1):
             for part in range(len(self.sizes)):
                 refused = self.save(version, part)
@@ -309,7 +309,7 @@ class Node:
         return None
 
     def either(self, size, decide):
-        """As the store does: a size with a little room, or else just what is needed."""
+        """Round up the size as the store does, or return the exact size."""
         for tried in (size_class(size), size):
             decision = decide(tried)
             if not isinstance(decision, SlotsBusy | BudgetExceeded):

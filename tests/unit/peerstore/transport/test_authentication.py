@@ -121,7 +121,7 @@ def test_client_refuses_an_unexpected_node(line):
 
 
 def test_reflected_proof_is_refused(line):
-    """The server shows its proof first; a client without the secret returns it as its own."""
+    """The server sends its proof first; a client without the secret returns it as its own."""
     near, far = line.connected_ends()
     server = line.run_in_background(admitted, far)
     near.send(encode(Hello(2, "job", "n1", NONCE)))

@@ -20,7 +20,7 @@ def echo(channel):
 
 @pytest.fixture
 def two():
-    """Two nodes that echo, the first one of which can be cut off; and the time."""
+    """Two echoing nodes, the first of which can be partitioned, and the time."""
     now = [100.0]
     network = MemoryNetwork()
     cut = PartitionableTransport(network.transport("n1", timeout_s=TIMEOUT_S), clock=lambda: now[0])

@@ -136,7 +136,7 @@ def envelope(kind, body=b"", header_bytes=0):
 
 @pytest.fixture
 def raw(memory):
-    """A carrier's end in a test's hands, and the channel at the other."""
+    """A carrier's end in the test, and the channel at the other end."""
     network = MemoryNetwork()
     line = ChannelPair(network.transport("n1"), NixlTransport.__new__(NixlTransport), "n2:0")
     line.there._carrier, line.there._registered, line.there._least_bytes = network.transport("n2"), memory, 1000

@@ -30,7 +30,7 @@ def prefix(header, payload, *, magic=FRAME_MAGIC, version=1):
 
 @pytest.fixture
 def raw(opened):
-    """A socket's end, and the channel that listens to it."""
+    """One end of a socket, and the channel at the other end."""
 
     def connect(timeout_s=PATIENCE_S):
         line = opened(ChannelPair(TcpTransport(timeout_s=timeout_s), TcpTransport(timeout_s=timeout_s), "127.0.0.1:0"))
@@ -81,7 +81,7 @@ def test_truncated_header_differs_from_a_clean_close(raw, data):
 
 
 def test_a_header_that_drips_has_to_be_complete_in_time_all_the_same(raw):
-    """Every byte is progress, but the whole of it takes too long."""
+    """Every byte is progress, but the complete message takes too long."""
     sock, channel = raw(timeout_s=0.3)
     stop = threading.Event()
 

@@ -1,4 +1,4 @@
-"""An agent's answers right after its start, when what another one left is still being verified."""
+"""An agent's answers right after its start, while it verifies the shards of a previous agent."""
 
 import contextlib
 import threading
@@ -98,7 +98,7 @@ def test_incomplete_step_is_skipped_when_a_newer_one_is_durable(arena, tmp_path)
 
 
 def test_single_node_reads_indexes_and_deletes_for_all(tmp_path, monkeypatch):
-    """Four nodes have a part each of three steps, of which one is kept."""
+    """Four nodes, each with one part of three steps; one step is pinned."""
     count, looked, deleted = 4, [], []
     files, delete = DurableCatalog.shard_files, drain.delete_step
 

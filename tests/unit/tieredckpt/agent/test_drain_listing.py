@@ -23,7 +23,7 @@ SIZE = 4096
 
 
 class Counted:
-    """A store that counts the names its listings are made of."""
+    """A store that counts the names in its listings."""
 
     def __init__(self, store):
         self._store = store
@@ -39,7 +39,7 @@ class Counted:
 
 
 class Node:
-    """A node whose agent saves a step of one small part, and makes it durable."""
+    """A node whose agent saves steps of one small part and makes them durable."""
 
     def __init__(self, directory, durable):
         self.opened = []
@@ -91,7 +91,7 @@ def group_of(step):
 
 @pytest.fixture
 def nodes(tmp_path):
-    """Nodes of one job by name, each with an agent of its own, and how the job becomes durable."""
+    """Nodes of one job by name, each with its own agent, and a shared durable tier."""
     with contextlib.ExitStack() as cleanup:
 
         def start(name, **changes):

@@ -43,7 +43,7 @@ def test_unpin_in_memory_reaches_the_durable_tier(nodes, outside):
     a.save(0)
     a.store.retain("job", group_of(0))
     a.save(1)
-    a.store.retain("job", group_of(0), kept=False)  # and then the store was away
+    a.store.retain("job", group_of(0), kept=False)  # then the store becomes unavailable
     a.save(2)
     assert kept(outside) == set()
 

@@ -202,7 +202,7 @@ def test_a_running_upload_that_does_not_end_refuses_no_save(node, road):
 
 @pytest.fixture
 def two(tmp_path):
-    """Two nodes with a durable tier: their stores' services, and the way that each of them has to it."""
+    """Two nodes with a durable tier: their services, and each node's path to the tier."""
     with contextlib.ExitStack() as cleanup:
         both = cleanup.enter_context(local_nodes("n1", "n2", copies=1))
         roads, services = [Road(), Road()], []
@@ -285,7 +285,7 @@ def test_upload_of_a_deleted_step_is_canceled(node, road, tmp_path):
 
 
 def test_step_deleted_on_another_node_does_not_return(tmp_path):
-    """Each of two nodes has a part; one of them uploads its own while the other one drops the step."""
+    """Each of two nodes has a part; one uploads its part while the other drops the step."""
     with contextlib.ExitStack() as cleanup:
         both = cleanup.enter_context(local_nodes("n1", "n2", copies=1))
         roads = {one.name: Road() for one in both}
@@ -317,7 +317,7 @@ def test_step_deleted_during_its_commit_is_removed(node, road, tmp_path, monkeyp
     monkeypatch.setattr(DurableCatalog, "commit", slowly)
     seal(node.store, 1, durable=True)
     assert entered.wait(LONG_S)
-    node.store.delete_versions(JOB, [group_of(1)])  # as another node's drop does
+    node.store.delete_versions(JOB, [group_of(1)])  # like a drop on another node
     may_end.set()
     assert node.wait_durable(JOB, group_of(1), LONG_S).state == "skipped"
     wait_until(lambda: stored(tmp_path) == [], "it is taken back")

@@ -1,4 +1,4 @@
-"""Up to which step a job is protected, and since when not."""
+"""The step up to which a job is protected, and the time since it is not."""
 
 import time
 

@@ -48,7 +48,7 @@ def test_quarantined_step_does_not_count_and_expires_with_adjacent_steps():
 
 
 def test_steps_of_a_new_branch_are_kept_despite_lower_numbers():
-    """Twelve steps were saved, the job went back to 9 and has saved 10 again: that is the newest one now."""
+    """Twelve steps were saved, the job returned to 9 and saved 10 again: that step is the newest."""
     new = group(10, epoch=2)
     assert gone(8, 9, 10, 11, 12, bases={new: 9}, keep_last=1) == [8, 9]
     assert gone(8, 9, 10, 11, 12, bases={new: 9}, keep_last=2) == [8]
@@ -58,7 +58,7 @@ def test_steps_of_a_new_branch_are_kept_despite_lower_numbers():
 
 @st.composite
 def histories(draw):
-    """Up to three incarnations; each began from somewhere, or did not say, and saved some steps after it."""
+    """Draw up to three incarnations; each starts from a step or an unknown one and saves later steps."""
     whole = {}
     for epoch in (1, 2, 3):
         base = draw(st.none() | st.integers(-1, 6))

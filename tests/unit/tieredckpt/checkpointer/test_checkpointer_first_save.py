@@ -1,4 +1,4 @@
-"""What ``Checkpointer`` refuses before its first save."""
+"""Uses that ``Checkpointer`` refuses before its first save."""
 
 from __future__ import annotations
 

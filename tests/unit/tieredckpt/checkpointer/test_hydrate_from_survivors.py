@@ -25,7 +25,7 @@ def weigh(name, tensor, shape, offsets):
 
 
 class Job:
-    """A job of one rank that goes from world to world."""
+    """A job of one rank that moves from world to world."""
 
     def __init__(self, held, node):
         self.held, self.node, self.epoch = held, node, -1

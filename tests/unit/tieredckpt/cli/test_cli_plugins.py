@@ -25,7 +25,7 @@ text = "not a command"
 
 @pytest.fixture
 def added(tmp_path, monkeypatch):
-    """Install a distribution that has these entry points; modules as (name, text)."""
+    """Install a distribution with these entry points; modules are (name, text) pairs."""
     names = []
 
     def install(points, modules=(), *, dist="more", group="tieredckpt.commands"):

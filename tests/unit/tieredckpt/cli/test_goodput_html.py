@@ -1,4 +1,4 @@
-"""``tieredckpt goodput --html``: a file, whole or not at all."""
+"""``tieredckpt goodput --html`` writes a complete file or none."""
 
 import msgspec
 import pytest

@@ -127,7 +127,7 @@ def each_fails(calls, code):
 
 @pytest.mark.parametrize("code", CODES, ids=errno.errorcode.get)
 def test_failed_syscall_loses_no_data_and_the_retry_succeeds(made, code):
-    """Every calling place fails with one of the errors; the nightly run tries all of them."""
+    """Each call site fails with one of the errors; the nightly run tries all of them."""
     places = list({(call.what, call.stack[:3]): call for call in made}.values())
     assert len(places) > 20
     each_fails(places[CODES.index(code) :: len(CODES)], code)

@@ -12,7 +12,7 @@ from tieredckpt.errors import DurableRefusedError, StoreBusyError, TierUnavailab
 
 
 class Clock:
-    """Time passes by sleeping only."""
+    """A clock on which time passes only by sleeping."""
 
     def __init__(self) -> None:
         self.now = 0.0
@@ -37,7 +37,7 @@ def retry(clock: Clock) -> RetryPolicy:
 
 
 class Fails:
-    """An operation that raises these in turn, and then is done."""
+    """An operation that raises these errors in turn and then succeeds."""
 
     def __init__(self, *errors: Exception) -> None:
         self.errors = list(errors)

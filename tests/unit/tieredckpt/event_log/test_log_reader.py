@@ -1,4 +1,4 @@
-"""The ledger's reader takes what it can, counts the rest, and tells absent from unreadable."""
+"""The event log reader parses valid lines, counts the others, and reports unreadable files."""
 
 import msgspec
 import pytest

@@ -50,7 +50,7 @@ def layouts(draw):
 
 @st.composite
 def shard_files(draw):
-    """Index, layout and table of every part of one step."""
+    """Return the index, layout and table of every part of one step."""
     parts = draw(st.integers(1, 4))
     job, incarnation = draw(names), draw(names)
     step, epoch, attempt = draw(st.integers(0, 1 << 40)), draw(st.integers(1, 99)), draw(st.integers(0, 3))

@@ -1,4 +1,4 @@
-"""Coverage, against a mask with one cell per element."""
+"""Coverage compared with a mask of one cell per element."""
 
 import numpy as np
 import pytest
@@ -25,7 +25,7 @@ shapes = st.lists(st.integers(0, 4), max_size=3).map(tuple)
 
 @st.composite
 def states(draw):
-    """A table, and shards with pieces of its tensors and some of its objects."""
+    """Draw a table, and shards with pieces of its tensors and some of its objects."""
     tensors = [TableTensor(f"t{i}", "float32", draw(shapes)) for i in range(draw(st.integers(0, 3)))]
     objects = [f"o{i}" for i in range(draw(st.integers(0, 2)))]
     shards = []
@@ -44,7 +44,7 @@ def states(draw):
 
 
 def missing(table, shards):
-    """The same answer, element by element."""
+    """Compute the same answer element by element."""
     seen = {tensor.fqn: np.zeros(tensor.shape, bool) for tensor in table.tensors}
     known = set()
     objects = set()

@@ -107,7 +107,7 @@ def test_dtypes_unknown_to_safetensors_are_bytes_and_keep_their_name():
 @pytest.mark.parametrize(
     "change",
     [
-        lambda e: TensorEntry(e.fqn, e.dtype, e.shape, Box((1,), (4,)), e.itemsize),  # sticks out
+        lambda e: TensorEntry(e.fqn, e.dtype, e.shape, Box((1,), (4,)), e.itemsize),  # exceeds the shape
         lambda e: TensorEntry(e.fqn, e.dtype, e.shape, Box((-1,), (2,)), e.itemsize),
         lambda e: TensorEntry(e.fqn, e.dtype, (4, 4), e.box, e.itemsize),  # ranks differ
         lambda e: TensorEntry(e.fqn, e.dtype, e.shape, e.box, 0),

@@ -31,7 +31,7 @@ def archived(value):
 
 
 def save(store, step):
-    """A step of many parts, an object in each."""
+    """Save a step of many parts with one object in each."""
     store.claim("job", "incarnation")
     for part in range(PARTS):
         layout, data = Layout((), (ItemEntry(f"object{part}", OBJECT_ITEM),), {}), archived({"part": part})

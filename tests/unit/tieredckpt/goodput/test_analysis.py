@@ -11,7 +11,7 @@ SECOND = 1_000_000
 
 
 def seconds(analysis):
-    """By category, without those that have none."""
+    """Return the time by category, without empty categories."""
     return {name: us / SECOND for name, us in analysis.wall.by.items() if us}
 
 
@@ -41,7 +41,7 @@ def test_a_run_without_faults():
 
 
 def test_a_killed_rank_is_a_recovery_with_its_stages():
-    """Steps of 1 s; a fault at 7.5, half a second into step 5, of which the newest saved one is 3."""
+    """Steps of 1 s; a fault at 7.5, half a second into step 5, with step 3 as the newest saved one."""
     told = EventLogBuilder().process_began(0).world_formed(0, ranks=2).steps(0, 5, at=2)
     told.fault(7.6, epoch=0, since=7.5, node="n1")
     told.stage("detect", 7.7, 0, epoch=0, rank=0).stage("abort", 7.7, 0.3, epoch=0, rank=0)

@@ -16,7 +16,7 @@ from tieredckpt.testing import memory_node
 
 
 class Broken(BaseException):
-    """The world is."""
+    """The error of a broken world."""
 
 
 class World:

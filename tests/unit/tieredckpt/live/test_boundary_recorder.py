@@ -66,7 +66,7 @@ class Net(nn.Module):
 
 
 class Trained:
-    """A model that trains one step after the other, and notes each."""
+    """A model that trains step by step and records each boundary."""
 
     def __init__(self, kind="adamw", job="job"):
         torch.manual_seed(0)
@@ -109,7 +109,7 @@ def test_a_fault_outside_of_the_optimizer_leaves_the_boundary(kind):
         for number in range(3):
             trained.step(number)
         expected = trained.now()
-        trained.forward()  # also changes what the norms remember
+        trained.forward()  # also changes the state of the norms
         trained.cursor.seen.append(7)
         held.retain_after_fault()
         kept = held.retained["job"]

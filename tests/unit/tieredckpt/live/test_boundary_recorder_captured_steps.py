@@ -100,7 +100,7 @@ def weigh(name, tensor, shape, offsets):
 
 @pytest.mark.parametrize(("kind", "graph"), GRAPH_CLASSES, ids=[kind for kind, _ in GRAPH_CLASSES])
 def test_torch_s_own_graphs_are_seen_while_they_are_watched(kind, graph, monkeypatch):
-    """Also those that ``torch.compile(mode="reduce-overhead")`` makes: it replays through the same class."""
+    """``torch.compile(mode="reduce-overhead")`` replays its graphs through the same class."""
     replayed, seen = [], []
     monkeypatch.setattr(graph, "replay", lambda _self: replayed.append(1))
     before = graph.replay

@@ -1,4 +1,4 @@
-"""Which step survivors have whole between them, as a table and by construction."""
+"""The steps that survivors hold completely between them, as a table and by construction."""
 
 from __future__ import annotations
 
@@ -143,7 +143,7 @@ def test_diverging_replicas_are_named():
 
 @st.composite
 def survivors(draw):
-    """Ranks of a mesh of replicas and shards, of which some are lost and some stand a step behind."""
+    """Draw ranks of a mesh of replicas and shards; some are lost and some are a step behind."""
     replicas, shards = draw(st.integers(1, 3)), draw(st.integers(1, 4))
     ranks = [(replica, shard) for replica in range(replicas) for shard in range(shards)]
     there = draw(st.lists(st.sampled_from(ranks), unique=True, max_size=len(ranks)))

@@ -37,7 +37,7 @@ def test_unchanged_object_matches_its_archive(value):
 
 
 def told(value):
-    """A list where a tuple was saved is the same, and so are numbers that are equal."""
+    """Describe a value such that a list equals a tuple and equal numbers are equal."""
     if isinstance(value, list | tuple):
         return [told(inner) for inner in value]
     if isinstance(value, dict):

@@ -1,4 +1,4 @@
-"""Many small pieces, far from each other in one shard: n of them take n times as long as one."""
+"""Many small pieces, far apart in one shard: n of them take n times as long as one."""
 
 import contextlib
 from types import SimpleNamespace

@@ -1,4 +1,4 @@
-"""A stored step seen for reading: pieces from near and few shards, ranges of bytes, chunks of ranges."""
+"""A stored step prepared for reading: near pieces from few shards, byte ranges and chunks."""
 
 import itertools
 
@@ -21,7 +21,7 @@ MEMORY, DURABLE = (Tier.MEMORY,), (Tier.DURABLE,)
 
 
 def stored(*shards, tiers=None):
-    """A step out of (tensors, objects with sizes) of each part."""
+    """Return a step made of (tensors, objects with sizes) for each part."""
     files = []
     for part, (tensors, objects) in enumerate(shards):
         layout = build_layout(tensors, [ItemEntry(name, OBJECT_ITEM) for name in objects], None)

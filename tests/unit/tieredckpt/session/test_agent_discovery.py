@@ -60,7 +60,7 @@ class Session:
 
 @pytest.fixture
 def store(monkeypatch):
-    """Of two ranks on two nodes, of which the second has said all that it has to."""
+    """A world of two ranks on two nodes; the second rank has already sent all its messages."""
     store = dist.HashStore()
     monkeypatch.setattr(dist, "is_initialized", lambda: True)
     monkeypatch.setattr(dist, "get_rank", lambda: 0)
@@ -128,7 +128,7 @@ def other_node(store, machine):
 
 
 class Eavesdropper:
-    """A process that reads everything in the store that ranks meet at."""
+    """A process that reads all keys in the store of the ranks."""
 
     def __init__(self, store):
         self._store, self.values = store, []

@@ -222,7 +222,7 @@ def test_leaving_a_world_keeps_its_saves():
 
 
 def save_for(pipe):
-    """As DCP's background process does, for whatever owner comes with the save."""
+    """Save like DCP's background process, for the owner that the save names."""
     mine = IncarnationTracker(JOB)
     while (task := pipe.recv()) is not None:
         given, step, known = task
@@ -254,7 +254,7 @@ class Trainer:
     def close(self):
         self.pipe.send(None)
         self.process.join(200)
-        resource_sharer.stop(10)  # its thread gave the memory's descriptor to the other process
+        resource_sharer.stop(10)  # its thread passed the memory's descriptor to the other process
         assert self.process.exitcode == 0
         self.pipe.close()
 
@@ -388,7 +388,7 @@ TestRanks = pytest.mark.slow(Ranks.TestCase)
 
 
 def test_save_that_ends_after_a_load_keeps_its_own_base():
-    """The load of another thread comes between what was captured and its seal."""
+    """Another thread loads between the capture and its seal."""
     with memory_node() as node, Checkpointer("tiered://late") as ckpt:
         ckpt.restore({"w": torch.zeros(3)})
         state = {"w": torch.ones(3)}

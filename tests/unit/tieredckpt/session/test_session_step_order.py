@@ -1,4 +1,4 @@
-"""A writer refuses a step that a restore would pass over."""
+"""A writer refuses a step that a restore would skip."""
 
 from __future__ import annotations
 

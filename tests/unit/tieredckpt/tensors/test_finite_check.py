@@ -1,4 +1,4 @@
-"""A state that is not finite never takes the place of a finite one: ``memory.nonfinite``."""
+"""A non-finite state never replaces a finite one: ``memory.nonfinite``."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ def test_nonfinite_state_is_saved_on_request(node):
 
 
 def test_a_step_that_the_scaler_skipped_is_as_good_as_any(node):
-    """Gradients overflow, the scaler leaves the optimizer's step out: nothing that is saved has changed."""
+    """Gradients overflow and the scaler skips the optimizer's step: the saved state is unchanged."""
     weight = torch.nn.Parameter(torch.ones(4))
     optimizer = torch.optim.SGD([weight], lr=0.1)
     scaler = torch.amp.GradScaler("cpu", init_scale=2.0**120)

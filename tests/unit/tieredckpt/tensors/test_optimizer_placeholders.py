@@ -1,4 +1,4 @@
-"""An optimizer that never stepped is given what its first step would make."""
+"""An optimizer without a step gets the state that its first step would create."""
 
 from __future__ import annotations
 

@@ -123,7 +123,7 @@ def test_fault_reported_by_several_ranks_counts_once():
 
 @pytest.mark.parametrize("answer", ["late", "broken"])
 def test_device_check_between_worlds_is_classified(tmp_path, answer):
-    """Its words reach the ledger as the last of the process that ends by it."""
+    """Its message reaches the event log as the last words of the process that it ends."""
     late = threading.Event()
 
     def device():

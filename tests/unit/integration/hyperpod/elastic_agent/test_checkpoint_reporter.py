@@ -77,7 +77,7 @@ class Commits:
 
 
 class Session:
-    """As much of a session as an account looks at."""
+    """The part of a session that a reporter reads."""
 
     def __init__(self, job: str = "job", *views: StepStatus, sealed: int = -1, committed: int | None = None) -> None:
         self.job, self.views, self.sealed_step = job, views, sealed
@@ -209,7 +209,7 @@ def test_unreachable_agent_means_an_unknown_step(made, error):
     assert found.step is None
     with pytest.raises(TierUnavailableError, match="could not be asked"):
         check_restored_step("job", found, -1)
-    mine.on_sealed(Session(sealed=7, committed=7))  # training does not end for it
+    mine.on_sealed(Session(sealed=7, committed=7))  # the training does not end because of it
     mine.flush()
 
 

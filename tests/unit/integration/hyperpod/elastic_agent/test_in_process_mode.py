@@ -29,7 +29,7 @@ def start():
 
 @pytest.fixture
 def alone():
-    """One rank, and a test that is its agent."""
+    """One rank, with the test as its agent."""
     from integration.hyperpod.elastic_agent.ipc import AgentConnection
 
     with agent_listener() as listener:
@@ -51,7 +51,7 @@ def port():
 
 
 def begin(plane, agent, port, count=0, **more):
-    """Through the barrier, into a world of one."""
+    """Pass the barrier into a world of one."""
     coming = start_all(lambda: plane.wait_for_assignment(timeout_s=PATIENCE_S))
     assert wait_until(lambda: agent.receive()["type"] == ipc.MSG_AT_BARRIER)
     agent.send(ipc.MSG_JOB_START, worker_envs=worker_environ(0, 1, port, count, **more))

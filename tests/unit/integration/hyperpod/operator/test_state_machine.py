@@ -428,7 +428,7 @@ def test_scaling_down_and_up_is_graceful_and_tolerates_completed_agents():
     stops = [action for action in decision.actions if isinstance(action, StopAgent)]
     assert [(one.body.is_graceful, one.body.timeout) for one in stops] == [(True, 30), (True, 30)]
     keeps, _ = cluster.members
-    keeps.state = COMPLETED  # it went with the first SIGUSR1, before its own stop came
+    keeps.state = COMPLETED  # it left on the first SIGUSR1, before its own stop arrived
     cluster.run_until(lambda: cluster.is_running(1))
     assert cluster.state.restarts == 0
     cluster.run_cycles(2)
@@ -635,7 +635,7 @@ def test_faulted_spare_is_recovered_without_a_restart():
 def test_agent_running_without_a_job_is_stopped_before_a_world_forms():
     cluster = running(job(2), 2)
     kept, lost = cluster.members
-    lost.restart()  # and the operator has forgotten all: half a world is none that could be taken over
+    lost.restart()  # and the operator has lost its state: half a world cannot be taken over
     cluster.state = JobState()
     cluster.run_until(lambda: cluster.is_running(2))
     assert len(kept.stops) == 1

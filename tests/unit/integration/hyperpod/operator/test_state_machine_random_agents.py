@@ -83,7 +83,7 @@ class Jobs(RuleBasedStateMachine):
 
     @rule()
     def it_runs(self) -> None:
-        """If it can; the usual state of a job is that nothing happens to it."""
+        """Let time pass until the job runs or has ended."""
         for _ in range(30):
             if self.cluster.state.phase in {JobPhase.RUNNING, JobPhase.SUCCEEDED, JobPhase.FAILED}:
                 break
@@ -103,7 +103,7 @@ class Jobs(RuleBasedStateMachine):
 
     @rule()
     def all_finish_the_moment_the_size_changes(self) -> None:
-        """The first SIGUSR1 makes all ranks of a distributed job leave: agents not yet told say COMPLETED."""
+        """The first SIGUSR1 makes all ranks of a distributed job leave: their agents report COMPLETED."""
         if self.cluster.state.phase is JobPhase.STOPPING and self.cluster.state.graceful:
             for one in self.cluster.live_agents:
                 one.complete()
@@ -179,7 +179,7 @@ class Jobs(RuleBasedStateMachine):
 
     @invariant()
     def agents_are_asked_for_nothing_impossible(self) -> None:
-        """As long as calls arrive before the next look."""
+        """This holds while calls arrive before the next cycle."""
         if getattr(self, "cluster", None) is not None and not self.late:
             for one in self.cluster.agents.values():
                 hasty = [word for word in one.ignored if word != "stopping -> stopping"]
@@ -194,12 +194,12 @@ class Jobs(RuleBasedStateMachine):
     # -- where it ends --------------------------------------------------------------------------------------------
 
     def finishes(self) -> bool:
-        """Some of a world have done their part; the others are yet to."""
+        """Return whether some agents of the world have completed while others still run."""
         states = {one.state for one in self.cluster.members}
         return self.cluster.state.phase is JobPhase.RUNNING and states == {RUNNING, COMPLETED}
 
     def teardown(self) -> None:
-        """Once nothing more happens to it, a job runs as large as it may, and then it completes."""
+        """Without further events a job runs at its largest allowed size and then completes."""
         cluster = getattr(self, "cluster", None)
         if cluster is None:
             return

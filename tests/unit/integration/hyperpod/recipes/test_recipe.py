@@ -25,7 +25,7 @@ CHECKPOINTLESS = PUBLISHED / "checkpointless_llama3_70b_pretrain.yaml"
 
 
 def changed(tmp_path, source, **changes):
-    """A recipe with some dotted paths set otherwise; ``None`` takes them out."""
+    """Return a recipe with some dotted paths changed; ``None`` removes them."""
     tree = yaml.safe_load(source.read_text())
     for path, value in changes.items():
         *above, last = path.split("__")
@@ -204,7 +204,7 @@ def numbers(least, most):
 
 @st.composite
 def tables(draw):
-    """A recipe of the published shape, with whatever numbers."""
+    """Draw a recipe of the published shape with arbitrary numbers."""
     sizes = draw(st.lists(st.integers(1, 64), min_size=1, max_size=6, unique=True))
     devices = draw(st.sampled_from([1, 4, 8]))
     rate = draw(st.sampled_from([0.0004, "4e-4", 1e-5, None]))

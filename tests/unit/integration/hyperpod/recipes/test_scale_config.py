@@ -102,7 +102,7 @@ def test_excerpt_file_is_read():
 
 
 def test_recipes_for_four_devices_a_node_do_not_add_up():
-    """They name machines with four, but their uneven batches are those of eight."""
+    """They name machines with four devices, but their uneven batches are those of eight."""
     found = {(wrong.nodes, wrong.field): wrong for wrong in read_scale_config(EXCERPT).disagreements(ranks_per_node=4)}
     small = found[3, "num_dp_groups_with_small_batch_size"]
     assert (small.stated, small.planned) == (16, 12)

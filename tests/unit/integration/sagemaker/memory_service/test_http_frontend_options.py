@@ -40,7 +40,7 @@ def certificates(tmp_path: Path) -> tuple[Authority, Path]:
 
 
 def talk(address: str, context: ssl.SSLContext) -> None:
-    """Put a shard of several records and pieces, get all of it and some of it."""
+    """Put a shard of several records and pieces, then get all of it and parts of it."""
     body = bytes(range(251)) * 40_000
     with contextlib.closing(http.client.HTTPSConnection(address, timeout=60, context=context)) as connection:
         assert request_on(connection, "POST", "/v1/cp/namespaces/a?num_ranks=1").status == 200

@@ -1,4 +1,4 @@
-"""The page of an analysis: whole, self-contained, safe, and of the same numbers."""
+"""The page of an analysis: complete, self-contained, safe, and with the same numbers."""
 
 import html.parser
 import re
@@ -77,7 +77,7 @@ class Parsed(html.parser.HTMLParser):
 
 
 def tile(source, name):
-    """The number behind a headline."""
+    """Return the number next to a headline."""
     found = re.search(rf'<dt>{name}</dt><dd class="value"><data value="([^"]*)">', source)
     assert found, name
     return float(found[1])
