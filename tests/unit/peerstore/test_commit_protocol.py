@@ -130,7 +130,7 @@ def test_aborted_parts_are_remembered(left):
     assert versions.aborted == said
 
 
-def test_no_more_torn_versions_are_remembered_than_a_ping_may_carry():
+def test_aborted_versions_are_remembered_up_to_the_size_of_a_ping():
     versions = JobVersions()
     versions.mark_aborted([group(version) for version in range(3 * MAX_ABORTED_VERSIONS)])
     assert sorted(versions.aborted) == [
@@ -156,7 +156,7 @@ def test_versions_that_are_kept_are_counted_and_not_the_attempts_at_them():
         versions.apply_retention([versions.new_retention_mark(group(1000), kept=True, now_ns=2000)], lambda: whole)
 
 
-def test_torn_version_is_not_retained():
+def test_aborted_version_is_not_retained():
     versions = JobVersions()
     for version in range(3 * MAX_RETAINED_VERSIONS):
         versions.apply_retention([versions.new_retention_mark(group(version), kept=True, now_ns=version + 1)])
@@ -172,7 +172,7 @@ def test_local_retention_mark_is_newer_than_received_ones(heard_ns, now_ns, kept
 
 
 @given(st.sets(groups), st.none() | groups, st.sets(groups), st.booleans())
-def test_without_a_version_to_go_back_to_nothing_may_go(whole, replicated, damaged, guarded):
+def test_no_version_is_surplus_without_one_to_resume_from(whole, replicated, damaged, guarded):
     versions = JobVersions(requires_replication=guarded, replicated=replicated, damaged=damaged)
     safe = versions.rollback_target(whole)
     if guarded:

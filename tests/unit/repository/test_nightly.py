@@ -26,7 +26,7 @@ def test_same_revision_reruns_only_tasks_that_did_not_pass(results):
 
 
 @given(RESULTS)
-def test_another_revision_begins_anew(results):
+def test_another_revision_starts_with_all_tasks(results):
     record = resumed(Record("abc", "then", results), "abd", "now")
     assert record == Record("abd", "now")
     assert remaining(TASKS, record) == TASKS

@@ -64,7 +64,7 @@ def test_incomplete_step_is_lost_if_it_was_once_complete():
     assert older.lost == (torn.version_id,)
 
 
-def test_step_in_an_unreachable_tier_is_neither_torn_nor_lost():
+def test_step_in_an_unreachable_tier_is_neither_incomplete_nor_lost():
     cut = step(7, found=(0,))
     found = resolve_step([cut], once_whole=cut.version_id, unreachable={Tier.PEER: "n2 does not answer"})
     assert (found.chosen, found.lost, found.torn, found.verdicts[cut.version_id]) == (None, (), (), StepVerdict.UNKNOWN)
@@ -74,7 +74,7 @@ def test_step_in_an_unreachable_tier_is_neither_torn_nor_lost():
     assert given_up.verdicts[cut.version_id] is StepVerdict.TORN, "a rank left its part out: nobody can have it"
 
 
-def test_torn_steps_are_newer_than_any_complete_step():
+def test_incomplete_steps_are_newer_than_any_complete_step():
     cut, newer = step(7, found=(0,)), step(3, epoch=2, found=(1,), incarnation="b")
     assert resolve_step([cut, newer]).torn == (cut.version_id, newer.version_id)
     assert resolve_step([cut, newer], once_whole=cut.version_id).torn == (newer.version_id,)

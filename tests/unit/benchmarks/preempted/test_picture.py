@@ -29,7 +29,7 @@ def step(number, epoch, ranks, at, *, of=None, loss=1.0):
     ]
 
 
-def test_of_a_step_done_again_the_last_time_counts_and_half_a_step_is_none():
+def test_last_run_of_a_repeated_step_counts_and_incomplete_steps_do_not():
     lines = [
         *world(0, 2, 0.0, first=0),
         *step(0, 0, 2, 1.0),

@@ -100,7 +100,7 @@ def test_close_waits_for_the_batch_in_preparation(cache):
 
 
 @pytest.mark.parametrize("workers", [0, 1])
-def test_an_error_comes_when_its_batch_would_have_come(cache, workers):
+def test_error_is_raised_at_the_index_of_its_batch(cache, workers):
     with PrefetchIterator(cache, range(9), prepare_or_raise, workers=workers) as batches:
         assert [next(batches) for _ in range(3)] == [0, 1, 2]
         for _ in range(2):  # and from then on

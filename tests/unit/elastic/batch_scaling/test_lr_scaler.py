@@ -434,7 +434,7 @@ def test_scheduler_in_a_step_hook_sees_its_own_rate():
         assert before - weight.item() == expected
 
 
-def test_torch_making_an_optimizers_state_is_no_step():
+def test_optimizer_state_creation_is_not_counted_as_a_step():
     """``torch.distributed.checkpoint`` creates the state by a step with a learning rate of 0."""
     old = Run("AdamW", rule=LinearLRRule(128), rewarm=Rewarmup(3)).train(0, 2)
     old.rate.resize(256, 8)

@@ -118,7 +118,7 @@ def test_default_timeouts_follow_from_measured_step_times():
     assert again.find_hangs(WORLD, reports, HangTimeouts(), 2000.0 + 4001.0)
 
 
-def test_rewinding_to_an_earlier_step_is_no_progress():
+def test_rewind_to_an_earlier_step_is_not_progress():
     movement = moving(10.0)
     movement.observe(report("n0", 9), report("n0", None), 14.0)
     assert movement.find_hangs(WORLD, both(report("n0", None), report("n1", 4)), SHORT, 15.1)

@@ -59,7 +59,7 @@ def test_ranks_that_leave_unprompted_are_recorded_as_an_error(table):
     assert [one.how for one in table.written.of(WorldFormed)] == ["restart"]
 
 
-def test_a_resize_is_no_fault(table):
+def test_resize_is_not_recorded_as_a_fault(table):
     table.resize(2)
     table.run_without_faults(30)
     assert faults(table) == []

@@ -131,7 +131,7 @@ def test_new_coordinator_waits_no_longer_than_lost_state_timeout(caplog):
     assert "the job continues with what the other nodes have" in caplog.text
 
 
-def test_first_world_begins_on_the_node_that_has_the_newest_step():
+def test_first_world_starts_on_the_node_with_the_newest_step():
     """One node is enough, and the others join first."""
     table = ControlSimulation(3, most=1, holders=StepHolders(newest=("n2",)))
     run_without(table, 2, 30)
@@ -247,7 +247,7 @@ def test_an_older_supervisor_of_a_node_is_refused():
     assert "newer supervisor" in table.desk.record_status(old, table.now)
 
 
-def test_a_report_that_comes_again_changes_nothing():
+def test_repeated_report_has_no_effect():
     table = ControlSimulation(2)
     table.run_without_faults(15)
     world = table.desk.snapshot().world

@@ -152,7 +152,7 @@ def test_world_known_to_few_nodes_is_formed_again_with_its_restore_step():
     assert restored(table) == {(sealed, None)}
 
 
-def test_world_that_ran_is_not_begun_again_with_the_step_it_restored():
+def test_world_that_ran_is_not_formed_again_with_its_restored_step():
     table = ControlSimulation(3)
     table.run_without_faults(15)
     paused(table)

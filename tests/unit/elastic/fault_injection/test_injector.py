@@ -57,7 +57,7 @@ def test_injection_waits_for_a_step_with_its_phase(tmp_path):
     assert steps_done(one, world, InjectionPhase.SAVE, range(0, 20, 5)) == [5]
 
 
-def test_another_rank_is_not_meant(tmp_path):
+def test_injection_does_not_match_another_rank(tmp_path):
     world = Somewhere(rank=0)
     one = injector_of(tmp_path, FaultPlan().at(step=3, rank=8).exception(), world)
     assert steps_done(one, world, InjectionPhase.FORWARD, range(6)) == []

@@ -62,7 +62,7 @@ def test_aligned_run_is_one_subtree() -> None:
     assert len(complete_subtrees(range(12, 24), 24)) == 2
 
 
-def test_the_sum_is_not_there_before_all_are() -> None:
+def test_sum_is_unavailable_before_all_leaves_are_added() -> None:
     partials = PartialSums[int](3, lambda left, right: left + right)
     partials.add_leaf(2, 4)
     partials.add_leaf(0, 1)

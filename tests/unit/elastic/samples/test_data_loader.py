@@ -304,7 +304,7 @@ def test_samples_that_were_not_read_cannot_be_committed():
         step.commit()
 
 
-def test_a_step_that_an_error_left_open_comes_again():
+def test_step_interrupted_by_an_error_is_repeated():
     with loader(even_share(4, 2), num_workers=2) as steps:
         for step in steps:
             if step.number == 2:
@@ -578,7 +578,7 @@ def test_pinned_memory_is_passed_on():
             assert len(read(next(steps))) == 4
 
 
-def test_without_shared_memory_the_process_reads_its_samples_itself(monkeypatch, caplog):
+def test_process_reads_its_own_samples_without_shared_memory(monkeypatch, caplog):
     def full(_):
         raise RuntimeError("unable to allocate shared memory(shm): No space left on device (28)")
 

@@ -121,7 +121,7 @@ def test_sample_logs_report_repeated_missing_and_early_samples(journals):
     assert all("was used at step 3, and is not due yet" in words for words in undue)
 
 
-def test_half_a_line_is_none(journals):
+def test_incomplete_line_is_ignored(journals):
     with journals[1].open("ab") as file:
         file.write(b'{"world": 9, "step": 0, "epo')
     assert verify_sample_logs(journals, COURSE, 5, COURSE.position_after_steps(5).cursor) == []

@@ -138,7 +138,7 @@ def test_a_coordinator_elsewhere_has_a_secret_of_its_own():
     assert place(step("n2"), coordinator="10.0.0.1:7").agreement == "test-12.0-0"
 
 
-def test_where_any_of_them_may_lead_none_leads_by_its_place():
+def test_no_node_leads_by_its_place_if_any_may_lead():
     for node in ("n1", "n2"):
         one = place(step(node), coordinator="file:///shared/leader")
         assert brief(one) == ("3", 1, node, "file:///shared/leader", False)
@@ -163,7 +163,7 @@ def test_signals_mean_the_job_only_in_a_step():
     assert not place(RANKED | {"PET_NODE_RANK": "0"}).notices
 
 
-def test_every_task_of_an_array_is_a_run_of_its_own():
+def test_each_array_task_is_a_separate_run():
     tasks = [
         step(SLURM_JOB_ID=job, SLURM_ARRAY_JOB_ID="12", SLURM_ARRAY_TASK_ID=task)
         for job, task in (("12", "1"), ("13", "0"))

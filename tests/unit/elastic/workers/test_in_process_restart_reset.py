@@ -176,7 +176,7 @@ def test_frozen_objects_stay_frozen():
         gc.unfreeze()
 
 
-def test_garbage_from_before_is_not_kept():
+def test_garbage_from_before_freezing_is_collected():
     old = Cycle()
     gone = weakref.ref(old)
     del old

@@ -115,7 +115,7 @@ def test_last_step_becomes_durable(node, tmp_path):
         assert [(one.step, "durable" in one.tiers) for one in ckpt.steps()][-1] == (2, True)
 
 
-def test_last_step_is_saved_whatever_every_says(node):
+def test_last_step_is_saved_for_any_interval(node):
     run_once(train_to(6, checkpoint="tiered://job", every=4))
     close_sessions()
     assert [*run_once(train_to(8, checkpoint="tiered://job", every=4)).value[0]] == [6, 7]

@@ -119,7 +119,7 @@ def test_finished_rank_is_neither_silent_nor_a_delay():
     assert world.pass_by(500) == []
 
 
-def test_outside_of_its_steps_a_rank_is_not_late_but_may_be_stopped():
+def test_rank_outside_of_its_steps_is_not_late_but_may_be_stopped():
     world = World(3)
     world.free = {0, 1, 2}
     assert world.pass_by(500) == []

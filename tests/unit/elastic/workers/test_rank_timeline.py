@@ -72,7 +72,7 @@ def assert_no_gap(ledger):
     assert all(after.began - (before.began + before.seconds) in (0.0, 1.0) for before, after in pairwise(told))
 
 
-def test_from_the_start_to_the_end(ledger):
+def test_timeline_has_every_stage_from_start_to_end(ledger):
     record = RankTimeline(ledger, SUPERVISED)
     into(record)
     for step in (3, 4):

@@ -120,7 +120,7 @@ def test_loading_rank_pauses_at_its_loaded_step(two):
     ]
 
 
-def test_no_notice_is_no_stop(two):
+def test_barrier_without_a_notice_does_not_stop(two):
     _, gates = two
     assert [gates[0].pass_boundary(step) for step in range(1000)] == [BoundaryDecision.CONTINUE] * 1000
 

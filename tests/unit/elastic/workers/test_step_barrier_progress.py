@@ -26,7 +26,7 @@ def world(seat):
     gate.close()
 
 
-def test_progress_before_the_first_step_is_no_step(seat, world):
+def test_progress_before_the_first_step_is_not_a_step(seat, world):
     """The rank compiles, restores and evaluates: a step has a limit of ten minutes, this an hour."""
     with world.pause_watchdog():
         assert seat.last_progress == RankProgress(-1, idle=True)

@@ -134,7 +134,7 @@ def test_one_request_stops_all_ranks_at_the_greatest_step(start):
             plane.wait_for_assignment()
 
 
-def test_a_fault_ends_the_wait_of_others_and_there_is_no_second_world(start):
+def test_fault_ends_the_wait_of_other_ranks_without_a_second_world(start):
     planes = start(3)
     wait_all_assigned(planes)
     heard = [threading.Event() for _ in planes]
@@ -233,7 +233,7 @@ def test_launcher_environment_gives_the_assignment(server):
     plane.close()
 
 
-def test_an_epoch_is_newer_than_all_that_any_of_its_ranks_has_been_in(server):
+def test_epoch_is_newer_than_any_earlier_epoch_of_its_ranks(server):
     def connect():
         return connect_store("127.0.0.1", server.port)
 
@@ -257,7 +257,7 @@ def test_wait_ends_when_the_world_is_marked_broken(start):
         waiting[0].result(PATIENCE_S)
 
 
-def test_another_size_is_no_stop_where_the_processes_stay(server):
+def test_resize_is_not_a_stop_if_the_processes_stay(server):
     def connect():
         return connect_store("127.0.0.1", server.port)
 

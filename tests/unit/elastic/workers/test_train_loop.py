@@ -161,7 +161,7 @@ def test_stopped_job_is_sealed_and_names_the_next_step():
     assert str(ends[0]) == f"stopped after step {seen[0]}; start it again to go on with step {seen[0] + 1}"
 
 
-def test_an_exception_is_a_fault_and_all_begin_again():
+def test_exception_is_a_fault_and_all_ranks_restart():
     plane = InMemoryCoordinator(2)
 
     def train(world):
@@ -211,7 +211,7 @@ def test_failed_job_raises_with_its_reason():
         CheckpointException("save", {0: (RuntimeError("NCCL communicator was aborted"), None)}),
     ],
 )
-def test_error_after_another_rank_was_lost_is_no_fault(error):
+def test_error_after_the_loss_of_another_rank_is_not_a_fault(error):
     plane = InMemoryCoordinator(1, spares=1)
     left = threading.Event()
 
@@ -258,7 +258,7 @@ def test_a_loss_while_others_seal_is_handled():
     assert plane.restarts == 1
 
 
-def test_a_step_that_could_not_be_sealed_is_not_called_sealed():
+def test_unsealed_step_is_not_reported_as_sealed():
     plane = InMemoryCoordinator(1)
 
     def seal(step):

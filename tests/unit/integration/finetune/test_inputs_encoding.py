@@ -32,17 +32,17 @@ def listed(sample):
     return tuple(part.tolist() for part in sample)
 
 
-def test_of_text_every_token_counts_and_so_does_the_end():
+def test_every_token_of_a_text_and_its_end_counts():
     assert listed(encoder()({"text": "ab"}, "here")) == ([1, 3, 4], [3, 4, 2], [1, 1, 1])
 
 
 @pytest.mark.parametrize("ends", [False, True])
-def test_of_a_prompt_nothing_counts(ends):
+def test_prompt_tokens_have_no_weight(ends):
     found = listed(encoder(tokenizer=Letters(ends))({"prompt": "ab", "completion": "c"}, "here"))
     assert found == ([1, 3, 4, 5], [3, 4, 5, 2], [0, 0, 1, 1])
 
 
-def test_without_an_end_there_is_none():
+def test_end_token_is_omitted_without_one_in_the_tokenizer():
     assert listed(encoder(tokenizer=Letters(end=None))({"text": "a"}, "here")) == ([1], [3], [1])
 
 

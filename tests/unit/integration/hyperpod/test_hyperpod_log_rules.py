@@ -90,7 +90,7 @@ def test_persistent_slowness_is_reported(name, text, agents):
     assert rule.evaluate(f"{quick}\n")[0] is agents.LogState.HEALTHY
 
 
-def test_steps_that_cease_are_a_hang_and_silence_before_them_is_none(agents, monkeypatch):
+def test_hang_is_detected_only_after_the_first_step(agents, monkeypatch):
     rule = agents.LogEvaluator(RULES["StepHang"])
     now = time.time()
     monkeypatch.setattr(agents.time, "time", lambda: now + 1e6)

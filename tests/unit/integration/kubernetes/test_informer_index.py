@@ -112,7 +112,7 @@ def test_missing_resource_kind_clears_the_index():
     assert told == ["llama", "llama"]
 
 
-def test_versions_that_are_no_numbers_are_refused():
+def test_nonnumeric_versions_are_refused():
     with pytest.raises(ApiServerUnreachableError, match="is no number"):
         index().replace_all([], "x7")
 

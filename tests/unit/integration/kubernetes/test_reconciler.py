@@ -70,7 +70,7 @@ class Story:
         return {one["type"] for one in found if one["status"] == "True"}
 
 
-def test_from_created_to_done():
+def test_job_runs_from_creation_to_completion():
     story = Story()
     story.until_running(2)
     bodies = [story.kube.starts[name] for name in story.members]
@@ -106,7 +106,7 @@ def test_finished_job_is_deleted_after_its_ttl():
     assert 90 <= story.kube.now_s - before_s <= 110
 
 
-def test_a_fault_of_a_worker_starts_all_anew_in_the_same_pods():
+def test_worker_fault_restarts_all_ranks_in_the_same_pods():
     story = Story()
     story.until_running(2)
     pods = story.members

@@ -338,7 +338,7 @@ def test_job_without_a_queue_does_not_use_kueue():
     assert not story.kueue.workload_names()
 
 
-def test_without_kueue_pods_wait_in_the_queue_by_themselves():
+def test_pods_carry_the_queue_label_without_kueue():
     """A job started without Kueue continues without it after Kueue is installed."""
     story = Waiting()
     story.kueue.is_installed = False

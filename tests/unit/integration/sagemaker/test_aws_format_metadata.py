@@ -165,7 +165,7 @@ def test_inconsistent_metadata_is_damage(what):
         parse_metadata(pickle_metadata(BAD[what]), "m")
 
 
-def test_a_shape_in_itself_is_not_walked_forever():
+def test_metadata_with_too_many_repeated_chunks_is_refused():
     """One huge list of chunks, named a thousand times: a few bytes that would take hours to read."""
     chunk = ChunkStorageMetadata(torch.Size((0,)), torch.Size((1,)))
     many = TensorStorageMetadata(TensorProperties(dtype=torch.float32), torch.Size((1,)), [chunk] * (1 << 15))

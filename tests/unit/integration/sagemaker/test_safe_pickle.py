@@ -54,7 +54,7 @@ def test_any_bytes_are_a_value_or_refused(data):
         parse_pickle(b"\x80\x04" + data, {PickledName("os", "system")}, most_values=1000)
 
 
-def test_a_name_stays_a_name_and_a_call_is_not_made():
+def test_names_are_not_resolved_and_calls_are_not_made():
     made = parse_pickle(pickle.dumps(Fraction(1, 2), 4), {PickledName("fractions", "Fraction")})
     assert type(made) is PickledCall
     assert made.kind == PickledName("fractions", "Fraction")

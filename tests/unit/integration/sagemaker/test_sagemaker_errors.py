@@ -83,7 +83,7 @@ def test_each_of_our_errors_has_its_place():
 
 
 @pytest.mark.parametrize("cause", MEANT, ids=lambda kind: kind.__name__)
-def test_an_error_comes_out_as_the_nearest_of_aws_names(cause):
+def test_error_is_translated_to_the_nearest_aws_class(cause):
     found = aws.to_sagemaker_error(cause("why, and what to do"))
     assert type(found) is MEANT[cause]
     assert str(pickle.loads(pickle.dumps(found))) == "why, and what to do"

@@ -56,6 +56,6 @@ def test_an_installed_library_is_not_shadowed():
         pass
 
 
-def test_without_a_script(capsys):
+def test_missing_script_is_refused_by_the_launcher(capsys):
     assert shim.main([]) == 2
     assert "which script" in capsys.readouterr().err

@@ -94,7 +94,7 @@ def test_node_is_unknown_until_a_message_names_it_alive():
     assert member.alive == (N1, N2, N3)
 
 
-def test_suspicion_comes_before_death_and_both_take_their_time():
+def test_silent_node_is_suspected_before_it_is_dead():
     member = view(roster=member_list(1, [N1, N2]), sees=[N2])
     seen = []
     for second in range(12):
@@ -244,7 +244,7 @@ def test_node_that_answers_every_ping_is_never_dead(data):
 
 
 @pytest.mark.parametrize("standing", [SUSPECT, DEAD])
-def test_a_refuted_rumour_that_comes_late_changes_nothing(standing):
+def test_late_refuted_update_has_no_effect(standing):
     member = view(sees=[N2])
     member.receive_gossip(0.0, N2.id, says(lives(N2, 5)))
     before = member.changes
@@ -323,7 +323,7 @@ def test_node_pings_at_most_seven_suspects():
     assert len(member.tick(0.0)) == 7
 
 
-def test_a_dead_node_is_pinged_now_and_then_so_that_partitions_heal():
+def test_dead_node_is_pinged_occasionally_to_heal_partitions():
     member = view(sees=[N2, N3, N4])
     pinged = [ping.node.id for second in range(20) for ping in member.tick(float(second))]
     assert N5.id in pinged
@@ -486,7 +486,7 @@ def test_resumed_node_has_no_quorum_until_pings_succeed():
         assert not asleep.has_quorum
 
 
-def test_times_that_are_a_little_out_of_order_are_no_leap():
+def test_slightly_unordered_times_are_not_a_clock_leap():
     member = view(sees=[N2, N3])
     member.tick(1.0)
     member.receive_gossip(0.99, N2.id, says(lives(N4)))

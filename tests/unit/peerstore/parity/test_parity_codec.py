@@ -163,7 +163,7 @@ def test_the_nodes_of_a_stripe_are_in_order_and_once(members):
 
 @untimed
 @given(st.binary(max_size=200))
-def test_garbage_is_no_record(data):
+def test_garbage_is_not_parsed_as_a_record(data):
     with pytest.raises(ProtocolError):
         decode_message(data, ParityRecord)
 

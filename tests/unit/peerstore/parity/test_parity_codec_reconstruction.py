@@ -93,7 +93,7 @@ def test_chunk_range_reads_only_its_inputs(group, data):
 
 
 @pytest.mark.parametrize("chunks", [range(-1, 2), range(3, 6), range(0, 4, 2), range(9, 9)])
-def test_chunks_that_are_not_there_are_refused(chunks):
+def test_missing_chunks_are_refused(chunks):
     group = ParityStripe({name: bytes(20) for name in node_names(3)})
     with pytest.raises(RequestError, match="has 5 chunks"):
         rebuilt(group, "n0", chunks=chunks)

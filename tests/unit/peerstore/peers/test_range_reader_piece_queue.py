@@ -32,7 +32,7 @@ actions = st.lists(
 
 
 @given(st.lists(holders, min_size=1, max_size=4), st.integers(1, 9), actions)
-def test_every_piece_comes_once_or_is_named_as_missing(held, mebibytes, steps):
+def test_every_piece_is_delivered_once_or_named_as_missing(held, mebibytes, steps):
     board = PieceQueue(wish(part, mebibytes * MIB, sources) for part, sources in enumerate(held))
     pieces = list(board._pieces)
     taken = {source: [] for source in SOURCES}

@@ -197,7 +197,7 @@ def test_even_zones_share_no_fate(racks, size, tag, zones_and_copies):
 
 @untimed
 @given(st.integers(3, 9), st.integers(1, 5), st.integers(0, 10**6))
-def test_a_small_zone_is_not_overloaded_for_the_sake_of_others(racks, size, tag):
+def test_small_zone_is_not_overloaded(racks, size, tag):
     nodes = cluster(*[size] * racks, zones=["a"] * (racks - 1) + ["b"], tag=str(tag))
     placement = place_replicas(nodes)
     assert set(loads(placement).values()) == {1}
@@ -239,7 +239,7 @@ def test_node_alone_in_its_domain_holds_its_share_within_the_copies(memory, copi
 
 @pytest.mark.parametrize("copies", [2, 3])
 @pytest.mark.parametrize("sizes", [[1] * 320, [8] * 40])
-def test_on_average_nodes_keep_in_proportion_to_their_memory(sizes, copies):
+def test_mean_load_of_nodes_is_proportional_to_their_memory(sizes, copies):
     nodes = cluster(*sizes, memory=(1 << 30, 2 << 30, 4 << 30))
     held, share = loads(place_replicas(nodes, copies=copies)), memory_shares(nodes)
     by_memory = defaultdict(list)

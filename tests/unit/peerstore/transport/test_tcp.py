@@ -116,7 +116,7 @@ def test_connection_reset_is_an_unreachable_peer(raw):
         channel.receive(idle_s=PATIENCE_S)
 
 
-def test_files_the_kernel_does_not_send_by_itself_are_read(raw, monkeypatch):
+def test_files_without_kernel_sendfile_are_read(raw, monkeypatch):
     sock, channel = raw()
 
     def unwilling(*_):

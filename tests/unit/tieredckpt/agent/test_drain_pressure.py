@@ -174,7 +174,7 @@ def test_late_parts_do_not_revive_a_dropped_step(node, road):
     assert state_of(node, 1).state == "failed"
 
 
-def test_torn_required_step_fails(node, road):
+def test_incomplete_required_step_fails(node, road):
     road.may_go.clear()
     seal(node.store, 1, 0, 2, durable=True, required=True)
     assert road.waits.wait(LONG_S)
@@ -338,7 +338,7 @@ def test_upload_continues_in_its_store_while_settings_change(node, road, tmp_pat
     wait_until(lambda: len(road.closed) == 1, "nobody uses it any more")
 
 
-def test_an_upload_begins_again_where_the_job_becomes_durable_now(node, road, tmp_path):
+def test_upload_restarts_in_the_new_durable_tier(node, road, tmp_path):
     road.may_go.clear()
     for part in range(2):
         seal(node.store, 1, part, 2, durable=True)

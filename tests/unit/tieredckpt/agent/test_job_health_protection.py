@@ -25,7 +25,7 @@ OLD = NOW - UNPROTECTED_GRACE_S - 1
     ],
     ids=["nothing newer", "on its way", "for too long", "a save was left out", "both"],
 )
-def test_since_when_a_job_is_not_protected(newer, left_out, since):
+def test_protection_loss_has_a_start_time(newer, left_out, since):
     found = protection_status(7, newer, left_out, now=NOW)
     assert (found.step, found.unprotected_since, found.missed_saves) == (7, since, left_out[0])
 

@@ -113,7 +113,7 @@ def test_complete_step_is_not_saved_again(job):
     assert (job.first, job.ckpt.last_restore.mode, job.ckpt.last_restore.steps_redone) == (6, "snapshot", 0)
 
 
-def test_torn_boundary_costs_the_unsaved_steps(job):
+def test_incomplete_boundary_costs_the_unsaved_steps(job):
     job.enter()
     job.train(9)
     job.optimizer.step()

@@ -86,7 +86,7 @@ def test_measured_path_speed_is_shown():
     assert "PATH" not in text(looked())
 
 
-def test_nodes_in_trouble_are_not_left_out():
+def test_nodes_in_trouble_are_always_shown():
     many = cluster_status(
         *(cluster_node(f"n{number:03}") for number in range(100)),
         cluster_node("n900", state="dead", unreachable="gone"),

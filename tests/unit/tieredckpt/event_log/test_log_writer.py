@@ -44,7 +44,7 @@ def test_nothing_is_made_before_there_is_something_to_write(tmp_path):
     assert not list(tmp_path.iterdir())
 
 
-def test_a_forked_child_writes_a_file_of_its_own(tmp_path):
+def test_forked_child_writes_its_own_file(tmp_path):
     writer = EventLogWriter(tmp_path)
     writer.write(step(0))
     child = os.fork()

@@ -107,7 +107,7 @@ def test_a_flipped_bit_is_damage(files, data):
 
 
 @given(shard_files(), st.data())
-def test_any_beginning_is_damage(files, data):
+def test_truncated_or_extended_bytes_are_damage(files, data):
     raw = encode_shard_file(*files[0])
     with pytest.raises(CheckpointDamagedError):
         decode_shard_file(raw[: data.draw(st.integers(0, len(raw) - 1))])
@@ -253,7 +253,7 @@ def test_shard_file_with_a_foreign_layout_is_damaged():
         decode_shard_file(encode_shard_file(index, encode_layout(build_layout([], [], None))))
 
 
-def test_kinds_are_not_mixed_up():
+def test_object_kinds_are_distinct():
     with pytest.raises(CheckpointDamagedError, match="it is a shard"):
         decode_manifest(encode_shard_file(*simple()))
 

@@ -79,7 +79,7 @@ def test_a_piece_of_another_shape_covers_nothing(shape):
     assert missing_entries(table, [stranger]) == ["t"]
 
 
-def test_an_object_is_no_tensor_and_a_tensor_no_object():
+def test_objects_and_tensors_are_distinct():
     table = StateTable((TableTensor("t", "float32", (1,)),), ("o",))
     mixed_up = build_layout(
         [TensorEntry("o", "float32", (1,), Box((0,), (1,)), 4)], [ItemEntry("t", OBJECT_ITEM)], None

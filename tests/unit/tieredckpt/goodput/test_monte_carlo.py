@@ -78,7 +78,7 @@ def test_spares_and_smaller_worlds_help():
     )
 
 
-def test_where_nothing_gets_done_nothing_is_played():
+def test_run_without_progress_is_not_simulated():
     forecast = forecast_goodput(restart_scheme(600, 1, 6000), SimulatedNodes(300), work_s=86400, runs=10, seed=0)
     assert forecast.simulated is None
     assert forecast.goodput == forecast.closed_form < 1e-6

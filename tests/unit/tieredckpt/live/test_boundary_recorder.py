@@ -182,7 +182,7 @@ def test_replaced_state_between_boundaries_is_detected(what):
         assert_equal(held.retained["job"].values, expected)
 
 
-def test_large_tensors_that_no_optimizer_has_are_not_copied():
+def test_large_tensors_outside_of_optimizers_are_not_copied():
     with track_step_boundaries() as held:
         trained = Trained()
         trained.state["table"] = table = torch.zeros(400_000)

@@ -46,7 +46,7 @@ def told(value):
 
 
 @given(values, values)
-def test_another_object_is_not(one, other):
+def test_different_object_does_not_match(one, other):
     if told(one) != told(other) and repr(told(one)) != repr(told(other)):
         assert object_matches(one, archive_object(other)) is False
 

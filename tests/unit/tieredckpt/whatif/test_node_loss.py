@@ -109,7 +109,7 @@ def test_quarantined_steps_are_not_resumed_from():
     assert outcome.resolution.verdicts[version_id(6)] is StepVerdict.QUARANTINED
 
 
-def test_a_step_that_restarts_die_on_is_used_only_when_there_is_no_other():
+def test_step_with_crashed_loads_is_used_only_as_the_last_resort():
     worn = StepStatus(version_id(7), 4, {}, crashed_loads=5)
     lose = foresee(PAIRS, step_inventory(worn), worn_after=5)
     assert lose("node:n0")[0].step == 6
@@ -263,7 +263,7 @@ def test_unknown_name_error_lists_the_known_ones(name, said):
         find_failure_domain(name, cluster_failure_domains(PAIRS))
 
 
-def test_the_worst_comes_first():
+def test_worst_outcome_is_listed_first():
     lose = foresee(PAIRS, step_inventory(durable=[]))
     outcomes = [lose(*names)[0] for names in (["node:n0"], ["node:n16"], ["node:n0", "node:n8"], ["rack:r1"])]
     assert [[str(one) for one in outcome.lost] for outcome in worst_first(outcomes)] == [

@@ -293,7 +293,7 @@ def test_spare_that_ignores_its_rank_update_is_started():
     assert cluster.now_s - cluster.state.created_s >= 10
 
 
-def test_silence_for_a_while_is_no_fault():
+def test_short_silence_is_not_a_fault():
     cluster = running(job(2), 2)
     cluster.members[0].silent = True
     cluster.run_cycles(int(cluster.spec.agent_timeout_s) - 1)
@@ -303,7 +303,7 @@ def test_silence_for_a_while_is_no_fault():
     assert cluster.is_running(2)
 
 
-def test_an_agent_that_began_anew_is_a_fault():
+def test_restarted_agent_is_a_fault():
     cluster = running(job(2), 2)
     cluster.members[1].restart()
     cluster.run_until(lambda: cluster.is_running(2) and cluster.state.restarts)
@@ -362,7 +362,7 @@ def test_restart_limit_escalates_to_new_pods_and_then_fails_the_job():
     assert "maxFullJobRestarts" in cluster.state.conditions[-1].message
 
 
-def test_counts_begin_again_with_the_period():
+def test_fault_counts_restart_with_the_period():
     restart = {"evalPeriodSeconds": 100, "numRestartBeforeFullJobRestart": 0, "maxFullJobRestarts": 1}
     cluster = running(job(1, restart=restart), 1)
     for _ in range(3):
@@ -394,7 +394,7 @@ def test_full_restart_without_new_pods_restarts_all_processes():
     assert cluster.state.period_full_restarts == 1
 
 
-def test_a_repeated_offender_gets_no_rank_while_a_spare_can_be_had():
+def test_repeated_offender_gets_no_rank_while_a_spare_exists():
     cluster = running(job(2, spares=1, restart={"evalPeriodSeconds": 3600}), 2)
     bad = cluster.state.members[1]
     for _ in range(2):
@@ -524,7 +524,7 @@ def test_stuck_agent_does_not_delay_the_end_of_a_job():
     assert not cluster.live_agents, "its machine is free for others"
 
 
-def test_time_in_a_queue_is_no_time_to_start_in():
+def test_time_in_a_queue_does_not_count_as_startup_time():
     cluster = FakeHyperPodCluster(job(2, startupDeadlineSeconds=30))
     cluster.capacity, cluster.room = 0, 1
     cluster.run_cycles(60)
@@ -554,7 +554,7 @@ def test_deadlines_of_a_job_that_runs(run, reason):
     assert reason in cluster.events
 
 
-def test_the_deadline_of_a_job_that_does_not_begin():
+def test_job_that_never_starts_fails_at_its_deadline():
     cluster = FakeHyperPodCluster(job(2, startupDeadlineSeconds=30))
     cluster.room = 1
     cluster.run_until(lambda: cluster.decision is not None and cluster.decision.finished)

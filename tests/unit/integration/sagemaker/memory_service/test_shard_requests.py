@@ -138,7 +138,7 @@ def test_every_chunked_body_ends(wire: bytes, window: int) -> None:
 @pytest.mark.parametrize(
     "wire", [b"5\r\nabc", b"3\r\nabcX", b"-1\r\n", b"0x3\r\nabc\r\n0\r\n\r\n", b"3\nabc\n0\n\n", b""]
 )
-def test_chunks_that_are_torn_or_wrong_are_a_problem(wire: bytes) -> None:
+def test_incomplete_or_invalid_chunks_are_refused(wire: bytes) -> None:
     body = ChunkedBody(io.BufferedReader(io.BytesIO(wire)))
     read(body, 16)
     assert body.problem

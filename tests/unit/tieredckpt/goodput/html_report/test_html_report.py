@@ -83,7 +83,7 @@ def tile(source, name):
     return float(found[1])
 
 
-def test_every_section_is_there(job):
+def test_page_has_every_section(job):
     _, source = job
     assert [one for one in Parsed(source).sections if one not in ("runs", "event-log")] == SECTIONS
 
