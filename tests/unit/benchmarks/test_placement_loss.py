@@ -1,4 +1,4 @@
-"""What a placement loses when several nodes or racks fail together, against closed forms and every single case."""
+"""Data loss of placements when several nodes or racks fail, against closed forms and all cases."""
 
 import itertools
 import math
@@ -106,7 +106,7 @@ def test_scattered_racks_are_the_mean_over_every_placement(lost):
     assert scattered_domains(3, 2, lost, copies=2) == pytest.approx(sum(found) / len(found))
 
 
-def test_two_lost_racks_lose_data_15_times_less_often_than_with_scattered_copies():
+def test_two_lost_racks_lose_data_15_times_less_often_than_scattered():
     row = next(row for row in table(512, 16, copies=2) if (row.what, row.lost) == ("racks", 2))
     assert row.ours.probability == pytest.approx(1 / 15)
     assert 14.5 < row.scattered / row.ours.probability < 15.5

@@ -1,4 +1,4 @@
-"""The benchmark of prepared batches compares what it measures. How fast anything is, is not tested."""
+"""The benchmark of prepared batches compares its measurements. Speed is not tested."""
 
 import dataclasses
 

@@ -1,4 +1,4 @@
-"""How P9 cuts what ranks wrote into stages, and what it says when they do not hold what they should."""
+"""The stages of P9, computed from the records of ranks, and reports of incomplete records."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ def test_rebuilt_times_include_the_wait_for_the_restarted_rank():
     assert (found["abort"], found["imports"], found["rendezvous"]) == (0.2, 3.7, 0.2)
 
 
-def test_stages_of_processes_that_are_all_started_anew():
+def test_stages_of_a_full_restart_include_the_imports():
     new = (5, 6, 7, 8)
     before = [line(pid, "imported", -9, began=AT - 12) for pid in OLD] + steps(OLD, 7, -0.5)
     anew = [line(pid, "imported", 6.0 + rank / 10, began=AT + 2) for rank, pid in enumerate(new)]
@@ -142,7 +142,7 @@ def test_step_slowdown_by_a_fault_is_judged():
     assert rows[-1]["name"] == f"undisturbed step: {AGAIN}"
 
 
-def test_stages_are_compared_and_failed_rounds_are_noted():
+def test_stages_are_compared_and_failed_rounds_are_reported():
     rows = recovery._by_stage({SPARE: [one(1.0), one(2.0)], AGAIN: [one(16.0)], FT: []})
     assert [row["name"] for row in rows[:4]] == [
         f"{stage}: {name}" for stage in ("detect", "abort") for name in (SPARE, AGAIN)

@@ -1,4 +1,4 @@
-"""The commit protocol, whatever is said in whatever order: what is whole, what is torn, and what may go."""
+"""The commit protocol under any order of reports: commits, aborts and evictions."""
 
 import pytest
 from hypothesis import example, given
@@ -100,7 +100,7 @@ def test_aborted_version_stays_aborted_unless_it_was_loaded(happened, torn):
 
 @given(st.lists(events, max_size=25), groups)
 def test_dropped_version_cannot_be_committed(happened, gone):
-    """Who says so has not heard of it: without a part here it would make older versions superfluous that are whole."""
+    """The reporting node has not learned of the drop: a commit would make complete versions surplus."""
     versions = JobVersions()
     versions.drop([gone], 0)
     for event in happened:
@@ -111,7 +111,7 @@ def test_dropped_version_cannot_be_committed(happened, gone):
 
 @given(groups, parts, st.sets(parts), st.booleans())
 def test_present_part_is_not_aborted(of, part, here, lost):
-    """Its writer has not heard that it was sealed."""
+    """Its writer has not learned that the part was sealed."""
     versions = JobVersions()
     if lost:
         versions.lose_part(of, part)
@@ -130,7 +130,7 @@ def test_aborted_parts_are_remembered(left):
     assert versions.aborted == said
 
 
-def test_no_more_torn_versions_are_remembered_than_a_ping_may_carry():
+def test_aborted_versions_are_remembered_up_to_the_size_of_a_ping():
     versions = JobVersions()
     versions.mark_aborted([group(version) for version in range(3 * MAX_ABORTED_VERSIONS)])
     assert sorted(versions.aborted) == [
@@ -156,7 +156,7 @@ def test_versions_that_are_kept_are_counted_and_not_the_attempts_at_them():
         versions.apply_retention([versions.new_retention_mark(group(1000), kept=True, now_ns=2000)], lambda: whole)
 
 
-def test_torn_version_is_not_retained():
+def test_aborted_version_is_not_retained():
     versions = JobVersions()
     for version in range(3 * MAX_RETAINED_VERSIONS):
         versions.apply_retention([versions.new_retention_mark(group(version), kept=True, now_ns=version + 1)])
@@ -172,7 +172,7 @@ def test_local_retention_mark_is_newer_than_received_ones(heard_ns, now_ns, kept
 
 
 @given(st.sets(groups), st.none() | groups, st.sets(groups), st.booleans())
-def test_without_a_version_to_go_back_to_nothing_may_go(whole, replicated, damaged, guarded):
+def test_no_version_is_surplus_without_one_to_resume_from(whole, replicated, damaged, guarded):
     versions = JobVersions(requires_replication=guarded, replicated=replicated, damaged=damaged)
     safe = versions.rollback_target(whole)
     if guarded:
@@ -218,7 +218,7 @@ def test_merged_decision_contains_both(one, later):
 
 @st.composite
 def stories(draw):
-    """What each node says of one version, one thing after the other: parts sealed, protected, left out."""
+    """Draw each node's reports of one version in order: parts sealed, replicated or missing."""
     owners = {part: draw(st.sampled_from(NODES)) for part in range(PARTS)}
     out = draw(st.sets(parts, max_size=1))
     order = draw(st.permutations([(part, state) for part in range(PARTS) for state in ("sealed", "safe")]))
@@ -226,7 +226,7 @@ def stories(draw):
 
 
 @given(stories())
-def test_committed_needs_all_parts_replicated_all_copies_and_aborted_one_missing(story):
+def test_tally_state_follows_from_sealed_copied_and_missing_parts(story):
     owners, out, order = story
     of, tally = group(1), PartsTally()
     sealed, safe, told = set(), set(), []
@@ -291,14 +291,14 @@ def test_unacknowledged_reports_go_to_the_next_leader():
     for note in notes:
         reports.mark_reported(teller, note)
     assert said("abc") == ("a", [])
-    assert said("bc") == ("b", notes)  # the first is gone: the next is told all of it
+    assert said("bc") == ("b", notes)  # the first leader is gone: the next one receives all reports
 
 
 @pytest.mark.parametrize(
     ("living", "standby", "leader"), [("abc", "a", "b"), ("abc", "ac", "b"), ("ac", "ac", "a"), ("abc", "", "a")]
 )
 def test_standby_node_leads_no_commit_while_a_node_with_a_vote_lives(living, standby, leader):
-    """It may know an older member list, in which the reporting nodes are not."""
+    """The node may have an older member list without the reporting nodes."""
     assert commit_leader(living, standby) == leader
     reports, of = CommitReports("b"), ShardKey("job", 1, 1, "i1", 0, 0)
     standing = [ReplicationStatus(of, is_owner=True, copies=2, missing=0, unplaceable=0)]

@@ -1,4 +1,4 @@
-"""Counting protected parts: what is skipped to be fast changes no answer. Who is told of it at once, and who later."""
+"""Counting replicated parts: shortcuts change no result, and large jobs are notified in part."""
 
 import itertools
 
@@ -22,7 +22,7 @@ NOTES = st.builds(
 
 
 class Plain:
-    """The rule without any short cut."""
+    """The rule without any shortcut."""
 
     def __init__(self):
         self.boundaries = {}
@@ -60,7 +60,7 @@ def test_tally_agrees_with_the_plain_rule(told):
 
 
 def test_later_copies_are_not_recounted_for_each_report():
-    """Every node says that its part is sealed, and later that it has its copies."""
+    """Each node reports that its part is sealed, and later that its copies exist."""
     nodes = [f"n{number:03d}" for number in range(300)]
     tally, of, looked, said = PartsTally(), VersionId(1, 1, 0, "i"), [], []
 

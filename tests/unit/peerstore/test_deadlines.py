@@ -1,4 +1,4 @@
-"""One budget for all that is done for who waits."""
+"""One deadline for all the work of a call."""
 
 import math
 import threading
@@ -29,7 +29,7 @@ def test_the_nearest_deadline_counts_and_only_in_its_block():
 
 
 @pytest.mark.parametrize("seconds", [0.0, -1.0, -math.inf, math.nan])
-def test_no_time_is_no_time(seconds):
+def test_zero_timeout_expires_at_once(seconds):
     with deadlines.timeout_scope(seconds):
         assert deadlines.expired()
         assert deadlines.remaining_s(5.0) == 0.0

@@ -1,4 +1,4 @@
-"""What comes first may come in several threads at once, and reading it must not end the process."""
+"""The first messages of a type may arrive in several threads without a crash."""
 
 import subprocess
 import sys
@@ -32,6 +32,6 @@ print("read")
 
 
 def test_threads_may_decode_a_new_type_concurrently():
-    """In a process of its own: a type is made ready once in its life."""
+    """The test runs in a new process, because a type is prepared once in a process's life."""
     done = subprocess.run([sys.executable, "-c", READ_AT_ONCE], capture_output=True, text=True, check=False)
     assert (done.returncode, done.stdout, done.stderr) == (0, "read\n", "")

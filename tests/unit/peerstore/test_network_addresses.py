@@ -1,4 +1,4 @@
-"""Where peers are, and whether the way there is what it could be."""
+"""Addresses of peers, and the quality of the path to them."""
 
 import os
 import socket

@@ -1,4 +1,4 @@
-"""One warning for a way that is far below its link, from what transfers have shown."""
+"""One warning for a path whose measured transfers are far below the speed of its link."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What can happen on the network that lives in one process."""
+"""The in-process network: cuts, delays, stalls and broken connections."""
 
 import pytest
 
@@ -97,7 +97,7 @@ def test_silence_in_a_payload_counts_from_the_last_byte(network, line, clock):
     near, far = line.connected_ends()
     network.delay("n1", "n2", 20)
     sent = line.run_in_background(near.send, b"", [memoryview(bytes(100 * KIB))])
-    clock.until_waiting()  # 64 KiB are under way
+    clock.until_waiting()  # 64 KiB are in flight
     clock.advance(20)
     assert far.receive().payload_bytes == 100 * KIB
     taken = line.run_in_background(far.discard)

@@ -25,7 +25,7 @@ def test_rate_and_burst_are_never_exceeded(steps: list[tuple[float, int]], rate:
 
 @given(steps=steps, rate=st.integers(1, 10_000))
 def test_obedient_sender_reaches_the_rate(steps: list[tuple[float, int]], rate: int):
-    """With somebody always asking, the time taken is what the rate says, not more."""
+    """A sender that always sends takes the time that the rate gives, and no more."""
     bucket = TokenBucket(rate, burst=1, now=0.0)
     now = 0.0
     for _, amount in steps:

@@ -28,6 +28,6 @@ def test_job_names_that_are_fine(name):
 
 
 @pytest.mark.parametrize("name", ["", ".", "...", "a/b", "a b", "ä", "x" * 129, "a\n", None, 7, b"a"])
-def test_job_names_that_are_not(name):
+def test_invalid_job_names_are_refused(name):
     with pytest.raises(InvalidNameError, match="1 to 128 letters"):
         validate_job_name(name)

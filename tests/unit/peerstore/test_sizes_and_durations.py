@@ -1,4 +1,4 @@
-"""Sizes and times as people write and read them."""
+"""Sizes and durations as text."""
 
 import pytest
 from hypothesis import given

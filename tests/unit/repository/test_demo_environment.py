@@ -90,7 +90,7 @@ def test_changed_requirements_are_installed_into_the_same_environment(script, co
     assert not any("-m venv" in command for command in commands)
 
 
-def test_another_torch_creates_the_environment_anew(script, commands, tmp_path, monkeypatch):
+def test_another_torch_version_recreates_the_environment(script, commands, tmp_path, monkeypatch):
     update(script, tmp_path, monkeypatch, "2.12.0")
     commands.clear()
     update(script, tmp_path, monkeypatch, "2.13.0")

@@ -1,4 +1,4 @@
-"""A program that is forked from a template cannot tell, and nobody else can."""
+"""A program forked from a template behaves like one in a fresh process."""
 
 from __future__ import annotations
 

@@ -137,7 +137,7 @@ def test_run_that_hangs_fails_at_its_fault_and_later_faults_are_not_run():
     assert checks["every loss and the final parameters"].outcome == "failed"
 
 
-def test_run_that_ends_early_is_compared_up_to_there():
+def test_run_that_ends_early_is_compared_up_to_its_end():
     late = JOB.faults[1]
     events = [one for one in faulty_events() if one.get("name") != late.file and one.get("step", 0) < late.step]
     assert judged(events)["every loss and the final parameters"].outcome == "failed"

@@ -1,4 +1,4 @@
-"""Mutants are of the product as it is: what each changes is there, once, and so is its test."""
+"""Each mutant changes code that occurs exactly once, and names an existing test."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""``.ci/names.py``: ``make check`` fails on names with two meanings, on gerunds and on misplaced test files."""
+"""``.ci/names.py``: ``make check`` fails on ambiguous names, gerunds and misplaced test files."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def check(directory: Path) -> tuple[int, str]:
 
 @pytest.fixture
 def packages(tmp_path):
-    """The packages as they are; the files of the benchmarks and the tests are empty."""
+    """The packages unchanged, with empty benchmark and test files."""
     for folder in ("peerstore", "tieredckpt", "elastic", "integration", "benchmarks", "tests"):
         for path in (ROOT / folder).rglob("*.py"):
             copy = tmp_path / path.relative_to(ROOT)

@@ -1,4 +1,4 @@
-"""The backend of the tests does what NCCL does when a world breaks."""
+"""The tests' backend behaves like NCCL when a world breaks."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ class Call:
 
 
 def meet(pair):
-    """Both have their communicators."""
+    """Run a collective, after which both ranks have their communicators."""
     here = [torch.ones(2), torch.full((2,), 2.0)]
     both = zip(pair, here, strict=True)
     calls = [Call(lambda one=one, tensor=tensor: one.allreduce([tensor]).wait()) for one, tensor in both]
@@ -113,7 +113,7 @@ def asleep(monkeypatch):
     pair[0].allreduce([torch.ones(1)])
     close_gloo_connections()
     assert pair[0].watchdog.asleep.wait(_PATIENCE_S)
-    pair[0].communicator.join(_PATIENCE_S)  # from here on the list alone holds the group
+    pair[0].communicator.join(_PATIENCE_S)  # after this only the list holds the group
     return pair
 
 
@@ -277,7 +277,7 @@ def test_an_environment_that_has_the_watchdog_act_is_refused(name, value):
     ],
 )
 def test_environment_that_ends_the_process_is_refused(name, value):
-    """The monitor by itself; the others turn error handling on again, whatever it is set to."""
+    """The monitor ends the process; the other variables override the disabled error handling."""
     environ = {_HANDLING: "0", name: value}
     with pytest.raises(PolicyError, match=f"{name}={value}: "):
         disable_nccl_watchdog(environ)

@@ -1,4 +1,4 @@
-"""What a night goes on with, and the page that it writes."""
+"""The tasks that a resumed night repeats, and the page that it writes."""
 
 import subprocess
 import sys
@@ -17,8 +17,8 @@ RESULTS = st.dictionaries(
 
 
 @given(RESULTS)
-def test_same_revision_reruns_only_what_did_not_pass(results):
-    """What failed or had no interpreter is run again; until then, as with words that leave it out, it counts."""
+def test_same_revision_reruns_only_tasks_that_did_not_pass(results):
+    """Tasks that failed or had no interpreter run again; their old results count until then."""
     record = resumed(Record("abc", "then", results), "abc", "now")
     assert record == Record("abc", "then", results)
     done = {name for name, one in results.items() if one.outcome is Outcome.PASSED}
@@ -26,7 +26,7 @@ def test_same_revision_reruns_only_what_did_not_pass(results):
 
 
 @given(RESULTS)
-def test_another_revision_begins_anew(results):
+def test_another_revision_starts_with_all_tasks(results):
     record = resumed(Record("abc", "then", results), "abd", "now")
     assert record == Record("abd", "now")
     assert remaining(TASKS, record) == TASKS

@@ -1,4 +1,4 @@
-"""The tests of a run, shared by forked workers: each runs once, and nothing that goes wrong is lost."""
+"""The tests of a run, shared by forked workers: each runs once, and no failure is lost."""
 
 import os
 import re
@@ -35,7 +35,7 @@ def test_tests_are_split_into_units_with_dependent_tests_together(tests, seconds
         assert list(unit.tests) == whole if together else len(unit.tests) == 1
 
 
-def test_the_longest_begin_first():
+def test_longest_tests_start_first():
     tests = [("tests/unit/quick.py", True), ("tests/unit/slow.py", True), ("tests/e2e/unknown.py", True)]
     first, *_, last = make_units(tests, {"tests/unit/quick.py": 1.0, "tests/unit/slow.py": 100.0})
     assert (first.tests, last.tests) == ((1,), (0,))

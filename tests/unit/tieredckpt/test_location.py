@@ -1,4 +1,4 @@
-"""Names that enter from outside: jobs, steps, and the URLs that carry them."""
+"""Names from outside: jobs, steps, and the URLs that contain them."""
 
 import re
 from pathlib import Path, PurePosixPath

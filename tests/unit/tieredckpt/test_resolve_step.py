@@ -64,7 +64,7 @@ def test_incomplete_step_is_lost_if_it_was_once_complete():
     assert older.lost == (torn.version_id,)
 
 
-def test_step_in_an_unreachable_tier_is_neither_torn_nor_lost():
+def test_step_in_an_unreachable_tier_is_neither_incomplete_nor_lost():
     cut = step(7, found=(0,))
     found = resolve_step([cut], once_whole=cut.version_id, unreachable={Tier.PEER: "n2 does not answer"})
     assert (found.chosen, found.lost, found.torn, found.verdicts[cut.version_id]) == (None, (), (), StepVerdict.UNKNOWN)
@@ -74,7 +74,7 @@ def test_step_in_an_unreachable_tier_is_neither_torn_nor_lost():
     assert given_up.verdicts[cut.version_id] is StepVerdict.TORN, "a rank left its part out: nobody can have it"
 
 
-def test_torn_steps_are_newer_than_any_complete_step():
+def test_incomplete_steps_are_newer_than_any_complete_step():
     cut, newer = step(7, found=(0,)), step(3, epoch=2, found=(1,), incarnation="b")
     assert resolve_step([cut, newer]).torn == (cut.version_id, newer.version_id)
     assert resolve_step([cut, newer], once_whole=cut.version_id).torn == (newer.version_id,)
@@ -310,7 +310,7 @@ def test_an_explanation_names_every_candidate_newest_first():
 
 
 def one_by_one(candidates, quarantined):
-    """What the job has left, by comparing each with each."""
+    """Return the steps left to the job by comparing every pair of candidates."""
     return {
         one.version_id
         for one in candidates
@@ -352,7 +352,7 @@ def test_superseded_steps_match_pairwise_comparison(candidates, data):
 
 
 class Counted(Candidate):
-    """Counts how often it is looked at."""
+    """An object that counts how often it is read."""
 
     looks = 0
 
@@ -375,9 +375,9 @@ def test_ten_thousand_steps_are_resolved_in_linear_time():
 
 @st.composite
 def histories(draw):
-    """Runs of a job: each continues from a step that the job then had, or from none, and saves the steps after it.
+    """Draw runs of a job: each continues from an existing step or none, and saves later steps.
 
-    The steps, and those of them that are in the past of the newest run.
+    Return the steps, and the steps in the past of the newest run.
     """
     saved, current, past = [], [], {}
     for epoch in range(1, draw(st.integers(1, 5)) + 1):

@@ -1,4 +1,4 @@
-"""Errors: one tree, told apart by what the caller can do, the same on both sides of a socket."""
+"""Errors: one class tree by the caller's remedy, the same on both sides of a socket."""
 
 import copy
 import pickle
@@ -21,7 +21,7 @@ from tieredckpt.errors import (
 
 
 def tree(module, root):
-    """Every class of the tree the module's docstring draws, with its parent."""
+    """Return every class of the tree in the module's docstring, with its parent."""
     drawn, path = {}, []
     for line in module.__doc__.splitlines():
         match = re.match(r"    ([│ ]*(?:[├└]── )?)([A-Za-z]+Error)\b", line)

@@ -1,4 +1,4 @@
-"""Configuration from files, environment and calls: right values, or one error that names every wrong key."""
+"""Settings from files, environment and calls: valid values, or one error for all wrong keys."""
 
 import contextlib
 import dataclasses
@@ -160,7 +160,7 @@ def test_nixl_does_not_encrypt():
         settings_from_mapping({"agent": {"transport": "nixl", "tls": "/tls"}})
 
 
-def test_a_wrong_value_is_not_reported_a_second_time_as_a_contradiction():
+def test_wrong_value_is_not_also_reported_as_a_contradiction():
     assert problems({"memory": {"every": "x"}, "durable": {"every": 3}}).count(";") == 0
     assert problems({"enabled": False, "durable": {"url": 3.5j}}).count(";") == 0
 
@@ -241,7 +241,7 @@ def test_option_without_a_value_is_refused():
     ],
     ids=range(15),
 )
-def test_files_that_are_no_configuration(config, text):
+def test_invalid_configuration_files_are_refused(config, text):
     with pytest.raises(SettingsError):
         config(text)
 

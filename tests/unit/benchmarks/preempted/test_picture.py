@@ -1,4 +1,4 @@
-"""What is read from a preempted run's records, and that its picture is one."""
+"""The records of a preempted run and the picture drawn from them."""
 
 from __future__ import annotations
 
@@ -29,13 +29,13 @@ def step(number, epoch, ranks, at, *, of=None, loss=1.0):
     ]
 
 
-def test_of_a_step_done_again_the_last_time_counts_and_half_a_step_is_none():
+def test_last_run_of_a_repeated_step_counts_and_incomplete_steps_do_not():
     lines = [
         *world(0, 2, 0.0, first=0),
         *step(0, 0, 2, 1.0),
         *step(1, 0, 2, 2.0),
         *step(2, 0, 1, 3.0, of=2),  # the other rank was killed
-        *world(1, 1, 6.0, first=1, of=2),  # nor was this ever a world
+        *world(1, 1, 6.0, first=1, of=2),  # this was never a complete world either
         *world(2, 1, 7.0, first=1),
         *step(1, 2, 1, 9.0, loss=2.0),
         *step(2, 2, 1, 10.0),

@@ -1,4 +1,4 @@
-"""The cache in one process: who prepares, what is kept, what goes, and that nobody can damage it by using it."""
+"""``BatchCache`` in one process: preparation, reuse, eviction, and safety of the mapped tensors."""
 
 import logging
 import os
@@ -26,7 +26,7 @@ from tests.support.bits import assert_same_bits
 
 
 class Prepare:
-    """Counts what it is asked for."""
+    """A ``prepare`` function that records the indices it prepares."""
 
     def __init__(self, numel=64):
         self.asked = []
@@ -114,7 +114,7 @@ def test_error_of_prepare_is_raised_and_leaves_no_file(opened):
     assert_same_bits(Prepare()(3), cache.get(3, Prepare()))
 
 
-def test_a_batch_that_cannot_be_kept_is_an_error_even_when_the_cache_is_not_required(opened):
+def test_unsupported_batch_is_an_error_even_with_an_optional_cache(opened):
     cache = opened()
     with pytest.raises(UnsupportedBatchError, match=r"batch 3\['ids'\]"):
         cache.get(3, lambda _: {"ids": {1, 2}})
@@ -140,7 +140,7 @@ def test_names_are_names(opened, name, which):
 def test_another_fingerprint_finds_nothing_and_sweeps(opened):
     old, prepare = opened(fingerprint={"data": "wiki", "seed": 1}), Prepare()
     old.get(0, prepare)
-    again = opened(fingerprint={"seed": 1, "data": "wiki"})  # the order of a mapping says nothing
+    again = opened(fingerprint={"seed": 1, "data": "wiki"})  # the order of the keys does not matter
     assert again.cached_indices() == [0]
     new = opened(fingerprint={"data": "wiki", "seed": 2})
     assert new.cached_indices() == []
@@ -198,12 +198,12 @@ def test_batches_behind_the_cursor_are_evicted_first(opened):
     cache.get(4, prepare)
     assert cache.cached_indices() == [2, 3, 4]
     cache.get(5, prepare)
-    cache.get(6, prepare)  # all four are needed sooner
+    cache.get(6, prepare)  # all four are needed earlier
     assert cache.cached_indices() == [2, 3, 4, 5]
     cache.mark_committed(3)
     cache.get(9, prepare)
     cache.get(6, prepare)
-    assert cache.cached_indices() == [3, 4, 5, 6]  # and 9 had to go for 6
+    assert cache.cached_indices() == [3, 4, 5, 6]  # batch 9 was evicted for batch 6
     assert prepare.asked == [0, 1, 2, 3, 4, 5, 6, 9, 6]
 
 
@@ -272,7 +272,7 @@ def test_full_required_cache_raises(opened):
 
 
 def full_from(monkeypatch, calls):
-    """The file system has no room for the write of that number, and those after it."""
+    """Make writes fail for lack of space, starting with the write of that number."""
     done, write = [], os.pwrite
 
     def pwrite(fd, data, at):

@@ -1,4 +1,4 @@
-"""A batch as bytes: everything that may be in one comes back, and what may not is named."""
+"""Batches as bytes: supported values round-trip; unsupported and damaged ones are reported."""
 
 import collections
 import decimal

@@ -1,4 +1,4 @@
-"""What is given up for a new batch: a table, and what holds for every table."""
+"""Eviction plans for a new batch: a table of cases, and properties of every plan."""
 
 import pytest
 from hypothesis import given
@@ -17,14 +17,14 @@ def sized(*indices, size=10):
         ([], 0, 0, 10, EvictionPlan(fits=True)),
         ([], 0, 0, 9, EvictionPlan(fits=False)),
         ([1, 2, 3], 0, 4, 40, EvictionPlan(fits=True)),
-        ([1, 2, 3, 8], 4, 9, 40, EvictionPlan(fits=True, evict=(1, 2, 3))),  # all that lies behind, at once
+        ([1, 2, 3, 8], 4, 9, 40, EvictionPlan(fits=True, evict=(1, 2, 3))),  # everything behind the cursor, at once
         ([4, 5, 6, 9], 4, 7, 40, EvictionPlan(fits=True, evict=(9,))),  # then the farthest ahead
-        ([4, 5, 6, 7], 4, 8, 40, EvictionPlan(fits=False)),  # nothing is given up for what is needed later
+        ([4, 5, 6, 7], 4, 8, 40, EvictionPlan(fits=False)),  # no batch is evicted for one that is needed later
         ([1, 4, 5, 6], 4, 8, 40, EvictionPlan(fits=True, evict=(1,))),
         ([1, 2, 5, 6], 4, 3, 40, EvictionPlan(fits=True, evict=(1, 2))),  # behind, but nearer than others behind
         ([2, 3, 5, 6], 4, 1, 40, EvictionPlan(fits=False)),
         ([8, 9, 12, 16], 4, 5, 20, EvictionPlan(fits=True, evict=(16, 12, 9))),
-        ([1, 8, 9, 12], 4, 10, 20, EvictionPlan(fits=False)),  # what could go is not enough, so nothing goes
+        ([1, 8, 9, 12], 4, 10, 20, EvictionPlan(fits=False)),  # the evictable batches are too small, so none is evicted
     ],
 )
 def test_eviction_plan_table(held, cursor, new, limit, expected):

@@ -188,7 +188,7 @@ def test_the_checkpoint_before_the_last_is_committed(cache, tmp_path):
             loader.state_dict()
     with BatchCache("job", fingerprint="f", directory=tmp_path / "prepared", max_bytes=size) as small:
         small.get(99, prepare)
-        assert small.cached_indices() == list(range(12))  # no room for it even when all that lies behind went
+        assert small.cached_indices() == list(range(12))  # no space even after everything behind the cursor is evicted
     with BatchCache("job", fingerprint="f", directory=tmp_path / "prepared", max_bytes=8 * size) as small:
         small.get(12, prepare)
         assert small.cached_indices() == [5, 6, 7, 8, 9, 10, 11, 12]
@@ -222,7 +222,7 @@ def test_a_rank_that_cannot_be_is_refused(cache, wrong):
 
 
 class Module:
-    """As Lightning's: what a user writes."""
+    """A data module as a user writes it for Lightning."""
 
     def __init__(self):
         self.data = Rows(12)
@@ -276,7 +276,7 @@ def test_data_module_resumes_without_rereading_data(tmp_path):
     assert rows([next(batches)]) == [[4, 5]]
     assert 4 not in second.data.read
     batches.close()
-    assert second.train_dataloader().position == 3  # asked for again, it goes on all the same
+    assert second.train_dataloader().position == 3  # a new loader continues from the same position
     second.teardown("fit")
 
 

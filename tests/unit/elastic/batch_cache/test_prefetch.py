@@ -1,4 +1,4 @@
-"""Batches ahead of their reader: in order, bounded, errors at their place, and an end that leaves nothing running."""
+"""``PrefetchIterator``: batch order, limits, errors at their index, and cleanup."""
 
 import contextlib
 import itertools
@@ -15,7 +15,7 @@ from tests.support.bits import assert_same_bits
 
 
 class Gate:
-    """A ``prepare`` that says which batches were begun, and goes on when it is let."""
+    """A ``prepare`` function that records the indices it begins and waits for ``open``."""
 
     def __init__(self, *, is_open=False):
         self._changed = threading.Condition()
@@ -93,14 +93,14 @@ def test_close_waits_for_the_batch_in_preparation(cache):
     prepare.wait_begun(1)
     closing = threading.Thread(target=batches.close)
     closing.start()
-    assert next(batches, None) is None  # who reads is let go at once
+    assert next(batches, None) is None  # the reader is released at once
     prepare.open()
     closing.join()
     assert prepare.begun == [0]
 
 
 @pytest.mark.parametrize("workers", [0, 1])
-def test_an_error_comes_when_its_batch_would_have_come(cache, workers):
+def test_error_is_raised_at_the_index_of_its_batch(cache, workers):
     with PrefetchIterator(cache, range(9), prepare_or_raise, workers=workers) as batches:
         assert [next(batches) for _ in range(3)] == [0, 1, 2]
         for _ in range(2):  # and from then on
@@ -155,11 +155,11 @@ def test_worker_killed_before_startup_raises(cache):
         one.kill()
         with pytest.raises(PrepareWorkerLostError, match="signal 9"):
             one.prepare(0, 0)
-        assert one.is_up()  # there is nothing to wait for
+        assert one.is_up()  # the worker has ended
 
 
 def test_small_cache_prepares_prefetched_batches_once(tmp_path):
-    """What is ahead goes before what was read: each batch is prepared once, though few are kept."""
+    """Batches already read are evicted before prefetched ones: each batch is prepared once."""
     with BatchCache("job", fingerprint="f", directory=tmp_path / "prepared", max_bytes=1500) as cache:
         with PrefetchIterator(cache, range(40), lambda index: bytes(400), ahead=8) as batches:
             assert len(list(batches)) == 40

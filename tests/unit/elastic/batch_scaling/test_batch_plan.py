@@ -1,4 +1,4 @@
-"""Whatever the world: every sample of a step is computed once, ranks have as much to do as others, limits hold."""
+"""Batch plans: each sample is computed once, the load is even, and limits hold."""
 
 from __future__ import annotations
 
@@ -39,13 +39,13 @@ def test_a_batch_that_does_not_divide():
 
 
 def test_passes_are_as_few_as_fit_and_alike():
-    """Nine samples, at most four at a time: not four, four and one."""
+    """Nine samples, at most four at a time, make three passes of three instead of 4, 4 and 1."""
     assert split(BatchPlan(9, 1, 4)) == [[3, 3, 3]]
     assert split(BatchPlan(9, 1)) == [[9]]
 
 
 def test_all_ranks_make_as_many_passes():
-    """With single samples, a rank that has fewer of them makes a pass without one."""
+    """With single samples, a rank with fewer samples makes one pass without a sample."""
     plan = BatchPlan(5, 2, 1)
     assert split(plan) == [[1, 1, 1], [1, 1]]
     assert [plan.for_rank(rank).empty_passes for rank in range(2)] == [0, 1]
@@ -64,7 +64,7 @@ def test_fixed_microbatches_are_cut_alike_in_every_world():
 
 
 def test_ranks_that_share_samples_count_as_a_single_rank():
-    """64 devices, tensor parallel over 8: the plan is made for 8, and is that of 8 devices."""
+    """64 devices with tensor parallelism over 8: the plan is that of 8 devices."""
     assert BatchPlan(128, 64 // 8, 2) == BatchPlan(128, 8, 2)
 
 
@@ -216,7 +216,7 @@ def test_a_microbatch_for_worlds_of_a_job():
 
 @pytest.mark.parametrize("fixed", [None, 3])
 def test_huge_world_costs_no_more_than_a_small_one(fixed):
-    """Work is counted, not timed: a plan that listed its ranks would not come back from a world of 10**15."""
+    """A plan that listed its ranks would not finish for a world of 10**15 ranks."""
     world = 10**15
     plan = BatchPlan(7 * world + 5, world, 4, microbatch=fixed)
     last = plan.for_rank(world - 1)

@@ -1,4 +1,4 @@
-"""What a learning rate becomes, without an optimizer."""
+"""Learning rate rules without an optimizer."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ def test_rules():
 
 
 @given(st.integers(1, 10**6), st.integers(1, 10**5))
-def test_at_its_own_batch_no_rule_does_anything(batch, world):
+def test_rules_have_no_effect_at_their_own_batch(batch, world):
     for rule in (ConstantLRRule(), LinearLRRule(batch), SqrtLRRule(batch), AdamSqrtLRRule(batch)):
         assert rule.scale(batch, world) == LRScale(1.0, 1.0)
 
@@ -147,13 +147,13 @@ def factors(ramp, count):
     return found
 
 
-def test_up_in_equal_steps_and_then_exactly_there():
+def test_warmup_has_equal_steps_and_ends_exactly_at_its_target():
     ramp = WarmupRamp(1.0).towards(2.0, Rewarmup(steps=3))
     assert factors(ramp, 6) == [1.25, 1.5, 1.75, 2.0, 2.0, 2.0]
 
 
 def test_down_at_once():
-    """A learning rate for more samples than there are is never gone on with."""
+    """A smaller batch takes effect at once: its rate is never exceeded."""
     assert factors(WarmupRamp(2.0).towards(1.0, Rewarmup(steps=3)), 2) == [1.0, 1.0]
 
 
@@ -170,7 +170,7 @@ def test_change_during_warmup_continues_from_the_current_factor():
     assert factors(ramp.towards(1.25, Rewarmup(steps=1)), 2) == [1.25, 1.25]
 
 
-def test_no_change_is_no_new_ramp():
+def test_unchanged_batch_starts_no_new_ramp():
     ramp = WarmupRamp(1.0).towards(2.0, Rewarmup(steps=3)).next()
     assert ramp.towards(2.0, Rewarmup(steps=50)) is ramp
 

@@ -1,4 +1,4 @@
-"""Real optimizers under real schedulers: what a step uses, to the last bit, whatever happens between steps."""
+"""``LRScaler`` with real optimizers and schedulers: the exact rates of each step."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ OPTIMIZERS = {
 
 
 class Run:
-    """A small model in two parameter groups; says with which numbers each step was made."""
+    """A small model in two parameter groups that records the numbers of each step."""
 
     def __init__(self, optimizer="SGD", scheduler="none", rule=None, batch=128, world=8, rewarm=None):
         torch.manual_seed(7)
@@ -88,7 +88,7 @@ class Run:
         self.record()
 
     def record(self):
-        """From here on, by a hook that runs after those that are there."""
+        """Record the following steps in a hook that runs after all existing hooks."""
         self.optimizer.register_step_pre_hook(self._record)
 
     def _record(self, optimizer, args, kwargs):
@@ -100,7 +100,7 @@ class Run:
             parameter.grad = (parameter.detach() + number).sin()
         self.optimizer.step()
         if isinstance(self.scheduler, torch_schedulers.ReduceLROnPlateau):
-            self.scheduler.step(5.0 - min(number, 6))  # gets better for a while, and then no more
+            self.scheduler.step(5.0 - min(number, 6))  # improves for a while, then stops
         elif self.scheduler is not None:
             self.scheduler.step()
 
@@ -110,7 +110,7 @@ class Run:
         return self
 
     def state(self):
-        """As a checkpoint has it: through bytes, without pickled objects."""
+        """Pass the state through bytes without pickled objects, like a checkpoint."""
         parts = {"model": self.model, "optimizer": self.optimizer, "scheduler": self.scheduler, "rate": self.rate}
         file = io.BytesIO()
         torch.save({name: part.state_dict() for name, part in parts.items() if part is not None}, file)
@@ -163,7 +163,7 @@ def test_no_rule_changes_a_bit_while_the_batch_stays(rule):
 
 @pytest.mark.parametrize(("optimizer", "scheduler"), PAIRS)
 def test_a_factor_is_of_the_schedules_own_value_in_every_step(optimizer, scheduler):
-    """Also where the schedule makes each value out of the one before: nothing is multiplied twice."""
+    """The factor is applied once, even if the schedule derives each value from the previous one."""
     plain = Run(optimizer, scheduler).train(0, STEPS)
     ruled = Run(optimizer, scheduler, SqrtLRRule(128), batch=384).train(0, STEPS)
     by = math.sqrt(3)
@@ -231,7 +231,7 @@ def json_of_rate(state):
 
 
 def test_restore_into_a_resized_world_warms_up_from_the_saved_factor():
-    """Nobody has to say that something changed: the new process was made for another batch than the state."""
+    """The new process detects the change: its batch differs from the saved one."""
     old = Run(rule=LinearLRRule(128), batch=128).train(0, 4)
     new = Run(rule=LinearLRRule(128), batch=256, world=16, rewarm=Rewarmup(1)).load(old.state()).train(4, 7)
     assert new.lrs == [[lr * by for lr in LRS] for by in (1.5, 2.0, 2.0)]
@@ -252,7 +252,7 @@ def test_a_table_follows_the_world():
 
 
 def test_adam_for_another_batch_is_the_adam_of_the_rule():
-    """Bit for bit the optimizer that is made with the numbers the rule gives."""
+    """The optimizer equals, bit for bit, one created with the rule's numbers."""
     betas = scaled_beta("beta1", 0.9, 4), scaled_beta("beta2", 0.95, 4)
     run = Run("AdamW", rule=AdamSqrtLRRule(128), batch=512)
     own = Run("AdamW")
@@ -434,8 +434,8 @@ def test_scheduler_in_a_step_hook_sees_its_own_rate():
         assert before - weight.item() == expected
 
 
-def test_torch_making_an_optimizers_state_is_no_step():
-    """``torch.distributed.checkpoint`` does that by a step with a learning rate of 0, before it loads."""
+def test_optimizer_state_creation_is_not_counted_as_a_step():
+    """``torch.distributed.checkpoint`` creates the state by a step with a learning rate of 0."""
     old = Run("AdamW", rule=LinearLRRule(128), rewarm=Rewarmup(3)).train(0, 2)
     old.rate.resize(256, 8)
     old.train(2, 3)
@@ -461,7 +461,7 @@ def test_scaler_state_round_trips_through_dcp(tmp_path):
 
 
 def test_steps_that_a_scaler_skips_are_not_counted():
-    """A schedule does not go on when a step was skipped for gradients that are not finite; nor does a way up."""
+    """A step skipped for non-finite gradients advances neither the schedule nor the warmup."""
     weight = torch.nn.Parameter(torch.ones(1))
     optimizer = torch.optim.SGD([weight], lr=1.0)
     rate = LRScaler(optimizer, LinearLRRule(1), global_batch=1, world_size=1, rewarm=Rewarmup(3))

@@ -1,4 +1,4 @@
-"""``elastic plan``: what it prints, and that the documentation shows just that."""
+"""``elastic plan``: its output, and that the documentation shows the same output."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def test_plan_prints_a_line_for_each_world():
     ]
 
 
-def test_for_programs():
+def test_plan_prints_json():
     result = run("--global-batch", 10, "--world", 4, "--microbatch", 2, "--rank", 3, "--json")
     (one,) = json.loads(result.stdout)["plans"]
     assert one["quotas"] == [{"ranks": 1, "samples": 4}, {"ranks": 3, "samples": 2}]

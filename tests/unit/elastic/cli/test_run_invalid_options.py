@@ -1,4 +1,4 @@
-"""``elastic run`` with what cannot be: exit code 2, everything that is wrong by its name, and nothing was started."""
+"""``elastic run`` with invalid options: exit code 2, every problem listed, nothing started."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from tieredckpt.cli.exit_codes import ExitCode
 
 @pytest.fixture
 def refused(tmp_path, monkeypatch, capsys):
-    """Run with these options; what is said."""
+    """A function that runs ``elastic run`` with invalid options and returns its error output."""
     monkeypatch.setenv("ELASTIC_RUN_DIRECTORY", str(tmp_path / "run"))
     monkeypatch.delenv("ELASTIC_SECRET", raising=False)
     monkeypatch.chdir(tmp_path)

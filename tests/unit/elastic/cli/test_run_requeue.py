@@ -1,4 +1,4 @@
-"""Who asks Slurm to put a job back into its queue, and when: exactly one of its nodes."""
+"""Exactly one node of a job asks Slurm to requeue it."""
 
 from __future__ import annotations
 
@@ -25,11 +25,11 @@ ALL, LOST = ("n1", "n2", "n3"), ("n2", "n3")
     ("left", "status", "noticed", "who"),
     [
         (ALL, ExitCode.STOPPED, True, ["n1"]),
-        (ALL, ExitCode.STOPPED, False, []),  # `elastic stop`, SIGTERM: somebody has decided that it ends
+        (ALL, ExitCode.STOPPED, False, []),  # `elastic stop`, SIGTERM: the user has ended the job
         (ALL, ExitCode.OK, True, []),
         (ALL, ExitCode.JOB_FAILED, True, []),
         (LOST, ExitCode.JOB_FAILED, False, ["n2"]),
-        ((), ExitCode.JOB_FAILED, False, []),  # Slurm does not say
+        ((), ExitCode.JOB_FAILED, False, []),  # Slurm does not report it
         (LOST, ExitCode.REFUSED, False, []),
     ],
 )

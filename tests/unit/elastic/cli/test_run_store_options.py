@@ -1,4 +1,4 @@
-"""How a job is told where its ranks meet."""
+"""Options of ``elastic run`` for the address of the job's store."""
 
 from __future__ import annotations
 

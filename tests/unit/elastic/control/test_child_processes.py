@@ -1,4 +1,4 @@
-"""Exit statuses and signals of child processes, in words; stacks that a process writes before it ends."""
+"""Exit statuses and signals of child processes as text, and stacks written before the end."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a supervisor and the coordinator say to each other in changes is what they would say whole."""
+"""Incremental messages between supervisor and coordinator add up to the full messages."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ SPEAKS_OF = st.sampled_from(["nothing", "heard", "own", "before"])
 
 
 class Both:
-    """The two ends of a connection, and a node that takes over worlds that it hears of."""
+    """Both ends of a connection; the node adopts each world that it receives."""
 
     def __init__(self, says: NodeStatus) -> None:
         self.node = NodeCodec()
@@ -99,7 +99,7 @@ def test_successive_changes_add_up_to_the_full_message(known, script, own):
 
 
 def test_a_report_does_not_grow_with_the_job():
-    """A heartbeat, a step and the word that a world was heard of cost as much among 2,000 nodes as among 2."""
+    """A heartbeat, a step and a world's acknowledgment cost as much among 2,000 nodes as among 2."""
 
     def bytes_of(nodes: int) -> list[int]:
         end, places = NodeCodec(), tuple(f"ip-10-0-{place}.cluster.local" for place in range(nodes))
@@ -126,7 +126,7 @@ def test_world_sent_to_all_nodes_is_encoded_and_stored_once():
     for end in ends:
         end.encode(NodeDesired("c", 1, 1, world=kept))
         end.encode(NodeDesired("c", 1, 2, world=kept))
-    assert packed == [kept, kept]  # once a connection: who packs keeps what it packed
+    assert packed == [kept, kept]  # packed once per connection: each codec retains its packed world
     again = CoordinatorCodec(NodeStatus(1, "n0", 1, 1, world=WorldSpec(4, ("n0", "n8"), 0, "")), pack, lambda _: kept)
     assert again.status.world is kept
 

@@ -1,4 +1,4 @@
-"""Platforms bring a control plane of their own, and are asked in an order that does not depend on how they came."""
+"""Control plane plugins of platforms: one is selected by name, in any discovery order."""
 
 from __future__ import annotations
 

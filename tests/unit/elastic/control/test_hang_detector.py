@@ -1,4 +1,4 @@
-"""Whether the ranks of a world get on, from what their nodes say: a table of reports and times."""
+"""Hang detection from the reports of a world's nodes: a table of reports and times."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def both(one, other):
 
 
 def moving(at, *, pace=None, began=0.0):
-    """A world whose first rank has got to step 4 by ``at``."""
+    """Return a world whose first rank reached step 4 by ``at``."""
     movement = HangDetector(began, pace)
     movement.observe(report("n0", 3, 3), report("n0", 4, 4), at)
     return movement
@@ -118,7 +118,7 @@ def test_default_timeouts_follow_from_measured_step_times():
     assert again.find_hangs(WORLD, reports, HangTimeouts(), 2000.0 + 4001.0)
 
 
-def test_rewinding_to_an_earlier_step_is_no_progress():
+def test_rewind_to_an_earlier_step_is_not_progress():
     movement = moving(10.0)
     movement.observe(report("n0", 9), report("n0", None), 14.0)
     assert movement.find_hangs(WORLD, both(report("n0", None), report("n1", 4)), SHORT, 15.1)
@@ -142,7 +142,7 @@ def test_the_longest_that_a_rank_may_wait_is_known_when_a_world_is_formed():
 
 
 def timeouts(monkeypatch, given, hang_s):
-    """What torch was told."""
+    """Return the timeout that torch received."""
     told = []
     monkeypatch.setattr(dist, "init_process_group", lambda *_a, timeout, **_n: told.append(timeout))
     monkeypatch.setattr(ProcessGroups, "_store", lambda _self: dist.HashStore())
@@ -189,7 +189,7 @@ def test_invalid_hang_limit_is_refused(text):
     st.floats(0, 20_000),
 )
 def test_no_hang_is_found_within_ten_times_the_longest_step(moves, first, later):
-    """Whatever the ranks do: what is reported came after at least the least limit, and only once."""
+    """A hang is reported only once, and never before the minimum limit."""
     pace, now, last = StepTimes(), 0.0, 0.0
     movement, steps = HangDetector(now, pace), {"n0": [0, 0], "n1": [0, 0]}
     for node, rank, gap in moves:
@@ -205,7 +205,7 @@ def test_no_hang_is_found_within_ten_times_the_longest_step(moves, first, later)
     assert movement.find_hangs(WORLD, reports, HangTimeouts(), math.inf if first else now + later) == [] or not found
 
 
-def test_where_there_is_no_command_line_of_ours_limits_are_in_the_environment():
+def test_hang_limits_are_read_from_the_environment():
     assert hang_limits_in({}) == HangTimeouts()
     said = {"ELASTIC_HANG_TIMEOUT": "90", "ELASTIC_FIRST_STEP_TIMEOUT": "off"}
     assert hang_limits_in(said) == HangTimeouts(90.0, 0.0)

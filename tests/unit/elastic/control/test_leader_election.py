@@ -1,4 +1,4 @@
-"""Who leads a job: what one candidate decides, and that no two of them act at a time, whatever happens."""
+"""Leader election: the decisions of one candidate, and that two leaders never act at once."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ replace = msgspec.structs.replace
 
 
 class Store:
-    """A record that changes only for who has read it as it is."""
+    """A record that changes only for a writer that has read its current version."""
 
     def __init__(self) -> None:
         self.record: LeaderRecord | None = None
@@ -47,13 +47,13 @@ class Store:
 
 @dataclass
 class Player:
-    """A candidate and the way between it and the store."""
+    """A candidate and its connection to the store."""
 
     election: LeaderElection
     store: Store
     offset_s: float = 0.0
     under_way: list[LeaderRecordWrite] = field(default_factory=list)
-    """Sent, given up by the sender, and not there yet."""
+    """Writes that their sender has abandoned and that have not arrived yet."""
 
     def turn(self, now: float, *, fate: str = "answered") -> None:
         election, mine = self.election, now + self.offset_s
@@ -68,7 +68,7 @@ class Player:
             return
         if fate == "answered":
             election.wrote(write, self.store.write(write), mine, mine)
-        elif fate == "slowly":  # it is there only after a while
+        elif fate == "slowly":  # the write takes 2 s
             election.wrote(write, self.store.write(write), mine - 2.0, mine)
         else:
             if fate == "answer lost":
@@ -84,7 +84,7 @@ def player(store: Store, me: str, *, terms: Callable[[], int] | None = None, **m
 
 
 def lead(one: Player, now: float) -> float:
-    """Until it leads; the time then."""
+    """Run until the candidate leads, and return the time."""
     for _ in range(100):
         one.turn(now)
         if one.election.acts(now + one.offset_s):
@@ -118,7 +118,7 @@ def test_free_record_is_taken_at_once():
     assert (one.election.term, one.election.epoch) == (5, 9)
 
 
-def test_a_leader_that_stops_renewing_is_followed_after_its_time_in_a_later_term():
+def test_leader_that_stops_renewing_is_replaced_in_a_later_term():
     store, (a, b) = Store(), (None, None)
     a, b = player(store, "a"), player(store, "b")
     now = run([a, b], 0.0, 40)
@@ -200,7 +200,7 @@ def test_deleted_record_is_recreated_at_once_only_by_its_holder():
 
 
 def test_leader_that_saw_a_higher_term_steps_down_and_leads_above_it():
-    """A record that was deleted and made again by a newcomer, whose clock is far behind."""
+    """A newcomer with a late clock created the deleted record again."""
     store = Store()
     one = player(store, "b", terms=lambda: 1)
     now = lead(one, 0.0)
@@ -229,7 +229,7 @@ def test_leaving_leader_releases_its_lead():
 @pytest.mark.parametrize(
     ("over", "since", "taken"), [("stopped", 0, True), ("stopped", 3, False), ("finished", 0, False)]
 )
-def test_ended_job_is_restarted_only_by_a_newcomer_and_never_after_it_finished(over, since, taken):
+def test_ended_job_is_restarted_only_by_a_newcomer_unless_it_finished(over, since, taken):
     store = Store()
     store.record = LeaderRecord(term=5, over=over, version="x")
     one = player(store, "a", since=since)
@@ -279,7 +279,7 @@ NAMES = ("a", "b", "c")
 
 
 class Elections(RuleBasedStateMachine):
-    """Candidates whose clocks began anywhere, a record that anybody may delete, and a network that loses and delays."""
+    """Candidates with unrelated clocks, a record that any process may delete, a lossy network."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -303,7 +303,7 @@ class Elections(RuleBasedStateMachine):
 
     @rule(seconds=st.integers(1, 40), stopped=st.sets(st.sampled_from(NAMES)))
     def run_well(self, seconds, stopped):
-        """Whoever is not stopped runs, and is answered."""
+        """Run every candidate that is not stopped, and answer its requests."""
         for _ in range(seconds):
             self.now += 1.0
             for name, one in self.players.items():
@@ -361,7 +361,7 @@ class Elections(RuleBasedStateMachine):
             assert self.led.setdefault(term, one.election.me) == one.election.me, "two have led in one term"
 
     def teardown(self):
-        """Everything is well from now on: somebody leads, and knows the greatest epoch that was noted since."""
+        """Run without further faults: a candidate leads and knows the highest recorded epoch."""
         newcomer = self.new("d", 50.0)
         self.players = {"d": newcomer}
         for _ in range(40):

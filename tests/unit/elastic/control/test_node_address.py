@@ -1,4 +1,4 @@
-"""Names of machines, as they are looked up on one that others are to reach."""
+"""Addresses of this machine that other machines can reach."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from peerstore.errors import PeerUnreachableError
 
 @pytest.fixture
 def known(monkeypatch):
-    """What this machine finds under which name; a list is found one after the other."""
+    """Addresses by name on this machine; a list gives one address for each lookup."""
     names = {}
 
     def look_up(host, port, *_args, flags=0, **_more):
@@ -33,7 +33,7 @@ def test_loopback_name_is_replaced_by_the_outbound_address(known):
     assert node_address.resolves_to_loopback("me:7400")
     assert not node_address.resolves_to_loopback("127.0.0.1:7400")
     assert node_address.node_address("me:7400") == network_addresses.outbound_address()
-    known["other"] = "127.0.0.1"  # what leads there decides
+    known["other"] = "127.0.0.1"  # the interface that leads to that host decides
     assert node_address.node_address("me:7400", ["other"]) == "127.0.0.1"
     assert node_address.node_address("me:7400", ["nobody"]) == network_addresses.outbound_address()
 

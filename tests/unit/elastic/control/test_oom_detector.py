@@ -31,4 +31,4 @@ def test_oom_kill_is_reported_once(tmp_path, file, before, after):
 def test_missing_counters_report_no_kill(tmp_path):
     kills = OomDetector(tmp_path / "absent", tmp_path / "absent")
     assert kills.new_kills() == ""
-    OomDetector().new_kills()  # whatever this machine counts, it can be read
+    OomDetector().new_kills()  # the counters of this machine can be read

@@ -1,4 +1,4 @@
-"""What a machine says of jobs that do not run on it."""
+"""Run directories: messages on a machine without running jobs, and peer secrets."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def test_peer_secret_file_is_private_and_follows_a_given_control_secret(tmp_path
 
 
 def test_peer_secret_outlives_a_generated_control_secret(tmp_path):
-    """Agents of stopped nodes hold steps that the next run reads, and its control secret is another one."""
+    """Agents of stopped nodes hold steps that the next run reads with another control secret."""
     place = RunDirectory(tmp_path, "a")
     place.prepare()
     before = place.write_peer_secret(b"the first control secret", keep=True).read_bytes()

@@ -1,4 +1,4 @@
-"""What counts while a process runs, and what goes on while it does not."""
+"""A clock that counts only the time during which its process runs."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from tests.support.example_counts import examples
 
 
 class Hand:
-    """A clock that is set by hand."""
+    """A clock that the test sets."""
 
     def __init__(self, now: float = 1000.0) -> None:
         self.now = now

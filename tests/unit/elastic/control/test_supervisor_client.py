@@ -1,4 +1,4 @@
-"""What a rank hears of the end of its job in the same message that says that it was heard."""
+"""A rank learns of the end of its job from the message that acknowledges its report."""
 
 from __future__ import annotations
 
@@ -31,14 +31,14 @@ STOP = ControlNotice(0, NoticeKind.STOP, "enough")
 
 @contextlib.contextmanager
 def supervised(tmp_path, over):
-    """A rank in a world, whose supervisor answers that it has sealed with the end of the job."""
+    """A rank in a world, whose supervisor acknowledges its seal together with the end of the job."""
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as door:
         door.bind(str(tmp_path / "door"))
         door.listen()
 
         def answer():
             line, _ = door.accept()
-            with line, contextlib.suppress(BrokenPipeError):  # the rank has gone, and waits for no answer
+            with line, contextlib.suppress(BrokenPipeError):  # the rank has exited and waits for no answer
                 assert message_codec.receive_frame(line, RankHello).token == "token"
                 while (
                     says := message_codec.receive_frame(line, RankStatus, limit_bytes=MAX_RANK_MESSAGE_BYTES)
@@ -77,7 +77,7 @@ def test_sealing_for_a_failed_job_raises(tmp_path):
 
 
 def test_stopped_supervisor_blocks_no_rank(tmp_path):
-    """Its socket is full: whoever has something to say holds the lock that all others want, too."""
+    """Its socket is full: a sender that blocked would hold the lock that other threads need."""
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as door:
         door.bind(str(tmp_path / "door"))
         door.listen()
@@ -92,7 +92,7 @@ def test_stopped_supervisor_blocks_no_rank(tmp_path):
 
         (spoken,) = start_all(speak)
         spoken.result(PATIENCE_S)
-        line, _ = door.accept()  # it goes on
+        line, _ = door.accept()  # the supervisor continues
         with line:
             assert message_codec.receive_frame(line, RankHello).token == "token"
             says = RankStatus(0, RankPhase.IN_WORLD)

@@ -1,4 +1,4 @@
-"""A node that does not take what it is told keeps nobody waiting, and is given up after a while."""
+"""A node that stops reading delays no other node and is disconnected after a while."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ LARGE = WorldSpec(1, tuple(f"node-{place:0100d}" for place in range(MAX_NODES)),
 
 @pytest.fixture
 def line():
-    """A connection, and its other side."""
+    """A connection and its other end."""
     ours, theirs = socket.socketpair()
     connections = NodeConnections()
     connection = NodeConnection(ours, "there", "n0", CoordinatorCodec(NodeStatus(1, "n0", 1, 1)))
@@ -102,6 +102,6 @@ def test_more_nodes_than_a_job_can_have_are_refused_at_the_start():
 
 
 def test_first_message_to_a_node_is_complete():
-    """What a node hears first says everything that is not as :data:`NOTHING_HEARD` has it."""
+    """The first message contains every field that differs from :data:`NOTHING_HEARD`."""
     body = CoordinatorCodec(NodeStatus(1, "n0", 1, 1)).encode(NodeDesired("c", 7, 1))
     assert msgspec.msgpack.decode(body) == {"type": "hears", "coordinator": "c", "generation": 7, "acknowledged": 1}

@@ -1,4 +1,4 @@
-"""A disk that is full costs what would have been written to it, and not the job."""
+"""A full disk costs the record that needed it, but not the job."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ FULL = Path("/dev/full")
 
 
 def test_world_record_is_written_in_place(tmp_path):
-    """On a disk without room no file is made, and none that is there grows."""
+    """On a full disk no file is created and no existing file grows."""
     note = tmp_path / "epoch"
     assert shell.can_write_epoch(note)
     assert shell._read_epochs(note) == (-1, 0)

@@ -1,4 +1,4 @@
-"""Whom a supervisor obeys where any machine may lead, and what a coordinator does that hears of another one."""
+"""Supervisors obey the newest leader when any machine may lead; an older leader steps down."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def test_coordinator_without_a_term_is_always_obeyed() -> None:
 
 @contextlib.contextmanager
 def leading(leadership: MemoryLeadership, name: str):
-    """A coordinator that seeks the lead, and how its run ends."""
+    """A coordinator that competes for the lead, and the result of its run."""
     policy = ScalingPolicy(min_replicas=1, max_replicas=2)
     coordinator = Coordinator(
         CoordinatorSettings("job", policy, 1), SECRET, fresh=False, leadership=leadership, candidate=name
@@ -71,7 +71,7 @@ def leading(leadership: MemoryLeadership, name: str):
 
 @pytest.mark.parametrize("of_its_own_term", [True, False])
 def test_leader_of_a_job_that_obeyed_a_higher_term_steps_down(of_its_own_term) -> None:
-    """A record that was deleted, and made again by a newcomer whose clock is far behind."""
+    """A newcomer with a late clock created the deleted record again."""
     leadership = MemoryLeadership()
     leadership.write(LeaderRecord("", 8, epoch=3), None)
     with leading(leadership, "b") as (coordinator, ends):
@@ -90,12 +90,12 @@ def test_leader_of_a_job_that_obeyed_a_higher_term_steps_down(of_its_own_term) -
     with leading(leadership, "c") as (coordinator, _):
         wait_until(lambda: coordinator.snapshot.term)
         assert (coordinator.snapshot.term, coordinator.reconciler._min_epoch) == (term + 1, 3)
-    assert leadership.read().holder == ""  # given up at its end
+    assert leadership.read().holder == ""  # released at its end
 
 
 def test_world_is_announced_only_after_its_number_is_recorded() -> None:
     class Slow(MemoryLeadership):
-        """It takes no number of a world until it may."""
+        """A record whose writes wait until the test allows them."""
 
         may = threading.Event()
 

@@ -1,4 +1,4 @@
-"""A coordinator that did not run for a while: nobody is blamed for that, and who was silent meanwhile is not lost."""
+"""A coordinator that was paused blames no node and loses none that was silent meanwhile."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ replace = msgspec.structs.replace
 
 
 class Node:
-    """One that says what a supervisor would, and is told what it would be."""
+    """A node that sends a supervisor's reports and receives its desired state."""
 
     def __init__(self, coordinator: Coordinator, name: str) -> None:
         self.name, self._coordinator, self._end = name, coordinator, NodeCodec()
@@ -39,7 +39,7 @@ class Node:
         self.hears: NodeDesired | None = None
 
     def say(self, **changes: object) -> None:
-        """And wait until the coordinator has heard it."""
+        """Send a changed report and wait until the coordinator has received it."""
         self.says = replace(self.says, number=self.says.number + 1, **changes)
         self.channel.send(self._end.encode(self.says))
         wait_until(self._is_heard)
@@ -73,7 +73,7 @@ def two_nodes(**limits: float) -> Iterator[tuple[Coordinator, Hand, list[Node]]]
 
 
 def run(coordinator: Coordinator, hand: Hand, seconds: float) -> None:
-    """Time passes in which it does run."""
+    """Advance the time while the coordinator runs."""
     for _ in range(int(seconds / 0.5)):
         hand.now += 0.5
         coordinator._run_once()
@@ -101,7 +101,7 @@ def test_node_silent_after_the_pause_is_lost():
 def test_paused_coordinator_detects_no_hang():
     with two_nodes(step_s=30.0, first_s=30.0) as (coordinator, hand, nodes):
         hand.now += 600.0
-        for node in nodes:  # what they last said; their steps stood as long as the coordinator
+        for node in nodes:  # repeats its last report: its steps stood still as long as the coordinator
             node.say()
         run(coordinator, hand, 5.0)
         assert coordinator.snapshot.broken_reason is None

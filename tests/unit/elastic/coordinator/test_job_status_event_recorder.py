@@ -1,4 +1,4 @@
-"""What the coordinator writes down, of nodes and desk at one table: each thing once, and nothing that was no fault."""
+"""Events that the coordinator records: each once, and a fault only for a real fault."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from tieredckpt.event_log.event_types import FaultEvent, ProcessBegan, ProcessEn
 
 @pytest.fixture
 def table():
-    """Three nodes in their first world, and what was written of them."""
+    """Three nodes in their first world, and the recorded events."""
     return told(ControlSimulation(3))
 
 
@@ -59,7 +59,7 @@ def test_ranks_that_leave_unprompted_are_recorded_as_an_error(table):
     assert [one.how for one in table.written.of(WorldFormed)] == ["restart"]
 
 
-def test_a_resize_is_no_fault(table):
+def test_resize_is_not_recorded_as_a_fault(table):
     table.resize(2)
     table.run_without_faults(30)
     assert faults(table) == []

@@ -1,4 +1,4 @@
-"""What a person is told who starts fewer nodes than the job needs."""
+"""Job status with missing nodes: their count and the command that starts them."""
 
 from __future__ import annotations
 

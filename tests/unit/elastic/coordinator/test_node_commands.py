@@ -1,4 +1,4 @@
-"""Commands that decisions and requests leave in the records of nodes, and that every kind has a handler."""
+"""Commands in the records of nodes; every kind of request and action has a handler."""
 
 from __future__ import annotations
 

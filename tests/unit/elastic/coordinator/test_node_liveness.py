@@ -1,4 +1,4 @@
-"""Which nodes are silent, disconnected or draining, from their reports alone."""
+"""Silent, disconnected and draining nodes, from their reports alone."""
 
 from __future__ import annotations
 

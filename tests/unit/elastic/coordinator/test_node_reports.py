@@ -1,4 +1,4 @@
-"""What a world's nodes have said in all, counted report by report, is what all their newest reports say together."""
+"""Progress counted report by report equals a recount of the newest reports."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ reports = st.builds(
 
 
 def whole(newest: dict[str, NodeStatus]) -> tuple[bool, int, int | None]:
-    """As one who goes through everything finds it."""
+    """Recount the world's progress from the newest reports."""
     inside = [newest[node] for node in WORLD.ranked_nodes if node in newest]
     said = [says for says in inside if says.world is not None and says.world.epoch == WORLD.epoch]
     complete = len(said) == len(WORLD.ranked_nodes)

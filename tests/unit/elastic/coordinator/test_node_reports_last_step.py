@@ -22,11 +22,11 @@ def test_step_is_committed_when_all_ranks_sealed_it():
         state.update(report)
         whole.observe(state)
 
-    said(says(7, 9))  # the other node has not said anything
+    said(says(7, 9))  # the other node has not reported yet
     said(says(8, None, node="n8"))
     assert whole.step == -1
     said(says(8, 0, node="n8"))
     assert str(whole) == "the last complete step is 0"
     said(says(8, 6, node="n8"))
-    said(says(8, None, node="n8"))  # a process was replaced: what was whole is still so
+    said(says(8, None, node="n8"))  # a process was replaced: the step stays complete
     assert str(whole) == "the last complete step is 6"

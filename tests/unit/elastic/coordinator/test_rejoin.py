@@ -1,4 +1,4 @@
-"""How long a restarted coordinator and a first world wait, and what they log."""
+"""Timeouts and log messages of a restarted coordinator and of a first world."""
 
 from __future__ import annotations
 

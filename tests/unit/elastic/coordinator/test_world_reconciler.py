@@ -1,4 +1,4 @@
-"""WorldReconciler and supervisors: the ranks reach one world even if messages are lost, late or repeated."""
+"""``WorldReconciler`` and supervisors: the ranks reach one world despite message loss or delay."""
 
 from __future__ import annotations
 
@@ -82,7 +82,7 @@ def run_without(table, silent, seconds):
 
 
 def alone(table):
-    """The one node that has ranks once the job was resized to one node."""
+    """Return the one node with ranks after the job was resized to one node."""
     table.run_without_faults(15)
     table.resize(1)
     table.run_without_faults(30)
@@ -90,7 +90,7 @@ def alone(table):
     return int(node.removeprefix("n"))
 
 
-def test_new_coordinator_keeps_a_world_that_is_smaller_than_the_one_before():
+def test_new_coordinator_keeps_a_world_smaller_than_the_previous_one():
     """Nodes outside it still name the older world that they were in; they answer first."""
     table = ControlSimulation(3)
     inside = alone(table)
@@ -102,8 +102,8 @@ def test_new_coordinator_keeps_a_world_that_is_smaller_than_the_one_before():
     assert table.places == places
 
 
-def test_new_coordinator_waits_for_the_newest_world_that_only_others_were_in(caplog):
-    """Two nodes outside the world answer at once; the node that has the newest steps is silent for a while."""
+def test_new_coordinator_waits_for_nodes_of_the_newest_world(caplog):
+    """Two nodes outside the world answer at once; the node with the newest steps is silent at first."""
     table = ControlSimulation(3)
     inside = alone(table)
     world, places = table.desk.snapshot().world, dict(table.places)
@@ -131,7 +131,7 @@ def test_new_coordinator_waits_no_longer_than_lost_state_timeout(caplog):
     assert "the job continues with what the other nodes have" in caplog.text
 
 
-def test_first_world_begins_on_the_node_that_has_the_newest_step():
+def test_first_world_starts_on_the_node_with_the_newest_step():
     """One node is enough, and the others join first."""
     table = ControlSimulation(3, most=1, holders=StepHolders(newest=("n2",)))
     run_without(table, 2, 30)
@@ -208,7 +208,7 @@ def test_every_lost_rank_is_replaced_by_a_warm_spare():
 
 
 def test_used_spare_is_replaced_after_the_ranks_resume():
-    """Starting and importing takes the cores that the ranks need to come back."""
+    """Starting and importing use the cores that the ranks need to return."""
     table = ControlSimulation(1, nproc=2, spares=1)
     table.run_without_faults(15)
     seats, before = table.nodes["n0"].seats, table.desk.snapshot().world.epoch
@@ -247,7 +247,7 @@ def test_an_older_supervisor_of_a_node_is_refused():
     assert "newer supervisor" in table.desk.record_status(old, table.now)
 
 
-def test_a_report_that_comes_again_changes_nothing():
+def test_repeated_report_has_no_effect():
     table = ControlSimulation(2)
     table.run_without_faults(15)
     world = table.desk.snapshot().world
@@ -275,7 +275,7 @@ def test_node_learns_its_world_ended_even_if_the_next_world_excludes_it():
     table.run_without_faults(60)
     (alone,) = table.desk.snapshot().world_spec.ranked_nodes
     table.lose_rank(sorted(table.nodes).index(alone))
-    table.nodes[alone].report()  # it says so, and hears nothing before the other node is the next world
+    table.nodes[alone].report()  # it reports the loss; the next world forms before it receives a message
     table.advance(0.0)
     assert table.desk.snapshot().world_spec.ranked_nodes == tuple(table.nodes.keys() - {alone})
     table.run_without_faults(60)
@@ -297,14 +297,14 @@ def test_node_restarted_during_a_drain_is_still_drained(away):
         assert table.desk.snapshot().world_spec.ranked_nodes == ("n0",)
     table.nodes["n1"] = SimulatedNode(
         table, "n1", table.nproc, table.spares
-    )  # what ran there was killed, and heard nothing
+    )  # its processes were killed without a message
     table.run_without_faults(15)
     assert table.desk.snapshot().world_spec.ranked_nodes == ("n0",)
     assert "n1" not in table.nodes
 
 
 def lost_supervisor(told_before):
-    """Node n1's connection ends, and who started its supervisor says that it has ended."""
+    """Lose node n1: its connection ends, and its starter reports that the supervisor exited."""
     table = ControlSimulation(2)
     table.run_without_faults(60)
     desk, life = table.desk, table.nodes["n1"].seats.generation
@@ -316,7 +316,7 @@ def lost_supervisor(told_before):
     desk.connection_lost("n1", life, table.now)
     if not told_before:
         desk.tick(table.now)
-        assert desk.snapshot().broken_reason is None  # it may come back
+        assert desk.snapshot().broken_reason is None  # it may return
         desk.handle_request(SupervisorExited("n1"), table.now)
     desk.tick(table.now)
     return table
@@ -363,7 +363,7 @@ def test_drained_node_may_rejoin_after_its_clock_went_back():
     table.desk.handle_request(DrainRequest(("n1",), 20.0, "its machine goes"), table.now)
     table.run_without_faults(5)
     assert "n1" not in table.nodes
-    table._lives = itertools.chain([0], table._lives)  # an hour ago, by the clock that it has now
+    table._lives = itertools.chain([0], table._lives)  # an hour ago by its current clock
     table.nodes["n1"] = SimulatedNode(table, "n1", table.nproc, table.spares)
     table.run_without_faults(60)
     assert set(table.desk.snapshot().world_spec.ranked_nodes) == {"n0", "n1"}

@@ -18,14 +18,14 @@ from tieredckpt.session.incarnation import IncarnationTracker, decide_save, use_
 
 
 def world_epochs(table: ControlSimulation) -> list[int]:
-    """What was allocated for each world, in the order of worlds."""
+    """Return the incarnation epoch allocated for each world, in world order."""
     found = {place.epoch: place.incarnation_epoch for place in table.assignments}
     return [found[epoch] for epoch in sorted(found)]
 
 
 def test_each_world_has_epochs_above_those_of_the_world_before():
     table = ControlSimulation(3)
-    table.clock_offset_s = -table.now  # a clock that stands at the beginning of time
+    table.clock_offset_s = -table.now  # a clock at the epoch
     for loss in (table.lose_rank, table.lose_rank, table.resize):
         table.run_without_faults(20)
         loss(1)
@@ -36,7 +36,7 @@ def test_each_world_has_epochs_above_those_of_the_world_before():
 
 
 @pytest.mark.parametrize("remembers", [True, False])
-def test_coordinator_with_a_clock_that_is_behind_learns_the_epochs_from_the_nodes(remembers):
+def test_coordinator_with_a_late_clock_learns_the_epochs_from_nodes(remembers):
     table = ControlSimulation(3)
     table.run_without_faults(15)
     table.clock_offset_s = -500.0
@@ -78,7 +78,7 @@ def test_new_coordinator_exceeds_the_number_of_an_unreachable_world():
 
 
 class History(RuleBasedStateMachine):
-    """Worlds that begin, pause, break and lose nodes, with saves of their ranks, under coordinators that restart."""
+    """Random worlds and saves of their ranks under coordinators that restart."""
 
     @initialize(nodes=st.integers(1, 4))
     def begin(self, nodes):
@@ -160,7 +160,7 @@ class History(RuleBasedStateMachine):
 
     @rule(rewinds=st.booleans())
     def save(self, rewinds):
-        """All ranks of one world save together, as :func:`decide_save` decides; ``rewinds``: after another restore."""
+        """Save on all ranks of one world by :func:`decide_save`; ``rewinds``: after another restore."""
         inside = [
             one for node in self.table.nodes.values() for one in node.ranks.values() if one.stand is RankPhase.IN_WORLD
         ]
@@ -190,14 +190,14 @@ class History(RuleBasedStateMachine):
 
     @invariant()
     def incarnations_are_one_sequence(self):
-        by_world = sorted(self.incarnations, key=lambda one: one[0])  # a world that was cut off may save later
+        by_world = sorted(self.incarnations, key=lambda one: one[0])  # a world without a connection may save later
         numbers = [number for _, number, _ in by_world]
         assert len(set(numbers)) == len(numbers), f"two incarnations share a number: {self.incarnations}"
         assert numbers == sorted(numbers), f"a later incarnation has the smaller number: {self.incarnations}"
 
     @invariant()
     def a_named_step_is_the_one_sealed_last(self):
-        """What a world restores by name is what the last world that sealed a step at its end has sealed."""
+        """A world restores by name the step that the last sealing world sealed at its end."""
         new, self.judged = self.table.assignments[self.judged :], len(self.table.assignments)
         for place in new:
             sealed = [epoch for epoch in self.table.targets if epoch < place.epoch]

@@ -1,4 +1,4 @@
-"""The step that the next world restores is named by the worlds before it, also where the coordinator starts again."""
+"""Earlier worlds name the step that the next world restores, even after a coordinator restart."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ def first_world() -> ControlSimulation:
 
 
 def restored(table: ControlSimulation) -> set[tuple[SealedStep | None, RequestedStep | None]]:
-    """What the ranks of the newest world were to restore when they entered it."""
+    """Return the steps that the ranks of the newest world restored when they entered it."""
     newest = table.desk.snapshot().world.epoch
     return {(one.resume_from, one.requested_step) for one in table.assignments if one.epoch == newest}
 
 
 @pytest.mark.parametrize("restarted", [False, True], ids=["the same coordinator", "another coordinator"])
 @pytest.mark.parametrize("loss", ["lose_rank", "lose_node", "fault"])
-def test_first_world_that_is_lost_before_it_sealed_a_step_is_begun_again(loss, restarted):
+def test_first_world_lost_before_a_sealed_step_is_formed_again(loss, restarted):
     table = first_world()
     getattr(table, loss)(1)
     if restarted:
@@ -72,7 +72,7 @@ def test_nodes_outside_the_world_remember_the_requested_step():
 
 
 def paused(table: ControlSimulation) -> SealedStep:
-    """All ranks have stopped for a resize and sealed; what they sealed. No new world has begun."""
+    """Pause all ranks for a resize and return the step they sealed, before a new world forms."""
     table.resize(2)
     while any(rank.stand is RankPhase.IN_WORLD for node in table.nodes.values() for rank in node.ranks.values()):
         for node in list(table.nodes.values()):
@@ -125,7 +125,7 @@ def test_stop_that_a_lost_rank_interrupts_names_no_step():
 
 
 @pytest.mark.parametrize("missing", [None, 2], ids=["all nodes there", "a node is missing"])
-def test_coordinator_that_starts_again_between_two_worlds_names_the_sealed_step(missing):
+def test_coordinator_restarted_between_two_worlds_names_the_sealed_step(missing):
     table = ControlSimulation(3)
     table.run_without_faults(15)
     sealed = paused(table)
@@ -137,7 +137,7 @@ def test_coordinator_that_starts_again_between_two_worlds_names_the_sealed_step(
     assert restored(table) == {(sealed, None)}
 
 
-def test_world_that_few_of_its_nodes_heard_of_is_begun_again_with_the_step_it_was_to_restore():
+def test_world_known_to_few_nodes_is_formed_again_with_its_restore_step():
     table = ControlSimulation(3)
     table.run_without_faults(15)
     sealed = paused(table)
@@ -152,7 +152,7 @@ def test_world_that_few_of_its_nodes_heard_of_is_begun_again_with_the_step_it_wa
     assert restored(table) == {(sealed, None)}
 
 
-def test_world_that_ran_is_not_begun_again_with_the_step_it_restored():
+def test_world_that_ran_is_not_formed_again_with_its_restored_step():
     table = ControlSimulation(3)
     table.run_without_faults(15)
     paused(table)

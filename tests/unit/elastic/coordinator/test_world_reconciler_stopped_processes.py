@@ -1,4 +1,4 @@
-"""A process that is stopped says nothing and does not end: it takes nobody's seat, and keeps nobody waiting."""
+"""A stopped process neither reports nor ends: it takes no rank and delays no other process."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from tests.support.control_simulation import ControlSimulation, SimulatedRank
 
 
 def rank_of(table: ControlSimulation, node: str, *, spare: bool = False) -> SimulatedRank:
-    """The first one of this node, or its spare."""
+    """Return the first rank of this node, or its spare."""
     found = table.nodes[node]
     processes = [one for one in found.seats.processes.values() if (one.local_rank is None) == spare]
     return found.ranks[processes[0].token]
@@ -42,7 +42,7 @@ def test_resumed_spare_counts_again():
 
 @pytest.mark.parametrize("spares", [0, 1])
 def test_stopped_rank_of_a_broken_world_is_not_awaited(spares):
-    """Others have half a minute here to leave what they are in: they say so every second meanwhile."""
+    """The other ranks may take 30 s to leave their world, and report every second meanwhile."""
     table = ControlSimulation(2, spares=spares)
     table.run_without_faults(15)
     stopped = rank_of(table, "n0")

@@ -1,4 +1,4 @@
-"""The store of a job is on one of its nodes: where that comes back, nobody waits for another one to be started."""
+"""The job's store on one of its nodes: a running store is used instead of a new one."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What people copy computes where the model is: samples come from this process's memory and have to be moved."""
+"""Example trainers move samples from host memory to the device of the model."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ EXAMPLE = Path(__file__).parents[4] / "examples" / "elastic_loop.py"
 
 
 class OnHost(torch.Tensor):
-    """A tensor that computes with none that is not of its kind, as on a machine with a GPU; ``to`` moves it."""
+    """A tensor that computes only with its own kind, like one on a GPU; ``to`` converts others."""
 
     @classmethod
     def __torch_function__(cls, function, types, args=(), kwargs=None):

@@ -1,4 +1,4 @@
-"""What the demo compares: the loss of each step as the world that did it last found it."""
+"""The demo's comparison: the loss of each step in the last world that computed it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What kinds do to a process: it ends as was said, takes no more memory than was said, or hears nobody any more."""
+"""Effects of the fault kinds: the ending signal, bounded memory use, ignored signals."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def test_process_holding_the_gil_handles_no_signal():
 
 
 def has(pid: int, field: str, number: int) -> bool:
-    """Whether a process has a signal blocked, or waiting."""
+    """Return whether a process has a signal blocked or pending."""
     lines = Path(f"/proc/{pid}/status").read_text().splitlines()
     return bool(int(next(line for line in lines if line.startswith(f"{field}:")).split()[1], 16) & 1 << (number - 1))
 

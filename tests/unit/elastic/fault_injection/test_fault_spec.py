@@ -1,4 +1,4 @@
-"""Faults as values: which can be made, how they are written and read, and that a seed is a seed."""
+"""Fault specifications: validation, text form, and reproducible seeds."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A rank's injector: what happens at which rank, at which moment, and that it happens once."""
+"""A rank's injector: faults at the right rank and moment, each only once."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from tests.support.injections import injected_faults
 
 @dataclass
 class Somewhere:
-    """As much of a world as the injector asks for."""
+    """The part of a world that the injector uses."""
 
     rank: int = 0
     local_rank: int = 0
@@ -32,7 +32,7 @@ def injector_of(tmp_path, faults: FaultPlan, world: Somewhere, *, node="n0", cut
 
 
 def steps_done(injector, world, phase, steps):
-    """In which of these steps something happened."""
+    """Return the steps in which a fault was injected."""
     found = []
     for world.step in steps:
         try:
@@ -47,7 +47,7 @@ def test_fault_fires_once_at_its_step(tmp_path):
     one = injector_of(tmp_path, faults, world)
     assert steps_done(one, world, InjectionPhase.SEAL, range(6)) == []
     assert steps_done(one, world, InjectionPhase.SAVE, range(6)) == [3]
-    again = injector_of(tmp_path, faults, world)  # the process that was started anew
+    again = injector_of(tmp_path, faults, world)  # the restarted process
     assert steps_done(again, world, InjectionPhase.SAVE, range(6)) == []
 
 
@@ -57,7 +57,7 @@ def test_injection_waits_for_a_step_with_its_phase(tmp_path):
     assert steps_done(one, world, InjectionPhase.SAVE, range(0, 20, 5)) == [5]
 
 
-def test_another_rank_is_not_meant(tmp_path):
+def test_injection_does_not_match_another_rank(tmp_path):
     world = Somewhere(rank=0)
     one = injector_of(tmp_path, FaultPlan().at(step=3, rank=8).exception(), world)
     assert steps_done(one, world, InjectionPhase.FORWARD, range(6)) == []
@@ -84,7 +84,7 @@ def test_recovery_phase_is_entering_a_world_after_a_fault(tmp_path):
     faults = FaultPlan().at(step=3, rank=1).exception().then(phase="recovery", rank=0).exception()
     world = Somewhere(rank=0)
     one = injector_of(tmp_path, faults, world)
-    one.enter_world(Somewhere(rank=0, restarts=1, epoch=1))  # of something else: what it follows has not happened
+    one.enter_world(Somewhere(rank=0, restarts=1, epoch=1))  # the injection that it follows has not happened
     InjectionRecord(tmp_path).claim(injected_here(faults.injections[0], RankLocation(1, "n1", 0)))
     one.enter_world(Somewhere(rank=0, restarts=0, epoch=2))
     with pytest.raises(InjectedFaultError):

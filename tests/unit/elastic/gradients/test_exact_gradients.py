@@ -1,4 +1,7 @@
-"""One process: types of sums, what is missing, what is not finite, what is misuse. Several: ``tests/e2e/gradients``."""
+"""Gradients in one process: sum dtypes, missing and non-finite values, misuse.
+
+Several processes: ``tests/e2e/gradients``.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +26,7 @@ from elastic.workers.world_handle import World
 
 
 class Weights(nn.Module):
-    """Its loss is a product with what it is given: the gradient is that."""
+    """A model whose loss is its weights times the input: the gradient is the input."""
 
     def __init__(self, dtype: torch.dtype = torch.float32) -> None:
         super().__init__()
@@ -51,7 +54,7 @@ def test_gradients_are_divided_once_by_the_total_weight(tree: bool) -> None:
     total = run(model, [1.0, 2.0, 4.0], tree=tree)
     assert torch.equal(model.used.grad, torch.full((3,), 7 / 6))
     assert total == StepTotal(loss=3.5, weight=6, norm=None)
-    assert model.never.grad is None  # so that an optimizer leaves it alone
+    assert model.never.grad is None  # so that an optimizer skips it
 
 
 def test_weights_may_be_tensors() -> None:
@@ -77,7 +80,7 @@ def test_clipping_follows_the_sum_and_returns_the_norm() -> None:
     for tree in (False, True):
         model = Weights()
         total = run(model, [3.0, -1.0], clip=0.5, weight=1, tree=tree)
-        assert total.norm == pytest.approx(math.sqrt(3))  # clipped one by one they would cancel
+        assert total.norm == pytest.approx(math.sqrt(3))  # clipped separately they would cancel
         assert model.used.grad is not None
         assert model.used.grad.norm().item() == pytest.approx(0.5, rel=1e-5)
         small = run(model, [0.1, 0.0], clip=0.5, weight=1, tree=tree)
@@ -127,7 +130,7 @@ def test_nonfinite_loss_in_a_world_follows_the_policy(how: Literal["fault", "ski
         assert seen == [2, 2]
     else:
         assert recover(train, plane=plane.planes[0], policy=policy).outcome is RunOutcome.FINISHED
-        assert seen == [2, 2, 2, -3, 4]  # an optimizer leaves what has no gradient alone
+        assert seen == [2, 2, 2, -3, 4]  # an optimizer skips parameters without a gradient
 
 
 def _stop(total: StepTotal) -> None:

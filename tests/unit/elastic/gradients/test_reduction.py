@@ -1,4 +1,4 @@
-"""The tree over microbatch ids: one expression, whoever holds which ids."""
+"""The reduction tree over microbatch ids: one expression for any assignment to ranks."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def written(left: str, right: str) -> str:
 
 
 def expression(ids_by_rank: list[list[int]], leaves: int) -> str:
-    """What is summed with what when ranks sum what they can, and somebody the rest, last ranks first."""
+    """Return the expression if each rank sums its own ids and one process adds the partial sums."""
     whole = PartialSums[str](leaves, written)
     for ids in reversed(ids_by_rank):
         own = PartialSums[str](leaves, written)
@@ -58,11 +58,11 @@ def test_a_run_of_ids_leaves_few_sums(leaves: int, data: st.DataObject) -> None:
 
 def test_aligned_run_is_one_subtree() -> None:
     assert complete_subtrees(range(8, 16), 32) == (TreeNode(3, 1),)
-    assert complete_subtrees(range(4, 6), 6) == (TreeNode(2, 1),)  # nobody comes after 5
+    assert complete_subtrees(range(4, 6), 6) == (TreeNode(2, 1),)  # no id follows 5
     assert len(complete_subtrees(range(12, 24), 24)) == 2
 
 
-def test_the_sum_is_not_there_before_all_are() -> None:
+def test_sum_is_unavailable_before_all_leaves_are_added() -> None:
     partials = PartialSums[int](3, lambda left, right: left + right)
     partials.add_leaf(2, 4)
     partials.add_leaf(0, 1)

@@ -1,4 +1,4 @@
-"""What ends calls and connections of one world does nothing to those of the next."""
+"""Cleanup of one world's calls and connections leaves the next world alone."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def test_a_sweep_that_was_ended_cuts_nothing_any_more():
 
     sweep = OldKeyCleanup(f"127.0.0.1:{server.getsockname()[1]}", 1, close_connections=cut)
     with server, contextlib.ExitStack() as accepted:
-        for _ in range(2):  # a look whether it is there, and the client
+        for _ in range(2):  # the reachability check and the client
             accepted.enter_context(server.accept()[0])
         sweep.stop()
         is_over.set()

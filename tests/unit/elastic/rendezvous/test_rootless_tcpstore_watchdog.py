@@ -1,4 +1,4 @@
-"""What ends calls that take too long ends those and nothing after them."""
+"""The watchdog ends calls that take too long, and no later calls."""
 
 import threading
 
@@ -15,7 +15,7 @@ def guard():
 
 
 def test_a_call_that_was_left_is_not_ended_any_more(guard):
-    """Two are late at the same look; while the first is ended the second one is left."""
+    """Two calls are late at one check; the second returns while the first is ended."""
     begun, left, ended = threading.Event(), threading.Event(), []
     both_in = threading.Barrier(2)
 

@@ -1,4 +1,4 @@
-"""Which members hold a key: the same for everybody, spread evenly, also after a loss."""
+"""Placement of keys on store members: the same on all ranks, even, and stable after a loss."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def test_as_many_different_members_as_there_can_be(key, members, copies):
 
 
 def test_placement_is_part_of_the_protocol():
-    """Ranks of one job compute it each by itself: it must not differ between versions of Python, or of this."""
+    """Ranks compute it independently: it must be equal in all Python versions and releases."""
     assert key_holders("elastic/3/default_pg/0//cpu//0/16", 16) == PINNED[0]
     assert key_holders("a", 1024, 3) == PINNED[1]
     assert store_nodes(7, "abcdefghij", 4) == PINNED[2]

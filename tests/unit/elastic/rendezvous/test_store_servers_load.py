@@ -1,4 +1,4 @@
-"""How much the busiest member does, from 2 to 10,000 of them."""
+"""The load of the busiest member, for 2 to 10,000 members."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def test_requests_are_counted_as_they_are_made():
 
 @pytest.mark.parametrize("ranks", [64, 1000, 10_000])
 def test_few_shared_keys_load_few_servers(ranks):
-    """What NCCL does: not spread, and not more than one store does; and a rank connects to hardly anybody."""
+    """NCCL's keys load no server more than a single store, and a rank needs few connections."""
     keys = nccl_keys(ranks)
     load, one = spread_load(ranks, ranks // 8, keys), load_of_one_store(ranks, keys)
     assert len(keys) == math.ceil(ranks / 128)

@@ -1,4 +1,4 @@
-"""Any number of ranks into any other, without the ranks: every byte is read exactly once, and none that is not needed.
+"""Resharding without the ranks, for any rank counts: each needed byte is read exactly once.
 
 Worlds that no machine here has room for, through the same pure code that a load and ``elastic reshard`` use.
 """
@@ -46,19 +46,19 @@ LAYOUTS = {
 
 
 def _side(world):
-    """The largest divisor that is at most 8: as many ranks as a node has."""
+    """Return the largest divisor of at most 8: the number of ranks of a node."""
     return max(size for size in range(1, 9) if world % size == 0)
 
 
 def boxes(layout, world, shape):
-    """Every rank's boxes."""
+    """Return the boxes of every rank."""
     mesh, placements = LAYOUTS[layout](world)
     coordinates = itertools.product(*map(range, mesh))
     return [[there for _, there in boxes_from_runs(shard_runs("w", shape, mesh, c, placements))] for c in coordinates]
 
 
 def stored(shape, pieces):
-    """A step in which each part holds these boxes of one tensor; of equal ones the first part has it, as DCP has it."""
+    """Return a step whose parts hold these boxes; of equal boxes the first is stored, as in DCP."""
     shards, layouts, seen = [], {}, set()
     for part, held in enumerate(pieces):
         mine = [box for box in held if box not in seen and not seen.add(box)]
@@ -73,7 +73,7 @@ def stored(shape, pieces):
 
 
 def check(step, shape, wanted):
-    """Each wanted box comes out of the step whole: every byte of it is written once, out of bytes that are there."""
+    """Check that each wanted box is complete: every byte is written once, from stored bytes."""
     for box in wanted:
         pieces = list(step.pieces("w", box)) if box.volume else []
         assert sum(piece.box.volume for piece in pieces) == box.volume

@@ -1,4 +1,4 @@
-"""The checksum is that of the values, whoever holds them; and it sees what a wrong reshard would do to them."""
+"""Checksums depend only on values, not on their placement, and detect wrong reshards."""
 
 import itertools
 
@@ -36,7 +36,7 @@ NAME = "model.layer.0.weight"
 
 
 def bits(dtype, shape, seed=0):
-    """Every bit pattern, NaNs with payloads and negative zeros among them."""
+    """Return random bit patterns, including NaNs with payloads and negative zeros."""
     generator = torch.Generator().manual_seed(seed)
     count = torch.Size(shape).numel() * dtype.itemsize
     data = torch.randint(0, 256, (count,), dtype=torch.uint8, generator=generator)
@@ -60,7 +60,7 @@ def mix(x):
 
 
 def weight(name, number):
-    """The definition of docs/explanation/resharding.md, in whole numbers."""
+    """Compute the definition of docs/explanation/resharding.md in integers."""
     high, low = divmod(number, 8192)
     golden, seed = 0x9E3779B97F4A7C15, name_seed(name)
     t, u = mix(low * golden + 0x243F6A8885A308D3) | 1, mix(low * golden + 0x13198A2E03707344)
@@ -80,7 +80,7 @@ def test_checksum_matches_its_definition(dtype, shape):
 
 
 def test_checksum_values_are_stable_across_releases():
-    """Kept beside a checkpoint, a checksum has to mean the same in the next release."""
+    """A checksum stored with a checkpoint must stay valid in the next release."""
     state = {"w": torch.arange(20000, dtype=torch.float32), "b": {"x": torch.tensor(3, dtype=torch.int64)}, "lr": 0.5}
     found = state_checksum(state).all_reduced()
     assert str(found) == "0x3d40f02ff48fc79e"
@@ -94,7 +94,7 @@ PLAIN = [dtype for dtype in DTYPES if not str(dtype).startswith("torch.q")]
 
 @st.composite
 def partitions(draw, shape):
-    """Boxes that make up the whole: cut again and again along some axis."""
+    """Draw boxes that partition the shape, by repeated cuts along some axis."""
     boxes = [Box((0,) * len(shape), shape)]
     for _ in range(draw(st.integers(0, 6))):
         box = boxes.pop(draw(st.integers(0, len(boxes) - 1)))
@@ -181,7 +181,7 @@ def test_swapped_elements_are_seen(dtype, data):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.complex64])
 def test_two_flipped_signs_do_not_cancel(dtype):
-    """With one 64-bit word an element they always would: 2**63 times an odd number, twice, is 0."""
+    """With one 64-bit word per element they always would: twice an odd multiple of 2**63 is 0."""
     tensor = torch.arange(1, 101).to(dtype)
     changed = tensor.clone()
     changed[3], changed[60] = -changed[3], -changed[60]
@@ -190,7 +190,7 @@ def test_two_flipped_signs_do_not_cancel(dtype):
 
 
 def test_changes_that_cancel_in_a_rectangle_are_seen():
-    """The same two columns of two blocks: what a product of a row's and a column's weight is weakest at."""
+    """The same two columns of two blocks: the weakest case for products of row and column weights."""
     tensor = torch.zeros(4 * 8192, dtype=torch.int32)
     before = sum_of(tensor)
     for low in range(1, 200):
@@ -226,7 +226,7 @@ def test_the_same_bits_as_another_type_or_shape_are_seen():
 
 
 def shares(tensor, mesh, placements):
-    """What every process of a mesh would hold, added up as its part."""
+    """Return the checksum parts of all processes of a mesh."""
     shape, found = tuple(tensor.shape), []
     ranks = torch.arange(torch.Size(mesh).numel()).view(mesh)
     for coordinate in itertools.product(*map(range, mesh)):

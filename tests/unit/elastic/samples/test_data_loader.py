@@ -18,7 +18,7 @@ from tests.support.example_counts import examples
 
 pytestmark = [
     pytest.mark.slow,
-    # Workers are forked, since spawning them takes seconds; torch has threads, none of which holds a lock by then.
+    # Workers are forked because spawning takes seconds; no thread of torch holds a lock at that time.
     pytest.mark.filterwarnings("ignore:.*multi-threaded.*fork:DeprecationWarning"),
     pytest.mark.filterwarnings("ignore:This DataLoader will create .* worker processes:UserWarning"),
 ]
@@ -26,7 +26,7 @@ workers = pytest.mark.parametrize("num_workers", [0, 2])
 
 
 class Numbers:
-    """Samples that say which they are, and what random numbers they got."""
+    """Samples that return their index and the random numbers they drew."""
 
     def __init__(self, samples=23):
         self.samples = samples
@@ -48,14 +48,14 @@ def loader(shares, dataset=None, num_workers=0, **options):
 
 
 def read(step):
-    """All of a step, committed."""
+    """Return all samples of a step, and commit it."""
     found = torch.cat([batch.data for batch in step]).tolist() if len(step) else []
     step.commit()
     return found
 
 
 class Job:
-    """A job that any number of ranks do together; each has its loader, and all of them what one did."""
+    """A job of any number of ranks, each with its own loader."""
 
     def __init__(self, batch, microbatch, **options):
         self.batch, self.microbatch, self.options = batch, microbatch, options
@@ -68,7 +68,7 @@ class Job:
         return [even_share(self.batch, self.microbatch, rank, world) for rank in range(world)]
 
     def start(self, world, state=None):
-        """New processes."""
+        """Start new processes."""
         self.close()
         self.ranks = [loader(share, **self.options) for share in self.shares(world)]
         for rank in self.ranks:
@@ -77,7 +77,7 @@ class Job:
             iter(rank)
 
     def resize(self, world, place):
-        """In the processes that are there, and new ones."""
+        """Resize the existing processes and start new ones."""
         for rank in self.ranks[world:]:
             rank.close()
         self.ranks = self.ranks[:world]
@@ -91,7 +91,7 @@ class Job:
             iter(rank)
 
     def step(self):
-        """Whether there was one."""
+        """Return whether the ranks did a step."""
         steps = [next(rank, None) for rank in self.ranks]
         if None in steps:
             assert not any(steps)
@@ -109,7 +109,7 @@ class Job:
         return True
 
     def crash_within(self):
-        """Some ranks have begun a step, one has read of it."""
+        """Begin a step on some ranks; one of them has read a sample of it."""
         for number, rank in enumerate(self.ranks):
             step = next(rank, None)
             if step is not None and number % 2 == 0:
@@ -146,7 +146,7 @@ def histories(draw):
 
 
 def live_through(job, events):
-    """Every kind of fault; what was saved last is where a job goes back to."""
+    """Run the job through every kind of fault; it restarts from its last saved state."""
     job.start(2)
     saved = job.ranks[0].state_dict()
     for what, number in events:
@@ -160,7 +160,7 @@ def live_through(job, events):
         elif what == "crash within":
             job.crash_within()
             job.start(number, saved)
-        elif what == "restart":  # some steps of which were begun are done anew
+        elif what == "restart":  # the job repeats the steps that had begun
             job.crash_within()
             for rank in job.ranks:
                 iter(rank)
@@ -181,7 +181,7 @@ def undisturbed(job, steps):
 
 
 def check(job):
-    """Each sample once, in the order of a job of one rank without faults, with the same random numbers."""
+    """Check that each sample occurs once, in the order and with the numbers of a fault-free run."""
     committed = job.committed()
     assert committed == undisturbed(job, len(committed))
     course = job.ranks[0].schedule
@@ -304,7 +304,7 @@ def test_samples_that_were_not_read_cannot_be_committed():
         step.commit()
 
 
-def test_a_step_that_an_error_left_open_comes_again():
+def test_step_interrupted_by_an_error_is_repeated():
     with loader(even_share(4, 2), num_workers=2) as steps:
         for step in steps:
             if step.number == 2:
@@ -355,7 +355,7 @@ def test_a_plan_that_cannot_be_changes_nothing():
 
 
 class Fatal(Numbers):
-    """Kills whoever reads a sample while a file is there."""
+    """Samples that kill their reader at one index while a flag file exists."""
 
     def __init__(self, flag, index):
         super().__init__()
@@ -552,7 +552,7 @@ def test_unused_loader_starts_no_workers():
 
 
 def test_journals_of_two_worlds(tmp_path):
-    """The last step of the first world was begun, and is done again by another."""
+    """The last step of the first world had begun, and another world repeats it."""
     files = []
     for world, ranks, place, steps in [(1, 3, DataPosition(0, 0), 5), (2, 2, DataPosition(4, 24), 4)]:
         for rank in range(ranks):
@@ -578,7 +578,7 @@ def test_pinned_memory_is_passed_on():
             assert len(read(next(steps))) == 4
 
 
-def test_without_shared_memory_the_process_reads_its_samples_itself(monkeypatch, caplog):
+def test_process_reads_its_own_samples_without_shared_memory(monkeypatch, caplog):
     def full(_):
         raise RuntimeError("unable to allocate shared memory(shm): No space left on device (28)")
 

@@ -104,7 +104,7 @@ def test_generator_changes_stay_inside_the_block():
 
 
 def test_current_device_rng_is_set_and_restored():
-    devices = torch.Generator(), torch.Generator()  # stand in for those of two devices
+    devices = torch.Generator(), torch.Generator()  # these stand in for two devices
 
     class Two(CpuBackend):
         def is_initialized(self):

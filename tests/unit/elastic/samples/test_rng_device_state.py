@@ -1,4 +1,4 @@
-"""What a rank has drawn on its device goes into the checkpoint, and comes back to a process that has drawn nothing."""
+"""A rank's device generator state is saved and restored in a new process."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from tieredckpt.tensors.device import CpuBackend, use_device_backend
 
 
 class Drawing(CpuBackend):
-    """A device whose generator's state is as small as a GPU's; the CPU's own is too large to stand in for it."""
+    """A device whose generator state is as small as a GPU's; the CPU's is too large."""
 
     def __init__(self, drawn: int, *, is_used: bool = True) -> None:
         self.state, self.is_used = torch.full((16,), drawn, dtype=torch.uint8), is_used

@@ -11,7 +11,7 @@ DROPPING = SampleSchedule(SampleOrder(10, 3), 4, "drop")
 
 
 def batch(step, course=COURSE):
-    """Epochs and indices of a step."""
+    """Return the epochs and indices of a step."""
     stretch = course.batch_at(course.position_after_steps(step).cursor)
     order = course.order
     return order.epochs(stretch.first, stretch.size), order.indices(stretch.first, stretch.size)
@@ -85,7 +85,7 @@ def test_a_restored_audit_rewinds():
 
 @pytest.fixture
 def journals(tmp_path):
-    """Two ranks, of which one is killed in step 2; another world does steps 1 and 2 again and goes on."""
+    """Two ranks, one killed in step 2; another world repeats steps 1 and 2 and continues."""
     paths = [tmp_path / name for name in ("0.jsonl", "1.jsonl", "2.jsonl")]
     first, killed, new = (SampleLog(path) for path in paths)
     for step in range(3):
@@ -121,7 +121,7 @@ def test_sample_logs_report_repeated_missing_and_early_samples(journals):
     assert all("was used at step 3, and is not due yet" in words for words in undue)
 
 
-def test_half_a_line_is_none(journals):
+def test_incomplete_line_is_ignored(journals):
     with journals[1].open("ab") as file:
         file.write(b'{"world": 9, "step": 0, "epo')
     assert verify_sample_logs(journals, COURSE, 5, COURSE.position_after_steps(5).cursor) == []

@@ -25,7 +25,7 @@ def courses(draw):
 
 
 def walked(course, steps):
-    """Positions of each of so many steps, and the place behind them."""
+    """Return the positions of each of ``steps`` steps and the position after them."""
     cursor, taken = 0, []
     for _ in range(steps):
         batch = course.batch_at(cursor)
@@ -118,7 +118,7 @@ def test_cursor_of_other_samples_is_refused_unless_allowed(name):
         OTHERS[name].position_from_state(state)
     with pytest.raises(CursorError):
         OTHERS[name].position_from_state(state, allow_changes=[other for other in ALLOWED_CHANGES if other != name])
-    # What the order is made of has changed: the next whole epoch; otherwise the same place.
+    # A changed order starts at the next full epoch; any other change keeps the place.
     expected = {"samples": 24, "seed": 20, "shuffle": 20, "epoch_end": 12}[name]
     assert OTHERS[name].position_from_state(state, allow_changes=[name]) == (3, expected)
     assert OTHERS[name].position_from_state(SAVED.to_state(START_POSITION), allow_changes=[name]) == START_POSITION

@@ -23,13 +23,13 @@ shuffles = st.sampled_from(["full", "none", "blocks:1", "blocks:7"]) | blocks
 
 
 @given(sizes, keys)
-def test_every_number_comes_once(size, key):
+def test_permutation_contains_every_number_once(size, key):
     found = Permutation(size, key)(np.arange(size))
     assert sorted(found.tolist()) == list(range(size))
 
 
 @given(huge, keys, st.lists(st.integers(0, MAX_SAMPLES), min_size=1, max_size=20), st.integers(0, 9))
-def test_of_huge_ranges_any_number_can_be_found_and_found_again(size, key, numbers, tweak):
+def test_permutation_of_a_huge_range_is_invertible(size, key, numbers, tweak):
     shuffle = Permutation(size, key)
     positions = np.array([number % size for number in numbers])
     tweaks = np.full(len(positions), tweak, np.uint64)
@@ -91,7 +91,7 @@ def test_seed_shuffle_and_size_make_other_orders(other):
     assert np.sum(mine == other.indices(0, 1000)) < 20
 
 
-def test_each_epoch_has_an_order_of_its_own():
+def test_each_epoch_has_its_own_order():
     order = SampleOrder(1000, 1)
     assert np.sum(order.indices(0, 1000) == order.indices(1000, 1000)) < 20
 
@@ -149,7 +149,7 @@ def test_all_permutations_of_few_samples_come_up_equally_often(shuffle, size):
 
 @both
 @pytest.mark.parametrize("size", [5, 64])
-def test_a_sample_comes_to_any_position_equally_often(shuffle, size):
+def test_each_sample_is_equally_likely_at_every_position(shuffle, size):
     assert abs(shuffle_quality.positions(shuffle, size, 1000)) < 4
 
 

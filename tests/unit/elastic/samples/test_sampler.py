@@ -77,7 +77,7 @@ def test_iteration_starts_at_the_committed_position():
     assert next(iter(again.batches())) == first[1]
 
 
-def test_an_epoch_of_which_nothing_was_committed_does_not_come_twice_unnoticed():
+def test_repeating_an_uncommitted_epoch_raises():
     mine = sampler()
     list(mine.batches())
     with pytest.raises(StepOrderError, match="none of its steps was committed"):
@@ -118,7 +118,7 @@ def test_sampler_and_loader_have_the_same_order():
 
 
 def iterated(stateful, count):
-    """What an iterator hands out, and its state after each."""
+    """Return the batches of an iterator and its state before each."""
     batches, states = iter(stateful), []
     found = []
     for _ in range(count):
@@ -180,7 +180,7 @@ def test_torchdata_loader_resumes_at_its_position(num_workers, at):
 
 
 class Rows:
-    """As their map-style datasets are: a row or a batch of columns by index, many rows at a time for loaders."""
+    """A map-style dataset with single rows and, for loaders, many rows at a time."""
 
     def __init__(self, size):
         self.size = size
@@ -196,7 +196,7 @@ class Rows:
 
 
 class Stream:
-    """As their streaming datasets are."""
+    """A streaming dataset without rows."""
 
     def __iter__(self):
         return iter(())

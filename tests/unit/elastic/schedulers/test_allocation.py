@@ -1,4 +1,4 @@
-"""What a scheduler's environment and the options of ``elastic run`` make of a process: a table."""
+"""Allocations from a scheduler's environment and the options of ``elastic run``: a table."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def brief(one):
 PORT = 20_000 + 12 * 8
 
 PLACES = [
-    # nothing says anything
+    # no information at all
     ({}, {}, ("1", 1, "", "", True)),
     ({}, {"nnodes": "2:4", "nproc": 2, "node": "a"}, ("2:4", 2, "a", "", True)),
     ({}, {"coordinator": "h:1"}, ("1", 1, "", "h:1", False)),
@@ -71,7 +71,7 @@ PLACES = [
     (step(nodes="n1", count=1), {}, ("1", 1, "n1", "", True)),
     (step(nodes="n1", count=1), {"simulated": 4, "nnodes": "1:4"}, ("1:4", 1, "", "", True)),
     (step(nodes="n1", count=1), {"nnodes": "2", "coordinator": "h:1"}, ("2", 1, "n1", "h:1", False)),
-    # where the coordinator is, said as an option
+    # the coordinator's address as an option
     (step("n2"), {"coordinator": ":7"}, ("3", 1, "n2", "n1:7", False)),
     (step("n2"), {"coordinator": "n2:7"}, ("3", 1, "n2", "n2:7", True)),
     (step("n2"), {"coordinator": "n2.cluster.example:7"}, ("3", 1, "n2", "n2.cluster.example:7", True)),
@@ -138,7 +138,7 @@ def test_a_coordinator_elsewhere_has_a_secret_of_its_own():
     assert place(step("n2"), coordinator="10.0.0.1:7").agreement == "test-12.0-0"
 
 
-def test_where_any_of_them_may_lead_none_leads_by_its_place():
+def test_no_node_leads_by_its_place_if_any_may_lead():
     for node in ("n1", "n2"):
         one = place(step(node), coordinator="file:///shared/leader")
         assert brief(one) == ("3", 1, node, "file:///shared/leader", False)
@@ -163,7 +163,7 @@ def test_signals_mean_the_job_only_in_a_step():
     assert not place(RANKED | {"PET_NODE_RANK": "0"}).notices
 
 
-def test_every_task_of_an_array_is_a_run_of_its_own():
+def test_each_array_task_is_a_separate_run():
     tasks = [
         step(SLURM_JOB_ID=job, SLURM_ARRAY_JOB_ID="12", SLURM_ARRAY_TASK_ID=task)
         for job, task in (("12", "1"), ("13", "0"))
@@ -173,11 +173,11 @@ def test_every_task_of_an_array_is_a_run_of_its_own():
 
 REFUSED = [
     ({}, {"coordinator_here": True}, ("--coordinator-here needs --coordinator HOST:PORT",)),
-    # a shell: this machine would wait for the others without a word
+    # a shell: this machine would wait silently for the others
     (BATCH, {}, ("$SLURM_JOB_NODELIST=n[1-4]", "4 machines", "srun --ntasks-per-node=1 elastic run", "--nnodes 1")),
     (BATCH, {"nnodes": "1:4"}, ("$SLURM_JOB_NODELIST=n[1-4]", "srun")),
     (INTERACTIVE, {}, ("$SLURM_JOB_NODELIST=n[1-4]", "srun")),
-    # more than there is
+    # more nodes than the allocation has
     (step(), {"nnodes": "4"}, ("--nnodes 4", "$SLURM_STEP_NODELIST=n[1-3]")),
     (step(nodes="n1", count=1), {"nnodes": "2:4"}, ("--nnodes 2:4", "$SLURM_STEP_NODELIST=n1")),
     (POD, {"nnodes": "5"}, ("--nnodes 5", "$PET_NNODES=1:4")),
@@ -193,7 +193,7 @@ REFUSED = [
         ("--coordinator-here", "$PET_NNODES=3"),
     ),
     ({"PET_NNODES": "3"}, {}, ("$PET_NNODES=3", "--coordinator HOST:PORT")),
-    # what contradicts itself
+    # contradictions
     (step(SLURM_STEP_NUM_NODES="2"), {}, ("$SLURM_STEP_NODELIST=n[1-3]", "3 names", "$SLURM_STEP_NUM_NODES=2")),
     (step("n9"), {}, ("$SLURMD_NODENAME=n9", "$SLURM_STEP_NODELIST=n[1-3]")),
     (step(nodes="n[1-2],n1"), {}, ("names a node twice",)),

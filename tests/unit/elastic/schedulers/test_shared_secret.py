@@ -1,4 +1,4 @@
-"""A secret that one machine leaves for the others: found late, of no other start, and not waited for without end."""
+"""A secret that one machine writes for the others: late, from another start, or exposed."""
 
 from __future__ import annotations
 

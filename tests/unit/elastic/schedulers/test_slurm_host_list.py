@@ -1,4 +1,4 @@
-"""Slurm's host lists: what is written in short is read back in full, and nothing is made before it is counted."""
+"""Slurm's host lists: compressed names are expanded after their number is checked."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def test_oversized_host_list_is_refused_before_expansion(text):
 
 @st.composite
 def pieces(draw):
-    """A name with ranges in it: how it is written, and what it means."""
+    """Draw a name with ranges: its compressed form and the names it means."""
     written, meant = "", [""]
     for _ in range(draw(st.integers(1, 3))):
         word = draw(LETTERS)

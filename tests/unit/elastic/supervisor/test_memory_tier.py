@@ -1,4 +1,4 @@
-"""Whether what a node has in memory of a job that has succeeded is needed."""
+"""Whether a succeeded job still needs the steps in a node's memory."""
 
 import msgspec
 import pytest

@@ -16,7 +16,7 @@ WHY = "its node agent did not start in 3 attempts: no room"
 
 @pytest.fixture
 def attempts(monkeypatch, tmp_path):
-    """Every agent that is started here exits at once."""
+    """Make every agent that is started here exit at once."""
     made = []
 
     def launch(place, *_args, **_options):
@@ -90,7 +90,7 @@ def test_wrong_setting_is_a_reason_to_leave(attempts, tmp_path):
 
 
 def restarts(outcomes, failures, stop=None):
-    """Restart an agent once for each outcome: whether it starts."""
+    """Restart an agent once for each outcome, which is whether it starts."""
     remaining = iter(outcomes)
 
     def launch():

@@ -85,7 +85,7 @@ def test_resumable_steps_of_an_earlier_run_count_for_its_job(agent_dir, tmp_path
 @pytest.mark.e2e
 def test_resumable_steps_include_seals_after_the_clock_was_set_back(agent_dir, place):
     hour_ns = 3600 * 10**9
-    began = since_boot(), time.time_ns() + hour_ns  # so it said when the job began
+    began = since_boot(), time.time_ns() + hour_ns  # as it reported when the job began
     with Checkpointer("tiered://new") as ckpt:
         ckpt.save({"w": torch.ones(3)}, 7).wait()
     assert resumable_steps([os.environ], began[1], place) == ResumableSteps({})
@@ -289,7 +289,7 @@ def test_single_node_resumes_from_simulated_nodes(monkeypatch, place):
     n0.mkdir(parents=True)
     n8.mkdir(parents=True)
     (n8 / "agent.sock").touch()
-    assert memory() == (str(n8), "n8")  # which is there still
+    assert memory() == (str(n8), "n8")  # its socket still exists
     assert memory("n0", simulate_nodes=1) == (str(n0), "n0")
     assert memory(coordinator="10.0.0.1:7") == (None, None)
     monkeypatch.setenv("TIEREDCKPT_AGENT_DIRECTORY", "/elsewhere")

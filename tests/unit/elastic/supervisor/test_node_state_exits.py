@@ -1,4 +1,4 @@
-"""Processes that exit before they connect to their supervisor: the script never called ``elastic.run``."""
+"""Processes that exit without calling ``elastic.run``, before they connect to a supervisor."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from tests.support.control_simulation import ControlSimulation
 
 
 def exits(table: ControlSimulation, name: str, status: int) -> None:
-    """The first process of a node ends before it has connected."""
+    """End the first process of a node before it has connected."""
     node = table.nodes[name]
     token = next(iter(node.ranks))
     del node.ranks[token]
@@ -63,7 +63,7 @@ def test_process_that_connected_is_replaced():
     assert table.desk.snapshot().outcome.exit is None
 
 
-def test_unjoined_exit_names_the_script_and_what_to_do(tmp_path):
+def test_unjoined_exit_names_the_script_and_the_remedy(tmp_path):
     log = tmp_path / "rank-0.1.log"
     log.write_text("Traceback (most recent call last):\n  ...\nModuleNotFoundError: No module named 'foo'\n\n")
     command = (sys.executable, "-u", "/home/me/p.py", "--lr", "1")

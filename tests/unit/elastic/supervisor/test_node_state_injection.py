@@ -1,4 +1,4 @@
-"""A fault that somebody asks for reaches the one supervisor, or all ranks, that it is meant for; and once."""
+"""An injected fault reaches only the supervisor or the ranks it is meant for, and once."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def ask(table, injection):
 
 
 def heard(table):
-    """Which faults the ranks of each node are told of."""
+    """Return the names of the faults that the ranks of each node receive."""
     return {
         node.name: {one.name for token in node.ranks for one in hears(table, node, token).injections}
         for node in table.nodes.values()

@@ -19,7 +19,7 @@ def table():
 
 
 def broken(table):
-    """The world broke; one rank of the second node stays in it. Its node and its process."""
+    """Break the world with one rank of the second node still in it; return its node and process."""
     node = table.nodes["n1"]
     late = next(one for one in node.seats.rank_processes() if one.local_rank == 1)
     node.ranks[late.token].ignores = True
@@ -32,7 +32,7 @@ def broken(table):
 
 
 def overdue(node, stage=None):
-    """Let the time pass; the effects that follow."""
+    """Advance the time and return the effects that follow."""
     late = [one for one in node.seats.rank_processes() if one.is_inside]
     now = node.seats.leave_world_by
     for one in late:
@@ -78,7 +78,7 @@ def test_process_that_does_not_end_counts_as_lost(table):
     assert "(no stage reported): it did not end by itself and was killed" in lost.reason
 
 
-def test_rank_that_is_still_in_the_world_is_replaced_by_a_spare(table):
+def test_late_rank_is_replaced_by_a_spare(table):
     node, late = broken(table)
     spare = node.seats.spares()[0]
     for _ in range(40):

@@ -1,4 +1,4 @@
-"""``elastic_event_detected()``: the same answer at the same step for all ranks, and signals left as they were found."""
+"""``elastic_event_detected()``: one answer for all ranks at a step; signal handlers remain."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def test_a_signal_is_an_event_and_its_handler_is_called_too(alone, number):
     heard = []
     before = signal.signal(number, lambda *_: heard.append(number))
     try:
-        assert signal.getsignal(number).__name__ == "<lambda>"  # nothing happens on import
+        assert signal.getsignal(number).__name__ == "<lambda>"  # an import changes nothing
         assert not any(elastic_event_detected(number) for _ in range(100))
         signal.raise_signal(number)
         assert wait_until(lambda: elastic_event_detected(number))

@@ -1,4 +1,4 @@
-"""What a process does between worlds, on its own: finalizers, health, abort order, warming up."""
+"""A process between worlds: finalizers, health checks, abort order, warmup."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ QUIET = RecoveryPolicy(backend="none", peer_loss_wait_s=0.0)
 
 @pytest.fixture(autouse=True)
 def quick(monkeypatch):
-    """What is collected between worlds is large only because of everything else that tests have imported."""
+    """Skip the garbage collection, which is slow here because of all the modules tests import."""
     monkeypatch.setattr("elastic.workers.in_process_restart.gc.collect", lambda: 0)
 
 
@@ -36,7 +36,7 @@ def test_cleanups_run_once_in_reverse_order(caplog):
     @finalizers.add
     def fails():
         called.append("second")
-        raise ZeroDivisionError("on the way out")
+        raise ZeroDivisionError("while leaving")
 
     finalizers.add(lambda: finalizers.add(lambda: called.append("late")))
     with caplog.at_level(logging.ERROR):
@@ -96,11 +96,11 @@ def test_unresponsive_device_is_unhealthy():
     with pytest.raises(UnhealthyProcessError, match="the device is broken: division"):
         run_within(PATIENCE_S, lambda: 1 / 0, "the device")
     run_within(PATIENCE_S, lambda: None, "the device")
-    DeviceHealthCheck()()  # nothing has used one
+    DeviceHealthCheck()()  # no test has used one
 
 
 def test_health_check_uses_the_device_of_the_rank():
-    """The current device is a thread's own, and a new thread's is the first one."""
+    """The current device belongs to a thread, and a new thread starts with the first device."""
 
     class Two(CpuBackend):
         def __init__(self):
@@ -161,7 +161,7 @@ def test_broken_world_is_aborted_in_the_configured_order(caplog):
 
     def fails():
         order.append("mine")
-        raise ZeroDivisionError("on the way out")
+        raise ZeroDivisionError("while leaving")
 
     policy = RecoveryPolicy(abort_steps=("connections", fails, "groups"))
     rank = _Rank(
@@ -176,7 +176,7 @@ def test_broken_world_is_aborted_in_the_configured_order(caplog):
     with caplog.at_level(logging.ERROR):
         rank._abort(ControlNotice(0, NoticeKind.RESTART, "broken"))
     assert order == ["connections", "mine", "groups"]
-    assert "on the way out" in caplog.text
+    assert "while leaving" in caplog.text
 
 
 def test_process_warms_up_once_before_joining():
@@ -200,7 +200,7 @@ def test_a_process_that_cannot_be_warmed_up_ends():
 
 
 def test_completed_device_work_is_queried_before_the_abort():
-    """Their work ends with the abort, and then it is too late to ask."""
+    """Their work ends with the abort, after which no state can be queried."""
     aborted = []
 
     class Work:

@@ -1,4 +1,4 @@
-"""Where step boundaries are noted, and what happens when what they left cannot be given."""
+"""Retained step boundaries, and errors when the state of a survivor cannot be used."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def test_missing_survivor_state_is_reported(plane, own_groups, why, caplog):
 
 @pytest.fixture
 def entering(monkeypatch):
-    """A process that is about to enter a world, and what it hears there of what survivors have."""
+    """A process that is about to enter a world, and the survivor state it receives there."""
     monkeypatch.setattr(dist.distributed_c10d, "_get_default_store", lambda: None)
     plane = InMemoryCoordinator(1).planes[0]
     world = World(RankAssignment(3, 0, 1, 0, 1, 0, 1, "localhost:1"), plane, StepBarrier(plane, 3))

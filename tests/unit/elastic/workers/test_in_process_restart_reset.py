@@ -1,4 +1,4 @@
-"""A process that was one rank and is another one later must not be taken for the first."""
+"""A process that becomes another rank must not be taken for its earlier rank."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def test_a_rank_saves_its_own_rows_in_every_world():
 
 
 def test_dtensor_cache_is_stale_without_a_reset():
-    """Should this fail one day, torch has learned it, and there is less to forget."""
+    """If this fails, torch clears the cache itself, and this project can drop its own code."""
     reset_process_state()
     assert rows_of(3) == [6] * 4
     assert rows_of(1) != [2] * 4
@@ -54,7 +54,7 @@ def test_dtensor_cache_is_stale_without_a_reset():
 
 
 def test_groups_of_a_left_world_are_collected():
-    """Each has threads and descriptors: held by one cached plan of a redistribution they would stay to the end."""
+    """One cached redistribution plan would hold the group's threads and descriptors until exit."""
     dist.init_process_group("fake", store=FakeStore(), rank=1, world_size=4)
     mesh = init_device_mesh("cpu", (4,))
     group, gone = weakref.ref(dist.group.WORLD), weakref.ref(mesh)
@@ -104,7 +104,7 @@ def test_retained_error_references_no_objects(deep):
     assert ("no such row" in said) is deep
 
 
-def test_error_that_is_its_own_context_is_handled():
+def test_error_with_a_circular_context_is_handled():
     first, second = ValueError("first"), ValueError("second")
     first.__context__, second.__context__ = second, first
     drop_traceback_frames(first)
@@ -129,7 +129,7 @@ def test_next_save_has_a_new_incarnation():
 
 
 def agreed(session, known_epoch=0):
-    """What two ranks that know the same agree on for a save of step 7."""
+    """Return the decision of two ranks with the same history for a save of step 7."""
     point = session.incarnation.capture()
     decision = decide_save([session.incarnation.propose(7, point, known_epoch, None)] * 2, f"i{known_epoch}", 0)
     session.adopt(decision, point)
@@ -143,7 +143,7 @@ class Cycle:
 
 @pytest.fixture
 def thawed():
-    """Nothing is frozen, also where this process shares memory with others that it was forked beside."""
+    """Unfreeze all objects; a process forked from a template starts with frozen ones."""
     frozen = gc.get_freeze_count()
     gc.unfreeze()
     yield
@@ -176,7 +176,7 @@ def test_frozen_objects_stay_frozen():
         gc.unfreeze()
 
 
-def test_garbage_from_before_is_not_kept():
+def test_garbage_from_before_freezing_is_collected():
     old = Cycle()
     gone = weakref.ref(old)
     del old

@@ -1,4 +1,4 @@
-"""Where a launcher says this process is, in torchrun's words."""
+"""The rank and node that a launcher assigns, in torchrun's variables."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""Loop: the order of a step, where it resumes, and what it refuses."""
+"""``Loop``: the order of a step, the step where it resumes, and refused uses."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ def train_to(total, **options):
 
 
 def long_form(total):
-    """The same with the parts that Loop composes."""
+    """The same training with the parts that ``Loop`` composes."""
     model = make_model()
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.02)
     plan = BatchPlan(6, 1, microbatch=2)
@@ -115,7 +115,7 @@ def test_last_step_becomes_durable(node, tmp_path):
         assert [(one.step, "durable" in one.tiers) for one in ckpt.steps()][-1] == (2, True)
 
 
-def test_last_step_is_saved_whatever_every_says(node):
+def test_last_step_is_saved_for_any_interval(node):
     run_once(train_to(6, checkpoint="tiered://job", every=4))
     close_sessions()
     assert [*run_once(train_to(8, checkpoint="tiered://job", every=4)).value[0]] == [6, 7]
@@ -275,7 +275,7 @@ def test_step_that_ends_too_early_is_refused():
         run_once(train)
 
 
-def test_loss_that_is_not_finite_is_a_fault():
+def test_nonfinite_loss_is_a_fault():
     def train(world):
         model, loop = make_loop(world)
         for step in loop.until(3):

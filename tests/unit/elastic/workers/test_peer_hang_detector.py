@@ -1,4 +1,4 @@
-"""The ranks judge each other over a store: who judges, what of, and what that costs. Time is given."""
+"""Hang detection among ranks over a store, in simulated time: judges, verdicts, cost."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ SHORT = HangTimeouts(step_s=30.0, first_s=100.0, silent_s=20.0)
 
 
 class CountedStore:
-    """Holds what is written, and counts requests and keys."""
+    """A store that counts requests and keys."""
 
     def __init__(self, size: int) -> None:
         self.keys = [f"beat/{rank}" for rank in range(size)]
@@ -34,7 +34,7 @@ class CountedStore:
 
 
 class World:
-    """Ranks that beat once a second, but for those that are stopped."""
+    """Ranks that send a heartbeat once a second, except stopped ranks."""
 
     def __init__(self, size: int, limits: HangTimeouts = SHORT) -> None:
         self.store = CountedStore(size)
@@ -119,12 +119,12 @@ def test_finished_rank_is_neither_silent_nor_a_delay():
     assert world.pass_by(500) == []
 
 
-def test_outside_of_its_steps_a_rank_is_not_late_but_may_be_stopped():
+def test_rank_outside_of_its_steps_is_not_late_but_may_be_stopped():
     world = World(3)
     world.free = {0, 1, 2}
     assert world.pass_by(500) == []
     world.stopped = {1}
-    assert {reason[:7] for _, reason in world.pass_by(60)} == {"rank 1:"}  # who follows it judges, too
+    assert {reason[:7] for _, reason in world.pass_by(60)} == {"rank 1:"}  # the next rank takes over as judge
 
 
 def test_off_is_off():
@@ -135,7 +135,7 @@ def test_off_is_off():
 
 @pytest.mark.parametrize("size", [2, 64, 5000])
 def test_store_requests_of_a_rank_do_not_grow_with_the_world(size):
-    """Of one rank that is not the judge, and of the judge; in ten beats, where nothing is new, and where much is."""
+    """Count the requests of the judge and of another rank in ten beats, idle and moving."""
     asked = {}
     for rank in (0, size - 1):
         for moving in (False, True):
@@ -148,7 +148,7 @@ def test_store_requests_of_a_rank_do_not_grow_with_the_world(size):
     assert asked == {(False, False): 12, (False, True): 20, (True, False): 4, (True, True): 12}
 
 
-def test_in_a_large_world_a_stopped_rank_is_found_although_not_all_are_read_at_once():
+def test_stopped_rank_is_found_in_a_large_world_read_in_parts():
     world = World(3000)
     world.stopped = {2999}
     found = world.pass_by(60)

@@ -1,4 +1,4 @@
-"""A world that ends while its ranks still meet leaves nothing that the next one could stumble over."""
+"""A world that ends while its ranks still meet leaves nothing that affects the next one."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def name_of_a_world(store, epoch):
         groups.destroy(broken=False)
 
 
-def test_its_keys_have_the_names_that_they_have_at_a_rank_that_was_not_there(store):
+def test_key_names_match_those_of_a_rank_that_missed_earlier_worlds(store):
     fresh = name_of_a_world(store, 0)
     for epoch in (1, 2):
         alone = groups_of(store, epoch, 2)
@@ -59,14 +59,14 @@ def test_worlds_leave_no_hook_behind(store):
 
 @pytest.mark.parametrize("spread", [False, True], ids=["one store", "rootless"])
 def test_unreachable_name_service_does_not_delay_leaving_a_broken_world(store, spread, monkeypatch):
-    """Names are looked up on the way in: a thread that aborts holds a lock that leaving needs."""
+    """Names are resolved when the world forms: an aborting thread holds a lock leaving needs."""
     place = RankAssignment(1, 0, 2, 0, 1, 0, 2, store, stores=(store,) if spread else ())
     groups = ProcessGroups(place, backend="gloo", timeout=timedelta(seconds=120))
     (entering,) = start_all(groups.initialize)
     wait_until(lambda: is_connected(store))
     asked = asked_on_the_way_in_only(threading.current_thread(), socket.getaddrinfo)
     monkeypatch.setattr(socket, "getaddrinfo", asked)
-    wait_until(lambda: groups.close_connections() or entering.done())  # one that is just connecting connects anew
+    wait_until(lambda: groups.close_connections() or entering.done())  # a client that is still connecting reconnects
     monkeypatch.undo()
     with pytest.raises(RuntimeError):
         entering.result()
@@ -83,7 +83,7 @@ def asked_on_the_way_in_only(cutting, ask):
 
 
 def is_connected(store) -> bool:
-    """Whether a client of this process has a connection to the store by now, and waits there."""
+    """Return whether a client of this process waits in a connection to the store."""
     remote = parse_store_address(store)
     numbers = [int(entry.name) for entry in Path("/proc/self/fd").iterdir()]
     return any(leads_to(number, remote) for number in numbers)

@@ -1,4 +1,4 @@
-"""Connections are ended by number, and a number may be somebody else's a moment later."""
+"""Connections are closed by descriptor, which another connection may reuse a moment later."""
 
 import os
 import select
@@ -34,7 +34,7 @@ def works(pair):
 
 
 class _TakenMeanwhile:
-    """Addresses; whoever looks one up finds that the number of its socket is somebody else's afterwards."""
+    """Addresses whose lookup lets another socket take over the descriptor."""
 
     def __init__(self, address, number, other):
         self._address, self._number, self._other = address, number, other
@@ -108,7 +108,7 @@ def test_gloo_loop_in_another_call_is_not_taken_for_polling():
 
 @pytest.fixture
 def python_poll(stranger):
-    """A Python thread that waits in epoll for a connection that has nothing to do with gloo."""
+    """A Python thread that waits in epoll for a connection unrelated to gloo."""
     with select.epoll() as poll:
         poll.register(stranger[1], select.EPOLLIN)
         thread = threading.Thread(target=poll.poll)
@@ -137,7 +137,7 @@ def test_gloo_loops_without_a_name_are_cut_and_python_threads_are_not(python_pol
     for task in process_groups._tasks():
         (task / "comm").write_text(own)
     assert process_groups._tasks() == []
-    assert close_gloo_connections()  # one end at least: the other loop sees it, and closes its own
+    assert close_gloo_connections()  # at least one end: the other loop sees it and closes its own
     with pytest.raises(RuntimeError):
         work.wait()
     assert works(stranger)

@@ -1,4 +1,4 @@
-"""What a rank writes down of its way: stage after stage without a gap, whatever ends it."""
+"""A rank's recorded timeline: contiguous stages, even when a fault ends them."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ SUPERVISED = {SOCKET_VARIABLE: "/somewhere", TOKEN_VARIABLE: "t", "ELASTIC_NODE"
 
 
 class Written:
-    """A ledger that keeps what is written."""
+    """An event log that retains the events in memory."""
 
     def __init__(self) -> None:
         self.position = RunPosition()
@@ -46,7 +46,7 @@ class Written:
 
 @pytest.fixture
 def ledger(monkeypatch):
-    """Every look at a clock is a second later than the one before."""
+    """Make each reading of a clock one second later than the previous one."""
     seconds = iter(range(1000, 10_000))
     monkeypatch.setattr(module.time, "time", lambda: float(next(seconds)))
     monkeypatch.setattr(module, "own_start_time", lambda: 990.0)
@@ -72,7 +72,7 @@ def assert_no_gap(ledger):
     assert all(after.began - (before.began + before.seconds) in (0.0, 1.0) for before, after in pairwise(told))
 
 
-def test_from_the_start_to_the_end(ledger):
+def test_timeline_has_every_stage_from_start_to_end(ledger):
     record = RankTimeline(ledger, SUPERVISED)
     into(record)
     for step in (3, 4):
@@ -94,7 +94,7 @@ def test_after_a_fault(ledger):
     into(record)
     record.step_began(0)
     record.fault_detected()
-    record.fault_detected()  # it hears of it, and its collective fails
+    record.fault_detected()  # the rank receives the notice, and its collective fails
     into(record, epoch=1)
     assert stages(ledger)[4:] == [(0, "detect"), (0, "abort"), (1, "rendezvous"), (1, "groups")]
     assert ledger.of(StepEvent) == [], "a step that was not ended is none"

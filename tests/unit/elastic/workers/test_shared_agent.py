@@ -18,7 +18,7 @@ from tieredckpt.session.session import close_sessions
 pytestmark = pytest.mark.e2e
 
 
-def test_restore_refuses_to_begin_anew_and_names_the_step(agent_dir, monkeypatch):
+def test_restore_refuses_to_start_from_nothing_and_names_the_step(agent_dir, monkeypatch):
     with Checkpointer("tiered://shared") as ckpt:
         ckpt.save({"w": torch.ones(3)}, 4).wait()
     close_sessions()
@@ -42,7 +42,7 @@ def test_absent_shared_agent_expects_nothing(tmp_path):
 
 
 @pytest.mark.parametrize("number", [signal.SIGSTOP, signal.SIGKILL], ids=["stopped", "killed"])
-def test_restore_refuses_to_begin_anew_if_the_shared_agent_does_not_answer(agent_dir, monkeypatch, number):
+def test_restore_refuses_to_start_from_nothing_if_the_agent_is_silent(agent_dir, monkeypatch, number):
     with Checkpointer("tiered://shared") as ckpt:
         ckpt.save({"w": torch.ones(3)}, 4).wait()
     close_sessions()

@@ -1,4 +1,4 @@
-"""All ranks of an epoch stop after the same number of steps, whatever each was doing when it heard."""
+"""All ranks of an epoch stop after the same step, whenever the notice reaches them."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from tests.support.control_planes import PATIENCE_S, start_all, wait_all_assigne
 
 
 class Lockstep:
-    """Ranks that meet in a collective in every step, so that none is further than one step from any other."""
+    """Ranks that meet in a collective in every step, so that none is more than one step ahead."""
 
     def __init__(self, size, steps):
         self.plane = InMemoryCoordinator(size)
@@ -26,7 +26,7 @@ class Lockstep:
         self.steps = steps
 
     def train(self, number, act):
-        """How many steps were completed, and how it ended; ``act`` runs inside every step."""
+        """Return the number of completed steps and the end; ``act`` runs inside every step."""
         gate, completed = self.gates[number], 0
         while completed < self.steps:
             way = gate.pass_boundary(completed)
@@ -40,7 +40,7 @@ class Lockstep:
     def run(self, act):
         ended = threading.Event()
 
-        def look():  # what the thread beside every rank does
+        def look():  # like the watcher thread of each rank
             while not ended.wait(0.001):
                 for gate in self.gates:
                     gate.poll()
@@ -81,7 +81,7 @@ def test_rank_inside_a_step_reports_at_once():
     inside, waits = threading.Event(), threading.Event()
 
     def act(number, step):
-        if step == 1 and number == 1:  # it has not heard anything yet when the other one stands at the boundary
+        if step == 1 and number == 1:  # it has not received the notice when the other rank stands at the boundary
             inside.set()
             assert waits.wait(PATIENCE_S)
 
@@ -120,7 +120,7 @@ def test_loading_rank_pauses_at_its_loaded_step(two):
     ]
 
 
-def test_no_notice_is_no_stop(two):
+def test_barrier_without_a_notice_does_not_stop(two):
     _, gates = two
     assert [gates[0].pass_boundary(step) for step in range(1000)] == [BoundaryDecision.CONTINUE] * 1000
 

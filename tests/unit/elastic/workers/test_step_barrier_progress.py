@@ -1,4 +1,4 @@
-"""What ranks say of how far they are: by it hangs are found, so what is no step must not be one."""
+"""Progress reports of ranks, by which hangs are found: only real steps count."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ def world(seat):
     gate.close()
 
 
-def test_progress_before_the_first_step_is_no_step(seat, world):
-    """It compiles, restores, and looks at what it has; a step takes ten minutes at the most, this an hour."""
+def test_progress_before_the_first_step_is_not_a_step(seat, world):
+    """The rank compiles, restores and evaluates: a step has a limit of ten minutes, this an hour."""
     with world.pause_watchdog():
         assert seat.last_progress == RankProgress(-1, idle=True)
     assert seat.last_progress == RankProgress(-1)
@@ -40,8 +40,8 @@ def test_progress_before_the_first_step_is_no_step(seat, world):
     assert seat.last_progress == RankProgress(101, has_sealed=True)
 
 
-def test_a_loop_that_counts_for_itself_gets_on_with_each_step(seat, world):
-    """One that said nothing was taken for hung after an hour."""
+def test_loop_with_its_own_count_progresses_with_each_step(seat, world):
+    """A loop without reports was treated as hung after an hour."""
     assert not world.event_detected()
     assert seat.last_progress is None or seat.last_progress.step == -1
     assert not world.event_detected()
@@ -59,7 +59,7 @@ def test_world_left_before_its_first_step_reports_no_step(seat, world):
 
 @pytest.mark.parametrize(("set_to", "free"), [("", True), ("60", False), ("auto", False)])
 def test_external_loop_is_idle_without_a_hang_timeout(seat, monkeypatch, set_to, free):
-    """It cannot say that it evaluates. That its process is stopped is seen all the same."""
+    """It cannot report that it evaluates, but a stopped process is detected nevertheless."""
     monkeypatch.setenv("ELASTIC_HANG_TIMEOUT", set_to)
     detector = EventDetector(seat)
     assert not detector.is_detected()

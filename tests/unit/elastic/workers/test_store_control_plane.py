@@ -1,4 +1,4 @@
-"""A control plane that is nothing but a store: what it promises as every other one does, and where it ends."""
+"""A control plane that needs only a store: its guarantees and its limits."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def server():
 
 @pytest.fixture
 def start(server):
-    """Starts the processes of one attempt: all of them, as a launcher does."""
+    """Start all processes of one attempt, like a launcher."""
     with contextlib.ExitStack() as stack:
 
         def planes(size):
@@ -81,7 +81,7 @@ def test_new_attempt_ignores_the_state_of_the_previous_one(start):
     wait_all_assigned(first)
     first[0].request_change(NoticeKind.RESIZE, "other numbers")
     assert wait_results(start_all(*(lambda p=plane: p.agree_on_step(8) for plane in first))) == [8, 8, 8]
-    second = start(2)  # what the first ones said is all still in the store
+    second = start(2)  # the messages of the first attempt are still in the store
     late = start_all(lambda: second[1].wait_for_assignment(timeout_s=PATIENCE_S))
     places = [second[0].wait_for_assignment(timeout_s=PATIENCE_S), *wait_results(late)]
     assert [(place.epoch, place.world_size) for place in places] == [(1, 2), (1, 2)]
@@ -134,7 +134,7 @@ def test_one_request_stops_all_ranks_at_the_greatest_step(start):
             plane.wait_for_assignment()
 
 
-def test_a_fault_ends_the_wait_of_others_and_there_is_no_second_world(start):
+def test_fault_ends_the_wait_of_other_ranks_without_a_second_world(start):
     planes = start(3)
     wait_all_assigned(planes)
     heard = [threading.Event() for _ in planes]
@@ -183,7 +183,7 @@ def test_calls_before_the_assignment_are_refused(start):
 
 
 def test_deadline_is_independent_of_clock_differences(start, monkeypatch):
-    """And on one that is set meanwhile: it is asked for and read on clocks an hour apart."""
+    """The deadline is requested and read on clocks an hour apart."""
     (plane,) = start(1)
     wait_all_assigned([plane])
     real = time.time
@@ -233,7 +233,7 @@ def test_launcher_environment_gives_the_assignment(server):
     plane.close()
 
 
-def test_an_epoch_is_newer_than_all_that_any_of_its_ranks_has_been_in(server):
+def test_epoch_is_newer_than_any_earlier_epoch_of_its_ranks(server):
     def connect():
         return connect_store("127.0.0.1", server.port)
 
@@ -245,7 +245,7 @@ def test_an_epoch_is_newer_than_all_that_any_of_its_ranks_has_been_in(server):
         return epochs
 
     assert world(0, 5, 0) == {5}
-    assert world(0, 0) == {6}  # also where none of those is there any more
+    assert world(0, 0) == {6}  # even though all earlier ranks have left
     assert world(6, 7) == {7}
 
 
@@ -272,7 +272,7 @@ def test_wait_ends_when_the_world_is_marked_broken(start):
         waiting[0].result(PATIENCE_S)
 
 
-def test_another_size_is_no_stop_where_the_processes_stay(server):
+def test_resize_is_not_a_stop_if_the_processes_stay(server):
     def connect():
         return connect_store("127.0.0.1", server.port)
 
@@ -286,12 +286,12 @@ def test_another_size_is_no_stop_where_the_processes_stay(server):
 
 
 PATIENCE = StoreTimeouts(wait_slice_s=0.2, response_timeout_s=3.0, connect_timeout_s=5.0)
-"""Torch's own client waits for ever for the answer of a server that is stopped."""
+"""Torch's own client waits for a stopped server without a limit."""
 
 
 @pytest.fixture
 def stoppable(zygote):
-    """A store's server in a process of its own, and what makes ranks of a world that meets there."""
+    """A store server in its own process, and a factory of control planes that use it."""
     with server_processes(zygote, 1) as (server,), contextlib.ExitStack() as stack:
 
         def planes(size, beat_s=0.05):
@@ -319,7 +319,7 @@ def stoppable(zygote):
 )
 def test_no_call_waits_for_a_stopped_store(stoppable, call):
     server, start = stoppable
-    (plane,) = start(1, beat_s=3600.0)  # nobody else sees that it does not answer
+    (plane,) = start(1, beat_s=3600.0)  # no other rank detects that the store does not answer
     plane.wait_for_assignment()
     server.suspend()
     (told,) = start_all(lambda: call(plane))
@@ -363,7 +363,7 @@ def test_waiting_rank_reports_a_stopped_store(stoppable, wait):
 
 
 class Counted(RootlessStore):
-    """One rank's client, and what it asks for."""
+    """A rank's client that counts its requests."""
 
     def __init__(self, port):
         super().__init__((f"127.0.0.1:{port}",), close_connections=close_store_connections, copies=1)
@@ -384,7 +384,7 @@ for _name in ("set", "get", "wait", "check", "add", "compare_set", "multi_get", 
 
 @pytest.mark.parametrize("size", [2, 6])
 def test_store_requests_of_a_rank_are_independent_of_the_world_size(server, size):
-    """At rest: one request that waits. Of an event: that one is answered, and what happened is read."""
+    """At rest one request waits. An event answers it, and the rank reads the event."""
     places = [RankAssignment(0, rank, size, 0, 1, rank, size, "n:1") for rank in range(size)]
     made = [
         StoreControlPlane(lambda: Counted(server.port), place, limits=HangTimeouts(), beat_s=3600.0, last=False)
@@ -426,7 +426,7 @@ def test_malformed_event_breaks_the_world(start):
 
 
 def _hangs(say, port, leaves):
-    """A world of one whose rank does no step."""
+    """Run a world of one whose rank does no step."""
     limits = HangTimeouts(step_s=0.3, first_s=0.3)
     place = RankAssignment(0, 0, 1, 0, 1, 0, 1, "n:1")
     plane = StoreControlPlane(lambda: connect_store("127.0.0.1", port), place, limits=limits, beat_s=0.05, leave_s=0.3)

@@ -1,4 +1,4 @@
-"""What a process does between worlds: threads for ranks, and no groups."""
+"""A process between worlds: threads as ranks, and no groups."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ PATIENT = RecoveryPolicy(backend="none", peer_loss_wait_s=PATIENCE_S)
 
 @pytest.fixture(autouse=True)
 def quick(monkeypatch):
-    """What is collected between worlds is large only because of everything else that tests have imported."""
+    """Skip the garbage collection, which is slow here because of all the modules tests import."""
     monkeypatch.setattr("elastic.workers.in_process_restart.gc.collect", lambda: 0)
 
 
@@ -79,7 +79,7 @@ def test_resize_resumes_at_the_agreed_step():
 
 
 def resized_once(save_between_worlds):
-    """The steps that the two worlds of a job restored, where somebody saves after the first one was sealed."""
+    """Run a resized job that saves between its worlds; return its end, restored steps and faults."""
     plane, restored = InMemoryCoordinator(1), []
 
     def between_worlds():
@@ -106,8 +106,8 @@ def resized_once(save_between_worlds):
     return ended, restored, plane.planes[0].faults
 
 
-def test_world_after_a_resize_restores_the_sealed_step_despite_a_later_branch():
-    """Somebody else of the job went back to an older step and saved: that is newer, and not what was sealed."""
+def test_resized_world_restores_the_sealed_step_despite_a_later_branch():
+    """Another session of the job restored an older step and saved: newer, but not sealed."""
 
     def go_back(other):
         state = {"step": torch.tensor(0)}
@@ -120,7 +120,7 @@ def test_world_after_a_resize_restores_the_sealed_step_despite_a_later_branch():
 
 
 def test_same_step_of_another_incarnation_is_not_restored():
-    """It has the same number."""
+    """The other incarnation's step has the same number."""
 
     def save_again(other):
         state = {"step": torch.tensor(0)}
@@ -132,7 +132,7 @@ def test_same_step_of_another_incarnation_is_not_restored():
     assert restored == [-1, 9, 11]
 
 
-def test_missing_sealed_step_is_a_fault_and_the_next_world_restores_the_newest():
+def test_missing_sealed_step_is_a_fault_and_the_newest_is_restored_next():
     def delete(other):
         session = other.session
         groups = {view.version_id for view in session.agent.list_steps("job").views}
@@ -161,7 +161,7 @@ def test_stopped_job_is_sealed_and_names_the_next_step():
     assert str(ends[0]) == f"stopped after step {seen[0]}; start it again to go on with step {seen[0] + 1}"
 
 
-def test_an_exception_is_a_fault_and_all_begin_again():
+def test_exception_is_a_fault_and_all_ranks_restart():
     plane = InMemoryCoordinator(2)
 
     def train(world):
@@ -211,7 +211,7 @@ def test_failed_job_raises_with_its_reason():
         CheckpointException("save", {0: (RuntimeError("NCCL communicator was aborted"), None)}),
     ],
 )
-def test_error_after_another_rank_was_lost_is_no_fault(error):
+def test_error_after_the_loss_of_another_rank_is_not_a_fault(error):
     plane = InMemoryCoordinator(1, spares=1)
     left = threading.Event()
 
@@ -258,7 +258,7 @@ def test_a_loss_while_others_seal_is_handled():
     assert plane.restarts == 1
 
 
-def test_a_step_that_could_not_be_sealed_is_not_called_sealed():
+def test_unsealed_step_is_not_reported_as_sealed():
     plane = InMemoryCoordinator(1)
 
     def seal(step):
@@ -376,7 +376,7 @@ def test_signal_is_forwarded_to_its_previous_handler(number):
     notices = []
 
     def train(world):
-        inside = PreemptionHandler(lambda _s: heard.append("flushed"), 1.0)  # what a Checkpointer has
+        inside = PreemptionHandler(lambda _s: heard.append("flushed"), 1.0)  # like that of a Checkpointer
         for step in world.steps(0, seal=lambda _step: inside.close()):
             if step == 1 and world.epoch == 0:
                 signal.raise_signal(number)
@@ -478,7 +478,7 @@ def test_imported_objects_are_frozen_for_the_garbage_collector():
 
 
 def test_broken_world_is_aborted_repeatedly_until_it_is_left(monkeypatch):
-    """What was just being made had no connections yet that could have been cut."""
+    """The first abort cannot close connections that are still being made."""
     monkeypatch.setattr(step_barrier, "_AGAIN_S", 0.0)
     plane, again = InMemoryCoordinator(1), threading.Semaphore(0)
     watch = step_barrier.NoticeWatcher(plane.planes[0], lambda _notice: None, lambda _epoch: again.release())

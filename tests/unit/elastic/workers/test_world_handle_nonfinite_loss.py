@@ -1,4 +1,4 @@
-"""Losses that are not finite: what each policy makes of them, attempt by attempt, and that nobody tries for ever."""
+"""Non-finite losses: the effect of each policy, attempt by attempt, and a limit on retries."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def test_repeated_nonfinite_loss_fails_the_job(loss):
     assert (first.final, second.final) == (False, True)
     assert "step 7" in str(first)
     assert "2 attempts" in str(second)
-    assert not failed(losses, 8, loss).final  # each step has attempts of its own
+    assert not failed(losses, 8, loss).final  # attempts are counted for each step
 
 
 def test_ignored_nonfinite_loss_has_no_effect():
@@ -58,13 +58,13 @@ def test_invalid_policy_is_refused(how):
         NonFiniteGuard(*how)
 
 
-def test_always_nonfinite_loss_fails_the_job_and_a_transient_one_costs_a_step():
+def test_permanent_nonfinite_loss_fails_and_a_transient_one_costs_a_step():
     plane = InMemoryCoordinator(2)
 
     def train(world):
         for step in world.steps(0, 20):
             bad = step == 9 or (step == 3 and world.epoch == 0)
-            if bad and world.rank == 0:  # in a collective, which another rank does not come to
+            if bad and world.rank == 0:  # in a collective that another rank does not join
                 assert world._gate.wait_broken(PATIENCE_S)
             else:
                 world.check_finite(NAN if bad else 1.0)

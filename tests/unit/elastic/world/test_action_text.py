@@ -1,4 +1,4 @@
-"""What a coordinator logs about its decisions with ``-v``."""
+"""Log messages about the coordinator's decisions with ``-v``."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Each event in each phase, and the order of what is tried."""
+"""Decisions on each event in each phase, and the order of the alternatives."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ def test_world_forms_when_all_desired_nodes_are_ready():
     assert (job.world.phase, job.world.world_size, job.world.next_tick_s) == (WorldPhase.RUNNING, 8, None)
 
 
-def test_job_starts_smaller_after_the_scaling_timeout_but_not_below_the_minimum():
+def test_scaling_timeout_starts_a_smaller_job_not_below_the_minimum():
     job = ReconcilerDriver(FOUR, "a")
     assert (job.world.phase, job.world.next_tick_s) == (WorldPhase.FORMING, None)
     job.send_event(NodeJoined("b", 1, 2), at_s=5)
@@ -150,7 +150,7 @@ TWO = ScalingPolicy(max_replicas=2, scaling_timeout_s=5, restart_timeout_s=100, 
 
 
 def test_node_that_knows_the_memory_tier_is_awaited():
-    """Those that stand by were in no world: they would find nothing, and begin anew."""
+    """Standby nodes were in no world: they would find no step and start from the beginning."""
     job = ReconcilerDriver(TWO, "ab")
     job.node_joins("c")
     job.send_event(rank_lost("a"))
@@ -191,13 +191,13 @@ def test_node_without_a_world_shared_with_the_newest_is_not_awaited():
     job.send_event(rank_lost("d"))
     job.send_event(rank_lost("e"))
     job.node_joins("f")
-    job.rank_ready("b")  # its last world was that with c
+    job.rank_ready("b")  # its last world was the one with c
     assert job.world.phase is not WorldPhase.RUNNING
     job.rank_ready("e")
     assert "e" in job.action_of(FormWorld).nodes
 
 
-def test_awaited_node_that_is_not_ready_gets_no_place():
+def test_unready_awaited_node_gets_no_place():
     job = ReconcilerDriver(TWO, "ab")
     job.node_joins("c")
     job.node_joins("d")
@@ -245,7 +245,7 @@ def test_healthy_ranks_are_awaited_although_standbys_exist():
     )
 
 
-def test_lost_rank_without_spares_is_respawned_beyond_the_scale_down_timeout():
+def test_lost_rank_without_spares_is_respawned_beyond_the_timeout():
     job = ReconcilerDriver(FOUR, "abcd")
     assert job.send_event(rank_lost("b"))[1:] == (RespawnRanks("b", 1, (0,)),)
     job.rank_ready("a", "c", "d")
@@ -412,7 +412,7 @@ def test_hanging_process_is_replaced():
     assert job.send_event(RankLost("c", 1, 2, 1, "killed")) == ()
 
 
-def test_ranks_missing_after_an_unattributed_hang_are_respawned_and_then_dropped():
+def test_ranks_missing_after_a_hang_are_respawned_and_then_dropped():
     job = ReconcilerDriver(FOUR, "abcd")
     job.send_event(HangDetected(0, "no step for 300 s"), at_s=10)
     job.rank_ready("a", "b", "d")
@@ -575,7 +575,7 @@ def test_preempted_standby_is_released_at_once():
     assert job.send_event(NodesPreempted(("e",), 100.0)) == (ReleaseNode("e", 1, "preempted"),)
 
 
-def test_preemption_below_the_minimum_requests_nodes_and_seals_before_the_deadline():
+def test_preemption_below_the_minimum_requests_nodes_and_seals_in_time():
     job = ReconcilerDriver(FOUR, "ab")
     job.tick()
     job.send_event(NodesPreempted(("b",), 500.0), at_s=20)
@@ -606,7 +606,7 @@ def test_a_person_may_want_fewer_and_more_again():
     assert job.action_of(PauseWorld).reason == "at most 3 nodes are wanted"
     job.rank_ready("a", "b", "c", "d")
     assert (job.action_of(FormWorld).nodes, job.world.standby) == (("a", "b", "c"), ("d",))
-    job.send_event(ResizeRequested(None))  # which is not put off: nobody collects nodes first
+    job.send_event(ResizeRequested(None))  # at once: the job does not collect nodes first
     assert job.action_of(PauseWorld).reason == "4 nodes can be had"
     job.rank_ready("a", "b", "c")
     assert job.action_of(FormWorld).nodes == ("a", "b", "c", "d")
@@ -799,7 +799,7 @@ def test_same_error_is_retried_after_a_step_was_sealed():
         job.rank_ready("a", "b")
 
 
-def test_process_that_exits_without_joining_fails_the_job_before_the_first_world():
+def test_process_that_never_joins_fails_the_job_before_the_first_world():
     job = ReconcilerDriver(ScalingPolicy())
     job.send_event(NodeJoined("a", 1, 2))
     job.send_event(RankLost("a", 1, 2, 0, "p.py exited", never_joined=True))
@@ -807,7 +807,7 @@ def test_process_that_exits_without_joining_fails_the_job_before_the_first_world
     assert (job.world.phase, job.world.restarts) == (WorldPhase.FAILED, 0)
 
 
-def test_process_that_exits_without_joining_is_replaced_after_the_first_world():
+def test_process_that_never_joins_is_replaced_after_the_first_world():
     job = ReconcilerDriver(ScalingPolicy(), "a")
     job.send_event(rank_lost("a"))
     job.send_event(RankLost("a", 1, 3, 0, "p.py exited", never_joined=True))

@@ -1,4 +1,4 @@
-"""Any event at any time, also those that no supervisor would send: the world stays one that can be."""
+"""Any event at any time, including impossible ones: the world stays in a valid state."""
 
 from __future__ import annotations
 

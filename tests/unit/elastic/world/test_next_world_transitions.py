@@ -1,4 +1,4 @@
-"""Every kind of event in every phase: which phase follows, and what is done."""
+"""Every kind of event in every phase: the next phase and the actions."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What somebody brings that cannot be trained is said before anything is started."""
+"""The command reports inputs that cannot be trained before it starts a process."""
 
 from __future__ import annotations
 

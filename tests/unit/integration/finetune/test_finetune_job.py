@@ -1,4 +1,4 @@
-"""What a rank is told: by the words that were said, the recipe, and what is usual."""
+"""The job of a rank: from explicit options, then the recipe, then the defaults."""
 
 from __future__ import annotations
 
@@ -135,7 +135,7 @@ def test_learning_rate_rises_to_the_peak_and_falls_after_it(total, warmup, shape
         assert set(down) <= {1.0}
 
 
-def test_lines_that_are_not_complete_are_not_read_yet(tmp_path):
+def test_incomplete_lines_are_not_read_yet(tmp_path):
     file = tmp_path / "progress.jsonl"
     assert read_step_log(file) == ([], 0)
     StepLogWriter(file, rank=1).write(step=0)

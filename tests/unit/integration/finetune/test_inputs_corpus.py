@@ -1,4 +1,4 @@
-"""Lines of JSON by their number, whatever files they are in; and what is said of those that are none."""
+"""JSON lines by number across files, and the errors for invalid lines."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from tests.support.example_counts import examples
 @given(files=st.lists(st.lists(st.one_of(st.none(), st.text(max_size=5)), max_size=6), min_size=1, max_size=4), end=...)
 @settings(max_examples=examples(40))
 def test_corpus_lists_every_line_in_order_without_blank_lines(files: list, end: bool):
-    """``None`` is a blank line; the last line of a file may have no end."""
+    """``None`` is a blank line; the last line of a file may lack a line end."""
     expected = [
         (number, line + 1, text)
         for number, all_ in enumerate(files)

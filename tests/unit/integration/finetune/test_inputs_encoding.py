@@ -1,4 +1,4 @@
-"""From lines to tokens: what is predicted, and how much each counts."""
+"""Lines encoded as tokens: the labels and the weight of each token."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ BEGIN, END, VOCABULARY = 1, 2, 32
 
 
 class Letters:
-    """A tokenizer: each letter is its place in the alphabet, and 2 more."""
+    """A tokenizer that maps each letter to its place in the alphabet plus 2."""
 
     def __init__(self, ends: bool = False, end: int | None = END) -> None:
         self.eos_token_id, self._ends = end, ends
@@ -32,17 +32,17 @@ def listed(sample):
     return tuple(part.tolist() for part in sample)
 
 
-def test_of_text_every_token_counts_and_so_does_the_end():
+def test_every_token_of_a_text_and_its_end_counts():
     assert listed(encoder()({"text": "ab"}, "here")) == ([1, 3, 4], [3, 4, 2], [1, 1, 1])
 
 
 @pytest.mark.parametrize("ends", [False, True])
-def test_of_a_prompt_nothing_counts(ends):
+def test_prompt_tokens_have_no_weight(ends):
     found = listed(encoder(tokenizer=Letters(ends))({"prompt": "ab", "completion": "c"}, "here"))
     assert found == ([1, 3, 4, 5], [3, 4, 5, 2], [0, 0, 1, 1])
 
 
-def test_without_an_end_there_is_none():
+def test_end_token_is_omitted_without_one_in_the_tokenizer():
     assert listed(encoder(tokenizer=Letters(end=None))({"text": "a"}, "here")) == ([1], [3], [1])
 
 
@@ -96,7 +96,7 @@ def test_unusable_line_is_named(line, named):
 
 
 class Wide(Letters):
-    """One with more words than the model."""
+    """A tokenizer with more words than the model."""
 
     def __call__(self, text, add_special_tokens, verbose):
         return {"input_ids": [VOCABULARY]}

@@ -1,4 +1,4 @@
-"""Adapters change nothing at first, are all that is trained, and end up in the weights."""
+"""Adapters change no output at first, are the only trained weights, and merge into the model."""
 
 from __future__ import annotations
 

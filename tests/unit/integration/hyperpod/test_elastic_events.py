@@ -1,4 +1,4 @@
-"""With which status a process ends that was told to stop, and when asking means anything."""
+"""Exit statuses of stopped processes, and when an elastic event is detected."""
 
 from __future__ import annotations
 
@@ -36,6 +36,6 @@ def test_no_event_is_detected_without_signal_coordination(monkeypatch, mode):
     assert signal.getsignal(signal.SIGUSR1) is signal.SIG_DFL
 
 
-def test_other_signals_are_no_elastic_events(monkeypatch):
+def test_other_signals_are_not_elastic_events(monkeypatch):
     monkeypatch.setenv("HYPERPOD_SIGNAL_COORDINATION", "distributed")
     assert not elastic_event_detected(signal.SIGUSR2)

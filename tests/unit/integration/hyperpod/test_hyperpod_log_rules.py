@@ -31,7 +31,7 @@ def agents():
 
 @pytest.fixture
 def printed(capfd):
-    """What a rank prints that enters a world, restores, does steps, saves, and hears that the world broke."""
+    """The output of a rank that enters a world, restores, trains, saves and receives a fault."""
     ledger = StdoutEventLog(NullEventLog())
     record = RankTimeline(ledger, {"ELASTIC_NODE": "n0"})
     record.waiting_began()
@@ -90,7 +90,7 @@ def test_persistent_slowness_is_reported(name, text, agents):
     assert rule.evaluate(f"{quick}\n")[0] is agents.LogState.HEALTHY
 
 
-def test_steps_that_cease_are_a_hang_and_silence_before_them_is_none(agents, monkeypatch):
+def test_hang_is_detected_only_after_the_first_step(agents, monkeypatch):
     rule = agents.LogEvaluator(RULES["StepHang"])
     now = time.time()
     monkeypatch.setattr(agents.time, "time", lambda: now + 1e6)

@@ -1,4 +1,4 @@
-"""The manifests: least privilege, nothing named that is not there, and what is shipped is what is generated."""
+"""The manifests: least privilege, only existing names, and shipped files equal generated ones."""
 
 import argparse
 import re
@@ -190,7 +190,7 @@ def test_dockerfile_copies_existing_files_and_sets_the_user():
 
 @each_pod
 def test_an_image_is_named_by_a_version(kind, labels, pod):
-    """What ``latest`` is today, nobody knows tomorrow."""
+    """The image behind ``latest`` changes over time."""
     for container in containers(pod):
         tag = container["image"].rpartition("/")[2].partition(":")[2]
         assert tag not in ("", "latest")

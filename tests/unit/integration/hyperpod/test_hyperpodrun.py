@@ -1,4 +1,4 @@
-"""The launcher, with an agent whose parser meets a torch that has an option of the same name."""
+"""The launcher with an agent whose parser conflicts with an option of the same name in torch."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from integration.hyperpod import hyperpodrun
 
 
 class _Agent(types.ModuleType):
-    """What matters of ``hyperpod_elastic_agent.run``: it takes torch's parser and adds its own options."""
+    """The used part of ``hyperpod_elastic_agent.run``: torch's parser with its own options added."""
 
     def __init__(self) -> None:
         super().__init__("hyperpod_elastic_agent.run")

@@ -1,4 +1,4 @@
-"""Resources made of settings: AWS's own models take every one of them, and what they say is what was meant."""
+"""Resources made of settings: AWS's own models accept each one, and no setting changes."""
 
 import dataclasses
 
@@ -109,7 +109,7 @@ def jobs(draw):
 
 
 def accepted(document):
-    """AWS's models take it; what they hold is just what was given."""
+    """Check that AWS's models accept the document and hold exactly its fields."""
     spec = document["spec"]
     found = aws._HyperPodPytorchJob.model_validate(spec, by_name=True, by_alias=False)
     held = found.model_dump(exclude_unset=True, by_alias=False)
@@ -162,7 +162,7 @@ def test_aws_command_line_generates_the_same_job(sizes):
         **{f"elastic_{name}": list(value) if isinstance(value, tuple) else value for name, value in sizes.items()},
     )
     made = theirs.to_domain().model_dump(exclude_none=True, exclude_unset=True, by_alias=False)
-    own = {"faultyScaleDownTimeoutInSeconds"}  # theirs has no word for it
+    own = {"faultyScaleDownTimeoutInSeconds"}  # theirs lacks this key
     elastic = {key: value for key, value in ours["spec"]["elasticPolicy"].items() if key not in own}
     assert made["elasticPolicy"] == elastic
     assert made["metadata"]["labels"] == ours["metadata"]["labels"]
@@ -275,7 +275,7 @@ def test_wrong_log_rule_has_the_same_error_in_both_directions(rule, text):
 
 
 def environment(document):
-    """What a container's variables are once Kubernetes has put in what they refer to."""
+    """Return a container's variables with their references resolved, as Kubernetes does."""
     container = document["spec"]["replicaSpecs"][0]["template"]["spec"]["containers"][0]
     known = {"POD_IP": "10.0.0.1"}
     for variable in container["env"]:

@@ -1,4 +1,4 @@
-"""What the API server answers, and what the controller takes it for: over HTTP, by a server that does as told."""
+"""Answers of the API server and the controller's reaction, over HTTP with a scripted server."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from tests.support.kube_objects import job_object, pod_object
 
 
 class Told:
-    """Answers with ``status`` and ``body``; a status of 0 hangs up."""
+    """A server that answers with ``status`` and ``body``; a status of 0 closes the connection."""
 
     def __init__(self) -> None:
         self.status, self.body = 200, "{}"

@@ -1,4 +1,4 @@
-"""Many jobs in one controller, over an API server in memory: nothing is asked for without need, and nothing is lost."""
+"""Many jobs in one controller over an in-memory API server: no needless request, no lost event."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ _PATIENCE_S = 60.0
 
 
 class Running:
-    """A controller, its watches, and agents that do as they are told."""
+    """A controller, its watches, and fake agents that follow its commands."""
 
     def __init__(self, api: FakeApiServer, cluster: ApiServerClient, *, every_s: float = 0.02) -> None:
         self.api = api
@@ -155,7 +155,7 @@ def test_broken_watch_falls_back_to_few_lists(running: Running) -> None:
     running.create("llama")
     running.until(lambda: running.runs("llama"), "it runs")
     for _ in range(1000):
-        running.api.fail("GET", "/api/v1/pods", 500)  # of all namespaces: the watch's
+        running.api.fail("GET", "/api/v1/pods", 500)  # of the watch over all namespaces
     running.api.cut_watches()
     lost = running.state("llama").members[0]
     running.api.remove("pods", lost)
@@ -196,7 +196,7 @@ def test_writes_that_fail_are_made_up_for(running: Running, code: int, after: bo
 
 
 def test_newer_job_status_is_used_only_with_its_pods(api: FakeApiServer) -> None:
-    """Another controller has given a rank to a pod that this one's watch has not said anything of yet."""
+    """Another controller assigned a rank to a pod that this controller's watch has not reported."""
     job = job_object("llama")
     job["metadata"] = {"name": "llama", "namespace": "default"}
     first = api.put("hyperpodpytorchjobs", job)

@@ -1,4 +1,4 @@
-"""A watch that is dropped, too old, refused, or of what is not there: what is done next, step by step."""
+"""A watch that is dropped, expired, refused or of a missing kind: each following request."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ BROKEN = {"type": "ERROR", "object": {"code": 500, "message": "etcd"}}
 
 
 class Told:
-    """A source that does what it was told, one thing for each request."""
+    """A source that returns or raises one scripted result for each request."""
 
     def __init__(self, *does: Any) -> None:
         self.does = list(does)
@@ -71,7 +71,7 @@ class Story:
         return [str(one["metadata"]["name"]) for one in self.index.of_job("default", "llama")]
 
 
-def test_informer_lists_once_and_watches_from_there():
+def test_informer_lists_once_and_watches_from_that_version():
     story = Story(([pod("a", 3)], "9"), [event("ADDED", "b", 12)], [event("DELETED", "a", 13)], [])
     assert story.source.since == ["list", "9", "12", "13"]
     assert story.names == ["b"]
@@ -98,7 +98,7 @@ def test_expired_watch_lists_again(said):
     assert story.names == ["b"], "what went meanwhile has gone"
 
 
-def test_other_errors_of_the_server_are_no_reason_to_list():
+def test_other_server_errors_trigger_no_list():
     story = Story(([pod("a", 3)], "9"), [BROKEN], [event("ADDED", "b", 12)])
     assert story.source.since == ["list", "9", "9"]
     assert story.names == ["a", "b"]

@@ -1,4 +1,4 @@
-"""What is known of a collection: it never goes back, and it forgets nothing that was written."""
+"""The index of a collection: versions never go back, and no write is forgotten."""
 
 from __future__ import annotations
 
@@ -80,7 +80,7 @@ def test_full_list_drops_missing_pods_and_keeps_newer_ones():
 
 
 def test_list_of_a_job_drops_its_missing_pods_for_good():
-    """Also where the watch has yet to say that they were there, and that they went."""
+    """This holds even if the watch has yet to report their creation and deletion."""
     found = index()
     found.replace_all([pod("a", 3), pod("other", 4, job="qwen")], "5")
     found.replace_of_job("default", "llama", [pod("b", 7)], "9")
@@ -112,13 +112,13 @@ def test_missing_resource_kind_clears_the_index():
     assert told == ["llama", "llama"]
 
 
-def test_versions_that_are_no_numbers_are_refused():
+def test_nonnumeric_versions_are_refused():
     with pytest.raises(ApiServerUnreachableError, match="is no number"):
         index().replace_all([], "x7")
 
 
 class Watched(RuleBasedStateMachine):
-    """A server, writes of ours, and a watch that is late: what is read is what the server has, or had lately."""
+    """A server, our writes and a late watch: reads return a current or recent state."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -127,13 +127,13 @@ class Watched(RuleBasedStateMachine):
         self.born = 0
         self.there: dict[str, dict[str, Any]] = {}
         self.events: list[tuple[str, dict[str, Any]]] = []
-        """Those that the watch has yet to say."""
+        """Events that the watch has yet to report."""
         self.answers: list[dict[str, Any]] = []
-        """Those that are on their way back to whoever wrote."""
+        """Answers that have not reached the writer yet."""
         self.best: dict[str, int] = {}
         """By uid, the newest version that was ever read."""
         self.ours: dict[str, str] = {}
-        """What we have made, and not yet seen to go: name by uid."""
+        """Pods that we created and did not see deleted: name by uid."""
         self.index.replace_all([], "1")
 
     def _write(self, kind: str, one: dict[str, Any]) -> dict[str, Any]:
@@ -179,7 +179,7 @@ class Watched(RuleBasedStateMachine):
 
     @rule()
     def it_is_listed_anew(self) -> None:
-        """After a 410: what was not said until then is not said any more."""
+        """List again after a 410: events not yet delivered are never delivered."""
         self.events.clear()
         self.index.replace_all(list(self.there.values()), str(self.version))
 

@@ -1,4 +1,4 @@
-"""What of a job is asked for in one piece, and in which words of Kueue's."""
+"""The Kueue workloads that a job requests: their sizes, names and fields."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def _job(groups: list[dict[str, Any]] | None = None, labels: dict[str, str] | No
 
 
 def _steps(job: dict, admitted: int) -> list[WorkloadStep]:
-    """With so many of the steps admitted, from the first."""
+    """Return the workload steps if the first ``admitted`` steps are admitted."""
     names: list[str] = []
     for _ in range(admitted):
         names = [step.name for step in workload_steps(job, parse_job_resource(job), names)]

@@ -55,7 +55,7 @@ def test_coordinator_with_only_the_lease_allocates_greater_epochs(
         table.run_without_faults(15)
         first = desk.snapshot().world_spec
         wait_until(lambda: elector.noted(desk.snapshot().world.epoch, desk.snapshot().allocated_epoch))
-    table.lose_node(0)  # the only node that knows
+    table.lose_node(0)  # the only node that has the number
     table.clock_offset_s = -900.0
     with leader(lease, "b") as elector:
         desk = new_desk(table, elector)

@@ -1,4 +1,4 @@
-"""What is asked of Kubernetes for one place of a job."""
+"""The pod that a job requests from Kubernetes for one of its places."""
 
 from __future__ import annotations
 

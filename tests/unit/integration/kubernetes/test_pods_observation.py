@@ -1,4 +1,4 @@
-"""A job as its operator sees it, and the pods that are missing from it."""
+"""A job as its operator sees it, and its missing pods."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def test_gap_in_the_indices_is_filled():
     assert _missing({"workers": 3}, pod_objects(0, 2)) == [ReplicaSlot("workers", 1)]
 
 
-def test_a_name_that_the_operator_remembers_is_not_given_to_another():
+def test_remembered_pod_name_is_not_reused():
     state = JobState(members=("llama-workers-0", "llama-workers-1"), replaced_pods=("llama-workers-2",))
     assert _missing({"workers": 2}, pod_objects(0), state) == [ReplicaSlot("workers", 3)]
 
@@ -68,7 +68,7 @@ def test_names_of_other_jobs_and_specs_are_others():
     assert _missing({"workers": 1}, [], state) == [ReplicaSlot("workers", 0)]
 
 
-def test_too_many_are_not_made_fewer_here():
+def test_surplus_pods_are_not_deleted_here():
     assert _missing({"workers": 1}, pod_objects(0, 1)) == []
 
 

@@ -1,4 +1,4 @@
-"""Jobs from creation to their end, pass by pass, with controllers that are killed at any write."""
+"""Jobs from creation to completion, pass by pass, with controllers killed at any write."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ from tests.support.kube_objects import TEMPLATE, job_object
 
 ELASTIC = {
     "replicaSpecs": [{"name": "workers", "replicas": 2, "maxReplicas": 3, "template": TEMPLATE}],
-    # Longer than all controllers of a story are killed: one that waited so long would rightly begin with fewer pods.
+    # Longer than a story's controllers are down: after this time a job may start with fewer pods.
     "elasticPolicy": {"minReplicas": 1, "maxReplicas": 3, "scalingTimeoutInSeconds": 30},
 }
 
 
 class Story:
-    """A cluster, and a controller that has no memory: each pass is another one's."""
+    """A cluster and a controller without memory: a new controller runs each pass."""
 
     def __init__(self, nodes: int = 4, **spec: Any) -> None:
         self.kube = FakeKubernetes(job_object(**spec), nodes=nodes)
@@ -70,7 +70,7 @@ class Story:
         return {one["type"] for one in found if one["status"] == "True"}
 
 
-def test_from_created_to_done():
+def test_job_runs_from_creation_to_completion():
     story = Story()
     story.until_running(2)
     bodies = [story.kube.starts[name] for name in story.members]
@@ -106,7 +106,7 @@ def test_finished_job_is_deleted_after_its_ttl():
     assert 90 <= story.kube.now_s - before_s <= 110
 
 
-def test_a_fault_of_a_worker_starts_all_anew_in_the_same_pods():
+def test_worker_fault_restarts_all_ranks_in_the_same_pods():
     story = Story()
     story.until_running(2)
     pods = story.members
@@ -231,7 +231,7 @@ def test_refused_pods_are_retried_with_backoff():
 
 
 def test_decision_on_a_stale_state_has_no_effect():
-    """A controller that is held up for a while must not start agents as it had once meant to."""
+    """A controller that was delayed must not start agents according to its old decision."""
     story = Story()
     story.until(lambda: story.phase is JobPhase.STARTING)
     old = story.kube.get_job("default", "llama")
@@ -259,7 +259,7 @@ def test_decision_on_a_stale_state_has_no_effect():
 
 
 def _whole_story(cuts: list[tuple[int, bool]]) -> Story:
-    """A fault, a larger world, the end; the controller is killed at each of ``cuts``, in writes since the last one."""
+    """Run a fault, a growth and the end; kill the controller after each number of writes in ``cuts``."""
     story = Story(**ELASTIC)
     story.kube.change_spec(replicas=2)
     waiting = list(cuts)

@@ -1,4 +1,4 @@
-"""Controllers whose watches are late, each by as much as it likes: where nothing fails, no job is ever restarted."""
+"""Controllers whose watches are late by any amount: without a failure no job restarts."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ _KINDS = ("hyperpodpytorchjobs", "pods")
 
 
 class LateController:
-    """It hears of a change when the test says so."""
+    """A controller that receives changes only when the test delivers them."""
 
     def __init__(self, story: Story) -> None:
         self._story = story
@@ -36,7 +36,7 @@ class LateController:
         self._heard = {}
         for kind, informer in zip(_KINDS, self._cluster.informers(), strict=True):
             index, informer._wait = self._indexes[kind], lambda _: None
-            while not index.is_followed:  # a list that fails is asked for again
+            while not index.is_followed:  # a failed list is requested again
                 informer.step()
             self._heard[kind] = story.api.version
         self._passing = JobReconciler(

@@ -1,4 +1,4 @@
-"""Jobs that wait in a queue, pass by pass: admitted, preempted, and given back, by controllers that are killed."""
+"""Queued jobs, pass by pass: admission, preemption and release, with killed controllers."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ QUEUE = {"kueue.x-k8s.io/queue-name": "team-a"}
 
 
 class Waiting:
-    """A job in a queue. Each pass is another controller's."""
+    """A job in a queue. A new controller runs each pass."""
 
     def __init__(self, *, quota: int = 0, labels: dict[str, str] | None = None, nodes: int = 5, **spec: Any) -> None:
         job = job_object(**{"replicaSpecs": [WORKERS], "elasticPolicy": POLICY, **spec})
@@ -62,7 +62,7 @@ class Waiting:
         raise AssertionError(f"it did not happen: {self.kube.current_job().get('status')}")
 
     def nothing_is_used_that_is_not_given(self) -> None:
-        """Kueue's promise to everybody else."""
+        """Check that no job uses more than its quota, as Kueue promises all other jobs."""
         used: dict[str, int] = {}
         for pod in self.kube.current_pods():
             if pod["status"].get("phase") not in ("Succeeded", "Failed"):
@@ -221,7 +221,7 @@ def test_ended_job_releases_its_workloads(ends, reason):
 @pytest.mark.parametrize("policy", ["None", "OnlyComplete", "All"])
 @pytest.mark.parametrize("ends", ["complete", "crash"])
 def test_a_pod_that_never_began_holds_no_quota_for_good(policy, ends):
-    """It waits for a machine when the job ends: no agent is there that could be told to."""
+    """The pod waits for a machine when the job ends, so no agent can receive a stop."""
     run = {"cleanPodPolicy": policy, "jobMaxRetryCount": 0}
     story = Waiting(quota=3, nodes=2, runPolicy=run)
     story.until(lambda: story.runs(2) and len(story.kube.pod_names(running=False)) == 3)
@@ -338,8 +338,8 @@ def test_job_without_a_queue_does_not_use_kueue():
     assert not story.kueue.workload_names()
 
 
-def test_without_kueue_pods_wait_in_the_queue_by_themselves():
-    """And a job that was begun so goes on so when Kueue comes."""
+def test_pods_carry_the_queue_label_without_kueue():
+    """A job started without Kueue continues without it after Kueue is installed."""
     story = Waiting()
     story.kueue.is_installed = False
     _until_it_runs_anyhow(story)
@@ -423,7 +423,7 @@ def test_killed_at_any_write_the_job_does_not_notice(cuts):
     )
 )
 def test_random_changes_never_exceed_the_quota_and_end_running(happens):
-    """What is asserted after every single pass is :meth:`Waiting.nothing_is_used_that_is_not_given`."""
+    """:meth:`Waiting.nothing_is_used_that_is_not_given` holds after every pass."""
     story = Waiting(quota=2)
     for what, number in happens:
         if what == "quota":

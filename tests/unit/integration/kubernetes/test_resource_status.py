@@ -1,4 +1,4 @@
-"""The status of a job: what clients read, and the whole memory of the controller."""
+"""A job's status: read by clients, and the only memory of the controller."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def test_a_new_job_has_no_state():
 
 
 @pytest.mark.parametrize("message", ["", "{", "[]", '{"phase":"Gone"}', '{"members":3}'])
-def test_a_state_that_was_tampered_with_is_not_taken_for_a_new_job(message):
+def test_tampered_state_is_not_read_as_a_new_job(message):
     conditions = [{"type": STATE_CONDITION, "status": "Unknown", "message": message}]
     with pytest.raises(DamagedStateError, match="llama"):
         load_job_state(_job_with({"conditions": conditions}))
@@ -77,7 +77,7 @@ def test_aws_model_reads_the_status():
     assert read.conditions[0].status == "True"
 
 
-def test_the_state_is_no_condition_that_holds():
+def test_stored_state_is_not_a_true_condition():
     assert [one["type"] for one in _status()["conditions"] if one["status"] == "True"] == ["Running"]
 
 

@@ -1,4 +1,4 @@
-"""Metadata of AWS's library: believed when it fits together, refused when it does not."""
+"""Metadata of AWS's library: consistent metadata is accepted, any other is refused."""
 
 import copy
 import io
@@ -59,7 +59,7 @@ def test_pickle_of_the_aws_class_is_parsed(protocol):
 
 
 def by_early_311(metadata, protocol, *, asks=getattr, whose=_MEM_FORMAT_ENCODING):
-    """As Python 3.11.0 to 3.11.3 pickles, whatever Python this is: a member of an enum is asked for by its name."""
+    """Pickle as Python 3.11.0 to 3.11.3 does: a member of an enum is looked up by its name."""
 
     class Early(_Pickler):
         def reducer_override(self, obj):
@@ -165,8 +165,8 @@ def test_inconsistent_metadata_is_damage(what):
         parse_metadata(pickle_metadata(BAD[what]), "m")
 
 
-def test_a_shape_in_itself_is_not_walked_forever():
-    """One huge list of chunks, named a thousand times: a few bytes that would take hours."""
+def test_metadata_with_too_many_repeated_chunks_is_refused():
+    """One huge list of chunks, named a thousand times: a few bytes that would take hours to read."""
     chunk = ChunkStorageMetadata(torch.Size((0,)), torch.Size((1,)))
     many = TensorStorageMetadata(TensorProperties(dtype=torch.float32), torch.Size((1,)), [chunk] * (1 << 15))
     described = {f"w{number}": many for number in range(600)}

@@ -1,4 +1,4 @@
-"""Tensors out of ``torch.save`` archives: the same bits as torch gives, and nothing from archives that lie."""
+"""Tensors from ``torch.save`` archives: the same bits as torch's, and none from false archives."""
 
 import io
 import os
@@ -78,7 +78,7 @@ def test_every_cut_and_every_flipped_byte_of_the_data():
 
 
 def rezipped(change=None, *, compression=zipfile.ZIP_STORED, more=()):
-    """The archive of four ones, with ``data.pkl`` changed, or compressed, or with more members."""
+    """Return the archive of four ones with ``data.pkl`` changed, compression, or extra members."""
     out = io.BytesIO()
     with (
         zipfile.ZipFile(io.BytesIO(torch_archive(torch.ones(4)))) as old,
@@ -95,7 +95,7 @@ def rezipped(change=None, *, compression=zipfile.ZIP_STORED, more=()):
 
 
 def claiming(count):
-    """A storage of so many elements, where there are four."""
+    """Claim ``count`` elements for a storage of four."""
 
     def change(data):
         assert data.count(b"K\x04tq") == 1
@@ -145,7 +145,7 @@ def test_archives_that_lie(what):
 
 
 def test_a_view_beyond_its_storage():
-    """``torch.load`` refuses this one as well; a stride of zero over few bytes it takes."""
+    """``torch.load`` refuses this one as well; it accepts a stride of zero over few bytes."""
     data = torch_archive(torch.ones(4))
     assert data.count(b"K\x00K\x04\x85") == 1  # offset 0, size (4,)
     lying = _without_checksum(data, b"K\x00K\x04\x85", b"K\x01K\x04\x85")

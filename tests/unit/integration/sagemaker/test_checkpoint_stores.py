@@ -1,4 +1,7 @@
-"""Which of the steps that AWS's library left is loaded: whole ones, newest first; absent, unknown and damaged apart."""
+"""The step that is loaded from AWS's checkpoints: complete, newest first.
+
+Absent, unknown and damaged steps are distinct.
+"""
 
 import pytest
 import torch
@@ -13,7 +16,7 @@ RANKS = 3
 
 
 def put(place, step):
-    """A step that each of three ranks has a row of."""
+    """Store a step in which each of three ranks has one row."""
     rows = [[("w", (rank, 0), torch.full((1, 2), float(step)))] for rank in range(RANKS)]
     place.put(step, *encode_checkpoint(rows, {"w": (RANKS, 2)}))
 

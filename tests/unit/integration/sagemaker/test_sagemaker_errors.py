@@ -1,4 +1,4 @@
-"""What AWS's classes raise for each of our errors: the nearest one, that is still caught as what it is."""
+"""The AWS exception for each of our errors: the nearest class, still caught as ours."""
 
 import pickle
 
@@ -52,7 +52,7 @@ MEANT = {
     store.FencedError: aws.MemorySaveFailedError,
     store.LeaseLostError: aws.MemorySaveFailedError,
 }
-"""Each of our public errors: one that is new is given its place here, and in ``_BY_CAUSE``."""
+"""Each of our public errors. A new error must be added here and in ``_BY_CAUSE``."""
 
 ANSWERS = (
     ours.UsageError,
@@ -66,7 +66,7 @@ ANSWERS = (
     ours.DurableRefusedError,
     ours.SaveFailedError,
 )
-"""What a caller can do differently about: none of them may become another."""
+"""Errors that a caller handles differently: none may become another."""
 
 
 def public(module):
@@ -83,7 +83,7 @@ def test_each_of_our_errors_has_its_place():
 
 
 @pytest.mark.parametrize("cause", MEANT, ids=lambda kind: kind.__name__)
-def test_an_error_comes_out_as_the_nearest_of_aws_names(cause):
+def test_error_is_translated_to_the_nearest_aws_class(cause):
     found = aws.to_sagemaker_error(cause("why, and what to do"))
     assert type(found) is MEANT[cause]
     assert str(pickle.loads(pickle.dumps(found))) == "why, and what to do"

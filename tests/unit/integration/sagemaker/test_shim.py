@@ -1,4 +1,4 @@
-"""AWS's module paths lead here where its library is not installed, and nowhere else."""
+"""AWS's module paths import this package only if AWS's library is not installed."""
 
 import importlib.util
 import sys
@@ -26,7 +26,7 @@ found.append((SageMakerTieredStorageReader, SageMakerTieredStorageError, layouts
 
 @pytest.fixture
 def not_installed(monkeypatch):
-    """As where AWS's library is not."""
+    """Simulate an environment without AWS's library."""
     kept = {name: sys.modules.pop(name) for name in list(sys.modules) if name == ROOT or name.startswith(f"{ROOT}.")}
     real = importlib.util.find_spec
     monkeypatch.setattr(importlib.util, "find_spec", lambda name, *more: None if name == ROOT else real(name, *more))
@@ -56,6 +56,6 @@ def test_an_installed_library_is_not_shadowed():
         pass
 
 
-def test_without_a_script(capsys):
+def test_missing_script_is_refused_by_the_launcher(capsys):
     assert shim.main([]) == 2
     assert "which script" in capsys.readouterr().err

@@ -43,7 +43,7 @@ def view(
 
 
 def periods(member: SwimMembership, count: int, *, start: float, answers=frozenset()) -> float:
-    """``count`` periods in which only ``answers`` answer. The time after them."""
+    """Run ``count`` periods in which only ``answers`` answer, and return the time after them."""
     for _ in range(count):
         for ping in member.tick(start):
             if ping.node.id in answers:
@@ -94,13 +94,13 @@ def test_node_is_unknown_until_a_message_names_it_alive():
     assert member.alive == (N1, N2, N3)
 
 
-def test_suspicion_comes_before_death_and_both_take_their_time():
+def test_silent_node_is_suspected_before_it_is_dead():
     member = view(roster=member_list(1, [N1, N2]), sees=[N2])
     seen = []
     for second in range(12):
         member.tick(float(second))
         seen.append(member.state_of(N2.id))
-    # Three pings, each given up one period later; then five seconds.
+    # Three pings, each missed one period later; then five seconds.
     assert seen == [ALIVE] * 3 + [SUSPECT] * 5 + [DEAD] * 4
     assert member.explain_quorum() == "sees 1 of 2 nodes: n1; not n2 (dead for 3 s)"
 
@@ -143,12 +143,12 @@ def test_queued_ping_is_not_late():
     member.tick(10.5)
     assert member.indirect_pings() == ()
     member.tick(11.0)
-    assert member.indirect_pings() == ()  # it was missed, and there is nobody else to ask
+    assert member.indirect_pings() == ()  # the ping was missed, and no helper is left
     periods(member, 3, start=12.0)
     assert member.state_of(N2.id) is SUSPECT
 
 
-def test_unresponsive_node_is_pinged_through_two_others_and_stays_alive_if_reached():
+def test_unresponsive_node_reached_through_helpers_stays_alive():
     member = view(sees=[N2, N3, N4, N5])
     for second in range(12):
         for ping in member.tick(float(second)):
@@ -161,7 +161,7 @@ def test_unresponsive_node_is_pinged_through_two_others_and_stays_alive_if_reach
         for one in asked:
             member.indirect_ack(second + 0.5, one.node)
     assert (member.state_of(N2.id), member.has_quorum) == (ALIVE, True)
-    # Once the others do not reach it either it is suspected as before.
+    # If the others cannot reach it either, it is suspected as before.
     periods(member, 4, start=12.0, answers={N3.id, N4.id, N5.id})
     assert member.state_of(N2.id) is SUSPECT
 
@@ -197,12 +197,12 @@ def test_ping_reply_counts_as_a_message():
 
 def test_death_report_of_a_silent_node_is_accepted():
     member = view(sees=[N2, N3, N4, N5])
-    member.receive_gossip(1.0, N4.id, says(MemberUpdate(N3, 1, DEAD)))  # which was never heard itself
+    member.receive_gossip(1.0, N4.id, says(MemberUpdate(N3, 1, DEAD)))  # N3 never sent a message itself
     assert member.state_of(N3.id) is DEAD
     member.receive_gossip(1.0, N5.id, says(lives(N5)))
     member.receive_gossip(
         5.5, N4.id, says(MemberUpdate(N5, 1, DEAD))
-    )  # which has been silent for longer than three pings take
+    )  # it has been silent for longer than three pings take
     assert member.state_of(N5.id) is DEAD
 
 
@@ -214,13 +214,13 @@ def test_unrefuted_suspicion_becomes_death():
         for ping in member.tick(float(second)):
             if ping.node.id != N3.id:
                 member.ping_acked(float(second), ping.node.id)
-        member.receive_gossip(float(second), N4.id, says(MemberUpdate(N3, 1, DEAD)))  # said again and again
+        member.receive_gossip(float(second), N4.id, says(MemberUpdate(N3, 1, DEAD)))  # repeated every second
     assert member.state_of(N3.id) is DEAD
 
 
 @given(st.data())
 def test_node_that_answers_every_ping_is_never_dead(data):
-    """They may repeat what is long refuted, and say of its present life that it is over."""
+    """Reports may repeat refuted news and call the node's current life dead."""
     member, other = view(sees=[N2, N3, N4, N5]), view(N3, number=data.draw(st.integers(1, 9)))
     for second in range(20):
         now = float(second)
@@ -244,7 +244,7 @@ def test_node_that_answers_every_ping_is_never_dead(data):
 
 
 @pytest.mark.parametrize("standing", [SUSPECT, DEAD])
-def test_a_refuted_rumour_that_comes_late_changes_nothing(standing):
+def test_late_refuted_update_has_no_effect(standing):
     member = view(sees=[N2])
     member.receive_gossip(0.0, N2.id, says(lives(N2, 5)))
     before = member.changes
@@ -282,7 +282,7 @@ def test_restarted_node_with_a_slower_clock_wins():
 
 
 def test_bad_path_is_not_suspected_repeatedly():
-    """Others reach n2 and refute for it; this node does not. It learns that the path is bad."""
+    """Other nodes reach n2 and refute for it; this node does not, and learns that the path is bad."""
     member = view(roster=member_list(1, [N1, N2, N3]), sees=[N2, N3])
     accusations, number, now = 0, 1, 0.0
     for _ in range(300):
@@ -293,7 +293,7 @@ def test_bad_path_is_not_suspected_repeatedly():
     assert 3 <= accusations <= 10
     now = periods(member, 1, start=now, answers={N2.id, N3.id})
     now = periods(member, 5, start=now, answers={N3.id})
-    assert member.state_of(N2.id) is SUSPECT  # one answer, and it is as patient as with anybody
+    assert member.state_of(N2.id) is SUSPECT  # after one answer it waits as long as for any other node
 
 
 # -- whom to ping -----------------------------------------------------------------------------------------------------
@@ -313,7 +313,7 @@ def test_a_nodes_pings_do_not_grow_with_the_job(count):
             assert len(msgspec.msgpack.encode(ping.gossip)) < 6000
             pinged.add(ping.node.id)
             member.ping_acked(float(second), ping.node.id)
-    assert len(pinged) >= min(count - 1, 30)  # the neighbours, and somebody else each time
+    assert len(pinged) >= min(count - 1, 30)  # the neighbors, and another node each time
 
 
 def test_node_pings_at_most_seven_suspects():
@@ -323,7 +323,7 @@ def test_node_pings_at_most_seven_suspects():
     assert len(member.tick(0.0)) == 7
 
 
-def test_a_dead_node_is_pinged_now_and_then_so_that_partitions_heal():
+def test_dead_node_is_pinged_occasionally_to_heal_partitions():
     member = view(sees=[N2, N3, N4])
     pinged = [ping.node.id for second in range(20) for ping in member.tick(float(second))]
     assert N5.id in pinged
@@ -413,7 +413,7 @@ def test_standby_of_a_newer_list_with_the_same_nodes_is_adopted():
 
 
 def test_quorum_is_computed_once_between_changes(monkeypatch):
-    """The scribe of thousands of nodes asks with each of their reports."""
+    """The leader of thousands of nodes checks the quorum with each of their reports."""
     counted, count = [], MemberList.has_quorum
     monkeypatch.setattr(MemberList, "has_quorum", lambda roster, seen: counted.append(seen) or count(roster, seen))
     member = view(sees=[N2, N3])
@@ -442,7 +442,7 @@ def test_quorum_is_explained():
 
 
 def test_node_cut_off_from_a_thousand_loses_quorum_within_seconds():
-    """It cannot ask them all in that time; a few at random are enough to know that its beliefs are old."""
+    """It cannot query all nodes in time; a few random ones show that its beliefs are old."""
     everybody = peer_nodes(1000)
     member = view(everybody[0], member_list(1, everybody), sees=everybody)
     now = periods(member, 20, start=0.0, answers={one.id for one in everybody})
@@ -459,13 +459,13 @@ def test_node_cut_off_from_a_thousand_loses_quorum_within_seconds():
 @pytest.mark.parametrize("leap_s", [3600.0, -3600.0, 6.0])
 def test_clock_jump_declares_no_node_dead(leap_s):
     member = view(sees=[N2, N3, N4, N5])
-    now = periods(member, 3, start=0.0)  # two of three pings of everybody are missing by now
+    now = periods(member, 3, start=0.0)  # now two of three pings of each node are missing
     member.receive_gossip(now, N2.id, says(MemberUpdate(N5, 1, SUSPECT)))
     now += leap_s
     member.tick(now)
     assert [member.state_of(one.id) for one in FIVE.nodes] == [ALIVE, ALIVE, ALIVE, ALIVE, SUSPECT]
     periods(member, 3, start=now + 1, answers={N2.id, N3.id, N4.id})
-    assert member.state_of(N5.id) is SUSPECT  # it has its five seconds again
+    assert member.state_of(N5.id) is SUSPECT  # it gets its five seconds again
     periods(member, 3, start=now + 4, answers={N2.id, N3.id, N4.id})
     assert [member.state_of(one.id) for one in FIVE.nodes] == [ALIVE, ALIVE, ALIVE, ALIVE, DEAD]
 
@@ -481,12 +481,12 @@ def test_resumed_node_has_no_quorum_until_pings_succeed():
     periods(awake, 7, start=now, answers={one.id for one in FIVE.nodes})
     assert awake.has_quorum
     periods(asleep, 1, start=0.0)
-    for second in range(10):  # it is cut off: at no time does it believe what it believed an hour ago
+    for second in range(10):  # it is cut off: at no time does it trust its beliefs of an hour ago
         periods(asleep, 1, start=3600.0 + second)
         assert not asleep.has_quorum
 
 
-def test_times_that_are_a_little_out_of_order_are_no_leap():
+def test_slightly_unordered_times_are_not_a_clock_leap():
     member = view(sees=[N2, N3])
     member.tick(1.0)
     member.receive_gossip(0.99, N2.id, says(lives(N4)))
@@ -574,7 +574,7 @@ def test_every_change_is_counted_and_nothing_else():
         (
             lambda: member.receive_gossip(0.0, N2.id, says(lives(N2, 2))),
             True,
-        ),  # it started again, or refuted something we never heard
+        ),  # it restarted, or refuted an update that never reached us
         (lambda: member.receive_gossip(0.0, N2.id, says(MemberUpdate(N2, 2, SUSPECT))), True),
         (lambda: member.advance_fence((1, "a")), True),
         (lambda: member.set_member_list(0.0, member_list(2, [N1, N2])), True),
@@ -597,7 +597,7 @@ def test_newest_and_least_sent_updates_go_first():
     assert news.pick(2, leave_out=()) == [names[9], names[0]]
     assert names[9] not in news.pick(10, leave_out=(names[9],))
     told = [name for _ in range(200) for name in news.pick(1, leave_out=())]
-    assert set(told[-10:]) == set(names)  # what changed was told often enough; now everybody in turn
+    assert set(told[-10:]) == set(names)  # the changes were sent often enough; now all names in turn
     assert sorted(news.pick(50, leave_out=())) == names
 
 

@@ -1,6 +1,6 @@
-"""Many nodes that talk to each other over a network that does to messages what networks do.
+"""Many nodes on a network that delays, loses and cuts messages.
 
-Every failure names its seed; ``Network(..., seed)`` with the same calls is the same run again.
+Every failure names its seed; ``Network(..., seed)`` with the same calls repeats the run.
 """
 
 from __future__ import annotations
@@ -84,7 +84,7 @@ def test_broken_path_between_two_nodes_suspects_neither(one_way):
 
 
 @pytest.mark.parametrize("count", [5, 8, 30])
-def test_nodes_unreachable_from_a_single_node_are_not_suspected_and_keep_quorum(count):
+def test_nodes_unreachable_from_one_node_stay_alive_and_keep_quorum(count):
     net = GossipNetwork(peer_nodes(count), 7)
     net.run_until(net.is_agreed, within_s=30)
     one = "n0000"
@@ -101,7 +101,7 @@ def test_nodes_unreachable_from_a_single_node_are_not_suspected_and_keep_quorum(
 
 
 @pytest.mark.parametrize(("hears", "speaks"), [(False, True), (True, False), (False, False)])
-def test_node_that_cannot_send_or_receive_is_dead_to_others_and_has_no_quorum(hears, speaks):
+def test_node_that_cannot_send_or_receive_is_dead_and_has_no_quorum(hears, speaks):
     net = GossipNetwork(peer_nodes(9), 5)
     net.run_until(net.is_agreed, within_s=30)
     deaf = "n0004"
@@ -113,7 +113,7 @@ def test_node_that_cannot_send_or_receive_is_dead_to_others_and_has_no_quorum(he
     net.run_until(net.is_agreed, within_s=30)
 
 
-def test_a_node_that_restarts_at_once_is_never_dead_and_is_known_by_its_new_address():
+def test_node_restarted_at_once_is_never_dead_and_has_its_new_address():
     net = GossipNetwork(peer_nodes(12), 8)
     net.run_until(net.is_agreed, within_s=30)
     again = peer_node("n0003", rack="elsewhere")
@@ -233,7 +233,7 @@ def test_node_without_a_member_list_gets_it_from_a_ping():
 
 
 def measure(count: int, periods: int) -> tuple[float, float]:
-    """Messages a node sends in a period: the mean, and the busiest node's."""
+    """Return the messages that a node sends in a period: the mean and the busiest node's."""
     net = GossipNetwork(peer_nodes(count), 1)
     net.run(6)
     net.messages.clear()
@@ -275,7 +275,7 @@ def test_four_hundred_nodes_notice_deaths_and_partitions_and_agree_again():
 
 
 class Lives(RuleBasedStateMachine):
-    """Anything happens to up to 60 nodes; when it stops, they agree."""
+    """Random faults hit up to 60 nodes; after the faults end, all nodes agree."""
 
     largest = 12
 

@@ -1,4 +1,4 @@
-"""Districts: everybody is in one, all nodes cut alike, and those who come and go leave the others where they are."""
+"""Partitions: each node is in one, sizes are even, and a membership change affects only one."""
 
 import math
 from collections import Counter
@@ -57,7 +57,7 @@ def test_small_job_is_a_single_partition(nodes, split_from):
 
 @given(NAMES, st.data())
 def test_removed_node_changes_only_its_own_partition(nodes, data):
-    """Unless the number of nodes makes other districts due."""
+    """This holds while the number of nodes needs the same number of partitions."""
     gone = data.draw(st.sampled_from(sorted(nodes)))
     left = nodes - {gone}
     if len(left).bit_length() // 2 != len(nodes).bit_length() // 2:

@@ -1,4 +1,4 @@
-"""Who keeps what for whom in a parity group, and what a loss costs."""
+"""Placement of data and parity in a parity group, and the cost of a loss."""
 
 import msgspec
 import pytest
@@ -17,7 +17,7 @@ from peerstore.parity.parity_codec import (
 from peerstore.shard_records import CHUNK_BYTES
 from tests.support.parity_stripes import ParityStripe, node_names, parity_stripes, shard_record
 
-untimed = settings(deadline=None)  # a busy machine is no failure
+untimed = settings(deadline=None)  # a busy machine is not a failure
 
 
 @untimed
@@ -163,7 +163,7 @@ def test_the_nodes_of_a_stripe_are_in_order_and_once(members):
 
 @untimed
 @given(st.binary(max_size=200))
-def test_garbage_is_no_record(data):
+def test_garbage_is_not_parsed_as_a_record(data):
     with pytest.raises(ProtocolError):
         decode_message(data, ParityRecord)
 

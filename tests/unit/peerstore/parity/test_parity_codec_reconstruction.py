@@ -1,4 +1,4 @@
-"""A lost shard comes back bit for bit from the rest of its group, or not at all."""
+"""A lost shard is rebuilt bit for bit from the rest of its group, or not at all."""
 
 import contextlib
 import itertools
@@ -16,11 +16,11 @@ from peerstore.errors import PeerUnreachableError, RequestError, ShardDamagedErr
 from peerstore.parity.parity_codec import decode_shard, encode_parity, xor_into
 from tests.support.parity_stripes import ParityStripe, node_names, parity_stripes
 
-untimed = settings(deadline=None)  # a busy machine is no failure
+untimed = settings(deadline=None)  # a busy machine is not a failure
 
 
 def rebuilt(group, member, lost=None, chunks=None):
-    """``member``'s shard, from the nodes that are not ``lost``."""
+    """Return ``member``'s shard, rebuilt from all nodes except ``lost``."""
     lost = {member} if lost is None else lost
     found = decode_shard(
         member, group.parity_records(lost), group.shard_readers(lost), group.parity_readers(lost), chunks=chunks
@@ -93,7 +93,7 @@ def test_chunk_range_reads_only_its_inputs(group, data):
 
 
 @pytest.mark.parametrize("chunks", [range(-1, 2), range(3, 6), range(0, 4, 2), range(9, 9)])
-def test_chunks_that_are_not_there_are_refused(chunks):
+def test_missing_chunks_are_refused(chunks):
     group = ParityStripe({name: bytes(20) for name in node_names(3)})
     with pytest.raises(RequestError, match="has 5 chunks"):
         rebuilt(group, "n0", chunks=chunks)

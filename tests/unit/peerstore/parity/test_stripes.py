@@ -1,4 +1,4 @@
-"""Which parities are made, and which lost shards are made again, as tables."""
+"""Parities to encode and lost shards to rebuild, as tables."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def fact(part, sealed_ns, version=1):
 
 
 def stripe(members=MEMBERS, number=0, version=3, **parts):
-    """``n8=3``: node n8 has part 3 in it, of which each is as many bytes as ten and its number."""
+    """Return a stripe; ``n8=3`` gives node n8 part 3, whose size is ten plus its number."""
     shards = {
         member: shard_record(parts[member], bytes([parts[member]]) * (10 + parts[member]), version=version)
         for member in members
@@ -44,7 +44,7 @@ def stripe(members=MEMBERS, number=0, version=3, **parts):
 
 
 def kept(keeper, members=MEMBERS, number=0, version=3, **parts):
-    """A parity as ``keeper`` has it sealed."""
+    """Return a parity as ``keeper`` has sealed it."""
     made = stripe(members, number, version, **parts)
     size = made.parity(NodeId(keeper)).size_bytes
     sums = chunk_checksums(memoryview(bytes(size)), chunk_bytes=4)

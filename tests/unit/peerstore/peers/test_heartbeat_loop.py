@@ -1,4 +1,4 @@
-"""Who is taken for gone: nobody before there was time to hear of them."""
+"""Nodes counted as gone: no unseen node before the grace time has passed."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def node(name):
 
 @contextlib.contextmanager
 def tending(now):
-    """Watches n0, n8 and n16, without a thread: time and messages come from the test."""
+    """A loop for n0, n8 and n16 without a thread: the test supplies time and messages."""
     with memory_store("1MiB") as store:
         network = MemoryNetwork()
         made = HeartbeatLoop(

@@ -1,4 +1,4 @@
-"""Calls to a node that does not answer: nobody waits for longer than was said, or than anybody wants to know."""
+"""Calls to a silent node: the time limits of connecting and greeting, and early failure."""
 
 import contextlib
 import threading
@@ -15,7 +15,7 @@ from peerstore.transport.authentication import HANDSHAKE_TIMEOUT_S
 
 
 class Drops:
-    """A transport on which nothing ever answers; it says how long it was told to wait."""
+    """A transport that never answers and records the timeouts it receives."""
 
     name = "drops"
 
@@ -45,7 +45,7 @@ def test_a_call_that_has_a_second_gives_connecting_no_more():
 
 
 class Silent:
-    """Accepts a connection and says nothing on it."""
+    """A transport that accepts a connection and then stays silent."""
 
     name = "silent"
 
@@ -69,7 +69,7 @@ class SilentChannel:
 
     def receive(self, *, idle_s=None, within_s=None):
         self.waited.append(within_s)
-        raise PeerUnreachableError("it says nothing")
+        raise PeerUnreachableError("it sends no data")
 
     def close(self):
         self.closed = True

@@ -1,4 +1,4 @@
-"""Looking at nodes that are dead: briefly, together, and not by everybody anew. Nobody is left out of what is said."""
+"""Queries of dead nodes: seldom, short and concurrent; every node is in the inventory."""
 
 import contextlib
 import threading
@@ -18,7 +18,7 @@ BUSY = NodeInventory((), 1, "a", None, 3)
 
 
 class Watched:
-    """Nodes as membership and the network would have them."""
+    """Nodes as seen by the membership and the network."""
 
     def __init__(self, *names):
         self.this_node = PeerNode(NodeId("me"), "me:1")
@@ -111,7 +111,7 @@ def test_dead_node_that_answers_is_included():
 
 
 def test_refusing_node_is_queried_every_time():
-    """That costs nothing, and an agent that starts again is seen before its first ping."""
+    """The query costs nothing, and a restarted agent is seen before its first ping."""
     watched = Watched("n1")
     watched.lose("n1")
     watched.costs_s = 0.0
@@ -149,7 +149,7 @@ def test_inventory_names_a_node_that_verifies_too_long():
 
 
 def test_dead_nodes_are_queried_concurrently():
-    """As many as there are wait at one time: a barrier that all of them have to reach."""
+    """All queries wait at one barrier, which each of them must reach."""
     names = [f"n{number}" for number in range(20)]
     watched = Watched(*names)
     watched.lose(*names)

@@ -1,4 +1,4 @@
-"""Asking lookouts: whose answer counts when several give one, and what is left when nobody does."""
+"""Queries of partition delegates: duplicate replies, failed delegates and direct queries."""
 
 import contextlib
 from concurrent.futures import Future
@@ -14,7 +14,7 @@ EMPTY = msgspec.Raw(msgspec.msgpack.encode(NodeInventory((), 1, "a", None, 0)))
 
 
 class Tending:
-    """Whoever is asked answers with what was said that it would."""
+    """A cluster whose delegates return scripted replies."""
 
     def __init__(self, says, gone=(), dead=()):
         self.says, self.is_dead, self._dead = says, set(gone).__contains__, set(dead)

@@ -1,4 +1,4 @@
-"""That a node was not reached is remembered for a while, and only of that node at that address."""
+"""A failure to reach a node is cached for a while, for that node and address only."""
 
 from hypothesis import given
 from hypothesis import strategies as st

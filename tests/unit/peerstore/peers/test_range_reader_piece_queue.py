@@ -1,4 +1,4 @@
-"""Who reads which piece from whom: each piece comes once, whatever becomes of its sources."""
+"""The queue of pieces for several sources: each piece arrives once, even if sources fail."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ actions = st.lists(
 
 
 @given(st.lists(holders, min_size=1, max_size=4), st.integers(1, 9), actions)
-def test_every_piece_comes_once_or_is_named_as_missing(held, mebibytes, steps):
+def test_every_piece_is_delivered_once_or_named_as_missing(held, mebibytes, steps):
     board = PieceQueue(wish(part, mebibytes * MIB, sources) for part, sources in enumerate(held))
     pieces = list(board._pieces)
     taken = {source: [] for source in SOURCES}
@@ -55,7 +55,7 @@ def test_every_piece_comes_once_or_is_named_as_missing(held, mebibytes, steps):
     for kind, source in steps:
         if kind == "lose":
             lost.add(source)
-            while taken[source]:  # a connection that ends puts back what it had
+            while taken[source]:  # a closed connection returns its pieces
                 board.requeue(taken[source].pop())
             board.drop_source(source, LOST)
         elif kind == "take" and source not in lost:
@@ -92,7 +92,7 @@ def test_rarest_pieces_are_read_first_then_preferred_sources():
 
 
 class Hand:
-    """A source's stream: what it has been asked for, and a connection that can be cut."""
+    """A source's stream: the pieces assigned to it, and a connection that can be cut."""
 
     def __init__(self, board, source):
         self.board, self.source, self.pieces, self.cuts = board, source, [], 0
@@ -103,7 +103,7 @@ class Hand:
         return piece
 
     def cut(self):
-        """As a connection that is closed: whoever reads from it finds out on a thread of its own."""
+        """Cut the connection: its reader notices on a thread of its own."""
         self.cuts += 1
         threading.Thread(target=self.put_back).start()
 
@@ -129,7 +129,7 @@ def test_idle_source_takes_over_pieces_of_a_slow_one():
     quick.done()
     now[0] = 20.0
     kept.arrived_bytes = MIB // 100
-    quick.take()  # there is still something else to do
+    quick.take()  # other pieces are still unread
     quick.done()
     assert slow.cuts == 0
     assert quick.take(wait=True) is kept
@@ -170,7 +170,7 @@ def test_source_stalled_close_to_its_end_loses_its_pieces():
 
 
 def test_small_last_piece_does_not_hide_a_slow_source():
-    """The last piece of a shard is as small as 5 bytes, and its answer waits for the piece before it."""
+    """The last piece of a shard may have 5 bytes, and its answer waits for the piece before it."""
     now = [0.0]
     board, slow, quick = slow_and_quick([4 * MIB, 4 * MIB, 5], clock=lambda: now[0])
     stalled = slow.take()
@@ -208,7 +208,7 @@ def test_slow_source_delivers_pieces_that_only_it_has():
     quick.done()
     now[0] = 60.0
     assert quick.take(wait=True) is kept
-    assert slow.take() is None  # it is passed over while there is another one
+    assert slow.take() is None  # it is skipped while another source exists
     quick.put_back()
     board.drop_source("quick", LOST)
     assert slow.take(wait=True) is kept

@@ -1,4 +1,4 @@
-"""Targets in a shard are joined and cut without a byte going astray."""
+"""Targets in a shard are joined and cut without losing a byte."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from peerstore.peers.range_reader import ReadSpan, ReadTarget, coalesce_targets,
 
 
 def targets_of(runs):
-    """Targets of these sizes, each so many bytes behind the one before."""
+    """Return targets of these sizes, each ``gap`` bytes after the previous one."""
     at, found = 0, []
     for gap, size in runs:
         at += gap

@@ -1,4 +1,4 @@
-"""Many who ask at one time share what one of them finds, and nobody gets what was so before the question."""
+"""Concurrent callers share a run, and no caller gets a result older than its call."""
 
 import threading
 
@@ -11,7 +11,7 @@ from tests.support.local_nodes import wait_until
 
 
 class Work:
-    """Says how often it was begun; waits where it is told to."""
+    """A function that counts its runs and can be made to wait."""
 
     def __init__(self):
         self.begun = 0
@@ -84,7 +84,7 @@ def test_failed_run_does_not_affect_the_next_caller():
 
 
 def test_an_answer_is_as_new_as_the_question():
-    """What was so before the question was asked is seen: also by those who shared somebody else's turn."""
+    """A result includes all facts from before the call, even for callers that share a run."""
     facts = []
     turns = SingleFlight(lambda: tuple(facts))
     failures = []
@@ -106,7 +106,7 @@ def test_caller_that_times_out_does_not_cancel_the_shared_run():
     work = Work()
     turns = SingleFlight(work)
     with deadlines.timeout_scope(0.2), pytest.raises(UnavailableError, match="in the time"):
-        turns.run()  # whose turn it is
+        turns.run()  # the caller that starts the run
     with deadlines.timeout_scope(0.2), pytest.raises(UnavailableError, match="in the time"):
         turns.run()
     later = []

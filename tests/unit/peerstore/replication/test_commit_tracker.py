@@ -1,4 +1,4 @@
-"""The node that counts copies, while others are slow to hear what came of it."""
+"""The leader's count of replicas while other nodes are slow to receive its decisions."""
 
 import threading
 from types import SimpleNamespace
@@ -14,7 +14,7 @@ PATIENCE_S = 60.0
 
 
 class Job:
-    """Nodes of a job that hear nothing until they may; who was told of what."""
+    """Nodes of a job that block until they may receive, and the decisions they received."""
 
     def __init__(self):
         self.may = threading.Event()
@@ -78,4 +78,4 @@ def test_late_receiver_gets_only_the_newest_decision(job):
         job.settle(version)
     job.may.set()
     assert job.all.wait(PATIENCE_S)
-    assert len(job.told) <= 2 * len(NODES)  # those on their way with the first one, and one more each
+    assert len(job.told) <= 2 * len(NODES)  # those in flight with the first decision, and one more each

@@ -1,4 +1,4 @@
-"""Where copies go: the promises of placement, for clusters of every size and shape."""
+"""Replica placement: its guarantees for clusters of every size and shape."""
 
 import math
 import random
@@ -192,12 +192,12 @@ def test_even_zones_share_no_fate(racks, size, tag, zones_and_copies):
     for node, partners in placement.partners.items():
         assert len({zone[node], *(zone[partner] for partner in partners)}) == min(copies, zone_count)
         away = [zone[partner] != zone[node] for partner in partners]
-        assert away == sorted(away, reverse=True)  # the first to be asked is the furthest
+        assert away == sorted(away, reverse=True)  # the first partner is the furthest
 
 
 @untimed
 @given(st.integers(3, 9), st.integers(1, 5), st.integers(0, 10**6))
-def test_a_small_zone_is_not_overloaded_for_the_sake_of_others(racks, size, tag):
+def test_small_zone_is_not_overloaded(racks, size, tag):
     nodes = cluster(*[size] * racks, zones=["a"] * (racks - 1) + ["b"], tag=str(tag))
     placement = place_replicas(nodes)
     assert set(loads(placement).values()) == {1}
@@ -230,7 +230,7 @@ def test_only_the_configured_levels_count():
 
 @untimed
 @given(st.lists(sizes_of_memory, min_size=4, max_size=40), st.integers(2, 3), st.integers(0, 10**6))
-def test_alone_in_its_domain_a_node_keeps_its_share_give_or_take_the_copies(memory, copies, tag):
+def test_node_alone_in_its_domain_holds_its_share_within_the_copies(memory, copies, tag):
     nodes = cluster(*[1] * len(memory), memory=memory, tag=str(tag))
     held = loads(place_replicas(nodes, copies=copies))
     for node, share in memory_shares(nodes).items():
@@ -239,7 +239,7 @@ def test_alone_in_its_domain_a_node_keeps_its_share_give_or_take_the_copies(memo
 
 @pytest.mark.parametrize("copies", [2, 3])
 @pytest.mark.parametrize("sizes", [[1] * 320, [8] * 40])
-def test_on_average_nodes_keep_in_proportion_to_their_memory(sizes, copies):
+def test_mean_load_of_nodes_is_proportional_to_their_memory(sizes, copies):
     nodes = cluster(*sizes, memory=(1 << 30, 2 << 30, 4 << 30))
     held, share = loads(place_replicas(nodes, copies=copies)), memory_shares(nodes)
     by_memory = defaultdict(list)
@@ -274,14 +274,14 @@ def changed(one: ReplicaPlacement, other: ReplicaPlacement):
 
 
 def from_scratch(nodes):
-    """What a placement without care for movement would do: pair them in the order of their hashes."""
+    """Pair nodes in the order of their hashes, like a placement that ignores movement."""
     order = sorted((xxhash.xxh3_64_intdigest(node.id.encode()), node.id) for node in nodes)
     pairs = [(order[i][1], order[i + 1][1]) for i in range(0, len(order) - 1, 2)]
     return ReplicaPlacement({one: (other,) for pair in pairs for one, other in (pair, pair[::-1])})
 
 
 def moves(sizes, leaves, copies=2, how=place_replicas):
-    """The number of nodes whose partners change when a node (or its whole rack) leaves, which is as when it comes."""
+    """Return for each seed how many nodes change partners when a node or its rack leaves."""
     found = []
     for seed in range(24):
         choosing = random.Random(seed)

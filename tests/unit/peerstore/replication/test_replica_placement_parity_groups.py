@@ -1,4 +1,4 @@
-"""Groups that share a parity: disjoint, complete, apart."""
+"""Parity groups are disjoint, complete, and spread over failure domains."""
 
 import random
 import statistics

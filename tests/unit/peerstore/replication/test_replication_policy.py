@@ -85,7 +85,7 @@ def test_copy_on_one_node_keeps_the_error_of_another():
     assert book.last_errors(KEY) == ""
 
 
-def test_shard_that_is_not_needed_is_not_reported():
+def test_unneeded_shard_is_not_reported():
     book = accounts()
     assert [note.sealed_parts for note in notes(book, look())] == [(0,)]
     assert notes(book, look(epoch=2)) == []
@@ -170,7 +170,7 @@ def test_restarted_partner_gets_the_copy_again():
 
 
 def test_copy_holder_replicates_to_a_restarted_writer():
-    """It lives, and may have lost what it wrote; the others would take it for somebody who looks after it."""
+    """The live writer may have lost its shard, and other nodes rely on it to replicate."""
     book = accounts()
     copy = [fact(holders=("n2", "n1"))]
     book.confirm_holder(KEY, "n2", 1)
@@ -191,14 +191,14 @@ def test_only_the_resume_point_of_the_past_is_replicated():
 
 
 def test_partner_that_learned_of_a_rewind_gets_the_copy_again():
-    """The other node had taken the version for superfluous; it may have given it up, or not have mended it."""
+    """The partner had treated the version as surplus and may have evicted or not repaired it."""
     book = accounts()
     duty = book.next_task(look())
     book.task_done(duty, 1, None)
     back = ResumePoint(1, "a", 1, KEY.version_id)
     assert book.next_task(look(base=back)) == duty
     book.task_done(duty, 1, None)
-    assert book.next_task(look(base=back)) == duty, "it was told of the version before it heard of the way back"
+    assert book.next_task(look(base=back)) == duty, "it received the version before it learned of the rewind"
     book.task_done(duty, 1, back)
     assert not isinstance(book.next_task(look(base=back)), ReplicationTask)
 

@@ -1,4 +1,4 @@
-"""Somebody who calls an agent while nobody needs anything of it, and how that ends."""
+"""A watchdog that calls an agent between requests, and how it is closed."""
 
 import contextlib
 import socket
@@ -85,7 +85,7 @@ def test_ending_agent_removes_its_socket_before_closing_connections(tmp_path):
     ending.start()
     try:
         with contextlib.suppress(OSError):
-            assert here.recv(1) == b""  # as who looks after it hears that it ends
+            assert here.recv(1) == b""  # like a watchdog that learns that the agent ends
         assert not (tmp_path / "agent.sock").exists()
     finally:
         go_on.set()

@@ -1,4 +1,4 @@
-"""The client's connections: pooled while it is open, all closed when it is not."""
+"""The client's connections: pooled while the client is open, closed with it."""
 
 import contextlib
 import os
@@ -90,7 +90,7 @@ def test_client_without_an_agent_raises():
 
 
 def test_retry_time_is_spent_once_on_a_lost_agent():
-    """Calls of a loop that goes on without its agent are tried once each, until one gets through."""
+    """Calls of a loop that runs without its agent try once each until one succeeds."""
     agent, tries = ScriptedAgent(), []
     waiting = [agent.connect()]
 
@@ -128,7 +128,7 @@ def test_a_closed_client_opens_nothing_again(agent):
 
 
 def test_short_remaining_wait_does_not_replace_the_agent(agent):
-    """That would take longer than there is time."""
+    """A replacement would take longer than the remaining time."""
     asked = []
     client = Client(agent.connect, retry_s=0, replace=lambda: bool(asked.append(1)))
     with contextlib.closing(client), pytest.raises(AgentUnreachableError, match="did not answer 'epoch'"):
@@ -198,7 +198,7 @@ def test_agent_that_does_not_accept_costs_no_more_than_the_deadline(agent_of_nob
 
 @pytest.fixture
 def agent_of_nobody(tmp_path):
-    """It listens, and its line is full."""
+    """A server that listens with a full backlog."""
     path = tmp_path / "agent.sock"
     tmp_path.chmod(0o700)
     with contextlib.ExitStack() as open_sockets:

@@ -1,4 +1,4 @@
-"""Folders that only their user can enter, also those that are made on the way to one."""
+"""Directories that only their user can enter, including the parents created for them."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def anybody():
 def test_private_directory_creates_private_parents(anybody, tmp_path):
     ensure_private_directory(tmp_path / "node" / "agent" / "slots")
     assert [mode_of(tmp_path / name) for name in ("node", "node/agent", "node/agent/slots")] == [0o700] * 3
-    ensure_private_directory(tmp_path / "node")  # so whoever comes later can have it as their own
+    ensure_private_directory(tmp_path / "node")  # a later call accepts it as its own
 
 
 def test_private_directory_keeps_existing_parents(anybody, tmp_path):
@@ -37,7 +37,7 @@ def test_private_directory_keeps_existing_parents(anybody, tmp_path):
 
 
 def test_inaccessible_private_directory_is_opened_again(tmp_path):
-    """As after ``chmod 000``, which a superuser does not notice: only the mode tells."""
+    """A superuser does not notice ``chmod 000``: only the mode shows it."""
     job = tmp_path / "job"
     ensure_private_directory(job / "node")
     (job / "node").chmod(0)

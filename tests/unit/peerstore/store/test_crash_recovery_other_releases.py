@@ -1,4 +1,4 @@
-"""An agent that finds what another version left: it is kept, named and counted, and it is there after the way back."""
+"""Arenas left by another release: shards are retained, named, counted and usable again."""
 
 import contextlib
 import errno
@@ -31,7 +31,7 @@ def opened(directory, budget="64MiB"):
 
 @contextlib.contextmanager
 def newer_release(monkeypatch):
-    """While the block runs, notes are of the next format."""
+    """Use the next format of notes in this block."""
     with monkeypatch.context() as patch:
         patch.setattr(slot_metadata, "METADATA_FORMAT", slot_metadata.METADATA_FORMAT + 1)
         put = slot_metadata.MetadataStore.put
@@ -45,7 +45,7 @@ def newer_release(monkeypatch):
 
 @pytest.fixture
 def rolled_back(directory, monkeypatch):
-    """A step of this version's, one of the next version's, and then this version again."""
+    """Write a step of this version and one of the next, then return to this version."""
     with opened(directory) as store:
         save_shard(store, OLD)
         store.mark_committed("job", OLD.version_id)

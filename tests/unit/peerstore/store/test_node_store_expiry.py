@@ -1,4 +1,4 @@
-"""Writers, readers and jobs that went away, by a clock that the test moves."""
+"""Expiry of writers, readers and jobs that have left, on a clock that the test moves."""
 
 import contextlib
 import errno
@@ -57,7 +57,7 @@ def test_a_silent_writer_keeps_its_lease_for_a_while(store, clock):
     store.client_disconnected(current_process(), "job")
     clock.now += GRACE
     store.sweep()
-    store.jobs.clients.client_connected(current_process(), "job")  # it is back in time
+    store.jobs.clients.client_connected(current_process(), "job")  # it returns in time
     store.client_disconnected(current_process(), "job")
     clock.now += GRACE
     store.sweep()
@@ -71,7 +71,7 @@ def test_a_silent_writer_keeps_its_lease_for_a_while(store, clock):
 
 @pytest.mark.parametrize("code", UNKNOWN, ids=errno.errorcode.get)
 def test_process_that_cannot_be_inspected_counts_as_alive(store, code):
-    """An agent without a descriptor left cannot look into ``/proc``: its writers write on, and its readers read on."""
+    """An agent without free descriptors cannot read ``/proc``: its writers and readers continue."""
     save_shard(store, shard_key())
     lease, pin = store.lease(shard_key(1), MIB, 1), store.pin(shard_key())
     with failing_os_call("open", code, below="/proc") as failed:
@@ -142,7 +142,7 @@ def test_expired_job_stays_recorded_with_time_and_cause(clock):
         before = time.time_ns()
         for version in (1, 2):
             save_shard(store, shard_key(version))
-        save_shard(store, shard_key(3, part=0), parts=2)  # never whole
+        save_shard(store, shard_key(3, part=0), parts=2)  # never complete
         save_shard(store, shard_key(1, job="torn"), parts=2)
         assert store.jobs.clients.expired_job("job") is None
         clock.now += TTL + 1
@@ -156,10 +156,10 @@ def test_expired_job_stays_recorded_with_time_and_cause(clock):
         assert store.status().jobs == ()
     with contextlib.closing(NodeStore(arena, settings, clock=clock)) as again:
         assert again.jobs.clients.expired_job("job") == found
-    arena.purge(keep=EXPIRED_JOB_METADATA)  # an agent that nobody needs leaves
+    arena.purge(keep=EXPIRED_JOB_METADATA)  # an unused agent exits
     with contextlib.closing(NodeStore(arena, settings, clock=clock)) as later:
         assert later.jobs.clients.expired_job("job") == found
-        later.delete_versions("job")  # its owner says so
+        later.delete_versions("job")  # the owner deletes it
         assert later.jobs.clients.expired_job("job") is None
     arena.purge()
 
@@ -204,9 +204,9 @@ def test_oldest_unused_jobs_are_evicted_for_space(patient, clock):
     said = patient.jobs.clients.expired_job("old0")
     assert said.newest_committed == shard_key().version_id
     assert said.reason == "nobody had used it for 2.0 hours, and job job needed the room"
-    held = patient.lease(shard_key(3), 16 * MIB, 1)  # its own older version goes first
+    held = patient.lease(shard_key(3), 16 * MIB, 1)  # its own older version is evicted first
     assert patient.list_shards("old1")
-    patient.grow(held.id, 20 * MIB)  # beside the slot it has: that takes both
+    patient.grow(held.id, 20 * MIB)  # in addition to its slot: both other jobs are evicted
     assert [bool(patient.list_shards(f"old{number}")) for number in range(3)] == [False, False, False]
 
 

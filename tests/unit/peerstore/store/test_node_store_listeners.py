@@ -1,4 +1,4 @@
-"""What the owner of a store's contents is told."""
+"""Events that the owner of a store's contents receives."""
 
 import os
 import uuid
@@ -28,7 +28,7 @@ class Diary(StoreListener):
 
 @pytest.fixture
 def place():
-    """A directory that a store is opened in, again and again."""
+    """A directory in which a store is opened repeatedly."""
     directory = Path("/dev/shm") / (process_prefix("peerstore") + uuid.uuid4().hex[:8])
     stores = []
 
@@ -82,7 +82,7 @@ def test_damage_report_of_an_absent_shard_is_ignored(place):
 
 
 class NoRoom(StoreListener):
-    """Has to note what it hears, and cannot."""
+    """A listener that has no space to record any event."""
 
     def _fail(self, *_, **__):
         raise ArenaFullError("no room for a note")

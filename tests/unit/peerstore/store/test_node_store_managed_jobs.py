@@ -1,4 +1,4 @@
-"""Jobs whose owner says by name what goes: the store gives nothing of them up by itself."""
+"""Managed jobs: the owner names the shards to delete, and the store evicts none by itself."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from peerstore.store.arena import MemfdArena
 from peerstore.store.node_store import NodeStore
 
 PARTS = 1 << 20
-"""More than there ever are: nothing is whole."""
+"""More parts than any version has: no version becomes complete."""
 
 
 class Clock:

@@ -1,4 +1,4 @@
-"""A slot's file that somebody else removed or truncated costs the copy in it, and no later save."""
+"""A slot file that another process removed or truncated costs its copy and no later save."""
 
 import contextlib
 import os
@@ -68,7 +68,7 @@ def test_missing_file_of_a_free_slot(store, directory, harm):
 
 
 def test_missing_file_of_a_leased_slot(store, directory, harm):
-    """The save that was being written is lost, and says so."""
+    """The save in progress is lost and raises."""
     lease = store.lease(shard_key(1), MIB, 1)
     harm(directory / "slots" / lease.slot)
     with pytest.raises(PeerStoreError):

@@ -1,4 +1,4 @@
-"""A shard that cannot be read is kept: only bytes that differ, a short file and a file that is gone are damage."""
+"""An unreadable shard is retained; wrong bytes, short files and missing files are damage."""
 
 import contextlib
 import errno
@@ -172,7 +172,7 @@ class Clock:
 
 
 def test_permanently_unreadable_shard_blocks_no_recovery(directory):
-    """A page of memory that the machine has lost, say: the others are served, and newer versions take its room."""
+    """For example a lost memory page: other shards are served, and newer versions replace it."""
     with opened(directory) as store:
         save_shard(store, KEY, MIB)
         save_shard(store, shard_key(1, part=1), MIB, parts=2)

@@ -1,7 +1,7 @@
-"""Random lives of a store, against a model of a few lines.
+"""Random histories of a store, checked against a small model.
 
-The model knows what was acknowledged and what may have been given up since; the store must agree after every call,
-also when it is killed and opened again and when bytes are flipped.
+The model tracks acknowledged shards and possible evictions. The store must agree after every
+call, even when it is killed and opened again and when bytes are flipped.
 """
 
 import itertools
@@ -35,16 +35,16 @@ class StoreLife(RuleBasedStateMachine):
         self.directory = Path("/dev/shm") / (process_prefix("peerstore") + uuid.uuid4().hex[:8])
         self.store = None
         self.patch = pytest.MonkeyPatch()
-        numbers = itertools.count(1 << 40)  # slots' names, so that a life can be lived again step by step
+        numbers = itertools.count(1 << 40)  # names of slots, so that a history can be replayed step by step
         self.patch.setattr(secrets, "randbits", lambda bits: next(numbers))
 
     @initialize()
     def begin(self):
         self.epoch, self.name, self.attempt = 1, "i1", 0
         self.leases = {}  # lease id -> lease
-        self.sealed = {}  # key -> size of what was acknowledged and not forgotten or damaged
+        self.sealed = {}  # key -> size of acknowledged shards that are neither forgotten nor damaged
         self.lost = set()  # groups that had a part forgotten or damaged
-        self.damaged = set()  # those of them that are not called whole any more, whoever says so
+        self.damaged = set()  # those of them that count as incomplete, even if a node reports them complete
         self.marked = set()
         self.pins = {}
         self.open()
@@ -62,7 +62,7 @@ class StoreLife(RuleBasedStateMachine):
         if of in self.sealed or any(lease.key == of for lease in self.leases.values()) or of.version_id in self.lost:
             return
         if any(group == of.version_id for group, _ in self.marked):
-            return  # what is whole has no writers any more
+            return  # a complete version has no writers
         before = self.whole()
         try:
             lease = self.store.lease(of, size, PARTS)
@@ -160,7 +160,7 @@ class StoreLife(RuleBasedStateMachine):
 
     @rule()
     def kill_the_agent(self):
-        """Nothing is said to the old one; the next one finds what is in the arena."""
+        """Kill the agent without notice; the next one reads the arena."""
         self.store.close()
         self.pins.clear()
         self.open()
@@ -176,7 +176,7 @@ class StoreLife(RuleBasedStateMachine):
         self.marked = {(group, parts) for group, parts in self.marked if group not in gone}
 
     def damaged_groups(self):
-        return set()  # bytes are flipped only while nobody reads
+        return set()  # bytes are flipped only while no client reads
 
     def here(self):
         return {fact.key for fact in self.store.list_shards("job")}
@@ -187,8 +187,10 @@ class StoreLife(RuleBasedStateMachine):
         return found | {g for g, parts in self.marked if all(key_of(g, part) in self.sealed for part in parts)}
 
     def settle(self, before):
-        """What the store gave up for this call: nothing of the newest whole version, nothing of this incarnation that
-        is newer, nothing that is pinned."""
+        """Check the evictions of this call.
+
+        The store evicts no part of the newest complete version, no newer part of this incarnation, and no pinned part.
+        """
         newest = max(before, default=None)
         for of in set(self.sealed) - self.here():
             superseded = newest is not None and of.version_id < newest

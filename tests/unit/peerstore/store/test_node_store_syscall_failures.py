@@ -1,5 +1,7 @@
-"""Every system call of the store fails once, in every way: nothing is lost, nothing is called damaged, nothing stays
-open, and the next try works."""
+"""Each system call of the store fails once in every way: no data is lost, and a retry works.
+
+No shard is reported as damaged, and no descriptor stays open.
+"""
 
 import contextlib
 import errno
@@ -43,7 +45,7 @@ class Told(StoreListener):
 
 
 class Agent:
-    """A store behind its socket, and what a caller does that is told "not now": it asks again."""
+    """A store behind its socket, and a caller that retries when the store is busy."""
 
     def __init__(self, directory, said, *, unheard=False):
         self.said = said
@@ -58,7 +60,7 @@ class Agent:
         self.client = self.own(lambda: Client(lambda: connect_to_agent(path), job="job"))
 
     def own(self, work):
-        """What a process does for itself."""
+        """Run local work with up to two retries."""
         for left in (2, 1, 0):
             try:
                 return work()
@@ -68,7 +70,7 @@ class Agent:
         return None
 
     def asked(self, work):
-        """What is asked over the socket."""
+        """Run a request over the socket, with retries, and record its errors."""
 
         def heard():
             try:
@@ -103,7 +105,7 @@ class Agent:
             self.asked(lambda: self.client.unpin(pin.id))
 
     def has(self, *keys):
-        """These are here, whole and bit for bit, and nothing is said of damage."""
+        """Check that these shards are stored bit for bit and that no damage is reported."""
         here = {fact.key for fact in self.asked(self.client.list_shards)}
         assert set(keys) <= here, set(keys) - here
         for of in keys:
@@ -134,7 +136,7 @@ def agent(directory, calls, said):
 
 
 def story(directory, calls):
-    """Everything that happens to a shard, an agent that ends in the middle of it twice, and a job that is forgotten."""
+    """Run all events of a shard's life, with two agents that end within it and a forgotten job."""
     one, two, three, four, five = (shard_key(version) for version in range(1, 6))
     said = []
     directory.mkdir(mode=0o700)
@@ -186,7 +188,7 @@ def story(directory, calls):
 
 
 def take_copy(agent, record):
-    """As another node has it brought."""
+    """Store a shard as another node sends it."""
     copy = record.__class__(COPIED, 2, record.size_bytes, record.chunk_bytes, record.checksums, b"", 1)
     lease = agent.asked(lambda: agent.store.begin_replica(copy, whole=True))
     written(agent.asked(lambda: agent.store.open_slot(lease.slot)), shard_content(record.key, SIZE))
@@ -194,7 +196,7 @@ def take_copy(agent, record):
 
 
 def lend(agent, record):
-    """As another node reads it."""
+    """Read a shard as another node does."""
 
     def lent():
         asked = ReadRanges(record.key, checksums.chunk_checksum(record.checksums), ((10, 20), (MIB, SIZE)))
@@ -212,7 +214,7 @@ def played(directory, calls):
 
 
 def descriptors():
-    """What is open, by number and by what it is: what another test left may be closed meanwhile."""
+    """Return open descriptors by number and target: another test may close its own meanwhile."""
     open_ = set()
     for fd in Path("/proc/self/fd").iterdir():
         with contextlib.suppress(FileNotFoundError):  # that of the listing itself
@@ -245,7 +247,7 @@ def each_fails(calls, code):
 
 @pytest.mark.parametrize("code", CODES, ids=errno.errorcode.get)
 def test_failed_syscall_loses_no_data_and_the_retry_succeeds(made, code):
-    """Every place that calls fails here with one of the errors."""
+    """Each call site fails here with one of the errors."""
     places = list({(call.what, call.stack[:2]): call for call in made}.values())
     assert len(places) > 100
     each_fails(places[CODES.index(code) :: len(CODES)], code)

@@ -41,13 +41,13 @@ def take_in(store, wanted, holders=("n1", "n2")):
 
 
 def test_damaged_part_of_the_replicated_version_gets_its_slot_back():
-    """All slots of the part hold versions, none of which may go while the settled one is damaged: but for itself."""
+    """All slots of the part hold versions that must stay while the replicated one is damaged."""
     with memory_store() as store:
         store.jobs.incarnations.set_replication_guard("job", guarded=True)
         records = [seal_own(store, version) for version in (0, 1, 2)]
         store.replicas.apply_decision("job", CommitDecision(replicated=records[1].key.version_id))
         store.report_damage(records[1].key, "a flipped bit")
-        seal_own(store, 3)  # takes the slot that came free
+        seal_own(store, 3)  # takes the freed slot
         with pytest.raises(ArenaBusyError):
             seal_own(store, 4)
         take_in(store, records[1])
@@ -68,7 +68,7 @@ def test_repaired_shard_is_not_damaged():
 
 
 def test_versions_after_the_resume_point_do_not_block_new_ones():
-    """They were whole once, as somebody said, and are not any more: nobody will ever settle them."""
+    """They were complete once and are no longer, so no node will ever replicate them."""
     with memory_store() as store:
         store.jobs.incarnations.set_replication_guard("job", guarded=True)
         records = [seal_own(store, version) for version in (0, 1, 2)]
@@ -131,7 +131,7 @@ def test_latest_resume_point_wins():
         again = ResumePoint(1, "a", 1, versions[3])
         store.jobs.incarnations.resume_from("job", versions[3])  # the next rank of this node
         assert store.jobs.versions("job").resume_point == again
-        store.jobs.incarnations.resume_from("job", versions[1])  # that one was not to be read after all
+        store.jobs.incarnations.resume_from("job", versions[1])  # that one could not be read after all
         assert store.jobs.versions("job").resume_point == ResumePoint(1, "a", 2, versions[1])
         store.jobs.incarnations.learn_resume_point("job", again)
         assert store.jobs.versions("job").resume_point == ResumePoint(1, "a", 2, versions[1])
@@ -139,12 +139,12 @@ def test_latest_resume_point_wins():
         assert store.jobs.versions("job").resume_point == ResumePoint(2, "b", 0, versions[1])
         store.jobs.incarnations.learn_resume_point(
             "job", ResumePoint(1, "a", 7, versions[2])
-        )  # a side that was cut off tried on its own
+        )  # a side that was cut off tried alone
         assert store.jobs.versions("job").resume_point == ResumePoint(2, "b", 0, versions[1])
 
 
-def test_side_without_quorum_announces_its_resume_point_only_when_it_may_write():
-    """Else what the other side settled meanwhile would count as left behind when both hear of each other again."""
+def test_side_without_quorum_announces_no_resume_point_until_it_may_write():
+    """Otherwise versions that the other side replicated meanwhile would count as left behind."""
     with memory_store() as store:
         cut_off = True
 

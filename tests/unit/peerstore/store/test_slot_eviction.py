@@ -1,4 +1,4 @@
-"""Decisions about slots, whatever the slots are."""
+"""Eviction decisions for any set of slots."""
 
 import dataclasses
 import math
@@ -66,7 +66,7 @@ def request(whole, *, job="job", part=0, size_bytes=10, limits=None, **fields):
 
 
 def given_up(decision, slots):
-    """The sealed slots that a decision costs."""
+    """Return the sealed slots that a decision evicts."""
     names = set(decision.drop) | ({decision.name} if isinstance(decision, ReuseSlot) else set())
     return [slot for slot in slots if slot.name in names and slot.use is SlotUse.SEALED]
 
@@ -97,7 +97,7 @@ def test_chosen_slot_fits_and_evicts_nothing_needed(slots, whole, limits, part, 
     mine = [slot for slot in slots if (slot.job, slot.part) == ("job", part)]
     if isinstance(decision, CreateSlot):
         left = [slot for slot in mine if slot.name not in decision.drop]
-        assert len(left) < max(limits.slots + limits.burst, len(mine))  # what is replaced adds none
+        assert len(left) < max(limits.slots + limits.burst, len(mine))  # a replacement adds no slot
     else:
         chosen = next(slot for slot in slots if slot.name == decision.name)
         assert chosen.use is not SlotUse.LEASED
@@ -125,7 +125,7 @@ def test_growing_a_slot_fits_and_evicts_nothing_needed(slots, whole, limits, siz
 
 @given(slot_views(), wholes, limits, st.sampled_from(PARTS), st.integers(0, 60))
 def test_full_means_that_waiting_does_not_help(slots, whole, limits, part, size):
-    """Full is said only when the newest whole versions alone leave too little room."""
+    """The budget is exceeded only if the newest complete versions alone leave too little room."""
     decision = choose_slot(slots, request(whole, part=part, epoch=1, size_bytes=size, limits=limits))
     keep = {job: max(found, default=None) for job, found in whole.items()}
     sealed = [s for s in slots if s.use is SlotUse.SEALED]
@@ -200,7 +200,7 @@ def test_size_class_is_at_most_a_sixty_fourth_larger(size):
         ([sealed("a", 1, busy=True), sealed("b", 2)], {"job": {group(2)}}, CreateSlot()),
         # another writer's free slot is not taken while this one may have its own
         ([free("a", part=8)], {}, CreateSlot()),
-        # too small, too large, or perhaps still read by somebody: a new file takes its place
+        # too small, too large, or perhaps still read: a new file replaces it
         ([free("a", size=9)], {}, CreateSlot(("a",))),
         ([free("a", size=13)], {}, CreateSlot(("a",))),
         ([dataclasses.replace(sealed("a", 1), reusable=False), sealed("b", 2)], WHOLE, CreateSlot(("a",))),
@@ -246,7 +246,7 @@ def test_refusal_names_its_cause(slots, whole, said):
 @given(slot_views(), wholes, st.dictionaries(st.sampled_from(JOBS), groups), limits, st.integers(1, 4))
 @example(
     [SlotView("s0", SlotUse.SEALED, 10, "job", 8, group(1))], {}, {"job": group(1)}, SlotLimits(15, 2, 0), 2
-)  # nobody has told this node that the version is whole
+)  # this node has no report that the version is complete
 def test_replicated_version_is_never_evicted(slots, whole, rollback_targets, limits, epoch):
     asked = request(whole, epoch=epoch, limits=limits, rollback_targets=rollback_targets)
     decision = choose_slot(slots, asked)
@@ -258,7 +258,7 @@ def test_replicated_version_is_never_evicted(slots, whole, rollback_targets, lim
 
 
 def advised(refused):
-    """The budget that a refusal says is enough; ``None`` when it says none."""
+    """Return the budget that a refusal suggests, or ``None``."""
     said = re.search(r"raise the budget to .* \(([0-9]+) bytes\)", refused.reason)
     if said:
         assert f"`tieredckpt agent restart --budget {said[1]}`" in refused.reason
@@ -266,7 +266,7 @@ def advised(refused):
 
 
 class Node:
-    """One job's writers on a node, saving version after version. A save is leased, perhaps grows, and is sealed."""
+    """One job's writers on a node, which save versions: a lease, possible growth, and a seal."""
 
     def __init__(self, budget, sizes, grown, others=()):
         self.limits = SlotLimits(budget, 2, 1)
@@ -276,7 +276,7 @@ class Node:
         self.made = 0
 
     def run(self, versions):
-        """The first refusal, or ``None``."""
+        """Return the first refusal, or ``None``."""
         for version in range(1, versions + 1):
             for part in range(len(self.sizes)):
                 refused = self.save(version, part)
@@ -309,7 +309,7 @@ class Node:
         return None
 
     def either(self, size, decide):
-        """As the store does: a size with a little room, or else just what is needed."""
+        """Round up the size as the store does, or return the exact size."""
         for tried in (size_class(size), size):
             decision = decide(tried)
             if not isinstance(decision, SlotsBusy | BudgetExceeded):
@@ -343,8 +343,9 @@ class Node:
 @example([(100, 0), (900, 0)], [50], 700)
 @example([(129, 0), (129, 0)], [], 129)
 def test_suggested_budget_is_sufficient(writers, others, budget):
-    """Whichever save is refused first: at the number it names it goes through, and with it all that come after. Where
-    writers differ, each that was not seen yet may have to say its own, once.
+    """The first refused save succeeds with the budget it names, and so do all later saves.
+
+    Writers that differ may each name another budget once.
     """
     sizes, grown = [size for size, _ in writers], [more for _, more in writers]
     beside = [SlotView(f"o{n}", SlotUse.SEALED, size, f"o{n}", 0, group(1)) for n, size in enumerate(others)]
@@ -363,7 +364,7 @@ def test_suggested_budget_is_sufficient(writers, others, budget):
 
 
 def test_blocked_writer_is_refused_with_a_sufficient_budget():
-    """Two writers and room for three slots: the one that comes second finds none, however long it waits."""
+    """Two writers and room for three slots: the second writer finds none, however long it waits."""
     slots = [sealed("a", 1), sealed("b", 1, part=8), SlotView("c", SlotUse.LEASED, 10, "job", 0)]
     asked = request({"job": {group(1)}}, part=8, epoch=1, limits=SlotLimits(30, 2, 1), writers=2)
     decision = choose_slot(slots, asked)

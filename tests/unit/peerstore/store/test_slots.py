@@ -23,7 +23,7 @@ OWNER = current_process()
 
 
 def drawn_transitions(text: str) -> dict[SlotState, tuple[SlotState, ...]]:
-    """Read the picture of a docstring: one state a line, and the states that follow it."""
+    """Parse the picture of a docstring: one state a line, and the states that follow it."""
     found = {}
     for state, following in re.findall(r"^    (\w+) *->(.*)$", text, re.MULTILINE):
         found[SlotState(state)] = tuple(SlotState(one.strip()) for one in following.split(",") if one.strip())

@@ -1,4 +1,4 @@
-"""Who is on the other side, and how it is that nobody else can say so."""
+"""Mutual authentication of peers, and the attacks that it prevents."""
 
 import contextlib
 
@@ -87,7 +87,7 @@ def test_an_unknown_job_and_another_secret_look_the_same(line, secret_of):
 
 @pytest.mark.parametrize("secret_of", [knows(secret=OTHER), knows(job="other"), knows()], ids=["secret", "job", "none"])
 def test_client_without_proof_gets_a_uniform_refusal(line, secret_of):
-    """A client that goes on although the server's proof was none, or without any secret."""
+    """A client that continues after a wrong server proof, or that has no secret."""
     near, far = line.connected_ends()
     server = line.run_in_background(admitted, far, secret_of=secret_of)
     hello = Hello(2, "job", "n1", NONCE)
@@ -101,7 +101,7 @@ def test_client_without_proof_gets_a_uniform_refusal(line, secret_of):
 
 
 def test_unknown_job_cannot_be_entered_with_the_decoy_secret(line):
-    """Even one who guessed the random bytes that stand in for the secret does not get in."""
+    """A client that guesses the random stand-in for the secret is still refused."""
     near, far = line.connected_ends()
     server = line.run_in_background(admitted, far, secret_of=lambda job: None, nonce=lambda size: NONCE)
     with pytest.raises(PeerRefusedError, match="another one here"):
@@ -121,7 +121,7 @@ def test_client_refuses_an_unexpected_node(line):
 
 
 def test_reflected_proof_is_refused(line):
-    """The server shows its proof first; a client without the secret returns it as its own."""
+    """The server sends its proof first; a client without the secret returns it as its own."""
     near, far = line.connected_ends()
     server = line.run_in_background(admitted, far)
     near.send(encode(Hello(2, "job", "n1", NONCE)))
@@ -132,7 +132,7 @@ def test_reflected_proof_is_refused(line):
 
 
 def test_relayed_nonce_gets_no_valid_proof(line):
-    """An attacker that A connects to lets B prove itself to it, with A's nonce, and passes that on as its own."""
+    """An attacker that A contacts relays A's nonce to B and returns B's proof as its own."""
     to_attacker, attacker = line.connected_ends()
     to_b, b = line.connected_ends()
     client = line.run_in_background(greeted, to_attacker)

@@ -1,4 +1,4 @@
-"""Where a job's secret comes from, and what is none."""
+"""Sources of a job's secret, and secrets that are refused."""
 
 import os
 from pathlib import Path

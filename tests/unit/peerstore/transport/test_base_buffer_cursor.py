@@ -1,4 +1,4 @@
-"""How a list of views is worked off."""
+"""A cursor through a list of buffer views."""
 
 import array
 
@@ -8,7 +8,7 @@ from peerstore.transport.base import IOV_MAX, BufferCursor
 
 
 def worked_off(views, most_bytes, step):
-    """What comes by, when each time at most ``step`` bytes of a window are transferred."""
+    """Return the bytes seen if each transfer takes at most ``step`` bytes of a window."""
     seen = b""
     with BufferCursor(views) as cursor:
         while cursor.left:

@@ -1,4 +1,4 @@
-"""A node that is cut off reaches nobody and is reached by nobody, until the time is over."""
+"""A partitioned node neither sends nor receives until the time has passed."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def echo(channel):
 
 @pytest.fixture
 def two():
-    """Two nodes that echo, the first one of which can be cut off; and the time."""
+    """Two echoing nodes, the first of which can be partitioned, and the time."""
     now = [100.0]
     network = MemoryNetwork()
     cut = PartitionableTransport(network.transport("n1", timeout_s=TIMEOUT_S), clock=lambda: now[0])
@@ -36,7 +36,7 @@ def asks(transport, address):
         return incoming is not None and incoming.header == b"are you there?"
 
 
-def test_partitioned_node_sends_and_receives_nothing_until_the_time_is_over(two):
+def test_partitioned_node_sends_and_receives_nothing_until_the_end(two):
     cut, other, mine, theirs, now = two
     assert asks(cut, theirs)
     assert asks(other, mine)

@@ -1,4 +1,4 @@
-"""A payload that trickles in is given up in the end, however steadily its bytes come."""
+"""A payload that arrives too slowly times out, however steadily its bytes arrive."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ SIZE = 1 << 20
 
 
 class Trickle:
-    """A peer that says what it has, and then sends ``step`` bytes every ``pause_s``."""
+    """A peer that announces its payload and then sends ``step`` bytes every ``pause_s``."""
 
     def __init__(self, step, pause_s):
         self.step, self.pause_s = step, pause_s

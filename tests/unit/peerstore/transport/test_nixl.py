@@ -1,4 +1,4 @@
-"""What is NIXL's own: who may be offered something, whose buffer it is, and pieces that are not what was offered."""
+"""NIXL's own behavior: permission for offers, buffer ownership, and invalid pieces."""
 
 import contextlib
 import threading
@@ -35,7 +35,7 @@ def line():
 
 @pytest.fixture
 def memory():
-    """The buffers of one node, next to which there is nobody."""
+    """The buffers of a node without peers."""
     made = RegisteredMemory("UCX", {}, buffer_bytes=MIB, buffers=3, timeout_s=PATIENCE_S)
     yield made
     made.close()
@@ -83,7 +83,7 @@ def test_buffers_return_after_they_were_read(line):
 
 
 def free_in_the_end(memory):
-    """Word of a read arrives a little after its bytes."""
+    """Wait for free buffers: the confirmation of a read follows its bytes."""
     while (count := free(memory)) not in (6, 8):
         time.sleep(0.001)
     return count
@@ -136,7 +136,7 @@ def envelope(kind, body=b"", header_bytes=0):
 
 @pytest.fixture
 def raw(memory):
-    """A carrier's end in a test's hands, and the channel at the other."""
+    """A carrier's end in the test, and the channel at the other end."""
     network = MemoryNetwork()
     line = ChannelPair(network.transport("n1"), NixlTransport.__new__(NixlTransport), "n2:0")
     line.there._carrier, line.there._registered, line.there._least_bytes = network.transport("n2"), memory, 1000

@@ -1,4 +1,4 @@
-"""Nearly nobody has it: an extra."""
+"""NIXL is an optional extra that few installations have."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""What is TCP's own: sockets, interfaces, certificates, and peers that write bytes and not messages."""
+"""TCP's own behavior: sockets, interfaces, certificates, and peers that send invalid bytes."""
 
 import contextlib
 import os
@@ -30,7 +30,7 @@ def prefix(header, payload, *, magic=FRAME_MAGIC, version=1):
 
 @pytest.fixture
 def raw(opened):
-    """A socket's end, and the channel that listens to it."""
+    """One end of a socket, and the channel at the other end."""
 
     def connect(timeout_s=PATIENCE_S):
         line = opened(ChannelPair(TcpTransport(timeout_s=timeout_s), TcpTransport(timeout_s=timeout_s), "127.0.0.1:0"))
@@ -81,7 +81,7 @@ def test_truncated_header_differs_from_a_clean_close(raw, data):
 
 
 def test_a_header_that_drips_has_to_be_complete_in_time_all_the_same(raw):
-    """Every byte is progress, but the whole of it takes too long."""
+    """Every byte is progress, but the complete message takes too long."""
     sock, channel = raw(timeout_s=0.3)
     stop = threading.Event()
 
@@ -116,7 +116,7 @@ def test_connection_reset_is_an_unreachable_peer(raw):
         channel.receive(idle_s=PATIENCE_S)
 
 
-def test_files_the_kernel_does_not_send_by_itself_are_read(raw, monkeypatch):
+def test_files_without_kernel_sendfile_are_read(raw, monkeypatch):
     sock, channel = raw()
 
     def unwilling(*_):
@@ -184,7 +184,7 @@ def test_interface_without_a_route_is_reported(opened):
 
 
 def test_unresponsive_peer_times_out(opened):
-    """The backlog is full: the kernel lets nobody else in, and says nothing."""
+    """The backlog is full: the kernel accepts no more connections and sends no reply."""
     full = opened(socket.socket())
     full.bind(("127.0.0.1", 0))
     full.listen(0)
@@ -223,7 +223,7 @@ def test_more_connections_than_allowed_are_turned_away_until_others_end(opened):
 
 
 def meet(opened, server, client):
-    """What the client hears from a server that is content with it."""
+    """Connect the client to the server and return the server's first message."""
     listener = opened(TcpTransport(tls=server).listen("127.0.0.1:0", hello))
     channel = opened(TcpTransport(tls=client).connect(listener.address, timeout_s=PATIENCE_S))
     return channel.receive(idle_s=PATIENCE_S)

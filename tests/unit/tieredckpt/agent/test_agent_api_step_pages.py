@@ -1,4 +1,4 @@
-"""A step that is described in pages: an answer that brings nothing new ends it, and is no reason to ask for ever."""
+"""A step described in pages: a page without new entries ends the requests."""
 
 import pytest
 
@@ -11,7 +11,7 @@ GROUP = shard_key(1).version_id
 
 
 class Forgets:
-    """An agent that describes a step, and then has nothing of it any more."""
+    """An agent that describes a step and then has lost it."""
 
     def __init__(self, *, parts: bool) -> None:
         self._parts = parts

@@ -1,4 +1,4 @@
-"""An agent's answers right after its start, when what another one left is still being verified."""
+"""An agent's answers right after its start, while it verifies the shards of a previous agent."""
 
 import contextlib
 import threading
@@ -98,7 +98,7 @@ def test_incomplete_step_is_skipped_when_a_newer_one_is_durable(arena, tmp_path)
 
 
 def test_single_node_reads_indexes_and_deletes_for_all(tmp_path, monkeypatch):
-    """Four nodes have a part each of three steps, of which one is kept."""
+    """Four nodes, each with one part of three steps; one step is pinned."""
     count, looked, deleted = 4, [], []
     files, delete = DurableCatalog.shard_files, drain.delete_step
 
@@ -145,7 +145,7 @@ def test_idle_committer_is_replaced(arena, tmp_path, monkeypatch):
             one.close()
 
 
-def test_durable_settings_are_stored_again_for_a_job_that_expired_and_returned(arena, tmp_path):
+def test_durable_settings_are_stored_again_for_a_returning_expired_job(arena, tmp_path):
     durable = DurableSettings(url=f"file://{tmp_path}/durable")
     now = [0.0]
     store = NodeStore(arena, StoreSettings(budget="64MiB", job_ttl_s=10.0), clock=lambda: now[0])
@@ -164,7 +164,7 @@ def test_durable_settings_are_stored_again_for_a_job_that_expired_and_returned(a
 
 
 class Opened:
-    """Opens stores: each when somebody else opens one, too, or after a moment. Which of them are open still."""
+    """Stores that are opened together or after a moment, and a list of the ones still open."""
 
     def __init__(self, parties):
         self._together = threading.Barrier(parties)

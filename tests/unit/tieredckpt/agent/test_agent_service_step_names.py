@@ -1,4 +1,4 @@
-"""What a step has by name: an agent makes the list once, for all ranks of its node and however often they ask."""
+"""A step's names: an agent builds the list once for all ranks and requests of its node."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""What of a change of the cluster's settings an agent takes up while it runs, and what it says of the rest."""
+"""Changes of cluster settings that a running agent applies, and its report of the others."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""n durable steps are n times the work of one: what there is already is not listed for each of them."""
+"""Draining n durable steps costs n times one step: existing steps are not listed each time."""
 
 import contextlib
 import threading
@@ -23,7 +23,7 @@ SIZE = 4096
 
 
 class Counted:
-    """A store that counts the names its listings are made of."""
+    """A store that counts the names in its listings."""
 
     def __init__(self, store):
         self._store = store
@@ -39,7 +39,7 @@ class Counted:
 
 
 class Node:
-    """A node whose agent saves a step of one small part, and makes it durable."""
+    """A node whose agent saves steps of one small part and makes them durable."""
 
     def __init__(self, directory, durable):
         self.opened = []
@@ -91,7 +91,7 @@ def group_of(step):
 
 @pytest.fixture
 def nodes(tmp_path):
-    """Nodes of one job by name, each with an agent of its own, and how the job becomes durable."""
+    """Nodes of one job by name, each with its own agent, and a shared durable tier."""
     with contextlib.ExitStack() as cleanup:
 
         def start(name, **changes):
@@ -105,7 +105,7 @@ def nodes(tmp_path):
 
 @pytest.fixture
 def outside(tmp_path):
-    """The same durable tier as somebody sees it who is no node of the job."""
+    """The same durable tier as a process outside the job sees it."""
     url = f"file://{tmp_path}/durable"
     with contextlib.closing(open_store(url, DurableSettings(url=url))) as store:
         yield DurableCatalog(store, "job")
@@ -183,7 +183,7 @@ def test_step_pinned_by_others_is_kept(nodes, outside):
 
 def test_a_step_that_another_node_committed_is_not_committed_again(nodes, outside):
     a, b = nodes("a"), nodes("b")
-    b.save(0)  # and so it has listed what there is
+    b.save(0)  # this lists the existing steps
     a.save(1)
     before = outside.store.get(object_keys.manifest_key("job", group_of(1), None))
     b.save(1)

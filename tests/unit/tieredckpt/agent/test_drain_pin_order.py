@@ -1,4 +1,4 @@
-"""What was said last of a kept step counts: in memory, in the durable tier, by whatever clock, on whatever node."""
+"""The last pin or unpin of a step counts, in memory and in the durable tier, on every node."""
 
 import time
 
@@ -20,11 +20,11 @@ def test_unpin_is_not_reverted_by_a_stale_node(nodes, outside):
         node.store.retain("job", group_of(0))
     a.save(1)
     assert kept(outside) == {0}
-    outside.keep(group_of(0), kept=False)  # by somebody who sees the durable tier only
+    outside.keep(group_of(0), kept=False)  # by a process that sees only the durable tier
     b.save(2)
     a.save(3)
     assert kept(outside) == set()
-    assert b.store.retained("job") == set(), "memory hears of it, too"
+    assert b.store.retained("job") == set(), "the unpin reaches memory as well"
 
 
 def test_a_pin_after_an_unpin_counts(nodes, outside):
@@ -43,7 +43,7 @@ def test_unpin_in_memory_reaches_the_durable_tier(nodes, outside):
     a.save(0)
     a.store.retain("job", group_of(0))
     a.save(1)
-    a.store.retain("job", group_of(0), kept=False)  # and then the store was away
+    a.store.retain("job", group_of(0), kept=False)  # then the store becomes unavailable
     a.save(2)
     assert kept(outside) == set()
 

@@ -1,4 +1,4 @@
-"""What a drain gives up, and what it says then: stores that are away, are slow, or are others by now."""
+"""Steps that a drain drops, and its reports, when stores are absent, slow or replaced."""
 
 import contextlib
 import threading
@@ -25,7 +25,7 @@ LONG_S = 60.0
 
 
 class Road:
-    """The way to a store: it can be closed, and what is uploaded can be made to wait."""
+    """The path to a store: it can be closed, and its uploads can be delayed."""
 
     def __init__(self):
         self.away = self.refuses = False
@@ -174,7 +174,7 @@ def test_late_parts_do_not_revive_a_dropped_step(node, road):
     assert state_of(node, 1).state == "failed"
 
 
-def test_torn_required_step_fails(node, road):
+def test_incomplete_required_step_fails(node, road):
     road.may_go.clear()
     seal(node.store, 1, 0, 2, durable=True, required=True)
     assert road.waits.wait(LONG_S)
@@ -184,7 +184,7 @@ def test_torn_required_step_fails(node, road):
 
 
 def test_a_running_upload_that_does_not_end_refuses_no_save(node, road):
-    """With the slots of a default: one for it, one for the newest whole step, one for the step that is written."""
+    """With default slots: one for the upload, one for the newest complete step, one for the save."""
     road.may_go.clear()
     for part in range(2):
         seal(node.store, 1, part, 2, durable=True)
@@ -202,7 +202,7 @@ def test_a_running_upload_that_does_not_end_refuses_no_save(node, road):
 
 @pytest.fixture
 def two(tmp_path):
-    """Two nodes with a durable tier: their stores' services, and the way that each of them has to it."""
+    """Two nodes with a durable tier: their services, and each node's path to the tier."""
     with contextlib.ExitStack() as cleanup:
         both = cleanup.enter_context(local_nodes("n1", "n2", copies=1))
         roads, services = [Road(), Road()], []
@@ -285,7 +285,7 @@ def test_upload_of_a_deleted_step_is_canceled(node, road, tmp_path):
 
 
 def test_step_deleted_on_another_node_does_not_return(tmp_path):
-    """Each of two nodes has a part; one of them uploads its own while the other one drops the step."""
+    """Each of two nodes has a part; one uploads its part while the other drops the step."""
     with contextlib.ExitStack() as cleanup:
         both = cleanup.enter_context(local_nodes("n1", "n2", copies=1))
         roads = {one.name: Road() for one in both}
@@ -317,7 +317,7 @@ def test_step_deleted_during_its_commit_is_removed(node, road, tmp_path, monkeyp
     monkeypatch.setattr(DurableCatalog, "commit", slowly)
     seal(node.store, 1, durable=True)
     assert entered.wait(LONG_S)
-    node.store.delete_versions(JOB, [group_of(1)])  # as another node's drop does
+    node.store.delete_versions(JOB, [group_of(1)])  # like a drop on another node
     may_end.set()
     assert node.wait_durable(JOB, group_of(1), LONG_S).state == "skipped"
     wait_until(lambda: stored(tmp_path) == [], "it is taken back")
@@ -338,7 +338,7 @@ def test_upload_continues_in_its_store_while_settings_change(node, road, tmp_pat
     wait_until(lambda: len(road.closed) == 1, "nobody uses it any more")
 
 
-def test_an_upload_begins_again_where_the_job_becomes_durable_now(node, road, tmp_path):
+def test_upload_restarts_in_the_new_durable_tier(node, road, tmp_path):
     road.may_go.clear()
     for part in range(2):
         seal(node.store, 1, part, 2, durable=True)

@@ -12,7 +12,7 @@ from tieredckpt.settings import DurableSettings
 
 
 class Away:
-    """A store that is away until told otherwise, and counts who asks."""
+    """A store that is unavailable until the test changes it, and that counts requests."""
 
     def __init__(self, store, error=TierUnavailableError):
         self._store, self._error = store, error

@@ -1,4 +1,4 @@
-"""Which ends of a process are put down to what it loaded."""
+"""Process deaths that count against the step that the process loaded."""
 
 import pytest
 
@@ -27,7 +27,7 @@ def loads(clock):
 
 
 def dead(number):
-    """A process that there is not any more."""
+    """Return the identity of a process that no longer exists."""
     return ProcessIdentity(1 << 30, number)
 
 

@@ -1,4 +1,4 @@
-"""Up to which step a job is protected, and since when not."""
+"""The step up to which a job is protected, and the time since it is not."""
 
 import time
 
@@ -25,7 +25,7 @@ OLD = NOW - UNPROTECTED_GRACE_S - 1
     ],
     ids=["nothing newer", "on its way", "for too long", "a save was left out", "both"],
 )
-def test_since_when_a_job_is_not_protected(newer, left_out, since):
+def test_protection_loss_has_a_start_time(newer, left_out, since):
     found = protection_status(7, newer, left_out, now=NOW)
     assert (found.step, found.unprotected_since, found.missed_saves) == (7, since, left_out[0])
 
@@ -47,9 +47,9 @@ def test_protection_changes_are_recorded(tmp_path):
     ]
 
 
-def test_saves_without_an_agent_count_as_left_out(tmp_path):
+def test_saves_without_an_agent_count_as_missed(tmp_path):
     recorded = SaveRestoreLog(EventLogWriter(tmp_path))
-    recorded.protection(None)  # and nothing was left out: nothing is known
+    recorded.protection(None)  # no save was missed, so no event is recorded
     recorded.protection(ProtectionStatus(4))
     before = time.time()
     recorded.protection(None, missed=1)

@@ -1,4 +1,4 @@
-"""Which agent of this machine a job's steps are read from, if another launcher has used another agent."""
+"""The agent of this machine that serves a job's steps, if other launchers used another agent."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ def test_restore_finds_the_newest_step_in_another_agent(places, monkeypatch):
     assert settings_of_newest_agent("local", load_settings()).agent.directory == str(places[1])
 
 
-def test_own_agent_that_has_ended_is_started_for_what_it_left(places, monkeypatch):
+def test_stopped_own_agent_is_started_for_its_steps(places, monkeypatch):
     saves(monkeypatch, places[0], "local", 5)
     saves(monkeypatch, places[1], "local", 4)
     stop_agent(places[0])
@@ -101,7 +101,7 @@ def test_agents_in_chosen_directories_are_not_used(places, monkeypatch, tmp_path
 
 
 def test_absent_agent_is_not_waited_for(tmp_path, monkeypatch):
-    """A client would try again for 20 s, at the first restore of every process."""
+    """A client would retry for 20 s at the first restore of every process."""
     monkeypatch.setattr(local_agents, "NodeAgentClient", lambda *_: pytest.fail("a client waits for an agent"))
     with pytest.raises(AgentUnreachableError):
         local_agents.list_agent_steps("local", load_settings(), tmp_path)
@@ -161,7 +161,7 @@ def test_commands_choose_a_stopped_agent_only_if_no_other_one_has_the_job(places
         assert find_agent_directory(load_settings(), "chosen") == places[2]
 
 
-def test_restore_from_a_configured_agent_warns_of_a_stopped_agent_with_the_job(places, monkeypatch, caplog):
+def test_restore_from_a_configured_agent_warns_of_a_stopped_one(places, monkeypatch, caplog):
     saves(monkeypatch, places[1], "local", 5)
     monkeypatch.setenv("TIEREDCKPT_AGENT_DIRECTORY", str(places[2]))
     with stopped(places[1]) as pid, Checkpointer("tiered://local") as ckpt:
@@ -194,7 +194,7 @@ def test_restore_from_a_configured_agent_warns_of_a_step_in_another_one(places, 
 
 @pytest.fixture
 def agent_with_full_queue():
-    """A socket that listens in an agent's directory, and whose queue of connections is full."""
+    """A socket that listens in an agent's directory with a full backlog."""
     with tempfile.TemporaryDirectory(dir="/dev/shm") as directory, socket.socket(socket.AF_UNIX) as listener:
         place = AgentPaths(Path(directory))
         listener.bind(str(place.socket))

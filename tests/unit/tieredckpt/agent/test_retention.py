@@ -47,8 +47,8 @@ def test_quarantined_step_does_not_count_and_expires_with_adjacent_steps():
     assert gone(1, 2, keep_last=1, quarantined=[group(1), group(2)]) == []
 
 
-def test_after_going_back_the_new_past_is_kept_although_its_numbers_are_lower():
-    """Twelve steps were saved, the job went back to 9 and has saved 10 again: that is the newest one now."""
+def test_steps_of_a_new_branch_are_kept_despite_lower_numbers():
+    """Twelve steps were saved, the job returned to 9 and saved 10 again: that step is the newest."""
     new = group(10, epoch=2)
     assert gone(8, 9, 10, 11, 12, bases={new: 9}, keep_last=1) == [8, 9]
     assert gone(8, 9, 10, 11, 12, bases={new: 9}, keep_last=2) == [8]
@@ -58,7 +58,7 @@ def test_after_going_back_the_new_past_is_kept_although_its_numbers_are_lower():
 
 @st.composite
 def histories(draw):
-    """Up to three incarnations; each began from somewhere, or did not say, and saved some steps after it."""
+    """Draw up to three incarnations; each starts from a step or an unknown one and saves later steps."""
     whole = {}
     for epoch in (1, 2, 3):
         base = draw(st.none() | st.integers(-1, 6))
@@ -79,6 +79,6 @@ def test_step_chosen_by_a_restore_is_never_deleted(whole, keep_last, keep_every,
     left = [g for g in whole if g not in deleted]
     assert choice(left) == choice(whole)
     assert sorted(set(left) | set(deleted)) == sorted(whole)
-    # whatever a crash leaves of a deletion, oldest first, is just as good
+    # any interrupted deletion, oldest first, leaves the same choice
     for done in range(len(deleted)):
         assert choice([g for g in whole if g not in deleted[:done]]) == choice(whole)

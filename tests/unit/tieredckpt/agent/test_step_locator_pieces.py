@@ -1,4 +1,4 @@
-"""Pieces found in layouts that stay columns: the same ones as by looking at every piece there is."""
+"""Pieces found in columnar layouts equal the result of a linear search."""
 
 import pytest
 from hypothesis import given

@@ -1,4 +1,4 @@
-"""What ``Checkpointer`` refuses before its first save."""
+"""Uses that ``Checkpointer`` refuses before its first save."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ def test_first_save_without_a_restore_refuses_a_step_behind_an_earlier_run(node,
         assert ckpt.save(state, 10).wait() is SaveState.SEALED
 
 
-def test_unavailable_durable_tier_does_not_hide_the_steps_of_an_earlier_run(node, state, monkeypatch):
+def test_unavailable_durable_tier_does_not_hide_steps_of_an_earlier_run(node, state, monkeypatch):
     with Checkpointer("tiered://job") as ckpt:
         ckpt.save(state, 9).wait()
     close_sessions()

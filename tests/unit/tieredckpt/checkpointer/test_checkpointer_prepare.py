@@ -1,4 +1,4 @@
-"""Memory of the next saves: made, populated and registered before the call that writes into it."""
+"""Memory of the next saves: created, populated and registered before the call that uses it."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def prepared(job="job"):
 
 
 def work_of(counts, call):
-    """The work that this thread did in ``call``."""
+    """Return the memory calls of this thread in ``call``."""
     before = Counter(counts)
     result = call()
     done = counts - before
@@ -240,7 +240,7 @@ def test_first_save_that_another_rank_fails_releases_its_slot(node, monkeypatch)
 
 
 def test_save_after_a_first_save_that_was_not_sealed_is_planned(node, monkeypatch):
-    """Otherwise this rank would wait for the others in the collectives of planning."""
+    """Otherwise this rank would wait for the other ranks in the collectives of planning."""
     sealing, fails = node.store.seal, [True]
 
     def seal(*args, **kwargs):

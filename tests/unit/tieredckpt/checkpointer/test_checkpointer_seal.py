@@ -1,4 +1,4 @@
-"""``Checkpointer.seal``: a step is safe before everybody leaves, whatever became of its save."""
+"""``Checkpointer.seal``: a step is safe before the ranks leave, even if its save was skipped."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def test_seal_makes_the_step_durable_on_request(node, state, tmp_path):
         assert [info.tiers for info in ckpt.steps() if info.step == 8 and "durable" in info.tiers]
 
 
-def test_without_a_durable_tier_memory_is_all_there_is(node, state):
+def test_seal_uses_only_memory_without_a_durable_tier(node, state):
     with Checkpointer("tiered://seal") as ckpt:
         assert ckpt.seal(state, 8, durable=True).state is SaveState.SEALED
 

@@ -1,4 +1,4 @@
-"""What was kept is saved in the next world: one rank, and a node in this process."""
+"""The next world saves the state that survivors retained: one rank, and an in-process node."""
 
 from __future__ import annotations
 
@@ -25,13 +25,13 @@ def weigh(name, tensor, shape, offsets):
 
 
 class Job:
-    """A job of one rank that goes from world to world."""
+    """A job of one rank that moves from world to world."""
 
     def __init__(self, held, node):
         self.held, self.node, self.epoch = held, node, -1
 
     def enter(self, *, strict=True):
-        """Into a new world, with a new model; what it says of where its state comes from."""
+        """Enter a new world with a new model, and return the source of its state."""
         self.epoch += 1
         dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
         found = hydrate_from_survivors(self.held, dist.distributed_c10d._get_default_store(), 0, 1, weigh=weigh)
@@ -65,7 +65,7 @@ class Job:
 
 @pytest.fixture
 def job(monkeypatch):
-    # What is collected between worlds is large only because of everything else that tests have imported.
+    # Skip the garbage collection, which is slow here because of all the modules tests import.
     monkeypatch.setattr("elastic.workers.in_process_restart.gc.collect", lambda: 0)
     with memory_node() as node, track_step_boundaries() as held:
         one = Job(held, node)
@@ -99,7 +99,7 @@ def test_the_step_that_was_reached_is_given(job):
     assert torch.equal(job.optimizer.state[job.model.weight]["momentum_buffer"], moments)
     report = job.ckpt.last_restore
     assert (report.mode, report.steps_redone, set(report.bytes_by_tier)) == ("live", 0, {"memory"})
-    # What comes after it is saved as after every other step, and older steps are still there to fall back to.
+    # The following steps are saved as usual, and older steps remain to fall back to.
     job.train(11)
     assert [info.step for info in job.ckpt.steps() if info.is_complete][-2:] == [8, 10]
 
@@ -113,7 +113,7 @@ def test_complete_step_is_not_saved_again(job):
     assert (job.first, job.ckpt.last_restore.mode, job.ckpt.last_restore.steps_redone) == (6, "snapshot", 0)
 
 
-def test_torn_boundary_costs_the_unsaved_steps(job):
+def test_incomplete_boundary_costs_the_unsaved_steps(job):
     job.enter()
     job.train(9)
     job.optimizer.step()
@@ -152,7 +152,7 @@ def test_survivor_state_is_used_when_all_saved_steps_are_lost(job):
     job.lose_all_steps()
     assert said(job.enter()) == ("live", 8, 8)
     assert (job.first, job.state["n"].item()) == (9, 8)
-    # In this world nothing was saved: what belongs to the state is known from the step it restored.
+    # This world saved no step: the names in the state are known from the step it restored.
     job.train(10)
     job.leave()
     job.lose_all_steps()

@@ -1,4 +1,4 @@
-"""What ranks tell each other through their store: as it was said, or a clear refusal."""
+"""Messages between ranks through their store: a round trip or a clear refusal."""
 
 from __future__ import annotations
 

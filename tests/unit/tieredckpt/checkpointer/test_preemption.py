@@ -1,4 +1,4 @@
-"""SIGTERM while somebody has it for a last save: whom it interrupts, and whom it is not for."""
+"""SIGTERM around a last save: starting threads, forked children and the previous handler."""
 
 import os
 import signal
@@ -12,7 +12,7 @@ from tieredckpt.checkpointer.preemption import PreemptionHandler
 
 @pytest.fixture
 def heard():
-    """What was there before is called when the last save is done."""
+    """Calls of the previous SIGTERM handler, which runs after the last save."""
     calls = []
     before = signal.signal(signal.SIGTERM, lambda *_: calls.append("before"))
     yield calls

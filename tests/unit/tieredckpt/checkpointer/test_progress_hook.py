@@ -1,4 +1,4 @@
-"""Which step a restore has to take, where somebody insists on one."""
+"""The step that a restore is required to load, for one job or for any job."""
 
 from __future__ import annotations
 

@@ -21,7 +21,7 @@ STEPS = 12
 
 @pytest.fixture
 def durable(tmp_path):
-    """A store with the steps of a job that is in no memory."""
+    """A store with the steps of a job whose memory copies are gone."""
     url = f"file://{tmp_path}"
     with memory_node(), Checkpointer(JOB, durable=url, on_sigterm="ignore") as ckpt:
         for step in range(STEPS):

@@ -1,4 +1,4 @@
-"""A restore falls back past damaged plain checkpoints to other steps, newest first, and reads none of them twice."""
+"""A restore falls back past damaged plain checkpoints, newest first, and reads each once."""
 
 import pickle
 

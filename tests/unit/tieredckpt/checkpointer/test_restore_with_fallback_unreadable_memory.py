@@ -1,4 +1,4 @@
-"""A load while this node's memory cannot be read: from another tier, or not now; never from an older step."""
+"""A load with unreadable memory reads another tier or raises, but loads no older step."""
 
 import errno
 

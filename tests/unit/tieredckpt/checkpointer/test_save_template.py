@@ -1,4 +1,4 @@
-"""Saves that create no state dicts of an unchanged state detect every change of it."""
+"""Saves that reuse state dicts of an unchanged state detect every change of it."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ WIDTH = 16
 
 
 class Recipe:
-    """A ``Stateful`` of a user's own."""
+    """A ``Stateful`` that a user wrote."""
 
     def __init__(self) -> None:
         self.values = {"cursor": 0, "mean": torch.zeros(3)}

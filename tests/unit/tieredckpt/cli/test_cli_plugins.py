@@ -1,4 +1,4 @@
-"""Commands that other packages add: found by entry point, loaded when asked for, and each fails by itself."""
+"""Commands of other packages: found by entry point, loaded on use, and failing alone."""
 
 import json
 import sys
@@ -25,7 +25,7 @@ text = "not a command"
 
 @pytest.fixture
 def added(tmp_path, monkeypatch):
-    """Install a distribution that has these entry points; modules as (name, text)."""
+    """Install a distribution with these entry points; modules are (name, text) pairs."""
     names = []
 
     def install(points, modules=(), *, dist="more", group="tieredckpt.commands"):

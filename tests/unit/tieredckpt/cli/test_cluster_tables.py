@@ -1,4 +1,4 @@
-"""Pictures of a cluster, as text and as JSON: whole lines at 80 columns, trouble first, silence not for emptiness."""
+"""Tables of a cluster as text and JSON: 80 columns, trouble first, silent nodes not shown empty."""
 
 import io
 
@@ -86,7 +86,7 @@ def test_measured_path_speed_is_shown():
     assert "PATH" not in text(looked())
 
 
-def test_nodes_in_trouble_are_not_left_out():
+def test_nodes_in_trouble_are_always_shown():
     many = cluster_status(
         *(cluster_node(f"n{number:03}") for number in range(100)),
         cluster_node("n900", state="dead", unreachable="gone"),

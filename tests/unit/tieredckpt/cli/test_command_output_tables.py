@@ -1,4 +1,4 @@
-"""Tables fit in 100 columns and lose nothing of long names."""
+"""Tables fit in 100 columns and do not truncate long names."""
 
 import io
 import itertools

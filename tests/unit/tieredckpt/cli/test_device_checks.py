@@ -1,4 +1,4 @@
-"""``doctor --gpu`` on late devices: what is well, what is not, and that it always ends."""
+"""``doctor --gpu`` on asynchronous devices: findings, unchanged devices, and a time limit."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def test_skipped_checks_are_named_without_a_device():
     assert "not tried" in found[1].message
 
 
-def test_memory_that_cannot_be_registered_is_a_finding_and_the_rest_is_tried():
+def test_unregistrable_memory_is_a_finding_and_other_checks_run():
     device = AsyncDevice(count=1)
     device.refuses = "error 2"
     (one,) = bad_ones(tried(device))
@@ -96,7 +96,7 @@ def test_a_device_that_raises_is_a_finding_and_keeps_no_memory(monkeypatch, wher
 
 
 def test_incomplete_event_fails_the_check_and_keeps_the_memory(monkeypatch):
-    """What a device may still write to is neither unregistered nor given back."""
+    """Memory that a device may still write to is neither unregistered nor freed."""
     device = AsyncDevice(count=1)
     for_ever = threading.Event()
     monkeypatch.setattr("tests.support.async_device.AsyncEvent.query", lambda _self: False)

@@ -1,4 +1,4 @@
-"""What doctor concludes, as a table."""
+"""The conclusions of ``doctor``, as a table."""
 
 import dataclasses
 
@@ -46,7 +46,7 @@ def left(tree):
     return {row.loss: row.survives for row in loss_survivals(settings_from_mapping(tree))}
 
 
-def test_without_a_durable_tier_a_lost_node_is_a_lost_job():
+def test_lost_node_leaves_no_step_without_a_durable_tier():
     assert left({})["this node or its memory"] == "nothing: there is no durable tier"
     assert "the store" not in left({})
 

@@ -1,4 +1,4 @@
-"""Which shards without a manifest ``gc`` deletes."""
+"""Shards without a manifest that ``gc`` deletes."""
 
 from types import SimpleNamespace
 

@@ -1,4 +1,4 @@
-"""``tieredckpt goodput --html``: a file, whole or not at all."""
+"""``tieredckpt goodput --html`` writes a complete file or none."""
 
 import msgspec
 import pytest
@@ -38,7 +38,7 @@ def test_beside_json(tmp_path, ledger, capsys):
 
 
 @pytest.mark.parametrize("place", ["", "nowhere/report.html"])
-def test_where_no_file_can_be(tmp_path, ledger, capsys, place):
+def test_invalid_file_locations_are_refused(tmp_path, ledger, capsys, place):
     assert main(["goodput", str(ledger), "--html", str(tmp_path / place)]) == 2
     assert "--html" in capsys.readouterr().err
     assert [one.name for one in tmp_path.iterdir()] == ["ledger"]

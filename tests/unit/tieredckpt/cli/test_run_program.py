@@ -54,7 +54,7 @@ def test_broken_pipe_of_a_connection_is_an_error(capsys):
     assert capsys.readouterr().err == "program: [Errno 32] Broken pipe\n"
 
 
-def test_closed_standard_output_is_no_error():
+def test_closed_standard_output_is_not_an_error():
     reading, writing = os.pipe()
     os.close(reading)
     command = [sys.executable, "-m", "tieredckpt", "simulate", "--help"]

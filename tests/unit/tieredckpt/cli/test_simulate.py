@@ -1,4 +1,4 @@
-"""``tieredckpt simulate``: what it says, what it refuses, and that the documentation shows just that."""
+"""``tieredckpt simulate``: its output and errors, and that the documentation shows the same."""
 
 import json
 import re

@@ -1,4 +1,4 @@
-"""Two views of a job as one, and what is said when a step is in neither."""
+"""Memory and durable views of a job merged into one, and messages for absent steps."""
 
 import pytest
 

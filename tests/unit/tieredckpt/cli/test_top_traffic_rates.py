@@ -1,4 +1,4 @@
-"""Rates out of counters, also across a restart of the agent."""
+"""Rates from counters, even across a restart of the agent."""
 
 import pytest
 

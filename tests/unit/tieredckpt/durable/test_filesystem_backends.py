@@ -1,4 +1,4 @@
-"""What a directory does beyond the contract."""
+"""Behavior of a directory as a durable tier, beyond the contract."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def test_directories_go_with_their_last_object(store: RetryingStore, root: Path)
     assert list(root.iterdir()) == []
 
 
-def test_a_dangling_link_is_no_directory(store: RetryingStore, root: Path):
+def test_dangling_link_is_not_a_directory(store: RetryingStore, root: Path):
     root.mkdir()
     (root / "a").symlink_to(root / "nowhere")
     with pytest.raises(DurableRefusedError, match="a/b"):
@@ -81,7 +81,7 @@ def test_concurrent_writers_and_deleters_do_not_conflict(store: RetryingStore):
     assert list(store.list("")) == []
 
 
-def test_a_folder_is_no_object(store: RetryingStore):
+def test_folder_is_not_an_object(store: RetryingStore):
     store.put("a/b", b"1")
     with pytest.raises(ObjectNotFoundError):
         store.get("a")

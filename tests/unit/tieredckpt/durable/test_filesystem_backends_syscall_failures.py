@@ -1,5 +1,7 @@
-"""Every system call of a durable tier in a directory fails once, in every way: nothing is lost or half written, nothing
-is said to be absent or damaged, and the next try works."""
+"""Each system call of a durable tier in a directory fails once in every way.
+
+No data is lost, half written, or reported as absent or damaged, and a retry succeeds.
+"""
 
 import contextlib
 import errno
@@ -36,7 +38,7 @@ class Journal(dict):
 
 
 def story(folder, calls):
-    """What a drain, a load and a retention do; who is told "not now" asks again."""
+    """Run a drain, a load and a retention, with retries of transient errors."""
     said = []
     shard = folder / "shard"
     shard.write_bytes(DATA)
@@ -61,7 +63,7 @@ def story(folder, calls):
         for group in (ONE, TWO):
             name = f"{object_keys.shards_prefix(JOB, group)}0.safetensors"
             asked(lambda name=name: store.upload(name, shard, len(DATA), journal=Journal(), identity="x"))
-            with contextlib.suppress(ObjectExistsError):  # it was made, and somebody was told otherwise
+            with contextlib.suppress(ObjectExistsError):  # it was created although the first call failed
                 asked(
                     lambda group=group: store.put(
                         object_keys.manifest_key(JOB, group, None), b"of it", create_only=True
@@ -125,7 +127,7 @@ def each_fails(calls, code):
 
 @pytest.mark.parametrize("code", CODES, ids=errno.errorcode.get)
 def test_failed_syscall_loses_no_data_and_the_retry_succeeds(made, code):
-    """Every calling place fails with one of the errors; the nightly run tries all of them."""
+    """Each call site fails with one of the errors; the nightly run tries all of them."""
     places = list({(call.what, call.stack[:3]): call for call in made}.values())
     assert len(places) > 20
     each_fails(places[CODES.index(code) :: len(CODES)], code)

@@ -1,4 +1,4 @@
-"""What errors mean, by what the libraries really raise and say."""
+"""The classification of errors that the storage libraries really raise."""
 
 from __future__ import annotations
 

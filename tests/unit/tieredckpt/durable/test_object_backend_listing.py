@@ -1,4 +1,4 @@
-"""What is looked at for a listing is what is asked for, not all that lies beside it."""
+"""A listing reads only the objects under the requested prefix."""
 
 from __future__ import annotations
 

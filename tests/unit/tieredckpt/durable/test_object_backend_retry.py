@@ -12,7 +12,7 @@ from tieredckpt.errors import DurableRefusedError, StoreBusyError, TierUnavailab
 
 
 class Clock:
-    """Time passes by sleeping only."""
+    """A clock on which time passes only by sleeping."""
 
     def __init__(self) -> None:
         self.now = 0.0
@@ -37,7 +37,7 @@ def retry(clock: Clock) -> RetryPolicy:
 
 
 class Fails:
-    """An operation that raises these in turn, and then is done."""
+    """An operation that raises these errors in turn and then succeeds."""
 
     def __init__(self, *errors: Exception) -> None:
         self.errors = list(errors)
@@ -93,7 +93,7 @@ def test_time_counts_from_the_first_failure(retry: RetryPolicy, clock: Clock):
         retry.run("x", slow)
 
 
-def test_a_wait_that_would_end_too_late_is_not_begun(retry: RetryPolicy, clock: Clock):
+def test_retry_wait_beyond_the_deadline_is_skipped(retry: RetryPolicy, clock: Clock):
     with pytest.raises(StoreBusyError):
         retry.run("x", Fails(HttpStatusError(503, "SlowDown", "", retry_after_s=61.0)))
     assert clock.slept == []
@@ -132,6 +132,6 @@ def test_refused_credentials_are_replaced_once(retry: RetryPolicy, clock: Clock)
     assert clock.slept == []
 
 
-def test_without_others_refused_credentials_are_final(retry: RetryPolicy):
+def test_refused_credentials_are_final_without_others(retry: RetryPolicy):
     with pytest.raises(DurableRefusedError):
         retry.run("x", Fails(HttpStatusError(403, "InvalidAccessKeyId", "")))

@@ -1,4 +1,4 @@
-"""An interrupted or closed store ends the retries of its reads; absent objects and short retries stay as they are."""
+"""Retries of reads end when their store is interrupted or closed."""
 
 from __future__ import annotations
 

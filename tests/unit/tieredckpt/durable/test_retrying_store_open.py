@@ -31,7 +31,7 @@ def test_unopenable_store_is_refused_with_a_reason(url: str, options: dict[str, 
 
 
 @pytest.mark.parametrize("form", ["{}", "file://{}", "file://localhost{}"])
-def test_a_directory_by_any_of_its_names(form: str, tmp_path: Path):
+def test_directory_matches_any_of_its_names(form: str, tmp_path: Path):
     store = open_store(form.format(f"{tmp_path}/a b"), DurableSettings())
     store.put("x", b"1")
     assert (tmp_path / "a b" / "x").read_bytes() == b"1"

@@ -1,4 +1,4 @@
-"""The ledger's reader takes what it can, counts the rest, and tells absent from unreadable."""
+"""The event log reader parses valid lines, counts the others, and reports unreadable files."""
 
 import msgspec
 import pytest
@@ -42,7 +42,7 @@ def test_any_line_is_an_event_or_counted(line):
 
 
 @given(st.integers(0, len(LINE) - 1))
-def test_a_torn_last_line_is_normal(length):
+def test_truncated_last_line_is_not_an_error(length):
     read = parse_event_files({"a": LINE + b"\n" + LINE[:length]})
     assert read.events == (STEP,)
     assert (read.truncated_lines, read.damaged_lines) == (int(length > 0), 0)

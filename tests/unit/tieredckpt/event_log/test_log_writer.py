@@ -1,4 +1,4 @@
-"""The ledger's writer: never an error into the training, and at most one line torn."""
+"""The event log writer never raises into the training and truncates at most one line."""
 
 import logging
 import os
@@ -44,7 +44,7 @@ def test_nothing_is_made_before_there_is_something_to_write(tmp_path):
     assert not list(tmp_path.iterdir())
 
 
-def test_a_forked_child_writes_a_file_of_its_own(tmp_path):
+def test_forked_child_writes_its_own_file(tmp_path):
     writer = EventLogWriter(tmp_path)
     writer.write(step(0))
     child = os.fork()
@@ -88,7 +88,7 @@ def test_log_size_is_bounded_and_missing_files_are_reported(tmp_path):
 
 
 def test_full_disk_warns_once_and_counts_lost_events(caplog):
-    """``/dev/full`` is there for this."""
+    """``/dev/full`` behaves like a full disk."""
     writer = EventLogWriter("/dev/full")
     with caplog.at_level(logging.WARNING):
         for n in range(5):

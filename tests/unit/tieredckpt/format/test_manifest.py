@@ -1,4 +1,4 @@
-"""Manifests and indexes as bytes: what is written comes back, what is not a manifest is told so."""
+"""Manifests and indexes as bytes: valid ones round-trip, and invalid ones are damage."""
 
 import msgspec
 import pytest
@@ -50,7 +50,7 @@ def layouts(draw):
 
 @st.composite
 def shard_files(draw):
-    """Index, layout and table of every part of one step."""
+    """Return the index, layout and table of every part of one step."""
     parts = draw(st.integers(1, 4))
     job, incarnation = draw(names), draw(names)
     step, epoch, attempt = draw(st.integers(0, 1 << 40)), draw(st.integers(1, 99)), draw(st.integers(0, 3))
@@ -107,7 +107,7 @@ def test_a_flipped_bit_is_damage(files, data):
 
 
 @given(shard_files(), st.data())
-def test_any_beginning_is_damage(files, data):
+def test_truncated_or_extended_bytes_are_damage(files, data):
     raw = encode_shard_file(*files[0])
     with pytest.raises(CheckpointDamagedError):
         decode_shard_file(raw[: data.draw(st.integers(0, len(raw) - 1))])
@@ -253,7 +253,7 @@ def test_shard_file_with_a_foreign_layout_is_damaged():
         decode_shard_file(encode_shard_file(index, encode_layout(build_layout([], [], None))))
 
 
-def test_kinds_are_not_mixed_up():
+def test_object_kinds_are_distinct():
     with pytest.raises(CheckpointDamagedError, match="it is a shard"):
         decode_manifest(encode_shard_file(*simple()))
 

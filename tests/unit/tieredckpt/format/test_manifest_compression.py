@@ -1,4 +1,4 @@
-"""Chunks compressed one by one: what comes back is exactly what went in, or an error."""
+"""Chunks compressed one by one: each yields its exact bytes or an error."""
 
 import pytest
 import zstandard

@@ -1,4 +1,4 @@
-"""Coverage, against a mask with one cell per element."""
+"""Coverage compared with a mask of one cell per element."""
 
 import numpy as np
 import pytest
@@ -25,7 +25,7 @@ shapes = st.lists(st.integers(0, 4), max_size=3).map(tuple)
 
 @st.composite
 def states(draw):
-    """A table, and shards with pieces of its tensors and some of its objects."""
+    """Draw a table, and shards with pieces of its tensors and some of its objects."""
     tensors = [TableTensor(f"t{i}", "float32", draw(shapes)) for i in range(draw(st.integers(0, 3)))]
     objects = [f"o{i}" for i in range(draw(st.integers(0, 2)))]
     shards = []
@@ -44,7 +44,7 @@ def states(draw):
 
 
 def missing(table, shards):
-    """The same answer, element by element."""
+    """Compute the same answer element by element."""
     seen = {tensor.fqn: np.zeros(tensor.shape, bool) for tensor in table.tensors}
     known = set()
     objects = set()
@@ -54,7 +54,7 @@ def missing(table, shards):
             place = tuple(slice(o, o + n) for o, n in zip(entry.box.offsets, entry.box.sizes, strict=True))
             seen[entry.fqn][place] = True
         objects.update(item.fqn for item in shard.items if item.tensor is None)
-    # a tensor without elements has to be there too: its name and shape are part of the state
+    # a tensor without elements must be present as well: its name and shape are part of the state
     torn = [name for name, mask in seen.items() if name not in known or not mask.all()]
     return torn + [name for name in table.objects if name not in objects]
 
@@ -79,7 +79,7 @@ def test_a_piece_of_another_shape_covers_nothing(shape):
     assert missing_entries(table, [stranger]) == ["t"]
 
 
-def test_an_object_is_no_tensor_and_a_tensor_no_object():
+def test_objects_and_tensors_are_distinct():
     table = StateTable((TableTensor("t", "float32", (1,)),), ("o",))
     mixed_up = build_layout(
         [TensorEntry("o", "float32", (1,), Box((0,), (1,)), 4)], [ItemEntry("t", OBJECT_ITEM)], None

@@ -1,4 +1,4 @@
-"""What names of objects stand for, also those that somebody else has put there."""
+"""The meaning of object names, including names that other programs wrote."""
 
 import pytest
 
@@ -7,7 +7,7 @@ from tieredckpt.format import object_keys
 
 @pytest.mark.parametrize("number", ["9" * 19, str(1 << 62), "9" * 5000])
 def test_keys_with_overlarge_numbers_are_foreign(number):
-    """A name of one object must not end every restore, nor all saving."""
+    """One foreign object name must not break restores or saves."""
     twelve = number.zfill(12)
     assert object_keys.parse_manifest_key(f"j/manifests/{twelve}.000001.0.a.fresh.manifest", "j") is None
     assert object_keys.parse_manifest_key(f"j/manifests/000000000001.{twelve}.0.a.fresh.manifest", "j") is None

@@ -97,7 +97,7 @@ def test_slices_are_named_by_their_offsets_and_names_stay_unique():
     assert "__metadata__" not in layout.names
 
 
-def test_types_safetensors_lacks_are_shown_as_bytes_and_keep_their_name_in_the_index():
+def test_dtypes_unknown_to_safetensors_are_bytes_and_keep_their_name():
     entry = TensorEntry("c", "complex128", (3,), Box((0,), (3,)), 16)
     layout = build_layout([entry], [], None)
     assert dict(deserialize(file_of(layout, [])))["c"]["dtype"] == "U8"
@@ -107,7 +107,7 @@ def test_types_safetensors_lacks_are_shown_as_bytes_and_keep_their_name_in_the_i
 @pytest.mark.parametrize(
     "change",
     [
-        lambda e: TensorEntry(e.fqn, e.dtype, e.shape, Box((1,), (4,)), e.itemsize),  # sticks out
+        lambda e: TensorEntry(e.fqn, e.dtype, e.shape, Box((1,), (4,)), e.itemsize),  # exceeds the shape
         lambda e: TensorEntry(e.fqn, e.dtype, e.shape, Box((-1,), (2,)), e.itemsize),
         lambda e: TensorEntry(e.fqn, e.dtype, (4, 4), e.box, e.itemsize),  # ranks differ
         lambda e: TensorEntry(e.fqn, e.dtype, e.shape, e.box, 0),

@@ -1,4 +1,4 @@
-"""What torch calls its element types, how wide they are, and what safetensors makes of them."""
+"""Torch's element types: their names, widths and equivalents in safetensors."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""Names of files as parts of a step."""
+"""File names as parts of a step."""
 
 import pytest
 from hypothesis import given

@@ -1,4 +1,4 @@
-"""A step as files: what opening all of them costs."""
+"""The cost of opening all files of a step."""
 
 import io
 import os
@@ -31,7 +31,7 @@ def archived(value):
 
 
 def save(store, step):
-    """A step of many parts, an object in each."""
+    """Save a step of many parts with one object in each."""
     store.claim("job", "incarnation")
     for part in range(PARTS):
         layout, data = Layout((), (ItemEntry(f"object{part}", OBJECT_ITEM),), {}), archived({"part": part})

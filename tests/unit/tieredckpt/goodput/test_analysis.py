@@ -11,7 +11,7 @@ SECOND = 1_000_000
 
 
 def seconds(analysis):
-    """By category, without those that have none."""
+    """Return the time by category, without empty categories."""
     return {name: us / SECOND for name, us in analysis.wall.by.items() if us}
 
 
@@ -41,7 +41,7 @@ def test_a_run_without_faults():
 
 
 def test_a_killed_rank_is_a_recovery_with_its_stages():
-    """Steps of 1 s; a fault at 7.5, half a second into step 5, of which the newest saved one is 3."""
+    """Steps of 1 s; a fault at 7.5, half a second into step 5, with step 3 as the newest saved one."""
     told = EventLogBuilder().process_began(0).world_formed(0, ranks=2).steps(0, 5, at=2)
     told.fault(7.6, epoch=0, since=7.5, node="n1")
     told.stage("detect", 7.7, 0, epoch=0, rank=0).stage("abort", 7.7, 0.3, epoch=0, rank=0)
@@ -84,7 +84,7 @@ def test_injection_time_starts_the_recovery():
     ("where", "fits"),
     [({"node": "n1"}, False), ({"epoch": 7}, False), ({"local_rank": 1}, False), ({"local_rank": 0}, True), ({}, True)],
 )
-def test_an_injection_elsewhere_is_no_cause(where, fits):
+def test_injection_on_another_rank_is_not_a_cause(where, fits):
     told = EventLogBuilder().process_began(0).world_formed(0).steps(0, 3, at=1).fault_injected(4.25, "kill", **where)
     told.fault(5, node="n0", local_rank=0).world_formed(5.5, epoch=1, how="respawn").steps(3, 1, at=6, epoch=1)
     (_, recovery) = analyse(told.events).recoveries
@@ -159,7 +159,7 @@ def test_final_restore_undoes_later_steps():
     assert (found.steps_counted, found.steps_lost) == (3, 2)
 
 
-def test_step_that_a_killed_first_rank_did_not_write_counts_if_it_was_restored():
+def test_restored_step_counts_although_a_killed_rank_did_not_record_it():
     told = (
         EventLogBuilder()
         .process_began(0)
@@ -174,7 +174,7 @@ def test_step_that_a_killed_first_rank_did_not_write_counts_if_it_was_restored()
     assert seconds(found)["productive"] == 4
 
 
-def test_step_that_nobody_restored_is_not_made_up():
+def test_unrecorded_step_without_a_restore_is_not_counted():
     told = (
         EventLogBuilder()
         .process_began(0)
@@ -233,7 +233,7 @@ def test_a_run_that_came_to_nothing_is_time_too():
     assert seconds(found) == {"down": 5, "productive": 3}
 
 
-def test_a_file_that_was_opened_later_is_no_part_of_the_run():
+def test_file_opened_later_is_not_part_of_the_run():
     told = (
         EventLogBuilder()
         .process_began(0)
@@ -244,7 +244,7 @@ def test_a_file_that_was_opened_later_is_no_part_of_the_run():
     assert analyse(told.events).wall.total == 3 * SECOND
 
 
-def test_a_coordinator_that_starts_again_begins_no_run():
+def test_restarted_coordinator_starts_no_new_run():
     told = (
         EventLogBuilder()
         .process_began(0)

@@ -1,4 +1,4 @@
-"""Whatever is in a ledger: its time is divided without a rest, and how it was written down does not matter."""
+"""Analyses of any event log: all time is attributed, and the order of events is irrelevant."""
 
 import random
 from itertools import pairwise
@@ -95,7 +95,7 @@ claims = st.lists(
 
 
 @given(claims)
-def test_of_the_claims_that_hold_the_strongest_is_painted(wanted):
+def test_strongest_valid_claim_colors_the_interval(wanted):
     rest = TimeLabel(TimeCategory.UNKNOWN, "rest")
     painted = resolve_claims(wanted, 0, 20, rest)
     for moment in range(20):

@@ -1,4 +1,4 @@
-"""Goodput that is worked out: the published table, the formula, and what must hold for any numbers."""
+"""Computed goodput: the published table, the formula, and properties for any numbers."""
 
 import math
 
@@ -71,7 +71,7 @@ def test_single_fault_kind_matches_the_formula(mtbf, interval, stall, recovery):
     plain = goodput_formula(mtbf_s=mtbf, interval_s=interval, stall_s=stall, recovery_s=recovery)
     assume(plain > 1e-12)
     assert expected_goodput(restart_scheme(interval, stall, recovery), mtbf) == pytest.approx(plain, rel=1e-7)
-    # A durable save each time is the same as memory that is never lost.
+    # A durable save of every step equals memory that is never lost.
     durable = CheckpointScheme(interval, stall, FaultCost(0, 0), durable=FaultCost(1, recovery))
     assert expected_goodput(durable, mtbf) == pytest.approx(plain, rel=1e-7)
 

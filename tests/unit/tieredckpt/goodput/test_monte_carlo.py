@@ -1,4 +1,4 @@
-"""Histories with random faults: they agree with what is worked out, and account for all of their time."""
+"""Histories with random faults match the closed form and account for all of their time."""
 
 import numpy as np
 import pytest
@@ -47,7 +47,7 @@ NODES = SimulatedNodes(3000, count=16, spares=1, min_nodes=14, node_loss_share=0
 def test_all_time_is_accounted_for(scheme, nodes):
     one = simulate_runs(scheme, nodes, rounds=20, runs=50, seed=1)
     total = one.work_s + one.stalled + one.repeated + one.recovering + one.waiting + one.smaller
-    # Work is done, and repeated, at the speed of all nodes: what fewer nodes took longer is counted by itself.
+    # Work and repeated work count at the speed of all nodes; the delay from fewer nodes is a separate item.
     assert np.allclose(total, one.elapsed, rtol=1e-9)
     assert one.work_s == 20 * scheme.round_s
 
@@ -78,7 +78,7 @@ def test_spares_and_smaller_worlds_help():
     )
 
 
-def test_where_nothing_gets_done_nothing_is_played():
+def test_run_without_progress_is_not_simulated():
     forecast = forecast_goodput(restart_scheme(600, 1, 6000), SimulatedNodes(300), work_s=86400, runs=10, seed=0)
     assert forecast.simulated is None
     assert forecast.goodput == forecast.closed_form < 1e-6

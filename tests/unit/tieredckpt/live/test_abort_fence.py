@@ -1,4 +1,4 @@
-"""What is believed of a world that was aborted: nothing that had not completed before."""
+"""Trust in the state of an aborted world: only work completed before the abort counts."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from tieredckpt.testing import memory_node
 
 
 class Broken(BaseException):
-    """The world is."""
+    """The error of a broken world."""
 
 
 class World:
-    """One that may be broken."""
+    """A world that may be broken."""
 
     def __init__(self):
         self.is_broken = False
@@ -31,7 +31,7 @@ class World:
 
 
 class Late(CpuBackend):
-    """A device on which everything completes when it is told to."""
+    """A device whose work completes only when the test completes it."""
 
     def __init__(self):
         self.given, self.done = 0, 0

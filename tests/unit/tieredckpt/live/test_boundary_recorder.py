@@ -1,4 +1,4 @@
-"""What is noted of a step boundary, and when it is not that of the boundary any more."""
+"""Snapshots of a step boundary, and the changes that make them stale."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from tieredckpt.tensors.state_dict import flatten_state, resolve_stateful
 
 
 class Numbers(torch.optim.Optimizer):
-    """One that changes data behind everybody's back, and keeps a number that is no tensor."""
+    """An optimizer that changes data unobserved and whose state includes a plain number."""
 
     def __init__(self, own):
         super().__init__(own, {"lr": 0.1})
@@ -66,7 +66,7 @@ class Net(nn.Module):
 
 
 class Trained:
-    """A model that trains one step after the other, and notes each."""
+    """A model that trains step by step and records each boundary."""
 
     def __init__(self, kind="adamw", job="job"):
         torch.manual_seed(0)
@@ -109,7 +109,7 @@ def test_a_fault_outside_of_the_optimizer_leaves_the_boundary(kind):
         for number in range(3):
             trained.step(number)
         expected = trained.now()
-        trained.forward()  # also changes what the norms remember
+        trained.forward()  # also changes the state of the norms
         trained.cursor.seen.append(7)
         held.retain_after_fault()
         kept = held.retained["job"]
@@ -182,7 +182,7 @@ def test_replaced_state_between_boundaries_is_detected(what):
         assert_equal(held.retained["job"].values, expected)
 
 
-def test_large_tensors_that_no_optimizer_has_are_not_copied():
+def test_large_tensors_outside_of_optimizers_are_not_copied():
     with track_step_boundaries() as held:
         trained = Trained()
         trained.state["table"] = table = torch.zeros(400_000)

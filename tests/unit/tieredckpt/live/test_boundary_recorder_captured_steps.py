@@ -1,4 +1,4 @@
-"""A step that was captured in a graph changes tensors without Python: nothing is noted then, and that is said."""
+"""A step captured in a graph changes tensors without Python: it is not recorded, and warns."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ if hasattr(torch.xpu, "XPUGraph"):  # from torch 2.11 on
 
 
 class Trained:
-    """A whole step that is captured once, with the optimizer's in it, and replayed from then on."""
+    """A step that is captured once, including its optimizer, and then replayed."""
 
     def __init__(self, device: AsyncDevice) -> None:
         self.device = device
@@ -37,7 +37,7 @@ class Trained:
         self.noter.record(self.state, step)
 
     def captured(self) -> None:
-        """What kernels of a graph do: no hook is called, and no version counted."""
+        """Change the weights like kernels of a graph, without hooks or version counters."""
 
         def kernels() -> None:
             for one in self.model.parameters():
@@ -100,7 +100,7 @@ def weigh(name, tensor, shape, offsets):
 
 @pytest.mark.parametrize(("kind", "graph"), GRAPH_CLASSES, ids=[kind for kind, _ in GRAPH_CLASSES])
 def test_torch_s_own_graphs_are_seen_while_they_are_watched(kind, graph, monkeypatch):
-    """Also those that ``torch.compile(mode="reduce-overhead")`` makes: it replays through the same class."""
+    """``torch.compile(mode="reduce-overhead")`` replays its graphs through the same class."""
     replayed, seen = [], []
     monkeypatch.setattr(graph, "replay", lambda _self: replayed.append(1))
     before = graph.replay
@@ -113,7 +113,7 @@ def test_torch_s_own_graphs_are_seen_while_they_are_watched(kind, graph, monkeyp
 
 
 @pytest.mark.parametrize(("kind", "graph"), GRAPH_CLASSES, ids=[kind for kind, _ in GRAPH_CLASSES])
-def test_graphs_are_seen_by_everyone_who_still_watches(kind, graph, monkeypatch):
+def test_graph_replays_are_seen_by_all_remaining_watchers(kind, graph, monkeypatch):
     seen = []
     monkeypatch.setattr(graph, "replay", lambda _self: seen.append("replayed"))
     before = graph.replay

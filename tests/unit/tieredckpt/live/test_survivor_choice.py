@@ -1,4 +1,4 @@
-"""Which step survivors have whole between them, as a table and by construction."""
+"""The steps that survivors hold completely between them, as a table and by construction."""
 
 from __future__ import annotations
 
@@ -103,9 +103,9 @@ def test_steps_not_completed_before_the_abort_are_not_trusted():
         return SurvivorReport(left, {}, {"job": step}, {"job": step} if silent else None)
 
     assert trusted_steps([stand(2, 8), stand(2, 7), stand(1, 3), SurvivorReport()]) == {"job": 7}
-    # One that had completed nothing before it heard of the fault.
+    # A rank that had completed no step before it received the fault.
     assert trusted_steps([stand(2, 8), SurvivorReport(2, {}, {}, {})]) == {"job": -1}
-    # Where an abort raises in everybody who waits nobody takes what it left for a result.
+    # If an abort raises in every waiting rank, no rank takes an incomplete result for a valid one.
     assert trusted_steps([stand(2, 8, silent=False), stand(2, 7, silent=False)]) == {}
 
 
@@ -143,7 +143,7 @@ def test_diverging_replicas_are_named():
 
 @st.composite
 def survivors(draw):
-    """Ranks of a mesh of replicas and shards, of which some are lost and some stand a step behind."""
+    """Draw ranks of a mesh of replicas and shards; some are lost and some are a step behind."""
     replicas, shards = draw(st.integers(1, 3)), draw(st.integers(1, 4))
     ranks = [(replica, shard) for replica in range(replicas) for shard in range(shards)]
     there = draw(st.lists(st.sampled_from(ranks), unique=True, max_size=len(ranks)))

@@ -1,4 +1,4 @@
-"""Which tensors need not be read again after a load, and which must be."""
+"""Tensors that must be read again after a load, and tensors that need not."""
 
 import pytest
 import torch

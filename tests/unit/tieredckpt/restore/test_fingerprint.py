@@ -1,4 +1,4 @@
-"""Fingerprints: one number for the same bytes, from numpy and from torch, whole and in parts; what they detect."""
+"""Fingerprints from numpy and torch, in one pass or in parts, and the changes they detect."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def of_bytes(data: bytes, position: int = 0) -> int:
 
 
 def by_definition(data: bytes) -> int:
-    """The sum word by word, in Python's integers."""
+    """Compute the sum word by word in Python's integers."""
     words = struct.unpack(f"<{-(-len(data) // 4)}i", data + bytes(-len(data) % 4))
     columns = fingerprint.column_weights(torch.device("cpu")).tolist()
     rows = fingerprint.row_weights(torch.arange(len(words) // ROW_WORDS + 1)).tolist()
@@ -122,7 +122,7 @@ def test_lazy_conjugates_and_negatives_are_resolved():
 
 
 def differs(data: bytes, other: bytes) -> bool:
-    """Whether both ways see the change."""
+    """Return whether both implementations detect the change."""
     there = tensor_fingerprints([as_tensor(data), as_tensor(other)])
     assert there == [of_bytes(data), of_bytes(other)]
     return there[0] != there[1]

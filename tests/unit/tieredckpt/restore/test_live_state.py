@@ -1,4 +1,4 @@
-"""The pure halves of the restore proof: chunks put together from live memory, and objects that are compared."""
+"""The pure parts of the restore proof: chunks assembled from live memory, and object comparison."""
 
 import copy
 import os
@@ -37,7 +37,7 @@ def test_unchanged_object_matches_its_archive(value):
 
 
 def told(value):
-    """A list where a tuple was saved is the same, and so are numbers that are equal."""
+    """Describe a value such that a list equals a tuple and equal numbers are equal."""
     if isinstance(value, list | tuple):
         return [told(inner) for inner in value]
     if isinstance(value, dict):
@@ -46,7 +46,7 @@ def told(value):
 
 
 @given(values, values)
-def test_another_object_is_not(one, other):
+def test_different_object_does_not_match(one, other):
     if told(one) != told(other) and repr(told(one)) != repr(told(other)):
         assert object_matches(one, archive_object(other)) is False
 

@@ -1,4 +1,4 @@
-"""The plan of a restore is the one that DCP's planner makes."""
+"""The plan of a restore equals the one of DCP's planner."""
 
 import itertools
 

@@ -1,4 +1,4 @@
-"""The proof of a restore into tensors on late devices: every fault is named, and nothing but numbers is read back."""
+"""Proof of restores on asynchronous devices: every fault is named, usually without a read-back."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def content(seed: int) -> dict[str, torch.Tensor]:
 
 
 class Trainer:
-    """A state on a device whose ``load_state_dict`` calls ``fault`` once the bytes are there."""
+    """A state on a device whose ``load_state_dict`` calls ``fault`` after it has loaded the bytes."""
 
     def __init__(self, device, fault=lambda device, tensors: None):
         self.device, self.fault = device, fault
@@ -173,7 +173,7 @@ def test_zeros_are_explained(open_checkpointer):
 
 
 def test_equal_tensor_elsewhere_is_accepted(open_checkpointer):
-    """The state may put its tensors into other memory, also with other strides."""
+    """The state may move its tensors to other memory, even with other strides."""
     _, proof = restore(open_checkpointer, replace("turned", lambda saved: saved["turned"].contiguous()))
     assert (proof.not_compared, proof.mismatched) == ({}, {})
 
@@ -201,7 +201,7 @@ def test_hook_that_changes_one_element_is_found():
 
 
 @pytest.mark.parametrize("open_checkpointer", ["memory"], indirect=True)
-def test_step_that_is_read_a_second_time_is_compared_with_the_seal(open_checkpointer, monkeypatch):
+def test_step_read_a_second_time_is_compared_with_the_seal(open_checkpointer, monkeypatch):
     given, calls = read_executor.copy_verified, itertools.count()
 
     def fails_once(*arguments, **options):

@@ -1,4 +1,4 @@
-"""Restores into tensors on late devices, through registered buffers; and what must not be left out, left out."""
+"""Restores to asynchronous devices through registered buffers, and mutants of that code."""
 
 from __future__ import annotations
 
@@ -66,14 +66,14 @@ def on(device: AsyncDevice, state: dict[str, torch.Tensor]) -> dict[str, torch.T
 
 
 def restored(open_checkpointer, seed: int = 0, **how) -> tuple[AsyncDevice, dict[str, torch.Tensor], str]:
-    """The devices, what they have after a restore under which they still compute, and the tier it came from."""
+    """Return the devices, their tensors after a restore during computation, and the tier read."""
     with use_device_backend(AsyncDevice(seed, chunk_bytes=512)) as device:
         for name, value in how.items():
             setattr(device, name, value)
         state = on(device, {name: torch.zeros_like(tensor) for name, tensor in content(7).items()})
         for tensor in state.values():
             if tensor.numel() and device.device_of(tensor):
-                device.launch(lambda it: it.add_(1), [tensor])  # nobody has waited for it
+                device.launch(lambda it: it.add_(1), [tensor])  # the restore starts before this has completed
         with open_checkpointer() as ckpt:
             assert ckpt.restore(state) == 1
             (tier,) = ckpt.last_restore.bytes_by_tier
@@ -160,7 +160,7 @@ def test_mutant_without_the_wait_on_the_compute_stream(saved, monkeypatch):
 
 @pytest.mark.parametrize("saved", ["memory"], indirect=True)
 def test_mutant_without_the_final_synchronize(saved, monkeypatch):
-    """The fingerprint of a converted tensor is computed before its elements are there."""
+    """The fingerprint of a converted tensor is computed before its elements arrive."""
     monkeypatch.setattr(slot_copy.StagingBuffers, "synchronize", lambda self: None)
     with pytest.raises(CheckpointException, match="not what was saved: large"):
         load_converted()
@@ -183,7 +183,7 @@ def drain(device: AsyncDevice, place: torch.device) -> None:
 
 @pytest.mark.parametrize("saved", ["memory"], indirect=True)
 def test_mutant_that_unregisters_buffers_of_a_load_that_has_failed(saved, monkeypatch):
-    """The tier goes away in the middle: the devices still empty a buffer that is let go of."""
+    """The tier fails midway, while the devices still read from a released buffer."""
     given, calls = read_executor.copy_verified, []
 
     def read(copier, fd, *arguments, **options):

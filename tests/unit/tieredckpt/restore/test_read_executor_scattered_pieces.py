@@ -1,4 +1,4 @@
-"""Many small pieces, far from each other in one shard: n of them take n times as long as one."""
+"""Many small pieces, far apart in one shard: n of them take n times as long as one."""
 
 import contextlib
 from types import SimpleNamespace
@@ -30,7 +30,7 @@ def data():
 
 @pytest.fixture(scope="module", params=["raw", "zstd"])
 def stored(request, data, tmp_path_factory):
-    """A shard in the durable tier, in chunks so small that pieces are as far from each other as in one of terabytes."""
+    """A durable shard with chunks so small that pieces are as far apart as in a huge shard."""
     folder = tmp_path_factory.mktemp("stored")
     source = folder / "shard"
     source.write_bytes(data.tobytes())

@@ -1,4 +1,4 @@
-"""A stored step seen for reading: pieces from near and few shards, ranges of bytes, chunks of ranges."""
+"""A stored step prepared for reading: near pieces from few shards, byte ranges and chunks."""
 
 import itertools
 
@@ -21,7 +21,7 @@ MEMORY, DURABLE = (Tier.MEMORY,), (Tier.DURABLE,)
 
 
 def stored(*shards, tiers=None):
-    """A step out of (tensors, objects with sizes) of each part."""
+    """Return a step made of (tensors, objects with sizes) for each part."""
     files = []
     for part, (tensors, objects) in enumerate(shards):
         layout = build_layout(tensors, [ItemEntry(name, OBJECT_ITEM) for name in objects], None)
@@ -85,7 +85,7 @@ def test_the_nearest_copy_is_read():
     step = stored(([whole], {"o": 3}), ([whole], {"o": 3}), tiers=[DURABLE, MEMORY])
     assert [found.part for found in step.pieces("t", Box((0,), (4,)))] == [1]
     assert step.object_part("o", 7) == 1
-    assert [step.object_part("o", rank) for rank in (0, 1)] == [0, 1]  # everybody's own, where everybody has one
+    assert [step.object_part("o", rank) for rank in (0, 1)] == [0, 1]  # each rank's own object, if every rank has one
 
 
 def test_missing_name_is_a_mismatch_and_another_shape_damage():

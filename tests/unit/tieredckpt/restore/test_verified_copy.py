@@ -1,4 +1,4 @@
-"""Copies that are compared with the seal in the same pass: all bits arrive, and every damaged chunk is named."""
+"""Copies verified against the seal in one pass: all bits arrive, damaged chunks are named."""
 
 import os
 
@@ -125,7 +125,7 @@ def test_chunks_behind_the_end_of_a_short_file_are_named(copier):
 
 
 def test_target_that_changes_before_it_is_hashed_is_named(copier, monkeypatch):
-    """What is hashed is the target, not the bytes that were read."""
+    """The checksum covers the target, not the bytes that were read."""
     data = os.urandom(3 * CHUNK)
     target = torch.zeros(len(data), dtype=torch.uint8)
     read = verified_copy.read_shard

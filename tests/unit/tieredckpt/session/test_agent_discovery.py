@@ -1,4 +1,4 @@
-"""A node that a job went on without waits for the others; not for one that is in its own world and meets it here."""
+"""A node that returns to a job waits for the other nodes, except nodes of its own world."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ ME, OTHER = PeerNode(validate_node_id("n0"), "127.0.0.1:1"), PeerNode(validate_n
 
 @dataclass
 class Agent:
-    """This node's, which has not heard of the other one since it came back."""
+    """This node's agent, which has no report from the other node since its own return."""
 
     answers: list[tuple[str, ...]]
     asked: int = 0
@@ -60,7 +60,7 @@ class Session:
 
 @pytest.fixture
 def store(monkeypatch):
-    """Of two ranks on two nodes, of which the second has said all that it has to."""
+    """A world of two ranks on two nodes; the second rank has already sent all its messages."""
     store = dist.HashStore()
     monkeypatch.setattr(dist, "is_initialized", lambda: True)
     monkeypatch.setattr(dist, "get_rank", lambda: 0)
@@ -128,7 +128,7 @@ def other_node(store, machine):
 
 
 class Eavesdropper:
-    """A process that reads everything in the store that ranks meet at."""
+    """A process that reads all keys in the store of the ranks."""
 
     def __init__(self, store):
         self._store, self.values = store, []

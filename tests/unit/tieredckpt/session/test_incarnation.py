@@ -1,4 +1,4 @@
-"""The owner of the incarnation: what ranks agree on, what a load or a new world changes, what another process hears."""
+"""The incarnation tracker: agreement of ranks, loads, new worlds, and other processes."""
 
 import dataclasses
 import multiprocessing as mp
@@ -71,7 +71,7 @@ def test_single_differing_rank_starts_a_new_incarnation(other):
 
 
 def test_later_incarnation_has_the_greater_epoch_even_if_unknown():
-    """An agent that lost its memory, or a node that heard of nothing, counts from nothing again."""
+    """An agent that lost its memory and a node without any report both count from zero again."""
     numbers = []
     for _ in range(3):
         with memory_node(), Checkpointer(f"tiered://{JOB}") as ckpt:
@@ -222,7 +222,7 @@ def test_leaving_a_world_keeps_its_saves():
 
 
 def save_for(pipe):
-    """As DCP's background process does, for whatever owner comes with the save."""
+    """Save like DCP's background process, for the owner that the save names."""
     mine = IncarnationTracker(JOB)
     while (task := pipe.recv()) is not None:
         given, step, known = task
@@ -254,7 +254,7 @@ class Trainer:
     def close(self):
         self.pipe.send(None)
         self.process.join(200)
-        resource_sharer.stop(10)  # its thread gave the memory's descriptor to the other process
+        resource_sharer.stop(10)  # its thread passed the memory's descriptor to the other process
         assert self.process.exitcode == 0
         self.pipe.close()
 
@@ -312,12 +312,12 @@ def test_trainer_and_background_share_an_incarnation(ways):
 class Rank:
     owner: IncarnationTracker
     branch: object = None
-    """What the obvious model says: the last thing that happened to this rank's incarnation."""
+    """The reference model: the last event of this rank's incarnation."""
     life: int = 0
 
 
 class Ranks(RuleBasedStateMachine):
-    """Any ranks save together, any ranks load together: those that have not done all the same since part."""
+    """Random sets of ranks save or load together; differing histories separate their incarnations."""
 
     captured = Bundle("captured")
 
@@ -388,7 +388,7 @@ TestRanks = pytest.mark.slow(Ranks.TestCase)
 
 
 def test_save_that_ends_after_a_load_keeps_its_own_base():
-    """The load of another thread comes between what was captured and its seal."""
+    """Another thread loads between the capture and its seal."""
     with memory_node() as node, Checkpointer("tiered://late") as ckpt:
         ckpt.restore({"w": torch.zeros(3)})
         state = {"w": torch.ones(3)}

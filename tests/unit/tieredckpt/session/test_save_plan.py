@@ -82,7 +82,7 @@ def test_tensor_moved_to_the_meta_device_is_named():
 
 
 @without_collectives
-def test_save_after_one_without_collectives_has_the_table_of_the_state():
+def test_save_after_a_local_save_has_the_table_of_the_state():
     save(state_of(1), 1, use_collectives=False)
     assert newest_plan().table is None
     save(state_of(2), 2)

@@ -1,4 +1,4 @@
-"""A job is forgotten while a process trains it: what that process saves next is as complete as its first save."""
+"""A job that expires while a process trains it: the next save is as complete as the first."""
 
 import pytest
 import torch
@@ -41,7 +41,7 @@ def test_step_still_becomes_durable(node, tmp_path):
     with Checkpointer("tiered://gone", durable=f"file://{tmp_path}") as ckpt:
         ckpt.save(state_at(1), 1).wait("durable")
         node.store.delete_versions("gone")
-        node._forget_catalog("gone")  # as an agent that began again
+        node._forget_catalog("gone")  # like an agent that restarted
         ckpt.save(state_at(2), 2).wait("durable")
         assert [info.step for info in ckpt.steps() if "durable" in info.tiers] == [1, 2]
 

@@ -1,4 +1,4 @@
-"""A writer refuses a step that a restore would pass over."""
+"""A writer refuses a step that a restore would skip."""
 
 from __future__ import annotations
 
@@ -100,7 +100,7 @@ def test_asynchronous_saves_start_over_once():
     assert newest() == 2
 
 
-def test_save_that_starts_over_continues_what_this_process_loaded():
+def test_start_over_save_continues_from_the_loaded_step():
     write(5)
     close_sessions()
     dcp.load({"w": torch.zeros(3)}, storage_reader=TieredReader("tiered://order"), no_dist=True)

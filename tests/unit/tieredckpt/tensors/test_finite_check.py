@@ -1,4 +1,4 @@
-"""A state that is not finite never takes the place of a finite one: ``memory.nonfinite``."""
+"""A non-finite state never replaces a finite one: ``memory.nonfinite``."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def test_the_last_finite_step_is_kept_and_the_tensor_is_named(node, dtype, first
             ckpt.save(state, 1).wait()
             ckpt.save(state, 2).wait()
         state["model"]["b"][4, 1] = NAN
-        for step in (3, 4, 5):  # more than there are slots
+        for step in (3, 4, 5):  # more saves than slots
             saved = ckpt.save(state, step)
             with pytest.raises(NonFiniteStateError, match=rf"step {step}.*rank 0.*model\.b.*memory\.nonfinite"):
                 saved.wait()
@@ -69,7 +69,7 @@ def test_nonfinite_state_is_saved_on_request(node):
 
 
 def test_a_step_that_the_scaler_skipped_is_as_good_as_any(node):
-    """Gradients overflow, the scaler leaves the optimizer's step out: nothing that is saved has changed."""
+    """Gradients overflow and the scaler skips the optimizer's step: the saved state is unchanged."""
     weight = torch.nn.Parameter(torch.ones(4))
     optimizer = torch.optim.SGD([weight], lr=0.1)
     scaler = torch.amp.GradScaler("cpu", init_scale=2.0**120)

@@ -1,4 +1,4 @@
-"""An optimizer that never stepped is given what its first step would make."""
+"""An optimizer without a step gets the state that its first step would create."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from tieredckpt.tensors.optimizer_placeholders import init_optimizer_state
 
 
 class Mine(torch.optim.AdamW):
-    """Who knows what it keeps."""
+    """An optimizer with state that AdamW does not have."""
 
     @torch.no_grad()
     def step(self, closure=None):
@@ -35,14 +35,14 @@ def parameters():
     torch.manual_seed(1)
     shapes = [(4, 3), (5,), (2, 3, 4)]
     made = [torch.nn.Parameter(torch.randn(shape)) for shape in shapes]
-    made.append(torch.nn.Parameter(torch.randn(6, 2).t().contiguous().t()))  # its strides are no usual ones
+    made.append(torch.nn.Parameter(torch.randn(6, 2).t().contiguous().t()))  # unusual strides
     made.append(torch.nn.Parameter(torch.randn(3, dtype=torch.float64)))
     made.append(torch.nn.Parameter(torch.randn(3), requires_grad=False))
     return made
 
 
 def kept(optimizer):
-    """Names, and what they are like."""
+    """Return the names of the state with the properties of its values."""
     return [
         {
             name: (value.shape, value.stride(), value.dtype, value.device, value.requires_grad)

@@ -1,4 +1,4 @@
-"""Reading ``.metadata`` takes time in proportion to the file's size, whatever the file says."""
+"""Reading ``.metadata`` takes time proportional to the file's size, for any contents."""
 
 import io
 import pickle

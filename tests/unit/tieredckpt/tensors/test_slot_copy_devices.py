@@ -1,4 +1,4 @@
-"""Slots that devices copy into: on late devices, and with what must not be left out left out."""
+"""Slots filled by asynchronous devices, and mutants without each required step."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ MANY = range(1000)
 
 
 def faults(seeds) -> list[str]:
-    """What is wrong in these lives."""
+    """Return the errors of the runs with these seeds."""
     found = []
     for seed in seeds:
         try:
@@ -58,7 +58,7 @@ def test_mutant_without_the_final_synchronize(monkeypatch):
 
 
 def test_mutant_that_reuses_a_slot_before_its_event(monkeypatch):
-    """The next save of the same slot begins while the devices still fill it for the one before."""
+    """The next save of a slot begins while the devices still fill it for the previous save."""
     waited = AsyncStream.synchronize
     with use_device_backend(AsyncDevice()) as device, contextlib.closing(Copier(1)) as copier:
         trainer = Trainer(device, seed=3)
@@ -81,7 +81,7 @@ def test_mutant_that_unregisters_under_a_copy(monkeypatch):
 
 
 def closed_under_a_copy() -> list[str]:
-    """Its agent gives a slot up, and another thread lets go of it, while a save fills it."""
+    """Release a slot while a save fills it: its agent evicts it and another thread closes it."""
     with use_device_backend(AsyncDevice(seed=5)) as device, contextlib.closing(Copier(1)) as copier:
         source = device.to_device(torch.randn(20_000))
         with contextlib.ExitStack() as left:
@@ -139,7 +139,7 @@ def test_failed_registration_warns_once_and_is_remembered(caplog):
 
 
 def test_copy_thread_registers_for_the_device_of_the_source():
-    """A new thread's current device is the first one, where this rank would then hold memory for nothing."""
+    """A new thread starts with the first device, where this rank would hold memory for no purpose."""
     with use_device_backend(AsyncDevice()) as device, contextlib.closing(Copier(1)) as copier:
         source = device.to_device(torch.randn(100), index=1)
         with mapped_slot(source.nbytes) as memory:

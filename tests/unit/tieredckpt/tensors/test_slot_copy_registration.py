@@ -26,7 +26,7 @@ def layout_of(elements):
 
 
 def saved(session, device, step, elements):
-    """One save the way a writer does it, of what is on a device: the slot and what it must hold."""
+    """Save a tensor of a device as a writer does; return the slot, its record and the tensor."""
     tensor = torch.arange(elements, dtype=torch.float32) + 1000 * step
     staged = session.slots.lease(ShardKey("job", step, 1, "a", 0, 0), 1, layout_of(elements), 0, wait_s=5)
     with use_device_backend(device):
@@ -36,7 +36,7 @@ def saved(session, device, step, elements):
 
 
 def test_device_sees_the_sealed_slot_for_any_save_size(session):
-    """Large, small, large again, as after a resize and back: what a device was shown at first is what is sealed."""
+    """Large, small and large again, as after two resizes: the device writes to the sealed file."""
     device = AsyncDevice()
     for step, elements in enumerate([200_000, 200_000, 50_000, 50_000, 200_000, 200_000, 50_000]):
         staged, record, tensor = saved(session, device, step, elements)

@@ -1,4 +1,4 @@
-"""What would be left of a job, as a table: mirror pairs, racks, the durable tier, nothing, and what is not known."""
+"""The outcome of losing nodes: mirror pairs, racks, the durable tier, and silent nodes."""
 
 import pytest
 
@@ -38,7 +38,7 @@ PAIRS = cluster_status(
     cluster_node("n16", "rack=r0", {6: [2, ~3], 7: [2, ~3]}, parts=4),
     cluster_node("n24", "rack=r1", {6: [3, ~2], 7: [3]}, parts=4),
 )
-"""Two mirror pairs over two racks; the last copy of step 7 (part 2 on n24) is still on its way."""
+"""Two mirror pairs over two racks; the last copy of step 7 (part 2 on n24) is in flight."""
 
 
 @pytest.mark.parametrize(
@@ -109,7 +109,7 @@ def test_quarantined_steps_are_not_resumed_from():
     assert outcome.resolution.verdicts[version_id(6)] is StepVerdict.QUARANTINED
 
 
-def test_a_step_that_restarts_die_on_is_used_only_when_there_is_no_other():
+def test_step_with_crashed_loads_is_used_only_as_the_last_resort():
     worn = StepStatus(version_id(7), 4, {}, crashed_loads=5)
     lose = foresee(PAIRS, step_inventory(worn), worn_after=5)
     assert lose("node:n0")[0].step == 6
@@ -150,7 +150,7 @@ QUIET = cluster_status(
     cluster_node("n0", "rack=r0", {6: [0, 1], 7: [0]}),
     cluster_node("n1", "rack=r1", state="suspect", unreachable="no answer within 10 s"),
 )
-"""Nobody knows what n1 holds."""
+"""The shards of n1 are unknown."""
 
 
 def test_a_silent_node_counts_neither_as_holding_nor_as_not_holding():
@@ -263,7 +263,7 @@ def test_unknown_name_error_lists_the_known_ones(name, said):
         find_failure_domain(name, cluster_failure_domains(PAIRS))
 
 
-def test_the_worst_comes_first():
+def test_worst_outcome_is_listed_first():
     lose = foresee(PAIRS, step_inventory(durable=[]))
     outcomes = [lose(*names)[0] for names in (["node:n0"], ["node:n16"], ["node:n0", "node:n8"], ["rack:r1"])]
     assert [[str(one) for one in outcome.lost] for outcome in worst_first(outcomes)] == [

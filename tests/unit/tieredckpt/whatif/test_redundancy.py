@@ -1,4 +1,4 @@
-"""How well each step is kept, and what is said of nodes that could not be asked."""
+"""The redundancy of each step, and the report of nodes that did not answer."""
 
 import msgspec
 import pytest
@@ -56,7 +56,7 @@ def test_domains_are_those_of_the_innermost_level(labels, words):
     assert only(seen).describe() == words
 
 
-def test_where_copies_are_missing_is_named_the_worst_first():
+def test_missing_copies_are_located_with_the_worst_first():
     seen = cluster_status(
         cluster_node("n0", "", {7: [0, 1, ~2]}, parts=6),
         cluster_node("n1", "", {7: [2, 3]}, parts=6),

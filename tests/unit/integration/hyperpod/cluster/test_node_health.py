@@ -1,4 +1,4 @@
-"""Which faults are a machine's, which label they make, and that nobody's label is made better or lost."""
+"""Faults that count against a machine, the labels they set, and concurrent label changes."""
 
 import contextlib
 import threading
@@ -123,7 +123,7 @@ def test_fault_reported_by_several_ranks_counts_once():
 
 @pytest.mark.parametrize("answer", ["late", "broken"])
 def test_device_check_between_worlds_is_classified(tmp_path, answer):
-    """Its words reach the ledger as the last of the process that ends by it."""
+    """Its message reaches the event log as the last words of the process that it ends."""
     late = threading.Event()
 
     def device():
@@ -147,7 +147,7 @@ def test_device_check_between_worlds_is_classified(tmp_path, answer):
 
 
 class Api:
-    """Nodes of a cluster as its client gives them, and somebody else who changes them at times."""
+    """Nodes of a cluster as its client returns them, with optional concurrent changes."""
 
     def __init__(self, **labels):
         self.labels = {name: {NODE_HEALTH_LABEL: value} if value else None for name, value in labels.items()}

@@ -1,4 +1,4 @@
-"""``TieredStorageConfig`` wherever it is read from, and the settings it makes."""
+"""``TieredStorageConfig`` from every source, and the resulting settings."""
 
 import json
 
@@ -144,7 +144,7 @@ def test_any_document_is_a_flag_or_a_settings_error(tree):
 
 @pytest.fixture
 def platform(tmp_path, monkeypatch):
-    """The plug-in by which settings reach the flag, and a file with it."""
+    """The plugin by which settings reach the flag, and a configuration file."""
     info = tmp_path / "site" / "hyperpod_flag-1.dist-info"
     info.mkdir(parents=True)
     (info / "METADATA").write_text("Metadata-Version: 2.1\nName: hyperpod-flag\nVersion: 1\n")

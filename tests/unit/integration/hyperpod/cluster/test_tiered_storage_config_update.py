@@ -1,4 +1,4 @@
-"""Which UpdateCluster is sent, compared with AWS's own model of it, and when it is over."""
+"""The UpdateCluster request, compared with AWS's own model, and the end of the update."""
 
 import pytest
 from botocore.validate import ParamValidator

@@ -1,4 +1,4 @@
-"""What the agent is told of whole steps, and what its answer means for where a job begins."""
+"""Complete steps reported to the agent, and its answers, which decide where a job begins."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ from tieredckpt.resolve_step import Tier
 
 
 class Agent:
-    """The agent's end of a channel: what it was told, and what it answers."""
+    """The agent's end of a channel: it records messages and sends a fixed answer."""
 
     def __init__(self, path: object = None, error: Exception | None = None) -> None:
         self.path, self.error = path, error
@@ -77,7 +77,7 @@ class Commits:
 
 
 class Session:
-    """As much of a session as an account looks at."""
+    """The part of a session that a reporter reads."""
 
     def __init__(self, job: str = "job", *views: StepStatus, sealed: int = -1, committed: int | None = None) -> None:
         self.job, self.views, self.sealed_step = job, views, sealed
@@ -109,7 +109,7 @@ def made():
 # -- what is reported -------------------------------------------------------------------------------------------------
 
 
-def test_a_step_that_all_ranks_have_sealed_is_reported_once_with_its_address(made):
+def test_step_sealed_by_all_ranks_is_reported_once_with_its_address(made):
     agent = Agent()
     mine = made(agent)
     session = Session(sealed=7, committed=7)
@@ -130,7 +130,7 @@ def test_single_node_queries_its_agent_for_the_complete_step(made):
     mine.on_sealed(session)
     wait_until(lambda: agent.steps == [5])
     session.views = (*session.views, whole(6, epoch=2))
-    wait_until(lambda: agent.steps == [5, 6])  # it looks again by itself, as long as its own last step is not whole
+    wait_until(lambda: agent.steps == [5, 6])  # it checks again while its own last step is incomplete
 
 
 def test_unconfirmed_step_is_not_reported(made):
@@ -209,7 +209,7 @@ def test_unreachable_agent_means_an_unknown_step(made, error):
     assert found.step is None
     with pytest.raises(TierUnavailableError, match="could not be asked"):
         check_restored_step("job", found, -1)
-    mine.on_sealed(Session(sealed=7, committed=7))  # training does not end for it
+    mine.on_sealed(Session(sealed=7, committed=7))  # the training does not end because of it
     mine.flush()
 
 

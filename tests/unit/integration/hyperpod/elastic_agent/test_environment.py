@@ -1,4 +1,4 @@
-"""What the elastic agent says by the environment: read as it is meant, refused where it cannot be."""
+"""The elastic agent's environment: valid assignments are parsed, contradictions are refused."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def test_addresses_of_the_newer_kind_are_put_in_brackets():
     assert launched_worker({**TOLD, "MASTER_ADDR": "fd00::1"}).assignment.store == "[fd00::1]:23456"
 
 
-def test_torchruns_count_serves_where_the_agents_is_not_there():
+def test_torchrun_count_is_used_without_the_agents_count():
     told = {name: value for name, value in TOLD.items() if name != "JOB_RESTART_COUNT"}
     assert launched_worker(told).assignment.restarts == 2
 

@@ -1,4 +1,4 @@
-"""What a rank under an agent does beyond what every control plane promises."""
+"""A rank under an agent, beyond the guarantees of every control plane."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def start():
 
 @pytest.fixture
 def alone():
-    """One rank, and a test that is its agent."""
+    """One rank, with the test as its agent."""
     from integration.hyperpod.elastic_agent.ipc import AgentConnection
 
     with agent_listener() as listener:
@@ -51,7 +51,7 @@ def port():
 
 
 def begin(plane, agent, port, count=0, **more):
-    """Through the barrier, into a world of one."""
+    """Pass the barrier into a world of one."""
     coming = start_all(lambda: plane.wait_for_assignment(timeout_s=PATIENCE_S))
     assert wait_until(lambda: agent.receive()["type"] == ipc.MSG_AT_BARRIER)
     agent.send(ipc.MSG_JOB_START, worker_envs=worker_environ(0, 1, port, count, **more))
@@ -86,7 +86,7 @@ def test_resize_pauses_at_a_common_step_and_requests_a_restart(start):
     ]
     job.planes[0].report_sealed(4)
     coming = start_all(lambda: job.planes[0].wait_for_assignment(timeout_s=PATIENCE_S))
-    with pytest.raises(TimeoutError):  # the other one is on its way to the common step, and is not to be stopped there
+    with pytest.raises(TimeoutError):  # the other rank is about to reach the common step and must not stop earlier
         coming[0].result(0.3)
     assert said(job, ipc.MSG_JOB_FAULT) == []
     job.planes[1].report_sealed(4)
@@ -144,7 +144,7 @@ def test_a_start_that_names_the_number_of_ranks_as_the_number_of_groups(alone, p
     agent.send(
         ipc.MSG_JOB_START, worker_envs={**worker_environ(0, 4, port, 0), "GROUP_RANK": "0", "GROUP_WORLD_SIZE": "4"}
     )
-    with pytest.raises(ControlDeadlineError):  # three others are not there
+    with pytest.raises(ControlDeadlineError):  # three other ranks are missing
         coming[0].result(PATIENCE_S)
     assert plane._inner is not None
     assert plane._inner._place.node_count == 2
@@ -175,7 +175,7 @@ def test_withdrawn_start_is_awaited_again(alone, port):
     agent.receive()
     agent.send(
         ipc.MSG_JOB_START, worker_envs=worker_environ(1, 2, port, 0)
-    )  # the first rank, which is to keep the store, never comes
+    )  # the first rank, which should run the store, never arrives
     assert agent.receive()["type"] == ipc.MSG_PAST_BARRIER
     agent.send(ipc.MSG_JOB_FAULT, restart_count=0)
     assert agent.receive()["type"] == ipc.MSG_AT_BARRIER
@@ -231,7 +231,7 @@ def test_occupied_store_address_is_shared(port):
 
 
 def test_port_without_a_store_requests_another_start(alone, port, monkeypatch):
-    """Any connection that goes out may have that port; waiting for it would be waiting for ever."""
+    """An outgoing connection of any process may use that port, so a wait could last forever."""
     monkeypatch.setattr(in_process_mode, "_FOREIGN_STORE_TIMEOUT_S", 0.2)
     plane, agent, _ = alone
     with socket.socket() as other:

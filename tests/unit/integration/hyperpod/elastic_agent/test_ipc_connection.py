@@ -1,4 +1,4 @@
-"""One connection, several users: nothing that was said gets lost, and nobody waits for ever."""
+"""One connection with several users: no message is lost, and no wait lasts forever."""
 
 from __future__ import annotations
 

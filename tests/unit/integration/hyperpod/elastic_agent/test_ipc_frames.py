@@ -1,4 +1,4 @@
-"""Frames in pieces, and everything that ever was no frame."""
+"""Frames in pieces, and invalid frames of every kind."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def test_pieces_of_any_size_make_the_same_messages(messages, data):
 
 @settings(max_examples=examples(60))
 @given(_messages, st.data())
-def test_a_torn_frame_is_no_message_and_no_end(message, data):
+def test_incomplete_frame_is_neither_a_message_nor_an_end(message, data):
     frame = encode_agent_frame(message)
     frames = FrameDecoder()
     assert list(frames.feed(frame[: data.draw(st.integers(1, len(frame) - 1))])) == []

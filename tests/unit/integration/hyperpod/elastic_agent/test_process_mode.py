@@ -1,4 +1,4 @@
-"""The plane of ranks that the agent starts anew for every world: who ends when, and how."""
+"""The control plane of ranks that the agent restarts for every world: when and how each exits."""
 
 from __future__ import annotations
 
@@ -99,7 +99,7 @@ def test_rank_exits_only_after_the_request_of_its_own_agent(start):
     sealed(nodes)
     first, second = start_all(lambda: leaves(nodes[0]), lambda: leaves(nodes[1]))
     first.result(PATIENCE_S)
-    nodes[0].plane.close()  # the store, with the process that kept it
+    nodes[0].plane.close()  # the store, with the process that ran it
     assert not second.done()
     nodes[1].asked.send()
     second.result(PATIENCE_S)
@@ -148,7 +148,7 @@ def test_the_store_outlives_the_first_ranks_work_until_all_have_finished(start):
     nodes[0].plane.report_finished()
     closing = start_all(nodes[0].plane.close)[0]
     assert not closing.done()
-    nodes[1].plane.report_finished()  # over the store that the first one keeps
+    nodes[1].plane.report_finished()  # over the store that the first rank runs
     nodes[1].plane.close()
     closing.result(PATIENCE_S)
 
@@ -182,7 +182,7 @@ def test_rank_that_could_not_seal_fails_without_blocking_others(start):
         nodes[1].plane.wait_for_assignment(timeout_s=PATIENCE_S)
     assert (
         nodes[0].plane._store.add(nodes[0].plane._name("came/gone"), 0) == 1
-    )  # who keeps the store waits for all to say so
+    )  # the rank with the store waits until all ranks have left
     leaves(nodes[0])
 
 
@@ -199,7 +199,7 @@ def test_store_shares_its_port_with_a_store_of_the_script(start):
 
 
 def test_stopped_store_process_delays_no_exit(zygote, monkeypatch):
-    """The first rank's, which keeps it, hangs when all have sealed."""
+    """The first rank, which runs the store, hangs after all ranks have sealed."""
     patience = StoreTimeouts(wait_slice_s=0.2, response_timeout_s=1.0, connect_timeout_s=10.0)
     monkeypatch.setattr(module, "connect_store", functools.partial(connect_store, timeouts=patience))
     with server_processes(zygote, 1) as (server,):

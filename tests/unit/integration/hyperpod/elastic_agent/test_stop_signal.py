@@ -1,4 +1,4 @@
-"""The agent's signal to a whole process group: what it does to the rank, and what it leaves alone."""
+"""The agent's signal to a process group: its effect on the rank and on the rank's children."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ if __name__ == "__main__":
 
 
 def signalled(tmp_path, how):
-    """A rank whose group gets the signal once its children are there: what it heard, and how they ended."""
+    """Signal a rank's group once its children run, and return the rank's report."""
     script = tmp_path / "rank.py"
     script.write_text(RANK)
     rank = subprocess.Popen(
@@ -140,7 +140,7 @@ def test_signal_to_an_older_thread_is_received(asked):
 
 def test_signal_handler_takes_no_lock_of_the_interrupted_thread(asked):
     asked.listen()
-    with asked.received._cond:  # as whoever begins to wait for it does
+    with asked.received._cond:  # like a thread that begins to wait for the signal
         signal.getsignal(signal.SIGUSR1)(signal.SIGUSR1, None)
     assert asked.received.wait(60)
 

@@ -1,4 +1,4 @@
-"""What a worker hears from its agent, in every order in which it can come."""
+"""Messages that a worker receives from its agent, in every possible order."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ def test_worker_reports_arrival_at_and_departure_from_the_barrier(both):
     assert (begun.restart_count, begun.environ["RANK"], begun.data, faults) == (3, "8", {"rank_ips": []}, 0)
 
 
-def test_a_start_that_a_fault_overtook_is_not_begun(both):
+def test_start_followed_by_a_fault_is_skipped(both):
     worker, agent = both
     with pytest.raises(ControlDeadlineError):
         worker.wait_at_barrier(timeout_s=0.01)
@@ -86,7 +86,7 @@ def test_a_start_that_a_fault_overtook_is_not_begun(both):
 
 
 def test_start_repeated_to_another_channel_is_begun_once(both):
-    """Else who was at fault in it begins it again, says so, and the agent forgets the fault."""
+    """Otherwise the faulty rank would begin it again and report it, and the agent would forget the fault."""
     worker, agent = both
     other = worker._connection.open_channel(ipc.CHECKPOINT_MESSAGES)
     begun = start_all(lambda: worker.wait_at_barrier(timeout_s=PATIENCE_S))
@@ -256,7 +256,7 @@ def test_worker_does_not_wait_without_an_agent():
 
 
 @pytest.mark.filterwarnings("ignore:.*multi-threaded.*fork:DeprecationWarning")
-def test_a_process_that_a_rank_has_started_is_no_rank():
+def test_child_process_of_a_rank_is_not_a_rank():
     child = multiprocessing.get_context("fork").Process(
         target=wait_rank, args=({AGENT_SOCKET_ENV: "/nowhere", "RANK": "-2"},)
     )
@@ -284,7 +284,7 @@ def test_agent_mode_is_read_from_the_parent_process(tmp_path):
     assert agent_mode({"RANK": "8"}, tmp_path) is AgentMode.NONE
 
 
-def test_a_mode_that_cannot_be_known_is_no_guess(tmp_path):
+def test_unknown_mode_is_not_guessed(tmp_path):
     hidden = {AGENT_SOCKET_ENV: "/tmp/hyperpod_elastic_agent_19.sock", "RANK": "8", "MASTER_ADDR": "n0"}
     with pytest.raises(PolicyError, match=AGENT_MODE_ENV):
         agent_mode(hidden, tmp_path)

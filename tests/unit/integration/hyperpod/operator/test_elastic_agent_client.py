@@ -1,4 +1,4 @@
-"""What the operator hears of agents that are slow, gone, or no agents at all; and of jobs that cannot be."""
+"""The operator's client with slow, absent and invalid agents, and with invalid jobs."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ STATUS = {
 
 @pytest.fixture
 def agent() -> Iterator[Any]:
-    """A server that answers as it is told, and remembers what it was asked."""
+    """A server that sends the given answer and records its requests."""
 
     class Handler(http.server.BaseHTTPRequestHandler):
         def do_GET(self) -> None:

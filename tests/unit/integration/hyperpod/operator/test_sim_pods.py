@@ -35,7 +35,7 @@ def clock(monkeypatch):
 
 
 def started(tmp_path, clock, command, seconds, *, set_back=False):
-    """How many pods there were on one node, and what was said of the last of them."""
+    """Return the number of pods that ended on one node and the message of the last one."""
     spec = parse_job_resource(load_yaml(JOB.read_text()))
     (group,) = spec.groups
     group.template["spec"]["containers"][0] |= {"command": command, "args": []}

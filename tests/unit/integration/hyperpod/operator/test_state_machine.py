@@ -1,4 +1,4 @@
-"""What an operator does about each thing that can happen, with agents that keep to AWS's tables."""
+"""The operator's reaction to each event, with agents that follow AWS's tables."""
 
 from __future__ import annotations
 
@@ -119,7 +119,7 @@ def test_the_first_to_break_is_the_reason():
     first, second = cluster.members[2], cluster.members[0]
     second.fail("Second")
     first.fail("First")
-    pods = cluster.decide  # both in one look; who was first, the agents' own clocks say
+    pods = cluster.decide  # both in one cycle; the agents' clocks decide which was first
     answers = {first.name: "2026-01-01T00:00:01+00:00", second.name: "2026-01-01T00:00:02+00:00"}
     for one in (first, second):
         said = msgspec.structs.replace(one.answer(), transition_times={"FAULTED": answers[one.name]})
@@ -130,7 +130,7 @@ def test_the_first_to_break_is_the_reason():
 
 
 def said(one, reason: str, message: str, at: str = "") -> None:
-    """What an agent answers that is faulted."""
+    """Let a faulted agent answer with this reason and message."""
     one.fail(reason)
     answer = msgspec.structs.replace(one.answer(), message=message, transition_times={"FAULTED": at} if at else {})
     one.answer = lambda: answer
@@ -263,7 +263,7 @@ def test_in_process_spare_receives_its_rank_before_it_starts():
 
 
 def test_agent_that_never_becomes_ready_is_replaced_by_a_spare():
-    """One that hears its processes no more."""
+    """An agent that no longer receives messages of its processes."""
     spec = job(2, spares=1)
     spec = msgspec.structs.replace(spec, policy=msgspec.structs.replace(spec.policy, restart_timeout_s=20.0))
     cluster = running(spec, 2, in_process=True)
@@ -293,7 +293,7 @@ def test_spare_that_ignores_its_rank_update_is_started():
     assert cluster.now_s - cluster.state.created_s >= 10
 
 
-def test_silence_for_a_while_is_no_fault():
+def test_short_silence_is_not_a_fault():
     cluster = running(job(2), 2)
     cluster.members[0].silent = True
     cluster.run_cycles(int(cluster.spec.agent_timeout_s) - 1)
@@ -303,7 +303,7 @@ def test_silence_for_a_while_is_no_fault():
     assert cluster.is_running(2)
 
 
-def test_an_agent_that_began_anew_is_a_fault():
+def test_restarted_agent_is_a_fault():
     cluster = running(job(2), 2)
     cluster.members[1].restart()
     cluster.run_until(lambda: cluster.is_running(2) and cluster.state.restarts)
@@ -362,7 +362,7 @@ def test_restart_limit_escalates_to_new_pods_and_then_fails_the_job():
     assert "maxFullJobRestarts" in cluster.state.conditions[-1].message
 
 
-def test_counts_begin_again_with_the_period():
+def test_fault_counts_restart_with_the_period():
     restart = {"evalPeriodSeconds": 100, "numRestartBeforeFullJobRestart": 0, "maxFullJobRestarts": 1}
     cluster = running(job(1, restart=restart), 1)
     for _ in range(3):
@@ -394,7 +394,7 @@ def test_full_restart_without_new_pods_restarts_all_processes():
     assert cluster.state.period_full_restarts == 1
 
 
-def test_a_repeated_offender_gets_no_rank_while_a_spare_can_be_had():
+def test_repeated_offender_gets_no_rank_while_a_spare_exists():
     cluster = running(job(2, spares=1, restart={"evalPeriodSeconds": 3600}), 2)
     bad = cluster.state.members[1]
     for _ in range(2):
@@ -420,7 +420,7 @@ def test_agent_that_does_not_stop_is_stopped_harder_and_then_replaced():
 # -- sizes ------------------------------------------------------------------------------------------------------------
 
 
-def test_scaling_down_and_up_is_graceful_and_tolerates_those_that_completed():
+def test_scaling_down_and_up_is_graceful_and_tolerates_completed_agents():
     cluster = FakeHyperPodCluster(job(2, most=2, elastic={**ELASTIC, "maxReplicas": 2}))
     cluster.run_until(lambda: cluster.is_running(2))
     cluster.capacity = 1
@@ -428,7 +428,7 @@ def test_scaling_down_and_up_is_graceful_and_tolerates_those_that_completed():
     stops = [action for action in decision.actions if isinstance(action, StopAgent)]
     assert [(one.body.is_graceful, one.body.timeout) for one in stops] == [(True, 30), (True, 30)]
     keeps, _ = cluster.members
-    keeps.state = COMPLETED  # it went with the first SIGUSR1, before its own stop came
+    keeps.state = COMPLETED  # it left on the first SIGUSR1, before its own stop arrived
     cluster.run_until(lambda: cluster.is_running(1))
     assert cluster.state.restarts == 0
     cluster.run_cycles(2)
@@ -524,7 +524,7 @@ def test_stuck_agent_does_not_delay_the_end_of_a_job():
     assert not cluster.live_agents, "its machine is free for others"
 
 
-def test_time_in_a_queue_is_no_time_to_start_in():
+def test_time_in_a_queue_does_not_count_as_startup_time():
     cluster = FakeHyperPodCluster(job(2, startupDeadlineSeconds=30))
     cluster.capacity, cluster.room = 0, 1
     cluster.run_cycles(60)
@@ -554,7 +554,7 @@ def test_deadlines_of_a_job_that_runs(run, reason):
     assert reason in cluster.events
 
 
-def test_the_deadline_of_a_job_that_does_not_begin():
+def test_job_that_never_starts_fails_at_its_deadline():
     cluster = FakeHyperPodCluster(job(2, startupDeadlineSeconds=30))
     cluster.room = 1
     cluster.run_until(lambda: cluster.decision is not None and cluster.decision.finished)
@@ -635,7 +635,7 @@ def test_faulted_spare_is_recovered_without_a_restart():
 def test_agent_running_without_a_job_is_stopped_before_a_world_forms():
     cluster = running(job(2), 2)
     kept, lost = cluster.members
-    lost.restart()  # and the operator has forgotten all: half a world is none that could be taken over
+    lost.restart()  # and the operator has lost its state: half a world cannot be taken over
     cluster.state = JobState()
     cluster.run_until(lambda: cluster.is_running(2))
     assert len(kept.stops) == 1

@@ -1,7 +1,7 @@
-"""The operator against agents that do all that AWS's tables allow: in any order, late, silent, gone, and lying.
+"""The operator with agents that do anything AWS's tables allow, at any time and in any order.
 
-Agents in COMPLETED while the job is scaled, agents that began anew, calls that arrive a look later, operators that are
-killed after they stored a decision and before they stored it. What must hold at every look, and where it ends.
+Agents complete while the job is scaled, restart, fall silent and receive calls a cycle late. Operators are killed
+before and after they store a decision. The tests assert the invariants of every cycle and the final state.
 """
 
 from __future__ import annotations
@@ -83,7 +83,7 @@ class Jobs(RuleBasedStateMachine):
 
     @rule()
     def it_runs(self) -> None:
-        """If it can; the usual state of a job is that nothing happens to it."""
+        """Let time pass until the job runs or has ended."""
         for _ in range(30):
             if self.cluster.state.phase in {JobPhase.RUNNING, JobPhase.SUCCEEDED, JobPhase.FAILED}:
                 break
@@ -103,7 +103,7 @@ class Jobs(RuleBasedStateMachine):
 
     @rule()
     def all_finish_the_moment_the_size_changes(self) -> None:
-        """The first SIGUSR1 makes all ranks of a distributed job leave: agents not yet told say COMPLETED."""
+        """The first SIGUSR1 makes all ranks of a distributed job leave: their agents report COMPLETED."""
         if self.cluster.state.phase is JobPhase.STOPPING and self.cluster.state.graceful:
             for one in self.cluster.live_agents:
                 one.complete()
@@ -165,7 +165,7 @@ class Jobs(RuleBasedStateMachine):
         assert all(len(words) == len(set(words)) for words in told.values())
 
     def world_of(self, start: StartAgent) -> None:
-        """All that is said of a world says the same, and no two worlds meet at one place."""
+        """Check that all starts of a world agree, and that no two worlds share an address."""
         body = start.body
         world = self.worlds.setdefault(
             body.version, {"ranks": {}, "what": (body.nnodes, body.fault_count, body.master_addr, body.master_port)}
@@ -179,7 +179,7 @@ class Jobs(RuleBasedStateMachine):
 
     @invariant()
     def agents_are_asked_for_nothing_impossible(self) -> None:
-        """As long as calls arrive before the next look."""
+        """This holds while calls arrive before the next cycle."""
         if getattr(self, "cluster", None) is not None and not self.late:
             for one in self.cluster.agents.values():
                 hasty = [word for word in one.ignored if word != "stopping -> stopping"]
@@ -194,12 +194,12 @@ class Jobs(RuleBasedStateMachine):
     # -- where it ends --------------------------------------------------------------------------------------------
 
     def finishes(self) -> bool:
-        """Some of a world have done their part; the others are yet to."""
+        """Return whether some agents of the world have completed while others still run."""
         states = {one.state for one in self.cluster.members}
         return self.cluster.state.phase is JobPhase.RUNNING and states == {RUNNING, COMPLETED}
 
     def teardown(self) -> None:
-        """Once nothing more happens to it, a job runs as large as it may, and then it completes."""
+        """Without further events a job runs at its largest allowed size and then completes."""
         cluster = getattr(self, "cluster", None)
         if cluster is None:
             return

@@ -1,4 +1,4 @@
-"""AWS's recipes as they are published, and others of the same shape: each plans, or its limit is named."""
+"""AWS's published recipes and others of the same shape: each plans, or its limit is named."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ CHECKPOINTLESS = PUBLISHED / "checkpointless_llama3_70b_pretrain.yaml"
 
 
 def changed(tmp_path, source, **changes):
-    """A recipe with some dotted paths set otherwise; ``None`` takes them out."""
+    """Return a recipe with some dotted paths changed; ``None`` removes them."""
     tree = yaml.safe_load(source.read_text())
     for path, value in changes.items():
         *above, last = path.split("__")
@@ -117,7 +117,7 @@ def test_a_step_between_sizes_instead_of_a_list(tmp_path):
     assert [one.stated for one in recipe_plan.plans_at_sizes(recipe)] == [True, True, False, True]
 
 
-def test_sizes_beyond_the_limits_are_noted_and_unused(tmp_path):
+def test_sizes_beyond_the_limits_are_reported_and_unused(tmp_path):
     recipe = read_recipe(changed(tmp_path, LORA, elastic_policy__max_nodes=4))
     assert recipe.policy.sizes == (1, 2, 3, 4)
     assert recipe.notes == ("scale_config.6, 8, 16 is beyond min_nodes 1 and max_nodes 4: never used",)
@@ -166,7 +166,7 @@ def test_checkpointless_without_in_process_restart_is_refused(tmp_path):
     assert "enable_checkpointless: true and enable_inprocess: false" in refusal(file)
 
 
-def test_for_other_machines_uneven_batches_are_planned_anew():
+def test_uneven_batches_are_replanned_for_other_machines():
     recipe = read_recipe(LORA, devices=4)
     assert [one.plan.world_size for one in recipe_plan.plans_at_sizes(recipe)] == [4, 8, 12, 16, 24, 32, 64]
     assert any("scale_config.6: train_batch_size" in str(one) for one in recipe_plan.disagreements(recipe))
@@ -204,7 +204,7 @@ def numbers(least, most):
 
 @st.composite
 def tables(draw):
-    """A recipe of the published shape, with whatever numbers."""
+    """Draw a recipe of the published shape with arbitrary numbers."""
     sizes = draw(st.lists(st.integers(1, 64), min_size=1, max_size=6, unique=True))
     devices = draw(st.sampled_from([1, 4, 8]))
     rate = draw(st.sampled_from([0.0004, "4e-4", 1e-5, None]))

@@ -1,4 +1,4 @@
-"""``elastic recipe``: what it prints and writes, and that AWS's own models take what it writes."""
+"""``elastic recipe``: its output and its files, which AWS's own models accept."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""HyperPod's published recipes: their numbers, our planner. Facts from ``tests/golden/hyperpod-recipes``."""
+"""HyperPod's published recipes (``tests/golden/hyperpod-recipes``) against our planner."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def test_there_are_as_many_recipes_as_are_published():
 
 @pytest.mark.parametrize("name", RECIPES)
 def test_single_microbatch_limit_reproduces_every_size_of_a_recipe(name):
-    """The largest microbatch that a recipe states anywhere is all the planner is told."""
+    """The planner gets only the largest microbatch that the recipe states."""
     rows = RECIPES[name]
     config = read_scale_config(yaml.safe_load(yaml.safe_dump(recipe(*rows))))
     assert config.max_microbatch == max((row[2] for row in rows if row[2]), default=None)
@@ -102,7 +102,7 @@ def test_excerpt_file_is_read():
 
 
 def test_recipes_for_four_devices_a_node_do_not_add_up():
-    """They name machines with four, but their uneven batches are those of eight."""
+    """They name machines with four devices, but their uneven batches are those of eight."""
     found = {(wrong.nodes, wrong.field): wrong for wrong in read_scale_config(EXCERPT).disagreements(ranks_per_node=4)}
     small = found[3, "num_dp_groups_with_small_batch_size"]
     assert (small.stated, small.planned) == (16, 12)
@@ -150,7 +150,7 @@ def test_values_missing_in_a_size_come_from_the_recipe():
     assert (sizes[2].global_batch, sizes[2].microbatch) == (16, 2)
 
 
-def test_uneven_batches_that_are_switched_off_are_none():
+def test_disabled_uneven_batches_are_ignored():
     stated = recipe((2, 128, 8, 1e-4, (1, 1, 1)))
     stated["scale_config"][2]["training_config"]["training_args"]["uneven_batch"]["use_uneven_batch"] = False
     assert read_scale_config(stated).sizes[2].uneven is None
@@ -229,7 +229,7 @@ def test_missing_or_non_numeric_value_is_named(wrong, named):
     ("content", "named"),
     [(b"a: [", "is not YAML"), (b"\xff\xfe\x00", "is not YAML"), (b"- 1", "holds no recipe"), (b"", "holds no recipe")],
 )
-def test_files_that_are_no_recipes(tmp_path, content, named):
+def test_invalid_recipe_files_are_refused(tmp_path, content, named):
     path = tmp_path / "recipe.yaml"
     path.write_bytes(content)
     with pytest.raises(PolicyError) as found:
@@ -258,7 +258,7 @@ def test_a_recipe_is_a_table():
     assert list(lr_table_of_recipe(GOLDEN / "llama3_1_8b_sft_lora.yaml", 0.0004, model_parallel=4).rates)[:2] == [2, 4]
 
 
-def test_a_recipe_without_a_learning_rate_is_no_table():
+def test_recipe_without_a_learning_rate_is_refused():
     args = {"train_batch_size": 128}
     with pytest.raises(PolicyError, match=r"scale_config\.2 and the recipe state no learning_rate"):
         lr_table_of_recipe({"scale_config": {2: {"training_config": {"training_args": args}}}}, 1e-3)

@@ -1,4 +1,4 @@
-"""The memory service as an agent is told of it: what cannot be is said before anything listens, and HTTPS."""
+"""The agent's options for the memory service: validation before it listens, and HTTPS."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def store() -> Iterator[NodeStore]:
 
 @pytest.fixture
 def certificates(tmp_path: Path) -> tuple[Authority, Path]:
-    """An authority, and a folder with what a server needs."""
+    """A certificate authority and a directory with the server's certificate and key."""
     authority, folder = Authority(tmp_path), tmp_path / "server"
     folder.mkdir()
     for found, name in zip(authority.issue("server"), ("tls.crt", "tls.key"), strict=True):
@@ -40,7 +40,7 @@ def certificates(tmp_path: Path) -> tuple[Authority, Path]:
 
 
 def talk(address: str, context: ssl.SSLContext) -> None:
-    """Put a shard of several records and pieces, get all of it and some of it."""
+    """Put a shard of several records and pieces, then get all of it and parts of it."""
     body = bytes(range(251)) * 40_000
     with contextlib.closing(http.client.HTTPSConnection(address, timeout=60, context=context)) as connection:
         assert request_on(connection, "POST", "/v1/cp/namespaces/a?num_ranks=1").status == 200

@@ -1,4 +1,4 @@
-"""What nodes were told of namespaces comes to the same on all of them."""
+"""Namespace registries converge to the same state on all nodes."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ def test_concurrent_creations_of_a_namespace_merge() -> None:
     assert both(one, other).namespaces["a"].generation == 1
 
 
-def test_removals_are_remembered_for_an_hour_and_no_longer_than_their_namespace() -> None:
+def test_removals_are_retained_for_an_hour_unless_the_namespace_is_deleted() -> None:
     first = with_namespace(Registry(), "a", num_ranks=2, steps_retained=3, now_ns=NOW)
     told = with_removed_shard(first, RemovedShard("a", 1, 0, 5, NOW), now_ns=NOW)
     assert told.removals() == {("a", 1, 0, 5): NOW}

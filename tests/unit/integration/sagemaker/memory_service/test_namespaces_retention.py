@@ -1,4 +1,4 @@
-"""Which steps of a namespace are whole, and which shards of it are kept."""
+"""Complete steps of a namespace, and the shards that are retained."""
 
 from __future__ import annotations
 
@@ -133,7 +133,7 @@ def test_newest_attempt_wins_on_any_node() -> None:
     assert view.outdated == [namespace_shard_key(0, 5, 1)]
 
 
-def test_shards_of_an_older_generation_are_outdated_and_of_a_newer_one_unknown() -> None:
+def test_shards_of_older_generations_are_outdated_and_newer_ones_unknown() -> None:
     held = {"n1": [fact(0, 1, 1, generation=1), fact(0, 2, 2, generation=2), fact(0, 3, 3, generation=3)]}
     view = namespace_view(held, registry(generation=2))
     assert list(view.of("a")) == [2]

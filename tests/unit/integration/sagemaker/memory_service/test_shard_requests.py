@@ -1,4 +1,4 @@
-"""What a request asks for, and what it brings, before anything is done."""
+"""Requests parsed and validated before they are carried out: paths, ranges, bodies."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ def test_a_step_may_be_0_and_a_rank_any_of_them() -> None:
 @given(method=st.sampled_from(["GET", "POST", "DELETE", "PUT"]), target=st.text(max_size=80))
 def test_every_request_is_parsed_or_refused(method: str, target: str) -> None:
     for path in (target, "/v1/cp/" + target, "/v1/cp/checkpoints/" + target):
-        with contextlib.suppress(RequestRefusedError):  # nothing else comes of it
+        with contextlib.suppress(RequestRefusedError):  # the only error allowed
             parse_request(method, path)
 
 
@@ -138,7 +138,7 @@ def test_every_chunked_body_ends(wire: bytes, window: int) -> None:
 @pytest.mark.parametrize(
     "wire", [b"5\r\nabc", b"3\r\nabcX", b"-1\r\n", b"0x3\r\nabc\r\n0\r\n\r\n", b"3\nabc\n0\n\n", b""]
 )
-def test_chunks_that_are_torn_or_wrong_are_a_problem(wire: bytes) -> None:
+def test_incomplete_or_invalid_chunks_are_refused(wire: bytes) -> None:
     body = ChunkedBody(io.BufferedReader(io.BytesIO(wire)))
     read(body, 16)
     assert body.problem

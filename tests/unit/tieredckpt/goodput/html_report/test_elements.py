@@ -1,4 +1,4 @@
-"""Where things are drawn: ticks, bins, thinned curves, and numbers as people read them."""
+"""Chart elements: ticks, bins, thinned curves, and formatted numbers."""
 
 import pytest
 from hypothesis import given

@@ -1,4 +1,4 @@
-"""The page of an analysis: whole, self-contained, safe, and of the same numbers."""
+"""The page of an analysis: complete, self-contained, safe, and with the same numbers."""
 
 import html.parser
 import re
@@ -49,7 +49,7 @@ def job(request):
 
 
 class Parsed(html.parser.HTMLParser):
-    """What a browser would make of it: tags that match, text, and every attribute."""
+    """A page as a browser parses it: matching tags, text, and every attribute."""
 
     VOID = ("meta", "br")
 
@@ -77,13 +77,13 @@ class Parsed(html.parser.HTMLParser):
 
 
 def tile(source, name):
-    """The number behind a headline."""
+    """Return the number next to a headline."""
     found = re.search(rf'<dt>{name}</dt><dd class="value"><data value="([^"]*)">', source)
     assert found, name
     return float(found[1])
 
 
-def test_every_section_is_there(job):
+def test_page_has_every_section(job):
     _, source = job
     assert [one for one in Parsed(source).sections if one not in ("runs", "event-log")] == SECTIONS
 
