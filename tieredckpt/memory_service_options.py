@@ -72,8 +72,8 @@ def add_memory_service_arguments(parser: argparse.ArgumentParser) -> None:
         "--memory-service-auth",
         default=options.auth,
         choices=AUTH_MODES,
-        help="require a token (token). off requires none and listens on loopback addresses only. open requires none: "
-        "all clients that reach the address can read and delete all shards (default %(default)s)",
+        help="authentication of clients: token, off (none, on loopback addresses only) or open (none, on any address). "
+        "With open, all clients can read and delete all shards (default %(default)s)",
     )
     group.add_argument(
         "--memory-service-token",

@@ -1,7 +1,7 @@
 """Choice of the step to load and its tiers. Pure.
 
-Absent, torn, lost, unreachable and damaged are five distinct results. The result names each tier that did not answer;
-"nothing found" means that all tiers answered.
+Absent, incomplete, lost, unreachable and damaged are five distinct results. The result names each tier that did not
+answer; "nothing found" means that all tiers answered.
 """
 
 from __future__ import annotations
@@ -151,7 +151,7 @@ class Resolution:
     def _missing(self, group: VersionId) -> str:
         torn = self.incomplete.get(group)
         if torn is None and self.verdicts.get(group) is StepVerdict.TORN:
-            return ", a rank left its part out and what the others had was given up"
+            return ", a rank aborted its part, and the other parts were discarded"
         if torn is None:
             return ", nobody has any part" if group in self.lost else ""
         saved = f", saved {time.strftime('%Y-%m-%d %H:%M:%SZ', time.gmtime(torn.saved_ns / 1e9))}" * bool(torn.saved_ns)
@@ -179,9 +179,10 @@ def resolve_step(
     """Choose the newest complete step, or the newest attempt at ``step``, optionally of ``epoch``.
 
     ``unreachable`` names the tiers that did not answer, optionally with reasons. While there are any, an incomplete
-    version is unknown instead of torn or lost. ``once_whole`` is the newest version known to have been complete; if it
-    is incomplete now, it is lost. ``torn`` versions were aborted because a rank did not seal its part. ``forgotten``
-    records when and why this node deleted the job's memory. ``reluctant`` versions are chosen only if no other remains.
+    version is ``UNKNOWN`` instead of ``TORN`` or ``LOST``. ``once_whole`` is the newest version known to have been
+    complete; if it is incomplete now, it is lost. ``torn`` versions were aborted because a rank did not seal its part.
+    ``forgotten`` records when and why this node deleted the job's memory. ``reluctant`` versions are chosen only if no
+    other remains.
 
     Newest means the highest step; among attempts at one step, the later incarnation. A step above the point
     where a later incarnation branched off belongs to another branch and is not chosen.
@@ -278,9 +279,8 @@ def describe_forgotten(forgotten: ExpiredJob) -> str:
     """Return when and why the job's memory was deleted."""
     at = time.strftime("%Y-%m-%d %H:%M:%SZ", time.gmtime(forgotten.at_ns / 1e9))
     return (
-        f"what memory had of {forgotten.job}, up to step {forgotten.newest_committed.version}, was forgotten at {at} "
-        "because "
-        f"{forgotten.reason}"
+        f"the steps of {forgotten.job} in memory, up to step {forgotten.newest_committed.version}, were deleted at "
+        f"{at} because {forgotten.reason}"
     )
 
 
@@ -323,7 +323,7 @@ def incomplete_state(
     unsure: bool,
     needed: bool,
 ) -> str:
-    """Return the state of an incomplete version: torn, unknown, superseded or lost.
+    """Return the state of an incomplete version: ``torn``, ``unknown``, ``superseded`` or ``lost``.
 
     A newer complete version lets nodes evict the parts of older ones, so those are superseded, not lost. This excludes
     ``needed`` versions: pinned, or not uploaded so far. ``unsure``: a tier or node did not answer.

@@ -333,7 +333,7 @@ class Drain(StoreListener):
             self.totals.errors += 1
             step.state, step.error = "failed", why
         else:
-            log.info("%s step %d is left out of the durable tier: %s", step.job, step.version_id.version, why)
+            log.info("%s step %d is not uploaded to the durable tier: %s", step.job, step.version_id.version, why)
             self.totals.skipped += 1
             step.state, step.error = "skipped", why
         self._release(step)
@@ -395,14 +395,16 @@ class Drain(StoreListener):
         if committed and not self._make_durable(step, catalog):
             return
         if step.dropped or step.url != catalog.store.url:
-            raise UploadCancelledError("it is not wanted here any more")
+            raise UploadCancelledError("the step was dropped, or the job's durable tier has changed")
         self._finish(step, catalog, began, committed=committed)
 
     def _delete_dropped(self, step: _DrainingStep, catalog: DurableCatalog) -> None:
         try:
             delete_step(catalog, step.job, step.version_id)
         except (TieredCheckpointError, OSError) as error:
-            log.warning("what is in %s of %s step %d: %s", catalog.store.url, step.job, step.version_id.version, error)
+            log.warning(
+                "%s step %d cannot be deleted from %s: %s", step.job, step.version_id.version, catalog.store.url, error
+            )
 
     def _make_durable(self, step: _DrainingStep, catalog: DurableCatalog) -> bool:
         """Upload this node's shards and, with all parts uploaded, the manifest; return whether all parts were."""
@@ -460,7 +462,7 @@ class Drain(StoreListener):
             for name in (decode_shard_file(note)[0].object, object_keys.shard_index_key(key)):
                 catalog.store.get_ranges(name, [(0, 1)])
         except (ObjectNotFoundError, CheckpointDamagedError):
-            log.warning("%s is not in %s any more, and uploaded again", key, catalog.store.url)
+            log.warning("%s is missing or damaged in %s and is uploaded again", key, catalog.store.url)
             self._store.remove_blob(job, DRAINED_BLOB_PREFIX + _shard_stem(key))
             return False
         return True
@@ -604,7 +606,7 @@ class Drain(StoreListener):
         with self._changed:
             step = self._steps.get((job, group))
             if torn and step is not None:
-                self._cancel(step, "a rank left its part out")
+                self._cancel(step, "a rank aborted its part")
 
     def on_not_durable(self, job: str, group: VersionId, why: str) -> None:
         """Fail a step whose part on another node will not become durable, and stop its upload here."""
@@ -696,7 +698,7 @@ class Drain(StoreListener):
         try:
             self._store.reader.hold(key, "drain")
         except (ShardNotFoundError, ShardDamagedError):
-            log.warning("%s was given up before it could be drained", key)
+            log.warning("%s was evicted or damaged before its upload", key)
 
     def _read_note(self, job: str, name: str) -> bytes | None:
         try:

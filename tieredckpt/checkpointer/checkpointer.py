@@ -309,9 +309,9 @@ class Checkpointer:
         agreed = session.incarnation.agreed_rank_count
         if agreed is not None and agreed < self._ranks.size:
             raise SaveFailedError(
-                f"{agreed} of the {self._ranks.size} ranks of this checkpointer have loaded or saved a step of "
-                f"{self._location.job} without the others, which do not know what the job goes on from. Restore on all "
-                "ranks; to look at an old step use a process of its own, and for a part of the state another job"
+                f"Only {agreed} of the {self._ranks.size} ranks of this checkpointer took part in the last load or "
+                f"save of {self._location.job}. Restore on all ranks. To read an old step, use a separate process. To "
+                "save a part of the state, use another job name"
             )
         required = durable and bool(self.settings.durable.url)
         wanted = required or session.durable.wants(step)

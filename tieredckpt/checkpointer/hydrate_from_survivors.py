@@ -89,7 +89,11 @@ def hydrate_from_survivors(
     exchange = _StoreExchange(store, rank, size)
     state.contribute_attempts += 1
     if state.contribute_attempts > _MOST_TRIES and state.retained:
-        log.warning("what was kept of %s is given up after %d worlds", ", ".join(state.retained), _MOST_TRIES)
+        log.warning(
+            "the retained state of %s is discarded after %d failed attempts to save it",
+            ", ".join(state.retained),
+            _MOST_TRIES,
+        )
         state.clear()
     coverages = {job: _coverage_of(retained) for job, retained in state.retained.items()}
     job_holdings = _gather_holdings(state, exchange, coverages)

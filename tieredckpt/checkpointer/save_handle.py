@@ -135,7 +135,8 @@ class SaveHandle:
             ) from error
         if found.copies < copies or found.domains < domains:
             raise TierUnavailableError(
-                f"step {self.step} has {describe_replication(found)} after {timeout_s:.1f} s, {wanted} were asked for"
+                f"step {self.step} has {describe_replication(found)} after {timeout_s:.1f} s, "
+                f"and {wanted} were requested"
                 f"{f': {found.problem}' if found.problem else ''}"
             )
         if self.state is SaveState.SEALED:

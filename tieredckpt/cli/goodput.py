@@ -229,14 +229,12 @@ _REFRESH_S = 2.0
 
 
 @with_exit_code_help
-@click.command("goodput", short_help="What a job's time went into, and what faults cost.")
+@click.command("goodput", short_help="Show a job's goodput and the cost of its faults.")
 @click.argument("where", metavar="[DIR|JOB]", required=False)
-@click.option("--faults", is_flag=True, help="Every recovery and resize, stage by stage.")
+@click.option("--faults", is_flag=True, help="List every recovery and resize with its stages.")
 @click.option("--prometheus", is_flag=True, help="Print metrics in Prometheus' text format.")
-@click.option(
-    "--html", type=click.Path(path_type=Path), metavar="FILE", help="Write a page of pictures as well, in one file."
-)
-@click.option("--watch", is_flag=True, help="Again every two seconds, until Ctrl-C.")
+@click.option("--html", type=click.Path(path_type=Path), metavar="FILE", help="Write an HTML report to FILE as well.")
+@click.option("--watch", is_flag=True, help="Refresh the output every two seconds until Ctrl-C.")
 @output_options
 @pass_output
 def goodput_command(
@@ -244,7 +242,7 @@ def goodput_command(
 ) -> ExitCode:
     """Show a job's goodput: its time in steps that count, and the causes of all lost time.
 
-    Reads the event log of `elastic run`, also while the job runs. DIR is the job's log directory or the event log, and
+    Reads the event log of `elastic run`, even while the job runs. DIR is the job's log directory or the event log, and
     JOB is a directory in ./elastic-logs. Without either, the event log is $TIEREDCKPT_EVENT_LOG.
     """
     if prometheus and (screen.as_json or faults):

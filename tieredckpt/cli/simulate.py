@@ -562,20 +562,20 @@ class SimulateOptions:
         if self.gpus is None:
             return 1
         if self.gpus > self.gpus_per_node and self.gpus % self.gpus_per_node:
-            raise UsageError(f"--gpus {self.gpus} is no whole number of nodes: say --gpus-per-node")
+            raise UsageError(f"--gpus {self.gpus} is not a multiple of {self.gpus_per_node}: set --gpus-per-node")
         return max(1, self.gpus // self.gpus_per_node)
 
     def nodes(self) -> SimulatedNodes:
         from tieredckpt.goodput.monte_carlo import SimulatedNodes
 
         if self.gpus is None and (self.mtbf.per is not MtbfUnit.JOB or self.node_loss_share):
-            raise UsageError("say how large the job is: --gpus N (without it --mtbf has to be of the job: 3h/job)")
+            raise UsageError("--gpus N is required, unless --mtbf is that of the job (3h/job) without --node-loss")
         if (self.spares or self.min_nodes is not None) and not self.node_loss_share:
-            raise UsageError("--spares and --min-nodes play a part where nodes break: say --node-loss SHARE")
+            raise UsageError("--spares and --min-nodes need --node-loss SHARE")
         count = self.node_count
         min_nodes = count if self.min_nodes is None else self.min_nodes
         if min_nodes > count:
-            raise UsageError(f"--min-nodes {min_nodes} is more than the {count} nodes there are")
+            raise UsageError(f"--min-nodes {min_nodes} is more than the job's {count} nodes")
         return SimulatedNodes(
             mtbf_s=self.mtbf.for_job(self.gpus or 1, min(self.gpus_per_node, self.gpus or 1)),
             count=count,

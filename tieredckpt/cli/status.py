@@ -88,7 +88,7 @@ def _show_cluster(out: Console, view: ClusterStatus, survey: StepInventory, step
     if shown:
         out.print(steps_table(view, survey, shown, time.time_ns()))
     else:
-        out.print("no steps are saved yet" if not unknown_nodes(view) else "no steps on the nodes that could be asked")
+        out.print("no steps are saved yet" if not unknown_nodes(view) else "no steps on the nodes that answered")
     for line in step_warnings(view, shown):
         out.print(line)
     if hidden:

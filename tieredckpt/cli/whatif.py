@@ -49,7 +49,7 @@ _READS_SHOWN = 12
 
 
 @with_exit_code_help
-@click.command("whatif", short_help="What would be resumed if these nodes were lost.")
+@click.command("whatif", short_help="Show the step that a job would resume from after losing nodes.")
 @click.argument("job", required=False)
 @click.option(
     "--lose",
@@ -102,7 +102,7 @@ def open_loss_analysis(client: TierClient, job: str) -> tuple[ClusterStatus, Los
     limit = client.settings.memory.avoid_after_crashed_loads
     loss_analysis = LossAnalysis(view, survey, ReplicaCoverage(agent, job).covers_state, worn_after=limit)
     if loss_analysis.resumable_step is None and not loss_analysis.is_incomplete:
-        raise CheckpointNotFoundError(f"job {job} has no whole step to lose yet")
+        raise CheckpointNotFoundError(f"job {job} has no complete step yet")
     return view, loss_analysis
 
 
@@ -302,9 +302,9 @@ def _show_each(out: Console, view: ClusterStatus, outcomes: Sequence[LossOutcome
     names = sorted({name for one in outcomes for name in one.unknown})
     for name in names:
         why = next(one.unknown[name] for one in outcomes if name in one.unknown)
-        out.print(f"[yellow]{literal(name)} could not be asked:[/] {literal(why)}")
+        out.print(f"[yellow]{literal(name)} is unavailable:[/] {literal(why)}")
     if names:
-        out.print("What they hold counts neither as there nor as gone.")
+        out.print("Their shards count neither as available nor as lost.")
 
 
 def _cell(one: LossOutcome) -> str:

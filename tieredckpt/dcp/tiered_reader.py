@@ -458,7 +458,7 @@ class TieredReader(StorageReader):
         for tier in resolution.unreachable:
             why, newest = resolution.reasons.get(tier, "no answer"), resolution.chosen.version_id.version
             log.warning(
-                "%s: the %s tier could not be asked: %s. Step %d is the newest in the others. %s",
+                "%s: the %s tier is unavailable: %s. Step %d is the newest in the other tiers. %s",
                 *(self._location, tier.value, why, newest, _DOCTOR),
             )
         for group in resolution.lost:

@@ -445,9 +445,9 @@ def _save_error(location: Location, problem: Exception) -> TieredCheckpointError
 
 def _check_save_location(location: Location) -> Location:
     if location.cast:
-        raise UsageError(f"{location}?cast=1 is for loading: what is saved keeps its types")
+        raise UsageError(f"{location}?cast=1 is for loads: a save does not convert types")
     if location.epoch is not None:
-        raise UsageError(f"{location} names an epoch, which is for loading: a save gets the epoch of its own run")
+        raise UsageError(f"{location} names an epoch, which is for loads: a save gets the epoch of its own run")
     return location
 
 

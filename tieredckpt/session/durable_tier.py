@@ -1,4 +1,4 @@
-"""DurableTier: the durable tier of one job as this process uses it, and its warnings where there is none."""
+"""DurableTier: one job's durable tier in this process, and warnings if the job has none."""
 
 from __future__ import annotations
 

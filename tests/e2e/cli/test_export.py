@@ -90,7 +90,7 @@ def test_safetensors_export_contains_the_tensors(cli, saved_job, tmp_path):
 def test_objects_left_out_of_the_export_are_named(cli, saved_job, tmp_path):
     said = cli("export", "m", tmp_path / "all.safetensors")
     assert said.code == 0
-    assert "left out, because safetensors holds tensors only: optim.lr" in said.out
+    assert "skipped, because safetensors holds tensors only: optim.lr" in said.out
 
 
 def test_a_hugging_face_folder(cli, saved_job, tmp_path):

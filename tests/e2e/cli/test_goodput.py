@@ -96,7 +96,7 @@ def test_a_job_is_found_by_its_name_or_by_the_environment(cli, log_folder, monke
 def test_absent_empty_and_unnamed_logs_differ(cli, tmp_path, monkeypatch):
     monkeypatch.delenv(EVENT_LOG_ENV, raising=False)
     absent = cli("goodput", tmp_path / "none")
-    assert (absent.code, "is no directory with an event log" in absent.err, EVENT_LOG_ENV in absent.err) == (
+    assert (absent.code, "is not a directory with an event log" in absent.err, EVENT_LOG_ENV in absent.err) == (
         3,
         True,
         True,

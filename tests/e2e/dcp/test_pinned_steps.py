@@ -110,7 +110,7 @@ def test_drop_that_would_revive_abandoned_steps_is_refused(agent_dir, tmp_path):
             ckpt.save(state_at(step), step).wait("durable")
         ckpt.restore(state_at(0), 10)
         ckpt.save(state_at(11), 11).wait("durable")
-        with pytest.raises(UsageError, match="left steps 20 behind"):
+        with pytest.raises(UsageError, match="the abandoned steps 20"):
             ckpt.drop(11)
         assert ckpt.drop(20)
         assert ckpt.drop(11)

@@ -102,7 +102,7 @@ def test_job_that_starts_from_memory_reports_the_store_error(agent_dir, broken, 
     settings, cause = broken
     CheckpointJob(agent_dir, DurableSettings(), "from-memory").save(1, durable=False)
     CheckpointJob(agent_dir, settings, "from-memory").assert_restores(1, tiers={"memory"})
-    said = next(one for one in caplog.messages if "the durable tier could not be asked" in one)
+    said = next(one for one in caplog.messages if "the durable tier is unavailable" in one)
     assert settings.url in said
     assert re.search(cause, said), said
     assert "`tieredckpt doctor`" in said

@@ -71,7 +71,7 @@ def test_step_in_an_unreachable_tier_is_neither_torn_nor_lost():
     assert "step 7 (epoch 1): not whole in what could be asked, nobody who answered has part 1 of 2" in found.explain()
     assert resolve_step([], once_whole=cut.version_id, unreachable=[Tier.PEER]).lost == ()
     given_up = resolve_step([cut], torn=[cut.version_id], unreachable=[Tier.PEER])
-    assert given_up.verdicts[cut.version_id] is StepVerdict.TORN, "a rank left its part out: nobody can have it"
+    assert given_up.verdicts[cut.version_id] is StepVerdict.TORN, "a rank aborted its part: no node can have it"
 
 
 def test_torn_steps_are_newer_than_any_complete_step():
@@ -87,7 +87,7 @@ def test_torn_steps_are_newer_than_any_complete_step():
     assert resolve_step([step(8), cut]).torn == ()
     assert resolve_step([], torn=[cut.version_id]).torn == (cut.version_id,)
     assert resolve_step([], step=3, torn=[cut.version_id]).torn == ()
-    assert "step 7 (epoch 1): not whole, a rank left its part out" in resolve_step([], torn=[cut.version_id]).explain()
+    assert "step 7 (epoch 1): not whole, a rank aborted its part" in resolve_step([], torn=[cut.version_id]).explain()
 
 
 def test_a_step_with_a_damaged_part_is_passed_over_by_name():

@@ -179,7 +179,7 @@ def test_torn_required_step_fails(node, road):
     seal(node.store, 1, 0, 2, durable=True, required=True)
     assert road.waits.wait(LONG_S)
     node.store.abort_part(JOB, group_of(1), 1)
-    assert node.wait_durable(JOB, group_of(1), LONG_S).error == "a rank left its part out"
+    assert node.wait_durable(JOB, group_of(1), LONG_S).error == "a rank aborted its part"
     assert state_of(node, 1).state == "failed"
 
 
