@@ -140,7 +140,7 @@ class Resolution:
             lines.append(f"there {noun} {', '.join(known[-_MAX_LISTED:])}")
         for tier in self.unreachable:
             why = f": {self.reasons[tier]}" if tier in self.reasons else ""
-            lines.append(f"{tier.value} tier: could not be asked{why}")
+            lines.append(f"{tier.value} tier: unavailable{why}")
         lines += [describe_forgotten(self.forgotten)] if self.forgotten is not None else []
         return "; ".join(lines) or "nothing is saved in any tier"
 
@@ -153,15 +153,15 @@ class Resolution:
         if torn is None and self.verdicts.get(group) is StepVerdict.TORN:
             return ", a rank aborted its part, and the other parts were discarded"
         if torn is None:
-            return ", nobody has any part" if group in self.lost else ""
+            return ", missing all parts" if group in self.lost else ""
         saved = f", saved {time.strftime('%Y-%m-%d %H:%M:%SZ', time.gmtime(torn.saved_ns / 1e9))}" * bool(torn.saved_ns)
         if torn.parts >= UNKNOWN_PART_COUNT:
             return saved
         count = torn.parts - len(torn.found)
         first = itertools.islice((part for part in range(torn.parts) if part not in torn.found), _MAX_LISTED)
         more = f" and {count - _MAX_LISTED} more" if count > _MAX_LISTED else ""
-        nobody = "nobody who answered" if self.verdicts.get(group) is StepVerdict.UNKNOWN else "nobody"
-        return f"{saved}, {nobody} has part{'s' * (count > 1)} {', '.join(map(str, first))}{more} of {torn.parts}"
+        missing = "not found so far:" if self.verdicts.get(group) is StepVerdict.UNKNOWN else "missing"
+        return f"{saved}, {missing} part{'s' * (count > 1)} {', '.join(map(str, first))}{more} of {torn.parts}"
 
 
 def resolve_step(

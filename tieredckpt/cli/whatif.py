@@ -76,7 +76,7 @@ def whatif_command(
     5: no known step would remain, but some nodes or the store did not answer.
     """
     if each == bool(lost):
-        raise UsageError("say what is lost with --lose node:NAME or --lose rack:NAME, or ask for all with --each")
+        raise UsageError("name a loss with --lose node:NAME or --lose rack:NAME, or use --each")
     with open_tier_client(settings_from_options(agent_dir, durable, job or ANY_JOB)) as client:
         name = resolve_job_name(client, job)
         with screen.spinner(f"looking at the nodes of {name}"):
@@ -209,9 +209,9 @@ def _show(out: Console, view: ClusterStatus, outcome: LossOutcome, reads: Sequen
 
 def _resumes(outcome: LossOutcome) -> str:
     if outcome.outlook is ResumeOutlook.NOTHING:
-        return "[bold red]nothing[/]: no whole step would be left, in memory or elsewhere"
+        return "[bold red]nothing[/]: no complete step would remain in any tier"
     if outcome.outlook is ResumeOutlook.UNKNOWN:
-        return "[bold yellow]not known[/]: nothing that is known of would be left"
+        return "[bold yellow]not known[/]: no known step would remain"
     far = ", as far as is known" if outcome.uncertain_steps else ""
     plain = ", a plain checkpoint" if outcome.plain_step is not None else ""
     colour = "green" if outcome.step == outcome.step_before_loss else "yellow"
@@ -256,10 +256,10 @@ def _lost_step_line(one: LostStep) -> str:
 
 
 def _unknown(outcome: LossOutcome) -> str:
-    text = "what is there counts neither as held nor as gone"
+    text = "its shards count neither as available nor as lost"
     if not outcome.uncertain_steps:
         return text
-    return f"{text}; {_steps([group.version for group in outcome.uncertain_steps])} may be whole with it"
+    return f"{text}; {_steps([group.version for group in outcome.uncertain_steps])} may be complete with them"
 
 
 def _steps(steps: Sequence[int]) -> str:

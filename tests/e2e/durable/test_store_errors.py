@@ -93,7 +93,7 @@ def test_failed_restore_names_the_store_the_cause_and_advice(agent_dir, broken):
     said = str(raised.value)
     assert settings.url in said
     assert re.search(cause, said), said
-    assert "it is not known whether there is a checkpoint" in said
+    assert "Whether a checkpoint exists is unknown" in said
     assert "`tieredckpt doctor`" in said
 
 

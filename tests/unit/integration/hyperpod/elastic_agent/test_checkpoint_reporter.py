@@ -217,7 +217,7 @@ def test_unreachable_agent_means_an_unknown_step(made, error):
 
 
 def test_a_job_that_was_somewhere_never_begins_from_nothing():
-    with pytest.raises(CheckpointNotFoundError, match="would throw away 241 steps"):
+    with pytest.raises(CheckpointNotFoundError, match="would lose 241 steps"):
         check_restored_step("job", ExpectedStep(240, "the agent says 240"), -1)
 
 
