@@ -47,8 +47,8 @@ class MemoryServiceOptions:
         found = []
         if self.auth == "off" and not is_loopback_host(self.host_and_port[0]):
             text = (
-                "without a token whoever reaches the address may read and delete everything: listen on 127.0.0.1, "
-                "or say so with memory_service_auth=open"
+                "without a token, any client of the address can read and delete all shards: listen on 127.0.0.1, "
+                "or set memory_service_auth=open"
             )
             found.append(("memory_service_auth", text))
         if self.token and not self.token.startswith(_FILE):

@@ -226,7 +226,7 @@ class Drain(StoreListener):
             held = [step for step in waiting if step.held and (last or step.error or not step.required)]
             if not uploaded and held:
                 trouble = f"; the store: {held[0].error}" if held[0].error else ""
-                self._skip(held[0], f"it gave way to saves in memory{trouble}")
+                self._skip(held[0], f"saves in memory needed its slots{trouble}")
                 self._announce_failure(held[0])
             return bool(uploaded or held)
 
@@ -329,7 +329,9 @@ class Drain(StoreListener):
         """Skip the step, or fail it if it is required and was not dropped. Lock held."""
         step.over = why
         if step.required and not step.dropped:
-            log.error("%s step %d was to be durable and does not become so: %s", step.job, step.version_id.version, why)
+            log.error(
+                "%s step %d required durability and does not become durable: %s", step.job, step.version_id.version, why
+            )
             self.totals.errors += 1
             step.state, step.error = "failed", why
         else:
@@ -432,9 +434,7 @@ class Drain(StoreListener):
         manifest = manifest_from_shard_files(list(files.values()), created_ns=time.time_ns(), writer=self._writer)
         failpoint("drain.complete")
         if step.cancel.is_set():
-            raise UploadCancelledError(
-                f"{step.job} step {step.version_id.version} is not to be made durable here and now"
-            )
+            raise UploadCancelledError(f"the upload of {step.job} step {step.version_id.version} was canceled")
         catalog.commit(manifest, step.base)
         failpoint("drain.committed")
         return True
@@ -510,7 +510,7 @@ class Drain(StoreListener):
             record = self._store.reader.hold(key, "drain")
             bad = self._store.verify(key)
         except ShardNotFoundError as error:
-            raise CheckpointDamagedError(f"{key} left this node's memory before it was durable") from error
+            raise CheckpointDamagedError(f"{key} was evicted from this node's memory before it was durable") from error
         if bad:
             raise CheckpointDamagedError(f"{key} changed in memory after it was sealed, so it is not uploaded")
         settings = self._context.durable_settings(step.job)
@@ -581,7 +581,7 @@ class Drain(StoreListener):
             for step in list(self._steps.values()):
                 older = step.job == newer.job and step.version_id < newer.version_id and step.state == "waiting"
                 if older and step.done.issuperset(step.shards) and not step.required:
-                    self._skip(step, "other nodes left it out, and a newer one is durable")
+                    self._skip(step, "other nodes skipped it, and a newer step is durable")
             self._changed.notify_all()
 
     def _upload_quarantine(self, job: str, catalog: DurableCatalog) -> None:

@@ -228,7 +228,7 @@ class Checkpointer:
         self._check_open()
         if durable and not self.settings.durable.url:
             raise UsageError(
-                f"save(durable=True): {self._location.job} has no durable tier to keep step {step} in. Name one: "
+                f"save(durable=True): {self._location.job} has no durable tier for step {step}. Name one: "
                 "Checkpointer(durable='s3://bucket/prefix'), or durable.url ($TIEREDCKPT_DURABLE_URL)"
             )
         self._boundaries.record(state, step)

@@ -173,7 +173,9 @@ def _hydrate(
             return Hydration(job, "live", choice.step, job_holdings.reached)
     except (TieredCheckpointError, PeerStoreError, CheckpointException) as error:
         # These calls fail on all ranks together, so no rank waits for another one.
-        return Hydration(job, "snapshot", -1, job_holdings.reached, f"it could not be given: {error}", failed=True)
+        return Hydration(
+            job, "snapshot", -1, job_holdings.reached, f"the save of the survivors' state failed: {error}", failed=True
+        )
 
 
 def _choose(

@@ -1,4 +1,4 @@
-"""On SIGTERM, all ranks agree on a last step, save it, and pass the signal on."""
+"""Handling of SIGTERM: all ranks agree on a last step, save it, and deliver the signal."""
 
 from __future__ import annotations
 

@@ -92,7 +92,7 @@ def _agent_help(parser: argparse.ArgumentParser) -> str:
 
 @dataclass(frozen=True)
 class RunningAgent:
-    """An agent that listens on this machine, or the reason for its silence."""
+    """An agent that listens on this machine, or the reason why it does not answer."""
 
     directory: Path
     process: int = 0

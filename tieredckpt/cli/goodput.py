@@ -106,7 +106,7 @@ def _families(found: Analysis) -> Iterator[tuple[str, str, list[_Sample]]]:
 def summary_lines(found: GoodputAnalysis) -> Iterator[RenderableType]:
     """Yield the summary lines."""
     name, total_s = literal(found.job or "job"), found.wall.total / 1e6
-    how = "goes on, or was killed" if found.is_running else found.runs[-1].how
+    how = "is running or was killed" if found.is_running else found.runs[-1].how
     began = dt.datetime.fromtimestamp(found.start_us / 1e6, dt.timezone.utc).strftime("%Y-%m-%d %H:%M:%S UTC")
     sizes = f"{pluralized(found.worlds, 'world')}, at most {pluralized(found.ranks, 'rank')}"
     runs = f", {pluralized(len(found.runs), 'run')}" if len(found.runs) > 1 else ""
@@ -277,7 +277,7 @@ def write_html_report(path: Path, found: GoodputAnalysis) -> None:
 
     if path.is_dir() or not path.parent.is_dir():
         why = "is a directory" if path.is_dir() else f"there is no directory {path.parent}"
-        raise UsageError(f"--html {path}: {why}; say a file")
+        raise UsageError(f"--html {path}: {why}; name a file")
     new = path.with_name(f".{path.name}.{os.getpid()}")
     try:
         new.write_text(html_report(found), encoding="utf-8")

@@ -303,8 +303,8 @@ class TieredReader(StorageReader):
         clear_plan_messages()
         if len(votes) != len(plans):
             raise UsageError(
-                f"{self._location}: {len(plans)} ranks load and {len(votes)} have said what they could. All of them "
-                "have to load with a TieredReader"
+                f"{self._location}: {len(votes)} of {len(plans)} ranks voted on the step. All ranks must load with a "
+                "TieredReader"
             )
         if len({vote.plain for vote in votes}) > 1:
             raise TierUnavailableError(

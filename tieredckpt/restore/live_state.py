@@ -117,7 +117,7 @@ class RestoredState:
             is_present = fqn in self._flat
             if is_present != (fqn in other) or (is_present and _is_equal(self._flat[fqn], other[fqn]) is False):
                 del self.proof.mismatched[fqn]
-                self.proof.not_compared[fqn] = "says something else whenever it is asked"
+                self.proof.not_compared[fqn] = "changes at every call of state_dict()"
 
 
 def compare_objects(

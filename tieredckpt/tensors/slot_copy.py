@@ -179,7 +179,7 @@ class MappedSlot:
     """
 
     def __init__(self, fd: int, size_bytes: int, generation: int) -> None:
-        """Take over ``fd``, which :meth:`close` closes."""
+        """Own ``fd``, which :meth:`close` closes."""
         self.size_bytes = size_bytes
         self.generation = generation
         self._fd = fd

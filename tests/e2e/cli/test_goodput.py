@@ -125,4 +125,4 @@ def test_unfinished_run_is_reported(cli, log_folder):
     """Without its last line, which says how it ended."""
     (file,) = (log_folder / "event-log").iterdir()
     file.write_bytes(b"".join(file.read_bytes().splitlines(keepends=True)[:-1]))
-    assert cli("goodput", log_folder, "--watch").out.startswith("job goes on, or was killed; 16.00 s since")
+    assert cli("goodput", log_folder, "--watch").out.startswith("job is running or was killed; 16.00 s since")

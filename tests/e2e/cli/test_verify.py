@@ -73,7 +73,7 @@ def test_missing_object_is_damage(cli, job, shard_of):
     said = cli("verify", "llama", "--json")
     assert said.code == 4
     assert check_results(said)[1, "durable"] == ("damaged", [0, 1])
-    assert "is not there" in next(c for c in said.json["checks"] if c["step"] == 1)["problem"]
+    assert "is missing" in next(c for c in said.json["checks"] if c["step"] == 1)["problem"]
 
 
 def test_a_damaged_manifest(cli, job, tmp_path, flip_byte_of):

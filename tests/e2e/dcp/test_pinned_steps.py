@@ -145,7 +145,7 @@ def test_required_steps_are_not_displaced_by_newer_ones(agent_dir, tmp_path):
 
 
 def test_durable_save_requires_a_durable_tier(agent_dir):
-    with Checkpointer(JOB) as ckpt, pytest.raises(UsageError, match="has no durable tier to keep step 3 in"):
+    with Checkpointer(JOB) as ckpt, pytest.raises(UsageError, match="has no durable tier for step 3"):
         ckpt.save(state_at(3), 3, durable=True)
 
 

@@ -116,7 +116,7 @@ def test_oldest_required_step_is_dropped_when_no_other_can_be(node, road):
     for step in range(3, 9):
         seal(node.store, step)
     assert [state_of(node, step).state for step in (1, 2)] == ["failed", "waiting"]
-    assert state_of(node, 1).error.startswith("it gave way to saves in memory; the store: ")
+    assert state_of(node, 1).error.startswith("saves in memory needed its slots; the store: ")
     assert node.drain.totals.errors >= 1
 
 
