@@ -82,7 +82,7 @@ class RestoredState:
         if top in excluded:
             return excluded[top]
         if fqn not in self._flat and self._is_selective(self._state.get(top)):
-            return "taken by who chooses what to restore"
+            return "its part of the state selects the entries that it restores"
         return ""
 
     def _top_of(self, fqn: str) -> str:

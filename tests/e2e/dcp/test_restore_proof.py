@@ -375,7 +375,7 @@ def test_write_of_a_stateful_into_another_entry_is_detected(agent_dir):
 def test_overlapping_targets_are_refused(agent_dir):
     saved({"a": torch.full((CHUNK_BYTES,), 1.0), "b": torch.full((CHUNK_BYTES,), 2.0)})
     base = torch.zeros(CHUNK_BYTES + 1000)
-    with pytest.raises(RestoreProofError, match=r"entr.* not what was saved"):
+    with pytest.raises(RestoreProofError, match=r"entr.* from the saved state"):
         restored({"a": base[:CHUNK_BYTES], "b": base[1000:]})
 
 
