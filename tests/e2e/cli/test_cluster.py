@@ -192,8 +192,8 @@ def test_whatif_lists_losses_with_the_worst_first(healthy_cluster, run_on):
         (["--lose", "node:n9"], "there is no such node; there is node: n1, n2, n3"),
         (["--lose", "zone:a"], "no node has a zone; there is node: n1, n2, n3; rack: r1, r2, r3"),
         (["--lose", "n1"], "say what it is, as in node:n1 or rack:r1"),
-        ([], "say what is lost"),
-        (["--each", "--lose", "node:n1"], "say what is lost"),
+        ([], "name a loss with --lose"),
+        (["--each", "--lose", "node:n1"], "name a loss with --lose"),
     ],
 )
 def test_wrong_names(healthy_cluster, run_on, arguments, said):
