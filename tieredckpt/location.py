@@ -86,7 +86,7 @@ def parse_step(text: str) -> tuple[int, int | None]:
 def check_step(step: int) -> int:
     """Return ``step``, or raise :class:`UsageError` unless it is an integer from 0 to 2**62 - 1."""
     if isinstance(step, bool) or not isinstance(step, int) or not 0 <= step < 1 << 62:
-        raise UsageError(f"step {step!r} is not a training step: an integer from 0 on")
+        raise UsageError(f"step {step!r} is not a training step: pass an integer from 0 to 2**62 - 1")
     return step
 
 
@@ -97,11 +97,9 @@ def reject_local_tiered_folder() -> None:
     """
     if Path(f"{TIERED_SCHEME}:").is_dir():
         raise UsageError(
-            f"there is a local folder {TIERED_SCHEME}: in {Path.cwd()}: something (a framework, pathlib, os.path) "
-            f"has taken "
-            f"{TIERED_SCHEME}://... for a path and makes there what is meant for the store. Look what it is, move it "
-            f"away, "
-            "and pass the URL as a string to what understands it (docs/how-to/urls.md)"
+            f"there is a local folder {TIERED_SCHEME}: in {Path.cwd()}: some code (a framework, pathlib, os.path) "
+            f"has used {TIERED_SCHEME}://... as a path. Move the folder away, and pass the URL as a string to code "
+            "that accepts URLs (docs/how-to/urls.md)"
         )
 
 

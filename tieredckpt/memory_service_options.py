@@ -47,8 +47,8 @@ class MemoryServiceOptions:
         found = []
         if self.auth == "off" and not is_loopback_host(self.host_and_port[0]):
             text = (
-                "without a token whoever reaches the address may read and delete everything: listen on 127.0.0.1, "
-                "or say so with memory_service_auth=open"
+                "without a token, any client of the address can read and delete all shards: listen on 127.0.0.1, "
+                "or set memory_service_auth=open"
             )
             found.append(("memory_service_auth", text))
         if self.token and not self.token.startswith(_FILE):
@@ -72,8 +72,8 @@ def add_memory_service_arguments(parser: argparse.ArgumentParser) -> None:
         "--memory-service-auth",
         default=options.auth,
         choices=AUTH_MODES,
-        help="require a token (token). off requires none and listens on loopback addresses only. open requires none: "
-        "all clients that reach the address can read and delete all shards (default %(default)s)",
+        help="authentication of clients: token, off (none, on loopback addresses only) or open (none, on any address). "
+        "With open, all clients can read and delete all shards (default %(default)s)",
     )
     group.add_argument(
         "--memory-service-token",

@@ -1,7 +1,7 @@
 """Choice of the step to load and its tiers. Pure.
 
-Absent, torn, lost, unreachable and damaged are five distinct results. The result names each tier that did not answer;
-"nothing found" means that all tiers answered.
+Absent, incomplete, lost, unreachable and damaged are five distinct results. The result names each tier that did not
+answer; "nothing found" means that all tiers answered.
 """
 
 from __future__ import annotations
@@ -140,7 +140,7 @@ class Resolution:
             lines.append(f"there {noun} {', '.join(known[-_MAX_LISTED:])}")
         for tier in self.unreachable:
             why = f": {self.reasons[tier]}" if tier in self.reasons else ""
-            lines.append(f"{tier.value} tier: could not be asked{why}")
+            lines.append(f"{tier.value} tier: unavailable{why}")
         lines += [describe_forgotten(self.forgotten)] if self.forgotten is not None else []
         return "; ".join(lines) or "nothing is saved in any tier"
 
@@ -151,17 +151,17 @@ class Resolution:
     def _missing(self, group: VersionId) -> str:
         torn = self.incomplete.get(group)
         if torn is None and self.verdicts.get(group) is StepVerdict.TORN:
-            return ", a rank left its part out and what the others had was given up"
+            return ", a rank aborted its part, and the other parts were discarded"
         if torn is None:
-            return ", nobody has any part" if group in self.lost else ""
+            return ", missing all parts" if group in self.lost else ""
         saved = f", saved {time.strftime('%Y-%m-%d %H:%M:%SZ', time.gmtime(torn.saved_ns / 1e9))}" * bool(torn.saved_ns)
         if torn.parts >= UNKNOWN_PART_COUNT:
             return saved
         count = torn.parts - len(torn.found)
         first = itertools.islice((part for part in range(torn.parts) if part not in torn.found), _MAX_LISTED)
         more = f" and {count - _MAX_LISTED} more" if count > _MAX_LISTED else ""
-        nobody = "nobody who answered" if self.verdicts.get(group) is StepVerdict.UNKNOWN else "nobody"
-        return f"{saved}, {nobody} has part{'s' * (count > 1)} {', '.join(map(str, first))}{more} of {torn.parts}"
+        missing = "not found so far:" if self.verdicts.get(group) is StepVerdict.UNKNOWN else "missing"
+        return f"{saved}, {missing} part{'s' * (count > 1)} {', '.join(map(str, first))}{more} of {torn.parts}"
 
 
 def resolve_step(
@@ -179,9 +179,10 @@ def resolve_step(
     """Choose the newest complete step, or the newest attempt at ``step``, optionally of ``epoch``.
 
     ``unreachable`` names the tiers that did not answer, optionally with reasons. While there are any, an incomplete
-    version is unknown instead of torn or lost. ``once_whole`` is the newest version known to have been complete; if it
-    is incomplete now, it is lost. ``torn`` versions were aborted because a rank did not seal its part. ``forgotten``
-    records when and why this node deleted the job's memory. ``reluctant`` versions are chosen only if no other remains.
+    version is ``UNKNOWN`` instead of ``TORN`` or ``LOST``. ``once_whole`` is the newest version known to have been
+    complete; if it is incomplete now, it is lost. ``torn`` versions were aborted because a rank did not seal its part.
+    ``forgotten`` records when and why this node deleted the job's memory. ``reluctant`` versions are chosen only if no
+    other remains.
 
     Newest means the highest step; among attempts at one step, the later incarnation. A step above the point
     where a later incarnation branched off belongs to another branch and is not chosen.
@@ -278,9 +279,8 @@ def describe_forgotten(forgotten: ExpiredJob) -> str:
     """Return when and why the job's memory was deleted."""
     at = time.strftime("%Y-%m-%d %H:%M:%SZ", time.gmtime(forgotten.at_ns / 1e9))
     return (
-        f"what memory had of {forgotten.job}, up to step {forgotten.newest_committed.version}, was forgotten at {at} "
-        "because "
-        f"{forgotten.reason}"
+        f"the steps of {forgotten.job} in memory, up to step {forgotten.newest_committed.version}, were deleted at "
+        f"{at} because {forgotten.reason}"
     )
 
 
@@ -323,7 +323,7 @@ def incomplete_state(
     unsure: bool,
     needed: bool,
 ) -> str:
-    """Return the state of an incomplete version: torn, unknown, superseded or lost.
+    """Return the state of an incomplete version: ``torn``, ``unknown``, ``superseded`` or ``lost``.
 
     A newer complete version lets nodes evict the parts of older ones, so those are superseded, not lost. This excludes
     ``needed`` versions: pinned, or not uploaded so far. ``unsure``: a tier or node did not answer.

@@ -1,7 +1,6 @@
-"""Settings from defaults, the platform's plug-in, a YAML file and the environment, validated as a whole.
+"""Settings from defaults, the platform's plug-in, a YAML file and the environment.
 
-Unknown keys, invalid values and values that contradict each other are errors. One exception reports all of them by
-name.
+Unknown keys, invalid values and contradictions between values are errors. One exception reports all of them by name.
 
 A plug-in is an entry point of the group ``tieredckpt.platforms``. It is a function that receives the text after
 ``NAME:`` and returns settings in the form of a configuration file.
@@ -41,7 +40,10 @@ TCP, NIXL = TRANSPORTS = ("tcp", "nixl")
 CONFIG_ENV = "TIEREDCKPT_CONFIG"
 """YAML file with settings."""
 CLUSTER_CONFIG_ENV = "TIEREDCKPT_CLUSTER"
-"""Source of the platform's settings, ``PLATFORM:/path``. The file and the other variables override them."""
+"""Source of the platform's settings, ``PLATFORM:/path``.
+
+The settings file and the other variables override them.
+"""
 
 
 @dataclass(frozen=True)
@@ -59,42 +61,63 @@ class AgentSettings:
     burst_slots: int = 1
     """Extra slots that a rank may use while an upload or a reader holds its older steps."""
     job_ttl_s: float = 86400.0
-    """Time from the end of a job's last process until the agent deletes its checkpoints from memory. If another job
-    needs the memory, the agent deletes them after one hour. A later restore reports the deletion."""
+    """Seconds from the end of a job's last process until the agent deletes its checkpoints from memory.
+
+    If another job needs the memory, the agent deletes them after one hour. A later restore reports the deletion.
+    """
     linger_s: float = 60.0
-    """Time that an embedded agent without connections or shards runs before it exits."""
+    """Seconds that an embedded agent without connections or shards runs before it exits."""
     http: str = "socket"
-    """Address of ``/metrics`` and ``/status``: ``socket``, ``HOST:PORT`` or ``off``. ``socket`` is the Unix socket
-    ``http.sock`` in the agent's directory. With port 0 the agent picks one, which ``tieredckpt doctor`` shows."""
+    """Address of ``/metrics`` and ``/status``: ``socket``, ``HOST:PORT`` or ``off``.
+
+    ``socket`` is the Unix socket ``http.sock`` in the agent's directory. With port 0 the agent picks a port, which
+    ``tieredckpt doctor`` shows.
+    """
     node: str = ""
     """Name of this node among the nodes of a job. Empty: the host's name."""
     peers: str = ":0"
-    """Address at which other nodes' agents reach this agent: ``HOST:PORT``, or ``off``. It listens only while a job has
-    several nodes. Without a host it uses the node's outside address; with port 0 it picks a port."""
+    """Address at which other nodes' agents reach this agent: ``HOST:PORT``, or ``off``.
+
+    The agent listens only while a job has several nodes. Without a host it uses the node's outside address. With port 0
+    it picks a port.
+    """
     interface: str = ""
     """Network interface, or its address, for traffic between nodes. Empty: the routing table decides."""
     tls: str = ""
-    """Directory with ``tls.crt``, ``tls.key`` and ``ca.crt``, for mutual TLS between nodes. Empty: connections are
-    authenticated by the job's secret, but not encrypted."""
+    """Directory with ``tls.crt``, ``tls.key`` and ``ca.crt``, for mutual TLS between nodes.
+
+    Empty: the job's secret authenticates the connections, and they are not encrypted.
+    """
     labels: str = ""
-    """Failure domains of this node, such as ``rack=r1,zone=a``, or ``file:/path`` of its Kubernetes labels. The file is
-    the output of ``kubectl get node NAME -o json`` or a file of a downward API volume."""
+    """Failure domains of this node: ``rack=r1,zone=a``, or ``file:/path`` of its Kubernetes labels.
+
+    The file is the output of ``kubectl get node NAME -o json`` or a file of a downward API volume.
+    """
     transport: str = "tcp"
-    """Transport between nodes: ``tcp``, ``nixl`` (InfiniBand, by UCX) or ``nixl:LIBFABRIC`` (EFA). NIXL needs
-    ``tieredckpt[nixl]``. All nodes of a job need the same value."""
+    """Transport between nodes: ``tcp``, ``nixl`` (InfiniBand, by UCX) or ``nixl:LIBFABRIC`` (EFA).
+
+    NIXL needs ``tieredckpt[nixl]``. All nodes of a job need the same value.
+    """
     memory_service: str = "off"
     """Address at which the agent serves the memory service over HTTP: ``HOST:PORT``, or ``off``."""
     memory_service_auth: Literal["token", "off", "open"] = "token"
-    """Authentication of the memory service's clients. ``token``: with the token. ``off``: not at all, on loopback
-    addresses only. ``open``: not at all, on any address."""
+    """Authentication of the memory service's clients: ``token``, ``off`` or ``open``.
+
+    ``token``: clients must send the token. ``off``: no authentication, on loopback addresses only. ``open``: no
+    authentication, on any address.
+    """
     memory_service_token: str = ""
     """``file:/path`` of the token. Empty: the agent generates a token in its directory."""
     memory_service_tls: str = ""
-    """Directory with ``tls.crt`` and ``tls.key``, to serve HTTPS. If it also has ``ca.crt``, clients must send
-    certificates."""
+    """Directory with ``tls.crt`` and ``tls.key``, to serve HTTPS.
+
+    If it also has ``ca.crt``, clients must send certificates.
+    """
     memory_service_nodes: str = ""
-    """Nodes that replicate the memory service's shards to each other, in the form of ``peer.discovery``. ``world`` is
-    not allowed. Empty: only this node."""
+    """Nodes that replicate the memory service's shards to each other. Empty: only this node.
+
+    The form is that of ``peer.discovery``, without ``world``.
+    """
     memory_service_secret: str = ""
     """``file:/path`` of the secret that these nodes share."""
     memory_service_copies: int = 2
@@ -118,32 +141,47 @@ class PeerSettings:
     """The peer tier: copies in the memory of the job's other nodes."""
 
     copies: int = 2
-    """Copies of every shard in memory, this node's included. A job with fewer nodes has one copy on each node."""
+    """Copies of every shard in memory, this node's included.
+
+    A job with fewer nodes has one copy on each node.
+    """
     mode: Literal["mirror", "parity"] = "mirror"
-    """``mirror``: other nodes hold copies of a shard. ``parity``: groups of nodes hold XOR parities of each other's
-    shards instead. Parities take less memory, and any one node of a group may be lost."""
+    """Redundancy of shards in memory: ``mirror`` or ``parity``.
+
+    ``mirror``: other nodes hold copies of a shard. ``parity``: groups of nodes hold XOR parities of each other's shards
+    instead. Parities need less memory, and a group survives the loss of any one node.
+    """
     parity_group_size: int = 4
     """Nodes whose shards one parity protects. A group has one node more."""
     discovery: str = "world"
-    """Source of the job's list of nodes. ``world``: ranks on several nodes exchange it through torch.distributed.
+    """Source of the job's list of nodes.
+
+    ``world``: ranks on several nodes exchange the list through torch.distributed.
     ``static:n1=10.0.0.1:7070/rack=r1,...``, ``file:/path.json`` and ``dns:name:port`` name the nodes themselves.
-    ``off``: no peers. Installed packages can add sources."""
+    ``off``: no peers. Installed packages can add sources.
+    """
     secret: str = ""
-    """Secret by which the job's agents authenticate each other, or ``file:/path`` of it. Empty: with ``world``, the
-    first rank generates one and shares it through torch.distributed. That exchange is not authenticated, so it logs a
-    warning."""
+    """Secret with which the job's agents authenticate each other, or ``file:/path`` of it.
+
+    Empty: with ``world``, rank 0 generates a secret and shares it through torch.distributed. That exchange is not
+    authenticated, so rank 0 logs a warning.
+    """
     levels: str = "zone,rack"
     """Node labels that name failure domains, the outermost first."""
     streams: int = 2
     """Connections for sending one copy, and for reading from one source."""
     require: Literal["sealed", "copied"] = "sealed"
-    """State that a ``Checkpointer`` save must reach before the next save begins. ``copied``: all its copies exist. A
-    save that would wait longer than ``memory.wait_s`` for the copies is skipped."""
+    """State that a ``Checkpointer`` save must reach before the next save begins.
+
+    ``copied``: all its copies exist. A save that would wait longer than ``memory.wait_s`` for the copies is skipped.
+    """
     bandwidth: str = ""
     """Limit for the copies that a node sends, such as ``2GiB``. Empty: no limit."""
     unreachable_timeout_s: float = 30.0
-    """Time that a restore waits for unreachable nodes that continued the job without this node. After that it restores
-    an older step that this node has."""
+    """Seconds that a restore waits for unreachable nodes that continued the job without this node.
+
+    After that, it restores an older step that this node has.
+    """
 
 
 @dataclass(frozen=True)
@@ -155,27 +193,44 @@ class MemorySettings:
     on_busy: OnBusy = "skip"
     """Behavior of a ``Checkpointer`` save if no slot is free: ``skip`` the step, or ``wait`` for a slot."""
     wait_s: float = 60.0
-    """Time that a save may wait for a slot (``on_busy: wait``, plain ``dcp.save``) or for copies (``peer.require``)."""
+    """Seconds that a save may wait for a slot or for copies.
+
+    A save waits for a slot with ``on_busy: wait`` and in plain ``dcp.save``, and for copies with ``peer.require``.
+    """
     staging: Literal["overlapped", "blocking"] = "overlapped"
-    """``overlapped``: a ``Checkpointer`` save copies parameters and moments during the next forward and backward pass.
-    The next optimizer step waits for the copies. ``blocking``: a save returns after all copies."""
+    """Staging of a ``Checkpointer`` save: ``overlapped`` or ``blocking``.
+
+    ``overlapped``: the save copies parameters and moments during the next forward and backward pass. The next optimizer
+    step waits for the copies. ``blocking``: the save returns after all copies.
+    """
     avoid_after_crashed_loads: int = 5
-    """Crashed loads of a step on one node after which its ranks prefer an older step. A load counts if its process dies
-    before the next step. A node remembers them for an hour. 0: no limit."""
+    """Crashed loads of a step on one node after which its ranks prefer an older step. 0: no limit.
+
+    A load counts as crashed if its process dies before the next step. A node remembers crashed loads for an hour.
+    """
     live: bool = True
-    """Whether the recovery loop (``elastic.run``) records every step boundary. After a fault, surviving replicas then
-    continue from the last boundary, even without a save of that step."""
+    """Whether the recovery loop (``elastic.run``) records every step boundary.
+
+    After a fault, surviving replicas then continue from the last boundary, even without a save of that step.
+    """
     trust_objects: bool = False
-    """Whether a load unpickles objects that are more than data. If so, any writer to the durable tier can run code on
-    the nodes that restore. If not, such an object is an error that names it."""
+    """Whether a load unpickles objects that are more than data.
+
+    If true, any writer to the durable tier can run code on the nodes that restore. If false, the load fails with an
+    error that names the object.
+    """
     proof: bool = True
-    """Whether a restore reads the live state again and compares it with the loaded bytes. A difference raises
-    :class:`~tieredckpt.errors.RestoreProofError`, which names the entries."""
+    """Whether a restore reads the live state again and compares it with the loaded bytes.
+
+    A difference raises :class:`~tieredckpt.errors.RestoreProofError`, which names the entries.
+    """
     nonfinite: Literal["refuse", "save"] = "refuse"
-    """Behavior of a ``Checkpointer`` save if the state has NaN or new infinities. Infinities that this process's first
-    save had are not new. ``refuse``: the save fails, and the last finite step stays the newest. ``save``: it is saved.
-    The check reads the staged bytes once, in the background. For plain ``dcp.save``, use
-    ``TieredWriter(finite=True)``."""
+    """Behavior of a ``Checkpointer`` save if the state has NaN or new infinities.
+
+    Infinities that this process's first save had are not new. ``refuse``: the save fails, and the last finite step
+    stays the newest. ``save``: the state is saved. The check reads the staged bytes once, in the background. For plain
+    ``dcp.save``, use ``TieredWriter(finite=True)``.
+    """
     copy_threads: int = 0
     """Threads that copy bytes in a trainer. 0: this rank's share of the node's cores, from 1 to 8."""
 
@@ -185,16 +240,26 @@ class DurableSettings:
     """The durable tier: an object store or a directory."""
 
     url: str = ""
-    """URL of the object store or directory: ``s3://bucket/prefix``, ``gs://``, ``az://``, ``file:///path`` or another
-    fsspec scheme. Empty: no durable tier."""
+    """URL of the object store or directory. Empty: no durable tier.
+
+    Schemes: ``s3://bucket/prefix``, ``gs://``, ``az://``, ``file:///path`` or another fsspec scheme.
+    """
     every: int = 1
-    """Interval of uploads: steps divisible by this number are uploaded. It must be a multiple of ``memory.every``."""
+    """Interval of uploads: steps divisible by this number are uploaded.
+
+    It must be a multiple of ``memory.every``.
+    """
     on_busy: OnBusy = "skip"
-    """Behavior of a save while an earlier upload runs. ``skip``: it does not wait, and a newer step replaces a step
-    that waits for its upload. ``wait``: it waits for the upload, at most ``retry_s``."""
+    """Behavior of a save while an earlier upload runs: ``skip`` or ``wait``.
+
+    ``skip``: the save does not wait, and a newer step replaces a step that waits for its upload. ``wait``: the save
+    waits for the upload, at most ``retry_s``.
+    """
     keep_last: int = 0
-    """Number of complete steps to keep. The agent deletes older ones. 0: keep all steps. The newest complete step is
-    never deleted."""
+    """Number of complete steps to keep. 0: keep all steps.
+
+    The agent deletes older steps, but never the newest complete one.
+    """
     keep_every: int = 0
     """Of the older steps, keep those divisible by this number. 0: keep none of them. Needs ``keep_last``."""
     part_size: str = "32MiB"
@@ -204,19 +269,24 @@ class DurableSettings:
     bandwidth: str = ""
     """Upload limit of each node, such as ``500MiB``. Empty: no limit."""
     on_unreachable: OnUnreachable = "raise"
-    """Behavior of the first save if the store does not answer. ``raise``: it fails, unless the run restored a step.
-    ``continue``: it saves in memory, and uploads follow when the store answers."""
+    """Behavior of the first save if the store does not answer.
+
+    ``raise``: the save fails, unless the run restored a step. ``continue``: the step is saved in memory and uploaded
+    when the store answers.
+    """
     retry_s: float = 300.0
-    """Time for which an operation is retried while the store is slow, throttles or does not answer."""
+    """Seconds for which an operation is retried while the store is slow, throttles or does not answer."""
     timeout_s: float = 60.0
-    """Time that one request waits for an answer."""
+    """Seconds that one request waits for an answer."""
     compress: Literal["none", "zstd"] = "none"
     """Compression of uploaded shards. A shard that would not shrink is uploaded uncompressed."""
     hashed_keys: bool = False
     """Whether object names begin with a hash, for stores that partition their load by prefix."""
     options: Mapping[str, str] = field(default_factory=dict)
-    """Options of the store's client: ``endpoint``, ``region``, ``profile``, and options of obstore or of the fsspec
-    file system. In the variable: ``key=value,key=value``."""
+    """Options of the store's client: ``endpoint``, ``region``, ``profile`` and options of its library.
+
+    The library is obstore or the fsspec file system. In the variable: ``key=value,key=value``.
+    """
 
 
 @dataclass(frozen=True)
@@ -224,8 +294,10 @@ class Settings:
     """All settings of a process."""
 
     enabled: bool = True
-    """Whether the agent and the memory tier are used. If not, the same scripts write plain DCP checkpoints to
-    ``durable.url``."""
+    """Whether the agent and the memory tier are used.
+
+    If not, the same scripts write plain DCP checkpoints to ``durable.url``.
+    """
     agent: AgentSettings = AgentSettings()
     memory: MemorySettings = MemorySettings()
     peer: PeerSettings = PeerSettings()
@@ -281,11 +353,17 @@ def load_settings(environ: Mapping[str, str] = os.environ) -> Settings:
 
 
 RUN_DIRECTORY_VARIABLE = "ELASTIC_RUN_DIRECTORY"
-"""Directory for sockets and files of runs, and for agents of simulated nodes. Default: ``/dev/shm/elastic-UID``."""
+"""Directory for sockets and files of runs, and for agents of simulated nodes.
+
+Default: ``/dev/shm/elastic-UID``.
+"""
 
 
 def run_directory(environ: Mapping[str, str] = os.environ) -> Path:
-    """Return the directory that holds the agents of simulated nodes, at ``JOB/NODE/agent``, and the files of runs."""
+    """Return the directory with the files of runs and the agents of simulated nodes.
+
+    A simulated node's agent is at ``JOB/NODE/agent``.
+    """
     named = environ.get(RUN_DIRECTORY_VARIABLE)
     return Path(named) if named else Path("/dev/shm") / f"elastic-{os.getuid()}"  # noqa: S108
 

@@ -234,10 +234,10 @@ BEHIND = (
         ([], True),
         ([AGAIN], False),
         ([BEHIND], False),
-        (["faults: 2 more, which is not there; going on from step 3, 2 steps are done again"], False),
+        (["faults: 2 more, which was not restored; resuming from step 3, 2 steps are repeated"], False),
         ([AGAIN.replace("step 3", "step 2")], True),
         ([AGAIN.replace("; 2", "; 1")], True),
-        (["faults begins from nothing, and nothing that was whole is lost"], True),
+        (["faults starts from nothing, and no complete step is lost"], True),
     ],
     ids=["no line", "after a fault", "branch", "expected step", "another step", "too few steps", "from nothing"],
 )

@@ -204,8 +204,8 @@ def _parse_arguments(parser: argparse.ArgumentParser, argv: list[str] | None) ->
     cluster = platform_settings(args.cluster_config)
     if cluster.get("enabled") is False:
         print(
-            f"tieredckpt agent: not started: {args.cluster_config} switches the memory tier off. Jobs that are told so "
-            f"(${CLUSTER_CONFIG_ENV}) write to their durable tier directly",
+            f"tieredckpt agent: not started: {args.cluster_config} disables the memory tier. Jobs with this "
+            f"configuration (${CLUSTER_CONFIG_ENV}) write to their durable tier directly",
             file=sys.stderr,
         )
         return None

@@ -401,47 +401,51 @@ class _Collector:
         state = self._node.store.status()
         arena, counted, drain = state.arena, state.counters, self._node.drain.totals
         for name, text, value in (
-            ("arena_budget_bytes", "How much memory shards may use.", arena.budget_bytes),
+            ("arena_budget_bytes", "Memory that shards may use.", arena.budget_bytes),
             ("arena_allocated_bytes", "Memory in slots.", arena.allocated_bytes),
             ("arena_sealed_bytes", "Memory in sealed shards.", arena.sealed_bytes),
             ("arena_slots", "Slots.", arena.slots),
-            ("arena_free_slots", "Slots nobody uses.", arena.free_slots),
-            ("arena_leases", "Slots being written.", arena.leases),
+            ("arena_free_slots", "Unused slots.", arena.free_slots),
+            ("arena_leases", "Slots that a save is writing.", arena.leases),
             ("arena_pins", "Reads in progress.", arena.pins),
-            ("files_open", "Files and connections this agent has open.", counted["files_open"]),
-            ("files_limit", "How many it may have.", counted["files_limit"]),
+            ("files_open", "Open files and connections of the agent.", counted["files_open"]),
+            ("files_limit", "Limit of open files.", counted["files_limit"]),
             (
                 "arena_unrecognized_bytes",
-                "Memory in slots that another version of the agent left.",
+                "Memory in slots that another version of the agent wrote.",
                 arena.unrecognized_bytes,
             ),
-            ("unrecognized_slots", "Slots that another version of the agent left.", len(state.unrecognized)),
-            ("recovering_shards", "Shards of a killed agent still to be verified.", state.verifying),
-            ("drain_lag_seconds", "From the last durable step's seal to its manifest.", drain.lag_s),
+            ("unrecognized_slots", "Slots that another version of the agent wrote.", len(state.unrecognized)),
+            ("recovering_shards", "Shards of an earlier agent that are not verified yet.", state.verifying),
+            ("drain_lag_seconds", "Time from the seal of the last durable step to its manifest.", drain.lag_s),
         ):
             yield GaugeMetricFamily(f"tieredckpt_{name}", text, value=value)
         for name, text, value in (
-            ("seals", "Shards sealed.", counted.get("sealed", 0)),
-            ("sealed_bytes", "Bytes sealed.", counted.get("sealed_bytes", 0)),
-            ("seal_seconds", "Time spent checksumming.", counted.get("seal_seconds", 0)),
-            ("evictions", "Shards given up for newer ones.", counted.get("evicted", 0)),
-            ("leases", "Slots handed out.", counted.get("leases", 0)),
-            ("leases_lost", "Leases taken back from dead or fenced writers.", counted.get("leases_lost", 0)),
+            ("seals", "Sealed shards.", counted.get("sealed", 0)),
+            ("sealed_bytes", "Sealed bytes.", counted.get("sealed_bytes", 0)),
+            ("seal_seconds", "Time spent on checksums.", counted.get("seal_seconds", 0)),
+            ("evictions", "Shards evicted for newer ones.", counted.get("evicted", 0)),
+            ("leases", "Slots leased to saves.", counted.get("leases", 0)),
+            ("leases_lost", "Leases revoked from dead or fenced writers.", counted.get("leases_lost", 0)),
             ("leases_busy", "Saves that found every slot in use.", counted.get("leases_busy", 0)),
             ("leases_over_budget", "Saves that did not fit the budget.", counted.get("leases_over_budget", 0)),
-            ("recovered_shards", "Shards taken over from a killed agent.", counted.get("recovered", 0)),
-            ("damaged_copies", "Copies that could not be trusted.", counted.get("damaged", 0)),
+            ("recovered_shards", "Shards adopted from an earlier agent.", counted.get("recovered", 0)),
+            ("damaged_copies", "Copies with wrong checksums.", counted.get("damaged", 0)),
             (
                 "unreadable_reads",
-                "Looks at shards that could not be read and are kept.",
+                "Failed reads of shards that are kept.",
                 counted.get("unreadable_reads", 0),
             ),
-            ("rejected_busy", "New work refused for lack of open files.", counted["rejected_busy"]),
-            ("listener_errors", "News of shards that somebody could not take in.", counted["listener_errors"]),
+            ("rejected_busy", "Requests refused near the limit of open files.", counted["rejected_busy"]),
+            (
+                "listener_errors",
+                "Events of shards that a part of the agent failed to handle.",
+                counted["listener_errors"],
+            ),
             ("drained_steps", "Steps made durable.", drain.steps),
-            ("drained_bytes", "Bytes uploaded.", drain.bytes),
-            ("drain_seconds", "Time spent making steps durable.", drain.seconds),
-            ("drain_skips", "Steps left out because a newer one was ready.", drain.skipped),
+            ("drained_bytes", "Uploaded bytes.", drain.bytes),
+            ("drain_seconds", "Time spent on uploads.", drain.seconds),
+            ("drain_skips", "Steps not uploaded because a newer one was ready.", drain.skipped),
             ("drain_errors", "Failed attempts to make a step durable.", drain.errors),
             ("deleted_steps", "Durable steps deleted by retention.", drain.deleted),
         ):
@@ -454,34 +458,46 @@ class _Collector:
 
         teams = self._node.teams
         gauges: dict[str, tuple[str, Callable[[JobPeers], float]]] = {
-            "peers_alive": ("Nodes of the job that are there, this one included.", lambda t: len(t.membership.alive)),
+            "peers_alive": ("Live nodes of the job, including this one.", lambda t: len(t.membership.alive)),
             "peers_quorum": (
-                "Whether this node sees enough of them to go on.",
+                "1 if this node reaches a quorum of them, else 0.",
                 lambda t: float(t.membership.has_quorum),
             ),
             "shards_under_replicated": (
-                "Shards this node answers for with copies still to be made.",
+                "Shards of this node that lack replicas.",
                 lambda t: sum(one.is_owner and one.missing > 0 for one in t.replicator.statuses()),
             ),
             "shards_unplaceable": (
-                "Shards this node answers for whose copies find no node.",
+                "Shards of this node for whose replicas no node is suitable.",
                 lambda t: sum(one.is_owner and one.unplaceable > 0 for one in t.replicator.statuses()),
             ),
             "replicated_step": (
-                "Newest step with all the copies it was to have.",
+                "Newest step with all its replicas; -1: none.",
                 lambda t: t.newest_replicated.version if t.newest_replicated is not None else -1,
             ),
-            "copy_lag_seconds": ("From the last copied shard's seal to its copy.", lambda t: t.replicator.totals.lag_s),
+            "copy_lag_seconds": (
+                "Time from the seal of the last replicated shard to its replica.",
+                lambda t: t.replicator.totals.lag_s,
+            ),
         }
         counters: dict[str, tuple[str, Callable[[JobPeers], float]]] = {
-            "copies": ("Copies made on other nodes.", lambda t: t.replicator.totals.copies),
-            "copied_bytes": ("Bytes sent for copies.", lambda t: t.replicator.totals.sent_bytes),
-            "copies_unchanged_bytes": ("Bytes of copies not sent again.", lambda t: t.replicator.totals.skipped_bytes),
-            "copy_seconds": ("Time spent sending copies.", lambda t: t.replicator.totals.seconds),
-            "copy_errors": ("Copies that failed, and were tried again.", lambda t: t.replicator.totals.errors),
-            "copy_throttled_seconds": ("Time the limit on copies has cost.", lambda t: t.rate_limiter.throttled_s),
+            "copies": ("Replicas made on other nodes.", lambda t: t.replicator.totals.copies),
+            "copied_bytes": ("Bytes sent for replicas.", lambda t: t.replicator.totals.sent_bytes),
+            "copies_unchanged_bytes": (
+                "Bytes of replicas that were unchanged and not sent.",
+                lambda t: t.replicator.totals.skipped_bytes,
+            ),
+            "copy_seconds": ("Time spent on sending replicas.", lambda t: t.replicator.totals.seconds),
+            "copy_errors": ("Replicas that failed and were retried.", lambda t: t.replicator.totals.errors),
+            "copy_throttled_seconds": (
+                "Time that peer.bandwidth delayed replicas.",
+                lambda t: t.rate_limiter.throttled_s,
+            ),
             "shards_repaired": ("Damaged shards fetched again from other nodes.", lambda t: t.repaired),
-            "shards_taken_over": ("Shards of lost nodes this one answers for now.", lambda t: t.taken_over),
+            "shards_taken_over": (
+                "Shards of lost nodes that this node is now responsible for.",
+                lambda t: t.taken_over,
+            ),
         }
         for kind, families in ((GaugeMetricFamily, gauges), (CounterMetricFamily, counters)):
             for name, (text, value) in families.items():
@@ -490,7 +506,7 @@ class _Collector:
                     family.add_metric([team.job], value(team))
                 yield family
         paths = GaugeMetricFamily(
-            "tieredckpt_path_bytes_per_second", "How fast copies go to another node.", labels=["job", "node"]
+            "tieredckpt_path_bytes_per_second", "Measured speed of replicas to another node.", labels=["job", "node"]
         )
         for team in teams:
             for name, rate in team.replicator.path_monitor.bytes_per_s.items():
@@ -500,8 +516,8 @@ class _Collector:
     def _jobs(self) -> Iterator[Metric]:
         from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 
-        newest = GaugeMetricFamily("tieredckpt_newest_complete_step", "Newest whole step in memory.", labels=["job"])
-        epoch = GaugeMetricFamily("tieredckpt_job_epoch", "The job's incarnation.", labels=["job"])
+        newest = GaugeMetricFamily("tieredckpt_newest_complete_step", "Newest complete step in memory.", labels=["job"])
+        epoch = GaugeMetricFamily("tieredckpt_job_epoch", "Epoch of the job.", labels=["job"])
         for state in self._node.store.status().jobs:
             epoch.add_metric([state.job], state.epoch)
             if state.newest_committed is not None:
@@ -510,11 +526,13 @@ class _Collector:
         yield epoch
         protected = GaugeMetricFamily(
             "tieredckpt_protected_step",
-            "Newest step with all the copies it was to have, or durable; -1 for none.",
+            "Newest step that has all its replicas or is durable; -1: none.",
             labels=["job"],
         )
         unprotected = GaugeMetricFamily(
-            "tieredckpt_unprotected_seconds", "How long newer saves have lacked it; 0: none does.", labels=["job"]
+            "tieredckpt_unprotected_seconds",
+            "Time for which newer saves have been unprotected; 0: they are protected.",
+            labels=["job"],
         )
         for state in self._node.store.status().jobs:
             protection, now = self._node.protection(state.job), time.time()
@@ -523,7 +541,7 @@ class _Collector:
             unprotected.add_metric([state.job], 0.0 if since is None else max(0.0, now - since))
         yield protected
         yield unprotected
-        measured = CounterMetricFamily("tieredckpt_trainer", "What the trainers measured.", labels=["job", "what"])
+        measured = CounterMetricFamily("tieredckpt_trainer", "Values that the trainers report.", labels=["job", "what"])
         for job, values in list(self._node.trainer_metrics.items()):
             for name, value in list(values.items()):
                 measured.add_metric([job, name], value)

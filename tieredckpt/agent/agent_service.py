@@ -431,7 +431,7 @@ class NodeAgentService(StoreListener):
         retained = set() if durable else {view.version_id for view in survey.views if view.durable}
         dropped = [group for group in groups if group not in retained]
         require_no_revival(job, [view.candidate for view in survey.views], dropped)
-        log.info("job %s: steps %s are dropped, as somebody asked", job, sorted(group.version for group in groups))
+        log.info("job %s: dropping steps %s on a client's request", job, sorted(group.version for group in groups))
         self.drain.cancel_steps(job, groups)
         unreachable: dict[str, str] = {}
         team = self.peers.team(job) if self.peers is not None else None
@@ -453,9 +453,7 @@ class NodeAgentService(StoreListener):
             unreachable["the durable tier"] = str(error)
         if unreachable:
             problems = "; ".join(f"{node}: {problem}" for node, problem in sorted(unreachable.items()))
-            raise TierUnavailableError(
-                f"job {job}: what was to be dropped may still be where nobody could be told: {problems}"
-            )
+            raise TierUnavailableError(f"job {job}: dropped steps may remain where the deletion failed: {problems}")
 
     def report_load_started(
         self, job: str, group: VersionId, rank: int, *, owner: ProcessIdentity | None = None
@@ -683,7 +681,10 @@ class NodeAgentService(StoreListener):
         if unreachable:
             problems = "; ".join(f"{node}: {problem}" for node, problem in sorted(unreachable.items()))
             log.warning(
-                "job %s: not all nodes have heard that step %d is not durable: %s", job, group.version, problems
+                "job %s: some nodes did not receive the report that step %d is not durable: %s",
+                job,
+                group.version,
+                problems,
             )
 
     def describe_shard(self, record: ShardRecord) -> tuple[ShardIndex, bytes, bytes]:

@@ -92,12 +92,14 @@ class ClusterSettingsWatcher:
                 self._apply(change.budget)
         except (TieredCheckpointError, PeerStoreError, OSError) as error:
             if str(error) != self.problem:
-                log.warning("%s is not followed for now, what it said before holds: %s", self.source, error)
+                log.warning(
+                    "%s cannot be read or applied, so the earlier settings remain in effect: %s", self.source, error
+                )
             self.problem = str(error)
             return
         self.problem = ""
         if change.budget is not None:
-            log.info("%s: the arena's budget is %s from here on, it was %s", self.source, change.budget, self.budget)
+            log.info("%s: the arena's budget is now %s; it was %s", self.source, change.budget, self.budget)
             self.budget = change.budget
         if change.needs_restart and change.needs_restart != self.needs_restart:
             names = ", ".join(change.needs_restart)

@@ -226,7 +226,7 @@ class Drain(StoreListener):
             held = [step for step in waiting if step.held and (last or step.error or not step.required)]
             if not uploaded and held:
                 trouble = f"; the store: {held[0].error}" if held[0].error else ""
-                self._skip(held[0], f"it gave way to saves in memory{trouble}")
+                self._skip(held[0], f"saves in memory needed its slots{trouble}")
                 self._announce_failure(held[0])
             return bool(uploaded or held)
 
@@ -329,11 +329,13 @@ class Drain(StoreListener):
         """Skip the step, or fail it if it is required and was not dropped. Lock held."""
         step.over = why
         if step.required and not step.dropped:
-            log.error("%s step %d was to be durable and does not become so: %s", step.job, step.version_id.version, why)
+            log.error(
+                "%s step %d required durability and does not become durable: %s", step.job, step.version_id.version, why
+            )
             self.totals.errors += 1
             step.state, step.error = "failed", why
         else:
-            log.info("%s step %d is left out of the durable tier: %s", step.job, step.version_id.version, why)
+            log.info("%s step %d is not uploaded to the durable tier: %s", step.job, step.version_id.version, why)
             self.totals.skipped += 1
             step.state, step.error = "skipped", why
         self._release(step)
@@ -395,14 +397,16 @@ class Drain(StoreListener):
         if committed and not self._make_durable(step, catalog):
             return
         if step.dropped or step.url != catalog.store.url:
-            raise UploadCancelledError("it is not wanted here any more")
+            raise UploadCancelledError("the step was dropped, or the job's durable tier has changed")
         self._finish(step, catalog, began, committed=committed)
 
     def _delete_dropped(self, step: _DrainingStep, catalog: DurableCatalog) -> None:
         try:
             delete_step(catalog, step.job, step.version_id)
         except (TieredCheckpointError, OSError) as error:
-            log.warning("what is in %s of %s step %d: %s", catalog.store.url, step.job, step.version_id.version, error)
+            log.warning(
+                "%s step %d cannot be deleted from %s: %s", step.job, step.version_id.version, catalog.store.url, error
+            )
 
     def _make_durable(self, step: _DrainingStep, catalog: DurableCatalog) -> bool:
         """Upload this node's shards and, with all parts uploaded, the manifest; return whether all parts were."""
@@ -430,9 +434,7 @@ class Drain(StoreListener):
         manifest = manifest_from_shard_files(list(files.values()), created_ns=time.time_ns(), writer=self._writer)
         failpoint("drain.complete")
         if step.cancel.is_set():
-            raise UploadCancelledError(
-                f"{step.job} step {step.version_id.version} is not to be made durable here and now"
-            )
+            raise UploadCancelledError(f"the upload of {step.job} step {step.version_id.version} was canceled")
         catalog.commit(manifest, step.base)
         failpoint("drain.committed")
         return True
@@ -460,7 +462,7 @@ class Drain(StoreListener):
             for name in (decode_shard_file(note)[0].object, object_keys.shard_index_key(key)):
                 catalog.store.get_ranges(name, [(0, 1)])
         except (ObjectNotFoundError, CheckpointDamagedError):
-            log.warning("%s is not in %s any more, and uploaded again", key, catalog.store.url)
+            log.warning("%s is missing or damaged in %s and is uploaded again", key, catalog.store.url)
             self._store.remove_blob(job, DRAINED_BLOB_PREFIX + _shard_stem(key))
             return False
         return True
@@ -508,7 +510,7 @@ class Drain(StoreListener):
             record = self._store.reader.hold(key, "drain")
             bad = self._store.verify(key)
         except ShardNotFoundError as error:
-            raise CheckpointDamagedError(f"{key} left this node's memory before it was durable") from error
+            raise CheckpointDamagedError(f"{key} was evicted from this node's memory before it was durable") from error
         if bad:
             raise CheckpointDamagedError(f"{key} changed in memory after it was sealed, so it is not uploaded")
         settings = self._context.durable_settings(step.job)
@@ -579,7 +581,7 @@ class Drain(StoreListener):
             for step in list(self._steps.values()):
                 older = step.job == newer.job and step.version_id < newer.version_id and step.state == "waiting"
                 if older and step.done.issuperset(step.shards) and not step.required:
-                    self._skip(step, "other nodes left it out, and a newer one is durable")
+                    self._skip(step, "other nodes skipped it, and a newer step is durable")
             self._changed.notify_all()
 
     def _upload_quarantine(self, job: str, catalog: DurableCatalog) -> None:
@@ -604,7 +606,7 @@ class Drain(StoreListener):
         with self._changed:
             step = self._steps.get((job, group))
             if torn and step is not None:
-                self._cancel(step, "a rank left its part out")
+                self._cancel(step, "a rank aborted its part")
 
     def on_not_durable(self, job: str, group: VersionId, why: str) -> None:
         """Fail a step whose part on another node will not become durable, and stop its upload here."""
@@ -696,7 +698,7 @@ class Drain(StoreListener):
         try:
             self._store.reader.hold(key, "drain")
         except (ShardNotFoundError, ShardDamagedError):
-            log.warning("%s was given up before it could be drained", key)
+            log.warning("%s was evicted or damaged before its upload", key)
 
     def _read_note(self, job: str, name: str) -> bytes | None:
         try:

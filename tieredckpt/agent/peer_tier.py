@@ -260,7 +260,7 @@ class PeerTier:
                         try:
                             found[name] = unpack_named_blob(name, packed)
                         except CheckpointDamagedError as error:
-                            log.error("job %s: what %s gave as %s: %s", job, node, name, error)
+                            log.error("job %s: node %s returned a damaged blob %s: %s", job, node, name, error)
                 for name in found:
                     untried.pop(name, None)
         return found, not unreachable

@@ -59,9 +59,8 @@ def require_no_revival(job: str, candidates: Collection[Candidate], gone: Collec
     revived = _revived_steps(candidates, gone)
     if revived:
         raise UsageError(
-            f"job {job}: without step {', '.join(str(one.version) for one in gone)} nothing would say that the "
-            f"job left steps {', '.join(str(one.version) for one in revived)} behind when it was restored from an "
-            "older one, and the next restore would take those. Drop those first"
+            f"Cannot delete step {', '.join(str(one.version) for one in gone)} of job {job}: the next restore would "
+            f"then choose the abandoned steps {', '.join(str(one.version) for one in revived)}. Delete those first"
         )
 
 

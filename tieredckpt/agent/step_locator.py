@@ -163,7 +163,7 @@ class PieceIndex:
             self._check_rank(entry, box)
             shapes.add(entry.shape)
             if len(shapes) > 1:
-                raise CheckpointDamagedError(f"{fqn} is there in several shapes: {sorted(shapes)}")
+                raise CheckpointDamagedError(f"{fqn} has several shapes: {sorted(shapes)}")
             if tiling.missing:
                 found += [LayoutPiece(digest, entry, common, item) for common in tiling.add(entry.box)]
         return None if tiling.missing else found
@@ -190,7 +190,7 @@ class PieceIndex:
                 for number in group.overlapping(row, box):
                     yield group.digests[number], group.columns[number].entry(row), -1
                 if group.shape_differs(row):
-                    raise CheckpointDamagedError(f"{fqn} is there in several shapes")
+                    raise CheckpointDamagedError(f"{fqn} has several shapes")
         for digest, number, tensor in self._archives.get(fqn, ()):
             known = True
             yield digest, tensor, number
@@ -200,7 +200,7 @@ class PieceIndex:
     @staticmethod
     def _check_rank(entry: TensorEntry, box: Box) -> None:
         if len(entry.shape) != len(box.sizes):
-            raise MismatchError(f"{entry.fqn} has shape {entry.shape}, a piece at {box.offsets} was asked for")
+            raise MismatchError(f"{entry.fqn} has shape {entry.shape}, but a piece at {box.offsets} was requested")
 
 
 def _as_tuple(numbers: int | tuple[int, ...]) -> tuple[int, ...]:
@@ -416,8 +416,8 @@ class StepLocator:
                 return found
         if self._lost:
             raise PeersLostError(
-                f"step {self.version_id.version}: nobody who held parts {sorted(self._lost)} answers, "
-                f"and {fqn} is in them"
+                f"step {self.version_id.version}: no reachable node has parts {sorted(self._lost)}, "
+                f"and the other parts lack some of {fqn}"
             )
         if not known:
             raise MismatchError(f"step {self.version_id.version} has no tensor {fqn}")
@@ -447,7 +447,10 @@ class StepLocator:
         }
         if not parts:
             if self._lost:
-                raise PeersLostError(f"step {self.version_id.version}: who held {name} does not answer")
+                raise PeersLostError(
+                    f"step {self.version_id.version}: no reachable node has parts {sorted(self._lost)}, "
+                    f"and the other parts lack {name}"
+                )
             raise MismatchError(f"step {self.version_id.version} has no object {name}")
         if rank in parts and len(parts) == self.in_all:
             return self.item(rank, parts[rank])
@@ -532,7 +535,9 @@ class StepLocator:
                 self.found[part] = (Tier.DURABLE,)
             assert index is not None  # noqa: S101 - one of them is there
             if index.meta.layout != self.metas[part].layout:
-                raise PeersLostError(f"{index.key} is described in two ways: look again what there is")
+                raise PeersLostError(
+                    f"{index.key} has another layout than the step's description. Resolve the step again"
+                )
             self._indexes[part] = index
 
     def _header_bytes(self, index: ShardIndex) -> int:

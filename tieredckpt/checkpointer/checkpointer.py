@@ -235,7 +235,7 @@ class Checkpointer:
         self._check_open()
         if durable and not self.settings.durable.url:
             raise UsageError(
-                f"save(durable=True): {self._location.job} has no durable tier to keep step {step} in. Name one: "
+                f"save(durable=True): {self._location.job} has no durable tier for step {step}. Name one: "
                 "Checkpointer(durable='s3://bucket/prefix'), or durable.url ($TIEREDCKPT_DURABLE_URL)"
             )
         self._boundaries.record(state, step)
@@ -316,9 +316,9 @@ class Checkpointer:
         agreed = session.incarnation.agreed_rank_count
         if agreed is not None and agreed < self._ranks.size:
             raise SaveFailedError(
-                f"{agreed} of the {self._ranks.size} ranks of this checkpointer have loaded or saved a step of "
-                f"{self._location.job} without the others, which do not know what the job goes on from. Restore on all "
-                "ranks; to look at an old step use a process of its own, and for a part of the state another job"
+                f"Only {agreed} of the {self._ranks.size} ranks of this checkpointer took part in the last load or "
+                f"save of {self._location.job}. Restore on all ranks. To read an old step, use a separate process. To "
+                "save a part of the state, use another job name"
             )
         required = durable and bool(self.settings.durable.url)
         wanted = required or session.durable.wants(step)

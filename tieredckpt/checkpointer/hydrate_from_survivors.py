@@ -89,7 +89,11 @@ def hydrate_from_survivors(
     exchange = _StoreExchange(store, rank, size)
     state.contribute_attempts += 1
     if state.contribute_attempts > _MOST_TRIES and state.retained:
-        log.warning("what was kept of %s is given up after %d worlds", ", ".join(state.retained), _MOST_TRIES)
+        log.warning(
+            "the retained state of %s is discarded after %d failed attempts to save it",
+            ", ".join(state.retained),
+            _MOST_TRIES,
+        )
         state.clear()
     coverages = {job: _coverage_of(retained) for job, retained in state.retained.items()}
     job_holdings = _gather_holdings(state, exchange, coverages)
@@ -169,7 +173,9 @@ def _hydrate(
             return Hydration(job, "live", choice.step, job_holdings.reached)
     except (TieredCheckpointError, PeerStoreError, CheckpointException) as error:
         # These calls fail on all ranks together, so no rank waits for another one.
-        return Hydration(job, "snapshot", -1, job_holdings.reached, f"it could not be given: {error}", failed=True)
+        return Hydration(
+            job, "snapshot", -1, job_holdings.reached, f"the save of the survivors' state failed: {error}", failed=True
+        )
 
 
 def _choose(

@@ -1,4 +1,4 @@
-"""On SIGTERM, all ranks agree on a last step, save it, and pass the signal on."""
+"""Handling of SIGTERM: all ranks agree on a last step, save it, and deliver the signal."""
 
 from __future__ import annotations
 
@@ -143,7 +143,9 @@ class LastStepAgreement:
             return self._agree(step, told=told)
         except (RuntimeError, NotImplementedError) as error:
             if told:
-                log.warning("step %d is this rank's last, the others were not asked: %s", step, error)
+                log.warning(
+                    "step %d is the last one of this rank, but the ranks could not agree on it: %s", step, error
+                )
             return told
 
     def _agree(self, step: int, *, told: bool) -> bool:

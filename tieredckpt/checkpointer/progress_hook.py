@@ -144,19 +144,19 @@ def check_restored_step(job: str, expected: ExpectedStep | None, restored: int) 
     if expected.step is None:
         if restored < 0:
             raise TierUnavailableError(
-                f"{job}: {expected.source}, and no tier has a whole step: unknown what there was"
+                f"{job}: {expected.source}, and no tier has a complete step: the job's progress is unknown"
             )
-        log.warning("%s: %s; going on from step %d, the newest whole one", job, expected.source, restored)
+        log.warning("%s: %s; resuming from step %d, the newest complete one", job, expected.source, restored)
     elif restored < 0:
         raise CheckpointNotFoundError(
-            f"{job}: {expected.source}, and no tier has a whole step. Beginning from nothing would throw away "
-            f"{expected.step + 1} steps: bring them back, or begin on purpose, as another job"
+            f"{job}: {expected.source}, and no tier has a complete step. A start from nothing would lose "
+            f"{expected.step + 1} steps. Make a tier with a step available, or start under another job name"
         )
     elif restored > expected.step:
-        log.info("%s: %s; step %d is newer and whole, and is gone on from", job, expected.source, restored)
+        log.info("%s: %s; resuming from step %d, which is newer and complete", job, expected.source, restored)
     else:
         log.warning(
-            "%s: %s, which is not there; going on from step %d, %d steps are done again",
+            "%s: %s, which was not restored; resuming from step %d, %d steps are repeated",
             *(job, expected.source, restored, expected.step - restored),
         )
 

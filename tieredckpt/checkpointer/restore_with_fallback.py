@@ -125,10 +125,10 @@ class CheckpointRestorer:
                     losses += 1
                     if losses == _MAX_LOADS:
                         raise type(error)(
-                            f"{self._job} was not restored after {losses} attempts, each of which lost what it read. "
-                            f"The last one: {error}"
+                            f"{self._job} was not restored in {losses} attempts: shards disappeared during each. "
+                            f"The last error: {error}"
                         ) from failure
-                    log.error("restore of %s: %s; looking again what there is", self._job, error)
+                    log.error("restore of %s: %s; listing the steps again", self._job, error)
                     fresh = True
                     continue
                 if isinstance(error, MismatchError):
@@ -190,7 +190,7 @@ class CheckpointRestorer:
             with gc_paused():
                 live.prove()
         except Exception as error:
-            log.exception("%s: the live state could not be compared with what was saved", self._job)
+            log.exception("%s: the comparison of the live state with the saved state failed", self._job)
             live.mark_unproven(f"{type(error).__name__}: {error}")
         # A state_dict() may have collectives: either all ranks call it a second time, or none does.
         mismatched = self._ranks.all_gather("\n".join(live.mismatched_names))
@@ -251,12 +251,12 @@ class CheckpointRestorer:
         """Log and report why the job starts from nothing; return ``None`` if nothing was ever saved."""
         report = RestoreReport(-1, None, {}, refused=(str(error),))
         if isinstance(error, CheckpointTornError):
-            log.warning("%s begins from nothing, and nothing that was whole is lost: %s", self._job, error)
+            log.warning("%s starts from nothing, and no complete step is lost: %s", self._job, error)
             report.mode = "torn"
         elif isinstance(error, CheckpointNotFoundError):
             return None
         else:
-            log.error("%s begins from nothing, as on_lost='start_fresh' says: %s", self._job, error)
+            log.error("%s starts from nothing, because of on_lost='start_fresh': %s", self._job, error)
             report.mode = "lost" if isinstance(error, CheckpointLostError) else "damaged"
         return report
 
@@ -273,13 +273,13 @@ class CheckpointRestorer:
             answers = [one.partition(" ") for one in self._ranks.all_gather(f"{why} {'' if proves else 'unproven'}")]
             if proves and any(unproven for _, _, unproven in answers):
                 # The comparison has collectives, so all ranks take part in it or none.
-                log.warning("%s: some ranks say memory.proof=False, so no rank compares what is restored", self._job)
+                log.warning("%s: some ranks have memory.proof=False, so no rank compares the restored state", self._job)
                 reader.settings = override_settings(reader.settings, memory={"proof": False})
             reasons = [one for one, _, _ in answers]
             if tries >= _MAX_TRIES or "late" in reasons or not any(reasons):
                 break
             if tries == 1:
-                log.warning("%s: nodes that may have newer steps do not answer; they are waited for", self._job)
+                log.warning("%s: nodes that may have newer steps do not answer; waiting for them", self._job)
             time.sleep(deadlines.remaining_s(_POLL_S))
             reader.fresh = True
         if unknown is not None:

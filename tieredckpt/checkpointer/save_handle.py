@@ -1,4 +1,4 @@
-"""The handle that save returns: wait until sealed, replicated or durable. And the list of steps."""
+"""SaveHandle, which waits until a save is sealed, replicated or durable, and the list of steps."""
 
 from __future__ import annotations
 
@@ -101,12 +101,12 @@ class SaveHandle:
             record = job.sealed.result(timeout_s)
         except FutureTimeoutError:
             raise StoreBusyError(
-                f"step {self.step} was not sealed within {timeout_s:.0f} s: this node's agent has not said that it is"
+                f"step {self.step} was not sealed within {timeout_s:.0f} s: this node's agent has not reported the seal"
             ) from None
         if job.session.is_closed and (copies > 1 or domains > 1 or tier == "durable"):
             raise UsageError(
-                f"step {self.step} of {job.session.job} is sealed, and the Checkpointer that saved it is closed, so it "
-                "cannot say more. `tieredckpt ls` can"
+                f"step {self.step} of {job.session.job} is sealed, but its Checkpointer is closed, so its copies are "
+                "unknown here. `tieredckpt ls` shows them"
             )
         if copies > 1 or domains > 1:
             self._wait_for_copies(job.session, record.key, copies, domains, max(0.0, deadline - time.monotonic()))
@@ -135,7 +135,8 @@ class SaveHandle:
             ) from error
         if found.copies < copies or found.domains < domains:
             raise TierUnavailableError(
-                f"step {self.step} has {describe_replication(found)} after {timeout_s:.1f} s, {wanted} were asked for"
+                f"step {self.step} has {describe_replication(found)} after {timeout_s:.1f} s, "
+                f"and {wanted} were requested"
                 f"{f': {found.problem}' if found.problem else ''}"
             )
         if self.state is SaveState.SEALED:

@@ -92,7 +92,7 @@ def _agent_help(parser: argparse.ArgumentParser) -> str:
 
 @dataclass(frozen=True)
 class RunningAgent:
-    """An agent that listens on this machine, or the reason for its silence."""
+    """An agent that listens on this machine, or the reason why it does not answer."""
 
     directory: Path
     process: int = 0
@@ -238,7 +238,7 @@ def _show_agents(out: Console, agents: list[RunningAgent]) -> None:
 @agent_group.command("stop", short_help="Stop an agent; its checkpoints stay in memory.")
 @_directory_option
 @click.option("--force", is_flag=True, help="Stop the agent even if processes use it. They start another one.")
-@click.option("--discard", is_flag=True, help="Also delete its checkpoints from memory, after confirmation.")
+@click.option("--discard", is_flag=True, help="Delete its checkpoints from memory as well, after confirmation.")
 @click.option("--yes", "-y", is_flag=True, help="Discard without confirmation.")
 @output_options
 @pass_output

@@ -65,7 +65,7 @@ def unreachable_lines(view: ClusterStatus) -> list[str]:
     silent = {one.node.id for one in view.nodes if one.unreachable}
     lines = []
     for name, why in unknown_nodes(view).items():
-        what = "could not be asked, what it holds is not known" if name in silent else "may hold more"
+        what = "is unavailable, and its contents are unknown" if name in silent else "may hold more"
         lines.append(f"[yellow]{literal(name)}[/] {what}: {literal(why)}")
     return lines
 
@@ -132,7 +132,7 @@ def _under_replicated_line(weak: UnderReplicatedParts, view: ClusterStatus) -> s
     if weak.nodes:
         more = "+" if unknown_nodes(view) else ""
         return f"{parts}: {len(weak.nodes)}{more} of {view.copies} copies, on {literal(', '.join(weak.nodes))}"
-    return f"{parts}: " + ("not seen on any node that could be asked" if unknown_nodes(view) else "on no node")
+    return f"{parts}: " + ("on no node that answered" if unknown_nodes(view) else "on no node")
 
 
 def steps_to_show(steps: Sequence[StepRedundancy]) -> tuple[list[StepRedundancy], int]:

@@ -60,10 +60,10 @@ _CGROUP_LIMITS = ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.lim
 
 
 @with_exit_code_help
-@click.command("doctor", short_help="Check this node and its store; what survives what.")
-@click.option("--bandwidth", is_flag=True, help="Upload --size to the durable tier and measure how fast.")
-@click.option("--size", default="64MiB", show_default=True, help="How much --bandwidth uploads.")
-@click.option("--gpu", is_flag=True, help="Also try what saves and recovery need of this node's devices.")
+@click.command("doctor", short_help="Check this node, its agent and the durable tier.")
+@click.option("--bandwidth", is_flag=True, help="Measure the speed of an upload of --size to the durable tier.")
+@click.option("--size", default="64MiB", show_default=True, help="Size of the upload of --bandwidth.")
+@click.option("--gpu", is_flag=True, help="Test the functions of this node's devices that saves and recovery need.")
 @tier_options
 @pass_output
 def doctor_command(

@@ -44,12 +44,12 @@ def _command_error(kind: type[CommandError], message: str, code: ExitCode, advic
 
 EXIT_CODES_HELP = """\b
 Exit codes:
-  0  done, and everything that was asked about is well
+  0  done, and nothing is wrong
   1  failed; the message says why
   2  the command line or the configuration is wrong
   3  there is no such job, step or file
-  4  bytes are not what was saved
-  5  a tier could not be asked: what it holds is unknown
+  4  bytes differ from the saved ones
+  5  a tier is unavailable, and its contents are unknown
   6  the object store refused (credentials, permission, no such bucket), or another agent (secret)"""
 
 ErrorCodes = Mapping[type[Exception], ExitCode]
@@ -69,8 +69,8 @@ CODES_BY_ERROR: ErrorCodes = {
 """Exit code of an error class and its subclasses. Programs of other packages add their errors."""
 
 _HINTS = {
-    ExitCode.NOT_FOUND: "`tieredckpt ls` shows which jobs and steps there are",
-    ExitCode.DAMAGED: "`tieredckpt verify` names what is damaged; `tieredckpt ls` shows which other steps are whole",
+    ExitCode.NOT_FOUND: "`tieredckpt ls` lists the jobs and steps",
+    ExitCode.DAMAGED: "`tieredckpt verify` names the damaged copies; `tieredckpt ls` shows the complete steps",
     ExitCode.UNAVAILABLE: "`tieredckpt doctor` shows which part does not answer; nothing is known to be lost",
     ExitCode.REFUSED: "`tieredckpt doctor` shows which credentials are used and what the store allows",
 }

@@ -186,4 +186,4 @@ def _show(out: Console, value: dict[str, Any]) -> None:
     )
     if value["left_out"]:
         names = ", ".join(value["left_out"][:6]) + (", ..." if len(value["left_out"]) > 6 else "")
-        out.print(f"left out, because safetensors holds tensors only: {literal(names)}")
+        out.print(f"skipped, because safetensors holds tensors only: {literal(names)}")

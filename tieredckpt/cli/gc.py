@@ -34,7 +34,7 @@ _HOUR_S = 3600.0
 
 
 @with_exit_code_help
-@click.command("gc", short_help="Delete durable steps that are not to be kept.")
+@click.command("gc", short_help="Delete expired durable steps and orphaned objects.")
 @click.argument("job")
 @click.option("--keep-last", type=click.IntRange(min=1), help="Keep the newest N steps (default the job's policy).")
 @click.option("--keep-every", type=click.IntRange(min=0), help="Keep older steps that are divisible by N.")
@@ -197,7 +197,7 @@ def _orphan_decisions(
         if one.version_id in in_memory:
             why, delete = "a node has it in memory, and may still make it durable", False
         elif silent is not None:
-            why, delete = f"nodes that may have it in memory could not be asked: {silent}", False
+            why, delete = f"nodes that may have it in memory are unavailable: {silent}", False
         elif age_s < older_than_s:
             why, delete = f"some of it was written {format_age(age_s)} ago", False
         else:

@@ -106,7 +106,7 @@ def _families(found: Analysis) -> Iterator[tuple[str, str, list[_Sample]]]:
 def summary_lines(found: GoodputAnalysis) -> Iterator[RenderableType]:
     """Yield the summary lines."""
     name, total_s = literal(found.job or "job"), found.wall.total / 1e6
-    how = "goes on, or was killed" if found.is_running else found.runs[-1].how
+    how = "is running or was killed" if found.is_running else found.runs[-1].how
     began = dt.datetime.fromtimestamp(found.start_us / 1e6, dt.timezone.utc).strftime("%Y-%m-%d %H:%M:%S UTC")
     sizes = f"{pluralized(found.worlds, 'world')}, at most {pluralized(found.ranks, 'rank')}"
     runs = f", {pluralized(len(found.runs), 'run')}" if len(found.runs) > 1 else ""
@@ -229,14 +229,12 @@ _REFRESH_S = 2.0
 
 
 @with_exit_code_help
-@click.command("goodput", short_help="What a job's time went into, and what faults cost.")
+@click.command("goodput", short_help="Show a job's goodput and the cost of its faults.")
 @click.argument("where", metavar="[DIR|JOB]", required=False)
-@click.option("--faults", is_flag=True, help="Every recovery and resize, stage by stage.")
+@click.option("--faults", is_flag=True, help="List every recovery and resize with its stages.")
 @click.option("--prometheus", is_flag=True, help="Print metrics in Prometheus' text format.")
-@click.option(
-    "--html", type=click.Path(path_type=Path), metavar="FILE", help="Write a page of pictures as well, in one file."
-)
-@click.option("--watch", is_flag=True, help="Again every two seconds, until Ctrl-C.")
+@click.option("--html", type=click.Path(path_type=Path), metavar="FILE", help="Write an HTML report to FILE as well.")
+@click.option("--watch", is_flag=True, help="Refresh the output every two seconds until Ctrl-C.")
 @output_options
 @pass_output
 def goodput_command(
@@ -244,7 +242,7 @@ def goodput_command(
 ) -> ExitCode:
     """Show a job's goodput: its time in steps that count, and the causes of all lost time.
 
-    Reads the event log of `elastic run`, also while the job runs. DIR is the job's log directory or the event log, and
+    Reads the event log of `elastic run`, even while the job runs. DIR is the job's log directory or the event log, and
     JOB is a directory in ./elastic-logs. Without either, the event log is $TIEREDCKPT_EVENT_LOG.
     """
     if prometheus and (screen.as_json or faults):
@@ -279,7 +277,7 @@ def write_html_report(path: Path, found: GoodputAnalysis) -> None:
 
     if path.is_dir() or not path.parent.is_dir():
         why = "is a directory" if path.is_dir() else f"there is no directory {path.parent}"
-        raise UsageError(f"--html {path}: {why}; say a file")
+        raise UsageError(f"--html {path}: {why}; name a file")
     new = path.with_name(f".{path.name}.{os.getpid()}")
     try:
         new.write_text(html_report(found), encoding="utf-8")

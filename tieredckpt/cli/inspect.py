@@ -24,10 +24,12 @@ from tieredckpt.restore.step_index import StepIndex
 
 
 @with_exit_code_help
-@click.command("inspect", short_help="Tensors and objects of a step.")
+@click.command("inspect", short_help="List the tensors and objects of a step.")
 @click.argument("target", metavar="JOB[/step-N[@EPOCH]]")
-@click.option("--match", "-m", "patterns", multiple=True, metavar="GLOB", help="Only names like this; may be repeated.")
-@click.option("--pieces", is_flag=True, help="Also list the pieces of each sharded tensor with their shards.")
+@click.option(
+    "--match", "-m", "patterns", multiple=True, metavar="GLOB", help="List only matching names; may be repeated."
+)
+@click.option("--pieces", is_flag=True, help="List the pieces of each sharded tensor with their shards as well.")
 @tier_options
 @pass_output
 def inspect_command(

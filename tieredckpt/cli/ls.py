@@ -254,7 +254,7 @@ def _show(
     out.print(f"[bold]{literal(location.job)}[/]" + (f"  durable tier {literal(url)}" if url else "  no durable tier"))
     _show_block(out, lines, plain)
     for tier, text in survey.unreachable.items():
-        out.print(f"[yellow]{tier.value} tier not asked:[/] {literal(text)}")
+        out.print(f"[yellow]{tier.value} tier unavailable:[/] {literal(text)}")
 
 
 def _show_block(out: Console, lines: Sequence[StepRow], plain: Sequence[int]) -> None:
@@ -318,7 +318,7 @@ def _note(line: StepRow) -> str:
     if not line.complete:
         if line.state == "superseded":
             return "a newer step replaced it"
-        where = "in what could be asked" if line.state == "unknown" else "here"
+        where = "in the tiers that answered" if line.state == "unknown" else "here"
         return f"{line.parts - line.in_memory} of {line.parts} parts are not {where}"
     if line.crashed_loads > 1:
         return f"{line.crashed_loads} loads of it ended their process here"
@@ -357,7 +357,7 @@ def _jobs(screen: CommandOutput, client: TierClient, durable: str | None) -> Exi
     elif durable is None:
         advice = f"; {client.agent_advice}" if client.agent_advice else ""
         raise TierUnavailableError(
-            f"{client.agent_error}, so it is not known what this node's memory holds; --durable URL lists the jobs of "
+            f"{client.agent_error}, so the contents of this node's memory are unknown; --durable URL lists the jobs of "
             f"a store{advice}"
         )
     if durable is not None:
@@ -401,7 +401,7 @@ def _add_durable_jobs(screen: CommandOutput, client: TierClient, found: dict[str
 
 def _show_jobs(out: Console, client: TierClient, rows: Sequence[dict[str, Any]]) -> None:
     if client.agent is None:
-        out.print(f"[yellow]memory tier not asked:[/] {literal(client.agent_error)}")
+        out.print(f"[yellow]memory tier unavailable:[/] {literal(client.agent_error)}")
     if not rows:
         out.print("no jobs")
         return

@@ -23,7 +23,7 @@ from tieredckpt.location import Location
 
 
 @with_exit_code_help
-@click.command("pin", short_help="Keep a step: nothing newer takes its place.")
+@click.command("pin", short_help="Protect a step from retention and eviction.")
 @step_argument
 @tier_options
 @pass_output
@@ -88,9 +88,9 @@ def _set_pin(
         "marked": marked,
     }
     where = " and ".join(f"the {tier} tier" for tier in marked)
-    said = f"is kept in {where} until it is unpinned" if kept else f"is not kept any more in {where}"
+    said = f"is pinned in {where}" if kept else f"is no longer pinned in {where}"
     if not kept and not before:
-        said = "was not kept"
+        said = "was not pinned"
     screen.result(value, lambda out: out.print(f"{literal(str(location))} {said}"))
     return ExitCode.OK
 

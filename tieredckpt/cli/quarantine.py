@@ -92,6 +92,6 @@ def _show(out: Console, location: Location, value: dict[str, Any]) -> None:
     if value["quarantined"]:
         out.print(f"{literal(str(location))} is quarantined in {where}: {literal(value['reason'])}")
     elif any(value["before"]):
-        out.print(f"{literal(str(location))} may be chosen again, its mark is gone from {where}")
+        out.print(f"{literal(str(location))} may be chosen again; its mark was deleted from {where}")
     else:
         out.print(f"{literal(str(location))} was not quarantined")

@@ -35,7 +35,7 @@ _SHOWN = 5
 @with_exit_code_help
 @click.command("rebuild", short_help="Write a lost manifest again from its shards.")
 @click.argument("target", metavar="JOB/step-N")
-@click.option("--dry-run", "-n", is_flag=True, help="Only say whether it can be done.")
+@click.option("--dry-run", "-n", is_flag=True, help="Check whether a rebuild is possible, and write nothing.")
 @tier_options
 @pass_output
 def rebuild_command(

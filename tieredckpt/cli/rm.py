@@ -82,8 +82,8 @@ def rm_command(
         why = client.agent_error
         if why and not force and not dry_run:
             raise TierUnavailableError(
-                f"{why}: whether a node has {location} in memory, or uploads it now and brings it back, is not known. "
-                "Run this on a node of the job; where none of its agents is left, say --force"
+                f"{why}: a node may still have {location} in memory and upload it again. Run this on a node of the "
+                "job. If the job has no agents left, use --force"
             )
         if location.step is None and not dry_run:
             _require_stopped(client, location.job)
@@ -101,7 +101,7 @@ def rm_command(
     value = {**deletion.as_json(), "deleted_from": list(sizes), "dry_run": dry_run, "not_asked": why}
     value["bytes"] = {"memory": 0, "durable": 0, **sizes}
     text = f"{'would delete' if dry_run else 'deleted'} {description}" + (
-        f"; memory was not asked: {why}" if why else ""
+        f"; memory was not searched: {why}" if why else ""
     )
     screen.result(value, lambda out: out.print(literal(text)))
     return ExitCode.OK

@@ -151,7 +151,7 @@ def measure_run(directory: Path) -> MeasuredMeans:
     read = read_event_log(directory)
     found = measure_analysis(analyse(read.events))
     if not found.recoveries:
-        raise UsageError(f"--event-log {directory}: nothing was recovered from in that run; say --recovery or --stage")
+        raise UsageError(f"--event-log {directory}: that run has no recoveries; use --recovery or --stage")
     return found
 
 
@@ -284,11 +284,13 @@ def _show_asked(out: Console, asked: SimulateOptions, forecast: GoodputForecast)
     )
     if nodes.node_loss_share:
         away = (
-            f"{_percent(nodes.node_loss_share, 0)} of faults take a node away, for "
+            f"{_percent(nodes.node_loss_share, 0)} of faults remove a node, for "
             f"{format_duration(nodes.repair_s)} on average"
         )
         lack = (
-            f"goes on with {nodes.min_nodes} or more" if nodes.min_nodes < nodes.count else "waits where none is left"
+            f"the job continues with {nodes.min_nodes} or more nodes"
+            if nodes.min_nodes < nodes.count
+            else "without a spare the job waits"
         )
         out.print(f"{away}; {pluralized(nodes.spares, 'spare')}, {lack}")
 
@@ -539,10 +541,11 @@ class SimulateOptions:
     @property
     def recovery_s(self) -> float:
         if self.recovery is not None and (self.stages or self.event_log is not None):
-            raise UsageError("--recovery says it as a whole: leave out --stage and --event-log")
+            raise UsageError("--recovery replaces --stage and --event-log: use one of them")
         if self.recovery is None and not self.stages and self.event_log is None:
             raise UsageError(
-                "say how long a recovery takes: --recovery TIME, --stage NAME=TIME for each stage, --event-log DIR"
+                "the time of a recovery is missing: use --recovery TIME, --stage NAME=TIME for each stage, or "
+                "--event-log DIR"
             )
         return self.recovery if self.recovery is not None else math.fsum(self.recovery_by_stage.values())
 
@@ -562,20 +565,20 @@ class SimulateOptions:
         if self.gpus is None:
             return 1
         if self.gpus > self.gpus_per_node and self.gpus % self.gpus_per_node:
-            raise UsageError(f"--gpus {self.gpus} is no whole number of nodes: say --gpus-per-node")
+            raise UsageError(f"--gpus {self.gpus} is not a multiple of {self.gpus_per_node}: set --gpus-per-node")
         return max(1, self.gpus // self.gpus_per_node)
 
     def nodes(self) -> SimulatedNodes:
         from tieredckpt.goodput.monte_carlo import SimulatedNodes
 
         if self.gpus is None and (self.mtbf.per is not MtbfUnit.JOB or self.node_loss_share):
-            raise UsageError("say how large the job is: --gpus N (without it --mtbf has to be of the job: 3h/job)")
+            raise UsageError("--gpus N is required, unless --mtbf is that of the job (3h/job) without --node-loss")
         if (self.spares or self.min_nodes is not None) and not self.node_loss_share:
-            raise UsageError("--spares and --min-nodes play a part where nodes break: say --node-loss SHARE")
+            raise UsageError("--spares and --min-nodes need --node-loss SHARE")
         count = self.node_count
         min_nodes = count if self.min_nodes is None else self.min_nodes
         if min_nodes > count:
-            raise UsageError(f"--min-nodes {min_nodes} is more than the {count} nodes there are")
+            raise UsageError(f"--min-nodes {min_nodes} is more than the job's {count} nodes")
         return SimulatedNodes(
             mtbf_s=self.mtbf.for_job(self.gpus or 1, min(self.gpus_per_node, self.gpus or 1)),
             count=count,
@@ -591,7 +594,7 @@ class SimulateOptions:
             share = f"{self.live_share + self.durable_share:.0%}"
             raise UsageError(f"--live-share and --durable-share are {share} together, more than all faults")
         if self.durable_every > 1 and not self.durable_share:
-            raise UsageError("--durable-every plays a part where memory is lost: say --durable-share SHARE")
+            raise UsageError("--durable-every needs --durable-share SHARE")
         scheme = CheckpointScheme(
             interval_s=self.step or 1.0,
             stall_s=self.stall_s,
@@ -605,7 +608,7 @@ class SimulateOptions:
             return scheme.with_interval(self.interval)
         if not has_best_interval(scheme):
             why = "no fault costs work" if self.live_share == 1 else "saves cost nothing (--stall 0)"
-            raise UsageError(f"no interval is best where {why}: say --interval TIME")
+            raise UsageError(f"no interval is best, because {why}: use --interval TIME")
         return with_best_interval(scheme, mtbf_s)
 
     def policies(self, scheme: CheckpointScheme, mtbf_s: float) -> dict[str, CheckpointScheme]:

@@ -88,13 +88,13 @@ def _show_cluster(out: Console, view: ClusterStatus, survey: StepInventory, step
     if shown:
         out.print(steps_table(view, survey, shown, time.time_ns()))
     else:
-        out.print("no steps are saved yet" if not unknown_nodes(view) else "no steps on the nodes that could be asked")
+        out.print("no steps are saved yet" if not unknown_nodes(view) else "no steps on the nodes that answered")
     for line in step_warnings(view, shown):
         out.print(line)
     if hidden:
         out.print(f"{pluralized(hidden, 'older step')} in the durable tier: tieredckpt ls {literal(view.job)}")
     if Tier.DURABLE in survey.unreachable:
-        out.print(f"[yellow]durable tier not asked:[/] {literal(survey.unreachable[Tier.DURABLE])}")
+        out.print(f"[yellow]durable tier unavailable:[/] {literal(survey.unreachable[Tier.DURABLE])}")
 
 
 def cluster_headline(view: ClusterStatus) -> str:
@@ -178,9 +178,9 @@ def _show_node(
     for row in rows:
         left = row["forgotten_in_s"]
         if left is not None:
-            out.print(f"{literal(row['job'])}: no process left, its memory is given back in {format_age(left)}")
+            out.print(f"{literal(row['job'])}: no process left, its memory is released in {format_age(left)}")
         for tier, text in row["unreachable"].items():
-            out.print(f"[yellow]{literal(row['job'])}: {tier} tier not asked:[/] {literal(text)}")
+            out.print(f"[yellow]{literal(row['job'])}: {tier} tier unavailable:[/] {literal(text)}")
         for one in row["pending"]:
             if one["error"]:
                 colour = "red" if one["state"] == "failed" else "yellow"

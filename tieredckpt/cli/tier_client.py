@@ -123,11 +123,11 @@ class TierClient:
         )
         if found.chosen is None:
             if found.lost and not survey.unreachable:
-                raise CheckpointLostError(f"{location} was whole and is not any more ({found.explain()})")
+                raise CheckpointLostError(f"{location} was complete and has lost parts ({found.explain()})")
             if found.damaged and not is_unclear(survey):
-                raise CheckpointDamagedError(f"{location} cannot be used any more ({found.explain()})")
+                raise CheckpointDamagedError(f"{location} is damaged or quarantined ({found.explain()})")
             if found.torn and not survey.unreachable:
-                raise CheckpointTornError(f"{location} was begun and never came to be whole ({found.explain()})")
+                raise CheckpointTornError(f"{location} was started and never completed ({found.explain()})")
             raise self.not_found_error(location, survey, found.explain())
         group = found.chosen.version_id
         return next(view for view in survey.views if view.version_id == group)
@@ -288,23 +288,21 @@ def step_not_found_error(location: Location, survey: StepInventory, why: str = "
     about = f" ({why})" if why else ""
     unreachable_tiers = "; ".join(f"{tier.value} tier: {text}" for tier, text in survey.unreachable.items())
     if is_unclear(survey):
-        return TierUnavailableError(
-            f"{location} was not found where it could be looked for{about}. {unreachable_tiers}"
-        )
+        return TierUnavailableError(f"{location} was not found in the tiers that answered{about}. {unreachable_tiers}")
     problem = unrecognized_error(location.job, survey.unrecognized, step=location.step)
     if problem is not None:
         return problem
     if survey.forgotten is not None and survey.forgotten.newest_committed.version >= (location.step or 0):
-        return CheckpointLostError(f"there is no {location} any more: {describe_forgotten(survey.forgotten)}")
+        return CheckpointLostError(f"{location} no longer exists: {describe_forgotten(survey.forgotten)}")
     known = survey.once_whole
     if known is not None and location.includes(known):
         return CheckpointLostError(
-            f"step {known.version} of {location.job} was whole once, and nobody has any part of it"
+            f"step {known.version} of {location.job} was complete, and no node has any part of it now"
         )
     torn = [group.version for group in survey.torn if location.includes(group)]
     if torn:
         return CheckpointTornError(
-            f"there is no {location}: a rank left its part of step {max(torn)} out, and the rest of it was given up"
+            f"there is no {location}: a rank aborted its part of step {max(torn)}, and the other parts were discarded"
         )
     return CheckpointNotFoundError(
         f"there is no {location}{about}" + (f". {unreachable_tiers}" if unreachable_tiers else "")

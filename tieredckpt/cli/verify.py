@@ -179,7 +179,7 @@ def _check_in_memory(agent: NodeAgentClient, fact: ShardInfo, durable: ShardInde
             pin.close()
             agent.store.unpin(pin.id)
     except ShardNotFoundError:
-        return check(ExitCode.UNAVAILABLE, "given up for a newer step in the meantime")
+        return check(ExitCode.UNAVAILABLE, "evicted for a newer step in the meantime")
     except ShardDamagedError as error:
         return check(ExitCode.DAMAGED, str(error))
     except PeerStoreError as error:
@@ -206,14 +206,14 @@ def _check_on_peer(
     chunks = chunk_count(fact.size_bytes, CHUNK_BYTES)
     try:
         if reader is None:
-            return check(ExitCode.UNAVAILABLE, "it cannot be asked from here")
+            return check(ExitCode.UNAVAILABLE, "this process cannot reach its agent")
         for first in range(0, chunks, _CHUNKS_AT_ONCE):
             stop = min(chunks, first + _CHUNKS_AT_ONCE)
             if reader.is_damaged(PeerSource(node.id, node.address), key, (first, stop)):
                 return check(ExitCode.DAMAGED, "changed after it was sealed; its agent has dropped this copy")
             advance(min(stop * CHUNK_BYTES, fact.size_bytes) - first * CHUNK_BYTES)
     except ShardNotFoundError:
-        return check(ExitCode.UNAVAILABLE, "given up for a newer step in the meantime")
+        return check(ExitCode.UNAVAILABLE, "evicted for a newer step in the meantime")
     except ShardDamagedError as error:
         return check(ExitCode.DAMAGED, str(error))
     except (PeerStoreError, TierUnavailableError) as error:
@@ -232,10 +232,10 @@ def _check_in_store(client: TierClient, job: str, shard: ShardIndex, advance: Ad
     try:
         bad = damaged_chunks(client.object_store(job), shard, advance)
     except ObjectNotFoundError:
-        return check(ExitCode.DAMAGED, "the object is not there", tuple(range(chunks)))
+        return check(ExitCode.DAMAGED, "the object is missing", tuple(range(chunks)))
     except (TierUnavailableError, DurableRefusedError) as error:
         return check(ExitCode.UNAVAILABLE, str(error))
-    return check(ExitCode.DAMAGED, "is not what was saved", tuple(bad)) if bad else check(ExitCode.OK)
+    return check(ExitCode.DAMAGED, "differs from the saved bytes", tuple(bad)) if bad else check(ExitCode.OK)
 
 
 def _show(
@@ -271,7 +271,7 @@ def _show(
     for line in unreachable_lines(cluster) if cluster is not None else ():
         out.print(line)
     for tier, text in unreachable.items():
-        out.print(f"[yellow]{tier} tier not asked:[/] {literal(text)}")
+        out.print(f"[yellow]{tier} tier unavailable:[/] {literal(text)}")
     good = [check for check in checks if check.result is ExitCode.OK]
     damaged = sum(check.result is ExitCode.DAMAGED for check in checks)
     verdict = f"{len(good)} of {len(checks)} copies of {location} are good ({show_size(_bytes(good))} read)"

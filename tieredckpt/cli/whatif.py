@@ -49,7 +49,7 @@ _READS_SHOWN = 12
 
 
 @with_exit_code_help
-@click.command("whatif", short_help="What would be resumed if these nodes were lost.")
+@click.command("whatif", short_help="Show the step that a job would resume from after losing nodes.")
 @click.argument("job", required=False)
 @click.option(
     "--lose",
@@ -76,7 +76,7 @@ def whatif_command(
     5: no known step would remain, but some nodes or the store did not answer.
     """
     if each == bool(lost):
-        raise UsageError("say what is lost with --lose node:NAME or --lose rack:NAME, or ask for all with --each")
+        raise UsageError("name a loss with --lose node:NAME or --lose rack:NAME, or use --each")
     with open_tier_client(settings_from_options(agent_dir, durable, job or ANY_JOB)) as client:
         name = resolve_job_name(client, job)
         with screen.spinner(f"looking at the nodes of {name}"):
@@ -102,7 +102,7 @@ def open_loss_analysis(client: TierClient, job: str) -> tuple[ClusterStatus, Los
     limit = client.settings.memory.avoid_after_crashed_loads
     loss_analysis = LossAnalysis(view, survey, ReplicaCoverage(agent, job).covers_state, worn_after=limit)
     if loss_analysis.resumable_step is None and not loss_analysis.is_incomplete:
-        raise CheckpointNotFoundError(f"job {job} has no whole step to lose yet")
+        raise CheckpointNotFoundError(f"job {job} has no complete step yet")
     return view, loss_analysis
 
 
@@ -209,9 +209,9 @@ def _show(out: Console, view: ClusterStatus, outcome: LossOutcome, reads: Sequen
 
 def _resumes(outcome: LossOutcome) -> str:
     if outcome.outlook is ResumeOutlook.NOTHING:
-        return "[bold red]nothing[/]: no whole step would be left, in memory or elsewhere"
+        return "[bold red]nothing[/]: no complete step would remain in any tier"
     if outcome.outlook is ResumeOutlook.UNKNOWN:
-        return "[bold yellow]not known[/]: nothing that is known of would be left"
+        return "[bold yellow]not known[/]: no known step would remain"
     far = ", as far as is known" if outcome.uncertain_steps else ""
     plain = ", a plain checkpoint" if outcome.plain_step is not None else ""
     colour = "green" if outcome.step == outcome.step_before_loss else "yellow"
@@ -256,10 +256,10 @@ def _lost_step_line(one: LostStep) -> str:
 
 
 def _unknown(outcome: LossOutcome) -> str:
-    text = "what is there counts neither as held nor as gone"
+    text = "its shards count neither as available nor as lost"
     if not outcome.uncertain_steps:
         return text
-    return f"{text}; {_steps([group.version for group in outcome.uncertain_steps])} may be whole with it"
+    return f"{text}; {_steps([group.version for group in outcome.uncertain_steps])} may be complete with them"
 
 
 def _steps(steps: Sequence[int]) -> str:
@@ -302,9 +302,9 @@ def _show_each(out: Console, view: ClusterStatus, outcomes: Sequence[LossOutcome
     names = sorted({name for one in outcomes for name in one.unknown})
     for name in names:
         why = next(one.unknown[name] for one in outcomes if name in one.unknown)
-        out.print(f"[yellow]{literal(name)} could not be asked:[/] {literal(why)}")
+        out.print(f"[yellow]{literal(name)} is unavailable:[/] {literal(why)}")
     if names:
-        out.print("What they hold counts neither as there nor as gone.")
+        out.print("Their shards count neither as available nor as lost.")
 
 
 def _cell(one: LossOutcome) -> str:

@@ -107,7 +107,7 @@ class _SafeFileSystemReader(FileSystemReader):
         except (AttributeError, EOFError, ImportError, LookupError, RecursionError, TypeError, ValueError) as error:
             raise CheckpointDamagedError(f"{path} cannot be read: {type(error).__name__}: {error}") from error
         except pickle.UnpicklingError as error:
-            raise CheckpointDamagedError(f"{path} is no metadata of DCP: {error}") from error
+            raise CheckpointDamagedError(f"{path} is not DCP metadata: {error}") from error
         meta = getattr(found, "storage_meta", None) or StorageMeta()  # older releases wrote none
         meta.load_id = self.load_id
         found.storage_meta = meta

@@ -73,7 +73,7 @@ log = logging.getLogger(__name__)
 
 _MAX_VOTES = 8
 _MAX_NAMES = 5
-_DOCTOR = "`tieredckpt doctor` tries the store from here"
+_DOCTOR = "`tieredckpt doctor` checks the store from this node"
 START_FRESH_HINT = "To start from nothing on purpose: restore(..., on_lost='start_fresh'), or another job name"
 _REBUILD_S = 60.0
 """Seconds that a load waits for a newer step that other nodes are rebuilding."""
@@ -303,8 +303,8 @@ class TieredReader(StorageReader):
         clear_plan_messages()
         if len(votes) != len(plans):
             raise UsageError(
-                f"{self._location}: {len(plans)} ranks load and {len(votes)} have said what they could. All of them "
-                "have to load with a TieredReader"
+                f"{self._location}: {len(votes)} of {len(plans)} ranks voted on the step. All ranks must load with a "
+                "TieredReader"
             )
         if len({vote.plain for vote in votes}) > 1:
             raise TierUnavailableError(
@@ -458,7 +458,7 @@ class TieredReader(StorageReader):
         for tier in resolution.unreachable:
             why, newest = resolution.reasons.get(tier, "no answer"), resolution.chosen.version_id.version
             log.warning(
-                "%s: the %s tier could not be asked: %s. Step %d is the newest in the others. %s",
+                "%s: the %s tier is unavailable: %s. Step %d is the newest in the other tiers. %s",
                 *(self._location, tier.value, why, newest, _DOCTOR),
             )
         for group in resolution.lost:
@@ -711,7 +711,7 @@ class TieredReader(StorageReader):
         if isinstance(error, ObjectNotFoundError):
             inventory = session.agent.list_steps(session.job, fresh=True)
             if Tier.DURABLE in inventory.unreachable:
-                return TierUnavailableError(f"{what}: {error}, and the store cannot be asked why")
+                return TierUnavailableError(f"{what}: {error}. The store is unavailable, so the reason is unknown")
             if not any(view.version_id == group and view.durable for view in inventory.views):
                 return CheckpointDeletedError(
                     f"{what} was deleted from the durable tier while it was read (retention: durable.keep_last, or "
@@ -726,12 +726,12 @@ def describe_mismatches(job: str, step: int, rank: int, proof: RestoreProof) -> 
     if not proof.mismatched:
         return ""
     shown = abbreviate([f"{name} ({what})" if what else name for name, what in proof.mismatched.items()])
-    count = "1 entry is" if len(proof.mismatched) == 1 else f"{len(proof.mismatched)} entries are"
+    count = "1 entry differs" if len(proof.mismatched) == 1 else f"{len(proof.mismatched)} entries differ"
     return (
-        f"step {step} of {job} was restored, and on rank {rank} {count} not what was saved: "
-        f"{shown}. Do not train on it. Two entries with the same memory, or a load_state_dict() that leaves something "
-        "out, say so every time; where another restore is good, memory was damaged on the way. To go on without this "
-        "check: TIEREDCKPT_MEMORY_PROOF=0, or Checkpointer(..., proof=False)"
+        f"step {step} of {job} was restored, and on rank {rank} {count} from the saved state: "
+        f"{shown}. Do not train on it. If every restore fails, two entries share memory or a load_state_dict() skips "
+        "an entry. If another restore succeeds, memory was damaged during this one. To disable this check: "
+        "TIEREDCKPT_MEMORY_PROOF=0, or Checkpointer(..., proof=False)"
     )
 
 
@@ -765,18 +765,18 @@ def no_step_error(location: Location, resolution: Resolution) -> TieredCheckpoin
     """Return the error for no step to load, with a type for each reason."""
     if resolution.unreachable:
         return TierUnavailableError(
-            f"{location}: nothing to load in the tiers that answered, and the {', '.join(resolution.unreachable)} tier "
-            f"could not be asked, so it is not known whether there is a checkpoint ({resolution.explain()}). {_DOCTOR}"
+            f"{location}: the tiers that answered have no step to load, and the {', '.join(resolution.unreachable)} "
+            f"tier is unavailable. Whether a checkpoint exists is unknown ({resolution.explain()}). {_DOCTOR}"
         )
-    purpose = f"To look at them: tieredckpt ls {location.job}. {START_FRESH_HINT}"
+    purpose = f"To list the steps: tieredckpt ls {location.job}. {START_FRESH_HINT}"
     if resolution.damaged:
         return CheckpointDamagedError(
-            f"{location}: there were checkpoints, and none of them can be used ({resolution.explain()}). {purpose}"
+            f"{location}: checkpoints exist, but none of them can be used ({resolution.explain()}). {purpose}"
         )
     if resolution.lost:
         return CheckpointLostError(
-            f"{location}: there were whole steps, and no node that answers has all of one any more "
-            f"({resolution.explain()}). Bring back the nodes that are missing. {purpose}"
+            f"{location}: steps were complete, but the nodes that answer lack parts of each "
+            f"({resolution.explain()}). Restart the missing nodes. {purpose}"
         )
     if resolution.forgotten is not None:
         return CheckpointLostError(
@@ -785,11 +785,11 @@ def no_step_error(location: Location, resolution: Resolution) -> TieredCheckpoin
         )
     if resolution.torn:
         return CheckpointTornError(
-            f"{location}: step {resolution.torn[-1].version} was begun and never came to be whole, as far as anybody "
-            f"knows ({resolution.explain()}). What is missing was not sealed before its rank ended, or is on nodes "
-            f"that are not in the job any more. To look at it: tieredckpt ls {location.job}"
+            f"{location}: step {resolution.torn[-1].version} was started and never completed, as far as the tiers know "
+            f"({resolution.explain()}). The missing parts were not sealed before their ranks ended, or are on nodes "
+            f"that have left the job. To list the steps: tieredckpt ls {location.job}"
         )
-    return CheckpointNotFoundError(f"{location}: no whole step to load ({resolution.explain()})")
+    return CheckpointNotFoundError(f"{location}: no complete step to load ({resolution.explain()})")
 
 
 def _metadata(step: RankReadPlan, location: Location) -> Metadata:

@@ -206,8 +206,8 @@ class TieredWriter(SlotStager, StorageWriter):
         proposals = received_plan_messages(SaveProposal) or [call.proposal]
         if len(proposals) != len(plans):
             raise SaveFailedError(
-                f"{len(plans)} ranks have planned step {self._step} of {self._location.job} and {len(proposals)} have "
-                "said what they write for: all of them have to save with a TieredWriter"
+                f"{len(proposals)} of {len(plans)} ranks sent a proposal for step {self._step} of "
+                f"{self._location.job}. All ranks must save with a TieredWriter"
             )
         decision = decide_for_ranks(proposals)
         call.plans = plans if all(plan.usable for plan in plans) else None  # otherwise the planner has cached them
@@ -445,9 +445,9 @@ def _save_error(location: Location, problem: Exception) -> TieredCheckpointError
 
 def _check_save_location(location: Location) -> Location:
     if location.cast:
-        raise UsageError(f"{location}?cast=1 is for loading: what is saved keeps its types")
+        raise UsageError(f"{location}?cast=1 is for loads: a save does not convert types")
     if location.epoch is not None:
-        raise UsageError(f"{location} names an epoch, which is for loading: a save gets the epoch of its own run")
+        raise UsageError(f"{location} names an epoch, which is for loads: a save gets the epoch of its own run")
     return location
 
 

@@ -99,7 +99,7 @@ def main(*, as_json: bool = False, keep: Path | None = None) -> int:
         )
         both = [nodes[name] for name in DEMO_NODES]
         killed = _train(folder / "killed", DEMO_PHASES[1], both, durable=bucket.url, killed_in_save=DEMO_PHASES[0])
-        console.print("[bold]3.[/] both ranks start again and find the last whole step in memory")
+        console.print("[bold]3.[/] both ranks restart and find the last complete step in memory")
         resumed = _train(folder / "resumed", DEMO_PHASES[1], both, durable=bucket.url)
         agent = _agent_status(both[0].directory)
         console.print(
@@ -334,7 +334,7 @@ def _show(
         where.add_column(name)
     for row in seen:
         memory = f"{row['memory']} of {row['parts']} shards" if row["memory"] else "-"
-        where.add_row(str(row["step"]), memory, "whole" if row["durable"] else "-")
+        where.add_row(str(row["step"]), memory, "complete" if row["durable"] else "-")
     console.print(where)
 
     times = Table(title="how long each stage took (2 nodes on this machine)", header_style="bold", title_justify="left")
@@ -364,13 +364,17 @@ def _show(
     )
     console.print(
         f"killed in step {summary['killed_in_step']}'s save: resumed after step {summary['resumed_from']} "
-        f"({show_size(memory)} a rank from memory, nothing from the bucket)\n"
-        f"n2 lost after step {DEMO_PHASES[1] - 1}: resumed after step {summary['replaced_from']} "
-        f"({show_size(peer)} for n3 from n1's memory, nothing from the bucket)\n"
-        f"all nodes lost after step {DEMO_PHASES[2] - 1}: resumed after step {summary['hydrated_from']}, the last "
-        f"durable "
-        f"one ({show_size(durable)} a rank from the bucket)\n"
-        f"durable tier: {bucket.name}\nlook at what is in it: {bucket.look}"
+        f"({show_size(memory)} a rank from memory, nothing from the bucket)"
     )
+    console.print(
+        f"n2 lost after step {DEMO_PHASES[1] - 1}: resumed after step {summary['replaced_from']} "
+        f"({show_size(peer)} for n3 from n1's memory, nothing from the bucket)"
+    )
+    console.print(
+        f"all nodes lost after step {DEMO_PHASES[2] - 1}: resumed after step {summary['hydrated_from']}, the last "
+        f"durable one ({show_size(durable)} a rank from the bucket)"
+    )
+    console.print(f"durable tier: {bucket.name}")
+    console.print(f"to list its contents: {bucket.look}")
     verdict = "[bold green]equal bit for bit[/]" if summary["equal"] else "[bold red]NOT equal[/]"
     console.print(f"{summary['compared']} losses compared: {verdict}, in {summary['seconds']:.0f} s")

@@ -57,7 +57,7 @@ def _tieredckpt_command() -> str:
 
 
 def _rclone() -> str | None:
-    """Return the path of rclone: beside this Python, where pip installs it, or on the PATH. ``None``: absent."""
+    """Return the path of rclone next to this Python or on the PATH, or ``None`` if it is absent."""
     beside = Path(sys.executable).with_name("rclone")
     return str(beside) if beside.exists() else shutil.which("rclone")
 

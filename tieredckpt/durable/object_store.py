@@ -340,9 +340,7 @@ class StopSignal:
 
     def raise_if_set(self) -> None:
         if self._event.is_set():
-            raise UploadCancelledError(
-                "cancelled, because the process ends; a later upload goes on after the parts that are finished"
-            )
+            raise UploadCancelledError("canceled, because the process ends. A later upload reuses the finished parts")
 
     @contextlib.contextmanager
     def linked_to(self, cancel: threading.Event | None) -> Iterator[None]:

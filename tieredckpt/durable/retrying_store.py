@@ -247,7 +247,7 @@ class RetryingStore:
         data = retry.run(what, read, absent=ObjectNotFoundError)
         size = memoryview(data).nbytes
         if size != fetch.stop - fetch.start:
-            raise CheckpointDamagedError(f"{what}: got {size} bytes; the object is shorter than what was saved")
+            raise CheckpointDamagedError(f"{what}: got {size} bytes; the object is shorter than the saved one")
         return data
 
     def _run(
@@ -352,7 +352,7 @@ def call_with_idle_timeout(
                 return answer.result()
         stop.raise_if_set()
         if time.monotonic() - progress_at > patience_s:
-            raise TierUnavailableError(f"{what}: timed out, nothing was heard of it for {patience_s:g} s")
+            raise TierUnavailableError(f"{what}: timed out after {patience_s:g} s without progress")
 
 
 _READ_THREADS = 8

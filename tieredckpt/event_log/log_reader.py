@@ -147,7 +147,7 @@ def find_event_log(where: str | None, environ: Mapping[str, str] = os.environ) -
     """
     if where is None:
         if not environ.get(EVENT_LOG_ENV):
-            raise UsageError(f"say which job, or the directory of its event log; ${EVENT_LOG_ENV} is not set")
+            raise UsageError(f"name a job or the directory of its event log: ${EVENT_LOG_ENV} is not set")
         return Path(environ[EVENT_LOG_ENV])
     given = Path(where)
     if any(given.glob("*.jsonl")):
@@ -158,5 +158,5 @@ def find_event_log(where: str | None, environ: Mapping[str, str] = os.environ) -
             return path
     if given.is_dir():
         return given
-    tried = " and ".join(str(path) for path in looked)
-    raise EventLogNotFoundError(f"{where} is no directory with an event log, nor is there {tried}")
+    tried = " or ".join(str(path) for path in looked)
+    raise EventLogNotFoundError(f"{where} is not a directory with an event log, and neither is {tried}")

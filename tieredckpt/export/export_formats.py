@@ -237,8 +237,8 @@ def _objects(source: StepSource, names: list[str], *, allow_pickle: bool) -> dic
     if refused:
         more = f" and {len(refused) - _SHOWN} more" if len(refused) > _SHOWN else ""
         raise UsageError(
-            f"{', '.join(refused[:_SHOWN])}{more} can only be read by running what was pickled: use --allow-pickle "
-            "where you trust who saved it, leave them out with --exclude, or use --format dcp"
+            f"{', '.join(refused[:_SHOWN])}{more}: reading would run pickled code. Use --allow-pickle if you trust the "
+            "writer of the step, --exclude to skip these names, or --format dcp"
         )
     return found
 

@@ -155,7 +155,9 @@ class StepSource:
         if self._peers is None or part not in step.sources:
             if Tier.DURABLE in step.tiers_by_part[part]:
                 return None
-            raise TierUnavailableError(f"{step.shards[part].key} is in the memory of nodes that cannot be asked here")
+            raise TierUnavailableError(
+                f"{step.shards[part].key} is only in the memory of nodes that this process cannot reach"
+            )
         data = memoryview(
             bytearray(window.stop - window.start)
         )  # the shard's layout was checked, so the size is plausible

@@ -238,8 +238,8 @@ class StepFileSpace:
         missing = [name for name in names if file_part_number(name) not in here]
         if missing:
             raise SaveFailedError(
-                f"step {step} of {self.job}: its metadata names {', '.join(missing[:3])}, which this node's memory "
-                "does not have. tiered:// as a file system is for jobs on one node; on several, call "
+                f"step {step} of {self.job}: this node's memory lacks {', '.join(missing[:3])}, which the metadata "
+                "names. As a file system, tiered:// is for jobs on one node. On several nodes, call "
                 "tieredckpt.enable_urls() or use TieredWriter"
             )
         return StateTable((), (DCP_METADATA_NAME, *names))
@@ -351,8 +351,8 @@ class SideFileStore:
         entry = SideFile(path, time.time_ns(), len(data), folder)
         if len(data) > _MAX_BYTES:
             raise UsageError(
-                f"tiered://{self.job}/{path} has {show_size(len(data))}; files beside checkpoints have at most "
-                f"{show_size(_MAX_BYTES)}: save tensors with dcp.save, as tiered://JOB/step-N"
+                f"tiered://{self.job}/{path} has {show_size(len(data))}, and a file outside a step may have at most "
+                f"{show_size(_MAX_BYTES)}. Save tensors with dcp.save, as tiered://JOB/step-N"
             )
         stem = _encode_path(path)
         with translated_store_errors(f"{path} of {self.job} cannot be written"):
@@ -453,7 +453,7 @@ def _encode_path(path: str) -> str:
     """
     stem = "".join(one if one in _PLAIN else "".join(f"@{byte:02x}" for byte in one.encode()) for one in path)
     if len(stem) > _MAX_STEM_LENGTH:
-        raise UsageError(f"{path!r} is too long a name for a file beside checkpoints")
+        raise UsageError(f"{path!r} is too long for the name of a file outside a step")
     return stem
 
 

@@ -119,7 +119,7 @@ class _FilesSavePlanner(DefaultSavePlanner):
                 "TieredWriter"
             ) from error
         if not isinstance(found, torch.Tensor):
-            raise SaveFailedError(f"{fqn} is to be a tensor, and what was written of it is a {type(found).__name__}")
+            raise SaveFailedError(f"{fqn} must be a tensor, but its file has a {type(found).__name__}")
         return found
 
     def _bytes(self, place: _StorageInfo) -> io.BytesIO:

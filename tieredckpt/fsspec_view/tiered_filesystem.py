@@ -145,7 +145,7 @@ class TieredFileSystem(AbstractFileSystem):  # type: ignore[misc]  # fsspec has 
                 raise FileNotFoundError(path)
             return
         if target.step is None or not target.name:
-            raise io.UnsupportedOperation(f"{path}: only whole steps and files are removed")
+            raise io.UnsupportedOperation(f"{path} is not a file: remove a step with rm(path, recursive=True)")
         writing = _job(target).writing
         # A file that will be replaced stays until then, so that the step is never without it.
         if not writing.drop(target.step, target.name) and not writing.is_pending(target.step, target.name):
@@ -159,7 +159,7 @@ class TieredFileSystem(AbstractFileSystem):  # type: ignore[misc]  # fsspec has 
             elif target.other:
                 self._remove_others(one, recursive=recursive, maxdepth=maxdepth)
             elif target.step is None or not recursive:
-                raise io.UnsupportedOperation(f"{one}: only whole steps are removed, recursively")
+                raise io.UnsupportedOperation(f"{one}: only a step can be removed, with recursive=True")
             else:
                 self._remove_step(target, target.step, one)
 

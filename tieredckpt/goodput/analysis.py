@@ -142,7 +142,7 @@ def _attribute_lost_work(transitions: Sequence[AnalysedTransition], done: Sequen
 
 
 class TimeLabel(NamedTuple):
-    """Use of a moment of the job's time."""
+    """Category of one moment of the job's time."""
 
     category: TimeCategory
     stage: str = ""

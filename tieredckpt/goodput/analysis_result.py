@@ -11,7 +11,7 @@ STAGE_UNSTATED = "unstated"
 
 
 class TimeCategory(str, enum.Enum):
-    """Use of a part of a job's time."""
+    """Category of a part of a job's time."""
 
     PRODUCTIVE = "productive"
     """Steps that count."""

@@ -191,7 +191,8 @@ class _Terms:
             piece = self._flow(scheme.interval_s + scheme.stall_s)
         cost = far = 0.0
         if piece.back:
-            # In a snapshot recovery: left = cost + (1 - far) * (left at the last save) + far * (left in a durable one).
+            # Expected time left in a snapshot recovery: ``cost + (1 - far) * at_save + far * durable``, from the times
+            # left at the last save and in a durable recovery.
             hit = -math.expm1(-scheme.snapshot.recovery_s / mtbf)
             stays = math.exp(-scheme.snapshot.recovery_s / mtbf) + hit * self._far
             cost, far = mtbf * hit / stays, hit * self._far / stays

@@ -43,9 +43,9 @@ class SimulatedNodes:
 
     def __post_init__(self) -> None:
         if self.node_loss_share and not self.repair_s:
-            raise UsageError("nodes break, and it is not said how long they are away")
+            raise UsageError("node_loss_share needs repair_s, the mean seconds until a removed node is repaired")
         if not 1 <= self.min_nodes <= self.count:
-            raise UsageError(f"a job of {self.count} nodes cannot do with {self.min_nodes} at least")
+            raise UsageError(f"min_nodes is {self.min_nodes} and must be from 1 to the job's {self.count} nodes")
 
 
 @dataclass(frozen=True)

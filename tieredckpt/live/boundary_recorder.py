@@ -70,14 +70,14 @@ class BoundaryRecorder:
         if why := held.why_not():
             held.reached_steps[self._job] = step
             if not self._has_warned:
-                log.warning("%s: after a fault only what was saved is used: %s", self._job, why)
+                log.warning("%s: after a fault the job can resume only from a save: %s", self._job, why)
             self._has_warned = True
             return
         try:
             held.record(self._job, self._boundary(state, step))
         except Exception as error:  # noqa: BLE001 - from the user's objects; saved steps are not affected
             self._disabled, self._structure = True, None
-            log.warning("%s: step boundaries are not noted: %s: %s", self._job, type(error).__name__, error)
+            log.warning("%s: step boundaries are not recorded: %s: %s", self._job, type(error).__name__, error)
 
     def _boundary(self, state: Mapping[str, Any], step: int) -> StepBoundary:
         loose = None if self._structure is None else self._structure.state.loose(state)

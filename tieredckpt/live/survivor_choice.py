@@ -181,8 +181,8 @@ def choose_survivor_step(
     if needed is None:
         knowing = {holding.step for holding in holdings if holding.complete}
         if not knowing:
-            why = f"what is saved is not known: {unknown}" if unknown else "no step is whole"
-            return SurvivorChoice(why=f"{why}, and no survivor knows what belongs to the state")
+            why = f"the saved steps are unknown: {unknown}" if unknown else "no step is complete"
+            return SurvivorChoice(why=f"{why}, and no survivor knows the names of the whole state")
         holdings = [holding for holding in holdings if holding.step in knowing]
         needed = RequiredNames(-1, frozenset(), frozenset())
     refused = []

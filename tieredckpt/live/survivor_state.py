@@ -1,7 +1,6 @@
 """State of the last step boundary, retained from a fault until the next world has loaded it.
 
-A process without a recovery loop has no next world, so it
-records no boundaries.
+A process without a recovery loop has no next world, so it records no boundaries.
 """
 
 from __future__ import annotations
@@ -26,8 +25,8 @@ log = logging.getLogger(__name__)
 
 HydrationMode = Literal["live", "snapshot"]
 _REPLAYED = (
-    "device work was replayed from a graph (torch.cuda.graph, or mode='reduce-overhead' of torch.compile), and nobody "
-    "can see what that changes"
+    "device work was replayed from a graph (torch.cuda.graph, or mode='reduce-overhead' of torch.compile), and its "
+    "changes to tensors cannot be detected"
 )
 
 
@@ -169,7 +168,7 @@ class SurvivorState:
             why = "" if believed else "its device work had not completed when the world was aborted"
             why = why or self._why_untracked() or noted.why_changed()
             if why:
-                log.info("%s: step %d cannot be given from here: %s", job, noted.step, why)
+                log.info("%s: the survivor state of step %d cannot be used: %s", job, noted.step, why)
             else:
                 self.retained[job] = noted.retain(
                     self.last_world_epoch, complete=noted.names_digest in self.complete_name_digests.get(job, ())
@@ -181,7 +180,7 @@ class SurvivorState:
         if self.replays:
             return _REPLAYED
         if self.optimizer_stepped:
-            return "an optimizer's step had begun"
+            return "an optimizer's step had started"
         return "" if self.hook_has_fired else "no step of an optimizer of torch.optim was seen"
 
     def end_world(self) -> None:

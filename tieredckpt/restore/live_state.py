@@ -82,7 +82,7 @@ class RestoredState:
         if top in excluded:
             return excluded[top]
         if fqn not in self._flat and self._is_selective(self._state.get(top)):
-            return "taken by who chooses what to restore"
+            return "its part of the state selects the entries that it restores"
         return ""
 
     def _top_of(self, fqn: str) -> str:
@@ -117,7 +117,7 @@ class RestoredState:
             is_present = fqn in self._flat
             if is_present != (fqn in other) or (is_present and _is_equal(self._flat[fqn], other[fqn]) is False):
                 del self.proof.mismatched[fqn]
-                self.proof.not_compared[fqn] = "says something else whenever it is asked"
+                self.proof.not_compared[fqn] = "changes at every call of state_dict()"
 
 
 def compare_objects(

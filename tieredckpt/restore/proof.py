@@ -276,7 +276,7 @@ class RestoreProver:
                 try:
                     proof.mismatched[fqn] = self._describe_live(loaded, live)
                 except Exception as error:  # noqa: BLE001 - the mismatch is reported without a description
-                    log.info("what %s is instead cannot be said: %s", fqn, error)
+                    log.info("the difference of %s cannot be described: %s", fqn, error)
         return proof
 
     def _compare_copied(self, entries: Sequence[tuple[LoadedItem, torch.Tensor]]) -> None:

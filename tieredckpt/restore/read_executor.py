@@ -503,8 +503,8 @@ class ReadExecutor:
         if not self._cast and saved != dtype_name(target.dtype):
             raise MismatchError(
                 f"{fqn} was saved as {saved}, and the state has {dtype_name(target.dtype)}. Give the tensor the saved "
-                "type, or convert it with dcp.load(state, storage_reader=TieredReader('tiered://JOB', "
-                "on_dtype_mismatch='cast')) in place of restore(), or with ?cast=1 behind the URL that dcp.load gets"
+                "type, or convert it with dcp.load instead of restore(): add ?cast=1 to its URL, or pass "
+                "storage_reader=TieredReader('tiered://JOB', on_dtype_mismatch='cast')"
             )
 
 

@@ -115,7 +115,9 @@ class StepIndex:
         if len(locations) > 1:
             locations = sorted(locations, key=lambda location: (self._distance(location.part), location.part))
         if len(locations[0].entry.shape) != len(box.offsets):
-            raise MismatchError(f"{fqn} has shape {locations[0].entry.shape}, a piece at {box.offsets} was asked for")
+            raise MismatchError(
+                f"{fqn} has shape {locations[0].entry.shape}, but the requested piece is at {box.offsets}"
+            )
         shapes = {location.entry.shape for location in locations}
         if len(shapes) > 1:
             raise CheckpointDamagedError(f"step {self.group.version} has {fqn} in several shapes: {sorted(shapes)}")
@@ -243,10 +245,9 @@ class RankReadPlan:
         rest = tuple(tier for tier in found if tier is not Tier.MEMORY)
         if not rest:
             raise TierUnavailableError(
-                f"part {part} of {self._job} step {self.version_id.version} is in the memory tier alone, which cannot "
-                "read "
-                "it for now (out of descriptors or memory, or an I/O error: the agent's log says which). It is kept: "
-                "load again"
+                f"part {part} of {self._job} step {self.version_id.version} is only in this node's memory, and cannot "
+                "be read for now. The agent's log has the reason: open files, memory or an I/O error. The part is not "
+                "lost: load again"
             )
         return rest
 

@@ -250,8 +250,8 @@ def _agreed_secret(offer: _PeerPlanOffer, peer: PeerSettings, job: str) -> bytes
         return offer.secret
     if not hmac.compare_digest(offer.proof, _proof(mine, job, offer)):
         raise SettingsError(
-            "peer.secret: this node's is not the first rank's, or somebody else has changed the list of nodes on its "
-            "way: configure the same secret on all nodes"
+            "peer.secret: this node's secret differs from rank 0's, or the list of nodes was changed in transit. "
+            "Configure the same secret on all nodes"
         )
     return mine
 
@@ -309,8 +309,8 @@ def _read_report(report: _Report) -> KnownPeers:
 def _warn_of_open_secret(job: str) -> None:
     log.warning(
         "%s: peer.secret is not set, so its nodes share one through torch.distributed's store, which does not "
-        "authenticate: whoever reaches that store while they meet can read and replace the copies that they keep for "
-        "each other. On a shared network set peer.secret=file:/path (TIEREDCKPT_PEER_SECRET) on all nodes",
+        "authenticate its clients. A client that reads that exchange can read and replace the copies on all nodes. On "
+        "a shared network set peer.secret=file:/path (TIEREDCKPT_PEER_SECRET) on all nodes",
         job,
     )
 
@@ -420,7 +420,7 @@ def _refresh_plan(session: Session, plan: JobPeersConfig) -> JobPeersConfig:
             for node in plan.member_list.nodes
         ]
     except RuntimeError as error:  # the next world exchanges the addresses anyway
-        log.warning("%s: where this node's agent listens now was not told: %s", session.job, error)
+        log.warning("%s: the new address of this node's agent was not published: %s", session.job, error)
         return plan
     if tuple(sorted(nodes)) == plan.member_list.nodes:
         return plan

@@ -1,4 +1,4 @@
-"""AgentRegistration: settings, plan of nodes, layouts and tables that a session registers with its agent."""
+"""Registration of a job with its agent: settings, list of nodes, layouts and tables."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from tieredckpt.settings import Settings, local_world_size
 
 
 class AgentRegistration:
-    """What the agent knows of one job from this process; sent again to an agent that lost it."""
+    """Registration of one job with the agent. An agent that lost it receives it again."""
 
     def __init__(self, job: str, node: NodeAgentAPI, durable: DurableTier, settings: Callable[[], Settings]) -> None:
         self._job = job

@@ -24,7 +24,7 @@ _LOAD_PREFIX, _KEPT_LOADS = "resumed.", 32
 
 
 class CommitReporter:
-    """Committed versions and aborted parts of one job, as this process reports them. Any thread may call it."""
+    """Reporter of one job's committed versions and aborted parts. Any thread may call it."""
 
     def __init__(self, job: str, node: NodeAgentAPI, registration: AgentRegistration) -> None:
         self._job = job
@@ -67,7 +67,12 @@ class CommitReporter:
                 self._agent.store.mark_committed(self._job, newest)
                 self._reported = newest
             except PeerStoreError as error:  # the version is complete anyway, and the next save repeats the report
-                log.warning("%s: its agent has not heard that step %d is whole: %s", self._job, group.version, error)
+                log.warning(
+                    "%s: the agent did not receive the report that step %d is complete: %s",
+                    self._job,
+                    group.version,
+                    error,
+                )
 
     def abort_part(self, key: ShardKey) -> None:
         """Report to the agent that this rank never seals this part; all nodes then abort the version."""
@@ -92,7 +97,8 @@ class CommitReporter:
                 self._agent.store.abort_part(self._job, group, part)
             except PeerStoreError as error:
                 log.warning(
-                    "%s: the node agent has not heard that step %d was left out: %s", *(self._job, group.version, error)
+                    "%s: the agent did not receive the report that a part of step %d was aborted: %s",
+                    *(self._job, group.version, error),
                 )
                 with self._lock:
                     # The next save retries.
@@ -107,7 +113,7 @@ class CommitReporter:
 
 
 class LoadReporter:
-    """Loads of one job in this process, and the rewinds that follow. Any thread may call it."""
+    """Reporter of one job's loads in this process, and of the rewinds that follow. Any thread may call it."""
 
     def __init__(self, job: str, node: NodeAgentAPI, incarnation: IncarnationTracker, commits: CommitReporter) -> None:
         self._job = job
@@ -139,7 +145,7 @@ class LoadReporter:
         try:
             self._agent.report_load_started(self._job, group, rank)
         except PeerStoreError as error:
-            log.debug("the node agent was not told of a load: %s", error)
+            log.debug("the agent did not receive the report of a load: %s", error)
         self._is_loading = True
         try:
             yield
@@ -160,13 +166,13 @@ class LoadReporter:
             try:
                 self.report_continued()
             except (PeerStoreError, OSError) as error:
-                log.debug("the node agent was not told what is gone on from: %s", error)
+                log.debug("the agent did not receive the report of the resumed step: %s", error)
         if self._is_loading:
             self._is_loading = False
             try:
                 self._agent.report_load_ended(self._job, stepped=stepped)
             except (PeerStoreError, OSError) as error:
-                log.debug("the node agent was not told that a load is over: %s", error)
+                log.debug("the agent did not receive the report that a load ended: %s", error)
 
     def report_restored(self, group: VersionId, ranks: int) -> None:
         """Record that this process has loaded ``group`` together with ``ranks`` ranks in all."""
@@ -177,7 +183,10 @@ class LoadReporter:
             self._publish(group)
         except PeerStoreError as error:  # the state is loaded, so the load does not fail
             log.warning(
-                "the node agent did not note that step %d of %s was loaded: %s", group.version, self._job, error
+                "the agent did not receive the report that step %d of %s was loaded: %s",
+                group.version,
+                self._job,
+                error,
             )
 
     def follow_trainer(self, trainer: ProcessIdentity) -> None:

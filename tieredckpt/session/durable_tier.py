@@ -1,4 +1,4 @@
-"""DurableTier: the durable tier of one job as this process uses it, and its warnings where there is none."""
+"""DurableTier: one job's durable tier in this process, and warnings if the job has none."""
 
 from __future__ import annotations
 
@@ -99,8 +99,9 @@ class DurableTier:
             return
         self._has_warned_memory_only = True
         log.warning(
-            "%s has no durable tier: its steps are in memory only. They go with the nodes that hold them, and %s after "
-            "the job's last process. Checkpointer(durable='s3://bucket/prefix'), or durable.url, keeps them",
+            "%s has no durable tier: its steps are in memory only. They are lost with their nodes, and are deleted %s "
+            "after the job's last process. To retain them, set Checkpointer(durable='s3://bucket/prefix') or "
+            "durable.url",
             self._job,
             f"{settings.agent.job_ttl_s / 3600:.3g} hours",
         )

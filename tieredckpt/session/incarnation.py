@@ -169,9 +169,8 @@ def decide_save(proposals: Sequence[SaveProposal], name: str, at_ms: int) -> Sav
         old = [rank for rank, one in enumerate(proposals) if one.is_stale]
         if old:
             raise SaveFailedError(
-                f"step {first.step} of {first.job} was staged before this job went back to an older step or left its "
-                f"world (rank {old[0]}), and another incarnation writes now: this state is of a past that the job has "
-                "left, and is not saved. Wait for a save before loading another step"
+                f"Cannot save step {first.step} of {first.job}: rank {old[0]} staged it before a load or before it "
+                "left its world. A newer incarnation writes now. Wait for a save before loading another step"
             )
         at_least = max(point.world_epoch for point in points) or at_ms
         current, base = Incarnation(next_epoch(known, at_least), name), _base(points)
@@ -249,7 +248,7 @@ class IncarnationTracker:
         self._outgoing: _SharedMessage | None = None
         """Message from this process to the trainer that it saves for."""
         self.on_change: Callable[[], object] = lambda: None
-        """Function to call, with the lock held, when a decision, a load or a left world changes the incarnation."""
+        """Function to call when a decision, a load or a left world changes the incarnation. Lock held."""
 
     @property
     def current(self) -> Incarnation | None:

@@ -132,7 +132,7 @@ def use_agent_factory(factory: AgentFactory) -> Iterator[None]:
 class Session:
     """One job in this process: the parts of its saves and loads, and the seal. Any thread may call it.
 
-    Each part has a lock of its own. Where locks nest, the order is: loads, incarnation, plans.
+    Each part has its own lock. The order of nested locks is: loads, incarnation, plans.
     """
 
     def __init__(self, job: str, settings: Settings, node: NodeAgentAPI) -> None:

@@ -140,7 +140,7 @@ class SlotPool:
         except LeaseLostError:
             return None
         except PeerStoreError as error:
-            raise SaveFailedError(f"{key}: what was staged for it was lost: {error}") from error
+            raise SaveFailedError(f"{key}: its staged data was lost: {error}") from error
 
     def adopt(self, lease: Lease, layout: Layout, owner: ProcessIdentity) -> StagedShard:
         """Use a slot that another process of this rank has staged."""

@@ -1,4 +1,4 @@
-"""The only module that talks to accelerators: streams, events, pinned memory.
+"""Access to accelerators: streams, events, pinned memory. No other module uses them.
 
 A device works asynchronously: a copy is done only when an event after it has completed, or its stream is synchronized.
 So code that moves bytes names streams and events, as in torch. The same code runs on every backend:

@@ -38,7 +38,7 @@ class FiniteChecker:
             more = f" and {len(wrong) - _MAX_NAMES} more" if len(wrong) > _MAX_NAMES else ""
             raise NonFiniteStateError(
                 f"{what}: not finite: {', '.join(wrong[:_MAX_NAMES])}{more}. It is not saved, and the last finite "
-                "step stays the newest: restore that. If these are meant to be so, set memory.nonfinite=save "
+                "step stays the newest: restore that. If these values are intended, set memory.nonfinite=save "
                 "(TIEREDCKPT_MEMORY_NONFINITE)"
             )
 

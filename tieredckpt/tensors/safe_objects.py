@@ -165,7 +165,7 @@ class _MetadataUnpickler(pickle._Unpickler):
                     raise pickle.UnpicklingError("it holds a damaged index")
                 self._spend(len(offset or ()))
             elif type(key) not in _SIMPLE:
-                raise pickle.UnpicklingError(f"a {type(key).__name__} is no key of metadata")
+                raise pickle.UnpicklingError(f"a {type(key).__name__} is not a key of metadata")
 
     def _check_call(self) -> None:
         called, arguments = self.stack[-2:]

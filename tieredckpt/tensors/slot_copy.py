@@ -179,14 +179,14 @@ class MappedSlot:
     """
 
     def __init__(self, fd: int, size_bytes: int, generation: int) -> None:
-        """Take over ``fd``, which :meth:`close` closes."""
+        """Own ``fd``, which :meth:`close` closes."""
         self.size_bytes = size_bytes
         self.generation = generation
         self._fd = fd
         try:
             found = os.fstat(fd)
             if found.st_size < size_bytes:
-                raise ValueError(f"a slot of {size_bytes} bytes has only {found.st_size}: somebody has truncated it")
+                raise ValueError(f"a slot of {size_bytes} bytes has only {found.st_size}: its file was truncated")
             self._map = mmap.mmap(fd, size_bytes, mmap.MAP_SHARED, mmap.PROT_READ | mmap.PROT_WRITE)
         except BaseException:
             os.close(fd)

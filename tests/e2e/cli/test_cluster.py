@@ -114,9 +114,9 @@ def test_lost_node_differs_from_an_empty_one(expendable_cluster, run_on):
     assert gone["unreachable"]
     assert not said.json["complete"]
     shown = run_on(expendable_cluster, "status", "--cluster").out
-    (row,) = [line.split() for line in shown.splitlines() if line.startswith("n3 ") and "could" not in line]
+    (row,) = [line.split() for line in shown.splitlines() if line.startswith("n3 ") and "unavailable" not in line]
     assert row[-4:] == ["?"] * 4
-    assert "n3 could not be asked, what it holds is not known: " in shown
+    assert "n3 is unavailable, and its contents are unknown: " in shown
 
 
 def test_status_shows_this_node_in_a_few_lines(healthy_cluster, run_on):
@@ -159,7 +159,7 @@ def test_whatif_loses_a_rack_and_a_node_together(healthy_cluster, run_on):
     assert not said.json["quorum"]["enough"]
     shown = run_on(healthy_cluster, "whatif", healthy_cluster.job, "--lose", "node:n1", "--lose", "rack:r3").out
     assert "without node:n1 and rack:r3 (n1 and n3)" in shown
-    assert "no whole step would be left" in shown
+    assert "no complete step would remain" in shown
     assert "no quorum" in shown
 
 
@@ -192,8 +192,8 @@ def test_whatif_lists_losses_with_the_worst_first(healthy_cluster, run_on):
         (["--lose", "node:n9"], "there is no such node; there is node: n1, n2, n3"),
         (["--lose", "zone:a"], "no node has a zone; there is node: n1, n2, n3; rack: r1, r2, r3"),
         (["--lose", "n1"], "say what it is, as in node:n1 or rack:r1"),
-        ([], "say what is lost"),
-        (["--each", "--lose", "node:n1"], "say what is lost"),
+        ([], "name a loss with --lose"),
+        (["--each", "--lose", "node:n1"], "name a loss with --lose"),
     ],
 )
 def test_wrong_names(healthy_cluster, run_on, arguments, said):

@@ -96,7 +96,7 @@ def test_a_job_is_found_by_its_name_or_by_the_environment(cli, log_folder, monke
 def test_absent_empty_and_unnamed_logs_differ(cli, tmp_path, monkeypatch):
     monkeypatch.delenv(EVENT_LOG_ENV, raising=False)
     absent = cli("goodput", tmp_path / "none")
-    assert (absent.code, "is no directory with an event log" in absent.err, EVENT_LOG_ENV in absent.err) == (
+    assert (absent.code, "is not a directory with an event log" in absent.err, EVENT_LOG_ENV in absent.err) == (
         3,
         True,
         True,
@@ -125,4 +125,4 @@ def test_unfinished_run_is_reported(cli, log_folder):
     """Without its last line, which says how it ended."""
     (file,) = (log_folder / "event-log").iterdir()
     file.write_bytes(b"".join(file.read_bytes().splitlines(keepends=True)[:-1]))
-    assert cli("goodput", log_folder, "--watch").out.startswith("job goes on, or was killed; 16.00 s since")
+    assert cli("goodput", log_folder, "--watch").out.startswith("job is running or was killed; 16.00 s since")

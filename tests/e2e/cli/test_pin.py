@@ -29,8 +29,8 @@ def test_pinned_step_stays_and_an_unpinned_one_expires(cli, job):
     assert not listed_steps(cli).keys() & {1, 3}
     close_sessions()
     said = cli("unpin", "llama/step-2")
-    assert "not kept any more in the memory tier and the durable tier" in said.out
-    assert "was not kept" in cli("unpin", "llama", 2).out
+    assert "is no longer pinned in the memory tier and the durable tier" in said.out
+    assert "was not pinned" in cli("unpin", "llama", 2).out
     job.save(7, 8, 9, keep_last=1)
     assert 2 not in listed_steps(cli)
 

@@ -51,7 +51,7 @@ def test_help_lists_every_command(cli):
     assert [line.split()[0] for line in said.out.split("Commands:")[1].splitlines() if line.strip()][
         : len(COMMANDS)
     ] == COMMANDS
-    assert "5  a tier could not be asked" in said.out
+    assert "5  a tier is unavailable" in said.out
 
 
 @pytest.mark.parametrize("command", COMMANDS)

@@ -42,7 +42,7 @@ def restored(told):
 
 
 def test_expected_step_decides_only_when_it_insists(agent_dir):
-    with pytest.raises(CheckpointNotFoundError, match="would throw away 9 steps"):
+    with pytest.raises(CheckpointNotFoundError, match="would lose 9 steps"):
         restored(ExpectedStep(8, "the operator has 8"))
     assert restored(None) == (-1, 0.0)
     ledger = Ledger()

@@ -110,7 +110,7 @@ def test_drop_that_would_revive_abandoned_steps_is_refused(agent_dir, tmp_path):
             ckpt.save(state_at(step), step).wait("durable")
         ckpt.restore(state_at(0), 10)
         ckpt.save(state_at(11), 11).wait("durable")
-        with pytest.raises(UsageError, match="left steps 20 behind"):
+        with pytest.raises(UsageError, match="the abandoned steps 20"):
             ckpt.drop(11)
         assert ckpt.drop(20)
         assert ckpt.drop(11)
@@ -145,7 +145,7 @@ def test_required_steps_are_not_displaced_by_newer_ones(agent_dir, tmp_path):
 
 
 def test_durable_save_requires_a_durable_tier(agent_dir):
-    with Checkpointer(JOB) as ckpt, pytest.raises(UsageError, match="has no durable tier to keep step 3 in"):
+    with Checkpointer(JOB) as ckpt, pytest.raises(UsageError, match="has no durable tier for step 3"):
         ckpt.save(state_at(3), 3, durable=True)
 
 

@@ -50,7 +50,7 @@ def test_restore_reports_when_and_why_memory_expired(forgetful, capsys):
         for step in (3, 4):
             ckpt.save(state_at(step), step).wait()
     leave_and_be_forgotten(forgetful)
-    said = r"up to step 4, was forgotten at 20[0-9-]+ [0-9:]+Z because no process had used it for 0\.0 hours"
+    said = r"up to step 4, were deleted at 20[0-9-]+ [0-9:]+Z because no process had used it for 0\.0 hours"
     with Checkpointer(JOB) as ckpt, pytest.raises(CheckpointLostError, match=said):
         ckpt.restore(state_at(0))
     close_sessions()
@@ -79,8 +79,8 @@ def test_restore_of_an_older_durable_step_reports_the_expired_ones(forgetful, tm
     leave_and_be_forgotten(forgetful)
     with Checkpointer(JOB, durable=f"file://{tmp_path}/store", durable_every=2) as ckpt:
         assert ckpt.restore(state_at(0)) == 2
-        assert "up to step 3, was forgotten at" in str(ckpt.last_restore.refused)
-        assert "up to step 3, was forgotten at" in caplog.text
+        assert "up to step 3, were deleted at" in str(ckpt.last_restore.refused)
+        assert "up to step 3, were deleted at" in caplog.text
         ckpt.save(state_at(3), 3).wait()
         assert ckpt.restore(state_at(0)) == 3
         assert not ckpt.last_restore.refused

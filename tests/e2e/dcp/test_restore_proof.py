@@ -155,7 +155,7 @@ def test_durable_restore_is_compared_with_the_saved_checksums(agent_dir, tmp_pat
         assert ckpt.restore(state) == 0
         assert (ckpt.last_restore.proof.size_bytes, ckpt.last_restore.proof.objects) == ((1 << 20) + 56 + 66, 1)
         late = Told({}, lambda *_: flip(state["w"], at=1 << 19))
-        with pytest.raises(RestoreProofError, match=r"1 entry is not what was saved: w\. Do not"):
+        with pytest.raises(RestoreProofError, match=r"1 entry differs from the saved state: w\. Do not"):
             ckpt.restore(zeroed_in_place(state) | {"zz": late}, strict=False)
 
 
@@ -183,7 +183,7 @@ def test_a_bit_that_flips_in_the_live_state_after_everything_was_verified(agent_
         return {"w": Told(blank, lambda own, new: own.update(new | {"a": flip(new["a"], at=3 * CHUNK_BYTES + 5)}))}
 
     unnoticed(damaged())
-    with pytest.raises(RestoreProofError, match=r"1 entry is not what was saved: w\.a\. Do not train on it"):
+    with pytest.raises(RestoreProofError, match=r"1 entry differs from the saved state: w\.a\. Do not train on it"):
         restored(damaged())
 
 
@@ -344,7 +344,7 @@ def test_write_of_a_load_hook_past_the_version_counter_is_detected(agent_dir, th
             module.weight.data.view(-1)[3] = 77.0
 
     model.register_load_state_dict_post_hook(write)
-    with pytest.raises(RestoreProofError, match=r"1 entry is not what was saved: model\.weight\. Do not"):
+    with pytest.raises(RestoreProofError, match=r"1 entry differs from the saved state: model\.weight\. Do not"):
         restored({"model": model})
 
 
@@ -355,7 +355,7 @@ def test_write_of_a_stateful_past_the_version_counter_is_detected(agent_dir):
         own.update(new)
         write_with_numpy(own["m"])
 
-    with pytest.raises(RestoreProofError, match=r"1 entry is not what was saved: app\.m\. Do not"):
+    with pytest.raises(RestoreProofError, match=r"1 entry differs from the saved state: app\.m\. Do not"):
         restored({"app": Told({"m": torch.zeros(1000)}, takes)})
 
 
@@ -368,14 +368,14 @@ def test_write_of_a_stateful_into_another_entry_is_detected(agent_dir):
         with torch.no_grad():
             model.weight[3] += 1
 
-    with pytest.raises(RestoreProofError, match=r"1 entry is not what was saved: model\.weight\. Do not"):
+    with pytest.raises(RestoreProofError, match=r"1 entry differs from the saved state: model\.weight\. Do not"):
         restored({"model": model, "zz": Told({"a": 0}, takes)})
 
 
 def test_overlapping_targets_are_refused(agent_dir):
     saved({"a": torch.full((CHUNK_BYTES,), 1.0), "b": torch.full((CHUNK_BYTES,), 2.0)})
     base = torch.zeros(CHUNK_BYTES + 1000)
-    with pytest.raises(RestoreProofError, match=r"entr.* not what was saved"):
+    with pytest.raises(RestoreProofError, match=r"entr.* from the saved state"):
         restored({"a": base[:CHUNK_BYTES], "b": base[1000:]})
 
 
@@ -519,7 +519,7 @@ def test_mismatch_is_reported_even_without_an_explanation(agent_dir, name):
     wrong = Told(values(2), lambda own, state: own.update(state | {name: ours[name]}))
     with torch.serialization.safe_globals([TwoTensor]):
         saved({"app": Told(values(1))})
-        with pytest.raises(RestoreProofError, match=rf"1 entry is not what was saved: app\.{name}"):
+        with pytest.raises(RestoreProofError, match=rf"1 entry differs from the saved state: app\.{name}"):
             restored({"app": wrong})
         assert not restored({"app": Told(values(3))}).not_compared
 
@@ -570,7 +570,7 @@ def test_unstable_entries_are_left_out_and_reported(agent_dir, caplog):
     assert set(proof.not_compared) == {"clock.at", "clock.noise"}
     assert (proof.size_bytes, proof.objects) == (20, 1)
     assert "2 entries not compared" in caplog.text
-    assert "clock.at (says something else whenever it is asked)" in caplog.text
+    assert "clock.at (changes at every call of state_dict())" in caplog.text
 
 
 def test_excluded_entries_are_left_out_and_reported(agent_dir):
@@ -717,7 +717,7 @@ def test_every_partition_of_a_tensor_is_compared_completely(agent_dir, ranks, ro
     for compared, held in ranks.run(3, load_grid, columns, None):
         assert compared == held
     for problem in ranks.run(3, load_grid, columns, 2):
-        assert "on rank 2 1 entry is not what was saved: w." in problem
+        assert "on rank 2 1 entry differs from the saved state: w." in problem
 
 
 def restore_where_one_rank_has_it_off():

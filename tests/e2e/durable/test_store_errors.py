@@ -93,7 +93,7 @@ def test_failed_restore_names_the_store_the_cause_and_advice(agent_dir, broken):
     said = str(raised.value)
     assert settings.url in said
     assert re.search(cause, said), said
-    assert "it is not known whether there is a checkpoint" in said
+    assert "Whether a checkpoint exists is unknown" in said
     assert "`tieredckpt doctor`" in said
 
 
@@ -102,7 +102,7 @@ def test_job_that_starts_from_memory_reports_the_store_error(agent_dir, broken, 
     settings, cause = broken
     CheckpointJob(agent_dir, DurableSettings(), "from-memory").save(1, durable=False)
     CheckpointJob(agent_dir, settings, "from-memory").assert_restores(1, tiers={"memory"})
-    said = next(one for one in caplog.messages if "the durable tier could not be asked" in one)
+    said = next(one for one in caplog.messages if "the durable tier is unavailable" in one)
     assert settings.url in said
     assert re.search(cause, said), said
     assert "`tieredckpt doctor`" in said

@@ -163,7 +163,10 @@ def test_progress_is_reported_and_the_returned_step_respected(job, resized_job):
     assert len(set(resized_job["progress of a stop"])) == 1
     assert resized_job["progress of a stop"][0] >= 12
     assert resized_job["last progress"] == [TOTAL - 1, TOTAL - 1]
-    said = "the agent was told to go on from step 4 (tiered://golden/step-4); step 5 is newer and whole"
+    said = (
+        "the agent was told to go on from step 4 (tiered://golden/step-4); resuming from step 5, which is newer and "
+        "complete"
+    )
     assert said in resized_job["printed"]
 
 

@@ -46,7 +46,7 @@ def test_silent_node_is_neither_lost_nor_incomplete(halves, said, capsys):
     assert (code, [step["state"] for step in found["steps"]]) == (ExitCode.UNAVAILABLE, ["unknown"])
     assert "n2" in found["unreachable"]["peer"]
     main(["ls", job])
-    assert "1 of 2 parts are not in what could be asked" in " ".join(capsys.readouterr().out.split())
+    assert "1 of 2 parts are not in the tiers that answered" in " ".join(capsys.readouterr().out.split())
 
     code, found, _ = said("status", job, "--cluster")
     assert (code, [step["state"] for step in found["steps"]]) == (ExitCode.UNAVAILABLE, ["unknown"])
@@ -84,4 +84,4 @@ def test_verify_checks_all_nodes_and_names_unreachable_ones(halves, said, capsys
     assert [one["node"] for one in found["checks"] if one["result"] == "good"] == ["n1"]
     assert "n2" in found["not_asked"]
     main(["verify", job])
-    assert "n2 could not be asked" in " ".join(capsys.readouterr().out.split())
+    assert "n2 is unavailable" in " ".join(capsys.readouterr().out.split())

@@ -83,7 +83,7 @@ def test_job_killed_in_its_first_save_restarts_and_reports_it(ranks, capsys):
             assert (step, mode, other) == (-1, "torn", "CheckpointTornError")
             for said in (*refused, named):
                 assert "step 3" in said
-                assert "nobody has part 1 of 2" in said
+                assert "missing part 1 of 2" in said
                 assert "saved 20" in said
         with cluster["n1"].agent(cluster.job) as agent:
             assert [view.version_id.version for view in agent.list_steps(cluster.job).views] == [3]
@@ -156,7 +156,7 @@ def test_once_complete_step_is_lost_even_for_later_agents(ranks, capsys):
         for said, (step, mode, refused) in cluster.run(["n4", "n2", "n3"], lost, environ=alone):
             assert "step 6" in said
             assert "was whole once, saved 20" in said
-            assert "nobody has part" in said
+            assert "missing part" in said
             assert (step, mode) == (-1, "lost")
             assert "step 6" in str(refused)
         capsys.readouterr()

@@ -146,7 +146,7 @@ def test_cast_is_requested_by_url(agent_dir, by):
 
 
 def test_cast_is_refused_for_saving():
-    with pytest.raises(UsageError, match="for loading"):
+    with pytest.raises(UsageError, match="is for loads"):
         tieredckpt.TieredWriter("tiered://cast/step-1?cast=1")
     with pytest.raises(UsageError, match="restores what it saved"):
         tieredckpt.Checkpointer("tiered://cast?cast=1")

@@ -105,7 +105,7 @@ def test_tampered_member_list_is_refused():
         msgspec.structs.replace(invitation, proof=b"", secret=b"a secret that is known to somebody"),
         msgspec.structs.replace(invite_members(PeerSettings(secret=OTHER), "n1", "n2")),
     ):
-        with pytest.raises(SettingsError, match=r"peer\.secret: this node's is not the first rank's"):
+        with pytest.raises(SettingsError, match=r"peer\.secret: this node's secret differs from rank 0's"):
             _agreed_secret(wrong, peer, "job")
     with pytest.raises(SettingsError, match=r"peer\.secret"):
         _agreed_secret(invitation, peer, "another")
@@ -121,4 +121,4 @@ def test_missing_secret_warns_once(caplog, monkeypatch):
     peer = PeerSettings()
     for _ in range(2):
         assert _agreed_secret(invite_members(peer, "n1", "n2"), peer, "a job of its own")
-    assert caplog.text.count("whoever reaches that store while they meet can read and replace") == 1
+    assert caplog.text.count("A client that reads that exchange can read and replace") == 1

@@ -203,7 +203,7 @@ def test_metadata_of_a_planted_plain_step_does_not_run(agent_dir, bucket, tmp_pa
     monkeypatch.setenv("TIEREDCKPT_ENABLED", enabled)
     with (
         Checkpointer("tiered://job") as ckpt,
-        pytest.raises(CheckpointDamagedError, match=r"no metadata of DCP.*mkdir"),
+        pytest.raises(CheckpointDamagedError, match=r"is not DCP metadata.*mkdir"),
     ):
         ckpt.restore({"weight": torch.zeros(3)})
     error = load_error({"weight": torch.zeros(3)}, TieredReader("tiered://job"))

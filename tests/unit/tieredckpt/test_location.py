@@ -166,5 +166,5 @@ def test_steps(step):
 
 @pytest.mark.parametrize("step", [-1, 1 << 62, True, False, 1.0, "1", None, float("nan")])
 def test_invalid_step_is_refused(step):
-    with pytest.raises(UsageError, match="an integer from 0 on"):
+    with pytest.raises(UsageError, match="pass an integer from 0 to"):
         check_step(step)

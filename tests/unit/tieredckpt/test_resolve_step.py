@@ -54,10 +54,10 @@ def test_incomplete_step_is_lost_if_it_was_once_complete():
     assert (never.lost, never.verdicts[torn.version_id]) == ((), StepVerdict.TORN)
     known = resolve_step([torn, step(6, found=(1,))], once_whole=torn.version_id)
     assert known.lost == (torn.version_id,)
-    assert "step 7 (epoch 1): was whole once, saved 2001-09-09 01:46:40Z, nobody has parts" in known.explain()
+    assert "step 7 (epoch 1): was whole once, saved 2001-09-09 01:46:40Z, missing parts" in known.explain()
     assert "parts 0, 1, 2, 4, 5, 6, 7, 8 and 3 more of 12; step 6" in known.explain()
     gone = resolve_step([], once_whole=torn.version_id)
-    assert "step 7 (epoch 1): was whole once, nobody has any part" in gone.explain()
+    assert "step 7 (epoch 1): was whole once, missing all parts" in gone.explain()
     assert resolve_step([], step=3, once_whole=torn.version_id).lost == ()
     older = resolve_step([torn, step(6)], once_whole=torn.version_id)
     assert older.chosen is not None
@@ -68,10 +68,10 @@ def test_step_in_an_unreachable_tier_is_neither_incomplete_nor_lost():
     cut = step(7, found=(0,))
     found = resolve_step([cut], once_whole=cut.version_id, unreachable={Tier.PEER: "n2 does not answer"})
     assert (found.chosen, found.lost, found.torn, found.verdicts[cut.version_id]) == (None, (), (), StepVerdict.UNKNOWN)
-    assert "step 7 (epoch 1): not whole in what could be asked, nobody who answered has part 1 of 2" in found.explain()
+    assert "step 7 (epoch 1): not whole in what could be asked, not found so far: part 1 of 2" in found.explain()
     assert resolve_step([], once_whole=cut.version_id, unreachable=[Tier.PEER]).lost == ()
     given_up = resolve_step([cut], torn=[cut.version_id], unreachable=[Tier.PEER])
-    assert given_up.verdicts[cut.version_id] is StepVerdict.TORN, "a rank left its part out: nobody can have it"
+    assert given_up.verdicts[cut.version_id] is StepVerdict.TORN, "a rank aborted its part: no node can have it"
 
 
 def test_incomplete_steps_are_newer_than_any_complete_step():
@@ -87,7 +87,7 @@ def test_incomplete_steps_are_newer_than_any_complete_step():
     assert resolve_step([step(8), cut]).torn == ()
     assert resolve_step([], torn=[cut.version_id]).torn == (cut.version_id,)
     assert resolve_step([], step=3, torn=[cut.version_id]).torn == ()
-    assert "step 7 (epoch 1): not whole, a rank left its part out" in resolve_step([], torn=[cut.version_id]).explain()
+    assert "step 7 (epoch 1): not whole, a rank aborted its part" in resolve_step([], torn=[cut.version_id]).explain()
 
 
 def test_a_step_with_a_damaged_part_is_passed_over_by_name():
@@ -161,7 +161,7 @@ def test_an_unreachable_tier_is_named_not_taken_for_empty():
     found = resolve_step([], unreachable=[Tier.DURABLE])
     assert found.chosen is None
     assert found.unreachable == (Tier.DURABLE,)
-    assert "durable tier: could not be asked" in found.explain()
+    assert "durable tier: unavailable" in found.explain()
 
 
 def test_every_candidate_gets_a_verdict():
@@ -301,10 +301,10 @@ def test_nearest_tiers_of_a_step_are_reported():
 def test_an_explanation_names_every_candidate_newest_first():
     found = resolve_step([step(1), step(3, found=(0,)), step(2)], unreachable=[Tier.DURABLE])
     assert found.explain().split("; ") == [
-        "step 3 (epoch 1): not whole in what could be asked, nobody who answered has part 1 of 2",
+        "step 3 (epoch 1): not whole in what could be asked, not found so far: part 1 of 2",
         "step 2 (epoch 1): chosen",
         "step 1 (epoch 1): older than the chosen one",
-        "durable tier: could not be asked",
+        "durable tier: unavailable",
     ]
     assert resolve_step([]).explain() == "nothing is saved in any tier"
 

@@ -93,18 +93,18 @@ def _tiles(one: Analysis) -> list[tuple[str, str, MarkupPart, MarkupPart]]:
         tiles.append(("", "median recovery", data_value(duration_text(median), median), more))
     else:
         more = (
-            "nothing was recovered from"
+            "no faults"
             if not one.faults
-            else "training did not go on yet"
+            else "training has not resumed yet"
             if one.is_running
-            else "training did not go on"
+            else "training did not resume"
         )
         tiles.append(("", "median recovery", "-", more))
     lost_s = one.wall.by.get("lost", 0) / 1e6
-    lost = f"{duration_text(lost_s)} with what was interrupted" if lost_s else "no step was done twice"
+    lost = f"{duration_text(lost_s)} with interrupted work" if lost_s else "no step was repeated"
     lost_colour = "warn" if one.steps_lost else "good"
     tiles.append((lost_colour, "steps lost", data_value(f"{one.steps_lost:,}", one.steps_lost), lost))
-    usual = f"{duration_text(one.step_s.p50_s)} each (median)" if one.step_s.count else "none was written down"
+    usual = f"{duration_text(one.step_s.p50_s)} each (median)" if one.step_s.count else "none recorded"
     tiles.append(("", "steps", data_value(f"{one.steps_counted:,}", one.steps_counted), usual))
     seconds = one.wall.total / 1e6
     for name, value in (("tokens", one.tokens), ("samples", one.samples)):
@@ -430,8 +430,8 @@ _HOW = {
     "respawn": "started again",
     "replace": "a spare took its place",
     "restart": "all ranks started again",
-    "shrink": "went on with fewer",
-    "grow": "went on with more",
+    "shrink": "continued with fewer nodes",
+    "grow": "continued with more nodes",
 }
 _Pair = tuple[FaultRecord, TransitionRecord]
 
@@ -506,7 +506,7 @@ def _row(one: Analysis, fault: FaultRecord, transition: TransitionRecord, *, fir
     )
     how: MarkupPart = (_HOW.get(transition.how, transition.how), element("div", change, class_="sub"))
     if not transition.resumed:
-        how = "not yet" if one.is_running else "did not go on"
+        how = "not yet" if one.is_running else "did not resume"
     return (
         at,
         fault_location(fault),
@@ -548,12 +548,12 @@ def _by_kind(pairs: Sequence[_Pair]) -> Markup:
 
 _DOTS = 600
 _MODES = {
-    "live": "the step the survivors stood at: nothing was lost",
-    "snapshot": "the newest save that was whole",
-    "nothing": "there was nothing yet",
-    "torn": "from nothing: no save had come to be whole",
-    "lost": "from nothing, on purpose: what was whole is lost",
-    "damaged": "from nothing, on purpose: what was saved is damaged",
+    "live": "the survivors' last step: nothing was lost",
+    "snapshot": "the newest complete save",
+    "nothing": "nothing was saved yet",
+    "torn": "from nothing: no save was complete",
+    "lost": "from nothing, on request: the complete steps are lost",
+    "damaged": "from nothing, on request: the saved steps are damaged",
 }
 _TIERS = {"memory": "this node's memory", "peer": "another node's memory", "durable": "the durable tier"}
 _COLOURS = ("productive", "hydrate", "lost", "save", "resize", "groups")
@@ -609,10 +609,10 @@ def _blocked(one: Analysis, seconds: float) -> Markup | None:
 def restores_section(one: Analysis) -> Markup:
     total = sum(one.restores.values())
     if not total:
-        return report_section("restores", "Restores", note="No restore was written down.")
+        return report_section("restores", "Restores", note="No restore was recorded.")
     note = f"{count_text(total, 'restore')} by ranks that came into a world."
     modes = html_table(
-        ("went on from", "", "ranks"),
+        ("resumed from", "", "ranks"),
         [
             (mode, element("span", _MODES.get(mode, ""), class_="sub"), data_value(f"{there:,}", there))
             for mode, there in one.restores.items()

@@ -116,7 +116,7 @@ def test_oldest_required_step_is_dropped_when_no_other_can_be(node, road):
     for step in range(3, 9):
         seal(node.store, step)
     assert [state_of(node, step).state for step in (1, 2)] == ["failed", "waiting"]
-    assert state_of(node, 1).error.startswith("it gave way to saves in memory; the store: ")
+    assert state_of(node, 1).error.startswith("saves in memory needed its slots; the store: ")
     assert node.drain.totals.errors >= 1
 
 
@@ -179,7 +179,7 @@ def test_incomplete_required_step_fails(node, road):
     seal(node.store, 1, 0, 2, durable=True, required=True)
     assert road.waits.wait(LONG_S)
     node.store.abort_part(JOB, group_of(1), 1)
-    assert node.wait_durable(JOB, group_of(1), LONG_S).error == "a rank left its part out"
+    assert node.wait_durable(JOB, group_of(1), LONG_S).error == "a rank aborted its part"
     assert state_of(node, 1).state == "failed"
 
 

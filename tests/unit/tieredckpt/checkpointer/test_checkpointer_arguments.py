@@ -56,7 +56,7 @@ def test_error_for_an_absent_step_names_the_others(ckpt):
         ckpt.save({"w": torch.zeros(3)}, step).wait()
     with pytest.raises(CheckpointNotFoundError) as absent:
         ckpt.restore({"w": torch.zeros(3)}, 77)
-    assert str(absent.value) == "tiered://job/step-77: no whole step to load (there are steps 4, 5)"
+    assert str(absent.value) == "tiered://job/step-77: no complete step to load (there are steps 4, 5)"
 
 
 def test_names_of_both_sides_are_in_a_mismatch(ckpt):

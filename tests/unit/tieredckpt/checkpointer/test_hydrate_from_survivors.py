@@ -142,7 +142,7 @@ def test_no_survivor_state_is_used_before_a_complete_step(job):
     job.leave()
     found = job.enter()
     assert (said(found), job.first) == (("snapshot", -1, 3), 0)
-    assert found.why == "no step is whole, and no survivor knows what belongs to the state"
+    assert found.why == "no step is complete, and no survivor knows the names of the whole state"
 
 
 def test_survivor_state_is_used_when_all_saved_steps_are_lost(job):
@@ -178,7 +178,7 @@ def test_uncompared_names_are_not_taken_as_complete(job):
     job.leave()
     job.lose_all_steps()
     found = job.enter(strict=False)
-    assert found.why == "no step is whole, and no survivor knows what belongs to the state"
+    assert found.why == "no step is complete, and no survivor knows the names of the whole state"
 
 
 def test_state_held_only_by_a_lost_rank_cannot_be_restored(job):
@@ -204,7 +204,7 @@ def test_snapshot_is_used_when_saving_survivor_state_fails(job, monkeypatch, cap
     monkeypatch.setattr(Checkpointer, "_save_survivor_step", full)
     found = job.enter()
     assert (said(found), found.failed, job.first) == (("snapshot", -1, 8), True, 6)
-    assert any("it could not be given: there is no room" in one.message for one in caplog.records)
+    assert any("the save of the survivors' state failed: there is no room" in one.message for one in caplog.records)
     assert job.held.retained == {}
 
 

@@ -64,7 +64,7 @@ def test_exhausted_attempts_name_the_last_failure_and_its_cause(durable, delete_
     with (
         memory_node(),
         Checkpointer(JOB, durable=durable, on_sigterm="ignore") as ckpt,
-        pytest.raises(CheckpointDeletedError, match=r"after 8 attempts.* step 4 of fading was deleted") as caught,
+        pytest.raises(CheckpointDeletedError, match=r"in 8 attempts.* step 4 of fading was deleted") as caught,
     ):
         ckpt.restore(zeros_like_state(state_at(0)))
     assert isinstance(caught.value.__cause__, CheckpointException)

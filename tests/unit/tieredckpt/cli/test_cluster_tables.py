@@ -58,7 +58,7 @@ def test_silent_node_differs_from_an_empty_one():
     lines = text(looked()).splitlines()
     (row,) = [line.split() for line in lines if line.startswith("n2")][:1]
     assert row == ["n2", "suspect", "b", "r2", "?", "?", "?", "?"]
-    assert any(line.startswith("n2 could not be asked") and "does not answer" in line for line in lines)
+    assert any(line.startswith("n2 is unavailable") and "does not answer" in line for line in lines)
     assert "1+ copies in 1+ racks" in text(looked())
     value = cluster_json(BUSY, step_inventory(), redundancy_by_step(BUSY, step_inventory()))
     assert value["nodes"][2]["holds"] is None
@@ -111,7 +111,7 @@ def test_missing_copies_are_counted_and_located():
     notes = step_warnings(BUSY, steps)
     assert [note.partition("[/] ")[2] for note in notes] == [
         "part 0: 1+ of 2 copies, on n0",
-        "part 1: not seen on any node that could be asked",
+        "part 1: on no node that answered",
         "part 0: 1+ of 2 copies, on n0",
     ]
     assert "up to 3 parts with too few copies" in text(looked())

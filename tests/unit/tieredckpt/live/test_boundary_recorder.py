@@ -229,7 +229,7 @@ def test_unrecordable_state_warns_once(caplog):
         trained.noter.record(trained.state, 1)
         assert held.boundaries == {}
     assert [one.message for one in caplog.records] == [
-        "job: step boundaries are not noted: ZeroDivisionError: not today"
+        "job: step boundaries are not recorded: ZeroDivisionError: not today"
     ]
 
 

@@ -65,7 +65,7 @@ def test_choices(held, step, why):
 
 
 def test_survivors_with_all_names_give_a_step_when_none_is_complete():
-    assert "no survivor knows what belongs" in chosen((7, WHOLE), needed=None).why
+    assert "no survivor knows the names" in chosen((7, WHOLE), needed=None).why
 
     def given(*held: tuple[int, SurvivorCoverage, bool]):
         covers = {cover.digest: cover for _, cover, _ in held}
@@ -76,7 +76,7 @@ def test_survivors_with_all_names_give_a_step_when_none_is_complete():
     assert given((7, UPPER, True), (7, LOWER, False)).step == 7
     assert given((8, WHOLE, False), (7, WHOLE, True)).step == 7
     assert given((7, UPPER, True)).why == "of step 7 no survivor has w"
-    assert given((7, WHOLE, False)).why.startswith("what is saved is not known: its nodes are lost, and no survivor")
+    assert given((7, WHOLE, False)).why.startswith("the saved steps are unknown: its nodes are lost, and no survivor")
 
 
 def test_holder_outside_the_last_world_is_ignored():

@@ -162,7 +162,7 @@ def test_mutant_without_the_wait_on_the_compute_stream(saved, monkeypatch):
 def test_mutant_without_the_final_synchronize(saved, monkeypatch):
     """The fingerprint of a converted tensor is computed before its elements arrive."""
     monkeypatch.setattr(slot_copy.StagingBuffers, "synchronize", lambda self: None)
-    with pytest.raises(CheckpointException, match="not what was saved: large"):
+    with pytest.raises(CheckpointException, match="from the saved state: large"):
         load_converted()
 
 

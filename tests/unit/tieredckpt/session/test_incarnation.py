@@ -111,9 +111,9 @@ def test_new_incarnation_without_a_rewind_keeps_saved_steps():
 
 def test_state_staged_before_a_load_is_saved_only_in_its_own_incarnation():
     assert decide_save([proposal(is_stale=True), proposal(is_stale=True)], "new", 0).incarnation == X
-    with pytest.raises(SaveFailedError, match="of a past that the job has left"):
+    with pytest.raises(SaveFailedError, match="A newer incarnation writes now"):
         decide_save([proposal(is_stale=True), proposal(is_stale=True, known=4)], "new", 0)
-    with pytest.raises(SaveFailedError, match="of a past that the job has left"):
+    with pytest.raises(SaveFailedError, match="A newer incarnation writes now"):
         decide_save([proposal(is_stale=True), proposal(None, 0, base=4)], "new", 0)
 
 

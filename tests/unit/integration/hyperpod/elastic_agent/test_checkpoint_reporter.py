@@ -217,7 +217,7 @@ def test_unreachable_agent_means_an_unknown_step(made, error):
 
 
 def test_a_job_that_was_somewhere_never_begins_from_nothing():
-    with pytest.raises(CheckpointNotFoundError, match="would throw away 241 steps"):
+    with pytest.raises(CheckpointNotFoundError, match="would lose 241 steps"):
         check_restored_step("job", ExpectedStep(240, "the agent says 240"), -1)
 
 
@@ -230,9 +230,9 @@ def test_difference_between_tiers_and_operator_is_logged(caplog):
     check_restored_step("job", ExpectedStep(240, "it says 240"), 200)
     check_restored_step("job", ExpectedStep(None, "it says what is no step"), 7)
     assert [record.levelname for record in caplog.records] == ["INFO", "WARNING", "WARNING"]
-    assert "step 250 is newer and whole" in caplog.messages[0]
-    assert "going on from step 200, 40 steps are done again" in caplog.messages[1]
-    assert "going on from step 7, the newest whole one" in caplog.messages[2]
+    assert "resuming from step 250, which is newer and complete" in caplog.messages[0]
+    assert "resuming from step 200, 40 steps are repeated" in caplog.messages[1]
+    assert "resuming from step 7, the newest complete one" in caplog.messages[2]
 
 
 def test_ranks_with_different_steps_agree_on_the_newest():
