@@ -20,12 +20,9 @@ from torch.distributed.checkpoint.metadata import BytesStorageMetadata, TensorSt
 from peerstore.message_codec import from_json
 from tieredckpt.dcp.rank_group import RankGroup
 from tieredckpt.errors import CheckpointDamagedError, MismatchError, SaveFailedError, UsageError
+from tieredckpt.format.saved_directory import DIRECTORY_ENTRY, ROOT_NAME, check_file_name
 from tieredckpt.tensors.state_dict import StateDict
 
-_STATE = "directory"
-"""Name in the step's state. The entries below it are files, named by their paths in the directory."""
-_ROOT = "./"
-"""Entry of the directory itself. Names of directories end with a slash."""
 _READ_BYTES = 16 << 20
 StoredFiles = Mapping[str, TensorStorageMetadata | BytesStorageMetadata]
 T = TypeVar("T")
@@ -51,7 +48,7 @@ def list_directory(path: Path) -> list[FileIdentity]:
     """Return all files and directories below ``path`` in order of names; raise for anything else."""
     if not path.is_dir():
         raise UsageError(f"{path} is not a directory")
-    found = [FileIdentity(_ROOT, 0, 0, 0)]
+    found = [FileIdentity(ROOT_NAME, 0, 0, 0)]
     for entry in _walk(path):
         name = os.path.relpath(entry.path, path)
         try:
@@ -121,7 +118,8 @@ def directory_state(ranks: RankGroup, path: Path) -> StateDict:
         listings = [from_json(text, list[FileIdentity]) for text in ranks.all_gather(encoded)]
     files = assign_files(listings)
     _check_equal(ranks, path, files.differing)
-    return {_STATE: _on_all(ranks, lambda: {file.name: _read_file(path, file) for file in files.by_rank[ranks.rank]})}
+    mine = files.by_rank[ranks.rank]
+    return {DIRECTORY_ENTRY: _on_all(ranks, lambda: {file.name: _read_file(path, file) for file in mine})}
 
 
 def _check_equal(ranks: RankGroup, path: Path, differing: Mapping[str, Collection[int]]) -> None:
@@ -187,7 +185,7 @@ class DirectoryRestore:
         leader = _on_all(self._ranks, lambda: int((self._staging / "leader").read_text()))
         leaders = self._ranks.all_gather(str(leader))
         self._members += [rank for rank, text in enumerate(leaders) if text == str(leader)]
-        return {_STATE: self._files}
+        return {DIRECTORY_ENTRY: self._files}
 
     def _create_staging(self) -> bool:
         if not self._overwrite and self._path.exists() and (not self._path.is_dir() or any(self._path.iterdir())):
@@ -228,7 +226,7 @@ class _RestoredFiles:
 
     def before_restore(self, saved: StoredFiles) -> None:
         """Select the files that this rank reads. Ranks with the same directory share them."""
-        if _ROOT not in saved:
+        if ROOT_NAME not in saved:
             raise MismatchError("The step is not a directory: restore it with restore(state)")
         sizes: dict[str, int] = {}
         for name, kind in saved.items():
@@ -238,7 +236,7 @@ class _RestoredFiles:
                 or len(kind.size) != 1
             ):
                 raise CheckpointDamagedError(f"{name!r} in a saved directory is not a file")
-            _check_name(name)
+            check_file_name(name)
             sizes[name] = kind.size[0]
         load = [(0, rank) for rank in self._members]
         mine = []
@@ -266,13 +264,6 @@ class _RestoredFiles:
                 view, at = data.numpy().data, 0
                 while at < len(view):
                     at += file.write(view[at:])
-
-
-def _check_name(name: str) -> None:
-    """Raise :class:`CheckpointDamagedError` for a name that is not a path below the directory."""
-    parts = name.removesuffix("/").split("/")
-    if name != _ROOT and (not name or "\0" in name or any(part in ("", ".", "..") for part in parts)):
-        raise CheckpointDamagedError(f"{name!r} in a saved directory is not a path below it")
 
 
 _ERRORS = {kind.__name__: kind for kind in (UsageError, SaveFailedError, CheckpointDamagedError)}

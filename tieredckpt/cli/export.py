@@ -1,4 +1,4 @@
-"""``tieredckpt export``: a step as safetensors, a Hugging Face folder, a torch file or a DCP folder."""
+"""``tieredckpt export``: a step as safetensors, Hugging Face folder, torch file, DCP folder or its own files."""
 
 from __future__ import annotations
 
@@ -43,10 +43,11 @@ class ExportRequest:
 @click.option(
     "--format",
     "kind",
-    type=click.Choice(["safetensors", "hf", "torch", "dcp"]),
+    type=click.Choice(["safetensors", "hf", "torch", "dcp", "directory"]),
     default="safetensors",
     show_default=True,
-    help="One safetensors file, a folder for Hugging Face's from_pretrained, a torch.save file, a plain DCP folder.",
+    help="One safetensors file, a folder for Hugging Face's from_pretrained, a torch.save file, a plain DCP folder, or "
+    "the files of a step of save_directory.",
 )
 @click.option(
     "--prefix", default="", help="Export only tensors with this name prefix ('model.'), and strip the prefix."
@@ -136,6 +137,11 @@ def _write(source: StepSource, names: dict[str, str], request: ExportRequest, ad
         with atomic_folder(request.destination, force=request.force) as folder:
             write_dcp(folder, source, names, advance)
         return 2
+    if request.file_format == "directory":
+        from tieredckpt.export.export_formats import write_files
+
+        with atomic_folder(request.destination, force=request.force) as folder:
+            return write_files(folder, source, names, advance)
     from tieredckpt.export.export_formats import safetensors_entries, write_safetensors, write_safetensors_folder
 
     tensors = safetensors_entries(source, names)

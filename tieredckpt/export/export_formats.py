@@ -26,6 +26,7 @@ from torch.futures import Future
 
 from tieredckpt.errors import UsageError
 from tieredckpt.export.step_source import StepSource, tensor_raw_bytes, without_torch_warnings
+from tieredckpt.format.saved_directory import DIRECTORY_ENTRY, ROOT_NAME, check_file_name
 from tieredckpt.format.shard_layout import SAFETENSORS_DTYPES
 from tieredckpt.format.slice_boxes import full_box
 from tieredckpt.tensors.state_dict import dtype_from_name
@@ -119,6 +120,28 @@ def split_by_size(tensors: Sequence[SafetensorsEntry], most_bytes: int) -> list[
             size = 0
         files[-1].append(one)
         size += one.size_bytes
+    return files
+
+
+def write_files(folder: Path, source: StepSource, names: Mapping[str, str], advance: Callable[[int], None]) -> int:
+    """Write the files of a saved directory; return their number."""
+    prefix = f"{DIRECTORY_ENTRY}."
+    if f"{prefix}{ROOT_NAME}" not in source.step.tensors:
+        raise UsageError("--format directory: the step is not a directory, but a state: use another format")
+    files = 0
+    for name in sorted(names):
+        relative = name.removeprefix(prefix)
+        check_file_name(relative)
+        place = folder / relative
+        if relative.endswith("/"):
+            place.mkdir(parents=True, exist_ok=True)
+            continue
+        place.parent.mkdir(parents=True, exist_ok=True)
+        data = tensor_raw_bytes(source.tensor(name))
+        with place.open("xb") as file:
+            file.write(data)
+        advance(len(data))
+        files += 1
     return files
 
 

@@ -1,6 +1,7 @@
 """``tieredckpt export``: bit for bit, in every format, whole or not at all."""
 
 import json
+import os
 import resource
 from pathlib import Path
 
@@ -324,3 +325,26 @@ def test_export_peak_memory_is_about_a_single_tensor(agent_dir, durable, tmp_pat
     job.lose_memory()  # mapped shards would be counted
     grown = zygote.run(export_and_measure, job.name, durable.url, str(tmp_path), kind).result
     assert grown < 64 << 20, f"{grown >> 20} MiB for 12 tensors of 16 MiB"
+
+
+def test_directory_is_exported_as_its_files(agent_dir, cli, tmp_path):
+    files = {"model.bin": os.urandom(1 << 20), "sub/config.json": b"{}", "empty": b""}
+    for name, data in files.items():
+        (tmp_path / "out" / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / "out" / name).write_bytes(data)
+    (tmp_path / "out" / "no files").mkdir()
+    with Checkpointer("tiered://folder") as ckpt:
+        ckpt.save_directory(tmp_path / "out", 3).wait()
+    said = cli("export", "folder", tmp_path / "back", "--format", "directory", "--json")
+    assert (said.code, said.json["files"]) == (0, len(files))
+    assert {name: (tmp_path / "back" / name).read_bytes() for name in files} == files
+    assert (tmp_path / "back" / "no files").is_dir()
+
+
+def test_state_is_not_exported_as_a_directory(agent_dir, cli, tmp_path):
+    with Checkpointer("tiered://state") as ckpt:
+        ckpt.save({"w": torch.ones(3)}, 1).wait()
+    said = cli("export", "state", tmp_path / "back", "--format", "directory")
+    assert said.code == 2
+    assert "use another format" in said.err
+    assert not (tmp_path / "back").exists()
