@@ -1,4 +1,4 @@
-"""What every place keeps its word about: a bucket in both layouts, and a memory service."""
+"""Contract of every store of AWS checkpoints: a bucket in both layouts and a memory service."""
 
 import base64
 import contextlib
@@ -197,7 +197,7 @@ def test_blob_without_a_checksum_is_damage(memory_service_case, meta):
 @pytest.mark.parametrize("guess", [None, 1, 2, 3, 7])
 @pytest.mark.parametrize("said", [2, 3, 9])
 def test_metadata_is_found_for_any_configured_world_size(memory_service_case, guess, said):
-    """Its key is one more than the last rank that saved, and neither reader nor namespace need to know that."""
+    """Its key is one above the last rank that saved; neither reader nor namespace need that number."""
     memory_service_case.service.namespaces[NAMESPACE] = (said, 3)
     assert MemoryServiceStore(memory_service_case.service.url, NAMESPACE, world_size=guess).contents(4).tensors
 

@@ -54,7 +54,7 @@ def channel_ends(kind, tmp_path):
 
 @pytest.fixture
 def short_timeout_ends(kind, tmp_path):
-    """Nobody waits long in the middle of a message."""
+    """Connect two ends with a short timeout in the middle of a message."""
     with channel_pair(kind, tmp_path, timeout_s=0.2) as made:
         yield made
 
@@ -65,7 +65,7 @@ def pseudo_random_bytes(size, seed=1):
 
 
 def receive_bytes(channel):
-    """The next message, as bytes."""
+    """Receive the next message as bytes."""
     incoming = channel.receive(idle_s=PATIENCE_S)
     payload = bytearray(incoming.payload_bytes)
     channel.receive_into([memoryview(payload)])
@@ -240,7 +240,7 @@ def test_views_are_released(channel_ends):
         far.receive(idle_s=PATIENCE_S)
         far.receive_into([into])
         sent.result(PATIENCE_S)
-    source.append(1)  # a BufferError while anybody has a view of it
+    source.append(1)  # raises BufferError while a view of it exists
     target.append(1)
 
 
@@ -450,7 +450,7 @@ def test_close_wakes_a_sender_and_a_reader(channel_ends):
         far.close()
         with pytest.raises(PeerUnreachableError):
             filled.result(PATIENCE_S)
-    target.append(1)  # nobody has a view of it any more
+    target.append(1)  # raises BufferError while a view of it exists
 
 
 def test_second_close_has_no_effect_and_ends_the_channel(channel_ends):
