@@ -20,7 +20,7 @@ STATE = encode_checkpoint([[("w", (0,), torch.ones(3))], [("v", (0,), torch.zero
 
 
 class BucketCase:
-    """A folder, as a bucket would have it."""
+    """A folder with the layout of a bucket."""
 
     def __init__(self, root, layout):
         self.root, self.layout = Path(root), layout
@@ -45,7 +45,7 @@ class BucketCase:
 
 
 class UnreachableStore:
-    """A store that does not answer."""
+    """A store in which every listing fails."""
 
     def list(self, prefix):
         raise TierUnavailableError(f"{prefix} cannot be listed")
@@ -140,7 +140,7 @@ def test_step_without_metadata_is_listed_without_a_description(case, store):
 def test_lost_rank_is_absent(case, store):
     blobs, metadata = STATE
     case.put(4, blobs[:1], pickle_metadata(metadata))
-    if isinstance(case, MemoryServiceCase):  # metadata is the rank behind the last
+    if isinstance(case, MemoryServiceCase):  # the metadata's key is one above the last rank
         case.service.replace_shard(NAMESPACE, 2, 4, pickle_metadata(metadata))
         case.service.delete_shard(NAMESPACE, 1, 4)
     assert store.blob_size(4, 0) == len(blobs[0])

@@ -58,7 +58,7 @@ def cluster(capsys):
 
 @pytest.fixture(autouse=True)
 def plugin(monkeypatch):
-    """The command, wherever this package is installed from."""
+    """Make the command available even if the package's entry points are not installed."""
     from integration.hyperpod.cluster.cluster_cli import cluster_group
 
     found = cli.LazyCommandGroup.get_command

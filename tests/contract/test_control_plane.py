@@ -1,4 +1,4 @@
-"""Contract of every control plane with a rank."""
+"""Contract of every control plane, as its ranks see it."""
 
 from __future__ import annotations
 
@@ -145,7 +145,7 @@ def test_resize_pauses_all_ranks_at_the_greatest_step(start):
     assert inside[0][1].epoch > before[0].epoch or job.starts_anew
     wait_results(start_all(*(seat.report_finished for seat, _ in inside)))
     for seat, one in zip(job.planes, after, strict=True):
-        if seat not in dict(inside):  # it was kept in case it was needed
+        if seat not in dict(inside):  # the coordinator had kept it as a possible spare
             assert_not_needed(job, seat, one)
 
 
@@ -318,7 +318,7 @@ def test_late_subscriber_of_a_broken_epoch_is_notified(start):
 
 def test_a_closed_rank_is_a_lost_rank(start):
     job = start(2, spares=1)
-    if job.starts_anew:  # and has no spares: it sees that a process has ended, ends the others and starts all
+    if job.starts_anew:  # without spares: the launcher ends the other processes and restarts all
         places = wait_all_assigned(job.planes)
         job.lose_rank(job.planes[1])
         with pytest.raises((JobFailedError, StaleEpochError)):

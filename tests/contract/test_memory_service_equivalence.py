@@ -31,7 +31,7 @@ DIFFERENCES = {
     "accept-ranges, and 206 to Range": "theirs has no ranges",
     "413, 507, 503, 401": "theirs has neither a budget, other nodes nor a token",
 }
-"""All differences. The streams reach only the first two, as they stay where both servers are defined."""
+"""All differences. The random streams can reach only the first two."""
 
 
 @dataclass(frozen=True)
@@ -78,7 +78,7 @@ def both_connections() -> Iterator[tuple[http.client.HTTPConnection, http.client
         connections = http.client.HTTPConnection(one, timeout=60), http.client.HTTPConnection(other, timeout=60)
         with contextlib.closing(connections[0]), contextlib.closing(connections[1]):
             for connection in connections:
-                assert send(connection, SentRequest("GET", "/health")).status == 200  # from here on it is kept
+                assert send(connection, SentRequest("GET", "/health")).status == 200  # opens the persistent connection
             yield connections
 
 
@@ -186,7 +186,7 @@ def test_known_differences_between_the_servers(
 
 
 def test_failed_saves_evict_the_last_good_step_only_on_the_aws_server(both_connections: tuple[Any, Any]) -> None:
-    """After four failed saves the good step has lost its shards, but its plan is still offered."""
+    """After four saves of rank 0 alone, AWS's server has evicted its shard of the complete step."""
     for connection in both_connections:
         send(connection, SentRequest("POST", "/v1/cp/cluster/reset"))
         send(connection, SentRequest("POST", "/v1/cp/namespaces/a?num_ranks=3&steps_retained=3"))

@@ -55,7 +55,7 @@ def connect_unprefixed(request: pytest.FixtureRequest, servers: list[RendezvousS
 
 @pytest.fixture
 def connect(connect_unprefixed: Connect) -> Connect:
-    """The same, with keys of this test's own: as torch uses stores, through a prefix in C++."""
+    """Return a function that opens clients through a C++ prefix, as torch does, unique to the test."""
     prefix = uuid.uuid4().hex
     return lambda: dist.PrefixStore(prefix, connect_unprefixed())
 

@@ -176,7 +176,7 @@ def test_a_member_that_was_stopped_before_is_read_around(servers, connect):
 
 
 def test_a_stopped_member_still_decides_about_its_sums(servers, connect):
-    """The member may still be alive: a second one deciding could give a different sum."""
+    """The member may still be alive, and two members that decide could disagree."""
     key, store = key_held_by(1, 2), connect(_HASTY)
     assert store.add(key, 1) == 1
     servers[1].suspend()
@@ -203,7 +203,7 @@ def test_waits_end_when_the_world_is_cut(connect):
 
 
 def test_abort_of_one_rank_does_not_affect_others(connect, servers, zygote):
-    """In one process they share the addresses; so the other one is a process."""
+    """The other rank is a process, as stores of one process share their connections."""
     store, key = connect(), key_held_by(0)
     running = zygote.start(_wait_for_key, [server.address for server in servers], key)
     running.wait_line("waiting")
@@ -318,7 +318,7 @@ def _initialize_and_synchronize(
     from elastic.rendezvous import rootless_tcpstore
 
     if when == "stopped":
-        rootless_tcpstore.StoreTimeouts.__init__.__defaults__ = (0.2, 2.0, 2.0, 60.0)  # the same, in a hurry
+        rootless_tcpstore.StoreTimeouts.__init__.__defaults__ = (0.2, 2.0, 2.0, 60.0)  # shorter timeouts
     place = RankAssignment(3, rank, size, 0, 1, rank, size, addresses[0], stores=tuple(addresses))
     groups = ProcessGroups(place, backend="gloo", timeout=_LONG)
     if when == "during" and rank == 0:
@@ -382,7 +382,7 @@ def test_successive_worlds_leave_only_the_last_keys(servers, connect, kind):
         sizes.append(len(_all_keys(servers)))
     if kind == "one":
         assert max(sizes[1:]) == sizes[1]
-    else:  # one rank sweeps one of the three
+    else:  # the only rank cleans up one of the three servers
         assert len([key for key in _keys_of(servers[0]) if is_old_key(key, 4)]) == 0
 
 

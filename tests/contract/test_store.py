@@ -67,7 +67,7 @@ def agent_store() -> Iterator[Store]:
 
 @pytest.fixture(params=["node", "memory", "agent"])
 def store(request: pytest.FixtureRequest) -> Iterator[Store]:
-    """A store without jobs. One agent serves all tests, each forgets what it had there."""
+    """Yield a store without jobs. Tests share one agent, and each deletes its jobs."""
     if request.param == "agent":
         store = request.getfixturevalue("agent_store")
         yield store
@@ -422,7 +422,7 @@ def test_a_pin_brings_a_file_to_read_and_not_to_write(store):
 
 
 def test_pinned_shard_stays_readable_when_dropped(store):
-    """Another reader reported it as damaged. This reader finds out at unpin."""
+    """A damage report by another reader drops the shard, so ``unpin`` returns False."""
     save_shard(store, shard_key(0))
     pin = store.pin(shard_key(0))
     store.report_damage(shard_key(0), "a reader saw other bytes")

@@ -1,6 +1,6 @@
-"""One suite over every transport: between two ends in this process, by memory, TCP, and TCP with TLS.
+"""Contract of every transport between two ends in this process: memory, TCP, and TCP with TLS.
 
-``severable`` is memory that can be cut off and is not.
+``severable`` is the memory transport with support for partitions, none of which occurs here.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ def open_files():
 def link(fd):
     try:
         return str(fd.readlink())
-    except FileNotFoundError:  # that of the listing itself
+    except FileNotFoundError:  # the descriptor of the listing itself
         return ""
 
 
@@ -74,7 +74,7 @@ def receive_bytes(channel):
 
 @pytest.mark.skipif(bool(nixl_missing_reason()), reason=nixl_missing_reason())
 def test_nixl_is_covered():
-    """One line that says why where it is not, instead of one for each promise."""
+    """Skip once with the reason if NIXL is missing, instead of once for each test."""
     assert "nixl" in KINDS
 
 
@@ -483,7 +483,7 @@ def assert_still_serves(line, listener):
 
 def test_fifty_channels_at_once_do_not_mix(channel_ends):
     def authenticate_and_echo(channel):
-        channel.mark_authenticated()  # of strangers from one address a listener ends the oldest
+        channel.mark_authenticated()  # a listener closes the oldest unauthenticated channels of an address
         echo(channel)
 
     listener, entering = channel_ends.listen(authenticate_and_echo), threading.Lock()

@@ -174,7 +174,7 @@ def wait_until(ready: Callable[[], bool], within_s: float = 30.0) -> None:
     deadline = time.monotonic() + within_s
     pause = threading.Event()
     while not ready():
-        assert time.monotonic() < deadline, f"{ready} did not hold within {within_s} s"
+        assert time.monotonic() < deadline, f"the condition did not hold within {within_s:.0f} s"
         pause.wait(0.02)
 
 

@@ -61,7 +61,7 @@ def _run(function: Callable[..., Any], rank: int, world: int, store: str, args: 
 
 
 class RankPool:
-    """Processes that run module-level functions as ranks, forked by ``zygote`` or by an own one."""
+    """Processes that run module-level functions as ranks, forked by ``zygote`` or its own zygote."""
 
     def __init__(self, zygote: Zygote | None = None) -> None:
         self._zygote, self._owned = zygote, None if zygote is not None else Zygote()

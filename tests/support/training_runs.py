@@ -45,7 +45,10 @@ class TrainingRun(ElasticRun):
         return self.start("run", "-v", *words, *simulated, "--pause-timeout", "60", *options, *script)
 
     def resize_and_wait(self, nodes: str) -> None:
-        """Request another number of nodes and wait until the ranks, which stop after a step, know."""
+        """Request another number of nodes and wait until the ranks are notified.
+
+        They stop after the current step.
+        """
         before = self.output().count(" at a common step within ")
         self.run_json("resize", "--nodes", nodes)
         wait_until(lambda: self.output().count(" at a common step within ") > before, "the ranks are notified")

@@ -237,7 +237,7 @@ def prepare(*closed: Any) -> None:
 
 
 class Zygote:
-    """Forks test functions; each is called with a ``say(text)`` and the given arguments."""
+    """Template process that forks test functions, each called with ``say(text)`` and its arguments."""
 
     def __init__(self) -> None:
         if _prepared:
