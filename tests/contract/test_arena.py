@@ -1,4 +1,4 @@
-"""One suite over every arena; what only files on tmpfs can suffer is at the end."""
+"""Contract of every arena. Cases of files on tmpfs are at the end."""
 
 from __future__ import annotations
 
@@ -139,7 +139,7 @@ def test_names_that_leave_the_folder_are_refused(arena, name):
 
 
 def test_concurrent_writers_of_a_metadata_file_leave_one_complete_version(arena):
-    """Each thread's note is whole whenever somebody looks, and nothing else stays."""
+    """Readers always see one complete version, and no other file remains."""
     notes = [bytes([number]) * (1 << 14) for number in range(4)]
     seen, errors = set(), []
     start = threading.Barrier(len(notes) + 1)
@@ -218,7 +218,7 @@ def test_short_metadata_file_is_damage(directory, size):
 
 
 def write_foreign_files(place):
-    """Everything that could lie in a directory without being ours."""
+    """Create all kinds of foreign entries in a directory."""
     (place / "a folder").mkdir()
     (place / "slot.folder").mkdir()
     (place / ".hidden").write_bytes(b"x")
@@ -288,7 +288,7 @@ def test_arena_is_private_to_its_user(directory):
 
 
 def test_path_of_a_removed_slot_is_absent(arena):
-    """Who was given it a moment ago must not write into the slot that came after it."""
+    """A writer with an old path must not write into the slot created afterwards."""
     arena.create("old", 4096)
     path = arena.path("old")
     arena.remove("old")

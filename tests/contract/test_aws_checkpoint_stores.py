@@ -1,4 +1,4 @@
-"""What every place keeps its word about: a bucket in both layouts, and a memory service."""
+"""Contract of every store of AWS checkpoints: a bucket in both layouts and a memory service."""
 
 import base64
 import contextlib
@@ -20,7 +20,7 @@ STATE = encode_checkpoint([[("w", (0,), torch.ones(3))], [("v", (0,), torch.zero
 
 
 class BucketCase:
-    """A folder, as a bucket would have it."""
+    """A folder with the layout of a bucket."""
 
     def __init__(self, root, layout):
         self.root, self.layout = Path(root), layout
@@ -45,7 +45,7 @@ class BucketCase:
 
 
 class UnreachableStore:
-    """A store that does not answer."""
+    """A store in which every listing fails."""
 
     def list(self, prefix):
         raise TierUnavailableError(f"{prefix} cannot be listed")
@@ -140,7 +140,7 @@ def test_step_without_metadata_is_listed_without_a_description(case, store):
 def test_lost_rank_is_absent(case, store):
     blobs, metadata = STATE
     case.put(4, blobs[:1], pickle_metadata(metadata))
-    if isinstance(case, MemoryServiceCase):  # metadata is the rank behind the last
+    if isinstance(case, MemoryServiceCase):  # the metadata's key is one above the last rank
         case.service.replace_shard(NAMESPACE, 2, 4, pickle_metadata(metadata))
         case.service.delete_shard(NAMESPACE, 1, 4)
     assert store.blob_size(4, 0) == len(blobs[0])
@@ -197,7 +197,7 @@ def test_blob_without_a_checksum_is_damage(memory_service_case, meta):
 @pytest.mark.parametrize("guess", [None, 1, 2, 3, 7])
 @pytest.mark.parametrize("said", [2, 3, 9])
 def test_metadata_is_found_for_any_configured_world_size(memory_service_case, guess, said):
-    """Its key is one more than the last rank that saved, and neither reader nor namespace need to know that."""
+    """Its key is one above the last rank that saved; neither reader nor namespace need that number."""
     memory_service_case.service.namespaces[NAMESPACE] = (said, 3)
     assert MemoryServiceStore(memory_service_case.service.url, NAMESPACE, world_size=guess).contents(4).tensors
 

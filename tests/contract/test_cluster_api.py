@@ -1,4 +1,4 @@
-"""``tieredckpt cluster`` against an endpoint that takes what AWS's model takes."""
+"""``tieredckpt cluster`` against an endpoint that validates requests with AWS's model."""
 
 import functools
 import json
@@ -27,7 +27,7 @@ _load = functools.cache(JSONFileLoader().load_file)
 
 @pytest.fixture(autouse=True)
 def models(monkeypatch):
-    """AWS's model of SageMaker is read once; reading it is most of what a command takes."""
+    """Cache AWS's model of SageMaker, which takes most of a command's time to read."""
     monkeypatch.setattr(JSONFileLoader, "load_file", lambda _, path: _load(path))
 
 
@@ -45,7 +45,7 @@ def credentials(monkeypatch, tmp_path):
 
 @pytest.fixture
 def cluster(capsys):
-    """Run one command against a cluster; its exit code, what it printed, and what it said beside that."""
+    """Return a function that runs a command against a cluster and returns exit code, stdout and stderr."""
     from tieredckpt.cli import main
 
     def run(sagemaker, command, *words, name="ml"):
@@ -58,7 +58,7 @@ def cluster(capsys):
 
 @pytest.fixture(autouse=True)
 def plugin(monkeypatch):
-    """The command, wherever this package is installed from."""
+    """Make the command available even if the package's entry points are not installed."""
     from integration.hyperpod.cluster.cluster_cli import cluster_group
 
     found = cli.LazyCommandGroup.get_command

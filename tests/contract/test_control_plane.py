@@ -1,4 +1,4 @@
-"""What every control plane promises to a rank."""
+"""Contract of every control plane, as its ranks see it."""
 
 from __future__ import annotations
 
@@ -48,15 +48,16 @@ PLANES: dict[str, Callable[..., AbstractContextManager[ControlPlaneJob]]] = {
 
 @pytest.fixture(params=PLANES)
 def start(request: pytest.FixtureRequest) -> Iterator[Start]:
-    """Starts a job of so many nodes with one rank each. What cannot be promised there, and what is instead, is in
-    docs/explanation/control-plane.md, and here where a test asks for it.
+    """Start a job of N nodes with one rank each.
+
+    Some planes cannot promise everything: docs/explanation/control-plane.md and the tests say what they do instead.
     """
     with contextlib.ExitStack() as stack:
         yield lambda *args, **options: stack.enter_context(PLANES[request.param](*args, **options))
 
 
 def next_world(job: ControlPlaneJob, seats: list[Any], *, size: int | None = None) -> list[Any]:
-    """The places of these processes after a fault, or of new ones where the launcher has to start all of them."""
+    """Return the ranks' assignments after a fault, or those of new ranks if the launcher restarts all."""
     if not job.starts_anew:
         return wait_all_assigned(seats)
     for seat in seats:
@@ -66,7 +67,7 @@ def next_world(job: ControlPlaneJob, seats: list[Any], *, size: int | None = Non
 
 
 def assert_not_needed(job: ControlPlaneJob, seat: Any, coming: Future[Any]) -> None:
-    """Who has no place in the next world, and is not needed as a spare any more."""
+    """Assert that a rank has no place in the next world, not even as a spare."""
     if job.ends_leftovers:
         assert not coming.done()
         job.lose_rank(seat)  # the operator ends its pod
@@ -104,7 +105,7 @@ def test_ranks_know_the_store_of_every_node():
         inside = {seat.supervisor.settings.node for seat, one in zip(job.planes, ready, strict=True) if one.done()}
         assert {store.removesuffix(":1") for store in places[0].stores} == inside
         placed = [seat for seat, one in zip(job.planes, ready, strict=True) if one.done()]
-        for seat in placed:  # when all of them have, the spare hears that it is over
+        for seat in placed:  # once all have finished, the spare is dismissed
             seat.report_finished()
 
 
@@ -144,7 +145,7 @@ def test_resize_pauses_all_ranks_at_the_greatest_step(start):
     assert inside[0][1].epoch > before[0].epoch or job.starts_anew
     wait_results(start_all(*(seat.report_finished for seat, _ in inside)))
     for seat, one in zip(job.planes, after, strict=True):
-        if seat not in dict(inside):  # it was kept in case it was needed
+        if seat not in dict(inside):  # the coordinator had kept it as a possible spare
             assert_not_needed(job, seat, one)
 
 
@@ -152,7 +153,7 @@ SEALED = SealedStep("job", 15, 1_764_000_000_000)
 
 
 def resized_world(start, checkpoints):
-    """The assignments of the two ranks that are left of three, having sealed these."""
+    """Return the assignments of two ranks of three, after they sealed these steps."""
     job = start(3)
     wait_all_assigned(job.planes)
     job.resize(2)
@@ -317,7 +318,7 @@ def test_late_subscriber_of_a_broken_epoch_is_notified(start):
 
 def test_a_closed_rank_is_a_lost_rank(start):
     job = start(2, spares=1)
-    if job.starts_anew:  # and has no spares: it sees that a process has ended, ends the others and starts all
+    if job.starts_anew:  # without spares: the launcher ends the other processes and restarts all
         places = wait_all_assigned(job.planes)
         job.lose_rank(job.planes[1])
         with pytest.raises((JobFailedError, StaleEpochError)):
@@ -383,7 +384,7 @@ def test_preempted_rank_is_not_in_the_next_world(start):
         (place,) = wait_all_assigned(job.restart(1, fault=False))
         assert place.world_size == 1
         return
-    if job.ends_leftovers:  # with its pod, which the operator does not count any more
+    if job.ends_leftovers:  # with its pod, which the operator no longer counts
         (goes,) = rejoin_all(job.planes[:1])
         job.lose_rank(job.planes[0])
         assert isinstance(goes.exception(PATIENCE_S), (ControlPlaneUnavailableError, StaleEpochError))
@@ -414,7 +415,7 @@ def test_a_spare_is_dismissed_when_all_have_finished(start):
     job = start(1, spares=1)
     wait_all_assigned(job.planes[:1])
     if job.starts_anew:
-        assert len(job.planes) == 1  # there are none
+        assert len(job.planes) == 1  # this plane has no spares
         job.planes[0].report_finished()
         assert_all_dismissed(rejoin_all(job.planes))
         return

@@ -1,6 +1,4 @@
-"""What every :class:`tieredckpt.tensors.device.DeviceBackend` promises: without a device, late ones, and what torch
-reports.
-"""
+"""Contract of every :class:`tieredckpt.tensors.device.DeviceBackend`, with real and simulated devices."""
 
 from __future__ import annotations
 

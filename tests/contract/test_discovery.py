@@ -1,4 +1,4 @@
-"""One suite over every source of a roster, and what is particular to each."""
+"""Contract of every source of a member list, and cases of single sources."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def expected_nodes(addresses=ADDRESSES) -> list[PeerNode]:
 
 
 class Source:
-    """One way to be told which nodes there are, in a test's hands."""
+    """A discovery source that a test controls."""
 
     def __init__(self, directory: Path) -> None:
         self.path = directory / "nodes.json"

@@ -1,4 +1,4 @@
-"""What the controller needs of an API server: the imagined one of other tests, and a real one where it is built."""
+"""Contract of the API server that the controller needs: the fake one and, if built, a real one."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def server(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
         for document in yaml.safe_load_all(definition):
             kube.apply(document)
         kube.wait_served(JOBS)
-        wait_until(lambda: kube.find("/api/v1/namespaces/default/serviceaccounts/default"))  # pods are refused before
+        wait_until(lambda: kube.find("/api/v1/namespaces/default/serviceaccounts/default"))  # pods require it
         yield connected(kube.kubeconfig(folder / "admin"))
 
 

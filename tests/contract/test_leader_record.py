@@ -1,4 +1,4 @@
-"""Every place where it may be noted who leads a job; a Lease on a real API server: ``tests/system/kubernetes``."""
+"""Contract of every leader record store; ``tests/system/kubernetes`` covers Lease objects."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def test_only_one_of_many_writers_succeeds(record_case: RecordCase) -> None:
 
 
 def count_updates(url: str, times: int) -> None:
-    """In a process of its own."""
+    """Run in a separate process."""
     place = open_leader_record(url)
     done = 0
     while done < times:

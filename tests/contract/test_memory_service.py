@@ -1,4 +1,4 @@
-"""What clients of ``/v1/cp`` may rely on: the same of the server that AWS's library is tested against, and of ours."""
+"""Contract of ``/v1/cp``, for our server and for the one that AWS's library is tested against."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import pytest
 from tests.support.memory_servers import aws_server, our_server, request, request_on
 
 META = '{"checksum": "q6c1\\u00e4 ==", "algorithm":  "xxh3_128"}'
-"""Two blanks and an escape: nobody may read it and write it again."""
+"""Metadata with two blanks and an escape, which a server must not parse and reserialize."""
 
 
 @pytest.fixture(scope="module", params=["theirs", "ours"])

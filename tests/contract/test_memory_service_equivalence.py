@@ -1,4 +1,4 @@
-"""Random streams of requests, compared answer by answer with the server that AWS's library is tested against."""
+"""Random request streams, compared with the server that AWS's library is tested against."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ DIFFERENCES = {
     "accept-ranges, and 206 to Range": "theirs has no ranges",
     "413, 507, 503, 401": "theirs has neither a budget, other nodes nor a token",
 }
-"""All there are. Below only the first two can be met: the streams stay where both servers are defined."""
+"""All differences. The random streams can reach only the first two."""
 
 
 @dataclass(frozen=True)
@@ -78,7 +78,7 @@ def both_connections() -> Iterator[tuple[http.client.HTTPConnection, http.client
         connections = http.client.HTTPConnection(one, timeout=60), http.client.HTTPConnection(other, timeout=60)
         with contextlib.closing(connections[0]), contextlib.closing(connections[1]):
             for connection in connections:
-                assert send(connection, SentRequest("GET", "/health")).status == 200  # from here on it is kept
+                assert send(connection, SentRequest("GET", "/health")).status == 200  # opens the persistent connection
             yield connections
 
 
@@ -91,7 +91,7 @@ def send(connection: http.client.HTTPConnection, sent: SentRequest) -> HttpRespo
 
 
 def complete_steps(connection: http.client.HTTPConnection, name: str, listed: list[int]) -> list[int]:
-    """Which of these steps their server has all ranks of."""
+    """Return the steps of which their server has all ranks."""
     ranks = send(connection, SentRequest("GET", f"/v1/cp/namespaces/{name}")).json["num_ranks"]
     shards = {step: [f"/v1/cp/checkpoints/{name}/{rank}/{step}" for rank in range(ranks)] for step in listed}
     return [
@@ -100,7 +100,7 @@ def complete_steps(connection: http.client.HTTPConnection, name: str, listed: li
 
 
 def expected_response(connection: http.client.HTTPConnection, sent: SentRequest, answer: HttpResponse) -> HttpResponse:
-    """Their answer, as ours is to be where they differ."""
+    """Return the response that ours must give where the servers differ."""
     path, _, query = sent.path.partition("?")
     if not path.endswith("/latest") or answer.status != 200:
         return answer
@@ -143,7 +143,7 @@ def test_both_servers_answer_the_same_over_many_requests(
 def test_both_servers_list_and_retain_the_same_complete_saves(
     both_connections: tuple[Any, Any], retained: int, ranks: int, gaps: list[int], order: Any
 ) -> None:
-    """Ranks of a step in any order, the plan of all of them last, as the library saves: nothing differs at all."""
+    """The ranks of a step save in any order, the plan last, as the library does: no response differs."""
     paths = ["/v1/cp/checkpoints/a/latest?limit=3", "/v1/cp/checkpoints/a/latest"]
     for connection in both_connections:
         send(connection, SentRequest("POST", "/v1/cp/cluster/reset"))
@@ -186,7 +186,7 @@ def test_known_differences_between_the_servers(
 
 
 def test_failed_saves_evict_the_last_good_step_only_on_the_aws_server(both_connections: tuple[Any, Any]) -> None:
-    """Four saves in which one rank is gone: the shards of the good step go one by one, its plan stays and is taken."""
+    """After four saves of rank 0 alone, AWS's server has evicted its shard of the complete step."""
     for connection in both_connections:
         send(connection, SentRequest("POST", "/v1/cp/cluster/reset"))
         send(connection, SentRequest("POST", "/v1/cp/namespaces/a?num_ranks=3&steps_retained=3"))

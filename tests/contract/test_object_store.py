@@ -1,4 +1,4 @@
-"""One suite over every object store."""
+"""Contract of every object store."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def s3fs_opener(request: pytest.FixtureRequest, place: Path) -> Opener:
 
 
 def obstore_opener(request: pytest.FixtureRequest, place: Path) -> Opener:
-    """The backend of gs:// and az://, on the server there is."""
+    """Open the backend of gs:// and az:// on the local S3 server."""
     server: S3Server = request.getfixturevalue("moto")
     root = secrets.token_hex(4)
     account = S3Account(BUCKET, root, S3Options(endpoint=server.endpoint, region=REGION), timeout_s=10.0)

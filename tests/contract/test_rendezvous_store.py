@@ -1,4 +1,4 @@
-"""What a store promises to torch, whoever keeps the keys: ours gives the same answers as torch's own."""
+"""Contract of a store with torch: ours responds like torch's own."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def servers(zygote: Zygote) -> Iterator[list[RendezvousServer]]:
 
 @pytest.fixture(params=["tcp", "hash", "rootless", "rootless of one"])
 def connect_unprefixed(request: pytest.FixtureRequest, servers: list[RendezvousServer]) -> Iterator[Connect]:
-    """Gives clients of the same store, as different ranks would have them."""
+    """Return a function that opens clients of the same store, as different ranks do."""
     made: list[RootlessStore] = []
     alone = dist.HashStore()
 
@@ -55,14 +55,14 @@ def connect_unprefixed(request: pytest.FixtureRequest, servers: list[RendezvousS
 
 @pytest.fixture
 def connect(connect_unprefixed: Connect) -> Connect:
-    """The same, with keys of this test's own: as torch uses stores, through a prefix in C++."""
+    """Return a function that opens clients through a C++ prefix, as torch does, unique to the test."""
     prefix = uuid.uuid4().hex
     return lambda: dist.PrefixStore(prefix, connect_unprefixed())
 
 
 @pytest.fixture
 def store(connect_unprefixed: Connect) -> Iterator[Any]:
-    """A client, through a prefix in C++; what is below it lives as long as the test."""
+    """Yield a client through a C++ prefix. The store below must live as long as the test."""
     below = connect_unprefixed()
     yield dist.PrefixStore(uuid.uuid4().hex, below)
     del below
@@ -91,7 +91,7 @@ def test_a_sum_is_the_same_for_all(connect):
         return [one.add("sum", 1) for _ in range(50)]
 
     said = wait_results(start_all(*(lambda one=one: count(one) for one in stores)))
-    assert sorted(number for numbers in said for number in numbers) == list(range(1, 201))  # each once: linearisable
+    assert sorted(number for numbers in said for number in numbers) == list(range(1, 201))  # each once: linearizable
     assert all(numbers == sorted(numbers) for numbers in said)
     assert (stores[0].add("sum", 0), stores[1].get("sum")) == (200, b"200")
     assert stores[2].add("sum", -200) == 0
@@ -164,7 +164,7 @@ def test_many_keys_at_once(store):
 
 
 def test_queues(connect_unprefixed, request):
-    """Not through a prefix: torch does not pass them on to what is written in Python."""
+    """Without a prefix, as torch's prefix does not pass queues on to stores written in Python."""
     one, other, name = connect_unprefixed(), connect_unprefixed(), uuid.uuid4().hex
     popped = start_all(lambda: connect_unprefixed().queue_pop(name))
     one.queue_push(name, "1")

@@ -1,4 +1,4 @@
-"""What a store that is spread over members still answers while members die, hang, and the world ends."""
+"""Faults of the rendezvous store: members die or hang, and the world ends."""
 
 from __future__ import annotations
 
@@ -60,12 +60,12 @@ def connect(servers: list[RendezvousServer]) -> Iterator[Callable[..., RootlessS
 
 
 def key_held_by(first: int, second: int | None = None) -> str:
-    """One that these members hold, in this order."""
+    """Return a key that these members hold, in this order."""
     for number in range(1000):
         held = key_holders(f"key {number}", _COUNT)
         if held[0] == first and second in (None, held[1]):
             return f"key {number}"
-    raise AssertionError("there is no such key")
+    raise AssertionError("no key found")
 
 
 def set_keys(store: RootlessStore, number: int = 60) -> list[str]:
@@ -80,7 +80,7 @@ def test_no_key_is_lost_with_a_member(servers, connect):
     one, fresh = connect(), connect()
     assert [one.get(name) for name in names[:30]] == [name.upper().encode() for name in names[:30]]
     servers[1].kill()
-    for store in (one, fresh):  # one that had connections, and one that never had any
+    for store in (one, fresh):  # with and without existing connections
         store.wait(names, _LONG)
         assert store.check(names)
         assert store.multi_get(names) == [name.upper().encode() for name in names]
@@ -92,7 +92,7 @@ def test_no_key_is_lost_with_a_member(servers, connect):
 def test_wait_skips_a_member_that_dies(servers, connect):
     key = key_held_by(2, 0)
     waiters = [connect() for _ in range(3)]
-    assert not any(one.check([key]) for one in waiters)  # all are connected by now
+    assert not any(one.check([key]) for one in waiters)  # all are connected
     waiting = start_all(*(lambda one=one: one.get(key) for one in waiters))
     servers[2].kill()
     connect().set(key, "late")
@@ -129,8 +129,8 @@ def test_sums_during_a_member_death_include_every_reply(servers, connect):
     said = wait_results(counting)
     total = connect().add(key, 0)
     answered = sum(map(len, said))
-    assert total == answered  # every add that was answered is in the sum, once
-    assert all(numbers == sorted(set(numbers)) for numbers in said)  # for each rank by itself it only grows
+    assert total == answered  # the sum counts every acknowledged add once
+    assert all(numbers == sorted(set(numbers)) for numbers in said)  # each rank sees it grow
     assert max(max(numbers) for numbers in said) <= total + 3
 
 
@@ -164,7 +164,7 @@ def test_a_stopped_member_is_read_around(servers, connect):
 
 @pytest.mark.nightly
 def test_a_member_that_was_stopped_before_is_read_around(servers, connect):
-    """A client of torch's takes its time to find out; it is not waited for a second time."""
+    """A torch client notices slowly; the store does not wait for the member a second time."""
     key, other = key_held_by(1, 2), key_held_by(0, 1)
     connect().multi_set([key, other], ["1", "2"])
     assert connect().multi_get([key, other]) == [b"1", b"2"]
@@ -176,7 +176,7 @@ def test_a_member_that_was_stopped_before_is_read_around(servers, connect):
 
 
 def test_a_stopped_member_still_decides_about_its_sums(servers, connect):
-    """Whether it is gone is not known: if somebody else decided, there would be two."""
+    """The member may still be alive, and two members that decide could disagree."""
     key, store = key_held_by(1, 2), connect(_HASTY)
     assert store.add(key, 1) == 1
     servers[1].suspend()
@@ -203,7 +203,7 @@ def test_waits_end_when_the_world_is_cut(connect):
 
 
 def test_abort_of_one_rank_does_not_affect_others(connect, servers, zygote):
-    """In one process they share the addresses; so the other one is a process."""
+    """The other rank is a process, as stores of one process share their connections."""
     store, key = connect(), key_held_by(0)
     running = zygote.start(_wait_for_key, [server.address for server in servers], key)
     running.wait_line("waiting")
@@ -233,7 +233,7 @@ def test_closed_store_leaves_no_threads_or_connections(connect):
 
 
 def test_idle_connection_closed_by_others_is_reopened(servers, connect):
-    """Whoever ends a world of this process ends what leads to an address; another store may have connections there."""
+    """The end of a world closes all connections to its addresses, including another store's."""
     key, store = key_held_by(1, 2), connect()
     for count in range(1, 6):
         assert store.add(key, 1) == count
@@ -257,7 +257,7 @@ def test_connection_closed_during_setup_is_reopened(servers, connect, monkeypatc
 
 
 def test_reply_received_with_the_end_of_its_connection_counts(servers, connect):
-    """It took too long, and was there all the same: the next one is asked over another connection."""
+    """A slow reply still counts. The next request uses another connection."""
     short = StoreTimeouts(wait_slice_s=0.2, response_timeout_s=2.0)
     (holder,) = [one for one in connect(short)._holders if one.port == servers[0].port]
 
@@ -281,7 +281,7 @@ def test_reply_received_with_the_end_of_its_connection_counts(servers, connect):
 
 @pytest.mark.parametrize("when", ["never", "before", "during", "after"])
 def test_ranks_meet_although_a_member_dies(servers, zygote, tmp_path, when):
-    """Everything of torch that asks a store, with one member killed: nobody but its own node notices."""
+    """All uses of a store by torch succeed after one member is killed."""
     gate, addresses, size = tmp_path / "gate", [server.address for server in servers], 3
     if when == "before":
         servers[1].kill()
@@ -318,7 +318,7 @@ def _initialize_and_synchronize(
     from elastic.rendezvous import rootless_tcpstore
 
     if when == "stopped":
-        rootless_tcpstore.StoreTimeouts.__init__.__defaults__ = (0.2, 2.0, 2.0, 60.0)  # the same, in a hurry
+        rootless_tcpstore.StoreTimeouts.__init__.__defaults__ = (0.2, 2.0, 2.0, 60.0)  # shorter timeouts
     place = RankAssignment(3, rank, size, 0, 1, rank, size, addresses[0], stores=tuple(addresses))
     groups = ProcessGroups(place, backend="gloo", timeout=_LONG)
     if when == "during" and rank == 0:
@@ -355,7 +355,7 @@ def test_store_does_not_grow_over_many_worlds(servers, connect, worlds):
         world = dist.PrefixStore(epoch_prefix(epoch), store)
         for rank in range(2):
             world.set(f"default_pg/0//cpu//{rank}", "an address")
-        if epoch % 50 == 49:  # and nobody swept in between
+        if epoch % 50 == 49:  # without a cleanup in between
             sweeps = [
                 OldKeyCleanup(server.address, epoch, close_connections=close_store_connections) for server in servers
             ]
@@ -363,7 +363,7 @@ def test_store_does_not_grow_over_many_worlds(servers, connect, worlds):
             for sweep in sweeps:
                 sweep.stop()
             most = max(most, store.num_keys())
-    assert most == 1 + 2  # those of this world and of nobody before
+    assert most == 1 + 2  # keys of this world and one foreign key
     assert store.get("of somebody else") == b"1"
 
 
@@ -382,7 +382,7 @@ def test_successive_worlds_leave_only_the_last_keys(servers, connect, kind):
         sizes.append(len(_all_keys(servers)))
     if kind == "one":
         assert max(sizes[1:]) == sizes[1]
-    else:  # one rank sweeps one of the three
+    else:  # the only rank cleans up one of the three servers
         assert len([key for key in _keys_of(servers[0]) if is_old_key(key, 4)]) == 0
 
 
@@ -396,7 +396,7 @@ def test_cleanup_of_a_stopped_server_can_be_ended(servers):
 
 
 def test_ended_cleanup_closes_no_later_connections(servers):
-    """It may hang in a server that is stopped for long; the next world has connections to the same addresses."""
+    """A cleanup may hang in a stopped server while the next world connects to the same addresses."""
     after, ended = [], threading.Event()
 
     def close_and_record(addresses):
@@ -417,7 +417,7 @@ def test_ended_cleanup_closes_no_later_connections(servers):
 
 @pytest.mark.parametrize("ends", [True, False])
 def test_process_exits_cleanly_during_a_cleanup(servers, ends):
-    """Whatever is in torch's C++ when an interpreter ends aborts the process."""
+    """A thread inside torch's C++ code at interpreter exit aborts the process."""
     client = dist.TCPStore(servers[0].host, servers[0].port, is_master=False, wait_for_workers=False, timeout=_LONG)
     for number in range(5000):
         client.set(f"{epoch_prefix(1)}/{number}", "x")

@@ -1,4 +1,4 @@
-"""One suite over both ways to protect shards with other nodes' memory: copies of them, and parities."""
+"""Contract of both ways to protect shards in other nodes' memory: copies and parities."""
 
 from __future__ import annotations
 
@@ -106,7 +106,7 @@ def test_similar_versions_are_replicated_in_order_and_old_ones_removed(nodes):
 
 
 def test_version_in_doubt_at_a_new_incarnation_is_replicated(nodes):
-    """The settled version of a past incarnation is what the new one goes on from."""
+    """A new incarnation continues from the last replicated version of a past one."""
     records = save_everywhere(nodes, 1)
     wait_until(lambda: nodes.is_replicated(1))
     wait_until(nodes.has_no_pending_copies)
@@ -123,7 +123,7 @@ def test_version_in_doubt_at_a_new_incarnation_is_replicated(nodes):
 
 
 def test_full_node_blocks_no_other(mode):
-    room = {"mirror": 14 * MIB, "parity": 11 * MIB}[mode]  # not for what is kept for others of two versions
+    room = {"mirror": 14 * MIB, "parity": 11 * MIB}[mode]  # too small for the copies of two versions for other nodes
     with store_nodes(SETTINGS[mode], *NAMES, budgets={"n16": str(room)}) as nodes:
         for version in range(1, 5):
             here = list(enumerate(nodes.live_nodes))
@@ -212,7 +212,7 @@ def test_damaged_shard_is_found_and_restored(nodes):
 
 
 def protected_keys(node):
-    """What a node keeps for others: the keys of copies or parities."""
+    """Return the keys of the copies or parities that a node holds for others."""
     copies = [fact.key for fact in node.store.replicas.list_shards(JOB) if fact.holders]
     return copies + [record.key for record in node.store.replicas.list_parities(JOB)]
 
@@ -241,7 +241,7 @@ def test_bytes_changed_in_transit_are_detected(nodes):
     records = save_everywhere(nodes, 1)
     wait_until(
         lambda: nodes.is_replicated(1), within_s=120
-    )  # who sent something damaged twice is not asked again for a while
+    )  # a node that sent damaged data twice is skipped for a while
     wait_until(nodes.has_no_pending_copies)
     for name in NAMES:
         for other in NAMES:
@@ -262,7 +262,7 @@ def test_memory_use_matches_the_documented_amount(nodes, mode):
 
 
 def test_late_parts_are_protected_too(nodes):
-    """Two parts on one node, none on another: nobody knows beforehand how many there are."""
+    """Two parts are on one node, none on another: the nodes do not know the counts beforehand."""
     first = [
         save_shard(nodes[name].store, shard_key(1, part), 2 * MIB, parts=4) for part, name in enumerate(("n0", "n8"))
     ]
@@ -288,7 +288,7 @@ def test_parity_is_hidden_from_part_counts(nodes):
         assert {fact.key for fact in node.store.list_shards(JOB)} <= keys
         assert {record.key for record in node.store.reader.records(JOB, group)} <= keys
         assert {fact.key for fact in node.job_peers.local_inventory().shards} <= keys
-        assert node.store.status().jobs[0].newest_committed == 1  # as it was told: it has not all parts itself
+        assert node.store.status().jobs[0].newest_committed == 1  # from the caller: the node does not have all parts
         shown = len(node.store.list_shards(JOB))
         assert node.store.delete_versions(JOB, [group]) == shown
     assert nodes.sealed_bytes() == 0

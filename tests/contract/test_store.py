@@ -1,4 +1,4 @@
-"""One suite over every store: in this process, over anonymous memory, and behind a real agent's socket."""
+"""Contract of every store: in this process, over anonymous memory, and behind an agent's socket."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ def agent_store() -> Iterator[Store]:
 
 @pytest.fixture(params=["node", "memory", "agent"])
 def store(request: pytest.FixtureRequest) -> Iterator[Store]:
-    """A store without jobs. One agent serves all tests, each forgets what it had there."""
+    """Yield a store without jobs. Tests share one agent, and each deletes its jobs."""
     if request.param == "agent":
         store = request.getfixturevalue("agent_store")
         yield store
@@ -79,7 +79,7 @@ def store(request: pytest.FixtureRequest) -> Iterator[Store]:
 
 def delete_all_jobs(store: Store) -> None:
     for job in store.status().jobs:
-        store.claim(job.job, "end-of-test")  # ends what is leased
+        store.claim(job.job, "end-of-test")  # ends all leases
         store.delete_versions(job.job)
     status = store.status()
     assert status.jobs == ()
@@ -228,7 +228,7 @@ def test_two_slots_alternate_and_keep_the_newest_committed_version(store):
 
 
 def test_saves_of_similar_size_reuse_the_same_files(store):
-    """So that who has them mapped maps them once."""
+    """Slots are reused, so that a writer maps each of them once."""
     sizes = [10 * MIB, 10 * MIB + 4000, 10 * MIB - 70_000, 9 * MIB, 10 * MIB + 1, 10 * MIB]
     leases = []
     for version, size in enumerate(sizes):
@@ -311,7 +311,7 @@ def test_impossible_lease_reports_the_needed_budget(store):
 
 
 def required_budget(budget, use):
-    """The budget that the first refusal of ``use`` names; ``None`` when nothing is refused."""
+    """Return the budget that the first error of ``use`` names, or ``None`` without an error."""
     with in_process_store(str(budget)) as store:
         try:
             use(store)
@@ -321,7 +321,7 @@ def required_budget(budget, use):
 
 
 def test_reported_budget_is_sufficient():
-    """Also for the second version, which the first one must not go for."""
+    """It also suffices for a second version without evicting the first."""
 
     def use(store):
         for version in range(5):
@@ -341,7 +341,7 @@ def test_reported_budget_is_sufficient_for_growing_slots():
 
 
 def test_reported_budget_is_sufficient_for_all_writers():
-    """Whose slots were not asked for yet when the first of them is refused."""
+    """It includes the slots that other writers had not requested at the first error."""
     others = [subprocess.Popen(["sleep", "600"]) for _ in range(2)]
 
     def use(store):
@@ -378,7 +378,7 @@ def test_slots_are_reserved_within_the_budget(store):
 
 
 def test_reserve_returns_sealed_slots_of_the_same_part(store):
-    """A process that continues a job maps them before its first save, and their shards stay as they are."""
+    """A process that resumes a job maps them before its first save without changing their shards."""
     for version in range(2):
         save_shard(store, shard_key(version))
     slots = store.reserve("job", 0, MIB)
@@ -422,7 +422,7 @@ def test_a_pin_brings_a_file_to_read_and_not_to_write(store):
 
 
 def test_pinned_shard_stays_readable_when_dropped(store):
-    """Another reader has reported it; what this one has to find out for itself is only that it was not held."""
+    """A damage report by another reader drops the shard, so ``unpin`` returns False."""
     save_shard(store, shard_key(0))
     pin = store.pin(shard_key(0))
     store.report_damage(shard_key(0), "a reader saw other bytes")
@@ -666,7 +666,7 @@ def test_nan_timeout_does_not_wait(store):
 
 
 def test_wait_ends_at_the_callers_deadline(store):
-    """Wherever the store is: what is left of the caller's time goes with the request."""
+    """The request carries the caller's remaining time, whichever process has the store."""
     store.lease(shard_key(job="other"), 40 * MIB, 1)
     lease = store.lease(shard_key(), 10 * MIB, 1)
     for wait in (
@@ -724,7 +724,7 @@ def test_growth_evicts_superseded_versions_and_free_slots_only(store):
         save_shard(store, shard_key(version), 20 * MIB)
     store.release(store.lease(shard_key(0, job="other"), 10 * MIB, 1).id)
     lease = store.lease(shard_key(2), MIB, 1)
-    store.grow(lease.id, 43 * MIB)  # the smaller file goes when the larger one has what was written
+    store.grow(lease.id, 43 * MIB)  # the smaller file is removed once its bytes are in the larger one
     assert [fact.key.version for fact in store.list_shards("job")] == [1]
     assert load_shard(store, shard_key(1)) == shard_content(shard_key(1), 20 * MIB)
 

@@ -1,6 +1,6 @@
-"""One suite over every transport: between two ends in this process, by memory, TCP, and TCP with TLS.
+"""Contract of every transport between two ends in this process: memory, TCP, and TCP with TLS.
 
-``severable`` is memory that can be cut off and is not.
+``severable`` is the memory transport with support for partitions, none of which occurs here.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ def open_files():
 def link(fd):
     try:
         return str(fd.readlink())
-    except FileNotFoundError:  # that of the listing itself
+    except FileNotFoundError:  # the descriptor of the listing itself
         return ""
 
 
@@ -54,7 +54,7 @@ def channel_ends(kind, tmp_path):
 
 @pytest.fixture
 def short_timeout_ends(kind, tmp_path):
-    """Nobody waits long in the middle of a message."""
+    """Connect two ends with a short timeout in the middle of a message."""
     with channel_pair(kind, tmp_path, timeout_s=0.2) as made:
         yield made
 
@@ -65,7 +65,7 @@ def pseudo_random_bytes(size, seed=1):
 
 
 def receive_bytes(channel):
-    """The next message, as bytes."""
+    """Receive the next message as bytes."""
     incoming = channel.receive(idle_s=PATIENCE_S)
     payload = bytearray(incoming.payload_bytes)
     channel.receive_into([memoryview(payload)])
@@ -74,7 +74,7 @@ def receive_bytes(channel):
 
 @pytest.mark.skipif(bool(nixl_missing_reason()), reason=nixl_missing_reason())
 def test_nixl_is_covered():
-    """One line that says why where it is not, instead of one for each promise."""
+    """Skip once with the reason if NIXL is missing, instead of once for each test."""
     assert "nixl" in KINDS
 
 
@@ -240,7 +240,7 @@ def test_views_are_released(channel_ends):
         far.receive(idle_s=PATIENCE_S)
         far.receive_into([into])
         sent.result(PATIENCE_S)
-    source.append(1)  # a BufferError while anybody has a view of it
+    source.append(1)  # raises BufferError while a view of it exists
     target.append(1)
 
 
@@ -450,7 +450,7 @@ def test_close_wakes_a_sender_and_a_reader(channel_ends):
         far.close()
         with pytest.raises(PeerUnreachableError):
             filled.result(PATIENCE_S)
-    target.append(1)  # nobody has a view of it any more
+    target.append(1)  # raises BufferError while a view of it exists
 
 
 def test_second_close_has_no_effect_and_ends_the_channel(channel_ends):
@@ -483,7 +483,7 @@ def assert_still_serves(line, listener):
 
 def test_fifty_channels_at_once_do_not_mix(channel_ends):
     def authenticate_and_echo(channel):
-        channel.mark_authenticated()  # of strangers from one address a listener ends the oldest
+        channel.mark_authenticated()  # a listener closes the oldest unauthenticated channels of an address
         echo(channel)
 
     listener, entering = channel_ends.listen(authenticate_and_echo), threading.Lock()

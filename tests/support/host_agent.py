@@ -30,7 +30,7 @@ class HostAgent:
         self.host = host
         self.place = AgentPaths(directory)
         self.log = host.directory.with_suffix(".log")
-        """What all agents of this host have said."""
+        """Combined output of all agents started on this host."""
         command = [sys.executable, "-m", "tieredckpt.agent", "--dir", directory]
         command += ["--budget", "1GiB", "--http", f"{host.address}:0", *options]
         root = str(Path(__file__).resolve().parents[2])
@@ -41,12 +41,12 @@ class HostAgent:
 
     @property
     def http(self) -> tuple[str, int]:
-        """Where it serves its numbers."""
+        """Address of its metrics endpoint."""
         address, _, port = (self.place.directory / "http").read_text().rpartition(":")
         return address, int(port)
 
     def client(self) -> Client:
-        """The store over its Unix socket, which every namespace reaches."""
+        """Return a client of the store over its Unix socket, which every namespace reaches."""
         return Client(lambda: connect_to_agent(self.place.socket), retry_s=0.0)
 
     def wait_ready(self) -> None:
@@ -59,11 +59,11 @@ class HostAgent:
         raise RuntimeError(f"the agent of {self.host.name} does not answer: {self.log_text()[-2000:]}")
 
     def kill(self, number: int = signal.SIGKILL) -> None:
-        """Send a signal; it may be one that only stops it for a while."""
+        """Send a signal, which may also be SIGSTOP or SIGCONT."""
         self.process.send_signal(number)
 
     def stop(self, number: int = signal.SIGTERM) -> int:
-        """Send a signal and wait; the process's status, negative for a signal."""
+        """Send a signal, wait, and return the exit status, negative for a signal."""
         self.kill(number)
         return self.process.wait(_ENDS_S)
 

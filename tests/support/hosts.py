@@ -1,4 +1,4 @@
-"""Hosts that are network namespaces on one bridge, real processes on them, and what can happen to the wires between.
+"""Network namespaces as hosts on one bridge, with real processes and injected link faults.
 
 ::
 
@@ -9,9 +9,9 @@
         ...
         net.heal(n1, n2)
 
-The bridge has a namespace of its own, so nothing of the machine's network is touched. What is lost is dropped where it
-arrives: the sender's kernel sees nothing but silence. Needs root and iproute2, iptables (:func:`network` skips the test
-elsewhere). Not every kernel has netem, so delays come from a proxy: see :meth:`Network.delay`.
+The bridge has its own namespace, so the machine's network stays untouched. Lost packets are dropped at the receiver, so
+the sender's kernel sees only silence. Requires root, iproute2 and iptables; :func:`network` skips the test elsewhere.
+Not every kernel has netem, so a proxy adds the delays: see :meth:`Network.delay`.
 """
 
 from __future__ import annotations
@@ -47,9 +47,9 @@ class Host:
         self.address = f"{_SUBNET}.{number}"
         self.namespace = f"{net.prefix}-{name}"
         self.directory = net.directory / name
-        """A place for an agent, on shared memory, removed at the end. Processes of every host reach its socket."""
+        """Agent directory on shared memory, reachable from every host and removed at the end."""
         self.port = f"p{number}"
-        """Its end of the cable at the bridge."""
+        """Interface at the bridge end of the cable."""
         self._net = net
         self._processes: list[subprocess.Popen[Any]] = []
         self._agents: list[HostAgent] = []
@@ -60,7 +60,7 @@ class Host:
     # -- processes ------------------------------------------------------------------------------------------------
 
     def run(self, command: Sequence[object], *, check: bool = True, timeout_s: float = 60.0, **popen: Any) -> str:
-        """What ``command`` prints when it is run here."""
+        """Run ``command`` on this host and return its output."""
         options = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True, **popen}
         done = subprocess.run(self._command(command), timeout=timeout_s, **options)
         if check and done.returncode:
@@ -68,13 +68,13 @@ class Host:
         return done.stdout
 
     def start(self, command: Sequence[object], **popen: Any) -> subprocess.Popen[Any]:
-        """A child of this process that runs here; it is killed with the network."""
+        """Start a child process on this host. Closing the network kills it."""
         process = subprocess.Popen(self._command(command), **{"stdin": subprocess.DEVNULL, **popen})
         self._processes.append(process)
         return process
 
     def agent(self, directory: Path, *options: object) -> HostAgent:
-        """A node agent in the foreground, from when it answers; later options win over the ones given here."""
+        """Start a node agent and wait until it answers. ``options`` override the defaults."""
         agent = HostAgent(self, directory, options)
         self._agents.append(agent)
         agent.wait_ready()
@@ -83,7 +83,7 @@ class Host:
     # -- sockets of the test itself -------------------------------------------------------------------------------
 
     def socket(self, kind: socket.SocketKind = socket.SOCK_STREAM) -> socket.socket:
-        """A socket of this host for any thread of the test."""
+        """Return a socket of this host, usable from any thread of the test."""
         return namespaces.run_inside(self.namespace, lambda: socket.socket(socket.AF_INET, kind))
 
     def connect(self, peer: Host | str, port: int, *, timeout_s: float = 10.0) -> socket.socket:
@@ -106,19 +106,19 @@ class Host:
     # -- faults ---------------------------------------------------------------------------------------------------
 
     def unplug(self) -> None:
-        """The interface goes down: ENETUNREACH here, silence for the others."""
+        """Take the interface down: ENETUNREACH here, silence for the others."""
         namespaces.run_ip_batch(self.namespace, ["link set eth0 down"])
 
     def plug(self) -> None:
         namespaces.run_ip_batch(self.namespace, ["link set eth0 up"])
 
     def refuse(self, peer: Host) -> None:
-        """Whatever arrives from ``peer`` over TCP is answered with a reset, also on connections that exist."""
+        """Answer TCP segments from ``peer`` with a reset, also on existing connections."""
         self._net.wires.refused.add((peer.name, self.name))
         self._net.apply_rules(self)
 
     def throttle(self, rate: str) -> None:
-        """``100mbit``, ``2.5gbit``: so much each way, as tc has it."""
+        """Limit the rate in each direction, in tc notation such as ``100mbit``."""
         for place, device in self._ends():
             namespaces.limit_rate(place, device, f"rate {rate} burst {burst_bytes(rate)} latency 50ms")
 
@@ -128,7 +128,10 @@ class Host:
                 namespaces.run_tool("tc", "-n", place, "qdisc", "del", "dev", device, "root")
 
     def set_loss(self, share: float) -> None:
-        """Lose this share of what goes to and from here, at random; 0 ends it. A lost packet may be 64 KiB (GSO)."""
+        """Drop this share of packets from and to this host at random.
+
+        A share of 0 ends it. A lost packet may be 64 KiB (GSO).
+        """
         self._net.wires.lost[self.name] = share
         self._net.apply_rules(*self._net.hosts.values())
 
@@ -138,11 +141,11 @@ class Host:
         return [*namespaces.nsenter_command(self.namespace), *(str(word) for word in command)]
 
     def _ends(self) -> tuple[tuple[str, str], tuple[str, str]]:
-        """Both ends of the cable: what leaves here, and what leaves the bridge to come here."""
+        """Return both ends of the cable: the host's interface and the bridge port."""
         return (self.namespace, "eth0"), (self._net.hub, self.port)
 
     def close(self) -> None:
-        """End everything that runs here, and the namespace with it."""
+        """Kill every process on this host and remove its namespace."""
         for process in self._processes:
             if process.poll() is None:
                 process.kill()
@@ -203,7 +206,7 @@ class Network:
     # -- faults ---------------------------------------------------------------------------------------------------
 
     def cut(self, one: Host, other: Host, *, one_way: bool = False) -> None:
-        """Nothing arrives any more, and nobody is told; ``one_way``: nothing from ``one`` arrives at ``other``."""
+        """Drop packets between two hosts silently; with ``one_way``, only those from ``one`` to ``other``."""
         self.wires.cut.add((one.name, other.name))
         if not one_way:
             self.wires.cut.add((other.name, one.name))
@@ -222,7 +225,7 @@ class Network:
         self.heal_paths(one, other)
 
     def heal_all(self) -> None:
-        """As if nothing had ever happened to this network."""
+        """Remove all faults."""
         self.wires = LinkFaults()
         self.apply_rules(*self.hosts.values())
         self.heal_paths()
@@ -231,14 +234,14 @@ class Network:
             host.unthrottle()
 
     def delay(self, one: Host, other: Host, latency_s: float) -> tuple[SlowPath, SlowPath]:
-        """Make bytes take so long each way, on TCP connections that begin from now on; UDP is not delayed."""
+        """Delay each direction of TCP connections opened from now on. UDP is not delayed."""
         return self.slow_path(one, other, latency_s=latency_s), self.slow_path(other, one, latency_s=latency_s)
 
     def slow_path(self, client: Host, server: Host, **shape: float) -> SlowPath:
-        """Lead new TCP connections from ``client`` to ``server`` through a proxy, unseen by both.
+        """Route new TCP connections from ``client`` to ``server`` through a transparent proxy.
 
-        To the client a connection exists as soon as the proxy has it, so a cut or a closed port shows after that, and
-        healing ends the connections that went through the proxy.
+        The client's connect succeeds as soon as the proxy accepts it, so a cut or a closed port shows only later.
+        Healing closes the connections that went through the proxy.
         """
         if (client.name, server.name) in self._paths:
             raise ValueError(f"there is a slow path from {client.name} to {server.name} already")
@@ -271,7 +274,7 @@ class Network:
 
 @contextlib.contextmanager
 def network() -> Iterator[Network]:
-    """A network without hosts yet. Everything on it ends with the block, however that ends."""
+    """Create a network without hosts. Leaving the block ends all its processes."""
     if reason := namespaces.missing_reason():
         pytest.skip(reason)
     namespaces.remove_leftovers()

@@ -1,4 +1,4 @@
-"""HTTP, as much of it as there is between an S3 client and a server: one request and its answer, in a fault's hands."""
+"""HTTP between an S3 client and a server: one request and its response, open to faults."""
 
 from __future__ import annotations
 
@@ -15,21 +15,21 @@ WAIT_S = 60.0
 
 
 class Hangup(Exception):
-    """Close both connections without another word."""
+    """Signal to close both connections at once."""
 
 
 @dataclass
 class SeenRequest:
-    """One request, as far as it came."""
+    """One request, as far as it was received."""
 
     method: str
     path: str
     query: str
     headers: dict[str, str]
     body_bytes: int = 0
-    """Received from the client."""
+    """Bytes received from the client."""
     status: int = 0
-    """Of the answer that was sent, 0 when there was none."""
+    """Status of the response sent to the client, 0 for none."""
 
     @property
     def part(self) -> int:
@@ -60,7 +60,7 @@ class MessageReader:
         return MessageHead(raw + b"\r\n\r\n", first, headers)
 
     def body(self, head: MessageHead) -> Iterator[bytes]:
-        """As it is on the wire, chunk headers included."""
+        """Yield the body as on the wire, chunk headers included."""
         if head.headers.get("transfer-encoding", "").lower() == "chunked":
             yield from self._chunks()
         else:
@@ -90,7 +90,7 @@ class MessageReader:
 
 
 class Exchange:
-    """One request and its answer, under a fault's hands."""
+    """One request and its response, which a fault can change."""
 
     def __init__(
         self,
@@ -123,7 +123,7 @@ class Exchange:
             yield block
 
     def forward(self, change: Callable[[bytes], bytes] = lambda block: block) -> None:
-        """Give the server the request and read the head of its answer."""
+        """Send the request to the server and read the head of its response."""
         raw = re.sub(rb"(?i)\r\nexpect:[^\r]*", b"", self._head.raw)
         with contextlib.suppress(BrokenPipeError, ConnectionResetError):  # it may answer before it has read everything
             self._server.sendall(raw)
@@ -134,7 +134,7 @@ class Exchange:
             raise Hangup
 
     def forward_unchanged(self) -> None:
-        """As if there were no proxy."""
+        """Relay the request and the response unchanged."""
         self.forward()
         self.send_head()
         for block in self.response_body():
@@ -155,7 +155,7 @@ class Exchange:
         self.client.sendall(raw)
 
     def reset(self) -> None:
-        """RST, not FIN."""
+        """Close the client's connection with RST instead of FIN."""
         self.client.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, b"\x01\0\0\0\0\0\0\0")
         raise Hangup
 
@@ -167,7 +167,7 @@ class Exchange:
 
 
 def relay(one: socket.socket, other: socket.socket) -> None:
-    """Bytes both ways until one side ends."""
+    """Relay bytes in both directions until one side closes."""
     while True:
         for sock in select.select([one, other], [], [])[0]:
             block = sock.recv(_BLOCK)

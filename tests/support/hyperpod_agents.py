@@ -1,11 +1,11 @@
-"""Real HyperPod agents on this machine, and what an operator says to them.
+"""Real HyperPod agents on this machine, driven like an operator drives them.
 
-    with agents(2, script, folder=tmp_path) as pods:
-        start(pods)
-        wait(pods, "completed")
+    with running_agents(2, script, folder=tmp_path) as pods:
+        start_pods(pods)
+        wait_for_states(pods, "completed")
 
-Each agent is a node: ``nproc`` ranks, its own folder with what it and its ranks print, its own
-``pod_resourceconfig.json``. At the end all of them are shut down, and whatever did not end is killed.
+Each agent is a node with ``nproc`` ranks, its own folder for their output and its own ``pod_resourceconfig.json``.
+At the end all agents are shut down, and processes that remain are killed.
 """
 
 from __future__ import annotations
@@ -64,10 +64,10 @@ class AgentPod:
                 command, cwd=folder, env={**own, **quiet, **environ}, stdout=out, stderr=out, start_new_session=True
             )
 
-    # -- what an operator asks ----------------------------------------------------------------------------------------
+    # -- an operator's requests ----------------------------------------------------------------------------------------
 
     def status(self) -> dict[str, Any]:
-        """What ``GET /status`` says; ``{"status": "down"}`` while nobody answers."""
+        """Return the response of ``GET /status``, or ``{"status": "down"}`` if the agent does not respond."""
         try:
             with _DIRECT.open(f"http://{self.address}/status", timeout=30) as reply:
                 found = json.loads(reply.read())
@@ -76,7 +76,7 @@ class AgentPod:
         return found
 
     def post(self, path: str, body: Mapping[str, Any] | None = None) -> bytes:
-        """Any other call; what it answers. A refusal raises with the agent's words."""
+        """Send a POST request and return the response. Fail with the agent's message if it refuses."""
         data = b"" if body is None else json.dumps(body).encode()
         headers = {} if body is None else {"Content-Type": "application/json"}
         request = urllib.request.Request(f"http://{self.address}{path}", data=data, headers=headers, method="POST")
@@ -90,32 +90,32 @@ class AgentPod:
         body = {"restart_mode": mode, "is_graceful": graceful, "timeout": timeout_s}
         self.post("/stop", {name: value for name, value in body.items() if value is not None} or None)
 
-    # -- what is on this machine --------------------------------------------------------------------------------------
+    # -- local processes and files ------------------------------------------------------------------------------------
 
     def rank_output(self) -> str:
-        """All that the ranks have printed, oldest file first."""
+        """Return the output of the ranks, oldest file first."""
         files = sorted((self.folder / "logs").rglob("std*.log"), key=lambda path: path.stat().st_mtime_ns)
         return "\n".join(path.read_text(errors="replace") for path in files)
 
     def agent_log(self) -> str:
-        """What the agent itself has printed."""
+        """Return the output of the agent."""
         return (self.folder / "agent.log").read_text(errors="replace")
 
     def ranks(self) -> list[int]:
-        """Pids of all processes of this pod but the agent."""
+        """Return the pids of all processes of this pod except the agent."""
         return [pid for pid in _processes_of(self.folder) if pid != self.process.pid]
 
     def kill(self) -> None:
-        """The node is gone: the agent and everything below it, without a word."""
+        """Kill the agent and all processes below it, as a lost node does."""
         while doomed := _processes_of(self.folder):
             for pid in doomed:
                 with contextlib.suppress(ProcessLookupError):
                     os.kill(pid, signal.SIGKILL)
             self.process.wait()
-        self.process.wait()  # also one that had just ended by itself
+        self.process.wait()  # also reaps an agent that had ended by itself
 
     def close(self) -> None:
-        """Shut down where it listens; killed where it does not."""
+        """Shut the agent down if it responds, then kill what remains."""
         if self.process.poll() is None and self.status()["status"] != "down":
             with contextlib.suppress(AssertionError, OSError):
                 self.post("/shutdown")
@@ -138,9 +138,9 @@ def running_agents(
     ready: bool = True,
     launcher: str = "integration.hyperpod.hyperpodrun",
 ) -> Iterator[list[AgentPod]]:
-    """So many agents for ``script`` (with its arguments); in process-level mode, or with ``--inprocess-restart``.
+    """Run ``count`` agents for ``script``, in process-level mode or with ``--inprocess-restart``.
 
-    ``ready``: not before all of them say READY. In in-process mode that is when their ranks are at the barrier.
+    ``ready`` waits until all agents are READY. In in-process mode their ranks are at the barrier then.
     """
     words = [str(script)] if isinstance(script, (str, Path)) else [str(word) for word in script]
     mode = ["--inprocess-restart"] if inprocess else []
@@ -173,7 +173,7 @@ def running_agents(
 def wait_for_states(
     pods: Sequence[AgentPod], *states: str, any_of: bool = False, timeout_s: float = _PATIENCE_S
 ) -> list[str]:
-    """Until all of them (``any_of``: one of them) are in one of these states; what each is in then."""
+    """Wait until all agents (``any_of``: one of them) are in one of ``states``; return all states."""
 
     def there() -> list[str]:
         for pod in pods:
@@ -187,7 +187,7 @@ def wait_for_states(
         return wait_until(there, f"agents are {' or '.join(states)}", timeout_s)
     except AssertionError as late:
         states_now = [pod.status() for pod in pods]
-        raise AssertionError(f"{late}; they say {states_now}\n{pods[-1].agent_log()[-2000:]}") from None
+        raise AssertionError(f"{late}; their status is {states_now}\n{pods[-1].agent_log()[-2000:]}") from None
 
 
 def start_pods(
@@ -199,7 +199,7 @@ def start_pods(
     version: str | None = None,
     **more: Any,
 ) -> int:
-    """``/start`` to all of them, ranks in this order; the master's port."""
+    """Send ``/start`` to all agents, ranks in this order, and return the master's port."""
     port = free_port()
     for rank, pod in enumerate(pods):
         pod.post(
@@ -216,14 +216,14 @@ def start_pods(
 
 
 def stop_pods(pods: Sequence[AgentPod], **how: Any) -> None:
-    """``/stop`` to all of them, then READY."""
+    """Send ``/stop`` to all agents and wait until they are READY."""
     for pod in pods:
         pod.stop(**how)
     wait_for_states(pods, "ready", "completed") if how.get("graceful") else wait_for_states(pods, "ready")
 
 
 def _processes_of(folder: Path) -> list[int]:
-    """Every process that was started for this pod, whoever its parent is by now."""
+    """Return every process started for this pod, including reparented ones."""
     mark = f"{_MARK}={folder}".encode()
     found = []
     for path in Path("/proc").glob("[0-9]*/environ"):

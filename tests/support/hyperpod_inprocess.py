@@ -1,8 +1,8 @@
-"""A small sharded model under whoever runs it; a test opens its steps one after the other, and breaks what it likes.
+"""A small sharded model whose steps a test releases one by one and disturbs.
 
-In a folder, ``limit`` says how many steps may be done, ``break-KIND`` whom something happens to, once: ``RANK STEP``.
-What ranks have done is in a file for each process. ``STORY_BUDGET``: so many starts one process may go through, where
-that is not what it is by default; ``STORY_DEAF_S``: how long an agent may leave unread what it is told.
+Files in the folder control it: ``limit`` is the number of steps that may run. ``break-KIND`` holds ``RANK STEP`` and
+injects one fault there. Each process writes its steps to its own file. ``STORY_BUDGET`` overrides the starts allowed in
+one process. ``STORY_DEAF_S`` is how many seconds an agent may leave a message unread.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ TOTAL = 24
 
 
 def run_training(say: Callable[[str], None], folder: str) -> str:
-    """Returns how it ended."""
+    """Train and return the outcome."""
     import elastic
 
     return str(elastic.run(lambda world: _train(say, world, Path(folder)), plane=_control_plane()).outcome.value)
 
 
 def _control_plane() -> Any:
-    """By default the one that a rank finds by itself."""
+    """Return the control plane, or ``None`` for the one that a rank finds by itself."""
     from integration.hyperpod.elastic_agent import worker_client
 
     worker_client.AGENT_SILENCE_LIMIT_S = float(os.environ.get("STORY_DEAF_S", worker_client.AGENT_SILENCE_LIMIT_S))
@@ -96,7 +96,7 @@ def _break_if_asked(folder: Path, rank: int, step: int) -> None:
 
 
 def _loss_factor(folder: Path, rank: int, step: int) -> float:
-    """What the loss of one step is multiplied with, at every attempt."""
+    """Return the factor of the loss of one step, the same at every attempt."""
     path = folder / "break-nan"
     return float("nan") if path.exists() and path.read_text() == f"{rank} {step}" else 1.0
 
@@ -110,7 +110,7 @@ def _kill() -> None:
 
 
 def _send_partial_frame() -> None:
-    """Killed while it speaks to its agent: the length and the beginning of a frame are on their way."""
+    """Kill this process in the middle of a message to its agent."""
     from integration.hyperpod.elastic_agent.ipc import shared_agent_connection
 
     shared_agent_connection()._sock.sendall(struct.pack(">I", 4096) + b'{"type": "job_fault", "rank": ')
@@ -118,22 +118,22 @@ def _send_partial_frame() -> None:
 
 
 def _hang() -> None:
-    while True:  # as a driver that does not answer: no abort wakes it
+    while True:  # like a driver that does not respond: no abort wakes it
         time.sleep(3600)
 
 
 def _stop() -> None:
-    """As by a debugger, a frozen control group or a machine that swaps: no thread of it runs."""
+    """Stop all threads, as a debugger, a frozen control group or swapping does."""
     os.kill(os.getpid(), signal.SIGSTOP)
 
 
 def _block_in_native_code() -> None:
-    """In native code that keeps the interpreter's lock: no other thread of Python runs."""
+    """Block in native code that holds the GIL, so that no other Python thread runs."""
     ctypes.PyDLL(None).pause()
 
 
 class Process(NamedTuple):
-    """What one process has said."""
+    """Output of one process."""
 
     pid: int
     pod: str
@@ -145,7 +145,7 @@ class Process(NamedTuple):
 
     @property
     def newest_step(self) -> tuple[int, int]:
-        """The start that it is in, by number, and the last step that it has done there."""
+        """Number of the current start, and the last step done in it."""
         count, step = -1, -1
         for words in self.lines:
             if words[0] == "world":
@@ -164,7 +164,7 @@ def processes(folder: Path) -> list[Process]:
 
 
 def step_results(lines: list[list[str]]) -> dict[tuple[int, int], str]:
-    """Loss and what rank had after it, by rank and step; one that was done twice was done in the same way."""
+    """Return loss and digest by rank and step. Fail if a repeated step differs."""
     found: dict[tuple[int, int], str] = {}
     for words in lines:
         if words[0] == "step":
@@ -174,12 +174,12 @@ def step_results(lines: list[list[str]]) -> dict[tuple[int, int], str]:
 
 
 def main() -> None:
-    """Every second rank asks who it is before it does anything else, as scripts for HyperPod do.
+    """Run the training. Local rank 1 calls ``wait_rank`` first, as scripts for HyperPod do.
 
-    It imports what it needs after that, one after the other: not where processes are started anew again and again.
+    Rank 1 skips that call if ``STORY_BUDGET`` is set.
     """
     folder = os.environ["STORY"]
-    faulthandler.register(signal.SIGUSR1)  # a test that waited in vain asks what its ranks do
+    faulthandler.register(signal.SIGUSR1)  # lets a test that timed out dump the stacks of its ranks
     if os.environ["LOCAL_RANK"] == "1" and "STORY_BUDGET" not in os.environ:
         from integration.hyperpod.elastic_agent import wait_rank
 

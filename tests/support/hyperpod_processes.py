@@ -1,8 +1,8 @@
-"""What agents of HyperPod run in tests: one script with several loops, of which a file beside it names the next one.
+"""Script for HyperPod agents in tests, with several loops; a file in its folder names the next one.
 
-``ours`` is a training whose every step can be told from any other, by :func:`elastic.recoverable`; ``asking`` is a
-loop that asks for elastic events with our function, ``shipped`` one that asks with the agent package's own. Ranks wait
-before the step that a file names, so that what happens to them happens there. The folder is the first argument.
+``ours`` is a training under :func:`elastic.recoverable` in which every step is unique. ``asking`` polls elastic events
+with our function, ``shipped`` with the agent package's own. Ranks wait before the step that a file names, and faults
+hit them there. The folder is the first argument.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ JOB = "tiered://golden"
 
 
 def read_instruction(folder: Path, name: str) -> str:
-    """What the test says; it replaces the file whole."""
+    """Return the test's instruction. The test replaces the file atomically."""
     return (folder / name).read_text()
 
 
@@ -32,7 +32,7 @@ def wait_for_step(folder: Path, step: int) -> None:
 
 
 def use_pod_directory(folder: Path) -> None:
-    """Every pod is a node of its own, with a node agent that outlives its ranks."""
+    """Make this pod a node of its own, with a node agent that outlives its ranks."""
     pod = Path.cwd().name
     os.environ["TIEREDCKPT_AGENT_DIRECTORY"] = f"{os.environ['TEST_MEMORY']}{pod}"
     os.environ["TIEREDCKPT_AGENT_NODE"] = pod
@@ -103,7 +103,7 @@ class SquaresDataset:
 
 
 def run_agent_example(folder: Path, act: str) -> None:
-    """The loop of the agent package's own example, with what scripts start beside it."""
+    """Run the loop of the agent package's example, with the processes that scripts usually start."""
     import torch
     import torch.distributed as dist
 
@@ -128,7 +128,7 @@ def run_agent_example(folder: Path, act: str) -> None:
             begun.with_suffix(".tmp").replace(begun)
         step += 1
     survived = int(next(loader)) == step * step
-    while not (folder / f"{act}-end").exists():  # the agent signals one rank after the other: all have been by then
+    while not (folder / f"{act}-end").exists():  # the agent signals the ranks one by one: wait until all are signaled
         time.sleep(0.01)
     beside.communicate(b"end\n")
     said = {"step": step, "loader": survived, "beside": beside.returncode}

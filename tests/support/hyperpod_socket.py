@@ -1,4 +1,4 @@
-"""The agent's end of its Unix socket, spoken by a test."""
+"""The agent's end of its Unix socket, driven by a test."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from integration.hyperpod.elastic_agent.ipc import AgentMessage, FrameDecoder, e
 
 
 class WorkerConnection:
-    """One process's connection, as the agent has it."""
+    """The agent's connection to one process."""
 
     def __init__(self, sock: socket.socket) -> None:
         self.sock = sock
@@ -20,7 +20,7 @@ class WorkerConnection:
         self._heard: list[AgentMessage] = []
 
     def receive(self) -> AgentMessage | None:
-        """The next message; ``None`` when the process has gone."""
+        """Return the next message, or ``None`` once the process has closed the connection."""
         while not self._heard:
             data = self.sock.recv(1 << 16)
             if not data:

@@ -1,4 +1,4 @@
-"""A job in a few lines: states by step, saved and found again through the tiers."""
+"""A job in a few lines: states by step, saved and restored through the tiers."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from tieredckpt.testing import _Shared
 
 
 def state_at(step: int, size: int = 1 << 18) -> dict[str, Any]:
-    """About a megabyte that only this step has."""
+    """Return about a megabyte of data unique to this step."""
     generator = torch.Generator().manual_seed(step)
     return {
         "w": torch.randn(size, generator=generator),
@@ -36,7 +36,7 @@ def state_at(step: int, size: int = 1 << 18) -> dict[str, Any]:
 
 @contextlib.contextmanager
 def in_process_agent(store: NodeStore) -> Iterator[NodeAgentService]:
-    """While the block runs, sessions of this process use an agent with this store; both are closed at its end."""
+    """Let sessions of this process use an agent with this store; close both at the end."""
     with contextlib.ExitStack() as stack:
         stack.enter_context(contextlib.closing(store))
         node = stack.enter_context(contextlib.closing(NodeAgentService(store)))
@@ -56,7 +56,7 @@ class CheckpointJob:
         return Checkpointer(f"tiered://{self.name}", settings=self.settings, on_sigterm="ignore", **arguments)
 
     def save(self, *steps: int, durable: bool = True, size: int = 1 << 18, **arguments: Any) -> None:
-        """Save steps; wait until they are sealed, and (all of them) durable."""
+        """Save steps and wait until they are sealed and, with ``durable``, durable."""
         with self.checkpointer(**arguments) as ckpt:
             for step in steps:
                 saved = ckpt.save(state_at(step, size), step)
@@ -65,7 +65,7 @@ class CheckpointJob:
                     assert ckpt.wait("durable", timeout_s=60), ckpt.session.agent.drain_status(self.name)
 
     def assert_restores(self, step: int, *, tiers: set[str], size: int = 1 << 18, named: int | None = None) -> None:
-        """A restore finds ``step``, bit for bit, out of these tiers."""
+        """Assert that a restore reads ``step``, bit for bit, from these tiers."""
         with self.checkpointer() as ckpt:
             found = zeros_like_state(state_at(max(step, 0), size))
             assert ckpt.restore(found, named) == step
@@ -74,7 +74,7 @@ class CheckpointJob:
             assert_same_bits(state_at(step, size), found)
 
     def lose_memory(self) -> None:
-        """The node is gone, and everything in its memory with it."""
+        """Lose the node with everything in its memory."""
         close_sessions()
         stop_agent(self.agent_dir, signal.SIGKILL)
         shutil.rmtree(self.agent_dir, ignore_errors=True)
@@ -88,12 +88,12 @@ def bucket_url(prefix: str = "") -> str:
 
 
 def durable_settings(server: S3Server, **changes: Any) -> DurableSettings:
-    """A durable tier below a fresh prefix of the server's bucket."""
+    """Return settings for a durable tier below a new prefix of the server's bucket."""
     return server.settings(url=bucket_url(), **changes)
 
 
 def list_objects(server: S3Server, settings: DurableSettings) -> dict[str, int]:
-    """What the bucket has below the URL: names (relative to it) and sizes."""
+    """Return names (relative to the URL) and sizes of the objects below the URL."""
     prefix = settings.url.removeprefix(f"s3://{BUCKET}/") + "/"
     found = {}
     with server.client() as client:

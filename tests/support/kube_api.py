@@ -1,7 +1,7 @@
-"""An API server in memory, over HTTP: lists, watches, versions and preconditions as Kubernetes has them, and faults.
+"""In-memory API server over HTTP, with watches, versions, preconditions and injected faults.
 
-``tests/contract/test_kubernetes_api.py`` holds it against a real one. It knows no kinds: a path is a collection, and
-what is put there is kept. Tests look at it and change it by its methods, as other clients of the server would.
+``tests/contract/test_kubernetes_api.py`` compares it with a real server. It knows no kinds: a path is a collection, and
+every object put there is stored. Tests read and change it with its methods, like other clients of the server.
 """
 
 from __future__ import annotations
@@ -28,19 +28,19 @@ _PATH = re.compile(
 
 
 class FakeApiServer:
-    """One server; ``url`` is where."""
+    """One server, at ``url``."""
 
     def __init__(self) -> None:
         self.asked: list[tuple[str, str]] = []
-        """Method and path of every request but watches."""
+        """Method and path of every request except watches."""
         self.groups: dict[str, list[str]] = {}
-        """Versions of API groups, for those who look which there are."""
+        """Versions by API group, for clients that use discovery."""
         self.watches = 0
-        """How many were begun."""
+        """Number of watches begun."""
         self._changed = threading.Condition()
         self._version = 1
         self._oldest = 1
-        """What came before is forgotten: a watch from there is too old."""
+        """Oldest version that a watch can start from. Older ones get 410."""
         self._objects: dict[tuple[str, str, str], dict[str, Any]] = {}
         self._events: list[tuple[int, str, str, dict[str, Any]]] = []
         self._failing: list[tuple[str, str, int, bool]] = []
@@ -78,10 +78,10 @@ class FakeApiServer:
             thread.join()
             self._server.server_close()
 
-    # -- what tests do ------------------------------------------------------------------------------------------------
+    # -- for the tests ------------------------------------------------------------------------------------------------
 
     def put(self, kind: str, one: Mapping[str, Any]) -> dict[str, Any]:
-        """Somebody makes it, or changes it."""
+        """Create or replace an object as another client."""
         meta = one["metadata"]
         with self._changed:
             return copy.deepcopy(self._put(kind, meta.get("namespace", ""), dict(one)))
@@ -99,7 +99,7 @@ class FakeApiServer:
             return copy.deepcopy([one for (found, _, _), one in sorted(self._objects.items()) if found == kind])
 
     def changes(self, kind: str, after: int) -> list[tuple[int, str, dict[str, Any]]]:
-        """What a watch of that kind says after a version: version, word and object."""
+        """Return the events of a watch of ``kind`` after a version: version, type and object."""
         with self._changed:
             found = [one for one in self._events if one[0] > after and one[2] == kind]
             return [(version, word, copy.deepcopy(one)) for version, word, _, one in found]
@@ -110,7 +110,7 @@ class FakeApiServer:
             return self._version
 
     def compact(self) -> None:
-        """Watches are cut, and cannot be taken up where they were."""
+        """Cut all watches and expire their versions, so that clients must list again."""
         with self._changed:
             self._version += 1
             self._oldest = self._version
@@ -123,23 +123,23 @@ class FakeApiServer:
             self._changed.notify_all()
 
     def hold_watches(self, kind: str = "", *, hold: bool = True) -> None:
-        """Nothing is said to anybody, or nothing of that kind, until they are let go."""
+        """Hold back the events of all watches, or of one kind, until called with ``hold=False``."""
         with self._changed:
             self._held = (kind or "all") if hold else ""
             self._changed.notify_all()
 
     def fail(self, method: str, path: str, code: int, *, after: bool = False) -> None:
-        """The next request of that method whose path contains ``path``; ``after`` it was carried out, or before."""
+        """Fail the next ``method`` request whose path contains ``path``, before or ``after`` it takes effect."""
         with self._changed:
             self._failing.append((method, path, code, after))
 
     def clear_failures(self) -> None:
-        """Nothing fails any more."""
+        """Cancel the failures that :meth:`fail` requested."""
         with self._changed:
             self._failing.clear()
 
     def clear(self) -> None:
-        """For another story: nothing is there, and nothing fails."""
+        """Remove all objects, failures and recorded requests."""
         with self._changed:
             self._objects.clear()
             self._failing.clear()
@@ -160,13 +160,13 @@ class FakeApiServer:
             with self._changed:
                 self.asked.append((handler.command, parts.path))
         if failing is not None and not failing[3]:
-            _reply(handler, failing[2], {"message": "it is told to fail"})
+            _reply(handler, failing[2], {"message": "failure injected before the request"})
             return
         group = parts.path.rpartition("/")[2]
         if group in self.groups and parts.path == f"/apis/{group}":
             _reply(handler, 200, {"versions": [{"version": one} for one in self.groups[group]]})
         elif found is None:
-            _reply(handler, 404, {"message": "there is no such path"})
+            _reply(handler, 404, {"message": "path not found"})
         elif "watch" in query:
             self._watch(handler, found, query)
         else:
@@ -174,7 +174,7 @@ class FakeApiServer:
                 code, said = self._execute(handler.command, found, query, body)
                 said = copy.deepcopy(said)
             if failing is not None:
-                code, said = failing[2], {"message": "it was done, and told to fail"}
+                code, said = failing[2], {"message": "failure injected after the request"}
             _reply(handler, code, said)
 
     def _execute(
@@ -253,7 +253,7 @@ class FakeApiServer:
                     _chunk(handler, {"type": "BOOKMARK", "object": {"metadata": {"resourceVersion": str(since)}}})
             handler.wfile.write(b"0\r\n\r\n")
 
-    # -- within -------------------------------------------------------------------------------------------------------
+    # -- internals -----------------------------------------------------------------------------------------------------
 
     def _selected(self, kind: str, namespace: str | None, query: Mapping[str, str]) -> Iterator[dict[str, Any]]:
         for (found, _, _), one in sorted(self._objects.items()):
@@ -290,7 +290,7 @@ def _matches(one: Mapping[str, Any], namespace: str | None, query: Mapping[str, 
 
 
 def _has_disconnected(handler: Any) -> bool:
-    """Whoever watches says nothing any more; what can be read of him is his end."""
+    """Whether the watching client has closed its connection. It never sends anything else."""
     return bool(select.select([handler.connection], [], [], 0)[0])
 
 
@@ -311,7 +311,7 @@ def _reply(handler: Any, code: int, said: Mapping[str, Any]) -> None:
 
 
 class FakeKubelets:
-    """Binds what is not bound, and takes away what is to go, each time it is asked."""
+    """Fake kubelets: each sync binds unbound pods and removes terminating ones."""
 
     def __init__(self, api: FakeApiServer) -> None:
         self._api = api
@@ -329,7 +329,7 @@ class FakeKubelets:
 
 
 def official_client(url: str) -> Any:
-    """The official client, for :class:`integration.kubernetes.api_client.ApiServerClient`."""
+    """Return the official client, for :class:`integration.kubernetes.api_client.ApiServerClient`."""
     from kubernetes import client
 
     configuration = client.Configuration()

@@ -1,4 +1,4 @@
-"""Jobs on the test cluster, with real agents in their pods, and the controller as a process that can be killed."""
+"""Jobs on the test cluster with real agents in their pods, and a controller process to kill."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ class ControllerProcess:
             )
 
     def kill(self) -> None:
-        """As an eviction without grace does."""
+        """Kill the controller, as an eviction without a grace period does."""
         assert self._process is not None
         self._process.kill()
         self._process.wait()
@@ -74,7 +74,7 @@ class RunningJob:
 
     script = ROOT / "tests" / "support" / "kube_training.py"
     options: Sequence[str] = ()
-    """More of them, for the agent."""
+    """Additional options of the agent."""
 
     def __init__(
         self, kube: KubeClient, kubelet: ProcessKubelet, controller: ControllerProcess, folder: Path, name: str
@@ -141,7 +141,7 @@ class RunningJob:
         return [note for note in map(json.loads, lines) if note["what"] == what]
 
     def worlds(self) -> list[list[dict[str, Any]]]:
-        """What began, world by world, by rank; only those that are complete."""
+        """Return the start notes of each complete world, sorted by rank."""
         found: dict[int, list[dict[str, Any]]] = {}
         for note in self.rank_notes("begins"):
             found.setdefault(note["restart"], []).append(note)
@@ -153,7 +153,7 @@ class RunningJob:
         return int(path.read_text()) if path.exists() else 0
 
     def scale(self, nodes: int) -> None:
-        """As ``kubectl scale`` does."""
+        """Set the number of nodes, as ``kubectl scale`` does."""
         self.kube.patch(f"{self.path}/scale", {"spec": {"replicas": nodes}})
 
     def wait_until(self, holds: Callable[[], Any], what: str) -> None:
@@ -169,7 +169,7 @@ class RunningJob:
             time.sleep(_LOOK_S)
 
     def wait_world(self, size: int, *, restarts: int) -> None:
-        """A world of that size runs that did not when this was last asked, and is past its first steps."""
+        """Wait until a new world of this size, since the last call, is past its first steps."""
 
         found: list[int] = []
 
@@ -194,7 +194,7 @@ class RunningJob:
 
 
 def with_changes(document: dict[str, Any], changes: Sequence[tuple[str, Any]]) -> dict[str, Any]:
-    """The same document with other values at paths like ``spec.replicaSpecs.0.name``; ``...`` takes one away."""
+    """Return a copy with other values at paths like ``spec.replicaSpecs.0.name``; ``...`` deletes one."""
     made = json.loads(json.dumps(document))
     for path, value in changes:
         *way, last = path.split(".")

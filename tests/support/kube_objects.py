@@ -1,4 +1,4 @@
-"""Kubernetes objects as small as they can be."""
+"""Minimal Kubernetes objects."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ TEMPLATE = {"spec": {"containers": [{"name": "pytorch", "image": "train:1", "com
 
 
 def job_object(name: str = "llama", **changes: Any) -> dict[str, Any]:
-    """Two nodes; ``changes`` are of its spec."""
+    """Return a job of two nodes; ``changes`` override fields of its spec."""
     spec: dict[str, Any] = {
         "nprocPerNode": "2",
         "replicaSpecs": [{"name": "workers", "replicas": 2, "template": TEMPLATE}],

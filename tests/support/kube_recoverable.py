@@ -1,6 +1,7 @@
-"""What the ranks of a job with in-process agents run: as :mod:`tests.support.kube_training`, in processes that stay.
+"""Training of a job with in-process agents, which restart it without new processes.
 
-``raise-RANK`` in its folder is an exception in the middle of that rank's step, once; ``finish`` ends the job.
+The file ``raise-RANK`` in its folder makes that rank raise once in the middle of a step; ``finish`` ends the job.
+Otherwise the training is like :mod:`tests.support.kube_training`.
 """
 
 from __future__ import annotations

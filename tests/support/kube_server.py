@@ -1,8 +1,8 @@
 """A real Kubernetes control plane on loopback, for the tests of controller and manifests.
 
 etcd, kube-apiserver, controller-manager (garbage collection, service accounts) and scheduler, as ``tests/system/
-kubernetes/build.sh`` made them. There are no kubelets: nodes are objects, and :mod:`tests.support.process_kubelet`
-runs what is bound to them.
+kubernetes/build.sh`` built them. There are no kubelets: nodes are objects, and :mod:`tests.support.process_kubelet`
+runs the pods bound to them.
 """
 
 from __future__ import annotations
@@ -31,13 +31,13 @@ _CONTROLLERS = "garbagecollector,namespace,serviceaccount,serviceaccount-token,p
 
 
 def server_folder() -> Path:
-    """Where they are, or would be."""
+    """Return the folder of the programs, whether built or not."""
     said = subprocess.run([BUILD, "--where"], capture_output=True, text=True, check=True, timeout=200)
     return Path(said.stdout.strip())
 
 
 def missing_reason() -> str:
-    """Why there is no control plane to be had here; empty where there is one."""
+    """Return why no control plane can run here, or an empty string."""
     return (
         ""
         if (server_folder() / "complete").exists()
@@ -46,7 +46,7 @@ def missing_reason() -> str:
 
 
 class ApiRefusedError(Exception):
-    """What the API server did not do."""
+    """Refusal of a request by the API server."""
 
     def __init__(self, status: int, said: str) -> None:
         super().__init__(f"{status}: {said}")
@@ -55,7 +55,7 @@ class ApiRefusedError(Exception):
 
 @dataclass
 class KubeClient:
-    """One user's way to a control plane."""
+    """One user's client of a control plane."""
 
     url: str
     authority: Path
@@ -87,7 +87,7 @@ class KubeClient:
         return self.request("GET", path)
 
     def find(self, path: str) -> Any:
-        """What is there, or ``None``."""
+        """Return the object at ``path``, or ``None``."""
         try:
             return self.request("GET", path)
         except ApiRefusedError as refused:
@@ -117,11 +117,11 @@ class KubeClient:
         return self.request("PATCH", path, dict(document), kind="application/apply-patch+yaml")
 
     def wait_served(self, path: str) -> None:
-        """A kind is served a moment after its definition has come."""
+        """Wait until the server serves a kind, which takes a moment after its definition."""
         wait_until(lambda: self.find(path), f"{path} is served", _START_S)
 
     def as_service_account(self, namespace: str, name: str) -> KubeClient:
-        """The same cluster, with no more rights than that account has."""
+        """Return a client of the same cluster with the rights of that account."""
         asked = {"apiVersion": "authentication.k8s.io/v1", "kind": "TokenRequest", "spec": {"audiences": []}}
         path = f"/api/v1/namespaces/{namespace}/serviceaccounts/{name}/token"
         return KubeClient(self.url, self.authority, self.create(path, asked)["status"]["token"], self.folder)
@@ -150,7 +150,7 @@ _CLUSTER_WIDE = {"Namespace", "Node", "ClusterRole", "ClusterRoleBinding", "Cust
 
 
 def collection(document: Mapping[str, Any]) -> str:
-    """The path of all objects of a document's kind, in its namespace."""
+    """Return the path of all objects of a document's kind, in its namespace."""
     version, kind = document["apiVersion"], document["kind"]
     root = f"/apis/{version}" if "/" in version else f"/api/{version}"
     plural = _PLURALS.get(kind, f"{kind.lower()}{'es' if kind.endswith('s') else 's'}")
@@ -161,7 +161,7 @@ def collection(document: Mapping[str, Any]) -> str:
 
 @contextlib.contextmanager
 def control_plane(folder: Path, *options: str) -> Iterator[KubeClient]:
-    """From when it answers until the block ends; about 400 MB of memory. ``options``: more, for the API server."""
+    """Run a control plane, using about 400 MB of memory. ``options`` go to the API server."""
     programs = server_folder() / "bin"
     keys = folder / "pki"
     keys.mkdir(parents=True)
@@ -171,7 +171,7 @@ def control_plane(folder: Path, *options: str) -> Iterator[KubeClient]:
     (folder / "tokens.csv").write_text(f"{_ADMIN},admin,1,system:masters\n")
     store, peers, secure, manager, scheduler = (free_port() for _ in range(5))
     etcd = f"http://127.0.0.1:{store}"
-    # One processor is enough for a cluster of three nodes, and leaves the other one to the ranks.
+    # Two processors suffice for a small cluster and leave the others to the ranks.
     env = {**os.environ, "GOMAXPROCS": "2"}
     with contextlib.ExitStack() as stack:
         stack.enter_context(
@@ -228,7 +228,7 @@ def control_plane(folder: Path, *options: str) -> Iterator[KubeClient]:
 
 
 def add_node(kube: KubeClient, name: str, *, labels: Mapping[str, str] | None = None) -> None:
-    """A machine that is there and ready, with room for pods."""
+    """Create a ready node with room for pods."""
     labels = {"kubernetes.io/hostname": name, **(labels or {})}
     kube.create("/api/v1/nodes", {"apiVersion": "v1", "kind": "Node", "metadata": {"name": name, "labels": labels}})
     room = {"cpu": "16", "memory": "64Gi", "pods": "110"}

@@ -1,7 +1,7 @@
-"""What the ranks of a job on the test cluster run: one sum over all of them a step, from where the last world stopped.
+"""Training of a job on the test cluster: one all-reduce a step, resuming where the last world stopped.
 
-Files in the folder that is its argument are the test's words: ``crash-RANK`` ends that rank with 9, once; ``finish``
-ends the job at the next step. Every world writes a line when it begins and one when it stops.
+The test controls it by files in the folder given as argument. ``crash-RANK`` exits that rank with status 9, once.
+``finish`` ends the job at the next step. Every rank writes a line when it begins and one when it stops.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
-"""Kueue's part of an API server, as far as its Workloads are concerned: definitions with the fields that its API has.
+"""Custom resource definitions of Kueue's Workloads, with the fields of its API.
 
-Written from its reference; whatever has nothing to do with queues (the inside of a pod's template) is taken as it is.
+Written from Kueue's reference. Fields that do not concern queues, such as a pod template's, are accepted unchecked.
 """
 
 from __future__ import annotations
@@ -137,7 +137,10 @@ _KINDS = {
 
 
 def install(kube: KubeClient, version: str = "v1beta2", *, group: str = "kueue.x-k8s.io") -> None:
-    """One version, since a server without Kueue's own converter would drop what only one of two has."""
+    """Install one version.
+
+    Without Kueue's converter, a server would drop fields that only one of two versions has.
+    """
     for kind, (plural, scope, schema) in _KINDS.items():
         served = {
             "name": version,
@@ -147,7 +150,7 @@ def install(kube: KubeClient, version: str = "v1beta2", *, group: str = "kueue.x
             **({"subresources": {"status": {}}} if kind == "Workload" else {}),
         }
         names = {"kind": kind, "plural": plural, "singular": kind.lower(), "listKind": f"{kind}List"}
-        # A group like Kueue's is one of those that only Kubernetes' own reviewers let a definition into.
+        # Definitions in a ``*.k8s.io`` group need this annotation.
         approved = {"api-approved.kubernetes.io": "https://github.com/kubernetes-sigs/kueue"}
         kube.apply(
             {

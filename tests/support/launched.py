@@ -1,4 +1,4 @@
-"""Ranks with the environment that launchers give, forked from a process that has imported torch already."""
+"""Ranks with a launcher's environment, forked from a process that has imported torch."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ Say = Callable[[str], None]
 def start_ranks(
     zygote: Zygote, ranks: int, port: int, function: Callable[..., Any], *args: Any, **environ: str
 ) -> list[RunningProcess]:
-    """One node with so many ranks, which meet at a store that the launcher keeps at ``port``."""
+    """Start the ranks of one node, which meet at the launcher's store at ``port``."""
     return [
         zygote.start(
             function,
@@ -55,13 +55,13 @@ class _Lines(io.StringIO):
 
 
 def run_script(say: Say, path: str) -> None:
-    """A script as it stands."""
+    """Run a script unchanged."""
     with contextlib.redirect_stdout(_Lines(say)):
         runpy.run_path(path, run_name="__main__")
 
 
 def run_torchrun(say: Say, path: str, options: Sequence[str], *args: str) -> None:
-    """``torchrun`` itself; its ranks are new processes."""
+    """Run ``torchrun`` itself; its ranks are new processes."""
     from torch.distributed.run import main
 
     forked_starts.fork_template()
@@ -82,7 +82,7 @@ def build_state() -> tuple[Any, Any, dict[str, Any]]:
 
 
 def one_step(model: Any, optimizer: Any, step: int, folder: str) -> None:
-    """In step 2 it says that it is there, and waits for ``go``."""
+    """Train one step; in step 2, create ``pid-PID`` and wait for the file ``go``."""
     import torch
 
     loss = model(torch.full((2, 16), float(step))).square().mean()
@@ -96,7 +96,7 @@ def one_step(model: Any, optimizer: Any, step: int, folder: str) -> None:
 
 
 def train_polling(say: Say, folder: str) -> None:
-    """A loop that asks once a step, saves when it is told to, and ends."""
+    """Train until an elastic event, then save and exit."""
     import torch.distributed as dist
 
     from elastic.workers.event_detector import close_detectors, elastic_event_detected
@@ -117,7 +117,7 @@ def train_polling(say: Say, folder: str) -> None:
 
 
 def train_with_loop(say: Say, kind: str, job: str) -> None:
-    """Five steps of :class:`elastic.Loop` with two microbatches; prints every loss and a digest of the parameters."""
+    """Run five steps of :class:`elastic.Loop`; report losses and a digest of the parameters."""
     import torch
     from torch.distributed.fsdp import fully_shard
     from torch.nn.parallel import DistributedDataParallel
@@ -148,7 +148,7 @@ def train_with_loop(say: Say, kind: str, job: str) -> None:
 
 
 def train_in_loop(folder: str) -> None:
-    """A loop for :func:`elastic.run`; says how it ended in files, because who started it keeps what it prints."""
+    """Train under :func:`elastic.run`; report the outcome in a file name, as the launcher captures output."""
     from elastic.workers.train_loop import run
     from tieredckpt import Checkpointer
 

@@ -1,7 +1,7 @@
-"""Jobs whose launcher starts all processes of a world and none of the next one: ``torchrun``, HyperPod's process level.
+"""Jobs whose launcher starts all processes of a world at once: ``torchrun``, HyperPod's process level.
 
-The ranks are the real planes in this process. The launcher is a double of what it does to processes: when one ends with
-an error, or without having been asked to, it ends the others and starts all of them anew, where it was.
+The ranks are real control planes in this process. The launcher is a double: when one process fails or exits early, it
+ends the others and restarts all of them on the same nodes.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ from tests.support.ports import free_port
 
 
 class LaunchedJob:
-    """``torchrun``. Its store outlives the processes."""
+    """Job under ``torchrun``, whose store outlives the processes."""
 
     starts_anew = True
     ends_leftovers = False
     resize_is = NoticeKind.STOP
-    """Nothing but a stop, as far as the ranks can tell: the next world is another start."""
+    """The notice of a resize. The ranks see only a stop, as the next world is another start."""
 
     def __init__(self, size: int) -> None:
         self._server = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
@@ -46,7 +46,7 @@ class LaunchedJob:
         return StoreControlPlane(lambda: connect_store("127.0.0.1", self._server.port), place, limits=HangTimeouts())
 
     def restart(self, size: int, *, fault: bool = True) -> list[Any]:
-        """All processes that are left end, and so many begin."""
+        """End all remaining processes and start ``size`` new ones."""
         self.close()
         self._restarts += fault
         self._start(size)
@@ -67,19 +67,19 @@ class LaunchedJob:
         self.planes[0].request_change(NoticeKind.STOP, "stopped")
 
     def lose_rank(self, seat: Any) -> None:
-        """The launcher sees that a process has ended, and ends all others."""
+        """Lose one process; the launcher then ends all others."""
         self.close()
 
 
 class FakeSignalListener(GroupSignalListener):
-    """An agent's signal, without a process group that gets it."""
+    """Signal of an agent, delivered without a process group."""
 
     def send(self) -> None:
         self._hear()
 
 
 class ProcessLevelJob(LaunchedJob):
-    """Two things are different: the first rank keeps the store, and an agent's signal asks for another size."""
+    """Job at HyperPod's process level: rank 0 serves the store, and a signal requests a resize."""
 
     resize_is = NoticeKind.RESIZE
 
@@ -106,7 +106,7 @@ class ProcessLevelJob(LaunchedJob):
 
 @contextlib.contextmanager
 def launched_job(size: int, spares: int = 0, *, grace_s: float = 60.0, grow_s: float = 60.0) -> Iterator[LaunchedJob]:
-    """Without spares: there are none."""
+    """Run a job under ``torchrun``. It has no spares."""
     with contextlib.closing(LaunchedJob(size)) as job:
         yield job
 

@@ -1,4 +1,4 @@
-"""One model and its AdamW state in every layout and on every mesh, with values that everybody can work out alone."""
+"""One model with AdamW state in every layout and mesh, with values computable without sharding."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class Variant(NamedTuple):
 
 
 def variants(most: int) -> list[Variant]:
-    """Every layout for every world of up to ``most`` ranks; two-dimensional ones on every mesh there is."""
+    """Return every layout for every world of up to ``most`` ranks, 2D layouts on every possible mesh."""
     found = [Variant(kind, (world,)) for kind in ("ddp", "fsdp", "tp") for world in range(1, most + 1)]
     for world in range(1, most + 1):
         meshes = [(rows, world // rows) for rows in range(2, world) if world % rows == 0] or [(1, world)]
@@ -42,7 +42,7 @@ def variants(most: int) -> list[Variant]:
 
 
 def build_variant(variant: Variant, *, blank: bool) -> tuple[nn.Module, torch.optim.Optimizer]:
-    """The model with its values, or (``blank``) with others."""
+    """Build the model with the expected values, or with others if ``blank``."""
     torch.manual_seed(SEED + blank)
     model: nn.Module = Net()
     kind, mesh = variant
@@ -72,7 +72,7 @@ def build_variant(variant: Variant, *, blank: bool) -> tuple[nn.Module, torch.op
 
 @torch.no_grad()
 def _fill(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
-    """Optimizer state out of the parameters, by powers of two: exact, element by element, in any sharding."""
+    """Derive optimizer state from the parameters by powers of two, exact in any sharding."""
     for parameter in model.parameters():
         moments = optimizer.state[parameter]
         moments["step"].fill_(7)
@@ -83,7 +83,7 @@ def _fill(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
 
 
 def expected_state() -> dict[str, Any]:
-    """The whole state, worked out without any sharding."""
+    """Compute the whole state without sharding."""
     torch.manual_seed(SEED)
     model = Net()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
@@ -99,7 +99,7 @@ def expected_state() -> dict[str, Any]:
 
 
 def fill_with_poison(state: Any) -> None:
-    """Make sure that nothing of what is to be loaded is there already."""
+    """Overwrite all values, so that a test notices values that a load did not write."""
     if isinstance(state, torch.Tensor):
         local = state.to_local() if isinstance(state, DTensor) else state
         with torch.no_grad():

@@ -1,4 +1,4 @@
-"""What every place of the record of who leads promises; tests of a place call this."""
+"""Contract of every store of the leader record; tests of each store call these checks."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def check_conditional_write(place: LeaderRecordStore) -> None:
 
 
 def check_deleted_record_stays_deleted(place: LeaderRecordStore, delete: Callable[[], None]) -> None:
-    """Also where another one is there by now that says the same."""
+    """Check that a stale write fails, even if another record with equal content exists."""
     first = place.write(LeaderRecord("a", 2), None)
     delete()
     assert place.read() is None
@@ -52,7 +52,7 @@ def check_deleted_record_stays_deleted(place: LeaderRecordStore, delete: Callabl
 
 
 def check_concurrent_writes(places: list[LeaderRecordStore]) -> None:
-    """Each round all of them read, and then all try to write over what they have read."""
+    """Check that of concurrent writes over the same record exactly one succeeds."""
     record = places[0].write(LeaderRecord(UNKNOWN_HOLDER, 1), None)
     for number in range(5):
         together = threading.Barrier(len(places))

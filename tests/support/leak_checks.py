@@ -1,4 +1,4 @@
-"""Every test ends with nothing left of it. A plugin of its own: hooks of a conftest do not see session fixtures."""
+"""Plugin that fails a test which leaks. Hooks of a conftest do not see session fixtures."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ import pytest
 from tests.support import leaks
 
 _lasting = leaks.NOTHING
-"""What fixtures of modules and of the whole session have made; they end it themselves."""
+"""Footprint of module and session fixtures, which clean up themselves."""
 
 _there: leaks.Footprint | None = None
-"""After the test before this one."""
+"""Footprint after the previous test."""
 
 
 @pytest.hookimpl(wrapper=True)
@@ -30,7 +30,7 @@ def pytest_fixture_setup(fixturedef: Any) -> Iterator[Any]:
 
 @pytest.fixture(autouse=True)
 def no_leaks() -> Iterator[None]:
-    """Every test ends with no extra thread, child process, agent or arena."""
+    """Fail if the test leaves a thread, child process, agent or arena."""
     global _there
     before = _there or leaks.current_footprint()
     yield

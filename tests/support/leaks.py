@@ -1,4 +1,4 @@
-"""What a test leaves behind: threads, child processes, agents and arenas."""
+"""Leaks of a test: threads, child processes, agents and arenas."""
 
 from __future__ import annotations
 
@@ -12,26 +12,26 @@ from typing import NamedTuple
 
 _PATIENCE_S = 60.0
 _LASTING_THREADS = ("fsspecIO", "asyncio_")
-"""Made by a library at first use and meant to stay: the loop that fsspec has, and who resolves names for it."""
+"""Threads that libraries keep for the process lifetime: fsspec's loop and its name resolver."""
 _LASTING_CHILDREN = (b"multiprocessing",)
-"""Rank pools are kept warm between tests and grow in any of them; their own fixtures end them."""
+"""Command lines of rank pools, which tests share and grow; their fixtures end them."""
 
 
 def process_prefix(kind: str) -> str:
-    """The beginning of names on shared memory that belong to this test process: others may be running beside it."""
+    """Return the prefix of shared-memory names of this test process, as others may run in parallel."""
     return f"{kind}-test-{os.getpid()}-"
 
 
 class Footprint(NamedTuple):
-    """What exists right now."""
+    """Current threads, child processes and places of this process."""
 
     threads: frozenset[threading.Thread]
     children: frozenset[int]
     places: frozenset[str]
-    """Sockets that are listened on, directories on shared memory, and network namespaces."""
+    """Listening sockets, directories on shared memory, and network namespaces."""
 
     def difference(self, *others: Footprint) -> list[str]:
-        """What is here and in none of the others, in words."""
+        """Describe the items of this footprint that no other has."""
         threads = self.threads.difference(*(other.threads for other in others))
         children = self.children.difference(*(other.children for other in others))
         places = self.places.difference(*(other.places for other in others))
@@ -41,7 +41,7 @@ class Footprint(NamedTuple):
         for pid in children:
             command = _command(pid)
             if not any(word in command for word in _LASTING_CHILDREN):
-                found.append(f"process {pid} ({command.decode(errors='replace') or 'ended, and nobody waited for it'})")
+                found.append(f"process {pid} ({command.decode(errors='replace') or 'a zombie'})")
         return found + sorted(places)
 
 
@@ -61,7 +61,7 @@ def added(before: Footprint, after: Footprint) -> Footprint:
 
 
 def wait_for_cleanup(before: Footprint, lasting: Footprint) -> tuple[Footprint, list[str]]:
-    """What there is, and what of it is left although it was given some time to go."""
+    """Wait until all leaks are gone; return the footprint and the leaks left at the timeout."""
     deadline = time.monotonic() + _PATIENCE_S
     while left := (there := current_footprint()).difference(before, lasting):
         if time.monotonic() > deadline:
@@ -71,13 +71,16 @@ def wait_for_cleanup(before: Footprint, lasting: Footprint) -> tuple[Footprint, 
 
 
 _others: set[int] = set()
-"""Processes that are not ours: whoever is somebody else's child never becomes one of ours."""
+"""Pids of processes that are not our children and never become ours."""
 
 
 def _children() -> Iterator[int]:
-    """By everybody's parent: the kernel's own list of children leaves some out while others come and go."""
+    """Yield our children by the parent of every process.
+
+    The kernel's list of children may omit some while others start and end.
+    """
     me, here = str(os.getpid()), {int(name) for name in os.listdir("/proc") if name.isdigit()}  # noqa: PTH208 - names do
-    _others.intersection_update(here)  # a number may be given again
+    _others.intersection_update(here)  # pids are reused
     for pid in here - _others:
         with contextlib.suppress(OSError):  # it ended meanwhile
             with open(f"/proc/{pid}/stat", "rb") as file:  # noqa: PTH123 - this is done twice a test

@@ -1,4 +1,4 @@
-"""A tiny model under Lightning's Trainer, for child processes: dropout, shuffled resumable batches, AdamW."""
+"""Tiny model under Lightning's Trainer: dropout, shuffled resumable batches, AdamW."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def batches(seed: int = 1) -> StatefulDataLoader:
 
 
 class Reporter(Callback):
-    """Says each loss, and runs ``at[step]`` once the step and its saves are done."""
+    """Callback that reports each loss and runs ``at[step]`` after that step and its saves."""
 
     def __init__(self, say: Callable[[str], None], at: dict[int, Callable[[], object]]) -> None:
         self._say = say
@@ -102,7 +102,7 @@ def fit(
     inspect: Callable[[Trainer], Any] | None = None,
     validates: bool = False,
 ) -> Any:
-    """Train, and return a digest of the final state, or what ``inspect`` returns of the trainer."""
+    """Train and return a digest of the final state, or the result of ``inspect(trainer)``."""
     warnings.simplefilter("ignore")
     logging.getLogger("lightning").setLevel(logging.ERROR)
     seed_everything(1, verbose=False)

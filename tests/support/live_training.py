@@ -1,4 +1,4 @@
-"""A small model that saves seldom, of which one rank dies at a chosen place: what its ranks run, and undisturbed."""
+"""Small model with rare saves; a rank dies at a chosen place. Also runs undisturbed."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ JOB = "tiered://live"
 
 
 class DataCursor:
-    """Where in its data the training is."""
+    """Position of the training in its data."""
 
     def __init__(self) -> None:
         self.position = 0
@@ -33,7 +33,7 @@ class DataCursor:
 
 
 class Training:
-    """A model, wrapped in the way that ``kind`` says, and everything that is trained with it."""
+    """A model, wrapped according to ``kind``, with its optimizer, scheduler and data."""
 
     def __init__(self, kind: str, optimizer: str, size: int, rank: int) -> None:
         torch.manual_seed(0)
@@ -65,7 +65,7 @@ class Training:
         fully_shard(model, mesh=mesh)
 
     def step(self, step: int, die: Callable[[str], None]) -> str:
-        """One step; what it was, to the last bit."""
+        """Train one step and return the exact loss."""
         assert self.cursor.position == step
         mine = 0 if self.kind == "norm" else self.rank  # DDP trains with the first rank's statistics
         batch = torch.randn(6, 12, generator=torch.Generator().manual_seed(100 * step + mine))
@@ -84,7 +84,7 @@ class Training:
         return loss.item().hex()
 
     def bits(self) -> str:
-        """Of all parameters, buffers and moments."""
+        """Return a digest of all parameters, buffers and moments."""
         tensors = [*self.model.state_dict().values()]
         tensors += [one for state in self.optimizer.state.values() for one in state.values()]
         return digest([full_tensor(one) if isinstance(one, DTensor) else one.detach() for one in tensors])
@@ -96,9 +96,10 @@ def reference_steps(_say: Callable[[str], None], kind: str, optimizer: str, tota
 
 
 def train(say: Callable[[str], None], address: str, kind: str, optimizer: str, total: int, at: str) -> str:
-    """``at``: where rank 1 of the first world dies, as ``STEP PLACE``, again and again as ``STEP PLACE;STEP PLACE``.
+    """Train; ranks die where ``at`` says.
 
-    ``STEP PLACE 1,2`` has ranks 1 and 2 die.
+    ``STEP PLACE`` kills rank 1 of the first world, ``STEP PLACE 1,2`` kills ranks 1 and 2. Entries after ``;`` apply to
+    the following worlds.
     """
     from elastic.workers.train_loop import run
     from tests.support.socket_control_plane import SocketControlPlane

@@ -1,12 +1,12 @@
-"""Several nodes of one job in this process: real stores and neighbourhoods on a network that does what a test says.
+"""Several nodes of one job in this process: real stores and peers on a simulated network.
 
 ::
 
-    with neighbours("n1", "n2", "n3") as all_of_them:
+    with local_nodes("n1", "n2", "n3") as all_of_them:
         n1, n2, n3 = all_of_them
         n1.write(key(1, 0))
-        all_of_them.settle(1)
-        all_of_them.network.lose("n2")
+        all_of_them.wait_replicated(1)
+        all_of_them.lose("n2")
 """
 
 from __future__ import annotations
@@ -37,11 +37,11 @@ JOB = "job"
 SECRET = b"a secret of the tests, long enough"
 QUICK = MembershipSettings(heartbeat_s=0.1, ping_timeout_s=1.0, dead_after_s=0.5)
 PATIENCE_S = 200.0
-"""Others may be using this machine, too. Nothing here waits longer than it has to."""
+"""Timeout in seconds of all waits, generous as the machine may be busy."""
 
 
 def wait_until(ready: Callable[[], Any], what: str = "", timeout_s: float = PATIENCE_S) -> Any:
-    """Wait for something that happens on other threads or in other processes; what ``ready`` said in the end."""
+    """Wait until ``ready`` returns a true value, and return it."""
     deadline = time.monotonic() + timeout_s
     while not (found := ready()):
         assert time.monotonic() < deadline, f"it did not happen: {what or ready}"
@@ -50,7 +50,7 @@ def wait_until(ready: Callable[[], Any], what: str = "", timeout_s: float = PATI
 
 
 class LocalNode:
-    """One node: its store, and what it has to do with the others."""
+    """One node: its store and its peers."""
 
     def __init__(
         self,
@@ -74,7 +74,7 @@ class LocalNode:
         self.open()
 
     def open(self) -> None:
-        """Start its agent, with what lies in its directory."""
+        """Start its agent on its directory."""
         self.store = NodeStore(TmpfsArena(self.directory), StoreSettings(budget=self.budget), threads=1)
         identity = NodeIdentity(NodeId(self.name), self._listen, parse_labels(self.labels), membership=self._membership)
         self.node_peers = NodePeers(self.store, identity, self.transport, version="test", shared=SHARED_BLOBS)
@@ -82,7 +82,7 @@ class LocalNode:
         self.is_open = True
 
     def close(self) -> None:
-        """End its agent; what is in its directory stays there."""
+        """Stop its agent, leaving its directory."""
         if self.is_open:
             self.is_open = False
             self.store.table.close()
@@ -90,7 +90,7 @@ class LocalNode:
             self.store.close()
 
     def wipe(self) -> None:
-        """What it had in memory is gone."""
+        """Lose the node's memory."""
         shutil.rmtree(self.directory)
 
     # -- with the others ----------------------------------------------------------------------------------------------
@@ -110,7 +110,7 @@ class LocalNode:
 
     @property
     def newest_replicated(self) -> int:
-        """The newest version that has all its copies as far as this node knows; -1 for none."""
+        """Newest version that this node knows to have all copies, or -1."""
         group = self.store.jobs.versions(JOB).replicated
         return -1 if group is None else group.version
 
@@ -138,7 +138,7 @@ class LocalNode:
         return [damage.reason for damage in self.store.status().damage_reports]
 
     def read(self, of: ShardKey, *, sources: list[str] | None = None, streams: int = 2) -> tuple[bytes, ReadResult]:
-        """A whole shard from other nodes, as a loading rank would get it."""
+        """Read a whole shard from other nodes, as a restoring rank does."""
         team = self.job_peers
         there = sources or [node for node in team.shard_sources(fresh=True).get(of, ()) if node != self.name]
         said = {}
@@ -153,7 +153,7 @@ class LocalNode:
 
 
 class LocalNodes:
-    """A job's nodes. What was opened is closed in the end."""
+    """Nodes of a job, all closed together."""
 
     def __init__(
         self,
@@ -189,7 +189,7 @@ class LocalNodes:
         return JobPeersConfig(**{"secret": self.secret, "settings": self.settings, "member_list": roster, **changes})
 
     def join_all(self) -> None:
-        """All nodes that are open are the job's, and know it."""
+        """Join all open nodes to the job and wait until they see each other."""
         here = [node for node in self if node.is_open]
         plan = self.peers_config()
         for node in here:
@@ -202,14 +202,14 @@ class LocalNodes:
             )
 
     def lose(self, name: str) -> LocalNode:
-        """The node is gone with everything in its memory."""
+        """Lose a node with everything in its memory."""
         node = self.nodes.pop(name)
         self.network.kill_node(name)
         node.close()
         return node
 
     def restart(self, name: str, *, empty: bool = False) -> LocalNode:
-        """Its agent ends and another one begins with what it left, or nothing; the others may not notice."""
+        """Restart a node's agent, with an empty memory if ``empty``; the others may not notice."""
         node = self.nodes[name]
         self.network.kill_node(name)
         node.close()
@@ -219,10 +219,10 @@ class LocalNodes:
         return node
 
     def wait_replicated(self, version: int, *names: str) -> None:
-        """Until these nodes (all) know that a version has its copies."""
+        """Wait until these nodes, or all, know that a version has all its copies."""
         for node in [self.nodes[name] for name in names] or list(self):
             wait_until(
-                lambda node=node: node.newest_replicated >= version, f"version {version} is settled on {node.name}"
+                lambda node=node: node.newest_replicated >= version, f"version {version} is replicated on {node.name}"
             )
 
     def holders(self, of: ShardKey) -> set[str]:
@@ -239,7 +239,7 @@ def local_nodes(
     membership: MembershipSettings = QUICK,
     **options: Any,
 ) -> Iterator[LocalNodes]:
-    """Nodes that know each other."""
+    """Run nodes that have joined one job."""
     with contextlib.closing(LocalNodes(**options)) as made:
         for name in names:
             made.add(name, labels(name), membership=membership)

@@ -1,4 +1,4 @@
-"""Several nodes in one process: a store and a neighbourhood each, on a network that a test can break."""
+"""Several nodes in one process, each with a store and peers, on a network that tests can break."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from tieredckpt.agent.peer_tier import SHARED_BLOBS
 JOB = "job"
 QUICK = MembershipSettings(heartbeat_s=0.2, ping_timeout_s=1.0, suspect_after=2, dead_after_s=0.3)
 PATIENT = MembershipSettings(heartbeat_s=0.2, ping_timeout_s=1.0, dead_after_s=600.0)
-"""Nobody who is away for as long as a test takes is taken for dead."""
+"""Settings under which no absent node is declared dead during a test."""
 SECRET = b"0123456789abcdef0123456789abcdef"
 
 
@@ -65,7 +65,7 @@ class StoreNode:
         return team
 
     def stop(self) -> None:
-        """The agent ends; what it kept lies in memory."""
+        """Stop the agent; the data stays in memory."""
         if self.up:
             self.up = False
             self.network.kill_node(self.name)
@@ -73,7 +73,7 @@ class StoreNode:
             self.store.close()
 
     def lose(self) -> None:
-        """The machine is gone, with everything in its memory."""
+        """Lose the machine with everything in its memory."""
         self.stop()
         shutil.rmtree(self.directory, ignore_errors=True)
 
@@ -82,7 +82,7 @@ class StoreNode:
 
 
 class StoreNodes:
-    """A job's nodes."""
+    """Nodes of a job."""
 
     def __init__(
         self,
@@ -104,14 +104,14 @@ class StoreNodes:
         self.claim_job("a", 1)
 
     def join_all(self) -> None:
-        """Everybody who is there is told who belongs to the job."""
+        """Join all live nodes to the job."""
         here = self.live_nodes
         roster = member_list(time.time_ns(), [node.hood.this_node for node in here])
         for node in here:
             node.hood.join(JOB, JobPeersConfig(SECRET, self.settings, member_list=roster), wait_s=0)
 
     def claim_job(self, incarnation: str, epoch: int) -> None:
-        """An incarnation of the job owns it from here on, as soon as its nodes see enough of each other."""
+        """Claim the job for an incarnation on every live node, waiting for a quorum."""
 
         def begun(node: StoreNode) -> bool:
             try:
@@ -130,23 +130,23 @@ class StoreNodes:
         return [node for node in self.all.values() if node.up]
 
     def lose(self, name: str) -> None:
-        """A node is gone, and the others have noticed."""
+        """Lose a node and wait until the others notice."""
         self.all[name].lose()
         wait_until(lambda: all(name not in node.job_peers.membership.alive for node in self.live_nodes))
 
     def is_replicated(self, version: int) -> bool:
-        """Everybody has heard that this version is kept as it is to be."""
+        """Whether every live node knows that this version is replicated."""
         return all(
             node.job_peers.newest_replicated is not None and node.job_peers.newest_replicated.version >= version
             for node in self.live_nodes
         )
 
     def has_no_pending_copies(self) -> bool:
-        """Everything that can be protected is."""
+        """Whether no replication is pending."""
         return all(not node.job_peers.replicator.has_pending for node in self.live_nodes)
 
     def read(self, record: ShardRecord) -> bytes:
-        """A shard as a reader gets it, from whichever node has it."""
+        """Read a shard from any live node that has it."""
         for node in self.live_nodes:
             sources = node.job_peers.shard_sources(fresh=True).get(record.key, ())
             if node.name in sources:
@@ -157,7 +157,7 @@ class StoreNodes:
                 pulled = RangeReader(node.job_peers.membership.client_for).read([wish])
                 assert not pulled.failed
                 return bytes(data)
-        raise AssertionError(f"nobody has {record.key}")
+        raise AssertionError(f"no live node has {record.key}")
 
     def holders(self, key: ShardKey) -> list[str]:
         return [node.name for node in self.live_nodes if key in node.shards()]
@@ -174,7 +174,7 @@ def wait_until(ready: Callable[[], bool], within_s: float = 30.0) -> None:
     deadline = time.monotonic() + within_s
     pause = threading.Event()
     while not ready():
-        assert time.monotonic() < deadline, "it did not come to that"
+        assert time.monotonic() < deadline, f"the condition did not hold within {within_s:.0f} s"
         pause.wait(0.02)
 
 

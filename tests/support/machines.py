@@ -1,6 +1,6 @@
-"""Hosts of a test's network with what makes them machines: a name, shared memory, and /etc/hosts as Debian writes it.
+"""Hosts of a test's network as machines: a name, shared memory, and /etc/hosts as Debian writes it.
 
-There a machine's own name leads to 127.0.1.1, and only the others' names to their addresses.
+There, a machine's own name resolves to 127.0.1.1, and only the other names resolve to network addresses.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ exec "$@"
 
 
 def write_names(directory: Path, machines: Mapping[str, Host]) -> None:
-    """A file for each, for :func:`on_machine`."""
+    """Write the hosts file of each machine, for :func:`on_machine`."""
     for name in machines:
         others = [f"{host.address} {other}" for other, host in machines.items() if other != name]
         lines = ["127.0.0.1 localhost", f"127.0.1.1 {name}", *others, ""]
@@ -27,6 +27,6 @@ def write_names(directory: Path, machines: Mapping[str, Host]) -> None:
 
 
 def on_machine(directory: Path, name: str, command: Sequence[object]) -> list[object]:
-    """A command with that name and shared memory of its own; to be run on the host."""
+    """Wrap a command so that on the host it has that name and its own shared memory."""
     script = _MACHINE.format(name=name, directory=directory)
     return ["unshare", "--mount", "--uts", "--propagation=private", "sh", "-ec", script, "sh", *command]

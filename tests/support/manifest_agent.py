@@ -1,4 +1,4 @@
-"""The node agent as the DaemonSet starts it: its own arguments, with what Kubernetes would put in."""
+"""The node agent as its DaemonSet starts it, with the values that Kubernetes would insert."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def daemon_pod():
 
 
 def agent_command(directory, config, labels):
-    """What the container runs, with a directory, a ConfigMap and labels of this machine; ports are any."""
+    """Return the container's command with local paths and any free ports."""
     (container,) = daemon_pod()["containers"]
     put = {
         ARENA_DIRECTORY: str(directory),
@@ -40,7 +40,7 @@ def agent_command(directory, config, labels):
 
 
 def config_map(folder, **flag):
-    """A ConfigMap with a key for each field, as it is mounted."""
+    """Write a ConfigMap with a key for each field, as it is mounted."""
     folder.mkdir()
     for name, value in flag.items():
         (folder / name).write_text(f"{value}\n")
@@ -48,7 +48,7 @@ def config_map(folder, **flag):
 
 
 def plugged(folder, environ=os.environ):
-    """An environment in which the platform is found, wherever this package is installed from."""
+    """Return an environment in which the platform's entry point is found."""
     info = folder / "manifest_agent-1.dist-info"
     info.mkdir(parents=True, exist_ok=True)
     (info / "METADATA").write_text("Metadata-Version: 2.1\nName: manifest-agent\nVersion: 1\n")

@@ -1,6 +1,6 @@
-"""The kubelets and agents of many small jobs in one process: pods that are bound run at once, and do as they are told.
+"""Kubelets and agents of many small jobs in one process: bound pods run at once and obey requests.
 
-Every pod has an address of its own out of 127.0.0.0/8, and the same port. What a node does beside that is not there.
+Every pod has its own address in 127.0.0.0/8, all with the same port. Nothing else of a node is simulated.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ class _Server(http.server.ThreadingHTTPServer):
 
 
 class ManyAgents:
-    """Process-level agents. ``cluster`` is an administrator's."""
+    """Process-level agents. ``cluster`` needs administrator rights."""
 
     def __init__(self, cluster: ApiServerClient) -> None:
         self._cluster = cluster
@@ -93,7 +93,7 @@ class ManyAgents:
                 self._wake.wait()
                 self._wake.clear()
                 self._sync_due()
-        except BaseException as failure:  # raised again where the test looks
+        except BaseException as failure:  # for the test to raise
             self.failure = failure
 
     def _sync_due(self) -> None:

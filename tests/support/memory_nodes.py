@@ -1,4 +1,4 @@
-"""Nodes whose agents serve ``/v1/cp`` and keep copies for each other."""
+"""Nodes whose agents serve ``/v1/cp`` and hold copies for each other."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ _PATIENCE_S = 200.0
 
 @dataclass
 class MemoryNode:
-    """One of them."""
+    """One node."""
 
     name: str
     directory: Path
@@ -48,7 +48,7 @@ class MemoryNode:
         with contextlib.closing(Client(launch)) as client:
             client.list_shards(
                 MEMORY_SERVICE_JOB
-            )  # one that was just killed may still take a connection, but answers nothing
+            )  # an agent just killed may still accept a connection without answering
 
     @property
     def address(self) -> str:
@@ -64,25 +64,25 @@ class MemoryNode:
             return client.list_shards(MEMORY_SERVICE_JOB)
 
     def wait_shards(self, count: int) -> None:
-        """Until it holds so many, of whoever put them."""
+        """Wait until it holds ``count`` shards, including copies for other nodes."""
         deadline = time.monotonic() + _PATIENCE_S
         while len(self.shard_infos()) != count:
             assert time.monotonic() < deadline, f"{self.name} holds {self.shard_infos()}"
             time.sleep(0.02)
 
     def kill_agent(self) -> None:
-        """Only the agent is gone; what it kept lies in memory."""
+        """Kill only the agent; the data stays in memory."""
         stop_agent(self.directory, signal.SIGKILL)
 
     def lose(self) -> None:
-        """The machine is gone, with its memory."""
+        """Lose the machine with its memory."""
         self.kill_agent()
         shutil.rmtree(self.directory)
 
 
 @contextlib.contextmanager
 def memory_nodes(*names: str, **agent: str) -> Iterator[dict[str, MemoryNode]]:
-    """Their agents, started. One node is alone; several are told of each other."""
+    """Run nodes with started agents; several nodes are configured as peers."""
     base = Path("/dev/shm") / (process_prefix("tieredckpt") + uuid.uuid4().hex[:8])
     base.mkdir(mode=0o700)
     secret = base / "secret"

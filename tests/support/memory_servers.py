@@ -1,6 +1,6 @@
-"""The server that AWS's client library is tested against, and ours, to be asked the same things.
+"""The server that AWS's client library is tested against, and ours, for the same requests.
 
-Theirs is one file of their source distribution: the package index gives it once, after that it is in a cache.
+Theirs is one file of their source distribution, downloaded once from the package index and then cached.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ _COMPARED = ("content-type", "content-length", "shard-meta")
 
 @dataclass(frozen=True)
 class HttpResponse:
-    """What a client can see of an answer."""
+    """Parts of a response that a client sees."""
 
     status: int
     headers: dict[str, str]
@@ -50,7 +50,7 @@ class HttpResponse:
 def request(
     address: str, method: str, path: str, body: bytes | None = None, headers: dict[str, str] | None = None
 ) -> HttpResponse:
-    """One request on a connection of its own."""
+    """Send one request on its own connection."""
     with contextlib.closing(http.client.HTTPConnection(address, timeout=60)) as connection:
         return request_on(connection, method, path, body, headers)
 
@@ -70,7 +70,7 @@ def request_on(
 
 
 def aws_source_file(name: str) -> str:
-    """A file of their source distribution; the test is skipped where the index cannot be reached."""
+    """Return a file of their source distribution; skip the test if the index is unreachable."""
     with tarfile.open(_source()) as archive:
         member = archive.extractfile(f"{PACKAGE}/{name}")
         assert member is not None
@@ -84,19 +84,19 @@ def _source() -> Path:
         cache.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(dir=cache) as folder:
             _download(Path(folder)).rename(kept)
-    assert hashlib.sha256(kept.read_bytes()).hexdigest() == _SHA256, f"{kept} is not what it was"
+    assert hashlib.sha256(kept.read_bytes()).hexdigest() == _SHA256, f"{kept} has a wrong checksum"
     return kept
 
 
 def _download(folder: Path) -> Path:
     command = [sys.executable, "-m", "pip", "download", "-q", "--no-deps", "--no-binary", ":all:", "-d", str(folder)]
-    if importlib.util.find_spec("hatchling") is not None:  # else pip gets it, to look at the package's name
+    if importlib.util.find_spec("hatchling") is not None:  # else pip downloads it to read the package's metadata
         command.append("--no-build-isolation")
     done = subprocess.run(
         [*command, PACKAGE.replace("-", "==")], capture_output=True, text=True, timeout=300, check=False
     )
     if done.returncode:
-        pytest.skip(f"the package index did not give {PACKAGE}: {done.stderr.strip().splitlines()[-1:]}")
+        pytest.skip(f"cannot download {PACKAGE}: {done.stderr.strip().splitlines()[-1:]}")
     return folder / f"{PACKAGE}.tar.gz"
 
 
@@ -111,7 +111,7 @@ uvicorn.Server(config).run(sockets=[socket.socket(fileno=int(sys.argv[2]))])
 
 @contextlib.contextmanager
 def aws_server() -> Iterator[str]:
-    """Their server, of which every block has one of its own."""
+    """Run a new instance of their server."""
     with tempfile.TemporaryDirectory() as folder, socket.socket() as listener:
         (Path(folder) / "membrain_server.py").write_text(aws_source_file("tests/local_tests/membrain_server.py"))
         listener.bind(("127.0.0.1", 0))
@@ -120,7 +120,7 @@ def aws_server() -> Iterator[str]:
         process = subprocess.Popen([sys.executable, "-c", _SERVE, folder, str(number)], pass_fds=[number])
         try:
             address = f"127.0.0.1:{listener.getsockname()[1]}"
-            assert request(address, "GET", "/health").status == 200  # it answers once it is there
+            assert request(address, "GET", "/health").status == 200  # answers once the server has started
             yield address
         finally:
             process.kill()
@@ -138,7 +138,7 @@ def our_service(budget: str = "256MiB") -> Iterator[tuple[MemoryService, NodeSto
 
 @contextlib.contextmanager
 def our_server(budget: str = "256MiB", access: TokenCheck | None = None) -> Iterator[str]:
-    """Our service on one node, without its process."""
+    """Run our service for one node in this process."""
     with (
         our_service(budget) as (service, _),
         serve_shards(service, "127.0.0.1", 0, access or TokenCheck(), None) as address,

@@ -1,4 +1,4 @@
-"""A memory service as AWS's library expects one, in this process: what it answers, and no more."""
+"""In-process fake of the memory service that AWS's library expects."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ _SHARD = re.compile(r"/v1/cp/checkpoints/([^/]+)/([0-9]+)/([0-9]+)")
 
 
 class FakeMemoryService:
-    """Namespaces of shards by rank and step; each rank keeps the newest few steps of its own, whole or not."""
+    """Namespaces of shards by rank and step; each rank keeps only its newest steps, complete or not."""
 
     def __init__(self) -> None:
         self.lock = threading.Lock()
         self.namespaces: dict[str, tuple[int, int]] = {}
         self.shards: dict[str, dict[int, dict[int, tuple[bytes, str]]]] = {}
         self.broken = False
-        """Answers 500 to everything."""
+        """Whether to answer every request with 500."""
         self.url = ""
 
     def shard_bytes(self, namespace: str, rank: int, step: int) -> bytes:
@@ -33,12 +33,12 @@ class FakeMemoryService:
         del self.shards[namespace][rank][step]
 
     def replace_shard(self, namespace: str, rank: int, step: int, data: bytes, *, resealed: bool = True) -> None:
-        """Other bytes under the same name, with a checksum that fits them or the old one."""
+        """Replace a shard's bytes, with a new checksum or (``resealed=False``) the old one."""
         meta = shard_meta(data) if resealed else self.shards[namespace][rank][step][1]
         self.shards[namespace].setdefault(rank, {})[step] = (data, meta)
 
     def handle_request(self, method: str, target: str, body: bytes, meta: str) -> tuple[int, bytes, str]:
-        """Status, body and Shard-Meta."""
+        """Return status, body and Shard-Meta."""
         if self.broken:
             return 500, b"broken", ""
         path, query = urlsplit(target).path, parse_qs(urlsplit(target).query)
@@ -100,7 +100,7 @@ class _Handler(http.server.BaseHTTPRequestHandler):
         if meta:
             self.send_header("Shard-Meta", meta)
         self.end_headers()
-        with contextlib.suppress(OSError):  # whoever asked has read enough
+        with contextlib.suppress(OSError):  # the client has read enough and closed
             self.wfile.write(data)
 
     do_POST = do_DELETE = do_GET
@@ -111,7 +111,7 @@ class _Handler(http.server.BaseHTTPRequestHandler):
 
 class _Server(http.server.ThreadingHTTPServer):
     def handle_error(self, *args: object) -> None:
-        """Clients that looked at the beginning hang up."""
+        """Ignore clients that hang up after reading the beginning."""
 
 
 def shard_meta(data: bytes) -> str:

@@ -32,7 +32,7 @@ class Net(nn.Module):
 
 
 def build_model(kind: str, world: int, *, seed: int) -> tuple[nn.Module, torch.optim.Optimizer]:
-    """A trained-a-little model: the same values for the same seed, whatever its distribution."""
+    """Build a model with the same values for the same seed in every distribution."""
     torch.manual_seed(seed)
     model: nn.Module = Net()
     if kind == "ddp":
@@ -74,7 +74,7 @@ def set_state(model: nn.Module, optimizer: torch.optim.Optimizer, state: dict[st
 
 
 def full_state(state: Any) -> Any:
-    """The whole state on every rank: what two distributions of the same values agree on."""
+    """Return the whole state on every rank, equal for two distributions of the same values."""
     if isinstance(state, DTensor):
         return state.full_tensor().detach().clone()
     if isinstance(state, torch.Tensor):

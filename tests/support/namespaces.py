@@ -1,6 +1,6 @@
-"""Network namespaces by name: made, entered, and removed, also those that a killed test run has left behind.
+"""Network namespaces by name: create, enter and remove, including leftovers of killed test runs.
 
-A name begins with the process that made it (``hosts-test-PID-...``); ``ip netns exec NAME bash`` looks into one.
+A name begins with its owner's pid (``hosts-test-PID-...``). ``ip netns exec NAME bash`` opens a shell inside.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from tests.support.leaks import process_prefix
 
 PROGRAMS = ("ip", "tc", "iptables", "iptables-restore", "nsenter")
 PLACES = (Path("/run/netns"), Path("/dev/shm"))
-"""Where names of this kind are found: namespaces, and what hosts keep in memory."""
+"""Directories of namespaces and of hosts' files in memory."""
 _NAME = re.compile(r"hosts-test-(\d+)-")
 _CLONE_NEWNET = 0x40000000
 _PATIENCE_S = 200.0
@@ -38,7 +38,7 @@ def new_prefix() -> str:
 
 @functools.cache
 def missing_reason() -> str:
-    """Why there can be no hosts here, or ""."""
+    """Return why hosts cannot run here, or an empty string."""
     if os.getuid() != 0:
         return "only root can make network namespaces"
     if missing := [program for program in PROGRAMS if shutil.which(program) is None]:
@@ -68,7 +68,7 @@ def create(name: str) -> None:
 
 
 def remove(name: str) -> None:
-    """End the processes inside and let go of the namespace; one that is not there is no error."""
+    """Kill the processes inside and delete the namespace, if it exists."""
     deadline = time.monotonic() + _PATIENCE_S
     while pids := processes_in(name):
         if time.monotonic() > deadline:
@@ -77,12 +77,12 @@ def remove(name: str) -> None:
             _kill(pid, name)
     if namespace_path(name).exists():
         done = subprocess.run(["ip", "netns", "del", name], capture_output=True, text=True)
-        if namespace_path(name).exists():  # unless another test run was faster
+        if namespace_path(name).exists():  # else another test run deleted it
             raise RuntimeError(f"{name} cannot be removed: {done.stderr.strip()}")
 
 
 def remove_leftovers() -> None:
-    """What processes that are dead now have left: namespaces with all that runs in them, and files in memory."""
+    """Remove namespaces, their processes and files in memory that dead test runs left."""
     for place in PLACES:
         for path in place.glob("hosts-test-*"):
             found = _NAME.match(path.name)
@@ -94,7 +94,7 @@ def remove_leftovers() -> None:
 
 
 def processes_in(name: str) -> list[int]:
-    """Everybody else who lives there."""
+    """Return the pids of all other processes in this namespace."""
     wanted = _identity(namespace_path(name))
     if wanted is None:
         return []
@@ -103,19 +103,19 @@ def processes_in(name: str) -> list[int]:
 
 
 def nsenter_command(name: str) -> list[str]:
-    """What a command line begins with to run inside; the process stays the one that was started."""
+    """Return the command prefix that runs a command inside, without an additional process."""
     return ["nsenter", f"--net={namespace_path(name)}", "--"]
 
 
 def enter(name: str) -> None:
-    """Move this thread, and only this one; sockets it makes stay inside whoever uses them later."""
+    """Move only this thread inside. Sockets created there stay inside for all threads."""
     with namespace_path(name).open("rb") as file:
         _move_to(file.fileno(), name)
 
 
 @contextlib.contextmanager
 def inside_namespace(name: str) -> Iterator[None]:
-    """While the block runs this thread is inside, and threads that it starts stay there."""
+    """Run the block with this thread inside; threads that it starts stay inside."""
     with Path("/proc/thread-self/ns/net").open("rb") as home:
         enter(name)
         try:
@@ -125,7 +125,7 @@ def inside_namespace(name: str) -> Iterator[None]:
 
 
 def run_inside(name: str, function: Callable[[], T]) -> T:
-    """``function`` called inside, on a thread that ends with it."""
+    """Call ``function`` inside, on a temporary thread, and return its result."""
     results: list[T] = []
     errors: list[BaseException] = []
 
@@ -145,7 +145,7 @@ def run_inside(name: str, function: Callable[[], T]) -> T:
 
 
 def run_tool(*words: str, text: str | None = None) -> str:
-    """A system tool's output; what it complains about is raised."""
+    """Run a system tool and return its output. Raise if it fails."""
     done = subprocess.run(words, input=text, capture_output=True, text=True, timeout=200)
     if done.returncode:
         raise RuntimeError(f"{' '.join(words)}: {done.stderr.strip()}")
@@ -153,12 +153,12 @@ def run_tool(*words: str, text: str | None = None) -> str:
 
 
 def run_ip_batch(name: str, lines: Sequence[str]) -> None:
-    """Several commands of ``ip`` inside ``name`` at once."""
+    """Run several ``ip`` commands inside ``name``."""
     run_tool("ip", "-n", name, "-batch", "-", text="\n".join(lines) + "\n")
 
 
 def limit_rate(name: str, device: str, bucket: str) -> None:
-    """Let what leaves through ``device`` pass a token bucket."""
+    """Limit outgoing traffic of ``device`` with a token bucket."""
     run_tool("tc", "-n", name, "qdisc", "replace", "dev", device, "root", "tbf", *bucket.split())
 
 
@@ -171,7 +171,7 @@ def _move_to(fd: int, name: str) -> None:
 def _identity(path: Path) -> tuple[int, int] | None:
     try:
         found = path.stat()
-    except OSError:  # gone, or a zombie, which has none
+    except OSError:  # gone, or a zombie, which has no namespace
         return None
     return found.st_dev, found.st_ino
 
@@ -182,7 +182,7 @@ def _kill(pid: int, name: str) -> None:
     except ProcessLookupError:
         return
     try:
-        # The number may have gone to somebody else since it was read; from here on it cannot.
+        # The pid may belong to another process by now. From here on the pidfd pins it.
         if _identity(Path(f"/proc/{pid}/ns/net")) == _identity(namespace_path(name)):
             signal.pidfd_send_signal(fd, signal.SIGKILL)
             select.select([fd], [], [], _PATIENCE_S)

@@ -1,22 +1,21 @@
-"""A backend that does to a training what NCCL does when its world breaks, over gloo and without a device.
+"""Backend that fails like NCCL when its world breaks, over gloo and without a device.
 
-``register()`` makes it known to torch as ``nccl-like``, for ``init_process_group`` and
-``RecoveryPolicy(backend="nccl-like")``. What it has of NCCL (``tests/unit/repository/test_nccl_like.py`` holds it to
-that):
+``register()`` registers it with torch as ``nccl-like``, for ``init_process_group`` and
+``RecoveryPolicy(backend="nccl-like")``. ``tests/unit/repository/test_nccl_like.py`` checks what it copies from NCCL:
 
-- A collective whose peer is lost hangs. It raises nothing: the error is seen by the watchdog alone.
-- ``abort`` lets every collective that is pending, and every later one, return as if nothing had happened; its outputs
-  hold garbage (seeded, finite, of the right shape), on which training goes on.
-- A communicator is made by the first collective. That blocks until all ranks have come, and neither an abort nor a lost
-  rank ends it, unless ``TORCH_NCCL_USE_COMM_NONBLOCKING`` is set: then an abort raises in who waits for it.
-- One communicator that is aborted while others of the process live waits for them for ever (pytorch#119797), unless
-  that happens between ``_group_start`` and ``_group_end``.
-- The watchdog: unless ``TORCH_NCCL_ASYNC_ERROR_HANDLING`` is 0 a lost peer ends the process, or (2) aborts the
-  communicator without a word to anybody.
-- Before that, whatever the variable says, the watchdog sleeps for four times ``TORCH_NCCL_WAIT_TIMEOUT_DUMP_MILSEC``
-  (a minute by default) and holds the lock that collectives start under. The destructor of the group joins it.
-- With a stream (``tests/support/async_cpu.py``) ``wait`` returns at once: the data is there for what the stream does
-  next, and for the host after a synchronisation.
+- A collective whose peer is lost hangs and raises nothing. Only the watchdog sees the error.
+- After ``abort`` every pending and later collective returns as if it had succeeded. Its outputs hold garbage (seeded,
+  finite, of the right shape).
+- The first collective creates the communicator, which blocks until all ranks have arrived. Neither an abort nor a lost
+  rank ends that wait. With ``TORCH_NCCL_USE_COMM_NONBLOCKING`` an abort raises in the waiting thread.
+- Aborting one communicator while others of the process live deadlocks (pytorch#119797), except between
+  ``_group_start`` and ``_group_end``.
+- When a peer is lost, the watchdog kills the process. With ``TORCH_NCCL_ASYNC_ERROR_HANDLING`` at 0 it does nothing, at
+  2 it silently aborts the communicator.
+- Before that, in all modes, the watchdog sleeps for four times ``TORCH_NCCL_WAIT_TIMEOUT_DUMP_MILSEC`` (a minute by
+  default) and holds the lock that collectives start under. The destructor of the group joins it.
+- With a stream (``tests/support/async_cpu.py``) ``wait`` returns at once. The data is ready for later work in the
+  stream, and for the host after a synchronization.
 """
 
 from __future__ import annotations
@@ -47,15 +46,15 @@ _HANDLING, _NONBLOCKING = "TORCH_NCCL_ASYNC_ERROR_HANDLING", "TORCH_NCCL_USE_COM
 _DUMP, _DUMP_MS, _DUMPS = "TORCH_NCCL_WAIT_TIMEOUT_DUMP_MILSEC", 15_000, 4
 _NOTHING, _CLEAN_UP = "0", "2"
 _LIVE = set["NcclLike"]()
-"""Communicators of this process that were not aborted."""
+"""Live communicators of this process."""
 _lock = threading.RLock()
 _grouped = threading.local()
 deadlocked = threading.Event()
-"""Somebody waits for ever."""
+"""Set while a thread is blocked forever."""
 _released = threading.Event()
 _threads = weakref.WeakSet[threading.Thread]()
 stream: Any = None
-"""Where collectives are done in order with everything else; ``None``: the host waits for each."""
+"""Stream that runs collectives in order with other work; ``None``: the host waits for each."""
 
 
 def register() -> None:
@@ -68,17 +67,17 @@ def _create(store: dist.Store, rank: int, size: int, timeout: timedelta) -> Nccl
 
 
 class _Work(dist.Work):
-    """A collective that was begun."""
+    """A started collective."""
 
     def __init__(self, outputs: Sequence[torch.Tensor]) -> None:
         super().__init__()
         self.outputs = list(outputs)
         self.over = threading.Event()
-        """Its outputs are there, or garbage is."""
+        """Set once the outputs hold the result or garbage."""
         self._future: torch.futures.Future[list[torch.Tensor]] = torch.futures.Future()
         self._is_ahead = stream is not None
         if self._is_ahead:
-            self._future.set_result(self.outputs)  # whoever uses them does that in the stream
+            self._future.set_result(self.outputs)  # users of the outputs run in the stream too
 
     def finish(self) -> None:
         self.over.set()
@@ -106,7 +105,7 @@ class _Work(dist.Work):
 class _Call(NamedTuple):
     work: _Work
     own: list[torch.Tensor]
-    """Where its outputs come before they are whole."""
+    """Buffers of the outputs before they are complete."""
     call: Callable[[Any, list[torch.Tensor]], Any]
 
 
@@ -117,7 +116,7 @@ class Watchdog:
         self._sleep_s = _DUMPS * int(os.environ.get(_DUMP, _DUMP_MS)) / 1e3
         self._thread: threading.Thread | None = None
         self.starting = threading.Lock()
-        """Collectives start under it."""
+        """Lock that collectives start under."""
         self.asleep = threading.Event()
 
     def report_error(self, error: str, handle: Callable[[], None]) -> None:
@@ -152,7 +151,7 @@ class NcclLike(dist.ProcessGroup):
         self._garbage = torch.Generator().manual_seed(1000 + rank)
         self.watchdog = Watchdog()
         self.communicator: threading.Thread | None = None
-        """It holds the group until its communicator is aborted or has lost a peer."""
+        """Thread that references the group until its communicator is aborted or has lost a peer."""
 
     def __del__(self) -> None:
         self.watchdog.join()
@@ -200,7 +199,7 @@ class NcclLike(dist.ProcessGroup):
             if self not in _LIVE or not others or not is_alone:
                 self._end()
                 return
-        log.error("one of %d communicators is aborted without the others: that never ends", len(others) + 1)
+        log.error("deadlock: one of %d communicators is aborted without the others", len(others) + 1)
         _block_forever()
 
     def _end(self) -> None:
@@ -229,7 +228,7 @@ class NcclLike(dist.ProcessGroup):
     # -- communication ------------------------------------------------------------------------------------------------
 
     def _connect(self) -> None:
-        """By the first collective, in the thread that asks for it."""
+        """Create the communicator, in the thread of the first collective."""
         with _lock:
             if self._inner is not None or self._aborted.is_set():
                 return
@@ -249,7 +248,7 @@ class NcclLike(dist.ProcessGroup):
                 self.communicator = _start("nccl-like", self._communicate)
                 return
         except RuntimeError as error:
-            log.warning("a communicator cannot be made: %s", error)
+            log.warning("cannot create a communicator: %s", error)
             while _is_nonblocking() and not self._aborted.wait(_LOOK_S):
                 pass
         if not _is_nonblocking():
@@ -275,7 +274,7 @@ class NcclLike(dist.ProcessGroup):
                 given.work.finish()
 
     def _report_lost(self, error: RuntimeError) -> None:
-        """Nobody hears of it but the watchdog."""
+        """Report the error to the watchdog only."""
         if not self._aborted.is_set():
             self.watchdog.report_error(str(error), partial(_handle, weakref.ref(self)))
 
@@ -382,7 +381,7 @@ class NcclLike(dist.ProcessGroup):
     def recv(self, tensors: list[torch.Tensor], source: int, tag: int) -> _Work:
         return self._collective(tensors, lambda inner, own: inner.recv(own, source, tag))
 
-    # Torch's older words for the same.
+    # Names in older versions of torch.
     _allgather_base = all_gather_single
     allgather_into_tensor_coalesced = all_gather_single_coalesced
     _reduce_scatter_base = reduce_scatter_single
@@ -391,7 +390,7 @@ class NcclLike(dist.ProcessGroup):
 
 
 def _start(name: str, run: Callable[..., None], *given: Any) -> threading.Thread:
-    """A thread that the end of the test joins."""
+    """Start a thread that :func:`cleaned_up` joins."""
     thread = threading.Thread(target=run, args=given, name=name, daemon=True)
     with _lock:
         thread.start()
@@ -405,7 +404,7 @@ def _running() -> list[threading.Thread]:
 
 
 def _handle(lost: weakref.ref[NcclLike]) -> None:
-    """After the sleep of the watchdog: what ``TORCH_NCCL_ASYNC_ERROR_HANDLING`` orders."""
+    """Act on a lost peer as ``TORCH_NCCL_ASYNC_ERROR_HANDLING`` says."""
     handling = os.environ.get(_HANDLING, "3")
     group = lost()
     if handling == _NOTHING or group is None or group._aborted.is_set():
@@ -432,8 +431,8 @@ def _block_forever() -> None:
 
 @contextlib.contextmanager
 def cleaned_up() -> Iterator[None]:
-    """For tests in one process: what waits for ever ends with the block, and so do communicators."""
-    global _released  # noqa: PLW0603 - who waits has the old one
+    """Release blocked threads and end all communicators after the block."""
+    global _released  # noqa: PLW0603 - blocked threads wait for the old one
     try:
         yield
     finally:
@@ -443,7 +442,7 @@ def cleaned_up() -> Iterator[None]:
         close_gloo_connections()
         _released.set()
         while running := _running():
-            for thread in running:  # one may have started another meanwhile
+            for thread in running:  # a joined thread may have started another
                 thread.join()
         deadlocked.clear()
         _released = threading.Event()

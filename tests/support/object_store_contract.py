@@ -1,4 +1,4 @@
-"""What every object store promises, as tests: a class to inherit where there is an ``opener`` fixture."""
+"""Contract of every object store, as a test class to inherit next to an ``opener`` fixture."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ class ObjectStoreContract:
 
     @pytest.fixture
     def stuck_store(self, opener: Opener, cancel: threading.Event) -> Iterator[RetryingStore]:
-        """The same store with a limit that lets one slice pass; when the next one asks, ``cancel`` is set."""
+        """Open the same store with a limit that passes one slice and sets ``cancel`` at the next."""
         asked = itertools.count()
 
         def clock() -> float:

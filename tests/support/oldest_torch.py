@@ -1,4 +1,4 @@
-"""What torch 2.7, the oldest that is supported, cannot do: its own, and so on its own files too."""
+"""Skip marks for features that torch 2.7, the oldest supported version, lacks."""
 
 import pytest
 import torch

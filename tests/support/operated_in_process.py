@@ -1,6 +1,6 @@
-"""A rank of an in-process agent, with the agent package's own client: it asks for its rank, then waits to start.
+"""A rank of an in-process agent that uses the agent package's own client.
 
-Its last argument is a folder: ``crash`` there makes rank 1 report a fault once, ``finish`` ends all of them.
+Its last argument is a folder: ``crash`` there makes rank 1 report a fault once, ``finish`` ends all ranks.
 """
 
 from __future__ import annotations

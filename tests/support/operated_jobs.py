@@ -1,6 +1,6 @@
-"""A job of ``tests.support.hyperpod_inprocess`` that an operator runs: its pods are real agents of this machine.
+"""A job of ``tests.support.hyperpod_inprocess`` under a simulated operator, with real agents as pods.
 
-The node's agent belongs to no pod, as where a DaemonSet keeps it: pods come and go, memory stays.
+The node agent belongs to no pod, as in a DaemonSet: it outlives the pods and so does its memory.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ Steps = dict[tuple[int, int], str]
 
 @functools.cache
 def reference_steps(zygote: Zygote) -> Steps:
-    """What every rank has after every step where nothing happens."""
+    """Return the result of every rank and step of an undisturbed run."""
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     with (
         tempfile.TemporaryDirectory() as folder,
@@ -65,7 +65,7 @@ def reference_steps(zygote: Zygote) -> Steps:
 
 
 class OperatedJob:
-    """Two pods of two ranks each, what is done to them, and what their operator makes of it."""
+    """Two pods of two ranks each, with their operator."""
 
     def __init__(
         self, folder: Path, operating: SimulatedOperator, place: SimDirectory, events: list[OperatorEvent]
@@ -86,7 +86,7 @@ class OperatedJob:
         self.set_limit(step + 1)
 
     def wait_step(self, world: int, step: int) -> list[Process]:
-        """All ranks have done this step in this world (the first is 1), which runs; who they are."""
+        """Wait until all ranks have done a step in a running world (the first is 1); return their processes."""
 
         def there() -> list[Process]:
             assert not self.state.phase.is_final, self.report()
@@ -106,11 +106,11 @@ class OperatedJob:
         return [line for one in processes(self.folder) for line in one.lines]
 
     def restart_modes(self) -> list[str]:
-        """How, in order."""
+        """Return the mode of each restart, in order."""
         return [one.message.rpartition(" ")[2] for one in self.events if one.reason == "Restarting"]
 
     def pod_folder(self, name: str) -> Path:
-        """Where what a pod and its ranks have said is, also when it is gone."""
+        """Return the folder with the output of a pod and its ranks, which outlives the pod."""
         return self.place.folder / "pods" / name
 
     def rank_output(self, name: str) -> str:
@@ -118,11 +118,11 @@ class OperatedJob:
         return "\n".join(path.read_text(errors="replace") for path in files)
 
     def count_requests(self, name: str, path: str) -> int:
-        """How often the pod's agent was asked that."""
+        """Count the requests for ``path`` in the log of the pod's agent."""
         return (self.pod_folder(name) / "agent.log").read_text(errors="replace").count(f'"POST {path} HTTP')
 
     def last_status(self, name: str) -> AgentStatus:
-        """What the pod's agent said last."""
+        """Return the last reported status of the pod's agent."""
         kept = self.place.load()
         found = [one.agent_status for one in kept.observed.pods if one.name == name] if kept else []
         assert found, self.report()
@@ -133,7 +133,7 @@ class OperatedJob:
         return str(self._pod(name)["node"])
 
     def rank_pids(self, name: str) -> set[int]:
-        """Pids of a pod's processes but its agent."""
+        """Return the pids of a pod's processes except its agent."""
         mark = f"HYPERPOD_SIM_POD={self.pod_folder(name)}".encode()
         found = set()
         for path in Path("/proc").glob("[0-9]*/environ"):
@@ -143,7 +143,7 @@ class OperatedJob:
         return found - {self.agent_pid(name)}
 
     def agent_pid(self, name: str) -> int:
-        """The pid of a pod's agent."""
+        """Return the pid of a pod's agent."""
         return int(self._pod(name)["pid"])
 
     def _pod(self, name: str) -> dict[str, Any]:
@@ -151,7 +151,7 @@ class OperatedJob:
         return next(pod for pod in pods if pod["name"] == name)
 
     def _ask_for_stacks(self, pod: str) -> None:
-        """They are printed beside what else the ranks say."""
+        """Make the ranks print their stacks to their output."""
         bit = 1 << (signal.SIGUSR1 - 1)
         asked = False
         for pid in self.rank_pids(pod):
@@ -160,7 +160,7 @@ class OperatedJob:
                 if caught is not None and int(caught[1], 16) & bit:
                     os.kill(pid, signal.SIGUSR1)
                     asked = True
-        time.sleep(2.0 if asked else 0.0)  # nothing says that they are written
+        time.sleep(2.0 if asked else 0.0)  # the ranks do not report when they have written them
 
     def report(self) -> str:
         told = "\n".join(f"{one.reason}: {one.message}" for one in self.events)
@@ -190,7 +190,7 @@ def operated_job(
     environ: Mapping[str, str] | None = None,
     options: Sequence[str] = ("--inprocess-restart",),
 ) -> Iterator[OperatedJob]:
-    """``limits``: the job's ``restartPolicy``; there are as many nodes as pods, and each may have another pod."""
+    """Run a job with one node for each pod, spares included. ``limits`` is its ``restartPolicy``."""
     (folder / "limit").write_text("0")
     with contextlib.ExitStack() as stack:
         memory = stack.enter_context(_node_agent(folder))

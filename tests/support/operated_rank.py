@@ -1,6 +1,6 @@
-"""A rank that a HyperPod agent starts: sums with all others over gloo, leaves with them when it is asked to, may crash.
+"""A rank under a HyperPod agent: all-reduces over gloo until SIGUSR1 or ``finish``.
 
-Its last argument is a folder: ``crash`` there ends rank 1 once, ``finish`` all of them.
+Its last argument is a folder: ``crash`` there ends rank 1 once, ``finish`` ends all ranks.
 """
 
 from __future__ import annotations

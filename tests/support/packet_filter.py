@@ -1,4 +1,4 @@
-"""What is wrong on the wires of a network, and the packet filter's rules that make it so."""
+"""Link faults of a network as rules of the packet filter."""
 
 from __future__ import annotations
 
@@ -10,7 +10,10 @@ _RATE = re.compile(r"(\d+(?:\.\d+)?)(k|m|g)bit")
 _UNITS = {"k": 1e3, "m": 1e6, "g": 1e9}
 _LEAST_BURST = 128 << 10
 _BURSTS_PER_S = 32
-"""The bucket is filled by the clock's tick (4 ms on many kernels); much smaller ones give a tenth of the rate."""
+"""Bursts of one bucket per second at the full rate.
+
+The kernel refills the bucket at each tick (4 ms on many kernels), so a much smaller one yields a tenth of the rate.
+"""
 
 
 @dataclass
@@ -20,14 +23,14 @@ class LinkFaults:
     cut: set[tuple[str, str]] = field(default_factory=set)
     refused: set[tuple[str, str]] = field(default_factory=set)
     lost: dict[str, float] = field(default_factory=dict)
-    """Share of packets, by host."""
+    """Share of packets lost, by host."""
 
     def heal(self, one: str, other: str) -> None:
         for pairs in (self.cut, self.refused):
             pairs.difference_update({(one, other), (other, one)})
 
     def rules(self, receiver: str, addresses: Mapping[str, str]) -> str:
-        """Everything ``receiver`` does to what arrives, for ``iptables-restore``, which replaces what there was."""
+        """Return all rules of ``receiver`` for ``iptables-restore``, which replaces the old ones."""
         return "\n".join(["*filter", ":INPUT ACCEPT", *self._lines(receiver, addresses), "COMMIT", ""])
 
     def _lines(self, receiver: str, addresses: Mapping[str, str]) -> Iterator[str]:
@@ -43,7 +46,7 @@ class LinkFaults:
 
 
 def burst_bytes(rate: str) -> int:
-    """How much may go at once so that the rate comes out right."""
+    """Return the bucket size that yields this rate."""
     found = _RATE.fullmatch(rate)
     if not found:
         raise ValueError(f"rate {rate!r}: write for example 100mbit or 2.5gbit")

@@ -1,4 +1,4 @@
-"""A node agent in this process whose messages may be only so large: what a job of many pieces meets, in seconds."""
+"""In-process node agent with small frames, to test jobs of many pieces within seconds."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Groups of nodes with shards in memory, and the parities they keep for each other."""
+"""Groups of nodes with shards in memory, and the parities they hold for each other."""
 
 import msgspec
 from hypothesis import strategies as st
@@ -16,7 +16,7 @@ def shard_record(part, data, *, chunk_bytes=4, version=3, meta=b"its owner's not
 
 
 class ParityStripe:
-    """One stripe: what each node has of its own, and what it keeps for the others."""
+    """One stripe: the shard and the parity of each node."""
 
     def __init__(self, shards, *, chunk_bytes=4):
         records = {
@@ -35,7 +35,7 @@ class ParityStripe:
             self.records[keeper] = ParityRecord(self.without_own_shard(keeper), keeper, sums)
 
     def without_own_shard(self, keeper):
-        """The stripe as ``keeper`` knows it when its own shard is not sealed yet."""
+        """Return the stripe as ``keeper`` knows it before its own shard is sealed."""
         others = tuple(None if node == keeper else self.stripe.shard(node) for node in self.stripe.members)
         return msgspec.structs.replace(self.stripe, shards=others) if any(others) else self.stripe
 
@@ -54,7 +54,7 @@ def _reads(data):
 
 
 def node_names(count):
-    """Names whose order is not the order of their numbers."""
+    """Return names whose order is not the order of their numbers."""
     return [f"n{8 * number}" for number in range(count)]
 
 

@@ -1,14 +1,14 @@
-"""One job whose nodes are hosts of a network that a test may cut: real agents, and what trainers ask of them.
+"""One job with real agents on hosts of a network that a test may partition.
 
 ::
 
-    with separated(net, "n1", "n2", "n3") as job:
-        job.begin("n1")
+    with partitioned_job(net, "n1", "n2", "n3") as job:
+        job.claim_incarnation("n1")
         job.write(1, size_bytes=MIB)
-        job.settle(1)
+        job.wait_replicated(1)
         net.cut(job["n1"].host, job["n2"].host)
 
-Calls go through the agents' Unix sockets, which no cut touches, so a test sees what each side of a partition sees.
+Calls use the agents' Unix sockets, which no cut affects, so a test can inspect each side of a partition.
 """
 
 from __future__ import annotations
@@ -42,12 +42,12 @@ from tieredckpt.settings import Settings, settings_from_mapping
 JOB = "separated"
 PORT = 7070
 _PATIENCE_S = 200.0
-"""A dead node is noticed after some ten seconds where nobody else uses the machine."""
+"""Timeout in seconds. On an idle machine the nodes notice a dead one after about ten seconds."""
 _PAUSE_S = 0.05
 
 
 def wait_until(ready: Callable[[], Any], what: str, *, explain: Callable[[], str] = lambda: "") -> Any:
-    """Wait for something that happens in other processes; what ``ready`` said in the end."""
+    """Wait until ``ready`` returns a true value, and return it."""
     deadline = time.monotonic() + _PATIENCE_S
     while not (found := ready()):
         assert time.monotonic() < deadline, f"it did not happen: {what} {explain()}"
@@ -56,7 +56,7 @@ def wait_until(ready: Callable[[], Any], what: str, *, explain: Callable[[], str
 
 
 class PartitionedNode:
-    """One of the job's nodes, as a trainer on it sees it."""
+    """One node of the job, as its trainer sees it."""
 
     def __init__(self, job: PartitionedJob, host: Host) -> None:
         self.name = host.name
@@ -71,7 +71,7 @@ class PartitionedNode:
 
     @property
     def environ(self) -> dict[str, str]:
-        """For ranks of this node, wherever they run."""
+        """Environment of this node's ranks."""
         return {
             "TIEREDCKPT_AGENT_DIRECTORY": str(self.host.directory),
             "TIEREDCKPT_AGENT_EMBEDDED": "0",
@@ -108,7 +108,7 @@ class PartitionedNode:
         if self._node is not None:
             self._node.close()
 
-    # -- how things stand ---------------------------------------------------------------------------------------------
+    # -- cluster status -----------------------------------------------------------------------------------------------
 
     @property
     def view(self) -> ClusterStatus:
@@ -119,13 +119,13 @@ class PartitionedNode:
 
     @property
     def partner(self) -> str:
-        """Where the copies of what it writes go."""
+        """Node that receives the copies of this node's shards."""
         (found,) = self.view.partners
         return found
 
     @property
     def newest_replicated(self) -> int:
-        """The newest version that has all its copies as far as this node knows; -1 for none."""
+        """Newest version that this node knows to have all copies, or -1."""
         found = [job.newest_replicated for job in self.store.status().jobs if job.job == JOB]
         return -1 if not found or found[0] is None else found[0]
 
@@ -147,12 +147,12 @@ class PartitionedNode:
         return of in self.keys()
 
     def has_intact_shard(self, of: ShardKey) -> bool:
-        """Bit for bit what was written, and what was sealed."""
+        """Whether the shard equals what was written and passes verification."""
         data = load_shard(self.store, of)
         return data == shard_content(of, len(data)) and self.store.verify(of) == ()
 
     def read(self, of: ShardKey, *sources: str, streams: int = 2) -> tuple[bytes, ReadResult]:
-        """A whole shard from other nodes' agents, over this host's network, as a loading rank gets it."""
+        """Read a whole shard from other nodes over this host's network, as a restoring rank does."""
         return namespaces.run_inside(self.host.namespace, lambda: self._read(of, sources, streams))
 
     def _read(self, of: ShardKey, sources: tuple[str, ...], streams: int) -> tuple[bytes, ReadResult]:
@@ -175,7 +175,7 @@ class PartitionedNode:
 
 
 class PartitionedJob:
-    """All nodes of one job. Shards are written under incarnations by number: 1 is called "a", 2 is called "b"."""
+    """All nodes of one job. Epochs 1 and 2 are the incarnations "a" and "b"."""
 
     def __init__(self, net: Network, *, copies: int = 2) -> None:
         self.net = net
@@ -194,7 +194,7 @@ class PartitionedJob:
         return iter(self.seats.values())
 
     def select_nodes(self, *names: str) -> list[PartitionedNode]:
-        """These, or all."""
+        """Return the named nodes, or all."""
         return [self.seats[name] for name in names] or list(self)
 
     @property
@@ -208,25 +208,25 @@ class PartitionedJob:
     def join_all(self) -> None:
         with ThreadPoolExecutor(len(self.seats)) as pool:  # each waits for the others
             list(pool.map(PartitionedNode.join, self))
-        everybody = {seat.name for seat in self}
+        names = {seat.name for seat in self}
         for seat in self:
             wait_until(
-                lambda seat=seat: {view.node.id for view in seat.view.nodes if view.state == "alive"} == everybody,
+                lambda seat=seat: {view.node.id for view in seat.view.nodes if view.state == "alive"} == names,
                 f"{seat.name} sees all nodes",
             )
 
     # -- versions -----------------------------------------------------------------------------------------------------
 
     def claim_incarnation(self, name: str, epoch: int = 1) -> None:
-        """A new incarnation of the job, claimed on this node."""
+        """Claim a new incarnation of the job on this node."""
         assert self[name].store.claim(JOB, _incarnation(epoch)) == epoch
 
     def key(self, version: int, name: str, *, epoch: int = 1) -> ShardKey:
-        """What this node writes for a version."""
+        """Return the key of this node's shard of a version."""
         return shard_key(version, self[name].part, job=JOB, epoch=epoch, name=_incarnation(epoch))
 
     def write(self, version: int, *names: str, size_bytes: int, epoch: int = 1) -> list[ShardKey]:
-        """Every node (of these) writes its part."""
+        """Write one part on each of the named nodes, or on all."""
         writers = self.select_nodes(*names)
         found = []
         for part, seat in enumerate(writers):
@@ -236,19 +236,19 @@ class PartitionedJob:
         return found
 
     def wait_replicated(self, version: int, *names: str) -> None:
-        """Until these nodes (all) know that a version has its copies."""
+        """Wait until these nodes, or all, know that a version has all its copies."""
         for seat in self.select_nodes(*names):
             wait_until(
                 lambda seat=seat: seat.newest_replicated >= version,
-                f"version {version} is settled on {seat.name}",
-                explain=lambda seat=seat: f"({seat.newest_replicated} is, and it {seat.view.sees})",
+                f"version {version} is replicated on {seat.name}",
+                explain=lambda seat=seat: f"(newest replicated: {seat.newest_replicated}; it {seat.view.sees})",
             )
 
     def holders(self, of: ShardKey, *names: str) -> set[str]:
         return {seat.name for seat in self.select_nodes(*names) if seat.holds(of)}
 
     def assert_intact_copies(self, keys: list[ShardKey], *names: str) -> None:
-        """Each of these shards has its copies on these nodes (all), and all of them are good."""
+        """Assert that these nodes, or all, hold enough copies of each shard, all of them intact."""
         for of in keys:
             holders = self.holders(of, *names)
             assert len(holders) >= self.copies, f"{of} is on {holders}"
@@ -256,9 +256,9 @@ class PartitionedJob:
                 assert self[name].has_intact_shard(of), f"{of} on {name}"
 
     def run(self, ranks: RankPool, names: Sequence[str], function: Callable[..., Any], *args: Any) -> list[Any]:
-        """``function(inside, *args)`` on one rank per node. Within ``inside()`` it is on its host's network.
+        """Run ``function(inside, *args)`` on one rank per node; ``inside()`` enters the host's network.
 
-        The ranks' own collectives stay on the machine's: make groups before, they last.
+        Process groups created outside ``inside()`` use the machine's network and keep working inside.
         """
         places = [(self[name].host.namespace, self[name].environ) for name in names]
         return ranks.run(len(names), _on_host, places, function, args)
@@ -284,7 +284,7 @@ def _incarnation(epoch: int) -> str:
 def partitioned_job(
     net: Network, *names: str, copies: int = 2, wire: Callable[[Network], None] = lambda _net: None
 ) -> Iterator[PartitionedJob]:
-    """Nodes that know each other; ``wire`` is done to the network before they do, so it holds for all connections."""
+    """Run nodes that have joined one job; ``wire`` sets up the network before they connect."""
     with contextlib.closing(PartitionedJob(net, copies=copies)) as job:
         for name in names:
             job.add(net.host(name))

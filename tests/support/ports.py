@@ -1,8 +1,7 @@
-"""Ports for somebody who is told to listen on one.
+"""Free ports for servers that need a fixed one.
 
-The kernel gives away the ports of its own range to everybody who connects: one that was free a moment ago is taken by a
-neighbour's connection before a server has started there. These lie below that range, and each process has some of its
-own.
+The kernel gives ports of its ephemeral range to connecting clients, even between a check and a server's start. These
+ports lie below that range, and each process has its own share.
 """
 
 from __future__ import annotations
@@ -17,7 +16,7 @@ _RANGE = Path("/proc/sys/net/ipv4/ip_local_port_range")
 _LEAST = 10_000
 _EACH = 250
 _SHARES = 64
-"""At least, also where the kernel's own range begins low and they lie within it."""
+"""Minimum number of shares, even if they then reach into the ephemeral range."""
 
 
 def free_port() -> int:
@@ -26,20 +25,20 @@ def free_port() -> int:
 
 
 def free_ports(count: int) -> list[int]:
-    """So many different ones that nobody listens on, and that this process was not given lately."""
+    """Return ``count`` different ports without a listener, least recently used first."""
     free = (port for port in _own.numbers() if _is_free(port))
     return list(itertools.islice(free, count))
 
 
 class _PortRange:
-    """The numbers of this process, each as late again as can be."""
+    """Share of this process, cycled so that a port is reused as late as possible."""
 
     def __init__(self) -> None:
         self._pid = 0
         self._numbers: Iterator[int] = iter(())
 
     def numbers(self) -> Iterator[int]:
-        if self._pid != os.getpid():  # a forked process has its own
+        if self._pid != os.getpid():  # a forked process has its own share
             self._pid = os.getpid()
             shares = max(_SHARES, (_first_given_away() - _LEAST) // _EACH)
             first = _LEAST + self._pid % shares * _EACH

@@ -1,9 +1,9 @@
 """A kubelet whose containers are processes of this machine.
 
-Pods that are bound to nodes are run: the container's command as a process in a group of its own, with an address of
-its own out of 127.0.0.0/8, so that every pod can listen on the same port. Phase, addresses, readiness and exit codes
-are reported as a kubelet does, and a pod that is to go is stopped, given its grace, killed, and only then removed.
-One thread; what is not asked for here (volumes, probes, init containers) is not there.
+Each pod bound to a node runs its container's command in a process group. Each has its own address in 127.0.0.0/8, so
+every pod can listen on the same port. Phase, addresses, readiness and exit codes are reported like a kubelet does. A
+terminating pod gets SIGTERM, its grace period, SIGKILL, and only then is removed. Volumes, probes and init containers
+are not supported.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _REFERENCE = re.compile(r"\$\(([A-Za-z_][A-Za-z0-9_]*)\)")
 
 @dataclass
 class Container:
-    """The one process of a pod, and what it was started as."""
+    """The one process of a pod, with its identity."""
 
     uid: str
     name: str
@@ -44,7 +44,7 @@ class Container:
 
     @property
     def exit_code(self) -> int | None:
-        """As a shell would give it: 137 for a SIGKILL."""
+        """Exit code in shell notation, such as 137 for SIGKILL."""
         code = 127 if self.process is None else self.process.poll()
         return 128 - code if code is not None and code < 0 else code
 
@@ -53,7 +53,7 @@ class Container:
 
 
 class ProcessKubelet:
-    """All nodes' kubelets in one."""
+    """Kubelet of all nodes, in one thread."""
 
     def __init__(
         self, kube: KubeClient, folder: Path, *, environ: Mapping[str, str], namespace: str = "default"
@@ -84,12 +84,12 @@ class ProcessKubelet:
             raise self.failure
 
     def container(self, name: str) -> Container:
-        """The latest that was started under a pod's name."""
+        """Return the newest container of a pod's name."""
         with self._lock:
             return [one for one in self._mine.values() if one.name == name][-1]
 
     def lose_node(self, node: str) -> None:
-        """The machine is gone, with all that ran on it, and nobody reports anything about it any more."""
+        """Kill all containers of a node and report nothing more about them."""
         with self._lock:
             self._lost.add(node)
             for container in self._mine.values():
@@ -97,7 +97,7 @@ class ProcessKubelet:
                     _kill(container)
 
     def recover_node(self, node: str) -> None:
-        """It is back: what was to be removed from it is removed."""
+        """Bring a node back, so that its terminating pods are removed."""
         with self._lock:
             self._lost.discard(node)
 
@@ -108,7 +108,7 @@ class ProcessKubelet:
             while not self._ending.wait(_BEAT_S):
                 with self._lock:
                     self._sync_all()
-        except BaseException as failure:  # raised again where the test ends
+        except BaseException as failure:  # ``running`` raises it
             self.failure = failure
 
     def _sync_all(self) -> None:
@@ -121,7 +121,7 @@ class ProcessKubelet:
                 self._sync_pod(uid, pod, node)
         for uid, container in self._mine.items():
             if uid not in pods and not container.gone:
-                _kill(container)  # removed by force: a kubelet ends what has no pod any more
+                _kill(container)  # the pod was force-deleted
                 container.gone = True
 
     def _sync_pod(self, uid: str, pod: Mapping[str, Any], node: str) -> None:
@@ -204,7 +204,7 @@ class ProcessKubelet:
             self._kube.patch(path, {**body, "metadata": {"uid": uid}})
         except ApiRefusedError as refused:
             if refused.status in (404, 409):
-                raise _Gone from None  # another pod has its name by now
+                raise _Gone from None  # another pod has that name now
             raise
 
 
@@ -234,14 +234,14 @@ def _expand(text: str, environ: Mapping[str, str]) -> str:
 
 
 def _kill(container: Container) -> None:
-    """With everything it has started, whoever the parent of that is by now."""
+    """Kill the container's process and all its descendants, including reparented ones."""
     while doomed := _processes_of(container.uid):
         for pid in doomed:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
         if container.process is not None:
             container.process.wait()
-    if container.process is not None:  # one that ended by itself has no mark any more, and is there until it is asked
+    if container.process is not None:  # a process that ended by itself has lost its mark but still needs a wait
         container.process.wait()
 
 

@@ -1,4 +1,4 @@
-"""Plays Kueue for one queue on a real API server: gives quota, asks it back, and waits until it is given back."""
+"""Stand-in for Kueue with one queue on a real API server: grants quota and evicts."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ _BEAT_S = 0.2
 
 
 class QueueManager:
-    """Whoever came first is admitted first; when there is less quota, who came last is evicted first."""
+    """Queue that admits workloads in list order and evicts in reverse order."""
 
     def __init__(self, kube: KubeClient, queue: str, *, flavor: str) -> None:
         self._kube, self._queue, self._flavor = kube, queue, flavor
         self.quota = 0
         self.overdrawn: list[str] = []
-        """Whenever there were more pods than their Workloads had quota for."""
+        """One message for each time that a Workload had more pods than quota."""
         self._ending = threading.Event()
         self._failure: BaseException | None = None
         self._thread = threading.Thread(target=self._run, name="queue-manager")
@@ -39,7 +39,7 @@ class QueueManager:
             raise self._failure
 
     def workloads(self) -> list[dict[str, Any]]:
-        """Of its queue, least sizes first."""
+        """Return the Workloads of its queue, in order of the number in their names."""
         found = [one for one in self._kube.list(WORKLOADS) if one["spec"].get("queueName") == self._queue]
         return sorted(found, key=lambda one: int(one["metadata"]["name"].split("-")[-2]))
 
@@ -50,7 +50,7 @@ class QueueManager:
         try:
             while not self._ending.wait(_BEAT_S):
                 self._sync()
-        except BaseException as failure:  # raised again where the test ends
+        except BaseException as failure:  # ``running`` raises it
             self._failure = failure
 
     def _sync(self) -> None:
@@ -61,7 +61,7 @@ class QueueManager:
         for one in reversed(there):
             if used - leaving > self.quota and _is_admitted(one) and not has_condition(one, "Evicted"):
                 leaving += _pod_count(one)
-                self._set_condition(one, "Preempted", "another one is more important", Evicted=True, Preempted=True)
+                self._set_condition(one, "Preempted", "quota was reduced", Evicted=True, Preempted=True)
         for one in there:
             waits = not (_is_admitted(one) or has_condition(one, "Finished")) and one["spec"].get("active", True)
             if waits and used + _pod_count(one) <= self.quota:
@@ -77,12 +77,12 @@ class QueueManager:
                 self.overdrawn.append(f"{name}: {len(uids)} pods, quota for {held.get(name, 0)}")
 
     def _still_exceeds(self, name: str, uids: set[str]) -> bool:
-        """What was listed first may have been admitted by the time that the other was; after the second it is not."""
+        """Whether the pods still exceed the quota when read again, as the first reads were not atomic."""
         held = sum(_pod_count(one) for one in self.workloads() if _is_admitted(one) and one["metadata"]["name"] == name)
         return len(uids) > held and self._uids().get(name, set()) >= uids
 
     def _uids(self) -> dict[str, set[str]]:
-        """By Workload, the pods that use something of it."""
+        """Return the uids of unfinished pods by Workload."""
         found: dict[str, set[str]] = {}
         for pod in self._kube.list(_PODS):
             if pod["status"].get("phase") not in ("Succeeded", "Failed"):
@@ -96,7 +96,7 @@ class QueueManager:
         ]
         admission = {"clusterQueue": "all", "podSetAssignments": given}
         self._set_condition(
-            workload, "Admitted", "there is room", admission, QuotaReserved=True, Admitted=True, Evicted=False
+            workload, "Admitted", "quota reserved", admission, QuotaReserved=True, Admitted=True, Evicted=False
         )  # fmt: skip
 
     def _set_condition(
@@ -116,7 +116,7 @@ class QueueManager:
         try:
             self._kube.patch(f"{WORKLOADS}/{meta['name']}/status", body)
         except ApiRefusedError as refused:
-            if refused.status not in (404, 409):  # the controller was first: the next beat reads what it wrote
+            if refused.status not in (404, 409):  # the controller wrote first: the next sync reads that
                 raise
 
 

@@ -1,4 +1,4 @@
-"""A node agent that notices sooner than others that a node is gone, so that tests have to wait less."""
+"""Node agent that detects lost nodes quickly, to shorten tests."""
 
 from __future__ import annotations
 

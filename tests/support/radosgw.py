@@ -1,6 +1,6 @@
-"""The smallest Ceph that has an object gateway: one monitor, one store in memory, radosgw; Debian's packages, no root.
+"""Smallest Ceph with an object gateway, without root: one monitor, one in-memory store, radosgw.
 
-Needs ceph-mon, ceph-osd, radosgw and ceph-common on the path, and about ten seconds.
+Needs Debian's ceph-mon, ceph-osd, radosgw and ceph-common on the path, and about ten seconds.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from tests.support.s3 import ACCESS_KEY, BUCKET, SECRET_KEY, S3Server, server_pr
 
 PROGRAMS = ("ceph", "ceph-authtool", "ceph-mon", "ceph-osd", "monmaptool", "radosgw", "radosgw-admin")
 
-# auth none: the gateway's own users and signatures are what is tested. Without "crc secure" it waits for keys forever.
+# auth none: tests use only the gateway's users and signatures. Without "crc secure" it waits for keys forever.
 _CONFIGURATION = """\
 [global]
 fsid = {fsid}
@@ -87,7 +87,7 @@ def radosgw_server(directory: Path) -> Iterator[S3Server]:
         server = S3Server("radosgw", f"http://127.0.0.1:{port}", port, checks_credentials=True, keeps_conditions=True)
         with server.client() as client:
             client.create_bucket(Bucket=BUCKET)
-            client.put_object(Bucket=BUCKET, Key="first", Body=b"")  # makes the pools, which takes seconds
+            client.put_object(Bucket=BUCKET, Key="first", Body=b"")  # creates the pools, which takes seconds
             client.delete_object(Bucket=BUCKET, Key="first")
         yield server
 
@@ -139,4 +139,4 @@ class _Cluster:
         deadline = time.monotonic() + timeout_s
         while not holds():
             if time.monotonic() > deadline:
-                raise RuntimeError(f"{what} is not there after {timeout_s:.0f} s, see {self._directory}")
+                raise RuntimeError(f"{what} was not ready after {timeout_s:.0f} s, see {self._directory}")

@@ -1,4 +1,4 @@
-"""Several gloo ranks as real processes, kept warm between tests: importing torch costs more than most tests."""
+"""Pool of gloo ranks as real processes, shared by tests because importing torch is slow."""
 
 from __future__ import annotations
 
@@ -18,10 +18,12 @@ from tests.support.zygote import RunningProcess, Zygote, has_ended
 
 _TIMEOUT_S = 200.0
 _OURS = ("TIEREDCKPT_", "AWS_")
-"""Environment that tests set for their ranks."""
+"""Prefixes of environment variables that tests set for their ranks."""
 _MAX_THREADS = 12
-"""Threads above which a rank is replaced: torch's caches keep old meshes, and gloo's thread of each wakes 100 times a
-second."""
+"""Threads above which a rank is replaced.
+
+Torch's caches keep old meshes, and each of their gloo threads wakes 100 times a second.
+"""
 
 
 def _worker(_say: Callable[[str], None], address: str) -> None:
@@ -35,7 +37,7 @@ def _worker(_say: Callable[[str], None], address: str) -> None:
         if task is None:
             return
         function, rank, world, store, environ, args = task
-        os.environ.clear()  # of what an earlier test had set too
+        os.environ.clear()  # also removes variables of an earlier test
         os.environ.update(plain | environ)
         try:
             pipe.send((True, _run(function, rank, world, store, args)))
@@ -59,7 +61,7 @@ def _run(function: Callable[..., Any], rank: int, world: int, store: str, args: 
 
 
 class RankPool:
-    """Processes that run module-level functions as ranks of a world; forked by ``zygote``, or by one of their own."""
+    """Processes that run module-level functions as ranks, forked by ``zygote`` or its own zygote."""
 
     def __init__(self, zygote: Zygote | None = None) -> None:
         self._zygote, self._owned = zygote, None if zygote is not None else Zygote()
@@ -68,7 +70,7 @@ class RankPool:
     def run(
         self, world: int, function: Callable[..., Any], *args: Any, environ: dict[str, str] | None = None
     ) -> list[Any]:
-        """``function(*args)`` on ``world`` ranks; what each returned. Fails with every rank's traceback."""
+        """Run ``function(*args)`` on ``world`` ranks; return all results or fail with all tracebacks."""
         self._grow(world)
         with tempfile.TemporaryDirectory() as folder:
             store = str(Path(folder) / uuid.uuid4().hex)
@@ -97,7 +99,7 @@ class RankPool:
             return False, f"rank {rank} died with status {_end(process)}"
 
     def _grow(self, count: int) -> None:
-        """Who is there keeps its rank: DTensor would take it for the one that it was before."""
+        """Start missing workers. Live ones keep their rank, as DTensor caches the rank of a process."""
         for rank, (process, pipe) in enumerate(self._workers):
             if process.has_ended:
                 _end(process)
@@ -124,7 +126,7 @@ class RankPool:
 
 
 def _end(process: RunningProcess, patience_s: float = 0.0) -> int:
-    """Its status; it is killed where it does not end by itself."""
+    """Wait for the process to end, else kill it; return its status."""
     has_ended(process.pid, patience_s)
     process.kill_if_alive()
     with contextlib.suppress(AssertionError):

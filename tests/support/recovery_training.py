@@ -1,4 +1,4 @@
-"""A small sharded model whose training is broken in the middle of a step, again and again: what its ranks run."""
+"""Small sharded model whose training breaks in the middle of steps, repeatedly."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def allocated_kib() -> int:
     """Return the KiB that this process has allocated and not freed.
 
     Resident pages also count what the allocator holds back, which grows with the threads that ran at the same time.
-    Torch's cache of fake tensors gets new entries with every step of Adam, whose factors differ, and is left out.
+    Torch's cache of fake tensors grows with every step of Adam, whose factors differ, and is cleared.
     """
     from torch._subclasses.fake_tensor import FakeTensorMode
 
@@ -47,7 +47,7 @@ def process_footprint() -> str:
 
 
 def train_with_faults(say: Callable[[str], None], address: str, job: str, faults: int) -> str:
-    """Takes part in ``faults`` worlds of which one rank breaks each in its second step, and in one that ends well."""
+    """Train in ``faults`` worlds that one rank breaks in its second step, then in one that finishes."""
     from elastic.workers.train_loop import run
     from tests.support.socket_control_plane import SocketControlPlane
 
@@ -85,8 +85,10 @@ def _train_with_faults(say: Callable[[str], None], world: Any, job: str, faults:
 def train_with_torn_optimizers(
     say: Callable[[str], None], address: str, job: str, total: int, torn: tuple[int, ...]
 ) -> str:
-    """Trains with everything that has a state. In step 3 of the first world the optimizers of the ranks ``torn`` get
-    only as far as their first parameter."""
+    """Train with all kinds of stateful objects.
+
+    In step 3 of the first world the optimizers of the ranks ``torn`` update only their first parameter.
+    """
     from elastic.workers.train_loop import run
     from tests.support.socket_control_plane import SocketControlPlane
 
@@ -122,7 +124,7 @@ def _train_with_torn_optimizers(
             optimizer.zero_grad()
             scaler.scale(model(part).square().mean()).backward()
             if world.epoch == 0 and step == 3 and torn:
-                dist.barrier()  # all have their gradients
+                dist.barrier()  # all ranks have their gradients
                 if world.rank in torn:
                     with torch.no_grad():
                         next(iter(model.parameters())).to_local().add_(1.0)
@@ -146,7 +148,7 @@ def seed_all(rank: int) -> None:
 
 
 def draw_numbers() -> float:
-    """A number of every generator; of pairs that numpy and Python draw, one half."""
+    """Draw from every generator. Numpy and Python draw pairs and cache one half."""
     import random
 
     import numpy as np
@@ -164,7 +166,7 @@ def digest(model: Any, optimizer: Any) -> str:
 
 
 def train_with_rng(say: Callable[[str], None], job: str, save: bool, before: int) -> list[float]:
-    """In a world of some size: what a rank draws after it has saved, or restored, its generators."""
+    """Save or restore the generators of a rank, and return its next draws."""
     import torch
     import torch.distributed as dist
 
@@ -181,5 +183,5 @@ def train_with_rng(say: Callable[[str], None], job: str, save: bool, before: int
             ckpt.wait()
         else:
             assert ckpt.restore(state) == 0
-            assert list(state["random"].state_dict()) == [f"rank{dist.get_rank()}"]  # the own name again
+            assert list(state["random"].state_dict()) == [f"rank{dist.get_rank()}"]  # this rank's name
         return [draw_numbers() for _ in range(3)]

@@ -1,7 +1,7 @@
-"""Number of keys on each rendezvous server, counted from the keys that torch sets.
+"""Load of rendezvous servers, computed from the keys that torch sets.
 
-What is counted is the answers a server gives and the connections it has, and the connections of a rank. The sockets of
-gloo's own mesh, one from every rank to every other, are beside it.
+Counts the responses and connections of a server, and the connections of a rank. The sockets of gloo's own mesh, one
+from every rank to every other, are not counted.
 """
 
 from __future__ import annotations
@@ -13,13 +13,13 @@ from dataclasses import dataclass
 from elastic.rendezvous.store_servers import KEY_COPIES, MAX_STORE_NODES, key_holders, store_nodes
 
 _READ = 2
-"""Of a key that others write: torch waits for it, then gets it."""
+"""Requests to read a key of another rank: a wait and a get."""
 _NCCL_RANKS_PER_ROOT = 128
 
 
 @dataclass(frozen=True)
 class StoreLoad:
-    """Of one meeting of ``ranks`` ranks."""
+    """Load of one rendezvous of ``ranks`` ranks."""
 
     ranks: int
     members: int
@@ -29,28 +29,28 @@ class StoreLoad:
     mean: float
     """Requests per server."""
     connections: int
-    """Of the busiest server."""
+    """Connections of the busiest server."""
     per_rank: int
     """Connections of a rank."""
 
     @property
     def ratio(self) -> float:
-        """How much more than its share the busiest one does."""
+        """Load of the busiest server relative to the mean."""
         return self.most / self.mean
 
 
 def gloo_keys(ranks: int, epoch: int = 0) -> list[str]:
-    """Each rank says where it is, and each asks all."""
+    """Return gloo's keys: each rank publishes its address and reads all others."""
     return [f"elastic/{epoch}/default_pg/0//cpu//0/{rank}" for rank in range(ranks)]
 
 
 def nccl_keys(ranks: int, epoch: int = 0, per_root: int = _NCCL_RANKS_PER_ROOT) -> list[str]:
-    """Some ranks make an identifier each, and each rank asks for all of them."""
+    """Return NCCL's keys: root ranks publish identifiers, and each rank reads all of them."""
     return [f"elastic/{epoch}/default_pg/0//cuda//UniqueNCCLID:0:{root}" for root in range(-(-ranks // per_root))]
 
 
 def load_of_one_store(ranks: int, keys: Iterable[str]) -> StoreLoad:
-    """The same with all keys in one place."""
+    """Compute the load of a single server with all keys."""
     count = len(list(keys))
     requests = count + _READ * count * ranks
     return StoreLoad(ranks, 1, count, requests, requests, ranks, 1)
@@ -65,7 +65,7 @@ def spread_load(
     most: int = MAX_STORE_NODES,
     copies: int = KEY_COPIES,
 ) -> StoreLoad:
-    """``ranks`` ranks on ``nodes`` nodes; every key is written once and read by all ranks."""
+    """Compute the load with the keys spread over nodes; all ranks read every key."""
     members = len(store_nodes(epoch, range(nodes), most))
     reads, writes, count = Counter[int](), Counter[int](), 0
     for key in keys:

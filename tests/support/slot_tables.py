@@ -10,7 +10,7 @@ from peerstore.store.slots import SlotState
 
 
 def assert_indexes_match(table: SlotTable) -> None:
-    """Each index names the slots that a scan over all slots finds."""
+    """Assert that each index lists the slots that a scan over all slots finds."""
     indexes = table._slots
     by_scan: dict[str, dict[Any, set[str]]] = {
         name: defaultdict(set) for name in ("states", "keys", "shards", "leases", "jobs", "writers")

@@ -1,4 +1,4 @@
-"""A TCP proxy that takes its time, and does to the bytes what a bad line does.
+"""A TCP proxy with latency, limited bandwidth and faults of a bad line.
 
 ::
 
@@ -30,19 +30,19 @@ Address = tuple[str, int]
 
 
 class LineBrokeError(ConnectionError):
-    """By order of the test."""
+    """Connection reset injected by the test."""
 
 
 @dataclass
 class Fault:
     at_byte: int
-    """Of all that passes, counted from 0 when the proxy began."""
+    """Offset in all bytes of this direction since the proxy started."""
     resets: bool
     happened: threading.Event = field(default_factory=threading.Event)
 
 
 class Direction:
-    """One direction, over all connections together. Everything may be changed while bytes pass."""
+    """One direction of all connections. Attributes may change while bytes pass."""
 
     def __init__(self, latency_s: float, bytes_per_s: float) -> None:
         self.latency_s = latency_s
@@ -56,15 +56,15 @@ class Direction:
         self._flowing.set()
 
     def flip_bit(self, at_byte: int = 0) -> threading.Event:
-        """Change one bit of the byte that passes as the ``at_byte``-th from now (the next one is 0)."""
+        """Flip one bit of the byte at this offset from now; the next byte is 0."""
         return self._plan(at_byte, resets=False)
 
     def reset_after(self, size_bytes: int) -> threading.Event:
-        """Let no more than so many bytes pass, then reset the connection that carries the next one, on both sides."""
+        """Reset the connection, on both sides, that carries the byte after the next ``size_bytes``."""
         return self._plan(size_bytes, resets=True)
 
     def stall(self) -> None:
-        """Nothing passes until :meth:`resume`; connections stay."""
+        """Hold all bytes until :meth:`resume`; connections stay open."""
         self._run_in_loop(self._flowing.clear)
 
     def resume(self) -> None:
@@ -73,12 +73,12 @@ class Direction:
     # -- for the proxy's thread -----------------------------------------------------------------------------------
 
     def departure_time(self, now: float, size_bytes: int) -> float:
-        """When the last of ``size_bytes`` that are there at ``now`` is on the line; arrival is ``latency_s`` later."""
+        """Return when the last of ``size_bytes`` leaves. It arrives ``latency_s`` later."""
         self._free_at = max(now, self._free_at) + size_bytes / self.bytes_per_s
         return self._free_at
 
     def apply_faults(self, block: bytes) -> tuple[bytes, bool]:
-        """What becomes of a block that passes, and whether its connection is reset after it."""
+        """Return a block with its faults applied, and whether to reset its connection afterwards."""
         changed = bytearray(block)
         resets = False
         with self._lock:
@@ -106,7 +106,7 @@ class Direction:
         return fault.happened
 
     def _run_in_loop(self, change: Callable[[], None]) -> None:
-        """Change what the proxy's thread waits for, and return when it has been."""
+        """Call ``change`` on the proxy's thread and wait for it."""
         done = threading.Event()
         self._loop.call_soon_threadsafe(lambda: (change(), done.set()))
         if not done.wait(200):
@@ -114,9 +114,9 @@ class Direction:
 
 
 class SlowPath:
-    """A proxy to ``target``; ``None``: to where each client wanted to go before the packet filter sent it here.
+    """A proxy to ``target``; ``None`` means the original target of each redirected connection.
 
-    ``enter`` is called on the proxy's thread before it makes a socket; ``mark`` is put on what the proxy sends.
+    ``enter`` is called on the proxy's thread before it opens sockets. The proxy's packets carry ``mark``.
     """
 
     def __init__(
@@ -130,7 +130,7 @@ class SlowPath:
     ) -> None:
         self.port = 0
         self.forth = Direction(latency_s, bytes_per_s)
-        """From clients to the server."""
+        """Direction from clients to the server."""
         self.back = Direction(latency_s, bytes_per_s)
         self._target = target
         self._enter = enter
@@ -152,8 +152,8 @@ class SlowPath:
         self.close()
 
     def close(self) -> None:
-        """Accept nobody any more and reset what is open."""
-        with contextlib.suppress(RuntimeError):  # it was closed before
+        """Stop accepting and reset open connections."""
+        with contextlib.suppress(RuntimeError):  # already closed
             self._stop()
         self._thread.join()
 
@@ -186,13 +186,16 @@ class SlowPath:
             await asyncio.gather(*connections, return_exceptions=True)
 
     def _accept(self, listener: socket.socket, connections: set[asyncio.Task[None]]) -> None:
-        """Not the loop's own accept, which loses a connection that comes in when it is cancelled."""
+        """Accept a connection.
+
+        The loop's own accept loses a connection that arrives during cancellation.
+        """
         with contextlib.suppress(BlockingIOError):
             client, _ = listener.accept()
             task = asyncio.create_task(self._connection(client))
             connections.add(task)
             task.add_done_callback(connections.discard)
-            task.add_done_callback(lambda _: client.close())  # it may end before it has begun
+            task.add_done_callback(lambda _: client.close())  # the task may be canceled before it starts
 
     async def _connection(self, client: socket.socket) -> None:
         with socket.socket() as server:
@@ -205,19 +208,19 @@ class SlowPath:
                     server.setsockopt(socket.SOL_SOCKET, socket.SO_MARK, self._mark)
                 await asyncio.get_running_loop().sock_connect(server, self._target or _original_target(client))
                 await _run_all(_carry(self.forth, client, server), _carry(self.back, server, client))
-                for sock in (client, server):  # both sides had their say, so this is no reset
+                for sock in (client, server):  # both sides have finished: close without a reset
                     sock.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 0, 0))
 
 
 def _original_target(client: socket.socket) -> Address:
-    """The address a client connected to before it was sent here."""
+    """Return the address a client connected to before redirection."""
     raw = client.getsockopt(socket.SOL_IP, _SO_ORIGINAL_DST, 16)
     _, port, host = struct.unpack_from("!HH4s", raw)
     return socket.inet_ntoa(host), port
 
 
 async def _carry(way: Direction, source: socket.socket, sink: socket.socket) -> None:
-    """Bytes one way until their end, each block when it has had its time on the line."""
+    """Carry bytes in one direction until the end, each block with its delay."""
     line: asyncio.Queue[tuple[float, bytes]] = asyncio.Queue(_BLOCKS_UNDER_WAY)
     await _run_all(_take(way, source, line), _deliver(way, line, sink))
 
@@ -254,7 +257,7 @@ async def _sleep_until(due: float) -> None:
 
 
 async def _run_all(*works: asyncio.Future[None]) -> None:
-    """Until all have ended; when one fails the others are cancelled, and it is raised."""
+    """Wait for all; if one fails, cancel the others and raise its error."""
     tasks = [asyncio.ensure_future(work) for work in works]
     try:
         await asyncio.gather(*tasks)

@@ -1,13 +1,13 @@
-"""Slurm on hosts of their own: Debian's slurmctld and slurmd, munge, and a network namespace for every machine.
+"""Slurm cluster of network namespaces: Debian's slurmctld, slurmd and munge.
 
 ::
 
     with slurm_cluster(directory, nodes=3) as slurm:
         job = slurm.submit("train.sbatch")
-        slurm.until_state(job, "COMPLETED")
+        slurm.wait_state(job, "COMPLETED")
 
-Each machine has its own name, shared memory and /etc/hosts, in which, as on Debian, its own name leads to 127.0.1.1.
-The directory is what they share. No configuration but its own is read, and no daemon outlives the block.
+Each machine has its own name, shared memory and /etc/hosts. As on Debian, its own name resolves to 127.0.1.1. The
+machines share the directory, which holds all configuration. No daemon outlives the block.
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ MaxArraySize=10
 PartitionName=main Nodes=ALL Default=YES MaxTime=INFINITE State=UP OverSubscribe=YES:4
 """
 
-# What proctrack/cgroup does at the end of a step: nothing of the job stays on the machine, no agent either.
+# Like proctrack/cgroup at the end of a step: kill what the job left on the machine, such as an agent.
 _EPILOG = """\
 #!/bin/sh
 for one in /proc/[0-9]*; do
@@ -87,7 +87,7 @@ def missing_programs() -> list[str]:
 
 
 class Slurm:
-    """A cluster that is idle; made by :func:`slurm_cluster`."""
+    """An idle cluster, made by :func:`slurm_cluster`."""
 
     def __init__(self, net: Network, directory: Path, count: int) -> None:
         self.directory = directory
@@ -114,9 +114,9 @@ class Slurm:
     # -- machines -------------------------------------------------------------------------------------------------
 
     def lose_node(self, name: str) -> None:
-        """A machine is gone with all that runs on it, in one moment: none of its processes sees another one die.
+        """Kill all processes of a machine at once, so that none sees another one die.
 
-        Slurm is told at once what it would notice after SlurmdTimeout.
+        Slurm is informed at once, instead of after SlurmdTimeout.
         """
         space = self.nodes[name].namespace
         stopped: set[int] = set()
@@ -131,7 +131,7 @@ class Slurm:
         self.run("scontrol", "update", f"nodename={name}", "state=down", "reason=lost")
 
     def processes(self, name: str) -> list[str]:
-        """Command lines of what runs on a machine."""
+        """Return the command lines of a machine's processes."""
         found = []
         for pid in namespaces.processes_in(self.nodes[name].namespace):
             with contextlib.suppress(OSError):
@@ -141,7 +141,7 @@ class Slurm:
     # -- commands -------------------------------------------------------------------------------------------------
 
     def run(self, *command: object, check: bool = True, timeout_s: float = 120.0, **environ: str) -> str:
-        """What a command prints that is run on the head node, where people log in."""
+        """Run a command on the head node and return its output."""
         machine = on_machine(self.directory, self._head.name, command)
         place = {"cwd": self.directory, "env": {**self.environ, **environ}, "stdin": subprocess.DEVNULL}
         return self._head.run(machine, check=check, timeout_s=timeout_s, stderr=subprocess.STDOUT, **place)
@@ -153,7 +153,7 @@ class Slurm:
         return self.run("sinfo", "-h", "-N", "-o", "%T").split()
 
     def job_details(self, job: str) -> dict[str, str]:
-        """What ``scontrol show job`` knows."""
+        """Return the fields of ``scontrol show job``."""
         words = self.run("scontrol", "-o", "show", "job", job).split()
         return dict(word.split("=", 1) for word in words if "=" in word)
 
@@ -170,7 +170,7 @@ class Slurm:
         return found
 
     def failure_report(self) -> str:
-        """For a failed test: how the cluster is, and the ends of all logs."""
+        """Return the state of the cluster and the ends of all logs, for a failed test."""
         said = [self.run("squeue", "-a", check=False), self.run("sinfo", "-N", "-l", check=False)]
         logs = sorted([*self.directory.glob("*.log"), *self.directory.glob("*.out")])
         return "\n".join([*said, *(f"-- {log.name}\n{log.read_text(errors='replace')[-3000:]}" for log in logs)])

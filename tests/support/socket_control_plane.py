@@ -1,4 +1,4 @@
-"""A control plane without supervisors for ranks that are processes: the double's seats, each at the end of a socket."""
+"""Control plane over sockets: connects rank processes to a coordinator double in the test."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _LOOK_S = 0.01
 
 
 class SocketControlPlane:
-    """A rank's end: ``ControlPlane`` over a socket. What is wanted is pushed, so that ``notice`` reads memory."""
+    """``ControlPlane`` of one rank over a socket; notices are pushed, so ``notice`` reads memory."""
 
     def __init__(self, address: str) -> None:
         self._pipe: Connection = Client(address, "AF_UNIX")
@@ -98,7 +98,7 @@ class SocketControlPlane:
 
 
 class SocketBridge:
-    """The double's end. A seat whose socket closes is a lost rank."""
+    """The test's side. A rank whose socket closes counts as lost."""
 
     def __init__(self, plane: InMemoryCoordinator, folder: str) -> None:
         self.plane = plane
@@ -107,7 +107,7 @@ class SocketBridge:
         self._threads: list[threading.Thread] = []
 
     def address_of(self, seat: InMemoryControlPlane) -> str:
-        """Where the process that sits there is to connect."""
+        """Return the address to which this rank connects."""
         address = str(self._folder / f"seat-{self.plane.planes.index(seat)}")
         listener = Listener(address, "AF_UNIX")
         self._start(self._serve, seat, listener)
@@ -144,7 +144,7 @@ class SocketBridge:
             answer = number, False, error
         with sending, contextlib.suppress(OSError):
             if answer[1] and method == "wait_for_assignment":
-                pipe.send((-1, True, seat.notice()))  # before the new world: what was wanted in the old one is gone
+                pipe.send((-1, True, seat.notice()))  # before the new world: notices of the old world are void
             pipe.send(answer)
 
     def _push(self, seat: InMemoryControlPlane, pipe: Connection, sending: Any) -> None:

@@ -1,4 +1,4 @@
-"""``TCPStore`` servers in processes of their own, as every node of a world has one."""
+"""``TCPStore`` servers in separate processes, one for each node of a world."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from tests.support.zygote import Zygote
 
 
 class RendezvousServer:
-    """One, that can be killed and stopped."""
+    """One server, which a test can kill and suspend."""
 
     def __init__(self, zygote: Zygote) -> None:
         self._running = zygote.start(_serve)

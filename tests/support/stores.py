@@ -36,7 +36,7 @@ def shard_key(
 
 
 def shard_content(of: ShardKey, size_bytes: int) -> bytes:
-    """Bytes that no other key has."""
+    """Return bytes unique to a key."""
     seed = repr(of).encode()
     return (seed * (size_bytes // len(seed) + 1))[:size_bytes]
 
@@ -54,13 +54,13 @@ def write_slot(lease: Lease, data: bytes, start: int = 0) -> None:
 
 
 def slot_file(slot: str) -> Path:
-    """A slot's file, wherever it is: its name is its own."""
+    """Find a slot's file by its unique name."""
     for fd in Path("/proc/self/fd").iterdir():
         with contextlib.suppress(OSError):
             if str(fd.readlink()).startswith(f"/memfd:{slot} "):
                 return fd
     mounts = (line.split() for line in Path("/proc/self/mounts").read_text().splitlines())
-    # Path.glob fails before Python 3.13 when a directory of another test goes away while it looks; this one does not.
+    # Before Python 3.13, Path.glob fails when another test removes a directory during the search. This one does not.
     for place in (point for _, point, kind, *_ in mounts if kind == "tmpfs"):
         for found in (*glob.iglob(f"{place}/*/slots/{slot}"), *glob.iglob(f"{place}/*/*/slots/{slot}")):  # noqa: PTH207
             return Path(found)
@@ -68,7 +68,7 @@ def slot_file(slot: str) -> Path:
 
 
 def pinned_file(pin: Pin) -> Path:
-    """The pinned shard's file, to look at it or to do it harm."""
+    """Return the file of the pinned shard, to inspect or damage it."""
     return Path(f"/proc/self/fd/{pin.fd}")
 
 
@@ -99,7 +99,7 @@ def flip_byte(path: str | Path, at: int) -> None:
 
 @contextlib.contextmanager
 def serve_store(store: NodeStore, folder: Path) -> Iterator[Path]:
-    """The socket of a server in this process."""
+    """Run a server in this process and yield the path of its socket."""
     path = folder / f"{secrets.token_hex(4)}.sock"
     server = StoreServer(store, path, version="test")
     server.start()
@@ -117,7 +117,7 @@ def open_client(path: Path, **options: Any) -> Iterator[Client]:
 
 @contextlib.contextmanager
 def store_directory() -> Iterator[Path]:
-    """A directory on tmpfs for one store; gone when the block ends."""
+    """Yield a path on tmpfs for one store and remove it after the block."""
     directory = Path("/dev/shm") / (process_prefix("peerstore") + uuid.uuid4().hex[:8])
     try:
         yield directory
@@ -126,7 +126,7 @@ def store_directory() -> Iterator[Path]:
 
 
 class StoreAgent:
-    """A ``peerstore serve`` process in the foreground of a test."""
+    """A ``peerstore serve`` process as a child of the test."""
 
     def __init__(self, directory: Path, *options: str, crash_at: str = "", **popen: Any) -> None:
         self.place = AgentPaths(directory)
@@ -135,7 +135,7 @@ class StoreAgent:
         self.process = subprocess.Popen(command, env=environ, **{"stderr": subprocess.DEVNULL, **popen})
 
     def wait_ready(self, timeout_s: float = 200.0) -> bool:
-        """Until it answers (true) or has ended (false)."""
+        """Wait until it answers (true) or has ended (false)."""
         deadline = time.monotonic() + timeout_s
         while self.process.poll() is None:
             try:
@@ -151,7 +151,7 @@ class StoreAgent:
         return open_client(self.place.socket, **options)
 
     def end(self) -> int:
-        """SIGTERM, and the exit status."""
+        """Send SIGTERM, wait, and return the exit status."""
         if self.process.poll() is None:
             self.process.terminate()
         return self.process.wait(200)

@@ -1,4 +1,4 @@
-"""Ledgers of jobs that never were: any length, any number of faults, the same for the same seed."""
+"""Synthetic event logs of any length with any number of faults, reproducible by seed."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ _STAGES = (
 
 
 class SyntheticJob:
-    """``events`` of a job of ``steps`` steps of ``step_s``, with so many faults and resizes spread over them."""
+    """Events of a job of ``steps`` steps of ``step_s``, with faults and resizes spread over them."""
 
     def __init__(
         self,

@@ -1,7 +1,6 @@
-"""Every system call that code of some packages makes: found by running it, and failed one at a time.
+"""Find every system call that the code of some packages makes, and fail them one at a time.
 
-What is looked at is whatever ``os``, ``fcntl``, ``resource``, ``mmap``, ``socket``, threads, files (``open``) and the C
-library are asked for: nobody has to name a call.
+Covers calls into ``os``, ``fcntl``, ``resource``, ``mmap``, ``socket``, threads, files (``open``) and the C library.
 """
 
 from __future__ import annotations
@@ -34,18 +33,18 @@ _NO_SYSTEM_CALL = frozenset(
     "device_encoding sysconf get_terminal_size isatty get_inheritable set_inheritable WIFSIGNALED WEXITSTATUS "
     "WTERMSIG times fileno detach gettimeout settimeout setblocking getblocking getsockname getpeername".split()
 )
-"""Or one that does not fail for want of anything."""
+"""Functions without a system call, or whose system call does not fail for lack of resources."""
 _CLOSES = frozenset({"close"})
-"""They do what they are asked for, whatever they answer."""
+"""Functions that take effect even if they report an error."""
 _DEPTH = 8
 
 
 class Call(NamedTuple):
-    """One call: what is called, from where, and the how manyth it is from there."""
+    """One call: its name, its stack, and its number among the calls from there."""
 
     what: str
     stack: tuple[str, ...]
-    """The innermost lines of the packages, innermost first."""
+    """Innermost lines of the packages, innermost first."""
     turn: int
 
     def __str__(self) -> str:
@@ -53,7 +52,7 @@ class Call(NamedTuple):
 
 
 class CallRecorder:
-    """Notes the calls of ``packages`` in ``made``, and lets ``failing`` fail with ``code``; ``failed`` says whether."""
+    """Records calls of ``packages`` in ``made`` and fails ``failing`` with ``code``; see ``failed``."""
 
     def __init__(self, *packages: str, failing: Call | None = None, code: int = 0) -> None:
         self._packages = tuple(f"{_ROOT / name}{os.sep}" for name in packages)
@@ -67,7 +66,7 @@ class CallRecorder:
 
     @property
     def reply_was_lost(self) -> bool:
-        """Whether an answer was sent that who asked could not receive."""
+        """Whether a response was sent that the client could not receive."""
         failing = self._failing
         return failing is not None and failing.what.startswith("socket.recv") and "client.py" in str(failing.stack)
 
@@ -90,7 +89,7 @@ class CallRecorder:
         yield mmap, "mmap", self._wrapped("mmap", mmap.mmap)
         yield threading, "_start_new_thread", self._wrapped("thread", threading._start_new_thread, _no_thread)  # type: ignore[attr-defined]
         for module in (io, builtins):
-            yield module, "open", _pyio.open  # the same, by means of ``os``
+            yield module, "open", _pyio.open  # the same, but built on ``os``
         for library in self._libraries():
             for name, found in list(vars(library).items()):
                 if isinstance(found, ctypes._CFuncPtr):  # type: ignore[attr-defined]
@@ -120,13 +119,13 @@ class CallRecorder:
         def init(*args: Any, fileno: int | None = None, **kwargs: Any) -> None:
             if fileno is None:
                 asked(*args, **kwargs)
-            else:  # it is there already
+            else:  # wraps an existing socket
                 real(*args, fileno=fileno, **kwargs)
 
         return init
 
     def _is_failing_call(self, name: str) -> bool:
-        """Whether this call is the one that fails."""
+        """Record this call and return whether it must fail."""
         stack = []
         frame: types.FrameType | None = sys._getframe(1)
         while frame is not None and len(stack) < _DEPTH:

@@ -1,4 +1,4 @@
-"""Models of every family, as small as they can be, with a tokenizer of a few words and lines to learn from."""
+"""Minimal models of every family, with a tokenizer of a few words and training lines."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ def config_file(folder: Path, family: str) -> Path:
 
 
 def tokenizer_folder(folder: Path) -> Path:
-    """A word is a token."""
+    """Write a tokenizer that maps each word to a token."""
     from tokenizers import Tokenizer, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 
@@ -80,7 +80,7 @@ def tokenizer_folder(folder: Path) -> Path:
 
 
 def data_file(folder: Path, lines: int = 40) -> Path:
-    """Of all kinds, of all lengths."""
+    """Write training lines of all kinds and various lengths."""
     chance = random.Random(5)
 
     def words(most: int) -> str:

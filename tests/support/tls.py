@@ -28,12 +28,12 @@ _USAGE = x509.KeyUsage(
 
 
 def _by(key: ec.EllipticCurvePrivateKey) -> x509.AuthorityKeyIdentifier:
-    """Who signed it: Python 3.13 refuses a certificate that does not say so."""
+    """Return the extension that names the signer. Python 3.13 rejects certificates without it."""
     return x509.AuthorityKeyIdentifier.from_issuer_public_key(key.public_key())
 
 
 class Authority:
-    """Signs certificates that are good for an hour; ``trusted`` is the file with its own."""
+    """Authority for certificates valid for an hour; ``trusted`` is the file with its own."""
 
     def __init__(self, directory: Path) -> None:
         self._directory = directory
@@ -50,7 +50,7 @@ class Authority:
         self.trusted.write_bytes(certificate.public_bytes(serialization.Encoding.PEM))
 
     def issue(self, name: str, *, address: str = "127.0.0.1") -> tuple[Path, Path]:
-        """A certificate for ``address``, and its key."""
+        """Issue a certificate for ``address`` and return the files of certificate and key."""
         key = ec.generate_private_key(ec.SECP256R1())
         host = x509.SubjectAlternativeName([x509.IPAddress(ipaddress.ip_address(address))])
         certificate = (
@@ -85,7 +85,7 @@ def _name(text: str) -> x509.Name:
 
 
 def server_context(directory: Path) -> tuple[ssl.SSLContext, Path]:
-    """A server's TLS context for 127.0.0.1, and the file that a client has to trust."""
+    """Return a server's TLS context for 127.0.0.1 and the CA file for clients."""
     authority = Authority(directory)
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
     context.load_cert_chain(*authority.issue("server"))
@@ -93,7 +93,7 @@ def server_context(directory: Path) -> tuple[ssl.SSLContext, Path]:
 
 
 def node_files(directory: Path, *, address: str = "127.0.0.1", check_names: bool = False) -> TlsFiles:
-    """What a node of a cluster of its own has."""
+    """Create the TLS files of a node, with an authority of its own."""
     directory.mkdir(exist_ok=True)
     authority = Authority(directory)
     return TlsFiles(*authority.issue("node", address=address), authority.trusted, check_names)

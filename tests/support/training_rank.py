@@ -1,6 +1,6 @@
-"""A rank under ``elastic run`` that trains, as slowly as a test wants: ``python training_rank.py FOLDER``.
+"""A training rank under ``elastic run``: ``python training_rank.py FOLDER``.
 
-It prints what happens to it as JSON, a line each. Files in FOLDER: ``finish`` ends the training after the next step.
+It reports events as JSON lines. The file ``finish`` in FOLDER ends the training after the next step.
 """
 
 from __future__ import annotations

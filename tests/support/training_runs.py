@@ -1,4 +1,4 @@
-"""Runs of :mod:`tests.support.full_training` under ``elastic run``, told step by step how far they may go."""
+"""Runs of :mod:`tests.support.full_training` under ``elastic run``, with a step limit."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ TRAINER = ROOT / "tests/support/full_training.py"
 
 
 class TrainingRun(ElasticRun):
-    """One run of the trainer, told how far it may go."""
+    """One run of the trainer, up to a step limit that tests raise."""
 
     def __init__(self, folder: Path, name: str, how: str, total: int) -> None:
         super().__init__(folder, name)
@@ -45,13 +45,16 @@ class TrainingRun(ElasticRun):
         return self.start("run", "-v", *words, *simulated, "--pause-timeout", "60", *options, *script)
 
     def resize_and_wait(self, nodes: str) -> None:
-        """Ask for another world, and wait until the ranks are told: they stop after the step they are in."""
+        """Request another number of nodes and wait until the ranks are notified.
+
+        They stop after the current step.
+        """
         before = self.output().count(" at a common step within ")
         self.run_json("resize", "--nodes", nodes)
-        wait_until(lambda: self.output().count(" at a common step within ") > before, "the ranks are to stop")
+        wait_until(lambda: self.output().count(" at a common step within ") > before, "the ranks are notified")
 
     def wait_nodes_ready(self, nodes: int) -> None:
-        """Wait until the ranks of so many nodes are in a world, or about to be: fewer could do many steps alone."""
+        """Wait until ``nodes`` nodes are in a world or about to join; fewer could run many steps alone."""
 
         def there() -> bool:
             status = self.status()
@@ -63,7 +66,7 @@ class TrainingRun(ElasticRun):
         wait_until(there, f"{nodes} nodes are here")
 
     def wait_stop_requested(self) -> None:
-        """Wait until the ranks know that there is to be another world."""
+        """Wait until the ranks know that another world will form."""
         wait_until(lambda: (status := self.status()) is not None and status.pause is not None, "a pause")
 
     def log_lines(self, what: str):
@@ -74,7 +77,7 @@ class TrainingRun(ElasticRun):
         return found
 
     def wait_step_in_world(self, size: int, step: int):
-        """Wait until all ranks of the newest world, of ``size`` ranks, have done ``step``; what they said of it."""
+        """Wait until all ``size`` ranks of the newest world have done ``step``; return their log lines."""
 
         def there():
             last = max((one["epoch"] for one in self.log_lines("world")), default=-1)
@@ -93,7 +96,7 @@ class TrainingRun(ElasticRun):
 
 
 def committed_steps(job: TrainingRun):
-    """What each step came to in the world that did it last: the others went back to before it."""
+    """Return the result of each step, taken from the last world that did it."""
     worlds = defaultdict(list)
     for one in job.log_lines("step"):
         worlds[one["step"], one["epoch"]].append(one)
@@ -108,13 +111,13 @@ def committed_steps(job: TrainingRun):
 
 
 def assert_each_sample_once(steps) -> None:
-    """In the order that the seed gives, over as many epochs of the data as it takes."""
+    """Assert that the steps used the samples in the order of the seed, across epochs."""
     taken = [index for one in steps for index in one["samples"]]
     assert taken == [int(index) for index in SampleOrder(SAMPLES, SEED, "full").indices(0, len(steps) * BATCH)]
 
 
 def assert_same_results(moved, undisturbed) -> None:
-    """Of loss, norm of the gradients, model and optimizer, after every step of ``moved``."""
+    """Assert equal loss, gradient norm, model and optimizer after every step of ``moved``."""
     assert len(moved) <= len(undisturbed)
     for one, other in zip(moved, undisturbed, strict=False):
         assert (one["loss"], one["norm"], one["sum"]) == (other["loss"], other["norm"], other["sum"]), one["step"]
@@ -122,7 +125,7 @@ def assert_same_results(moved, undisturbed) -> None:
 
 @pytest.fixture
 def training_run():
-    """In a folder with a short path: there are sockets in it."""
+    """Return a factory of runs in a folder with a short path, which sockets need."""
     made = []
 
     with tempfile.TemporaryDirectory(prefix="story-") as folder:
@@ -139,10 +142,10 @@ def training_run():
 
 @pytest.fixture(scope="session")
 def reference_steps(tmp_path_factory):
-    """What one rank alone learns with the fixed tree, in more steps than any story has."""
+    """Return the steps of an undisturbed run of one rank with the fixed tree."""
     folder = tmp_path_factory.mktemp("quiet")
     one = TrainingRun(folder, "quiet", "tree", 24)
-    one.environ["TIEREDCKPT_AGENT_DIRECTORY"] = str(folder / "agent")  # of a job with one node: not the user's own
+    one.environ["TIEREDCKPT_AGENT_DIRECTORY"] = str(folder / "agent")  # not the user's agent
     try:
         one.wait_finished(one.start_run(1))
         return committed_steps(one)

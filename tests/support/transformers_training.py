@@ -40,7 +40,10 @@ class NumberedLines(torch.utils.data.Dataset):
 
 
 class Events(TrainerCallback):
-    """Writes losses as hex, and sends this process a signal, at ``step N`` or after the log entry at ``log N``."""
+    """Reports losses as hex and sends signals to this process.
+
+    A signal is sent at ``step N`` or after the log entry at ``log N``.
+    """
 
     def __init__(self, say: Any, signals: dict[str, int]) -> None:
         self.say = say
@@ -98,7 +101,7 @@ def digests_of_tensors(model: torch.nn.Module) -> dict[str, str]:
 
 
 def digest_of_state(trainer: Any) -> str:
-    """A digest of the model, the optimizer and the learning rate."""
+    """Return a digest of the model, the optimizer and the learning rate."""
     total = hashlib.sha256(repr(sorted(digests_of_tensors(trainer.model).items())).encode())
     for group in trainer.optimizer.param_groups:
         for parameter in group["params"]:
@@ -109,7 +112,7 @@ def digest_of_state(trainer: Any) -> str:
 
 
 def describe_training(trainer: Any) -> dict[str, Any]:
-    """What the end of a run leaves, for comparison bit for bit."""
+    """Return the final state of a run, for comparison bit for bit."""
     return {
         "step": trainer.state.global_step,
         "epoch": trainer.state.epoch,
@@ -121,7 +124,7 @@ def describe_training(trainer: Any) -> dict[str, Any]:
 
 
 def describe_export(_say: Any, folder: str) -> dict[str, str]:
-    """Digests of the tensors that the framework's own loader reads from a folder."""
+    """Return digests of the tensors that the framework's own loader reads from a folder."""
     return digests_of_tensors(AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32))
 
 
@@ -141,7 +144,7 @@ def llama_trainer(folder: str, arguments: dict[str, Any], options: dict[str, Any
 
 
 def lora_trainer(folder: str, arguments: dict[str, Any], options: dict[str, Any], events: Events) -> Any:
-    """The same with LoRA adapters; only they are trained."""
+    """Make a trainer of LoRA adapters only."""
     from peft import LoraConfig, get_peft_model
 
     config = LoraConfig(r=4, lora_dropout=0.1, target_modules=["q_proj", "v_proj"])
@@ -167,7 +170,7 @@ def train(
     options: dict[str, Any] | None = None,
     make: Any = llama_trainer,
 ) -> dict[str, Any]:
-    """Train; ``signals``: by rank and moment."""
+    """Train and describe the final state; ``signals`` are by rank and moment."""
     rank = enter_rank()
     events = Events(say, (signals or {}).get(rank, {}))
     events.trainer = trainer = make(folder, arguments or {}, options or {}, events)
@@ -190,7 +193,7 @@ def run_example(_say: Any, path: str, folder: str) -> int:
 
 
 def values_by_step(lines: list[str], kind: str = "loss") -> dict[int, str]:
-    """The rest of each line of this kind, by its step."""
+    """Return the rest of each line of this kind by step."""
     found = [line.split(maxsplit=2) for line in lines if line.startswith(f"{kind} ")]
     return {int(step): value for _, step, value in found}
 

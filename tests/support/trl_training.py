@@ -1,4 +1,4 @@
-"""The same runs with TRL's ``SFTTrainer``, by the mixin class."""
+"""Runs like those of the ``Trainer``, with TRL's ``SFTTrainer`` and the mixin class."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from tests.support.transformers_training import SAMPLES, URL, Events, NumberedLi
 
 
 class TieredSFTTrainer(TieredTrainerMixin, SFTTrainer):
-    """A trainer for supervised fine-tuning in the tiers."""
+    """Trainer for supervised fine-tuning with tiered checkpoints."""
 
 
 def sft_trainer(folder: str, arguments: dict[str, Any], options: dict[str, Any], events: Events) -> Any:

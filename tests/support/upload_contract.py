@@ -1,4 +1,4 @@
-"""Uploads to S3 that are killed, cancelled, aborted and repeated: classes to inherit with a ``server`` fixture."""
+"""Contract of S3 uploads that are killed, canceled, aborted or repeated; needs a ``server`` fixture."""
 
 from __future__ import annotations
 
@@ -62,12 +62,12 @@ class UploadCase:
         store.upload(self.name, self.source, SIZE, journal=self.journal, identity=identity, **more)
 
     def stored_bytes(self) -> bytes:
-        """Straight from the server."""
+        """Read the object directly from the server."""
         with self.server.client() as client:
             return client.get_object(Bucket=BUCKET, Key=self.key)["Body"].read()
 
     def unfinished_uploads(self) -> list[str]:
-        """Keys of the uploads that the server knows below this prefix."""
+        """Return the keys of unfinished uploads below this prefix."""
         with self.server.client() as client:
             try:
                 listed = client.list_multipart_uploads(Bucket=BUCKET, Prefix=self.root)
@@ -81,7 +81,7 @@ class UploadCase:
                 client.abort_multipart_upload(Bucket=BUCKET, Key=each["Key"], UploadId=each["UploadId"])
 
     def kill_upload_at(self, held: Hold, *, also: Callable[[FaultProxy], bool] = bool, **changes: object) -> None:
-        """Upload in another process until ``held`` is reached and ``also`` holds; SIGKILL; forget what was seen."""
+        """Upload in another process, SIGKILL it once ``held`` is reached and ``also`` holds, clear the proxy."""
         task = {
             "url": self.url,
             "settings": dataclasses.asdict(self.settings(**changes)),
@@ -107,7 +107,7 @@ class UploadCase:
 
 @functools.cache
 def random_data() -> bytes:
-    """Return the bytes that all tests upload; made once, because that takes a tenth of a second."""
+    """Return the bytes that all tests upload, cached because they take 0.1 s to create."""
     return random.Random(7).randbytes(SIZE)
 
 
@@ -148,7 +148,7 @@ def other_parts_done(proxy: FaultProxy) -> bool:
 
 
 class ShortUploadContract:
-    """What every server is asked in each push."""
+    """Upload tests that run against every server on each push."""
 
     def test_no_part_is_sent_twice(self, upload_case: UploadCase, store: RetryingStore):
         told: list[int] = []

@@ -1,4 +1,4 @@
-"""One upload in a process of its own, to be killed: ``python -m tests.support.upload_process`` with JSON on stdin."""
+"""Script for one upload in a process that a test kills; takes JSON on stdin."""
 
 from __future__ import annotations
 

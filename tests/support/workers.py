@@ -1,12 +1,12 @@
 """``pytest --workers 4``: collect once, then fork workers that share the tests, the longest first.
 
-A worker has all that collecting has imported, torch among it: to start an interpreter and collect for each worker costs
-more than many tests. Tests stay together where fixtures live as long as their file. Every other test goes to whoever is
-free.
+Workers share everything that the collection imported, such as torch. Starting an interpreter and collecting per worker
+would cost more than many tests. Tests with fixtures of class, module or package scope stay together. Every other test
+goes to the next free worker.
 
-As many tests run at once as keep the cores busy (:class:`Concurrency`): tests that wait leave room for others, tests
-that compute do not. Tests that wait for something within a time limit (:data:`TIMED`) run one of each kind at a time
-beside other tests, and a few at a time when no others are left: alone they leave half the machine idle.
+:class:`Concurrency` runs as many tests at once as keep the cores busy: waiting tests leave room for others, computing
+tests do not. Tests that wait for something within a time limit (:data:`TIMED`) run one of each kind at a time, next to
+other tests. When no others are left, a few run at once, as one alone leaves half the machine idle.
 
 ``--retry-failed 5`` retries up to five failed tests at the end, each in a worker of its own that runs alone
 (:mod:`tests.support.flaky`).
@@ -44,9 +44,9 @@ _SECONDS = "workers/seconds"
 _LENGTH = struct.Struct("!Q")
 _KEPT_TOGETHER = {"class", "module", "package"}
 TIMED = {"tests/e2e/peers/": "nodes", "tests/scenario/": "nodes", "tests/e2e/hyperpod/": "ranks"}
-"""What they wait for: copies on other nodes and agents that are missed, or ranks that start again."""
+"""Timed tests by path. They wait for copies and lost agents on other nodes, or for restarting ranks."""
 _TIMED_LAST = 3
-"""So many of them at once when nothing else is left to begin."""
+"""Timed units to run at once when no others are left."""
 _BUSY, _ROOM = 0.97, 0.85
 _LOOK_S = 1.0
 _GUESSED_S = {
@@ -85,15 +85,15 @@ _GUESSED_S = {
 }
 """Assumed seconds of a test, or of a file that stays together, by the first matching prefix."""
 _SHORT_S = 0.05
-"""Seconds of a test that no prefix names."""
+"""Assumed seconds of a test that matches no prefix."""
 
 
-# -- what is decided ---------------------------------------------------------------------------------------------------
+# -- scheduling --------------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
 class Unit:
-    """Tests that one worker runs one after the other: their positions in the collection."""
+    """Positions in the collection of tests that one worker runs in sequence."""
 
     tests: tuple[int, ...]
     seconds: float
@@ -105,7 +105,7 @@ def timed_kind(file: str) -> str:
 
 
 def make_units(tests: Sequence[tuple[str, bool]], seconds: Mapping[str, float]) -> list[Unit]:
-    """Return the units to run, the longest first.
+    """Return the units to run, longest first.
 
     ``tests``: the name of each test and whether it stays with its file. ``seconds``: the last duration of each test.
     """
@@ -132,14 +132,14 @@ def _file(name: str) -> str:
 
 @dataclass
 class Concurrency:
-    """How many units run at once, from how busy the cores were over the last second."""
+    """Number of units to run at once, from the load of the cores over the last second."""
 
     least: int
     most: int
     now: int
 
     def adjust(self, busy: float, running: int) -> None:
-        """``busy`` is a share of all cores' time, and ``running`` how many units ran in it."""
+        """Adjust to the ``busy`` share of all cores' time with ``running`` units."""
         if busy > _BUSY:
             self.now = max(self.least, self.now - 1)
         elif busy < _ROOM and running >= self.now:
@@ -147,7 +147,7 @@ class Concurrency:
 
 
 class Queue:
-    """What is run next."""
+    """Queue of units to run, with limits for timed ones."""
 
     def __init__(self, units: Iterable[Unit]) -> None:
         self._free: list[Unit] = []
@@ -161,7 +161,7 @@ class Queue:
         return bool(self._free or self._timed)
 
     def next(self) -> Unit | None:
-        """``None``: nothing that may begin now."""
+        """Return the next unit, or ``None`` if none may begin now."""
         if (timed := next(filter(self._may_begin, self._timed), None)) is not None:
             self._timed.remove(timed)
             self._running_timed[timed.timed] += 1
@@ -184,7 +184,7 @@ class Queue:
             self._running_timed[unit.timed] -= 1
 
     def requeue(self, unit: Unit) -> None:
-        """The rest of a unit whose worker died."""
+        """Requeue the rest of a unit whose worker died."""
         if unit.tests:
             (self._timed if unit.timed else self._free).insert(0, unit)
 
@@ -198,7 +198,7 @@ def _send(end: socket.socket, message: Any) -> None:
 
 
 def _receive(end: socket.socket) -> Any:
-    """:class:`EOFError` when the other side is gone."""
+    """Receive a message; raise :class:`EOFError` if the other side is gone."""
     (size,) = _LENGTH.unpack(_receive_exactly(end, _LENGTH.size))
     return pickle.loads(_receive_exactly(end, size))
 
@@ -220,7 +220,7 @@ def _receive_exactly(end: socket.socket, size: int) -> bytes:
 
 
 class _SessionItem:
-    """Stands for a next test of which nothing is known: only what the session has made stays."""
+    """Stand-in for an unknown next test, so that only session fixtures survive."""
 
     def __init__(self, session: pytest.Session) -> None:
         self._session = session
@@ -230,7 +230,7 @@ class _SessionItem:
 
 
 class _Reporting:
-    """In a worker, in place of what prints."""
+    """Plugin of a worker that sends reports to the session instead of printing them."""
 
     def __init__(self, config: pytest.Config, end: socket.socket) -> None:
         self._config, self._end = config, end
@@ -248,14 +248,14 @@ def _run_worker(session: pytest.Session, end: socket.socket, number: int) -> Non
         if (plugin := config.pluginmanager.get_plugin(name)) is not None:
             config.pluginmanager.unregister(plugin)
     capture = config.pluginmanager.get_plugin("capturemanager")
-    if capture is not None:  # its files are the session's
+    if capture is not None:  # its files belong to the session
         capture.stop_global_capturing()
         capture.start_global_capturing()
     paths = config._tmp_path_factory
     paths._given_basetemp, paths._basetemp = paths.getbasetemp() / f"w{number}", None  # sockets have short names
     config.pluginmanager.register(_Reporting(config, end))
     forked_starts.install(end)
-    if "torch" in sys.modules:  # else no test that was collected has a use for it
+    if "torch" in sys.modules:  # else no collected test needs torch
         zygote.prepare(end, *forked_starts.template_sockets())
     last: Any = None
     while (tests := _receive(end)) is not None:
@@ -275,7 +275,7 @@ def _run_worker(session: pytest.Session, end: socket.socket, number: int) -> Non
 
 
 class _Gateway(NamedTuple):
-    """Where the terminal reporter looks for a worker's name."""
+    """Carrier of a worker's name for the terminal reporter."""
 
     id: str
 
@@ -285,11 +285,11 @@ class _Worker:
     pid: int
     gateway: _Gateway
     _workerinfocache: str
-    """What is printed above the report of a failure."""
+    """Header above the report of a failure."""
     end: socket.socket
     unit: Unit | None = None
     at: int | None = None
-    """The position of the test that it is in."""
+    """Position of the current test."""
     over: bool = False
     ran: set[int] = field(default_factory=set)
 
@@ -313,7 +313,7 @@ class _Session:
         if self._config.getoption("forked_starts", default=False):
             forked_starts.prepare()
         gc.collect()
-        gc.freeze()  # what all workers share stays shared
+        gc.freeze()  # keeps memory shared with the workers
         collapse_private_memory()
         try:
             self._run(min(self._count, len(self._session.items)))
@@ -351,7 +351,7 @@ class _Session:
         return bool(self._session.shouldfail or self._session.shouldstop)
 
     def _end_all(self) -> None:
-        """Those that are left when the run is interrupted: each ends what its fixtures have started."""
+        """Interrupt the remaining workers, so that their fixtures clean up; kill them after a timeout."""
         for worker in self._workers:
             os.kill(worker.pid, signal.SIGINT)
         deadline = time.monotonic() + _END_S
@@ -377,7 +377,7 @@ class _Session:
                 status = 0
             except (EOFError, KeyboardInterrupt):  # the session is gone, or ends before its tests do
                 signal.signal(signal.SIGINT, signal.SIG_IGN)
-                self._session._setupstate.teardown_exact(None)  # what fixtures have started ends
+                self._session._setupstate.teardown_exact(None)  # fixtures clean up
             finally:
                 os._exit(status)
         theirs.close()
@@ -408,7 +408,7 @@ class _Session:
                     self._send_to(worker, None)
 
     def _send_to(self, worker: _Worker, what: Any) -> None:
-        with contextlib.suppress(ConnectionError):  # it has died, which is heard of
+        with contextlib.suppress(ConnectionError):  # the worker died: ``_ended`` follows
             _send(worker.end, what)
 
     def _receive_from(self, worker: _Worker) -> None:
@@ -419,7 +419,7 @@ class _Session:
             return
         if what == "report":
             report = self._config.hook.pytest_report_from_serializable(config=self._config, data=body)
-            report.node = worker  # so that no file is named for each letter that is printed
+            report.node = worker  # else the reporter prints a file name for each result
             if worker.unit is None:  # an error in the teardown of session fixtures, after the worker's last test
                 self._failures.log(report)
             else:
@@ -454,7 +454,7 @@ class _Session:
 
 
 def _idle_s() -> float:
-    """How long all cores together had nothing to do since the machine started."""
+    """Return the idle seconds of all cores together since boot."""
     times = Path("/proc/stat").read_text().split("\n", 1)[0].split()
     return (int(times[4]) + int(times[5])) / os.sysconf("SC_CLK_TCK")
 
@@ -467,7 +467,7 @@ def _name_and_grouping(item: pytest.Item) -> tuple[str, bool]:
 
 
 class _Durations:
-    """The seconds that each test took, with its fixtures, for the next run."""
+    """Plugin that caches the seconds of each test, with its fixtures, for the next run."""
 
     def __init__(self, config: pytest.Config) -> None:
         self._config = config
@@ -497,7 +497,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line(
-        "markers", "timed: waits for something that has to happen within a time; runs beside no other such test"
+        "markers", "timed: waits for an event within a time limit; never runs beside another such test"
     )
     if config.option.retry_failed and not config.option.workers:
         raise pytest.UsageError("--retry-failed N requires --workers N: each retry runs in a worker of its own")

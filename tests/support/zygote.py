@@ -1,6 +1,6 @@
-"""Processes that may be killed, forked from one that has imported torch already: a start costs milliseconds.
+"""Processes for tests to kill, forked within milliseconds from one that has imported torch.
 
-That one is a fork of the test process where :mod:`tests.support.workers` has made it, else an interpreter of its own.
+That one is a fork of the test process made by :mod:`tests.support.workers`, or else its own interpreter.
 """
 
 from __future__ import annotations
@@ -28,11 +28,11 @@ from tests.support import crashes
 
 _TIMEOUT_S = 200.0
 _OURS = ("TIEREDCKPT_", "AWS_")
-"""Environment that tests set for their processes."""
+"""Prefixes of environment variables that tests set for their processes."""
 
 
 class ProcessResult(NamedTuple):
-    """How a process ended: its status (negative for a signal), and what it returned or printed."""
+    """Result of a process: its status (negative for a signal), return value and lines."""
 
     status: int
     result: Any
@@ -40,9 +40,9 @@ class ProcessResult(NamedTuple):
 
 
 def warm() -> None:
-    """Import what takes longest."""
+    """Import the slowest modules."""
     import torch
-    import torch._dynamo  # what every optimizer imports when it is made
+    import torch._dynamo  # every optimizer imports it
     import torch.distributed.checkpoint
     import torch.distributed.fsdp
 
@@ -73,7 +73,7 @@ def _fork(function: Callable[..., Any], args: Sequence[Any], environ: dict[str, 
     try:
         os.setsid()
         for name in [name for name in os.environ if name.startswith(_OURS)]:
-            del os.environ[name]  # this process may have been started with what an earlier test had set
+            del os.environ[name]  # drop variables that an earlier test set
         os.environ.update(environ)
         crashes.arm_crash_points()
         with (Path(folder) / "result").open("wb") as file:
@@ -103,7 +103,7 @@ def _run(function: Callable[..., Any], args: Sequence[Any], folder: str, world: 
 
 
 def has_ended(pid: int, within_s: float) -> bool:
-    """Whether a process ends, with all its threads, within this time. It may be anybody's child."""
+    """Return whether a process, which may be any process's child, ends within this time."""
     try:
         end = os.pidfd_open(pid)
     except ProcessLookupError:
@@ -117,7 +117,7 @@ def has_ended(pid: int, within_s: float) -> bool:
 
 
 class RunningProcess:
-    """A forked process and what it left."""
+    """A forked process and its output."""
 
     def __init__(self, pid: int, folder: tempfile.TemporaryDirectory[str]) -> None:
         self.pid = pid
@@ -128,18 +128,18 @@ class RunningProcess:
         return path.read_text().splitlines() if path.exists() else []
 
     def wait_line(self, text: str, timeout_s: float = 200.0) -> None:
-        """Until the process has printed ``text``."""
+        """Wait until the process has reported the line ``text``."""
         deadline = time.monotonic() + timeout_s
         while text not in self.lines():
-            assert time.monotonic() < deadline, f"{text!r} did not come: {self.lines()} {self._read('error')}"
+            assert time.monotonic() < deadline, f"{text!r} was not reported: {self.lines()} {self._read('error')}"
             assert self._status() is None or text in self.lines(), f"ended without {text!r}: {self._read('error')}"
             has_ended(self.pid, 0.01)
 
     def wait_lines(self, count: int, timeout_s: float = 200.0) -> None:
-        """Until the process has printed so many lines, or has ended."""
+        """Wait until the process has reported ``count`` lines or has ended."""
         deadline = time.monotonic() + timeout_s
         while len(self.lines()) < count and self._status() is None:
-            assert time.monotonic() < deadline, f"{count} lines did not come: {self.lines()}"
+            assert time.monotonic() < deadline, f"{count} lines were not reported: {self.lines()}"
             has_ended(self.pid, 0.002)
 
     def kill(self, number: int = signal.SIGKILL) -> None:
@@ -158,9 +158,9 @@ class RunningProcess:
             os.kill(self.pid, signal.SIGKILL)
             has_ended(self.pid, timeout_s)
             lines = self.lines()
-            self._folder.cleanup()  # else some later test fails for a folder that was left
+            self._folder.cleanup()  # else a later test fails because of the folder
             raise AssertionError(f"process {self.pid} did not end: {lines[-5:]}")
-        while (status := self._status()) is None:  # a moment: its remains are not there yet
+        while (status := self._status()) is None:  # its zombie appears a moment later
             time.sleep(0.001)
         lines, error = self.lines(), self._read("error")
         result = Path(self._folder.name) / "result"
@@ -175,19 +175,22 @@ class RunningProcess:
         return path.read_text() if path.exists() else ""
 
     def _status(self) -> int | None:
-        """The exit status once it has ended; it is the zygote's child, so its end is read from its remains."""
+        """Return the exit status, or ``None`` while it runs.
+
+        It is the zygote's child, so the status is read from its zombie.
+        """
         try:
             fields = Path(f"/proc/{self.pid}/stat").read_text().rpartition(")")[2].split()
         except FileNotFoundError:
-            raise AssertionError(f"process {self.pid} was reaped by somebody else") from None
+            raise AssertionError(f"process {self.pid} was reaped by another process") from None
         if fields[0] != "Z":
             return None
-        code = int(fields[-1])  # as waitpid gives it
+        code = int(fields[-1])  # in the format of waitpid
         return -os.WTERMSIG(code) if os.WIFSIGNALED(code) else os.WEXITSTATUS(code)
 
 
 class _Forked:
-    """The part of ``multiprocessing.Process`` that is needed here, for a process that :func:`prepare` forked."""
+    """Subset of ``multiprocessing.Process`` for the process that :func:`prepare` forked."""
 
     def __init__(self, pid: int) -> None:
         self._pid = pid
@@ -207,11 +210,11 @@ class _Forked:
 
 
 _prepared: list[tuple[Any, Connection]] = []
-"""The zygote of this worker, until somebody asks for it."""
+"""Zygote of this worker, until a test needs it."""
 
 
 def prepare(*closed: Any) -> None:
-    """Fork this worker's zygote while the worker has no thread and no file of a test; ``closed`` is not for it."""
+    """Fork this worker's zygote before the worker has threads or files of tests; it closes ``closed``."""
     warm()
     here, there = mp.Pipe()
     pid = os.fork()
@@ -224,7 +227,7 @@ def prepare(*closed: Any) -> None:
         for one in closed:
             one.close()
         signal.signal(signal.SIGINT, signal.default_int_handler)
-        warnings.resetwarnings()  # what is an error in a test is none in its processes
+        warnings.resetwarnings()  # warnings that fail tests must not fail their processes
         for quiet in (DeprecationWarning, PendingDeprecationWarning, ImportWarning, ResourceWarning):
             warnings.simplefilter("ignore", quiet)
         sys.stdout, sys.stderr = (open(number, "w", buffering=1, closefd=False) for number in (1, 2))  # noqa: SIM115
@@ -234,7 +237,7 @@ def prepare(*closed: Any) -> None:
 
 
 class Zygote:
-    """Forks test functions; each is called with a ``say(text)`` and the given arguments."""
+    """Template process that forks test functions, each called with ``say(text)`` and its arguments."""
 
     def __init__(self) -> None:
         if _prepared:
@@ -260,7 +263,7 @@ class Zygote:
     def start_world(
         self, size: int, function: Callable[..., Any], *args: Any, environ: dict[int, dict[str, str]] | None = None
     ) -> list[RunningProcess]:
-        """``size`` gloo ranks; ``environ`` by rank."""
+        """Start ``size`` gloo ranks; ``environ`` is by rank."""
         store = str(Path(tempfile.gettempdir()) / f"store-{uuid.uuid4().hex}")
         return [
             self.start(function, *args, environ=(environ or {}).get(rank), world=(rank, size, store))
@@ -268,7 +271,7 @@ class Zygote:
         ]
 
     def run_world(self, size: int, function: Callable[..., Any], *args: Any) -> list[Any]:
-        """What each of ``size`` gloo ranks returned; where one failed the others are not waited for."""
+        """Run ``size`` gloo ranks and return their results. If one fails, kill the others."""
         running = self.start_world(size, function, *args)
         try:
             return [one.wait().result for one in running]
