@@ -314,7 +314,7 @@ def test_a_step_that_an_error_left_open_comes_again():
         again = next(iter(steps))
         assert again.number == 2
         assert next(iter(again)).indices == first.indices
-        with pytest.raises(StepOrderError, match="began anew"):
+        with pytest.raises(StepOrderError, match="has restarted"):
             next(iter(step))
 
 
@@ -500,7 +500,7 @@ class Unsized(Dataset):
 
 @pytest.mark.parametrize(
     ("dataset", "words"),
-    [(Endless(), "only be read from its beginning"), (iter([1]), "only be read"), (Unsized(), "does not say how many")],
+    [(Endless(), "only be read from its beginning"), (iter([1]), "only be read"), (Unsized(), "has no length")],
 )
 def test_data_without_numbers_or_length_is_refused(dataset, words):
     with pytest.raises(PolicyError, match=words):
