@@ -112,7 +112,7 @@ def test_rank_without_a_stop_signal_fails(start):
     sealed(nodes)
     done = start_all(lambda: leaves(nodes[0]), lambda: nodes[1].plane.wait_for_assignment(timeout_s=PATIENCE_S))
     done[0].result(PATIENCE_S)
-    with pytest.raises(JobFailedError, match="was not asked to stop: ending with an error"):
+    with pytest.raises(JobFailedError, match="has still not stopped this rank"):
         done[1].result(PATIENCE_S)
 
 
