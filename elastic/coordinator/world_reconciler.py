@@ -132,7 +132,7 @@ class WorldReconciler:
         """
         epoch = -1 if status.world is None else status.world.epoch
         if epoch > max(self._world.epoch, 0) + MAX_EPOCH_LEAD:
-            return f"it speaks of world {epoch}, and this job is in world {self._world.epoch}"
+            return f"it refers to world {epoch}, and this job is in world {self._world.epoch}"
         known = self._nodes.records.get(status.node)
         if known is not None and known.status.generation > status.generation:
             return f"a newer supervisor runs as node {status.node}"

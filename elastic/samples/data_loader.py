@@ -250,9 +250,7 @@ class ElasticDataLoader:
 
     def _check_open(self, step: DataStep) -> None:
         if step is not self._open:
-            raise StepOrderError(
-                f"step {step.number} is no longer open: the loader has restarted at step {self._place.step}"
-            )
+            raise StepOrderError(f"step {step.number} is no longer open: the loader is at step {self._place.step}")
 
     def _read(self, step: DataStep) -> LoadedMicrobatch:
         task, fetched = self._receive(step)

@@ -99,7 +99,7 @@ def open_leader_lease(url: SplitResult, duration_s: float) -> LeaderLease:
     except Exception as error:
         if type(error).__name__ != "ConfigException":
             raise
-        raise PolicyError(f"{url.geturl()}: this process has neither a pod nor a kubeconfig: {error}") from error
+        raise PolicyError(f"{url.geturl()}: this process is not in a pod and has no kubeconfig: {error}") from error
     return LeaderLease(cluster, namespace, name, duration_s)
 
 
