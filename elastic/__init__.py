@@ -73,7 +73,7 @@ _LAZY = {
 if not TYPE_CHECKING:  # a checker that saw it would take any name for one of this package's
 
     def __getattr__(name: str) -> object:
-        """Import what needs torch only when it is asked for: the control plane never does."""
+        """Import a name that needs torch on first access. The control plane never imports torch."""
         if name in _LAZY:
             from importlib import import_module
 

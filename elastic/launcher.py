@@ -1,4 +1,4 @@
-"""Coordinator and supervisor processes: their specs, their entry points, and the launcher that keeps them alive.
+"""Specs, entry points and launcher of the coordinator and supervisor processes.
 
 A task is JSON on the command line. Secrets are in files that only this user can read.
 """
@@ -312,9 +312,9 @@ def run_supervisor(task: SupervisorSpec, secret: bytes) -> tuple[ExitReason, str
 
 
 def _watch_allocation(task: SupervisorSpec, supervisor: Supervisor, ended: threading.Event) -> None:
-    """End the job when Slurm has taken the coordinator's machine, because no other node would restart the coordinator.
+    """End the job when Slurm has taken the coordinator's machine.
 
-    Slurm is queried only while the coordinator does not answer.
+    No other node would restart the coordinator. Slurm is queried only while the coordinator does not answer.
     """
     from elastic.schedulers.slurm import remaining_nodes
 
@@ -335,7 +335,7 @@ _RETRY_S = 0.2
 _REPORT_S = 5.0
 """Seconds to report an ended supervisor. After that the coordinator has missed its heartbeats."""
 _DISCONNECTED_S = 5.0
-"""Seconds beyond a node's exit timeout. A node still running then lost its connection before the job ended."""
+"""Seconds after a node's exit timeout. A node that still runs then has missed the end of the job."""
 INTERRUPTED = 130
 
 
@@ -355,7 +355,7 @@ class JobLauncher:
         notices: bool = False,
         on_address: Callable[[str], None] = lambda _: None,
     ) -> None:
-        """With ``notices``, every machine of the job receives each signal, and SIGUSR1 announces the end of the job."""
+        """``notices``: every machine of the job receives each signal, and SIGUSR1 announces the job's end."""
         self._nodes = nodes
         self._coordinator = coordinator
         self._secret = secret
@@ -449,7 +449,10 @@ class JobLauncher:
             self._request(SupervisorExited(node), _REPORT_S)
 
     def _on_coordinator_exit(self, status: int) -> None:
-        """Restart the coordinator on its old address. Ranks continue meanwhile, and nodes report the job's state."""
+        """Restart the coordinator on its old address.
+
+        Ranks continue meanwhile, and nodes report the job's state to the new coordinator.
+        """
         self._coordinator_process = None
         if status in EXIT_STATUS.values() or self._coordinator is None or not self._address or self._ending.is_set():
             self._coordinator_status, self._ended_at = status, time.monotonic()
@@ -546,7 +549,7 @@ class JobLauncher:
                     return
                 except ElasticError as error:
                     if time.monotonic() > deadline:
-                        log.warning("%s was not heard: %s", question, error)
+                        log.warning("the coordinator did not receive %s: %s", question, error)
                         return
                 self._ending.wait(_RETRY_S)
 

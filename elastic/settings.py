@@ -31,7 +31,7 @@ SECRET_VARIABLE = "ELASTIC_SECRET"  # noqa: S105 - the name of a variable
 HANG = "ELASTIC_HANG_TIMEOUT"
 """Seconds without a finished step after which a job counts as hung, ``auto`` (the default) or ``off``."""
 FIRST_STEP = "ELASTIC_FIRST_STEP_TIMEOUT"
-"""``ELASTIC_HANG_TIMEOUT`` for the first step after a start: seconds, ``auto`` (the default) or ``off``."""
+"""``ELASTIC_HANG_TIMEOUT`` of the first step after a start: seconds, ``auto`` (default) or ``off``."""
 ABORT = "ELASTIC_ABORT_TIMEOUT"
 """Seconds that a process may take to leave the world after a fault, at least 1. Default: 10."""
 SHARED_AGENT_VARIABLE = "ELASTIC_SHARED_AGENT"
@@ -85,9 +85,8 @@ def load_secret(option: str, environ: Mapping[str, str] = os.environ) -> bytes |
     """Return the job's secret from ``--secret`` or the environment, or ``None``."""
     if option and not option.startswith("file:"):
         raise PolicyError(
-            "--secret: write file:/path. Everybody on the machine can read a command line, so a secret that was there "
-            "is none any more. Make a new one: (umask 077; python -c 'import secrets; "
-            "print(secrets.token_urlsafe(32))' > /path)"
+            "--secret: write file:/path. Any user of the machine can read a command line, so this secret is no longer "
+            "safe. Make a new one: (umask 077; python -c 'import secrets; print(secrets.token_urlsafe(32))' > /path)"
         )
     secret = option or secret_variable(environ)
     return read_secret(secret) if secret else None

@@ -306,7 +306,7 @@ class InMemoryControlPlane:
     def report_fault(self, reason: str, *, final: bool = False, position: ErrorPosition | None = None) -> None:
         with self._coordinator._changed:
             if not self.is_alive or self._is_outside:
-                raise StaleEpochError(f"epoch {self.epoch} is of the past: {reason!r} was not heard")
+                raise StaleEpochError(f"epoch {self.epoch} has ended: {reason!r} was not reported")
             self.faults.append(reason)
             if final:
                 self._coordinator.failure = f"the job failed: rank {self.rank}: {reason}"
@@ -394,9 +394,7 @@ class InMemoryControlPlane:
 
     def _check_epoch(self) -> None:
         if self._is_stale:
-            raise StaleEpochError(
-                f"epoch {self.epoch} is of the past: {self._coordinator._reason or 'a newer one is there'}"
-            )
+            raise StaleEpochError(f"epoch {self.epoch} has ended: {self._coordinator._reason or 'a newer one exists'}")
 
     def _target(self) -> int | None:
         """Return the greatest reported step once all ranks have reported one, or ``None``."""

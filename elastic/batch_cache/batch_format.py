@@ -140,8 +140,8 @@ def lay_out_batch(
         raise UnsupportedBatchError(f"batch {index} has a value that cannot be kept: {error}") from error
     if len(header) > MAX_BATCH_HEADER_BYTES:
         raise UnsupportedBatchError(
-            f"batch {index} has {len(header)} bytes beside its tensors, at most {MAX_BATCH_HEADER_BYTES} are kept: "
-            "put what is large into tensors"
+            f"batch {index} has {len(header)} bytes outside its tensors, and the limit is {MAX_BATCH_HEADER_BYTES}: "
+            "put large values into tensors"
         )
     prefix = BATCH_MAGIC + len(header).to_bytes(4, "little") + xxhash.xxh3_64_intdigest(header).to_bytes(8, "little")
     start = BATCH_PREFIX_BYTES + len(header)

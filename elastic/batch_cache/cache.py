@@ -398,8 +398,8 @@ class CacheWriter:
                 return
         self._refusal = _Refusal(new, cursor, tally.used_bytes)
         raise CacheFullError(
-            f"batch {new.index} has {show_size(new.size_bytes)}, for which there is no room in "
-            f"{show_size(self._limit_bytes)} beside what training needs sooner, from batch {cursor} on"
+            f"batch {new.index} has {show_size(new.size_bytes)} and does not fit into {show_size(self._limit_bytes)} "
+            f"together with the batches that training needs sooner, starting with batch {cursor}"
         )
 
     def _is_refused_again(self, new: CacheEntry, cursor: int, tally: CacheUsage) -> bool:

@@ -300,8 +300,8 @@ def _open_private_directory(name: str | Path, parent: int | None) -> int:
     if found.st_uid != os.getuid() or stat.S_IMODE(found.st_mode) & 0o077:
         os.close(fd)
         raise CacheDirectoryError(
-            f"{name} must be a directory of user {os.getuid()} with mode 0700, it belongs to {found.st_uid} with mode "
-            f"{stat.S_IMODE(found.st_mode):04o}: remove it or name another directory for prepared batches"
+            f"{name} belongs to user {found.st_uid} with mode {stat.S_IMODE(found.st_mode):04o}, and must belong to "
+            f"user {os.getuid()} with mode 0700. Remove it or choose another directory for prepared batches"
         )
     return fd
 
@@ -420,7 +420,7 @@ def _open(folder_fd: int) -> int:
         with contextlib.suppress(OSError):
             os.unlink(USAGE_FILE, dir_fd=folder_fd)
     raise FileExistsError(
-        errno.EEXIST, "something that is no file has the name of the tally of prepared batches", USAGE_FILE
+        errno.EEXIST, "the usage file of prepared batches is not a regular file of this user", USAGE_FILE
     )
 
 

@@ -85,8 +85,8 @@ class BatchPlan:
             _check(name, getattr(self, name), optional=name.endswith("microbatch"))
         if self.microbatch is not None and self.max_microbatch is not None and self.microbatch > self.max_microbatch:
             raise PolicyError(
-                f"microbatch is {self.microbatch}, more than max_microbatch, which is {self.max_microbatch}: "
-                "what does not fit into one pass cannot be one microbatch"
+                f"microbatch is {self.microbatch} and must not exceed max_microbatch, which is {self.max_microbatch}: "
+                "a microbatch is one forward pass"
             )
         if not self.allow_idle:
             self._check_busy()

@@ -113,7 +113,7 @@ class LRTable:
         below = [size for size in self.rates if size <= world_size]
         if not below:
             raise PolicyError(
-                f"rates say nothing about a world_size of {world_size}: the smallest is {min(self.rates)}"
+                f"rates have no entry for a world_size of {world_size}: the smallest is {min(self.rates)}"
             )
         return LRScale(self.rates[max(below)] / self.base)
 
@@ -180,7 +180,7 @@ class WarmupRamp:
         try:
             return cls(float(state["target"]), float(state["start"]), int(state["steps"]), int(state["done"]))
         except (KeyError, TypeError, ValueError) as wrong:
-            raise PolicyError(f"this is no state of a learning rate rule: {wrong!r}") from wrong
+            raise PolicyError(f"this is not the state of a learning rate rule: {wrong!r}") from wrong
 
 
 @dataclass(frozen=True)

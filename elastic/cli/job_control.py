@@ -71,12 +71,14 @@ def job_status_command(screen: ElasticScreen, /, *, job: str | None, coordinator
 def resize_command(
     screen: ElasticScreen, /, *, nodes: str, reason: str, job: str | None, coordinator: str, secret: str
 ) -> int:
-    """Change the number of nodes. Returns once the job has the request; `elastic status` shows the progress.
+    """Change the number of nodes.
+
+    Returns once the job has received the request; `elastic status` shows the progress.
 
     All ranks stop after the same step, save it, and continue in the next world. Unused nodes wait as spares.
     """
     if nodes != "max" and not (nodes.isascii() and nodes.isdigit() and int(nodes)):
-        raise PolicyError(f"--nodes {nodes!r}: write a number from 1 on, or max")
+        raise PolicyError(f"--nodes {nodes!r}: write a positive number, or max")
     answer = call_job(job, coordinator, secret, ResizeRequest(None if nodes == "max" else int(nodes), reason))
     screen.result(msgspec.to_builtins(answer), lambda out: show_job_status(out, answer))
     return ExitCode.OK

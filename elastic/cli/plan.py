@@ -119,7 +119,7 @@ def _plans(
 def _numbers(texts: tuple[str, ...]) -> list[int]:
     parts = [part for text in texts for part in text.split(",")]
     if not all(part.strip().isdecimal() for part in parts):
-        raise PolicyError(f"{','.join(parts)} is no list of numbers: write for example 8,16,24")
+        raise PolicyError(f"{','.join(parts)} is not a list of numbers: write for example 8,16,24")
     return [int(part) for part in parts]
 
 

@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 @click.option(
     "--layout",
     type=click.Choice(["fsdp", "whole"]),
-    help="With --ranks: cut along the first axis as fully_shard does, or leave tensors whole and deal them out. "
+    help="Layout for --ranks: cut tensors along the first axis as fully_shard does, or distribute whole tensors. "
     "[default: fsdp]",
 )
 @click.option("--like", metavar="CHECKPOINT", help="Shard like this other checkpoint of the same tensors.")
@@ -62,9 +62,11 @@ def reshard_command(
     appears if they are equal. One slice of a tensor is in memory at a time.
     """
     if (ranks is None) == (like is None):
-        raise UsageError("say for how many ranks (--ranks M), or which checkpoint it is to be like (--like CHECKPOINT)")
+        raise UsageError(
+            "choose a number of ranks (--ranks M) or a checkpoint to copy the layout of (--like CHECKPOINT)"
+        )
     if like is not None and layout is not None:
-        raise UsageError("--like and --layout both say how tensors are cut: choose one")
+        raise UsageError("--like and --layout both set how tensors are cut: choose one")
     from elastic.reshard.offline import reshard_checkpoint as run
     from elastic.reshard.targets import open_source, open_target
     from tieredckpt.export.atomic_output import return_freed_memory_to_os

@@ -116,7 +116,7 @@ def _read(file: Path) -> dict[str, Any]:
     except (OSError, yaml.YAMLError, UnicodeDecodeError) as error:
         raise PolicyError(f"the policy cannot be read from {file}: {error}") from error
     if not isinstance(tree, dict):
-        raise PolicyError(f"{file} is no policy: write names and values, as min_replicas: 2")
+        raise PolicyError(f"{file} is not a policy: write names and values, for example min_replicas: 2")
     return tree
 
 
@@ -180,8 +180,8 @@ def _elasticity_options(command: Any) -> Any:
                 default="auto",
                 envvar=settings.FIRST_STEP,
                 metavar="S|auto|off",
-                help="The same for the time before the first step after a (re)start; auto: 10 times the longest seen, "
-                "initially 3600 s. [$ELASTIC_FIRST_STEP_TIMEOUT]",
+                help="Hang timeout for the first step after a (re)start; auto: 10 times the longest seen, initially "
+                "3600 s. [$ELASTIC_FIRST_STEP_TIMEOUT]",
             ),
             click.option(
                 "--store",
@@ -241,7 +241,7 @@ def _policy(options: dict[str, Any]) -> Any:
     "kubernetes://NAMESPACE/LEASE or file:///SHARED/FILE.",
 )
 @click.option(
-    "--listen", default="", metavar="HOST:PORT", help="With a URL: address at which other machines reach this one."
+    "--listen", default="", metavar="HOST:PORT", help="Address at which other machines reach this one, with a URL."
 )
 @click.option(
     "--coordinator-here", is_flag=True, help="Run the coordinator on this machine, on the port of --coordinator."
@@ -258,7 +258,7 @@ def _policy(options: dict[str, Any]) -> Any:
 @click.option(
     "--requeue",
     is_flag=True,
-    help="Under Slurm: requeue the job after SIGUSR1, or if its first node is lost.",
+    help="Requeue the Slurm job after SIGUSR1, or if its first node is lost.",
 )
 @click.option(
     "--log-dir", type=click.Path(path_type=Path), help="Directory of the ranks' log files. [default: elastic-logs/JOB]"
@@ -295,7 +295,7 @@ def run_command(screen: ElasticScreen, /, script: str, args: tuple[str, ...], **
     if _requested_step(options) is not None:
         screen.argv = _without_resume_from(screen.argv, 1 + len(args))
     if options["listen"] and not is_leader_url(options["coordinator"]):
-        raise PolicyError("--listen needs --coordinator URL: else nobody looks for a coordinator here")
+        raise PolicyError("--listen needs --coordinator URL: without it no other machine looks for a coordinator here")
     if is_leader_url(options["coordinator"]):
         _check_leader_record(options["coordinator"])
     options |= {"scheduled": (scheduled := _resolve_launch(options))}
@@ -363,7 +363,7 @@ def _resolve_launch(options: dict[str, Any]) -> NodeLaunch:
     )
     found = settings.allocation()
     if options["requeue"] and not (found is not None and found.notices):
-        raise PolicyError("--requeue: this is no step of a job of Slurm's, started with srun")
+        raise PolicyError("--requeue: this process is not a step of a Slurm job, started with srun")
     return resolve_launch(wanted, found, is_mine=lambda address: interface_with_address(address) is not None)
 
 
@@ -470,7 +470,7 @@ def _launch(
     def known(address: str) -> None:
         if leader is not None or has_leader_record:
             place.write(msgspec.structs.replace(record, coordinator=address))
-        screen.info(f"job {record.job}: coordinator on {address}, what ranks print is in {record.logs}")
+        screen.info(f"job {record.job}: coordinator on {address}, output of the ranks in {record.logs}")
 
     began = since_boot(), time.time_ns()
     launcher = JobLauncher(

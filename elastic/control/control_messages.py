@@ -486,7 +486,7 @@ class CoordinatorCodec:
         if not isinstance(world, WorldSpecRef):
             return world
         if world.number not in self._sent_worlds:
-            raise ProtocolError(f"it speaks of world number {world.number}, which it was not told here")
+            raise ProtocolError(f"it refers to world number {world.number}, which was not sent on this connection")
         self._sent_worlds = {number: sent for number, sent in self._sent_worlds.items() if number >= world.number}
         return self._sent_worlds[world.number]
 

@@ -250,7 +250,7 @@ def leader_address(record: LeaderRecord | None) -> str:
     Raise :class:`~elastic.errors.ControlPlaneUnavailableError` if no coordinator leads.
     """
     if record is None or not record.address:
-        raise ControlPlaneUnavailableError("nobody leads the job at the moment")
+        raise ControlPlaneUnavailableError("no coordinator leads the job at the moment")
     return record.address
 
 
@@ -276,7 +276,7 @@ def open_leader_record(url: str, found: Iterable[EntryPoint] | None = None) -> L
         return LeaderRecordFile.at(parts, duration_s)
     if parts.scheme not in plugins:
         schemes = ", ".join(sorted({"file", *plugins}))
-        raise PolicyError(f"{url}: nobody here knows {parts.scheme}://, only {schemes}")
+        raise PolicyError(f"{url}: no installed package supports {parts.scheme}://, only {schemes}")
     entry = plugins[parts.scheme]
     try:
         open_store: LeaderRecordStoreFactory = entry.load()
@@ -415,7 +415,7 @@ class LeaderElector:
             except ControlPlaneUnavailableError as error:
                 self._record_failure(str(error))
             except Exception as error:  # an unexpected answer counts as no answer
-                log.exception("who leads the job cannot be asked")
+                log.exception("cannot read or write the leader record")
                 self._record_failure(str(error))
             self._on_changed()
         write = self._election.wanted(self._clock())  # release a lead that was won during close()
@@ -443,7 +443,7 @@ class LeaderElector:
         with self._changed:
             if why != self._last_error:
                 self._last_error = why
-                log.warning("who leads the job is unknown: %s", why)
+                log.warning("the leader of the job is unknown: %s", why)
             self._election.unanswered()
             self._changed.wait_for(lambda: self._closed, self._election.margin_s / 3)
 

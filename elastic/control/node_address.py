@@ -55,7 +55,7 @@ def wait_for_name(coordinator: str, within_s: float) -> None:
         except PeerUnreachableError as error:
             if time.monotonic() > deadline:
                 raise PeerUnreachableError(
-                    f"{error}; it was asked for {within_s:g} s. If that is not how this machine reaches the "
+                    f"{error}; gave up after {within_s:g} s. If that is not how this machine reaches the "
                     "coordinator, write --coordinator HOST:PORT"
                 ) from error
             time.sleep(_RETRY_S)

@@ -170,7 +170,7 @@ class SupervisorClient:
     def report_fault(self, reason: str, *, final: bool = False, position: ErrorPosition | None = None) -> None:
         with self._changed:
             if self._is_outside or self._missed_notice() is not None:
-                raise StaleEpochError(f"epoch {self._epoch} is of the past: {reason!r} was not heard")
+                raise StaleEpochError(f"epoch {self._epoch} has ended: {reason!r} was not reported")
             self._send_and_wait(None, fault=reason, final=final, position=position)
 
     def request_change(
@@ -319,7 +319,7 @@ class SupervisorClient:
         if self._is_stale:
             notice = self._desired.notice
             why = notice.reason if notice is not None else self._desired.reason or "this process is in no world"
-            raise StaleEpochError(f"epoch {self._epoch} is of the past: {why}")
+            raise StaleEpochError(f"epoch {self._epoch} has ended: {why}")
 
     # -- the reader thread --------------------------------------------------------------------------------------------
 

@@ -1,1 +1,1 @@
-"""The coordinator process, which decides on the job's world. Every state it keeps can be learned again."""
+"""The coordinator process, which decides on the job's world. A restarted one relearns its state."""

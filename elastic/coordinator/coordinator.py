@@ -61,7 +61,10 @@ log = logging.getLogger(__name__)
 
 _WAIT_S = 0.1
 _ABSENT_S = 1.0
-"""Longest normal time between two iterations. A longer one was the coordinator's own pause, not the nodes' silence."""
+"""Seconds between two iterations beyond which the coordinator itself was paused.
+
+The nodes were not silent then.
+"""
 _REPORT_MISSING_S = 60.0
 _SEND_S = 10.0
 _GREETING_S = 10.0
@@ -70,7 +73,7 @@ _encode = msgspec.msgpack.Encoder().encode
 
 
 class Coordinator:
-    """Coordinator of one job. It listens from its construction on.
+    """Coordinator of one job. The constructor starts to listen.
 
     :meth:`run` returns after the end of the job, when the nodes have disconnected.
     """
@@ -138,7 +141,10 @@ class Coordinator:
             )
 
     def run(self) -> tuple[ExitReason, str]:
-        """Run until the end of the job and return its reason. ``DISMISSED`` means that another coordinator leads."""
+        """Run until the end of the job and return its reason.
+
+        ``DISMISSED`` means that another coordinator leads.
+        """
         over_at: float | None = None
         if self._elector is not None:
             self._elector.start()
@@ -198,7 +204,7 @@ class Coordinator:
         return self.snapshot.last_committed_step
 
     def request_stop(self) -> None:
-        """Make :meth:`run` return at once, whatever the state of the job. Thread-safe."""
+        """Make :meth:`run` return at once, in any state of the job. Thread-safe."""
         self._ending.set()
         self._post(_wake)
 
@@ -223,7 +229,7 @@ class Coordinator:
         for connection, is_readable in ready:
             self._serve_ready(connection, now, reads=is_readable)
         for connection in self._connections.stalled(now):
-            log.info("%s has not gone on for %g s", connection.peer, STALL_TIMEOUT_S)
+            log.info("connection to %s has stalled for %g s", connection.peer, STALL_TIMEOUT_S)
             self._drop(connection)
         self.reconciler.reconcile(now)
         self.reconciler.tick(now)
@@ -324,7 +330,7 @@ class Coordinator:
         if status.node != node:
             raise ProtocolError(f"node {node} reports as {status.node}")
         if not isinstance(channel, TcpChannel):
-            raise RequestError(f"{channel.peer} came over something that many cannot be waited for on")
+            raise RequestError(f"{channel.peer} did not connect over TCP: the coordinator cannot poll it")
         sock = channel.detach()
         self._post(partial(self._add_node, sock, channel.peer, status))
 
@@ -362,7 +368,7 @@ class Coordinator:
             return
         refused = self.reconciler.record_status(status, now)
         if refused and (above := self.reconciler.later_generation(status, now)):
-            log.info("the clock of node %s has gone back: it is told to begin after its last supervisor", status.node)
+            log.info("the clock of node %s was set back: its supervisor must begin a later generation", status.node)
             self._send(
                 connection,
                 NodeDesired(self._incarnation, status.generation, superseded=True, min_generation=above),
@@ -408,7 +414,7 @@ def _wake() -> None:
 
 
 def _write_epochs(file: Path, epoch: int, incarnation_epoch: int) -> None:
-    """Write both numbers in place with a fixed length, so that a later write needs no space on a full disk."""
+    """Write both numbers in place with a fixed length, so that a full disk cannot fail a later write."""
     fd = os.open(file, os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC, 0o600)
     try:
         os.pwrite(fd, f"{epoch:020d} {incarnation_epoch:020d}".encode(), 0)
@@ -465,7 +471,10 @@ class NodeConnection:
         return len(self._unsent) > 0
 
     def send(self, desired: NodeDesired, now: float) -> None:
-        """Start to send a desired state. The caller checks :attr:`is_sending` first; :meth:`flush` sends the rest."""
+        """Start to send a desired state; :meth:`flush` sends the rest.
+
+        The caller checks :attr:`is_sending` first.
+        """
         body = self.codec.encode(desired)
         self._unsent = memoryview(FRAME_PREFIX.pack(FRAME_MAGIC, FRAME_VERSION, len(body), 0) + body)
         self._send_stalled_since = now

@@ -54,7 +54,7 @@ def node_desired(snapshot: JobSnapshot, node: str, now: float) -> NodeDesired:
 
 
 def _world_of(snapshot: JobSnapshot, status: NodeStatus) -> tuple[WorldSpec | None, str | None]:
-    """Return the world that a node is to know, and the reason if that world is broken.
+    """Return the world to send to a node, and the reason if that world is broken.
 
     A world may break, and the next one form without one of its nodes, before that node receives either message. The
     node still learns that its own world is over. Otherwise its ranks would continue there and never rejoin.

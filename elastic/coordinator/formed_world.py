@@ -43,20 +43,23 @@ class FormedWorld:
             self.progress.update(status)
 
     def break_up(self, epoch: int, reason: str, leave_until: float) -> bool:
-        """Mark this world as broken; return whether it has this epoch. Nodes of an older one learn that it is over."""
+        """Mark this world as broken if it has this epoch, and return whether it has."""
         if self.spec is None or epoch != self.spec.epoch:
             return False
         self.broken_reason, self.leave_until = reason, leave_until
         return True
 
     def sealed_events(self, world: WorldState) -> list[StepSealed]:
-        """Return an event for the first step that a world of this run sealed after the requested one was restored."""
+        """Return an event for the first step that this world sealed after it restored the requested one."""
         if world.requested_step is None or self.progress is None or not self.progress.has_sealed_step:
             return []
         return [StepSealed(self.progress.epoch)]
 
     def forget_requested_step(self) -> bool:
-        """Remove the requested step and return whether there was one: a restarted coordinator must not restore it."""
+        """Remove the requested step and return whether it was set.
+
+        A restarted coordinator must not restore it again.
+        """
         if self.spec is None or self.spec.requested_step is None:
             return False
         self.spec = replace(self.spec, requested_step=None)
@@ -79,7 +82,10 @@ class PauseAgreement:
         self.request = self.target = None
 
     def agree(self, progress: WorldProgress | None) -> bool:
-        """Set the target to the greatest step of any rank, once all have reported one; return whether it was set."""
+        """Set the target to the greatest step of any rank, once all have reported one.
+
+        Return whether it was set.
+        """
         if self.request is None or self.target is not None or progress is None:
             return False
         self.target = progress.pause_target

@@ -52,14 +52,14 @@ class CoordinatorSettings:
 
 @dataclass(frozen=True)
 class JobOutcome:
-    """How the job ended. Without ``exit`` it has not."""
+    """Outcome of the job. While ``exit`` is ``None``, the job has not ended."""
 
     exit: ExitReason | None = None
     reason: str = ""
     sealed_step: SealedStep | None = None
     """The step that the ranks sealed before the job was stopped."""
     failure: FailJob | None = None
-    """Why the job cannot continue."""
+    """Decision that ended the job with a failure."""
 
     @classmethod
     def of(cls, action: FinishJob | StopJob | FailJob) -> JobOutcome:

@@ -191,7 +191,7 @@ def _flatten(event: world_state.WorldEvent) -> Iterator[world_state.WorldEvent]:
 def _causes(events: Sequence[world_state.WorldEvent]) -> Sequence[world_state.WorldEvent]:
     """Return the events that caused the fault: the losses, or else the first report of a rank.
 
-    Errors and hangs reported beside a loss are its consequences, and so are those after the first report.
+    Errors and hangs reported together with a loss are its consequences, and so are those after the first report.
     """
     lost = [one for one in events if not isinstance(one, world_state.RankFault | world_state.HangDetected)]
     return lost or events[:1]

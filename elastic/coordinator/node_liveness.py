@@ -23,7 +23,7 @@ class NodeRecord:
     drain_deadline: float | None = None
     drain_reason: str = ""
     ended: bool = False
-    """Whether the launcher reported the supervisor's exit. Once disconnected, the node is lost without a wait."""
+    """Whether the launcher reported the supervisor's exit. Such a node is lost once it disconnects."""
 
     def acknowledge(self, number: int) -> None:
         """Remove the commands up to the one that the node has received last."""
@@ -110,7 +110,7 @@ class NodeLiveness:
         return now - record.last_heartbeat > limit_s
 
     def forget_departed(self, members: Collection[str], now: float) -> list[str]:
-        """Remove and return the disconnected nodes that are no members and are not expected to return."""
+        """Remove and return the disconnected nodes that are neither members nor draining."""
         departed = [
             node for node in self._disconnected if node not in members and not self.records[node].is_draining(now)
         ]

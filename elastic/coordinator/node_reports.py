@@ -1,4 +1,4 @@
-"""Events derived from successive node reports, and a world's running totals (sealed step, pause step). Pure."""
+"""Events derived from successive node reports, and a world's sealed step and pause step. Pure."""
 
 from __future__ import annotations
 
@@ -94,10 +94,10 @@ def newest_known_epoch(status: NodeStatus) -> int:
 
 
 def named_step(newest: WorldSpec, reports: Iterable[NodeStatus]) -> SealedStep | None:
-    """Return what the next world restores where nodes of the newest one are missing; ``None``: the newest step.
+    """Return the step to restore if nodes of the newest world are missing; ``None``: the newest step.
 
-    That is the step that all nodes present sealed before they left that world. If no rank has done a step there, it is
-    the step that that world was to restore.
+    That is the step that all present nodes sealed before they left that world. If no rank has finished a step there, it
+    is the step that the world had to restore.
     """
     inside = [one for one in reports if one.node in newest.ranked_nodes and _epoch(one.world) == newest.epoch]
     sealed = {one.checkpoint if one.sealed is not None else None for one in inside}
@@ -165,7 +165,7 @@ class WorldProgress:
 
     @property
     def sealed_by_all(self) -> int:
-        """The newest step that all ranks have sealed, or -1 if there is none or a node has not reported."""
+        """Newest step that all ranks have sealed, or -1 if no such step exists or a node has not reported."""
         return -1 if not self.is_complete or self._least is None else self._least
 
     @property

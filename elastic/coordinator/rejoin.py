@@ -1,4 +1,4 @@
-"""Two waits before a decision: of a restarted coordinator for reports, and of the first world for the newest step.
+"""Waits before a decision: for the reports after a restart, and for the newest step at the start.
 
 No I/O.
 """
@@ -53,7 +53,7 @@ class CollectedReports:
         ]
 
     def events(self, now: float) -> list[WorldEvent]:
-        """Return what the nodes report beside having joined."""
+        """Return the events in the nodes' reports, without those of joining."""
         found: list[WorldEvent] = []
         for one in self.reports:
             joined = msgspec.structs.replace(
@@ -71,7 +71,7 @@ class CollectedReports:
 
 
 class Rejoin:
-    """Wait of a restarted coordinator: until all nodes of the newest world have reported, or a timeout has passed."""
+    """Wait of a restarted coordinator until all nodes of the newest world have reported, or a timeout."""
 
     def __init__(self, policy: ScalingPolicy, timeout_s: float, *, is_active: bool) -> None:
         self.is_active = is_active
@@ -107,19 +107,19 @@ class Rejoin:
         return expected.issubset(here) and (newest is not None or len(here) >= self._policy.max_replicas)
 
     def _warn_state_lost(self, record: WorldRecord, left_s: float) -> None:
-        """Log that no node of the newest world has reported: first the wait, then the steps that are abandoned."""
+        """Log that no node of the newest world has reported, once for the wait and once for its end."""
         names = _shortened(record.nodes)
         if left_s <= 0:
             log.error(
-                "no node of the newest world (epoch %d: %s) has answered in %g s: the job continues with what the "
-                "other nodes have, and repeats the steps that only those nodes have",
+                "no node of the newest world (epoch %d: %s) has reported in %g s: the job continues from the newest "
+                "step of the other nodes. It repeats the later steps",
                 *(record.epoch, names, self._policy.lost_state_timeout_s),
             )
         elif self._warned_of != record:
             self._warned_of = record
             log.warning(
-                "no node of the newest world (epoch %d: %s) answers: waiting for one of them for %.0f s "
-                "(lost_state_timeout_s), because the job would go back to an older step without them",
+                "no node of the newest world (epoch %d: %s) has reported: waiting %.0f s for one "
+                "(lost_state_timeout_s). Without them the job would resume from an older step",
                 *(record.epoch, names, left_s),
             )
 
@@ -142,7 +142,7 @@ class HolderWait:
         return True
 
     def admitted(self, nodes: Mapping[str, NodeRecord], epoch: int, now: float) -> list[NodeStatus]:
-        """Return the reports of the nodes that were held back, once, when the wait is over: first the holders'."""
+        """Return the held-back nodes' reports once, when the wait is over: first the holders'."""
         if not self._held_back or self._is_waiting(nodes, epoch, now):
             return []
         admitted, self._held_back = sorted(self._held_back), set()

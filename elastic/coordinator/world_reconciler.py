@@ -1,4 +1,4 @@
-"""Node reports become events, next_world decides, its actions become each node's desired state. No I/O.
+"""Control loop: node reports become events, decisions become each node's desired state. No I/O.
 
 All state here can be derived from node reports: a restarted coordinator collects the reports of all nodes before it
 decides anything.
@@ -52,8 +52,8 @@ class WorldReconciler:
     """State of a job: node reports in, desired state out.
 
     ``min_epoch`` is the greatest recorded number of a world; a new world needs a greater one. A restarted coordinator
-    without such an epoch numbers its first world by ``epoch_clock``, because a silent node may be in a world with any
-    earlier number. ``observer`` receives every decision and the world before it.
+    without such an epoch numbers its first world by ``epoch_clock``. A silent node may be in a world with any earlier
+    number. ``observer`` receives every decision and the world before it.
     """
 
     def __init__(
@@ -132,7 +132,7 @@ class WorldReconciler:
         """
         epoch = -1 if status.world is None else status.world.epoch
         if epoch > max(self._world.epoch, 0) + MAX_EPOCH_LEAD:
-            return f"it speaks of world {epoch}, and this job is in world {self._world.epoch}"
+            return f"it refers to world {epoch}, and this job is in world {self._world.epoch}"
         known = self._nodes.records.get(status.node)
         if known is not None and known.status.generation > status.generation:
             return f"a newer supervisor runs as node {status.node}"
@@ -204,7 +204,7 @@ class WorldReconciler:
         self._newest_epoch = max(newest_epoch, self._newest_epoch)
 
     def was_away(self, seconds: float, now: float) -> None:
-        """Move drain deadlines by the seconds that this clock skipped, since machines are preempted on time anyway."""
+        """Move drain deadlines by the seconds that this clock skipped: preemption does not wait for it."""
         if seconds <= 0:
             return
         self._nodes.advance_drains(seconds)
@@ -359,7 +359,7 @@ class WorldReconciler:
             self._newest_epoch = max(self._newest_epoch, epoch)
 
     def _raise_epoch(self, epoch: int, now: float) -> None:
-        """Raise the world's number to ``epoch``. If it was lower, the current world is not the newest and breaks."""
+        """Raise the world's number to ``epoch``. A current world with a lower number breaks."""
         if epoch <= self._world.epoch:
             return
         self._decide_pending(now)

@@ -203,7 +203,7 @@ def parent_supervisor() -> int:
     """Return the parent process; raise :class:`InjectedFaultError` unless it is a supervisor."""
     parent = os.getppid()
     if b"elastic.launcher" not in Path(f"/proc/{parent}/cmdline").read_bytes():
-        raise InjectedFaultError(f"process {parent}, which started this one, is no supervisor of a node")
+        raise InjectedFaultError(f"process {parent}, which started this one, is not the supervisor of a node")
     return parent
 
 

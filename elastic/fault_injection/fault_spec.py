@@ -242,10 +242,10 @@ def parse_injection(words: Iterable[str], kind: str | None = None) -> FaultInjec
         if name not in _FIELDS or not sign:
             raise PolicyError(f"{word!r}: write NAME=VALUE, with a name of {', '.join(_FIELDS)}")
         if name in values:
-            raise PolicyError(f"{name}={text}: {name} was said twice")
+            raise PolicyError(f"{name}={text}: {name} occurs twice")
         values[name] = _value(name, text)
     if "kind" not in values:
-        raise PolicyError(f"kind: say what is to happen, one of {', '.join(kind.value for kind in InjectionKind)}")
+        raise PolicyError(f"kind is missing: write one of {', '.join(kind.value for kind in InjectionKind)}")
     return FaultInjection(**values)  # type: ignore[arg-type]
 
 

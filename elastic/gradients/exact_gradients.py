@@ -192,7 +192,7 @@ class ExactGradients:
         world = None if loop is None else loop.current_world()
         if world is None:
             if not math.isfinite(value):
-                raise NonFiniteLossError(f"{what} is not finite ({value}); ExactGradients(on_nonfinite=None) goes on")
+                raise NonFiniteLossError(f"{what} is not finite ({value}). ExactGradients(on_nonfinite=None) allows it")
         elif not world.check_finite(value, what=what):
             for part in self._reducers:
                 for parameter in part.parameters:
@@ -280,7 +280,7 @@ def _reject_unsupported_wrappers(model: nn.Module) -> None:
         if fsdp is not None and isinstance(inside, fsdp.FullyShardedDataParallel):
             raise PolicyError(f"module {name!r} is wrapped by FSDP1: use fully_shard, or DDP")
         if inside is not model and isinstance(inside, DistributedDataParallel):
-            raise PolicyError(f"only module {name!r} is wrapped by DDP: wrap the whole model, or nothing of it")
+            raise PolicyError(f"only module {name!r} is wrapped by DDP: wrap the whole model, or no part of it")
 
 
 def _fsdp_reducer(
@@ -391,8 +391,8 @@ def _row_group(gradient: torch.Tensor, sharded: ShardedDims) -> dist.ProcessGrou
     placements = gradient.placements if isinstance(gradient, DTensor) else ()
     if [one.dim for one in placements if isinstance(one, Shard)] != [0]:
         raise PolicyError(
-            f"a norm that is the same for any number of ranks needs gradients that are cut by rows, once; there is one "
-            f"with placements {placements}: clip without the fixed tree, or not at all"
+            f"cannot clip a gradient with placements {placements}: a norm that does not depend on the number of ranks "
+            "needs gradients sharded once, by rows. Clip without the fixed tree, or not at all"
         )
     return mesh.get_group(dimensions[0])
 

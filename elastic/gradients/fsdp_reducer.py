@@ -152,8 +152,8 @@ def _topology(parameter: DTensor, group: dist.ProcessGroup) -> ShardTopology:
     plain = all(isinstance(one, (Shard, Replicate)) for one in placements) and len(placements) <= 2
     if not plain or shards not in ([True], [False, True]) or mesh.size() != group.size():
         raise PolicyError(
-            f"the fixed tree is for FSDP2 and HSDP over all {group.size()} ranks of the group, and nothing beside; "
-            f"there are placements {placements} on a mesh of {mesh.size()} ranks"
+            f"the fixed tree needs FSDP2 or HSDP over all {group.size()} ranks of the group, without other "
+            f"parallelism. This model has placements {placements} on a mesh of {mesh.size()} ranks"
         )
     index = {rank: place for place, rank in enumerate(dist.get_process_group_ranks(group))}
     grid = mesh.mesh.view(-1, mesh.size(mesh.ndim - 1)).tolist()

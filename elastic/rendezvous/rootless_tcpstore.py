@@ -305,7 +305,7 @@ class StoreServerClient:
             self._addresses = addresses
         except ConnectionRefusedError as error:
             if self.state is not StoreServerState.GONE:
-                log.warning("the store on %s is gone: what it held is asked of the next holder", self.address)
+                log.warning("the store on %s is gone: its keys are read from the next holder", self.address)
             self.state = StoreServerState.GONE
             raise StoreUnreachableError(f"{self.address} {self.state.value}") from error
         except (OSError, PeerStoreError) as error:
@@ -513,7 +513,7 @@ class RootlessStore(dist.Store):
         living = [holder for holder in self._holders_of(key) if holder.state is not StoreServerState.GONE]
         if not living:
             where = ", ".join(holder.address for holder in self._holders_of(key))
-            raise dist.DistNetworkError(f"what held {key!r} is gone: {where}")
+            raise dist.DistNetworkError(f"all stores that held {key!r} are gone: {where}")
         return living
 
     def _try_call(

@@ -454,8 +454,8 @@ def local_boxes(name: str, tensor: torch.Tensor, rank: int) -> LocalBoxes:
     # Empty shards may differ in shape, for example FSDP2's over an empty TP shard.
     if expected != tuple(local.shape) and (0 not in expected or local.numel()):
         raise UsageError(
-            f"{name} of shape {shape} on a mesh {tuple(mesh.shape)} as {tensor.placements}: this rank should hold "
-            f"{expected} and holds {tuple(local.shape)}, so nobody can say which part that is"
+            f"{name} has shape {shape} on a mesh {tuple(mesh.shape)} as {tensor.placements}. This rank should hold "
+            f"{expected} and holds {tuple(local.shape)}, so its part of the tensor is unknown"
         )
     return LocalBoxes(local, tuple(boxes_from_runs(axes)), replica_of(ranks, coordinate, tensor.placements))
 

@@ -250,9 +250,7 @@ class ElasticDataLoader:
 
     def _check_open(self, step: DataStep) -> None:
         if step is not self._open:
-            raise StepOrderError(
-                f"step {step.number} is not open any more: the loader began anew at step {self._place.step}"
-            )
+            raise StepOrderError(f"step {step.number} is no longer open: the loader is at step {self._place.step}")
 
     def _read(self, step: DataStep) -> LoadedMicrobatch:
         task, fetched = self._receive(step)
@@ -404,8 +402,8 @@ class PrefetchingReader:
             self.close()
             if isinstance(error, RuntimeError) and any(words in str(error) for words in _DIED):
                 raise DataWorkersLostError(
-                    f"{error}. The loader is where its last committed step left it: iterate again to go on with new"
-                    " workers. If they were killed for memory, use fewer of them or a smaller prefetch_factor"
+                    f"{error}. The loader is at its last committed step: iterate again to continue with new workers."
+                    " If they were killed for memory, use fewer of them or a smaller prefetch_factor"
                 ) from error
             raise
         return self._in_flight.popleft(), fetched
@@ -464,15 +462,13 @@ def dataset_size(dataset: Any) -> int:
     reads = any(callable(getattr(dataset, name, None)) for name in ("__getitem__", "__getitems__", "get"))
     if isinstance(dataset, IterableDataset) or not reads:
         raise PolicyError(
-            f"{what} can only be read from its beginning: samples are handed out by their numbers, so that nothing is"
-            " lost or repeated when ranks come and go. Give a dataset with __len__ and __getitem__ or get(index)"
+            f"{what} can only be read from its beginning. The loader reads samples by index, so that none is lost or"
+            " repeated when ranks join or leave. Pass a dataset with __len__ and __getitem__ or get(index)"
         )
     try:
         return len(dataset)
     except (TypeError, NotImplementedError) as error:
-        raise PolicyError(
-            f"{what} does not say how many samples it has, so that there is no order of them: give it a __len__"
-        ) from error
+        raise PolicyError(f"{what} has no length, so the loader cannot order its samples: add a __len__") from error
 
 
 class WorkerDataset:

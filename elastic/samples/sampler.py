@@ -121,8 +121,8 @@ class ElasticSampler(Sampler[int]):
     def _begin(self) -> DataPosition:
         if self._exhausted:
             raise StepOrderError(
-                "an iteration went to the end of the epoch and none of its steps was committed, so that this one would"
-                " be the same again: call commit() after each step"
+                "the last iteration reached the end of the epoch without a committed step, so this one would repeat it."
+                " Call commit() after each step"
             )
         self._issued = self._place
         return self._place
@@ -130,9 +130,8 @@ class ElasticSampler(Sampler[int]):
     def hand_out(self, portion: StepPortion) -> list[list[int]]:
         if not portion.slices:
             raise PolicyError(
-                f"this rank has no samples at step {portion.position.step}, and a loader of torch's cannot hand out "
-                f"none:"
-                " use fewer ranks or smaller microbatches, or an ElasticDataLoader"
+                f"this rank has no samples at step {portion.position.step}, and torch's DataLoader cannot return an "
+                "empty batch. Use fewer ranks, smaller microbatches, or an ElasticDataLoader"
             )
         self._issued = DataPosition(portion.position.step + 1, portion.batch.end_cursor)
         return [indices.tolist() for indices in portion_indices(self.schedule, portion)]

@@ -92,7 +92,7 @@ class NodeLaunch:
         """Raise :class:`PolicyError` if the policy needs ``least`` nodes and the scheduler allocated fewer."""
         if self.found is not None and self.found.in_step and self.several and least > self.found.most:
             raise PolicyError(
-                f"--policy and {self.found.said}: {least} nodes at least would be waited for, and there are "
+                f"--policy and {self.found.said}: the job would wait for at least {least} nodes, and has only "
                 f"{self.found.most}"
             )
 
@@ -211,9 +211,9 @@ def _launch_in_shell(wanted: RunOptions, found: SchedulerAllocation) -> NodeLaun
     alone = wanted.simulated or wanted.coordinator or (wanted.nnodes and node_range(wanted.nnodes)[1] == 1)
     if found.most > 1 and not alone:
         raise PolicyError(
-            f"{found.said} has {found.most} machines, and this is no step on them: only this one would run, and wait "
-            "for the others. Start it on all: srun --ntasks-per-node=1 elastic run ...; for this machine alone, write "
-            "--nnodes 1"
+            f"{found.said} has {found.most} machines, and this process is not a step on all of them: it would run "
+            "alone and wait for the others. Start it on all: srun --ntasks-per-node=1 elastic run ...; for this "
+            "machine alone, write --nnodes 1"
         )
     return _launch_from_options(wanted, found)
 
@@ -224,8 +224,8 @@ def _node_count(wanted: RunOptions, found: SchedulerAllocation) -> str:
         least = node_range(wanted.nnodes)[0]
         if least > found.most:
             raise PolicyError(
-                f"--nnodes {wanted.nnodes} and {found.said}: {least} nodes at least would be waited for, and there are "
-                f"{found.most}"
+                f"--nnodes {wanted.nnodes} and {found.said}: the job would wait for at least {least} nodes, and has "
+                f"only {found.most}"
             )
     return str(found.most) if found.least == found.most else f"{found.least}:{found.most}"
 
@@ -251,7 +251,7 @@ def _resolve_coordinator(
     if wanted.coordinator_here and not leads:
         raise PolicyError(
             f"--coordinator-here and {found.said}: the coordinator is on {leader or host}, and this is "
-            f"{found.node or 'another machine'}. Leave --coordinator-here out: who leads follows from the address"
+            f"{found.node or 'another machine'}. Leave --coordinator-here out: the address decides which machine leads"
         )
     return join_address(host, port), leads
 

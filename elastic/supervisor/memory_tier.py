@@ -205,7 +205,7 @@ class MemoryTierProcess:
         try:
             return release_job_memory(self._environ, self._since_ns)
         except (TieredCheckpointError, PeerStoreError, OSError) as error:
-            log.warning("what is in memory of this job stays there: %s", error)
+            log.warning("cannot release the checkpoints of this job from memory: %s", error)
             return True
 
     def close(self) -> None:
@@ -391,7 +391,7 @@ def resumable_steps(environs: Iterable[Mapping[str, str]], since_ns: int, run: R
 
 
 def newest_step_holders(environs: Mapping[str, Mapping[str, str]]) -> StepHolders:
-    """Return the nodes of this machine whose agents have the newest complete step of a job, or may have it.
+    """Return the nodes of this machine whose agents have, or may have, the newest complete step.
 
     ``environs`` are the environments of the nodes' supervisors, by node name.
     """

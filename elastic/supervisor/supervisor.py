@@ -284,7 +284,7 @@ class Supervisor:
             and is_leader_url(settings.coordinator)
         ):
             self._last_contact = None
-            log.warning("node %s: the coordinator has said nothing for %g s", settings.node, _SILENT_S)
+            log.warning("node %s: the coordinator has sent nothing for %g s", settings.node, _SILENT_S)
             self._client.drop()
         if self._candidate is not None:
             unreachable_s = 0.0 if self._unreachable_since is None else now - self._unreachable_since
@@ -458,8 +458,8 @@ class Supervisor:
             raise
         except Exception as error:
             self._is_leader_unknown = True
-            log.exception("who leads the job cannot be asked")
-            raise ControlPlaneUnavailableError(f"who leads the job cannot be asked: {error}") from error
+            log.exception("cannot read the leader record")
+            raise ControlPlaneUnavailableError(f"cannot read the leader record: {error}") from error
         self._is_leader_unknown = False
         self._leader_name = "" if record is None else record.holder
         term = self.state.leader[0]

@@ -83,7 +83,7 @@ class EventDetector:
             try:
                 self._plane.report_sealed(self._calls)
             except ElasticError as error:
-                log.debug("nobody heard that this rank has stopped: %s", error)
+                log.debug("cannot report that this rank has stopped: %s", error)
         self._cleanup.close()
 
 

@@ -72,8 +72,8 @@ class DeviceHealthCheck:
         more_bytes = left_bytes - self._baseline_bytes
         if more_bytes > self._most_left_bytes:
             raise UnhealthyProcessError(
-                f"{more_bytes} bytes more of the device's memory are in use than after the first world, "
-                f"{self._most_left_bytes} may be: something outside the train function keeps what it made"
+                f"{more_bytes} bytes more of the device's memory are in use than after the first world, and the limit "
+                f"is {self._most_left_bytes}. An object outside the train function refers to its tensors"
             )
 
 
@@ -236,7 +236,7 @@ class SurvivorRecovery:
 
     def __enter__(self) -> SurvivorRecovery:
         if self._disabled_reason:
-            log.info("recovery is from what was saved: %s", self._disabled_reason)
+            log.info("ranks recover from saved checkpoints only: %s", self._disabled_reason)
         else:
             self._survivor_state = self._stack.enter_context(track_step_boundaries())
         return self

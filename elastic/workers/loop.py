@@ -78,8 +78,8 @@ class Loop:
         no microbatch in a step.
 
         ``checkpoint`` is the target of a :class:`tieredckpt.Checkpointer` with ``every``, ``durable`` and
-        ``durable_every``, or a checkpointer, which the caller closes: its ``wait()`` or ``close()`` seals the last
-        step. ``None`` saves nothing. ``state`` has further entries to save and restore, for example
+        ``durable_every``. It can also be a checkpointer, which the caller closes: its ``wait()`` or ``close()`` seals
+        the last step. ``None`` saves nothing. ``state`` has further entries to save and restore, for example
         ``{"random": elastic.RNGState()}``.
 
         ``clip`` is the maximum norm of the gradients. ``schedule`` steps once per step. ``lr_rule`` and ``rewarm`` are
@@ -243,7 +243,7 @@ class LoopStep:
 
     @property
     def data(self) -> DataStep:
-        """This rank's share of the samples. Available once the caller iterates over the microbatches."""
+        """This rank's share of the samples, available once the caller iterates over the microbatches."""
         if self._data is None:
             raise StepOrderError(f"the microbatches of step {self.number} were not iterated yet")
         return self._data

@@ -72,7 +72,7 @@ def default_backend() -> str:
 def parse_store_address(store: str) -> tuple[str, int]:
     host, colon, port = store.rpartition(":")
     if not colon or not host or not port.isdigit():
-        raise PolicyError(f"{store!r} is no HOST:PORT where a store could be")
+        raise PolicyError(f"{store!r} is not the HOST:PORT of a store")
     return host.strip("[]"), int(port)
 
 
@@ -135,9 +135,9 @@ class ProcessGroups:
             timeout_s = self._timeout.total_seconds()
             if hang_s is not None and timeout_s <= hang_s:
                 log.warning(
-                    "Policy(timeout=) is %g s, and a hang is found after up to %g s: until then collectives may end by "
-                    "themselves, and ranks that waited are taken for the fault. Set --hang-timeout and "
-                    "--first-step-timeout below it, or leave it out",
+                    "Policy(timeout=) is %g s, and hang detection takes up to %g s. A collective may time out first, "
+                    "so that a waiting rank counts as the faulty one. Set --hang-timeout and --first-step-timeout "
+                    "below it, or leave it out",
                     timeout_s,
                     hang_s,
                 )
@@ -332,7 +332,7 @@ def _polls() -> Iterator[int]:
                 break
             time.sleep(0.001)
         else:
-            log.warning("a loop of gloo's was always busy; a collective that hangs there goes on until its timeout")
+            log.warning("a loop of gloo's was always busy; a collective that hangs there waits for its timeout")
 
 
 def _unnamed_polls() -> Iterator[int]:
@@ -427,7 +427,7 @@ def _borrowed(number: int) -> Iterator[socket.socket]:
     Closing the socket leaves that descriptor open.
     """
     if not stat.S_ISSOCK(os.fstat(number).st_mode):
-        raise OSError(f"descriptor {number} is no socket")
+        raise OSError(f"descriptor {number} is not a socket")
     with socket.socket(fileno=os.dup(number)) as one:
         yield one
 

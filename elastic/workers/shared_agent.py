@@ -30,7 +30,7 @@ class SharedAgentSteps:
             newest = newest_version(list_agent_steps(job, load_settings(), self._directory))
         except (PeerStoreError, TieredCheckpointError, OSError) as error:
             if job not in jobs_in_directory(self._directory):
-                log.info("the agent in %s was not asked for steps of %s: %s", self._directory, job, error)
+                log.info("cannot list the steps of the agent in %s for job %s: %s", self._directory, job, error)
                 return None
             return ExpectedStep(
                 None, f"the agent in {self._directory} does not answer, and has {job!r} in its memory: {error}"
@@ -48,7 +48,7 @@ class SharedAgentSteps:
 
 @contextmanager
 def expect_steps_of_shared_agent() -> Iterator[None]:
-    """Make a restore from scratch raise, within this block, if this machine's agent has a step, or may have one."""
+    """Within this block, fail a start from scratch if this machine's agent has or may have a step."""
     directory = shared_agent_directory()
     if not directory:
         yield

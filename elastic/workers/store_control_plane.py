@@ -186,7 +186,7 @@ class StoreControlPlane:
     ) -> None:
         """Request a change. If another size needs a restart of all processes, a resize stops these ranks."""
         if self._epoch < 0:
-            raise ControlPlaneUnavailableError(f"{reason}: not known yet who else is there")
+            raise ControlPlaneUnavailableError(f"{reason}: the other ranks are not known yet")
         self._publish(
             _Event(NoticeKind.STOP if self._is_last_world and want is NoticeKind.RESIZE else want, reason, deadline_s)
         )
@@ -295,7 +295,7 @@ class StoreControlPlane:
             self._changed.wait_for(lambda: self._closed or self._event is not None, max(0.0, left_s))
         if self._closed or self._event is not None:
             reason = "closed" if self._event is None else self._event.reason
-            raise StaleEpochError(f"the world ended before all its ranks were there: {reason}")
+            raise StaleEpochError(f"the world ended before all its ranks had joined: {reason}")
         if until is not None and time.monotonic() >= until:
             raise ControlDeadlineError("not all ranks came in time")
 
@@ -432,9 +432,9 @@ class StoreControlPlane:
     def _no_further(self) -> None:
         self._mark_left()
         if self._finished or self._sealed:
-            raise Dismissed("whoever started this process starts the next ones")
+            raise Dismissed("the launcher of this process starts the next ones")
         reason = self._event.reason if self._event is not None else "left without being asked"
-        raise JobFailedError(f"this world has ended ({reason}), and whoever started it has to start the next one")
+        raise JobFailedError(f"this world has ended ({reason}), and its launcher has to start the next one")
 
     def _start(self, work: Callable[..., None], *args: object) -> None:
         thread = threading.Thread(target=work, args=args, name="elastic-store", daemon=True)

@@ -378,7 +378,7 @@ class _Rank(Generic[T]):
         try:
             self._plane.report_finished()
         except ElasticError as error:  # another rank was lost in its last steps, which are repeated
-            log.warning("it was not heard that this rank has finished: %s", error)
+            log.warning("cannot report that this rank has finished: %s", error)
             return
         self._finished.append(value)
 
@@ -388,7 +388,7 @@ class _Rank(Generic[T]):
         ``requested``: the run names the step that it restores.
         """
         if world.stop_notice is not None:
-            log.warning("on the way out of epoch %d: %s: %s", world.epoch, type(error).__name__, error)
+            log.warning("while this rank left epoch %d: %s: %s", world.epoch, type(error).__name__, error)
             return True
         self._record.fault_detected()
         wait_s = self._policy.peer_loss_wait_s if may_follow_from_lost_rank(error) else 0.0
@@ -411,7 +411,7 @@ class _Rank(Generic[T]):
                 position=position if is_own else None,
             )
         except ElasticError as report_error:
-            log.warning("the fault was not heard: %s", report_error)
+            log.warning("cannot report the fault: %s", report_error)
         if self._policy.on_error == "raise":
             raise error
         return False

@@ -312,7 +312,7 @@ class World:
             self.is_sealed = True
             self._record.sealed()
         except ElasticError as error:  # the next steps are the same
-            log.warning("it was not heard that the state after %d steps is sealed: %s", self.completed, error)
+            log.warning("cannot report that the state after %d steps is sealed: %s", self.completed, error)
 
     def _notice(self) -> ControlNotice:
         return self._plane.notice() or ControlNotice(self.epoch, NoticeKind.RESIZE, "asked to stop")

@@ -78,7 +78,7 @@ class RequestedStep(msgspec.Struct, frozen=True):
 
 
 class StepHolders(msgspec.Struct, frozen=True):
-    """Nodes that the first world of a run waits for, because their agents have the newest step or may have it."""
+    """Nodes whose agents have, or may have, the newest step. The first world of a run waits for them."""
 
     newest: tuple[str, ...] = ()
     """Nodes that have the newest step of all agents that answered. One of them is enough."""

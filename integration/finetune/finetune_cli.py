@@ -48,8 +48,8 @@ _PASSED = ("simulate_nodes", "spares", "node", "coordinator", "secret", "log_dir
 def finetune_command(screen: ElasticScreen, /, **options: Any) -> int:
     """Fine-tune a model. The same command resumes an interrupted run.
 
-    Data are lines of JSON: {"text"}, {"prompt", "completion"}, or {"input_ids"} with "labels" or "weights".
-    from_pretrained can load OUTPUT/model at the end; OUTPUT/progress.jsonl has a line for each step.
+    Data are lines of JSON: {"text"}, {"prompt", "completion"}, or {"input_ids"} with "labels" or "weights". The result
+    is OUTPUT/model, which from_pretrained can load. OUTPUT/progress.jsonl has a line for each step.
     """
     from elastic.cli.run import run_command
 

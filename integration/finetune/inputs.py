@@ -60,7 +60,7 @@ class JsonLinesCorpus:
         except ValueError as error:
             raise DataError(f"{self.location_of(index)} is not JSON: {error}") from error
         if not isinstance(found, dict):
-            raise DataError(f'{self.location_of(index)} is no object: write {{"text": ...}}, a line for each sample')
+            raise DataError(f'{self.location_of(index)} is not an object: write {{"text": ...}}, a line per sample')
         return found
 
     def location_of(self, index: int) -> str:
@@ -191,9 +191,9 @@ class SampleEncoder:
     def _encode_text(self, line: Mapping[str, Any], name: str, where: str, *, begins: bool) -> list[int]:
         text = line.get(name)
         if not isinstance(text, str):
-            raise DataError(f"{where}: {name} is {text!r}: it is to be text")
+            raise DataError(f"{where}: {name} is {text!r}: it must be text")
         if self._tokenizer is None:
-            raise DataError(f"{where} has {name}, and there is no tokenizer: say --tokenizer, or bring input_ids")
+            raise DataError(f"{where} has {name}, and there is no tokenizer: set --tokenizer, or provide input_ids")
         found: list[int] = self._tokenizer(text, add_special_tokens=begins, verbose=False)["input_ids"]
         end = self._tokenizer.eos_token_id
         # Some tokenizers append an end token; it must occur once, at the end of the sample.
@@ -253,7 +253,7 @@ def load_model_config(job: FinetuneJob) -> Any:
         tree = json.loads(Path(job.config).read_text(encoding="utf-8"))
         return AutoConfig.for_model(**tree)
     except (OSError, ValueError, TypeError, KeyError) as error:
-        raise ModelError(f"{job.model or job.config} is no configuration of a model: {first_line_of(error)}") from error
+        raise ModelError(f"{job.model or job.config} is not a model configuration: {first_line_of(error)}") from error
 
 
 def max_sample_length(job: FinetuneJob, config: Any) -> int:
@@ -281,7 +281,7 @@ def load_tokenizer(job: FinetuneJob) -> Any:
         return AutoTokenizer.from_pretrained(place)
     except (OSError, ValueError, TypeError, KeyError) as error:
         if job.tokenizer:
-            raise ModelError(f"--tokenizer {place}: there is none: {first_line_of(error)}") from error
+            raise ModelError(f"--tokenizer {place}: cannot load a tokenizer: {first_line_of(error)}") from error
         return None  # lines of tokens need none; other lines raise an error
 
 

@@ -90,7 +90,7 @@ def _without_weights(config: Any) -> Any:
         with torch.device("meta"):
             return _build_model(config)
     except ValueError as error:
-        raise ModelError(f"{config.model_type} is no causal language model: {first_line_of(error)}") from error
+        raise ModelError(f"{config.model_type} is not a causal language model: {first_line_of(error)}") from error
 
 
 def _first_weights(config: Any, job: FinetuneJob) -> Any:
@@ -141,7 +141,7 @@ def _fill_unsaved(model: Any) -> None:
             continue
         if not hasattr(one, "original_inv_freq"):
             raise ModelError(
-                f"{name} keeps {', '.join(sorted(unsaved))} outside of checkpoints: it cannot be made anew"
+                f"{name} keeps {', '.join(sorted(unsaved))} outside of checkpoints: they cannot be computed again"
             )
         with torch.no_grad():
             model._init_weights(one)
@@ -192,7 +192,7 @@ def add_lora(model: Any, job: FinetuneJob) -> None:
     last = model.get_output_embeddings()
     found = [(name, one) for name, one in model.named_modules() if isinstance(one, nn.Linear) and one is not last]
     if not found:
-        raise ModelError(f"{type(model).__name__} has no linear layers that adapters could be beside")
+        raise ModelError(f"{type(model).__name__} has no linear layers to add adapters to")
     for name, layer in found:
         above, _, own = name.rpartition(".")
         setattr(model.get_submodule(above), own, LoRALinear(layer, job.lora, job.lora_alpha))

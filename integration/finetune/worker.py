@@ -213,7 +213,7 @@ def read_job_file(path: Path) -> FinetuneJob:
     try:
         return from_json(path.read_bytes(), FinetuneJob)
     except (OSError, msgspec.DecodeError) as error:
-        raise PolicyError(f"{path} is no job: {error}") from error
+        raise PolicyError(f"{path} is not a job file: {error}") from error
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -59,8 +59,8 @@ class ExitAfterStop:
         if not self.stopped or self._asked.received.wait(self._patience_s):
             return None
         log.error(
-            "stopped for a change of the world, and after %g s the agent of this rank was still not asked to stop: "
-            "ending with status %d, so that nobody takes this for the end of the work",
+            "stopped for a change of the world, and after %g s the agent has still not stopped this rank. "
+            "It ends with status %d, so that its exit does not count as the end of the job",
             *(self._patience_s, NOT_RELEASED),
         )
         return NOT_RELEASED

@@ -62,12 +62,12 @@ def _parser(make: Callable[[], argparse.ArgumentParser]) -> argparse.ArgumentPar
     group = parser.add_argument_group("this machine")
     group.add_argument("--loopback", action="store_true", help=f"Serve on {_LOOPBACK} and nowhere else.")
     group.add_argument(
-        "--resource-config-dir", metavar="DIR", help="Where pod_resourceconfig.json is written. [/opt/ml/input/config]"
+        "--resource-config-dir",
+        metavar="DIR",
+        help="Directory to write pod_resourceconfig.json to. [/opt/ml/input/config]",
     )
-    group.add_argument("--local-port", type=int, metavar="PORT", help="Serve there; counts more than --server-port.")
-    group.add_argument(
-        "--local-dir", metavar="DIR", help="What ranks print, and pod_resourceconfig.json, in files there."
-    )
+    group.add_argument("--local-port", type=int, metavar="PORT", help="Port to serve on; overrides --server-port.")
+    group.add_argument("--local-dir", metavar="DIR", help="Directory of the ranks' output and pod_resourceconfig.json.")
     return parser
 
 
@@ -84,7 +84,7 @@ def resolved_arguments(args: argparse.Namespace) -> argparse.Namespace:
             args.redirects = "3"  # log rules read files
     if args.resource_config_dir:
         if "," in args.resource_config_dir or "=" in args.resource_config_dir:
-            raise SystemExit(f"--resource-config-dir {args.resource_config_dir}: neither comma nor equals sign, please")
+            raise SystemExit(f"--resource-config-dir {args.resource_config_dir}: commas and equals signs are invalid")
         others = [args.rdzv_conf] if args.rdzv_conf else []
         args.rdzv_conf = ",".join([*others, f"{_DIRECTORY}={args.resource_config_dir}"])
     os.environ.setdefault("NNODES", str(args.nnodes).rpartition(":")[2])

@@ -212,7 +212,7 @@ class CachedKueueClient:
     def list_workloads(self, namespace: str, job: str) -> list[dict[str, Any]]:
         index = _index_for(self.indexes, namespace)
         if index.is_absent:
-            raise ResourceNotFoundError("Kueue is not there any more")
+            raise ResourceNotFoundError("Kueue is no longer installed")
         what = self._kueue.workloads_of(namespace, job)
         return [dict(workload) for workload in self._cluster._current(index, what, (namespace, job))]
 

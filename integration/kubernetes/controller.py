@@ -159,11 +159,11 @@ def _log_to_stderr(log_format: str, *, verbose: bool) -> None:
 @click.option("--namespace", "-n", "namespaces", multiple=True, help="Jobs of this namespace; can be given again.")
 @click.option("--all-namespaces", "-A", is_flag=True, help="Jobs of every namespace.")
 @click.option("--every", "every_s", type=click.FloatRange(min=0.05), default=1.0, show_default=True, metavar="SECONDS",
-              help="How often agents are asked how they are.")  # fmt: skip
+              help="Seconds between status requests to agents.")  # fmt: skip
 @click.option("--health", metavar="HOST:PORT", help="Answer GET /healthz here, for the pod's probes.")
 @click.option("--silent", "silent_s", type=click.FloatRange(min=1), metavar="SECONDS",
-              help="How long an agent may be silent before its node counts as lost.")  # fmt: skip
-@click.option("--master-ports", metavar="FIRST-LAST", help="Where ranks meet.")
+              help="Seconds without an answer after which an agent's node counts as lost.")  # fmt: skip
+@click.option("--master-ports", metavar="FIRST-LAST", help="Ports for the ranks' rendezvous.")
 @click.option("--log-format", type=click.Choice(["json", "plain"]), default="json", show_default=True)
 @click.option("--verbose", "-v", is_flag=True)
 def controller_command(

@@ -200,7 +200,7 @@ def _number(version: str) -> int:
     Kubernetes guarantees that versions of one kind are comparable as numbers.
     """
     if not (version.isascii() and version.isdigit()):
-        raise ApiServerUnreachableError(f"the version {version!r} of this API server's objects is no number")
+        raise ApiServerUnreachableError(f"the version {version!r} of this API server's objects is not a number")
     return int(version)
 
 
@@ -298,15 +298,15 @@ class Informer:
                 self._watch(self._since)
             return
         except ExpiredError:
-            log.info("%s: what changed meanwhile is not known any more, all is listed again", self._what.path)
+            log.info("%s: the changes since the last watch have expired, listing all objects", self._what.path)
             self._since = None
         except ResourceNotFoundError:
             self._since = None
             self._follower.is_not_there()
         except ApiServerError as error:
-            log.warning("%s is not heard of at present: %s", self._what.path, error)
+            log.warning("cannot watch %s, retrying: %s", self._what.path, error)
         except Exception:  # top of a thread: an escaping exception would end the informer
-            log.exception("%s is not heard of at present", self._what.path)
+            log.exception("cannot watch %s, retrying", self._what.path)
             self._since = None
         self._follower.is_followed = False
         self._pause()

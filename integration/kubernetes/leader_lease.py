@@ -99,7 +99,7 @@ def open_leader_lease(url: SplitResult, duration_s: float) -> LeaderLease:
     except Exception as error:
         if type(error).__name__ != "ConfigException":
             raise
-        raise PolicyError(f"{url.geturl()}: this is no pod, and there is no kubeconfig: {error}") from error
+        raise PolicyError(f"{url.geturl()}: this process is not in a pod and has no kubeconfig: {error}") from error
     return LeaderLease(cluster, namespace, name, duration_s)
 
 
@@ -107,7 +107,7 @@ def _own_namespace(url: SplitResult) -> str:
     try:
         return _NAMESPACE.read_text().strip()
     except FileNotFoundError:
-        raise PolicyError(f"{url.geturl()}: this is no pod: write kubernetes://NAMESPACE/NAME") from None
+        raise PolicyError(f"{url.geturl()}: this process is not in a pod: write kubernetes://NAMESPACE/NAME") from None
     except OSError as error:
         raise PolicyError(f"{url.geturl()}: cannot read this pod's namespace from {_NAMESPACE}: {error}") from error
 

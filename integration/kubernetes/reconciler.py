@@ -212,7 +212,7 @@ class JobReconciler:
         for pod in pods:
             name = pod["metadata"]["name"]
             if name in queued.plan.preempted_pods and name not in decision.state.members and not is_terminating(pod):
-                log.info("pod %s goes: its workload is not admitted any more", name)
+                log.info("deleting pod %s: its workload is no longer admitted", name)
                 self._cluster.delete_pod(pod)
         try:
             queued.apply_plan(job)
@@ -254,7 +254,7 @@ class JobReconciler:
                 pod = build_pod(job, slot, nodes=nodes, avoid=decision.wanted.avoid_nodes, grant=grant)
                 self._cluster.create_pod(pod)
             except ResourceConflictError:
-                log.info("pod %s is there already", slot.pod_name(job["metadata"]["name"]))  # the next pass sees it
+                log.info("pod %s exists already", slot.pod_name(job["metadata"]["name"]))  # the next pass sees it
             except ApiServerRefusedError as error:  # exceeded quota or invalid template
                 self._report_refusal(job, _POD_REFUSED, str(error))
                 return
@@ -349,7 +349,7 @@ class QueuedJob:
         try:
             self.kueue.create_workload(build_workload(job, step, self.kueue.version, named, priority))
         except ResourceConflictError:
-            log.info("workload %s is there already", step.name)  # the next pass sees it
+            log.info("workload %s exists already", step.name)  # the next pass sees it
 
 
 class KueueQueue:

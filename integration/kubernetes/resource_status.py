@@ -37,7 +37,7 @@ def load_job_state(job: KubeObject) -> JobState | None:
                 name = job["metadata"]["name"]
                 raise DamagedStateError(
                     f"the condition {STATE_CONDITION} of job {name} cannot be read ({error}): remove the job's status "
-                    "to have it begin anew"
+                    "to start the job again"
                 ) from None
     return None
 

@@ -1,4 +1,4 @@
-"""Saves in memory between a trainer's own checkpoints, an agreed last step on SIGTERM, and RNG states per rank."""
+"""Saves between a trainer's own checkpoints, a common last step on SIGTERM, and RNG states per rank."""
 
 from __future__ import annotations
 
@@ -53,8 +53,8 @@ class TieredCallback(Callback):
         self._step = step
         self._ends |= trainer.strategy.reduce_boolean_decision(self._is_requested, all=False)
         self._is_due |= self._ends or step % self._every == 0
-        # An epoch's last step is saved with the next one: a loader that resumes at its end would train nothing in the
-        # next epoch, or repeat its order.
+        # An epoch's last step is saved with the next one. A loader that resumes at the end of an epoch would train
+        # nothing in the next one, or repeat its order.
         if self._is_due and not trainer.is_last_batch:
             self._save(trainer)
 

@@ -1,4 +1,4 @@
-"""Lightning's two interfaces for checkpoints: a CheckpointIO plugin, and a strategy for sharded models."""
+"""Lightning's interfaces for checkpoints: a CheckpointIO plugin and a strategy for sharded models."""
 
 from __future__ import annotations
 
@@ -23,7 +23,10 @@ from tieredckpt import TieredCheckpointError
 
 
 class TieredCheckpointIO(CheckpointIO):
-    """Saves a trainer's checkpoints as steps of a job: ``Trainer(plugins=[TieredCheckpointIO("tiered://job")])``."""
+    """Plugin that saves a trainer's checkpoints as steps of a job.
+
+    Use it as ``Trainer(plugins=[TieredCheckpointIO("tiered://job")])``.
+    """
 
     def __init__(self, url: str, **options: Any) -> None:
         self.steps = TrainerSteps(url, options, is_shared=False)

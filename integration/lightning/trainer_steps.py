@@ -111,7 +111,10 @@ class TrainerSteps:
         return self._checkpointer
 
     def save(self, state: dict[str, Any], step: int, path: PathLike, options: Any, *, is_full: bool) -> None:
-        """Save ``state`` as ``step`` and let the file ``path`` name it; a path with ``tiered://`` needs no file."""
+        """Save ``state`` as ``step``, and write a file ``path`` that names it.
+
+        A path with ``tiered://`` needs no file.
+        """
         named = _location_in(path)
         if named is not None and (named.job, named.step) != (self.job, step):
             raise UsageError(f"Cannot save {path}: the trainer saves step {step} of tiered://{self.job}")
@@ -148,7 +151,7 @@ class TrainerSteps:
         return load(str(location), durable=self._options.get("durable"), settings=settings)
 
     def remove(self, path: PathLike) -> None:
-        """Remove the file ``path``, and its step from all tiers unless another file beside it names the step."""
+        """Remove the file ``path``, and its step from all tiers unless another file in its folder names it."""
         location = read_reference(path)
         files = get_filesystem(path)
         if _location_in(path) is None and files.exists(path):
@@ -185,7 +188,10 @@ def read_reference(path: PathLike) -> Location | None:
 
 
 def export_lightning_checkpoint(source: PathLike, target: PathLike, **options: Any) -> None:
-    """Write a step in Lightning's own format: a file, or a folder if :class:`TieredModelParallel` saved the step."""
+    """Write a step in Lightning's own format.
+
+    The target is a file, or a folder if :class:`TieredModelParallel` saved the step.
+    """
     location = read_reference(source)
     if location is None:
         raise UsageError(f"Cannot export {source}: it is neither a tiered:// URL nor a file that names a step")

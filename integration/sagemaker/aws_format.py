@@ -189,13 +189,13 @@ def _fields(value: Any, kind: PickledName) -> Mapping[str, Any]:
 
 def _mapping(value: Any, what: str) -> Mapping[Any, Any]:
     if type(value) is not dict:
-        raise RefusedPickleError(f"{what} is no dict")
+        raise RefusedPickleError(f"{what} is not a dict")
     return value
 
 
 def _integer(value: Any, most: int) -> int:
     if type(value) is not int or not 0 <= value < most:
-        raise RefusedPickleError("where a rank, an offset or a size belongs there is something else")
+        raise RefusedPickleError("a rank, an offset or a size is not an integer in its range")
     return value
 
 
@@ -285,7 +285,7 @@ def read_archived_tensor(data: memoryview, sizes: tuple[int, ...], dtype: torch.
     try:
         return _read(data, sizes, dtype, name)
     except (RefusedPickleError, zipfile.BadZipFile, NotImplementedError, ValueError, LookupError) as error:
-        raise CheckpointDamagedError(f"{name} is no plain tensor's archive: {error}") from error
+        raise CheckpointDamagedError(f"{name} is not the archive of a plain tensor: {error}") from error
 
 
 def _read(data: memoryview, sizes: tuple[int, ...], dtype: torch.dtype, name: str) -> torch.Tensor:

@@ -182,7 +182,7 @@ class DefaultS3PathStrategy(S3PathStrategy):
 
     def get_checkpoint_dir(self, namespace: str, step: int) -> str:
         raise NotImplementedError(
-            "in the default layout every rank has a folder of its own, so no folder holds a whole step; "
+            "in the default layout every rank has a folder of its own, so no folder holds a complete step; "
             "RayS3PathStrategy has one"
         )
 

@@ -123,7 +123,7 @@ def complete_checkpoints(
         try:
             found += [(candidate, store) for candidate in store.steps() if step in (None, candidate)]
         except TierUnavailableError as error:
-            log.warning("%s could not be asked: %s", store.name, error)
+            log.warning("cannot list the steps in %s: %s", store.name, error)
             unknown.append(f"{store.name}: {error}")
         except CheckpointNotFoundError:
             continue
@@ -142,9 +142,9 @@ def complete_checkpoints(
         yield StoredCheckpoint(store, number, contents, tuple(skipped))
     where = " and ".join(store.name for store in places)
     if unknown:
-        raise TierUnavailableError(f"no (other) whole step is known, but not everything could be asked: {unknown}")
+        raise TierUnavailableError(f"no (other) complete step was found, but some could not be read: {unknown}")
     if skipped:
-        raise CheckpointDamagedError(f"{where}: no (other) whole step: {'; '.join(skipped[:5])}")
+        raise CheckpointDamagedError(f"{where}: no (other) complete step: {'; '.join(skipped[:5])}")
     wanted = "" if step is None else f" {step}"
     raise CheckpointNotFoundError(f"{where}: no (other) step{wanted} that AWS's library wrote")
 
@@ -164,7 +164,7 @@ def _check_complete(store: CheckpointStore, step: int, contents: CheckpointConte
         try:
             actual = store.blob_size(step, rank)
         except CheckpointNotFoundError as error:
-            raise CheckpointDamagedError(f"what rank {rank} wrote is gone") from error
+            raise CheckpointDamagedError(f"the data of rank {rank} is missing") from error
         if actual != size:
             raise CheckpointDamagedError(_length_mismatch(rank, actual, size))
 
@@ -294,7 +294,7 @@ class MemoryServiceStore:
     def steps(self) -> Sequence[int]:
         found = self._json(f"/v1/cp/checkpoints/{self._namespace}/latest?limit={_MAX_STEPS}")
         if not isinstance(found, list) or not all(type(step) is int and 0 <= step < 1 << 62 for step in found):
-            raise CheckpointDamagedError(f"{self.name}/latest is no list of steps")
+            raise CheckpointDamagedError(f"{self.name}/latest is not a list of steps")
         return sorted(set(found), reverse=True)
 
     def contents(self, step: int) -> CheckpointContents:
@@ -387,7 +387,7 @@ class MemoryServiceStore:
         try:
             return json.loads(data)
         except (ValueError, RecursionError) as error:
-            raise CheckpointDamagedError(f"{path} is no JSON") from error
+            raise CheckpointDamagedError(f"{path} is not JSON") from error
 
     @contextmanager
     def _get(self, path: str) -> Iterator[http.client.HTTPResponse]:
@@ -406,7 +406,7 @@ class MemoryServiceStore:
         except (OSError, http.client.HTTPException) as error:
             reason = str(error) or type(error).__name__
             raise TierUnavailableError(
-                f"the memory service at {self._parts.hostname} cannot be asked: {reason}"
+                f"the memory service at {self._parts.hostname} cannot be reached: {reason}"
             ) from error
         finally:
             connection.close()

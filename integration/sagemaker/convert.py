@@ -66,11 +66,11 @@ def parse_namespace_url(text: str) -> NamespaceUrl:
 @click.argument("source", metavar="SRC")
 @click.argument("target", metavar="DST")
 @click.option(
-    "--ranks", type=click.IntRange(1, 1 << 16), metavar="M", help="Cut for so many ranks. [default: as it is]"
+    "--ranks", type=click.IntRange(1, 1 << 16), metavar="M", help="Number of ranks of the target. [default: as in SRC]"
 )
-@click.option("--force", is_flag=True, help="Replace what is there.")
-@click.option("--trust-objects", is_flag=True, help="Take objects that run code when they are loaded, too.")
-@click.option("--token", metavar="TOKEN", default="", help="For a memory service that wants one.")
+@click.option("--force", is_flag=True, help="Replace an existing checkpoint.")
+@click.option("--trust-objects", is_flag=True, help="Load objects that can run code, too.")
+@click.option("--token", metavar="TOKEN", default="", help="Token for a memory service that requires one.")
 @output_options
 @pass_output
 def convert_command(

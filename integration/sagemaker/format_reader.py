@@ -206,7 +206,7 @@ class SageMakerFormatReader(StorageReader):
         while candidate is None:
             self._planned.append(next(self._rest))
             if self._planned[-1].step < step:
-                raise CheckpointDamagedError(f"other ranks can only load step {step}, which is not whole for this one")
+                raise CheckpointDamagedError(f"other ranks can only load step {step}, which is incomplete for this one")
             candidate = self._planned[-1] if self._planned[-1].step == step else None
         return candidate
 
@@ -257,7 +257,7 @@ def _load(source: SageMakerFormatSource, item: ReadItem) -> torch.Tensor | bytes
     box = read_item_box(item)
     tensor = source.tensors.get(name)
     if tensor is None or len(tensor.shape) != len(box.sizes):
-        raise CheckpointDamagedError(f"{source.name} has no tensor {name} like the one that is to be filled")
+        raise CheckpointDamagedError(f"{source.name} has no tensor {name} with the dimensions of the target")
     return source.read(name, box)
 
 
@@ -372,7 +372,7 @@ def _check_object(data: bytes, name: str) -> None:
         lines = str(error).strip().splitlines()
         raise UntrustedObjectError(
             f"{name} is not data alone, so loading it could run anything: {lines[-1] if lines else error}. If you "
-            "trust whoever could write to that place, say trust_objects=True (--trust-objects)"
+            "trust every writer to that place, set trust_objects=True (--trust-objects)"
         ) from error
     except (RuntimeError, ValueError, EOFError, LookupError, TypeError, AttributeError) as error:
         raise CheckpointDamagedError(f"{name} cannot be read: {type(error).__name__}: {str(error)[:200]}") from error

@@ -59,12 +59,12 @@ class SageMakerFormatWriter(StorageWriter):
         self.checkpoint_config = validated_config(checkpoint_config)
         self.step = step_from_path(step, path)
         if not checkpoint_config.memory_url and not checkpoint_config.save_to_s3:
-            raise SageMakerTieredStorageConfigError("nowhere to save to: give memory_url, or save_to_s3")
+            raise SageMakerTieredStorageConfigError("no target to save to: set memory_url or save_to_s3")
         ranks = dist.get_world_size() if dist.is_initialized() else 1
         if checkpoint_config.world_size != ranks:
             raise SageMakerTieredStorageConfigError(
-                f"world_size is {checkpoint_config.world_size} and {ranks} ranks save: in AWS's format the metadata "
-                "would be taken for what a rank wrote, or not be found"
+                f"world_size is {checkpoint_config.world_size} and {ranks} ranks save: a reader of AWS's format "
+                "would confuse the metadata with a rank's data, or not find it"
             )
         self.rank = dist.get_rank() if dist.is_initialized() else 0
         self._settings = settings or load_settings()
@@ -144,7 +144,7 @@ class SageMakerFormatWriter(StorageWriter):
     def _post(self, path: str, data: bytes, headers: dict[str, str], *, also: int = 0) -> None:
         parts = urlsplit(self.checkpoint_config.memory_url)
         if parts.scheme != "http" or not parts.hostname:
-            raise SageMakerTieredStorageConfigError("memory_url is no http://HOST:PORT")
+            raise SageMakerTieredStorageConfigError("memory_url must be http://HOST:PORT")
         token = self.checkpoint_config.memory_token or parts.password
         if token:
             headers["Authorization"] = f"Bearer {token}"
@@ -154,7 +154,7 @@ class SageMakerFormatWriter(StorageWriter):
             response = connection.getresponse()
             detail = response.read(1000).decode(errors="replace")
         except (OSError, http.client.HTTPException) as error:
-            raise TierUnavailableError(f"the memory service at {parts.hostname} cannot be asked: {error}") from error
+            raise TierUnavailableError(f"the memory service at {parts.hostname} cannot be reached: {error}") from error
         finally:
             connection.close()
         if not http.HTTPStatus.OK <= response.status < http.HTTPStatus.MULTIPLE_CHOICES and response.status != also:

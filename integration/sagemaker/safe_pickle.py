@@ -177,7 +177,7 @@ class _PickleMachine:
     def _list(self) -> list[Any]:
         found = self._stack[-1]
         if type(found) is not list:
-            raise RefusedPickleError("the pickle appends to what is no list")
+            raise RefusedPickleError("the pickle appends to a value that is not a list")
         return found
 
     def append(self) -> None:
@@ -191,7 +191,7 @@ class _PickleMachine:
     def _set(self, pairs: list[Any]) -> None:
         into = self._stack[-1]
         if type(into) is not dict or len(pairs) % 2:
-            raise RefusedPickleError("the pickle sets items of what is no dict")
+            raise RefusedPickleError("the pickle sets items of a value that is not a dict")
         for key, value in zip(pairs[::2], pairs[1::2], strict=True):
             # A PickledCall hashes by identity. The hash of a nested tuple could take forever.
             if type(key) not in (str, int, PickledCall):
@@ -207,7 +207,7 @@ class _PickleMachine:
 
     def name(self, module: Any, name: Any) -> None:
         if type(module) is not str or type(name) is not str:
-            raise RefusedPickleError("the pickle names something by what is no name")
+            raise RefusedPickleError("the pickle has a name that is not a string")
         found = PickledName(module, name)
         if found not in self._names:
             raise RefusedPickleError(f"the pickle names {str(found)[:200]!r}, which no checkpoint's metadata needs")
@@ -225,14 +225,14 @@ class _PickleMachine:
         self._count()
         args, kind = self._pop(), self._pop()
         if type(kind) is not PickledName or type(args) is not tuple:
-            raise RefusedPickleError("the pickle calls what is no name")
+            raise RefusedPickleError("the pickle calls a value that is not a name")
         self._stack.append(PickledCall(kind, args))
 
     def build(self) -> None:
         state = self._pop()
         made = self._stack[-1]
         if type(made) is not PickledCall or made.state is not None:
-            raise RefusedPickleError("the pickle gives a state to what has none")
+            raise RefusedPickleError("the pickle sets a state that its target cannot have")
         made.state = state
 
     def persistent(self) -> None:

@@ -289,7 +289,7 @@ class SageMakerTieredStorageReader(StorageReader):
         except (TieredCheckpointError, PeerStoreError) as error:
             if own is None:
                 raise
-            log.warning("what AWS's library may have written could not be looked at: %s", error)
+            log.warning("cannot look for checkpoints of AWS's library: %s", error)
             return own
         if own is not None and self._own.planned_step >= aws_reader.planned_step:
             return own

@@ -1,5 +1,6 @@
-"""Adapter of the Transformers ``Trainer``: state in the tiers, resumed by ``trainer.train()``; ``Trainer`` folders
-remain as exports.
+"""Adapter of the Transformers ``Trainer``, which saves its state to the tiers.
+
+``trainer.train()`` resumes from them. ``Trainer`` folders remain as exports.
 """
 
 from peerstore.optional_packages import optional_imports

@@ -1,4 +1,4 @@
-"""``tiered`` and ``TieredTrainerMixin``: a ``Trainer`` that saves its state to the tiers and resumes from them."""
+"""``tiered`` and ``TieredTrainerMixin``: a ``Trainer`` that saves to the tiers and resumes from them."""
 
 from __future__ import annotations
 
@@ -81,7 +81,7 @@ class TieredTrainerMixin:
             )
 
     def train(self, resume_from_checkpoint: Any = None, trial: Any = None, **kwargs: Any) -> Any:
-        """Train as ``Trainer.train`` does, from the newest complete step in the tiers if there is one."""
+        """Train as ``Trainer.train`` does, from the newest complete step in the tiers, if any."""
         if trial is not None:
             raise UsageError("Cannot use tiers in a hyperparameter search: its trials would resume from each other.")
         options = self._options | {"on_sigterm": "ignore"}  # all ranks have to stop, not only those with the signal
@@ -126,8 +126,8 @@ class TieredTrainerMixin:
         was, now = loaded["global_batch"], parts.progress.global_batch
         if was != now and not self.args.ignore_data_skip:
             raise UsageError(
-                f"Cannot resume step {step}: it was saved with {was} samples in a step and this run has {now}, so "
-                f"samples would be skipped or read twice. Make per_device_train_batch_size * "
+                f"Cannot resume step {step}: it was saved with {was} samples in a step and this run has {now}. "
+                f"Samples would be skipped or read twice. Make per_device_train_batch_size * "
                 f"gradient_accumulation_steps * ranks {was}, or set ignore_data_skip=True."
             )
         inherited: Any = super()
@@ -166,7 +166,10 @@ class TieredTrainerMixin:
     # -- saving -----------------------------------------------------------------------------------------------
 
     def _maybe_log_save_evaluate(self, *args: Any, **kwargs: Any) -> None:
-        """Save after the step's log entry, evaluation and export; after those of the epoch if the step ends it."""
+        """Save after the step's log entry, evaluation and export.
+
+        If the step ends an epoch, save after those of the epoch.
+        """
         inherited: Any = super()
         inherited._maybe_log_save_evaluate(*args, **kwargs)
         step, control = self.state.global_step, self.control
@@ -191,7 +194,7 @@ class TieredTrainerMixin:
         self._checkpointer.wait("durable" if durable else "memory", timeout_s=seconds)
 
     def _stop(self, state: dict[str, Any], step: int, sigterm: PreemptionHandler) -> None:
-        """Seal the step on all ranks, then end all of them by SIGTERM, or by what the caller has set for it."""
+        """Seal the step on all ranks, then end each by SIGTERM or by the caller's handler of it."""
         try:
             self._checkpointer.seal(state, step, durable=True, timeout_s=self._options["grace_s"])
         except TieredCheckpointError as error:

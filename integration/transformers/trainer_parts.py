@@ -23,7 +23,7 @@ from tieredckpt.tensors.optimizer_placeholders import init_optimizer_state
 
 
 class NamedParameters:
-    """The model by its parameters' names without wrappers; only its trainable parameters if it has PEFT adapters."""
+    """The model's parameters by name, without wrappers. With ``trainable_only``, only the trainable ones."""
 
     def __init__(self, model: torch.nn.Module, *, trainable_only: bool) -> None:
         self._model = model
@@ -41,7 +41,7 @@ class NamedOptimizer:
 
     def __init__(self, model: torch.nn.Module, optimizer: Any) -> None:
         self._model = model
-        self._optimizer: torch.optim.Optimizer = getattr(optimizer, "optimizer", optimizer)  # what accelerate wraps
+        self._optimizer: torch.optim.Optimizer = getattr(optimizer, "optimizer", optimizer)  # unwrap accelerate's
         self._was_empty = not self._optimizer.state
 
     def state_dict(self) -> dict[str, Any]:
@@ -58,12 +58,12 @@ class NamedOptimizer:
 
 
 class LoopProgress:
-    """Progress of the loop: ``TrainerState`` with its callbacks, the learning rate, the scaler and the batch size."""
+    """Progress of the loop: ``TrainerState``, callbacks, learning rate, scaler and batch size."""
 
     def __init__(self, trainer: Any) -> None:
         self._trainer = trainer
         self.loaded: dict[str, Any] | None = None
-        """What the last restore read."""
+        """State that the last restore read."""
 
     @property
     def global_batch(self) -> int:

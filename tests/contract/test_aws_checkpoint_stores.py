@@ -211,7 +211,7 @@ def test_metadata_is_found_behind_a_lost_shard(memory_service_case):
 def test_missing_service_is_unavailable():
     with fake_memory_service() as service:
         url = service.url
-    with pytest.raises(TierUnavailableError, match="cannot be asked"):
+    with pytest.raises(TierUnavailableError, match="cannot be reached"):
         MemoryServiceStore(url, NAMESPACE).steps()
 
 

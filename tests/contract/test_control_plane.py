@@ -61,7 +61,7 @@ def next_world(job: ControlPlaneJob, seats: list[Any], *, size: int | None = Non
     if not job.starts_anew:
         return wait_all_assigned(seats)
     for seat in seats:
-        with pytest.raises(JobFailedError, match="whoever started it has to start the next one"):
+        with pytest.raises(JobFailedError, match="its launcher has to start the next one"):
             seat.wait_for_assignment(timeout_s=PATIENCE_S)
     return wait_all_assigned(job.restart(size or len(seats)))
 

@@ -169,7 +169,7 @@ Exit codes:
   1  failed; the message says why
   2  the command line, the flag or a name is wrong
   3  there is no such cluster, node or event log
-  5  SageMaker or Kubernetes could not be asked: how the cluster is, is unknown
+  5  SageMaker or Kubernetes cannot be reached: the state of the cluster is unknown
   6  refused (credentials, permission)"""
 
 
@@ -276,7 +276,7 @@ def cluster_enable_command(screen: CommandOutput, /, *, percent: int | None, nam
 @cluster_change_options
 @pass_output
 def cluster_disable_command(screen: CommandOutput, /, *, name: str, **options: Any) -> int:
-    """Keep no checkpoints in the nodes' memory. Jobs that read the flag write to their durable tier directly."""
+    """Disable checkpoints in memory. Jobs that read the flag write directly to their durable tier."""
     from integration.hyperpod.cluster.tiered_storage_config import TIERED_STORAGE_DISABLED
 
     return _change(screen, name, lambda _: TIERED_STORAGE_DISABLED, **options)

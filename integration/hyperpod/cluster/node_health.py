@@ -162,7 +162,10 @@ class NodeHealthLabels:
                     return was
                 if self._patched(node, value, found.metadata.resource_version):
                     return was
-        raise CommandError(f"node {node} is changed by somebody else all the time", code=ExitCode.UNAVAILABLE)
+        raise CommandError(
+            f"cannot set the health label of node {node}: other clients change the node all the time",
+            code=ExitCode.UNAVAILABLE,
+        )
 
     def _patched(self, node: str, value: NodeHealth, version: str) -> bool:
         from kubernetes.client.exceptions import ApiException

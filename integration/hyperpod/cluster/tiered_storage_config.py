@@ -142,7 +142,7 @@ def _text(path: Path) -> str:
         with path.open("rb") as file:
             data = file.read(_MAX_FILE_BYTES + 1)
         if len(data) > _MAX_FILE_BYTES:
-            raise SettingsError(f"{path} is longer than {_MAX_FILE_BYTES} bytes: that is no cluster's description")
+            raise SettingsError(f"{path} is longer than {_MAX_FILE_BYTES} bytes: it is not a cluster description")
         return data.decode()
     except OSError as error:
         raise SettingsError(f"{path} cannot be read: {error.strerror}") from error
@@ -322,7 +322,7 @@ class HyperPodClusterApi:
             raise CommandError(
                 f"{operation} of {name}: SageMaker cannot be reached: {error}",
                 code=ExitCode.UNAVAILABLE,
-                advice="what the cluster has is not known; look at the network, the region and --endpoint-url",
+                advice="the cluster's configuration is unknown. Check the network, the region and --endpoint-url",
             ) from error
         except boto.BotoCoreError as error:
             raise CommandError(f"{operation} of {name}: {error}") from error

@@ -62,7 +62,7 @@ def main(*, as_json: bool = False, keep: Path | None = None) -> int:
             show_elastic_demo(console, demo.acts, losses, summary)
             verdict = "[bold green]equal bit for bit[/]" if summary["equal"] else "[bold red]NOT equal[/]"
             console.print(f"{summary['steps']} losses compared: {verdict}, in {summary['seconds']:.0f} s")
-            console.print(f"what agents and ranks have printed: {demo.place.folder / 'pods'}")
+            console.print(f"output of agents and ranks: {demo.place.folder / 'pods'}")
     return 0 if summary["equal"] else 1
 
 

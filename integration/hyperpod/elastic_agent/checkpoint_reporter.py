@@ -90,7 +90,7 @@ class CheckpointReporter:
             return expected_step_from_path(job, self._ask(), self._how)
         except ElasticError as error:
             self._lost = self._lost or str(error)
-            return ExpectedStep(None, f"the agent could not be asked for the job's progress ({error})")
+            return ExpectedStep(None, f"the agent did not report the job's progress ({error})")
 
     def on_sealed(self, session: Session) -> None:
         if self._speaks and not self._closed and self._job in ("", session.job):
@@ -110,7 +110,7 @@ class CheckpointReporter:
             try:
                 self._channel.flush(_FLUSH_TIMEOUT_S)
             except ElasticError as error:
-                log.warning("the agent may not have heard of the newest step: %s", error)
+                log.warning("the agent may not have received the newest step: %s", error)
 
     def close(self) -> None:
         with self._changed:
@@ -134,7 +134,7 @@ class CheckpointReporter:
         try:
             step = newest_complete_step(session, ask=ask, fresh=fresh)
         except (PeerStoreError, TieredCheckpointError, OSError) as error:
-            log.debug("not known which step of %s is whole: %s", session.job, error)
+            log.debug("cannot determine the newest complete step of %s: %s", session.job, error)
             return -1
         with self._changed:
             if 0 <= step != self._reported and self._reports_job(session.job):
@@ -149,7 +149,7 @@ class CheckpointReporter:
                 self._reported = step
         except ElasticError as error:
             self._lost = str(error)
-            log.warning("the agent does not hear of step %d: %s", step, error)
+            log.warning("cannot report step %d to the agent: %s", step, error)
 
     def _ask(self) -> object:
         if self._channel is None or self._lost:
@@ -164,7 +164,7 @@ class CheckpointReporter:
             if not self._job:
                 self._introduce(job)
             elif self._job != job:
-                log.info("the agent keeps account of %s; it is not told of %s", self._job, job)
+                log.info("this process reports job %s to the agent and does not report %s", self._job, job)
             return self._job == job
 
     def _introduce(self, job: str) -> None:
@@ -175,7 +175,7 @@ class CheckpointReporter:
             self._channel.send(ipc.MSG_CHECKPOINT_INIT, prefix=prefix, checkpoint_types={CHECKPOINT_TYPE: 1})
         except ElasticError as error:
             self._lost = str(error)
-            log.warning("the agent keeps no account of %s: %s", job, error)
+            log.warning("cannot report the steps of job %s to the agent: %s", job, error)
 
 
 _reporters: list[CheckpointReporter] = []

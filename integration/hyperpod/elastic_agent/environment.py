@@ -19,7 +19,7 @@ COORDINATION_ENV = "HYPERPOD_SIGNAL_COORDINATION"
 STOP_PATIENCE_ENV = "ELASTIC_HYPERPOD_STOP_TIMEOUT_S"
 """Seconds that a stopped rank waits until its HyperPod agent stops it, too. Default: 120."""
 RESUME_FROM_ENV = "ELASTIC_HYPERPOD_RESUME_FROM"
-"""Step to resume from under HyperPod: ``newest`` (the default), or ``operator`` for the operator's step."""
+"""Step to resume from under HyperPod: ``newest`` (default), or ``operator`` for the operator's."""
 RESTART_COUNT_ENV = "JOB_RESTART_COUNT"
 _NUMBERS = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK", RESTART_COUNT_ENV)
 """Numeric variables.
@@ -103,7 +103,7 @@ def stop_patience_s(environ: Mapping[str, str] = os.environ) -> float:
     except ValueError:
         patience_s = -1.0
     if not 0 <= patience_s < float("inf"):
-        raise PolicyError(f"{STOP_PATIENCE_ENV}={value!r} is no number of seconds")
+        raise PolicyError(f"{STOP_PATIENCE_ENV}={value!r} is not a number of seconds")
     return patience_s
 
 
@@ -148,7 +148,10 @@ def _contradictions(numbers: Mapping[str, int]) -> list[str]:
 
 AGENT_SOCKET_ENV = "HYPERPOD_ELASTICAGENT_SOCKET_SERVER_PATH"
 AGENT_MODE_ENV = "ELASTIC_HYPERPOD_MODE"
-"""Restart mode of the HyperPod agent, ``in-process`` or ``process``. Default: read from the agent's command line."""
+"""Restart mode of the HyperPod agent, ``in-process`` or ``process``.
+
+Default: read from the agent's command line.
+"""
 
 _PID = re.compile(r"_(\d+)\.sock$")
 _PROC = Path("/proc")

@@ -95,7 +95,7 @@ class InProcessControlPlane:
             start, faults = self._worker.wait_at_barrier(timeout_s=_remaining_s(until))
             self._environ.update(start.environ)
             if start.is_spare:
-                log.info("kept as a spare; it is told when it is needed")
+                log.info("this process is a spare and waits until the agent needs it")
                 continue
             try:
                 return self._enter(start, faults, until)
@@ -148,7 +148,7 @@ class InProcessControlPlane:
         try:
             inner.report_fault(reason)
         except (ControlPlaneUnavailableError, StaleEpochError) as error:
-            log.info("the other ranks hear of it from the agent: %s", error)
+            log.info("the other ranks receive the fault from the agent only: %s", error)
         inner.mark_broken(f"rank {place.rank}: {reason}")
 
     def request_change(
@@ -203,7 +203,7 @@ class InProcessControlPlane:
         try:
             inner.gather("left", wait=False)
         except ControlPlaneUnavailableError as error:
-            log.info("nobody is there to take leave of: %s", error)
+            log.info("cannot announce the exit of this rank: %s", error)
             return
         if self._servers.is_serving:
             inner.has_gathered("left", timeout_s=_EXIT_WAIT_S)
@@ -260,7 +260,7 @@ class InProcessControlPlane:
             self._inner = inner
         try:
             if self._is_revoked:
-                raise StaleEpochError("the start was taken back")
+                raise StaleEpochError("the start was revoked")
             assignment = inner.wait_for_assignment(timeout_s=_remaining_s(until))
         except BaseException:
             inner.close()
@@ -349,7 +349,7 @@ class RendezvousStore:
             self._server = start_store_server(host, port)
         except RuntimeError as error:
             # An earlier rank 0 may serve a store there. Keys of each start have their own prefix.
-            log.info("the store at %s is kept by somebody else: %s", address, error)
+            log.info("another process serves the store at %s: %s", address, error)
             return
         self._address = address
 
@@ -385,9 +385,9 @@ def meet(
         if _accepts_connections(address):
             break
         if is_over():
-            raise StaleEpochError("the start was taken back")
+            raise StaleEpochError("the start was revoked")
         if until is not None and time.monotonic() > until:
-            raise ControlDeadlineError(f"no store answers at {place.store}, where the first rank is to keep one")
+            raise ControlDeadlineError(f"no store answers at {place.store}, where the first rank must serve one")
         if is_first and not servers.is_serving and time.monotonic() > foreign_deadline:
             raise ControlPlaneUnavailableError(f"{place.store} is taken, and no store answers there")
         time.sleep(pause_s)

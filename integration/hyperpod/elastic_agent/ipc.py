@@ -127,9 +127,9 @@ def decode_agent_frame(body: bytes) -> AgentMessage:
     try:
         message = json.loads(body.decode())
     except (ValueError, RecursionError) as error:
-        raise DamagedFrameError(f"{_shown(body)} is no JSON in UTF-8: {error}") from error
+        raise DamagedFrameError(f"{_shown(body)} is not JSON in UTF-8: {error}") from error
     if not isinstance(message, dict) or not isinstance(message.get("type"), str):
-        raise DamagedFrameError(f"{_shown(body)} is no object with a type")
+        raise DamagedFrameError(f"{_shown(body)} is not an object with a type")
     return message
 
 

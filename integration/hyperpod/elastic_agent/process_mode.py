@@ -121,9 +121,9 @@ class ProcessControlPlane(StoreControlPlane):
             self._depart()
             if not self._may_exit.wait(self._patience_s):
                 raise JobFailedError(
-                    "all ranks have stopped at a common step for a change of the world, but for "
-                    f"{self._patience_s:g} s the agent of this one was not asked to stop: ending with an error, so "
-                    "that nobody takes this for the end of the work"
+                    "all ranks have stopped at a common step for a change of the world. After "
+                    f"{self._patience_s:g} s the agent has still not stopped this rank. It ends with an error, so that "
+                    "its exit does not count as the end of the job"
                 )
             raise Dismissed("the elastic agent starts the next world")
         self._announce_done()  # nothing is sealed, so no rank must wait for this one

@@ -79,7 +79,7 @@ def parse_job_start(message: AgentMessage) -> JobStart:
         raise DamagedFrameError(f"{message['type']} without {', '.join(missing)}")
     for name in _NUMBERS:
         if not environ.get(name, "0").isdecimal() or len(environ.get(name, "0")) > _MAX_DIGITS:
-            raise DamagedFrameError(f"{message['type']} with {name}={environ[name][:_SHOWN]!r}, which is no number")
+            raise DamagedFrameError(f"{message['type']} with {name}={environ[name][:_SHOWN]!r}, which is not a number")
     rank, size, port = (int(environ[name]) for name in ("RANK", "WORLD_SIZE", "MASTER_PORT"))
     start = JobStart(environ, message.get("aggregate_worker_data"))
     is_extra = message["type"] == ipc.MSG_RANK_INFO or start.is_spare  # spares have the ranks after the last member

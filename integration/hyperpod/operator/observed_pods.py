@@ -140,7 +140,7 @@ def _agent_status(reply: _StatusReply) -> AgentStatus:
 def _number(text: str | int) -> int:
     number = int(text)
     if not -1 <= number < _MAX_NUMBER:
-        raise ValueError(f"{str(number)[:30]} is no number that is counted to here")
+        raise ValueError(f"{str(number)[:30]} is not a number from -1 to {_MAX_NUMBER - 1}")
     return number
 
 

@@ -145,7 +145,7 @@ def sim_run_command(
                 [address.strip() for address in agents.split(",") if address.strip()], spec.groups[0].name
             )
         )
-        screen.info(f"job {spec.name}: what is kept of it is in {directory.folder}")
+        screen.info(f"job {spec.name}: state in {directory.folder}")
         try:
             operator = SimulatedOperator(spec, pods, directory, client, told=_event_printer(screen), every_s=every)
             finished = operator.run(stop)
@@ -168,11 +168,11 @@ def sim_run_command(
 
 
 @operator_sim_cli.command("status")
-@click.option("--job", default=None, metavar="NAME", help="Which job. [default: the only one here]")
+@click.option("--job", default=None, metavar="NAME", help="Name of the job. [default: the only job here]")
 @output_options
 @pass_sim_output
 def sim_status_command(screen: CommandOutput, /, *, job: str | None) -> int:
-    """How a job is: its phase, its agents, its conditions."""
+    """Show the phase, agents and conditions of a job."""
     directory = find_sim_directory(job)
     stored = directory.load()
     if stored is None:
@@ -195,7 +195,7 @@ def sim_status_command(screen: CommandOutput, /, *, job: str | None) -> int:
 
 @operator_sim_cli.command("scale")
 @click.argument("replicas", metavar="N|max")
-@click.option("--job", default=None, metavar="NAME", help="Which job. [default: the only one here]")
+@click.option("--job", default=None, metavar="NAME", help="Name of the job. [default: the only job here]")
 @output_options
 @pass_sim_output
 def sim_scale_command(screen: CommandOutput, /, *, replicas: str, job: str | None) -> int:
@@ -226,11 +226,11 @@ def sim_scale_command(screen: CommandOutput, /, *, replicas: str, job: str | Non
     help="The node's health label.",
 )
 @click.option("--healthy", is_flag=True, help="The node is schedulable again.")
-@click.option("--job", default=None, metavar="NAME", help="Which job. [default: the only one here]")
+@click.option("--job", default=None, metavar="NAME", help="Name of the job. [default: the only job here]")
 @output_options
 @pass_sim_output
 def sim_fault_command(screen: CommandOutput, /, *, node: str, health: str, healthy: bool, job: str | None) -> int:
-    """Say that NODE is bad, as the health label of a cluster's node does."""
+    """Mark NODE as bad, as the health label of a cluster's node does."""
     directory = find_sim_directory(job)
     overrides = directory.load_overrides()
     bad = {name: status for name, status in overrides.bad_nodes.items() if name != node}
@@ -250,7 +250,7 @@ def _read(path: Path, **ours: Any) -> JobSpec:
     try:
         resource = load_yaml(path.read_text())
     except yaml.YAMLError as error:
-        raise PolicyError(f"{path} is no YAML: {error}") from None
+        raise PolicyError(f"{path} is not YAML: {error}") from None
     if not isinstance(resource, dict):
         raise PolicyError(f"{path} has no resource")
     return parse_job_resource(resource, **ours)

@@ -309,9 +309,7 @@ def _container(group: ReplicaGroup) -> Mapping[str, Any]:
     spec = group.template.get("spec") if isinstance(group.template, Mapping) else None
     containers = (spec or {}).get("containers") or []
     if not containers or not (containers[0].get("command") or containers[0].get("args")):
-        raise JobSpecError(
-            f"the first container of {group.name} has no command: there is nothing to start for its pods"
-        )
+        raise JobSpecError(f"the first container of {group.name} has no command to start in its pods")
     return containers[0]
 
 

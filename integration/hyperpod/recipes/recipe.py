@@ -163,7 +163,7 @@ def parse_scaling(doc: RecipeDocument, scale: ScaleConfig) -> RecipeScaling:
     if least < min(scale.sizes):
         raise doc.error(
             "elastic_policy.min_nodes",
-            f"is {least}, but scale_config begins with {min(scale.sizes)}: nobody says what holds below",
+            f"is {least}, but the smallest size of scale_config is {min(scale.sizes)}",
         )
     ends = {"min_nodes": least, "max_nodes": most}
     return RecipeScaling(_policy(doc, {**known, **ends}, sizes), elastic, tuple(notes))
@@ -250,8 +250,8 @@ def parse_checkpoints(doc: RecipeDocument) -> RecipeCheckpoints:
     if frequency is not None and own is not None and frequency != own:
         raise doc.error(
             "mmap.checkpoint_frequency",
-            f"is {own}, but log.ckpt.every_n_train_steps is {frequency}: batches would be given up before their step "
-            "is safe, or kept for nothing",
+            f"is {own}, but log.ckpt.every_n_train_steps is {frequency}: batches would be discarded before their step "
+            "is safe, or kept without use",
         )
     keep = doc.get("log.ckpt.save_top_k")
     by = doc.string("log.ckpt.monitor")

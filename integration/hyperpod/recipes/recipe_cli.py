@@ -136,7 +136,7 @@ def _reads(command: _Command) -> _Command:
 @recipe_group.command("show", short_help="Show sizes, batches and learning rates of FILE.")
 @_reads
 @click.option("--elastic", is_flag=True, help="Make the job elastic even if the recipe does not.")
-@click.option("-o", "--out", type=click.Path(path_type=Path), help="Also write policy.yaml and tieredckpt.yaml there.")
+@click.option("-o", "--out", type=click.Path(path_type=Path), help="Directory for policy.yaml and tieredckpt.yaml.")
 @pass_elastic_screen
 def recipe_show_command(
     screen: ElasticScreen, /, *, file: Path, nproc: int | None, nodes: tuple[str, ...], elastic: bool, out: Path | None
@@ -155,7 +155,7 @@ def recipe_show_command(
 @recipe_group.command("plan", short_help="Show how every size of FILE splits the batch.")
 @_reads
 @click.option("--max-microbatch", type=int, help="Largest number of samples in a forward pass (default the recipe's).")
-@click.option("--rank", type=int, help="Also show every pass of this rank.")
+@click.option("--rank", type=int, help="Show every pass of this rank.")
 @pass_elastic_screen
 def recipe_plan_command(
     screen: ElasticScreen,
@@ -167,9 +167,10 @@ def recipe_plan_command(
     max_microbatch: int | None,
     rank: int | None,
 ) -> int:
-    """Show who computes what at every size of FILE, or at --nodes; sizes between the stated ones have a star.
+    """Show how ranks share the batch at every size of FILE, or at --nodes.
 
-    What FILE states otherwise than it is planned is said below, and the exit code is then 1.
+    Sizes that FILE does not state have a star. If FILE states another plan, the differences follow and the exit code
+    is 1.
     """
     found = read_recipe(file, devices=nproc)
     wanted = recipe_plan.parse_node_counts(nodes)

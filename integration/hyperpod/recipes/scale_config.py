@@ -87,7 +87,7 @@ class ScaleConfig:
         below = [key for key in self.sizes if key <= nodes]
         if not below:
             raise PolicyError(
-                f"{self.name}: scale_config says nothing about {nodes} nodes, its smallest size is {min(self.sizes)}"
+                f"{self.name}: scale_config has no size for {nodes} nodes, its smallest size is {min(self.sizes)}"
             )
         return self.sizes[max(below)]
 
@@ -167,15 +167,15 @@ def lr_table_of_recipe(
 def _scale_config(name: str, recipe: Mapping[Any, Any]) -> ScaleConfig:
     table = recipe.get("scale_config")
     if not isinstance(table, Mapping) or not table:
-        raise PolicyError(f"{name}: scale_config is missing or empty: it says what holds at each number of nodes")
+        raise PolicyError(f"{name}: scale_config is missing or empty: it sets the batch at each number of nodes")
     sizes = {}
     for key, override in table.items():
         where = f"{name}: scale_config.{key}"
         if not isinstance(override, Mapping):
-            raise PolicyError(f"{where} is {override!r}: it is to be a mapping")
+            raise PolicyError(f"{where} is {override!r}: it must be a mapping")
         size = _size(where, key, override, recipe)
         if size.key in sizes:
-            raise PolicyError(f"{where} is there twice")
+            raise PolicyError(f"{where} occurs twice")
         sizes[size.key] = size
     return ScaleConfig(name, dict(sorted(sizes.items())))
 
@@ -202,7 +202,7 @@ def _uneven(where: str, stated: object) -> UnevenBatch | None:
     if stated is None:
         return None
     if not isinstance(stated, Mapping):
-        raise PolicyError(f"{where} uneven_batch is {stated!r}: it is to be a mapping")
+        raise PolicyError(f"{where} uneven_batch is {stated!r}: it must be a mapping")
     if not stated.get("use_uneven_batch"):
         return None
     names = ("num_dp_groups_with_small_batch_size", "small_local_batch_size", "large_local_batch_size")

@@ -28,7 +28,7 @@ def _mapping(loader: _Loader, node: yaml.MappingNode) -> dict[Any, Any]:
         if isinstance(key, yaml.ScalarNode) and key.tag != "tag:yaml.org,2002:merge":
             name, line = loader.construct_object(key), key.start_mark.line + 1
             if name in seen:
-                raise PolicyError(f"key {name!r} is there twice, in lines {seen[name]} and {line}")
+                raise PolicyError(f"key {name!r} occurs twice, in lines {seen[name]} and {line}")
             seen[name] = line
     loader.flatten_mapping(node)
     return loader.construct_mapping(node, deep=True)
@@ -68,7 +68,7 @@ class RecipeDocument:
         if value is None:
             return {}
         if not isinstance(value, Mapping):
-            raise self.error(path, f"is {value!r}: it is to be a mapping")
+            raise self.error(path, f"is {value!r}: it must be a mapping")
         return value
 
     def integer(self, path: str, *, least: int = 1) -> int | None:

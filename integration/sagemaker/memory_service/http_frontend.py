@@ -468,5 +468,5 @@ def _tls(directory: str) -> ssl.SSLContext | None:
             context.load_verify_locations(folder / "ca.crt")
             context.verify_mode = ssl.CERT_REQUIRED
     except (OSError, ssl.SSLError, RequestError) as error:
-        raise UsageError(f"agent.memory_service_tls: what is in {folder} cannot be used: {error}") from error
+        raise UsageError(f"agent.memory_service_tls: cannot use the certificates in {folder}: {error}") from error
     return context

@@ -128,7 +128,7 @@ class RegistryGossip:
             peer = team.membership.client_for(node)
             peer.call("put_blob", note, type(None), payload=[memoryview(data)], within_s=_CALL_TIMEOUT_S)
         except (PeerStoreError, OSError) as error:
-            log.warning("memory service: %s was not told of a change yet: %s", node, error)
+            log.warning("memory service: %s has not received a change yet: %s", node, error)
             self._unsent.add(node)
 
     def _resend(self, living: list[str]) -> None:
@@ -149,7 +149,7 @@ class RegistryGossip:
         except ShardNotFoundError:
             return b""
         except (PeerStoreError, OSError) as error:
-            log.debug("memory service: %s was not asked: %s", node, error)
+            log.debug("memory service: cannot read the registry of %s: %s", node, error)
         return None
 
     def _merge(self, node: str, data: bytes) -> bool:
@@ -169,7 +169,7 @@ def _decode_or_empty(data: bytes, of: str) -> Registry:
     try:
         return decode_registry(data)
     except (msgspec.DecodeError, ValueError) as error:
-        log.error("memory service: what %s says is not a registry: %s", of, error)
+        log.error("memory service: the data of %s is not a registry: %s", of, error)
         return Registry()
 
 
@@ -278,7 +278,7 @@ class NamespaceInventory(StoreListener):
             count = self._store.delete_versions(MEMORY_SERVICE_JOB, [key.version_id for key in surplus])
             self.evicted_count += count
             for key in surplus:
-                log.info("memory service: step %d of rank %d is not kept any more", key.version, key.part)
+                log.info("memory service: deleted step %d of rank %d on this node", key.version, key.part)
             return count
 
     def _run(self) -> None:

@@ -101,7 +101,7 @@ class ShardReceiver:
             head = bytes(view[:SNIFFED_BYTES])
         _raise_problem(body)
         if count != stop - start:
-            raise RequestRefusedError(HTTPStatus.BAD_REQUEST, "The body is shorter than it was said to be")
+            raise RequestRefusedError(HTTPStatus.BAD_REQUEST, "The body is shorter than its announced length")
         return head
 
     def _fill_growing(self, lease: Lease, body: IncomingBody) -> tuple[int, bytes]:
@@ -280,7 +280,7 @@ class ShardSender:
             records_by_node.update((node, record) for record in records if record.key == shard.key)
         if not records_by_node:
             if problem is not None:
-                raise PeerUnreachableError(f"who has {shard.key} does not answer: {problem}")
-            raise ShardNotFoundError(f"{shard.key} was given up meanwhile")
+                raise PeerUnreachableError(f"no node with {shard.key} answers: {problem}")
+            raise ShardNotFoundError(f"{shard.key} was deleted meanwhile")
         record, holders = team.resolve_record(records_by_node)
         return record, list(holders)

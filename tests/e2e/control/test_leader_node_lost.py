@@ -198,7 +198,7 @@ def test_world_continues_while_the_leader_record_is_unreachable(job: ElasticRun)
     before = job.wait_world(2)
     shared, away = job.folder / "shared", job.folder / "away"
     shared.rename(away)
-    wait_until(lambda: job.output().count("the coordinator has said nothing for") == 2, "both have been without a word")
+    wait_until(lambda: job.output().count("the coordinator has sent nothing for") == 2, "both have been without a word")
     assert job.status() is None
     away.rename(shared)
     wait_until(lambda: job.is_in_phase("running"))

@@ -225,7 +225,7 @@ def test_impossible_world_is_refused(coordinator):
     formed = WorldSpec((1 << 62) - 1, ("n1",), 0, "")
     channel.send(encode(NodeStatus(1, "n1", 1, 1, spawn_count=1, world=formed)))
     heard = decode_message(channel.receive(within_s=10).header, NodeDesired)
-    assert (heard.exit, "speaks of world" in heard.reason) == (ExitReason.REFUSED, True)
+    assert (heard.exit, "refers to world" in heard.reason) == (ExitReason.REFUSED, True)
     channel.close()
     assert is_serving(coordinator)
     assert coordinator.snapshot.world.epoch < 10

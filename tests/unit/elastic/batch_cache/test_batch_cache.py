@@ -258,7 +258,7 @@ def test_full_cache_warns_once_and_still_returns_the_batch(opened, caplog):
         for index in (0, 1):
             assert_same_bits(Prepare()(index), cache.get(index, prepare))
     (said,) = caplog.messages
-    assert "no room in 100 B" in said
+    assert "does not fit into 100 B" in said
     assert "--shm-size" in said
     assert file_names(cache.directory) == ["tally"]
     assert prepare.asked == [0, 1]

@@ -132,7 +132,7 @@ class Colour(enum.IntEnum):
         ({"x": torch.empty(3, device="meta")}, "on meta"),
         ({"x": 1 << 64}, "cannot be kept"),
         ({"x": "\ud800"}, "cannot be kept"),
-        (bytes(MAX_BATCH_HEADER_BYTES), "put what is large into tensors"),
+        (bytes(MAX_BATCH_HEADER_BYTES), "put large values into tensors"),
     ],
     ids=lambda value: value if isinstance(value, str) else type(value).__name__,
 )

@@ -80,7 +80,7 @@ def test_ranks_that_share_samples_count_as_a_single_rank():
         ({"global_batch": 8, "world_size": 1, "microbatch": 0}, "microbatch is 0"),
         (
             {"global_batch": 8, "world_size": 1, "max_microbatch": 2, "microbatch": 4},
-            "microbatch is 4, more than max_microbatch, which is 2",
+            "microbatch is 4 and must not exceed max_microbatch, which is 2",
         ),
         ({"global_batch": 128, "world_size": 130}, "world_size is 130, but global_batch has 128 samples: 2 ranks"),
         (

@@ -78,7 +78,7 @@ def test_rules_have_no_effect_at_their_own_batch(batch, world):
 def test_sizes_of_a_table_hold_until_the_next():
     table = LRTable({8: 1e-4, 64: 4e-4}, base=2e-4)
     assert [table.scale(128, world).lr for world in (8, 63, 64, 512)] == [0.5, 0.5, 2.0, 2.0]
-    with pytest.raises(PolicyError, match="nothing about a world_size of 7: the smallest is 8"):
+    with pytest.raises(PolicyError, match="no entry for a world_size of 7: the smallest is 8"):
         table.scale(128, 7)
 
 
@@ -195,7 +195,7 @@ def test_warmup_rises_monotonically_and_survives_json(old, new, steps, start, do
 
 @pytest.mark.parametrize("state", [{}, {"target": 1.0}, {"target": None, "start": 1, "steps": 0, "done": 0}])
 def test_invalid_warmup_state_is_refused(state):
-    with pytest.raises(PolicyError, match="no state of a learning rate rule"):
+    with pytest.raises(PolicyError, match="not the state of a learning rate rule"):
         WarmupRamp.from_state_dict(state)
 
 

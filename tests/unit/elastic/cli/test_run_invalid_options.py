@@ -65,8 +65,8 @@ def test_invalid_custom_resource_is_refused_with_its_own_keys(refused, policy):
     [
         ("max_replica: 4\n", "max_replica"),
         ("max_replicas: four\n", "max_replicas"),
-        ("- 1\n", "is no policy: write names and values"),
-        ("", "is no policy: write names and values"),
+        ("- 1\n", "is not a policy: write names and values"),
+        ("", "is not a policy: write names and values"),
         ("a: [\n", "the policy cannot be read from"),
         ("elasticPolicy: 3\n", "elasticPolicy is 3, must be names and values"),
         ("elasticPolicy:\n  maxReplicas: 3\nrestartPolicy: [1]\n", "restartPolicy is [1], must be names and values"),
@@ -168,9 +168,13 @@ IN_A_STEP = {
         (IN_A_STEP | {"SLURM_STEP_TASKS_PER_NODE": "8(x3)"}, (), "elastic run --nproc 8"),
         (IN_A_STEP, ("--coordinator", "elsewhere:7"), "several machines need a secret they all know"),
         ({"SLURM_JOB_ID": "12", "SLURM_JOB_NODELIST": "n[1-3]"}, (), "srun --ntasks-per-node=1 elastic run"),
-        ({"SLURM_JOB_ID": "12", "SLURM_JOB_NODELIST": "n1"}, ("--requeue",), "this is no step of a job of Slurm's"),
+        (
+            {"SLURM_JOB_ID": "12", "SLURM_JOB_NODELIST": "n1"},
+            ("--requeue",),
+            "is not a step of a Slurm job",
+        ),
         ({"PET_NNODES": "2", "PET_MASTER_ADDR": "h", "PET_NODE_RANK": "1"}, (), "several machines need a secret"),
-        ({}, ("--requeue",), "this is no step of a job of Slurm's"),
+        ({}, ("--requeue",), "is not a step of a Slurm job"),
     ],
 )
 def test_missing_scheduler_variables_are_refused(refused, monkeypatch, environ, options, said):

@@ -166,7 +166,7 @@ def test_explicit_group_timeout_wins_and_a_short_one_warns(monkeypatch, caplog):
     assert timeouts(monkeypatch, timedelta(seconds=900), 600.0) == timedelta(seconds=900)
     assert caplog.messages == []
     assert timeouts(monkeypatch, timedelta(seconds=300), 600.0) == timedelta(seconds=300)
-    assert "Policy(timeout=) is 300 s, and a hang is found after up to 600 s" in caplog.text
+    assert "Policy(timeout=) is 300 s, and hang detection takes up to 600 s" in caplog.text
 
 
 def test_off_is_off():

@@ -46,7 +46,7 @@ def test_ip_address_is_used_unchanged(known):
 def test_unresolved_name_is_retried(known):
     known["pod"] = ["nothing", "nothing", "10.0.0.1"]
     node_address.wait_for_name("pod:1", 60.0)
-    with pytest.raises(PeerUnreachableError, match=r"'nobody'.*asked for 0 s.*--coordinator HOST:PORT"):
+    with pytest.raises(PeerUnreachableError, match=r"'nobody'.*gave up after 0 s.*--coordinator HOST:PORT"):
         node_address.wait_for_name("nobody:1", 0.0)
 
 

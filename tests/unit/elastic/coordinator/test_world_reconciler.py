@@ -111,7 +111,7 @@ def test_new_coordinator_waits_for_nodes_of_the_newest_world(caplog):
     table.restart_coordinator()
     run_without(table, inside, 30)
     assert table.desk.snapshot().is_rejoining
-    assert f"(epoch {world.epoch}: n{inside}) answers: waiting for one of them for" in caplog.text
+    assert f"(epoch {world.epoch}: n{inside}) has reported: waiting" in caplog.text
     table.heal_all()
     table.run_without_faults(15)
     assert (table.desk.snapshot().world.epoch, table.desk.snapshot().world.restarts) == (world.epoch, world.restarts)
@@ -128,7 +128,7 @@ def test_new_coordinator_waits_no_longer_than_lost_state_timeout(caplog):
     assert table.desk.snapshot().world.phase.is_running
     assert f"n{inside}" not in table.desk.snapshot().world.ranked_nodes
     assert table.desk.snapshot().world.epoch > epoch
-    assert "the job continues with what the other nodes have" in caplog.text
+    assert "the job continues from the newest step" in caplog.text
 
 
 def test_first_world_starts_on_the_node_with_the_newest_step():

@@ -71,5 +71,5 @@ def has(pid: int, field: str, number: int) -> bool:
 
 
 def test_a_process_that_no_supervisor_started_loses_no_node():
-    with pytest.raises(fault_actions.InjectedFaultError, match="is no supervisor"):
+    with pytest.raises(fault_actions.InjectedFaultError, match="is not the supervisor"):
         fault_actions.parent_supervisor()

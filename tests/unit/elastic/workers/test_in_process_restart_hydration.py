@@ -31,7 +31,7 @@ def test_missing_survivor_state_is_reported(plane, own_groups, why, caplog):
         assert current_survivor_state() is None
         hydrating.restore_into(None, silent=False)
         hydrating.keep_state(sealed=False)
-    assert caplog.messages == [f"recovery is from what was saved: {why}"]
+    assert caplog.messages == [f"ranks recover from saved checkpoints only: {why}"]
 
 
 @pytest.fixture

@@ -53,7 +53,7 @@ def test_tokens_need_no_tokenizer_and_text_does(folder):
     tokens = folder / "tokens.jsonl"
     tokens.write_text('{"input_ids": [3, 4, 5]}\n')
     assert open_job_inputs(job_in(folder, tokenizer="", data=(str(tokens),))).tokenizer is None
-    with pytest.raises(DataError, match="there is no tokenizer: say --tokenizer, or bring input_ids"):
+    with pytest.raises(DataError, match="there is no tokenizer: set --tokenizer, or provide input_ids"):
         open_job_inputs(job_in(folder, tokenizer=""))
 
 
@@ -63,7 +63,7 @@ def test_tokens_need_no_tokenizer_and_text_does(folder):
         ({"length": 65}, "--length is 65, but the model has no more than 64 positions"),
         ({"config": ""}, "say --model FOLDER or NAME, or --config FILE"),
         ({"model": "both"}, "one of the two"),
-        ({"config": "none.json"}, "none.json is no configuration"),
+        ({"config": "none.json"}, "none.json is not a model configuration"),
     ],
 )
 def test_model_that_does_not_fit_is_reported(folder, changed, named):
@@ -75,13 +75,13 @@ def test_model_that_does_not_fit_is_reported(folder, changed, named):
 @pytest.mark.parametrize("text", ["[", "{}", '{"model_type": "no-such"}'])
 def test_invalid_model_configuration_is_reported(folder, text):
     (folder / "odd.json").write_text(text)
-    with pytest.raises(ModelError, match=r"odd\.json is no configuration of a model"):
+    with pytest.raises(ModelError, match=r"odd\.json is not a model configuration"):
         open_job_inputs(job_in(folder, config=str(folder / "odd.json")))
 
 
 def test_missing_tokenizer_is_reported(folder, monkeypatch):
     (folder / "empty").mkdir()
-    with pytest.raises(ModelError, match=r"--tokenizer .*empty: there is none"):
+    with pytest.raises(ModelError, match=r"--tokenizer .*empty: cannot load a tokenizer"):
         open_job_inputs(job_in(folder, tokenizer=str(folder / "empty")))
 
 

@@ -110,7 +110,7 @@ def test_a_world_that_leaves_ranks_idle_is_refused_by_its_limit():
 
 def test_invalid_job_file_is_refused(tmp_path):
     (tmp_path / "job.json").write_text('{"name": 3}')
-    with pytest.raises(PolicyError, match=r"job\.json is no job"):
+    with pytest.raises(PolicyError, match=r"job\.json is not a job file"):
         read_job_file(tmp_path / "job.json")
 
 

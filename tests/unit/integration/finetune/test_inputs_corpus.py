@@ -62,7 +62,7 @@ def test_other_bytes_are_another_digest(tmp_path):
     ("text", "named"),
     [
         ("{\n", "a.jsonl:1 is not JSON"),
-        ('{"text": "a"}\n[1]\n', "a.jsonl:2 is no object"),
+        ('{"text": "a"}\n[1]\n', "a.jsonl:2 is not an object"),
         ('{"text": "a"}\n{"text": "\xff"\n', "a.jsonl:2 is not JSON"),
     ],
 )

@@ -109,5 +109,5 @@ def test_overlong_sample_is_an_error_when_requested():
 
 
 def test_text_without_a_tokenizer_raises_with_advice():
-    with pytest.raises(DataError, match="there is no tokenizer: say --tokenizer"):
+    with pytest.raises(DataError, match="there is no tokenizer: set --tokenizer"):
         SampleEncoder(None, 8, VOCABULARY)({"text": "a"}, "here")

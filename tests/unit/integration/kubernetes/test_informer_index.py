@@ -113,7 +113,7 @@ def test_missing_resource_kind_clears_the_index():
 
 
 def test_nonnumeric_versions_are_refused():
-    with pytest.raises(ApiServerUnreachableError, match="is no number"):
+    with pytest.raises(ApiServerUnreachableError, match="is not a number"):
         index().replace_all([], "x7")
 
 

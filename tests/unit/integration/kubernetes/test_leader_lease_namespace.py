@@ -21,7 +21,7 @@ def test_namespace_comes_from_the_pod(tmp_path: Path, monkeypatch: pytest.Monkey
 
 def test_missing_namespace_differs_from_an_unreadable_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(leader_lease, "_NAMESPACE", tmp_path / "namespace")
-    with pytest.raises(PolicyError, match="this is no pod"):
+    with pytest.raises(PolicyError, match="not in a pod"):
         leader_lease._own_namespace(URL)
     (tmp_path / "namespace").mkdir()
     with pytest.raises(PolicyError, match="cannot read this pod's namespace"):

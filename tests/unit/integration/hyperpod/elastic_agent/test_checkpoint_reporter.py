@@ -207,7 +207,7 @@ def test_unreachable_agent_means_an_unknown_step(made, error):
     mine = made(Agent(error=error))
     found = mine.expected_step("job")
     assert found.step is None
-    with pytest.raises(TierUnavailableError, match="could not be asked"):
+    with pytest.raises(TierUnavailableError, match="did not report the job's progress"):
         check_restored_step("job", found, -1)
     mine.on_sealed(Session(sealed=7, committed=7))  # the training does not end because of it
     mine.flush()

@@ -110,7 +110,7 @@ def test_user_options_are_validated():
     assert stop_patience_s({}) == 120
     assert stop_patience_s({"ELASTIC_HYPERPOD_STOP_TIMEOUT_S": "2.5"}) == 2.5
     for wrong in ("soon", "-1", "nan", "inf"):
-        with pytest.raises(PolicyError, match="no number of seconds"):
+        with pytest.raises(PolicyError, match="not a number of seconds"):
             stop_patience_s({"ELASTIC_HYPERPOD_STOP_TIMEOUT_S": wrong})
     assert resume_from({}) is ResumeFrom.NEWEST
     assert resume_from({"ELASTIC_HYPERPOD_RESUME_FROM": "operator"}) is ResumeFrom.OPERATOR

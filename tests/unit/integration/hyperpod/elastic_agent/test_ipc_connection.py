@@ -145,9 +145,9 @@ def test_messages_before_the_end_are_received_after_it(both):
     ("stream", "said"),
     [
         (struct.pack(">I", 1 << 30), "1073741824 bytes was announced"),
-        (struct.pack(">I", 2) + b"[]", "no object with a type"),
-        (struct.pack(">I", 4) + b"\xff\xfe\x00\x00", "no JSON in UTF-8"),
-        (struct.pack(">I", 9) + b'{"type":"', "no JSON in UTF-8"),
+        (struct.pack(">I", 2) + b"[]", "not an object with a type"),
+        (struct.pack(">I", 4) + b"\xff\xfe\x00\x00", "not JSON in UTF-8"),
+        (struct.pack(">I", 9) + b'{"type":"', "not JSON in UTF-8"),
     ],
 )
 def test_damaged_frame_closes_the_connection_with_a_reason(both, stream, said):

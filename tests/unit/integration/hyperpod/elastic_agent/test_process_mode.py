@@ -112,7 +112,7 @@ def test_rank_without_a_stop_signal_fails(start):
     sealed(nodes)
     done = start_all(lambda: leaves(nodes[0]), lambda: nodes[1].plane.wait_for_assignment(timeout_s=PATIENCE_S))
     done[0].result(PATIENCE_S)
-    with pytest.raises(JobFailedError, match="was not asked to stop: ending with an error"):
+    with pytest.raises(JobFailedError, match="has still not stopped this rank"):
         done[1].result(PATIENCE_S)
 
 
@@ -168,7 +168,7 @@ def test_fault_ends_all_processes_with_an_error(start):
     nodes[1].plane.report_fault("out of luck")
     wait_until(lambda: all(node.plane.notice() is not None for node in nodes))
     for node in nodes:
-        with pytest.raises(JobFailedError, match="whoever started it has to start the next one"):
+        with pytest.raises(JobFailedError, match="its launcher has to start the next one"):
             node.plane.wait_for_assignment(timeout_s=PATIENCE_S)
     assert [node.account.flushed for node in nodes] == [0, 0]
 
@@ -178,7 +178,7 @@ def test_rank_that_could_not_seal_fails_without_blocking_others(start):
     nodes[0].asked.send()
     wait_results(start_all(*(lambda n=node: n.plane.agree_on_step(8) for node in nodes)))
     nodes[0].plane.report_sealed(8)
-    with pytest.raises(JobFailedError, match="whoever started it has to start the next one"):
+    with pytest.raises(JobFailedError, match="its launcher has to start the next one"):
         nodes[1].plane.wait_for_assignment(timeout_s=PATIENCE_S)
     assert (
         nodes[0].plane._store.add(nodes[0].plane._name("came/gone"), 0) == 1

@@ -137,11 +137,11 @@ def test_constant_batch_applies_to_all_sizes(tmp_path):
         (LORA, {"elastic_policy__min_nodes": 20}, "max_nodes is 16, less than min_nodes (20)"),
         (LORA, {"elastic_policy__is_elastic": "maybe"}, "elastic_policy.is_elastic is 'maybe'"),
         (LORA, {"elastic_policy__scaling_timeout": "soon"}, "scaling_timeout is 'soon'"),
-        (LORA, {"scale_config__1": None}, "elastic_policy.min_nodes is 1, but scale_config begins with 2"),
+        (LORA, {"scale_config__1": None}, "elastic_policy.min_nodes is 1, but the smallest size of scale_config is 2"),
         (LORA, {"scale_config__2__trainer__num_nodes": 4}, "scale_config.2: trainer.num_nodes is 4, planned is 2"),
         (LORA, {"scale_config": {}}, "scale_config is missing or empty"),
         (LORA, {"scale_config": None, "training_config": None}, "training_config.training_args.train_batch_size"),
-        (LORA, {"elastic_policy": 3}, "elastic_policy is 3: it is to be a mapping"),
+        (LORA, {"elastic_policy": 3}, "elastic_policy is 3: it must be a mapping"),
         (LORA, {"trainer": {"devices": 16}}, "scale_config.16"),
         (CHECKPOINTLESS, {"data__global_batch_size": 3}, "data.global_batch_size: world_size is 4"),
         (CHECKPOINTLESS, {"data__global_batch_size": None}, "data.global_batch_size is missing"),
@@ -175,7 +175,7 @@ def test_uneven_batches_are_replanned_for_other_machines():
 @pytest.mark.parametrize(
     ("text", "named"),
     [
-        ("a: 1\nb: 2\na: 3\n", "key 'a' is there twice, in lines 1 and 3"),
+        ("a: 1\nb: 2\na: 3\n", "key 'a' occurs twice, in lines 1 and 3"),
         ("- 1\n", "holds no recipe"),
         ("a: [1\n", "is not YAML"),
         ("a: 2026-99-99\n", "is not YAML"),

@@ -165,7 +165,7 @@ def test_numbers_may_be_text():
 def test_size_holds_until_the_next_larger_one():
     config = read_scale_config(recipe((2, 128, 8, 1e-4), (8, 256, 8, 2e-4)))
     assert [config.size_for(nodes).global_batch for nodes in (2, 7, 8, 99)] == [128, 128, 256, 256]
-    with pytest.raises(PolicyError, match="nothing about 1 nodes, its smallest size is 2"):
+    with pytest.raises(PolicyError, match="no size for 1 nodes, its smallest size is 2"):
         config.size_for(1)
 
 
@@ -206,7 +206,7 @@ ARGS = ("training_config", "training_args")
         ({"scale_config": {1: None}}, "scale_config.1 is None"),
         ({"scale_config": {"many": {}}}, "key is 'many'"),
         ({"scale_config": {1: {}}}, "train_batch_size is missing"),
-        ({"scale_config": {**recipe((1, 8))["scale_config"], **recipe(("1", 8))["scale_config"]}}, "there twice"),
+        ({"scale_config": {**recipe((1, 8))["scale_config"], **recipe(("1", 8))["scale_config"]}}, "occurs twice"),
         (spoil((*ARGS, "train_batch_size"), 0), "train_batch_size is 0"),
         (spoil((*ARGS, "train_batch_size"), 12.5), "train_batch_size is 12.5"),
         (spoil((*ARGS, "train_batch_size"), "${base.batch}"), "train_batch_size is '${base.batch}'"),
