@@ -25,7 +25,7 @@ class CommandOutput:
 
 @pytest.fixture
 def cli(capsys):
-    """Run one command; its exit code and what it printed."""
+    """Return a function that runs one command and returns its exit code and output."""
 
     def run(*arguments):
         capsys.readouterr()

@@ -1,4 +1,4 @@
-"""``status``, ``whatif`` and ``top`` against real agents: what they say is what then happens."""
+"""``status``, ``whatif`` and ``top`` against real agents, with predictions compared to the outcome."""
 
 import contextlib
 import fcntl

@@ -110,7 +110,7 @@ def test_wrong_credentials(cli, agent_dir, rclone, monkeypatch):
     assert "allow" in cli("doctor", "--durable", bucket_url()).out
 
 
-def test_agent_with_wrong_credentials_fails_though_this_shell_has_the_right_ones(cli, agent_dir, rclone, monkeypatch):
+def test_doctor_fails_if_only_the_agents_credentials_are_wrong(cli, agent_dir, rclone, monkeypatch):
     job = CheckpointJob(agent_dir, durable_settings(rclone))
     job.save(1)
     close_sessions()
@@ -127,7 +127,7 @@ def test_agent_with_wrong_credentials_fails_though_this_shell_has_the_right_ones
     assert "tieredckpt agent restart --dir" in cli("doctor").out
 
 
-def test_wrong_credentials_of_this_shell_are_a_note_if_the_agent_can_upload(cli, agent_dir, rclone, monkeypatch):
+def test_wrong_shell_credentials_are_a_note_if_the_agent_can_upload(cli, agent_dir, rclone, monkeypatch):
     job = CheckpointJob(agent_dir, durable_settings(rclone))
     job.save(1)
     monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "wrong")

@@ -11,7 +11,7 @@ from tieredckpt.settings import DurableSettings, Settings
 pytestmark = [pytest.mark.filterwarnings("ignore:torch.distributed is disabled"), pytest.mark.e2e]
 
 ONE, OTHER = "found-one", "found-other"
-"""Whose names no other test's agent has: all that run on this machine are looked at."""
+"""Names that no other test's agents have, because the command finds all agents on this machine."""
 
 
 @pytest.fixture

@@ -1,4 +1,4 @@
-"""A node agent is needed for as long as its node's supervisor is there, also where the node is in no world."""
+"""A node agent runs as long as its node's supervisor, even if the node is in no world."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def test_existing_agent_survives_a_second_supervisor():
             wait_process_ended(gone)
         assert process_start_time(pid) >= 0
         assert second.kept_directory is None
-        second.shut_down()  # it is not the second one's to end: it leaves because nobody needs it
+        second.shut_down()  # the second handle must not stop this agent, which exits once it is unused
         wait_process_ended(pid)
 
 

@@ -1,4 +1,4 @@
-"""Real coordinators, supervisors and ranks: they come, go, are killed and ignore what they are told."""
+"""Real coordinators, supervisors and ranks that join, leave, are killed and ignore instructions."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def test_ranks_finish_although_one_is_killed(job: ElasticRun) -> None:
     assert [(one["local"], one["restarts"]) for one in world] == [(0, 0), (1, 0), (0, 0), (1, 0)]
     status = job.run_json("status")
     assert (status["phase"], status["job"], len(status["nodes"])) == ("running", "job", 2)
-    kill(world[0]["pid"])  # there is no spare: another process is started in its seat
+    kill(world[0]["pid"])  # without a spare, the supervisor starts another process for this local rank
     after = job.wait_world(4, after=world[0]["epoch"])
     assert pids(after)[1:] == pids(world)[1:]
     assert after[0]["pid"] != world[0]["pid"]

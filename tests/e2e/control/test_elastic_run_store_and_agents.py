@@ -1,4 +1,4 @@
-"""What ``elastic run`` starts beside the ranks: the store that lives in no rank, and the nodes' agents."""
+"""The store and the node agents that ``elastic run`` starts in addition to the ranks."""
 
 from __future__ import annotations
 

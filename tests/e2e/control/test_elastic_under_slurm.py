@@ -1,4 +1,7 @@
-"""What Slurm's signals mean to ``elastic run`` in a step's tasks. Slurm itself is there in the system tests."""
+"""``elastic run`` handles Slurm's signals in the tasks of a step.
+
+The system tests use Slurm itself.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Scripts that cannot train in the world they are given, or do not hear what is wanted of them."""
+"""Scripts that cannot train in their world, or that ignore requests."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Jobs any of whose machines may lead: the one that does is lost, gives up the lead, or is stopped for a while."""
+"""Jobs with several leader candidates whose leader is lost, resigns, or is suspended."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def job():
 
 
 class LauncherNodes:
-    """Several launchers that know of each other only what is noted in a file."""
+    """Several launchers that find each other only through a record in a file."""
 
     def __init__(self, job: ElasticRun, url: str, *options: str) -> None:
         self.job, self.url = job, url
@@ -155,7 +155,7 @@ def test_deleted_leader_record_is_recreated_and_the_world_continues(job: Elastic
     assert [job.wait_ended(run) for run in all_of_them.runs.values()] == [0, 0]
 
 
-def test_stopped_job_resumes_with_the_same_command_and_a_finished_one_does_not_rerun(job: ElasticRun) -> None:
+def test_same_command_resumes_a_stopped_job_and_skips_a_finished_one(job: ElasticRun) -> None:
     all_of_them = machines(job, "--nnodes", "2")
     all_of_them.start("m1", "m2")
     before = job.wait_world(2)

@@ -1,4 +1,4 @@
-"""A job all of whose processes are stopped for a while and continued (``scontrol suspend``, ``docker pause``)."""
+"""A job whose processes are all stopped and continued (``scontrol suspend``, ``docker pause``)."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def job():
 
 
 def suspend(job: ElasticRun, seconds: float) -> None:
-    """Nobody of the job runs for so long."""
+    """Stop all processes of the job for ``seconds``."""
     stopped = job.pids()
     for pid in stopped:
         kill(pid, signal.SIGSTOP)

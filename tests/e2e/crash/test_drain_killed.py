@@ -1,4 +1,4 @@
-"""SIGKILL of the agent at every point of a drain: the next agent finishes the step and sends nothing twice."""
+"""After SIGKILL of the agent at any point of a drain, the next agent finishes without resending."""
 
 import json
 import signal
@@ -61,7 +61,7 @@ def test_agent_killed_during_a_drain_resumes_it(agent_dir, rclone, rclone_proxy,
 
 
 def test_agent_killed_between_two_parts_resumes_the_upload(agent_dir, rclone, rclone_proxy):
-    """Parts the store has confirmed are not sent again; the upload that was begun is the one that is finished."""
+    """The next agent finishes the same upload and does not resend parts that the store confirmed."""
     held = rclone_proxy.add_rule("PUT", query="partNumber=4").hold()
     job = CheckpointJob(agent_dir, settings_through(rclone_proxy, rclone, concurrency=1))
     with job.checkpointer() as ckpt:

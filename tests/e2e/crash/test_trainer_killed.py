@@ -1,5 +1,7 @@
-"""SIGKILL of the trainer at every point of save, seal and load: nothing older than the last acknowledged step comes
-back, and what comes back continues bit for bit."""
+"""SIGKILL of the trainer at every point of save, seal and load.
+
+No restore returns a step older than the last acknowledged one, and training continues bit for bit.
+"""
 
 import hashlib
 import os
@@ -137,7 +139,10 @@ def restore_and_die(say, url):
 
 
 def test_node_prefers_an_older_step_after_loads_that_crash(agent_dir, zygote, tmp_path):
-    """Here, for a while, and where nobody names the step: for others it stays what it is, and nothing is written."""
+    """Only this node prefers the older step, for a while, and only if the caller names no step.
+
+    Other nodes are not affected, and the durable tier does not change.
+    """
     url = f"file://{tmp_path}"
     zygote.run(save_two_steps, url)
     before = sorted(tmp_path.rglob("*"))
@@ -155,7 +160,7 @@ def test_node_prefers_an_older_step_after_loads_that_crash(agent_dir, zygote, tm
 
 
 def test_process_that_reaches_its_first_step_is_no_crashed_load(agent_dir, zygote, tmp_path):
-    """Where the step is lost later on, by a fault or with its machine, there is nothing wrong with what was loaded."""
+    """If the step is lost after the first step, the load itself was good."""
     url = f"file://{tmp_path}"
     zygote.run(save_two_steps, url)
     for _ in range(7):
@@ -189,7 +194,7 @@ def test_next_trainer_uses_the_surviving_agent(agent_dir, zygote):
 
 
 def test_repeatedly_killed_trainer_resumes(agent_dir, zygote, reference_run):
-    """Every restart makes progress, whatever is killed: at most one step is computed twice per kill."""
+    """Every restart makes progress: each kill repeats at most one step."""
     lines, points = [], ["stage.half", "seal.asked", "load.half", "stage.filled", "seal.written", "load.done"]
     for number in range(30):
         ended = zygote.run(train, environ=crash_environ(f"{points[number % len(points)]}:{1 + number % 2}"))

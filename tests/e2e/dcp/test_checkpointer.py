@@ -31,7 +31,7 @@ def state_at(step):
 
 
 class Awaited(threading.Thread):
-    """Ends when somebody waits for it."""
+    """A thread that ends when a caller joins it."""
 
     def __init__(self):
         super().__init__(daemon=True)
@@ -47,7 +47,7 @@ class Awaited(threading.Thread):
 
 
 def test_close_waits_for_slots_that_are_being_prepared(agent_dir, monkeypatch):
-    """However often it restored: who came too late would find no agent, and start one."""
+    """``close`` waits for the preparation of every restore, which could otherwise start a new agent."""
     threads = []
 
     def prepare(slots, *_):
@@ -168,7 +168,7 @@ def test_damage_of_every_step_is_an_error(agent_dir):
 
 
 def test_damage_is_remembered_until_a_newer_step_is_complete(agent_dir):
-    """Also by the next agent, which finds nothing but the note: a lost checkpoint is not one that never was."""
+    """The next agent finds the damage record and reports the checkpoint as lost, not as never saved."""
     with Checkpointer(JOB) as ckpt:
         ckpt.save(state_at(0), 0).wait()
         damage_newest(agent_dir)
@@ -224,7 +224,7 @@ def test_steps_saved_after_a_rewind_replace_later_ones(agent_dir):
 
 
 def test_reading_a_checkpoint_leaves_it_unchanged(agent_dir, tmp_path):
-    """Notebooks, evaluations, a finished script that is started again: none of them is a restart that died."""
+    """Notebooks, evaluations and reruns of a finished script do not count as crashed restarts."""
     from tieredckpt.session.session import close_sessions
 
     with Checkpointer(JOB, durable=f"file://{tmp_path}") as ckpt:

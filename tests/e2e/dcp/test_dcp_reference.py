@@ -1,6 +1,6 @@
-"""DCP's own file writer and reader are the reference: the same state through both, and the same comes back.
+"""The same state through DCP's own files and through this package, with equal results.
 
-Where files refuse a tensor (or end the process), this package refuses it and names it.
+If DCP's files refuse a tensor or end the process, this package raises an error that names the tensor.
 """
 
 import itertools
@@ -50,7 +50,7 @@ class OpaqueTensor(torch.Tensor):
 
 @pytest.fixture(autouse=True)
 def allowed():
-    """What a user of such classes does before ``dcp.load`` reads files."""
+    """Allow the test's tensor classes, as a user must before ``dcp.load`` reads files."""
     with torch.serialization.safe_globals([TwoTensor, OpaqueTensor]):
         yield
 
@@ -326,7 +326,7 @@ def test_strided_shards(ranks, tmp_path):
 def test_tensors_with_declared_slices_round_trip(storage, how):
     """A plain tensor with two slices of a larger one, and padding between them."""
     if how == "async_save" and isinstance(storage, PlainFiles):
-        pytest.skip("what torch stages for its own files does not say which slices it is")
+        pytest.skip("torch does not stage the slices of a tensor for its own files")
 
     def sliced(values, at):
         values.global_shape = (8, 2)

@@ -141,7 +141,7 @@ def save_async(kind, way):
         )
         with torch.no_grad():
             for parameter in model.parameters():
-                parameter.mul_(-3)  # training goes on while the save runs
+                parameter.mul_(-3)  # training continues during the save
         future.result()
         set_state(model, optimizer, _distributed_like(state, before))
     writer.close()

@@ -1,5 +1,7 @@
-"""Whatever way a save takes through DCP, it is of the incarnation that the job's ranks are in: the job goes on from the
-step that was loaded, and what was saved after that step before is never taken for the newest again."""
+"""Every kind of DCP save belongs to the current incarnation of the job's ranks.
+
+The job continues from the loaded step, and abandoned later steps never become the newest again.
+"""
 
 import gc
 
@@ -94,7 +96,7 @@ def test_step_saved_after_loading_an_older_one_is_the_newest(agent_dir, zygote, 
 
 
 def change_plans_after_going_back(say):
-    """The second rank's part changes its size: only its plan is made anew, the other one's is the cached one."""
+    """Change the size of rank 1's part, so that only rank 1 plans again and rank 0's plan stays cached."""
     extra = 2 * dist.get_rank()
     how = {"cached": True}
     save(10, 10, **how)
@@ -163,8 +165,9 @@ def test_single_rank_saves_alone(agent_dir, zygote, way):
 
 
 def save_what_is_staged_last(say, kind):
-    """The first rank has staged into a slot when the second one, which has loaded alone, makes a new incarnation
-    necessary; the second one writes for it first, and that ends the slot.
+    """Write for a new incarnation at rank 1 while rank 0 has a staged slot.
+
+    Rank 1 needs the new incarnation because it has loaded alone. Its write invalidates rank 0's slot.
     """
     try:
         save(1, 1)
@@ -180,7 +183,7 @@ def save_what_is_staged_last(say, kind):
 
 
 class WritesLast(TieredWriter):
-    """Goes on with what was staged when another rank of this node writes for the new incarnation."""
+    """A writer that writes its staged slot after another rank of the node wrote for a new incarnation."""
 
     def _relabel(self, session, staged, key):
         assert staged is not None
@@ -225,7 +228,7 @@ def save_by_turns(say):
 
 
 def newest():
-    """What would be loaded; asking changes nothing."""
+    """Describe the step that a load would choose, without any change."""
     return TieredReader(JOB).describe_choice()
 
 

@@ -98,7 +98,7 @@ def test_target_entry_that_was_never_saved_is_named(agent_dir):
         ckpt.restore({"w": torch.zeros(4), "b": torch.zeros(2)})
 
 
-def test_restore_logs_a_line_about_what_it_read(agent_dir, caplog):
+def test_restore_logs_one_line_with_the_bytes_read(agent_dir, caplog):
     saved({"w": torch.ones(1 << 18)}, step=12)
     with Checkpointer(JOB) as ckpt, caplog.at_level(logging.INFO):
         ckpt.restore({"w": torch.zeros(1 << 18)})
@@ -128,7 +128,7 @@ def test_defaultdict_of_scores_keeps_its_type(agent_dir):
 
 
 def test_a_restore_that_fails_between_the_ranks_leaves_nothing_pinned(agent_dir):
-    """What it has verified is pinned by then, and who trains on would go without that slot."""
+    """The restore has already pinned the verified slot, which the next saves need."""
     saved({"w": torch.ones(4), "more": torch.ones(4)})
     with Checkpointer(JOB) as ckpt:
         with pytest.raises(MismatchError):

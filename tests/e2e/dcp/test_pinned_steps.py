@@ -1,4 +1,4 @@
-"""Steps that somebody wants kept, wants durable, or gives up."""
+"""Steps that a caller pins, requires to be durable, or releases."""
 
 import os
 import shutil
@@ -130,7 +130,7 @@ def test_required_durable_step_is_not_skipped_for_another(agent_dir, tmp_path):
 
 
 def test_required_steps_are_not_displaced_by_newer_ones(agent_dir, tmp_path):
-    """Every step is due; the store takes one at a time: those in between are left out, but not the one asked for."""
+    """The store takes one step at a time: optional steps may be skipped, required ones never."""
     job = CheckpointJob(agent_dir, DurableSettings(url=f"file://{tmp_path}/store", bandwidth="2MiB"), "many")
     size = 1 << 18
     with job.checkpointer(on_busy="wait") as ckpt:

@@ -1,4 +1,4 @@
-"""Memory that was given back: a restore says when and why, and says -1 only where nothing was ever saved."""
+"""A restore reports when and why memory was released, and returns -1 only for a job without saves."""
 
 import logging
 import re

@@ -1,7 +1,7 @@
-"""Any sharding of any world loads into any other: bit for bit, and reading what is needed, not whole shards.
+"""Any sharding of any world loads into any other bit for bit, and reads only the needed bytes.
 
-The wide space is explored in one process, with the real store, writer's layouts, reader and votes, and boxes cut as
-torch cuts them; a few points of it between real ranks.
+Most cases run in one process with the real store, layouts, reader and votes, and boxes cut as torch cuts them. A few
+cases run between real ranks.
 """
 
 import itertools
@@ -49,7 +49,7 @@ def counted(dtype, shape):
 
 
 def cut(box, axis, count, index):
-    """The piece of ``box`` that ``Shard(axis)`` gives member ``index`` of ``count``, as ``torch.chunk`` cuts."""
+    """Return the piece of ``box`` that ``Shard(axis)`` assigns to member ``index`` of ``count``."""
     full = -(-box.sizes[axis] // count)
     start = min(full * index, box.sizes[axis])
     size = min(full, box.sizes[axis] - start)
@@ -78,7 +78,7 @@ meshes = st.one_of(
 
 @st.composite
 def shardings(draw, rank):
-    """A mesh of up to 8 ranks and a placement for each of its dimensions: FSDP, TP, HSDP, both ways at once."""
+    """Draw a mesh of up to 8 ranks and a placement for each dimension: FSDP, TP, HSDP or a mix."""
     mesh = draw(meshes)
     return mesh, tuple(draw(st.none() | st.integers(0, rank - 1)) if rank else None for _ in mesh)
 

@@ -1,4 +1,4 @@
-"""After a restore the live state is compared with what was saved: every way to go on with something else is found."""
+"""A restore compares the live state with the saved state and detects every difference."""
 
 import copy
 import itertools
@@ -51,12 +51,12 @@ def restored(state, **how):
 
 
 def unnoticed(state):
-    """Without the proof the same restore says nothing."""
+    """Check that the same restore without the proof raises no error."""
     assert restored(copy.deepcopy(state), proof=False) is None
 
 
 class Told:
-    """A ``Stateful`` that says a copy of what it has, and takes what ``takes`` makes of it."""
+    """A ``Stateful`` that returns a copy of its values, and loads a state with ``takes``."""
 
     def __init__(self, values, takes=lambda own, state: own.update(state)):
         self.values = values
@@ -253,7 +253,7 @@ def test_bit_flipped_on_the_way_to_its_target_is_read_again(agent_dir, monkeypat
 
 @pytest.mark.parametrize("strict", [True, False])
 def test_bit_flipped_behind_the_agents_comparison_is_detected(agent_dir, monkeypatch, strict):
-    """Where the bytes are not compared while they are copied: the live state is read again."""
+    """The live state is read again if the bytes are not compared during the copy."""
     state = {"w": torch.randn(2 * CHUNK_BYTES), "b": torch.randn(5)}
     saved(state)
     read = Copier.copy_from_file
@@ -432,7 +432,7 @@ def test_moment_left_at_zero_is_detected(agent_dir, name):
 
 
 def test_dropped_moments_are_detected(agent_dir):
-    """What was asked for, read, and then not taken."""
+    """The optimizer's state is requested and read, but its ``load_state_dict`` drops it."""
     state = trained(1)
     saved({"optim": Told(state["optim"].state_dict())})
     blank = zeros_like_state(state["optim"].state_dict()) | {
@@ -485,7 +485,7 @@ def test_generator_left_unrestored_is_detected(agent_dir):
 
 
 def test_cursor_reset_at_the_second_resume_is_detected(agent_dir):
-    """The first resume goes on where it was, and says that it is at 0: what is saved next is the beginning."""
+    """The first resume continues correctly but reports position 0, so the next save stores the beginning."""
 
     class Loader:
         def __init__(self):
@@ -525,10 +525,10 @@ def test_mismatch_is_reported_even_without_an_explanation(agent_dir, name):
 
 
 def test_proof_detects_all_tensors_wrong_with_none_missing(agent_dir):
-    """A state that is put together from copies: all names are there, nothing of it reaches the model."""
+    """A state built from copies has all names, but the loaded values never reach the model."""
     saved({"model": trained(1)["model"]})
     model = trained(2)["model"]
-    with pytest.raises(RestoreProofError, match="8 entries"):  # the ninth counts batches, as many as there
+    with pytest.raises(RestoreProofError, match="8 entries"):  # the ninth entry counts batches and is equal in both
         restored({"model": Told(model.state_dict(), lambda *_: None)})
 
 
@@ -538,7 +538,7 @@ def test_repeated_restores_leak_nothing_and_never_start_at_zero(agent_dir):
     fresh = trained(2, steps=0) | {"large": torch.ones(4 << 20)}
 
     def footprint():
-        """What another test left may still go meanwhile."""
+        """Return the numbers of open files and threads, which may still shrink after an earlier test."""
         return len(list(Path("/proc/self/fd").iterdir())), threading.active_count()
 
     with Checkpointer(JOB, on_sigterm="ignore") as ckpt:
@@ -606,7 +606,7 @@ def save_sharded(kind, steps):
 
 
 class App:
-    """Model and optimizer as one ``Stateful``, as DCP's tutorials have it; ``breaks`` goes wrong after the load."""
+    """Model and optimizer as one ``Stateful``, as in DCP's tutorials, with ``breaks`` run after the load."""
 
     def __init__(self, model, optimizer, breaks=None):
         self.model, self.optimizer, self.breaks = model, optimizer, breaks

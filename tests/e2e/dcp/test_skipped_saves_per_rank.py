@@ -20,7 +20,7 @@ LEFT_OUT = {0: (3, 5, 7), 1: (4, 6, 8)}
 
 
 def apart():
-    """Each rank leaves out steps of its own; what became of all of them, and what a restart finds."""
+    """Skip different steps on each rank, and return every save's outcome and the restored step."""
     rank = dist.get_rank()
     stage = SlotPool.lease
 

@@ -1,4 +1,7 @@
-"""Every state DCP takes, through unmodified dcp.save and dcp.load, bit for bit. One process, the real agent."""
+"""Every state DCP takes, bit for bit, through unmodified ``dcp.save`` and ``dcp.load``.
+
+One process and a real agent.
+"""
 
 import copy
 import os
@@ -396,7 +399,7 @@ def test_a_state_can_be_rebuilt_without_a_template(agent_dir):
 
 
 def test_the_sealed_bytes_in_memory_open_with_safetensors(agent_dir, tmp_path):
-    """Its slot's file may be longer: the seal says how many bytes count, and safetensors takes nothing behind them."""
+    """Cut the slot's file at the sealed size, because safetensors accepts no trailing bytes."""
     state = {"w": torch.randn(3, 4), "b": random_bits(torch.bfloat16, 5), "lr": 0.1}
     save(state)
     shard = tmp_path / "shard.safetensors"
@@ -429,7 +432,7 @@ def test_async_save_in_a_thread(agent_dir, times):
         state["step"] = step
         before = copy.deepcopy(state)
         future = dcp.async_save(state, checkpoint_id=f"{JOB}/step-{step}", storage_writer=writer)
-        state["w"].fill_(-1)  # training goes on at once
+        state["w"].fill_(-1)  # training continues at once
         future.result()
         target = zeros_like_state(before)
         assert load(target).restored_step == step

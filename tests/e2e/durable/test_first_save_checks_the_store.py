@@ -1,4 +1,4 @@
-"""The first save of a run checks the durable tier: refused, absent, unreachable and in order are different."""
+"""The first save of a run checks whether the durable tier is refused, absent, unreachable or usable."""
 
 import logging
 
@@ -127,7 +127,7 @@ def test_role_that_may_not_delete_passes(agent_dir, rclone, rclone_proxy):
         assert ckpt.wait("durable", timeout_s=60)
 
 
-def test_store_that_is_busy_passes(agent_dir, rclone, rclone_proxy):
+def test_busy_store_passes_the_check(agent_dir, rclone, rclone_proxy):
     rclone_proxy.add_rule("PUT", path=r"\.probe-").fail(ReplyWithStatus(503, "SlowDown"))
     settings = rclone.settings(url=bucket_url(), endpoint=rclone_proxy.endpoint)
     with CheckpointJob(agent_dir, settings).checkpointer() as ckpt:

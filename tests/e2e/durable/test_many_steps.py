@@ -1,4 +1,4 @@
-"""A long run: its steps lie in the durable tier, thousands of them, and a new node finds the one it wants."""
+"""A new node finds the right step among thousands in the durable tier."""
 
 import contextlib
 import json

@@ -1,4 +1,4 @@
-"""A durable tier that cannot be used: a restore, the start of a job and ``doctor`` say which, why, and what next."""
+"""A restore, a job start and ``doctor`` report which durable tier fails, why, and what to do."""
 
 import dataclasses
 import re
@@ -55,7 +55,7 @@ def refused():
 
 @pytest.fixture
 def black_hole():
-    """Nobody takes connections any more, and nobody says so: packets that ask for one are dropped."""
+    """A port that silently drops new connections because its backlog is full."""
     with socket.socket() as listener:
         listener.bind(("127.0.0.1", 0))
         listener.listen(0)
@@ -72,7 +72,7 @@ def black_hole():
 
 @pytest.fixture
 def silent():
-    """Connections are taken, and nothing is ever said."""
+    """A server that accepts connections and never answers."""
     with socket.create_server(("127.0.0.1", 0), backlog=512) as listener:
         yield at(f"http://127.0.0.1:{listener.getsockname()[1]}"), "[Tt]imeout|timed out|error sending request"
 

@@ -1,4 +1,4 @@
-"""What a load may say of a step that it could not read: deleted, lost and damaged are three findings."""
+"""A load reports an unreadable step as deleted, lost or damaged."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""A collective that is aborted returns with garbage, and training goes on: no bit of that is in the next world."""
+"""The garbage that an aborted collective returns never reaches the next world."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ BACKENDS = [nccl_like.NAME, *([DEVICE] if accelerator().device_count() else [])]
 
 @pytest.fixture(scope="module")
 def undisturbed(tmp_path_factory):
-    """What is learned where nothing happens, on the same devices."""
+    """Return the steps of an undisturbed run on the same devices."""
     found: dict[str, list[dict[str, Any]]] = {}
 
     def learned(backend: str = "gloo") -> list[dict[str, Any]]:
@@ -61,14 +61,14 @@ def test_rank_killed_inside_an_all_reduce_does_not_change_the_result(golden_run,
     assert_same_training(job.committed_steps(), expected)
     assert len({one["pid"] for one in job.log_lines("world")}) == 3, "the survivor is the same process"
     begun = {one["first"] for one in job.log_lines("world") if one["epoch"] == 1}
-    if backend == DEVICE:  # the host runs ahead: what it had only asked for is not believed
+    if backend == DEVICE:  # the host runs ahead, so queued work does not count as completed
         assert max(begun) <= KILLED_AT
-    else:  # what the survivor had completed before is not lost, saved or not
+    else:  # the survivor keeps the steps that it completed, saved or not
         assert begun == {KILLED_AT}
 
 
 def test_work_queued_at_a_ranks_death_is_not_reported_as_completed(golden_run, undisturbed) -> None:
-    """The host is steps ahead of the collective that hangs: it has stepped, and noted that, before it hears of it."""
+    """The host queues steps ahead of the hung collective and records them before the abort."""
     faults = FaultPlan().at(step=KILLED_AT, phase=InjectionPhase.ALLREDUCE, rank=1).sigkill()
     job = golden_run("plain", faults, backend=AHEAD)
     job.wait_finished(job.start_run(total=12), 120)

@@ -1,4 +1,4 @@
-"""An event log under a plain launcher: ``$TIEREDCKPT_EVENT_LOG`` is set by hand, no agent, no checkpoint."""
+"""An event log under a plain launcher: only ``$TIEREDCKPT_EVENT_LOG``, no agent, no checkpoint."""
 
 from __future__ import annotations
 

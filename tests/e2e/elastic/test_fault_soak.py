@@ -1,7 +1,7 @@
-"""Hundreds of random faults in one job: it never gives up, learns the same bits, and what lasts does not grow.
+"""A job survives hundreds of random faults, trains the same bits and leaks nothing.
 
-``FAULTS`` in the environment of the tests says how many (default 300), ``SEED`` which ones. What happened, when it
-happened and how long each recovery took is left in the folder that is printed.
+In the environment, ``FAULTS`` sets the number of faults (default 300) and ``SEED`` their order. The printed folder has
+the faults with their times and the duration of each recovery.
 """
 
 from __future__ import annotations
@@ -43,11 +43,11 @@ KINDS = (
     InjectionKind.HOLD_GIL,
     InjectionKind.HANG,
 )
-"""Those that cost a time limit are rarer."""
+"""Fault kinds that cost a time limit, which are rarer."""
 STARTING = 30
-"""So many looks at a process are left out, two in a second: it may have been started just before."""
+"""Samples to skip, at two per second, because the process may have just started."""
 MORE_THREADS, MORE_DESCRIPTORS, MORE_BYTES = 4, 12, 64 << 20
-"""What a process may have more of at its end than when it had seen a few faults."""
+"""Growth that a process may have at its end, compared with the time after its first faults."""
 
 
 @pytest.mark.timeout(COUNT * 60 + 600)

@@ -1,4 +1,4 @@
-"""Faults of every kind, in every phase of a step and of the recovery from one: no bit of what is learned changes."""
+"""Faults of every kind, in every phase of a step and of a recovery, change no bit of the result."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ SHORT = {
     "fsdp": "exception@backward node@seal sigkill@replicate segfault@restore",
     "hsdp": "nan@forward sigkill@allreduce oom@save",
 }
-"""What every run goes through; the chains are for the night."""
+"""Chains for every run; the full chains are nightly."""
 ALL = [(how, backend) for how in CHAINS for backend in ("gloo", nccl_like.NAME)]
 IN_A_PUSH = [("fsdp", "gloo"), ("hsdp", nccl_like.NAME)]
 """Both backends; other tests of a push recover with DDP."""

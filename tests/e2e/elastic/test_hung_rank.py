@@ -1,4 +1,4 @@
-"""A rank that does not answer and is not dead: whoever waits for it in a collective is woken within moments."""
+"""A rank hangs without dying, and the ranks that wait for it in a collective are woken at once."""
 
 from __future__ import annotations
 

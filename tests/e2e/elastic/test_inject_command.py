@@ -1,4 +1,4 @@
-"""``elastic inject``: faults in a job that runs, from outside and in the rank itself, and what is refused."""
+"""``elastic inject``: faults in a running job, from outside and in a rank, and refused requests."""
 
 from __future__ import annotations
 

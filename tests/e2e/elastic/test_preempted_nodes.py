@@ -1,4 +1,4 @@
-"""A node gone without a word, one that comes, and one preempted with 10 s notice: nothing of it shows."""
+"""A lost node, a joined node and a node preempted with 10 s notice do not change the result."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ TOTAL = 16
 
 def test_lost_joined_and_preempted_nodes_do_not_change_the_result(training_run, reference_steps) -> None:
     job = training_run("preempted", "tree", TOTAL)
-    job.environ["TIEREDCKPT_PEER_REQUIRE"] = "copied"  # then no more than one step's copies are on their way
+    job.environ["TIEREDCKPT_PEER_REQUIRE"] = "copied"  # then at most one step's replicas are in flight
     job.allow_steps(0)
     run = job.start_run(3)
     job.wait_nodes_ready(3)

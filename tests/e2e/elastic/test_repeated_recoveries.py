@@ -1,4 +1,4 @@
-"""A process that has recovered many times is what it was after the first few times: nothing of an attempt stays."""
+"""A process that has recovered many times leaks nothing."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from tests.support.socket_control_plane import socket_bridge
 pytestmark = pytest.mark.e2e
 
 WARM = 8
-"""After so many worlds everything has been made that is made once."""
+"""Worlds after which all lazy initialization is done."""
 KIB_EACH = 8
 """Allocated memory that a recovery may leave behind, averaged over many."""
 PAGES_EACH = 24
 """Resident memory that a recovery may leave behind: it includes what the allocator holds back."""
 SHORT_HISTORY = {"TORCH_FR_BUFFER_SIZE": "16"}
-"""Torch's flight recorder copies up to 2,000 collectives: 70 KiB a recovery here, until its buffer is full."""
+"""A short flight recorder: torch's default of 2,000 collectives grows by 70 KiB per recovery."""
 
 
 def worlds_of(lines):

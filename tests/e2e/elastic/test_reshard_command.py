@@ -1,4 +1,4 @@
-"""``elastic reshard``: from any kind of checkpoint to any other, proved equal, there as a whole or not at all."""
+"""``elastic reshard`` converts any kind of checkpoint into any other, completely or not at all."""
 
 import json
 import os
@@ -122,7 +122,7 @@ SOURCES = ["durable", "durable path", "plain", "plain step", "plain url"]
 
 @pytest.fixture
 def source(request, durable, plain, tmp_path):
-    """What SRC may be, as it is written."""
+    """Return a value of SRC in the requested form."""
     if request.param == "plain":
         return str(plain)
     if request.param == "plain url":
@@ -159,7 +159,7 @@ def test_into_a_durable_tier(run, source, tmp_path, layout):
 
 
 def test_reshard_reads_from_memory(run, agent_dir, tmp_path):
-    """The node's agent is asked, and a step of the job that runs is read where it is."""
+    """The command reads the step of a running job through the node's agent."""
     dcp.save(state(), storage_writer=TieredWriter("tiered://m", 4), no_dist=True)
     assert run("tiered://m", tmp_path / "out", "--ranks", 3).code == 0
     loads_from_folder(tmp_path / "out")
@@ -493,7 +493,7 @@ def test_peak_memory_is_a_few_slices(durable, tmp_path, zygote):
 
 
 def test_reshard_keeps_the_bits_of_every_dtype(run, plain, tmp_path):
-    """What is loaded by itself, without the state it belongs to."""
+    """Each tensor is loaded alone, without the rest of its state."""
     assert run(plain, tmp_path / "out", "--ranks", 4).code == 0
     source = PlainSource("", FileSystemReader(tmp_path / "out"))
     for name, tensor in state()["model"].items():

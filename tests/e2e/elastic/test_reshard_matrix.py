@@ -1,8 +1,8 @@
-"""Every layout of every world into every other, optimizer included: real ranks, out of the nodes' memory, bit for bit.
+"""Every layout of every world loads into every other with real ranks, optimizer included.
 
-A world saves each of its layouts into a job of its own; then each world loads what all the others saved. What was
-loaded is compared twice: by the checksum, which both sides work out without gathering anything and which is that of
-values known without any sharding; and bit for bit with those values as torch itself shards them.
+A world saves each of its layouts into a separate job. Then each world loads the layouts of all others from the nodes'
+memory.
+Its checksum must equal that of the unsharded values, and its values must be, bit for bit, those that torch shards.
 """
 
 import itertools
@@ -30,7 +30,7 @@ FEW = [
 
 
 def save_all(chosen):
-    """Each of these variants, which all have this world's size; the checksum of each, as every rank has it."""
+    """Save each of these variants of this world's size, and return the checksum of each."""
     found = {}
     for variant in chosen:
         state = get_state(*build_variant(variant, blank=False))
@@ -58,7 +58,7 @@ def load_all(variant, sources):
 
 
 def every_pair(ranks, sources, targets):
-    """What was saved and what was loaded, by pair."""
+    """Save all sources, load each into all targets, and compare the checksums."""
     saved = {}
     for world, group in itertools.groupby(sorted(sources, key=lambda v: v.world), key=lambda v: v.world):
         saved |= agreed(ranks.run(world, save_all, list(group)))
@@ -76,7 +76,7 @@ def every_pair(ranks, sources, targets):
 
 
 def agreed(answers):
-    """All ranks say the same."""
+    """Check that all ranks returned the same, and return it."""
     for answer in answers[1:]:
         assert answer == answers[0]
     return answers[0]

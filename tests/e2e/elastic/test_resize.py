@@ -23,7 +23,7 @@ NODES = ("n1", "n2", "n3", "n4")
 
 @pytest.fixture
 def store():
-    """Who the ranks meet at; it lives in no rank."""
+    """The rendezvous store of the ranks, outside any rank."""
     return dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
 
 
@@ -148,7 +148,7 @@ def test_job_survives_resizes_and_a_fault(zygote, ranks, store, tmp_path):
 
 
 def steps_of(said):
-    """The steps that count, of every world: one that a later world did again does not."""
+    """Return each world's steps, without steps that a later world repeated."""
     done = defaultdict(set)
     for kind, epoch, step, *_ in said:
         if kind == "step":
@@ -163,7 +163,7 @@ def steps_of(said):
 
 
 def assert_as_if_undisturbed(said):
-    """Every rank saw the losses of a run that nothing happened to, as far as float sums in other orders agree."""
+    """Check every rank's losses against an undisturbed run, up to the order of float sums."""
     runs = [expected_losses(TOTAL, ranks) for ranks in (1, 2, 3, 4)]
     noise = max(max(losses) - min(losses) for losses in zip(*runs, strict=True))
     assert noise < 1e-6

@@ -1,4 +1,4 @@
-"""A step whose loss is never finite at one rank: all ranks leave it out, one that has just come to the job as well."""
+"""All ranks, even one that has just joined, skip a step whose loss is non-finite at one rank."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Under a launcher that knows nothing of it: stopped by a signal at one rank, a job goes on where it was."""
+"""A job under a plain launcher resumes at the same step after a signal to one rank."""
 
 from __future__ import annotations
 
@@ -86,7 +86,7 @@ def test_example_runs_unchanged_and_resumes_bitwise(agent_dir, zygote, port):
 
 
 @pytest.mark.parametrize("kind", ["fsdp", "ddp", "plain"])
-def test_loop_with_idle_ranks_learns_what_one_rank_learns(agent_dir, zygote, port, kind):
+def test_loop_with_idle_ranks_trains_like_one_rank(agent_dir, zygote, port, kind):
     """Three ranks share two microbatches: one has none, in every step."""
     three = [one.wait() for one in start_ranks(zygote, 3, port, train_with_loop, kind, "three")]
     assert {len(one.lines) for one in three} == {1}, three

@@ -1,4 +1,4 @@
-"""Llama, Qwen, DeepSeek and GPT-OSS in two ranks of which one breaks, then in one: as if nothing had happened."""
+"""Llama, Qwen, DeepSeek and GPT-OSS train the same on two ranks, one of which fails, and then on one."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The same bits whoever computed them: hex losses, norms, hashes of parameters and optimizer, at every step."""
+"""The fixed tree gives the same bits on any world: losses, norms, parameters and optimizer."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Lightning's Trainer on two ranks: DDP and sharded, SIGTERM to one rank, other numbers of ranks, torn steps."""
+"""Lightning's Trainer on two ranks: DDP, sharded, SIGTERM to one rank, resizes, incomplete steps."""
 
 import os
 import signal

@@ -1,4 +1,4 @@
-"""Lightning's Trainer in one process: killed, damaged, pruned and exported, and every restored bit is the saved one."""
+"""Lightning's Trainer in one process restores the saved bits after kills, damage, pruning and export."""
 
 import os
 import signal

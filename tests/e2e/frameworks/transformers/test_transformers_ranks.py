@@ -1,4 +1,4 @@
-"""The Transformers ``Trainer`` on several ranks: torn steps, one rank's SIGTERM, another number of ranks."""
+"""The Transformers ``Trainer`` on several ranks: incomplete steps, SIGTERM to one rank, resizes."""
 
 import signal
 
