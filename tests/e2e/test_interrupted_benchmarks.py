@@ -1,4 +1,4 @@
-"""P9 runs, and nothing is left of a benchmark that is interrupted. How fast anything is, is not tested."""
+"""P9 runs, and an interrupted benchmark leaves nothing behind, without a check of speed."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ print("ready", flush=True)
 
 
 def processes_about(folder):
-    """Whoever has it in its command line or its environment."""
+    """Return the processes whose command line or environment contains ``folder``."""
     found = []
     for entry in Path("/proc").iterdir():
         if entry.name.isdigit() and int(entry.name) != os.getpid():

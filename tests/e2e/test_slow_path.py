@@ -1,4 +1,4 @@
-"""The bad line does what it is told to, on loopback."""
+"""The slow test proxy shapes and breaks connections on loopback as configured."""
 
 import contextlib
 import socket
@@ -39,7 +39,7 @@ def receive_to_end(sock):
 
 
 def until_reset(sock):
-    """How much arrives before a reset."""
+    """Return the number of bytes that arrive before a reset."""
     got = 0
     try:
         while block := sock.recv(5000):

@@ -1,8 +1,8 @@
 """Every layout of every world loads into every other with real ranks, optimizer included.
 
 A world saves each of its layouts into a separate job. Then each world loads the layouts of all others from the nodes'
-memory.
-Its checksum must equal that of the unsharded values, and its values must be, bit for bit, those that torch shards.
+memory. The checksum must equal that of the unsharded values. The values must have the same bits as values that torch
+itself shards.
 """
 
 import itertools

@@ -19,7 +19,7 @@ from tests.support.ranks import RankPool
 pytest.importorskip("amzn_sagemaker_checkpointing")
 
 _THEIR_PORTS = (29500, 29501)
-"""Where the ranks of their file meet."""
+"""The rendezvous ports of the ranks in AWS's test file."""
 _BESIDE_THEIR_FILE = '''
 """Stands where their file looks for a server of its own and for the client's address."""
 
@@ -48,7 +48,7 @@ def patch_membrain_client():
 
 
 def test_data_of_a_lost_node_is_loaded_from_another(ranks: RankPool) -> None:
-    """Both ranks save by way of n1, which dies; namespaces and shards are on n2, also after its agent was killed."""
+    """Both ranks save through n1, which dies; n2 serves everything, even after its agent is killed."""
     with memory_nodes("n1", "n2", memory_service_auth="off") as nodes:
         n1, n2 = nodes["n1"], nodes["n2"]
         ranks.run(2, save_steps, [n1.url, n1.url], "job-1", [10, 20])
@@ -104,7 +104,7 @@ def test_job_rejoins_its_namespace_with_fewer_ranks(ranks: RankPool) -> None:
 
 
 def test_aws_live_client_script_passes_with_a_token(capsys: pytest.CaptureFixture[str]) -> None:
-    """An agent asks for a token unless it is told not to; the token is part of the address."""
+    """An agent requires a token, which is part of its address, unless authentication is off."""
     with memory_nodes("n1") as nodes:
         n1 = nodes["n1"]
         token = (n1.directory / "memory-service.token").read_text()
@@ -122,7 +122,7 @@ def test_aws_live_client_script_passes_with_a_token(capsys: pytest.CaptureFixtur
 
 @pytest.mark.nightly
 def test_aws_two_rank_test_passes_unchanged(tmp_path: Path) -> None:
-    """Their file as they publish it; what stands beside it gives it the address of our service, with its token."""
+    """AWS's test file runs unchanged, next to a module that supplies our service's address and token."""
     for port in _THEIR_PORTS:
         with socket.socket() as probe:
             if probe.connect_ex(("127.0.0.1", port)) == 0:

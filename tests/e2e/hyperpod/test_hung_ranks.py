@@ -1,4 +1,4 @@
-"""Real agents and an operator in both modes: a rank hangs, in each way that a rank can, and nobody helps."""
+"""Real agents and an operator recover by themselves from every kind of hang, in both modes."""
 
 from __future__ import annotations
 

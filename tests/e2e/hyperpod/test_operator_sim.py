@@ -1,4 +1,4 @@
-"""``hyperpod-operator-sim`` and real agents: start, faults, another size and back, an operator that is killed."""
+"""``hyperpod-operator-sim`` with real agents: start, faults, resizes, and a killed operator."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ _PATIENCE_S = 240.0
 
 
 class Operator:
-    """The command, and what it keeps."""
+    """The simulated operator's command and its stored state."""
 
     def __init__(self, folder: Path, nproc: int) -> None:
         self.folder = folder
@@ -80,7 +80,7 @@ class Operator:
         return wait_until(self.place.load, "something is kept", _PATIENCE_S)
 
     def wait_running(self, size: int, *, after: int = 0) -> StoredSimulation:
-        """Until a world after ``after`` runs with so many agents, and all its ranks have met."""
+        """Wait for a world newer than ``after`` with ``size`` agents, in which all ranks have met."""
 
         def there() -> StoredSimulation | None:
             assert self.process is None or self.process.poll() is None, self.log()
@@ -142,7 +142,7 @@ def test_operator_runs_a_single_machine_job_to_its_end(operator):
         "running"
     ]
 
-    operator.run("--spawn=3")  # goes on with what runs
+    operator.run("--spawn=3")  # continues the running job
     operator.run_json("scale", "max")
     fourth = operator.wait_running(2, after=third.epoch).state
     assert fourth.epoch == third.epoch + 1, "the new operator changed the size and nothing else"

@@ -1,4 +1,4 @@
-"""What the agent says about itself, against what really happened."""
+"""The agent's metrics and status, compared with actual events."""
 
 import contextlib
 import json
@@ -47,7 +47,7 @@ class Agent:
         return json.loads(self.get("/status"))
 
     def metrics(self):
-        """Value by name, or by (name, label values...) where there are labels."""
+        """Return the values by name, or by ``(name, *label values)`` for metrics with labels."""
         found = {}
         for family in text_string_to_metric_families(self.get("/metrics")):
             assert family.documentation
@@ -324,7 +324,7 @@ def test_event_log_and_goodput_match_the_protection_of_the_agent(agent_dir, agen
 
 
 def listening(pid):
-    """The TCP ports on which a process waits for somebody."""
+    """Return the TCP ports on which a process listens."""
     inodes = set()
     for fd in Path(f"/proc/{pid}/fd").iterdir():
         with contextlib.suppress(OSError):
@@ -335,7 +335,7 @@ def listening(pid):
     return [line[1] for line in lines if line[3] == "0A" and f"socket:[{line[9]}]" in inodes]
 
 
-def test_numbers_are_on_a_socket_of_this_user_unless_an_address_is_configured(agent_dir, agent, monkeypatch):
+def test_metrics_are_on_a_user_socket_unless_an_address_is_configured(agent_dir, agent, monkeypatch):
     with Checkpointer("tiered://loop", on_sigterm="ignore") as ckpt:
         ckpt.save({"w": torch.ones(10)}, 0).wait()
     assert agent.status()["store"]["jobs"][0]["job"] == "loop"

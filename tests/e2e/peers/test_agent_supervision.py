@@ -1,4 +1,4 @@
-"""Agents that nobody calls: one that dies or hangs is replaced while its ranks train, one that was ended is not."""
+"""A rank restarts a node's agent that dies or hangs, but not one that was stopped."""
 
 from __future__ import annotations
 
@@ -33,13 +33,13 @@ def watch_threads():
 
 
 def holds_parts(agent, job, node, step):
-    """Whether a node is there, and has parts of a step, as another node sees it."""
+    """Return whether another node sees this node alive with parts of a step."""
     seen = {one.node.id: one for one in agent.cluster_status(job).nodes}
     return seen[node].state == "alive" and step in {fact.key.version for fact in seen[node].shards}
 
 
 def end_other_agent(job, end):
-    """The second rank's agent ends, and no process of its node calls it; the first one's sees what it keeps."""
+    """Kill or stop the agent of rank 1, which no process calls, and observe it from rank 0."""
     with Checkpointer(job, on_sigterm="ignore") as ckpt:
         ckpt.restore(zeros_like_state(sharded(0)))
         ckpt.save(sharded(5), 5).wait(copies=2, timeout_s=60)
@@ -88,7 +88,7 @@ def end_own_agent(job):
         wait_until(lambda: len(noticed.said) > 1 or agent_pid(agent_directory()), "it is missed, and looked for again")
         assert agent_pid(agent_directory()) is None
         assert not (agent_directory() / "agent.sock").exists()
-        ckpt.save(sharded(6), 6).wait(timeout_s=60)  # who needs one has it started
+        ckpt.save(sharded(6), 6).wait(timeout_s=60)  # a save that needs an agent starts one
         pid = agent_pid(agent_directory())
         os.kill(pid, signal.SIGKILL)
         wait_until(lambda: agent_pid(agent_directory()) not in (None, pid), "and that one is looked after")
@@ -117,7 +117,7 @@ def leave_watch_to_other(job):
         dist.barrier()
 
 
-def test_single_process_of_a_node_watches_the_agent_and_the_next_takes_over(ranks):
+def test_one_process_per_node_watches_the_agent_and_is_replaced(ranks):
     with make_cluster(ranks, "n1") as cluster:
         cluster.run(["n1", "n1"], leave_watch_to_other)
 

@@ -1,4 +1,4 @@
-"""SIGKILL of an agent wherever it deals with others: what was settled is there afterwards, and is copied again."""
+"""After SIGKILL of an agent at any point of replication, committed shards remain and get new replicas."""
 
 from concurrent.futures import ThreadPoolExecutor
 
@@ -36,7 +36,7 @@ def test_every_crash_point_between_agents_has_a_case():
 
 @pytest.fixture
 def job():
-    """Three agents that have settled version 1."""
+    """Start three agents that have replicated version 1."""
     with agent_job(*NAMES) as made:
         made.save(1)
         made.wait_replicated(1)
@@ -44,13 +44,13 @@ def job():
 
 
 def start_with_crash_point(job, name, point, count=1):
-    """The agent begins again with its arena, and with an appointment."""
+    """Restart the agent with its arena and a crash point."""
     job[name].kill_agent()
     job[name].start(crash_at=f"{point}:{count}")
 
 
 def kill_while_saving(job, point):
-    """n1 passes every point: it sends, it receives, and it is the one that counts."""
+    """Save version 2 and kill n1, which sends, receives and leads, at this point."""
     start_with_crash_point(job, "n1", point, SAVING[point])
     wait_until(lambda: job.alive_nodes("n2") == job.alive_nodes("n3") == set(NAMES), "all see each other")
     job.save(2)
@@ -58,7 +58,7 @@ def kill_while_saving(job, point):
 
 
 def expect_newest(job, names):
-    """All of what these know to be settled has its copies. What gives way to the next version is not asked for."""
+    """Check that the newest committed version of these nodes is fully replicated."""
 
     def newest():
         return max(job.newest_replicated(name) for name in names)
@@ -119,7 +119,7 @@ def test_all_agents_restart_within_a_world_and_reconnect(job):
 
 
 def test_agent_killed_while_replicating_for_a_lost_node():
-    """n3 is lost, and the node that has the other copy of its shard dies while it sends that to the last one."""
+    """n3 is lost, and the holder of its replica dies while it sends that to the last node."""
     partners = place_replicas([PeerNode(validate_node_id(name), "") for name in NAMES], copies=2).partners
     (heir,) = partners[validate_node_id("n3")]
     first_again = 1 + SIZE // MIB + 1  # it has sent all chunks of its own shard before

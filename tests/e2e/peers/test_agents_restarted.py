@@ -1,4 +1,4 @@
-"""Agents that begin again where they cannot have their old port, and agents that hang: told and replaced by ranks."""
+"""Agents restarted on another port, and hung agents that the ranks detect and replace."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ def test_an_agent_that_hangs_is_replaced_and_costs_a_save_at_most(ranks):
 
 
 def wait_for_a_stopped_agent(job, url):
-    """What each wait of the public surface says while the agent is stopped, and after how long."""
+    """Return the outcome and duration of each public wait while the agent is stopped."""
     from tieredckpt.session.session import open_session
 
     with Checkpointer(job, durable=url, durable_every=5, on_sigterm="ignore") as ckpt:

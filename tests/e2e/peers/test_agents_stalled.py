@@ -1,4 +1,4 @@
-"""An agent that is there and answers nobody: the others say what is missing, find somebody else, and take it back."""
+"""Peers of a stalled agent report the missing data, use other nodes, and accept the agent again."""
 
 import contextlib
 from concurrent.futures import ThreadPoolExecutor

@@ -1,4 +1,4 @@
-"""What the command line says while a node does not answer: nothing that it may hold is lost, torn or absent."""
+"""The command line reports no step of an unresponsive node as lost, incomplete or absent."""
 
 from __future__ import annotations
 

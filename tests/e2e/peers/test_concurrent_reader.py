@@ -1,4 +1,4 @@
-"""A process that reads a job's steps beside its ranks changes nothing for them."""
+"""A process that reads a job's steps during training changes nothing for the ranks."""
 
 from __future__ import annotations
 

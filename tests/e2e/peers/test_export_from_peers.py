@@ -1,4 +1,4 @@
-"""What writes a step to files reads other nodes' memory as a restore does: export, reshard, and files behind a URL."""
+"""Export, reshard, and files behind a URL read other nodes' memory as a restore does."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a save must have reached before the next one begins."""
+"""Replication that a save must reach before the next save starts."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A job that goes on in the same breath finds what it has just saved, also the parts that other nodes hold."""
+"""A restore right after a save finds the saved step, including parts on other nodes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A job goes on with fewer nodes: what only those that leave have in memory is read from them before they are gone."""
+"""A job continues on fewer nodes, and reads the data of the leaving nodes before they are gone."""
 
 from __future__ import annotations
 
@@ -26,10 +26,10 @@ def test_job_resumes_after_half_of_the_nodes_leave(ranks):
         for tiers, _ in cluster.run(stay, restore, 6):
             assert set(tiers) == {"memory", "peer"}
         assert cluster.run(stay, save, [7]) == ["2 copies in 2 racks"] * 2
-        for name in ("n2", "n3"):  # nothing hangs on them any more
+        for name in ("n2", "n3"):  # the job no longer needs them
             cluster[name].lose()
         assert cluster.run(stay, save, [8]) == ["2 copies in 2 racks"] * 2
-        assert cluster.run(["n1"], save, [9]) == ["2 copies in 2 racks"]  # n4 has no rank any more, and keeps one
+        assert cluster.run(["n1"], save, [9]) == ["2 copies in 2 racks"]  # n4 has no rank, but still keeps a replica
 
 
 def test_steps_of_a_single_rank_survive_its_node(ranks):

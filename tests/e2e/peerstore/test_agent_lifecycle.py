@@ -48,7 +48,7 @@ def directory():
 
 @pytest.fixture
 def enough():
-    """What is entered here is left when the test ends."""
+    """A stack of contexts that close when the test ends."""
     with contextlib.ExitStack() as stack:
         yield stack
 
@@ -112,7 +112,7 @@ def test_eight_concurrent_starters_share_an_agent_that_outlives_them(directory, 
             pass  # the agent notices one after the other
         save_shard(client, shard_key())
         assert load_shard(client, shard_key()) == shard_content(shard_key(), MIB)
-    wait_process_ended(pid)  # nobody is connected, the job's time is over
+    wait_process_ended(pid)  # no client is connected, and the job has expired
     assert log.read_text().count(" serves ") == 1
     assert sorted(path.name for path in directory.iterdir()) == ["agent.lock", "agent.log", "launch.lock", "notes"]
     assert [path.name for path in (directory / "notes").iterdir()] == ["expired.job"]
@@ -132,7 +132,7 @@ signal.pause()
     with store_agent(directory, "--budget", "64MiB", "--linger-s", "0", "--job-ttl-s", "0") as agent:
         command = [sys.executable, "-c", writer, str(agent.place.socket)]
         with subprocess.Popen(command, env=here(), stdout=subprocess.PIPE) as one:
-            with agent.client(retry_s=30):  # for which the agent stays until the writer is there
+            with agent.client(retry_s=30):  # keeps the agent alive until the writer has connected
                 said = one.stdout.readline()
             one.kill()
         assert said == b"has a slot\n"

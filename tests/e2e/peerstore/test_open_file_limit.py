@@ -56,7 +56,7 @@ def test_new_work_is_refused_and_started_work_finishes(agent):
 
 
 def test_repeated_restarts_keep_files_and_threads_constant():
-    """What a killed agent left is adopted each time; nothing of it stays open."""
+    """Every agent adopts the killed agent's slots without leaking files."""
     seen = []
     with store_directory() as directory:
         for version in range(6):

@@ -1,4 +1,4 @@
-"""What AWS's library does wrong: it does so here, against the server it is tested with, and ours does not.
+"""Defects of AWS's library, which it shows against its own test server and this package does not have.
 
 Each test is named after a line of the table in ``docs/reference/hyperpod-compat.md``.
 """
@@ -46,7 +46,7 @@ JOB = "job"
 
 
 def state(step):
-    """Rows over all ranks, a tensor of everybody's, and a number."""
+    """Return rows sharded over all ranks, a replicated tensor, and a number."""
     whole = torch.arange(2.0 * ROWS).view(ROWS, 2) + step
     rows = distribute_tensor(whole, init_device_mesh("cpu", (dist.get_world_size(),)), [Shard(0)])
     return {"w": rows, "n": step, "t": torch.tensor([float(step)])}
@@ -62,7 +62,7 @@ def values(found):
 
 
 def outcome(reader):
-    """What a load came to: the step and everything that is there then, or the kinds of its errors."""
+    """Load, and return the step and the values, or "failed" and the errors."""
     found = {name: value * 0 for name, value in state(0).items()}
     try:
         dcp.load(found, storage_reader=reader)
@@ -124,7 +124,7 @@ def we_load(step=None, **more):
 
 
 class Server:
-    """The memory service, by its address; tests change what it holds as anybody could."""
+    """The memory service at an address, whose content tests change as any client could."""
 
     def __init__(self, address):
         self.address, self.url, self.job = address, f"http://{address}", ""
@@ -152,7 +152,7 @@ def agent():
     with agent_directory() as directory, pytest.MonkeyPatch.context() as patch:
         patch.setenv("TIEREDCKPT_AGENT_DIRECTORY", str(directory))
         patch.setenv("TIEREDCKPT_AGENT_BUDGET", "2GiB")
-        patch.setenv("AWS_ACCESS_KEY_ID", "test")  # the agent asks S3 with what it was started with
+        patch.setenv("AWS_ACCESS_KEY_ID", "test")  # the agent uses the credentials that it was started with
         patch.setenv("AWS_SECRET_ACCESS_KEY", "test")
         open_session("first", load_settings())
         close_sessions()
@@ -191,7 +191,7 @@ def s3(moto, monkeypatch, tmp_path):
 
 
 class Both:
-    """Runs one thing on so many ranks."""
+    """A callable that runs a function on N ranks."""
 
     def __init__(self, ranks, job):
         self._ranks, self._job = ranks, job
@@ -274,7 +274,7 @@ def test_d_all_ranks_load_the_same_step(on, server, agent_dir, moto, s3):
     on(2, aws_saves, [1], server.url, moto.endpoint, s3_tier_base_path=s3, save_to_s3=True)
     on(2, aws_saves, [2], server.url, moto.endpoint, s3_tier_base_path=s3)
     theirs_found = on(2, load_with_one_rank_disconnected, "aws", server.url, moto.endpoint, {"s3_tier_base_path": s3})
-    assert [step for step, _ in theirs_found] == [2, 1]  # and the model is of two steps, without a word
+    assert [step for step, _ in theirs_found] == [2, 1]  # AWS's library silently mixes the two steps in one model
     is_step(on(2, load_with_one_rank_disconnected, "ours", server.url, moto.endpoint, {"s3_tier_base_path": s3}), 1)
 
 
@@ -327,7 +327,7 @@ def load_with_broken_client():
 def test_h_missing_client_is_unreachable_and_not_absent(on, agent_dir):
     ((has, kinds),) = on(1, load_with_broken_client)
     assert not has
-    assert not any("InMemory" in kind.__name__ for kind in kinds)  # what it says is that a key is missing
+    assert not any("InMemory" in kind.__name__ for kind in kinds)  # the error reports a missing key instead
     failed(on(1, we_load, memory_url=f"http://127.0.0.1:{free_port()}"), TierUnavailableError)
 
 
@@ -365,7 +365,7 @@ def test_k_a_namespace_of_another_size(on, server, agent_dir):
     """One was made for one rank, and two use it: AWS's library compares nothing."""
     on(1, aws_saves, [1], server.url)
     on(2, aws_saves, [2], server.url)
-    is_step(on(1, aws_loads, server.url), 1, 1)  # the older one: what it takes for step 2's metadata is a shard
+    is_step(on(1, aws_loads, server.url), 1, 1)  # AWS's library takes a shard for step 2's metadata
     is_step(on(1, we_load, memory_url=server.url), 2, 1)
     is_step(on(2, we_load, memory_url=server.url), 2)
 
@@ -451,7 +451,7 @@ def save_with_s3_away(which, url, endpoint, base):
 
 
 def test_unreachable_s3_fails_no_save(on, server, agent_dir, s3, monkeypatch):
-    """What is in memory is in memory; S3 is tried again behind the training's back."""
+    """A save to memory succeeds while S3 is unreachable, and S3 is retried in the background."""
     away = f"http://127.0.0.1:{free_port()}"
     monkeypatch.setenv("AWS_ENDPOINT_URL", away)
     monkeypatch.setenv("TIEREDCKPT_DURABLE_RETRY_S", "1")

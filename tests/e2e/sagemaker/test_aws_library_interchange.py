@@ -54,7 +54,7 @@ def s3(moto, monkeypatch, tmp_path):
 
 
 def trained(kind, steps):
-    """A state, with a view, a number and some text beside the model."""
+    """Return a model's and optimizer's state, plus a view, a number and some text."""
     model, optimizer = build_model(kind, dist.get_world_size(), seed=1)
     train_steps(model, optimizer, steps)
     base = torch.arange(1000.0)
@@ -62,7 +62,7 @@ def trained(kind, steps):
 
 
 def by_aws(kind, steps, url, endpoint, s3_base, layout, how="save"):
-    """Saved with AWS's library; what every rank has then."""
+    """Save with AWS's library, and return the full state of every rank."""
     aws_library.use_servers(url, endpoint)
     config, writer, _ = aws_library.library_classes()
     state = trained(kind, steps)
@@ -86,7 +86,7 @@ def _s3(base, layout):
 
 
 def by_ours(kind, url, s3_base):
-    """Loaded with the class of AWS's name that is ours; what every rank has then."""
+    """Load with this package's class of the same name, and return the step and the full state."""
     state = zeros_like_state(trained(kind, 1))
     of = SageMakerCheckpointConfig("job", dist.get_world_size(), s3_tier_base_path=s3_base, memory_url=url)
     reader = SageMakerTieredStorageReader(of)
@@ -99,7 +99,7 @@ def by_ours(kind, url, s3_base):
     [("memory", 2, "fsdp", 3, "async"), ("default", 2, "fsdp", 1, "save"), ("ray", 2, "ddp", 2, "save")],
 )
 def test_aws_checkpoint_is_read_by_any_world(agent_dir, ranks, service, moto, s3, where, before, kind, after, how):
-    """Memory blobs and both layouts in S3; then the job goes on with this project's own steps."""
+    """A job loads AWS's memory blobs and both S3 layouts, and then continues with its own steps."""
     url, base = (service.url, "") if where == "memory" else ("", s3)
     saved = ranks.run(before, by_aws, kind, 2, service.url, moto.endpoint, base, where, how)[0]
     for step, found in ranks.run(after, by_ours, kind, url, base):
@@ -165,7 +165,7 @@ def test_our_step_is_loaded_when_the_other_store_is_unreachable(agent_dir, servi
 
 
 def test_element_types_differ(agent_dir, service, aws_saves):
-    """AWS's reader converts without a word; so does this one, unless told not to."""
+    """Both readers convert element types silently, ours unless ``on_dtype_mismatch`` is "error"."""
     aws_saves(1)
     other = {**STATE, "w": STATE["w"].double()}
     assert load(memory_url=service.url, state=other)[1]["w"].dtype == torch.float64

@@ -1,7 +1,7 @@
-"""Each item of "what shipped systems get wrong", and each user's pain, that saving and loading on one node touches.
+"""Known defects of shipped systems, and users' pains, that concern save and load on one node.
 
-Those of several nodes' memory, of elastic worlds and of samples (items 6, 10, 11; pains 1 to 5, 11, 12, 14 where they
-speak of replicas, batches or recovery) are the business of other parts.
+Other tests cover the memory of several nodes, elastic worlds and samples (items 6, 10 and 11). They also cover the
+parts of pains 1 to 5, 11, 12 and 14 that concern replicas, batches or recovery.
 """
 
 import os
@@ -247,7 +247,7 @@ def test_7_fp8_round_trips_bit_for_bit_through_every_tier(agent_dir, durable, dt
 
 
 def save_unevenly(name):
-    """Rank 1 has a name the others do not have, and looks at the steps when nobody else does."""
+    """Rank 1 saves an extra name, and lists the steps when no other rank does."""
     me = dist.get_rank()
     state = {"w": torch.ones(10)} | ({"extra": torch.full((7,), 3.0)} if me == 1 else {})
     with Checkpointer(f"tiered://{name}", on_sigterm="ignore") as ckpt:
@@ -334,7 +334,7 @@ def test_pain_6_memory_is_bounded_and_known_beforehand(agent_dir, monkeypatch):
         assert ckpt.restore(zeros_like_state(state_at(0))) == 19
 
 
-def test_pain_7_a_failed_save_does_not_end_training_and_keeps_the_last_step(agent_dir, monkeypatch):
+def test_pain_7_failed_save_keeps_training_and_the_last_step(agent_dir, monkeypatch):
     monkeypatch.setenv("TIEREDCKPT_AGENT_BUDGET", "8MiB")
     with Checkpointer("tiered://loop", on_sigterm="ignore") as ckpt:
         ckpt.save(state_at(0), 0).wait()

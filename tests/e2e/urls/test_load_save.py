@@ -1,4 +1,4 @@
-"""``tieredckpt.load`` and ``save``: a state in one call, without a template, also where nothing else has run."""
+"""``tieredckpt.load`` and ``save``: a state in one call, without a template or a prior setup."""
 
 import signal
 
@@ -96,7 +96,7 @@ def test_mistakes_are_reported(agent_dir):
 
 
 def test_reading_a_step_is_not_a_rollback(agent_dir):
-    """A process that trains looks at an older step of its own job, and goes on from where it is."""
+    """A training process reads an older step of its own job, and continues from its own step."""
     with tieredckpt.Checkpointer("looked-at") as ckpt:
         for step in (1, 2):
             ckpt.save(state_at(step), step).wait()

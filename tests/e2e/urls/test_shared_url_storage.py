@@ -1,4 +1,4 @@
-"""One storage behind a URL: what one way saved, every other lists and loads."""
+"""One storage behind a URL: every interface lists and loads the saves of all others."""
 
 import multiprocessing
 import os
@@ -161,7 +161,7 @@ def newest(job):
 @pytest.mark.parametrize("saved", WAYS)
 @pytest.mark.parametrize("loaded", ["url", "files", "objects"])
 def test_rollback_by_one_way_applies_to_the_others(loaded, saved):
-    """Step 20 is of a past that the job has left; memory keeps the last two or three."""
+    """Step 20 belongs to an abandoned branch; memory keeps the last two or three steps."""
     job, fs = f"back-{loaded}-{saved}", fsspec.filesystem("tiered")
     save("url", job, 10)
     save("files", job, 20)
@@ -217,7 +217,7 @@ def load_newest_and_save():
 
 
 def test_process_continues_from_the_step_it_loaded(zygote):
-    """Whoever started it has loaded something else, and is no process that trains."""
+    """Its parent process has loaded another step, and does not train."""
     for step in (10, 20):
         save("files", "parent", step)
     running = zygote.start(load_then_start_who_trains)

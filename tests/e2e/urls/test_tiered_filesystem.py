@@ -194,14 +194,14 @@ def test_a_writer_killed_before_the_end(agent_dir, zygote):
 
 
 def write_a_file(space, step, name="__0_0.distcp"):
-    """Of a rank, while another one fails: nobody completes the step, and training goes on."""
+    """Write one rank's file of a step that stays incomplete because another rank failed."""
     space.begin(step)
     with space.writer(step, name) as file:
         file.write(b"x" * 1000)
 
 
 def test_unfinished_saves_release_their_slots(agent_dir):
-    """Only the step before may still be on its way."""
+    """Only the previous step may still be in flight."""
 
     def here():
         return {fact.key.version for fact in space.session.agent.store.list_shards(space.space)}
